@@ -1,0 +1,71 @@
+"""A model to a GGUF file, so that other programs (llama.cpp, for comparison) can run what only exists here.
+
+In: any `GGUFModel`, opened or synthetic. Out: one GGUF file, version 3. Weights are streamed some rows at a time. The file appears under
+its name only when it is complete; after an error nothing is left behind.
+"""
+import os
+from pathlib import Path
+
+import gguf
+
+from mlc_amd.compiler.gguf.reader import GGUFModel
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.formats import FORMATS
+
+_CHUNK_BYTES = 16 << 20
+
+
+def write_gguf(model: GGUFModel, path: str | Path) -> None:
+    """Writes `model`, replacing what is at `path`. Metadata types, which plain Python values no longer tell, are those that llama.cpp
+    expects: uint32 (int32 in arrays and for negative numbers, uint64 for large ones), float32, bool, string. UserError when the file
+    cannot be written (full disk, missing folder, no permission)."""
+    path = Path(path)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        try:
+            write_header(model, partial)
+            with open(partial, "ab") as file:
+                for tensor in model.tensors.values():
+                    step = max(1, _CHUNK_BYTES // tensor.row_bytes)
+                    _pad(file)
+                    for start in range(0, tensor.rows, step):
+                        file.write(tensor.blocks(start, min(start + step, tensor.rows)))
+                _pad(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: the file cannot be written ({error.strerror or error}); check the folder and the free space") from None
+
+
+def write_header(model: GGUFModel, path: Path) -> None:
+    """Everything before the first tensor's data, but for the padding."""
+    writer = gguf.GGUFWriter(path, model.config.architecture)
+    for key, value in model.metadata.items():
+        # The writer puts the architecture itself; the others describe the layout of the file that `model` came from.
+        if key not in ("general.architecture", "general.alignment") and not key.startswith("split.") and value != []:
+            writer.add_key_value(key, value, _value_type(value), _value_type(value[0], True) if isinstance(value, list) else None)
+    for tensor in model.tensors.values():
+        kind = gguf.GGMLQuantizationType(FORMATS[tensor.format].gguf_type)
+        writer.add_tensor_info(tensor.name, tensor.shape, None, tensor.nbytes, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+
+
+def _value_type(value: object, in_array: bool = False) -> gguf.GGUFValueType:
+    kinds = gguf.GGUFValueType
+    if isinstance(value, bool):
+        return kinds.BOOL
+    if isinstance(value, int):
+        if not in_array and value >= 0:
+            return kinds.UINT32 if value < 1 << 32 else kinds.UINT64
+        return kinds.INT32 if -(1 << 31) <= value < 1 << 31 else kinds.INT64
+    return {float: kinds.FLOAT32, str: kinds.STRING, list: kinds.ARRAY}[type(value)]
+
+
+def _pad(file) -> None:
+    file.write(bytes(-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))

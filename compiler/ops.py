@@ -1,0 +1,115 @@
+"""The decoder's operators as Relax operators of our own: `mlc_amd.<name>`, with attributes and type inference.
+
+The models emit the plain ones; the passes rewrite them into fused forms (more inputs or attributes, never other names); each target turns
+them into TensorIR kernels. Every operator takes `state` first: int32[4] = (tokens already in the cache, live tokens of this chunk, 0, 0).
+
+Values
+    x          float32 [m, k]
+    act        tuple (A int8 [mt, k/32, p, 32], S float32 [mt, k/32, 8, p]): x quantized in blocks of 32 columns, p tokens side by side
+    weight     tuple of planes, the packed form of one GGUF tensor (schedules' `planes`)
+"""
+
+import math
+
+import tvm
+from tvm import relax
+from tvm.ir import Op, _ffi_api
+
+PREFIX = "mlc_amd."
+
+
+def tensor_type(shape, dtype="float32"):
+    return relax.TensorType([int(s) for s in shape], dtype)
+
+
+def act_type(m: int, k: int, tile: int):
+    """Type of `m` quantized rows of `k` columns, `tile` tokens side by side; the layout is documented in schedules/cpu/quantize.py."""
+    tiles = math.ceil(m / tile)
+    return relax.TupleType([tensor_type((tiles, k // 32, tile, 32), "int8"), tensor_type((tiles, k // 32, 8, tile))])
+
+
+def padded(n: int) -> int:
+    """Rows of a packed weight: tiles of 16."""
+    return math.ceil(n / 16) * 16
+
+
+def shape_of(value) -> list[int]:
+    return [int(s) for s in value.ty.shape.values]
+
+
+def _x_or_act(m: int, k: int, attrs):
+    return act_type(m, k, int(attrs["act_tile"])) if int(attrs["act_tile"]) else tensor_type((m, k))
+
+
+def _embed(call, bb):
+    return tensor_type((shape_of(call.args[1])[0], int(call.attrs["k"])))
+
+
+def _rms_norm(call, bb):
+    m, k = shape_of(call.args[1])
+    return _x_or_act(1 if call.attrs["row"] == "last" else m, k, call.attrs)
+
+
+def _quantize(call, bb):
+    m, k = shape_of(call.args[1])
+    return act_type(m, k, int(call.attrs["act_tile"]))
+
+
+def _linear(call, bb):
+    types = [tensor_type((int(call.attrs["m"]), padded(int(n)))) for n in call.attrs["n"]]
+    return types[0] if len(types) == 1 else relax.TupleType(types)
+
+
+def _gate_up_swiglu(call, bb):
+    return _x_or_act(int(call.attrs["m"]), int(call.attrs["n"]), call.attrs)
+
+
+def _rope_kv_write(call, bb):
+    heads, d = int(call.attrs["heads"]), int(call.attrs["d"])
+    return relax.TupleType([tensor_type((shape_of(call.args[1])[0], heads, d)), call.args[-2].ty, call.args[-1].ty])
+
+
+def _attention(call, bb):
+    m, heads, d = shape_of(call.args[1])
+    return _x_or_act(m, heads * d, call.attrs)
+
+
+# name: (type inference, what it computes; arguments after `state`; attributes)
+OPS = {
+    "embed": (_embed, "rows of the embedding table: (tokens int32[m], weight); format, vocab, k"),
+    "rms_norm": (_rms_norm, "x / rms(x) * g: (x, g); eps, row: all rows or the last live one, act_tile: 0 or quantize to this tile"),
+    "quantize": (_quantize, "x to act: (x,); act_tile"),
+    "linear": (_linear, "x W^T for several W: (x or act, weights.., biases.., residual?); formats, n, biases (a flag each), residual, k, m"),
+    "gate_up_swiglu": (_gate_up_swiglu, "silu(x G^T) * (x U^T): (x or act, G, U); formats, n, k, m, act_tile"),
+    "rope_kv_write": (_rope_kv_write, "RMS norm of heads if given, RoPE, KV write in place: (q, k, v, [qn, kn], cos_sin, K, V) to (q, K, V)"),
+    "attention": (_attention, "causal attention on the cache: (q, K, V); act_tile"),
+}
+
+
+def _register(name, infer, description):
+    _ffi_api.RegisterOp(PREFIX + name, description)
+    op = Op.get(PREFIX + name)
+    op.set_num_inputs(-1)
+    op.set_attr("FInferType", infer)
+    op.set_attr("FPurity", True)
+    return op
+
+
+_registered = {name: _register(name, infer, description) for name, (infer, description) in OPS.items()}
+
+
+def call(name: str, args, **attrs) -> relax.Call:
+    """A call of `mlc_amd.<name>`; attributes are ints, floats, strings or lists of them."""
+    return relax.Call(_registered[name], list(args), tvm.ir.make_node("ir.DictAttrs", **attrs))
+
+
+def name_of(value) -> str:
+    """`linear` for a call of mlc_amd.linear; "" for anything else."""
+    op = getattr(value, "op", None)
+    name = getattr(op, "name", "") if isinstance(op, Op) else ""
+    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else ""
+
+
+def with_attrs(value: relax.Call, args=None, **changes) -> relax.Call:
+    """The same operator with other arguments or attributes."""
+    return call(name_of(value), value.args if args is None else args, **{**{k: value.attrs[k] for k in value.attrs.keys()}, **changes})

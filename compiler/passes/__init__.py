@@ -1,0 +1,19 @@
+"""Graph fusion, one pass per file. `fuse` runs them in the order that lets each see what it matches."""
+
+from tvm import relax
+
+from mlc_amd.compiler.passes.fuse_quantize import fuse_quantize
+from mlc_amd.compiler.passes.fuse_residual import fuse_residual
+from mlc_amd.compiler.passes.fuse_siblings import fuse_siblings
+from mlc_amd.compiler.passes.fuse_swiglu import fuse_swiglu
+from mlc_amd.compiler.passes.quantize_activations import quantize_activations
+
+
+def fuse(mod, target):
+    """The decoder as emitted by the models to the decoder in fused operators (see compiler/ops.py)."""
+    mod = quantize_activations(mod, target)
+    mod = relax.transform.EliminateCommonSubexpr()(mod)  # one quantization for all linears of an input
+    mod = fuse_swiglu(mod)
+    mod = fuse_siblings(mod)
+    mod = fuse_residual(mod)
+    return fuse_quantize(mod)

@@ -1,0 +1,18 @@
+"""quantize(f(x)) becomes f with a quantized output, for the producers that can: rms_norm, attention, gate_up_swiglu."""
+
+from mlc_amd.compiler import ops
+from mlc_amd.compiler.passes.rewrite import rewrite
+
+PRODUCERS = ("rms_norm", "attention", "gate_up_swiglu")
+
+
+def fuse_quantize(mod):
+    def rule(call, producer):
+        if ops.name_of(call) != "quantize":
+            return None
+        value = producer(call.args[1])
+        if ops.name_of(value) not in PRODUCERS:
+            return None
+        return ops.with_attrs(value, act_tile=call.attrs["act_tile"])
+
+    return rewrite(mod, rule)

@@ -1,0 +1,33 @@
+"""How a fusion pass rewrites: one rule, tried on every call of every Relax function, in order.
+
+A rule gets the call (its arguments already rewritten) and `producer`, which gives the expression that a variable is bound to, and returns
+the new expression or None. What a rewrite leaves unused goes away with dead code elimination.
+"""
+
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+
+@mutator
+class _Rewriter(PyExprMutator):
+    def __init__(self, mod, rule):
+        super().__init__(mod)
+        self.rule = rule
+
+    def visit_call_(self, call):
+        call = self.visit_expr_post_order(call)
+        replacement = self.rule(call, self._producer)
+        return call if replacement is None else replacement
+
+    def _producer(self, value):
+        return self.lookup_binding(value) if isinstance(value, relax.Var) else None
+
+
+def rewrite(mod: tvm.IRModule, rule) -> tvm.IRModule:
+    """Applies `rule(call, producer) -> Expr | None` to all calls and removes what is no longer used."""
+    rewriter = _Rewriter(mod, rule)
+    for gv, func in mod.functions.items():
+        if isinstance(func, relax.Function):
+            rewriter.builder_.update_func(gv, rewriter.visit_expr(func))
+    return relax.transform.DeadCodeElimination()(rewriter.builder_.get())

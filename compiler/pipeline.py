@@ -1,0 +1,216 @@
+"""The compile pipeline: GGUF model in, artifact folder out.
+
+    model -> Relax functions (models) -> fusion (passes) -> kernels selected (codegen) -> plan -> kernels compiled
+          -> weights repacked and streamed to disk -> tokenizer -> manifest
+
+Memory stays small whatever the model's size: tensors are mapped, repacked and written in chunks of rows.
+"""
+
+import dataclasses
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from mlc_amd.compiler import plan as planning
+from mlc_amd.compiler import tokenizer
+from mlc_amd.compiler.codegen.cpu import CpuTarget
+from mlc_amd.compiler.models import FunctionSpec, build_module
+from mlc_amd.compiler.models.rope import rope_table
+from mlc_amd.compiler.ops import padded
+from mlc_amd.compiler.passes import fuse
+from mlc_amd.compiler.quant import repack
+from mlc_amd.runtime import artifact
+from mlc_amd.runtime.errors import UserError
+
+TARGETS = {"cpu": CpuTarget}
+DEFAULT_CONTEXT = 4096  # tokens of KV cache unless asked otherwise: enough to chat, small enough for any machine
+CONTEXT_STEP = 64  # keys that an attention kernel looks at together
+CHUNK_BYTES = 4 << 20  # packed GGUF bytes that one worker repacks at a time
+SCORE_TOKENS = 64  # tokens of the function that gives the logits of every position
+
+
+class Progress(Protocol):
+    def __call__(self, stage: str, done: int, total: int) -> None: ...
+
+
+@dataclass
+class Summary:
+    """What was compiled, for the user to read."""
+
+    path: Path
+    kernels: int
+    kernel_bytes: int
+    weight_bytes: int
+    launches: dict[str, int]  # by function
+    arena_bytes: int
+    kv_bytes: int
+    seconds: dict[str, float] = field(default_factory=dict)  # by stage
+
+
+def compile_model(model, target: str, arch: str, ctx: int | None, out: Path, progress: Progress | None = None, weights: bool = True) -> Summary:
+    """Compiles `model` (a GGUFModel or a synthetic one) into the folder `out`.
+
+    `ctx`: KV cache capacity in tokens, default the model's context up to 4096. `weights=False` leaves the weights out (their places are
+    listed, for bundles that fill them at random). UserError for whatever the user can change.
+    """
+    progress = progress or (lambda stage, done, total: None)
+    clock = _Clock()
+    if target not in TARGETS:
+        raise UserError(f"unknown target '{target}'; known: {', '.join(TARGETS)}")
+    backend, ctx = TARGETS[target](arch), _capacity(model.config, ctx)
+    workers = len(os.sched_getaffinity(0))
+    with artifact.new_artifact(out) as directory:
+        functions = _functions(backend, ctx)
+        progress("import", 0, 1)
+        module, parameters = build_module(model, backend, functions, ctx)
+        module = backend.select_kernels(fuse(module, backend))
+        specs = _weight_specs(model, backend, parameters, ctx)
+        plan = planning.make_plan(module, parameters, {name: [spec.name for spec in planes] for name, planes in specs.items()})
+        progress("import", 1, 1)
+        clock.lap("import")
+        libraries = backend.compile_kernels(module, directory, progress, workers)
+        clock.lap("kernels")
+        tokenizer.export(model.metadata, directory)
+        if weights:
+            _write_weights(model, specs, directory / artifact.WEIGHTS, ctx, progress, workers)
+        clock.lap("weights")
+        progress("write", 0, 1)
+        kv = [{"name": name, "dtype": dtype, "shape": list(shape)} for name, (shape, dtype) in backend.kv_types(model.config, ctx).items()]
+        manifest = {
+            "name": model.config.name or Path(model.path).stem,
+            "model": dataclasses.asdict(model.config),
+            "target": backend.description,
+            "context": ctx,
+            "functions": {f.name: {"tokens": f.m, "all_logits": f.all_logits, "launches": plan.functions[f.name]} for f in functions},
+            "kernels": _kernel_table(plan, module),
+            "libraries": libraries,
+            "arena_bytes": plan.arena_bytes,
+            "io": _io(model.config, functions),
+            "kv": kv,
+            "formats": _format_counts(model),
+            "weight_bytes": sum(spec.nbytes for planes in specs.values() for spec in planes),
+        }
+        artifact.write_manifest(directory, manifest)
+        kernel_bytes = sum((directory / name).stat().st_size for name in libraries)
+        progress("write", 1, 1)
+    clock.lap("write")
+    opened = artifact.Artifact(out, manifest)
+    launches = {name: len(steps) for name, steps in plan.functions.items()}
+    return Summary(Path(out), len(manifest["kernels"]), kernel_bytes, opened.weight_bytes, launches, plan.arena_bytes, opened.kv_bytes, clock.laps)
+
+
+class _Clock:
+    def __init__(self):
+        self.laps, self.last = {}, time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.laps[stage], self.last = now - self.last, now
+
+
+def _capacity(config, ctx: int | None) -> int:
+    """Tokens of KV cache, rounded up to what the attention kernels step by."""
+    if ctx is None:
+        ctx = min(config.context, DEFAULT_CONTEXT)
+    if ctx < 1:
+        raise UserError(f"--ctx must be at least 1, not {ctx}")
+    if ctx > config.context:
+        raise UserError(f"--ctx {ctx} is more than the {config.context} tokens this model was made for; use {config.context} or less")
+    return -(-ctx // CONTEXT_STEP) * CONTEXT_STEP
+
+
+def _functions(backend, ctx: int) -> list[FunctionSpec]:
+    sizes = backend.prefill_sizes(ctx)
+    return [FunctionSpec("decode", 1), *(FunctionSpec(f"prefill_{m}", m) for m in sizes), FunctionSpec(f"score_{SCORE_TOKENS}", SCORE_TOKENS, True)]
+
+
+def _io(config, functions: list[FunctionSpec]) -> dict[str, dict]:
+    """The buffers between host and plan. A function uses the first part of `tokens` and `logits` that its size asks for."""
+    longest = max(f.m for f in functions)
+    rows = max(f.m if f.all_logits else 1 for f in functions)
+    return {
+        "state": {"dtype": "int32", "shape": [4]},
+        "tokens": {"dtype": "int32", "shape": [longest]},
+        "logits": {"dtype": "float32", "shape": [rows, padded(config.vocab)]},
+    }
+
+
+def _kernel_table(plan, module) -> list[dict]:
+    """Each kernel with the number of its calls per function."""
+    table: dict[str, dict] = {}
+    for function, launches in plan.functions.items():
+        for launch in launches:
+            entry = table.setdefault(launch["kernel"], {"name": launch["kernel"], "calls": {}})
+            entry["calls"][function] = entry["calls"].get(function, 0) + 1
+    return list(table.values())
+
+
+def _format_counts(model) -> dict[str, dict[str, int]]:
+    counts: dict[str, dict[str, int]] = {}
+    for tensor in model.tensors.values():
+        entry = counts.setdefault(tensor.format, {"tensors": 0, "bytes": 0})
+        entry["tensors"] += 1
+        entry["bytes"] += tensor.nbytes
+    return counts
+
+
+# ---- weights
+
+
+def _weight_specs(model, backend, parameters, ctx: int) -> dict[str, list[artifact.TensorSpec]]:
+    """Source tensor (or "rope.table") to the tensors of the weights file that are made of it, in the order of the functions' parameters."""
+    names = dict.fromkeys(name for function in parameters.values() for kind, name in function if kind == "weight")
+    specs = {}
+    for name in names:
+        if name == "rope.table":
+            specs[name] = [artifact.TensorSpec(name, "float32", (ctx, model.config.rope.dim))]
+        elif len(model.tensors[name].shape) == 1:
+            specs[name] = [artifact.TensorSpec(name, "float32", (padded(model.tensors[name].shape[0]),))]
+        else:
+            planes = backend.planes(model.tensors[name].format, *model.tensors[name].shape)
+            specs[name] = [artifact.TensorSpec(f"{name}/{plane}", dtype, shape) for plane, (shape, dtype) in planes.items()]
+    return specs
+
+
+def _write_weights(model, specs, path: Path, ctx: int, progress: Progress, workers: int) -> None:
+    writer = artifact.WeightsWriter(path, (spec for planes in specs.values() for spec in planes))
+    total, done = sum(spec.nbytes for planes in specs.values() for spec in planes), [0]
+
+    def repack_chunk(name: str, start: int, stop: int) -> None:
+        tensor = model.tensors[name]
+        planes = repack(tensor.format, tensor.blocks(start, stop), tensor.shape[1])
+        for spec, plane in zip(specs[name], planes.values(), strict=True):
+            tile_bytes = spec.nbytes // spec.shape[0]
+            writer.write(spec.name, start // 16 * tile_bytes, plane)
+            done[0] += plane.nbytes
+        progress("weights", min(done[0], total), total)
+
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            jobs = []
+            for name, planes in specs.items():
+                if len(planes) == 1 and "/" not in planes[0].name:
+                    writer.write(name, 0, _vector(model, name, planes[0], ctx))
+                    done[0] += planes[0].nbytes
+                    continue
+                tensor = model.tensors[name]
+                rows = max(16, CHUNK_BYTES // max(1, tensor.nbytes // tensor.shape[0]) // 16 * 16)
+                jobs += [pool.submit(repack_chunk, name, start, min(start + rows, tensor.shape[0])) for start in range(0, tensor.shape[0], rows)]
+            for job in jobs:
+                job.result()
+    finally:
+        writer.close()
+
+
+def _vector(model, name: str, spec: artifact.TensorSpec, ctx: int) -> np.ndarray:
+    """The rope table, or a norm's or bias' values, padded with zeros."""
+    if name == "rope.table":
+        factors = model.tensors["rope_freqs.weight"].dequantize() if model.config.rope.freq_factors else None
+        return rope_table(model.config.rope, ctx, factors)
+    values = model.tensors[name].dequantize().astype(np.float32)
+    return np.pad(values, (0, spec.shape[0] - values.shape[0]))

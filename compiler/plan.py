@@ -1,0 +1,90 @@
+"""Lowers a Relax module of kernel calls to flat launch lists over one static arena: the plan, which is data.
+
+In: a module whose functions consist of `call_tir` and `call_tir_inplace` only. Out, per function, launches in order:
+
+    {"kernel": name, "args": [argument, ..]}     an argument is one of
+        ["io", name]                             state, tokens, logits
+        ["weight", name]                         a tensor of the weights file
+        ["kv", name]                             a cache tensor
+        ["arena", offset, dtype, shape]          bytes `offset`.. of the arena
+
+The planner is Relax's StaticPlanBlockMemory: tensors whose lives do not overlap share storage.
+"""
+
+import math
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+
+ALIGN = 64  # bytes, of every tensor in the arena: what vector loads and TVM's argument checks want
+
+
+@dataclass(frozen=True)
+class Plan:
+    functions: dict[str, list[dict]]  # launches by function
+    arena_bytes: int
+
+
+def lower(mod: tvm.IRModule) -> tvm.IRModule:
+    """Explicit allocations, one binding per kernel call."""
+    passes = [
+        relax.transform.DeadCodeElimination(),
+        relax.transform.ToNonDataflow(),
+        relax.transform.RemovePurityChecking(),
+        relax.transform.CallTIRRewrite(),
+        relax.transform.StaticPlanBlockMemory(),
+    ]
+    return tvm.transform.Sequential(passes)(mod)
+
+
+def make_plan(mod: tvm.IRModule, parameters: dict[str, list[tuple[str, str]]], tensors: dict[str, list[str]], output: str = "logits") -> Plan:
+    """`parameters`: (kind, name) of each function's parameters; `tensors`: names in the weights file by weight, one for each plane;
+    `output`: the io name of the returned tensor."""
+    mod = lower(mod)
+    walkers = {name: _Walker(mod[name], parameters[name], tensors, output) for name in parameters}
+    return Plan({name: walker.launches for name, walker in walkers.items()}, max(walker.arena for walker in walkers.values()))
+
+
+class _Walker:
+    """One lowered function, binding by binding. `env` maps a variable to its argument form."""
+
+    def __init__(self, func, parameters, tensors, output):
+        self.env = {var: self.parameter(var, kind, name, tensors) for var, (kind, name) in zip(func.params, parameters, strict=True)}
+        self.output, self.arena, self.launches = output, 0, []
+        for block in func.body.blocks:
+            for binding in block.bindings:
+                self.env[binding.var] = self.value(binding.value)
+
+    @staticmethod
+    def parameter(var, kind, name, tensors):
+        names = tensors[name] if kind == "weight" else [name]
+        arguments = [[kind, name] for name in names]
+        return arguments if isinstance(var.ty, relax.TupleType) else arguments[0]
+
+    def value(self, value):
+        if isinstance(value, relax.Var):
+            return self.env[value]
+        if isinstance(value, relax.Tuple):
+            return [self.value(field) for field in value.fields]
+        if isinstance(value, relax.TupleGetItem):
+            return self.value(value.tuple_value)[value.index]
+        if isinstance(value.op, tvm.ir.GlobalVar):
+            self.launches.append({"kernel": value.op.name_hint, "args": [self.value(arg) for arg in value.args]})
+            return None
+        return self.allocation(value)
+
+    def allocation(self, call):
+        name = call.op.name
+        if name == "relax.memory.alloc_storage":
+            offset = self.arena
+            self.arena += math.ceil(int(call.args[0].values[0]) / ALIGN) * ALIGN
+            return ["storage", offset]
+        if name == "relax.memory.alloc_tensor":
+            return ["arena", self.env[call.args[0]][1] + int(call.args[1].value), str(call.args[3].value), [int(s) for s in call.args[2].values]]
+        if name == "relax.builtin.alloc_tensor":  # not planned: it leaves the function
+            return ["io", self.output]
+        if name.startswith("relax.memory.kill"):
+            return None
+        raise AssertionError(f"the lowered graph holds {name}, which a launch plan cannot express")
+

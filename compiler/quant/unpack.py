@@ -1,0 +1,178 @@
+"""GGUF blocks to a form that all formats share. The only place that knows how ggml lays out a block.
+
+In: a format's name and `Blocks`, the raw blocks of some rows. Out: (codes, scales):
+
+    codes   uint32 [NT, KB, 8, 16]: word j of a block of 32 columns holds the codes of columns 4*j .. 4*j+3, one byte each, of row r
+    scales  name -> [NT, blocks, 16], the planes D, S, Z, M and DM as `mlc_amd.schedules.formats` defines them
+
+NT tiles of 16 rows, KB = K/32. Rows are transposed to the innermost axis first, four bytes at a time; everything after that is bit
+arithmetic on long contiguous runs, four codes a word. Sources of the layouts: ggml-common.h (structs) and ggml-quants.c
+(dequantize_row_*) of ggml, quants.py of gguf-py. A column in a comment counts within its block or super-block; all is little-endian.
+"""
+from collections.abc import Callable
+
+import numpy as np
+from mlc_amd.schedules.cpu.planes import ROWS
+
+
+class Blocks:
+    """The blocks of a whole number of row tiles: uint8 [NT * 16, NB * block_bytes]."""
+
+    def __init__(self, raw: np.ndarray, block_bytes: int):
+        self.raw = raw.reshape(raw.shape[0] // ROWS, ROWS, -1, block_bytes)
+
+    def field(self, offset: int, count: int, dtype: str) -> np.ndarray:
+        """`count` values at a byte offset of every block, as [NT, NB, count, 16]: rows innermost."""
+        values = self.raw[..., offset:offset + count * np.dtype(dtype).itemsize].view(dtype)
+        return np.ascontiguousarray(values.transpose(0, 2, 3, 1))
+
+    def half(self, offset: int) -> np.ndarray:
+        """The float16 at a byte offset of every block, as [NT, NB, 16]."""
+        return self.field(offset, 1, "<f2")[:, :, 0]
+
+    def words(self, offset: int, count: int, *shape: int) -> np.ndarray:
+        """`count` uint32 at a byte offset of every block as [NT, NB, *shape, 16]; shape's product is `count`."""
+        return self.field(offset, count, "<u4").reshape(self.raw.shape[0], self.raw.shape[2], *shape, ROWS)
+
+
+def _split(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
+    """Fields of `bits` bits of every byte, lowest first, along a new axis: [..., 8 // bits, ...]."""
+    shape = list(words.shape)
+    shape.insert(axis, 8 // bits)
+    out = np.empty(shape, np.uint32)
+    mask = np.uint32(0x01010101 * ((1 << bits) - 1))
+    parts = np.moveaxis(out, axis, 0)
+    for i, part in enumerate(parts):
+        np.right_shift(words, np.uint32(i * bits), out=part)
+        np.bitwise_and(part, mask, out=part)
+    return out
+
+
+def _or_shifted(codes: np.ndarray, high: np.ndarray, bits: int) -> np.ndarray:
+    """codes | high << bits, in place."""
+    np.left_shift(high, np.uint32(bits), out=high)
+    return np.bitwise_or(codes, high.reshape(codes.shape), out=codes)
+
+
+def _flat(planes: np.ndarray) -> np.ndarray:
+    """[NT, NB, ..., 16] to [NT, all, 16]."""
+    return planes.reshape(planes.shape[0], -1, ROWS)
+
+
+def _codes(words: np.ndarray) -> np.ndarray:
+    """[NT, NB, ..., 16] to [NT, KB, 8, 16]."""
+    return words.reshape(words.shape[0], -1, 8, ROWS)
+
+
+def _bits_of_32(b: Blocks, offset: int) -> np.ndarray:
+    """32 bits, bit c belonging to column c, as the lowest bit of 32 bytes: [NT, NB, 8, 16]."""
+    shifts = np.arange(0, 32, 4, dtype=np.uint32)[:, None]
+    nibbles = (b.words(offset, 1, 1) >> shifts) & np.uint32(15)
+    # bit i of the nibble to bit 8*i: copies at 0, 7, 14 and 21 do not overlap
+    nibbles *= np.uint32(0x00204081)
+    nibbles &= np.uint32(0x01010101)
+    return nibbles
+
+
+def _nibbles_of_32(b: Blocks, offset: int, blocks: int = 1) -> np.ndarray:
+    """Per 32 columns 16 bytes, low nibbles are columns 0..15, high nibbles 16..31: [NT, KB, 8, 16]."""
+    return _codes(_split(b.words(offset, 4 * blocks, blocks, 4), 4, 3))
+
+
+def q4_0(b: Blocks):
+    """d f16 @0, qs[16] @2"""
+    return _nibbles_of_32(b, 2), {"D": b.half(0)}
+
+
+def q4_1(b: Blocks):
+    """d f16 @0, m f16 @2, qs[16] @4"""
+    return _nibbles_of_32(b, 4), {"D": b.half(0), "M": b.half(2)}
+
+
+def q5_0(b: Blocks):
+    """d f16 @0, qh u32 @2 (bit c: fifth bit of column c), qs[16] @6"""
+    return _or_shifted(_nibbles_of_32(b, 6), _bits_of_32(b, 2), 4), {"D": b.half(0)}
+
+
+def q5_1(b: Blocks):
+    """d f16 @0, m f16 @2, qh u32 @4, qs[16] @8"""
+    return _or_shifted(_nibbles_of_32(b, 8), _bits_of_32(b, 4), 4), {"D": b.half(0), "M": b.half(2)}
+
+
+def q8_0(b: Blocks):
+    """d f16 @0, qs int8[32] @2"""
+    return b.words(2, 8, 8), {"D": b.half(0)}
+
+
+def q2_k(b: Blocks):
+    """scales[16] @0 (16 columns each: low nibble scale, high nibble minimum), qs[64] @16, d f16 @80, dmin f16 @82.
+
+    qs: two halves of 128 columns; byte c of a half holds columns c, 32 + c, 64 + c, 96 + c, low bits first.
+    """
+    return _codes(_split(b.words(16, 16, 2, 8), 2, 3)), {"D": b.half(80), "S": _flat(b.field(0, 16, "u1")), "DM": b.half(82)}
+
+
+def q3_k(b: Blocks):
+    """hmask[32] @0, qs[64] @32, scales[12] @96, d f16 @108.
+
+    qs as in q2_k; bit i of hmask[c] is the third bit of column 32*i + c. Sixteen 6-bit scales, 32 standing for 0: low four bits in the
+    low nibbles of bytes 0..7, then the high nibbles; high two bits in bytes 8..11, lowest two bits of each first.
+    """
+    codes = _codes(_split(b.words(32, 16, 2, 8), 2, 3))
+    _or_shifted(codes, _split(b.words(0, 8, 8), 1, 2), 2)
+    packed = b.field(96, 12, "u1")
+    low = np.concatenate([packed[:, :, :8] & 15, packed[:, :, :8] >> 4], axis=2)
+    high = np.concatenate([packed[:, :, 8:] >> shift & 3 for shift in (0, 2, 4, 6)], axis=2)
+    return codes, {"D": b.half(108), "S": _flat((low | high << 4).view(np.int8) - np.int8(32))}
+
+
+def _scales_and_minimums(b: Blocks, offset: int) -> dict[str, np.ndarray]:
+    """Eight 6-bit scales and minimums of q4_k and q5_k in 12 bytes (get_scale_min_k4).
+
+    Bytes 0..3: scales 0..3, bytes 4..7: minimums 0..3, with the top two bits of the later four above them; bytes 8..11: low nibbles
+    scales 4..7, high nibbles minimums 4..7.
+    """
+    scales, minimums, rest = np.split(b.field(offset, 12, "u1"), 3, axis=2)
+    return {"S": _flat(np.concatenate([scales & 63, rest & 15 | scales >> 2 & 48], axis=2)),
+            "Z": _flat(np.concatenate([minimums & 63, rest >> 4 | minimums >> 2 & 48], axis=2))}
+
+
+def q4_k(b: Blocks):
+    """d f16 @0, dmin f16 @2, scales[12] @4, qs[128] @16.
+
+    qs: four groups of 64 columns, 32 bytes each; low nibbles are a group's columns 0..31, high nibbles 32..63.
+    """
+    return _codes(_split(b.words(16, 32, 4, 8), 4, 3)), {"D": b.half(0), **_scales_and_minimums(b, 4), "DM": b.half(2)}
+
+
+def q5_k(b: Blocks):
+    """d f16 @0, dmin f16 @2, scales[12] @4, qh[32] @16 (bit i of byte c: fifth bit of column 32*i + c), qs[128] @48 as in q4_k"""
+    codes = _codes(_split(b.words(48, 32, 4, 8), 4, 3))
+    return _or_shifted(codes, _split(b.words(16, 8, 8), 1, 2), 4), {"D": b.half(0), **_scales_and_minimums(b, 4), "DM": b.half(2)}
+
+
+def q6_k(b: Blocks):
+    """ql[128] @0, qh[64] @128, scales int8[16] @192 (16 columns each), d f16 @208.
+
+    Two halves of 128 columns. ql: 64 bytes a half, low nibbles columns 0..63, high nibbles 64..127; qh: 32 bytes a half, as qs in q2_k.
+    """
+    codes = _codes(_split(b.words(0, 32, 2, 16), 4, 3))
+    return _or_shifted(codes, _split(b.words(128, 16, 2, 8), 2, 3), 4), {"D": b.half(208), "S": _flat(b.field(192, 16, "i1"))}
+
+
+def iq4_xs(b: Blocks):
+    """d f16 @0, scales_h u16 @2, scales_l[4] @4, qs[128] @8.
+
+    qs: eight blocks as in q4_0. Eight 6-bit scales, 32 standing for 0: low nibble of byte i is scale 2*i, high nibble 2*i + 1; the high
+    two bits of scale i are bits 2*i of scales_h.
+    """
+    packed = b.field(4, 4, "u1")
+    low = _flat(np.stack([packed & 15, packed >> 4], axis=3))
+    high = _flat(b.field(2, 1, "<u2") >> np.arange(0, 16, 2, dtype=np.uint16)[:, None]).astype(np.uint8) & 3
+    return _nibbles_of_32(b, 8, 8), {"D": b.half(0), "S": (low | high << 4).view(np.int8) - np.int8(32)}
+
+
+UNPACK: dict[str, Callable[[Blocks], tuple[np.ndarray, dict[str, np.ndarray]]]] = {
+    "q4_0": q4_0, "q4_1": q4_1, "q5_0": q5_0, "q5_1": q5_1, "q8_0": q8_0, "q2_k": q2_k, "q3_k": q3_k, "q4_k": q4_k, "q5_k": q5_k,
+    "q6_k": q6_k, "iq4_nl": q4_0, "iq4_xs": iq4_xs,
+}

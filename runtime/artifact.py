@@ -1,0 +1,193 @@
+"""The artifact: a folder that holds everything a runtime needs. Written here, read here; the format is documented in dist/README.md.
+
+    manifest.json         what the rest is: model, target, context, plan, KV cache, checksums
+    kernels.so            compiled kernels (cpu)
+    weights.safetensors   packed weights, every tensor at a multiple of 64 bytes, mapped and never copied
+    tokenizer.json, tokenizer_config.json
+
+Writing goes to a temporary folder beside the destination, which is renamed when all is there: an interrupted or failed compile leaves nothing.
+"""
+
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import struct
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mlc_amd.runtime.errors import UserError
+
+FORMAT_VERSION = 1
+MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
+ALIGN = 64  # bytes: what the kernels' vector loads want
+DTYPES = {"uint8": "U8", "int8": "I8", "float16": "F16", "uint16": "U16", "float32": "F32", "int32": "I32", "uint32": "U32"}  # safetensors' names
+NUMPY = {name: np.dtype(dtype) for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of the weights file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+
+# ---- weights
+
+
+class WeightsWriter:
+    """A safetensors file written out of order: the layout is fixed first, then pieces go to their places.
+
+    Safetensors allows no holes, so the gaps that alignment needs are tensors named `__pad_<n>`.
+    """
+
+    def __init__(self, path: Path, specs: Iterable[TensorSpec]):
+        self.offsets, header, position = {}, {}, 0
+        for spec in specs:
+            if gap := -position % ALIGN:
+                header[f"__pad_{len(header)}"] = {"dtype": "U8", "shape": [gap], "data_offsets": [position, position + gap]}
+                position += gap
+            header[spec.name] = {"dtype": DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [position, position + spec.nbytes]}
+            self.offsets[spec.name] = position
+            position += spec.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % ALIGN)
+        self.start, self.total = 8 + len(text), position
+        self.file = open(path, "w+b")  # noqa: SIM115 (closed by close())
+        self.file.write(struct.pack("<Q", len(text)) + text)
+        # Allocated at once, so that a full disk shows now and not after minutes of work.
+        if position:
+            os.posix_fallocate(self.file.fileno(), self.start, position)
+
+    def write(self, name: str, offset: int, data: np.ndarray) -> None:
+        """`data`'s bytes to `offset` bytes into tensor `name`; may be called from several threads."""
+        os.pwrite(self.file.fileno(), memoryview(np.ascontiguousarray(data)).cast("B"), self.start + self.offsets[name] + offset)
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class Weights:
+    """The mapped weights file: name to numpy array, without copies. Pages are private: the arrays are writable, the file is not changed."""
+
+    def __init__(self, path: Path):
+        try:
+            with open(path, "rb") as f:
+                (size,) = struct.unpack("<Q", f.read(8))
+                header = json.loads(f.read(size)) if size < 1 << 28 else {}
+                self.map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError, struct.error) as e:
+            raise UserError(f"{path}: cannot read the weights ({e}); compile the model again") from e
+        self.header, self.start = {k: v for k, v in header.items() if k != "__metadata__"}, 8 + size
+        if not header or self.start + max(v["data_offsets"][1] for v in self.header.values()) > len(self.map):
+            raise UserError(f"{path}: the weights file is truncated or damaged; compile the model again")
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        entry = self.header[name]
+        begin, end = entry["data_offsets"]
+        flat = np.frombuffer(self.map, np.uint8, end - begin, self.start + begin)
+        return flat.view(NUMPY[entry["dtype"]]).reshape(entry["shape"])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.header
+
+    @property
+    def nbytes(self) -> int:
+        return sum(v["data_offsets"][1] - v["data_offsets"][0] for v in self.header.values())
+
+
+# ---- the folder
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+@contextmanager
+def new_artifact(path: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `path` when the block ends well, and vanishes when it does not. Replaces an older artifact only."""
+    path = Path(path)
+    if path.exists() and not (path / MANIFEST).exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path} exists and is not a compiled model; choose another output with -o")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        old = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")
+        if path.exists():
+            path.rename(old)
+        temporary.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as e:
+        raise UserError(f"cannot write {path}: {e.strerror or e}; free some space or choose another output with -o") from e
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_manifest(directory: Path, manifest: dict) -> None:
+    """Adds size and checksum of every file in `directory`, then writes manifest.json."""
+    files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in sorted(directory.iterdir())}
+    (directory / MANIFEST).write_text(json.dumps({"format": FORMAT_VERSION, **manifest, "files": files}, indent=1))
+
+
+class Artifact:
+    """A compiled model on disk, checked. `manifest` is the parsed manifest.json (dist/README.md says what is in it)."""
+
+    def __init__(self, path: Path, manifest: dict):
+        self.path, self.manifest = path, manifest
+        self._weights: Weights | None = None
+
+    @classmethod
+    def open(cls, path: str | Path, verify: bool = False) -> "Artifact":
+        """Checks version, presence, sizes and checksums of all files; the weights' checksum only with `verify` (it reads them all).
+
+        UserError when the folder is no artifact, of another version, or damaged.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise UserError(f"{path}: no such compiled model; make one with: mlc-amd compile MODEL.gguf")
+        try:
+            manifest = json.loads((path / MANIFEST).read_text())
+            version, files = manifest["format"], manifest["files"]
+        except FileNotFoundError as e:
+            raise UserError(f"{path} is not a compiled model (no {MANIFEST}); make one with: mlc-amd compile MODEL.gguf") from e
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise UserError(f"{path / MANIFEST} is damaged ({e}); compile the model again") from e
+        if version != FORMAT_VERSION:
+            raise UserError(f"{path} has artifact format {version}, this version reads {FORMAT_VERSION}; compile the model again")
+        for name, entry in files.items():
+            file = path / name
+            if not file.is_file():
+                raise UserError(f"{path}: {name} is missing; compile the model again")
+            if file.stat().st_size != entry["bytes"]:
+                raise UserError(f"{file} has {file.stat().st_size} bytes instead of {entry['bytes']}; compile the model again")
+            if (name != WEIGHTS or verify) and sha256(file) != entry["sha256"]:
+                raise UserError(f"{file} is corrupted (checksum differs); compile the model again")
+        return cls(path, manifest)
+
+    @property
+    def weights(self) -> Weights:
+        if self._weights is None:
+            self._weights = Weights(self.path / WEIGHTS)
+        return self._weights
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.manifest["weight_bytes"]
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(int(np.prod(t["shape"], dtype=np.int64)) * np.dtype(t["dtype"]).itemsize for t in self.manifest["kv"])

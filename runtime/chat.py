@@ -1,0 +1,176 @@
+"""A conversation with a model: turns of text in, streamed answers out, nothing computed twice.
+
+The KV cache keeps what was said: a turn renders the whole conversation through the model's chat template, and the engine prefills only
+what its cache does not hold. The messages always say what was shown: an answer that was stopped half-way counts as far as it was read, and
+a turn that failed before its first word leaves no trace.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from mlc_amd.runtime.engine import ContextFull, Engine, Stats
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.sampling import Sampling
+
+_FORMAT = 1  # of saved conversations
+# Room that `drop` makes for an answer when nobody said how long it may get: this share of the context, at most so many tokens.
+_RESERVE_SHARE, _RESERVE_MOST = 4, 512
+
+
+class Conversation:
+    """Messages of the roles system, user and assistant, in order; and an engine that answers them.
+
+    system: the system message, None for none. sampling: how answers are chosen (may be replaced between turns).
+    on_full: when the conversation outgrows the context, "error" raises ContextFull, "drop" forgets the oldest turns but never the system
+    message. dropped: how many messages were forgotten so far.
+    """
+
+    def __init__(
+        self, engine: Engine, system: str | None = None, sampling: Sampling | None = None, on_full: Literal["error", "drop"] = "error"
+    ) -> None:
+        if on_full not in ("error", "drop"):
+            raise UserError(f"on_full is {on_full!r}: it must be error or drop")
+        self.engine, self.sampling, self.on_full = engine, sampling or Sampling(), on_full
+        self.messages: list[dict[str, str]] = []
+        self.dropped = 0
+        # The rendered text that `_told_ids` stand for: the last prompt and the answer to it, as generated.
+        self._told, self._told_ids = "", []
+        self.system = system
+
+    @property
+    def system(self) -> str | None:
+        """The system message. Setting it keeps the turns; None or "" removes it."""
+        return self.messages[0]["content"] if self.messages and self.messages[0]["role"] == "system" else None
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        turns = self.messages[1:] if self.system is not None else self.messages
+        self.messages = ([{"role": "system", "content": text}] if text else []) + turns
+
+    @property
+    def stats(self) -> Stats:
+        """Counts and times of the last answer, also while it is being written; all zero before the first."""
+        return self.engine.last
+
+    def reset(self) -> None:
+        """Forgets every turn; the system message stays."""
+        system = self.system
+        self.messages, self.dropped = [], 0
+        self.system = system
+        self._told, self._told_ids = "", []
+        self.engine.reset()
+
+    def ask(self, text: str, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Iterator[str]:
+        """Adds a user's turn and yields the answer piece by piece; closing the iterator stops it and keeps what was yielded.
+
+        Raises ContextFull (a UserError) before anything is computed when the conversation does not fit, and UserError for what the template
+        or the engine reject; the conversation is then as before.
+        """
+        messages, prompt, ids = self._fit([*self.messages, {"role": "user", "content": text}], max_tokens)
+        template = self.engine.chat_template
+        shown, made, stopped = "", [], False
+        pieces = self.engine.generate(ids, self.sampling, max_tokens, (*template.stop_strings(), *stop))
+        try:
+            for piece in pieces:
+                made.append(piece.id)
+                # A plain dialogue goes on after "Assistant:" with the space that the template writes before a message.
+                out = piece.text.lstrip() if template.is_fallback and not shown else piece.text
+                if out:
+                    shown += out
+                    yield out
+        except GeneratorExit:
+            stopped = True
+            pieces.close()
+        if stopped and not shown:
+            return
+        self.dropped += len(self.messages) + 1 - len(messages)
+        self.messages = [*messages, {"role": "assistant", "content": shown.rstrip() if template.is_fallback else shown}]
+        self._told, self._told_ids = "", []
+        if self.engine.tokenizer.decode(made, continues=True) == shown:
+            self._told, self._told_ids = prompt + self.engine.tokenizer.escape(shown), ids + made
+
+    def _fit(self, messages: list[dict[str, str]], max_tokens: int | None) -> tuple[list[dict[str, str]], str, list[int]]:
+        """The messages that are kept, their prompt's text and its ids."""
+        context = self.engine.context
+        reserve = 1
+        if self.on_full == "drop":
+            reserve = max_tokens or min(context // _RESERVE_SHARE, _RESERVE_MOST)
+        while True:
+            prompt = self._render(messages)
+            ids = self._encode(prompt)
+            first = 1 if messages[0]["role"] == "system" else 0
+            if len(ids) + reserve <= context:
+                return messages, prompt, ids
+            later = [i for i in range(first + 1, len(messages)) if messages[i]["role"] == "user"]
+            if self.on_full == "error" or not later:
+                if len(ids) < context and not later:
+                    return messages, prompt, ids  # alone it fits, with less room for an answer than wished
+                what = "the conversation with this message" if later else "this message"
+                advice = "start over, use --on-full drop or a larger --ctx" if later else "shorten it or use a larger --ctx"
+                raise ContextFull(f"{what} is {len(ids)} tokens, the context holds {context}: {advice}")
+            messages = messages[:first] + messages[later[0] :]
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        # Text from outside must not be able to write control tokens.
+        escaped = [{**message, "content": self.engine.tokenizer.escape(message["content"])} for message in messages]
+        return self.engine.chat_template.render(escaped, add_generation_prompt=True)
+
+    def _encode(self, prompt: str) -> list[int]:
+        """Token ids of the rendered conversation, those that were generated as they were generated.
+
+        A model may spell a word in other tokens than the tokenizer would; encoding the text anew would then miss the cache from there on.
+        """
+        tokenizer = self.engine.tokenizer
+        if self._told and prompt.startswith(self._told):
+            rest = tokenizer.encode(prompt[len(self._told) :], add_special=False)
+            # Only a token matched as a whole text separates safely: elsewhere the two sides may belong to one token.
+            if rest and tokenizer.is_added(rest[0]):
+                return self._told_ids + rest
+        return tokenizer.encode(prompt, add_special=not tokenizer.add_eos)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the messages as JSON; an existing file is replaced only by a complete one."""
+        path = Path(path).expanduser()
+        text = json.dumps({"format": _FORMAT, "messages": self.messages}, ensure_ascii=False, indent=1) + "\n"
+        temporary = None
+        try:
+            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+                temporary = file.name
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError as error:
+            if temporary and os.path.exists(temporary):
+                os.unlink(temporary)
+            raise UserError(f"cannot save the conversation to {path}: {error.strerror}; choose another file") from error
+
+    def load(self, path: str | Path) -> None:
+        """Replaces the messages, the system message included, by saved ones. UserError when the file is not a saved conversation."""
+        path = Path(path).expanduser()
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}; give a file written by /save") from error
+        except ValueError as error:
+            raise UserError(f"{path} is not a saved conversation (not JSON); give a file written by /save") from error
+        messages = content.get("messages") if isinstance(content, dict) and content.get("format") == _FORMAT else None
+        if not _is_conversation(messages):
+            raise UserError(f"{path} is not a saved conversation; give a file written by /save")
+        self.reset()
+        self.messages = messages
+
+
+def _is_conversation(messages: object) -> bool:
+    """A list of messages: perhaps one of the system, then user and assistant in turn, the assistant last."""
+    if not isinstance(messages, list):
+        return False
+    if not all(isinstance(m, dict) and m.keys() == {"role", "content"} and isinstance(m["content"], str) for m in messages):
+        return False
+    roles = [m["role"] for m in messages]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    return turns == ["user", "assistant"] * (len(turns) // 2)

@@ -1,0 +1,138 @@
+"""The cpu device: calls the compiled kernels of `kernels.so` on numpy memory, through TVM's small runtime library and its thread pool.
+
+The compiler's half of TVM (and `import tvm`) is not needed: 45 MB and a tenth of a second instead of 190 MB and most of one.
+TVM's thread pool belongs to the thread that first uses it, so all calls come from one thread.
+"""
+
+import ctypes
+import importlib.util
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import tvm_ffi
+
+from mlc_amd.runtime.errors import UserError
+
+ALIGN = 64  # bytes
+
+
+def available_threads() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction set flags of this machine; empty where /proc/cpuinfo does not list them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return next((frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), frozenset())
+
+
+def _load_tvm_runtime() -> None:
+    """Makes TVM's thread pool and workspace functions visible to kernels.so."""
+    spec = importlib.util.find_spec("tvm")
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError("the cpu device needs the package apache-tvm; install it with: pip install mlc-amd")
+    library = Path(spec.submodule_search_locations[0]) / "lib" / "libtvm_runtime.so"
+    try:
+        ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    except OSError as e:
+        raise UserError(f"cannot load TVM's runtime library ({e}); reinstall apache-tvm") from e
+
+
+def _zeros(shape, dtype) -> np.ndarray:
+    """Zeroed memory at a multiple of 64 bytes that takes no RAM before it is written."""
+    dtype = np.dtype(dtype)
+    nbytes = max(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, 1)
+    return np.frombuffer(mmap.mmap(-1, nbytes), dtype, int(np.prod(shape, dtype=np.int64))).reshape(shape)
+
+
+class CpuDevice:
+    """See runtime/devices/__init__.py for the protocol. `threads`: default all cores that the process may use."""
+
+    kind = "cpu"
+
+    def __init__(self, artifact, threads: int | None = None):
+        target = artifact.manifest["target"]
+        self.name = f"cpu ({target['mcpu']})"
+        self.threads = available_threads() if threads is None else threads
+        if self.threads < 1:
+            raise UserError(f"--threads must be at least 1, not {self.threads}")
+        missing = set(target["flags"]) - cpu_flags()
+        if missing and cpu_flags():
+            raise UserError(
+                f"this model was compiled for '{target['arch']}', and this CPU lacks {', '.join(sorted(missing))}; "
+                "compile it here with --arch native, or with --arch x86-64-v2 for any machine"
+            )
+        self._start_threads()
+        self.artifact = artifact
+        self._load_kernels()
+        self.io = {name: _zeros(entry["shape"], entry["dtype"]) for name, entry in artifact.manifest["io"].items()}
+        self._allocate(artifact.kv_bytes + artifact.manifest["arena_bytes"])
+        self._launches = {name: self._bind(function) for name, function in artifact.manifest["functions"].items()}
+
+    def _start_threads(self) -> None:
+        os.environ["TVM_NUM_THREADS"] = str(self.threads)  # read when the pool starts; TVM's own default is too low on small machines
+        _load_tvm_runtime()
+        configure = tvm_ffi.get_global_func("runtime.config_threadpool", allow_missing=True)
+        if configure is not None:  # another engine in this process may have started the pool with another size
+            configure(1, self.threads)
+
+    def _load_kernels(self) -> None:
+        try:
+            self.modules = [tvm_ffi.load_module(str(self.artifact.path / name)) for name in self.artifact.manifest["libraries"]]
+        except (RuntimeError, OSError) as e:
+            raise UserError(f"cannot load the kernels of {self.artifact.path} ({str(e).splitlines()[0]}); compile the model again") from e
+
+    def _allocate(self, nbytes: int) -> None:
+        try:
+            self.kv = {entry["name"]: _zeros(entry["shape"], entry["dtype"]) for entry in self.artifact.manifest["kv"]}
+            self.arena = _zeros((self.artifact.manifest["arena_bytes"],), "uint8")
+        except (OSError, ValueError, MemoryError) as e:
+            raise UserError(f"not enough memory for the KV cache and buffers ({nbytes >> 20} MiB); compile with a smaller --ctx") from e
+
+    def _bind(self, function: dict) -> list[tuple]:
+        """(kernel, tensors) of each launch, ready to call."""
+        return [(self._kernel(step["kernel"]), [self._tensor(arg, function) for arg in step["args"]]) for step in function["launches"]]
+
+    def _kernel(self, name: str):
+        for module in self.modules:
+            function = module.get_function(name)
+            if function is not None:
+                return function
+        raise UserError(f"{self.artifact.path} lacks the kernel {name}; compile the model again")
+
+    def _tensor(self, arg: list, function: dict):
+        kind, where = arg[0], arg[1]
+        if kind == "arena":
+            dtype, shape = np.dtype(arg[2]), arg[3]
+            count = int(np.prod(shape, dtype=np.int64))
+            array = self.arena[where : where + count * dtype.itemsize].view(dtype).reshape(shape)
+        elif kind == "weight":
+            array = self.artifact.weights[where]
+        elif kind == "kv":
+            array = self.kv[where]
+        else:
+            rows = {"state": 4, "tokens": function["tokens"], "logits": function["tokens"] if function["all_logits"] else 1}[where]
+            array = self.io[where][:rows]
+        return tvm_ffi.from_dlpack(array)
+
+    # ---- the protocol
+
+    def write(self, name: str, values) -> None:
+        self.io[name][: len(values)] = values
+
+    def run(self, function: str) -> None:
+        for kernel, tensors in self._launches[function]:
+            kernel(*tensors)
+
+    def read(self, name: str, rows: int) -> np.ndarray:
+        return self.io[name][:rows]
+
+    def clear(self) -> None:
+        for array in self.kv.values():
+            array[:] = 0

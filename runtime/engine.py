@@ -1,0 +1,223 @@
+"""The engine: token ids in, logits or text out, with the KV cache kept between calls.
+
+`tokens` is what the cache holds; everything else follows from it. The plan has functions for one token (decode) and for chunks of several
+sizes (prefill); position and live length go to the kernels in the io buffer `state`, so the same launches serve every step.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.runtime.chat_template import ChatTemplate
+from mlc_amd.runtime.devices import open_device
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.sampling import Sampler, Sampling
+from mlc_amd.runtime.tokenizer import Tokenizer
+
+
+class ContextFull(UserError):
+    """More tokens than the KV cache holds."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One generated token and the text that it completed (may be empty, may hold several tokens' text)."""
+
+    id: int
+    text: str
+
+
+@dataclass
+class Stats:
+    """One generation, in tokens and seconds. Valid while it runs."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, found in the KV cache
+    prefill_s: float = 0.0
+    ttft_s: float = 0.0  # from the call to the first token
+    generated: int = 0
+    decode_s: float = 0.0
+    finish: str = "interrupted"  # "stop", "length", "context" or "interrupted"
+
+    @property
+    def prefill_rate(self) -> float:
+        """Tokens a second."""
+        return (self.prompt_tokens - self.cached_tokens) / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens a second after the first one."""
+        return (self.generated - 1) / self.decode_s if self.decode_s and self.generated > 1 else 0.0
+
+
+class Engine:
+    """A loaded model on a device. Not for use from several threads at once."""
+
+    def __init__(self, artifact: Artifact, device):
+        self.artifact, self.device = artifact, device
+        self.config: dict = artifact.manifest["model"]
+        self.context: int = artifact.manifest["context"]
+        self.vocab: int = self.config["vocab"]
+        self.tokenizer = Tokenizer.load(artifact.path)
+        self.chat_template = ChatTemplate.load(artifact.path)
+        self.tokens: list[int] = []
+        self.last = Stats()
+        self._conversation = None
+        functions = artifact.manifest["functions"]
+        self._sizes = sorted((f["tokens"], name) for name, f in functions.items() if not f["all_logits"])
+        self._score = next((f["tokens"], name) for name, f in functions.items() if f["all_logits"])
+
+    @classmethod
+    def load(cls, path: str | Path, device: str | None = None, threads: int | None = None, verify: bool = False) -> "Engine":
+        """Loads an artifact folder. `verify` checks the weights' checksum too (reads them all). UserError if it cannot run here."""
+        if Path(path).suffix == ".gguf":
+            raise UserError(f"{path} is not compiled yet; run: mlc-amd compile {path}")
+        artifact = Artifact.open(path, verify)
+        return cls(artifact, open_device(artifact, device, threads))
+
+    # ---- the KV cache
+
+    @property
+    def position(self) -> int:
+        return len(self.tokens)
+
+    def reset(self) -> None:
+        self.tokens = []
+
+    def truncate(self, n: int) -> None:
+        """Keeps the first `n` tokens; what lies behind them in the cache is overwritten by what comes next."""
+        if not 0 <= n <= len(self.tokens):
+            raise ValueError(f"cannot keep {n} of {len(self.tokens)} tokens")
+        del self.tokens[n:]
+
+    def match(self, ids: Sequence[int]) -> int:
+        """Truncates the cache to the longest prefix that it shares with `ids` and returns its length; at least one id stays to prefill."""
+        limit = min(len(self.tokens), len(ids) - 1)
+        n = next((i for i in range(limit) if self.tokens[i] != ids[i]), limit)
+        self.truncate(max(n, 0))
+        return len(self.tokens)
+
+    # ---- logits
+
+    def prefill(self, ids: Sequence[int]) -> np.ndarray:
+        """Appends `ids` to the cache; float32 [vocab], the logits after the last one. ContextFull leaves the cache as it was."""
+        ids = self._check(ids)
+        for start, count, function in self._chunks(len(ids)):
+            self._step(function, ids[start : start + count])
+        return self.device.read("logits", 1)[0, : self.vocab].copy()
+
+    def decode(self, token: int) -> np.ndarray:
+        """`prefill` of one token."""
+        return self.prefill([token])
+
+    def score(self, ids: Sequence[int]) -> np.ndarray:
+        """Appends `ids`; float32 [len(ids), vocab], the logits after every one of them."""
+        ids, (size, function) = self._check(ids), self._score
+        logits = np.empty((len(ids), self.vocab), np.float32)
+        for start in range(0, len(ids), size):
+            part = ids[start : start + size]
+            self._step(function, part)
+            logits[start : start + len(part)] = self.device.read("logits", len(part))[:, : self.vocab]
+        return logits
+
+    def _check(self, ids: Sequence[int]) -> np.ndarray:
+        ids = np.asarray(ids, np.int64)
+        if ids.ndim != 1 or not len(ids):
+            raise UserError("nothing to evaluate: the prompt has no tokens")
+        if ids.min() < 0 or ids.max() >= self.vocab:
+            bad = ids[(ids < 0) | (ids >= self.vocab)][0]
+            raise UserError(f"token id {bad} is outside the vocabulary of {self.vocab}")
+        if self.position + len(ids) > self.context:
+            raise ContextFull(
+                f"{self.position + len(ids)} tokens do not fit the context of {self.context}; shorten the prompt or compile with a larger --ctx"
+            )
+        return ids
+
+    def _chunks(self, n: int) -> Iterator[tuple[int, int, str]]:
+        """(start, count, function): the largest size as long as it fills, then the smallest that holds the rest."""
+        start, largest = 0, self._sizes[-1][0]
+        while start < n:
+            count = min(n - start, largest)
+            yield start, count, next(name for size, name in self._sizes if size >= count)
+            start += count
+
+    def _step(self, function: str, ids: np.ndarray) -> None:
+        self.device.write("state", (self.position, len(ids)))
+        self.device.write("tokens", ids)
+        self.device.run(function)
+        self.tokens.extend(ids.tolist())
+
+    # ---- text
+
+    def generate(
+        self, ids: Sequence[int], sampling: Sampling | None = None, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Iterator[Piece]:
+        """Continues `ids`, one token at a time; what the cache already holds of them is not computed again.
+
+        Ends at an end token, a stop string (which is not part of the text), `max_tokens`, or a full context; `last.finish` says which.
+        """
+        begin = time.perf_counter()
+        sampler, decoder = Sampler(sampling or Sampling()), self.tokenizer.stream()
+        stats = self.last = Stats(prompt_tokens=len(ids))
+        recent = list(ids)
+        stats.cached_tokens = self.match(ids)
+        logits = self.prefill(ids[stats.cached_tokens :])
+        stats.prefill_s = time.perf_counter() - begin
+        held = ""  # text that may yet turn out to be the start of a stop string
+        first = None
+        while max_tokens is None or stats.generated < max_tokens:
+            token = sampler.sample(logits, recent)
+            now = time.perf_counter()
+            first = first or now
+            stats.ttft_s, stats.decode_s = first - begin, now - first
+            if token in self.tokenizer.end_ids:
+                stats.finish = "stop"
+                break
+            stats.generated += 1
+            recent.append(token)
+            text, held, stopped = _split_at_stop(held + decoder.push(token), stop)
+            yield Piece(token, text)
+            if stopped:
+                stats.finish = "stop"
+                return
+            if self.position == self.context:
+                stats.finish = "context"
+                break
+            logits = self.decode(token)
+        else:
+            stats.finish = "length"
+        text, _, stopped = _split_at_stop(held + decoder.flush(), stop, last=True)
+        if text:
+            yield Piece(recent[-1], text)
+
+    def chat(self, message: str | list[dict], **options) -> Iterator[str]:
+        """The answer's text, in pieces. A string is the next turn of the engine's own conversation, a list of messages a new one.
+
+        `options`: sampling, max_tokens, stop, as in `generate`.
+        """
+        from mlc_amd.runtime.chat import Conversation  # which is built on this module
+
+        if self._conversation is None or not isinstance(message, str):
+            self._conversation = Conversation(self)
+        if not isinstance(message, str):
+            *self._conversation.messages, final = message
+            message = final["content"]
+        sampling = options.pop("sampling", None)
+        if sampling is not None:
+            self._conversation.sampling = sampling
+        return self._conversation.ask(message, **options)
+
+
+def _split_at_stop(text: str, stop: Sequence[str], last: bool = False) -> tuple[str, str, bool]:
+    """(text to show, text to hold back, stopped): held back is the longest end that a stop string could begin with."""
+    places = [place for s in stop if s and (place := text.find(s)) >= 0]
+    if places:
+        return text[: min(places)], "", True
+    if last:
+        return text, "", False
+    hold = max((n for s in stop for n in range(min(len(s) - 1, len(text)), 0, -1) if text.endswith(s[:n])), default=0)
+    return text[: len(text) - hold], text[len(text) - hold :], False

@@ -1,0 +1,155 @@
+"""Chooses the next token: logits in, one token id out.
+
+`Sampling` is what the user sets, `Sampler` is one stream of choices with its own random numbers. The order of the steps is llama.cpp's
+default chain: repetition penalty, top-k, top-p, min-p (the last two on probabilities at temperature 1), then temperature, then one draw. So
+the same numbers mean the same thing there and here. Temperature 0 takes the largest logit (the first of equals) after the penalty.
+
+The vocabulary may have 150 thousand entries and a token may take a millisecond: nothing here sorts more than the candidates kept.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from mlc_amd.runtime.errors import UserError
+
+# How many of the largest logits the top-p search looks at first; multiplied by 8 until they hold enough probability.
+_FIRST_CANDIDATES = 128
+# Below this temperature the draw is the greedy choice, whatever the logits; float32 would overflow instead of saying so.
+_COLDEST = 1e-5
+_SLICE = 512
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose tokens; every default means "off", which leaves the greedy choice.
+
+    temperature: logits are divided by it before the draw; 0 (or less than 1e-5) = greedy.
+    top_k: keep the k largest logits; 0 = all.
+    top_p: keep the fewest most probable tokens whose probabilities reach this sum (at least one); 1 = all.
+    min_p: keep tokens at least this fraction as probable as the most probable one; 0 = all.
+    repetition_penalty: positive logits of recent tokens are divided by it, others multiplied (Keskar et al. 2019, CTRL); 1 = off.
+    repetition_window: how many of the last tokens count as recent.
+    seed: start of the random numbers; None = a new one every time.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    repetition_window: int = 64
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("temperature", 0.0, math.inf),
+            ("top_k", 0, math.inf),
+            ("top_p", 0.0, 1.0),
+            ("min_p", 0.0, 1.0),
+            ("repetition_penalty", 0.0, math.inf),
+            ("repetition_window", 0, math.inf),
+        ):
+            value = getattr(self, name)
+            if not math.isfinite(value) or not low <= value <= high:
+                limits = f"between {low:g} and {high:g}" if math.isfinite(high) else f"{low:g} or more"
+                raise UserError(f"{name} is {value}: it must be {limits}")
+        if self.repetition_penalty == 0:
+            raise UserError("repetition_penalty is 0: it must be greater than 0 (1 = off)")
+        if self.seed is not None and self.seed < 0:
+            raise UserError(f"seed is {self.seed}: it must be 0 or more")
+
+
+class Sampler:
+    """A stream of choices under one `Sampling`. The same seed and the same logits give the same tokens."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self._random = np.random.Generator(np.random.PCG64(sampling.seed))
+
+    def sample(self, logits: np.ndarray, recent: Sequence[int] = ()) -> int:
+        """Returns a token id for `logits` (f32 [vocab], not changed). `recent`: the tokens so far, the latest last.
+
+        Raises UserError when a logit is NaN or infinite: the model's numbers are broken, no choice would mean anything.
+        """
+        s = self.sampling
+        best = int(np.argmax(logits))  # the first NaN, if there is one
+        if not (np.isfinite(logits[best]) and np.isfinite(logits.min())):
+            raise UserError(f"the model computed a logit that is not a finite number (near token {best}): the model file is damaged")
+        if s.repetition_penalty != 1.0 and s.repetition_window and len(recent):
+            logits = _penalize(logits, recent[-s.repetition_window :], s.repetition_penalty)
+            best = int(np.argmax(logits))
+        if s.temperature < _COLDEST or s.top_k == 1 or s.top_p == 0.0:
+            return best
+        ids, kept = self._candidates(logits, logits[best])
+        # Divided after the largest is taken off: exp stays in range however small the temperature.
+        index = _draw(np.exp((kept - logits[best]) / np.float32(s.temperature)), self._random.random())
+        return index if ids is None else int(ids[index])
+
+    def _candidates(self, logits: np.ndarray, largest: float) -> tuple[np.ndarray | None, np.ndarray]:
+        """The tokens left by top-k, top-p and min-p: (ids, their logits), or (None, all logits) when none of the three removes any."""
+        s = self.sampling
+        ids, kept = None, logits
+        if 0 < s.top_k < len(logits):
+            ids = _largest(logits, s.top_k)
+            kept = logits[ids]
+        if s.top_p < 1.0:
+            chosen = _nucleus(kept, s.top_p, largest)
+            ids, kept = (chosen if ids is None else ids[chosen]), kept[chosen]
+        if s.min_p > 0.0:
+            chosen = np.flatnonzero(kept >= largest + math.log(s.min_p))
+            ids, kept = (chosen if ids is None else ids[chosen]), kept[chosen]
+        return ids, kept
+
+
+def _draw(weights: np.ndarray, uniform: float) -> int:
+    """The index that `uniform` (0 <= uniform < 1) falls on when each index owns a share of the unit line proportional to its weight."""
+    # Two levels, a slice and then an index in it: a running sum over a whole vocabulary takes over a millisecond.
+    starts = np.arange(0, len(weights), _SLICE)
+    slices = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
+    point = uniform * slices[-1]
+    at = min(int(np.searchsorted(slices, point, side="right")), len(slices) - 1)
+    inside = np.cumsum(weights[starts[at] : starts[at] + _SLICE], dtype=np.float64)
+    point -= slices[at - 1] if at else 0.0
+    # Rounding may put the point a hair beyond the last weight: the last index that has any weight owns it.
+    last = int(np.flatnonzero(inside < inside[-1])[-1]) + 1 if inside[0] < inside[-1] else 0
+    return int(starts[at]) + min(int(np.searchsorted(inside, point, side="right")), last)
+
+
+def _penalize(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.ndarray:
+    """A copy of `logits` in which each token of `recent` is less likely (once, however often it occurs)."""
+    ids = np.unique(np.asarray(recent, dtype=np.int64))
+    changed = logits.copy()
+    values = changed[ids]
+    changed[ids] = np.where(values > 0, values / penalty, values * penalty)
+    return changed
+
+
+def _largest(logits: np.ndarray, k: int) -> np.ndarray:
+    """Indices of the k largest logits, the largest first; equal logits in the order of their indices."""
+    # A first cut without sorting: of the maxima of `columns` disjoint slices, the k-th largest has at least k logits at or above it.
+    candidates = np.arange(len(logits))
+    columns = 8 * k
+    if columns * 4 <= len(logits):
+        rows = len(logits) // columns
+        maxima = logits[: rows * columns].reshape(rows, columns).max(axis=0)
+        candidates = np.flatnonzero(logits >= np.partition(maxima, columns - k)[columns - k])
+    values = logits[candidates]
+    threshold = np.partition(values, len(values) - k)[len(values) - k]
+    above = candidates[values > threshold]
+    ties = candidates[values == threshold][: k - len(above)]
+    ids = np.sort(np.concatenate([above, ties]))
+    return ids[np.argsort(-logits[ids], kind="stable")]
+
+
+def _nucleus(logits: np.ndarray, top_p: float, largest: float) -> np.ndarray:
+    """Indices of the fewest most probable tokens whose probabilities sum to at least `top_p`."""
+    total = float(np.exp(logits - largest).sum(dtype=np.float64))
+    count = min(_FIRST_CANDIDATES, len(logits))
+    while True:
+        ids = _largest(logits, count)
+        mass = np.cumsum(np.exp((logits[ids] - largest).astype(np.float64)))
+        if count == len(logits) or mass[-1] >= top_p * total:
+            return ids[: int(np.searchsorted(mass, top_p * total)) + 1]
+        count = min(count * 8, len(logits))

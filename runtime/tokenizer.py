@@ -1,0 +1,185 @@
+"""Text to token ids and back, for one compiled model.
+
+In:  a directory with `tokenizer.json` and `tokenizer_config.json`, as `mlc_amd.compiler.tokenizer.export` writes them (it documents both).
+Out: `Tokenizer`: `encode`, `decode`, and `stream`, a decoder for tokens that arrive one at a time.
+
+Decoding works on bytes, not through the `tokenizers` library: a token may hold half a character, and only its bytes join without loss.
+"""
+
+import codecs
+import json
+import re
+from pathlib import Path
+
+import tokenizers
+
+from mlc_amd.runtime.errors import UserError
+
+
+def _byte_characters() -> dict[str, int]:
+    """Character -> byte of byte-level BPE: printable Latin-1 stands for itself, the other bytes for U+0100 and up (GPT-2's encoder.py)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+_KEYS = frozenset(
+    ("model", "vocab_size", "special", "end_ids", "add_bos", "add_eos", "add_space_prefix", "fence", "chat_template", "chat_templates")
+)
+
+
+def read_config(directory: Path) -> dict[str, object]:
+    """The content of `tokenizer_config.json`. Raises UserError when it is missing or not what `export` writes."""
+    path = Path(directory) / "tokenizer_config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path} ({_one_line(error)}): compile the model again") from error
+    missing = sorted(_KEYS - config.keys() if isinstance(config, dict) else _KEYS)
+    if missing:
+        raise UserError(f"{path} lacks {', '.join(missing)}: compile the model again")
+    return config
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+class Tokenizer:
+    """One model's vocabulary. Thread-safe: nothing changes after construction.
+
+    vocab_size: int            tokens have ids 0..vocab_size-1
+    bos_id, eos_id: int|None   beginning and end of a text
+    end_ids: frozenset[int]    ids that end a generation (end of text, of turn, of message)
+    add_bos, add_eos: bool     what `encode` adds with add_special
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, object]):
+        self._backend = backend
+        self._byte_level = config["model"] == "gpt2"
+        self._fence = config["fence"]
+        self.add_space_prefix: bool = config["add_space_prefix"]
+        self.vocab_size: int = config["vocab_size"]
+        self.bos_id: int | None = (config["special"]["bos"] or {}).get("id")
+        self.eos_id: int | None = (config["special"]["eos"] or {}).get("id")
+        self.end_ids: frozenset[int] = frozenset(config["end_ids"])
+        self.add_bos: bool = config["add_bos"]
+        self.add_eos: bool = config["add_eos"]
+        added = backend.get_added_tokens_decoder()
+        self._added = {i: token.content.encode() for i, token in added.items()}
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        texts = sorted((added[i].content for i in self._special), key=len, reverse=True)
+        # A lookahead, so that overlapping occurrences are all found; "(?!)" matches nowhere.
+        self._special_start = re.compile(f"(?={'|'.join(map(re.escape, texts)) or '(?!)'})(?s:.)")
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Tokenizer":
+        """Raises UserError when a file is missing or corrupt."""
+        config = read_config(Path(directory))
+        path = Path(directory) / "tokenizer.json"
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower than Exception for a missing or malformed file
+            raise UserError(f"cannot read {path} ({_one_line(error)}): compile the model again") from error
+        if backend.get_vocab_size() != config["vocab_size"]:
+            raise UserError(f"{path} has {backend.get_vocab_size()} tokens, its config {config['vocab_size']}: compile the model again")
+        return cls(backend, config)
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of `text`.
+
+        add_special:   put the beginning-of-text token first and the end-of-text token last where the model wants them; never a second one,
+                       so a chat template's own beginning-of-text stays alone.
+        parse_special: texts of control tokens ("<|im_end|>") become these tokens; otherwise they are plain text. User-defined tokens, which
+                       carry no control meaning, are matched either way.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"the text is not valid Unicode ({_one_line(error)}): pass UTF-8") from error
+        ids = self._backend.encode(text if parse_special else self.escape(text), add_special_tokens=False).ids
+        if add_special and self.add_bos and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        if add_special and self.add_eos and ids[-1:] != [self.eos_id]:
+            ids.append(self.eos_id)
+        return ids
+
+    def escape(self, text: str) -> str:
+        """`text` such that `encode` with parse_special reads no control token in it, and otherwise the same tokens as before.
+
+        For text from outside that goes into a prompt which has control tokens of its own, as a message in a chat template.
+        """
+        return self._special_start.sub(lambda match: match[0] + self._fence, text)
+
+    def decode(self, ids: list[int], skip_special: bool = True, continues: bool = False) -> str:
+        """Text of `ids`: the inverse of `encode`. Bytes that are no UTF-8 become U+FFFD.
+
+        skip_special: control tokens have no text.
+        continues:    the ids go on from others (a generation after its prompt); otherwise they start a text, and the space that `encode`
+                      puts before a text for some models (`add_space_prefix`) is taken off again.
+        """
+        stream = TextStream(self, skip_special, continues)
+        return "".join([stream.push(i) for i in ids]) + stream.flush()
+
+    def stream(self, skip_special: bool = True, continues: bool = True) -> "TextStream":
+        """A decoder for ids that arrive one at a time; the arguments are those of `decode`."""
+        return TextStream(self, skip_special, continues)
+
+    def token_text(self, token: int) -> str:
+        """The token as the vocabulary writes it ("Ġthe", "▁the", "<0x0A>"). Raises UserError for an id outside the vocabulary."""
+        text = self._backend.id_to_token(token) if 0 <= token < self.vocab_size else None
+        if text is None:
+            raise UserError(f"token id {token} is outside the vocabulary: ids go from 0 to {self.vocab_size - 1}")
+        return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """What the token adds to a text, possibly half a character. Raises UserError for an id outside the vocabulary."""
+        if token in self._added:
+            return self._added[token]
+        text = self.token_text(token)
+        if self._byte_level:
+            return b"".join(bytes((_BYTES[c],)) if c in _BYTES else c.encode() for c in text)
+        if byte := _BYTE_TOKEN.fullmatch(text):
+            return bytes((int(byte[1], 16),))
+        return text.replace("▁", " ").encode()
+
+    def is_special(self, token: int) -> bool:
+        """Whether the token is a control token, one that has no text of its own."""
+        return token in self._special
+
+    def is_added(self, token: int) -> bool:
+        """Whether the token is matched as a whole text: a control token or a user-defined one."""
+        return token in self._added
+
+
+class TextStream:
+    """Decodes ids one at a time: `push(id)` returns the characters that are complete by now, `flush()` what is left at the end.
+
+    All pushes and the flush joined are what `decode` gives for the same ids. Half a character waits for its other half.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, continues: bool):
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._after_prefix = tokenizer.add_space_prefix and not continues
+
+    def push(self, token: int) -> str:
+        """Raises UserError for an id outside the vocabulary."""
+        piece = self._tokenizer.token_bytes(token)
+        if self._tokenizer.is_added(token):
+            # `encode` puts a space before the text that follows such a token as well.
+            self._after_prefix = self._tokenizer.add_space_prefix
+            return "" if self._skip_special and self._tokenizer.is_special(token) else self._utf8.decode(piece)
+        if self._after_prefix:
+            piece = piece.removeprefix(b" ")
+            self._after_prefix = False
+        return self._utf8.decode(piece)
+
+    def flush(self) -> str:
+        """The rest, with U+FFFD for a character that never got complete; the stream is then as new within its text."""
+        return self._utf8.decode(b"", final=True)

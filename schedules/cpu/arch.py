@@ -1,0 +1,66 @@
+"""CPU architectures: which LLVM cpu to compile for, and which instruction set the kernels use on it.
+
+In: an `--arch` name. Out: `Arch` with the instruction set class (isa.py) and the CPU flags that a machine must have to run the code.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tvm
+from tvm.target import codegen
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.cpu.isa import Avx2, AvxVnni, Portable, Vnni512
+
+# The names that `--help` and errors show; any other cpu that LLVM knows works too.
+NAMES = ("native", "x86-64-v2", "x86-64-v3", "x86-64-v4", "znver1", "znver2", "znver3", "znver4", "znver5", "haswell", "alderlake", "icelake-server")
+
+# The best first: (LLVM features, instruction set)
+ISAS = ((("avx512vnni", "avx512bw"), Vnni512), (("avxvnni",), AvxVnni), (("avx2", "fma", "f16c"), Avx2), ((), Portable))
+
+# LLVM feature: the flag in /proc/cpuinfo. What a machine must have of these is recorded in the artifact.
+FLAGS = {
+    "sse4.2": "sse4_2", "avx": "avx", "avx2": "avx2", "fma": "fma", "f16c": "f16c", "avxvnni": "avx_vnni",
+    "avx512f": "avx512f", "avx512bw": "avx512bw", "avx512vl": "avx512vl", "avx512vnni": "avx512_vnni",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arch:
+    name: str  # as the user named it; "native" becomes the cpu's own name
+    mcpu: str  # LLVM's name
+    isa: type  # a class of isa.py
+    flags: tuple[str, ...]  # /proc/cpuinfo flags that the code needs
+
+    @property
+    def target(self) -> tvm.target.Target:
+        return tvm.target.Target({"kind": "llvm", "mcpu": self.mcpu})
+
+
+def host_flags() -> frozenset[str]:
+    """The CPU flags of this machine; empty where /proc/cpuinfo has none (not x86 Linux)."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    return next((frozenset(line.split(":", 1)[1].split()) for line in text.splitlines() if line.startswith("flags")), frozenset())
+
+
+def _arch(name: str, mcpu: str) -> Arch:
+    target = tvm.target.Target({"kind": "llvm", "mcpu": mcpu})
+    has = {feature for feature in FLAGS if codegen.llvm_cpu_has_features([feature], target)}
+    isa = next(isa for needs, isa in ISAS if has.issuperset(needs))
+    return Arch(name, mcpu, isa, tuple(FLAGS[f] for f in FLAGS if f in has))
+
+
+def resolve(name: str = "native") -> Arch:
+    """The architecture of that name. UserError for a name that LLVM does not know."""
+    triple = codegen.llvm_get_system_triple()
+    if name == "native":
+        cpu, host = codegen.llvm_get_system_cpu(), host_flags()
+        # A hypervisor may hide features of the CPU that LLVM recognizes: then the best level that the flags allow.
+        candidates = [_arch(cpu, cpu), *(_arch(level, level) for level in ("x86-64-v4", "x86-64-v3", "x86-64-v2"))] if host else [_arch(cpu, cpu)]
+        return next((arch for arch in candidates if not host or host.issuperset(arch.flags)), candidates[-1])
+    if not codegen.llvm_is_valid_cpu(name, triple):
+        raise UserError(f"unknown CPU arch '{name}'; use one of {', '.join(NAMES)} or another cpu name of LLVM")
+    return _arch(name, name)

@@ -1,0 +1,144 @@
+"""The instruction sets of the CPU kernels: how int8 weights times int8 activations become int32 sums, one row to a lane.
+
+A register holds four consecutive columns of each of `lanes` rows (a lane is a row: sums never cross lanes). A kernel hands `dot` some of
+the eight registers of a 32-column block, and for each the matching four activations of one token as one int32. The classes are namespaces,
+never instantiated:
+
+    lanes          rows of a register
+    registers      vector registers that the machine has
+    mcpu           an LLVM cpu that has the instructions (any newer one will do)
+    tokens         tokens of a prefill tile that suit the register file
+    row_tiles      tiles of 16 rows that one task of a decode kernel works on
+    ahead          bytes that a decode kernel prefetches ahead of its reads, 0: none
+    signed_zero    what `signed` and `lookup` add to signed weights: dot(signed(w), a) = sum(w*a) + signed_zero*sum(a)
+    step(top)      registers that `dot` may take in one call when no code exceeds `top` (None: weights from `signed` or `lookup`)
+    signed(x)      signed bytes (given as uint8) in the form that `dot` takes
+    lookup(t, x)   table entries t[x] (16 signed bytes) for codes x (uint8, 0..15) in the form that `dot` takes
+    dot(s, w, a)   s + sum over i of w[i]*a[i]: s int32 per lane, w registers, a int32 scalars of four int8 each, not below -127
+"""
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.cpu.vector import intrin, pin, splat
+
+INT16_MAX, ACT_MAX = 32767, 127
+QUADS = 8       # registers of a block of 32 columns
+
+
+def _table(values, n, kind):
+    """`n` bytes that repeat the 16 of `values`: pshufb looks up within 16 bytes."""
+    return T.Shuffle([T.Cast(kind, T.int32(v)) for v in values] * (n // 16), [T.int32(i) for i in range(n)])
+
+
+def _pairs_step(top):
+    """How many registers' products fit in int16 pairs: each adds up to two products of `top` and 127."""
+    return 1 if top is None else min(QUADS, INT16_MAX // (2 * top * ACT_MAX))
+
+
+class Vnni512:
+    """AVX512-VNNI: vpdpbusd multiplies unsigned by signed bytes and adds four products to each int32 lane."""
+
+    lanes, registers, mcpu = 16, 32, "icelake-server"
+    tokens, row_tiles, ahead = 16, 1, 4096
+    signed_zero = 128
+
+    @staticmethod
+    def step(top):
+        return 1        # nothing can overflow; several rows' chains interleave at this grain
+
+    @classmethod
+    def signed(cls, x):
+        return pin(x ^ splat(T.uint8(128), 4 * cls.lanes), "uint8", 4 * cls.lanes)
+
+    @classmethod
+    def lookup(cls, table, x):
+        n = 4 * cls.lanes
+        shuffle = "llvm.x86.avx512.pshuf.b.512" if n == 64 else "llvm.x86.avx2.pshuf.b"
+        found = intrin(f"int8x{n}", shuffle, _table([v ^ -128 for v in table], n, "int8"), T.reinterpret(f"int8x{n}", x))
+        return pin(T.reinterpret(f"uint8x{n}", found), "uint8", n)
+
+    @classmethod
+    def dot(cls, start, weights, acts):
+        n = cls.lanes
+        for w, a in zip(weights, acts, strict=True):
+            start = intrin(f"int32x{n}", f"llvm.x86.avx512.vpdpbusd.{32 * n}", start, w, T.reinterpret(f"int8x{4 * n}", splat(a, n)))
+        return start
+
+
+class AvxVnni(Vnni512):
+    """AVX-VNNI (or AVX512VL-VNNI): the same instruction on 256 bits."""
+
+    lanes, registers, mcpu = 8, 16, "alderlake"
+    tokens, row_tiles, ahead = 8, 1, 4096
+
+
+class Avx2:
+    """AVX2 (and AVX512 without VNNI): vpmaddubsw makes int16 sums of two products; several are added before they widen to int32."""
+
+    lanes, registers, mcpu = 8, 16, "x86-64-v3"
+    tokens, row_tiles, ahead = 4, 1, 4096
+    signed_zero = 0
+    step = staticmethod(_pairs_step)
+
+    @staticmethod
+    def signed(x):
+        """|w| and w: |w| times the activation with w's sign is w times the activation, and 2*128*127 still fits in int16."""
+        w = pin(T.reinterpret("int8x32", x), "int8", 32)
+        return pin(T.reinterpret("uint8x32", intrin("int8x32", "llvm.x86.avx2.psign.b", w, w)), "uint8", 32), w
+
+    @staticmethod
+    def lookup(table, x):
+        found = intrin("int8x32", "llvm.x86.avx2.pshuf.b", _table(table, 32, "int8"), T.reinterpret("int8x32", x))
+        return Avx2.signed(T.reinterpret("uint8x32", found))
+
+    @staticmethod
+    def dot(start, weights, acts):
+        total = None
+        for w, a in zip(weights, acts, strict=True):
+            a = T.reinterpret("int8x32", splat(a, 8))
+            if isinstance(w, tuple):
+                w, a = w[0], intrin("int8x32", "llvm.x86.avx2.psign.b", a, w[1])
+            pair = intrin("int16x16", "llvm.x86.avx2.pmadd.ub.sw", w, a)
+            total = pair if total is None else T.Bind(total + pair)
+        return T.Bind(start + intrin("int32x8", "llvm.x86.avx2.pmadd.wd", total, splat(T.int16(1), 16)))
+
+
+class Portable:
+    """No intrinsics: int16 products of the even and of the odd bytes, for any machine that LLVM knows. Signed weights are a 1-tuple."""
+
+    lanes, registers, mcpu = 8, 16, "x86-64-v2"
+    tokens, row_tiles, ahead = 4, 1, 0
+    signed_zero = 0
+    step = staticmethod(_pairs_step)
+
+    @staticmethod
+    def signed(x):
+        return (x,)
+
+    @staticmethod
+    def lookup(table, x):
+        """A tree of selections by the bits of x, lowest first; by masks, for selections of bytes by booleans take LLVM 10 seconds."""
+        values = [splat(T.Cast("uint8", T.int32(v & 255)), 32) for v in table]
+        for bit in range(4):
+            taken = pin(splat(T.uint8(0), 32) - (T.shift_right(x, splat(T.uint8(bit), 32)) & splat(T.uint8(1), 32)), "uint8", 32)
+            values = [pin(even ^ ((even ^ odd) & taken), "uint8", 32) for even, odd in zip(values[::2], values[1::2], strict=True)]
+        return (values[0],)
+
+    @staticmethod
+    def dot(start, weights, acts):
+        def halves(x, signed):      # the even and the odd bytes of an int16 vector
+            eight = splat(T.int16(8), 16)
+            return (T.shift_right(T.shift_left(x, eight), eight) if signed else x & splat(T.int16(255), 16)), T.shift_right(x, eight)
+
+        total = None
+        for w, a in zip(weights, acts, strict=True):
+            signed = isinstance(w, tuple)
+            w = T.Bind(T.reinterpret("int16x16", w[0] if signed else w))
+            a = T.Bind(T.reinterpret("int16x16", splat(a, 8)))
+            (even, odd), (a_even, a_odd) = halves(w, signed), halves(a, True)
+            pair = T.Bind(even * a_even + odd * a_odd)
+            total = pair if total is None else T.Bind(total + pair)
+        total, sixteen = T.Bind(T.reinterpret("int32x8", total)), splat(T.int32(16), 8)
+        return T.Bind(start + T.shift_right(T.shift_left(total, sixteen), sixteen) + T.shift_right(total, sixteen))
+
+
+ISAS = (Vnni512, AvxVnni, Avx2, Portable)

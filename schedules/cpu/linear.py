@@ -1,0 +1,225 @@
+"""Linear layers on the CPU: y[m, n] = sum over k of w[n, k] * x[m, k], decode (m = 1) and prefill from one packed weight.
+
+In: `state` int32[4] (position, live tokens, 0, 0), activations (int8 formats: the planes A and S of `quantize.py`; float formats: X float32
+[m, k]), weights in planes of 16-row tiles (`planes.py`). Out: Y float32 [m, n padded to 16], bias and residual added.
+
+A lane is a row of the weight. The tile routine (`emit_tile`) computes 16 rows by P tokens: weight registers of a block of columns serve P
+tokens, activations are broadcast from memory, accumulators stay in registers. It hands them to an epilogue, so `gate_up.py` shares it.
+Decode is bound by memory: one pass over the weight with prefetches. In prefill a task holds several row tiles, whose weights stay in the
+L2 cache while the token tiles pass by.
+"""
+from contextlib import nullcontext
+from typing import NamedTuple
+
+from tvm import DataType
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.cpu.isa import QUADS
+from mlc_amd.schedules.cpu.load import groups, load, step, zero_point
+from mlc_amd.schedules.cpu.norm import live_tokens
+from mlc_amd.schedules.cpu.planes import BLOCK, ROWS, plane_bytes, planes
+from mlc_amd.schedules.cpu.quantize import act_args
+from mlc_amd.schedules.cpu.vector import at, bf16, prefetch, splat, store, widen
+from mlc_amd.schedules.formats import Format, lookup
+
+TASK_BYTES = 256 << 10      # weights of one prefill task: a share of the L2 cache (512 KB on the smallest of today's)
+FLOAT_UNROLL = 4            # columns of a float kernel's loop step, and in decode independent sums
+
+
+class Acts(NamedTuple):
+    """The activations of m tokens in tiles of p. Int8: `quads` int32 [MT,KB,P,8] (A seen as int32), `s` float32 and `si` int32 [MT,KB,8,P].
+    Float: `x` float32 [m,k]."""
+    p: int
+    k: int
+    quads: object = None
+    s: object = None
+    si: object = None
+    x: object = None
+
+
+def act_params(m, k, p, kind):
+    """Declares the activations' parameters: the buffers (A, S), or (X,) for float formats."""
+    return act_args(m, k, p) if kind == "int8" else (T.arg("X", T.buffer((m, k), "float32")),)
+
+
+def emit_acts(params, p, k):
+    """Acts of `act_params`. To be called after the last parameter: it declares views."""
+    if len(params) == 1:
+        return Acts(p, k, x=params[0])
+    A, S = params
+    return Acts(p, k, T.decl_buffer((*A.shape[:-1], QUADS), "int32", data=A.data), S, T.decl_buffer(S.shape, "int32", data=S.data))
+
+
+def emit_planes(fmt, n, k, prefix):
+    """Declares the parameters of a weight's planes; their names get the prefix."""
+    return {name: T.arg(prefix + name, T.buffer(shape, dtype)) for name, (shape, dtype) in planes(fmt, n, k).items()}
+
+
+def token_tiles(state, m, p):
+    """The number of token tiles with live tokens, 1 in decode."""
+    return 1 if m == 1 else T.Bind((live_tokens(state, m) + (p - 1)) // p)
+
+
+def row_tiles(fmt, n, k, m):
+    """Tiles of 16 rows that a prefill task works on: as many as fit TASK_BYTES, a divisor of all tiles. Decode: 1."""
+    tiles = -(-n // ROWS)
+    limit = 1 if m == 1 else max(1, min(TASK_BYTES // plane_bytes(fmt, ROWS, k), tiles // 64))
+    return next(i for i in range(limit, 0, -1) if tiles % i == 0)
+
+
+def emit_tile(fmt: Format, bufs, acts: Acts, tile, token_tile, isa, epilogue):
+    """16 rows (tile `tile`) by acts.p tokens. Calls epilogue(i, row, x) per token i of the tile and register: x are the results of
+    isa.lanes rows, from row `row` of the tile on. Prefill handles the registers of a tile one after the other, decode side by side."""
+    registers = [r * isa.lanes for r in range(ROWS // isa.lanes)]
+    emit = _emit_float if fmt.kind == "float" else _emit_int8
+    for rows in [registers] if acts.p == 1 else [[r] for r in registers]:
+        emit(fmt, bufs, acts, tile, token_tile, rows, isa, epilogue)
+
+
+class _Sums:
+    """Float32 accumulators in registers: buffers of one vector each, which LLVM promotes."""
+
+    def __init__(self, count, lanes):
+        self.index, self.lanes = at(0, lanes), lanes
+        self.bufs = [T.alloc_buffer((lanes,), "float32", scope="local") for _ in range(count)]
+        for i in range(count):
+            self.put(i, splat(T.float32(0), lanes))
+
+    def get(self, i):
+        return self.bufs[i][self.index]
+
+    def put(self, i, x):
+        store(self.bufs[i], x, self.index)
+
+
+def _emit_int8(fmt, bufs, acts, tile, token_tile, rows, isa, epilogue):
+    lanes, count = isa.lanes, len(rows)
+    zero, size, parts = zero_point(fmt, isa), step(fmt, isa), groups(fmt)
+    sums = _Sums(acts.p * count, lanes)
+    # rows of S with d*sum(q) and the bits of -sum(q) of each group
+    scaled_sum, minus_sum = ([1], [2]) if parts == 1 else ([3, 4], [5, 6])
+    with T.serial(acts.k // BLOCK) as b:
+        if acts.p == 1 and isa.ahead:
+            for plane in fmt.codes:
+                for line in range(0, int(bufs[plane].shape[2]), 64):
+                    prefetch(bufs[plane], tile, b, line, ahead=isa.ahead)
+        blocks = [load(fmt, bufs, tile, row, b, isa) for row in rows]
+        for i in range(acts.p):
+            quads = [acts.quads[token_tile, b, i, j] for j in range(QUADS)]
+            if count > 1:
+                quads = [T.Bind(q) for q in quads]
+            totals = [None] * count
+            for g in range(parts):
+                start = splat(acts.si[token_tile, b, minus_sum[g], i] * zero if zero else T.int32(0), lanes)
+                dots = [start] * count
+                for j in range(g * QUADS // parts, (g + 1) * QUADS // parts, size):
+                    dots = [isa.dot(dots[r], blocks[r].weights[j:j + size], quads[j:j + size]) for r in range(count)]
+                for r in range(count):
+                    part = widen(dots[r], lanes) * blocks[r].scales[g]
+                    totals[r] = T.Bind(part if totals[r] is None else totals[r] + part)
+            d = splat(acts.s[token_tile, b, 0, i], lanes)
+            for r in range(count):
+                total = sums.get(i * count + r) + totals[r] * d
+                for g, offset in enumerate(blocks[r].offsets):
+                    total = total + offset * splat(acts.s[token_tile, b, scaled_sum[g], i], lanes)
+                sums.put(i * count + r, total)
+    for i in range(acts.p):
+        for r, row in enumerate(rows):
+            epilogue(i, row, sums.get(i * count + r))
+
+
+def _emit_float(fmt, bufs, acts, tile, token_tile, rows, isa, epilogue):
+    lanes, count = isa.lanes, len(rows)
+    chains = FLOAT_UNROLL if acts.p == 1 else 1         # independent sums hide the latency of additions
+    sums = _Sums(acts.p * count * chains, lanes)
+
+    def columns(base, width):
+        for c in range(width):
+            x = [splat(acts.x[token_tile * acts.p + i, base + c], lanes) for i in range(acts.p)]
+            for r, row in enumerate(rows):
+                w = bufs["W"][tile, base + c, at(row, lanes)]
+                w = bf16(w, lanes) if fmt.name == "bf16" else widen(w, lanes)
+                for i in range(acts.p):
+                    slot = (i * count + r) * chains + c % chains
+                    sums.put(slot, sums.get(slot) + w * x[i])
+
+    whole, rest = divmod(acts.k, FLOAT_UNROLL)
+    with T.serial(whole) as b:
+        if acts.p == 1 and isa.ahead:
+            bits = DataType(bufs["W"].dtype).bits
+            line = 64 * 8 // bits
+            for start in range(0, FLOAT_UNROLL * ROWS, line):
+                prefetch(bufs["W"], tile, b * FLOAT_UNROLL, start, ahead=isa.ahead * 8 // bits)
+        columns(b * FLOAT_UNROLL, FLOAT_UNROLL)
+    columns(whole * FLOAT_UNROLL, rest)
+    for i in range(acts.p):
+        for r, row in enumerate(rows):
+            first, *others = (sums.get((i * count + r) * chains + c) for c in range(chains))
+            epilogue(i, row, sum(others, first))
+
+
+def _bias(bias, first, n, lanes):
+    """bias[first], ...: the last tile's index stays inside the n biases."""
+    index = at(first, lanes)
+    return bias[index if n % ROWS == 0 else T.min(index, splat(T.int32(n - 1), lanes))]
+
+
+def _tasks(fmt, n, k, m):
+    """Steps of a segment's parallel loop."""
+    return -(-n // ROWS) // row_tiles(fmt, n, k, m)
+
+
+def _emit_segment(fmt, n, bufs, bias, residual, Y, acts, state, m, isa):
+    held = row_tiles(fmt, n, acts.k, m)
+    with T.parallel(_tasks(fmt, n, acts.k, m)) as task, T.serial(token_tiles(state, m, acts.p)) as token_tile, T.serial(held) as t:
+        tile = T.Bind(task * held + t)
+
+        def epilogue(i, row, x):
+            token, column = token_tile * acts.p + i, tile * ROWS + row
+            if bias is not None:
+                x = x + _bias(bias, column, n, isa.lanes)
+            if residual is not None:
+                x = residual[token, at(column, isa.lanes)] + x
+            store(Y, x, token, at(column, isa.lanes))
+
+        emit_tile(fmt, bufs, acts, tile, token_tile, isa, epilogue)
+
+
+def check_tiles(m, p):
+    """ValueError unless m tokens make whole tiles of p."""
+    if m % p:
+        raise ValueError(f"{m} tokens do not make whole tiles of {p}")
+
+
+def linear(segments, k, m, p, biases, residual, isa, name):
+    """PrimFunc (state, A, S | X, planes of segment 0, [bias f32 [n]], planes of segment 1, ..., [R f32 [m, npad]], Y_0 f32 [m, npad], ...).
+
+    segments: list of (format name or Format, n), all int8 or all float; they share the activations (q, k and v of a layer) and the launch.
+    p: tokens of an activation tile, a divisor of m (1 in decode). biases: one flag per segment. residual: Y = R + result, for one segment.
+    With m > 1, only the tiles that hold the first state[1] tokens are computed. npad = n rounded up to a multiple of 16; the columns from n
+    on hold no meaning. ValueError for segments that cannot share a launch.
+    """
+    segments = [(lookup(fmt), n) for fmt, n in segments]
+    kinds = {fmt.kind for fmt, _ in segments}
+    check_tiles(m, p)
+    if len(kinds) != 1 or len(biases) != len(segments) or (residual and len(segments) > 1):
+        raise ValueError(f"segments {[(f.name, n) for f, n in segments]}, biases {biases}, residual {residual} do not make one launch")
+    padded = [-(-n // ROWS) * ROWS for _, n in segments]
+    with IRBuilder() as ir, T.prim_func(s_tir=True):
+        T.func_name(name)
+        T.func_attr({"tirx.noalias": True, "global_symbol": name})
+        state, params = T.arg("state", T.buffer((4,), "int32")), act_params(m, k, p, kinds.pop())
+        weights = []
+        for i, ((fmt, n), has_bias) in enumerate(zip(segments, biases, strict=True)):
+            bufs = emit_planes(fmt, n, k, f"W{i}_")
+            weights.append((bufs, T.arg(f"bias{i}", T.buffer((n,), "float32")) if has_bias else None))
+        R = T.arg("R", T.buffer((m, padded[0]), "float32")) if residual else None
+        outputs = [T.arg(f"Y{i}", T.buffer((m, n), "float32")) for i, n in enumerate(padded)]
+        acts = emit_acts(params, p, k)
+        # loops of one launch of the thread pool; a loop of one step is none to TVM, and would run in every thread
+        together = len(segments) > 1 and all(_tasks(fmt, n, k, m) > 1 for fmt, n in segments)
+        with T.attr(T.int32(0), "pragma_parallel_launch_point", 1) if together else nullcontext():
+            for (fmt, n), (bufs, bias), Y in zip(segments, weights, outputs, strict=True):
+                _emit_segment(fmt, n, bufs, bias, R, Y, acts, state, m, isa)
+    return ir.get()

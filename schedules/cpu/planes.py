@@ -1,0 +1,125 @@
+"""The CPU's weight layout "tile16": how the weights of a linear layer lie in memory, and how to read one of them.
+
+In: a format (name or Format) and the matrix's shape: N rows (outputs) by K columns (inputs). Out: shapes and dtypes of the planes
+(`planes`), a TensorIR expression for one weight (`decode`) and a kernel that decodes a whole matrix (`dequantize`).
+
+Rows come in tiles of 16 (N is padded to a multiple of 16 with zeros), NT tiles; columns in blocks of 32, KB blocks. The tile is the
+outermost axis of every plane, so a matrix is the concatenation of its tiles. Lanes of a vector are rows: 64 bytes of a code plane are
+4 consecutive columns of each of 16 rows, what one byte dot product instruction eats, and nothing is ever reduced across lanes.
+In a block, with row r of the tile and column 4*j + i (i < 4, j < 8):
+
+    Q4 uint8 [NT, KB, 256]      byte (j % 4)*64 + r*4 + i: low nibble for j < 4, high nibble for j >= 4
+    Q2 uint8 [NT, KB, 128]      byte (j // 4)*64 + r*4 + i: bits 2*(j % 4) and the next
+    Q1 uint8 [NT, KB, 64]       byte r*4 + i: bit j
+    Q8 uint8 [NT, KB, 512]      byte j*64 + r*4 + i (the bits of an int8)
+    D, DM float16               [NT, KB, 16], one a block; [NT, K/256, 16], one a super-block, for formats with 256-column blocks
+    M float16 [NT, KB, 16]      minimums
+    S [NT, K/group, 16]         sub-scales: uint8 (q4_k, q5_k; q2_k: low nibble scale, high nibble minimum) or int8 (q3_k, q6_k, iq4_xs)
+    Z uint8 [NT, K/group, 16]   sub-minimums
+    W [NT, K, 16]               the weights of f32, f16 and bf16 (bf16: its bits as uint16); any K
+"""
+from math import prod
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.formats import PLANE_BITS, Format, lookup
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+ROWS, BLOCK = 16, 32
+
+
+def planes(fmt: str | Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Name -> (shape, dtype) of the planes of an n x k matrix, in the order in which kernels take them.
+
+    UserError when k is not a multiple of the format's block.
+    """
+    fmt = lookup(fmt)
+    if k % fmt.block:
+        raise UserError(f"{fmt.name} needs rows of a multiple of {fmt.block} columns, this tensor has {k}; quantize it to another type")
+    tiles = -(-n // ROWS)
+    if fmt.kind == "float":
+        return {"W": ((tiles, k, ROWS), fmt.dtype)}
+    codes = {p: ((tiles, k // BLOCK, ROWS * BLOCK * PLANE_BITS[p] // 8), "uint8") for p in fmt.codes}
+    columns = {"D": fmt.block, "DM": fmt.block, "M": fmt.block, "S": fmt.group, "Z": fmt.group}
+    dtypes = {"S": fmt.dtype, "Z": "uint8"}
+    return codes | {p: ((tiles, k // columns[p], ROWS), dtypes.get(p, "float16")) for p in fmt.scales}
+
+
+def plane_bytes(fmt: str | Format, n: int, k: int) -> int:
+    """Bytes of all planes of an n x k matrix together."""
+    size = {"float32": 4, "float16": 2, "uint16": 2, "uint8": 1, "int8": 1}
+    return sum(prod(shape) * size[dtype] for shape, dtype in planes(fmt, n, k).values())
+
+
+def _bits(plane: str, column):
+    """(64-byte group, first bit in the byte) of a column (0..31) in a code plane."""
+    j = column // 4
+    return {"Q1": (0, j), "Q2": (j // 4, j % 4 * 2), "Q4": (j % 4, j // 4 * 4), "Q8": (j, 0)}[plane]
+
+
+def _code(fmt: Format, bufs: dict, n, k):
+    """The integer code of weight (n, k) as int32."""
+    code, filled = None, 0
+    for plane in fmt.codes:
+        group, shift = _bits(plane, k % BLOCK)
+        byte = bufs[plane][n // ROWS, k // BLOCK, group * 64 + n % ROWS * 4 + k % 4]
+        if fmt.signed:
+            return byte.astype("int8").astype("int32")
+        bits = (byte.astype("int32") >> tirx.Cast("int32", shift)) & ((1 << PLANE_BITS[plane]) - 1)
+        code = bits if code is None else code | (bits << filled)
+        filled += PLANE_BITS[plane]
+    return code
+
+
+def _lookup_table(table: tuple[int, ...], code):
+    """table[code] of 16 int8 values without memory: a byte of one of two 64-bit constants, as int32."""
+    packed = bytes(v & 255 for v in table)
+    low, high = (tirx.const(int.from_bytes(packed[i:i + 8], "little", signed=True), "int64") for i in (0, 8))
+    word = tirx.Select(code < 8, low, high)
+    return (word >> ((code & 7) * 8).astype("int64")).astype("int8").astype("int32")
+
+
+def decode(fmt: str | Format, bufs: dict, n, k):
+    """Weight (n, k) as a float32 expression, bit for bit what gguf-py's `dequantize` gives.
+
+    bufs: name -> the plane of `planes`, a buffer of TVMScript's builder or a TE tensor; n, k: int32 or int64 expressions, or ints.
+    """
+    fmt = lookup(fmt)
+    n, k = (tirx.const(x, "int32") if isinstance(x, int) else x for x in (n, k))
+    tile, row = n // ROWS, n % ROWS
+    if fmt.kind == "float":
+        w = bufs["W"][tile, k, row]
+        return tirx.reinterpret("float32", w.astype("uint32") << 16) if fmt.name == "bf16" else w.astype("float32")
+
+    def at(plane, columns):
+        return bufs[plane][tile, k // columns, row]
+
+    def real(x):
+        return x.astype("float32")
+
+    code = _code(fmt, bufs, n, k)
+    value = _lookup_table(fmt.table, code) if fmt.table else code - fmt.zero
+    scale = real(at("D", fmt.block))
+    if "S" in fmt.scales:
+        s = at("S", fmt.group)
+        scale = scale * real(s & tirx.const(15, "uint8") if fmt.nibble_scales else s)
+    weight = scale * real(value)
+    if fmt.minimum == "M":
+        return weight + real(at("M", fmt.block))
+    if fmt.minimum == "DM":
+        z = at("S", fmt.group) >> tirx.const(4, "uint8") if fmt.nibble_scales else at("Z", fmt.group)
+        return weight - real(at("DM", fmt.block)) * real(z)
+    return weight
+
+
+def dequantize(fmt: str | Format, n: int, k: int, name: str = "dequantize") -> tirx.PrimFunc:
+    """PrimFunc (planes..., W float32 [n, k]): the whole matrix decoded, in parallel over rows. The proof of `decode`; not a fast path."""
+    with IRBuilder() as ir, T.prim_func(s_tir=True):
+        T.func_name(name)
+        T.func_attr({"tirx.noalias": True})
+        bufs = {p: T.arg(p, T.buffer(shape, dtype)) for p, (shape, dtype) in planes(fmt, n, k).items()}
+        out = T.arg("weights", T.buffer((n, k), "float32"))
+        with T.parallel(n) as i, T.serial(k) as j:
+            T.buffer_store(out, decode(fmt, bufs, i, j), [i, j])
+    return ir.get()

@@ -1,0 +1,104 @@
+"""Small building blocks of the CPU kernels: explicit vectors in TVMScript's builder.
+
+Everything here is called while an IRBuilder prim_func is open and emits code there. `T.Bind` makes a register: a helper that returns a
+bound value computes it once. Vectors have 16 lanes unless `n` says otherwise (LLVM splits them where registers are smaller); n = 1 is a
+scalar.
+"""
+from tvm import DataType
+from tvm.tirx.script import builder as T
+
+LANES = 16
+LOG2E = 1.4426950408889634
+# 2**f = 1 + f*(...) on [0, 1), relative error 2e-7: coefficients highest power first (minimax fit, Horner form)
+EXP2 = (1.8775767e-3, 8.9893397e-3, 5.5826318e-2, 2.4015361e-1, 6.9315308e-1, 9.9999994e-1)
+
+
+def dtype(name, n):
+    """The type of `n` lanes of `name`: dtype("float32", 16) is "float32x16", dtype("float32", 1) is "float32"."""
+    return name if n == 1 else f"{name}x{n}"
+
+
+def at(base, n=LANES):
+    """The index vector base, base+1, ..., base+n-1 (a buffer's last index only)."""
+    return T.ramp(base, 1, n)
+
+
+def splat(x, n=LANES):
+    """`x` in all `n` lanes."""
+    return x if n == 1 else T.broadcast(x, n)
+
+
+def f32(x, n=LANES):
+    """The Python number `x` as float32 in all `n` lanes."""
+    return splat(T.float32(x), n)
+
+
+def i32(x, n=LANES):
+    """The Python number `x` as int32 in all `n` lanes."""
+    return splat(T.int32(x), n)
+
+
+def intrin(result, name, *args):
+    """The value of an LLVM intrinsic without side effects, bound to a register of type `result`."""
+    return T.Bind(T.call_llvm_pure_intrin(result, name, *args))
+
+
+def pin(x, kind, n):
+    """An integer vector (`n` lanes of `kind`) in a register, for values used more than once: TVM's simplifier puts the expression back in
+    the place of a bound integer (floats stay), which makes code and compile time explode."""
+    lanes = DataType(kind).bits * n // 32
+    return T.reinterpret(dtype(kind, n), T.Bind(T.reinterpret(dtype("float32", lanes), x)))
+
+
+def widen(x, n=LANES):
+    """`n` lanes of any number type as float32, in a register."""
+    return T.Bind(T.cast(x, dtype("float32", n)))
+
+
+def bf16(x, n=LANES):
+    """`n` lanes of bfloat16, given as their uint16 bits, as float32, in a register."""
+    return T.Bind(T.reinterpret(dtype("float32", n), T.shift_left(T.cast(x, dtype("uint32", n)), splat(T.uint32(16), n))))
+
+
+def store(buf, x, *index):
+    """buf[index] = x; the last index may be a vector (`at`)."""
+    T.buffer_store(buf, x, list(index))
+
+
+def prefetch(buf, *index, ahead=0):
+    """Asks for the cache line that holds the element `ahead` elements beyond buf[index]; it may lie outside the buffer."""
+    where = (*index[:-1], index[-1] + ahead)
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(buf[where]), T.int32(0), T.int32(3), T.int32(1)))
+
+
+def reduce(op, x):
+    """The lanes of a vector joined by LLVM's reduction `op` as a scalar in a register: fmax, fmin or fadd (in lane order: LLVM may not
+    reassociate) of float32, add, smax or smin of int32."""
+    start = [T.float32(-0.0)] if op == "fadd" else []
+    return intrin("float32" if op[0] == "f" else "int32", f"llvm.vector.reduce.{op}", *start, x)
+
+
+def tree_add(x, n=LANES):
+    """The sum of the lanes of a float32 vector, halves added to halves (log2(n) steps): any order will do, and this is the fast one."""
+    while n > 1:
+        n //= 2
+        low, high = (T.Shuffle([x], [T.int32(i + h * n) for i in range(n)]) for h in (0, 1))
+        x = T.Bind(low + high)
+    return x
+
+
+def exp2(x, n=LANES):
+    """2**x, relative error 2e-7; x is clamped to -126..127 (no infinities, no denormals)."""
+    x = T.Bind(T.min(T.max(x, f32(-126.0, n)), f32(127.0, n)))
+    whole = T.Bind(T.floor(x))
+    f = T.Bind(x - whole)
+    y = f32(EXP2[0], n)
+    for c in EXP2[1:]:
+        y = y * f + f32(c, n)
+    bits = T.shift_left(T.cast(whole, dtype("int32", n)) + i32(127, n), i32(23, n))
+    return T.Bind(y * T.reinterpret(dtype("float32", n), bits))
+
+
+def silu(x, n=LANES):
+    """x * sigmoid(x) = x / (1 + 2**(-x * log2(e)))."""
+    return T.Bind(x / (f32(1.0, n) + exp2(x * f32(-LOG2E, n), n)))

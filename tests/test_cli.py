@@ -1,0 +1,440 @@
+"""The commands as a user runs them: real processes on the bundled model; what goes to stdout, what to stderr, exit codes, errors."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools import arguments, chat, cli, perplexity, repl
+
+MLC_AMD = str(Path(sys.executable).with_name("mlc-amd"))
+QUESTION = "What does os.path.join do?"
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory) -> dict[str, str]:
+    """An environment with caches of its own."""
+    root = tmp_path_factory.mktemp("home")
+    return os.environ | {"XDG_CACHE_HOME": str(root / "cache"), "XDG_STATE_HOME": str(root / "state"), "COLUMNS": "100"}
+
+
+@pytest.fixture(scope="session")
+def mlc_amd(home):
+    """Runs a command line and returns the finished process."""
+
+    def run(*tokens, stdin: str = "", cwd: Path | None = None, **more) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [MLC_AMD, *map(str, tokens)], input=stdin, cwd=cwd, env=home | more, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def compiled(mlc_amd, demo_gguf, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+    """The bundled model, compiled by the command itself, and how that went."""
+    folder = tmp_path_factory.mktemp("work")
+    done = mlc_amd("compile", demo_gguf, "--target", "cpu", "--ctx", 512, cwd=folder)
+    return folder / "dist" / "llama-q4_k_m-cpu-native", done
+
+
+@pytest.fixture(scope="session")
+def artifact(compiled) -> Path:
+    path, done = compiled
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def error_of(done: subprocess.CompletedProcess) -> str:
+    """The text of a user error, after checking its form: exit code 1, nothing on stdout, one line on stderr."""
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == ""
+    assert re.fullmatch(r"error: [^\n]+\n", done.stderr), done.stderr
+    return done.stderr
+
+
+# ---- what works
+
+
+def test_compile_makes_a_folder_and_says_what_is_in_it(compiled):
+    path, done = compiled
+    assert done.returncode == 0, done.stderr
+    assert (path / "manifest.json").is_file()
+    for word in ("weights", "kernels", "launches", "decode", "KV cache", "time"):
+        assert word in done.stdout
+    assert "compiling" in done.stderr
+
+
+def test_chat_answers_one_prompt_on_stdout_alone(mlc_amd, artifact):
+    done = mlc_amd("chat", artifact, "--prompt", QUESTION, "--max-tokens", 40)
+    assert done.returncode == 0, done.stderr
+    assert "path" in done.stdout and done.stdout.endswith("\n")
+    assert done.stderr == ""
+
+
+def test_chat_without_a_model_compiles_the_bundled_one_once(mlc_amd, home):
+    first = mlc_amd("chat", "--prompt", QUESTION, "-n", 8)
+    again = mlc_amd("chat", "--prompt", QUESTION, "-n", 8)
+    assert first.returncode == again.returncode == 0, first.stderr
+    assert "compiling llama-q4_k_m.gguf" in first.stderr and again.stderr == ""
+    assert first.stdout == again.stdout != "\n"
+    assert len(list((Path(home["XDG_CACHE_HOME"]) / "mlc-amd").iterdir())) == 1
+
+
+def test_piped_chat_answers_line_by_line_and_follows_commands(mlc_amd, artifact, tmp_path):
+    saved = tmp_path / "talk.json"
+    lines = f'{QUESTION}\n"""\nAnd os.path.split?\n"""\n/stats\n/set temperature 0.5\n/save {saved}\n/exit\nnever asked\n'
+    done = mlc_amd("chat", artifact, "-n", 12, "--system", "Be brief.", stdin=lines)
+    assert done.returncode == 0, done.stderr
+    messages = json.loads(saved.read_text())["messages"]
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert messages[3]["content"] == "And os.path.split?"
+    assert done.stdout == messages[2]["content"] + "\n" + messages[4]["content"] + "\n"
+    cached = int(re.search(r"new \+ (\d+) cached", done.stderr)[1])
+    assert cached > 20 and "temperature = 0.5" in done.stderr
+
+
+def test_generate_continues_and_stops(mlc_amd, artifact):
+    prompt = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+    whole = mlc_amd("generate", artifact, "--prompt", prompt, "--max-tokens", 24)
+    assert whole.returncode == 0 and whole.stderr == "", whole.stderr
+    word = whole.stdout.split()[3]
+    cut = mlc_amd("generate", artifact, "--prompt", prompt, "--max-tokens", 24, "--stop", "no such text", "--stop", word)
+    assert cut.stdout == whole.stdout[: whole.stdout.index(word)]
+
+
+def test_generate_repeats_with_a_seed(mlc_amd, artifact):
+    runs = [mlc_amd("generate", artifact, "-p", "import", "-n", 16, "--temperature", "1.5", "--seed", seed).stdout for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_a_prompt_that_looks_like_python_stays_text(mlc_amd, artifact, demo_gguf):
+    numbers = mlc_amd("tokenize", demo_gguf, "1e3", "--json")
+    assert "".join(json.loads(numbers.stdout)["tokens"]) == "1e3"
+    for text in ("123", "None", "[1, 2]", "--flag", "-"):
+        found = mlc_amd("generate", artifact, f"--prompt={text}", "-n", 1)
+        assert found.returncode == 0, found.stderr
+
+
+def test_tokenize_agrees_between_gguf_and_artifact(mlc_amd, artifact, demo_gguf, tmp_path):
+    text = "<|im_start|>user\nGrüße, 你好 🙂!<|im_end|>"
+    (tmp_path / "text").write_text(text, encoding="utf-8")
+    of_gguf = mlc_amd("tokenize", demo_gguf, text, "--ids-only")
+    of_artifact = mlc_amd("tokenize", artifact, "--file", tmp_path / "text", "--ids-only")
+    assert of_gguf.returncode == 0 and of_gguf.stdout == of_artifact.stdout
+    plain = mlc_amd("tokenize", demo_gguf, text, "--ids-only", "--no-special")
+    assert len(plain.stdout.split()) > len(of_gguf.stdout.split())
+
+
+def test_inspect_of_a_gguf_tells_its_tensors(mlc_amd, demo_gguf):
+    report = json.loads(mlc_amd("inspect", demo_gguf, "--json").stdout)
+    assert report["model"]["architecture"] == "llama" and report["model"]["heads"] == 8
+    assert sum(entry["bytes"] for entry in report["formats"].values()) == report["memory"]["weights"] < demo_gguf.stat().st_size
+    assert "blk.0.attn_q.weight" in mlc_amd("inspect", demo_gguf, "--tensors").stdout
+    assert "--plan" in error_of(mlc_amd("inspect", demo_gguf, "--plan"))
+
+
+def test_inspect_of_an_artifact_tells_its_plan(mlc_amd, artifact):
+    report = json.loads(mlc_amd("inspect", artifact, "--json").stdout)
+    assert report["context"] == 512 and report["launches"]["decode"]["launches"] == len(report["plan"]["decode"])
+    assert report["memory"]["kv"] == 2 * report["model"]["layers"] * report["model"]["kv_heads"] * report["model"]["head_dim"] * 512 * 2
+    shown = mlc_amd("inspect", artifact, "--plan", "--kernels").stdout
+    assert all(kernel["name"] in shown for kernel in report["kernels"])
+
+
+def test_perplexity_of_text_and_of_ids_agree_and_logits_explain_it(mlc_amd, artifact, tmp_path):
+    (tmp_path / "text").write_text("Return a new list that holds the items of the given sequence in sorted order. " * 4)
+    by_text = mlc_amd("perplexity", artifact, "--text", tmp_path / "text", "--tokens", 40, "--logits", tmp_path / "l.npz", "--json")
+    assert by_text.returncode == 0, by_text.stderr
+    with np.load(tmp_path / "l.npz") as data:
+        logits, ids = data["logits"].astype(np.float64), data["ids"]
+    assert logits.shape[0] == len(ids) == 40
+    nll = [np.log(np.exp(row - row.max()).sum()) + row.max() - row[following] for row, following in zip(logits, ids[1:], strict=False)]
+    result = json.loads(by_text.stdout)
+    assert result["perplexity"] == pytest.approx(np.exp(np.mean(nll)), rel=1e-9)
+    np.savez(tmp_path / "ids.npz", ids=ids)
+    by_ids = mlc_amd("perplexity", artifact, "--ids", tmp_path / "ids.npz")
+    assert by_ids.stdout.startswith(f"perplexity {result['perplexity']:.4f} ± ")
+
+
+def test_perplexity_matches_the_reference(mlc_amd, artifact, shared):
+    expected = json.loads((shared / "refs" / "llama-q4_k_m.json").read_text())["summary"]["ppl_exact"]
+    done = mlc_amd("perplexity", artifact, "--ids", shared / "refs" / "llama-q4_k_m.npz", "--json")
+    assert json.loads(done.stdout)["perplexity"] == pytest.approx(expected, rel=0.01)
+
+
+def test_doctor_finds_that_the_cpu_target_works(mlc_amd):
+    done = mlc_amd("doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["cpu_target"] is None and report["cpu"]["cores"] >= 1 and report["cpu"]["read_bytes_per_second"] > 1e8
+    assert report["tvm"]["amdgpu"] and {check["status"] for check in report["checks"]} <= {"ok", "missing", "problem"}
+
+
+# ---- help, errors
+
+
+def test_overview_and_help_go_to_stdout_and_name_everything(mlc_amd):
+    overview = mlc_amd("--help")
+    assert overview.returncode == 0 and overview.stderr == ""
+    assert mlc_amd().stdout == overview.stdout
+    for verb in cli.VERBS:
+        assert f"\n  {verb} " in overview.stdout
+    page = mlc_amd("bench", "--help")
+    assert page.returncode == 0 and page.stderr == "" and "-p, --n-prompt N,N,..." in page.stdout
+    assert page.stdout == mlc_amd("help", "bench").stdout == mlc_amd("bench", "-p", "1", "-h").stdout
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_flag_of_every_verb_is_described(verb):
+    module = __import__(f"mlc_amd.tools.{verb}", fromlist=["run"])
+    page = arguments.help_page(verb, module.run, getattr(module, "SHORT", {}))
+    assert page.startswith(f"usage: mlc-amd {verb}")
+    arguments.parse_functions(module.run)
+
+
+def test_help_imports_no_tvm():
+    code = "import sys; from mlc_amd.tools import cli; cli.main(['--help']); sys.exit('tvm' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (("caht",), "did you mean chat"),
+        (("frobnicate",), "choose from chat"),
+        (("chat", "--tempreature", "1"), "did you mean --temperature"),
+        (("chat", "-z"), "unknown flag -z"),
+        (("chat", "--temperature", "warm"), "--temperature wants X, not 'warm'"),
+        (("chat", "--temperature", "-1"), "temperature is -1.0"),
+        (("chat", "--max-tokens", "1.5"), "--max-tokens wants N"),
+        (("chat", "--max-tokens", "0"), "at least 1"),
+        (("chat", "--prompt"), "--prompt needs a value"),
+        (("chat", "--on-full", "maybe"), "error|drop"),
+        (("chat", "a", "b"), "unexpected argument 'b'"),
+        (("chat", "--seed", "1", "--seed", "2"), "given twice"),
+        (("chat", "/nowhere/model.gguf"), "/nowhere/model.gguf: no such file"),
+        (("generate",), "--prompt is missing"),
+        (("tokenize",), "MODEL is missing"),
+        (("tokenize", "x", "y", "--ids-only", "--json"), "not both"),
+        (("compile",), "GGUF file or --synthetic"),
+        (("compile", "--synthetic", "huge:q4_0"), "unknown preset"),
+        (("bench", "-p", "0", "-n", "0"), "nothing to measure"),
+        (("bench", "-p", "12,x"), "--n-prompt wants N,N"),
+        (("bench", "-o", "xml"), "md|json|jsonl|csv"),
+        (("perplexity", "x"), "--text FILE or --ids"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, tokens, message):
+    assert cli.main(tokens) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("error: ") and shown.err.count("\n") == 1
+    assert message in shown.err
+
+
+def test_bad_files_and_places_are_one_line(mlc_amd, artifact, demo_gguf, tmp_path):
+    junk = tmp_path / "junk.gguf"
+    junk.write_bytes(b"not a model at all")
+    assert "junk.gguf" in error_of(mlc_amd("chat", junk, "--prompt", "x"))
+    assert "junk.gguf" in error_of(mlc_amd("inspect", junk))
+    assert "not a compiled model" in error_of(mlc_amd("chat", tmp_path, "--prompt", "x"))
+    assert "unknown CPU arch" in mlc_amd("compile", demo_gguf, "--arch", "znver99", "-o", tmp_path / "out").stderr
+    assert "unknown target" in mlc_amd("compile", demo_gguf, "--target", "abacus", "-o", tmp_path / "out").stderr
+    kept = tmp_path / "mine"
+    kept.mkdir()
+    (kept / "thesis.txt").write_text("precious")
+    assert "not a compiled model" in mlc_amd("compile", demo_gguf, "-o", kept).stderr
+    assert (kept / "thesis.txt").read_text() == "precious"
+    assert "compiled for a context of 512" in error_of(mlc_amd("chat", artifact, "--ctx", 1024, "--prompt", "x"))
+    assert "no such file" in error_of(mlc_amd("perplexity", artifact, "--text", tmp_path / "none"))
+    assert "not an .npz" in error_of(mlc_amd("perplexity", artifact, "--ids", junk))
+
+
+def test_an_unwritable_output_is_one_line(mlc_amd, demo_gguf):
+    done = mlc_amd("compile", demo_gguf, "-o", "/proc/nowhere/model")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith("error: ") and "Traceback" not in done.stderr
+
+
+def test_debug_anywhere_shows_the_traceback(mlc_amd):
+    for tokens in (("--debug", "chat", "/nowhere"), ("chat", "/nowhere", "--debug"), ("chat", "--debug", "/nowhere")):
+        done = mlc_amd(*tokens)
+        assert done.returncode == 1 and "Traceback" in done.stderr and done.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_a_bug_is_told_from_a_mistake(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "overview", lambda: 1 / 0)
+    assert cli.main(["--help"]) == 70
+    assert re.fullmatch(r"error: this is a bug in mlc-amd: ZeroDivisionError.*--debug.*\n", capsys.readouterr().err)
+
+
+def test_a_full_disk_and_a_closed_pipe_are_quiet(home, artifact):
+    command = f"{MLC_AMD} inspect {artifact} --tensors"
+    full = subprocess.run(["bash", "-c", f"{command} > /dev/full"], env=home, capture_output=True, text=True, check=False)
+    assert full.returncode == 1 and re.fullmatch(r"error: [^\n]*disk is full[^\n]*\n", full.stderr)
+    piped = subprocess.run(["bash", "-o", "pipefail", "-c", f"{command} | true"], env=home, capture_output=True, text=True, check=False)
+    assert piped.stderr == "" and piped.returncode in (0, 141)
+
+
+# ---- the terminal
+
+
+class Terminal:
+    """A process on a pseudo-terminal, driven like a person would: wait for a text, type, press Ctrl-C."""
+
+    def __init__(self, tokens, env):
+        self.process, self.master = None, None
+        self.master, slave = pty.openpty()
+        env = env | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+        # A session of its own, whose terminal this is: then Ctrl-C typed on it reaches the process as SIGINT.
+        self.process = subprocess.Popen(
+            [MLC_AMD, *map(str, tokens)], stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True, preexec_fn=_own_terminal
+        )
+        os.close(slave)
+        self.seen = ""
+
+    def wait_for(self, pattern: str, seconds: float = 60) -> str:
+        """Reads until the pattern matches what came since the last match; returns that text."""
+        end = time.monotonic() + seconds
+        while not (match := re.search(pattern, self.seen, re.DOTALL)):
+            assert time.monotonic() < end, f"no {pattern!r} in {self.seen!r}"
+            if select.select([self.master], [], [], 0.1)[0]:
+                self.seen += os.read(self.master, 65536).decode(errors="replace")
+        found, self.seen = self.seen[: match.end()], self.seen[match.end() :]
+        return found
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
+
+def _own_terminal() -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.fixture
+def terminal(home):
+    opened = []
+
+    def start(*tokens) -> Terminal:
+        opened.append(Terminal(tokens, home))
+        return opened[-1]
+
+    yield start
+    for one in opened:
+        one.close()
+
+
+def test_the_chat_line_streams_stops_and_leaves(terminal, artifact, home):
+    session = terminal("chat", artifact, "--temperature", "1.5", "--seed", "3")
+    session.wait_for(r"512 tokens of context")
+    session.wait_for("> ")
+    session.type(QUESTION + "\r")
+    session.wait_for(r"\d+ new \+ 0 cached")
+    session.type("/set max_tokens 6\r")
+    session.wait_for(r"max_tokens = 6")
+    session.type("And os.path.split?\r")
+    assert int(re.search(r"(\d+) new", session.wait_for(r"(\d+) new \+ [1-9]\d+ cached"))[1]) < 25
+    session.type("/nonsense\r")
+    session.wait_for("error: unknown command /nonsense")
+    session.type("\x03")
+    session.wait_for("/exit to leave")
+    session.type("\x04")
+    assert session.process.wait(10) == 0
+    assert QUESTION in (Path(home["XDG_STATE_HOME"]) / "mlc-amd" / "history").read_text()
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(terminal, artifact):
+    # So hot that it never ends by itself before the context does.
+    session = terminal("chat", artifact, "--temperature", "30", "--seed", "1")
+    session.wait_for("> ")
+    session.type("Tell me everything.\r")
+    session.wait_for("everything.")
+    time.sleep(0.2)
+    session.type("\x03")
+    session.wait_for(r"(interrupted|to leave|context is full)")
+    session.type("/set temperature 0\r")
+    session.wait_for(r"temperature = 0")
+    session.type("/set max_tokens 5\r")
+    session.wait_for("max_tokens = 5")
+    session.type(QUESTION + "\r")
+    session.wait_for(r"5 tokens out")
+    session.type("/exit\r")
+    assert session.process.wait(10) == 0
+
+
+def test_ctrl_c_ends_a_command_with_130(home, artifact):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([MLC_AMD, "chat", str(artifact)], env=home, **pipes)
+    process.stdin.write(b"/stats\n")
+    process.stdin.flush()
+    assert b"no answer yet" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and out == b"" and err == b""
+
+
+# ---- small parts
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (["m", "--prompt", "a=b"], ["--model=m", "--prompt=a=b"]),
+        (["--prompt=--x", "--", "-m"], ["--prompt=--x", "--model=-m"]),
+        (["-p", "x", "--max_tokens", "3"], ["--prompt=x", "--max_tokens=3"]),
+        (["--stop", "a", "--stop", "b,c"], ['--stop=["a", "b,c"]']),
+        (["-"], ["--model=-"]),
+        (["--", "--help"], ["--model=--help"]),
+    ],
+)
+def test_arguments_are_normalized(tokens, expected):
+    assert sorted(arguments.normalize(chat.run, chat.SHORT, tokens)) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("typed", "sent"),
+    [
+        ("hello", "hello"),
+        ("one\\\ntwo", "one\ntwo"),
+        ('"""\na\n\nb\n"""', "a\n\nb"),
+        ("```\nx = 1\n```", "```\nx = 1\n```"),
+    ],
+)
+def test_several_lines_make_one_message(typed, sent):
+    partial = ""
+    for line in typed.split("\n")[:-1]:
+        partial += line
+        assert not repl.complete(partial)
+        partial += "\n"
+    assert repl.complete(typed) and repl.unwrap(typed) == sent
+
+
+def test_likelihoods_are_exact_for_large_logits():
+    logits = np.array([[1e4, 0.0], [0.0, 1e4], [5.0, 5.0]], dtype=np.float32)
+    np.testing.assert_allclose(perplexity.negative_log_likelihoods(logits, np.array([0, 0, 1])), [0.0, 1e4, np.log(2)])
+
+
+def test_integers_accept_what_people_type():
+    parse = arguments.parse_functions(chat.run)["max_tokens"]
+    assert (parse("1e3"), parse("64"), parse("0x10")) == (1000, 64, 16)
+    with pytest.raises(UserError, match="--max-tokens wants N, not 'inf'"):
+        parse("inf")

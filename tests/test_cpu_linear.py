@@ -1,0 +1,236 @@
+"""Linear layers and gate/up with SwiGLU on the CPU: every format on every instruction set that this machine runs, against numpy.
+
+The oracle: gguf-py's dequantized weights times the dequantized int8 activations, in float64. One compilation per instruction set.
+"""
+import functools
+import os
+from typing import NamedTuple
+
+import gguf
+import numpy as np
+import pytest
+import tvm
+
+from mlc_amd.compiler.quant.pack import repack
+from mlc_amd.schedules.cpu.arch import host_flags
+from mlc_amd.schedules.cpu.gate_up import gate_up_swiglu
+from mlc_amd.schedules.cpu.isa import Avx2, AvxVnni, Portable, Vnni512
+from mlc_amd.schedules.cpu.linear import linear
+from mlc_amd.schedules.formats import FORMATS
+
+os.environ.setdefault("TVM_NUM_THREADS", "2")       # before the first kernel call
+
+INT8 = [name for name, fmt in FORMATS.items() if fmt.kind == "int8"]
+FLOAT = [name for name, fmt in FORMATS.items() if fmt.kind == "float"]
+# Byte offsets of the float16 numbers of a GGUF block: random bits there would be NaNs
+HALVES = {"q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2),
+          "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,)}
+TOLERANCE = 1e-5        # of the largest result
+
+
+class Machine(NamedTuple):
+    """An instruction set, compiled for a cpu, and the flags of /proc/cpuinfo that running it takes."""
+    isa: type
+    mcpu: str
+    flags: tuple
+
+
+AVX512 = ("avx512bw", "avx512vl", "avx512_vnni", "avx512_vbmi2")
+MACHINES = {
+    "vnni512": Machine(Vnni512, "icelake-server", AVX512),
+    "avxvnni": Machine(AvxVnni, "alderlake", ("avx_vnni",)),
+    "vnni512vl": Machine(AvxVnni, "icelake-server", AVX512),       # the same 256-bit instruction in AVX512's encoding
+    "avx2": Machine(Avx2, "x86-64-v3", ("avx2", "fma", "f16c")),
+    "portable": Machine(Portable, "x86-64-v2", ("sse4_2",)),
+}
+RUNNABLE = [name for name, machine in MACHINES.items() if host_flags().issuperset(machine.flags)]
+COMPILE_ONLY = [name for name in MACHINES if name not in RUNNABLE]
+
+
+class Case(NamedTuple):
+    """One linear kernel: see `linear`."""
+    segments: tuple
+    k: int = 256
+    m: int = 1
+    p: int = 1
+    biases: tuple = (False,)
+    residual: bool = False
+
+
+def _cases(isa):
+    cases = {}
+    for i, name in enumerate(INT8):
+        cases[f"{name}-decode"] = Case(((name, 37),), 512)
+        p = (isa.tokens, 16, 8, 4)[i % 4]
+        cases[f"{name}-prefill"] = Case(((name, 48),), 256 if i % 2 else 512, 16, p)
+    for name in FLOAT:
+        cases[f"{name}-decode"] = Case(((name, 37),), 102)
+        cases[f"{name}-prefill"] = Case(((name, 48),), 102, 16, isa.tokens)
+    for step, m, p in (("decode", 1, 1), ("prefill", 16, 8)):
+        cases[f"mixed-{step}"] = Case((("q4_k", 96), ("q6_k", 37), ("q8_0", 16)), 256, m, p, (True, True, False))
+        cases[f"residual-{step}"] = Case((("q4_0", 41),), 256, m, p, (True,), True)
+    cases["float-mixed-prefill"] = Case((("f16", 33), ("f32", 16)), 64, 16, 8, (True, False))
+    return cases
+
+
+# name -> (gate format, up format, m, p, quantize)
+SWIGLU = {
+    "int8-decode": ("q4_k", "q6_k", 1, 1, True), "int8-prefill": ("q4_0", "q4_0", 16, 8, True),
+    "int8-decode-f32": ("q8_0", "q8_0", 1, 1, False), "int8-prefill-f32": ("q6_k", "q4_k", 16, 4, False),
+    "float-decode": ("f16", "f16", 1, 1, True), "float-prefill": ("bf16", "f32", 16, 8, False),
+}
+F, SWIGLU_K = 96, 256
+
+
+@functools.cache
+def library(machine):
+    """All kernels of a machine in one module, ready to call (or None: this machine cannot run them)."""
+    isa, mcpu, _ = MACHINES[machine]
+    kernels = {n: linear(*case, isa, n.replace("-", "_")) for n, case in _cases(isa).items()}
+    for n, (gate, up, m, p, quantize) in SWIGLU.items():
+        kernels[f"swiglu-{n}"] = gate_up_swiglu(gate, up, F, SWIGLU_K, m, p, quantize, isa, f"swiglu-{n}".replace("-", "_"))
+    module = tvm.IRModule({n.replace("-", "_"): f for n, f in kernels.items()})
+    return tvm.compile(module, target=tvm.target.Target({"kind": "llvm", "mcpu": mcpu}))
+
+
+def weights(name, n, k, seed):
+    """A random weight: its planes and the float32 matrix [n, k] that gguf-py makes of the same blocks."""
+    fmt, rng = FORMATS[name], np.random.default_rng([seed, n, k, *name.encode()])
+    if fmt.kind == "float":
+        w = rng.standard_normal((n, k), np.float32)
+        raw = (w.view(np.uint32) >> 16).astype(np.uint16) if name == "bf16" else w.astype(fmt.dtype)
+        raw = raw.view(np.uint8)
+    else:
+        blocks = rng.integers(0, 256, (n, k // fmt.block, fmt.block_bytes), np.uint8)
+        for offset in HALVES[name]:
+            blocks[..., offset:offset + 2] = (rng.standard_normal((n, k // fmt.block, 1)) * 0.01).astype(np.float16).view(np.uint8)
+        raw = blocks.reshape(n, -1)
+    return repack(name, raw, k), gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(fmt.gguf_type)).reshape(n, k)
+
+
+def quantized(x, p):
+    """The activation planes A, S of x [m, k] in tiles of p, and the values that they stand for."""
+    m, k = x.shape
+    blocks = x.reshape(m, k // 32, 32)
+    d = (np.abs(blocks).max(-1) / 127).astype(np.float32)
+    q = np.rint(blocks / d[..., None]).astype(np.int8)
+    return (tile(q, p), sums(tile(q, p), tile(d, p))), (q * d[..., None]).reshape(m, k)
+
+
+def tile(x, p):
+    """[m, KB, ...] to [m/p, KB, p, ...]."""
+    return np.ascontiguousarray(x.reshape(-1, p, *x.shape[1:]).swapaxes(1, 2))
+
+
+def sums(q, d):
+    """S of A = q [MT, KB, P, 32] and the scales d [MT, KB, P]."""
+    halves = [part.sum(-1, dtype=np.int32) for part in (q, q[..., :16], q[..., 16:])]
+    scaled, bits = ([f(s) for s in halves] for f in (lambda s: (s * d).astype(np.float32), lambda s: (-s).view(np.float32)))
+    return np.ascontiguousarray(np.stack([d, scaled[0], bits[0], *scaled[1:], *bits[1:], 0 * d], 2))
+
+
+def activations(kind, m, k, p, scale=1):
+    """Parameters of random activations (A and S, or X) and the float32 values [m, k] that they stand for."""
+    x = np.random.default_rng(1).standard_normal((m, k), np.float32) * np.float32(scale)
+    return quantized(x, p) if kind == "int8" else ((x,), x)
+
+
+def call(machine, name, *arrays):
+    """Runs a kernel on numpy arrays; returns them as it left them."""
+    tensors = [tvm.runtime.tensor(np.ascontiguousarray(a)) for a in arrays]
+    library(machine)[name.replace("-", "_")](*tensors)
+    return [t.numpy() for t in tensors]
+
+
+def state(live):
+    return np.array([5, live, 0, 0], np.int32)
+
+
+def run_linear(machine, name, live):
+    """Results of a linear kernel and what they should be: lists of [m, n]. Results start as NaN."""
+    case = _cases(MACHINES[machine].isa)[name]
+    rng = np.random.default_rng(3)
+    inputs, x = activations(FORMATS[case.segments[0][0]].kind, case.m, case.k, case.p)
+    arrays, expected, outputs = [state(live), *inputs], [], []
+    for i, ((fmt, n), bias) in enumerate(zip(case.segments, case.biases, strict=True)):
+        planes, w = weights(fmt, n, case.k, i)
+        arrays += planes.values()
+        y = x.astype(np.float64) @ w.astype(np.float64).T
+        if bias:
+            arrays.append(rng.standard_normal(n, np.float32))
+            y += arrays[-1]
+        expected.append(y)
+        outputs.append(np.full((case.m, -(-n // 16) * 16), np.nan, np.float32))
+    if case.residual:
+        arrays.append(rng.standard_normal(outputs[0].shape, np.float32))
+        expected[0] += arrays[-1][:, :expected[0].shape[1]]
+    results = call(machine, name, *arrays, *outputs)[-len(outputs):]
+    return [y[:, :e.shape[1]] for y, e in zip(results, expected, strict=True)], expected
+
+
+def error(got, expected):
+    return np.abs(got - expected).max() / np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", _cases(Vnni512))
+@pytest.mark.parametrize("machine", RUNNABLE)
+def test_linear(machine, name):
+    for got, expected in zip(*run_linear(machine, name, live=16), strict=True):
+        assert error(got, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("live", [1, 4, 9])
+@pytest.mark.parametrize("name", ["q4_k-prefill", "q6_k-prefill", "f16-prefill", "mixed-prefill"])
+@pytest.mark.parametrize("machine", RUNNABLE)
+def test_linear_computes_live_tiles_only(machine, name, live):
+    p = _cases(MACHINES[machine].isa)[name].p
+    computed = -(-live // p) * p
+    for got, expected in zip(*run_linear(machine, name, live), strict=True):
+        assert error(got[:live], expected[:live]) < TOLERANCE
+        assert np.isnan(got[computed:]).all()
+
+
+@pytest.mark.parametrize("name", SWIGLU)
+@pytest.mark.parametrize("machine", RUNNABLE)
+def test_gate_up_swiglu(machine, name):
+    gate, up, m, p, quantize = SWIGLU[name]
+    (gate_planes, g), (up_planes, u) = weights(gate, F, SWIGLU_K, 1), weights(up, F, SWIGLU_K, 2)
+    # gates of a size at which the sigmoid bends
+    inputs, x = activations(FORMATS[gate].kind, m, SWIGLU_K, p, scale=3 / np.sqrt((g ** 2).sum(1).mean()))
+    g, u = (x.astype(np.float64) @ w.astype(np.float64).T for w in (g, u))
+    expected = g / (1 + np.exp(-g)) * u
+    outputs = quantized(np.ones((m, F), np.float32), p)[0] if quantize else (np.full((m, F), np.nan, np.float32),)
+    results = call(machine, f"swiglu-{name}", state(m), *inputs, *gate_planes.values(), *up_planes.values(), *outputs)[-len(outputs):]
+    if not quantize:
+        assert error(results[0], expected) < TOLERANCE
+        return
+    A, S = results
+    d = S[:, :, 0]
+    amax = np.abs(tile(expected.reshape(m, -1, 32), p)).max(-1)
+    np.testing.assert_allclose(d, amax / 127, rtol=1e-4)
+    assert (np.abs(A * d[..., None] - tile(expected.reshape(m, -1, 32), p)) < 0.502 * d[..., None]).all()
+    again = sums(A, d)
+    np.testing.assert_array_equal(S[:, :, [2, 5, 6]].view(np.int32), again[:, :, [2, 5, 6]].view(np.int32))
+    np.testing.assert_allclose(S[:, :, [1, 3, 4]], again[:, :, [1, 3, 4]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("machine", COMPILE_ONLY)
+def test_compiles_for_other_machines(machine):
+    assert "vpdpbusd" in library(machine).mod.inspect_source("asm")
+
+
+def test_avx2_for_avx512_without_vnni():
+    """x86-64-v4 has no integer dot product: Avx2's kernels serve it."""
+    asm = tvm.compile(tvm.IRModule({"f": linear([("q4_0", 16)], 256, 1, 1, (False,), False, Avx2, "f")}),
+                      target=tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v4"})).mod.inspect_source("asm")
+    assert "vpmaddubsw" in asm and "vpdpbusd" not in asm
+
+
+@pytest.mark.parametrize("segments, m, p, biases, residual", [
+    ([("q4_0", 32), ("f16", 32)], 1, 1, (False, False), False),
+    ([("q4_0", 32), ("q4_0", 32)], 1, 1, (False, False), True),
+    ([("q4_0", 32)], 12, 8, (False,), False),
+])
+def test_what_cannot_share_a_launch_is_refused(segments, m, p, biases, residual):
+    with pytest.raises(ValueError, match="make"):
+        linear(segments, 256, m, p, biases, residual, Vnni512, "f")

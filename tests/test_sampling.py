@@ -1,0 +1,167 @@
+"""Token choice: the distribution after each step, its edges, its repeatability, and its speed on a large vocabulary."""
+
+import time
+
+import numpy as np
+import pytest
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.sampling import Sampler, Sampling
+
+LOGITS = np.log(np.array([0.02, 0.4, 0.05, 0.25, 0.15, 0.08, 0.03, 0.02], dtype=np.float32))
+
+
+def frequencies(logits: np.ndarray, draws: int = 5000, recent=(), **settings) -> np.ndarray:
+    sampler = Sampler(Sampling(seed=7, **settings))
+    counts = np.bincount([sampler.sample(logits, recent) for _ in range(draws)], minlength=len(logits))
+    return counts / draws
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    return weights / weights.sum()
+
+
+def assert_close(found: np.ndarray, expected: np.ndarray, draws: int = 5000) -> None:
+    """Each frequency within five standard deviations of its binomial; impossible tokens never occur."""
+    assert np.all(found[expected == 0] == 0)
+    assert np.all(np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / draws) + 1e-12)
+
+
+def only(*kept: int, temperature: float = 1.0) -> np.ndarray:
+    masked = np.full_like(LOGITS, -np.inf)
+    masked[list(kept)] = LOGITS[list(kept)]
+    return softmax(masked / temperature)
+
+
+def test_greedy_takes_the_first_of_equal_maxima():
+    logits = np.array([0.0, 3.0, 1.0, 3.0], dtype=np.float32)
+    assert Sampler(Sampling()).sample(logits) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+def test_temperature_alone_is_the_softmax(temperature):
+    assert_close(frequencies(LOGITS, temperature=temperature), softmax(LOGITS / temperature))
+
+
+def test_draws_over_many_slices_follow_the_softmax():
+    logits = np.linspace(-3, 3, 3000, dtype=np.float32)
+    found = frequencies(logits, temperature=1.0).reshape(30, 100).sum(axis=1)
+    assert_close(found, softmax(logits).reshape(30, 100).sum(axis=1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"top_k": 3}, (1, 3, 4)),
+        ({"top_k": 1}, (1,)),
+        ({"top_k": 8}, range(8)),
+        ({"top_k": 100}, range(8)),
+        ({"top_p": 0.6}, (1, 3)),
+        ({"top_p": 0.7}, (1, 3, 4)),
+        ({"top_p": 0.0}, (1,)),
+        ({"top_p": 1e-9}, (1,)),
+        ({"top_p": 1.0}, range(8)),
+        ({"min_p": 0.3}, (1, 3, 4)),
+        ({"min_p": 1.0}, (1,)),
+        ({"top_k": 4, "top_p": 0.85, "min_p": 0.5}, (1, 3)),
+    ],
+)
+def test_truncation_keeps_exactly_these_tokens(settings, kept):
+    assert_close(frequencies(LOGITS, temperature=1.0, **settings), only(*kept))
+
+
+def test_truncation_looks_at_probabilities_before_the_temperature():
+    assert_close(frequencies(LOGITS, temperature=2.0, top_p=0.6), only(1, 3, temperature=2.0))
+
+
+def test_top_k_among_equal_logits_keeps_k_of_them():
+    found = frequencies(np.zeros(2000, dtype=np.float32), draws=2000, temperature=1.0, top_k=5)
+    assert np.count_nonzero(found) == 5
+
+
+@pytest.mark.parametrize("k", [1, 7, 40, 500, 4999, 5000])
+def test_top_k_of_a_large_vocabulary_equals_sorting(k):
+    logits = np.random.default_rng(k).standard_normal(5000).astype(np.float32)
+    found = frequencies(logits, draws=1500, temperature=50.0, top_k=k)
+    assert set(np.flatnonzero(found)) <= set(np.argsort(-logits)[:k])
+
+
+def test_top_p_of_a_flat_large_vocabulary_keeps_its_share():
+    logits = np.random.default_rng(1).normal(0, 0.01, 20000).astype(np.float32)
+    order = np.argsort(-logits, kind="stable")
+    kept = order[: int(np.searchsorted(np.cumsum(softmax(logits)[order]), 0.9)) + 1]
+    found = frequencies(logits, draws=300, temperature=1.0, top_p=0.9)
+    assert set(np.flatnonzero(found)) <= set(kept)
+    assert found[kept[-2000:]].sum() > 0.05
+
+
+def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_once():
+    logits = np.array([2.0, -1.0, 0.5, 1.0], dtype=np.float32)
+    expected = softmax(np.array([1.0, -2.0, 0.5, 1.0]))
+    assert_close(frequencies(logits, recent=[0, 1, 0, 0], temperature=1.0, repetition_penalty=2.0), expected)
+    assert logits[0] == 2.0
+
+
+def test_repetition_penalty_forgets_beyond_its_window_and_steers_greedy():
+    logits = np.array([2.0, 1.9], dtype=np.float32)
+    sampler = Sampler(Sampling(repetition_penalty=1.5, repetition_window=2))
+    assert sampler.sample(logits, [0, 1, 1]) == 0
+    assert sampler.sample(logits, [1, 0, 0]) == 1
+    assert Sampler(Sampling(repetition_penalty=1.5, repetition_window=0)).sample(logits, [0]) == 0
+
+
+def test_a_seed_repeats_and_other_seeds_differ():
+    def run(seed):
+        sampler = Sampler(Sampling(temperature=1.0, seed=seed))
+        return [sampler.sample(LOGITS) for _ in range(50)]
+
+    assert run(3) == run(3)
+    assert run(3) != run(4)
+    assert run(None) != run(None)
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1e-3])
+def test_tiny_temperatures_are_greedy(temperature):
+    logits = np.array([-1e4, 1.0, 2.0, 1e4], dtype=np.float32)
+    assert Sampler(Sampling(temperature=temperature, seed=0)).sample(logits) == 3
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_broken_logits_are_an_error(bad, temperature):
+    logits = LOGITS.copy()
+    logits[2] = bad
+    with pytest.raises(UserError, match="not a finite number"):
+        Sampler(Sampling(temperature=temperature)).sample(logits)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_k": -1},
+        {"top_p": 1.1},
+        {"min_p": -0.5},
+        {"repetition_penalty": 0.0},
+        {"repetition_window": -1},
+        {"seed": -5},
+    ],
+)
+def test_settings_out_of_range_name_themselves(settings):
+    with pytest.raises(UserError, match=next(iter(settings))):
+        Sampling(**settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1}, {"top_p": 0.95}])
+def test_a_large_vocabulary_takes_about_a_millisecond(settings):
+    logits = (np.random.default_rng(0).standard_normal(151936) * 5).astype(np.float32)
+    sampler = Sampler(Sampling(temperature=0.8, seed=0, **settings))
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        sampler.sample(logits, [1, 2, 3])
+        times.append(time.perf_counter() - start)
+    assert min(times) < 2e-3

@@ -1,0 +1,148 @@
+"""Synthetic models: real shapes, sane weights, never in memory; and `write_gguf`, checked by gguf-py's own reader."""
+import subprocess
+import sys
+import textwrap
+
+import gguf
+import numpy as np
+import pytest
+
+from mlc_amd.compiler.gguf import PRESETS, GGUFModel, expected_tensors, synthetic, write_gguf
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.formats import FORMATS
+
+PARAMETERS = {"llama3-1b": 1.50e9, "llama3-8b": 8.03e9, "llama2-7b": 6.74e9, "qwen3-8b": 8.19e9, "qwen3-0.6b": 0.596e9}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_have_the_published_sizes(preset):
+    model = synthetic(f"{preset}:q4_k")
+    assert list(model.tensors) == [name for name, _ in expected_tensors(model.config)]
+    if preset in PARAMETERS:
+        assert sum(np.prod(t.shape) for t in model.tensors.values()) == pytest.approx(PARAMETERS[preset], rel=0.005)
+    assert len(model.metadata["tokenizer.ggml.tokens"]) == model.config.vocab == len(set(model.metadata["tokenizer.ggml.tokens"]))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_weights_are_sane_in_every_format(format):
+    model = synthetic(f"tiny:{format}")
+    for name in ("blk.0.ffn_down.weight", "token_embd.weight"):
+        tensor = model.tensors[name]
+        weights = tensor.dequantize() * np.float32(tensor.shape[1] ** 0.5)
+        assert weights.shape == tensor.shape and weights.dtype == np.float32 and tensor.format == format
+        assert np.isfinite(weights).all()
+        assert abs(weights.mean()) < 0.05 and weights.std() == pytest.approx(1.0, abs=0.05) and np.abs(weights).max() < 8
+    norm = model.tensors["blk.1.ffn_norm.weight"]
+    assert norm.format == "f32" and norm.dequantize().mean() == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("format", ["q4_0", "q6_k", "f16"])
+def test_rows_do_not_depend_on_how_they_are_asked_for(format):
+    whole = synthetic(f"llama3-1b:{format}").tensors["blk.3.attn_k.weight"]
+    again = synthetic(f"llama3-1b:{format}").tensors["blk.3.attn_k.weight"]
+    blocks = whole.blocks()
+    assert blocks.shape == (512, whole.row_bytes) and blocks.dtype == np.uint8
+    parts = [again.blocks(start, stop) for start, stop in ((0, 1), (1, 100), (100, 100), (100, 511), (511, 512))]
+    assert (np.concatenate(parts) == blocks).all()
+    assert (synthetic(f"llama3-1b:{format}", seed=1).tensors[whole.name].blocks() != blocks).any()
+    assert (synthetic(f"llama3-1b:{format}").tensors["blk.3.attn_v.weight"].blocks() != blocks).any()
+    with pytest.raises(IndexError):
+        whole.blocks(500, 513)
+
+
+@pytest.mark.parametrize("spec, message", [
+    ("llama9:q4_0", r"llama9:q4_0: unknown preset 'llama9'; .*llama3-8b, .*qwen3-0.6b"),
+    ("tiny:q9_9", r"tiny:q9_9: unknown format 'q9_9'; .*q4_k, .*iq4_xs"),
+    ("tiny", r"tiny: unknown format ''"),
+    ("", r": unknown preset ''"),
+])
+def test_unknown_specs(spec, message):
+    with pytest.raises(UserError, match=message):
+        synthetic(spec)
+
+
+def test_tokenizer_covers_every_byte():
+    metadata = synthetic("tiny:q8_0").metadata
+    tokens = metadata["tokenizer.ggml.tokens"]
+    demo_alphabet = {"!", "~", "Ġ", "Ċ", "ĉ", "ÿ", "¡", "Ń", "Ā"}        # bytes 33, 126, 32, 10, 9, 255, 161, 173, 0 in GPT-2's alphabet
+    assert demo_alphabet <= set(tokens[:256]) and all(len(t) == 1 for t in tokens[:256])
+    assert tokens[metadata["tokenizer.ggml.eos_token_id"]] == "<|im_end|>"
+    for merge in metadata["tokenizer.ggml.merges"]:
+        assert merge.replace(" ", "") in tokens and all(part in tokens for part in merge.split(" "))
+
+
+@pytest.mark.parametrize("spec", ["tiny:q4_k", "tiny-qwen2:f16", "tiny-qwen3:iq4_xs"])
+def test_written_file_is_the_model(tmp_path, spec):
+    model, path = synthetic(spec), tmp_path / "model.gguf"
+    write_gguf(model, path)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.gguf"]
+    with GGUFModel.open(path) as back:
+        approximately = {k: pytest.approx(v, rel=1e-6) if isinstance(v, float) else v for k, v in model.metadata.items()}
+        assert back.metadata == approximately
+        assert list(back.tensors) == list(model.tensors)
+        for name, tensor in model.tensors.items():
+            assert (back.tensors[name].format, back.tensors[name].shape) == (tensor.format, tensor.shape)
+            assert (back.tensors[name].blocks() == tensor.blocks()).all()
+    reader = gguf.GGUFReader(path)                               # an independent reader agrees
+    assert {t.name: t.tensor_type.value for t in reader.tensors} == {t.name: FORMATS[t.format].gguf_type for t in model.tensors.values()}
+    for tensor in reader.tensors:
+        assert (np.asarray(tensor.data).view(np.uint8).reshape(-1) == model.tensors[tensor.name].blocks().reshape(-1)).all()
+    arch = model.config.architecture
+    for key in ("context_length", "block_count", "attention.head_count"):        # llama.cpp insists on these types
+        assert reader.fields[f"{arch}.{key}"].types == [gguf.GGUFValueType.UINT32]
+    assert reader.fields[f"{arch}.rope.freq_base"].types == [gguf.GGUFValueType.FLOAT32]
+    assert reader.fields["tokenizer.ggml.token_type"].types == [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32]
+    assert reader.fields["tokenizer.ggml.add_bos_token"].types == [gguf.GGUFValueType.BOOL]
+
+
+def test_opened_model_can_be_written(tmp_path, demo_gguf):
+    with GGUFModel.open(demo_gguf) as model:
+        write_gguf(model, tmp_path / "copy.gguf")
+        with GGUFModel.open(tmp_path / "copy.gguf") as copy:
+            assert copy.metadata == model.metadata and copy.config == model.config
+            assert all((copy.tensors[n].blocks() == t.blocks()).all() for n, t in model.tensors.items())
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True, text=True).stdout
+
+
+def test_big_models_stream():
+    """Walking through 136 MiB of an 8B model, some rows at a time as the packer does, takes little memory."""
+    used = run("""
+        import resource
+        from mlc_amd.compiler.gguf import synthetic
+        model = synthetic("llama3-8b:q8_0")
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        tensor = model.tensors["output.weight"]
+        for start in range(0, 32768, 1024):
+            tensor.blocks(start, start + 1024)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """)
+    assert int(used) < 40_000       # KiB
+
+
+def test_full_disk_leaves_nothing_behind(tmp_path):
+    """A limit on the file size stands in for a full disk; an existing file survives."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"precious")
+    said = run(f"""
+        import resource
+        from mlc_amd.compiler.gguf import synthetic, write_gguf
+        from mlc_amd.runtime.errors import UserError
+        for limit in (1000, 300_000):       # inside the header, inside the weights
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            try:
+                write_gguf(synthetic("tiny:q4_0"), {str(path)!r})
+            except UserError as error:
+                print(error)
+    """).splitlines()
+    assert len(said) == 2 and all(line.startswith(f"{path}: the file cannot be written (") for line in said)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.gguf"] and path.read_bytes() == b"precious"
+
+
+def test_missing_folder(tmp_path):
+    with pytest.raises(UserError, match="cannot be written"):
+        write_gguf(synthetic("tiny:q4_0"), tmp_path / "nowhere" / "model.gguf")
+
+

@@ -1,0 +1,182 @@
+"""The command line of one verb: what was typed -> what python-fire binds to the verb's `run` function, and the verb's help page.
+
+A verb is a function: parameters before `*` are positional arguments, those after it are flags, annotations are types, and the Google-style
+docstring is the help. Fire alone would read `--prompt 123` as a number, `1e3.gguf` as a float and `-` as its own separator, and would page
+its help; so `normalize` turns every token into `--name=text` and `parse_functions` tells fire how to read each text by its annotation.
+"""
+
+import difflib
+import inspect
+import json
+import shutil
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Sequence
+
+from fire import docstrings
+
+from mlc_amd.runtime.errors import UserError
+
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+def _integer(text: str) -> int:
+    # "1e3" and "0x10" are what people type for counts too; "1.5" is a mistake.
+    try:
+        return int(text, 0)
+    except ValueError:
+        number = float(text)
+        if not number.is_integer():
+            raise ValueError(text) from None
+        return int(number)
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() in _TRUE + _FALSE:
+        return text.lower() in _TRUE
+    raise ValueError(text)
+
+
+# annotation -> (how its text is read, what it is called in help and in errors)
+_READERS: dict[object, tuple[Callable[[str], object], str]] = {
+    str: (str, "TEXT"),
+    int: (_integer, "N"),
+    float: (float, "X"),
+    bool: (_boolean, "true|false"),
+    tuple[int, ...]: (lambda text: tuple(_integer(part) for part in text.split(",")), "N,N,..."),
+    tuple[str, ...]: (lambda text: tuple(json.loads(text)), "TEXT"),
+}
+
+
+def _plain(annotation: object) -> object:
+    """`T | None` without the None."""
+    if isinstance(annotation, types.UnionType):
+        (annotation,) = (part for part in typing.get_args(annotation) if part is not type(None))
+    return annotation
+
+
+def _reader(annotation: object) -> tuple[Callable[[str], object], str]:
+    if typing.get_origin(annotation) is typing.Literal:
+        choices = typing.get_args(annotation)
+        return lambda text: choices[choices.index(text)], "|".join(choices)
+    return _READERS[annotation]
+
+
+def _parameters(run: Callable) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(run).parameters)
+
+
+def _spelling(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def parse_functions(run: Callable) -> dict[str, Callable[[str], object]]:
+    """For fire's SetParseFns: how the text of each parameter of `run` is read. They raise UserError on text that does not fit."""
+
+    def function(name: str, annotation: object) -> Callable[[str], object]:
+        read, what = _reader(annotation)
+
+        def parse(text: str) -> object:
+            try:
+                return read(text)
+            except (ValueError, OverflowError):
+                raise UserError(f"{_spelling(name)} wants {what}, not {text!r}") from None
+
+        return parse
+
+    return {name: function(name, _plain(parameter.annotation)) for name, parameter in _parameters(run).items()}
+
+
+def normalize(run: Callable, short: dict[str, str], tokens: Sequence[str]) -> list[str]:
+    """Rewrites what was typed after the verb as one `--name=text` per parameter of `run`.
+
+    `short` maps one-letter flags to parameter names. Flags take their value after `=` or as the next token; boolean flags stand alone;
+    `tuple[str, ...]` flags may be repeated; after `--` everything is positional. Raises UserError for whatever does not fit.
+    """
+    parameters = _parameters(run)
+    positional = [name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.KEYWORD_ONLY]
+    values: dict[str, list[str]] = {}
+    waiting = list(tokens)
+    only_positional = False
+    while waiting:
+        token = waiting.pop(0)
+        if token == "--" and not only_positional:
+            only_positional = True
+            continue
+        if only_positional or token == "-" or not token.startswith("-") or _is_number(token):
+            free = [name for name in positional if name not in values]
+            if not free:
+                raise UserError(f"unexpected argument {token!r}: see --help (text with spaces needs quotes)")
+            values[free[0]] = [token]
+            continue
+        flag, equals, value = token.partition("=")
+        name = _named(flag, short, parameters)
+        if not equals:
+            if _plain(parameters[name].annotation) is bool:
+                value = "true"
+            elif not waiting or (waiting[0].startswith("--") and waiting[0] != "--"):
+                raise UserError(f"{flag} needs a value (write {flag}=VALUE for one that begins with a dash)")
+            else:
+                value = waiting.pop(0)
+        repeatable = _plain(parameters[name].annotation) == tuple[str, ...]
+        if name in values and not repeatable:
+            raise UserError(f"{flag} is given twice")
+        values.setdefault(name, []).append(value)
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in values:
+            what = name.upper() if name in positional else _spelling(name)
+            raise UserError(f"{what} is missing: see --help")
+    texts = {name: json.dumps(v) if _plain(parameters[name].annotation) == tuple[str, ...] else v[0] for name, v in values.items()}
+    return [f"--{name}={text}" for name, text in texts.items()]
+
+
+def _is_number(token: str) -> bool:
+    try:
+        float(token)
+    except ValueError:
+        return False
+    return True
+
+
+def _named(flag: str, short: dict[str, str], parameters: dict[str, inspect.Parameter]) -> str:
+    """The parameter that `flag` (as typed, dashes included) means. Raises UserError with the nearest flag when there is none."""
+    if not flag.startswith("--"):
+        if flag[1:] in short:
+            return short[flag[1:]]
+    elif flag[2:].replace("-", "_") in parameters:
+        return flag[2:].replace("-", "_")
+    known = [_spelling(name) for name in parameters] + ["-" + letter for letter in short]
+    near = difflib.get_close_matches(flag, known, 1)
+    raise UserError(f"unknown flag {flag}" + (f": did you mean {near[0]}?" if near else ": see --help"))
+
+
+def help_page(verb: str, run: Callable, short: dict[str, str]) -> str:
+    """The text of `mlc-amd VERB --help`, from the docstring and the signature of `run`."""
+    width = min(shutil.get_terminal_size((100, 24)).columns, 110)
+    doc = docstrings.parse(inspect.getdoc(run))
+    described = {argument.name: " ".join(argument.description.split()).rstrip(".") for argument in doc.args or ()}
+    letters = {name: letter for letter, name in short.items()}
+    usage, rows = [f"mlc-amd {verb}"], {"arguments": [], "flags": []}
+    for name, parameter in _parameters(run).items():
+        annotation = _plain(parameter.annotation)
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            usage.append(name.upper() if parameter.default is parameter.empty else f"[{name.upper()}]")
+            rows["arguments"].append((name.upper(), described[name]))
+            continue
+        left = (f"-{letters[name]}, " if name in letters else "    ") + _spelling(name)
+        if annotation is not bool:
+            left += " " + _reader(annotation)[1]
+        shown = parameter.default not in (None, False, (), "", parameter.empty)
+        default = ",".join(map(str, parameter.default)) if isinstance(parameter.default, tuple) else parameter.default
+        rows["flags"].append((left, described[name] + (f" (default: {default})" if shown else "")))
+    rows["flags"].append(("    --debug", "show the traceback of an error"))
+    lines = ["usage: " + " ".join([*usage, "[flags]"]), "", *textwrap.wrap(doc.summary, width)]
+    for paragraph in (doc.description or "").split("\n\n"):
+        lines += ["", *textwrap.wrap(" ".join(paragraph.split()), width)] if paragraph.strip() else []
+    column = max(len(left) for kind in rows.values() for left, _ in kind) + 4
+    for kind, entries in rows.items():
+        lines += ["", kind + ":"] if entries else []
+        for left, right in entries:
+            lines += textwrap.wrap(right, width, initial_indent=f"  {left}".ljust(column), subsequent_indent=" " * column)
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,51 @@
+"""How fast this machine reads memory: what decoding, which reads every weight once per token, can reach at best.
+
+A plain read of arrays much larger than the last-level cache, one thread per core, each with its own array (first touched by the thread that
+reads it). numpy's maximum of float64 is one vector load and one vector operation per 64 bytes and releases the GIL, so it waits for memory.
+"""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+_LEAST_BYTES = 64 << 20  # per thread
+_ROUNDS = 5
+
+
+def measure(threads: int | None = None) -> float:
+    """The best of several reads, in bytes per second. threads: how many read at once (default: the CPUs this process may use)."""
+    threads = threads or len(os.sched_getaffinity(0))
+    count = max(_LEAST_BYTES, 4 * last_level_cache() // threads) // 8
+    ready, done = threading.Barrier(threads + 1), threading.Barrier(threads + 1)
+
+    def read() -> None:
+        array = np.ones(count)
+        for _ in range(_ROUNDS):
+            ready.wait()
+            array.max()
+            done.wait()
+
+    workers = [threading.Thread(target=read, daemon=True) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    best = 0.0
+    for _ in range(_ROUNDS):
+        ready.wait()
+        start = time.perf_counter()
+        done.wait()
+        best = max(best, threads * count * 8 / (time.perf_counter() - start))
+    for worker in workers:
+        worker.join()
+    return best
+
+
+def last_level_cache() -> int:
+    """Bytes of the largest cache of cpu0 as Linux tells it, 32 MiB where it does not."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        sizes.append(int(text.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(text[-1], 0))
+    return max(sizes, default=32 << 20)

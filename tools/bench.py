@@ -1,0 +1,259 @@
+"""`mlc-amd bench`: prefill and decode speed, with llama-bench's meaning, column names and output formats.
+
+A test is `pp<n>` (prefill n tokens), `tg<n>` (decode n tokens, one at a time), or either `@ d<k>`, with k tokens in the KV cache before it.
+Tokens are random and the time holds only the engine's work: no tokenizer, no sampling. Each test runs once unmeasured, then r times.
+"""
+
+import csv
+import io
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from json import dumps
+from typing import Literal
+
+import numpy as np
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools import bandwidth, display, models
+
+SHORT = {"p": "n_prompt", "n": "n_gen", "d": "n_depth", "r": "repetitions", "o": "output", "t": "threads"}
+
+
+@dataclass(frozen=True)
+class Test:
+    """One line of the result: n_prompt tokens prefilled or n_gen decoded (the other is 0) after n_depth tokens."""
+
+    n_prompt: int
+    n_gen: int
+    n_depth: int
+
+    @property
+    def name(self) -> str:
+        work = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
+        return work + (f" @ d{self.n_depth}" if self.n_depth else "")
+
+    @property
+    def tokens(self) -> int:
+        return self.n_prompt + self.n_gen
+
+
+def run(
+    model: str | None = None,
+    *,
+    n_prompt: tuple[int, ...] = (512,),
+    n_gen: tuple[int, ...] = (128,),
+    n_depth: tuple[int, ...] = (0,),
+    repetitions: int = 5,
+    output: Literal["md", "json", "jsonl", "csv"] = "md",
+    synthetic: str | None = None,
+    target: str = "cpu",
+    arch: str = "native",
+    ctx: int | None = None,
+    threads: int | None = None,
+) -> None:
+    """Measures prefill (pp) and decode (tg) speed in tokens per second, with llama-bench's columns.
+
+    For decoding it adds the bytes of weights and KV cache that a token must read, as GB/s, and as a share of this machine's plain read
+    bandwidth, measured right before the test.
+
+    Args:
+        model: an artifact's folder or a GGUF file (compiled on first use); nothing means the bundled demo model.
+        n_prompt: tokens to prefill; 0 leaves prefill out.
+        n_gen: tokens to decode; 0 leaves decoding out.
+        n_depth: tokens in the KV cache before each test.
+        repetitions: measured runs of each test.
+        output: format of the result.
+        synthetic: instead of a file, a model of that shape with random weights: llama3-8b:q4_0, qwen3-0.6b:q8_0, ...
+        target: what a GGUF file is compiled for.
+        arch: the CPU that a GGUF file is compiled for.
+        ctx: tokens that the KV cache holds, for a GGUF file (default: what the tests need).
+        threads: CPU threads (default: all cores).
+    """
+    tests = plan_tests(n_prompt, n_gen, n_depth)
+    if repetitions < 1:
+        raise UserError(f"--repetitions is {repetitions}: it must be at least 1")
+    needed = max(test.n_depth + test.tokens for test in tests)
+    compilation = {"target": target, "arch": arch, "synthetic": synthetic}
+    engine = models.load_engine(model, threads=threads, ctx=_context(model, synthetic, ctx, needed), **compilation)
+    if needed > engine.context:
+        raise UserError(f"the tests need a context of {needed} tokens, this model has {engine.context}: compile it with a larger --ctx")
+    begin, write, end = _WRITERS[output]()
+    sys.stdout.write(begin)
+    for test in tests:
+        sys.stdout.write(write(_result(engine, test, repetitions)))
+        sys.stdout.flush()
+    sys.stdout.write(end)
+
+
+def plan_tests(n_prompt: Sequence[int], n_gen: Sequence[int], n_depth: Sequence[int]) -> list[Test]:
+    """The tests in llama-bench's order: for each depth the prefills, then the decodings."""
+    if min((*n_prompt, *n_gen, *n_depth)) < 0:
+        raise UserError("-p, -n and -d must not be negative")
+    tests = [t for d in n_depth for t in (*(Test(p, 0, d) for p in n_prompt if p), *(Test(0, n, d) for n in n_gen if n))]
+    if not tests:
+        raise UserError("nothing to measure: give -p or -n a number above 0")
+    return tests
+
+
+def _context(model: str | None, synthetic: str | None, ctx: int | None, needed: int) -> int | None:
+    """The context to compile for: a power of two, so that few different ones fill the cache, or the model's own when that is less."""
+    if ctx is not None:
+        return ctx
+    path = None if synthetic else models.Path(model).expanduser() if model else models.demo_model()
+    if path and models.is_artifact(path):
+        return None
+    with models.open_source(path, synthetic) as source:
+        return min(1 << (needed - 1).bit_length(), source.config.context)
+
+
+def measure(engine, test: Test, repetitions: int) -> list[float]:
+    """Seconds of each repetition, after one that is not counted."""
+    random = np.random.default_rng(0)
+    engine.reset()
+    if test.n_depth:
+        engine.prefill(random.integers(0, engine.vocab, test.n_depth))
+    seconds = []
+    for _ in range(repetitions + 1):
+        engine.truncate(test.n_depth)
+        ids = random.integers(0, engine.vocab, test.tokens)
+        start = time.perf_counter()
+        if test.n_prompt:
+            engine.prefill(ids)
+        else:
+            for token in ids:
+                engine.decode(token)
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
+
+
+def decode_bytes(artifact, depth: float) -> float:
+    """Bytes that decoding one token reads when the cache holds `depth` tokens before it: weights, keys and values.
+
+    All weights of the launches count but the embedding, of which one row is read, and RoPE's table, likewise.
+    """
+    sizes: dict[str, int] = {}
+    for name, entry in artifact.weights.header.items():
+        tensor = name.split("/")[0]
+        sizes[tensor] = sizes.get(tensor, 0) + entry["data_offsets"][1] - entry["data_offsets"][0]
+    read = {
+        argument[1].split("/")[0]
+        for launch in artifact.manifest["functions"]["decode"]["launches"]
+        if ["io", "tokens"] not in launch["args"]
+        for argument in launch["args"]
+        if argument[0] == "weight" and argument[1] != "rope.table"
+    }
+    return sum(sizes[name] for name in read) + artifact.kv_bytes / artifact.manifest["context"] * (depth + 1)
+
+
+def _result(engine, test: Test, repetitions: int) -> dict[str, object]:
+    """One test's measurements, under llama-bench's field names where it has them."""
+    bandwidth_before = bandwidth.measure(engine.device.threads) if test.n_gen else None
+    seconds = measure(engine, test, repetitions)
+    rates = [test.tokens / s for s in seconds]
+    manifest = engine.artifact.manifest
+    largest = max(manifest["formats"].items(), key=lambda item: item[1]["bytes"])[0]
+    result = {
+        "model_filename": str(engine.artifact.path),
+        "model_type": f"{manifest['name']} {largest.upper()}",
+        "model_size": sum(entry["bytes"] for entry in manifest["formats"].values()),
+        "model_n_params": _parameters(manifest["formats"]),
+        "backends": f"{manifest['target']['kind'].upper()}",
+        "arch": f"{manifest['target']['arch']}",
+        "n_threads": engine.device.threads,
+        "n_prompt": test.n_prompt,
+        "n_gen": test.n_gen,
+        "n_depth": test.n_depth,
+        "test": test.name,
+        "avg_ns": round(float(np.mean(seconds)) * 1e9),
+        "stddev_ns": round(_deviation(seconds) * 1e9),
+        "avg_ts": float(np.mean(rates)),
+        "stddev_ts": _deviation(rates),
+        "samples_ns": [round(s * 1e9) for s in seconds],
+        "samples_ts": rates,
+        "read_gbps": None,
+        "machine_gbps": None,
+        "read_share": None,
+    }
+    if test.n_gen:
+        per_second = decode_bytes(engine.artifact, test.n_depth + (test.n_gen - 1) / 2) * float(np.mean(rates))
+        result |= {"read_gbps": per_second / 1e9, "machine_gbps": bandwidth_before / 1e9, "read_share": per_second / bandwidth_before}
+    return result
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Standard deviation of a sample; 0 for a single value, as llama-bench."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+
+
+def _parameters(formats: dict[str, dict[str, int]]) -> int:
+    from mlc_amd.schedules.formats import FORMATS
+
+    return sum(entry["bytes"] // FORMATS[name].block_bytes * FORMATS[name].block for name, entry in formats.items())
+
+
+# ---- output: each format is (what comes first, a function from a result to text, what comes last)
+
+Writer = tuple[str, Callable[[dict], str], str]
+
+
+def _markdown() -> Writer:
+    header = ("model", "size", "params", "backend", "threads", "test", "t/s", "GB/s", "of read bandwidth")
+    widths = (30, 10, 10, 10, 7, 15, 20, 8, 17)
+    right = {1, 2, 4, 5, 6, 7, 8}
+
+    def line(cells: Sequence[object]) -> str:
+        aligned = (str(c).rjust(w) if i in right else str(c).ljust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
+        return "| " + " | ".join(aligned) + " |\n"
+
+    def write(result: dict) -> str:
+        return line((
+            result["model_type"],
+            display.size(result["model_size"]),
+            display.parameters(result["model_n_params"]),
+            result["backends"],
+            result["n_threads"],
+            result["test"],
+            f"{result['avg_ts']:.2f} ± {result['stddev_ts']:.2f}",
+            f"{result['read_gbps']:.2f}" if result["n_gen"] else "",
+            f"{result['read_share']:.0%} of {result['machine_gbps']:.1f}" if result["n_gen"] else "",
+        ))  # fmt: skip
+
+    rule = "| " + " | ".join("-" * (w - 1) + (":" if i in right else "-") for i, w in enumerate(widths)) + " |\n"
+    return line(header) + rule, write, ""
+
+
+def _json() -> Writer:
+    count = 0
+
+    def write(result: dict) -> str:
+        nonlocal count
+        count += 1
+        return ("" if count == 1 else ",\n") + dumps(result, indent=1)
+
+    return "[\n", write, "\n]\n"
+
+
+def _jsonl() -> Writer:
+    return "", lambda result: dumps(result) + "\n", ""
+
+
+def _csv() -> Writer:
+    first = True
+
+    def write(result: dict) -> str:
+        nonlocal first
+        flat = {name: value for name, value in result.items() if not name.startswith("samples")}
+        text = io.StringIO()
+        writer = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n")
+        if first:
+            writer.writerow(flat)
+        writer.writerow("" if value is None else value for value in flat.values())
+        first = False
+        return text.getvalue()
+
+    return "", write, ""
+
+
+_WRITERS: dict[str, Callable[[], Writer]] = {"md": _markdown, "json": _json, "jsonl": _jsonl, "csv": _csv}

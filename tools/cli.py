@@ -1,0 +1,131 @@
+"""The console script `mlc-amd`: picks the verb, calls it through python-fire, and turns whatever goes wrong into one line.
+
+Results go to stdout; messages, progress and errors go to stderr. Exit codes: 0 done, 1 the user must change something (`error: ...`),
+70 a bug of ours, 130 interrupted with Ctrl-C, 141 the reader of stdout went away. `--debug` anywhere adds the traceback.
+"""
+
+import difflib
+import errno
+import importlib
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import metadata
+
+import fire
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools import arguments
+
+# verb -> what it does. Each is the function `run` of the module of that name here, imported only when it is asked for.
+VERBS = {
+    "chat": "talk with a model",
+    "generate": "continue a text",
+    "compile": "compile a GGUF file into an artifact",
+    "bench": "measure prefill and decode speed",
+    "perplexity": "measure how well a model predicts a text",
+    "tokenize": "show the tokens of a text",
+    "inspect": "show what is in a GGUF file or an artifact",
+    "doctor": "show what this machine can compile for and run on",
+}
+
+_EXIT_INTERRUPTED, _EXIT_BUG, _EXIT_BROKEN_PIPE = 130, 70, 141
+
+_ADVICE = {
+    errno.ENOSPC: "the disk is full: free some space or choose another place",
+    errno.EDQUOT: "the disk quota is used up: free some space or choose another place",
+    errno.EROFS: "that file system is read-only: choose another place",
+    errno.EACCES: "permission denied: check the permissions or choose another place",
+    errno.EPERM: "permission denied: check the permissions or choose another place",
+    errno.ENOENT: "no such file or directory",
+    errno.EISDIR: "that is a directory, a file is needed",
+    errno.ENOTDIR: "that is a file, a directory is needed",
+    errno.EMFILE: "too many open files: raise `ulimit -n`",
+}
+
+
+def overview() -> str:
+    """The text of `mlc-amd --help`."""
+    width = max(map(len, VERBS)) + 2
+    lines = ["usage: mlc-amd COMMAND [arguments] [flags]", "", "Compiles GGUF language models with TVM and runs them.", "", "commands:"]
+    lines += [f"  {verb.ljust(width)}{summary}" for verb, summary in VERBS.items()]
+    lines += ["", "`mlc-amd COMMAND --help` explains a command. `--debug` shows the traceback of an error; `--version` the version.", ""]
+    lines += ["Start with `mlc-amd chat`: it runs a small bundled model.", ""]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line (default: the process's own) and returns the exit code."""
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    # After "--" nothing is a flag.
+    end = tokens.index("--") if "--" in tokens else len(tokens)
+    debug = "--debug" in tokens[:end]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 still shows what it can
+    try:
+        _dispatch([token for token in tokens[:end] if token != "--debug"], tokens[end:])
+        sys.stdout.flush()
+        return 0
+    except KeyboardInterrupt:
+        _report_traceback(debug)
+        return _EXIT_INTERRUPTED
+    except BrokenPipeError:
+        _report_traceback(debug)
+        # Python flushes stdout once more at exit; the pipe is gone, so let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _EXIT_BROKEN_PIPE
+    except UserError as error:
+        return _fail(str(error), debug)
+    except OSError as error:
+        return _fail(_os_error(error), debug)
+    except MemoryError:
+        return _fail("not enough memory: use a smaller model, a smaller --ctx, or close other programs", debug)
+    except Exception as error:
+        hint = "" if debug else " (run with --debug for the traceback)"
+        _fail(f"this is a bug in mlc-amd: {type(error).__name__}: {error}{hint}", debug)
+        return _EXIT_BUG
+
+
+def _dispatch(tokens: list[str], literal: list[str]) -> None:
+    """tokens: what may hold flags; literal: "--" and what follows it, or nothing."""
+    if not tokens or tokens[0] in ("--help", "-h", "help"):
+        tokens = [*tokens[1:2], "--help"]
+    verb, rest = tokens[0], tokens[1:]
+    if verb == "--help":
+        sys.stdout.write(overview())
+        return
+    if verb == "--version":
+        sys.stdout.write(f"mlc-amd {metadata.version('mlc-amd')}\n")
+        return
+    if verb not in VERBS:
+        near = difflib.get_close_matches(verb, VERBS, 1)
+        raise UserError(f"unknown command {verb!r}: " + (f"did you mean {near[0]}?" if near else f"choose from {', '.join(VERBS)}"))
+    module = importlib.import_module(f"mlc_amd.tools.{verb}")
+    short = getattr(module, "SHORT", {})
+    if "--help" in rest or "-h" in rest:
+        sys.stdout.write(arguments.help_page(verb, module.run, short))
+        return
+    command = arguments.normalize(module.run, short, rest + literal)
+    fire.Fire(fire.decorators.SetParseFns(**arguments.parse_functions(module.run))(module.run), command=command, name=f"mlc-amd {verb}")
+
+
+def _os_error(error: OSError) -> str:
+    where = error.filename if isinstance(error.filename, str) else "the output"
+    return f"{where}: {_ADVICE.get(error.errno, error.strerror or str(error))}"
+
+
+def _fail(message: str, debug: bool) -> int:
+    _report_traceback(debug)
+    sys.stderr.write(f"error: {' '.join(message.split())}\n")
+    return 1
+
+
+def _report_traceback(debug: bool) -> None:
+    if debug:
+        traceback.print_exc()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""`mlc-amd compile`: a GGUF file in, an artifact's folder out."""
+
+import re
+import time
+from pathlib import Path
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools import display, models
+
+SHORT = {"o": "output"}
+
+
+def run(
+    model: str | None = None,
+    *,
+    target: str = "cpu",
+    arch: str = "native",
+    ctx: int | None = None,
+    output: str | None = None,
+    synthetic: str | None = None,
+) -> None:
+    """Compiles a GGUF file into an artifact: a folder with kernels for one kind of machine and the repacked weights.
+
+    The folder is complete or not there at all, and replaces an older artifact of the same name, but nothing else. It runs with
+    `mlc-amd chat FOLDER`, also on other machines of the same kind.
+
+    Args:
+        model: the GGUF file; of a split model any part.
+        target: what to compile for: cpu.
+        arch: the CPU to compile for: native (this one), x86-64-v2, x86-64-v3, x86-64-v4, znver4, ... or any cpu name of LLVM.
+        ctx: tokens that the KV cache holds (default: as many as the model allows, up to 4096).
+        output: the folder to write (default: dist/MODEL-TARGET-ARCH here).
+        synthetic: instead of a file, a model of that shape with random weights, for benchmarks: llama3-8b:q4_0, qwen3-0.6b:q8_0, ...
+    """
+    if (model is None) == (synthetic is None):
+        raise UserError("give either a GGUF file or --synthetic PRESET:FORMAT")
+    path = Path(model).expanduser() if model else None
+    if path and models.is_artifact(path):
+        raise UserError(f"{path} is a folder: give a GGUF file")
+    name = re.sub(r"[^\w.-]", "-", synthetic or path.stem)
+    out = Path(output).expanduser() if output else Path("dist") / f"{name}-{target}-{arch}"
+    start = time.perf_counter()
+    with models.open_source(path, synthetic) as source, display.compile_progress(f"compiling {synthetic or path.name}") as progress:
+        from mlc_amd.compiler.pipeline import compile_model  # a second: not before the model is known to be fine
+
+        summary = compile_model(source, target, arch, ctx, out, progress)
+    seconds = time.perf_counter() - start
+    stages = ", ".join(f"{stage} {spent:.1f}" for stage, spent in summary.seconds.items())
+    rows = [
+        ("artifact", summary.path),
+        ("weights", display.size(summary.weight_bytes)),
+        ("kernels", f"{summary.kernels} ({display.size(summary.kernel_bytes)})"),
+        ("launches", ", ".join(f"{function} {count}" for function, count in summary.launches.items())),
+        ("KV cache", display.size(summary.kv_bytes)),
+        ("buffers", display.size(summary.arena_bytes)),
+        ("time", f"{seconds:.1f} s ({stages})"),
+    ]
+    for left, right in rows:
+        print(f"{left:10}{right}")

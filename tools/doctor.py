@@ -1,0 +1,139 @@
+"""`mlc-amd doctor`: what this machine can compile for and run on, and what to do about what is missing."""
+
+import platform
+import sys
+import tempfile
+from json import dumps
+from pathlib import Path
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools import bandwidth, display, machine, models
+
+_OLDEST_PYTHON = (3, 11)
+
+
+def run(*, json: bool = False) -> None:
+    """Shows what this machine can compile for and run on. Exits with 0 when the cpu target works.
+
+    Args:
+        json: print the findings as one JSON object.
+    """
+    facts = {
+        "python": platform.python_version(),
+        "packages": machine.packages(),
+        "tvm": machine.tvm(),
+        "linkers": machine.linkers(),
+        "cpu": machine.cpu() | {"read_bytes_per_second": bandwidth.measure()},
+        "gpus": machine.gpus(),
+        "kfd": machine.kfd(),
+        "vulkan": machine.vulkan(),
+        "cache": str(models.cache_directory()),
+    }
+    facts["cpu_target"] = _try_cpu_target() if "error" not in facts["tvm"] else "TVM does not load"
+    checks = [check for judge in _JUDGES for check in judge(facts)]
+    if json:
+        print(dumps(facts | {"checks": [dict(zip(("status", "what", "advice"), check, strict=True)) for check in checks]}, indent=1))
+    else:
+        for status, what, advice in checks:
+            print(f"{_MARKS[status]} {what}" + (f"\n      {advice}" if advice else ""))
+    if facts["cpu_target"] is not None:
+        raise UserError(f"the cpu target does not work here: {facts['cpu_target']}")
+
+
+_MARKS = {"ok": "[ok]", "missing": "[--]", "problem": "[!!]"}
+
+
+def _try_cpu_target() -> str | None:
+    """Compiles a tiny model for this CPU, loads it and computes a token; None when all of that works, else what went wrong."""
+    import numpy as np
+
+    from mlc_amd.compiler.gguf.synthetic import synthetic
+    from mlc_amd.compiler.pipeline import compile_model
+    from mlc_amd.runtime.engine import Engine
+
+    with tempfile.TemporaryDirectory(prefix="mlc-amd-") as directory:
+        place = Path(directory) / "model"
+        try:
+            compile_model(synthetic("tiny:q4_0"), "cpu", "native", 64, place)
+            finite = bool(np.isfinite(Engine.load(place).decode(1)).all())
+        except Exception as error:  # finding out what fails is the job
+            return f"{type(error).__name__}: {error}"
+    return None if finite else "a test model computed numbers that are not finite"
+
+
+def _python(facts: dict) -> list[tuple[str, str, str]]:
+    good = sys.version_info[:2] >= _OLDEST_PYTHON
+    advice = "" if good else f"install Python {'.'.join(map(str, _OLDEST_PYTHON))} or newer"
+    return [("ok" if good else "problem", f"Python {facts['python']} on {platform.system()} {platform.machine()}", advice)]
+
+
+def _packages(facts: dict) -> list[tuple[str, str, str]]:
+    bad = [package for package in facts["packages"] if not package["ok"]]
+    if not bad:
+        return [("ok", f"{len(facts['packages'])} required packages are installed in the right versions", "")]
+    return [
+        ("problem", f"package {p['name']} {p['found'] or 'is not installed'}", f"pip install '{p['name']}{p['wanted']}'") for p in bad
+    ]
+
+
+def _tvm(facts: dict) -> list[tuple[str, str, str]]:
+    found = facts["tvm"]
+    if "error" in found:
+        return [("problem", f"TVM does not load: {found['error']}", "pip install --force-reinstall apache-tvm==0.27.0.post1")]
+    generators = ", ".join(name for name, present in (("x86", found["x86"]), ("AMDGPU", found["amdgpu"])) if present)
+    return [("ok", f"TVM {found['version']} with LLVM {found['llvm']}: {generators} (loads in {found['seconds']} s)", "")]
+
+
+def _linker(facts: dict) -> list[tuple[str, str, str]]:
+    usable = [name for name in ("cc", "gcc", "clang", "ziglang") if facts["linkers"][name]]
+    if usable:
+        return [("ok", f"linker for cpu kernels: {usable[0]}", "")]
+    return [("problem", "no C compiler to link cpu kernels", "install gcc or clang, or: pip install ziglang")]
+
+
+def _cpu(facts: dict) -> list[tuple[str, str, str]]:
+    cpu = facts["cpu"]
+    memory = f"{display.size(cpu['memory'])} of memory ({display.size(cpu['available'])} free)"
+    isa = " ".join(cpu["isa"]) or "no vector extensions known"
+    return [
+        ("ok", f"CPU {cpu['name']}, {cpu['cores']} cores, {isa}", ""),
+        ("ok", f"{memory}, read at {cpu['read_bytes_per_second'] / 1e9:.1f} GB/s", ""),
+    ]
+
+
+def _cpu_target(facts: dict) -> list[tuple[str, str, str]]:
+    if facts["cpu_target"] is None:
+        return [("ok", "target cpu: a test model compiles, loads and computes", "")]
+    return [("problem", f"target cpu: {facts['cpu_target']}", "mend what is marked above; --debug shows more")]
+
+
+def _gpus(facts: dict) -> list[tuple[str, str, str]]:
+    if not facts["gpus"]:
+        return [("missing", "no GPU in /sys/class/drm", "models run on the CPU; in a container, pass --device /dev/dri")]
+    checks = []
+    for gpu in facts["gpus"]:
+        what = f"GPU {gpu['card']}: {gpu['vendor']} {gpu['id']}, driver {gpu['driver'] or 'none'}"
+        if gpu["node"] is None:
+            checks.append(("missing", what, "it has no render node: load its kernel driver (AMD: amdgpu)"))
+        elif not gpu["usable"]:
+            checks.append(("problem", what, f"you may not open {gpu['node']}: sudo usermod -aG render $USER, then log in again"))
+        else:
+            checks.append(("ok", what, ""))
+    return checks
+
+
+def _kfd(facts: dict) -> list[tuple[str, str, str]]:
+    if facts["kfd"]["usable"]:
+        return [("ok", "/dev/kfd: ROCm programs can use the GPU", "")]
+    if facts["kfd"]["present"]:
+        return [("problem", "/dev/kfd is here but not for you", "sudo usermod -aG render $USER, then log in again")]
+    return [("missing", "no /dev/kfd: no AMD GPU for ROCm", "load the kernel driver amdgpu; in a container, pass --device /dev/kfd")]
+
+
+def _vulkan(facts: dict) -> list[tuple[str, str, str]]:
+    if facts["vulkan"]:
+        return [("ok", f"Vulkan drivers: {', '.join(Path(path).stem for path in facts['vulkan'])}", "")]
+    return [("missing", "no Vulkan driver", "for AMD: apt install mesa-vulkan-drivers (or your distribution's Mesa RADV)")]
+
+
+_JUDGES = (_python, _packages, _tvm, _linker, _cpu, _cpu_target, _gpus, _kfd, _vulkan)

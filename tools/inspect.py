@@ -1,0 +1,152 @@
+"""`mlc-amd inspect`: what is in a GGUF file or in an artifact, without running or compiling anything."""
+
+from collections import Counter
+from json import dumps
+from pathlib import Path
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools import display, models
+
+
+def run(model: str, *, json: bool = False, plan: bool = False, kernels: bool = False, tensors: bool = False) -> None:
+    """Shows what is in a GGUF file or an artifact: configuration, weights by type, memory, and how it runs.
+
+    Args:
+        model: a GGUF file or an artifact's folder.
+        json: print everything as one JSON object.
+        plan: also list the launches of one token, in order (artifacts).
+        kernels: also list the kernels and how often each function calls them (artifacts).
+        tensors: also list every tensor.
+    """
+    path = Path(model).expanduser()
+    if models.is_artifact(path):
+        report = _artifact(path)
+    elif plan or kernels:
+        raise UserError(f"{path} is a GGUF file: --plan and --kernels are about artifacts (`mlc-amd compile` makes one)")
+    else:
+        report = _gguf(path)
+    if json:
+        print(dumps(report, indent=1))
+        return
+    detailed = {"plan": plan, "kernels": kernels, "tensors": tensors}
+    for title, content in report.items():
+        if detailed.get(title, True):
+            print(_SECTIONS[title](content))
+
+
+def _gguf(path: Path) -> dict[str, object]:
+    from mlc_amd.compiler.gguf.reader import GGUFModel
+
+    with GGUFModel.open(path) as model:
+        formats: dict[str, dict[str, int]] = {}
+        for tensor in model.tensors.values():
+            entry = formats.setdefault(tensor.format, {"tensors": 0, "bytes": 0})
+            entry["tensors"] += 1
+            entry["bytes"] += tensor.nbytes
+        config = vars(model.config) | {"rope": vars(model.config.rope)}
+        listing = [{"name": t.name, "dtype": t.format, "shape": list(t.shape), "bytes": t.nbytes} for t in model.tensors.values()]
+        # Keys and values in float16, which is how artifacts keep them.
+        per_token = 2 * config["layers"] * config["kv_heads"] * config["head_dim"] * 2
+        weights = sum(entry["bytes"] for entry in listing)
+        memory = {"weights": weights, "kv_per_token": per_token, "kv_full_context": per_token * config["context"]}
+        return {"file": str(path), "name": model.config.name, "model": config, "formats": formats, "memory": memory, "tensors": listing}
+
+
+def _artifact(path: Path) -> dict[str, object]:
+    from mlc_amd.runtime.artifact import Artifact
+
+    artifact = Artifact.open(path)
+    manifest = artifact.manifest
+    listing = [
+        {"name": name, "dtype": entry["dtype"], "shape": entry["shape"], "bytes": entry["data_offsets"][1] - entry["data_offsets"][0]}
+        for name, entry in artifact.weights.header.items()
+        if not name.startswith("__pad_")
+    ]
+    layers = manifest["model"]["layers"]
+    launches = {
+        name: {"tokens": function["tokens"], "launches": len(function["launches"]), "per_layer": per_layer(function["launches"], layers)}
+        for name, function in manifest["functions"].items()
+    }
+    memory = {"weights": artifact.weight_bytes, "kv": artifact.kv_bytes, "arena": manifest["arena_bytes"]}
+    return {
+        "file": str(path),
+        "name": manifest["name"],
+        "target": manifest["target"],
+        "context": manifest["context"],
+        "model": manifest["model"],
+        "formats": manifest["formats"],
+        "memory": memory,
+        "launches": launches,
+        "kernels": manifest["kernels"],
+        "plan": {name: function["launches"] for name, function in manifest["functions"].items()},
+        "tensors": listing,
+    }
+
+
+def per_layer(launches: list[dict], layers: int) -> float:
+    """Launches of one layer: those of kernels that run once a layer or more, over the layers."""
+    counts = Counter(launch["kernel"] for launch in launches)
+    # With one layer a kernel's count cannot tell; then all but the ends (embedding, last norm, logits) count as the layer's.
+    inside = sum(count for count in counts.values() if count >= layers - 1) if layers > 2 else len(launches) - 3
+    return round(inside / layers, 2)
+
+
+def _line(title: str):
+    return lambda content: f"{title:10}{content}"
+
+
+def _model(config: dict) -> str:
+    flat = {key: value for key, value in config.items() if not isinstance(value, dict) and key != "name"}
+    flat |= {f"rope {key}": value for key, value in config["rope"].items()}
+    return "model\n" + display.table(("", ""), flat.items(), indent="  ").split("\n", 1)[1]
+
+
+def _formats(formats: dict) -> str:
+    largest_first = sorted(formats.items(), key=lambda item: -item[1]["bytes"])
+    rows = [(name, entry["tensors"], display.size(entry["bytes"])) for name, entry in largest_first]
+    return display.table(("type", "tensors", "size"), rows, right=(1, 2))
+
+
+def _memory(memory: dict) -> str:
+    return "memory\n" + "\n".join(f"  {name.replace('_', ' '):18}{display.size(count):>12}" for name, count in memory.items()) + "\n"
+
+
+def _launches(launches: dict) -> str:
+    rows = [(name, entry["tokens"], entry["launches"], entry["per_layer"]) for name, entry in launches.items()]
+    return display.table(("function", "tokens", "launches", "per layer"), rows, right=(1, 2, 3))
+
+
+def _kernels(kernels: list) -> str:
+    rows = [(entry["name"], ", ".join(f"{function} {count}" for function, count in entry["calls"].items())) for entry in kernels]
+    return display.table(("kernel", "calls"), rows)
+
+
+def _plan(plan: dict) -> str:
+    rows = [(i, launch["kernel"], " ".join(_argument(a) for a in launch["args"])) for i, launch in enumerate(plan["decode"])]
+    return display.table(("", "launch of one token", "arguments"), rows, right=(0,))
+
+
+def _argument(argument: list) -> str:
+    kind, where = argument[0], argument[1]
+    return f"arena+{where}" if kind == "arena" else f"{where}" if len(argument) == 2 else f"{where}[{argument[2]}]"
+
+
+def _tensors(listing: list) -> str:
+    rows = [(t["name"], t["dtype"], "x".join(map(str, t["shape"])), display.size(t["bytes"])) for t in listing]
+    return display.table(("tensor", "type", "shape", "size"), rows, right=(3,))
+
+
+# section -> how it is shown, in the order of the reports
+_SECTIONS = {
+    "file": _line("file"),
+    "name": _line("name"),
+    "target": lambda target: f"{'target':10}{target['kind']} {target['arch']} ({target['mcpu']}, {target['isa']})",
+    "context": _line("context"),
+    "model": _model,
+    "formats": _formats,
+    "memory": _memory,
+    "launches": _launches,
+    "kernels": _kernels,
+    "plan": _plan,
+    "tensors": _tensors,
+}

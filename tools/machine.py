@@ -1,0 +1,126 @@
+"""What this machine has: CPU, memory, GPUs, compilers, packages. Facts only; `doctor` judges them."""
+
+import importlib.util
+import os
+import shutil
+import time
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from mlc_amd.tools.models import cpu_flags
+
+# Name in LLVM and in llama.cpp's words -> flag in /proc/cpuinfo: what the cpu kernels can make use of.
+_ISA_FLAGS = {
+    "AVX2": "avx2",
+    "FMA": "fma",
+    "F16C": "f16c",
+    "AVX-VNNI": "avx_vnni",
+    "AVX512BW": "avx512bw",
+    "AVX512-VNNI": "avx512_vnni",
+    "AVX512-BF16": "avx512_bf16",
+    "AMX-INT8": "amx_int8",
+}
+_VULKAN_PLACES = ("/usr/share/vulkan/icd.d", "/etc/vulkan/icd.d", "/usr/local/share/vulkan/icd.d")
+_VENDORS = {"0x1002": "AMD", "0x10de": "NVIDIA", "0x8086": "Intel", "0x1af4": "virtio"}
+
+
+def packages() -> list[dict[str, object]]:
+    """This package's requirements: name, wanted versions, found version (None: not installed), whether it satisfies."""
+    found = []
+    for line in metadata.requires("mlc-amd") or ():
+        requirement = Requirement(line)
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            version = None
+        ok = version is not None and requirement.specifier.contains(version, prereleases=True)
+        found.append({"name": requirement.name, "wanted": str(requirement.specifier), "found": version, "ok": ok})
+    return found
+
+
+def cpu() -> dict[str, object]:
+    """Name, usable cores, instruction sets, memory in bytes (total, available), last-level cache."""
+    flags = set(cpu_flags().split())
+    memory = _fields("/proc/meminfo")
+    return {
+        "name": _fields("/proc/cpuinfo").get("model name", "unknown"),
+        "cores": len(os.sched_getaffinity(0)),
+        "isa": [name for name, flag in _ISA_FLAGS.items() if flag in flags],
+        "memory": _kilobytes(memory.get("MemTotal")),
+        "available": _kilobytes(memory.get("MemAvailable")),
+    }
+
+
+def _fields(path: str) -> dict[str, str]:
+    """ "key : value" lines of a /proc file, the first of each key; empty where there is no such file."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return {}
+    found: dict[str, str] = {}
+    for key, _, value in (line.partition(":") for line in lines):
+        found.setdefault(key.strip(), value.strip())
+    return found
+
+
+def _kilobytes(text: str | None) -> int:
+    return int(text.split()[0]) * 1024 if text else 0
+
+
+def tvm() -> dict[str, object]:
+    """Imports TVM: version, LLVM's version, the CPU and GPU code generators in it, seconds. `error` instead when that fails."""
+    start = time.perf_counter()
+    try:
+        import tvm
+        from tvm.target import codegen
+
+        names = set(codegen.llvm_get_targets())
+        found = {"version": tvm.__version__, "llvm": codegen.llvm_version_major(), "amdgpu": "amdgcn" in names, "x86": "x86-64" in names}
+    except Exception as error:  # a broken native library can fail in any way, and reporting that is the job
+        return {"error": f"{type(error).__name__}: {error}"}
+    return found | {"seconds": round(time.perf_counter() - start, 2)}
+
+
+def linkers() -> dict[str, str | None]:
+    """Programs that can link kernels, with their places; None: not here."""
+    found = {name: shutil.which(name) for name in ("cc", "gcc", "clang", "ld.lld")}
+    spec = importlib.util.find_spec("ziglang")
+    return found | {"ziglang": str(Path(spec.origin).parent) if spec and spec.origin else None}
+
+
+def gpus() -> list[dict[str, object]]:
+    """The graphics cards that the kernel shows: vendor, PCI id, driver, render node and whether this user may open it."""
+    found = []
+    for card in sorted(Path("/sys/class/drm").glob("card[0-9]*")):
+        vendor = card / "device" / "vendor"
+        if "-" in card.name or not vendor.exists():
+            continue
+        vendor_id, device_id = vendor.read_text().strip(), (card / "device" / "device").read_text().strip()
+        driver = card / "device" / "driver"
+        nodes = [Path("/dev/dri") / node.name for node in sorted((card / "device" / "drm").glob("renderD*"))]
+        found.append({
+            "card": card.name,
+            "vendor": _VENDORS.get(vendor_id, vendor_id),
+            "id": device_id,
+            "driver": os.readlink(driver).rsplit("/", 1)[-1] if driver.is_symlink() else None,
+            "node": str(nodes[0]) if nodes else None,
+            "usable": bool(nodes) and os.access(nodes[0], os.R_OK | os.W_OK),
+        })  # fmt: skip
+    return found
+
+
+def kfd() -> dict[str, bool]:
+    """AMD's compute device, which ROCm needs: present, and open to this user."""
+    return {"present": Path("/dev/kfd").exists(), "usable": os.access("/dev/kfd", os.R_OK | os.W_OK)}
+
+
+def vulkan() -> list[str]:
+    """The installed Vulkan drivers (ICD manifests)."""
+    forced = os.environ.get("VK_DRIVER_FILES") or os.environ.get("VK_ICD_FILENAMES")
+    if forced:
+        return forced.split(os.pathsep)
+    return sorted(str(path) for place in _VULKAN_PLACES for path in Path(place).glob("*.json"))

@@ -1,0 +1,117 @@
+"""What the user calls a model -> an artifact or a running engine.
+
+A model is an artifact's folder, a GGUF file, or nothing (the bundled demo). GGUF files and synthetic models are compiled on first use into
+`$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`), under a key of everything that shapes the result, so a second start finds them there.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+from contextlib import AbstractContextManager, closing
+from importlib import metadata, resources
+from pathlib import Path
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools import display
+
+
+def demo_model() -> Path:
+    """The small model that comes with the package."""
+    return Path(str(resources.files("mlc_amd.dist").joinpath("demo", "llama-q4_k_m.gguf")))
+
+
+def cache_directory() -> Path:
+    """Where compiled models are kept for the next time."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "mlc-amd"
+
+
+def is_artifact(path: Path) -> bool:
+    """Folders are taken for artifacts, files for GGUF; UserError when there is neither."""
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder; give a GGUF file or a folder made by `mlc-amd compile`")
+    return path.is_dir()
+
+
+def open_source(path: Path | None, synthetic: str | None) -> AbstractContextManager:
+    """The GGUF file, or the synthetic model of that spec, to be compiled; closes at the end of the `with` block."""
+    from mlc_amd.compiler.gguf.reader import GGUFModel
+    from mlc_amd.compiler.gguf.synthetic import synthetic as make
+
+    return closing(make(synthetic) if synthetic else GGUFModel.open(path))
+
+
+def artifact_path(
+    model: str | None, *, target: str = "cpu", arch: str = "native", ctx: int | None = None, synthetic: str | None = None
+) -> Path:
+    """The artifact's folder for `model` (None: the demo) or for a `synthetic` spec, compiled into the cache when it is not there yet.
+
+    target, arch, ctx shape that compilation. For a folder they are already decided, so asking for another context is a UserError.
+    """
+    if synthetic and model:
+        raise UserError("give a model or --synthetic, not both")
+    path = None if synthetic else Path(model).expanduser() if model else demo_model()
+    if path and is_artifact(path):
+        _check_context(path, ctx)
+        return path
+    name = re.sub(r"[^\w.-]", "-", synthetic or path.stem)
+    place = cache_directory() / f"{name}-{target}-{arch}-{_key(path, synthetic, target, arch, ctx)}"
+    if (place / "manifest.json").exists():
+        return place
+    title = f"compiling {synthetic or path.name} for {target} {arch}"
+    with open_source(path, synthetic) as source, display.compile_progress(title) as progress:
+        from mlc_amd.compiler.pipeline import compile_model  # a second: not before the model is known to be fine
+
+        place.parent.mkdir(parents=True, exist_ok=True)
+        compile_model(source, target, arch, ctx, place, progress)
+    return place
+
+
+def load_engine(model: str | None, *, threads: int | None = None, **compilation):
+    """An Engine for `model`. threads: of the cpu device (None: all cores); `compilation`: the arguments of `artifact_path`."""
+    if threads is not None and threads < 1:
+        raise UserError(f"--threads is {threads}: it must be at least 1")
+    path = artifact_path(model, **compilation)
+    from mlc_amd.runtime.engine import Engine
+
+    return Engine.load(path, threads=threads)
+
+
+def _check_context(path: Path, ctx: int | None) -> None:
+    from mlc_amd.runtime.artifact import Artifact
+
+    if ctx is not None and (has := Artifact.open(path).manifest["context"]) != ctx:
+        raise UserError(f"--ctx {ctx}: {path} was compiled for a context of {has}; compile it again with --ctx {ctx}, or leave --ctx out")
+
+
+def _key(path: Path | None, synthetic: str | None, target: str, arch: str, ctx: int | None) -> str:
+    """Changes whenever the compiled result might: the file, the settings, this program and its compiler, and for "native" the CPU."""
+    parts: list[object] = [synthetic, target, arch, ctx, metadata.version("mlc-amd"), metadata.version("apache-tvm"), _sources()]
+    if path:
+        status = path.stat()
+        parts += [str(path.resolve()), status.st_size, status.st_mtime_ns]
+    if arch == "native":
+        parts += [platform.machine(), cpu_flags()]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
+
+
+def cpu_flags() -> str:
+    """The instruction sets of this CPU as Linux lists them, "" elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _sources() -> list[tuple[str, int, int]]:
+    """Size and time of the compiler's own files: whoever works on it must not meet yesterday's kernels in the cache."""
+    found = []
+    for package in ("mlc_amd.compiler", "mlc_amd.schedules"):
+        root = Path(str(resources.files(package)))
+        for file in sorted(root.rglob("*.py")):
+            status = file.stat()
+            found.append((str(file.relative_to(root)), status.st_size, status.st_mtime_ns))
+    return found

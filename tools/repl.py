@@ -1,0 +1,279 @@
+"""The chat's line: what is typed -> a message, a command, or the end; answers stream to stdout.
+
+`Session` holds the conversation and runs commands, wherever the lines come from. `interact` reads them on a terminal (prompt_toolkit:
+editing, history, several lines); `follow` reads them from a pipe. Answers go to stdout, everything else to stderr.
+"""
+
+import dataclasses
+import os
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.sampling import Sampling
+from mlc_amd.tools import display
+
+# command -> (its arguments, what it does); the method is `Session._<command>`.
+COMMANDS = {
+    "help": ("", "this list"),
+    "reset": ("", "forget the conversation, keep the system message"),
+    "stats": ("", "show counts and times of the last answer"),
+    "system": ("[TEXT]", "set the system message; without a text: show it; '-' removes it"),
+    "save": ("FILE", "write the conversation to a file"),
+    "load": ("FILE", "continue a saved conversation"),
+    "set": ("[NAME VALUE]", "change a setting (temperature, top_p, seed, max_tokens, ...); without: show all"),
+    "exit": ("", "leave (also Ctrl-D)"),
+}
+KEYS = (
+    ("Enter", "send"),
+    ("Alt-Enter", "new line (or end a line with \\, or write between lines of ``` or \"\"\")"),
+    ("Ctrl-C", "stop the answer"),
+    ("Up, Ctrl-R", "earlier messages"),
+)
+_FENCES = ('"""', "```")
+
+
+class Leave(Exception):
+    """The user wants to end the session."""
+
+
+def complete(text: str) -> bool:
+    """Whether `text` can be sent: no open block of ``` or triple quotes, no backslash at its end."""
+    fence = next((f for f in _FENCES if text.lstrip().startswith(f)), None)
+    if fence:
+        return text.count(fence) >= 2 and text.rstrip().endswith(fence)
+    return not text.endswith("\\")
+
+
+def unwrap(text: str) -> str:
+    """The message that was meant: without triple quotes around it and without the backslashes that joined its lines."""
+    inner = text.strip()
+    if inner.startswith('"""') and inner.endswith('"""') and len(inner) >= 6:
+        return inner[3:-3].strip("\n")
+    return text if inner.startswith("```") else text.replace("\\\n", "\n")
+
+
+class Session:
+    """A conversation, the limits of its answers, and the commands that change both."""
+
+    def __init__(self, conversation, max_tokens: int | None, stop: Sequence[str]) -> None:
+        self.conversation, self.max_tokens, self.stop = conversation, max_tokens, stop
+        self._dropped = 0
+
+    def handle(self, line: str, stoppable: bool = False) -> bool:
+        """Runs a command or answers a message; returns whether there was an answer. Raises UserError, and Leave after /exit.
+
+        stoppable: Ctrl-C ends the answer instead of raising KeyboardInterrupt.
+        """
+        text = unwrap(line)
+        if not text.strip():
+            return False
+        if text.startswith("/"):
+            self._command(text[1:])
+            return False
+        self.answer(text, stoppable)
+        return True
+
+    def answer(self, text: str, stoppable: bool = False) -> None:
+        """Streams the answer to `text` to stdout and ends it with a newline."""
+        pieces = self.conversation.ask(text, self.max_tokens, self.stop)
+        if not stoppable:
+            for piece in pieces:
+                display.stream(piece)
+        else:
+            with _interrupt_flag() as interrupted:
+                for piece in pieces:
+                    display.stream(piece)
+                    if interrupted():
+                        break
+                pieces.close()
+        display.stream("\n")
+        if self.conversation.dropped > self._dropped:
+            display.message(f"(the context is full: the oldest {self.conversation.dropped - self._dropped} messages were forgotten)")
+            self._dropped = self.conversation.dropped
+
+    def footer(self) -> str:
+        """One line about the last answer."""
+        engine = self.conversation.engine
+        return display.footer(self.conversation.stats, engine.position, engine.context)
+
+    def _command(self, line: str) -> None:
+        name, _, argument = line.strip().partition(" ")
+        if name not in COMMANDS:
+            raise UserError(f"unknown command /{name}: /help lists them (begin with a space to send this as a message)")
+        argument = argument.strip()
+        wants = COMMANDS[name][0]
+        if argument and not wants:
+            raise UserError(f"/{name} takes no argument")
+        if not argument and wants and not wants.startswith("["):
+            raise UserError(f"/{name} needs an argument: /{name} {wants}")
+        getattr(self, f"_{name}")(argument)
+
+    def _help(self, _: str) -> None:
+        rows = [(f"/{name} {arguments}".rstrip(), what) for name, (arguments, what) in COMMANDS.items()]
+        width = max(len(left) for left, _ in rows) + 2
+        display.message("\n".join(f"  {left.ljust(width)}{right}" for left, right in (*rows, *KEYS)))
+
+    def _reset(self, _: str) -> None:
+        self.conversation.reset()
+        self._dropped = 0
+        display.message("(conversation forgotten)")
+
+    def _stats(self, _: str) -> None:
+        display.message(self.footer() if self.conversation.stats.prompt_tokens else "(no answer yet)")
+
+    def _system(self, text: str) -> None:
+        if text:
+            self.conversation.system = None if text == "-" else text
+        display.message(f"(system message: {self.conversation.system or 'none'})")
+
+    def _save(self, path: str) -> None:
+        self.conversation.save(path)
+        display.message(f"(saved to {path})")
+
+    def _load(self, path: str) -> None:
+        self.conversation.load(path)
+        self._dropped = 0
+        display.message(f"(loaded {len(self.conversation.messages)} messages)")
+
+    def _set(self, text: str) -> None:
+        settings = dataclasses.asdict(self.conversation.sampling) | {"max_tokens": self.max_tokens}
+        if not text:
+            display.message("\n".join(f"  {name.ljust(20)}{'-' if value is None else value}" for name, value in settings.items()))
+            return
+        name, _, value = text.partition(" ")
+        name = name.replace("-", "_")
+        if name not in settings:
+            raise UserError(f"unknown setting {name}: choose from {', '.join(settings)}")
+        parsed = _setting(name, value.strip())
+        if name == "max_tokens":
+            self.max_tokens = parsed
+        else:
+            self.conversation.sampling = dataclasses.replace(self.conversation.sampling, **{name: parsed})
+        display.message(f"({name} = {'-' if parsed is None else parsed})")
+
+    def _exit(self, _: str) -> None:
+        raise Leave
+
+
+def _setting(name: str, value: str) -> int | float | None:
+    """The value of /set as the type its name has; "-" unsets what can be unset."""
+    unsettable = name in ("seed", "max_tokens")
+    if unsettable and value == "-":
+        return None
+    kind = int if unsettable else type(getattr(Sampling(), name))
+    try:
+        parsed = kind(value)
+    except ValueError:
+        raise UserError(f"{name} wants {'a whole number' if kind is int else 'a number'}, not {value!r}") from None
+    if name == "max_tokens" and parsed < 1:
+        raise UserError("max_tokens must be at least 1 ('-' for no limit)")
+    return parsed
+
+
+@contextmanager
+def _interrupt_flag():
+    """Within the block the first Ctrl-C only sets a flag, so that a step of the model ends cleanly; a second one interrupts at once."""
+    pressed = False
+
+    def handler(signum, frame) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def follow(session: Session, lines: Iterable[str]) -> None:
+    """Answers every message of a stream of lines. Errors end it (they are raised): nobody is there to react."""
+    waiting = ""
+    for line in lines:
+        waiting += line.rstrip("\r\n")
+        if not complete(waiting):
+            waiting += "\n"
+            continue
+        text, waiting = waiting, ""
+        try:
+            session.handle(text)
+        except Leave:
+            return
+    session.handle(waiting)
+
+
+def interact(session: Session) -> None:
+    """The conversation on a terminal, until Ctrl-D or /exit. Errors are shown and the session goes on."""
+    engine = session.conversation.engine
+    read = _line_editor()
+    name = engine.artifact.manifest["name"]
+    display.message(f"{name} on {engine.device.name}, {engine.context} tokens of context. /help for help, Ctrl-D to leave.")
+    while True:
+        try:
+            line = read()
+        except KeyboardInterrupt:
+            display.message("(Ctrl-D or /exit to leave)")
+            continue
+        except EOFError:
+            return
+        try:
+            if session.handle(line, stoppable=True):
+                display.message(f"\x1b[2m{session.footer()}\x1b[0m")
+        except Leave:
+            return
+        except UserError as error:
+            display.message(f"error: {error}")
+        except KeyboardInterrupt:
+            display.message("\n(interrupted)")
+
+
+def history_path() -> Path:
+    """Where typed lines are kept."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "mlc-amd" / "history"
+
+
+def _line_editor() -> Callable[[], str]:
+    """A function that reads one message. Raises EOFError on Ctrl-D and KeyboardInterrupt on Ctrl-C."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event) -> None:
+        if complete(event.current_buffer.text):
+            event.current_buffer.validate_and_handle()
+        else:
+            event.current_buffer.insert_text("\n")
+
+    @keys.add("escape", "enter")
+    def _(event) -> None:
+        event.current_buffer.insert_text("\n")
+
+    path = history_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        history = FileHistory(str(path))
+    except OSError as error:
+        display.message(f"(no history: {path}: {error.strerror})")
+        history = InMemoryHistory()
+    session = PromptSession(
+        history=history,
+        auto_suggest=AutoSuggestFromHistory(),
+        completer=WordCompleter([f"/{name}" for name in COMMANDS], sentence=True),
+        complete_while_typing=False,
+        key_bindings=keys,
+        multiline=True,
+        prompt_continuation="  ",
+    )
+    return lambda: session.prompt("> ")

@@ -1,0 +1,67 @@
+"""`mlc-amd tokenize`: how a model's tokenizer splits a text."""
+
+import tempfile
+from json import dumps
+from pathlib import Path
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.tokenizer import Tokenizer
+from mlc_amd.tools import display, models
+
+SHORT = {"f": "file"}
+
+
+def run(
+    model: str,
+    text: str | None = None,
+    *,
+    file: str | None = None,
+    ids_only: bool = False,
+    json: bool = False,
+    no_special: bool = False,
+) -> None:
+    """Shows the tokens of a text, one a line: id and what the vocabulary calls it.
+
+    Args:
+        model: an artifact's folder or a GGUF file (a vocabulary-only one will do; nothing is compiled).
+        text: the text.
+        file: read the text from this UTF-8 file instead.
+        ids_only: print the ids alone, separated by spaces.
+        json: print a JSON object with `ids` and `tokens`.
+        no_special: do not add the beginning-of-text token and take texts like <|im_end|> literally.
+    """
+    if (text is None) == (file is None):
+        raise UserError("give either a TEXT (in quotes) or --file FILE")
+    if ids_only and json:
+        raise UserError("give --ids-only or --json, not both")
+    tokenizer = load_tokenizer(Path(model).expanduser())
+    ids = tokenizer.encode(read_text(file) if file else text, add_special=not no_special, parse_special=not no_special)
+    names = [tokenizer.token_text(token) for token in ids]
+    if json:
+        print(dumps({"ids": ids, "tokens": names}, ensure_ascii=False))
+    elif ids_only:
+        print(*ids)
+    else:
+        for token, name in zip(ids, names, strict=True):
+            print(f"{token:>7} {display.printable(name)!r}")
+        display.message(f"{len(ids)} tokens")
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of an artifact, or of a GGUF file by the compiler's conversion."""
+    if models.is_artifact(path):
+        return Tokenizer.load(path)
+    from mlc_amd.compiler import tokenizer
+    from mlc_amd.compiler.gguf.reader import read_metadata
+
+    with tempfile.TemporaryDirectory(prefix="mlc-amd-") as directory:
+        tokenizer.export(read_metadata(path), Path(directory))
+        return Tokenizer.load(directory)
+
+
+def read_text(path: str) -> str:
+    """The UTF-8 text of a file. UserError when it is something else."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}): convert it, or give another file") from error
