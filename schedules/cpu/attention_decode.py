@@ -171,8 +171,9 @@ def attention_decode(heads, kv_heads, d, ctx, quantize, isa, name) -> tirx.PrimF
         live_splits = T.Bind(T.min(blocks, T.int32(splits)))
         with T.attr(T.int32(0), "pragma_parallel_launch_point", 1):
             with T.attr(T.int32(0), "pragma_parallel_barrier_when_finish", 1), T.parallel(kv_heads * live_splits) as task:
-                kv, split = T.Bind(task // live_splits), T.Bind(task % live_splits)
-                first, stop = T.Bind(split * blocks // live_splits), T.Bind((split + 1) * blocks // live_splits)
+                # truncdiv: TVM lowers `//` by a variable to nested selections that its simplifier takes minutes to look through.
+                kv, split = (T.Bind(f(task, live_splits)) for f in (T.truncdiv, T.truncmod))
+                first, stop = (T.Bind(T.truncdiv((split + i) * blocks, live_splits)) for i in range(2))
                 _emit_split(isa, (kv, split, first, stop, position), (Q, Kc, Vc, *partial), group, d)
             with T.parallel(heads) as head:
                 _emit_merge(head, live_splits, splits, partial, result, group, d)
