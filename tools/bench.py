@@ -79,6 +79,8 @@ def run(
     engine = models.load_engine(model, threads=threads, ctx=_context(model, synthetic, ctx, needed), **compilation)
     if needed > engine.context:
         raise UserError(f"the tests need a context of {needed} tokens, this model has {engine.context}: compile it with a larger --ctx")
+    if any(test.n_gen for test in tests) and decode_bytes(engine.artifact, 0) < bandwidth.last_level_cache():
+        display.message("this model fits into the CPU's cache: how fast memory is read says little about it")
     begin, write, end = _WRITERS[output]()
     sys.stdout.write(begin)
     for test in tests:

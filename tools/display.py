@@ -34,14 +34,14 @@ def parameters(count: float) -> str:
     return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[int] = (), indent: str = "") -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[int] = ()) -> str:
     """Lines of aligned columns; `right` lists the columns that align right."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = []
     for row in cells:
         aligned = [cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
-        lines.append((indent + "  ".join(aligned)).rstrip())
+        lines.append("  ".join(aligned).rstrip())
     return "\n".join(lines) + "\n"
 
 

@@ -51,6 +51,7 @@ def _try_cpu_target() -> str | None:
     from mlc_amd.compiler.pipeline import compile_model
     from mlc_amd.runtime.engine import Engine
 
+    display.message("compiling and running a test model ...")
     with tempfile.TemporaryDirectory(prefix="mlc-amd-") as directory:
         place = Path(directory) / "model"
         try:

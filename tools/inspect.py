@@ -1,6 +1,5 @@
 """`mlc-amd inspect`: what is in a GGUF file or in an artifact, without running or compiling anything."""
 
-from collections import Counter
 from json import dumps
 from pathlib import Path
 
@@ -84,11 +83,13 @@ def _artifact(path: Path) -> dict[str, object]:
 
 
 def per_layer(launches: list[dict], layers: int) -> float:
-    """Launches of one layer: those of kernels that run once a layer or more, over the layers."""
-    counts = Counter(launch["kernel"] for launch in launches)
-    # With one layer a kernel's count cannot tell; then all but the ends (embedding, last norm, logits) count as the layer's.
-    inside = sum(count for count in counts.values() if count >= layers - 1) if layers > 2 else len(launches) - 3
-    return round(inside / layers, 2)
+    """Launches of one layer: those from layer 0's first weight to the last layer's first weight, over the layers between."""
+
+    def first(layer: int) -> int:
+        return next(i for i, launch in enumerate(launches) if any(str(a[1]).startswith(f"blk.{layer}.") for a in launch["args"]))
+
+    # A model of one layer has nothing between; what follows its first launch, without the last norm and the logits, is the layer.
+    return round((first(layers - 1) - first(0)) / (layers - 1), 2) if layers > 1 else float(len(launches) - first(0) - 2)
 
 
 def _line(title: str):
@@ -98,7 +99,9 @@ def _line(title: str):
 def _model(config: dict) -> str:
     flat = {key: value for key, value in config.items() if not isinstance(value, dict) and key != "name"}
     flat |= {f"rope {key}": value for key, value in config["rope"].items()}
-    return "model\n" + display.table(("", ""), flat.items(), indent="  ").split("\n", 1)[1]
+    width = max(map(len, flat)) + 2
+    shown = (f"{value:g}" if isinstance(value, float) else value for value in flat.values())
+    return "model\n" + "".join(f"  {key.ljust(width)}{value}\n" for key, value in zip(flat, shown, strict=True))
 
 
 def _formats(formats: dict) -> str:

@@ -79,7 +79,7 @@ def tvm() -> dict[str, object]:
         from tvm.target import codegen
 
         names = set(codegen.llvm_get_targets())
-        found = {"version": tvm.__version__, "llvm": codegen.llvm_version_major(), "amdgpu": "amdgcn" in names, "x86": "x86-64" in names}
+        found = {"version": tvm.__version__, "llvm": codegen.llvm_version_major(), "amdgpu": "amdgcn" in names, "x86": "x86_64" in names}
     except Exception as error:  # a broken native library can fail in any way, and reporting that is the job
         return {"error": f"{type(error).__name__}: {error}"}
     return found | {"seconds": round(time.perf_counter() - start, 2)}

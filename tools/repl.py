@@ -215,21 +215,14 @@ def interact(session: Session) -> None:
     display.message(f"{name} on {engine.device.name}, {engine.context} tokens of context. /help for help, Ctrl-D to leave.")
     while True:
         try:
-            line = read()
-        except KeyboardInterrupt:
-            display.message("(Ctrl-D or /exit to leave)")
-            continue
-        except EOFError:
-            return
-        try:
-            if session.handle(line, stoppable=True):
+            if session.handle(read(), stoppable=True):
                 display.message(f"\x1b[2m{session.footer()}\x1b[0m")
-        except Leave:
+        except (EOFError, Leave):
             return
         except UserError as error:
             display.message(f"error: {error}")
         except KeyboardInterrupt:
-            display.message("\n(interrupted)")
+            display.message("(Ctrl-D or /exit to leave)")
 
 
 def history_path() -> Path:

@@ -2,9 +2,10 @@
 
 Both take the rotated queries and the caches that `rope_kv_write.py` wrote, and give the heads' outputs, float32 or int8 blocks.
 """
+from tvm import tirx
+
 from mlc_amd.schedules.cpu.attention_decode import attention_decode
 from mlc_amd.schedules.cpu.attention_prefill import attention_prefill
-from tvm import tirx
 
 
 def attention(heads, kv_heads, d, ctx, m, p, quantize, isa, name) -> tirx.PrimFunc:

@@ -3,11 +3,12 @@
 In: `state` int32[4] (state[1]: live tokens), tokens int32[m], the table's planes in the "tile16" layout. Out: X float32 [m, k]. The table
 stays in its file format; a row's weights lie 16 rows apart there, so they are decoded one by one.
 """
-from mlc_amd.schedules.cpu.norm import live_tokens
-from mlc_amd.schedules.cpu.planes import decode, planes
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.cpu.norm import live_tokens
+from mlc_amd.schedules.cpu.planes import decode, planes
 
 COLUMNS = 32                    # columns decoded in one go: they share their scales in every format
 

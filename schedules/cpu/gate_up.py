@@ -9,7 +9,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.cpu.linear import act_params, check_tiles, emit_acts, emit_planes, emit_tile, token_tiles
 from mlc_amd.schedules.cpu.planes import BLOCK, ROWS
 from mlc_amd.schedules.cpu.quantize import act_shapes, emit_quantize_block
-from mlc_amd.schedules.cpu.vector import LANES, at, silu, store
+from mlc_amd.schedules.cpu.vector import LANES, at, local, silu, store
 from mlc_amd.schedules.formats import lookup
 
 
@@ -36,7 +36,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, p, quantize, isa, name):
             Y = T.arg("Y", T.buffer((m, f), "float32"))
         acts = emit_acts(params, p, k)
         with T.parallel(f // BLOCK) as block, T.serial(token_tiles(state, m, p)) as token_tile:
-            made = T.alloc_buffer((2, p, BLOCK), "float32", scope="local")      # gate and up of the block
+            made = local(2, p, BLOCK)      # gate and up of the block
             with T.serial(BLOCK // ROWS) as half:
                 for i, (fmt, bufs) in enumerate(weights):
                     def keep(token, row, x, i=i, half=half):

@@ -47,14 +47,14 @@ class Vnni512:
 
     @classmethod
     def signed(cls, x):
-        return pin(x ^ splat(T.uint8(128), 4 * cls.lanes), "uint8", 4 * cls.lanes)
+        return pin(x ^ splat(T.uint8(128), 4 * cls.lanes), 4 * cls.lanes)
 
     @classmethod
     def lookup(cls, table, x):
         n = 4 * cls.lanes
         shuffle = "llvm.x86.avx512.pshuf.b.512" if n == 64 else "llvm.x86.avx2.pshuf.b"
         found = intrin(f"int8x{n}", shuffle, _table([v ^ -128 for v in table], n, "int8"), T.reinterpret(f"int8x{n}", x))
-        return pin(T.reinterpret(f"uint8x{n}", found), "uint8", n)
+        return pin(T.reinterpret(f"uint8x{n}", found), n)
 
     @classmethod
     def dot(cls, start, weights, acts):
@@ -82,8 +82,8 @@ class Avx2:
     @staticmethod
     def signed(x):
         """|w| and w: |w| times the activation with w's sign is w times the activation, and 2*128*127 still fits in int16."""
-        w = pin(T.reinterpret("int8x32", x), "int8", 32)
-        return pin(T.reinterpret("uint8x32", intrin("int8x32", "llvm.x86.avx2.psign.b", w, w)), "uint8", 32), w
+        w = T.Bind(T.reinterpret("int8x32", x))
+        return pin(T.reinterpret("uint8x32", intrin("int8x32", "llvm.x86.avx2.psign.b", w, w)), 32), w
 
     @staticmethod
     def lookup(table, x):
@@ -119,8 +119,8 @@ class Portable:
         """A tree of selections by the bits of x, lowest first; by masks, for selections of bytes by booleans take LLVM 10 seconds."""
         values = [splat(T.Cast("uint8", T.int32(v & 255)), 32) for v in table]
         for bit in range(4):
-            taken = pin(splat(T.uint8(0), 32) - (T.shift_right(x, splat(T.uint8(bit), 32)) & splat(T.uint8(1), 32)), "uint8", 32)
-            values = [pin(even ^ ((even ^ odd) & taken), "uint8", 32) for even, odd in zip(values[::2], values[1::2], strict=True)]
+            taken = pin(splat(T.uint8(0), 32) - (T.shift_right(x, splat(T.uint8(bit), 32)) & splat(T.uint8(1), 32)), 32)
+            values = [pin(even ^ ((even ^ odd) & taken), 32) for even, odd in zip(values[::2], values[1::2], strict=True)]
         return (values[0],)
 
     @staticmethod

@@ -20,7 +20,7 @@ from mlc_amd.schedules.cpu.load import groups, load, step, zero_point
 from mlc_amd.schedules.cpu.norm import live_tokens
 from mlc_amd.schedules.cpu.planes import BLOCK, ROWS, plane_bytes, planes
 from mlc_amd.schedules.cpu.quantize import act_args
-from mlc_amd.schedules.cpu.vector import at, bf16, prefetch, splat, store, widen
+from mlc_amd.schedules.cpu.vector import at, bf16, local, prefetch, splat, store, widen
 from mlc_amd.schedules.formats import Format, lookup
 
 TASK_BYTES = 256 << 10      # weights of one prefill task: a share of the L2 cache (512 KB on the smallest of today's)
@@ -82,7 +82,7 @@ class _Sums:
 
     def __init__(self, count, lanes):
         self.index, self.lanes = at(0, lanes), lanes
-        self.bufs = [T.alloc_buffer((lanes,), "float32", scope="local") for _ in range(count)]
+        self.bufs = [local(lanes) for _ in range(count)]
         for i in range(count):
             self.put(i, splat(T.float32(0), lanes))
 

@@ -59,7 +59,7 @@ def codes(fmt, bufs, tile, row, block, lanes):
                 part = x if bits == 8 else _field(x, i * bits, bits, filled, n)
                 parts[j] = part if parts[j] is None else parts[j] | part
         filled += bits
-    return [pin(part, "uint8", n) for part in parts]
+    return [pin(part, n) for part in parts]
 
 
 def _field(x, first, bits, to, n):

@@ -7,12 +7,13 @@ In: X float32 [m, k], one row a token; `state` int32[4], of which state[1] is th
 planes A and S of `quantize.py`. Rows beyond the live tokens are left as they were. A single token's row takes less time than starting the
 other threads does, so threads share out tokens, never columns.
 """
-from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.cpu.quantize import BLOCK, act_args, emit_quantize_block
-from mlc_amd.schedules.cpu.vector import LANES, at, f32, splat, store, tree_add
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.cpu.quantize import BLOCK, act_args, emit_quantize_block
+from mlc_amd.schedules.cpu.vector import LANES, at, f32, splat, store, tree_add
 
 
 def live_tokens(state, m):

@@ -9,9 +9,10 @@
 Token m of a chunk lives at [m // P, :, m % P]; KB = columns / 32, MT = ceil(M / P). Row 1 serves formats with a minimum per 32 columns,
 row 2 those with a zero point, rows 3 to 6 the same for formats with scales per 16 columns: one quantization serves weights of all formats.
 """
+from tvm.tirx.script import builder as T
+
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu.vector import LANES, at, reduce, splat, store
-from tvm.tirx.script import builder as T
 
 BLOCK = 32                      # columns that share a scale
 FIELDS = 8                      # rows of S

@@ -11,12 +11,13 @@ elements of a head rotate (the rest passes through), and whether each head of q 
 """
 import math
 
-from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.cpu.norm import token_loop
-from mlc_amd.schedules.cpu.vector import LANES, at, dtype, f32, splat, store, tree_add
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.cpu.norm import token_loop
+from mlc_amd.schedules.cpu.vector import LANES, at, dtype, f32, splat, store, tree_add
 
 KEYS = 16                       # keys of a tile of Kc
 

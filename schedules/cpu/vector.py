@@ -4,7 +4,6 @@ Everything here is called while an IRBuilder prim_func is open and emits code th
 bound value computes it once. Vectors have 16 lanes unless `n` says otherwise (LLVM splits them where registers are smaller); n = 1 is a
 scalar.
 """
-from tvm import DataType
 from tvm.tirx.script import builder as T
 
 LANES = 16
@@ -43,11 +42,11 @@ def intrin(result, name, *args):
     return T.Bind(T.call_llvm_pure_intrin(result, name, *args))
 
 
-def pin(x, kind, n):
-    """An integer vector (`n` lanes of `kind`) in a register, for values used more than once: TVM's simplifier puts the expression back in
-    the place of a bound integer (floats stay), which makes code and compile time explode."""
-    lanes = DataType(kind).bits * n // 32
-    return T.reinterpret(dtype(kind, n), T.Bind(T.reinterpret(dtype("float32", lanes), x)))
+def pin(x, n):
+    """`n` lanes of uint8 in a register, for values used more than once: TVM's simplifier puts a bound integer's expression back wherever it
+    is used, which makes code and compile time explode. It does not touch calls that it believes to have effects; this one, the maximum
+    with 0, LLVM removes."""
+    return T.Bind(T.call_llvm_intrin(dtype("uint8", n), "llvm.umax", x, splat(T.uint8(0), n)))
 
 
 def widen(x, n=LANES):
@@ -63,6 +62,13 @@ def bf16(x, n=LANES):
 def store(buf, x, *index):
     """buf[index] = x; the last index may be a vector (`at`)."""
     T.buffer_store(buf, x, list(index))
+
+
+def local(*shape, dtype="float32"):
+    """A thread's own scratch buffer. Below 1 KB it lies on the stack, and where all indices are constants LLVM makes registers of it: one
+    small buffer for each accumulator. Larger ones TVM takes from a pool by a call (with scope "local" it does so for all sizes, and LLVM
+    then stores to memory what it holds in registers)."""
+    return T.alloc_buffer(shape, dtype)
 
 
 def prefetch(buf, *index, ahead=0):

@@ -1,0 +1,113 @@
+"""What the attention kernels are made of: products in register blocks, and online softmax over blocks of 64 keys.
+
+A row is one query of one head. Its scores are powers of two (log2(e) is in the query already). Besides its output so far a kernel keeps
+    top[row]            the largest score so far
+    total[row, lanes]   the sum of 2**(score - top) so far, still spread over a vector's lanes
+A larger score shrinks what came before by 2**(old top - new top).
+"""
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.cpu.vector import LANES, at, exp2, f32, splat, store, tree_add
+
+BLOCK = 64                      # keys between two looks at the maximum
+# "Minus infinity" that may be subtracted from itself.
+LOWEST = -1e30
+
+
+def local(*shape):
+    """A float32 buffer of this thread. Where all its indices are constants it becomes registers."""
+    return T.alloc_buffer(shape, "float32", scope="local")
+
+
+def opaque(x):
+    """`x`, an int32, from now on a plain load to TVM, whose simplifier is slow where index arithmetic nests (to LLVM it is a register)."""
+    cell = T.alloc_buffer((1,), "int32", scope="local")
+    store(cell, x, 0)
+    return cell[0]
+
+
+def accumulators(isa):
+    """Registers that a loop may add to: three quarters of the machine's, which leaves room for its operands."""
+    return isa.registers * 3 // 4
+
+
+def _widest(limit, count):
+    """The largest divisor of `count` that does not exceed `limit`, at least 1."""
+    return next(n for n in range(max(1, min(limit, count)), 0, -1) if count % n == 0)
+
+
+def emit_product(isa, rows, columns, inner, left, right, start, finish):
+    """A matrix product: finish(row, column, x) for all rows and columns, x = start(row, column) + sum of left(row, i) * right(i, column).
+
+    Here `column` is the first of isa.lanes columns that a vector holds, i counts to `inner`, which may be an expression, and left gives
+    scalars. right is called with a list of columns and gives the list of their vectors. Rows are unrolled, in chunks that fit the registers.
+    """
+    lanes = isa.lanes
+    chunks = -(-rows // accumulators(isa))
+    for chunk in range(chunks):
+        mine = range(chunk * rows // chunks, (chunk + 1) * rows // chunks)
+        vectors = _widest(accumulators(isa) // len(mine), columns // lanes)
+        with T.serial(columns // (vectors * lanes)) as slab:
+            sums = {row: local(vectors * lanes) for row in mine}
+            places = [(at(v * lanes, lanes), slab * (vectors * lanes) + v * lanes) for v in range(vectors)]
+            for row in mine:
+                for lane, column in places:
+                    store(sums[row], start(row, column), lane)
+            with T.serial(inner) as i:
+                operands = right(i, [column for _, column in places])
+                for row in mine:
+                    factor = splat(left(row, i), lanes)
+                    for (lane, _), operand in zip(places, operands, strict=True):
+                        store(sums[row], sums[row][lane] + factor * operand, lane)
+            for row in mine:
+                for lane, column in places:
+                    finish(row, column, sums[row][lane])
+
+
+def tree_max(x, n):
+    """The largest lane of a float32 vector, halves compared with halves, as fast as `tree_add` (llvm.vector.reduce.fmax minds NaNs)."""
+    while n > 1:
+        n //= 2
+        low, high = (T.Shuffle([x], [T.int32(i + h * n) for i in range(n)]) for h in (0, 1))
+        x = T.Bind(T.max(low, high))
+    return x
+
+
+def emit_start(top, total, out, rows, d, lanes):
+    """What rows 0 .. rows-1 keep, before the first block: out is float32 [rows, d]."""
+    with T.serial(rows) as row:
+        store(top, T.float32(LOWEST), row)
+        store(total, f32(0.0, lanes), row, at(0, lanes))
+        with T.serial(d // LANES) as i:
+            store(out, f32(0.0), row, at(i * LANES))
+
+
+def emit_weights(scores, row, top, total, state_row, key0, last, lanes):
+    """Turns scores[row, 0:64], of the keys key0 .. key0+63, into weights 2**(score - top), those of keys beyond `last` into zeros.
+
+    scores: float32 [rows, 64]; top and total are updated at state_row. Returns the factor that the row's output shrinks by, a scalar.
+    """
+    starts = range(0, BLOCK, lanes)
+    # Not bound: TVM 0.27 cannot bind a vector of booleans.
+    seen = [at(key0 + i, lanes) <= splat(last, lanes) for i in starts]
+    x = [T.Bind(T.Select(s, scores[row, at(i, lanes)], f32(LOWEST, lanes))) for s, i in zip(seen, starts, strict=True)]
+    largest = x[0]
+    for v in x[1:]:
+        largest = T.Bind(T.max(largest, v))
+    before = T.Bind(top[state_row])
+    now = T.Bind(T.max(before, tree_max(largest, lanes)))
+    shrink = exp2(before - now, 1)
+    sums = total[state_row, at(0, lanes)] * splat(shrink, lanes)
+    for s, i, value in zip(seen, starts, x, strict=True):
+        # A row that has seen no key yet has now == LOWEST: its masked scores would weigh 1.
+        weight = T.Bind(T.Select(s, exp2(value - splat(now, lanes), lanes), f32(0.0, lanes)))
+        store(scores, weight, row, at(i, lanes))
+        sums = T.Bind(sums + weight)
+    store(top, now, state_row)
+    store(total, sums, state_row, at(0, lanes))
+    return shrink
+
+
+def emit_total(total, row, lanes):
+    """The sum of a row's weights, a scalar in a register."""
+    return tree_add(T.Bind(total[row, at(0, lanes)]), lanes)

@@ -1,0 +1,176 @@
+"""The artifact on disk: written whole or not at all, and every damage told in one line."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from mlc_amd.compiler.gguf import GGUFModel, synthetic
+from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime import artifact
+from mlc_amd.runtime.artifact import Artifact, TensorSpec, Weights, WeightsWriter, new_artifact
+from mlc_amd.runtime.engine import Engine
+from mlc_amd.runtime.errors import UserError
+
+
+@pytest.fixture
+def broken(demo_artifact, tmp_path):
+    """A copy of an artifact, to be damaged."""
+    return shutil.copytree(demo_artifact, tmp_path / "model")
+
+
+def manifest_with(path, **changes):
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, **changes}))
+    return manifest
+
+
+def test_contents(demo_artifact):
+    opened = Artifact.open(demo_artifact, verify=True)
+    assert set(opened.manifest["files"]) == {"kernels.so", "weights.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert opened.weight_bytes == sum(v.nbytes for v in map(opened.weights.__getitem__, opened.weights.header) if v.ndim > 1 or v.dtype != np.uint8)
+    assert opened.kv_bytes == 6 * 2 * 4 * 512 * 64 * 2
+
+
+def test_weights_are_safetensors_and_aligned(demo_artifact):
+    ours = Weights(demo_artifact / "weights.safetensors")
+    with safe_open(demo_artifact / "weights.safetensors", "np") as theirs:
+        for name in theirs.keys():  # noqa: SIM118 (not a dict)
+            assert np.array_equal(theirs.get_tensor(name), ours[name])
+            assert name.startswith("__pad_") or ours[name].ctypes.data % artifact.ALIGN == 0
+
+
+def test_writer_puts_pieces_where_they_belong(tmp_path):
+    writer = WeightsWriter(tmp_path / "w", [TensorSpec("a", "float16", (3,)), TensorSpec("b", "int32", (4, 2))])
+    writer.write("b", 16, np.arange(4, 8, dtype=np.int32))
+    writer.write("a", 0, np.array([1, 2, 3], np.float16))
+    writer.write("b", 0, np.arange(4, dtype=np.int32))
+    writer.close()
+    weights = Weights(tmp_path / "w")
+    assert weights["a"].tolist() == [1, 2, 3]
+    assert weights["b"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+# ---- writing
+
+
+def test_a_failed_compile_leaves_what_was_there(tmp_path):
+    out = tmp_path / "model"
+    with new_artifact(out) as directory:
+        artifact.write_manifest(directory, {"name": "first"})
+    with pytest.raises(RuntimeError), new_artifact(out) as directory:
+        (directory / "half").write_text("x")
+        raise RuntimeError
+    assert json.loads((out / "manifest.json").read_text())["name"] == "first"
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_other_folders_are_not_overwritten(tmp_path):
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "mother.txt").write_text("dear")
+    with pytest.raises(UserError, match="not a compiled model"), new_artifact(tmp_path / "letters"):
+        pass
+    assert (tmp_path / "letters" / "mother.txt").read_text() == "dear"
+
+
+def test_full_disk(tmp_path):
+    """A limit on file size stands in for the full disk: the same error path, without mounting anything."""
+    code = f"""
+import resource, signal
+from mlc_amd.compiler.gguf import synthetic
+from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime.errors import UserError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+try:
+    compile_model(synthetic("tiny:f16"), "cpu", "x86-64-v2", 64, {str(tmp_path / "model")!r})
+except UserError as e:
+    print(e)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert "cannot write" in run.stdout, run.stderr
+    assert run.stdout.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 1 << 20
+    assert signal.SIGXFSZ
+
+
+# ---- reading
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda p: shutil.rmtree(p), "no such compiled model"),
+        (lambda p: (p / "manifest.json").unlink(), "not a compiled model"),
+        (lambda p: (p / "manifest.json").write_text("{"), "is damaged"),
+        (lambda p: manifest_with(p, format=0), "artifact format 0, this version reads 1"),
+        (lambda p: (p / "kernels.so").unlink(), "kernels.so is missing"),
+        (lambda p: (p / "kernels.so").write_bytes(b"\0" * (p / "kernels.so").stat().st_size), "corrupted"),
+        (lambda p: os.truncate(p / "kernels.so", 100), "has 100 bytes instead of"),
+        (lambda p: os.truncate(p / "weights.safetensors", 4096), "has 4096 bytes instead of"),
+        (lambda p: (p / "tokenizer.json").write_text("{}"), "bytes instead of"),
+    ],
+)
+def test_damage_is_named(broken, damage, message):
+    damage(broken)
+    with pytest.raises(UserError, match=message) as error:
+        Engine.load(broken)
+    assert "\n" not in str(error.value)
+
+
+def test_damaged_weights_show_with_verify(broken):
+    with open(broken / "weights.safetensors", "r+b") as f:
+        f.seek(-1000, os.SEEK_END)
+        f.write(b"\xff" * 10)
+    Engine.load(broken)
+    with pytest.raises(UserError, match=r"weights.safetensors is corrupted"):
+        Engine.load(broken, verify=True)
+
+
+def test_another_cpu(broken):
+    target = json.loads((broken / "manifest.json").read_text())["target"]
+    manifest_with(broken, target={**target, "arch": "cpu-of-tomorrow", "flags": [*target["flags"], "avx2048"]})
+    with pytest.raises(UserError, match=r"compiled for 'cpu-of-tomorrow', and this CPU lacks avx2048"):
+        Engine.load(broken)
+
+
+def test_another_target(broken, demo_artifact):
+    with pytest.raises(UserError, match="compiled for target 'cpu', not 'hip'"):
+        Engine.load(demo_artifact, device="hip")
+    manifest_with(broken, target={"kind": "abacus"})
+    with pytest.raises(UserError, match="no device for target 'abacus'"):
+        Engine.load(broken)
+
+
+# ---- compiling
+
+
+@pytest.mark.parametrize(
+    ("target", "arch", "ctx", "message"),
+    [
+        ("tpu", "native", None, "unknown target 'tpu'; known: cpu"),
+        ("cpu", "gfx1100", None, "unknown CPU arch 'gfx1100'"),
+        ("cpu", "native", 0, "--ctx must be at least 1"),
+        ("cpu", "native", 1 << 20, "more than the 2048 tokens"),
+    ],
+)
+def test_bad_requests(tmp_path, target, arch, ctx, message):
+    with pytest.raises(UserError, match=message):
+        compile_model(synthetic("tiny:q4_0"), target, arch, ctx, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_source_is_not_changed_by_running(demo_artifact, demo_gguf):
+    before = artifact.sha256(demo_artifact / "weights.safetensors")
+    Engine.load(demo_artifact).prefill([1, 2, 3])
+    assert artifact.sha256(demo_artifact / "weights.safetensors") == before
+    with GGUFModel.open(demo_gguf) as model:
+        assert model.config.layers == 6

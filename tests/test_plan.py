@@ -1,0 +1,87 @@
+"""The launch plan: flat, complete, and no tensor overwritten while it is needed."""
+
+import math
+
+import numpy as np
+import pytest
+import tvm_ffi
+from tvm import tirx
+
+from mlc_amd.compiler import plan as planning
+from mlc_amd.compiler.codegen.cpu import CpuTarget
+from mlc_amd.compiler.gguf import synthetic
+from mlc_amd.compiler.models import FunctionSpec, build_module
+from mlc_amd.compiler.passes import fuse
+from mlc_amd.compiler.pipeline import _weight_specs
+
+
+@pytest.fixture(scope="module")
+def planned():
+    """(plan, backend, model) of the decode and a prefill function."""
+    model, backend = synthetic("tiny-qwen3:q4_k"), CpuTarget("x86-64-v3")
+    module, parameters = build_module(model, backend, [FunctionSpec("decode", 1), FunctionSpec("prefill_64", 64)], 64)
+    module = backend.select_kernels(fuse(module, backend))
+    specs = _weight_specs(model, backend, parameters, 64)
+    tensors = {name: [spec.name for spec in planes] for name, planes in specs.items()}
+    return planning.make_plan(module, parameters, tensors), backend, model, specs
+
+
+def arena_range(arg) -> range:
+    _, offset, dtype, shape = arg
+    return range(offset, offset + math.prod(shape) * np.dtype(dtype).itemsize)
+
+
+def test_launches(planned):
+    plan, backend, model, _ = planned
+    assert len(plan.functions["decode"]) == len(plan.functions["prefill_64"]) == 8 * model.config.layers + 3
+    for launches in plan.functions.values():
+        assert {launch["kernel"] for launch in launches} <= set(backend.kernels)
+        assert launches[-1]["args"][-1] == ["io", "logits"]
+        assert all(launch["args"][0] == ["io", "state"] for launch in launches)
+
+
+def test_every_weight_is_used_and_none_invented(planned):
+    plan, _, _, specs = planned
+    used = {arg[1] for launches in plan.functions.values() for launch in launches for arg in launch["args"] if arg[0] == "weight"}
+    assert used == {spec.name for planes in specs.values() for spec in planes}
+
+
+def test_cache_is_written_and_read_in_place(planned):
+    plan, _, model, _ = planned
+    for launches in plan.functions.values():
+        for layer in range(model.config.layers):
+            users = [launch["kernel"] for launch in launches if ["kv", f"k.{layer}"] in launch["args"]]
+            assert [name.split("_m")[0] for name in users] == ["rope_kv_write", "attention"]
+
+
+def test_arena_is_aligned_and_inside(planned):
+    plan, *_ = planned
+    for launches in plan.functions.values():
+        for arg in (arg for launch in launches for arg in launch["args"] if arg[0] == "arena"):
+            assert arg[1] % planning.ALIGN == 0
+            assert arena_range(arg).stop <= plan.arena_bytes
+
+
+def written_parameters(kernel) -> set[int]:
+    """Positions of the kernel's parameters that it stores to."""
+    stored = set()
+    tvm_ffi.structural_walk(kernel.body, (tirx.BufferStore, lambda node: stored.add(node.buffer.name)), order="pre")
+    return {i for i, param in enumerate(kernel.params) if param.name in stored}
+
+
+def test_what_is_read_is_what_was_written_last(planned):
+    """Replays the plan on byte ownership: what a kernel reads must still be whole, and what it writes may not overlap what it reads."""
+    plan, backend, *_ = planned
+    for launches in plan.functions.values():
+        owner = np.full(plan.arena_bytes, -1)
+        for step, launch in enumerate(launches):
+            outputs = written_parameters(backend.kernels[launch["kernel"]])
+            ranges = {i: arena_range(arg) for i, arg in enumerate(launch["args"]) if arg[0] == "arena"}
+            assert outputs & ranges.keys() or step == len(launches) - 1
+            for i in ranges.keys() - outputs:
+                assert len(set(owner[ranges[i].start : ranges[i].stop])) == 1, "overwritten in part"
+                assert owner[ranges[i].start] >= 0, "never written"
+                for j in ranges.keys() & outputs:
+                    assert ranges[i].stop <= ranges[j].start or ranges[j].stop <= ranges[i].start
+            for j in ranges.keys() & outputs:
+                owner[ranges[j].start : ranges[j].stop] = step * 100 + j
