@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from mlc_amd.runtime.errors import UserError
 
 # How many of the largest logits the top-p search looks at first; multiplied by 8 until they hold enough probability.

@@ -1,21 +1,19 @@
 """The commands as a user runs them: real processes on the bundled model; what goes to stdout, what to stderr, exit codes, errors."""
 
+import io
 import json
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import arguments, chat, cli, perplexity, repl
+from mlc_amd.tools import arguments, chat, cli, display, doctor, inspect, machine, perplexity
 
 MLC_AMD = str(Path(sys.executable).with_name("mlc-amd"))
 QUESTION = "What does os.path.join do?"
@@ -286,106 +284,6 @@ def test_a_full_disk_and_a_closed_pipe_are_quiet(home, artifact):
     assert piped.stderr == "" and piped.returncode in (0, 141)
 
 
-# ---- the terminal
-
-PROMPT = r">\S*\x1b\[\?25h"  # drawn, and the cursor shown again
-
-
-class Terminal:
-    """A process on a pseudo-terminal, driven like a person would: wait for a text, type, press Ctrl-C."""
-
-    def __init__(self, tokens, env):
-        self.process, self.master = None, None
-        self.master, slave = pty.openpty()
-        env = env | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
-        # A session of its own, whose terminal this is: then Ctrl-C typed on it reaches the process as SIGINT.
-        self.process = subprocess.Popen(
-            [MLC_AMD, *map(str, tokens)], stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True, preexec_fn=_own_terminal
-        )
-        os.close(slave)
-        self.seen = ""
-
-    def wait_for(self, pattern: str, seconds: float = 90) -> str:
-        """Reads until the pattern matches what came since the last match; returns that text."""
-        end = time.monotonic() + seconds
-        while not (match := re.search(pattern, self.seen, re.DOTALL)):
-            assert time.monotonic() < end, f"no {pattern!r} in {self.seen!r}"
-            if select.select([self.master], [], [], 0.1)[0]:
-                self.seen += os.read(self.master, 65536).decode(errors="replace")
-        found, self.seen = self.seen[: match.end()], self.seen[match.end() :]
-        return found
-
-    def type(self, text: str) -> None:
-        os.write(self.master, text.encode())
-
-    def at_prompt(self, text: str) -> None:
-        """Types once the line editor is ready."""
-        self.wait_for(PROMPT)
-        self.type(text)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        os.close(self.master)
-
-
-def _own_terminal() -> None:
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
-@pytest.fixture
-def terminal(home):
-    opened = []
-
-    def start(*tokens) -> Terminal:
-        opened.append(Terminal(tokens, home))
-        return opened[-1]
-
-    yield start
-    for one in opened:
-        one.close()
-
-
-def test_the_chat_line_streams_edits_and_leaves(terminal, artifact, home):
-    session = terminal("chat", artifact, "--temperature", "1.5", "--seed", "3")
-    session.wait_for(r"512 tokens of context")
-    session.at_prompt(QUESTION + "\r")
-    session.wait_for(r"\d+ new \+ 0 cached")
-    session.at_prompt("/set max_tokens 6\r")
-    session.wait_for(r"max_tokens = 6")
-    session.at_prompt("And os.path.spli?\x1b[Dt\r")  # the left arrow mends a word
-    assert int(re.search(r"(\d+) new", session.wait_for(r"\d+ new \+ [1-9]\d+ cached"))[1]) < 25
-    session.at_prompt("/nonsense\r")
-    session.wait_for("error: unknown command /nonsense")
-    session.at_prompt("\x03")
-    session.wait_for("/exit to leave")
-    session.at_prompt("\x04")
-    assert session.process.wait(10) == 0
-    history = (Path(home["XDG_STATE_HOME"]) / "mlc-amd" / "history").read_text()
-    assert QUESTION in history and "And os.path.split?" in history
-
-
-def test_ctrl_c_stops_the_answer_and_not_the_program(terminal):
-    # So hot that it does not end by itself before the context does, which is the bundled model's 2048.
-    session = terminal("chat", "--temperature", "30", "--seed", "1")
-    session.at_prompt("Tell me everything.\r")
-    session.wait_for(r"\x1b\[\?2004l.{30}")  # the line editor is gone, the answer has begun
-    session.type("\x03")
-    session.wait_for("interrupted")
-    session.at_prompt("/set temperature 0\r")
-    session.wait_for(r"temperature = 0")
-    session.at_prompt("/set max_tokens 5\r")
-    session.wait_for("max_tokens = 5")
-    session.at_prompt(QUESTION + "\r")
-    session.wait_for(r"5 tokens out")
-    session.at_prompt("/exit\r")
-    assert session.process.wait(10) == 0
-
-
 def test_ctrl_c_ends_a_command_with_130(home, artifact):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen([MLC_AMD, "chat", str(artifact)], env=home, **pipes)
@@ -415,27 +313,20 @@ def test_arguments_are_normalized(tokens, expected):
     assert sorted(arguments.normalize(chat.run, chat.SHORT, tokens)) == sorted(expected)
 
 
-@pytest.mark.parametrize(
-    ("typed", "sent"),
-    [
-        ("hello", "hello"),
-        ("one\\\ntwo", "one\ntwo"),
-        ('"""\na\n\nb\n"""', "a\n\nb"),
-        ("```\nx = 1\n```", "```\nx = 1\n```"),
-    ],
-)
-def test_several_lines_make_one_message(typed, sent):
-    partial = ""
-    for line in typed.split("\n")[:-1]:
-        partial += line
-        assert not repl.complete(partial)
-        partial += "\n"
-    assert repl.complete(typed) and repl.unwrap(typed) == sent
-
-
 def test_likelihoods_are_exact_for_large_logits():
     logits = np.array([[1e4, 0.0], [0.0, 1e4], [5.0, 5.0]], dtype=np.float32)
     np.testing.assert_allclose(perplexity.negative_log_likelihoods(logits, np.array([0, 0, 1])), [0.0, 1e4, np.log(2)])
+
+
+def test_a_model_cannot_steer_the_terminal(monkeypatch):
+    class Screen(io.StringIO):
+        def isatty(self):
+            return True
+
+    text = "\x1b[2Jclear\r\tkept\n\x9b31m\x07"
+    assert display.printable(text) == text
+    monkeypatch.setattr("sys.stdout", Screen())
+    assert display.printable(text) == "[2Jclear\tkept\n31m"
 
 
 def test_integers_accept_what_people_type():
@@ -443,3 +334,53 @@ def test_integers_accept_what_people_type():
     assert (parse("1e3"), parse("64"), parse("0x10")) == (1000, 64, 16)
     with pytest.raises(UserError, match="--max-tokens wants N, not 'inf'"):
         parse("inf")
+
+
+FACTS = {
+    "python": "3.11.7",
+    "packages": [{"name": "numpy", "wanted": "", "found": "2.0", "ok": True}],
+    "tvm": {"version": "0.27", "llvm": 22, "amdgpu": True, "x86": True, "seconds": 1.0},
+    "linkers": {"cc": None, "gcc": "/usr/bin/gcc", "clang": None, "ld.lld": None, "ziglang": None},
+    "cpu": {"name": "Zen", "cores": 2, "isa": ["AVX2"], "memory": 8 << 30, "available": 4 << 30, "read_bytes_per_second": 3e10},
+    "gpus": [{"card": "card0", "vendor": "AMD", "id": "0x744c", "driver": "amdgpu", "node": "/dev/dri/renderD128", "usable": True}],
+    "kfd": {"present": True, "usable": True},
+    "vulkan": ["/usr/share/vulkan/icd.d/radeon_icd.x86_64.json"],
+    "cpu_target": None,
+    "cache": {"path": "/home/me/.cache/mlc-amd", "bytes": 0},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "advice"),
+    [
+        ({"packages": [{"name": "numpy", "wanted": ">=2", "found": "1.26", "ok": False}]}, "problem", "pip install 'numpy>=2'"),
+        ({"tvm": {"error": "OSError: libz"}}, "problem", "reinstall apache-tvm"),
+        ({"linkers": dict.fromkeys(FACTS["linkers"])}, "problem", "ziglang"),
+        ({"gpus": [FACTS["gpus"][0] | {"usable": False}]}, "problem", "usermod -aG render"),
+        ({"gpus": [FACTS["gpus"][0] | {"node": None}]}, "missing", "amdgpu"),
+        ({"gpus": []}, "missing", "/dev/dri"),
+        ({"kfd": {"present": True, "usable": False}}, "problem", "usermod -aG render"),
+        ({"kfd": {"present": False, "usable": False}}, "missing", "/dev/kfd"),
+        ({"vulkan": []}, "missing", "mesa-vulkan-drivers"),
+    ],
+)
+def test_doctor_says_what_to_do_about_what_is_missing(change, status, advice):
+    assert {found for found, _, _ in doctor.judge(FACTS)} == {"ok"}
+    (found,) = [check for check in doctor.judge(FACTS | change) if check[0] != "ok"]
+    assert found[0] == status and advice in found[2]
+
+
+def test_package_versions_are_compared_with_the_wanted_ones(monkeypatch):
+    by_name = {package["name"]: package for package in machine.packages()}
+    assert by_name["apache-tvm"]["ok"] and by_name["apache-tvm"]["wanted"].startswith("==") and "pytest" not in by_name
+    monkeypatch.setattr(machine.metadata, "requires", lambda _: ["numpy>=1000", "no-such-package-here", "pytest; extra == 'test'"])
+    numpy, absent = machine.packages()
+    assert (numpy["ok"], numpy["found"]) == (False, np.__version__)
+    assert (absent["name"], absent["ok"], absent["found"]) == ("no-such-package-here", False, None)
+
+
+def test_launches_per_layer_leave_out_the_ends():
+    weights = ["token_embd", "blk.0.attn_norm", "blk.0.ffn", "blk.1.attn_norm", "blk.1.ffn", "output_norm", "output"]
+    launches = [{"kernel": "k", "args": [["io", "state"], ["weight", f"{name}.weight"]]} for name in weights]
+    assert inspect.per_layer(launches, 2) == 2
+    assert inspect.per_layer(launches[:3] + launches[5:], 1) == 2

@@ -12,6 +12,7 @@ import pytest
 import tvm
 
 from mlc_amd.compiler.quant.pack import repack
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu.arch import host_flags
 from mlc_amd.schedules.cpu.gate_up import gate_up_swiglu
 from mlc_amd.schedules.cpu.isa import Avx2, AvxVnni, Portable, Vnni512
@@ -61,7 +62,7 @@ def _cases(isa):
     cases = {}
     for i, name in enumerate(INT8):
         cases[f"{name}-decode"] = Case(((name, 37),), 512)
-        p = (isa.tokens, 16, 8, 4)[i % 4]
+        p = (4, 8, 16)[i % 3] if isa is not Portable else 4        # Portable compiles slowly
         cases[f"{name}-prefill"] = Case(((name, 48),), 256 if i % 2 else 512, 16, p)
     for name in FLOAT:
         cases[f"{name}-decode"] = Case(((name, 37),), 102)
@@ -234,3 +235,8 @@ def test_avx2_for_avx512_without_vnni():
 def test_what_cannot_share_a_launch_is_refused(segments, m, p, biases, residual):
     with pytest.raises(ValueError, match="make"):
         linear(segments, 256, m, p, biases, residual, Vnni512, "f")
+
+
+def test_too_large_a_weight_is_refused():
+    with pytest.raises(UserError, match="too large"):
+        linear([("q8_0", 1 << 20)], 1 << 12, 1, 1, (False,), False, Vnni512, "f")

@@ -155,7 +155,7 @@ def help_page(verb: str, run: Callable, short: dict[str, str]) -> str:
     """The text of `mlc-amd VERB --help`, from the docstring and the signature of `run`."""
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)
     doc = docstrings.parse(inspect.getdoc(run))
-    described = {argument.name: " ".join(argument.description.split()).rstrip(".") for argument in doc.args or ()}
+    described = {argument.name: " ".join(argument.description.split()).removesuffix(".") for argument in doc.args or ()}
     letters = {name: letter for letter, name in short.items()}
     usage, rows = [f"mlc-amd {verb}"], {"arguments": [], "flags": []}
     for name, parameter in _parameters(run).items():

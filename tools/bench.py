@@ -19,6 +19,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import bandwidth, display, models
 
 SHORT = {"p": "n_prompt", "n": "n_gen", "d": "n_depth", "r": "repetitions", "o": "output", "t": "threads"}
+_LEAST_CONTEXT = 512  # compile for no less
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def run(
         n_depth: tokens in the KV cache before each test.
         repetitions: measured runs of each test.
         output: format of the result.
-        synthetic: instead of a file, a model of that shape with random weights: llama3-8b:q4_0, qwen3-0.6b:q8_0, ...
+        synthetic: instead of a file, a model of that shape with random weights: PRESET:FORMAT as llama3-8b:q4_0
         target: what a GGUF file is compiled for.
         arch: the CPU that a GGUF file is compiled for.
         ctx: tokens that the KV cache holds, for a GGUF file (default: what the tests need).
@@ -100,14 +101,17 @@ def plan_tests(n_prompt: Sequence[int], n_gen: Sequence[int], n_depth: Sequence[
 
 
 def _context(model: str | None, synthetic: str | None, ctx: int | None, needed: int) -> int | None:
-    """The context to compile for: a power of two, so that few different ones fill the cache, or the model's own when that is less."""
+    """The context to compile for; None for an artifact, which has one.
+
+    A power of two, so that few different copies of a model fill the cache, or the model's own when that is less.
+    """
     if ctx is not None:
         return ctx
     path = None if synthetic else models.Path(model).expanduser() if model else models.demo_model()
     if path and models.is_artifact(path):
         return None
     with models.open_source(path, synthetic) as source:
-        return min(1 << (needed - 1).bit_length(), source.config.context)
+        return min(max(_LEAST_CONTEXT, 1 << (needed - 1).bit_length()), source.config.context)
 
 
 def measure(engine, test: Test, repetitions: int) -> list[float]:

@@ -27,10 +27,10 @@ def run(*, json: bool = False) -> None:
         "gpus": machine.gpus(),
         "kfd": machine.kfd(),
         "vulkan": machine.vulkan(),
-        "cache": str(models.cache_directory()),
+        "cache": _cache_facts(),
     }
     facts["cpu_target"] = _try_cpu_target() if "error" not in facts["tvm"] else "TVM does not load"
-    checks = [check for judge in _JUDGES for check in judge(facts)]
+    checks = judge(facts)
     if json:
         print(dumps(facts | {"checks": [dict(zip(("status", "what", "advice"), check, strict=True)) for check in checks]}, indent=1))
     else:
@@ -38,6 +38,11 @@ def run(*, json: bool = False) -> None:
             print(f"{_MARKS[status]} {what}" + (f"\n      {advice}" if advice else ""))
     if facts["cpu_target"] is not None:
         raise UserError(f"the cpu target does not work here: {facts['cpu_target']}")
+
+
+def judge(facts: dict[str, object]) -> list[tuple[str, str, str]]:
+    """What the facts mean: (status, finding, what to do about it or ""), status "ok", "missing" (not needed) or "problem"."""
+    return [check for part in _PARTS for check in part(facts)]
 
 
 _MARKS = {"ok": "[ok]", "missing": "[--]", "problem": "[!!]"}
@@ -60,6 +65,11 @@ def _try_cpu_target() -> str | None:
         except Exception as error:  # finding out what fails is the job
             return f"{type(error).__name__}: {error}"
     return None if finite else "a test model computed numbers that are not finite"
+
+
+def _cache_facts() -> dict[str, object]:
+    place = models.cache_directory()
+    return {"path": str(place), "bytes": sum(file.stat().st_size for file in place.rglob("*") if file.is_file())}
 
 
 def _python(facts: dict) -> list[tuple[str, str, str]]:
@@ -137,4 +147,9 @@ def _vulkan(facts: dict) -> list[tuple[str, str, str]]:
     return [("missing", "no Vulkan driver", "for AMD: apt install mesa-vulkan-drivers (or your distribution's Mesa RADV)")]
 
 
-_JUDGES = (_python, _packages, _tvm, _linker, _cpu, _cpu_target, _gpus, _kfd, _vulkan)
+def _cache(facts: dict) -> list[tuple[str, str, str]]:
+    cache = facts["cache"]
+    return [("ok", f"compiled models are kept in {cache['path']} ({display.size(cache['bytes'])}), which may be deleted any time", "")]
+
+
+_PARTS = (_python, _packages, _tvm, _linker, _cpu, _cpu_target, _gpus, _kfd, _vulkan, _cache)

@@ -64,7 +64,11 @@ def artifact_path(
     with open_source(path, synthetic) as source, display.compile_progress(title) as progress:
         from mlc_amd.compiler.pipeline import compile_model  # a second: not before the model is known to be fine
 
-        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            advice = "set XDG_CACHE_HOME to a folder of yours, or use `mlc-amd compile -o` and run its result"
+            raise UserError(f"cannot make the cache folder {place.parent}: {error.strerror}; {advice}") from error
         compile_model(source, target, arch, ctx, place, progress)
     return place
 

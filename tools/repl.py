@@ -236,19 +236,22 @@ def _line_editor() -> Callable[[], str]:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
     from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.enums import DEFAULT_BUFFER
+    from prompt_toolkit.filters import has_focus
     from prompt_toolkit.history import FileHistory, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings
 
     keys = KeyBindings()
+    typing = has_focus(DEFAULT_BUFFER)  # not in the search of Ctrl-R, whose Enter takes what was found
 
-    @keys.add("enter")
+    @keys.add("enter", filter=typing)
     def _(event) -> None:
         if complete(event.current_buffer.text):
             event.current_buffer.validate_and_handle()
         else:
             event.current_buffer.insert_text("\n")
 
-    @keys.add("escape", "enter")
+    @keys.add("escape", "enter", filter=typing)
     def _(event) -> None:
         event.current_buffer.insert_text("\n")
 

@@ -5,6 +5,8 @@ A row is one query of one head. Its scores are powers of two (log2(e) is in the 
     total[row, lanes]   the sum of 2**(score - top) so far, still spread over a vector's lanes
 A larger score shrinks what came before by 2**(old top - new top).
 """
+import math
+
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.vector import LANES, at, exp2, f32, splat, store, tree_add
@@ -14,14 +16,25 @@ BLOCK = 64                      # keys between two looks at the maximum
 LOWEST = -1e30
 
 
-def local(*shape):
-    """A float32 buffer of this thread. Where all its indices are constants it becomes registers."""
+def registers(*shape, dtype="float32"):
+    """A small buffer of 4-byte elements on this thread's stack. Where all its indices are constants LLVM keeps it in registers.
+
+    T.alloc_buffer takes even four bytes from TVM's workspace pool on a CPU: memory that, for all LLVM knows, a prefetch may look at, so that
+    a loop with a prefetch would store its sums in each step.
+    """
+    words = T.tvm_stack_alloca("shape", (math.prod(shape) + 1) // 2)        # "shape": elements of 8 bytes
+    data = T.Bind(T.reinterpret(T.handle(dtype, "local").ty, words))
+    return T.decl_buffer(shape, dtype, data=data, scope="local")
+
+
+def scratch(*shape):
+    """A float32 buffer of this thread, of any size."""
     return T.alloc_buffer(shape, "float32", scope="local")
 
 
 def opaque(x):
     """`x`, an int32, from now on a plain load to TVM, whose simplifier is slow where index arithmetic nests (to LLVM it is a register)."""
-    cell = T.alloc_buffer((1,), "int32", scope="local")
+    cell = registers(1, dtype="int32")
     store(cell, x, 0)
     return cell[0]
 
@@ -48,7 +61,7 @@ def emit_product(isa, rows, columns, inner, left, right, start, finish):
         mine = range(chunk * rows // chunks, (chunk + 1) * rows // chunks)
         vectors = _widest(accumulators(isa) // len(mine), columns // lanes)
         with T.serial(columns // (vectors * lanes)) as slab:
-            sums = {row: local(vectors * lanes) for row in mine}
+            sums = {row: registers(vectors * lanes) for row in mine}
             places = [(at(v * lanes, lanes), slab * (vectors * lanes) + v * lanes) for v in range(vectors)]
             for row in mine:
                 for lane, column in places:

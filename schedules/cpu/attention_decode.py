@@ -11,7 +11,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.attention_block import BLOCK, LOWEST, emit_product, emit_start, emit_total, emit_weights, local, opaque
+from mlc_amd.schedules.cpu.attention_block import BLOCK, LOWEST, emit_product, emit_start, emit_total, emit_weights, opaque, registers
 from mlc_amd.schedules.cpu.quantize import BLOCK as QUANT
 from mlc_amd.schedules.cpu.quantize import act_args, emit_quantize_block
 from mlc_amd.schedules.cpu.rope_kv_write import KEYS, cache_shapes
@@ -38,7 +38,8 @@ def _load_values(Vc, kv, key, columns, d, lanes):
 def _emit_split(isa, Q, Kc, Vc, partial, kv, split, first, stop, position, group, d):
     """One task: the blocks first .. stop-1 of a KV head's keys. Its results go to `partial` (tops, totals, outs) at [kv, split]."""
     lanes = isa.lanes
-    top, total, out, scores, shrink = local(group), local(group, lanes), local(group, d), local(group, BLOCK), local(group)
+    top, total, out, scores, shrink = (
+        registers(*shape) for shape in ((group,), (group, lanes), (group, d), (group, BLOCK), (group,)))
     emit_start(top, total, out, group, d, lanes)
     with T.serial(stop - first) as step:
         key0 = T.Bind((first + step) * BLOCK)
@@ -66,7 +67,7 @@ def _emit_merge(partial, result, head, live_splits, splits, group, d):
     """The output of one head from its ranges' results: weighted by 2**(top - largest top), divided by the total."""
     tops, totals, outs = partial
     kv, g = T.Bind(head // group), T.Bind(head % group)
-    top, total, weights = local(1), local(1), local(splits)
+    top, total, weights = registers(1), registers(1), registers(splits)
     store(top, T.float32(LOWEST), 0)
     store(total, T.float32(0), 0)
     with T.serial(live_splits) as i:
@@ -76,7 +77,7 @@ def _emit_merge(partial, result, head, live_splits, splits, group, d):
         store(total, total[0] + totals[kv, i, g] * weights[i], 0)
     inverse = splat(T.Bind(T.float32(1) / total[0]))
     with T.serial(d // QUANT) as block:
-        sums = local(QUANT)
+        sums = registers(QUANT)
         for half in (0, LANES):
             store(sums, f32(0.0), at(half))
         with T.serial(live_splits) as i:

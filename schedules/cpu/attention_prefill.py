@@ -11,7 +11,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.attention_block import BLOCK, emit_product, emit_start, emit_total, emit_weights, local, opaque
+from mlc_amd.schedules.cpu.attention_block import BLOCK, emit_product, emit_start, emit_total, emit_weights, opaque, registers, scratch
 from mlc_amd.schedules.cpu.norm import live_tokens
 from mlc_amd.schedules.cpu.quantize import BLOCK as QUANT
 from mlc_amd.schedules.cpu.quantize import act_args, emit_quantize_block
@@ -63,8 +63,9 @@ def _emit_task(isa, Q, Kc, Vc, result, kv, token0, tokens, position, group, tile
     """One task: `tokens` live tokens from token0 of the chunk, whose first token stands at `position` in the sequence."""
     lanes = isa.lanes
     padded = -(-tile * group // ROWS) * ROWS
-    queries, out, keys, values = local(padded, d), local(padded, d), local(d, BLOCK), local(BLOCK, d)
-    scores, shrink, top, total = local(ROWS, BLOCK), local(ROWS), local(padded), local(padded, lanes)
+    queries, out, keys, values = (scratch(*shape) for shape in ((padded, d), (padded, d), (d, BLOCK), (BLOCK, d)))
+    top, total = scratch(padded), scratch(padded, lanes)
+    scores, shrink = registers(ROWS, BLOCK), registers(ROWS)
     rows = opaque(tokens * group)
     _load_queries(Q, queries, kv, token0, rows, group, d)
     emit_start(top, total, out, padded, d, lanes)

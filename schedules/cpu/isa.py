@@ -8,17 +8,17 @@ never instantiated:
     registers      vector registers that the machine has
     mcpu           an LLVM cpu that has the instructions (any newer one will do)
     tokens         tokens of a prefill tile that suit the register file
-    row_tiles      tiles of 16 rows that one task of a decode kernel works on
     ahead          bytes that a decode kernel prefetches ahead of its reads, 0: none
     signed_zero    what `signed` and `lookup` add to signed weights: dot(signed(w), a) = sum(w*a) + signed_zero*sum(a)
     step(top)      registers that `dot` may take in one call when no code exceeds `top` (None: weights from `signed` or `lookup`)
     signed(x)      signed bytes (given as uint8) in the form that `dot` takes
     lookup(t, x)   table entries t[x] (16 signed bytes) for codes x (uint8, 0..15) in the form that `dot` takes
+    half(x, n)     n lanes of finite float16 as float32
     dot(s, w, a)   s + sum over i of w[i]*a[i]: s int32 per lane, w registers, a int32 scalars of four int8 each, not below -127
 """
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.vector import intrin, pin, splat
+from mlc_amd.schedules.cpu.vector import half_bits, intrin, pin, splat, widen
 
 INT16_MAX, ACT_MAX = 32767, 127
 QUADS = 8       # registers of a block of 32 columns
@@ -38,8 +38,9 @@ class Vnni512:
     """AVX512-VNNI: vpdpbusd multiplies unsigned by signed bytes and adds four products to each int32 lane."""
 
     lanes, registers, mcpu = 16, 32, "icelake-server"
-    tokens, row_tiles, ahead = 16, 1, 4096
+    tokens, ahead = 16, 4096
     signed_zero = 128
+    half = staticmethod(widen)
 
     @staticmethod
     def step(top):
@@ -68,16 +69,15 @@ class AvxVnni(Vnni512):
     """AVX-VNNI (or AVX512VL-VNNI): the same instruction on 256 bits."""
 
     lanes, registers, mcpu = 8, 16, "alderlake"
-    tokens, row_tiles, ahead = 8, 1, 4096
 
 
 class Avx2:
     """AVX2 (and AVX512 without VNNI): vpmaddubsw makes int16 sums of two products; several are added before they widen to int32."""
 
     lanes, registers, mcpu = 8, 16, "x86-64-v3"
-    tokens, row_tiles, ahead = 4, 1, 4096
+    tokens, ahead = 16, 4096
     signed_zero = 0
-    step = staticmethod(_pairs_step)
+    step, half = staticmethod(_pairs_step), staticmethod(widen)
 
     @staticmethod
     def signed(x):
@@ -106,9 +106,9 @@ class Portable:
     """No intrinsics: int16 products of the even and of the odd bytes, for any machine that LLVM knows. Signed weights are a 1-tuple."""
 
     lanes, registers, mcpu = 8, 16, "x86-64-v2"
-    tokens, row_tiles, ahead = 4, 1, 0
+    tokens, ahead = 4, 0
     signed_zero = 0
-    step = staticmethod(_pairs_step)
+    step, half = staticmethod(_pairs_step), staticmethod(half_bits)
 
     @staticmethod
     def signed(x):
@@ -139,6 +139,3 @@ class Portable:
             total = pair if total is None else T.Bind(total + pair)
         total, sixteen = T.Bind(T.reinterpret("int32x8", total)), splat(T.int32(16), 8)
         return T.Bind(start + T.shift_right(T.shift_left(total, sixteen), sixteen) + T.shift_right(total, sixteen))
-
-
-ISAS = (Vnni512, AvxVnni, Avx2, Portable)

@@ -9,12 +9,14 @@ Decode is bound by memory: one pass over the weight with prefetches. In prefill 
 L2 cache while the token tiles pass by.
 """
 from contextlib import nullcontext
+from math import prod
 from typing import NamedTuple
 
 from tvm import DataType
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu.isa import QUADS
 from mlc_amd.schedules.cpu.load import groups, load, step, zero_point
 from mlc_amd.schedules.cpu.norm import live_tokens
@@ -25,6 +27,7 @@ from mlc_amd.schedules.formats import Format, lookup
 
 TASK_BYTES = 256 << 10      # weights of one prefill task: a share of the L2 cache (512 KB on the smallest of today's)
 FLOAT_UNROLL = 4            # columns of a float kernel's loop step, and in decode independent sums
+FLOAT_TOKENS = 8            # tokens of a float kernel's tile: rows of X a power of two apart share the 8 ways of a level 1 cache
 
 
 class Acts(NamedTuple):
@@ -52,7 +55,9 @@ def emit_acts(params, p, k):
 
 
 def emit_planes(fmt, n, k, prefix):
-    """Declares the parameters of a weight's planes; their names get the prefix."""
+    """Declares the parameters of a weight's planes; their names get the prefix. UserError for planes beyond the reach of 32-bit indices."""
+    if max(prod(shape) for shape, _ in planes(fmt, n, k).values()) >= 1 << 31:
+        raise UserError(f"a weight of {n} x {k} is too large as {fmt.name} for one kernel; use a smaller quantization of the model")
     return {name: T.arg(prefix + name, T.buffer(shape, dtype)) for name, (shape, dtype) in planes(fmt, n, k).items()}
 
 
@@ -72,9 +77,12 @@ def emit_tile(fmt: Format, bufs, acts: Acts, tile, token_tile, isa, epilogue):
     """16 rows (tile `tile`) by acts.p tokens. Calls epilogue(i, row, x) per token i of the tile and register: x are the results of
     isa.lanes rows, from row `row` of the tile on. Prefill handles the registers of a tile one after the other, decode side by side."""
     registers = [r * isa.lanes for r in range(ROWS // isa.lanes)]
-    emit = _emit_float if fmt.kind == "float" else _emit_int8
     for rows in [registers] if acts.p == 1 else [[r] for r in registers]:
-        emit(fmt, bufs, acts, tile, token_tile, rows, isa, epilogue)
+        if fmt.kind == "int8":
+            _emit_int8(fmt, bufs, acts, tile, token_tile, rows, isa, epilogue)
+            continue
+        for first in range(0, acts.p, FLOAT_TOKENS):
+            _emit_float(fmt, bufs, acts, tile, token_tile, range(first, min(first + FLOAT_TOKENS, acts.p)), rows, isa, epilogue)
 
 
 class _Sums:
@@ -129,34 +137,33 @@ def _emit_int8(fmt, bufs, acts, tile, token_tile, rows, isa, epilogue):
             epilogue(i, row, sums.get(i * count + r))
 
 
-def _emit_float(fmt, bufs, acts, tile, token_tile, rows, isa, epilogue):
+def _emit_float(fmt, bufs, acts, tile, token_tile, tokens, rows, isa, epilogue):
     lanes, count = isa.lanes, len(rows)
     chains = FLOAT_UNROLL if acts.p == 1 else 1         # independent sums hide the latency of additions
-    sums = _Sums(acts.p * count * chains, lanes)
+    sums = _Sums(len(tokens) * count * chains, lanes)
+    read = {"f32": widen, "f16": isa.half, "bf16": bf16}[fmt.name]
 
     def columns(base, width):
         for c in range(width):
-            x = [splat(acts.x[token_tile * acts.p + i, base + c], lanes) for i in range(acts.p)]
+            x = [splat(acts.x[token_tile * acts.p + i, base + c], lanes) for i in tokens]
             for r, row in enumerate(rows):
-                w = bufs["W"][tile, base + c, at(row, lanes)]
-                w = bf16(w, lanes) if fmt.name == "bf16" else widen(w, lanes)
-                for i in range(acts.p):
+                w = read(bufs["W"][tile, base + c, at(row, lanes)], lanes)
+                for i, factor in enumerate(x):
                     slot = (i * count + r) * chains + c % chains
-                    sums.put(slot, sums.get(slot) + w * x[i])
+                    sums.put(slot, sums.get(slot) + w * factor)
 
     whole, rest = divmod(acts.k, FLOAT_UNROLL)
     with T.serial(whole) as b:
         if acts.p == 1 and isa.ahead:
-            bits = DataType(bufs["W"].dtype).bits
-            line = 64 * 8 // bits
-            for start in range(0, FLOAT_UNROLL * ROWS, line):
-                prefetch(bufs["W"], tile, b * FLOAT_UNROLL, start, ahead=isa.ahead * 8 // bits)
+            size = DataType(bufs["W"].dtype).bits // 8
+            for line in range(0, FLOAT_UNROLL * ROWS, 64 // size):
+                prefetch(bufs["W"], tile, b * FLOAT_UNROLL, line, ahead=isa.ahead // size)
         columns(b * FLOAT_UNROLL, FLOAT_UNROLL)
     columns(whole * FLOAT_UNROLL, rest)
-    for i in range(acts.p):
+    for i, token in enumerate(tokens):
         for r, row in enumerate(rows):
             first, *others = (sums.get((i * count + r) * chains + c) for c in range(chains))
-            epilogue(i, row, sum(others, first))
+            epilogue(token, row, sum(others, first))
 
 
 def _bias(bias, first, n, lanes):

@@ -71,15 +71,17 @@ def _field(x, first, bits, to, n):
     return x & splat(T.uint8((1 << bits) - 1 << to), n)
 
 
-def scales(fmt, bufs, tile, row, block, lanes):
+def scales(fmt, bufs, tile, row, block, isa):
     """(scales, offsets) of the groups of a block, float32 vectors of the rows `row`.. of the tile."""
+    lanes = isa.lanes
+
     def plane(name, index):
         return bufs[name][tile, index, at(row, lanes)]
 
     super_block = block // (fmt.block // BLOCK)
-    d = widen(plane("D", super_block), lanes)
+    d = isa.half(plane("D", super_block), lanes)
     if "S" not in fmt.scales:
-        return [d], [widen(plane("M", block), lanes)] if fmt.minimum else []
+        return [d], [isa.half(plane("M", block), lanes)] if fmt.minimum else []
     indices = [block * groups(fmt) + g for g in range(groups(fmt))]
     subs = [T.Bind(plane("S", i)) for i in indices]
     if not fmt.minimum:
@@ -89,7 +91,7 @@ def scales(fmt, bufs, tile, row, block, lanes):
         subs = [s & splat(T.uint8(15), lanes) for s in subs]
     else:
         mins = [plane("Z", i) for i in indices]
-    dm = T.Bind(splat(T.float32(0), lanes) - widen(plane("DM", super_block), lanes))
+    dm = T.Bind(splat(T.float32(0), lanes) - isa.half(plane("DM", super_block), lanes))
     return [T.Bind(d * widen(s, lanes)) for s in subs], [T.Bind(dm * widen(z, lanes)) for z in mins]
 
 
@@ -98,4 +100,4 @@ def load(fmt, bufs, tile, row, block, isa):
     weights = codes(fmt, bufs, tile, row, block, isa.lanes)
     if fmt.signed or fmt.table:
         weights = [isa.lookup(fmt.table, x) if fmt.table else isa.signed(x) for x in weights]
-    return Block(weights, *scales(fmt, bufs, tile, row, block, isa.lanes))
+    return Block(weights, *scales(fmt, bufs, tile, row, block, isa))

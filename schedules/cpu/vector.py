@@ -54,6 +54,19 @@ def widen(x, n=LANES):
     return T.Bind(T.cast(x, dtype("float32", n)))
 
 
+def half_bits(x, n=LANES):
+    """`n` lanes of finite float16 as float32 without conversion instructions, for machines where LLVM would call a function per lane: the
+    exponent and mantissa at their place in a float32, whose smaller bias a multiplication by 2**112 makes up for (denormals too)."""
+    bits = T.Bind(T.cast(T.reinterpret(dtype("uint16", n), x), dtype("uint32", n)))
+
+    def word(value):
+        return splat(T.uint32(value), n)
+
+    magnitude = T.reinterpret(dtype("float32", n), T.shift_left(bits & word(0x7FFF), word(13))) * f32(2.0 ** 112, n)
+    sign = T.shift_left(bits & word(0x8000), word(16))
+    return T.Bind(T.reinterpret(dtype("float32", n), T.reinterpret(dtype("uint32", n), magnitude) | sign))
+
+
 def bf16(x, n=LANES):
     """`n` lanes of bfloat16, given as their uint16 bits, as float32, in a register."""
     return T.Bind(T.reinterpret(dtype("float32", n), T.shift_left(T.cast(x, dtype("uint32", n)), splat(T.uint32(16), n))))

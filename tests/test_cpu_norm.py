@@ -1,0 +1,131 @@
+"""RMS norm, activation quantization and embedding lookup on the CPU against numpy (and, for the table's bytes, gguf-py)."""
+import functools
+import os
+
+import gguf
+import numpy as np
+import pytest
+import tvm
+
+from mlc_amd.compiler.quant.pack import repack
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.cpu.arch import host_flags, resolve
+from mlc_amd.schedules.cpu.embed import embed
+from mlc_amd.schedules.cpu.norm import quantize, rms_norm
+from mlc_amd.schedules.formats import FORMATS
+
+os.environ.setdefault("TVM_NUM_THREADS", "2")       # before the first kernel call
+
+ARCHS = [name for name in ("native", "x86-64-v3", "x86-64-v2") if host_flags().issuperset(resolve(name).flags)]
+EPS, LEFT = 1e-5, 7.0           # LEFT: what outputs hold before a kernel runs
+#        m, k, p, live
+CHUNKS = ((1, 2048, 1, 1), (16, 256, 4, 16), (16, 96, 8, 5), (8, 64, 16, 8))
+VOCAB, COLUMNS = 37, 512
+EMBED_M = 5
+
+
+@functools.cache
+def kernels(arch):
+    """All kernels of an architecture, by name."""
+    isa, funcs = resolve(arch).isa, []
+    for i, (m, k, p, _) in enumerate(CHUNKS):
+        funcs += [quantize(k, m, p, isa, f"quantize{i}")]
+        funcs += [rms_norm(k, m, EPS, p, q, row, isa, f"norm{i}_{row}_{int(q)}") for row in ("all", "last") for q in (False, True)]
+    funcs += [embed(fmt, VOCAB, COLUMNS, m, f"embed_{fmt}_{m}") for fmt in FORMATS for m in (1, EMBED_M)]
+    return tvm.compile(tvm.IRModule({f.attrs["global_symbol"]: f for f in funcs}), target=resolve(arch).target)
+
+
+def tensor(x):
+    return tvm.runtime.tensor(np.ascontiguousarray(x))
+
+
+def state(live):
+    return tensor(np.array([3, live, 0, 0], np.int32))
+
+
+def planes(m, k, p):
+    tiles = -(-m // p)
+    return tensor(np.zeros((tiles, k // 32, p, 32), np.int8)), tensor(np.full((tiles, k // 32, 8, p), LEFT, np.float32))
+
+
+def check_planes(A, S, expected, live):
+    """A and S against float64 rows [live, k]; rows beyond them untouched."""
+    k = expected.shape[1]
+    q = A.numpy().transpose(0, 2, 1, 3).reshape(-1, k // 32, 32)
+    fields = S.numpy().transpose(0, 3, 1, 2).reshape(-1, k // 32, 8)
+    assert (q[live:] == 0).all() and (fields[live:] == LEFT).all()
+    q, fields, x = q[:live].astype(np.int64), fields[:live], expected.reshape(live, k // 32, 32)
+    amax = np.abs(x).max(-1)
+    np.testing.assert_allclose(fields[..., 0], amax / 127, rtol=2e-6)
+    assert (np.abs(q * fields[..., :1] - x) <= fields[..., :1] * 0.5001).all()
+    sums = [q.sum(-1), q[..., :16].sum(-1), q[..., 16:].sum(-1)]
+    for row, total in zip((1, 3, 4), sums, strict=True):
+        np.testing.assert_allclose(fields[..., row], fields[..., 0] * total, rtol=1e-6)
+    for row, total in zip((2, 5, 6), sums, strict=True):
+        assert (np.ascontiguousarray(fields[..., row]).view(np.int32) == -total).all()
+
+
+def rows_of(m, k):
+    x = np.random.default_rng(m).standard_normal((m, k)).astype(np.float32)
+    x[-1, :32] = 0              # a block of zeros
+    x[:, -32:] *= 1000
+    return x
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("chunk", range(len(CHUNKS)))
+def test_quantize(arch, chunk):
+    m, k, p, live = CHUNKS[chunk]
+    x, (A, S) = rows_of(m, k), planes(m, k, p)
+    kernels(arch)[f"quantize{chunk}"](state(live), tensor(x), A, S)
+    check_planes(A, S, x[:live].astype(np.float64), live)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("row", ["all", "last"])
+@pytest.mark.parametrize("chunk", range(len(CHUNKS)))
+def test_rms_norm(arch, chunk, row):
+    m, k, p, live = CHUNKS[chunk]
+    x, g = rows_of(m, k), np.random.default_rng(9).standard_normal(k).astype(np.float32)
+    wide = x.astype(np.float64)
+    expected = (wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + EPS) * g)[:live]
+    out_m, out_p, out_live = m, p, live
+    if row == "last":
+        expected, out_m, out_p, out_live = expected[-1:], 1, 1, 1
+    Y = tensor(np.full((out_m, k), LEFT, np.float32))
+    kernels(arch)[f"norm{chunk}_{row}_0"](state(live), tensor(x), tensor(g), Y)
+    np.testing.assert_allclose(Y.numpy()[:out_live], expected, rtol=3e-6, atol=1e-9)
+    assert (Y.numpy()[out_live:] == LEFT).all()
+    A, S = planes(out_m, k, out_p)
+    kernels(arch)[f"norm{chunk}_{row}_1"](state(live), tensor(x), tensor(g), A, S)
+    check_planes(A, S, expected, out_live)
+
+
+def table_bytes(fmt, rng):
+    """GGUF bytes [VOCAB, row bytes] of a random table, and its weights as gguf-py decodes them."""
+    kind = gguf.GGMLQuantizationType(FORMATS[fmt].gguf_type)
+    if FORMATS[fmt].kind == "float":
+        raw = gguf.quantize(rng.standard_normal((VOCAB, COLUMNS)).astype(np.float32), kind)
+        return raw, gguf.dequantize(raw, kind).reshape(VOCAB, COLUMNS)
+    raw = rng.integers(0, 256, (VOCAB, COLUMNS // FORMATS[fmt].block * FORMATS[fmt].block_bytes), np.uint8)
+    raw.reshape(-1, 2)[:, 1] &= 0xBB        # no float16 with all exponent bits set: neither infinities nor NaNs, wherever scales lie
+    return raw, gguf.dequantize(raw, kind)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_embed(arch, fmt):
+    raw, table = table_bytes(fmt, np.random.default_rng(3))
+    weights = [tensor(plane) for plane in repack(FORMATS[fmt], raw, VOCAB, COLUMNS).values()]
+    for m, live, tokens in ((1, 1, [36]), (EMBED_M, 4, [0, 17, 36, 16, 5]), (EMBED_M, 5, [-1, VOCAB, 2**31 - 1, -2**31, 20])):
+        X = tensor(np.full((m, COLUMNS), LEFT, np.float32))
+        kernels(arch)[f"embed_{fmt}_{m}"](state(live), tensor(np.array(tokens, np.int32)), *weights, X)
+        assert (X.numpy()[:live] == table[np.clip(tokens, 0, VOCAB - 1)[:live]]).all()
+        assert (X.numpy()[live:] == LEFT).all()
+
+
+def test_columns_that_do_not_fit_are_refused():
+    with pytest.raises(UserError, match="multiple of 32"):
+        quantize(40, 1, 1, None, "quantize")
+    with pytest.raises(UserError, match="multiple of 32"):
+        rms_norm(40, 1, EPS, 1, False, "all", None, "norm")
