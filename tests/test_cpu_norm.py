@@ -116,7 +116,7 @@ def table_bytes(fmt, rng):
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_embed(arch, fmt):
     raw, table = table_bytes(fmt, np.random.default_rng(3))
-    weights = [tensor(plane) for plane in repack(FORMATS[fmt], raw, VOCAB, COLUMNS).values()]
+    weights = [tensor(plane) for plane in repack(fmt, raw.view(np.uint8), COLUMNS).values()]
     for m, live, tokens in ((1, 1, [36]), (EMBED_M, 4, [0, 17, 36, 16, 5]), (EMBED_M, 5, [-1, VOCAB, 2**31 - 1, -2**31, 20])):
         X = tensor(np.full((m, COLUMNS), LEFT, np.float32))
         kernels(arch)[f"embed_{fmt}_{m}"](state(live), tensor(np.array(tokens, np.int32)), *weights, X)
