@@ -289,7 +289,7 @@ def test_the_chat_line_streams_edits_and_leaves(terminal, tmp_path):
     session.at_prompt("And os.path.spli?\x1b[Dt\r")  # the left arrow mends a word
     assert int(re.search(r"(\d+) new", session.wait_for(r"\d+ new \+ [1-9]\d+ cached"))[1]) < 25
     session.at_prompt("\x12path.spl")  # Ctrl-R finds it again; the first Enter takes it, the second sends it
-    session.wait_for(r"path\.split")
+    session.wait_for(r"it\?.*I-search backward.*path\.spl")
     session.type("\r\r")
     session.wait_for(r"\d+ new \+ [1-9]\d+ cached")
     session.at_prompt("one\\\rtwo\x1b\rthree\r")  # a backslash and Alt-Enter go on in the next line

@@ -1,7 +1,7 @@
 """RoPE with cache writes, and attention, on the CPU against numpy in float64.
 
-Every case is a chunk in the middle of a sequence. The caches start with stale finite numbers, which must neither matter nor change. All cases
-of an architecture are compiled together.
+Every case is a chunk in the middle of a sequence. The caches start with stale finite numbers, which must neither matter nor change. All
+cases of an architecture are compiled together.
 """
 import functools
 import os
@@ -113,13 +113,10 @@ def dequantize(A, S, m):
     return (blocks * d.astype(np.float64)).reshape(m, -1), np.broadcast_to(d, blocks.shape).reshape(m, -1)
 
 
-def attend_cases():
-    for arch in ARCHS:
-        for name in ATTEND if arch == ARCHS[0] else OTHER_ARCHS:
-            yield pytest.param(arch, name, id=f"{arch} {name}")
+ATTEND_CASES = [(arch, name) for arch in ARCHS for name in (ATTEND if arch == ARCHS[0] else OTHER_ARCHS)]
 
 
-@pytest.mark.parametrize(("arch", "name"), attend_cases())
+@pytest.mark.parametrize(("arch", "name"), ATTEND_CASES)
 def test_attention(arch, name):
     heads, kv_heads, d, ctx, states, m, p, quantize = ATTEND[name]
     rng = np.random.default_rng(1)

@@ -9,22 +9,23 @@ import math
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.vector import LANES, at, exp2, f32, splat, store, tree_add
+from mlc_amd.schedules.cpu.isa import Portable
+from mlc_amd.schedules.cpu.vector import LANES, at, dtype, exp2, f32, splat, store, tree_add, widen
 
 BLOCK = 64                      # keys between two looks at the maximum
 # "Minus infinity" that may be subtracted from itself.
 LOWEST = -1e30
 
 
-def registers(*shape, dtype="float32"):
+def registers(*shape, kind="float32"):
     """A small buffer of 4-byte elements on this thread's stack. Where all its indices are constants LLVM keeps it in registers.
 
-    T.alloc_buffer takes even four bytes from TVM's workspace pool on a CPU: memory that, for all LLVM knows, a prefetch may look at, so that
-    a loop with a prefetch would store its sums in each step.
+    T.alloc_buffer takes even four bytes from TVM's workspace pool on a CPU: memory that, for all LLVM knows, a prefetch may look at, so
+    that a loop with a prefetch would store its sums in each step.
     """
     words = T.tvm_stack_alloca("shape", (math.prod(shape) + 1) // 2)        # "shape": elements of 8 bytes
-    data = T.Bind(T.reinterpret(T.handle(dtype, "local").ty, words))
-    return T.decl_buffer(shape, dtype, data=data, scope="local")
+    data = T.Bind(T.reinterpret(T.handle(kind, "local").ty, words))
+    return T.decl_buffer(shape, kind, data=data, scope="local")
 
 
 def scratch(*shape):
@@ -34,9 +35,24 @@ def scratch(*shape):
 
 def opaque(x):
     """`x`, an int32, from now on a plain load to TVM, whose simplifier is slow where index arithmetic nests (to LLVM it is a register)."""
-    cell = registers(1, dtype="int32")
+    cell = registers(1, kind="int32")
     store(cell, x, 0)
     return cell[0]
+
+
+def widen_half(x, isa, lanes):
+    """A vector of finite float16 as float32, in a register.
+
+    LLVM calls a function for each lane where the machine has no instruction for it (x86 before F16C). There the bits move into place and
+    a multiplication mends the exponent, denormals included.
+    """
+    if isa is not Portable:
+        return widen(x, lanes)
+    bits = T.Bind(T.cast(T.reinterpret(dtype("uint16", lanes), x), dtype("uint32", lanes)))
+    magnitude = T.shift_left(bits & splat(T.uint32(0x7FFF), lanes), splat(T.uint32(13), lanes))
+    sign = T.shift_left(bits & splat(T.uint32(0x8000), lanes), splat(T.uint32(16), lanes))
+    value = T.reinterpret(dtype("float32", lanes), magnitude) * f32(2.0 ** 112, lanes)
+    return T.Bind(T.reinterpret(dtype("float32", lanes), T.reinterpret(dtype("uint32", lanes), value) | sign))
 
 
 def accumulators(isa):
@@ -53,7 +69,8 @@ def emit_product(isa, rows, columns, inner, left, right, start, finish):
     """A matrix product: finish(row, column, x) for all rows and columns, x = start(row, column) + sum of left(row, i) * right(i, column).
 
     Here `column` is the first of isa.lanes columns that a vector holds, i counts to `inner`, which may be an expression, and left gives
-    scalars. right is called with a list of columns and gives the list of their vectors. Rows are unrolled, in chunks that fit the registers.
+    scalars. right is called with a list of columns and gives the list of their vectors. Rows are unrolled, in chunks that fit the
+    registers.
     """
     lanes = isa.lanes
     chunks = -(-rows // accumulators(isa))

@@ -11,28 +11,31 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.attention_block import BLOCK, LOWEST, emit_product, emit_start, emit_total, emit_weights, opaque, registers
+from mlc_amd.schedules.cpu.attention_block import BLOCK, LOWEST, emit_product, emit_start, emit_total, emit_weights, opaque, registers, widen_half
 from mlc_amd.schedules.cpu.quantize import BLOCK as QUANT
 from mlc_amd.schedules.cpu.quantize import act_args, emit_quantize_block
 from mlc_amd.schedules.cpu.rope_kv_write import KEYS, cache_shapes
-from mlc_amd.schedules.cpu.vector import LANES, at, exp2, f32, prefetch, splat, store, widen
+from mlc_amd.schedules.cpu.vector import LANES, at, exp2, f32, prefetch, splat, store
 
 TASKS = 64                      # tasks of a long context: enough for a dozen threads to be evenly loaded
 LINE = 32                       # float16 in a cache line
 
 
-def _load_keys(Kc, kv, key0, c, keys, d, lanes):
-    """Element c of the keys key0 + keys[i], one float32 vector each. Asks for the same of the next block: it arrives while this one is used."""
+def _load_keys(isa, Kc, kv, key0, c, keys, d):
+    """The vectors of element c of the keys that start at key0 + `keys`, as float32. Asks for the same of the next block: it arrives while
+    this one is used."""
+    lanes = isa.lanes
     for key in keys[::KEYS // lanes]:
         prefetch(Kc, kv, key0 // KEYS + key // KEYS, c, 0, ahead=BLOCK * d)
-    return [widen(Kc[kv, key0 // KEYS + key // KEYS, c, at(key % KEYS, lanes)], lanes) for key in keys]
+    return [widen_half(Kc[kv, key0 // KEYS + key // KEYS, c, at(key % KEYS, lanes)], isa, lanes) for key in keys]
 
 
-def _load_values(Vc, kv, key, columns, d, lanes):
+def _load_values(isa, Vc, kv, key, columns, d):
     """The vectors of a value that start at `columns`, as float32. Asks for the same of the next block."""
+    lanes = isa.lanes
     for c in columns[::LINE // lanes]:
         prefetch(Vc, kv, key, c, ahead=BLOCK * d)
-    return [widen(Vc[kv, key, at(c, lanes)], lanes) for c in columns]
+    return [widen_half(Vc[kv, key, at(c, lanes)], isa, lanes) for c in columns]
 
 
 def _emit_split(isa, Q, Kc, Vc, partial, kv, split, first, stop, position, group, d):
@@ -45,14 +48,14 @@ def _emit_split(isa, Q, Kc, Vc, partial, kv, split, first, stop, position, group
         key0 = T.Bind((first + step) * BLOCK)
         emit_product(isa, group, BLOCK, d,
                      left=lambda g, c: Q[0, kv * group + g, c],
-                     right=lambda c, keys: _load_keys(Kc, kv, key0, c, keys, d, lanes),
+                     right=lambda c, keys: _load_keys(isa, Kc, kv, key0, c, keys, d),
                      start=lambda g, key: f32(0.0, lanes),
                      finish=lambda g, key, x: store(scores, x, g, at(key, lanes)))
         with T.serial(group) as g:
             store(shrink, emit_weights(scores, g, top, total, g, key0, position, lanes), g)
         emit_product(isa, group, d, BLOCK,
                      left=lambda g, key: scores[g, key],
-                     right=lambda key, columns: _load_values(Vc, kv, key0 + key, columns, d, lanes),
+                     right=lambda key, columns: _load_values(isa, Vc, kv, key0 + key, columns, d),
                      start=lambda g, c: out[g, at(c, lanes)] * splat(shrink[g], lanes),
                      finish=lambda g, c, x: store(out, x, g, at(c, lanes)))
     tops, totals, outs = partial

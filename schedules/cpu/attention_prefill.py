@@ -3,20 +3,21 @@
 In: the rotated queries (times log2(e)/sqrt(d)) and the caches of `rope_kv_write.py`, which already hold the chunk's own keys and values.
 Out: the heads' outputs, float32 or int8 blocks, of the live tokens.
 
-A task is one KV head and a tile of tokens; its rows are the tile's tokens times the heads of the group. For each block of 64 keys it converts
-K and V to float32 once, then works through its rows in register blocks of ROWS rows by as many vectors as fit: scores, softmax, outputs.
-Blocks of keys that no row of a register block may see are skipped. Tasks of later tiles see more keys, so threads take them in turns.
+A task is one KV head and a tile of tokens; its rows are the tile's tokens times the heads of the group. For each block of 64 keys it
+converts K and V to float32 once, then works through its rows in register blocks of ROWS rows by as many vectors as fit: scores, softmax,
+outputs. Blocks of keys that no row of a register block may see are skipped. Tasks of later tiles see more keys, so threads take them in
+turns.
 """
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.attention_block import BLOCK, emit_product, emit_start, emit_total, emit_weights, opaque, registers, scratch
+from mlc_amd.schedules.cpu.attention_block import BLOCK, emit_product, emit_start, emit_total, emit_weights, opaque, registers, scratch, widen_half
 from mlc_amd.schedules.cpu.norm import live_tokens
 from mlc_amd.schedules.cpu.quantize import BLOCK as QUANT
 from mlc_amd.schedules.cpu.quantize import act_args, emit_quantize_block
 from mlc_amd.schedules.cpu.rope_kv_write import KEYS, cache_shapes
-from mlc_amd.schedules.cpu.vector import LANES, at, f32, splat, store, widen
+from mlc_amd.schedules.cpu.vector import LANES, at, f32, splat, store
 
 ROWS = 6                        # rows of a register block
 # Rows of a task: many share the conversion of K and V, fewer make enough tasks for all threads out of a short chunk.
@@ -35,13 +36,13 @@ def _load_queries(Q, queries, kv, token0, rows, group, d):
         store(queries, Q[token0 + row // group, kv * group + row % group, at(i * LANES)], row, at(i * LANES))
 
 
-def _convert(Kc, Vc, keys, values, kv, key0, d):
+def _convert(isa, Kc, Vc, keys, values, kv, key0, d):
     """64 keys and values to float32: keys [d, 64], values [64, d]."""
     with T.serial(d) as c:
         for tile in range(BLOCK // KEYS):
-            store(keys, widen(Kc[kv, key0 // KEYS + tile, c, at(0)]), c, at(tile * KEYS))
+            store(keys, widen_half(Kc[kv, key0 // KEYS + tile, c, at(0)], isa, LANES), c, at(tile * KEYS))
     with T.serial(BLOCK) as key, T.serial(d // LANES) as i:
-        store(values, widen(Vc[kv, key0 + key, at(i * LANES)]), key, at(i * LANES))
+        store(values, widen_half(Vc[kv, key0 + key, at(i * LANES)], isa, LANES), key, at(i * LANES))
 
 
 def _emit_results(result, out, total, lanes, kv, token0, rows, group, d, p):
@@ -72,7 +73,7 @@ def _emit_task(isa, Q, Kc, Vc, result, kv, token0, tokens, position, group, tile
     first_key = opaque(position + token0)           # the last key that the tile's first token sees
     with T.serial((first_key + tokens - 1) // BLOCK + 1) as key_block:
         key0 = T.Bind(key_block * BLOCK)
-        _convert(Kc, Vc, keys, values, kv, key0, d)
+        _convert(isa, Kc, Vc, keys, values, kv, key0, d)
         # Register blocks before `skip` hold only tokens that stand before this block of keys.
         skip = opaque(T.max(key0 - first_key, T.int32(0)) * group // ROWS)
         with T.serial((rows + ROWS - 1) // ROWS - skip) as step:

@@ -10,15 +10,17 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.cpu.norm import live_tokens
 from mlc_amd.schedules.cpu.planes import decode, planes
 
-COLUMNS = 32                    # columns decoded in one go: they share their scales in every format
+COLUMNS = 32                    # a block's columns, four of which lie side by side
+# Unrolled here, because a loop whose addresses contain column % 4 is miscompiled: LLVM 22's vectorizer takes eight bytes in a row.
+QUAD = 4
 
 
 def embed(fmt, vocab, k, m, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], tokens int32[m], planes of the [vocab, k] table, X float32 [m, k]): X[i] = table[tokens[i]] of the live tokens.
+    """Kernel (state int32[4], tokens int32[m], planes of the [vocab, k] table, X float32 [m, k]): X[i] = table[tokens[i]] for live i.
 
     Token numbers outside the vocabulary read its first or last row (nothing out of bounds). UserError when the format does not allow k.
     """
-    step = COLUMNS if k % COLUMNS == 0 else 1
+    step, quad = (COLUMNS, QUAD) if k % COLUMNS == 0 else (1, 1)
     chunks = next(n for n in (16, 8, 4, 2, 1) if k // step % n == 0)        # tasks of a token: a single token keeps several threads busy
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
@@ -29,7 +31,8 @@ def embed(fmt, vocab, k, m, name) -> tirx.PrimFunc:
         with T.parallel(live_tokens(state, m) * chunks) as task:
             token, chunk = T.Bind(task // chunks), T.Bind(task % chunks)
             row = T.Bind(T.max(T.min(tokens[token], T.int32(vocab - 1)), T.int32(0)))
-            with T.serial(k // step // chunks) as block, T.serial(step) as i:
-                column = (chunk * (k // step // chunks) + block) * step + i
-                T.buffer_store(X, decode(fmt, table, row, column), [token, column])
+            with T.serial(k // step // chunks) as block, T.serial(step // quad) as j:
+                for i in range(quad):
+                    column = (chunk * (k // step // chunks) + block) * step + j * quad + i
+                    T.buffer_store(X, decode(fmt, table, row, column), [token, column])
     return ir.get()

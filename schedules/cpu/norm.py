@@ -43,7 +43,8 @@ def _inverse_rms(X, row, k, eps):
 
 
 def rms_norm(k, m, eps, p, quantize, row, isa, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S of [m, k] in tiles of p tokens if `quantize`, else Y float32 [m, k]).
+    """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S of [m, k] in tiles of p tokens if `quantize`, else Y
+    float32 [m, k]).
 
     row: "all", or "last": only the last live token, X[live - 1]; the outputs then have the shapes of m = 1, p = 1.
     UserError unless 32 divides k. `isa` is not looked at: vectors have 16 lanes and LLVM splits them.
@@ -72,7 +73,10 @@ def rms_norm(k, m, eps, p, quantize, row, isa, name) -> tirx.PrimFunc:
 
 
 def quantize(k, m, p, isa, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X float32 [m, k], A, S): the live tokens' rows to int8 blocks in tiles of p tokens. UserError unless 32 divides k."""
+    """Kernel (state int32[4], X float32 [m, k], A, S): the live tokens' rows to int8 blocks in tiles of p tokens.
+
+    UserError unless 32 divides k.
+    """
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
