@@ -79,9 +79,9 @@ OPS = {
     "embed": (_embed, "rows of the embedding table: (tokens int32[m], weight); format, vocab, k"),
     "rms_norm": (_rms_norm, "x / rms(x) * g: (x, g); eps, row: all rows or the last live one, act_tile: 0 or quantize to this tile"),
     "quantize": (_quantize, "x to act: (x,); act_tile"),
-    "linear": (_linear, "x W^T for several W: (x or act, weights.., biases.., residual?); formats, n, biases (a flag each), residual, k, m"),
+    "linear": (_linear, "x W^T for each W: (x or act, weights.., biases.., residual?); formats, n, biases (flags), residual, k, m"),
     "gate_up_swiglu": (_gate_up_swiglu, "silu(x G^T) * (x U^T): (x or act, G, U); formats, n, k, m, act_tile"),
-    "rope_kv_write": (_rope_kv_write, "RMS norm of heads if given, RoPE, KV write in place: (q, k, v, [qn, kn], cos_sin, K, V) to (q, K, V)"),
+    "rope_kv_write": (_rope_kv_write, "head norms if given, RoPE, KV write in place: (q, k, v, [qn, kn], cos_sin, K, V) to (q, K, V)"),
     "attention": (_attention, "causal attention on the cache: (q, K, V); act_tile"),
 }
 
@@ -112,4 +112,5 @@ def name_of(value) -> str:
 
 def with_attrs(value: relax.Call, args=None, **changes) -> relax.Call:
     """The same operator with other arguments or attributes."""
-    return call(name_of(value), value.args if args is None else args, **{**{k: value.attrs[k] for k in value.attrs.keys()}, **changes})
+    attrs = {key: value.attrs[key] for key in value.attrs.keys()} | changes  # noqa: SIM118 (not a dict)
+    return call(name_of(value), value.args if args is None else args, **attrs)

@@ -52,7 +52,9 @@ class Summary:
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
 
 
-def compile_model(model, target: str, arch: str, ctx: int | None, out: Path, progress: Progress | None = None, weights: bool = True) -> Summary:
+def compile_model(
+    model, target: str, arch: str, ctx: int | None, out: Path, progress: Progress | None = None, weights: bool = True
+) -> Summary:
     """Compiles `model` (a GGUFModel or a synthetic one) into the folder `out`.
 
     `ctx`: KV cache capacity in tokens, default the model's context up to 4096. `weights=False` leaves the weights out (their places are
@@ -101,7 +103,8 @@ def compile_model(model, target: str, arch: str, ctx: int | None, out: Path, pro
     clock.lap("write")
     opened = artifact.Artifact(out, manifest)
     launches = {name: len(steps) for name, steps in plan.functions.items()}
-    return Summary(Path(out), len(manifest["kernels"]), kernel_bytes, opened.weight_bytes, launches, plan.arena_bytes, opened.kv_bytes, clock.laps)
+    sizes = kernel_bytes, opened.weight_bytes, launches, plan.arena_bytes, opened.kv_bytes
+    return Summary(Path(out), len(manifest["kernels"]), *sizes, clock.laps)
 
 
 class _Clock:
@@ -126,7 +129,8 @@ def _capacity(config, ctx: int | None) -> int:
 
 def _functions(backend, ctx: int) -> list[FunctionSpec]:
     sizes = backend.prefill_sizes(ctx)
-    return [FunctionSpec("decode", 1), *(FunctionSpec(f"prefill_{m}", m) for m in sizes), FunctionSpec(f"score_{SCORE_TOKENS}", SCORE_TOKENS, True)]
+    prefill = [FunctionSpec(f"prefill_{m}", m) for m in sizes]
+    return [FunctionSpec("decode", 1), *prefill, FunctionSpec(f"score_{SCORE_TOKENS}", SCORE_TOKENS, all_logits=True)]
 
 
 def _io(config, functions: list[FunctionSpec]) -> dict[str, dict]:
@@ -200,9 +204,13 @@ def _write_weights(model, specs, path: Path, ctx: int, progress: Progress, worke
                     continue
                 tensor = model.tensors[name]
                 rows = max(16, CHUNK_BYTES // max(1, tensor.nbytes // tensor.shape[0]) // 16 * 16)
-                jobs += [pool.submit(repack_chunk, name, start, min(start + rows, tensor.shape[0])) for start in range(0, tensor.shape[0], rows)]
-            for job in jobs:
-                job.result()
+                for start in range(0, tensor.shape[0], rows):
+                    jobs.append(pool.submit(repack_chunk, name, start, min(start + rows, tensor.shape[0])))
+            try:
+                for job in jobs:
+                    job.result()
+            finally:  # after an error or Ctrl-C, what has not begun is not wanted
+                pool.shutdown(wait=True, cancel_futures=True)
     finally:
         writer.close()
 

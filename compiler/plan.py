@@ -38,8 +38,8 @@ def lower(mod: tvm.IRModule) -> tvm.IRModule:
     return tvm.transform.Sequential(passes)(mod)
 
 
-def make_plan(mod: tvm.IRModule, parameters: dict[str, list[tuple[str, str]]], tensors: dict[str, list[str]], output: str = "logits") -> Plan:
-    """`parameters`: (kind, name) of each function's parameters; `tensors`: names in the weights file by weight, one for each plane;
+def make_plan(mod: tvm.IRModule, parameters: dict[str, list], tensors: dict[str, list[str]], output: str = "logits") -> Plan:
+    """`parameters`: (kind, name) of each parameter, by function; `tensors`: names in the weights file by weight, one for each plane;
     `output`: the io name of the returned tensor."""
     mod = lower(mod)
     walkers = {name: _Walker(mod[name], parameters[name], tensors, output) for name in parameters}
@@ -81,7 +81,8 @@ class _Walker:
             self.arena += math.ceil(int(call.args[0].values[0]) / ALIGN) * ALIGN
             return ["storage", offset]
         if name == "relax.memory.alloc_tensor":
-            return ["arena", self.env[call.args[0]][1] + int(call.args[1].value), str(call.args[3].value), [int(s) for s in call.args[2].values]]
+            storage, offset, shape, dtype, *_ = call.args
+            return ["arena", self.env[storage][1] + int(offset.value), str(dtype.value), [int(s) for s in shape.values]]
         if name == "relax.builtin.alloc_tensor":  # not planned: it leaves the function
             return ["io", self.output]
         if name.startswith("relax.memory.kill"):

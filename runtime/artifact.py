@@ -5,7 +5,7 @@
     weights.safetensors   packed weights, every tensor at a multiple of 64 bytes, mapped and never copied
     tokenizer.json, tokenizer_config.json
 
-Writing goes to a temporary folder beside the destination, which is renamed when all is there: an interrupted or failed compile leaves nothing.
+Writing goes to a temporary folder beside the destination, renamed when all is there: an interrupted or failed compile leaves nothing.
 """
 
 import hashlib
@@ -27,7 +27,8 @@ from mlc_amd.runtime.errors import UserError
 FORMAT_VERSION = 1
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 ALIGN = 64  # bytes: what the kernels' vector loads want
-DTYPES = {"uint8": "U8", "int8": "I8", "float16": "F16", "uint16": "U16", "float32": "F32", "int32": "I32", "uint32": "U32"}  # safetensors' names
+# safetensors' names
+DTYPES = {"uint8": "U8", "int8": "I8", "float16": "F16", "uint16": "U16", "float32": "F32", "int32": "I32", "uint32": "U32"}
 NUMPY = {name: np.dtype(dtype) for dtype, name in DTYPES.items()}
 
 

@@ -133,7 +133,8 @@ class Engine:
             raise UserError(f"token id {bad} is outside the vocabulary of {self.vocab}")
         if self.position + len(ids) > self.context:
             raise ContextFull(
-                f"{self.position + len(ids)} tokens do not fit the context of {self.context}; shorten the prompt or compile with a larger --ctx"
+                f"{self.position + len(ids)} tokens do not fit the context of {self.context}; "
+                "shorten the prompt or compile with a larger --ctx"
             )
         return ids
 

@@ -42,5 +42,5 @@ def compiled(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def demo_artifact(compiled, demo_gguf) -> Path:
-    """The bundled model, 512 tokens of context."""
-    return compiled(demo_gguf, 512)
+    """The bundled model with its whole context, 2048 tokens."""
+    return compiled(demo_gguf, 2048)

@@ -35,8 +35,8 @@ def manifest_with(path, **changes):
 def test_contents(demo_artifact):
     opened = Artifact.open(demo_artifact, verify=True)
     assert set(opened.manifest["files"]) == {"kernels.so", "weights.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert opened.weight_bytes == sum(v.nbytes for v in map(opened.weights.__getitem__, opened.weights.header) if v.ndim > 1 or v.dtype != np.uint8)
-    assert opened.kv_bytes == 6 * 2 * 4 * 512 * 64 * 2
+    assert opened.weight_bytes == sum(opened.weights[name].nbytes for name in opened.weights.header if not name.startswith("__pad_"))
+    assert opened.kv_bytes == 6 * 2 * 4 * 2048 * 64 * 2
 
 
 def test_weights_are_safetensors_and_aligned(demo_artifact):

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from mlc_amd.compiler.gguf.reader import GGUFModel
-from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.chat import Conversation
 from mlc_amd.runtime.chat_template import ChatTemplate
 from mlc_amd.runtime.engine import ContextFull, Engine
@@ -29,11 +27,8 @@ CONTEXT = 2048
 
 
 @pytest.fixture(scope="module")
-def loaded(demo_gguf, tmp_path_factory) -> Engine:
-    path = tmp_path_factory.mktemp("chat") / "demo"
-    with GGUFModel.open(demo_gguf) as model:
-        compile_model(model, "cpu", "native", CONTEXT, path)
-    return Engine.load(path)
+def loaded(demo_artifact) -> Engine:
+    return Engine.load(demo_artifact)
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def mlc_amd(home):
 
 
 @pytest.fixture(scope="session")
-def compiled(mlc_amd, demo_gguf, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+def by_command(mlc_amd, demo_gguf, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     """The bundled model, compiled by the command itself, and how that went."""
     folder = tmp_path_factory.mktemp("work")
     done = mlc_amd("compile", demo_gguf, "--target", "cpu", "--ctx", 512, cwd=folder)
@@ -47,8 +47,8 @@ def compiled(mlc_amd, demo_gguf, tmp_path_factory) -> tuple[Path, subprocess.Com
 
 
 @pytest.fixture(scope="session")
-def artifact(compiled) -> Path:
-    path, done = compiled
+def artifact(by_command) -> Path:
+    path, done = by_command
     assert done.returncode == 0, done.stderr
     return path
 
@@ -64,8 +64,8 @@ def error_of(done: subprocess.CompletedProcess) -> str:
 # ---- what works
 
 
-def test_compile_makes_a_folder_and_says_what_is_in_it(compiled):
-    path, done = compiled
+def test_compile_makes_a_folder_and_says_what_is_in_it(by_command):
+    path, done = by_command
     assert done.returncode == 0, done.stderr
     assert (path / "manifest.json").is_file()
     for word in ("weights", "kernels", "launches", "decode", "KV cache", "time"):

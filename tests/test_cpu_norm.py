@@ -20,7 +20,7 @@ ARCHS = [name for name in ("native", "x86-64-v3", "x86-64-v2") if host_flags().i
 EPS, LEFT = 1e-5, 7.0           # LEFT: what outputs hold before a kernel runs
 #        m, k, p, live
 CHUNKS = ((1, 2048, 1, 1), (16, 256, 4, 16), (16, 96, 8, 5), (8, 64, 16, 8))
-VOCAB, COLUMNS = 37, 512
+VOCAB, COLUMNS, ODD_COLUMNS = 37, 512, 100
 EMBED_M = 5
 
 
@@ -32,6 +32,7 @@ def kernels(arch):
         funcs += [quantize(k, m, p, isa, f"quantize{i}")]
         funcs += [rms_norm(k, m, EPS, p, q, row, isa, f"norm{i}_{row}_{int(q)}") for row in ("all", "last") for q in (False, True)]
     funcs += [embed(fmt, VOCAB, COLUMNS, m, f"embed_{fmt}_{m}") for fmt in FORMATS for m in (1, EMBED_M)]
+    funcs += [embed("f32", VOCAB, ODD_COLUMNS, EMBED_M, "embed_odd")]
     return tvm.compile(tvm.IRModule({f.attrs["global_symbol"]: f for f in funcs}), target=resolve(arch).target)
 
 
@@ -122,6 +123,14 @@ def test_embed(arch, fmt):
         kernels(arch)[f"embed_{fmt}_{m}"](state(live), tensor(np.array(tokens, np.int32)), *weights, X)
         assert (X.numpy()[:live] == table[np.clip(tokens, 0, VOCAB - 1)[:live]]).all()
         assert (X.numpy()[live:] == LEFT).all()
+
+
+def test_embed_of_a_float_table_takes_any_number_of_columns():
+    table = np.random.default_rng(4).standard_normal((VOCAB, ODD_COLUMNS)).astype(np.float32)
+    weights = [tensor(plane) for plane in repack("f32", table.view(np.uint8), ODD_COLUMNS).values()]
+    X, tokens = tensor(np.zeros((EMBED_M, ODD_COLUMNS), np.float32)), np.array([3, 36, 0, 17, 16], np.int32)
+    kernels(ARCHS[0])["embed_odd"](state(EMBED_M), tensor(tokens), *weights, X)
+    assert (X.numpy() == table[tokens]).all()
 
 
 def test_columns_that_do_not_fit_are_refused():

@@ -61,10 +61,10 @@ def test_match_keeps_the_common_prefix_and_leaves_one_token(engine):
 
 def test_context_full(engine):
     engine.prefill(IDS)
-    with pytest.raises(ContextFull, match="do not fit the context of 512"):
-        engine.prefill([1] * 363)
+    with pytest.raises(ContextFull, match="do not fit the context of 2048"):
+        engine.prefill([1] * 1899)
     assert engine.tokens == IDS
-    engine.prefill([1] * 362)  # to the last place
+    engine.prefill([1] * 1898)  # to the last place
     with pytest.raises(ContextFull):
         engine.decode(1)
 
@@ -95,10 +95,10 @@ def test_generate_ends(engine):
     list(engine.generate(prompt))
     assert engine.last.finish == "stop"
     engine.reset()
-    full = [1] * 500
+    full = [1] * 2040
     list(engine.generate(full, Sampling(temperature=5.0, seed=1)))
     assert engine.last.finish in ("context", "stop")
-    assert engine.position <= 512
+    assert engine.position <= 2048
 
 
 def test_same_seed_same_text(engine):

@@ -46,7 +46,7 @@ def test_mixed_kinds_share_one_quantization():
     model = synthetic("tiny:q4_0")
     for layer in range(model.config.layers):
         model.tensors[f"blk.{layer}.attn_k.weight"] = synthetic("tiny:f16").tensors[f"blk.{layer}.attn_k.weight"]
-    counts, calls = operators(model)
+    _, calls = operators(model)
     siblings = [[str(f) for f in call.attrs["formats"]] for call in calls if ops.name_of(call) == "linear"]
     assert siblings.count(["q4_0", "q4_0"]) == model.config.layers
     assert siblings.count(["f16"]) == model.config.layers

@@ -48,7 +48,7 @@ class CpuTarget:
     planes = staticmethod(planes)
 
     def prefill_sizes(self, ctx: int) -> list[int]:
-        """Tokens of the prefill functions. Kernels loop over live tokens only, so a size costs what is really in it, in steps of its tile."""
+        """Tokens of the prefill functions. Kernels loop over live tokens only: a size costs what is in it, in steps of its tile."""
         return [m for m in (4, 64, 512) if m <= max(ctx, 64)]
 
     def act_tile(self, m: int) -> int:
@@ -82,7 +82,8 @@ class CpuTarget:
         name = self._names[key]
         gv = bb.add_func(self.kernels[name], name)
         if inplace:
-            flat = [next(i for i, item in enumerate(inputs) if item.same_as(call.args[inplace[j]])) if j in inplace else -1 for j in range(len(outputs))]
+            place = {j: next(i for i, item in enumerate(inputs) if item.same_as(call.args[arg])) for j, arg in inplace.items()}
+            flat = [place.get(j, -1) for j in range(len(outputs))]
             return relax.op.call_tir_inplace(gv, inputs, flat, outputs)
         return relax.op.call_tir(gv, inputs, outputs if len(outputs) > 1 else outputs[0])
 
@@ -161,7 +162,10 @@ class CpuTarget:
             return path
 
         with ThreadPoolExecutor(workers) as pool:
-            objects = list(pool.map(build, range(len(batches))))
+            try:
+                objects = list(pool.map(build, range(len(batches))))
+            finally:  # after an error or Ctrl-C, what has not begun is not wanted
+                pool.shutdown(wait=True, cancel_futures=True)
         link_shared(objects, directory / LIBRARY)
         for path in objects:
             Path(path).unlink()

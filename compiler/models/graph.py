@@ -1,7 +1,7 @@
 """Emits one Relax function of a decoder, op by op, and remembers what each parameter is.
 
 A model file (llama.py, qwen2.py ..) calls the methods below in the order of its formula; nothing here knows an architecture.
-`parameters` says for each function parameter where the runtime finds it: ("io", "tokens"), ("weight", "blk.0.attn_q.weight"), ("kv", "k.0").
+`parameters` says for each function parameter where the runtime finds it: ("io", "tokens"), ("weight", "output_norm.weight"), ("kv", "k.0").
 """
 
 from dataclasses import dataclass, field

@@ -5,6 +5,7 @@ axis of every plane: a tensor can be repacked in chunks of rows (multiples of 16
 the GIL), and each plane's chunks written one after the other.
 """
 import numpy as np
+
 from mlc_amd.compiler.quant.unpack import UNPACK, Blocks
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu.planes import ROWS, planes

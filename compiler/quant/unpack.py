@@ -12,6 +12,7 @@ arithmetic on long contiguous runs, four codes a word. Sources of the layouts: g
 from collections.abc import Callable
 
 import numpy as np
+
 from mlc_amd.schedules.cpu.planes import ROWS
 
 

@@ -13,7 +13,8 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu.isa import Avx2, AvxVnni, Portable, Vnni512
 
 # The names that `--help` and errors show; any other cpu that LLVM knows works too.
-NAMES = ("native", "x86-64-v2", "x86-64-v3", "x86-64-v4", "znver1", "znver2", "znver3", "znver4", "znver5", "haswell", "alderlake", "icelake-server")
+LEVELS = ("x86-64-v4", "x86-64-v3", "x86-64-v2")
+NAMES = ("native", *reversed(LEVELS), "znver1", "znver2", "znver3", "znver4", "znver5", "haswell", "alderlake", "icelake-server")
 
 # The best first: (LLVM features, instruction set)
 ISAS = ((("avx512vnni", "avx512bw"), Vnni512), (("avxvnni",), AvxVnni), (("avx2", "fma", "f16c"), Avx2), ((), Portable))
@@ -59,8 +60,10 @@ def resolve(name: str = "native") -> Arch:
     if name == "native":
         cpu, host = codegen.llvm_get_system_cpu(), host_flags()
         # A hypervisor may hide features of the CPU that LLVM recognizes: then the best level that the flags allow.
-        candidates = [_arch(cpu, cpu), *(_arch(level, level) for level in ("x86-64-v4", "x86-64-v3", "x86-64-v2"))] if host else [_arch(cpu, cpu)]
-        return next((arch for arch in candidates if not host or host.issuperset(arch.flags)), candidates[-1])
+        if not host:
+            return _arch(cpu, cpu)
+        candidates = [_arch(name, name) for name in (cpu, *LEVELS)]
+        return next((arch for arch in candidates if host.issuperset(arch.flags)), candidates[-1])
     if not codegen.llvm_is_valid_cpu(name, triple):
         raise UserError(f"unknown CPU arch '{name}'; use one of {', '.join(NAMES)} or another cpu name of LLVM")
     return _arch(name, name)

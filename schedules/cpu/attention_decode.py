@@ -11,7 +11,17 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.attention_block import BLOCK, LOWEST, emit_product, emit_start, emit_total, emit_weights, opaque, registers, widen_half
+from mlc_amd.schedules.cpu.attention_block import (
+    BLOCK,
+    LOWEST,
+    emit_product,
+    emit_start,
+    emit_total,
+    emit_weights,
+    opaque,
+    registers,
+    widen_half,
+)
 from mlc_amd.schedules.cpu.quantize import BLOCK as QUANT
 from mlc_amd.schedules.cpu.quantize import act_args, emit_quantize_block
 from mlc_amd.schedules.cpu.rope_kv_write import KEYS, cache_shapes

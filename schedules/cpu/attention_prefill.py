@@ -12,7 +12,17 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.attention_block import BLOCK, emit_product, emit_start, emit_total, emit_weights, opaque, registers, scratch, widen_half
+from mlc_amd.schedules.cpu.attention_block import (
+    BLOCK,
+    emit_product,
+    emit_start,
+    emit_total,
+    emit_weights,
+    opaque,
+    registers,
+    scratch,
+    widen_half,
+)
 from mlc_amd.schedules.cpu.norm import live_tokens
 from mlc_amd.schedules.cpu.quantize import BLOCK as QUANT
 from mlc_amd.schedules.cpu.quantize import act_args, emit_quantize_block

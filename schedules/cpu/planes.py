@@ -20,11 +20,12 @@ In a block, with row r of the tile and column 4*j + i (i < 4, j < 8):
 """
 from math import prod
 
-from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.formats import PLANE_BITS, Format, lookup
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.formats import PLANE_BITS, Format, lookup
 
 ROWS, BLOCK = 16, 32
 

@@ -12,7 +12,7 @@ row 2 those with a zero point, rows 3 to 6 the same for formats with scales per 
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.cpu.vector import LANES, at, reduce, splat, store
+from mlc_amd.schedules.cpu.vector import LANES, at, dtype, i32, reduce, splat, store
 
 BLOCK = 32                      # columns that share a scale
 FIELDS = 8                      # rows of S
@@ -37,11 +37,13 @@ def act_args(m, k, p):
 def emit_quantize_block(x0, x1, A, S, tile, block, row):
     """Stores one block of one token. x0, x1: float32x16, columns 0..15 and 16..31 of the block; tile = m // P, row = m % P of token m."""
     x = [T.Bind(x0), T.Bind(x1)]
-    top = reduce("fmax", T.max(T.abs(x[0]), T.abs(x[1])))
+    # Magnitudes compare like the integers that their bits are; LLVM's fmax would mind NaNs at each step.
+    bits = [T.reinterpret(dtype("int32", LANES), v) & i32(0x7FFFFFFF) for v in x]
+    top = T.Bind(T.reinterpret("float32", reduce("smax", T.max(*bits))))
     inverse = T.Bind(T.Select(top > T.float32(TINY), T.float32(127) / top, T.float32(0)))
-    q = [T.Bind(T.cast(T.nearbyint(v * splat(inverse)), f"int32x{LANES}")) for v in x]
+    q = [T.Bind(T.cast(T.nearbyint(v * splat(inverse)), dtype("int32", LANES))) for v in x]
     for half in range(2):
-        store(A, T.cast(q[half], f"int8x{LANES}"), tile, block, row, at(half * LANES))
+        store(A, T.cast(q[half], dtype("int8", LANES)), tile, block, row, at(half * LANES))
     d = T.Bind(top / T.float32(127))
     low, high = reduce("add", q[0]), reduce("add", q[1])
     sums = (T.Bind(low + high), low, high)
