@@ -18,8 +18,7 @@ from mlc_amd.compiler import ops
 from mlc_amd.compiler.ops import shape_of
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu import arch as archs
-from mlc_amd.schedules.cpu.attention_decode import attention_decode
-from mlc_amd.schedules.cpu.attention_prefill import attention_prefill
+from mlc_amd.schedules.cpu.attention import attention
 from mlc_amd.schedules.cpu.embed import embed
 from mlc_amd.schedules.cpu.gate_up import gate_up_swiglu
 from mlc_amd.schedules.cpu.linear import linear
@@ -138,11 +137,8 @@ class CpuTarget:
     def _attention(self, bb, call):
         a, m, tile = call.attrs, shape_of(call.args[1])[0], int(call.attrs["act_tile"])
         heads, kv_heads, d, ctx = (int(a[key]) for key in ("heads", "kv_heads", "d", "ctx"))
-        if m == 1:
-            build = lambda name: attention_decode(heads, kv_heads, d, ctx, bool(tile), self.isa, name)  # noqa: E731
-        else:
-            build = lambda name: attention_prefill(heads, kv_heads, d, ctx, m, tile or self.act_tile(m), bool(tile), self.isa, name)  # noqa: E731
-        return self._call(bb, call, f"attention_m{m}", build)
+        p = tile or self.act_tile(m)
+        return self._call(bb, call, f"attention_m{m}", lambda name: attention(heads, kv_heads, d, ctx, m, p, bool(tile), self.isa, name))
 
     # ---- compilation
 

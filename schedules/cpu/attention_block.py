@@ -1,18 +1,22 @@
-"""What the attention kernels are made of: products in register blocks, and online softmax over blocks of 64 keys.
+"""What the attention kernels are made of: products in register blocks, and online softmax over blocks of 64 keys in spans of 256.
 
 A row is one query of one head. Its scores are powers of two (log2(e) is in the query already). Besides its output so far a kernel keeps
     top[row]            the largest score so far
     total[row, lanes]   the sum of 2**(score - top) so far, still spread over a vector's lanes
 A larger score shrinks what came before by 2**(old top - new top).
+
+Each span starts afresh and is then joined to the ones before it, in order. Decode works on spans side by side and prefill on one after the
+other, yet both round alike: a token's output has the same bits whichever kernel made it. What a row does not see changes nothing, to the
+bit, because 2**0 is exactly 1.
 """
 import math
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.isa import Portable
-from mlc_amd.schedules.cpu.vector import LANES, at, dtype, exp2, f32, splat, store, tree_add, widen
+from mlc_amd.schedules.cpu.vector import LANES, at, exp2, f32, splat, store, tree_add
 
 BLOCK = 64                      # keys between two looks at the maximum
+SPAN = 4                        # blocks of a span
 # "Minus infinity" that may be subtracted from itself.
 LOWEST = -1e30
 
@@ -38,21 +42,6 @@ def opaque(x):
     cell = registers(1, kind="int32")
     store(cell, x, 0)
     return cell[0]
-
-
-def widen_half(x, isa, lanes):
-    """A vector of finite float16 as float32, in a register.
-
-    LLVM calls a function for each lane where the machine has no instruction for it (x86 before F16C). There the bits move into place and
-    a multiplication mends the exponent, denormals included.
-    """
-    if isa is not Portable:
-        return widen(x, lanes)
-    bits = T.Bind(T.cast(T.reinterpret(dtype("uint16", lanes), x), dtype("uint32", lanes)))
-    magnitude = T.shift_left(bits & splat(T.uint32(0x7FFF), lanes), splat(T.uint32(13), lanes))
-    sign = T.shift_left(bits & splat(T.uint32(0x8000), lanes), splat(T.uint32(16), lanes))
-    value = T.reinterpret(dtype("float32", lanes), magnitude) * f32(2.0 ** 112, lanes)
-    return T.Bind(T.reinterpret(dtype("float32", lanes), T.reinterpret(dtype("uint32", lanes), value) | sign))
 
 
 def accumulators(isa):
@@ -141,3 +130,29 @@ def emit_weights(scores, row, top, total, state_row, key0, last, lanes):
 def emit_total(total, row, lanes):
     """The sum of a row's weights, a scalar in a register."""
     return tree_add(T.Bind(total[row, at(0, lanes)]), lanes)
+
+
+def emit_join(joined, row, top, total, out, d):
+    """Joins a span's results to those of the spans before it: joined = (top [rows], total [rows], out [rows, d]), float32, at `row`.
+
+    top and total: the span's, scalars; out(i): its output, columns i .. i+15.
+    """
+    tops, totals, outs = joined
+    before = T.Bind(tops[row])
+    now = T.Bind(T.max(before, top))
+    keep, gain = exp2(before - now, 1), exp2(top - now, 1)
+    store(tops, now, row)
+    store(totals, totals[row] * keep + total * gain, row)
+    with T.serial(d // LANES) as i:
+        column = at(i * LANES)
+        store(outs, outs[row, column] * splat(keep) + out(i * LANES) * splat(gain), row, column)
+
+
+def emit_join_start(joined, rows, d):
+    """What rows 0 .. rows-1 hold before the first span."""
+    tops, totals, outs = joined
+    with T.serial(rows) as row:
+        store(tops, T.float32(LOWEST), row)
+        store(totals, T.float32(0), row)
+        with T.serial(d // LANES) as i:
+            store(outs, f32(0.0), row, at(i * LANES))

@@ -14,6 +14,9 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.attention_block import (
     BLOCK,
+    SPAN,
+    emit_join,
+    emit_join_start,
     emit_product,
     emit_start,
     emit_total,
@@ -21,7 +24,6 @@ from mlc_amd.schedules.cpu.attention_block import (
     opaque,
     registers,
     scratch,
-    widen_half,
 )
 from mlc_amd.schedules.cpu.norm import live_tokens
 from mlc_amd.schedules.cpu.quantize import BLOCK as QUANT
@@ -50,16 +52,16 @@ def _convert(isa, Kc, Vc, keys, values, kv, key0, d):
     """64 keys and values to float32: keys [d, 64], values [64, d]."""
     with T.serial(d) as c:
         for tile in range(BLOCK // KEYS):
-            store(keys, widen_half(Kc[kv, key0 // KEYS + tile, c, at(0)], isa, LANES), c, at(tile * KEYS))
+            store(keys, isa.half(Kc[kv, key0 // KEYS + tile, c, at(0)]), c, at(tile * KEYS))
     with T.serial(BLOCK) as key, T.serial(d // LANES) as i:
-        store(values, widen_half(Vc[kv, key0 + key, at(i * LANES)], isa, LANES), key, at(i * LANES))
+        store(values, isa.half(Vc[kv, key0 + key, at(i * LANES)]), key, at(i * LANES))
 
 
-def _emit_results(result, out, total, lanes, kv, token0, rows, group, d, p):
+def _emit_results(result, out, total, kv, token0, rows, group, d, p):
     """Divides each row by its total and stores it as token row // group, head kv*group + row % group."""
     with T.serial(rows) as row:
         token, head = T.Bind(token0 + row // group), T.Bind(kv * group + row % group)
-        inverse = splat(T.Bind(T.float32(1) / emit_total(total, row, lanes)))
+        inverse = splat(T.Bind(T.float32(1) / total[row]))
         with T.serial(d // QUANT) as block:
             halves = [block * QUANT + i * LANES for i in range(2)]
             y = [out[row, at(h)] * inverse for h in halves]
@@ -75,34 +77,40 @@ def _emit_task(isa, Q, Kc, Vc, result, kv, token0, tokens, position, group, tile
     lanes = isa.lanes
     padded = -(-tile * group // ROWS) * ROWS
     queries, out, keys, values = (scratch(*shape) for shape in ((padded, d), (padded, d), (d, BLOCK), (BLOCK, d)))
-    top, total = scratch(padded), scratch(padded, lanes)
+    top, total = scratch(padded), scratch(padded, lanes)                   # of the span
+    joined = scratch(padded), scratch(padded), scratch(padded, d)           # of all spans so far
     scores, shrink = registers(ROWS, BLOCK), registers(ROWS)
     rows = opaque(tokens * group)
     _load_queries(Q, queries, kv, token0, rows, group, d)
-    emit_start(top, total, out, padded, d, lanes)
+    emit_join_start(joined, padded, d)
     first_key = opaque(position + token0)           # the last key that the tile's first token sees
-    with T.serial((first_key + tokens - 1) // BLOCK + 1) as key_block:
-        key0 = T.Bind(key_block * BLOCK)
-        _convert(isa, Kc, Vc, keys, values, kv, key0, d)
-        # Register blocks before `skip` hold only tokens that stand before this block of keys.
-        skip = opaque(T.max(key0 - first_key, T.int32(0)) * group // ROWS)
-        with T.serial((rows + ROWS - 1) // ROWS - skip) as step:
-            row0 = opaque((skip + step) * ROWS)
-            emit_product(isa, ROWS, BLOCK, d,
-                         left=lambda r, c: queries[row0 + r, c],
-                         right=lambda c, columns: [T.Bind(keys[c, at(key, lanes)]) for key in columns],
-                         start=lambda r, key: f32(0.0, lanes),
-                         finish=lambda r, key, x: store(scores, x, r, at(key, lanes)))
-            with T.serial(ROWS) as r:
-                last = opaque(first_key + (row0 + r) // group)
-                store(shrink, emit_weights(scores, r, top, total, row0 + r, key0, last, lanes), r)
-            seen = opaque(T.min(first_key + (row0 + ROWS - 1) // group - key0 + 1, T.int32(BLOCK)))
-            emit_product(isa, ROWS, d, seen,
-                         left=lambda r, key: scores[r, key],
-                         right=lambda key, columns: [T.Bind(values[key, at(c, lanes)]) for c in columns],
-                         start=lambda r, c: out[row0 + r, at(c, lanes)] * splat(shrink[r], lanes),
-                         finish=lambda r, c, x: store(out, x, row0 + r, at(c, lanes)))
-    _emit_results(result, out, total, lanes, kv, token0, rows, group, d, p)
+    blocks = opaque((first_key + tokens - 1) // BLOCK + 1)
+    with T.serial((blocks + SPAN - 1) // SPAN) as span:
+        emit_start(top, total, out, padded, d, lanes)
+        with T.serial(T.min(blocks - span * SPAN, T.int32(SPAN))) as block:
+            key0 = opaque((span * SPAN + block) * BLOCK)
+            _convert(isa, Kc, Vc, keys, values, kv, key0, d)
+            # Register blocks before `skip` hold only tokens that stand before this block of keys.
+            skip = opaque(T.max(key0 - first_key, T.int32(0)) * group // ROWS)
+            with T.serial((rows + ROWS - 1) // ROWS - skip) as step:
+                row0 = opaque((skip + step) * ROWS)
+                emit_product(isa, ROWS, BLOCK, d,
+                             left=lambda r, c: queries[row0 + r, c],
+                             right=lambda c, columns: [T.Bind(keys[c, at(key, lanes)]) for key in columns],
+                             start=lambda r, key: f32(0.0, lanes),
+                             finish=lambda r, key, x: store(scores, x, r, at(key, lanes)))
+                with T.serial(ROWS) as r:
+                    last = opaque(first_key + (row0 + r) // group)
+                    store(shrink, emit_weights(scores, r, top, total, row0 + r, key0, last, lanes), r)
+                seen = opaque(T.min(first_key + (row0 + ROWS - 1) // group - key0 + 1, T.int32(BLOCK)))
+                emit_product(isa, ROWS, d, seen,
+                             left=lambda r, key: scores[r, key],
+                             right=lambda key, columns: [T.Bind(values[key, at(c, lanes)]) for c in columns],
+                             start=lambda r, c: out[row0 + r, at(c, lanes)] * splat(shrink[r], lanes),
+                             finish=lambda r, c, x: store(out, x, row0 + r, at(c, lanes)))
+        with T.serial(rows) as row:
+            emit_join(joined, row, T.Bind(top[row]), emit_total(total, row, lanes), lambda c: out[row, at(c)], d)
+    _emit_results(result, joined[2], joined[1], kv, token0, rows, group, d, p)
 
 
 def attention_prefill(heads, kv_heads, d, ctx, m, p, quantize, isa, name) -> tirx.PrimFunc:

@@ -37,8 +37,9 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, p, quantize, isa, name):
         acts = emit_acts(params, p, k)
         with T.parallel(f // BLOCK) as block, T.serial(token_tiles(state, m, p)) as token_tile:
             made = local(2, p, BLOCK)      # gate and up of the block
-            with T.serial(BLOCK // ROWS) as half:
-                for i, (fmt, bufs) in enumerate(weights):
+            # one weight after the other: its two tiles lie side by side, so that the first one's prefetches serve the second
+            for i, (fmt, bufs) in enumerate(weights):
+                with T.serial(BLOCK // ROWS) as half:
                     def keep(token, row, x, i=i, half=half):
                         store(made, x, i, token, at(half * ROWS + row, isa.lanes))
 
