@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,6 +63,15 @@ def error_of(done: subprocess.CompletedProcess) -> str:
 
 
 # ---- what works
+
+
+def test_verify_reads_the_weights(mlc_amd, artifact, tmp_path):
+    damaged = shutil.copytree(artifact, tmp_path / "damaged")
+    with open(damaged / "weights.safetensors", "r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        file.write(b"\xff" * 10)
+    assert "weights.safetensors is corrupted" in error_of(mlc_amd("generate", damaged, "--prompt", "x", "--verify"))
+    assert mlc_amd("generate", artifact, "--prompt", "x", "--max-tokens", 1, "--verify").returncode == 0
 
 
 def test_compile_makes_a_folder_and_says_what_is_in_it(by_command):

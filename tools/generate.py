@@ -25,6 +25,7 @@ def run(
     arch: str = "native",
     ctx: int | None = None,
     threads: int | None = None,
+    verify: bool = False,
 ) -> None:
     """Continues a text. Only the continuation goes to stdout, as it is made.
 
@@ -44,13 +45,14 @@ def run(
         arch: the CPU that a GGUF file is compiled for.
         ctx: tokens that the KV cache holds, for a GGUF file (default: as many as the model allows, up to 4096).
         threads: CPU threads (default: all cores).
+        verify: check the weights' checksum too, which reads them all.
     """
     from mlc_amd.runtime.sampling import Sampling
 
     if max_tokens < 1:
         raise UserError(f"--max-tokens is {max_tokens}: it must be at least 1")
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, repetition_window, seed)
-    engine = models.load_engine(model, target=target, arch=arch, ctx=ctx, threads=threads)
+    engine = models.load_engine(model, target=target, arch=arch, ctx=ctx, threads=threads, verify=verify)
     ids = engine.tokenizer.encode(prompt, add_special=not engine.tokenizer.add_eos)
     try:
         for piece in engine.generate(ids, sampling, max_tokens, stop):

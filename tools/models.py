@@ -73,14 +73,15 @@ def artifact_path(
     return place
 
 
-def load_engine(model: str | None, *, threads: int | None = None, **compilation):
-    """An Engine for `model`. threads: of the cpu device (None: all cores); `compilation`: the arguments of `artifact_path`."""
+def load_engine(model: str | None, *, threads: int | None = None, verify: bool = False, **compilation):
+    """An Engine for `model`. threads: of the cpu device (None: all cores); verify: check the weights' checksum too; `compilation`: the
+    arguments of `artifact_path`."""
     if threads is not None and threads < 1:
         raise UserError(f"--threads is {threads}: it must be at least 1")
     path = artifact_path(model, **compilation)
     from mlc_amd.runtime.engine import Engine
 
-    return Engine.load(path, threads=threads)
+    return Engine.load(path, threads=threads, verify=verify)
 
 
 def _check_context(path: Path, ctx: int | None) -> None:

@@ -26,6 +26,7 @@ def run(
     arch: str = "native",
     ctx: int | None = None,
     threads: int | None = None,
+    verify: bool = False,
 ) -> None:
     """Measures the perplexity of a model on the tokens of a text, in one window.
 
@@ -43,11 +44,12 @@ def run(
         arch: the CPU that a GGUF file is compiled for.
         ctx: tokens that the KV cache holds, for a GGUF file (default: as many as the model allows, up to 4096).
         threads: CPU threads (default: all cores).
+        verify: check the weights' checksum too, which reads them all.
     """
     if (text is None) == (ids is None):
         raise UserError("give either --text FILE or --ids FILE.npz")
     given = read_text(text) if text else _read_ids(Path(ids).expanduser())
-    engine = models.load_engine(model, target=target, arch=arch, ctx=ctx, threads=threads)
+    engine = models.load_engine(model, target=target, arch=arch, ctx=ctx, threads=threads, verify=verify)
     sequence = np.asarray(engine.tokenizer.encode(given) if text else given, dtype=np.int64)
     count = _count(len(sequence), tokens, engine.context)
     sequence = sequence[:count]
