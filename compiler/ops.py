@@ -5,7 +5,7 @@ them into TensorIR kernels. Every operator takes `state` first: int32[4] = (toke
 
 Values
     x          float32 [m, k]
-    act        tuple (A int8 [mt, k/32, p, 32], S float32 [mt, k/32, 8, p]): x quantized in blocks of 32 columns, p tokens side by side
+    act        x in a layout of ACT_LAYOUTS, as the target's linears take it
     weight     tuple of planes, the packed form of one GGUF tensor (schedules' `planes`)
 """
 
@@ -22,10 +22,28 @@ def tensor_type(shape, dtype="float32"):
     return relax.TensorType([int(s) for s in shape], dtype)
 
 
-def act_type(m: int, k: int, tile: int):
-    """Type of `m` quantized rows of `k` columns, `tile` tokens side by side; the layout is documented in schedules/cpu/quantize.py."""
-    tiles = math.ceil(m / tile)
-    return relax.TupleType([tensor_type((tiles, k // 32, tile, 32), "int8"), tensor_type((tiles, k // 32, 8, tile))])
+def _tiles(m: int, k: int, p: int):
+    tiles = math.ceil(m / p)
+    return relax.TupleType([tensor_type((tiles, k // 32, p, 32), "int8"), tensor_type((tiles, k // 32, 8, p))])
+
+
+def _rows(m: int, k: int):
+    return relax.TupleType([tensor_type((m, k // 32, 32), "int8"), tensor_type((m, k // 32, 4))])
+
+
+# name, and a number behind a colon where the layout has one: type of m rows of k columns
+ACT_LAYOUTS = {
+    "": lambda m, k: tensor_type((m, k)),  # float32
+    "tiles": _tiles,  # int8 blocks of 32 columns, p tokens side by side: schedules/cpu/quantize.py
+    "rows": _rows,  # int8 blocks of 32 columns: schedules/gpu/quantize.py
+    "half": lambda m, k: tensor_type((m, k), "float16"),
+}
+
+
+def act_type(m: int, k: int, act: str):
+    """Type of `m` rows of `k` columns in the layout `act`, such as "tiles:16"."""
+    name, _, number = act.partition(":")
+    return ACT_LAYOUTS[name](m, k, *([int(number)] if number else []))
 
 
 def padded(n: int) -> int:
@@ -37,22 +55,18 @@ def shape_of(value) -> list[int]:
     return [int(s) for s in value.ty.shape.values]
 
 
-def _x_or_act(m: int, k: int, attrs):
-    return act_type(m, k, int(attrs["act_tile"])) if int(attrs["act_tile"]) else tensor_type((m, k))
-
-
 def _embed(call, bb):
     return tensor_type((shape_of(call.args[1])[0], int(call.attrs["k"])))
 
 
 def _rms_norm(call, bb):
     m, k = shape_of(call.args[1])
-    return _x_or_act(1 if call.attrs["row"] == "last" else m, k, call.attrs)
+    return act_type(1 if call.attrs["row"] == "last" else m, k, str(call.attrs["act"]))
 
 
 def _quantize(call, bb):
     m, k = shape_of(call.args[1])
-    return act_type(m, k, int(call.attrs["act_tile"]))
+    return act_type(m, k, str(call.attrs["act"]))
 
 
 def _linear(call, bb):
@@ -61,28 +75,29 @@ def _linear(call, bb):
 
 
 def _gate_up_swiglu(call, bb):
-    return _x_or_act(int(call.attrs["m"]), int(call.attrs["n"]), call.attrs)
+    return act_type(int(call.attrs["m"]), int(call.attrs["n"]), str(call.attrs["act"]))
 
 
 def _rope_kv_write(call, bb):
     heads, d = int(call.attrs["heads"]), int(call.attrs["d"])
-    return relax.TupleType([tensor_type((shape_of(call.args[1])[0], heads, d)), call.args[-2].ty, call.args[-1].ty])
+    q = tensor_type((shape_of(call.args[1])[0], heads, d), str(call.attrs["query_dtype"]))
+    return relax.TupleType([q, call.args[-2].ty, call.args[-1].ty])
 
 
 def _attention(call, bb):
     m, heads, d = shape_of(call.args[1])
-    return _x_or_act(m, heads * d, call.attrs)
+    return act_type(m, heads * d, str(call.attrs["act"]))
 
 
 # name: (type inference, what it computes; arguments after `state`; attributes)
 OPS = {
     "embed": (_embed, "rows of the embedding table: (tokens int32[m], weight); format, vocab, k"),
-    "rms_norm": (_rms_norm, "x / rms(x) * g: (x, g); eps, row: all rows or the last live one, act_tile: 0 or quantize to this tile"),
-    "quantize": (_quantize, "x to act: (x,); act_tile"),
-    "linear": (_linear, "x W^T for each W: (x or act, weights.., biases.., residual?); formats, n, biases (flags), residual, k, m"),
-    "gate_up_swiglu": (_gate_up_swiglu, "silu(x G^T) * (x U^T): (x or act, G, U); formats, n, k, m, act_tile"),
+    "rms_norm": (_rms_norm, "x / rms(x) * g: (x, g); eps, row: all rows or the last live one, act: layout of the result"),
+    "quantize": (_quantize, "x in the layout act: (x,); act"),
+    "linear": (_linear, "x W^T for each W: (x or act, weights.., biases.., residual?); formats, n, biases, residual, k, m, act (of x)"),
+    "gate_up_swiglu": (_gate_up_swiglu, "silu(x G^T) * (x U^T): (x or act, G, U); formats, n, k, m, act_in (of x), act (result)"),
     "rope_kv_write": (_rope_kv_write, "head norms if given, RoPE, KV write in place: (q, k, v, [qn, kn], cos_sin, K, V) to (q, K, V)"),
-    "attention": (_attention, "causal attention on the cache: (q, K, V); act_tile"),
+    "attention": (_attention, "causal attention on the cache: (q, K, V); act (of the result)"),
 }
 
 

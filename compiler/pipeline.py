@@ -90,7 +90,7 @@ def compile_model(
             "context": ctx,
             "functions": {f.name: {"tokens": f.m, "all_logits": f.all_logits, "launches": plan.functions[f.name]} for f in functions},
             "kernels": _kernel_table(plan, module),
-            "libraries": libraries,
+            **libraries,
             "arena_bytes": plan.arena_bytes,
             "io": _io(model.config, functions),
             "kv": kv,
@@ -98,7 +98,7 @@ def compile_model(
             "weight_bytes": sum(spec.nbytes for planes in specs.values() for spec in planes),
         }
         artifact.write_manifest(directory, manifest)
-        kernel_bytes = sum((directory / name).stat().st_size for name in libraries)
+        kernel_bytes = sum(file.stat().st_size for file in directory.glob("kernels*"))
         progress("write", 1, 1)
     clock.lap("write")
     opened = artifact.Artifact(out, manifest)

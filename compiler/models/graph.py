@@ -60,7 +60,7 @@ class Graph:
         return self.emit("embed", [self.tokens, self.weight(name)], format=tensor.format, vocab=tensor.shape[0], k=tensor.shape[1])
 
     def rms_norm(self, x, name: str, row: str = "all") -> relax.Var:
-        return self.emit("rms_norm", [x, self.vector(name)], eps=self.config.norm_eps, row=row, act_tile=0)
+        return self.emit("rms_norm", [x, self.vector(name)], eps=self.config.norm_eps, row=row, act="")
 
     def linear(self, x, name: str) -> relax.Var:
         """x W^T, plus the bias that stands beside the weight if the file has one."""
@@ -69,7 +69,7 @@ class Graph:
         m, k = shape_of(x)
         return self.emit(
             "linear", [x, self.weight(name), *biases],
-            formats=[tensor.format], n=[tensor.shape[0]], biases=[len(biases)], residual=0, k=k, m=m, act_tile=0,
+            formats=[tensor.format], n=[tensor.shape[0]], biases=[len(biases)], residual=0, k=k, m=m, act="",
         )  # fmt: skip
 
     def silu(self, x) -> relax.Var:
@@ -89,7 +89,7 @@ class Graph:
         written = self.emit(
             "rope_kv_write", [q, k, v, *norms, self.rope_table, *cache],
             heads=c.heads, kv_heads=c.kv_heads, d=c.head_dim, ctx=self.ctx, neox=int(c.rope.neox), rotary=c.rope.dim,
-            head_norm=int(bool(norms)), eps=c.norm_eps,
+            head_norm=int(bool(norms)), eps=c.norm_eps, query_dtype=self.target.query_dtype,
         )  # fmt: skip
         q, keys, values = (self.bb.emit(relax.TupleGetItem(written, i)) for i in range(3))
-        return self.emit("attention", [q, keys, values], heads=c.heads, kv_heads=c.kv_heads, d=c.head_dim, ctx=self.ctx, act_tile=0)
+        return self.emit("attention", [q, keys, values], heads=c.heads, kv_heads=c.kv_heads, d=c.head_dim, ctx=self.ctx, act="")

@@ -13,6 +13,6 @@ def fuse_quantize(mod):
         value = producer(call.args[1])
         if ops.name_of(value) not in PRODUCERS:
             return None
-        return ops.with_attrs(value, act_tile=call.attrs["act_tile"])
+        return ops.with_attrs(value, act=call.attrs["act"])
 
     return rewrite(mod, rule)

@@ -20,7 +20,7 @@ def fuse_swiglu(mod):
         return ops.call(
             "gate_up_swiglu", [state, x, gate_weight, up.args[2]],
             formats=[gate.attrs["formats"][0], up.attrs["formats"][0]], n=gate.attrs["n"][0], k=gate.attrs["k"], m=gate.attrs["m"],
-            act_in=gate.attrs["act_tile"], act_tile=0,
+            act_in=gate.attrs["act"], act="",
         )  # fmt: skip
 
     return rewrite(mod, rule)

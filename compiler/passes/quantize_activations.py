@@ -1,4 +1,4 @@
-"""Inserts `quantize` before every linear whose weights are multiplied as integers; linears that share an input share its quantization."""
+"""Inserts `quantize` before every linear that does not take float32 activations, in the layout that the target's linears want."""
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.passes.rewrite import rewrite
@@ -6,16 +6,13 @@ from mlc_amd.schedules.formats import FORMATS
 
 
 def quantize_activations(mod, target):
-    """`target.act_tile(m)`: tokens side by side in the quantized layout of m tokens; 0 where the target multiplies float activations."""
-
     def rule(call, producer):
-        if ops.name_of(call) != "linear" or FORMATS[call.attrs["formats"][0]].kind != "int8":
+        if ops.name_of(call) != "linear":
+            return None
+        act = target.act_layout(int(call.attrs["m"]), FORMATS[call.attrs["formats"][0]].kind)
+        if not act:
             return None
         state, x, *rest = call.args
-        tile = target.act_tile(int(call.attrs["m"]))
-        if not tile:
-            return None
-        act = ops.call("quantize", [state, x], act_tile=tile)
-        return ops.with_attrs(call, [state, act, *rest], act_tile=tile)
+        return ops.with_attrs(call, [state, ops.call("quantize", [state, x], act=act), *rest], act=act)
 
     return rewrite(mod, rule)
