@@ -12,13 +12,14 @@ import pytest
 import tvm
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.cpu.arch import host_flags, resolve
+from mlc_amd.runtime.host import cpu_flags
+from mlc_amd.schedules.cpu.arch import resolve
 from mlc_amd.schedules.cpu.attention import attention
 from mlc_amd.schedules.cpu.rope_kv_write import cache_shapes, rope_kv_write
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")       # before the first kernel call
 
-ARCHS = [name for name in ("native", "x86-64-v3", "x86-64-v2") if host_flags().issuperset(resolve(name).flags)]
+ARCHS = [name for name in ("native", "x86-64-v3", "x86-64-v2") if cpu_flags().issuperset(resolve(name).flags)]
 STALE = 3.0
 LEFT = 7.0                      # what outputs hold before a kernel runs
 LOG2E = np.log2(np.e)

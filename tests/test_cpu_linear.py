@@ -13,7 +13,7 @@ import tvm
 
 from mlc_amd.compiler.quant.pack import repack
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.cpu.arch import host_flags
+from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.schedules.cpu.gate_up import gate_up_swiglu
 from mlc_amd.schedules.cpu.isa import Avx2, AvxVnni, Portable, Vnni512
 from mlc_amd.schedules.cpu.linear import linear
@@ -44,7 +44,7 @@ MACHINES = {
     "avx2": Machine(Avx2, "x86-64-v3", ("avx2", "fma", "f16c")),
     "portable": Machine(Portable, "x86-64-v2", ("sse4_2",)),
 }
-RUNNABLE = [name for name, machine in MACHINES.items() if host_flags().issuperset(machine.flags)]
+RUNNABLE = [name for name, machine in MACHINES.items() if cpu_flags().issuperset(machine.flags)]
 COMPILE_ONLY = [name for name in MACHINES if name not in RUNNABLE]
 
 

@@ -9,14 +9,15 @@ import tvm
 
 from mlc_amd.compiler.quant.pack import repack
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.cpu.arch import host_flags, resolve
+from mlc_amd.runtime.host import cpu_flags
+from mlc_amd.schedules.cpu.arch import resolve
 from mlc_amd.schedules.cpu.embed import embed
 from mlc_amd.schedules.cpu.norm import quantize, rms_norm
 from mlc_amd.schedules.formats import FORMATS
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")       # before the first kernel call
 
-ARCHS = [name for name in ("native", "x86-64-v3", "x86-64-v2") if host_flags().issuperset(resolve(name).flags)]
+ARCHS = [name for name in ("native", "x86-64-v3", "x86-64-v2") if cpu_flags().issuperset(resolve(name).flags)]
 EPS, LEFT = 1e-5, 7.0           # LEFT: what outputs hold before a kernel runs
 #        m, k, p, live
 CHUNKS = ((1, 2048, 1, 1), (16, 256, 4, 16), (16, 96, 8, 5), (8, 64, 16, 8))

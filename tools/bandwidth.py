@@ -19,27 +19,25 @@ def measure(threads: int | None = None) -> float:
     """The best of several reads, in bytes per second. threads: how many read at once (default: the CPUs this process may use)."""
     threads = threads or len(os.sched_getaffinity(0))
     count = max(_LEAST_BYTES, 4 * last_level_cache() // threads) // 8
-    ready, done = threading.Barrier(threads + 1), threading.Barrier(threads + 1)
+    together = threading.Barrier(threads)
+    spans: list[list[tuple[float, float]]] = [[] for _ in range(_ROUNDS)]
 
     def read() -> None:
         array = np.ones(count)
-        for _ in range(_ROUNDS):
-            ready.wait()
+        for rounds in spans:
+            together.wait()
+            # Each reader takes its own times: another thread's clock would miss what happens before it is scheduled.
+            start = time.perf_counter()
             array.max()
-            done.wait()
+            rounds.append((start, time.perf_counter()))
 
     workers = [threading.Thread(target=read, daemon=True) for _ in range(threads)]
     for worker in workers:
         worker.start()
-    best = 0.0
-    for _ in range(_ROUNDS):
-        ready.wait()
-        start = time.perf_counter()
-        done.wait()
-        best = max(best, threads * count * 8 / (time.perf_counter() - start))
     for worker in workers:
         worker.join()
-    return best
+    seconds = min(max(end for _, end in rounds) - min(start for start, _ in rounds) for rounds in spans)
+    return threads * count * 8 / seconds
 
 
 def last_level_cache() -> int:

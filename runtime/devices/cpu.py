@@ -14,22 +14,9 @@ import numpy as np
 import tvm_ffi
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.host import available_threads, cpu_flags
 
 ALIGN = 64  # bytes
-
-
-def available_threads() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cpu_flags() -> frozenset[str]:
-    """Instruction set flags of this machine; empty where /proc/cpuinfo does not list them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return next((frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), frozenset())
 
 
 def _load_tvm_runtime() -> None:

@@ -4,12 +4,12 @@ In: an `--arch` name. Out: `Arch` with the instruction set class (isa.py) and th
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import tvm
 from tvm.target import codegen
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.schedules.cpu.isa import Avx2, AvxVnni, Portable, Vnni512
 
 # The names that `--help` and errors show; any other cpu that LLVM knows works too.
@@ -38,15 +38,6 @@ class Arch:
         return tvm.target.Target({"kind": "llvm", "mcpu": self.mcpu})
 
 
-def host_flags() -> frozenset[str]:
-    """The CPU flags of this machine; empty where /proc/cpuinfo has none (not x86 Linux)."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return frozenset()
-    return next((frozenset(line.split(":", 1)[1].split()) for line in text.splitlines() if line.startswith("flags")), frozenset())
-
-
 def _arch(name: str, mcpu: str) -> Arch:
     target = tvm.target.Target({"kind": "llvm", "mcpu": mcpu})
     has = {feature for feature in FLAGS if codegen.llvm_cpu_has_features([feature], target)}
@@ -58,7 +49,7 @@ def resolve(name: str = "native") -> Arch:
     """The architecture of that name. UserError for a name that LLVM does not know."""
     triple = codegen.llvm_get_system_triple()
     if name == "native":
-        cpu, host = codegen.llvm_get_system_cpu(), host_flags()
+        cpu, host = codegen.llvm_get_system_cpu(), cpu_flags()
         # A hypervisor may hide features of the CPU that LLVM recognizes: then the best level that the flags allow.
         if not host:
             return _arch(cpu, cpu)
