@@ -89,6 +89,10 @@ def _attention(call, bb):
     return act_type(m, heads * d, str(call.attrs["act"]))
 
 
+def _rope_attention(call, bb):
+    return act_type(1, int(call.attrs["heads"]) * int(call.attrs["d"]), str(call.attrs["act"]))
+
+
 # name: (type inference, what it computes; arguments after `state`; attributes)
 OPS = {
     "embed": (_embed, "rows of the embedding table: (tokens int32[m], weight); format, vocab, k"),
@@ -97,7 +101,8 @@ OPS = {
     "linear": (_linear, "x W^T for each W: (x or act, weights.., biases.., residual?); formats, n, biases, residual, k, m, act (of x)"),
     "gate_up_swiglu": (_gate_up_swiglu, "silu(x G^T) * (x U^T): (x or act, G, U); formats, n, k, m, act_in (of x), act (result)"),
     "rope_kv_write": (_rope_kv_write, "head norms if given, RoPE, KV write in place: (q, k, v, [qn, kn], cos_sin, K, V) to (q, K, V)"),
-    "attention": (_attention, "causal attention on the cache: (q, K, V); act (of the result)"),
+    "attention": (_attention, "causal attention on the cache: (q, K, V, workspace..); act (of the result)"),
+    "rope_attention": (_rope_attention, "both of one token, the cache written in place: (q, k, v, [qn, kn], cos_sin, K, V, workspace..)"),
 }
 
 

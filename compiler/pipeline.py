@@ -7,7 +7,7 @@ Memory stays small whatever the model's size: tensors are mapped, repacked and w
 """
 
 import dataclasses
-import os
+import importlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,7 +18,6 @@ import numpy as np
 
 from mlc_amd.compiler import plan as planning
 from mlc_amd.compiler import tokenizer
-from mlc_amd.compiler.codegen.cpu import CpuTarget
 from mlc_amd.compiler.models import FunctionSpec, build_module
 from mlc_amd.compiler.models.rope import rope_table
 from mlc_amd.compiler.ops import padded
@@ -26,8 +25,10 @@ from mlc_amd.compiler.passes import fuse
 from mlc_amd.compiler.quant import repack
 from mlc_amd.runtime import artifact
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.host import available_threads
 
-TARGETS = {"cpu": CpuTarget}
+# module and class, imported when asked for: neither target pays for the other
+TARGETS = {"cpu": ("cpu", "CpuTarget"), "rocm": ("rocm_target", "RocmTarget")}
 DEFAULT_CONTEXT = 4096  # tokens of KV cache unless asked otherwise: enough to chat, small enough for any machine
 CONTEXT_STEP = 64  # keys that an attention kernel looks at together
 CHUNK_BYTES = 4 << 20  # packed GGUF bytes that one worker repacks at a time
@@ -64,8 +65,10 @@ def compile_model(
     clock = _Clock()
     if target not in TARGETS:
         raise UserError(f"unknown target '{target}'; known: {', '.join(TARGETS)}")
-    backend, ctx = TARGETS[target](arch), _capacity(model.config, ctx)
-    workers = len(os.sched_getaffinity(0))
+    module_name, class_name = TARGETS[target]
+    backend = getattr(importlib.import_module(f"mlc_amd.compiler.codegen.{module_name}"), class_name)(arch)
+    ctx = _capacity(model.config, ctx)
+    workers = available_threads()
     with artifact.new_artifact(out) as directory:
         functions = _functions(backend, ctx)
         progress("import", 0, 1)
@@ -79,10 +82,11 @@ def compile_model(
         clock.lap("kernels")
         tokenizer.export(model.metadata, directory)
         if weights:
-            _write_weights(model, specs, directory / artifact.WEIGHTS, ctx, progress, workers)
+            _write_weights(model, backend.layout, specs, directory / artifact.WEIGHTS, ctx, progress, workers)
         clock.lap("weights")
         progress("write", 0, 1)
-        kv = [{"name": name, "dtype": dtype, "shape": list(shape)} for name, (shape, dtype) in backend.kv_types(model.config, ctx).items()]
+        kept = backend.kv_types(model.config, ctx) | backend.attention_workspace(model.config, ctx)
+        kv = [{"name": name, "dtype": dtype, "shape": list(shape)} for name, (shape, dtype) in kept.items()]
         manifest = {
             "name": model.config.name or Path(model.path).stem,
             "model": dataclasses.asdict(model.config),
@@ -181,16 +185,15 @@ def _weight_specs(model, backend, parameters, ctx: int) -> dict[str, list[artifa
     return specs
 
 
-def _write_weights(model, specs, path: Path, ctx: int, progress: Progress, workers: int) -> None:
+def _write_weights(model, layout: str, specs, path: Path, ctx: int, progress: Progress, workers: int) -> None:
     writer = artifact.WeightsWriter(path, (spec for planes in specs.values() for spec in planes))
     total, done = sum(spec.nbytes for planes in specs.values() for spec in planes), [0]
 
     def repack_chunk(name: str, start: int, stop: int) -> None:
         tensor = model.tensors[name]
-        planes = repack(tensor.format, tensor.blocks(start, stop), tensor.shape[1])
+        planes = repack(tensor.format, tensor.blocks(start, stop), tensor.shape[1], layout)
         for spec, plane in zip(specs[name], planes.values(), strict=True):
-            tile_bytes = spec.nbytes // spec.shape[0]
-            writer.write(spec.name, start // 16 * tile_bytes, plane)
+            writer.write(spec.name, spec.nbytes * start // padded(tensor.shape[0]), plane)
             done[0] += plane.nbytes
         progress("weights", min(done[0], total), total)
 

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
+
 
 def available_threads() -> int:
     """Cores that this process may use."""
@@ -16,3 +18,25 @@ def cpu_flags() -> frozenset[str]:
     except OSError:
         return frozenset()
     return next((frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith(("flags", "Features"))), frozenset())
+
+
+def kfd_gpus(topology: Path = TOPOLOGY) -> list[dict]:
+    """The GPUs that the kernel's compute driver shows: `arch` (of the chip itself, whatever is overridden), `node` (render node), `pci`.
+
+    Fields of topology/nodes/*/properties: gfx_target_version is major*10000 + minor*100 + stepping, location_id is
+    bus<<8 | device<<3 | function.
+    """
+    found = []
+    for file in sorted(topology.glob("*/properties"), key=lambda f: int(f.parent.name)):
+        try:
+            facts = dict(line.split(None, 1) for line in file.read_text().splitlines() if " " in line)
+        except OSError:  # a node that this container may not see
+            continue
+        version, place = int(facts.get("gfx_target_version", 0)), int(facts.get("location_id", 0))
+        if version:
+            found.append({
+                "arch": f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}",
+                "node": f"/dev/dri/renderD{facts.get('drm_render_minor', '0').strip()}",
+                "pci": f"{int(facts.get('domain', 0)):04x}:{place >> 8 & 255:02x}:{place >> 3 & 31:02x}.{place & 7}",
+            })  # fmt: skip
+    return found

@@ -156,7 +156,7 @@ def test_another_target(broken, demo_artifact):
 @pytest.mark.parametrize(
     ("target", "arch", "ctx", "message"),
     [
-        ("tpu", "native", None, "unknown target 'tpu'; known: cpu"),
+        ("tpu", "native", None, "unknown target 'tpu'; known: cpu, rocm"),
         ("cpu", "gfx1100", None, "unknown CPU arch 'gfx1100'"),
         ("cpu", "native", 0, "--ctx must be at least 1"),
         ("cpu", "native", 1 << 20, "more than the 2048 tokens"),

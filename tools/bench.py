@@ -68,7 +68,7 @@ def run(
         output: format of the result.
         synthetic: instead of a file, a model of that shape with random weights: PRESET:FORMAT as llama3-8b:q4_0
         target: what a GGUF file is compiled for.
-        arch: the CPU that a GGUF file is compiled for.
+        arch: the CPU or GPU that a GGUF file is compiled for.
         ctx: tokens that the KV cache holds, for a GGUF file (default: what the tests need).
         threads: CPU threads (default: all cores).
     """

@@ -26,8 +26,9 @@ def run(
 
     Args:
         model: the GGUF file; of a split model any part.
-        target: what to compile for: cpu.
-        arch: the CPU to compile for: native (this one), x86-64-v2, x86-64-v3, x86-64-v4, znver4 or any other cpu name of LLVM.
+        target: what to compile for: cpu or rocm.
+        arch: cpu: native (this one), x86-64-v2, x86-64-v3, x86-64-v4, znver4 or another cpu name of LLVM; rocm: native (this GPU),
+            gfx1100, 7900xtx or another name, or several with commas between.
         ctx: tokens that the KV cache holds (default: as many as the model allows, up to 4096).
         output: the folder to write (default: dist/MODEL-TARGET-ARCH here).
         synthetic: instead of a file, a model of that shape with random weights, for benchmarks: PRESET:FORMAT as llama3-8b:q4_0

@@ -26,10 +26,14 @@ def run(*, json: bool = False) -> None:
         "cpu": machine.cpu() | {"read_bytes_per_second": bandwidth.measure()},
         "gpus": machine.gpus(),
         "kfd": machine.kfd(),
+        "rocm": machine.rocm(),
         "vulkan": machine.vulkan(),
         "cache": _cache_facts(),
     }
-    facts["cpu_target"] = _try_cpu_target() if "error" not in facts["tvm"] else "TVM does not load"
+    if "error" in facts["tvm"]:
+        facts["cpu_target"] = "TVM does not load"
+    else:
+        facts |= {"cpu_target": _try_cpu_target(), "rocm_linker": machine.rocm_linker()}
     checks = judge(facts)
     if json:
         print(dumps(facts | {"checks": [dict(zip(("status", "what", "advice"), check, strict=True)) for check in checks]}, indent=1))
@@ -41,8 +45,11 @@ def run(*, json: bool = False) -> None:
 
 
 def judge(facts: dict[str, object]) -> list[tuple[str, str, str]]:
-    """What the facts mean: (status, finding, what to do about it or ""), status "ok", "missing" (not needed) or "problem"."""
-    return [check for part in _PARTS for check in part(facts)]
+    """What the facts mean: (status, finding, what to do about it or ""), status "ok", "missing" (not needed) or "problem".
+
+    Facts that could not be found out may be left out.
+    """
+    return [check for fact, part in _PARTS.items() if fact in facts for check in part(facts)]
 
 
 _MARKS = {"ok": "[ok]", "missing": "[--]", "problem": "[!!]"}
@@ -141,6 +148,30 @@ def _kfd(facts: dict) -> list[tuple[str, str, str]]:
     return [("missing", "no /dev/kfd: no AMD GPU for ROCm", "load the kernel driver amdgpu; in a container, pass --device /dev/kfd")]
 
 
+def _rocm(facts: dict) -> list[tuple[str, str, str]]:
+    rocm, checks = facts["rocm"], []
+    if rocm["runtime"]:
+        checks.append(("ok", f"HIP runtime {rocm['runtime']} (rocm-bindings-hip {rocm['bindings']})", ""))
+    if rocm["problem"]:  # a problem only where there is a GPU that could be used
+        what, _, advice = rocm["problem"].partition("; ")
+        checks.append(("problem" if rocm["chips"] else "missing", f"target rocm cannot run here: {what}", advice))
+    for gpu in rocm["gpus"]:
+        kind = "APU" if gpu["integrated"] else "GPU"
+        checks.append(("ok", f"target rocm: {kind} {gpu['name']}, {gpu['arch']}, {display.size(gpu['memory'])}", ""))
+    if rocm["override"]:
+        chips = ", ".join(chip["arch"] for chip in rocm["chips"]) or "unknown"
+        checks.append(("ok", f"HSA_OVERRIDE_GFX_VERSION={rocm['override']} is set; the chip is {chips}", ""))
+    return checks
+
+
+def _rocm_linker(facts: dict) -> list[tuple[str, str, str]]:
+    found = facts["rocm_linker"]
+    if found["problem"] is None:
+        return [("ok", f"linker for rocm kernels: {found['command']}", "")]
+    what, _, advice = found["problem"].partition("; ")
+    return [("missing", f"cannot compile for target rocm: {what}", advice)]
+
+
 def _vulkan(facts: dict) -> list[tuple[str, str, str]]:
     if facts["vulkan"]:
         return [("ok", f"Vulkan drivers: {', '.join(Path(path).stem for path in facts['vulkan'])}", "")]
@@ -152,4 +183,18 @@ def _cache(facts: dict) -> list[tuple[str, str, str]]:
     return [("ok", f"compiled models are kept in {cache['path']} ({display.size(cache['bytes'])}), which may be deleted any time", "")]
 
 
-_PARTS = (_python, _packages, _tvm, _linker, _cpu, _cpu_target, _gpus, _kfd, _vulkan, _cache)
+# By the fact that each part needs, in the order of the report.
+_PARTS = {
+    "python": _python,
+    "packages": _packages,
+    "tvm": _tvm,
+    "linkers": _linker,
+    "cpu": _cpu,
+    "cpu_target": _cpu_target,
+    "gpus": _gpus,
+    "kfd": _kfd,
+    "rocm": _rocm,
+    "rocm_linker": _rocm_linker,
+    "vulkan": _vulkan,
+    "cache": _cache,
+}

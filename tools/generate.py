@@ -42,7 +42,7 @@ def run(
         seed: makes a random choice repeatable.
         stop: stop before this text; may be given several times.
         target: what a GGUF file is compiled for.
-        arch: the CPU that a GGUF file is compiled for.
+        arch: the CPU or GPU that a GGUF file is compiled for.
         ctx: tokens that the KV cache holds, for a GGUF file (default: as many as the model allows, up to 4096).
         threads: CPU threads (default: all cores).
         verify: check the weights' checksum too, which reads them all.

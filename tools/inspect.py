@@ -129,6 +129,10 @@ def _plan(plan: dict) -> str:
     return display.table(("", "launch of one token", "arguments"), rows, right=(0,))
 
 
+def _cpu(target: dict) -> str:
+    return f" ({target['mcpu']}, {target['isa']})" if target["kind"] == "cpu" else ""
+
+
 def _argument(argument: list) -> str:
     kind, where = argument[0], argument[1]
     return f"arena+{where}" if kind == "arena" else f"{where}" if len(argument) == 2 else f"{where}[{argument[2]}]"
@@ -143,7 +147,7 @@ def _tensors(listing: list) -> str:
 _SECTIONS = {
     "file": _line("file"),
     "name": _line("name"),
-    "target": lambda target: f"{'target':10}{target['kind']} {target['arch']} ({target['mcpu']}, {target['isa']})",
+    "target": lambda target: f"{'target':10}{target['kind']} {target['arch']}{_cpu(target)}",
     "context": _line("context"),
     "model": _model,
     "formats": _formats,

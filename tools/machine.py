@@ -4,11 +4,15 @@ import importlib.util
 import os
 import shutil
 import time
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from mlc_amd.runtime.devices import hip_errors
+from mlc_amd.runtime.devices.hip import list_gpus
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools.models import cpu_flags
 
 # Name in LLVM and in llama.cpp's words -> flag in /proc/cpuinfo: what the cpu kernels can make use of.
@@ -116,6 +120,37 @@ def gpus() -> list[dict[str, object]]:
 def kfd() -> dict[str, bool]:
     """AMD's compute device, which ROCm needs: present, and open to this user."""
     return {"present": Path("/dev/kfd").exists(), "usable": os.access("/dev/kfd", os.R_OK | os.W_OK)}
+
+
+def rocm() -> dict[str, object]:
+    """AMD's HIP runtime: the bindings' version, the runtime's, its GPUs, the chips that the kernel shows, HSA_OVERRIDE_GFX_VERSION.
+
+    `problem` is the line that says why nothing can run (None: it can).
+    """
+    found = {"bindings": None, "runtime": None, "gpus": [], "chips": hip_errors.kfd_gpus(), "problem": None}
+    found["override"] = os.environ.get(hip_errors.OVERRIDE)
+    found["bindings"] = next((d.version for d in metadata.distributions(name="rocm-bindings-hip")), None)
+    try:
+        bindings = hip_errors.open_bindings()
+    except UserError as error:
+        return found | {"problem": str(error)}
+    version = hip_errors.runtime_version(bindings)
+    found["runtime"] = ".".join(map(str, version))
+    try:
+        found["gpus"] = [asdict(gpu) for gpu in list_gpus(hip_errors.Hip(bindings))]
+    except hip_errors.HipError as error:
+        found["problem"] = hip_errors.why_no_gpu(error.code, version)
+    return found
+
+
+def rocm_linker() -> dict[str, str | None]:
+    """The linker for AMD code objects that a compile would take, and its place; `problem` instead, where there is none."""
+    from mlc_amd.compiler.codegen.rocm import find_linker  # loads TVM
+
+    try:
+        return {"command": " ".join(find_linker()), "problem": None}
+    except UserError as error:
+        return {"command": None, "problem": str(error)}
 
 
 def vulkan() -> list[str]:

@@ -41,7 +41,7 @@ def run(
         logits: write an .npz file here with `logits` (float32 [tokens, vocab]) and `ids`.
         json: print the result as JSON.
         target: what a GGUF file is compiled for.
-        arch: the CPU that a GGUF file is compiled for.
+        arch: the CPU or GPU that a GGUF file is compiled for.
         ctx: tokens that the KV cache holds, for a GGUF file (default: as many as the model allows, up to 4096).
         threads: CPU threads (default: all cores).
         verify: check the weights' checksum too, which reads them all.

@@ -29,6 +29,7 @@ class CpuTarget(Target):
     """`arch`: a name of schedules/cpu/arch.py; UserError if unknown."""
 
     kind = "cpu"
+    layout = "tile16"
     planes = staticmethod(planes)
 
     def __init__(self, arch: str = "native"):

@@ -16,12 +16,14 @@ from mlc_amd.compiler.ops import shape_of
 class Target(ABC):
     """Layouts, kernels and code of one target and arch.
 
-    Subclasses also have make_embed, make_rms_norm, make_quantize, make_linear, make_gate_up_swiglu, make_rope_kv_write and make_attention,
-    which take what the methods below pass and return a PrimFunc: parameters are the operator's inputs, tuples flattened, then its outputs.
+    Subclasses also have make_embed, make_rms_norm, make_quantize, make_linear, make_gate_up_swiglu, make_rope_kv_write, make_attention,
+    and make_rope_attention where `fuses_rope` is set; they take what the methods below pass
+    and return a PrimFunc: parameters are the operator's inputs, tuples flattened, then its outputs.
     """
 
     kind: str  # as in --target
     query_dtype = "float32"  # of rotated queries, between RoPE and attention
+    layout: str  # of packed weights, as in compiler/quant
 
     def __init__(self):
         self.kernels: dict[str, tvm.tirx.PrimFunc] = {}  # name: kernel
@@ -45,6 +47,12 @@ class Target(ABC):
     @abstractmethod
     def kv_types(self, config, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Cache tensor name ("k.0", "v.0" ..) to (shape, dtype)."""
+
+    fuses_rope = False  # decode attention rotates and writes the cache itself
+
+    def attention_workspace(self, config, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Further tensors that decode attention takes and that live as long as the cache: name to (shape, dtype). Zero at the start."""
+        return {}
 
     @property
     @abstractmethod
@@ -123,6 +131,13 @@ class Target(ABC):
         heads, kv_heads, d, ctx, rotary = (int(a[key]) for key in ("heads", "kv_heads", "d", "ctx", "rotary"))
         make = lambda name: self.make_rope_kv_write(heads, kv_heads, d, ctx, m, bool(int(a["neox"])), rotary, eps, name)  # noqa: E731
         return self._call(bb, call, f"rope_kv_write_m{m}", make, inplace={1: last - 2, 2: last - 1})
+
+    def _rope_attention(self, bb, call):
+        a = call.attrs
+        eps = float(a["eps"]) if int(a["head_norm"]) else None
+        heads, kv_heads, d, ctx, rotary = (int(a[key]) for key in ("heads", "kv_heads", "d", "ctx", "rotary"))
+        make = lambda name: self.make_rope_attention(heads, kv_heads, d, ctx, bool(int(a["neox"])), rotary, eps, str(a["act"]), name)  # noqa: E731
+        return self._call(bb, call, "rope_attention_m1", make)
 
     def _attention(self, bb, call):
         a, m = call.attrs, shape_of(call.args[1])[0]

@@ -30,6 +30,7 @@ class Graph:
         self.tokens = self.parameter("tokens", "io", tensor_type((self.m,), "int32"))
         for name, (shape, dtype) in self.target.kv_types(self.config, self.ctx).items():
             self.parameter(name, "kv", tensor_type(shape, dtype))
+        self.workspace = self.target.attention_workspace(self.config, self.ctx) if self.m == 1 else {}
         self.rope_table = self.parameter("rope.table", "weight", tensor_type((self.ctx, self.config.rope.dim)))
 
     def parameter(self, name: str, kind: str, ty) -> relax.Var:
@@ -92,4 +93,5 @@ class Graph:
             head_norm=int(bool(norms)), eps=c.norm_eps, query_dtype=self.target.query_dtype,
         )  # fmt: skip
         q, keys, values = (self.bb.emit(relax.TupleGetItem(written, i)) for i in range(3))
-        return self.emit("attention", [q, keys, values], heads=c.heads, kv_heads=c.kv_heads, d=c.head_dim, ctx=self.ctx, act="")
+        workspace = [self.parameter(name, "kv", tensor_type(*of)) for name, of in self.workspace.items()]
+        return self.emit("attention", [q, keys, values, *workspace], heads=c.heads, kv_heads=c.kv_heads, d=c.head_dim, ctx=self.ctx, act="")

@@ -4,6 +4,7 @@ from tvm import relax
 
 from mlc_amd.compiler.passes.fuse_quantize import fuse_quantize
 from mlc_amd.compiler.passes.fuse_residual import fuse_residual
+from mlc_amd.compiler.passes.fuse_rope import fuse_rope
 from mlc_amd.compiler.passes.fuse_siblings import fuse_siblings
 from mlc_amd.compiler.passes.fuse_swiglu import fuse_swiglu
 from mlc_amd.compiler.passes.quantize_activations import quantize_activations
@@ -16,4 +17,5 @@ def fuse(mod, target):
     mod = fuse_swiglu(mod)
     mod = fuse_siblings(mod)
     mod = fuse_residual(mod)
-    return fuse_quantize(mod)
+    mod = fuse_quantize(mod)
+    return fuse_rope(mod, target)

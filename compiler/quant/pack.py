@@ -1,16 +1,22 @@
-"""GGUF rows to the planes of a weight in the CPU's layout: lossless, vectorized, in pieces that stay in the cache.
+"""GGUF rows to the planes of a weight in a target's layout: lossless, vectorized, in pieces that stay in the cache.
 
-In: rows of a tensor as GGUF stores them. Out: the planes of `mlc_amd.schedules.cpu.planes`, name -> array. The row tile is the outermost
-axis of every plane: a tensor can be repacked in chunks of rows (multiples of 16, but for the last), by several threads (numpy releases
-the GIL), and each plane's chunks written one after the other.
+In: rows of a tensor as GGUF stores them. Out: planes, name -> array, in the layout "tile16" (`mlc_amd.schedules.cpu.planes`) or "rows"
+(`mlc_amd.schedules.gpu.planes`). Rows, or tiles of 16, are the outermost axis of every plane: a tensor can be repacked in chunks of rows
+(multiples of 16, but for the last), by several threads (numpy releases the GIL), and each plane's chunks written one after the other.
+
+Both layouts hold the same 32-bit words of codes and the same scales: what is [NT, x, 16 rows] in one is [NT * 16, x] in the other. Work
+is done in the order of "tile16"; for "rows" the arrays it is written to are transposed views.
 """
 import numpy as np
 
 from mlc_amd.compiler.quant.unpack import UNPACK, Blocks
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.cpu.planes import ROWS, planes
+from mlc_amd.schedules.cpu import planes as cpu
+from mlc_amd.schedules.cpu.planes import BLOCK, ROWS
 from mlc_amd.schedules.formats import PLANE_BITS, Format, lookup
+from mlc_amd.schedules.gpu import planes as gpu
 
+LAYOUTS = {"tile16": cpu.planes, "rows": gpu.planes}        # name -> planes(fmt, n, k): shapes and dtypes
 PIECE = 256 << 10       # bytes of GGUF blocks worked on at once: the intermediate arrays (about six times that) stay in the L2 cache
 
 
@@ -23,12 +29,24 @@ WORDS = {
 }
 
 
+def _tiled_words(plane: np.ndarray, layout: str, blocks: int) -> np.ndarray:
+    """A code plane of KB `blocks` a row as uint32 [NT, KB, words, 16], whatever its layout. A view."""
+    if layout == "tile16":
+        return plane.view(np.uint32).reshape(plane.shape[0], blocks, -1, ROWS)
+    return plane.reshape(-1, ROWS, blocks, plane.size // (plane.shape[0] * blocks)).transpose(0, 2, 3, 1)
+
+
+def _tiled(plane: np.ndarray, layout: str) -> np.ndarray:
+    """A plane of scales or of float weights as [NT, values of a row, 16], whatever its layout. A view."""
+    return plane if layout == "tile16" else plane.reshape(-1, ROWS, plane.shape[1]).transpose(0, 2, 1)
+
+
 def _pack_codes(fmt: Format, codes: np.ndarray, out: dict[str, np.ndarray]) -> None:
-    """Fills the code planes from codes uint32 [NT, KB, 8, 16], one byte a code."""
+    """Fills the code planes, seen through `_tiled_words`, from codes uint32 [NT, KB, 8, 16], one byte a code."""
     shift = 0
     for plane in fmt.codes:
         bits = PLANE_BITS[plane]
-        words = out[plane].view(np.uint32).reshape(*codes.shape[:2], -1, ROWS)
+        words = np.empty(out[plane].shape, np.uint32)
         for i, part in enumerate(WORDS[plane]):
             field = codes[:, :, part] >> np.uint32(shift)
             field &= np.uint32(0x01010101 * ((1 << bits) - 1))
@@ -37,21 +55,24 @@ def _pack_codes(fmt: Format, codes: np.ndarray, out: dict[str, np.ndarray]) -> N
                 words |= field
             else:
                 words[...] = field
+        out[plane][...] = words
         shift += bits
 
 
-def repack(fmt: str | Format, blocks: np.ndarray, k: int) -> dict[str, np.ndarray]:
+def repack(fmt: str | Format, blocks: np.ndarray, k: int, layout: str = "tile16") -> dict[str, np.ndarray]:
     """The planes of some rows of a tensor.
 
-    blocks: uint8 [rows, bytes of a row] as in the GGUF file; k: columns. Planes as `planes(fmt, rows, k)` says: rows are padded up to a
-    multiple of 16 with zero codes and zero scales. UserError when a row's bytes do not hold k columns.
+    blocks: uint8 [rows, bytes of a row] as in the GGUF file; k: columns; layout: a key of LAYOUTS. Planes as the layout's
+    `planes(fmt, rows, k)` says: rows are padded up to a multiple of 16 with zero codes and zero scales. UserError when a row's bytes do
+    not hold k columns.
     """
     fmt = lookup(fmt)
     rows, row_bytes = blocks.shape
-    shapes = planes(fmt, rows, k)
+    shapes = LAYOUTS[layout](fmt, rows, k)
     if row_bytes != k // fmt.block * fmt.block_bytes:
         raise UserError(f"{row_bytes} bytes a row cannot be {k} columns of {fmt.name}; the GGUF file's tensor table is damaged")
     out = {name: np.empty(shape, dtype) for name, (shape, dtype) in shapes.items()}
+    tiled = {p: _tiled_words(a, layout, k // BLOCK) if p in fmt.codes else _tiled(a, layout) for p, a in out.items()}
     step = max(1, PIECE // (ROWS * row_bytes)) * ROWS
     for start in range(0, rows, step):
         piece = np.ascontiguousarray(blocks[start:start + step])
@@ -60,12 +81,12 @@ def repack(fmt: str | Format, blocks: np.ndarray, k: int) -> dict[str, np.ndarra
             piece = np.concatenate([piece, np.zeros((-live % ROWS, row_bytes), np.uint8)])
         tiles = slice(start // ROWS, start // ROWS + piece.shape[0] // ROWS)
         if fmt.kind == "float":
-            out["W"][tiles] = piece.view(fmt.dtype).reshape(-1, ROWS, k).transpose(0, 2, 1)
+            tiled["W"][tiles] = piece.view(fmt.dtype).reshape(-1, ROWS, k).transpose(0, 2, 1)
             continue
         codes, scales = UNPACK[fmt.name](Blocks(piece, fmt.block_bytes))
-        _pack_codes(fmt, codes, {p: out[p][tiles] for p in fmt.codes})
+        _pack_codes(fmt, codes, {p: tiled[p][tiles] for p in fmt.codes})
         for name, values in scales.items():
-            out[name][tiles] = values
+            tiled[name][tiles] = values
     if rows % ROWS and "S" in out:
-        out["S"][-1, :, rows % ROWS:] = 0        # a zero byte is not a zero scale in q3_k and iq4_xs
+        tiled["S"][-1, :, rows % ROWS:] = 0      # a zero byte is not a zero scale in q3_k and iq4_xs
     return out

@@ -19,4 +19,8 @@ def open_device(artifact, name: str | None = None, threads: int | None = None):
         from mlc_amd.runtime.devices.cpu import CpuDevice  # loads TVM's runtime library
 
         return CpuDevice(artifact, threads)
+    if kind == "rocm":
+        from mlc_amd.runtime.devices.hip import HipDevice
+
+        return HipDevice(artifact, threads)
     raise UserError(f"this version has no device for target '{kind}'; compile the model with --target cpu")

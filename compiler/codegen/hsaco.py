@@ -1,0 +1,281 @@
+"""Reads AMD code objects (HSACO), our own or anybody's: what their kernels need, how many waves fit, which instructions they use.
+
+In: the bytes of an ELF file for AMD GPUs. Out: a `CodeObject` with a `Kernel` for each kernel. Nothing here runs or compiles code;
+`disassemble` calls llvm-objdump where there is one. Formats: LLVM's AMDGPUUsage, "Code Object" (ELF flags, note NT_AMDGPU_METADATA in
+MessagePack, version 3 and later).
+"""
+
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.gpu.arch import KIB, GpuArch
+
+# EF_AMDGPU_MACH: the low byte of e_flags
+MACHINES = {
+    0x02F: "gfx906", 0x030: "gfx908", 0x03F: "gfx90a", 0x04C: "gfx942", 0x04F: "gfx950", 0x033: "gfx1010", 0x034: "gfx1011",
+    0x035: "gfx1012", 0x036: "gfx1030", 0x037: "gfx1031", 0x038: "gfx1032", 0x039: "gfx1033", 0x03E: "gfx1034", 0x03D: "gfx1035",
+    0x045: "gfx1036", 0x041: "gfx1100", 0x046: "gfx1101", 0x047: "gfx1102", 0x044: "gfx1103", 0x043: "gfx1150", 0x04A: "gfx1151",
+    0x055: "gfx1152", 0x048: "gfx1200", 0x04E: "gfx1201",
+}  # fmt: skip
+EM_AMDGPU, PT_NOTE, SHT_SYMTAB, SHT_DYNSYM, NT_AMDGPU_METADATA = 224, 4, 2, 11, 32
+
+
+@dataclass(frozen=True)
+class Arg:
+    """A kernel argument: bytes [offset, offset + size) of the kernarg segment. kind: "global_buffer", "by_value", "hidden_...", ..."""
+
+    name: str
+    kind: str
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Registers are per lane (VGPR, AGPR) or wave (SGPR); on gfx90a and later `vgprs` counts AGPRs too. lds, scratch (per lane), code and
+    kernarg in bytes. spills: VGPRs, SGPRs spilled. threads: most of a workgroup."""
+
+    name: str
+    wave: int
+    threads: int
+    vgprs: int
+    agprs: int
+    sgprs: int
+    vgpr_spills: int
+    sgpr_spills: int
+    lds: int
+    scratch: int
+    code: int
+    kernarg: int
+    args: tuple[Arg, ...]
+
+
+@dataclass(frozen=True)
+class CodeObject:
+    """machine: gfx name, or "0x.." if unknown. kernels by name."""
+
+    machine: str
+    kernels: dict[str, Kernel]
+
+
+def parse(data: bytes) -> CodeObject:
+    """The kernels of a code object. UserError if `data` is none, or one without metadata (older than version 3)."""
+    if len(data) < 64 or data[:5] != b"\x7fELF\x02" or struct.unpack_from("<H", data, 18)[0] != EM_AMDGPU:
+        raise UserError("not an AMD code object (64-bit ELF file for AMDGPU); give the .hsaco or .co file itself, not a bundle")
+    try:
+        (flags,) = struct.unpack_from("<I", data, 48)
+        metadata, code = _metadata(data), _symbols(data)
+    except (struct.error, IndexError, ValueError) as error:
+        raise UserError(f"damaged AMD code object ({error}); make it again") from error
+    if metadata is None:
+        raise UserError("the AMD code object has no kernel metadata (version 3 and later have); compile it with a newer ROCm")
+    kernels = {item[".name"]: _kernel(item, code) for item in metadata.get("amdhsa.kernels", [])}
+    return CodeObject(MACHINES.get(flags & 0xFF, hex(flags & 0xFF)), kernels)
+
+
+def _kernel(item, code) -> Kernel:
+    args = tuple(Arg(a.get(".name", ""), a[".value_kind"], a[".offset"], a[".size"]) for a in item.get(".args", []))
+    return Kernel(
+        name=item[".name"],
+        wave=item[".wavefront_size"],
+        threads=item[".max_flat_workgroup_size"],
+        vgprs=item[".vgpr_count"],
+        agprs=item.get(".agpr_count", 0),
+        sgprs=item[".sgpr_count"],
+        vgpr_spills=item.get(".vgpr_spill_count", 0),
+        sgpr_spills=item.get(".sgpr_spill_count", 0),
+        lds=item[".group_segment_fixed_size"],
+        scratch=item[".private_segment_fixed_size"],
+        code=code.get(item[".symbol"].removesuffix(".kd"), 0),
+        kernarg=item[".kernarg_segment_size"],
+        args=args,
+    )
+
+
+# ---- ELF
+
+
+def _metadata(data):
+    """The MessagePack document of the AMDGPU note; None without one."""
+    (start,) = struct.unpack_from("<Q", data, 32)
+    size, count = struct.unpack_from("<HH", data, 54)
+    for i in range(count):
+        kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", data, start + i * size)
+        end = offset + length
+        while kind == PT_NOTE and offset < end:
+            name_size, size_, note = struct.unpack_from("<III", data, offset)
+            body = offset + 12 + _align4(name_size)
+            if note == NT_AMDGPU_METADATA and data[offset + 12 : offset + 18] == b"AMDGPU":
+                return unpack(data, body)[0]
+            offset = body + _align4(size_)
+    return None
+
+
+def _symbols(data) -> dict[str, int]:
+    """Symbol: bytes."""
+    (start,) = struct.unpack_from("<Q", data, 40)
+    size, count = struct.unpack_from("<HH", data, 58)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", data, start + i * size) for i in range(count)]
+    sizes = {}
+    for _, kind, _, _, offset, length, link, *_ in sections:
+        for at in range(offset, offset + length, 24) if kind in (SHT_SYMTAB, SHT_DYNSYM) else ():
+            name, _, _, _, _, bytes_ = struct.unpack_from("<IBBHQQ", data, at)
+            begin = sections[link][4] + name
+            sizes[data[begin : data.index(b"\0", begin)].decode()] = bytes_
+    return sizes
+
+
+def _align4(n):
+    return (n + 3) // 4 * 4
+
+
+def unpack(data: bytes, at: int = 0):
+    """(value, position after it) of the MessagePack value at data[at]; no extension types. ValueError for those."""
+    tag, at = data[at], at + 1
+    if tag <= 0x7F or tag >= 0xE0:
+        return (tag if tag <= 0x7F else tag - 0x100), at
+    if tag in CONSTANTS:
+        return CONSTANTS[tag], at
+    if tag in NUMBERS:
+        return struct.unpack_from(NUMBERS[tag], data, at)[0], at + struct.calcsize(NUMBERS[tag])
+    if tag in COUNTED:
+        kind, form = COUNTED[tag]
+        (n,), at = struct.unpack_from(form, data, at), at + struct.calcsize(form)
+    else:
+        kind, n = next(((kind, tag & mask) for kind, first, mask in SHORT if tag & ~mask == first), (None, 0))
+    if kind in ("str", "bin"):
+        body = data[at : at + n]
+        return (body.decode() if kind == "str" else body), at + n
+    if kind is None:
+        raise ValueError(f"MessagePack type {tag:#x}")
+    items = []
+    for _ in range(n if kind == "array" else 2 * n):
+        item, at = unpack(data, at)
+        items.append(item)
+    return (items if kind == "array" else dict(zip(items[::2], items[1::2], strict=True))), at
+
+
+CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
+NUMBERS = {0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q", 0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q"}
+SHORT = (("map", 0x80, 0x0F), ("array", 0x90, 0x0F), ("str", 0xA0, 0x1F))  # (type, first tag, bits of the length)
+COUNTED = {
+    0xC4: ("bin", ">B"), 0xC5: ("bin", ">H"), 0xC6: ("bin", ">I"), 0xD9: ("str", ">B"), 0xDA: ("str", ">H"), 0xDB: ("str", ">I"),
+    0xDC: ("array", ">H"), 0xDD: ("array", ">I"), 0xDE: ("map", ">H"), 0xDF: ("map", ">I"),
+}  # fmt: skip
+
+
+# ---- occupancy
+
+
+# family: (VGPRs of a SIMD's lane, unit they are allotted in, most waves of a SIMD), for the family's wave size. LLVM's AMDGPUBaseInfo.cpp:
+# getTotalNumVGPRs, getVGPRAllocGranule, getMaxWavesPerEU.
+REGISTERS = {
+    "gcn5": (256, 4, 10),
+    "cdna": (512, 8, 8),  # VGPRs and AGPRs together
+    "rdna1": (1024, 8, 20),
+    "rdna2": (1024, 16, 16),
+    "rdna3": (1024, 16, 16),
+    "rdna4": (1536, 24, 16),
+}
+REGISTERS_OF = {"gfx908": (256, 4, 10), **dict.fromkeys(("gfx1100", "gfx1101", "gfx1151"), (1536, 24, 16))}
+SGPRS, SGPR_UNIT = 800, 16  # of a SIMD before RDNA
+SIMDS, LDS_UNIT = 4, 512  # SIMDs that share LDS (a compute unit; a work-group processor on RDNA), bytes
+
+
+def occupancy(kernel: Kernel, arch: GpuArch, threads: int | None = None) -> tuple[int, str]:
+    """(waves that a SIMD holds at once, what limits them: "vgprs", "sgprs", "lds" or "waves") with workgroups of `threads` threads
+    (default: the most that the kernel allows). 0 waves: a workgroup does not fit."""
+    total, unit, most = REGISTERS_OF.get(arch.name, REGISTERS[arch.family])
+    rdna = arch.wave == 32
+    if rdna and kernel.wave == 64:
+        total, unit = total // 2, unit // 2
+    waves = -(-(threads or kernel.threads) // kernel.wave)
+    limits = {"waves": most, "vgprs": total // (-(-max(kernel.vgprs, 1) // unit) * unit)}
+    if not rdna:
+        limits["sgprs"] = SGPRS // (-(-max(kernel.sgprs, 1) // SGPR_UNIT) * SGPR_UNIT)
+    if kernel.lds:
+        lds = 128 * KIB if rdna else arch.lds
+        groups = lds // (-(-kernel.lds // LDS_UNIT) * LDS_UNIT)
+        limits["lds"] = -(-groups * waves // SIMDS)
+    limit = min(limits, key=limits.get)
+    return min(limits[limit], most), limit
+
+
+# ---- instructions
+
+
+WIDTHS = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "byte": 1, "short": 2}
+MEMORY = re.compile(
+    r"(global|flat|buffer|scratch|ds)_(load|read|store|write)"  # gfx11 and later say load and store for LDS, too
+    r"(2|_2addr)?(?:st64|_stride64)?(?:_(?:d16|hi|lds|format))*_[bfius]?(dwordx?\d?|byte|short|\d+)"
+)
+PADDING = {"s_nop", "s_code_end"}  # behind the last instruction, for the prefetcher
+LABEL = re.compile(r"^(?:[0-9a-f]+ )?<?([A-Za-z_.$][\w.$]*)>?:")
+MNEMONIC = re.compile(r"^\s+([sv]_\w+|ds_\w+|global_\w+|flat_\w+|buffer_\w+|scratch_\w+|image_\w+|exp\b)")
+
+
+@dataclass(frozen=True)
+class Instructions:
+    """Static instruction counts of a kernel: total, by mnemonic, dot products, matrix instructions, and memory operations by
+    (space: "global", "flat", "buffer", "scratch", "ds" (LDS); "load" or "store"; bytes a lane)."""
+
+    total: int
+    by_mnemonic: Counter
+    dot: int
+    matrix: int
+    memory: Counter
+
+
+def instructions(assembly: str, kernel: str) -> Instructions:
+    """Counts the instructions between the kernel's label and the next function's, in LLVM's assembly text or llvm-objdump's output.
+    ValueError if there is no such label."""
+    counts, padding, inside, found = Counter(), [], False, False
+    for line in assembly.splitlines():
+        if (label := LABEL.match(line)) and not label[1].startswith((".L", "L")):
+            inside = label[1] == kernel
+            found, padding = found or inside, []
+        elif line.startswith(".Lfunc_end"):
+            inside = False
+        elif inside and (mnemonic := MNEMONIC.match(line)):
+            padding.append(mnemonic[1])
+            if mnemonic[1] not in PADDING:
+                counts.update(padding)
+                padding = []
+    if not found:
+        raise ValueError(f"the assembly has no kernel {kernel}")
+    memory = Counter()
+    for name, n in counts.items():
+        if match := MEMORY.match(name):
+            space, access, twice, width = match.groups()
+            size = WIDTHS.get(width) or int(width) // 8
+            memory[space, "load" if access in ("load", "read") else "store", size * (2 if twice else 1)] += n
+
+    def having(*prefixes):
+        return sum(n for name, n in counts.items() if name.startswith(prefixes))
+
+    return Instructions(counts.total(), counts, having("v_dot"), having("v_wmma", "v_mfma", "v_swmmac", "v_smfmac"), memory)
+
+
+OBJDUMPS = ("/opt/rocm/llvm/bin/llvm-objdump", *(f"llvm-objdump-{v}" for v in range(22, 17, -1)), "llvm-objdump")
+
+
+def disassemble(data: bytes) -> str:
+    """llvm-objdump's listing. UserError without llvm-objdump, or with one that does not know the machine."""
+    tool = next((path for name in OBJDUMPS if (path := shutil.which(name))), None)
+    if tool is None:
+        raise UserError("no llvm-objdump found to disassemble GPU code; install LLVM 18 or newer, or ROCm")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernels.hsaco"
+        path.write_bytes(data)
+        machine = parse(data).machine
+        result = subprocess.run([tool, "-d", f"--mcpu={machine}", str(path)], capture_output=True, text=True)
+    if result.returncode or "is not a recognized processor" in result.stderr:
+        raise UserError(f"{tool} cannot disassemble code for {machine}; install a newer LLVM, or ROCm")
+    return result.stdout

@@ -1,0 +1,375 @@
+"""The rocm device: runs the code objects of an artifact on an AMD GPU through AMD's HIP runtime.
+
+In: an artifact whose manifest has, besides what dist/README.md describes,
+    target      {"kind": "rocm", "archs": ["gfx1100", ..]}
+    libraries   {arch: file name of the code object}
+    launches    {arch: {kernel: {"scratch": [bytes, ..], "steps": [{"symbol", "grid": [x, y, z], "block": [x, y, z], "args": [..]}, ..]}}}:
+                what a call of the kernel launches; an argument is a 64-bit pointer, given as an index of the call's args, or
+                len(args) + i for scratch buffer i, which the steps hand to one another
+Out: the protocol of runtime/devices/__init__.py.
+
+Everything runs on one stream. Each function's launches are captured once in a HIP graph and replayed, because a launch from Python takes
+longer than a small kernel runs. Drivers are known to replay stale data (ROCm/hip issues 3887 and 3902), so at load a few steps are computed
+both ways and compared bit by bit; if they differ, launches go out one by one, with a warning. MLC_AMD_GRAPH=0 asks for that.
+"""
+
+import ctypes
+import logging
+import os
+import weakref
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlc_amd.runtime.devices.hip_errors import OVERRIDE, Hip, HipError, gpu_memory, kfd_gpus, open_bindings, runtime_version, why_no_gpu
+from mlc_amd.runtime.errors import UserError
+
+ALIGN = 256  # bytes between buffers of one allocation, as hipMalloc aligns
+CHUNK = 16 << 20  # bytes of weights copied at a time
+CHECK_STEPS = 3  # replays compared at load: stale ones begin with the second
+OUTPUTS = ("logits",)  # io buffers that kernels write; the host writes the others
+GRAPH_VARIABLE = "MLC_AMD_GRAPH"
+# Chips with the same instruction set, bugs and registers: LLVM's AMDGPUUsage puts no restriction on code that is generic for one of these
+# groups (as it does for gfx10-1-generic and gfx11-generic). HIP loads a code object only if the ELF header names the very chip.
+# Values: EF_AMDGPU_MACH of e_flags.
+SAME_ISA = (
+    {"gfx1030": 0x36, "gfx1031": 0x37, "gfx1032": 0x38, "gfx1033": 0x39, "gfx1034": 0x3E, "gfx1035": 0x3D, "gfx1036": 0x45},
+    {"gfx1200": 0x48, "gfx1201": 0x4E},
+)
+E_FLAGS = 0x30  # offset in a 64-bit ELF header; the low byte is EF_AMDGPU_MACH
+CANNOT_LOAD = ("hipErrorNoBinaryForGpu", "hipErrorInvalidImage", "hipErrorInvalidKernelFile", "hipErrorSharedObjectInitFailed")
+NO_MEMORY = ("hipErrorOutOfMemory", "hipErrorMemoryAllocation")
+
+_NO_GRAPHS = "HIP graphs do not work with this driver (%s); going on without them, which is slower"
+
+log = logging.getLogger("mlc_amd")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as HIP shows it. memory: bytes; integrated: an APU, whose memory is the host's; pci: its address."""
+
+    index: int
+    name: str
+    arch: str
+    memory: int
+    integrated: bool
+    pci: str
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch, ready to go. `values` holds the pointers that kernels get, `params` the address of each: both must stay alive."""
+
+    function: object
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    values: ctypes.Array
+    params: ctypes.Array
+
+
+def list_gpus(hip: Hip) -> list[Gpu]:
+    """The GPUs that HIP can use. HipError if it finds none."""
+    return [_gpu(hip, index) for index in range(hip("hipGetDeviceCount"))]
+
+
+def _gpu(hip: Hip, index: int) -> Gpu:
+    facts = hip("hipGetDeviceProperties", index)
+    arch, name = (os.fsdecode(text).split("\0")[0] for text in (facts.gcnArchName, facts.name))
+    pci = f"{facts.pciDomainID:04x}:{facts.pciBusID:02x}:{facts.pciDeviceID:02x}.0"
+    return Gpu(index, name, arch.split(":")[0], facts.totalGlobalMem, bool(facts.integrated), pci)  # without ":sramecc+:xnack-"
+
+
+def sibling(arch: str, available) -> str | None:
+    """The code object of `available` (archs) that runs on `arch`: its own, or one for the same instruction set; None: there is none."""
+    if arch in available:
+        return arch
+    group = next((group for group in SAME_ISA if arch in group), {})
+    return next((name for name in group if name in available), None)
+
+
+def relabel(code: bytes, old: str, new: str) -> bytes:
+    """A code object for `old` as one for `new` of the same SAME_ISA group: another chip in the ELF header and in the metadata."""
+    group = next(group for group in SAME_ISA if old in group)
+    code = bytearray(code.replace(f"-{old}".encode(), f"-{new}".encode()))
+    code[E_FLAGS] = group[new]
+    return bytes(code)
+
+
+def _places(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
+    """Offsets of buffers in one allocation, and its size."""
+    offsets, end = {}, 0
+    for name, nbytes in sizes.items():
+        offsets[name], end = end, end + -(-nbytes // ALIGN) * ALIGN
+    return offsets, max(end, ALIGN)
+
+
+def _nbytes(entry: dict) -> int:
+    return int(np.prod(entry["shape"], dtype=np.int64)) * np.dtype(entry["dtype"]).itemsize
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.1f} GiB"
+
+
+class HipDevice:
+    """See runtime/devices/__init__.py for the protocol. `threads` is the cpu device's. `bindings`: what to use instead of AMD's package."""
+
+    kind = "rocm"
+
+    def __init__(self, artifact, threads: int | None = None, bindings=None):
+        self.artifact, self.manifest = artifact, artifact.manifest
+        self.threads = 1  # of the host; one is enough to drive a GPU
+        self._held = ExitStack()  # what HIP has given out, returned in reverse order
+        self.close = weakref.finalize(self, self._held.close)  # also at interpreter exit, while the library is still there
+        self.hip = Hip(open_bindings() if bindings is None else bindings)
+        self.version = runtime_version(self.hip.names)
+        self.gpu, self.code_arch = self._choose_gpu()
+        self.name = f"{self.gpu.name} ({self.gpu.arch}{self._override()})"
+        self.hip("hipSetDevice", self.gpu.index)
+        self.stream = self._own("hipStreamDestroy", self.hip("hipStreamCreateWithFlags", self.hip.names.hipStreamNonBlocking))
+        self._load_kernels()
+        self._allocate()
+        self._upload()
+        self._launches = {name: self._bind(function) for name, function in self.manifest["functions"].items()}
+        self._graphs = {}
+        if os.environ.get(GRAPH_VARIABLE) != "0":
+            self._make_graphs()
+        self.clear()
+
+    def _own(self, release: str, handle):
+        """`handle`, to be given to the HIP function `release` when the device goes."""
+        self._held.callback(getattr(self.hip.names, release), handle)
+        return handle
+
+    # ---- which GPU, which code object
+
+    def _choose_gpu(self) -> tuple[Gpu, str]:
+        """The GPU that fits best (its own code object, not integrated, most memory) and the arch of the code object to load."""
+        try:
+            gpus = list_gpus(self.hip)
+        except HipError as e:
+            raise UserError(why_no_gpu(e.code, self.version)) from e
+        if not gpus:
+            raise UserError(why_no_gpu("hipErrorNoDevice", self.version))
+        libraries = self.manifest["libraries"]
+        usable = [(gpu, code) for gpu in gpus if (code := sibling(gpu.arch, libraries))]
+        if not usable:
+            here = ", ".join(f"{gpu.arch} ({gpu.name})" for gpu in gpus)
+            raise UserError(
+                f"this model was compiled for {', '.join(libraries)}, and this machine has {here}; "
+                f"compile it with --target rocm --arch {gpus[0].arch}"
+            )
+        gpu, code = min(usable, key=lambda u: (u[0].arch != u[1], u[0].integrated, -u[0].memory, u[0].index))
+        if gpu.arch != code:
+            log.warning("using the kernels for %s on %s, which has the same instruction set", code, gpu.arch)
+        return gpu, code
+
+    def _override(self) -> str:
+        """The note that the arch is not the chip's own; "" when it is."""
+        if OVERRIDE not in os.environ:
+            return ""
+        chip = next((f"; the chip is {gpu['arch']}" for gpu in kfd_gpus() if gpu["pci"] == self.gpu.pci), "")
+        return f" by {OVERRIDE}={os.environ[OVERRIDE]}{chip}"
+
+    def _load_kernels(self) -> None:
+        file = self.artifact.path / self.manifest["libraries"][self.code_arch]
+        self._code = file.read_bytes()  # HIP may look into it until the module is unloaded
+        if self.gpu.arch != self.code_arch:
+            self._code = relabel(self._code, self.code_arch, self.gpu.arch)
+        try:
+            module = self._own("hipModuleUnload", self.hip("hipModuleLoadData", self._code))
+        except HipError as e:
+            if e.code not in CANNOT_LOAD:
+                raise
+            version = ".".join(map(str, self.version))
+            raise UserError(
+                f"HIP {version} cannot load the kernels for {self.gpu.arch} ({e.code}); install a newer ROCm, or compile the model again"
+            ) from e
+        self._kernels = self.manifest["launches"][self.code_arch]
+        symbols = {step["symbol"] for kernel in self._kernels.values() for step in kernel["steps"]}
+        try:
+            self._functions = {symbol: self.hip("hipModuleGetFunction", module, symbol.encode()) for symbol in sorted(symbols)}
+        except HipError as e:
+            raise UserError(f"{file} lacks a kernel of this model ({e.code}); compile the model again") from e
+
+    # ---- memory
+
+    def _allocate(self) -> None:
+        """One block each for weights, KV cache, arena, scratch and io, and pinned host memory for io."""
+        manifest = self.manifest
+        self._weight_bytes = max((e["data_offsets"][1] for e in self.artifact.weights.header.values()), default=0)
+        # Kernels run one after the other, so the scratch buffers of all begin at the same place.
+        scratch = {name: _places(dict(enumerate(kernel["scratch"]))) for name, kernel in self._kernels.items()}
+        self._scratch_at = {name: list(offsets.values()) for name, (offsets, _) in scratch.items()}
+        scratch_bytes = max((nbytes for _, nbytes in scratch.values()), default=0)
+        self._kv_at, kv_bytes = _places({entry["name"]: _nbytes(entry) for entry in manifest["kv"]})
+        io = dict(sorted(manifest["io"].items(), key=lambda item: item[0] in OUTPUTS))  # what the host writes comes first: one copy
+        self._io_at, io_bytes = _places({name: _nbytes(entry) for name, entry in io.items()})
+        self._input_bytes = min(self._io_at[name] for name in OUTPUTS)
+        sizes = {"weights": self._weight_bytes, "kv": kv_bytes, "arena": manifest["arena_bytes"], "scratch": scratch_bytes, "io": io_bytes}
+        self._sizes = {name: max(nbytes, ALIGN) for name, nbytes in sizes.items()}
+        needed, (free, _) = sum(self._sizes.values()), self.hip("hipMemGetInfo")
+        # An APU's carve-out is of no other use, so it is taken when all fits; else the GPU works in the system's memory. Either way
+        # there is one copy of the weights.
+        self.host_memory = self.gpu.integrated and free < needed
+        try:
+            self._blocks = {name: self._block(nbytes) for name, nbytes in self._sizes.items()}
+            self._pinned = self._host_block(io_bytes, 0)
+        except HipError as e:
+            if e.code not in NO_MEMORY:
+                raise
+            self.close()
+            raise UserError(self._out_of_memory(needed, free)) from e
+        self._host = {name: self._view(self._pinned + self._io_at[name], entry) for name, entry in io.items()}
+        for name in ("arena", "io"):  # NaN left behind by others would spread from rows that are not in use
+            self.hip("hipMemsetAsync", self._blocks[name][0], 0, self._sizes[name], self.stream)
+
+    def _block(self, nbytes: int) -> tuple[int, int | None]:
+        """(address for the GPU, address for the host or None)."""
+        if not self.host_memory:
+            return int(self._own("hipFree", self.hip("hipMalloc", nbytes))), None
+        # Non-coherent memory is what the GPU's L2 cache holds; the stream's end makes writes visible.
+        host = self._host_block(nbytes, self.hip.names.hipHostMallocMapped | self.hip.names.hipHostMallocNonCoherent & 0xFFFFFFFF)
+        return int(self.hip("hipHostGetDevicePointer", host, 0)), host
+
+    def _host_block(self, nbytes: int, flags: int) -> int:
+        return int(self._own("hipHostFree", self.hip("hipHostMalloc", nbytes, flags)))
+
+    @staticmethod
+    def _view(address: int, entry: dict) -> np.ndarray:
+        raw = (ctypes.c_uint8 * _nbytes(entry)).from_address(address)
+        return np.frombuffer(raw, entry["dtype"]).reshape(entry["shape"])
+
+    def _out_of_memory(self, needed: int, free: int) -> str:
+        """What is needed, what there is, and the change that makes it fit."""
+        kv, ctx = self._sizes["kv"], self.manifest["context"]
+        weights = self._sizes["weights"]
+        what = f"out of GPU memory: this model needs {_gib(needed)} (weights {_gib(weights)}, KV cache {_gib(kv)} at --ctx {ctx})"
+        fits = (free - (needed - kv)) * ctx // kv // 64 * 64
+        smaller = "choose a smaller quantization or close other programs that use the GPU"
+        change = f"compile with --ctx {fits}" if 64 <= fits < ctx else smaller
+        limits = gpu_memory(self.gpu.pci) if self.gpu.integrated else {}
+        if "gtt" in limits:
+            change += (
+                f", or give this APU more: it may use {_gib(limits.get('vram', 0))} carved out in the BIOS setup or "
+                f"{_gib(limits['gtt'])} of the system's memory (kernel parameter ttm.pages_limit={needed * 5 // 4 // 4096})"
+            )
+        return f"{what}, and {_gib(free)} of {self.gpu.name} are free; {change}"
+
+    def _upload(self) -> None:
+        """Weights to the GPU in chunks: while one travels from pinned memory, the next is read from the file."""
+        weights = self.artifact.weights
+        source = np.frombuffer(weights.map, np.uint8, self._weight_bytes, weights.start).ctypes.data
+        target, host = self._blocks["weights"]
+        chunks = [(at, min(CHUNK, self._weight_bytes - at)) for at in range(0, self._weight_bytes, CHUNK)]
+        if host is not None:
+            for at, nbytes in chunks:
+                ctypes.memmove(host + at, source + at, nbytes)
+            return
+        hip = self.hip
+        with ExitStack() as held:
+            slots = []
+            for _ in chunks[:2]:
+                staging, event = hip("hipHostMalloc", CHUNK, 0), hip("hipEventCreateWithFlags", hip.names.hipEventDisableTiming)
+                held.callback(hip, "hipHostFree", staging)
+                held.callback(hip, "hipEventDestroy", event)
+                slots.append((int(staging), event))
+            for i, (at, nbytes) in enumerate(chunks):
+                staging, event = slots[i % 2]
+                hip("hipEventSynchronize", event)  # returns at once when nothing was recorded yet
+                ctypes.memmove(staging, source + at, nbytes)
+                hip("hipMemcpyAsync", target + at, staging, nbytes, hip.names.hipMemcpyKind.hipMemcpyHostToDevice, self.stream)
+                hip("hipEventRecord", event, self.stream)
+            hip("hipStreamSynchronize", self.stream)
+
+    # ---- launches
+
+    def _bind(self, function: dict) -> list[Launch]:
+        """Every kernel launch of a function, in order."""
+        return [self._launch(step, call) for call in function["launches"] for step in self._kernels[call["kernel"]]["steps"]]
+
+    def _launch(self, step: dict, call: dict) -> Launch:
+        scratch = [self._blocks["scratch"][0] + at for at in self._scratch_at[call["kernel"]]]
+        pointers = [self._address(arg) for arg in call["args"]] + scratch
+        values = (ctypes.c_uint64 * len(step["args"]))(*(pointers[i] for i in step["args"]))
+        params = (ctypes.c_void_p * len(values))(*(ctypes.addressof(values) + 8 * i for i in range(len(values))))
+        return Launch(self._functions[step["symbol"]], tuple(step["grid"]), tuple(step["block"]), values, params)
+
+    def _address(self, arg: list) -> int:
+        """Where an argument of the plan lies in the GPU's memory; dist/README.md lists the kinds."""
+        kind, where = arg[0], arg[1]
+        if kind == "weight":
+            return self._blocks["weights"][0] + self.artifact.weights.header[where]["data_offsets"][0]
+        return self._blocks[kind][0] + (where if kind == "arena" else {"kv": self._kv_at, "io": self._io_at}[kind][where])
+
+    def _enqueue(self, function: str) -> None:
+        for one in self._launches[function]:
+            self.hip("hipModuleLaunchKernel", one.function, *one.grid, *one.block, 0, self.stream, ctypes.addressof(one.params), None)
+
+    # ---- graphs
+
+    def _make_graphs(self) -> None:
+        """Captures every function and compares replays with launches; no graphs, and a warning, if anything is wrong with them."""
+        expected = {name: self._trial(name, {}) for name in self._launches}
+        try:
+            graphs = {name: self._capture(name) for name in self._launches}
+            wrong = [name for name in graphs if self._trial(name, graphs) != expected[name]]
+        except HipError as e:
+            log.warning(_NO_GRAPHS, e)
+            return
+        if wrong:
+            log.warning(_NO_GRAPHS, f"replays of {', '.join(wrong)} differ from launches")
+            return
+        self._graphs = graphs
+
+    def _capture(self, function: str):
+        # Of the capture modes, only this one works on all drivers (Relaxed faults on RDNA2).
+        self.hip("hipStreamBeginCapture", self.stream, self.hip.names.hipStreamCaptureMode.hipStreamCaptureModeThreadLocal)
+        try:
+            self._enqueue(function)
+        finally:  # a stream left in capture mode could not be used any more
+            graph = self._own("hipGraphDestroy", self.hip("hipStreamEndCapture", self.stream))
+        return self._own("hipGraphExecDestroy", self.hip("hipGraphInstantiate", graph, 0)[0])
+
+    def _trial(self, function: str, graphs: dict) -> list[bytes]:
+        """The logits of a few steps with different tokens and positions, computed with `graphs` or, without, by launches."""
+        entry, vocab = self.manifest["functions"][function], self.manifest["model"]["vocab"]
+        results, position = [], 0
+        self.clear()
+        for step in range(CHECK_STEPS):
+            live = min(1 + step, entry["tokens"], self.manifest["context"] - position)
+            self.write("state", (position, live))
+            self.write("tokens", (np.arange(entry["tokens"]) + 7 * step + 1) % vocab)
+            self._run(function, graphs)
+            results.append(self.read("logits", live if entry["all_logits"] else 1).tobytes())
+            position += live
+        return results
+
+    # ---- the protocol
+
+    def write(self, name: str, values) -> None:
+        self._host[name][: len(values)] = values
+
+    def run(self, function: str) -> None:
+        self._run(function, self._graphs)
+
+    def _run(self, function: str, graphs: dict) -> None:
+        to_device = self.hip.names.hipMemcpyKind.hipMemcpyHostToDevice
+        self.hip("hipMemcpyAsync", self._blocks["io"][0], self._pinned, self._input_bytes, to_device, self.stream)
+        if function in graphs:
+            self.hip("hipGraphLaunch", graphs[function], self.stream)
+        else:
+            self._enqueue(function)
+        self.hip("hipStreamSynchronize", self.stream)
+
+    def read(self, name: str, rows: int) -> np.ndarray:
+        array, to_host = self._host[name][:rows], self.hip.names.hipMemcpyKind.hipMemcpyDeviceToHost
+        self.hip("hipMemcpyAsync", array.ctypes.data, self._blocks["io"][0] + self._io_at[name], array.nbytes, to_host, self.stream)
+        self.hip("hipStreamSynchronize", self.stream)
+        return array
+
+    def clear(self) -> None:
+        self.hip("hipMemsetAsync", self._blocks["kv"][0], 0, self._sizes["kv"], self.stream)
+        self.hip("hipStreamSynchronize", self.stream)

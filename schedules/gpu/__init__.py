@@ -1,0 +1,1 @@
+"""TensorIR kernels for AMD GPUs: one builder function per kernel, each returns a `tirx.PrimFunc` with its threads bound."""

@@ -1,0 +1,223 @@
+"""Attention of one token against the cache on a GPU: split-KV ("flash decoding"), with RoPE and the cache write in the same launch.
+
+In: the token's q, k, v rows as the projections left them (or queries that `rope_kv_write.py` rotated), and the caches of that module. Out:
+the heads' outputs in an activation layout of `quantize.py`. A workgroup has a KV head and a split of its live keys; it rotates the group's
+queries into LDS itself. A wave works through steps of 64 keys and keeps its own softmax (`attention_rows.py`), so nothing waits in the
+loop; K and V are loaded once for the whole group. The waves join through LDS at the end.
+
+Splits join in device memory. The one that arrives last, by an atomic counter, joins them all: no second launch. A split's results go out
+as volatile stores, which are complete, beyond the caches that workgroups do not share, before the counter moves. The last one's loads have
+addresses that depend on what the counter returned, so neither compiler nor hardware can start them early; their cache lines belong to one
+split each and nothing reads them earlier in the launch, so no cache holds an old copy.
+
+The token's own key and value never come from the cache: they are where the first wave's softmax starts.
+"""
+import math
+from contextlib import nullcontext
+from typing import NamedTuple
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu.attention_rows import LOWEST, P_SHIFT, STEP, Rows, at, group_of, join_waves, put
+from mlc_amd.schedules.gpu.device import dot2, exp2, launch, rcp, uniform, wave_max, wave_sum
+from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, emit_store, vector
+from mlc_amd.schedules.gpu.rope_kv_write import Rope, cache_shapes, query_scale, rope_args, rotated, store_key, store_valid, store_value
+
+THREADS = 128                   # of a workgroup
+FILL = 2                        # workgroups per compute unit that a long context is split into
+LINE = 32                       # float32 of a cache line
+BATCH = 8                       # splits whose results are loaded at once
+
+
+class Splits(NamedTuple):
+    """How a KV head's keys are dealt out: `count` workgroups of `waves` waves, steps of 64 keys in turns. stride: float32 that a split's
+    results take in the scratch buffer, whole cache lines: the rows' outputs, then (top, total, 0, 0) of each row."""
+
+    count: int
+    waves: int
+    group: int
+    d: int
+
+    @property
+    def stride(self):
+        return -(-self.group * (self.d + WIDTH) // LINE) * LINE
+
+    def active(self, steps):
+        """How many of the splits have something to do; at least one."""
+        return T.Bind(T.max(T.min((steps + self.waves - 1) // self.waves, T.int32(self.count)), T.int32(1)))
+
+
+def splits_of(heads, kv_heads, d, ctx, arch) -> Splits:
+    """The splits of a shape: no more than the context has work for, than fill the GPU, than a wave has lanes to join them."""
+    waves = THREADS // arch.wave
+    count = min(-(-ctx // (STEP * waves)), -(-FILL * arch.units // kv_heads), 32)
+    return Splits(count, waves, group_of(heads, kv_heads), d)
+
+
+def scratch_shapes(heads, kv_heads, d, ctx, arch) -> dict:
+    """Parameter name -> (shape, dtype) of the buffers that splits join through. "Arrived" must be zero before the first launch and is zero
+    after each; "Parts" may hold anything."""
+    splits = splits_of(heads, kv_heads, d, ctx, arch)
+    return {"Parts": ((kv_heads, splits.count, splits.stride), "float32"), "Arrived": ((kv_heads,), "int32")}
+
+
+def attention_decode(heads, kv_heads, d, ctx, act_out, arch, name, rope: Rope | None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], then with `rope`: Q, K, V, [QN, KN], CS as for `rope_kv_write` with m = 1, Kc, Vc in place; without:
+    Qo float16 [1, heads, d], Kc, Vc; then Parts, Arrived of `scratch_shapes`, then the output [1, heads*d] in the layout act_out).
+
+    The token at state[0] sees the keys 0 .. state[0]; with `rope` its own key and value are written there, without they must be there
+    already. One launch. UserError for shapes that `cache_shapes`, `rope_args` or `group_of` refuses.
+    """
+    splits, (kshape, vshape) = splits_of(heads, kv_heads, d, ctx, arch), cache_shapes(kv_heads, ctx, d)
+    group = splits.group
+    with IRBuilder() as ir, T.prim_func(s_tir=True):
+        T.func_name(name)
+        T.func_attr({"tirx.noalias": True, "global_symbol": name})
+        state = T.arg("state", T.buffer((4,), "int32"))
+        if rope:
+            Q, K, V, QN, KN, CS = rope_args(heads, kv_heads, d, ctx, 1, rope)
+        else:
+            Qo = T.arg("Qo", T.buffer((1, heads, d), "float16"))
+        Kc, Vc = T.arg("Kc", T.buffer(kshape, "float16")), T.arg("Vc", T.buffer(vshape, "float16"))
+        Parts, Arrived = (T.arg(n, T.buffer(*s)) for n, s in scratch_shapes(heads, kv_heads, d, ctx, arch).items())
+        out = act_args(1, heads * d, act_out)
+        with launch((kv_heads, splits.count), (arch.wave, splits.waves)) as (kv, split, lane, thread_wave):
+            wave = uniform(thread_wave)
+            position = T.Bind(T.max(T.min(state[0], T.int32(ctx - 1)), T.int32(0)))
+            end = position if rope else T.Bind(position + 1)
+            steps = T.Bind((end + STEP - 1) // STEP)
+            active = splits.active(steps)
+            with T.serial(T.cast(split < active, "int32")):
+                queries = T.alloc_buffer((group, d), "float16", scope="shared")
+                rows = Rows(arch, group, d, lane)
+                rows.start()
+                if rope:
+                    own_key = T.alloc_buffer((d,), "float16", scope="shared")
+                    _rotate(arch, splits, (Q, K, QN, KN, CS), rope, (queries, own_key), kv, position, wave, lane)
+                    first = T.Bind((wave == 0) & (split == 0))
+                    with T.If(first), T.Then():
+                        _start_with_own(rows, queries, own_key, V, kv)
+                else:
+                    _load_queries(splits, Qo, queries, kv, wave * arch.wave + lane)
+                stream = T.Bind(split * splits.waves + wave)
+                streams = splits.count * splits.waves
+                with T.serial(T.max((steps - stream + streams - 1) // streams, T.int32(0))) as i:
+                    rows.step(Kc, Vc, kv, T.Bind((stream + i * streams) * STEP), queries, lambda r: end, T.Bind(state[3] & i))
+                if rope:
+                    with T.If(first & (state[0] == position)), T.Then():
+                        store_key(Kc, kv, position, rotated(arch, K, 0, kv * d, CS, position, KN, lane, d, rope))
+                        store_value(arch, Vc, kv, position, V, 0, lane, d)
+                quad = join_waves(rows, wave, splits.waves)
+                tid = T.Bind(wave * arch.wave + lane)
+                _store_parts(splits, Parts, quad, kv, split, tid)
+                old = _arrive(Arrived, kv, tid)
+                with T.serial(T.cast(old == active - 1, "int32")):
+                    # 0, and not known before `old` is
+                    later = T.Bind(T.shift_right(old, T.int32(16)))
+                    _join_splits(arch, splits, act_out, out, Parts, kv, active, later, wave, lane)
+                    with T.If(tid == 0), T.Then():
+                        put(Arrived, T.int32(0), kv)
+    return ir.get()
+
+
+def _rotate(arch, splits, sources, rope, buffers, kv, position, wave, lane):
+    """Rotates the group's queries and the key into LDS; the waves take heads in turns."""
+    (Q, K, QN, KN, CS), (queries, own_key) = sources, buffers
+    group, d = splits.group, splits.d
+    for first in range(0, group, splits.waves):
+        row = T.Bind(first + wave)
+        with T.If(row < group), T.Then():
+            for valid, values in rotated(arch, Q, 0, (kv * group + row) * d, CS, position, QN, lane, d, rope):
+                store_valid(valid, queries, [((row, e), T.cast(y * T.float32(query_scale(d)), "float16")) for e, y in values])
+    with T.If(wave == splits.waves - 1), T.Then():
+        for valid, values in rotated(arch, K, 0, kv * d, CS, position, KN, lane, d, rope):
+            store_valid(valid, own_key, [((e,), T.cast(y, "float16")) for e, y in values])
+
+
+def _load_queries(splits, Qo, queries, kv, tid):
+    """Copies the group's rotated queries into LDS."""
+    elements = splits.group * splits.d
+    for first in range(0, elements, THREADS):
+        e = T.Bind(first + tid)
+        store_valid(None if first + THREADS <= elements else e < elements, queries,
+                    [((e // splits.d, e % splits.d), Qo[0, kv * splits.group + e // splits.d, e % splits.d])])
+
+
+def _start_with_own(rows, queries, own_key, V, kv):
+    """The rows' state behind the token's own key, whose weight is 1."""
+    arch, d = rows.arch, rows.d
+    for r in range(rows.count):
+        score = T.float32(0)
+        for first in range(0, d // 2, arch.wave):
+            pair = T.Bind(T.min(first + rows.lane, T.int32(d // 2 - 1)))
+            words = [T.reinterpret("uint32", x) for x in (queries[r, at(pair * 2, 2)], own_key[at(pair * 2, 2)])]
+            product = dot2(arch, *words, T.float32(0))
+            score = score + T.Select(first + rows.lane < d // 2, product, T.float32(0))
+        put(rows.top, wave_sum(arch, T.Bind(score)), r)
+        put(rows.total, T.Select(rows.lane == 0, T.float32(2**P_SHIFT), T.float32(0)), r)
+    for x in range(rows.columns):
+        value = T.Bind(T.cast(T.cast(V[0, kv * d + rows.column(x)], "float16"), "float32") * T.float32(2**P_SHIFT))
+        for r in range(rows.count):
+            put(rows.out, value, r * rows.columns + x)
+
+
+def _quads(splits, tid):
+    """Yields (valid, row, column) of the groups of four columns that a thread has; valid is None where all threads have one."""
+    count = splits.group * splits.d // WIDTH
+    for first in range(0, count, THREADS):
+        valid = None if first + THREADS <= count else first + tid < count
+        place = T.Bind((first + tid if valid is None else T.min(first + tid, T.int32(count - 1))) * WIDTH)
+        yield valid, T.Bind(place // splits.d), T.Bind(place % splits.d)
+
+
+def _store_parts(splits, Parts, quad, kv, split, tid):
+    """Stores the workgroup's results, each store complete in device memory before the thread goes on."""
+    stage, tails = (T.alloc_buffer((THREADS, WIDTH), "float32", scope="shared") for _ in range(2))
+
+    def publish(buffer, place):
+        # A volatile store, which TVM has no other name for.
+        target, source = T.address_of(Parts[kv, split, place]), T.address_of(buffer[tid, 0])
+        T.evaluate(T.call_llvm_intrin("void", "llvm.memcpy", target, source, T.int32(WIDTH * 4), T.bool(True)))
+
+    for valid, row, column in _quads(splits, tid):
+        top, total, values = quad(row, column)
+        put(stage, vector(values), tid, at(0, WIDTH))
+        put(tails, vector([top, total, T.float32(0), T.float32(0)]), tid, at(0, WIDTH))
+        with nullcontext() if valid is None else T.If(valid), nullcontext() if valid is None else T.Then():
+            publish(stage, row * splits.d + column)
+            with T.If(column == 0), T.Then():
+                publish(tails, splits.group * splits.d + row * WIDTH)
+
+
+def _arrive(Arrived, kv, tid):
+    """How many splits of this KV head arrived before, in a scalar register."""
+    arrived = T.alloc_buffer((1,), "int32", scope="shared")
+    T.evaluate(T.tvm_storage_sync("shared"))
+    with T.If(tid == 0), T.Then():
+        put(arrived, T.call_intrin("int32", "tirx.atomic_add", T.address_of(Arrived[kv]), T.int32(1)), 0)
+    return uniform(arrived[0])
+
+
+def _join_splits(arch, splits, act_out, out, Parts, kv, active, later, wave, lane):
+    """Joins the splits' results and stores the output. later: 0, known when they may be loaded."""
+    group, d = splits.group, splits.d
+    weights = T.alloc_buffer((group, math.ceil(splits.count / BATCH) * BATCH), "float32", scope="shared")
+    for first in range(0, group, splits.waves):
+        row = T.Bind(T.min(first + wave, T.int32(group - 1)))
+        split, tail = T.Bind(T.min(lane, active - 1) + later), group * d + row * WIDTH
+        top = T.Bind(T.Select(lane < active, Parts[kv, split, tail], T.float32(LOWEST)))
+        weight = exp2(top - wave_max(arch, top))
+        total = wave_sum(arch, T.Bind(weight * Parts[kv, split, tail + 1]))
+        with T.If(lane < weights.shape[1]), T.Then():
+            put(weights, weight * rcp(total), row, lane)
+    for valid, row, column in _quads(splits, T.Bind(wave * arch.wave + lane)):
+        y = T.alloc_buffer((WIDTH,), "float32", scope="local")
+        put(y, T.broadcast(T.float32(0), WIDTH), at(0, WIDTH))
+        with T.serial((active + BATCH - 1) // BATCH) as batch:
+            for i in range(BATCH):
+                split = T.Bind(batch * BATCH + i)
+                part = Parts[kv, T.min(split, active - 1) + later, at(row * d + column, WIDTH)]
+                put(y, y[at(0, WIDTH)] + part * T.broadcast(weights[row, split], WIDTH), at(0, WIDTH))
+        emit_store(arch, act_out, out, [T.Bind(y[i]) for i in range(WIDTH)], 0, (kv * group + row) * d + column, valid)

@@ -1,0 +1,33 @@
+"""The embedding lookup: rows of the embedding table, decoded to float32.
+
+In: `state` int32[4] (state[1]: live tokens), tokens int32[m], the table's planes in the "rows" layout. Out: X float32 [m, k]. A thread
+makes one column: a token is a few thousand, and its row's planes stay in the cache.
+"""
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu.device import launch
+from mlc_amd.schedules.gpu.norm import live_tokens
+from mlc_amd.schedules.gpu.planes import decode, planes
+
+THREADS = 256
+
+
+def embed(fmt, vocab, k, m, arch, name) -> tirx.PrimFunc:
+    """Kernel (state int32[4], tokens int32[m], planes of the [vocab, k] table, X float32 [m, k]): X[i] = table[tokens[i]] for live i.
+
+    Token numbers outside the vocabulary read its first or last row (nothing out of bounds). UserError when the format does not allow k.
+    """
+    with IRBuilder() as ir, T.prim_func(s_tir=True):
+        T.func_name(name)
+        T.func_attr({"tirx.noalias": True, "global_symbol": name})
+        state, tokens = T.arg("state", T.buffer((4,), "int32")), T.arg("tokens", T.buffer((m,), "int32"))
+        table = {plane: T.arg(plane, T.buffer(shape, dtype)) for plane, (shape, dtype) in planes(fmt, vocab, k).items()}
+        X = T.arg("X", T.buffer((m, k), "float32"))
+        with launch((-(-k // THREADS), m), (THREADS,)) as (chunk, token, thread):
+            column = T.Bind(chunk * THREADS + thread)
+            with T.If((column < k) & (token < live_tokens(state, m))), T.Then():
+                row = T.Bind(T.max(T.min(tokens[token], T.int32(vocab - 1)), T.int32(0)))
+                T.buffer_store(X, decode(fmt, table, row, column), [token, column])
+    return ir.get()

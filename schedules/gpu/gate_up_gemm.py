@@ -1,0 +1,86 @@
+"""The first half of a feed-forward layer for several tokens on the GPU, in one launch: y = silu(gate(x)) * up(x).
+
+In and out as in `gemm.py`: `state`, activations, the planes of two weights of f rows; y leaves in a layout of `quantize.py`, as the down
+projection reads it. A workgroup computes the same tile of both weights, so that gate and up of an element meet in one thread.
+"""
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.formats import lookup
+from mlc_amd.schedules.gpu.device import exp2, launch, maximum, minimum, rcp, rint, shuffle_xor, wave_max, wave_sum
+from mlc_amd.schedules.gpu.gemm import engine, span, views
+from mlc_amd.schedules.gpu.gemv import emit_planes
+from mlc_amd.schedules.gpu.load import lane_of
+from mlc_amd.schedules.gpu.norm import live_tokens
+from mlc_amd.schedules.gpu.planes import BLOCK
+from mlc_amd.schedules.gpu.quantize import FIELDS, HALF_MAX, TINY, act_args, vector
+
+LOG2E = 1.4426950408889634
+
+
+def _swiglu(gate, up):
+    """silu(gate) * up of two float32 values in registers; silu(x) = x / (1 + 2**(-x * log2(e)))."""
+    return T.Bind(gate * rcp(T.float32(1) + exp2(gate * T.float32(-LOG2E))) * up)
+
+
+def _elements(x):
+    """The elements of a float32 vector or scalar."""
+    count = x.ty.dtype.lanes
+    return [lane_of(x, i) for i in range(count)] if count > 1 else [x]
+
+
+def _store_floats(act, out, token, row, y):
+    """y, float32 elements of consecutive rows, in the layout "" or "half" (what float16 cannot hold becomes its largest number)."""
+    if act == "half":
+        y = [T.cast(minimum(maximum(x, T.float32(-HALF_MAX)), T.float32(HALF_MAX)), "float16") for x in y]
+    value = vector(y) if len(y) > 1 else y[0]
+    T.buffer_store(out, value, [token, span(row, value)])
+
+
+def _store_block(arch, out, token, row, y):
+    """y, one float32 of each of 32 neighbouring lanes, as a block in the layout "rows": see `quantize.py`."""
+    A, S = out
+    half, column = BLOCK // 2, T.Bind(row % BLOCK)
+    top = wave_max(arch, T.Bind(T.fabs(y)), BLOCK)
+    q = T.Bind(T.cast(rint(y * T.Select(top > T.float32(TINY), T.float32(127) * rcp(top), T.float32(0))), "int32"))
+    low = wave_sum(arch, q, half)
+    high = shuffle_xor(arch, low, half)
+    d = T.Bind(top * T.float32(1 / 127))
+    T.buffer_store(A, T.cast(q, "int8"), [token, row // BLOCK, column])
+    with T.If(column == 0), T.Then():       # the lane in whose half `low` is the first
+        fields = [d, *(d * T.cast(total, "float32") for total in (low + high, low, high))]
+        T.buffer_store(S, vector(fields), [token, row // BLOCK, T.ramp(0, 1, FIELDS)])
+
+
+def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, tile=None):
+    """PrimFunc (state, A, S | H | X, planes of gate, planes of up, then A, S | H | X of [m, f], named with "_out").
+
+    The weights are f x k, f a multiple of 32. act_in, k, m and tile: as for `gemm.linear`. act_out: "half", "" or, where act_in does not
+    mean matrix units, "rows". Token tiles without live tokens are left as they are. ValueError for what cannot share a launch.
+    """
+    formats = [lookup(fmt_gate), lookup(fmt_up)]
+    gemm = engine(act_in, formats, m, k, arch, tile, together=2)
+    if f % BLOCK or (act_out == "rows" and gemm.rows_side_by_side != BLOCK):
+        raise ValueError(f"{f} rows in layout {act_out!r} from activations in layout {act_in!r} do not make one launch")
+    with IRBuilder() as ir, T.prim_func(s_tir=True):
+        T.func_name(name)
+        T.func_attr({"tirx.noalias": True, "global_symbol": name})
+        state, params = T.arg("state", T.buffer((4,), "int32")), act_args(m, k, act_in)
+        weights = [(fmt, emit_planes(fmt, f, k, prefix), f) for fmt, prefix in zip(formats, ("G_", "U_"), strict=True)]
+        out = act_args(m, f, act_out, ["A_out", "S_out"] if act_out == "rows" else ["Y"])
+        acts = views(params, act_in, m, k)
+        with launch((m // gemm.tile.tokens, -(-f // gemm.tile.rows)), (gemm.threads,)) as (token_tile, row_tile, thread):
+            gemm.allocate(thread)
+            token0 = T.Bind(token_tile * gemm.tile.tokens)
+
+            def store(token, row, values):
+                y = [_swiglu(g, u) for g, u in zip(*map(_elements, values), strict=True)]
+                if act_out == "rows":
+                    _store_block(arch, out, token, row, *y)
+                else:
+                    _store_floats(act_out, out[0], token, row, y)
+
+            # a loop of 0 or 1 steps: barriers may not stand inside an if
+            with T.serial(T.Bind(T.cast(token0 < live_tokens(state, m), "int32"))):
+                gemm.emit(acts, weights, token0, T.Bind(row_tile * gemm.tile.rows), store)
+    return ir.get()

@@ -1,0 +1,102 @@
+"""Linear layers of several tokens on the GPU: y[m, n] = sum over k of w[n, k] * x[m, k].
+
+In: `state` int32[4] (position, live tokens, 0, 0), activations in a layout of `quantize.py`, weights in planes of the layout "rows"
+(`planes.py`). Out: Y float32 [m, n padded to 16], bias and residual added.
+
+This file lays out the launch: a grid of token tiles (first axis: those that share a weight tile run side by side) by the row tiles of all
+segments. What a workgroup does to its tile is up to `gemm_matrix.py` (matrix units) or `gemm_dot.py` (int8 dot products), which share the
+interface of `MatrixGemm`; `gate_up_gemm.py` shares it, too. Workgroups whose tokens are all beyond the live ones leave at once.
+"""
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.formats import lookup
+from mlc_amd.schedules.gpu import gemm_dot, gemm_matrix
+from mlc_amd.schedules.gpu.device import launch
+from mlc_amd.schedules.gpu.gemm_dot import DotGemm, FloatGemm
+from mlc_amd.schedules.gpu.gemm_matrix import MatrixGemm
+from mlc_amd.schedules.gpu.gemv import emit_planes
+from mlc_amd.schedules.gpu.load import QUADS, at
+from mlc_amd.schedules.gpu.norm import live_tokens
+from mlc_amd.schedules.gpu.planes import BLOCK, padded
+from mlc_amd.schedules.gpu.quantize import act_args
+
+
+def engine(act, formats, m, k, arch, tile=None, together=1):
+    """The tile routine for activations in layout `act` and weights of these formats, `together` of which share a tile. `tile`: MatrixTile
+    or DotTile, by default the one for the arch and shape. ValueError for what does not fit."""
+    matrix = arch.matrix and act != "rows" and not isinstance(tile, gemm_dot.DotTile)
+    kind = {"rows": "int8", "": "float"}.get(act)
+    if not matrix and {fmt.kind for fmt in formats} != {kind}:
+        raise ValueError(f"{arch.name} cannot multiply weights of {sorted(fmt.name for fmt in formats)} with activations in layout {act!r}")
+    if matrix:
+        return MatrixGemm(arch, tile or gemm_matrix.choose(arch, m, k, together), k, together)
+    return (DotGemm if act == "rows" else FloatGemm)(arch, tile or gemm_dot.choose(arch, m, together), k, together)
+
+
+def views(acts, act, m, k):
+    """What the tile routine takes of the parameters of `act_args`. To be called after the last parameter: it may declare a view."""
+    if act == "rows":
+        A, S = acts
+        return T.decl_buffer((m, k // BLOCK, QUADS), "int32", data=A.data), S
+    return acts
+
+
+def span(row, value):
+    """The index of `value`: of a vector, as many consecutive elements."""
+    return at(row, value.ty.dtype.lanes)
+
+
+def _bias(bias, index, n):
+    """bias[index]; the last rows' index stays inside the n biases."""
+    if n % 16 == 0:
+        return bias[index]
+    lanes = index.ty.dtype.lanes
+    return bias[T.min(index, T.broadcast(T.int32(n - 1), lanes) if lanes > 1 else T.int32(n - 1))]
+
+
+def linear(segments, k, m, act_in, biases, residual, arch, name, tile=None):
+    """PrimFunc (state, A, S | H | X, planes of segment 0, [bias f32 [n]], planes of segment 1, ..., [R f32 [m, npad]], Y_0 f32 [m, npad],
+    ...).
+
+    segments: list of (format name or Format, n); they share the activations (q, k and v of a layer) and the launch. k: a multiple of 32,
+    m: tokens, a multiple of 16. act_in: layout of the activations: "half" or "" on matrix units (weights and activations become float16),
+    else "rows" for int8 formats and "" for float formats. biases: one flag per segment. residual: Y = R + result, for one segment. tile:
+    see `engine`. Token tiles without live tokens (state[1]) are left as they are. npad = n rounded up to a multiple of 16; the columns from
+    n on hold no meaning. ValueError for what cannot share a launch or has no tiles, UserError for weights too large.
+    """
+    segments = [(lookup(fmt), n) for fmt, n in segments]
+    if len(biases) != len(segments) or (residual and len(segments) > 1):
+        raise ValueError(f"segments {[(f.name, n) for f, n in segments]}, biases {biases}, residual {residual} do not make one launch")
+    gemm = engine(act_in, [fmt for fmt, _ in segments], m, k, arch, tile)
+    counts = [-(-padded(n) // gemm.tile.rows) for _, n in segments]
+    with IRBuilder() as ir, T.prim_func(s_tir=True):
+        T.func_name(name)
+        T.func_attr({"tirx.noalias": True, "global_symbol": name})
+        state, params = T.arg("state", T.buffer((4,), "int32")), act_args(m, k, act_in)
+        weights = []
+        for i, ((fmt, n), has_bias) in enumerate(zip(segments, biases, strict=True)):
+            bufs = emit_planes(fmt, n, k, f"W{i}_")
+            weights.append((bufs, T.arg(f"bias{i}", T.buffer((n,), "float32")) if has_bias else None))
+        R = T.arg("R", T.buffer((m, padded(segments[0][1])), "float32")) if residual else None
+        outputs = [T.arg(f"Y{i}", T.buffer((m, padded(n)), "float32")) for i, (_, n) in enumerate(segments)]
+        acts = views(params, act_in, m, k)
+        with launch((m // gemm.tile.tokens, sum(counts)), (gemm.threads,)) as (token_tile, row_tile, thread):
+            gemm.allocate(thread)
+            token0, live, first = T.Bind(token_tile * gemm.tile.tokens), live_tokens(state, m), 0
+            for (fmt, n), (bufs, bias), Y, count in zip(segments, weights, outputs, counts, strict=True):
+                def store(token, row, values, n=n, bias=bias, Y=Y):
+                    (x,), index = values, span(row, values[0])
+                    if bias is not None:
+                        x = x + _bias(bias, index, n)
+                    if R is not None:
+                        x = R[token, index] + x
+                    T.buffer_store(Y, x, [token, index])
+
+                # a loop of 0 or 1 steps: barriers may not stand inside an if
+                mine = (token0 < live) & (row_tile >= first) & (row_tile < first + count)
+                with T.serial(T.Bind(T.cast(mine, "int32"))):
+                    row0 = T.Bind((row_tile - first) * gemm.tile.rows)
+                    gemm.emit(acts, [(fmt, bufs, padded(n))], token0, row0, store)
+                first += count
+    return ir.get()

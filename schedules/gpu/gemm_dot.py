@@ -1,0 +1,217 @@
+"""The GEMM tile without matrix units: int8 activations with dot4 (float formats: plain float32 arithmetic), register tiles fed by LDS.
+
+A workgroup computes `tokens` tokens by `rows` rows of each of its weights, in steps of one block of 32 columns staged in LDS: weights as
+signed bytes with their float32 scales, activations as they come. 32 neighbouring lanes hold 32 neighbouring rows and share their tokens,
+so that LDS reads of activations are broadcasts, those of weights free of bank conflicts, and 32 rows can be reduced within a wave. Per
+block, with dot the int32 dot product of a group of columns (16 or 32) and d, d*sum(q) of the activations' plane S:
+
+    y += d * scale * dot + minimum * d*sum(q)
+"""
+from dataclasses import dataclass
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu.device import barrier, dot4, fma
+from mlc_amd.schedules.gpu.gemm_load import PIECE, byte_piece, columns_of, fetch, float_piece
+from mlc_amd.schedules.gpu.load import QUADS, at, lane_of
+from mlc_amd.schedules.gpu.planes import BLOCK
+from mlc_amd.schedules.gpu.quantize import FIELDS
+
+LANES = 32          # rows side by side
+PAD = 4             # words added to each row of LDS: eight neighbouring rows, read 128 bits wide, lie in different banks
+
+
+@dataclass(frozen=True)
+class DotTile:
+    """A workgroup's tile: tokens and rows (of one weight, a multiple of 32); threads_m groups of 32 threads share out the tokens."""
+    tokens: int
+    rows: int
+    threads_m: int
+
+
+# The tiles that `choose` starts from, largest first. Without a dot product instruction code is four times as long, and so is compile time.
+TILES = (DotTile(64, 128, 8), DotTile(32, 64, 8), DotTile(16, 64, 4))
+TILES_WITHOUT_DOT = TILES[1:]
+
+
+def choose(arch, m, weights=1):
+    """The default DotTile for m tokens; `weights` share the accumulators. ValueError unless m is a multiple of 16."""
+    tile = next((t for t in (TILES if arch.dot else TILES_WITHOUT_DOT) if m % t.tokens == 0), None)
+    if tile is None:
+        raise ValueError(f"{m} tokens are no tiles of 16")
+    return DotTile(tile.tokens, tile.rows // weights, tile.threads_m)
+
+
+class _RegisterTile:
+    """What both kinds of arithmetic share. Use as `gemm_matrix.MatrixGemm`."""
+    width: int          # elements of an LDS row
+    dtype: str          # of LDS rows
+    rows_side_by_side = LANES   # rows that neighbouring lanes hold in the epilogue, one each
+
+    def __init__(self, arch, tile, k, weights=1):
+        self.arch, self.tile, self.k, self.weights = arch, tile, k, weights
+        self.threads, self.ld = tile.threads_m * LANES, self.width + PAD
+        self.token_count, self.row_count = tile.tokens // tile.threads_m, tile.rows // LANES
+        if self.token_count * tile.threads_m != tile.tokens or self.row_count * LANES != tile.rows or self.threads > 256 or k % BLOCK:
+            raise ValueError(f"{tile} does not divide {self.threads} threads and {k} columns")
+
+    def allocate(self, thread):
+        """Declares LDS and accumulators inside the launch; `thread`: threadIdx.x."""
+        tile = self.tile
+        self.thread, self.lane = thread, T.Bind(thread % LANES)
+        self.token = T.Bind(thread // LANES * self.token_count)
+        self.x_lds = T.alloc_buffer((tile.tokens * self.ld,), self.dtype, scope="shared")
+        self.w_lds = [T.alloc_buffer((tile.rows * self.ld,), self.dtype, scope="shared") for _ in range(self.weights)]
+        self.sums = T.alloc_buffer((self.weights * self.token_count * self.row_count,), "float32", scope="local")
+
+    def emit(self, acts, weights, token0, row0, epilogue):
+        """One tile: tokens token0.. of the activations, rows row0.. of the weights [(fmt, bufs, padded rows)].
+
+        Calls epilogue(token, row, values): per weight the float32 result of one token and one row below the padded number of rows; 32
+        neighbouring lanes hold 32 neighbouring rows, the first a multiple of 32.
+        """
+        for i in range(self.weights * self.token_count * self.row_count):
+            T.buffer_store(self.sums, T.float32(0), [i])
+        last = self.k // BLOCK - 1
+        self._stage(weights, self._fetch(acts, weights, token0, row0, T.int32(0)))
+        barrier()
+        with T.serial(last + 1) as block:
+            following = self._fetch(acts, weights, token0, row0, T.Bind(T.min(block + 1, last)))
+            self._multiply(weights)
+            barrier()
+            self._stage(weights, following)
+            barrier()
+        padded = weights[0][2]
+        for i in range(self.row_count):
+            row = T.Bind(row0 + i * LANES + self.lane)
+
+            def store(i=i, row=row):
+                for t in range(self.token_count):
+                    epilogue(T.Bind(token0 + self.token + t), row, [self.sums[self._sum(w, t, i)] for w in range(self.weights)])
+
+            if padded % self.tile.rows:
+                with T.If(row < padded), T.Then():
+                    store()
+            else:
+                store()
+
+    def _sum(self, weight, token, row):
+        return (weight * self.token_count + token) * self.row_count + row
+
+    def _pieces(self, total):
+        """Numbers of the pieces that this thread stages, out of `total`; with too few, several threads stage the same ones."""
+        for i in range(-(-total // self.threads)):
+            yield (self.thread + i * self.threads) % total
+
+    def _w_pieces(self):
+        """Row and part of each piece of a weight that this thread stages."""
+        for c in self._pieces(self.tile.rows * (BLOCK // PIECE)):
+            yield c // 2, c % 2
+
+    def _fetch_weights(self, weights, row0, block):
+        def clamp(row, padded):
+            return T.Bind(T.min(row0 + row, padded - 1) if padded % self.tile.rows else row0 + row)
+
+        return [[fetch(fmt, bufs, clamp(row, padded), block, part) for row, part in self._w_pieces()] for fmt, bufs, padded in weights]
+
+
+class DotGemm(_RegisterTile):
+    """int8 formats; activations (A seen as int32 [m, K/32, 8], S float32 [m, K/32, 4])."""
+    width, dtype = QUADS, "int32"
+
+    def allocate(self, thread):
+        super().allocate(thread)
+        rows = 2 * self.tile.rows           # two groups of columns at most
+
+        def shared(size):
+            return T.alloc_buffer((size,), "float32", scope="shared")
+
+        self.s_lds = shared(self.tile.tokens * FIELDS)
+        self.scales, self.minimums = ([shared(rows) for _ in range(self.weights)] for _ in range(2))
+
+    def _fetch(self, acts, weights, token0, row0, block):
+        A, S = acts
+        words = [T.Bind(A[token0 + c // 2, block, at(c % 2 * 4, 4)]) for c in self._pieces(self.tile.tokens * 2)]
+        parts = [T.Bind(S[token0 + c, block, at(0, FIELDS)]) for c in self._pieces(self.tile.tokens)]
+        return words, parts, self._fetch_weights(weights, row0, block)
+
+    def _stage(self, weights, loaded):
+        words, parts, pieces = loaded
+        for c, x in zip(self._pieces(self.tile.tokens * 2), words, strict=True):
+            T.buffer_store(self.x_lds, x, [at(c // 2 * self.ld + c % 2 * 4, 4)])
+        for c, s in zip(self._pieces(self.tile.tokens), parts, strict=True):
+            T.buffer_store(self.s_lds, s, [at(c * FIELDS, FIELDS)])
+        for w, (fmt, _, _) in enumerate(weights):
+            for (row, part), raw in zip(self._w_pieces(), pieces[w], strict=True):
+                runs, scales, minimums = byte_piece(fmt, raw, part)
+                for column, run in zip(columns_of(part), runs, strict=True):
+                    T.buffer_store(self.w_lds[w], run, [at(row * self.ld + column // 4, 2)])
+                # both parts of a block write the same
+                for values, lds in ((scales, self.scales[w]), (minimums or (), self.minimums[w])):
+                    for g, value in enumerate(values):
+                        T.buffer_store(lds, value, [g * self.tile.rows + row])
+
+    def _multiply(self, weights):
+        for w, (fmt, _, _) in enumerate(weights):
+            groups = BLOCK // fmt.group
+            rows = [self.lane + i * LANES for i in range(self.row_count)]
+            codes = [self._words(self.w_lds[w], row) for row in rows]
+
+            def factors(lds, rows=rows, groups=groups):
+                return [[T.Bind(lds[g * self.tile.rows + row]) for g in range(groups)] for row in rows]
+
+            scales, minimums = factors(self.scales[w]), factors(self.minimums[w]) if fmt.minimum else None
+            first_sum = groups          # field of S with d*sum(q) of the first group: 1 for all 32 columns, 2 and 3 for 16
+            for t in range(self.token_count):
+                x = self._words(self.x_lds, self.token + t)
+                s = T.Bind(self.s_lds[at((self.token + t) * FIELDS, FIELDS)])
+                for i in range(self.row_count):
+                    total = self.sums[self._sum(w, t, i)]
+                    for g in range(groups):
+                        dot = T.int32(0)
+                        for j in range(g * QUADS // groups, (g + 1) * QUADS // groups):
+                            dot = dot4(self.arch, codes[i][j], x[j], dot)
+                        total = fma(T.cast(dot, "float32") * scales[i][g], lane_of(s, 0), total)
+                        if fmt.minimum:
+                            total = fma(minimums[i][g], lane_of(s, first_sum + g), total)
+                    T.buffer_store(self.sums, total, [self._sum(w, t, i)])
+
+    def _words(self, lds, row):
+        """The eight words of a row of LDS."""
+        halves = [T.Bind(lds[at(row * self.ld + first, 4)]) for first in (0, 4)]
+        return [lane_of(half, i) for half in halves for i in range(4)]
+
+
+class FloatGemm(_RegisterTile):
+    """Float formats; activations (X float32 [m, K],)."""
+    width, dtype = BLOCK, "float32"
+
+    def _fetch(self, acts, weights, token0, row0, block):
+        (X,) = acts
+        x = [T.Bind(X[token0 + c // 4, at(block * BLOCK + c % 4 * 8, 8)]) for c in self._pieces(self.tile.tokens * 4)]
+        return x, self._fetch_weights(weights, row0, block)
+
+    def _stage(self, weights, loaded):
+        for c, x in zip(self._pieces(self.tile.tokens * 4), loaded[0], strict=True):
+            T.buffer_store(self.x_lds, x, [at(c // 4 * self.ld + c % 4 * 8, 8)])
+        for w, (fmt, _, _) in enumerate(weights):
+            for (row, part), raw in zip(self._w_pieces(), loaded[1][w], strict=True):
+                for column, run in zip(columns_of(part), float_piece(fmt, raw), strict=True):
+                    T.buffer_store(self.w_lds[w], run, [at(row * self.ld + column, 8)])
+
+    def _multiply(self, weights):
+        with T.serial(QUADS) as quad:
+            for w in range(self.weights):
+                rows = [self._quad(self.w_lds[w], self.lane + i * LANES, quad) for i in range(self.row_count)]
+                for t in range(self.token_count):
+                    x = self._quad(self.x_lds, self.token + t, quad)
+                    for i, row in enumerate(rows):
+                        total = self.sums[self._sum(w, t, i)]
+                        for c in range(4):
+                            total = fma(row[c], x[c], total)
+                        T.buffer_store(self.sums, total, [self._sum(w, t, i)])
+
+    def _quad(self, lds, row, quad):
+        """Four neighbouring columns of a row of LDS."""
+        four = T.Bind(lds[at(row * self.ld + quad * 4, 4)])
+        return [lane_of(four, c) for c in range(4)]

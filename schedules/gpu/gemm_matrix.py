@@ -1,0 +1,287 @@
+"""The GEMM tile on matrix units (WMMA of gfx11 and gfx12, MFMA of gfx9): float16 operands, float32 sums.
+
+A workgroup computes `tokens` tokens by `rows` rows of each of its weights. Per step it stages `columns` columns of both in LDS as float16,
+the weights dequantized on the way (`gemm_load.py`); each of its waves_m x waves_n waves then multiplies its share of the tile.
+
+The weight is the matrix unit's A operand and the activations are B: then a lane's accumulators belong to one token and to consecutive
+rows, and results are stored in wide vectors. Where the unit scatters rows over accumulators, weight rows are placed in LDS in the order
+that undoes it (`slot`). The next step's global loads are issued before this step's multiplications.
+"""
+from dataclasses import dataclass, replace
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu.device import barrier
+from mlc_amd.schedules.gpu.gemm_load import PIECE, columns_of, fetch, half_piece
+from mlc_amd.schedules.gpu.load import at
+from mlc_amd.schedules.gpu.planes import BLOCK
+
+PAD = 8             # halves added to each row of LDS: eight neighbouring rows then lie in different banks
+MATRIX_MAY_NOT_CROSS = 0x94     # llvm.amdgcn.sched.barrier: scalar, LDS and global memory instructions may, vector and matrix ones may not
+
+
+# ---- matrix units: 16 x 16 tiles; `load` gives the operands of `columns` columns as a list, one per instruction
+
+
+class Wmma11:
+    """gfx11: a lane holds all 16 columns of row lane % 16, both halves of the wave alike. Accumulator i of half h: row 2*i + h."""
+    side, columns, acc = 16, 16, 8
+
+    @staticmethod
+    def slot(n):
+        return n % 8 * 2 + n // 8
+
+    @staticmethod
+    def load(lds, row, ld, column, lane):
+        return [T.Bind(lds[at((row + lane % 16) * ld + column, 16)])]
+
+    @staticmethod
+    def multiply(a, b, c):
+        return T.call_llvm_pure_intrin("float32x8", "llvm.amdgcn.wmma.f32.16x16x16.f16", a, b, c)
+
+
+class Wmma12(Wmma11):
+    """gfx12: half h of the wave holds columns 8*h .. 8*h + 7. Accumulator i of half h: row 8*h + i."""
+
+    @staticmethod
+    def slot(n):
+        return n
+
+    @staticmethod
+    def load(lds, row, ld, column, lane):
+        return [T.Bind(lds[at((row + lane % 16) * ld + column + lane // 16 * 8, 8)])]
+
+
+class Mfma:
+    """gfx9: quarter g of the wave holds four columns. Which four does not matter as long as both operands agree: columns 8*g .. 8*g + 7 of
+    32 serve two instructions, and LDS reads are 128 bits wide. Accumulator i of quarter g: row 4*g + i."""
+    side, columns, acc = 16, 32, 4
+
+    @staticmethod
+    def slot(n):
+        return n
+
+    @staticmethod
+    def load(lds, row, ld, column, lane):
+        x = T.Bind(lds[at((row + lane % 16) * ld + column + lane // 16 * 8, 8)])
+        return [T.vectorlow("float16x4", x), T.vectorhigh("float16x4", x)]
+
+    @staticmethod
+    def multiply(a, b, c):
+        return T.call_llvm_pure_intrin("float32x4", "llvm.amdgcn.mfma.f32.16x16x16f16", a, b, c, T.int32(0), T.int32(0), T.int32(0))
+
+
+UNITS = {"wmma11": Wmma11, "wmma12": Wmma12, "mfma": Mfma}
+
+
+@dataclass(frozen=True)
+class MatrixTile:
+    """A workgroup's tile: tokens and rows (of one weight), columns of a step, waves along tokens and rows. buffers: 2 alternate, with one
+    barrier a step; 1 takes half the LDS and two barriers. waves_k: waves that share out a step's columns; their sums are added last."""
+    tokens: int
+    rows: int
+    columns: int
+    waves_m: int
+    waves_n: int
+    buffers: int
+    waves_k: int = 1
+
+
+# (kind of matrix unit, tokens): the tile that `choose` starts from. Few tokens: few rows, or too few workgroups to fill the GPU, and many
+# columns, so that enough bytes of weights are on their way: 512 columns of 4096 rows of 4 bits are 1 MB.
+TILES = {
+    ("wmma", 128): MatrixTile(128, 128, 32, 4, 2, 2),
+    ("wmma", 64): MatrixTile(64, 32, 128, 2, 2, 1, 2),
+    ("wmma", 32): MatrixTile(32, 32, 128, 1, 2, 1, 4),
+    ("wmma", 16): MatrixTile(16, 32, 256, 1, 2, 1, 4),
+    ("mfma", 128): MatrixTile(128, 128, 32, 2, 2, 1),
+    ("mfma", 64): MatrixTile(64, 32, 128, 2, 1, 1, 2),
+    ("mfma", 32): MatrixTile(32, 32, 128, 1, 1, 1, 4),
+    ("mfma", 16): MatrixTile(16, 16, 512, 1, 1, 1, 4),
+}
+
+
+def choose(arch, m, k, weights=1):
+    """The default MatrixTile for m tokens and k columns on an arch; `weights` share the accumulators (gate and up: 2). ValueError unless m
+    is a multiple of 16 and k of 32."""
+    tokens = next((t for t in (128, 64, 32, 16) if m % t == 0), None)
+    if tokens is None or k % BLOCK:
+        raise ValueError(f"{m} tokens of {k} columns are no tiles of 16 x {BLOCK}")
+    tile = TILES[arch.matrix[:4], tokens]
+    # what a thread holds of several weights is to be what it would of one: fewer rows of each, or else fewer columns
+    rows, limit = tile.rows // weights, tile.columns
+    if rows < 16 * tile.waves_n:
+        rows, limit = tile.rows, max(BLOCK, tile.columns // weights)
+    columns = next(c for c in (512, 256, 128, 64, 32) if c <= limit and k % c == 0)
+    waves_k = min(tile.waves_k, columns // UNITS[arch.matrix].columns)
+    return replace(tile, rows=rows, columns=columns, waves_k=waves_k)
+
+
+def _shares(total, threads):
+    """Numbers of the pieces that each thread stages, out of `total`: with fewer pieces than threads several threads stage the same."""
+    if total % threads and threads % total:
+        raise ValueError(f"{total} pieces do not divide among {threads} threads")
+    return range(max(1, total // threads))
+
+
+class MatrixGemm:
+    """The tile routine of one kernel: launch the grid with `threads` threads, `allocate` there, then `emit` any number of tiles, one after
+    the other. `weights`: how many weights of one shape share a tile (gate and up: 2). ValueError for a tile that does not fit."""
+    rows_side_by_side = 1       # rows that neighbouring lanes hold in the epilogue
+
+    def __init__(self, arch, tile, k, weights=1):
+        self.unit, self.tile, self.k, self.weights, self.wave = UNITS[arch.matrix], tile, k, weights, arch.wave
+        self.threads = tile.waves_m * tile.waves_n * tile.waves_k * arch.wave
+        self.ld, side = tile.columns + PAD, self.unit.side
+        self.tiles_m, self.tiles_n = tile.tokens // tile.waves_m // side, tile.rows // tile.waves_n // side
+        self.steps, self.share = k // tile.columns, tile.columns // tile.waves_k
+        size = tile.buffers * (tile.tokens + weights * tile.rows) * self.ld * 2 + (tile.waves_k - 1) * weights * tile.tokens * tile.rows * 4
+        if self.tiles_m * tile.waves_m * side != tile.tokens or self.tiles_n * tile.waves_n * side != tile.rows or k % tile.columns:
+            raise ValueError(f"{tile} does not divide into {side} x {side} tiles of {k} columns")
+        if self.share % self.unit.columns or self.share * tile.waves_k != tile.columns:
+            raise ValueError(f"the {tile.columns} columns of {tile} do not divide among its waves")
+        if size > min(arch.lds, 64 << 10) or self.threads > 256:        # LLVM ends the process above 64 KiB
+            raise ValueError(f"{tile} takes {size} bytes of LDS and {self.threads} threads")
+
+    def allocate(self, thread):
+        """Declares LDS and accumulators inside the launch; `thread`: threadIdx.x."""
+        tile, unit = self.tile, self.unit
+        self.thread, self.lane, wave = thread, T.Bind(thread % self.wave), thread // self.wave
+        self.wave_m = T.Bind(wave % tile.waves_m * (self.tiles_m * unit.side))
+        self.wave_n = T.Bind(wave // tile.waves_m % tile.waves_n * (self.tiles_n * unit.side))
+        self.wave_k = T.Bind(wave // (tile.waves_m * tile.waves_n))
+
+        def shared(rows):
+            return [T.alloc_buffer((rows * self.ld,), "float16", scope="shared") for _ in range(tile.buffers)]
+
+        self.x_lds, self.w_lds = shared(tile.tokens), [shared(tile.rows) for _ in range(self.weights)]
+        self.sums = T.alloc_buffer((self._count() * unit.acc,), "float32", scope="local")
+        if tile.waves_k > 1:
+            shape = ((tile.waves_k - 1) * self.weights * tile.tokens * tile.rows,)
+            self.partial = T.alloc_buffer(shape, "float32", scope="shared")
+
+    def emit(self, acts, weights, token0, row0, epilogue):
+        """One tile: tokens token0.. of the activations (X [m, k],), float16 or float32; rows row0.. of the weights, a list of (fmt, bufs,
+        padded rows).
+
+        Calls epilogue(token, row, values): per weight a float32 vector of results of the token for the rows from `row` on, all of them
+        below the padded number of rows.
+        """
+        for i in range(self._count()):
+            T.buffer_store(self.sums, T.broadcast(T.float32(0), self.unit.acc), [self._slice(i)])
+        (X,), count = acts, self.tile.buffers
+        self._stage(0, weights, self._fetch(X, weights, token0, row0, T.int32(0)))
+        barrier()
+        with T.serial(self.steps // count) as outer:
+            for s in range(count):
+                following = self._fetch(X, weights, token0, row0, T.Bind(T.min(outer * count + (s + 1), self.steps - 1)))
+                self._multiply(s)
+                if count == 1:
+                    barrier()
+                self._stage((s + 1) % count, weights, following)
+                barrier()
+        if self.steps % count:
+            self._multiply(0)
+        if self.tile.waves_k == 1:
+            self._finish(weights, token0, row0, epilogue)
+            return
+        with T.If(self.wave_k > 0), T.Then():
+            for i in range(self._count()):
+                T.buffer_store(self.partial, self.sums[self._slice(i)], [self._partial(self.wave_k - 1, i)])
+        barrier()
+        with T.If(self.wave_k == 0), T.Then():
+            for i in range(self._count()):
+                total = self.sums[self._slice(i)]
+                for w in range(self.tile.waves_k - 1):
+                    total = total + self.partial[self._partial(w, i)]
+                T.buffer_store(self.sums, total, [self._slice(i)])
+            self._finish(weights, token0, row0, epilogue)
+
+    def _count(self):
+        """Accumulator tiles of a wave."""
+        return self.weights * self.tiles_m * self.tiles_n
+
+    def _partial(self, wave_k, i):
+        """Where the accumulator tile i of the waves along k lies for this lane: lanes side by side."""
+        part = self.thread % (self.threads // self.tile.waves_k) // self.wave
+        waves = self.threads // self.tile.waves_k // self.wave
+        return at((((wave_k * waves + part) * self._count() + i) * self.wave + self.lane) * self.unit.acc, self.unit.acc)
+
+    def _slice(self, i):
+        """The accumulators of tile i."""
+        return at(i * self.unit.acc, self.unit.acc)
+
+    def _x_pieces(self):
+        """Row and first column of each run of eight activations that this thread stages."""
+        runs = self.tile.columns // 8
+        for i in _shares(self.tile.tokens * runs, self.threads):
+            c = (self.thread + i * self.threads) % (self.tile.tokens * runs)
+            yield c // runs, c % runs * 8
+
+    def _w_pieces(self):
+        """Row, block and part of each piece of a weight that this thread stages."""
+        pieces = self.tile.columns // PIECE
+        for i in _shares(self.tile.rows * pieces, self.threads):
+            c = (self.thread + i * self.threads) % (self.tile.rows * pieces)
+            yield c // pieces, c % pieces // 2, c % 2
+
+    def _fetch(self, X, weights, token0, row0, step):
+        """The global loads of a step, in registers."""
+        x = [T.Bind(X[token0 + row, at(step * self.tile.columns + column, 8)]) for row, column in self._x_pieces()]
+        w = []
+        for fmt, bufs, padded in weights:
+            def clamp(row, padded=padded):
+                return T.Bind(T.min(row0 + row, padded - 1) if padded % self.tile.rows else row0 + row)
+
+            blocks = self.tile.columns // BLOCK
+            w.append([fetch(fmt, bufs, clamp(row), step * blocks + block, part) for row, block, part in self._w_pieces()])
+        return x, w
+
+    def _stage(self, buffer, weights, loaded):
+        """Registers to LDS buffer number `buffer`, as float16."""
+        for (row, column), x in zip(self._x_pieces(), loaded[0], strict=True):
+            T.buffer_store(self.x_lds[buffer], T.cast(x, "float16x8"), [at(row * self.ld + column, 8)])
+        side = self.unit.side
+        for (fmt, _, _), lds, pieces in zip(weights, self.w_lds, loaded[1], strict=True):
+            for (row, block, part), raw in zip(self._w_pieces(), pieces, strict=True):
+                base = T.Bind((row // side * side + self.unit.slot(row % side)) * self.ld + block * BLOCK)
+                for column, run in zip(columns_of(part), half_piece(fmt, raw, part), strict=True):
+                    T.buffer_store(lds[buffer], run, [at(base + column, 8)])
+
+    def _multiply(self, buffer):
+        """LDS buffer number `buffer` into the accumulators. LLVM would start so many tiles, or load so many operands early, that registers
+        spill: vector and matrix instructions stay within their chunk of columns."""
+        unit = self.unit
+        for column in range(0, self.share, unit.columns):
+            if column:
+                T.evaluate(T.call_llvm_intrin("void", "llvm.amdgcn.sched.barrier", T.int32(MATRIX_MAY_NOT_CROSS)))
+
+            def operands(lds, row, tiles, column=column):
+                first = self.wave_k * self.share + column
+                return [unit.load(lds[buffer], row + i * unit.side, self.ld, first, self.lane) for i in range(tiles)]
+
+            a = [operand for lds in self.w_lds for operand in operands(lds, self.wave_n, self.tiles_n)]
+            b = operands(self.x_lds, self.wave_m, self.tiles_m)
+            for part in range(len(b[0])):
+                for i in range(self.tiles_m):
+                    for j, weight in enumerate(a):
+                        where = self._slice(i * len(a) + j)
+                        T.buffer_store(self.sums, unit.multiply(weight[part], b[i][part], self.sums[where]), [where])
+
+    def _finish(self, weights, token0, row0, epilogue):
+        """Hands the accumulators to the epilogue; tiles of 16 rows beyond the weight's are left out."""
+        unit, padded = self.unit, weights[0][2]
+        for j in range(self.tiles_n):
+            first = T.Bind(row0 + self.wave_n + j * unit.side)
+
+            def store(j=j, first=first):
+                for i in range(self.tiles_m):
+                    token = T.Bind(token0 + self.wave_m + i * unit.side + self.lane % unit.side)
+                    values = [T.Bind(self.sums[self._slice((i * self.weights + w) * self.tiles_n + j)]) for w in range(self.weights)]
+                    epilogue(token, T.Bind(first + self.lane // unit.side * unit.acc), values)
+
+            if padded % self.tile.rows:
+                with T.If(first < padded), T.Then():
+                    store()
+            else:
+                store()

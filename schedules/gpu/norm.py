@@ -1,0 +1,111 @@
+"""Root mean square normalization and conversion of token vectors on the GPU.
+
+    rms_norm    y = x * G / sqrt(mean(x*x) + eps)
+    quantize    y = x
+
+In: X float32 [m, k], one row a token; `state` int32[4], of which state[1] is the number of tokens that count. Out: y in a layout of
+`quantize.py`. Rows beyond the live tokens are left as they were. A lane holds four columns of each 1024, eight lanes a block of 32.
+"""
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.gpu.device import barrier, fma, launch, rsqrt, wave_sum
+from mlc_amd.schedules.gpu.load import lane_of
+from mlc_amd.schedules.gpu.planes import BLOCK
+from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, columns, emit_store
+
+THREADS = 256
+STEP = THREADS * WIDTH          # columns that a workgroup takes at once
+
+
+def live_tokens(state, m):
+    """The number of tokens of an m-token chunk that count: state[1], kept in 1..m (m == 1: always 1)."""
+    return T.int32(1) if m == 1 else T.Bind(T.max(T.min(state[1], T.int32(m)), T.int32(1)))
+
+
+def if_live(state, m, token):
+    """A loop of one step if the token counts, else of none: TVM refuses barriers in an `if`."""
+    return T.serial(1) if m == 1 else T.serial(T.Select(token < live_tokens(state, m), T.int32(1), T.int32(0)))
+
+
+def _load(buf, *index):
+    """Four float32 registers of consecutive columns."""
+    x = T.Bind(buf[(*index[:-1], columns(index[-1]))])
+    return [T.Bind(lane_of(x, i)) for i in range(WIDTH)]
+
+
+def _columns(k, thread):
+    """(first column, live) of each of this thread's steps; live is None where all threads have columns. Others get the last ones."""
+    for start in range(0, k, STEP):
+        column = start + thread * WIDTH
+        yield (T.Bind(column), None) if start + STEP <= k else (T.Bind(T.min(column, T.int32(k - WIDTH))), column < k)
+
+
+def _sum_of_squares(arch, x, steps, part, wave, lane):
+    """The sum over the workgroup of the squares of x, a list per step of this thread's columns."""
+    total = T.float32(0)
+    for values, (_, live) in zip(x, steps, strict=True):
+        squares = T.float32(0)
+        for v in values:
+            squares = fma(v, v, squares)
+        total = total + (squares if live is None else T.Select(live, squares, T.float32(0)))
+    total = wave_sum(arch, T.Bind(total))
+    with T.If(lane == 0), T.Then():
+        T.buffer_store(part, total, [wave])
+    barrier()
+    total = part[0]
+    for i in range(1, THREADS // arch.wave):
+        total = total + part[i]
+    return T.Bind(total)
+
+
+def rms_norm(k, m, eps, act_out, row, arch, name) -> tirx.PrimFunc:
+    """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S | H | Y of [m, k], as `act_out` says). A workgroup a token.
+
+    row: "all", or "last": only the last live token, X[live - 1]; the outputs then have the shapes of m = 1. UserError unless 32 divides k.
+    """
+    if k % BLOCK:
+        raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
+    out_m = m if row == "all" else 1
+    with IRBuilder() as ir, T.prim_func(s_tir=True):
+        T.func_name(name)
+        T.func_attr({"tirx.noalias": True, "global_symbol": name})
+        state = T.arg("state", T.buffer((4,), "int32"))
+        X, G = T.arg("X", T.buffer((m, k), "float32")), T.arg("G", T.buffer((k,), "float32"))
+        out = act_args(out_m, k, act_out, None if act_out else ["Y"])
+        with launch((out_m,), (arch.wave, THREADS // arch.wave)) as (token, lane, wave):
+            part = T.alloc_buffer((THREADS // arch.wave,), "float32", scope="shared")
+            with if_live(state, out_m, token):
+                source = token if row == "all" else T.Bind(live_tokens(state, m) - 1)
+                steps = list(_columns(k, wave * arch.wave + lane))
+                x = [_load(X, source, column) for column, _ in steps]
+                g = [_load(G, column) for column, _ in steps]
+                total = _sum_of_squares(arch, x, steps, part, wave, lane)
+                scale = rsqrt(fma(total, T.float32(1 / k), T.float32(eps)))
+                for values, factors, (column, live) in zip(x, g, steps, strict=True):
+                    y = [T.Bind(v * scale * f) for v, f in zip(values, factors, strict=True)]
+                    emit_store(arch, act_out, out, y, token, column, live)
+    return ir.get()
+
+
+def quantize(k, m, act_out, arch, name) -> tirx.PrimFunc:
+    """Kernel (state int32[4], X float32 [m, k], then A, S or H of [m, k]): the live tokens' rows in the layout "rows" or "half".
+
+    UserError unless 32 divides k, ValueError for another layout.
+    """
+    if act_out not in ("rows", "half"):
+        raise ValueError(f"nothing to convert to the layout {act_out!r}")
+    if k % BLOCK:
+        raise UserError(f"activations need a multiple of {BLOCK} columns, not {k}; use a float weight format for this layer")
+    with IRBuilder() as ir, T.prim_func(s_tir=True):
+        T.func_name(name)
+        T.func_attr({"tirx.noalias": True, "global_symbol": name})
+        state, X = T.arg("state", T.buffer((4,), "int32")), T.arg("X", T.buffer((m, k), "float32"))
+        out = act_args(m, k, act_out)
+        with launch((-(-k // STEP), m), (THREADS,)) as (chunk, token, thread), if_live(state, m, token):
+            column = T.Bind(chunk * STEP + thread * WIDTH)
+            inside = T.Bind(T.min(column, T.int32(k - WIDTH)))
+            emit_store(arch, act_out, out, _load(X, token, inside), token, inside, None if k % STEP == 0 else column < k)
+    return ir.get()

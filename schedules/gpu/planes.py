@@ -1,0 +1,113 @@
+"""The GPU's weight layout "rows": how the weights of a linear layer lie in memory, and how to read one of them.
+
+In: a format (name or Format) and the matrix's shape: N rows (outputs) by K columns (inputs). Out: shapes and dtypes of the planes
+(`planes`) and a TensorIR expression for one weight (`decode`).
+
+Planes have the names of `schedules/cpu/planes.py` and hold the same numbers, row by row: N is padded to a multiple of 16 with zeros, KB
+is the number of blocks of 32 columns, and the columns of a row are contiguous, so that neighbouring lanes of a wave read neighbouring
+blocks, 16 bytes each. In a block, with column 4*j + i (i < 4, j < 8) and words of four bytes, lowest first:
+
+    Q4 uint32 [N, KB, 4]        word j % 4, byte i: low nibble for j < 4, high nibble for j >= 4
+    Q2 uint32 [N, KB, 2]        word j // 4, byte i: bits 2*(j % 4) and the next
+    Q1 uint32 [N, KB]           byte i: bit j
+    Q8 uint32 [N, KB, 8]        word j, byte i (the bits of an int8)
+    D, DM float16               [N, KB], one a block; [N, K/256], one a super-block, for formats with 256-column blocks
+    M float16 [N, KB]           minimums
+    S [N, K/group]              sub-scales: uint8 (q4_k, q5_k; q2_k: low nibble scale, high nibble minimum) or int8 (q3_k, q6_k, iq4_xs)
+    Z uint8 [N, K/group]        sub-minimums
+    W [N, K]                    the weights of f32, f16 and bf16 (bf16: its bits as uint16); any K
+"""
+from math import prod
+
+from tvm import DataType, tirx
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.formats import PLANE_BITS, Format, lookup
+
+ROWS, BLOCK = 16, 32
+
+
+def padded(n: int) -> int:
+    """Rows with padding."""
+    return -(-n // ROWS) * ROWS
+
+
+def planes(fmt: str | Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Name -> (shape, dtype) of the planes of an n x k matrix, in the order in which kernels take them.
+
+    UserError when k is not a multiple of the format's block.
+    """
+    fmt, rows = lookup(fmt), padded(n)
+    if k % fmt.block:
+        raise UserError(f"{fmt.name} needs rows of a multiple of {fmt.block} columns, this tensor has {k}; quantize it to another type")
+    if fmt.kind == "float":
+        return {"W": ((rows, k), fmt.dtype)}
+    words = {p: (PLANE_BITS[p],) if PLANE_BITS[p] > 1 else () for p in fmt.codes}       # 32 codes of b bits are b words
+    codes = {p: ((rows, k // BLOCK, *words[p]), "uint32") for p in fmt.codes}
+    columns = {"D": fmt.block, "DM": fmt.block, "M": fmt.block, "S": fmt.group, "Z": fmt.group}
+    dtypes = {"S": fmt.dtype, "Z": "uint8"}
+    return codes | {p: ((rows, k // columns[p]), dtypes.get(p, "float16")) for p in fmt.scales}
+
+
+def plane_bytes(fmt: str | Format, n: int, k: int) -> int:
+    """Bytes of all planes of an n x k matrix together."""
+    return sum(prod(shape) * DataType(dtype).bits // 8 for shape, dtype in planes(fmt, n, k).values())
+
+
+def _bits(plane: str, j):
+    """(index of the word, first bit in the byte) of column 4*j + i (j: 0..7) in a block of a code plane."""
+    return {"Q1": ((), j), "Q2": ((j // 4,), j % 4 * 2), "Q4": ((j % 4,), j // 4 * 4), "Q8": ((j,), 0)}[plane]
+
+
+def _code(fmt: Format, bufs: dict, n, k):
+    """The integer code of weight (n, k) as int32."""
+    code, filled = None, 0
+    for plane in fmt.codes:
+        word, shift = _bits(plane, k % BLOCK // 4)
+        bits = bufs[plane][(n, k // BLOCK, *word)] >> tirx.Cast("uint32", k % 4 * 8 + shift)
+        if fmt.signed:
+            return bits.astype("int8").astype("int32")
+        bits = (bits & tirx.const((1 << PLANE_BITS[plane]) - 1, "uint32")).astype("int32")
+        code = bits if code is None else code | (bits << filled)
+        filled += PLANE_BITS[plane]
+    return code
+
+
+def _lookup_table(table: tuple[int, ...], code):
+    """table[code] of 16 int8 values without memory: a byte of one of four 32-bit constants, as int32."""
+    packed = bytes(v & 255 for v in table)
+    words = [tirx.const(int.from_bytes(packed[i:i + 4], "little", signed=True), "int32") for i in range(0, 16, 4)]
+    word = tirx.Select(code < 8, tirx.Select(code < 4, words[0], words[1]), tirx.Select(code < 12, words[2], words[3]))
+    return (word >> ((code & 3) * 8)).astype("int8").astype("int32")
+
+
+def decode(fmt: str | Format, bufs: dict, n, k):
+    """Weight (n, k) as a float32 expression, bit for bit what gguf-py's `dequantize` gives.
+
+    bufs: name -> the plane of `planes`, a buffer of TVMScript's builder or a TE tensor; n, k: int32 or int64 expressions, or ints.
+    """
+    fmt = lookup(fmt)
+    n, k = (tirx.const(x, "int32") if isinstance(x, int) else x for x in (n, k))
+    if fmt.kind == "float":
+        w = bufs["W"][n, k]
+        return tirx.reinterpret("float32", w.astype("uint32") << 16) if fmt.name == "bf16" else w.astype("float32")
+
+    def at(plane, columns):
+        return bufs[plane][n, k // columns]
+
+    def real(x):
+        return x.astype("float32")
+
+    code = _code(fmt, bufs, n, k)
+    value = _lookup_table(fmt.table, code) if fmt.table else code - fmt.zero
+    scale = real(at("D", fmt.block))
+    if "S" in fmt.scales:
+        s = at("S", fmt.group)
+        scale = scale * real(s & tirx.const(15, "uint8") if fmt.nibble_scales else s)
+    weight = scale * real(value)
+    if fmt.minimum == "M":
+        return weight + real(at("M", fmt.block))
+    if fmt.minimum == "DM":
+        z = at("S", fmt.group) >> tirx.const(4, "uint8") if fmt.nibble_scales else at("Z", fmt.group)
+        return weight - real(at("DM", fmt.block)) * real(z)
+    return weight

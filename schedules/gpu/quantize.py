@@ -1,0 +1,90 @@
+"""Activations on their way to a linear layer: the layouts in which GPU kernels hand over token vectors, and how they are written.
+
+    ""       float32 [m, k]
+    "half"   H float16 [m, k], for matrix units; what float16 cannot hold becomes its largest number
+    "rows"   A int8 [m, KB, 32]    q = rint(x * (127 / amax)), amax = largest |x| of the 32 columns of a block
+             S float32 [m, KB, 4]  d = amax / 127, d * sum(q), d * sum(q[:16]), d * sum(q[16:])
+
+KB = k / 32. The sums serve weights with a zero point or a minimum per 32 or 16 columns: one quantization serves weights of all formats.
+"""
+from contextlib import nullcontext
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.gpu.device import maximum, minimum, rcp, rint, shuffle_xor, wave_max, wave_sum
+from mlc_amd.schedules.gpu.planes import BLOCK
+
+FIELDS = 4                      # of S
+WIDTH = 4                       # columns that a lane holds
+LANES = BLOCK // WIDTH          # that hold a block
+# Below this the quotient 127 / amax could overflow: such a block becomes zeros.
+TINY = 1e-30
+HALF_MAX = 65504.0
+
+
+def act_shapes(m, k, act):
+    """Parameter name -> (shape, dtype) of m tokens of k columns in the layout `act`. UserError when "rows" cannot hold k columns."""
+    if act == "rows" and k % BLOCK:
+        raise UserError(f"int8 activations need a multiple of {BLOCK} columns, not {k}; use a float weight format for this layer")
+    return {
+        "": {"X": ((m, k), "float32")},
+        "half": {"H": ((m, k), "float16")},
+        "rows": {"A": ((m, k // BLOCK, BLOCK), "int8"), "S": ((m, k // BLOCK, FIELDS), "float32")},
+    }[act]
+
+
+def act_args(m, k, act, names=None):
+    """Declares the kernel parameters of that layout and returns the buffers. names: instead of X, H or A and S."""
+    shapes = act_shapes(m, k, act)
+    return [T.arg(name, T.buffer(*shape)) for name, shape in zip(names or shapes, shapes.values(), strict=True)]
+
+
+def vector(values):
+    """Scalars as one vector."""
+    return T.Shuffle(values, [T.int32(i) for i in range(len(values))])
+
+
+def columns(base):
+    """The index vector of a lane's columns."""
+    return T.ramp(base, 1, WIDTH)
+
+
+def emit_store(arch, act, out, x, token, column, live=None):
+    """Writes a lane's columns of a token in the layout `act`.
+
+    x: four float32 registers, columns `column`.. (a multiple of 4). For "rows" eight neighbouring lanes hold a block, and all lanes of
+    the wave call this together. live: a condition (the same in all lanes of a block), without which nothing is written.
+    """
+    if act == "rows":
+        word, fields = _quantize(arch, x)
+    with nullcontext() if live is None else T.If(live), nullcontext() if live is None else T.Then():
+        if act == "":
+            T.buffer_store(out[0], vector(x), [token, columns(column)])
+        elif act == "half":
+            kept = [minimum(maximum(v, T.float32(-HALF_MAX)), T.float32(HALF_MAX)) for v in x]
+            T.buffer_store(out[0], T.cast(vector(kept), f"float16x{WIDTH}"), [token, columns(column)])
+        else:
+            block = T.Bind(T.shift_right(column, T.int32(5)))
+            T.buffer_store(out[0], T.reinterpret(f"int8x{WIDTH}", word), [token, block, columns(column & (BLOCK - 1))])
+            with T.If((column & (BLOCK - 1)) == 0), T.Then():
+                T.buffer_store(out[1], vector(fields), [token, block, T.ramp(0, 1, FIELDS)])
+
+
+def _quantize(arch, x):
+    """(word of the lane's four q, the block's fields of S; these are right in the block's first lane) of the columns that a lane holds."""
+    top = T.fabs(x[0])
+    for v in x[1:]:
+        top = maximum(top, T.fabs(v))
+    top = wave_max(arch, top, LANES)
+    inverse = T.Bind(T.Select(top > T.float32(TINY), T.float32(127) * rcp(top), T.float32(0)))
+    q = [T.Bind(T.cast(rint(v * inverse), "int32")) for v in x]
+    word, total = T.int32(0), T.int32(0)
+    for i, v in enumerate(q):
+        word, total = word | T.shift_left(v & T.int32(255), T.int32(8 * i)), total + v
+    word = T.Bind(word)
+    # the sum of this lane's half of the block; then the other half's, the mirror image of eight lanes away
+    low = wave_sum(arch, T.Bind(total), LANES // 2)
+    high = shuffle_xor(arch, low, LANES - 1)
+    d = T.Bind(top * T.float32(1 / 127))
+    return word, [d, *(d * T.cast(part, "float32") for part in (low + high, low, high))]

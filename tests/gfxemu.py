@@ -1,0 +1,128 @@
+"""Runs compiled GPU kernels without a GPU, in an emulator of AMD's instruction sets (gfx11, gfx12, and gfx90a, gfx942, gfx950).
+
+`emulate` skips the test where the emulator is not there. It consists of `run_hsaco.py` (folder in GFXEMU, default ../shared/tools/gfxemu)
+and a source checkout of tinygrad (TINYGRAD_SRC), whose emulator it drives; a program named clang must be on PATH. Corrections to
+tinygrad a9069c177 that run_hsaco.py lacks are made here; each states what hardware does.
+"""
+
+import inspect
+import os
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+FOLDER = Path(os.environ.get("GFXEMU", Path(__file__).resolve().parent.parent.parent / "shared" / "tools" / "gfxemu"))
+SNAPSHOT = 6  # the emulator's buffers are numbered 0..5, 1 the vector registers; here: their copy from before the instruction
+ACTIVE = "isinstance(inst, (irc.VOP1, irc.VOP1_DPP16, irc.VOP2, irc.VOP2_DPP16))"
+
+# function of the emulator: (its text, what it should say)
+CORRECTIONS = {
+    # DPP: all lanes read before any writes, also when source and destination are the same register
+    "_load_dpp16_src0": [
+        (
+            "swizzled = ctx.rvgpr_dyn(ctx.inst_field(type(inst).vsrc0), safe_src_lane)",
+            "swizzled = UOp.param(6, dtypes.uint32, (256 * ctx.wave_size,)).index(ctx.inst_field(type(inst).vsrc0).cast(dtypes.int)"
+            " * _c(ctx.wave_size, dtypes.int) + safe_src_lane).load()",
+        )
+    ],
+    # lane permutations take literal operands
+    "_Ctx.compile_lane_pcode": [
+        (
+            f"self.rsrc_dyn(src{i}_off, _c(0, dtypes.int)) if src{i}_off",
+            f"self.rsrc_dyn(src{i}_off, _c(0, dtypes.int), 32, self.optional_field(inst, 'literal')) if src{i}_off",
+        )
+        for i in (1, 2)
+    ],
+    # MFMA of float16 keeps denormals; rows of 32 x 32 results interleave in groups of four
+    "_compile_mfma": [
+        (
+            "return exp.eq(_c(0)).where(_c(0), f32_bits)",
+            "return exp.eq(_c(0)).where((sign << _c(31)) | (mant.cast(dtypes.float32) * UOp.const(2.0**-24, dtypes.float32))"
+            ".bitcast(dtypes.uint32), f32_bits)",
+        ),
+        (
+            "m_base = c_grp * UOp.const(16, dtypes.int) + UOp.const((out_reg // 4) * 4 + out_reg % 4, dtypes.int)",
+            "m_base = c_grp * UOp.const(4, dtypes.int) + UOp.const(out_reg // 4 * 8 + out_reg % 4, dtypes.int)",
+        ),
+    ],
+    # 16-bit operands in v128 and above are plain registers on gfx9 (upper halves of v0.. on gfx11 and later only)
+    "_compile_vop12": [
+        ("write_hi_half = bits['d'] == 16 and", f"write_hi_half = not {ACTIVE} and bits['d'] == 16 and"),
+        ("vsrc1_hi = bits['s0'] == 16 and", f"vsrc1_hi = not {ACTIVE} and bits['s0'] == 16 and"),
+    ],
+    "_load_vsrc0": [("if bits['s0'] == 16:", f"if bits['s0'] == 16 and not {ACTIVE}:")],
+}
+
+
+def load():
+    """run_hsaco with a corrected emulator; skips without them."""
+    if not (FOLDER / "run_hsaco.py").is_file() or "TINYGRAD_SRC" not in os.environ or not shutil.which("clang"):
+        pytest.skip("needs the ISA emulator: run_hsaco.py, TINYGRAD_SRC and clang")
+    if str(FOLDER) not in sys.path:
+        sys.path.insert(0, str(FOLDER))
+    import run_hsaco
+
+    emu = run_hsaco.emulator()
+    if not hasattr(emu, "corrected"):
+        _correct(emu)
+        emu.corrected = True
+    return run_hsaco
+
+
+def _correct(emu):
+    for name, changes in CORRECTIONS.items():
+        *owner, name = name.split(".")
+        owner = getattr(emu, owner[0]) if owner else emu
+        old = getattr(owner, name)
+        source = textwrap.dedent(inspect.getsource(old))
+        for before, after in changes:
+            assert before in source, f"the emulator's {name} is not the version that is corrected here"
+            source = source.replace(before, after)
+        defined = {}
+        exec(compile(source, f"corrected {name}", "exec"), emu.__dict__, defined)
+        setattr(owner, name, defined[name])
+        for kind, handler in list(emu._INST_HANDLERS.items()):
+            if handler is old:
+                emu._INST_HANDLERS[kind] = defined[name]
+    pcode, decode = emu.get_pcode, emu._decode_at
+    # permlanex16: its parser takes ~row[0] for all bits of the complement
+    emu.get_pcode = lambda op: pcode(op).replace("altrow = { row[1], ~row[0] }", "altrow = row ^ 1")
+
+    def decode_at(pc, arch):
+        (program, runner), inst = decode(pc, arch)
+        if SNAPSHOT not in program.arg.globals:
+            return (program, runner), inst
+        places = [g for g in program.arg.globals if g != SNAPSHOT]
+        size = 256 * 4 * emu._wave_size(arch)
+
+        def run(*buffers):
+            given = dict(zip(places, buffers, strict=True))
+            copy = emu.ctypes.create_string_buffer(emu.ctypes.string_at(given[1].value, size), size)
+            given[SNAPSHOT] = emu.ctypes.c_uint64(emu.ctypes.addressof(copy))
+            runner.fxn(*[given[g] for g in program.arg.globals])
+
+        return (SimpleNamespace(arg=SimpleNamespace(globals=places)), SimpleNamespace(fxn=run)), inst
+
+    emu._decode_at = decode_at
+
+
+def emulate(module, function: str, arrays: dict[str, np.ndarray], wave_order="rev", groups=None):
+    """Runs a PrimFunc of an HsacoModule. arrays: by parameter name, contiguous, outputs are written in place. LDS, registers and scratch
+    start as garbage. wave_order: "fwd", "rev" or a seed, the order of a workgroup's waves between barriers; groups: (x, y, z) of the only
+    workgroups to run. Returns the launches' results (total, by_mnemonic). Fails if LDS operations are not waited for at a barrier."""
+    run_hsaco = load()
+    called = module.functions[function]
+    for name in called.params:
+        assert arrays[name].flags["C_CONTIGUOUS"]
+    buffers = [arrays[name] for name in called.params] + [np.full(size, 0xA5, np.uint8) for size in called.scratch]
+    code, results = run_hsaco.CodeObject(module.hsaco), []
+    for step in called.launches:
+        args = [buffers[i] for i in step.args]
+        results.append(run_hsaco.launch(code, step.symbol, step.grid, step.block, args, wave_order=wave_order, groups=groups))
+        assert not results[-1].hazards, f"{step.symbol}: {results[-1].hazards}"
+    return results

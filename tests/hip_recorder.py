@@ -1,0 +1,284 @@
+"""A stand-in for AMD's `rocm.bindings.hip`, for machines without a GPU: it computes, records, and watches over order and lifetimes.
+
+Device memory is host memory with real addresses. Kernels are Python functions, `kernels[symbol] = (number of arguments, function)`; the
+function gets, for each pointer, the bytes from there to the end of its allocation as a writable numpy array. As on a GPU, nothing happens
+when it is enqueued: copies, fills, launches and replays run when the stream or an event is waited for, so a host buffer that is changed or
+freed too early shows. `calls` lists every call's name; a wrong use is an AssertionError.
+"""
+
+import ctypes
+from collections.abc import Callable
+from enum import IntEnum
+from types import SimpleNamespace
+
+import numpy as np
+
+ELF = b"\x7fELF"
+GIB = 1 << 30
+
+
+class hipError_t(IntEnum):
+    hipSuccess = 0
+    hipErrorInvalidValue = 1
+    hipErrorOutOfMemory = 2
+    hipErrorNoDevice = 100
+    hipErrorNoBinaryForGpu = 209
+    hipErrorNotFound = 500
+    hipErrorStreamCaptureUnsupported = 900
+
+
+class hipMemcpyKind(IntEnum):
+    hipMemcpyHostToDevice = 1
+    hipMemcpyDeviceToHost = 2
+
+
+class hipStreamCaptureMode(IntEnum):
+    hipStreamCaptureModeThreadLocal = 1
+
+
+OK = (hipError_t.hipSuccess,)
+
+
+class Handle:
+    """A stream, event, module, function or graph; `alive` until it is destroyed."""
+
+    def __init__(self, kind: str, **facts):
+        self.kind, self.alive = kind, True
+        self.__dict__.update(facts)
+
+
+class Recorder:
+    """gpus: dicts of properties that differ from the default's. memory: bytes that allocations may use. fail: {call: error's name}.
+
+    before_replay(count, arrays of the first launch's arguments) is called before the count-th replay of a graph, to imitate a broken
+    driver; if it returns False, the replay does nothing.
+    """
+
+    hipError_t, hipMemcpyKind, hipStreamCaptureMode = hipError_t, hipMemcpyKind, hipStreamCaptureMode
+    hipStreamNonBlocking, hipEventDisableTiming, hipHostMallocMapped, hipHostMallocNonCoherent = 1, 2, 2, -(1 << 31)
+
+    def __init__(self, kernels: dict[str, tuple[int, Callable]], gpus=({},), memory: int = GIB, fail=None, before_replay=None):
+        default = {"name": b"Radeon", "gcnArchName": b"gfx1100", "totalGlobalMem": memory, "integrated": 0}
+        default |= {"pciDomainID": 0, "pciBusID": 3, "pciDeviceID": 0}
+        self.kernels, self.gpus = kernels, [default | gpu for gpu in gpus]
+        self.memory, self.fail, self.before_replay = memory, fail or {}, before_replay
+        self.calls: list[str] = []
+        self.launched: list[tuple] = []  # (symbol, grid, block) of every kernel that ran
+        self.handles: list[Handle] = []
+        self.blocks: dict[int, tuple[np.ndarray, str]] = {}  # address: (bytes, "device" or "host")
+        self.queue: list[Callable] = []
+        self.captured: list[Callable] | None = None
+
+    def __getattribute__(self, name):
+        value = super().__getattribute__(name)
+        if not name.startswith("hip") or not callable(value) or isinstance(value, type):
+            return value
+
+        def call(*args):
+            self.calls.append(name)
+            error = self.fail.get(name)
+            return (hipError_t[error], None) if error else value(*args)
+
+        return call
+
+    # ---- the machine
+
+    def hipRuntimeGetVersion(self):
+        return *OK, 60443483
+
+    def hipGetDeviceCount(self):
+        return (*OK, len(self.gpus)) if self.gpus else (hipError_t.hipErrorNoDevice, 0)
+
+    def hipGetDeviceProperties(self, index):
+        return *OK, SimpleNamespace(**self.gpus[index])
+
+    def hipSetDevice(self, index):
+        assert 0 <= index < len(self.gpus)
+        return OK
+
+    def hipMemGetInfo(self):
+        return *OK, self.memory - self.used("device"), self.memory
+
+    # ---- memory
+
+    def used(self, kind: str) -> int:
+        return sum(len(array) for array, where in self.blocks.values() if where == kind)
+
+    def _new(self, nbytes, kind):
+        assert nbytes > 0
+        array = np.full(nbytes + 256, 0xA5, np.uint8)  # what nobody wrote is not zero
+        array = array[-array.ctypes.data % 256 :][:nbytes]
+        self.blocks[array.ctypes.data] = array, kind
+        return *OK, array.ctypes.data
+
+    def hipMalloc(self, nbytes):
+        return self._new(nbytes, "device") if self.used("device") + nbytes <= self.memory else (hipError_t.hipErrorOutOfMemory, None)
+
+    def hipHostMalloc(self, nbytes, flags):
+        assert flags in (0, 0x80000002)
+        return self._new(nbytes, "host")
+
+    def hipHostGetDevicePointer(self, address, flags):
+        assert self.blocks[address][1] == "host" and flags == 0
+        return *OK, address
+
+    def _free(self, address, kind):
+        assert not self.queue, "memory freed while work is enqueued"
+        array, where = self.blocks.pop(address)
+        assert where == kind
+        array[:] = 0x5A  # whoever still looks at it shall see that
+        return OK
+
+    def hipFree(self, address):
+        return self._free(address, "device")
+
+    def hipHostFree(self, address):
+        return self._free(address, "host")
+
+    def bytes_at(self, address: int, nbytes: int | None = None, kind: str | None = None) -> np.ndarray:
+        """Memory from an address on, which must lie in a live allocation (of that kind)."""
+        for start, (array, where) in self.blocks.items():
+            if start <= address < start + len(array) and kind in (None, where):
+                rest = array[address - start :]
+                assert nbytes is None or nbytes <= len(rest), "beyond the end of an allocation"
+                return rest if nbytes is None else rest[:nbytes]
+        raise AssertionError(f"address {address:#x} is in no live {kind or ''} allocation")
+
+    # ---- streams, events
+
+    def _handle(self, kind, **facts):
+        handle = Handle(kind, **facts)
+        self.handles.append(handle)
+        return handle
+
+    def _destroy(self, handle, kind):
+        assert handle.kind == kind and handle.alive
+        handle.alive = False
+        return OK
+
+    def _enqueue(self, stream, work):
+        assert stream.kind == "stream" and stream.alive
+        (self.queue if self.captured is None else self.captured).append(work)
+        return OK
+
+    def _flush(self):
+        while self.queue:
+            self.queue.pop(0)()
+        return OK
+
+    def hipStreamCreateWithFlags(self, flags):
+        return *OK, self._handle("stream")
+
+    def hipStreamDestroy(self, stream):
+        return self._destroy(stream, "stream")
+
+    def hipStreamSynchronize(self, stream):
+        assert stream.alive and self.captured is None
+        return self._flush()
+
+    def hipEventCreateWithFlags(self, flags):
+        return *OK, self._handle("event", pending=False)
+
+    def hipEventRecord(self, event, stream):
+        event.pending = True
+        return self._enqueue(stream, lambda: setattr(event, "pending", False))
+
+    def hipEventSynchronize(self, event):
+        assert event.alive
+        while event.pending:
+            self.queue.pop(0)()
+        return OK
+
+    def hipEventDestroy(self, event):
+        return self._destroy(event, "event")
+
+    def hipMemcpyAsync(self, target, source, nbytes, kind, stream):
+        sides = {1: ("host", "device"), 2: ("device", "host")}[kind]
+        if not any(where == "device" for _, where in self.blocks.values()):  # an APU that works in the host's memory
+            sides = ("host", "host")
+        read, written = self.bytes_at(source, nbytes, sides[0]), self.bytes_at(target, nbytes, sides[1])
+        return self._enqueue(stream, lambda: written.__setitem__(slice(None), read))
+
+    def hipMemsetAsync(self, target, value, nbytes, stream):
+        array = self.bytes_at(target, nbytes)
+        return self._enqueue(stream, lambda: array.fill(value))
+
+    # ---- kernels
+
+    def hipModuleLoadData(self, image):
+        arch = self.gpus[0]["gcnArchName"].split(b":")[0]
+        if not image.startswith(ELF) or b"-" + arch not in image:
+            return hipError_t.hipErrorNoBinaryForGpu, None
+        return *OK, self._handle("module", image=image)
+
+    def hipModuleUnload(self, module):
+        return self._destroy(module, "module")
+
+    def hipModuleGetFunction(self, module, symbol):
+        name = symbol.decode()
+        return (*OK, self._handle("function", module=module, symbol=name)) if name in self.kernels else (hipError_t.hipErrorNotFound, None)
+
+    def hipModuleLaunchKernel(self, function, gx, gy, gz, bx, by, bz, shared, stream, params, extra):
+        assert function.module.alive and shared == 0 and extra is None
+        assert min(gx, gy, gz, bx, by, bz) >= 1 and bx * by * bz <= 256
+        count, compute = self.kernels[function.symbol]
+        # HIP copies the arguments when a launch is enqueued or captured.
+        pointers = [ctypes.c_uint64.from_address(p).value for p in (ctypes.c_uint64 * count).from_address(params)]
+        assert all(p % 64 == 0 for p in pointers)
+
+        def work():
+            assert function.module.alive
+            self.launched.append((function.symbol, (gx, gy, gz), (bx, by, bz)))
+            compute(*(self.bytes_at(p) for p in pointers))
+
+        work.pointers = pointers
+        return self._enqueue(stream, work)
+
+    def hipStreamBeginCapture(self, stream, mode):
+        assert self.captured is None and not self.queue and mode == hipStreamCaptureMode.hipStreamCaptureModeThreadLocal
+        self.captured = []
+        return OK
+
+    def hipStreamEndCapture(self, stream):
+        graph, self.captured = self._handle("graph", work=self.captured), None
+        return *OK, graph
+
+    def hipGraphInstantiate(self, graph, size):
+        assert graph.alive
+        return *OK, self._handle("exec", work=list(graph.work), replays=0), None, None
+
+    def hipGraphLaunch(self, executable, stream):
+        assert executable.alive and self.captured is None
+
+        def work():
+            executable.replays += 1
+            arguments = [self.bytes_at(p) for p in executable.work[0].pointers]
+            if self.before_replay is None or self.before_replay(executable.replays, arguments) is not False:
+                for one in executable.work:
+                    one()
+
+        return self._enqueue(stream, work)
+
+    def hipGraphDestroy(self, graph):
+        return self._destroy(graph, "graph")
+
+    def hipGraphExecDestroy(self, executable):
+        return self._destroy(executable, "exec")
+
+    def leaks(self) -> list[str]:
+        """What was not given back. Functions belong to their module."""
+        return [h.kind for h in self.handles if h.alive and h.kind != "function"] + [where for _, where in self.blocks.values()]
+
+
+def emulated(manifest: dict, arch: str, code: bytes, run_hsaco) -> dict[str, tuple[int, Callable]]:
+    """`kernels` for a Recorder: the real code object's, run in the ISA emulator (run_hsaco, which tests/gfxemu.py corrects)."""
+    program = run_hsaco.CodeObject(code)
+
+    def kernel(step):
+        def run(*arrays):
+            result = run_hsaco.launch(program, step["symbol"], tuple(step["grid"]), tuple(step["block"]), list(arrays))
+            assert not result.hazards, (step["symbol"], result.hazards)
+
+        return len(step["args"]), run
+
+    return {step["symbol"]: kernel(step) for entry in manifest["launches"][arch].values() for step in entry["steps"]}

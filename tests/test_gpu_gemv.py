@@ -1,0 +1,193 @@
+"""Decode kernels of the GPU, run in the ISA emulator: linear layers and gate/up with SwiGLU of one token, against numpy.
+
+The oracle: gguf-py's dequantized weights times the dequantized activations in float64.
+"""
+import re
+from itertools import product
+
+import numpy as np
+import pytest
+from gfxemu import emulate
+from test_quant_rows import oracle, random_rows
+
+from mlc_amd.compiler.codegen.rocm import compile_hsaco
+from mlc_amd.compiler.quant import repack
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.formats import FORMATS
+from mlc_amd.schedules.gpu.arch import ARCHS, resolve
+from mlc_amd.schedules.gpu.gemv import Plan, default_plan, gate_up_swiglu, linear
+from mlc_amd.schedules.gpu.planes import padded
+
+ARCH_NAMES = ("gfx1100", "gfx1201", "gfx942")
+TOLERANCE = 1e-5        # of the largest result
+GOALS = {"q4_0": 140, "q4_k": 150, "q6_k": 210, "q8_0": 150}        # wave-instructions per 1000 weights, gfx1100, K = 4096
+
+
+def weights(fmt, n, k, seed, prefix):
+    """(exact weights float64 [n, k], parameters), of a size that keeps sums away from overflow."""
+    raw = random_rows(fmt, n, k, seed)
+    if FORMATS[fmt].kind == "int8":
+        raw.reshape(-1, 2)[:, 1] &= 0xB7        # float16 scales below 1/2
+    return oracle(fmt, raw).astype(np.float64), {prefix + p: plane for p, plane in repack(fmt, raw, k, "rows").items()}
+
+
+def activations(k, kind, seed=0):
+    """(exact x float64 [k], parameters)."""
+    x = np.random.default_rng(seed).standard_normal(k).astype(np.float32)
+    if kind == "float":
+        return x.astype(np.float64), {"X": x[None]}
+    blocks = x.reshape(-1, 32)
+    d = np.abs(blocks).max(1, keepdims=True) / np.float32(127)
+    q = np.rint(blocks / d).astype(np.int8)
+    total = [q.sum(1, dtype=np.int32), q[:, :16].sum(1, dtype=np.int32), q[:, 16:].sum(1, dtype=np.int32)]
+    s = np.stack([d[:, 0], *(d[:, 0] * t for t in total)], 1).astype(np.float32)
+    return (q * d.astype(np.float64)).ravel(), {"A": q[None], "S": s[None]}
+
+
+def state():
+    return {"state": np.array([7, 1, 0, 0], np.int32)}
+
+
+def check_no_spills(module):
+    for what in ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"):
+        assert set(re.findall(rf"\.{what}:\s+(\d+)", module.assembly)) == {"0"}, what
+
+
+def run_linear(arch, segments, k, biases, residual, plan=None, wave_order="fwd"):
+    """Compiles and runs a kernel, checks its outputs and returns the emulator's result."""
+    kind = FORMATS[segments[0][0]].kind
+    kernel = linear(segments, k, 1, "rows" if kind == "int8" else "", biases, residual, resolve(arch), "linear", plan)
+    module = compile_hsaco({"linear": kernel}, resolve(arch))
+    check_no_spills(module)
+    x, arrays = activations(k, kind)
+    arrays |= state()
+    expected, rng = [], np.random.default_rng(5)
+    for i, ((fmt, n), bias) in enumerate(zip(segments, biases, strict=True)):
+        w, parts = weights(fmt, n, k, i, f"W{i}_")
+        arrays |= parts | {f"Y{i}": np.full((1, padded(n)), np.nan, np.float32)}
+        y = w @ x
+        scale = np.abs(y).max()
+        if bias:
+            arrays[f"bias{i}"] = (rng.standard_normal(n) * scale).astype(np.float32)
+            y = y + arrays[f"bias{i}"]
+        if residual:
+            arrays["R"] = (rng.standard_normal((1, padded(n))) * scale).astype(np.float32)
+            y = y + arrays["R"][0, :n]
+        expected.append(y)
+    [result] = emulate(module, "linear", arrays, wave_order)
+    for i, y in enumerate(expected):
+        assert np.abs(arrays[f"Y{i}"][0, :len(y)] - y).max() <= TOLERANCE * np.abs(y).max()
+    return result
+
+
+@pytest.mark.parametrize("arch", ARCH_NAMES)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_formats(arch, fmt):
+    run_linear(arch, [(fmt, 40)], 1024, (False,), False, Plan(rows=2, waves=4, lanes=64, unroll=1), wave_order=3)
+
+
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx942"])
+@pytest.mark.parametrize(("fmt", "k"), [
+    *product(("q4_0", "q6_k", "f16"), (256, 768, 2048, 14336)),
+    ("q4_0", 32), ("q8_0", 96), ("q5_1", 4064), ("q4_k", 2304), ("f32", 33), ("bf16", 1000),
+])
+def test_columns(arch, fmt, k):
+    run_linear(arch, [(fmt, 16)], k, (False,), False)
+
+
+@pytest.mark.parametrize("arch", ARCH_NAMES)
+@pytest.mark.parametrize("plan", [None, Plan(rows=8, waves=1, lanes=8, unroll=4), Plan(rows=1, waves=2, lanes=16, unroll=2)])
+def test_segments_share_a_launch(arch, plan):
+    run_linear(arch, [("q4_k", 64), ("q5_0", 21), ("q6_k", 16)], 512, (True, True, False), False, plan, wave_order=1)
+
+
+@pytest.mark.parametrize("arch", ARCH_NAMES)
+@pytest.mark.parametrize("fmt", ["q4_0", "bf16"])
+def test_residual(arch, fmt):
+    run_linear(arch, [(fmt, 37)], 256, (True,), True)
+
+
+@pytest.mark.parametrize("fmt", GOALS)
+def test_instructions(fmt):
+    n, k = 16, 4096
+    result = run_linear("gfx1100", [(fmt, n)], k, (False,), False, default_plan(resolve("gfx1100"), 4096))
+    assert result.total * 1000 / (n * k) <= GOALS[fmt]
+    loads = {name: count for name, count in result.by_mnemonic.items() if "load" in name.lower()}
+    code_bytes = {"q4_0": 16, "q4_k": 16, "q6_k": 24, "q8_0": 32}[fmt] * n * k // 32
+    assert sum(count for name, count in loads.items() if "128" in name) * 32 * 16 >= code_bytes, "codes are loaded 16 bytes at a time"
+
+
+GATE_UP = {
+    "q4_0": ("q4_0", "q4_0", 64, 512, "rows"),
+    "mixed": ("q4_k", "q6_k", 64, 768, "rows"),
+    "mixed units": ("q8_0", "q3_k", 32, 256, "rows"),
+    "wide": ("q5_k", "q5_k", 32, 4096, "rows"),
+    "float32": ("iq4_nl", "q4_1", 32, 1024, ""),
+    "one unit a row": ("q4_0", "q5_1", 64, 32, "rows"),
+    "half": ("q2_k", "q2_k", 32, 256, "half"),
+    "float weights": ("f16", "bf16", 64, 320, ""),
+    "float weights to int8": ("f32", "f16", 32, 128, "rows"),
+}
+
+
+@pytest.mark.parametrize("arch", ARCH_NAMES)
+@pytest.mark.parametrize("case", GATE_UP)
+def test_gate_up_swiglu(arch, case):
+    gate, up, f, k, act_out = GATE_UP[case]
+    kind = FORMATS[gate].kind
+    kernel = gate_up_swiglu(gate, up, f, k, 1, "rows" if kind == "int8" else "", act_out, resolve(arch), "gate_up")
+    module = compile_hsaco({"gate_up": kernel}, resolve(arch))
+    check_no_spills(module)
+    x, arrays = activations(k, kind)
+    (g, gate_planes), (u, up_planes) = weights(gate, f, k, 1, "G_"), weights(up, f, k, 2, "U_")
+    # so that silu is neither 0 nor the identity
+    shrink = np.float32(2.0 ** -np.ceil(np.log2(np.abs(g @ x).max() / 8)))
+    x, arrays = x * shrink, arrays | {p: arrays[p] * shrink for p in ("S", "X") if p in arrays} | gate_planes | up_planes | state()
+    a, b = g @ x, u @ x
+    y = a / (1 + np.exp(-a)) * b
+    outputs = {"Y": np.full((1, f), np.nan, np.float32)} if act_out == "" else {"H_out": np.full((1, f), np.nan, np.float16)}
+    if act_out == "rows":
+        outputs = {"A_out": np.zeros((1, f // 32, 32), np.int8), "S_out": np.full((1, f // 32, 4), np.nan, np.float32)}
+    emulate(module, "gate_up", arrays | outputs, wave_order=2)
+    if act_out == "":
+        assert np.abs(outputs["Y"][0] - y).max() <= TOLERANCE * np.abs(y).max()
+    elif act_out == "half":
+        expected = np.clip(y, -65504, 65504)
+        assert np.abs(outputs["H_out"][0] - expected).max() <= 1e-3 * np.abs(expected).max()
+    else:
+        q, s, y = outputs["A_out"][0].astype(np.int64), outputs["S_out"][0], y.reshape(-1, 32)
+        top = np.abs(y).max(1, keepdims=True)
+        assert np.abs(s[:, :1] - top / 127).max() <= TOLERANCE * top.max() / 127
+        assert (np.abs(q * s[:, :1] - y) <= 0.501 * top / 127 + TOLERANCE * top.max()).all()
+        sums = np.stack([q.sum(1), q[:, :16].sum(1), q[:, 16:].sum(1)], 1)
+        np.testing.assert_allclose(s[:, 1:], s[:, :1] * sums, rtol=1e-6)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_arch_compiles(arch):
+    """Also those without an emulator: no spills, no scratch."""
+    target = resolve(arch)
+    kernels = {
+        "linear": linear([("iq4_xs", 8192), ("q6_k", 1024)], 4096, 1, "rows", (True, False), False, target, "linear"),
+        "gate_up": gate_up_swiglu("q4_0", "q4_0", 14336, 4096, 1, "rows", "rows", target, "gate_up"),
+    }
+    module = compile_hsaco(kernels, target)
+    check_no_spills(module)
+    assert "load_b128" in module.assembly or "load_dwordx4" in module.assembly
+
+
+def test_what_is_no_gemv_is_refused():
+    arch = resolve("gfx1100")
+    for segments, m, act, biases, residual in (
+        ([("q4_0", 16)], 2, "rows", (False,), False),
+        ([("q4_0", 16)], 1, "half", (False,), False),
+        ([("q4_0", 16), ("f16", 16)], 1, "rows", (False, False), False),
+        ([("q4_0", 16), ("q4_0", 16)], 1, "rows", (False, False), True),
+        ([("q4_0", 16)], 1, "rows", (), False),
+    ):
+        with pytest.raises(ValueError):
+            linear(segments, 256, m, act, biases, residual, arch, "linear")
+    with pytest.raises(ValueError, match="whole blocks"):
+        gate_up_swiglu("q4_0", "q4_0", 48, 256, 1, "rows", "rows", arch, "gate_up")
+    with pytest.raises(UserError, match="too large"):
+        linear([("f16", 1 << 18)], 1 << 13, 1, "", (False,), False, arch, "linear")

@@ -1,0 +1,395 @@
+"""The rocm device without a GPU, on a stand-in for AMD's bindings that computes (hip_recorder)."""
+
+import gc
+import json
+from dataclasses import asdict
+
+import gfxemu
+import numpy as np
+import pytest
+from hip_recorder import Recorder, emulated
+
+from mlc_amd.compiler.codegen.rocm import compile_hsaco
+from mlc_amd.runtime.artifact import Artifact, TensorSpec, WeightsWriter
+from mlc_amd.runtime.devices import hip as hip_module
+from mlc_amd.runtime.devices.hip import SAME_ISA, HipDevice, relabel, sibling
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.gpu.arch import resolve
+from mlc_amd.schedules.gpu.embed import embed as gpu_embed
+from mlc_amd.schedules.gpu.norm import rms_norm
+
+VOCAB, WIDTH, CTX = 96, 16, 256
+RNG = np.random.default_rng(7)
+TABLE = RNG.standard_normal((VOCAB, WIDTH), np.float32)
+HEAD = RNG.standard_normal((WIDTH, VOCAB), np.float32)
+
+# ---- a model of three kernels: embed; remember in the cache and average (two launches with a scratch buffer); project
+
+
+def f32(memory, *shape):
+    return memory[: 4 * int(np.prod(shape))].view(np.float32).reshape(shape)
+
+
+def state_of(memory):
+    return memory[:8].view(np.int32).tolist()
+
+
+def embed(state, tokens, table, x):
+    _, live = state_of(state)
+    f32(x, live, WIDTH)[:] = f32(table, VOCAB, WIDTH)[tokens[: 4 * live].view(np.int32)]
+
+
+def remember(state, x, cache, total):
+    position, live = state_of(state)
+    cache = f32(cache, CTX, WIDTH)
+    cache[position : position + live] = f32(x, live, WIDTH)
+    f32(total, CTX, WIDTH)[:] = np.cumsum(cache, 0)
+
+
+def average(state, total, y):
+    position, live = state_of(state)
+    count = np.arange(position + 1, position + live + 1, dtype=np.float32)[:, None]
+    f32(y, live, WIDTH)[:] = f32(total, CTX, WIDTH)[position : position + live] / count
+
+
+def project_last(state, y, head, logits):
+    live = state_of(state)[1]
+    f32(logits, 1, VOCAB)[:] = f32(y, live, WIDTH)[live - 1 :] @ f32(head, WIDTH, VOCAB)
+
+
+def project_all(state, y, head, logits):
+    live = state_of(state)[1]
+    f32(logits, live, VOCAB)[:] = f32(y, live, WIDTH) @ f32(head, WIDTH, VOCAB)
+
+
+KERNELS = {
+    "embed_k": (4, embed),
+    "mix_k": (4, remember),
+    "mix_k_1": (3, average),
+    "last_k": (4, project_last),
+    "all_k": (4, project_all),
+}
+
+
+def expected(ids):
+    x = TABLE[ids]
+    return np.cumsum(x, 0) / np.arange(1, len(ids) + 1, dtype=np.float32)[:, None] @ HEAD
+
+
+def step(symbol, *args):
+    return {"symbol": symbol, "grid": [4, 1, 1], "block": [64, 1, 1], "args": list(args)}
+
+
+LAUNCHES = {
+    "embed": {"scratch": [], "steps": [step("embed_k", 0, 1, 2, 3)]},
+    "mix": {"scratch": [64, CTX * WIDTH * 4], "steps": [step("mix_k", 0, 1, 2, 5), step("mix_k_1", 0, 5, 3)]},
+    "last": {"scratch": [], "steps": [step("last_k", 3, 0, 1, 2)]},  # the kernel's own order differs from the call's
+    "all": {"scratch": [], "steps": [step("all_k", 3, 0, 1, 2)]},
+}
+
+
+def function(tokens, head):
+    x, y = ["arena", 0, "float32", [tokens, WIDTH]], ["arena", 4096, "float32", [tokens, WIDTH]]
+    return {
+        "tokens": tokens,
+        "all_logits": head == "all",
+        "launches": [
+            {"kernel": "embed", "args": [["io", "state"], ["io", "tokens"], ["weight", "table"], x]},
+            {"kernel": "mix", "args": [["io", "state"], x, ["kv", "cache"], y]},
+            {"kernel": head, "args": [y, ["weight", "head"], ["io", "logits"], ["io", "state"]]},
+        ],
+    }
+
+
+def code_object(arch):
+    return b"\x7fELF".ljust(64, b"\0") + f"amdgcn-amd-amdhsa--{arch}".encode()
+
+
+@pytest.fixture
+def artifact(tmp_path):
+    def make(*archs):
+        odd = TensorSpec("odd", "uint8", (5,))  # so that what follows needs padding
+        specs = [TensorSpec("table", "float32", TABLE.shape), odd, TensorSpec("head", "float32", HEAD.shape)]
+        writer = WeightsWriter(tmp_path / "weights.safetensors", specs)
+        for name, array in (("table", TABLE), ("head", HEAD)):
+            writer.write(name, 0, array)
+        writer.close()
+        for arch in archs:
+            (tmp_path / f"{arch}.hsaco").write_bytes(code_object(arch))
+        manifest = {
+            "model": {"vocab": VOCAB},
+            "target": {"kind": "rocm", "archs": list(archs)},
+            "context": CTX,
+            "functions": {"decode": function(1, "last"), "prefill_16": function(16, "last"), "score_16": function(16, "all")},
+            "libraries": {arch: f"{arch}.hsaco" for arch in archs},
+            "launches": {arch: LAUNCHES for arch in archs},
+            "arena_bytes": 8192,
+            "io": {
+                "state": {"dtype": "int32", "shape": [4]},
+                "tokens": {"dtype": "int32", "shape": [16]},
+                "logits": {"dtype": "float32", "shape": [16, VOCAB]},
+            },
+            "kv": [{"name": "other", "dtype": "float16", "shape": [3]}, {"name": "cache", "dtype": "float32", "shape": [CTX, WIDTH]}],
+        }
+        return Artifact(tmp_path, json.loads(json.dumps(manifest)))
+
+    return make
+
+
+def evaluate(device, ids):
+    """Logits after each of `ids`: chunks through score_16, then two tokens one by one."""
+    device.clear()
+    rows, position = [], 0
+    for name, count in (("score_16", 16), ("score_16", len(ids) - 18), ("decode", 1), ("decode", 1)):
+        device.write("state", (position, count))
+        device.write("tokens", ids[position : position + count])
+        device.run(name)
+        rows.append(device.read("logits", count).copy())
+        position += count
+    return np.concatenate(rows)
+
+
+IDS = np.arange(3, 3 + 2 * 30, 2)
+
+
+def check(device):
+    np.testing.assert_allclose(evaluate(device, IDS), expected(IDS), rtol=1e-4, atol=1e-5)
+
+
+# ---- computing
+
+
+def test_computes_by_replaying_graphs(artifact, monkeypatch):
+    monkeypatch.setattr(hip_module, "CHUNK", 1000)  # several chunks, and none that tensors begin at
+    bindings = Recorder(KERNELS)
+    device = HipDevice(artifact("gfx1100"), bindings=bindings)
+    assert device.name == "Radeon (gfx1100)"
+    bindings.calls.clear()
+    check(device)
+    assert bindings.calls.count("hipGraphLaunch") == 4 and "hipModuleLaunchKernel" not in bindings.calls
+    device.run("decode")
+    assert bindings.launched[-4:] == [(symbol, (4, 1, 1), (64, 1, 1)) for symbol in ("embed_k", "mix_k", "mix_k_1", "last_k")]
+
+
+def test_weights_arrive_whole_and_in_chunks(artifact, monkeypatch):
+    monkeypatch.setattr(hip_module, "CHUNK", 1000)
+    bindings = Recorder(KERNELS)
+    model = artifact("gfx1100")
+    device = HipDevice(model, bindings=bindings)
+    start = model.weights.start
+    there = bindings.bytes_at(device._blocks["weights"][0], device._weight_bytes)
+    assert there.tobytes() == model.weights.map[start : start + device._weight_bytes]
+    chunks = -(-device._weight_bytes // 1000)
+    assert bindings.calls.count("hipEventRecord") == chunks > 10
+    assert bindings.used("host") < 1 << 20  # staging memory is given back
+
+
+def test_cache_starts_and_clears_to_zero(artifact):
+    bindings = Recorder(KERNELS)
+    device = HipDevice(artifact("gfx1100"), bindings=bindings)
+    address, size = device._blocks["kv"][0], device._sizes["kv"]
+    assert not bindings.bytes_at(address, size).any()
+    check(device)
+    assert bindings.bytes_at(address, size).any()
+    device.clear()
+    assert not bindings.bytes_at(address, size).any()
+
+
+def test_everything_is_given_back(artifact):
+    bindings = Recorder(KERNELS)
+    device = HipDevice(artifact("gfx1100"), bindings=bindings)
+    device.run("decode")
+    device.close()
+    assert bindings.leaks() == []
+    bindings = Recorder(KERNELS)
+    device = HipDevice(artifact("gfx1100"), bindings=bindings)
+    assert bindings.leaks()
+    del device
+    gc.collect()
+    assert bindings.leaks() == []
+
+
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201"])
+def test_real_code_object(artifact, arch):
+    """Kernels of the compiler in the ISA emulator, through this device: the normalized row of each token's embedding."""
+    run_hsaco = gfxemu.load()
+    gpu, k = resolve(arch), 96
+    model = artifact(arch)
+    weights = [TensorSpec("table", "float32", (VOCAB, k)), TensorSpec("gain", "float32", (k,))]
+    table, gain = RNG.standard_normal((VOCAB, k), np.float32), RNG.standard_normal(k, np.float32)
+    writer = WeightsWriter(model.path / "weights.safetensors", weights)
+    writer.write("table", 0, table)
+    writer.write("gain", 0, gain)
+    writer.close()
+    x, io = ["arena", 0, "float32", [16, k]], {name: ["io", name] for name in ("state", "tokens", "logits")}
+    calls = [{"kernel": "e", "args": [io["state"], io["tokens"], ["weight", "table"], x]},
+             {"kernel": "n", "args": [io["state"], x, ["weight", "gain"], io["logits"]]}]  # fmt: skip
+    kernels = {"e": gpu_embed("f32", VOCAB, k, 16, gpu, "e"), "n": rms_norm(k, 16, 1e-6, "", "all", gpu, "n")}
+    built = compile_hsaco(kernels, gpu)
+    (model.path / f"{arch}.hsaco").write_bytes(built.hsaco)
+    steps = {name: {"scratch": list(f.scratch), "steps": [asdict(step) for step in f.launches]} for name, f in built.functions.items()}
+    manifest = model.manifest
+    manifest |= {"functions": {"score_16": {"tokens": 16, "all_logits": True, "launches": calls}}, "launches": {arch: steps}}
+    manifest["io"]["logits"]["shape"] = [16, k]
+    bindings = Recorder(emulated(manifest, arch, built.hsaco, run_hsaco), gpus=[{"gcnArchName": arch.encode()}])
+    device = HipDevice(model, bindings=bindings)
+    device.write("state", (0, 5))
+    device.write("tokens", IDS[:5])
+    device.run("score_16")
+    rows = table[IDS[:5]]
+    expect = rows / np.sqrt((rows**2).mean(1, keepdims=True) + 1e-6) * gain
+    np.testing.assert_allclose(device.read("logits", 5), expect, rtol=1e-5, atol=1e-6)
+    assert "hipGraphLaunch" in bindings.calls[-5:]
+
+
+# ---- graphs that do not work
+
+
+def stale(count, arguments):
+    """A driver whose replays see the state of the first one."""
+    state = arguments[0]
+    if count == 1:
+        stale.first = state[:16].copy()
+    else:
+        state[:16] = stale.first
+
+
+def never(count, arguments):
+    return False
+
+
+def once(count, arguments):
+    return count == 1
+
+
+@pytest.mark.parametrize("broken", [stale, never, once])
+def test_wrong_replays_are_found_at_load(artifact, caplog, broken):
+    bindings = Recorder(KERNELS, before_replay=broken)
+    device = HipDevice(artifact("gfx1100"), bindings=bindings)
+    assert "differ from launches" in caplog.text
+    bindings.calls.clear()
+    check(device)
+    assert "hipGraphLaunch" not in bindings.calls
+
+
+@pytest.mark.parametrize("call", ["hipStreamBeginCapture", "hipStreamEndCapture", "hipGraphInstantiate", "hipGraphLaunch"])
+def test_without_graphs_launches_go_one_by_one(artifact, caplog, call):
+    bindings = Recorder(KERNELS, fail={call: "hipErrorStreamCaptureUnsupported"})
+    if call == "hipStreamEndCapture":  # HIP leaves capture mode when it fails, too
+        bindings.hipStreamEndCapture = lambda stream: setattr(bindings, "captured", None) or (900, None)
+        bindings.fail = {}
+    device = HipDevice(artifact("gfx1100"), bindings=bindings)
+    assert "going on without them" in caplog.text and call in caplog.text
+    check(device)
+
+
+def test_graphs_can_be_switched_off(artifact, monkeypatch, caplog):
+    monkeypatch.setenv("MLC_AMD_GRAPH", "0")
+    bindings = Recorder(KERNELS)
+    device = HipDevice(artifact("gfx1100"), bindings=bindings)
+    for name in ("kv", "arena", "io"):
+        assert not bindings.bytes_at(device._blocks[name][0], device._sizes[name]).any()
+    check(device)
+    assert "hipStreamBeginCapture" not in bindings.calls and not caplog.text
+
+
+# ---- memory
+
+
+def test_out_of_memory_says_what_fits(artifact):
+    bindings = Recorder(KERNELS, memory=48 << 10)
+    with pytest.raises(UserError, match=r"needs .* GiB \(weights .*, KV cache .* at --ctx 256\).*compile with --ctx (64|128)$") as error:
+        HipDevice(artifact("gfx1100"), bindings=bindings)
+    assert error.tb is not None and bindings.leaks() == []  # although the traceback holds the device
+
+
+def test_out_of_memory_with_the_weights_alone(artifact):
+    with pytest.raises(UserError, match="smaller quantization"):
+        HipDevice(artifact("gfx1100"), bindings=Recorder(KERNELS, memory=8 << 10))
+
+
+def test_apu_takes_its_carve_out_when_all_fits(artifact):
+    bindings = Recorder(KERNELS, gpus=[{"integrated": 1}])
+    device = HipDevice(artifact("gfx1100"), bindings=bindings)
+    assert not device.host_memory and bindings.used("device") > device._weight_bytes
+    check(device)
+
+
+def test_apu_works_in_host_memory_without_a_copy(artifact):
+    bindings = Recorder(KERNELS, gpus=[{"integrated": 1}], memory=8 << 10)
+    device = HipDevice(artifact("gfx1100"), bindings=bindings)
+    assert device.host_memory and bindings.used("device") == 0
+    assert bindings.used("host") < sum(device._sizes.values()) + device._sizes["io"] + 1  # no staging, no second copy
+    assert "hipEventRecord" not in bindings.calls
+    check(device)
+
+
+def test_apu_out_of_memory_explains_its_limits(artifact, monkeypatch):
+    monkeypatch.setattr(hip_module, "gpu_memory", lambda pci: {"vram": 512 << 20, "gtt": 8 << 30})
+    bindings = Recorder(KERNELS, gpus=[{"integrated": 1}], memory=8 << 10, fail={"hipHostMalloc": "hipErrorOutOfMemory"})
+    with pytest.raises(UserError, match=r"0\.5 GiB carved out in the BIOS setup or 8\.0 GiB of the system's memory .*ttm\.pages_limit=\d+"):
+        HipDevice(artifact("gfx1100"), bindings=bindings)
+
+
+# ---- which GPU, which code object
+
+
+@pytest.mark.parametrize(
+    "gpus, archs, index, arch",
+    [
+        ([{"gcnArchName": b"gfx942:sramecc+:xnack-"}], ["gfx1100", "gfx942"], 0, "gfx942"),
+        ([{"gcnArchName": b"gfx1036", "integrated": 1}, {}], ["gfx1036", "gfx1100"], 1, "gfx1100"),  # not the processor's own GPU
+        ([{"gcnArchName": b"gfx1036", "integrated": 1}, {}], ["gfx1036"], 0, "gfx1036"),
+        ([{"totalGlobalMem": 8}, {"totalGlobalMem": 16}], ["gfx1100"], 1, "gfx1100"),
+        ([{"gcnArchName": b"gfx1032"}], ["gfx1030"], 0, "gfx1030"),
+        ([{"gcnArchName": b"gfx1201"}], ["gfx1100", "gfx1200"], 0, "gfx1200"),
+    ],
+)
+def test_choice(artifact, gpus, archs, index, arch):
+    bindings = Recorder(KERNELS, gpus=gpus)
+    bindings.gpus.insert(0, bindings.gpus[index])  # the stand-in loads code for its first GPU
+    bindings.hipGetDeviceCount = lambda: (0, len(gpus))
+    bindings.hipGetDeviceProperties = lambda i: (0, type("P", (), bindings.gpus[i + 1]))
+    device = HipDevice(artifact(*archs), bindings=bindings)
+    assert (device.gpu.index, device.code_arch) == (index, arch)
+    check(device)
+
+
+@pytest.mark.parametrize("have, compiled", [("gfx1201", "gfx1100"), ("gfx1102", "gfx1100"), ("gfx1010", "gfx1012"), ("gfx1030", "gfx1012")])
+def test_no_code_for_this_gpu(artifact, have, compiled):
+    with pytest.raises(UserError, match=f"compiled for {compiled}, and this machine has {have} .Radeon.; .*--arch {have}"):
+        HipDevice(artifact(compiled), bindings=Recorder(KERNELS, gpus=[{"gcnArchName": have.encode()}]))
+
+
+def test_sibling_prefers_its_own():
+    assert sibling("gfx1036", ["gfx1030", "gfx1036"]) == "gfx1036"
+    assert sibling("gfx1103", ["gfx1100"]) is None
+
+
+@pytest.mark.parametrize("group", SAME_ISA, ids=lambda group: next(iter(group)))
+def test_siblings_code_is_what_llvm_makes_for_them(group):
+    """Relabeled code for one chip of a group equals, byte for byte, code compiled for another."""
+    made = {arch: compile_hsaco({"k": rms_norm(512, 4, 1e-6, "rows", "all", resolve(arch), "k")}, resolve(arch)).hsaco for arch in group}
+    first = next(iter(group))
+    for arch in group:
+        assert relabel(made[first], first, arch) == made[arch]
+
+
+def test_override_is_reported(artifact, monkeypatch):
+    monkeypatch.setenv("HSA_OVERRIDE_GFX_VERSION", "11.0.0")
+    monkeypatch.setattr(hip_module, "kfd_gpus", lambda: [{"arch": "gfx1103", "pci": "0000:03:00.0"}])
+    device = HipDevice(artifact("gfx1100"), bindings=Recorder(KERNELS))
+    assert device.name == "Radeon (gfx1100 by HSA_OVERRIDE_GFX_VERSION=11.0.0; the chip is gfx1103)"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"fail": {"hipModuleLoadData": "hipErrorNoBinaryForGpu"}}, "HIP 6.4 cannot load the kernels for gfx1100 .*newer ROCm"),
+        ({"kernels": {"embed_k": KERNELS["embed_k"]}}, "lacks a kernel of this model"),
+        ({"gpus": []}, "no /dev/kfd|no permission|no AMD GPU|does not use"),
+    ],
+)
+def test_errors_at_load(artifact, change, message):
+    with pytest.raises(UserError, match=message):
+        HipDevice(artifact("gfx1100"), bindings=Recorder(**({"kernels": KERNELS} | change)))

@@ -1,0 +1,162 @@
+"""What `mlc-amd inspect` tells about GPU code: the code objects of rocm artifacts, and anybody's HSACO files.
+
+In: an opened artifact, or a file. Out: descriptions as plain data for JSON, tables and assembly as text. Instruction counts
+and assembly come from the text that `mlc-amd compile` keeps beside its code objects (`kernels-<arch>.s.gz`, LLVM's assembly), else from
+llvm-objdump; without both they are None, and `missing` says why.
+"""
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+
+from mlc_amd.compiler.codegen import hsaco
+from mlc_amd.runtime.artifact import MANIFEST, Artifact
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.gpu.arch import ARCHS
+from mlc_amd.tools import display
+
+SUFFIXES = (".hsaco", ".co")
+MAGICS = (b"\x7fELF", b"__CLANG_OFFLOAD_BUNDLE__")
+FUNCTION_ENDS = ("\t.section", ".Lfunc_end")  # LLVM's text: what follows a function describes it for the assembler
+
+
+def is_code_object(path: Path) -> bool:
+    """Whether a file is to be read as GPU code, by its name or how it begins; `describe` then says what is wrong with it."""
+    with open(path, "rb") as file:
+        return path.suffix.lower() in SUFFIXES or file.read(32).startswith(MAGICS)
+
+
+class GpuCode:
+    """One code object and its assembly.
+
+    machine: gfx name. kernels: hsaco.Kernel by name. functions: assembly lines by label, None if there is no way to get any.
+    missing: why there is none, what to install; "" otherwise.
+    """
+
+    def __init__(self, path: Path, launched: dict[str, int] | None = None):
+        """path: the code object. launched: threads of a workgroup by kernel, where
+        they are known. UserError if the file is no code object or damaged."""
+        self.path, self.launched = path, launched or {}
+        data = path.read_bytes()
+        try:
+            code = hsaco.parse(data)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(f"{path}: damaged AMD code object (kernel metadata: {error}); make it again") from error
+        self.machine, self.kernels, self.missing = code.machine, code.kernels, ""
+        try:
+            self.functions = split(_kept(path) or hsaco.disassemble(data))
+        except UserError as error:
+            self.functions, self.missing = None, str(error)
+
+    def describe(self) -> dict:
+        """{"file", "machine", "kernels": [the fields of hsaco.Kernel and "workgroup", "occupancy", "instructions"]}."""
+        kernels = [
+            asdict(kernel)
+            | {"workgroup": self.launched.get(name), "occupancy": self._occupancy(kernel), "instructions": self._instructions(name)}
+            for name, kernel in self.kernels.items()
+        ]
+        return {"file": str(self.path), "machine": self.machine, "kernels": kernels}
+
+    def _occupancy(self, kernel: hsaco.Kernel) -> dict | None:
+        """Waves that a SIMD holds and what limits them; None for a GPU that we do not know."""
+        if self.machine not in ARCHS:
+            return None
+        waves, limit = hsaco.occupancy(kernel, ARCHS[self.machine], self.launched.get(kernel.name))
+        return {"waves": waves, "limit": limit}
+
+    def _instructions(self, name: str) -> dict | None:
+        """Static counts; memory operations by "space access bytes", as "global load 16"."""
+        if self.functions is None or name not in self.functions:
+            return None
+        counts = hsaco.instructions("\n".join(self.functions[name]), name)
+        memory = {f"{space} {access} {size}": n for (space, access, size), n in sorted(counts.memory.items())}
+        return {"total": counts.total, "dot": counts.dot, "matrix": counts.matrix, "memory": memory, "by_mnemonic": dict(counts.by_mnemonic)}
+
+    def assembly(self, pattern: str) -> dict[str, str]:
+        """The assembly of the kernels that a shell pattern names; "_kernel" at a name's end may be left out. UserError if there is none."""
+        wanted = [name for name in self.kernels if fnmatchcase(name, pattern) or fnmatchcase(name.removesuffix("_kernel"), pattern)]
+        if not wanted:
+            raise UserError(f"{self.path}: no kernel is called {pattern!r}; --kernels lists them, --asm '*' means all")
+        if self.functions is None:
+            raise UserError(f"{self.path}: no assembly to show: {self.missing}")
+        if absent := [name for name in wanted if name not in self.functions]:
+            raise UserError(f"{self.path}: the disassembly has no function {absent[0]}; llvm-objdump -d shows what is there")
+        return {name: "\n".join(self.functions[name]) + "\n" for name in wanted}
+
+
+def of_artifact(artifact: Artifact) -> list[GpuCode]:
+    """The code objects of an artifact; none for those of other targets than rocm. UserError if one is damaged."""
+    codes = []
+    for arch, file in artifact.manifest.get("libraries", {}).items():
+        steps = [step for kernel in artifact.manifest["launches"][arch].values() for step in kernel["steps"]]
+        codes.append(GpuCode(artifact.path / file, {step["symbol"]: prod(step["block"]) for step in steps}))
+    return codes
+
+
+def _kept(path: Path) -> str | None:
+    """The assembly that was kept beside the code object of an artifact: elsewhere nothing says that the two belong together. UserError
+    if it is damaged."""
+    file = path.with_suffix(".s.gz")
+    if not file.is_file() or not (path.parent / MANIFEST).is_file():
+        return None
+    try:
+        return gzip.decompress(file.read_bytes()).decode()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is damaged ({error}); remove it or compile the model again") from error
+
+
+def split(assembly: str) -> dict[str, list[str]]:
+    """LLVM's assembly text or llvm-objdump's output -> its functions: label to lines, the label's first. Local labels stay inside."""
+    functions, lines = {}, []
+    for line in assembly.splitlines():
+        if line.startswith(FUNCTION_ENDS):
+            lines = []
+        elif (label := hsaco.LABEL.match(line)) and not label[1].startswith((".L", "L")):
+            lines = functions[label[1]] = [line]
+        elif lines:
+            lines.append(line)
+    return functions
+
+
+# ---- text
+
+
+HEADER = ("VGPRs", "SGPRs", "AGPRs", "LDS", "scratch", "spills", "threads", "waves", "limit", "code", "dot", "matrix", "loads", "LDS loads")
+LEFT = ("limit", "loads", "LDS loads")
+
+
+def tables(codes: list[dict]) -> Iterator[str]:
+    """What `GpuCode.describe` gives, as text: a table for each code object. Names come last, as other people's can be very long."""
+    for code in codes:
+        rows = [(*_row(kernel), kernel["name"]) for kernel in code["kernels"]]
+        right = [i for i, title in enumerate(HEADER) if title not in LEFT]
+        yield f"code of {code['machine']}: {Path(code['file']).name}"
+        yield display.table((*HEADER, "kernel"), rows, right=right)
+    yield "LDS, scratch and code in bytes; waves: that a SIMD holds at once; loads: instructions x bytes a lane reads, LDS apart"
+
+
+def _row(kernel: dict) -> tuple:
+    counts, fits = kernel["instructions"], kernel["occupancy"] or {"waves": "-", "limit": "-"}
+    instructions = (counts["dot"], counts["matrix"], _loads(counts, _MEMORY), _loads(counts, ("ds",))) if counts else ("-",) * 4
+    spills, threads = kernel["vgpr_spills"] + kernel["sgpr_spills"], kernel["workgroup"] or kernel["threads"]
+    registers = (kernel["vgprs"], kernel["sgprs"], kernel["agprs"])
+    return (*registers, kernel["lds"], kernel["scratch"], spills, threads, fits["waves"], fits["limit"], kernel["code"], *instructions)
+
+
+_MEMORY = ("global", "flat", "buffer")
+
+
+def _loads(counts: dict, spaces: tuple[str, ...]) -> str:
+    """ "4x16 1x2": loads of these spaces by bytes a lane, widest first; "0" without any."""
+    widths: dict[int, int] = {}
+    for key, n in counts["memory"].items():
+        space, access, size = key.split()
+        if space in spaces and access == "load":
+            widths[int(size)] = widths.get(int(size), 0) + n
+    return " ".join(f"{n}x{size}" for size, n in sorted(widths.items(), reverse=True)) or "0"
