@@ -1,6 +1,8 @@
 """Compiles models for every known AMD GPU and reports time, spills and occupancy; not part of the test run, because it takes an hour.
 
-    python tests/rocm_all.py MODEL.gguf|PRESET:FORMAT .. [--archs gfx1100,gfx942]
+    python tests/rocm_all.py MODEL.gguf|PRESET:FORMAT|PRESET:mixed .. [--archs gfx1100,gfx942]
+
+`mixed` gives the matrices of a small preset all tensor types in turn.
 
 Exits with 1 if a compile fails or a decode kernel uses scratch memory or spills.
 """
@@ -15,6 +17,7 @@ from mlc_amd.compiler.codegen import hsaco
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.arch import ARCHS
 
 
@@ -26,6 +29,18 @@ def decode_kernels(artifact: Artifact, arch: str) -> list:
     return [parsed[step["symbol"]] for name in called for step in manifest["launches"][arch][name]["steps"]]
 
 
+def open_model(source: str):
+    preset, _, form = source.partition(":")
+    if form != "mixed":
+        return GGUFModel.open(source) if source.endswith(".gguf") else synthetic(source)
+    model, forms = synthetic(f"{preset}:q4_0"), sorted(FORMATS, key=lambda name: FORMATS[name].kind)  # float formats first
+    matrices = [name for name, tensor in model.tensors.items() if len(tensor.shape) == 2]
+    for name, form in zip(sorted(matrices, key=lambda name: "ffn" in name), forms, strict=False):  # gate and up want one kind
+        model.tensors[name] = synthetic(f"{preset}:{form}").tensors[name]
+    assert {tensor.format for tensor in model.tensors.values()} >= set(FORMATS), f"{preset} has too few matrices"
+    return model
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+")
@@ -35,8 +50,7 @@ def main() -> int:
     for source in options.models:
         for arch in options.archs.split(","):
             start = time.perf_counter()
-            opened = GGUFModel.open(source) if source.endswith(".gguf") else synthetic(source)
-            with tempfile.TemporaryDirectory() as folder, opened as model:
+            with tempfile.TemporaryDirectory() as folder, open_model(source) as model:
                 try:
                     compile_model(model, "rocm", arch, 512, Path(folder) / "model", weights=False)
                 except Exception as error:  # reported, and counted: the other archs shall be tried

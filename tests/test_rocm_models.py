@@ -1,5 +1,8 @@
 """The rocm target from GGUF to logits. Compiling needs a linker for AMD code; running is done in the ISA emulator and skips without it."""
 
+import gzip
+import re
+
 import gfxemu
 import numpy as np
 import pytest
@@ -55,6 +58,20 @@ def test_artifact(rocm, spec, arch):
     for step in manifest["functions"]["decode"]["launches"]:
         kernel = kernels[launches[step["kernel"]]["steps"][0]["symbol"]]
         assert kernel.scratch == kernel.vgpr_spills == kernel.sgpr_spills == 0, kernel
+
+
+@pytest.mark.parametrize(("spec", "arch", "instruction"), [("tiny:q4_k", "gfx1100", "v_wmma"), ("tiny-qwen3:q6_k", "gfx90a", "v_mfma")])
+def test_prefill_runs_on_matrix_units(rocm, spec, arch, instruction):
+    artifact = rocm(spec, arch)
+    text = gzip.decompress((artifact.path / f"kernels-{arch}.s.gz").read_bytes()).decode()
+    launches, functions = artifact.manifest["launches"][arch], artifact.manifest["functions"]
+    called = {step["kernel"] for name, function in functions.items() if function["tokens"] > 1 for step in function["launches"]}
+    multiplied = [name for name in called if name.startswith(("linear", "gate_up")) and not re.search(r"_m1(_\d+)?$", name)]
+    assert len(multiplied) >= 4
+    for name in multiplied:
+        for step in launches[name]["steps"]:
+            assert hsaco.instructions(text, step["symbol"]).matrix > 0, name
+            assert instruction in text
 
 
 def test_several_archs_share_an_artifact(rocm):

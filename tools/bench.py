@@ -155,7 +155,8 @@ def decode_bytes(artifact, depth: float) -> float:
 
 def _result(engine, test: Test, repetitions: int) -> dict[str, object]:
     """One test's measurements, under llama-bench's field names where it has them."""
-    bandwidth_before = bandwidth.measure(engine.device.threads) if test.n_gen else None
+    # of the memory that the weights are in: only the cpu device's is ours to read
+    readable = bandwidth.measure(engine.device.threads) if test.n_gen and engine.device.kind == "cpu" else None
     seconds = measure(engine, test, repetitions)
     rates = [test.tokens / s for s in seconds]
     manifest = engine.artifact.manifest
@@ -184,7 +185,9 @@ def _result(engine, test: Test, repetitions: int) -> dict[str, object]:
     }
     if test.n_gen:
         per_second = decode_bytes(engine.artifact, test.n_depth + (test.n_gen - 1) / 2) * float(np.mean(rates))
-        result |= {"read_gbps": per_second / 1e9, "machine_gbps": bandwidth_before / 1e9, "read_share": per_second / bandwidth_before}
+        result["read_gbps"] = per_second / 1e9
+        if readable:
+            result |= {"machine_gbps": readable / 1e9, "read_share": per_second / readable}
     return result
 
 
@@ -223,7 +226,7 @@ def _markdown() -> Writer:
             result["test"],
             f"{result['avg_ts']:.2f} ± {result['stddev_ts']:.2f}",
             f"{result['read_gbps']:.2f}" if result["n_gen"] else "",
-            f"{result['read_share']:.0%} of {result['machine_gbps']:.1f}" if result["n_gen"] else "",
+            f"{result['read_share']:.0%} of {result['machine_gbps']:.1f}" if result["read_share"] else "",
         ))  # fmt: skip
 
     rule = "| " + " | ".join("-" * (w - 1) + (":" if i in right else "-") for i, w in enumerate(widths)) + " |\n"

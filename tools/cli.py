@@ -27,7 +27,7 @@ VERBS = {
     "bench": "measure prefill and decode speed",
     "perplexity": "measure how well a model predicts a text",
     "tokenize": "show the tokens of a text",
-    "inspect": "show what is in a GGUF file or an artifact",
+    "inspect": "show what is in a GGUF file, an artifact or GPU code",
     "doctor": "show what this machine can compile for and run on",
 }
 

@@ -1,33 +1,60 @@
-"""`mlc-amd inspect`: what is in a GGUF file or in an artifact, without running or compiling anything."""
+"""`mlc-amd inspect`: what is in a GGUF file, an artifact or a GPU code object, without running or compiling anything."""
 
 from json import dumps
 from pathlib import Path
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import display, models
+from mlc_amd.tools import display, inspect_kernels, models
 
 
-def run(model: str, *, json: bool = False, plan: bool = False, kernels: bool = False, tensors: bool = False) -> None:
+def run(
+    model: str, *, json: bool = False, plan: bool = False, kernels: bool = False, asm: str | None = None, tensors: bool = False
+) -> None:
     """Shows what is in a GGUF file or an artifact: configuration, weights by type, memory, and how it runs.
 
+    Of GPU code (artifacts for AMD GPUs, and anybody's .hsaco files) it shows each kernel's registers, LDS, spills, occupancy and
+    instructions, and its assembly.
+
     Args:
-        model: a GGUF file or an artifact's folder.
+        model: a GGUF file, an artifact's folder, or an AMD code object (.hsaco).
         json: print everything as one JSON object.
         plan: also list the launches of one token, in order (artifacts).
-        kernels: also list the kernels and how often each function calls them (artifacts).
+        kernels: also list the kernels, how often each function calls them, and what those for GPUs need (artifacts).
+        asm: print the assembly of the kernel of this name instead; 'linear*' means several, '*' all (GPU code).
         tensors: also list every tensor.
     """
     path = Path(model).expanduser()
     if models.is_artifact(path):
-        report = _artifact(path)
-    elif plan or kernels:
-        raise UserError(f"{path} is a GGUF file: --plan and --kernels are about artifacts (`mlc-amd compile` makes one)")
+        from mlc_amd.runtime.artifact import Artifact
+
+        artifact = Artifact.open(path)
+        report = _artifact(artifact)
+        codes = inspect_kernels.of_artifact(artifact) if json or kernels or asm is not None else []
+    elif inspect_kernels.is_code_object(path):
+        if plan or tensors:
+            raise UserError(f"{path} is GPU code: --plan and --tensors are about artifacts; --asm shows its assembly")
+        report, codes, kernels = {"file": str(path)}, [inspect_kernels.GpuCode(path)], True
+    elif plan or kernels or asm is not None:
+        raise UserError(f"{path} is a GGUF file: --plan, --kernels and --asm are about artifacts (`mlc-amd compile` makes one)")
     else:
-        report = _gguf(path)
+        report, codes = _gguf(path), []
+    if asm is not None:
+        if not codes:
+            raise UserError(f"{path} has no GPU code: --asm is about artifacts of `mlc-amd compile --target rocm` and .hsaco files")
+        report["assembly"] = {code.machine: code.assembly(asm) for code in codes}
+        if not json:
+            for machine, functions in report["assembly"].items():
+                print(f"; {machine}\n" + display.printable("\n".join(functions.values())))
+            return
+    for code in codes:
+        if code.missing:
+            display.message(f"no instruction counts for {code.path}: {code.missing}")
+    if codes:
+        report["code"] = [code.describe() for code in codes]
     if json:
         print(dumps(report, indent=1))
         return
-    detailed = {"plan": plan, "kernels": kernels, "tensors": tensors}
+    detailed = {"plan": plan, "kernels": kernels, "code": kernels, "tensors": tensors}
     for title, content in report.items():
         if detailed.get(title, True):
             print(_SECTIONS[title](content))
@@ -51,10 +78,7 @@ def _gguf(path: Path) -> dict[str, object]:
         return {"file": str(path), "name": model.config.name, "model": config, "formats": formats, "memory": memory, "tensors": listing}
 
 
-def _artifact(path: Path) -> dict[str, object]:
-    from mlc_amd.runtime.artifact import Artifact
-
-    artifact = Artifact.open(path)
+def _artifact(artifact) -> dict[str, object]:
     manifest = artifact.manifest
     listing = [
         {"name": name, "dtype": entry["dtype"], "shape": entry["shape"], "bytes": entry["data_offsets"][1] - entry["data_offsets"][0]}
@@ -68,7 +92,7 @@ def _artifact(path: Path) -> dict[str, object]:
     }
     memory = {"weights": artifact.weight_bytes, "kv": artifact.kv_bytes, "arena": manifest["arena_bytes"]}
     return {
-        "file": str(path),
+        "file": str(artifact.path),
         "name": manifest["name"],
         "target": manifest["target"],
         "context": manifest["context"],
@@ -156,4 +180,5 @@ _SECTIONS = {
     "kernels": _kernels,
     "plan": _plan,
     "tensors": _tensors,
+    "code": inspect_kernels.tables,
 }

@@ -7,7 +7,6 @@ llvm-objdump; without both they are None, and `missing` says why.
 
 import gzip
 import zlib
-from collections.abc import Iterator
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from math import prod
@@ -33,32 +32,33 @@ def is_code_object(path: Path) -> bool:
 class GpuCode:
     """One code object and its assembly.
 
-    machine: gfx name. kernels: hsaco.Kernel by name. functions: assembly lines by label, None if there is no way to get any.
-    missing: why there is none, what to install; "" otherwise.
+    machine: gfx name. kernels: hsaco.Kernel by name; occupancies likewise (see `describe`). functions: assembly lines by label,
+    None if there is no way to get any. missing: why there is none, what to install; "" otherwise.
     """
 
     def __init__(self, path: Path, launched: dict[str, int] | None = None):
-        """path: the code object. launched: threads of a workgroup by kernel, where
-        they are known. UserError if the file is no code object or damaged."""
+        """launched: threads of a workgroup by kernel, where they are known. UserError if the file is no code object, or damaged."""
         self.path, self.launched = path, launched or {}
         data = path.read_bytes()
         try:
             code = hsaco.parse(data)
+            self.machine, self.kernels, self.missing = code.machine, code.kernels, ""
+            self.occupancies = {name: self._occupancy(kernel) for name, kernel in code.kernels.items()}
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"{path}: damaged AMD code object (kernel metadata: {error}); make it again") from error
-        self.machine, self.kernels, self.missing = code.machine, code.kernels, ""
+        except (KeyError, TypeError, AttributeError, RecursionError, ArithmeticError) as error:
+            raise UserError(f"{path}: damaged AMD code object ({type(error).__name__}: {error}); make it again") from error
         try:
             self.functions = split(_kept(path) or hsaco.disassemble(data))
         except UserError as error:
-            self.functions, self.missing = None, str(error)
+            again = ", or compile the model again: its assembly is kept then" if launched else ""
+            self.functions, self.missing = None, f"{error}{again}"
 
     def describe(self) -> dict:
         """{"file", "machine", "kernels": [the fields of hsaco.Kernel and "workgroup", "occupancy", "instructions"]}."""
         kernels = [
             asdict(kernel)
-            | {"workgroup": self.launched.get(name), "occupancy": self._occupancy(kernel), "instructions": self._instructions(name)}
+            | {"workgroup": self.launched.get(name), "occupancy": self.occupancies[name], "instructions": self._instructions(name)}
             for name, kernel in self.kernels.items()
         ]
         return {"file": str(self.path), "machine": self.machine, "kernels": kernels}
@@ -76,7 +76,7 @@ class GpuCode:
             return None
         counts = hsaco.instructions("\n".join(self.functions[name]), name)
         memory = {f"{space} {access} {size}": n for (space, access, size), n in sorted(counts.memory.items())}
-        return {"total": counts.total, "dot": counts.dot, "matrix": counts.matrix, "memory": memory, "by_mnemonic": dict(counts.by_mnemonic)}
+        return asdict(counts) | {"memory": memory, "by_mnemonic": dict(counts.by_mnemonic)}
 
     def assembly(self, pattern: str) -> dict[str, str]:
         """The assembly of the kernels that a shell pattern names; "_kernel" at a name's end may be left out. UserError if there is none."""
@@ -92,9 +92,9 @@ class GpuCode:
 
 def of_artifact(artifact: Artifact) -> list[GpuCode]:
     """The code objects of an artifact; none for those of other targets than rocm. UserError if one is damaged."""
-    codes = []
-    for arch, file in artifact.manifest.get("libraries", {}).items():
-        steps = [step for kernel in artifact.manifest["launches"][arch].values() for step in kernel["steps"]]
+    manifest, codes = artifact.manifest, []
+    for arch, file in manifest["libraries"].items() if manifest["target"]["kind"] == "rocm" else ():
+        steps = [step for kernel in manifest["launches"][arch].values() for step in kernel["steps"]]
         codes.append(GpuCode(artifact.path / file, {step["symbol"]: prod(step["block"]) for step in steps}))
     return codes
 
@@ -129,16 +129,17 @@ def split(assembly: str) -> dict[str, list[str]]:
 
 HEADER = ("VGPRs", "SGPRs", "AGPRs", "LDS", "scratch", "spills", "threads", "waves", "limit", "code", "dot", "matrix", "loads", "LDS loads")
 LEFT = ("limit", "loads", "LDS loads")
+LEGEND = """LDS, scratch and code in bytes. threads: of a workgroup; a file alone tells the most that the kernel allows.
+waves: held by a SIMD at once, and what limits them. matrix: WMMA and MFMA instructions. loads: instructions x bytes a lane reads."""
 
 
-def tables(codes: list[dict]) -> Iterator[str]:
+def tables(codes: list[dict]) -> str:
     """What `GpuCode.describe` gives, as text: a table for each code object. Names come last, as other people's can be very long."""
+    right, parts = [i for i, title in enumerate(HEADER) if title not in LEFT], []
     for code in codes:
         rows = [(*_row(kernel), kernel["name"]) for kernel in code["kernels"]]
-        right = [i for i, title in enumerate(HEADER) if title not in LEFT]
-        yield f"code of {code['machine']}: {Path(code['file']).name}"
-        yield display.table((*HEADER, "kernel"), rows, right=right)
-    yield "LDS, scratch and code in bytes; waves: that a SIMD holds at once; loads: instructions x bytes a lane reads, LDS apart"
+        parts.append(f"code of {code['machine']}\n" + display.table((*HEADER, "kernel"), rows, right))
+    return display.printable("\n".join([*parts, LEGEND]))
 
 
 def _row(kernel: dict) -> tuple:

@@ -62,16 +62,22 @@ def _fence(mask):
     T.evaluate(T.call_llvm_intrin("void", "llvm.amdgcn.sched.barrier", T.int32(mask)))
 
 
+def _lane(word, lane):
+    """The word of lane number `lane` (an int) as a scalar."""
+    return T.call_llvm_intrin("int32", "llvm.amdgcn.readlane", word, T.int32(lane))
+
+
 class Rows:
     """The state of `count` rows in a wave, for keys and values of `d` elements. `lane` is threadIdx.x, which counts a wave's lanes."""
 
     def __init__(self, arch, count, d, lane):
         self.arch, self.count, self.d, self.lane = arch, count, d, lane
         self.keys, self.columns = STEP // arch.wave, -(-d // arch.wave)         # of a lane
-        self.batch = STEP // UNIT // (1 if count <= 8 else 2)                   # units of values that are loaded together
+        few = 1 if count <= 8 else 4                                            # registers are left for loads
+        self.key_batch, self.batch = d // UNIT // few, STEP // UNIT // few      # units of keys and of values that are loaded together
         self.top, self.total, self.out = local(count), local(count), local(count * self.columns)
         self.scores, self.key, self.value = (local(n, t) for n, t in (
-            (count * self.keys, "float32"), (self.keys * d // 2, "uint32"), (self.columns * self.batch * WORDS, "uint32")))
+            (count * self.keys, "float32"), (self.keys * self.key_batch * WORDS, "uint32"), (self.columns * self.batch * WORDS, "uint32")))
 
     def column(self, x):
         """The column of this lane's element x (its own or, beyond the end, the last one)."""
@@ -105,18 +111,19 @@ class Rows:
     def _score(self, Kc, kv, keys, queries, zero):
         for i in range(self.count * self.keys):
             put(self.scores, T.float32(0), i)
-        units = range(self.d // UNIT)
-        for c in units:
-            for j, key in enumerate(keys):
-                unit = Kc[kv, T.shift_right(key, T.int32(5)), c, key & (KEYS - 1), at(0, UNIT)]
-                put(self.key, T.reinterpret("uint32x4", unit), at((c * self.keys + j) * WORDS, WORDS))
-        _fence(LOADS)
-        for c in units:
-            for r in range(self.count):
-                query = local(WORDS, "uint32")
-                put(query, T.reinterpret("uint32x4", queries[r, at((c + zero) * UNIT, UNIT)]), at(0, WORDS))
-                for j in range(self.keys):
-                    self._dot_unit(self.scores, r * self.keys + j, self.key, (c * self.keys + j) * WORDS, [query[i] for i in range(WORDS)])
+        for first in range(0, self.d // UNIT, self.key_batch):
+            for c in range(self.key_batch):
+                for j, key in enumerate(keys):
+                    unit = Kc[kv, T.shift_right(key, T.int32(5)), first + c, key & (KEYS - 1), at(0, UNIT)]
+                    put(self.key, T.reinterpret("uint32x4", unit), at((c * self.keys + j) * WORDS, WORDS))
+            _fence(LOADS)
+            for c in range(self.key_batch):
+                for r in range(self.count):
+                    query = local(WORDS, "uint32")
+                    put(query, T.reinterpret("uint32x4", queries[r, at((first + c + zero) * UNIT, UNIT)]), at(0, WORDS))
+                    words = [query[i] for i in range(WORDS)]
+                    for j in range(self.keys):
+                        self._dot_unit(self.scores, r * self.keys + j, self.key, (c * self.keys + j) * WORDS, words)
 
     def _dot_unit(self, sums, place, unit, first, words):
         """sums[place] += the dot product of eight pairs of float16: unit[first:first+4] and `words`."""
@@ -160,7 +167,7 @@ class Rows:
         for i in range(self.batch):
             j, lane = divmod((first + i) * UNIT, self.arch.wave)
             for r in range(self.count):
-                weights = [hold(T.call_llvm_intrin("int32", "llvm.amdgcn.readlane", words[r][j], T.int32(lane + 2 * w))) for w in range(WORDS)]
+                weights = [hold(_lane(words[r][j], lane + 2 * w)) for w in range(WORDS)]
                 for x in range(self.columns):
                     self._dot_unit(self.out, r * self.columns + x, self.value, (i * self.columns + x) * WORDS, weights)
             _fence(SCALARS)
