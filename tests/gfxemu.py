@@ -89,7 +89,15 @@ def _correct(emu):
         for kind, handler in list(emu._INST_HANDLERS.items()):
             if handler is old:
                 emu._INST_HANDLERS[kind] = defined[name]
-    pcode, decode = emu.get_pcode, emu._decode_at
+    pcode, decode, field = emu.get_pcode, emu._decode_at, emu._iattr
+
+    def attribute(inst, name, default=0):
+        """Atomics that return a value say so in `sc0` on CDNA and in a bit of `th` on gfx12, not in `glc`."""
+        if name == "glc" and not hasattr(inst, "glc"):
+            return field(inst, "sc0", field(inst, "th") & 1)
+        return field(inst, name, default)
+
+    emu._iattr = attribute
     # permlanex16: its parser takes ~row[0] for all bits of the complement
     emu.get_pcode = lambda op: pcode(op).replace("altrow = { row[1], ~row[0] }", "altrow = row ^ 1")
 

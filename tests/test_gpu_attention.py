@@ -7,7 +7,6 @@ import functools
 import re
 from typing import NamedTuple
 
-import gfxemu
 import numpy as np
 import pytest
 from gfxemu import emulate
@@ -73,26 +72,6 @@ def build(arch, name):
 def compiled(arch_name, name):
     arch = resolve(arch_name)
     return compile_hsaco({name: build(arch, name)}, arch)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def returning_atomics():
-    """The emulator knows atomics that return the old value by the bit "glc" only: sc0 on CDNA, th on gfx12."""
-    try:
-        emu = gfxemu.load().emulator()
-    except pytest.skip.Exception:       # the tests that only compile do without
-        yield
-        return
-    plain = emu._iattr
-
-    def attribute(inst, name, default=0):
-        if name == "glc" and not hasattr(inst, "glc"):
-            return plain(inst, "sc0", plain(inst, "th") & 1)
-        return plain(inst, name, default)
-
-    emu._iattr = attribute
-    yield
-    emu._iattr = plain
 
 
 def pack(k, v):

@@ -117,7 +117,7 @@ def split(assembly: str) -> dict[str, list[str]]:
     for line in assembly.splitlines():
         if line.startswith(FUNCTION_ENDS):
             lines = []
-        elif (label := hsaco.LABEL.match(line)) and not label[1].startswith((".L", "L")):
+        elif (label := hsaco.LABEL.match(line)) and not hsaco.LOCAL_LABEL.match(label[1]):
             lines = functions[label[1]] = [line]
         elif lines:
             lines.append(line)

@@ -218,6 +218,7 @@ MEMORY = re.compile(
 )
 PADDING = {"s_nop", "s_code_end"}  # behind the last instruction, for the prefetcher
 LABEL = re.compile(r"^(?:[0-9a-f]+ )?<?([A-Za-z_.$][\w.$]*)>?:")
+LOCAL_LABEL = re.compile(r"\.L|L\d")  # within a kernel: LLVM's, objdump's
 MNEMONIC = re.compile(r"^\s+([sv]_\w+|ds_\w+|global_\w+|flat_\w+|buffer_\w+|scratch_\w+|image_\w+|exp\b)")
 
 
@@ -238,7 +239,7 @@ def instructions(assembly: str, kernel: str) -> Instructions:
     ValueError if there is no such label."""
     counts, padding, inside, found = Counter(), [], False, False
     for line in assembly.splitlines():
-        if (label := LABEL.match(line)) and not label[1].startswith((".L", "L")):
+        if (label := LABEL.match(line)) and not LOCAL_LABEL.match(label[1]):
             inside = label[1] == kernel
             found, padding = found or inside, []
         elif line.startswith(".Lfunc_end"):
