@@ -25,6 +25,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.decode import float_weight, int8_weight
 from mlc_amd.schedules.formats import PLANE_BITS, Format, lookup
 
 ROWS, BLOCK = 16, 32
@@ -90,28 +91,10 @@ def decode(fmt: str | Format, bufs: dict, n, k):
     n, k = (tirx.const(x, "int32") if isinstance(x, int) else x for x in (n, k))
     tile, row = n // ROWS, n % ROWS
     if fmt.kind == "float":
-        w = bufs["W"][tile, k, row]
-        return tirx.reinterpret("float32", w.astype("uint32") << 16) if fmt.name == "bf16" else w.astype("float32")
-
-    def at(plane, columns):
-        return bufs[plane][tile, k // columns, row]
-
-    def real(x):
-        return x.astype("float32")
-
+        return float_weight(fmt, bufs["W"][tile, k, row])
     code = _code(fmt, bufs, n, k)
     value = _lookup_table(fmt.table, code) if fmt.table else code - fmt.zero
-    scale = real(at("D", fmt.block))
-    if "S" in fmt.scales:
-        s = at("S", fmt.group)
-        scale = scale * real(s & tirx.const(15, "uint8") if fmt.nibble_scales else s)
-    weight = scale * real(value)
-    if fmt.minimum == "M":
-        return weight + real(at("M", fmt.block))
-    if fmt.minimum == "DM":
-        z = at("S", fmt.group) >> tirx.const(4, "uint8") if fmt.nibble_scales else at("Z", fmt.group)
-        return weight - real(at("DM", fmt.block)) * real(z)
-    return weight
+    return int8_weight(fmt, value, lambda plane, columns: bufs[plane][tile, k // columns, row])
 
 
 def dequantize(fmt: str | Format, n: int, k: int, name: str = "dequantize") -> tirx.PrimFunc:

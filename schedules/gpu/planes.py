@@ -22,6 +22,7 @@ from math import prod
 from tvm import DataType, tirx
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.decode import float_weight, int8_weight
 from mlc_amd.schedules.formats import PLANE_BITS, Format, lookup
 
 ROWS, BLOCK = 16, 32
@@ -89,25 +90,7 @@ def decode(fmt: str | Format, bufs: dict, n, k):
     fmt = lookup(fmt)
     n, k = (tirx.const(x, "int32") if isinstance(x, int) else x for x in (n, k))
     if fmt.kind == "float":
-        w = bufs["W"][n, k]
-        return tirx.reinterpret("float32", w.astype("uint32") << 16) if fmt.name == "bf16" else w.astype("float32")
-
-    def at(plane, columns):
-        return bufs[plane][n, k // columns]
-
-    def real(x):
-        return x.astype("float32")
-
+        return float_weight(fmt, bufs["W"][n, k])
     code = _code(fmt, bufs, n, k)
     value = _lookup_table(fmt.table, code) if fmt.table else code - fmt.zero
-    scale = real(at("D", fmt.block))
-    if "S" in fmt.scales:
-        s = at("S", fmt.group)
-        scale = scale * real(s & tirx.const(15, "uint8") if fmt.nibble_scales else s)
-    weight = scale * real(value)
-    if fmt.minimum == "M":
-        return weight + real(at("M", fmt.block))
-    if fmt.minimum == "DM":
-        z = at("S", fmt.group) >> tirx.const(4, "uint8") if fmt.nibble_scales else at("Z", fmt.group)
-        return weight - real(at("DM", fmt.block)) * real(z)
-    return weight
+    return int8_weight(fmt, value, lambda plane, columns: bufs[plane][n, k // columns])
