@@ -270,13 +270,17 @@ class Recorder:
         return [h.kind for h in self.handles if h.alive and h.kind != "function"] + [where for _, where in self.blocks.values()]
 
 
-def emulated(manifest: dict, arch: str, code: bytes, run_hsaco) -> dict[str, tuple[int, Callable]]:
-    """`kernels` for a Recorder: the real code object's, run in the ISA emulator (run_hsaco, which tests/gfxemu.py corrects)."""
+def emulated(manifest: dict, arch: str, code: bytes, run_hsaco, wave_order="fwd") -> dict[str, tuple[int, Callable]]:
+    """`kernels` for a Recorder: the real code object's, run in the ISA emulator (run_hsaco, which tests/gfxemu.py corrects).
+
+    wave_order: of a workgroup's waves between barriers, "fwd", "rev" or a seed.
+    """
     program = run_hsaco.CodeObject(code)
 
     def kernel(step):
         def run(*arrays):
-            result = run_hsaco.launch(program, step["symbol"], tuple(step["grid"]), tuple(step["block"]), list(arrays))
+            grid, block = tuple(step["grid"]), tuple(step["block"])
+            result = run_hsaco.launch(program, step["symbol"], grid, block, list(arrays), wave_order=wave_order)
             assert not result.hazards, (step["symbol"], result.hazards)
 
         return len(step["args"]), run
