@@ -71,28 +71,26 @@ class HsacoModule:
     assembly: str
 
 
-def compile_hsaco(kernels: dict[str, tirx.PrimFunc], arch: GpuArch) -> HsacoModule:
-    """One code object for all of `kernels` (name: PrimFunc with bound threads, static extents, buffers as parameters).
+def compile_hsaco(kernels: dict[str, tirx.PrimFunc], arch: GpuArch, lowered=lambda name: None) -> HsacoModule:
+    """One code object for all of `kernels` (name: PrimFunc with bound threads, static extents, buffers as parameters). `lowered` is called
+    as each one is lowered, which takes about half of the time.
 
     UserError without a linker. ValueError for a kernel that the arch cannot run: too many threads or too much LDS (LLVM would end the
     process), extents unknown at compile time, functions of ROCm's device library.
     """
     linker = find_linker()
     with _without_warnings():
-        return _compile(kernels, arch, linker)
-
-
-def _compile(kernels, arch: GpuArch, linker: list[str]) -> HsacoModule:
-    target = rocm_target(arch)
+        target = rocm_target(arch)
     functions, devices = {}, {}
     for name, func in kernels.items():
         functions[name], device = lower(name, func, arch, target)
         devices.update(device)
-    module = tvm.IRModule(devices)
-    module = _finalize(arch)(module)
+        lowered(name)
+    module = _finalize(arch)(tvm.IRModule(devices))
     _LINKED.linker = linker
     try:
-        built = codegen_build(module, target.with_host("llvm"))
+        with _without_warnings():
+            built = codegen_build(module, target.with_host("llvm"))
         hsaco = _LINKED.hsaco
     finally:
         _LINKED.__dict__.clear()

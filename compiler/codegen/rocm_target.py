@@ -111,11 +111,16 @@ class RocmTarget(Target):
         names = sorted(gv.name_hint for gv, func in mod.functions.items() if isinstance(func, tvm.tirx.PrimFunc))
         if unfused := set(names) - self.kernels.keys():
             raise UserError(f"this model needs {', '.join(sorted(unfused))} outside of fused kernels; use --target cpu")
-        libraries, launches, done = {}, {}, 0
+        libraries, launches, steps = {}, {}, []
+
+        def step(name: str) -> None:  # one a kernel, and one for the arch's code object
+            steps.append(name)
+            progress("kernels", len(steps), (len(names) + 1) * len(self.archs))
+
         for arch in self.archs:
             self.arch = arch
             kernels = {name: self.kernels[name] if arch is self.archs[0] else self._makers[name](name) for name in names}
-            module = compile_hsaco(kernels, arch)
+            module = compile_hsaco(kernels, arch, lowered=step)
             libraries[arch.name] = f"kernels-{arch.name}.hsaco"
             (directory / libraries[arch.name]).write_bytes(module.hsaco)
             # for `inspect`: most machines have no disassembler for these
@@ -124,8 +129,7 @@ class RocmTarget(Target):
                 name: {"scratch": list(function.scratch), "steps": [asdict(step) for step in function.launches]}
                 for name, function in module.functions.items()
             }
-            done += len(names)
-            progress("kernels", done, len(names) * len(self.archs))
+            step("")
         return {"libraries": libraries, "launches": launches}
 
 
