@@ -93,7 +93,7 @@ def compile_model(
             "target": backend.description,
             "context": ctx,
             "functions": {f.name: {"tokens": f.m, "all_logits": f.all_logits, "launches": plan.functions[f.name]} for f in functions},
-            "kernels": _kernel_table(plan, module),
+            "kernels": _kernel_table(plan),
             **libraries,
             "arena_bytes": plan.arena_bytes,
             "io": _io(model.config, functions),
@@ -148,7 +148,7 @@ def _io(config, functions: list[FunctionSpec]) -> dict[str, dict]:
     }
 
 
-def _kernel_table(plan, module) -> list[dict]:
+def _kernel_table(plan) -> list[dict]:
     """Each kernel with the number of its calls per function."""
     table: dict[str, dict] = {}
     for function, launches in plan.functions.items():

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from mlc_amd.runtime.devices import hip_errors
 from mlc_amd.runtime.devices.hip import list_gpus
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools.models import cpu_flags
+from mlc_amd.runtime.host import cpu_flags
 
 # Name in LLVM and in llama.cpp's words -> flag in /proc/cpuinfo: what the cpu kernels can make use of.
 _ISA_FLAGS = {
@@ -48,7 +48,7 @@ def packages() -> list[dict[str, object]]:
 
 def cpu() -> dict[str, object]:
     """Name, usable cores, instruction sets, memory in bytes (total, available), last-level cache."""
-    flags = set(cpu_flags().split())
+    flags = cpu_flags()
     memory = _fields("/proc/meminfo")
     return {
         "name": _fields("/proc/cpuinfo").get("model name", "unknown"),

@@ -14,6 +14,7 @@ from importlib import metadata, resources
 from pathlib import Path
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.tools import display
 
 
@@ -98,17 +99,8 @@ def _key(path: Path | None, synthetic: str | None, target: str, arch: str, ctx: 
         status = path.stat()
         parts += [str(path.resolve()), status.st_size, status.st_mtime_ns]
     if arch == "native":
-        parts += [platform.machine(), cpu_flags()]
+        parts += [platform.machine(), sorted(cpu_flags())]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
-
-
-def cpu_flags() -> str:
-    """The instruction sets of this CPU as Linux lists them, "" elsewhere."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def _sources() -> list[tuple[str, int, int]]:
