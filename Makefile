@@ -4,7 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint clean
+# A Vulkan driver that runs on any CPU, a SPIR-V checker, validation layers; tests that need them skip where they cannot be had.
+DEBIAN := mesa-vulkan-drivers libvulkan1 spirv-tools vulkan-validationlayers
+
+.PHONY: setup drivers demo test lint clean
 
 setup: $(VENV)/.ready
 
@@ -13,10 +16,15 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test]"
 	touch $@
 
+drivers:
+	@if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] && ! dpkg -s $(DEBIAN) >/dev/null 2>&1; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(DEBIAN) >/dev/null \
+		|| echo "cannot install $(DEBIAN): tests that need them will be skipped" >&2; fi
+
 demo: setup
 	$(BIN)/mlc-amd chat --prompt "What does os.path.join do?"
 
-test: setup lint
+test: setup drivers lint
 	$(BIN)/python -m pytest -q
 
 lint: setup

@@ -37,6 +37,7 @@ ACT_LAYOUTS = {
     "tiles": _tiles,  # int8 blocks of 32 columns, p tokens side by side: schedules/cpu/quantize.py
     "rows": _rows,  # int8 blocks of 32 columns: schedules/gpu/quantize.py
     "half": lambda m, k: tensor_type((m, k), "float16"),
+    "pairs": lambda m, k: tensor_type((m, k), "float16"),  # blocks of 32 columns in another order: schedules/gpu/pairs.py
 }
 
 

@@ -23,12 +23,13 @@ from mlc_amd.compiler.models.rope import rope_table
 from mlc_amd.compiler.ops import padded
 from mlc_amd.compiler.passes import fuse
 from mlc_amd.compiler.quant import repack
+from mlc_amd.compiler.quant.draws import draws
 from mlc_amd.runtime import artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
 
 # module and class, imported when asked for: neither target pays for the other
-TARGETS = {"cpu": ("cpu", "CpuTarget"), "rocm": ("rocm_target", "RocmTarget")}
+TARGETS = {"cpu": ("cpu", "CpuTarget"), "rocm": ("rocm_target", "RocmTarget"), "vulkan": ("vulkan_target", "VulkanTarget")}
 DEFAULT_CONTEXT = 4096  # tokens of KV cache unless asked otherwise: enough to chat, small enough for any machine
 CONTEXT_STEP = 64  # keys that an attention kernel looks at together
 CHUNK_BYTES = 4 << 20  # packed GGUF bytes that one worker repacks at a time
@@ -58,8 +59,8 @@ def compile_model(
 ) -> Summary:
     """Compiles `model` (a GGUFModel or a synthetic one) into the folder `out`.
 
-    `ctx`: KV cache capacity in tokens, default the model's context up to 4096. `weights=False` leaves the weights out (their places are
-    listed, for bundles that fill them at random). UserError for whatever the user can change.
+    `ctx`: KV cache capacity in tokens, default the model's context up to 4096. `weights=False` leaves the matrices out: the manifest lists
+    them, and a device fills them at random. UserError for whatever the user can change.
     """
     progress = progress or (lambda stage, done, total: None)
     clock = _Clock()
@@ -81,8 +82,8 @@ def compile_model(
         libraries = backend.compile_kernels(module, directory, progress, workers)
         clock.lap("kernels")
         tokenizer.export(model.metadata, directory)
-        if weights:
-            _write_weights(model, backend.layout, specs, directory / artifact.WEIGHTS, ctx, progress, workers)
+        stored = specs if weights else {name: planes for name, planes in specs.items() if not _is_matrix(planes)}
+        _write_weights(model, backend.layout, stored, directory / artifact.WEIGHTS, ctx, progress, workers)
         clock.lap("weights")
         progress("write", 0, 1)
         kept = backend.kv_types(model.config, ctx) | backend.attention_workspace(model.config, ctx)
@@ -99,6 +100,8 @@ def compile_model(
             "io": _io(model.config, functions),
             "kv": kv,
             "formats": _format_counts(model),
+            "weights": "file" if weights else "random",
+            "tensors": _drawn(model, specs),
             "weight_bytes": sum(spec.nbytes for planes in specs.values() for spec in planes),
         }
         artifact.write_manifest(directory, manifest)
@@ -185,6 +188,21 @@ def _weight_specs(model, backend, parameters, ctx: int) -> dict[str, list[artifa
     return specs
 
 
+def _is_matrix(planes: list[artifact.TensorSpec]) -> bool:
+    return "/" in planes[0].name
+
+
+def _drawn(model, specs: dict[str, list[artifact.TensorSpec]]) -> dict[str, dict]:
+    """The planes of all matrices, with how to draw them, as runtime/random_weights.py wants them."""
+    listed = {}
+    for name, planes in specs.items():
+        if _is_matrix(planes):
+            kinds = draws(model.tensors[name].format, model.tensors[name].shape[1])
+            for spec in planes:
+                listed[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "draw": kinds[spec.name.split("/")[1]]}
+    return listed
+
+
 def _write_weights(model, layout: str, specs, path: Path, ctx: int, progress: Progress, workers: int) -> None:
     writer = artifact.WeightsWriter(path, (spec for planes in specs.values() for spec in planes))
     total, done = sum(spec.nbytes for planes in specs.values() for spec in planes), [0]
@@ -201,7 +219,7 @@ def _write_weights(model, layout: str, specs, path: Path, ctx: int, progress: Pr
         with ThreadPoolExecutor(workers) as pool:
             jobs = []
             for name, planes in specs.items():
-                if len(planes) == 1 and "/" not in planes[0].name:
+                if not _is_matrix(planes):
                     writer.write(name, 0, _vector(model, name, planes[0], ctx))
                     done[0] += planes[0].nbytes
                     continue

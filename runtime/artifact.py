@@ -2,7 +2,7 @@
 
     manifest.json         what the rest is: model, target, context, plan, KV cache, checksums
     kernels.so            compiled kernels (cpu)
-    weights.safetensors   packed weights, every tensor at a multiple of 64 bytes, mapped and never copied
+    weights.safetensors   packed weights, every tensor at a multiple of 64 bytes, mapped and never copied; without weights only vectors
     tokenizer.json, tokenizer_config.json
 
 Writing goes to a temporary folder beside the destination, renamed when all is there: an interrupted or failed compile leaves nothing.
@@ -27,6 +27,7 @@ from mlc_amd.runtime.errors import UserError
 FORMAT_VERSION = 1
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 ALIGN = 64  # bytes: what the kernels' vector loads want
+PAD = "__pad_"  # how the names of tensors begin that only fill gaps
 # safetensors' names
 DTYPES = {"uint8": "U8", "int8": "I8", "float16": "F16", "uint16": "U16", "float32": "F32", "int32": "I32", "uint32": "U32"}
 NUMPY = {name: np.dtype(dtype) for dtype, name in DTYPES.items()}
@@ -58,7 +59,7 @@ class WeightsWriter:
         self.offsets, header, position = {}, {}, 0
         for spec in specs:
             if gap := -position % ALIGN:
-                header[f"__pad_{len(header)}"] = {"dtype": "U8", "shape": [gap], "data_offsets": [position, position + gap]}
+                header[f"{PAD}{len(header)}"] = {"dtype": "U8", "shape": [gap], "data_offsets": [position, position + gap]}
                 position += gap
             header[spec.name] = {"dtype": DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [position, position + spec.nbytes]}
             self.offsets[spec.name] = position
@@ -80,7 +81,53 @@ class WeightsWriter:
         self.file.close()
 
 
-class Weights:
+class WeightBlock:
+    """All weights as one block of bytes, which devices map or copy.
+
+    header: as in safetensors, {name: {"dtype", "shape", "data_offsets": [begin, end]}}, offsets into the block; every tensor begins at a
+    multiple of 64 bytes.
+    """
+
+    def __init__(self, header: dict[str, dict]):
+        self.header = header
+
+    @property
+    def places(self) -> dict[str, tuple[int, int]]:
+        """Tensor to (offset in the block, bytes)."""
+        found = {name: (begin, end - begin) for name, entry in self.header.items() for begin, end in [entry["data_offsets"]]}
+        return {name: place for name, place in found.items() if not name.startswith(PAD)}
+
+    @property
+    def total(self) -> int:
+        """Bytes of the block."""
+        return max((entry["data_offsets"][1] for entry in self.header.values()), default=0)
+
+    def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
+        """(offset, uint8 view) of pieces of at most `nbytes` bytes, in ascending order; gaps between tensors may be left out.
+
+        The views are of memory that is shared: to be copied at once, not to be written to.
+        """
+        raise NotImplementedError
+
+    def block(self) -> tuple[mmap.mmap, int]:
+        """Memory that holds the block, and where it begins there."""
+        raise NotImplementedError
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        memory, start = self.block()
+        entry = self.header[name]
+        begin, end = entry["data_offsets"]
+        return np.frombuffer(memory, np.uint8, end - begin, start + begin).view(NUMPY[entry["dtype"]]).reshape(entry["shape"])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.header
+
+    @property
+    def nbytes(self) -> int:
+        return sum(v["data_offsets"][1] - v["data_offsets"][0] for v in self.header.values())
+
+
+class Weights(WeightBlock):
     """The mapped weights file: name to numpy array, without copies. Pages are private: the arrays are writable, the file is not changed."""
 
     def __init__(self, path: Path):
@@ -91,22 +138,17 @@ class Weights:
                 self.map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError, struct.error) as e:
             raise UserError(f"{path}: cannot read the weights ({e}); compile the model again") from e
-        self.header, self.start = {k: v for k, v in header.items() if k != "__metadata__"}, 8 + size
-        if not header or self.start + max(v["data_offsets"][1] for v in self.header.values()) > len(self.map):
+        super().__init__({k: v for k, v in header.items() if k != "__metadata__"})
+        self.start = 8 + size
+        if not header or self.start + self.total > len(self.map):
             raise UserError(f"{path}: the weights file is truncated or damaged; compile the model again")
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        entry = self.header[name]
-        begin, end = entry["data_offsets"]
-        flat = np.frombuffer(self.map, np.uint8, end - begin, self.start + begin)
-        return flat.view(NUMPY[entry["dtype"]]).reshape(entry["shape"])
+    def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
+        for at in range(0, self.total, nbytes):
+            yield at, np.frombuffer(self.map, np.uint8, min(nbytes, self.total - at), self.start + at)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.header
-
-    @property
-    def nbytes(self) -> int:
-        return sum(v["data_offsets"][1] - v["data_offsets"][0] for v in self.header.values())
+    def block(self) -> tuple[mmap.mmap, int]:
+        return self.map, self.start
 
 
 # ---- the folder
@@ -141,7 +183,12 @@ def new_artifact(path: Path) -> Iterator[Path]:
 def write_manifest(directory: Path, manifest: dict) -> None:
     """Adds size and checksum of every file in `directory`, then writes manifest.json."""
     files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in sorted(directory.iterdir())}
-    (directory / MANIFEST).write_text(json.dumps({"format": FORMAT_VERSION, **manifest, "files": files}, indent=1))
+    (directory / MANIFEST).write_text(manifest_text(manifest, files))
+
+
+def manifest_text(manifest: dict, files: dict[str, dict]) -> str:
+    """manifest.json of these files."""
+    return json.dumps({"format": FORMAT_VERSION, **manifest, "files": files}, indent=1)
 
 
 class Artifact:
@@ -149,7 +196,7 @@ class Artifact:
 
     def __init__(self, path: Path, manifest: dict):
         self.path, self.manifest = path, manifest
-        self._weights: Weights | None = None
+        self._weights: WeightBlock | None = None
 
     @classmethod
     def open(cls, path: str | Path, verify: bool = False) -> "Artifact":
@@ -180,10 +227,20 @@ class Artifact:
         return cls(path, manifest)
 
     @property
-    def weights(self) -> Weights:
+    def weights(self) -> WeightBlock:
+        """The weights file, or for an artifact without weights what stands for them."""
         if self._weights is None:
             self._weights = Weights(self.path / WEIGHTS)
+            if self.random_weights:
+                from mlc_amd.runtime.random_weights import RandomWeights  # which is built on this module
+
+                self._weights = RandomWeights(self._weights, self.manifest["tensors"])
         return self._weights
+
+    @property
+    def random_weights(self) -> bool:
+        """Whether the artifact has no weights: devices fill in random ones, for measurements."""
+        return self.manifest.get("weights", "file") == "random"
 
     @property
     def weight_bytes(self) -> int:

@@ -105,10 +105,7 @@ class Engine:
 
     def prefill(self, ids: Sequence[int]) -> np.ndarray:
         """Appends `ids` to the cache; float32 [vocab], the logits after the last one. ContextFull leaves the cache as it was."""
-        ids = self._check(ids)
-        for start, count, function in self._chunks(len(ids)):
-            self._step(function, ids[start : start + count])
-        return self.device.read("logits", 1)[0, : self.vocab].copy()
+        return self._append(ids).copy()
 
     def decode(self, token: int) -> np.ndarray:
         """`prefill` of one token."""
@@ -123,6 +120,25 @@ class Engine:
             self._step(function, part)
             logits[start : start + len(part)] = self.device.read("logits", len(part))[:, : self.vocab]
         return logits
+
+    def time(self, ids: Sequence[int]) -> tuple[str, int, list[tuple[str, float, float]]]:
+        """How long each kernel of the first step of `prefill(ids)` takes: (function, tokens, [(kernel, seconds, gap before it)]).
+
+        The cache keeps what it holds, and the position. UserError if the device cannot tell times.
+        """
+        ids = self._check(ids)
+        if not hasattr(self.device, "time"):
+            raise UserError(f"the device of target '{self.device.kind}' cannot time single kernels")
+        _, count, function = next(self._chunks(len(ids)))
+        self._write(ids[:count])
+        return function, count, self.device.time(function)
+
+    def _append(self, ids: Sequence[int]) -> np.ndarray:
+        """`prefill`, but the logits are a view of the device's memory that the next step overwrites: a copy takes longer than a choice."""
+        ids = self._check(ids)
+        for start, count, function in self._chunks(len(ids)):
+            self._step(function, ids[start : start + count])
+        return self.device.read("logits", 1)[0, : self.vocab]
 
     def _check(self, ids: Sequence[int]) -> np.ndarray:
         ids = np.asarray(ids, np.int64)
@@ -147,10 +163,13 @@ class Engine:
             start += count
 
     def _step(self, function: str, ids: np.ndarray) -> None:
-        self.device.write("state", (self.position, len(ids)))
-        self.device.write("tokens", ids)
+        self._write(ids)
         self.device.run(function)
         self.tokens.extend(ids.tolist())
+
+    def _write(self, ids: np.ndarray) -> None:
+        self.device.write("state", (self.position, len(ids)))
+        self.device.write("tokens", ids)
 
     # ---- text
 
@@ -166,7 +185,7 @@ class Engine:
         stats = self.last = Stats(prompt_tokens=len(ids))
         recent = list(ids)
         stats.cached_tokens = self.match(ids)
-        logits = self.prefill(ids[stats.cached_tokens :])
+        logits = self._append(ids[stats.cached_tokens :])
         stats.prefill_s = time.perf_counter() - begin
         held = ""  # text that may yet turn out to be the start of a stop string
         first = None
@@ -188,7 +207,7 @@ class Engine:
             if self.position == self.context:
                 stats.finish = "context"
                 break
-            logits = self.decode(token)
+            logits = self._append([token])
         else:
             stats.finish = "length"
         text, _, stopped = _split_at_stop(held + decoder.flush(), stop, last=True)

@@ -84,8 +84,10 @@ class Sampler:
         if s.temperature < _COLDEST or s.top_k == 1 or s.top_p == 0.0:
             return best
         ids, kept = self._candidates(logits, logits[best])
-        # Divided after the largest is taken off: exp stays in range however small the temperature.
-        index = _draw(np.exp((kept - logits[best]) / np.float32(s.temperature)), self._random.random())
+        # Divided after the largest is taken off: exp stays in range however small the temperature. In place: new pages take as long.
+        weights = kept - logits[best]
+        weights /= np.float32(s.temperature)
+        index = _draw(np.exp(weights, out=weights), self._random.random())
         return index if ids is None else int(ids[index])
 
     def _candidates(self, logits: np.ndarray, largest: float) -> tuple[np.ndarray | None, np.ndarray]:
@@ -108,7 +110,7 @@ def _draw(weights: np.ndarray, uniform: float) -> int:
     """The index that `uniform` (0 <= uniform < 1) falls on when each index owns a share of the unit line proportional to its weight."""
     # Two levels, a slice and then an index in it: a running sum over a whole vocabulary takes over a millisecond.
     starts = np.arange(0, len(weights), _SLICE)
-    slices = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
+    slices = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
     point = uniform * slices[-1]
     at = min(int(np.searchsorted(slices, point, side="right")), len(slices) - 1)
     inside = np.cumsum(weights[starts[at] : starts[at] + _SLICE], dtype=np.float64)
@@ -130,18 +132,19 @@ def _penalize(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.n
 def _largest(logits: np.ndarray, k: int) -> np.ndarray:
     """Indices of the k largest logits, the largest first; equal logits in the order of their indices."""
     # A first cut without sorting: of the maxima of `columns` disjoint slices, the k-th largest has at least k logits at or above it.
-    candidates = np.arange(len(logits))
+    values, candidates = logits, None
     columns = 8 * k
     if columns * 4 <= len(logits):
         rows = len(logits) // columns
         maxima = logits[: rows * columns].reshape(rows, columns).max(axis=0)
         candidates = np.flatnonzero(logits >= np.partition(maxima, columns - k)[columns - k])
-    values = logits[candidates]
+        values = logits[candidates]
     threshold = np.partition(values, len(values) - k)[len(values) - k]
-    above = candidates[values > threshold]
-    ties = candidates[values == threshold][: k - len(above)]
-    ids = np.sort(np.concatenate([above, ties]))
-    return ids[np.argsort(-logits[ids], kind="stable")]
+    above = np.flatnonzero(values > threshold)
+    ties = np.flatnonzero(values == threshold)[: k - len(above)]
+    found = np.sort(np.concatenate([above, ties]))
+    found = found[np.argsort(-values[found], kind="stable")]
+    return found if candidates is None else candidates[found]
 
 
 def _nucleus(logits: np.ndarray, top_p: float, largest: float) -> np.ndarray:

@@ -6,10 +6,13 @@ import json
 
 import pytest
 
+from mlc_amd.compiler.gguf.synthetic import synthetic
+from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.runtime.devices.cpu import CpuDevice
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import bandwidth, bench, cli
+from mlc_amd.tools import bandwidth, bench, cli, kernel_table
 from mlc_amd.tools.bench import Test as Case
 
 TINY = ("--synthetic", "tiny:q4_0")
@@ -69,12 +72,12 @@ def test_decoding_reads_all_matrices_but_the_embedding_and_the_cache_so_far(cach
     artifact = Artifact.open(next(cache.iterdir()))
     model = artifact.manifest["model"]
     per_position = 2 * model["layers"] * model["kv_heads"] * model["head_dim"] * 2
-    assert bench.decode_bytes(artifact, 9) - bench.decode_bytes(artifact, 4) == 5 * per_position
+    assert kernel_table.decode_bytes(artifact, 9) - kernel_table.decode_bytes(artifact, 4) == 5 * per_position
     hidden, ffn, heads = model["hidden"], model["ffn"], model["head_dim"] * (model["heads"] + 2 * model["kv_heads"])
     q4_0 = 18 / 32  # bytes a weight
     matrices = model["layers"] * (hidden * heads + model["heads"] * model["head_dim"] * hidden + 3 * hidden * ffn) + model["vocab"] * hidden
     norms = (2 * model["layers"] + 1) * hidden * 4
-    assert bench.decode_bytes(artifact, 0) == pytest.approx(matrices * q4_0 + norms + per_position, rel=0.01)
+    assert kernel_table.decode_bytes(artifact, 0) == pytest.approx(matrices * q4_0 + norms + per_position, rel=0.01)
 
 
 def test_each_repetition_starts_at_the_same_depth(cache, monkeypatch):
@@ -86,6 +89,85 @@ def test_each_repetition_starts_at_the_same_depth(cache, monkeypatch):
     assert positions == [7, 8] * 3
     assert len(bench.measure(engine, Case(5, 0, 7), 1)) == 1
     assert engine.position == 12
+
+
+def test_a_step_is_timed_kernel_by_kernel(capsys, cache):
+    folder = next(cache.iterdir())
+    assert cli.main(["bench", str(folder), "-p", "40", "-n", "2", "-d", "16", "-r", "1", "--per-kernel", "-o", "json"]) == 0
+    prefill, decode = (result["per_kernel"] for result in json.loads(capsys.readouterr().out))
+    functions = Artifact.open(folder).manifest["functions"]
+    assert (prefill["function"], prefill["tokens"], decode["function"], decode["tokens"]) == ("prefill_64", 40, "decode", 1)
+    for found in (prefill, decode):
+        kernels = found["kernels"]
+        assert found["depth"] == 16
+        assert sum(k["calls"] for k in kernels) == found["launches"] == len(functions[found["function"]]["launches"])
+        assert sum(k["share"] for k in kernels) == pytest.approx(1)
+        assert sum(k["us"] * k["calls"] for k in kernels) == pytest.approx(found["kernels_us"])
+        assert all(k["us"] > 0 for k in kernels) and found["gaps_us"] >= 0
+        assert all((k["tops"] is not None) == k["kernel"].startswith(("linear", "gate_up")) for k in kernels)
+        assert all(k["gbps"] is None for k in kernels if k["kernel"].startswith("embed"))
+
+
+def test_operations_are_two_per_weight_and_token(cache):
+    artifact = Artifact.open(next(cache.iterdir()))
+    model = artifact.manifest["model"]
+    hidden, heads = model["hidden"], model["head_dim"] * (model["heads"] + 2 * model["kv_heads"])
+    layer = hidden * heads + model["heads"] * model["head_dim"] * hidden + 3 * hidden * model["ffn"]
+    for name, rows in (("decode", 1), ("prefill_64", 64), ("score_64", 64)):
+        function = artifact.manifest["functions"][name]
+        total = sum(kernel_table.operations(artifact, launch, function) for launch in function["launches"])
+        assert total == 2 * (rows * model["layers"] * layer + (rows if function["all_logits"] else 1) * model["vocab"] * hidden)
+
+
+@pytest.mark.parametrize("spec", ["tiny:q6_k", "tiny:q5_0", "tiny:f16", "tiny:q3_k"])
+def test_a_weight_in_several_planes_counts_once(spec, tmp_path):
+    out = tmp_path / "model"
+    with synthetic(spec) as model:
+        compile_model(model, "cpu", "native", 64, out)
+    artifact = Artifact.open(out)
+    shapes = artifact.manifest["model"]
+    names = [name for name in artifact.weights.places if name.startswith("blk.0.ffn_up.weight/")]
+    launch = {"kernel": "linear", "args": [["weight", name] for name in names]}
+    function = artifact.manifest["functions"]["decode"]
+    assert kernel_table.operations(artifact, launch, function) == 2 * shapes["ffn"] * shapes["hidden"]
+
+
+def test_timing_leaves_the_cache_as_it_is(cache):
+    engine = Engine.load(next(cache.iterdir()))
+    ids = [3, 1, 4, 1, 5]
+    engine.prefill(ids)
+    expected = engine.decode(9)
+    engine.truncate(len(ids))
+    engine.time([7] * 20)
+    assert engine.tokens == ids
+    assert (engine.decode(9) == expected).all()
+
+
+def test_the_host_profile_accounts_for_all_time(capsys, cache):
+    folder = next(cache.iterdir())
+    assert cli.main(["bench", str(folder), "-p", "0", "-n", "8", "-r", "1", "--profile-host", "-o", "jsonl"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    parts = result["host_profile"]
+    assert 0 < result["host_us"] < result["avg_ns"] / 8 / 1000
+    assert all(us >= 0 for us in parts.values()) and parts["waiting"] > 0 and parts["sampling"] > 0
+    own = [us for name, us in parts.items() if name not in ("together", "waiting")]
+    assert sum(own) == pytest.approx(parts["together"])
+
+
+def test_tables_follow_the_results(capsys, cache):
+    command = ["bench", str(next(cache.iterdir())), "-p", "8", "-n", "2", "-r", "1", "--per-kernel", "--profile-host"]
+    assert cli.main(command) == 0
+    shown = capsys.readouterr().out
+    results, *tables = shown.split("\n\n")
+    assert results.count("\n") == 3
+    assert [table.split("\n")[0] for table in tables] == ["prefill_64, 8 tokens @ d0", "decode, 1 tokens @ d0", "tg2"]
+    assert "gaps between them" in tables[0] and "(waiting for the device)" in tables[2]
+
+
+def test_a_device_that_cannot_time_kernels_is_an_error(capsys, cache, monkeypatch):
+    monkeypatch.delattr(CpuDevice, "time")
+    assert cli.main(["bench", str(next(cache.iterdir())), "--per-kernel"]) == 1
+    assert "--per-kernel" in capsys.readouterr().err
 
 
 def test_read_bandwidth_is_positive_and_plausible():

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import arguments, chat, cli, display, doctor, inspect, machine, perplexity
+from mlc_amd.tools import arguments, chat, cli, display, inspect, perplexity
 
 MLC_AMD = str(Path(sys.executable).with_name("mlc-amd"))
 QUESTION = "What does os.path.join do?"
@@ -344,49 +344,6 @@ def test_integers_accept_what_people_type():
     assert (parse("1e3"), parse("64"), parse("0x10")) == (1000, 64, 16)
     with pytest.raises(UserError, match="--max-tokens wants N, not 'inf'"):
         parse("inf")
-
-
-FACTS = {
-    "python": "3.11.7",
-    "packages": [{"name": "numpy", "wanted": "", "found": "2.0", "ok": True}],
-    "tvm": {"version": "0.27", "llvm": 22, "amdgpu": True, "x86": True, "seconds": 1.0},
-    "linkers": {"cc": None, "gcc": "/usr/bin/gcc", "clang": None, "ld.lld": None, "ziglang": None},
-    "cpu": {"name": "Zen", "cores": 2, "isa": ["AVX2"], "memory": 8 << 30, "available": 4 << 30, "read_bytes_per_second": 3e10},
-    "gpus": [{"card": "card0", "vendor": "AMD", "id": "0x744c", "driver": "amdgpu", "node": "/dev/dri/renderD128", "usable": True}],
-    "kfd": {"present": True, "usable": True},
-    "vulkan": ["/usr/share/vulkan/icd.d/radeon_icd.x86_64.json"],
-    "cpu_target": None,
-    "cache": {"path": "/home/me/.cache/mlc-amd", "bytes": 0},
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "status", "advice"),
-    [
-        ({"packages": [{"name": "numpy", "wanted": ">=2", "found": "1.26", "ok": False}]}, "problem", "pip install 'numpy>=2'"),
-        ({"tvm": {"error": "OSError: libz"}}, "problem", "reinstall apache-tvm"),
-        ({"linkers": dict.fromkeys(FACTS["linkers"])}, "problem", "ziglang"),
-        ({"gpus": [FACTS["gpus"][0] | {"usable": False}]}, "problem", "usermod -aG render"),
-        ({"gpus": [FACTS["gpus"][0] | {"node": None}]}, "missing", "amdgpu"),
-        ({"gpus": []}, "missing", "/dev/dri"),
-        ({"kfd": {"present": True, "usable": False}}, "problem", "usermod -aG render"),
-        ({"kfd": {"present": False, "usable": False}}, "missing", "/dev/kfd"),
-        ({"vulkan": []}, "missing", "mesa-vulkan-drivers"),
-    ],
-)
-def test_doctor_says_what_to_do_about_what_is_missing(change, status, advice):
-    assert {found for found, _, _ in doctor.judge(FACTS)} == {"ok"}
-    (found,) = [check for check in doctor.judge(FACTS | change) if check[0] != "ok"]
-    assert found[0] == status and advice in found[2]
-
-
-def test_package_versions_are_compared_with_the_wanted_ones(monkeypatch):
-    by_name = {package["name"]: package for package in machine.packages()}
-    assert by_name["apache-tvm"]["ok"] and by_name["apache-tvm"]["wanted"].startswith("==") and "pytest" not in by_name
-    monkeypatch.setattr(machine.metadata, "requires", lambda _: ["numpy>=1000", "no-such-package-here", "pytest; extra == 'test'"])
-    numpy, absent = machine.packages()
-    assert (numpy["ok"], numpy["found"]) == (False, np.__version__)
-    assert (absent["name"], absent["ok"], absent["found"]) == ("no-such-package-here", False, None)
 
 
 def test_launches_per_layer_leave_out_the_ends():

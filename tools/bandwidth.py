@@ -15,6 +15,17 @@ _LEAST_BYTES = 64 << 20  # per thread
 _ROUNDS = 5
 
 
+def of_device(device) -> tuple[float, str] | None:
+    """(bytes per second, how measured) of the memory that a device's weights are in; None where nothing measures it.
+
+    "read": this module's reading, by as many threads as the cpu device has; "copy": a GPU's own copy, bytes read and written together.
+    """
+    if device.kind == "cpu":
+        return measure(device.threads), "read"
+    copied = device.copy_bandwidth() if hasattr(device, "copy_bandwidth") else 0.0
+    return (copied, "copy") if copied else None
+
+
 def measure(threads: int | None = None) -> float:
     """The best of several reads, in bytes per second. threads: how many read at once (default: the CPUs this process may use)."""
     threads = threads or len(os.sched_getaffinity(0))

@@ -1,7 +1,8 @@
 """`mlc-amd bench`: prefill and decode speed, with llama-bench's meaning, column names and output formats.
 
 A test is `pp<n>` (prefill n tokens), `tg<n>` (decode n tokens, one at a time), or either `@ d<k>`, with k tokens in the KV cache before it.
-Tokens are random and the time holds only the engine's work: no tokenizer, no sampling. Each test runs once unmeasured, then r times.
+Tokens are random and the time holds only the engine's work: no tokenizer, no sampling. Each test runs once unmeasured, then r times. A GPU
+is kept busy for a moment before that, for an idle one has slowed its clocks.
 """
 
 import csv
@@ -16,10 +17,19 @@ from typing import Literal
 import numpy as np
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import bandwidth, display, models
+from mlc_amd.tools import bandwidth, display, host_profile, kernel_table, models
 
 SHORT = {"p": "n_prompt", "n": "n_gen", "d": "n_depth", "r": "repetitions", "o": "output", "t": "threads"}
 _LEAST_CONTEXT = 512  # compile for no less
+_WARM_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Seconds of one run of a test, and those of them that the host did not spend waiting for the device."""
+
+    seconds: float
+    host: float
 
 
 @dataclass(frozen=True)
@@ -53,11 +63,15 @@ def run(
     arch: str = "native",
     ctx: int | None = None,
     threads: int | None = None,
+    device: str | None = None,
+    per_kernel: bool = False,
+    profile_host: bool = False,
 ) -> None:
     """Measures prefill (pp) and decode (tg) speed in tokens per second, with llama-bench's columns.
 
-    For decoding it adds the bytes of weights and KV cache that a token must read, as GB/s, and as a share of this machine's plain read
-    bandwidth, measured right before the test.
+    For decoding it adds the bytes of weights and KV cache that a token must read, as GB/s, and as a share of what the memory can do: of the
+    plain read (cpu) or copy (GPU) bandwidth, measured right before the test, and of what the fastest usual GPU of its kind has, by the
+    table; and the time that the host spends on a token besides waiting.
 
     Args:
         model: an artifact's folder or a GGUF file (compiled on first use); nothing means the bundled demo model.
@@ -67,27 +81,46 @@ def run(
         repetitions: measured runs of each test.
         output: format of the result.
         synthetic: instead of a file, a model of that shape with random weights: PRESET:FORMAT as llama3-8b:q4_0
-        target: what a GGUF file is compiled for.
-        arch: the CPU or GPU that a GGUF file is compiled for.
+        target: what a GGUF file is compiled for: cpu, rocm or vulkan.
+        arch: the CPU or GPU that a GGUF file is compiled for: native (this machine's) or a name, see `mlc-amd compile --help`.
         ctx: tokens that the KV cache holds, for a GGUF file (default: what the tests need).
         threads: CPU threads (default: all cores).
+        device: the GPU, for target vulkan: its number in `mlc-amd doctor` or a part of its name (default: $MLC_AMD_DEVICE, or the best).
+        per_kernel: for each test, the time of every kernel of one step, and what it reads and computes in that time (md and json).
+        profile_host: for decoding, what the host does for a token, choosing it and its text included (md and json).
     """
     tests = plan_tests(n_prompt, n_gen, n_depth)
     if repetitions < 1:
         raise UserError(f"--repetitions is {repetitions}: it must be at least 1")
     needed = max(test.n_depth + test.tokens for test in tests)
     compilation = {"target": target, "arch": arch, "synthetic": synthetic}
-    engine = models.load_engine(model, threads=threads, ctx=_context(model, synthetic, ctx, needed), **compilation)
+    engine = models.load_engine(model, threads=threads, device=device, ctx=_context(model, synthetic, ctx, needed), **compilation)
     if needed > engine.context:
         raise UserError(f"the tests need a context of {needed} tokens, this model has {engine.context}: compile it with a larger --ctx")
-    if any(test.n_gen for test in tests) and decode_bytes(engine.artifact, 0) < bandwidth.last_level_cache():
+    if per_kernel and not hasattr(engine.device, "time"):
+        raise UserError(f"--per-kernel: the device of target '{engine.device.kind}' cannot time single kernels")
+    decodes = any(test.n_gen for test in tests)
+    if decodes and engine.device.kind == "cpu" and kernel_table.decode_bytes(engine.artifact, 0) < bandwidth.last_level_cache():
         display.message("this model fits into the CPU's cache: how fast memory is read says little about it")
+    if engine.device.kind != "cpu":
+        display.message(f"on {engine.device.name}")
     begin, write, end = _WRITERS[output]()
     sys.stdout.write(begin)
+    tables = []
     for test in tests:
-        sys.stdout.write(write(_result(engine, test, repetitions)))
+        result = _result(engine, test, repetitions, per_kernel)
+        if per_kernel:
+            result["per_kernel"] = _per_kernel(engine, test, result)
+            tables.append(kernel_table.text(result["per_kernel"], _peak_words(result)))
+        if profile_host and test.n_gen:
+            engine.truncate(test.n_depth)
+            result["host_profile"] = host_profile.measure(engine, test.n_gen)
+            tables.append(f"{test.name}\n{host_profile.text(result['host_profile'])}")
+        sys.stdout.write(write(result))
         sys.stdout.flush()
     sys.stdout.write(end)
+    if output == "md":
+        sys.stdout.write("".join(f"\n{table}" for table in tables))
 
 
 def plan_tests(n_prompt: Sequence[int], n_gen: Sequence[int], n_depth: Sequence[int]) -> list[Test]:
@@ -107,57 +140,67 @@ def _context(model: str | None, synthetic: str | None, ctx: int | None, needed: 
     """
     if ctx is not None:
         return ctx
-    path = None if synthetic else models.Path(model).expanduser() if model else models.demo_model()
+    path = None if synthetic else models.Path(model).expanduser() if model else models.default_model()
     if path and models.is_artifact(path):
         return None
     with models.open_source(path, synthetic) as source:
         return min(max(_LEAST_CONTEXT, 1 << (needed - 1).bit_length()), source.config.context)
 
 
-def measure(engine, test: Test, repetitions: int) -> list[float]:
-    """Seconds of each repetition, after one that is not counted."""
+def measure(engine, test: Test, repetitions: int) -> list[Repetition]:
+    """The repetitions, after one that is not counted."""
     random = np.random.default_rng(0)
     engine.reset()
     if test.n_depth:
         engine.prefill(random.integers(0, engine.vocab, test.n_depth))
-    seconds = []
+    warm(engine)
+    found = []
     for _ in range(repetitions + 1):
         engine.truncate(test.n_depth)
         ids = random.integers(0, engine.vocab, test.tokens)
-        start = time.perf_counter()
+        waited, start = engine.device.waited, time.perf_counter()
         if test.n_prompt:
             engine.prefill(ids)
         else:
             for token in ids:
                 engine.decode(token)
-        seconds.append(time.perf_counter() - start)
-    return seconds[1:]
+        seconds = time.perf_counter() - start
+        found.append(Repetition(seconds, seconds - (engine.device.waited - waited)))
+    return found[1:]
 
 
-def decode_bytes(artifact, depth: float) -> float:
-    """Bytes that decoding one token reads when the cache holds `depth` tokens before it: weights, keys and values.
-
-    All weights of the launches count but the embedding, of which one row is read, and RoPE's table, likewise.
-    """
-    sizes: dict[str, int] = {}
-    for name, entry in artifact.weights.header.items():
-        tensor = name.split("/")[0]
-        sizes[tensor] = sizes.get(tensor, 0) + entry["data_offsets"][1] - entry["data_offsets"][0]
-    read = {
-        argument[1].split("/")[0]
-        for launch in artifact.manifest["functions"]["decode"]["launches"]
-        if ["io", "tokens"] not in launch["args"]
-        for argument in launch["args"]
-        if argument[0] == "weight" and argument[1] != "rope.table"
-    }
-    return sum(sizes[name] for name in read) + artifact.kv_bytes / artifact.manifest["context"] * (depth + 1)
+def warm(engine) -> None:
+    """Keeps a GPU busy until its clocks are up. The engine's position stays, and must not be the context's end."""
+    if engine.device.kind == "cpu":
+        return
+    position, end = engine.position, time.perf_counter() + _WARM_SECONDS
+    while time.perf_counter() < end:
+        engine.decode(0)
+        engine.truncate(position)
 
 
-def _result(engine, test: Test, repetitions: int) -> dict[str, object]:
+def _per_kernel(engine, test: Test, result: dict) -> dict[str, object]:
+    """The kernels' times in one step of the test, at the depth where it begins."""
+    engine.truncate(test.n_depth)
+    warm(engine)
+    peak = result["peak_gbps"] or result["machine_gbps"]
+    return kernel_table.measure(engine, np.arange(test.n_prompt or 1) % engine.vocab, peak and peak * 1e9)
+
+
+def _peak_words(result: dict) -> str:
+    """What the kernels' shares are of; "" when nothing is known."""
+    if result["peak_gbps"]:
+        return f"{result['peak_gbps']:.0f} GB/s (table)"
+    return f"{result['machine_gbps']:.1f} GB/s ({result['machine_how']})" if result["machine_gbps"] else ""
+
+
+def _result(engine, test: Test, repetitions: int, per_kernel: bool) -> dict[str, object]:
     """One test's measurements, under llama-bench's field names where it has them."""
-    # of the memory that the weights are in: only the cpu device's is ours to read
-    readable = bandwidth.measure(engine.device.threads) if test.n_gen and engine.device.kind == "cpu" else None
-    seconds = measure(engine, test, repetitions)
+    engine.reset()
+    warm(engine)
+    measured = bandwidth.of_device(engine.device) if test.n_gen or per_kernel else None
+    found = measure(engine, test, repetitions)
+    seconds = [one.seconds for one in found]
     rates = [test.tokens / s for s in seconds]
     manifest = engine.artifact.manifest
     largest = max(manifest["formats"].items(), key=lambda item: item[1]["bytes"])[0]
@@ -179,16 +222,27 @@ def _result(engine, test: Test, repetitions: int) -> dict[str, object]:
         "stddev_ts": _deviation(rates),
         "samples_ns": [round(s * 1e9) for s in seconds],
         "samples_ts": rates,
+        "device_name": engine.device.name,
         "read_gbps": None,
-        "machine_gbps": None,
+        "machine_gbps": measured and measured[0] / 1e9,
+        "machine_how": measured and measured[1],
         "read_share": None,
+        "peak_gbps": _peak(engine),
+        "peak_share": None,
+        "host_us": None,
     }
     if test.n_gen:
-        per_second = decode_bytes(engine.artifact, test.n_depth + (test.n_gen - 1) / 2) * float(np.mean(rates))
-        result["read_gbps"] = per_second / 1e9
-        if readable:
-            result |= {"machine_gbps": readable / 1e9, "read_share": per_second / readable}
+        read = kernel_table.decode_bytes(engine.artifact, test.n_depth + (test.n_gen - 1) / 2) * float(np.mean(rates)) / 1e9
+        result |= {"read_gbps": read, "host_us": float(np.mean([one.host for one in found])) / test.tokens * 1e6}
+        for of, share in (("machine_gbps", "read_share"), ("peak_gbps", "peak_share")):
+            result[share] = read / result[of] if result[of] else None
     return result
+
+
+def _peak(engine) -> float | None:
+    """GB/s of device memory that the table of GPUs has for the kernels in use: of the fastest usual product; None for an unknown one."""
+    table = engine.artifact.manifest["target"].get("bandwidth", {})
+    return table.get(getattr(engine.device, "code_arch", None)) or None
 
 
 def _deviation(values: Sequence[float]) -> float:
@@ -208,9 +262,9 @@ Writer = tuple[str, Callable[[dict], str], str]
 
 
 def _markdown() -> Writer:
-    header = ("model", "size", "params", "backend", "threads", "test", "t/s", "GB/s", "of read bandwidth")
-    widths = (30, 10, 10, 10, 7, 15, 20, 8, 17)
-    right = {1, 2, 4, 5, 6, 7, 8}
+    header = ("model", "size", "params", "backend", "threads", "test", "t/s", "GB/s", "of measured", "of table", "host us")
+    widths = (30, 10, 10, 10, 7, 15, 20, 8, 21, 12, 8)
+    right = {1, 2, 4, 5, 6, 7, 8, 9, 10}
 
     def line(cells: Sequence[object]) -> str:
         aligned = (str(c).rjust(w) if i in right else str(c).ljust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
@@ -226,7 +280,9 @@ def _markdown() -> Writer:
             result["test"],
             f"{result['avg_ts']:.2f} ± {result['stddev_ts']:.2f}",
             f"{result['read_gbps']:.2f}" if result["n_gen"] else "",
-            f"{result['read_share']:.0%} of {result['machine_gbps']:.1f}" if result["read_share"] else "",
+            f"{result['read_share']:.0%} of {result['machine_gbps']:.1f} ({result['machine_how']})" if result["read_share"] else "",
+            f"{result['peak_share']:.0%} of {result['peak_gbps']:.0f}" if result["peak_share"] else "",
+            f"{result['host_us']:.1f}" if result["n_gen"] else "",
         ))  # fmt: skip
 
     rule = "| " + " | ".join("-" * (w - 1) + (":" if i in right else "-") for i, w in enumerate(widths)) + " |\n"
@@ -253,7 +309,7 @@ def _csv() -> Writer:
 
     def write(result: dict) -> str:
         nonlocal first
-        flat = {name: value for name, value in result.items() if not name.startswith("samples")}
+        flat = {name: value for name, value in result.items() if not isinstance(value, list | dict)}
         text = io.StringIO()
         writer = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n")
         if first:

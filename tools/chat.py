@@ -28,6 +28,7 @@ def run(
     arch: str = "native",
     ctx: int | None = None,
     threads: int | None = None,
+    device: str | None = None,
     verify: bool = False,
 ) -> None:
     """Talks with a model: type a message, Enter sends it, Ctrl-C stops an answer, Ctrl-D leaves; /help lists the rest.
@@ -49,10 +50,11 @@ def run(
         seed: makes random choices repeatable.
         stop: stop an answer before this text; may be given several times.
         on_full: when the conversation outgrows the context, say so (error) or forget its oldest turns (drop).
-        target: what a GGUF file is compiled for.
-        arch: the CPU or GPU that a GGUF file is compiled for.
+        target: what a GGUF file is compiled for: cpu, rocm or vulkan.
+        arch: the CPU or GPU that a GGUF file is compiled for: native (this machine's) or a name, see `mlc-amd compile --help`.
         ctx: tokens that the KV cache holds, for a GGUF file (default: as many as the model allows, up to 4096).
         threads: CPU threads (default: all cores).
+        device: the GPU, for target vulkan: its number in `mlc-amd doctor` or a part of its name (default: $MLC_AMD_DEVICE, or the best).
         verify: check the weights' checksum too, which reads them all.
     """
     from mlc_amd.runtime.sampling import Sampling
@@ -60,7 +62,7 @@ def run(
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"--max-tokens is {max_tokens}: it must be at least 1")
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, repetition_window, seed)
-    engine = models.load_engine(model, target=target, arch=arch, ctx=ctx, threads=threads, verify=verify)
+    engine = models.load_engine(model, target=target, arch=arch, ctx=ctx, threads=threads, device=device, verify=verify)
     from mlc_amd.runtime.chat import Conversation
     from mlc_amd.tools import repl
 

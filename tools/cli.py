@@ -7,6 +7,7 @@ Results go to stdout; messages, progress and errors go to stderr. Exit codes: 0 
 import difflib
 import errno
 import importlib
+import importlib.util
 import io
 import os
 import sys
@@ -28,6 +29,7 @@ VERBS = {
     "perplexity": "measure how well a model predicts a text",
     "tokenize": "show the tokens of a text",
     "inspect": "show what is in a GGUF file, an artifact or GPU code",
+    "deploy": "pack an artifact with all that runs it on another machine",
     "doctor": "show what this machine can compile for and run on",
 }
 
@@ -46,11 +48,16 @@ _ADVICE = {
 }
 
 
+def verbs() -> dict[str, str]:
+    """The verbs that are here: a bundle (tools/deploy.py) leaves out those that compile."""
+    return {verb: what for verb, what in VERBS.items() if importlib.util.find_spec(f"mlc_amd.tools.{verb}")}
+
+
 def overview() -> str:
     """The text of `mlc-amd --help`."""
-    width = max(map(len, VERBS)) + 2
+    width = max(map(len, verbs())) + 2
     lines = ["usage: mlc-amd COMMAND [arguments] [flags]", "", "Compiles GGUF language models with TVM and runs them.", "", "commands:"]
-    lines += [f"  {verb.ljust(width)}{summary}" for verb, summary in VERBS.items()]
+    lines += [f"  {verb.ljust(width)}{summary}" for verb, summary in verbs().items()]
     lines += ["", "`mlc-amd COMMAND --help` explains a command. `--debug` shows the traceback of an error; `--version` the version.", ""]
     lines += ["Start with `mlc-amd chat`: it runs a small bundled model.", ""]
     return "\n".join(lines)
@@ -99,9 +106,9 @@ def _dispatch(tokens: list[str], literal: list[str]) -> None:
     if verb == "--version":
         sys.stdout.write(f"mlc-amd {metadata.version('mlc-amd')}\n")
         return
-    if verb not in VERBS:
-        near = difflib.get_close_matches(verb, VERBS, 1)
-        raise UserError(f"unknown command {verb!r}: " + (f"did you mean {near[0]}?" if near else f"choose from {', '.join(VERBS)}"))
+    if verb not in verbs():
+        near = difflib.get_close_matches(verb, verbs(), 1)
+        raise UserError(f"unknown command {verb!r}: " + (f"did you mean {near[0]}?" if near else f"choose from {', '.join(verbs())}"))
     module = importlib.import_module(f"mlc_amd.tools.{verb}")
     short = getattr(module, "SHORT", {})
     if "--help" in rest or "-h" in rest:

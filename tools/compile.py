@@ -3,6 +3,7 @@
 import re
 import time
 from pathlib import Path
+from typing import Literal
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import display, models
@@ -18,6 +19,7 @@ def run(
     ctx: int | None = None,
     output: str | None = None,
     synthetic: str | None = None,
+    weights: Literal["file", "none"] = "file",
 ) -> None:
     """Compiles a GGUF file into an artifact: a folder with kernels for one kind of machine and the repacked weights.
 
@@ -26,30 +28,32 @@ def run(
 
     Args:
         model: the GGUF file; of a split model any part.
-        target: what to compile for: cpu or rocm.
-        arch: cpu: native (this one), x86-64-v2, x86-64-v3, x86-64-v4, znver4 or another cpu name of LLVM; rocm: native (this GPU),
-            gfx1100, 7900xtx or another name, or several with commas between.
+        target: what to compile for: cpu, rocm or vulkan.
+        arch: native (or auto) for this machine's; for cpu x86-64-v2, x86-64-v3, x86-64-v4, znver4 or another cpu name of LLVM; for rocm
+            gfx1100, 7900xtx or another name; for vulkan a product's name as 7900xtx, or a profile of vangogh (Steam Deck), rdna2, rdna3,
+            rdna4, gfx90c, nvidia, lavapipe and generic (any device). For GPUs several go with commas between.
         ctx: tokens that the KV cache holds (default: as many as the model allows, up to 4096).
         output: the folder to write (default: dist/MODEL-TARGET-ARCH here).
         synthetic: instead of a file, a model of that shape with random weights, for benchmarks: PRESET:FORMAT as llama3-8b:q4_0
+        weights: none leaves the weights out: the artifact is small, and runs with random ones, for benchmarks on another machine.
     """
     if (model is None) == (synthetic is None):
         raise UserError("give either a GGUF file or --synthetic PRESET:FORMAT")
     path = Path(model).expanduser() if model else None
     if path and models.is_artifact(path):
         raise UserError(f"{path} is a folder: give a GGUF file")
-    name = re.sub(r"[^\w.-]", "-", synthetic or path.stem)
-    out = Path(output).expanduser() if output else Path("dist") / f"{name}-{target}-{arch}"
+    name = re.sub(r"[^\w.-]", "-", f"{synthetic or path.stem}-{target}-{arch}")
+    out = Path(output).expanduser() if output else Path("dist") / name
     start = time.perf_counter()
     with models.open_source(path, synthetic) as source, display.compile_progress(f"compiling {synthetic or path.name}") as progress:
         from mlc_amd.compiler.pipeline import compile_model  # a second: not before the model is known to be fine
 
-        summary = compile_model(source, target, arch, ctx, out, progress)
+        summary = compile_model(source, target, arch, ctx, out, progress, weights != "none")
     seconds = time.perf_counter() - start
     stages = ", ".join(f"{stage} {spent:.1f}" for stage, spent in summary.seconds.items())
     rows = [
         ("artifact", summary.path),
-        ("weights", display.size(summary.weight_bytes)),
+        ("weights", display.size(summary.weight_bytes) + (" (random, made when it is loaded)" if weights == "none" else "")),
         ("kernels", f"{summary.kernels} ({display.size(summary.kernel_bytes)})"),
         ("launches", ", ".join(f"{function} {count}" for function, count in summary.launches.items())),
         ("KV cache", display.size(summary.kv_bytes)),

@@ -1,4 +1,7 @@
-"""`mlc-amd doctor`: what this machine can compile for and run on, and what to do about what is missing."""
+"""`mlc-amd doctor`: what this machine can compile for and run on, and what to do about what is missing.
+
+It works without the compiler and TVM as well, where only compiled models are to run: then it says so and leaves out what concerns them.
+"""
 
 import platform
 import sys
@@ -13,7 +16,7 @@ _OLDEST_PYTHON = (3, 11)
 
 
 def run(*, json: bool = False) -> None:
-    """Shows what this machine can compile for and run on. Exits with 0 when the cpu target works.
+    """Shows what this machine can compile for and run on. Exits with 0 when the cpu target works, or nothing can be compiled here at all.
 
     Args:
         json: print the findings as one JSON object.
@@ -22,17 +25,19 @@ def run(*, json: bool = False) -> None:
         "python": platform.python_version(),
         "packages": machine.packages(),
         "tvm": machine.tvm(),
-        "linkers": machine.linkers(),
         "cpu": machine.cpu() | {"read_bytes_per_second": bandwidth.measure()},
         "gpus": machine.gpus(),
         "kfd": machine.kfd(),
         "rocm": machine.rocm(),
         "vulkan": machine.vulkan(),
+        "distribution": machine.distribution(),
         "cache": _cache_facts(),
     }
+    if facts["tvm"]:
+        facts["linkers"] = machine.linkers()
     if "error" in facts["tvm"]:
         facts["cpu_target"] = "TVM does not load"
-    else:
+    elif facts["tvm"]:
         facts |= {"cpu_target": _try_cpu_target(), "rocm_linker": machine.rocm_linker()}
     checks = judge(facts)
     if json:
@@ -40,7 +45,7 @@ def run(*, json: bool = False) -> None:
     else:
         for status, what, advice in checks:
             print(f"{_MARKS[status]} {what}" + (f"\n      {advice}" if advice else ""))
-    if facts["cpu_target"] is not None:
+    if facts.get("cpu_target") is not None:
         raise UserError(f"the cpu target does not work here: {facts['cpu_target']}")
 
 
@@ -86,6 +91,8 @@ def _python(facts: dict) -> list[tuple[str, str, str]]:
 
 
 def _packages(facts: dict) -> list[tuple[str, str, str]]:
+    if not facts["packages"]:
+        return []
     bad = [package for package in facts["packages"] if not package["ok"]]
     if not bad:
         return [("ok", f"{len(facts['packages'])} required packages are installed in the right versions", "")]
@@ -96,6 +103,8 @@ def _packages(facts: dict) -> list[tuple[str, str, str]]:
 
 def _tvm(facts: dict) -> list[tuple[str, str, str]]:
     found = facts["tvm"]
+    if not found:
+        return [("missing", "no TVM: this installation runs compiled models and compiles none", "to compile: pip install mlc-amd")]
     if "error" in found:
         return [("problem", f"TVM does not load: {found['error']}", "pip install --force-reinstall apache-tvm==0.27.0.post1")]
     generators = ", ".join(name for name, present in (("x86", found["x86"]), ("AMDGPU", found["amdgpu"])) if present)
@@ -173,9 +182,65 @@ def _rocm_linker(facts: dict) -> list[tuple[str, str, str]]:
 
 
 def _vulkan(facts: dict) -> list[tuple[str, str, str]]:
-    if facts["vulkan"]:
-        return [("ok", f"Vulkan drivers: {', '.join(Path(path).stem for path in facts['vulkan'])}", "")]
-    return [("missing", "no Vulkan driver", "for AMD: apt install mesa-vulkan-drivers (or your distribution's Mesa RADV)")]
+    found, hardware = facts["vulkan"], [gpu for gpu in facts.get("gpus", ()) if gpu["vendor"] in _VULKAN_DRIVERS]
+    vendor = hardware[0]["vendor"] if hardware else "AMD"
+    missing = "problem" if hardware else "missing"  # a problem only where there is a GPU that could be used
+    driver = _VULKAN_DRIVERS[vendor](facts.get("distribution", []))
+    if not found["loader"]:
+        return [(missing, "target vulkan cannot run here: no Vulkan loader (libvulkan.so.1)", driver)]
+    if not found["drivers"] and not found["devices"]:
+        return [(missing, "target vulkan cannot run here: no Vulkan driver", driver)]
+    if found["problem"]:
+        what, _, advice = found["problem"].partition("; " if "; " in found["problem"] else ": ")
+        return [(missing, f"target vulkan cannot run here: {what}", advice)]
+    checks = [check for device in found["devices"] for check in _vulkan_device(device)]
+    if hardware and all(device["type"] == "cpu" for device in found["devices"]):
+        checks.append(("problem", f"Vulkan does not show the {vendor} GPU, only the CPU", driver))
+    return checks
+
+
+def _vulkan_device(device: dict) -> list[tuple[str, str, str]]:
+    kind = _VULKAN_TYPES.get(device["type"], "GPU")
+    what = f"{kind} {device['name']}, {display.size(device['memory'])}, profile {device['profile']}"
+    checks = [("ok", f"target vulkan: device {device['index']}, {what} ({device['driver']}, Vulkan {device['api']})", "")]
+    base, _, changes = device["profile"].partition(":")
+    # The chips of these profiles have what is missing: it is the driver that does not show it.
+    hidden = device["lacks"] if device["vendor"] in _VULKAN_UPDATES and (base == "generic" or "matrix=none" in changes) else []
+    if hidden:
+        checks.append(("missing", f"{device['name']} would be faster with {', '.join(hidden)}", _VULKAN_UPDATES[device["vendor"]]))
+    return checks
+
+
+def _mesa(distribution: list[str]) -> str:
+    """The command that installs Vulkan's loader and Mesa's drivers."""
+    command = next((_MESA[name] for name in distribution if name in _MESA), None)
+    return command or "install your distribution's packages of the Vulkan loader and of Mesa's Vulkan drivers (for AMD: RADV)"
+
+
+# os-release's name of a distribution -> what installs Vulkan there
+_MESA = {
+    "debian": "sudo apt install libvulkan1 mesa-vulkan-drivers",
+    "ubuntu": "sudo apt install libvulkan1 mesa-vulkan-drivers",
+    "fedora": "sudo dnf install vulkan-loader mesa-vulkan-drivers",
+    "rhel": "sudo dnf install vulkan-loader mesa-vulkan-drivers",
+    "arch": "sudo pacman -S vulkan-icd-loader vulkan-radeon (Intel: vulkan-intel)",
+    "suse": "sudo zypper install libvulkan1 libvulkan_radeon (Intel: libvulkan_intel)",
+    "alpine": "sudo apk add vulkan-loader mesa-vulkan-ati (Intel: mesa-vulkan-intel)",
+}
+# vendor of a GPU -> what gives it a Vulkan driver
+_VULKAN_DRIVERS = {
+    "AMD": _mesa,
+    "Intel": _mesa,
+    "NVIDIA": lambda distribution: (
+        "install NVIDIA's driver with its graphics part and the Vulkan loader; in a container, set NVIDIA_DRIVER_CAPABILITIES=all"
+    ),
+}
+_VULKAN_TYPES = {"discrete": "GPU", "integrated": "APU", "virtual": "virtual GPU", "cpu": "CPU"}
+# vendor's PCI id -> the driver that shows matrix units and subgroups
+_VULKAN_UPDATES = {
+    "0x1002": "update Mesa: 23.3 or newer for RDNA3, a current one for RDNA4",
+    "0x10de": "update NVIDIA's driver: 550 or newer",
+}
 
 
 def _cache(facts: dict) -> list[tuple[str, str, str]]:

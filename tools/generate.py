@@ -25,6 +25,7 @@ def run(
     arch: str = "native",
     ctx: int | None = None,
     threads: int | None = None,
+    device: str | None = None,
     verify: bool = False,
 ) -> None:
     """Continues a text. Only the continuation goes to stdout, as it is made.
@@ -41,10 +42,11 @@ def run(
         repetition_window: how many tokens count as recent.
         seed: makes a random choice repeatable.
         stop: stop before this text; may be given several times.
-        target: what a GGUF file is compiled for.
-        arch: the CPU or GPU that a GGUF file is compiled for.
+        target: what a GGUF file is compiled for: cpu, rocm or vulkan.
+        arch: the CPU or GPU that a GGUF file is compiled for: native (this machine's) or a name, see `mlc-amd compile --help`.
         ctx: tokens that the KV cache holds, for a GGUF file (default: as many as the model allows, up to 4096).
         threads: CPU threads (default: all cores).
+        device: the GPU, for target vulkan: its number in `mlc-amd doctor` or a part of its name (default: $MLC_AMD_DEVICE, or the best).
         verify: check the weights' checksum too, which reads them all.
     """
     from mlc_amd.runtime.sampling import Sampling
@@ -52,7 +54,7 @@ def run(
     if max_tokens < 1:
         raise UserError(f"--max-tokens is {max_tokens}: it must be at least 1")
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, repetition_window, seed)
-    engine = models.load_engine(model, target=target, arch=arch, ctx=ctx, threads=threads, verify=verify)
+    engine = models.load_engine(model, target=target, arch=arch, ctx=ctx, threads=threads, device=device, verify=verify)
     ids = engine.tokenizer.encode(prompt, add_special=not engine.tokenizer.add_eos)
     try:
         for piece in engine.generate(ids, sampling, max_tokens, stop):

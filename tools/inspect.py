@@ -1,10 +1,10 @@
-"""`mlc-amd inspect`: what is in a GGUF file, an artifact or a GPU code object, without running or compiling anything."""
+"""`mlc-amd inspect`: what is in a GGUF file, an artifact or a GPU code object, without running it or needing the hardware."""
 
 from json import dumps
 from pathlib import Path
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import display, inspect_kernels, models
+from mlc_amd.tools import display, inspect_kernels, inspect_vulkan, models
 
 
 def run(
@@ -12,8 +12,8 @@ def run(
 ) -> None:
     """Shows what is in a GGUF file or an artifact: configuration, weights by type, memory, and how it runs.
 
-    Of GPU code (artifacts for AMD GPUs, and anybody's .hsaco files) it shows each kernel's registers, LDS, spills, occupancy and
-    instructions, and its assembly.
+    Of GPU code (artifacts for GPUs, and anybody's .hsaco files) it shows each kernel's registers, LDS, spills, occupancy and
+    instructions, and its assembly. For artifacts of target vulkan Mesa's driver for AMD GPUs tells them, where it is installed.
 
     Args:
         model: a GGUF file, an artifact's folder, or an AMD code object (.hsaco).
@@ -29,7 +29,8 @@ def run(
 
         artifact = Artifact.open(path)
         report = _artifact(artifact)
-        codes = inspect_kernels.of_artifact(artifact) if json or kernels or asm is not None else []
+        gpu_codes = _CODES.get(artifact.manifest["target"]["kind"])
+        codes = gpu_codes(artifact) if gpu_codes and (json or kernels or asm is not None) else []
     elif inspect_kernels.is_code_object(path):
         if plan or tensors:
             raise UserError(f"{path} is GPU code: --plan and --tensors are about artifacts; --asm shows its assembly")
@@ -40,7 +41,7 @@ def run(
         report, codes = _gguf(path), []
     if asm is not None:
         if not codes:
-            raise UserError(f"{path} has no GPU code: --asm is about artifacts of `mlc-amd compile --target rocm` and .hsaco files")
+            raise UserError(f"{path} has no GPU code: --asm is about artifacts of `mlc-amd compile --target rocm|vulkan` and .hsaco files")
         report["assembly"] = {code.machine: code.assembly(asm) for code in codes}
         if not json:
             for machine, functions in report["assembly"].items():
@@ -48,7 +49,7 @@ def run(
             return
     for code in codes:
         if code.missing:
-            display.message(f"no instruction counts for {code.path}: {code.missing}")
+            display.message(f"{_ABSENT[type(code)]} for {code.path}: {code.missing}")
     if codes:
         report["code"] = [code.describe() for code in codes]
     if json:
@@ -116,6 +117,15 @@ def per_layer(launches: list[dict], layers: int) -> float:
     return round((first(layers - 1) - first(0)) / (layers - 1), 2) if layers > 1 else float(len(launches) - first(0) - 2)
 
 
+# target -> what reads its GPU code; what of it cannot be told when something is missing
+_CODES = {"rocm": inspect_kernels.of_artifact, "vulkan": inspect_vulkan.of_artifact}
+_ABSENT = {inspect_kernels.GpuCode: "no instruction counts", inspect_vulkan.SpirvCode: "no registers and instructions"}
+
+
+def _code(codes: list[dict]) -> str:
+    return (inspect_vulkan if "compiler" in codes[0] else inspect_kernels).tables(codes)
+
+
 def _line(title: str):
     return lambda content: f"{title:10}{content}"
 
@@ -180,5 +190,5 @@ _SECTIONS = {
     "kernels": _kernels,
     "plan": _plan,
     "tensors": _tensors,
-    "code": inspect_kernels.tables,
+    "code": _code,
 }

@@ -7,6 +7,7 @@ llvm-objdump; without both they are None, and `missing` says why.
 
 import gzip
 import zlib
+from collections.abc import Iterable
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from math import prod
@@ -71,18 +72,13 @@ class GpuCode:
         return {"waves": waves, "limit": limit}
 
     def _instructions(self, name: str) -> dict | None:
-        """Static counts; memory operations by "space access bytes", as "global load 16"."""
         if self.functions is None or name not in self.functions:
             return None
-        counts = hsaco.instructions("\n".join(self.functions[name]), name)
-        memory = {f"{space} {access} {size}": n for (space, access, size), n in sorted(counts.memory.items())}
-        return asdict(counts) | {"memory": memory, "by_mnemonic": dict(counts.by_mnemonic)}
+        return counted("\n".join(self.functions[name]), name)
 
     def assembly(self, pattern: str) -> dict[str, str]:
-        """The assembly of the kernels that a shell pattern names; "_kernel" at a name's end may be left out. UserError if there is none."""
-        wanted = [name for name in self.kernels if fnmatchcase(name, pattern) or fnmatchcase(name.removesuffix("_kernel"), pattern)]
-        if not wanted:
-            raise UserError(f"{self.path}: no kernel is called {pattern!r}; --kernels lists them, --asm '*' means all")
+        """The assembly of the kernels that a shell pattern names (see `chosen`). UserError if there is none."""
+        wanted = chosen(self.kernels, pattern, self.path)
         if self.functions is None:
             raise UserError(f"{self.path}: no assembly to show: {self.missing}")
         if absent := [name for name in wanted if name not in self.functions]:
@@ -90,10 +86,25 @@ class GpuCode:
         return {name: "\n".join(self.functions[name]) + "\n" for name in wanted}
 
 
+def counted(assembly: str, name: str) -> dict:
+    """Static counts of a kernel's instructions; memory operations by "space access bytes", as "global load 16"."""
+    counts = hsaco.instructions(assembly, name)
+    memory = {f"{space} {access} {size}": n for (space, access, size), n in sorted(counts.memory.items())}
+    return asdict(counts) | {"memory": memory, "by_mnemonic": dict(counts.by_mnemonic)}
+
+
+def chosen(names: Iterable[str], pattern: str, path: Path) -> list[str]:
+    """The kernels that a shell pattern names; "_kernel" at a name's end may be left out. UserError if there is none."""
+    wanted = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name.removesuffix("_kernel"), pattern)]
+    if not wanted:
+        raise UserError(f"{path}: no kernel is called {pattern!r}; --kernels lists them, --asm '*' means all")
+    return wanted
+
+
 def of_artifact(artifact: Artifact) -> list[GpuCode]:
-    """The code objects of an artifact; none for those of other targets than rocm. UserError if one is damaged."""
+    """The code objects of an artifact for target rocm. UserError if one is damaged."""
     manifest, codes = artifact.manifest, []
-    for arch, file in manifest["libraries"].items() if manifest["target"]["kind"] == "rocm" else ():
+    for arch, file in manifest["libraries"].items():
         steps = [step for kernel in manifest["launches"][arch].values() for step in kernel["steps"]]
         codes.append(GpuCode(artifact.path / file, {step["symbol"]: prod(step["block"]) for step in steps}))
     return codes
@@ -144,16 +155,16 @@ def tables(codes: list[dict]) -> str:
 
 def _row(kernel: dict) -> tuple:
     counts, fits = kernel["instructions"], kernel["occupancy"] or {"waves": "-", "limit": "-"}
-    instructions = (counts["dot"], counts["matrix"], _loads(counts, _MEMORY), _loads(counts, ("ds",))) if counts else ("-",) * 4
+    instructions = (counts["dot"], counts["matrix"], loads(counts, MEMORY), loads(counts, LDS)) if counts else ("-",) * 4
     spills, threads = kernel["vgpr_spills"] + kernel["sgpr_spills"], kernel["workgroup"] or kernel["threads"]
     registers = (kernel["vgprs"], kernel["sgprs"], kernel["agprs"])
     return (*registers, kernel["lds"], kernel["scratch"], spills, threads, fits["waves"], fits["limit"], kernel["code"], *instructions)
 
 
-_MEMORY = ("global", "flat", "buffer")
+MEMORY, LDS = ("global", "flat", "buffer"), ("ds",)
 
 
-def _loads(counts: dict, spaces: tuple[str, ...]) -> str:
+def loads(counts: dict, spaces: tuple[str, ...]) -> str:
     """ "4x16 1x2": loads of these spaces by bytes a lane, widest first; "0" without any."""
     widths: dict[int, int] = {}
     for key, n in counts["memory"].items():

@@ -2,16 +2,15 @@
 
 import importlib.util
 import os
+import platform
 import shutil
 import time
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
-from mlc_amd.runtime.devices import hip_errors
-from mlc_amd.runtime.devices.hip import list_gpus
+from mlc_amd.runtime.devices import hip, hip_errors
+from mlc_amd.runtime.devices.vulkan import api, gpu
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
 
@@ -28,12 +27,29 @@ _ISA_FLAGS = {
 }
 _VULKAN_PLACES = ("/usr/share/vulkan/icd.d", "/etc/vulkan/icd.d", "/usr/local/share/vulkan/icd.d")
 _VENDORS = {"0x1002": "AMD", "0x10de": "NVIDIA", "0x8086": "Intel", "0x1af4": "virtio"}
+# What Vulkan kernels make use of where a device has it, in the form of a profile's needs.
+_ALL = {
+    "features": ["shaderFloat16", "shaderIntegerDotProduct", "subgroupSizeControl", "vulkanMemoryModel"],
+    "fragment": [16, 16, 16],
+    "shared_memory": 0,
+    "threads": 0,
+    "push_constants": 0,
+}
 
 
 def packages() -> list[dict[str, object]]:
-    """This package's requirements: name, wanted versions, found version (None: not installed), whether it satisfies."""
+    """This package's requirements: name, wanted versions, found version (None: not installed), whether it satisfies.
+
+    None of them where this is not an installed package but a copy that only runs compiled models.
+    """
+    try:
+        wanted = metadata.requires("mlc-amd") or ()
+    except metadata.PackageNotFoundError:
+        return []
+    from packaging.requirements import Requirement  # which such a copy need not have
+
     found = []
-    for line in metadata.requires("mlc-amd") or ():
+    for line in wanted:
         requirement = Requirement(line)
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -76,7 +92,10 @@ def _kilobytes(text: str | None) -> int:
 
 
 def tvm() -> dict[str, object]:
-    """Imports TVM: version, LLVM's version, the CPU and GPU code generators in it, seconds. `error` instead when that fails."""
+    """Imports TVM: version, LLVM's version, the CPU and GPU code generators in it, seconds. `error` instead when that fails; nothing where
+    TVM or the compiler is not installed."""
+    if any(importlib.util.find_spec(name) is None for name in ("tvm", "mlc_amd.compiler")):
+        return {}
     start = time.perf_counter()
     try:
         import tvm
@@ -137,7 +156,7 @@ def rocm() -> dict[str, object]:
     version = hip_errors.runtime_version(bindings)
     found["runtime"] = ".".join(map(str, version))
     try:
-        found["gpus"] = [asdict(gpu) for gpu in list_gpus(hip_errors.Hip(bindings))]
+        found["gpus"] = [asdict(gpu) for gpu in hip.list_gpus(hip_errors.Hip(bindings))]
     except hip_errors.HipError as error:
         found["problem"] = hip_errors.why_no_gpu(error.code, version)
     return found
@@ -153,9 +172,42 @@ def rocm_linker() -> dict[str, str | None]:
         return {"command": None, "problem": str(error)}
 
 
-def vulkan() -> list[str]:
-    """The installed Vulkan drivers (ICD manifests)."""
+def distribution() -> list[str]:
+    """This Linux's name and those of its relatives, the nearest first, as in os-release: ["ubuntu", "debian"]; empty where it has none."""
+    try:
+        found = platform.freedesktop_os_release()
+    except OSError:
+        return []
+    return [found["ID"], *found.get("ID_LIKE", "").split()]
+
+
+def vulkan() -> dict[str, object]:
+    """Vulkan: whether its loader is here, the installed drivers (their manifests), the devices with the profile to compile for.
+
+    A device's `lacks` are the things that some profile makes use of and it has not. `problem` is the line that says why there is no device
+    (None: there is one).
+    """
     forced = os.environ.get("VK_DRIVER_FILES") or os.environ.get("VK_ICD_FILENAMES")
-    if forced:
-        return forced.split(os.pathsep)
-    return sorted(str(path) for place in _VULKAN_PLACES for path in Path(place).glob("*.json"))
+    manifests = sorted(str(path) for place in _VULKAN_PLACES for path in Path(place).glob("*.json"))
+    found = {"loader": False, "drivers": forced.split(os.pathsep) if forced else manifests, "devices": [], "problem": None}
+    try:
+        api.open_loader()
+        found["loader"] = True
+        found["devices"] = [_vulkan_device(one) for one in gpu.list_gpus()]
+    except UserError as error:
+        found["problem"] = str(error)
+    return found
+
+
+def _vulkan_device(one: gpu.Gpu) -> dict[str, object]:
+    return {
+        "index": one.index,
+        "name": one.name,
+        "type": one.type,
+        "vendor": f"0x{one.vendor:04x}",
+        "driver": one.driver,
+        "api": ".".join(str(part) for part in (one.api >> 22 & 0x7F, one.api >> 12 & 0x3FF, one.api & 0xFFF)),
+        "memory": sum(heap.size for heap in one.heaps if heap.device_local),
+        "profile": gpu.profile_of(one),
+        "lacks": gpu.missing(one, _ALL | {"subgroup_size": one.subgroup[0]}),
+    }

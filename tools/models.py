@@ -1,10 +1,12 @@
 """What the user calls a model -> an artifact or a running engine.
 
-A model is an artifact's folder, a GGUF file, or nothing (the bundled demo). GGUF files and synthetic models are compiled on first use into
-`$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`), under a key of everything that shapes the result, so a second start finds them there.
+A model is an artifact's folder, a GGUF file, or nothing ($MLC_AMD_MODEL, else the bundled demo). GGUF files and synthetic models are
+compiled on first use into `$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`), under a key of everything that shapes the result, so a second
+start finds them there.
 """
 
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -18,9 +20,10 @@ from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.tools import display
 
 
-def demo_model() -> Path:
-    """The small model that comes with the package."""
-    return Path(str(resources.files("mlc_amd.dist").joinpath("demo", "llama-q4_k_m.gguf")))
+def default_model() -> Path:
+    """The model when none is given: what $MLC_AMD_MODEL names (a bundle sets it), else the small one that comes with the package."""
+    named = os.environ.get("MLC_AMD_MODEL")
+    return Path(named) if named else Path(str(resources.files("mlc_amd.dist").joinpath("demo", "llama-q4_k_m.gguf")))
 
 
 def cache_directory() -> Path:
@@ -38,6 +41,7 @@ def is_artifact(path: Path) -> bool:
 
 def open_source(path: Path | None, synthetic: str | None) -> AbstractContextManager:
     """The GGUF file, or the synthetic model of that spec, to be compiled; closes at the end of the `with` block."""
+    _check_compiler(synthetic or path)
     from mlc_amd.compiler.gguf.reader import GGUFModel
     from mlc_amd.compiler.gguf.synthetic import synthetic as make
 
@@ -45,18 +49,30 @@ def open_source(path: Path | None, synthetic: str | None) -> AbstractContextMana
 
 
 def artifact_path(
-    model: str | None, *, target: str = "cpu", arch: str = "native", ctx: int | None = None, synthetic: str | None = None
+    model: str | None,
+    *,
+    target: str = "cpu",
+    arch: str = "native",
+    ctx: int | None = None,
+    synthetic: str | None = None,
+    device: str | None = None,
 ) -> Path:
     """The artifact's folder for `model` (None: the demo) or for a `synthetic` spec, compiled into the cache when it is not there yet.
 
-    target, arch, ctx shape that compilation. For a folder they are already decided, so asking for another context is a UserError.
+    target, arch, ctx shape that compilation; device is the GPU that target vulkan takes for "native". For a folder they are already
+    decided, so asking for another context is a UserError.
     """
     if synthetic and model:
         raise UserError("give a model or --synthetic, not both")
-    path = None if synthetic else Path(model).expanduser() if model else demo_model()
+    path = None if synthetic else Path(model).expanduser() if model else default_model()
     if path and is_artifact(path):
         _check_context(path, ctx)
         return path
+    _check_compiler(synthetic or path)
+    if target == "vulkan" and arch in ("native", "auto"):
+        from mlc_amd.runtime.devices.vulkan.gpu import profile_here  # asks the driver: not before it is needed
+
+        arch = profile_here(device)
     name = re.sub(r"[^\w.-]", "-", synthetic or path.stem)
     place = cache_directory() / f"{name}-{target}-{arch}-{_key(path, synthetic, target, arch, ctx)}"
     if (place / "manifest.json").exists():
@@ -74,15 +90,21 @@ def artifact_path(
     return place
 
 
-def load_engine(model: str | None, *, threads: int | None = None, verify: bool = False, **compilation):
-    """An Engine for `model`. threads: of the cpu device (None: all cores); verify: check the weights' checksum too; `compilation`: the
-    arguments of `artifact_path`."""
+def load_engine(model: str | None, *, threads: int | None = None, device: str | None = None, verify: bool = False, **compilation):
+    """An Engine for `model`. threads: of the cpu device (None: all cores); device: which GPU, for target vulkan (open_device); verify:
+    check the weights' checksum too; `compilation`: the arguments of `artifact_path`."""
     if threads is not None and threads < 1:
         raise UserError(f"--threads is {threads}: it must be at least 1")
-    path = artifact_path(model, **compilation)
+    path = artifact_path(model, device=device, **compilation)
     from mlc_amd.runtime.engine import Engine
 
-    return Engine.load(path, threads=threads, verify=verify)
+    return Engine.load(path, device=device, threads=threads, verify=verify)
+
+
+def _check_compiler(source: Path | str) -> None:
+    """UserError in a bundle (tools/deploy.py), which has no compiler."""
+    if importlib.util.find_spec("mlc_amd.compiler") is None:
+        raise UserError(f"cannot compile {source} here: a bundle has no compiler; give a folder made by `mlc-amd compile`")
 
 
 def _check_context(path: Path, ctx: int | None) -> None:

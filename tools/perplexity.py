@@ -26,6 +26,7 @@ def run(
     arch: str = "native",
     ctx: int | None = None,
     threads: int | None = None,
+    device: str | None = None,
     verify: bool = False,
 ) -> None:
     """Measures the perplexity of a model on the tokens of a text, in one window.
@@ -40,16 +41,17 @@ def run(
         tokens: use only the first so many tokens (default: all that the context holds).
         logits: write an .npz file here with `logits` (float32 [tokens, vocab]) and `ids`.
         json: print the result as JSON.
-        target: what a GGUF file is compiled for.
-        arch: the CPU or GPU that a GGUF file is compiled for.
+        target: what a GGUF file is compiled for: cpu, rocm or vulkan.
+        arch: the CPU or GPU that a GGUF file is compiled for: native (this machine's) or a name, see `mlc-amd compile --help`.
         ctx: tokens that the KV cache holds, for a GGUF file (default: as many as the model allows, up to 4096).
         threads: CPU threads (default: all cores).
+        device: the GPU, for target vulkan: its number in `mlc-amd doctor` or a part of its name (default: $MLC_AMD_DEVICE, or the best).
         verify: check the weights' checksum too, which reads them all.
     """
     if (text is None) == (ids is None):
         raise UserError("give either --text FILE or --ids FILE.npz")
     given = read_text(text) if text else _read_ids(Path(ids).expanduser())
-    engine = models.load_engine(model, target=target, arch=arch, ctx=ctx, threads=threads, verify=verify)
+    engine = models.load_engine(model, target=target, arch=arch, ctx=ctx, threads=threads, device=device, verify=verify)
     sequence = np.asarray(engine.tokenizer.encode(given) if text else given, dtype=np.int64)
     count = _count(len(sequence), tokens, engine.context)
     sequence = sequence[:count]

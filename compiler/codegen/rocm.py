@@ -1,11 +1,8 @@
 """TensorIR kernels to an AMD code object (HSACO), with TVM's LLVM and no ROCm installation.
 
 In: PrimFuncs with bound threads, and a `GpuArch`. Out: an `HsacoModule`: one code object with all kernels, and for each PrimFunc what to
-launch. TVM's own s_tir lowering is followed up to the split into host and device functions; the host function is only read (for grids,
-scratch buffers and the kernels' arguments), the device functions go to LLVM and the linker.
-
-Differences from TVM's pipeline: StorageRewrite is left out (it makes LDS buffers of different types share memory through global
-addresses), and before each barrier comes the wait for LDS operations that TVM's code generator forgets. Thread-safe.
+launch. `lower.py` makes device functions of them, which go to LLVM and the linker; before each barrier comes the wait for LDS operations
+that TVM's code generator forgets. Thread-safe.
 """
 import functools
 import importlib.util
@@ -18,48 +15,25 @@ import tempfile
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import tvm
-import tvm.s_tir.pipeline  # registers the passes' options
 import tvm_ffi
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.tirx.build import codegen_build
 from tvm.tirx.op import call_llvm_intrin
 
+from mlc_amd.compiler.codegen.lower import Function, lower
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.arch import MAX_THREADS, GpuArch
 
 LINKERS = ("/opt/rocm/llvm/bin/ld.lld", "ld.lld", *(f"ld.lld-{version}" for version in range(22, 14, -1)))
 OLDEST_LINKER = 15      # knows code objects of version 5
-AXES = "xyz"
-LAUNCH_AXES = tuple(f"{kind}.{axis}" for kind in ("blockIdx", "threadIdx") for axis in AXES)
 # LLVM 22 marks code objects as version 6, which differs from 5 only for "generic" targets; ROCm before 6.3 and old linkers refuse it.
 EI_ABIVERSION, CODE_OBJECT_V5 = 8, 3
 NO_NEWS = (b"Unable to detect ROCm version", b"Cannot get maximum number of threads")
 _STDERR = threading.Lock()  # of this process, while it is redirected
 OCML = "__ocml_"        # prefix of the functions of ROCm's device library
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel launch. grid: workgroups, block: threads of one, (x, y, z). args: for each argument of the kernel, in its order, the
-    index of the PrimFunc's parameter whose address it takes; len(parameters) + i stands for scratch buffer i."""
-
-    symbol: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    args: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Function:
-    """What a call of a PrimFunc does: `launches` in order. scratch: bytes of each buffer that its kernels hand to one another."""
-
-    params: tuple[str, ...]
-    scratch: tuple[int, ...]
-    launches: tuple[Launch, ...]
 
 
 @dataclass(frozen=True)
@@ -127,113 +101,6 @@ def rocm_target(arch: GpuArch) -> tvm.target.Target:
         "max_shared_memory_per_block": arch.lds,
     }
     return tvm.target.Target(options, host="llvm")
-
-
-# ---- lowering
-
-
-def _passes():
-    """TVM 0.27's s_tir pipeline (tvm/s_tir/pipeline.py) up to the split, without what its options switch on and without StorageRewrite."""
-    t, x = s_tir.transform, tirx.transform
-    return [
-        t.CanonicalizeLoop(), t.LowerCrossThreadReduction(), t.LowerInitBlock(), t.PlanAndUpdateBufferAllocationLocation(),
-        t.ConvertBlocksToOpaque(), t.LiftThreadBinding(), t.ManifestSharedMemoryLocalStage(), t.CompactBufferAllocation(),
-        t.LowerAutoCopy(), t.UnifyThreadBinding(), t.LowerMatchBuffer(), t.StmtSimplify(), t.InjectPermutedLayout(),
-        t.AnnotateIrregularLoop(), t.InjectSoftwarePipeline(), t.TransformMmaBufferLayout(), t.LowerOpaqueBlock(),
-        x.FlattenBuffer(), x.BF16ComputeLegalize(), x.NarrowDataType(32), t.LoopPartition(), x.VectorizeLoop(True),
-        t.InjectVirtualThread(), t.InjectDoubleBuffer(), t.HoistIfThenElse(), x.UnrollLoop(), t.RenormalizeSplitPattern(),
-        x.StmtSimplify(), x.RemoveNoOp(), t.RewriteUnsafeSelect(), x.CommonSubexprElim(), x.FP8ComputeLegalize(), x.VerifyMemory(),
-        x.AnnotateEntryFunc(), t.ThreadSync("shared"), t.ThreadSync("shared.dyn"), t.ThreadSync("warp"), t.InferFragment(),
-        t.LowerThreadAllreduce(), t.MergeSharedMemoryAllocations(), x.SplitHostDevice(),
-    ]  # fmt: skip
-
-
-def lower(name: str, func: tirx.PrimFunc, arch: GpuArch, target) -> tuple[Function, dict[str, tirx.PrimFunc]]:
-    """What to launch for `func`, and its device functions by symbol, not yet finalized. Errors as for compile_hsaco."""
-    module = tvm.IRModule({name: func.with_attr("global_symbol", name)})
-    module = tvm.transform.Sequential([tirx.transform.BindTarget(target), *_passes()])(module)
-    host, devices = None, {}
-    for gv, f in module.functions.items():
-        if "tirx.kernel_launch_params" in f.attrs:
-            devices[gv.name_hint] = f
-            check_lds(name, f, arch)
-        else:
-            host = f
-    return read_host(name, host), devices
-
-
-def check_lds(name, device, arch):
-    """ValueError if the kernel's LDS buffers exceed what the arch gives a workgroup."""
-    sizes = []
-
-    def visit(node):
-        if isinstance(node, tirx.AllocBuffer) and node.buffer.scope().startswith("shared"):
-            sizes.append(_bytes(node.buffer))
-
-    _walk(device.body, visit)
-    if sum(sizes) > arch.lds:
-        buffers = " + ".join(map(str, sizes))
-        raise ValueError(f"kernel {name} needs {sum(sizes)} bytes of LDS (buffers of {buffers}), {arch.name} gives a workgroup {arch.lds}")
-
-
-def read_host(name, host) -> Function:
-    """The launches, scratch buffers and arguments that a lowered host function amounts to."""
-    place = {param: i for i, param in enumerate(host.params)}
-    scratch, launches, alias = [], [], {}
-
-    def visit(node):
-        if isinstance(node, tirx.AllocBuffer):
-            place[node.buffer] = len(host.params) + len(scratch)
-            scratch.append(_bytes(node.buffer))
-        elif isinstance(node, tirx.DeclBuffer):
-            alias[node.buffer] = _buffer(node.data)
-        elif isinstance(node, tvm.ir.Call) and getattr(node.op, "name", "") == "tirx.call_ffi_kernel":
-            launches.append(_launch(name, node, place, alias))
-
-    _walk(host.body, visit)
-    if not launches:
-        raise ValueError(f"kernel {name} has no threads: bind its loops to blockIdx and threadIdx")
-    return Function(tuple(param.name for param in host.params), tuple(scratch), tuple(launches))
-
-
-def _launch(name, call, place, alias) -> Launch:
-    tags = [str(tag) for tag in call.attrs.launch_params]
-    if unknown := set(tags) - set(LAUNCH_AXES):
-        raise ValueError(f"kernel {name}: launch parameters {sorted(unknown)} are not supported (only shared memory of static size is)")
-    symbol, *rest = call.args
-    values, extents = rest[: len(rest) - len(tags)], dict(zip(tags, rest[len(rest) - len(tags) :], strict=True))
-    if dynamic := [tag for tag, extent in extents.items() if not isinstance(extent, tirx.IntImm)]:
-        raise ValueError(f"kernel {name}: the extents of {dynamic} are not known at compile time")
-    grid, block = (tuple(int(extents.get(f"{kind}.{axis}", 1)) for axis in AXES) for kind in ("blockIdx", "threadIdx"))
-    if prod(block) > MAX_THREADS:
-        raise ValueError(f"kernel {name} has workgroups of {prod(block)} threads; at most {MAX_THREADS} are possible")
-    args = []
-    for value in values:
-        buffer = _buffer(value)
-        while buffer in alias and buffer not in place:
-            buffer = alias[buffer]
-        if buffer not in place:
-            raise ValueError(f"kernel {name}: argument {value} is not a buffer; pass scalars in a buffer")
-        args.append(place[buffer])
-    return Launch(str(symbol.value), grid, block, tuple(args))
-
-
-def _walk(body, visit):
-    tvm_ffi.structural_walk(body, (tvm_ffi.Object, visit), order="pre")
-
-
-def _bytes(buffer) -> int:
-    dtype = tvm_ffi.dtype(str(buffer.dtype))
-    return prod(int(extent) for extent in buffer.shape) * ((dtype.bits * dtype.lanes + 7) // 8)
-
-
-def _buffer(expr):
-    """The buffer (a variable) whose address `expr` is; None for anything else."""
-    if isinstance(expr, tvm.ir.Call) and getattr(expr.op, "name", "").endswith("buffer_data"):
-        return expr.args[0]
-    if isinstance(expr, tvm.ir.Var) and isinstance(expr.ty, (tvm.ir.PointerType, tirx.BufferType)):
-        return expr
-    return None
 
 
 # ---- finalization: the wait before barriers

@@ -1,20 +1,29 @@
-"""Devices: what runs a plan. All of them do the same five things, so the engine knows none of them by name.
+"""Devices: what runs a plan. All of them do the same things, so the engine knows none of them by name.
 
     Device(artifact, threads) -> checks that this machine can run the artifact, maps or uploads weights, allocates cache and arena
     .write(name, values)        fills the first part of an io buffer ("state", "tokens")
     .run(function)              runs one function of the plan and waits
     .read(name, rows)           the first rows of an io buffer as a numpy array, valid until the next run
     .clear()                    zeros the KV cache
+    .time(function)             where a device can: runs a function; (kernel, seconds, gap before it in seconds) of each launch
+    .waited                     seconds that all runs spent waiting for the device
 """
 
 from mlc_amd.runtime.errors import UserError
 
+KINDS = ("cpu", "rocm", "vulkan")
+
 
 def open_device(artifact, name: str | None = None, threads: int | None = None):
-    """The device for an artifact's target. `name`: only the target's own kind is possible today. UserError if it cannot run here."""
+    """The device for an artifact's target. UserError if it cannot run here.
+
+    name: the target's own kind; or, for target vulkan, which GPU: its number as `mlc-amd doctor` lists it, or a part of its name.
+    """
     kind = artifact.manifest["target"]["kind"]
-    if name not in (None, kind):
-        raise UserError(f"this model was compiled for target '{kind}', not '{name}'; compile it with --target {name}")
+    which = None if name == kind else name
+    if which is not None and (which in KINDS or kind != "vulkan"):
+        other = which if which in KINDS else "vulkan to choose a GPU"
+        raise UserError(f"this model was compiled for target '{kind}', not '{which}'; compile it with --target {other}")
     if kind == "cpu":
         from mlc_amd.runtime.devices.cpu import CpuDevice  # loads TVM's runtime library
 
@@ -23,4 +32,8 @@ def open_device(artifact, name: str | None = None, threads: int | None = None):
         from mlc_amd.runtime.devices.hip import HipDevice
 
         return HipDevice(artifact, threads)
+    if kind == "vulkan":
+        from mlc_amd.runtime.devices.vulkan.device import VulkanDevice
+
+        return VulkanDevice(artifact, threads, which)
     raise UserError(f"this version has no device for target '{kind}'; compile the model with --target cpu")

@@ -8,6 +8,7 @@ import ctypes
 import importlib.util
 import mmap
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,7 @@ class CpuDevice:
         self.io = {name: _zeros(entry["shape"], entry["dtype"]) for name, entry in artifact.manifest["io"].items()}
         self._allocate(artifact.kv_bytes + artifact.manifest["arena_bytes"])
         self._launches = {name: self._bind(function) for name, function in artifact.manifest["functions"].items()}
+        self.waited = 0.0
 
     def _start_threads(self) -> None:
         os.environ["TVM_NUM_THREADS"] = str(self.threads)  # read when the pool starts; TVM's own default is too low on small machines
@@ -114,8 +116,20 @@ class CpuDevice:
         self.io[name][: len(values)] = values
 
     def run(self, function: str) -> None:
+        start = time.perf_counter()
         for kernel, tensors in self._launches[function]:
             kernel(*tensors)
+        self.waited += time.perf_counter() - start
+
+    def time(self, function: str) -> list[tuple[str, float, float]]:
+        times, last, plan = [], None, self.artifact.manifest["functions"][function]["launches"]
+        for step, (kernel, tensors) in zip(plan, self._launches[function], strict=True):
+            start = time.perf_counter()
+            kernel(*tensors)
+            end = time.perf_counter()
+            times.append((step["kernel"], end - start, start - last if last else 0.0))
+            last = end
+        return times
 
     def read(self, name: str, rows: int) -> np.ndarray:
         return self.io[name][:rows]

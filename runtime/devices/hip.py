@@ -16,6 +16,7 @@ both ways and compared bit by bit; if they differ, launches go out one by one, w
 import ctypes
 import logging
 import os
+import time
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -134,6 +135,7 @@ class HipDevice:
         self._upload()
         self._launches = {name: self._bind(function) for name, function in self.manifest["functions"].items()}
         self._graphs = {}
+        self.waited = 0.0
         if os.environ.get(GRAPH_VARIABLE) != "0":
             self._make_graphs()
         self.clear()
@@ -199,7 +201,7 @@ class HipDevice:
     def _allocate(self) -> None:
         """One block each for weights, KV cache, arena, scratch and io, and pinned host memory for io."""
         manifest = self.manifest
-        self._weight_bytes = max((e["data_offsets"][1] for e in self.artifact.weights.header.values()), default=0)
+        self._weights_at, self._weight_bytes = self.artifact.weights.places, self.artifact.weights.total
         # Kernels run one after the other, so the scratch buffers of all begin at the same place.
         scratch = {name: _places(dict(enumerate(kernel["scratch"]))) for name, kernel in self._kernels.items()}
         self._scratch_at = {name: list(offsets.values()) for name, (offsets, _) in scratch.items()}
@@ -260,27 +262,25 @@ class HipDevice:
 
     def _upload(self) -> None:
         """Weights to the GPU in chunks: while one travels from pinned memory, the next is read from the file."""
-        weights = self.artifact.weights
-        source = np.frombuffer(weights.map, np.uint8, self._weight_bytes, weights.start).ctypes.data
         target, host = self._blocks["weights"]
-        chunks = [(at, min(CHUNK, self._weight_bytes - at)) for at in range(0, self._weight_bytes, CHUNK)]
+        chunks = self.artifact.weights.chunks(CHUNK)
         if host is not None:
-            for at, nbytes in chunks:
-                ctypes.memmove(host + at, source + at, nbytes)
+            for at, piece in chunks:
+                ctypes.memmove(host + at, piece.ctypes.data, piece.nbytes)
             return
         hip = self.hip
         with ExitStack() as held:
             slots = []
-            for _ in chunks[:2]:
+            for _ in range(2):
                 staging, event = hip("hipHostMalloc", CHUNK, 0), hip("hipEventCreateWithFlags", hip.names.hipEventDisableTiming)
                 held.callback(hip, "hipHostFree", staging)
                 held.callback(hip, "hipEventDestroy", event)
                 slots.append((int(staging), event))
-            for i, (at, nbytes) in enumerate(chunks):
+            for i, (at, piece) in enumerate(chunks):
                 staging, event = slots[i % 2]
                 hip("hipEventSynchronize", event)  # returns at once when nothing was recorded yet
-                ctypes.memmove(staging, source + at, nbytes)
-                hip("hipMemcpyAsync", target + at, staging, nbytes, hip.names.hipMemcpyKind.hipMemcpyHostToDevice, self.stream)
+                ctypes.memmove(staging, piece.ctypes.data, piece.nbytes)
+                hip("hipMemcpyAsync", target + at, staging, piece.nbytes, hip.names.hipMemcpyKind.hipMemcpyHostToDevice, self.stream)
                 hip("hipEventRecord", event, self.stream)
             hip("hipStreamSynchronize", self.stream)
 
@@ -301,7 +301,7 @@ class HipDevice:
         """Where an argument of the plan lies in the GPU's memory; dist/README.md lists the kinds."""
         kind, where = arg[0], arg[1]
         if kind == "weight":
-            return self._blocks["weights"][0] + self.artifact.weights.header[where]["data_offsets"][0]
+            return self._blocks["weights"][0] + self._weights_at[where][0]
         return self._blocks[kind][0] + (where if kind == "arena" else {"kv": self._kv_at, "io": self._io_at}[kind][where])
 
     def _enqueue(self, function: str) -> None:
@@ -362,12 +362,17 @@ class HipDevice:
             self.hip("hipGraphLaunch", graphs[function], self.stream)
         else:
             self._enqueue(function)
+        self._wait()
+
+    def _wait(self) -> None:
+        start = time.perf_counter()
         self.hip("hipStreamSynchronize", self.stream)
+        self.waited += time.perf_counter() - start
 
     def read(self, name: str, rows: int) -> np.ndarray:
         array, to_host = self._host[name][:rows], self.hip.names.hipMemcpyKind.hipMemcpyDeviceToHost
         self.hip("hipMemcpyAsync", array.ctypes.data, self._blocks["io"][0] + self._io_at[name], array.nbytes, to_host, self.stream)
-        self.hip("hipStreamSynchronize", self.stream)
+        self._wait()
         return array
 
     def clear(self) -> None:

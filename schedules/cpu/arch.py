@@ -48,7 +48,7 @@ def _arch(name: str, mcpu: str) -> Arch:
 def resolve(name: str = "native") -> Arch:
     """The architecture of that name. UserError for a name that LLVM does not know."""
     triple = codegen.llvm_get_system_triple()
-    if name == "native":
+    if name in ("native", "auto"):
         cpu, host = codegen.llvm_get_system_cpu(), cpu_flags()
         # A hypervisor may hide features of the CPU that LLVM recognizes: then the best level that the flags allow.
         if not host:

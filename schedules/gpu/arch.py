@@ -49,6 +49,12 @@ class GpuArch:
     unified: bool = False
     lds: int = 64 * KIB
 
+    api = "rocm"            # which code the kernels become; `profiles.Profile` has another
+    threads = MAX_THREADS   # most threads of a workgroup that kernels use
+    float16 = True          # arithmetic
+    subgroups = True        # lanes exchange values by shuffles
+    amd = True              # scalar registers exist
+
     @property
     def wave(self) -> int:
         return FAMILIES[self.family][0]

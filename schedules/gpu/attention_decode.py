@@ -20,13 +20,17 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention_rows import LOWEST, P_SHIFT, STEP, Rows, at, group_of, join_waves, put
-from mlc_amd.schedules.gpu.device import dot2, exp2, launch, rcp, uniform, wave_max, wave_sum
+from mlc_amd.schedules.gpu.attention_rows import LOWEST, P_SHIFT, STEP, at, group_of, put
+from mlc_amd.schedules.gpu.attention_rows_vulkan import query_dtype, rows_of, waves_of
+from mlc_amd.schedules.gpu.device import COHERENT, Outbox, dot2, exp2, fma, launch, memory_barrier, rcp, uniform, wave_max, wave_sum
+from mlc_amd.schedules.gpu.load import lane_of
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, emit_store, vector
 from mlc_amd.schedules.gpu.rope_kv_write import Rope, cache_shapes, query_scale, rope_args, rotated, store_key, store_valid, store_value
 
-THREADS = 128                   # of a workgroup
-FILL = 2                        # workgroups per compute unit that a long context is split into
+# family: (most threads of a workgroup, workgroups per compute unit that a long context is split into); others DEFAULT_PLAN
+PLANS = {"nvidia": (256, 2)}
+DEFAULT_PLAN = (128, 2)
+MOST = 32                       # splits
 LINE = 32                       # float32 of a cache line
 BATCH = 8                       # splits whose results are loaded at once
 
@@ -37,6 +41,7 @@ class Splits(NamedTuple):
 
     count: int
     waves: int
+    threads: int
     group: int
     d: int
 
@@ -51,9 +56,10 @@ class Splits(NamedTuple):
 
 def splits_of(heads, kv_heads, d, ctx, arch) -> Splits:
     """The splits of a shape: no more than the context has work for, than fill the GPU, than a wave has lanes to join them."""
-    waves = THREADS // arch.wave
-    count = min(-(-ctx // (STEP * waves)), -(-FILL * arch.units // kv_heads), 32)
-    return Splits(count, waves, group_of(heads, kv_heads), d)
+    group, (threads, fill) = group_of(heads, kv_heads), PLANS.get(arch.family, DEFAULT_PLAN)
+    waves = waves_of(arch, group, d, threads)
+    count = min(-(-ctx // (STEP * waves)), -(-fill * arch.units // kv_heads), MOST, arch.wave)
+    return Splits(count, waves, waves * arch.wave, group, d)
 
 
 def scratch_shapes(heads, kv_heads, d, ctx, arch) -> dict:
@@ -74,7 +80,7 @@ def attention_decode(heads, kv_heads, d, ctx, act_out, arch, name, rope: Rope | 
     group = splits.group
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
-        T.func_attr({"tirx.noalias": True, "global_symbol": name})
+        T.func_attr({"tirx.noalias": True, "global_symbol": name, COHERENT: ["Parts", "Arrived"]})
         state = T.arg("state", T.buffer((4,), "int32"))
         if rope:
             Q, K, V, QN, KN, CS = rope_args(heads, kv_heads, d, ctx, 1, rope)
@@ -84,17 +90,17 @@ def attention_decode(heads, kv_heads, d, ctx, act_out, arch, name, rope: Rope | 
         Parts, Arrived = (T.arg(n, T.buffer(*s)) for n, s in scratch_shapes(heads, kv_heads, d, ctx, arch).items())
         out = act_args(1, heads * d, act_out)
         with launch((kv_heads, splits.count), (arch.wave, splits.waves)) as (kv, split, lane, thread_wave):
-            wave = uniform(thread_wave)
+            wave = uniform(arch, thread_wave)
             position = T.Bind(T.max(T.min(state[0], T.int32(ctx - 1)), T.int32(0)))
             end = position if rope else T.Bind(position + 1)
             steps = T.Bind((end + STEP - 1) // STEP)
             active = splits.active(steps)
             with T.serial(T.cast(split < active, "int32")):
-                queries = T.alloc_buffer((group, d), "float16", scope="shared")
-                rows = Rows(arch, group, d, lane)
+                queries = T.alloc_buffer((group, d), query_dtype(arch), scope="shared")
+                rows = rows_of(arch, group, d, lane, wave, splits.waves)
                 rows.start()
                 if rope:
-                    own_key = T.alloc_buffer((d,), "float16", scope="shared")
+                    own_key = T.alloc_buffer((d,), query_dtype(arch), scope="shared")
                     _rotate(arch, splits, (Q, K, QN, KN, CS), rope, (queries, own_key), kv, position, wave, lane)
                     first = T.Bind((wave == 0) & (split == 0))
                     with T.If(first), T.Then():
@@ -109,10 +115,10 @@ def attention_decode(heads, kv_heads, d, ctx, act_out, arch, name, rope: Rope | 
                     with T.If(first & (state[0] == position)), T.Then():
                         store_key(Kc, kv, position, rotated(arch, K, 0, kv * d, CS, position, KN, lane, d, rope))
                         store_value(arch, Vc, kv, position, V, 0, lane, d)
-                quad = join_waves(rows, wave, splits.waves)
+                quad = rows.join_waves(wave, splits.waves)
                 tid = T.Bind(wave * arch.wave + lane)
-                _store_parts(splits, Parts, quad, kv, split, tid)
-                old = _arrive(Arrived, kv, tid)
+                _store_parts(splits, Parts, quad, kv, split, tid, arch)
+                old = _arrive(Arrived, kv, tid, arch)
                 with T.serial(T.cast(old == active - 1, "int32")):
                     # 0, and not known before `old` is
                     later = T.Bind(T.shift_right(old, T.int32(16)))
@@ -130,19 +136,25 @@ def _rotate(arch, splits, sources, rope, buffers, kv, position, wave, lane):
         row = T.Bind(first + wave)
         with T.If(row < group), T.Then():
             for valid, values in rotated(arch, Q, 0, (kv * group + row) * d, CS, position, QN, lane, d, rope):
-                store_valid(valid, queries, [((row, e), T.cast(y * T.float32(query_scale(d)), "float16")) for e, y in values])
+                store_valid(valid, queries, [((row, e), _kept(y * T.float32(query_scale(d)), queries)) for e, y in values])
     with T.If(wave == splits.waves - 1), T.Then():
         for valid, values in rotated(arch, K, 0, kv * d, CS, position, KN, lane, d, rope):
-            store_valid(valid, own_key, [((e,), T.cast(y, "float16")) for e, y in values])
+            store_valid(valid, own_key, [((e,), _kept(y, own_key)) for e, y in values])
+
+
+def _kept(x, buffer):
+    """The float32 x as float16, in the type of the buffer."""
+    half = T.cast(x, "float16")
+    return half if str(buffer.dtype) == "float16" else T.cast(half, "float32")
 
 
 def _load_queries(splits, Qo, queries, kv, tid):
     """Copies the group's rotated queries into LDS."""
     elements = splits.group * splits.d
-    for first in range(0, elements, THREADS):
+    for first in range(0, elements, splits.threads):
         e = T.Bind(first + tid)
-        store_valid(None if first + THREADS <= elements else e < elements, queries,
-                    [((e // splits.d, e % splits.d), Qo[0, kv * splits.group + e // splits.d, e % splits.d])])
+        store_valid(None if first + splits.threads <= elements else e < elements, queries,
+                    [((e // splits.d, e % splits.d), T.cast(Qo[0, kv * splits.group + e // splits.d, e % splits.d], queries.dtype))])
 
 
 def _start_with_own(rows, queries, own_key, V, kv):
@@ -152,8 +164,7 @@ def _start_with_own(rows, queries, own_key, V, kv):
         score = T.float32(0)
         for first in range(0, d // 2, arch.wave):
             pair = T.Bind(T.min(first + rows.lane, T.int32(d // 2 - 1)))
-            words = [T.reinterpret("uint32", x) for x in (queries[r, at(pair * 2, 2)], own_key[at(pair * 2, 2)])]
-            product = dot2(arch, *words, T.float32(0))
+            product = _product(arch, queries[r, at(pair * 2, 2)], own_key[at(pair * 2, 2)])
             score = score + T.Select(first + rows.lane < d // 2, product, T.float32(0))
         put(rows.top, wave_sum(arch, T.Bind(score)), r)
         put(rows.total, T.Select(rows.lane == 0, T.float32(2**P_SHIFT), T.float32(0)), r)
@@ -163,41 +174,46 @@ def _start_with_own(rows, queries, own_key, V, kv):
             put(rows.out, value, r * rows.columns + x)
 
 
+def _product(arch, x, y):
+    """x . y of two pairs of float16 or of float32."""
+    if str(x.ty) == "float16x2":
+        return dot2(arch, *(T.reinterpret("uint32", pair) for pair in (x, y)), T.float32(0))
+    x, y = ([lane_of(pair, i) for i in range(2)] for pair in (T.Bind(x), T.Bind(y)))
+    return fma(x[1], y[1], x[0] * y[0])
+
+
 def _quads(splits, tid):
     """Yields (valid, row, column) of the groups of four columns that a thread has; valid is None where all threads have one."""
     count = splits.group * splits.d // WIDTH
-    for first in range(0, count, THREADS):
-        valid = None if first + THREADS <= count else first + tid < count
+    for first in range(0, count, splits.threads):
+        valid = None if first + splits.threads <= count else first + tid < count
         place = T.Bind((first + tid if valid is None else T.min(first + tid, T.int32(count - 1))) * WIDTH)
         yield valid, T.Bind(place // splits.d), T.Bind(place % splits.d)
 
 
-def _store_parts(splits, Parts, quad, kv, split, tid):
+def _store_parts(splits, Parts, quad, kv, split, tid, arch):
     """Stores the workgroup's results, each store complete in device memory before the thread goes on."""
-    stage, tails = (T.alloc_buffer((THREADS, WIDTH), "float32", scope="shared") for _ in range(2))
-
-    def publish(buffer, place):
-        # A volatile store, which TVM has no other name for.
-        target, source = T.address_of(Parts[kv, split, place]), T.address_of(buffer[tid, 0])
-        T.evaluate(T.call_llvm_intrin("void", "llvm.memcpy", target, source, T.int32(WIDTH * 4), T.bool(True)))
-
+    values, tails = (Outbox(arch, tid, splits.threads, WIDTH) for _ in range(2))
     for valid, row, column in _quads(splits, tid):
-        top, total, values = quad(row, column)
-        put(stage, vector(values), tid, at(0, WIDTH))
-        put(tails, vector([top, total, T.float32(0), T.float32(0)]), tid, at(0, WIDTH))
+        top, total, out = quad(row, column)
+        values.hold(vector(out))
+        tails.hold(vector([top, total, T.float32(0), T.float32(0)]))
         with nullcontext() if valid is None else T.If(valid), nullcontext() if valid is None else T.Then():
-            publish(stage, row * splits.d + column)
+            values.send(Parts, kv, split, row * splits.d + column)
             with T.If(column == 0), T.Then():
-                publish(tails, splits.group * splits.d + row * WIDTH)
+                tails.send(Parts, kv, split, splits.group * splits.d + row * WIDTH)
+    memory_barrier(arch)
 
 
-def _arrive(Arrived, kv, tid):
+def _arrive(Arrived, kv, tid, arch):
     """How many splits of this KV head arrived before, in a scalar register."""
     arrived = T.alloc_buffer((1,), "int32", scope="shared")
     T.evaluate(T.tvm_storage_sync("shared"))
     with T.If(tid == 0), T.Then():
         put(arrived, T.call_intrin("int32", "tirx.atomic_add", T.address_of(Arrived[kv]), T.int32(1)), 0)
-    return uniform(arrived[0])
+    old = uniform(arch, arrived[0])
+    memory_barrier(arch)
+    return old
 
 
 def _join_splits(arch, splits, act_out, out, Parts, kv, active, later, wave, lane):

@@ -185,7 +185,7 @@ def attention_prefill(heads, kv_heads, d, ctx, m, act_out, arch, name) -> tirx.P
         with launch((kv_heads, tiles), (arch.wave, waves)) as (kv, tile, tx, thread_wave):
             position = T.Bind(T.max(T.min(state[0], T.int32(ctx - 1)), T.int32(0)))
             tokens = T.Bind(T.min(T.min(state[1], T.int32(m)), ctx - position))
-            first_row = T.Bind(((tiles - 1 - tile) * waves + uniform(thread_wave)) * ROWS)         # the longest first
+            first_row = T.Bind(((tiles - 1 - tile) * waves + uniform(arch, thread_wave)) * ROWS)         # the longest first
             first_token = T.Bind(first_row // group)
             with T.If(first_token < tokens), T.Then():
                 wave = Wave(arch, d, kv, group, tx, first_row, T.Bind(tokens - 1))

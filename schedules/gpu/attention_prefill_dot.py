@@ -1,4 +1,4 @@
-"""Causal attention of a chunk of tokens on GPUs without matrix units (gfx10, gfx906): packed float16 products, with online softmax.
+"""Causal attention of a chunk of tokens on GPUs without matrix units (gfx10, gfx906, Vulkan): products per lane, with online softmax.
 
 In: the rotated queries and the caches of `rope_kv_write.py`, which already hold the chunk's own keys and values. Out: the heads' outputs
 in an activation layout of `quantize.py`, of the live tokens.
@@ -10,12 +10,13 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention_rows import STEP, Rows, at, group_of, hold, join_waves, put
+from mlc_amd.schedules.gpu.attention_rows import STEP, at, group_of, hold, put
+from mlc_amd.schedules.gpu.attention_rows_vulkan import query_dtype, rows_of, waves_of
 from mlc_amd.schedules.gpu.device import launch, rcp, uniform
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, emit_store
 from mlc_amd.schedules.gpu.rope_kv_write import UNIT, cache_shapes
 
-THREADS = 128                   # of a workgroup
+THREADS = 128                   # of a workgroup, at most
 ROWS = 8                        # of a workgroup: more share K and V, and need more registers
 
 
@@ -26,7 +27,8 @@ def attention_prefill_dot(heads, kv_heads, d, ctx, m, act_out, arch, name) -> ti
     `group_of` refuses.
     """
     group, (kshape, vshape) = group_of(heads, kv_heads), cache_shapes(kv_heads, ctx, d)
-    waves, tiles = THREADS // arch.wave, -(-m * group // ROWS)
+    waves, tiles = waves_of(arch, ROWS, d, THREADS), -(-m * group // ROWS)
+    threads = waves * arch.wave
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
@@ -35,7 +37,7 @@ def attention_prefill_dot(heads, kv_heads, d, ctx, m, act_out, arch, name) -> ti
         Kc, Vc = T.arg("Kc", T.buffer(kshape, "float16")), T.arg("Vc", T.buffer(vshape, "float16"))
         out = act_args(m, heads * d, act_out)
         with launch((kv_heads, tiles), (arch.wave, waves)) as (kv, tile, lane, thread_wave):
-            wave = uniform(thread_wave)
+            wave = uniform(arch, thread_wave)
             tid = T.Bind(wave * arch.wave + lane)
             position = T.Bind(T.max(T.min(state[0], T.int32(ctx - 1)), T.int32(0)))
             tokens = T.Bind(T.min(T.min(state[1], T.int32(m)), ctx - position))
@@ -47,16 +49,16 @@ def attention_prefill_dot(heads, kv_heads, d, ctx, m, act_out, arch, name) -> ti
 
             # a loop of 0 or 1 steps: TVM refuses barriers in an `if`
             with T.serial(T.cast(first_row // group < tokens, "int32")):
-                queries = T.alloc_buffer((ROWS, d), "float16", scope="shared")
-                _load_queries(Q, queries, token, kv, group, first_row, d, tid)
-                rows = Rows(arch, ROWS, d, lane)
+                queries = T.alloc_buffer((ROWS, d), query_dtype(arch), scope="shared")
+                _load_queries(Q, queries, token, kv, group, first_row, d, tid, threads)
+                rows = rows_of(arch, ROWS, d, lane, wave, waves)
                 rows.start()
                 ends = [T.Bind(position + token(r) + 1) for r in range(ROWS)]
                 steps = T.Bind((ends[-1] + STEP - 1) // STEP)
                 with T.serial(T.max((steps - wave + waves - 1) // waves, T.int32(0))) as i:
                     rows.step(Kc, Vc, kv, T.Bind((wave + i * waves) * STEP), queries, lambda r: ends[r], T.Bind(state[3] & i))
-                quad = join_waves(rows, wave, waves)
-                for first in range(0, ROWS * d // WIDTH, THREADS):
+                quad = rows.join_waves(wave, waves)
+                for first in range(0, ROWS * d // WIDTH, threads):
                     place = T.Bind(T.min(first + tid, T.int32(ROWS * d // WIDTH - 1)) * WIDTH)
                     r, column = T.Bind(place // d), T.Bind(place % d)
                     _, total, values = quad(r, column)
@@ -68,10 +70,11 @@ def attention_prefill_dot(heads, kv_heads, d, ctx, m, act_out, arch, name) -> ti
     return ir.get()
 
 
-def _load_queries(Q, queries, token, kv, group, first_row, d, tid):
+def _load_queries(Q, queries, token, kv, group, first_row, d, tid, threads):
     """Copies the tile's queries into LDS, 16 bytes at a time."""
     units = ROWS * d // UNIT
-    for first in range(0, units, THREADS):
+    for first in range(0, units, threads):
         place = T.Bind(T.min(first + tid, T.int32(units - 1)))                  # surplus threads repeat the last one
         r, unit = T.Bind(place // (d // UNIT)), T.Bind(place % (d // UNIT))
-        put(queries, Q[token(r), kv * group + (first_row + r) % group, at(unit * UNIT, UNIT)], r, at(unit * UNIT, UNIT))
+        loaded = Q[token(r), kv * group + (first_row + r) % group, at(unit * UNIT, UNIT)]
+        put(queries, loaded if str(queries.dtype) == "float16" else T.cast(loaded, f"{queries.dtype}x{UNIT}"), r, at(unit * UNIT, UNIT))

@@ -1,5 +1,7 @@
 """What the GPU attention kernels without matrix instructions are made of: rows of queries whose softmax a wave keeps in registers.
 
+`Rows` is for AMD's own API; `attention_rows_vulkan.py` has the same for Vulkan.
+
 A row is one query of one head; scores are powers of two (log2(e) is in the query already). A wave goes through its keys in steps of 64.
 While it scores them a lane is a key (two keys in a wave of 32), so a dot product stays in its lane; for the outputs a lane is a column and
 the weights come from other lanes as scalars. Per row a wave keeps
@@ -7,14 +9,14 @@ the weights come from other lanes as scalars. Per row a wave keeps
     total   the sum of weights, still spread over the lanes
     out     the weighted sum of values, float32, column x*wave + lane at x
 Weights are 2**(score - top + 15), rounded to float16 for the packed products: normal numbers down to 2**-29 of the largest weight.
-`join_waves` adds up what the waves of a workgroup have.
+`Rows.join_waves` adds up what the waves of a workgroup have.
 """
 from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.device import dot2, exp2, maximum, shuffle_xor, wave_max, wave_sum
+from mlc_amd.schedules.gpu.device import dot2, exp2, maximum, read_lane, schedule_fence, shuffle_xor, wave_max, wave_sum
 from mlc_amd.schedules.gpu.quantize import WIDTH
 from mlc_amd.schedules.gpu.rope_kv_write import KEYS, UNIT
 
@@ -58,13 +60,29 @@ def hold(x):
     return cell[0]
 
 
-def _fence(mask):
-    T.evaluate(T.call_llvm_intrin("void", "llvm.amdgcn.sched.barrier", T.int32(mask)))
+class Joined(NamedTuple):
+    """Four neighbouring columns of a row, from all waves: weights are relative to `top`; out / total is attention's output."""
+
+    top: object
+    total: object
+    out: list
 
 
-def _lane(word, lane):
-    """The word of lane number `lane` (an int) as a scalar."""
-    return T.call_llvm_intrin("int32", "llvm.amdgcn.readlane", word, T.int32(lane))
+def join(tops, totals, waves, out):
+    """quad(r, column) -> Joined, for any thread behind a barrier; column % 4 == 0. tops, totals: [rows, waves] in LDS; out(wave, r, column)
+    is what a wave has of one column."""
+    def quad(r, column):
+        top = T.float32(LOWEST)
+        for w in range(waves):
+            top = maximum(top, tops[r, w])
+        total, sums = T.float32(0), [T.float32(0)] * WIDTH
+        for w in range(waves):
+            scale = exp2(tops[r, w] - top)
+            total = total + totals[r, w] * scale
+            sums = [hold(y + out(w, r, column + i) * scale) for i, y in enumerate(sums)]
+        return Joined(top, hold(total), sums)
+
+    return quad
 
 
 class Rows:
@@ -101,7 +119,7 @@ class Rows:
         keys = [T.Bind(key0 + j * self.arch.wave + self.lane) for j in range(self.keys)]
         self._score(Kc, kv, keys, queries, zero)
         self._load_values(Vc, kv, key0, 0)
-        _fence(LOADS)
+        schedule_fence(LOADS)
         words = [self._weigh(r, [key < end(r) for key in keys]) for r in range(self.count)]
         for first in range(0, STEP // UNIT, self.batch):
             if first:
@@ -116,7 +134,7 @@ class Rows:
                 for j, key in enumerate(keys):
                     unit = Kc[kv, T.shift_right(key, T.int32(5)), first + c, key & (KEYS - 1), at(0, UNIT)]
                     put(self.key, T.reinterpret("uint32x4", unit), at((c * self.keys + j) * WORDS, WORDS))
-            _fence(LOADS)
+            schedule_fence(LOADS)
             for c in range(self.key_batch):
                 for r in range(self.count):
                     query = local(WORDS, "uint32")
@@ -167,46 +185,25 @@ class Rows:
         for i in range(self.batch):
             j, lane = divmod((first + i) * UNIT, self.arch.wave)
             for r in range(self.count):
-                weights = [hold(_lane(words[r][j], lane + 2 * w)) for w in range(WORDS)]
+                weights = [hold(read_lane(words[r][j], lane + 2 * w)) for w in range(WORDS)]
                 for x in range(self.columns):
                     self._dot_unit(self.out, r * self.columns + x, self.value, (i * self.columns + x) * WORDS, weights)
-            _fence(SCALARS)
+            schedule_fence(SCALARS)
 
-
-class Joined(NamedTuple):
-    """Four neighbouring columns of a row, from all waves: weights are relative to `top`; out / total is attention's output."""
-
-    top: object
-    total: object
-    out: list
-
-
-def join_waves(rows, wave, waves):
-    """Puts the waves' results into LDS. Returns quad(r, column) -> Joined, to be called behind this by any thread; column % 4 == 0."""
-    tops, totals = (T.alloc_buffer((rows.count, waves), "float32", scope="shared") for _ in range(2))
-    outs = T.alloc_buffer((waves, rows.count, rows.d), "float32", scope="shared")
-    for r in range(rows.count):
-        total = wave_sum(rows.arch, rows.total[r])
-        with T.If(rows.lane == 0), T.Then():
-            put(tops, rows.top[r], r, wave)
-            put(totals, total, r, wave)
-        for x in range(rows.columns):
-            column = x * rows.arch.wave + rows.lane
-            if (x + 1) * rows.arch.wave <= rows.d:
-                put(outs, rows.out[r * rows.columns + x], wave, r, column)
-            else:
-                with T.If(column < rows.d), T.Then():
-                    put(outs, rows.out[r * rows.columns + x], wave, r, column)
-
-    def quad(r, column):
-        top = T.float32(LOWEST)
-        for w in range(waves):
-            top = maximum(top, tops[r, w])
-        total, out = T.float32(0), [T.float32(0)] * WIDTH
-        for w in range(waves):
-            scale = exp2(tops[r, w] - top)
-            total = total + totals[r, w] * scale
-            out = [hold(y + outs[w, r, column + i] * scale) for i, y in enumerate(out)]
-        return Joined(top, hold(total), out)
-
-    return quad
+    def join_waves(self, wave, waves):
+        """Puts the waves' results into LDS. Returns quad(r, column) of `join`."""
+        tops, totals = (T.alloc_buffer((self.count, waves), "float32", scope="shared") for _ in range(2))
+        outs = T.alloc_buffer((waves, self.count, self.d), "float32", scope="shared")
+        for r in range(self.count):
+            total = wave_sum(self.arch, self.total[r])
+            with T.If(self.lane == 0), T.Then():
+                put(tops, self.top[r], r, wave)
+                put(totals, total, r, wave)
+            for x in range(self.columns):
+                column = x * self.arch.wave + self.lane
+                if (x + 1) * self.arch.wave <= self.d:
+                    put(outs, self.out[r * self.columns + x], wave, r, column)
+                else:
+                    with T.If(column < self.d), T.Then():
+                        put(outs, self.out[r * self.columns + x], wave, r, column)
+        return join(tops, totals, waves, lambda w, r, column: outs[w, r, column])

@@ -2,12 +2,18 @@
 
 Everything here is called while an IRBuilder prim_func is open and emits code there. Functions that return a value return it bound to a
 register (`T.Bind`). Words are 32 bits: int32, uint32 or float32 scalars of a lane. Lanes of a wave are consecutive threadIdx.x, then y, z.
+
+`arch.api` says what is emitted: "rocm" AMD's instructions; "vulkan" calls named "vk.*", which the SPIR-V generator knows. It knows the
+arithmetic of both by LLVM's names.
 """
 from contextlib import ExitStack, contextmanager
 
 from tvm.tirx.script import builder as T
 
 AXES = "xyz"
+BYTE_SELECT = 0x03020100
+COHERENT = "mlc_amd.coherent"   # attribute of a kernel: names of parameters that workgroups of one launch exchange data through
+WAVE_SHARED = "shared.wave"     # of shared memory through which only lanes of one wave meet: TVM adds no barriers of the workgroup there
 
 # Data parallel primitives (DPP): lane permutations that are part of a vector instruction, as dpp_ctrl values of LLVM's AMDGPU backend.
 DPP = {1: 0xB1, 2: 0x4E, 3: 0x1B, 7: 0x141, 8: 0x128, 15: 0x140}     # lane ^ mask: quad_perm, row_half_mirror, row_ror:8, row_mirror
@@ -26,10 +32,26 @@ def launch(grid, block):
         yield tuple(stack.enter_context(T.launch_thread(axis, extent)) for axis, extent in axes)
 
 
+def each(arch, count):
+    """`for i in each(arch, n):` 0, .., n-1: n copies of the body, or on Vulkan a loop that the driver may unroll (small code, in any case
+    for it to read)."""
+    if arch.api == "rocm":
+        yield from range(count)
+        return
+    with T.serial(count) as i:
+        yield i
+
+
 def barrier():
     """Waits until all threads of the workgroup are here and see each other's LDS writes (code generation adds the wait for those).
     Not inside an `if`: TVM refuses that; a uniform condition can be a loop of 0 or 1 steps."""
     T.evaluate(T.tvm_storage_sync("shared"))
+
+
+def wave_barrier():
+    """As `barrier`, among the lanes of a wave only, for shared buffers of the scope WAVE_SHARED. On Vulkan; also where waves of a workgroup
+    go different ways."""
+    T.evaluate(T.call_extern("void", "vk.wave_barrier"))
 
 
 def intrin(dtype, name, *args):
@@ -37,6 +59,11 @@ def intrin(dtype, name, *args):
     back wherever a bound pure call is used, which makes chains of them explode, and move lane exchanges into branches where partner
     lanes are not active."""
     return T.Bind(T.call_llvm_intrin(dtype, name, *args))
+
+
+def _vk(dtype, name, *args):
+    """The value of a call that the SPIR-V generator knows, in a register."""
+    return T.Bind(T.call_extern(dtype, f"vk.{name}", *args))
 
 
 def word(x):
@@ -50,6 +77,8 @@ def word(x):
 def dot4(arch, a, b, c):
     """c + the sum of the four products of the signed bytes of the words a and b; c and the result int32."""
     a, b = word(a), word(b)
+    if arch.dot == "dot4":
+        return T.Bind(_vk("int32", "dot4", a, b) + c)
     if arch.dot == "sudot4":
         return intrin("int32", "llvm.amdgcn.sudot4", T.bool(True), a, T.bool(True), b, c, T.bool(False))
     if arch.dot == "sdot4":
@@ -73,6 +102,12 @@ def dot2(arch, a, b, c):
     for i in range(2):
         c = c + T.cast(T.Shuffle([a], [i]), "float32") * T.cast(T.Shuffle([b], [i]), "float32")
     return T.Bind(c)
+
+
+def halves(x):
+    """The two float16 of a word as float32."""
+    pair = T.Bind(T.reinterpret("float16x2", x))
+    return [T.Bind(T.cast(T.Shuffle([pair], [i]), "float32")) for i in range(2)]
 
 
 def fma(a, b, c):
@@ -110,6 +145,28 @@ def rint(x):
     return intrin("float32", "llvm.rint", x)
 
 
+def lookup16(arch, table, x):
+    """The signed bytes table[code] of a uint32 word of four codes (bytes 0..15); table: 16 ints, of which the low byte counts."""
+    if arch.api == "vulkan":
+        return _select16(table, x)
+    words = [T.uint32(int.from_bytes(bytes(v & 255 for v in table[i:i + 4]), "little")) for i in range(0, 16, 4)]
+    # byte permutes pick from eight bytes at a time; then byte i of `low`, or of `high` where bit 3 is set
+    low3 = T.Bind(x & T.uint32(0x07070707))
+    low, high = (intrin("uint32", "llvm.amdgcn.perm", words[i + 1], words[i], low3) for i in (0, 2))
+    pick = T.shift_right(x & T.uint32(0x08080808), T.uint32(1)) | T.uint32(BYTE_SELECT)
+    return intrin("uint32", "llvm.amdgcn.perm", high, low, pick)
+
+
+def _select16(table, x):
+    """`lookup16` without byte permutes: each bit of the codes halves what may be meant, four bytes at a time."""
+    found = [T.uint32(0x01010101 * (v & 255)) for v in table]
+    for bit in range(4):
+        ones = T.Bind(T.shift_right(x, T.uint32(bit)) & T.uint32(0x01010101))
+        mask = T.Bind(T.shift_left(ones, T.uint32(8)) - ones)       # 255 in each byte whose bit is set
+        found = [T.Bind(a ^ ((a ^ b) & mask)) for a, b in zip(found[::2], found[1::2], strict=True)]
+    return found[0]
+
+
 # ---- lanes of a wave
 
 
@@ -120,19 +177,35 @@ def _across(x, call):
     return bits if dtype == "int32" else T.Bind(T.reinterpret(dtype, bits))
 
 
+def _vk_across(x, name, *args):
+    """The same for a call that the SPIR-V generator knows, on the word x itself."""
+    return _vk(str(x.ty), name, x, *args)
+
+
 def lane_id(arch):
     """This lane's number in its wave, int32."""
+    if arch.api == "vulkan":
+        return _vk("int32", "lane")
     low = intrin("int32", "llvm.amdgcn.mbcnt.lo", T.int32(-1), T.int32(0))
     return low if arch.wave == 32 else intrin("int32", "llvm.amdgcn.mbcnt.hi", T.int32(-1), low)
 
 
-def uniform(x):
+def uniform(arch, x):
     """The first active lane's value of a word in all lanes, in a scalar register: for values that are the same in all lanes anyway."""
+    if arch.api == "vulkan":
+        return _vk_across(x, "broadcast_first") if arch.amd else T.Bind(x)
     return _across(x, lambda bits: ("llvm.amdgcn.readfirstlane", bits))
 
 
-def shuffle(x, lane):
+def read_lane(x, lane):
+    """The int32 word x of lane number `lane` (an int) as a scalar. On AMD's own API."""
+    return T.call_llvm_intrin("int32", "llvm.amdgcn.readlane", x, T.int32(lane))
+
+
+def shuffle(arch, x, lane):
     """The word x of lane number `lane` of the wave (int32, may differ per lane). Through the LDS unit."""
+    if arch.api == "vulkan":
+        return _vk_across(x, "shuffle", lane)
     return _across(x, lambda bits: ("llvm.amdgcn.ds.bpermute", lane * T.int32(4), bits))
 
 
@@ -140,13 +213,15 @@ def shuffle_xor(arch, x, mask):
     """The word x of the lane whose number differs by `mask` (an int, 1..wave-1). Without the LDS unit: masks in DPP, on RDNA also 16."""
     if not 0 < mask < arch.wave:
         raise ValueError(f"no lane of a wave of {arch.wave} has a partner at distance {mask}")
+    if arch.api == "vulkan":
+        return _vk_across(x, "shuffle_xor", T.int32(mask))
     if mask in DPP:
         control, all_rows, all_banks = T.int32(DPP[mask]), T.int32(0xF), T.int32(0xF)
         return _across(x, lambda bits: ("llvm.amdgcn.update.dpp", T.int32(0), bits, control, all_rows, all_banks, T.bool(True)))
     if mask == 16 and arch.wave == 32:
         low, high = T.int32(0x76543210), T.int32(0xFEDCBA98 - (1 << 32))        # lane i of a row reads lane i of the other row
         return _across(x, lambda bits: ("llvm.amdgcn.permlanex16", T.int32(0), bits, low, high, T.bool(False), T.bool(True)))
-    return shuffle(x, lane_id(arch) ^ T.int32(mask))
+    return shuffle(arch, x, lane_id(arch) ^ T.int32(mask))
 
 
 def wave_reduce(arch, x, op, width=None):
@@ -162,9 +237,55 @@ def wave_reduce(arch, x, op, width=None):
 
 def wave_sum(arch, x, width=None):
     """The sum over `width` neighbouring lanes (default: the wave), the same bits in all of them."""
+    if arch.api == "vulkan" and width in (None, arch.wave):
+        return _vk_across(x, "reduce_add")
     return wave_reduce(arch, x, lambda a, b: a + b, width)
 
 
 def wave_max(arch, x, width=None):
     """The largest float32 of `width` neighbouring lanes (default: the wave), in all of them."""
+    if arch.api == "vulkan" and width in (None, arch.wave):
+        return _vk_across(x, "reduce_max")
     return wave_reduce(arch, x, maximum, width)
+
+
+# ---- memory
+
+
+class Outbox:
+    """How a thread stores vectors of `width` words into a parameter so that another workgroup of the launch may read them: `hold` the value
+    (all threads of the workgroup together), then `send` it where it goes. thread: this thread's number out of `threads`.
+
+    A sent vector is in device memory before anything that follows `memory_barrier`. The parameter belongs in the kernel's COHERENT
+    attribute.
+    """
+
+    def __init__(self, arch, thread, threads, width):
+        self.width, self.thread, self.value, self.stage = width, thread, None, None
+        if arch.api == "rocm":
+            self.stage = T.alloc_buffer((threads, width), "float32", scope="shared")
+
+    def hold(self, value):
+        self.value = value
+        if self.stage is not None:
+            T.buffer_store(self.stage, value, [self.thread, T.ramp(0, 1, self.width)])
+
+    def send(self, buffer, *index):
+        if self.stage is None:
+            T.buffer_store(buffer, self.value, [*index[:-1], T.ramp(index[-1], 1, self.width)])
+            return
+        # a volatile store, which TVM has no other name for
+        target, source = T.address_of(buffer[index]), T.address_of(self.stage[self.thread, 0])
+        T.evaluate(T.call_llvm_intrin("void", "llvm.memcpy", target, source, T.int32(self.width * 4), T.bool(True)))
+
+
+def memory_barrier(arch):
+    """This thread's accesses to COHERENT parameters before it happen before those after it, as other workgroups see them. On AMD's own API
+    volatile stores are complete when the thread goes on, and loads whose address depends on an earlier load cannot overtake it."""
+    if arch.api == "vulkan":
+        T.evaluate(T.call_extern("void", "vk.memory_barrier"))
+
+
+def schedule_fence(mask):
+    """Tells LLVM's scheduler for AMD what may move across here (bits of llvm.amdgcn.sched.barrier)."""
+    T.evaluate(T.call_llvm_intrin("void", "llvm.amdgcn.sched.barrier", T.int32(mask)))

@@ -8,10 +8,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.device import launch
-from mlc_amd.schedules.gpu.norm import live_tokens
+from mlc_amd.schedules.gpu.norm import live_tokens, threads_of
 from mlc_amd.schedules.gpu.planes import decode, planes
-
-THREADS = 256
 
 
 def embed(fmt, vocab, k, m, arch, name) -> tirx.PrimFunc:
@@ -19,14 +17,15 @@ def embed(fmt, vocab, k, m, arch, name) -> tirx.PrimFunc:
 
     Token numbers outside the vocabulary read its first or last row (nothing out of bounds). UserError when the format does not allow k.
     """
+    threads = threads_of(arch)
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
         state, tokens = T.arg("state", T.buffer((4,), "int32")), T.arg("tokens", T.buffer((m,), "int32"))
         table = {plane: T.arg(plane, T.buffer(shape, dtype)) for plane, (shape, dtype) in planes(fmt, vocab, k).items()}
         X = T.arg("X", T.buffer((m, k), "float32"))
-        with launch((-(-k // THREADS), m), (THREADS,)) as (chunk, token, thread):
-            column = T.Bind(chunk * THREADS + thread)
+        with launch((-(-k // threads), m), (threads,)) as (chunk, token, thread):
+            column = T.Bind(chunk * threads + thread)
             with T.If((column < k) & (token < live_tokens(state, m))), T.Then():
                 row = T.Bind(T.max(T.min(tokens[token], T.int32(vocab - 1)), T.int32(0)))
                 T.buffer_store(X, decode(fmt, table, row, column), [token, column])

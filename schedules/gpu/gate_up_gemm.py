@@ -7,13 +7,14 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import lookup
-from mlc_amd.schedules.gpu.device import exp2, launch, maximum, minimum, rcp, rint, shuffle_xor, wave_max, wave_sum
+from mlc_amd.schedules.gpu.device import barrier, each, exp2, launch, rcp, rint, shuffle_xor, wave_max, wave_sum
 from mlc_amd.schedules.gpu.gemm import engine, span, views
 from mlc_amd.schedules.gpu.gemv import emit_planes
-from mlc_amd.schedules.gpu.load import lane_of
+from mlc_amd.schedules.gpu.load import at, lane_of
 from mlc_amd.schedules.gpu.norm import live_tokens
+from mlc_amd.schedules.gpu.pairs import store_pairs
 from mlc_amd.schedules.gpu.planes import BLOCK
-from mlc_amd.schedules.gpu.quantize import FIELDS, HALF_MAX, TINY, act_args, vector
+from mlc_amd.schedules.gpu.quantize import FIELDS, TINY, WIDTH, act_args, clamped, emit_store, vector
 
 LOG2E = 1.4426950408889634
 
@@ -30,9 +31,12 @@ def _elements(x):
 
 
 def _store_floats(act, out, token, row, y):
-    """y, float32 elements of consecutive rows, in the layout "" or "half" (what float16 cannot hold becomes its largest number)."""
-    if act == "half":
-        y = [T.cast(minimum(maximum(x, T.float32(-HALF_MAX)), T.float32(HALF_MAX)), "float16") for x in y]
+    """y, float32 elements of consecutive rows, in the layout "", "half" or, four of them, "pairs"."""
+    if act in ("half", "pairs"):
+        y = [T.cast(clamped(x), "float16") for x in y]
+    if act == "pairs":
+        store_pairs(out, token, row, y)
+        return
     value = vector(y) if len(y) > 1 else y[0]
     T.buffer_store(out, value, [token, span(row, value)])
 
@@ -52,14 +56,35 @@ def _store_block(arch, out, token, row, y):
         T.buffer_store(S, vector(fields), [token, row // BLOCK, T.ramp(0, 1, FIELDS)])
 
 
+class _Staged:
+    """The way of a tile into the layout "rows" where a wave has fewer than 32 lanes: through LDS, from which eight lanes take a block."""
+
+    def __init__(self, tile):
+        self.tile, self.made = tile, T.alloc_buffer((tile.tokens * tile.rows,), "float32", scope="shared")
+
+    def keep(self, token, row, y):
+        """One element; token and row within the tile."""
+        T.buffer_store(self.made, y, [token * self.tile.rows + row])
+
+    def store(self, arch, out, token0, row0, f, thread, threads):
+        """Stores the tile, when all threads have kept theirs."""
+        quads = self.tile.rows // WIDTH
+        barrier()
+        for i in each(arch, self.tile.tokens * quads // threads):
+            place = T.Bind(i * threads + thread)
+            four = T.Bind(self.made[at(place * WIDTH, WIDTH)])
+            row = T.Bind(row0 + place % quads * WIDTH)
+            emit_store(arch, "rows", out, [T.Bind(lane_of(four, e)) for e in range(WIDTH)], token0 + place // quads, row, row < f)
+
+
 def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, tile=None):
     """PrimFunc (state, A, S | H | X, planes of gate, planes of up, then A, S | H | X of [m, f], named with "_out").
 
-    The weights are f x k, f a multiple of 32. act_in, k, m and tile: as for `gemm.linear`. act_out: "half", "" or, where act_in does not
-    mean matrix units, "rows". Token tiles without live tokens are left as they are. ValueError for what cannot share a launch.
+    The weights are f x k, f a multiple of 32. act_in, k, m and tile: as for `gemm.linear`. act_out: "half", "pairs" (after cooperative
+    matrices), "" or, where act_in does not mean matrix units, "rows". Token tiles without live tokens are left as they are. ValueError for what cannot share a launch.
     """
     formats = [lookup(fmt_gate), lookup(fmt_up)]
-    gemm = engine(act_in, formats, m, k, arch, tile, together=2)
+    gemm = engine(act_in, formats, m, k, arch, f, tile, together=2)
     if f % BLOCK or (act_out == "rows" and gemm.rows_side_by_side != BLOCK):
         raise ValueError(f"{f} rows in layout {act_out!r} from activations in layout {act_in!r} do not make one launch")
     with IRBuilder() as ir, T.prim_func(s_tir=True):
@@ -71,16 +96,21 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, tile=
         acts = views(params, act_in, m, k)
         with launch((m // gemm.tile.tokens, -(-f // gemm.tile.rows)), (gemm.threads,)) as (token_tile, row_tile, thread):
             gemm.allocate(thread)
-            token0 = T.Bind(token_tile * gemm.tile.tokens)
+            token0, row0 = T.Bind(token_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)
+            staged = _Staged(gemm.tile) if act_out == "rows" and (arch.wave < BLOCK or not arch.subgroups) else None
 
             def store(token, row, values):
                 y = [_swiglu(g, u) for g, u in zip(*map(_elements, values), strict=True)]
-                if act_out == "rows":
+                if staged:
+                    staged.keep(token - token0, row - row0, *y)
+                elif act_out == "rows":
                     _store_block(arch, out, token, row, *y)
                 else:
                     _store_floats(act_out, out[0], token, row, y)
 
             # a loop of 0 or 1 steps: barriers may not stand inside an if
             with T.serial(T.Bind(T.cast(token0 < live_tokens(state, m), "int32"))):
-                gemm.emit(acts, weights, token0, T.Bind(row_tile * gemm.tile.rows), store)
+                gemm.emit(acts, weights, token0, row0, store)
+                if staged:
+                    staged.store(arch, out, token0, row0, f, thread, gemm.threads)
     return ir.get()

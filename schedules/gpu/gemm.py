@@ -4,15 +4,16 @@ In: `state` int32[4] (position, live tokens, 0, 0), activations in a layout of `
 (`planes.py`). Out: Y float32 [m, n padded to 16], bias and residual added.
 
 This file lays out the launch: a grid of token tiles (first axis: those that share a weight tile run side by side) by the row tiles of all
-segments. What a workgroup does to its tile is up to `gemm_matrix.py` (matrix units) or `gemm_dot.py` (int8 dot products), which share the
-interface of `MatrixGemm`; `gate_up_gemm.py` shares it, too. Workgroups whose tokens are all beyond the live ones leave at once.
+segments. What a workgroup does to its tile is up to `gemm_matrix.py` (AMD's matrix units), `gemm_coop.py` (Vulkan's cooperative matrices)
+or `gemm_dot.py` (int8 dot products), which share the interface of `MatrixGemm`; `gate_up_gemm.py` shares it, too. Workgroups whose tokens are all beyond the live ones leave at once.
 """
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import lookup
-from mlc_amd.schedules.gpu import gemm_dot, gemm_matrix
+from mlc_amd.schedules.gpu import gemm_coop, gemm_dot, gemm_matrix
 from mlc_amd.schedules.gpu.device import launch
+from mlc_amd.schedules.gpu.gemm_coop import CoopGemm
 from mlc_amd.schedules.gpu.gemm_dot import DotGemm, FloatGemm
 from mlc_amd.schedules.gpu.gemm_matrix import MatrixGemm
 from mlc_amd.schedules.gpu.gemv import emit_planes
@@ -22,13 +23,17 @@ from mlc_amd.schedules.gpu.planes import BLOCK, padded
 from mlc_amd.schedules.gpu.quantize import act_args
 
 
-def engine(act, formats, m, k, arch, tile=None, together=1):
-    """The tile routine for activations in layout `act` and weights of these formats, `together` of which share a tile. `tile`: MatrixTile
-    or DotTile, by default the one for the arch and shape. ValueError for what does not fit."""
+def engine(act, formats, m, k, arch, rows, tile=None, together=1):
+    """The tile routine for activations in layout `act` and weights of these formats, `together` of which share a tile; `rows`: of all
+    segments. `tile`: MatrixTile, CoopTile or DotTile, by default the one for the arch and shape. ValueError for what does not
+    fit."""
     matrix = arch.matrix and act != "rows" and not isinstance(tile, gemm_dot.DotTile)
     kind = {"rows": "int8", "": "float"}.get(act)
-    if not matrix and {fmt.kind for fmt in formats} != {kind}:
+    layouts = {"": (), "coop": ("", "pairs")}.get(arch.matrix, ("", "half"))
+    if act not in layouts if matrix else {fmt.kind for fmt in formats} != {kind}:
         raise ValueError(f"{arch.name} cannot multiply weights of {sorted(fmt.name for fmt in formats)} with activations in layout {act!r}")
+    if matrix and arch.matrix == "coop":
+        return CoopGemm(arch, tile or gemm_coop.choose(arch, formats, m, k, rows, together), k, together)
     if matrix:
         return MatrixGemm(arch, tile or gemm_matrix.choose(arch, m, k, together), k, together)
     return (DotGemm if act == "rows" else FloatGemm)(arch, tile or gemm_dot.choose(arch, m, together), k, together)
@@ -60,15 +65,15 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, tile=None):
     ...).
 
     segments: list of (format name or Format, n); they share the activations (q, k and v of a layer) and the launch. k: a multiple of 32,
-    m: tokens, a multiple of 16. act_in: layout of the activations: "half" or "" on matrix units (weights and activations become float16),
-    else "rows" for int8 formats and "" for float formats. biases: one flag per segment. residual: Y = R + result, for one segment. tile:
+    m: tokens, a multiple of 16. act_in: layout of the activations: "half" or "" on matrix units, "pairs" or "" on cooperative matrices
+    (weights and activations become float16), else "rows" for int8 formats and "" for float formats. biases: one flag per segment. residual: Y = R + result, for one segment. tile:
     see `engine`. Token tiles without live tokens (state[1]) are left as they are. npad = n rounded up to a multiple of 16; the columns from
     n on hold no meaning. ValueError for what cannot share a launch or has no tiles, UserError for weights too large.
     """
     segments = [(lookup(fmt), n) for fmt, n in segments]
     if len(biases) != len(segments) or (residual and len(segments) > 1):
         raise ValueError(f"segments {[(f.name, n) for f, n in segments]}, biases {biases}, residual {residual} do not make one launch")
-    gemm = engine(act_in, [fmt for fmt, _ in segments], m, k, arch, tile)
+    gemm = engine(act_in, [fmt for fmt, _ in segments], m, k, arch, sum(padded(n) for _, n in segments), tile)
     counts = [-(-padded(n) // gemm.tile.rows) for _, n in segments]
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)

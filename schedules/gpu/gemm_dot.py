@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.device import barrier, dot4, fma
+from mlc_amd.schedules.gpu.device import barrier, dot4, each, fma
 from mlc_amd.schedules.gpu.gemm_load import PIECE, byte_piece, columns_of, fetch, float_piece
 from mlc_amd.schedules.gpu.load import QUADS, at, lane_of
 from mlc_amd.schedules.gpu.planes import BLOCK
@@ -29,17 +29,18 @@ class DotTile:
     threads_m: int
 
 
-# The tiles that `choose` starts from, largest first. Without a dot product instruction code is four times as long, and so is compile time.
-TILES = (DotTile(64, 128, 8), DotTile(32, 64, 8), DotTile(16, 64, 4))
-TILES_WITHOUT_DOT = TILES[1:]
+# The tiles that `choose` takes, largest first.
+TILES = (DotTile(64, 128, 8), DotTile(32, 64, 8), DotTile(16, 64, 4), DotTile(16, 32, 1))
 
 
 def choose(arch, m, weights=1):
     """The default DotTile for m tokens; `weights` share the accumulators. ValueError unless m is a multiple of 16."""
-    tile = next((t for t in (TILES if arch.dot else TILES_WITHOUT_DOT) if m % t.tokens == 0), None)
+    # Without a dot product instruction code is four times as long, and so is compile time. On a generic device the epilogue takes LDS, too.
+    few = not arch.dot or arch.family == "generic"
+    tile = next((t for t in TILES[few:] if m % t.tokens == 0 and t.threads_m * LANES <= arch.threads), None)
     if tile is None:
         raise ValueError(f"{m} tokens are no tiles of 16")
-    return DotTile(tile.tokens, tile.rows // weights, tile.threads_m)
+    return DotTile(tile.tokens, max(LANES, tile.rows // weights), tile.threads_m)
 
 
 class _RegisterTile:
@@ -52,7 +53,8 @@ class _RegisterTile:
         self.arch, self.tile, self.k, self.weights = arch, tile, k, weights
         self.threads, self.ld = tile.threads_m * LANES, self.width + PAD
         self.token_count, self.row_count = tile.tokens // tile.threads_m, tile.rows // LANES
-        if self.token_count * tile.threads_m != tile.tokens or self.row_count * LANES != tile.rows or self.threads > 256 or k % BLOCK:
+        whole = self.token_count * tile.threads_m == tile.tokens and self.row_count * LANES == tile.rows and k % BLOCK == 0
+        if not whole or self.threads > arch.threads:
             raise ValueError(f"{tile} does not divide {self.threads} threads and {k} columns")
 
     def allocate(self, thread):
@@ -143,7 +145,7 @@ class DotGemm(_RegisterTile):
             T.buffer_store(self.s_lds, s, [at(c * FIELDS, FIELDS)])
         for w, (fmt, _, _) in enumerate(weights):
             for (row, part), raw in zip(self._w_pieces(), pieces[w], strict=True):
-                runs, scales, minimums = byte_piece(fmt, raw, part)
+                runs, scales, minimums = byte_piece(self.arch, fmt, raw, part)
                 for column, run in zip(columns_of(part), runs, strict=True):
                     T.buffer_store(self.w_lds[w], run, [at(row * self.ld + column // 4, 2)])
                 # both parts of a block write the same
@@ -162,7 +164,7 @@ class DotGemm(_RegisterTile):
 
             scales, minimums = factors(self.scales[w]), factors(self.minimums[w]) if fmt.minimum else None
             first_sum = groups          # field of S with d*sum(q) of the first group: 1 for all 32 columns, 2 and 3 for 16
-            for t in range(self.token_count):
+            for t in each(self.arch, self.token_count):
                 x = self._words(self.x_lds, self.token + t)
                 s = T.Bind(self.s_lds[at((self.token + t) * FIELDS, FIELDS)])
                 for i in range(self.row_count):
@@ -203,7 +205,7 @@ class FloatGemm(_RegisterTile):
         with T.serial(QUADS) as quad:
             for w in range(self.weights):
                 rows = [self._quad(self.w_lds[w], self.lane + i * LANES, quad) for i in range(self.row_count)]
-                for t in range(self.token_count):
+                for t in each(self.arch, self.token_count):
                     x = self._quad(self.x_lds, self.token + t, quad)
                     for i, row in enumerate(rows):
                         total = self.sums[self._sum(w, t, i)]

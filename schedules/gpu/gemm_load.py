@@ -16,7 +16,7 @@ quantization step, is below that of float16.
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import PLANE_BITS
-from mlc_amd.schedules.gpu.device import fma, intrin
+from mlc_amd.schedules.gpu.device import fma, intrin, lookup16
 from mlc_amd.schedules.gpu.load import at, lane_of
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.quantize import vector
@@ -85,31 +85,21 @@ def _codes(fmt, raw, part):
     return [T.Bind(word) for word in words]
 
 
-def _lookup(table, word):
-    """table[b] for the four bytes b < 16 of a word; table: 16 ints, of which the low byte counts."""
-    quads = [T.uint32(int.from_bytes(bytes(v & 255 for v in table[i:i + 4]), "little")) for i in range(0, 16, 4)]
-    which = T.Bind(word & T.uint32(0x07070707))
-    low, high = (intrin("uint32", "llvm.amdgcn.perm", quads[i + 1], quads[i], which) for i in (0, 2))
-    # byte i of `low`, or of `high` where bit 3 is set
-    select = T.shift_right(word & T.uint32(0x08080808), T.uint32(1)) | T.uint32(0x03020100)
-    return intrin("uint32", "llvm.amdgcn.perm", high, low, select)
-
-
-def _unsigned(fmt, raw, part):
+def _unsigned(arch, fmt, raw, part):
     """(four words of unsigned bytes, the byte that means 0)."""
     words = _codes(fmt, raw, part)
     if fmt.table:
-        return [_lookup([v + 128 for v in fmt.table], word) for word in words], 128
+        return [lookup16(arch, [v + 128 for v in fmt.table], word) for word in words], 128
     if fmt.signed:
         return [word ^ T.uint32(0x80808080) for word in words], 128
     return words, fmt.zero
 
 
-def _signed(fmt, raw, part):
+def _signed(arch, fmt, raw, part):
     """Four words of signed bytes: the weights in units of the scale."""
     words = _codes(fmt, raw, part)
     if fmt.table:
-        return [_lookup(fmt.table, word) for word in words]
+        return [lookup16(arch, fmt.table, word) for word in words]
     if fmt.signed or not fmt.zero:
         return words
     top, zero = T.uint32(0x80808080), T.uint32(0x01010101 * fmt.zero)       # the top bits keep borrows inside their byte
@@ -139,11 +129,11 @@ def scales(fmt, raw):
 # ---- pieces
 
 
-def half_piece(fmt, raw, part):
+def half_piece(arch, fmt, raw, part):
     """The piece's two runs of eight columns as float16x8."""
     if fmt.kind == "float":
         return [T.Bind(T.cast(_real8(fmt, w), "float16x8")) if fmt.name != "f16" else w for w in raw["W"]]
-    words, zero = _unsigned(fmt, raw, part)
+    words, zero = _unsigned(arch, fmt, raw, part)
     factors, minimums = scales(fmt, raw)
     offsets = [s * T.float32(-1024 - zero) for s in factors]
     if minimums:
@@ -163,9 +153,9 @@ def half_piece(fmt, raw, part):
     return runs
 
 
-def byte_piece(fmt, raw, part):
+def byte_piece(arch, fmt, raw, part):
     """(runs, scales, minimums): the piece's two runs of eight columns as two words of signed bytes each (int32x2); `scales` as above."""
-    words = [T.Bind(T.reinterpret("int32", word)) for word in _signed(fmt, raw, part)]
+    words = [T.Bind(T.reinterpret("int32", word)) for word in _signed(arch, fmt, raw, part)]
     return [vector(words[:2]), vector(words[2:])], *scales(fmt, raw)
 
 

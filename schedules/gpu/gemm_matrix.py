@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.device import barrier
+from mlc_amd.schedules.gpu.device import barrier, schedule_fence
 from mlc_amd.schedules.gpu.gemm_load import PIECE, columns_of, fetch, half_piece
 from mlc_amd.schedules.gpu.load import at
 from mlc_amd.schedules.gpu.planes import BLOCK
@@ -130,7 +130,7 @@ class MatrixGemm:
     rows_side_by_side = 1       # rows that neighbouring lanes hold in the epilogue
 
     def __init__(self, arch, tile, k, weights=1):
-        self.unit, self.tile, self.k, self.weights, self.wave = UNITS[arch.matrix], tile, k, weights, arch.wave
+        self.arch, self.unit, self.tile, self.k, self.weights, self.wave = arch, UNITS[arch.matrix], tile, k, weights, arch.wave
         self.threads = tile.waves_m * tile.waves_n * tile.waves_k * arch.wave
         self.ld, side = tile.columns + PAD, self.unit.side
         self.tiles_m, self.tiles_n = tile.tokens // tile.waves_m // side, tile.rows // tile.waves_n // side
@@ -245,7 +245,7 @@ class MatrixGemm:
         for (fmt, _, _), lds, pieces in zip(weights, self.w_lds, loaded[1], strict=True):
             for (row, block, part), raw in zip(self._w_pieces(), pieces, strict=True):
                 base = T.Bind((row // side * side + self.unit.slot(row % side)) * self.ld + block * BLOCK)
-                for column, run in zip(columns_of(part), half_piece(fmt, raw, part), strict=True):
+                for column, run in zip(columns_of(part), half_piece(self.arch, fmt, raw, part), strict=True):
                     T.buffer_store(lds[buffer], run, [at(base + column, 8)])
 
     def _multiply(self, buffer):
@@ -254,7 +254,7 @@ class MatrixGemm:
         unit = self.unit
         for column in range(0, self.share, unit.columns):
             if column:
-                T.evaluate(T.call_llvm_intrin("void", "llvm.amdgcn.sched.barrier", T.int32(MATRIX_MAY_NOT_CROSS)))
+                schedule_fence(MATRIX_MAY_NOT_CROSS)
 
             def operands(lds, row, tiles, column=column):
                 first = self.wave_k * self.share + column

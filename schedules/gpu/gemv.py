@@ -18,7 +18,6 @@ from tvm.tirx.script import builder as T
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu import load
-from mlc_amd.schedules.gpu.arch import MAX_THREADS, GpuArch
 from mlc_amd.schedules.gpu.device import barrier, dot4, exp2, fma, launch, rcp, uniform, wave_sum
 from mlc_amd.schedules.gpu.load import QUADS, at, lane_of
 from mlc_amd.schedules.gpu.planes import BLOCK, padded, planes
@@ -51,10 +50,12 @@ PLANS = {
     "rdna2": Plan(rows=4, waves=4, lanes=32, unroll=2),
     "rdna3": Plan(rows=4, waves=4, lanes=32, unroll=2),
     "rdna4": Plan(rows=4, waves=4, lanes=32, unroll=2),
+    "nvidia": Plan(rows=2, waves=1, lanes=32, unroll=4),
+    "generic": Plan(rows=4, waves=4, lanes=64, unroll=1),
 }
 
 
-def default_plan(arch: GpuArch, rows: int) -> Plan:
+def default_plan(arch, rows: int) -> Plan:
     """The plan for `rows` rows in all: the arch's, with fewer rows at once where there would be too few groups to fill the GPU."""
     plan = PLANS[arch.family]
     while plan.rows > 1 and rows // plan.rows < FULL * arch.units:
@@ -183,7 +184,7 @@ def _terms(fmt, unit, blocks, zeros, arch):
     count, out = load.groups(fmt), []
     value = minimum = None
     for b, block in enumerate(blocks):
-        words, scales = load.codes(fmt, unit, b), load.scales(fmt, unit, b)
+        words, scales = load.codes(arch, fmt, unit, b), load.scales(fmt, unit, b)
         if fmt.block == BLOCK:
             value = minimum = None
         for g in range(count):
@@ -262,7 +263,7 @@ def _split(fmt, n, k, plan, arch):
 
 def _group(wave, lane, lanes, arch, waves):
     """Number of this lane's group of `lanes` in the workgroup."""
-    wave = uniform(wave) if waves > 1 else T.int32(0)
+    wave = uniform(arch, wave) if waves > 1 else T.int32(0)
     return wave if lanes == arch.wave else T.Bind(wave * (arch.wave // lanes) + lane // lanes)
 
 
@@ -296,6 +297,7 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, plan=None):
     if len(biases) != len(segments) or (residual and len(segments) > 1):
         raise ValueError(f"segments {[(f.name, n) for f, n in segments]}, biases {biases}, residual {residual} do not make one launch")
     plan = plan or default_plan(arch, sum(padded(n) for _, n in segments))
+    plan = replace(plan, waves=min(plan.waves, arch.threads // arch.wave))
     splits = [_split(fmt, n, k, plan, arch) for fmt, n in segments]
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
@@ -332,7 +334,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, plan=
     plan = plan or default_plan(arch, f)
     # all of a workgroup's groups of lanes have rows
     lanes = max(lanes_of(units_of(fmts, k), min(plan.lanes, arch.wave)), arch.wave // BLOCK)
-    waves = min(MAX_THREADS // arch.wave, BLOCK * lanes // arch.wave)
+    waves = min(arch.threads // arch.wave, BLOCK * lanes // arch.wave)
     groups = waves * arch.wave // lanes
     rows, unroll = min(plan.rows, BLOCK // groups), max(1, plan.unroll // 2)        # twice the rows, as many loads at once
     with IRBuilder() as ir, T.prim_func(s_tir=True):

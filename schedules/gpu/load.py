@@ -14,12 +14,11 @@ from tvm import DataType
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import PLANE_BITS
-from mlc_amd.schedules.gpu.device import intrin
+from mlc_amd.schedules.gpu.device import lookup16
 from mlc_amd.schedules.gpu.planes import BLOCK
 
 QUADS = 8               # words of four codes in a block
 LOAD_WORDS = 4          # of the widest load: 128 bits
-BYTE_SELECT = 0x03020100
 
 
 class Unit(NamedTuple):
@@ -111,7 +110,7 @@ def fetch_float(fmt, planes, row, unit, width) -> list:
     return [T.cast(x, "float32") for x in parts]
 
 
-def codes(fmt, unit: Unit, block) -> list:
+def codes(arch, fmt, unit: Unit, block) -> list:
     """The eight words of codes of a unit's block number `block`: columns 4*j .. 4*j+3 in word j, signed bytes."""
     parts, filled = [None] * QUADS, 0
     for plane in fmt.codes:
@@ -124,7 +123,7 @@ def codes(fmt, unit: Unit, block) -> list:
             parts[j] = part if parts[j] is None else parts[j] | part
         filled += bits
     parts = [T.Bind(part) for part in parts]
-    return [_lookup(fmt.table, x) for x in parts] if fmt.table else parts
+    return [lookup16(arch, fmt.table, x) for x in parts] if fmt.table else parts
 
 
 def _field(x, first, bits, to):
@@ -134,15 +133,6 @@ def _field(x, first, bits, to):
     elif first < to:
         x = T.shift_left(x, T.uint32(to - first))
     return x & T.uint32(0x01010101 * ((1 << bits) - 1 << to))
-
-
-def _lookup(table, x):
-    """The signed bytes table[code] of a word of four codes (0..15): byte permutes pick from eight bytes at a time."""
-    words = [T.uint32(int.from_bytes(bytes(v & 255 for v in table[i:i + 4]), "little")) for i in range(0, 16, 4)]
-    low3 = T.Bind(x & T.uint32(0x07070707))
-    low, high = (intrin("uint32", "llvm.amdgcn.perm", words[i + 1], words[i], low3) for i in (0, 2))
-    pick = T.shift_right(x & T.uint32(0x08080808), T.uint32(1)) | T.uint32(BYTE_SELECT)
-    return intrin("uint32", "llvm.amdgcn.perm", high, low, pick)
 
 
 def _byte(word, i, signed):

@@ -4,7 +4,7 @@
     quantize    y = x
 
 In: X float32 [m, k], one row a token; `state` int32[4], of which state[1] is the number of tokens that count. Out: y in a layout of
-`quantize.py`. Rows beyond the live tokens are left as they were. A lane holds four columns of each 1024, eight lanes a block of 32.
+`quantize.py`. Rows beyond the live tokens are left as they were. A lane holds four columns of each step, eight lanes a block of 32.
 """
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -16,8 +16,12 @@ from mlc_amd.schedules.gpu.load import lane_of
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, columns, emit_store
 
-THREADS = 256
-STEP = THREADS * WIDTH          # columns that a workgroup takes at once
+THREADS = 256                   # of a workgroup, where the arch allows so many
+
+
+def threads_of(arch) -> int:
+    """Threads of a workgroup, of which each takes WIDTH columns at once."""
+    return min(THREADS, arch.threads)
 
 
 def live_tokens(state, m):
@@ -36,11 +40,12 @@ def _load(buf, *index):
     return [T.Bind(lane_of(x, i)) for i in range(WIDTH)]
 
 
-def _columns(k, thread):
+def _columns(arch, k, thread):
     """(first column, live) of each of this thread's steps; live is None where all threads have columns. Others get the last ones."""
-    for start in range(0, k, STEP):
+    step = threads_of(arch) * WIDTH
+    for start in range(0, k, step):
         column = start + thread * WIDTH
-        yield (T.Bind(column), None) if start + STEP <= k else (T.Bind(T.min(column, T.int32(k - WIDTH))), column < k)
+        yield (T.Bind(column), None) if start + step <= k else (T.Bind(T.min(column, T.int32(k - WIDTH))), column < k)
 
 
 def _sum_of_squares(arch, x, steps, part, wave, lane):
@@ -56,7 +61,7 @@ def _sum_of_squares(arch, x, steps, part, wave, lane):
         T.buffer_store(part, total, [wave])
     barrier()
     total = part[0]
-    for i in range(1, THREADS // arch.wave):
+    for i in range(1, threads_of(arch) // arch.wave):
         total = total + part[i]
     return T.Bind(total)
 
@@ -68,18 +73,18 @@ def rms_norm(k, m, eps, act_out, row, arch, name) -> tirx.PrimFunc:
     """
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
-    out_m = m if row == "all" else 1
+    out_m, waves = m if row == "all" else 1, threads_of(arch) // arch.wave
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
         state = T.arg("state", T.buffer((4,), "int32"))
         X, G = T.arg("X", T.buffer((m, k), "float32")), T.arg("G", T.buffer((k,), "float32"))
         out = act_args(out_m, k, act_out, None if act_out else ["Y"])
-        with launch((out_m,), (arch.wave, THREADS // arch.wave)) as (token, lane, wave):
-            part = T.alloc_buffer((THREADS // arch.wave,), "float32", scope="shared")
+        with launch((out_m,), (arch.wave, waves)) as (token, lane, wave):
+            part = T.alloc_buffer((waves,), "float32", scope="shared")
             with if_live(state, out_m, token):
                 source = token if row == "all" else T.Bind(live_tokens(state, m) - 1)
-                steps = list(_columns(k, wave * arch.wave + lane))
+                steps = list(_columns(arch, k, wave * arch.wave + lane))
                 x = [_load(X, source, column) for column, _ in steps]
                 g = [_load(G, column) for column, _ in steps]
                 total = _sum_of_squares(arch, x, steps, part, wave, lane)
@@ -99,13 +104,15 @@ def quantize(k, m, act_out, arch, name) -> tirx.PrimFunc:
         raise ValueError(f"nothing to convert to the layout {act_out!r}")
     if k % BLOCK:
         raise UserError(f"activations need a multiple of {BLOCK} columns, not {k}; use a float weight format for this layer")
+    threads = threads_of(arch)
+    step = threads * WIDTH
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
         state, X = T.arg("state", T.buffer((4,), "int32")), T.arg("X", T.buffer((m, k), "float32"))
         out = act_args(m, k, act_out)
-        with launch((-(-k // STEP), m), (THREADS,)) as (chunk, token, thread), if_live(state, m, token):
-            column = T.Bind(chunk * STEP + thread * WIDTH)
+        with launch((-(-k // step), m), (threads,)) as (chunk, token, thread), if_live(state, m, token):
+            column = T.Bind(chunk * step + thread * WIDTH)
             inside = T.Bind(T.min(column, T.int32(k - WIDTH)))
-            emit_store(arch, act_out, out, _load(X, token, inside), token, inside, None if k % STEP == 0 else column < k)
+            emit_store(arch, act_out, out, _load(X, token, inside), token, inside, None if k % step == 0 else column < k)
     return ir.get()

@@ -2,6 +2,7 @@
 
     ""       float32 [m, k]
     "half"   H float16 [m, k], for matrix units; what float16 cannot hold becomes its largest number
+    "pairs"  the same in the order of columns of `pairs.py`, for cooperative matrices
     "rows"   A int8 [m, KB, 32]    q = rint(x * (127 / amax)), amax = largest |x| of the 32 columns of a block
              S float32 [m, KB, 4]  d = amax / 127, d * sum(q), d * sum(q[:16]), d * sum(q[16:])
 
@@ -13,6 +14,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.device import maximum, minimum, rcp, rint, shuffle_xor, wave_max, wave_sum
+from mlc_amd.schedules.gpu.pairs import store_pairs
 from mlc_amd.schedules.gpu.planes import BLOCK
 
 FIELDS = 4                      # of S
@@ -24,12 +26,13 @@ HALF_MAX = 65504.0
 
 
 def act_shapes(m, k, act):
-    """Parameter name -> (shape, dtype) of m tokens of k columns in the layout `act`. UserError when "rows" cannot hold k columns."""
-    if act == "rows" and k % BLOCK:
-        raise UserError(f"int8 activations need a multiple of {BLOCK} columns, not {k}; use a float weight format for this layer")
+    """Parameter name -> (shape, dtype) of m tokens of k columns in the layout `act`. UserError when its blocks cannot hold k columns."""
+    if act in ("rows", "pairs") and k % BLOCK:
+        raise UserError(f"activations in blocks need a multiple of {BLOCK} columns, not {k}; use a float weight format for this layer")
     return {
         "": {"X": ((m, k), "float32")},
         "half": {"H": ((m, k), "float16")},
+        "pairs": {"H": ((m, k), "float16")},
         "rows": {"A": ((m, k // BLOCK, BLOCK), "int8"), "S": ((m, k // BLOCK, FIELDS), "float32")},
     }[act]
 
@@ -50,6 +53,11 @@ def columns(base):
     return T.ramp(base, 1, WIDTH)
 
 
+def clamped(x):
+    """A float32 as the nearest that float16 can hold."""
+    return minimum(maximum(x, T.float32(-HALF_MAX)), T.float32(HALF_MAX))
+
+
 def emit_store(arch, act, out, x, token, column, live=None):
     """Writes a lane's columns of a token in the layout `act`.
 
@@ -62,8 +70,9 @@ def emit_store(arch, act, out, x, token, column, live=None):
         if act == "":
             T.buffer_store(out[0], vector(x), [token, columns(column)])
         elif act == "half":
-            kept = [minimum(maximum(v, T.float32(-HALF_MAX)), T.float32(HALF_MAX)) for v in x]
-            T.buffer_store(out[0], T.cast(vector(kept), f"float16x{WIDTH}"), [token, columns(column)])
+            T.buffer_store(out[0], T.cast(vector([clamped(v) for v in x]), f"float16x{WIDTH}"), [token, columns(column)])
+        elif act == "pairs":
+            store_pairs(out[0], token, column, [T.cast(clamped(v), "float16") for v in x])
         else:
             block = T.Bind(T.shift_right(column, T.int32(5)))
             T.buffer_store(out[0], T.reinterpret(f"int8x{WIDTH}", word), [token, block, columns(column & (BLOCK - 1))])

@@ -23,7 +23,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.device import launch, rsqrt, wave_sum
 
 KEYS, UNIT = 32, 8              # keys of a block of Kc; elements of a 16-byte unit
-WAVES = 4                       # of a workgroup
+WAVES = 4                       # of a workgroup, where the arch allows so many
 
 
 class Rope(NamedTuple):
@@ -120,7 +120,7 @@ def rope_kv_write(heads, kv_heads, d, ctx, m, neox, rotary, qk_norm_eps, arch, n
     `cache_shapes` or `rope_args` refuses.
     """
     kshape, vshape = cache_shapes(kv_heads, ctx, d)
-    rope, total = Rope(neox, rotary, qk_norm_eps), heads + 2 * kv_heads
+    rope, total, waves = Rope(neox, rotary, qk_norm_eps), heads + 2 * kv_heads, min(WAVES, arch.threads // arch.wave)
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
@@ -128,8 +128,8 @@ def rope_kv_write(heads, kv_heads, d, ctx, m, neox, rotary, qk_norm_eps, arch, n
         Q, K, V, QN, KN, CS = rope_args(heads, kv_heads, d, ctx, m, rope)
         Kc, Vc = T.arg("Kc", T.buffer(kshape, "float16")), T.arg("Vc", T.buffer(vshape, "float16"))
         Qo = T.arg("Qo", T.buffer((m, heads, d), "float16"))
-        with launch((-(-total // WAVES), m), (arch.wave, WAVES)) as (block, token, lane, wave):
-            head, position = T.Bind(block * WAVES + wave), T.Bind(state[0] + token)
+        with launch((-(-total // waves), m), (arch.wave, waves)) as (block, token, lane, wave):
+            head, position = T.Bind(block * waves + wave), T.Bind(state[0] + token)
             live = tirx.all(token < state[1], position >= 0, position < ctx, head < total)
             with T.If(live), T.Then(), T.If(head < heads):
                 with T.Then():

@@ -1,0 +1,137 @@
+"""What the targets on GPUs share: layouts of weights, activations and caches, and the kernels of schedules/gpu.
+
+`GpuTarget` leaves to its subclasses which archs there are and what code the kernels become. All archs of an artifact share its plan and
+its weights, so they must take activations in the same layouts.
+"""
+
+import math
+from abc import abstractmethod
+from dataclasses import asdict
+from pathlib import Path
+
+import tvm
+
+from mlc_amd.compiler.codegen.target import Target
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.gpu.attention import attention
+from mlc_amd.schedules.gpu.attention_decode import attention_decode, scratch_shapes
+from mlc_amd.schedules.gpu.embed import embed
+from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu as gate_up_gemm
+from mlc_amd.schedules.gpu.gemm import linear as gemm
+from mlc_amd.schedules.gpu.gemv import gate_up_swiglu as gate_up_gemv
+from mlc_amd.schedules.gpu.gemv import linear as gemv
+from mlc_amd.schedules.gpu.norm import quantize, rms_norm
+from mlc_amd.schedules.gpu.planes import planes
+from mlc_amd.schedules.gpu.rope_kv_write import Rope, rope_kv_write
+
+
+class GpuTarget(Target):
+    """`archs`: what `arch` of the kernel builders may be, the first one's kernels are made first. UserError if they cannot share an
+    artifact. Subclasses have `matrix_layout`, that of activations for matrix units, and `compile_for`."""
+
+    query_dtype = "float16"
+    layout = "rows"
+    fuses_rope = True
+    planes = staticmethod(planes)
+    matrix_layout: str
+
+    def __init__(self, archs: list):
+        super().__init__()
+        self.archs = list(dict.fromkeys(archs))
+        self.arch = self.archs[0]  # whose kernels are being made
+        self._makers = {}
+        for other in self.archs[1:]:
+            if bool(other.matrix) != bool(self.arch.matrix):
+                raise UserError(f"{self.arch.name} and {other.name} need different layouts; compile an artifact for each")
+
+    def prefill_sizes(self, ctx: int) -> list[int]:
+        # kernels without dot products take LLVM several times as long: one size fewer
+        sizes = (16, 64, 512) if all(arch.dot for arch in self.archs) else (64, 512)
+        return [m for m in sizes if m <= max(ctx, 64)]
+
+    def act_layout(self, m: int, kind: str) -> str:
+        if m > 1 and self.arch.matrix:
+            return self.matrix_layout
+        return "rows" if kind == "int8" else ""
+
+    def kv_types(self, config, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Units of 16 bytes: 8 elements of 32 keys side by side, 8 keys of a value's column side by side."""
+        heads, d = config.kv_heads, config.head_dim
+        shapes = {"k": (heads, ctx // 32, d // 8, 32, 8), "v": (heads, ctx // 8, d, 8)}
+        return {f"{which}.{layer}": (shapes[which], "float16") for layer in range(config.layers) for which in "kv"}
+
+    def attention_workspace(self, config, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """What the splits of decode attention join through; as large as the arch that splits most wants it."""
+        needs = [scratch_shapes(config.heads, config.kv_heads, config.head_dim, ctx, arch) for arch in self.archs]
+        return {f"attention.{name.lower()}": max((need[name] for need in needs), key=lambda of: math.prod(of[0])) for name in needs[0]}
+
+    @property
+    def description(self) -> dict:
+        names = [arch.name for arch in self.archs]
+        bandwidth = {arch.name: arch.bandwidth for arch in self.archs}
+        return {"kind": self.kind, "arch": ",".join(names), "archs": names, "bandwidth": bandwidth}
+
+    # ---- kernels
+
+    def _call(self, bb, call, label, make, **options):
+        """Remembers how each kernel is made: the other archs' come later."""
+        result = super()._call(bb, call, label, make, **options)
+        for name in self.kernels.keys() - self._makers.keys():
+            self._makers[name] = make
+        return result
+
+    def make_embed(self, fmt, vocab, k, m, name):
+        return embed(fmt, vocab, k, m, self.arch, name)
+
+    def make_rms_norm(self, k, m, eps, act, row, name):
+        return rms_norm(k, m, eps, act, row, self.arch, name)
+
+    def make_quantize(self, k, m, act, name):
+        return quantize(k, m, act, self.arch, name)
+
+    def make_linear(self, segments, k, m, act, biases, residual, name):
+        return (gemv if m == 1 else gemm)(segments, k, m, act, biases, residual, self.arch, name)
+
+    def make_gate_up_swiglu(self, gate, up, n, k, m, act_in, act_out, name):
+        return (gate_up_gemv if m == 1 else gate_up_gemm)(gate, up, n, k, m, act_in, act_out, self.arch, name)
+
+    def make_rope_kv_write(self, heads, kv_heads, d, ctx, m, neox, rotary, eps, name):
+        return rope_kv_write(heads, kv_heads, d, ctx, m, neox, rotary, eps, self.arch, name)
+
+    def make_attention(self, heads, kv_heads, d, ctx, m, act, name):
+        return attention(heads, kv_heads, d, ctx, m, act, self.arch, name)
+
+    def make_rope_attention(self, heads, kv_heads, d, ctx, neox, rotary, eps, act, name):
+        return attention_decode(heads, kv_heads, d, ctx, act, self.arch, name, Rope(neox, rotary, eps))
+
+    # ---- compilation
+
+    @abstractmethod
+    def compile_for(self, arch, kernels: dict[str, tvm.tirx.PrimFunc], directory: Path, lowered) -> tuple[str, dict, dict]:
+        """Compiles one arch's kernels. Returns the file in `directory`, `lower.Function` by kernel, and by symbol what a launch's entry in
+        the manifest says besides symbol, grid, block and args."""
+
+    def compile_kernels(self, mod: tvm.IRModule, directory: Path, progress, workers: int) -> dict:
+        """{"libraries": {arch: file}, "launches": {arch: {kernel: {"scratch": [bytes], "steps": [launch]}}}}; see dist/README.md."""
+        names = sorted(gv.name_hint for gv, func in mod.functions.items() if isinstance(func, tvm.tirx.PrimFunc))
+        if unfused := set(names) - self.kernels.keys():
+            raise UserError(f"this model needs {', '.join(sorted(unfused))} outside of fused kernels; use --target cpu")
+        libraries, launches, steps = {}, {}, []
+
+        def step(name: str) -> None:  # one a kernel, and one for the arch's code
+            steps.append(name)
+            progress("kernels", len(steps), (len(names) + 1) * len(self.archs))
+
+        for arch in self.archs:
+            self.arch = arch
+            kernels = {name: self.kernels[name] if arch is self.archs[0] else self._makers[name](name) for name in names}
+            libraries[arch.name], functions, facts = self.compile_for(arch, kernels, directory, step)
+            launches[arch.name] = {
+                name: {
+                    "scratch": list(function.scratch),
+                    "steps": [asdict(launch) | facts.get(launch.symbol, {}) for launch in function.launches],
+                }
+                for name, function in functions.items()
+            }
+            step("")
+        return {"libraries": libraries, "launches": launches}

@@ -1,0 +1,117 @@
+"""TensorIR kernels to SPIR-V compute shaders for Vulkan, without a shader compiler.
+
+In: PrimFuncs with bound threads, and a `Profile` (schedules/gpu/profiles.py). Out: a `SpirvModule`: one SPIR-V module for each launch, with
+what the runtime has to know about it, and for each PrimFunc what to launch. The lowering is `lower.py`'s, the rest is in here:
+
+    emitter         a device function: statements, arguments, thread numbers; made of the parts below
+    memory          addresses, loads, stores
+    values          registers, packing, conversions
+    expressions     operators
+    intrinsics      calls: TIR's, LLVM's names, the externs "vk.*"
+    subgroup        lanes exchanging values
+    matrix          cooperative matrices
+    asm             SPIR-V as such
+
+Modules take Vulkan 1.2 or newer, deterministically: equal kernels give equal bytes.
+"""
+import functools
+from dataclasses import dataclass
+
+import tvm
+from tvm import tirx
+
+from mlc_amd.compiler.codegen.lower import Function, lower
+from mlc_amd.compiler.codegen.spirv.emitter import Emitter
+from mlc_amd.compiler.codegen.spirv.types import Unsupported
+from mlc_amd.schedules.gpu.profiles import Profile
+
+COHERENT = "mlc_amd.coherent"       # attribute: names of parameters that a launch's workgroups exchange data through
+LEAVE_OUT = (
+    # take fragments' loads for loads of nothing and delete them
+    "s_tir.HoistIfThenElse", "tirx.RemoveNoOp",
+    # the generator's matter
+    "s_tir.LowerThreadAllreduce",
+    # put bound values back into the expressions that use them, which can make huge ones, and take them out again
+    "s_tir.StmtSimplify", "tirx.StmtSimplify", "tirx.CommonSubexprElim",
+    # takes seconds to find what kernels use of buffers that have the right size already
+    "s_tir.CompactBufferAllocation",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SpirvKernel:
+    """One launch's module.
+
+    binary          the words, little endian; the entry point is "main"
+    grid, block     workgroups, and threads of one, (x, y, z); in a row if lanes exchange values: subgroups are cut from rows
+    reads, writes   numbers of the arguments that it reads and writes
+    table           whether the only push constant is the address of a table of the arguments' addresses
+    lds             bytes of shared memory
+    capabilities    what it asks of a device, by SPIR-V's names
+    """
+
+    binary: bytes
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    table: bool
+    lds: int
+    capabilities: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SpirvModule:
+    """modules: per launch, by symbol. functions: per PrimFunc what its call launches."""
+
+    modules: dict[str, SpirvKernel]
+    functions: dict[str, Function]
+
+
+def compile_spirv(kernels: dict[str, tirx.PrimFunc], profile: Profile, lowered=lambda name: None) -> SpirvModule:
+    """SPIR-V for all of `kernels` (name: PrimFunc with bound threads, static extents, buffers as parameters). `lowered` is called as each
+    one is done.
+
+    ValueError for a kernel that the profile cannot run (too many threads, too much shared memory, extents unknown at compile time) or that
+    has something in it for which there is no SPIR-V; it names the kernel.
+    """
+    target, modules, functions = vulkan_target(profile), {}, {}
+    for name, func in kernels.items():
+        functions[name], devices = lower(name, func, profile, target, LEAVE_OUT)
+        coherent = {str(param) for param in func.attrs[COHERENT]} if COHERENT in func.attrs else set()
+        devices = _finalize(tvm.IRModule(devices))
+        by_symbol = {gv.name_hint: device for gv, device in devices.functions.items()}
+        for launch in functions[name].launches:
+            params = functions[name].params
+            shared = [i for i, arg in enumerate(launch.args) if arg < len(params) and params[arg] in coherent]
+            try:
+                modules[launch.symbol] = _emit(by_symbol[launch.symbol], profile, launch, shared)
+            except Unsupported as error:
+                raise ValueError(f"kernel {name}: no SPIR-V for {error}") from error
+        lowered(name)
+    return SpirvModule(modules, functions)
+
+
+def _emit(device, profile, launch, coherent) -> SpirvKernel:
+    done = Emitter(device, profile, launch.block, coherent).run()
+    capabilities = tuple(sorted(done.asm.capabilities))
+    return SpirvKernel(done.binary, launch.grid, done.local_size, done.reads, done.writes, done.table, done.lds, capabilities)
+
+
+@functools.cache
+def vulkan_target(profile: Profile) -> tvm.target.Target:
+    """TVM's target of a profile."""
+    options = {
+        "kind": "vulkan",
+        "thread_warp_size": profile.wave,
+        "max_num_threads": profile.threads,
+        "max_threads_per_block": profile.threads,
+        "max_shared_memory_per_block": profile.lds,
+    }
+    return tvm.target.Target(options, host="llvm")
+
+
+def _finalize(module):
+    """What TVM does to device functions before code generation, without what its code generators want for themselves."""
+    x = tirx.transform
+    return tvm.transform.Sequential([x.FP8StorageLegalize(), x.BF16StorageLegalize()])(module)

@@ -1,0 +1,239 @@
+"""SPIR-V as such: one module with one compute entry point, written instruction by instruction. Knows nothing of TVM.
+
+Types are named "bool", "i32", "f16", ... or ("vec", name, n). Integers have no sign (their instructions do). Types and constants are made
+once, so are pure instructions where their value is known already. In: calls. Out: `Asm.binary`.
+"""
+import struct
+from contextlib import contextmanager
+
+from mlc_amd.compiler.codegen.spirv.opcodes import BUILTINS, CAPABILITIES, DECORATIONS, EXTENSIONS, GLSL, OP, STORAGE, UNTYPED
+
+MAGIC, VERSION = 0x07230203, 0x00010500     # 1.5: what Vulkan 1.2 takes
+PHYSICAL_64, GLSL450, VULKAN, GL_COMPUTE, LOCAL_SIZE, UNROLL = 5348, 1, 3, 5, 17, 1
+FLOATS = {"f16": ("<H", "<e"), "f32": ("<I", "<f")}
+TYPE_CAPABILITIES = {"f16": "Float16", "i64": "Int64"}
+STORAGE_CAPABILITIES = {"f16": "StorageBuffer16BitAccess", "i16": "StorageBuffer16BitAccess", "i8": "StorageBuffer8BitAccess"}
+
+
+def instruction(op, *words):
+    """The words of an instruction."""
+    return [(len(words) + 1) << 16 | OP[op], *words]
+
+
+def string(text):
+    """A literal string in words."""
+    data = text.encode() + b"\0"
+    count = -(-len(data) // 4)
+    return list(struct.unpack(f"<{count}I", data.ljust(count * 4, b"\0")))
+
+
+class Asm:
+    """The module being written. Values are ids (ints)."""
+
+    def __init__(self):
+        self.bound, self.capabilities, self.interface = 1, {"Shader"}, []
+        self.decorations, self.globals, self.locals, self.body = [], [], [], []
+        self.known = {}             # module level: what was made -> its id
+        self.scopes = [{}]          # per open region: pure instruction -> its id
+        self.label = None           # of the block being filled
+        self.glsl = self.new()
+
+    def new(self):
+        """A fresh id."""
+        self.bound += 1
+        return self.bound - 1
+
+    # ---- module level
+
+    def unique(self, op, *args):
+        """A type or constant, made once."""
+        key = (op, *args)
+        if key not in self.known:
+            made = self.known[key] = self.new()
+            self.globals += instruction(op, made, *args) if op in UNTYPED else instruction(op, args[0], made, *args[1:])
+        return self.known[key]
+
+    def type(self, name):
+        """A type to compute with; `name` may be a type's id."""
+        if isinstance(name, int):
+            return name
+        if isinstance(name, tuple):
+            return self.unique("TypeVector", self.type(name[1]), name[2])
+        if name in ("void", "bool"):
+            return self.unique("TypeVoid" if name == "void" else "TypeBool")
+        if name in TYPE_CAPABILITIES:
+            self.capabilities.add(TYPE_CAPABILITIES[name])
+        return self._number(name)
+
+    def storage_type(self, name):
+        """A type that only buffers hold: needs no arithmetic."""
+        if name not in STORAGE_CAPABILITIES:
+            return self.type(name)
+        self.capabilities.add(STORAGE_CAPABILITIES[name])
+        return self._number(name)
+
+    def _number(self, name):
+        bits = int(name[1:])
+        return self.unique("TypeInt", bits, 0) if name[0] == "i" else self.unique("TypeFloat", bits)
+
+    def pointer(self, storage, pointee):
+        """A pointer type."""
+        return self.unique("TypePointer", STORAGE[storage], pointee)
+
+    def const(self, name, value):
+        """A constant of a scalar type; integers wrap around, floats are rounded."""
+        if name == "bool":
+            return self.unique("ConstantTrue" if value else "ConstantFalse", self.type(name))
+        if name in FLOATS:
+            word, number = FLOATS[name]
+            return self.unique("Constant", self.type(name), *struct.unpack(word, struct.pack(number, value)))
+        bits = int(name[1:])
+        value = int(value) & ((1 << bits) - 1)
+        return self.unique("Constant", self.type(name), *([value & 0xFFFFFFFF, value >> 32] if bits == 64 else [value]))
+
+    def array(self, element, count):
+        """An array type."""
+        return self.unique("TypeArray", element, self.const("i32", count))
+
+    def array_in_memory(self, element, count, stride):
+        """A type of arrays of known length in buffers."""
+        fresh = ("memory", element, count) not in self.known
+        if fresh:
+            made = self.known["memory", element, count] = self.new()
+            length = self.const("i32", count)
+            self.globals += instruction("TypeArray", made, element, length)
+            self.decorate(made, "ArrayStride", stride)
+        return self.known["memory", element, count]
+
+    def runtime_array(self, element, stride):
+        """A type of arrays in buffers."""
+        fresh = ("TypeRuntimeArray", element) not in self.known
+        made = self.unique("TypeRuntimeArray", element)
+        if fresh:
+            self.decorate(made, "ArrayStride", stride)
+        return made
+
+    def block(self, members, offsets, *decorations):
+        """A struct type that lies in memory at these offsets; `decorations` of all members."""
+        key = ("block", tuple(members), tuple(offsets), decorations)
+        if key not in self.known:
+            made = self.known[key] = self.new()
+            self.globals += instruction("TypeStruct", made, *members)
+            self.decorate(made, "Block")
+            for i, offset in enumerate(offsets):
+                self.decorations += instruction("MemberDecorate", made, i, DECORATIONS["Offset"], offset)
+                for name in decorations:
+                    self.decorations += instruction("MemberDecorate", made, i, DECORATIONS[name])
+        return self.known[key]
+
+    def decorate(self, target, name, *args):
+        self.decorations += instruction("Decorate", target, DECORATIONS[name], *args)
+
+    def variable(self, storage, pointee):
+        """A pointer to a new variable of type `pointee`."""
+        made, pointer = self.new(), self.pointer(storage, pointee)
+        words = instruction("Variable", pointer, made, STORAGE[storage])
+        if storage == "Function":
+            self.locals += words
+        else:
+            self.globals += words
+            self.interface.append(made)
+        return made
+
+    def builtin(self, name, of="i32"):
+        """The value of a built-in input variable."""
+        if ("builtin", name) not in self.known:
+            made = self.known["builtin", name] = self.variable("Input", self.type(of))
+            self.decorate(made, "BuiltIn", BUILTINS[name])
+        return self.op("Load", of, self.known["builtin", name])
+
+    # ---- the function's body
+
+    def emit(self, op, *words):
+        """An instruction without a result."""
+        self.body += instruction(op, *words)
+
+    def op(self, op, of, *args, pure=True):
+        """The result, of type `of`, of an instruction. A pure one is not repeated where its value is known already."""
+        of = self.type(of)
+        key = (op, of, *args)
+        if pure:
+            for scope in self.scopes:
+                if key in scope:
+                    return scope[key]
+        made = self.new()
+        self.emit(op, of, made, *args)
+        if pure:
+            self.scopes[-1][key] = made
+        return made
+
+    def glsl_op(self, name, of, *args):
+        """A function of GLSL.std.450."""
+        return self.op("ExtInst", of, self.glsl, GLSL[name], *args)
+
+    def begin(self, label):
+        """Starts a block."""
+        self.emit("Label", label)
+        self.label = label
+
+    @contextmanager
+    def region(self, label):
+        """Starts a block whose values are not known behind the region."""
+        self.begin(label)
+        self.scopes.append({})
+        yield
+        self.scopes.pop()
+
+    def selection(self, condition, then, otherwise=None):
+        """If: runs the callables that fill the branches. Returns per branch (what it returned, the label of its last block)."""
+        first, second, merge = self.new(), self.new() if otherwise else None, self.new()
+        self.emit("SelectionMerge", merge, 0)
+        self.emit("BranchConditional", condition, first, second or merge)
+        results = []
+        for label, fill in ((first, then), (second, otherwise)):
+            if fill:
+                with self.region(label):
+                    results.append((fill(), self.label))
+                    self.emit("Branch", merge)
+        self.begin(merge)
+        return results
+
+    def loop(self, of, start, extent, body, unroll=False):
+        """for (i = start; i < start + extent; i++) body(i), with signed comparison. unroll: a hint."""
+        header, test, inside, following, merge, i, after = (self.new() for _ in range(7))
+        end, one = self.op("IAdd", of, start, extent), self.const(of, 1)
+        before = self.label
+        self.emit("Branch", header)
+        self.begin(header)
+        self.emit("Phi", self.type(of), i, start, before, after, following)
+        self.emit("LoopMerge", merge, following, UNROLL if unroll else 0)
+        self.emit("Branch", test)
+        self.begin(test)
+        self.emit("BranchConditional", self.op("SLessThan", "bool", i, end, pure=False), inside, merge)
+        with self.region(inside):
+            body(i)
+            self.emit("Branch", following)
+        self.begin(following)
+        self.emit("IAdd", self.type(of), after, i, one)
+        self.emit("Branch", header)
+        self.begin(merge)
+
+    def binary(self, block, name="main") -> bytes:
+        """The finished module. block: the workgroup's size. Ends the function."""
+        main, entry, void = self.new(), self.new(), self.type("void")
+        function = self.unique("TypeFunction", void)
+        vulkan = "VulkanMemoryModel" in self.capabilities
+        extensions = sorted(EXTENSIONS[name] for name in self.capabilities & EXTENSIONS.keys())
+        words = [MAGIC, VERSION, 0, self.bound, 0]
+        for capability in sorted(self.capabilities):
+            words += instruction("Capability", CAPABILITIES[capability])
+        for extension in extensions:
+            words += instruction("Extension", *string(extension))
+        words += instruction("ExtInstImport", self.glsl, *string("GLSL.std.450"))
+        words += instruction("MemoryModel", PHYSICAL_64, VULKAN if vulkan else GLSL450)
+        words += instruction("EntryPoint", GL_COMPUTE, main, *string(name), *self.interface)
+        words += instruction("ExecutionMode", main, LOCAL_SIZE, *block)
+        words += self.decorations + self.globals
+        words += instruction("Function", void, main, 0, function) + instruction("Label", entry) + self.locals + self.body
+        words += instruction("Return") + instruction("FunctionEnd")
+        return struct.pack(f"<{len(words)}I", *words)

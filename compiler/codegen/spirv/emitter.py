@@ -1,0 +1,237 @@
+"""One lowered device function to one SPIR-V module: the walk over its statements, its arguments and thread numbers.
+
+Arguments are 64-bit addresses in push constants; more than the profile has room for are read from a table in memory, whose address is the
+only push constant then.
+"""
+import math
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+
+from mlc_amd.compiler.codegen.lower import buffer_of
+from mlc_amd.compiler.codegen.spirv import opcodes
+from mlc_amd.compiler.codegen.spirv.asm import Asm
+from mlc_amd.compiler.codegen.spirv.expressions import Expressions
+from mlc_amd.compiler.codegen.spirv.intrinsics import Intrinsics, name_of
+from mlc_amd.compiler.codegen.spirv.matrix import Matrix
+from mlc_amd.compiler.codegen.spirv.memory import Memory
+from mlc_amd.compiler.codegen.spirv.subgroup import EXCHANGES, UNIFORM, Subgroup
+from mlc_amd.compiler.codegen.spirv.types import FRAGMENTS, Unsupported, contains, kind, parse, scope
+from mlc_amd.compiler.codegen.spirv.values import Values
+
+ADDRESS = 8
+AXES = "xyz"
+WRITING = {"tvm_store_matrix_sync": 5, "atomic_add": 0}     # calls that write where an argument, address_of(load), points
+
+
+class Emitter(Memory, Values, Expressions, Intrinsics, Subgroup, Matrix):
+    """Writes one module. func: a device function. block: its workgroup (x, y, z). coherent: numbers of the parameters that a launch's
+    workgroups exchange data through. After `run`, the attributes binary, local_size, reads, writes (numbers of parameters), table, lds and
+    asm tell the rest.
+
+    Unsupported for what there is no SPIR-V for here.
+    """
+
+    def __init__(self, func, profile, block, coherent=()):
+        self.func, self.profile, self.block, self.asm = func, profile, block, Asm()
+        self.analyzer = tvm.sym.Analyzer()
+        self.environment = {}       # TIR variable -> id or ids
+        self.definitions = {}       # bound integer variable -> its expression
+        self.varying = set()        # variables that differ between the lanes of a subgroup
+        self.arrays = {}            # shared or local buffer -> Array
+        self.fragments = {}         # buffer of fragments -> {index: (variable, matrix type)}
+        self.roots = {}             # view of a parameter -> the parameter
+        self.parameters = {}        # parameter -> its address
+        self.used, self.written = set(), set()      # parameters
+        self.targets = set()        # "loads" whose address alone counts, to write to
+        self.coherent = {func.params[i] for i in coherent}
+        self.indexing = set()       # variables that index local arrays: their loops should be unrolled
+        self.lengths = set()        # variables that are the length of a fragment
+        self.pairs = {}             # ids of a word's or a vector's parts -> its id
+        self.exchange = None        # the shared words through which lanes exchange theirs, without subgroups
+        self.lds = 0                # bytes
+        self.exchanges = self.vulkan_model = False
+
+    def run(self):
+        """Writes the module."""
+        tvm_ffi.structural_walk(self.func.body, (tvm_ffi.Object, self._scan), order="pre")
+        threads = math.prod(self.block)
+        self.by_subgroup = self.exchanges and self.profile.subgroups
+        whole = threads % self.profile.wave == 0 if self.profile.subgroups else threads == self.profile.wave
+        if self.exchanges and not whole:
+            raise Unsupported(f"lanes exchanging values in workgroups of {threads} threads, subgroups of {self.profile.wave}")
+        if self.vulkan_model:
+            self.asm.capabilities |= {"CooperativeMatrixKHR", "VulkanMemoryModel"}
+        self._load_arguments()
+        self.dispatch("stmt_", self.func.body)
+        if self.lds > self.profile.lds:
+            raise Unsupported(f"{self.lds} bytes of shared memory; {self.profile.name} gives a workgroup {self.profile.lds}")
+        self.local_size = (threads, 1, 1) if self.by_subgroup else self.block
+        self.binary = self.asm.binary(self.local_size)
+        self.reads, self.writes = (
+            tuple(i for i, p in enumerate(self.func.params) if p in params) for params in (self.used, self.written))
+        return self
+
+    def dispatch(self, prefix, node):
+        """Runs the method for a node's class."""
+        method = getattr(self, prefix + kind(node), None)
+        if method is None:
+            raise Unsupported(kind(node))
+        return method(node)
+
+    # ---- before
+
+    def _scan(self, node):
+        """What must be known before the first instruction: parameters' accesses, local arrays' indices, which features are used."""
+        name = kind(node)
+        if name == "DeclBuffer":
+            source = buffer_of(node.data)
+            self.roots[node.buffer] = self.roots.get(source, source)
+        elif name == "AllocBuffer" and scope(node.buffer) in FRAGMENTS:
+            self.vulkan_model = True
+        elif name == "Call":
+            self._scan_call(node)
+        elif name in ("BufferStore", "TensorLoad"):
+            buffer = node.buffer if name == "BufferStore" else node.source
+            if node in self.targets:
+                return
+            (self.written if name == "BufferStore" else self.used).add(self.roots.get(buffer, buffer))
+            if scope(buffer) == "local":
+                for index in node.indices:
+                    tvm_ffi.structural_walk(index, (tirx.Var, self.indexing.add), order="pre")
+
+    def _scan_call(self, call):
+        name = name_of(call)
+        self.exchanges |= name in EXCHANGES
+        if name in WRITING:
+            target = call.args[WRITING[name]].args[0]
+            self.written.add(self.roots.get(target.source, target.source))
+            if name != "atomic_add":
+                self.targets.add(target)
+
+    def _load_arguments(self):
+        asm, params = self.asm, list(self.func.params)
+        asm.capabilities.add("PhysicalStorageBufferAddresses")
+        for param in params:
+            if not isinstance(param.ty, tvm.ir.PointerType):
+                raise Unsupported(f"argument {param.name} of type {param.ty}")
+        self.table = len(params) > self.profile.arguments
+        count = 1 if self.table else len(params)
+        address = asm.type("i64")
+        if not params:
+            return
+        push = asm.variable("PushConstant", asm.block([address] * count, [ADDRESS * i for i in range(count)]))
+        pointer = asm.pointer("PushConstant", address)
+        # the first block holds variables; values that all others may use come behind it
+        entry = asm.new()
+        asm.emit("Branch", entry)
+        asm.begin(entry)
+        pushed = [asm.op("Load", "i64", asm.op("AccessChain", pointer, push, self.int_const(i))) for i in range(count)]
+        if not self.table:
+            self.parameters = dict(zip(params, pushed, strict=True))
+            return
+        block = asm.block([asm.array_in_memory(address, len(params), ADDRESS)], [0], "NonWritable")
+        table = asm.op("ConvertUToPtr", asm.pointer("PhysicalStorageBuffer", block), pushed[0])
+        element = asm.pointer("PhysicalStorageBuffer", address)
+        for i, param in enumerate(params):
+            place = asm.op("AccessChain", element, table, self.int_const(0), self.int_const(i))
+            self.parameters[param] = asm.op("Load", "i64", place, opcodes.ALIGNED, ADDRESS)
+
+    # ---- statements (loads and stores: memory.py)
+
+    def stmt_SeqStmt(self, s):
+        for part in s.seq:
+            self.dispatch("stmt_", part)
+
+    def stmt_Evaluate(self, s):
+        if kind(s.value) == "Call":
+            self.value(s.value)
+
+    def stmt_DeclBuffer(self, s):
+        if self.roots[s.buffer] not in self.parameters:
+            raise Unsupported(f"buffer {s.buffer.name}: a view of something else than a parameter")
+
+    def stmt_AttrStmt(self, s):
+        if s.attr_key == "thread_extent":
+            self._bind_thread(s.node.var, s.node.thread_tag, int(s.value))
+        self.dispatch("stmt_", s.body)
+
+    def stmt_Bind(self, s):
+        value, variable = s.value, s.var
+        self.environment[variable] = self.value(value)
+        shared = kind(value) == "Call" and name_of(value) in UNIFORM
+        if not shared and self.varies(value):
+            self.varying.add(variable)
+        if kind(value) == "Call" and name_of(value) == "fragment_length":
+            self.lengths.add(variable)
+        ty = parse(variable.ty)
+        if ty.lanes == 1 and ty.code in ("int", "uint"):
+            self._define(variable, value)
+
+    def _define(self, variable, value):
+        """Tells the analyzer what an integer variable is. It puts expressions in the place of variables: not those that depend on when
+        they are evaluated."""
+        if self.timeless(value):
+            self.definitions[variable] = value
+            self.analyzer.bind(variable, value, True)
+        else:
+            self.analyzer.update(variable, self.analyzer.const_int_bound(value), True)
+            self.analyzer.update(variable, self.analyzer.modular_set(value), True)
+
+    def stmt_For(self, s):
+        variable = s.loop_var
+        self.analyzer.bind(variable, tvm.ir.Range.from_min_extent(s.min, s.extent), True)
+        if self.varies(s.min) or self.varies(s.extent):
+            self.varying.add(variable)
+
+        def body(i):
+            self.environment[variable] = i
+            self.dispatch("stmt_", s.body)
+
+        by_length = contains(s.extent, lambda n: n in self.lengths or (kind(n) == "Call" and name_of(n) == "fragment_length"))
+        unroll = s.kind == tirx.ForKind.UNROLLED or variable in self.indexing or by_length
+        self.asm.loop(self.register(parse(variable.ty)), self.value(s.min), self.value(s.extent), body, unroll)
+
+    def stmt_IfThenElse(self, s):
+        otherwise = None if s.else_case is None else lambda: self.dispatch("stmt_", s.else_case)
+        condition = self.analyzer.simplify(s.condition)
+        if not isinstance(condition, tirx.IntImm):
+            self.asm.selection(self.value(condition), lambda: self.dispatch("stmt_", s.then_case), otherwise)
+        elif int(condition):
+            self.dispatch("stmt_", s.then_case)
+        elif otherwise:
+            otherwise()
+
+    # ---- thread numbers
+
+    def _bind_thread(self, variable, tag, extent):
+        where, axis = tag.split(".")
+        self.analyzer.bind(variable, tvm.ir.Range(0, extent), True)
+        if extent == 1:
+            self.environment[variable] = self.int_const(0)
+        elif where == "blockIdx":
+            self.environment[variable] = self._component("WorkgroupId", axis)
+        else:
+            self.environment[variable] = self.thread(axis)
+            if not (self.by_subgroup and axis == "y" and self.block[0] == self.profile.wave):
+                self.varying.add(variable)
+
+    def _component(self, builtin, axis):
+        vector = self.asm.builtin(builtin, ("vec", "i32", 3))
+        return self.asm.op("CompositeExtract", "i32", vector, AXES.index(axis))
+
+    def thread(self, axis):
+        """threadIdx of an axis. Where lanes exchange values, by what the driver calls lanes and subgroups, not by its habits."""
+        if not self.by_subgroup:
+            return self._component("LocalInvocationId", axis)
+        asm, (x, y, z) = self.asm, self.block
+        asm.capabilities.add("GroupNonUniform")
+        lane, subgroup = asm.builtin("SubgroupLocalInvocationId"), asm.builtin("SubgroupId")
+        if x == self.profile.wave and z == 1 and axis in "xy":
+            return lane if axis == "x" else subgroup
+        number = asm.op("IAdd", "i32", asm.op("IMul", "i32", subgroup, self.int_const(self.profile.wave)), lane)
+        below, count = {"x": (1, x), "y": (x, y), "z": (x * y, z)}[axis]
+        if below > 1:
+            number = asm.op("UDiv", "i32", number, self.int_const(below))
+        return number if below * count == x * y * z else asm.op("UMod", "i32", number, self.int_const(count))

@@ -1,0 +1,241 @@
+"""Calls: TIR's own functions, LLVM's names for what AMD's vector unit does, and the externs "vk.*" of schedules/gpu/device.py.
+
+Externs (words: 32-bit scalars):
+    vk.dot4(a, b)                   int32: the sum of the four products of the signed bytes of two words
+    vk.shuffle_xor(x, mask)         the word of the lane whose number differs by a constant mask
+    vk.shuffle(x, lane)             the word of lane number `lane`
+    vk.broadcast(x, lane)           the word of lane number `lane`, the same one in all lanes
+    vk.broadcast_first(x)           the word of the first active lane: for values that all lanes share anyway
+    vk.reduce_add, _max, _min (x)   over all lanes of the subgroup
+    vk.lane()                       int32: this lane's number
+    vk.any(x)                       bool: whether a bool is true in any lane
+    vk.wave_barrier()               waits for the subgroup; its shared memory is the same for all of it behind it
+    vk.memory_barrier()             memory accesses to buffers before and after it stay there, for the whole device
+"""
+from tvm import tirx
+from tvm.target.codegen import llvm_get_intrinsic_name
+
+from mlc_amd.compiler.codegen.spirv import opcodes
+from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, has_load, kind, parse
+
+INT8 = Type("int", 8, 1)
+MATH = {
+    "exp": "Exp", "exp2": "Exp2", "log": "Log", "log2": "Log2", "sqrt": "Sqrt", "rsqrt": "InverseSqrt", "sin": "Sin", "cos": "Cos",
+    "tanh": "Tanh", "fabs": "FAbs", "floor": "Floor", "ceil": "Ceil", "trunc": "Trunc", "nearbyint": "RoundEven", "round": "RoundEven",
+    "pow": "Pow", "fma": "Fma",
+}  # fmt: skip
+LLVM_MATH = {
+    "llvm.fma": "Fma", "llvm.maxnum": "NMax", "llvm.minnum": "NMin", "llvm.rint": "RoundEven", "llvm.fabs": "FAbs", "llvm.sqrt": "Sqrt",
+    "llvm.exp2": "Exp2", "llvm.log2": "Log2", "llvm.floor": "Floor", "llvm.amdgcn.exp2": "Exp2", "llvm.amdgcn.rsq": "InverseSqrt",
+    "llvm.amdgcn.sqrt": "Sqrt",
+}  # fmt: skip
+PACKED = {"Fma", "NMax", "NMin"}        # two float16 at a time
+# LLVM name, without its type -> method
+LLVM = {
+    "llvm.amdgcn.rcp": "reciprocal",
+    "llvm.amdgcn.perm": "byte_permute",
+    "llvm.amdgcn.sched.barrier": "nothing",
+    "llvm.amdgcn.readfirstlane": "broadcast_first",
+    "llvm.amdgcn.readlane": "broadcast",
+    "llvm.amdgcn.ds.bpermute": "shuffle_bytes",
+    "llvm.amdgcn.mbcnt.lo": "lane_number",
+    "llvm.amdgcn.mbcnt.hi": "lane_number",
+}
+EXTERNS = {
+    "vk.dot4": "dot4",
+    "vk.shuffle_xor": "shuffle_xor",
+    "vk.shuffle": "shuffle",
+    "vk.broadcast": "broadcast",
+    "vk.broadcast_first": "broadcast_first",
+    "vk.reduce_add": "reduce_add",
+    "vk.reduce_max": "reduce_max",
+    "vk.reduce_min": "reduce_min",
+    "vk.lane": "lane_number",
+    "vk.any": "any_lane",
+    "vk.wave_barrier": "wave_barrier",
+    "vk.memory_barrier": "memory_barrier",
+    "fragment_length": "fragment_length",
+    "fragment_get": "fragment_get",
+    "fragment_set": "fragment_set",
+    "fragment_scale": "fragment_scale",
+    "fragment_cast": "fragment_cast",
+}
+NAMED = {"call_extern": EXTERNS, "call_pure_extern": EXTERNS, "call_llvm_intrin": LLVM, "call_llvm_pure_intrin": LLVM}
+
+
+def name_of(call) -> str:
+    """What a call calls: an LLVM name, an extern's name, or a TIR function's without its prefix."""
+    op = call.op.name.split(".", 1)[1]
+    return _name(call.args[0]) if op in NAMED else op
+
+
+def _name(argument):
+    """An extern's name is a string, an LLVM intrinsic's its number."""
+    return llvm_get_intrinsic_name(int(argument)) if isinstance(argument, tirx.IntImm) else str(argument.value)
+
+
+class Intrinsics:
+    """Part of the emitter; needs `asm`, `profile`."""
+
+    def expr_Call(self, e):
+        op, name = e.op.name.split(".", 1)[1], name_of(e)
+        args = list(e.args)[1 if op in NAMED else 0:]
+        glsl = (LLVM_MATH if op.startswith("call_llvm") else MATH).get(name)
+        if glsl:
+            ty = parse(e.ty)
+            if glsl in PACKED and (ty.code, ty.bits) == ("float", 16) and ty.lanes % 2 == 0 and self.profile.float16:
+                return self.packed_halves(lambda of, *x: self.asm.glsl_op(glsl, of, *x), ty, *args)
+            return self.map(lambda *x: self.asm.glsl_op(glsl, self.register(ty), *x), ty, *args)
+        method = NAMED[op].get(name) if op in NAMED else f"call_{name}"
+        if method is None or not hasattr(self, method):
+            raise Unsupported(f"call of {name}")
+        return getattr(self, method)(e, *args)
+
+    # ---- TIR's own
+
+    def call_tvm_storage_sync(self, e, scope, *_):
+        if str(scope.value) != "shared":
+            raise Unsupported(f"a barrier over {scope.value} memory")
+        self.barrier()
+
+    def barrier(self):
+        """Waits for the workgroup; its shared memory is the same for all behind it."""
+        semantics = opcodes.ACQUIRE_RELEASE | opcodes.WORKGROUP_MEMORY
+        workgroup = self.int_const(opcodes.WORKGROUP)
+        self.asm.emit("ControlBarrier", workgroup, workgroup, self.int_const(self.ordering(semantics)))
+
+    def wave_barrier(self, e):
+        if not self.profile.subgroups:
+            self.barrier()
+            return
+        semantics = opcodes.ACQUIRE_RELEASE | opcodes.WORKGROUP_MEMORY
+        subgroup = self.int_const(opcodes.SUBGROUP)
+        self.asm.emit("ControlBarrier", subgroup, subgroup, self.int_const(self.ordering(semantics)))
+
+    def ordering(self, semantics):
+        """Memory semantics; the Vulkan memory model also wants to hear that what was written is to be seen."""
+        return semantics | (opcodes.MAKE_AVAILABLE | opcodes.MAKE_VISIBLE if self.vulkan_model else 0)
+
+    def call_if_then_else(self, e, condition, x, y):
+        """The arms may load out of bounds when not taken."""
+        ty = parse(e.ty)
+        register = self.register(ty)
+        if not (has_load(x) or has_load(y)):
+            return self.map(lambda c, u, v: self.asm.op("Select", register, c, u, v), ty, condition, x, y)
+        if parse(condition.ty).lanes > 1:
+            raise Unsupported("if_then_else with a vector as condition of loads")
+        arms = (lambda: self.lanes(x, ty.lanes)), (lambda: self.lanes(y, ty.lanes))
+        (first, first_end), (second, second_end) = self.asm.selection(self.value(condition), *arms)
+        out = [self.asm.op("Phi", register, u, first_end, v, second_end, pure=False) for u, v in zip(first, second, strict=True)]
+        return out if ty.lanes > 1 else out[0]
+
+    def call_likely(self, e, x):
+        return self.value(x)
+
+    def call_reinterpret(self, e, x):
+        source, target = parse(x.ty), parse(e.ty)
+        if source.bits * source.lanes != target.bits * target.lanes:
+            raise Unsupported(f"reinterpretation of {x.ty} as {e.ty}")
+        out = self.unpack(self.pack(self.lanes(x, source.lanes), source), target)[: target.lanes]
+        return out if target.lanes > 1 else out[0]
+
+    def call_popcount(self, e, x):
+        ty = parse(e.ty)
+        if ty.bits != 32:
+            raise Unsupported(f"popcount of {e.ty}")
+        return self.map(lambda u: self.asm.op("BitCount", "i32", u), ty, x)
+
+    def call_vectorlow(self, e, x):
+        return self.value(x)[: parse(e.ty).lanes]
+
+    def call_vectorhigh(self, e, x):
+        return self.value(x)[-parse(e.ty).lanes:]
+
+    def call_sigmoid(self, e, x):
+        ty, asm = parse(e.ty), self.asm
+        register = self.register(ty)
+        one = asm.const(register, 1.0)
+
+        def sigmoid(v):
+            exponential = asm.glsl_op("Exp", register, asm.op("FNegate", register, v))
+            return asm.op("FDiv", register, one, asm.op("FAdd", register, one, exponential))
+
+        return self.map(sigmoid, ty, x)
+
+    # ---- memory that workgroups share
+
+    def call_atomic_add(self, e, address, value):
+        """The value before; int32 or uint32 in a parameter."""
+        load = address.args[0]
+        ty = parse(e.ty)
+        if load.source in self.arrays or ty.bits != 32 or ty.code == "float":
+            raise Unsupported(f"atomic addition of {e.ty} in a {'shared' if load.source in self.arrays else 'global'} buffer")
+        pointer = self.pointer(load.source, "i32", load.indices[0], 0, 1)
+        semantics = self.int_const(self.ordering(opcodes.ACQUIRE_RELEASE | opcodes.BUFFER_MEMORY))
+        return self.asm.op("AtomicIAdd", "i32", pointer, self.device_scope(), semantics, self.value(value), pure=False)
+
+    def memory_barrier(self, e):
+        semantics = self.ordering(opcodes.ACQUIRE_RELEASE | opcodes.BUFFER_MEMORY)
+        self.asm.emit("MemoryBarrier", self.device_scope(), self.int_const(semantics))
+
+    # ---- arithmetic
+
+    def nothing(self, e, *_):
+        return None
+
+    def reciprocal(self, e, x):
+        return self.asm.op("FDiv", "f32", self.asm.const("f32", 1.0), self.value(x))
+
+    def byte_permute(self, e, high, low, selector):
+        """Byte i of the result: byte number selector[i] of the eight bytes low, high; from 12 on zero. As v_perm_b32, selectors 8..11
+        (signs) excepted."""
+        if not isinstance(selector, tirx.IntImm):
+            return self._permute_by_value(self.value(high), self.value(low), self.value(selector))
+        asm, words = self.asm, (self.value(low), self.value(high))
+        total = None
+        for i in range(4):
+            number = int(selector) >> 8 * i & 255
+            if number >= 12:
+                continue
+            if number >= 8:
+                raise Unsupported(f"llvm.amdgcn.perm with selector {int(selector):#x}")
+            byte = self._moved_byte(words[number // 4], number % 4, i)
+            total = byte if total is None else asm.op("BitwiseOr", "i32", total, byte)
+        return self.int_const(0) if total is None else total
+
+    def _moved_byte(self, word, source, target):
+        """Byte `source` of a word at the place of byte `target`, zeros around it."""
+        asm, distance = self.asm, 8 * (source - target)
+        if distance:
+            op = "ShiftRightLogical" if distance > 0 else "ShiftLeftLogical"
+            word = asm.op(op, "i32", word, self.int_const(abs(distance)))
+        return asm.op("BitwiseAnd", "i32", word, self.int_const(0xFF << 8 * target))
+
+    def _permute_by_value(self, high, low, selector):
+        asm, const = self.asm, self.int_const
+        out = None
+        for i in range(4):
+            which = asm.op("BitFieldUExtract", "i32", selector, const(8 * i), const(3))
+            is_high = asm.op("UGreaterThan", "bool", which, const(3))
+            word = asm.op("Select", "i32", is_high, high, low)
+            place = asm.op("ShiftLeftLogical", "i32", asm.op("BitwiseAnd", "i32", which, const(3)), const(3))
+            byte = asm.op("BitFieldUExtract", "i32", word, place, const(8))
+            out = byte if out is None else asm.op("BitFieldInsert", "i32", out, byte, const(8 * i), const(8))
+        return out
+
+    def dot4(self, e, a, b):
+        asm, (a, b) = self.asm, (self.word(a), self.word(b))
+        if self.profile.dot:
+            asm.capabilities |= {"DotProduct", "DotProductInput4x8BitPacked"}
+            return asm.op("SDot", "i32", a, b, 0)       # 0: four packed bytes
+        products = [asm.op("IMul", "i32", x, y) for x, y in zip(self.unpack([a], INT8), self.unpack([b], INT8), strict=True)]
+        first, second = (asm.op("IAdd", "i32", *pair) for pair in (products[:2], products[2:]))
+        return asm.op("IAdd", "i32", first, second)
+
+    def word(self, e):
+        """The bits of a 32-bit scalar or of four bytes; no bytes are taken apart that a word was made of."""
+        ty = parse(e.ty)
+        if kind(e) == "Call" and name_of(e) == "reinterpret" and parse(e.args[0].ty)[1:] == (32, 1):
+            return self.word(e.args[0])
+        (word,) = self.pack(self.lanes(e, ty.lanes), ty)
+        return word

@@ -1,0 +1,126 @@
+"""Lanes of a subgroup exchanging words: subgroup instructions, or shared memory and barriers where a profile has none.
+
+Without subgroups a workgroup is one "wave" of profile.wave threads, and control flow around an exchange is the same for all of them.
+"""
+from mlc_amd.compiler.codegen.spirv.opcodes import SUBGROUP
+from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, parse
+
+REDUCE = 0      # a group operation: the total, in all lanes
+INT32 = "i32"
+# what makes a kernel's thread numbers those of lanes and subgroups
+EXCHANGES = {
+    "vk.shuffle_xor", "vk.shuffle", "vk.broadcast", "vk.broadcast_first", "vk.reduce_add", "vk.reduce_max", "vk.reduce_min", "vk.lane",
+    "vk.any", "vk.wave_barrier",
+    "llvm.amdgcn.readfirstlane", "llvm.amdgcn.readlane", "llvm.amdgcn.ds.bpermute", "llvm.amdgcn.mbcnt.lo", "llvm.amdgcn.mbcnt.hi",
+    "tvm_load_matrix_sync", "tvm_fill_fragment",
+}  # fmt: skip
+# exchanges whose result all lanes share
+UNIFORM = {
+    "vk.broadcast", "vk.broadcast_first", "vk.reduce_add", "vk.reduce_max", "vk.reduce_min", "vk.any",
+    "llvm.amdgcn.readfirstlane", "llvm.amdgcn.readlane",
+}  # fmt: skip
+
+
+class Subgroup:
+    """Part of the emitter; needs `asm`, `profile`, `thread`."""
+
+    def lane_number(self, e, *_):
+        return self.lane()
+
+    def lane(self):
+        """This lane's number in its subgroup."""
+        if self.profile.subgroups:
+            self.asm.capabilities.add("GroupNonUniform")
+            return self.asm.builtin("SubgroupLocalInvocationId")
+        return self.thread("x")
+
+    def broadcast_first(self, e, x):
+        # "the same in all lanes anyway": a scalar register for it exists on AMD only
+        if not (self.profile.amd and self.profile.subgroups):
+            return self.value(x)
+        return self._exchange("BroadcastFirst", "Ballot", parse(e.ty), self.value(x))
+
+    def broadcast(self, e, x, lane):
+        ty = parse(e.ty)
+        if not self.profile.subgroups:
+            return self._through_memory(ty, self.value(x), self.value(lane))
+        return self._exchange("Broadcast", "Ballot", ty, self.value(x), self.value(lane))
+
+    def shuffle(self, e, x, lane):
+        ty = parse(e.ty)
+        if not self.profile.subgroups:
+            return self._through_memory(ty, self.value(x), self.value(lane))
+        return self._exchange("Shuffle", "Shuffle", ty, self.value(x), self.value(lane))
+
+    def shuffle_bytes(self, e, place, x):
+        """LLVM's ds.bpermute: four times the lane's number comes first."""
+        ty, lane = parse(e.ty), self.asm.op("ShiftRightLogical", INT32, self.value(place), self.int_const(2))
+        if not self.profile.subgroups:
+            return self._through_memory(ty, self.value(x), lane)
+        return self._exchange("Shuffle", "Shuffle", ty, self.value(x), lane)
+
+    def shuffle_xor(self, e, x, mask):
+        return self._shuffle_xor(parse(e.ty), self.value(x), int(mask))
+
+    def _shuffle_xor(self, ty, value, mask):
+        if not 0 < mask < self.profile.wave:
+            raise Unsupported(f"an exchange with lanes at distance {mask} in subgroups of {self.profile.wave}")
+        if not self.profile.subgroups:
+            lane = self.asm.op("BitwiseXor", INT32, self.lane(), self.int_const(mask))
+            return self._through_memory(ty, value, lane)
+        return self._exchange("ShuffleXor", "Shuffle", ty, value, self.int_const(mask))
+
+    def any_lane(self, e, x):
+        asm, value = self.asm, self.value(x)
+        if self.profile.subgroups:
+            asm.capabilities |= {"GroupNonUniform", "GroupNonUniformVote"}
+            return asm.op("GroupNonUniformAny", "bool", self.int_const(SUBGROUP), value, pure=False)
+        one = asm.op("Select", INT32, value, self.int_const(1), self.int_const(0))
+        return asm.op("INotEqual", "bool", self._reduce("Max", Type("int", 32, 1), one), self.int_const(0))
+
+    def reduce_add(self, e, x):
+        return self._reduce("Add", parse(e.ty), self.value(x))
+
+    def reduce_max(self, e, x):
+        return self._reduce("Max", parse(e.ty), self.value(x))
+
+    def reduce_min(self, e, x):
+        return self._reduce("Min", parse(e.ty), self.value(x))
+
+    def _reduce(self, name, ty, value):
+        if not self.profile.subgroups:
+            distance = 1
+            while distance < self.profile.wave:
+                value = self.scalar(name, ty, value, self._shuffle_xor(ty, value, distance))
+                distance *= 2
+            return value
+        sign = {"float": "F", "int": "S", "uint": "U"}[ty.code]
+        sign = "I" if name == "Add" and sign != "F" else sign
+        self._subgroup("Arithmetic", ty)
+        scope = self.int_const(SUBGROUP)
+        return self.asm.op(f"GroupNonUniform{sign}{name}", self.register(ty), scope, REDUCE, value, pure=False)
+
+    def _exchange(self, op, capability, ty, *args):
+        self._subgroup(capability, ty)
+        return self.asm.op(f"GroupNonUniform{op}", self.register(ty), self.int_const(SUBGROUP), *args, pure=False)
+
+    def _subgroup(self, capability, ty):
+        if ty.bits != 32 or ty.lanes > 1:
+            raise Unsupported(f"an exchange of {ty.code}{ty.bits}x{ty.lanes} between lanes")
+        self.asm.capabilities |= {"GroupNonUniform", f"GroupNonUniform{capability}"}
+
+    def _through_memory(self, ty, value, lane):
+        """Every thread stores its word and reads another one's."""
+        if ty.bits != 32 or ty.lanes > 1:
+            raise Unsupported(f"an exchange of {ty.code}{ty.bits}x{ty.lanes} between lanes")
+        asm, register = self.asm, self.register(ty)
+        if self.exchange is None:
+            self.exchange = asm.variable("Workgroup", asm.array(asm.type(INT32), self.profile.wave))
+            self.lds += 4 * self.profile.wave
+        pointer = asm.pointer("Workgroup", asm.type(INT32))
+        word = value if register == INT32 else asm.op("Bitcast", INT32, value)
+        asm.emit("Store", asm.op("AccessChain", pointer, self.exchange, self.lane()), word)
+        self.barrier()
+        found = asm.op("Load", INT32, asm.op("AccessChain", pointer, self.exchange, lane), pure=False)
+        self.barrier()          # before the next exchange overwrites what others still read
+        return found if register == INT32 else asm.op("Bitcast", register, found, pure=False)

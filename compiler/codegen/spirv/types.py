@@ -1,0 +1,81 @@
+"""TIR's types as the generator sees them, and small questions about TIR nodes."""
+import re
+from functools import cache
+from typing import NamedTuple
+
+import tvm_ffi
+
+FRAGMENTS = {"wmma.matrix_a": 0, "wmma.matrix_b": 1, "wmma.accumulator": 2}     # scope: SPIR-V's use of a cooperative matrix
+
+
+class Unsupported(ValueError):
+    """A TIR node or type that has no SPIR-V here."""
+
+
+class Type(NamedTuple):
+    """code: "bool", "int", "uint", "float" or "void"."""
+
+    code: str
+    bits: int
+    lanes: int
+
+    @property
+    def scalar(self):
+        return Type(self.code, self.bits, 1)
+
+    @property
+    def small(self) -> bool:
+        """An integer narrower than the register that holds it."""
+        return self.code in ("int", "uint") and self.bits < 32
+
+
+def parse(ty) -> Type:
+    """The Type of a TIR type or dtype."""
+    return _parse(str(ty))
+
+
+@cache
+def _parse(text):
+    found = re.fullmatch(r"(bool|int|uint|float|void)(\d*)(?:x(\d+))?", text)
+    if not found:
+        raise Unsupported(f"type {text}")
+    return Type(found[1], int(found[2] or 8), int(found[3] or 1))
+
+
+def storage(ty: Type) -> str:
+    """The type of one element in memory."""
+    if (ty.code == "float" and ty.bits not in (16, 32)) or ty.code == "void":
+        raise Unsupported(f"{ty.code}{ty.bits} in memory")
+    return "i8" if ty.code == "bool" else f"{'f' if ty.code == 'float' else 'i'}{ty.bits}"
+
+
+def size(unit) -> int:
+    """Bytes of a type of the assembler."""
+    return unit[2] * size(unit[1]) if isinstance(unit, tuple) else int(unit[1:]) // 8
+
+
+def kind(node) -> str:
+    """The class name of a TIR node."""
+    return type(node).__name__
+
+
+def scope(buffer) -> str:
+    """The storage scope of a buffer."""
+    return str(buffer.scope())
+
+
+def contains(node, test) -> bool:
+    """Whether test(n) holds for the node or one below it."""
+    found = []
+
+    def visit(n):
+        if not found and test(n):
+            found.append(n)
+
+    tvm_ffi.structural_walk(node, (tvm_ffi.Object, visit), order="pre")
+    return bool(found)
+
+
+def has_load(node) -> bool:
+    """Whether an expression reads memory."""
+    return contains(node, lambda n: kind(n) == "TensorLoad")

@@ -1,0 +1,150 @@
+"""Values in registers: what a TIR type becomes, packing into 32-bit words and out of them, conversions.
+
+A TIR vector is a Python list of scalar ids: vectors exist only in loads and stores. Integers of 8 and 16 bits live in 32-bit registers,
+extended by their sign, so that a device needs small types in memory only. float16 lives in float32 where the device cannot compute with it.
+"""
+from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, storage
+
+DROPPED_BITS = 13               # of a float32's mantissa in float16
+SMALLEST_HALF, SMALLEST_NORMAL_HALF = 2.0**-24, 2.0**-14
+
+
+class Values:
+    """Part of the emitter; needs `asm`, `profile`, `pairs`."""
+
+    def register(self, ty: Type) -> str:
+        """The assembler's type that holds one lane."""
+        if ty.code == "bool":
+            return "bool"
+        if ty.code in ("int", "uint"):
+            return "i64" if ty.bits == 64 else "i32"
+        if ty.code == "float" and ty.bits in (16, 32):
+            return "f32" if ty.bits == 16 and not self.profile.float16 else f"f{ty.bits}"
+        raise Unsupported(f"{ty.code}{ty.bits}")
+
+    def int_const(self, value) -> int:
+        """An int32 constant."""
+        return self.asm.const("i32", value)
+
+    # ---- words
+
+    def unpack(self, words, ty):
+        """32-bit words -> scalars of type `ty`."""
+        asm, register, out = self.asm, self.register(ty), []
+        for word in words:
+            if ty.bits == 32:
+                out.append(word if register == "i32" else asm.op("Bitcast", register, word))
+            elif ty.code == "float":
+                half = register == "f16"
+                pair = asm.op("Bitcast", ("vec", "f16", 2), word) if half else asm.glsl_op("UnpackHalf2x16", ("vec", "f32", 2), word)
+                out += self.split_pair(register, pair)
+            else:
+                part = [self.field(word, ty, first) for first in range(0, 32, ty.bits)]
+                self.pairs[tuple(part)] = word
+                out += part
+        return out
+
+    def field(self, word, ty, first):
+        """Bits first .. first + ty.bits - 1 of a word as an integer of type `ty`."""
+        op = "BitFieldSExtract" if ty.code == "int" else "BitFieldUExtract"
+        return self.asm.op(op, "i32", word, self.int_const(first), self.int_const(ty.bits))
+
+    def pack(self, lanes, ty):
+        """Scalars of type `ty` -> 32-bit words, the last one filled up with zeros."""
+        asm, register, per = self.asm, self.register(ty), 32 // ty.bits
+        if ty.bits > 32 or ty.code == "bool":
+            raise Unsupported(f"{ty.code}{ty.bits} in a vector that is stored or reinterpreted")
+        if ty.bits == 32:
+            return [lane if register == "i32" else asm.op("Bitcast", "i32", lane) for lane in lanes]
+        lanes = list(lanes) + [asm.const(register, 0)] * (-len(lanes) % per)
+        groups = [lanes[first:first + per] for first in range(0, len(lanes), per)]
+        return [self._half_word(register, *group) if ty.code == "float" else self._small_word(group, ty) for group in groups]
+
+    def _half_word(self, register, low, high):
+        pair = self.pair(register, low, high)
+        return self.asm.op("Bitcast", "i32", pair) if register == "f16" else self.asm.glsl_op("PackHalf2x16", "i32", pair)
+
+    def _small_word(self, group, ty):
+        if (word := self.pairs.get(tuple(group))) is not None:
+            return word
+        word = self.asm.op("BitwiseAnd", "i32", group[0], self.int_const((1 << ty.bits) - 1))
+        for j, lane in enumerate(group[1:], 1):
+            word = self.asm.op("BitFieldInsert", "i32", word, lane, self.int_const(j * ty.bits), self.int_const(ty.bits))
+        return word
+
+    def split_pair(self, register, pair):
+        """The two halves of a vector of two, which `pair` finds again."""
+        halves = [self.asm.op("CompositeExtract", register, pair, j) for j in (0, 1)]
+        self.pairs[tuple(halves)] = pair
+        return halves
+
+    def pair(self, register, low, high):
+        """A vector of two; none is made of the halves of one."""
+        return self.pairs.get((low, high)) or self.asm.op("CompositeConstruct", ("vec", register, 2), low, high)
+
+    # ---- conversions
+
+    def wrap(self, value, ty):
+        """An int32 result as the small integer `ty` that it stands for."""
+        return self.field(value, ty, 0) if ty.small else value
+
+    def cast(self, value, source, target):
+        """A scalar of one type as another. Floats become integers towards zero; what does not fit is undefined, as in TIR."""
+        asm, have, want = self.asm, self.register(source), self.register(target)
+        if source.scalar == target.scalar:
+            return value
+        if have == "bool":
+            return asm.op("Select", want, value, asm.const(want, 1), asm.const(want, 0))
+        if want == "bool":
+            return asm.op("FUnordNotEqual" if have[0] == "f" else "INotEqual", "bool", value, asm.const(have, 0))
+        if have[0] == "f":
+            return self._cast_float(value, have, want, target)
+        if want[0] == "f":
+            value = asm.op("ConvertUToF" if source.code == "uint" else "ConvertSToF", want, value)
+            return self._round_to_half(value, want, target)
+        if have != want:
+            value = asm.op("SConvert" if source.code == "int" else "UConvert", want, value)
+        fits = source.bits < target.bits and source.code == "uint"
+        return value if fits else self.wrap(value, target)
+
+    def _cast_float(self, value, have, want, target):
+        asm = self.asm
+        if want[0] != "f":
+            # one conversion for all small integers: what they hold fits a signed register
+            op = "ConvertFToU" if target.code == "uint" and not target.small else "ConvertFToS"
+            return self.wrap(asm.op(op, want, value), target)
+        return asm.op("FConvert", want, value) if have != want else self._round_to_half(value, want, target)
+
+    def _round_to_half(self, value, register, target):
+        """float16 kept in float32 is rounded where TIR rounds."""
+        return self._half_in_float(value) if target.bits == 16 and register == "f32" else value
+
+    def _half_in_float(self, value):
+        """A float32 rounded to what float16 can hold, ties to even. Not OpQuantizeToF16, which may make zeros of its small numbers."""
+        asm, const = self.asm, self.int_const
+        bits = asm.op("Bitcast", "i32", value)
+        odd = asm.op("BitFieldUExtract", "i32", bits, const(DROPPED_BITS), const(1))
+        up = asm.op("IAdd", "i32", asm.op("IAdd", "i32", bits, const((1 << DROPPED_BITS - 1) - 1)), odd)
+        usual = asm.op("Bitcast", "f32", asm.op("BitwiseAnd", "i32", up, const(-1 << DROPPED_BITS)))
+        steps = asm.glsl_op("RoundEven", "f32", asm.op("FMul", "f32", value, asm.const("f32", 1 / SMALLEST_HALF)))
+        subnormal = asm.op("FMul", "f32", steps, asm.const("f32", SMALLEST_HALF))
+        small = asm.op("FOrdLessThan", "bool", asm.glsl_op("FAbs", "f32", value), asm.const("f32", SMALLEST_NORMAL_HALF))
+        return asm.op("Select", "f32", small, subnormal, usual)
+
+    def from_storage(self, value, ty):
+        """What memory held, in a register."""
+        register = self.register(ty)
+        if register == "bool":
+            return self.asm.op("INotEqual", "bool", self.asm.op("UConvert", "i32", value), self.int_const(0))
+        if storage(ty) == register:
+            return value
+        return self.asm.op({"float": "FConvert", "int": "SConvert", "uint": "UConvert"}[ty.code], register, value)
+
+    def to_storage(self, value, ty, unit):
+        """A register as memory of type `unit` holds it."""
+        register = self.register(ty)
+        if register == "bool":
+            value, register = self.asm.op("Select", "i32", value, self.int_const(1), self.int_const(0)), "i32"
+        if unit == register:
+            return value
+        return self.asm.op("FConvert" if ty.code == "float" else "UConvert", self.asm.storage_type(unit), value)

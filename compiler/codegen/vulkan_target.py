@@ -1,0 +1,43 @@
+"""The vulkan target: kernels from schedules/gpu as SPIR-V, one file of modules for each profile of the artifact.
+
+Profiles with matrix units go together in an artifact, those without go together.
+"""
+
+import re
+
+from mlc_amd.compiler.codegen.gpu_target import GpuTarget
+from mlc_amd.compiler.codegen.spirv import compile_spirv
+from mlc_amd.schedules.gpu import profiles
+
+
+class VulkanTarget(GpuTarget):
+    """`arch`: profiles of schedules/gpu/profiles.py or GPUs, separated by commas (changes of a profile by "+": rdna3:matrix=none+wave=64),
+    or "auto" for this machine's GPU. UserError if one is unknown, or they cannot share an artifact."""
+
+    kind = "vulkan"
+    matrix_layout = "pairs"
+
+    def __init__(self, arch: str):
+        names = [_here()] if arch in ("native", "auto") else arch.split(",")
+        super().__init__([profiles.resolve(name) for name in names])
+
+    @property
+    def description(self) -> dict:
+        return super().description | {"needs": {profile.name: profile.needs for profile in self.archs}}
+
+    def compile_for(self, profile, kernels, directory, lowered):
+        module = compile_spirv(kernels, profile, lowered=lowered)
+        library, facts, place = f"kernels-{re.sub(r'[^a-z0-9]+', '-', profile.name)}.spv", {}, 0
+        with open(directory / library, "wb") as file:
+            for symbol, kernel in module.modules.items():
+                file.write(kernel.binary)
+                facts[symbol] = {"code": [place, len(kernel.binary)], "writes": list(kernel.writes), "table": kernel.table}
+                place += len(kernel.binary)
+        return library, module.functions, facts
+
+
+def _here() -> str:
+    """The profile of this machine's GPU. UserError without one."""
+    from mlc_amd.runtime.devices.vulkan.gpu import profile_here  # asks the driver: not before it is needed
+
+    return profile_here()

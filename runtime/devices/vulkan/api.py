@@ -1,0 +1,328 @@
+"""Vulkan's C interface from Python, as far as this runtime uses it: the structures, functions and enumerations, through ctypes.
+
+In: nothing; libvulkan.so.1, the loader that every distribution has, is opened by `open_loader`. Out: `Calls`, whose attributes are Vulkan's
+functions by their own names. A call that fails raises VulkanError with Vulkan's name for the reason.
+
+ctypes instead of a package: the packages for Vulkan are built for one version of Python each, and this must start on any.
+
+Every structure that has sType and pNext is a `Chained`: `Name(next=other, field=..)` fills in both and keeps `other` alive.
+"""
+
+import ctypes
+
+from mlc_amd.runtime.errors import UserError
+
+LIBRARY = "libvulkan.so.1"
+INSTALL = "install your distribution's Vulkan loader: libvulkan1 (Debian, Ubuntu), vulkan-loader (Fedora), vulkan-icd-loader (Arch)"
+
+# ---- enumerations
+
+RESULTS = {
+    1: "VK_NOT_READY",
+    2: "VK_TIMEOUT",
+    5: "VK_INCOMPLETE",
+    -1: "VK_ERROR_OUT_OF_HOST_MEMORY",
+    -2: "VK_ERROR_OUT_OF_DEVICE_MEMORY",
+    -3: "VK_ERROR_INITIALIZATION_FAILED",
+    -4: "VK_ERROR_DEVICE_LOST",
+    -5: "VK_ERROR_MEMORY_MAP_FAILED",
+    -6: "VK_ERROR_LAYER_NOT_PRESENT",
+    -7: "VK_ERROR_EXTENSION_NOT_PRESENT",
+    -8: "VK_ERROR_FEATURE_NOT_PRESENT",
+    -9: "VK_ERROR_INCOMPATIBLE_DRIVER",
+    -10: "VK_ERROR_TOO_MANY_OBJECTS",
+    -11: "VK_ERROR_FORMAT_NOT_SUPPORTED",
+    -12: "VK_ERROR_FRAGMENTED_POOL",
+    -13: "VK_ERROR_UNKNOWN",
+    -1000011001: "VK_ERROR_VALIDATION_FAILED",
+    -1000069000: "VK_ERROR_OUT_OF_POOL_MEMORY",
+    -1000161000: "VK_ERROR_FRAGMENTATION",
+    -1000012000: "VK_ERROR_INVALID_SHADER_NV",
+}
+TIMEOUT = 2
+NO_MEMORY = ("VK_ERROR_OUT_OF_HOST_MEMORY", "VK_ERROR_OUT_OF_DEVICE_MEMORY", "VK_ERROR_TOO_MANY_OBJECTS", "VK_ERROR_FRAGMENTATION")
+DEVICE_LOST = "VK_ERROR_DEVICE_LOST"
+
+DEVICE_TYPES = ("other", "integrated", "discrete", "virtual", "cpu")  # VkPhysicalDeviceType
+QUEUE_GRAPHICS, QUEUE_COMPUTE = 1, 2
+DEVICE_LOCAL, HOST_VISIBLE, HOST_COHERENT, HOST_CACHED = 1, 2, 4, 8  # VkMemoryPropertyFlagBits
+HEAP_DEVICE_LOCAL = 1
+USAGE = 0x1 | 0x2 | 0x20 | 0x20000  # of every buffer: TRANSFER_SRC, TRANSFER_DST, STORAGE_BUFFER, SHADER_DEVICE_ADDRESS
+ALLOCATE_DEVICE_ADDRESS = 2
+STAGE_COMPUTE = 0x20  # VkShaderStageFlagBits
+REQUIRE_FULL_SUBGROUPS = 2  # VkPipelineShaderStageCreateFlagBits
+BIND_COMPUTE = 1
+# VkPipelineStageFlagBits and VkAccessFlagBits
+TOP, COMPUTE, TRANSFER, BOTTOM, HOST = 0x1, 0x800, 0x1000, 0x2000, 0x4000
+SHADER_READ, SHADER_WRITE, TRANSFER_READ, TRANSFER_WRITE, HOST_READ = 0x20, 0x40, 0x800, 0x1000, 0x2000
+QUERY_TIMESTAMP = 2
+RESULT_64, RESULT_WAIT = 1, 2
+SCOPE_SUBGROUP = 3
+# VkComponentTypeKHR
+COMPONENTS = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+FOREVER = (1 << 64) - 1
+
+
+def version(major: int, minor: int) -> int:
+    return major << 22 | minor << 12
+
+
+def version_text(number: int) -> str:
+    return f"{number >> 22 & 127}.{number >> 12 & 1023}.{number & 4095}"
+
+
+# ---- structures: "type name, type*count name, .."
+
+_TYPES = {
+    "u32": ctypes.c_uint32,  # also flags, enumerations and VkBool32
+    "i32": ctypes.c_int32,
+    "u64": ctypes.c_uint64,  # also VkDeviceSize and handles of all but instances, devices, queues and command buffers
+    "f32": ctypes.c_float,
+    "size": ctypes.c_size_t,
+    "ptr": ctypes.c_void_p,  # also the other handles
+    "str": ctypes.c_char_p,
+    "char": ctypes.c_char,
+    "u8": ctypes.c_uint8,
+}
+
+
+def _fields(text: str) -> list[tuple[str, type]]:
+    fields = []
+    for item in text.split(","):
+        kind, name = item.split()
+        kind, _, count = kind.partition("*")
+        fields.append((name, _TYPES[kind] * int(count) if count else _TYPES[kind]))
+    return fields
+
+
+def _struct(name: str, text: str) -> type:
+    fields = _fields(text)
+    _TYPES[name] = made = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return made
+
+
+class Chained(ctypes.Structure):
+    """A structure that begins with sType and pNext."""
+
+    stype = 0
+
+    def __init__(self, next=None, **values):
+        super().__init__(sType=self.stype, pNext=None if next is None else ctypes.addressof(next), **values)
+        self.next = next  # Python's own attribute: the structure lives as long as this one
+
+
+def _chained(name: str, stype: int, text: str) -> type:
+    fields = [("sType", ctypes.c_uint32), ("pNext", ctypes.c_void_p), *_fields(text)]
+    _TYPES[name] = made = type(name, (Chained,), {"_fields_": fields, "stype": stype})
+    return made
+
+
+def names_of(structure: type) -> list[str]:
+    """The fields of a `Chained` that are its own."""
+    return [name for name, *_ in structure._fields_[2:]]
+
+
+Limits = _struct(
+    "Limits",
+    "u32*8 _0, u32 maxPushConstantsSize, u32 maxMemoryAllocationCount, u32 _1, u64*2 _2, u32*38 _3, u32 maxComputeSharedMemorySize, "
+    "u32*3 maxComputeWorkGroupCount, u32 maxComputeWorkGroupInvocations, u32*3 maxComputeWorkGroupSize, u32*13 _4, size _5, u64*3 _6, "
+    "u32*22 _7, f32 timestampPeriod, u32*12 _8, u64*2 _9, u64 nonCoherentAtomSize",
+)
+Properties = _struct(
+    "Properties",
+    "u32 apiVersion, u32 driverVersion, u32 vendorID, u32 deviceID, u32 deviceType, char*256 deviceName, u8*16 pipelineCacheUUID, "
+    "Limits limits, u32*5 sparse",
+)
+MemoryType = _struct("MemoryType", "u32 propertyFlags, u32 heapIndex")
+MemoryHeap = _struct("MemoryHeap", "u64 size, u32 flags")
+MemoryProperties = _struct(
+    "MemoryProperties", "u32 memoryTypeCount, MemoryType*32 memoryTypes, u32 memoryHeapCount, MemoryHeap*16 memoryHeaps"
+)
+QueueFamily = _struct("QueueFamily", "u32 queueFlags, u32 queueCount, u32 timestampValidBits, u32*3 granularity")
+Extension = _struct("Extension", "char*256 extensionName, u32 specVersion")
+MemoryRequirements = _struct("MemoryRequirements", "u64 size, u64 alignment, u32 memoryTypeBits")
+PushConstantRange = _struct("PushConstantRange", "u32 stageFlags, u32 offset, u32 size")
+BufferCopy = _struct("BufferCopy", "u64 srcOffset, u64 dstOffset, u64 size")
+
+Properties2 = _chained("Properties2", 1000059001, "Properties properties")
+MemoryProperties2 = _chained("MemoryProperties2", 1000059006, "MemoryProperties memoryProperties")
+MemoryBudget = _chained("MemoryBudget", 1000237000, "u64*16 heapBudget, u64*16 heapUsage")
+SubgroupProperties = _chained("SubgroupProperties", 1000094000, "u32 subgroupSize, u32 supportedStages, u32 supportedOperations, u32 quad")
+Maintenance3Properties = _chained("Maintenance3Properties", 1000168000, "u32 maxPerSetDescriptors, u64 maxMemoryAllocationSize")
+Maintenance4Properties = _chained("Maintenance4Properties", 1000413001, "u64 maxBufferSize")
+DriverProperties = _chained("DriverProperties", 1000196000, "u32 driverID, char*256 driverName, char*256 driverInfo, u8*4 conformance")
+SubgroupSizeProperties = _chained(
+    "SubgroupSizeProperties",
+    1000225000,
+    "u32 minSubgroupSize, u32 maxSubgroupSize, u32 maxComputeWorkgroupSubgroups, u32 requiredSubgroupSizeStages",
+)
+DotProperties = _chained("DotProperties", 1000280001, "u32*4 _0, u32 integerDotProduct4x8BitPackedSignedAccelerated, u32*25 _1")
+MatrixProperties = _chained(
+    "MatrixProperties",
+    1000506001,
+    "u32 MSize, u32 NSize, u32 KSize, u32 AType, u32 BType, u32 CType, u32 ResultType, u32 saturatingAccumulation, u32 scope",
+)
+
+# VkPhysicalDeviceFeatures2; of its 55 features only these two matter here.
+CoreFeatures = _chained("CoreFeatures", 1000059000, "u32*40 _0, u32 shaderInt64, u32 shaderInt16, u32*13 _1")
+Storage16Features = _chained("Storage16Features", 1000083000, "u32 storageBuffer16BitAccess, u32*3 _0")
+Storage8Features = _chained("Storage8Features", 1000177000, "u32 storageBuffer8BitAccess, u32*2 _0")
+SmallFeatures = _chained("SmallFeatures", 1000082000, "u32 shaderFloat16, u32 shaderInt8")
+AddressFeatures = _chained("AddressFeatures", 1000257000, "u32 bufferDeviceAddress, u32*2 _0")
+MemoryModelFeatures = _chained("MemoryModelFeatures", 1000211000, "u32 vulkanMemoryModel, u32 vulkanMemoryModelDeviceScope, u32 _0")
+DotFeatures = _chained("DotFeatures", 1000280000, "u32 shaderIntegerDotProduct")
+SubgroupSizeFeatures = _chained("SubgroupSizeFeatures", 1000225002, "u32 subgroupSizeControl, u32 computeFullSubgroups")
+MatrixFeatures = _chained("MatrixFeatures", 1000506000, "u32 cooperativeMatrix, u32 _0")
+
+ApplicationInfo = _chained("ApplicationInfo", 0, "str name, u32 version, str engine, u32 engineVersion, u32 apiVersion")
+InstanceInfo = _chained("InstanceInfo", 1, "u32 flags, ptr application, u32 layerCount, ptr layers, u32 extensionCount, ptr extensions")
+QueueInfo = _chained("QueueInfo", 2, "u32 flags, u32 family, u32 count, ptr priorities")
+DeviceInfo = _chained(
+    "DeviceInfo", 3, "u32 flags, u32 queueCount, ptr queues, u32 layerCount, ptr layers, u32 extensionCount, ptr extensions, ptr features"
+)
+SubmitInfo = _chained(
+    "SubmitInfo", 4, "u32 waitCount, ptr waits, ptr waitStages, u32 commandCount, ptr commands, u32 signalCount, ptr signals"
+)
+AllocateInfo = _chained("AllocateInfo", 5, "u64 allocationSize, u32 memoryTypeIndex")
+MappedRange = _chained("MappedRange", 6, "u64 memory, u64 offset, u64 size")
+FenceInfo = _chained("FenceInfo", 8, "u32 flags")
+QueryPoolInfo = _chained("QueryPoolInfo", 11, "u32 flags, u32 queryType, u32 queryCount, u32 statistics")
+BufferInfo = _chained("BufferInfo", 12, "u32 flags, u64 size, u32 usage, u32 sharing, u32 familyCount, ptr families")
+ShaderInfo = _chained("ShaderInfo", 16, "u32 flags, size codeSize, ptr code")
+CacheInfo = _chained("CacheInfo", 17, "u32 flags, size initialSize, ptr initialData")
+StageInfo = _chained("StageInfo", 18, "u32 flags, u32 stage, u64 module, str name, ptr specialization")
+ComputePipelineInfo = _chained("ComputePipelineInfo", 29, "u32 flags, StageInfo stage, u64 layout, u64 base, i32 baseIndex")
+LayoutInfo = _chained("LayoutInfo", 30, "u32 flags, u32 setCount, ptr sets, u32 rangeCount, ptr ranges")
+CommandPoolInfo = _chained("CommandPoolInfo", 39, "u32 flags, u32 family")
+CommandBufferInfo = _chained("CommandBufferInfo", 40, "u64 pool, u32 level, u32 count")
+BeginInfo = _chained("BeginInfo", 42, "u32 flags, ptr inheritance")
+MemoryBarrier = _chained("MemoryBarrier", 46, "u32 source, u32 destination")
+AllocateFlagsInfo = _chained("AllocateFlagsInfo", 1000060000, "u32 flags, u32 deviceMask")
+AddressInfo = _chained("AddressInfo", 1000244001, "u64 buffer")
+RequiredSubgroupSize = _chained("RequiredSubgroupSize", 1000225001, "u32 size")
+
+# ---- functions: their arguments; * before a result that is not a VkResult
+
+_GLOBAL = {"vkCreateInstance": "ptr ptr ptr"}
+INSTANCE = {
+    "vkDestroyInstance": "*void ptr ptr",
+    "vkEnumeratePhysicalDevices": "ptr ptr ptr",
+    "vkGetPhysicalDeviceProperties2": "*void ptr ptr",
+    "vkGetPhysicalDeviceFeatures2": "*void ptr ptr",
+    "vkGetPhysicalDeviceMemoryProperties2": "*void ptr ptr",
+    "vkGetPhysicalDeviceQueueFamilyProperties": "*void ptr ptr ptr",
+    "vkEnumerateDeviceExtensionProperties": "ptr str ptr ptr",
+    "vkCreateDevice": "ptr ptr ptr ptr",
+    "vkGetDeviceProcAddr": "*ptr ptr str",
+}
+MATRICES = {"vkGetPhysicalDeviceCooperativeMatrixPropertiesKHR": "ptr ptr ptr"}
+DEVICE = {
+    "vkDestroyDevice": "*void ptr ptr",
+    "vkGetDeviceQueue": "*void ptr u32 u32 ptr",
+    "vkDeviceWaitIdle": "ptr",
+    "vkQueueSubmit": "ptr u32 ptr u64",
+    "vkCreateFence": "ptr ptr ptr ptr",
+    "vkDestroyFence": "*void ptr u64 ptr",
+    "vkResetFences": "ptr u32 ptr",
+    "vkWaitForFences": "ptr u32 ptr u32 u64",
+    "vkCreateBuffer": "ptr ptr ptr ptr",
+    "vkDestroyBuffer": "*void ptr u64 ptr",
+    "vkGetBufferMemoryRequirements": "*void ptr u64 ptr",
+    "vkGetBufferDeviceAddress": "*u64 ptr ptr",
+    "vkAllocateMemory": "ptr ptr ptr ptr",
+    "vkFreeMemory": "*void ptr u64 ptr",
+    "vkBindBufferMemory": "ptr u64 u64 u64",
+    "vkMapMemory": "ptr u64 u64 u64 u32 ptr",
+    "vkInvalidateMappedMemoryRanges": "ptr u32 ptr",
+    "vkCreateShaderModule": "ptr ptr ptr ptr",
+    "vkDestroyShaderModule": "*void ptr u64 ptr",
+    "vkCreatePipelineLayout": "ptr ptr ptr ptr",
+    "vkDestroyPipelineLayout": "*void ptr u64 ptr",
+    "vkCreatePipelineCache": "ptr ptr ptr ptr",
+    "vkDestroyPipelineCache": "*void ptr u64 ptr",
+    "vkGetPipelineCacheData": "ptr u64 ptr ptr",
+    "vkCreateComputePipelines": "ptr u64 u32 ptr ptr ptr",
+    "vkDestroyPipeline": "*void ptr u64 ptr",
+    "vkCreateCommandPool": "ptr ptr ptr ptr",
+    "vkDestroyCommandPool": "*void ptr u64 ptr",
+    "vkAllocateCommandBuffers": "ptr ptr ptr",
+    "vkFreeCommandBuffers": "*void ptr u64 u32 ptr",
+    "vkBeginCommandBuffer": "ptr ptr",
+    "vkEndCommandBuffer": "ptr",
+    "vkCmdBindPipeline": "*void ptr u32 u64",
+    "vkCmdPushConstants": "*void ptr u64 u32 u32 u32 ptr",
+    "vkCmdDispatch": "*void ptr u32 u32 u32",
+    "vkCmdPipelineBarrier": "*void ptr u32 u32 u32 u32 ptr u32 ptr u32 ptr",
+    "vkCmdCopyBuffer": "*void ptr u64 u64 u32 ptr",
+    "vkCmdFillBuffer": "*void ptr u64 u64 u64 u32",
+    "vkCreateQueryPool": "ptr ptr ptr ptr",
+    "vkDestroyQueryPool": "*void ptr u64 ptr",
+    "vkCmdResetQueryPool": "*void ptr u64 u32 u32",
+    "vkCmdWriteTimestamp": "*void ptr u32 u64 u32",
+    "vkGetQueryPoolResults": "ptr u64 u32 u32 size ptr u64 u32",
+}
+
+
+class VulkanError(RuntimeError):
+    """A call failed; `code` is Vulkan's name for the reason, such as "VK_ERROR_DEVICE_LOST"."""
+
+    def __init__(self, call: str, code: str):
+        super().__init__(f"{call} failed: {code}")
+        self.call, self.code = call, code
+
+
+def _checked(name: str):
+    def check(result, function, arguments):
+        if result < 0:
+            raise VulkanError(name, RESULTS.get(result, str(result)))
+        return result
+
+    return check
+
+
+class Calls:
+    """Functions as attributes. `lookup(name)` gives the address of one; VulkanError for a function that is not there."""
+
+    def __init__(self, lookup, *tables: dict[str, str]):
+        for table in tables:
+            for name, text in table.items():
+                first, _, rest = text.partition(" ") if text[0] == "*" else ("*i32", "", text)
+                result = None if first == "*void" else _TYPES[first[1:]]
+                address = lookup(name.encode())
+                if not address:
+                    raise VulkanError(name, "VK_ERROR_INCOMPATIBLE_DRIVER")
+                function = ctypes.CFUNCTYPE(result, *(_TYPES[kind] for kind in rest.split()))(address)
+                if result is ctypes.c_int32:
+                    function.errcheck = _checked(name)
+                setattr(self, name, function)
+
+
+def listed(call, kind: type, *arguments) -> list:
+    """What an enumerating function gives: it is asked for the number first, then for the items."""
+    count = ctypes.c_uint32()
+    call(*arguments, ctypes.byref(count), None)
+    items = (kind * count.value)(*(kind() for _ in range(count.value))) if issubclass(kind, Chained) else (kind * count.value)()
+    call(*arguments, ctypes.byref(count), items)
+    return list(items)[: count.value]
+
+
+def create(call, *arguments, kind: type = ctypes.c_uint64) -> int:
+    """The handle that a vkCreate.. or vkAllocate.. function gives through its last argument."""
+    handle = kind()
+    call(*arguments, ctypes.byref(handle))
+    return handle.value
+
+
+def strings(texts) -> ctypes.Array:
+    return (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
+
+
+def open_loader():
+    """(vkGetInstanceProcAddr, the functions that need no instance). UserError when the machine has no Vulkan loader."""
+    try:
+        library = ctypes.CDLL(LIBRARY)
+    except OSError as e:
+        raise UserError(f"cannot load Vulkan's loader {LIBRARY} ({e}); {INSTALL}") from e
+    get = library.vkGetInstanceProcAddr
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]
+    return get, Calls(lambda name: get(None, name), _GLOBAL)

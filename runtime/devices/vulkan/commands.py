@@ -1,0 +1,105 @@
+"""Recording of launches: each function of the plan becomes one command buffer, recorded once and replayed.
+
+A launch waits for earlier ones only where it must: it reads or writes what one of them wrote, or writes what one of them reads. That is
+decided by addresses: `Recorder` keeps what was touched since the last barrier.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+from mlc_amd.runtime.devices.vulkan import api
+from mlc_amd.runtime.devices.vulkan.context import Context
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One dispatch. push: what the push constants get; spans: (first byte, end, whether the kernel writes there) of its arguments."""
+
+    kernel: str
+    pipeline: int
+    grid: tuple[int, ...]
+    push: ctypes.Array
+    spans: tuple[tuple[int, int, bool], ...]
+
+
+class Hazards:
+    """What was read and written since the last barrier."""
+
+    def __init__(self):
+        self._spans: list[tuple[int, int, bool]] = []
+
+    def clash(self, spans) -> bool:
+        """Whether a launch with these arguments must wait for those before it."""
+        return any(
+            (writes or wrote) and begin < other_end and other < end
+            for begin, end, writes in spans
+            for other, other_end, wrote in self._spans
+        )
+
+    def add(self, spans) -> None:
+        self._spans.extend(spans)
+
+    def clear(self) -> None:
+        self._spans.clear()
+
+
+class Recorder:
+    """Records into one command buffer.
+
+    queries: (a pool of timestamps, how many it has); two are written for each launch: when those before it were done, and when it was.
+    """
+
+    WORK = api.COMPUTE | api.TRANSFER
+    READS = api.SHADER_READ | api.TRANSFER_READ
+    WRITES = api.SHADER_WRITE | api.TRANSFER_WRITE
+
+    def __init__(self, context: Context, layout: int, queries: tuple[int, int] | None = None):
+        self.context, self.layout, self.queries = context, layout, queries
+        self.commands = context.command_buffer()
+        self._hazards, self._bound, self._stamps = Hazards(), None, 0
+        self._after = api.MemoryBarrier(source=self.WRITES, destination=self.READS | self.WRITES)
+
+    def begin(self) -> None:
+        self.context.calls.vkBeginCommandBuffer(self.commands, ctypes.byref(api.BeginInfo()))
+        if self.queries is not None:
+            self.context.calls.vkCmdResetQueryPool(self.commands, self.queries[0], 0, self.queries[1])
+        self.barrier()  # the run before may still write its results
+
+    def barrier(self) -> None:
+        self._hazards.clear()
+        self.context.calls.vkCmdPipelineBarrier(
+            self.commands, self.WORK, self.WORK, 0, 1, ctypes.byref(self._after), 0, None, 0, None
+        )
+
+    def launch(self, one: Launch) -> None:
+        calls, commands = self.context.calls, self.commands
+        if self._hazards.clash(one.spans):
+            self.barrier()
+        self._hazards.add(one.spans)
+        if self._bound != one.pipeline:
+            calls.vkCmdBindPipeline(commands, api.BIND_COMPUTE, one.pipeline)
+            self._bound = one.pipeline
+        calls.vkCmdPushConstants(commands, self.layout, api.STAGE_COMPUTE, 0, ctypes.sizeof(one.push), one.push)
+        self.stamp()
+        calls.vkCmdDispatch(commands, *one.grid)
+        self.stamp()
+
+    def stamp(self) -> None:
+        if self.queries is not None:
+            self.context.calls.vkCmdWriteTimestamp(self.commands, api.BOTTOM, self.queries[0], self._stamps)
+            self._stamps += 1
+
+    def copy(self, source, source_at: int, target, target_at: int, nbytes: int) -> None:
+        """Between blocks, ordered with the launches like one of them."""
+        first, copied = source.address + source_at, target.address + target_at
+        spans = [(first, first + nbytes, False), (copied, copied + nbytes, True)]
+        if self._hazards.clash(spans):
+            self.barrier()
+        self._hazards.add(spans)
+        region = api.BufferCopy(source_at, target_at, nbytes)
+        self.context.calls.vkCmdCopyBuffer(self.commands, source.buffer, target.buffer, 1, ctypes.byref(region))
+
+    def end(self) -> None:
+        """What was copied becomes visible to the host."""
+        self.context.barrier(self.commands, (self.WORK, api.HOST), (self.WRITES, api.HOST_READ))
+        self.context.calls.vkEndCommandBuffer(self.commands)

@@ -1,0 +1,136 @@
+"""A logical device: one queue, its fence and its command buffers, and what goes wrong with them in words for users.
+
+In: an Instance and one of its Gpus. Out: `Context`, what memory.py, pipelines.py and commands.py work on. Everything that Vulkan gives out
+is put on `held` and returned in reverse order when that closes.
+"""
+
+import ctypes
+from contextlib import ExitStack
+
+from mlc_amd.runtime.devices.vulkan import api
+from mlc_amd.runtime.devices.vulkan.gpu import BUDGET, FEATURES, Gpu, Instance
+from mlc_amd.runtime.errors import UserError
+
+# Features switched on where they exist. Extensions come with the structures in gpu.FEATURES.
+WANTED = {
+    "shaderInt64", "shaderInt16", "storageBuffer16BitAccess", "storageBuffer8BitAccess", "shaderFloat16", "shaderInt8",
+    "bufferDeviceAddress", "vulkanMemoryModel", "vulkanMemoryModelDeviceScope", "shaderIntegerDotProduct", "subgroupSizeControl",
+    "computeFullSubgroups", "cooperativeMatrix",
+}  # fmt: skip
+SLICE = 10**9  # ns of one wait: Ctrl-C is noticed between them
+
+
+class Context:
+    """calls: Vulkan's functions of this device; device, queue, pool: handles; gpu: what it is.
+
+    `calls` and handles are for the thread that made it, except where Vulkan allows several.
+    """
+
+    def __init__(self, instance: Instance, gpu: Gpu, held: ExitStack):
+        self.instance, self.gpu, self.held = instance, gpu, held
+        self.physical = instance.handles[gpu.index]
+        self.budget = BUDGET in gpu.extensions
+        self._open()
+        calls, device = self.calls, self.device
+        queue = ctypes.c_void_p()
+        calls.vkGetDeviceQueue(device, gpu.queue[0], 0, ctypes.byref(queue))
+        self.queue = queue.value
+        # RESET_COMMAND_BUFFER: those for uploads are recorded again and again
+        self.pool = self.own("vkDestroyCommandPool", self.create("vkCreateCommandPool", api.CommandPoolInfo(flags=2, family=gpu.queue[0])))
+        self.fence = self.own("vkDestroyFence", self.create("vkCreateFence", api.FenceInfo()))
+        self._fences = (ctypes.c_uint64 * 1)(self.fence)
+        self._busy = False
+
+    def _open(self) -> None:
+        gpu = self.gpu
+        structures = [kind for kind, (since, name) in FEATURES.items() if gpu.has(since, name)]
+        features = self.instance.features(self.physical, structures)
+        for part in features:
+            for name, kind in type(part)._fields_[2:]:
+                if name not in WANTED:
+                    setattr(part, name, 0 if kind is ctypes.c_uint32 else kind())
+        extensions = [name for since, name in FEATURES.values() if name in gpu.extensions and not gpu.has(since, "")]
+        names = api.strings(extensions + [BUDGET] * self.budget)
+        priority = (ctypes.c_float * 1)(1.0)
+        queue = api.QueueInfo(family=gpu.queue[0], count=1, priorities=ctypes.addressof(priority))
+        info = api.DeviceInfo(
+            next=features[0],
+            queueCount=1,
+            queues=ctypes.addressof(queue),
+            extensionCount=len(names),
+            extensions=ctypes.addressof(names),
+        )
+        calls = self.instance.calls
+        try:
+            self.device = api.create(calls.vkCreateDevice, self.physical, ctypes.byref(info), None, kind=ctypes.c_void_p)
+        except api.VulkanError as e:
+            raise UserError(f"{gpu.name} does not start ({e.code}); close other programs that use it, or update its driver") from e
+        self.calls = api.Calls(lambda name: calls.vkGetDeviceProcAddr(self.device, name), api.DEVICE)
+        self.held.callback(self.calls.vkDestroyDevice, self.device, None)
+        self.held.callback(_idle, self.calls, self.device)
+
+    def create(self, name: str, info: ctypes.Structure) -> int:
+        return api.create(getattr(self.calls, name), self.device, ctypes.byref(info), None)
+
+    def own(self, release: str, handle: int) -> int:
+        """`handle`, to be given to the function `release` at the end."""
+        self.held.callback(getattr(self.calls, release), self.device, handle, None)
+        return handle
+
+    def command_buffer(self) -> int:
+        """A new one; it goes with the pool."""
+        info, handle = api.CommandBufferInfo(pool=self.pool, level=0, count=1), ctypes.c_void_p()
+        self.calls.vkAllocateCommandBuffers(self.device, ctypes.byref(info), ctypes.byref(handle))
+        return handle.value
+
+    def submission(self, commands: int) -> ctypes.Structure:
+        """What vkQueueSubmit gets for one command buffer; may be used any number of times."""
+        handles = (ctypes.c_void_p * 1)(commands)
+        info = api.SubmitInfo(commandCount=1, commands=ctypes.addressof(handles))
+        info.handles = handles  # lives as long as the structure
+        return info
+
+    def submit(self, submission: ctypes.Structure) -> None:
+        """Starts a command buffer, when the one before is done."""
+        if self._busy:  # nobody waited for it, or the wait was interrupted
+            self.calls.vkDeviceWaitIdle(self.device)
+            self.calls.vkResetFences(self.device, 1, self._fences)
+        self._busy = True
+        self.calls.vkQueueSubmit(self.queue, 1, ctypes.byref(submission), self.fence)
+
+    def wait(self) -> None:
+        calls, device, fences = self.calls, self.device, self._fences
+        if not self._busy:
+            return
+        while calls.vkWaitForFences(device, 1, fences, 1, SLICE) == api.TIMEOUT:
+            pass
+        calls.vkResetFences(device, 1, fences)
+        self._busy = False
+
+    def once(self, record) -> None:
+        """Records commands with `record(command buffer)`, runs them and waits."""
+        commands = self.command_buffer()
+        handles = (ctypes.c_void_p * 1)(commands)
+        try:
+            self.calls.vkBeginCommandBuffer(commands, ctypes.byref(api.BeginInfo(flags=1)))  # ONE_TIME_SUBMIT
+            record(commands)
+            self.calls.vkEndCommandBuffer(commands)
+            self.submit(self.submission(commands))
+            self.wait()
+        finally:
+            if not self._busy:
+                self.calls.vkFreeCommandBuffers(self.device, self.pool, 1, handles)
+
+    def barrier(self, commands: int, stages: tuple[int, int], access: tuple[int, int]) -> None:
+        """Memory barrier in a command buffer: what comes later at stages[1] waits for and sees what was done at stages[0]."""
+        one = api.MemoryBarrier(source=access[0], destination=access[1])
+        self.calls.vkCmdPipelineBarrier(commands, *stages, 0, 1, ctypes.byref(one), 0, None, 0, None)
+
+
+def _idle(calls: api.Calls, device: int) -> None:
+    """Waits until nothing runs; a lost device runs nothing."""
+    try:
+        calls.vkDeviceWaitIdle(device)
+    except api.VulkanError as e:
+        if e.code != api.DEVICE_LOST:
+            raise

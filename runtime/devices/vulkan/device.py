@@ -1,0 +1,384 @@
+"""The vulkan device: runs the SPIR-V kernels of an artifact on a GPU with a Vulkan driver.
+
+In: an artifact with what dist/README.md describes for target vulkan. Out: the protocol of runtime/devices/__init__.py.
+
+Each function of the plan is one command buffer, recorded at load and submitted for every run: state and tokens lie in memory that the host
+writes and kernels read (or that the command buffer copies first), the logits are copied to memory that the host reads fast. GPUs that
+work in the host's memory get the weights there, once.
+"""
+
+import ctypes
+import logging
+import os
+import time
+import weakref
+from contextlib import ExitStack
+from itertools import pairwise
+
+import numpy as np
+
+from mlc_amd.runtime.devices.vulkan import api
+from mlc_amd.runtime.devices.vulkan.commands import Launch, Recorder
+from mlc_amd.runtime.devices.vulkan.context import Context
+from mlc_amd.runtime.devices.vulkan.gpu import VARIABLE, Instance, choose
+from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, CHUNK, Block, Memory, OutOfMemory, places
+from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines, cache_file
+from mlc_amd.runtime.errors import UserError
+
+OUTPUTS = ("logits",)  # io buffers that kernels write; the host writes the others
+RING = 4  # times the largest scratch buffers: kernels that do not wait for one another want their own
+COPIED, COPIES = 128 << 20, 8  # bytes and repetitions that measure how fast the memory is
+CLOSED = "this device is closed; load the model again"
+
+log = logging.getLogger("mlc_amd")
+
+
+def _nbytes(dtype: str, shape) -> int:
+    return int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.1f} GiB"
+
+
+def cut(tensors: dict[str, tuple[int, int]], limit: int) -> list[tuple[int, int]]:
+    """Ranges of at most `limit` bytes (more if one tensor alone is larger) that cut no tensor. tensors: {name: (offset, bytes)}."""
+    ranges = []
+    for begin, nbytes in sorted(tensors.values()):
+        if ranges and begin + nbytes - ranges[-1][0] <= limit:
+            ranges[-1][1] = begin + nbytes
+        else:
+            ranges.append([begin, begin + nbytes])
+    return [(begin, end) for begin, end in ranges]
+
+
+class VulkanDevice:
+    """See runtime/devices/__init__.py for the protocol. `threads` is the cpu device's. index: a GPU's number or part of its name.
+
+    `waited`: seconds spent waiting for the GPU in all runs. UserError if this machine cannot run the artifact.
+    """
+
+    kind = "vulkan"
+
+    def __init__(self, artifact, threads: int | None = None, index: str | int | None = None):
+        self.artifact, self.manifest = artifact, artifact.manifest
+        self.threads = 1  # of the host; one is enough to drive a GPU
+        self.waited = 0.0
+        self._held = ExitStack()  # what Vulkan has given out, returned in reverse order
+        self.close = weakref.finalize(self, self._held.close)  # also at interpreter exit
+        self._sizes: dict[str, int] = {}
+        try:
+            self._open(None if index is None else str(index))
+            self._allocate()
+            self._upload()
+            self.clear()
+            self._record()
+        except (api.VulkanError, OutOfMemory) as e:
+            raise self._failure(e, "loading the model") from e
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, index: str | None) -> None:
+        instance = Instance()
+        self._held.callback(instance.close)
+        target = self.manifest["target"]
+        needs = {profile: target["needs"][profile] for profile in target["archs"]}
+        self.gpu, self.code_arch = choose(instance.gpus, needs, index)
+        self.name = f"{self.gpu.name} ({self.code_arch})"
+        if self.gpu.type == "cpu" and index is None and VARIABLE not in os.environ:
+            log.warning("no GPU that can run this model: %s computes on the CPU, slowly; see `mlc-amd doctor`", self.gpu.name)
+        self.context = Context(instance, self.gpu, self._held)
+        self.memory = Memory(self.context)
+        self._kernels = self.manifest["launches"][self.code_arch]
+        self._build(needs[self.code_arch])
+
+    def _build(self, needs: dict) -> None:
+        """The pipelines of all kernels."""
+        code = memoryview((self.artifact.path / self.manifest["libraries"][self.code_arch]).read_bytes())
+        steps = {step["symbol"]: step for kernel in self._kernels.values() for step in kernel["steps"]}
+        modules = {}
+        for symbol, step in steps.items():
+            offset, nbytes = step["code"]
+            modules[symbol] = bytes(code[offset : offset + nbytes]), tuple(step["block"])
+        builder = Pipelines(self.context, needs["push_constants"], needs["subgroup_size"])
+        try:
+            self._pipelines = builder.build(modules, cache_file(self.gpu))
+        except api.VulkanError as e:
+            if e.code in (*api.NO_MEMORY, api.DEVICE_LOST):
+                raise
+            raise UserError(
+                f"the driver {self.gpu.driver} cannot build the kernels for {self.code_arch} ({e.code}); update it, or compile the model "
+                "with --arch generic"
+            ) from e
+        self._layout = builder.layout
+
+    # ---- memory
+
+    def _allocate(self) -> None:
+        manifest, memory, weights = self.manifest, self.memory, self.artifact.weights
+        self._weights_at = weights.places
+        self._ranges = cut(self._weights_at, min(BLOCK, memory.limit))
+        kv = {entry["name"]: _nbytes(entry["dtype"], entry["shape"]) for entry in manifest["kv"]}
+        io = {name: _nbytes(entry["dtype"], entry["shape"]) for name, entry in manifest["io"].items()}
+        scratch = max((self._scratch_bytes(function) for function in manifest["functions"].values()), default=0)
+        outputs = {name: nbytes for name, nbytes in io.items() if name in OUTPUTS}
+        inputs = {name: nbytes for name, nbytes in io.items() if name not in OUTPUTS}
+        self._sizes = {
+            "weights": sum(end - begin for begin, end in self._ranges),
+            "kv": sum(kv.values()),
+            "arena": manifest["arena_bytes"],
+            "scratch": scratch,
+            "io": sum(io.values()) + sum(outputs.values()),
+        }
+        self._weights = [memory.block(end - begin, "device") for begin, end in self._ranges]
+        self._kv, self._kv_blocks = memory.spread(kv, "device")
+        self._arena, self._scratch = (memory.block(max(self._sizes[name], ALIGN), "device") for name in ("arena", "scratch"))
+        results, (self._results,) = memory.spread(outputs, "device")
+        written, (self._inputs,) = memory.spread(inputs, "input")
+        read, (self._outputs,) = memory.spread(outputs, "output")
+        # Kernels read what the host writes where it is, unless that is across the bus.
+        self._input_copy = None
+        if not self.gpu.unified and not self._inputs.flags & api.DEVICE_LOCAL:
+            self._input_copy = memory.block(self._inputs.nbytes, "device")
+        self._io = results | {name: (self._input_copy or block, offset) for name, (block, offset) in written.items()}
+        entries = manifest["io"]
+        self._host = {
+            name: block.view(offset, entries[name]["dtype"], entries[name]["shape"]) for name, (block, offset) in (written | read).items()
+        }
+        self._output_at = {name: offset for name, (_, offset) in read.items()}
+        for name in inputs:
+            self._host[name][...] = 0
+        # What others left there may be NaN, which would spread from rows that are not in use.
+        memory.fill([self._arena, self._scratch, self._results, *([self._input_copy] if self._input_copy else [])])
+
+    def _scratch_bytes(self, function: dict) -> int:
+        """RING times what the neediest kernel of a function has for its steps."""
+        needs = (places(dict(enumerate(self._kernels[call["kernel"]]["scratch"])), api.FOREVER)[1][0] for call in function["launches"])
+        return RING * max(needs, default=0)
+
+    def _upload(self) -> None:
+        """The weights, in pieces: reading one and copying the one before go on at the same time."""
+        for at, piece in self.artifact.weights.chunks(CHUNK):
+            for (begin, end), block in zip(self._ranges, self._weights, strict=True):
+                first, last = max(at, begin), min(at + piece.nbytes, end)
+                if first < last:
+                    self.memory.put(block, first - begin, piece[first - at : last - at])
+
+    # ---- recording
+
+    def _record(self) -> None:
+        functions = self.manifest["functions"]
+        self._plan = {name: self._bind(function) for name, function in functions.items()}
+        self._submissions = {name: self._commands(name) for name in functions}
+        self._timed: dict[str, tuple[ctypes.Structure, int]] = {}
+
+    def _bind(self, function: dict) -> list[Launch]:
+        """Every launch of a function, in order."""
+        launches, ring, ring_end = [], 0, self._scratch_bytes(function)
+        tables: list[tuple[Launch, list[int]]] = []
+        for call in function["launches"]:
+            kernel = self._kernels[call["kernel"]]
+            offsets, (nbytes,) = places(dict(enumerate(kernel["scratch"])), api.FOREVER)
+            ring = ring if ring + nbytes <= ring_end else 0
+            base, ring = self._scratch.address + ring, ring + nbytes
+            spans = [self._span(arg, function) for arg in call["args"]]
+            spans += [(base + offset, base + offset + kernel["scratch"][i]) for i, (_, offset) in offsets.items()]
+            for step in kernel["steps"]:
+                launches.append(self._launch(call["kernel"], step, [spans[i] for i in step["args"]]))
+                if step["table"]:
+                    tables.append((launches[-1], [spans[i][0] for i in step["args"]]))
+        self._write_tables(tables)
+        return launches
+
+    def _launch(self, kernel: str, step: dict, spans: list[tuple[int, int]]) -> Launch:
+        if any(count > most for count, most in zip(step["grid"], self.gpu.limits["groups"], strict=True)):
+            grid = "x".join(map(str, step["grid"]))
+            raise UserError(f"{self.gpu.name} cannot launch {grid} workgroups, as {kernel} needs; compile the model for another --arch")
+        push = (ctypes.c_uint64 * (1 if step["table"] else len(spans)))(*([0] if step["table"] else [begin for begin, _ in spans]))
+        writes = set(step["writes"])
+        touched = tuple((begin, end, place in writes) for place, (begin, end) in enumerate(spans))
+        return Launch(kernel, self._pipelines[step["symbol"]], tuple(step["grid"]), push, touched)
+
+    def _write_tables(self, tables: list[tuple[Launch, list[int]]]) -> None:
+        """Addresses that do not fit the push constants, in one block."""
+        if not tables:
+            return
+        found, (block,) = self.memory.spread({i: 8 * len(addresses) for i, (_, addresses) in enumerate(tables)}, "device")
+        content = np.zeros(block.nbytes, np.uint8)
+        for i, (launch, addresses) in enumerate(tables):
+            offset = found[i][1]
+            content[offset : offset + 8 * len(addresses)] = np.array(addresses, np.uint64).view(np.uint8)
+            launch.push[0] = block.address + offset
+        self.memory.put(block, 0, content)
+
+    def _span(self, arg: list, function: dict) -> tuple[int, int]:
+        """(address, end) of an argument of the plan; dist/README.md lists the kinds."""
+        kind, where = arg[0], arg[1]
+        if kind == "weight":
+            offset, nbytes = self._weights_at[where]
+            index = next(i for i, (begin, end) in enumerate(self._ranges) if begin <= offset < end)
+            address = self._weights[index].address + offset - self._ranges[index][0]
+        elif kind == "arena":
+            address, nbytes = self._arena.address + where, _nbytes(arg[2], arg[3])
+        else:
+            block, offset = (self._kv if kind == "kv" else self._io)[where]
+            address, nbytes = block.address + offset, self._bytes(kind, where, function)
+        return address, address + nbytes
+
+    def _bytes(self, kind: str, name: str, function: dict) -> int:
+        """Of a cache tensor, or of the rows of an io buffer that a function uses."""
+        if kind == "kv":
+            entry = next(entry for entry in self.manifest["kv"] if entry["name"] == name)
+            return _nbytes(entry["dtype"], entry["shape"])
+        entry = self.manifest["io"][name]
+        rows = {"tokens": function["tokens"], "logits": function["tokens"] if function["all_logits"] else 1}.get(name, entry["shape"][0])
+        return _nbytes(entry["dtype"], [rows, *entry["shape"][1:]])
+
+    def _commands(self, name: str, queries: tuple[int, int] | None = None) -> ctypes.Structure:
+        """Records a function."""
+        function, recorder = self.manifest["functions"][name], Recorder(self.context, self._layout, queries)
+        recorder.begin()
+        if self._input_copy:
+            recorder.copy(self._inputs, 0, self._input_copy, 0, self._inputs.nbytes)
+        for launch in self._plan[name]:
+            recorder.launch(launch)
+        for output, at in self._output_at.items():
+            block, offset = self._io[output]
+            recorder.copy(block, offset, self._outputs, at, self._bytes("io", output, function))
+        recorder.end()
+        return self.context.submission(recorder.commands)
+
+    # ---- the protocol
+
+    def write(self, name: str, values) -> None:
+        self._alive()
+        self._host[name][: len(values)] = values
+
+    def run(self, function: str) -> None:
+        self._alive()
+        try:
+            self._run(self._submissions[function])
+        except api.VulkanError as e:
+            raise self._failure(e, f"running {function}") from e
+
+    def _run(self, submission: ctypes.Structure) -> None:
+        self.context.submit(submission)
+        start = time.perf_counter()
+        self.context.wait()
+        self.waited += time.perf_counter() - start
+
+    def read(self, name: str, rows: int) -> np.ndarray:
+        self._alive()
+        self.memory.invalidate(self._outputs)
+        return self._host[name][:rows]
+
+    def clear(self) -> None:
+        self._alive()
+        try:
+            self.memory.fill(self._kv_blocks)
+        except api.VulkanError as e:
+            raise self._failure(e, "clearing the cache") from e
+
+    def time(self, function: str) -> list[tuple[str, float, float]]:
+        """Runs a function; (kernel, seconds, seconds between the end of the launch before and its beginning) of each launch.
+
+        A launch that does not wait for the one before counts from that one's end. UserError if the GPU's queue has no clock.
+        """
+        self._alive()
+        if not self.gpu.queue[1]:
+            raise UserError(f"{self.gpu.name} cannot tell how long kernels take: its driver has no timestamps for compute")
+        count = 2 * len(self._plan[function])
+        try:
+            if function not in self._timed:
+                pool = _query_pool(self.context, count)
+                self._timed[function] = self._commands(function, (pool, count)), pool
+            submission, pool = self._timed[function]
+            self._run(submission)
+            stamps = _results(self.context, pool, count)
+        except api.VulkanError as e:
+            raise self._failure(e, f"timing {function}") from e
+        gaps = [0.0, *(self._seconds(end, begin) for end, begin in zip(stamps[1::2], stamps[2::2], strict=False))]
+        spent = [self._seconds(begin, end) for begin, end in zip(stamps[::2], stamps[1::2], strict=True)]
+        return [(launch.kernel, seconds, gap) for launch, seconds, gap in zip(self._plan[function], spent, gaps, strict=True)]
+
+    def copy_bandwidth(self) -> float:
+        """Bytes per second, read and written together, of a copy in the GPU's memory; 0.0 if there is no room or no clock to measure it."""
+        self._alive()
+        if not self.gpu.queue[1]:
+            return 0.0
+        with ExitStack() as held:
+            memory = Memory(Context(self.context.instance, self.gpu, held))
+            try:
+                source, target = (memory.block(COPIED, "device") for _ in range(2))
+            except OutOfMemory:
+                return 0.0
+            return self._measure_copy(memory, source, target)
+
+    def _measure_copy(self, memory: Memory, source: Block, target: Block) -> float:
+        memory.fill([source, target])
+        context = memory.context
+        pool = _query_pool(context, COPIES + 1)
+        recorder = Recorder(context, 0, (pool, COPIES + 1))
+        recorder.begin()
+        recorder.stamp()
+        for _ in range(COPIES):
+            recorder.copy(source, 0, target, 0, COPIED)
+            recorder.barrier()
+            recorder.stamp()
+        recorder.end()
+        for _ in range(2):  # the first wakes the GPU up
+            context.submit(context.submission(recorder.commands))
+            context.wait()
+        stamps = _results(context, pool, COPIES + 1)
+        return 2 * COPIED / max(min(self._seconds(begin, end) for begin, end in pairwise(stamps)), 1e-9)
+
+    def _seconds(self, begin: int, end: int) -> float:
+        """Between two timestamps, of which some bits count."""
+        return (end - begin & (1 << self.gpu.queue[1]) - 1) * self.gpu.limits["tick"] * 1e-9
+
+    # ---- errors
+
+    def _alive(self) -> None:
+        if not self.close.alive:
+            raise UserError(CLOSED)
+
+    def _failure(self, error: Exception, doing: str) -> Exception:
+        """What the user is to know of an error, after which nothing can be done with this device: it is closed."""
+        message = None
+        if isinstance(error, OutOfMemory) or error.code in api.NO_MEMORY:
+            message = self._out_of_memory(getattr(error, "nbytes", 0))
+        elif error.code == api.DEVICE_LOST:
+            message = (
+                f"{self.gpu.name} was reset while {doing} ({error}): a kernel ran too long, the driver failed, or another program made it "
+                "fail; load the model again, and if that happens again, update the driver and see the kernel's log (dmesg)"
+            )
+        self.close()
+        return UserError(message) if message else error
+
+    def _out_of_memory(self, wanted: int) -> str:
+        """What is needed, what there is, and the change that makes it fit. wanted: bytes of the block that found no place."""
+        limit = self.memory.limit
+        if wanted > limit:
+            at_most = f"{self.gpu.driver} gives {_gib(limit)} at most"
+            return f"this model needs {_gib(wanted)} in one piece, and {at_most}; compile with a smaller --ctx"
+        needed, kv, ctx = sum(self._sizes.values()), self._sizes.get("kv", 0), self.manifest["context"]
+        there = sum(heap.free for heap in self.gpu.heaps if self.gpu.unified or heap.device_local)
+        fits = (there - (needed - kv)) * ctx // kv // 64 * 64 if kv else 0
+        smaller = "choose a smaller quantization or close other programs that use the GPU"
+        change = f"compile with --ctx {fits}" if 64 <= fits < ctx else smaller
+        return (
+            f"out of GPU memory: this model needs {_gib(needed)} (weights {_gib(self._sizes.get('weights', 0))}, KV cache {_gib(kv)} at "
+            f"--ctx {ctx}), and {_gib(there)} of {self.gpu.name} are free; {change}"
+        )
+
+
+def _query_pool(context: Context, count: int) -> int:
+    info = api.QueryPoolInfo(queryType=api.QUERY_TIMESTAMP, queryCount=count)
+    return context.own("vkDestroyQueryPool", context.create("vkCreateQueryPool", info))
+
+
+def _results(context: Context, pool: int, count: int) -> list[int]:
+    data = (ctypes.c_uint64 * count)()
+    context.calls.vkGetQueryPoolResults(context.device, pool, 0, count, 8 * count, data, 8, api.RESULT_64 | api.RESULT_WAIT)
+    return list(data)

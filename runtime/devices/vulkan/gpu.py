@@ -1,0 +1,332 @@
+"""The Vulkan GPUs of this machine: what they are, what they can do, and which of them serves an artifact.
+
+`list_gpus()` -> list of Gpu. `Instance` keeps Vulkan open, for whoever makes a logical device of a Gpu. `missing(gpu, needs)` says what a
+GPU lacks for an artifact, `choose` takes one, `profile_here()` says what to compile for.
+"""
+
+import ctypes
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlc_amd.runtime.devices.hip_errors import join_group
+from mlc_amd.runtime.devices.vulkan import api
+from mlc_amd.runtime.devices.vulkan.profile import profile_of
+from mlc_amd.runtime.errors import UserError
+
+# Structures of features: the version of Vulkan that took them in, and the extension that has them before.
+FEATURES = {
+    api.Storage16Features: (api.version(1, 1), "VK_KHR_16bit_storage"),
+    api.Storage8Features: (api.version(1, 2), "VK_KHR_8bit_storage"),
+    api.SmallFeatures: (api.version(1, 2), "VK_KHR_shader_float16_int8"),
+    api.AddressFeatures: (api.version(1, 2), "VK_KHR_buffer_device_address"),
+    api.MemoryModelFeatures: (api.version(1, 2), "VK_KHR_vulkan_memory_model"),
+    api.DotFeatures: (api.version(1, 3), "VK_KHR_shader_integer_dot_product"),
+    api.SubgroupSizeFeatures: (api.version(1, 3), "VK_EXT_subgroup_size_control"),
+    api.MatrixFeatures: (None, "VK_KHR_cooperative_matrix"),
+}
+# The same for structures of properties.
+PROPERTIES = {
+    api.SubgroupProperties: (api.version(1, 1), ""),
+    api.Maintenance3Properties: (api.version(1, 1), ""),
+    api.DriverProperties: (api.version(1, 2), "VK_KHR_driver_properties"),
+    api.Maintenance4Properties: (api.version(1, 3), "VK_KHR_maintenance4"),
+    api.DotProperties: (api.version(1, 3), "VK_KHR_shader_integer_dot_product"),
+    api.SubgroupSizeProperties: (api.version(1, 3), "VK_EXT_subgroup_size_control"),
+}
+BUDGET = "VK_EXT_memory_budget"
+OLDEST = api.version(1, 1)  # physical devices below have none of the structures above
+RANK = {"discrete": 0, "integrated": 1, "virtual": 2, "other": 3, "cpu": 4}  # which type of device is tried first
+VARIABLE = "MLC_AMD_DEVICE"
+NO_DRIVER = (
+    "no Vulkan driver is installed: install mesa-vulkan-drivers (Debian, Ubuntu, Fedora) or vulkan-radeon (Arch) for AMD GPUs, "
+    "the vendor's driver for others"
+)
+
+
+@dataclass(frozen=True)
+class Heap:
+    """Memory of one kind: bytes; `free`: what this process may still take, the size where the driver does not tell."""
+
+    size: int
+    free: int
+    device_local: bool
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One device as Vulkan shows it.
+
+    type        "discrete", "integrated", "virtual", "cpu" or "other"
+    driver      its name and version, in its own words
+    features    names of Vulkan's features that it has, of those that kernels may need
+    limits      shared_memory, threads, push_constants (bytes, invocations, bytes), groups (most of a launch, x, y, z),
+                allocation, buffer (most bytes of one), allocations (most of them), non_coherent (bytes), tick (ns of a timestamp)
+    subgroup    (default, smallest, largest) size; `full`: whether a size can be asked for
+    matrices    ((m, n, k), types of a, b, c and the result) of cooperative matrices of a subgroup
+    memory      (property flags, heap) of each memory type
+    queue       (family, valid bits of its timestamps)
+    """
+
+    index: int
+    name: str
+    type: str
+    vendor: int
+    device: int
+    driver: str
+    driver_id: int
+    driver_version: int
+    api: int
+    features: frozenset[str]
+    extensions: frozenset[str]
+    limits: dict
+    subgroup: tuple[int, int, int]
+    full: bool
+    subgroup_operations: int
+    dot: bool
+    matrices: tuple[tuple, ...]
+    heaps: tuple[Heap, ...]
+    memory: tuple[tuple[int, int], ...]
+    queue: tuple[int, int] | None
+    cache_uuid: bytes = field(repr=False)
+
+    @property
+    def unified(self) -> bool:
+        """Its memory is the host's."""
+        return self.type in ("integrated", "cpu")
+
+    @property
+    def float16_matrices(self) -> list[tuple[int, int, int]]:
+        """(m, n, k) of its cooperative matrices of float16 with float32 sums."""
+        return [shape for shape, types in self.matrices if types == ("float16", "float16", "float32", "float32")]
+
+    @property
+    def label(self) -> str:
+        return f"{self.index}: {self.name}"
+
+    def has(self, since: int | None, extension: str) -> bool:
+        return (since is not None and self.api >= since) or extension in self.extensions
+
+
+class Instance:
+    """Vulkan, open: `gpus`, and for each of them `handles`. A context manager; `close` may be called twice.
+
+    UserError when there is no loader, no driver or no device.
+    """
+
+    def __init__(self):
+        get, library = api.open_loader()
+        application = api.ApplicationInfo(name=b"mlc-amd", apiVersion=api.version(1, 3))
+        info = api.InstanceInfo(application=ctypes.addressof(application))
+        try:
+            self.handle = api.create(library.vkCreateInstance, ctypes.byref(info), None, kind=ctypes.c_void_p)
+        except api.VulkanError as e:
+            if e.code == "VK_ERROR_INCOMPATIBLE_DRIVER":
+                raise UserError(NO_DRIVER) from e
+            raise UserError(f"Vulkan does not start ({e.code}); check it with vulkaninfo, of the package vulkan-tools") from e
+        self._held = ExitStack()
+        try:
+            self.calls = api.Calls(lambda name: get(self.handle, name), api.INSTANCE)
+            self._held.callback(self.calls.vkDestroyInstance, self.handle, None)
+            self._get = get
+            self.handles = api.listed(self.calls.vkEnumeratePhysicalDevices, ctypes.c_void_p, self.handle)
+            self.gpus = [gpu for index, handle in enumerate(self.handles) if (gpu := self._gpu(index, handle))]
+            if not self.gpus:
+                raise UserError(_no_device())
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._held.close()
+
+    def __enter__(self) -> "Instance":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def features(self, handle: int, structures) -> list[ctypes.Structure]:
+        """The features of a physical device: CoreFeatures, then one of each of `structures`, chained."""
+        chain = _chain(structures)
+        core = api.CoreFeatures(next=chain[0] if chain else None)
+        self.calls.vkGetPhysicalDeviceFeatures2(handle, ctypes.byref(core))
+        return [core, *chain]
+
+    def budget(self, handle: int, budget: bool) -> tuple[api.MemoryProperties, list[int]]:
+        """A device's memory, and the bytes of each heap that this process may still take."""
+        extra = api.MemoryBudget()
+        found = api.MemoryProperties2(next=extra if budget else None)
+        self.calls.vkGetPhysicalDeviceMemoryProperties2(handle, ctypes.byref(found))
+        memory = found.memoryProperties
+        heaps = range(memory.memoryHeapCount)
+        if not budget:
+            return memory, [memory.memoryHeaps[i].size for i in heaps]
+        return memory, [max(extra.heapBudget[i] - extra.heapUsage[i], 0) for i in heaps]
+
+    def _gpu(self, index: int, handle: int) -> Gpu | None:
+        calls = self.calls
+        extensions = frozenset(
+            item.extensionName.decode() for item in api.listed(calls.vkEnumerateDeviceExtensionProperties, api.Extension, handle, None)
+        )
+        plain = api.Properties2()
+        calls.vkGetPhysicalDeviceProperties2(handle, ctypes.byref(plain))
+        version = plain.properties.apiVersion
+        if version < OLDEST:
+            return None
+
+        def there(table: dict) -> list[type]:
+            return [kind for kind, (since, name) in table.items() if (since is not None and version >= since) or name in extensions]
+
+        chain = _chain(there(PROPERTIES))
+        top = api.Properties2(next=chain[0])
+        calls.vkGetPhysicalDeviceProperties2(handle, ctypes.byref(top))
+        facts = {name: getattr(part, name) for part in chain for name in api.names_of(type(part))}
+        features = frozenset(
+            name
+            for part in self.features(handle, there(FEATURES))
+            for name in api.names_of(type(part))
+            if name[0] != "_" and getattr(part, name)
+        )
+        properties, limits = top.properties, top.properties.limits
+        memory, free = self.budget(handle, BUDGET in extensions)
+        allocation = facts["maxMemoryAllocationSize"]
+        driver = b" ".join(facts.get(name, b"") for name in ("driverName", "driverInfo")).decode(errors="replace").strip()
+        default = facts["subgroupSize"]
+        return Gpu(
+            index=index,
+            name=properties.deviceName.decode(errors="replace"),
+            type=api.DEVICE_TYPES[properties.deviceType],
+            vendor=properties.vendorID,
+            device=properties.deviceID,
+            driver=driver,
+            driver_id=facts.get("driverID", 0),
+            driver_version=properties.driverVersion,
+            api=version,
+            features=features,
+            extensions=extensions,
+            limits={
+                "shared_memory": limits.maxComputeSharedMemorySize,
+                "threads": min(limits.maxComputeWorkGroupInvocations, limits.maxComputeWorkGroupSize[0]),
+                "push_constants": limits.maxPushConstantsSize,
+                "groups": tuple(limits.maxComputeWorkGroupCount),
+                "allocation": allocation,
+                "buffer": facts.get("maxBufferSize", allocation),
+                "allocations": limits.maxMemoryAllocationCount,
+                "non_coherent": limits.nonCoherentAtomSize,
+                "tick": limits.timestampPeriod,
+            },
+            subgroup=(default, facts.get("minSubgroupSize", default), facts.get("maxSubgroupSize", default)),
+            full=bool(facts.get("requiredSubgroupSizeStages", 0) & api.STAGE_COMPUTE),
+            subgroup_operations=facts["supportedOperations"],
+            dot=bool(facts.get("integerDotProduct4x8BitPackedSignedAccelerated")),
+            matrices=self._matrices(handle) if "cooperativeMatrix" in features else (),
+            heaps=tuple(
+                Heap(heap.size, left, bool(heap.flags & api.HEAP_DEVICE_LOCAL))
+                for heap, left in zip(memory.memoryHeaps, free, strict=False)
+            ),
+            memory=tuple((kind.propertyFlags, kind.heapIndex) for kind in memory.memoryTypes[: memory.memoryTypeCount]),
+            queue=self._queue(handle),
+            cache_uuid=bytes(properties.pipelineCacheUUID),
+        )
+
+    def _matrices(self, handle: int) -> tuple[tuple, ...]:
+        (name,) = api.MATRICES
+        function = getattr(api.Calls(lambda name: self._get(self.handle, name), api.MATRICES), name)
+        rows = [
+            row
+            for row in api.listed(function, api.MatrixProperties, handle)
+            if row.scope == api.SCOPE_SUBGROUP and not row.saturatingAccumulation
+        ]
+        kinds = dict(enumerate(api.COMPONENTS))
+        return tuple(
+            ((r.MSize, r.NSize, r.KSize), tuple(kinds.get(kind, "other") for kind in (r.AType, r.BType, r.CType, r.ResultType)))
+            for r in rows
+        )
+
+    def _queue(self, handle: int) -> tuple[int, int] | None:
+        """The family that computes, if possible one that does not also draw: the desktop's frames then pass long kernels."""
+        families = list(enumerate(api.listed(self.calls.vkGetPhysicalDeviceQueueFamilyProperties, api.QueueFamily, handle)))
+        usable = [(i, family) for i, family in families if family.queueFlags & api.QUEUE_COMPUTE]
+        usable.sort(key=lambda item: (item[1].timestampValidBits == 0, item[1].queueFlags & api.QUEUE_GRAPHICS))
+        return (usable[0][0], usable[0][1].timestampValidBits) if usable else None
+
+
+def _chain(kinds) -> list[ctypes.Structure]:
+    """One structure of each kind, each pointing to the next."""
+    chain = []
+    for kind in reversed(list(kinds)):
+        chain.insert(0, kind(next=chain[0] if chain else None))
+    return chain
+
+
+def _no_device(nodes: Path = Path("/dev/dri")) -> str:
+    """One line for drivers that find no device."""
+    blocked = [node for node in sorted(nodes.glob("renderD*")) if not os.access(node, os.R_OK | os.W_OK)]
+    if blocked:
+        return f"no Vulkan device: no permission on {blocked[0]}; {join_group(blocked[0])}"
+    if not nodes.exists():
+        return f"no Vulkan device and no {nodes}: check that the GPU's kernel driver is loaded; in a container, pass --device {nodes}"
+    return f"no Vulkan device: the installed drivers know no GPU of this machine; {NO_DRIVER.partition(': ')[2]}"
+
+
+def list_gpus() -> list[Gpu]:
+    """The devices that Vulkan shows. UserError when there is no loader, no driver or no device."""
+    with Instance() as instance:
+        return instance.gpus
+
+
+# ---- which GPU serves
+
+
+def missing(gpu: Gpu, needs: dict) -> list[str]:
+    """What `gpu` lacks for kernels with these needs (Profile.needs in the manifest), in words; empty: they run."""
+    lacks = [name for name in needs["features"] if name not in gpu.features]
+    size = needs["subgroup_size"]
+    if size and not (gpu.full and gpu.subgroup[1] <= size <= gpu.subgroup[2]):
+        lacks.append(f"subgroups of {size}")
+    fragment = tuple(needs["fragment"])
+    if fragment and fragment not in gpu.float16_matrices:
+        lacks.append(f"cooperative matrices of {'x'.join(map(str, fragment))}")
+    units = {"shared_memory": "{} bytes of shared memory", "threads": "workgroups of {}", "push_constants": "{} bytes of push constants"}
+    lacks += [text.format(needs[name]) for name, text in units.items() if gpu.limits[name] < needs[name]]
+    return lacks if gpu.queue else [*lacks, "a compute queue"]
+
+
+def preferred(gpus: list[Gpu], wanted: str | None = None) -> list[Gpu]:
+    """The best first. wanted: only the one of that number, or those with that in their names; None: as $MLC_AMD_DEVICE says.
+
+    UserError when there is no such GPU.
+    """
+    asked = VARIABLE if wanted is None else "--device"
+    wanted = os.environ.get(VARIABLE, "") if wanted is None else wanted
+    order = sorted(gpus, key=lambda gpu: (RANK[gpu.type], -sum(heap.size for heap in gpu.heaps if heap.device_local), gpu.index))
+    if wanted:
+        order = [gpu for gpu in order if (gpu.index == int(wanted) if wanted.isdecimal() else wanted.lower() in gpu.name.lower())]
+    if not order:
+        raise UserError(f"{asked} {wanted}: no such Vulkan device here; there are {', '.join(gpu.label for gpu in gpus)}")
+    return order
+
+
+def choose(gpus: list[Gpu], needs: dict[str, dict], wanted: str | None = None) -> tuple[Gpu, str]:
+    """The GPU and the profile of an artifact to run there.
+
+    needs: what each profile of the artifact needs, in the order that it prefers; wanted: as in `preferred`. UserError when none serves.
+    """
+    order = preferred(gpus, wanted)
+    for gpu in order:
+        for profile, needed in needs.items():
+            if not missing(gpu, needed):
+                return gpu, profile
+    profile = next(iter(needs))
+    lacks = "; ".join(f"{gpu.name} ({gpu.driver}) lacks {', '.join(missing(gpu, needs[profile]))}" for gpu in order)
+    raise UserError(
+        f"this model was compiled for {', '.join(needs)}: {lacks}; update the driver, or compile the model with "
+        f"--target vulkan --arch {profile_of(order[0])}"
+    )
+
+
+def profile_here(wanted: str | None = None) -> str:
+    """`profile_of` the GPU that would run a model compiled now; wanted: as in `preferred`. UserError when there is none."""
+    return profile_of(preferred(list_gpus(), wanted)[0])

@@ -1,0 +1,176 @@
+"""Memory of a Vulkan device: blocks that kernels reach by address, within what heaps, drivers and limits allow.
+
+`Memory.block(bytes, kind)` allocates; KINDS says which memory each kind of block wants. `Memory.spread(sizes, kind)` allocates blocks for
+many buffers, none of which is cut. `put` and `fill` write to them, `get` reads.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlc_amd.runtime.devices.vulkan import api
+from mlc_amd.runtime.devices.vulkan.context import Context
+
+ALIGN = 256  # bytes between buffers of one block
+BLOCK = 1 << 30  # bytes of one allocation, unless a single buffer needs more: large ones find no place in two half-empty heaps
+CHUNK = 16 << 20  # bytes of an upload at a time
+MAPPED = api.HOST_VISIBLE | api.HOST_COHERENT
+# Property flags of memory, the best first: of GPUs with their own memory, and of those that work in the host's. There the memory that
+# counts as local may be a carve-out that is too small, and the rest is as fast.
+KINDS = {
+    "device": ((api.DEVICE_LOCAL,), (api.DEVICE_LOCAL | MAPPED, MAPPED)),
+    "input": ((api.DEVICE_LOCAL | MAPPED, MAPPED), (api.DEVICE_LOCAL | MAPPED, MAPPED)),
+    "output": ((MAPPED | api.HOST_CACHED, api.HOST_VISIBLE | api.HOST_CACHED, MAPPED),) * 2,
+    "staging": ((MAPPED,),) * 2,
+}
+KNOWN_FLAGS = 0xF  # memory types with other properties are slow or need features of their own
+
+
+class OutOfMemory(RuntimeError):
+    """A block found no place. nbytes: its size; free: the most that one heap has left."""
+
+    def __init__(self, nbytes: int, free: int):
+        super().__init__(f"no place for {nbytes} bytes, {free} are free")
+        self.nbytes, self.free = nbytes, free
+
+
+@dataclass(frozen=True)
+class Block:
+    """One buffer with its memory. address: for kernels; host: where it is mapped, or None; flags: of its memory."""
+
+    buffer: int
+    memory: int
+    nbytes: int
+    address: int
+    host: int | None
+    flags: int
+
+    def view(self, offset: int, dtype, shape) -> np.ndarray:
+        """Mapped memory as an array."""
+        dtype = np.dtype(dtype)
+        raw = (ctypes.c_uint8 * (int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)).from_address(self.host + offset)
+        return np.frombuffer(raw, dtype).reshape(shape)
+
+
+def places(sizes: dict, limit: int) -> tuple[dict, list[int]]:
+    """Buffers one after the other in blocks of at most `limit` bytes (more if one buffer alone is larger).
+
+    Returns {name: (block, offset)} and the blocks' sizes.
+    """
+    found, blocks = {}, [0]
+    for name, nbytes in sizes.items():
+        nbytes = -(-max(nbytes, 1) // ALIGN) * ALIGN
+        if blocks[-1] and blocks[-1] + nbytes > limit:
+            blocks.append(0)
+        found[name] = len(blocks) - 1, blocks[-1]
+        blocks[-1] += nbytes
+    return found, [max(nbytes, ALIGN) for nbytes in blocks]
+
+
+class Memory:
+    """See above. Blocks live until the context's `held` closes."""
+
+    def __init__(self, context: Context):
+        self.context, self.gpu = context, context.gpu
+        self.limit = min(self.gpu.limits["allocation"], self.gpu.limits["buffer"])
+        self._staging: list[tuple[Block, int]] = []  # with the command buffer that copies from it
+
+    def free(self) -> list[int]:
+        """Bytes of each heap that this process may still take."""
+        return self.context.instance.budget(self.context.physical, self.context.budget)[1]
+
+    def block(self, nbytes: int, kind: str) -> Block:
+        """OutOfMemory when it fits nowhere."""
+        context, calls, device = self.context, self.context.calls, self.context.device
+        nbytes = -(-nbytes // ALIGN) * ALIGN
+        free = self.free()
+        if nbytes > self.limit:
+            raise OutOfMemory(nbytes, self.limit)
+        buffer = context.own("vkDestroyBuffer", context.create("vkCreateBuffer", api.BufferInfo(size=nbytes, usage=api.USAGE)))
+        needs = api.MemoryRequirements()
+        calls.vkGetBufferMemoryRequirements(device, buffer, ctypes.byref(needs))
+        flags = api.AllocateFlagsInfo(flags=api.ALLOCATE_DEVICE_ADDRESS)
+        for index in self._types(KINDS[kind][self.gpu.unified], needs.memoryTypeBits):
+            if self.context.budget and free[self.gpu.memory[index][1]] < needs.size:
+                continue
+            info = api.AllocateInfo(next=flags, allocationSize=needs.size, memoryTypeIndex=index)
+            try:
+                memory = context.own("vkFreeMemory", context.create("vkAllocateMemory", info))
+            except api.VulkanError as e:
+                if e.code not in api.NO_MEMORY:
+                    raise
+                continue
+            calls.vkBindBufferMemory(device, buffer, memory, 0)
+            return self._made(buffer, memory, nbytes, self.gpu.memory[index][0], kind != "device" or self.gpu.unified)
+        raise OutOfMemory(nbytes, max(free))
+
+    def _types(self, wanted: tuple[int, ...], allowed: int) -> list[int]:
+        """Memory types, the best first."""
+        kinds = [(i, flags) for i, (flags, _) in enumerate(self.gpu.memory) if allowed >> i & 1 and not flags & ~KNOWN_FLAGS]
+        return list(dict.fromkeys(i for want in wanted for i, flags in kinds if flags & want == want))
+
+    def _made(self, buffer: int, memory: int, nbytes: int, flags: int, mapped: bool) -> Block:
+        calls, device, host = self.context.calls, self.context.device, None
+        if mapped and flags & api.HOST_VISIBLE:
+            host = api.create(calls.vkMapMemory, device, memory, 0, api.FOREVER, 0, kind=ctypes.c_void_p)  # all of it
+        address = calls.vkGetBufferDeviceAddress(device, ctypes.byref(api.AddressInfo(buffer=buffer)))
+        return Block(buffer, memory, nbytes, address, host, flags)
+
+    def spread(self, sizes: dict, kind: str) -> tuple[dict, list[Block]]:
+        """Blocks that hold buffers of these sizes: {name: (block, offset)} and the blocks."""
+        found, blocks = places(sizes, min(BLOCK, self.limit))
+        made = [self.block(nbytes, kind) for nbytes in blocks]
+        return {name: (made[index], offset) for name, (index, offset) in found.items()}, made
+
+    # ---- contents
+
+    def fill(self, blocks: list[Block]) -> None:
+        """Zeros."""
+
+        def record(commands: int) -> None:
+            for block in blocks:
+                self.context.calls.vkCmdFillBuffer(commands, block.buffer, 0, block.nbytes, 0)
+
+        self.context.once(record)
+
+    def put(self, block: Block, offset: int, source: np.ndarray) -> None:
+        """Copies a uint8 array to a block. It is there when something submitted later runs."""
+        if block.host is not None:
+            ctypes.memmove(block.host + offset, source.ctypes.data, source.nbytes)
+            return
+        for at in range(0, source.nbytes, CHUNK):
+            if len(self._staging) < 2:
+                self._staging.append((self.block(CHUNK, "staging"), self.context.command_buffer()))
+            count, (staging, commands) = min(CHUNK, source.nbytes - at), self._staging[0]
+            self._staging.reverse()
+            ctypes.memmove(staging.host, source.ctypes.data + at, count)  # while the GPU copies the chunk before
+            self._copy(commands, staging, block, offset + at, count)
+
+    def _copy(self, commands: int, source: Block, target: Block, offset: int, count: int) -> None:
+        calls, region = self.context.calls, api.BufferCopy(0, offset, count)
+        calls.vkBeginCommandBuffer(commands, ctypes.byref(api.BeginInfo()))
+        calls.vkCmdCopyBuffer(commands, source.buffer, target.buffer, 1, ctypes.byref(region))
+        calls.vkEndCommandBuffer(commands)
+        self.context.submit(self.context.submission(commands))  # waits for the one before
+
+    def get(self, block: Block, offset: int, nbytes: int) -> bytes:
+        """Bytes of a block, through host memory."""
+        staging = self.block(nbytes, "output")
+
+        def record(commands: int) -> None:
+            region = api.BufferCopy(offset, 0, nbytes)
+            everything = api.COMPUTE | api.TRANSFER
+            self.context.barrier(commands, (everything, api.TRANSFER), (api.SHADER_WRITE | api.TRANSFER_WRITE, api.TRANSFER_READ))
+            self.context.calls.vkCmdCopyBuffer(commands, block.buffer, staging.buffer, 1, ctypes.byref(region))
+            self.context.barrier(commands, (api.TRANSFER, api.HOST), (api.TRANSFER_WRITE, api.HOST_READ))
+
+        self.context.once(record)
+        self.invalidate(staging)
+        return ctypes.string_at(staging.host, nbytes)
+
+    def invalidate(self, block: Block) -> None:
+        """Before the host reads what the GPU wrote: needed where the memory is not coherent."""
+        if not block.flags & api.HOST_COHERENT:
+            one = api.MappedRange(memory=block.memory, offset=0, size=api.FOREVER)
+            self.context.calls.vkInvalidateMappedMemoryRanges(self.context.device, 1, ctypes.byref(one))

@@ -1,0 +1,103 @@
+"""SPIR-V -> compute pipelines, several at a time, with the driver's own cache on disk.
+
+Kernels have no descriptors: their arguments are addresses in push constants, so one pipeline layout serves all. The cache lies in
+`$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`), one file per driver version; whatever is wrong with it, the pipelines are built without it.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import logging
+import os
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from mlc_amd.runtime.devices.vulkan import api
+from mlc_amd.runtime.devices.vulkan.context import Context
+from mlc_amd.runtime.host import available_threads
+
+THREADS = 8  # more do not help: drivers take turns at a lock
+DIGEST = 32  # bytes of the SHA-256 that a cache file begins with: drivers trust what they are given
+
+log = logging.getLogger("mlc_amd")
+
+
+class Pipelines:
+    """layout: of all pipelines. `build` makes them. push: bytes of push constants; subgroup: size that kernels want, 0: any."""
+
+    def __init__(self, context: Context, push: int, subgroup: int):
+        self.context, self.subgroup = context, subgroup
+        area = api.PushConstantRange(api.STAGE_COMPUTE, 0, push)
+        info = api.LayoutInfo(rangeCount=1, ranges=ctypes.addressof(area))
+        self.layout = context.own("vkDestroyPipelineLayout", context.create("vkCreatePipelineLayout", info))
+
+    def build(self, kernels: dict[str, tuple[bytes, tuple[int, ...]]], file: Path | None = None) -> dict[str, int]:
+        """{symbol: pipeline} of {symbol: (SPIR-V, block)}. file: of the cache, None: without. VulkanError if the driver refuses one."""
+        known = _read(file) if file else b""
+        buffer = ctypes.create_string_buffer(known, len(known))
+        info = api.CacheInfo(initialSize=len(known), initialData=ctypes.addressof(buffer) if known else None)
+        cache = self.context.create("vkCreatePipelineCache", info)
+        try:
+            with ThreadPoolExecutor(min(THREADS, available_threads())) as threads:  # which waits for all, also when one fails
+                jobs = {symbol: threads.submit(self._pipeline, cache, *kernel) for symbol, kernel in kernels.items()}
+            made = {symbol: job.result() for symbol, job in jobs.items()}
+            data = self._data(cache)
+        finally:
+            self.context.calls.vkDestroyPipelineCache(self.context.device, cache, None)
+        if file and data != known:
+            _write(file, data)
+        return made
+
+    def _pipeline(self, cache: int, code: bytes, block: tuple[int, ...]) -> int:
+        calls, device = self.context.calls, self.context.device
+        module = self.context.create("vkCreateShaderModule", api.ShaderInfo(codeSize=len(code), code=ctypes.cast(code, ctypes.c_void_p)))
+        # Lanes then follow the x of the invocations, and a workgroup has no half-filled subgroup.
+        full = self.subgroup and block[0] % self.subgroup == 0 and "computeFullSubgroups" in self.context.gpu.features
+        size = api.RequiredSubgroupSize(size=self.subgroup) if self.subgroup else None
+        stage = api.StageInfo(
+            next=size, flags=api.REQUIRE_FULL_SUBGROUPS if full else 0, stage=api.STAGE_COMPUTE, module=module, name=b"main"
+        )
+        info = api.ComputePipelineInfo(stage=stage, layout=self.layout, baseIndex=-1)
+        try:
+            pipeline = api.create(calls.vkCreateComputePipelines, device, cache, 1, ctypes.byref(info), None)
+            return self.context.own("vkDestroyPipeline", pipeline)
+        finally:
+            calls.vkDestroyShaderModule(device, module, None)
+
+    def _data(self, cache: int) -> bytes:
+        calls, device, size = self.context.calls, self.context.device, ctypes.c_size_t()
+        calls.vkGetPipelineCacheData(device, cache, ctypes.byref(size), None)
+        data = ctypes.create_string_buffer(max(size.value, 1))
+        calls.vkGetPipelineCacheData(device, cache, ctypes.byref(size), data)
+        return data.raw[: size.value]
+
+
+# ---- the file
+
+
+def cache_file(gpu) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "mlc-amd" / f"pipelines-{gpu.cache_uuid.hex()}-{gpu.driver_version:x}.bin"
+
+
+def _read(file: Path) -> bytes:
+    """The driver's data; empty if there is none or it is damaged."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return b""
+    digest, data = content[:DIGEST], content[DIGEST:]
+    return data if hashlib.sha256(data).digest() == digest else b""
+
+
+def _write(file: Path, data: bytes) -> None:
+    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(hashlib.sha256(data).digest() + data)
+        temporary.replace(file)
+    except OSError as e:
+        log.debug("the pipelines are not kept for the next start: %s", e)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

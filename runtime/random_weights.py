@@ -1,0 +1,91 @@
+"""Random weights for artifacts without weights: measurements need the right shapes and numbers that stay finite, not a model.
+
+In: the manifest's `tensors`, {name: {"dtype", "shape", "draw"}}, and the file with the vectors (norms, biases, the RoPE table). Out:
+`RandomWeights`, which devices use like the weights file. A draw says what a plane is filled with:
+
+    ["bits"]                      every bit at random
+    ["integers", low, count]      low .. low + count - 1 evenly; count is a power of two
+    ["signs", factor]             factor * +-(0.75 .. 1.25)
+    ["normal", deviation]         a normal distribution around 0
+
+Filling gigabytes must take no longer than copying them, so a few blocks are drawn once and repeated, each plane from an offset of its own.
+Blocks have a prime number of 64-byte lines, so that the repetitions in codes and in scales never fall together, nor with a matrix's rows.
+Only the "signs" of a tensor have the same offset: its minimums go with its scales, value by value.
+"""
+
+import mmap
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from mlc_amd.runtime.artifact import ALIGN, DTYPES, WeightBlock, Weights
+
+BITS_LINES, VALUE_LINES = 1_048_573, 65_521  # primes: 64 MiB of random bits, 4 MiB of each other kind
+
+
+class RandomWeights(WeightBlock):
+    """See the module's docstring; the interface is that of `WeightBlock`. The vectors come first in the block."""
+
+    def __init__(self, vectors: Weights, matrices: dict[str, dict]):
+        header, position = dict(vectors.header), vectors.total
+        for name, entry in matrices.items():
+            position += -position % ALIGN
+            nbytes = int(np.prod(entry["shape"], dtype=np.int64)) * np.dtype(entry["dtype"]).itemsize
+            header[name] = {"dtype": DTYPES[entry["dtype"]], "shape": entry["shape"], "data_offsets": [position, position + nbytes]}
+            position += nbytes
+        super().__init__(header)
+        self._vectors, self._matrices = vectors, matrices
+        self._patterns: dict[tuple, np.ndarray] = {}
+        self._filled: mmap.mmap | None = None
+
+    def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
+        yield from self._vectors.chunks(nbytes)
+        for name, entry in self._matrices.items():
+            pattern = self._pattern(entry["dtype"], *entry["draw"])
+            at, end = self.header[name]["data_offsets"]
+            source = zlib.crc32((name.split("/")[0] if entry["draw"][0] == "signs" else name).encode()) * ALIGN % pattern.nbytes
+            while at < end:
+                count = min(nbytes, end - at, pattern.nbytes - source)
+                yield at, pattern[source : source + count]
+                at, source = at + count, (source + count) % pattern.nbytes
+
+    def block(self) -> tuple[mmap.mmap, int]:
+        """For devices that work in this memory: filled when first asked for."""
+        if self._filled is None:
+            self._filled = mmap.mmap(-1, max(self.total, 1))
+            target = np.frombuffer(self._filled, np.uint8)
+            for at, piece in self.chunks(self.total):
+                target[at : at + piece.nbytes] = piece
+        return self._filled, 0
+
+    def _pattern(self, dtype: str, draw: str, *parameters: float) -> np.ndarray:
+        """uint8 [bytes], read-only: what a plane of that kind repeats."""
+        key = (dtype, draw, *parameters)
+        if key not in self._patterns:
+            rng = np.random.Generator(np.random.SFC64(zlib.crc32(draw.encode())))  # kinds independent, factors of one kind together
+            pattern = _DRAWS[draw](rng, np.dtype(dtype), *parameters).view(np.uint8)
+            pattern.flags.writeable = False
+            self._patterns[key] = pattern
+        return self._patterns[key]
+
+
+def _bits(rng: np.random.Generator, dtype: np.dtype) -> np.ndarray:
+    return rng.integers(0, 1 << 64, BITS_LINES * ALIGN // 8, np.uint64, endpoint=False)
+
+
+def _integers(rng: np.random.Generator, dtype: np.dtype, low: int, count: int) -> np.ndarray:
+    return (rng.integers(0, count, VALUE_LINES * ALIGN // dtype.itemsize) + low).astype(dtype)
+
+
+def _signs(rng: np.random.Generator, dtype: np.dtype, factor: float) -> np.ndarray:
+    values = rng.random(VALUE_LINES * ALIGN // dtype.itemsize, np.float32) - np.float32(0.5)
+    return (np.copysign(0.75 + np.abs(values), values) * np.float32(factor)).astype(dtype)
+
+
+def _normal(rng: np.random.Generator, dtype: np.dtype, deviation: float) -> np.ndarray:
+    values = rng.standard_normal(VALUE_LINES * ALIGN // dtype.itemsize, np.float32) * np.float32(deviation)
+    return (values.view(np.uint32) >> 16).astype(dtype) if dtype == np.uint16 else values.astype(dtype)  # bfloat16: a float32's upper half
+
+
+_DRAWS = {"bits": _bits, "integers": _integers, "signs": _signs, "normal": _normal}

@@ -1,0 +1,450 @@
+"""Causal attention of a chunk of tokens on cooperative matrices (KHR_cooperative_matrix), with online softmax.
+
+In: the rotated queries and the caches of `rope_kv_write.py`, which already hold the chunk's own keys and values. Out: the heads' outputs
+in an activation layout of `quantize.py`, of the live tokens.
+
+A wave has some fragments of rows, each of neighbouring tokens of one head; the waves of a workgroup share a KV head, whose keys and values
+go through shared memory a block at a time, in the layout that operands want. The block after this one is on its way while this one is
+multiplied: keys are loaded during the second product, values during the first.
+
+Which lane holds which element of a fragment is the driver's secret, so everything here is the same for all elements, or one fragment with
+another of the same type, element by element. What rows need is made of that:
+    a column in all columns     is loaded from memory with a stride of 0, and so are the numbers of rows and columns that masks need
+    the sum of a row's weights  comes out of the product with a matrix of ones, which is rounded as the other product is
+    the maximum of a row        is the largest of the fragment's columns, each loaded into all columns. That takes time, and is rarely
+                                needed: weights are 2**(score - top) with any `top` that keeps them within float16. It is renewed, and the
+                                outputs rescaled, when a weight would exceed 2**LIMIT; the new one makes the largest weight 2**START.
+"""
+from dataclasses import dataclass, replace
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.gpu.attention_rows import LOWEST, at, group_of, local, put
+from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier, exp2, launch, maximum, rcp, uniform, wave_barrier
+from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, emit_store
+from mlc_amd.schedules.gpu.rope_kv_write import KEYS, UNIT, cache_shapes
+
+LIMIT, START = 15, 8            # powers of two: weights are normal float16 down to 2**-22 of the largest at least
+WORDS = UNIT // 2               # of a unit of shared memory, 16 bytes
+
+
+@dataclass(frozen=True)
+class Tile:
+    """waves     of a workgroup
+    fragments  of rows in a wave: each key and value that is read from shared memory serves them all
+    keys       of a block
+    parts      that a block's keys are dealt out to: so many waves have the same rows, and add up what they have at the end
+    queries    "registers", or "memory": read anew for each block
+    """
+
+    waves: int = 4
+    fragments: int = 1
+    keys: int = 64
+    parts: int = 1
+    queries: str = "registers"
+
+    @property
+    def own_keys(self) -> int:
+        """Keys of a block that a wave looks at."""
+        return self.keys // self.parts
+
+    @property
+    def row_fragments(self) -> int:
+        """Fragments of rows that a workgroup has."""
+        return self.waves // self.parts * self.fragments
+
+
+# by family
+TILES = {
+    "nvidia": Tile(),
+    "rdna3": Tile(keys=32),
+    "rdna4": Tile(keys=32),
+    "generic": Tile(keys=32),
+}
+
+
+def wave_units(tile, fragment) -> int:
+    """Units of shared memory for a wave's weights, or for one fragment of float32."""
+    m, n, _ = fragment
+    return max(tile.fragments * m * (tile.own_keys // UNIT + 1), m * n // WIDTH)
+
+
+def lds_bytes(tile, d, fragment) -> int:
+    """Of shared memory that a workgroup takes."""
+    units = tile.keys * (d // UNIT + 1) + d * (tile.keys // UNIT + 1) + tile.waves * wave_units(tile, fragment)
+    return units * UNIT * 2 + max(fragment) * 4
+
+
+def tile_of(d, arch) -> Tile:
+    """The arch's tile, with fewer keys where wide heads would not fit its shared memory. UserError if none fits."""
+    table = TILES[arch.family]
+    for keys in (table.keys, 32, 16):
+        tile = replace(table, keys=keys)
+        if keys <= table.keys and lds_bytes(tile, d, arch.fragment) <= arch.lds:
+            return tile
+    raise UserError(f"attention with heads of {d} does not fit the shared memory of {arch.name}; compile for {arch.name}:matrix=none")
+
+
+# ---- fragments
+
+
+class Fragments:
+    """`count` fragments of one kind: "a" and "b" are float16 operands, "sum" float32 and "half" float16 results."""
+
+    KINDS = {"a": ("wmma.matrix_a", "float16"), "b": ("wmma.matrix_b", "float16"),
+             "sum": ("wmma.accumulator", "float32"), "half": ("wmma.accumulator", "float16")}
+
+    def __init__(self, kind, count, shape):
+        scope, self.dtype = self.KINDS[kind]
+        self.shape, self.count = shape, count
+        m, n, k = shape
+        size = {"a": m * k, "b": k * n}.get(kind, m * n)
+        self.buffer = T.alloc_buffer((count * size,), self.dtype, scope=scope)
+
+    def fill(self, i, value):
+        T.evaluate(T.tvm_fill_fragment(self.buffer.data, *self.shape, i, tirx.const(value, self.dtype)))
+
+    def load(self, i, place, stride, layout):
+        """From buffer[index] on; the stride is in elements of the buffer's type."""
+        T.evaluate(T.tvm_load_matrix_sync(self.buffer.data, *self.shape, i, T.address_of(place), stride, layout))
+
+    def store(self, i, place, stride, layout):
+        T.evaluate(T.tvm_store_matrix_sync(self.buffer.data, *self.shape, i, T.address_of(place), stride, layout))
+
+    def add_product(self, i, a, ai, b, bi):
+        """self[i] += a[ai] @ b[bi]."""
+        T.evaluate(T.tvm_mma_sync(self.buffer.data, i, a.buffer.data, ai, b.buffer.data, bi, self.buffer.data, i))
+
+    def convert(self, i, other, oi):
+        """self[i] = other[oi] in this type; self[i] was filled before."""
+        T.evaluate(T.call_extern("void", "fragment_cast", self.buffer.data, i, other.buffer.data, oi))
+
+    def elements(self, i):
+        """`with f.elements(i) as e:` for each element that the lane holds; all fragments of one kind have the same."""
+        return T.serial(T.call_extern("int32", "fragment_length", self.buffer.data, i))
+
+    def get(self, i, e):
+        return T.Bind(T.call_extern(self.dtype, "fragment_get", self.buffer.data, i, e))
+
+    def set(self, i, e, value):
+        T.evaluate(T.call_extern("void", "fragment_set", self.buffer.data, i, e, value))
+
+
+def _shared(units):
+    """Shared memory in units of 16 bytes, which only barriers here order: TVM would see conflicts between waves where there are none."""
+    return T.alloc_buffer((units,), f"float16x{UNIT}", scope=WAVE_SHARED)
+
+
+# ---- keys and values
+
+
+class Block:
+    """A block of keys or values on its way: from the cache to registers, from there to shared memory.
+
+    units     of 16 bytes in a block
+    source    source(first key of the block, number of the unit) -> the unit in the cache; neighbouring units are neighbours there
+    target    target(number of the unit) -> (row in shared memory, unit in the row)
+    """
+
+    def __init__(self, units, row_units, rows, threads, tid, source, target):
+        self.units, self.row_units, self.threads, self.tid, self.source, self.target = units, row_units, threads, tid, source, target
+        self.pieces = -(-units // threads)
+        self.buffer = _shared(rows * row_units)
+        self.words = local(self.pieces * WORDS, "uint32")
+
+    def _unit(self, i):
+        unit = i * self.threads + self.tid
+        # surplus threads repeat the last unit
+        return T.Bind(unit if (i + 1) * self.threads <= self.units else T.min(unit, T.int32(self.units - 1)))
+
+    def load(self, key0):
+        for i in range(self.pieces):
+            put(self.words, T.reinterpret(f"uint32x{WORDS}", self.source(key0, self._unit(i))), at(i * WORDS, WORDS))
+
+    def store(self):
+        for i in range(self.pieces):
+            row, unit = self.target(self._unit(i))
+            put(self.buffer, T.reinterpret(f"float16x{UNIT}", self.words[at(i * WORDS, WORDS)]), row * self.row_units + unit)
+
+
+def _key_block(Kc, kv, d, tile, threads, tid):
+    """Rows are keys."""
+    width = min(KEYS, tile.keys)
+
+    def place(unit):
+        return unit // (width * (d // UNIT)) * KEYS + unit % width, unit // width % (d // UNIT)
+
+    def source(key0, unit):
+        key, c = place(unit)
+        return Kc[kv, (key0 + key) // KEYS, c, (key0 + key) % KEYS, at(0, UNIT)]
+
+    return Block(tile.keys * d // UNIT, d // UNIT + 1, tile.keys, threads, tid, source, place)
+
+
+def _value_block(Vc, kv, d, tile, threads, tid):
+    """Rows are columns of the values."""
+    def source(key0, unit):
+        return Vc[kv, key0 // UNIT + unit // d, unit % d, at(0, UNIT)]
+
+    return Block(d * tile.keys // UNIT, tile.keys // UNIT + 1, d, threads, tid, source, lambda unit: (unit % d, unit // d))
+
+
+# ---- rows
+
+
+class Wave:
+    """The rows of one wave: fragment i has the tokens tokens[i].. of head heads[i]."""
+
+    def __init__(self, arch, tile, d, kv, group, number, first, count, Q, position, numbers, weights):
+        """number: of the wave; first: of the workgroup's fragments among the KV head's `count`. numbers: shared memory that holds 0, 1, ..;
+        weights: where the waves' weights go."""
+        self.arch, self.tile, self.d, self.Q, self.position, self.numbers, self.weights = arch, tile, d, Q, position, numbers, weights
+        self.part, self.rows = T.Bind(number % tile.parts), T.Bind(number // tile.parts)
+        self.base, self.row_units = T.Bind(number * wave_units(tile, arch.fragment)), tile.own_keys // UNIT + 1
+        first = T.Bind(first + self.rows * tile.fragments)
+        self.m, self.n, self.k = arch.fragment
+        # fragments beyond the chunk compute what the last one does; nobody stores it
+        places = [T.Bind(T.min(first + i, T.int32(count - 1))) for i in range(tile.fragments)]
+        self.tokens = [T.Bind(place // group * self.m) for place in places]
+        self.heads = [T.Bind(kv * group + place % group) for place in places]
+        self.valid = [first + i < count for i in range(tile.fragments)]
+        self.score_columns, self.columns = tile.own_keys // self.n, d // self.n
+        self.query_steps, self.keeps_queries = d // self.k, tile.queries == "registers"
+        self.queries = self._new("a", tile.fragments * (self.query_steps if self.keeps_queries else 1))
+        self.operand, self.weight, self.ones = self._new("b", 1), self._new("a", tile.fragments), self._new("b", 1)
+        self.scores, self.halves = self._new("sum", tile.fragments * self.score_columns), self._new("half", 1)
+        self.out, self.total, self.top = (self._new("sum", tile.fragments * c) for c in (self.columns, 1, 1))
+        self.other, self.now = self._new("sum", 2), self._new("sum", 1)
+
+    def _new(self, kind, count):
+        return Fragments(kind, count, self.arch.fragment)
+
+    def start(self):
+        """Loads the queries; no key seen yet."""
+        if self.keeps_queries:
+            for i in range(self.tile.fragments):
+                for c in range(self.query_steps):
+                    self._load_query(i * self.query_steps + c, i, c, T.int32(0))
+        self.ones.fill(0, 1)
+        self.halves.fill(0, 0)
+        self.now.fill(0, 0)
+        for i in range(self.tile.fragments):
+            self.top.fill(i, LOWEST / 2)            # above the scores of keys that are not seen: their weights are 0
+            self.total.fill(i, 0)
+            for x in range(self.columns):
+                self.out.fill(i * self.columns + x, 0)
+
+    def _load_query(self, to, i, c, zero):
+        heads = self.Q.shape[1]
+        self.queries.load(to, self.Q[self.tokens[i], self.heads[i], c * self.k + zero], int(heads) * self.d, "row_major")
+
+    def score(self, keys, zero):
+        """scores = queries @ keys, of the block in shared memory. zero: 0, new in each step, so that the compiler does not keep what is
+        read anew."""
+        for i in range(self.tile.fragments * self.score_columns):
+            self.scores.fill(i, 0)
+        first = T.Bind(self.part * (self.tile.own_keys * keys.row_units))
+        for c in range(self.query_steps):
+            if not self.keeps_queries:
+                for i in range(self.tile.fragments):
+                    self._load_query(i, i, c, zero)
+            for j in range(self.score_columns):
+                place = keys.buffer[first + j * self.n * keys.row_units + c * (self.k // UNIT)]
+                self.operand.load(0, place, keys.row_units * UNIT, "col_major")
+                for i in range(self.tile.fragments):
+                    query = i * self.query_steps + c if self.keeps_queries else i
+                    self.scores.add_product(i * self.score_columns + j, self.queries, query, self.operand, 0)
+
+    def mask(self, key0):
+        """Makes the scores of keys that a row does not see LOWEST."""
+        key0 = T.Bind(key0 + self.part * self.tile.own_keys)
+        with T.If(key0 + self.tile.own_keys - 1 > self.position + self.tokens[0]), T.Then():
+            self.other.load(0, self.numbers[0], 0, "row_major")                 # the number of the column
+            self.other.load(1, self.numbers[0], 0, "col_major")                 # that of the row
+            with self.scores.elements(0) as e:
+                ahead = T.Bind(self.other.get(0, e) - self.other.get(1, e))
+                for i in range(self.tile.fragments):
+                    for j in range(self.score_columns):
+                        seen = T.cast(self.position + self.tokens[i] - key0 - j * self.n, "float32")
+                        score = self.scores.get(i * self.score_columns + j, e)
+                        self.scores.set(i * self.score_columns + j, e, T.Select(ahead <= seen, score, T.float32(LOWEST)))
+
+    def renew_tops(self):
+        """Rescales what came before if a weight would be too large."""
+        worst = local(1)
+        put(worst, T.float32(LOWEST), 0)
+        with self.scores.elements(0) as e:
+            for i in range(self.tile.fragments):
+                top = self.top.get(i, e)
+                for j in range(self.score_columns):
+                    put(worst, maximum(worst[0], self.scores.get(i * self.score_columns + j, e) - top), 0)
+        with T.If(T.Bind(T.call_extern("bool", "vk.any", worst[0] > T.float32(LIMIT)))), T.Then():
+            for i in range(self.tile.fragments):
+                self._row_maximum(i)
+                with self.top.elements(0) as e:
+                    old = self.top.get(i, e)
+                    new = maximum(old, self.now.get(0, e) - T.float32(START))
+                    self.top.set(i, e, new)
+                    self._shrink(i, e, exp2(old - new))
+
+    def _row_maximum(self, i):
+        """now = the largest score of each row of fragment i, in all columns."""
+        units = self.m * 2 // UNIT                  # of a column of float32
+        with self.now.elements(0) as e:
+            largest = self.scores.get(i * self.score_columns, e)
+            for j in range(1, self.score_columns):
+                largest = maximum(largest, self.scores.get(i * self.score_columns + j, e))
+            self.now.set(0, e, largest)
+        self.now.store(0, self.weights[self.base], self.m * 2, "col_major")
+        wave_barrier()
+        with T.serial(self.n) as column:
+            self.other.load(0, self.weights[self.base + column * units], 0, "col_major")
+            with self.now.elements(0) as e:
+                self.now.set(0, e, maximum(self.now.get(0, e), self.other.get(0, e)))
+        wave_barrier()
+
+    def weigh(self):
+        """The scores become weights, as operands in shared memory."""
+        with self.scores.elements(0) as e:
+            for i in range(self.tile.fragments):
+                top = self.top.get(i, e)
+                for j in range(self.score_columns):
+                    self.scores.set(i * self.score_columns + j, e, exp2(self.scores.get(i * self.score_columns + j, e) - top))
+        for i in range(self.tile.fragments):
+            for j in range(self.score_columns):
+                self.halves.convert(0, self.scores, i * self.score_columns + j)
+                place = self.weights[self.base + i * self.m * self.row_units + j * (self.n // UNIT)]
+                self.halves.store(0, place, self.row_units * UNIT, "row_major")
+        wave_barrier()
+
+    def add_values(self, values):
+        """out += weights @ values, of the block in shared memory."""
+        first = T.Bind(self.part * (self.tile.own_keys // UNIT))
+        for c in range(self.tile.own_keys // self.k):
+            for i in range(self.tile.fragments):
+                place = self.weights[self.base + i * self.m * self.row_units + c * (self.k // UNIT)]
+                self.weight.load(i, place, self.row_units * UNIT, "row_major")
+                self.total.add_product(i, self.weight, i, self.ones, 0)
+            for x in range(self.columns):
+                place = values.buffer[first + x * self.n * values.row_units + c * (self.k // UNIT)]
+                self.operand.load(0, place, values.row_units * UNIT, "col_major")
+                for i in range(self.tile.fragments):
+                    self.out.add_product(i * self.columns + x, self.weight, i, self.operand, 0)
+        wave_barrier()
+
+    def join_parts(self):
+        """The first part's waves get the sum of what all parts have."""
+        if self.tile.parts == 1:
+            return
+        for i in range(self.tile.fragments):
+            with self.top.elements(i) as e:
+                self.now.set(0, e, self.top.get(i, e))
+            for _ in self._others(self.top, i):
+                with self.top.elements(i) as e:
+                    self.top.set(i, e, maximum(self.top.get(i, e), self.other.get(0, e)))
+            with self.top.elements(i) as e:
+                self._shrink(i, e, exp2(self.now.get(0, e) - self.top.get(i, e)))
+        sums = [(self.total, i) for i in range(self.tile.fragments)]
+        for fragments, i in sums + [(self.out, i) for i in range(self.tile.fragments * self.columns)]:
+            for part in self._others(fragments, i):
+                with T.If(self.part != part), T.Then(), fragments.elements(i) as e:
+                    fragments.set(i, e, fragments.get(i, e) + self.other.get(0, e))
+
+    def _others(self, fragments, i):
+        """Yields the parts, with other[0] = that fragment of the wave that has the same rows and the part."""
+        barrier()
+        fragments.store(i, self.weights[self.base], self.m * 2, "col_major")
+        barrier()
+        for part in range(self.tile.parts):
+            there = T.Bind((self.rows * self.tile.parts + part) * wave_units(self.tile, self.arch.fragment))
+            self.other.load(0, self.weights[there], self.m * 2, "col_major")
+            yield part
+
+    def _shrink(self, i, e, factor):
+        """Multiplies element e of what row fragment i has so far."""
+        for fragments, count in ((self.total, 1), (self.out, self.columns)):
+            for place in range(i * count, (i + 1) * count):
+                fragments.set(place, e, fragments.get(place, e) * factor)
+
+    def finish(self, lane, tokens, act_out, out):
+        """Stores the outputs of the live tokens, a fragment at a time through shared memory."""
+        quads = self.n // WIDTH                     # of a row
+        for i in range(self.tile.fragments):
+            with self.out.elements(0) as e:
+                inverse = rcp(self.total.get(i, e))
+                for x in range(self.columns):
+                    self.out.set(i * self.columns + x, e, self.out.get(i * self.columns + x, e) * inverse)
+            for x in range(self.columns):
+                self.out.store(i * self.columns + x, self.weights[self.base], self.n * 2, "row_major")
+                wave_barrier()
+                for first in range(0, self.m * quads, self.arch.wave):
+                    place = T.Bind(first + lane)
+                    token, column = T.Bind(self.tokens[i] + place // quads), place % quads * WIDTH
+                    y = T.Bind(T.reinterpret(f"float32x{WIDTH}", self.weights[self.base + place]))
+                    live = tirx.all(self.valid[i], token < tokens, self.part == 0)
+                    emit_store(self.arch, act_out, out, [T.Bind(T.Shuffle([y], [c])) for c in range(WIDTH)], token,
+                               T.Bind(self.heads[i] * self.d + x * self.n + column), live)
+                wave_barrier()
+
+
+def attention_prefill_coop(heads, kv_heads, d, ctx, m, act_out, arch, name, tile=None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc, then the output [m, heads*d] in the layout act_out, not "rows").
+
+    Token i sees the keys 0 .. state[0] + i. Nothing is stored for tokens that are not live. state[3] is 0. tile: instead of the arch's.
+    UserError for shapes that `cache_shapes`, `group_of` or `tile_of` refuses, for "rows", or m that the fragments' rows do not divide.
+    """
+    if act_out == "rows":
+        raise UserError("attention on matrix units gives float32 or float16, not int8 blocks; quantize its output separately")
+    rows = arch.fragment[0]
+    if m % rows:
+        raise UserError(f"attention on matrix units of {arch.name} takes chunks in multiples of {rows} tokens, not {m}")
+    group, (kshape, vshape) = group_of(heads, kv_heads), cache_shapes(kv_heads, ctx, d)
+    tile = tile or tile_of(d, arch)
+    fragments, per_tile = m // rows * group, tile.row_fragments
+    tiles = -(-fragments // per_tile)
+    with IRBuilder() as ir, T.prim_func(s_tir=True):
+        T.func_name(name)
+        T.func_attr({"tirx.noalias": True, "global_symbol": name})
+        state = T.arg("state", T.buffer((4,), "int32"))
+        Q = T.arg("Qo", T.buffer((m, heads, d), "float16"))
+        Kc, Vc = T.arg("Kc", T.buffer(kshape, "float16")), T.arg("Vc", T.buffer(vshape, "float16"))
+        out = act_args(m, heads * d, act_out)
+        with launch((kv_heads, tiles), (arch.wave, tile.waves)) as (kv, reverse, lane, thread_wave):
+            number = uniform(arch, thread_wave)
+            tid, threads = T.Bind(number * arch.wave + lane), tile.waves * arch.wave
+            position = T.Bind(T.max(T.min(state[0], T.int32(ctx - 1)), T.int32(0)))
+            tokens = T.Bind(T.min(T.min(state[1], T.int32(m)), ctx - position))
+            first = T.Bind((tiles - 1 - reverse) * per_tile)                            # the longest first
+            keys, values = _key_block(Kc, kv, d, tile, threads, tid), _value_block(Vc, kv, d, tile, threads, tid)
+            weights = _shared(tile.waves * wave_units(tile, arch.fragment))
+            numbers = T.alloc_buffer((max(arch.fragment) // WIDTH,), f"float32x{WIDTH}", scope=WAVE_SHARED)
+            # a loop of 0 or 1 steps: barriers in an `if` are refused
+            with T.serial(T.cast(first // group * rows < tokens, "int32")):
+                place = T.Bind(tid % (max(arch.fragment) // WIDTH))
+                put(numbers, T.cast(T.ramp(place * WIDTH, 1, WIDTH), f"float32x{WIDTH}"), place)
+                wave = Wave(arch, tile, d, kv, group, number, first, fragments, Q, position, numbers, weights)
+                wave.start()
+                last = T.min(T.min(first + per_tile, T.int32(fragments)) - 1, T.int32(fragments - 1)) // group * rows + rows
+                steps = T.Bind((position + T.min(last, tokens) - 1) // tile.keys + 1)
+                keys.load(T.int32(0))
+                keys.store()
+                barrier()
+                with T.serial(steps) as step:
+                    key0 = T.Bind(step * tile.keys)
+                    values.load(key0)
+                    wave.score(keys, T.Bind(state[3] & step))
+                    wave.mask(key0)
+                    wave.renew_tops()
+                    wave.weigh()
+                    values.store()
+                    barrier()
+                    keys.load(T.Bind(T.min(step + 1, steps - 1) * tile.keys))
+                    wave.add_values(values)
+                    keys.store()
+                    barrier()
+                wave.join_parts()
+                wave.finish(lane, tokens, act_out, out)
+    return ir.get()

@@ -1,0 +1,167 @@
+"""Rows of queries as in `attention_rows.py`, for Vulkan: any wave, code that stays small, no scalar registers to count on.
+
+The work is the same: a wave takes 64 keys at a time, a lane is a key while it scores them (several keys in a small wave) and a column (or
+several) for the outputs. But weights reach the lanes through shared memory, of which each wave has its own part, so that eight of them
+come with two loads; products are float32 multiply-adds of values that are converted once for all rows; and loops over rows stay loops,
+with a hint to unroll them, for the driver to decide.
+"""
+from math import gcd
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu.attention_rows import LOWEST, P_SHIFT, STEP, WORDS, Rows, at, hold, join, local, put
+from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier, exp2, fma, halves, maximum, wave_barrier, wave_max, wave_sum
+from mlc_amd.schedules.gpu.rope_kv_write import KEYS, UNIT
+
+LOADS = {"nvidia": 32}          # family: loads of 16 bytes that a lane has under way; others FEW_LOADS
+FEW_LOADS = 16
+FEW_BYTES = 16 << 10            # of shared memory: then queries stay float16
+OTHER_BYTES = 1 << 10           # of shared memory for what is small and of a fixed size
+SPLITS = 32                     # most splits whose weights lie in shared memory
+
+
+def query_dtype(arch) -> str:
+    """How queries are kept in shared memory: as they are multiplied, where there is room."""
+    return "float16" if arch.api == "rocm" or arch.lds <= FEW_BYTES else "float32"
+
+
+def waves_of(arch, count, d, threads) -> int:
+    """Waves of a workgroup for `count` rows of `d` elements: those of `threads`, fewer where the arch or its shared memory has no more."""
+    waves = min(threads, arch.threads) // arch.wave
+    if arch.api == "rocm":
+        return waves
+    fixed = count * d * (2 if query_dtype(arch) == "float16" else 4) + count * SPLITS * 4 + OTHER_BYTES
+    while waves > 1 and waves * count * max(d, STEP) * 4 + fixed > arch.lds:
+        waves //= 2
+    return waves
+
+
+def rows_of(arch, count, d, lane, wave, waves):
+    """The state of `count` rows of a wave, number `wave` of `waves` in its workgroup, in the arch's way."""
+    return Rows(arch, count, d, lane) if arch.api == "rocm" else VulkanRows(arch, count, d, lane, wave, waves)
+
+
+class VulkanRows:
+    """As `attention_rows.Rows`; weights are not rounded to float16."""
+
+    def __init__(self, arch, count, d, lane, wave, waves):
+        self.arch, self.count, self.d, self.lane = arch, count, d, lane
+        self.keys, self.columns = STEP // arch.wave, -(-d // arch.wave)
+        loads = LOADS.get(arch.family, FEW_LOADS)
+        self.key_batch, self.batch = (gcd(units, max(1, loads // share)) for units, share in (
+            (d // UNIT, self.keys), (STEP // UNIT, 1 << (self.columns - 1).bit_length())))
+        self.top, self.total, self.out = local(count), local(count), local(count * self.columns)
+        self.scores = local(count * self.keys)
+        self.key, self.value = (local(n * WORDS, "uint32") for n in (self.keys * self.key_batch, self.columns * self.batch))
+        self.stride = max(d, STEP)      # of a row in shared memory: weights of keys, in the end outputs
+        self.shared = T.alloc_buffer((waves * count * self.stride,), "float32", scope=WAVE_SHARED)
+        self.place = T.Bind(wave * (count * self.stride))
+
+    def column(self, x):
+        """The column of this lane's element x (its own or, beyond the end, the last one)."""
+        first = x * self.arch.wave + self.lane
+        return T.Bind(first if self.d % self.arch.wave == 0 else T.min(first, T.int32(self.d - 1)))
+
+    def start(self):
+        """No key seen yet."""
+        with T.serial(self.count) as r:
+            put(self.top, T.float32(LOWEST), r)
+            put(self.total, T.float32(0), r)
+            for x in range(self.columns):
+                put(self.out, T.float32(0), r * self.columns + x)
+
+    def step(self, Kc, Vc, kv, key0, queries, end, zero):
+        """Takes in the keys key0 .. key0+63. queries: [count, d] in shared memory; end(r): row r sees the keys before it. zero: unused."""
+        keys = [T.Bind(key0 + j * self.arch.wave + self.lane) for j in range(self.keys)]
+        self._score(Kc, kv, keys, queries)
+        batches = STEP // UNIT // self.batch
+        if batches == 1:
+            self._load_values(Vc, kv, key0, 0)
+        for r in range(self.count):
+            self._weigh(r, [key < end(r) for key in keys])
+        wave_barrier()
+        if batches == 1:
+            self._add_values(0)
+        else:
+            with T.serial(batches) as b:
+                self._load_values(Vc, kv, key0, b * self.batch)
+                self._add_values(b * self.batch)
+        wave_barrier()
+
+    def _score(self, Kc, kv, keys, queries):
+        with T.serial(self.count) as r:
+            for j in range(self.keys):
+                put(self.scores, T.float32(0), r * self.keys + j)
+        with T.serial(self.d // UNIT // self.key_batch) as b:
+            for c in range(self.key_batch):
+                for j, key in enumerate(keys):
+                    unit = Kc[kv, T.shift_right(key, T.int32(5)), b * self.key_batch + c, key & (KEYS - 1), at(0, UNIT)]
+                    put(self.key, T.reinterpret("uint32x4", unit), at((c * self.keys + j) * WORDS, WORDS))
+            for c in range(self.key_batch):
+                reals = self._reals(self.key, c * self.keys, self.keys)
+                with T.serial(self.count) as r:
+                    first = (b * self.key_batch + c) * UNIT
+                    query = [T.Bind(T.cast(queries[r, first + e], "float32")) for e in range(UNIT)]
+                    self._multiply(self.scores, r * self.keys, reals, query)
+
+    def _reals(self, units, first, count):
+        """Units first .. of `units` (16 bytes each) as float32 in registers: a list of eight for each."""
+        words = [[T.Bind(units[(first + i) * WORDS + w]) for w in range(WORDS)] for i in range(count)]
+        return [[x for word in unit for x in halves(word)] for unit in words]
+
+    def _multiply(self, sums, first, units, factors):
+        """sums[first + i] += the dot product of units[i] and `factors`."""
+        for i, unit in enumerate(units):
+            total = sums[first + i]
+            for x, factor in zip(unit, factors, strict=True):
+                total = fma(x, factor, total)
+            put(sums, total, first + i)
+
+    def _weigh(self, r, seen):
+        """Turns a row's scores into weights, in shared memory, and rescales its state."""
+        scores = [self.scores[r * self.keys + j] for j in range(self.keys)]
+        largest = T.float32(LOWEST)
+        for s, valid in zip(scores, seen, strict=True):
+            largest = maximum(largest, T.Select(valid, s, T.float32(LOWEST)))
+        now = hold(maximum(self.top[r], wave_max(self.arch, largest)))
+        shrink = hold(exp2(self.top[r] - now))        # 1 while nothing was seen: both are LOWEST
+        put(self.top, now, r)
+        put(self.total, self.total[r] * shrink, r)
+        with T.serial(self.columns) as x:
+            put(self.out, self.out[r * self.columns + x] * shrink, r * self.columns + x)
+        for j, (s, valid) in enumerate(zip(scores, seen, strict=True)):
+            weight = hold(T.Select(valid, exp2(s - now + T.float32(P_SHIFT)), T.float32(0)))
+            put(self.total, self.total[r] + weight, r)
+            put(self.shared, weight, self.place + r * self.stride + j * self.arch.wave + self.lane)
+
+    def _load_values(self, Vc, kv, key0, first):
+        """Loads the units first .. of the step's values, a batch."""
+        columns = [self.column(x) for x in range(self.columns)]
+        for i in range(self.batch):
+            for x, column in enumerate(columns):
+                unit = Vc[kv, T.shift_right(key0, T.int32(3)) + first + i, column, at(0, UNIT)]
+                put(self.value, T.reinterpret("uint32x4", unit), at((i * self.columns + x) * WORDS, WORDS))
+
+    def _add_values(self, first):
+        """Adds the loaded batch of values, weighted; `first`: its first unit of the step."""
+        for i in range(self.batch):
+            reals = self._reals(self.value, i * self.columns, self.columns)
+            with T.serial(self.count) as r:
+                place = T.Bind(self.place + r * self.stride + (first + i) * UNIT)
+                weights = [T.Bind(self.shared[place + e]) for e in range(UNIT)]
+                self._multiply(self.out, r * self.columns, reals, weights)
+
+    def join_waves(self, wave, waves):
+        """As `attention_rows.Rows.join_waves`."""
+        tops, totals = (T.alloc_buffer((self.count, waves), "float32", scope="shared") for _ in range(2))
+        for r in range(self.count):
+            total = wave_sum(self.arch, T.Bind(self.total[r]))
+            with T.If(self.lane == 0), T.Then():
+                put(tops, self.top[r], r, wave)
+                put(totals, total, r, wave)
+            for x in range(self.columns):
+                column = x * self.arch.wave + self.lane
+                with T.If(column < self.d), T.Then():
+                    put(self.shared, self.out[r * self.columns + x], self.place + r * self.stride + column)
+        barrier()
+        return join(tops, totals, waves, lambda w, r, column: self.shared[(w * self.count + r) * self.stride + column])

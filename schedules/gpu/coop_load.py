@@ -1,0 +1,125 @@
+"""Weights from their planes (layout "rows": `planes.py`) to runs of float16 in the order of `pairs.py`, for every format.
+
+The unit of work is `span` neighbouring blocks of 32 columns of a row. Fetching and decoding are apart, so that the loads of one step can be
+in flight while the step before is multiplied:
+
+    views       the planes as `fetch` reads them
+    fetch       the global loads of a unit
+    runs        what was fetched as runs of eight float16 weights
+    activations the same of activations that are float32 in their natural order
+
+Arithmetic is packed float16: a code in the low bits of 0x6400 reads as 1024 + code, from which the code that means 0 is subtracted exactly.
+The scale of a group of columns is computed in float32 and rounded once, and so is its minimum; value * scale + minimum is rounded once
+more. Together that is below 1 % of a quantization step.
+"""
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.formats import PLANE_BITS
+from mlc_amd.schedules.gpu import load
+from mlc_amd.schedules.gpu.device import fma, lookup16
+from mlc_amd.schedules.gpu.load import at, lane_of
+from mlc_amd.schedules.gpu.pairs import RUN, RUN_COLUMNS, RUNS
+from mlc_amd.schedules.gpu.planes import BLOCK
+from mlc_amd.schedules.gpu.quantize import vector
+
+EXPONENT = 0x64006400       # of 1024.0 as float16, in both halves of a word
+EXPONENT_VALUE = 1024
+NIBBLES = 0x0F0F0F0F
+SIGN = 0x80808080           # turns signed bytes into bytes that count from 128
+
+
+def views(fmt, bufs, span):
+    """The planes as `fetch` reads them. Declares views: call it inside the launch or after the last parameter."""
+    return bufs if fmt.kind == "float" else load.views(fmt, bufs, span)
+
+
+def fetch(fmt, planes, row, unit, span):
+    """The loads of unit number `unit` of a row, in registers."""
+    if fmt.kind != "float":
+        return load.fetch(fmt, planes, row, unit, span)
+    width = 4 if fmt.name == "f32" else RUN
+    return [T.Bind(planes["W"][row, at(unit * (span * BLOCK) + first, width)]) for first in range(0, span * BLOCK, width)]
+
+
+def runs(arch, fmt, fetched, span):
+    """float16x8 registers: the runs 0 to 3 of each of the unit's blocks."""
+    if fmt.kind == "float":
+        columns = [half for x in fetched for half in _halves(fmt, x)]
+        return [_run(columns[b * BLOCK:(b + 1) * BLOCK], j) for b in range(span) for j in range(RUNS)]
+    return [run for b in range(span) for run in _block(arch, fmt, fetched, b)]
+
+
+def activations(X, token, block):
+    """The four runs of a block of float32 activations X [m, k] as float16x8."""
+    quads = [T.Bind(X[token, at(block * BLOCK + first, 4)]) for first in range(0, BLOCK, 4)]
+    columns = [T.cast(lane_of(x, i), "float16") for x in quads for i in range(4)]
+    return [_run(columns, j) for j in range(RUNS)]
+
+
+def _run(columns, j):
+    return T.Bind(vector([columns[c] for c in RUN_COLUMNS[j]]))
+
+
+def _halves(fmt, x):
+    """The elements of a loaded vector of a float format as float16."""
+    parts = [lane_of(x, i) for i in range(x.ty.dtype.lanes)]
+    if fmt.name == "bf16":
+        parts = [T.reinterpret("float32", T.shift_left(T.cast(part, "uint32"), T.uint32(16))) for part in parts]
+    return parts if fmt.name == "f16" else [T.cast(part, "float16") for part in parts]
+
+
+def _block(arch, fmt, fetched, block):
+    """The runs of one block of codes."""
+    scales = load.scales(fmt, fetched, block)
+    codes = {plane: fetched.codes[plane][block * PLANE_BITS[plane]:(block + 1) * PLANE_BITS[plane]] for plane in fmt.codes}
+    codes, zero = _unsigned(arch, fmt, codes)
+    factors = [T.Bind(scales.d if sub is None else scales.d * sub) for sub in scales.sub]
+    minimums = None
+    if fmt.minimum:
+        # counted from the middle of the codes, so that rounding the scale moves the outermost weights least
+        zero = 1 << (sum(PLANE_BITS[plane] for plane in codes) - 1)
+        lows = [scales.minimum if sub is None else T.float32(0) - scales.minimum * sub for sub in scales.sub_minimum]
+        minimums = _per_pair([factor * T.float32(zero) + low for factor, low in zip(factors, lows, strict=True)])
+    factors = _per_pair(factors)
+    for j in range(RUNS):
+        bits = vector([_fields(codes, j, t) for t in range(RUN // 2)])
+        value = T.reinterpret("float16x8", bits) - T.broadcast(T.float16(EXPONENT_VALUE + zero), RUN)
+        yield fma(value, factors, minimums) if fmt.minimum else T.Bind(value * factors)
+
+
+def _unsigned(arch, fmt, codes):
+    """(plane -> words of unsigned fields, the one that means 0)."""
+    if fmt.table:
+        nibbles = [T.Bind(T.shift_right(word, T.uint32(shift)) & T.uint32(NIBBLES)) for shift in (0, 4) for word in codes["Q4"]]
+        return {"Q8": [lookup16(arch, [v + 128 for v in fmt.table], word) for word in nibbles]}, 128
+    if fmt.signed:
+        return {"Q8": [T.Bind(word ^ T.uint32(SIGN)) for word in codes["Q8"]]}, 128
+    return codes, fmt.zero
+
+
+def _per_pair(values):
+    """Float32 of groups of columns as a float16x8: pairs of a run are of the block's first and second half by turns."""
+    values = [T.Bind(T.cast(value, "float16")) for value in values]
+    return vector([values[i // 2 % len(values)] for i in range(RUN)])
+
+
+def _place(plane, j, t):
+    """(word, first bit) of the plane's bits of pair t of run j; the other one of the pair lies 16 bits higher."""
+    half, byte = t % 2, 8 * (t // 2)        # half of the block; columns 0 and 2 are in even bytes, 1 and 3 in odd ones
+    return {"Q8": (j + RUNS * half, byte), "Q4": (j, byte + 4 * half), "Q2": (half, byte + 2 * j), "Q1": (0, byte + 4 * half + j)}[plane]
+
+
+def _fields(codes, j, t):
+    """A word: two float16, 1024 + the codes of pair t of run j."""
+    found, filled = T.uint32(EXPONENT), 0
+    for plane, words in codes.items():
+        bits = PLANE_BITS[plane]
+        index, first = _place(plane, j, t)
+        word = words[index]
+        if first > filled:
+            word = T.shift_right(word, T.uint32(first - filled))
+        elif first < filled:
+            word = T.shift_left(word, T.uint32(filled - first))
+        found = word & T.uint32(0x00010001 * ((1 << bits) - 1 << filled)) | found
+        filled += bits
+    return T.Bind(found)

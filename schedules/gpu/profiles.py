@@ -1,0 +1,151 @@
+"""The kinds of Vulkan devices that kernels are built for: what a kernel builder or the SPIR-V generator may count on.
+
+In: a profile's name, with changes behind a colon ("rdna3:matrix=none+wave=64"), or a product's ("steamdeck", "RX 7900 XTX"). Out: a
+`Profile`. It has the attributes of `arch.GpuArch` that kernels use, so the same kernels serve both. The runtime checks a device against
+`Profile.needs` before it runs an artifact. What a profile lacks is lowered to something that it has, never assumed.
+
+Sources: Vulkan's registry of required limits; reports of Mesa's and NVIDIA's drivers (gpuinfo.org); AMD's product pages.
+"""
+import re
+from dataclasses import dataclass, replace
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.gpu import arch as amd
+
+KIB = 1024
+ADDRESS = 8     # bytes of a kernel's argument
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A kind of Vulkan device.
+
+    name        as in --arch
+    family      the row of the kernels' tables of tile sizes that it takes
+    wave        invocations of a subgroup, which pipelines ask for; without `subgroups` lanes that a workgroup of that size stands for
+    subgroups   whether it has subgroup arithmetic and shuffles with a size that can be required
+    dot         "dot4": packed products of 4x8 signed bits in hardware; "" plain multiplication
+    float16     arithmetic on float16 (else: storage only)
+    matrix      "coop" for KHR_cooperative_matrix, else ""
+    fragment    (m, n, k) of its float16 matrices with float32 sums
+    lds         bytes of shared memory that one workgroup may have
+    threads     most invocations of a workgroup that kernels use
+    push        bytes of push constants; arguments beyond them are read from memory
+    units       compute units: how many workgroups fill the GPU
+    bandwidth   GB/s of device memory, of the fastest usual product (a table's figure, not a measurement); 0: not known
+    products    other names, lower case without blanks
+    unified     its memory is the host's
+    """
+
+    name: str
+    family: str
+    wave: int
+    units: int
+    bandwidth: float
+    products: tuple[str, ...] = ()
+    unified: bool = False
+    subgroups: bool = True
+    dot: str = "dot4"
+    float16: bool = True
+    matrix: str = ""
+    fragment: tuple[int, int, int] = (16, 16, 16)
+    lds: int = 32 * KIB
+    threads: int = 256
+    push: int = 256
+
+    api = "vulkan"
+    dot2 = False        # no product of float16 pairs with a float32 sum: float32 multiply-adds, which AMD's compiler makes "mixed" ones
+
+    @property
+    def amd(self) -> bool:
+        """Whether scalar registers exist: values that a subgroup shares are worth a broadcast."""
+        return self.family in amd.FAMILIES
+
+    @property
+    def arguments(self) -> int:
+        """Addresses that fit the push constants."""
+        return self.push // ADDRESS
+
+    @property
+    def needs(self) -> dict:
+        """What the runtime asks of a device, as in the manifest (dist/README.md)."""
+        features = ["bufferDeviceAddress", "shaderInt64", "storageBuffer16BitAccess", "storageBuffer8BitAccess"]
+        optional = {
+            "shaderFloat16": self.float16,
+            "shaderIntegerDotProduct": bool(self.dot),
+            "subgroupSizeControl": self.subgroups,
+            "vulkanMemoryModel": bool(self.matrix),
+            "cooperativeMatrix": bool(self.matrix),
+        }
+        return {
+            "features": features + [name for name, wanted in optional.items() if wanted],
+            "subgroup_size": self.wave if self.subgroups else 0,
+            "fragment": list(self.fragment) if self.matrix else [],
+            "shared_memory": self.lds,
+            "threads": self.threads,
+            "push_constants": self.push,
+        }
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile("vangogh", "rdna2", 32, 8, 88, ("steamdeck", "deck"), unified=True),
+        Profile("rdna2", "rdna2", 32, 40, 512, ("rembrandt", "680m", "660m")),
+        Profile("rdna3", "rdna3", 32, 60, 960, matrix="coop"),
+        Profile("rdna4", "rdna4", 32, 64, 640, matrix="coop"),
+        Profile("gfx90c", "gcn5", 64, 8, 51, ("vega", "renoir", "cezanne", "lucienne", "barcelo"), unified=True, dot="", lds=64 * KIB),
+        Profile("nvidia", "nvidia", 32, 132, 4800, ("h200", "h100"), matrix="coop", lds=48 * KIB),
+        # Mesa's CPU driver. Its subgroup is the host's vector: 256 bits. No hardware has such small ones: a good stress.
+        Profile("lavapipe", "generic", 8, 4, 0, ("llvmpipe", "swrast"), unified=True, push=128),
+        # What Vulkan 1.2 grants every device that has buffer addresses and small integers in memory.
+        Profile("generic", "generic", 32, 16, 0, subgroups=False, dot="", float16=False, lds=16 * KIB, threads=32, push=128),
+    )
+}  # fmt: skip
+
+# RDNA and Vega GPUs by their gfx name or product: the profile that fits.
+FAMILY_PROFILES = {"rdna2": "rdna2", "rdna3": "rdna3", "rdna4": "rdna4", "gcn5": "gfx90c", "rdna1": "rdna2:dot=none"}
+ALIASES = {alias: profile.name for profile in PROFILES.values() for alias in profile.products}
+DOTS = {"none": "", "dot4": "dot4"}
+
+
+def resolve(name: str) -> Profile:
+    """The profile of that name, alias, gfx name or product, changed as it says. UserError for one that is not known.
+
+    Changes: matrix=none or MxNxK, wave=N, dot=none or dot4; the profile's name then tells them.
+    """
+    base, _, changes = name.partition(":")
+    plain = re.sub(r"[\s_-]", "", base.lower())
+    profile = PROFILES.get(plain) or PROFILES.get(ALIASES.get(plain, "")) or _of_gfx(base)
+    for change in filter(None, changes.split("+")):
+        profile = _changed(profile, change, name)
+    return profile
+
+
+def _of_gfx(name: str) -> Profile:
+    try:
+        gpu = amd.resolve(name)
+    except UserError:
+        raise UserError(f"unknown Vulkan profile {name!r}; known are {', '.join(PROFILES)}, auto, and AMD GPUs such as 7900xtx") from None
+    if gpu.family not in FAMILY_PROFILES:
+        raise UserError(f"{gpu.name} has no Vulkan driver for graphics; use --target rocm --arch {gpu.name}")
+    profile = resolve(FAMILY_PROFILES[gpu.family])
+    return replace(profile, units=gpu.units, bandwidth=gpu.bandwidth, unified=gpu.unified)
+
+
+def _changed(profile: Profile, change: str, name: str) -> Profile:
+    key, _, value = change.partition("=")
+    if key == "matrix" and value == "none":
+        changed = replace(profile, matrix="")
+    elif key == "matrix" and re.fullmatch(r"\d+x\d+x\d+", value):
+        changed = replace(profile, matrix="coop", fragment=tuple(int(n) for n in value.split("x")))
+    elif key == "wave" and value in ("4", "8", "16", "32", "64", "128"):
+        changed = replace(profile, wave=int(value))
+    elif key == "dot" and value in DOTS:
+        changed = replace(profile, dot=DOTS[value])
+    else:
+        raise UserError(f"cannot change {change!r} of {name!r}; possible are matrix=none or MxNxK, wave=N, dot=none or dot4")
+    if changed == profile:
+        return profile
+    joint = "+" if ":" in profile.name else ":"
+    return replace(changed, name=f"{profile.name}{joint}{change}")

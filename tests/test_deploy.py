@@ -1,0 +1,396 @@
+"""Bundles: what is in them, that they run where nothing is installed, and what is refused."""
+
+import ast
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlc_amd.compiler.gguf.synthetic import synthetic
+from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools import archive, deploy, models, wheels
+from mlc_amd.tools.archive import Entry
+
+REPO = Path(__file__).resolve().parent.parent
+SYSTEM = "/usr/bin:/bin"
+VERBS = {"chat", "generate", "bench", "perplexity", "tokenize", "doctor"}
+
+
+def tag(python: str) -> str:
+    """cpython-311 and so on, "" where there is no such Python."""
+    code = "import sys; print(sys.implementation.cache_tag)"
+    try:
+        done = subprocess.run([python, "-I", "-S", "-c", code], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
+def pythons() -> dict[str, str]:
+    """The Pythons here that bundles can use, other than virtual environments: tag -> folder."""
+    places = [Path("/usr/bin"), *Path("~/.pyenv/versions").expanduser().glob("*/bin"), Path(sys.base_prefix) / "bin"]
+    known = {f"cpython-{python.replace('.', '')}" for python in deploy.PYTHONS}
+    found = {tag(str(place / "python3")): str(place) for place in places}
+    return {name: place for name, place in sorted(found.items()) if name in known}
+
+
+PYTHONS = pythons()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A model for the Vulkan driver that runs on the CPU, and for any other."""
+    path = tmp_path_factory.mktemp("artifact") / "tiny model"
+    with synthetic("tiny:q4_0") as source:
+        compile_model(source, "vulkan", "lavapipe", 64, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def bundle(model, tmp_path_factory) -> Path:
+    """The model's bundle in a folder, for the Pythons that are here and one more. Skips where wheels cannot be had."""
+    if sys.platform != "linux":
+        pytest.skip("bundles are for Linux")
+    with pytest.MonkeyPatch.context() as patch:
+        here = {f"3.{name.removeprefix('cpython-3')}" for name in PYTHONS}
+        patch.setattr(deploy, "PYTHONS", tuple(sorted(here | {"3.13"})))
+        try:
+            wheels.fetch(deploy.PACKAGES, deploy.PYTHONS, models.cache_directory() / "wheels")
+        except UserError as error:
+            pytest.skip(str(error))
+        out = tmp_path_factory.mktemp("deployed") / "my models"
+        deploy.run(str(model), to="linux", output=str(out))
+    for path in (*out.rglob("*"), out):
+        path.chmod(0o555 if path.is_dir() or os.access(path, os.X_OK) else 0o444)
+    yield out
+    for path in (out, *out.rglob("*")):
+        path.chmod(0o755)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A home folder, empty at first; what it gathers makes later starts faster."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture
+def start(bundle, tmp_path, home):
+    """Runs the bundle's run.sh from another folder, with no environment but a home."""
+
+    def run(*tokens, path=SYSTEM, program=None, **more) -> subprocess.CompletedProcess:
+        environment = {"PATH": path, "HOME": str(home), **more}
+        drivers = {name: os.environ[name] for name in ("VK_DRIVER_FILES", "VK_ICD_FILENAMES", "XDG_RUNTIME_DIR") if name in os.environ}
+        command = [str(program or bundle / "run.sh"), *tokens]
+        return subprocess.run(
+            command, env=drivers | environment, cwd=tmp_path, input="", capture_output=True, text=True, timeout=100, check=False
+        )
+
+    return run
+
+
+needs_python = pytest.mark.skipif(not PYTHONS, reason="no Python here but this virtual environment")
+
+
+# ---- what is in a bundle
+
+
+def test_bundle_has_what_it_imports_and_no_more(bundle):
+    lib = bundle / "lib"
+    modules = {path.relative_to(lib).with_suffix("").as_posix().replace("/", ".") for path in lib.rglob("*.py")}
+    modules |= {module.removesuffix(".__init__") for module in modules}
+    for path in (lib / "mlc_amd").rglob("*.py"):
+        top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom | ast.Import)]
+        for node in top:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)] if isinstance(node, ast.ImportFrom) else []
+            assert not names or not names[0].startswith("mlc_amd") or modules & set(names), f"{path}: {ast.unparse(node)}"
+    assert not any(path.name in ("tvm", "tvm_ffi", "pip", "__pycache__") for path in bundle.rglob("*"))
+    assert not (lib / "mlc_amd" / "compiler").exists()
+    assert not list(bundle.rglob("*.pyi")) and not list(bundle.rglob("tests"))
+    assert list(lib.glob("numpy-*.dist-info/METADATA")) and list(lib.glob("numpy-*.dist-info/licenses/*"))
+    assert len(list(bundle.glob("lib/numpy.libs/*openblas*"))) == 1
+    assert len(list(bundle.glob("lib/numpy/_core/_multiarray_umath.*.so"))) >= 2
+
+
+def test_bundled_model_is_the_artifact(bundle, model):
+    ours, theirs = Artifact.open(bundle / "model", verify=True), Artifact.open(model)
+    for key in theirs.manifest.keys() - {"files"}:
+        assert ours.manifest[key] == theirs.manifest[key]
+    kernels = set(theirs.manifest["libraries"].values())
+    assert set(ours.manifest["files"]) == kernels | {"weights.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in (bundle / "model").iterdir()} == {*ours.manifest["files"], "manifest.json"}
+
+
+def test_without_weights(model):
+    opened = Artifact.open(model)
+    files = deploy.model_files(opened, weightless=True)
+    manifest = json.loads(files["manifest.json"])
+    assert manifest["weights"] == "random" and opened.manifest["weights"] == "file"
+    assert len(files["weights.safetensors"]) < opened.manifest["files"]["weights.safetensors"]["bytes"] / 10
+    assert manifest["files"]["weights.safetensors"]["bytes"] == len(files["weights.safetensors"])
+
+
+@pytest.fixture(scope="module")
+def weightless(model, tmp_path_factory) -> Path:
+    """The artifact as a bundle without weights has it."""
+    folder = tmp_path_factory.mktemp("weightless") / "model"
+    entries = [Entry(name, content) for name, content in deploy.model_files(Artifact.open(model), weightless=True).items()]
+    archive.write_folder(folder, entries, lambda nbytes: None)
+    return folder
+
+
+def test_a_weightless_artifact_opens_and_has_all_tensors(weightless, model):
+    ours, theirs = Artifact.open(weightless, verify=True), Artifact.open(model)
+    assert set(ours.weights.places) == set(theirs.weights.places)
+    for name in theirs.weights.places.keys() - theirs.manifest["tensors"].keys():
+        assert np.array_equal(ours.weights[name], theirs.weights[name])
+
+
+# ---- a bundle at work
+
+
+@needs_python
+@pytest.mark.parametrize("python", PYTHONS)
+def test_runs_with_every_python(start, python):
+    path = f"{PYTHONS[python]}:{SYSTEM}"
+    version = start("--version", path=path)
+    assert (version.returncode, version.stdout.split()[0], version.stderr) == (0, "mlc-amd", "")
+    doctor = json.loads(start("doctor", "--json", path=path).stdout)
+    assert f"cpython-{doctor['python'].replace('.', '')}".startswith(python)
+    assert doctor["packages"] and all(package["ok"] for package in doctor["packages"]) and not doctor["tvm"]
+
+
+@needs_python
+def test_verbs(start):
+    listed = {line.split()[0] for line in start("--help").stdout.splitlines() if line.startswith("  ")}
+    assert listed == VERBS
+    for verb in VERBS:
+        done = start(verb, "--help")
+        assert done.returncode == 0 and done.stdout.startswith(f"usage: mlc-amd {verb}"), done.stderr
+    assert "unknown command 'compile'" in start("compile", "x.gguf").stderr
+
+
+@needs_python
+def test_cannot_compile(start, tmp_path):
+    (tmp_path / "x.gguf").touch()
+    for tokens in (("chat", "x.gguf"), ("bench", "--synthetic", "tiny:q4_0")):
+        done = start(*tokens)
+        assert done.returncode == 1 and "a bundle has no compiler" in done.stderr and done.stderr.count("\n") == 1
+
+
+@needs_python
+def test_takes_nothing_from_its_surroundings(start, bundle, tmp_path):
+    """Neither the user's modules nor those of the current folder nor PYTHON variables; found through a link; no home at all."""
+    (tmp_path / "numpy.py").write_text("raise SystemExit('the wrong numpy')")
+    (tmp_path / "link").symlink_to(bundle / "run.sh")
+    hostile = {"PYTHONPATH": str(tmp_path), "PYTHONHOME": "/nowhere", "PYTHONSTARTUP": "/nowhere"}
+    done = start("bench", "--help", program=tmp_path / "link", HOME="", **hostile)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "home").mkdir()
+    start("--version", HOME=str(tmp_path / "home"))
+    assert [path.name for path in (tmp_path / "home").iterdir()] == [".cache"]
+    assert not list(bundle.rglob("__pycache__"))
+
+
+def test_says_what_python_it_wants(start, tmp_path):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for program in ("dirname", "readlink", "uname"):
+        (tools / program).symlink_to(shutil.which(program))
+    old = tools / "python3"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    done = start("doctor", path=str(tools))
+    assert done.returncode == 1 and done.stderr.startswith("error: no Python that this bundle can use") and "3.13" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def vulkan(model):
+    """Skips where no Vulkan driver can run the model."""
+    from mlc_amd.runtime.devices import open_device
+
+    try:
+        open_device(Artifact.open(model)).close()
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+@needs_python
+def test_chats_and_measures(start, vulkan, weightless):
+    answer = start("chat", "--prompt", "hello", "--max-tokens", "8")
+    assert answer.returncode == 0 and answer.stdout.strip(), answer.stderr
+    assert start("chat", "--prompt", "hello", "--max-tokens", "8").stdout == answer.stdout
+    for folder in ((), (str(weightless),)):
+        measured = start("bench", *folder, "-p", "16", "-n", "4", "-r", "1", "--output", "json")
+        assert [test["test"] for test in json.loads(measured.stdout)] == ["pp16", "tg4"], measured.stderr
+
+
+# ---- Steam
+
+
+def exec_line(text: str) -> list[str]:
+    """The arguments of a desktop entry's Exec, by the Desktop Entry Specification: string escapes, then quotes, then field codes."""
+    value = next(line.removeprefix("Exec=") for line in text.splitlines() if line.startswith("Exec="))
+    parts = re.findall(r'"((?:\\.|[^"\\])*)"|(\S+)', value.replace("\\\\", "\\"))
+    return [re.sub(r"\\(.)", r"\1", quoted or plain).replace("%%", "%") for quoted, plain in parts]
+
+
+@pytest.mark.parametrize("name", ["deck", "my model", """50% "off" $HOME `x` \\ a|b & 'c'"""])
+def test_steam_entry_leads_to_the_bundle(tmp_path, name):
+    folder = tmp_path / name
+    folder.mkdir()
+    for template in ("add-to-steam.sh", "mlc-amd.desktop"):
+        shutil.copy(REPO / "dist" / "bundle" / template, folder)
+    (folder / "run.sh").write_text("#!/bin/sh\necho answered \"$@\"\n")
+    (folder / "run.sh").chmod(0o755)
+    environment = {"PATH": SYSTEM, "HOME": str(tmp_path / "home")}
+    done = subprocess.run([folder / "add-to-steam.sh"], env=environment, capture_output=True, text=True, check=True)
+    assert "Add a Non-Steam Game" in done.stdout
+    (entry,) = (tmp_path / "home" / ".local" / "share" / "applications").iterdir()
+    command = exec_line(entry.read_text())
+    assert command[-2:] == [str(folder / "add-to-steam.sh"), "chat"]
+    started = subprocess.run(command[command.index("-e") + 1 :], env=environment, capture_output=True, text=True, check=True)
+    assert started.stdout == "answered\n"
+
+
+# ---- archives
+
+
+def test_archives_are_the_same_and_unpack(tmp_path):
+    zstandard = pytest.importorskip("zstandard") if sys.version_info < (3, 14) else None
+    (tmp_path / "large").write_bytes(np.random.default_rng(0).bytes(20 << 20))
+    entries = [Entry("run.sh", b"#!/bin/sh\n", True), Entry("a/b.txt", b"text" * 1000), Entry("model/large", tmp_path / "large")]
+    for name in ("one.tar.zst", "two.tar.zst"):
+        archive.write_archive(tmp_path / name, "one", entries, lambda entry: entry.path.startswith("model/"), lambda nbytes: None)
+    packed = (tmp_path / "one.tar.zst").read_bytes()
+    assert packed == (tmp_path / "two.tar.zst").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["large", "one.tar.zst", "two.tar.zst"]
+    if zstandard is None:
+        from compression import zstd
+
+        plain = zstd.decompress(packed)
+    else:
+        plain = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(packed), read_across_frames=True).read()
+    with tarfile.open(fileobj=io.BytesIO(plain)) as tar:
+        members = {member.name: (member.mode, tar.extractfile(member).read()) for member in tar}
+    assert members["one/run.sh"] == (0o755, b"#!/bin/sh\n") and members["one/a/b.txt"] == (0o644, b"text" * 1000)
+    assert members["one/model/large"][1] == (tmp_path / "large").read_bytes()
+
+
+def test_a_folder_is_whole_or_not_there(tmp_path):
+    out = tmp_path / "bundle"
+    archive.write_folder(out, [Entry("bundle.json", b"{}"), Entry("old", b"")], lambda nbytes: None)
+    with pytest.raises(UserError, match="cannot write"):
+        archive.write_folder(out, [Entry("bundle.json", b"{}"), Entry("new", tmp_path / "missing")], lambda nbytes: None)
+    assert sorted(path.name for path in out.iterdir()) == ["bundle.json", "old"]
+    archive.write_folder(out, [Entry("bundle.json", b"{}")], lambda nbytes: None)
+    assert [path.name for path in out.iterdir()] == ["bundle.json"] and [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+# ---- what is refused
+
+
+def manifest_of(kind: str, *archs: str, **more) -> Artifact:
+    return Artifact(Path("m"), {"target": {"kind": kind}, "libraries": dict.fromkeys(archs, "kernels"), **more})
+
+
+@pytest.mark.parametrize(
+    ("artifact", "to", "weights", "message"),
+    [
+        (manifest_of("cpu"), "linux", "file", "cpu, which needs TVM's runtime library"),
+        (manifest_of("rocm", "gfx1033"), "steamdeck", "file", "rocm, which needs ROCm.*--arch steamdeck"),
+        (manifest_of("vulkan", "rdna3", "nvidia"), "steamdeck", "file", "rdna3, nvidia, which does not run on a Steam Deck"),
+        (manifest_of("vulkan", "vangogh"), "steamdeck", "none", "does not say what its weights are like"),
+    ],
+)
+def test_artifacts_that_cannot_run_there(artifact, to, weights, message):
+    with pytest.raises(UserError, match=message):
+        deploy.check(artifact, deploy.DESTINATIONS[to], weights)
+
+
+def test_artifacts_that_can():
+    deploy.check(manifest_of("vulkan", "rdna3", "vangogh:dot=none"), deploy.DESTINATIONS["steamdeck"], "file")
+    deploy.check(manifest_of("rocm", "gfx1100", tensors={}), deploy.DESTINATIONS["linux"], "none")
+
+
+def test_outputs(tmp_path):
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "mother.txt").write_text("dear")
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    for name in ("letters", "file"):
+        with pytest.raises(UserError, match="is not a bundle"):
+            deploy.check_output(tmp_path / name)
+    for name in ("a.zip", "a.tar.gz", "a.zst"):
+        with pytest.raises(UserError, match=r"ends with \.tar\.zst"):
+            deploy.check_output(tmp_path / name)
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older" / deploy.MARK).touch()
+    for name in ("older", "empty", "new", "llama-3.2-1b"):
+        deploy.check_output(tmp_path / name)
+
+
+def test_the_command_names_its_destinations():
+    command = [sys.executable, "-m", "mlc_amd.tools.cli", "deploy", "x", "--to", "xbox"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr == "error: --to wants steamdeck|linux, not 'xbox'\n"
+
+
+# ---- wheels
+
+
+def wheel(folder: Path, name: str, **files: str) -> Path:
+    with zipfile.ZipFile(folder / name, "w") as file:
+        for path, text in files.items():
+            file.writestr(path, text)
+    return folder / name
+
+
+def test_wheels_of_several_pythons_lie_side_by_side(tmp_path, monkeypatch):
+    monkeypatch.setitem(wheels.VENDORED, "some-thing", wheels.Package("1.0", ("some/extra/*",), ("some/config.py",)))
+    for version in ("311", "313"):
+        files = {"some/__init__.py": "x", f"some/fast.cpython-{version}.so": version, "some/config.py": version}
+        files |= {"some/tests/t.py": "", "some/extra/e.py": "", "some/types.pyi": ""}
+        wheel(tmp_path, f"some_thing-1.0-cp{version}-cp{version}-manylinux_2_17_x86_64.manylinux2014_x86_64.whl", **files)
+    wheel(tmp_path, "some_thing-0.9-py3-none-any.whl")
+    found = wheels.site_packages(["some-thing"], ["3.11", "3.13"], tmp_path)
+    assert set(found) == {"some/__init__.py", "some/config.py", "some/fast.cpython-311.so", "some/fast.cpython-313.so"}
+    with pytest.raises(UserError, match=r"no wheel of some-thing 1.0 for Python 3.12"):
+        wheels.site_packages(["some-thing"], ["3.12"], tmp_path)
+    wheel(tmp_path, "some_thing-1.0-cp312-cp312-manylinux2014_x86_64.whl", **{"some/__init__.py": "y"})
+    with pytest.raises(RuntimeError, match="differs"):
+        wheels.site_packages(["some-thing"], ["3.11", "3.12"], tmp_path)
+
+
+def test_the_wheel_that_pip_would_take(tmp_path, monkeypatch):
+    monkeypatch.setitem(wheels.VENDORED, "thing", wheels.Package("1.0"))
+    plain, threaded = "cp313-cp313-manylinux2014_x86_64", "cp313-cp313t-manylinux_2_28_x86_64"
+    for name in ("cp311-abi3-manylinux2014_x86_64", "py3-none-any", plain, threaded):
+        wheel(tmp_path, f"thing-1.0-{name}.whl", **{"thing.py": name})
+    taken = {python: wheels.site_packages(["thing"], [python], tmp_path)["thing.py"].decode() for python in ("3.11", "3.12", "3.13")}
+    abi3 = "cp311-abi3-manylinux2014_x86_64"
+    assert taken == {"3.11": abi3, "3.12": abi3, "3.13": plain}
+
+
+def test_damaged_wheel(tmp_path, monkeypatch):
+    monkeypatch.setitem(wheels.VENDORED, "thing", wheels.Package("1.0"))
+    (tmp_path / "thing-1.0-py3-none-any.whl").write_bytes(b"PK no")
+    with pytest.raises(UserError, match="is damaged"):
+        wheels.site_packages(["thing"], ["3.11"], tmp_path)
+
+
+def test_no_network(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(UserError, match=r"cannot download termcolor==3.3.0 \(.*; with a network, deploy once") as error:
+        wheels.fetch(["termcolor"], ["3.11"], tmp_path)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,167 @@
+"""What AMD's GPUs would run for our SPIR-V, as RADV compiles it without them; and `mlc-amd inspect` on vulkan artifacts.
+
+Skips without RADV, or with one that cannot be told which GPU to assume.
+"""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from mlc_amd.compiler.codegen import radv, spirv_reader
+from mlc_amd.compiler.codegen.spirv import compile_spirv
+from mlc_amd.compiler.gguf import synthetic
+from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.gpu import profiles
+from mlc_amd.schedules.gpu.gemv import linear
+from mlc_amd.tools import cli, inspect_vulkan
+
+ARCH = "vangogh"
+DOT = re.compile(r"\bv_dot4c?_i32_iu?8")
+WIDE = re.compile(r"^\s+(global_load_(?:dwordx4|b128)|s_load_(?:dwordx(?:4|8|16)|b128|b256|b512))\b", re.M)
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    """A tiny model for the Steam Deck's GPU."""
+    out = tmp_path_factory.mktemp("radv") / "model"
+    with synthetic("tiny:q4_0") as model:
+        compile_model(model, "vulkan", ARCH, 64, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def code(artifact):
+    """Its modules, compiled."""
+    (code,) = inspect_vulkan.of_artifact(Artifact.open(artifact))
+    if code.report is None:
+        pytest.skip(code.missing)
+    return code
+
+
+@pytest.fixture
+def inspect(capsys):
+    """inspect(arguments) -> (stdout, stderr) of a command that succeeds."""
+
+    def run(*tokens):
+        assert cli.main(["inspect", *map(str, tokens)]) == 0
+        return capsys.readouterr()
+
+    return run
+
+
+def shader(segments, k, profile):
+    """The GEMV of one token as RADV wants it."""
+    func = linear(segments, k, 1, "rows", [False] * len(segments), False, profile, "gemv")
+    ((name, kernel),) = compile_spirv({"gemv": func}, profile).modules.items()
+    return radv.Shader(name, kernel.binary, tuple(kernel.block), profiles.ADDRESS * len(func.params))
+
+
+def test_no_kernel_uses_scratch(code):
+    for kernel in code.describe()["kernels"]:
+        assert kernel["scratch"] == kernel["vgpr_spills"] == kernel["sgpr_spills"] == 0, kernel["name"]
+        assert kernel["occupancy"]["waves"] >= 4, kernel["name"]
+
+
+def test_modules_are_valid(code):
+    for shader in code.shaders.values():
+        try:
+            spirv_reader.validate(shader.code)
+        except UserError as error:
+            if "no spirv-val" in str(error):
+                pytest.skip(str(error))
+            raise
+
+
+def test_linear_layers_use_packed_products(code):
+    """Every kernel that multiplies int8 activations, by signed bytes: unsigned ones would be emulated there."""
+    linears = [kernel for kernel in code.describe()["kernels"] if kernel["name"].startswith(("linear", "gate_up"))]
+    assert {kernel["name"].split("_m")[1].split("_")[0] for kernel in linears} > {"1"}  # decode's and prefill's
+    for kernel in linears:
+        used = {name for name in kernel["instructions"]["by_mnemonic"] if name.startswith(("v_dot", "v_mul_lo", "v_mul_i32"))}
+        assert used and all(DOT.match(name) for name in used), kernel["name"]
+        assert kernel["instructions"]["dot"] >= kernel["spirv"]["dot"] >= 8
+
+
+@pytest.mark.parametrize("fmt", ["q4_0", "q4_k", "q6_k"])
+@pytest.mark.parametrize("arch", [ARCH, "rdna3:matrix=none"])
+def test_gemv_loads_wide(fmt, arch):
+    """Weights and activations of a model-sized row arrive by 128 bits, several loads under way before the first is used."""
+    profile = profiles.resolve(arch)
+    source = shader([(fmt, 4096)], 4096, profile)
+    try:
+        compiled = radv.statistics([source], profile).kernels[source.name]
+    except UserError as error:
+        pytest.skip(str(error))
+    assert compiled.kernel.scratch == compiled.kernel.vgpr_spills == 0 and compiled.kernel.vgprs <= 128
+    assert DOT.search(compiled.assembly)
+    before_use = DOT.split(compiled.assembly, maxsplit=1)[0]
+    assert len(WIDE.findall(before_use)) >= 8
+
+
+def test_inspect_tables_and_assembly(inspect, artifact, code):
+    out, err = inspect(artifact, "--kernels")
+    assert err == "" and f"code for {ARCH}, compiled by {code.report.device}" in out and "VGPRs" in out
+    found = json.loads(inspect(artifact, "--json").out)["code"][0]
+    assert found["compiler"] == code.report.device and {kernel["name"] for kernel in found["kernels"]} == set(code.shaders)
+    name = next(name for name in code.shaders if name.startswith("linear") and "_m1" in name)
+    isa = inspect(artifact, "--asm", name).out
+    assert isa.startswith(f"; {ARCH}\n{name}:\n") and DOT.search(isa) and "s_endpgm" in isa
+
+
+def test_inspect_without_radv(inspect, artifact, monkeypatch):
+    monkeypatch.setattr(radv, "DRIVER_FOLDERS", ())
+    for variable in radv.DRIVER_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    out, err = inspect(artifact, "--kernels")
+    assert "mesa-vulkan-drivers" in err and err.count("\n") == 1
+    assert f"code for {ARCH}, not compiled" in out and "DotProduct" in out and "VGPRs" not in out
+    try:
+        spirv_reader.disassemble(next(iter(Artifact.open(artifact).path.glob("*.spv"))).read_bytes()[:0])
+    except UserError as error:
+        if "install SPIRV-Tools" in str(error):
+            pytest.skip(str(error))
+    assert "OpSDot" in inspect(artifact, "--asm", "linear*").out
+
+
+def test_a_refusing_driver_is_one_line(code):
+    profile = profiles.resolve(ARCH)
+    source = next(iter(code.shaders.values()))
+    with pytest.raises(UserError, match="for AMD GPUs only"):
+        radv.statistics([source], profiles.resolve("nvidia"))
+    broken = replace(source, name="broken", code=source.code[:20] + bytes(40))
+    with pytest.raises(UserError, match="cannot compile kernel broken"):  # RADV aborts on such a module
+        radv.statistics([source, broken], profile)
+
+
+def test_unknown_gpu(code, monkeypatch):
+    monkeypatch.setitem(radv.GPUS, ARCH, ("gfx1033", ("NOSUCHGPU",)))
+    with pytest.raises(UserError, match=r"NOSUCHGPU.*install Mesa 22.3 to 25"):
+        radv.statistics(list(code.shaders.values())[:1], profiles.resolve(ARCH))
+
+
+def test_reader():
+    """A module put together by hand: int32 and a workgroup array of 48 of them, a vector of four, one packed product."""
+
+    def op(code, *operands):
+        return [(len(operands) + 1) << 16 | code, *operands]
+
+    words = [spirv_reader.MAGIC, 0x10600, 0, 100, 0]
+    words += op(spirv_reader.CAPABILITY, 1) + op(spirv_reader.CAPABILITY, 6018) + op(spirv_reader.CAPABILITY, 9999)
+    words += op(spirv_reader.EXECUTION_MODE, 1, spirv_reader.LOCAL_SIZE, 32, 4, 1)
+    words += op(spirv_reader.INT, 2, 32, 1) + op(spirv_reader.CONSTANT, 2, 3, 48) + op(spirv_reader.ARRAY, 4, 2, 3)
+    words += op(spirv_reader.VECTOR, 5, 2, 4)
+    for pointer, kind, variable in ((6, 4, 7), (8, 5, 9)):
+        words += op(spirv_reader.POINTER, pointer, spirv_reader.WORKGROUP, kind)
+        words += op(spirv_reader.VARIABLE, pointer, variable, spirv_reader.WORKGROUP)
+    words += op(spirv_reader.DOTS[0], 2, 10, 3, 3, 0)
+    data = b"".join(word.to_bytes(4, "little") for word in words)
+    facts = spirv_reader.read(data)
+    assert facts.block == (32, 4, 1) and facts.lds == 48 * 4 + 16 and facts.dot == 1 and facts.matrix == 0
+    assert facts.capabilities == ("Shader", "DotProductInput4x8BitPacked", "9999")
+    for damaged in (data[:-4], data[:21], b"", b"\x03\x02\x23\x07" * 6):
+        with pytest.raises(UserError, match="SPIR-V module"):
+            spirv_reader.read(damaged)

@@ -1,0 +1,618 @@
+"""TensorIR to SPIR-V: small kernels against numpy on Mesa's CPU driver, each validated by spirv-val where it is installed."""
+
+import shutil
+import struct
+import subprocess
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+from vulkan_harness import gpu, run
+
+from mlc_amd.compiler.codegen.spirv import compile_spirv, opcodes
+from mlc_amd.schedules.gpu import device, gemm, gemv, profiles
+from mlc_amd.schedules.gpu.attention_decode import attention_decode
+from mlc_amd.schedules.gpu.attention_prefill_dot import attention_prefill_dot
+from mlc_amd.schedules.gpu.embed import embed
+from mlc_amd.schedules.gpu.norm import quantize, rms_norm
+from mlc_amd.schedules.gpu.rope_kv_write import Rope, rope_kv_write
+
+RUN = ("lavapipe", "generic")       # the second has no subgroups, no float16 arithmetic, no packed dot products
+THREADS = 32
+RNG = np.random.default_rng
+
+
+@pytest.fixture(params=RUN)
+def profile(request):
+    return profiles.resolve(request.param)
+
+
+def kernel(buffers, grid, block, body, coherent=()):
+    """A PrimFunc: `buffers` name: (shape, dtype); `body(buffers as attributes, *axes)` emits the kernel."""
+    with IRBuilder() as ir, T.prim_func(s_tir=True):
+        T.func_name("test")
+        T.func_attr({"tirx.noalias": True, "global_symbol": "test", **({device.COHERENT: list(coherent)} if coherent else {})})
+        made = SimpleNamespace(**{name: T.arg(name, T.buffer(shape, dtype)) for name, (shape, dtype) in buffers.items()})
+        with device.launch(grid, block) as axes:
+            body(made, *axes)
+    return ir.get()
+
+
+def compiled(func, profile):
+    """The one module of a kernel, validated."""
+    (module,) = compile_spirv({"test": func}, profile).modules.values()
+    validate(module.binary)
+    return module
+
+
+def validate(binary):
+    if tool := shutil.which("spirv-val"):
+        command = [tool, "--target-env", "vulkan1.2", "--scalar-block-layout", "-"]
+        result = subprocess.run(command, input=binary, capture_output=True)
+        assert not result.returncode, (result.stdout + result.stderr).decode()
+
+
+def instructions(binary):
+    """[(name, *words)] of a module; names as in `opcodes`."""
+    names, words = {number: name for name, number in opcodes.OP.items()}, struct.unpack(f"<{len(binary) // 4}I", binary)
+    found, at = [], 5
+    while at < len(words):
+        count = words[at] >> 16
+        found.append((names[words[at] & 0xFFFF], *words[at + 1 : at + count]))
+        at += count
+    return found
+
+
+def counts(binary):
+    return Counter(name for name, *_ in instructions(binary))
+
+
+def execute(func, arrays, profile):
+    """The arrays {name: array} after a run of the kernel, as attributes."""
+    gpu()
+    compiled(func, profile)
+    return SimpleNamespace(**dict(zip(arrays, run(func, list(arrays.values()), profile), strict=True)))
+
+
+def dtype_of(array):
+    return str(array.dtype)
+
+
+def elementwise(profile, op, *inputs, out=None):
+    """op(*elements) of arrays of THREADS elements; out: the result's dtype (default: the first input's)."""
+    inputs = {f"I{i}": np.ascontiguousarray(x) for i, x in enumerate(inputs)}
+    arrays = inputs | {"out": np.zeros(THREADS, out or inputs["I0"].dtype)}
+
+    def body(b, _group, i):
+        T.buffer_store(b.out, op(*(T.Bind(getattr(b, name)[i]) for name in inputs)), [i])
+
+    func = kernel({name: ((THREADS,), dtype_of(x)) for name, x in arrays.items()}, (1,), (THREADS,), body)
+    return execute(func, arrays, profile).out
+
+
+def integers(dtype, seed=0, low=None, high=None):
+    info = np.iinfo(dtype)
+    return RNG(seed).integers(info.min if low is None else low, info.max if high is None else high, THREADS, endpoint=True, dtype=dtype)
+
+
+# ---- arithmetic
+
+
+@pytest.mark.parametrize("by", [7, -7, 8, 1])
+def test_division_by_constants(profile, by):
+    a, n = integers(np.int32), T.int32(by)
+    a[:4] = (-7, 7, -8, 0)
+    assert np.array_equal(elementwise(profile, lambda x: tirx.floordiv(x, n), a), a // by)
+    assert np.array_equal(elementwise(profile, lambda x: tirx.floormod(x, n), a), a % by)
+    assert np.array_equal(elementwise(profile, lambda x: tirx.truncmod(x, n), a), np.fmod(a, by))
+    assert np.array_equal(elementwise(profile, lambda x: tirx.truncdiv(x, n), a), np.trunc(a / by).astype(np.int32))
+
+
+def test_division_by_values(profile):
+    a, b = integers(np.int32, 1), integers(np.int32, 2, -50, 50)
+    b[b == 0] = 3
+    assert np.array_equal(elementwise(profile, tirx.floordiv, a, b), a // b)
+    assert np.array_equal(elementwise(profile, tirx.floormod, a, b), a % b)
+    a, b = a.view(np.uint32), np.abs(b).astype(np.uint32)
+    assert np.array_equal(elementwise(profile, tirx.floordiv, a, b), a // b)
+    assert np.array_equal(elementwise(profile, tirx.floormod, a, b), a % b)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int8, np.uint8, np.int16, np.uint16])
+def test_integers_wrap_around(dtype):
+    profile = profiles.resolve("lavapipe")
+    a, b = integers(dtype, 3), integers(dtype, 4)
+    by = integers(dtype, 5, 0, 7)
+
+    def results(x, y, shift):
+        bits = [x & y, x | y, x ^ y, ~x, x << shift, x >> shift]
+        return [x + y, x - y, x * y, *bits, tirx.min(x, y), tirx.max(x, y), tirx.Select(x < y, x, y)]
+
+    names = {"a": a, "b": b, "by": by}
+    out = np.zeros((len(results(*(T.int32(i) for i in (1, 2, 3)))), THREADS), dtype)
+
+    def body(buffers, _group, i):
+        for j, value in enumerate(results(*(T.Bind(getattr(buffers, name)[i]) for name in names))):
+            T.buffer_store(buffers.out, value, [j, i])
+
+    arrays = names | {"out": out}
+    got = execute(kernel({n: (x.shape, dtype_of(x)) for n, x in arrays.items()}, (1,), (THREADS,), body), arrays, profile).out
+    expected = [a + b, a - b, a * b, a & b, a | b, a ^ b, ~a, a << by, a >> by, np.minimum(a, b), np.maximum(a, b), np.where(a < b, a, b)]
+    assert np.array_equal(got, np.stack(expected))
+
+
+@pytest.mark.parametrize("source", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32])
+@pytest.mark.parametrize("target", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.float32])
+def test_casts_of_integers(source, target):
+    a = integers(source, 6)
+    got = elementwise(profiles.resolve("generic"), lambda x: T.cast(x, np.dtype(target).name), a, out=target)
+    assert np.array_equal(got, a.astype(target))
+
+
+def test_casts_of_floats(profile):
+    x = RNG(7).uniform(-127.9, 127.9, THREADS).astype(np.float32)
+    for target in (np.int8, np.int16, np.int32):
+        assert np.array_equal(elementwise(profile, lambda v, t=target: T.cast(v, np.dtype(t).name), x, out=target), x.astype(target))
+    for target in (np.uint8, np.uint16, np.uint32):
+        got = elementwise(profile, lambda v, t=target: T.cast(v, np.dtype(t).name), abs(x), out=target)
+        assert np.array_equal(got, abs(x).astype(target))
+    big = np.full(THREADS, 3e9, np.float32)
+    assert np.array_equal(elementwise(profile, lambda v: T.cast(v, "uint32"), big, out=np.uint32), big.astype(np.uint32))
+
+
+def test_float16_is_rounded_to_even_with_small_numbers(profile):
+    x = np.ldexp(RNG(8).uniform(1, 2, THREADS), RNG(9).integers(-26, 16, THREADS)).astype(np.float32)
+    x[:6] = (1 + 2**-11, 1 + 3 * 2**-11, 2**-25, 1.5 * 2**-24, -(2**-24), 65519)
+    rounded = x.astype(np.float16)
+    assert np.array_equal(elementwise(profile, lambda v: T.cast(v, "float16"), x, out=np.float16), rounded)
+    again = elementwise(profile, lambda v: T.cast(T.cast(v, "float16"), "float32"), x)
+    assert np.array_equal(again, rounded.astype(np.float32))
+    bits = elementwise(profile, lambda v: T.cast(T.reinterpret("uint16", T.cast(v, "float16")), "int32"), x, out=np.int32)
+    assert np.array_equal(bits, rounded.view(np.uint16).astype(np.int32))
+
+
+def test_float16_arithmetic(profile):
+    a, b = (RNG(i).standard_normal((THREADS, 8)).astype(np.float16) for i in (10, 11))
+
+    def body(buffers, _group, i):
+        x, y = (T.Bind(buffer[i, T.ramp(0, 1, 8)]) for buffer in (buffers.a, buffers.b))
+        T.buffer_store(buffers.out, x * y + x, [i, T.ramp(0, 1, 8)])
+
+    arrays = {"a": a, "b": b, "out": np.zeros_like(a)}
+    got = execute(kernel({n: (x.shape, dtype_of(x)) for n, x in arrays.items()}, (1,), (THREADS,), body), arrays, profile).out
+    exact = a.astype(np.float64) * b + a
+    assert abs(got - exact).max() < 2**-9 * abs(exact).max()
+
+
+@pytest.mark.parametrize(
+    ("op", "reference"),
+    [
+        (device.exp2, np.exp2),
+        (device.rsqrt, lambda x: 1 / np.sqrt(abs(x))),
+        (device.rcp, lambda x: 1 / x),
+        (device.rint, np.rint),
+        (T.exp, np.exp),
+        (T.fabs, np.abs),
+        (T.floor, np.floor),
+        (T.sigmoid, lambda x: 1 / (1 + np.exp(-x))),
+    ],
+)
+def test_functions_of_one_number(profile, op, reference):
+    x = RNG(12).uniform(-20, 20, THREADS).astype(np.float32)
+    x[:4] = (0.5, 1.5, -2.5, 3.5)
+    x = abs(x) if op is device.rsqrt else x
+    np.testing.assert_allclose(elementwise(profile, op, x), reference(x.astype(np.float64)), rtol=2e-6)
+
+
+def test_the_other_one_of_a_number_and_none(profile):
+    x, y = (RNG(i).standard_normal(THREADS).astype(np.float32) for i in (13, 14))
+    x[0], y[1] = np.nan, np.nan
+    assert np.array_equal(elementwise(profile, device.maximum, x, y), np.fmax(x, y))
+    assert np.array_equal(elementwise(profile, device.minimum, x, y), np.fmin(x, y))
+
+
+def test_multiply_add(profile):
+    x, y, z = (RNG(i).standard_normal(THREADS).astype(np.float32) for i in (15, 16, 17))
+    # drivers may round twice
+    np.testing.assert_allclose(elementwise(profile, device.fma, x, y, z), x.astype(np.float64) * y + z, rtol=1e-6, atol=1e-6)
+
+
+def test_dot_products_of_bytes(profile):
+    a, b = integers(np.int32, 18), integers(np.int32, 19)
+    expected = (a.view(np.int8).astype(np.int32) * b.view(np.int8)).reshape(-1, 4).sum(1)
+    assert np.array_equal(elementwise(profile, lambda x, y: T.call_extern("int32", "vk.dot4", x, y), a, b), expected)
+    assert np.array_equal(elementwise(profile, lambda x, y: device.dot4(profile, x, y, T.int32(5)), a, b), expected + 5)
+
+
+@pytest.mark.parametrize("selector", [0x03020100, 0x07060504, 0x00050206, 0x0C040C01])
+def test_byte_permutes(profile, selector):
+    high, low = integers(np.uint32, 20), integers(np.uint32, 21)
+    table = np.concatenate([low.view(np.uint8).reshape(-1, 4), high.view(np.uint8).reshape(-1, 4), np.zeros((THREADS, 8), np.uint8)], 1)
+    expected = np.ascontiguousarray(table[:, [selector >> 8 * i & 255 for i in range(4)]]).view(np.uint32).ravel()
+    call = ("uint32", "llvm.amdgcn.perm")
+    assert np.array_equal(elementwise(profile, lambda x, y: T.call_llvm_intrin(*call, x, y, T.uint32(selector)), high, low), expected)
+    if selector & 0x0C0C0C0C == selector & 0x04040404:      # by value only the eight bytes
+        chosen = np.full(THREADS, selector, np.uint32)
+        assert np.array_equal(elementwise(profile, lambda x, y, s: T.call_llvm_intrin(*call, x, y, s), high, low, chosen), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8", "uint8", "int16", "uint16"])
+def test_words_reinterpreted(profile, dtype):
+    """A word as its parts, as numbers, and back."""
+    words, lanes = integers(np.uint32, 22), 4 // np.dtype(dtype).itemsize
+    if dtype == "float16":
+        words = RNG(23).standard_normal(2 * THREADS).astype(np.float16).view(np.uint32)
+
+    def body(b, _group, i):
+        parts = T.Bind(T.reinterpret(f"{dtype}x{lanes}", b.words[i]))
+        for j in range(lanes):
+            T.buffer_store(b.numbers, T.cast(T.Shuffle([parts], [j]), "float32"), [i, j])
+        T.buffer_store(b.again, T.reinterpret("uint32", T.Shuffle([parts], list(range(lanes)))), [i])
+
+    arrays = {"words": words, "numbers": np.zeros((THREADS, lanes), np.float32), "again": np.zeros_like(words)}
+    func = kernel({n: (x.shape, dtype_of(x)) for n, x in arrays.items()}, (1,), (THREADS,), body)
+    got = execute(func, arrays, profile)
+    assert np.array_equal(got.numbers, words.view(dtype).reshape(-1, lanes).astype(np.float32))
+    assert np.array_equal(got.again, words)
+
+
+# ---- memory and control
+
+
+def strided(offset, width=8):
+    """Copies runs of float16 that start `offset` elements behind a multiple of 8, one a thread."""
+    size = (THREADS + 1) * 8
+
+    def body(b, _group, i):
+        T.buffer_store(b.y, b.x[T.ramp(i * 8 + offset, 1, width)], [T.ramp(i * 8 + offset, 1, width)])
+
+    return kernel({"x": ((size,), "float16"), "y": ((size,), "float16")}, (1,), (THREADS,), body)
+
+
+@pytest.mark.parametrize(("offset", "loads", "alignment"), [(0, 1, 16), (4, 2, 8), (2, 4, 4), (1, 8, 2)])
+def test_loads_are_as_wide_as_their_alignment(profile, offset, loads, alignment):
+    module = compiled(strided(offset), profile)
+    # result type, result, pointer, "Aligned", alignment
+    aligned = [words[4] for name, *words in instructions(module.binary) if name == "Load" and len(words) == 5]
+    assert len(aligned) == loads and min(aligned) == alignment
+    x = RNG(24).standard_normal((THREADS + 1) * 8).astype(np.float16)
+    got = execute(strided(offset), {"x": x, "y": np.zeros_like(x)}, profile).y
+    end = THREADS * 8 + offset
+    assert np.array_equal(got[offset:end], x[offset:end]) and not got[:offset].any() and not got[end:].any()
+
+
+def test_what_a_kernel_only_reads_says_so(profile):
+    module = compiled(strided(0), profile)
+    assert (module.reads, module.writes) == ((0,), (1,))
+    marked = [words for name, *words in instructions(module.binary) if name == "MemberDecorate"]
+    assert len([words for words in marked if words[2:] == [opcodes.DECORATIONS["NonWritable"]]]) == 1
+
+
+def test_addresses_are_sums_of_shared_and_own_parts():
+    """base + zext(workgroup's bytes) + zext(thread's bytes) + constant: two extensions, whatever the index looks like."""
+
+    def body(b, group, i):
+        row = T.Bind(group * 64)
+        for j in range(4):
+            T.buffer_store(b.y, b.x[row + i + 16 * j], [row + i + 16 * j])
+
+    func = kernel({"x": ((256,), "float32"), "y": ((256,), "float32")}, (4,), (16,), body)
+    found = counts(compiled(func, profiles.resolve("vangogh")).binary)
+    assert found["UConvert"] == 2
+    x = RNG(25).standard_normal(256).astype(np.float32)
+    assert np.array_equal(execute(func, {"x": x, "y": np.zeros_like(x)}, profiles.resolve("lavapipe")).y, x)
+
+
+def test_negative_terms_of_an_index(profile):
+    def body(b, _group, i):
+        T.buffer_store(b.y, b.x[THREADS - 1 - i], [i])
+
+    x = integers(np.int32, 26)
+    arrays = {"x": x, "y": np.zeros_like(x)}
+    got = execute(kernel({n: ((THREADS,), "int32") for n in arrays}, (1,), (THREADS,), body), arrays, profile).y
+    assert np.array_equal(got, x[::-1])
+
+
+def test_more_arguments_than_push_constants(profile):
+    names = [f"x{i}" for i in range(profile.arguments)]
+
+    def body(b, _group, i):
+        T.buffer_store(b.y, sum((getattr(b, name)[i] for name in names[1:]), getattr(b, names[0])[i]), [i])
+
+    arrays = {name: np.full(THREADS, 2**i, np.int32) for i, name in enumerate(names)} | {"y": np.zeros(THREADS, np.int32)}
+    func = kernel({name: ((THREADS,), "int32") for name in arrays}, (1,), (THREADS,), body)
+    assert compiled(func, profile).table
+    assert (execute(func, arrays, profile).y == 2 ** len(names) - 1).all()
+
+
+def test_arms_that_are_not_taken_load_nothing(profile):
+    """The branch keeps the load where it is: behind a condition, not under a selection of values."""
+
+    def body(b, _group, i):
+        T.buffer_store(b.y, T.if_then_else(i < 5, b.x[i], T.int32(-1)), [i])
+
+    x = integers(np.int32, 27, high=5)[:5].copy()
+    func = kernel({"x": ((5,), "int32"), "y": ((THREADS,), "int32")}, (1,), (THREADS,), body)
+    found = counts(compiled(func, profile).binary)
+    assert found["BranchConditional"] == found["Phi"] == 1 and not found["Select"]
+    got = execute(func, {"x": x, "y": np.zeros(THREADS, np.int32)}, profile).y
+    assert np.array_equal(got, np.concatenate([x, np.full(THREADS - 5, -1)]))
+
+
+def test_values_of_before_a_store_stay(profile):
+    """A bound load is not repeated behind the store that changes what it read, nor used as an index then."""
+
+    def body(b, _group, i):
+        old = T.Bind(b.x[i])
+        T.buffer_store(b.x, old + 1, [i])
+        T.buffer_store(b.y, b.x[i] * 100 + old, [tirx.max(tirx.min(old, THREADS - 1), 0)])
+
+    x = RNG(28).permutation(THREADS).astype(np.int32)
+    arrays = {"x": x, "y": np.zeros_like(x)}
+    got = execute(kernel({n: ((THREADS,), "int32") for n in arrays}, (1,), (THREADS,), body), arrays, profile)
+    order = np.arange(THREADS)
+    assert np.array_equal(got.x, x + 1) and np.array_equal(got.y, (order + 1) * 100 + order)
+
+
+def test_loops_whose_length_the_device_knows(profile):
+    """Shared memory turned round in each step, with barriers inside; accumulation in a local array."""
+
+    def body(b, group, i):
+        shared = T.alloc_buffer((THREADS,), "int32", scope="shared")
+        total = T.alloc_buffer((1,), "int32", scope="local")
+        T.buffer_store(total, T.int32(0), [0])
+        with T.serial(T.Bind(b.steps[group])) as step:
+            T.buffer_store(shared, i * (step + 1), [i])
+            device.barrier()
+            T.buffer_store(total, total[0] + shared[(i + step) % THREADS], [0])
+            device.barrier()
+        T.buffer_store(b.y, total[0], [group, i])
+
+    steps = np.array([0, 1, 5], np.int32)
+    arrays = {"steps": steps, "y": np.full((3, THREADS), -1, np.int32)}
+    func = kernel({n: (x.shape, "int32") for n, x in arrays.items()}, (3,), (THREADS,), body)
+    got, i = execute(func, arrays, profile).y, np.arange(THREADS)
+    expected = [sum(((i + s) % THREADS * (s + 1) for s in range(n)), np.zeros_like(i)) for n in steps]
+    assert np.array_equal(got, np.stack(expected))
+
+
+@pytest.mark.parametrize(("dtype", "lanes"), [("float16", 8), ("float32", 4), ("float16", 2), ("uint32", 2)])
+def test_shared_buffers_of_vectors(profile, dtype, lanes):
+    def body(b, _group, i):
+        shared = T.alloc_buffer((THREADS,), f"{dtype}x{lanes}", scope="shared")
+        T.buffer_store(shared, b.x[i, T.ramp(0, 1, lanes)], [i])
+        device.barrier()
+        T.buffer_store(b.y, shared[THREADS - 1 - i], [i, T.ramp(0, 1, lanes)])
+
+    x = RNG(29).integers(0, 100, (THREADS, lanes)).astype(dtype)
+    func = kernel({"x": (x.shape, dtype), "y": (x.shape, dtype)}, (1,), (THREADS,), body)
+    assert compiled(func, profile).lds == x.nbytes
+    assert np.array_equal(execute(func, {"x": x, "y": np.zeros_like(x)}, profile).y, x[::-1])
+
+
+def test_booleans_in_memory(profile):
+    x = integers(np.int32, 30)
+    less = elementwise(profile, lambda v: v < 0, x, out=np.bool_)
+    assert np.array_equal(less, x < 0)
+    assert np.array_equal(elementwise(profile, lambda v: T.Select(v, T.int32(3), T.int32(4)), less, out=np.int32), np.where(x < 0, 3, 4))
+
+
+def test_the_last_workgroup_sees_what_all_wrote(profile):
+    """Sums through coherent memory and an atomic counter, in one launch."""
+    groups = 50
+
+    def body(b, group, i):
+        T.buffer_store(b.parts, b.x[group, i] * 2, [group, i])
+        T.evaluate(T.call_extern("void", "vk.memory_barrier"))
+        old, total = T.alloc_buffer((1,), "int32", scope="shared"), T.alloc_buffer((1,), "int32", scope="local")
+        device.barrier()
+        with T.If(i == 0), T.Then():
+            T.buffer_store(old, T.call_intrin("int32", "tirx.atomic_add", T.address_of(b.arrived[0]), T.int32(1)), [0])
+        device.barrier()
+        last = T.Bind(old[0] == groups - 1)
+        with T.If(last), T.Then():
+            T.buffer_store(total, T.int32(0), [0])
+            with T.serial(groups) as g:
+                T.buffer_store(total, total[0] + b.parts[g, i], [0])
+            T.buffer_store(b.y, total[0], [i])
+
+    x = RNG(31).integers(-1000, 1000, (groups, THREADS)).astype(np.int32)
+    arrays = {"x": x, "parts": np.zeros_like(x), "arrived": np.zeros(1, np.int32), "y": np.zeros(THREADS, np.int32)}
+    func = kernel({n: (a.shape, "int32") for n, a in arrays.items()}, (groups,), (THREADS,), body, coherent=["parts", "arrived"])
+    module = compiled(func, profile)
+    marked = [words[2] for name, *words in instructions(module.binary) if name == "MemberDecorate"]
+    assert opcodes.DECORATIONS["Coherent"] in marked
+    got = execute(func, arrays, profile)
+    assert got.arrived[0] == groups and np.array_equal(got.y, 2 * x.sum(0))
+
+
+# ---- lanes
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint32])
+def test_shuffles(profile, dtype):
+    wave, waves = profile.wave, 2 if profile.subgroups else 1
+    masks = [2**i for i in range(wave.bit_length() - 1)] + [wave - 1]
+    x = (np.arange(waves * wave).reshape(waves, wave) + 100).astype(dtype)
+    name = np.dtype(dtype).name
+
+    def body(b, _group, lane, w):
+        value = T.Bind(b.X[w, lane])
+        number = T.Bind(T.call_extern("int32", "vk.lane"))
+        found = [T.Bind(T.call_extern(name, "vk.shuffle_xor", value, T.int32(mask))) for mask in masks]
+        found.append(T.Bind(T.call_extern(name, "vk.shuffle", value, (number * 5 + 3) % wave)))
+        found.append(T.Bind(T.call_extern(name, "vk.broadcast", value, T.int32(2))))
+        for i, y in enumerate(found):
+            T.buffer_store(b.Y, y, [i, w, lane])
+
+    got = np.zeros((len(masks) + 2, waves, wave), dtype)
+    func = kernel({"X": (x.shape, name), "Y": (got.shape, name)}, (1,), (wave, waves), body)
+    got, lanes = execute(func, {"X": x, "Y": got}, profile).Y, np.arange(wave)
+    for i, mask in enumerate(masks):
+        assert np.array_equal(got[i], x[:, lanes ^ mask])
+    assert np.array_equal(got[-2], x[:, (lanes * 5 + 3) % wave])
+    assert np.array_equal(got[-1], np.repeat(x[:, 2:3], wave, 1))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint32])
+def test_reductions(profile, dtype):
+    wave, waves, name = profile.wave, 2 if profile.subgroups else 1, np.dtype(dtype).name
+    x = RNG(32).integers(0 if dtype is np.uint32 else -50, 50, (waves, wave)).astype(dtype)
+
+    def body(b, _group, lane, w):
+        value = T.Bind(b.X[w, lane])
+        for i, op in enumerate(("add", "max", "min")):
+            T.buffer_store(b.Y, T.Bind(T.call_extern(name, f"vk.reduce_{op}", value)), [i, w, lane])
+
+    func = kernel({"X": (x.shape, name), "Y": ((3, waves, wave), name)}, (1,), (wave, waves), body)
+    got = execute(func, {"X": x, "Y": np.zeros((3, waves, wave), dtype)}, profile).Y
+    for y, reference in zip(got, (x.sum(1), x.max(1), x.min(1)), strict=True):
+        assert np.array_equal(y, np.repeat(reference[:, None], wave, 1))
+
+
+def test_any_lane(profile):
+    wave = profile.wave
+
+    def body(b, group, lane):
+        found = T.Bind(T.call_extern("bool", "vk.any", b.X[group, lane] == 7))
+        T.buffer_store(b.Y, T.cast(found, "int32"), [group, lane])
+
+    x = np.zeros((3, wave), np.int32)
+    x[1, wave - 1] = x[2, 0] = 7
+    got = execute(kernel({n: (x.shape, "int32") for n in "XY"}, (3,), (wave,), body), {"X": x, "Y": x * 0 - 1}, profile).Y
+    assert np.array_equal(got, np.repeat([[0], [1], [1]], wave, 1))
+
+
+@pytest.mark.parametrize("block", [(64,), (4, 16), (2, 4, 8), (16, 4)])
+def test_lanes_follow_thread_numbers(block):
+    """Neighbours in the linear order of threads are neighbours in subgroups, whatever a workgroup's shape."""
+    profile = profiles.resolve("lavapipe")
+
+    def body(b, _group, *axes):
+        linear = axes[0]
+        for axis, below in zip(axes[1:], np.cumprod(block), strict=False):
+            linear = linear + axis * int(below)
+        linear = T.Bind(linear)
+        T.buffer_store(b.Y, T.Bind(T.call_extern("int32", "vk.shuffle_xor", linear, T.int32(3))), [linear])
+
+    got = execute(kernel({"Y": ((64,), "int32")}, (1,), block, body), {"Y": np.zeros(64, np.int32)}, profile).Y
+    assert np.array_equal(got, np.arange(64) ^ 3)
+
+
+def test_shared_memory_of_a_wave(profile):
+    """Each wave through its own part of shared memory, in loops of different lengths."""
+    wave, waves = profile.wave, 4 if profile.subgroups else 1
+
+    def body(b, _group, lane, w):
+        shared = T.alloc_buffer((waves, wave), "int32", scope=device.WAVE_SHARED)
+        T.buffer_store(b.Y, T.int32(0), [w, lane])
+        with T.serial(w + 1) as step:
+            T.buffer_store(shared, lane * 10 + step, [w, lane])
+            device.wave_barrier()
+            T.buffer_store(b.Y, b.Y[w, lane] + shared[w, wave - 1 - lane], [w, lane])
+            device.wave_barrier()
+
+    got = execute(kernel({"Y": ((waves, wave), "int32")}, (1,), (wave, waves), body), {"Y": np.zeros((waves, wave), np.int32)}, profile).Y
+    w, lane = np.arange(waves)[:, None], np.arange(wave)[None]
+    assert np.array_equal(got, (w + 1) * (wave - 1 - lane) * 10 + w * (w + 1) // 2)
+
+
+# ---- modules
+
+
+def builders(profile):
+    """Kernels of all kinds, by name."""
+    act = "rows"
+    return {
+        "embed": lambda: embed("q4_k", 100, 512, 4, profile, "embed"),
+        "rms_norm": lambda: rms_norm(512, 1, 1e-5, act, "all", profile, "rms_norm"),
+        "quantize": lambda: quantize(512, 4, act, profile, "quantize"),
+        "gemv": lambda: gemv.linear([("q4_k", 64), ("q6_k", 32)], 512, 1, act, (False, True), False, profile, "gemv"),
+        "gate_up": lambda: gemv.gate_up_swiglu("q4_0", "iq4_nl", 64, 512, 1, act, act, profile, "gate_up"),
+        "gemm": lambda: gemm.linear([("q5_k", 128)], 512, 16, act, (False,), True, profile, "gemm"),
+        "gemm_float": lambda: gemm.linear([("bf16", 128)], 512, 16, "", (False,), False, profile, "gemm_float"),
+        "rope": lambda: rope_kv_write(8, 2, 64, 128, 4, True, 64, 0, profile, "rope"),
+        "decode": lambda: attention_decode(8, 2, 64, 512, act, profile, "decode", Rope(True, 64, 0)),
+        "prefill": lambda: attention_prefill_dot(8, 2, 64, 512, 16, act, profile, "prefill"),
+    }
+
+
+@pytest.mark.parametrize("name", ["vangogh", "gfx90c", "lavapipe", "generic"])
+def test_all_kinds_of_kernels_are_valid_and_the_same_each_time(name):
+    profile = profiles.resolve(name)
+    kernels = {name: make() for name, make in builders(profile).items()}
+    first = compile_spirv(kernels, profile)
+    for module in first.modules.values():
+        validate(module.binary)
+        assert module.lds <= profile.lds
+    assert set(first.functions) == set(kernels)
+    again = {name: make() for name, make in reversed(builders(profile).items())}
+    assert compile_spirv(again, profile).modules == first.modules
+
+
+def test_a_loop_of_matrix_products():
+    """C = A B of 16 x 32 x 16 by cooperative matrices: the instructions and the memory model that they want."""
+
+    def body(b, _group, lane):
+        shared = T.alloc_buffer((16 * 32,), "float16", scope="shared")
+        scopes = {"a": "float16", "b": "float16"}
+        fragments = {x: T.alloc_buffer((256,), dtype, scope=f"wmma.matrix_{x}") for x, dtype in scopes.items()}
+        sums = T.alloc_buffer((256,), "float32", scope="wmma.accumulator")
+        sizes, zero = [T.int32(16)] * 3, T.int32(0)
+        with T.serial(16) as i:
+            T.buffer_store(shared, b.A[lane + i * 32], [lane + i * 32])
+        device.barrier()
+        T.evaluate(T.tvm_fill_fragment(sums.data, *sizes, zero, T.float32(0)))
+        with T.serial(2) as step:
+            for x, source, first in (("a", shared, step * 16), ("b", b.B, step * 256)):
+                place, stride = T.address_of(source[first]), T.int32(32 if x == "a" else 16)
+                T.evaluate(T.tvm_load_matrix_sync(fragments[x].data, *sizes, zero, place, stride, "row_major"))
+            T.evaluate(T.tvm_mma_sync(sums.data, zero, fragments["a"].data, zero, fragments["b"].data, zero, sums.data, zero))
+        T.evaluate(T.call_extern("void", "fragment_scale", sums.data, zero, T.float32(2)))
+        T.evaluate(T.tvm_store_matrix_sync(sums.data, *sizes, zero, T.address_of(b.C[0]), T.int32(16), "row_major"))
+
+    func = kernel({"A": ((512,), "float16"), "B": ((512,), "float16"), "C": ((256,), "float32")}, (1,), (32,), body)
+    (module,) = compile_spirv({"test": func}, profiles.resolve("rdna3")).modules.values()
+    assert (module.reads, module.writes) == ((0, 1), (2,)) and module.lds == 1024
+    assert {"CooperativeMatrixKHR", "VulkanMemoryModel"} <= set(module.capabilities)
+    found = counts(module.binary)
+    assert (found["CooperativeMatrixLoadKHR"], found["CooperativeMatrixMulAddKHR"], found["CooperativeMatrixStoreKHR"]) == (2, 1, 1)
+    assert found["MatrixTimesScalar"] == 1 and found["TypeCooperativeMatrixKHR"] == 3
+    assert ("MemoryModel", 5348, 3) in instructions(module.binary)
+
+
+# ---- refusals
+
+
+def refused(match, body, buffers=None, block=(32,), name="generic"):
+    with pytest.raises(ValueError, match=match):
+        compile_spirv({"odd": kernel(buffers or {"x": ((32,), "float32")}, (1,), block, body)}, profiles.resolve(name))
+
+
+def test_refusals_name_the_kernel_and_the_reason():
+    refused("kernel odd: no SPIR-V for call of __ocml_exp_f32",
+            lambda b, _, i: T.buffer_store(b.x, T.call_extern("float32", "__ocml_exp_f32", b.x[i]), [i]))
+    refused("kernel odd: no SPIR-V for float64", lambda b, _, i: T.buffer_store(b.x, b.x[i] * 2, [i]), {"x": ((32,), "float64")})
+    refused("kernel odd: no SPIR-V for an exchange with lanes at distance 32",
+            lambda b, _, i: T.buffer_store(b.x, T.call_extern("float32", "vk.shuffle_xor", b.x[i], T.int32(32)), [i]))
+    refused("kernel odd has workgroups of 64 threads; at most 32", lambda b, _, i: T.buffer_store(b.x, b.x[i], [i]), block=(64,))
+    refused("kernel odd: no SPIR-V for lanes exchanging values in workgroups of 12 threads, subgroups of 8",
+            lambda b, _, i: T.buffer_store(b.x, T.call_extern("float32", "vk.reduce_add", b.x[i]), [i]), block=(12,), name="lavapipe")
+
+
+def test_too_much_shared_memory():
+    def body(size, dtype):
+        def emit(b, _group, i):
+            shared = T.alloc_buffer((size,), dtype, scope="shared")
+            T.buffer_store(shared, T.cast(b.x[i], dtype), [i])
+            device.barrier()
+            T.buffer_store(b.x, T.cast(shared[31 - i], "float32"), [i])
+        return emit
+
+    refused("kernel odd needs 16388 bytes of LDS .* generic gives a workgroup 16384", body(4097, "float32"))
+    # without float16 arithmetic such a buffer holds float32
+    refused("kernel odd: no SPIR-V for 20000 bytes of shared memory; generic gives a workgroup 16384", body(5000, "float16"))

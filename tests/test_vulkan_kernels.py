@@ -1,0 +1,277 @@
+"""The GPU's kernels as SPIR-V on Mesa's CPU driver, against the references of the tests of AMD's kernels.
+
+Two profiles run there: the driver's own, with subgroups of 8 and packed dot products, and "generic", which has neither subgroups nor
+float16 arithmetic and workgroups of one wave. The driver executes what it is given: races, wrong addresses and lanes show.
+"""
+import functools
+
+import numpy as np
+import pytest
+import test_gpu_attention as attention_cases
+import test_gpu_gemm as gemm_cases
+import test_gpu_norm as norm_cases
+from test_cpu_attention import LOG2E, attention_reference
+from test_gpu_gemm import error
+from test_quant_rows import oracle, random_rows
+from vulkan_harness import gpu, run
+
+from mlc_amd.compiler.quant import repack
+from mlc_amd.schedules.formats import FORMATS
+from mlc_amd.schedules.gpu import gemm, gemv, profiles
+from mlc_amd.schedules.gpu.attention_decode import attention_decode, scratch_shapes
+from mlc_amd.schedules.gpu.attention_prefill_dot import attention_prefill_dot
+from mlc_amd.schedules.gpu.embed import embed
+from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu as gate_up_gemm
+from mlc_amd.schedules.gpu.gemm_dot import choose
+from mlc_amd.schedules.gpu.gemv import Plan
+from mlc_amd.schedules.gpu.norm import quantize, rms_norm
+from mlc_amd.schedules.gpu.planes import padded
+from mlc_amd.schedules.gpu.rope_kv_write import Rope, rope_kv_write
+
+PROFILES = {name: profiles.resolve(name) for name in ("lavapipe", "generic")}
+TOLERANCE = 2e-5        # of the largest result
+CTX = attention_cases.CTX
+
+
+@pytest.fixture(autouse=True, scope="module")
+def device():
+    gpu()
+
+
+@pytest.fixture(params=PROFILES)
+def profile(request):
+    return PROFILES[request.param]
+
+
+def execute(kernel, arrays, profile):
+    """Runs the kernel on the arrays of its parameters' names; they hold what it wrote afterwards."""
+    names = [param.name for param in kernel.params]
+    results = run(kernel, [arrays[name] for name in names], profile)
+    for name, result in zip(names, results, strict=True):
+        arrays[name][...] = result
+
+
+# ---- linear layers
+
+
+def check_linear(profile, segments, k, m=1, act="rows", biases=None, residual=False, plan=None):
+    """Runs a linear layer on random weights and checks its outputs; they start as NaN."""
+    biases, rng = biases or (False,) * len(segments), np.random.default_rng(5)
+    inputs, x, _ = gemm_cases.problem(act, m, k, False)
+    arrays, expected = {"state": gemm_cases.state(m), **inputs}, []
+    for i, ((fmt, n), bias) in enumerate(zip(segments, biases, strict=True)):
+        planes, w = gemm_cases.weights(fmt, n, k, i)
+        arrays |= {f"W{i}_{p}": plane for p, plane in planes.items()} | {f"Y{i}": np.full((m, padded(n)), np.nan, np.float32)}
+        y = x @ w.astype(np.float64).T
+        if bias:
+            arrays[f"bias{i}"] = rng.standard_normal(n, np.float32)
+            y = y + arrays[f"bias{i}"]
+        if residual:
+            arrays["R"] = rng.standard_normal(arrays["Y0"].shape, np.float32)
+            y = y + arrays["R"][:, :n]
+        expected.append(y)
+    execute((gemv if m == 1 else gemm).linear(list(segments), k, m, act, biases, residual, profile, "linear", plan), arrays, profile)
+    for i, y in enumerate(expected):
+        assert error(arrays[f"Y{i}"][:, :y.shape[1]], y) < TOLERANCE
+    return arrays
+
+
+def act_of(fmt):
+    return "rows" if FORMATS[fmt].kind == "int8" else ""
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_gemv_formats(profile, fmt):
+    check_linear(profile, [(fmt, 40)], 512, act=act_of(fmt), plan=Plan(rows=2, waves=4, lanes=64, unroll=1))
+
+
+@pytest.mark.parametrize(("fmt", "k"), [("q4_0", 32), ("q8_0", 96), ("q4_k", 2304), ("f32", 33), ("bf16", 1000), ("f16", 4096)])
+def test_gemv_columns(profile, fmt, k):
+    check_linear(profile, [(fmt, 16)], k, act=act_of(fmt))
+
+
+def test_gemv_segments_share_a_launch(profile):
+    check_linear(profile, [("q4_k", 64), ("q5_0", 21), ("q6_k", 16)], 512, biases=(True, True, False), plan=Plan(2, 2, 16, 2))
+
+
+@pytest.mark.parametrize("fmt", ["q4_0", "bf16"])
+def test_gemv_residual(profile, fmt):
+    check_linear(profile, [(fmt, 37)], 256, act=act_of(fmt), biases=(True,), residual=True)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_gemm_formats(profile, fmt):
+    check_linear(profile, [(fmt, 48)], 256 if FORMATS[fmt].kind == "int8" else 96, 16, act_of(fmt))
+
+
+def test_gemm_segments_share_a_launch(profile):
+    check_linear(profile, gemm_cases.MIXED, 256, 32, biases=(True, True, False))
+
+
+@pytest.mark.parametrize("fmt", ["q4_0", "f16"])
+def test_gemm_residual(profile, fmt):
+    check_linear(profile, [(fmt, 41)], 64, 32, act_of(fmt), (True,), True)
+
+
+def test_gemm_leaves_tiles_without_live_tokens(profile):
+    m, k, live = 64, 64, 17
+    inputs, x, _ = gemm_cases.problem("rows", m, k, False)
+    planes, w = gemm_cases.weights("q4_1", 48, k, 0)
+    arrays = {"state": gemm_cases.state(live), **inputs, "Y0": np.full((m, 48), np.nan, np.float32)}
+    arrays |= {f"W0_{p}": plane for p, plane in planes.items()}
+    execute(gemm.linear([("q4_1", 48)], k, m, "rows", (False,), False, profile, "linear"), arrays, profile)
+    assert error(arrays["Y0"][:live], (x @ w.T)[:live]) < TOLERANCE
+    tokens = choose(profile, m).tokens
+    assert np.isnan(arrays["Y0"][-(-live // tokens) * tokens:]).all() and tokens < m
+
+
+# m, gate format, up format, f, k, act_out
+GATE_UP = {
+    "decode": (1, "q4_0", "q4_0", 64, 512, "rows"), "decode mixed": (1, "q4_k", "q6_k", 64, 768, "rows"),
+    "decode one unit": (1, "q4_0", "q5_1", 64, 32, "rows"), "decode half": (1, "q2_k", "q2_k", 32, 256, "half"),
+    "decode float": (1, "f32", "f16", 32, 128, "rows"), "decode float32": (1, "iq4_nl", "q4_1", 32, 256, ""),
+    "chunk": (16, "q4_k", "q6_k", 96, 256, "rows"), "chunk large": (64, "q4_0", "q4_0", 96, 64, "rows"),
+    "chunk float32": (32, "q8_0", "q8_0", 64, 64, ""), "chunk half": (16, "q4_0", "q8_0", 32, 64, "half"),
+    "chunk float": (16, "f16", "f32", 64, 64, "rows"),
+}
+
+
+@pytest.mark.parametrize("case", GATE_UP)
+def test_gate_up_swiglu(profile, case):
+    m, gate, up, f, k, act_out = GATE_UP[case]
+    act_in = act_of(gate)
+    (gate_planes, g), (up_planes, u) = gemm_cases.weights(gate, f, k, 1), gemm_cases.weights(up, f, k, 2)
+    # gates of a size at which the sigmoid bends
+    inputs, x, _ = gemm_cases.problem(act_in, m, k, False, 3 / np.sqrt((g.astype(np.float64) ** 2).sum(1).mean()))
+    g, u = (x @ w.astype(np.float64).T for w in (g, u))
+    expected = g / (1 + np.exp(-g)) * u
+    outputs = {"A_out": np.zeros((m, f // 32, 32), np.int8), "S_out": np.full((m, f // 32, 4), np.nan, np.float32)}
+    if act_out != "rows":
+        name = "H_out" if act_out == "half" and m == 1 else "Y"
+        outputs = {name: np.full((m, f), np.nan, {"half": np.float16, "": np.float32}[act_out])}
+    arrays = {"state": gemm_cases.state(m), **inputs, **outputs}
+    arrays |= {prefix + p: a for prefix, planes in (("G_", gate_planes), ("U_", up_planes)) for p, a in planes.items()}
+    make = gemv.gate_up_swiglu if m == 1 else gate_up_gemm
+    execute(make(gate, up, f, k, m, act_in, act_out, profile, "gate_up"), arrays, profile)
+    if act_out != "rows":
+        assert error(next(iter(outputs.values())), expected) < {"half": 6e-4, "": TOLERANCE}[act_out]
+        return
+    A, S = arrays["A_out"], arrays["S_out"]
+    blocks, d = expected.reshape(m, -1, 32), S[..., 0]
+    np.testing.assert_allclose(d, np.abs(blocks).max(-1) / 127, rtol=1e-4)
+    assert (np.abs(A * d[..., None] - blocks) < 0.502 * d[..., None]).all()
+    np.testing.assert_allclose(S, gemm_cases.sums(A, d), rtol=1e-6)
+
+
+# ---- token vectors
+
+
+@pytest.mark.parametrize("act", ["rows", "half"])
+@pytest.mark.parametrize("chunk", norm_cases.CHUNKS[1:3])
+def test_quantize(profile, act, chunk):
+    m, k, live = chunk
+    x, out = norm_cases.rows_of(m, k), norm_cases.outputs(m, k, act)
+    execute(quantize(k, m, act, profile, "quantize"), norm_cases.state(live) | {"X": x} | out, profile)
+    norm_cases.check(out, x[:live].astype(np.float64))
+
+
+@pytest.mark.parametrize(("act", "row", "chunk"), [("", "last", 1), ("rows", "all", 2), ("half", "all", 1), ("rows", "all", 0)])
+def test_rms_norm(profile, act, row, chunk):
+    m, k, live = norm_cases.CHUNKS[chunk]
+    x, g = norm_cases.rows_of(m, k), np.random.default_rng(9).standard_normal(k).astype(np.float32)
+    wide = x.astype(np.float64)
+    expected = (wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + norm_cases.EPS) * g)[:live]
+    out = norm_cases.outputs(m if row == "all" else 1, k, act)
+    kernel = rms_norm(k, m, norm_cases.EPS, act, row, profile, "norm")
+    execute(kernel, norm_cases.state(live) | {"X": x, "G": g} | out, profile)
+    norm_cases.check(out, expected if row == "all" else expected[-1:])
+
+
+@pytest.mark.parametrize("fmt", ["q4_0", "q5_1", "q3_k", "q6_k", "iq4_xs", "bf16"])
+def test_embed(profile, fmt):
+    vocab, columns, m, live = 37, 256, 5, 4
+    raw, tokens = random_rows(fmt, vocab, columns, 3), np.array([-1, vocab, 17, 36, 5], np.int32)
+    X = np.full((m, columns), norm_cases.LEFT, np.float32)
+    arrays = norm_cases.state(live) | {"tokens": tokens, "X": X} | repack(fmt, raw, columns, "rows")
+    execute(embed(fmt, vocab, columns, m, profile, "embed"), arrays, profile)
+    np.testing.assert_array_equal(X[:live], oracle(fmt, raw)[np.clip(tokens, 0, vocab - 1)[:live]])
+    assert (X[live:] == norm_cases.LEFT).all()
+
+
+# ---- attention
+
+ATTENTION = {
+    "decode group 4": attention_cases.Case(8, 2, 64),
+    "decode group 1": attention_cases.Case(2, 2, 96, act="half", rope=Rope(True, 48)),
+    "decode group 2": attention_cases.Case(2, 1, 128, act="rows", rope=Rope(True, 128, 1e-6)),
+    "decode group 7": attention_cases.Case(7, 1, 64, act="rows", rope=Rope(False, 64)),
+    "decode group 16": attention_cases.Case(16, 1, 128, states=((299, 1),)),
+    "prefill group 3": attention_cases.Case(3, 1, 64, 16, "rows", states=((0, 16), (57, 13))),
+    "prefill group 4": attention_cases.Case(4, 1, 128, 16, "half", states=((100, 16),)),
+    "prefill group 1": attention_cases.Case(2, 2, 96, 16, "", states=((0, 16), (57, 13), (CTX - 16, 16))),
+}
+ROPE = {
+    "neox partial": attention_cases.Case(3, 1, 96, 4, rope=Rope(True, 48)),
+    "interleaved": attention_cases.Case(2, 1, 64, 1, rope=Rope(False, 64)),
+    "norm": attention_cases.Case(4, 2, 128, 4, rope=Rope(True, 128, 1e-6)),
+}
+
+
+@functools.cache
+def attention_kernel(profile, name):
+    heads, kv_heads, d, m, act, rope, _ = ATTENTION[name]
+    if m > 1:
+        return attention_prefill_dot(heads, kv_heads, d, CTX, m, act, profile, "attention")
+    return attention_decode(heads, kv_heads, d, CTX, act, profile, "attention", rope)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(profile, name):
+    case = ATTENTION[name]
+    heads, kv_heads, d, m, act, rope, states = case
+    rng = np.random.default_rng(1)
+    scratch = {n: np.full(shape, np.nan, dtype) if dtype == "float32" else np.zeros(shape, dtype)
+               for n, (shape, dtype) in scratch_shapes(heads, kv_heads, d, CTX, profile).items()}
+    for position, live in states:
+        end = position + live
+        k, v = attention_cases.stale_caches(rng, kv_heads, d, position if rope else end)
+        Kc, Vc = attention_cases.pack(k, v)
+        if rope:
+            inputs, rotated = attention_cases.rope_inputs(rng, case)
+            queries, own = rotated(position, 1)
+        else:
+            q = rng.standard_normal((m, heads, d)).astype(np.float32) * 2 * LOG2E / np.sqrt(d)
+            q[live:] = np.nan
+            inputs = {"Qo": q.astype(np.float16)}
+            queries = inputs["Qo"][:live].astype(np.float64) / LOG2E * np.sqrt(d)
+        out, state = attention_cases.outputs(m, heads * d), np.array([position, live, 0, 0], np.int32)
+        execute(attention_kernel(profile, name), {"state": state, "Kc": Kc, "Vc": Vc, **inputs, **scratch, **out}, profile)
+        new_k, new_v = attention_cases.unpack(Kc, Vc)
+        if rope:
+            attention_cases.check_written(k, new_k, position, own)
+            attention_cases.check_written(v, new_v, position, inputs["V"].reshape(1, kv_heads, d))
+        else:
+            assert (new_k == k).all() and (new_v == v).all()
+        keys, values = (x[:, :end].astype(np.float64) for x in (new_k, new_v))
+        attention_cases.check_output(out, act, live, attention_reference(queries, keys, values, position))
+        assert not scratch["Arrived"].any()
+
+
+@pytest.mark.parametrize("name", ROPE)
+def test_rope_kv_write(profile, name):
+    case = ROPE[name]
+    heads, kv_heads, d, m, _, rope, _ = case
+    rng, kernel = np.random.default_rng(2), rope_kv_write(heads, kv_heads, d, CTX, m, *rope, profile, "rope")
+    for position, live in {(5, max(1, m - 1)), (CTX - 1, m)}:          # the last one has no room for more than one token
+        written = min(live, CTX - position)
+        k, v = attention_cases.stale_caches(rng, kv_heads, d, 0)
+        Kc, Vc = attention_cases.pack(k, v)
+        inputs, rotated = attention_cases.rope_inputs(rng, case)
+        Qo, state = np.full((m, heads, d), attention_cases.LEFT, np.float16), np.array([position, live, 0, 0], np.int32)
+        execute(kernel, {"state": state, "Kc": Kc, "Vc": Vc, "Qo": Qo, **inputs}, profile)
+        queries, keys = rotated(position, written)
+        np.testing.assert_allclose(Qo[:written], queries * LOG2E / np.sqrt(d), rtol=1e-3, atol=2e-6)
+        assert (Qo[written:] == attention_cases.LEFT).all()
+        new_k, new_v = attention_cases.unpack(Kc, Vc)
+        attention_cases.check_written(k, new_k, position, keys)
+        attention_cases.check_written(v, new_v, position, inputs["V"].reshape(m, kv_heads, d)[:written])
