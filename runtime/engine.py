@@ -103,9 +103,19 @@ class Engine:
 
     # ---- logits
 
+    def advance(self, ids: Sequence[int]) -> np.ndarray:
+        """Appends `ids` to the cache; float32 [vocab], the logits after the last one, in memory that the next step overwrites.
+
+        ContextFull leaves the cache as it was.
+        """
+        ids = self._check(ids)
+        for start, count, function in self._chunks(len(ids)):
+            self._step(function, ids[start : start + count])
+        return self.device.read("logits", 1)[0, : self.vocab]
+
     def prefill(self, ids: Sequence[int]) -> np.ndarray:
-        """Appends `ids` to the cache; float32 [vocab], the logits after the last one. ContextFull leaves the cache as it was."""
-        return self._append(ids).copy()
+        """`advance` with logits to keep: a copy, which takes longer than choosing a token does."""
+        return self.advance(ids).copy()
 
     def decode(self, token: int) -> np.ndarray:
         """`prefill` of one token."""
@@ -132,13 +142,6 @@ class Engine:
         _, count, function = next(self._chunks(len(ids)))
         self._write(ids[:count])
         return function, count, self.device.time(function)
-
-    def _append(self, ids: Sequence[int]) -> np.ndarray:
-        """`prefill`, but the logits are a view of the device's memory that the next step overwrites: a copy takes longer than a choice."""
-        ids = self._check(ids)
-        for start, count, function in self._chunks(len(ids)):
-            self._step(function, ids[start : start + count])
-        return self.device.read("logits", 1)[0, : self.vocab]
 
     def _check(self, ids: Sequence[int]) -> np.ndarray:
         ids = np.asarray(ids, np.int64)
@@ -185,7 +188,7 @@ class Engine:
         stats = self.last = Stats(prompt_tokens=len(ids))
         recent = list(ids)
         stats.cached_tokens = self.match(ids)
-        logits = self._append(ids[stats.cached_tokens :])
+        logits = self.advance(ids[stats.cached_tokens :])
         stats.prefill_s = time.perf_counter() - begin
         held = ""  # text that may yet turn out to be the start of a stop string
         first = None
@@ -207,7 +210,7 @@ class Engine:
             if self.position == self.context:
                 stats.finish = "context"
                 break
-            logits = self._append([token])
+            logits = self.advance([token])
         else:
             stats.finish = "length"
         text, _, stopped = _split_at_stop(held + decoder.flush(), stop, last=True)

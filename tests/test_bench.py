@@ -83,11 +83,13 @@ def test_decoding_reads_all_matrices_but_the_embedding_and_the_cache_so_far(cach
 def test_each_repetition_starts_at_the_same_depth(cache, monkeypatch):
     engine = Engine.load(next(cache.iterdir()))
     positions = []
-    decode = engine.decode
-    monkeypatch.setattr(engine, "decode", lambda token: (positions.append(engine.position), decode(token))[1])
+    advance = engine.advance
+    monkeypatch.setattr(engine, "advance", lambda ids: (positions.append((engine.position, len(ids))), advance(ids))[1])
     assert len(bench.measure(engine, Case(0, 2, 7), 2)) == 2
-    assert positions == [7, 8] * 3
+    assert positions == [(0, 7), *[(7, 1), (8, 1)] * 3]
+    positions.clear()
     assert len(bench.measure(engine, Case(5, 0, 7), 1)) == 1
+    assert positions == [(0, 7), (7, 5), (7, 5)]
     assert engine.position == 12
 
 

@@ -161,10 +161,10 @@ def test_a_weightless_artifact_opens_and_has_all_tensors(weightless, model):
 
 @needs_python
 @pytest.mark.parametrize("python", PYTHONS)
-def test_runs_with_every_python(start, python):
+def test_runs_with_every_python(start, bundle, python):
     path = f"{PYTHONS[python]}:{SYSTEM}"
-    version = start("--version", path=path)
-    assert (version.returncode, version.stdout.split()[0], version.stderr) == (0, "mlc-amd", "")
+    tokens = start("tokenize", str(bundle / "model"), "hello", path=path)
+    assert (tokens.returncode, tokens.stderr) == (0, f"{len(tokens.stdout.splitlines())} tokens\n")
     doctor = json.loads(start("doctor", "--json", path=path).stdout)
     assert f"cpython-{doctor['python'].replace('.', '')}".startswith(python)
     assert doctor["packages"] and all(package["ok"] for package in doctor["packages"]) and not doctor["tvm"]
@@ -172,6 +172,8 @@ def test_runs_with_every_python(start, python):
 
 @needs_python
 def test_verbs(start):
+    version = start("--version")
+    assert (version.returncode, version.stdout.split()[0], version.stderr) == (0, "mlc-amd", "")
     listed = {line.split()[0] for line in start("--help").stdout.splitlines() if line.startswith("  ")}
     assert listed == VERBS
     for verb in VERBS:
@@ -183,7 +185,7 @@ def test_verbs(start):
 @needs_python
 def test_cannot_compile(start, tmp_path):
     (tmp_path / "x.gguf").touch()
-    for tokens in (("chat", "x.gguf"), ("bench", "--synthetic", "tiny:q4_0")):
+    for tokens in (("chat", "x.gguf"), ("tokenize", "x.gguf", "hello"), ("bench", "--synthetic", "tiny:q4_0")):
         done = start(*tokens)
         assert done.returncode == 1 and "a bundle has no compiler" in done.stderr and done.stderr.count("\n") == 1
 

@@ -94,13 +94,22 @@ def test_where_only_compiled_models_run_it_leaves_compiling_out(monkeypatch, cap
     assert cli.main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["packages"] == [] and not {"cpu_target", "linkers", "rocm_linker"} & report.keys()
-    assert any(check["what"].startswith("no TVM") for check in report["checks"])
+    assert any(check["what"].startswith("no compiler:") for check in report["checks"])
 
 
 def test_without_the_loader_vulkan_is_absent_with_a_reason(monkeypatch):
     monkeypatch.setattr(api, "LIBRARY", "libno-such-vulkan.so.1")
     found = machine.vulkan()
     assert not found["loader"] and not found["devices"] and "libno-such-vulkan.so.1" in found["problem"]
+
+
+def test_without_a_driver_the_loader_is_there_and_no_device(monkeypatch, tmp_path):
+    if not machine.vulkan()["loader"]:
+        pytest.skip("no Vulkan loader")
+    for variable in ("VK_DRIVER_FILES", "VK_ICD_FILENAMES"):
+        monkeypatch.setenv(variable, str(tmp_path / "none.json"))
+    found = machine.vulkan()
+    assert found["loader"] and found["devices"] == [] and "no Vulkan driver" in found["problem"]
 
 
 def test_package_versions_are_compared_with_the_wanted_ones(monkeypatch):

@@ -135,3 +135,12 @@ def test_stop_strings(text, stop, expected):
 def test_gguf_must_be_compiled(demo_gguf):
     with pytest.raises(UserError, match="mlc-amd compile"):
         Engine.load(demo_gguf)
+
+
+def test_advance_gives_the_same_logits_without_keeping_them(engine):
+    kept = engine.prefill(IDS[:20])
+    engine.reset()
+    view = engine.advance(IDS[:20])
+    assert (view == kept).all()
+    engine.decode(1)
+    assert not (view == kept).all()

@@ -262,8 +262,8 @@ def test_shuffles(arch, dtype):
         value = T.Bind(b.X[lane])
         for i, mask in enumerate(masks):
             T.buffer_store(b.Y, device.shuffle_xor(arch, value, mask), [i, lane])
-        T.buffer_store(b.Y, device.shuffle(value, (device.lane_id(arch) * 5 + 3) % wave), [len(masks), lane])
-        T.buffer_store(b.Y, device.uniform(value), [len(masks) + 1, lane])
+        T.buffer_store(b.Y, device.shuffle(arch, value, (device.lane_id(arch) * 5 + 3) % wave), [len(masks), lane])
+        T.buffer_store(b.Y, device.uniform(arch, value), [len(masks) + 1, lane])
 
     name = np.dtype(dtype).name
     func = kernel({"X": ((wave,), name), "Y": (got.shape, name)}, (1,), (wave,), body)

@@ -380,6 +380,27 @@ def test_loops_whose_length_the_device_knows(profile):
     assert np.array_equal(got, np.stack(expected))
 
 
+def test_loops_over_local_arrays_are_to_be_unrolled(profile):
+    """Also where an index is bound to a name first; others are left to the driver."""
+
+    def body(b, _group, i):
+        cells = T.alloc_buffer((8,), "int32", scope="local")
+        with T.serial(8) as j:
+            place = T.Bind(7 - j)
+            T.buffer_store(cells, b.x[i] * (place + 1), [place])
+        with T.serial(8) as j:
+            T.buffer_store(b.y, T.int32(0), [i, j])
+        with T.serial(8) as j:
+            T.buffer_store(b.y, cells[j], [i, j])
+
+    func = kernel({"x": ((THREADS,), "int32"), "y": ((THREADS, 8), "int32")}, (1,), (THREADS,), body)
+    hints = [words[2] for name, *words in instructions(compiled(func, profile).binary) if name == "LoopMerge"]
+    assert hints == [1, 0, 1]
+    x = integers(np.int32, 33, -1000, 1000)
+    got = execute(func, {"x": x, "y": np.zeros((THREADS, 8), np.int32)}, profile).y
+    assert np.array_equal(got, x[:, None] * np.arange(1, 9))
+
+
 @pytest.mark.parametrize(("dtype", "lanes"), [("float16", 8), ("float32", 4), ("float16", 2), ("uint32", 2)])
 def test_shared_buffers_of_vectors(profile, dtype, lanes):
     def body(b, _group, i):
@@ -583,6 +604,28 @@ def test_a_loop_of_matrix_products():
     assert (found["CooperativeMatrixLoadKHR"], found["CooperativeMatrixMulAddKHR"], found["CooperativeMatrixStoreKHR"]) == (2, 1, 1)
     assert found["MatrixTimesScalar"] == 1 and found["TypeCooperativeMatrixKHR"] == 3
     assert ("MemoryModel", 5348, 3) in instructions(module.binary)
+
+
+def test_components_of_fragments():
+    """A lane's components in a loop of unknown length: twice each element, in the form in which the accumulator is stored."""
+
+    def body(b, _group, lane):
+        sums, zero = T.alloc_buffer((256,), "float32", scope="wmma.accumulator"), T.int32(0)
+        place = (T.int32(16), T.int32(16), T.int32(16), zero)
+        T.evaluate(T.tvm_load_matrix_sync(sums.data, *place, T.address_of(b.C[0]), T.int32(0), "row_major"))
+        with T.serial(T.Bind(T.call_extern("int32", "fragment_length", sums.data, zero))) as i:
+            value = T.Bind(T.call_extern("float32", "fragment_get", sums.data, zero, i))
+            T.evaluate(T.call_extern("void", "fragment_set", sums.data, zero, i, value * 2))
+        T.evaluate(T.tvm_store_matrix_sync(sums.data, *place, T.address_of(b.C[0]), T.int32(16), "row_major"))
+
+    func = kernel({"C": ((256,), "float32")}, (1,), (32,), body)
+    (module,) = compile_spirv({"test": func}, profiles.resolve("nvidia")).modules.values()
+    found = instructions(module.binary)
+    assert (module.reads, module.writes) == ((0,), (0,))
+    assert [name for name, *_ in found if name.startswith("CooperativeMatrix")] == [
+        "CooperativeMatrixLoadKHR", "CooperativeMatrixLengthKHR", "CooperativeMatrixStoreKHR"
+    ]  # fmt: skip
+    assert [words[2] for name, *words in found if name == "LoopMerge"] == [1]
 
 
 # ---- refusals

@@ -52,11 +52,12 @@ def judge(artifact: Artifact, arch: str, table: bool) -> tuple[bool, str]:
     if code.report:
         if table:
             print(inspect_vulkan.tables([report]))
-        bad = [kernel["name"] for kernel in report["kernels"] if kernel["scratch"] or kernel["vgpr_spills"] or kernel["sgpr_spills"]]
-        least = min(report["kernels"], key=lambda kernel: kernel["occupancy"]["waves"])
+        kernels = [kernel for kernel in report["kernels"] if "vgprs" in kernel]
+        bad = [kernel["name"] for kernel in kernels if kernel["scratch"] or kernel["vgpr_spills"] or kernel["sgpr_spills"]]
+        least = min(kernels, key=lambda kernel: kernel["occupancy"]["waves"])
         waves = f"{least['occupancy']['waves']} waves a SIMD ({least['name']}: {least['occupancy']['limit']})"
         facts.append(f"{report['compiler']}: at least {waves}, scratch or spills: {bad or 'none'}")
-    elif radv.gpu_of(profiles.resolve(arch)):
+    if code.missing and radv.gpu_of(profiles.resolve(arch)):
         facts.append(f"not compiled: {code.missing}")
     return not (complaints or bad), ", ".join(facts)
 

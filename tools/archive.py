@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from mlc_amd.runtime.errors import UserError
 
@@ -30,6 +31,25 @@ class Entry:
     @property
     def nbytes(self) -> int:
         return len(self.content) if isinstance(self.content, bytes) else self.content.stat().st_size
+
+    @property
+    def mode(self) -> int:
+        return 0o755 if self.executable else 0o644
+
+    def open(self) -> BinaryIO:
+        return io.BytesIO(self.content) if isinstance(self.content, bytes) else open(self.content, "rb")
+
+
+class _Counted:
+    """A file to read from; `wrote` gets the bytes of each read."""
+
+    def __init__(self, file: BinaryIO, wrote: Callable[[int], None]):
+        self._file, self._wrote = file, wrote
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        self._wrote(len(data))
+        return data
 
 
 def compressor() -> Callable[[int], object]:
@@ -71,36 +91,33 @@ class _Frames(io.RawIOBase):
 
 
 def write_folder(path: Path, entries: Iterable[Entry], wrote: Callable[[int], None]) -> None:
-    """Writes `entries` into the folder `path`, which is replaced. wrote(bytes) is called after each."""
+    """Writes `entries` into the folder `path`, which is replaced. wrote(bytes) is called with what was read since the last time."""
     with _renamed(path) as temporary:
         temporary.mkdir()
         for entry in entries:
             file = temporary / entry.path
             file.parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(entry.content, bytes):
-                file.write_bytes(entry.content)
-            else:
-                shutil.copyfile(entry.content, file)
-            file.chmod(0o755 if entry.executable else 0o644)
-            wrote(entry.nbytes)
+            with entry.open() as source, open(file, "wb") as target:
+                shutil.copyfileobj(_Counted(source, wrote), target, PIECE)
+            file.chmod(entry.mode)
 
 
 def write_archive(path: Path, folder: str, entries: Iterable[Entry], fast: Callable[[Entry], bool], wrote: Callable[[int], None]) -> None:
-    """Writes `entries`, as files of `folder`, into the .tar.zst `path`. fast(entry): content that hardly gets smaller; these come last."""
+    """Writes `entries`, as files of `folder`, into the .tar.zst `path`. fast(entry): content that hardly gets smaller. wrote(bytes): as in
+    `write_folder`."""
     make = compressor()
     with _renamed(path) as temporary, open(temporary, "wb") as file:
         frames, level = _Frames(file, make), 0
-        with tarfile.open(fileobj=frames, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        with tarfile.open(fileobj=frames, mode="w", format=tarfile.GNU_FORMAT, copybufsize=PIECE) as tar:
             for entry in entries:
                 wanted = FAST if fast(entry) else HARD
                 if wanted != level:
                     level = wanted
                     frames.level(level)
                 member = tarfile.TarInfo(f"{folder}/{entry.path}")
-                member.size, member.mtime, member.mode = entry.nbytes, TIME, 0o755 if entry.executable else 0o644
-                with io.BytesIO(entry.content) if isinstance(entry.content, bytes) else open(entry.content, "rb") as source:
-                    tar.addfile(member, source)
-                wrote(entry.nbytes)
+                member.size, member.mtime, member.mode = entry.nbytes, TIME, entry.mode
+                with entry.open() as source:
+                    tar.addfile(member, _Counted(source, wrote))
         frames.finish()
 
 

@@ -152,18 +152,15 @@ def measure(engine, test: Test, repetitions: int) -> list[Repetition]:
     random = np.random.default_rng(0)
     engine.reset()
     if test.n_depth:
-        engine.prefill(random.integers(0, engine.vocab, test.n_depth))
+        engine.advance(random.integers(0, engine.vocab, test.n_depth))
     warm(engine)
     found = []
     for _ in range(repetitions + 1):
         engine.truncate(test.n_depth)
         ids = random.integers(0, engine.vocab, test.tokens)
         waited, start = engine.device.waited, time.perf_counter()
-        if test.n_prompt:
-            engine.prefill(ids)
-        else:
-            for token in ids:
-                engine.decode(token)
+        for part in [ids] if test.n_prompt else ids[:, None]:
+            engine.advance(part)
         seconds = time.perf_counter() - start
         found.append(Repetition(seconds, seconds - (engine.device.waited - waited)))
     return found[1:]
@@ -175,7 +172,7 @@ def warm(engine) -> None:
         return
     position, end = engine.position, time.perf_counter() + _WARM_SECONDS
     while time.perf_counter() < end:
-        engine.decode(0)
+        engine.advance([0])
         engine.truncate(position)
 
 

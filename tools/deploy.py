@@ -158,7 +158,7 @@ def contents(model: Artifact, destination: Destination, weightless: bool) -> Ite
     }
     yield Entry(MARK, json.dumps(facts, indent=1).encode() + b"\n")
     known = {
-        "MODEL": model.manifest["name"],
+        "MODEL": " ".join(model.manifest["name"].split()),
         "TITLE": destination.title,
         "PYTHONS": " ".join(PYTHONS),
         "TAGS": " ".join(f"cpython-{python.replace('.', '')}" for python in PYTHONS),

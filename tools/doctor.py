@@ -104,7 +104,7 @@ def _packages(facts: dict) -> list[tuple[str, str, str]]:
 def _tvm(facts: dict) -> list[tuple[str, str, str]]:
     found = facts["tvm"]
     if not found:
-        return [("missing", "no TVM: this installation runs compiled models and compiles none", "to compile: pip install mlc-amd")]
+        return [("missing", "no compiler: this installation runs compiled models only", "to compile: pip install mlc-amd")]
     if "error" in found:
         return [("problem", f"TVM does not load: {found['error']}", "pip install --force-reinstall apache-tvm==0.27.0.post1")]
     generators = ", ".join(name for name, present in (("x86", found["x86"]), ("AMDGPU", found["amdgpu"])) if present)
@@ -191,8 +191,8 @@ def _vulkan(facts: dict) -> list[tuple[str, str, str]]:
     if not found["drivers"] and not found["devices"]:
         return [(missing, "target vulkan cannot run here: no Vulkan driver", driver)]
     if found["problem"]:
-        what, _, advice = found["problem"].partition("; " if "; " in found["problem"] else ": ")
-        return [(missing, f"target vulkan cannot run here: {what}", advice)]
+        what, _, advice = found["problem"].partition("; ")
+        return [(missing, f"target vulkan cannot run here: {what}", advice or driver)]
     checks = [check for device in found["devices"] for check in _vulkan_device(device)]
     if hardware and all(device["type"] == "cpu" for device in found["devices"]):
         checks.append(("problem", f"Vulkan does not show the {vendor} GPU, only the CPU", driver))

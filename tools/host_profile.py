@@ -53,7 +53,7 @@ def measure(engine, tokens: int) -> dict[str, float]:
         waited = watch.device.waited
         for _ in range(tokens):
             begin = time.perf_counter()
-            logits = engine.decode(token)
+            logits = engine.advance([token])
             decoded = time.perf_counter()
             token = sampler.sample(logits, recent)
             sampled = time.perf_counter()

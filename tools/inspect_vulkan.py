@@ -21,7 +21,7 @@ from mlc_amd.tools.inspect_kernels import LDS, MEMORY, chosen, counted, loads
 class SpirvCode:
     """The modules of one profile, and what RADV makes of them.
 
-    machine: the profile's name. shaders: radv.Shader by symbol. missing: why there is nothing of RADV's; "" otherwise.
+    machine: the profile's name. shaders: radv.Shader by symbol. missing: why there is nothing of RADV's, or not of all; "" otherwise.
     """
 
     def __init__(self, path: Path, profile: Profile, launches: dict[str, dict]):
@@ -38,17 +38,22 @@ class SpirvCode:
             self.report = radv.statistics(list(self.shaders.values()), profile)
         except UserError as error:
             self.missing = str(error)
+            return
+        if self.report.refused:
+            name, reason = next(iter(self.report.refused.items()))
+            self.missing = f"{self.report.device} refuses {len(self.report.refused)} of {len(self.shaders)} kernels ({name}: {reason})"
 
     def describe(self) -> dict:
         """{"file", "machine", "compiler": RADV's name and version or None, "kernels": [{"name", "workgroup": threads, "spirv": bytes and
-        spirv_reader.Facts, and with a compiler: the fields of hsaco.Kernel, "occupancy", "latency", "throughput", "instructions"}]}."""
+        spirv_reader.Facts, and of those that it compiled: the fields of hsaco.Kernel, "occupancy", "latency", "throughput" and
+        "instructions"}]}."""
         compiler = self.report.device if self.report else None
         return {"file": str(self.path), "machine": self.machine, "compiler": compiler, "kernels": [self._kernel(n) for n in self.shaders]}
 
     def _kernel(self, name: str) -> dict:
         shader, facts = self.shaders[name], self.facts[name]
         told = {"name": name, "workgroup": prod(shader.block), "spirv": {"bytes": len(shader.code)} | asdict(facts)}
-        if self.report is None:
+        if self.report is None or name in self.report.refused:
             return told
         compiled = self.report.kernels[name]
         waves, limit = hsaco.occupancy(compiled.kernel, radv.gpu_of(self.profile))
@@ -60,9 +65,8 @@ class SpirvCode:
         """The ISA of the kernels that a shell pattern names, or their SPIR-V where RADV is missing. UserError if no kernel is called so, or
         without SPIRV-Tools when they are needed."""
         wanted = chosen(self.shaders, pattern, self.path)
-        if self.report and all(self.report.kernels[name].assembly for name in wanted):
-            return {name: self.report.kernels[name].assembly for name in wanted}
-        return {name: f"; {name}\n{spirv_reader.disassemble(self.shaders[name].code)}" for name in wanted}
+        texts = {name: kernel.assembly for name, kernel in self.report.kernels.items()} if self.report else {}
+        return {name: texts.get(name) or f"; {name}\n{spirv_reader.disassemble(self.shaders[name].code)}" for name in wanted}
 
 
 def of_artifact(artifact: Artifact) -> list[SpirvCode]:
@@ -138,5 +142,7 @@ def _spirv(kernel: dict) -> list:
 
 
 def _compiled(kernel: dict) -> list:
+    if "vgprs" not in kernel:
+        return ["-"] * len((*COMPILED, *COUNTED))
     counts = kernel["instructions"]
     return [cell(kernel) for cell in COMPILED.values()] + [cell(counts) if counts else "-" for cell in COUNTED.values()]

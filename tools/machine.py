@@ -194,7 +194,7 @@ def vulkan() -> dict[str, object]:
         api.open_loader()
         found["loader"] = True
         found["devices"] = [_vulkan_device(one) for one in gpu.list_gpus()]
-    except UserError as error:
+    except (UserError, api.VulkanError) as error:  # a driver without its hardware fails in its own ways
         found["problem"] = str(error)
     return found
 

@@ -41,7 +41,7 @@ def is_artifact(path: Path) -> bool:
 
 def open_source(path: Path | None, synthetic: str | None) -> AbstractContextManager:
     """The GGUF file, or the synthetic model of that spec, to be compiled; closes at the end of the `with` block."""
-    _check_compiler(synthetic or path)
+    check_compiler(synthetic or path)
     from mlc_amd.compiler.gguf.reader import GGUFModel
     from mlc_amd.compiler.gguf.synthetic import synthetic as make
 
@@ -68,7 +68,7 @@ def artifact_path(
     if path and is_artifact(path):
         _check_context(path, ctx)
         return path
-    _check_compiler(synthetic or path)
+    check_compiler(synthetic or path)
     if target == "vulkan" and arch in ("native", "auto"):
         from mlc_amd.runtime.devices.vulkan.gpu import profile_here  # asks the driver: not before it is needed
 
@@ -101,7 +101,7 @@ def load_engine(model: str | None, *, threads: int | None = None, device: str | 
     return Engine.load(path, device=device, threads=threads, verify=verify)
 
 
-def _check_compiler(source: Path | str) -> None:
+def check_compiler(source: Path | str) -> None:
     """UserError in a bundle (tools/deploy.py), which has no compiler."""
     if importlib.util.find_spec("mlc_amd.compiler") is None:
         raise UserError(f"cannot compile {source} here: a bundle has no compiler; give a folder made by `mlc-amd compile`")

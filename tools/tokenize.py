@@ -51,6 +51,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of an artifact, or of a GGUF file by the compiler's conversion."""
     if models.is_artifact(path):
         return Tokenizer.load(path)
+    models.check_compiler(path)
     from mlc_amd.compiler import tokenizer
     from mlc_amd.compiler.gguf.reader import read_metadata
 

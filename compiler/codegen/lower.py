@@ -79,10 +79,10 @@ def check_lds(name, device, arch):
     sizes = []
 
     def visit(node):
-        if isinstance(node, tirx.AllocBuffer) and node.buffer.scope().startswith("shared"):
+        if node.buffer.scope().startswith("shared"):
             sizes.append(bytes_of(node.buffer))
 
-    walk(device.body, visit)
+    walk(device.body, tirx.AllocBuffer, visit)
     if sum(sizes) > arch.lds:
         buffers = " + ".join(map(str, sizes))
         raise ValueError(f"kernel {name} needs {sum(sizes)} bytes of LDS (buffers of {buffers}), {arch.name} gives a workgroup {arch.lds}")
@@ -99,10 +99,10 @@ def read_host(name, host, arch) -> Function:
             scratch.append(bytes_of(node.buffer))
         elif isinstance(node, tirx.DeclBuffer):
             alias[node.buffer] = buffer_of(node.data)
-        elif isinstance(node, tvm.ir.Call) and getattr(node.op, "name", "") == "tirx.call_ffi_kernel":
+        elif getattr(node.op, "name", "") == "tirx.call_ffi_kernel":
             launches.append(_launch(name, node, place, alias, arch.threads))
 
-    walk(host.body, visit)
+    walk(host.body, (tirx.AllocBuffer, tirx.DeclBuffer, tvm.ir.Call), visit)
     if not launches:
         raise ValueError(f"kernel {name} has no threads: bind its loops to blockIdx and threadIdx")
     return Function(tuple(param.name for param in host.params), tuple(scratch), tuple(launches))
@@ -130,9 +130,9 @@ def _launch(name, call, place, alias, threads) -> Launch:
     return Launch(str(symbol.value), grid, block, tuple(args))
 
 
-def walk(body, visit):
-    """Calls visit(node) for every node of a statement or an expression, outermost first."""
-    tvm_ffi.structural_walk(body, (tvm_ffi.Object, visit), order="pre")
+def walk(body, kinds, visit):
+    """Calls visit(node) for every node of these kinds (classes) in a statement or an expression, outermost first."""
+    tvm_ffi.structural_walk(body, (kinds, visit), order="pre")
 
 
 def bytes_of(buffer) -> int:

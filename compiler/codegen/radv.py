@@ -61,10 +61,12 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Report:
-    """device: what the driver calls itself and the GPU, with its version. kernels: by the shader's name."""
+    """device: what the driver calls itself and the GPU, with its version. kernels: by the shader's name. refused: the others', with the
+    driver's reason; an old one does not know all that a module may use, such as cooperative matrices."""
 
     device: str
     kernels: dict[str, Compiled]
+    refused: dict[str, str]
 
 
 def gpu_of(profile: Profile) -> GpuArch | None:
@@ -76,7 +78,7 @@ def gpu_of(profile: Profile) -> GpuArch | None:
 def statistics(shaders: list[Shader], profile: Profile) -> Report:
     """Compiles all shaders as the runtime would: subgroups of profile.wave invocations, push constants.
 
-    UserError if the profile is not AMD's, without a RADV that knows the GPU, or if it refuses a shader or crashes on it.
+    UserError if the profile is not AMD's, or without a RADV that knows the GPU.
     """
     entry, driver = _gpu(profile), find_driver()
     if entry is None:
@@ -88,10 +90,13 @@ def statistics(shaders: list[Shader], profile: Profile) -> Report:
             break
     else:
         raise UserError(f"{driver} cannot compile for {' or '.join(entry[1])} without such a GPU ({complaint}); {INSTALL}")
-    for shader, answer in zip(shaders, [*answers, {"error": complaint}], strict=False):
-        if "error" in answer:
-            raise UserError(f"{device} cannot compile kernel {shader.name}: {answer['error']}")
-    return Report(device, {shader.name: _compiled(shader, profile, answer) for shader, answer in zip(shaders, answers, strict=True)})
+    while len(answers) < len(request):  # it crashed: go on behind the shader that made it
+        answers.append({"error": complaint})
+        _, more, complaint = _child(driver, family, request[len(answers) :])
+        answers += more
+    told = {shader.name: (shader, answer) for shader, answer in zip(shaders, answers, strict=True)}
+    kernels = {name: _compiled(shader, profile, answer) for name, (shader, answer) in told.items() if "error" not in answer}
+    return Report(device, kernels, {name: answer["error"] for name, (_, answer) in told.items() if "error" in answer})
 
 
 def find_driver() -> Path:

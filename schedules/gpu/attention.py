@@ -1,11 +1,15 @@
 """Attention on a GPU: the kernel for one token (`attention_decode.py`) or for a chunk of tokens, with matrix units
-(`attention_prefill.py`) where the arch has them, else without (`attention_prefill_dot.py`).
+(`attention_prefill.py`, on Vulkan `attention_prefill_coop.py`) where the arch has them, else without (`attention_prefill_dot.py`).
 """
 from tvm import tirx
 
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention_prefill import attention_prefill
+from mlc_amd.schedules.gpu.attention_prefill_coop import attention_prefill_coop
 from mlc_amd.schedules.gpu.attention_prefill_dot import attention_prefill_dot
+
+# by the arch's matrix units; AMD's own kinds share one
+PREFILL = {"": attention_prefill_dot, "coop": attention_prefill_coop}
 
 
 def attention(heads, kv_heads, d, ctx, m, act_out, arch, name) -> tirx.PrimFunc:
@@ -17,5 +21,5 @@ def attention(heads, kv_heads, d, ctx, m, act_out, arch, name) -> tirx.PrimFunc:
     """
     if m == 1:
         return attention_decode(heads, kv_heads, d, ctx, act_out, arch, name)
-    prefill = attention_prefill if arch.matrix else attention_prefill_dot
+    prefill = PREFILL.get(arch.matrix, attention_prefill)
     return prefill(heads, kv_heads, d, ctx, m, act_out, arch, name)

@@ -22,7 +22,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention_rows import LOWEST, P_SHIFT, STEP, at, group_of, put
 from mlc_amd.schedules.gpu.attention_rows_vulkan import query_dtype, rows_of, waves_of
-from mlc_amd.schedules.gpu.device import COHERENT, Outbox, dot2, exp2, fma, launch, memory_barrier, rcp, uniform, wave_max, wave_sum
+from mlc_amd.schedules.gpu.device import COHERENT, Outbox, dot2, each, exp2, fma, launch, memory_barrier, rcp, uniform, wave_max, wave_sum
 from mlc_amd.schedules.gpu.load import lane_of
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, emit_store, vector
 from mlc_amd.schedules.gpu.rope_kv_write import Rope, cache_shapes, query_scale, rope_args, rotated, store_key, store_valid, store_value
@@ -132,8 +132,8 @@ def _rotate(arch, splits, sources, rope, buffers, kv, position, wave, lane):
     """Rotates the group's queries and the key into LDS; the waves take heads in turns."""
     (Q, K, QN, KN, CS), (queries, own_key) = sources, buffers
     group, d = splits.group, splits.d
-    for first in range(0, group, splits.waves):
-        row = T.Bind(first + wave)
+    for i in each(arch, -(-group // splits.waves)):
+        row = T.Bind(i * splits.waves + wave)
         with T.If(row < group), T.Then():
             for valid, values in rotated(arch, Q, 0, (kv * group + row) * d, CS, position, QN, lane, d, rope):
                 store_valid(valid, queries, [((row, e), _kept(y * T.float32(query_scale(d)), queries)) for e, y in values])
@@ -160,13 +160,18 @@ def _load_queries(splits, Qo, queries, kv, tid):
 def _start_with_own(rows, queries, own_key, V, kv):
     """The rows' state behind the token's own key, whose weight is 1."""
     arch, d = rows.arch, rows.d
-    for r in range(rows.count):
+
+    def part(r):
+        """What this lane has of the row's score."""
         score = T.float32(0)
         for first in range(0, d // 2, arch.wave):
             pair = T.Bind(T.min(first + rows.lane, T.int32(d // 2 - 1)))
             product = _product(arch, queries[r, at(pair * 2, 2)], own_key[at(pair * 2, 2)])
             score = score + T.Select(first + rows.lane < d // 2, product, T.float32(0))
-        put(rows.top, wave_sum(arch, T.Bind(score)), r)
+        return T.Bind(score)
+
+    for r, score in enumerate(rows.sums(part(r) for r in range(rows.count))):
+        put(rows.top, score, r)
         put(rows.total, T.Select(rows.lane == 0, T.float32(2**P_SHIFT), T.float32(0)), r)
     for x in range(rows.columns):
         value = T.Bind(T.cast(T.cast(V[0, kv * d + rows.column(x)], "float16"), "float32") * T.float32(2**P_SHIFT))
@@ -182,11 +187,13 @@ def _product(arch, x, y):
     return fma(x[1], y[1], x[0] * y[0])
 
 
-def _quads(splits, tid):
+def _quads(arch, splits, tid):
     """Yields (valid, row, column) of the groups of four columns that a thread has; valid is None where all threads have one."""
     count = splits.group * splits.d // WIDTH
-    for first in range(0, count, splits.threads):
-        valid = None if first + splits.threads <= count else first + tid < count
+    for i in each(arch, -(-count // splits.threads)):
+        first = i * splits.threads
+        whole = count % splits.threads == 0 or (isinstance(i, int) and first + splits.threads <= count)
+        valid = None if whole else first + tid < count
         place = T.Bind((first + tid if valid is None else T.min(first + tid, T.int32(count - 1))) * WIDTH)
         yield valid, T.Bind(place // splits.d), T.Bind(place % splits.d)
 
@@ -194,7 +201,7 @@ def _quads(splits, tid):
 def _store_parts(splits, Parts, quad, kv, split, tid, arch):
     """Stores the workgroup's results, each store complete in device memory before the thread goes on."""
     values, tails = (Outbox(arch, tid, splits.threads, WIDTH) for _ in range(2))
-    for valid, row, column in _quads(splits, tid):
+    for valid, row, column in _quads(arch, splits, tid):
         top, total, out = quad(row, column)
         values.hold(vector(out))
         tails.hold(vector([top, total, T.float32(0), T.float32(0)]))
@@ -220,15 +227,15 @@ def _join_splits(arch, splits, act_out, out, Parts, kv, active, later, wave, lan
     """Joins the splits' results and stores the output. later: 0, known when they may be loaded."""
     group, d = splits.group, splits.d
     weights = T.alloc_buffer((group, math.ceil(splits.count / BATCH) * BATCH), "float32", scope="shared")
-    for first in range(0, group, splits.waves):
-        row = T.Bind(T.min(first + wave, T.int32(group - 1)))
+    for i in each(arch, -(-group // splits.waves)):
+        row = T.Bind(T.min(i * splits.waves + wave, T.int32(group - 1)))
         split, tail = T.Bind(T.min(lane, active - 1) + later), group * d + row * WIDTH
         top = T.Bind(T.Select(lane < active, Parts[kv, split, tail], T.float32(LOWEST)))
         weight = exp2(top - wave_max(arch, top))
         total = wave_sum(arch, T.Bind(weight * Parts[kv, split, tail + 1]))
         with T.If(lane < weights.shape[1]), T.Then():
             put(weights, weight * rcp(total), row, lane)
-    for valid, row, column in _quads(splits, T.Bind(wave * arch.wave + lane)):
+    for valid, row, column in _quads(arch, splits, T.Bind(wave * arch.wave + lane)):
         y = T.alloc_buffer((WIDTH,), "float32", scope="local")
         put(y, T.broadcast(T.float32(0), WIDTH), at(0, WIDTH))
         with T.serial((active + BATCH - 1) // BATCH) as batch:

@@ -22,13 +22,14 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.attention_rows import LOWEST, at, group_of, local, put
+from mlc_amd.schedules.gpu.attention_coop_blocks import key_block, shared_units, value_block
+from mlc_amd.schedules.gpu.attention_rows import LOWEST, group_of, local, put
+from mlc_amd.schedules.gpu.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier, exp2, launch, maximum, rcp, uniform, wave_barrier
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, emit_store
-from mlc_amd.schedules.gpu.rope_kv_write import KEYS, UNIT, cache_shapes
+from mlc_amd.schedules.gpu.rope_kv_write import UNIT, cache_shapes
 
 LIMIT, START = 15, 8            # powers of two: weights are normal float16 down to 2**-22 of the largest at least
-WORDS = UNIT // 2               # of a unit of shared memory, 16 bytes
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,12 @@ class Tile:
     fragments  of rows in a wave: each key and value that is read from shared memory serves them all
     keys       of a block
     parts      that a block's keys are dealt out to: so many waves have the same rows, and add up what they have at the end
-    queries    "registers", or "memory": read anew for each block
     """
 
     waves: int = 4
     fragments: int = 1
     keys: int = 64
     parts: int = 1
-    queries: str = "registers"
 
     @property
     def own_keys(self) -> int:
@@ -57,13 +56,14 @@ class Tile:
         return self.waves // self.parts * self.fragments
 
 
-# by family
+# family: (widest heads that it is for, tile), narrow heads first
+NARROW, ANY = 64, 1 << 30
 TILES = {
-    "nvidia": Tile(),
-    "rdna3": Tile(keys=32),
-    "rdna4": Tile(keys=32),
-    "generic": Tile(keys=32),
+    "nvidia": ((NARROW, Tile(waves=8)), (ANY, Tile(keys=32))),
+    "rdna3": ((ANY, Tile(keys=32)),),
+    "rdna4": ((ANY, Tile(keys=32)),),
 }
+OTHERS = ((ANY, Tile(keys=32)),)
 
 
 def wave_units(tile, fragment) -> int:
@@ -80,116 +80,13 @@ def lds_bytes(tile, d, fragment) -> int:
 
 def tile_of(d, arch) -> Tile:
     """The arch's tile, with fewer keys where wide heads would not fit its shared memory. UserError if none fits."""
-    table = TILES[arch.family]
-    for keys in (table.keys, 32, 16):
-        tile = replace(table, keys=keys)
-        if keys <= table.keys and lds_bytes(tile, d, arch.fragment) <= arch.lds:
+    best = next(tile for widest, tile in TILES.get(arch.family, OTHERS) if d <= widest)
+    best = replace(best, waves=min(best.waves, arch.threads // arch.wave))
+    for keys in (64, 32, 16):
+        tile = replace(best, keys=keys)
+        if keys <= best.keys and lds_bytes(tile, d, arch.fragment) <= arch.lds:
             return tile
     raise UserError(f"attention with heads of {d} does not fit the shared memory of {arch.name}; compile for {arch.name}:matrix=none")
-
-
-# ---- fragments
-
-
-class Fragments:
-    """`count` fragments of one kind: "a" and "b" are float16 operands, "sum" float32 and "half" float16 results."""
-
-    KINDS = {"a": ("wmma.matrix_a", "float16"), "b": ("wmma.matrix_b", "float16"),
-             "sum": ("wmma.accumulator", "float32"), "half": ("wmma.accumulator", "float16")}
-
-    def __init__(self, kind, count, shape):
-        scope, self.dtype = self.KINDS[kind]
-        self.shape, self.count = shape, count
-        m, n, k = shape
-        size = {"a": m * k, "b": k * n}.get(kind, m * n)
-        self.buffer = T.alloc_buffer((count * size,), self.dtype, scope=scope)
-
-    def fill(self, i, value):
-        T.evaluate(T.tvm_fill_fragment(self.buffer.data, *self.shape, i, tirx.const(value, self.dtype)))
-
-    def load(self, i, place, stride, layout):
-        """From buffer[index] on; the stride is in elements of the buffer's type."""
-        T.evaluate(T.tvm_load_matrix_sync(self.buffer.data, *self.shape, i, T.address_of(place), stride, layout))
-
-    def store(self, i, place, stride, layout):
-        T.evaluate(T.tvm_store_matrix_sync(self.buffer.data, *self.shape, i, T.address_of(place), stride, layout))
-
-    def add_product(self, i, a, ai, b, bi):
-        """self[i] += a[ai] @ b[bi]."""
-        T.evaluate(T.tvm_mma_sync(self.buffer.data, i, a.buffer.data, ai, b.buffer.data, bi, self.buffer.data, i))
-
-    def convert(self, i, other, oi):
-        """self[i] = other[oi] in this type; self[i] was filled before."""
-        T.evaluate(T.call_extern("void", "fragment_cast", self.buffer.data, i, other.buffer.data, oi))
-
-    def elements(self, i):
-        """`with f.elements(i) as e:` for each element that the lane holds; all fragments of one kind have the same."""
-        return T.serial(T.call_extern("int32", "fragment_length", self.buffer.data, i))
-
-    def get(self, i, e):
-        return T.Bind(T.call_extern(self.dtype, "fragment_get", self.buffer.data, i, e))
-
-    def set(self, i, e, value):
-        T.evaluate(T.call_extern("void", "fragment_set", self.buffer.data, i, e, value))
-
-
-def _shared(units):
-    """Shared memory in units of 16 bytes, which only barriers here order: TVM would see conflicts between waves where there are none."""
-    return T.alloc_buffer((units,), f"float16x{UNIT}", scope=WAVE_SHARED)
-
-
-# ---- keys and values
-
-
-class Block:
-    """A block of keys or values on its way: from the cache to registers, from there to shared memory.
-
-    units     of 16 bytes in a block
-    source    source(first key of the block, number of the unit) -> the unit in the cache; neighbouring units are neighbours there
-    target    target(number of the unit) -> (row in shared memory, unit in the row)
-    """
-
-    def __init__(self, units, row_units, rows, threads, tid, source, target):
-        self.units, self.row_units, self.threads, self.tid, self.source, self.target = units, row_units, threads, tid, source, target
-        self.pieces = -(-units // threads)
-        self.buffer = _shared(rows * row_units)
-        self.words = local(self.pieces * WORDS, "uint32")
-
-    def _unit(self, i):
-        unit = i * self.threads + self.tid
-        # surplus threads repeat the last unit
-        return T.Bind(unit if (i + 1) * self.threads <= self.units else T.min(unit, T.int32(self.units - 1)))
-
-    def load(self, key0):
-        for i in range(self.pieces):
-            put(self.words, T.reinterpret(f"uint32x{WORDS}", self.source(key0, self._unit(i))), at(i * WORDS, WORDS))
-
-    def store(self):
-        for i in range(self.pieces):
-            row, unit = self.target(self._unit(i))
-            put(self.buffer, T.reinterpret(f"float16x{UNIT}", self.words[at(i * WORDS, WORDS)]), row * self.row_units + unit)
-
-
-def _key_block(Kc, kv, d, tile, threads, tid):
-    """Rows are keys."""
-    width = min(KEYS, tile.keys)
-
-    def place(unit):
-        return unit // (width * (d // UNIT)) * KEYS + unit % width, unit // width % (d // UNIT)
-
-    def source(key0, unit):
-        key, c = place(unit)
-        return Kc[kv, (key0 + key) // KEYS, c, (key0 + key) % KEYS, at(0, UNIT)]
-
-    return Block(tile.keys * d // UNIT, d // UNIT + 1, tile.keys, threads, tid, source, place)
-
-
-def _value_block(Vc, kv, d, tile, threads, tid):
-    """Rows are columns of the values."""
-    def source(key0, unit):
-        return Vc[kv, key0 // UNIT + unit // d, unit % d, at(0, UNIT)]
-
-    return Block(d * tile.keys // UNIT, tile.keys // UNIT + 1, d, threads, tid, source, lambda unit: (unit % d, unit // d))
 
 
 # ---- rows
@@ -212,8 +109,8 @@ class Wave:
         self.heads = [T.Bind(kv * group + place % group) for place in places]
         self.valid = [first + i < count for i in range(tile.fragments)]
         self.score_columns, self.columns = tile.own_keys // self.n, d // self.n
-        self.query_steps, self.keeps_queries = d // self.k, tile.queries == "registers"
-        self.queries = self._new("a", tile.fragments * (self.query_steps if self.keeps_queries else 1))
+        self.query_steps = d // self.k
+        self.queries = self._new("a", tile.fragments * self.query_steps)
         self.operand, self.weight, self.ones = self._new("b", 1), self._new("a", tile.fragments), self._new("b", 1)
         self.scores, self.halves = self._new("sum", tile.fragments * self.score_columns), self._new("half", 1)
         self.out, self.total, self.top = (self._new("sum", tile.fragments * c) for c in (self.columns, 1, 1))
@@ -224,10 +121,10 @@ class Wave:
 
     def start(self):
         """Loads the queries; no key seen yet."""
-        if self.keeps_queries:
-            for i in range(self.tile.fragments):
-                for c in range(self.query_steps):
-                    self._load_query(i * self.query_steps + c, i, c, T.int32(0))
+        stride = int(self.Q.shape[1]) * self.d
+        for i in range(self.tile.fragments):
+            for c in range(self.query_steps):
+                self.queries.load(i * self.query_steps + c, self.Q[self.tokens[i], self.heads[i], c * self.k], stride, "row_major")
         self.ones.fill(0, 1)
         self.halves.fill(0, 0)
         self.now.fill(0, 0)
@@ -237,26 +134,17 @@ class Wave:
             for x in range(self.columns):
                 self.out.fill(i * self.columns + x, 0)
 
-    def _load_query(self, to, i, c, zero):
-        heads = self.Q.shape[1]
-        self.queries.load(to, self.Q[self.tokens[i], self.heads[i], c * self.k + zero], int(heads) * self.d, "row_major")
-
-    def score(self, keys, zero):
-        """scores = queries @ keys, of the block in shared memory. zero: 0, new in each step, so that the compiler does not keep what is
-        read anew."""
+    def score(self, keys):
+        """scores = queries @ keys, of the block in shared memory."""
         for i in range(self.tile.fragments * self.score_columns):
             self.scores.fill(i, 0)
         first = T.Bind(self.part * (self.tile.own_keys * keys.row_units))
         for c in range(self.query_steps):
-            if not self.keeps_queries:
-                for i in range(self.tile.fragments):
-                    self._load_query(i, i, c, zero)
             for j in range(self.score_columns):
                 place = keys.buffer[first + j * self.n * keys.row_units + c * (self.k // UNIT)]
                 self.operand.load(0, place, keys.row_units * UNIT, "col_major")
                 for i in range(self.tile.fragments):
-                    query = i * self.query_steps + c if self.keeps_queries else i
-                    self.scores.add_product(i * self.score_columns + j, self.queries, query, self.operand, 0)
+                    self.scores.add_product(i * self.score_columns + j, self.queries, i * self.query_steps + c, self.operand, 0)
 
     def mask(self, key0):
         """Makes the scores of keys that a row does not see LOWEST."""
@@ -393,7 +281,7 @@ class Wave:
 def attention_prefill_coop(heads, kv_heads, d, ctx, m, act_out, arch, name, tile=None) -> tirx.PrimFunc:
     """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc, then the output [m, heads*d] in the layout act_out, not "rows").
 
-    Token i sees the keys 0 .. state[0] + i. Nothing is stored for tokens that are not live. state[3] is 0. tile: instead of the arch's.
+    Token i sees the keys 0 .. state[0] + i. Nothing is stored for tokens that are not live. tile: instead of the arch's.
     UserError for shapes that `cache_shapes`, `group_of` or `tile_of` refuses, for "rows", or m that the fragments' rows do not divide.
     """
     if act_out == "rows":
@@ -418,8 +306,8 @@ def attention_prefill_coop(heads, kv_heads, d, ctx, m, act_out, arch, name, tile
             position = T.Bind(T.max(T.min(state[0], T.int32(ctx - 1)), T.int32(0)))
             tokens = T.Bind(T.min(T.min(state[1], T.int32(m)), ctx - position))
             first = T.Bind((tiles - 1 - reverse) * per_tile)                            # the longest first
-            keys, values = _key_block(Kc, kv, d, tile, threads, tid), _value_block(Vc, kv, d, tile, threads, tid)
-            weights = _shared(tile.waves * wave_units(tile, arch.fragment))
+            keys, values = key_block(Kc, kv, d, tile.keys, threads, tid), value_block(Vc, kv, d, tile.keys, threads, tid)
+            weights = shared_units(tile.waves * wave_units(tile, arch.fragment))
             numbers = T.alloc_buffer((max(arch.fragment) // WIDTH,), f"float32x{WIDTH}", scope=WAVE_SHARED)
             # a loop of 0 or 1 steps: barriers in an `if` are refused
             with T.serial(T.cast(first // group * rows < tokens, "int32")):
@@ -435,7 +323,7 @@ def attention_prefill_coop(heads, kv_heads, d, ctx, m, act_out, arch, name, tile
                 with T.serial(steps) as step:
                     key0 = T.Bind(step * tile.keys)
                     values.load(key0)
-                    wave.score(keys, T.Bind(state[3] & step))
+                    wave.score(keys)
                     wave.mask(key0)
                     wave.renew_tops()
                     wave.weigh()

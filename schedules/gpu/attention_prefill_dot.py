@@ -12,7 +12,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention_rows import STEP, at, group_of, hold, put
 from mlc_amd.schedules.gpu.attention_rows_vulkan import query_dtype, rows_of, waves_of
-from mlc_amd.schedules.gpu.device import launch, rcp, uniform
+from mlc_amd.schedules.gpu.device import each, launch, rcp, uniform
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, emit_store
 from mlc_amd.schedules.gpu.rope_kv_write import UNIT, cache_shapes
 
@@ -58,7 +58,8 @@ def attention_prefill_dot(heads, kv_heads, d, ctx, m, act_out, arch, name) -> ti
                 with T.serial(T.max((steps - wave + waves - 1) // waves, T.int32(0))) as i:
                     rows.step(Kc, Vc, kv, T.Bind((wave + i * waves) * STEP), queries, lambda r: ends[r], T.Bind(state[3] & i))
                 quad = rows.join_waves(wave, waves)
-                for first in range(0, ROWS * d // WIDTH, threads):
+                for i in each(arch, -(-ROWS * d // WIDTH // threads)):
+                    first = i * threads
                     place = T.Bind(T.min(first + tid, T.int32(ROWS * d // WIDTH - 1)) * WIDTH)
                     r, column = T.Bind(place // d), T.Bind(place % d)
                     _, total, values = quad(r, column)

@@ -190,12 +190,16 @@ class Rows:
                     self._dot_unit(self.out, r * self.columns + x, self.value, (i * self.columns + x) * WORDS, weights)
             schedule_fence(SCALARS)
 
+    def sums(self, values):
+        """Yields the sum over the wave's lanes of each of `values`, of which there is one per row."""
+        for x in values:
+            yield wave_sum(self.arch, x)
+
     def join_waves(self, wave, waves):
         """Puts the waves' results into LDS. Returns quad(r, column) of `join`."""
         tops, totals = (T.alloc_buffer((self.count, waves), "float32", scope="shared") for _ in range(2))
         outs = T.alloc_buffer((waves, self.count, self.d), "float32", scope="shared")
-        for r in range(self.count):
-            total = wave_sum(self.arch, self.total[r])
+        for r, total in enumerate(self.sums(self.total[r] for r in range(self.count))):
             with T.If(self.lane == 0), T.Then():
                 put(tops, self.top[r], r, wave)
                 put(totals, total, r, wave)

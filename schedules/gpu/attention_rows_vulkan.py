@@ -9,30 +9,34 @@ from math import gcd
 
 from tvm.tirx.script import builder as T
 
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention_rows import LOWEST, P_SHIFT, STEP, WORDS, Rows, at, hold, join, local, put
 from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier, exp2, fma, halves, maximum, wave_barrier, wave_max, wave_sum
 from mlc_amd.schedules.gpu.rope_kv_write import KEYS, UNIT
 
-LOADS = {"nvidia": 32}          # family: loads of 16 bytes that a lane has under way; others FEW_LOADS
-FEW_LOADS = 16
-FEW_BYTES = 16 << 10            # of shared memory: then queries stay float16
+# family: loads of 16 bytes that a lane has under way; others MEDIUM_LOADS. Few loads make little code.
+LOADS = {"nvidia": 32, "generic": 4}
+MEDIUM_LOADS = 16
 OTHER_BYTES = 1 << 10           # of shared memory for what is small and of a fixed size
 SPLITS = 32                     # most splits whose weights lie in shared memory
 
 
 def query_dtype(arch) -> str:
-    """How queries are kept in shared memory: as they are multiplied, where there is room."""
-    return "float16" if arch.api == "rocm" or arch.lds <= FEW_BYTES else "float32"
+    """How queries are kept in shared memory: as they are multiplied."""
+    return "float16" if arch.api == "rocm" else "float32"
 
 
 def waves_of(arch, count, d, threads) -> int:
-    """Waves of a workgroup for `count` rows of `d` elements: those of `threads`, fewer where the arch or its shared memory has no more."""
+    """Waves of a workgroup for `count` rows of `d` elements: those of `threads`, fewer where the arch or its shared memory has no more.
+    UserError if it does not suffice for one."""
     waves = min(threads, arch.threads) // arch.wave
     if arch.api == "rocm":
         return waves
-    fixed = count * d * (2 if query_dtype(arch) == "float16" else 4) + count * SPLITS * 4 + OTHER_BYTES
-    while waves > 1 and waves * count * max(d, STEP) * 4 + fixed > arch.lds:
+    fixed, wave = count * (d + SPLITS) * 4 + OTHER_BYTES, count * max(d, STEP) * 4
+    while waves * wave + fixed > arch.lds:
         waves //= 2
+        if not waves:
+            raise UserError(f"{arch.name} has too little shared memory for attention with {count} query heads of {d} elements per KV head")
     return waves
 
 
@@ -47,7 +51,7 @@ class VulkanRows:
     def __init__(self, arch, count, d, lane, wave, waves):
         self.arch, self.count, self.d, self.lane = arch, count, d, lane
         self.keys, self.columns = STEP // arch.wave, -(-d // arch.wave)
-        loads = LOADS.get(arch.family, FEW_LOADS)
+        loads = LOADS.get(arch.family, MEDIUM_LOADS)
         self.key_batch, self.batch = (gcd(units, max(1, loads // share)) for units, share in (
             (d // UNIT, self.keys), (STEP // UNIT, 1 << (self.columns - 1).bit_length())))
         self.top, self.total, self.out = local(count), local(count), local(count * self.columns)
@@ -77,8 +81,7 @@ class VulkanRows:
         batches = STEP // UNIT // self.batch
         if batches == 1:
             self._load_values(Vc, kv, key0, 0)
-        for r in range(self.count):
-            self._weigh(r, [key < end(r) for key in keys])
+        self._weigh([[key < end(r) for key in keys] for r in range(self.count)])
         wave_barrier()
         if batches == 1:
             self._add_values(0)
@@ -117,22 +120,48 @@ class VulkanRows:
                 total = fma(x, factor, total)
             put(sums, total, first + i)
 
-    def _weigh(self, r, seen):
-        """Turns a row's scores into weights, in shared memory, and rescales its state."""
-        scores = [self.scores[r * self.keys + j] for j in range(self.keys)]
-        largest = T.float32(LOWEST)
-        for s, valid in zip(scores, seen, strict=True):
-            largest = maximum(largest, T.Select(valid, s, T.float32(LOWEST)))
-        now = hold(maximum(self.top[r], wave_max(self.arch, largest)))
-        shrink = hold(exp2(self.top[r] - now))        # 1 while nothing was seen: both are LOWEST
-        put(self.top, now, r)
-        put(self.total, self.total[r] * shrink, r)
-        with T.serial(self.columns) as x:
-            put(self.out, self.out[r * self.columns + x] * shrink, r * self.columns + x)
-        for j, (s, valid) in enumerate(zip(scores, seen, strict=True)):
-            weight = hold(T.Select(valid, exp2(s - now + T.float32(P_SHIFT)), T.float32(0)))
-            put(self.total, self.total[r] + weight, r)
-            put(self.shared, weight, self.place + r * self.stride + j * self.arch.wave + self.lane)
+    def _weigh(self, seen):
+        """Turns scores into weights, in shared memory, and rescales the state. seen: for each row, whether it sees the lane's keys."""
+        tops = []
+        for r, valid in enumerate(seen):
+            largest = T.float32(LOWEST)
+            for j, sees in enumerate(valid):
+                largest = hold(maximum(largest, T.Select(sees, self.scores[r * self.keys + j], T.float32(LOWEST))))
+            tops.append(largest)
+        tops = self._across(tops, wave_max, maximum)
+        for r, valid in enumerate(seen):
+            now = hold(maximum(self.top[r], tops[r]))
+            shrink = hold(exp2(self.top[r] - now))        # 1 while nothing was seen: both are LOWEST
+            put(self.top, now, r)
+            put(self.total, self.total[r] * shrink, r)
+            with T.serial(self.columns) as x:
+                put(self.out, self.out[r * self.columns + x] * shrink, r * self.columns + x)
+            for j, sees in enumerate(valid):
+                weight = exp2(self.scores[r * self.keys + j] - now + T.float32(P_SHIFT))
+                weight = hold(T.Select(sees, weight, T.float32(0)))
+                put(self.total, self.total[r] + weight, r)
+                put(self.shared, weight, self.place + r * self.stride + j * self.arch.wave + self.lane)
+
+    def sums(self, values):
+        """As `attention_rows.Rows.sums`."""
+        return self._across([hold(x) for x in values], wave_sum, lambda a, b: a + b)
+
+    def _across(self, values, reduced, op):
+        """What the wave's lanes make of each of `values` together (one per row), in all lanes. Without subgroups the lanes meet once for
+        all rows and not once for each."""
+        if self.arch.subgroups:
+            return [hold(reduced(self.arch, x)) for x in values]
+        for r, x in enumerate(values):
+            put(self.shared, x, self.place + r * self.stride + self.lane)
+        wave_barrier()
+        found = local(self.count)
+        with T.serial(self.count) as r:
+            result = T.Bind(self.shared[self.place + r * self.stride])
+            for lane in range(1, self.arch.wave):
+                result = T.Bind(op(result, self.shared[self.place + r * self.stride + lane]))
+            put(found, result, r)
+        wave_barrier()
+        return [hold(found[r]) for r in range(len(values))]
 
     def _load_values(self, Vc, kv, key0, first):
         """Loads the units first .. of the step's values, a batch."""
@@ -154,8 +183,7 @@ class VulkanRows:
     def join_waves(self, wave, waves):
         """As `attention_rows.Rows.join_waves`."""
         tops, totals = (T.alloc_buffer((self.count, waves), "float32", scope="shared") for _ in range(2))
-        for r in range(self.count):
-            total = wave_sum(self.arch, T.Bind(self.total[r]))
+        for r, total in enumerate(self.sums(self.total[r] for r in range(self.count))):
             with T.If(self.lane == 0), T.Then():
                 put(tops, self.top[r], r, wave)
                 put(totals, total, r, wave)

@@ -81,11 +81,12 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, tile=
     """PrimFunc (state, A, S | H | X, planes of gate, planes of up, then A, S | H | X of [m, f], named with "_out").
 
     The weights are f x k, f a multiple of 32. act_in, k, m and tile: as for `gemm.linear`. act_out: "half", "pairs" (after cooperative
-    matrices), "" or, where act_in does not mean matrix units, "rows". Token tiles without live tokens are left as they are. ValueError for what cannot share a launch.
+    matrices), "" or, where act_in does not mean matrix units, "rows". Token tiles without live tokens are left as they are. ValueError for
+    what cannot share a launch.
     """
     formats = [lookup(fmt_gate), lookup(fmt_up)]
     gemm = engine(act_in, formats, m, k, arch, f, tile, together=2)
-    if f % BLOCK or (act_out == "rows" and gemm.rows_side_by_side != BLOCK):
+    if f % BLOCK or gemm.rows_side_by_side != {"rows": BLOCK, "pairs": 1}.get(act_out, gemm.rows_side_by_side):
         raise ValueError(f"{f} rows in layout {act_out!r} from activations in layout {act_in!r} do not make one launch")
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)

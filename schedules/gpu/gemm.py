@@ -5,7 +5,8 @@ In: `state` int32[4] (position, live tokens, 0, 0), activations in a layout of `
 
 This file lays out the launch: a grid of token tiles (first axis: those that share a weight tile run side by side) by the row tiles of all
 segments. What a workgroup does to its tile is up to `gemm_matrix.py` (AMD's matrix units), `gemm_coop.py` (Vulkan's cooperative matrices)
-or `gemm_dot.py` (int8 dot products), which share the interface of `MatrixGemm`; `gate_up_gemm.py` shares it, too. Workgroups whose tokens are all beyond the live ones leave at once.
+or `gemm_dot.py` (int8 dot products), which share the interface of `MatrixGemm`; `gate_up_gemm.py` shares it, too. Workgroups whose tokens
+are all beyond the live ones leave at once.
 """
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
@@ -20,7 +21,7 @@ from mlc_amd.schedules.gpu.gemv import emit_planes
 from mlc_amd.schedules.gpu.load import QUADS, at
 from mlc_amd.schedules.gpu.norm import live_tokens
 from mlc_amd.schedules.gpu.planes import BLOCK, padded
-from mlc_amd.schedules.gpu.quantize import act_args
+from mlc_amd.schedules.gpu.quantize import act_args, vector
 
 
 def engine(act, formats, m, k, arch, rows, tile=None, together=1):
@@ -57,7 +58,9 @@ def _bias(bias, index, n):
     if n % 16 == 0:
         return bias[index]
     lanes = index.ty.dtype.lanes
-    return bias[T.min(index, T.broadcast(T.int32(n - 1), lanes) if lanes > 1 else T.int32(n - 1))]
+    if lanes == 1:
+        return bias[T.min(index, T.int32(n - 1))]
+    return vector([bias[T.min(index.base + i, T.int32(n - 1))] for i in range(lanes)])
 
 
 def linear(segments, k, m, act_in, biases, residual, arch, name, tile=None):
@@ -66,9 +69,10 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, tile=None):
 
     segments: list of (format name or Format, n); they share the activations (q, k and v of a layer) and the launch. k: a multiple of 32,
     m: tokens, a multiple of 16. act_in: layout of the activations: "half" or "" on matrix units, "pairs" or "" on cooperative matrices
-    (weights and activations become float16), else "rows" for int8 formats and "" for float formats. biases: one flag per segment. residual: Y = R + result, for one segment. tile:
-    see `engine`. Token tiles without live tokens (state[1]) are left as they are. npad = n rounded up to a multiple of 16; the columns from
-    n on hold no meaning. ValueError for what cannot share a launch or has no tiles, UserError for weights too large.
+    (weights and activations become float16), else "rows" for int8 formats and "" for float formats. biases: one flag per segment.
+    residual: Y = R + result, for one segment. tile: see `engine`. Token tiles without live tokens (state[1]) are left as they are. npad = n
+    rounded up to a multiple of 16; the columns from n on hold no meaning. ValueError for what cannot share a launch or has no tiles,
+    UserError for weights too large.
     """
     segments = [(lookup(fmt), n) for fmt, n in segments]
     if len(biases) != len(segments) or (residual and len(segments) > 1):

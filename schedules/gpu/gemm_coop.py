@@ -1,8 +1,8 @@
 """The GEMM tile on cooperative matrices (KHR_cooperative_matrix of Vulkan): float16 operands, float32 sums.
 
 A workgroup computes `tokens` tokens by `rows` rows of each of its weights. Per step it stages `columns` columns of both in shared memory
-as float16, the weights dequantized on the way (`coop_load.py`) and columns in the order of `pairs.py`; each of its subgroups then multiplies
-its share of the tile. The next step's global loads are issued before this step's multiplications.
+as float16, the weights dequantized on the way (`coop_load.py`) and columns in the order of `pairs.py`; each of its subgroups then
+multiplies its share of the tile. The next step's global loads are issued before this step's multiplications.
 
 Which lane holds what of a matrix is the driver's secret: sums go through shared memory to the lanes that store them, four neighbouring rows
 of a token each, in the memory that staging no longer needs. Everything in shared memory is a unit of 16 bytes.
@@ -20,6 +20,8 @@ from mlc_amd.schedules.gpu.planes import BLOCK
 PAD = 1             # units added to each row in shared memory: eight neighbouring rows then lie in different banks
 UNIT_BYTES = 16
 ROWS = 4            # float32 of a unit: rows of a token that a lane finishes together
+HELD, HELD_FLOAT = 64, 32   # weights of a step that a thread holds in registers, in blocks of codes or as they are
+CHUNKS = 8          # matrices along the columns of a step: they are unrolled
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,7 @@ def choose(arch, formats, m, k, rows, weights=1):
     tokens = next((t for t in TILES if m % t == 0), None)
     if tokens is None or k % BLOCK:
         raise ValueError(f"{m} tokens of {k} columns are no tiles of 16 x {BLOCK}")
-    fits = [tile for tile in TILES[tokens] if _fit(tile, arch, formats, k, weights)]
-    shaped = [_fit(tile, arch, formats, k, weights) for tile in fits]
+    shaped = [found for tile in TILES[tokens] if (found := _fit(tile, arch, formats, k, weights))]
     if not shaped:
         raise ValueError(f"{arch.name} has no tile for {m} tokens: matrices of {arch.fragment}, {arch.lds} bytes of shared memory")
     enough = (tile for tile in shaped if m // tile.tokens * -(-rows // tile.rows) * 4 >= arch.units * 3)
@@ -61,9 +62,11 @@ def choose(arch, formats, m, k, rows, weights=1):
 def _fit(tile, arch, formats, k, weights):
     """The tile for `weights` weights with as many columns as k, shared memory and registers allow; None if there is none."""
     rows = max(tile.rows // weights, arch.fragment[1] * tile.waves_n)
-    limit = tile.columns // 2 if any(fmt.kind == "float" for fmt in formats) else tile.columns
+    threads = tile.waves_m * tile.waves_n * tile.waves_k * arch.wave
+    held = HELD_FLOAT if any(fmt.kind == "float" for fmt in formats) else HELD
     for columns in (512, 256, 128, 64, 32):
         found = replace(tile, rows=rows, columns=columns)
+        limit = min(tile.columns, max(held * threads // (weights * rows), BLOCK), CHUNKS * arch.fragment[2] * tile.waves_k)
         try:
             if columns <= limit:
                 CoopGemm(arch, found, k, weights)

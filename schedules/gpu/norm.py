@@ -17,6 +17,7 @@ from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, columns, emit_store
 
 THREADS = 256                   # of a workgroup, where the arch allows so many
+MOST_STEPS = 8                  # whose columns stay in registers; on Vulkan, where workgroups may be small, rows of more are read twice
 
 
 def threads_of(arch) -> int:
@@ -40,22 +41,25 @@ def _load(buf, *index):
     return [T.Bind(lane_of(x, i)) for i in range(WIDTH)]
 
 
-def _columns(arch, k, thread):
-    """(first column, live) of each of this thread's steps; live is None where all threads have columns. Others get the last ones."""
-    step = threads_of(arch) * WIDTH
-    for start in range(0, k, step):
-        column = start + thread * WIDTH
-        yield (T.Bind(column), None) if start + step <= k else (T.Bind(T.min(column, T.int32(k - WIDTH))), column < k)
+def _column(arch, k, thread, step):
+    """(first column, live) of this thread in that step; live is None where all threads have columns. Others get the last ones."""
+    width = threads_of(arch) * WIDTH
+    column = step * width + thread * WIDTH
+    if k % width == 0 or (isinstance(step, int) and (step + 1) * width <= k):
+        return T.Bind(column), None
+    return T.Bind(T.min(column, T.int32(k - WIDTH))), column < k
 
 
-def _sum_of_squares(arch, x, steps, part, wave, lane):
-    """The sum over the workgroup of the squares of x, a list per step of this thread's columns."""
-    total = T.float32(0)
-    for values, (_, live) in zip(x, steps, strict=True):
-        squares = T.float32(0)
-        for v in values:
-            squares = fma(v, v, squares)
-        total = total + (squares if live is None else T.Select(live, squares, T.float32(0)))
+def _square(values, live):
+    """The sum of the squares of a step's columns; 0 if the step has none for this thread."""
+    squares = T.float32(0)
+    for v in values:
+        squares = fma(v, v, squares)
+    return squares if live is None else T.Select(live, squares, T.float32(0))
+
+
+def _workgroup_sum(arch, total, part, wave, lane):
+    """The sum of `total` over the workgroup."""
     total = wave_sum(arch, T.Bind(total))
     with T.If(lane == 0), T.Then():
         T.buffer_store(part, total, [wave])
@@ -64,6 +68,15 @@ def _sum_of_squares(arch, x, steps, part, wave, lane):
     for i in range(1, threads_of(arch) // arch.wave):
         total = total + part[i]
     return T.Bind(total)
+
+
+def _scale(total, k, eps):
+    """What a row is multiplied by, whose squares add up to `total`."""
+    return rsqrt(fma(total, T.float32(1 / k), T.float32(eps)))
+
+
+def _scaled(values, scale, factors):
+    return [T.Bind(v * scale * f) for v, f in zip(values, factors, strict=True)]
 
 
 def rms_norm(k, m, eps, act_out, row, arch, name) -> tirx.PrimFunc:
@@ -84,23 +97,36 @@ def rms_norm(k, m, eps, act_out, row, arch, name) -> tirx.PrimFunc:
             part = T.alloc_buffer((waves,), "float32", scope="shared")
             with if_live(state, out_m, token):
                 source = token if row == "all" else T.Bind(live_tokens(state, m) - 1)
-                steps = list(_columns(arch, k, wave * arch.wave + lane))
-                x = [_load(X, source, column) for column, _ in steps]
-                g = [_load(G, column) for column, _ in steps]
-                total = _sum_of_squares(arch, x, steps, part, wave, lane)
-                scale = rsqrt(fma(total, T.float32(1 / k), T.float32(eps)))
-                for values, factors, (column, live) in zip(x, g, steps, strict=True):
-                    y = [T.Bind(v * scale * f) for v, f in zip(values, factors, strict=True)]
-                    emit_store(arch, act_out, out, y, token, column, live)
+                thread, count = wave * arch.wave + lane, -(-k // (threads_of(arch) * WIDTH))
+                if arch.api == "rocm" or count <= MOST_STEPS:
+                    steps = [_column(arch, k, thread, i) for i in range(count)]
+                    x = [_load(X, source, column) for column, _ in steps]
+                    g = [_load(G, column) for column, _ in steps]
+                    squares = T.float32(0)
+                    for values, (_, live) in zip(x, steps, strict=True):
+                        squares = squares + _square(values, live)
+                    scale = _scale(_workgroup_sum(arch, squares, part, wave, lane), k, eps)
+                    for values, factors, (column, live) in zip(x, g, steps, strict=True):
+                        emit_store(arch, act_out, out, _scaled(values, scale, factors), token, column, live)
+                else:
+                    squares = T.alloc_buffer((1,), "float32", scope="local")
+                    T.buffer_store(squares, T.float32(0), [0])
+                    with T.serial(count) as i:
+                        column, live = _column(arch, k, thread, i)
+                        T.buffer_store(squares, squares[0] + _square(_load(X, source, column), live), [0])
+                    scale = _scale(_workgroup_sum(arch, squares[0], part, wave, lane), k, eps)
+                    with T.serial(count) as i:
+                        column, live = _column(arch, k, thread, i)
+                        emit_store(arch, act_out, out, _scaled(_load(X, source, column), scale, _load(G, column)), token, column, live)
     return ir.get()
 
 
 def quantize(k, m, act_out, arch, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X float32 [m, k], then A, S or H of [m, k]): the live tokens' rows in the layout "rows" or "half".
+    """Kernel (state int32[4], X float32 [m, k], then A, S or H of [m, k]): the live tokens' rows in the layout "rows", "half" or "pairs".
 
     UserError unless 32 divides k, ValueError for another layout.
     """
-    if act_out not in ("rows", "half"):
+    if act_out not in ("rows", "half", "pairs"):
         raise ValueError(f"nothing to convert to the layout {act_out!r}")
     if k % BLOCK:
         raise UserError(f"activations need a multiple of {BLOCK} columns, not {k}; use a float weight format for this layer")

@@ -6,10 +6,9 @@ only push constant then.
 import math
 
 import tvm
-import tvm_ffi
 from tvm import tirx
 
-from mlc_amd.compiler.codegen.lower import buffer_of
+from mlc_amd.compiler.codegen.lower import buffer_of, walk
 from mlc_amd.compiler.codegen.spirv import opcodes
 from mlc_amd.compiler.codegen.spirv.asm import Asm
 from mlc_amd.compiler.codegen.spirv.expressions import Expressions
@@ -22,6 +21,7 @@ from mlc_amd.compiler.codegen.spirv.values import Values
 
 ADDRESS = 8
 AXES = "xyz"
+SCANNED = (tirx.DeclBuffer, tirx.AllocBuffer, tirx.Bind, tirx.BufferStore, tvm.ir.TensorLoad, tvm.ir.Call)
 WRITING = {"tvm_store_matrix_sync": 5, "atomic_add": 0}     # calls that write where an argument, address_of(load), points
 
 
@@ -47,6 +47,7 @@ class Emitter(Memory, Values, Expressions, Intrinsics, Subgroup, Matrix):
         self.targets = set()        # "loads" whose address alone counts, to write to
         self.coherent = {func.params[i] for i in coherent}
         self.indexing = set()       # variables that index local arrays: their loops should be unrolled
+        self.bound = {}             # variable -> the expression that it is bound to
         self.lengths = set()        # variables that are the length of a fragment
         self.pairs = {}             # ids of a word's or a vector's parts -> its id
         self.exchange = None        # the shared words through which lanes exchange theirs, without subgroups
@@ -55,7 +56,8 @@ class Emitter(Memory, Values, Expressions, Intrinsics, Subgroup, Matrix):
 
     def run(self):
         """Writes the module."""
-        tvm_ffi.structural_walk(self.func.body, (tvm_ffi.Object, self._scan), order="pre")
+        walk(self.func.body, SCANNED, self._scan)
+        self._follow_indices()
         threads = math.prod(self.block)
         self.by_subgroup = self.exchanges and self.profile.subgroups
         whole = threads % self.profile.wave == 0 if self.profile.subgroups else threads == self.profile.wave
@@ -92,6 +94,8 @@ class Emitter(Memory, Values, Expressions, Intrinsics, Subgroup, Matrix):
             self.vulkan_model = True
         elif name == "Call":
             self._scan_call(node)
+        elif name == "Bind":
+            self.bound[node.var] = node.value
         elif name in ("BufferStore", "TensorLoad"):
             buffer = node.buffer if name == "BufferStore" else node.source
             if node in self.targets:
@@ -99,7 +103,17 @@ class Emitter(Memory, Values, Expressions, Intrinsics, Subgroup, Matrix):
             (self.written if name == "BufferStore" else self.used).add(self.roots.get(buffer, buffer))
             if scope(buffer) == "local":
                 for index in node.indices:
-                    tvm_ffi.structural_walk(index, (tirx.Var, self.indexing.add), order="pre")
+                    walk(index, tvm.ir.Var, self.indexing.add)
+
+    def _follow_indices(self):
+        """Adds to `indexing` what its variables are made of."""
+        pending = list(self.indexing)
+        while pending:
+            found = set()
+            if (value := self.bound.get(pending.pop())) is not None:
+                walk(value, tvm.ir.Var, found.add)
+            pending += found - self.indexing
+            self.indexing |= found
 
     def _scan_call(self, call):
         name = name_of(call)
@@ -160,19 +174,18 @@ class Emitter(Memory, Values, Expressions, Intrinsics, Subgroup, Matrix):
     def stmt_Bind(self, s):
         value, variable = s.value, s.var
         self.environment[variable] = self.value(value)
-        shared = kind(value) == "Call" and name_of(value) in UNIFORM
-        if not shared and self.varies(value):
-            self.varying.add(variable)
-        if kind(value) == "Call" and name_of(value) == "fragment_length":
+        ty, called = parse(variable.ty), name_of(value) if kind(value) == "Call" else ""
+        if called == "fragment_length":
             self.lengths.add(variable)
-        ty = parse(variable.ty)
-        if ty.lanes == 1 and ty.code in ("int", "uint"):
-            self._define(variable, value)
+        if ty.lanes == 1 and ty.code in ("int", "uint"):        # what indices are made of
+            self._define(variable, value, ty)
+            if called not in UNIFORM and self.varies(value):
+                self.varying.add(variable)
 
-    def _define(self, variable, value):
+    def _define(self, variable, value, ty):
         """Tells the analyzer what an integer variable is. It puts expressions in the place of variables: not those that depend on when
-        they are evaluated."""
-        if self.timeless(value):
+        they are evaluated, nor unsigned ones, which are no indices but long chains of bits."""
+        if ty.code == "int" and self.timeless(value):
             self.definitions[variable] = value
             self.analyzer.bind(variable, value, True)
         else:

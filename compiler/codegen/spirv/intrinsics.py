@@ -104,14 +104,6 @@ class Intrinsics:
         workgroup = self.int_const(opcodes.WORKGROUP)
         self.asm.emit("ControlBarrier", workgroup, workgroup, self.int_const(self.ordering(semantics)))
 
-    def wave_barrier(self, e):
-        if not self.profile.subgroups:
-            self.barrier()
-            return
-        semantics = opcodes.ACQUIRE_RELEASE | opcodes.WORKGROUP_MEMORY
-        subgroup = self.int_const(opcodes.SUBGROUP)
-        self.asm.emit("ControlBarrier", subgroup, subgroup, self.int_const(self.ordering(semantics)))
-
     def ordering(self, semantics):
         """Memory semantics; the Vulkan memory model also wants to hear that what was written is to be seen."""
         return semantics | (opcodes.MAKE_AVAILABLE | opcodes.MAKE_VISIBLE if self.vulkan_model else 0)

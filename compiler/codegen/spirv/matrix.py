@@ -102,7 +102,7 @@ class Matrix:
     def fragment_length(self, e, data, index):
         return self.asm.op("CooperativeMatrixLengthKHR", "i32", self._fragment(data, index)[1])
 
-    def _component(self, data, index, place):
+    def _place_in_fragment(self, data, index, place):
         """A pointer to a component of a fragment."""
         ty = parse(data.args[0].dtype)
         pointer = self.asm.pointer("Function", self._component_type(ty))
@@ -110,7 +110,7 @@ class Matrix:
 
     def fragment_get(self, e, data, index, place):
         ty = parse(data.args[0].dtype)
-        loaded = self.asm.op("Load", self._component_type(ty), self._component(data, index, place), pure=False)
+        loaded = self.asm.op("Load", self._component_type(ty), self._place_in_fragment(data, index, place), pure=False)
         if ty.code == "float":
             return self.from_storage(loaded, ty)
         return self.asm.op("Bitcast" if ty.bits == 32 else "SConvert" if ty.code == "int" else "UConvert", "i32", loaded)
@@ -119,7 +119,7 @@ class Matrix:
         ty = parse(data.args[0].dtype)
         if ty.code != "float":
             raise Unsupported(f"setting components of {data.args[0].dtype} fragments")
-        self.asm.emit("Store", self._component(data, index, place), self.to_storage(self.value(value), ty, storage(ty)))
+        self.asm.emit("Store", self._place_in_fragment(data, index, place), self.to_storage(self.value(value), ty, storage(ty)))
 
     def fragment_cast(self, e, to, to_index, source, source_index):
         """Element by element; both fragments must have been filled."""

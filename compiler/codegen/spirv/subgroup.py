@@ -2,11 +2,13 @@
 
 Without subgroups a workgroup is one "wave" of profile.wave threads, and control flow around an exchange is the same for all of them.
 """
-from mlc_amd.compiler.codegen.spirv.opcodes import SUBGROUP
+from mlc_amd.compiler.codegen.spirv.opcodes import ACQUIRE_RELEASE, SUBGROUP, WORKGROUP_MEMORY
 from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, parse
 
 REDUCE = 0      # a group operation: the total, in all lanes
 INT32 = "i32"
+# Profiles of drivers that make every control barrier one of the workgroup, although a subgroup's lanes run in lockstep: ordering is enough.
+LOCKSTEP = {"lavapipe"}
 # what makes a kernel's thread numbers those of lanes and subgroups
 EXCHANGES = {
     "vk.shuffle_xor", "vk.shuffle", "vk.broadcast", "vk.broadcast_first", "vk.reduce_add", "vk.reduce_max", "vk.reduce_min", "vk.lane",
@@ -69,6 +71,16 @@ class Subgroup:
             lane = self.asm.op("BitwiseXor", INT32, self.lane(), self.int_const(mask))
             return self._through_memory(ty, value, lane)
         return self._exchange("ShuffleXor", "Shuffle", ty, value, self.int_const(mask))
+
+    def wave_barrier(self, e):
+        if not self.profile.subgroups:
+            self.barrier()
+            return
+        subgroup, semantics = self.int_const(SUBGROUP), self.int_const(self.ordering(ACQUIRE_RELEASE | WORKGROUP_MEMORY))
+        if self.profile.name.partition(":")[0] in LOCKSTEP:
+            self.asm.emit("MemoryBarrier", subgroup, semantics)
+        else:
+            self.asm.emit("ControlBarrier", subgroup, subgroup, semantics)
 
     def any_lane(self, e, x):
         asm, value = self.asm, self.value(x)

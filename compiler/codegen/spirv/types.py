@@ -3,9 +3,11 @@ import re
 from functools import cache
 from typing import NamedTuple
 
+import tvm
 import tvm_ffi
 
 FRAGMENTS = {"wmma.matrix_a": 0, "wmma.matrix_b": 1, "wmma.accumulator": 2}     # scope: SPIR-V's use of a cooperative matrix
+LEAVES = (tvm.ir.Var, tvm.ir.TensorLoad, tvm.ir.Call)
 
 
 class Unsupported(ValueError):
@@ -64,16 +66,10 @@ def scope(buffer) -> str:
     return str(buffer.scope())
 
 
-def contains(node, test) -> bool:
-    """Whether test(n) holds for the node or one below it."""
-    found = []
-
-    def visit(n):
-        if not found and test(n):
-            found.append(n)
-
-    tvm_ffi.structural_walk(node, (tvm_ffi.Object, visit), order="pre")
-    return bool(found)
+def contains(e, test) -> bool:
+    """Whether test(n) holds for a variable, a load or a call in an expression."""
+    stop = tvm_ffi.VisitInterrupt()
+    return tvm_ffi.structural_walk(e, (LEAVES, lambda n: stop if test(n) else None), order="pre") is not None
 
 
 def has_load(node) -> bool:

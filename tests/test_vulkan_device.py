@@ -1,0 +1,348 @@
+"""The vulkan device on Mesa's CPU driver: whole models against the cpu device, memory, caches, errors, and what the validation layers say.
+
+Nothing of ours is replaced; where a test needs hardware that is not here (memory of its own, a reset), the driver's answer is changed.
+"""
+
+import ctypes
+import functools
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import vulkan_harness
+
+from mlc_amd.compiler.gguf import GGUFModel, synthetic
+from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.runtime.devices import open_device
+from mlc_amd.runtime.devices.vulkan import api, device, pipelines
+from mlc_amd.runtime.devices.vulkan.commands import Hazards
+from mlc_amd.runtime.devices.vulkan.device import VulkanDevice, cut
+from mlc_amd.runtime.devices.vulkan.memory import Memory, places
+from mlc_amd.runtime.engine import Engine
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.gpu import profiles
+
+CTX = 128
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lavapipe():
+    return vulkan_harness.gpu()
+
+
+@pytest.fixture(scope="module")
+def compiled_for(tmp_path_factory, demo_gguf):
+    """compiled_for(profile) -> the bundled model's artifact."""
+
+    @functools.cache
+    def compile_once(profile: str) -> Path:
+        out = tmp_path_factory.mktemp("vulkan") / "model"
+        with GGUFModel.open(demo_gguf) as model:
+            compile_model(model, "vulkan", profile, CTX, out)
+        return out
+
+    return compile_once
+
+
+@pytest.fixture(scope="module")
+def artifact(compiled_for) -> Path:
+    return compiled_for("lavapipe")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("MLC_AMD_DEVICE", raising=False)
+
+
+def changed(artifact: Path, to: Path, change) -> Path:
+    """A copy of an artifact with another manifest."""
+    shutil.copytree(artifact, to)
+    manifest = json.loads((to / "manifest.json").read_text())
+    change(manifest)
+    (to / "manifest.json").write_text(json.dumps(manifest))
+    return to
+
+
+def logits(engine, ids) -> np.ndarray:
+    engine.reset()
+    return engine.score(ids)
+
+
+IDS = [3, 17, 200, 5, 9, 41, 8, 77, 100, 2, 64, 30, 11, 250, 19, 6, 1]
+
+
+# ---- models
+
+
+@pytest.fixture(scope="module")
+def expected(compiled, demo_gguf) -> np.ndarray:
+    return logits(Engine.load(compiled(demo_gguf, CTX)), IDS)
+
+
+def near(got: np.ndarray, expected: np.ndarray) -> bool:
+    return np.abs(got - expected).max() < 0.02 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("profile", ["lavapipe", "generic"])
+def test_logits_are_those_of_the_cpu(compiled_for, expected, profile):
+    engine = Engine.load(compiled_for(profile))
+    assert engine.device.code_arch == profile
+    assert near(logits(engine, IDS), expected)
+    engine.reset()
+    for i, token in enumerate(IDS):
+        assert near(engine.decode(token), expected[i])
+    engine.device.close()
+
+
+def test_replays_give_the_same_bits_and_the_cache_can_be_cleared(artifact):
+    engine = Engine.load(artifact)
+    first = engine.prefill(IDS).tobytes()
+    for _ in range(3):
+        engine.truncate(0)
+        assert engine.prefill(IDS).tobytes() == first
+    engine.device.clear()
+    engine.truncate(1)  # what the cache held at the first place is gone
+    assert engine.prefill(IDS[1:]).tobytes() != first
+
+
+def test_a_gpu_with_memory_of_its_own_gets_weights_through_staging(artifact, monkeypatch):
+    plain = logits(Engine.load(artifact), IDS)
+    monkeypatch.setattr(device, "choose", lambda gpus, *rest: (replace(gpus[0], type="discrete"), "lavapipe"))
+    monkeypatch.setattr("mlc_amd.runtime.devices.vulkan.memory.CHUNK", 100_000)  # many pieces
+    engine = Engine.load(artifact)
+    assert all(block.host is None for block in engine.device._weights)
+    assert np.array_equal(logits(engine, IDS), plain)
+
+
+def test_inputs_are_copied_where_the_host_cannot_reach_the_gpus_memory(artifact, monkeypatch):
+    plain = logits(Engine.load(artifact), IDS)
+    monkeypatch.setattr(device, "choose", lambda gpus, *rest: (replace(gpus[0], type="discrete"), "lavapipe"))
+    block = Memory.block
+
+    def across_the_bus(self, nbytes, kind):
+        made = block(self, nbytes, kind)
+        return replace(made, flags=made.flags & ~api.DEVICE_LOCAL) if kind == "input" else made
+
+    monkeypatch.setattr(Memory, "block", across_the_bus)
+    engine = Engine.load(artifact)
+    assert engine.device._input_copy
+    assert np.array_equal(logits(engine, IDS), plain)
+
+
+def test_weights_in_several_blocks(artifact, monkeypatch):
+    plain = logits(Engine.load(artifact), IDS)
+    monkeypatch.setattr(device, "BLOCK", 50_000)
+    monkeypatch.setattr("mlc_amd.runtime.devices.vulkan.memory.BLOCK", 50_000)
+    engine = Engine.load(artifact)
+    assert len(engine.device._weights) > 3
+    assert np.array_equal(logits(engine, IDS), plain)
+
+
+def test_tables_of_addresses(artifact, demo_gguf, tmp_path):
+    """Kernels with more arguments than push constants hold get a table: here one address less fits than the largest kernel has."""
+    profile = replace(profiles.resolve("lavapipe"), name="lavapipe", push=40)
+    assert profile.arguments == 5
+    with GGUFModel.open(demo_gguf) as model, pytest.MonkeyPatch.context() as patch:
+        patch.setitem(profiles.PROFILES, "lavapipe", profile)
+        compile_model(model, "vulkan", "lavapipe", CTX, tmp_path / "tables")
+    steps = [s for kernel in Artifact.open(tmp_path / "tables").manifest["launches"]["lavapipe"].values() for s in kernel["steps"]]
+    assert {step["table"] for step in steps} == {True, False}
+    assert np.array_equal(logits(Engine.load(tmp_path / "tables"), IDS), logits(Engine.load(artifact), IDS))
+
+
+def test_times_of_kernels(artifact):
+    engine = Engine.load(artifact)
+    engine.prefill(IDS)
+    plan = [call["kernel"] for call in engine.artifact.manifest["functions"]["decode"]["launches"]]
+    for _ in range(2):
+        function, count, times = engine.time([5])
+        assert (function, count) == ("decode", 1)
+        assert list(dict.fromkeys(name for name, _, _ in times)) == list(dict.fromkeys(plan))
+        assert all(0 <= seconds < 10 and 0 <= gap < 10 for _, seconds, gap in times)
+        assert sum(seconds for _, seconds, _ in times) > 0
+    assert engine.device.copy_bandwidth() > 1e8
+    assert engine.device.waited > 0
+
+
+def test_nothing_grows(artifact):
+    engine = Engine.load(artifact)
+
+    def run(times):
+        for _ in range(times):
+            engine.truncate(0)
+            engine.prefill(IDS)
+        return int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")).split()[1])
+
+    before, files = run(50), len(os.listdir("/proc/self/fd"))
+    assert run(200) - before < 2048  # KiB
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_the_device_argument(artifact, compiled, demo_gguf):
+    assert open_device(Artifact.open(artifact), "0").gpu.index == 0
+    assert open_device(Artifact.open(artifact), "vulkan").kind == "vulkan"
+    with pytest.raises(UserError, match="--device GeForce"):
+        open_device(Artifact.open(artifact), "GeForce")
+    with pytest.raises(UserError, match="compiled for target 'vulkan', not 'cpu'; compile it with --target cpu"):
+        open_device(Artifact.open(artifact), "cpu")
+    with pytest.raises(UserError, match="compiled for target 'cpu', not '0'; compile it with --target vulkan to choose a GPU"):
+        open_device(Artifact.open(compiled(demo_gguf, CTX)), "0")
+
+
+def test_random_weights(tmp_path):
+    with synthetic("tiny:q4_0") as model:
+        compile_model(model, "vulkan", "lavapipe", CTX, tmp_path / "model", weights=False)
+    found = logits(Engine.load(tmp_path / "model"), IDS)
+    assert np.isfinite(found).all() and found.std() > 0
+
+
+# ---- errors
+
+
+def python(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=os.environ | variables, timeout=300, check=False
+    )
+
+
+def test_out_of_memory(artifact, tmp_path, lavapipe):
+    def large(manifest):
+        manifest["kv"] += [{"name": f"more.{i}", "dtype": "uint8", "shape": [1 << 30]} for i in range(1 << 12)]
+
+    def one_piece(manifest):
+        manifest["arena_bytes"] = lavapipe.limits["allocation"] + 1024
+
+    with pytest.raises(UserError, match=r"out of GPU memory: this model needs 4096.\d GiB .*KV cache 4096.\d GiB at --ctx 128.* are free"):
+        VulkanDevice(Artifact.open(changed(artifact, tmp_path / "large", large)))
+    with pytest.raises(UserError, match=r"GiB in one piece, and .* at most; compile with a smaller --ctx"):
+        VulkanDevice(Artifact.open(changed(artifact, tmp_path / "piece", one_piece)))
+    assert VulkanDevice(Artifact.open(artifact)).name  # nothing of it stays
+
+
+def test_a_lost_device_closes_and_another_can_be_opened(artifact):
+    one = VulkanDevice(Artifact.open(artifact))
+    reset = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 2)(lambda *_: -4)
+    reset.errcheck = one.context.calls.vkQueueSubmit.errcheck
+    one.context.calls.vkQueueSubmit = lambda *_: reset(None, None)
+    with pytest.raises(UserError, match=r"reset while running decode \(vkQueueSubmit failed: VK_ERROR_DEVICE_LOST\).*load the model again"):
+        one.run("decode")
+    assert not one.close.alive
+    for call in (lambda: one.run("decode"), lambda: one.read("logits", 1), lambda: one.write("tokens", [1]), one.clear):
+        with pytest.raises(UserError, match="this device is closed"):
+            call()
+    VulkanDevice(Artifact.open(artifact)).run("decode")
+
+
+def test_a_launch_that_is_too_large(artifact):
+    one = VulkanDevice(Artifact.open(artifact))
+    name, kernel = next(iter(one.manifest["launches"]["lavapipe"].items()))
+    with pytest.raises(UserError, match=rf"cannot launch 70000x1x1 workgroups, as {name} needs; compile the model for another --arch"):
+        one._launch(name, kernel["steps"][0] | {"grid": [70000, 1, 1]}, [])
+
+
+def test_code_that_the_driver_refuses(artifact, tmp_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(artifact, damaged)
+    one = Artifact.open(damaged)
+    file = damaged / one.manifest["libraries"]["lavapipe"]
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(UserError, match=r"corrupted \(checksum differs\); compile the model again"):
+        Artifact.open(damaged)
+
+
+# ---- the pipelines' cache
+
+
+def test_pipeline_cache(artifact, lavapipe, tmp_path, monkeypatch):
+    file = pipelines.cache_file(lavapipe)
+    assert file.is_relative_to(tmp_path)
+    expected = logits(Engine.load(artifact), IDS)
+    content = file.read_bytes()
+    assert [path.name for path in file.parent.iterdir()] == [file.name]  # nothing temporary stays
+    for damaged in (b"", b"damaged", content[:-1] + b"x", content[: len(content) // 2]):
+        file.write_bytes(damaged)
+        assert np.array_equal(logits(Engine.load(artifact), IDS), expected)
+        again = file.read_bytes()
+        assert hashlib.sha256(again[pipelines.DIGEST :]).digest() == again[: pipelines.DIGEST] != b""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no folder can be made there
+    assert np.array_equal(logits(Engine.load(artifact), IDS), expected)
+
+
+# ---- parts
+
+
+def test_structures_have_the_sizes_of_vulkans_headers():
+    sizes = {
+        api.Limits: 504, api.Properties: 824, api.MemoryProperties: 520, api.CoreFeatures: 240, api.MemoryBudget: 272,
+        api.DotProperties: 136, api.DriverProperties: 536, api.MatrixProperties: 56, api.DeviceInfo: 72, api.InstanceInfo: 64,
+        api.SubmitInfo: 72, api.BufferInfo: 56, api.StageInfo: 48, api.ComputePipelineInfo: 96, api.LayoutInfo: 48,
+    }  # fmt: skip
+    assert {kind.__name__: ctypes.sizeof(kind) for kind in sizes} == {kind.__name__: size for kind, size in sizes.items()}
+    assert (api.Limits.maxComputeSharedMemorySize.offset, api.Limits.timestampPeriod.offset) == (216, 420)
+
+
+def test_hazards():
+    seen = Hazards()
+    seen.add([(0, 64, False), (64, 128, True)])
+    assert not seen.clash([(0, 64, False), (128, 256, True)])  # reads after reads, and writes elsewhere
+    assert seen.clash([(100, 101, False)])  # read after write
+    assert seen.clash([(127, 300, True)])  # write after write
+    assert seen.clash([(63, 64, True)])  # write after read
+    seen.clear()
+    assert not seen.clash([(63, 200, True)])
+
+
+def test_places_and_ranges():
+    found, blocks = places({"a": 1, "b": 256, "c": 300, "d": 2000}, 1024)
+    assert found == {"a": (0, 0), "b": (0, 256), "c": (0, 512), "d": (1, 0)}
+    assert blocks == [1024, 2048]
+    tensors = {"a": (0, 100), "b": (128, 64), "c": (192, 1000), "d": (1216, 10)}
+    assert cut(tensors, 200) == [(0, 192), (192, 1192), (1216, 1226)]
+    assert cut(tensors, 1 << 20) == [(0, 1226)]
+    assert cut({}, 10) == []
+
+
+# ---- the validation layers
+
+LAYER = "VK_LAYER_KHRONOS_validation"
+VALIDATION = {
+    "VK_INSTANCE_LAYERS": LAYER,
+    "VK_LAYER_ENABLES": "VK_VALIDATION_FEATURE_ENABLE_SYNCHRONIZATION_VALIDATION_EXT",
+    "VK_LAYER_PRINTF_TO_STDOUT": "1",
+}
+COMPLAINTS = ("Validation Error", "Validation Warning", "VUID-", "SYNC-")
+
+
+def complaints(result: subprocess.CompletedProcess) -> list[str]:
+    text = result.stdout + result.stderr
+    return [line[:500] for line in text.splitlines() if any(word in line for word in COMPLAINTS)]
+
+
+def test_the_validation_layers_stay_silent(artifact):
+    if not any(list(Path(place, "vulkan/explicit_layer.d").glob("*validation*")) for place in ("/usr/share", "/etc", "/usr/local/share")):
+        pytest.skip(f"{LAYER} is not installed")
+    wrong = (
+        "from contextlib import ExitStack\nfrom mlc_amd.runtime.devices.vulkan.gpu import Instance\n"
+        "from mlc_amd.runtime.devices.vulkan.context import Context\nfrom mlc_amd.runtime.devices.vulkan.memory import Memory\n"
+        "i = Instance(); h = ExitStack(); c = Context(i, i.gpus[0], h); b = Memory(c).block(256, 'device')\n"
+        "c.once(lambda commands: c.calls.vkCmdFillBuffer(commands, b.buffer, 0, 3, 0)); h.close(); i.close()"
+    )
+    assert complaints(python(wrong, **VALIDATION))  # so they do speak
+    right = (
+        "import sys\nfrom mlc_amd.runtime.engine import Engine\nfor attempt in range(2):\n"
+        "    e = Engine.load(sys.argv[1]); e.score(range(1, 40)); [e.decode(5) for _ in range(20)]; e.time([1]); e.device.clear()\n"
+        "    e.device.copy_bandwidth()\n    if attempt: e.device.close()\nprint('done')"
+    )
+    result = python(right, str(artifact), **VALIDATION)
+    assert "done" in result.stdout, result.stderr
+    assert complaints(result) == []
