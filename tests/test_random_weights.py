@@ -40,12 +40,12 @@ def listed(name: str, fmt: str, rows: int, columns: int) -> dict[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def artifacts(tmp_path_factory) -> tuple[Path, Path]:
+def artifacts(compiled, tmp_path_factory) -> tuple[Path, Path]:
     """The same model with weights and without."""
-    paths = [tmp_path_factory.mktemp("model") / name for name in ("with", "without")]
-    for path, weights in zip(paths, (True, False), strict=True):
-        compile_model(synthetic("tiny:q4_k"), "cpu", "native", 64, path, weights=weights)
-    return paths[0], paths[1]
+    without = tmp_path_factory.mktemp("model") / "without"
+    with synthetic("tiny:q4_0") as model:
+        compile_model(model, "cpu", "native", 64, without, weights=False)
+    return compiled("tiny:q4_0", 64), without
 
 
 @functools.cache

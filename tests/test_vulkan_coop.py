@@ -177,7 +177,8 @@ def test_gate_up_swiglu(gate, up, tile, act_out):
     out = np.full((m, f), np.nan, np.float16 if act_out else np.float32)
     kernel = gate_up_swiglu(gate, up, f, k, m, "pairs", act_out, profile, "k", tile)
     got = run(kernel, [state(m), in_pairs(half), *gate_planes.values(), *up_planes.values(), out], profile)[-1]
-    assert error(from_pairs(got) if act_out else got, expected) < TOLERANCE_SCALED
+    # both factors have that error, and the result may be float16
+    assert error(from_pairs(got) if act_out else got, expected) < 2 * max(tolerance(gate), tolerance(up)) + (6e-4 if act_out else 0)
 
 
 # ---- at a model's size: default tiles, compiled for real devices

@@ -7,6 +7,7 @@
     .clear()                    zeros the KV cache
     .time(function)             where a device can: runs a function; (kernel, seconds, gap before it in seconds) of each launch
     .waited                     seconds that all runs spent waiting for the device
+    .copy_bandwidth()           where a device can: bytes per second, read and written together, of a copy in its memory; 0.0 if unknown
 """
 
 from mlc_amd.runtime.errors import UserError

@@ -20,30 +20,33 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention_rows import LOWEST, P_SHIFT, STEP, at, group_of, put
-from mlc_amd.schedules.gpu.attention_rows_vulkan import query_dtype, rows_of, waves_of
+from mlc_amd.schedules.gpu.attention_rows import LOWEST, P_SHIFT, at, group_of, put
+from mlc_amd.schedules.gpu.attention_rows_vulkan import query_dtype, rows_of, step_of, waves_of
 from mlc_amd.schedules.gpu.device import COHERENT, Outbox, dot2, each, exp2, fma, launch, memory_barrier, rcp, uniform, wave_max, wave_sum
 from mlc_amd.schedules.gpu.load import lane_of
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, emit_store, vector
 from mlc_amd.schedules.gpu.rope_kv_write import Rope, cache_shapes, query_scale, rope_args, rotated, store_key, store_valid, store_value
 
-# family: (most threads of a workgroup, workgroups per compute unit that a long context is split into); others DEFAULT_PLAN
-PLANS = {"nvidia": (256, 2)}
-DEFAULT_PLAN = (128, 2)
+# family: (most threads of a workgroup, workgroups per compute unit that a long context is split into, splits whose results are loaded at
+# once); others DEFAULT_PLAN
+PLANS = {"nvidia": (256, 2, 16)}
+DEFAULT_PLAN = (128, 2, 8)
 MOST = 32                       # splits
 LINE = 32                       # float32 of a cache line
-BATCH = 8                       # splits whose results are loaded at once
 
 
 class Splits(NamedTuple):
-    """How a KV head's keys are dealt out: `count` workgroups of `waves` waves, steps of 64 keys in turns. stride: float32 that a split's
-    results take in the scratch buffer, whole cache lines: the rows' outputs, then (top, total, 0, 0) of each row."""
+    """How a KV head's keys are dealt out: `count` workgroups of `waves` waves, steps of `step` keys in turns. batch: splits whose results
+    are loaded at once. stride: float32 that a split's results take in the scratch buffer, whole cache lines: the rows' outputs, then (top,
+    total, 0, 0) of each row."""
 
     count: int
     waves: int
     threads: int
     group: int
     d: int
+    step: int
+    batch: int
 
     @property
     def stride(self):
@@ -56,10 +59,10 @@ class Splits(NamedTuple):
 
 def splits_of(heads, kv_heads, d, ctx, arch) -> Splits:
     """The splits of a shape: no more than the context has work for, than fill the GPU, than a wave has lanes to join them."""
-    group, (threads, fill) = group_of(heads, kv_heads), PLANS.get(arch.family, DEFAULT_PLAN)
-    waves = waves_of(arch, group, d, threads)
-    count = min(-(-ctx // (STEP * waves)), -(-fill * arch.units // kv_heads), MOST, arch.wave)
-    return Splits(count, waves, waves * arch.wave, group, d)
+    group, (threads, fill, batch) = group_of(heads, kv_heads), PLANS.get(arch.family, DEFAULT_PLAN)
+    waves, step = waves_of(arch, group, d, threads), step_of(arch)
+    count = min(-(-ctx // (step * waves)), -(-fill * arch.units // kv_heads), MOST, arch.wave)
+    return Splits(count, waves, waves * arch.wave, group, d, step, min(batch, arch.wave))
 
 
 def scratch_shapes(heads, kv_heads, d, ctx, arch) -> dict:
@@ -93,11 +96,11 @@ def attention_decode(heads, kv_heads, d, ctx, act_out, arch, name, rope: Rope | 
             wave = uniform(arch, thread_wave)
             position = T.Bind(T.max(T.min(state[0], T.int32(ctx - 1)), T.int32(0)))
             end = position if rope else T.Bind(position + 1)
-            steps = T.Bind((end + STEP - 1) // STEP)
+            steps = T.Bind((end + splits.step - 1) // splits.step)
             active = splits.active(steps)
             with T.serial(T.cast(split < active, "int32")):
                 queries = T.alloc_buffer((group, d), query_dtype(arch), scope="shared")
-                rows = rows_of(arch, group, d, lane, wave, splits.waves)
+                rows = rows_of(arch, group, d, lane, wave, splits.waves, splits.step)
                 rows.start()
                 if rope:
                     own_key = T.alloc_buffer((d,), query_dtype(arch), scope="shared")
@@ -110,21 +113,25 @@ def attention_decode(heads, kv_heads, d, ctx, act_out, arch, name, rope: Rope | 
                 stream = T.Bind(split * splits.waves + wave)
                 streams = splits.count * splits.waves
                 with T.serial(T.max((steps - stream + streams - 1) // streams, T.int32(0))) as i:
-                    rows.step(Kc, Vc, kv, T.Bind((stream + i * streams) * STEP), queries, lambda r: end, T.Bind(state[3] & i))
+                    rows.step(Kc, Vc, kv, T.Bind((stream + i * streams) * splits.step), queries, lambda r: end, T.Bind(state[3] & i))
                 if rope:
                     with T.If(first & (state[0] == position)), T.Then():
                         store_key(Kc, kv, position, rotated(arch, K, 0, kv * d, CS, position, KN, lane, d, rope))
                         store_value(arch, Vc, kv, position, V, 0, lane, d)
                 quad = rows.join_waves(wave, splits.waves)
                 tid = T.Bind(wave * arch.wave + lane)
-                _store_parts(splits, Parts, quad, kv, split, tid, arch)
-                old = _arrive(Arrived, kv, tid, arch)
-                with T.serial(T.cast(old == active - 1, "int32")):
-                    # 0, and not known before `old` is
-                    later = T.Bind(T.shift_right(old, T.int32(16)))
-                    _join_splits(arch, splits, act_out, out, Parts, kv, active, later, wave, lane)
-                    with T.If(tid == 0), T.Then():
-                        put(Arrived, T.int32(0), kv)
+                if arch.api == "vulkan":
+                    with T.serial(T.cast(active == 1, "int32")):
+                        _store_alone(arch, splits, act_out, out, quad, kv, tid)
+                with nullcontext() if arch.api == "rocm" else T.serial(T.cast(active > 1, "int32")):
+                    _store_parts(splits, Parts, quad, kv, split, tid, arch)
+                    old = _arrive(Arrived, kv, tid, arch)
+                    with T.serial(T.cast(old == active - 1, "int32")):
+                        # 0, and not known before `old` is
+                        later = T.Bind(T.shift_right(old, T.int32(16)))
+                        _join_splits(arch, splits, act_out, out, Parts, kv, active, later, wave, lane)
+                        with T.If(tid == 0), T.Then():
+                            put(Arrived, T.int32(0), kv)
     return ir.get()
 
 
@@ -198,6 +205,14 @@ def _quads(arch, splits, tid):
         yield valid, T.Bind(place // splits.d), T.Bind(place % splits.d)
 
 
+def _store_alone(arch, splits, act_out, out, quad, kv, tid):
+    """Stores the output where one split has all keys."""
+    for valid, row, column in _quads(arch, splits, tid):
+        _, total, values = quad(row, column)
+        inverse = rcp(total)
+        emit_store(arch, act_out, out, [T.Bind(y * inverse) for y in values], 0, (kv * splits.group + row) * splits.d + column, valid)
+
+
 def _store_parts(splits, Parts, quad, kv, split, tid, arch):
     """Stores the workgroup's results, each store complete in device memory before the thread goes on."""
     values, tails = (Outbox(arch, tid, splits.threads, WIDTH) for _ in range(2))
@@ -225,8 +240,8 @@ def _arrive(Arrived, kv, tid, arch):
 
 def _join_splits(arch, splits, act_out, out, Parts, kv, active, later, wave, lane):
     """Joins the splits' results and stores the output. later: 0, known when they may be loaded."""
-    group, d = splits.group, splits.d
-    weights = T.alloc_buffer((group, math.ceil(splits.count / BATCH) * BATCH), "float32", scope="shared")
+    group, d, size = splits.group, splits.d, splits.batch
+    weights = T.alloc_buffer((group, math.ceil(splits.count / size) * size), "float32", scope="shared")
     for i in each(arch, -(-group // splits.waves)):
         row = T.Bind(T.min(i * splits.waves + wave, T.int32(group - 1)))
         split, tail = T.Bind(T.min(lane, active - 1) + later), group * d + row * WIDTH
@@ -238,9 +253,9 @@ def _join_splits(arch, splits, act_out, out, Parts, kv, active, later, wave, lan
     for valid, row, column in _quads(arch, splits, T.Bind(wave * arch.wave + lane)):
         y = T.alloc_buffer((WIDTH,), "float32", scope="local")
         put(y, T.broadcast(T.float32(0), WIDTH), at(0, WIDTH))
-        with T.serial((active + BATCH - 1) // BATCH) as batch:
-            for i in range(BATCH):
-                split = T.Bind(batch * BATCH + i)
+        with T.serial((active + size - 1) // size) as batch:
+            for i in range(size):
+                split = T.Bind(batch * size + i)
                 part = Parts[kv, T.min(split, active - 1) + later, at(row * d + column, WIDTH)]
                 put(y, y[at(0, WIDTH)] + part * T.broadcast(weights[row, split], WIDTH), at(0, WIDTH))
         emit_store(arch, act_out, out, [T.Bind(y[i]) for i in range(WIDTH)], 0, (kv * group + row) * d + column, valid)

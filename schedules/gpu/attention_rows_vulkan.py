@@ -17,8 +17,15 @@ from mlc_amd.schedules.gpu.rope_kv_write import KEYS, UNIT
 # family: loads of 16 bytes that a lane has under way; others MEDIUM_LOADS. Few loads make little code.
 LOADS = {"nvidia": 32, "generic": 4}
 MEDIUM_LOADS = 16
+# family: keys of a step for one token; others STEP
+STEPS = {"nvidia": 32}
 OTHER_BYTES = 1 << 10           # of shared memory for what is small and of a fixed size
 SPLITS = 32                     # most splits whose weights lie in shared memory
+
+
+def step_of(arch) -> int:
+    """Keys between two looks at the maximum, for one token."""
+    return STEPS.get(arch.family, STEP) if arch.api == "vulkan" else STEP
 
 
 def query_dtype(arch) -> str:
@@ -40,24 +47,25 @@ def waves_of(arch, count, d, threads) -> int:
     return waves
 
 
-def rows_of(arch, count, d, lane, wave, waves):
-    """The state of `count` rows of a wave, number `wave` of `waves` in its workgroup, in the arch's way."""
-    return Rows(arch, count, d, lane) if arch.api == "rocm" else VulkanRows(arch, count, d, lane, wave, waves)
+def rows_of(arch, count, d, lane, wave, waves, step=STEP):
+    """The state of `count` rows of a wave, number `wave` of `waves` in its workgroup, in the arch's way. step: keys of a step, on "rocm"
+    STEP."""
+    return Rows(arch, count, d, lane) if arch.api == "rocm" else VulkanRows(arch, count, d, lane, wave, waves, step)
 
 
 class VulkanRows:
     """As `attention_rows.Rows`; weights are not rounded to float16."""
 
-    def __init__(self, arch, count, d, lane, wave, waves):
-        self.arch, self.count, self.d, self.lane = arch, count, d, lane
-        self.keys, self.columns = STEP // arch.wave, -(-d // arch.wave)
+    def __init__(self, arch, count, d, lane, wave, waves, step):
+        self.arch, self.count, self.d, self.lane, self.step_keys = arch, count, d, lane, step
+        self.keys, self.columns = step // arch.wave, -(-d // arch.wave)
         loads = LOADS.get(arch.family, MEDIUM_LOADS)
         self.key_batch, self.batch = (gcd(units, max(1, loads // share)) for units, share in (
-            (d // UNIT, self.keys), (STEP // UNIT, 1 << (self.columns - 1).bit_length())))
+            (d // UNIT, self.keys), (step // UNIT, 1 << (self.columns - 1).bit_length())))
         self.top, self.total, self.out = local(count), local(count), local(count * self.columns)
         self.scores = local(count * self.keys)
         self.key, self.value = (local(n * WORDS, "uint32") for n in (self.keys * self.key_batch, self.columns * self.batch))
-        self.stride = max(d, STEP)      # of a row in shared memory: weights of keys, in the end outputs
+        self.stride = max(d, step)      # of a row in shared memory: weights of keys, in the end outputs
         self.shared = T.alloc_buffer((waves * count * self.stride,), "float32", scope=WAVE_SHARED)
         self.place = T.Bind(wave * (count * self.stride))
 
@@ -75,10 +83,10 @@ class VulkanRows:
                 put(self.out, T.float32(0), r * self.columns + x)
 
     def step(self, Kc, Vc, kv, key0, queries, end, zero):
-        """Takes in the keys key0 .. key0+63. queries: [count, d] in shared memory; end(r): row r sees the keys before it. zero: unused."""
+        """Takes in the step's keys, key0 .. queries: [count, d] in shared memory; end(r): row r sees the keys before it. zero: unused."""
         keys = [T.Bind(key0 + j * self.arch.wave + self.lane) for j in range(self.keys)]
         self._score(Kc, kv, keys, queries)
-        batches = STEP // UNIT // self.batch
+        batches = self.step_keys // UNIT // self.batch
         if batches == 1:
             self._load_values(Vc, kv, key0, 0)
         self._weigh([[key < end(r) for key in keys] for r in range(self.count)])

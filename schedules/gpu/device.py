@@ -84,6 +84,11 @@ def dot4(arch, a, b, c):
     if arch.dot == "sdot4":
         return intrin("int32", "llvm.amdgcn.sdot4", a, b, c, T.bool(False))
     a, b = T.Bind(a), T.Bind(b)
+    if arch.api == "vulkan":        # exact in float32, and at full rate where 32-bit products are not
+        total = T.float32(0)
+        for i in range(4):
+            total = fma(T.cast(_byte(a, i), "float32"), T.cast(_byte(b, i), "float32"), total)
+        return T.Bind(c + T.cast(total, "int32"))
     for i in range(4):
         c = c + _byte(a, i) * _byte(b, i)
     return T.Bind(c)

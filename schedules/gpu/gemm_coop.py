@@ -27,13 +27,14 @@ CHUNKS = 8          # matrices along the columns of a step: they are unrolled
 @dataclass(frozen=True)
 class CoopTile:
     """A workgroup's tile: tokens and rows (of one weight), columns of a step, subgroups along tokens and rows. waves_k: subgroups that
-    share out a step's columns; their sums are added last."""
+    share out a step's columns; their sums are added last. span: blocks of a row that a thread takes at a time."""
     tokens: int
     rows: int
     columns: int
     waves_m: int
     waves_n: int
     waves_k: int = 1
+    span: int = 1
 
 
 # tokens: tiles from the largest on; `choose` takes the first one that gives the GPU enough workgroups. Few tokens: few rows, or too few
@@ -90,8 +91,8 @@ class CoopGemm:
             raise ValueError(f"{tile} does not divide into {fm} x {fn} matrices of {k} columns")
         if self.share * tile.waves_k != tile.columns or self.share % max(fk, RUN):
             raise ValueError(f"the {tile.columns} columns of {tile} do not divide among its subgroups")
-        # blocks that a thread takes of a row at a time
-        self.span = 2 if tile.columns % (2 * BLOCK) == 0 and tile.rows * tile.columns // (2 * BLOCK) >= self.threads else 1
+        if tile.columns % (tile.span * BLOCK):
+            raise ValueError(f"{tile}: {tile.columns} columns are no multiple of {tile.span} blocks")
         self.sums_ld = self.tiles_n * fn // ROWS + PAD
         self.units = max((tile.tokens + weights * tile.rows) * self.ld, waves * weights * fm * self.sums_ld)
         if self.units * UNIT_BYTES > arch.lds or self.threads > arch.threads:
@@ -117,7 +118,7 @@ class CoopGemm:
         padded number of rows.
         """
         (X,) = acts
-        weights = [(fmt, coop_load.views(fmt, bufs, self.span), padded) for fmt, bufs, padded in weights]
+        weights = [(fmt, coop_load.views(fmt, bufs, self.tile.span), padded) for fmt, bufs, padded in weights]
         for i in range(self.tiles_m * self.weights * self.tiles_n):
             T.evaluate(T.tvm_fill_fragment(self.sums.data, *self.arch.fragment, i, T.float32(0)))
         self._stage(self._fetch(X, weights, token0, row0, T.int32(0)))
@@ -161,17 +162,17 @@ class CoopGemm:
                 x.append((row * self.ld + i * RUNS, coop_load.activations(X, token0 + row, step * (columns // BLOCK) + i)))
             else:
                 x.append((row * self.ld + i, [T.Bind(X[token0 + row, at(step * columns + i * RUN, RUN)])]))
-        per_row = columns // (self.span * BLOCK)
+        per_row = columns // (self.tile.span * BLOCK)
         for n, (fmt, planes, padded) in enumerate(weights):
             for row, i in self._pieces(self.tile.rows, per_row):
                 held = T.Bind(T.min(row0 + row, padded - 1) if padded % self.tile.rows else row0 + row)
-                unit = self._weight_unit(n) + row * self.ld + i * (self.span * RUNS)
-                w.append((unit, fmt, coop_load.fetch(fmt, planes, held, step * per_row + i, self.span)))
+                unit = self._weight_unit(n) + row * self.ld + i * (self.tile.span * RUNS)
+                w.append((unit, fmt, coop_load.fetch(fmt, planes, held, step * per_row + i, self.tile.span)))
         return x, w
 
     def _stage(self, loaded):
         """Registers to shared memory, as float16."""
-        for unit, values in [*loaded[0], *((unit, coop_load.runs(self.arch, fmt, raw, self.span)) for unit, fmt, raw in loaded[1])]:
+        for unit, values in [*loaded[0], *((unit, coop_load.runs(self.arch, fmt, raw, self.tile.span)) for unit, fmt, raw in loaded[1])]:
             for j, run in enumerate(values):
                 T.buffer_store(self.lds, T.reinterpret("uint32x4", run), [unit + j])
 

@@ -154,29 +154,40 @@ class DotGemm(_RegisterTile):
                         T.buffer_store(lds, value, [g * self.tile.rows + row])
 
     def _multiply(self, weights):
-        for w, (fmt, _, _) in enumerate(weights):
-            groups = BLOCK // fmt.group
-            rows = [self.lane + i * LANES for i in range(self.row_count)]
-            codes = [self._words(self.w_lds[w], row) for row in rows]
-
-            def factors(lds, rows=rows, groups=groups):
-                return [[T.Bind(lds[g * self.tile.rows + row]) for g in range(groups)] for row in rows]
-
-            scales, minimums = factors(self.scales[w]), factors(self.minimums[w]) if fmt.minimum else None
-            first_sum = groups          # field of S with d*sum(q) of the first group: 1 for all 32 columns, 2 and 3 for 16
+        # On Vulkan all weights share the activations' registers: drivers merge equal loads, and would keep those of all tokens.
+        together = [range(len(weights))] if self.arch.api == "vulkan" else [[w] for w in range(len(weights))]
+        for group in together:
+            operands = {w: self._operands(w, weights[w][0]) for w in group}
             for t in each(self.arch, self.token_count):
                 x = self._words(self.x_lds, self.token + t)
                 s = T.Bind(self.s_lds[at((self.token + t) * FIELDS, FIELDS)])
-                for i in range(self.row_count):
-                    total = self.sums[self._sum(w, t, i)]
-                    for g in range(groups):
-                        dot = T.int32(0)
-                        for j in range(g * QUADS // groups, (g + 1) * QUADS // groups):
-                            dot = dot4(self.arch, codes[i][j], x[j], dot)
-                        total = fma(T.cast(dot, "float32") * scales[i][g], lane_of(s, 0), total)
-                        if fmt.minimum:
-                            total = fma(minimums[i][g], lane_of(s, first_sum + g), total)
-                    T.buffer_store(self.sums, total, [self._sum(w, t, i)])
+                for w, (codes, scales, minimums) in operands.items():
+                    self._accumulate(w, t, codes, scales, minimums, x, s)
+
+    def _operands(self, w, fmt):
+        """Words, scales and minimums (or None) of this lane's rows of a weight: a list for each row."""
+        rows, groups = [self.lane + i * LANES for i in range(self.row_count)], BLOCK // fmt.group
+        codes = [self._words(self.w_lds[w], row) for row in rows]
+
+        def factors(lds):
+            return [[T.Bind(lds[g * self.tile.rows + row]) for g in range(groups)] for row in rows]
+
+        return codes, factors(self.scales[w]), factors(self.minimums[w]) if fmt.minimum else None
+
+    def _accumulate(self, w, t, codes, scales, minimums, x, s):
+        """Adds the block's part of this lane's rows of a weight and token t. x: the token's words; s: its fields."""
+        groups = len(scales[0])
+        first_sum = groups          # field of S with d*sum(q) of the first group: 1 for all 32 columns, 2 and 3 for 16
+        for i in range(self.row_count):
+            total = self.sums[self._sum(w, t, i)]
+            for g in range(groups):
+                dot = T.int32(0)
+                for j in range(g * QUADS // groups, (g + 1) * QUADS // groups):
+                    dot = dot4(self.arch, codes[i][j], x[j], dot)
+                total = fma(T.cast(dot, "float32") * scales[i][g], lane_of(s, 0), total)
+                if minimums:
+                    total = fma(minimums[i][g], lane_of(s, first_sum + g), total)
+            T.buffer_store(self.sums, total, [self._sum(w, t, i)])
 
     def _words(self, lds, row):
         """The eight words of a row of LDS."""

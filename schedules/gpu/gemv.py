@@ -35,7 +35,7 @@ class Plan:
     rows    rows that a group of lanes works on at once (at most 16); gate_up_swiglu: of each weight
     waves   waves of a workgroup; gate_up_swiglu takes as many as there can be
     lanes   most lanes that share a row
-    unroll  steps of a row whose loads are issued before the first is used; gate_up_swiglu: half of that
+    unroll  steps of a row whose loads are issued before the first is used; fewer where a step loads more (`_fit`)
     """
     rows: int
     waves: int
@@ -61,6 +61,16 @@ def default_plan(arch, rows: int) -> Plan:
     while plan.rows > 1 and rows // plan.rows < FULL * arch.units:
         plan = replace(plan, rows=plan.rows // 2)
     return plan
+
+
+def _fit(plan: Plan, fmts, k, arch, weights=1) -> Plan:
+    """The plan for rows of so many weights at once. Each weight shortens `unroll`. On Vulkan so does each block of 32 columns in a unit,
+    then `rows`: drivers keep all that is loaded in registers (AMD's spill, or few waves fit), where LLVM for AMD spreads loads out."""
+    if arch.api == "rocm":
+        return replace(plan, unroll=max(1, plan.unroll // weights))
+    share = weights * (span_of(fmts, k) if fmts[0].kind == "int8" else 1)
+    unroll = max(1, plan.unroll // share)
+    return replace(plan, unroll=unroll, rows=max(1, min(plan.rows, plan.rows * plan.unroll // (share * unroll))))
 
 
 class Strip(NamedTuple):
@@ -298,7 +308,8 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, plan=None):
         raise ValueError(f"segments {[(f.name, n) for f, n in segments]}, biases {biases}, residual {residual} do not make one launch")
     plan = plan or default_plan(arch, sum(padded(n) for _, n in segments))
     plan = replace(plan, waves=min(plan.waves, arch.threads // arch.wave))
-    splits = [_split(fmt, n, k, plan, arch) for fmt, n in segments]
+    plans = [_fit(plan, [fmt], k, arch) for fmt, _ in segments]
+    splits = [_split(fmt, n, k, fitted, arch) for (fmt, n), fitted in zip(segments, plans, strict=True)]
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
@@ -311,12 +322,12 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, plan=None):
         outputs = [T.arg(f"Y{i}", T.buffer((1, padded(n)), "float32")) for i, (_, n) in enumerate(segments)]
         with launch((sum(s.groups for s in splits),), (arch.wave, plan.waves)) as (workgroup, lane, wave):
             acts, first = emit_acts(params, k), 0
-            for (fmt, n), (bufs, bias), Y, split in zip(segments, weights, outputs, splits, strict=True):
+            for (fmt, n), (bufs, bias), Y, split, fitted in zip(segments, weights, outputs, splits, plans, strict=True):
                 last = first + split.groups
                 views = load.views(fmt, bufs, span_of([fmt], k))
                 here = (workgroup >= first) & (workgroup < last)
                 with T.If(here) if len(segments) > 1 else nullcontext(), T.Then() if len(segments) > 1 else nullcontext():
-                    _emit_segment(fmt, n, views, bias, R, Y, acts, split, workgroup - first, lane, wave, plan, arch)
+                    _emit_segment(fmt, n, views, bias, R, Y, acts, split, workgroup - first, lane, wave, fitted, arch)
                 first = last
     return ir.get()
 
@@ -331,12 +342,12 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, plan=
     _check(fmts, m, act_in, "gate_up_swiglu")
     if f % BLOCK:
         raise ValueError(f"a feed-forward layer of {f} columns does not make whole blocks of {BLOCK}")
-    plan = plan or default_plan(arch, f)
+    plan = _fit(plan or default_plan(arch, f), fmts, k, arch, weights=2)
     # all of a workgroup's groups of lanes have rows
     lanes = max(lanes_of(units_of(fmts, k), min(plan.lanes, arch.wave)), arch.wave // BLOCK)
     waves = min(arch.threads // arch.wave, BLOCK * lanes // arch.wave)
     groups = waves * arch.wave // lanes
-    rows, unroll = min(plan.rows, BLOCK // groups), max(1, plan.unroll // 2)        # twice the rows, as many loads at once
+    rows = min(plan.rows, BLOCK // groups)
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
@@ -352,7 +363,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, plan=
             with T.serial(BLOCK // (groups * rows)) as turn:
                 row = T.Bind((turn * groups + group) * rows)
                 strips = [Strip(fmt, bufs, block * BLOCK + row + i) for fmt, bufs in zip(fmts, views, strict=True) for i in range(rows)]
-                sums = emit_rows(strips, acts, part, lanes, unroll, arch)
+                sums = emit_rows(strips, acts, part, lanes, plan.unroll, arch)
                 with T.If(part == 0), T.Then():
                     for i, total in enumerate(sums):
                         T.buffer_store(made, total, [i // rows, row + i % rows])

@@ -130,6 +130,10 @@ class Emitter(Memory, Values, Expressions, Intrinsics, Subgroup, Matrix):
         for param in params:
             if not isinstance(param.ty, tvm.ir.PointerType):
                 raise Unsupported(f"argument {param.name} of type {param.ty}")
+        # the first block holds variables; values that all others may use come behind it
+        entry = asm.new()
+        asm.emit("Branch", entry)
+        asm.begin(entry)
         self.table = len(params) > self.profile.arguments
         count = 1 if self.table else len(params)
         address = asm.type("i64")
@@ -137,10 +141,6 @@ class Emitter(Memory, Values, Expressions, Intrinsics, Subgroup, Matrix):
             return
         push = asm.variable("PushConstant", asm.block([address] * count, [ADDRESS * i for i in range(count)]))
         pointer = asm.pointer("PushConstant", address)
-        # the first block holds variables; values that all others may use come behind it
-        entry = asm.new()
-        asm.emit("Branch", entry)
-        asm.begin(entry)
         pushed = [asm.op("Load", "i64", asm.op("AccessChain", pointer, push, self.int_const(i))) for i in range(count)]
         if not self.table:
             self.parameters = dict(zip(params, pushed, strict=True))

@@ -2,11 +2,14 @@
 
 Without subgroups a workgroup is one "wave" of profile.wave threads, and control flow around an exchange is the same for all of them.
 """
+import functools
+
 from mlc_amd.compiler.codegen.spirv.opcodes import ACQUIRE_RELEASE, SUBGROUP, WORKGROUP_MEMORY
 from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, parse
 
 REDUCE = 0      # a group operation: the total, in all lanes
 INT32 = "i32"
+AT_ONCE = 8     # words that a lane reads between two barriers, without subgroups
 # Profiles of drivers that make every control barrier one of the workgroup, although a subgroup's lanes run in lockstep: ordering is enough.
 LOCKSTEP = {"lavapipe"}
 # what makes a kernel's thread numbers those of lanes and subgroups
@@ -101,11 +104,7 @@ class Subgroup:
 
     def _reduce(self, name, ty, value):
         if not self.profile.subgroups:
-            distance = 1
-            while distance < self.profile.wave:
-                value = self.scalar(name, ty, value, self._shuffle_xor(ty, value, distance))
-                distance *= 2
-            return value
+            return self._reduce_through_memory(name, ty, value)
         sign = {"float": "F", "int": "S", "uint": "U"}[ty.code]
         sign = "I" if name == "Add" and sign != "F" else sign
         self._subgroup("Arithmetic", ty)
@@ -121,18 +120,44 @@ class Subgroup:
             raise Unsupported(f"an exchange of {ty.code}{ty.bits}x{ty.lanes} between lanes")
         self.asm.capabilities |= {"GroupNonUniform", f"GroupNonUniform{capability}"}
 
+    # ---- without subgroups: every thread stores its word and reads others
+
     def _through_memory(self, ty, value, lane):
-        """Every thread stores its word and reads another one's."""
+        """The word of lane number `lane`."""
+        self._store_word(ty, value)
+        found = self._load_word(ty, lane)
+        self.barrier()          # before the next exchange overwrites what others still read
+        return found
+
+    def _reduce_through_memory(self, name, ty, value):
+        """Neighbours first, a few lanes at a time; all lanes add in the same order, which gives them the same bits."""
+        asm, stride = self.asm, 1
+        while stride < self.profile.wave:
+            count = min(AT_ONCE, self.profile.wave // stride)
+            first = asm.op("BitwiseAnd", INT32, self.lane(), self.int_const(~((count - 1) * stride)))
+            lanes = [first, *(asm.op("IAdd", INT32, first, self.int_const(i * stride)) for i in range(1, count))]
+            self._store_word(ty, value)
+            found = [self._load_word(ty, lane) for lane in lanes]
+            self.barrier()
+            value = functools.reduce(lambda x, y: self.scalar(name, ty, x, y), found)
+            stride *= count
+        return value
+
+    def _store_word(self, ty, value):
         if ty.bits != 32 or ty.lanes > 1:
             raise Unsupported(f"an exchange of {ty.code}{ty.bits}x{ty.lanes} between lanes")
-        asm, register = self.asm, self.register(ty)
+        asm = self.asm
         if self.exchange is None:
             self.exchange = asm.variable("Workgroup", asm.array(asm.type(INT32), self.profile.wave))
             self.lds += 4 * self.profile.wave
-        pointer = asm.pointer("Workgroup", asm.type(INT32))
-        word = value if register == INT32 else asm.op("Bitcast", INT32, value)
-        asm.emit("Store", asm.op("AccessChain", pointer, self.exchange, self.lane()), word)
+        word = value if self.register(ty) == INT32 else asm.op("Bitcast", INT32, value)
+        asm.emit("Store", self._exchanged(self.lane()), word)
         self.barrier()
-        found = asm.op("Load", INT32, asm.op("AccessChain", pointer, self.exchange, lane), pure=False)
-        self.barrier()          # before the next exchange overwrites what others still read
-        return found if register == INT32 else asm.op("Bitcast", register, found, pure=False)
+
+    def _load_word(self, ty, lane):
+        register, found = self.register(ty), self.asm.op("Load", INT32, self._exchanged(lane), pure=False)
+        return found if register == INT32 else self.asm.op("Bitcast", register, found)
+
+    def _exchanged(self, lane):
+        asm = self.asm
+        return asm.op("AccessChain", asm.pointer("Workgroup", asm.type(INT32)), self.exchange, lane)
