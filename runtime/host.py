@@ -11,6 +11,15 @@ def available_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def last_level_cache() -> int:
+    """Bytes of the largest cache of cpu0 as Linux tells it, 32 MiB where it does not."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        sizes.append(int(text.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(text[-1], 0))
+    return max(sizes, default=32 << 20)
+
+
 def cpu_flags() -> frozenset[str]:
     """Instruction sets of this CPU as Linux names them; empty where /proc/cpuinfo does not list them."""
     try:

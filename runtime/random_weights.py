@@ -13,6 +13,7 @@ Blocks have a prime number of 64-byte lines, so that the repetitions in codes an
 Only the "signs" of a tensor have the same offset: its minimums go with its scales, value by value.
 """
 
+import functools
 import mmap
 import zlib
 from collections.abc import Iterator
@@ -36,13 +37,12 @@ class RandomWeights(WeightBlock):
             position += nbytes
         super().__init__(header)
         self._vectors, self._matrices = vectors, matrices
-        self._patterns: dict[tuple, np.ndarray] = {}
         self._filled: mmap.mmap | None = None
 
     def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
         yield from self._vectors.chunks(nbytes)
         for name, entry in self._matrices.items():
-            pattern = self._pattern(entry["dtype"], *entry["draw"])
+            pattern = drawn(entry["dtype"], *entry["draw"])
             at, end = self.header[name]["data_offsets"]
             source = zlib.crc32((name.split("/")[0] if entry["draw"][0] == "signs" else name).encode()) * ALIGN % pattern.nbytes
             while at < end:
@@ -59,15 +59,14 @@ class RandomWeights(WeightBlock):
                 target[at : at + piece.nbytes] = piece
         return self._filled, 0
 
-    def _pattern(self, dtype: str, draw: str, *parameters: float) -> np.ndarray:
-        """uint8 [bytes], read-only: what a plane of that kind repeats."""
-        key = (dtype, draw, *parameters)
-        if key not in self._patterns:
-            rng = np.random.Generator(np.random.SFC64(zlib.crc32(draw.encode())))  # kinds independent, factors of one kind together
-            pattern = _DRAWS[draw](rng, np.dtype(dtype), *parameters).view(np.uint8)
-            pattern.flags.writeable = False
-            self._patterns[key] = pattern
-        return self._patterns[key]
+
+@functools.cache
+def drawn(dtype: str, draw: str, *parameters: float) -> np.ndarray:
+    """uint8 [bytes], read-only: what a plane of that kind repeats."""
+    rng = np.random.Generator(np.random.SFC64(zlib.crc32(draw.encode())))  # kinds independent, factors of one kind together
+    pattern = _DRAWS[draw](rng, np.dtype(dtype), *parameters).view(np.uint8)
+    pattern.flags.writeable = False
+    return pattern
 
 
 def _bits(rng: np.random.Generator, dtype: np.dtype) -> np.ndarray:

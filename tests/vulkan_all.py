@@ -26,20 +26,18 @@ from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu import profiles
 from mlc_amd.tools import inspect_vulkan
 
-NOT_KNOWN = ("Invalid capability", "No such file", "no spirv-val")  # complaints of a spirv-val that is too old, or missing
+NOT_KNOWN = ("Invalid capability", "no spirv-val")  # complaints of a spirv-val that is too old, or missing
 
 
-def invalid(code) -> tuple[list[str], str]:
-    """(complaints about invalid modules, why they could not be judged or "")."""
-    found = []
+def invalid(code) -> tuple[list[str], list[str]]:
+    """Complaints about invalid modules, and about those that could not be judged."""
+    found, unknown = [], []
     for name, shader in code.shaders.items():
         try:
             spirv_reader.validate(shader.code)
         except UserError as error:
-            if any(text in str(error) for text in NOT_KNOWN):
-                return [], str(error)
-            found.append(f"{name}: {error}")
-    return found, ""
+            (unknown if any(text in str(error) for text in NOT_KNOWN) else found).append(f"{name}: {error}")
+    return found, unknown
 
 
 def judge(artifact: Artifact, arch: str, table: bool) -> tuple[bool, str]:
@@ -47,7 +45,9 @@ def judge(artifact: Artifact, arch: str, table: bool) -> tuple[bool, str]:
     (code,) = inspect_vulkan.of_artifact(artifact)
     complaints, unknown = invalid(code)
     report = code.describe()
-    facts = [f"{len(code.shaders)} modules", f"spirv-val: {unknown or complaints or 'all valid'}"]
+    facts = [f"{len(code.shaders)} modules", f"invalid: {complaints or 'none'}"]
+    if unknown:
+        facts.append(f"{len(unknown)} not validated ({unknown[0]})")
     bad = []
     if code.report:
         if table:

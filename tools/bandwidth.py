@@ -7,9 +7,10 @@ reads it). numpy's maximum of float64 is one vector load and one vector operatio
 import os
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
+
+from mlc_amd.runtime.host import last_level_cache
 
 _LEAST_BYTES = 64 << 20  # per thread
 _ROUNDS = 5
@@ -49,12 +50,3 @@ def measure(threads: int | None = None) -> float:
         worker.join()
     seconds = min(max(end for _, end in rounds) - min(start for start, _ in rounds) for rounds in spans)
     return threads * count * 8 / seconds
-
-
-def last_level_cache() -> int:
-    """Bytes of the largest cache of cpu0 as Linux tells it, 32 MiB where it does not."""
-    sizes = []
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = path.read_text().strip()
-        sizes.append(int(text.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(text[-1], 0))
-    return max(sizes, default=32 << 20)

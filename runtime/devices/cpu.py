@@ -32,6 +32,15 @@ def _load_tvm_runtime() -> None:
         raise UserError(f"cannot load TVM's runtime library ({e}); reinstall apache-tvm") from e
 
 
+def start_threads(threads: int) -> None:
+    """Loads TVM's runtime and makes its thread pool one of so many threads. UserError without TVM."""
+    os.environ["TVM_NUM_THREADS"] = str(threads)  # read when the pool starts; TVM's own default is too low on small machines
+    _load_tvm_runtime()
+    configure = tvm_ffi.get_global_func("runtime.config_threadpool", allow_missing=True)
+    if configure is not None:  # another engine in this process may have started the pool with another size
+        configure(1, threads)
+
+
 def _zeros(shape, dtype) -> np.ndarray:
     """Zeroed memory at a multiple of 64 bytes that takes no RAM before it is written."""
     dtype = np.dtype(dtype)
@@ -56,20 +65,13 @@ class CpuDevice:
                 f"this model was compiled for '{target['arch']}', and this CPU lacks {', '.join(sorted(missing))}; "
                 "compile it here with --arch native, or with --arch x86-64-v2 for any machine"
             )
-        self._start_threads()
+        start_threads(self.threads)
         self.artifact = artifact
         self._load_kernels()
         self.io = {name: _zeros(entry["shape"], entry["dtype"]) for name, entry in artifact.manifest["io"].items()}
         self._allocate(artifact.kv_bytes + artifact.manifest["arena_bytes"])
         self._launches = {name: self._bind(function) for name, function in artifact.manifest["functions"].items()}
         self.waited = 0.0
-
-    def _start_threads(self) -> None:
-        os.environ["TVM_NUM_THREADS"] = str(self.threads)  # read when the pool starts; TVM's own default is too low on small machines
-        _load_tvm_runtime()
-        configure = tvm_ffi.get_global_func("runtime.config_threadpool", allow_missing=True)
-        if configure is not None:  # another engine in this process may have started the pool with another size
-            configure(1, self.threads)
 
     def _load_kernels(self) -> None:
         try:

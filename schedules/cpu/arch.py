@@ -33,6 +33,8 @@ class Arch:
     isa: type  # a class of isa.py
     flags: tuple[str, ...]  # /proc/cpuinfo flags that the code needs
 
+    api = "cpu"
+
     @property
     def target(self) -> tvm.target.Target:
         return tvm.target.Target({"kind": "llvm", "mcpu": self.mcpu})

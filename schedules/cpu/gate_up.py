@@ -6,24 +6,26 @@ In and out as in `linear.py`: `state`, activations, the planes of two weights of
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.linear import act_params, check_tiles, emit_acts, emit_planes, emit_tile, token_tiles
+from mlc_amd.schedules.cpu.linear import act_params, check_tiles, default_plan, divisor, emit_acts, emit_planes, emit_tiles, token_tiles
 from mlc_amd.schedules.cpu.planes import BLOCK, ROWS
 from mlc_amd.schedules.cpu.quantize import act_shapes, emit_quantize_block
 from mlc_amd.schedules.cpu.vector import LANES, at, local, silu, store
 from mlc_amd.schedules.formats import lookup
 
 
-def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, p, quantize, isa, name):
+def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, p, quantize, isa, name, plan=None):
     """PrimFunc (state, A, S | X, planes of gate, planes of up, then A, S of [m, f] | Y f32 [m, f]).
 
     The weights are f x k, f a multiple of 32, both int8 or both float formats. p: tokens of an activation tile, a divisor of m (1: decode).
     quantize: the output is int8 activation planes in tiles of p. With m > 1, only the tiles that hold the first state[1] tokens are
-    computed. ValueError for weights that cannot share a launch.
+    computed. plan: as in `linear`. ValueError for weights that cannot share a launch.
     """
     fmt_gate, fmt_up = lookup(fmt_gate), lookup(fmt_up)
     check_tiles(m, p)
     if fmt_gate.kind != fmt_up.kind or f % BLOCK:
         raise ValueError(f"gate {fmt_gate.name} and up {fmt_up.name} of {f} rows do not make one launch")
+    plan = plan or default_plan(isa, m, p)
+    side = divisor(plan.tiles, BLOCK // ROWS)
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
@@ -39,11 +41,14 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, p, quantize, isa, name):
             made = local(2, p, BLOCK)      # gate and up of the block
             # one weight after the other: its two tiles lie side by side, so that the first one's prefetches serve the second
             for i, (fmt, bufs) in enumerate(weights):
-                with T.serial(BLOCK // ROWS) as half:
-                    def keep(token, row, x, i=i, half=half):
-                        store(made, x, i, token, at(half * ROWS + row, isa.lanes))
+                with T.serial(BLOCK // ROWS // side) as step:
+                    halves = [step * side + t for t in range(side)]
 
-                    emit_tile(fmt, bufs, acts, T.Bind(block * (BLOCK // ROWS) + half), token_tile, isa, keep)
+                    def keep(token, t, row, x, i=i, halves=halves):
+                        store(made, x, i, token, at(halves[t] * ROWS + row, isa.lanes))
+
+                    tiles = [T.Bind(block * (BLOCK // ROWS) + half) for half in halves]
+                    emit_tiles(fmt, bufs, acts, tiles, token_tile, plan, isa, keep)
             with T.serial(p) as token:
                 y = [T.Bind(silu(made[0, token, at(c)]) * made[1, token, at(c)]) for c in range(0, BLOCK, LANES)]
                 if quantize:

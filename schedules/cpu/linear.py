@@ -9,6 +9,7 @@ Decode is bound by memory: one pass over the weight with prefetches. In prefill 
 L2 cache while the token tiles pass by.
 """
 from contextlib import nullcontext
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -25,9 +26,50 @@ from mlc_amd.schedules.cpu.quantize import act_args
 from mlc_amd.schedules.cpu.vector import at, bf16, local, prefetch, splat, store, widen
 from mlc_amd.schedules.formats import Format, lookup
 
-TASK_BYTES = 256 << 10      # weights of one prefill task: a share of the L2 cache (512 KB on the smallest of today's)
 FLOAT_UNROLL = 4            # columns of a float kernel's loop step, and in decode independent sums
 FLOAT_TOKENS = 8            # tokens of a float kernel's tile: rows of X a power of two apart share the 8 ways of a level 1 cache
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a linear layer of one token, or a gate/up, goes through its weights. No plan changes the order in which a row is summed up.
+
+    tiles   tiles of 16 rows side by side: as many streams of memory, which share the activations' registers
+    unroll  blocks of 32 columns in a step of the loop
+    ahead   bytes that are prefetched ahead of the reads, 0: none
+    near    cache levels that the prefetch fills: 3 all, 0 only the nearest (it leaves the others to the rest of the model)
+    """
+    tiles: int
+    unroll: int
+    ahead: int
+    near: int
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """How a linear layer of many tokens, or a gate/up, shares out its work. No plan changes the order in which a row is summed up.
+
+    tokens   tokens whose sums are in registers at once, at most a tile of the activations; float formats: at most FLOAT_TOKENS
+    tiles    tiles of 16 rows that share the activations' registers
+    task     KB of weights of a task: a share of the L2 cache (512 KB on the smallest of today's)
+    tasks    fewest tasks, before tasks become smaller than `task`
+    """
+    tokens: int
+    tiles: int
+    task: int
+    tasks: int
+
+
+def default_plan(isa, m, p):
+    """The plan for m tokens in activation tiles of p: a Plan in decode (m = 1), else a PrefillPlan."""
+    return Plan(tiles=1, unroll=1, ahead=isa.ahead, near=3) if m == 1 else PrefillPlan(tokens=p, tiles=1, task=256, tasks=64)
+
+
+def choices(isa, m, p):
+    """Values of the plan's fields to try, by name."""
+    if m == 1:
+        return {"tiles": (1, 2, 4), "unroll": (1, 2, 4), "ahead": (0, 1024, 2048, 4096, 8192, 16384), "near": (0, 3)}
+    return {"tokens": tuple(t for t in (4, 8, 16) if t <= p), "tiles": (1, 2), "task": (64, 128, 256, 512, 1024), "tasks": (8, 16, 32, 64)}
 
 
 class Acts(NamedTuple):
@@ -66,23 +108,36 @@ def token_tiles(state, m, p):
     return 1 if m == 1 else T.Bind((live_tokens(state, m) + (p - 1)) // p)
 
 
-def row_tiles(fmt, n, k, m):
-    """Tiles of 16 rows that a prefill task works on: as many as fit TASK_BYTES, a divisor of all tiles. Decode: 1."""
+def divisor(limit, count):
+    """The largest divisor of `count` that is at most `limit`."""
+    return next(i for i in range(max(1, min(limit, count)), 0, -1) if count % i == 0)
+
+
+def row_tiles(fmt, n, k, plan):
+    """Tiles of 16 rows that a task works on, a divisor of all tiles. Decode: those side by side; prefill: as many as the plan's bytes hold,
+    unless that makes too few tasks."""
     tiles = -(-n // ROWS)
-    limit = 1 if m == 1 else max(1, min(TASK_BYTES // plane_bytes(fmt, ROWS, k), tiles // 64))
-    return next(i for i in range(limit, 0, -1) if tiles % i == 0)
+    if isinstance(plan, Plan):
+        return divisor(plan.tiles, tiles)
+    return divisor(min((plan.task << 10) // plane_bytes(fmt, ROWS, k), tiles // plan.tasks), tiles)
 
 
-def emit_tile(fmt: Format, bufs, acts: Acts, tile, token_tile, isa, epilogue):
-    """16 rows (tile `tile`) by acts.p tokens. Calls epilogue(i, row, x) per token i of the tile and register: x are the results of
-    isa.lanes rows, from row `row` of the tile on. Prefill handles the registers of a tile one after the other, decode side by side."""
-    registers = [r * isa.lanes for r in range(ROWS // isa.lanes)]
-    for rows in [registers] if acts.p == 1 else [[r] for r in registers]:
-        if fmt.kind == "int8":
-            _emit_int8(fmt, bufs, acts, tile, token_tile, rows, isa, epilogue)
-            continue
-        for first in range(0, acts.p, FLOAT_TOKENS):
-            _emit_float(fmt, bufs, acts, tile, token_tile, range(first, min(first + FLOAT_TOKENS, acts.p)), rows, isa, epilogue)
+def emit_tiles(fmt: Format, bufs, acts: Acts, tiles, token_tile, plan, isa, epilogue):
+    """The tiles of 16 rows with these numbers, side by side, by acts.p tokens. Calls epilogue(i, t, row, x) per token i of the tile and
+    register: x are the results of isa.lanes rows, from row `row` of tiles[t] on. Decode handles all registers of the tiles side by side,
+    prefill those with the same rows."""
+    rows = [r * isa.lanes for r in range(ROWS // isa.lanes)]
+    if isinstance(plan, Plan):
+        together, tokens = [[(t, row) for t in range(len(tiles)) for row in rows]], 1
+    else:
+        together, tokens = [[(t, row) for t in range(len(tiles))] for row in rows], plan.tokens
+    if fmt.kind == "float":
+        tokens = min(tokens, FLOAT_TOKENS)
+    emit = {"int8": _emit_int8, "float": _emit_float}[fmt.kind]
+    for registers in together:
+        for first in range(0, acts.p, tokens):
+            mine = range(first, min(first + tokens, acts.p))
+            emit(fmt, bufs, acts, tiles, token_tile, mine, registers, plan, isa, epilogue)
 
 
 class _Sums:
@@ -101,44 +156,57 @@ class _Sums:
         store(self.bufs[i], x, self.index)
 
 
-def _emit_int8(fmt, bufs, acts, tile, token_tile, rows, isa, epilogue):
-    lanes, count = isa.lanes, len(rows)
+def _prefetch(buf, tiles, block, size, plan):
+    """Asks for `size` elements of each tile, plan.ahead bytes ahead of [tile, block, 0]."""
+    width = DataType(buf.dtype).bits // 8
+    for tile in tiles if plan.ahead else ():
+        for line in range(0, size, 64 // width):
+            prefetch(buf, tile, block, line, ahead=plan.ahead // width, near=plan.near)
+
+
+def _emit_int8(fmt, bufs, acts, tiles, token_tile, tokens, registers, plan, isa, epilogue):
+    lanes, count = isa.lanes, len(registers)
     zero, size, parts = zero_point(fmt, isa), step(fmt, isa), groups(fmt)
-    sums = _Sums(acts.p * count, lanes)
+    sums = _Sums(len(tokens) * count, lanes)
     # rows of S with d*sum(q) and the bits of -sum(q) of each group
     scaled_sum, minus_sum = ([1], [2]) if parts == 1 else ([3, 4], [5, 6])
-    with T.serial(acts.k // BLOCK) as b:
-        if acts.p == 1 and isa.ahead:
+
+    def block(b):
+        if acts.p == 1:
             for plane in fmt.codes:
-                for line in range(0, int(bufs[plane].shape[2]), 64):
-                    prefetch(bufs[plane], tile, b, line, ahead=isa.ahead)
-        blocks = [load(fmt, bufs, tile, row, b, isa) for row in rows]
-        for i in range(acts.p):
-            quads = [acts.quads[token_tile, b, i, j] for j in range(QUADS)]
+                _prefetch(bufs[plane], tiles, b, int(bufs[plane].shape[2]), plan)
+        blocks = [load(fmt, bufs, tiles[t], row, b, isa) for t, row in registers]
+        for i, token in enumerate(tokens):
+            quads = [acts.quads[token_tile, b, token, j] for j in range(QUADS)]
             if count > 1:
                 quads = [T.Bind(q) for q in quads]
             totals = [None] * count
             for g in range(parts):
-                start = splat(acts.si[token_tile, b, minus_sum[g], i] * zero if zero else T.int32(0), lanes)
+                start = splat(acts.si[token_tile, b, minus_sum[g], token] * zero if zero else T.int32(0), lanes)
                 dots = [start] * count
                 for j in range(g * QUADS // parts, (g + 1) * QUADS // parts, size):
                     dots = [isa.dot(dots[r], blocks[r].weights[j:j + size], quads[j:j + size]) for r in range(count)]
                 for r in range(count):
                     part = widen(dots[r], lanes) * blocks[r].scales[g]
                     totals[r] = T.Bind(part if totals[r] is None else totals[r] + part)
-            d = splat(acts.s[token_tile, b, 0, i], lanes)
+            d = splat(acts.s[token_tile, b, 0, token], lanes)
             for r in range(count):
                 total = sums.get(i * count + r) + totals[r] * d
                 for g, offset in enumerate(blocks[r].offsets):
-                    total = total + offset * splat(acts.s[token_tile, b, scaled_sum[g], i], lanes)
+                    total = total + offset * splat(acts.s[token_tile, b, scaled_sum[g], token], lanes)
                 sums.put(i * count + r, total)
-    for i in range(acts.p):
-        for r, row in enumerate(rows):
-            epilogue(i, row, sums.get(i * count + r))
+
+    unroll = divisor(plan.unroll, acts.k // BLOCK) if acts.p == 1 else 1
+    with T.serial(acts.k // BLOCK // unroll) as b:
+        for i in range(unroll):
+            block(b * unroll + i if unroll > 1 else b)
+    for i, token in enumerate(tokens):
+        for r, (t, row) in enumerate(registers):
+            epilogue(token, t, row, sums.get(i * count + r))
 
 
-def _emit_float(fmt, bufs, acts, tile, token_tile, tokens, rows, isa, epilogue):
-    lanes, count = isa.lanes, len(rows)
+def _emit_float(fmt, bufs, acts, tiles, token_tile, tokens, registers, plan, isa, epilogue):
+    lanes, count = isa.lanes, len(registers)
     chains = FLOAT_UNROLL if acts.p == 1 else 1         # independent sums hide the latency of additions
     sums = _Sums(len(tokens) * count * chains, lanes)
     read = {"f32": widen, "f16": isa.half, "bf16": bf16}[fmt.name]
@@ -146,24 +214,22 @@ def _emit_float(fmt, bufs, acts, tile, token_tile, tokens, rows, isa, epilogue):
     def columns(base, width):
         for c in range(width):
             x = [splat(acts.x[token_tile * acts.p + i, base + c], lanes) for i in tokens]
-            for r, row in enumerate(rows):
-                w = read(bufs["W"][tile, base + c, at(row, lanes)], lanes)
+            for r, (t, row) in enumerate(registers):
+                w = read(bufs["W"][tiles[t], base + c, at(row, lanes)], lanes)
                 for i, factor in enumerate(x):
                     slot = (i * count + r) * chains + c % chains
                     sums.put(slot, sums.get(slot) + w * factor)
 
     whole, rest = divmod(acts.k, FLOAT_UNROLL)
     with T.serial(whole) as b:
-        if acts.p == 1 and isa.ahead:
-            size = DataType(bufs["W"].dtype).bits // 8
-            for line in range(0, FLOAT_UNROLL * ROWS, 64 // size):
-                prefetch(bufs["W"], tile, b * FLOAT_UNROLL, line, ahead=isa.ahead // size)
+        if acts.p == 1:
+            _prefetch(bufs["W"], tiles, b * FLOAT_UNROLL, FLOAT_UNROLL * ROWS, plan)
         columns(b * FLOAT_UNROLL, FLOAT_UNROLL)
     columns(whole * FLOAT_UNROLL, rest)
     for i, token in enumerate(tokens):
-        for r, row in enumerate(rows):
+        for r, (t, row) in enumerate(registers):
             first, *others = (sums.get((i * count + r) * chains + c) for c in range(chains))
-            epilogue(token, row, sum(others, first))
+            epilogue(token, t, row, sum(others, first))
 
 
 def _bias(bias, first, n, lanes):
@@ -172,25 +238,27 @@ def _bias(bias, first, n, lanes):
     return bias[index if n % ROWS == 0 else T.min(index, splat(T.int32(n - 1), lanes))]
 
 
-def _tasks(fmt, n, k, m):
+def _tasks(fmt, n, k, plan):
     """Steps of a segment's parallel loop."""
-    return -(-n // ROWS) // row_tiles(fmt, n, k, m)
+    return -(-n // ROWS) // row_tiles(fmt, n, k, plan)
 
 
-def _emit_segment(fmt, n, bufs, bias, residual, Y, acts, state, m, isa):
-    held = row_tiles(fmt, n, acts.k, m)
-    with T.parallel(_tasks(fmt, n, acts.k, m)) as task, T.serial(token_tiles(state, m, acts.p)) as token_tile, T.serial(held) as t:
-        tile = T.Bind(task * held + t)
+def _emit_segment(fmt, n, bufs, bias, residual, Y, acts, state, m, plan, isa):
+    held = row_tiles(fmt, n, acts.k, plan)
+    side = divisor(plan.tiles, held)
+    with (T.parallel(_tasks(fmt, n, acts.k, plan)) as task, T.serial(token_tiles(state, m, acts.p)) as token_tile,
+          T.serial(held // side) as step):
+        tiles = [T.Bind(task * held + step * side + t) for t in range(side)]
 
-        def epilogue(i, row, x):
-            token, column = token_tile * acts.p + i, tile * ROWS + row
+        def epilogue(i, t, row, x):
+            token, column = token_tile * acts.p + i, tiles[t] * ROWS + row
             if bias is not None:
                 x = x + _bias(bias, column, n, isa.lanes)
             if residual is not None:
                 x = residual[token, at(column, isa.lanes)] + x
             store(Y, x, token, at(column, isa.lanes))
 
-        emit_tile(fmt, bufs, acts, tile, token_tile, isa, epilogue)
+        emit_tiles(fmt, bufs, acts, tiles, token_tile, plan, isa, epilogue)
 
 
 def check_tiles(m, p):
@@ -199,19 +267,20 @@ def check_tiles(m, p):
         raise ValueError(f"{m} tokens do not make whole tiles of {p}")
 
 
-def linear(segments, k, m, p, biases, residual, isa, name):
+def linear(segments, k, m, p, biases, residual, isa, name, plan=None):
     """PrimFunc (state, A, S | X, planes of segment 0, [bias f32 [n]], planes of segment 1, ..., [R f32 [m, npad]], Y_0 f32 [m, npad], ...).
 
     segments: list of (format name or Format, n), all int8 or all float; they share the activations (q, k and v of a layer) and the launch.
     p: tokens of an activation tile, a divisor of m (1 in decode). biases: one flag per segment. residual: Y = R + result, for one segment.
     With m > 1, only the tiles that hold the first state[1] tokens are computed. npad = n rounded up to a multiple of 16; the columns from n
-    on hold no meaning. ValueError for segments that cannot share a launch.
+    on hold no meaning. plan: of `default_plan`'s type; None: that one. ValueError for segments that cannot share a launch.
     """
     segments = [(lookup(fmt), n) for fmt, n in segments]
     kinds = {fmt.kind for fmt, _ in segments}
     check_tiles(m, p)
     if len(kinds) != 1 or len(biases) != len(segments) or (residual and len(segments) > 1):
         raise ValueError(f"segments {[(f.name, n) for f, n in segments]}, biases {biases}, residual {residual} do not make one launch")
+    plan = plan or default_plan(isa, m, p)
     padded = [-(-n // ROWS) * ROWS for _, n in segments]
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
@@ -225,8 +294,8 @@ def linear(segments, k, m, p, biases, residual, isa, name):
         outputs = [T.arg(f"Y{i}", T.buffer((m, n), "float32")) for i, n in enumerate(padded)]
         acts = emit_acts(params, p, k)
         # loops of one launch of the thread pool; a loop of one step is none to TVM, and would run in every thread
-        together = len(segments) > 1 and all(_tasks(fmt, n, k, m) > 1 for fmt, n in segments)
+        together = len(segments) > 1 and all(_tasks(fmt, n, k, plan) > 1 for fmt, n in segments)
         with T.attr(T.int32(0), "pragma_parallel_launch_point", 1) if together else nullcontext():
             for (fmt, n), (bufs, bias), Y in zip(segments, weights, outputs, strict=True):
-                _emit_segment(fmt, n, bufs, bias, R, Y, acts, state, m, isa)
+                _emit_segment(fmt, n, bufs, bias, R, Y, acts, state, m, plan, isa)
     return ir.get()

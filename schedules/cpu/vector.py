@@ -84,10 +84,11 @@ def local(*shape, dtype="float32"):
     return T.alloc_buffer(shape, dtype)
 
 
-def prefetch(buf, *index, ahead=0):
-    """Asks for the cache line that holds the element `ahead` elements beyond buf[index]; it may lie outside the buffer."""
+def prefetch(buf, *index, ahead=0, near=3):
+    """Asks for the cache line that holds the element `ahead` elements beyond buf[index]; it may lie outside the buffer. near: LLVM's
+    locality, 3: into all caches, 0: into the nearest only."""
     where = (*index[:-1], index[-1] + ahead)
-    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(buf[where]), T.int32(0), T.int32(3), T.int32(1)))
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(buf[where]), T.int32(0), T.int32(near), T.int32(1)))
 
 
 def reduce(op, x):

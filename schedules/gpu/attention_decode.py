@@ -2,13 +2,14 @@
 
 In: the token's q, k, v rows as the projections left them (or queries that `rope_kv_write.py` rotated), and the caches of that module. Out:
 the heads' outputs in an activation layout of `quantize.py`. A workgroup has a KV head and a split of its live keys; it rotates the group's
-queries into LDS itself. A wave works through steps of 64 keys and keeps its own softmax (`attention_rows.py`), so nothing waits in the
-loop; K and V are loaded once for the whole group. The waves join through LDS at the end.
+queries into LDS itself. A wave works through steps of 32 or 64 keys and keeps its own softmax (`attention_rows.py`), so nothing waits in
+the loop; K and V are loaded once for the whole group. The waves join through LDS at the end.
 
-Splits join in device memory. The one that arrives last, by an atomic counter, joins them all: no second launch. A split's results go out
-as volatile stores, which are complete, beyond the caches that workgroups do not share, before the counter moves. The last one's loads have
-addresses that depend on what the counter returned, so neither compiler nor hardware can start them early; their cache lines belong to one
-split each and nothing reads them earlier in the launch, so no cache holds an old copy.
+Splits join in device memory. The one that arrives last, by an atomic counter, joins them all: no second launch. (On Vulkan a split that
+is alone stores the output itself.) A split's results go out as volatile stores, which are complete, beyond the caches that workgroups do
+not share, before the counter moves. The last one's loads have addresses that depend on what the counter returned, so neither compiler nor
+hardware can start them early; their cache lines belong to one split each and nothing reads them earlier in the launch, so no cache holds
+an old copy. On Vulkan both buffers are coherent, and a memory barrier stands before the counter moves and after it was read.
 
 The token's own key and value never come from the cache: they are where the first wave's softmax starts.
 """
@@ -29,7 +30,7 @@ from mlc_amd.schedules.gpu.rope_kv_write import Rope, cache_shapes, query_scale,
 
 # family: (most threads of a workgroup, workgroups per compute unit that a long context is split into, splits whose results are loaded at
 # once); others DEFAULT_PLAN
-PLANS = {"nvidia": (256, 2, 16)}
+PLANS = {"nvidia": (128, 2, 32)}
 DEFAULT_PLAN = (128, 2, 8)
 MOST = 32                       # splits
 LINE = 32                       # float32 of a cache line
@@ -102,6 +103,12 @@ def attention_decode(heads, kv_heads, d, ctx, act_out, arch, name, rope: Rope | 
                 queries = T.alloc_buffer((group, d), query_dtype(arch), scope="shared")
                 rows = rows_of(arch, group, d, lane, wave, splits.waves, splits.step)
                 rows.start()
+                stream = T.Bind(split * splits.waves + wave)
+                streams = splits.count * splits.waves
+                ahead = arch.api == "vulkan" and rows.ahead
+                if ahead:
+                    # while the queries are on their way, too
+                    rows.load_keys(Kc, kv, T.Bind(T.min(stream * splits.step, T.int32(ctx - splits.step))))
                 if rope:
                     own_key = T.alloc_buffer((d,), query_dtype(arch), scope="shared")
                     _rotate(arch, splits, (Q, K, QN, KN, CS), rope, (queries, own_key), kv, position, wave, lane)
@@ -110,10 +117,11 @@ def attention_decode(heads, kv_heads, d, ctx, act_out, arch, name, rope: Rope | 
                         _start_with_own(rows, queries, own_key, V, kv)
                 else:
                     _load_queries(splits, Qo, queries, kv, wave * arch.wave + lane)
-                stream = T.Bind(split * splits.waves + wave)
-                streams = splits.count * splits.waves
                 with T.serial(T.max((steps - stream + streams - 1) // streams, T.int32(0))) as i:
-                    rows.step(Kc, Vc, kv, T.Bind((stream + i * streams) * splits.step), queries, lambda r: end, T.Bind(state[3] & i))
+                    place = T.Bind(stream + i * streams)
+                    # the step after this one; the last one loads something that nobody looks at
+                    following = {"following": T.Bind(T.min(place + streams, steps - 1) * splits.step)} if ahead else {}
+                    rows.step(Kc, Vc, kv, T.Bind(place * splits.step), queries, lambda r: end, T.Bind(state[3] & i), **following)
                 if rope:
                     with T.If(first & (state[0] == position)), T.Then():
                         store_key(Kc, kv, position, rotated(arch, K, 0, kv * d, CS, position, KN, lane, d, rope))

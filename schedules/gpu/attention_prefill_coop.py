@@ -60,8 +60,8 @@ class Tile:
 NARROW, ANY = 64, 1 << 30
 TILES = {
     "nvidia": ((NARROW, Tile(waves=8)), (ANY, Tile(keys=32))),
-    "rdna3": ((ANY, Tile(keys=32)),),
-    "rdna4": ((ANY, Tile(keys=32)),),
+    "rdna3": ((NARROW, Tile(keys=32)), (ANY, Tile(waves=8, keys=16))),
+    "rdna4": ((NARROW, Tile(keys=32)), (ANY, Tile(waves=8, keys=16))),
 }
 OTHERS = ((ANY, Tile(keys=32)),)
 

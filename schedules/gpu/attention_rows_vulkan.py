@@ -15,10 +15,11 @@ from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier, exp2, fma, halves
 from mlc_amd.schedules.gpu.rope_kv_write import KEYS, UNIT
 
 # family: loads of 16 bytes that a lane has under way; others MEDIUM_LOADS. Few loads make little code.
-LOADS = {"nvidia": 32, "generic": 4}
-MEDIUM_LOADS = 16
+LOADS = {"nvidia": 16, "generic": 4}
+MEDIUM_LOADS = 8
 # family: keys of a step for one token; others STEP
 STEPS = {"nvidia": 32}
+AHEAD = ("nvidia",)             # families with registers for the next step's keys
 OTHER_BYTES = 1 << 10           # of shared memory for what is small and of a fixed size
 SPLITS = 32                     # most splits whose weights lie in shared memory
 
@@ -82,13 +83,29 @@ class VulkanRows:
             for x in range(self.columns):
                 put(self.out, T.float32(0), r * self.columns + x)
 
-    def step(self, Kc, Vc, kv, key0, queries, end, zero):
-        """Takes in the step's keys, key0 .. queries: [count, d] in shared memory; end(r): row r sees the keys before it. zero: unused."""
+    @property
+    def ahead(self) -> bool:
+        """Whether `load_keys` may be called before `step`: a step's keys are one batch of loads, and stay in registers for long."""
+        return self.arch.family in AHEAD and self.key_batch == self.d // UNIT
+
+    def load_keys(self, Kc, kv, key0, first=0):
+        """Loads the units first .. of the keys from key0 on, a batch."""
         keys = [T.Bind(key0 + j * self.arch.wave + self.lane) for j in range(self.keys)]
-        self._score(Kc, kv, keys, queries)
+        for c in range(self.key_batch):
+            for j, key in enumerate(keys):
+                unit = Kc[kv, T.shift_right(key, T.int32(5)), first + c, key & (KEYS - 1), at(0, UNIT)]
+                put(self.key, T.reinterpret("uint32x4", unit), at((c * self.keys + j) * WORDS, WORDS))
+
+    def step(self, Kc, Vc, kv, key0, queries, end, zero, following=None):
+        """Takes in the step's keys, key0 .. queries: [count, d] in shared memory; end(r): row r sees the keys before it. zero: unused.
+        following: the first key of the next step, if this one's are loaded already."""
+        keys = [T.Bind(key0 + j * self.arch.wave + self.lane) for j in range(self.keys)]
+        self._score(Kc, kv, key0, queries, following is not None)
         batches = self.step_keys // UNIT // self.batch
         if batches == 1:
             self._load_values(Vc, kv, key0, 0)
+        if following is not None:
+            self.load_keys(Kc, kv, following)
         self._weigh([[key < end(r) for key in keys] for r in range(self.count)])
         wave_barrier()
         if batches == 1:
@@ -99,15 +116,13 @@ class VulkanRows:
                 self._add_values(b * self.batch)
         wave_barrier()
 
-    def _score(self, Kc, kv, keys, queries):
+    def _score(self, Kc, kv, key0, queries, loaded):
         with T.serial(self.count) as r:
             for j in range(self.keys):
                 put(self.scores, T.float32(0), r * self.keys + j)
         with T.serial(self.d // UNIT // self.key_batch) as b:
-            for c in range(self.key_batch):
-                for j, key in enumerate(keys):
-                    unit = Kc[kv, T.shift_right(key, T.int32(5)), b * self.key_batch + c, key & (KEYS - 1), at(0, UNIT)]
-                    put(self.key, T.reinterpret("uint32x4", unit), at((c * self.keys + j) * WORDS, WORDS))
+            if not loaded:
+                self.load_keys(Kc, kv, key0, b * self.key_batch)
             for c in range(self.key_batch):
                 reals = self._reals(self.key, c * self.keys, self.keys)
                 with T.serial(self.count) as r:

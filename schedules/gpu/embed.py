@@ -8,7 +8,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.device import launch
-from mlc_amd.schedules.gpu.norm import live_tokens, threads_of
+from mlc_amd.schedules.gpu.norm import live_tokens
 from mlc_amd.schedules.gpu.planes import decode, planes
 
 
@@ -17,7 +17,7 @@ def embed(fmt, vocab, k, m, arch, name) -> tirx.PrimFunc:
 
     Token numbers outside the vocabulary read its first or last row (nothing out of bounds). UserError when the format does not allow k.
     """
-    threads = threads_of(arch)
+    threads = arch.threads
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})

@@ -37,27 +37,51 @@ class CoopTile:
     span: int = 1
 
 
-# tokens: tiles from the largest on; `choose` takes the first one that gives the GPU enough workgroups. Few tokens: few rows, or too few
-# workgroups to fill the GPU, and many columns, so that enough bytes of weights are on their way.
+# (whether AMD's, most tokens of a tile): tiles with how fast a compute unit works on them, for one weight and for two, as far as that is
+# known: TFLOP/s of an H200 if all of its units have equal work. Few tokens: many columns, so that enough bytes of weights are on their way.
 TILES = {
-    128: (CoopTile(128, 128, 64, 2, 2), CoopTile(128, 64, 64, 2, 2), CoopTile(64, 64, 64, 2, 2)),
-    64: (CoopTile(64, 64, 64, 2, 2), CoopTile(64, 32, 128, 2, 1, 2)),
-    32: (CoopTile(32, 32, 256, 1, 2, 2),),
-    16: (CoopTile(16, 32, 256, 1, 2, 2), CoopTile(16, 16, 256, 1, 1, 4)),
+    (False, 128): (
+        (CoopTile(128, 128, 64, 2, 2), (285, 318)),
+        (CoopTile(256, 64, 64, 4, 1), (265, 275)),
+        (CoopTile(128, 96, 64, 2, 2), (270, 250)),
+        (CoopTile(128, 64, 64, 2, 1), (265, 268)),
+        (CoopTile(64, 64, 64, 2, 2), (165, 165)),
+    ),
+    (True, 128): (
+        (CoopTile(128, 128, 32, 2, 2), (100, 100)),
+        (CoopTile(128, 64, 64, 2, 2), (90, 90)),
+        (CoopTile(64, 64, 64, 2, 2), (70, 70)),
+    ),
+    (False, 64): (
+        (CoopTile(64, 32, 128, 2, 2), (90, 80)),
+        (CoopTile(64, 128, 64, 2, 2), (50, 190)),
+        (CoopTile(64, 64, 64, 2, 2), (45, 100)),
+    ),
+    (False, 32): ((CoopTile(32, 32, 256, 1, 2, 2), (100, 100)),),
+    (False, 16): (
+        (CoopTile(16, 16, 512, 1, 1, 4), (45, 30)),
+        (CoopTile(16, 64, 128, 1, 2, 2), (30, 68)),
+        (CoopTile(16, 16, 256, 1, 1, 4), (36, 55)),
+    ),
 }
 
 
 def choose(arch, formats, m, k, rows, weights=1):
     """The default CoopTile for m tokens, k columns and `rows` rows altogether of weights in these formats, `weights` of which share the
-    accumulators (gate and up: 2). ValueError unless m is a multiple of 16 and k of 32."""
-    tokens = next((t for t in TILES if m % t == 0), None)
+    accumulators (gate and up: 2): the one with which the unit that has most to do is done first. ValueError unless m is a multiple of 16
+    and k of 32."""
+    tokens = next((t for t in (128, 64, 32, 16) if m % t == 0), None)
     if tokens is None or k % BLOCK:
         raise ValueError(f"{m} tokens of {k} columns are no tiles of 16 x {BLOCK}")
-    shaped = [found for tile in TILES[tokens] if (found := _fit(tile, arch, formats, k, weights))]
-    if not shaped:
+    times = {}
+    for tile, speeds in TILES.get((arch.amd, tokens), TILES[False, tokens]):
+        found = _fit(tile, arch, formats, k, weights) if m % tile.tokens == 0 else None
+        if found:
+            workgroups = m // found.tokens * -(-rows // found.rows)
+            times.setdefault(found, -(-workgroups // arch.units) * found.tokens * found.rows / speeds[weights - 1])
+    if not times:
         raise ValueError(f"{arch.name} has no tile for {m} tokens: matrices of {arch.fragment}, {arch.lds} bytes of shared memory")
-    enough = (tile for tile in shaped if m // tile.tokens * -(-rows // tile.rows) * 4 >= arch.units * 3)
-    return next(enough, shaped[-1])
+    return min(times, key=times.get)
 
 
 def _fit(tile, arch, formats, k, weights):

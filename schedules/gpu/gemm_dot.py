@@ -47,6 +47,7 @@ class _RegisterTile:
     """What both kinds of arithmetic share. Use as `gemm_matrix.MatrixGemm`."""
     width: int          # elements of an LDS row
     dtype: str          # of LDS rows
+    factors = 0         # bytes of scales and the like beside an LDS row
     rows_side_by_side = LANES   # rows that neighbouring lanes hold in the epilogue, one each
 
     def __init__(self, arch, tile, k, weights=1):
@@ -97,6 +98,11 @@ class _RegisterTile:
             else:
                 store()
 
+    @property
+    def lds_bytes(self) -> int:
+        """Of LDS, without what an epilogue takes."""
+        return (self.tile.tokens + self.weights * self.tile.rows) * (self.ld * 4 + self.factors)
+
     def _sum(self, weight, token, row):
         return (weight * self.token_count + token) * self.row_count + row
 
@@ -119,7 +125,7 @@ class _RegisterTile:
 
 class DotGemm(_RegisterTile):
     """int8 formats; activations (A seen as int32 [m, K/32, 8], S float32 [m, K/32, 4])."""
-    width, dtype = QUADS, "int32"
+    width, dtype, factors = QUADS, "int32", 4 * FIELDS
 
     def allocate(self, thread):
         super().allocate(thread)

@@ -8,7 +8,7 @@ lane shuffles at the end. A group of lanes works on several rows at once, which 
 but the block of results that `gate_up_swiglu` quantizes. Memory bound: what counts is that enough 128-bit loads are under way.
 """
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -53,11 +53,12 @@ PLANS = {
     "nvidia": Plan(rows=2, waves=1, lanes=32, unroll=4),
     "generic": Plan(rows=4, waves=4, lanes=64, unroll=1),
 }
+GATE_UP_PLANS = PLANS | {"nvidia": Plan(rows=4, waves=8, lanes=32, unroll=2)}
 
 
-def default_plan(arch, rows: int) -> Plan:
+def default_plan(arch, rows: int, plans=PLANS) -> Plan:
     """The plan for `rows` rows in all: the arch's, with fewer rows at once where there would be too few groups to fill the GPU."""
-    plan = PLANS[arch.family]
+    plan = plans[arch.family]
     while plan.rows > 1 and rows // plan.rows < FULL * arch.units:
         plan = replace(plan, rows=plan.rows // 2)
     return plan
@@ -295,6 +296,14 @@ def _emit_segment(fmt, n, views, bias, residual, Y, acts, split, workgroup, lane
             T.buffer_store(Y, total, [0, row + i])
 
 
+def linear_plans(segments, k, arch, plan=None):
+    """(plan, split) of each segment [(Format, n)] as `linear` uses them: two lists. Two plans that give the same make the same kernel."""
+    plan = plan or default_plan(arch, sum(padded(n) for _, n in segments))
+    plan = replace(plan, waves=min(plan.waves, arch.threads // arch.wave))
+    plans = [_fit(plan, [fmt], k, arch) for fmt, _ in segments]
+    return plans, [_split(fmt, n, k, fitted, arch) for (fmt, n), fitted in zip(segments, plans, strict=True)]
+
+
 def linear(segments, k, m, act_in, biases, residual, arch, name, plan=None):
     """PrimFunc (state, A, S | X, planes of segment 0, [bias f32 [n]], planes of segment 1, ..., [R f32 [1, npad]], Y_0 f32 [1, npad], ...).
 
@@ -306,10 +315,8 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, plan=None):
     _check([fmt for fmt, _ in segments], m, act_in, "linear")
     if len(biases) != len(segments) or (residual and len(segments) > 1):
         raise ValueError(f"segments {[(f.name, n) for f, n in segments]}, biases {biases}, residual {residual} do not make one launch")
-    plan = plan or default_plan(arch, sum(padded(n) for _, n in segments))
-    plan = replace(plan, waves=min(plan.waves, arch.threads // arch.wave))
-    plans = [_fit(plan, [fmt], k, arch) for fmt, _ in segments]
-    splits = [_split(fmt, n, k, fitted, arch) for (fmt, n), fitted in zip(segments, plans, strict=True)]
+    plans, splits = linear_plans(segments, k, arch, plan)
+    plan = plans[0]
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
@@ -332,6 +339,15 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, plan=None):
     return ir.get()
 
 
+def gate_up_plan(fmts, f, k, arch, plan=None) -> Plan:
+    """The plan as `gate_up_swiglu` uses it: two plans that give the same make the same kernel."""
+    plan = _fit(plan or default_plan(arch, f, GATE_UP_PLANS), fmts, k, arch, weights=2)
+    # all of a workgroup's groups of lanes have rows
+    lanes = max(lanes_of(units_of(fmts, k), min(plan.lanes, arch.wave)), arch.wave // BLOCK)
+    waves = min(arch.threads // arch.wave, BLOCK * lanes // arch.wave)
+    return Plan(min(plan.rows, BLOCK * lanes // (waves * arch.wave)), waves, lanes, plan.unroll)
+
+
 def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, plan=None):
     """PrimFunc (state, A, S | X, planes of gate, planes of up, then A_out, S_out | H_out | Y of [1, f] in the layout act_out).
 
@@ -342,12 +358,8 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, plan=
     _check(fmts, m, act_in, "gate_up_swiglu")
     if f % BLOCK:
         raise ValueError(f"a feed-forward layer of {f} columns does not make whole blocks of {BLOCK}")
-    plan = _fit(plan or default_plan(arch, f), fmts, k, arch, weights=2)
-    # all of a workgroup's groups of lanes have rows
-    lanes = max(lanes_of(units_of(fmts, k), min(plan.lanes, arch.wave)), arch.wave // BLOCK)
-    waves = min(arch.threads // arch.wave, BLOCK * lanes // arch.wave)
+    rows, waves, lanes, unroll = astuple(gate_up_plan(fmts, f, k, arch, plan))
     groups = waves * arch.wave // lanes
-    rows = min(plan.rows, BLOCK // groups)
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
@@ -363,7 +375,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, plan=
             with T.serial(BLOCK // (groups * rows)) as turn:
                 row = T.Bind((turn * groups + group) * rows)
                 strips = [Strip(fmt, bufs, block * BLOCK + row + i) for fmt, bufs in zip(fmts, views, strict=True) for i in range(rows)]
-                sums = emit_rows(strips, acts, part, lanes, plan.unroll, arch)
+                sums = emit_rows(strips, acts, part, lanes, unroll, arch)
                 with T.If(part == 0), T.Then():
                     for i, total in enumerate(sums):
                         T.buffer_store(made, total, [i // rows, row + i % rows])

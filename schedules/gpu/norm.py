@@ -16,13 +16,7 @@ from mlc_amd.schedules.gpu.load import lane_of
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, columns, emit_store
 
-THREADS = 256                   # of a workgroup, where the arch allows so many
 MOST_STEPS = 8                  # whose columns stay in registers; on Vulkan, where workgroups may be small, rows of more are read twice
-
-
-def threads_of(arch) -> int:
-    """Threads of a workgroup, of which each takes WIDTH columns at once."""
-    return min(THREADS, arch.threads)
 
 
 def live_tokens(state, m):
@@ -43,7 +37,7 @@ def _load(buf, *index):
 
 def _column(arch, k, thread, step):
     """(first column, live) of this thread in that step; live is None where all threads have columns. Others get the last ones."""
-    width = threads_of(arch) * WIDTH
+    width = arch.threads * WIDTH
     column = step * width + thread * WIDTH
     if k % width == 0 or (isinstance(step, int) and (step + 1) * width <= k):
         return T.Bind(column), None
@@ -65,7 +59,7 @@ def _workgroup_sum(arch, total, part, wave, lane):
         T.buffer_store(part, total, [wave])
     barrier()
     total = part[0]
-    for i in range(1, threads_of(arch) // arch.wave):
+    for i in range(1, arch.threads // arch.wave):
         total = total + part[i]
     return T.Bind(total)
 
@@ -86,7 +80,7 @@ def rms_norm(k, m, eps, act_out, row, arch, name) -> tirx.PrimFunc:
     """
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
-    out_m, waves = m if row == "all" else 1, threads_of(arch) // arch.wave
+    out_m, waves = m if row == "all" else 1, arch.threads // arch.wave
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
@@ -97,7 +91,7 @@ def rms_norm(k, m, eps, act_out, row, arch, name) -> tirx.PrimFunc:
             part = T.alloc_buffer((waves,), "float32", scope="shared")
             with if_live(state, out_m, token):
                 source = token if row == "all" else T.Bind(live_tokens(state, m) - 1)
-                thread, count = wave * arch.wave + lane, -(-k // (threads_of(arch) * WIDTH))
+                thread, count = wave * arch.wave + lane, -(-k // (arch.threads * WIDTH))
                 if arch.api == "rocm" or count <= MOST_STEPS:
                     steps = [_column(arch, k, thread, i) for i in range(count)]
                     x = [_load(X, source, column) for column, _ in steps]
@@ -130,7 +124,7 @@ def quantize(k, m, act_out, arch, name) -> tirx.PrimFunc:
         raise ValueError(f"nothing to convert to the layout {act_out!r}")
     if k % BLOCK:
         raise UserError(f"activations need a multiple of {BLOCK} columns, not {k}; use a float weight format for this layer")
-    threads = threads_of(arch)
+    threads = arch.threads
     step = threads * WIDTH
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)

@@ -106,6 +106,7 @@ PROFILES = {
 # RDNA and Vega GPUs by their gfx name or product: the profile that fits.
 FAMILY_PROFILES = {"rdna2": "rdna2", "rdna3": "rdna3", "rdna4": "rdna4", "gcn5": "gfx90c", "rdna1": "rdna2:dot=none"}
 ALIASES = {alias: profile.name for profile in PROFILES.values() for alias in profile.products}
+WAVES = ("8", "16", "32", "64")     # eight lanes share a block of activations; of 64 keys each lane has one or more
 DOTS = {"none": "", "dot4": "dot4"}
 
 
@@ -139,7 +140,7 @@ def _changed(profile: Profile, change: str, name: str) -> Profile:
         changed = replace(profile, matrix="")
     elif key == "matrix" and re.fullmatch(r"\d+x\d+x\d+", value):
         changed = replace(profile, matrix="coop", fragment=tuple(int(n) for n in value.split("x")))
-    elif key == "wave" and value in ("4", "8", "16", "32", "64", "128"):
+    elif key == "wave" and value in WAVES:
         changed = replace(profile, wave=int(value))
     elif key == "dot" and value in DOTS:
         changed = replace(profile, dot=DOTS[value])

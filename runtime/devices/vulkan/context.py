@@ -5,6 +5,7 @@ is put on `held` and returned in reverse order when that closes.
 """
 
 import ctypes
+import time
 from contextlib import ExitStack
 
 from mlc_amd.runtime.devices.vulkan import api
@@ -18,6 +19,9 @@ WANTED = {
     "computeFullSubgroups", "cooperativeMatrix",
 }  # fmt: skip
 SLICE = 10**9  # ns of one wait: Ctrl-C is noticed between them
+# Seconds that the host asks again and again before it sleeps. To be woken takes 50 to 150 us, much of a fast GPU's token; where GPU and CPU
+# share one chip's power, asking would slow the GPU down.
+POLL, POLL_UNIFIED = 0.01, 0.0
 
 
 class Context:
@@ -102,8 +106,10 @@ class Context:
         calls, device, fences = self.calls, self.device, self._fences
         if not self._busy:
             return
-        while calls.vkWaitForFences(device, 1, fences, 1, SLICE) == api.TIMEOUT:
-            pass
+        timeout, until = 0, time.perf_counter() + (POLL_UNIFIED if self.gpu.unified else POLL)
+        while calls.vkWaitForFences(device, 1, fences, 1, timeout) == api.TIMEOUT:
+            if not timeout and time.perf_counter() > until:
+                timeout = SLICE
         calls.vkResetFences(device, 1, fences)
         self._busy = False
 

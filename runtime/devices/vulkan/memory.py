@@ -74,11 +74,13 @@ class Memory:
     def __init__(self, context: Context):
         self.context, self.gpu = context, context.gpu
         self.limit = min(self.gpu.limits["allocation"], self.gpu.limits["buffer"])
+        self._used = [0] * len(self.gpu.heaps)
         self._staging: list[tuple[Block, int]] = []  # with the command buffer that copies from it
 
     def free(self) -> list[int]:
         """Bytes of each heap that this process may still take."""
-        return self.context.instance.budget(self.context.physical, self.context.budget)[1]
+        found = self.context.instance.budget(self.context.physical, self.context.budget)[1]
+        return found if self.context.budget else [size - used for size, used in zip(found, self._used, strict=True)]
 
     def block(self, nbytes: int, kind: str) -> Block:
         """OutOfMemory when it fits nowhere."""
@@ -92,7 +94,8 @@ class Memory:
         calls.vkGetBufferMemoryRequirements(device, buffer, ctypes.byref(needs))
         flags = api.AllocateFlagsInfo(flags=api.ALLOCATE_DEVICE_ADDRESS)
         for index in self._types(KINDS[kind][self.gpu.unified], needs.memoryTypeBits):
-            if self.context.budget and free[self.gpu.memory[index][1]] < needs.size:
+            kind_flags, heap = self.gpu.memory[index]
+            if free[heap] < needs.size:
                 continue
             info = api.AllocateInfo(next=flags, allocationSize=needs.size, memoryTypeIndex=index)
             try:
@@ -101,8 +104,9 @@ class Memory:
                 if e.code not in api.NO_MEMORY:
                     raise
                 continue
+            self._used[heap] += needs.size
             calls.vkBindBufferMemory(device, buffer, memory, 0)
-            return self._made(buffer, memory, nbytes, self.gpu.memory[index][0], kind != "device" or self.gpu.unified)
+            return self._made(buffer, memory, nbytes, kind_flags, kind != "device" or self.gpu.unified)
         raise OutOfMemory(nbytes, max(free))
 
     def _types(self, wanted: tuple[int, ...], allowed: int) -> list[int]:
@@ -139,11 +143,11 @@ class Memory:
         if block.host is not None:
             ctypes.memmove(block.host + offset, source.ctypes.data, source.nbytes)
             return
+        if not self._staging:
+            self._staging = [(self.block(CHUNK, "staging"), self.context.command_buffer()) for _ in range(2)]
         for at in range(0, source.nbytes, CHUNK):
-            if len(self._staging) < 2:
-                self._staging.append((self.block(CHUNK, "staging"), self.context.command_buffer()))
             count, (staging, commands) = min(CHUNK, source.nbytes - at), self._staging[0]
-            self._staging.reverse()
+            self._staging.reverse()  # the next chunk goes to the other one
             ctypes.memmove(staging.host, source.ctypes.data + at, count)  # while the GPU copies the chunk before
             self._copy(commands, staging, block, offset + at, count)
 

@@ -1,0 +1,280 @@
+"""Builds candidates: a workload and a plan -> a folder with the kernel's code and all that measuring it takes, as
+runtime/measure/candidate.py describes it.
+
+`build` does it here; `Builder` in worker processes, which import TVM once: a build that crashes, hangs or takes too much memory costs its
+candidate only. Run as a program, this module is such a worker.
+"""
+
+import functools
+import hashlib
+import importlib
+import json
+import os
+import re
+import resource
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+from queue import SimpleQueue
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.host import available_threads
+from mlc_amd.runtime.measure.candidate import Candidate, write
+from mlc_amd.runtime.measure.child import Child, Died, serve
+
+MODULE = "mlc_amd.compiler.tuning.build"
+TIMEOUT = 180.0  # seconds of one build
+MEMORY = 8 << 30  # bytes of address space that a worker may take
+KERNEL = "kernel"
+TARGETS = {"cpu": "cpu.CpuTarget", "rocm": "rocm_target.RocmTarget", "vulkan": "vulkan_target.VulkanTarget"}
+DEPTHS = {True: (512, 4096), False: (0, 2048)}  # tokens in the cache when attention is timed: decoding, prefill
+
+# Parameters by operator: name -> role (see candidate.py); what none of these names matches is an output.
+_COMMON = {"state": "state"}
+_ACTS = {"A|S|X|H": "input"}
+_HEADS = {"Q|K|V|Qo": "input", "QN|KN|CS": "weight", "Kc|Vc": "cache"}
+_JOIN = {"Parts": "work", "Arrived": "zero"}
+ROLES = {
+    "linear": _ACTS | {r"W\d+_.*|bias\d+": "weight", "R": "input"},
+    "gate_up_swiglu": _ACTS | {r"[GU]_.*": "weight"},
+    "rms_norm": {"X": "input", "G": "weight"},
+    "quantize": {"X": "input"},
+    "embed": {"tokens": "input", "[^X].*": "weight"},
+    "rope_kv_write": {"Q|K|V": "input", "QN|KN|CS": "weight", "Kc|Vc": "cache"},
+    "attention": _HEADS | _JOIN,
+    "rope_attention": _HEADS | _JOIN,
+}
+
+
+@functools.lru_cache(maxsize=8)
+def target(kind: str, arch: str):
+    """The target of that name."""
+    module, _, name = TARGETS[kind].partition(".")
+    return getattr(importlib.import_module(f"mlc_amd.compiler.codegen.{module}"), name)(arch)
+
+
+def make(workload, plan, kind: str, arch: str):
+    """The kernel of a workload with a plan, None: the untuned one. What a builder refuses is a ValueError or a UserError."""
+    options = {} if plan is None else {"plan": plan}
+    return getattr(target(kind, arch), f"make_{workload.op}")(**workload.args, name=KERNEL, **options)
+
+
+def build(workload, plan, kind: str, arch: str, folder: Path) -> Candidate:
+    """Compiles a candidate into `folder`, which is made. plan: a plan's dataclass, None: the untuned kernel. Besides what `make` raises,
+    ValueError for a kernel that the arch cannot run."""
+    func = make(workload, plan, kind, arch)
+    folder.mkdir(parents=True, exist_ok=True)
+    params = [_param(workload, kind, parameter) for parameter in func.params]
+    cases = _cases(workload, params)
+    means = {key: sum(case[key] for case in cases) / len(cases) for key in ("bytes", "flops")}
+    code = _COMPILERS[kind](func, target(kind, arch).arch, folder)
+    about = {"workload": json.loads(workload.text), "plan": None if plan is None else asdict(plan), "api": kind, "arch": arch}
+    return write(folder, about | code | {"params": params, "cases": cases} | means)
+
+
+# ---- what the kernel takes
+
+
+def _param(workload, kind: str, parameter) -> dict:
+    name, buffer = parameter.name, parameter.ty
+    shape, dtype = [int(extent) for extent in buffer.shape], str(buffer.dtype)
+    roles = _COMMON | ROLES[workload.op]
+    role = next((role for pattern, role in roles.items() if re.fullmatch(pattern, name)), "output")
+    facts = {"name": name, "shape": shape, "dtype": dtype, "role": role}
+    if role == "weight" and (matrix := _matrix(workload, name)):
+        fmt, columns = matrix
+        facts["draw"] = _draws(fmt, columns)[name.rpartition("_")[2]]
+    if name == "tokens":
+        facts["vocab"] = workload.args["vocab"]
+    if workload.op == "linear" and role == "output":
+        facts["columns"] = workload.args["segments"][int(name[1:])][1]
+    return facts
+
+
+def _matrix(workload, name: str) -> tuple[str, int] | None:
+    """(format, columns) of the matrix that a plane belongs to; None for vectors."""
+    args = workload.args
+    if workload.op == "linear" and (found := re.match(r"W(\d+)_", name)):
+        return args["segments"][int(found[1])][0], args["k"]
+    if workload.op == "gate_up_swiglu" and name[:2] in ("G_", "U_"):
+        return args["gate" if name[0] == "G" else "up"], args["k"]
+    return (args["fmt"], args["k"]) if workload.op == "embed" else None
+
+
+@functools.lru_cache(maxsize=64)
+def _draws(fmt: str, columns: int) -> dict[str, list]:
+    from mlc_amd.compiler.quant.draws import draws
+
+    return draws(fmt, columns)
+
+
+def _nbytes(param: dict) -> int:
+    return functools.reduce(int.__mul__, param["shape"], 1) * {"8": 1, "16": 2, "32": 4}[re.search(r"(8|16|32)$", param["dtype"])[0]]
+
+
+def _cases(workload, params: list[dict]) -> list[dict]:
+    """The states that a kernel is timed in, and what it must do there."""
+    args = workload.args
+    m = args.get("m", 1)
+    positions = [0]
+    if "attention" in workload.op:
+        most = args["ctx"] - m
+        positions = list(dict.fromkeys(min(depth, most) for depth in DEPTHS[m == 1]))
+    elif workload.op == "rope_kv_write":
+        positions = [min(DEPTHS[True][0], args["ctx"] - m)]
+    return [_case(workload, params, position, m) for position in positions]
+
+
+def _case(workload, params, position: int, m: int) -> dict:
+    """Bytes: weights, activations in and out, and the live part of the cache. Of a table that is looked up, the rows."""
+    op, args = workload.op, workload.args
+    moved = flops = 0
+    for param in params:
+        share = 1.0 if param["role"] in ("input", "weight", "output") else 0.0
+        if param["role"] == "cache":
+            share = ((position if "attention" in op else 0) + m) / args["ctx"]
+        elif op == "embed" and param["role"] == "weight":
+            share = m / args["vocab"]
+        elif param["name"] == "CS":
+            share = m / args["ctx"]
+        moved += share * _nbytes(param)
+    if op == "linear":
+        flops = 2 * m * args["k"] * sum(n for _, n in args["segments"])
+    elif op == "gate_up_swiglu":
+        flops = 2 * m * args["k"] * 2 * args["n"]
+    elif "attention" in op:
+        flops = 4 * args["heads"] * args["d"] * sum(position + i + 1 for i in range(m))
+    return {"name": f"d{position}", "state": [position, m, 0, 0], "bytes": moved, "flops": flops}
+
+
+# ---- code
+
+
+def _spirv(func, profile, folder: Path) -> dict:
+    from mlc_amd.compiler.codegen.spirv import compile_spirv
+
+    module = compile_spirv({KERNEL: func}, profile)
+    (function,) = module.functions.values()
+    steps, place = [], 0
+    with open(folder / "kernel.spv", "wb") as file:
+        for launch in function.launches:
+            made = module.modules[launch.symbol]
+            file.write(made.binary)
+            facts = {"grid": made.grid, "block": made.block, "code": [place, len(made.binary)]}
+            steps.append(asdict(launch) | facts | {"writes": made.writes, "table": made.table})
+            place += len(made.binary)
+    return {"code": "kernel.spv", "steps": steps, "scratch": function.scratch, "needs": profile.needs}
+
+
+def _hsaco(func, arch, folder: Path) -> dict:
+    from mlc_amd.compiler.codegen.rocm import compile_hsaco
+
+    module = compile_hsaco({KERNEL: func}, arch)
+    (function,) = module.functions.values()
+    (folder / "kernel.hsaco").write_bytes(module.hsaco)
+    (folder / "kernel.s").write_text(module.assembly)
+    return {"code": "kernel.hsaco", "steps": [asdict(launch) for launch in function.launches], "scratch": function.scratch, "needs": {}}
+
+
+def _shared_library(func, arch, folder: Path) -> dict:
+    import tvm
+
+    from mlc_amd.compiler.codegen.cpu import link_shared
+
+    path, library = folder / "kernel.o", folder / "kernel.so"
+    tvm.compile(tvm.IRModule({KERNEL: func.with_attr("global_symbol", KERNEL)}), target=arch.target).mod.write_to_file(str(path))
+    link_shared([str(path)], library)
+    path.unlink()
+    steps = [{"symbol": KERNEL, "args": list(range(len(func.params)))}]
+    return {"code": library.name, "steps": steps, "scratch": [], "needs": {"flags": list(arch.flags)}}
+
+
+_COMPILERS = {"vulkan": _spirv, "rocm": _hsaco, "cpu": _shared_library}
+
+
+# ---- in worker processes
+
+
+def folder_name(workload, plan) -> str:
+    """A name for a candidate's folder."""
+    text = json.dumps(None if plan is None else asdict(plan), sort_keys=True)
+    return f"{workload.key}-{'untuned' if plan is None else hashlib.sha256(text.encode()).hexdigest()[:10]}"
+
+
+class Builder:
+    """Worker processes that build candidates of one target and arch into `root`. A context manager.
+
+    workers: default one for each core. timeout: seconds of a build. memory: bytes of a worker.
+    """
+
+    def __init__(self, kind: str, arch: str, root: Path, workers: int | None = None, timeout: float = TIMEOUT, memory: int = MEMORY):
+        self.kind, self.arch, self.root, self.timeout = kind, arch, Path(root), timeout
+        count = workers or available_threads()
+        self._idle: SimpleQueue[Child] = SimpleQueue()
+        self._children = [Child(MODULE, (str(memory),), {"TVM_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}) for _ in range(count)]
+        for child in self._children:
+            self._idle.put(child)
+        self._threads = ThreadPoolExecutor(count)
+
+    def __enter__(self) -> "Builder":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for child in self._children:
+            child.close()
+
+    def build(self, jobs, progress=lambda done, total: None) -> list[tuple[Path | None, str | None]]:
+        """(folder, None) or (None, why not) of each (workload, plan)."""
+        futures = [self._threads.submit(self._one, workload, plan) for workload, plan in jobs]
+        for done, _ in enumerate(as_completed(futures), 1):
+            progress(done, len(futures))
+        return [future.result() for future in futures]
+
+    def _one(self, workload, plan) -> tuple[Path | None, str | None]:
+        folder, kind = self.root / folder_name(workload, plan), type(plan)
+        request = {
+            "workload": json.loads(workload.text),
+            "plan": None if plan is None else [kind.__module__, kind.__qualname__, asdict(plan)],
+            "kind": self.kind,
+            "arch": self.arch,
+            "folder": str(folder),
+        }
+        child = self._idle.get()
+        try:
+            child.send(request)
+            error = child.receive(self.timeout)["error"]
+        except Died as e:
+            error = f"building it {e}"
+        finally:
+            self._idle.put(child)
+        return (None, error) if error else (folder, None)
+
+
+def _handle(request: dict, answer) -> None:
+    from mlc_amd.schedules.tuning.workload import Workload
+
+    plan, error = None, None
+    try:
+        if request["plan"]:
+            module, name, values = request["plan"]
+            plan = getattr(importlib.import_module(module), name)(**values)
+        build(Workload.from_json(request["workload"]), plan, request["kind"], request["arch"], Path(request["folder"]))
+    except (UserError, MemoryError, ValueError, RuntimeError) as e:
+        error = f"{type(e).__name__}: {e}".splitlines()[0]
+    answer({"error": error})
+
+
+def _limit(memory: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    os.nice(5)  # what is measured meanwhile, and the user, come first
+
+
+if __name__ == "__main__":
+    import sys
+
+    _limit(int(sys.argv[1]))
+    serve(_handle)

@@ -1,0 +1,204 @@
+"""Timing the candidates of one workload side by side, under the conditions of a model that runs.
+
+In: a backend (`vulkan.py`, `hip.py`, `cpu.py`) and candidates of one group. Out: for each a result, a dict of JSON values:
+
+    seconds     of a call, the mean over its cases of each case's median
+    runs        the same for each repetition, in their order
+    cases       {case: median seconds}
+    spread      (90th - 10th percentile) / median of the worst case: how sure the number is
+    outliers    repetitions more than OUTLIER beyond the median
+    drift       how far the reference was off its first time when this was measured, where that stayed beyond DRIFT; else 0
+
+Conditions: weights and caches are taken from copies in turn, which together are larger than the last-level cache, so each call finds them
+in memory; a call waits for the one before; the device was busy just before. The first candidate (by custom the untuned kernel) is the
+reference: it is timed again after every few others. When its time has moved, the clocks have, and what came since is timed again.
+
+Backends have: `name`, `facts`, `cache` (bytes to rotate over), `target` (seconds that one repetition should take), and
+
+    open(sizes)                     memory for {key: bytes}, instead of what there was
+    put(key, array), get(key, n)    contents as uint8
+    load(candidates)                a handle or an exception for each
+    bind(handle, candidate, keys)   a call on the buffers of these keys: one for each parameter, then the scratch buffers
+    run(calls)                      seconds on the device's clock for calls that wait for one another
+    close()
+"""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from mlc_amd.runtime.measure.candidate import PRIVATE, ROTATING, WRITTEN, Candidate
+from mlc_amd.runtime.measure.inputs import fill
+
+REPEATS = 7
+FEWER = 3  # repetitions of what is hopeless or takes long
+HOPELESS = 3.0  # times the reference's time
+LONG = 0.5  # seconds of one call
+MOST_CALLS, MOST_COPIES = 2000, 1024
+BUSY = 0.25  # seconds of work before the first timing
+IDLE = 0.05  # seconds after which clocks may have fallen
+CHECK = 8  # candidates between two timings of the reference
+OUTLIER, DRIFT, SPREAD = 0.2, 0.1, 0.1
+
+
+class Bench:
+    """Candidates of one group in memory. `failures`: {number: error} of those that do not load."""
+
+    def __init__(self, backend, candidates: list[Candidate]):
+        self.backend, self.candidates = backend, candidates
+        first = candidates[0]
+        rotating = [p for p in first.params if p.role in ROTATING]
+        shared = [p for p in first.params if p.role not in (*ROTATING, *PRIVATE)]
+        self.copies = _copies(first, rotating, backend.cache)
+        sizes = {(copy, p.name): p.nbytes for copy in range(self.copies) for p in rotating} | {("shared", p.name): p.nbytes for p in shared}
+        for candidate in candidates:
+            for key, nbytes in _private(candidate).items():
+                sizes[key] = max(sizes.get(key, 0), nbytes)
+        backend.open(sizes)
+        self._fill(first.cases[0]["state"], range(self.copies))
+        loaded = backend.load(candidates)
+        self.failures = {i: str(handle) or type(handle).__name__ for i, handle in enumerate(loaded) if isinstance(handle, Exception)}
+        self._handles, self._calls, self._turn, self._current, self._busy_until = loaded, {}, 0, None, 0.0
+
+    def _fill(self, state, copies) -> None:
+        arrays = fill(self.candidates[0], state)
+        for param in self.candidates[0].params:
+            if param.role not in PRIVATE:
+                for where in copies if param.role in ROTATING else ("shared",):
+                    self.backend.put((where, param.name), arrays[param.name].reshape(-1).view(np.uint8))
+
+    def _prepare(self, index: int, state) -> None:
+        """The case's state, and this candidate's own memory as it wants it."""
+        candidate = self.candidates[index]
+        for param in candidate.params:
+            if param.role == "zero":
+                self.backend.put(("own", param.name), np.zeros(param.nbytes, np.uint8))
+            elif param.role == "state":
+                self.backend.put(("shared", param.name), np.array(state, np.int32).view(np.uint8))
+
+    def _call(self, index: int, copy: int):
+        if (index, copy) not in self._calls:
+            candidate = self.candidates[index]
+            places = {p.role: copy for p in candidate.params if p.role in ROTATING} | dict.fromkeys(PRIVATE, "own")
+            keys = [(places.get(p.role, "shared"), p.name) for p in candidate.params]
+            keys += [("own", i) for i in range(len(candidate.facts["scratch"]))]
+            self._calls[index, copy] = self.backend.bind(self._handles[index], candidate, keys)
+        return self._calls[index, copy]
+
+    def _run(self, index: int, count: int) -> float:
+        """Seconds of one call, of `count` in a row."""
+        calls = [self._call(index, (self._turn + i) % self.copies) for i in range(count)]
+        self._turn = (self._turn + count) % self.copies
+        seconds = self.backend.run(calls) / count
+        self._busy_until = time.perf_counter()
+        return max(seconds, 1e-9)
+
+    def _count(self, index: int, seconds: float) -> int:
+        return min(max(round(self.backend.target / seconds), 1), MOST_CALLS)
+
+    def _warm(self, index: int) -> None:
+        """Keeps the device busy where it was not."""
+        if time.perf_counter() - self._busy_until < IDLE:
+            return
+        end, count = time.perf_counter() + BUSY, 1
+        while time.perf_counter() < end:
+            count = self._count(index, self._run(index, count))
+
+    # ---- timing
+
+    def _time(self, index: int, limit: float) -> dict:
+        """A result without drift. limit: seconds beyond which a candidate is hopeless."""
+        cases, rounds = {}, []
+        for case in self.candidates[index].cases:
+            self._prepare(index, case["state"])
+            self._warm(index)
+            first = self._run(index, 1)  # also what a driver does at a kernel's first launch
+            count = self._count(index, first)
+            if count > 1:
+                first = self._run(index, min(count, 16))
+                count = self._count(index, first)
+            repeats = FEWER if first > LONG or first > limit else REPEATS
+            times = [self._run(index, count) for _ in range(repeats)]
+            if repeats == REPEATS and _spread(times) > SPREAD:
+                times += [self._run(index, count) for _ in range(REPEATS)]
+            cases[case["name"]] = times
+            rounds.append(times)
+        shortest = min(len(times) for times in rounds)
+        medians = {name: float(np.median(times)) for name, times in cases.items()}
+        return {
+            "seconds": float(np.mean(list(medians.values()))),
+            "runs": [float(np.mean([times[i] for times in rounds])) for i in range(shortest)],
+            "cases": medians,
+            "spread": max(_spread(times) for times in rounds),
+            "outliers": sum(bool(t > (1 + OUTLIER) * np.median(times)) for times in rounds for t in times),
+            "drift": 0.0,
+        }
+
+    def measure(self, doing: Callable[[int], None], done: Callable[[int, dict], None]) -> None:
+        """Times all that loaded. doing(number) before each one, done(number, result) after; done may come again with a better result."""
+        usable = [i for i in range(len(self.candidates)) if i not in self.failures]
+        if not usable:
+            return
+        reference, since = usable[0], []
+        doing(reference)
+        first = self._time(reference, np.inf)
+        done(reference, first)
+        limit = HOPELESS * first["seconds"]
+        for place, index in enumerate(usable[1:], 1):
+            doing(index)
+            result = self._time(index, limit)
+            since.append((index, result))
+            done(index, result)
+            if len(since) == CHECK or place == len(usable) - 1:
+                doing(reference)
+                self._settle(reference, first["seconds"], since, limit, doing, done)
+                since = []
+
+    def _drift(self, reference: int, seconds: float) -> float:
+        return self._time(reference, np.inf)["seconds"] / seconds - 1
+
+    def _settle(self, reference, seconds, since, limit, doing, done) -> None:
+        """If the reference's time has moved, times again what was measured since; marks it where that does not help."""
+        if abs(self._drift(reference, seconds)) <= DRIFT:
+            return
+        again = []
+        for index, _ in since:
+            doing(index)
+            again.append((index, self._time(index, limit)))
+        doing(reference)
+        drift = self._drift(reference, seconds)
+        for index, result in again:
+            done(index, result | {"drift": drift if abs(drift) > DRIFT else 0.0})
+
+    # ---- results
+
+    def outputs(self, index: int, state) -> dict[str, np.ndarray]:
+        """What one call leaves in the parameters that it writes, from fresh inputs."""
+        self._fill(state, range(1))
+        self._prepare(index, state)
+        self.backend.run([self._call(index, 0)])
+        written = [p for p in self.candidates[index].params if p.role in WRITTEN]
+        raw = {p.name: self.backend.get((0 if p.role in ROTATING else "shared", p.name), p.nbytes) for p in written}
+        return {p.name: np.frombuffer(raw[p.name], np.uint8).view(p.numpy).reshape(p.shape) for p in written}
+
+
+def _copies(candidate: Candidate, rotating, cache: int) -> int:
+    """Copies of what rotates: what calls read of them is then larger than the cache, without taking all of the memory."""
+    total = sum(p.nbytes for p in rotating)
+    if not total:
+        return 1
+    weights = sum(p.nbytes for p in rotating if p.role == "weight")
+    read = min(total, max(weights, min(case["bytes"] for case in candidate.cases), 1))
+    return max(1, min(-(-cache // read), max(4 * cache // total, 2), MOST_COPIES))
+
+
+def _private(candidate: Candidate) -> dict:
+    """Key -> bytes of what is a candidate's own."""
+    own = {("own", p.name): p.nbytes for p in candidate.params if p.role in PRIVATE}
+    return own | {("own", i): nbytes for i, nbytes in enumerate(candidate.facts["scratch"])}
+
+
+def _spread(times: list[float]) -> float:
+    low, middle, high = np.percentile(times, (10, 50, 90))
+    return float((high - low) / middle)

@@ -1,0 +1,123 @@
+"""Candidates: one compiled kernel each, in a folder that says all that measuring it takes.
+
+    candidate.json
+        format      1
+        workload    {"op", "args"}, and plan: what the kernel was made from
+        api, arch   "vulkan" | "rocm" | "cpu", and the profile or arch that it was compiled for
+        needs       vulkan: what the profile asks of a device (Profile.needs); cpu: {"flags": [..]}
+        code        name of the file beside: .spv (modules one after the other), .hsaco or .so
+        steps       what a call launches, as the entries of an artifact's launches (dist/README.md); cpu: [{"symbol", "args"}]
+        scratch     bytes of each buffer that the steps hand to one another
+        params      [{"name", "shape", "dtype", "role", ..}] in the order of the kernel's parameters; see ROLES
+        cases       [{"name", "state": [position, live tokens, 0, 0], "bytes", "flops"}]: the conditions that it is timed under
+        bytes       that a call must move (weights and cache), flops: operations; both the mean of the cases
+
+A role says how a parameter is filled (`inputs.py`), whether copies of it rotate, and whether it is compared.
+"""
+
+import json
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from mlc_amd.runtime.errors import UserError
+
+FORMAT = 1
+FILE = "candidate.json"
+ROLES = {
+    "state": "the int32[4] of the case",
+    "input": "what a kernel before left: activations",
+    "weight": "read from memory once per call: weights, norm factors, biases, the table of RoPE",
+    "cache": "keys or values; read, maybe written",
+    "output": "written only",
+    "work": "scratch memory that the plan decides on; may hold anything",
+    "zero": "the same; zero before the first call and after each",
+}
+ROTATING = ("weight", "cache")  # of these, each call of a row finds a copy of its own
+PRIVATE = ("work", "zero")  # of these, plans may have different sizes
+WRITTEN = ("cache", "output")
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter. facts: what its role wants to know besides."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: str
+    facts: dict = field(compare=False)
+
+    @property
+    def numpy(self) -> np.dtype:
+        return np.dtype(self.dtype.replace("bfloat16", "uint16"))
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.numpy.itemsize
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A folder's candidate.json, read. `facts` is all of it."""
+
+    folder: Path
+    facts: dict = field(compare=False)
+
+    @cached_property
+    def params(self) -> tuple[Param, ...]:
+        rest = ("name", "shape", "dtype", "role")
+        return tuple(
+            Param(p["name"], tuple(p["shape"]), p["dtype"], p["role"], {key: value for key, value in p.items() if key not in rest})
+            for p in self.facts["params"]
+        )
+
+    @property
+    def api(self) -> str:
+        return self.facts["api"]
+
+    @property
+    def cases(self) -> list[dict]:
+        return self.facts["cases"]
+
+    @property
+    def steps(self) -> list[dict]:
+        return self.facts["steps"]
+
+    @property
+    def code(self) -> Path:
+        return self.folder / self.facts["code"]
+
+    @property
+    def group(self) -> str:
+        """Equal for candidates that are filled, run and timed in the same memory: those of one workload."""
+        shared = [(p.name, p.shape, p.dtype, p.role) for p in self.params if p.role not in PRIVATE]
+        return json.dumps([self.api, self.facts["arch"], self.facts["workload"], shared], sort_keys=True)
+
+
+def read(folder: str | Path) -> Candidate:
+    """UserError for a folder that holds no candidate, or one of another version."""
+    folder = Path(folder)
+    try:
+        facts = json.loads((folder / FILE).read_text())
+    except (OSError, ValueError) as e:
+        raise UserError(f"{folder} holds no candidate to measure ({e}); export the kit again") from e
+    if facts.get("format") != FORMAT:
+        raise UserError(f"{folder} was made by another version of mlc-amd; export the kit again")
+    return Candidate(folder, facts)
+
+
+def write(folder: Path, facts: dict) -> Candidate:
+    """Writes candidate.json last and at once: a folder that has one is complete."""
+    temporary = folder / f".{FILE}.tmp"
+    temporary.write_text(json.dumps({"format": FORMAT} | facts))
+    temporary.replace(folder / FILE)
+    return read(folder)
+
+
+def figures(candidate: dict, seconds: float) -> dict:
+    """{"us", "gbps", "tflops"} of a call that took so long; candidate: the content of candidate.json."""
+    return {"us": seconds * 1e6, "gbps": candidate["bytes"] / seconds / 1e9, "tflops": candidate["flops"] / seconds / 1e12}

@@ -1,0 +1,116 @@
+"""A child process that works on requests, one JSON line each, and may crash, hang or eat memory without harm to its parent.
+
+`Child(module)` runs `python -m module`; the module's main calls `serve`. What libraries print goes to standard error, of which the last
+lines tell why a child died.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+
+from mlc_amd.runtime.errors import UserError
+
+LAST_WORDS = 400  # bytes of standard error that an error quotes
+
+
+class Died(RuntimeError):
+    """The child ended or was ended: crash, timeout. The message says why."""
+
+
+class Child:
+    """Starts when first asked, and again after it died."""
+
+    def __init__(self, module: str, arguments: tuple[str, ...] = (), environment: dict[str, str] | None = None):
+        self.command = [sys.executable, "-m", module, *arguments]
+        self.environment = os.environ | (environment or {})
+        self._process, self._errors, self._rest = None, None, b""
+
+    def send(self, request: dict) -> None:
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise Died(self._why()) from None
+
+    def receive(self, timeout: float) -> dict:
+        """The next answer. Died if there is none in `timeout` seconds; the child is then gone. UserError that the child sent."""
+        end = time.monotonic() + timeout
+        while b"\n" not in self._rest:
+            left = end - time.monotonic()
+            if left <= 0 or not self._selector.select(left):
+                self.close()
+                raise Died(f"took more than {timeout:.0f} s")
+            data = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not data:
+                raise Died(self._why())
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        answer = json.loads(line)
+        if "user_error" in answer:
+            raise UserError(answer["user_error"])
+        return answer
+
+    def _start(self) -> None:
+        self.close()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the child)
+        # a group of its own: Ctrl-C is the parent's, and what the child starts ends with it
+        self._process = subprocess.Popen(
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=self.environment, start_new_session=True
+        )
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._process.stdout, selectors.EVENT_READ)
+
+    def _why(self) -> str:
+        code = self._process.wait()
+        self._errors.seek(max(self._errors.seek(0, os.SEEK_END) - LAST_WORDS, 0))
+        lines = self._errors.read().decode(errors="replace").splitlines()
+        said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        self.close()
+        return f"{how}: {said}" if said else how
+
+    def close(self) -> None:
+        """Ends the child, however it is."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for file in (self._process.stdin, self._process.stdout, self._errors, self._selector):
+            with contextlib.suppress(BrokenPipeError):
+                file.close()
+        self._process, self._rest = None, b""
+
+
+def serve(handle: Callable[[dict, Callable[[dict], None]], None]) -> None:
+    """The child's side: calls handle(request, answer) for each request; answer(dict) sends. Ends when the parent does."""
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+
+    def answer(message: dict) -> None:
+        out.write(json.dumps(message) + "\n")
+        out.flush()
+
+    for line in sys.stdin:
+        try:
+            handle(json.loads(line), answer)
+        except UserError as e:
+            answer({"user_error": str(e)})
+
+
+def _follow(parent: int) -> None:
+    """Ends this process when its parent is gone, also while it is busy."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)

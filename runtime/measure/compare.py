@@ -1,0 +1,92 @@
+"""Whether two kernels for the same work agree: their outputs on the same inputs, within what a different order of operations explains.
+
+Float32 and float16 outputs are compared with the largest output as the scale. Int8 activations may differ by one step in few places, and
+their scales and sums must be those of their own steps. Only what has a meaning is compared: live tokens' rows and the weight's own columns.
+"""
+
+import numpy as np
+
+from mlc_amd.runtime.measure.candidate import Candidate, Param
+from mlc_amd.runtime.measure.inputs import BLOCK
+
+# Share of the scale. Attention keeps its probabilities in float16 or joins splits in another order; matrix units add in another order.
+TOLERANCES = {"float32": 2e-4, "float16": 2e-3}
+ATTENTION = 4e-3
+STEPS_APART = 0.02  # share of int8 outputs that may be one step apart; attention's outputs are rounded often: more there
+ATTENTION_APART = 0.2
+
+
+def differences(candidate: Candidate, state, expected: dict, found: dict) -> tuple[float, list[str]]:
+    """(the worst difference as a share of what is allowed, what is wrong in words) of two runs' outputs, arrays by name."""
+    loose = "attention" in candidate.facts["workload"]["op"]
+    live, worst, wrong = state[1], 0.0, []
+    outputs = {p.name: p for p in candidate.params if p.role in ("output", "cache")}
+    for name, param in outputs.items():
+        if param.dtype == "int8" or (name.startswith("S") and f"A{name[1:]}" in outputs):
+            continue
+        share = _floats(_used(param, expected[name], live), _used(param, found[name], live), _tolerance(param, loose))
+        worst = max(worst, share)
+        if not share <= 1:
+            wrong.append(f"{name} differs by {share:.3g} times what is allowed")
+    for name in (name for name, param in outputs.items() if param.dtype == "int8"):
+        scales = f"S{name[1:]}"
+        pairs = [_rows(run[name], run[scales], live) for run in (expected, found)]
+        share, why = _int8(*pairs, ATTENTION_APART if loose else STEPS_APART, ATTENTION if loose else TOLERANCES["float32"])
+        worst = max(worst, share)
+        wrong += [f"{name}: {why}"] if why else []
+    return worst, wrong
+
+
+def _tolerance(param: Param, loose: bool) -> float:
+    return ATTENTION if loose and param.role == "output" else TOLERANCES.get(param.dtype, 0.0)
+
+
+def _used(param: Param, array: np.ndarray, live: int) -> np.ndarray:
+    """What has a meaning. Caches are compared whole: nobody may write where no token is."""
+    if param.role == "cache":
+        return array
+    rows = array[: min(live, len(array))]
+    return rows[..., : param.facts["columns"]] if "columns" in param.facts else rows
+
+
+def _floats(expected: np.ndarray, found: np.ndarray, tolerance: float) -> float:
+    e, f = expected.astype(np.float64), found.astype(np.float64)
+    if not np.isfinite(f).all() or not np.isfinite(e).all():
+        return np.inf
+    scale = np.abs(e).max()
+    difference = np.abs(e - f).max()
+    return difference / (tolerance * scale) if difference else 0.0
+
+
+def _rows(a: np.ndarray, s: np.ndarray, live: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(q [rows, KB, 32], d [rows, KB], sums [rows, KB, 3] as the fields say) of the live rows of either layout."""
+    if a.ndim == 4:
+        tiles, blocks, p, _ = a.shape
+        a = a.transpose(0, 2, 1, 3).reshape(tiles * p, blocks, BLOCK)
+        s = s.transpose(0, 3, 1, 2).reshape(tiles * p, blocks, 8)[..., [0, 1, 3, 4]]
+    rows = min(live, len(a))
+    return a[:rows].astype(np.int32), s[:rows, :, 0], s[:rows, :, 1:4]
+
+
+def _int8(expected, found, apart: float, tolerance: float) -> tuple[float, str]:
+    """(share of what is allowed, what is wrong or "")."""
+    (q0, d0, _), (q1, d1, sums) = expected, found
+    scale = np.abs(d0).max()
+    if not np.isfinite(d1).all() or not scale > 0:
+        return np.inf, "its scales are not finite or all zero"
+    scales = float(np.abs(d0 - d1).max() / (tolerance * scale))
+    if scales > 1:
+        return scales, f"scales differ by {scales:.3g} times what is allowed"
+    steps = np.abs(q0 - q1)
+    # a block of tiny numbers may round to anything
+    steps = np.where(np.abs(d0)[..., None] > 1e-3 * scale, steps, 0)
+    if steps.max() > 1:
+        return np.inf, f"{steps.max()} steps apart"
+    share = float((steps > 0).mean() / apart)
+    if share > 1:
+        return share, f"{(steps > 0).mean():.1%} of it are a step apart"
+    low, high = q1[..., :16].sum(-1), q1[..., 16:].sum(-1)
+    own = d1[..., None] * np.stack([low + high, low, high], -1)
+    if np.abs(own - sums).max() > 1e-4 * np.abs(d1).max() * BLOCK * 127:
+        return np.inf, "its sums are not those of its steps"
+    return max(share, scales), ""

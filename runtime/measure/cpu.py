@@ -1,0 +1,90 @@
+"""Measuring on the CPU: kernels in shared libraries, called through TVM's small runtime library with its thread pool, as CpuDevice does."""
+
+import mmap
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import tvm_ffi
+
+from mlc_amd.runtime.devices.cpu import start_threads
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.host import available_threads, cpu_flags, last_level_cache
+
+ALIGN = 64
+SHARE = 4  # of the machine's memory, what copies may take
+
+
+class CpuBackend:
+    """See `bench.py`. device: None, or how many threads to use."""
+
+    target = 0.02
+
+    def __init__(self, device: str | None, candidate):
+        if missing := set(candidate.facts["needs"]["flags"]) - cpu_flags():
+            raise UserError(f"these kernels are for '{candidate.facts['arch']}', and this CPU lacks {', '.join(sorted(missing))}")
+        self.threads = int(device) if device else available_threads()
+        start_threads(self.threads)
+        self.name = f"{_model()}, {self.threads} threads"
+        self.facts = {"device": self.name, "driver": "TVM's thread pool"}
+        self.cache = min(2 * last_level_cache(), _memory() // SHARE // 4)
+
+    def open(self, sizes: dict) -> None:
+        self._at, end = {}, 0
+        for key, nbytes in sizes.items():
+            self._at[key], end = end, end + -(-nbytes // ALIGN) * ALIGN
+        memory = mmap.mmap(-1, max(end, 1))
+        # weights are mapped from a file in a model that runs: small pages
+        with suppress(OSError, AttributeError):
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+        self._memory = np.frombuffer(memory, np.uint8)
+
+    def put(self, key, array: np.ndarray) -> None:
+        self._memory[self._at[key] : self._at[key] + array.nbytes] = array
+
+    def get(self, key, nbytes: int) -> bytes:
+        return self._memory[self._at[key] : self._at[key] + nbytes].tobytes()
+
+    def load(self, candidates) -> list:
+        return [self._load(candidate) for candidate in candidates]
+
+    def _load(self, candidate):
+        try:
+            module = tvm_ffi.load_module(str(candidate.code))
+            return module, [module.get_function(step["symbol"]) for step in candidate.steps]
+        except (RuntimeError, OSError, AttributeError) as e:
+            return e
+
+    def bind(self, handle, candidate, keys) -> list[tuple]:
+        tensors = [
+            tvm_ffi.from_dlpack(self._memory[self._at[key] :][: p.nbytes].view(p.numpy).reshape(p.shape))
+            for p, key in zip(candidate.params, keys, strict=True)
+        ]
+        return [(function, [tensors[i] for i in step["args"]]) for function, step in zip(handle[1], candidate.steps, strict=True)]
+
+    def run(self, calls) -> float:
+        start = time.perf_counter()
+        for call in calls:
+            for function, tensors in call:
+                function(*tensors)
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        self._memory = None
+
+
+def _model() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return "cpu"
+
+
+def _memory() -> int:
+    """Bytes that programs may still take."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) << 10
+    return 4 << 30

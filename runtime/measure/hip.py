@@ -1,0 +1,140 @@
+"""Measuring on an AMD GPU through HIP: calls captured in a graph, since launches from Python take longer than small kernels; HIP's events
+tell the time."""
+
+import ctypes
+from contextlib import ExitStack
+
+import numpy as np
+
+from mlc_amd.runtime.devices.hip import CANNOT_LOAD, NO_MEMORY, Launch, list_gpus, relabel, sibling
+from mlc_amd.runtime.devices.hip_errors import Hip, HipError, open_bindings, runtime_version, why_no_gpu
+from mlc_amd.runtime.errors import UserError
+
+ALIGN = 256
+CACHE = 512 << 20  # bytes to rotate over: more than the largest last-level cache there is (256 MiB)
+SHARE = 8  # of the GPU's memory, what that may be
+
+
+class HipBackend:
+    """See `bench.py`. device: None, or a GPU's number. bindings: what to use instead of AMD's package."""
+
+    target = 0.004
+
+    def __init__(self, device: str | None, candidate, bindings=None):
+        self._held, self._group = ExitStack(), ExitStack()
+        self.hip = Hip(open_bindings() if bindings is None else bindings)
+        self.gpu = self._choose(device, candidate.facts["arch"])
+        version = ".".join(map(str, runtime_version(self.hip.names)))
+        self.name, self.code_arch = f"{self.gpu.name} ({self.gpu.arch})", candidate.facts["arch"]
+        self.facts = {"device": self.name, "driver": f"HIP {version}"}
+        self.hip("hipSetDevice", self.gpu.index)
+        self.stream = self.hip("hipStreamCreateWithFlags", self.hip.names.hipStreamNonBlocking)
+        self._held.callback(self.hip, "hipStreamDestroy", self.stream)
+        self._events = [self.hip("hipEventCreateWithFlags", 0) for _ in range(2)]
+        for event in self._events:
+            self._held.callback(self.hip, "hipEventDestroy", event)
+        free, _ = self.hip("hipMemGetInfo")
+        self.cache = min(CACHE, free // SHARE)
+
+    def _choose(self, device: str | None, arch: str):
+        try:
+            gpus = list_gpus(self.hip)
+        except HipError as e:
+            raise UserError(why_no_gpu(e.code, runtime_version(self.hip.names))) from e
+        fitting = [gpu for gpu in gpus if sibling(gpu.arch, [arch]) and device in (None, str(gpu.index))]
+        if not fitting:
+            raise UserError(f"these kernels are for {arch}; this machine has {', '.join(gpu.arch for gpu in gpus)}")
+        return fitting[0]
+
+    def open(self, sizes: dict) -> None:
+        self._group.close()
+        self._group, self._at, end = ExitStack(), {}, 0
+        for key, nbytes in sizes.items():
+            self._at[key], end = end, end + -(-max(nbytes, 1) // ALIGN) * ALIGN
+        try:
+            self._base = int(self.hip("hipMalloc", end))
+        except HipError as e:
+            if e.code not in NO_MEMORY:
+                raise
+            raise UserError(f"{self.name} has no {end >> 20} MiB free to measure this kernel; close other programs that use it") from e
+        self._group.callback(self.hip, "hipFree", self._base)
+        self.hip("hipMemsetAsync", self._base, 0, end, self.stream)
+        self.hip("hipStreamSynchronize", self.stream)
+
+    def _copy(self, target: int, source: int, nbytes: int, kind: str) -> None:
+        self.hip("hipMemcpyAsync", target, source, nbytes, getattr(self.hip.names.hipMemcpyKind, kind), self.stream)
+        self.hip("hipStreamSynchronize", self.stream)
+
+    def put(self, key, array: np.ndarray) -> None:
+        staging = int(self.hip("hipHostMalloc", array.nbytes, 0))
+        try:
+            ctypes.memmove(staging, np.ascontiguousarray(array).ctypes.data, array.nbytes)
+            self._copy(self._base + self._at[key], staging, array.nbytes, "hipMemcpyHostToDevice")
+        finally:
+            self.hip("hipHostFree", staging)
+
+    def get(self, key, nbytes: int) -> bytes:
+        staging = int(self.hip("hipHostMalloc", nbytes, 0))
+        try:
+            self._copy(staging, self._base + self._at[key], nbytes, "hipMemcpyDeviceToHost")
+            return ctypes.string_at(staging, nbytes)
+        finally:
+            self.hip("hipHostFree", staging)
+
+    def load(self, candidates) -> list:
+        return [self._load(candidate) for candidate in candidates]
+
+    def _load(self, candidate):
+        code = candidate.code.read_bytes()
+        if self.gpu.arch != self.code_arch:
+            code = relabel(code, self.code_arch, self.gpu.arch)
+        try:
+            module = self.hip("hipModuleLoadData", code)
+            self._group.callback(self.hip, "hipModuleUnload", module)
+            return code, {step["symbol"]: self.hip("hipModuleGetFunction", module, step["symbol"].encode()) for step in candidate.steps}
+        except HipError as e:
+            if e.code not in (*CANNOT_LOAD, "hipErrorNotFound", *NO_MEMORY):
+                raise
+            return e
+
+    def bind(self, handle, candidate, keys) -> list[Launch]:
+        launches = []
+        for step in candidate.steps:
+            values = (ctypes.c_uint64 * len(step["args"]))(*(self._base + self._at[keys[i]] for i in step["args"]))
+            params = (ctypes.c_void_p * len(values))(*(ctypes.addressof(values) + 8 * i for i in range(len(values))))
+            launches.append(Launch(handle[1][step["symbol"]], tuple(step["grid"]), tuple(step["block"]), values, params))
+        return launches
+
+    def _enqueue(self, calls) -> None:
+        for launches in calls:
+            for one in launches:
+                self.hip("hipModuleLaunchKernel", one.function, *one.grid, *one.block, 0, self.stream, ctypes.addressof(one.params), None)
+
+    def run(self, calls) -> float:
+        with ExitStack() as held:
+            graph = self._capture(calls, held) if len(calls) > 1 else None
+            begin, end = self._events
+            self.hip("hipEventRecord", begin, self.stream)
+            if graph is None:
+                self._enqueue(calls)
+            else:
+                self.hip("hipGraphLaunch", graph, self.stream)
+            self.hip("hipEventRecord", end, self.stream)
+            self.hip("hipEventSynchronize", end)
+            self.hip("hipStreamSynchronize", self.stream)
+            return self.hip("hipEventElapsedTime", begin, end) * 1e-3
+
+    def _capture(self, calls, held: ExitStack):
+        self.hip("hipStreamBeginCapture", self.stream, self.hip.names.hipStreamCaptureMode.hipStreamCaptureModeThreadLocal)
+        try:
+            self._enqueue(calls)
+        finally:
+            graph = self.hip("hipStreamEndCapture", self.stream)
+            held.callback(self.hip, "hipGraphDestroy", graph)
+        made = self.hip("hipGraphInstantiate", graph, 0)[0]
+        held.callback(self.hip, "hipGraphExecDestroy", made)
+        return made
+
+    def close(self) -> None:
+        self._group.close()
+        self._held.close()

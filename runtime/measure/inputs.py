@@ -1,0 +1,107 @@
+"""What candidates compute on: arrays by role, name and dtype, equal on every machine and in every process.
+
+Numbers are what a model would hold: weights as `random_weights` draws them (the draw comes with the candidate), normal activations, int8
+activations with their right scales and sums, a cache of normal keys and values, RoPE's own table.
+"""
+
+import math
+import zlib
+
+import numpy as np
+
+from mlc_amd.runtime.measure.candidate import Candidate, Param
+from mlc_amd.runtime.random_weights import drawn
+
+BLOCK = 32  # columns that share a scale of int8 activations
+LINE = 64  # bytes; where planes begin in what they are drawn from
+SIGNATURE = 0xA5  # fills what nobody is to read, so that reading it shows
+
+
+def fill(candidate: Candidate, state) -> dict[str, np.ndarray]:
+    """Name -> array of every parameter, contiguous. state: four int32."""
+    arrays = {}
+    for param in candidate.params:
+        arrays[param.name] = _MAKERS[param.role](param, state)
+    pair = {"A", "S"} & {p.name for p in candidate.params if p.role == "input"}
+    if len(pair) == 2:
+        a, s = (next(p for p in candidate.params if p.name == name) for name in "AS")
+        arrays["A"], arrays["S"] = quantized(a.shape, s.shape)
+    return arrays
+
+
+def _rng(name: str) -> np.random.Generator:
+    return np.random.Generator(np.random.SFC64(zlib.crc32(name.encode())))
+
+
+def _state(param: Param, state) -> np.ndarray:
+    return np.array(state, np.int32)
+
+
+def _input(param: Param, state) -> np.ndarray:
+    if param.name == "tokens":
+        return _rng(param.name).integers(0, param.facts["vocab"], param.shape, np.int32)
+    values = _rng(param.name).standard_normal(param.shape, np.float32)
+    if param.name == "Qo":  # rotated queries carry the softmax's scale, and its base is 2
+        values *= np.float32(math.log2(math.e) / math.sqrt(param.shape[-1]))
+    return values.astype(param.numpy)
+
+
+def _weight(param: Param, state) -> np.ndarray:
+    if "draw" in param.facts:
+        return _plane(param)
+    if param.name == "CS":
+        positions, rotary = param.shape
+        angles = np.arange(positions)[:, None] * 10000.0 ** (-np.arange(0, rotary, 2) / rotary)
+        return np.stack([np.cos(angles), np.sin(angles)], -1).reshape(param.shape).astype(np.float32)
+    values = _rng(param.name).standard_normal(param.shape, np.float32) * np.float32(0.1)
+    return (values if param.name.startswith("bias") else 1 + values).astype(param.numpy)
+
+
+def _plane(param: Param) -> np.ndarray:
+    """As `random_weights` fills planes; "signs" of one tensor begin together, since minimums go with scales."""
+    pattern = drawn(str(param.numpy), *param.facts["draw"])
+    tensor = param.name.rpartition("_")[0]
+    start = zlib.crc32((tensor if param.facts["draw"][0] == "signs" else param.name).encode()) * LINE % pattern.nbytes
+    whole = np.empty(param.nbytes, np.uint8)
+    at = 0
+    while at < whole.nbytes:
+        piece = pattern[start : start + whole.nbytes - at]
+        whole[at : at + piece.nbytes] = piece
+        at, start = at + piece.nbytes, 0
+    return whole.view(param.numpy).reshape(param.shape)
+
+
+def _cache(param: Param, state) -> np.ndarray:
+    pattern = drawn("float16", "normal", 1.0).view(np.float16)
+    return np.resize(np.roll(pattern, zlib.crc32(param.name.encode()) % pattern.size), param.shape)
+
+
+def _unwritten(param: Param, state) -> np.ndarray:
+    return np.full(param.nbytes, SIGNATURE, np.uint8).view(param.numpy).reshape(param.shape)
+
+
+def _zero(param: Param, state) -> np.ndarray:
+    return np.zeros(param.shape, param.numpy)
+
+
+_MAKERS = {
+    "state": _state, "input": _input, "weight": _weight, "cache": _cache, "output": _unwritten, "work": _unwritten, "zero": _zero,
+}  # fmt: skip
+
+
+def quantized(a_shape: tuple[int, ...], s_shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """(A int8, S float32) of random normal activations in the layout of these shapes: rows, A [m, KB, 32] and S [m, KB, 4] (GPU), or tiles,
+    A [MT, KB, P, 32] and S [MT, KB, 8, P] (CPU), with their fields."""
+    x = _rng("A").standard_normal(a_shape, np.float32)
+    d = np.abs(x).max(-1, keepdims=True) / np.float32(127)
+    q = np.rint(x / d).astype(np.int8)
+    low, high = (part.sum(-1, dtype=np.int32) for part in (q[..., : BLOCK // 2], q[..., BLOCK // 2 :]))
+    d, total = d[..., 0], low + high
+    if len(a_shape) == 3:
+        return q, np.stack([d, d * total, d * low, d * high], -1).astype(np.float32)
+    bits = [np.ascontiguousarray(-part).view(np.float32) for part in (total, low, high)]
+    fields = [d, d * total, bits[0], d * low, d * high, bits[1], bits[2], np.zeros_like(d)]
+    s = np.empty(s_shape, np.float32)
+    for i, values in enumerate(fields):
+        s[:, :, i] = values
+    return q, s

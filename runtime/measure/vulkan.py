@@ -1,0 +1,164 @@
+"""Measuring on a GPU through Vulkan: calls recorded one after the other with barriers between, timed by the queue's own clock."""
+
+import ctypes
+from contextlib import ExitStack
+
+import numpy as np
+
+from mlc_amd.runtime.devices.vulkan import api
+from mlc_amd.runtime.devices.vulkan.commands import Launch, Recorder
+from mlc_amd.runtime.devices.vulkan.context import Context
+from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
+from mlc_amd.runtime.devices.vulkan.memory import ALIGN, Memory, OutOfMemory
+from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.host import last_level_cache
+
+CACHE = 512 << 20  # bytes to rotate over: more than the largest last-level cache of GPUs there is (256 MiB)
+SHARE = 8  # of the GPU's memory, what that may be
+TABLES = 1 << 20  # bytes of a block of tables of addresses
+COPIED, COPIES = 128 << 20, 8  # bytes and repetitions that measure how fast the memory is
+
+
+class _Marks(Recorder):
+    """A recorder that writes timestamps where it is told to."""
+
+    def stamp(self) -> None:
+        """Launches write none."""
+
+    def mark(self) -> None:
+        super().stamp()
+
+
+class VulkanBackend:
+    """See `bench.py`. device: None, or a GPU's number or part of its name."""
+
+    def __init__(self, device: str | None, candidate):
+        self._held, self._group = ExitStack(), ExitStack()
+        self._needs = candidate.facts["needs"]
+        self.instance = Instance()
+        self._held.callback(self.instance.close)
+        try:
+            self.gpu, _ = choose(self.instance.gpus, {candidate.facts["arch"]: self._needs}, device)
+            if not self.gpu.queue[1]:
+                raise UserError(f"{self.gpu.name} cannot tell how long kernels take: its driver has no timestamps for compute")
+        except UserError:
+            self._held.close()
+            raise
+        self.name = self.gpu.name
+        self.facts = {"device": self.gpu.name, "driver": self.gpu.driver}
+        heaps = [heap.free for heap in self.gpu.heaps if self.gpu.unified or heap.device_local]
+        self.cache = 2 * last_level_cache() if self.gpu.type == "cpu" else min(CACHE, max(heaps) // SHARE)
+        self.target = 0.05 if self.gpu.type == "cpu" else 0.004
+
+    def open(self, sizes: dict) -> None:
+        self._group.close()
+        self._group = ExitStack()
+        self.context = Context(self.instance, self.gpu, self._group)
+        self.memory = Memory(self.context)
+        self._found, blocks = self.memory.spread(sizes, "device")
+        self.memory.fill(blocks)
+        self._sizes, self._tables, self._tables_end = sizes, None, 0
+        self._pipelines = Pipelines(self.context, self._needs["push_constants"], self._needs["subgroup_size"])
+        info = api.QueryPoolInfo(queryType=api.QUERY_TIMESTAMP, queryCount=2)
+        self._queries = self.context.own("vkDestroyQueryPool", self.context.create("vkCreateQueryPool", info))
+
+    def put(self, key, array: np.ndarray) -> None:
+        self.context.wait()
+        self.memory.put(*self._found[key], np.ascontiguousarray(array))
+
+    def get(self, key, nbytes: int) -> bytes:
+        return self.memory.get(*self._found[key], nbytes)
+
+    def load(self, candidates) -> list:
+        kernels = [self._modules(candidate) for candidate in candidates]
+        try:
+            together = {(i, symbol): module for i, modules in enumerate(kernels) for symbol, module in modules.items()}
+            made = self._pipelines.build(together)
+            return [{symbol: made[i, symbol] for symbol in modules} for i, modules in enumerate(kernels)]
+        except api.VulkanError:  # one of them; the others' work counts
+            return [self._load(modules) for modules in kernels]
+
+    def _load(self, modules: dict):
+        try:
+            return self._pipelines.build(modules)
+        except api.VulkanError as e:
+            return e
+
+    def _modules(self, candidate) -> dict:
+        code, modules = memoryview(candidate.code.read_bytes()), {}
+        for step in candidate.steps:
+            offset, nbytes = step["code"]
+            modules[step["symbol"]] = bytes(code[offset : offset + nbytes]), tuple(step["block"])
+        return modules
+
+    def bind(self, handle, candidate, keys) -> list[Launch]:
+        spans = []
+        for key in keys:
+            block, offset = self._found[key]
+            spans.append((block.address + offset, block.address + offset + self._sizes[key]))
+        return [self._launch(handle, step, [spans[i] for i in step["args"]]) for step in candidate.steps]
+
+    def _launch(self, handle, step: dict, spans) -> Launch:
+        if any(count > most for count, most in zip(step["grid"], self.gpu.limits["groups"], strict=True)):
+            raise ValueError(f"{self.gpu.name} cannot launch {step['grid']} workgroups")
+        addresses = [begin for begin, _ in spans]
+        push = (ctypes.c_uint64 * (1 if step["table"] else len(spans)))(*([self._table(addresses)] if step["table"] else addresses))
+        touched = tuple((begin, end, place in step["writes"]) for place, (begin, end) in enumerate(spans))
+        return Launch(step["symbol"], handle[step["symbol"]], tuple(step["grid"]), push, touched)
+
+    def _table(self, addresses: list[int]) -> int:
+        """The address of a table of addresses, which take a place in a block of them."""
+        values = np.array(addresses, np.uint64).view(np.uint8)
+        if self._tables is None or self._tables_end + values.nbytes > TABLES:
+            self._tables, self._tables_end = self.memory.block(TABLES, "device"), 0
+        self.context.wait()
+        place = self._tables_end
+        self.memory.put(self._tables, place, values)
+        self._tables_end += -(-values.nbytes // ALIGN) * ALIGN
+        return self._tables.address + place
+
+    def run(self, calls) -> float:
+        recorder = _Marks(self.context, self._pipelines.layout, (self._queries, 2))
+        recorder.begin()
+        recorder.mark()
+        for launches in calls:
+            for launch in launches:
+                recorder.launch(launch)
+            recorder.barrier()  # what follows in a model reads what this wrote
+        recorder.mark()
+        return self._finish(recorder)
+
+    def _finish(self, recorder) -> float:
+        """Submits, waits; seconds between the first two timestamps."""
+        recorder.end()
+        context = self.context
+        context.submit(context.submission(recorder.commands))
+        context.wait()
+        data = (ctypes.c_uint64 * 2)()
+        context.calls.vkGetQueryPoolResults(context.device, self._queries, 0, 2, 16, data, 8, api.RESULT_64 | api.RESULT_WAIT)
+        context.calls.vkFreeCommandBuffers(context.device, context.pool, 1, (ctypes.c_void_p * 1)(recorder.commands))
+        begin, end = data
+        return (end - begin & (1 << self.gpu.queue[1]) - 1) * self.gpu.limits["tick"] * 1e-9
+
+    def copy_bandwidth(self) -> float:
+        """Bytes per second, read and written together, of a copy in the GPU's memory; 0.0 without room for it."""
+        try:
+            self.open({"source": COPIED, "target": COPIED})
+        except OutOfMemory:
+            return 0.0
+        (source, source_at), (target, target_at) = self._found["source"], self._found["target"]
+        times = []
+        for _ in range(COPIES):
+            recorder = _Marks(self.context, self._pipelines.layout, (self._queries, 2))
+            recorder.begin()
+            recorder.mark()
+            for _ in range(COPIES):
+                recorder.copy(source, source_at, target, target_at, COPIED)
+            recorder.mark()
+            times.append(self._finish(recorder))
+        return COPIES * 2 * COPIED / max(min(times), 1e-9)
+
+    def close(self) -> None:
+        self._group.close()
+        self._held.close()

@@ -1,0 +1,153 @@
+"""A tuning session: the searches of all tasks over one database, and which of them measures next.
+
+The next batch goes to the task where it promises most: what its calls lose against the roofline, weighted by how often they happen, times
+the chance that more measurements help, which falls with every measurement that did not. Whatever is reported is in the database before
+anything else happens, so a session that ends, however, loses nothing; a new one on the same database goes on.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import NamedTuple
+
+from mlc_amd.schedules.tuning.database import Checked, Database, Measured, Record, known
+from mlc_amd.schedules.tuning.search import Models, Search
+from mlc_amd.schedules.tuning.spaces import Space, as_dict, space
+
+PATIENCE = 32  # measurements without a better plan that halve a task's chance
+
+
+class Row(NamedTuple):
+    """Where a task stands. Times in seconds of a call, None where nothing is known.
+
+    share     of the tasks' time with the best plans known, weighted; of those that were measured
+    default   without tuning
+    best      of the plans that ran; `plan` is it
+    roofline  what the machine's bandwidth and arithmetic allow at best
+    measured, failed, plans: numbers of plans that were measured, of those without a usable result, and of all there are
+    """
+
+    task: object
+    share: float | None
+    default: float | None
+    best: float | None
+    roofline: float
+    plan: object | None
+    measured: int
+    failed: int
+    plans: int
+
+
+class _Task(NamedTuple):
+    task: object
+    space: Space
+    search: Search
+
+
+class Session:
+    """tasks: of compiler/tuning/tasks.py (`workload`, `weight`); those without choices are left out. roofline: seconds of a task's call at
+    best. seed: 1 or more."""
+
+    def __init__(self, tasks, arch, database: Database, roofline: Callable[[object], float] = lambda task: 0.0, seed: int = 1):
+        self.arch, self.database, self.roofline = arch, database, roofline
+        self.trials = 0  # measurements reported to this session
+        self.refuted = 0  # plans whose results were wrong
+        self._tasks: dict[str, _Task] = {}
+        models = Models()
+        for task in tasks:
+            found = space(task.workload, arch)
+            if found:
+                past = known(database.entry(task.workload), found)
+                search = Search(task.workload, found, arch, models, past, seed + len(self._tasks))
+                self._tasks[task.workload.key] = _Task(task, found, search)
+
+    # ---- what to measure
+
+    def next(self, count: int) -> list[tuple[object, object]]:
+        """Up to `count` (task, plan): default plans of tasks that have no measurement yet, else plans of one task. Empty: all is measured."""
+        new = [t for t in self._tasks.values() if not t.search.seconds and t.search.unmeasured == len(t.space.plans)]
+        if new:
+            return [(t.task, plan) for t in new[:count] for plan in t.search.propose(1)]
+        for found in sorted(self._tasks.values(), key=self.promise, reverse=True):
+            if plans := found.search.propose(count):
+                return [(found.task, plan) for plan in plans]
+        return []
+
+    def promise(self, found: _Task) -> float:
+        """Seconds, weighted, that another batch may save."""
+        search = found.search
+        if not search.unmeasured:
+            return 0.0
+        reference = search.best[1] if search.best else 0.0
+        gap = max(reference - self.roofline(found.task), 0.01 * reference)
+        return found.task.weight * gap * 0.5 ** (search.since_best / PATIENCE)
+
+    def report(self, task, plan, measured: Measured) -> None:
+        """A measurement of a plan that `next` gave, or of any plan of the task's space."""
+        found = self._tasks[task.workload.key]
+        plan = found.space.equal(plan)
+        record = Record(as_dict(plan), **asdict(measured), default=plan == found.space.default, at=time.time())
+        self.database.add(task.workload, record)
+        found.search.report([(plan, measured.seconds)])
+        self.trials += 1
+
+    def withdraw(self, task, plan) -> None:
+        """A plan that `next` gave will not be measured now."""
+        self._tasks[task.workload.key].search.withdraw(plan)
+
+    # ---- which results are right
+
+    def unchecked(self) -> list[tuple[object, object]]:
+        """(task, plan) of each task's best plan if it is better than the default and nobody has checked its results."""
+        wanted = []
+        for found in self._tasks.values():
+            best = found.search.best
+            if best and best[0] != found.space.default and not self.database.record(found.task.workload, as_dict(best[0])).checked:
+                wanted.append((found.task, best[0]))
+        return wanted
+
+    def check(self, task, plan, checked: Checked) -> None:
+        """What checking a measured plan's results found. A wrong one is out; the task's next best plan takes its place."""
+        found = self._tasks[task.workload.key]
+        plan = found.space.equal(plan)
+        self.database.check(task.workload, as_dict(plan), checked)
+        if not checked.passed:
+            self.refuted += 1
+            found.search.disqualify(plan)
+
+    # ---- how far it is
+
+    def rows(self) -> list[Row]:
+        """The tasks, those with the largest share of the time first."""
+        times = {key: found.task.weight * found.search.best[1] for key, found in self._tasks.items() if found.search.best}
+        total = sum(times.values())
+        rows = []
+        for key, (task, choices, search) in self._tasks.items():
+            plan, best = search.best or (None, None)
+            failed = sum(seconds is None for seconds in search.seconds.values())
+            share = times[key] / total if key in times and total else None
+            counts = len(search.seconds), failed, len(choices.plans)
+            rows.append(Row(task, share, search.seconds.get(choices.default), best, self.roofline(task), plan, *counts))
+        return sorted(rows, key=lambda row: -(row.share or 0))
+
+
+def run(session: Session, measure, gate, trials: int | None = None, seconds: float | None = None, batch: int = 16, progress=None) -> None:
+    """Measures and checks until the budget is spent (`trials` measurements, `seconds` of time) or every plan is measured.
+
+    measure: callable([(workload, plan)]) -> [Measured], in that order. gate: callable(workload, plan) -> Checked. progress: called with the
+    session after each batch. The winners are checked at the end, whatever ends it; Ctrl-C passes on after that.
+    """
+    started = time.monotonic()
+    try:
+        while (trials is None or session.trials < trials) and (seconds is None or time.monotonic() - started < seconds):
+            chosen = session.next(batch if trials is None else min(batch, trials - session.trials))
+            if not chosen:
+                break
+            for (task, plan), found in zip(chosen, measure([(task.workload, plan) for task, plan in chosen]), strict=True):
+                session.report(task, plan, found)
+            if progress:
+                progress(session)
+    finally:
+        while wanted := session.unchecked():
+            for task, plan in wanted:
+                session.check(task, plan, gate(task.workload, plan))
