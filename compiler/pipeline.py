@@ -9,12 +9,14 @@ Memory stays small whatever the model's size: tensors are mapped, repacked and w
 import dataclasses
 import importlib
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import tvm
 
 from mlc_amd.compiler import plan as planning
 from mlc_amd.compiler import tokenizer
@@ -27,6 +29,7 @@ from mlc_amd.compiler.quant.draws import draws
 from mlc_amd.runtime import artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
+from mlc_amd.schedules.tuning.database import Lookup
 
 # module and class, imported when asked for: neither target pays for the other
 TARGETS = {"cpu": ("cpu", "CpuTarget"), "rocm": ("rocm_target", "RocmTarget"), "vulkan": ("vulkan_target", "VulkanTarget")}
@@ -51,42 +54,49 @@ class Summary:
     launches: dict[str, int]  # by function
     arena_bytes: int
     kv_bytes: int
+    tuned: dict[str, int]  # kernels by where their plan comes from: default, shipped, user; one for each arch
+    notes: list[str] = field(default_factory=list)  # tuned records that were left aside, and why
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
 
 
 def compile_model(
-    model, target: str, arch: str, ctx: int | None, out: Path, progress: Progress | None = None, weights: bool = True
+    model,
+    target: str,
+    arch: str,
+    ctx: int | None,
+    out: Path,
+    progress: Progress | None = None,
+    weights: bool = True,
+    tuned: str = "auto",
 ) -> Summary:
     """Compiles `model` (a GGUFModel or a synthetic one) into the folder `out`.
 
     `ctx`: KV cache capacity in tokens, default the model's context up to 4096. `weights=False` leaves the matrices out: the manifest lists
-    them, and a device fills them at random. UserError for whatever the user can change.
+    them, and a device fills them at random. `tuned`: whose tuned plans kernels are built with, of `schedules.tuning.database.MODES`.
+    UserError for whatever the user can change.
     """
     progress = progress or (lambda stage, done, total: None)
     clock = _Clock()
-    if target not in TARGETS:
-        raise UserError(f"unknown target '{target}'; known: {', '.join(TARGETS)}")
-    module_name, class_name = TARGETS[target]
-    backend = getattr(importlib.import_module(f"mlc_amd.compiler.codegen.{module_name}"), class_name)(arch)
-    ctx = _capacity(model.config, ctx)
+    backend = make_target(target, arch)
+    lookups = {arch.name: Lookup(arch, tuned) for arch in backend.archs}
+    backend.plans = {name: lookup.find for name, lookup in lookups.items()}
+    ctx = capacity(model.config, ctx)
     workers = available_threads()
     with artifact.new_artifact(out) as directory:
-        functions = _functions(backend, ctx)
         progress("import", 0, 1)
-        module, parameters = build_module(model, backend, functions, ctx)
-        module = backend.select_kernels(fuse(module, backend))
-        specs = _weight_specs(model, backend, parameters, ctx)
-        plan = planning.make_plan(module, parameters, {name: [spec.name for spec in planes] for name, planes in specs.items()})
+        lowered = lower(model, backend, ctx)
+        functions, specs, plan = lowered.functions, lowered.specs, lowered.plan
         progress("import", 1, 1)
         clock.lap("import")
-        libraries = backend.compile_kernels(module, directory, progress, workers)
+        libraries = backend.compile_kernels(lowered.module, directory, progress, workers)
         clock.lap("kernels")
         tokenizer.export(model.metadata, directory)
         stored = specs if weights else {name: planes for name, planes in specs.items() if not _is_matrix(planes)}
         _write_weights(model, backend.layout, stored, directory / artifact.WEIGHTS, ctx, progress, workers)
         clock.lap("weights")
         progress("write", 0, 1)
-        kept = backend.kv_types(model.config, ctx) | backend.attention_workspace(model.config, ctx)
+        kernels = [entry | {"tuned": backend.origins(entry["name"])} for entry in kernel_table(plan)]
+        kept = backend.kept(model.config, ctx)
         kv = [{"name": name, "dtype": dtype, "shape": list(shape)} for name, (shape, dtype) in kept.items()]
         manifest = {
             "name": model.config.name or Path(model.path).stem,
@@ -94,7 +104,7 @@ def compile_model(
             "target": backend.description,
             "context": ctx,
             "functions": {f.name: {"tokens": f.m, "all_logits": f.all_logits, "launches": plan.functions[f.name]} for f in functions},
-            "kernels": _kernel_table(plan),
+            "kernels": kernels,
             **libraries,
             "arena_bytes": plan.arena_bytes,
             "io": _io(model.config, functions),
@@ -111,7 +121,41 @@ def compile_model(
     opened = artifact.Artifact(out, manifest)
     launches = {name: len(steps) for name, steps in plan.functions.items()}
     sizes = kernel_bytes, opened.weight_bytes, launches, plan.arena_bytes, opened.kv_bytes
-    return Summary(Path(out), len(manifest["kernels"]), *sizes, clock.laps)
+    origins = Counter(origin["from"] for entry in kernels for origin in entry["tuned"].values())
+    notes = [note for lookup in lookups.values() for note in dict.fromkeys(lookup.notes)]
+    return Summary(Path(out), len(kernels), *sizes, dict(origins), notes, clock.laps)
+
+
+def make_target(target: str, arch: str):
+    """The Target of a name in TARGETS, for an arch as in --arch. UserError for unknown ones."""
+    if target not in TARGETS:
+        raise UserError(f"unknown target '{target}'; known: {', '.join(TARGETS)}")
+    module_name, class_name = TARGETS[target]
+    return getattr(importlib.import_module(f"mlc_amd.compiler.codegen.{module_name}"), class_name)(arch)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A model as calls of kernels, before the kernels are compiled.
+
+    parameters: (kind, name) of each parameter, by function. specs: source tensor to the tensors of the weights file. plan: launches.
+    """
+
+    functions: list[FunctionSpec]
+    module: tvm.IRModule
+    parameters: dict[str, list]
+    specs: dict[str, list[artifact.TensorSpec]]
+    plan: planning.Plan
+
+
+def lower(model, backend, ctx: int) -> Lowered:
+    """Builds, fuses and plans the functions of `model` with kernels of `backend`, a Target. ctx: of `capacity`."""
+    functions = _functions(backend, ctx)
+    module, parameters = build_module(model, backend, functions, ctx)
+    module = backend.select_kernels(fuse(module, backend))
+    specs = _weight_specs(model, backend, parameters, ctx)
+    plan = planning.make_plan(module, parameters, {name: [spec.name for spec in planes] for name, planes in specs.items()})
+    return Lowered(functions, module, parameters, specs, plan)
 
 
 class _Clock:
@@ -123,7 +167,7 @@ class _Clock:
         self.laps[stage], self.last = now - self.last, now
 
 
-def _capacity(config, ctx: int | None) -> int:
+def capacity(config, ctx: int | None) -> int:
     """Tokens of KV cache, rounded up to what the attention kernels step by."""
     if ctx is None:
         ctx = min(config.context, DEFAULT_CONTEXT)
@@ -151,7 +195,7 @@ def _io(config, functions: list[FunctionSpec]) -> dict[str, dict]:
     }
 
 
-def _kernel_table(plan) -> list[dict]:
+def kernel_table(plan) -> list[dict]:
     """Each kernel with the number of its calls per function."""
     table: dict[str, dict] = {}
     for function, launches in plan.functions.items():

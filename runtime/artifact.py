@@ -146,6 +146,9 @@ class Weights(WeightBlock):
     def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
         for at in range(0, self.total, nbytes):
             yield at, np.frombuffer(self.map, np.uint8, min(nbytes, self.total - at), self.start + at)
+            # what was copied need not stay in memory that the GPU of an APU could use
+            page = (self.start + at) // mmap.PAGESIZE * mmap.PAGESIZE
+            self.map.madvise(mmap.MADV_DONTNEED, page, min(nbytes, len(self.map) - page))
 
     def block(self) -> tuple[mmap.mmap, int]:
         return self.map, self.start

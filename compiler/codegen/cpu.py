@@ -37,6 +37,10 @@ class CpuTarget(Target):
         self.arch = archs.resolve(arch)
         self.isa = self.arch.isa
 
+    @property
+    def archs(self) -> list:
+        return [self.arch]
+
     def prefill_sizes(self, ctx: int) -> list[int]:
         """Kernels loop over live tokens only: a size costs what is in it, in steps of its tile."""
         return [m for m in (4, 64, 512) if m <= max(ctx, 64)]
@@ -59,26 +63,26 @@ class CpuTarget(Target):
         """Tokens that a kernel works on together, whether their activations are laid out so or not."""
         return min(m, self.isa.tokens)
 
-    def make_embed(self, fmt, vocab, k, m, name):
+    def make_embed(self, fmt, vocab, k, m, name, plan=None):
         return embed(fmt, vocab, k, m, name)
 
-    def make_rms_norm(self, k, m, eps, act, row, name):
+    def make_rms_norm(self, k, m, eps, act, row, name, plan=None):
         return rms_norm(k, m, eps, self._tile(m), bool(act), row, self.isa, name)
 
-    def make_quantize(self, k, m, act, name):
+    def make_quantize(self, k, m, act, name, plan=None):
         return quantize(k, m, self._tile(m), self.isa, name)
 
-    def make_linear(self, segments, k, m, act, biases, residual, name):
-        return linear(segments, k, m, self._tile(m), biases, residual, self.isa, name)
+    def make_linear(self, segments, k, m, act, biases, residual, name, plan=None):
+        return linear(segments, k, m, self._tile(m), biases, residual, self.isa, name, plan)
 
-    def make_gate_up_swiglu(self, gate, up, n, k, m, act_in, act_out, name):
-        return gate_up_swiglu(gate, up, n, k, m, self._tile(m), bool(act_out), self.isa, name)
+    def make_gate_up_swiglu(self, gate, up, n, k, m, act_in, act_out, name, plan=None):
+        return gate_up_swiglu(gate, up, n, k, m, self._tile(m), bool(act_out), self.isa, name, plan)
 
-    def make_rope_kv_write(self, heads, kv_heads, d, ctx, m, neox, rotary, eps, name):
+    def make_rope_kv_write(self, heads, kv_heads, d, ctx, m, neox, rotary, eps, name, plan=None):
         return rope_kv_write(heads, kv_heads, d, ctx, m, neox, rotary, eps, self.isa, name)
 
-    def make_attention(self, heads, kv_heads, d, ctx, m, act, name):
-        return attention(heads, kv_heads, d, ctx, m, self._tile(m), bool(act), self.isa, name)
+    def make_attention(self, heads, kv_heads, d, ctx, m, act, name, plan=None):
+        return attention(heads, kv_heads, d, ctx, m, self._tile(m), bool(act), self.isa, name, plan)
 
     # ---- compilation
 

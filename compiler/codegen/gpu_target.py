@@ -37,12 +37,15 @@ class GpuTarget(Target):
 
     def __init__(self, archs: list):
         super().__init__()
-        self.archs = list(dict.fromkeys(archs))
+        self._archs = list(dict.fromkeys(archs))
         self.arch = self.archs[0]  # whose kernels are being made
-        self._makers = {}
         for other in self.archs[1:]:
             if bool(other.matrix) != bool(self.arch.matrix):
                 raise UserError(f"{self.arch.name} and {other.name} need different layouts; compile an artifact for each")
+
+    @property
+    def archs(self) -> list:
+        return self._archs
 
     def prefill_sizes(self, ctx: int) -> list[int]:
         # kernels without dot products take LLVM several times as long: one size fewer
@@ -61,9 +64,19 @@ class GpuTarget(Target):
         return {f"{which}.{layer}": (shapes[which], "float16") for layer in range(config.layers) for which in "kv"}
 
     def attention_workspace(self, config, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """What the splits of decode attention join through; as large as the arch that splits most wants it."""
-        needs = [scratch_shapes(config.heads, config.kv_heads, config.head_dim, ctx, arch) for arch in self.archs]
-        return {f"attention.{name.lower()}": max((need[name] for need in needs), key=lambda of: math.prod(of[0])) for name in needs[0]}
+        """What the splits of decode attention join through, as the first arch's kernel takes it."""
+        return self._workspace(config, ctx, self.archs[0])
+
+    def kept(self, config, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Of the workspace, what the arch that splits most wants."""
+        needs = [self._workspace(config, ctx, arch) for arch in self.archs]
+        largest = {name: max((need[name] for need in needs), key=lambda of: math.prod(of[0])) for name in needs[0]}
+        return self.kv_types(config, ctx) | largest
+
+    @staticmethod
+    def _workspace(config, ctx: int, arch) -> dict[str, tuple[tuple[int, ...], str]]:
+        shapes = scratch_shapes(config.heads, config.kv_heads, config.head_dim, ctx, arch)
+        return {f"attention.{name.lower()}": of for name, of in shapes.items()}
 
     @property
     def description(self) -> dict:
@@ -73,38 +86,38 @@ class GpuTarget(Target):
 
     # ---- kernels
 
-    def _call(self, bb, call, label, make, **options):
-        """Remembers how each kernel is made: the other archs' come later."""
-        result = super()._call(bb, call, label, make, **options)
-        for name in self.kernels.keys() - self._makers.keys():
-            self._makers[name] = make
-        return result
-
-    def make_embed(self, fmt, vocab, k, m, name):
+    def make_embed(self, fmt, vocab, k, m, name, plan=None):
         return embed(fmt, vocab, k, m, self.arch, name)
 
-    def make_rms_norm(self, k, m, eps, act, row, name):
+    def make_rms_norm(self, k, m, eps, act, row, name, plan=None):
         return rms_norm(k, m, eps, act, row, self.arch, name)
 
-    def make_quantize(self, k, m, act, name):
+    def make_quantize(self, k, m, act, name, plan=None):
         return quantize(k, m, act, self.arch, name)
 
-    def make_linear(self, segments, k, m, act, biases, residual, name):
-        return (gemv if m == 1 else gemm)(segments, k, m, act, biases, residual, self.arch, name)
+    def make_linear(self, segments, k, m, act, biases, residual, name, plan=None):
+        return (gemv if m == 1 else gemm)(segments, k, m, act, biases, residual, self.arch, name, plan)
 
-    def make_gate_up_swiglu(self, gate, up, n, k, m, act_in, act_out, name):
-        return (gate_up_gemv if m == 1 else gate_up_gemm)(gate, up, n, k, m, act_in, act_out, self.arch, name)
+    def make_gate_up_swiglu(self, gate, up, n, k, m, act_in, act_out, name, plan=None):
+        return (gate_up_gemv if m == 1 else gate_up_gemm)(gate, up, n, k, m, act_in, act_out, self.arch, name, plan)
 
-    def make_rope_kv_write(self, heads, kv_heads, d, ctx, m, neox, rotary, eps, name):
+    def make_rope_kv_write(self, heads, kv_heads, d, ctx, m, neox, rotary, eps, name, plan=None):
         return rope_kv_write(heads, kv_heads, d, ctx, m, neox, rotary, eps, self.arch, name)
 
-    def make_attention(self, heads, kv_heads, d, ctx, m, act, name):
-        return attention(heads, kv_heads, d, ctx, m, act, self.arch, name)
+    def make_attention(self, heads, kv_heads, d, ctx, m, act, name, plan=None):
+        return attention(heads, kv_heads, d, ctx, m, act, self.arch, name, plan)
 
-    def make_rope_attention(self, heads, kv_heads, d, ctx, neox, rotary, eps, act, name):
+    def make_rope_attention(self, heads, kv_heads, d, ctx, neox, rotary, eps, act, name, plan=None):
         return attention_decode(heads, kv_heads, d, ctx, act, self.arch, name, Rope(neox, rotary, eps))
 
     # ---- compilation
+
+    def _kernel(self, name: str) -> tvm.tirx.PrimFunc:
+        return self.kernels[name] if self.arch is self.archs[0] else self.make(self.workloads[name], name)
+
+    def own_kernels(self, arch) -> dict[str, tvm.tirx.PrimFunc]:
+        """Kernels that no function of the model calls, but the device."""
+        return {}
 
     @abstractmethod
     def compile_for(self, arch, kernels: dict[str, tvm.tirx.PrimFunc], directory: Path, lowered) -> tuple[str, dict, dict]:
@@ -119,12 +132,13 @@ class GpuTarget(Target):
         libraries, launches, steps = {}, {}, []
 
         def step(name: str) -> None:  # one a kernel, and one for the arch's code
-            steps.append(name)
+            if name not in own:
+                steps.append(name)
             progress("kernels", len(steps), (len(names) + 1) * len(self.archs))
 
         for arch in self.archs:
             self.arch = arch
-            kernels = {name: self.kernels[name] if arch is self.archs[0] else self._makers[name](name) for name in names}
+            kernels = {name: self._kernel(name) for name in names} | (own := self.own_kernels(arch))
             libraries[arch.name], functions, facts = self.compile_for(arch, kernels, directory, step)
             launches[arch.name] = {
                 name: {

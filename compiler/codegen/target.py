@@ -1,9 +1,11 @@
 """What the graph passes, the plan and the pipeline ask of a target, and how operators become kernels; targets fill in the rest.
 
-One `make_<operator>` method a target turns attributes into a TensorIR kernel. Calls with the same attributes and types share one.
+One `make_<operator>` method a target turns attributes into a TensorIR kernel. Calls with the same attributes and types share one. What is
+passed besides the name and the plan is the kernel's workload, which tuning knows it by; `plans` says which plan a workload has on an arch.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 
 import tvm
@@ -11,14 +13,20 @@ from tvm import relax
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.ops import shape_of
+from mlc_amd.schedules.tuning.spaces import as_dict
+from mlc_amd.schedules.tuning.workload import Workload
+
+DEFAULT = "default"  # where a plan comes from that nobody tuned
 
 
 class Target(ABC):
     """Layouts, kernels and code of one target and arch.
 
     Subclasses also have make_embed, make_rms_norm, make_quantize, make_linear, make_gate_up_swiglu, make_rope_kv_write, make_attention,
-    and make_rope_attention where `fuses_rope` is set; they take what the methods below pass
+    and make_rope_attention where `fuses_rope` is set; they take what the methods below pass, a kernel's name and a plan (None: its own),
     and return a PrimFunc: parameters are the operator's inputs, tuples flattened, then its outputs.
+
+    plans: by an arch's name, callable(workload) -> (plan or None, where it comes from).
     """
 
     kind: str  # as in --target
@@ -26,7 +34,9 @@ class Target(ABC):
     layout: str  # of packed weights, as in compiler/quant
 
     def __init__(self):
-        self.kernels: dict[str, tvm.tirx.PrimFunc] = {}  # name: kernel
+        self.kernels: dict[str, tvm.tirx.PrimFunc] = {}  # name: kernel, for the first arch
+        self.workloads: dict[str, Workload] = {}  # name: what the kernel computes
+        self.plans: dict[str, Callable[[Workload], tuple[object | None, str]]] = {}
         self._names: dict[tuple, str] = {}  # (operator, attributes, types): name
 
     # ---- what a target decides
@@ -54,6 +64,10 @@ class Target(ABC):
         """Further tensors that decode attention takes and that live as long as the cache: name to (shape, dtype). Zero at the start."""
         return {}
 
+    def kept(self, config, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """All tensors that live from step to step, as they are allocated: the cache's and the workspace's."""
+        return self.kv_types(config, ctx) | self.attention_workspace(config, ctx)
+
     @property
     @abstractmethod
     def description(self) -> dict:
@@ -71,15 +85,37 @@ class Target(ABC):
         with tvm.target.Target("llvm"):
             return relax.transform.LegalizeOps(makers)(mod)
 
-    def _call(self, bb, call, label: str, make, inplace: dict[int, int] | None = None, args=None):
-        """A call of the kernel that `make(name)` gives: inputs (`args` where the kernel wants another order), flattened, then outputs.
+    @property
+    @abstractmethod
+    def archs(self) -> list:
+        """What the artifact's kernels are made for; `arch` is the one whose turn it is, at first the first."""
+
+    def plan(self, workload: Workload, arch=None) -> tuple[object | None, str]:
+        """(plan, where it comes from) of the workload's kernel on that arch, by default `arch`."""
+        find = self.plans.get((arch or self.arch).name)
+        return find(workload) if find else (None, DEFAULT)
+
+    def make(self, workload: Workload, name: str) -> tvm.tirx.PrimFunc:
+        """The workload's kernel for `arch`, with the plan that it has there."""
+        return getattr(self, f"make_{workload.op}")(**workload.args, name=name, plan=self.plan(workload)[0])
+
+    def origins(self, name: str) -> dict[str, dict]:
+        """By arch, where a kernel's plan comes from, and the plan (None: the kernel's own)."""
+        found = {}
+        for arch in self.archs:
+            plan, source = self.plan(self.workloads[name], arch) if name in self.workloads else (None, DEFAULT)
+            found[arch.name] = {"from": source, "plan": None if plan is None else as_dict(plan)}
+        return found
+
+    def _call(self, bb, call, label: str, workload: Workload, inplace: dict[int, int] | None = None, args=None):
+        """A call of the workload's kernel: inputs (`args` where the kernel wants another order), flattened, then outputs.
         `inplace`: output index to input index."""
         inputs = [item for arg in (args or call.args) for item in _fields(bb, arg)]
         outputs = list(call.ty.fields) if isinstance(call.ty, relax.TupleType) else [call.ty]
         key = (str(call.op.name), str(call.attrs), tuple(str(arg.ty) for arg in call.args))
         if key not in self._names:
             name = label if label not in self.kernels else f"{label}_{len(self.kernels)}"
-            self._names[key], self.kernels[name] = name, make(name)
+            self._names[key], self.workloads[name], self.kernels[name] = name, workload, self.make(workload, name)
         name = self._names[key]
         gv = bb.add_func(self.kernels[name], name)
         if inplace:
@@ -89,62 +125,62 @@ class Target(ABC):
 
     def _embed(self, bb, call):
         a, m = call.attrs, shape_of(call.args[1])[0]
-        return self._call(
-            bb, call, f"embed_{a['format']}_m{m}", lambda name: self.make_embed(str(a["format"]), int(a["vocab"]), int(a["k"]), m, name)
-        )
+        args = {"fmt": str(a["format"]), "vocab": int(a["vocab"]), "k": int(a["k"]), "m": m}
+        return self._call(bb, call, f"embed_{a['format']}_m{m}", Workload("embed", args))
 
     def _rms_norm(self, bb, call):
         a, (m, k) = call.attrs, shape_of(call.args[1])
         act, row = str(a["act"]), str(a["row"])
         label = f"rms_norm{'_quantize' if act else ''}_{k}_m{m}{'_last' if row == 'last' else ''}"
-        return self._call(bb, call, label, lambda name: self.make_rms_norm(k, m, float(a["eps"]), act, row, name))
+        return self._call(bb, call, label, Workload("rms_norm", {"k": k, "m": m, "eps": float(a["eps"]), "act": act, "row": row}))
 
     def _quantize(self, bb, call):
         m, k = shape_of(call.args[1])
-        return self._call(bb, call, f"quantize_{k}_m{m}", lambda name: self.make_quantize(k, m, str(call.attrs["act"]), name))
+        return self._call(bb, call, f"quantize_{k}_m{m}", Workload("quantize", {"k": k, "m": m, "act": str(call.attrs["act"])}))
 
     def _linear(self, bb, call):
         a = call.attrs
         k, m, act, residual = int(a["k"]), int(a["m"]), str(a["act"]), bool(int(a["residual"]))
         segments = [(str(f), int(n)) for f, n in zip(a["formats"], a["n"], strict=True)]
-        biases = tuple(bool(int(b)) for b in a["biases"])
+        biases = [bool(int(b)) for b in a["biases"]]
         count = len(segments)
         # the operator takes weights, then biases; the kernel wants each bias behind its weight
         state, x, weights, rest = call.args[0], call.args[1], call.args[2 : 2 + count], list(call.args[2 + count :])
         ordered = [value for weight, bias in zip(weights, biases, strict=True) for value in ([weight, rest.pop(0)] if bias else [weight])]
         label = f"linear_{'_'.join(dict.fromkeys(f for f, _ in segments))}_{sum(n for _, n in segments)}x{k}_m{m}"
-        make = lambda name: self.make_linear(segments, k, m, act, biases, residual, name)  # noqa: E731
-        return self._call(bb, call, label, make, args=[state, x, *ordered, *rest])
+        args = {"segments": segments, "k": k, "m": m, "act": act, "biases": biases, "residual": residual}
+        return self._call(bb, call, label, Workload("linear", args), args=[state, x, *ordered, *rest])
 
     def _gate_up_swiglu(self, bb, call):
         a = call.attrs
         n, k, m = (int(a[key]) for key in ("n", "k", "m"))
         gate, up = (str(f) for f in a["formats"])
         label = f"gate_up_swiglu_{'_'.join(dict.fromkeys((gate, up)))}_{n}x{k}_m{m}"
-        return self._call(
-            bb, call, label, lambda name: self.make_gate_up_swiglu(gate, up, n, k, m, str(a["act_in"]), str(a["act"]), name)
-        )
+        args = {"gate": gate, "up": up, "n": n, "k": k, "m": m, "act_in": str(a["act_in"]), "act_out": str(a["act"])}
+        return self._call(bb, call, label, Workload("gate_up_swiglu", args))
 
     def _rope_kv_write(self, bb, call):
-        a, m, last = call.attrs, shape_of(call.args[1])[0], len(call.args)
-        eps = float(a["eps"]) if int(a["head_norm"]) else None
-        heads, kv_heads, d, ctx, rotary = (int(a[key]) for key in ("heads", "kv_heads", "d", "ctx", "rotary"))
-        make = lambda name: self.make_rope_kv_write(heads, kv_heads, d, ctx, m, bool(int(a["neox"])), rotary, eps, name)  # noqa: E731
-        return self._call(bb, call, f"rope_kv_write_m{m}", make, inplace={1: last - 2, 2: last - 1})
+        m, last = shape_of(call.args[1])[0], len(call.args)
+        workload = Workload("rope_kv_write", self._heads(call) | {"m": m} | self._rope(call))
+        return self._call(bb, call, f"rope_kv_write_m{m}", workload, inplace={1: last - 2, 2: last - 1})
 
     def _rope_attention(self, bb, call):
-        a = call.attrs
-        eps = float(a["eps"]) if int(a["head_norm"]) else None
-        heads, kv_heads, d, ctx, rotary = (int(a[key]) for key in ("heads", "kv_heads", "d", "ctx", "rotary"))
-        make = lambda name: self.make_rope_attention(heads, kv_heads, d, ctx, bool(int(a["neox"])), rotary, eps, str(a["act"]), name)  # noqa: E731
-        return self._call(bb, call, "rope_attention_m1", make)
+        args = self._heads(call) | self._rope(call) | {"act": str(call.attrs["act"])}
+        return self._call(bb, call, "rope_attention_m1", Workload("rope_attention", args))
 
     def _attention(self, bb, call):
-        a, m = call.attrs, shape_of(call.args[1])[0]
-        heads, kv_heads, d, ctx = (int(a[key]) for key in ("heads", "kv_heads", "d", "ctx"))
-        return self._call(
-            bb, call, f"attention_m{m}", lambda name: self.make_attention(heads, kv_heads, d, ctx, m, str(a["act"]), name)
-        )
+        m = shape_of(call.args[1])[0]
+        args = self._heads(call) | {"m": m, "act": str(call.attrs["act"])}
+        return self._call(bb, call, f"attention_m{m}", Workload("attention", args))
+
+    @staticmethod
+    def _heads(call) -> dict[str, int]:
+        return {key: int(call.attrs[key]) for key in ("heads", "kv_heads", "d", "ctx")}
+
+    @staticmethod
+    def _rope(call) -> dict:
+        a = call.attrs
+        return {"neox": bool(int(a["neox"])), "rotary": int(a["rotary"]), "eps": float(a["eps"]) if int(a["head_norm"]) else None}
 
 
 def _fields(bb, arg) -> list:

@@ -8,6 +8,9 @@ import re
 from mlc_amd.compiler.codegen.gpu_target import GpuTarget
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.schedules.gpu import profiles
+from mlc_amd.schedules.gpu.copy import copy
+
+COPY_BYTES = 64 << 20  # more than caches hold, when read and written
 
 
 class VulkanTarget(GpuTarget):
@@ -23,7 +26,10 @@ class VulkanTarget(GpuTarget):
 
     @property
     def description(self) -> dict:
-        return super().description | {"needs": {profile.name: profile.needs for profile in self.archs}}
+        return super().description | {"needs": {profile.name: profile.needs for profile in self.archs}, "copy_bytes": COPY_BYTES}
+
+    def own_kernels(self, arch):
+        return {"copy": copy(COPY_BYTES // 4, arch, "copy")}
 
     def compile_for(self, profile, kernels, directory, lowered):
         module = compile_spirv(kernels, profile, lowered=lowered)

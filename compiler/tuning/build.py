@@ -64,15 +64,41 @@ def build(workload, plan, kind: str, arch: str, folder: Path) -> Candidate:
     ValueError for a kernel that the arch cannot run."""
     func = make(workload, plan, kind, arch)
     folder.mkdir(parents=True, exist_ok=True)
-    params = [_param(workload, kind, parameter) for parameter in func.params]
+    params = _params(workload, func, kind)
     cases = _cases(workload, params)
-    means = {key: sum(case[key] for case in cases) / len(cases) for key in ("bytes", "flops")}
+    means = dict(zip(("bytes", "flops"), work(workload, func, kind), strict=True))
     code = _COMPILERS[kind](func, target(kind, arch).arch, folder)
-    about = {"workload": json.loads(workload.text), "plan": None if plan is None else asdict(plan), "api": kind, "arch": arch}
+    about = {"workload": json.loads(workload.text), "api": kind, "arch": arch} | _plan_facts(plan)
     return write(folder, about | code | {"params": params, "cases": cases} | means)
 
 
+def work(workload, func, kind: str) -> tuple[float, float]:
+    """(bytes moved, floating-point operations) of a call of the workload's kernel, the mean of the states that it is timed in."""
+    cases = _cases(workload, _params(workload, func, kind))
+    return tuple(sum(case[key] for case in cases) / len(cases) for key in ("bytes", "flops"))
+
+
+def _plan_facts(plan) -> dict:
+    """A plan as JSON keeps it, with its type; `plan_of` reads it."""
+    if plan is None:
+        return {"plan": None}
+    kind = type(plan)
+    return {"plan": asdict(plan), "plan_type": [kind.__module__, kind.__qualname__]}
+
+
+def plan_of(facts: dict):
+    """The plan of a candidate.json."""
+    if facts["plan"] is None:
+        return None
+    module, name = facts["plan_type"]
+    return getattr(importlib.import_module(module), name)(**facts["plan"])
+
+
 # ---- what the kernel takes
+
+
+def _params(workload, func, kind: str) -> list[dict]:
+    return [_param(workload, kind, parameter) for parameter in func.params]
 
 
 def _param(workload, kind: str, parameter) -> dict:
@@ -135,6 +161,8 @@ def _case(workload, params, position: int, m: int) -> dict:
             share = ((position if "attention" in op else 0) + m) / args["ctx"]
         elif op == "embed" and param["role"] == "weight":
             share = m / args["vocab"]
+        elif args.get("row") == "last" and param["role"] == "input":
+            share = 1 / m
         elif param["name"] == "CS":
             share = m / args["ctx"]
         moved += share * _nbytes(param)
@@ -235,14 +263,8 @@ class Builder:
         return [future.result() for future in futures]
 
     def _one(self, workload, plan) -> tuple[Path | None, str | None]:
-        folder, kind = self.root / folder_name(workload, plan), type(plan)
-        request = {
-            "workload": json.loads(workload.text),
-            "plan": None if plan is None else [kind.__module__, kind.__qualname__, asdict(plan)],
-            "kind": self.kind,
-            "arch": self.arch,
-            "folder": str(folder),
-        }
+        folder = self.root / folder_name(workload, plan)
+        request = {"workload": json.loads(workload.text), "kind": self.kind, "arch": self.arch, "folder": str(folder)} | _plan_facts(plan)
         child = self._idle.get()
         try:
             child.send(request)
@@ -257,12 +279,9 @@ class Builder:
 def _handle(request: dict, answer) -> None:
     from mlc_amd.schedules.tuning.workload import Workload
 
-    plan, error = None, None
+    error = None
     try:
-        if request["plan"]:
-            module, name, values = request["plan"]
-            plan = getattr(importlib.import_module(module), name)(**values)
-        build(Workload.from_json(request["workload"]), plan, request["kind"], request["arch"], Path(request["folder"]))
+        build(Workload.from_json(request["workload"]), plan_of(request), request["kind"], request["arch"], Path(request["folder"]))
     except (UserError, MemoryError, ValueError, RuntimeError) as e:
         error = f"{type(e).__name__}: {e}".splitlines()[0]
     answer({"error": error})

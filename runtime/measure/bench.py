@@ -7,7 +7,7 @@ In: a backend (`vulkan.py`, `hip.py`, `cpu.py`) and candidates of one group. Out
     cases       {case: median seconds}
     spread      (90th - 10th percentile) / median of the worst case: how sure the number is
     outliers    repetitions more than OUTLIER beyond the median
-    drift       how far the reference was off its first time when this was measured, where that stayed beyond DRIFT; else 0
+    drift       how far the reference was off its usual time when this was measured, where that stayed beyond DRIFT; else 0
 
 Conditions: weights and caches are taken from copies in turn, which together are larger than the last-level cache, so each call finds them
 in memory; a call waits for the one before; the device was busy just before. The first candidate (by custom the untuned kernel) is the
@@ -140,35 +140,26 @@ class Bench:
         usable = [i for i in range(len(self.candidates)) if i not in self.failures]
         if not usable:
             return
-        reference, since = usable[0], []
-        doing(reference)
-        first = self._time(reference, np.inf)
-        done(reference, first)
-        limit = HOPELESS * first["seconds"]
+        reference = _Reference(usable[0], lambda: self._time(usable[0], np.inf), doing, done)
+        reference.drift()
+        limit, since = HOPELESS * reference.seconds, []
         for place, index in enumerate(usable[1:], 1):
             doing(index)
-            result = self._time(index, limit)
-            since.append((index, result))
-            done(index, result)
+            done(index, self._time(index, limit))
+            since.append(index)
             if len(since) == CHECK or place == len(usable) - 1:
-                doing(reference)
-                self._settle(reference, first["seconds"], since, limit, doing, done)
+                if abs(reference.drift()) > DRIFT:
+                    self._again(since, reference, limit, doing, done)
                 since = []
 
-    def _drift(self, reference: int, seconds: float) -> float:
-        return self._time(reference, np.inf)["seconds"] / seconds - 1
-
-    def _settle(self, reference, seconds, since, limit, doing, done) -> None:
-        """If the reference's time has moved, times again what was measured since; marks it where that does not help."""
-        if abs(self._drift(reference, seconds)) <= DRIFT:
-            return
-        again = []
-        for index, _ in since:
+    def _again(self, indices: list[int], reference: "_Reference", limit: float, doing, done) -> None:
+        """Times again what was measured while the clocks moved; marks it where they still do."""
+        results = []
+        for index in indices:
             doing(index)
-            again.append((index, self._time(index, limit)))
-        doing(reference)
-        drift = self._drift(reference, seconds)
-        for index, result in again:
+            results.append(self._time(index, limit))
+        drift = reference.drift()
+        for index, result in zip(indices, results, strict=True):
             done(index, result | {"drift": drift if abs(drift) > DRIFT else 0.0})
 
     # ---- results
@@ -181,6 +172,24 @@ class Bench:
         written = [p for p in self.candidates[index].params if p.role in WRITTEN]
         raw = {p.name: self.backend.get((0 if p.role in ROTATING else "shared", p.name), p.nbytes) for p in written}
         return {p.name: np.frombuffer(raw[p.name], np.uint8).view(p.numpy).reshape(p.shape) for p in written}
+
+
+class _Reference:
+    """The kernel that the others are timed beside. seconds: the median of its timings, so that a first one that was off does not count."""
+
+    def __init__(self, index: int, time_it: Callable[[], dict], doing, done):
+        self.index, self._time_it, self._doing, self._done, self._results = index, time_it, doing, done, []
+
+    @property
+    def seconds(self) -> float:
+        return float(np.median([result["seconds"] for result in self._results]))
+
+    def drift(self) -> float:
+        """Times it once more; how far that is off. The timing nearest to the median is its result."""
+        self._doing(self.index)
+        self._results.append(self._time_it())
+        self._done(self.index, min(self._results, key=lambda result: abs(result["seconds"] - self.seconds)))
+        return self._results[-1]["seconds"] / self.seconds - 1
 
 
 def _copies(candidate: Candidate, rotating, cache: int) -> int:

@@ -7,13 +7,14 @@ their scales and sums must be those of their own steps. Only what has a meaning 
 import numpy as np
 
 from mlc_amd.runtime.measure.candidate import Candidate, Param
-from mlc_amd.runtime.measure.inputs import BLOCK
+from mlc_amd.runtime.measure.inputs import BLOCK, SIGNATURE
 
 # Share of the scale. Attention keeps its probabilities in float16 or joins splits in another order; matrix units add in another order.
 TOLERANCES = {"float32": 2e-4, "float16": 2e-3}
 ATTENTION = 4e-3
 STEPS_APART = 0.02  # share of int8 outputs that may be one step apart; attention's outputs are rounded often: more there
 ATTENTION_APART = 0.2
+CHANCE = 0.02  # share of outputs that may happen to be what they were filled with
 
 
 def differences(candidate: Candidate, state, expected: dict, found: dict) -> tuple[float, list[str]]:
@@ -24,6 +25,8 @@ def differences(candidate: Candidate, state, expected: dict, found: dict) -> tup
     for name, param in outputs.items():
         if param.dtype == "int8" or (name.startswith("S") and f"A{name[1:]}" in outputs):
             continue
+        if param.role == "output" and _unwritten(_used(param, found[name], live)):
+            return np.inf, [f"{name} is not written everywhere"]
         share = _floats(_used(param, expected[name], live), _used(param, found[name], live), _tolerance(param, loose))
         worst = max(worst, share)
         if not share <= 1:
@@ -47,6 +50,11 @@ def _used(param: Param, array: np.ndarray, live: int) -> np.ndarray:
         return array
     rows = array[: min(live, len(array))]
     return rows[..., : param.facts["columns"]] if "columns" in param.facts else rows
+
+
+def _unwritten(array: np.ndarray) -> bool:
+    """Whether more than chance has left of what outputs were filled with."""
+    return (array == np.full(array.itemsize, SIGNATURE, np.uint8).view(array.dtype)).mean() > CHANCE
 
 
 def _floats(expected: np.ndarray, found: np.ndarray, tolerance: float) -> float:

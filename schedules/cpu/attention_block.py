@@ -45,8 +45,13 @@ def opaque(x):
 
 
 def accumulators(isa):
-    """Registers that a loop may add to: three quarters of the machine's, which leaves room for its operands."""
+    """Registers that a loop may add to: by default three quarters of the machine's, which leaves room for its operands."""
     return isa.registers * 3 // 4
+
+
+def accumulator_choices(isa):
+    """Other numbers of registers to try."""
+    return tuple(isa.registers * n // 8 for n in (3, 4, 5, 6, 7))
 
 
 def _widest(limit, count):
@@ -54,18 +59,18 @@ def _widest(limit, count):
     return next(n for n in range(max(1, min(limit, count)), 0, -1) if count % n == 0)
 
 
-def emit_product(isa, rows, columns, inner, left, right, start, finish):
+def emit_product(isa, most, rows, columns, inner, left, right, start, finish):
     """A matrix product: finish(row, column, x) for all rows and columns, x = start(row, column) + sum of left(row, i) * right(i, column).
 
     Here `column` is the first of isa.lanes columns that a vector holds, i counts to `inner`, which may be an expression, and left gives
-    scalars. right is called with a list of columns and gives the list of their vectors. Rows are unrolled, in chunks that fit the
+    scalars. right is called with a list of columns and gives the list of their vectors. Rows are unrolled, in chunks that fit `most`
     registers.
     """
     lanes = isa.lanes
-    chunks = -(-rows // accumulators(isa))
+    chunks = -(-rows // most)
     for chunk in range(chunks):
         mine = range(chunk * rows // chunks, (chunk + 1) * rows // chunks)
-        vectors = _widest(accumulators(isa) // len(mine), columns // lanes)
+        vectors = _widest(most // len(mine), columns // lanes)
         with T.serial(columns // (vectors * lanes)) as slab:
             sums = {row: registers(vectors * lanes) for row in mine}
             places = [(at(v * lanes, lanes), slab * (vectors * lanes) + v * lanes) for v in range(vectors)]

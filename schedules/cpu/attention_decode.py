@@ -6,6 +6,8 @@ A task is one KV head and one span of 256 of its live keys; the query heads of a
 (top, total, unscaled output), and after a barrier in the same launch the heads join theirs. No sum crosses lanes: a lane is a key in the
 scores and a column in the outputs.
 """
+from dataclasses import dataclass
+
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
@@ -13,6 +15,8 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.cpu.attention_block import (
     BLOCK,
     SPAN,
+    accumulator_choices,
+    accumulators,
     emit_join,
     emit_join_start,
     emit_product,
@@ -30,24 +34,44 @@ from mlc_amd.schedules.cpu.vector import LANES, at, f32, prefetch, splat, store
 LINE = 32                       # float16 in a cache line
 
 
-def _load_keys(isa, Kc, kv, key0, c, keys, d):
-    """The vectors of element c of the keys that start at key0 + `keys`, as float32. Asks for the same of the next block: it arrives while
-    this one is used."""
+@dataclass(frozen=True)
+class Plan:
+    """How a task goes through its keys. No plan changes the order in which numbers are summed up.
+
+    registers  sums that are in registers at once
+    ahead      blocks of 64 keys that are prefetched ahead of the reads, 0: none
+    """
+    registers: int
+    ahead: int
+
+
+def default_plan(isa):
+    """The plan: the next block arrives while one is used."""
+    return Plan(registers=accumulators(isa), ahead=1)
+
+
+def choices(isa):
+    """Values of the plan's fields to try, by name."""
+    return {"registers": accumulator_choices(isa), "ahead": (0, 1, 2)}
+
+
+def _load_keys(isa, plan, Kc, kv, key0, c, keys, d):
+    """The vectors of element c of the keys that start at key0 + `keys`, as float32. Asks for the same of a later block."""
     lanes = isa.lanes
-    for key in keys[::KEYS // lanes]:
-        prefetch(Kc, kv, key0 // KEYS + key // KEYS, c, 0, ahead=BLOCK * d)
+    for key in keys[::KEYS // lanes] if plan.ahead else ():
+        prefetch(Kc, kv, key0 // KEYS + key // KEYS, c, 0, ahead=plan.ahead * BLOCK * d)
     return [isa.half(Kc[kv, key0 // KEYS + key // KEYS, c, at(key % KEYS, lanes)], lanes) for key in keys]
 
 
-def _load_values(isa, Vc, kv, key, columns, d):
-    """The vectors of a value that start at `columns`, as float32. Asks for the same of the next block."""
+def _load_values(isa, plan, Vc, kv, key, columns, d):
+    """The vectors of a value that start at `columns`, as float32. Asks for the same of a later block."""
     lanes = isa.lanes
-    for c in columns[::LINE // lanes]:
-        prefetch(Vc, kv, key, c, ahead=BLOCK * d)
+    for c in columns[::LINE // lanes] if plan.ahead else ():
+        prefetch(Vc, kv, key, c, ahead=plan.ahead * BLOCK * d)
     return [isa.half(Vc[kv, key, at(c, lanes)], lanes) for c in columns]
 
 
-def _emit_span(isa, Q, Kc, Vc, partial, kv, span, blocks, position, group, d):
+def _emit_span(isa, plan, Q, Kc, Vc, partial, kv, span, blocks, position, group, d):
     """One task: a span of a KV head's keys, of which `blocks` blocks are live. Its results go to `partial` (tops, totals, outs) at
     [kv, span]."""
     lanes = isa.lanes
@@ -56,16 +80,16 @@ def _emit_span(isa, Q, Kc, Vc, partial, kv, span, blocks, position, group, d):
     emit_start(top, total, out, group, d, lanes)
     with T.serial(T.min(blocks - span * SPAN, T.int32(SPAN))) as step:
         key0 = T.Bind((span * SPAN + step) * BLOCK)
-        emit_product(isa, group, BLOCK, d,
+        emit_product(isa, plan.registers, group, BLOCK, d,
                      left=lambda g, c: Q[0, kv * group + g, c],
-                     right=lambda c, keys: _load_keys(isa, Kc, kv, key0, c, keys, d),
+                     right=lambda c, keys: _load_keys(isa, plan, Kc, kv, key0, c, keys, d),
                      start=lambda g, key: f32(0.0, lanes),
                      finish=lambda g, key, x: store(scores, x, g, at(key, lanes)))
         with T.serial(group) as g:
             store(shrink, emit_weights(scores, g, top, total, g, key0, position, lanes), g)
-        emit_product(isa, group, d, BLOCK,
+        emit_product(isa, plan.registers, group, d, BLOCK,
                      left=lambda g, key: scores[g, key],
-                     right=lambda key, columns: _load_values(isa, Vc, kv, key0 + key, columns, d),
+                     right=lambda key, columns: _load_values(isa, plan, Vc, kv, key0 + key, columns, d),
                      start=lambda g, c: out[g, at(c, lanes)] * splat(shrink[g], lanes),
                      finish=lambda g, c, x: store(out, x, g, at(c, lanes)))
     tops, totals, outs = partial
@@ -96,12 +120,13 @@ def _emit_head(partial, result, head, live_spans, group, d):
                 store(result[0], value, 0, at(head * d + c))
 
 
-def attention_decode(heads, kv_heads, d, ctx, quantize, isa, name) -> tirx.PrimFunc:
+def attention_decode(heads, kv_heads, d, ctx, quantize, isa, name, plan=None) -> tirx.PrimFunc:
     """Kernel (state int32[4], Qo float32 [1, heads, d], Kc, Vc, then A, S of [1, heads*d] if `quantize`, else O float32 [1, heads*d]).
 
-    The token sees the keys 0 .. state[0]. UserError for shapes that `cache_shapes` refuses.
+    The token sees the keys 0 .. state[0]. plan: None is `default_plan`. UserError for shapes that `cache_shapes` refuses.
     """
     kshape, vshape = cache_shapes(kv_heads, ctx, d)
+    plan = plan or default_plan(isa)
     group = heads // kv_heads
     spans = -(-ctx // (BLOCK * SPAN))
     with IRBuilder() as ir, T.prim_func(s_tir=True):
@@ -119,7 +144,7 @@ def attention_decode(heads, kv_heads, d, ctx, quantize, isa, name) -> tirx.PrimF
             with T.attr(T.int32(0), "pragma_parallel_barrier_when_finish", 1), T.parallel(kv_heads * live_spans) as task:
                 # truncdiv and opaque: TVM lowers `//` by a variable to selections, and looks for minutes through several that nest.
                 kv, span = (opaque(f(task, live_spans)) for f in (T.truncdiv, T.truncmod))
-                _emit_span(isa, Q, Kc, Vc, partial, kv, span, blocks, position, group, d)
+                _emit_span(isa, plan, Q, Kc, Vc, partial, kv, span, blocks, position, group, d)
             with T.parallel(heads) as head:
                 _emit_head(partial, result, head, live_spans, group, d)
     return ir.get()

@@ -4,10 +4,12 @@ In: the rotated queries (times log2(e)/sqrt(d)) and the caches of `rope_kv_write
 Out: the heads' outputs, float32 or int8 blocks, of the live tokens.
 
 A task is one KV head and a tile of tokens; its rows are the tile's tokens times the heads of the group. For each block of 64 keys it
-converts K and V to float32 once, then works through its rows in register blocks of ROWS rows by as many vectors as fit: scores, softmax,
+converts K and V to float32 once, then works through its rows in register blocks of a few rows by as many vectors as fit: scores, softmax,
 outputs. Blocks of keys that no row of a register block may see are skipped. Tasks of later tiles see more keys, so threads take them in
 turns.
 """
+from dataclasses import dataclass
+
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
@@ -15,6 +17,8 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.cpu.attention_block import (
     BLOCK,
     SPAN,
+    accumulator_choices,
+    accumulators,
     emit_join,
     emit_join_start,
     emit_product,
@@ -31,15 +35,38 @@ from mlc_amd.schedules.cpu.quantize import act_args, emit_quantize_block
 from mlc_amd.schedules.cpu.rope_kv_write import KEYS, cache_shapes
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, splat, store
 
-ROWS = 6                        # rows of a register block
-# Rows of a task: many share the conversion of K and V, fewer make enough tasks for all threads out of a short chunk.
-TASK_ROWS, MIN_TASK_ROWS, TASKS = 192, 48, 32
+
+@dataclass(frozen=True)
+class Plan:
+    """How a chunk's attention is shared out. No plan changes the order in which numbers are summed up.
+
+    rows       rows of a register block
+    registers  sums that are in registers at once
+    most       rows of a task: many share the conversion of K and V to float32
+    fewest     rows of a task below which a short chunk is not split up further
+    tasks      tasks that a short chunk should make, for all threads to have work
+    """
+    rows: int
+    registers: int
+    most: int
+    fewest: int
+    tasks: int
 
 
-def _tile_tokens(m, group, kv_heads):
+def default_plan(isa):
+    return Plan(rows=6, registers=accumulators(isa), most=192, fewest=48, tasks=32)
+
+
+def choices(isa):
+    """Values of the plan's fields to try, by name."""
+    return {"rows": (2, 3, 4, 6, 8, 12), "registers": accumulator_choices(isa), "most": (48, 96, 192, 384), "fewest": (24, 48, 96),
+            "tasks": (8, 16, 32, 64)}
+
+
+def _tile_tokens(plan, m, group, kv_heads):
     """Tokens of a task."""
-    fewest, most = (max(1, rows // group) for rows in (MIN_TASK_ROWS, TASK_ROWS))
-    return min(m, most, max(fewest, m * kv_heads // TASKS))
+    fewest, most = (max(1, rows // group) for rows in (plan.fewest, plan.most))
+    return min(m, most, max(fewest, m * kv_heads // plan.tasks))
 
 
 def _load_queries(Q, queries, kv, token0, rows, group, d):
@@ -72,14 +99,14 @@ def _emit_results(result, out, total, kv, token0, rows, group, d, p):
                     store(result[0], value, token, at(head * d + h))
 
 
-def _emit_task(isa, Q, Kc, Vc, result, kv, token0, tokens, position, group, tile, d, p):
+def _emit_task(isa, plan, Q, Kc, Vc, result, kv, token0, tokens, position, group, tile, d, p):
     """One task: `tokens` live tokens from token0 of the chunk, whose first token stands at `position` in the sequence."""
-    lanes = isa.lanes
-    padded = -(-tile * group // ROWS) * ROWS
+    lanes, block_rows = isa.lanes, plan.rows
+    padded = -(-tile * group // block_rows) * block_rows
     queries, out, keys, values = (scratch(*shape) for shape in ((padded, d), (padded, d), (d, BLOCK), (BLOCK, d)))
     top, total = scratch(padded), scratch(padded, lanes)                   # of the span
     joined = scratch(padded), scratch(padded), scratch(padded, d)           # of all spans so far
-    scores, shrink = registers(ROWS, BLOCK), registers(ROWS)
+    scores, shrink = registers(block_rows, BLOCK), registers(block_rows)
     rows = opaque(tokens * group)
     _load_queries(Q, queries, kv, token0, rows, group, d)
     emit_join_start(joined, padded, d)
@@ -91,19 +118,19 @@ def _emit_task(isa, Q, Kc, Vc, result, kv, token0, tokens, position, group, tile
             key0 = opaque((span * SPAN + block) * BLOCK)
             _convert(isa, Kc, Vc, keys, values, kv, key0, d)
             # Register blocks before `skip` hold only tokens that stand before this block of keys.
-            skip = opaque(T.max(key0 - first_key, T.int32(0)) * group // ROWS)
-            with T.serial((rows + ROWS - 1) // ROWS - skip) as step:
-                row0 = opaque((skip + step) * ROWS)
-                emit_product(isa, ROWS, BLOCK, d,
+            skip = opaque(T.max(key0 - first_key, T.int32(0)) * group // block_rows)
+            with T.serial((rows + block_rows - 1) // block_rows - skip) as step:
+                row0 = opaque((skip + step) * block_rows)
+                emit_product(isa, plan.registers, block_rows, BLOCK, d,
                              left=lambda r, c: queries[row0 + r, c],
                              right=lambda c, columns: [T.Bind(keys[c, at(key, lanes)]) for key in columns],
                              start=lambda r, key: f32(0.0, lanes),
                              finish=lambda r, key, x: store(scores, x, r, at(key, lanes)))
-                with T.serial(ROWS) as r:
+                with T.serial(block_rows) as r:
                     last = opaque(first_key + (row0 + r) // group)
                     store(shrink, emit_weights(scores, r, top, total, row0 + r, key0, last, lanes), r)
-                seen = opaque(T.min(first_key + (row0 + ROWS - 1) // group - key0 + 1, T.int32(BLOCK)))
-                emit_product(isa, ROWS, d, seen,
+                seen = opaque(T.min(first_key + (row0 + block_rows - 1) // group - key0 + 1, T.int32(BLOCK)))
+                emit_product(isa, plan.registers, block_rows, d, seen,
                              left=lambda r, key: scores[r, key],
                              right=lambda key, columns: [T.Bind(values[key, at(c, lanes)]) for c in columns],
                              start=lambda r, c: out[row0 + r, at(c, lanes)] * splat(shrink[r], lanes),
@@ -113,16 +140,17 @@ def _emit_task(isa, Q, Kc, Vc, result, kv, token0, tokens, position, group, tile
     _emit_results(result, joined[2], joined[1], kv, token0, rows, group, d, p)
 
 
-def attention_prefill(heads, kv_heads, d, ctx, m, p, quantize, isa, name) -> tirx.PrimFunc:
+def attention_prefill(heads, kv_heads, d, ctx, m, p, quantize, isa, name, plan=None) -> tirx.PrimFunc:
     """Kernel (state int32[4], Qo float32 [m, heads, d], Kc, Vc, then A, S of [m, heads*d] in tiles of p tokens if `quantize`, else
     O float32 [m, heads*d]).
 
-    Token i sees the keys 0 .. state[0] + i. Tokens that are not live, or at or beyond ctx, are left out. UserError for shapes that
-    `cache_shapes` refuses.
+    Token i sees the keys 0 .. state[0] + i. Tokens that are not live, or at or beyond ctx, are left out. plan: None is `default_plan`.
+    UserError for shapes that `cache_shapes` refuses.
     """
     kshape, vshape = cache_shapes(kv_heads, ctx, d)
     group = heads // kv_heads
-    tile = _tile_tokens(m, group, kv_heads)
+    plan = plan or default_plan(isa)
+    tile = _tile_tokens(plan, m, group, kv_heads)
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
@@ -136,5 +164,5 @@ def attention_prefill(heads, kv_heads, d, ctx, m, p, quantize, isa, name) -> tir
               T.parallel(T.max((live + tile - 1) // tile, T.int32(0)) * kv_heads) as task):
             token0 = opaque(task // kv_heads * tile)
             tokens = opaque(T.min(live - token0, T.int32(tile)))
-            _emit_task(isa, Q, Kc, Vc, result, opaque(task % kv_heads), token0, tokens, position, group, tile, d, p)
+            _emit_task(isa, plan, Q, Kc, Vc, result, opaque(task % kv_heads), token0, tokens, position, group, tile, d, p)
     return ir.get()

@@ -12,14 +12,14 @@ from mlc_amd.schedules.gpu.attention_prefill_dot import attention_prefill_dot
 PREFILL = {"": attention_prefill_dot, "coop": attention_prefill_coop}
 
 
-def attention(heads, kv_heads, d, ctx, m, act_out, arch, name) -> tirx.PrimFunc:
+def attention(heads, kv_heads, d, ctx, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
     """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc of `rope_kv_write.cache_shapes`, [Parts, Arrived of
     `attention_decode.scratch_shapes` when m is 1], then the output [m, heads*d] in the layout act_out).
 
     Causal: token i sees the keys 0 .. state[0] + i. UserError for shapes that `cache_shapes` or `group_of` refuses, and for "rows" with
-    m > 1 on an arch with matrix units.
+    m > 1 on an arch with matrix units. plan: for the kernels that have one, instead of the arch's.
     """
     if m == 1:
         return attention_decode(heads, kv_heads, d, ctx, act_out, arch, name)
     prefill = PREFILL.get(arch.matrix, attention_prefill)
-    return prefill(heads, kv_heads, d, ctx, m, act_out, arch, name)
+    return prefill(heads, kv_heads, d, ctx, m, act_out, arch, name, *([plan] if plan else []))

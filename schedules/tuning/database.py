@@ -111,9 +111,13 @@ class Entry:
         return "" if self.hash == self.workload.hash else "the kernel's plans have changed since"
 
     @property
+    def ranked(self) -> list[Record]:
+        """The records whose results are known to be right, the fastest first."""
+        return sorted((record for record in self.records.values() if record.usable), key=lambda record: record.seconds)
+
+    @property
     def winner(self) -> Record | None:
-        """The fastest record whose results are known to be right."""
-        return min((record for record in self.records.values() if record.usable), key=lambda record: record.seconds, default=None)
+        return next(iter(self.ranked), None)
 
     @property
     def untuned(self) -> Record | None:
@@ -341,15 +345,21 @@ class Lookup:
     def find(self, workload: Workload) -> tuple[object | None, str]:
         """(plan, "user" or "shipped"), or (None, "default")."""
         for source, entry in self._found.get(workload.key, []):
-            winner = entry.winner
-            if winner is None or winner.default:
+            if entry.stale:
+                self._note(source, workload, entry.stale)
                 continue
             found = space(workload, self.arch)
-            if reason := entry.stale or _misfit(found, winner.plan):
-                self.notes.append(f"{source} record of {workload.key} for {self.arch.name} ignored: {reason}")
-                continue
-            return found.plan(winner.plan), source
+            for record in entry.ranked:
+                if reason := _misfit(found, record.plan):
+                    self._note(source, workload, reason)
+                elif record.default:
+                    break
+                else:
+                    return found.plan(record.plan), source
         return None, "default"
+
+    def _note(self, source: str, workload: Workload, reason: str) -> None:
+        self.notes.append(f"{source} record of {workload.key} for {self.arch.name} ignored: {reason}")
 
     def _add(self, source: str, entries: Iterable[Entry]) -> None:
         for entry in entries:

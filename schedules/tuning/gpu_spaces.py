@@ -28,8 +28,9 @@ def _gemv_linear(args, arch) -> Space:
 
     def kernel(plan) -> Kernel:
         plans, splits = gemv.linear_plans(segments, k, arch, plan)
-        loads = max(fitted.rows * fitted.unroll for fitted in plans) * gemv.span_of([segments[0][0]], k) * _block_bytes(segments[0][0])
-        same = tuple((fitted.rows, fitted.waves, fitted.unroll, split) for fitted, split in zip(plans, splits, strict=True))
+        loads = max(used.rows * used.unroll for used in plans) * gemv.span_of([segments[0][0]], k) * _block_bytes(segments[0][0])
+        unrolls = [_unroll([fmt], k, split.lanes, used.unroll) for (fmt, _), used, split in zip(segments, plans, splits, strict=True)]
+        same = tuple((used.rows, used.waves, unroll, split) for used, unroll, split in zip(plans, unrolls, splits, strict=True))
         return Kernel(same, sum(split.groups for split in splits), plans[0].waves * arch.wave, loads)
 
     default = gemv.default_plan(arch, sum(padded(n) for _, n in segments))
@@ -42,9 +43,14 @@ def _gemv_gate_up(args, arch) -> Space:
     def kernel(plan) -> Kernel:
         used = gemv.gate_up_plan(fmts, f, k, arch, plan)
         loads = len(fmts) * used.rows * used.unroll * gemv.span_of(fmts, k) * _block_bytes(fmts[0])
-        return Kernel(used, f // gemv.BLOCK, used.waves * arch.wave, loads)
+        return Kernel((used.rows, used.lanes, _unroll(fmts, k, used.lanes, used.unroll)), f // gemv.BLOCK, used.waves * arch.wave, loads)
 
     return Space(gemv.Plan, GEMV, gemv.default_plan(arch, f), kernel)
+
+
+def _unroll(fmts, k, lanes, unroll) -> int:
+    """Steps of a row that really come together: there may be fewer."""
+    return min(unroll, -(-gemv.units_of(fmts, k) // lanes))
 
 
 def _block_bytes(fmt) -> float:

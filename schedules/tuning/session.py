@@ -64,7 +64,7 @@ class Session:
     # ---- what to measure
 
     def next(self, count: int) -> list[tuple[object, object]]:
-        """Up to `count` (task, plan): default plans of tasks that have no measurement yet, else plans of one task. Empty: all is measured."""
+        """Up to `count` (task, plan): default plans of tasks without measurements, else plans of one task. Empty: all is measured."""
         new = [t for t in self._tasks.values() if not t.search.seconds and t.search.unmeasured == len(t.space.plans)]
         if new:
             return [(t.task, plan) for t in new[:count] for plan in t.search.propose(1)]

@@ -13,7 +13,6 @@ import os
 import time
 import weakref
 from contextlib import ExitStack
-from itertools import pairwise
 
 import numpy as np
 
@@ -21,13 +20,13 @@ from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.commands import Launch, Recorder
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import VARIABLE, Instance, choose
-from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, CHUNK, Block, Memory, OutOfMemory, places
+from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, CHUNK, Memory, OutOfMemory, places
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines, cache_file
 from mlc_amd.runtime.errors import UserError
 
 OUTPUTS = ("logits",)  # io buffers that kernels write; the host writes the others
 RING = 4  # times the largest scratch buffers: kernels that do not wait for one another want their own
-COPIED, COPIES = 128 << 20, 8  # bytes and repetitions that measure how fast the memory is
+COPIES = 8  # repetitions that measure how fast the memory is
 CLOSED = "this device is closed; load the model again"
 
 log = logging.getLogger("mlc_amd")
@@ -93,14 +92,15 @@ class VulkanDevice:
         self._kernels = self.manifest["launches"][self.code_arch]
         self._build(needs[self.code_arch])
 
+    def _module(self, step: dict) -> tuple[bytes, tuple[int, ...]]:
+        """(SPIR-V, block) of a launch's kernel."""
+        offset, nbytes = step["code"]
+        return self._code[offset : offset + nbytes], tuple(step["block"])
+
     def _build(self, needs: dict) -> None:
         """The pipelines of all kernels."""
-        code = memoryview((self.artifact.path / self.manifest["libraries"][self.code_arch]).read_bytes())
-        steps = {step["symbol"]: step for kernel in self._kernels.values() for step in kernel["steps"]}
-        modules = {}
-        for symbol, step in steps.items():
-            offset, nbytes = step["code"]
-            modules[symbol] = bytes(code[offset : offset + nbytes]), tuple(step["block"])
+        self._code = (self.artifact.path / self.manifest["libraries"][self.code_arch]).read_bytes()
+        modules = {step["symbol"]: self._module(step) for kernel in self._kernels.values() for step in kernel["steps"]}
         builder = Pipelines(self.context, needs["push_constants"], needs["subgroup_size"])
         try:
             self._pipelines = builder.build(modules, cache_file(self.gpu))
@@ -303,35 +303,35 @@ class VulkanDevice:
         return [(launch.kernel, seconds, gap) for launch, seconds, gap in zip(self._plan[function], spent, gaps, strict=True)]
 
     def copy_bandwidth(self) -> float:
-        """Bytes per second, read and written together, of a copy in the GPU's memory; 0.0 if there is no room or no clock to measure it."""
+        """Bytes per second, read and written together, of a kernel that copies; 0.0 if there is no room or no clock to measure it."""
         self._alive()
         if not self.gpu.queue[1]:
             return 0.0
         with ExitStack() as held:
-            memory = Memory(Context(self.context.instance, self.gpu, held))
+            context = Context(self.context.instance, self.gpu, held)
+            memory, nbytes = Memory(context), self.manifest["target"]["copy_bytes"]
             try:
-                source, target = (memory.block(COPIED, "device") for _ in range(2))
+                blocks = [memory.block(nbytes, "device") for _ in range(2)]
             except OutOfMemory:
                 return 0.0
-            return self._measure_copy(memory, source, target)
-
-    def _measure_copy(self, memory: Memory, source: Block, target: Block) -> float:
-        memory.fill([source, target])
-        context = memory.context
-        pool = _query_pool(context, COPIES + 1)
-        recorder = Recorder(context, 0, (pool, COPIES + 1))
-        recorder.begin()
-        recorder.stamp()
-        for _ in range(COPIES):
-            recorder.copy(source, 0, target, 0, COPIED)
-            recorder.barrier()
-            recorder.stamp()
-        recorder.end()
-        for _ in range(2):  # the first wakes the GPU up
-            context.submit(context.submission(recorder.commands))
-            context.wait()
-        stamps = _results(context, pool, COPIES + 1)
-        return 2 * COPIED / max(min(self._seconds(begin, end) for begin, end in pairwise(stamps)), 1e-9)
+            memory.fill(blocks)
+            needs, (step,) = self.manifest["target"]["needs"][self.code_arch], self._kernels["copy"]["steps"]
+            pipelines = Pipelines(context, needs["push_constants"], needs["subgroup_size"])
+            pipeline = pipelines.build({"copy": self._module(step)})["copy"]
+            pool = _query_pool(context, 2 * COPIES)
+            recorder = Recorder(context, pipelines.layout, (pool, 2 * COPIES))
+            recorder.begin()
+            push = (ctypes.c_uint64 * 2)(*(blocks[i].address for i in step["args"]))
+            for _ in range(COPIES):
+                recorder.launch(Launch("copy", pipeline, tuple(step["grid"]), push, ()))
+                recorder.barrier()
+            recorder.end()
+            for _ in range(2):  # the first wakes the GPU up
+                context.submit(context.submission(recorder.commands))
+                context.wait()
+            stamps = _results(context, pool, 2 * COPIES)
+            spent = min(self._seconds(begin, end) for begin, end in zip(stamps[::2], stamps[1::2], strict=True))
+            return 2 * nbytes / max(spent, 1e-9)
 
     def _seconds(self, begin: int, end: int) -> float:
         """Between two timestamps, of which some bits count."""

@@ -1,0 +1,133 @@
+"""Measures a kit: a folder of candidates that `mlc-amd tune --export-kit` made, on the machine that it was carried to. Needs Python and numpy.
+
+    kit.json      format 1, id, target, arch, model; candidates {name: {"reference", "states", ..}}: reference is the untuned kernel of the
+                  same work ("" for that kernel itself), states what the two are compared in
+    candidates/   a folder for each, as candidate.py describes them
+    lib/          these sources
+    results.json  written here, anew after each result, so that a run that was stopped goes on where it was:
+        format    1
+        kit       the kit's id
+        facts     {"device", "driver", "copy_bandwidth"}
+        results   {name: a result of session.py}
+        checks    {name: {"checked": "device" or "lavapipe", "passed", "deviation", "error"}}: of those that are faster than their reference
+
+The measurements go back with `mlc-amd tune --import-kit`, which needs results.json and kit.json.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.measure.session import Session
+
+FORMAT = 1
+KIT, RESULTS, CANDIDATES = "kit.json", "results.json", "candidates"
+SOFTWARE = "llvmpipe"  # how the name of Mesa's CPU driver begins
+
+
+class Run:
+    """A kit that is being measured. device: as `Session` takes it."""
+
+    def __init__(self, folder: Path, device: str | None = None):
+        self.folder = folder
+        try:
+            self.kit = json.loads((folder / KIT).read_text())
+        except (OSError, ValueError) as e:
+            raise UserError(f"{folder} is no kit ({e}); make one with mlc-amd tune --export-kit") from e
+        if self.kit.get("format") != FORMAT:
+            raise UserError(f"{folder} was made by another version of mlc-amd; export the kit again")
+        self.device, self.candidates = device, self.kit["candidates"]
+        self.found = {"format": FORMAT, "kit": self.kit["id"], "facts": {}, "results": {}, "checks": {}}
+        self._go_on()
+        self._started, self._said = time.monotonic(), 0
+
+    def _go_on(self) -> None:
+        """Takes over what an earlier run has measured. What it could not read is measured again."""
+        try:
+            earlier = json.loads((self.folder / RESULTS).read_text())
+        except (OSError, ValueError):
+            return
+        if earlier.get("kit") == self.kit["id"]:
+            self.found = earlier
+
+    def all(self) -> None:
+        """Measures, then compares, what is not done yet. UserError without a device for the kit."""
+        groups: dict[str, list[str]] = {}
+        for name, facts in self.candidates.items():
+            groups.setdefault(facts["reference"] or name, []).append(name)
+        with Session(self.device) as session:
+            for reference, names in groups.items():
+                self._measure(session, reference, [name for name in names if name not in self.found["results"]])
+                self._compare(session, reference, [name for name in names if name not in self.found["checks"]])
+
+    def _measure(self, session: Session, reference: str, names: list[str]) -> None:
+        if not names:
+            return
+        # a run that goes on times the reference again, for the clocks' sake; its first result stays
+        folders = dict.fromkeys([reference, *names])
+
+        def note(folder: str, result: dict) -> None:
+            name = Path(folder).name
+            if name in names:
+                self.found["results"][name] = result
+                self.found["facts"] = session.facts
+                self._save()
+                self._say(name, result)
+
+        session.measure([self._folder(name) for name in folders], note)
+
+    def _compare(self, session: Session, reference: str, names: list[str]) -> None:
+        """The faster ones with the reference: others will not be used."""
+        times = {name: self.found["results"][name].get("seconds") for name in (reference, *names)}
+        for name in names:
+            if name == reference or times[name] is None or not times[name] < (times[reference] or float("inf")):
+                continue
+            answer = session.compare(self._folder(reference), self._folder(name), self.candidates[name]["states"])
+            where = "lavapipe" if session.facts["device"].startswith(SOFTWARE) else "device"
+            wrong = "; ".join(answer["wrong"])
+            self.found["checks"][name] = {"checked": where, "passed": not wrong, "deviation": answer["error"], "error": wrong}
+            self._save()
+
+    def _folder(self, name: str) -> Path:
+        return self.folder / CANDIDATES / name
+
+    def _save(self) -> None:
+        temporary = self.folder / f".{RESULTS}.tmp"
+        temporary.write_text(json.dumps(self.found, indent=1))
+        temporary.replace(self.folder / RESULTS)
+
+    def _say(self, name: str, result: dict) -> None:
+        done, total = len(self.found["results"]), len(self.candidates)
+        if result["error"] is None:
+            what = f"{result['us']:10.2f} us  {result['gbps']:8.1f} GB/s  {result['tflops']:7.2f} TFLOP/s"
+        else:
+            what = result["error"]
+        print(f"[{done}/{total}] {time.monotonic() - self._started:5.0f} s  {name}  {what}", flush=True)
+
+    def summary(self) -> str:
+        failed = sum(result["error"] is not None for result in self.found["results"].values())
+        wrong = sum(not check["passed"] for check in self.found["checks"].values())
+        done = f"{len(self.found['results'])} of {len(self.candidates)} measured on {self.found['facts'].get('device', 'nothing')}"
+        return f"{done}, {failed} failed; {len(self.found['checks'])} compared with untuned kernels, {wrong} wrong"
+
+
+def main(folder: Path, arguments: list[str]) -> int:
+    """The kit's command line; the exit code."""
+    parser = argparse.ArgumentParser("run.py", description="Measures the kernels of this kit and writes results.json.")
+    parser.add_argument("--device", help="the GPU: its number, or a part of its name")
+    options = parser.parse_args(arguments)
+    try:
+        run = Run(folder, options.device)
+        run.all()
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"stopped: {run.summary()}; run it again to go on", file=sys.stderr)
+        return 130
+    print(run.summary())
+    print(f"take {folder / RESULTS} back into this folder where it was made, and: mlc-amd tune --import-kit FOLDER")
+    return 0

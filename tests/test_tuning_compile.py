@@ -1,0 +1,99 @@
+"""Tuned plans in a compiled model, and the tasks that a model's kernels make."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from mlc_amd.compiler import pipeline
+from mlc_amd.compiler.gguf import GGUFModel
+from mlc_amd.compiler.tuning import tasks as tuning
+from mlc_amd.schedules.tuning import database as databases
+from mlc_amd.schedules.tuning.database import Checked, Database, Measured
+from mlc_amd.schedules.tuning.session import Session
+from mlc_amd.schedules.tuning.spaces import as_dict, space
+
+pytest.importorskip("xgboost")
+CONTEXT = 128
+
+
+@pytest.fixture(scope="module")
+def tasks(demo_gguf):
+    """The bundled model's, for the Steam Deck."""
+    backend = pipeline.make_target("vulkan", "vangogh")
+    with GGUFModel.open(demo_gguf) as model:
+        return backend, tuning.extract(model, backend, CONTEXT)
+
+
+def test_tasks_are_the_distinct_kernels_weighted_by_their_calls(tasks, demo_gguf):
+    backend, found = tasks
+    with GGUFModel.open(demo_gguf) as model:
+        layers = model.config.layers
+    assert len({task.workload for task in found}) == len(found) > 20
+    named = {task.name: task for task in found}
+    decode = [task for task in found if "decode" in task.calls]
+    assert sum(task.calls["decode"] for task in decode if task.workload.op == "rope_attention") == layers
+    attention = named["attention_m64"]
+    assert attention.calls == {"prefill_64": layers * 512 / 64} and "score_64" not in attention.calls
+    gate_up = [task for task in decode if task.workload.op == "gate_up_swiglu"]
+    assert sum(task.calls["decode"] for task in gate_up) == layers
+    for task in gate_up:
+        args = task.workload.args
+        assert task.weight == task.calls["decode"] * tuning.ANSWER
+        assert task.flops == 4 * args["n"] * args["k"]
+        assert 0.5 < task.bytes / (args["n"] * args["k"]) < 2.5  # two weights of 2 to 8 bits
+    assert tuning.roofline(1e9)(gate_up[0]) == gate_up[0].bytes / 1e9
+
+
+def compiled(demo_gguf, folder, **options):
+    with GGUFModel.open(demo_gguf) as model:
+        summary = pipeline.compile_model(model, "vulkan", "vangogh", CONTEXT, folder, weights=False, **options)
+    return summary, json.loads((folder / "manifest.json").read_text())
+
+
+def test_compile_uses_a_tuned_plan_and_says_so(tasks, demo_gguf, tmp_path, monkeypatch):
+    backend, found = tasks
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    task = next(t for t in found if t.workload.op == "linear" and t.workload.args["m"] == 1)
+    choices = space(task.workload, backend.arch)
+    default = choices.default
+    plan = next(p for p in choices.plans if p.waves != default.waves and p.waves > 1)
+    with Database(backend.arch) as database:
+        session = Session([task], backend.arch, database)
+        session.report(task, default, Measured(2.0))
+        session.report(task, plan, Measured(1.0))
+        session.check(task, plan, Checked("emulator", True, 0.0))
+    tuned, manifest = compiled(demo_gguf, tmp_path / "tuned")
+    kernels = {entry["name"]: entry["tuned"]["vangogh"] for entry in manifest["kernels"]}
+    assert kernels.pop(task.name) == {"from": "user", "plan": as_dict(plan)}
+    assert {entry["from"] for entry in kernels.values()} == {"default"}
+    assert tuned.tuned == {"user": 1, "default": len(kernels)} and tuned.notes == []
+    plain, untuned = compiled(demo_gguf, tmp_path / "untuned", tuned="none")
+    assert plain.tuned == {"default": len(kernels) + 1}
+    launch = [entry["launches"]["vangogh"][task.name]["steps"][0]["block"] for entry in (manifest, untuned)]
+    assert launch[0] != launch[1] and launch[0][1] == plan.waves
+
+
+def test_a_stale_record_leaves_a_note(tasks, demo_gguf, tmp_path, monkeypatch):
+    backend, found = tasks
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    task = next(t for t in found if t.workload.op == "linear" and t.workload.args["m"] == 1)
+    folder = databases.cache() / "vangogh"
+    line = {"op": task.workload.op, "args": task.workload.args, "hash": "0", "tvm": "0.0", "plan": {"rows": 1}, "seconds": 1.0, "passed": True}
+    folder.mkdir(parents=True)
+    (folder / databases.LOG).write_text(json.dumps(line) + "\n")
+    lookup = databases.Lookup(backend.arch)
+    assert lookup.find(task.workload) == (None, "default")
+    assert lookup.notes == [f"user record of {task.workload.key} for vangogh ignored: made with TVM 0.0, this is {databases.tvm.__version__}"]
+
+
+def test_every_arch_of_an_artifact_has_its_own_plans(demo_gguf):
+    backend = pipeline.make_target("vulkan", "vangogh,rdna2")
+    with GGUFModel.open(demo_gguf) as model:
+        pipeline.lower(model, backend, CONTEXT)
+    name, workload = next((n, w) for n, w in backend.workloads.items() if w.op == "linear" and w.args["m"] == 1)
+    plan = replace(space(workload, backend.archs[1]).default, waves=1)
+    backend.plans["rdna2"] = lambda asked: (plan, "user") if asked == workload else (None, "default")
+    assert backend.origins(name) == {"vangogh": {"from": "default", "plan": None}, "rdna2": {"from": "user", "plan": as_dict(plan)}}
+    backend.arch = backend.archs[1]
+    assert backend.plan(workload) == (plan, "user")

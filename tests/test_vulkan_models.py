@@ -1,0 +1,137 @@
+"""The vulkan target from GGUF to text, on the Vulkan device that is here (Mesa's CPU driver in CI)."""
+
+import numpy as np
+import pytest
+import reference
+import vulkan_harness
+from quality import TIE, Reference
+
+from mlc_amd.compiler.gguf import GGUFModel, synthetic
+from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.runtime.engine import Engine
+from mlc_amd.runtime.errors import UserError
+
+MAX_KL = 1e-3
+SAMPLE = ("qwen3-q4_0", "llamaspm-q8_0")  # of the reference models; all of them: vulkan_quality.py
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """made(GGUF path or synthetic spec, arch, ctx) -> artifact folder, compiled once."""
+    done = {}
+
+    def compile_once(source, arch, ctx=64):
+        if (source, arch) not in done:
+            out = tmp_path_factory.mktemp("vulkan") / "model"
+            with synthetic(source) if isinstance(source, str) else GGUFModel.open(source) as model:
+                compile_model(model, "vulkan", arch, ctx, out)
+            done[source, arch] = out
+        return done[source, arch]
+
+    return compile_once
+
+
+@pytest.fixture
+def load():
+    """load(artifact folder) -> Engine; closes its device after the test."""
+    vulkan_harness.gpu()  # skips without a device
+    opened = []
+
+    def open_engine(path):
+        opened.append(Engine.load(path))
+        return opened[-1]
+
+    yield open_engine
+    for engine in opened:
+        engine.device.close()
+
+
+@pytest.mark.parametrize(("spec", "arch"), [("tiny:q4_k", "vangogh"), ("tiny-qwen3:q6_k", "rdna4"), ("tiny-qwen2:q4_0", "generic")])
+def test_artifact(made, spec, arch):
+    """Seven dispatches a layer in decode; every launch says where its code is and what it writes."""
+    manifest = Artifact.open(made(spec, arch)).manifest
+    decode, launches = manifest["functions"]["decode"]["launches"], manifest["launches"][arch]
+    assert len(decode) == 7 * manifest["model"]["layers"] + 3
+    assert manifest["target"]["archs"] == [arch]
+    size = manifest["files"][manifest["libraries"][arch]]["bytes"]
+    for call in decode:
+        (step,) = launches[call["kernel"]]["steps"]
+        assert sum(step["code"]) <= size
+        assert step["writes"]
+        assert len(step["args"]) <= 16 or step["table"] or manifest["target"]["needs"][arch]["push_constants"] == 256
+
+
+def test_several_profiles_share_an_artifact(made):
+    manifest = Artifact.open(made("tiny:q4_0", "steamdeck,vega,7900xtx:matrix=none")).manifest
+    assert list(manifest["libraries"].values()) == ["kernels-vangogh.spv", "kernels-gfx90c.spv", "kernels-rdna3-matrix-none.spv"]
+    with pytest.raises(UserError, match="need different layouts"):
+        made("tiny:q4_0", "steamdeck,rdna3")
+
+
+def test_several_profiles_where_the_first_splits_attention_less(made, load):
+    """The workspace is as large as the neediest wants it; the device takes the profile that fits it."""
+    vulkan_harness.gpu()
+    engine = load(made("tiny:q4_0", "generic,lavapipe", 128))
+    assert np.isfinite(engine.decode(1)).all()
+
+
+def test_unknown_profile(made):
+    with pytest.raises(UserError, match="unknown Vulkan profile 'voodoo2'"):
+        made("tiny:q4_0", "voodoo2")
+
+
+@pytest.mark.parametrize(("spec", "arch"), [("tiny:q4_0", "auto"), ("tiny-qwen3:q4_k", "auto"), ("tiny-qwen2:q5_1", "generic")])
+def test_logits(made, load, spec, arch):
+    """A prefill chunk and decode steps against the numpy reference."""
+    vulkan_harness.gpu()
+    engine, ids = load(made(spec, arch)), np.random.default_rng(7).integers(0, 1024, 24)
+    logits = [engine.prefill(ids[:20]), *(engine.decode(int(i)) for i in ids[20:])]
+    exact = reference.forward(synthetic(spec), ids)
+    assert reference.kl_divergence(exact[19:], np.stack(logits)) < MAX_KL
+
+
+def test_bundled_model_answers_as_on_the_cpu(made, load, compiled, demo_gguf):
+    """Greedy text: both get the CPU's tokens, and agree on each unless it is a tie."""
+    vulkan_harness.gpu()
+    cpu, vulkan = Engine.load(compiled(demo_gguf, 2048)), load(made(demo_gguf, "auto", 512))
+    ids = cpu.tokenizer.encode("os.path.join: Join two or more")
+    left, right, compared = cpu.prefill(ids), vulkan.prefill(ids), 0
+    for _ in range(24):
+        second, first = np.sort(left)[-2:]
+        if first - second >= TIE:
+            assert left.argmax() == right.argmax()
+            compared += 1
+        token = int(left.argmax())
+        left, right = cpu.decode(token), vulkan.decode(token)
+    assert compared > 8
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_quality(made, load, shared, name):
+    vulkan_harness.gpu()
+    engine, expected = load(made(shared / "models" / f"{name}.gguf", "auto", 512)), Reference(shared, name)
+    found = expected.logits(engine)
+    assert found.good, found
+    compared, wrong = expected.greedy(engine, 8)
+    assert compared and not wrong
+
+
+def test_many_tokens_leave_nothing_behind(made, load):
+    """Neither host memory nor positions leak over a few hundred steps."""
+    engine = load(made("tiny:q4_0", "auto"))
+
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1])
+
+    def steps(count: int) -> None:
+        for i in range(count):
+            if engine.position == engine.context:
+                engine.reset()
+            engine.decode(i % 1024)
+
+    steps(100)
+    before = resident()
+    steps(400)
+    assert resident() - before < 256  # pages of 4 KiB
