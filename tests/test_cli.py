@@ -205,7 +205,7 @@ def test_overview_and_help_go_to_stdout_and_name_everything(mlc_amd):
 
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_every_flag_of_every_verb_is_described(verb):
-    module = __import__(f"mlc_amd.tools.{verb}", fromlist=["run"])
+    module = __import__(cli.module_of(verb), fromlist=["run"])
     page = arguments.help_page(verb, module.run, getattr(module, "SHORT", {}))
     assert page.startswith(f"usage: mlc-amd {verb}")
     arguments.parse_functions(module.run)

@@ -146,7 +146,7 @@ def test_attention(arch, name):
     heads, kv_heads, d, m, act, rope, states = case
     rng = np.random.default_rng(1)
     scratch = {n: np.full(shape, np.nan, dtype) if dtype == "float32" else np.zeros(shape, dtype)
-               for n, (shape, dtype) in scratch_shapes(heads, kv_heads, d, CTX, resolve(arch)).items()}
+               for n, (shape, dtype) in scratch_shapes(heads, kv_heads, d).items()}
     for position, live in states:
         end = position + live
         k, v = stale_caches(rng, kv_heads, d, position if rope else end)

@@ -1,10 +1,12 @@
 """The measuring program: inputs, comparison, timing and what happens when candidates crash; on the CPU, on Mesa's CPU driver, and on a
 stand-in for HIP."""
 
+import os
 import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -39,6 +41,13 @@ def made(folder, content: bytes | None = b"", params=ADD, op="add", **facts):
     steps = [{"symbol": "kernel", "args": [0, 1, 2, 3]}]
     about |= {"steps": steps, "scratch": [], "params": params, "cases": [case], "bytes": 3072, "flops": 256}
     return candidate.write(folder, about | facts)
+
+
+def test_gpus_are_measured_without_tvm():
+    names = ", ".join(f"mlc_amd.runtime.measure.{name}" for name in ("program", "session", "vulkan", "hip", "compare"))
+    check = f"import sys, {names}; print([m for m in sys.modules if m.split('.')[0] in ('tvm', 'tvm_ffi') or m.startswith('mlc_amd.c')])"
+    ran = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout == "[]\n"
 
 
 # ---- candidates and inputs
@@ -158,7 +167,7 @@ def test_comparison_of_int8_activations(tmp_path, tiles):
 class Clock:
     """A device whose time we make: `speed(call number)` slows everything down, kernels take what their `code` says."""
 
-    name, facts, cache, target = "clock", {}, 1 << 14, 1e-3
+    name, facts, cache, target, disturbed = "clock", {}, 1 << 14, 1e-3, 0.0
 
     def __init__(self, speed=lambda runs: 1.0):
         self.speed, self.runs, self.bound, self.kept, self.sequence = speed, 0, [], {}, []
@@ -210,6 +219,16 @@ def test_medians_outliers_and_failures(tmp_path):
     assert results[0]["seconds"] == pytest.approx(1e-4) and results[1]["seconds"] == pytest.approx(2e-4)
     assert results[1]["outliers"] >= 1 and len(results[1]["runs"]) > bench.REPEATS  # noticed, and repeated
     assert group.failures == {2: "no such kernel"}
+
+
+def test_repetitions_that_other_programs_disturbed_do_not_count(tmp_path):
+    class Shared(Clock):
+        def run(self, calls):
+            self.disturbed = 0.5 if self.runs % 3 else 0.0
+            return super().run(calls) * (1 + self.disturbed)
+
+    _, results, _ = timed(tmp_path, Shared(), [1e-4])
+    assert results[0]["seconds"] == pytest.approx(1e-4) and results[0]["disturbed"] == 0 and results[0]["spread"] == pytest.approx(0)
 
 
 def test_candidates_timed_while_the_clocks_fell_are_timed_again(tmp_path):
@@ -335,6 +354,7 @@ BODIES = {
     "crash": "abort();",
     "hang": "for (;;) ;",
 }
+AT_LOAD = "__attribute__((constructor)) static void start(void) { abort(); }"
 COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 
 
@@ -344,10 +364,10 @@ def kernels(tmp_path):
     if COMPILER is None:
         pytest.skip("needs a C compiler")
     folders = {}
-    for name, body in BODIES.items():
+    for name, body in (BODIES | {"load": ""}).items():
         made(tmp_path / name, None, code="kernel.so")
         source = tmp_path / name / "kernel.c"
-        source.write_text(SOURCE.format(body=body))
+        source.write_text(SOURCE.format(body=body) + (AT_LOAD if name == "load" else ""))
         subprocess.run([COMPILER, "-O1", "-shared", "-fPIC", "-o", str(tmp_path / name / "kernel.so"), str(source)], check=True)
         folders[name] = tmp_path / name
     return folders
@@ -369,6 +389,36 @@ def test_measures_on_the_cpu_and_survives_what_kernels_do(kernels):
         assert found["error"] > 1 and "Y differs" in found["wrong"][0]
         assert "SIGABRT" in session.compare(kernels["right"], kernels["crash"], [STATE])["wrong"][0]
         assert session.compare(kernels["right"], kernels["slow"], [STATE])["wrong"] == []
+
+
+def test_the_cpu_knows_when_others_have_it():
+    from mlc_amd.runtime.measure.cpu import _waited
+
+    core = sorted(os.sched_getaffinity(0))[0]
+    spin = f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+    share = []
+    for crowd in (0, 3):
+        others = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(crowd)]
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(threading.get_native_id(), {core})
+        try:
+            time.sleep(0.5 if crowd else 0)
+            waited, start = _waited(), time.perf_counter()
+            while time.perf_counter() - start < 0.5:
+                pass
+            share.append((_waited() - waited) / (time.perf_counter() - start))
+        finally:
+            os.sched_setaffinity(threading.get_native_id(), before)
+            for other in others:
+                other.kill()
+                other.wait()
+    assert share[1] > 0.5 and share[1] > share[0]
+
+
+def test_what_crashes_while_all_load_is_found(kernels):
+    with Session("1") as session:
+        right, load, slow = session.measure([kernels[name] for name in ("right", "load", "slow")])
+    assert "SIGABRT" in load["error"] and right["error"] is None and slow["error"] is None
 
 
 def test_without_the_device_it_says_so(tmp_path):
@@ -401,6 +451,11 @@ def test_hip_times_graphs_and_reads_results(tmp_path):
     assert group.copies == 16 and not group.failures
     assert backend.run([group._call(0, copy) for copy in range(3)]) == pytest.approx(1.5e-3)
     assert len(recorder.launched) == 3 and recorder.calls.count("hipGraphLaunch") == 1
+    for _ in range(2):
+        backend.run([group._call(0, copy) for copy in range(3)])
+    assert recorder.calls.count("hipGraphInstantiate") == 1 and len(recorder.launched) == 9  # captured once
+    backend.run([group._call(0, copy) for copy in (3, 4, 5)])
+    assert recorder.calls.count("hipGraphInstantiate") == 2
     expected = inputs.fill(one, STATE)
     np.testing.assert_array_equal(group.outputs(0, STATE)["Y"], expected["X"] + expected["G"])
     backend.close()

@@ -39,7 +39,7 @@ def test_splits(name):
     assert splits_of(heads, kv_heads, d, CTX, profile()).count > 1
     rng = np.random.default_rng(1)
     scratch = {n: np.full(shape, np.nan, dtype) if dtype == "float32" else np.zeros(shape, dtype)
-               for n, (shape, dtype) in scratch_shapes(heads, kv_heads, d, CTX, profile()).items()}
+               for n, (shape, dtype) in scratch_shapes(heads, kv_heads, d).items()}
     for position in POSITIONS:
         k, v = stale_caches(rng, kv_heads, d, position if rope else position + 1)
         Kc, Vc = pack(k, v)

@@ -235,7 +235,7 @@ def test_attention(profile_name, name):
     heads, kv_heads, d, m, act, rope, states = case
     rng = np.random.default_rng(1)
     scratch = {n: np.full(shape, np.nan, dtype) if dtype == "float32" else np.zeros(shape, dtype)
-               for n, (shape, dtype) in scratch_shapes(heads, kv_heads, d, CTX, profile).items()}
+               for n, (shape, dtype) in scratch_shapes(heads, kv_heads, d).items()}
     for position, live in states:
         end = position + live
         k, v = attention_cases.stale_caches(rng, kv_heads, d, position if rope else end)

@@ -20,15 +20,17 @@ import fire
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import arguments
 
-# verb -> what it does. Each is the function `run` of the module of that name here, imported only when it is asked for.
+# verb -> what it does. Each is the function `run` of its module, imported only when it is asked for.
 VERBS = {
     "chat": "talk with a model",
     "generate": "continue a text",
     "compile": "compile a GGUF file into an artifact",
+    "tune": "search for the fastest way to build a model's kernels",
     "bench": "measure prefill and decode speed",
     "perplexity": "measure how well a model predicts a text",
     "tokenize": "show the tokens of a text",
     "inspect": "show what is in a GGUF file, an artifact or GPU code",
+    "tune-server": "measure for tuning runs on other machines",
     "deploy": "pack an artifact with all that runs it on another machine",
     "doctor": "show what this machine can compile for and run on",
 }
@@ -48,9 +50,14 @@ _ADVICE = {
 }
 
 
+def module_of(verb: str) -> str:
+    """The name of a verb's module: the verb's own, here."""
+    return f"mlc_amd.tools.{verb.replace('-', '_')}"
+
+
 def verbs() -> dict[str, str]:
     """The verbs that are here: a bundle (tools/deploy.py) leaves out those that compile."""
-    return {verb: what for verb, what in VERBS.items() if importlib.util.find_spec(f"mlc_amd.tools.{verb}")}
+    return {verb: what for verb, what in VERBS.items() if importlib.util.find_spec(module_of(verb))}
 
 
 def overview() -> str:
@@ -109,7 +116,7 @@ def _dispatch(tokens: list[str], literal: list[str]) -> None:
     if verb not in verbs():
         near = difflib.get_close_matches(verb, verbs(), 1)
         raise UserError(f"unknown command {verb!r}: " + (f"did you mean {near[0]}?" if near else f"choose from {', '.join(verbs())}"))
-    module = importlib.import_module(f"mlc_amd.tools.{verb}")
+    module = importlib.import_module(module_of(verb))
     short = getattr(module, "SHORT", {})
     if "--help" in rest or "-h" in rest:
         sys.stdout.write(arguments.help_page(verb, module.run, short))

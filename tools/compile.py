@@ -9,6 +9,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import display, models
 
 SHORT = {"o": "output"}
+NOTES = 4  # of tuned records that were left aside, how many are told
 
 
 def run(
@@ -20,6 +21,7 @@ def run(
     output: str | None = None,
     synthetic: str | None = None,
     weights: Literal["file", "none"] = "file",
+    tuned: Literal["none", "shipped", "user", "auto"] = "auto",
 ) -> None:
     """Compiles a GGUF file into an artifact: a folder with kernels for one kind of machine and the repacked weights.
 
@@ -36,6 +38,8 @@ def run(
         output: the folder to write (default: dist/MODEL-TARGET-ARCH here).
         synthetic: instead of a file, a model of that shape with random weights, for benchmarks: PRESET:FORMAT as llama3-8b:q4_0
         weights: none leaves the weights out: the artifact is small, and runs with random ones, for benchmarks on another machine.
+        tuned: whose tuned plans the kernels are built with: those that `mlc-amd tune` found here (user), that come with mlc-amd (shipped),
+            the first where there are both (auto), or neither's (none).
     """
     if (model is None) == (synthetic is None):
         raise UserError("give either a GGUF file or --synthetic PRESET:FORMAT")
@@ -48,17 +52,22 @@ def run(
     with models.open_source(path, synthetic) as source, display.compile_progress(f"compiling {synthetic or path.name}") as progress:
         from mlc_amd.compiler.pipeline import compile_model  # a second: not before the model is known to be fine
 
-        summary = compile_model(source, target, arch, ctx, out, progress, weights != "none")
+        summary = compile_model(source, target, arch, ctx, out, progress, weights != "none", tuned)
     seconds = time.perf_counter() - start
     stages = ", ".join(f"{stage} {spent:.1f}" for stage, spent in summary.seconds.items())
     rows = [
         ("artifact", summary.path),
         ("weights", display.size(summary.weight_bytes) + (" (random, made when it is loaded)" if weights == "none" else "")),
         ("kernels", f"{summary.kernels} ({display.size(summary.kernel_bytes)})"),
+        ("plans", ", ".join(f"{count} {source}" for source, count in sorted(summary.tuned.items()))),
         ("launches", ", ".join(f"{function} {count}" for function, count in summary.launches.items())),
         ("KV cache", display.size(summary.kv_bytes)),
         ("buffers", display.size(summary.arena_bytes)),
         ("time", f"{seconds:.1f} s ({stages})"),
     ]
+    for note in summary.notes[:NOTES]:
+        display.message(note)
+    if len(summary.notes) > NOTES:
+        display.message(f"... and {len(summary.notes) - NOTES} more such records")
     for left, right in rows:
         print(f"{left:10}{right}")

@@ -32,7 +32,7 @@ SUFFIX = ".tar.zst"
 SOURCES = {
     "runtime": (("**/*.py",), ()),
     "schedules": (("__init__.py", "formats.py"), ()),
-    "tools": (("*.py",), ("archive.py", "compile.py", "deploy.py", "inspect*.py", "wheels.py")),
+    "tools": (("*.py",), ("archive.py", "compile.py", "deploy.py", "inspect*.py", "tune*.py", "wheels.py")),
 }
 PACKAGES = ("numpy", "tokenizers", "jinja2", "markupsafe", "rich", "prompt_toolkit", "wcwidth", "fire", "termcolor", "packaging")
 TARGET_PACKAGES = {"vulkan": (), "rocm": ("rocm-bindings-hip", "rocm-bindings-core")}

@@ -78,6 +78,57 @@ def compile_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
         yield progress
 
 
+class _Clocked(Progress):
+    """A bar that moves with the time, too."""
+
+    def __init__(self, *columns, share: Callable[[], float]):
+        super().__init__(*columns, console=Console(stderr=True), transient=True)
+        self._share = share
+
+    def get_renderables(self):
+        for task in self.task_ids:
+            self.update(task, completed=self._share())
+        return super().get_renderables()
+
+
+@contextmanager
+def budget_progress(title: str, seconds: float | None, count: int | None) -> Iterator[Callable[[int], None]]:
+    """A progress(done) for work that ends after `seconds` or `count` pieces (None: no such limit), whichever comes first: a bar with the
+    time left when stderr is a terminal, else one line at the beginning."""
+    limits = [f"{count} measurements"] if count else []
+    limits += [clock(seconds)] if seconds else []
+    start, done = time.perf_counter(), 0
+    title = f"{title}: {', at most '.join(limits)}"
+    if not sys.stderr.isatty():
+        message(f"{title} ...")
+        yield lambda measured: None
+        return
+
+    def share() -> float:
+        spent = time.perf_counter() - start
+        return min(1.0, max(spent / seconds if seconds else 0.0, done / count if count else 0.0))
+
+    def left() -> str:
+        """Of the time, or of the count at the speed so far."""
+        spent, part = time.perf_counter() - start, share()
+        return f"{done} measured, {clock(spent / part - spent)} left" if part else "starting"
+
+    def progress(measured: int) -> None:
+        nonlocal done
+        done = measured
+        bars.update(task, left=left())
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TextColumn("{task.fields[left]}"))
+    with _Clocked(*columns, share=share) as bars:
+        task = bars.add_task(title, total=1.0, left=left())
+        yield progress
+
+
+def clock(seconds: float) -> str:
+    """Seconds as people say them: "42 s", "3.5 min"."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
+
+
 def speed(tokens: int, seconds: float) -> str:
     """Tokens per second: "41.2 tok/s"; "-" when nothing was measured."""
     return f"{tokens / seconds:.1f} tok/s" if tokens and seconds > 0 else "-"

@@ -154,8 +154,22 @@ def _launches(launches: dict) -> str:
 
 
 def _kernels(kernels: list) -> str:
-    rows = [(entry["name"], ", ".join(f"{function} {count}" for function, count in entry["calls"].items())) for entry in kernels]
-    return display.table(("kernel", "calls"), rows)
+    rows = [
+        (entry["name"], ", ".join(f"{function} {count}" for function, count in entry["calls"].items()), _tuned(entry.get("tuned", {})))
+        for entry in kernels
+    ]
+    return display.table(("kernel", "calls", "plan"), rows)
+
+
+def _tuned(origins: dict) -> str:
+    """Where a kernel's plan comes from, and what it is; of an artifact for several GPUs, for each."""
+    texts = {}
+    for arch, origin in origins.items():
+        numbers = " ".join(f"{name}={value}" for name, value in (origin["plan"] or {}).items())
+        texts[arch] = f"{origin['from']}: {numbers}" if numbers else origin["from"]
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return "; ".join(f"{arch} {text}" for arch, text in texts.items())
 
 
 def _plan(plan: dict) -> str:

@@ -56,10 +56,11 @@ def artifact_path(
     ctx: int | None = None,
     synthetic: str | None = None,
     device: str | None = None,
+    tuned: str = "auto",
 ) -> Path:
     """The artifact's folder for `model` (None: the demo) or for a `synthetic` spec, compiled into the cache when it is not there yet.
 
-    target, arch, ctx shape that compilation; device is the GPU that target vulkan takes for "native". For a folder they are already
+    target, arch, ctx, tuned shape that compilation; device is the GPU that target vulkan takes for "native". For a folder they are already
     decided, so asking for another context is a UserError.
     """
     if synthetic and model:
@@ -74,7 +75,7 @@ def artifact_path(
 
         arch = profile_here(device)
     name = re.sub(r"[^\w.-]", "-", synthetic or path.stem)
-    place = cache_directory() / f"{name}-{target}-{arch}-{_key(path, synthetic, target, arch, ctx)}"
+    place = cache_directory() / f"{name}-{target}-{arch}-{_key(path, synthetic, target, arch, ctx, tuned)}"
     if (place / "manifest.json").exists():
         return place
     title = f"compiling {synthetic or path.name} for {target} {arch}"
@@ -86,7 +87,7 @@ def artifact_path(
         except OSError as error:
             advice = "set XDG_CACHE_HOME to a folder of yours, or use `mlc-amd compile -o` and run its result"
             raise UserError(f"cannot make the cache folder {place.parent}: {error.strerror}; {advice}") from error
-        compile_model(source, target, arch, ctx, place, progress)
+        compile_model(source, target, arch, ctx, place, progress, tuned=tuned)
     return place
 
 
@@ -114,15 +115,34 @@ def _check_context(path: Path, ctx: int | None) -> None:
         raise UserError(f"--ctx {ctx}: {path} was compiled for a context of {has}; compile it again with --ctx {ctx}, or leave --ctx out")
 
 
-def _key(path: Path | None, synthetic: str | None, target: str, arch: str, ctx: int | None) -> str:
-    """Changes whenever the compiled result might: the file, the settings, this program and its compiler, and for "native" the CPU."""
+def _key(path: Path | None, synthetic: str | None, target: str, arch: str, ctx: int | None, tuned: str) -> str:
+    """Changes whenever the compiled result might: the file, the settings, this program and its compiler, what was tuned, and for "native"
+    the CPU."""
     parts: list[object] = [synthetic, target, arch, ctx, metadata.version("mlc-amd"), metadata.version("apache-tvm"), _sources()]
+    parts += [tuned, _tuned(target) if tuned != "none" else []]
     if path:
         status = path.stat()
         parts += [str(path.resolve()), status.st_size, status.st_mtime_ns]
     if arch == "native":
         parts += [platform.machine(), sorted(cpu_flags())]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
+
+
+def _tuned(target: str) -> list[tuple[str, int, int]]:
+    """Size and time of the tuned records that a compilation for this target may use. The names of files stand in
+    schedules/tuning/database.py, which imports TVM: too slow for a model that is there already."""
+    found = []
+    shipped = Path(str(resources.files("mlc_amd.dist"))) / "tuned"
+    for file in sorted([*(cache_directory() / "tuned").glob("*/measurements.jsonl"), *shipped.glob("*.json")]):
+        header = file.with_name("arch.json")
+        try:
+            other = header.exists() and json.loads(header.read_text()).get("api") != target
+        except (OSError, ValueError):  # the database will say what is wrong with it
+            other = False
+        if not other:
+            status = file.stat()
+            found.append((str(file), status.st_size, status.st_mtime_ns))
+    return found
 
 
 def _sources() -> list[tuple[str, int, int]]:

@@ -4,7 +4,6 @@
 its weights, so they must take activations in the same layouts.
 """
 
-import math
 from abc import abstractmethod
 from dataclasses import asdict
 from pathlib import Path
@@ -64,19 +63,8 @@ class GpuTarget(Target):
         return {f"{which}.{layer}": (shapes[which], "float16") for layer in range(config.layers) for which in "kv"}
 
     def attention_workspace(self, config, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """What the splits of decode attention join through, as the first arch's kernel takes it."""
-        return self._workspace(config, ctx, self.archs[0])
-
-    def kept(self, config, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Of the workspace, what the arch that splits most wants."""
-        needs = [self._workspace(config, ctx, arch) for arch in self.archs]
-        largest = {name: max((need[name] for need in needs), key=lambda of: math.prod(of[0])) for name in needs[0]}
-        return self.kv_types(config, ctx) | largest
-
-    @staticmethod
-    def _workspace(config, ctx: int, arch) -> dict[str, tuple[tuple[int, ...], str]]:
-        shapes = scratch_shapes(config.heads, config.kv_heads, config.head_dim, ctx, arch)
-        return {f"attention.{name.lower()}": of for name, of in shapes.items()}
+        """What the splits of decode attention join through."""
+        return {f"attention.{name.lower()}": of for name, of in scratch_shapes(config.heads, config.kv_heads, config.head_dim).items()}
 
     @property
     def description(self) -> dict:
@@ -87,13 +75,13 @@ class GpuTarget(Target):
     # ---- kernels
 
     def make_embed(self, fmt, vocab, k, m, name, plan=None):
-        return embed(fmt, vocab, k, m, self.arch, name)
+        return embed(fmt, vocab, k, m, self.arch, name, plan)
 
     def make_rms_norm(self, k, m, eps, act, row, name, plan=None):
-        return rms_norm(k, m, eps, act, row, self.arch, name)
+        return rms_norm(k, m, eps, act, row, self.arch, name, plan)
 
     def make_quantize(self, k, m, act, name, plan=None):
-        return quantize(k, m, act, self.arch, name)
+        return quantize(k, m, act, self.arch, name, plan)
 
     def make_linear(self, segments, k, m, act, biases, residual, name, plan=None):
         return (gemv if m == 1 else gemm)(segments, k, m, act, biases, residual, self.arch, name, plan)
@@ -102,13 +90,13 @@ class GpuTarget(Target):
         return (gate_up_gemv if m == 1 else gate_up_gemm)(gate, up, n, k, m, act_in, act_out, self.arch, name, plan)
 
     def make_rope_kv_write(self, heads, kv_heads, d, ctx, m, neox, rotary, eps, name, plan=None):
-        return rope_kv_write(heads, kv_heads, d, ctx, m, neox, rotary, eps, self.arch, name)
+        return rope_kv_write(heads, kv_heads, d, ctx, m, neox, rotary, eps, self.arch, name, plan)
 
     def make_attention(self, heads, kv_heads, d, ctx, m, act, name, plan=None):
         return attention(heads, kv_heads, d, ctx, m, act, self.arch, name, plan)
 
     def make_rope_attention(self, heads, kv_heads, d, ctx, neox, rotary, eps, act, name, plan=None):
-        return attention_decode(heads, kv_heads, d, ctx, act, self.arch, name, Rope(neox, rotary, eps))
+        return attention_decode(heads, kv_heads, d, ctx, act, self.arch, name, Rope(neox, rotary, eps), plan)
 
     # ---- compilation
 

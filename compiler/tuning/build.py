@@ -55,8 +55,7 @@ def target(kind: str, arch: str):
 
 def make(workload, plan, kind: str, arch: str):
     """The kernel of a workload with a plan, None: the untuned one. What a builder refuses is a ValueError or a UserError."""
-    options = {} if plan is None else {"plan": plan}
-    return getattr(target(kind, arch), f"make_{workload.op}")(**workload.args, name=KERNEL, **options)
+    return getattr(target(kind, arch), f"make_{workload.op}")(**workload.args, name=KERNEL, plan=plan)
 
 
 def build(workload, plan, kind: str, arch: str, folder: Path) -> Candidate:
@@ -68,6 +67,8 @@ def build(workload, plan, kind: str, arch: str, folder: Path) -> Candidate:
     cases = _cases(workload, params)
     means = dict(zip(("bytes", "flops"), work(workload, func, kind), strict=True))
     code = _COMPILERS[kind](func, target(kind, arch).arch, folder)
+    if any(0 in step.get("grid", ()) for step in code["steps"]):
+        raise ValueError("the plan's tiles are larger than the work: there would be no workgroups")
     about = {"workload": json.loads(workload.text), "api": kind, "arch": arch} | _plan_facts(plan)
     return write(folder, about | code | {"params": params, "cases": cases} | means)
 
@@ -76,6 +77,20 @@ def work(workload, func, kind: str) -> tuple[float, float]:
     """(bytes moved, floating-point operations) of a call of the workload's kernel, the mean of the states that it is timed in."""
     cases = _cases(workload, _params(workload, func, kind))
     return tuple(sum(case[key] for case in cases) / len(cases) for key in ("bytes", "flops"))
+
+
+def build_copy(arch: str, folder: Path) -> Candidate:
+    """A candidate that copies memory, for target vulkan: what the others' rates are measured against. Its bytes: read and written."""
+    from mlc_amd.compiler.codegen.vulkan_target import COPY_BYTES
+    from mlc_amd.schedules.gpu.copy import copy
+
+    profile, words = target("vulkan", arch).arch, COPY_BYTES // 4
+    folder.mkdir(parents=True)
+    params = [{"name": name, "shape": [words], "dtype": "uint32", "role": "work"} for name in "XY"]
+    traffic = {"bytes": 2 * COPY_BYTES, "flops": 0}
+    about = {"workload": {"op": "copy", "args": {"words": words}}, "plan": None, "api": "vulkan", "arch": arch}
+    code = _spirv(copy(words, profile, KERNEL), profile, folder)
+    return write(folder, about | code | {"params": params, "cases": [{"name": "d0", "state": [0, 1, 0, 0]} | traffic]} | traffic)
 
 
 def _plan_facts(plan) -> dict:

@@ -25,7 +25,9 @@ from mlc_amd.schedules.tuning.workload import Workload
 MODULE = "mlc_amd.compiler.tuning.gate"
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 EMULATED = 900.0  # seconds that the emulator may take
-SMALL = {"n": 256, "m": 128, "vocab": 256}  # for the emulator
+SMALL = {"n": 256, "vocab": 256}  # for the emulator
+TOKENS = (128, 256, 512)  # for the emulator; the first that the plan's tiles divide
+DEEPEST = 512  # tokens in the cache, for the emulator
 NOWHERE = "not checked: there is no {} here, and no ISA emulator (a source checkout, TINYGRAD_SRC and clang)"
 
 
@@ -90,13 +92,15 @@ def emulated(untuned: Path, tuned: Path, builder=None) -> Checked:
     return Checked("emulator", not answer["wrong"], answer["error"], "; ".join(answer["wrong"]))
 
 
-def smaller(workload: Workload) -> Workload:
-    """Fewer rows, tokens and words; the columns, which plans divide among lanes, stay."""
-    args = dict(workload.args)
+def smaller(workload: Workload, tokens: int = TOKENS[0]) -> Workload:
+    """Fewer rows, tokens, words and heads; the columns, which plans divide among lanes, stay."""
+    args = {key: min(value, SMALL.get(key, value)) if isinstance(value, int) else value for key, value in workload.args.items()}
     if "segments" in args:
         args["segments"] = [[fmt, min(n, SMALL["n"])] for fmt, n in args["segments"]]
-    if workload.op != "attention":
-        args |= {key: min(args[key], most) for key, most in SMALL.items() if key in args}
+    if "m" in args:
+        args["m"] = min(args["m"], tokens)
+    if "kv_heads" in args:
+        args |= {"heads": args["heads"] // args["kv_heads"], "kv_heads": 1}
     return Workload(workload.op, args)
 
 
@@ -104,11 +108,11 @@ def _smaller(untuned: Path, tuned: Path, builder) -> tuple[Path, Path] | None:
     """The two candidates of a smaller workload; None where that does not fit the plan."""
     facts = read(tuned).facts
     workload = Workload.from_json(facts["workload"])
-    small = smaller(workload)
-    if small == workload:
-        return None
-    built = builder.build([(small, None), (small, plan_of(facts))])
-    return None if any(error for _, error in built) else tuple(folder for folder, _ in built)
+    for small in dict.fromkeys(smaller(workload, tokens) for tokens in TOKENS):
+        built = builder.build([(small, None), (small, plan_of(facts))])
+        if small != workload and not any(error for _, error in built):
+            return tuple(folder for folder, _ in built)
+    return None
 
 
 def _compare(request: dict, answer) -> None:
@@ -127,14 +131,13 @@ def _compare(request: dict, answer) -> None:
         recorder = Recorder(kernels, ({"gcnArchName": arch.encode()},), memory=1 << 40)
         backend = hip.HipBackend(None, candidate, recorder)
         backend.cache = 1
-        try:
-            return bench.Bench(backend, [candidate]).outputs(0, state)
-        finally:
-            backend.close()
+        made = bench.Bench(backend, [candidate]).outputs(0, state)
+        backend.close()  # not after an error, which it would hide: the process ends then
+        return made
 
     pair = [read(folder) for folder in request["compare"]]
     errors, wrong = [0.0], []
-    for state in states(pair[1]):
+    for state in (state for state in states(pair[1]) if state[0] <= DEEPEST):
         error, why = compare.differences(pair[1], state, *(outputs(candidate, state) for candidate in pair))
         errors.append(error)
         wrong += [f"{text} (state {state[:2]})" for text in why]

@@ -6,10 +6,9 @@ any of it is believed.
 
     run.py       starts the program       kit.json     which candidates, for which tasks
     candidates/  built kernels            results.json what the program found
-    lib/         the runtime's sources
+    copy/        a kernel that copies     lib/         the runtime's sources
 """
 
-import hashlib
 import importlib.util
 import json
 import math
@@ -20,22 +19,26 @@ from pathlib import Path
 
 import tvm
 
-from mlc_amd.compiler.tuning.build import Builder, folder_name
+from mlc_amd.compiler.tuning.build import Builder, build_copy, folder_name
 from mlc_amd.compiler.tuning.gate import states
 from mlc_amd.compiler.tuning.tasks import Task
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import read
-from mlc_amd.runtime.measure.kit import CANDIDATES, FORMAT, KIT, RESULTS
+from mlc_amd.runtime.measure.kit import CANDIDATES, COPY, FORMAT, KIT, RESULTS
 from mlc_amd.schedules.tuning.database import Checked, Measured, plan_text
 from mlc_amd.schedules.tuning.session import Session
-from mlc_amd.schedules.tuning.spaces import as_dict, space
+from mlc_amd.schedules.tuning.spaces import as_dict
 from mlc_amd.schedules.tuning.workload import Workload
 
 RUNNER = "kit"
+TASK = ("name", "calls", "weight", "bytes", "flops")  # what kit.json has of a Task besides its workload
 LIST = "kernel.s"  # the assembly that a builder leaves beside: for readers
 KINDS = ("vulkan", "rocm")  # whose kernels run without TVM
-SOURCES = ("__init__.py", "errors.py", "host.py", "random_weights.py", "devices/__init__.py", "devices/hip*.py", "devices/vulkan/*.py", "measure/*.py")
-START = '''"""Measures the kernels of this folder: python3 run.py [--device NAME]. Needs Python 3.11 or newer with numpy, and the GPU's driver.
+SOURCES = (
+    "__init__.py", "artifact.py", "errors.py", "host.py", "random_weights.py",
+    "devices/__init__.py", "devices/hip*.py", "devices/vulkan/*.py", "measure/*.py",
+)  # fmt: skip
+START = '''"""Measures the kernels of this folder: python3 run.py [--device NAME]. Needs Python 3.11 or newer with numpy, and a driver.
 
 Results come into results.json as they are found; a run that was stopped goes on where it was.
 """
@@ -89,14 +92,16 @@ class Kit:
 
 @dataclass
 class Fed:
-    """What a kit brought: measurements that are new, those of them that failed, those that were known; checks, and those that failed."""
+    """What a kit brought: measurements that are new, those of them that failed, those that the database had; candidates that were not
+    measured; plans that are none any more; checks, and those that failed."""
 
     measured: int = 0
     failed: int = 0
     known: int = 0
+    missing: int = 0
+    stale: int = 0
     checked: int = 0
     wrong: int = 0
-    missing: int = 0
 
 
 # ---- out
@@ -132,9 +137,12 @@ def export(session: Session, folder: Path, kind: str, arch: str, model: str, cou
                 continue
             (made / LIST).unlink(missing_ok=True)
             candidates[made.name] = _entry(session, task, plan, made)
-        if not any(entry["reference"] in candidates for entry in candidates.values()) and not any(not e["reference"] for e in candidates.values()):
+        # what has nothing to be compared with cannot win
+        candidates = {name: entry for name, entry in candidates.items() if (entry["reference"] or name) in candidates}
+        if not candidates:
             raise UserError(f"none of {failed} candidates could be built: {next(error for _, error in built if error)}")
-        candidates = {name: entry for name, entry in candidates.items() if not entry["reference"] or entry["reference"] in candidates}
+        if kind == "vulkan":
+            build_copy(arch, folder / COPY)
         _sources(folder / "lib")
         (folder / "run.py").write_text(START)
         tasks = [_task_entry(task) for task in session.tasks]
@@ -159,8 +167,7 @@ def _entry(session: Session, task, plan, made: Path) -> dict:
 
 
 def _task_entry(task: Task) -> dict:
-    facts = {"name": task.name, "calls": task.calls, "weight": task.weight, "bytes": task.bytes, "flops": task.flops}
-    return facts | {"op": task.workload.op, "args": task.workload.args, "hash": task.workload.hash}
+    return {name: getattr(task, name) for name in TASK} | {"op": task.workload.op, "args": task.workload.args, "hash": task.workload.hash}
 
 
 def _sources(folder: Path) -> None:
@@ -180,7 +187,7 @@ def load(folder: Path) -> Kit:
     kit = _read(folder / KIT, "is no kit of this version; export it again", _kit_fault)
     if kit["tvm"] != tvm.__version__:
         raise UserError(f"{folder} was made with TVM {kit['tvm']}, this is {tvm.__version__}: export it again")
-    tasks = [Task(**{"workload": Workload.from_json(entry)} | {name: entry[name] for name in Task.__dataclass_fields__ if name in entry}) for entry in kit["tasks"]]
+    tasks = [Task(Workload.from_json(entry), *(entry[name] for name in TASK)) for entry in kit["tasks"]]
     if any(task.workload.hash != entry["hash"] for task, entry in zip(tasks, kit["tasks"], strict=True)):
         raise UserError(f"{folder} was made by another version of mlc-amd, whose plans mean something else: export it again")
     if not (folder / RESULTS).exists():
@@ -194,26 +201,34 @@ def feed(kit: Kit, session: Session) -> Fed:
     fed, tasks = Fed(), {task.workload.key: task for task in session.tasks}
     facts = {"device": kit.found["facts"].get("device", ""), "driver": kit.found["facts"].get("driver", ""), "runner": RUNNER}
     for name, entry in kit.candidates.items():
-        task, result = tasks.get(entry["task"]), kit.found["results"].get(name)
-        if task is None or result is None:
+        result, check = kit.found["results"].get(name), kit.found["checks"].get(name)
+        if result is None:
             fed.missing += 1
             continue
-        plan = session.space(task).plan(entry["plan"])
-        if plan_text(entry["plan"]) in session.database.entry(task.workload).records:
-            fed.known += 1
+        task = tasks.get(entry["task"])
+        if task is None or (plan := _plan(session.space(task), entry["plan"])) is None:
+            fed.stale += 1
             continue
-        error = result["error"] or ""
-        session.report(task, plan, Measured(None, error, **facts) if error else Measured(result["seconds"], runs=result["runs"], **facts))
-        fed.measured, fed.failed = fed.measured + 1, fed.failed + bool(error)
-    for name, check in kit.found["checks"].items():
-        task = tasks.get(kit.candidates[name]["task"])
-        plan = kit.candidates[name]["plan"]
-        record = session.database.entry(task.workload).records.get(plan_text(plan)) if task else None
-        if record and not record.checked:
-            found = Checked(check["checked"], check["passed"], check["deviation"], check["error"])
-            session.check(task, session.space(task).plan(plan), found)
+        records, text = session.database.entry(task.workload).records, plan_text(as_dict(plan))
+        if text in records:
+            fed.known += 1
+        else:
+            failed = result["error"] is not None
+            values = {"seconds": None, "error": result["error"]} if failed else {"seconds": result["seconds"], "runs": result["runs"]}
+            session.report(task, plan, Measured(**values, **facts))
+            fed.measured, fed.failed = fed.measured + 1, fed.failed + failed
+        if check and not records[text].checked:
+            session.check(task, plan, Checked(check["checked"], check["passed"], check["deviation"], check["error"]))
             fed.checked, fed.wrong = fed.checked + 1, fed.wrong + (not check["passed"])
     return fed
+
+
+def _plan(space, values: dict):
+    """The plan of the space that these values make; None if it is none today."""
+    try:
+        return space.equal(space.plan(values))
+    except (TypeError, KeyError, ValueError, UserError):
+        return None
 
 
 def _read(path: Path, advice: str, fault) -> dict:

@@ -20,6 +20,7 @@ class CpuBackend:
     """See `bench.py`. device: None, or how many threads to use."""
 
     target = 0.02
+    disturbed = 0.0
 
     def __init__(self, device: str | None, candidate):
         if missing := set(candidate.facts["needs"]["flags"]) - cpu_flags():
@@ -64,14 +65,26 @@ class CpuBackend:
         return [(function, [tensors[i] for i in step["args"]]) for function, step in zip(handle[1], candidate.steps, strict=True)]
 
     def run(self, calls) -> float:
+        waited = _waited()
         start = time.perf_counter()
         for call in calls:
             for function, tensors in call:
                 function(*tensors)
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.disturbed = (_waited() - waited) / seconds
+        return seconds
 
     def close(self) -> None:
         self._memory = None
+
+
+def _waited() -> float:
+    """Seconds that this process's threads were ready and other programs ran, all together; 0 where Linux does not tell."""
+    total = 0
+    with suppress(OSError, IndexError):  # a thread may end meanwhile
+        for file in Path("/proc/self/task").glob("*/schedstat"):
+            total += int(file.read_text().split()[1])
+    return total * 1e-9
 
 
 def _model() -> str:

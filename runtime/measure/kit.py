@@ -1,8 +1,9 @@
-"""Measures a kit: a folder of candidates that `mlc-amd tune --export-kit` made, on the machine that it was carried to. Needs Python and numpy.
+"""Measures a kit: a folder of candidates that `mlc-amd tune --export-kit` made, where it was carried to. Needs Python and numpy.
 
     kit.json      format 1, id, target, arch, model; candidates {name: {"reference", "states", ..}}: reference is the untuned kernel of the
                   same work ("" for that kernel itself), states what the two are compared in
     candidates/   a folder for each, as candidate.py describes them
+    copy/         one that copies memory, where the GPU's own copy is not to be trusted: it tells what the memory can do
     lib/          these sources
     results.json  written here, anew after each result, so that a run that was stopped goes on where it was:
         format    1
@@ -24,7 +25,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.session import Session
 
 FORMAT = 1
-KIT, RESULTS, CANDIDATES = "kit.json", "results.json", "candidates"
+KIT, RESULTS, CANDIDATES, COPY = "kit.json", "results.json", "candidates", "copy"
 SOFTWARE = "llvmpipe"  # how the name of Mesa's CPU driver begins
 
 
@@ -59,9 +60,18 @@ class Run:
         for name, facts in self.candidates.items():
             groups.setdefault(facts["reference"] or name, []).append(name)
         with Session(self.device) as session:
+            self._copy(session)
             for reference, names in groups.items():
                 self._measure(session, reference, [name for name in names if name not in self.found["results"]])
                 self._compare(session, reference, [name for name in names if name not in self.found["checks"]])
+
+    def _copy(self, session: Session) -> None:
+        """How fast a kernel copies, as the device's bandwidth."""
+        if (self.folder / COPY).is_dir() and not self.found["facts"]:
+            (result,) = session.measure([self.folder / COPY])
+            copied = {} if result["error"] is not None else {"copy_bandwidth": result["gbps"] * 1e9}
+            self.found["facts"] = session.facts | copied
+            print(f"{session.facts['device']} copies {self.found['facts']['copy_bandwidth'] / 1e9:.1f} GB/s", flush=True)
 
     def _measure(self, session: Session, reference: str, names: list[str]) -> None:
         if not names:
@@ -72,10 +82,12 @@ class Run:
         def note(folder: str, result: dict) -> None:
             name = Path(folder).name
             if name in names:
+                again = name in self.found["results"]
                 self.found["results"][name] = result
-                self.found["facts"] = session.facts
+                self.found["facts"] = session.facts | self.found["facts"]
                 self._save()
-                self._say(name, result)
+                if not again:
+                    self._say(name, result)
 
         session.measure([self._folder(name) for name in folders], note)
 

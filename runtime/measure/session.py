@@ -5,6 +5,7 @@ without an error, the figures "us", "gbps", "tflops". A candidate that crashes t
 others are measured by a new process.
 """
 
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,10 @@ from mlc_amd.runtime.measure.child import Child, Died
 MODULE = "mlc_amd.runtime.measure.program"
 START, TIMEOUT = 120.0, 60.0  # seconds: to open a device; without news from a candidate
 LOAD = 5.0  # more for each candidate of those that load together
+ROUGH = 0.1  # share of the time that others had the processor
 MOST_DEATHS = 3  # of a process before the first result: then it is not the candidates
+
+log = logging.getLogger("mlc_amd")
 
 
 class Session:
@@ -27,7 +31,7 @@ class Session:
 
     def __init__(self, device: str | None = None, timeout: float = TIMEOUT, environment: dict[str, str] | None = None):
         self.device, self.timeout, self.facts = device, timeout, {}
-        self._child, self._open = Child(MODULE, environment=environment), None
+        self._child, self._open, self._warned = Child(MODULE, environment=environment), None, False
 
     def __enter__(self) -> "Session":
         return self
@@ -71,6 +75,7 @@ class Session:
 
         def keep(folder: str, result: dict) -> None:
             if result["error"] is None:
+                self._warn(result["disturbed"])
                 result |= figures(candidates[folder].facts, result["seconds"])
             results[folder] = result
             pending.pop(folder, None)
@@ -99,6 +104,12 @@ class Session:
                 together, lost = len(doing) == 1, lost + 1
                 if lost >= MOST_DEATHS:
                     raise UserError(f"measuring does not work on this machine: {e}") from e
+
+    def _warn(self, disturbed: float) -> None:
+        if disturbed > ROUGH and not self._warned:
+            self._warned = True
+            text = "other programs had the processor for %.0f%% of a measurement: close them, or the best plan may not be found"
+            log.warning(text, min(100 * disturbed, 100))
 
     def compare(self, untuned: Path, tuned: Path, states) -> dict:
         """{"error": worst difference as a share of what is allowed or None, "wrong": [reasons]} of two candidates' outputs."""

@@ -59,6 +59,13 @@ def _widest(limit, count):
     return next(n for n in range(max(1, min(limit, count)), 0, -1) if count % n == 0)
 
 
+def product_blocks(most, rows, columns, isa):
+    """How a product with that many rows and columns is cut up for `most` registers: [(range of rows, vectors of columns), ...]."""
+    chunks = -(-rows // most)
+    ranges = [range(chunk * rows // chunks, (chunk + 1) * rows // chunks) for chunk in range(chunks)]
+    return [(mine, _widest(most // len(mine), columns // isa.lanes)) for mine in ranges]
+
+
 def emit_product(isa, most, rows, columns, inner, left, right, start, finish):
     """A matrix product: finish(row, column, x) for all rows and columns, x = start(row, column) + sum of left(row, i) * right(i, column).
 
@@ -67,10 +74,7 @@ def emit_product(isa, most, rows, columns, inner, left, right, start, finish):
     registers.
     """
     lanes = isa.lanes
-    chunks = -(-rows // most)
-    for chunk in range(chunks):
-        mine = range(chunk * rows // chunks, (chunk + 1) * rows // chunks)
-        vectors = _widest(most // len(mine), columns // lanes)
+    for mine, vectors in product_blocks(most, rows, columns, isa):
         with T.serial(columns // (vectors * lanes)) as slab:
             sums = {row: registers(vectors * lanes) for row in mine}
             places = [(at(v * lanes, lanes), slab * (vectors * lanes) + v * lanes) for v in range(vectors)]
@@ -106,30 +110,37 @@ def emit_start(top, total, out, rows, d, lanes):
             store(out, f32(0.0), row, at(i * LANES))
 
 
-def emit_weights(scores, row, top, total, state_row, key0, last, lanes):
-    """Turns scores[row, 0:64], of the keys key0 .. key0+63, into weights 2**(score - top), those of keys beyond `last` into zeros.
+def _seen(key0, last, lanes):
+    """For each vector of a block's scores: its first key, and which of its keys are not beyond `last`. To be used unbound: TVM 0.27 cannot
+    bind a vector of booleans."""
+    return [(i, at(key0 + i, lanes) <= splat(last, lanes)) for i in range(0, BLOCK, lanes)]
 
-    scores: float32 [rows, 64]; top and total are updated at state_row. Returns the factor that the row's output shrinks by, a scalar.
-    """
-    starts = range(0, BLOCK, lanes)
-    # Not bound: TVM 0.27 cannot bind a vector of booleans.
-    seen = [at(key0 + i, lanes) <= splat(last, lanes) for i in starts]
-    x = [T.Bind(T.Select(s, scores[row, at(i, lanes)], f32(LOWEST, lanes))) for s, i in zip(seen, starts, strict=True)]
+
+def emit_top(scores, row, top, state_row, key0, last, lanes):
+    """Updates top[state_row] by scores[row, 0:64], of the keys key0 .. key0+63, without those beyond `last`. Returns the factor that what
+    came before shrinks by, a scalar. One loop over rows for this and one for `emit_weights`: short steps, of which the processor works on
+    several at once."""
+    x = [T.Bind(T.Select(seen, scores[row, at(i, lanes)], f32(LOWEST, lanes))) for i, seen in _seen(key0, last, lanes)]
     largest = x[0]
     for v in x[1:]:
         largest = T.Bind(T.max(largest, v))
     before = T.Bind(top[state_row])
     now = T.Bind(T.max(before, tree_max(largest, lanes)))
-    shrink = exp2(before - now, 1)
+    store(top, now, state_row)
+    return exp2(before - now, 1)
+
+
+def emit_weights(scores, row, top, total, shrink, state_row, key0, last, lanes):
+    """Turns scores[row, 0:64] into weights 2**(score - top), those of keys beyond `last` into zeros, and updates total at state_row, which
+    shrinks by the scalar `shrink`; after `emit_top`."""
+    now = T.Bind(top[state_row])
     sums = total[state_row, at(0, lanes)] * splat(shrink, lanes)
-    for s, i, value in zip(seen, starts, x, strict=True):
+    for i, seen in _seen(key0, last, lanes):
         # A row that has seen no key yet has now == LOWEST: its masked scores would weigh 1.
-        weight = T.Bind(T.Select(s, exp2(value - splat(now, lanes), lanes), f32(0.0, lanes)))
+        weight = T.Bind(T.Select(seen, exp2(scores[row, at(i, lanes)] - splat(now, lanes), lanes), f32(0.0, lanes)))
         store(scores, weight, row, at(i, lanes))
         sums = T.Bind(sums + weight)
-    store(top, now, state_row)
     store(total, sums, state_row, at(0, lanes))
-    return shrink
 
 
 def emit_total(total, row, lanes):

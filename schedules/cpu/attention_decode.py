@@ -21,6 +21,7 @@ from mlc_amd.schedules.cpu.attention_block import (
     emit_join_start,
     emit_product,
     emit_start,
+    emit_top,
     emit_total,
     emit_weights,
     opaque,
@@ -86,7 +87,9 @@ def _emit_span(isa, plan, Q, Kc, Vc, partial, kv, span, blocks, position, group,
                      start=lambda g, key: f32(0.0, lanes),
                      finish=lambda g, key, x: store(scores, x, g, at(key, lanes)))
         with T.serial(group) as g:
-            store(shrink, emit_weights(scores, g, top, total, g, key0, position, lanes), g)
+            store(shrink, emit_top(scores, g, top, g, key0, position, lanes), g)
+        with T.serial(group) as g:
+            emit_weights(scores, g, top, total, shrink[g], g, key0, position, lanes)
         emit_product(isa, plan.registers, group, d, BLOCK,
                      left=lambda g, key: scores[g, key],
                      right=lambda key, columns: _load_values(isa, plan, Vc, kv, key0 + key, columns, d),

@@ -23,6 +23,7 @@ from mlc_amd.schedules.cpu.attention_block import (
     emit_join_start,
     emit_product,
     emit_start,
+    emit_top,
     emit_total,
     emit_weights,
     opaque,
@@ -63,7 +64,7 @@ def choices(isa):
             "tasks": (8, 16, 32, 64)}
 
 
-def _tile_tokens(plan, m, group, kv_heads):
+def tile_tokens(plan, m, group, kv_heads):
     """Tokens of a task."""
     fewest, most = (max(1, rows // group) for rows in (plan.fewest, plan.most))
     return min(m, most, max(fewest, m * kv_heads // plan.tasks))
@@ -128,7 +129,10 @@ def _emit_task(isa, plan, Q, Kc, Vc, result, kv, token0, tokens, position, group
                              finish=lambda r, key, x: store(scores, x, r, at(key, lanes)))
                 with T.serial(block_rows) as r:
                     last = opaque(first_key + (row0 + r) // group)
-                    store(shrink, emit_weights(scores, r, top, total, row0 + r, key0, last, lanes), r)
+                    store(shrink, emit_top(scores, r, top, row0 + r, key0, last, lanes), r)
+                with T.serial(block_rows) as r:
+                    last = opaque(first_key + (row0 + r) // group)
+                    emit_weights(scores, r, top, total, shrink[r], row0 + r, key0, last, lanes)
                 seen = opaque(T.min(first_key + (row0 + block_rows - 1) // group - key0 + 1, T.int32(BLOCK)))
                 emit_product(isa, plan.registers, block_rows, d, seen,
                              left=lambda r, key: scores[r, key],
@@ -150,7 +154,7 @@ def attention_prefill(heads, kv_heads, d, ctx, m, p, quantize, isa, name, plan=N
     kshape, vshape = cache_shapes(kv_heads, ctx, d)
     group = heads // kv_heads
     plan = plan or default_plan(isa)
-    tile = _tile_tokens(plan, m, group, kv_heads)
+    tile = tile_tokens(plan, m, group, kv_heads)
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})

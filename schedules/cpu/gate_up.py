@@ -6,7 +6,7 @@ In and out as in `linear.py`: `state`, activations, the planes of two weights of
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.linear import act_params, check_tiles, default_plan, divisor, emit_acts, emit_planes, emit_tiles, token_tiles
+from mlc_amd.schedules.cpu.linear import act_params, check_tiles, default_plan, emit_acts, emit_planes, emit_tile, token_tiles
 from mlc_amd.schedules.cpu.planes import BLOCK, ROWS
 from mlc_amd.schedules.cpu.quantize import act_shapes, emit_quantize_block
 from mlc_amd.schedules.cpu.vector import LANES, at, local, silu, store
@@ -25,7 +25,6 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, p, quantize, isa, name, plan=None)
     if fmt_gate.kind != fmt_up.kind or f % BLOCK:
         raise ValueError(f"gate {fmt_gate.name} and up {fmt_up.name} of {f} rows do not make one launch")
     plan = plan or default_plan(isa, m, p)
-    side = divisor(plan.tiles, BLOCK // ROWS)
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
@@ -41,16 +40,17 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, p, quantize, isa, name, plan=None)
             made = local(2, p, BLOCK)      # gate and up of the block
             # one weight after the other: its two tiles lie side by side, so that the first one's prefetches serve the second
             for i, (fmt, bufs) in enumerate(weights):
-                with T.serial(BLOCK // ROWS // side) as step:
-                    halves = [step * side + t for t in range(side)]
+                with T.serial(BLOCK // ROWS) as half:
+                    def keep(token, row, x, i=i, half=half):
+                        store(made, x, i, token, at(half * ROWS + row, isa.lanes))
 
-                    def keep(token, t, row, x, i=i, halves=halves):
-                        store(made, x, i, token, at(halves[t] * ROWS + row, isa.lanes))
-
-                    tiles = [T.Bind(block * (BLOCK // ROWS) + half) for half in halves]
-                    emit_tiles(fmt, bufs, acts, tiles, token_tile, plan, isa, keep)
+                    emit_tile(fmt, bufs, acts, T.Bind(block * (BLOCK // ROWS) + half), token_tile, plan, isa, keep)
+            # Two short loops: the processor works on several tokens at once, as far as it looks ahead.
             with T.serial(p) as token:
-                y = [T.Bind(silu(made[0, token, at(c)]) * made[1, token, at(c)]) for c in range(0, BLOCK, LANES)]
+                for c in range(0, BLOCK, LANES):
+                    store(made, silu(made[0, token, at(c)]) * made[1, token, at(c)], 0, token, at(c))
+            with T.serial(p) as token:
+                y = [T.Bind(made[0, token, at(c)]) for c in range(0, BLOCK, LANES)]
                 if quantize:
                     emit_quantize_block(*y, A, S, token_tile, block, token)
                 else:

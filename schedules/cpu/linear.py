@@ -34,12 +34,10 @@ FLOAT_TOKENS = 8            # tokens of a float kernel's tile: rows of X a power
 class Plan:
     """How a linear layer of one token, or a gate/up, goes through its weights. No plan changes the order in which a row is summed up.
 
-    tiles   tiles of 16 rows side by side: as many streams of memory, which share the activations' registers
     unroll  blocks of 32 columns in a step of the loop
     ahead   bytes that are prefetched ahead of the reads, 0: none
     near    cache levels that the prefetch fills: 3 all, 0 only the nearest (it leaves the others to the rest of the model)
     """
-    tiles: int
     unroll: int
     ahead: int
     near: int
@@ -50,26 +48,24 @@ class PrefillPlan:
     """How a linear layer of many tokens, or a gate/up, shares out its work. No plan changes the order in which a row is summed up.
 
     tokens   tokens whose sums are in registers at once, at most a tile of the activations; float formats: at most FLOAT_TOKENS
-    tiles    tiles of 16 rows that share the activations' registers
     task     KB of weights of a task: a share of the L2 cache (512 KB on the smallest of today's)
-    tasks    fewest tasks, before tasks become smaller than `task`
+    tasks    fewest tasks, before tasks become smaller than `task`; gate/up: its tasks are always 32 rows of both weights
     """
     tokens: int
-    tiles: int
     task: int
     tasks: int
 
 
 def default_plan(isa, m, p):
     """The plan for m tokens in activation tiles of p: a Plan in decode (m = 1), else a PrefillPlan."""
-    return Plan(tiles=1, unroll=1, ahead=isa.ahead, near=3) if m == 1 else PrefillPlan(tokens=p, tiles=1, task=256, tasks=64)
+    return Plan(unroll=1, ahead=isa.ahead, near=3) if m == 1 else PrefillPlan(tokens=p, task=256, tasks=64)
 
 
 def choices(isa, m, p):
     """Values of the plan's fields to try, by name."""
     if m == 1:
-        return {"tiles": (1, 2, 4), "unroll": (1, 2, 4), "ahead": (0, 1024, 2048, 4096, 8192, 16384), "near": (0, 3)}
-    return {"tokens": tuple(t for t in (4, 8, 16) if t <= p), "tiles": (1, 2), "task": (64, 128, 256, 512, 1024), "tasks": (8, 16, 32, 64)}
+        return {"unroll": (1, 2, 4), "ahead": (0, 1024, 2048, 4096, 8192, 16384), "near": (0, 3)}
+    return {"tokens": tuple(t for t in (4, 8, 16) if t <= p), "task": (64, 128, 256, 512, 1024), "tasks": (8, 16, 32, 64)}
 
 
 class Acts(NamedTuple):
@@ -108,36 +104,29 @@ def token_tiles(state, m, p):
     return 1 if m == 1 else T.Bind((live_tokens(state, m) + (p - 1)) // p)
 
 
-def divisor(limit, count):
-    """The largest divisor of `count` that is at most `limit`."""
+def _divisor(limit, count):
+    """The largest divisor of `count` that is at most `limit`, at least 1."""
     return next(i for i in range(max(1, min(limit, count)), 0, -1) if count % i == 0)
 
 
 def row_tiles(fmt, n, k, plan):
-    """Tiles of 16 rows that a task works on, a divisor of all tiles. Decode: those side by side; prefill: as many as the plan's bytes hold,
-    unless that makes too few tasks."""
+    """Tiles of 16 rows that a task works on, a divisor of all tiles. Decode: 1; prefill: as many as the plan's `task` holds, unless that
+    makes too few tasks."""
     tiles = -(-n // ROWS)
-    if isinstance(plan, Plan):
-        return divisor(plan.tiles, tiles)
-    return divisor(min((plan.task << 10) // plane_bytes(fmt, ROWS, k), tiles // plan.tasks), tiles)
+    return 1 if isinstance(plan, Plan) else _divisor(min((plan.task << 10) // plane_bytes(fmt, ROWS, k), tiles // plan.tasks), tiles)
 
 
-def emit_tiles(fmt: Format, bufs, acts: Acts, tiles, token_tile, plan, isa, epilogue):
-    """The tiles of 16 rows with these numbers, side by side, by acts.p tokens. Calls epilogue(i, t, row, x) per token i of the tile and
-    register: x are the results of isa.lanes rows, from row `row` of tiles[t] on. Decode handles all registers of the tiles side by side,
-    prefill those with the same rows."""
-    rows = [r * isa.lanes for r in range(ROWS // isa.lanes)]
-    if isinstance(plan, Plan):
-        together, tokens = [[(t, row) for t in range(len(tiles)) for row in rows]], 1
-    else:
-        together, tokens = [[(t, row) for t in range(len(tiles))] for row in rows], plan.tokens
+def emit_tile(fmt: Format, bufs, acts: Acts, tile, token_tile, plan, isa, epilogue):
+    """16 rows (tile `tile`) by acts.p tokens. Calls epilogue(i, row, x) per token i of the tile and register: x are the results of
+    isa.lanes rows, from row `row` of the tile on. Prefill handles the registers of a tile one after the other, decode side by side."""
+    registers = [r * isa.lanes for r in range(ROWS // isa.lanes)]
+    together, tokens = ([registers], 1) if acts.p == 1 else ([[r] for r in registers], plan.tokens)
+    emit = {"int8": _emit_int8, "float": _emit_float}[fmt.kind]
     if fmt.kind == "float":
         tokens = min(tokens, FLOAT_TOKENS)
-    emit = {"int8": _emit_int8, "float": _emit_float}[fmt.kind]
-    for registers in together:
+    for rows in together:
         for first in range(0, acts.p, tokens):
-            mine = range(first, min(first + tokens, acts.p))
-            emit(fmt, bufs, acts, tiles, token_tile, mine, registers, plan, isa, epilogue)
+            emit(fmt, bufs, acts, tile, token_tile, range(first, min(first + tokens, acts.p)), rows, plan, isa, epilogue)
 
 
 class _Sums:
@@ -156,16 +145,15 @@ class _Sums:
         store(self.bufs[i], x, self.index)
 
 
-def _prefetch(buf, tiles, block, size, plan):
-    """Asks for `size` elements of each tile, plan.ahead bytes ahead of [tile, block, 0]."""
+def _prefetch(buf, tile, block, size, plan):
+    """Asks for `size` elements, plan.ahead bytes ahead of [tile, block, 0]."""
     width = DataType(buf.dtype).bits // 8
-    for tile in tiles if plan.ahead else ():
-        for line in range(0, size, 64 // width):
-            prefetch(buf, tile, block, line, ahead=plan.ahead // width, near=plan.near)
+    for line in range(0, size if plan.ahead else 0, 64 // width):
+        prefetch(buf, tile, block, line, ahead=plan.ahead // width, near=plan.near)
 
 
-def _emit_int8(fmt, bufs, acts, tiles, token_tile, tokens, registers, plan, isa, epilogue):
-    lanes, count = isa.lanes, len(registers)
+def _emit_int8(fmt, bufs, acts, tile, token_tile, tokens, rows, plan, isa, epilogue):
+    lanes, count = isa.lanes, len(rows)
     zero, size, parts = zero_point(fmt, isa), step(fmt, isa), groups(fmt)
     sums = _Sums(len(tokens) * count, lanes)
     # rows of S with d*sum(q) and the bits of -sum(q) of each group
@@ -174,8 +162,8 @@ def _emit_int8(fmt, bufs, acts, tiles, token_tile, tokens, registers, plan, isa,
     def block(b):
         if acts.p == 1:
             for plane in fmt.codes:
-                _prefetch(bufs[plane], tiles, b, int(bufs[plane].shape[2]), plan)
-        blocks = [load(fmt, bufs, tiles[t], row, b, isa) for t, row in registers]
+                _prefetch(bufs[plane], tile, b, int(bufs[plane].shape[2]), plan)
+        blocks = [load(fmt, bufs, tile, row, b, isa) for row in rows]
         for i, token in enumerate(tokens):
             quads = [acts.quads[token_tile, b, token, j] for j in range(QUADS)]
             if count > 1:
@@ -196,17 +184,17 @@ def _emit_int8(fmt, bufs, acts, tiles, token_tile, tokens, registers, plan, isa,
                     total = total + offset * splat(acts.s[token_tile, b, scaled_sum[g], token], lanes)
                 sums.put(i * count + r, total)
 
-    unroll = divisor(plan.unroll, acts.k // BLOCK) if acts.p == 1 else 1
+    unroll = _divisor(plan.unroll, acts.k // BLOCK) if acts.p == 1 else 1
     with T.serial(acts.k // BLOCK // unroll) as b:
         for i in range(unroll):
             block(b * unroll + i if unroll > 1 else b)
     for i, token in enumerate(tokens):
-        for r, (t, row) in enumerate(registers):
-            epilogue(token, t, row, sums.get(i * count + r))
+        for r, row in enumerate(rows):
+            epilogue(token, row, sums.get(i * count + r))
 
 
-def _emit_float(fmt, bufs, acts, tiles, token_tile, tokens, registers, plan, isa, epilogue):
-    lanes, count = isa.lanes, len(registers)
+def _emit_float(fmt, bufs, acts, tile, token_tile, tokens, rows, plan, isa, epilogue):
+    lanes, count = isa.lanes, len(rows)
     chains = FLOAT_UNROLL if acts.p == 1 else 1         # independent sums hide the latency of additions
     sums = _Sums(len(tokens) * count * chains, lanes)
     read = {"f32": widen, "f16": isa.half, "bf16": bf16}[fmt.name]
@@ -214,8 +202,8 @@ def _emit_float(fmt, bufs, acts, tiles, token_tile, tokens, registers, plan, isa
     def columns(base, width):
         for c in range(width):
             x = [splat(acts.x[token_tile * acts.p + i, base + c], lanes) for i in tokens]
-            for r, (t, row) in enumerate(registers):
-                w = read(bufs["W"][tiles[t], base + c, at(row, lanes)], lanes)
+            for r, row in enumerate(rows):
+                w = read(bufs["W"][tile, base + c, at(row, lanes)], lanes)
                 for i, factor in enumerate(x):
                     slot = (i * count + r) * chains + c % chains
                     sums.put(slot, sums.get(slot) + w * factor)
@@ -223,13 +211,13 @@ def _emit_float(fmt, bufs, acts, tiles, token_tile, tokens, registers, plan, isa
     whole, rest = divmod(acts.k, FLOAT_UNROLL)
     with T.serial(whole) as b:
         if acts.p == 1:
-            _prefetch(bufs["W"], tiles, b * FLOAT_UNROLL, FLOAT_UNROLL * ROWS, plan)
+            _prefetch(bufs["W"], tile, b * FLOAT_UNROLL, FLOAT_UNROLL * ROWS, plan)
         columns(b * FLOAT_UNROLL, FLOAT_UNROLL)
     columns(whole * FLOAT_UNROLL, rest)
     for i, token in enumerate(tokens):
-        for r, (t, row) in enumerate(registers):
+        for r, row in enumerate(rows):
             first, *others = (sums.get((i * count + r) * chains + c) for c in range(chains))
-            epilogue(token, t, row, sum(others, first))
+            epilogue(token, row, sum(others, first))
 
 
 def _bias(bias, first, n, lanes):
@@ -245,20 +233,18 @@ def _tasks(fmt, n, k, plan):
 
 def _emit_segment(fmt, n, bufs, bias, residual, Y, acts, state, m, plan, isa):
     held = row_tiles(fmt, n, acts.k, plan)
-    side = divisor(plan.tiles, held)
-    with (T.parallel(_tasks(fmt, n, acts.k, plan)) as task, T.serial(token_tiles(state, m, acts.p)) as token_tile,
-          T.serial(held // side) as step):
-        tiles = [T.Bind(task * held + step * side + t) for t in range(side)]
+    with (T.parallel(_tasks(fmt, n, acts.k, plan)) as task, T.serial(token_tiles(state, m, acts.p)) as token_tile, T.serial(held) as t):
+        tile = T.Bind(task * held + t)
 
-        def epilogue(i, t, row, x):
-            token, column = token_tile * acts.p + i, tiles[t] * ROWS + row
+        def epilogue(i, row, x):
+            token, column = token_tile * acts.p + i, tile * ROWS + row
             if bias is not None:
                 x = x + _bias(bias, column, n, isa.lanes)
             if residual is not None:
                 x = residual[token, at(column, isa.lanes)] + x
             store(Y, x, token, at(column, isa.lanes))
 
-        emit_tiles(fmt, bufs, acts, tiles, token_tile, plan, isa, epilogue)
+        emit_tile(fmt, bufs, acts, tile, token_tile, plan, isa, epilogue)
 
 
 def check_tiles(m, p):

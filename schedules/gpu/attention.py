@@ -17,9 +17,9 @@ def attention(heads, kv_heads, d, ctx, m, act_out, arch, name, plan=None) -> tir
     `attention_decode.scratch_shapes` when m is 1], then the output [m, heads*d] in the layout act_out).
 
     Causal: token i sees the keys 0 .. state[0] + i. UserError for shapes that `cache_shapes` or `group_of` refuses, and for "rows" with
-    m > 1 on an arch with matrix units. plan: for the kernels that have one, instead of the arch's.
+    m > 1 on an arch with matrix units. plan: of the kernel's module, instead of the arch's.
     """
     if m == 1:
-        return attention_decode(heads, kv_heads, d, ctx, act_out, arch, name)
+        return attention_decode(heads, kv_heads, d, ctx, act_out, arch, name, plan=plan)
     prefill = PREFILL.get(arch.matrix, attention_prefill)
-    return prefill(heads, kv_heads, d, ctx, m, act_out, arch, name, *([plan] if plan else []))
+    return prefill(heads, kv_heads, d, ctx, m, act_out, arch, name, plan)

@@ -15,31 +15,49 @@ The token's own key and value never come from the cache: they are where the firs
 """
 import math
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention_rows import LOWEST, P_SHIFT, at, group_of, put
-from mlc_amd.schedules.gpu.attention_rows_vulkan import query_dtype, rows_of, step_of, waves_of
+from mlc_amd.schedules.gpu.attention_rows import LOWEST, P_SHIFT, STEP, at, group_of, put
+from mlc_amd.schedules.gpu.attention_rows_vulkan import query_dtype, rows_of, waves_of
 from mlc_amd.schedules.gpu.device import COHERENT, Outbox, dot2, each, exp2, fma, launch, memory_barrier, rcp, uniform, wave_max, wave_sum
 from mlc_amd.schedules.gpu.load import lane_of
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, emit_store, vector
 from mlc_amd.schedules.gpu.rope_kv_write import Rope, cache_shapes, query_scale, rope_args, rotated, store_key, store_valid, store_value
 
-# family: (most threads of a workgroup, workgroups per compute unit that a long context is split into, splits whose results are loaded at
-# once); others DEFAULT_PLAN
-PLANS = {"nvidia": (128, 2, 32)}
-DEFAULT_PLAN = (128, 2, 8)
 MOST = 32                       # splits
 LINE = 32                       # float32 of a cache line
 
 
+@dataclass(frozen=True)
+class Plan:
+    """threads  of a workgroup, at most
+    fill     workgroups per compute unit that a long context is split into
+    step     keys between two looks at the maximum; on "rocm" STEP
+    batch    splits whose results are loaded at once
+    """
+
+    threads: int
+    fill: int
+    step: int
+    batch: int
+
+
+PLANS = {"nvidia": Plan(threads=128, fill=2, step=32, batch=32)}
+DEFAULT_PLAN = Plan(threads=128, fill=2, step=STEP, batch=8)
+
+
+def default_plan(arch) -> Plan:
+    return PLANS.get(arch.family, DEFAULT_PLAN)
+
+
 class Splits(NamedTuple):
     """How a KV head's keys are dealt out: `count` workgroups of `waves` waves, steps of `step` keys in turns. batch: splits whose results
-    are loaded at once. stride: float32 that a split's results take in the scratch buffer, whole cache lines: the rows' outputs, then (top,
-    total, 0, 0) of each row."""
+    are loaded at once."""
 
     count: int
     waves: int
@@ -49,38 +67,44 @@ class Splits(NamedTuple):
     step: int
     batch: int
 
-    @property
-    def stride(self):
-        return -(-self.group * (self.d + WIDTH) // LINE) * LINE
-
     def active(self, steps):
         """How many of the splits have something to do; at least one."""
         return T.Bind(T.max(T.min((steps + self.waves - 1) // self.waves, T.int32(self.count)), T.int32(1)))
 
 
-def splits_of(heads, kv_heads, d, ctx, arch) -> Splits:
-    """The splits of a shape: no more than the context has work for, than fill the GPU, than a wave has lanes to join them."""
-    group, (threads, fill, batch) = group_of(heads, kv_heads), PLANS.get(arch.family, DEFAULT_PLAN)
-    waves, step = waves_of(arch, group, d, threads), step_of(arch)
-    count = min(-(-ctx // (step * waves)), -(-fill * arch.units // kv_heads), MOST, arch.wave)
-    return Splits(count, waves, waves * arch.wave, group, d, step, min(batch, arch.wave))
+def splits_of(heads, kv_heads, d, ctx, arch, plan=None) -> Splits:
+    """The splits of a shape: no more than the context has work for, than fill the GPU, than a wave has lanes to join them. ValueError for a
+    plan that the arch cannot run."""
+    group, plan = group_of(heads, kv_heads), plan or default_plan(arch)
+    if plan.step != STEP and (arch.api == "rocm" or plan.step % arch.wave or plan.step > STEP):
+        raise ValueError(f"{arch.name} takes steps of up to {STEP} keys, not of {plan.step}")
+    if plan.threads < arch.wave:
+        raise ValueError(f"{plan.threads} threads are less than a wave of {arch.name}")
+    waves = waves_of(arch, group, d, plan.threads)
+    count = min(-(-ctx // (plan.step * waves)), -(-plan.fill * arch.units // kv_heads), MOST, arch.wave)
+    return Splits(count, waves, waves * arch.wave, group, d, plan.step, min(plan.batch, arch.wave))
 
 
-def scratch_shapes(heads, kv_heads, d, ctx, arch) -> dict:
-    """Parameter name -> (shape, dtype) of the buffers that splits join through. "Arrived" must be zero before the first launch and is zero
-    after each; "Parts" may hold anything."""
-    splits = splits_of(heads, kv_heads, d, ctx, arch)
-    return {"Parts": ((kv_heads, splits.count, splits.stride), "float32"), "Arrived": ((kv_heads,), "int32")}
+def stride_of(group, d) -> int:
+    """float32 of a split's results in the scratch buffer, whole cache lines: the rows' outputs, then (top, total, 0, 0) of each row."""
+    return -(-group * (d + WIDTH) // LINE) * LINE
 
 
-def attention_decode(heads, kv_heads, d, ctx, act_out, arch, name, rope: Rope | None = None) -> tirx.PrimFunc:
+def scratch_shapes(heads, kv_heads, d) -> dict:
+    """Parameter name -> (shape, dtype) of the buffers that splits join through, large enough for every plan. "Arrived" must be zero before
+    the first launch and is zero after each; "Parts" may hold anything."""
+    return {"Parts": ((kv_heads, MOST, stride_of(group_of(heads, kv_heads), d)), "float32"), "Arrived": ((kv_heads,), "int32")}
+
+
+def attention_decode(heads, kv_heads, d, ctx, act_out, arch, name, rope: Rope | None = None, plan: Plan | None = None) -> tirx.PrimFunc:
     """Kernel (state int32[4], then with `rope`: Q, K, V, [QN, KN], CS as for `rope_kv_write` with m = 1, Kc, Vc in place; without:
     Qo float16 [1, heads, d], Kc, Vc; then Parts, Arrived of `scratch_shapes`, then the output [1, heads*d] in the layout act_out).
 
     The token at state[0] sees the keys 0 .. state[0]; with `rope` its own key and value are written there, without they must be there
-    already. One launch. UserError for shapes that `cache_shapes`, `rope_args` or `group_of` refuses.
+    already. One launch. plan: instead of the arch's; ValueError as for `splits_of`. UserError for shapes that `cache_shapes`, `rope_args`
+    or `group_of` refuses.
     """
-    splits, (kshape, vshape) = splits_of(heads, kv_heads, d, ctx, arch), cache_shapes(kv_heads, ctx, d)
+    splits, (kshape, vshape) = splits_of(heads, kv_heads, d, ctx, arch, plan), cache_shapes(kv_heads, ctx, d)
     group = splits.group
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
@@ -91,7 +115,7 @@ def attention_decode(heads, kv_heads, d, ctx, act_out, arch, name, rope: Rope | 
         else:
             Qo = T.arg("Qo", T.buffer((1, heads, d), "float16"))
         Kc, Vc = T.arg("Kc", T.buffer(kshape, "float16")), T.arg("Vc", T.buffer(vshape, "float16"))
-        Parts, Arrived = (T.arg(n, T.buffer(*s)) for n, s in scratch_shapes(heads, kv_heads, d, ctx, arch).items())
+        Parts, Arrived = (T.arg(n, T.buffer(*s)) for n, s in scratch_shapes(heads, kv_heads, d).items())
         out = act_args(1, heads * d, act_out)
         with launch((kv_heads, splits.count), (arch.wave, splits.waves)) as (kv, split, lane, thread_wave):
             wave = uniform(arch, thread_wave)

@@ -8,6 +8,7 @@ S^T = K Q^T and O^T = V^T P^T, so that a lane's column is a row of queries: maxi
 between the lanes that share a row. Both caches are in 16-byte units of what an operand's lane needs, and a lane's part of S^T is, in
 the same registers, the operand P^T of the second product on gfx12 and CDNA; on gfx11, whose operands are held twice, the half-waves swap.
 """
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tvm import tirx
@@ -21,8 +22,16 @@ from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, emit_store
 from mlc_amd.schedules.gpu.rope_kv_write import KEYS, UNIT, cache_shapes
 
 ROWS = 16                       # of a wave: the matrices' columns
-BLOCKS = 2                      # blocks of 16 keys between two looks at the maximum
-THREADS = 128                   # of a workgroup
+
+
+@dataclass(frozen=True)
+class Plan:
+    """threads  of a workgroup
+    blocks   of 16 keys between two looks at the maximum
+    """
+
+    threads: int = 128
+    blocks: int = 2
 
 
 class Unit(NamedTuple):
@@ -58,8 +67,8 @@ UNITS = {
 class Wave:
     """Registers and place of one wave: lane `lane` of 16 has row first_row + lane, which is token `token` and head `head`."""
 
-    def __init__(self, arch, d, kv, group, tx, first_row, last_token):
-        self.arch, self.unit, self.d, self.kv = arch, UNITS[arch.matrix], d, kv
+    def __init__(self, arch, blocks, d, kv, group, tx, first_row, last_token):
+        self.arch, self.unit, self.blocks, self.d, self.kv = arch, UNITS[arch.matrix], blocks, d, kv
         self.part, self.lane = T.Bind(tx // ROWS), T.Bind(tx % ROWS)
         row = T.Bind(first_row + self.lane)
         # rows beyond the chunk compute what its last token does; nobody stores it
@@ -68,7 +77,7 @@ class Wave:
         self.supplies = T.Bind(self.unit.row(self.lane))
         n, words = self.unit.results, self.unit.words
         self.query, self.operand, self.weights = local(d // 16 * words, "uint32"), local(words, "uint32"), local(n, "float16")
-        self.out, self.scores, self.top, self.total = local(d // 16 * n), local(BLOCKS * n), local(1), local(1)
+        self.out, self.scores, self.top, self.total = local(d // 16 * n), local(blocks * n), local(1), local(1)
 
     def load(self, target, start, source):
         """An operand: words start.. of `target`. source(unit) gives the float16x8 of a 16-byte unit."""
@@ -102,16 +111,16 @@ class Wave:
         put(self.total, T.float32(0), 0)
 
     def step(self, Kc, Vc, key0, last):
-        """Takes in BLOCKS * 16 keys from key0; `last`: None, or the last key that the lane's row sees."""
+        """Takes in blocks of 16 keys from key0; `last`: None, or the last key that the lane's row sees."""
         n = self.unit.results
-        for j in range(BLOCKS):
+        for j in range(self.blocks):
             key = T.Bind(key0 + j * 16 + self.supplies)
             put(self.scores, T.broadcast(T.float32(0), n), at(j * n, n))
             for c in range(self.d // 16):
                 self.load(self.operand, 0, lambda u, e, c=c, key=key: Kc[self.kv, key // KEYS, c * 2 + u, key % KEYS, e])
                 self.multiply(self.operand, self.query, c * self.unit.words, self.scores, j * n)
         self._weigh(key0, last)
-        for j in range(BLOCKS):
+        for j in range(self.blocks):
             packed = self._pack(j)
             for x in range(self.d // 16):
                 self.load(self.operand, 0, lambda u, e, x=x, j=j: Vc[self.kv, key0 // UNIT + j * 2 + u, x * 16 + self.supplies, e])
@@ -120,7 +129,7 @@ class Wave:
     def _weigh(self, key0, last):
         """Finds the new maximum and rescales what came before."""
         n, top = self.unit.results, T.float32(LOWEST)
-        for i in range(BLOCKS * n):
+        for i in range(self.blocks * n):
             if last is not None:
                 key = key0 + i // n * 16 + self.part * n + i % n
                 put(self.scores, T.Select(key <= last, self.scores[i], T.float32(LOWEST)), i)
@@ -164,7 +173,7 @@ class Wave:
                     emit_store(self.arch, act_out, out, y, self.token, column)
 
 
-def attention_prefill(heads, kv_heads, d, ctx, m, act_out, arch, name) -> tirx.PrimFunc:
+def attention_prefill(heads, kv_heads, d, ctx, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
     """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc, then the output [m, heads*d] in the layout act_out, "" or "half").
 
     Token i sees the keys 0 .. state[0] + i. Nothing is stored for tokens that are not live. UserError for shapes that `cache_shapes` or
@@ -172,8 +181,8 @@ def attention_prefill(heads, kv_heads, d, ctx, m, act_out, arch, name) -> tirx.P
     """
     if act_out == "rows":
         raise UserError("attention on matrix units gives float32 or float16, not int8 blocks; quantize its output separately")
-    group, (kshape, vshape) = group_of(heads, kv_heads), cache_shapes(kv_heads, ctx, d)
-    waves, step = THREADS // arch.wave, BLOCKS * 16
+    group, (kshape, vshape), plan = group_of(heads, kv_heads), cache_shapes(kv_heads, ctx, d), plan or Plan()
+    waves, step = plan.threads // arch.wave, plan.blocks * 16
     tiles = -(-m * group // (ROWS * waves))
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
@@ -188,7 +197,7 @@ def attention_prefill(heads, kv_heads, d, ctx, m, act_out, arch, name) -> tirx.P
             first_row = T.Bind(((tiles - 1 - tile) * waves + uniform(arch, thread_wave)) * ROWS)         # the longest first
             first_token = T.Bind(first_row // group)
             with T.If(first_token < tokens), T.Then():
-                wave = Wave(arch, d, kv, group, tx, first_row, T.Bind(tokens - 1))
+                wave = Wave(arch, plan.blocks, d, kv, group, tx, first_row, T.Bind(tokens - 1))
                 wave.start(Q)
                 last_token = T.min((first_row + ROWS - 1) // group, tokens - 1)
                 steps = T.Bind((position + last_token) // step + 1)

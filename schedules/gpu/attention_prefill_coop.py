@@ -278,10 +278,10 @@ class Wave:
                 wave_barrier()
 
 
-def attention_prefill_coop(heads, kv_heads, d, ctx, m, act_out, arch, name, tile=None) -> tirx.PrimFunc:
+def attention_prefill_coop(heads, kv_heads, d, ctx, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
     """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc, then the output [m, heads*d] in the layout act_out, not "rows").
 
-    Token i sees the keys 0 .. state[0] + i. Nothing is stored for tokens that are not live. tile: instead of the arch's.
+    Token i sees the keys 0 .. state[0] + i. Nothing is stored for tokens that are not live. plan: a Tile instead of the arch's.
     UserError for shapes that `cache_shapes`, `group_of` or `tile_of` refuses, for "rows", or m that the fragments' rows do not divide.
     """
     if act_out == "rows":
@@ -290,7 +290,7 @@ def attention_prefill_coop(heads, kv_heads, d, ctx, m, act_out, arch, name, tile
     if m % rows:
         raise UserError(f"attention on matrix units of {arch.name} takes chunks in multiples of {rows} tokens, not {m}")
     group, (kshape, vshape) = group_of(heads, kv_heads), cache_shapes(kv_heads, ctx, d)
-    tile = tile or tile_of(d, arch)
+    tile = plan or tile_of(d, arch)
     fragments, per_tile = m // rows * group, tile.row_fragments
     tiles = -(-fragments // per_tile)
     with IRBuilder() as ir, T.prim_func(s_tir=True):

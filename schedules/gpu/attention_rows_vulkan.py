@@ -17,16 +17,9 @@ from mlc_amd.schedules.gpu.rope_kv_write import KEYS, UNIT
 # family: loads of 16 bytes that a lane has under way; others MEDIUM_LOADS. Few loads make little code.
 LOADS = {"nvidia": 16, "generic": 4}
 MEDIUM_LOADS = 8
-# family: keys of a step for one token; others STEP
-STEPS = {"nvidia": 32}
 AHEAD = ("nvidia",)             # families with registers for the next step's keys
 OTHER_BYTES = 1 << 10           # of shared memory for what is small and of a fixed size
 SPLITS = 32                     # most splits whose weights lie in shared memory
-
-
-def step_of(arch) -> int:
-    """Keys between two looks at the maximum, for one token."""
-    return STEPS.get(arch.family, STEP) if arch.api == "vulkan" else STEP
 
 
 def query_dtype(arch) -> str:

@@ -8,16 +8,16 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.device import launch
-from mlc_amd.schedules.gpu.norm import live_tokens
+from mlc_amd.schedules.gpu.norm import live_tokens, threads_of
 from mlc_amd.schedules.gpu.planes import decode, planes
 
 
-def embed(fmt, vocab, k, m, arch, name) -> tirx.PrimFunc:
+def embed(fmt, vocab, k, m, arch, name, plan=None) -> tirx.PrimFunc:
     """Kernel (state int32[4], tokens int32[m], planes of the [vocab, k] table, X float32 [m, k]): X[i] = table[tokens[i]] for live i.
 
     Token numbers outside the vocabulary read its first or last row (nothing out of bounds). UserError when the format does not allow k.
     """
-    threads = arch.threads
+    threads = threads_of(arch, plan)
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})

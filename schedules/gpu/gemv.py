@@ -33,7 +33,7 @@ class Plan:
     """How a GEMV is spread over the GPU. Powers of two.
 
     rows    rows that a group of lanes works on at once (at most 16); gate_up_swiglu: of each weight
-    waves   waves of a workgroup; gate_up_swiglu takes as many as there can be
+    waves   waves of a workgroup, at most
     lanes   most lanes that share a row
     unroll  steps of a row whose loads are issued before the first is used; fewer where a step loads more (`_fit`)
     """
@@ -53,7 +53,9 @@ PLANS = {
     "nvidia": Plan(rows=2, waves=1, lanes=32, unroll=4),
     "generic": Plan(rows=4, waves=4, lanes=64, unroll=1),
 }
-GATE_UP_PLANS = PLANS | {"nvidia": Plan(rows=4, waves=8, lanes=32, unroll=2)}
+# a workgroup has a block of 32 rows: as many waves as there can be
+GATE_UP_PLANS = {family: replace(plan, waves=BLOCK) for family, plan in PLANS.items()}
+GATE_UP_PLANS["nvidia"] = Plan(rows=4, waves=8, lanes=32, unroll=2)
 
 
 def default_plan(arch, rows: int, plans=PLANS) -> Plan:
@@ -344,7 +346,7 @@ def gate_up_plan(fmts, f, k, arch, plan=None) -> Plan:
     plan = _fit(plan or default_plan(arch, f, GATE_UP_PLANS), fmts, k, arch, weights=2)
     # all of a workgroup's groups of lanes have rows
     lanes = max(lanes_of(units_of(fmts, k), min(plan.lanes, arch.wave)), arch.wave // BLOCK)
-    waves = min(arch.threads // arch.wave, BLOCK * lanes // arch.wave)
+    waves = min(plan.waves, arch.threads // arch.wave, BLOCK * lanes // arch.wave)
     return Plan(min(plan.rows, BLOCK * lanes // (waves * arch.wave)), waves, lanes, plan.unroll)
 
 

@@ -6,6 +6,8 @@
 In: X float32 [m, k], one row a token; `state` int32[4], of which state[1] is the number of tokens that count. Out: y in a layout of
 `quantize.py`. Rows beyond the live tokens are left as they were. A lane holds four columns of each step, eight lanes a block of 32.
 """
+from dataclasses import dataclass
+
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
@@ -17,6 +19,13 @@ from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, columns, emit_store
 
 MOST_STEPS = 8                  # whose columns stay in registers; on Vulkan, where workgroups may be small, rows of more are read twice
+
+
+@dataclass(frozen=True)
+class Plan:
+    """threads: of a workgroup; whole waves."""
+
+    threads: int
 
 
 def live_tokens(state, m):
@@ -35,9 +44,17 @@ def _load(buf, *index):
     return [T.Bind(lane_of(x, i)) for i in range(WIDTH)]
 
 
-def _column(arch, k, thread, step):
+def threads_of(arch, plan=None) -> int:
+    """Threads of a workgroup: the plan's, by default as many as the arch allows. ValueError for what the arch cannot have."""
+    threads = plan.threads if plan else arch.threads
+    if threads > arch.threads or threads % arch.wave:
+        raise ValueError(f"{arch.name} has workgroups of up to {arch.threads} threads in waves of {arch.wave}, not of {threads}")
+    return threads
+
+
+def _column(threads, k, thread, step):
     """(first column, live) of this thread in that step; live is None where all threads have columns. Others get the last ones."""
-    width = arch.threads * WIDTH
+    width = threads * WIDTH
     column = step * width + thread * WIDTH
     if k % width == 0 or (isinstance(step, int) and (step + 1) * width <= k):
         return T.Bind(column), None
@@ -52,14 +69,14 @@ def _square(values, live):
     return squares if live is None else T.Select(live, squares, T.float32(0))
 
 
-def _workgroup_sum(arch, total, part, wave, lane):
+def _workgroup_sum(arch, waves, total, part, wave, lane):
     """The sum of `total` over the workgroup."""
     total = wave_sum(arch, T.Bind(total))
     with T.If(lane == 0), T.Then():
         T.buffer_store(part, total, [wave])
     barrier()
     total = part[0]
-    for i in range(1, arch.threads // arch.wave):
+    for i in range(1, waves):
         total = total + part[i]
     return T.Bind(total)
 
@@ -73,14 +90,15 @@ def _scaled(values, scale, factors):
     return [T.Bind(v * scale * f) for v, f in zip(values, factors, strict=True)]
 
 
-def rms_norm(k, m, eps, act_out, row, arch, name) -> tirx.PrimFunc:
+def rms_norm(k, m, eps, act_out, row, arch, name, plan=None) -> tirx.PrimFunc:
     """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S | H | Y of [m, k], as `act_out` says). A workgroup a token.
 
     row: "all", or "last": only the last live token, X[live - 1]; the outputs then have the shapes of m = 1. UserError unless 32 divides k.
     """
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
-    out_m, waves = m if row == "all" else 1, arch.threads // arch.wave
+    out_m, threads = m if row == "all" else 1, threads_of(arch, plan)
+    waves = threads // arch.wave
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
@@ -91,31 +109,31 @@ def rms_norm(k, m, eps, act_out, row, arch, name) -> tirx.PrimFunc:
             part = T.alloc_buffer((waves,), "float32", scope="shared")
             with if_live(state, out_m, token):
                 source = token if row == "all" else T.Bind(live_tokens(state, m) - 1)
-                thread, count = wave * arch.wave + lane, -(-k // (arch.threads * WIDTH))
+                thread, count = wave * arch.wave + lane, -(-k // (threads * WIDTH))
                 if arch.api == "rocm" or count <= MOST_STEPS:
-                    steps = [_column(arch, k, thread, i) for i in range(count)]
+                    steps = [_column(threads, k, thread, i) for i in range(count)]
                     x = [_load(X, source, column) for column, _ in steps]
                     g = [_load(G, column) for column, _ in steps]
                     squares = T.float32(0)
                     for values, (_, live) in zip(x, steps, strict=True):
                         squares = squares + _square(values, live)
-                    scale = _scale(_workgroup_sum(arch, squares, part, wave, lane), k, eps)
+                    scale = _scale(_workgroup_sum(arch, waves, squares, part, wave, lane), k, eps)
                     for values, factors, (column, live) in zip(x, g, steps, strict=True):
                         emit_store(arch, act_out, out, _scaled(values, scale, factors), token, column, live)
                 else:
                     squares = T.alloc_buffer((1,), "float32", scope="local")
                     T.buffer_store(squares, T.float32(0), [0])
                     with T.serial(count) as i:
-                        column, live = _column(arch, k, thread, i)
+                        column, live = _column(threads, k, thread, i)
                         T.buffer_store(squares, squares[0] + _square(_load(X, source, column), live), [0])
-                    scale = _scale(_workgroup_sum(arch, squares[0], part, wave, lane), k, eps)
+                    scale = _scale(_workgroup_sum(arch, waves, squares[0], part, wave, lane), k, eps)
                     with T.serial(count) as i:
-                        column, live = _column(arch, k, thread, i)
+                        column, live = _column(threads, k, thread, i)
                         emit_store(arch, act_out, out, _scaled(_load(X, source, column), scale, _load(G, column)), token, column, live)
     return ir.get()
 
 
-def quantize(k, m, act_out, arch, name) -> tirx.PrimFunc:
+def quantize(k, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
     """Kernel (state int32[4], X float32 [m, k], then A, S or H of [m, k]): the live tokens' rows in the layout "rows", "half" or "pairs".
 
     UserError unless 32 divides k, ValueError for another layout.
@@ -124,7 +142,7 @@ def quantize(k, m, act_out, arch, name) -> tirx.PrimFunc:
         raise ValueError(f"nothing to convert to the layout {act_out!r}")
     if k % BLOCK:
         raise UserError(f"activations need a multiple of {BLOCK} columns, not {k}; use a float weight format for this layer")
-    threads = arch.threads
+    threads = threads_of(arch, plan)
     step = threads * WIDTH
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)

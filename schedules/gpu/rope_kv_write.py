@@ -13,6 +13,7 @@ elements of a head rotate (the rest passes through), and whether each head of q 
 one token. Decode does without this kernel: `attention_decode.py` does the same work with the functions here.
 """
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tvm import tirx
@@ -23,7 +24,16 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.device import launch, rsqrt, wave_sum
 
 KEYS, UNIT = 32, 8              # keys of a block of Kc; elements of a 16-byte unit
-WAVES = 4                       # of a workgroup, where the arch allows so many
+
+
+@dataclass(frozen=True)
+class Plan:
+    """waves: of a workgroup, where the arch allows so many."""
+
+    waves: int
+
+
+PLAN = Plan(waves=4)
 
 
 class Rope(NamedTuple):
@@ -111,7 +121,7 @@ def store_value(arch, Vc, kv, position, V, token, lane, d):
         store_valid(valid, Vc, [((kv, position // UNIT, e, position % UNIT), T.cast(V[token, kv * d + e], "float16"))])
 
 
-def rope_kv_write(heads, kv_heads, d, ctx, m, neox, rotary, qk_norm_eps, arch, name) -> tirx.PrimFunc:
+def rope_kv_write(heads, kv_heads, d, ctx, m, neox, rotary, qk_norm_eps, arch, name, plan=None) -> tirx.PrimFunc:
     """Kernel (state int32[4], Q float32 [m, heads*d], K float32 [m, kv_heads*d], V float32 [m, kv_heads*d],
     [QN float32 [d], KN float32 [d] when qk_norm_eps is not None], CS float32 [ctx, rotary] with CS[pos, 2i] = cos, CS[pos, 2i+1] = sin of
     pair i, Kc, Vc (in place), Qo float16 [m, heads, d]).
@@ -120,7 +130,7 @@ def rope_kv_write(heads, kv_heads, d, ctx, m, neox, rotary, qk_norm_eps, arch, n
     `cache_shapes` or `rope_args` refuses.
     """
     kshape, vshape = cache_shapes(kv_heads, ctx, d)
-    rope, total, waves = Rope(neox, rotary, qk_norm_eps), heads + 2 * kv_heads, min(WAVES, arch.threads // arch.wave)
+    rope, total, waves = Rope(neox, rotary, qk_norm_eps), heads + 2 * kv_heads, min((plan or PLAN).waves, arch.threads // arch.wave)
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})

@@ -1,13 +1,26 @@
 """The plans of GPU kernels. What a plan's numbers mean stands with its dataclass, in the kernel's module."""
 
 from mlc_amd.schedules.formats import lookup
-from mlc_amd.schedules.gpu import gemm_coop, gemm_dot, gemm_matrix, gemv
-from mlc_amd.schedules.gpu.attention_prefill_coop import Tile, lds_bytes, tile_of
+from mlc_amd.schedules.gpu import (
+    attention_decode,
+    attention_prefill,
+    attention_prefill_coop,
+    attention_prefill_dot,
+    gemm_coop,
+    gemm_dot,
+    gemm_matrix,
+    gemv,
+    norm,
+    rope_kv_write,
+)
+from mlc_amd.schedules.gpu.attention_rows_vulkan import waves_of
 from mlc_amd.schedules.gpu.gemm import engine
 from mlc_amd.schedules.gpu.planes import padded
 from mlc_amd.schedules.tuning.spaces import Kernel, Space
 
 SUMS = 256  # float32 accumulators of a lane, at most: more leave no registers for anything else
+BLOCKS = 32  # of 32 columns that a lane has loaded, at most
+ACTIVATIONS = 128  # that a thread has on the way to shared memory, at most
 CODE = 2  # how much more than the default tiles' limits a thread may hold and unroll: beyond that compilers take minutes
 
 GEMV = {"rows": (1, 2, 4, 8, 16), "waves": (1, 2, 4, 8), "lanes": (8, 16, 32, 64), "unroll": (1, 2, 4, 8)}
@@ -17,7 +30,12 @@ WAVES = (1, 2, 4, 8)
 COOP = {"tokens": TOKENS, "rows": ROWS, "columns": COLUMNS, "waves_m": WAVES, "waves_n": WAVES, "waves_k": (1, 2, 4), "span": (1, 2, 4)}
 MATRIX = {"tokens": TOKENS, "rows": ROWS, "columns": COLUMNS, "waves_m": WAVES, "waves_n": WAVES, "buffers": (1, 2), "waves_k": (1, 2, 4)}
 DOT = {"tokens": (16, 32, 64, 128), "rows": (32, 64, 128), "threads_m": (1, 2, 4, 8)}
-ATTENTION = {"waves": WAVES, "fragments": (1, 2), "keys": (16, 32, 64, 128), "parts": (1, 2, 4)}
+ATTENTION_COOP = {"waves": WAVES, "fragments": (1, 2), "keys": (16, 32, 64, 128), "parts": (1, 2, 4)}
+ATTENTION_MATRIX = {"threads": (32, 64, 128, 256), "blocks": (1, 2, 4)}
+ATTENTION_DOT = {"threads": (32, 64, 128, 256), "rows": (4, 8, 16)}
+DECODE = {"threads": (32, 64, 128, 256), "fill": (1, 2, 4, 8), "step": (32, 64), "batch": (4, 8, 16, 32)}
+THREADS = {"threads": (32, 64, 128, 256, 512, 1024)}
+STEPS = 16  # whose columns a thread of a norm holds at most
 
 
 # ---- one token
@@ -28,7 +46,7 @@ def _gemv_linear(args, arch) -> Space:
 
     def kernel(plan) -> Kernel:
         plans, splits = gemv.linear_plans(segments, k, arch, plan)
-        loads = max(used.rows * used.unroll for used in plans) * gemv.span_of([segments[0][0]], k) * _block_bytes(segments[0][0])
+        loads = max(_loads([fmt], k, used, plan) for (fmt, _), used in zip(segments, plans, strict=True))
         unrolls = [_unroll([fmt], k, split.lanes, used.unroll) for (fmt, _), used, split in zip(segments, plans, splits, strict=True)]
         same = tuple((used.rows, used.waves, unroll, split) for used, unroll, split in zip(plans, unrolls, splits, strict=True))
         return Kernel(same, sum(split.groups for split in splits), plans[0].waves * arch.wave, loads)
@@ -42,10 +60,19 @@ def _gemv_gate_up(args, arch) -> Space:
 
     def kernel(plan) -> Kernel:
         used = gemv.gate_up_plan(fmts, f, k, arch, plan)
-        loads = len(fmts) * used.rows * used.unroll * gemv.span_of(fmts, k) * _block_bytes(fmts[0])
-        return Kernel((used.rows, used.lanes, _unroll(fmts, k, used.lanes, used.unroll)), f // gemv.BLOCK, used.waves * arch.wave, loads)
+        loads = _loads(fmts, k, used, plan)
+        same = used.rows, used.waves, used.lanes, _unroll(fmts, k, used.lanes, used.unroll)
+        return Kernel(same, f // gemv.BLOCK, used.waves * arch.wave, loads)
 
-    return Space(gemv.Plan, GEMV, gemv.default_plan(arch, f), kernel)
+    return Space(gemv.Plan, GEMV, gemv.default_plan(arch, f, gemv.GATE_UP_PLANS), kernel)
+
+
+def _loads(fmts, k, used, plan) -> float:
+    """Bytes of weights that a lane has under way. ValueError if they are too many."""
+    blocks = len(fmts) * used.rows * used.unroll * (gemv.span_of(fmts, k) if fmts[0].kind == "int8" else 1)
+    if blocks > BLOCKS:
+        raise ValueError(f"{plan}: a lane would load {blocks} blocks at once")
+    return blocks * _block_bytes(fmts[0])
 
 
 def _unroll(fmts, k, lanes, unroll) -> int:
@@ -83,7 +110,15 @@ def _coop_limits(gemm, tile, formats, arch) -> float:
     sums = gemm.tiles_m * gemm.weights * gemm.tiles_n * fm * fn // arch.wave
     if mine > max(CODE * held, gemm.weights * gemm_coop.BLOCK) or sums > SUMS or gemm.share > CODE * gemm_coop.CHUNKS * fk:
         raise ValueError(f"{tile}: {mine} weights and {sums} sums a thread, {gemm.share} columns unrolled are too many")
-    return mine * _block_bytes(formats[0]) / gemm_coop.BLOCK + 2 * tile.tokens * tile.columns / gemm.threads
+    return mine * _block_bytes(formats[0]) / gemm_coop.BLOCK + _activations(gemm, tile)
+
+
+def _activations(gemm, tile) -> int:
+    """Bytes of activations that a thread has on the way to shared memory. ValueError if they are too many."""
+    count = tile.tokens * tile.columns // gemm.threads
+    if count > ACTIVATIONS:
+        raise ValueError(f"{tile}: a thread would load {count} activations at once")
+    return 2 * count
 
 
 def _matrix_limits(gemm, tile, formats, arch) -> float:
@@ -94,7 +129,7 @@ def _matrix_limits(gemm, tile, formats, arch) -> float:
     sums = gemm.tiles_m * gemm.weights * gemm.tiles_n * gemm.unit.acc
     if mine > CODE * gemm_coop.HELD * 2 or sums > SUMS or gemm.share > CODE * gemm_coop.CHUNKS * gemm.unit.columns:
         raise ValueError(f"{tile}: {mine} weights and {sums} sums a thread, {gemm.share} columns unrolled are too many")
-    return mine * _block_bytes(formats[0]) / gemm_matrix.BLOCK + 2 * tile.tokens * tile.columns / gemm.threads
+    return mine * _block_bytes(formats[0]) / gemm_matrix.BLOCK + _activations(gemm, tile)
 
 
 def _dot_limits(gemm, tile, formats, arch) -> float:
@@ -126,24 +161,111 @@ def _gate_up(workload, arch) -> Space:
     return _gemm([lookup(args["gate"]), lookup(args["up"])], [args["n"]], 2, args, arch, args["act_in"])
 
 
-def _attention(workload, arch) -> Space | None:
-    m, heads, kv_heads, d = (workload.args[name] for name in ("m", "heads", "kv_heads", "d"))
-    if arch.matrix != "coop" or m == 1:
-        return None
+def _attention(workload, arch) -> Space:
+    args = workload.args
+    if args["m"] == 1:
+        return _decode(workload, arch)
+    spaces = {"coop": _attention_coop, "": _attention_dot}
+    return spaces.get(arch.matrix, _attention_matrix)(arch, *(args[name] for name in ("m", "heads", "kv_heads", "d")))
 
+
+def _attention_coop(arch, m, heads, kv_heads, d) -> Space:
     def kernel(tile) -> Kernel:
         rows, columns, step = arch.fragment
         own = tile.own_keys
         whole = tile.waves % tile.parts == 0 and tile.keys % tile.parts == 0 and own % columns == 0 and own % step == 0
-        if not whole or tile.waves * arch.wave > arch.threads or lds_bytes(tile, d, arch.fragment) > arch.lds:
+        threads = _threads(arch, tile.waves * arch.wave)
+        if not whole or attention_prefill_coop.lds_bytes(tile, d, arch.fragment) > arch.lds:
             raise ValueError(f"{tile} does not fit {arch.name}")
         if tile.fragments * (own + d) * rows // arch.wave > SUMS:
             raise ValueError(f"{tile} takes more registers than {arch.name} has")
         fragments = m // rows * (heads // kv_heads)
-        threads = tile.waves * arch.wave
         return Kernel(tile, kv_heads * -(-fragments // tile.row_fragments), threads, tile.keys * d * 4 / threads)
 
-    return Space(Tile, ATTENTION, tile_of(d, arch), kernel)
+    return Space(attention_prefill_coop.Tile, ATTENTION_COOP, attention_prefill_coop.tile_of(d, arch), kernel)
 
 
-SPACES = {"linear": _linear, "gate_up_swiglu": _gate_up, "attention": _attention}
+def _attention_matrix(arch, m, heads, kv_heads, d) -> Space:
+    def kernel(plan) -> Kernel:
+        waves = _threads(arch, plan.threads) // arch.wave
+        tiles = -(-m * (heads // kv_heads) // (attention_prefill.ROWS * waves))
+        return Kernel(plan, kv_heads * tiles, plan.threads, plan.blocks * 16 * d * 2 / arch.wave)
+
+    return Space(attention_prefill.Plan, ATTENTION_MATRIX, attention_prefill.Plan(), kernel)
+
+
+def _attention_dot(arch, m, heads, kv_heads, d) -> Space:
+    def kernel(plan) -> Kernel:
+        waves = waves_of(arch, plan.rows, d, plan.threads)
+        if not waves:
+            raise ValueError(f"{plan} is less than a wave of {arch.name}")
+        return Kernel((plan.rows, waves), kv_heads * -(-m * (heads // kv_heads) // plan.rows), waves * arch.wave, plan.rows)
+
+    return Space(attention_prefill_dot.Plan, ATTENTION_DOT, attention_prefill_dot.Plan(), kernel)
+
+
+def _decode(workload, arch) -> Space:
+    shape = [workload.args[name] for name in ("heads", "kv_heads", "d", "ctx")]
+
+    def kernel(plan) -> Kernel:
+        splits = attention_decode.splits_of(*shape, arch, plan)
+        return Kernel(splits, shape[1] * splits.count, splits.threads, splits.step * shape[2] * 2 / arch.wave)
+
+    return Space(attention_decode.Plan, DECODE, attention_decode.default_plan(arch), kernel)
+
+
+# ---- token vectors
+
+
+def _threads(arch, threads: int) -> int:
+    """ValueError for what a workgroup cannot have."""
+    return norm.threads_of(arch, norm.Plan(threads))
+
+
+def _rms_norm(workload, arch) -> Space:
+    args = workload.args
+
+    def kernel(plan) -> Kernel:
+        steps = -(-args["k"] // (_threads(arch, plan.threads) * norm.WIDTH))
+        if steps > STEPS and plan.threads < arch.threads:
+            raise ValueError(f"{plan.threads} threads hold {steps} steps each")
+        return Kernel(plan, args["m"] if args["row"] == "all" else 1, plan.threads, steps * norm.WIDTH * 8)
+
+    return Space(norm.Plan, THREADS, norm.Plan(norm.threads_of(arch)), kernel)
+
+
+def _columns(width: int):
+    """The spaces of kernels in which a thread has `width` columns of a token."""
+
+    def make(workload, arch) -> Space:
+        k, m = workload.args["k"], workload.args["m"]
+
+        def kernel(plan) -> Kernel:
+            threads = _threads(arch, plan.threads)
+            return Kernel(threads, -(-k // (threads * width)) * m, threads, width * 4)
+
+        return Space(norm.Plan, THREADS, norm.Plan(norm.threads_of(arch)), kernel)
+
+    return make
+
+
+def _rope_kv_write(workload, arch) -> Space:
+    args = workload.args
+
+    def kernel(plan) -> Kernel:
+        waves = min(plan.waves, arch.threads // arch.wave)
+        return Kernel(waves, -(-(args["heads"] + 2 * args["kv_heads"]) // waves) * args["m"], waves * arch.wave, args["d"] * 4 / arch.wave)
+
+    return Space(rope_kv_write.Plan, {"waves": WAVES}, rope_kv_write.PLAN, kernel)
+
+
+SPACES = {
+    "linear": _linear,
+    "gate_up_swiglu": _gate_up,
+    "attention": _attention,
+    "rope_attention": _decode,
+    "rms_norm": _rms_norm,
+    "quantize": _columns(norm.WIDTH),
+    "embed": _columns(1),
+    "rope_kv_write": _rope_kv_write,
+}

@@ -5,6 +5,7 @@ the chance that more measurements help, which falls with every measurement that 
 anything else happens, so a session that ends, however, loses nothing; a new one on the same database goes on.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from mlc_amd.schedules.tuning.database import Checked, Database, Measured, Recor
 from mlc_amd.schedules.tuning.search import Models, Search
 from mlc_amd.schedules.tuning.spaces import Space, as_dict, space
 
+FIRST = 2  # measurements of a first batch, where there is a time limit
 PATIENCE = 32  # measurements without a better plan that halve a task's chance
 
 
@@ -61,6 +63,15 @@ class Session:
                 search = Search(task.workload, found, arch, models, past, seed + len(self._tasks))
                 self._tasks[task.workload.key] = _Task(task, found, search)
 
+    @property
+    def tasks(self) -> list:
+        """The tasks that have choices."""
+        return [found.task for found in self._tasks.values()]
+
+    def space(self, task) -> Space:
+        """What there is to choose for one of `tasks`."""
+        return self._tasks[task.workload.key].space
+
     # ---- what to measure
 
     def next(self, count: int) -> list[tuple[object, object]]:
@@ -72,6 +83,26 @@ class Session:
             if plans := found.search.propose(count):
                 return [(found.task, plan) for plan in plans]
         return []
+
+    def round(self, count: int) -> list[tuple[object, object]]:
+        """`count` (task, plan) to be measured together, where no answer comes before the last: default plans of tasks without measurements,
+        then plans of all tasks, more where more is promised; fewer when there are no more."""
+        chosen = []
+        while len(chosen) < count and (new := [t for t in self._tasks.values() if not self._begun(t)]):
+            chosen += [(t.task, plan) for t in new[: count - len(chosen)] for plan in t.search.propose(1)]
+        # the square root: small tasks get some, too. Without measurements what a task moves stands for its time
+        worth = {key: math.sqrt(self.promise(t) or t.task.weight * t.task.bytes * 1e-15) for key, t in self._tasks.items()}
+        seats = dict.fromkeys(self._tasks, 0)
+        for _ in range(count - len(chosen)):
+            free = [key for key, t in self._tasks.items() if t.search.unmeasured > seats[key]]
+            if not free:
+                break
+            seats[max(free, key=lambda key: worth[key] / (seats[key] + 1))] += 1
+        return chosen + [(t.task, plan) for key, t in self._tasks.items() for plan in (t.search.propose(seats[key]) if seats[key] else [])]
+
+    @staticmethod
+    def _begun(found: _Task) -> bool:
+        return bool(found.search.seconds) or found.search.unmeasured < len(found.space.plans)
 
     def promise(self, found: _Task) -> float:
         """Seconds, weighted, that another batch may save."""
@@ -134,17 +165,25 @@ class Session:
 def run(session: Session, measure, gate, trials: int | None = None, seconds: float | None = None, batch: int = 16, progress=None) -> None:
     """Measures and checks until the budget is spent (`trials` measurements, `seconds` of time) or every plan is measured.
 
-    measure: callable([(workload, plan)]) -> [Measured], in that order. gate: callable(workload, plan) -> Checked. progress: called with the
-    session after each batch. The winners are checked at the end, whatever ends it; Ctrl-C passes on after that.
+    measure: callable([(workload, plan)]) -> [Measured], in that order, None for what was not measured after all. gate: callable(workload,
+    plan) -> Checked. progress: called with the session after each batch. The winners are checked at the end, whatever ends it; Ctrl-C
+    passes on after that.
     """
     started = time.monotonic()
     try:
         while (trials is None or session.trials < trials) and (seconds is None or time.monotonic() - started < seconds):
-            chosen = session.next(batch if trials is None else min(batch, trials - session.trials))
+            size = batch if trials is None else min(batch, trials - session.trials)
+            if seconds is not None:  # a batch must not take much longer than what is left; nobody knows how long the first one takes
+                spent = time.monotonic() - started
+                size = min(size, max(1, int((seconds - spent) * session.trials / spent)) if session.trials else FIRST)
+            chosen = session.next(size)
             if not chosen:
                 break
             for (task, plan), found in zip(chosen, measure([(task.workload, plan) for task, plan in chosen]), strict=True):
-                session.report(task, plan, found)
+                if found is None:
+                    session.withdraw(task, plan)
+                else:
+                    session.report(task, plan, found)
             if progress:
                 progress(session)
     finally:

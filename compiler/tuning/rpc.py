@@ -1,0 +1,404 @@
+"""Tuning on the devices of other machines: candidates built here go to all servers that TVM's tracker has under a key.
+
+`Remote` has the interface of `Local`; `Servers` that of a runtime/measure `Session`, with several devices of one kind behind it. Work is
+handed out in small parts. What a server that is lost (killed, unplugged, silent) had finished counts; the rest of its part goes to others,
+candidate by candidate, so that one that takes its machine down is found. A server that cannot run the candidates, or whose device is of
+another kind than the first one's, is left alone.
+
+Run as a program, this module talks with one server: TVM's RPC waits forever for a machine that is gone, a process can be ended.
+"""
+
+import contextlib
+import json
+import math
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+import tvm
+from tvm import rpc
+from tvm.rpc import base
+
+from mlc_amd.compiler.tuning.local import Local
+from mlc_amd.compiler.tuning.rpc_server import PREFIX, address, pack
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.measure.candidate import Candidate, read
+from mlc_amd.runtime.measure.child import Child, Died, serve
+from mlc_amd.schedules.tuning.database import Checked, Measured
+
+MODULE = "mlc_amd.compiler.tuning.rpc"
+WAIT = 120.0  # seconds without a server until a run gives up
+CONNECT, SILENT = 30.0, 30.0  # seconds: to reach a server; until one that says nothing counts as lost
+TRACKER = 10.0  # seconds that the tracker may take
+PATIENCE = 3.0  # seconds without a server until the user is told
+LOOK = 1.0  # seconds between two looks for free servers
+HOLD = 60.0  # seconds after which a server goes back between two batches, for others who tune
+PART = 8  # most candidates that a server takes at once
+MOST_LOSSES = 3  # of servers that a candidate survives
+
+
+class NoServer(UserError):
+    """No server is there, and none came."""
+
+
+class Tracker:
+    """TVM's tracker at (host, port)."""
+
+    def __init__(self, place: tuple[str, int]):
+        self.place = place
+
+    def servers(self, key: str) -> tuple[int, int]:
+        """Servers with that key that wait for work, and all of them. OSError if the tracker does not answer."""
+        _, summary = self._ask([base.TrackerCode.SUMMARY])
+        free = summary["queue_info"].get(key, {"free": 0})["free"]
+        return free, sum(server["key"] == f"server:{key}" for server in summary["server_info"])
+
+    def take(self, key: str) -> tuple[str, int, str]:
+        """(host, port, password) of a server that is now ours to connect to. OSError if none is free, or as above."""
+        return tuple(self._ask([base.TrackerCode.REQUEST, key, "", 1])[1])
+
+    def _ask(self, message: list) -> list:
+        with socket.create_connection(self.place, TRACKER) as connection:
+            connection.sendall(struct.pack("<i", base.RPC_TRACKER_MAGIC))
+            if struct.unpack("<i", base.recvall(connection, 4))[0] != base.RPC_TRACKER_MAGIC:
+                raise UserError(f"what answers at {self.place[0]}:{self.place[1]} is no tracker; check --tracker")
+            base.sendjson(connection, message)
+            answer = base.recvjson(connection)
+        if answer[0] != base.TrackerCode.SUCCESS:
+            raise OSError(f"the tracker refuses {message}")
+        return answer
+
+
+class _Part(NamedTuple):
+    """Work for one server. request: as rpc_server.py has it, with numbers of `folders`. wanted: the folders whose results are taken."""
+
+    request: dict
+    folders: list[str]
+    wanted: frozenset[str] = frozenset()
+
+
+def _measuring(reference: str, others: list[str], wanted) -> _Part:
+    folders = list(dict.fromkeys([reference, *others]))
+    return _Part({"measure": list(range(len(folders)))}, folders, frozenset(wanted))
+
+
+class _Server:
+    """A server that is ours. Its methods run in threads and put (what, this server, ..) into `events`."""
+
+    def __init__(self, place: tuple[str, int, str], events: SimpleQueue):
+        self.place, self.name, self.events = place, f"{place[0]}:{place[1]}", events
+        self.since, self.dropped = time.monotonic(), False  # dropped: nobody waits for what it does
+        self._child = Child(MODULE)
+
+    def connect(self) -> None:
+        """Ends in "ready", "refused" or "lost"."""
+        self._ask({"connect": self.place}, CONNECT, ("ready",))
+
+    def work(self, part: _Part) -> None:
+        """The "facts" and "result"s of a part as they come, then "done", "refused" or "lost"."""
+        self._ask({"work": part.request, "folders": part.folders}, SILENT, ("done",))
+
+    def _ask(self, request: dict, timeout: float, ends: tuple[str, ...]) -> None:
+        try:
+            self._child.send(request)
+            while not self.dropped:
+                message = self._child.receive(timeout)
+                what = message.get("what")
+                if what == "refused":
+                    self.close()
+                if what:
+                    self.events.put((what, self, message))
+                if what in (*ends, "refused"):
+                    return
+            why = "not needed"
+        except (Died, UserError) as e:
+            why = str(e)
+        self.close()
+        self.events.put(("lost", self, {"why": why}))
+
+    def close(self) -> None:
+        """Lets the server go."""
+        self._child.close()
+
+
+class Servers:
+    """What runtime/measure/session.py's `Session` is for one device, for all servers of a key. A context manager.
+
+    tracker: (host, port). wait: seconds without any server until NoServer. say(text): what a user may want to know.
+    """
+
+    def __init__(self, tracker: tuple[str, int], key: str, wait: float = WAIT, say=lambda text: None):
+        self.tracker, self.key, self.wait, self.say, self.facts = Tracker(tracker), key, wait, say, {}
+        self.known = 1  # servers, as the tracker has them; at least 1
+        self.refused: dict[str, str] = {}  # server: why
+        self._events, self._looked = SimpleQueue(), -math.inf
+        self._connecting: set[_Server] = set()
+        self._idle: list[_Server] = []
+        self._busy: dict[_Server, _Part] = {}
+
+    def __enter__(self) -> "Servers":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets all servers go."""
+        for server in self._connecting:
+            server.dropped = True
+        self._return(0.0)
+
+    def _return(self, held: float) -> None:
+        """Lets idle servers go that are ours for longer than that."""
+        for server in [server for server in self._idle if time.monotonic() - server.since >= held]:
+            self._idle.remove(server)
+            server.close()
+
+    # ---- what sessions do
+
+    def start(self, candidate: Candidate) -> dict:
+        """Facts of the device that candidates like this one run on. NoServer."""
+        if not self.facts:
+            self._run([_Part({"start": 0}, [str(candidate.folder)])])
+        return self.facts
+
+    def measure(self, folders, progress=lambda folder, result: None) -> list[dict]:
+        """Results in the order of `folders`; progress(folder, result) as they come. When there are no servers any more, None for those that
+        are missing; NoServer if all are.
+
+        The first candidate of a workload is its reference: each server times it beside its part of the others.
+        """
+        names, groups, results = [str(Path(folder)) for folder in folders], {}, {}
+        for name in dict.fromkeys(names):
+            groups.setdefault(read(name).group, []).append(name)
+        self._free()
+        size = min(max(math.ceil(len(names) / (2 * self.known)), 1), PART)
+        parts = []
+        for reference, *others in groups.values():
+            pieces = [others[i : i + size] for i in range(0, len(others), size)] or [[]]
+            parts += [_measuring(reference, piece, piece if i else [reference, *piece]) for i, piece in enumerate(pieces)]
+
+        def note(folder: str, result: dict) -> None:
+            results[folder] = result
+            progress(folder, result)
+
+        try:
+            self._run(parts, note)
+        except NoServer:
+            if not results:
+                raise
+        return [results.get(name) for name in names]
+
+    def compare(self, untuned: Path, tuned: Path, states) -> dict:
+        """As `Session.compare`. NoServer."""
+        request = {"compare": [0, 1], "states": [list(map(int, state)) for state in states]}
+        [answer] = self._run([_Part(request, [str(untuned), str(tuned)])])
+        return {"error": answer["error"], "wrong": answer["wrong"]}
+
+    # ---- handing out
+
+    def _run(self, parts: list[_Part], note=lambda folder, result: None) -> list[dict]:
+        """What the parts' ends say; note(folder, result) for each result that is wanted."""
+        run = _Run(parts, note)
+        alone, told = time.monotonic(), False  # since when there is no server
+        try:
+            while run.waiting or self._busy:
+                while run.waiting and self._idle:
+                    server, part = self._idle.pop(0), run.waiting.popleft()
+                    self._busy[server] = part
+                    threading.Thread(target=server.work, args=(part,), daemon=True).start()
+                if run.waiting:
+                    self.recruit()
+                now = time.monotonic()
+                if self._busy or self._connecting:
+                    alone, told = now, False
+                elif now - alone > self.wait:
+                    self.wait = min(self.wait, PATIENCE)  # whoever waited once does not want to wait again
+                    raise NoServer(self._missing())
+                elif now - alone > PATIENCE and not told:
+                    told = True
+                    self.say(f"waiting up to {self.wait:.0f} s: {self._missing()}")
+                self._next_event(run)
+        finally:
+            for server in self._busy:
+                server.dropped = True
+            self._busy.clear()
+            self._return(HOLD)
+        return run.answers
+
+    def _next_event(self, run: "_Run") -> None:
+        try:
+            what, server, message = self._events.get(timeout=LOOK / 4)
+        except Empty:
+            return
+        connecting = server in self._connecting
+        self._connecting.discard(server)
+        part = self._busy.get(server)
+        if what == "ready":
+            self._idle.append(server)
+            self.say(f"server {server.name} ({message['hello']['host']}) joins")
+        elif what == "refused" and (part or connecting):
+            self._refuse(server, message["why"], run)
+        elif what == "lost" and (part or connecting):
+            self.say(f"server {server.name} is lost: {message['why']}")
+            self._busy.pop(server, None)
+            run.lost(part, message["why"])
+        elif what == "facts" and part:
+            self.facts = self.facts or message["facts"]
+            if message["facts"]["device"] != self.facts["device"]:
+                server.dropped = True
+                why = f"its device is {message['facts']['device']}, this run measures on {self.facts['device']}; give it another key"
+                self._refuse(server, why, run)
+        elif what == "result" and part:
+            run.result(part, message)
+        elif what == "done" and part:
+            del self._busy[server]
+            self._idle.append(server)
+            run.answers.append(message)
+
+    def _refuse(self, server: _Server, why: str, run: "_Run") -> None:
+        self.refused[server.name] = why
+        self.say(f"server {server.name} is left alone: {why}")
+        if part := self._busy.pop(server, None):
+            run.waiting.appendleft(part)
+
+    def _free(self) -> int:
+        """Free servers; 0 if the tracker does not answer."""
+        try:
+            free, known = self.tracker.servers(self.key)
+        except OSError:
+            return 0
+        self.known = max(known, 1)
+        return free
+
+    def recruit(self) -> None:
+        """Begins to connect to servers that are free, now and then."""
+        if time.monotonic() - self._looked < LOOK:
+            return
+        self._looked = time.monotonic()
+        with contextlib.suppress(OSError):  # another run was faster
+            for _ in range(self._free()):
+                server = _Server(self.tracker.take(self.key), self._events)
+                # one that refused comes back with a new password after some seconds, when nobody connects
+                if server.name not in self.refused:
+                    self._connecting.add(server)
+                    threading.Thread(target=server.connect, daemon=True).start()
+
+    def _missing(self) -> str:
+        """Why there is no server."""
+        where = f"{self.tracker.place[0]}:{self.tracker.place[1]}"
+        try:
+            self.tracker.servers(self.key)
+        except OSError as e:
+            return f"no tracker at {where} ({e.strerror or e}); start one: mlc-amd tune-server --tracker-only HOST:PORT"
+        if self.refused:
+            return f"no server with key '{self.key}' can do this: " + "; ".join(f"{name}: {why}" for name, why in self.refused.items())
+        return (
+            f"no free server with key '{self.key}' at the tracker {where}; on a machine with that device run: "
+            f"mlc-amd tune-server --tracker {where} --key {self.key}"
+        )
+
+
+class _Run:
+    """What is left to do of a batch, and what came of it."""
+
+    def __init__(self, parts: list[_Part], note):
+        self.waiting, self.answers, self._note = deque(parts), [], note
+        self._finished: set[str] = set()
+        self._losses: dict[str, int] = {}  # of servers, by candidate
+
+    def result(self, part: _Part, message: dict) -> None:
+        folder = part.folders[message["folder"]]
+        if folder in part.wanted:
+            self._finished.add(folder)
+            self._note(folder, message["result"])
+
+    def lost(self, part: _Part | None, why: str) -> None:
+        """The server with that part is gone."""
+        if part is None:
+            return
+        if not part.wanted:
+            if self._again(part.folders[-1]):
+                self.waiting.appendleft(part)
+            else:
+                self.answers.append({"error": None, "wrong": [f"{MOST_LOSSES} servers were lost with it: {why}"]})
+        for folder in [folder for folder in part.folders if folder in part.wanted - self._finished]:
+            if self._again(folder):
+                self.waiting.appendleft(_measuring(part.folders[0], [folder], [folder]))
+            else:
+                self._note(folder, {"error": f"{MOST_LOSSES} servers were lost with it: {why}"})
+
+    def _again(self, folder: str) -> bool:
+        """Whether a candidate that a server was lost with is tried again."""
+        self._losses[folder] = self._losses.get(folder, 0) + 1
+        return self._losses[folder] < MOST_LOSSES
+
+
+class Remote(Local):
+    """`Local`, with the devices of other machines. tracker: HOST:PORT; key: of its servers; the rest as for `Servers` and `Local`.
+
+    What was not measured when the last server went is None among the results.
+    """
+
+    runner = "rpc"
+
+    def __init__(self, kind: str, arch: str, tracker: str, key: str, workers=None, root=None, wait=WAIT, say=lambda text: None):
+        super().__init__(kind, arch, None, workers, root)
+        self.session = Servers(address(tracker), key, wait, say)
+
+    def measure(self, jobs, progress=lambda done, total: None) -> list[Measured | None]:
+        """As `Local.measure`."""
+        self.session.recruit()  # while it builds
+        return super().measure(jobs, progress)
+
+    def _measured(self, error: str | None, result: dict | None) -> Measured | None:
+        return None if error is None and result is None else super()._measured(error, result)
+
+    def gate(self, workload, plan) -> Checked:
+        """As `Local.gate`. NoServer, which is no fault of the plan."""
+        self._build_untuned([workload])
+        untuned, error = self._untuned[workload]
+        if error is None:
+            self.session.start(read(untuned))
+        return super().gate(workload, plan)
+
+
+# ---- the process that talks with one server
+
+
+class _Client:
+    def handle(self, request: dict, answer) -> None:
+        try:
+            if "connect" in request:
+                self._connect(*request["connect"], answer)
+            else:
+                self._work(request["work"], request["folders"], answer)
+        except RuntimeError as e:  # all that TVM's RPC raises, when the connection breaks and when a function fails
+            lines = [line.strip() for line in str(e).splitlines() if line.strip()]
+            raise UserError(lines[-1] if lines else type(e).__name__) from e
+
+    def _connect(self, host: str, port: int, password: str, answer) -> None:
+        session = rpc.connect(host, port, password)
+        self.call = {name: session.get_function(PREFIX + name) for name in ("hello", "work", "news")}
+        hello = json.loads(str(self.call["hello"]()))
+        if hello["tvm"] != tvm.__version__:
+            return answer({"what": "refused", "why": f"it has TVM {hello['tvm']}, this machine {tvm.__version__}"})
+        return answer({"what": "ready", "hello": hello})
+
+    def _work(self, request: dict, folders: list[str], answer) -> None:
+        self.call["work"](json.dumps(request), pack(folders))
+        while True:
+            messages = json.loads(str(self.call["news"]()))
+            for message in messages or [{}]:  # {}: it lives
+                answer(message)
+                if message.get("what") in ("done", "refused"):
+                    return
+
+
+if __name__ == "__main__":
+    serve(_Client().handle)

@@ -1,0 +1,249 @@
+"""The other machines of a tuning run: TVM's RPC server, which measures candidates that come over the network, and TVM's tracker.
+
+In: candidates' folders as `pack` packs them. Out: results as JSON. A client's session calls these functions:
+
+    mlc_amd.tune.hello() -> {"host", "tvm", "devices": {api: arch and name}}
+    mlc_amd.tune.work(request, blob)    begins with {"measure": [numbers]} or {"compare": [numbers], "states"} or {"start": number}, where a
+                                        number is a folder's in the blob; returns at once
+    mlc_amd.tune.news() -> [messages]   what came since, in POLL seconds at most. By their "what": "facts" of the device, "result" of a
+                                        "folder" (its number), "done" with what a comparison found, or "refused" and "why"
+
+A session is a process of its own that TVM forks; what it measures runs in another one, which may die (runtime/measure/session.py).
+Whoever reaches the port of a server can run any code there: that is how TVM's RPC is made.
+"""
+
+import asyncio
+import io
+import json
+import logging
+import multiprocessing
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+import traceback
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import tvm
+import tvm_ffi
+from tvm.rpc import server
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.measure.candidate import FILE, Candidate, read
+from mlc_amd.runtime.measure.session import Session
+
+PREFIX = "mlc_amd.tune."
+TRACKER_PORT = 9190
+PORTS = range(9091, 9190)  # of servers, as TVM has them
+POLL = 2.0  # seconds that `news` waits
+AGAIN = 1.0  # seconds between two attempts to serve
+KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a peer that is gone without a word is noticed after 40 s
+
+
+# ---- addresses
+
+
+def address(text: str) -> tuple[str, int]:
+    """(host, port) of "host:port", "[::1]:port" or "host". UserError for what is none."""
+    host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+    host, port = (host, port) if colon else (text, str(TRACKER_PORT))
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UserError(f"'{text}' is no address: write HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def own_address(peer: tuple[str, int]) -> str:
+    """This machine's address as `peer` sees it. UserError if there is no way to the peer."""
+    try:
+        family, kind, *_, place = socket.getaddrinfo(*peer, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            return probe.getsockname()[0]
+    except OSError as e:
+        raise UserError(f"there is no way to {peer[0]}: {e.strerror or e}; check the tracker's address") from e
+
+
+def listen(host: str, ports) -> socket.socket:
+    """A socket on the first free port. UserError if there is none."""
+    for port in ports:
+        try:
+            listening = socket.create_server((host, port), family=socket.getaddrinfo(host, port)[0][0])
+        except OSError as e:
+            error = e
+            continue
+        # connections inherit it
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if hasattr(socket, name):
+                listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        return listening
+    raise UserError(f"cannot listen at {host}:{ports[0]}: {os.strerror(error.errno)}; choose another address")
+
+
+# ---- candidates on their way
+
+
+def pack(folders) -> bytes:
+    """Candidates' folders as an archive: of each, what measuring takes, under its number."""
+    blob = io.BytesIO()
+    with zipfile.ZipFile(blob, "w", zipfile.ZIP_DEFLATED) as archive:
+        for number, folder in enumerate(folders):
+            candidate = read(folder)
+            for path in (candidate.folder / FILE, candidate.code):
+                archive.write(path, f"{number}/{path.name}")
+    return blob.getvalue()
+
+
+def unpack(blob: bytes, root: Path) -> list[Path]:
+    """The folders of `pack`, below `root`."""
+    with zipfile.ZipFile(io.BytesIO(blob)) as archive:
+        archive.extractall(root)
+        numbers = {int(name.partition("/")[0]) for name in archive.namelist()}
+    return [root / str(number) for number in sorted(numbers)]
+
+
+# ---- a session's functions
+
+
+def devices(device: str | None) -> dict[str, str]:
+    """{api: arch and name} of what this machine can measure on."""
+    from mlc_amd.runtime.devices.vulkan import gpu
+    from mlc_amd.runtime.host import kfd_gpus
+    from mlc_amd.schedules.cpu import arch
+
+    found = {"cpu": arch.resolve("native").name}
+    if gpus := kfd_gpus():
+        found["rocm"] = ", ".join(gpu["arch"] for gpu in gpus)
+    with suppress(UserError):  # no Vulkan here
+        best = gpu.preferred(gpu.list_gpus(), device)[0]
+        found["vulkan"] = f"{gpu.profile_of(best)} ({best.name})"
+    return found
+
+
+def check_arch(candidate: Candidate, found: dict[str, str]) -> None:
+    """UserError if this machine's device is of another arch than the candidate's. cpu and rocm devices look for themselves."""
+    if candidate.api not in found:
+        raise UserError(f"the candidates are for target {candidate.api}; this machine has {', '.join(found)} only")
+    wanted, here = candidate.facts["arch"], found[candidate.api]
+    if candidate.api == "vulkan" and wanted not in ("generic", here.partition(" (")[0]):
+        raise UserError(f"the candidates are for {wanted}; this machine has {here}")
+
+
+class Measuring:
+    """What a session's functions do. device: as `Session` takes it; found: of `devices`."""
+
+    def __init__(self, device: str | None, found: dict[str, str]):
+        self.device, self.found = device, found
+        self._session, self._news, self._works = None, SimpleQueue(), 0
+
+    def hello(self) -> dict:
+        self._session = Session(self.device)
+        # the server's end is the session's, whatever it does just then
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        return {"host": platform.node(), "tvm": tvm.__version__, "devices": self.found}
+
+    def work(self, request: dict, blob: bytes) -> None:
+        self._works += 1
+        root = Path.cwd() / f"work{self._works}"  # the folder that TVM made for this session
+        threading.Thread(target=self._work, args=(request, bytes(blob), root), daemon=True).start()
+
+    def _work(self, request: dict, blob: bytes, root: Path) -> None:
+        try:
+            folders = unpack(blob, root)
+            candidate = read(folders[0])
+            check_arch(candidate, self.found)
+            self._news.put({"what": "facts", "facts": self._session.start(candidate)})
+            self._news.put({"what": "done"} | self._answer(request, folders))
+        except UserError as e:
+            self._news.put({"what": "refused", "why": str(e)})
+        except Exception as e:
+            traceback.print_exc()  # a bug; the client is told, and the server goes on
+            self._news.put({"what": "refused", "why": f"{type(e).__name__}: {e}"})
+
+    def _answer(self, request: dict, folders: list[Path]) -> dict:
+        if "compare" in request:
+            return self._session.compare(*(folders[number] for number in request["compare"]), request["states"])
+        numbers = {str(folder): number for number, folder in enumerate(folders)}
+
+        def note(folder: str, result: dict) -> None:
+            self._news.put({"what": "result", "folder": numbers[folder], "result": result})
+
+        self._session.measure([folders[number] for number in request.get("measure", [])], note)
+        return {}
+
+    def news(self) -> list[dict]:
+        messages = []
+        with suppress(Empty):
+            messages.append(self._news.get(timeout=POLL))
+            while True:
+                messages.append(self._news.get_nowait())
+        return messages
+
+    def register(self) -> None:
+        """Makes the functions known to TVM."""
+        functions = {
+            "hello": lambda: json.dumps(self.hello()),
+            "work": lambda request, blob: self.work(json.loads(str(request)), blob),
+            "news": lambda: json.dumps(self.news()),
+        }
+        for name, function in functions.items():
+            tvm_ffi.register_global_func(PREFIX + name, function, override=True)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(AGAIN)
+    os._exit(1)
+
+
+# ---- the programs
+
+
+def serve(tracker: tuple[str, int], key: str, device: str | None, host: str | None, say: Callable[[str], None]) -> None:
+    """Serves until it is ended. host: the address to listen at, default the one that this machine has on the way to the tracker.
+
+    UserError for a key with blanks, without a way to the tracker, and without a free port.
+    """
+    if not key or len(key.split()) != 1 or key != key.strip():
+        raise UserError(f"--key '{key}' must be one word")
+    multiprocessing.set_start_method("fork", force=True)  # sessions inherit the functions
+    logging.getLogger("RPCServer").setLevel(logging.WARNING)
+    host = host or own_address(tracker)
+    found = devices(device)
+    Measuring(device, found).register()
+    listening, home = listen(host, PORTS), os.getcwd()
+    port = listening.getsockname()[1]
+    say(f"serving at {host}:{port} as '{key}' of the tracker at {tracker[0]}:{tracker[1]}; Ctrl-C ends it")
+    for api, what in found.items():
+        say(f"  {api:8}{what}")
+    while True:
+        try:
+            # TVM's class for this starts the same loop in another process, out of reach when it fails
+            server._listen_loop(listening, port, key, tracker, None, host)
+        except Exception as e:  # whatever comes in, and a session that dies, ends TVM's loop
+            say(f"a session failed ({e}); serving on")
+            os.chdir(home)
+            time.sleep(AGAIN)
+        finally:
+            for child in multiprocessing.active_children():
+                child.kill()
+
+
+def track(place: tuple[str, int], say: Callable[[str], None]) -> None:
+    """Is a tracker until it is ended. UserError without the package that TVM's tracker needs, or if the address is taken."""
+    try:
+        from tvm.rpc import tracker
+    except ImportError as e:
+        raise UserError("TVM's tracker needs the package tornado: pip install tornado") from e
+    listening = listen(place[0], range(place[1], place[1] + 1))
+    asyncio.set_event_loop(asyncio.new_event_loop())
+    handler = tracker.TrackerServerHandler(listening, tracker.base.random_key("stop"))
+    say(f"tracking at {place[0]}:{place[1]}; Ctrl-C ends it")
+    sys.stderr.flush()
+    handler.run()

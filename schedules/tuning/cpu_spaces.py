@@ -1,0 +1,70 @@
+"""The plans of CPU kernels. What a plan's numbers mean stands with its dataclass, in the kernel's module.
+
+Norms and the small kernels around attention have none: together they take two to four hundredths of the time.
+"""
+
+from mlc_amd.schedules.cpu import attention_decode, attention_prefill, linear
+from mlc_amd.schedules.cpu.attention_block import BLOCK as BLOCK_KEYS
+from mlc_amd.schedules.cpu.attention_block import product_blocks
+from mlc_amd.schedules.cpu.planes import BLOCK, ROWS
+from mlc_amd.schedules.formats import lookup
+from mlc_amd.schedules.tuning.spaces import Kernel, Space
+
+
+def _rows_space(fmts, k, m, isa, tasks) -> Space:
+    """The space of a kernel of weight rows. tasks(plan): what decides how its rows are shared out, and the number of tasks."""
+    p = min(m, isa.tokens)
+    default = linear.default_plan(isa, m, p)
+    whole = fmts[0].kind == "int8"
+
+    def decode(plan) -> Kernel:
+        if whole and k // BLOCK % plan.unroll:
+            raise ValueError(f"{plan} does not divide {k} columns")
+        ahead = plan.ahead and (plan.ahead, plan.near)
+        return Kernel((plan.unroll if whole else 0, ahead), tasks(plan)[1], 1, plan.ahead)
+
+    def prefill(plan) -> Kernel:
+        if plan.tokens > p:
+            raise ValueError(f"{plan} has more than the {p} tokens of a tile")
+        held, count = tasks(plan)
+        return Kernel((plan.tokens if whole else min(plan.tokens, linear.FLOAT_TOKENS), held), count, 1, plan.tokens)
+
+    return Space(type(default), linear.choices(isa, m, p), default, decode if m == 1 else prefill)
+
+
+def _linear(workload, arch) -> Space:
+    args = workload.args
+    segments, k = [(lookup(fmt), n) for fmt, n in args["segments"]], args["k"]
+
+    def tasks(plan):
+        held = tuple(linear.row_tiles(fmt, n, k, plan) for fmt, n in segments)
+        return held, sum(-(-n // ROWS) // tiles for (_, n), tiles in zip(segments, held, strict=True))
+
+    return _rows_space([fmt for fmt, _ in segments], k, args["m"], arch.isa, tasks)
+
+
+def _gate_up(workload, arch) -> Space:
+    args = workload.args
+    return _rows_space([lookup(args["gate"]), lookup(args["up"])], args["k"], args["m"], arch.isa, lambda plan: (None, args["n"] // BLOCK))
+
+
+def _attention(workload, arch) -> Space:
+    args, isa = workload.args, arch.isa
+    group, kv_heads, d, m = args["heads"] // args["kv_heads"], args["kv_heads"], args["d"], args["m"]
+
+    def products(plan, rows):
+        cuts = [product_blocks(plan.registers, rows, columns, isa) for columns in (BLOCK_KEYS, d)]
+        return tuple((len(mine), vectors) for cut in cuts for mine, vectors in cut)
+
+    def decode(plan) -> Kernel:
+        return Kernel((products(plan, group), plan.ahead), kv_heads, 1, plan.ahead)
+
+    def prefill(plan) -> Kernel:
+        tokens = attention_prefill.tile_tokens(plan, m, group, kv_heads)
+        return Kernel((products(plan, plan.rows), plan.rows, tokens), -(-m // tokens) * kv_heads, 1, plan.rows)
+
+    module, kernel = (attention_decode, decode) if m == 1 else (attention_prefill, prefill)
+    return Space(module.Plan, module.choices(isa), module.default_plan(isa), kernel)
+
+
+SPACES = {"linear": _linear, "gate_up_swiglu": _gate_up, "attention": _attention}

@@ -1,0 +1,184 @@
+"""How well the static model ranks plans, against measurements: python tests/static_correlation.py KIT_OR_DATABASE [...] [--plans]
+
+In: folders of kits that came back (kit.json, results.json), or of databases (measurements.jsonl). Out: for each workload Spearman's rank
+correlation between predicted and measured seconds of its plans, what the model's choice costs against the best plan that was measured,
+and against the default.
+
+The model is of AMD GPUs. For measurements on NVIDIA's, whose instructions no tool here shows, it takes the kernels' own SPIR-V as RADV
+compiles it for RDNA3, and HOPPER's constants: a proxy, since registers, instructions and their order are another compiler's. Cooperative
+matrices need a RADV that knows them (Mesa 25).
+"""
+
+import argparse
+import json
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from mlc_amd.compiler.tuning import isa_costs
+from mlc_amd.compiler.tuning.build import Builder, plan_of
+from mlc_amd.compiler.tuning.static import codes_of, combine, follow, run_of
+from mlc_amd.runtime.measure.candidate import read
+from mlc_amd.schedules.gpu import arch as archs
+from mlc_amd.schedules.gpu import profiles
+from mlc_amd.schedules.tuning.database import HEADER, LOG, entries_of, read_lines
+from mlc_amd.schedules.tuning.spaces import space
+from mlc_amd.schedules.tuning.workload import Workload
+
+LEAST = 5  # plans of a workload: with fewer a rank says little
+ASSUMED = "rdna3"
+
+
+@dataclass(frozen=True)
+class Sm(isa_costs.Machine):
+    """A streaming multiprocessor as a compute unit with four SIMDs of 512 registers a lane and 16 waves; 228 KiB of shared memory."""
+
+    def held(self, kernel, threads):
+        waves = -(-threads // kernel.wave)
+        limits = {"waves": 16, "vgprs": 512 // (-(-max(kernel.vgprs, 1) // 8) * 8)}
+        if kernel.lds:
+            limits["lds"] = -(-(228 << 10) // kernel.lds * waves // 4)
+        limit = min(limits, key=limits.get)
+        return limits[limit], limit
+
+
+# Peak rates: NVIDIA's H100 whitepaper (4096 float16 operations a clock and multiprocessor; 32 lanes of float32 a quarter of it); latency
+# is an estimate.
+_SM = isa_costs.Family(simds=4, lanes=32, scalar=1, memory=128, lds=128, matrix=((r"", 8),), apart=True)
+HOPPER = Sm("H200", _SM, units=132, clock=1.8e9, latency=600e-9 * 1.8e9, bandwidth=4.8e12 * isa_costs.EFFICIENCY, gpu=None)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A plan of a workload: measured seconds, and the candidate's folder."""
+
+    workload: Workload
+    plan: str
+    seconds: float
+    folder: Path
+    default: bool
+
+
+def of_kit(folder: Path) -> tuple[str, str, list[Point]]:
+    """(target, arch, measured points)."""
+    kit, results = (json.loads((folder / name).read_text()) for name in ("kit.json", "results.json"))
+    points = []
+    for name, facts in kit["candidates"].items():
+        found = results["results"].get(name)
+        if found and found["error"] is None:
+            candidate = folder / "candidates" / name
+            workload = Workload.from_json(read(candidate).facts["workload"])
+            points.append(Point(workload, _short(facts["plan"]), found["seconds"], candidate, name.endswith("-untuned")))
+    return kit["target"], kit["arch"], points
+
+
+def of_database(folder: Path, built: Path) -> tuple[str, str, list[Point]]:
+    """As `of_kit`; candidates are built once more, into `built`."""
+    (header,), _ = read_lines(folder / HEADER)
+    kind, arch = header["api"], header["arch"]
+    jobs, points = [], []
+    for entry in entries_of(read_lines(folder / LOG)[0]).values():
+        found = space(entry.workload, _arch(kind, arch))
+        records = [record for record in entry.records.values() if record.seconds is not None and record.runner != "static"]
+        if found and len(records) >= LEAST:
+            jobs += [(entry.workload, found.plan(record.plan), record) for record in records]
+    with Builder(kind, arch, built) as builder:
+        made = builder.build([(workload, plan) for workload, plan, _ in jobs])
+    for (workload, _, record), (path, error) in zip(jobs, made, strict=True):
+        if error is None:
+            points.append(Point(workload, _short(record.plan), record.seconds, path, record.default))
+    return kind, arch, points
+
+
+def _arch(kind: str, name: str):
+    return {"rocm": archs.resolve, "vulkan": profiles.resolve}[kind](name)
+
+
+def _short(plan: dict) -> str:
+    return " ".join(f"{name}={value}" for name, value in plan.items())
+
+
+def predict(kind: str, name: str, points: list[Point]) -> tuple[list[float | None], list[str]]:
+    """Predicted seconds of each point, None where the model or its compiler cannot; and why not."""
+    arch = _arch(kind, name)
+    proxy = kind == "vulkan" and not arch.amd
+    machine = HOPPER if proxy else isa_costs.machine(arch)
+    candidates = [read(point.folder) for point in points]
+    compiled = codes_of(candidates, replace(profiles.resolve(ASSUMED), wave=arch.wave) if proxy else arch)
+    found, reasons = [], []
+    for point, candidate, codes in zip(points, candidates, compiled, strict=True):
+        try:
+            if isinstance(codes, str):
+                raise ValueError(codes)
+            kinds = len(point.workload.args.get("segments", [0]))
+            launches = [(code, follow(code, machine, kinds)) for code in codes]
+            run = run_of(point.workload, plan_of(candidate.facts), arch)
+            found.append(combine(launches, candidate.facts["bytes"], machine, run).seconds)
+        except ValueError as error:
+            found.append(None)
+            reasons.append(str(error))
+    return found, reasons
+
+
+def spearman(a, b) -> float:
+    """Rank correlation; equal values share their mean rank."""
+    ranks = [_ranks(np.asarray(x, float)) for x in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1]) if all(np.ptp(rank) for rank in ranks) else 0.0
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[place]
+
+
+def report(label: str, kind: str, arch: str, points: list[Point], plans: bool) -> None:
+    predicted, reasons = predict(kind, arch, points)
+    by_workload: dict[Workload, list[tuple[float, Point]]] = {}
+    for seconds, point in zip(predicted, points, strict=True):
+        if seconds is not None:
+            by_workload.setdefault(point.workload, []).append((seconds, point))
+    print(f"{label}: {arch}, {len(points)} measured plans, {len(points) - len(reasons)} predicted")
+    for reason in dict.fromkeys(reasons):
+        print(f"  {reasons.count(reason)} not: {reason}")
+    print(f"{'workload':64} plans  Spearman  best us  model's choice us  default us")
+    correlations = []
+    for workload, pairs in by_workload.items():
+        if len(pairs) < LEAST:
+            continue
+        measured = [point.seconds for _, point in pairs]
+        correlations.append(spearman([seconds for seconds, _ in pairs], measured))
+        chosen = min(pairs, key=lambda pair: pair[0])[1].seconds
+        default = next((point.seconds * 1e6 for _, point in pairs if point.default), float("nan"))
+        times = f"{min(measured) * 1e6:8.1f} {chosen * 1e6:18.1f} {default:11.1f}"
+        print(f"{name_of(workload):64} {len(pairs):5} {correlations[-1]:9.2f} {times}")
+        for seconds, point in sorted(pairs, key=lambda pair: pair[1].seconds) if plans else []:
+            print(f"    {point.seconds * 1e6:9.1f} us measured {seconds * 1e6:9.1f} us predicted  {point.plan}")
+    if correlations:
+        print(f"{'mean, median':64} {'':5} {np.mean(correlations):9.2f} {np.median(correlations):.2f}")
+
+
+def name_of(workload: Workload) -> str:
+    args = workload.args
+    if "segments" in args:
+        return f"linear {' '.join(f'{fmt}:{n}' for fmt, n in args['segments'])} k={args['k']} m={args['m']}"
+    return f"{workload.op} {' '.join(f'{key}={args[key]}' for key in ('gate', 'n', 'k', 'm', 'heads', 'd') if key in args)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--tokens", type=int, help="only workloads of so many tokens")
+    parser.add_argument("--plans", action="store_true", help="list every plan")
+    options = parser.parse_args()
+    for folder in options.folders:
+        with tempfile.TemporaryDirectory() as built:
+            found = of_kit(folder) if (folder / "kit.json").is_file() else of_database(folder, Path(built))
+            kind, arch, points = found
+            points = [point for point in points if options.tokens in (None, point.workload.args.get("m"))]
+            report(str(folder), kind, arch, points, options.plans)
+
+
+if __name__ == "__main__":
+    main()

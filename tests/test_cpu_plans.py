@@ -1,0 +1,97 @@
+"""The plans of CPU kernels: whichever is taken, the results are the same to the bit, and every space has the default plan first."""
+import os
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+
+from mlc_amd.compiler.codegen.cpu import CpuTarget
+from mlc_amd.runtime.host import cpu_flags
+from mlc_amd.schedules.cpu.arch import resolve
+from mlc_amd.schedules.tuning.spaces import space
+from mlc_amd.schedules.tuning.workload import Workload
+
+os.environ.setdefault("TVM_NUM_THREADS", "2")       # before the first kernel call
+
+ARCHS = [name for name in ("native", "x86-64-v3") if cpu_flags().issuperset(resolve(name).flags)]
+
+
+def linear(m, *segments, k=512):
+    """A workload; k: the columns."""
+    rest = {"biases": [False] * len(segments), "residual": len(segments) == 1}
+    return Workload("linear", {"segments": [list(s) for s in segments], "k": k, "m": m, "act": "", **rest})
+
+
+def gate_up(m, fmt):
+    return Workload("gate_up_swiglu", {"gate": fmt, "up": fmt, "n": 96, "k": 256, "m": m, "act_in": "", "act_out": "tiles"})
+
+
+def attention(m):
+    return Workload("attention", {"heads": 14, "kv_heads": 2, "d": 64, "ctx": 384, "m": m, "act": "tiles"})
+
+
+WORKLOADS = {
+    "linear decode": linear(1, ("q4_0", 160)), "linear float decode": linear(1, ("f16", 64), k=102),
+    "linear prefill": linear(32, ("q4_k", 4096), ("q6_k", 2048)), "linear float prefill": linear(32, ("bf16", 2048), k=102),
+    "gate_up decode": gate_up(1, "q4_k"), "gate_up prefill": gate_up(32, "q4_0"),
+    "attention decode": attention(1), "attention prefill": attention(64),
+}  # fmt: skip
+
+
+def spread(found):
+    """The default, and for each field the plans in which it has its smallest and its largest value that the arch can run."""
+    plans = [found.default]
+    for field in fields(found.plan_type):
+        others = [replace(found.default, **{field.name: value}) for value in found.choices[field.name]]
+        runnable = [plan for plan in others if found.valid(plan) is None]
+        plans += [runnable[0], runnable[-1]]
+    return list(dict.fromkeys(plans))
+
+
+def filled(param, rng):
+    """An argument of a kernel by its type; scales and caches of moderate size."""
+    shape, dtype = [int(n) for n in param.shape], str(param.dtype)
+    if param.name == "state":
+        return np.array([290, 60, 0, 0], np.int32)
+    if dtype.startswith("float"):
+        return rng.standard_normal(shape).astype(dtype)
+    # bf16 comes as its bits, uint16: small ones, to be finite
+    return rng.integers(0, 256 if np.dtype(dtype).itemsize == 1 else 0x4000, shape).astype(np.uint16).astype(dtype)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_results_do_not_depend_on_the_plan(arch, name):
+    workload, target = WORKLOADS[name], CpuTarget(arch)
+    found = space(workload, target.arch)
+    plans = spread(found)
+    assert len(plans) > 2
+    make = getattr(target, f"make_{workload.op}")
+    kernels = [make(**workload.args, name=f"plan_{i}", plan=plan) for i, plan in enumerate(plans)]
+    untuned = make(**workload.args, name="plan_0")
+    assert tvm_ffi.structural_equal(kernels[0], untuned)
+    module = tvm.compile(tvm.IRModule({f.attrs["global_symbol"]: f for f in kernels}), target=target.arch.target)
+    rng = np.random.default_rng(5)
+    arrays = [filled(param, rng) for param in untuned.params]
+    results = []
+    for kernel in kernels:
+        arguments = [tvm.runtime.tensor(array) for array in arrays]
+        module[kernel.attrs["global_symbol"]](*arguments)
+        results.append([argument.numpy().tobytes() for argument in arguments])
+    assert results[0] != [array.tobytes() for array in arrays]
+    for plan, result in zip(plans, results, strict=True):
+        assert result == results[0], plan
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_space_begins_with_the_default(name):
+    found = space(WORKLOADS[name], resolve("native"))
+    assert found.plans[0] == found.default
+    assert len({found.kernel(plan).same for plan in found.plans}) == len(found.plans)
+
+
+def test_a_plan_for_more_tokens_than_a_tile_has_is_refused():
+    found = space(WORKLOADS["linear prefill"], resolve("x86-64-v2"))
+    assert "tile" in found.valid(replace(found.default, tokens=8))

@@ -1,0 +1,226 @@
+"""`mlc-amd tune` as a user runs it: errors in one line, tables, a run that is stopped and goes on, and what compile makes of the results."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools import cli, models, tune, tune_report
+
+pytest.importorskip("xgboost")
+SPEC = ("--synthetic", "tiny:q8_0", "--ctx", "64")
+LOG = "measurements.jsonl"
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path) -> Path:
+    """An empty cache of the user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "mlc-amd"
+
+
+@pytest.fixture
+def command(cache, capsys):
+    """command(arguments of `tune`) -> (stdout, stderr) of one that succeeds."""
+
+    def run(*tokens):
+        assert cli.main(["tune", *map(str, tokens)]) == 0
+        return capsys.readouterr()
+
+    return run
+
+
+def measurements(cache: Path) -> list[tuple[str, str]]:
+    """(workload, plan) of each line of the log that is a measurement."""
+    lines = [json.loads(line) for path in cache.glob(f"tuned/*/{LOG}") for line in path.read_text().splitlines()]
+    return [(json.dumps([line["op"], line["args"]]), json.dumps(line["plan"])) for line in lines if "seconds" in line]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (("nothing.gguf",), "no such file"),
+        (("--synthetic", "llama9:q4_0"), "unknown preset"),
+        (("--synthetic", "tiny:q9"), "unknown format"),
+        ((*SPEC, "--target", "npu"), "unknown target"),
+        ((*SPEC, "--target", "rocm", "--arch", "gfx1"), "unknown AMD GPU"),
+        ((*SPEC, "--target", "vulkan", "--arch", "voodoo"), "unknown Vulkan profile"),
+        ((*SPEC, "--target", "rocm", "--arch", "gfx1100,gfx1101", "--list"), "one of them at a time"),
+        ((*SPEC, "--arch", "i386sx"), "unknown CPU arch"),
+        ((*SPEC, "--runner", "cloud"), "--runner wants local|rpc|static"),
+        ((*SPEC, "--runner", "rpc"), "needs --tracker"),
+        ((*SPEC, "--tracker", "a:1"), "--runner rpc"),
+        ((*SPEC, "--budget", "soon"), "--budget wants a time"),
+        ((*SPEC, "--budget", "0s"), "--budget wants a time"),
+        ((*SPEC, "--trials", "0"), "--trials is 0"),
+        ((*SPEC, "--seed", "0"), "--seed is 0"),
+        ((*SPEC, "-o", "plot.svg"), "for --report"),
+        ((*SPEC, "--report", "-o", "plot.doc"), "must end with"),
+        ((*SPEC, "--export-kit", "kit"), "holds no TVM"),
+        (("--import-kit", "nothing"), "kit"),
+        (("model.gguf", "--synthetic", "tiny:q8_0"), "not both"),
+    ],
+)
+def test_errors_are_one_line(cache, capsys, monkeypatch, tmp_path, tokens, text):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["tune", *tokens]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and text in err
+    assert not measurements(cache)
+
+
+def test_an_artifact_is_no_model_to_tune(demo_artifact, cache, capsys):
+    assert cli.main(["tune", str(demo_artifact)]) == 1
+    assert "GGUF file" in capsys.readouterr().err
+
+
+def errors(cache: Path, *tokens, **environment) -> str:
+    """The last line of standard error of a process that fails."""
+    done = process(*tokens, **environment).communicate(timeout=240)
+    assert "Traceback" not in done[1]
+    return done[1].splitlines()[-1]
+
+
+def process(*tokens, **environment) -> subprocess.Popen:
+    program = [str(Path(sys.executable).with_name("mlc-amd")), "tune", *map(str, tokens)]
+    return subprocess.Popen(program, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_without_a_device(cache):
+    nothing = {"VK_DRIVER_FILES": "/nothing.json", "VK_ICD_FILENAMES": "/nothing.json"}
+    found = errors(cache, *SPEC, "--target", "vulkan", "--arch", "vangogh", "--trials", 2, **nothing)
+    assert found.startswith("error: ") and not measurements(cache)
+
+
+def test_a_tracker_that_is_not_there(cache):
+    found = errors(cache, *SPEC, "--target", "vulkan", "--arch", "vangogh", "--runner", "rpc", "--tracker", "127.0.0.1:9", "--trials", 2)
+    assert found.startswith("error: ") and "127.0.0.1:9" in found and not measurements(cache)
+
+
+@pytest.mark.parametrize(
+    ("budget", "trials", "expected"),
+    [
+        (None, None, (600, None)),
+        (None, 7, (None, 7)),
+        ("90s", None, (90, None)),
+        ("90", None, (90, None)),
+        ("1h30m", 5, (5400, 5)),
+        (" 10M ", None, (600, None)),
+        ("1.5s", None, (1.5, None)),
+    ],
+)
+def test_budgets(budget, trials, expected):
+    limits = tune.Limits.of(budget, trials)
+    assert (limits.seconds, limits.trials) == expected
+
+
+def test_the_list_tells_calls_and_shares(command):
+    out, _ = command(*SPEC, "--target", "rocm", "--arch", "gfx1100", "--list")
+    header, *lines = out.splitlines()[1:-1]
+    assert header.split()[:3] == ["kernel", "per", "token"]
+    shares = [float(cell[:-1]) for line in lines for cell in line.split() if cell.endswith("%")]
+    assert len(shares) == len(lines) and abs(sum(shares) - 100) < 0.1 * len(lines) and shares == sorted(shares, reverse=True)
+    gate_up = next(line for line in lines if line.startswith("gate_up_swiglu") and "_m1 " in line)
+    assert gate_up.split()[1] == "2"  # layers
+
+
+def test_a_run_goes_on_and_compile_uses_it(command, cache, capsys, tmp_path):
+    tokens = (*SPEC, "--target", "cpu")
+    out, err = command(*tokens, "--trials", 3)
+    assert out.count("\n") == 1 and "3 plans measured" in out and "%" not in err
+    key = models._key(None, SPEC[1], "cpu", "native", 64, "auto")
+    command(*tokens, "--trials", 12)
+    found = measurements(cache)
+    assert len(found) == len(set(found)) == 15
+    # what was measured makes other artifacts, unless nobody wants it
+    assert models._key(None, SPEC[1], "cpu", "native", 64, "auto") != key
+    assert models._key(None, SPEC[1], "vulkan", "generic", 64, "auto") == models._key(None, SPEC[1], "vulkan", "generic", 64, "auto")
+    table = command(*tokens, "--report").out
+    rows = [line for line in table.splitlines() if line.startswith(("linear", "gate_up", "attention", "rms_norm", "embed"))]
+    assert rows and sum(int(cell.split("/")[0]) for line in rows for cell in line.split() if cell.count("/") == 1 and cell[0].isdigit()) == 15
+    for mode in ("user", "none"):
+        artifact = tmp_path / mode
+        assert cli.main(["compile", *map(str, tokens), "--tuned", mode, "-o", str(artifact)]) == 0
+        plans = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("plans"))
+        kernels = json.loads((artifact / "manifest.json").read_text())["kernels"]
+        origins = [origin["from"] for kernel in kernels for origin in kernel["tuned"].values()]
+        assert f"{origins.count('default')} default" in plans and set(origins) <= {"default", mode}
+        assert cli.main(["inspect", str(artifact), "--kernels"]) == 0
+        assert capsys.readouterr().out.count(f"{mode}: ") == origins.count(mode)
+
+
+def test_ctrl_c_keeps_what_was_measured(cache):
+    running = process(*SPEC, "--target", "cpu", "--budget", "10m")
+    end = time.monotonic() + 240
+    while not measurements(cache):
+        assert running.poll() is None and time.monotonic() < end, running.communicate()
+        time.sleep(0.2)
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=240)
+    assert running.returncode == 130
+    assert "run it again to continue" in err and "Traceback" not in err and "plans measured" in out
+    assert measurements(cache)
+
+
+# ---- tables and plots, on records made by hand
+
+
+def subject() -> tune.Subject:
+    return tune.Subject.of(None, "tiny:q8_0", "vulkan", "vangogh", 64, None)
+
+
+@pytest.fixture
+def recorded(cache) -> tune.Subject:
+    """A subject of which one task has a default of 100 us, a wrong plan of 10, a right one of 50 us, one that failed, one that nobody
+    has checked."""
+    from mlc_amd.schedules.tuning.database import Checked, Database, Measured
+    from mlc_amd.schedules.tuning.session import Session
+
+    found = subject()
+    with Database(found.arch) as database:
+        session = Session(found.tasks, found.arch, database)
+        task = session.tasks[0]
+        plans = session.space(task).plans
+        for plan, seconds in zip(plans, (100e-6, 10e-6, 50e-6, None, 20e-6), strict=False):
+            session.report(task, plan, Measured(seconds, "" if seconds else "it crashed", runner="local", device="a GPU"))
+        session.check(task, plans[1], Checked("device", False))
+        session.check(task, plans[2], Checked("device", True))
+    return found
+
+
+def test_rows_take_the_best_right_plan(recorded):
+    rows = [row for row in tune_report.rows(recorded) if row.history]
+    assert len(rows) == 1 and rows[0].measured == 5 and rows[0].failed == 2
+    assert (rows[0].default, rows[0].best) == (100e-6, 50e-6)
+    assert rows[0].roofline > 0 and "(2.00x)" in tune_report.gain(rows) and "1 of 1 kernels" in tune_report.gain(rows)
+    table = tune_report.table(recorded, rows)
+    assert "2.00x" in table and "a GPU (local)" in table and "5/" in table
+    numbers, times, bests = tune_report.progress(rows[0].history)
+    assert numbers == [1, 2, 3, 5] and times == pytest.approx([100, 10, 50, 20]) and bests == pytest.approx([100, 100, 50, 20])
+
+
+def test_a_report_without_measurements(cache):
+    assert "nothing was measured" in tune_report.table(subject(), tune_report.rows(subject()))
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_the_plot(recorded, tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"plot{suffix}"
+    tune_report.plot(recorded, tune_report.rows(recorded), path)
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG") if suffix == ".png" else b"<svg" in data
+    with pytest.raises(UserError, match="nothing was measured"):
+        tune_report.plot(recorded, [row._replace(history=[]) for row in tune_report.rows(recorded)], path)
+
+
+def test_a_plot_without_matplotlib(monkeypatch, tmp_path):
+    monkeypatch.setattr(tune_report.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install"):
+        tune_report.check_output(tmp_path / "plot.svg")
