@@ -34,9 +34,9 @@ ARCHS = {"gfx1100": "rocm", "gfx1201": "rocm", "gfx942": "rocm", "gfx1030": "roc
 MODELS = ("llama3-8b", "llama3-1b", "qwen3-8b", "qwen3-0.6b", "llama2-7b")
 FORMATS = ("q4_0", "q4_k", "q6_k", "q8_0")
 CHUNK = 512
-# How much faster than the default a plan must be predicted to be. The model's errors show in tests/static_correlation.py: on an H200 it
-# ranks GEMV plans well, but calls one 4 % faster that is slower, and one for GEMM 17 %.
-MARGINS = {1: 0.05, CHUNK: 0.25}
+# How much faster than the default a plan must be predicted to be: more than the model ever promised wrongly where it could be compared
+# (tests/static_correlation.py on an H200: 21 % for a GEMV, 39 % for a GEMM, both slower in truth).
+MARGINS = {1: 0.25, CHUNK: 0.4}
 FINALISTS = 2  # plans of a shape that are built after the survey
 SOURCE = "static model of the GPU (compiler/tuning/static.py); nothing was measured on it"
 SURVEYED = {"linear": {"n": 4096, "k": 4096}, "gate_up_swiglu": {"n": 14336, "k": 4096}}

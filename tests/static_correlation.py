@@ -1,8 +1,8 @@
 """How well the static model ranks plans, against measurements: python tests/static_correlation.py KIT_OR_DATABASE [...] [--plans]
 
 In: folders of kits that came back (kit.json, results.json), or of databases (measurements.jsonl). Out: for each workload Spearman's rank
-correlation between predicted and measured seconds of its plans, what the model's choice costs against the best plan that was measured,
-and against the default.
+correlation between predicted and measured seconds of its plans; and what the plan that the model would choose gains over the default, as
+predicted and as measured.
 
 The model is of AMD GPUs. For measurements on NVIDIA's, whose instructions no tool here shows, it takes the kernels' own SPIR-V as RADV
 compiles it for RDNA3, and HOPPER's constants: a proxy, since registers, instructions and their order are another compiler's. Cooperative
@@ -13,6 +13,7 @@ import argparse
 import json
 import tempfile
 from dataclasses import dataclass, replace
+from math import nan
 from pathlib import Path
 
 import numpy as np
@@ -142,17 +143,18 @@ def report(label: str, kind: str, arch: str, points: list[Point], plans: bool) -
     print(f"{label}: {arch}, {len(points)} measured plans, {len(points) - len(reasons)} predicted")
     for reason in dict.fromkeys(reasons):
         print(f"  {reasons.count(reason)} not: {reason}")
-    print(f"{'workload':64} plans  Spearman  best us  model's choice us  default us")
+    print(f"{'workload':64} plans  Spearman   us: best   default    choice  its gain: predicted  measured")
     correlations = []
     for workload, pairs in by_workload.items():
         if len(pairs) < LEAST:
             continue
         measured = [point.seconds for _, point in pairs]
         correlations.append(spearman([seconds for seconds, _ in pairs], measured))
-        chosen = min(pairs, key=lambda pair: pair[0])[1].seconds
-        default = next((point.seconds * 1e6 for _, point in pairs if point.default), float("nan"))
-        times = f"{min(measured) * 1e6:8.1f} {chosen * 1e6:18.1f} {default:11.1f}"
-        print(f"{name_of(workload):64} {len(pairs):5} {correlations[-1]:9.2f} {times}")
+        guess, chosen = min(pairs, key=lambda pair: pair[0])
+        before, default = next(((seconds, point.seconds) for seconds, point in pairs if point.default), (nan, nan))
+        times = " ".join(f"{seconds * 1e6:9.1f}" for seconds in (min(measured), default, chosen.seconds))
+        gains = f"{before / guess - 1:20.0%} {default / chosen.seconds - 1:9.0%}"
+        print(f"{name_of(workload):64} {len(pairs):5} {correlations[-1]:9.2f}  {times} {gains}")
         for seconds, point in sorted(pairs, key=lambda pair: pair[1].seconds) if plans else []:
             print(f"    {point.seconds * 1e6:9.1f} us measured {seconds * 1e6:9.1f} us predicted  {point.plan}")
     if correlations:

@@ -5,6 +5,7 @@ next one goes on, and measures nothing twice.
 """
 
 import re
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from mlc_amd.tools import display, models
 SHORT = {"o": "output"}
 BUDGET = "10m"
 KIT_SIZE = 64  # candidates of a kit
+SLICE = 8  # plans that are measured together on this machine: what Ctrl-C may lose
 
 
 def run(
@@ -98,7 +100,8 @@ def run(
         if output:
             tune_report.plot(subject, rows, Path(output).expanduser())
         return
-    _tune(subject, lambda: RUNNERS[runner](subject, tracker, key, device), limits, seed)
+    slices = SLICE if runner == "local" else None
+    _tune(subject, lambda: RUNNERS[runner](subject, tracker, key, device), slices, limits, seed)
 
 
 @dataclass(frozen=True)
@@ -192,32 +195,52 @@ RUNNERS: dict[str, Callable] = {"local": _local, "rpc": _rpc, "static": _static}
 
 
 class _Measuring:
-    """A runner that is as new after Ctrl-C: what its processes were doing then is nobody's answer any more."""
+    """A runner whose work Ctrl-C ends: in slices, of which those that are done count. `stopped`: somebody has asked for that.
 
-    def __init__(self, make: Callable, progress: Callable[[int], None]):
-        self._make, self._progress = make, progress
-        self.runner, self.done = make(), 0
+    An exception that is raised while TVM calls Python would come out as another one: it is only raised while the runner works.
+    """
 
-    def measure(self, jobs):
-        try:
-            before = self.done
-            results = self.runner.measure(jobs, progress=lambda done, total: self._progress(before + done))
-            self.done = before + len(jobs)
-            return results
-        except KeyboardInterrupt:
-            display.message("stopping: checking the best plans so far ...")
-            self.runner.close()
-            self.runner = self._make()
-            raise
-
-    def gate(self, workload, plan):
-        return self.runner.gate(workload, plan)
+    def __init__(self, make: Callable, slices: int | None, progress: Callable[[int], None]):
+        """slices: plans in one, None: all there are."""
+        self._make, self._slices, self._progress = make, slices, progress
+        self._runner, self._done, self._waiting = make(), 0, False
+        self.stopped = False
+        self._before = signal.signal(signal.SIGINT, self._interrupt)
 
     def close(self) -> None:
-        self.runner.close()
+        signal.signal(signal.SIGINT, self._before)
+        self._runner.close()
+
+    def _interrupt(self, *_) -> None:
+        again, self.stopped = self.stopped, True
+        if self._waiting or again:
+            raise KeyboardInterrupt
+
+    def measure(self, jobs) -> list:
+        """As the runner's; None for what Ctrl-C has left undone. KeyboardInterrupt when nothing more is to be done."""
+        if self.stopped:
+            raise KeyboardInterrupt
+        found = []
+        try:
+            self._waiting = True
+            while len(found) < len(jobs):
+                part, before = jobs[len(found) : len(found) + (self._slices or len(jobs))], self._done
+                results = self._runner.measure(part, progress=lambda done, total, before=before: self._progress(before + done))
+                found, self._done = found + results, before + len(part)
+        except KeyboardInterrupt:
+            self._waiting = False
+            display.message("stopping: checking the best plans so far ...")
+            self._runner.close()  # what its processes were doing is nobody's answer any more
+            self._runner = self._make()
+        finally:
+            self._waiting = False
+        return found + [None] * (len(jobs) - len(found))
+
+    def gate(self, workload, plan):
+        return self._runner.gate(workload, plan)
 
 
-def _tune(subject: Subject, make: Callable, limits: Limits, seed: int) -> None:
+def _tune(subject: Subject, make: Callable, slices: int | None, limits: Limits, seed: int) -> None:
     from mlc_amd.compiler.tuning.tasks import roofline
     from mlc_amd.schedules.tuning.database import Database
     from mlc_amd.schedules.tuning.session import Session, run
@@ -231,18 +254,17 @@ def _tune(subject: Subject, make: Callable, limits: Limits, seed: int) -> None:
         if not session.tasks:
             raise UserError(f"no kernel of {subject.shape} has anything to choose")
         with display.budget_progress(f"tuning {subject.shape}", limits.seconds, limits.trials) as progress:
-            measuring = _Measuring(make, progress)
-            interrupted = False
+            measuring = _Measuring(make, slices, progress)
             try:
                 run(session, measuring.measure, measuring.gate, limits.trials, limits.seconds, progress=lambda s: progress(s.trials))
             except KeyboardInterrupt:
-                interrupted = True
+                measuring.stopped = True
             finally:
                 measuring.close()
         rows = tune_report.rows(subject)
-        failed = sum(row.failed for row in rows)
-        counts = f"{session.trials} plans measured, {session.refuted} wrong, {failed} of {sum(row.measured for row in rows)} so far failed"
-        print(f"{subject.shape}: {counts}, {display.clock(time.monotonic() - started)}; {tune_report.gain(rows)}")
-    if interrupted:
+        failed, known = sum(row.failed for row in rows), sum(row.measured for row in rows)
+        counts = f"{session.trials} plans measured, {session.refuted} wrong; {known} so far, {failed} failed"
+        print(f"{subject.shape}: {counts}; {display.clock(time.monotonic() - started)}; {tune_report.gain(rows)}")
+    if measuring.stopped:
         display.message("stopped; everything measured is kept: run it again to continue")
         raise KeyboardInterrupt

@@ -42,7 +42,11 @@ class Trace:
 
 
 class Program:
-    """A kernel's instructions, ready to be followed. kernel: its label. ValueError if the text lacks it."""
+    """A kernel's instructions, ready to be followed.
+
+    assembly, kernel: the text and the label in it. wave: lanes; grid: workgroups (x, y, z) of the launch. ValueError if the text lacks the
+    kernel.
+    """
 
     def __init__(self, assembly: str, kernel: str, machine: isa_costs.Machine, wave: int, grid):
         self.machine, self.wave, self.grid = machine, wave, grid
@@ -90,7 +94,7 @@ class Program:
             block.loaded += size * self.wave
         elif pipe == "lds":
             block.events.append(("lgkm", None, isa_costs.LDS_CLOCKS))
-        issue = {"memory": 1, "lds": 1, isa_costs.NONE: 0}.get(pipe, clocks) * (1 if pipe != "memory" else self.machine.family.scalar)
+        issue = {"memory": self.machine.family.scalar, "lds": 1, isa_costs.NONE: 0}.get(pipe, clocks)
         if issue:
             if block.events and block.events[-1][0] == "issue":
                 block.events[-1] = ("issue", block.events[-1][1] + issue, 0)

@@ -4,36 +4,28 @@
 handed out in small parts. What a server that is lost (killed, unplugged, silent) had finished counts; the rest of its part goes to others,
 candidate by candidate, so that one that takes its machine down is found. A server that cannot run the candidates, or whose device is of
 another kind than the first one's, is left alone.
-
-Run as a program, this module talks with one server: TVM's RPC waits forever for a machine that is gone, a process can be ended.
 """
 
 import contextlib
-import json
 import math
 import socket
 import struct
-import threading
 import time
 from collections import deque
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-import tvm
-from tvm import rpc
 from tvm.rpc import base
 
 from mlc_amd.compiler.tuning.local import Local
-from mlc_amd.compiler.tuning.rpc_server import PREFIX, address, pack
+from mlc_amd.compiler.tuning.rpc_client import Client
+from mlc_amd.compiler.tuning.rpc_server import address
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import Candidate, read
-from mlc_amd.runtime.measure.child import Child, Died, serve
 from mlc_amd.schedules.tuning.database import Checked, Measured
 
-MODULE = "mlc_amd.compiler.tuning.rpc"
 WAIT = 120.0  # seconds without a server until a run gives up
-CONNECT, SILENT = 30.0, 30.0  # seconds: to reach a server; until one that says nothing counts as lost
 TRACKER = 10.0  # seconds that the tracker may take
 PATIENCE = 3.0  # seconds without a server until the user is told
 LOOK = 1.0  # seconds between two looks for free servers
@@ -87,45 +79,6 @@ def _measuring(reference: str, others: list[str], wanted) -> _Part:
     return _Part({"measure": list(range(len(folders)))}, folders, frozenset(wanted))
 
 
-class _Server:
-    """A server that is ours. Its methods run in threads and put (what, this server, ..) into `events`."""
-
-    def __init__(self, place: tuple[str, int, str], events: SimpleQueue):
-        self.place, self.name, self.events = place, f"{place[0]}:{place[1]}", events
-        self.since, self.dropped = time.monotonic(), False  # dropped: nobody waits for what it does
-        self._child = Child(MODULE)
-
-    def connect(self) -> None:
-        """Ends in "ready", "refused" or "lost"."""
-        self._ask({"connect": self.place}, CONNECT, ("ready",))
-
-    def work(self, part: _Part) -> None:
-        """The "facts" and "result"s of a part as they come, then "done", "refused" or "lost"."""
-        self._ask({"work": part.request, "folders": part.folders}, SILENT, ("done",))
-
-    def _ask(self, request: dict, timeout: float, ends: tuple[str, ...]) -> None:
-        try:
-            self._child.send(request)
-            while not self.dropped:
-                message = self._child.receive(timeout)
-                what = message.get("what")
-                if what == "refused":
-                    self.close()
-                if what:
-                    self.events.put((what, self, message))
-                if what in (*ends, "refused"):
-                    return
-            why = "not needed"
-        except (Died, UserError) as e:
-            why = str(e)
-        self.close()
-        self.events.put(("lost", self, {"why": why}))
-
-    def close(self) -> None:
-        """Lets the server go."""
-        self._child.close()
-
-
 class Servers:
     """What runtime/measure/session.py's `Session` is for one device, for all servers of a key. A context manager.
 
@@ -137,9 +90,9 @@ class Servers:
         self.known = 1  # servers, as the tracker has them; at least 1
         self.refused: dict[str, str] = {}  # server: why
         self._events, self._looked = SimpleQueue(), -math.inf
-        self._connecting: set[_Server] = set()
-        self._idle: list[_Server] = []
-        self._busy: dict[_Server, _Part] = {}
+        self._connecting: set[Client] = set()
+        self._idle: list[Client] = []
+        self._busy: dict[Client, _Part] = {}
 
     def __enter__(self) -> "Servers":
         return self
@@ -150,14 +103,14 @@ class Servers:
     def close(self) -> None:
         """Lets all servers go."""
         for server in self._connecting:
-            server.dropped = True
+            server.drop()
         self._return(0.0)
 
     def _return(self, held: float) -> None:
         """Lets idle servers go that are ours for longer than that."""
         for server in [server for server in self._idle if time.monotonic() - server.since >= held]:
             self._idle.remove(server)
-            server.close()
+            server.drop()
 
     # ---- what sessions do
 
@@ -211,7 +164,7 @@ class Servers:
                 while run.waiting and self._idle:
                     server, part = self._idle.pop(0), run.waiting.popleft()
                     self._busy[server] = part
-                    threading.Thread(target=server.work, args=(part,), daemon=True).start()
+                    server.begin({"work": part.request, "folders": part.folders})
                 if run.waiting:
                     self.recruit()
                 now = time.monotonic()
@@ -226,7 +179,7 @@ class Servers:
                 self._next_event(run)
         finally:
             for server in self._busy:
-                server.dropped = True
+                server.drop()
             self._busy.clear()
             self._return(HOLD)
         return run.answers
@@ -251,7 +204,7 @@ class Servers:
         elif what == "facts" and part:
             self.facts = self.facts or message["facts"]
             if message["facts"]["device"] != self.facts["device"]:
-                server.dropped = True
+                server.drop()
                 why = f"its device is {message['facts']['device']}, this run measures on {self.facts['device']}; give it another key"
                 self._refuse(server, why, run)
         elif what == "result" and part:
@@ -261,7 +214,7 @@ class Servers:
             self._idle.append(server)
             run.answers.append(message)
 
-    def _refuse(self, server: _Server, why: str, run: "_Run") -> None:
+    def _refuse(self, server: Client, why: str, run: "_Run") -> None:
         self.refused[server.name] = why
         self.say(f"server {server.name} is left alone: {why}")
         if part := self._busy.pop(server, None):
@@ -283,11 +236,10 @@ class Servers:
         self._looked = time.monotonic()
         with contextlib.suppress(OSError):  # another run was faster
             for _ in range(self._free()):
-                server = _Server(self.tracker.take(self.key), self._events)
+                place = self.tracker.take(self.key)
                 # one that refused comes back with a new password after some seconds, when nobody connects
-                if server.name not in self.refused:
-                    self._connecting.add(server)
-                    threading.Thread(target=server.connect, daemon=True).start()
+                if f"{place[0]}:{place[1]}" not in self.refused:
+                    self._connecting.add(Client(place, self._events))
 
     def _missing(self) -> str:
         """Why there is no server."""
@@ -366,39 +318,3 @@ class Remote(Local):
         if error is None:
             self.session.start(read(untuned))
         return super().gate(workload, plan)
-
-
-# ---- the process that talks with one server
-
-
-class _Client:
-    def handle(self, request: dict, answer) -> None:
-        try:
-            if "connect" in request:
-                self._connect(*request["connect"], answer)
-            else:
-                self._work(request["work"], request["folders"], answer)
-        except RuntimeError as e:  # all that TVM's RPC raises, when the connection breaks and when a function fails
-            lines = [line.strip() for line in str(e).splitlines() if line.strip()]
-            raise UserError(lines[-1] if lines else type(e).__name__) from e
-
-    def _connect(self, host: str, port: int, password: str, answer) -> None:
-        session = rpc.connect(host, port, password)
-        self.call = {name: session.get_function(PREFIX + name) for name in ("hello", "work", "news")}
-        hello = json.loads(str(self.call["hello"]()))
-        if hello["tvm"] != tvm.__version__:
-            return answer({"what": "refused", "why": f"it has TVM {hello['tvm']}, this machine {tvm.__version__}"})
-        return answer({"what": "ready", "hello": hello})
-
-    def _work(self, request: dict, folders: list[str], answer) -> None:
-        self.call["work"](json.dumps(request), pack(folders))
-        while True:
-            messages = json.loads(str(self.call["news"]()))
-            for message in messages or [{}]:  # {}: it lives
-                answer(message)
-                if message.get("what") in ("done", "refused"):
-                    return
-
-
-if __name__ == "__main__":
-    serve(_Client().handle)

@@ -1,0 +1,100 @@
+"""One server of a tuning run, from the run's side.
+
+In: requests as rpc_server.py has them. Out: (what, client, message) in a queue: "ready" once it is connected, then for each request its
+"facts" and "result"s, at last "done", "refused" or "lost".
+
+TVM's RPC waits forever for a machine that is gone, and a process can be ended: run as a program, this module talks with the server.
+"""
+
+import json
+import threading
+import time
+from queue import SimpleQueue
+
+import tvm
+from tvm import rpc
+
+from mlc_amd.compiler.tuning.rpc_server import PREFIX, pack
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.measure.child import Child, Died, serve
+
+MODULE = "mlc_amd.compiler.tuning.rpc_client"
+CONNECT, SILENT = 30.0, 30.0  # seconds: to reach a server; until one that says nothing counts as lost
+ENDS = ("ready", "done", "refused", "lost")
+
+
+class Client:
+    """Connects at once. place: (host, port, password) from the tracker. After "refused" and "lost" it is of no more use."""
+
+    def __init__(self, place: tuple[str, int, str], events: SimpleQueue):
+        self.name, self.since, self._events = f"{place[0]}:{place[1]}", time.monotonic(), events
+        self._child, self._lock, self._dropped, self._running = Child(MODULE), threading.Lock(), False, False
+        self.begin({"connect": place})
+
+    def begin(self, request: dict) -> None:
+        """{"work": request, "folders": candidates}; the next one when this one has ended."""
+        self._running = True
+        threading.Thread(target=self._follow, args=(request,), daemon=True).start()
+
+    def drop(self) -> None:
+        """Lets the server go: nobody waits for what it does."""
+        with self._lock:
+            self._dropped = True
+            if not self._running:
+                self._child.close()
+
+    def _follow(self, request: dict) -> None:
+        what, message = "", {}
+        while what not in ENDS:
+            if what:
+                self._events.put((what, self, message))
+            try:
+                if not message:
+                    self._child.send(request)
+                message = self._child.receive(CONNECT if "connect" in request else SILENT)
+                what = message["what"]
+            except (Died, UserError) as e:
+                what, message = "lost", {"why": str(e)}
+            if self._dropped:
+                break
+        with self._lock:
+            self._running = False
+            if self._dropped or what in ("refused", "lost"):
+                self._child.close()
+        self._events.put((what, self, message))
+
+
+# ---- the process
+
+
+class _Connection:
+    def handle(self, request: dict, answer) -> None:
+        try:
+            if "connect" in request:
+                self._connect(*request["connect"], answer)
+            else:
+                self._work(request["work"], request["folders"], answer)
+        except RuntimeError as e:  # all that TVM's RPC raises, when the connection breaks and when a function fails
+            lines = [line.strip() for line in str(e).splitlines() if line.strip()]
+            raise UserError(lines[-1] if lines else type(e).__name__) from e
+
+    def _connect(self, host: str, port: int, password: str, answer) -> None:
+        session = rpc.connect(host, port, password)
+        self.call = {name: session.get_function(PREFIX + name) for name in ("hello", "work", "news")}
+        hello = json.loads(str(self.call["hello"]()))
+        if hello["tvm"] == tvm.__version__:
+            answer({"what": "ready", "hello": hello})
+        else:
+            answer({"what": "refused", "why": f"it has TVM {hello['tvm']}, this machine {tvm.__version__}"})
+
+    def _work(self, request: dict, folders: list[str], answer) -> None:
+        self.call["work"](json.dumps(request), pack(folders))
+        what = ""
+        while what not in ENDS:
+            for message in json.loads(str(self.call["news"]())) or [{"what": "alive"}]:
+                what = message["what"]
+                answer(message)
+
+
+if __name__ == "__main__":
+    serve(_Connection().handle)
