@@ -21,6 +21,7 @@ from mlc_amd.tools import cli
 pytest.importorskip("xgboost")
 ARCH, SPEC, COUNT = "lavapipe", "tiny:q4_0", 14
 KINDS = ("linear", "rms_norm")
+CHECK = {"checked": "device", "passed": True, "deviation": 0.0, "error": ""}
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +146,16 @@ def test_wrong_results_disqualify_a_plan(returned, opened):
     assert found.winner.seconds > 1e-9
 
 
+def test_a_later_kit_may_refute_what_passed(returned, opened):
+    kit = json.loads((returned / "kit.json").read_text())
+    name, entry = next((name, entry) for name, entry in kit["candidates"].items() if entry["reference"])
+    for passed in (True, False, True):
+        change(returned, lambda data, passed=passed: data["checks"].update({name: CHECK | {"passed": passed}}))
+        kits.feed(kits.load(returned), opened)
+    found = next(e for e in opened.database.entries.values() if e.workload.key == entry["task"])
+    assert [record.passed for record in found.records.values() if record.plan == entry["plan"]] == [False]
+
+
 def test_a_failed_candidate_is_kept_as_failed(returned, opened):
     def fail(data):
         name = next(iter(data["checks"].keys() ^ data["results"].keys()))
@@ -160,7 +171,7 @@ def first_result(data) -> dict:
 
 
 def check_first(data, **facts) -> None:
-    data["checks"][next(iter(data["results"]))] = {"checked": "device", "passed": True, "deviation": 0.0, "error": ""} | facts
+    data["checks"][next(iter(data["results"]))] = CHECK | facts
 
 
 @pytest.mark.parametrize(

@@ -180,9 +180,15 @@ def _local(subject: Subject, tracker, key, device):
 
 
 def _rpc(subject: Subject, tracker, key, device):
-    from mlc_amd.compiler.tuning.rpc import Remote
+    from mlc_amd.compiler.tuning.rpc import Remote, Tracker, address
 
-    return Remote(subject.kind, subject.arch.name, tracker=tracker, key=key or subject.arch.name, say=display.message)
+    key = key or subject.arch.name
+    try:  # servers may come later and are waited for, a tracker is not
+        Tracker(address(tracker)).servers(key)
+    except OSError as e:
+        advice = "check --tracker, or start one: mlc-amd tune-server --tracker-only HOST:PORT"
+        raise UserError(f"no tracker at {tracker} ({e.strerror or e}): {advice}") from e
+    return Remote(*subject.names[:2], tracker=tracker, key=key, say=display.message)
 
 
 def _static(subject: Subject, tracker, key, device):

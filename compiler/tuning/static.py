@@ -13,7 +13,7 @@ compiled as for an artifact (LLVM; RADV's ACO for Vulkan), a wave is followed th
     pipe     clocks that the busiest SIMD (vector ALU, matrix unit, scalar) or compute unit (vector cache, LDS) is occupied, for the waves
              of ceil(workgroups / units) workgroups: the last round counts whole
 
-The square lets what comes second add a little, as it does on hardware, where overlap is never perfect; of the powers tried, 2 ranks GEMV
+The square lets what comes second add a little, as it does on hardware, where overlap is never perfect; of five powers tried, 2 ranks GEMV
 plans best that were measured on an NVIDIA H200 (Q4_0 and Q4_K). What one unit holds follows from registers, LDS and waves
 (`hsaco.occupancy`). A kernel with scratch memory is SCRATCH times slower still. Where the launches of a call are several their times add
 up. Constants and their sources: `isa_costs.py`.
@@ -23,10 +23,11 @@ dual issue beyond what the compiler paired, clocks under power limits, the order
 seconds are no promise.
 
 How well it ranks: no AMD GPU has been asked. Against an NVIDIA H200, with RADV's code for the same SPIR-V in place of NVIDIA's, Spearman's
-rank correlation over a GEMV's plans was 0.54 for Q4_0 and 0.74 for Q4_K, the mean of five shapes each (0.02 to 0.85), with Mesa 22.3, whose
-code POWER and RUN were chosen with; with Mesa 25's, 0.66 and 0.44. GEMMs: 0.80, the mean of eight with 5 plans each. Defaults there are
-tuned by measurement, and wherever the model preferred another plan by 2 % or more it was slower: by 3 to 29 % for GEMV, by 40 % for two
-GEMMs. So only large gains count; `tests/static_correlation.py` compares again.
+rank correlation over a GEMV's plans, the mean of five shapes, was 0.54 for Q4_0 and 0.74 for Q4_K for the 220 plans that POWER and RUN were
+chosen with (Mesa 22.3), 0.57 and 0.70 for 336 others (0.44 to 0.87 by shape), 0.66 and 0.44 for the first ones as Mesa 25 compiles them.
+GEMMs: 0.80, the mean of eight with 5 plans each. Defaults there are tuned by measurement, and wherever the model preferred another plan by
+2 % or more it was slower: by 1 to 36 % for GEMV, by 40 % for two GEMMs, with gains of up to 21 % and 39 % promised. So only large gains
+count; `tests/static_correlation.py` compares again.
 """
 
 import shutil

@@ -240,6 +240,7 @@ class Wave:
             for part in self._others(fragments, i):
                 with T.If(self.part != part), T.Then(), fragments.elements(i) as e:
                     fragments.set(i, e, fragments.get(i, e) + self.other.get(0, e))
+        barrier()       # `finish` overwrites what other waves have read here
 
     def _others(self, fragments, i):
         """Yields the parts, with other[0] = that fragment of the wave that has the same rows and the part."""
