@@ -1,5 +1,6 @@
 """The commands as a user runs them: real processes on the bundled model; what goes to stdout, what to stderr, exit codes, errors."""
 
+import functools
 import io
 import json
 import os
@@ -296,7 +297,9 @@ def test_a_full_disk_and_a_closed_pipe_are_quiet(home, artifact):
 
 def test_ctrl_c_ends_a_command_with_130(home, artifact):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([MLC_AMD, "chat", str(artifact)], env=home, **pipes)
+    # who starts tests in a shell's background has Ctrl-C ignored, and programs inherit that
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen([MLC_AMD, "chat", str(artifact)], env=home, preexec_fn=heed, **pipes)
     process.stdin.write(b"/stats\n")
     process.stdin.flush()
     assert b"no answer yet" in process.stderr.readline()
