@@ -96,7 +96,7 @@ def compile_model(
         clock.lap("weights")
         progress("write", 0, 1)
         kernels = [entry | {"tuned": backend.origins(entry["name"])} for entry in kernel_table(plan)]
-        kept = backend.kept(model.config, ctx)
+        kept = backend.kv_types(model.config, ctx) | backend.attention_workspace(model.config, ctx)
         kv = [{"name": name, "dtype": dtype, "shape": list(shape)} for name, (shape, dtype) in kept.items()]
         manifest = {
             "name": model.config.name or Path(model.path).stem,

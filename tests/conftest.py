@@ -6,6 +6,7 @@ import pytest
 
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.tools import cli
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -44,3 +45,14 @@ def compiled(tmp_path_factory):
 def demo_artifact(compiled, demo_gguf) -> Path:
     """The bundled model with its whole context, 2048 tokens."""
     return compiled(demo_gguf, 2048)
+
+
+@pytest.fixture
+def inspect(capsys):
+    """inspect(arguments) -> (stdout, stderr) of a command that succeeds."""
+
+    def run(*tokens):
+        assert cli.main(["inspect", *map(str, tokens)]) == 0
+        return capsys.readouterr()
+
+    return run

@@ -48,17 +48,6 @@ def lone(code, tmp_path):
 
 
 @pytest.fixture
-def inspect(capsys):
-    """inspect(arguments) -> (stdout, stderr) of a command that succeeds."""
-
-    def run(*tokens):
-        assert cli.main(["inspect", *map(str, tokens)]) == 0
-        return capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
 def error(capsys):
     """error(arguments) -> the one line of a command that fails."""
 

@@ -17,7 +17,7 @@ from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu import profiles
 from mlc_amd.schedules.gpu.gemv import linear
-from mlc_amd.tools import cli, inspect_vulkan
+from mlc_amd.tools import inspect_vulkan
 
 ARCH = "vangogh"
 DOT = re.compile(r"\bv_dot4c?_i32_iu?8")
@@ -40,17 +40,6 @@ def code(artifact):
     if code.report is None:
         pytest.skip(code.missing)
     return code
-
-
-@pytest.fixture
-def inspect(capsys):
-    """inspect(arguments) -> (stdout, stderr) of a command that succeeds."""
-
-    def run(*tokens):
-        assert cli.main(["inspect", *map(str, tokens)]) == 0
-        return capsys.readouterr()
-
-    return run
 
 
 def shader(segments, k, profile):

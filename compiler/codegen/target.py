@@ -64,10 +64,6 @@ class Target(ABC):
         """Further tensors that decode attention takes and that live as long as the cache: name to (shape, dtype). Zero at the start."""
         return {}
 
-    def kept(self, config, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """All tensors that live from step to step, as they are allocated: the cache's and the workspace's."""
-        return self.kv_types(config, ctx) | self.attention_workspace(config, ctx)
-
     @property
     @abstractmethod
     def description(self) -> dict:
