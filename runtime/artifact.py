@@ -15,6 +15,7 @@ import os
 import shutil
 import struct
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ class WeightsWriter:
         self.file.close()
 
 
-class WeightBlock:
+class WeightBlock(ABC):
     """All weights as one block of bytes, which devices map or copy.
 
     header: as in safetensors, {name: {"dtype", "shape", "data_offsets": [begin, end]}}, offsets into the block; every tensor begins at a
@@ -102,16 +103,16 @@ class WeightBlock:
         """Bytes of the block."""
         return max((entry["data_offsets"][1] for entry in self.header.values()), default=0)
 
+    @abstractmethod
     def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
         """(offset, uint8 view) of pieces of at most `nbytes` bytes, in ascending order; gaps between tensors may be left out.
 
         The views are of memory that is shared: to be copied at once, not to be written to.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def block(self) -> tuple[mmap.mmap, int]:
         """Memory that holds the block, and where it begins there."""
-        raise NotImplementedError
 
     def __getitem__(self, name: str) -> np.ndarray:
         memory, start = self.block()

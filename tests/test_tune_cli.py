@@ -160,6 +160,16 @@ def test_a_run_goes_on_and_compile_uses_it(command, cache, capsys, tmp_path, mon
         assert capsys.readouterr().out.count(f"{mode}: ") == origins.count(mode)
 
 
+def test_what_could_not_be_checked_is_said_and_not_called_wrong(command, cache, monkeypatch):
+    """As where nothing can run the kernels of a GPU."""
+    from mlc_amd.compiler.tuning import gate
+
+    monkeypatch.setattr("mlc_amd.compiler.tuning.static.emulator", lambda: False)
+    out, _ = command(*SPEC, "--target", "rocm", "--arch", "gfx1100", "--runner", "static", "--trials", 40)
+    found = re.search(r"40 plans measured, 0 wrong, (\d+) could not be checked \((.*?\))\); 40 so far, \d+ failed", out)
+    assert found and int(found[1]) > 0 and found[2] == gate.NOWHERE.format("GPU for gfx1100") and out.count("\n") == 1, out
+
+
 def test_ctrl_c_keeps_what_was_measured(cache):
     running = process(*SPEC, "--target", "cpu", "--budget", "10m")
     end = time.monotonic() + 240

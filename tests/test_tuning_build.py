@@ -152,7 +152,7 @@ def test_without_a_device_nothing_passes(tmp_path, monkeypatch):
     with Session() as session:
         found = gate.check(session, one.folder, one.folder)
     if found.checked != "device":
-        assert (found.checked, found.passed) == ("", False) and "not checked: there is no GPU for gfx1100 here" in found.error
+        assert (found.checked, found.passed) == ("", False) and "there is no GPU for gfx1100 here" in found.error
 
 
 @pytest.mark.skipif(not gate.emulator(), reason="needs the ISA emulator")
@@ -192,6 +192,24 @@ def test_local_measures_and_checks_on_the_cpu(tmp_path):
         left = [folder for folder in os.listdir(local.root) if not folder.endswith("untuned")]
         assert left == []  # thousands would fill the disk
     assert not local.root.exists()
+
+
+def test_the_default_plan_is_built_and_measured_once(tmp_path):
+    """As the untuned kernel, which the others are timed beside."""
+    workload, other = linear("cpu", 512, 512), linear("cpu", 256, 512)
+    default, plan = space(workload, target("cpu", CPU).arch).plans[:2]
+    seen, timed = [], []
+    with Local("cpu", CPU, workers=1, root=tmp_path) as local:
+        measure = local.session.measure
+        local.session.measure = lambda folders, note: timed.extend(folders := list(folders)) or measure(folders, note)
+        jobs = [(workload, default), (workload, plan), (other, default)]
+        measured = local.measure(jobs, lambda *s: seen.append(s))
+        assert all(m.error == "" and m.seconds > 0 for m in measured) and seen[-1] == (3, 3)
+        names = [folder_name(workload, None), folder_name(other, None), folder_name(workload, plan)]
+        assert sorted(os.listdir(tmp_path)) == sorted(names) and [os.path.basename(folder) for folder in timed] == names
+        [again] = local.measure([(workload, default)])  # alone, and from the kernel that is there
+        assert again.seconds > 0 and len(timed) == 4
+        assert local.gate(workload, plan).passed and len(os.listdir(tmp_path)) == 3
 
 
 def test_metaschedule_builds_and_runs(tmp_path):

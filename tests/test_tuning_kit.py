@@ -21,7 +21,7 @@ from mlc_amd.tools import cli
 pytest.importorskip("xgboost")
 ARCH, SPEC, COUNT = "lavapipe", "tiny:q4_0", 14
 KINDS = ("linear", "rms_norm")
-CHECK = {"checked": "device", "passed": True, "deviation": 0.0, "error": ""}
+CHECK = {"checked": "device", "passed": True, "deviation": 0.0, "error": "", "gain": 1.1}
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_wrong_results_disqualify_a_plan(returned, opened):
 
     def spoil(data):
         data["results"][name] |= {"seconds": 1e-9, "runs": [1e-9]}
-        data["checks"][name] = {"checked": "lavapipe", "passed": False, "deviation": 7.0, "error": "Y0 differs"}
+        data["checks"][name] = {"checked": "lavapipe", "passed": False, "deviation": 7.0, "error": "Y0 differs", "gain": None}
 
     change(returned, spoil)
     fed = kits.feed(kits.load(returned), opened)
@@ -192,6 +192,8 @@ def check_first(data, **facts) -> None:
         lambda data: check_first(data, checked="trust me"),
         lambda data: check_first(data, passed=1),
         lambda data: check_first(data, deviation="none"),
+        lambda data: check_first(data, gain=-1),
+        lambda data: check_first(data, gain="much"),
         lambda data: check_first(data, error=None),
     ],
 )

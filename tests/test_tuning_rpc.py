@@ -203,6 +203,16 @@ def test_without_a_server_or_tracker_a_run_says_what_to_do(loopback):
         servers._run([rpc._Part({"start": 0}, ["nothing"])])
 
 
+def test_a_batch_grows_with_the_servers(loopback):
+    wait_for(lambda: loopback.servers() == (1, 1))
+    with rpc.Remote("cpu", "native", loopback.place, KEY, workers=1) as remote:
+        assert remote.batch() == 16
+        remote.session.tracker.servers = lambda key: (0, 5)  # all busy
+        assert remote.batch() == 40
+        remote.session.tracker = rpc.Tracker((HOST, 9))  # gone: what was known holds
+        assert remote.batch() == 40
+
+
 def test_what_servers_are_lost_with_is_tried_alone_and_then_given_up():
     results, names = {}, ["reference", "a", "b", "c"]
     work = rpc._Run([rpc._measuring("reference", names[1:], names)], results.__setitem__)

@@ -106,18 +106,25 @@ def test_nothing_is_stored_without_live_tokens():
 def test_default_tiles_fit(shape, arch):
     profile = resolve(arch)
     kernels = {f"k{m}": attention(*shape, 4096, m, "pairs", profile, f"k{m}") for m in (16, 64, 512)}
-    for kernel in compile_spirv(kernels, profile).modules.values():
-        facts = read(kernel.binary)
+    for name, kernel in compile_spirv(kernels, profile).modules.items():
+        facts, tile = read(kernel.binary), tile_of(int(name[1:].partition("_")[0]), *shape, profile)
         assert facts.matrix and "CooperativeMatrixKHR" in kernel.capabilities
-        assert facts.lds == kernel.lds == lds_bytes(tile_of(shape[2], profile), shape[2], profile.fragment) <= profile.lds
+        assert facts.lds == kernel.lds == lds_bytes(tile, shape[2], profile.fragment) <= profile.lds
         assert np.prod(kernel.block) <= profile.threads
         assert len(kernel.binary) < 200_000
 
 
 def test_tiles_suit_heads_and_waves():
     nvidia = resolve("nvidia")
-    assert tile_of(64, nvidia) != tile_of(128, nvidia)
-    assert tile_of(64, replace(nvidia, wave=64)).waves == 4
+    assert tile_of(512, 32, 8, 64, nvidia) != tile_of(512, 32, 8, 128, nvidia)
+    assert tile_of(512, 32, 8, 64, replace(nvidia, wave=64)).waves == 4
+
+
+def test_short_chunks_share_out_their_keys():
+    nvidia, heads = resolve("nvidia"), (32, 8, 128)
+    tiles = {m: tile_of(m, *heads, nvidia) for m in (16, 64, 512)}
+    assert tiles[16].parts == tiles[64].parts == 2 and tiles[512].parts == 1
+    assert tile_of(64, *heads, replace(nvidia, units=16)) == tiles[512]  # a small GPU is busy anyway
 
 
 @pytest.mark.parametrize("m, d, act, message", [

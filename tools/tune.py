@@ -7,6 +7,7 @@ next one goes on, and measures nothing twice.
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,6 +246,12 @@ class _Measuring:
     def gate(self, workload, plan):
         return self._runner.gate(workload, plan)
 
+    def batch(self) -> int:
+        """How many plans to measure together: where the runner does not care, a session's own."""
+        from mlc_amd.schedules.tuning.session import BATCH
+
+        return self._runner.batch() if hasattr(self._runner, "batch") else BATCH
+
 
 def _tune(subject: Subject, make: Callable, slices: int | None, limits: Limits, seed: int) -> None:
     from mlc_amd.compiler.tuning.tasks import roofline
@@ -262,15 +269,25 @@ def _tune(subject: Subject, make: Callable, slices: int | None, limits: Limits, 
         with display.budget_progress(f"tuning {subject.shape}", limits.seconds, limits.trials) as progress:
             measuring = _Measuring(make, slices, progress)
             try:
-                run(session, measuring.measure, measuring.gate, limits.trials, limits.seconds, progress=lambda s: progress(s.trials))
+                limit = limits.trials, limits.seconds
+                run(session, measuring.measure, measuring.gate, *limit, measuring.batch, lambda session: progress(session.trials))
             except KeyboardInterrupt:
                 measuring.stopped = True
             finally:
                 measuring.close()
         rows = tune_report.rows(subject)
         failed, known = sum(row.failed for row in rows), sum(row.measured for row in rows)
-        counts = f"{session.trials} plans measured, {session.refuted} wrong; {known} so far, {failed} failed"
+        counts = f"{session.trials} plans measured, {session.refuted} wrong{_unverified(session)}; {known} so far, {failed} failed"
         print(f"{subject.shape}: {counts}; {display.clock(time.monotonic() - started)}; {tune_report.gain(rows)}")
     if measuring.stopped:
         display.message("stopped; everything measured is kept: run it again to continue")
         raise KeyboardInterrupt
+
+
+def _unverified(session) -> str:
+    """", 3 could not be checked (why)": of several reasons the one that was given most often. Empty where all could be."""
+    if not session.unverified:
+        return ""
+    (why, _), *others = Counter(session.unverified.values()).most_common()
+    reason = (why.splitlines() or ["no reason given"])[0] + ("; and others" if others else "")
+    return f", {len(session.unverified)} could not be checked ({reason})"

@@ -74,7 +74,7 @@ def rows(subject) -> list[TaskRow]:
         winner, untuned = (entry.winner, entry.untuned) if entry else (None, None)
         history = sorted(entry.records.values(), key=lambda record: record.at) if entry else []
         failed = sum(record.seconds is None or record.refuted for record in history)
-        times = untuned.seconds if untuned else None, winner.seconds if winner else None
+        times = untuned.seconds if untuned else None, entry.seconds(winner) if winner else None
         weighed = task.weight * (times[1] or guess(task))
         counts = len(history), failed, len(choices.plans) if choices else 1
         found.append(TaskRow(task, weighed, *times, limit(task), winner, *counts, history))

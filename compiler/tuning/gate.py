@@ -2,7 +2,7 @@
 
 In: two candidates of one workload. Out: a `Checked`: where ("device", "lavapipe", "emulator"; "" if nowhere), whether they agree, the worst
 difference as a share of what `runtime/measure/compare.py` allows. Both run on the same inputs, in several states: those that kernels are
-timed in, and a part of the tokens behind others.
+timed in, and a part of the tokens behind others. On a device the second one runs several times, for a race may be won once.
 
 Kernels for AMD GPUs that are not here run in the ISA emulator of the tests, where a source checkout and what tests/gfxemu.py needs are.
 It is slow, so smaller matrices with the same plan stand for large ones.
@@ -28,7 +28,7 @@ EMULATED = 900.0  # seconds that the emulator may take
 SMALL = {"n": 256, "vocab": 256}  # for the emulator
 TOKENS = (128, 256, 512)  # for the emulator; the first that the plan's tiles divide
 DEEPEST = 512  # tokens in the cache, for the emulator
-NOWHERE = "not checked: there is no {} here, and no ISA emulator (a source checkout, TINYGRAD_SRC and clang)"
+NOWHERE = "there is no {} here, and no ISA emulator (a source checkout, TINYGRAD_SRC and clang)"
 
 
 def check(session, untuned: Path, tuned: Path, builder=None) -> Checked:
@@ -45,7 +45,7 @@ def check(session, untuned: Path, tuned: Path, builder=None) -> Checked:
         return emulated(untuned, tuned, builder)
     answer = session.compare(untuned, tuned, states(candidate))
     where = "lavapipe" if facts["device"].startswith("llvmpipe") else "device"
-    return Checked(where, not answer["wrong"], answer["error"], "; ".join(answer["wrong"]))
+    return Checked(where, not answer["wrong"], answer["error"], "; ".join(answer["wrong"]), answer["gain"])
 
 
 def states(candidate: Candidate) -> list[list[int]]:

@@ -219,7 +219,7 @@ def feed(kit: Kit, session: Session) -> Fed:
             fed.measured, fed.failed = fed.measured + 1, fed.failed + failed
         # what was right once may be a race that was won: a later kit may still refute it
         if check and (not records[text].checked or (records[text].passed and not check["passed"])):
-            session.check(task, plan, Checked(check["checked"], check["passed"], check["deviation"], check["error"]))
+            session.check(task, plan, Checked(**check))
             fed.checked, fed.wrong = fed.checked + 1, fed.wrong + (not check["passed"])
     return fed
 
@@ -276,7 +276,8 @@ def _results_fault(found: dict, kit: dict) -> str:
     for name, check in found["checks"].items():
         texts = isinstance(check["error"], str) and check["checked"] in ("device", "lavapipe")
         deviation = check["deviation"]
-        if not texts or not isinstance(check["passed"], bool) or not (deviation is None or (_number(deviation) and deviation >= 0)):
+        numbers = (deviation is None or (_number(deviation) and deviation >= 0)) and (check["gain"] is None or _time(check["gain"]))
+        if not texts or not isinstance(check["passed"], bool) or not numbers or len(check) != len(Checked.__dataclass_fields__):
             return f"the check of {name} says nothing"
     return ""
 

@@ -13,7 +13,7 @@ from tvm.s_tir import Schedule
 from tvm.s_tir.meta_schedule.builder import BuilderResult, PyBuilder
 from tvm.s_tir.meta_schedule.runner import PyRunner, PyRunnerFuture, RunnerResult
 
-from mlc_amd.compiler.tuning.build import Builder
+from mlc_amd.compiler.tuning.build import Builder, target
 from mlc_amd.compiler.tuning.gate import check
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.session import Session
@@ -38,6 +38,7 @@ class Local:
         self.root = Path(root or self._temporary)
         self.builder, self.session = Builder(kind, arch, self.root, workers), Session(device)
         self._untuned: dict[Workload, tuple[Path | None, str | None]] = {}
+        self._defaults: dict[Workload, object] = {}
 
     def __enter__(self) -> "Local":
         return self
@@ -52,14 +53,13 @@ class Local:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def measure(self, jobs, progress=lambda done, total: None) -> list[Measured]:
-        """A Measured for each (workload, plan), in order. Each workload's plans are timed beside its untuned kernel. progress(jobs done,
-        jobs) as they are."""
-        self._build_untuned([workload for workload, _ in jobs])
-        built = self.builder.build(jobs)
+        """A Measured for each (workload, plan), in order. Each workload's plans are timed beside its untuned kernel, which is the default
+        plan's. progress(jobs done, jobs) as they are."""
+        built = self._build(jobs)
         wanted = {str(folder) for folder, error in built if error is None}
         references = [self._untuned[workload] for workload in dict.fromkeys(workload for workload, _ in jobs)]
-        folders = [str(folder) for folder, error in [*references, *built] if error is None]
-        found, failed = {}, len(jobs) - len(wanted)
+        folders = dict.fromkeys(str(folder) for folder, error in [*references, *built] if error is None)
+        found, failed = {}, sum(error is not None for _, error in built)
 
         def note(folder: str, result: dict) -> None:
             if folder in wanted:
@@ -81,25 +81,35 @@ class Local:
 
     def gate(self, workload: Workload, plan) -> Checked:
         """Whether a plan's kernel computes what the untuned one does, on this device; see gate.py."""
-        self._build_untuned([workload])
-        untuned, error = self._untuned[workload]
-        if error:
-            return Checked("", False, error=f"the untuned kernel does not build: {error}")
-        [(tuned, error)] = self.builder.build([(workload, plan)])
-        if error:
-            return Checked("", False, error=error)
+        [(tuned, error)] = self._build([(workload, plan)])
+        untuned, reason = self._untuned[workload]
         try:
+            if reason or error:
+                return Checked("", False, error=f"the untuned kernel does not build: {reason}" if reason else error)
             return check(self.session, untuned, tuned, self.builder)
         finally:
             self._drop(tuned)
 
-    def _build_untuned(self, workloads) -> None:
-        missing = [workload for workload in dict.fromkeys(workloads) if workload not in self._untuned]
-        self._untuned |= zip(missing, self.builder.build([(workload, None) for workload in missing]), strict=True)
+    def _build(self, jobs) -> list[tuple[Path | None, str | None]]:
+        """As `Builder.build`; the default plan's kernel is the untuned one, which each workload needs and keeps."""
+        missing = [workload for workload in dict.fromkeys(workload for workload, _ in jobs) if workload not in self._untuned]
+        others = [(workload, plan) for workload, plan in jobs if not self._is_default(workload, plan)]
+        built = self.builder.build([*((workload, None) for workload in missing), *others])
+        self._untuned |= zip(missing, built, strict=False)
+        tuned = iter(built[len(missing) :])
+        return [self._untuned[workload] if self._is_default(workload, plan) else next(tuned) for workload, plan in jobs]
+
+    def _is_default(self, workload: Workload, plan) -> bool:
+        if plan is None:
+            return True
+        if workload not in self._defaults:
+            choices = space(workload, target(self.kind, self.arch).arch)
+            self._defaults[workload] = choices and choices.default
+        return plan == self._defaults[workload]
 
     def _drop(self, folder: Path | None) -> None:
-        """Thousands of candidates would fill a small disk."""
-        if folder and self._temporary:
+        """Thousands of candidates would fill a small disk. Untuned kernels stay."""
+        if folder and self._temporary and all(folder != kept for kept, _ in self._untuned.values()):
             shutil.rmtree(folder, ignore_errors=True)
 
 

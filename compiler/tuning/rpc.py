@@ -24,6 +24,7 @@ from mlc_amd.compiler.tuning.rpc_server import address
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import Candidate, read
 from mlc_amd.schedules.tuning.database import Checked, Measured
+from mlc_amd.schedules.tuning.session import BATCH
 
 WAIT = 120.0  # seconds without a server until a run gives up
 TRACKER = 10.0  # seconds that the tracker may take
@@ -100,6 +101,11 @@ class Servers:
     def __exit__(self, *_) -> None:
         self.close()
 
+    def count(self) -> int:
+        """Servers with that key, as far as the tracker tells; at least 1."""
+        self._free()
+        return self.known
+
     def close(self) -> None:
         """Lets all servers go."""
         for server in self._connecting:
@@ -151,7 +157,7 @@ class Servers:
         """As `Session.compare`. NoServer."""
         request = {"compare": [0, 1], "states": [list(map(int, state)) for state in states]}
         [answer] = self._run([_Part(request, [str(untuned), str(tuned)])])
-        return {"error": answer["error"], "wrong": answer["wrong"]}
+        return {name: answer[name] for name in ("error", "wrong", "gain")}
 
     # ---- handing out
 
@@ -303,6 +309,10 @@ class Remote(Local):
         super().__init__(kind, arch, None, workers, root)
         self.session = Servers(address(tracker), key, wait, say)
 
+    def batch(self) -> int:
+        """How many plans to measure together: enough for each server that is there, be it at work for another run."""
+        return max(PART * self.session.count(), BATCH)
+
     def measure(self, jobs, progress=lambda done, total: None) -> list[Measured | None]:
         """As `Local.measure`."""
         self.session.recruit()  # while it builds
@@ -313,8 +323,7 @@ class Remote(Local):
 
     def gate(self, workload, plan) -> Checked:
         """As `Local.gate`. NoServer, which is no fault of the plan."""
-        self._build_untuned([workload])
-        untuned, error = self._untuned[workload]
+        [(untuned, error)] = self._build([(workload, None)])
         if error is None:
             self.session.start(read(untuned))
         return super().gate(workload, plan)

@@ -30,7 +30,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mlc_amd.runtime.measure.candidate import PRIVATE, ROTATING, WRITTEN, Candidate
+from mlc_amd.runtime.measure.candidate import PRIVATE, ROLES, ROTATING, WRITTEN, Candidate
 from mlc_amd.runtime.measure.inputs import fill
 
 REPEATS = 7
@@ -42,6 +42,7 @@ BUSY = 0.25  # seconds of work before the first timing
 IDLE = 0.05  # seconds after which clocks may have fallen
 CHECK = 8  # candidates between two timings of the reference
 OUTLIER, DRIFT, SPREAD = 0.2, 0.1, 0.1
+TURNS = 15  # rounds in which two kernels are timed one after the other
 # The share of time that others may have; how often as many repetitions are tried for that, in how many seconds.
 QUIET, ATTEMPTS, PATIENCE = 0.03, 3, 1.0
 
@@ -65,10 +66,10 @@ class Bench:
         self.failures = {i: str(handle) or type(handle).__name__ for i, handle in enumerate(loaded) if isinstance(handle, Exception)}
         self._handles, self._calls, self._turn, self._current, self._busy_until = loaded, {}, 0, None, 0.0
 
-    def _fill(self, state, copies) -> None:
-        arrays = fill(self.candidates[0], state)
+    def _fill(self, state, copies, roles=ROLES) -> None:
+        arrays = fill(self.candidates[0], state, roles)
         for param in self.candidates[0].params:
-            if param.role not in PRIVATE:
+            if param.role in roles and param.role not in PRIVATE:
                 for where in copies if param.role in ROTATING else ("shared",):
                     self.backend.put((where, param.name), arrays[param.name].reshape(-1).view(np.uint8))
 
@@ -182,11 +183,33 @@ class Bench:
         for index, result in zip(indices, results, strict=True):
             done(index, result | {"drift": drift if abs(drift) > DRIFT else 0.0})
 
+    def gain(self) -> float:
+        """How many times as long a call of the first candidate takes as one of the second: the median of rounds in which both are timed one
+        after the other, so that what happens to the machine happens to both. That a plan was the fastest of many is partly luck; this is
+        not."""
+        counts, ratios = {}, []
+        cases = self.candidates[0].cases
+        for place, case in enumerate(cases):
+            for index in (0, 1):
+                self._prepare(index, case["state"])
+                self._warm(index)
+                self._run(index, 1)  # also what a driver does at a kernel's first launch
+                counts[place, index] = self._count(index, self._run(index, 1))
+        while len(ratios) < (TURNS if min(counts.values()) > 1 else FEWER):
+            seconds = [0.0, 0.0]
+            for place, case in enumerate(cases):
+                for index in (0, 1) if len(ratios) % 2 else (1, 0):
+                    self._prepare(index, case["state"])
+                    seconds[index] += self._run(index, counts[place, index])
+            ratios.append(seconds[0] / seconds[1])
+        return float(np.median(ratios))
+
     # ---- results
 
-    def outputs(self, index: int, state) -> dict[str, np.ndarray]:
-        """What one call leaves in the parameters that it writes, from fresh inputs."""
-        self._fill(state, range(1))
+    def outputs(self, index: int, state, again: bool = False) -> dict[str, np.ndarray]:
+        """What one call leaves in the parameters that it writes, from fresh inputs. again: the call before was for this state, too, and its
+        inputs, which no kernel may write, are taken as it left them, in less time."""
+        self._fill(state, range(1), WRITTEN if again else ROLES)
         self._prepare(index, state)
         self.backend.run([self._call(index, 0)])
         written = [p for p in self.candidates[index].params if p.role in WRITTEN]

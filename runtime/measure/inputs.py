@@ -9,7 +9,7 @@ import zlib
 
 import numpy as np
 
-from mlc_amd.runtime.measure.candidate import Candidate, Param
+from mlc_amd.runtime.measure.candidate import ROLES, Candidate, Param
 from mlc_amd.runtime.random_weights import drawn
 
 BLOCK = 32  # columns that share a scale of int8 activations
@@ -17,13 +17,11 @@ LINE = 64  # bytes; where planes begin in what they are drawn from
 SIGNATURE = 0xA5  # fills what nobody is to read, so that reading it shows
 
 
-def fill(candidate: Candidate, state) -> dict[str, np.ndarray]:
-    """Name -> array of every parameter, contiguous. state: four int32."""
-    arrays = {}
-    for param in candidate.params:
-        arrays[param.name] = _MAKERS[param.role](param, state)
+def fill(candidate: Candidate, state, roles=ROLES) -> dict[str, np.ndarray]:
+    """Name -> array of every parameter that has one of the roles, contiguous. state: four int32."""
+    arrays = {param.name: _MAKERS[param.role](param, state) for param in candidate.params if param.role in roles}
     pair = {"A", "S"} & {p.name for p in candidate.params if p.role == "input"}
-    if len(pair) == 2:
+    if len(pair) == 2 and "input" in roles:
         a, s = (next(p for p in candidate.params if p.name == name) for name in "AS")
         arrays["A"], arrays["S"] = quantized(a.shape, s.shape)
     return arrays

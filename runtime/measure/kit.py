@@ -3,12 +3,12 @@
     kit.json      format 1, id, target, arch, model; candidates {name: {"reference", "states", ..}}: reference is the untuned kernel of the
                   same work ("" for that kernel itself), states what the two are compared in
     candidates/   a folder for each, as candidate.py describes them
-    copy/         one that copies memory, where the GPU's own copy is not to be trusted: it tells what the memory can do
+    copy/         one that copies memory, for target vulkan: it tells what the memory can do
     lib/          these sources
     results.json  written here, anew after each result, so that a run that was stopped goes on where it was:
         format    1
         kit       the kit's id
-        facts     {"device", "driver", "copy_bandwidth"}
+        facts     {"device", "driver"}, and where there is copy/, "copy_bandwidth": bytes per second, read and written together
         results   {name: a result of session.py}
         checks    {name: {"checked": "device" or "lavapipe", "passed", "deviation", "error"}}: of those that are faster than their reference
 
@@ -22,11 +22,11 @@ import time
 from pathlib import Path
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.measure.candidate import figures, read
 from mlc_amd.runtime.measure.session import Session
 
 FORMAT = 1
 KIT, RESULTS, CANDIDATES, COPY = "kit.json", "results.json", "candidates", "copy"
-TIMES = 3  # comparisons of a candidate: a race may be won by chance
 SOFTWARE = "llvmpipe"  # how the name of Mesa's CPU driver begins
 
 
@@ -70,9 +70,11 @@ class Run:
         """How fast a kernel copies, as the device's bandwidth."""
         if (self.folder / COPY).is_dir() and not self.found["facts"]:
             (result,) = session.measure([self.folder / COPY])
-            copied = {} if result["error"] is not None else {"copy_bandwidth": result["gbps"] * 1e9}
-            self.found["facts"] = session.facts | copied
-            print(f"{session.facts['device']} copies {self.found['facts']['copy_bandwidth'] / 1e9:.1f} GB/s", flush=True)
+            self.found["facts"] = dict(session.facts)
+            if result["error"] is None:
+                rate = figures(read(self.folder / COPY).facts, min(result["runs"]))["gbps"]  # the best one, as VulkanDevice has it
+                self.found["facts"]["copy_bandwidth"] = rate * 1e9
+                print(f"{session.facts['device']} copies {rate:.1f} GB/s", flush=True)
 
     def _measure(self, session: Session, reference: str, names: list[str]) -> None:
         if not names:
@@ -99,11 +101,11 @@ class Run:
             if name == reference or times[name] is None or not times[name] < (times[reference] or float("inf")):
                 continue
             states = self.candidates[name]["states"]
-            answers = [session.compare(self._folder(reference), self._folder(name), states) for _ in range(TIMES)]
+            answer = session.compare(self._folder(reference), self._folder(name), states)
             where = "lavapipe" if session.facts["device"].startswith(SOFTWARE) else "device"
-            wrong = "; ".join(dict.fromkeys(text for answer in answers for text in answer["wrong"]))
-            worst = max((answer["error"] for answer in answers if answer["error"] is not None), default=None)
-            self.found["checks"][name] = {"checked": where, "passed": not wrong, "deviation": worst, "error": wrong}
+            wrong = "; ".join(answer["wrong"])
+            check = {"checked": where, "passed": not wrong, "deviation": answer["error"], "error": wrong, "gain": answer["gain"]}
+            self.found["checks"][name] = check
             self._save()
 
     def _folder(self, name: str) -> Path:

@@ -9,7 +9,7 @@ from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.commands import Launch, Recorder
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
-from mlc_amd.runtime.devices.vulkan.memory import ALIGN, Memory, OutOfMemory
+from mlc_amd.runtime.devices.vulkan.memory import ALIGN, Memory
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import last_level_cache
@@ -17,7 +17,6 @@ from mlc_amd.runtime.host import last_level_cache
 CACHE = 512 << 20  # bytes to rotate over: more than the largest last-level cache of GPUs there is (256 MiB)
 SHARE = 8  # of the GPU's memory, what that may be
 TABLES = 1 << 20  # bytes of a block of tables of addresses
-COPIED, COPIES = 128 << 20, 8  # bytes and repetitions that measure how fast the memory is
 
 
 class _Marks(Recorder):
@@ -125,18 +124,11 @@ class VulkanBackend:
         made_of = [id(call) for call in calls]
         if made_of != self._recorded_of:
             self._recorded_of, self._calls = made_of, calls  # keeps them, and so their ids, alive
-            self._record(lambda recorder: self._each(recorder, calls))
+            self._record(calls)
         return self._submit()
 
-    @staticmethod
-    def _each(recorder: Recorder, calls) -> None:
-        for launches in calls:
-            for launch in launches:
-                recorder.launch(launch)
-            recorder.barrier()  # what follows in a model reads what this wrote
-
-    def _record(self, work) -> None:
-        """Records work(recorder) between two timestamps, in place of what was recorded before."""
+    def _record(self, calls) -> None:
+        """Records the calls between two timestamps, in place of what was recorded before."""
         context = self.context
         if self._recorded:
             context.calls.vkFreeCommandBuffers(context.device, context.pool, 1, (ctypes.c_void_p * 1)(self._recorded))
@@ -144,7 +136,10 @@ class VulkanBackend:
         self._recorded = recorder.commands
         recorder.begin()
         recorder.mark()
-        work(recorder)
+        for launches in calls:
+            for launch in launches:
+                recorder.launch(launch)
+            recorder.barrier()  # what follows in a model reads what this wrote
         recorder.mark()
         recorder.end()
 
@@ -157,22 +152,6 @@ class VulkanBackend:
         context.calls.vkGetQueryPoolResults(context.device, self._queries, 0, 2, 16, data, 8, api.RESULT_64 | api.RESULT_WAIT)
         begin, end = data
         return (end - begin & (1 << self.gpu.queue[1]) - 1) * self.gpu.limits["tick"] * 1e-9
-
-    def copy_bandwidth(self) -> float:
-        """Bytes per second, read and written together, of a copy in the GPU's memory; 0.0 without room for it."""
-        try:
-            self.open({"source": COPIED, "target": COPIED})
-        except OutOfMemory:
-            return 0.0
-        (source, source_at), (target, target_at) = self._found["source"], self._found["target"]
-
-        def copies(recorder: Recorder) -> None:
-            for _ in range(COPIES):
-                recorder.copy(source, source_at, target, target_at, COPIED)
-                recorder.barrier()
-
-        self._record(copies)
-        return COPIES * 2 * COPIED / max(min(self._submit() for _ in range(COPIES)), 1e-9)
 
     def close(self) -> None:
         self._group.close()

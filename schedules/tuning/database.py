@@ -8,7 +8,8 @@ A folder for each arch, `<cache>/tuned/<arch>/`, where <cache> is `$XDG_CACHE_HO
     database_tuning_record.json
 
 A measurement's line goes out in one write before anything else is done with it; opening drops a line that a killed process tore, and adds
-to MetaSchedule's files what they lack. Records shipped with the project are `dist/tuned/<arch>.json`, winners only.
+to MetaSchedule's files what they lack. Records shipped with the project are `dist/tuned/<arch>.json`, winners only, default plans
+among them where no other is known to be better.
 
 A plan is used when it was measured with this version of TVM, for a workload whose reference has the same hash today, still fits the arch,
 and passed its numeric check. What does not is left aside with a note.
@@ -18,7 +19,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -29,8 +30,10 @@ from mlc_amd.schedules.tuning.spaces import space
 from mlc_amd.schedules.tuning.workload import Workload
 
 MODES = ("none", "shipped", "user", "auto")
+RECORDED = "shipped record: default"  # where a default plan comes from that no other was preferred to
 LOG, HEADER, LOCK = "measurements.jsonl", "arch.json", "lock"
 METASCHEDULE = ("database_workload.json", "database_tuning_record.json")
+SHARED = ("device", "driver", "runner")  # fields that a file of shipped records tells once, if all of its records have the same
 SHIPPED = Path(__file__).resolve().parents[2] / "dist" / "tuned"
 
 
@@ -57,12 +60,14 @@ class Checked:
 
     checked     where they were computed: "device", "lavapipe", "emulator"
     passed      whether they agree; deviation: the largest error found
+    gain        how many times as fast it was as the default plan's kernel, both timed in turns; None where nothing was timed
     """
 
     checked: str
     passed: bool
     deviation: float | None = None
     error: str = ""
+    gain: float | None = None
 
 
 @dataclass
@@ -81,6 +86,7 @@ class Record:
     checked: str = ""
     passed: bool = False
     deviation: float | None = None
+    gain: float | None = None
     at: float = 0
 
     @property
@@ -110,10 +116,15 @@ class Entry:
             return f"made with TVM {self.tvm}, this is {tvm.__version__}"
         return "" if self.hash == self.workload.hash else "the kernel's plans have changed since"
 
+    def seconds(self, record: Record) -> float | None:
+        """Of a call. The fastest of many was also the luckiest: where a plan was timed in turns with the default, that counts."""
+        untuned = self.untuned
+        return untuned.seconds / record.gain if record.gain and untuned and untuned.seconds else record.seconds
+
     @property
     def ranked(self) -> list[Record]:
         """The records whose results are known to be right, the fastest first."""
-        return sorted((record for record in self.records.values() if record.usable), key=lambda record: record.seconds)
+        return sorted((record for record in self.records.values() if record.usable), key=self.seconds)
 
     @property
     def winner(self) -> Record | None:
@@ -238,17 +249,19 @@ class Database:
         line = {"op": workload.op, "args": workload.args, "hash": workload.hash, "tvm": tvm.__version__} | facts
         os.write(self._file, _line(line).encode())
 
-    def export(self, path: Path, source: str) -> int:
-        """Writes the winners that are not the default plan as a file of shipped records; returns how many. source: how they were found."""
+    def export(self, path: Path, source: str, defaults: Container[Workload] = ()) -> int:
+        """Writes the winners as a file of shipped records; returns how many. source: how they were found. defaults: the workloads of which
+        the default plan is written, too, where it has won."""
         lines = []
         for entry in self.entries.values():
-            winner = entry.winner
-            if not entry.stale and winner and not winner.default:
-                line = {"op": entry.workload.op, "args": entry.workload.args, "hash": entry.hash}
-                untuned = entry.untuned
-                lines.append(line | asdict(winner) | {"default_seconds": untuned.seconds if untuned else None})
-        header = {"api": self.arch.api, "arch": self.arch.name, "tvm": tvm.__version__, "source": source}
-        records = ",\n".join(json.dumps(line) for line in sorted(lines, key=lambda line: json.dumps([line["op"], line["args"]])))
+            winner, untuned = entry.winner, entry.untuned
+            if not entry.stale and winner and (not winner.default or entry.workload in defaults):
+                line = {"op": entry.workload.op, "args": entry.workload.args, "hash": entry.hash} | _told(winner)
+                lines.append(line if winner.default or not untuned else line | {"default_seconds": untuned.seconds})
+        shared = {name: lines[0][name] for name in SHARED if lines and all(line.get(name, "") == lines[0].get(name) for line in lines)}
+        rest = [{name: value for name, value in line.items() if name not in shared} for line in lines]
+        header = {"api": self.arch.api, "arch": self.arch.name, "tvm": tvm.__version__, "source": source, "shared": shared}
+        records = ",\n".join(_line(line)[:-1] for line in sorted(rest, key=lambda line: json.dumps([line["op"], line["args"]])))
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, json.dumps(header)[:-1] + f', "records": [\n{records}\n]}}\n')
         return len(lines)
@@ -297,6 +310,12 @@ def _check_header(folder: Path, arch) -> None:
         raise UserError(f"{folder} holds records of {found[0].get('arch')} ({found[0].get('api')}), not of {arch.name} ({arch.api})")
 
 
+def _told(record: Record) -> dict:
+    """The fields of a record that say something."""
+    empty = asdict(Record({}, None))
+    return {name: value for name, value in asdict(record).items() if value != empty[name]}
+
+
 def _line(line: dict) -> str:
     return json.dumps(line, separators=(",", ":")) + "\n"
 
@@ -343,7 +362,7 @@ class Lookup:
         return self.find(workload)[0]
 
     def find(self, workload: Workload) -> tuple[object | None, str]:
-        """(plan, "user" or "shipped"), or (None, "default")."""
+        """(plan, "user" or "shipped"), (None, RECORDED) for a shipped record of the default plan, or (None, "default")."""
         for source, entry in self._found.get(workload.key, []):
             if entry.stale:
                 self._note(source, workload, entry.stale)
@@ -353,7 +372,7 @@ class Lookup:
                 if reason := _misfit(found, record.plan):
                     self._note(source, workload, reason)
                 elif record.default:
-                    break
+                    return None, RECORDED if source == "shipped" else "default"
                 else:
                     return found.plan(record.plan), source
         return None, "default"
@@ -380,7 +399,7 @@ class Lookup:
         if (data["api"], data["arch"]) != (self.arch.api, self.arch.name):
             self.notes.append(f"{path} holds records of {data['arch']} ({data['api']}), not of {self.arch.name} ({self.arch.api})")
             return []
-        return entries_of({"tvm": data["tvm"]} | line for line in data["records"]).values()
+        return entries_of({"tvm": data["tvm"]} | data.get("shared", {}) | line for line in data["records"]).values()
 
 
 def known(entry: Entry, found) -> list[tuple[object, float | None]]:
@@ -388,5 +407,5 @@ def known(entry: Entry, found) -> list[tuple[object, float | None]]:
     learned = {}
     for record in entry.records.values():
         if not _misfit(found, record.plan):
-            learned[found.equal(found.plan(record.plan))] = None if record.refuted else record.seconds
+            learned[found.equal(found.plan(record.plan))] = None if record.refuted else entry.seconds(record)
     return list(learned.items())

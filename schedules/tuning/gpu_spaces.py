@@ -179,10 +179,10 @@ def _attention_coop(arch, m, heads, kv_heads, d) -> Space:
             raise ValueError(f"{tile} does not fit {arch.name}")
         if tile.fragments * (own + d) * rows // arch.wave > SUMS:
             raise ValueError(f"{tile} takes more registers than {arch.name} has")
-        fragments = m // rows * (heads // kv_heads)
-        return Kernel(tile, kv_heads * -(-fragments // tile.row_fragments), threads, tile.keys * d * 4 / threads)
+        groups = attention_prefill_coop.workgroups(tile, m, heads, kv_heads, arch)
+        return Kernel(tile, groups, threads, tile.keys * d * 4 / threads)
 
-    return Space(attention_prefill_coop.Tile, ATTENTION_COOP, attention_prefill_coop.tile_of(d, arch), kernel)
+    return Space(attention_prefill_coop.Tile, ATTENTION_COOP, attention_prefill_coop.tile_of(m, heads, kv_heads, d, arch), kernel)
 
 
 def _attention_matrix(arch, m, heads, kv_heads, d) -> Space:

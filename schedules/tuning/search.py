@@ -1,8 +1,9 @@
 """MetaSchedule's evolutionary search over the plans of one workload, driven step by step: `propose` plans, measure them, `report`.
 
 A candidate is a trace that draws the plan's numbers and writes them as annotations on the workload's reference. Mutation redraws one of
-them, a postproc rejects plans that the arch cannot run, the cost model is XGBoost on features of ours (`features.py`). No plan is proposed
-twice, and none that another one's kernel is equal to; what was measured before is reported first, after a restart from the database.
+them, a postproc rejects plans that the arch cannot run, the cost model is XGBoost on features of ours (`features.py`). Where few plans are
+left the model ranks them all instead. No plan is proposed twice, and none that another one's kernel is equal to; what was measured before
+is reported first, after a restart from the database.
 """
 
 import contextlib
@@ -31,9 +32,11 @@ WARMUP = 12  # measurements before the cost model is asked
 GENERATIONS = 3
 MUTATE = 0.9
 EPSILON = 0.1  # share of proposals that are drawn at random
+RANKED = 512  # most plans that the cost model ranks: in the time of an evolution, and without a miss
 INTRINSICS = "tvm.s_tir.tensor_intrin"
 
-logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.WARNING)
+# Its C++ code warns through this logger of evolutions that find nothing, which `propose` has an answer to. What breaks is an exception.
+logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.ERROR)
 
 
 class Models:
@@ -69,6 +72,7 @@ class Search:
         models.register(self)
         self._model, self._database = models.of(space.plan_type), ms.database.MemoryDatabase()
         self._mod, self._batch, self._seed = workload.reference(), None, seed
+        self._candidates: dict = {}  # plan: MetaSchedule's candidate
         self._workload = self._database.commit_workload(self._mod)
         if measured:
             self._learn([(plan, seconds, None) for plan, seconds in measured])
@@ -76,10 +80,15 @@ class Search:
     # ---- results so far
 
     @property
+    def ranked(self) -> list:
+        """The plans that ran, the fastest first."""
+        return sorted((plan for plan, seconds in self.seconds.items() if seconds is not None), key=self.seconds.__getitem__)
+
+    @property
     def best(self) -> tuple | None:
         """(plan, seconds) of the fastest one measured."""
-        found = [(seconds, i, plan) for i, (plan, seconds) in enumerate(self.seconds.items()) if seconds is not None]
-        return (min(found)[2], min(found)[0]) if found else None
+        ran = self.ranked
+        return (ran[0], self.seconds[ran[0]]) if ran else None
 
     @property
     def unmeasured(self) -> int:
@@ -94,8 +103,8 @@ class Search:
         if not self._known(self.space.default):
             chosen = [self.space.default]
             self._open[self.space.default] = None
-        if self.unmeasured > 2 * count and len(self.seconds) >= count:
-            for plan, candidate in self._evolve(count):
+        if self.unmeasured > count and len(self.seconds) >= min(count, WARMUP):
+            for plan, candidate in (self._evolve(count) if self.unmeasured > RANKED else None) or self._rank(count):
                 if len(chosen) < count and not self._known(plan):
                     chosen.append(plan)
                     self._open[plan] = candidate
@@ -115,6 +124,10 @@ class Search:
         """A measured plan gave wrong results: it cannot be the best."""
         self.seconds[plan] = None
 
+    def correct(self, plan, seconds: float) -> None:
+        """A measured plan was timed again, better."""
+        self.seconds[plan] = seconds
+
     def withdraw(self, plan) -> None:
         """A proposed plan will not be measured now: it may be proposed again."""
         self._open.pop(plan, None)
@@ -133,7 +146,7 @@ class Search:
             self.since_best = 0 if seconds is not None and (best is None or seconds < best[1]) else self.since_best + 1
             self.seconds[plan] = seconds
             self._database.commit_tuning_record(traces.record(self._mod, self._workload, self.space, plan, seconds))
-            candidates.append(candidate or MeasureCandidate(traces.schedule_of(self._mod, self.space, plan), []))
+            candidates.append(candidate or self._candidate(plan))
             outcomes.append(RunnerResult([traces.FAILED if seconds is None else seconds], None))
         if candidates:
             self._model.update(self._context(), candidates, outcomes)
@@ -163,8 +176,23 @@ class Search:
                 )  # fmt: skip
         return self._strategy
 
-    def _evolve(self, count: int):
-        """(plan, candidate) of what evolution comes up with."""
+    def _candidate(self, plan) -> MeasureCandidate:
+        return MeasureCandidate(traces.schedule_of(self._mod, self.space, plan), [])
+
+    def _rank(self, count: int) -> list:
+        """(plan, candidate) of the `count` unmeasured plans, less EPSILON of them, that the cost model likes best; of many, RANKED of them
+        have a chance."""
+        plans = [plan for plan in self.space.plans if not self._known(plan)]
+        if len(plans) > RANKED:
+            plans = self._random.sample(plans, RANKED)
+        self._candidates = {plan: self._candidates.get(plan) or self._candidate(plan) for plan in plans}
+        scores = self._model.predict(self._context(), list(self._candidates.values()))
+        wanted = sum(self._random.random() >= EPSILON for _ in range(count))
+        best = np.argsort(-scores, kind="stable")[:wanted]
+        return [(plans[i], self._candidates[plans[i]]) for i in best]
+
+    def _evolve(self, count: int) -> list:
+        """(plan, candidate) of what evolution comes up with: nothing where it draws too few plans that the arch can run."""
         context = self._context()
         if self._batch != count:  # its batches have a fixed size
             if self._batch:

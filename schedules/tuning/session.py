@@ -7,15 +7,18 @@ anything else happens, so a session that ends, however, loses nothing; a new one
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import NamedTuple
 
-from mlc_amd.schedules.tuning.database import Checked, Database, Measured, Record, known
+from mlc_amd.schedules.tuning.database import Checked, Database, Measured, Record, known, plan_text
 from mlc_amd.schedules.tuning.search import Models, Search
 from mlc_amd.schedules.tuning.spaces import Space, as_dict, space
 
+BATCH = 16  # plans that are measured together
 FIRST = 2  # measurements of a first batch, where there is a time limit
+BEATEN = 4  # of a task's plans that were slower than the default after all: then no others of it are checked
 PATIENCE = 32  # measurements without a better plan that halve a task's chance
 
 
@@ -54,6 +57,8 @@ class Session:
         self.arch, self.database, self.roofline = arch, database, roofline
         self.trials = 0  # measurements reported to this session
         self.refuted = 0  # plans whose results were wrong
+        self.beaten = Counter()  # task's key: plans that were not faster than the default when both were timed in turns
+        self.unverified: dict[tuple[str, object], str] = {}  # (task's key, plan) whose results nothing could check: why not
         self._tasks: dict[str, _Task] = {}
         models = Models()
         for task in tasks:
@@ -129,22 +134,33 @@ class Session:
     # ---- which results are right
 
     def unchecked(self) -> list[tuple[object, object]]:
-        """(task, plan) of each task's best plan if it is better than the default and nobody has checked its results."""
+        """(task, plan) of each task's best plan if it is better than the default and nobody has checked its results. One that could not be
+        checked is passed over; where another could not be for the same reason, so it is not the plan's fault, its task is."""
+        reasons = Counter(self.unverified.values())
+        hopeless = {key for (key, _), why in self.unverified.items() if reasons[why] > 1}
+        hopeless |= {key for key, count in self.beaten.items() if count >= BEATEN}
         wanted = []
-        for found in self._tasks.values():
-            best = found.search.best
-            if best and best[0] != found.space.default and not self.database.record(found.task.workload, as_dict(best[0])).checked:
-                wanted.append((found.task, best[0]))
+        for key, (task, choices, search) in self._tasks.items():
+            best = next((plan for plan in search.ranked if (key, plan) not in self.unverified), choices.default)
+            if key not in hopeless and best != choices.default and not self.database.record(task.workload, as_dict(best)).checked:
+                wanted.append((task, best))
         return wanted
 
     def check(self, task, plan, checked: Checked) -> None:
-        """What checking a measured plan's results found. A wrong one is out; the task's next best plan takes its place."""
+        """What checking a measured plan found. A wrong one is out; the task's next best plan takes its place, also that of one that is not
+        as fast as it looked. One that could not be checked is neither: it cannot be used, and a later session asks again."""
         found = self._tasks[task.workload.key]
         plan = found.space.equal(plan)
         self.database.check(task.workload, as_dict(plan), checked)
-        if not checked.passed:
+        if not checked.checked:
+            self.unverified[task.workload.key, plan] = checked.error
+        elif not checked.passed:
             self.refuted += 1
             found.search.disqualify(plan)
+        elif checked.gain:
+            entry = self.database.entry(task.workload)
+            found.search.correct(plan, entry.seconds(entry.records[plan_text(as_dict(plan))]))
+            self.beaten[task.workload.key] += checked.gain <= 1
 
     # ---- how far it is
 
@@ -162,17 +178,26 @@ class Session:
         return sorted(rows, key=lambda row: -(row.share or 0))
 
 
-def run(session: Session, measure, gate, trials: int | None = None, seconds: float | None = None, batch: int = 16, progress=None) -> None:
+def run(
+    session: Session,
+    measure,
+    gate,
+    trials: int | None = None,
+    seconds: float | None = None,
+    batch: int | Callable[[], int] = BATCH,
+    progress=lambda session: None,
+) -> None:
     """Measures and checks until the budget is spent (`trials` measurements, `seconds` of time) or every plan is measured.
 
     measure: callable([(workload, plan)]) -> [Measured], in that order, None for what was not measured after all. gate: callable(workload,
-    plan) -> Checked. progress: called with the session after each batch. The winners are checked at the end, whatever ends it; Ctrl-C
-    passes on after that.
+    plan) -> Checked. batch: how many plans to measure together; asked before each batch if it is callable. progress: called with the
+    session after each batch. The winners are checked at the end, whatever ends it; Ctrl-C passes on after that.
     """
     started = time.monotonic()
     try:
         while (trials is None or session.trials < trials) and (seconds is None or time.monotonic() - started < seconds):
-            size = batch if trials is None else min(batch, trials - session.trials)
+            size = batch() if callable(batch) else batch
+            size = size if trials is None else min(size, trials - session.trials)
             if seconds is not None:  # a batch must not take much longer than what is left; nobody knows how long the first one takes
                 spent = time.monotonic() - started
                 size = min(size, max(1, int((seconds - spent) * session.trials / spent)) if session.trials else FIRST)
@@ -184,8 +209,7 @@ def run(session: Session, measure, gate, trials: int | None = None, seconds: flo
                     session.withdraw(task, plan)
                 else:
                     session.report(task, plan, found)
-            if progress:
-                progress(session)
+            progress(session)
     finally:
         while wanted := session.unchecked():
             for task, plan in wanted:
