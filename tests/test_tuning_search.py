@@ -15,7 +15,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu import arch as archs
 from mlc_amd.schedules.gpu import gemv, profiles
 from mlc_amd.schedules.tuning import database as databases
-from mlc_amd.schedules.tuning.database import Checked, Database, Lookup, Measured
+from mlc_amd.schedules.tuning.database import Checked, Database, Lookup, Measured, Record
 from mlc_amd.schedules.tuning.search import Search
 from mlc_amd.schedules.tuning.session import BEATEN, Session, run
 from mlc_amd.schedules.tuning.spaces import space
@@ -218,8 +218,22 @@ def test_a_winner_that_was_only_lucky_is_none(tmp_path):
         assert entry.winner.plan == asdict(timed[2]) and 3 <= len(timed) <= 1 + BEATEN and session.refuted == 0
         assert entry.seconds(entry.winner) == entry.untuned.seconds / 1.25
     with Database(GFX, tmp_path) as database:  # also when read again
-        assert Session([task], GFX, database).unchecked() == []
+        assert not {plan for _, plan in Session([task], GFX, database).unchecked()} & set(timed)
     assert Lookup(GFX, "user", user=tmp_path)(task.workload) == timed[2]
+
+
+def test_a_plan_that_was_the_default_once_is_one_like_others(tmp_path):
+    task = Task(linear())
+    choices = space(task.workload, GFX)
+    former = next(plan for plan in choices.plans if plan != choices.default)
+    with Database(GFX, tmp_path) as database:
+        database.add(task.workload, Record(asdict(former), 1.0, default=True))
+        session = Session([task], GFX, database)
+        session.report(task, choices.default, Measured(2.0))
+        assert session.unchecked() == [(task, former)]
+        assert database.entry(task.workload).winner.plan == asdict(choices.default)
+        session.check(task, former, Checked("device", True, 0.0, gain=1.5))
+    assert Lookup(GFX, "user", user=tmp_path)(task.workload) == former
 
 
 def test_where_no_plan_is_faster_in_turns_the_default_stays(tmp_path):

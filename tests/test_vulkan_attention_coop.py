@@ -123,7 +123,7 @@ def test_tiles_suit_heads_and_waves():
 def test_short_chunks_share_out_their_keys():
     nvidia, heads = resolve("nvidia"), (32, 8, 128)
     tiles = {m: tile_of(m, *heads, nvidia) for m in (16, 64, 512)}
-    assert tiles[16].parts == tiles[64].parts == 2 and tiles[512].parts == 1
+    assert tiles[16].parts == tiles[64].parts == 4 and tiles[512].parts == 1
     assert tile_of(64, *heads, replace(nvidia, units=16)) == tiles[512]  # a small GPU is busy anyway
 
 

@@ -71,7 +71,7 @@ def rows(subject) -> list[TaskRow]:
     found = []
     for task in subject.tasks:
         entry, choices = known.get((task.workload.key, task.workload.hash)), space(task.workload, subject.arch)
-        winner, untuned = (entry.winner, entry.untuned) if entry else (None, None)
+        winner, untuned = (entry.refresh(choices).winner, entry.untuned) if entry else (None, None)
         history = sorted(entry.records.values(), key=lambda record: record.at) if entry else []
         failed = sum(record.seconds is None or record.refuted for record in history)
         times = untuned.seconds if untuned else None, entry.seconds(winner) if winner else None

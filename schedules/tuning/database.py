@@ -26,7 +26,7 @@ from pathlib import Path
 import tvm
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.tuning.spaces import space
+from mlc_amd.schedules.tuning.spaces import as_dict, space
 from mlc_amd.schedules.tuning.workload import Workload
 
 MODES = ("none", "shipped", "user", "auto")
@@ -115,6 +115,12 @@ class Entry:
         if self.tvm != tvm.__version__:
             return f"made with TVM {self.tvm}, this is {tvm.__version__}"
         return "" if self.hash == self.workload.hash else "the kernel's plans have changed since"
+
+    def refresh(self, found) -> "Entry":
+        """Itself, with today's default plan as the default: that of the space `found`. What was the default once is a plan like others."""
+        for record in self.records.values() if found else ():
+            record.default = record.plan == as_dict(found.default)
+        return self
 
     def seconds(self, record: Record) -> float | None:
         """Of a call. The fastest of many was also the luckiest: where a plan was timed in turns with the default, that counts."""
@@ -226,7 +232,8 @@ class Database:
     def entry(self, workload: Workload) -> Entry:
         """The workload's records that are valid today; more are to come."""
         key = (workload.key, workload.hash, tvm.__version__)
-        return self.entries.setdefault(key, Entry(workload, workload.hash, tvm.__version__))
+        entry = self.entries.setdefault(key, Entry(workload, workload.hash, tvm.__version__))
+        return entry.refresh(space(workload, self.arch))
 
     def record(self, workload: Workload, plan: dict) -> Record:
         """KeyError for a plan that was not measured."""
@@ -368,7 +375,7 @@ class Lookup:
                 self._note(source, workload, entry.stale)
                 continue
             found = space(workload, self.arch)
-            for record in entry.ranked:
+            for record in entry.refresh(found).ranked:
                 if reason := _misfit(found, record.plan):
                     self._note(source, workload, reason)
                 elif record.default:
