@@ -233,6 +233,9 @@ def test_a_plan_that_was_the_default_once_is_one_like_others(tmp_path):
         assert session.unchecked() == [(task, former)]
         assert database.entry(task.workload).winner.plan == asdict(choices.default)
         session.check(task, former, Checked("device", True, 0.0, gain=1.5))
+        entry = database.entry(task.workload)
+        entry.refresh(replace(choices, default=former))  # a day on which it is the default again: what it gained over another is past
+        assert entry.seconds(entry.untuned) == 1.0
     assert Lookup(GFX, "user", user=tmp_path)(task.workload) == former
 
 

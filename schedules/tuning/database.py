@@ -125,7 +125,8 @@ class Entry:
     def seconds(self, record: Record) -> float | None:
         """Of a call. The fastest of many was also the luckiest: where a plan was timed in turns with the default, that counts."""
         untuned = self.untuned
-        return untuned.seconds / record.gain if record.gain and untuned and untuned.seconds else record.seconds
+        in_turns = record.gain and not record.default and untuned and untuned.seconds
+        return untuned.seconds / record.gain if in_turns else record.seconds
 
     @property
     def ranked(self) -> list[Record]:
