@@ -1,30 +1,35 @@
 """Makes dist/tuned/<arch>.json, the tuning records that the project ships for GPUs that nobody has measured:
 
-    python tests/ship_tuned.py --cache DIR [ARCH ...]
+    python tests/ship_tuned.py --cache DIR [--tables DIR] [ARCH ...]
 
-For the linear layers of the models below, decoding (one token) and prefill (512), plans are ranked by the static model
-(compiler/tuning/static.py). A record is shipped where the model says that a plan is faster than the default by MARGINS, and its kernel
-passes the gate in the ISA emulator (TINYGRAD_SRC; see gfxemu.py). Prints a table of what it predicts.
+Every kernel of the models below that has choices gets a record, at the context that `compile` takes by default. Plans are ranked by the
+static model (compiler/tuning/static.py). Where the model says that a plan is faster than the default by `margin`, and its kernel passes
+the gate in the ISA emulator (TINYGRAD_SRC; see gfxemu.py), the record is that plan; else it is the default. Prints a table of what is
+predicted for those plans; --tables: for all of them, and for the best plan that was looked at.
 
-Building every plan of every shape would take days, so there are two steps: a survey of plans at one shape, whose waves' traces stand for
-other shapes, and then the default and the most promising plans of each shape, built as they are.
+Building every plan of every shape would take days. Linear layers have two steps: a survey of plans at one shape, whose waves' traces stand
+for other shapes; and, where it sees half a margin to gain, or has not seen the default, the default and the most promising plans, built as
+they are. Of the others the default's neighbors are built.
 """
 
 import argparse
 import functools
 import itertools
+import json
 import os
 import sys
 import time
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from math import inf
 from pathlib import Path
 
-from mlc_amd.compiler.gguf.synthetic import PRESETS
+from mlc_amd.compiler.gguf.synthetic import synthetic
+from mlc_amd.compiler.pipeline import make_target
 from mlc_amd.compiler.tuning import gate
 from mlc_amd.compiler.tuning.build import make, work
 from mlc_amd.compiler.tuning.static import Static, combine, run_of
+from mlc_amd.compiler.tuning.tasks import CHUNK, extract
 from mlc_amd.schedules.gpu.gemv import Plan
 from mlc_amd.schedules.tuning.database import SHIPPED, Checked, Database, Measured, Record, file_name
 from mlc_amd.schedules.tuning.spaces import as_dict, space
@@ -33,11 +38,11 @@ from mlc_amd.schedules.tuning.workload import Workload
 ARCHS = {"gfx1100": "rocm", "gfx1201": "rocm", "gfx942": "rocm", "gfx1030": "rocm", "vangogh": "vulkan", "gfx1151": "rocm"}
 MODELS = ("llama3-8b", "llama3-1b", "qwen3-8b", "qwen3-0.6b", "llama2-7b")
 FORMATS = ("q4_0", "q4_k", "q6_k", "q8_0")
-CHUNK = 512
 # How much faster than the default a plan must be predicted to be: more than the model ever promised wrongly where it could be compared
 # (tests/static_correlation.py on an H200: 21 % for a GEMV, 39 % for a GEMM, both slower in truth).
-MARGINS = {1: 0.25, CHUNK: 0.4}
-FINALISTS = 2  # plans of a shape that are built after the survey
+STREAM_MARGIN, MARGIN = 0.25, 0.4
+FINALISTS = {1: 2, CHUNK: 2}  # plans of a shape that are built after the survey, by tokens; 1 where nothing is said
+BATCH = 30  # builds that are on the disk at a time
 SOURCE = "static model of the GPU (compiler/tuning/static.py); nothing was measured on it"
 SURVEYED = {"linear": {"n": 4096, "k": 4096}, "gate_up_swiglu": {"n": 14336, "k": 4096}}
 
@@ -61,21 +66,22 @@ def act_of(arch, m: int) -> str:
     return {"rocm": "half", "vulkan": "pairs"}[arch.api] if m > 1 and arch.matrix else "rows"
 
 
-def tasks(preset: str, fmt: str, arch) -> dict[str, Workload]:
-    """A model's linear layers by name."""
-    shape = PRESETS[preset]
-    hidden, ffn, d = shape["hidden"], shape["ffn"], shape["head_dim"]
-    q, kv = shape["heads"] * d, shape["kv_heads"] * d
-    found = {"head m1": linear(fmt, [shape["vocab"]], hidden, 1, act_of(arch, 1), False)}
-    for m in (1, CHUNK):
-        act = act_of(arch, m)
-        found |= {
-            f"qkv m{m}": linear(fmt, [q, kv, kv], hidden, m, act, False),
-            f"o m{m}": linear(fmt, [hidden], q, m, act, True),
-            f"gate_up m{m}": gate_up(fmt, ffn, hidden, m, act),
-            f"down m{m}": linear(fmt, [hidden], ffn, m, act, True),
-        }
+def tasks(presets, formats, kind: str, arch: str) -> dict[Workload, str]:
+    """The kernels that have choices, each with the name of the first model's. Formats share their layers' shapes, so the first one's tasks
+    are taken for all."""
+    first, found = formats[0], {}
+    for preset in presets:
+        backend = make_target(kind, arch)
+        made = extract(synthetic(f"{preset}:{first}"), backend)
+        for fmt, task in itertools.product(formats, made):
+            workload = Workload.from_json(json.loads(task.workload.text.replace(f'"{first}"', f'"{fmt}"')))
+            if workload not in found and space(workload, backend.archs[0]):
+                found[workload] = f"{preset} {task.name.replace(first, fmt)}"
     return found
+
+
+def margin(workload: Workload) -> float:
+    return STREAM_MARGIN if workload.args.get("m") == 1 and workload.op in SURVEYED else MARGIN
 
 
 # ---- survey
@@ -87,21 +93,23 @@ def surveyed(op: str, fmt: str, m: int, arch) -> Workload:
     return linear(fmt, [sizes["n"]], sizes["k"], m, act, True) if op == "linear" else gate_up(fmt, sizes["n"], sizes["k"], m, act)
 
 
-def candidates(found, arch) -> list:
+def candidates(found, arch, m: int) -> list:
     """The plans of a space that are surveyed. GEMV: a workgroup's waves change nothing but the grid. GEMM: neighbors of the default."""
     if found.plan_type is Plan:
-        wide = itertools.product((1, 2, 4), (4,), (arch.wave,), (1, 2, 4))
-        plans = [Plan(*values) for values in (*wide, *itertools.product((2, 4), (4,), (16,), (1, 2)))]
+        wide = itertools.product((1, 2, 4), (4,), (arch.wave,), (1, 2))
+        plans = [Plan(*values) for values in (*wide, (2, 4, 16, 1))]
     else:
         tile, plans = found.default, []
         for field in fields(tile):
+            if field.name not in (("tokens", "rows", "buffers", "threads_m") if m == CHUNK else ("rows", "threads_m")):
+                continue
             values = found.choices[field.name]
             place = values.index(getattr(tile, field.name))
             plans += [replace(tile, **{field.name: value}) for value in values[max(0, place - 1) : place + 2]]
-        if hasattr(tile, "waves_m"):  # the same tile cut otherwise, larger ones
-            m, n = tile.waves_m, tile.waves_n
-            changes = [{"waves_m": m * 2, "waves_n": max(1, n // 2)}, {"waves_m": max(1, m // 2), "waves_n": n * 2}]
-            changes += [{"tokens": tile.tokens * 2, "waves_m": m * 2}, {"rows": tile.rows * 2, "waves_n": n * 2}]
+        if hasattr(tile, "waves_m") and m == CHUNK:  # the same tile cut otherwise, larger ones
+            rows, columns = tile.waves_m, tile.waves_n
+            changes = [{"waves_m": rows * 2, "waves_n": max(1, columns // 2)}, {"waves_m": max(1, rows // 2), "waves_n": columns * 2}]
+            changes += [{"tokens": tile.tokens * 2, "waves_m": rows * 2}, {"rows": tile.rows * 2, "waves_n": columns * 2}]
             plans += [replace(tile, **change) for change in changes]
         plans = [plan for plan in plans if plan.tokens <= gate.TOKENS[0]]  # those that are soon checked
     distinct = {}
@@ -121,7 +129,7 @@ class Survey:
     def traces(self, op: str, fmt: str, m: int) -> tuple[list, int]:
         """([(plan, launches)], k)."""
         workload = surveyed(op, fmt, m, self.arch)
-        plans = candidates(space(workload, self.arch), self.arch)
+        plans = candidates(space(workload, self.arch), self.arch, m)
         found = self.static.estimates([(workload, plan) for plan in plans])
         say(f"{self.arch.name} {op} {fmt} m{m}: {len(plans)} plans surveyed")
         return [(plan, one.launches) for plan, one in zip(plans, found, strict=True) if not isinstance(one, str)], workload.args["k"]
@@ -134,7 +142,8 @@ class Survey:
         best, scale = {}, args["k"] / k
         for surveyed_plan, launches in traces:
             (code, trace), *_ = launches
-            scaled = replace(trace, clocks=trace.clocks * scale, busy=Counter({name: n * scale for name, n in trace.busy.items()}))
+            busy = Counter({name: n * scale for name, n in trace.busy.items()})
+            scaled = replace(trace, clocks=trace.clocks * scale, longest=trace.longest * scale, busy=busy)
             for plan in [replace(surveyed_plan, waves=waves) for waves in (1, 2, 4, 8)] if found.plan_type is Plan else [surveyed_plan]:
                 if found.valid(plan):
                     continue
@@ -148,100 +157,167 @@ class Survey:
 # ---- records
 
 
-def choose(survey: Survey, workloads: dict[Workload, str]) -> list[tuple[Workload, object, Measured, Measured]]:
-    """(workload, plan, its prediction, the default's) where a plan is clearly better."""
-    static, chosen = survey.static, []
-    jobs, firsts = [], {}
+@dataclass
+class Choice:
+    """What was found for a workload. best: (plan, prediction) of the best one besides the default; check: its gate's finding, None where it
+    does not clear the margin."""
+
+    workload: Workload
+    default: Measured
+    best: tuple[object, Measured] | None
+    check: Checked | None = None
+
+    @property
+    def gain(self) -> float:
+        """What the best other plan promises."""
+        return self.default.seconds / self.best[1].seconds - 1 if self.best else 0.0
+
+    @property
+    def clear(self) -> bool:
+        return self.gain > margin(self.workload)
+
+    @property
+    def shipped(self) -> bool:
+        """Whether it is not the default that is shipped."""
+        return self.check is not None and self.check.passed
+
+
+def neighbors(found) -> list:
+    """The default and plans that differ from it in one number by one choice."""
+    distinct = {}
+    for field in fields(found.default):
+        values = found.choices[field.name]
+        place = values.index(getattr(found.default, field.name))
+        for value in values[max(0, place - 1) : place + 2]:
+            plan = replace(found.default, **{field.name: value})
+            if not found.valid(plan):
+                distinct.setdefault(found.kernel(plan).same, plan)
+    untuned = found.kernel(found.default).same
+    return [found.default, *(plan for same, plan in distinct.items() if same != untuned)]
+
+
+def plans_of(survey: Survey, workload: Workload) -> tuple[list, Choice | None]:
+    """The plans of a workload that are built, the default first; where the survey answers alone, none, and its answer."""
+    static, found = survey.static, space(workload, survey.arch)
+    if workload.op == "embed" or (workload.op not in SURVEYED and 1 < workload.args.get("m", 1) < CHUNK):
+        return [found.default], None  # a copy of rows; little work, for which what holds for CHUNK tokens will do
+    if workload.op not in SURVEYED:
+        return neighbors(found), None
+    moved, _ = work(workload, make(workload, None, static.kind, static.arch.name), static.kind)
+    untuned = found.kernel(found.default).same
+    ranked = {found.kernel(plan).same: (seconds, plan) for seconds, plan in survey.ranked(workload, moved)}
+    default, _ = ranked.pop(untuned, (None, None))
+    enough = inf if default is None else default * (1 - margin(workload) / 2)
+    if better := [plan for seconds, plan in ranked.values() if seconds < enough]:
+        return [found.default, *better[: FINALISTS.get(workload.args["m"], 1)]], None
+    if default is None:
+        return [found.default], None
+    facts = {"device": f"model of {static.arch.name}", "runner": static.runner}
+    best = next(((plan, Measured(seconds, **facts)) for seconds, plan in ranked.values()), None)
+    return [], Choice(workload, Measured(default, **facts), best)
+
+
+def choose(survey: Survey, workloads: dict[Workload, str]) -> list[Choice]:
+    static = survey.static
+    jobs, found = [], {}
     for workload in workloads:
-        moved, _ = work(workload, make(workload, None, static.kind, static.arch.name), static.kind)
-        found = space(workload, static.arch)
-        if found is None:
-            continue
-        ranked = survey.ranked(workload, moved)
-        untuned = found.kernel(found.default).same
-        default = next((seconds for seconds, plan in ranked if found.kernel(plan).same == untuned), inf)
-        enough = default * (1 - MARGINS[workload.args["m"]] / 2)
-        better = [plan for seconds, plan in ranked if seconds < enough][:FINALISTS]
-        if better:
-            firsts[workload] = len(jobs)
-            jobs += [(workload, plan) for plan in (found.default, *better)]
-    say(f"{static.arch.name}: {len(firsts)} of {len(workloads)} shapes look improvable, {len(jobs)} builds")
-    for begin in range(0, len(jobs), 30):
-        part = jobs[begin : begin + 30]
-        jobs[begin : begin + 30] = zip(part, static.measure(part), strict=True)
-    say(f"{static.arch.name}: built")
-    groups = itertools.groupby(jobs, key=lambda job: job[0][0].text)
-    for _, group in groups:
-        ((workload, _), untuned), *others = group
-        ran = [(plan, measured) for (_, plan), measured in others if measured.seconds is not None]
-        if untuned.seconds is None or not ran:
-            continue
-        plan, measured = min(ran, key=lambda pair: pair[1].seconds)
-        if measured.seconds * (1 + MARGINS[workload.args["m"]]) < untuned.seconds:
-            chosen.append((workload, plan, measured, untuned))
-    say(f"{static.arch.name}: {len(chosen)} plans to check")
-    return chosen
+        plans, found[workload] = plans_of(survey, workload)
+        jobs += [(workload, plan) for plan in plans]
+    say(f"{static.arch.name}: {len(workloads)} shapes, {len(jobs)} builds")
+    measured = []
+    for begin in range(0, len(jobs), BATCH):
+        measured += static.measure(jobs[begin : begin + BATCH])
+        say(f"{static.arch.name}: {len(measured)} built")
+    for workload, group in itertools.groupby(zip(jobs, measured, strict=True), key=lambda pair: pair[0][0]):
+        (_, untuned), *others = group
+        if untuned.seconds is None:
+            raise RuntimeError(f"{static.arch.name} {workload.text}: {untuned.error}")
+        ran = [(plan, one) for (_, plan), one in others if one.seconds is not None]
+        found[workload] = Choice(workload, untuned, min(ran, key=lambda pair: pair[1].seconds, default=None))
+    choices = list(found.values())
+    say(f"{static.arch.name}: {sum(one.clear for one in choices)} plans to check")
+    return choices
 
 
-def checked(static: Static, chosen, known: dict) -> list[Checked]:
-    """The gate's finding for each. Kernels that differ in the number of rows, or GEMM's in that of columns, are checked once."""
-    found = []
-    for workload, plan, *_ in chosen:
-        args = workload.args
-        formats = args["gate"] if "gate" in args else tuple(fmt for fmt, _ in args["segments"])
-        key = (static.arch.name, workload.op, formats, args["k"] if args["m"] == 1 else 0, args["m"], plan)
+def check(static: Static, choices: list[Choice], database: Database) -> None:
+    """Asks the gate. Kernels that differ in the number of rows or heads, or GEMM's in that of columns, are checked once."""
+    known = {}
+    for one in choices:
+        if not one.clear:
+            continue
+        args, (plan, _) = one.workload.args, one.best
+        formats = args["gate"] if "gate" in args else tuple(fmt for fmt, _ in args.get("segments", ()))
+        shape = args.get("k", 0) if args.get("m") == 1 else args.get("d", 0)
+        group = args["heads"] // args["kv_heads"] if "heads" in args else 0
+        key = (one.workload.op, formats, shape, group, args.get("m", 1), plan)
         if key not in known:
+            before = database.entry(one.workload).records.get(json.dumps(as_dict(plan), separators=(",", ":"), sort_keys=True))
             started = time.monotonic()
-            known[key] = static.gate(workload, plan)
-            say(f"{static.arch.name} {key[1:]}: {known[key]} ({time.monotonic() - started:.0f} s)")
-        found.append(known[key])
-    return found
+            known[key] = static.gate(one.workload, plan) if before is None or not before.passed else _check_of(before)
+            say(f"{static.arch.name} {key}: {known[key]} ({time.monotonic() - started:.0f} s)")
+        one.check = known[key]
 
 
-def table(arch, chosen, names: dict[Workload, str], checks: list[Checked]) -> str:
+def _check_of(record: Record) -> Checked:
+    return Checked(record.checked, record.passed, record.deviation)
+
+
+def keep(database: Database, arch, choices: list[Choice]) -> None:
+    for one in choices:
+        plans = [(space(one.workload, arch).default, one.default, True)]
+        if one.check is not None:
+            plans.append((*one.best, False))
+        for plan, found, is_default in plans:
+            facts = {"device": found.device, "runner": found.runner, "at": time.time()}
+            database.add(one.workload, Record(as_dict(plan), found.seconds, is_default, **facts))
+        if one.check is not None:
+            database.check(one.workload, as_dict(one.best[0]), one.check)
+
+
+def table(arch, choices: list[Choice], names: dict[Workload, str], everything: bool) -> str:
     rows = []
-    for (workload, plan, measured, untuned), check in zip(chosen, checks, strict=True):
-        gain = untuned.seconds / measured.seconds - 1
-        values = " ".join(f"{name}={value}" for name, value in as_dict(plan).items())
-        state = check.checked if check.passed else f"not shipped: {check.error or 'wrong'}"
-        rows.append((names[workload], f"{untuned.seconds * 1e6:.1f}", f"{measured.seconds * 1e6:.1f}", f"{gain:+.0%}", values, state))
-    head = ("kernel", "default us", "plan us", "gain", "plan", "checked")
-    lines = [f"### {arch.name}: {len(rows)} records of {len(names)} shapes", "", "| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    for one in choices:
+        if not (everything or one.clear):
+            continue
+        plan, measured = one.best or (None, one.default)
+        values = " ".join(f"{name}={value}" for name, value in as_dict(plan).items()) if plan else "no other was built"
+        state = "default: below the margin" if not one.clear else one.check.checked
+        if one.clear and not one.check.passed:
+            state = f"default: {one.check.error or 'wrong'}"
+        times = f"{one.default.seconds * 1e6:.1f}", f"{measured.seconds * 1e6:.1f}", f"{one.gain:+.0%}"
+        rows.append((names[one.workload], *times, values, state))
+    head = ("kernel", "default us", "best other us", "gain", "its plan", "shipped")
+    count = sum(one.shipped for one in choices)
+    lines = [f"### {arch.name}: {len(choices)} records, {count} of them not the default", ""]
+    lines += ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
 
 
-def ship(name: str, cache: Path, out: Path, tokens: tuple[int, ...]) -> str:
-    """Makes one arch's file. Returns the table."""
-    with Static(ARCHS[name], name) as static:
-        names: dict[Workload, str] = {}
-        for preset, fmt in itertools.product(MODELS, FORMATS):
-            for label, workload in tasks(preset, fmt, static.arch).items():
-                if workload.args["m"] in tokens:
-                    names.setdefault(workload, f"{preset} {fmt} {label}")
-        chosen = choose(Survey(static), names)
-        checks = checked(static, chosen, {})
-        with Database(static.arch, cache / file_name(name)) as database:
-            for (workload, plan, measured, untuned), check in zip(chosen, checks, strict=True):
-                default = space(workload, static.arch).default
-                for used, found, is_default in ((default, untuned, True), (plan, measured, False)):
-                    facts = {"device": found.device, "runner": found.runner, "at": time.time()}
-                    database.add(workload, Record(as_dict(used), found.seconds, is_default, **facts))
-                database.check(workload, as_dict(plan), check)
-            say(f"{name}: {database.export(out / f'{file_name(name)}.json', SOURCE)} records")
-        return table(static.arch, chosen, names, checks)
+def ship(name: str, cache: Path, out: Path, tables: Path | None) -> str:
+    """Makes one arch's file. Returns the table of plans that clear the margin."""
+    with Static(ARCHS[name], name) as static, Database(static.arch, cache / file_name(name)) as database:
+        names = tasks(MODELS, FORMATS, static.kind, name)
+        choices = choose(Survey(static), names)
+        check(static, choices, database)
+        keep(database, static.arch, choices)
+        say(f"{name}: {database.export(out / f'{file_name(name)}.json', SOURCE, set(names))} records")
+        if tables:
+            tables.mkdir(parents=True, exist_ok=True)
+            (tables / f"{file_name(name)}.md").write_text(table(static.arch, choices, names, everything=True))
+        return table(static.arch, choices, names, everything=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("archs", nargs="*", default=list(ARCHS))
-    parser.add_argument("--cache", type=Path, required=True, help="folder of databases, one for each arch; what is there is kept")
+    parser.add_argument("--cache", type=Path, required=True, help="folder of databases, one for each arch; checks there are not repeated")
     parser.add_argument("--out", type=Path, default=SHIPPED)
-    parser.add_argument("--tokens", type=int, nargs="*", default=[1, CHUNK])
+    parser.add_argument("--tables", type=Path, help="folder for a table of all records of each arch")
     options = parser.parse_args()
     if "TINYGRAD_SRC" not in os.environ:
-        parser.error("set TINYGRAD_SRC: no record is shipped that the emulator has not checked")
+        parser.error("set TINYGRAD_SRC: no plan is shipped that the emulator has not checked")
     for name in options.archs:
-        print(ship(name, options.cache, options.out, tuple(options.tokens)), flush=True)
+        print(ship(name, options.cache, options.out, options.tables), flush=True)
 
 
 if __name__ == "__main__":

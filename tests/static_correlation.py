@@ -1,8 +1,10 @@
 """How well the static model ranks plans, against measurements: python tests/static_correlation.py KIT_OR_DATABASE [...] [--plans]
 
 In: folders of kits that came back (kit.json, results.json), or of databases (measurements.jsonl). Out: for each workload Spearman's rank
-correlation between predicted and measured seconds of its plans; and what the plan that the model would choose gains over the default, as
-predicted and as measured.
+correlation between predicted and measured seconds of its plans; the same for the plans that the compiler asked here keeps in registers
+("no spills": elsewhere another compiler may do better); what the plan that the model would choose gains over the default, as predicted and
+as measured. Operators' means follow; of all pairs of a workload's plans without spills where the model promises a gain of so much, how many
+are faster in truth; and the correlation over all workloads' default plans.
 
 The model is of AMD GPUs. For measurements on NVIDIA's, whose instructions no tool here shows, it takes the kernels' own SPIR-V as RADV
 compiles it for RDNA3, and HOPPER's constants: a proxy, since registers, instructions and their order are another compiler's. Cooperative
@@ -15,12 +17,13 @@ import tempfile
 from dataclasses import dataclass, replace
 from math import nan
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from mlc_amd.compiler.tuning import isa_costs
 from mlc_amd.compiler.tuning.build import Builder, plan_of
-from mlc_amd.compiler.tuning.static import codes_of, combine, follow, run_of
+from mlc_amd.compiler.tuning.static import codes_of, of_cases, run_of
 from mlc_amd.runtime.measure.candidate import read
 from mlc_amd.schedules.gpu import arch as archs
 from mlc_amd.schedules.gpu import profiles
@@ -28,7 +31,8 @@ from mlc_amd.schedules.tuning.database import HEADER, LOG, entries_of, read_line
 from mlc_amd.schedules.tuning.spaces import space
 from mlc_amd.schedules.tuning.workload import Workload
 
-LEAST = 5  # plans of a workload: with fewer a rank says little
+LEAST = 3  # plans of a workload: with fewer a rank says nothing
+PROMISES = (0.1, 0.25, 0.4)  # gains
 ASSUMED = "rdna3"
 
 
@@ -60,6 +64,14 @@ class Point:
     seconds: float
     folder: Path
     default: bool
+
+
+class Guess(NamedTuple):
+    """Predicted seconds of a point; whether its kernel has registers in memory."""
+
+    seconds: float
+    point: Point
+    spills: bool
 
 
 def of_kit(folder: Path) -> tuple[str, str, list[Point]]:
@@ -101,8 +113,8 @@ def _short(plan: dict) -> str:
     return " ".join(f"{name}={value}" for name, value in plan.items())
 
 
-def predict(kind: str, name: str, points: list[Point]) -> tuple[list[float | None], list[str]]:
-    """Predicted seconds of each point, None where the model or its compiler cannot; and why not."""
+def predict(kind: str, name: str, points: list[Point]) -> tuple[list[Guess | None], list[str]]:
+    """The prediction for each point, None where the model or its compiler cannot; and why not."""
     arch = _arch(kind, name)
     proxy = kind == "vulkan" and not arch.amd
     machine = HOPPER if proxy else isa_costs.machine(arch)
@@ -113,10 +125,9 @@ def predict(kind: str, name: str, points: list[Point]) -> tuple[list[float | Non
         try:
             if isinstance(codes, str):
                 raise ValueError(codes)
-            kinds = len(point.workload.args.get("segments", [0]))
-            launches = [(code, follow(code, machine, kinds)) for code in codes]
             run = run_of(point.workload, plan_of(candidate.facts), arch)
-            found.append(combine(launches, candidate.facts["bytes"], machine, run).seconds)
+            spills = any(code.kernel.scratch or code.kernel.vgpr_spills for code in codes)
+            found.append(Guess(of_cases(codes, point.workload, candidate.cases, machine, run).seconds, point, spills))
         except ValueError as error:
             found.append(None)
             reasons.append(str(error))
@@ -134,38 +145,65 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return (np.cumsum(counts) - (counts - 1) / 2)[place]
 
 
+def agreement(guesses: list[Guess]) -> float:
+    """Spearman of a workload's plans; nan of too few."""
+    if len(guesses) < LEAST:
+        return nan
+    return spearman([guess.seconds for guess in guesses], [guess.point.seconds for guess in guesses])
+
+
+def kept(guesses: list[Guess], promise: float) -> tuple[int, int]:
+    """(pairs of plans of which the model says that one is faster by that much, pairs where it is faster)."""
+    pairs = [(a, b) for a in guesses for b in guesses if b.seconds > a.seconds * (1 + promise)]
+    return len(pairs), sum(b.point.seconds > a.point.seconds for a, b in pairs)
+
+
 def report(label: str, kind: str, arch: str, points: list[Point], plans: bool) -> None:
     predicted, reasons = predict(kind, arch, points)
-    by_workload: dict[Workload, list[tuple[float, Point]]] = {}
-    for seconds, point in zip(predicted, points, strict=True):
-        if seconds is not None:
-            by_workload.setdefault(point.workload, []).append((seconds, point))
+    by_workload: dict[Workload, list[Guess]] = {}
+    for guess in filter(None, predicted):
+        by_workload.setdefault(guess.point.workload, []).append(guess)
     print(f"{label}: {arch}, {len(points)} measured plans, {len(points) - len(reasons)} predicted")
     for reason in dict.fromkeys(reasons):
         print(f"  {reasons.count(reason)} not: {reason}")
-    print(f"{'workload':64} plans  Spearman   us: best   default    choice  its gain: predicted  measured")
-    correlations = []
-    for workload, pairs in by_workload.items():
-        if len(pairs) < LEAST:
+    print(f"{'workload':64} plans  Spearman no spills  us: best   default    choice  its gain: predicted  measured")
+    correlations: dict[str, list[tuple[float, float]]] = {}
+    promises: dict[str, np.ndarray] = {}
+    for workload, guesses in sorted(by_workload.items(), key=lambda pair: pair[0].text):
+        if len(guesses) < LEAST:
             continue
-        measured = [point.seconds for _, point in pairs]
-        correlations.append(spearman([seconds for seconds, _ in pairs], measured))
-        guess, chosen = min(pairs, key=lambda pair: pair[0])
-        before, default = next(((seconds, point.seconds) for seconds, point in pairs if point.default), (nan, nan))
-        times = " ".join(f"{seconds * 1e6:9.1f}" for seconds in (min(measured), default, chosen.seconds))
-        gains = f"{before / guess - 1:20.0%} {default / chosen.seconds - 1:9.0%}"
-        print(f"{name_of(workload):64} {len(pairs):5} {correlations[-1]:9.2f}  {times} {gains}")
-        for seconds, point in sorted(pairs, key=lambda pair: pair[1].seconds) if plans else []:
-            print(f"    {point.seconds * 1e6:9.1f} us measured {seconds * 1e6:9.1f} us predicted  {point.plan}")
-    if correlations:
-        print(f"{'mean, median':64} {'':5} {np.mean(correlations):9.2f} {np.median(correlations):.2f}")
+        held = [guess for guess in guesses if not guess.spills]
+        found = agreement(guesses), agreement(held)
+        several = "m=1" if workload.args.get("m", 1) == 1 else "m>1"
+        correlations.setdefault(f"{workload.op} {several}", []).append(found)
+        for i, promise in enumerate(PROMISES):
+            promises.setdefault(f"{workload.op} {several}", np.zeros((len(PROMISES), 2), int))[i] += kept(held, promise)
+        chosen = min(guesses, key=lambda guess: (guess.seconds, not guess.point.default))
+        default = next((guess for guess in guesses if guess.point.default), Guess(nan, replace(chosen.point, seconds=nan), False))
+        measured = min(guess.point.seconds for guess in guesses), default.point.seconds, chosen.point.seconds
+        times = " ".join(f"{seconds * 1e6:9.1f}" for seconds in measured)
+        gains = f"{default.seconds / chosen.seconds - 1:20.0%} {default.point.seconds / chosen.point.seconds - 1:9.0%}"
+        print(f"{name_of(workload):64} {len(guesses):5} {found[0]:9.2f} {found[1]:9.2f}  {times} {gains}")
+        for guess in sorted(guesses, key=lambda guess: guess.point.seconds) if plans else []:
+            spills = ", spills" if guess.spills else ""
+            times = f"{guess.point.seconds * 1e6:9.1f} us measured {guess.seconds * 1e6:9.1f} us predicted"
+            print(f"    {times}  {guess.point.plan}{spills}")
+    for name, found in correlations.items():
+        means = (np.nanmean(column) for column in zip(*found, strict=True))
+        print(f"{f'mean of {len(found)}: {name}':70} {' '.join(f'{mean:9.2f}' for mean in means)}")
+    for name, counts in promises.items():
+        told = ", ".join(f"{p:.0%}: {faster} of {count}" for p, (count, faster) in zip(PROMISES, counts, strict=True))
+        print(f"faster in truth, of pairs with a promise of {told}  {name}")
+    defaults = [guess for guesses in by_workload.values() for guess in guesses if guess.point.default]
+    print(f"{f'default plans of {len(defaults)} workloads':70} {agreement(defaults):9.2f}")
 
 
 def name_of(workload: Workload) -> str:
     args = workload.args
     if "segments" in args:
         return f"linear {' '.join(f'{fmt}:{n}' for fmt, n in args['segments'])} k={args['k']} m={args['m']}"
-    return f"{workload.op} {' '.join(f'{key}={args[key]}' for key in ('gate', 'n', 'k', 'm', 'heads', 'd') if key in args)}"
+    names = ("gate", "fmt", "n", "k", "m", "heads", "d", "ctx", "row")
+    return f"{workload.op} {' '.join(f'{key}={args[key]}' for key in names if key in args)}"
 
 
 def main() -> None:

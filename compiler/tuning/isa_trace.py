@@ -2,27 +2,55 @@
 
 In: assembly in LLVM's syntax (LLVM's own, or RADV's through `radv`), a workgroup's number, a `Machine`. Out: a `Trace`.
 
-Loops count in scalar registers, so the scalar instructions are computed, the others only counted. What scalar registers get from memory or
-vectors is unknown. A branch that hangs on it, or on the lanes' mask, leads where there is more work: nothing is skipped, except that a
-loop which it may leave runs once. That is right for kernels whose bounds are constants, as ours are; it ignores waves that find nothing to
-do, lanes that are masked out, and bank conflicts.
+Loops count in scalar registers, so the scalar instructions are computed, and the vector ones that scalar registers get values from
+(`isa_values.py`); the others are only counted. Of memory the arguments and the tokens' state are known. A branch that hangs on anything
+else, or on the lanes' mask, leads where there is more work: nothing is skipped, except that a loop which it may leave runs once. That is
+right for kernels whose bounds are constants or come from the state, as ours do; it ignores lanes that are masked out and bank conflicts.
 """
 
+import functools
 import re
 from collections import Counter
 from dataclasses import dataclass, field
 
 from mlc_amd.compiler.codegen import hsaco
-from mlc_amd.compiler.tuning import isa_costs
+from mlc_amd.compiler.tuning import isa_costs, isa_values
+from mlc_amd.compiler.tuning.isa_values import Values, registers
 
-MASK = 0xFFFFFFFF
+RESERVED = 2  # RADV: registers ahead of the push constants
 STEPS = 200_000  # visits of blocks after which a loop is taken for endless
 SUBGROUP = re.compile(r"s_bfe_u32 \w+, s(\d+), 0x60006")  # RADV: the wave's number out of a register behind the workgroup's
 WAIT = re.compile(r"(vm|lgkm)cnt\((\d+)\)")
 # gfx12: counters of their own, two of which may share an instruction
 WAITS = {"loadcnt": ("vm",), "dscnt": ("lgkm",), "kmcnt": ("lgkm",), "loadcnt_dscnt": ("vm", "lgkm")}
-REGISTER = re.compile(r"s(\d+)$|s\[(\d+):(\d+)\]$")
-NAMES = {"vcc_lo": "vcc", "vcc": "vcc", "exec_lo": "exec", "exec": "exec", "src_scc": "scc", "scc": "scc"}
+# User registers ahead of the address of the arguments, in order: their directive, and how many
+AHEAD = (("private_segment_buffer", 4), ("dispatch_ptr", 2), ("queue_ptr", 2))
+# Where arguments are made to lie; RADV's pointers to push constants have the upper half that its code gives them
+ARGUMENTS, PUSHED, ADDRESS = 1 << 40, 0xFFFF8000_00001000, 8
+PACKED = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")  # GPUs that have a workitem's numbers in one register
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A launch's arguments, all addresses. count: of them; state: the place of the state's, None without one; table: whether they lie in
+    memory and only the address of that is passed (`spirv.SpirvKernel.table`)."""
+
+    count: int = 0
+    state: int | None = None
+    table: bool = False
+
+    def memory(self, base: int, state) -> dict[int, int]:
+        """Words by address, of arguments from `base` on and of what the state holds."""
+        address = [ARGUMENTS + (i + 1 << 24) for i in range(self.count + 1)]
+        found, places = {}, [(base, address[self.count :])] if self.table else [(base, address[: self.count])]
+        if self.table:
+            places.append((address[self.count], address[: self.count]))
+        for start, values in places:
+            for i, value in enumerate(values):
+                found |= {start + ADDRESS * i: value & isa_values.MASK, start + ADDRESS * i + 4: value >> 32}
+        if state is not None and self.state is not None:
+            found |= {address[self.state] + 4 * i: value & isa_values.MASK for i, value in enumerate(state)}
+        return found
 
 
 @dataclass
@@ -30,12 +58,14 @@ class Trace:
     """A wave's way through a kernel.
 
     clocks    until it ends, if it has the compute unit for itself and every load comes from device memory
+    longest   of several waves, of which clocks is the mean: the clocks of the one that takes longest
     busy      clocks by pipe
     counts    executed instructions by mnemonic
     loaded    bytes that its lanes load from memory
     """
 
     clocks: float = 0
+    longest: float = 0
     busy: Counter = field(default_factory=Counter)
     counts: Counter = field(default_factory=Counter)
     loaded: float = 0
@@ -48,10 +78,12 @@ class Program:
     kernel.
     """
 
-    def __init__(self, assembly: str, kernel: str, machine: isa_costs.Machine, wave: int, grid):
-        self.machine, self.wave, self.grid = machine, wave, grid
+    def __init__(self, assembly: str, kernel: str, machine: isa_costs.Machine, wave: int, grid, arguments: Arguments | None = None):
+        self.machine, self.wave, self.grid, self.arguments = machine, wave, grid, arguments or Arguments()
         self.code, self.labels = _instructions(assembly, kernel)
-        self.ids = _workgroup_registers(assembly, kernel, self.code, grid)
+        self.facts = _facts(assembly, kernel)
+        self.ids, self.group = _workgroup_registers(self.facts, self.code, self.labels, grid)
+        self.watched = self._watched()
         loops = [(self.labels[t], i) for i, (name, ops) in enumerate(self.code) if (t := _target(name, ops)) and self.labels[t] <= i]
         self.exits = {
             i
@@ -80,15 +112,12 @@ class Program:
         block.counts[name] += 1
         if pipe != isa_costs.NONE:
             block.busy[pipe] += clocks
-        if name.startswith("s_") and not name.startswith("s_load"):
-            for queue, most in _waits(name, operands):
-                block.events.append((queue, most, 0))
-            block.scalar.append((name, operands))
-        elif name.startswith(("v_cmp", "v_readfirstlane", "v_readlane", "v_add_co", "v_addc")):
-            block.scalar.append((name, operands))
+        block.scalar += [one for one in isa_values.parts(name, operands) if self._counts(*one)]
         if name.startswith("s_load"):
             block.events.append(("lgkm", None, isa_costs.SCALAR_CLOCKS))
-            block.scalar.append((name, operands))
+        elif name.startswith("s_"):
+            for queue, most in _waits(name, operands):
+                block.events.append((queue, most, 0))
         elif pipe == "memory" and "store" not in name:
             block.events.append(("vm", None, self.machine.latency))
             block.loaded += size * self.wave
@@ -101,12 +130,58 @@ class Program:
             else:
                 block.events.append(("issue", issue, 0))
 
-    def run(self, workgroup: tuple[int, int, int]) -> Trace:
-        """A wave of that workgroup. ValueError for a loop that does not end."""
-        state = _Scalars()
+    def _watched(self) -> set[int]:
+        """Vector registers whose values may get to scalar ones."""
+        code = [one for name, operands in self.code if name.startswith("v_") for one in isa_values.parts(name, operands)]
+        found = {number for one in code if isa_values.reads_vectors(*one) for number in isa_values.sources(*one)}
+        makes = [(set(isa_values.written(*one)), isa_values.sources(*one)) for one in code]
+        while more := {number for made, used in makes if made & found for number in used} - found:
+            found |= more
+        return found
+
+    def _counts(self, name: str, operands: list[str]) -> bool:
+        """Whether an instruction may decide on what scalar registers hold."""
+        if name.startswith(("s_", "v_cmp", "v_read")) or isa_values.CARRY.match(name) or "_atomic_" in name:
+            return not name.startswith("v_cmpx")
+        return any(number in self.watched for number in isa_values.written(name, operands))
+
+    def _start(self, workgroup, wave: int | None, state) -> Values:
+        """Registers and memory before the first instruction."""
+        memory = self.arguments.memory(PUSHED if self.facts is None else ARGUMENTS, state)
+        values = Values(memory, arrival=workgroup[1])
         for register, value in zip(self.ids, [workgroup[axis] for axis in self._axes()], strict=False):
-            state.values[register] = value
-        state.values |= {"ttmp9": workgroup[0], "ttmp7": workgroup[1] | workgroup[2] << 16}
+            values.values[register] = value
+        values.values |= {"ttmp9": workgroup[0], "ttmp7": workgroup[1] | workgroup[2] << 16, "wave": wave}
+        if self.facts is not None:
+            first = sum(count for name, count in AHEAD if self.facts.get(f"user_sgpr_{name}") == "1")
+            values.write(f"s[{first}:{first + 1}]", ARGUMENTS)
+            if self.machine.gpu is not None and self.machine.gpu.name.startswith(PACKED):
+                values.packed.add(0)
+            elif wave is not None:
+                values.lanes[1] = wave
+        else:
+            self._push(values, memory)
+            if wave is not None and self.group is not None:
+                values.values[f"s{self.group}"] = wave << 6
+        return values
+
+    def _push(self, values: Values, memory: dict[int, int]) -> None:
+        """RADV: the push constants' words lie in registers ahead of the workgroup's numbers, all of them, or, behind a pointer to them, as
+        many as fit."""
+        if not self.ids:
+            return
+        words, end = 1 if self.arguments.table else self.arguments.count, int(self.ids[0][1:])
+        first = end - 2 * words
+        if first < RESERVED:
+            first = RESERVED + 1
+            values.values[f"s{RESERVED}"] = PUSHED & isa_values.MASK
+        for i in range(end - first):
+            values.values[f"s{first + i}"] = memory.get(PUSHED + 4 * i)
+
+    def run(self, workgroup: tuple[int, int, int], wave: int | None = None, state=None, certain: bool = False) -> Trace:
+        """A wave of that workgroup, None: one that does what any of them does; state: as a case has it. ValueError for a loop that does
+        not end; certain: also for one whose turns are not known."""
+        state = self._start(workgroup, wave, state)
         trace, visits, queues, now, at, left = Trace(), Counter(), {"vm": [], "lgkm": []}, 0.0, 0, set()
         for _ in range(STEPS):
             block = self.blocks[at]
@@ -131,6 +206,8 @@ class Program:
                 break
             taken = state.branches(name)
             if taken is None:
+                if certain and not name.startswith("s_cbranch_exec") and (i in self.exits or self.labels[_target(name, operands)] <= i):
+                    raise ValueError("the number of a loop's turns is in no scalar register")
                 taken = i in self.exits and i in left
                 left.add(i)
             at = self.labels[_target(name, operands)] if taken else block.next
@@ -187,35 +264,57 @@ def _instructions(assembly: str, kernel: str) -> tuple[list[tuple[str, list[str]
     return code, labels
 
 
-def _workgroup_registers(assembly: str, kernel: str, code, grid) -> list[str]:
-    """The scalar registers that hold the workgroup's numbers, in the order of the axes that the kernel asks for."""
+def _facts(assembly: str, kernel: str) -> dict[str, str] | None:
+    """LLVM's directives about a kernel; None for RADV's code, which has none."""
     start = assembly.find(f".amdhsa_kernel {kernel}")
-    if start >= 0:
-        facts = dict(re.findall(r"\.amdhsa_(\w+) (\d+)", assembly[start : assembly.index(".end_amdhsa_kernel", start)]))
+    if start < 0:
+        return None
+    return dict(re.findall(r"\.amdhsa_(\w+) (\d+)", assembly[start : assembly.index(".end_amdhsa_kernel", start)]))
+
+
+def _workgroup_registers(facts, code, labels, grid) -> tuple[list[str], int | None]:
+    """The scalar registers that hold the workgroup's numbers, in the order of the axes that the kernel asks for. RADV: and the number of
+    the one with the wave's number, None where it is not read."""
+    if facts is not None:
         first = int(facts["user_sgpr_count"])
         axes = [axis for axis, name in enumerate("xyz") if facts.get(f"system_sgpr_workgroup_id_{name}") == "1"]
-        registers = [""] * 3
+        found = [""] * 3
         for place, axis in enumerate(axes):
-            registers[axis] = f"s{first + place}"
-        return registers
-    # RADV: the last registers that are read before they are written, before the one with the wave's number
+            found[axis] = f"s{first + place}"
+        return found, None
+    # RADV: the last registers that live at the start, before the one with the wave's number
     wave = next((int(m[1]) for name, ops in code if (m := SUBGROUP.match(f"{name} {', '.join(ops)}"))), None)
-    inputs, written = set(), set()
-    for name, operands in code:
-        sources = operands if name.startswith(("s_cmp", "s_bitcmp", "v_cmp", "global_store", "ds_")) else operands[1:]
-        inputs |= {r for operand in sources for r in _registers(operand)} - written
-        written |= set(_registers(operands[0])) if operands else set()
-    numbers = sorted(r for r in inputs if wave is None or r < wave)
+    numbers = [r for r in _inputs(code, labels) if wave is None or r < wave]
     count = sum(extent > 1 for extent in grid)
-    return [f"s{r}" for r in numbers[len(numbers) - count :]] if count else []
+    return [f"s{r}" for r in numbers[len(numbers) - count :]] if count else [], wave
 
 
-def _registers(operand: str) -> range:
-    """Numbers of the scalar registers that an operand names."""
-    found = REGISTER.match(operand)
-    if not found:
-        return range(0)
-    return range(int(found[1]), int(found[1]) + 1) if found[1] else range(int(found[2]), int(found[3]) + 1)
+def _inputs(code, labels) -> list[int]:
+    """Numbers of the scalar registers whose values at the start are read, ascending."""
+    touched = [_touched(name, operands) for name, operands in code]
+    live, before = [0] * (len(code) + 1), None
+    while before != live:
+        before = list(live)
+        for i in reversed(range(len(code))):
+            (name, operands), (read, written) = code[i], touched[i]
+            after = 0 if name in ("s_branch", "s_endpgm") else live[i + 1]
+            if target := _target(name, operands):
+                after |= live[labels[target]]
+            live[i] = read | after & ~written
+    return [i for i in range(live[0].bit_length()) if live[0] >> i & 1]
+
+
+def _touched(name: str, operands: list[str]) -> tuple[int, int]:
+    """Masks of the scalar registers that an instruction reads and writes."""
+    masks = [sum(1 << r for r in registers(operand)) for operand in operands]
+    if name.startswith(("s_cmp", "s_bitcmp", "v_cmpx")):
+        masks.insert(0, 0)
+    written, read = masks[:1], masks[1:]
+    if isa_values.CARRY.match(name):
+        written, read = masks[:2], masks[2:]
+    elif name.startswith(("s_addk", "s_mulk", "s_cmov", "s_bitset", "global_store", "ds_")):
+        written, read = [], masks
+    return functools.reduce(int.__or__, read, 0), functools.reduce(int.__or__, written, 0)
 
 
 def _target(name: str, operands: list[str]) -> str | None:
@@ -241,133 +340,3 @@ def _bytes(name: str) -> int:
         return 4
     width = found[4]
     return (hsaco.WIDTHS.get(width) or int(width) // 8) * (2 if found[3] else 1)
-
-
-# ---- scalar instructions
-
-
-class _Scalars:
-    """Scalar registers by name; None is unknown."""
-
-    def __init__(self):
-        self.values = {"exec": -1 & MASK, "vcc": None, "scc": None}
-
-    def read(self, operand: str, wide: bool = False) -> int | None:
-        if found := REGISTER.match(operand):
-            if found[1]:
-                return self.values.get(operand)
-            low, high = self.values.get(f"s{found[2]}"), self.values.get(f"s{int(found[2]) + 1}")
-            return None if low is None or high is None else low | high << 32
-        if operand in NAMES or operand.startswith("ttmp"):
-            return self.values.get(NAMES.get(operand, operand))
-        try:
-            value = int(operand, 0)
-        except ValueError:
-            return None
-        return value & (MASK << 32 | MASK if wide else MASK)
-
-    def write(self, operand: str, value: int | None) -> None:
-        if found := REGISTER.match(operand):
-            for i, register in enumerate(_registers(operand)):
-                self.values[f"s{register}"] = None if value is None or i > 1 else value >> 32 * i & MASK
-            return
-        name = NAMES.get(operand, operand)
-        if name == "exec":
-            return  # lanes that are masked out take part
-        if name in ("vcc", "scc") or found is None:
-            self.values[name] = value
-
-    def branches(self, name: str) -> bool | None:
-        """Whether a branch is taken; None if that is unknown."""
-        kind = name.removeprefix("s_cbranch_").removeprefix("s_")
-        if kind == "branch":
-            return True
-        if kind.startswith("exec"):
-            return None  # see `Program.exits`
-        value = self.values["scc" if kind.startswith("scc") else "vcc"]
-        return None if value is None else (value != 0) == (kind in ("scc1", "vccnz"))
-
-    def execute(self, name: str, operands: list[str]) -> None:
-        if name.startswith("v_"):
-            for operand in operands[:2]:
-                if operand in NAMES or REGISTER.match(operand):
-                    self.write(operand, None)
-                    break
-            return
-        if name.startswith(("s_wait", "s_nop", "s_delay", "s_clause", "s_barrier", "s_sendmsg", "s_code", "s_set", "s_inst")):
-            return
-        if name.startswith("s_cmp"):
-            self.values["scc"] = self._compare(name, operands)
-            return
-        if name.startswith("s_cselect"):
-            scc = self.values["scc"]
-            self.write(operands[0], None if scc is None else self.read(operands[1 if scc else 2], name.endswith("64")))
-            return
-        if "saveexec" in name:
-            self.write(operands[0], None)
-            self.values["scc"] = None
-            return
-        base, _, kind = name.removeprefix("s_").rpartition("_")
-        wide = kind in ("b64", "u64", "i64")
-        if base in ("addk", "mulk"):
-            base, operands = base[:-1], [operands[0], operands[0], operands[1]]
-        function = _OPERATIONS.get(base)
-        values = [self.read(operand, wide) for operand in operands[1:]]
-        if function is None or None in values or not values:
-            self.write(operands[0], None)
-            self.values["scc"] = self.values["scc"] if base in _KEEPS else None
-            return
-        signed = [_signed(value, 64 if wide else 32) if kind.startswith("i") or base == "movk" else value for value in values]
-        result = function(*signed)
-        full = MASK << 32 | MASK if wide else MASK
-        self.write(operands[0], result & full)
-        if base not in _KEEPS:
-            self.values["scc"] = int(not 0 <= result <= full) if base in ("add", "sub") and kind == "u32" else int(result & full != 0)
-
-    def _compare(self, name: str, operands: list[str]) -> int | None:
-        relation, kind = name.split("_")[2:]
-        values = [self.read(operand, kind.endswith("64")) for operand in operands]
-        if None in values:
-            return None
-        bits = int(kind[1:])
-        a, b = (_signed(value, bits) if kind[0] == "i" else value for value in values)
-        if name.startswith("s_cmpk") and kind[0] == "i":
-            b = _signed(b, 32) if b > 0xFFFF else b
-        return int(_RELATIONS[relation](a, b))
-
-
-def _signed(value: int, bits: int) -> int:
-    value &= (1 << bits) - 1
-    return value - (1 << bits) if value >> bits - 1 else value
-
-
-_RELATIONS = {
-    "eq": int.__eq__, "lg": int.__ne__, "gt": int.__gt__, "ge": int.__ge__, "lt": int.__lt__, "le": int.__le__,
-}  # fmt: skip
-_KEEPS = {"mov", "movk", "mul", "add_nc", "sub_nc", "pack_ll"}  # leave scc as it is
-_OPERATIONS = {
-    "mov": lambda a: a,
-    "movk": lambda a: _signed(a, 16) if a <= 0xFFFF else a,
-    "add": lambda a, b: a + b,
-    "add_co": lambda a, b: a + b,
-    "add_nc": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "sub_co": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "lshl": lambda a, b: a << (b & 63),
-    "lshr": lambda a, b: a >> (b & 31),
-    "ashr": lambda a, b: a >> (b & 31),
-    "lshl1_add": lambda a, b: (a << 1) + b,
-    "lshl2_add": lambda a, b: (a << 2) + b,
-    "lshl3_add": lambda a, b: (a << 3) + b,
-    "lshl4_add": lambda a, b: (a << 4) + b,
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "xor": lambda a, b: a ^ b,
-    "not": lambda a: ~a,
-    "andn2": lambda a, b: a & ~b,
-    "and_not1": lambda a, b: a & ~b,
-    "min": min,
-    "max": max,
-    "bfe": lambda a, b: (a >> (b & 31)) & ((1 << (b >> 16 & 127)) - 1),
-}

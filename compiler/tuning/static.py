@@ -18,20 +18,39 @@ plans best that were measured on an NVIDIA H200 (Q4_0 and Q4_K). What one unit h
 (`hsaco.occupancy`). A kernel with scratch memory is SCRATCH times slower still. Where the launches of a call are several their times add
 up. Constants and their sources: `isa_costs.py`.
 
-Not in the model: which loads hit a cache (all come from device memory, except scalar ones), bank conflicts, dependent instructions' stalls,
-dual issue beyond what the compiler paired, clocks under power limits, the order of workgroups. So it ranks plans of one workload; its
-seconds are no promise.
+Loops that count what the tokens' state says, those of attention, are followed in each state that the kernel is timed in; the mean counts.
+There waves and workgroups do different work (causal masks, splits beyond the live tokens, the split that arrives last and joins them all),
+so many of them are followed, and `latency` is at least that of the longest.
 
-How well it ranks: no AMD GPU has been asked. Against an NVIDIA H200, with RADV's code for the same SPIR-V in place of NVIDIA's, Spearman's
-rank correlation over a GEMV's plans, the mean of five shapes, was 0.54 for Q4_0 and 0.74 for Q4_K for the 220 plans that POWER and RUN were
-chosen with (Mesa 22.3), 0.57 and 0.70 for 336 others (0.44 to 0.87 by shape), 0.66 and 0.44 for the first ones as Mesa 25 compiles them.
-GEMMs: 0.80, the mean of eight with 5 plans each. Defaults there are tuned by measurement, and wherever the model preferred another plan by
-2 % or more it was slower: by 1 to 36 % for GEMV, by 40 % for two GEMMs, with gains of up to 21 % and 39 % promised. So only large gains
-count; `tests/static_correlation.py` compares again.
+Not in the model: which loads hit a cache (all come from device memory, except scalar ones), bank conflicts, dependent instructions' stalls,
+dual issue beyond what the compiler paired, clocks under power limits, the order of workgroups and what starting one takes. So it ranks
+plans of one workload; its seconds are no promise.
+
+How well it ranks: no AMD GPU has been asked. Against an NVIDIA H200, with RADV's code (Mesa 22.3, for RDNA3) for the same SPIR-V in place
+of NVIDIA's, Spearman's rank correlation over a workload's plans; llama3-8b, 256 plans each:
+
+                                                       Q4_0              Q4_K
+    GEMV: linear, mean of 4 shapes (21-38 plans)       0.61              0.61      0.38 to 0.74, 0.21 to 0.84
+          gate, up and SwiGLU (54 plans)               0.46              0.55
+          the same, plans without spills               0.68, 0.61        0.66, 0.79
+    decode attention (21 plans)                        0.24              0.18
+          plans without spills                         0.95              0.95
+    norms, 512 tokens (3 plans within 2 to 20 %)       0.50              0.50
+    RoPE and cache write, 512 tokens (3 plans)        -0.50             -0.50
+    default plans of 21 kernels, 2 to 72 us            0.96              0.93
+
+RADV keeps registers in memory where NVIDIA's compiler does not, attention's default among them: the model would have chosen another plan,
+promised 124 % and lost 17 %. For AMD's GPUs what it sees is what runs. Where it preferred another GEMV plan to a default tuned by
+measurement, it promised 0 to 4 % and lost 5, 6 and 37 %; in earlier rounds, with 556 other plans, up to 21 % promised and up to 36 % lost;
+for GEMMs (0.80, the mean of eight with 5 plans each, Mesa 25) 39 % and 40 %. Mesa 22.3 knows no cooperative matrices: GEMMs and prefill
+attention were not compared again. Of the pairs of GEMV plans without spills where it says that one is faster by 25 %, 88 % are so in truth
+(872 of 996), by 40 % 90 % (692 of 766); of attention's by 25 % all 44. So only large gains count; `tests/static_correlation.py` compares
+again.
 """
 
 import shutil
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from math import ceil, inf, prod
 from pathlib import Path
@@ -40,7 +59,7 @@ from mlc_amd.compiler.codegen import hsaco, radv
 from mlc_amd.compiler.tuning import gate, isa_costs
 from mlc_amd.compiler.tuning.build import Builder
 from mlc_amd.compiler.tuning.gate import EMULATED, NOWHERE, emulator, smaller
-from mlc_amd.compiler.tuning.isa_trace import Program, Trace
+from mlc_amd.compiler.tuning.isa_trace import Arguments, Program, Trace
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import Candidate, read
 from mlc_amd.runtime.measure.child import Child, Died
@@ -54,6 +73,8 @@ from mlc_amd.schedules.tuning.workload import Workload
 POWER = 2
 COLUMNS = 1024  # of a GEMM's weights in the emulator
 SAMPLES = 12  # workgroups that are followed where they do different work: formats of q, k and v, say
+FEW = 64  # of a KV head's waves, or workgroups, all are followed
+EACH = 0  # kinds of work where every workgroup and every wave has its own: attention
 ARCHS = {"rocm": archs.resolve, "vulkan": profiles.resolve}
 # What the emulator cannot run is built with the same plan for a GPU that has the same wave size and the same instructions for dot products.
 STAND_IN = "gfx1100"
@@ -68,6 +89,7 @@ class Code:
     assembly: str
     grid: tuple[int, int, int]
     threads: int
+    arguments: Arguments | None = None
 
 
 @dataclass(frozen=True)
@@ -100,13 +122,23 @@ def run_of(workload, plan, arch) -> float:
     return once if once < row else used.rows * row  # rows follow one another
 
 
-def estimate(codes: list[Code], bytes_: float, machine: isa_costs.Machine, kinds: int = 1, run: float = inf) -> Estimate:
+def estimate(codes: list[Code], bytes_: float, machine: isa_costs.Machine, kinds: int = 1, run: float = inf, state=None) -> Estimate:
     """How long a call takes that launches `codes` one after the other and moves so many bytes.
 
-    kinds: of work among a launch's workgroups; with more than one, SAMPLES of them are followed. run: see `run_of`. ValueError for a
+    kinds: of work among a launch's workgroups, see `follow`; state: the tokens' state, None: not known. run: see `run_of`. ValueError for a
     kernel that does not fit the GPU or cannot be followed.
     """
-    return combine([(code, follow(code, machine, kinds)) for code in codes], bytes_, machine, run)
+    return combine([(code, follow(code, machine, kinds, state)) for code in codes], bytes_, machine, run)
+
+
+def of_cases(codes: list[Code], workload: Workload, cases: list[dict], machine: isa_costs.Machine, run: float = inf) -> Estimate:
+    """The mean of the cases that a candidate is timed in (`candidate.json`). launches: of the last one."""
+    kinds = EACH if "attention" in workload.op else len(workload.args.get("segments", [0]))
+    found = [estimate(codes, case["bytes"], machine, kinds, run, case["state"]) for case in cases]
+    parts = Counter()
+    for one in found:
+        parts.update({name: value / len(found) for name, value in one.parts.items()})
+    return Estimate(sum(one.seconds for one in found) / len(found), dict(parts), found[0].waves, found[-1].launches)
 
 
 def combine(launches: list[tuple[Code, Trace]], bytes_: float, machine: isa_costs.Machine, run: float = inf) -> Estimate:
@@ -126,20 +158,36 @@ def combine(launches: list[tuple[Code, Trace]], bytes_: float, machine: isa_cost
     return Estimate(seconds, parts, min(waves), list(launches))
 
 
-def follow(code: Code, machine, kinds: int = 1) -> Trace:
-    """The mean of the launch's waves."""
-    program = Program(code.assembly, code.kernel.name, machine, code.kernel.wave, code.grid)
-    count, mean = min(SAMPLES if kinds > 1 else 1, prod(code.grid)), Trace()
-    for i in range(count):
-        number = int((i + 0.5) / count * prod(code.grid))
-        x, y, _ = code.grid
-        one = program.run((number % x, number // x % y, number // (x * y)))
-        mean.clocks += one.clocks / count
-        mean.loaded += one.loaded / count
+def follow(code: Code, machine, kinds: int = 1, state=None) -> Trace:
+    """The mean of the launch's waves, of which some are followed: one; SAMPLES where there are several kinds of work. With EACH all of a KV
+    head's, of many one of each workgroup, of very many those of SAMPLES workgroups. longest: clocks of the one that takes longest."""
+    program = Program(code.assembly, code.kernel.name, machine, code.kernel.wave, code.grid, code.arguments)
+    places = _places(code, kinds)
+    mean = Trace()
+    for place, wave in places:
+        one = program.run(place, wave, state, certain=kinds == EACH and state is not None)
+        mean.clocks += one.clocks / len(places)
+        mean.longest = max(mean.longest, one.clocks)
+        mean.loaded += one.loaded / len(places)
         for total, part in ((mean.busy, one.busy), (mean.counts, one.counts)):
             for name, value in part.items():
-                total[name] += value / count
+                total[name] += value / len(places)
     return mean
+
+
+def _places(code: Code, kinds: int) -> list[tuple[tuple[int, int, int], int | None]]:
+    """(workgroup, wave or None for any) of the waves to follow."""
+    x, y, _ = code.grid
+    if kinds != EACH:
+        count = min(SAMPLES if kinds > 1 else 1, prod(code.grid))
+        numbers = [int((i + 0.5) / count * prod(code.grid)) for i in range(count)]
+        return [((number % x, number // x % y, number // (x * y)), None) for number in numbers]
+    # the first axis is the KV head's: all of them do the same
+    waves = -(-code.threads // code.kernel.wave)
+    if y * waves <= FEW:
+        return [((x // 2, i, 0), wave) for i in range(y) for wave in range(waves)]
+    count = y if y <= FEW else SAMPLES
+    return [((x // 2, int((i + 0.5) / count * y), 0), i % waves) for i in range(count)]
 
 
 def _times(code: Code, trace: Trace, held: int, machine) -> dict[str, float]:
@@ -155,7 +203,7 @@ def _times(code: Code, trace: Trace, held: int, machine) -> dict[str, float]:
     clocks = {name: miss * simd * trace.busy[name] for name in ("valu", "matrix", "salu")}
     clocks |= {name: most * trace.busy[name] for name in ("memory", "lds")}
     times = {("cache" if name == "memory" else name): n / machine.clock for name, n in clocks.items() if n}
-    return times | {"latency": rounds * trace.clocks / machine.clock}
+    return times | {"latency": max(rounds * trace.clocks, trace.longest) / machine.clock}
 
 
 # ---- candidates
@@ -182,13 +230,20 @@ def codes_of(candidates: list[Candidate], arch) -> list[list[Code] | str]:
         if compiled is None or not compiled.assembly:
             found[i] = report.refused.get(shader.name, "the driver shows no assembly; install one that was built with a disassembler")
         else:
-            found[i].append(Code(compiled.kernel, compiled.assembly, tuple(step["grid"]), prod(step["block"])))
+            found[i].append(_code(candidates[i], step, compiled.kernel, compiled.assembly))
     return found
 
 
 def _of_hsaco(candidate: Candidate) -> list[Code]:
     kernels, assembly = hsaco.parse(candidate.code.read_bytes()).kernels, candidate.code.with_suffix(".s").read_text()
-    return [Code(kernels[step["symbol"]], assembly, tuple(step["grid"]), prod(step["block"])) for step in candidate.steps]
+    return [_code(candidate, step, kernels[step["symbol"]], assembly) for step in candidate.steps]
+
+
+def _code(candidate: Candidate, step: dict, kernel: hsaco.Kernel, assembly: str) -> Code:
+    place = next((i for i, param in enumerate(candidate.params) if param.role == "state"), None)
+    state = step["args"].index(place) if place in step["args"] else None
+    arguments = Arguments(len(step["args"]), state, step.get("table", False))
+    return Code(kernel, assembly, tuple(step["grid"]), prod(step["block"]), arguments)
 
 
 class Static:
@@ -238,8 +293,7 @@ class Static:
 
     def _estimate(self, workload, plan, candidate: Candidate, codes: list[Code]) -> Estimate | str:
         try:
-            kinds, run = len(workload.args.get("segments", [0])), run_of(workload, plan, self.arch)
-            return estimate(codes, candidate.facts["bytes"], self.machine, kinds, run)
+            return of_cases(codes, workload, candidate.cases, self.machine, run_of(workload, plan, self.arch))
         except ValueError as error:
             return str(error)
 
