@@ -234,8 +234,11 @@ def test_a_plan_that_was_the_default_once_is_one_like_others(tmp_path):
         assert database.entry(task.workload).winner.plan == asdict(choices.default)
         session.check(task, former, Checked("device", True, 0.0, gain=1.5))
         entry = database.entry(task.workload)
-        entry.refresh(replace(choices, default=former))  # a day on which it is the default again: what it gained over another is past
-        assert entry.seconds(entry.untuned) == 1.0
+        assert entry.seconds(entry.winner) == 2.0 / 1.5
+        third = next(plan for plan in choices.plans if plan not in (former, choices.default))
+        session.report(task, third, Measured(3.0))
+        entry.refresh(replace(choices, default=third))  # another day, another default: what was gained over the old one is past
+        assert entry.untuned.plan == asdict(third) and entry.seconds(entry.records[databases.plan_text(asdict(former))]) == 1.0
     assert Lookup(GFX, "user", user=tmp_path)(task.workload) == former
 
 

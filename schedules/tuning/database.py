@@ -73,7 +73,7 @@ class Checked:
 @dataclass
 class Record:
     """One plan of a workload: the fields of Measured, and of Checked ("" where nobody has checked it). default: it was the plan without
-    tuning. at: when it was measured, in seconds since 1970."""
+    tuning. over: the plan that was the default when it was checked. at: when it was measured, in seconds since 1970."""
 
     plan: dict
     seconds: float | None
@@ -87,6 +87,7 @@ class Record:
     passed: bool = False
     deviation: float | None = None
     gain: float | None = None
+    over: dict | None = None
     at: float = 0
 
     @property
@@ -125,7 +126,7 @@ class Entry:
     def seconds(self, record: Record) -> float | None:
         """Of a call. The fastest of many was also the luckiest: where a plan was timed in turns with the default, that counts."""
         untuned = self.untuned
-        in_turns = record.gain and not record.default and untuned and untuned.seconds
+        in_turns = record.gain and untuned and untuned.seconds and record.over == untuned.plan and not record.default
         return untuned.seconds / record.gain if in_turns else record.seconds
 
     @property
@@ -248,9 +249,10 @@ class Database:
 
     def check(self, workload: Workload, plan: dict, found: Checked) -> None:
         """Keeps what a plan's numeric check found. KeyError for a plan without a measurement."""
-        record = self.record(workload, plan)
-        self._append(workload, {"plan": plan} | asdict(found))
-        for name, value in asdict(found).items():
+        record, choices = self.record(workload, plan), space(workload, self.arch)
+        facts = asdict(found) | {"over": as_dict(choices.default) if choices and found.gain else None}
+        self._append(workload, {"plan": plan} | facts)
+        for name, value in facts.items():
             setattr(record, name, value)
 
     def _append(self, workload: Workload, facts: dict) -> None:
