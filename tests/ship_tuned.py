@@ -31,7 +31,7 @@ from mlc_amd.compiler.tuning.build import make, work
 from mlc_amd.compiler.tuning.static import Static, combine, run_of
 from mlc_amd.compiler.tuning.tasks import CHUNK, extract
 from mlc_amd.schedules.gpu.gemv import Plan
-from mlc_amd.schedules.tuning.database import SHIPPED, Checked, Database, Measured, Record, file_name
+from mlc_amd.schedules.tuning.database import SHIPPED, Checked, Database, Measured, Record, file_name, plan_text
 from mlc_amd.schedules.tuning.spaces import as_dict, space
 from mlc_amd.schedules.tuning.workload import Workload
 
@@ -99,24 +99,34 @@ def candidates(found, arch, m: int) -> list:
         wide = itertools.product((1, 2, 4), (4,), (arch.wave,), (1, 2))
         plans = [Plan(*values) for values in (*wide, (2, 4, 16, 1))]
     else:
-        tile, plans = found.default, []
-        for field in fields(tile):
-            if field.name not in (("tokens", "rows", "buffers", "threads_m") if m == CHUNK else ("rows", "threads_m")):
-                continue
-            values = found.choices[field.name]
-            place = values.index(getattr(tile, field.name))
-            plans += [replace(tile, **{field.name: value}) for value in values[max(0, place - 1) : place + 2]]
+        tile, names = found.default, ("tokens", "rows", "buffers", "threads_m") if m == CHUNK else ("rows", "threads_m")
+        plans = steps(found, names)
         if hasattr(tile, "waves_m") and m == CHUNK:  # the same tile cut otherwise, larger ones
             rows, columns = tile.waves_m, tile.waves_n
             changes = [{"waves_m": rows * 2, "waves_n": max(1, columns // 2)}, {"waves_m": max(1, rows // 2), "waves_n": columns * 2}]
             changes += [{"tokens": tile.tokens * 2, "waves_m": rows * 2}, {"rows": tile.rows * 2, "waves_n": columns * 2}]
             plans += [replace(tile, **change) for change in changes]
         plans = [plan for plan in plans if plan.tokens <= gate.TOKENS[0]]  # those that are soon checked
-    distinct = {}
+    return distinct(found, plans)
+
+
+def steps(found, names) -> list:
+    """The default with one of these numbers changed by one choice, if it has it."""
+    plans = []
+    for name in (field.name for field in fields(found.default) if field.name in names):
+        values = found.choices[name]
+        place = values.index(getattr(found.default, name))
+        plans += [replace(found.default, **{name: value}) for value in values[max(0, place - 1) : place + 2]]
+    return plans
+
+
+def distinct(found, plans) -> list:
+    """The default, then those of the plans that the arch can run; of plans that make the same kernel the first one."""
+    kept = {}
     for plan in [found.default, *plans]:
         if not found.valid(plan):
-            distinct.setdefault(found.kernel(plan).same, plan)
-    return list(distinct.values())
+            kept.setdefault(found.kernel(plan).same, plan)
+    return list(kept.values())
 
 
 class Survey:
@@ -184,16 +194,7 @@ class Choice:
 
 def neighbors(found) -> list:
     """The default and plans that differ from it in one number by one choice."""
-    distinct = {}
-    for field in fields(found.default):
-        values = found.choices[field.name]
-        place = values.index(getattr(found.default, field.name))
-        for value in values[max(0, place - 1) : place + 2]:
-            plan = replace(found.default, **{field.name: value})
-            if not found.valid(plan):
-                distinct.setdefault(found.kernel(plan).same, plan)
-    untuned = found.kernel(found.default).same
-    return [found.default, *(plan for same, plan in distinct.items() if same != untuned)]
+    return distinct(found, steps(found, found.choices))
 
 
 def plans_of(survey: Survey, workload: Workload) -> tuple[list, Choice | None]:
@@ -251,7 +252,7 @@ def check(static: Static, choices: list[Choice], database: Database) -> None:
         group = args["heads"] // args["kv_heads"] if "heads" in args else 0
         key = (one.workload.op, formats, shape, group, args.get("m", 1), plan)
         if key not in known:
-            before = database.entry(one.workload).records.get(json.dumps(as_dict(plan), separators=(",", ":"), sort_keys=True))
+            before = database.entry(one.workload).records.get(plan_text(as_dict(plan)))
             started = time.monotonic()
             known[key] = static.gate(one.workload, plan) if before is None or not before.passed else _check_of(before)
             say(f"{static.arch.name} {key}: {known[key]} ({time.monotonic() - started:.0f} s)")

@@ -4,6 +4,7 @@ import itertools
 from math import prod
 
 import pytest
+from assembly import END, GFX1100
 
 from mlc_amd.compiler.tuning import isa_costs
 from mlc_amd.compiler.tuning.build import build
@@ -14,8 +15,6 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu import arch as archs
 from mlc_amd.schedules.gpu import attention_prefill, attention_prefill_dot, profiles
 from mlc_amd.schedules.tuning.workload import Workload
-
-GFX1100 = isa_costs.machine(archs.resolve("gfx1100"))
 
 # The wave's number comes out of v0, the tokens out of the state, whose address is the second argument.
 STATE = """kernel:
@@ -33,15 +32,7 @@ STATE = """kernel:
 	s_cmp_lt_i32 s7, s6
 	s_cbranch_scc1 .LBB0_1
 .LBB0_2:
-	s_endpgm
-	.section .rodata
-	.amdhsa_kernel kernel
-		.amdhsa_user_sgpr_count 15
-		.amdhsa_system_sgpr_workgroup_id_x 1
-		.amdhsa_system_sgpr_workgroup_id_y 0
-		.amdhsa_system_sgpr_workgroup_id_z 0
-	.end_amdhsa_kernel
-"""
+""" + END
 
 
 def test_waves_take_their_own_share_of_the_state():

@@ -6,6 +6,7 @@ from math import prod
 
 import pytest
 import ship_tuned
+from assembly import END, GFX1100
 from static_correlation import spearman
 
 from mlc_amd.compiler.codegen import hsaco, radv
@@ -23,7 +24,6 @@ from mlc_amd.schedules.tuning.database import RECORDED, SHIPPED, Lookup
 from mlc_amd.schedules.tuning.spaces import as_dict, space
 from mlc_amd.schedules.tuning.workload import Workload
 
-GFX1100 = isa_costs.machine(archs.resolve("gfx1100"))
 LOOP = """kernel:
 	s_mov_b32 s4, 0
 	s_cmpk_gt_i32 s15, 0x7
@@ -38,15 +38,7 @@ LOOP = """kernel:
 	s_cbranch_scc1 .LBB0_1
 	v_exp_f32_e32 v5, v5
 .LBB0_3:
-	s_endpgm
-	.section .rodata
-	.amdhsa_kernel kernel
-		.amdhsa_user_sgpr_count 15
-		.amdhsa_system_sgpr_workgroup_id_x 1
-		.amdhsa_system_sgpr_workgroup_id_y 0
-		.amdhsa_system_sgpr_workgroup_id_z 0
-	.end_amdhsa_kernel
-"""
+""" + END
 
 
 def program(text, grid=(16, 1, 1)):

@@ -247,10 +247,8 @@ class _Measuring:
         return self._runner.gate(workload, plan)
 
     def batch(self) -> int:
-        """How many plans to measure together: where the runner does not care, a session's own."""
-        from mlc_amd.schedules.tuning.session import BATCH
-
-        return self._runner.batch() if hasattr(self._runner, "batch") else BATCH
+        """As the runner's."""
+        return self._runner.batch()
 
 
 def _tune(subject: Subject, make: Callable, slices: int | None, limits: Limits, seed: int) -> None:

@@ -133,7 +133,7 @@ class Program:
     def _watched(self) -> set[int]:
         """Vector registers whose values may get to scalar ones."""
         code = [one for name, operands in self.code if name.startswith("v_") for one in isa_values.parts(name, operands)]
-        found = {number for one in code if isa_values.reads_vectors(*one) for number in isa_values.sources(*one)}
+        found = {number for one in code if isa_values.reads_vectors(one[0]) for number in isa_values.sources(*one)}
         makes = [(set(isa_values.written(*one)), isa_values.sources(*one)) for one in code]
         while more := {number for made, used in makes if made & found for number in used} - found:
             found |= more

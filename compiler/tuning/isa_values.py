@@ -46,8 +46,8 @@ def parts(name: str, operands: list[str]) -> list[tuple[str, list[str]]]:
     return found
 
 
-def reads_vectors(name: str, operands: list[str]) -> bool:
-    """Whether a scalar register gets something out of vector ones that may be equal in all lanes."""
+def reads_vectors(name: str) -> bool:
+    """Whether an instruction of that name gives a scalar register something out of vector ones that may be equal in all lanes."""
     return name.startswith(("v_readfirstlane", "v_readlane", "v_add_co_u32", "v_sub_co_u32")) or (
         name.startswith("v_cmp_") and name.endswith(("32_e32", "32_e64", "32"))
     )
@@ -191,6 +191,11 @@ class Values:
             return self.lanes.get(int(found[1])) if found[1] else None
         return self.read(operand)
 
+    def _write_lanes(self, numbers: range, value: int | None) -> None:
+        for number in numbers:
+            self.lanes[number] = value
+            self.packed.discard(number)
+
     def _vector(self, name: str, operands: list[str]) -> None:
         if name.startswith(("v_readfirstlane", "v_readlane")):
             value = self.lane(operands[1])
@@ -207,9 +212,7 @@ class Values:
             targets = written(name, operands)
             self.arrived |= "_atomic_" in name and bool(targets)
             value = self._computed(name, operands)
-            for number in targets:
-                self.lanes[number] = value
-                self.packed.discard(number)
+            self._write_lanes(targets, value)
             if CARRY.match(name) and len(operands) > 1:
                 self.write(operands[1], None)
 
@@ -217,9 +220,7 @@ class Values:
         """A sum or difference, and the lanes where it carries: all or none of equal ones."""
         values = [self.lane(operand) for operand in operands[2:]]
         result = None if None in values else values[0] + values[1] if name == "v_add_co_u32" else values[0] - values[1]
-        for number in vectors(operands[0]):
-            self.lanes[number] = None if result is None else result & MASK
-            self.packed.discard(number)
+        self._write_lanes(vectors(operands[0]), None if result is None else result & MASK)
         self.write(operands[1], None if result is None else 0 if 0 <= result <= MASK else MASK << 32 | MASK)
 
     def _computed(self, name: str, operands: list[str]) -> int | None:

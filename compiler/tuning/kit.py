@@ -277,7 +277,7 @@ def _results_fault(found: dict, kit: dict) -> str:
         texts = isinstance(check["error"], str) and check["checked"] in ("device", "lavapipe")
         deviation = check["deviation"]
         numbers = (deviation is None or (_number(deviation) and deviation >= 0)) and (check["gain"] is None or _time(check["gain"]))
-        if not texts or not isinstance(check["passed"], bool) or not numbers or len(check) != len(Checked.__dataclass_fields__):
+        if not texts or not isinstance(check["passed"], bool) or not numbers or check.keys() != Checked.__dataclass_fields__.keys():
             return f"the check of {name} says nothing"
     return ""
 

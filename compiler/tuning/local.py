@@ -18,6 +18,7 @@ from mlc_amd.compiler.tuning.gate import check
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.session import Session
 from mlc_amd.schedules.tuning.database import Checked, Measured
+from mlc_amd.schedules.tuning.session import BATCH
 from mlc_amd.schedules.tuning.spaces import space
 from mlc_amd.schedules.tuning.traces import plan_of
 from mlc_amd.schedules.tuning.workload import Workload
@@ -51,6 +52,10 @@ class Local:
         self.session.close()
         if self._temporary:
             shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def batch(self) -> int:
+        """How many plans to measure together."""
+        return BATCH
 
     def measure(self, jobs, progress=lambda done, total: None) -> list[Measured]:
         """A Measured for each (workload, plan), in order. Each workload's plans are timed beside its untuned kernel, which is the default

@@ -24,7 +24,6 @@ from mlc_amd.compiler.tuning.rpc_server import address
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import Candidate, read
 from mlc_amd.schedules.tuning.database import Checked, Measured
-from mlc_amd.schedules.tuning.session import BATCH
 
 WAIT = 120.0  # seconds without a server until a run gives up
 TRACKER = 10.0  # seconds that the tracker may take
@@ -310,8 +309,8 @@ class Remote(Local):
         self.session = Servers(address(tracker), key, wait, say)
 
     def batch(self) -> int:
-        """How many plans to measure together: enough for each server that is there, be it at work for another run."""
-        return max(PART * self.session.count(), BATCH)
+        """As `Local.batch`: enough for each server that is there, be it at work for another run."""
+        return max(PART * self.session.count(), super().batch())
 
     def measure(self, jobs, progress=lambda done, total: None) -> list[Measured | None]:
         """As `Local.measure`."""

@@ -68,6 +68,7 @@ from mlc_amd.schedules.gpu import arch as archs
 from mlc_amd.schedules.gpu import gemv, profiles
 from mlc_amd.schedules.gpu.profiles import ADDRESS
 from mlc_amd.schedules.tuning.database import Checked, Measured
+from mlc_amd.schedules.tuning.session import BATCH
 from mlc_amd.schedules.tuning.workload import Workload
 
 POWER = 2
@@ -296,6 +297,10 @@ class Static:
             return of_cases(codes, workload, candidate.cases, self.machine, run_of(workload, plan, self.arch))
         except ValueError as error:
             return str(error)
+
+    def batch(self) -> int:
+        """How many plans to rank together."""
+        return BATCH
 
     def measure(self, jobs, progress=lambda done, total: None) -> list[Measured]:
         """A Measured for each (workload, plan), in order."""

@@ -112,19 +112,24 @@ class Bench:
         while time.perf_counter() < end:
             count = self._count(index, self._run(index, count))
 
+    def _settle(self, index: int, state) -> tuple[float, int]:
+        """(seconds of a call, how many calls make a repetition), on a device that is busy."""
+        self._prepare(index, state)
+        self._warm(index)
+        seconds = self._run(index, 1)  # also what a driver does at a kernel's first launch
+        count = self._count(index, seconds)
+        if count > 1:
+            seconds = self._run(index, min(count, 16))
+            count = self._count(index, seconds)
+        return seconds, count
+
     # ---- timing
 
     def _time(self, index: int, limit: float) -> dict:
         """A result without drift. limit: seconds beyond which a candidate is hopeless."""
         cases, rounds, disturbed = {}, [], 0.0
         for case in self.candidates[index].cases:
-            self._prepare(index, case["state"])
-            self._warm(index)
-            first = self._run(index, 1)  # also what a driver does at a kernel's first launch
-            count = self._count(index, first)
-            if count > 1:
-                first = self._run(index, min(count, 16))
-                count = self._count(index, first)
+            first, count = self._settle(index, case["state"])
             repeats = FEWER if first > LONG or first > limit else REPEATS
             times, others = self._repeat(index, count, repeats)
             if repeats == REPEATS and _spread(times) > SPREAD:
@@ -187,14 +192,8 @@ class Bench:
         """How many times as long a call of the first candidate takes as one of the second: the median of rounds in which both are timed one
         after the other, so that what happens to the machine happens to both. That a plan was the fastest of many is partly luck; this is
         not."""
-        counts, ratios = {}, []
-        cases = self.candidates[0].cases
-        for place, case in enumerate(cases):
-            for index in (0, 1):
-                self._prepare(index, case["state"])
-                self._warm(index)
-                self._run(index, 1)  # also what a driver does at a kernel's first launch
-                counts[place, index] = self._count(index, self._run(index, 1))
+        cases, ratios = self.candidates[0].cases, []
+        counts = {(place, index): self._settle(index, case["state"])[1] for place, case in enumerate(cases) for index in (0, 1)}
         while len(ratios) < (TURNS if min(counts.values()) > 1 else FEWER):
             seconds = [0.0, 0.0]
             for place, case in enumerate(cases):

@@ -10,7 +10,8 @@
         kit       the kit's id
         facts     {"device", "driver"}, and where there is copy/, "copy_bandwidth": bytes per second, read and written together
         results   {name: a result of session.py}
-        checks    {name: {"checked": "device" or "lavapipe", "passed", "deviation", "error"}}: of those that are faster than their reference
+        checks    {name: {"checked": "device" or "lavapipe", "passed", "deviation", "error", "gain"}}: of those that are faster than
+                  their reference
 
 The measurements go back with `mlc-amd tune --import-kit`, which needs results.json and kit.json.
 """

@@ -307,7 +307,7 @@ def attention_prefill_coop(heads, kv_heads, d, ctx, m, act_out, arch, name, plan
     group, (kshape, vshape) = group_of(heads, kv_heads), cache_shapes(kv_heads, ctx, d)
     tile = plan or tile_of(m, heads, kv_heads, d, arch)
     fragments, per_tile = m // rows * group, tile.row_fragments
-    tiles = -(-fragments // per_tile)
+    tiles = workgroups(tile, m, heads, kv_heads, arch) // kv_heads
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})

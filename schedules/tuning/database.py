@@ -119,8 +119,10 @@ class Entry:
 
     def refresh(self, found) -> "Entry":
         """Itself, with today's default plan as the default: that of the space `found`. What was the default once is a plan like others."""
-        for record in self.records.values() if found else ():
-            record.default = record.plan == as_dict(found.default)
+        if found:
+            default = as_dict(found.default)
+            for record in self.records.values():
+                record.default = record.plan == default
         return self
 
     def seconds(self, record: Record) -> float | None:
@@ -200,6 +202,7 @@ class Database:
 
     def __init__(self, arch, folder: Path | None = None):
         self.arch, self.folder = arch, folder or cache() / file_name(arch.name)
+        self._spaces: dict[Workload, object] = {}
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = open(self.folder / LOCK, "w")  # noqa: SIM115 (closed by close())
         try:
@@ -235,7 +238,13 @@ class Database:
         """The workload's records that are valid today; more are to come."""
         key = (workload.key, workload.hash, tvm.__version__)
         entry = self.entries.setdefault(key, Entry(workload, workload.hash, tvm.__version__))
-        return entry.refresh(space(workload, self.arch))
+        return entry.refresh(self.space(workload))
+
+    def space(self, workload: Workload):
+        """The workload's space on this arch, None if there is nothing to choose. Found once."""
+        if workload not in self._spaces:
+            self._spaces[workload] = space(workload, self.arch)
+        return self._spaces[workload]
 
     def record(self, workload: Workload, plan: dict) -> Record:
         """KeyError for a plan that was not measured."""
@@ -249,7 +258,7 @@ class Database:
 
     def check(self, workload: Workload, plan: dict, found: Checked) -> None:
         """Keeps what a plan's numeric check found. KeyError for a plan without a measurement."""
-        record, choices = self.record(workload, plan), space(workload, self.arch)
+        record, choices = self.record(workload, plan), self.space(workload)
         facts = asdict(found) | {"over": as_dict(choices.default) if choices and found.gain else None}
         self._append(workload, {"plan": plan} | facts)
         for name, value in facts.items():
@@ -283,10 +292,10 @@ class _MetaSchedule:
     def __init__(self, database: Database):
         from tvm.s_tir.meta_schedule.database import JSONDatabase  # a second of imports that only tuning needs
 
-        self.arch, self.known = database.arch, {}
+        self.space, self._references = database.space, {}
         workloads, records = (database.folder / name for name in METASCHEDULE)
         wanted = [(e.workload, r) for e in database.entries.values() if not e.stale for r in e.records.values()]
-        wanted = [(workload, record) for workload, record in wanted if not _misfit(self._space(workload), record.plan)]
+        wanted = [(workload, record) for workload, record in wanted if not _misfit(self.space(workload), record.plan)]
         (names, whole), (have, complete) = read_lines(workloads), read_lines(records)
         if not whole or not complete or len(have) < len(wanted) or any(not 0 <= line[0] < len(names) for line in have):
             workloads.unlink(missing_ok=True)
@@ -296,20 +305,17 @@ class _MetaSchedule:
         for workload, record in wanted if not have else []:
             self.add(workload, record)
 
-    def _space(self, workload: Workload):
-        return self._known(workload)[0]
-
-    def _known(self, workload: Workload) -> tuple:
-        """(space, reference) of a workload."""
-        if workload.key not in self.known:
-            self.known[workload.key] = space(workload, self.arch), workload.reference()
-        return self.known[workload.key]
+    def _reference(self, workload: Workload):
+        if workload not in self._references:
+            self._references[workload] = workload.reference()
+        return self._references[workload]
 
     def add(self, workload: Workload, record: Record) -> None:
         from mlc_amd.schedules.tuning import traces  # imports MetaSchedule
 
-        found, mod = self._known(workload)
+        found = self.space(workload)
         if not _misfit(found, record.plan):
+            mod = self._reference(workload)
             entry = self.json.commit_workload(mod)
             self.json.commit_tuning_record(traces.record(mod, entry, found, found.plan(record.plan), record.seconds))
 

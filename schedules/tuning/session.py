@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import NamedTuple
 
-from mlc_amd.schedules.tuning.database import Checked, Database, Measured, Record, known, plan_text
+from mlc_amd.schedules.tuning.database import Checked, Database, Measured, Record, known
 from mlc_amd.schedules.tuning.search import Models, Search
 from mlc_amd.schedules.tuning.spaces import Space, as_dict, space
 
@@ -158,8 +158,8 @@ class Session:
             self.refuted += 1
             found.search.disqualify(plan)
         elif checked.gain:
-            entry = self.database.entry(task.workload)
-            found.search.correct(plan, entry.seconds(entry.records[plan_text(as_dict(plan))]))
+            record = self.database.record(task.workload, as_dict(plan))
+            found.search.correct(plan, self.database.entry(task.workload).seconds(record))
             self.beaten[task.workload.key] += checked.gain <= 1
 
     # ---- how far it is
