@@ -1,7 +1,7 @@
 """The instruction sets of the CPU kernels: how int8 weights times int8 activations become int32 sums, one row to a lane.
 
 A register holds four consecutive columns of each of `lanes` rows (a lane is a row: sums never cross lanes). A kernel hands `dot` some of
-the eight registers of a 32-column block, and for each the matching four activations of one token as one int32. The classes are namespaces,
+the eight registers of a 32-column block, and for each the matching four activations of a token as one int32. The classes are namespaces,
 never instantiated:
 
     lanes          rows of a register
@@ -14,7 +14,8 @@ never instantiated:
     signed(x)      signed bytes (given as uint8) in the form that `dot` takes
     lookup(t, x)   table entries t[x] (16 signed bytes) for codes x (uint8, 0..15) in the form that `dot` takes
     half(x, n)     n lanes of finite float16 as float32
-    dot(s, w, a)   s + sum over i of w[i]*a[i]: s int32 per lane, w registers, a int32 scalars of four int8 each, not below -127
+    dot(s, w, a)   s[t][r] + sum over i of w[r][i]*a[t][i] for each token t and row register r: s int32 per lane, w registers, a int32
+                   scalars of four int8 each, not below -127
 """
 from tvm.tirx.script import builder as T
 
@@ -32,6 +33,18 @@ def _table(values, n, kind):
 def _pairs_step(top):
     """How many registers' products fit in int16 pairs: each adds up to two products of `top` and 127."""
     return 1 if top is None else min(QUADS, INT16_MAX // (2 * top * ACT_MAX))
+
+
+def _outer(weights, acts, cast, pair):
+    """int16 sums over i of pair(weights[r][i], cast(acts[t][i])), as [t][r]: an activation is broadcast once for all row registers."""
+    totals = [[None] * len(weights) for _ in acts]
+    for i in range(len(weights[0])):
+        for total, quads in zip(totals, acts, strict=True):
+            a = T.Bind(cast(splat(quads[i], 8)))
+            for r, w in enumerate(weights):
+                product = pair(w[i], a)
+                total[r] = product if total[r] is None else T.Bind(total[r] + product)
+    return totals
 
 
 class Vnni512:
@@ -58,11 +71,14 @@ class Vnni512:
         return pin(T.reinterpret(f"uint8x{n}", found), n)
 
     @classmethod
-    def dot(cls, start, weights, acts):
-        n = cls.lanes
-        for w, a in zip(weights, acts, strict=True):
-            start = intrin(f"int32x{n}", f"llvm.x86.avx512.vpdpbusd.{32 * n}", start, w, T.reinterpret(f"int8x{4 * n}", splat(a, n)))
-        return start
+    def dot(cls, sums, weights, acts):
+        n, totals = cls.lanes, list(sums)
+        for i in range(len(weights[0])):
+            for t, quads in enumerate(acts):
+                a = T.Bind(T.reinterpret(f"int8x{4 * n}", splat(quads[i], n)))
+                totals[t] = [intrin(f"int32x{n}", f"llvm.x86.avx512.vpdpbusd.{32 * n}", x, w[i], a)
+                             for x, w in zip(totals[t], weights, strict=True)]
+        return totals
 
 
 class AvxVnni(Vnni512):
@@ -91,15 +107,15 @@ class Avx2:
         return Avx2.signed(T.reinterpret("uint8x32", found))
 
     @staticmethod
-    def dot(start, weights, acts):
-        total = None
-        for w, a in zip(weights, acts, strict=True):
-            a = T.reinterpret("int8x32", splat(a, 8))
+    def dot(sums, weights, acts):
+        def pair(w, a):
             if isinstance(w, tuple):
                 w, a = w[0], intrin("int8x32", "llvm.x86.avx2.psign.b", a, w[1])
-            pair = intrin("int16x16", "llvm.x86.avx2.pmadd.ub.sw", w, a)
-            total = pair if total is None else T.Bind(total + pair)
-        return T.Bind(start + intrin("int32x8", "llvm.x86.avx2.pmadd.wd", total, splat(T.int16(1), 16)))
+            return intrin("int16x16", "llvm.x86.avx2.pmadd.ub.sw", w, a)
+
+        totals = _outer(weights, acts, lambda a: T.reinterpret("int8x32", a), pair)
+        return [[T.Bind(s + intrin("int32x8", "llvm.x86.avx2.pmadd.wd", x, splat(T.int16(1), 16))) for s, x in zip(*both, strict=True)]
+                for both in zip(sums, totals, strict=True)]
 
 
 class Portable:
@@ -124,18 +140,20 @@ class Portable:
         return (values[0],)
 
     @staticmethod
-    def dot(start, weights, acts):
+    def dot(sums, weights, acts):
         def halves(x, signed):      # the even and the odd bytes of an int16 vector
             eight = splat(T.int16(8), 16)
             return (T.shift_right(T.shift_left(x, eight), eight) if signed else x & splat(T.int16(255), 16)), T.shift_right(x, eight)
 
-        total = None
-        for w, a in zip(weights, acts, strict=True):
+        def pair(w, a):
             signed = isinstance(w, tuple)
             w = T.Bind(T.reinterpret("int16x16", w[0] if signed else w))
-            a = T.Bind(T.reinterpret("int16x16", splat(a, 8)))
             (even, odd), (a_even, a_odd) = halves(w, signed), halves(a, True)
-            pair = T.Bind(even * a_even + odd * a_odd)
-            total = pair if total is None else T.Bind(total + pair)
-        total, sixteen = T.Bind(T.reinterpret("int32x8", total)), splat(T.int32(16), 8)
-        return T.Bind(start + T.shift_right(T.shift_left(total, sixteen), sixteen) + T.shift_right(total, sixteen))
+            return T.Bind(even * a_even + odd * a_odd)
+
+        def wide(x):
+            x, sixteen = T.Bind(T.reinterpret("int32x8", x)), splat(T.int32(16), 8)
+            return T.shift_right(T.shift_left(x, sixteen), sixteen) + T.shift_right(x, sixteen)
+
+        totals = _outer(weights, acts, lambda a: T.reinterpret("int16x16", a), pair)
+        return [[T.Bind(s + wide(x)) for s, x in zip(*both, strict=True)] for both in zip(sums, totals, strict=True)]

@@ -48,24 +48,28 @@ class PrefillPlan:
     """How a linear layer of many tokens, or a gate/up, shares out its work. No plan changes the order in which a row is summed up.
 
     tokens   tokens whose sums are in registers at once, at most a tile of the activations; float formats: at most FLOAT_TOKENS
+    side     of these, tokens whose int8 dot products are worked on in turns, a divisor of `tokens`: independent sums hide the latency of
+             multiply-add instructions where the processor does not look far enough ahead; float formats: of no effect
     task     KB of weights of a task: a share of the L2 cache (512 KB on the smallest of today's)
     tasks    fewest tasks, before tasks become smaller than `task`; gate/up: its tasks are always 32 rows of both weights
     """
     tokens: int
+    side: int
     task: int
     tasks: int
 
 
 def default_plan(isa, m, p):
     """The plan for m tokens in activation tiles of p: a Plan in decode (m = 1), else a PrefillPlan."""
-    return Plan(unroll=1, ahead=isa.ahead, near=3) if m == 1 else PrefillPlan(tokens=p, task=256, tasks=64)
+    return Plan(unroll=1, ahead=isa.ahead, near=3) if m == 1 else PrefillPlan(tokens=p, side=1, task=256, tasks=64)
 
 
 def choices(isa, m, p):
     """Values of the plan's fields to try, by name."""
     if m == 1:
         return {"unroll": (1, 2, 4), "ahead": (0, 1024, 2048, 4096, 8192, 16384), "near": (0, 3)}
-    return {"tokens": tuple(t for t in (4, 8, 16) if t <= p), "task": (64, 128, 256, 512, 1024), "tasks": (8, 16, 32, 64)}
+    return {"tokens": tuple(t for t in (4, 8, 16) if t <= p), "side": tuple(t for t in (1, 2, 4, 8) if t <= min(p, isa.registers // 4)),
+            "task": (64, 128, 256, 512, 1024), "tasks": (8, 16, 32, 64)}
 
 
 class Acts(NamedTuple):
@@ -153,36 +157,16 @@ def _prefetch(buf, tile, block, size, plan):
 
 
 def _emit_int8(fmt, bufs, acts, tile, token_tile, tokens, rows, plan, isa, epilogue):
-    lanes, count = isa.lanes, len(rows)
-    zero, size, parts = zero_point(fmt, isa), step(fmt, isa), groups(fmt)
-    sums = _Sums(len(tokens) * count, lanes)
-    # rows of S with d*sum(q) and the bits of -sum(q) of each group
-    scaled_sum, minus_sum = ([1], [2]) if parts == 1 else ([3, 4], [5, 6])
+    count, side = len(rows), 1 if acts.p == 1 else plan.side
+    sums = _Sums(len(tokens) * count, isa.lanes)
 
     def block(b):
         if acts.p == 1:
             for plane in fmt.codes:
                 _prefetch(bufs[plane], tile, b, int(bufs[plane].shape[2]), plan)
         blocks = [load(fmt, bufs, tile, row, b, isa) for row in rows]
-        for i, token in enumerate(tokens):
-            quads = [acts.quads[token_tile, b, token, j] for j in range(QUADS)]
-            if count > 1:
-                quads = [T.Bind(q) for q in quads]
-            totals = [None] * count
-            for g in range(parts):
-                start = splat(acts.si[token_tile, b, minus_sum[g], token] * zero if zero else T.int32(0), lanes)
-                dots = [start] * count
-                for j in range(g * QUADS // parts, (g + 1) * QUADS // parts, size):
-                    dots = [isa.dot(dots[r], blocks[r].weights[j:j + size], quads[j:j + size]) for r in range(count)]
-                for r in range(count):
-                    part = widen(dots[r], lanes) * blocks[r].scales[g]
-                    totals[r] = T.Bind(part if totals[r] is None else totals[r] + part)
-            d = splat(acts.s[token_tile, b, 0, token], lanes)
-            for r in range(count):
-                total = sums.get(i * count + r) + totals[r] * d
-                for g, offset in enumerate(blocks[r].offsets):
-                    total = total + offset * splat(acts.s[token_tile, b, scaled_sum[g], token], lanes)
-                sums.put(i * count + r, total)
+        for i in range(0, len(tokens), side):
+            _emit_dots(fmt, blocks, acts, token_tile, b, tokens[i:i + side], sums, i * count, isa)
 
     unroll = _divisor(plan.unroll, acts.k // BLOCK) if acts.p == 1 else 1
     with T.serial(acts.k // BLOCK // unroll) as b:
@@ -191,6 +175,32 @@ def _emit_int8(fmt, bufs, acts, tile, token_tile, tokens, rows, plan, isa, epilo
     for i, token in enumerate(tokens):
         for r, row in enumerate(rows):
             epilogue(token, row, sums.get(i * count + r))
+
+
+def _emit_dots(fmt, blocks, acts, token_tile, b, tokens, sums, first, isa):
+    """Adds the products of block b, the tokens' dot products side by side, to `sums` from place `first` on: [token, register of rows].
+    blocks: the Block of each register of rows."""
+    lanes, parts, size, zero = isa.lanes, groups(fmt), step(fmt, isa), zero_point(fmt, isa)
+    # rows of S with d*sum(q) and the bits of -sum(q) of each group
+    scaled_sum, minus_sum = ([1], [2]) if parts == 1 else ([3, 4], [5, 6])
+    quads = [[acts.quads[token_tile, b, token, j] for j in range(QUADS)] for token in tokens]
+    totals = [[None] * len(blocks) for _ in tokens]
+    for g in range(parts):
+        starts = [acts.si[token_tile, b, minus_sum[g], token] * zero if zero else T.int32(0) for token in tokens]
+        dots = [[splat(start, lanes)] * len(blocks) for start in starts]
+        for j in range(g * QUADS // parts, (g + 1) * QUADS // parts, size):
+            dots = isa.dot(dots, [block.weights[j:j + size] for block in blocks], [mine[j:j + size] for mine in quads])
+        for total, dot in zip(totals, dots, strict=True):
+            for r, block in enumerate(blocks):
+                part = widen(dot[r], lanes) * block.scales[g]
+                total[r] = T.Bind(part if total[r] is None else total[r] + part)
+    for t, token in enumerate(tokens):
+        d = splat(acts.s[token_tile, b, 0, token], lanes)
+        for r, block in enumerate(blocks):
+            total = sums.get(first + t * len(blocks) + r) + totals[t][r] * d
+            for g, offset in enumerate(block.offsets):
+                total = total + offset * splat(acts.s[token_tile, b, scaled_sum[g], token], lanes)
+            sums.put(first + t * len(blocks) + r, total)
 
 
 def _emit_float(fmt, bufs, acts, tile, token_tile, tokens, rows, plan, isa, epilogue):

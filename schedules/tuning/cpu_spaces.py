@@ -26,8 +26,11 @@ def _rows_space(fmts, k, m, isa, tasks) -> Space:
     def prefill(plan) -> Kernel:
         if plan.tokens > p:
             raise ValueError(f"{plan} has more than the {p} tokens of a tile")
+        if plan.tokens % plan.side:
+            raise ValueError(f"{plan} does not divide its tokens")
         held, count = tasks(plan)
-        return Kernel((plan.tokens if whole else min(plan.tokens, linear.FLOAT_TOKENS), held), count, 1, plan.tokens)
+        tokens = (plan.tokens, plan.side) if whole else min(plan.tokens, linear.FLOAT_TOKENS)
+        return Kernel((tokens, held), count, 1, plan.tokens)
 
     return Space(type(default), linear.choices(isa, m, p), default, decode if m == 1 else prefill)
 
