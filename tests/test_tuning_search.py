@@ -15,6 +15,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu import arch as archs
 from mlc_amd.schedules.gpu import gemv, profiles
 from mlc_amd.schedules.tuning import database as databases
+from mlc_amd.schedules.tuning import session as sessions
 from mlc_amd.schedules.tuning.database import Checked, Database, Lookup, Measured, Record
 from mlc_amd.schedules.tuning.search import Search
 from mlc_amd.schedules.tuning.session import BEATEN, Session, run
@@ -220,6 +221,25 @@ def test_a_winner_that_was_only_lucky_is_none(tmp_path):
     with Database(GFX, tmp_path) as database:  # also when read again
         assert not {plan for _, plan in Session([task], GFX, database).unchecked()} & set(timed)
     assert Lookup(GFX, "user", user=tmp_path)(task.workload) == timed[2]
+
+
+def test_a_time_limit_leaves_time_for_the_checks(tmp_path, monkeypatch):
+    """On a clock that measurements (a second) and checks (eight) move forward."""
+    tasks, now = [Task(linear(n)) for n in (4096, 8192, 2048)], [0.0]
+    monkeypatch.setattr(sessions.time, "monotonic", lambda: now[0])
+
+    def measure(pairs):
+        now[0] += len(pairs)
+        return Bench()(pairs)
+
+    def gate(workload, plan):
+        now[0] += 8
+        return right(workload, plan)
+
+    with Database(GFX, tmp_path) as database:
+        session = Session(tasks, GFX, database)
+        run(session, measure, gate, seconds=100)
+        assert not session.unchecked() and 60 <= session.trials and 85 <= now[0] <= 110
 
 
 def test_a_plan_that_was_the_default_once_is_one_like_others(tmp_path):

@@ -19,6 +19,7 @@ from mlc_amd.schedules.tuning.spaces import Space, as_dict, space
 BATCH = 16  # plans that are measured together
 FIRST = 2  # measurements of a first batch, where there is a time limit
 BEATEN = 4  # of a task's plans that were slower than the default after all: then no others of it are checked
+CHECKING = 8  # measurements that take as long as checking a winner, roughly
 PATIENCE = 32  # measurements without a better plan that halve a task's chance
 
 
@@ -187,20 +188,30 @@ def run(
     batch: int | Callable[[], int] = BATCH,
     progress=lambda session: None,
 ) -> None:
-    """Measures and checks until the budget is spent (`trials` measurements, `seconds` of time) or every plan is measured.
+    """Measures and checks until the budget is spent (`trials` measurements, `seconds` for both) or every plan is measured.
 
     measure: callable([(workload, plan)]) -> [Measured], in that order, None for what was not measured after all. gate: callable(workload,
     plan) -> Checked. batch: how many plans to measure together; asked before each batch if it is callable. progress: called with the
     session after each batch. The winners are checked at the end, whatever ends it; Ctrl-C passes on after that.
     """
     started = time.monotonic()
+
+    def fit() -> int:
+        """How many measurements fit into what is left of the time, if the winners so far are still to be checked."""
+        spent = time.monotonic() - started
+        if not session.trials:  # nobody knows how long the first ones take
+            return FIRST if spent < seconds else 0
+        each = spent / session.trials
+        rest = seconds - spent - len(session.unchecked()) * CHECKING * each
+        return max(1, int(rest / each)) if rest > 0 else 0
+
     try:
-        while (trials is None or session.trials < trials) and (seconds is None or time.monotonic() - started < seconds):
+        while True:
             size = batch() if callable(batch) else batch
             size = size if trials is None else min(size, trials - session.trials)
-            if seconds is not None:  # a batch must not take much longer than what is left; nobody knows how long the first one takes
-                spent = time.monotonic() - started
-                size = min(size, max(1, int((seconds - spent) * session.trials / spent)) if session.trials else FIRST)
+            size = size if seconds is None else min(size, fit())
+            if size <= 0:
+                break
             chosen = session.next(size)
             if not chosen:
                 break
