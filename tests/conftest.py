@@ -1,6 +1,9 @@
 """Shared fixtures: where the optional reference data lies, the bundled model, and models compiled once for all tests."""
 
+import fcntl
+import os
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -27,16 +30,23 @@ def demo_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """compiled(GGUF path or synthetic spec, ctx) -> artifact folder; each is compiled once a session. Not to be changed by tests."""
-    made = {}
+    """compiled(GGUF path or synthetic spec, ctx) -> artifact folder. Not to be changed by tests.
+
+    Each is compiled once a run, also where pytest-xdist runs several workers: the first that asks compiles, the others wait for it.
+    """
+    mine = tmp_path_factory.getbasetemp()  # of a worker: a folder in the run's
+    root = (mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "artifacts"
 
     def compile_once(source: Path | str, ctx: int) -> Path:
-        if (source, ctx) not in made:
-            out = tmp_path_factory.mktemp("artifacts") / "model"
-            with GGUFModel.open(source) if isinstance(source, Path) else synthetic(source) as model:
-                compile_model(model, "cpu", "native", ctx, out)
-            made[source, ctx] = out
-        return made[source, ctx]
+        place = root / f"{quote(str(source), safe='')}-{ctx}"
+        place.mkdir(parents=True, exist_ok=True)
+        out = place / "model"
+        with open(place / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not out.exists():  # it appears whole or not at all
+                with GGUFModel.open(source) if isinstance(source, Path) else synthetic(source) as model:
+                    compile_model(model, "cpu", "native", ctx, out)
+        return out
 
     return compile_once
 

@@ -15,7 +15,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import bandwidth, bench, cli, kernel_table
 from mlc_amd.tools.bench import Test as Case
 
-TINY = ("--synthetic", "tiny:q4_0")
+TINY = ("--synthetic", "tiny:q4_0", "--ctx", "64")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -121,17 +121,19 @@ def test_operations_are_two_per_weight_and_token(cache):
         assert total == 2 * (rows * model["layers"] * layer + (rows if function["all_logits"] else 1) * model["vocab"] * hidden)
 
 
-@pytest.mark.parametrize("spec", ["tiny:q6_k", "tiny:q5_0", "tiny:f16", "tiny:q3_k"])
-def test_a_weight_in_several_planes_counts_once(spec, tmp_path):
-    out = tmp_path / "model"
-    with synthetic(spec) as model:
-        compile_model(model, "cpu", "native", 64, out)
-    artifact = Artifact.open(out)
-    shapes = artifact.manifest["model"]
-    names = [name for name in artifact.weights.places if name.startswith("blk.0.ffn_up.weight/")]
-    launch = {"kernel": "linear", "args": [["weight", name] for name in names]}
-    function = artifact.manifest["functions"]["decode"]
-    assert kernel_table.operations(artifact, launch, function) == 2 * shapes["ffn"] * shapes["hidden"]
+def test_a_weight_in_several_planes_counts_once(tmp_path):
+    types = {"blk.0.ffn_up": "q6_k", "blk.0.ffn_gate": "q5_0", "blk.1.ffn_up": "q3_k", "blk.1.ffn_gate": "f16"}
+    with synthetic("tiny:f16") as model:
+        for name, form in types.items():
+            model.tensors[f"{name}.weight"] = synthetic(f"tiny:{form}").tensors[f"{name}.weight"]
+        compile_model(model, "cpu", "native", 64, tmp_path / "model")
+    artifact = Artifact.open(tmp_path / "model")
+    shapes, function = artifact.manifest["model"], artifact.manifest["functions"]["decode"]
+    for weight, form in types.items():
+        names = [name for name in artifact.weights.places if name.startswith(f"{weight}.weight/")]
+        assert (len(names) > 1) == (form != "f16")
+        launch = {"kernel": "linear", "args": [["weight", name] for name in names]}
+        assert kernel_table.operations(artifact, launch, function) == 2 * shapes["ffn"] * shapes["hidden"]
 
 
 def test_timing_leaves_the_cache_as_it_is(cache):
@@ -168,7 +170,7 @@ def test_tables_follow_the_results(capsys, cache):
 
 def test_a_device_that_cannot_time_kernels_is_an_error(capsys, cache, monkeypatch):
     monkeypatch.delattr(CpuDevice, "time")
-    assert cli.main(["bench", str(next(cache.iterdir())), "--per-kernel"]) == 1
+    assert cli.main(["bench", str(next(cache.iterdir())), "-p", "8", "-n", "2", "--per-kernel"]) == 1
     assert "--per-kernel" in capsys.readouterr().err
 
 

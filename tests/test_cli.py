@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mlc_amd.compiler.gguf import synthetic, write_gguf
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import arguments, chat, cli, display, inspect, perplexity
 
@@ -41,17 +42,16 @@ def mlc_amd(home):
 
 
 @pytest.fixture(scope="session")
-def by_command(mlc_amd, demo_gguf, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
-    """The bundled model, compiled by the command itself, and how that went."""
-    folder = tmp_path_factory.mktemp("work")
-    done = mlc_amd("compile", demo_gguf, "--target", "cpu", "--ctx", 512, cwd=folder)
-    return folder / "dist" / "llama-q4_k_m-cpu-native", done
+def first_chat(mlc_amd) -> subprocess.CompletedProcess:
+    """The first chat, which compiles the bundled model into the cache."""
+    return mlc_amd("chat", "--prompt", QUESTION, "-n", 8)
 
 
 @pytest.fixture(scope="session")
-def artifact(by_command) -> Path:
-    path, done = by_command
-    assert done.returncode == 0, done.stderr
+def artifact(first_chat, home) -> Path:
+    """The bundled model as the command compiled it, with its whole context of 2048 tokens."""
+    assert first_chat.returncode == 0, first_chat.stderr
+    (path,) = (Path(home["XDG_CACHE_HOME"]) / "mlc-amd").iterdir()
     return path
 
 
@@ -75,10 +75,12 @@ def test_verify_reads_the_weights(mlc_amd, artifact, tmp_path):
     assert mlc_amd("generate", artifact, "--prompt", "x", "--max-tokens", 1, "--verify").returncode == 0
 
 
-def test_compile_makes_a_folder_and_says_what_is_in_it(by_command):
-    path, done = by_command
+def test_compile_makes_a_folder_and_says_what_is_in_it(mlc_amd, tmp_path):
+    write_gguf(synthetic("tiny:f16"), tmp_path / "small.gguf")
+    done = mlc_amd("compile", "small.gguf", "--target", "cpu", "--ctx", 128, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert (path / "manifest.json").is_file()
+    manifest = json.loads((tmp_path / "dist" / "small-cpu-native" / "manifest.json").read_text())
+    assert (manifest["context"], manifest["target"]["kind"], list(manifest["formats"])) == (128, "cpu", ["f16", "f32"])
     for word in ("weights", "kernels", "launches", "decode", "KV cache", "time"):
         assert word in done.stdout
     assert "compiling" in done.stderr
@@ -91,12 +93,11 @@ def test_chat_answers_one_prompt_on_stdout_alone(mlc_amd, artifact):
     assert done.stderr == ""
 
 
-def test_chat_without_a_model_compiles_the_bundled_one_once(mlc_amd, home):
-    first = mlc_amd("chat", "--prompt", QUESTION, "-n", 8)
+def test_chat_without_a_model_compiles_the_bundled_one_once(mlc_amd, home, first_chat):
     again = mlc_amd("chat", "--prompt", QUESTION, "-n", 8)
-    assert first.returncode == again.returncode == 0, first.stderr
-    assert "compiling llama-q4_k_m.gguf" in first.stderr and again.stderr == ""
-    assert first.stdout == again.stdout != "\n"
+    assert first_chat.returncode == again.returncode == 0, first_chat.stderr
+    assert "compiling llama-q4_k_m.gguf" in first_chat.stderr and again.stderr == ""
+    assert first_chat.stdout == again.stdout != "\n"
     assert len(list((Path(home["XDG_CACHE_HOME"]) / "mlc-amd").iterdir())) == 1
 
 
@@ -131,8 +132,7 @@ def test_a_prompt_that_looks_like_python_stays_text(mlc_amd, artifact, demo_gguf
     numbers = mlc_amd("tokenize", demo_gguf, "1e3", "--json")
     assert "".join(json.loads(numbers.stdout)["tokens"]) == "1e3"
     for text in ("123", "None", "[1, 2]", "--flag", "-"):
-        found = mlc_amd("generate", artifact, f"--prompt={text}", "-n", 1)
-        assert found.returncode == 0, found.stderr
+        assert cli.main(["generate", str(artifact), f"--prompt={text}", "-n", "1"]) == 0
 
 
 def test_tokenize_agrees_between_gguf_and_artifact(mlc_amd, artifact, demo_gguf, tmp_path):
@@ -155,8 +155,8 @@ def test_inspect_of_a_gguf_tells_its_tensors(mlc_amd, demo_gguf):
 
 def test_inspect_of_an_artifact_tells_its_plan(mlc_amd, artifact):
     report = json.loads(mlc_amd("inspect", artifact, "--json").stdout)
-    assert report["context"] == 512 and report["launches"]["decode"]["launches"] == len(report["plan"]["decode"])
-    assert report["memory"]["kv"] == 2 * report["model"]["layers"] * report["model"]["kv_heads"] * report["model"]["head_dim"] * 512 * 2
+    assert report["context"] == 2048 and report["launches"]["decode"]["launches"] == len(report["plan"]["decode"])
+    assert report["memory"]["kv"] == 2 * report["model"]["layers"] * report["model"]["kv_heads"] * report["model"]["head_dim"] * 2048 * 2
     shown = mlc_amd("inspect", artifact, "--plan", "--kernels").stdout
     assert all(kernel["name"] in shown for kernel in report["kernels"])
 
@@ -251,22 +251,29 @@ def test_mistakes_are_one_line(capsys, tokens, message):
     assert message in shown.err
 
 
-def test_bad_files_and_places_are_one_line(mlc_amd, artifact, demo_gguf, tmp_path):
+def test_bad_files_and_places_are_one_line(capsys, artifact, demo_gguf, tmp_path):
+    def error(*tokens) -> str:
+        assert cli.main(list(map(str, tokens))) == 1
+        shown = capsys.readouterr()
+        last = shown.err.splitlines(keepends=True)[-1]
+        assert shown.out == "" and last.startswith("error: ") and (tokens[0] == "compile" or shown.err == last)
+        return last
+
     junk = tmp_path / "junk.gguf"
     junk.write_bytes(b"not a model at all")
-    assert "junk.gguf" in error_of(mlc_amd("chat", junk, "--prompt", "x"))
-    assert "junk.gguf" in error_of(mlc_amd("inspect", junk))
-    assert "not a compiled model" in error_of(mlc_amd("chat", tmp_path, "--prompt", "x"))
-    assert "unknown CPU arch" in mlc_amd("compile", demo_gguf, "--arch", "znver99", "-o", tmp_path / "out").stderr
-    assert "unknown target" in mlc_amd("compile", demo_gguf, "--target", "abacus", "-o", tmp_path / "out").stderr
+    assert "junk.gguf" in error("chat", junk, "--prompt", "x")
+    assert "junk.gguf" in error("inspect", junk)
+    assert "not a compiled model" in error("chat", tmp_path, "--prompt", "x")
+    assert "unknown CPU arch" in error("compile", demo_gguf, "--arch", "znver99", "-o", tmp_path / "out")
+    assert "unknown target" in error("compile", demo_gguf, "--target", "abacus", "-o", tmp_path / "out")
     kept = tmp_path / "mine"
     kept.mkdir()
     (kept / "thesis.txt").write_text("precious")
-    assert "not a compiled model" in mlc_amd("compile", demo_gguf, "-o", kept).stderr
+    assert "not a compiled model" in error("compile", demo_gguf, "-o", kept)
     assert (kept / "thesis.txt").read_text() == "precious"
-    assert "compiled for a context of 512" in error_of(mlc_amd("chat", artifact, "--ctx", 1024, "--prompt", "x"))
-    assert "no such file" in error_of(mlc_amd("perplexity", artifact, "--text", tmp_path / "none"))
-    assert "not an .npz" in error_of(mlc_amd("perplexity", artifact, "--ids", junk))
+    assert "compiled for a context of 2048" in error("chat", artifact, "--ctx", 1024, "--prompt", "x")
+    assert "no such file" in error("perplexity", artifact, "--text", tmp_path / "none")
+    assert "not an .npz" in error("perplexity", artifact, "--ids", junk)
 
 
 def test_an_unwritable_output_is_one_line(mlc_amd, demo_gguf):

@@ -15,7 +15,8 @@ from mlc_amd.schedules.tuning.workload import Workload
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")       # before the first kernel call
 
-ARCHS = [name for name in ("native", "x86-64-v3") if cpu_flags().issuperset(resolve(name).flags)]
+# one of each instruction set that this machine runs with plans of its own
+ARCHS = list({resolve(name).isa: name for name in ("x86-64-v3", "native") if cpu_flags().issuperset(resolve(name).flags)}.values())
 
 
 def linear(m, *segments, k=512):

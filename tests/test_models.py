@@ -11,6 +11,16 @@ from mlc_amd.schedules.formats import FORMATS
 
 IDS = np.random.default_rng(7).integers(0, 1024, 40)
 MAX_KL = 1e-3  # nats; the quality bar of quantized activations
+NAMES = list(FORMATS)
+# Four types make a model. Float types are in one model by themselves and beside an integer type.
+MIXTURES = [NAMES[start : start + 4] for start in (0, 3, 7, 11)]
+# By matrix, which of the four types it has in layer 0 and in layer 1. All four are among q, k and v, among gate and up, and among what adds
+# to the residual.
+LAYERS = {
+    "attn_q": (0, 3), "attn_k": (1, 0), "attn_v": (2, 1), "attn_output": (3, 1),
+    "ffn_gate": (0, 2), "ffn_up": (1, 3), "ffn_down": (2, 0),
+}  # fmt: skip
+ENDS = {"token_embd.weight": 2, "output.weight": 3}
 
 
 def check_against_reference(model, engine: Engine) -> None:
@@ -22,22 +32,24 @@ def check_against_reference(model, engine: Engine) -> None:
     assert reference.kl_divergence(exact[-2:], np.stack(last)) < MAX_KL
 
 
-@pytest.mark.parametrize("spec", ["tiny-qwen2:q4_k", "tiny-qwen3:q6_k"])
+@pytest.mark.parametrize("spec", ["tiny:f16", "tiny-qwen2:q4_k", "tiny-qwen3:q6_k"])
 def test_architecture(compiled, spec):
+    """All matrices of one type."""
     check_against_reference(synthetic(spec), Engine.load(compiled(spec, 64)))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_tensor_type(compiled, name):
-    check_against_reference(synthetic(f"tiny:{name}"), Engine.load(compiled(f"tiny:{name}", 64)))
-
-
-def test_types_mix_freely(tmp_path):
-    """Each matrix of a model in another type; q, k and v, gate and up as well, integer and float weights side by side."""
-    model = synthetic("tiny:q4_0")
-    matrices = [name for name, tensor in model.tensors.items() if len(tensor.shape) == 2]
-    for name, form in zip(matrices, list(FORMATS) * 2, strict=False):
+@pytest.mark.parametrize("names", MIXTURES, ids="-".join)
+def test_tensor_types_mix_freely(tmp_path, names):
+    """Each type in every kind of layer; q, k and v, gate and up of different ones, integer and float weights side by side."""
+    types = {f"blk.{layer}.{matrix}.weight": names[at[layer]] for matrix, at in LAYERS.items() for layer in range(2)}
+    types |= {name: names[at] for name, at in ENDS.items()}
+    model = synthetic(f"tiny:{names[0]}")
+    for name, form in types.items():
         model.tensors[name] = synthetic(f"tiny:{form}").tensors[name]
-    assert {model.tensors[name].format for name in matrices} == set(FORMATS)
+    assert {name for name, tensor in model.tensors.items() if len(tensor.shape) == 2} == set(types)
     compile_model(model, "cpu", "native", 64, tmp_path / "mixed")
     check_against_reference(model, Engine.load(tmp_path / "mixed"))
+
+
+def test_every_type_is_in_a_mixture():
+    assert set().union(*MIXTURES) == set(FORMATS)

@@ -16,6 +16,7 @@ from mlc_amd.tools import cli, models, tune, tune_report
 
 pytest.importorskip("xgboost")
 SPEC = ("--synthetic", "tiny:q8_0", "--ctx", "64")
+QUICK = ("--synthetic", "tiny:f16", "--ctx", "64")  # its kernels compile in a third of the time
 LOG = "measurements.jsonl"
 
 
@@ -54,6 +55,7 @@ def measurements(cache: Path) -> list[tuple[str, str]]:
         ((*SPEC, "--target", "vulkan", "--arch", "voodoo"), "unknown Vulkan profile"),
         ((*SPEC, "--target", "rocm", "--arch", "gfx1100,gfx1101", "--list"), "one of them at a time"),
         ((*SPEC, "--arch", "i386sx"), "unknown CPU arch"),
+        ((*SPEC, "--device", "all"), "how many threads"),
         ((*SPEC, "--runner", "cloud"), "--runner wants local|rpc|static"),
         ((*SPEC, "--runner", "rpc"), "needs --tracker"),
         ((*SPEC, "--tracker", "a:1"), "--runner rpc"),
@@ -76,8 +78,8 @@ def test_errors_are_one_line(cache, capsys, monkeypatch, tmp_path, tokens, text)
     assert not measurements(cache)
 
 
-def test_an_artifact_is_no_model_to_tune(demo_artifact, cache, capsys):
-    assert cli.main(["tune", str(demo_artifact)]) == 1
+def test_an_artifact_is_no_model_to_tune(compiled, cache, capsys):
+    assert cli.main(["tune", str(compiled("tiny:q4_0", 64))]) == 1
     assert "GGUF file" in capsys.readouterr().err
 
 
@@ -133,18 +135,18 @@ def test_the_list_tells_calls_and_shares(command):
 
 def test_a_run_goes_on_and_compile_uses_it(command, cache, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "_sources", list)
-    tokens = (*SPEC, "--target", "cpu")
+    tokens = (*QUICK, "--target", "cpu")
     out, err = command(*tokens, "--trials", 2)
     assert out.count("\n") == 1 and "2 plans measured" in out and err.count("\n") <= 2
-    keys = {target: models._key(None, SPEC[1], target, "native", 64, "auto") for target in ("cpu", "vulkan")}
-    none = models._key(None, SPEC[1], "cpu", "native", 64, "none")
+    keys = {target: models._key(None, QUICK[1], target, "native", 64, "auto") for target in ("cpu", "vulkan")}
+    none = models._key(None, QUICK[1], "cpu", "native", 64, "none")
     assert "4 plans measured, 0 wrong; 6 so far" in command(*tokens, "--trials", 4).out
     found = measurements(cache)
     assert len(found) == len(set(found)) == 6
     # what was measured makes other artifacts, unless nobody wants it
-    assert models._key(None, SPEC[1], "cpu", "native", 64, "auto") not in (keys["cpu"], none)
-    assert models._key(None, SPEC[1], "cpu", "native", 64, "none") == none
-    assert models._key(None, SPEC[1], "vulkan", "native", 64, "auto") == keys["vulkan"]
+    assert models._key(None, QUICK[1], "cpu", "native", 64, "auto") not in (keys["cpu"], none)
+    assert models._key(None, QUICK[1], "cpu", "native", 64, "none") == none
+    assert models._key(None, QUICK[1], "vulkan", "native", 64, "auto") == keys["vulkan"]
     table = command(*tokens, "--report").out
     rows = [line for line in table.splitlines() if line.startswith(("linear", "gate_up", "attention", "rms_norm", "embed"))]
     counts = [re.search(r" (\d+)/\d+ ", line) for line in rows]
@@ -165,8 +167,8 @@ def test_what_could_not_be_checked_is_said_and_not_called_wrong(command, cache, 
     from mlc_amd.compiler.tuning import gate
 
     monkeypatch.setattr("mlc_amd.compiler.tuning.static.emulator", lambda: False)
-    out, _ = command(*SPEC, "--target", "rocm", "--arch", "gfx1100", "--runner", "static", "--trials", 40)
-    found = re.search(r"40 plans measured, 0 wrong, (\d+) could not be checked \((.*?\))\); 40 so far, \d+ failed", out)
+    out, _ = command(*SPEC, "--target", "rocm", "--arch", "gfx1100", "--runner", "static", "--trials", 28)
+    found = re.search(r"28 plans measured, 0 wrong, (\d+) could not be checked \((.*?\))\); 28 so far, \d+ failed", out)
     assert found and int(found[1]) > 0 and found[2] == gate.NOWHERE.format("GPU for gfx1100") and out.count("\n") == 1, out
 
 

@@ -44,6 +44,8 @@ def test_tasks_are_the_distinct_kernels_weighted_by_their_calls(tasks, demo_gguf
         assert task.flops == 4 * args["n"] * args["k"]
         assert 0.5 < task.bytes / (args["n"] * args["k"]) < 2.5  # two weights of 2 to 8 bits
     assert tuning.roofline(1e9)(gate_up[0]) == gate_up[0].bytes / 1e9
+    assert tuning.roofline(0, 1e9, 1e8)(gate_up[0]) == gate_up[0].flops / 1e9
+    assert tuning.roofline(0, 1e9, 1e8)(attention) == attention.flops / 1e8
 
 
 def compiled(demo_gguf, folder, **options):

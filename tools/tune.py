@@ -132,12 +132,14 @@ def _duration(text: str) -> float:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tuned: a model's tasks on one arch. name: the model's; kind: the target's; tasks: all of them, also without choices."""
+    """What is tuned: a model's tasks on one arch. name: the model's; kind: the target's; tasks: all of them, also without choices; threads:
+    how many of a CPU's are used, None: all."""
 
     name: str
     kind: str
     arch: object
     tasks: list
+    threads: int | None = None
 
     @classmethod
     def of(cls, model: str | None, synthetic: str | None, kind: str, arch: str, ctx: int | None, device: str | None) -> "Subject":
@@ -158,7 +160,8 @@ class Subject:
             backend = make_target(kind, arch)
             if len(backend.archs) > 1:
                 raise UserError(f"--arch {arch}: tune for one of them at a time")
-            return cls(synthetic or path.name, kind, backend.archs[0], extract(source, backend, ctx))
+            threads = _threads(device) if kind == "cpu" else None
+            return cls(synthetic or path.name, kind, backend.archs[0], extract(source, backend, ctx), threads)
 
     @property
     def shape(self) -> str:
@@ -169,6 +172,13 @@ class Subject:
     def names(self) -> tuple[str, str, str]:
         """Of target, arch and model."""
         return self.kind, self.arch.name, self.name
+
+
+def _threads(device: str | None) -> int | None:
+    """--device, of a CPU."""
+    if device is None or (str(device).isdecimal() and int(device) > 0):
+        return device and int(device)
+    raise UserError(f"--device {device}: for target cpu it is how many threads to use")
 
 
 # ---- who measures

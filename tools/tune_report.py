@@ -16,12 +16,13 @@ FORMATS = (".svg", ".png", ".pdf")
 PLOTTED = 12  # tasks, those with the largest share of the time
 MISSING = "the plot needs matplotlib; install it with: pip install 'mlc-amd[tune]'"
 # Where neither a measurement nor a table tells: bytes and operations per second, so that shares of the time can be guessed.
-GUESS = 50e9, 500e9
+GUESS = 50e9, 500e9, 0.0
 
 # Operations per clock of a compute unit (core), by what multiplies, and the clock: rough, from product pages. Rooflines only.
 _GPU_OPS = {"wmma11": 512, "wmma12": 1024, "mfma": 2048, "dot4": 512, "sdot4": 512, "sudot4": 512, "": 128}
 _COOP_OPS = {"nvidia": 4096, "rdna3": 512, "rdna4": 1024}
 _CPU_OPS = {"Vnni512": 256, "AvxVnni": 128, "Avx2": 64, "Portable": 16}
+_CPU_FLOAT_OPS = {"Vnni512": 64, "AvxVnni": 32, "Avx2": 32, "Portable": 8}  # attention's, float32
 _CLOCK = {"cpu": 3e9, "vulkan": 1.9e9, "rocm": 2.1e9}
 
 
@@ -46,19 +47,21 @@ class TaskRow(NamedTuple):
     history: list[Record]
 
 
-def machine(subject) -> tuple[float, float]:
-    """(bytes, operations) per second that the arch can do at best; 0 where that is not known. Of a CPU's memory, a measurement, where the
-    code can run here."""
+def machine(subject) -> tuple[float, float, float]:
+    """What `roofline` takes: bytes, operations and attention's operations per second that the arch can do at best; 0 where that is not
+    known. Of a CPU's memory, a measurement, where the code can run here."""
     arch = subject.arch
     if subject.kind == "cpu":
         from mlc_amd.runtime.host import available_threads, cpu_flags
 
         here = cpu_flags().issuperset(arch.flags)
-        return (bandwidth.measure() if here else 0.0), available_threads() * _CPU_OPS[arch.isa.__name__] * _CLOCK["cpu"]
+        threads, isa = subject.threads or available_threads(), arch.isa.__name__
+        clocks = threads * _CLOCK["cpu"]
+        return (bandwidth.measure(threads) if here else 0.0), clocks * _CPU_OPS[isa], clocks * _CPU_FLOAT_OPS[isa]
     if not arch.bandwidth:  # a profile that any GPU may be
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     ops = _COOP_OPS.get(arch.family, 0) if arch.matrix == "coop" else _GPU_OPS[arch.matrix or arch.dot]
-    return arch.bandwidth * 1e9, arch.units * ops * _CLOCK[subject.kind]
+    return arch.bandwidth * 1e9, arch.units * ops * _CLOCK[subject.kind], 0.0
 
 
 def rows(subject) -> list[TaskRow]:

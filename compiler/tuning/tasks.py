@@ -62,10 +62,12 @@ def extract(model, backend, ctx: int | None = None) -> list[Task]:
     return sorted(tasks.values(), key=lambda task: -task.weight * task.bytes)
 
 
-def roofline(bandwidth: float, peak: float = 0.0) -> Callable[[Task], float]:
-    """The shortest time of a task's call in seconds, for so many bytes and operations per second (0: not known)."""
+def roofline(bandwidth: float, peak: float = 0.0, floats: float = 0.0) -> Callable[[Task], float]:
+    """The shortest time of a task's call in seconds, for so many bytes and operations per second (0: not known). floats: the operations of
+    attention, where no matrix or dot product instructions serve it (0: they do)."""
 
     def seconds(task: Task) -> float:
-        return max(task.bytes / bandwidth if bandwidth else 0.0, task.flops / peak if peak else 0.0)
+        peak_here = floats or peak if task.workload.op == "attention" else peak
+        return max(task.bytes / bandwidth if bandwidth else 0.0, task.flops / peak_here if peak_here else 0.0)
 
     return seconds
