@@ -25,7 +25,7 @@ demo: setup
 	$(BIN)/mlc-amd chat --prompt "What does os.path.join do?"
 
 test: setup drivers lint
-	$(BIN)/python -m pytest -q -n auto --dist loadfile
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from urllib.parse import quote
 
+import gfxemu
 import pytest
 
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
@@ -12,6 +13,17 @@ from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.tools import cli
 
 REPO = Path(__file__).resolve().parent.parent
+# The files that take longest go first: workers that are done early then have short ones left.
+LONG = (
+    "test_models.py", "test_cpu_linear.py", "test_tune_cli.py", "test_rocm_models.py", "test_vulkan_device.py", "test_gpu_attention.py",
+    "test_cli.py", "test_tuning_rpc.py", "test_tuning_attention.py", "test_tuning_kit.py", "test_chat.py", "test_vulkan_models.py",
+    "test_cpu_plans.py", "test_gpu_gemm.py", "test_tuning_search.py", "test_tuning_build.py", "test_bench.py", "test_bench_gpu.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    place = {name: i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +67,12 @@ def compiled(tmp_path_factory):
 def demo_artifact(compiled, demo_gguf) -> Path:
     """The bundled model with its whole context, 2048 tokens."""
     return compiled(demo_gguf, 2048)
+
+
+@pytest.fixture(scope="session")
+def emulator():
+    """The ISA emulator; tests that need it skip where it is absent, before they compile anything."""
+    return gfxemu.load()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import reference
 import vulkan_harness
-from quality import TIE, Reference
+from quality import Reference
 
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
@@ -47,7 +47,7 @@ def load():
         engine.device.close()
 
 
-@pytest.mark.parametrize(("spec", "arch"), [("tiny:q4_k", "vangogh"), ("tiny-qwen3:q6_k", "rdna4"), ("tiny-qwen2:q4_0", "generic")])
+@pytest.mark.parametrize(("spec", "arch"), [("tiny:q4_k", "vangogh"), ("tiny-qwen3:q6_k", "rdna4"), ("tiny-qwen2:q5_1", "generic")])
 def test_artifact(made, spec, arch):
     """Seven dispatches a layer in decode; every launch says where its code is and what it writes."""
     manifest = Artifact.open(made(spec, arch)).manifest
@@ -83,28 +83,15 @@ def test_unknown_profile(made):
 
 @pytest.mark.parametrize(("spec", "arch"), [("tiny:q4_0", "auto"), ("tiny-qwen3:q4_k", "auto"), ("tiny-qwen2:q5_1", "generic")])
 def test_logits(made, load, spec, arch):
-    """A prefill chunk and decode steps against the numpy reference."""
+    """A prefill chunk, decode steps, and the logits of a whole text, against the numpy reference."""
     vulkan_harness.gpu()
     engine, ids = load(made(spec, arch)), np.random.default_rng(7).integers(0, 1024, 24)
     logits = [engine.prefill(ids[:20]), *(engine.decode(int(i)) for i in ids[20:])]
     exact = reference.forward(synthetic(spec), ids)
     assert reference.kl_divergence(exact[19:], np.stack(logits)) < MAX_KL
-
-
-def test_bundled_model_answers_as_on_the_cpu(made, load, compiled, demo_gguf):
-    """Greedy text: both get the CPU's tokens, and agree on each unless it is a tie."""
-    vulkan_harness.gpu()
-    cpu, vulkan = Engine.load(compiled(demo_gguf, 2048)), load(made(demo_gguf, "auto", 512))
-    ids = cpu.tokenizer.encode("os.path.join: Join two or more")
-    left, right, compared = cpu.prefill(ids), vulkan.prefill(ids), 0
-    for _ in range(24):
-        second, first = np.sort(left)[-2:]
-        if first - second >= TIE:
-            assert left.argmax() == right.argmax()
-            compared += 1
-        token = int(left.argmax())
-        left, right = cpu.decode(token), vulkan.decode(token)
-    assert compared > 8
+    engine.reset()
+    assert reference.kl_divergence(exact, engine.score(ids)) < MAX_KL
+    assert arch in ("auto", engine.device.code_arch)
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -115,23 +102,3 @@ def test_quality(made, load, shared, name):
     assert found.good, found
     compared, wrong = expected.greedy(engine, 8)
     assert compared and not wrong
-
-
-def test_many_tokens_leave_nothing_behind(made, load):
-    """Neither host memory nor positions leak over a few hundred steps."""
-    engine = load(made("tiny:q4_0", "auto"))
-
-    def resident() -> int:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1])
-
-    def steps(count: int) -> None:
-        for i in range(count):
-            if engine.position == engine.context:
-                engine.reset()
-            engine.decode(i % 1024)
-
-    steps(100)
-    before = resident()
-    steps(400)
-    assert resident() - before < 256  # pages of 4 KiB
