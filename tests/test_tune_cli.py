@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -163,12 +164,14 @@ def test_a_run_goes_on_and_compile_uses_it(command, cache, capsys, tmp_path, mon
 
 
 def test_what_could_not_be_checked_is_said_and_not_called_wrong(command, cache, monkeypatch):
-    """As where nothing can run the kernels of a GPU."""
+    """As where nothing can run the kernels of a GPU. Of the model's tasks a few will do."""
     from mlc_amd.compiler.tuning import gate
 
+    every = tune.Subject.of
+    monkeypatch.setattr(tune.Subject, "of", lambda *args: replace(every(*args), tasks=every(*args).tasks[:4]))
     monkeypatch.setattr("mlc_amd.compiler.tuning.static.emulator", lambda: False)
-    out, _ = command(*SPEC, "--target", "rocm", "--arch", "gfx1100", "--runner", "static", "--trials", 40)
-    found = re.search(r"40 plans measured, 0 wrong, (\d+) could not be checked \((.*?\))\); 40 so far, \d+ failed", out)
+    out, _ = command(*SPEC, "--target", "rocm", "--arch", "gfx1100", "--runner", "static", "--trials", 24)
+    found = re.search(r"24 plans measured, 0 wrong, (\d+) could not be checked \((.*?\))\); 24 so far, \d+ failed", out)
     assert found and int(found[1]) > 0 and found[2] == gate.NOWHERE.format("GPU for gfx1100") and out.count("\n") == 1, out
 
 

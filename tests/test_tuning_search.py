@@ -195,7 +195,7 @@ def test_the_wrong_winner_is_dropped_and_the_next_best_checked(tmp_path):
 
     with Database(GFX, tmp_path) as database:
         session = Session([task], GFX, database)
-        run(session, Bench(), gate, trials=60)
+        run(session, Bench(), gate, trials=40)
         winner = database.entry(task.workload).winner
         assert session.refuted == 2 and winner.checked == "emulator"
         faster = [r for r in database.entry(task.workload).records.values() if r.seconds < winner.seconds]
@@ -214,7 +214,7 @@ def test_a_winner_that_was_only_lucky_is_none(tmp_path):
 
     with Database(GFX, tmp_path) as database:
         session = Session([task], GFX, database)
-        run(session, Bench(), gate, trials=60)
+        run(session, Bench(), gate, trials=40)
         entry = database.entry(task.workload)
         assert entry.winner.plan == asdict(timed[2]) and 3 <= len(timed) <= 1 + BEATEN and session.refuted == 0
         assert entry.seconds(entry.winner) == entry.untuned.seconds / 1.25
@@ -238,8 +238,8 @@ def test_a_time_limit_leaves_time_for_the_checks(tmp_path, monkeypatch):
 
     with Database(GFX, tmp_path) as database:
         session = Session(tasks, GFX, database)
-        run(session, measure, gate, seconds=100)
-        assert not session.unchecked() and session.trials >= 60 and 85 <= now[0] <= 110
+        run(session, measure, gate, seconds=60)
+        assert not session.unchecked() and session.trials >= 30 and 50 <= now[0] <= 68
 
 
 def test_a_plan_that_was_the_default_once_is_one_like_others(tmp_path):
@@ -270,7 +270,7 @@ def test_where_no_plan_is_faster_in_turns_the_default_stays(tmp_path):
         return Checked("device", True, 0.0, gain=0.99)
 
     with Database(GFX, tmp_path) as database:
-        run(Session([task], GFX, database), Bench(), gate, trials=60)
+        run(Session([task], GFX, database), Bench(), gate, trials=40)
         assert len(timed) == BEATEN and database.entry(task.workload).winner.default
     assert Lookup(GFX, "user", user=tmp_path)(task.workload) is None
 
@@ -310,7 +310,7 @@ def test_where_one_plan_cannot_be_checked_the_next_best_is(tmp_path):
 
     with Database(GFX, tmp_path) as database:
         session = Session([task], GFX, database)
-        run(session, Bench(), gate, trials=60)
+        run(session, Bench(), gate, trials=40)
         ranked = sorted(database.entry(task.workload).records.values(), key=lambda record: record.seconds)
         assert [record.plan for record in ranked[:2]] == [asdict(plan) for plan in asked]
         assert database.entry(task.workload).winner == ranked[1] and session.refuted == 0 and len(session.unverified) == 1
@@ -412,7 +412,7 @@ def tuned(folder, arch, workload=None) -> Workload:
     """A database with a checked winner."""
     workload = workload or linear()
     with Database(arch, folder) as database:
-        run(Session([Task(workload)], arch, database), Bench(), right, trials=40)
+        run(Session([Task(workload)], arch, database), Bench(), right, trials=16)
     return workload
 
 
@@ -470,8 +470,8 @@ def test_stale_records_are_ignored_with_a_note(tmp_path, change, reason):
     assert len(lookup.notes) == 1 and reason in lookup.notes[0]
     bench = Bench()  # and tuning goes on beside them
     with Database(GFX, tmp_path) as database:
-        run(Session([Task(workload)], GFX, database), bench, right, trials=20)
-    assert len(bench.seen) == 20
+        run(Session([Task(workload)], GFX, database), bench, right, trials=12)
+    assert len(bench.seen) == 12
     assert Lookup(GFX, "user", tmp_path)(workload) is not None
 
 
