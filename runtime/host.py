@@ -3,12 +3,23 @@
 import os
 from pathlib import Path
 
+from mlc_amd.runtime.errors import UserError
+
 TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
 def available_threads() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_asked(device: str | None) -> int:
+    """How many threads `--device` asks for where the device is a CPU, all for None. UserError for anything but a positive number."""
+    if device is None:
+        return available_threads()
+    if not str(device).isdecimal() or int(device) == 0:
+        raise UserError(f"--device {device}: for target cpu it is how many threads to use")
+    return int(device)
 
 
 def last_level_cache() -> int:

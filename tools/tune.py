@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.host import threads_asked
 from mlc_amd.tools import display, models
 
 SHORT = {"o": "output"}
@@ -133,7 +134,7 @@ def _duration(text: str) -> float:
 @dataclass(frozen=True)
 class Subject:
     """What is tuned: a model's tasks on one arch. name: the model's; kind: the target's; tasks: all of them, also without choices; threads:
-    how many of a CPU's are used, None: all."""
+    how many of a CPU's are used, None for a GPU."""
 
     name: str
     kind: str
@@ -160,7 +161,7 @@ class Subject:
             backend = make_target(kind, arch)
             if len(backend.archs) > 1:
                 raise UserError(f"--arch {arch}: tune for one of them at a time")
-            threads = _threads(device) if kind == "cpu" else None
+            threads = threads_asked(device) if kind == "cpu" else None
             return cls(synthetic or path.name, kind, backend.archs[0], extract(source, backend, ctx), threads)
 
     @property
@@ -172,13 +173,6 @@ class Subject:
     def names(self) -> tuple[str, str, str]:
         """Of target, arch and model."""
         return self.kind, self.arch.name, self.name
-
-
-def _threads(device: str | None) -> int | None:
-    """--device, of a CPU."""
-    if device is None or (str(device).isdecimal() and int(device) > 0):
-        return device and int(device)
-    raise UserError(f"--device {device}: for target cpu it is how many threads to use")
 
 
 # ---- who measures

@@ -52,12 +52,11 @@ def machine(subject) -> tuple[float, float, float]:
     known. Of a CPU's memory, a measurement, where the code can run here."""
     arch = subject.arch
     if subject.kind == "cpu":
-        from mlc_amd.runtime.host import available_threads, cpu_flags
+        from mlc_amd.runtime.host import cpu_flags
 
         here = cpu_flags().issuperset(arch.flags)
-        threads, isa = subject.threads or available_threads(), arch.isa.__name__
-        clocks = threads * _CLOCK["cpu"]
-        return (bandwidth.measure(threads) if here else 0.0), clocks * _CPU_OPS[isa], clocks * _CPU_FLOAT_OPS[isa]
+        isa, clocks = arch.isa.__name__, subject.threads * _CLOCK["cpu"]
+        return (bandwidth.measure(subject.threads) if here else 0.0), clocks * _CPU_OPS[isa], clocks * _CPU_FLOAT_OPS[isa]
     if not arch.bandwidth:  # a profile that any GPU may be
         return 0.0, 0.0, 0.0
     ops = _COOP_OPS.get(arch.family, 0) if arch.matrix == "coop" else _GPU_OPS[arch.matrix or arch.dot]

@@ -10,7 +10,7 @@ import tvm_ffi
 
 from mlc_amd.runtime.devices.cpu import start_threads
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.host import available_threads, cpu_flags, last_level_cache
+from mlc_amd.runtime.host import cpu_flags, last_level_cache, threads_asked
 
 ALIGN = 64
 SHARE = 4  # of the machine's memory, what copies may take
@@ -25,7 +25,7 @@ class CpuBackend:
     def __init__(self, device: str | None, candidate):
         if missing := set(candidate.facts["needs"]["flags"]) - cpu_flags():
             raise UserError(f"these kernels are for '{candidate.facts['arch']}', and this CPU lacks {', '.join(sorted(missing))}")
-        self.threads = int(device) if device else available_threads()
+        self.threads = threads_asked(device)
         start_threads(self.threads)
         self.name = f"{_model()}, {self.threads} threads"
         self.facts = {"device": self.name, "driver": "TVM's thread pool"}

@@ -60,7 +60,8 @@ class Checked:
 
     checked     where they were computed: "device", "lavapipe", "emulator"
     passed      whether they agree; deviation: the largest error found
-    gain        how many times as fast it was as the default plan's kernel, both timed in turns; None where nothing was timed
+    gain        how many times as fast as the default plan's kernel it was, at least, in three of four rounds of both in turns; None where
+                nothing was timed
     """
 
     checked: str

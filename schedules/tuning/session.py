@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from mlc_amd.schedules.tuning.database import Checked, Database, Measured, Record, known
 from mlc_amd.schedules.tuning.search import Models, Search
-from mlc_amd.schedules.tuning.spaces import Space, as_dict, space
+from mlc_amd.schedules.tuning.spaces import Space, as_dict
 
 BATCH = 16  # plans that are measured together
 FIRST = 2  # measurements of a first batch, where there is a time limit
@@ -63,7 +63,7 @@ class Session:
         self._tasks: dict[str, _Task] = {}
         models = Models()
         for task in tasks:
-            found = space(task.workload, arch)
+            found = database.space(task.workload)
             if found:
                 past = known(database.entry(task.workload), found)
                 search = Search(task.workload, found, arch, models, past, seed + len(self._tasks))
