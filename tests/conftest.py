@@ -1,16 +1,18 @@
 """Shared fixtures: where the optional reference data lies, the bundled model, and models compiled once for all tests."""
 
 import fcntl
+import json
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
 import gfxemu
 import pytest
 
-from mlc_amd.compiler.gguf import GGUFModel, synthetic
-from mlc_amd.compiler.pipeline import compile_model
-from mlc_amd.tools import cli
+from mlc_amd.tools import cli, models
 
 REPO = Path(__file__).resolve().parent.parent
 # The files that take longest go first: workers that are done early then have short ones left.
@@ -41,32 +43,70 @@ def demo_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
-    """compiled(GGUF path or synthetic spec, ctx) -> artifact folder. Not to be changed by tests.
+def once(tmp_path_factory):
+    """once(name, make) -> what `make` put at the path that it is given, where a failed attempt may have left something.
 
-    Each is compiled once a run, also where pytest-xdist runs several workers: the first that asks compiles, the others wait for it.
+    Made once a run, also where pytest-xdist runs several workers: the first that asks makes it, the others wait.
     """
     mine = tmp_path_factory.getbasetemp()  # of a worker: a folder in the run's
-    root = (mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "artifacts"
+    root = (mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "once"
 
-    def compile_once(source: Path | str, ctx: int) -> Path:
-        place = root / f"{quote(str(source), safe='')}-{ctx}"
+    def make_once(name: str, make: Callable[[Path], object]) -> Path:
+        place = root / quote(name, safe="")
         place.mkdir(parents=True, exist_ok=True)
-        out = place / "model"
+        out, whole = place / "made", place / "whole"
         with open(place / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not out.exists():  # it appears whole or not at all
-                with GGUFModel.open(source) if isinstance(source, Path) else synthetic(source) as model:
-                    compile_model(model, "cpu", "native", ctx, out)
+            if not whole.exists():
+                make(out)
+                whole.touch()
         return out
+
+    return make_once
+
+
+@pytest.fixture(scope="session")
+def compiled(once):
+    """compiled(GGUF path or synthetic spec, ctx) -> artifact folder, for this CPU, in a user's cache that holds nothing else.
+
+    Each is compiled once a run. Not to be changed by tests.
+    """
+
+    def compile_once(source: Path | str, ctx: int) -> Path:
+        def make(out: Path) -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("XDG_CACHE_HOME", str(out))
+                model, spec = (str(source), None) if isinstance(source, Path) else (None, source)
+                models.artifact_path(model, synthetic=spec, ctx=ctx)
+
+        (path,) = (once(f"{source}-{ctx}", make) / "mlc-amd").iterdir()
+        return path
 
     return compile_once
 
 
 @pytest.fixture(scope="session")
-def demo_artifact(compiled, demo_gguf) -> Path:
-    """The bundled model with its whole context, 2048 tokens."""
-    return compiled(demo_gguf, 2048)
+def first_chat(once) -> tuple[subprocess.CompletedProcess, Path]:
+    """A user's first chat without naming a model, a process that compiles the bundled one; and the folder of the user's caches after it."""
+
+    def chat(out: Path) -> None:
+        out.mkdir(exist_ok=True)
+        command = [str(Path(sys.executable).with_name("mlc-amd")), "chat", "--prompt", "What does os.path.join do?", "-n", "8"]
+        environment = os.environ | {"XDG_CACHE_HOME": str(out / "cache"), "XDG_STATE_HOME": str(out / "state"), "COLUMNS": "100"}
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        (out / "process.json").write_text(json.dumps([command, done.returncode, done.stdout, done.stderr]))
+
+    made = once("first chat", chat)
+    return subprocess.CompletedProcess(*json.loads((made / "process.json").read_text())), made / "cache"
+
+
+@pytest.fixture(scope="session")
+def demo_artifact(first_chat) -> Path:
+    """The bundled model with its whole context, 2048 tokens, as the command compiled it."""
+    done, caches = first_chat
+    assert done.returncode == 0, done.stderr
+    (path,) = (caches / "mlc-amd").iterdir()
+    return path
 
 
 @pytest.fixture(scope="session")

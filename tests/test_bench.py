@@ -15,16 +15,17 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import bandwidth, bench, cli, kernel_table
 from mlc_amd.tools.bench import Test as Case
 
-TINY = ("--synthetic", "tiny:q4_0", "--ctx", "64")
+SPEC = "tiny:q4_0"
+TINY = ("--synthetic", SPEC, "--ctx", "64")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """Compiled models go where nobody keeps theirs."""
+def cache(compiled):
+    """The user's cache, where the model is found compiled."""
+    path = compiled(SPEC, 64).parent
     with pytest.MonkeyPatch.context() as patch:
-        path = tmp_path_factory.mktemp("cache")
-        patch.setenv("XDG_CACHE_HOME", str(path))
-        yield path / "mlc-amd"
+        patch.setenv("XDG_CACHE_HOME", str(path.parent))
+        yield path
 
 
 def test_tests_come_in_llama_benchs_order_and_names():
@@ -126,7 +127,7 @@ def test_a_weight_in_several_planes_counts_once(tmp_path):
     with synthetic("tiny:f16") as model:
         for name, form in types.items():
             model.tensors[f"{name}.weight"] = synthetic(f"tiny:{form}").tensors[f"{name}.weight"]
-        compile_model(model, "cpu", "native", 64, tmp_path / "model")
+        compile_model(model, "vulkan", "generic", 64, tmp_path / "model")
     artifact = Artifact.open(tmp_path / "model")
     shapes, function = artifact.manifest["model"], artifact.manifest["functions"]["decode"]
     for weight, form in types.items():

@@ -23,10 +23,10 @@ QUESTION = "What does os.path.join do?"
 
 
 @pytest.fixture(scope="session")
-def home(tmp_path_factory) -> dict[str, str]:
-    """An environment with caches of its own."""
+def home(first_chat, tmp_path_factory) -> dict[str, str]:
+    """An environment with caches that hold the bundled model only."""
     root = tmp_path_factory.mktemp("home")
-    return os.environ | {"XDG_CACHE_HOME": str(root / "cache"), "XDG_STATE_HOME": str(root / "state"), "COLUMNS": "100"}
+    return os.environ | {"XDG_CACHE_HOME": str(first_chat[1]), "XDG_STATE_HOME": str(root / "state"), "COLUMNS": "100"}
 
 
 @pytest.fixture(scope="session")
@@ -42,17 +42,8 @@ def mlc_amd(home):
 
 
 @pytest.fixture(scope="session")
-def first_chat(mlc_amd) -> subprocess.CompletedProcess:
-    """The first chat, which compiles the bundled model into the cache."""
-    return mlc_amd("chat", "--prompt", QUESTION, "-n", 8)
-
-
-@pytest.fixture(scope="session")
-def artifact(first_chat, home) -> Path:
-    """The bundled model as the command compiled it, with its whole context of 2048 tokens."""
-    assert first_chat.returncode == 0, first_chat.stderr
-    (path,) = (Path(home["XDG_CACHE_HOME"]) / "mlc-amd").iterdir()
-    return path
+def artifact(demo_artifact) -> Path:
+    return demo_artifact
 
 
 def error_of(done: subprocess.CompletedProcess) -> str:
@@ -93,12 +84,13 @@ def test_chat_answers_one_prompt_on_stdout_alone(mlc_amd, artifact):
     assert done.stderr == ""
 
 
-def test_chat_without_a_model_compiles_the_bundled_one_once(mlc_amd, home, first_chat):
+def test_chat_without_a_model_compiles_the_bundled_one_once(mlc_amd, first_chat):
+    first, caches = first_chat
     again = mlc_amd("chat", "--prompt", QUESTION, "-n", 8)
-    assert first_chat.returncode == again.returncode == 0, first_chat.stderr
-    assert "compiling llama-q4_k_m.gguf" in first_chat.stderr and again.stderr == ""
-    assert first_chat.stdout == again.stdout != "\n"
-    assert len(list((Path(home["XDG_CACHE_HOME"]) / "mlc-amd").iterdir())) == 1
+    assert first.returncode == again.returncode == 0, first.stderr
+    assert "compiling llama-q4_k_m.gguf" in first.stderr and again.stderr == ""
+    assert first.stdout == again.stdout != "\n"
+    assert len(list((caches / "mlc-amd").iterdir())) == 1
 
 
 def test_piped_chat_answers_line_by_line_and_follows_commands(mlc_amd, artifact, tmp_path):

@@ -46,7 +46,7 @@ def rocm(tmp_path_factory):
 
 # Each family of GPUs, each architecture of models; an artifact may be for two GPUs.
 MODELS = (
-    ("tiny:q4_0", "gfx942"), ("tiny-qwen3:q4_k", "7900xtx,gfx1201"), ("tiny-qwen2:q4_0", "gfx1030"),
+    ("tiny-qwen3:q4_k", "gfx942"), ("tiny:q4_0", "7900xtx,gfx1201"), ("tiny-qwen2:q4_0", "gfx1030"),
 )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def test_artifact(rocm, spec, archs):
 
 
 @pytest.mark.parametrize(("spec", "archs", "arch", "instruction"), [
-    ("tiny-qwen3:q4_k", "7900xtx,gfx1201", "gfx1100", "v_wmma"), ("tiny:q4_0", "gfx942", "gfx942", "v_mfma"),
+    ("tiny:q4_0", "7900xtx,gfx1201", "gfx1100", "v_wmma"), ("tiny-qwen3:q4_k", "gfx942", "gfx942", "v_mfma"),
 ])  # fmt: skip
 def test_prefill_runs_on_matrix_units(rocm, spec, archs, arch, instruction):
     artifact = rocm(spec, archs)

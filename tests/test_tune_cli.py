@@ -1,5 +1,6 @@
 """`mlc-amd tune` as a user runs it: errors in one line, tables, a run that is stopped and goes on, what compile makes of the results."""
 
+import functools
 import json
 import os
 import re
@@ -176,7 +177,7 @@ def test_what_could_not_be_checked_is_said_and_not_called_wrong(command, cache, 
 
 
 def test_ctrl_c_keeps_what_was_measured(cache):
-    running = process(*SPEC, "--target", "cpu", "--budget", "10m")
+    running = process(*QUICK, "--target", "cpu", "--budget", "10m")
     end = time.monotonic() + 240
     while not measurements(cache):
         assert running.poll() is None and time.monotonic() < end, running.communicate()
@@ -191,6 +192,7 @@ def test_ctrl_c_keeps_what_was_measured(cache):
 # ---- tables and plots, on records made by hand
 
 
+@functools.cache
 def subject() -> tune.Subject:
     return tune.Subject.of(None, "tiny:q8_0", "vulkan", "vangogh", 64, None)
 

@@ -1,15 +1,18 @@
-"""The cpu target: layouts, kernels from schedules/cpu, and their compilation with LLVM to a shared library."""
+"""The cpu target: layouts, kernels from schedules/cpu, and their compilation with LLVM to a shared library with a thread pool."""
 
+import functools
 import importlib.util
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import tvm
 
 from mlc_amd.compiler.codegen.target import Target
+from mlc_amd.runtime import devices
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu import arch as archs
 from mlc_amd.schedules.cpu.attention import attention
@@ -20,7 +23,8 @@ from mlc_amd.schedules.cpu.norm import quantize, rms_norm
 from mlc_amd.schedules.cpu.planes import planes
 from mlc_amd.schedules.cpu.rope_kv_write import rope_kv_write
 
-COMPILERS = ("cc", "gcc", "clang")  # any of them links; else the ziglang package's
+COMPILERS = ("cc", "gcc", "clang")  # any of them will do; else the ziglang package's
+THREADS = Path(devices.__file__).parent / "threads.c"
 LIBRARY = "kernels.so"
 BATCH = 4  # kernels compiled at a time by one worker
 
@@ -113,12 +117,29 @@ class CpuTarget(Target):
 
 
 def link_shared(objects: list[str], output: Path) -> None:
-    """Links object files to a shared library with the first C compiler found. UserError without one."""
+    """Links object files of kernels, and the thread pool that they run on, to a shared library. UserError without a C compiler."""
+    with tempfile.NamedTemporaryFile(suffix=".o") as threads:
+        threads.write(_thread_pool())
+        threads.flush()
+        _cc("-shared", "-pthread", "-o", str(output), *objects, threads.name)
+
+
+@functools.lru_cache(maxsize=1)
+def _thread_pool() -> bytes:
+    """runtime/devices/threads.c, compiled."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "threads.o"
+        _cc("-O2", "-fPIC", "-pthread", "-c", "-o", str(made), str(THREADS))
+        return made.read_bytes()
+
+
+def _cc(*arguments: str) -> None:
+    """Runs the first C compiler found. UserError without one, or if it fails."""
     compiler = next(([path] for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None and importlib.util.find_spec("ziglang"):
         compiler = [sys.executable, "-m", "ziglang", "cc"]
     if compiler is None:
         raise UserError("no C compiler found to link the kernels; install one (Debian: apt install gcc; anywhere: pip install ziglang)")
-    result = subprocess.run([*compiler, "-shared", "-o", str(output), *objects], capture_output=True, text=True)
+    result = subprocess.run([*compiler, *arguments], capture_output=True, text=True)
     if result.returncode:
         raise UserError(f"linking the kernels with {compiler[0]} failed: {result.stderr.strip().splitlines()[-1:]}")

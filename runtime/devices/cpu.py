@@ -1,13 +1,10 @@
-"""The cpu device: calls the compiled kernels of `kernels.so` on numpy memory, through TVM's small runtime library and its thread pool.
+"""The cpu device: calls the compiled kernels of `kernels.so` on numpy memory, on the thread pool that comes with them (`threads.c`).
 
-The compiler's half of TVM (and `import tvm`) is not needed: 45 MB and a tenth of a second instead of 190 MB and most of one.
-TVM's thread pool belongs to the thread that first uses it, so all calls come from one thread.
+TVM is not needed, only its function interface (apache-tvm-ffi).
 """
 
 import ctypes
-import importlib.util
 import mmap
-import os
 import time
 from pathlib import Path
 
@@ -20,25 +17,33 @@ from mlc_amd.runtime.host import available_threads, cpu_flags
 ALIGN = 64  # bytes
 
 
-def _load_tvm_runtime() -> None:
-    """Makes TVM's thread pool and workspace functions visible to kernels.so."""
-    spec = importlib.util.find_spec("tvm")
-    if spec is None or not spec.submodule_search_locations:
-        raise UserError("the cpu device needs the package apache-tvm; install it with: pip install mlc-amd")
-    library = Path(spec.submodule_search_locations[0]) / "lib" / "libtvm_runtime.so"
-    try:
-        ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
-    except OSError as e:
-        raise UserError(f"cannot load TVM's runtime library ({e}); reinstall apache-tvm") from e
+# What kernels call, by the names of TVM's runtime, and what answers in threads.c.
+_CALLS = {
+    "TVMBackendParallelLaunch": "mlc_amd_launch",
+    "TVMBackendAllocWorkspace": "mlc_amd_scratch",
+    "TVMBackendFreeWorkspace": "mlc_amd_free_scratch",
+}
+_pool: ctypes.CDLL | None = None  # the library whose threads this process uses, the first that it loaded
+
+
+def load_kernels(path: Path):
+    """A library of kernels as a TVM module, tied to this process's threads. RuntimeError or OSError where it does not load."""
+    global _pool
+    module, library = tvm_ffi.load_module(str(path)), ctypes.CDLL(str(path))
+    _pool = _pool or library
+    for theirs, ours in _CALLS.items():
+        try:
+            pointer = ctypes.c_void_p.in_dll(library, f"__{theirs}")
+        except ValueError:  # no kernel in it calls that
+            continue
+        pointer.value = ctypes.cast(getattr(_pool, ours), ctypes.c_void_p).value
+    return module
 
 
 def start_threads(threads: int) -> None:
-    """Loads TVM's runtime and makes its thread pool one of so many threads. UserError without TVM."""
-    os.environ["TVM_NUM_THREADS"] = str(threads)  # read when the pool starts; TVM's own default is too low on small machines
-    _load_tvm_runtime()
-    configure = tvm_ffi.get_global_func("runtime.config_threadpool", allow_missing=True)
-    if configure is not None:  # another engine in this process may have started the pool with another size
-        configure(1, threads)
+    """Makes the pool one of so many threads, after the first `load_kernels`. UserError if the system gives fewer."""
+    if (started := _pool.mlc_amd_start_threads(threads)) < threads:
+        raise UserError(f"the system gives this process {started} of {threads} threads; use fewer (--threads)")
 
 
 def _zeros(shape, dtype) -> np.ndarray:
@@ -65,9 +70,9 @@ class CpuDevice:
                 f"this model was compiled for '{target['arch']}', and this CPU lacks {', '.join(sorted(missing))}; "
                 "compile it here with --arch native, or with --arch x86-64-v2 for any machine"
             )
-        start_threads(self.threads)
         self.artifact = artifact
         self._load_kernels()
+        start_threads(self.threads)
         self.io = {name: _zeros(entry["shape"], entry["dtype"]) for name, entry in artifact.manifest["io"].items()}
         self._allocate(artifact.kv_bytes + artifact.manifest["arena_bytes"])
         self._launches = {name: self._bind(function) for name, function in artifact.manifest["functions"].items()}
@@ -75,8 +80,8 @@ class CpuDevice:
 
     def _load_kernels(self) -> None:
         try:
-            self.modules = [tvm_ffi.load_module(str(self.artifact.path / name)) for name in self.artifact.manifest["libraries"]]
-        except (RuntimeError, OSError) as e:
+            self.modules = [load_kernels(self.artifact.path / name) for name in self.artifact.manifest["libraries"]]
+        except (RuntimeError, OSError, AttributeError) as e:
             raise UserError(f"cannot load the kernels of {self.artifact.path} ({str(e).splitlines()[0]}); compile the model again") from e
 
     def _allocate(self, nbytes: int) -> None:

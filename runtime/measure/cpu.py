@@ -1,4 +1,4 @@
-"""Measuring on the CPU: kernels in shared libraries, called through TVM's small runtime library with its thread pool, as CpuDevice does."""
+"""Measuring on the CPU: kernels in shared libraries, called on their thread pool, as CpuDevice does."""
 
 import mmap
 import time
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import tvm_ffi
 
-from mlc_amd.runtime.devices.cpu import start_threads
+from mlc_amd.runtime.devices.cpu import load_kernels, start_threads
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags, last_level_cache, threads_asked
 
@@ -26,9 +26,8 @@ class CpuBackend:
         if missing := set(candidate.facts["needs"]["flags"]) - cpu_flags():
             raise UserError(f"these kernels are for '{candidate.facts['arch']}', and this CPU lacks {', '.join(sorted(missing))}")
         self.threads = threads_asked(device)
-        start_threads(self.threads)
         self.name = f"{_model()}, {self.threads} threads"
-        self.facts = {"device": self.name, "driver": "TVM's thread pool"}
+        self.facts = {"device": self.name, "driver": "threads"}
         self.cache = min(2 * last_level_cache(), _memory() // SHARE // 4)
 
     def open(self, sizes: dict) -> None:
@@ -52,7 +51,8 @@ class CpuBackend:
 
     def _load(self, candidate):
         try:
-            module = tvm_ffi.load_module(str(candidate.code))
+            module = load_kernels(candidate.code)
+            start_threads(self.threads)
             return module, [module.get_function(step["symbol"]) for step in candidate.steps]
         except (RuntimeError, OSError, AttributeError) as e:
             return e

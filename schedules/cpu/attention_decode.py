@@ -3,7 +3,7 @@
 In: the rotated query (times log2(e)/sqrt(d)) and the caches of `rope_kv_write.py`. Out: the heads' outputs, float32 or int8 blocks.
 
 A task is one KV head and one span of 256 of its live keys; the query heads of a group share each key and value that is loaded. Tasks leave
-(top, total, unscaled output), and after a barrier in the same launch the heads join theirs. No sum crosses lanes: a lane is a key in the
+(top, total, unscaled output), and a second loop joins those of each head. No sum crosses lanes: a lane is a key in the
 scores and a column in the outputs.
 """
 from dataclasses import dataclass
@@ -143,11 +143,10 @@ def attention_decode(heads, kv_heads, d, ctx, quantize, isa, name, plan=None) ->
         position = T.Bind(T.max(T.min(state[0], T.int32(ctx - 1)), T.int32(0)))
         blocks = T.Bind(position // BLOCK + 1)
         live_spans = T.Bind((blocks + SPAN - 1) // SPAN)
-        with T.attr(T.int32(0), "pragma_parallel_launch_point", 1):
-            with T.attr(T.int32(0), "pragma_parallel_barrier_when_finish", 1), T.parallel(kv_heads * live_spans) as task:
-                # truncdiv and opaque: TVM lowers `//` by a variable to selections, and looks for minutes through several that nest.
-                kv, span = (opaque(f(task, live_spans)) for f in (T.truncdiv, T.truncmod))
-                _emit_span(isa, plan, Q, Kc, Vc, partial, kv, span, blocks, position, group, d)
-            with T.parallel(heads) as head:
-                _emit_head(partial, result, head, live_spans, group, d)
+        with T.parallel(kv_heads * live_spans) as task:
+            # truncdiv and opaque: TVM lowers `//` by a variable to selections, and looks for minutes through several that nest.
+            kv, span = (opaque(f(task, live_spans)) for f in (T.truncdiv, T.truncmod))
+            _emit_span(isa, plan, Q, Kc, Vc, partial, kv, span, blocks, position, group, d)
+        with T.parallel(heads) as head:
+            _emit_head(partial, result, head, live_spans, group, d)
     return ir.get()

@@ -6,7 +6,7 @@ Out: the heads' outputs, float32 or int8 blocks, of the live tokens.
 A task is one KV head and a tile of tokens; its rows are the tile's tokens times the heads of the group. For each block of 64 keys it
 converts K and V to float32 once, then works through its rows in register blocks of a few rows by as many vectors as fit: scores, softmax,
 outputs. Blocks of keys that no row of a register block may see are skipped. Tasks of later tiles see more keys, so threads take them in
-turns.
+turns, the longest first.
 """
 from dataclasses import dataclass
 
@@ -164,9 +164,10 @@ def attention_prefill(heads, kv_heads, d, ctx, m, p, quantize, isa, name, plan=N
         result = act_args(m, heads * d, p) if quantize else (T.arg("O", T.buffer((m, heads * d), "float32")),)
         position = T.Bind(T.max(state[0], T.int32(0)))
         live = T.Bind(T.min(live_tokens(state, m), ctx - position))
+        tiles = T.Bind(T.max((live + tile - 1) // tile, T.int32(0)))
         with (T.attr(T.int32(0), "pragma_parallel_launch_point", 1), T.attr(T.int32(0), "pragma_parallel_stride_pattern", 1),
-              T.parallel(T.max((live + tile - 1) // tile, T.int32(0)) * kv_heads) as task):
-            token0 = opaque(task // kv_heads * tile)
+              T.parallel(tiles * kv_heads) as task):
+            token0 = opaque((tiles - 1 - task // kv_heads) * tile)
             tokens = opaque(T.min(live - token0, T.int32(tile)))
             _emit_task(isa, plan, Q, Kc, Vc, result, opaque(task % kv_heads), token0, tokens, position, group, tile, d, p)
     return ir.get()

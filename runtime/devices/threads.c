@@ -1,0 +1,240 @@
+/* The thread pool of the cpu device: what compiled kernels call to run a parallel loop, and for scratch memory.
+ *
+ * It is linked into every library of kernels. A process uses the one of the library that it loaded first: runtime/devices/cpu.py puts the
+ * addresses of these functions where the kernels look for TVM's (TVMBackendParallelLaunch and so on, whose signatures they have).
+ *
+ * A decoded token of a small model is some fifty jobs of a few microseconds, so to start and to end one must cost less than one. The main
+ * thread writes the job into one cache line, which the other threads watch; each takes the task of its own number, and says that it is done,
+ * in a line of its own. Who is done does the tasks of threads that have not begun: on a machine that does other work too, these may not run
+ * for milliseconds. A job that takes long is cut into more tasks than there are threads, taken in turns, for the slowest thread would decide
+ * otherwise. Tasks must not wait for one another.
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <time.h>
+
+enum {
+    LINE = 128,           /* bytes: processors fetch lines of 64 in pairs */
+    MOST = 1024,          /* threads */
+    SPINS = 200,          /* looks before a waiting thread offers its core to others: 5 to 10 us */
+    YIELDS = 2000,        /* of these before it sleeps: one or two milliseconds */
+    TASK_NS = 50000,      /* of a long job's tasks, about */
+    MOST_TASKS = 8,       /* of a long job, for each thread */
+    KNOWN = 1024,         /* jobs whose duration is remembered */
+    ALIGN = 128,          /* of scratch memory */
+    KEPT = 8,             /* pieces of scratch memory that a thread keeps */
+};
+
+typedef struct {
+    void *unused;
+    int32_t tasks;
+} Group;                  /* TVMParallelGroupEnv */
+
+typedef int (*Job)(int task, Group *group, void *data);
+
+static struct {
+    _Alignas(LINE) atomic_uint number;      /* of the job; when it changes, the rest describes a new one */
+    Job job;
+    void *data;
+    Group group;
+    _Alignas(LINE) atomic_int next;         /* a task that nobody has taken, from `threads` on */
+    _Alignas(LINE) atomic_int sleeping;     /* threads */
+    _Alignas(LINE) int threads;             /* with the main one */
+    int quit;
+    pthread_mutex_t launching, lock;
+    pthread_cond_t wake;
+} pool = {.threads = 1, .launching = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+
+/* Thread i and task i of each job, whoever does it. */
+static struct {
+    _Alignas(LINE) atomic_uint taken;       /* number of the last job whose task i somebody began: who raises it may */
+    atomic_uint done;                       /* number of the last job whose task i is done; until all are, the job stands in `pool` */
+    int failed;
+    pthread_t thread;
+} members[MOST];
+
+static int64_t last_ns[KNOWN];              /* what jobs took when they ran last, by their addresses */
+
+static _Thread_local int inside;            /* this thread works on a job */
+
+static void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Returns the number of the job that came after number `last`. */
+static unsigned next_job(unsigned last) {
+    unsigned now;
+    for (int i = 0; i < SPINS + YIELDS; i++) {
+        if ((now = atomic_load_explicit(&pool.number, memory_order_acquire)) != last) return now;
+        if (i < SPINS) relax();
+        else sched_yield();
+    }
+    pthread_mutex_lock(&pool.lock);
+    atomic_fetch_add(&pool.sleeping, 1);
+    while ((now = atomic_load(&pool.number)) == last) pthread_cond_wait(&pool.wake, &pool.lock);
+    atomic_fetch_sub(&pool.sleeping, 1);
+    pthread_mutex_unlock(&pool.lock);
+    return now;
+}
+
+static void announce(void) {
+    atomic_fetch_add(&pool.number, 1);
+    if (atomic_load(&pool.sleeping)) {      /* both in one order for all threads: who goes to sleep sees the number, or is seen here */
+        pthread_mutex_lock(&pool.lock);
+        pthread_cond_broadcast(&pool.wake);
+        pthread_mutex_unlock(&pool.lock);
+    }
+}
+
+/* Whether the task of that member is the caller's to do. False also for a job that is over, as late risers find it. */
+static int take(int member, unsigned job) {
+    unsigned before = job - 1;
+    return atomic_load_explicit(&members[member].taken, memory_order_relaxed) == before &&
+           atomic_compare_exchange_strong(&members[member].taken, &before, job);
+}
+
+/* Does the task of that member, which the caller took, and tasks that are nobody's. */
+static void work(int member, unsigned job) {
+    int failed = 0;
+    inside = 1;
+    for (int task = member; task < pool.group.tasks; task = atomic_fetch_add(&pool.next, 1)) {
+        failed |= pool.job(task, &pool.group, pool.data);
+        if (pool.group.tasks <= pool.threads) break;
+    }
+    inside = 0;
+    members[member].failed = failed;
+    atomic_store_explicit(&members[member].done, job, memory_order_release);
+}
+
+static void *member_main(void *argument) {
+    int me = (int)(intptr_t)argument;
+    for (unsigned job = atomic_load(&members[me].done);;) {
+        job = next_job(job);
+        if (pool.quit) return NULL;
+        if (take(me, job)) work(me, job);
+    }
+}
+
+static void stop(void) {
+    pool.quit = 1;
+    announce();
+    for (int i = 1; i < pool.threads; i++) pthread_join(members[i].thread, NULL);
+    pool.quit = 0;
+    pool.threads = 1;
+}
+
+/* A forked process has the calling thread only. */
+static void after_fork(void) {
+    pool.threads = 1;
+    pthread_mutex_init(&pool.launching, NULL);
+}
+
+/* Makes the pool one of `threads` threads, the caller's included. Returns how many there are: fewer where the system gives no more. */
+int mlc_amd_start_threads(int threads) {
+    static int prepared;
+    threads = threads < 1 ? 1 : threads > MOST ? MOST : threads;
+    pthread_mutex_lock(&pool.launching);
+    if (!prepared) pthread_atfork(NULL, NULL, after_fork);
+    prepared = 1;
+    if (threads != pool.threads) {
+        stop();
+        unsigned number = atomic_load(&pool.number);
+        for (int i = 0; i < threads; i++) {
+            atomic_store(&members[i].taken, number);
+            atomic_store(&members[i].done, number);
+        }
+        while (pool.threads < threads &&
+               !pthread_create(&members[pool.threads].thread, NULL, member_main, (void *)(intptr_t)pool.threads)) {
+            pool.threads++;
+        }
+    }
+    threads = pool.threads;
+    pthread_mutex_unlock(&pool.launching);
+    return threads;
+}
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+/* TVMBackendParallelLaunch: runs job(task, group, data) for each task of a group of as many as it likes. -1 if one fails. */
+int mlc_amd_launch(Job job, void *data, int tasks) {
+    (void)tasks;
+    if (inside || pool.threads == 1 || pthread_mutex_trylock(&pool.launching)) {      /* busy, maybe for another caller: alone */
+        Group alone = {NULL, 1};
+        return job(0, &alone, data) ? -1 : 0;
+    }
+    int64_t *took = &last_ns[((uintptr_t)job >> 4) % KNOWN], start = now_ns();      /* maybe another job's: no harm */
+    int each = *took < 2 * TASK_NS ? 1 : *took > MOST_TASKS * TASK_NS ? MOST_TASKS : (int)(*took / TASK_NS);
+    pool.job = job;
+    pool.data = data;
+    pool.group.tasks = pool.threads * each;
+    atomic_store_explicit(&pool.next, pool.threads, memory_order_relaxed);
+    announce();
+    unsigned number = atomic_load_explicit(&pool.number, memory_order_relaxed);
+    int failed = 0;
+    for (int i = 0; i < pool.threads; i++) {
+        if (take(i, number)) work(i, number);
+    }
+    for (int i = 0; i < pool.threads; i++) {
+        for (int looks = 0; atomic_load_explicit(&members[i].done, memory_order_acquire) != number; looks++) {
+            if (looks < SPINS) relax();
+            else sched_yield();
+        }
+        failed |= members[i].failed;
+    }
+    *took = now_ns() - start;
+    pthread_mutex_unlock(&pool.launching);
+    return failed ? -1 : 0;
+}
+
+static _Thread_local struct {
+    void *at;
+    uint64_t bytes;
+    int used;
+} kept[KEPT];
+
+/* TVMBackendAllocWorkspace: scratch memory of the calling thread. NULL where there is none. */
+void *mlc_amd_scratch(int device_type, int device, uint64_t bytes, int code, int bits) {
+    (void)device_type, (void)device, (void)code, (void)bits;
+    int best = -1, spare = -1;
+    for (int i = 0; i < KEPT; i++) {
+        if (kept[i].used) continue;
+        if (!kept[i].at || kept[i].bytes < bytes) spare = i;        /* none yet, or too small */
+        else if (best < 0 || kept[i].bytes < kept[best].bytes) best = i;
+    }
+    if (best < 0) {
+        uint64_t rounded = bytes ? (bytes + ALIGN - 1) / ALIGN * ALIGN : ALIGN;
+        void *at = aligned_alloc(ALIGN, rounded);
+        if (!at || spare < 0) return at;
+        free(kept[spare].at);
+        kept[spare].at = at;
+        kept[spare].bytes = rounded;
+        best = spare;
+    }
+    kept[best].used = 1;
+    return kept[best].at;
+}
+
+/* TVMBackendFreeWorkspace. */
+int mlc_amd_free_scratch(int device_type, int device, void *at) {
+    (void)device_type, (void)device;
+    for (int i = 0; i < KEPT; i++) {
+        if (at && kept[i].at == at) {
+            kept[i].used = 0;
+            return 0;
+        }
+    }
+    free(at);
+    return 0;
+}
