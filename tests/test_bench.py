@@ -123,7 +123,7 @@ def test_operations_are_two_per_weight_and_token(cache):
 
 
 def test_a_weight_in_several_planes_counts_once(tmp_path):
-    types = {"blk.0.ffn_up": "q6_k", "blk.0.ffn_gate": "q5_0", "blk.1.ffn_up": "q3_k", "blk.1.ffn_gate": "f16"}
+    types = {"blk.0.ffn_up": "q6_k", "blk.0.ffn_gate": "q5_0", "blk.1.ffn_down": "q3_k", "blk.1.ffn_gate": "f16"}
     with synthetic("tiny:f16") as model:
         for name, form in types.items():
             model.tensors[f"{name}.weight"] = synthetic(f"tiny:{form}").tensors[f"{name}.weight"]

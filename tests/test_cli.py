@@ -68,10 +68,10 @@ def test_verify_reads_the_weights(mlc_amd, artifact, tmp_path):
 
 def test_compile_makes_a_folder_and_says_what_is_in_it(mlc_amd, tmp_path):
     write_gguf(synthetic("tiny:f16"), tmp_path / "small.gguf")
-    done = mlc_amd("compile", "small.gguf", "--target", "cpu", "--ctx", 128, cwd=tmp_path)
+    done = mlc_amd("compile", "small.gguf", "--target", "vulkan", "--arch", "generic", "--ctx", 128, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    manifest = json.loads((tmp_path / "dist" / "small-cpu-native" / "manifest.json").read_text())
-    assert (manifest["context"], manifest["target"]["kind"], list(manifest["formats"])) == (128, "cpu", ["f16", "f32"])
+    manifest = json.loads((tmp_path / "dist" / "small-vulkan-generic" / "manifest.json").read_text())
+    assert (manifest["context"], manifest["target"]["kind"], list(manifest["formats"])) == (128, "vulkan", ["f16", "f32"])
     for word in ("weights", "kernels", "launches", "decode", "KV cache", "time"):
         assert word in done.stdout
     assert "compiling" in done.stderr

@@ -83,15 +83,17 @@ SWIGLU = {
     "float-decode": ("f16", "f16", 1, 1, True), "float-prefill": ("bf16", "f32", 16, 8, False),
 }
 F, SWIGLU_K = 96, 256
-# Where AvxVnni's kernels are only compiled, its two machines share them: each compiles what the other leaves out.
+# Where kernels are only compiled, those of a sample of formats are. AvxVnni's two machines share them: each compiles what the other leaves
+# out.
 HALVES_OF_KERNELS = {"avxvnni": 0, "vnni512vl": 1}
 
 
 @functools.cache
 def library(machine):
-    """All kernels of a machine in one module, ready to call; of one that cannot run here perhaps only some."""
+    """All kernels of a machine in one module, ready to call; of one that cannot run here only some."""
     isa, mcpu, _ = MACHINES[machine]
-    kernels = {n: linear(*case, isa, n.replace("-", "_")) for n, case in _cases(isa).items()}
+    rest = () if machine in RUNNABLE else {f"{name}-{step}" for name in set(INT8) - set(SAMPLE) for step in ("decode", "prefill")}
+    kernels = {n: linear(*case, isa, n.replace("-", "_")) for n, case in _cases(isa).items() if n not in rest}
     for n, (gate, up, m, p, quantize) in SWIGLU.items():
         p = min(p, isa.tokens)
         kernels[f"swiglu-{n}"] = gate_up_swiglu(gate, up, F, SWIGLU_K, m, p, quantize, isa, f"swiglu-{n}".replace("-", "_"))

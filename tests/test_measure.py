@@ -15,7 +15,7 @@ import pytest
 from hip_recorder import OK, Recorder
 from vulkan_harness import gpu
 
-from mlc_amd.compiler.codegen.cpu import THREADS
+from mlc_amd.compiler.codegen.cpu import NATIVE
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure import bench, candidate, compare, inputs
 from mlc_amd.runtime.measure.bench import Bench
@@ -372,7 +372,7 @@ def kernels(tmp_path):
         source = tmp_path / name / "kernel.c"
         source.write_text(SOURCE.format(body=body) + (AT_LOAD if name == "load" else ""))
         options = ["-O1", "-shared", "-fPIC", "-pthread", "-o", str(tmp_path / name / "kernel.so")]
-        subprocess.run([COMPILER, *options, str(source), str(THREADS)], check=True)
+        subprocess.run([COMPILER, *options, str(source), str(NATIVE)], check=True)
         folders[name] = tmp_path / name
     return folders
 

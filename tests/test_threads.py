@@ -1,4 +1,4 @@
-"""The CPU kernels' thread pool (runtime/devices/threads.c), called as compiled kernels call it."""
+"""The CPU kernels' thread pool (runtime/devices/cpu.c), called as compiled kernels call it."""
 
 import ctypes
 import itertools

@@ -118,9 +118,10 @@ def test_twice_the_live_tokens_take_twice_the_time(tmp_path):
     ("arch", "instruction", "products"), [("gfx942", "v_mfma", 16**3), ("gfx1100", "v_wmma", 16**3), ("gfx1030", "v_dot2", 2)]
 )
 def test_prefill_sees_the_keys_before(arch, instruction, products, tmp_path):
-    """Causal: what later workgroups do more is in the mean; tiles and blocks of keys round it up a little."""
+    """Causal: what later workgroups do more is in the mean; tiles and blocks of keys round it up a little. No register is spilled."""
     resolved = archs.resolve(arch)
     code, machine = attention("rocm", arch, 256, tmp_path, act="half" if resolved.matrix else "rows"), isa_costs.machine(resolved)
+    assert code.kernel.scratch == code.kernel.vgpr_spills == code.kernel.sgpr_spills == 0
     counts = {}
     for before in (0, 1024, 2048):
         wanted = 2 * 8 * 128 * sum(before + i + 1 for i in range(256))

@@ -53,18 +53,24 @@ OPERATORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("op", OPERATORS)
-def test_every_operator_becomes_a_candidate(tmp_path, op):
+@pytest.fixture(scope="module")
+def llvmpipe():
+    """A session on Mesa's CPU driver."""
     gpu("llvmpipe")
+    with Session("llvmpipe") as session:
+        yield session
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_every_operator_becomes_a_candidate(llvmpipe, tmp_path, op):
     args, roles, state = OPERATORS[op]
     one = build(Workload(op, args), None, "vulkan", "lavapipe", tmp_path / op)
     assert [p.role for p in one.params] == roles.split()
     assert one.cases[0]["state"] == state and one.cases[0]["bytes"] > 0
     assert all("draw" in p.facts for p in one.params if p.role == "weight" and p.name[:2] in ("W0", "G_", "U_", "Q4"))
-    with Session("llvmpipe") as session:
-        [result] = session.measure([one.folder])
-        assert result["error"] is None and result["us"] > 0
-        assert gate.check(session, one.folder, one.folder).passed
+    [result] = llvmpipe.measure([one.folder])
+    assert result["error"] is None and result["us"] > 0
+    assert gate.check(llvmpipe, one.folder, one.folder).passed
 
 
 def test_what_a_kernel_must_move(tmp_path):
@@ -212,21 +218,20 @@ def test_the_default_plan_is_built_and_measured_once(tmp_path):
         assert local.gate(workload, plan).passed and len(os.listdir(tmp_path)) == 3
 
 
-def test_metaschedule_builds_and_runs(tmp_path):
+def test_metaschedule_builds_and_runs(llvmpipe, tmp_path):
     from tvm.s_tir.meta_schedule.builder import BuilderInput
     from tvm.s_tir.meta_schedule.runner import RunnerInput
 
     from mlc_amd.schedules.tuning import traces
 
-    gpu("llvmpipe")
     arch, workload = target("vulkan", "lavapipe").arch, linear("vulkan")
     found = space(workload, arch)
     mods = [traces.schedule_of(workload.reference(), found, plan).mod for plan in found.plans[:2]]
-    with Builder("vulkan", "lavapipe", tmp_path, workers=1) as builder, Session("llvmpipe") as session:
+    with Builder("vulkan", "lavapipe", tmp_path, workers=1) as builder:
         built = PlanBuilder(builder, arch).build([BuilderInput(mod, traces.target()) for mod in mods])
         assert [str(result.error_msg) for result in built] == ["None", "None"]
         assert plan_of(read(built[1].artifact_path).facts) == found.plans[1]
-        futures = PlanRunner(session).run([RunnerInput(result.artifact_path, "llvm", []) for result in built])
+        futures = PlanRunner(llvmpipe).run([RunnerInput(result.artifact_path, "llvm", []) for result in built])
         assert all(future.done() and float(future.result().run_secs[0]) > 0 for future in futures)
 
 

@@ -1,4 +1,4 @@
-"""The cpu target: layouts, kernels from schedules/cpu, and their compilation with LLVM to a shared library with a thread pool."""
+"""The cpu target: layouts, kernels from schedules/cpu, and their compilation with LLVM to a shared library."""
 
 import functools
 import importlib.util
@@ -24,7 +24,7 @@ from mlc_amd.schedules.cpu.planes import planes
 from mlc_amd.schedules.cpu.rope_kv_write import rope_kv_write
 
 COMPILERS = ("cc", "gcc", "clang")  # any of them will do; else the ziglang package's
-THREADS = Path(devices.__file__).parent / "threads.c"
+NATIVE = Path(devices.__file__).parent / "cpu.c"
 LIBRARY = "kernels.so"
 BATCH = 4  # kernels compiled at a time by one worker
 
@@ -117,19 +117,19 @@ class CpuTarget(Target):
 
 
 def link_shared(objects: list[str], output: Path) -> None:
-    """Links object files of kernels, and the thread pool that they run on, to a shared library. UserError without a C compiler."""
-    with tempfile.NamedTemporaryFile(suffix=".o") as threads:
-        threads.write(_thread_pool())
-        threads.flush()
-        _cc("-shared", "-pthread", "-o", str(output), *objects, threads.name)
+    """Links object files of kernels, and what they run on, to a shared library. UserError without a C compiler."""
+    with tempfile.NamedTemporaryFile(suffix=".o") as native:
+        native.write(_native())
+        native.flush()
+        _cc("-shared", "-pthread", "-o", str(output), *objects, native.name)
 
 
 @functools.lru_cache(maxsize=1)
-def _thread_pool() -> bytes:
-    """runtime/devices/threads.c, compiled."""
+def _native() -> bytes:
+    """runtime/devices/cpu.c, compiled."""
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "threads.o"
-        _cc("-O2", "-fPIC", "-pthread", "-c", "-o", str(made), str(THREADS))
+        made = Path(folder) / "native.o"
+        _cc("-O2", "-fPIC", "-pthread", "-c", "-o", str(made), str(NATIVE))
         return made.read_bytes()
 
 

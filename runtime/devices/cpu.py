@@ -1,4 +1,4 @@
-"""The cpu device: calls the compiled kernels of `kernels.so` on numpy memory, on the thread pool that comes with them (`threads.c`).
+"""The cpu device: calls the compiled kernels of `kernels.so` on numpy memory, on the thread pool that comes with them (`cpu.c`).
 
 TVM is not needed, only its function interface (apache-tvm-ffi).
 """
@@ -15,9 +15,11 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads, cpu_flags
 
 ALIGN = 64  # bytes
+_TENSOR = 70  # kTVMFFITensor: an argument is a tensor object
+_PIECE = 32  # launches of a replay between two looks at signals
 
 
-# What kernels call, by the names of TVM's runtime, and what answers in threads.c.
+# What kernels call, by the names of TVM's runtime, and what answers in cpu.c.
 _CALLS = {
     "TVMBackendParallelLaunch": "mlc_amd_launch",
     "TVMBackendAllocWorkspace": "mlc_amd_scratch",
@@ -26,22 +28,66 @@ _CALLS = {
 _pool: ctypes.CDLL | None = None  # the library whose threads this process uses, the first that it loaded
 
 
-def load_kernels(path: Path):
-    """A library of kernels as a TVM module, tied to this process's threads. RuntimeError or OSError where it does not load."""
-    global _pool
-    module, library = tvm_ffi.load_module(str(path)), ctypes.CDLL(str(path))
-    _pool = _pool or library
-    for theirs, ours in _CALLS.items():
-        try:
-            pointer = ctypes.c_void_p.in_dll(library, f"__{theirs}")
-        except ValueError:  # no kernel in it calls that
-            continue
-        pointer.value = ctypes.cast(getattr(_pool, ours), ctypes.c_void_p).value
-    return module
+class Kernels:
+    """A library of kernels, tied to this process's threads. RuntimeError, OSError or AttributeError where it does not load."""
+
+    def __init__(self, path: Path):
+        global _pool
+        self._module, self._library = tvm_ffi.load_module(str(path)), ctypes.CDLL(str(path))
+        _pool = _pool or self._library
+        for theirs, ours in _CALLS.items():
+            try:
+                pointer = ctypes.c_void_p.in_dll(self._library, f"__{theirs}")
+            except ValueError:  # no kernel in it calls that
+                continue
+            pointer.value = _address(getattr(_pool, ours))
+
+    def call(self, name: str, tensors: list) -> "Call | None":
+        """A kernel with its arguments, arrays of tvm_ffi; None for a name that is not in the library."""
+        function = self._module.get_function(name)
+        return function and Call(function, _address(self._library[f"__tvm_ffi_{name}"]), tensors)
+
+
+def _address(function) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value
+
+
+class _Native(ctypes.Structure):
+    """`Call` of cpu.c."""
+
+    _fields_ = (("kernel", ctypes.c_void_p), ("arguments", ctypes.c_void_p), ("count", ctypes.c_int32))
+
+
+class Call:
+    """A kernel and its arguments, to be called or to be part of a `Replay`."""
+
+    def __init__(self, function, address: int, tensors: list):
+        self.function, self.tensors = function, tensors
+        values = [value for tensor in tensors for value in (_TENSOR, tensor.__chandle__())]
+        self._arguments = (ctypes.c_int64 * len(values))(*values)
+        self.native = _Native(address, ctypes.addressof(self._arguments), len(tensors))
+
+    def __call__(self) -> None:
+        self.function(*self.tensors)
+
+
+class Replay:
+    """Calls one after the other, as one: a call from Python takes as long as a small kernel. In pieces, between which Ctrl-C is noticed."""
+
+    def __init__(self, calls: list[Call]):
+        self._calls = calls
+        pieces = [calls[i : i + _PIECE] for i in range(0, len(calls), _PIECE)]
+        self._pieces = [((_Native * len(piece))(*(call.native for call in piece)), len(piece)) for piece in pieces]
+
+    def __call__(self) -> None:
+        for place, (calls, count) in enumerate(self._pieces):
+            if (failed := _pool.mlc_amd_replay(calls, count)) >= 0:
+                self._calls[place * _PIECE + failed]()  # says what is wrong
+                raise RuntimeError("a kernel failed and, when it was called again, did not")
 
 
 def start_threads(threads: int) -> None:
-    """Makes the pool one of so many threads, after the first `load_kernels`. UserError if the system gives fewer."""
+    """Makes the pool one of so many threads, after the first `Kernels`. UserError if the system gives fewer."""
     if (started := _pool.mlc_amd_start_threads(threads)) < threads:
         raise UserError(f"the system gives this process {started} of {threads} threads; use fewer (--threads)")
 
@@ -76,11 +122,12 @@ class CpuDevice:
         self.io = {name: _zeros(entry["shape"], entry["dtype"]) for name, entry in artifact.manifest["io"].items()}
         self._allocate(artifact.kv_bytes + artifact.manifest["arena_bytes"])
         self._launches = {name: self._bind(function) for name, function in artifact.manifest["functions"].items()}
+        self._replays = {name: Replay(calls) for name, calls in self._launches.items()}
         self.waited = 0.0
 
     def _load_kernels(self) -> None:
         try:
-            self.modules = [load_kernels(self.artifact.path / name) for name in self.artifact.manifest["libraries"]]
+            self.libraries = [Kernels(self.artifact.path / name) for name in self.artifact.manifest["libraries"]]
         except (RuntimeError, OSError, AttributeError) as e:
             raise UserError(f"cannot load the kernels of {self.artifact.path} ({str(e).splitlines()[0]}); compile the model again") from e
 
@@ -91,15 +138,13 @@ class CpuDevice:
         except (OSError, ValueError, MemoryError) as e:
             raise UserError(f"not enough memory for the KV cache and buffers ({nbytes >> 20} MiB); compile with a smaller --ctx") from e
 
-    def _bind(self, function: dict) -> list[tuple]:
-        """(kernel, tensors) of each launch, ready to call."""
-        return [(self._kernel(step["kernel"]), [self._tensor(arg, function) for arg in step["args"]]) for step in function["launches"]]
+    def _bind(self, function: dict) -> list[Call]:
+        return [self._call(step["kernel"], [self._tensor(arg, function) for arg in step["args"]]) for step in function["launches"]]
 
-    def _kernel(self, name: str):
-        for module in self.modules:
-            function = module.get_function(name)
-            if function is not None:
-                return function
+    def _call(self, name: str, tensors: list) -> Call:
+        for library in self.libraries:
+            if call := library.call(name, tensors):
+                return call
         raise UserError(f"{self.artifact.path} lacks the kernel {name}; compile the model again")
 
     def _tensor(self, arg: list, function: dict):
@@ -124,15 +169,14 @@ class CpuDevice:
 
     def run(self, function: str) -> None:
         start = time.perf_counter()
-        for kernel, tensors in self._launches[function]:
-            kernel(*tensors)
+        self._replays[function]()
         self.waited += time.perf_counter() - start
 
     def time(self, function: str) -> list[tuple[str, float, float]]:
         times, last, plan = [], None, self.artifact.manifest["functions"][function]["launches"]
-        for step, (kernel, tensors) in zip(plan, self._launches[function], strict=True):
+        for step, call in zip(plan, self._launches[function], strict=True):
             start = time.perf_counter()
-            kernel(*tensors)
+            call()
             end = time.perf_counter()
             times.append((step["kernel"], end - start, start - last if last else 0.0))
             last = end

@@ -107,7 +107,7 @@ def _emit_task(isa, plan, Q, Kc, Vc, result, kv, token0, tokens, position, group
     queries, out, keys, values = (scratch(*shape) for shape in ((padded, d), (padded, d), (d, BLOCK), (BLOCK, d)))
     top, total = scratch(padded), scratch(padded, lanes)                   # of the span
     joined = scratch(padded), scratch(padded), scratch(padded, d)           # of all spans so far
-    scores, shrink = registers(block_rows, BLOCK), registers(block_rows)
+    scores, shrink = scratch(block_rows, BLOCK), registers(block_rows)     # scratch memory is aligned, the stack is not
     rows = opaque(tokens * group)
     _load_queries(Q, queries, kv, token0, rows, group, d)
     emit_join_start(joined, padded, d)

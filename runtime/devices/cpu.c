@@ -1,7 +1,7 @@
-/* The thread pool of the cpu device: what compiled kernels call to run a parallel loop, and for scratch memory.
+/* The native half of the cpu device: it calls kernels one after the other, and kernels call it to run a parallel loop and for scratch memory.
  *
- * It is linked into every library of kernels. A process uses the one of the library that it loaded first: runtime/devices/cpu.py puts the
- * addresses of these functions where the kernels look for TVM's (TVMBackendParallelLaunch and so on, whose signatures they have).
+ * It is linked into every library of kernels. A process uses the one of the library that it loaded first: cpu.py beside this file puts the
+ * addresses of its functions where the kernels look for TVM's (TVMBackendParallelLaunch and so on, whose signatures they have).
  *
  * A decoded token of a small model is some fifty jobs of a few microseconds, so to start and to end one must cost less than one. The main
  * thread writes the job into one cache line, which the other threads watch; each takes the task of its own number, and says that it is done,
@@ -20,6 +20,7 @@
 enum {
     LINE = 128,           /* bytes: processors fetch lines of 64 in pairs */
     MOST = 1024,          /* threads */
+    LATE = 30,            /* looks at a task that nobody has begun before the main thread does it: about 1 us */
     SPINS = 200,          /* looks before a waiting thread offers its core to others: 5 to 10 us */
     YIELDS = 2000,        /* of these before it sleeps: one or two milliseconds */
     TASK_NS = 50000,      /* of a long job's tasks, about */
@@ -52,7 +53,7 @@ static struct {
 /* Thread i and task i of each job, whoever does it. */
 static struct {
     _Alignas(LINE) atomic_uint taken;       /* number of the last job whose task i somebody began: who raises it may */
-    atomic_uint done;                       /* number of the last job whose task i is done; until all are, the job stands in `pool` */
+    _Alignas(LINE) atomic_uint done;        /* number of the last job whose task i is done; until all are, the job stands in `pool` */
     int failed;
     pthread_t thread;
 } members[MOST];
@@ -182,13 +183,11 @@ int mlc_amd_launch(Job job, void *data, int tasks) {
     atomic_store_explicit(&pool.next, pool.threads, memory_order_relaxed);
     announce();
     unsigned number = atomic_load_explicit(&pool.number, memory_order_relaxed);
-    int failed = 0;
+    int failed = 0, looks = 0;
     for (int i = 0; i < pool.threads; i++) {
-        if (take(i, number)) work(i, number);
-    }
-    for (int i = 0; i < pool.threads; i++) {
-        for (int looks = 0; atomic_load_explicit(&members[i].done, memory_order_acquire) != number; looks++) {
-            if (looks < SPINS) relax();
+        for (; atomic_load_explicit(&members[i].done, memory_order_acquire) != number; looks++) {
+            if ((!i || looks >= LATE) && take(i, number)) work(i, number);
+            else if (looks < SPINS) relax();
             else sched_yield();
         }
         failed |= members[i].failed;
@@ -196,6 +195,25 @@ int mlc_amd_launch(Job job, void *data, int tasks) {
     *took = now_ns() - start;
     pthread_mutex_unlock(&pool.launching);
     return failed ? -1 : 0;
+}
+
+typedef struct {
+    int64_t type, value;
+} Any;                    /* TVMFFIAny */
+
+typedef struct {
+    int (*kernel)(void *self, const Any *arguments, int32_t count, Any *result);
+    const Any *arguments;
+    int32_t count;
+} Call;
+
+/* Calls kernels in turn. Returns the index of the first that fails, -1 if none does. */
+int mlc_amd_replay(const Call *calls, int count) {
+    for (int i = 0; i < count; i++) {
+        Any result = {0, 0};
+        if (calls[i].kernel(NULL, calls[i].arguments, calls[i].count, &result)) return i;
+    }
+    return -1;
 }
 
 static _Thread_local struct {
