@@ -146,11 +146,11 @@ def _tuned(target: str) -> list[tuple[str, int, int]]:
 
 
 def _sources() -> list[tuple[str, int, int]]:
-    """Size and time of the compiler's own files: whoever works on it must not meet yesterday's kernels in the cache."""
+    """Size and time of the files that kernels are made from: whoever works on them must not meet yesterday's kernels in the cache."""
     found = []
-    for package in ("mlc_amd.compiler", "mlc_amd.schedules"):
+    for package, pattern in (("mlc_amd.compiler", "*.py"), ("mlc_amd.schedules", "*.py"), ("mlc_amd.runtime.devices", "*.c")):
         root = Path(str(resources.files(package)))
-        for file in sorted(root.rglob("*.py")):
+        for file in sorted(root.rglob(pattern)):
             status = file.stat()
             found.append((str(file.relative_to(root)), status.st_size, status.st_mtime_ns))
     return found
