@@ -12,6 +12,7 @@
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -45,7 +46,7 @@ static struct {
     _Alignas(LINE) atomic_int next;         /* a task that nobody has taken, from `threads` on */
     _Alignas(LINE) atomic_int sleeping;     /* threads */
     _Alignas(LINE) int threads;             /* with the main one */
-    int quit;
+    atomic_int quit;
     pthread_mutex_t launching, lock;
     pthread_cond_t wake;
 } pool = {.threads = 1, .launching = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
@@ -119,23 +120,26 @@ static void *member_main(void *argument) {
     int me = (int)(intptr_t)argument;
     for (unsigned job = atomic_load(&members[me].done);;) {
         job = next_job(job);
-        if (pool.quit) return NULL;
+        if (atomic_load(&pool.quit)) return NULL;
         if (take(me, job)) work(me, job);
     }
 }
 
 static void stop(void) {
-    pool.quit = 1;
+    atomic_store(&pool.quit, 1);
     announce();
     for (int i = 1; i < pool.threads; i++) pthread_join(members[i].thread, NULL);
-    pool.quit = 0;
+    atomic_store(&pool.quit, 0);
     pool.threads = 1;
 }
 
 /* A forked process has the calling thread only. */
 static void after_fork(void) {
     pool.threads = 1;
+    atomic_store(&pool.sleeping, 0);
     pthread_mutex_init(&pool.launching, NULL);
+    pthread_mutex_init(&pool.lock, NULL);
+    pthread_cond_init(&pool.wake, NULL);
 }
 
 /* Makes the pool one of `threads` threads, the caller's included. Returns how many there are: fewer where the system gives no more. */
@@ -152,10 +156,14 @@ int mlc_amd_start_threads(int threads) {
             atomic_store(&members[i].taken, number);
             atomic_store(&members[i].done, number);
         }
+        sigset_t all, before;               /* signals are for the main thread */
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
         while (pool.threads < threads &&
                !pthread_create(&members[pool.threads].thread, NULL, member_main, (void *)(intptr_t)pool.threads)) {
             pool.threads++;
         }
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
     }
     threads = pool.threads;
     pthread_mutex_unlock(&pool.launching);
