@@ -36,7 +36,6 @@ TARGETS = {"cpu": ("cpu", "CpuTarget"), "rocm": ("rocm_target", "RocmTarget"), "
 DEFAULT_CONTEXT = 4096  # tokens of KV cache unless asked otherwise: enough to chat, small enough for any machine
 CONTEXT_STEP = 64  # keys that an attention kernel looks at together
 CHUNK_BYTES = 4 << 20  # packed GGUF bytes that one worker repacks at a time
-SCORE_TOKENS = 64  # tokens of the function that gives the logits of every position
 
 
 class Progress(Protocol):
@@ -181,7 +180,8 @@ def capacity(config, ctx: int | None) -> int:
 def _functions(backend, ctx: int) -> list[FunctionSpec]:
     sizes = backend.prefill_sizes(ctx)
     prefill = [FunctionSpec(f"prefill_{m}", m) for m in sizes]
-    return [FunctionSpec("decode", 1), *prefill, FunctionSpec(f"score_{SCORE_TOKENS}", SCORE_TOKENS, all_logits=True)]
+    m = backend.score_size(ctx)
+    return [FunctionSpec("decode", 1), *prefill, FunctionSpec(f"score_{m}", m, all_logits=True)]
 
 
 def _io(config, functions: list[FunctionSpec]) -> dict[str, dict]:

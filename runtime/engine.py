@@ -18,6 +18,8 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.sampling import Sampler, Sampling
 from mlc_amd.runtime.tokenizer import Tokenizer
 
+_SCORED = 64  # tokens whose logits are made together: a large vocabulary has half a megabyte for each
+
 
 class ContextFull(UserError):
     """More tokens than the KV cache holds."""
@@ -124,6 +126,7 @@ class Engine:
     def score(self, ids: Sequence[int]) -> np.ndarray:
         """Appends `ids`; float32 [len(ids), vocab], the logits after every one of them."""
         ids, (size, function) = self._check(ids), self._score
+        size = min(size, _SCORED)
         logits = np.empty((len(ids), self.vocab), np.float32)
         for start in range(0, len(ids), size):
             part = ids[start : start + size]

@@ -46,8 +46,12 @@ class CpuTarget(Target):
         return [self.arch]
 
     def prefill_sizes(self, ctx: int) -> list[int]:
-        """Kernels loop over live tokens only: a size costs what is in it, in steps of its tile."""
-        return [m for m in (4, 64, 512) if m <= max(ctx, 64)]
+        """Kernels loop over live tokens only, in steps of their tile: one size for long chunks, and one whose tile is small."""
+        return [4, min(512, max(ctx, 64))]
+
+    def score_size(self, ctx: int) -> int:
+        """That of long chunks, whose kernels it shares."""
+        return self.prefill_sizes(ctx)[-1]
 
     def act_layout(self, m: int, kind: str) -> str:
         return f"tiles:{self._tile(m)}" if kind == "int8" else ""

@@ -50,6 +50,10 @@ class Target(ABC):
     def prefill_sizes(self, ctx: int) -> list[int]:
         """Tokens of the prefill functions."""
 
+    def score_size(self, ctx: int) -> int:
+        """Tokens of the function that gives the logits of every position."""
+        return 64
+
     @abstractmethod
     def act_layout(self, m: int, kind: str) -> str:
         """Layout (ops.ACT_LAYOUTS) in which linears take m tokens' activations for weights of that kind ("int8", "float"); "": float32."""

@@ -55,13 +55,13 @@ class Plan:
 
 
 def default_plan(isa):
-    return Plan(rows=6, registers=accumulators(isa), most=192, fewest=48, tasks=32)
+    return Plan(rows=6, registers=accumulators(isa), most=192, fewest=48, tasks=64)
 
 
 def choices(isa):
     """Values of the plan's fields to try, by name."""
     return {"rows": (2, 3, 4, 6, 8, 12), "registers": accumulator_choices(isa), "most": (48, 96, 192, 384), "fewest": (24, 48, 96),
-            "tasks": (8, 16, 32, 64)}
+            "tasks": (16, 32, 64, 128)}
 
 
 def tile_tokens(plan, m, group, kv_heads):

@@ -40,10 +40,11 @@ logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.ERROR)
 
 
 class Models:
-    """The cost models of a session: one for each type of plan."""
+    """The cost models of a session: one for each type of plan. They are trained when they are asked, not with each measurement."""
 
     def __init__(self):
         self._models = {}
+        self._news = {}  # plan type: {search: [(MetaSchedule's candidate, result)] that the model has not seen}
 
     def of(self, plan_type: type):
         if plan_type not in self._models:
@@ -53,6 +54,16 @@ class Models:
     def register(self, search: "Search") -> None:
         """Makes the model know the search's features."""
         self.of(search.space.plan_type).extractor.searches[search.workload.hash] = search
+
+    def tell(self, search: "Search", results: list) -> None:
+        self._news.setdefault(search.space.plan_type, {}).setdefault(search, []).extend(results)
+
+    def trained(self, plan_type: type):
+        """The model, with all that it was told."""
+        model = self.of(plan_type)
+        for search, results in self._news.pop(plan_type, {}).items():
+            model.update(search.context, *map(list, zip(*results, strict=True)))
+        return model
 
 
 class Search:
@@ -68,9 +79,8 @@ class Search:
         self.since_best = 0  # measurements since the last improvement
         self._open: dict = {}  # proposed and not reported: plan -> MetaSchedule's candidate or None
         self._random = random.Random(seed)
-        models = models or Models()
-        models.register(self)
-        self._model, self._database = models.of(space.plan_type), ms.database.MemoryDatabase()
+        self._models, self._database = models or Models(), ms.database.MemoryDatabase()
+        self._models.register(self)
         self._mod, self._batch, self._seed = workload.reference(), None, seed
         self._candidates: dict = {}  # plan: MetaSchedule's candidate
         self._workload = self._database.commit_workload(self._mod)
@@ -149,11 +159,12 @@ class Search:
             candidates.append(candidate or self._candidate(plan))
             outcomes.append(RunnerResult([traces.FAILED if seconds is None else seconds], None))
         if candidates:
-            self._model.update(self._context(), candidates, outcomes)
+            self._models.tell(self, list(zip(candidates, outcomes, strict=True)))
             if self._batch:
                 self._strategy.search_strategy.notify_runner_results(candidates, outcomes)
 
-    def _context(self):
+    @property
+    def context(self):
         """The TuneContext, made when it is first needed."""
         if not hasattr(self, "_strategy"):
             generator = ms.space_generator.ScheduleFn(
@@ -186,18 +197,18 @@ class Search:
         if len(plans) > RANKED:
             plans = self._random.sample(plans, RANKED)
         self._candidates = {plan: self._candidates.get(plan) or self._candidate(plan) for plan in plans}
-        scores = self._model.predict(self._context(), list(self._candidates.values()))
+        scores = self._models.trained(self.space.plan_type).predict(self.context, list(self._candidates.values()))
         wanted = sum(self._random.random() >= EPSILON for _ in range(count))
         best = np.argsort(-scores, kind="stable")[:wanted]
         return [(plans[i], self._candidates[plans[i]]) for i in best]
 
     def _evolve(self, count: int) -> list:
         """(plan, candidate) of what evolution comes up with: nothing where it draws too few plans that the arch can run."""
-        context = self._context()
+        context, model = self.context, self._models.trained(self.space.plan_type)
         if self._batch != count:  # its batches have a fixed size
             if self._batch:
                 context.post_tuning()
-            context.pre_tuning(1 << 30, count, context.generate_design_space(), self._database, self._model)
+            context.pre_tuning(1 << 30, count, context.generate_design_space(), self._database, model)
             self._batch = count
         candidates = context.generate_measure_candidates()
         return [(self.space.equal(traces.plan_of(candidate.sch, self.space)), candidate) for candidate in candidates or []]
