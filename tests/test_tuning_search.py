@@ -242,6 +242,31 @@ def test_a_time_limit_leaves_time_for_the_checks(tmp_path, monkeypatch):
         assert not session.unchecked() and session.trials >= 30 and 50 <= now[0] <= 68
 
 
+def test_what_there_was_no_time_to_check_is_checked_by_the_next_run(tmp_path, monkeypatch):
+    """Plans are fast by luck, the first that is checked and the next; it is the checks that take time."""
+    task, now, checks = Task(linear()), [0.0], []
+    monkeypatch.setattr(sessions.time, "monotonic", lambda: now[0])
+
+    def measure(pairs):
+        now[0] += 0.01 * len(pairs)
+        return Bench()(pairs)
+
+    def gate(workload, plan):
+        now[0] += 60
+        checks.append(plan)
+        return Checked("device", True, 0.0, gain=0.9)
+
+    with Database(GFX, tmp_path) as database:
+        session = Session([task], GFX, database)
+        run(session, measure, gate, seconds=30, trials=20)
+        assert len(checks) == 1 and len(session.unchecked()) == 1
+    assert Lookup(GFX, "user", user=tmp_path)(task.workload) in (None, space(task.workload, GFX).default)
+    with Database(GFX, tmp_path) as database:
+        now[0] = 0.0
+        run(Session([task], GFX, database), measure, gate, seconds=1000, trials=1)
+        assert len(checks) > 1 and len(set(checks)) == len(checks)
+
+
 def test_a_plan_that_was_the_default_once_is_one_like_others(tmp_path):
     task = Task(linear())
     choices = space(task.workload, GFX)

@@ -279,11 +279,18 @@ def _tune(subject: Subject, make: Callable, slices: int | None, limits: Limits, 
                 measuring.close()
         rows = tune_report.rows(subject)
         failed, known = sum(row.failed for row in rows), sum(row.measured for row in rows)
-        counts = f"{session.trials} plans measured, {session.refuted} wrong{_unverified(session)}; {known} so far, {failed} failed"
+        checked = f"{session.refuted} wrong{_unverified(session)}{_left(session)}"
+        counts = f"{session.trials} plans measured, {checked}; {known} so far, {failed} failed"
         print(f"{subject.shape}: {counts}; {display.clock(time.monotonic() - started)}; {tune_report.gain(rows)}")
     if measuring.stopped:
         display.message("stopped; everything measured is kept: run it again to continue")
         raise KeyboardInterrupt
+
+
+def _left(session) -> str:
+    """", 3 to be checked in the next run" where there was no time for it."""
+    left = len(session.unchecked())
+    return f", {left} to be checked in the next run" if left else ""
 
 
 def _unverified(session) -> str:

@@ -192,7 +192,8 @@ def run(
 
     measure: callable([(workload, plan)]) -> [Measured], in that order, None for what was not measured after all. gate: callable(workload,
     plan) -> Checked. batch: how many plans to measure together; asked before each batch if it is callable. progress: called with the
-    session after each batch. The winners are checked at the end, whatever ends it; Ctrl-C passes on after that.
+    session after each batch. The winners are checked at the end, whatever ends it; Ctrl-C passes on after that. Where a winner was not what
+    it seemed, the next best plan is checked, too, as long as there is time; a later session goes on there.
     """
     started = time.monotonic()
 
@@ -225,3 +226,5 @@ def run(
         while wanted := session.unchecked():
             for task, plan in wanted:
                 session.check(task, plan, gate(task.workload, plan))
+            if seconds is not None and time.monotonic() - started >= seconds:
+                break
