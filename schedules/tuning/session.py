@@ -193,7 +193,7 @@ def run(
     measure: callable([(workload, plan)]) -> [Measured], in that order, None for what was not measured after all. gate: callable(workload,
     plan) -> Checked. batch: how many plans to measure together; asked before each batch if it is callable. progress: called with the
     session after each batch. The winners are checked at the end, whatever ends it; Ctrl-C passes on after that. Where a winner was not what
-    it seemed, the next best plan is checked, too, as long as there is time; a later session goes on there.
+    it seemed, the next best plan is checked, too, unless time is up or the run was stopped; a later session goes on there.
     """
     started = time.monotonic()
 
@@ -206,6 +206,7 @@ def run(
         rest = seconds - spent - len(session.unchecked()) * CHECKING * each
         return max(1, int(rest / each)) if rest > 0 else 0
 
+    stopped = True
     try:
         while True:
             size = batch() if callable(batch) else batch
@@ -222,9 +223,10 @@ def run(
                 else:
                     session.report(task, plan, found)
             progress(session)
+        stopped = False
     finally:
         while wanted := session.unchecked():
             for task, plan in wanted:
                 session.check(task, plan, gate(task.workload, plan))
-            if seconds is not None and time.monotonic() - started >= seconds:
+            if stopped or (seconds is not None and time.monotonic() - started >= seconds):
                 break
