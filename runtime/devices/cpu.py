@@ -18,7 +18,6 @@ ALIGN = 64  # bytes
 _TENSOR = 70  # kTVMFFITensor: an argument is a tensor object
 _PIECE = 32  # launches of a replay between two looks at signals
 
-
 # What kernels call, by the names of TVM's runtime, and what answers in cpu.c.
 _CALLS = {
     "TVMBackendParallelLaunch": "mlc_amd_launch",
@@ -29,7 +28,8 @@ _pool: ctypes.CDLL | None = None  # the library whose threads this process uses,
 
 
 class Kernels:
-    """A library of kernels, tied to this process's threads. RuntimeError, OSError or AttributeError where it does not load."""
+    """A library of kernels, tied to this process's threads; it stays loaded. RuntimeError, OSError or AttributeError where it does not
+    load."""
 
     def __init__(self, path: Path):
         global _pool
