@@ -13,7 +13,8 @@ setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test]"
+	@# --no-compile: most of the bytecode would never be used, and takes as long to make as the rest of the installation
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -e ".[test]"
 	touch $@
 
 drivers:
