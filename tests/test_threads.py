@@ -94,7 +94,7 @@ def test_others_do_the_task_of_a_thread_that_is_late(pool, tmp_path):
     """Threads that sleep are late for a job this short; it has ended before most of them come."""
     source, made = tmp_path / "job.c", tmp_path / "job.so"
     source.write_text("#include <pthread.h>\nint job(int i, void *g, pthread_t *by) { (void)g; by[i] = pthread_self(); return 0; }\n")
-    cpu._cc("-shared", "-fPIC", "-pthread", "-o", str(made), str(source))
+    cpu.compile_c("-shared", "-fPIC", "-pthread", "-o", str(made), str(source))
     job = ctypes.cast(ctypes.CDLL(str(made)).job, JOB)
     pool.mlc_amd_start_threads(8)
     helped = 0

@@ -125,7 +125,7 @@ def link_shared(objects: list[str], output: Path) -> None:
     with tempfile.NamedTemporaryFile(suffix=".o") as native:
         native.write(_native())
         native.flush()
-        _cc("-shared", "-pthread", "-o", str(output), *objects, native.name)
+        compile_c("-shared", "-pthread", "-o", str(output), *objects, native.name)
 
 
 @functools.lru_cache(maxsize=1)
@@ -133,12 +133,12 @@ def _native() -> bytes:
     """runtime/devices/cpu.c, compiled."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "native.o"
-        _cc("-O2", "-fPIC", "-pthread", "-c", "-o", str(made), str(NATIVE))
+        compile_c("-O2", "-fPIC", "-pthread", "-c", "-o", str(made), str(NATIVE))
         return made.read_bytes()
 
 
-def _cc(*arguments: str) -> None:
-    """Runs the first C compiler found. UserError without one, or if it fails."""
+def compile_c(*arguments: str) -> None:
+    """Runs the first C compiler found, with these arguments. UserError without one, or if it fails."""
     compiler = next(([path] for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None and importlib.util.find_spec("ziglang"):
         compiler = [sys.executable, "-m", "ziglang", "cc"]
