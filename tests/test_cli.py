@@ -86,7 +86,7 @@ def test_chat_answers_one_prompt_on_stdout_alone(mlc_amd, artifact):
 
 def test_chat_without_a_model_compiles_the_bundled_one_once(mlc_amd, first_chat):
     first, caches = first_chat
-    again = mlc_amd("chat", "--prompt", QUESTION, "-n", 8)
+    again = mlc_amd(*first.args[1:])
     assert first.returncode == again.returncode == 0, first.stderr
     assert "compiling llama-q4_k_m.gguf" in first.stderr and again.stderr == ""
     assert first.stdout == again.stdout != "\n"

@@ -26,7 +26,7 @@ def open_device(artifact, name: str | None = None, threads: int | None = None):
         other = which if which in KINDS else "vulkan to choose a GPU"
         raise UserError(f"this model was compiled for target '{kind}', not '{which}'; compile it with --target {other}")
     if kind == "cpu":
-        from mlc_amd.runtime.devices.cpu import CpuDevice  # loads TVM's runtime library
+        from mlc_amd.runtime.devices.cpu import CpuDevice  # loads tvm_ffi
 
         return CpuDevice(artifact, threads)
     if kind == "rocm":

@@ -14,7 +14,6 @@ import tvm_ffi
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads, cpu_flags
 
-ALIGN = 64  # bytes
 _TENSOR = 70  # kTVMFFITensor: an argument is a tensor object
 _PIECE = 32  # launches of a replay between two looks at signals
 
