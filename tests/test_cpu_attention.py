@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tvm
 
+from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.schedules.cpu.arch import resolve
@@ -85,7 +86,7 @@ def kernels(arch):
     funcs = {n: attention(*ATTEND[n][:4], ATTEND[n].m, ATTEND[n].p, ATTEND[n].quantize, isa, n.replace(" ", "_")) for n in names}
     for n, c in ROPE.items():
         funcs[n] = rope_kv_write(c.heads, c.kv_heads, c.d, ROPE_CTX, c.m, c.neox, c.rotary, c.eps, isa, "rope_" + n.replace(" ", "_"))
-    mod = tvm.compile(tvm.IRModule({f.attrs["global_symbol"]: f for f in funcs.values()}), target=target)
+    mod = build_module({f.attrs["global_symbol"]: f for f in funcs.values()}, target)
     return {n: mod[f.attrs["global_symbol"]] for n, f in funcs.items()}
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tvm
 
+from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.compiler.quant.pack import repack
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
@@ -100,8 +101,7 @@ def library(machine):
     if machine in COMPILE_ONLY and machine in HALVES_OF_KERNELS:
         # decode and prefill alternate: of one format the one, of the next the other
         kernels = {n: f for i, (n, f) in enumerate(kernels.items()) if (i + i // 2) % 2 == HALVES_OF_KERNELS[machine]}
-    module = tvm.IRModule({n.replace("-", "_"): f for n, f in kernels.items()})
-    return tvm.compile(module, target=tvm.target.Target({"kind": "llvm", "mcpu": mcpu}))
+    return build_module({n.replace("-", "_"): f for n, f in kernels.items()}, tvm.target.Target({"kind": "llvm", "mcpu": mcpu}))
 
 
 def weights(name, n, k, seed):
@@ -227,13 +227,13 @@ def test_gate_up_swiglu(machine, name):
 
 @pytest.mark.parametrize("machine", COMPILE_ONLY)
 def test_compiles_for_other_machines(machine):
-    assert "vpdpbusd" in library(machine).mod.inspect_source("asm")
+    assert "vpdpbusd" in library(machine).inspect_source("asm")
 
 
 def test_avx2_for_avx512_without_vnni():
     """x86-64-v4 has no integer dot product: Avx2's kernels serve it."""
-    asm = tvm.compile(tvm.IRModule({"f": linear([("q4_0", 16)], 256, 1, 1, (False,), False, Avx2, "f")}),
-                      target=tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v4"})).mod.inspect_source("asm")
+    kernel = linear([("q4_0", 16)], 256, 1, 1, (False,), False, Avx2, "f")
+    asm = build_module({"f": kernel}, tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v4"})).inspect_source("asm")
     assert "vpmaddubsw" in asm and "vpdpbusd" not in asm
 
 

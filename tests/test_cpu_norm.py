@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tvm
 
+from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.compiler.quant.pack import repack
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
@@ -36,7 +37,7 @@ def kernels(arch):
         funcs += [rms_norm(k, m, EPS, p, q, row, isa, f"norm{i}_{row}_{int(q)}") for row in ("all", "last") for q in (False, True)]
     funcs += [embed(fmt, VOCAB, COLUMNS, m, f"embed_{fmt}_{m}") for fmt in FORMATS for m in (1, EMBED_M)]
     funcs += [embed("f32", VOCAB, ODD_COLUMNS, EMBED_M, "embed_odd")]
-    return tvm.compile(tvm.IRModule({f.attrs["global_symbol"]: f for f in funcs}), target=resolve(arch).target)
+    return build_module({f.attrs["global_symbol"]: f for f in funcs}, resolve(arch).target)
 
 
 def tensor(x):

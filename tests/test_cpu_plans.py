@@ -7,7 +7,7 @@ import pytest
 import tvm
 import tvm_ffi
 
-from mlc_amd.compiler.codegen.cpu import CpuTarget
+from mlc_amd.compiler.codegen.cpu import CpuTarget, build_module
 from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.schedules.cpu.arch import resolve
 from mlc_amd.schedules.tuning.spaces import space
@@ -73,7 +73,7 @@ def test_results_do_not_depend_on_the_plan(arch, name):
     kernels = [make(**workload.args, name=f"plan_{i}", plan=plan) for i, plan in enumerate(plans)]
     untuned = make(**workload.args, name="plan_0")
     assert tvm_ffi.structural_equal(kernels[0], untuned)
-    module = tvm.compile(tvm.IRModule({f.attrs["global_symbol"]: f for f in kernels}), target=target.arch.target)
+    module = build_module({f.attrs["global_symbol"]: f for f in kernels}, target.arch.target)
     rng = np.random.default_rng(5)
     arrays = [filled(param, rng) for param in untuned.params]
     results = []

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import tvm
+from tvm import s_tir, tirx
 
 from mlc_amd.compiler.codegen.target import Target
 from mlc_amd.runtime import devices
@@ -102,9 +103,8 @@ class CpuTarget(Target):
         done = []
 
         def build(i: int) -> str:
-            share = {name: kernels[name].with_attr("global_symbol", name) for name in batches[i]}
             path = str(directory / f"kernels-{i}.o")
-            tvm.compile(tvm.IRModule(share), target=self.arch.target).mod.write_to_file(path)
+            build_module({name: kernels[name] for name in batches[i]}, self.arch.target).write_to_file(path)
             done.extend(batches[i])
             progress("kernels", len(done), len(names))
             return path
@@ -118,6 +118,34 @@ class CpuTarget(Target):
         for path in objects:
             Path(path).unlink()
         return {"libraries": [LIBRARY]}
+
+
+# What kernels need of TVM's default pipeline. Most of that one's time goes into what LLVM does again (common subexpressions)
+# and into what only other kernels have (blocks, GPU threads, shared memory). Arguments are not checked when a kernel is called, half of the
+# code of a small kernel: shapes and types come from the plan that it was made for.
+_LOWERING = tvm.ir.transform.Sequential([
+    tirx.transform.FlattenBuffer(),
+    tirx.transform.NarrowDataType(32),
+    tirx.transform.VectorizeLoop(True),
+    tirx.transform.StorageRewrite(),
+    tirx.transform.UnrollLoop(),
+    tirx.transform.StmtSimplify(),
+    s_tir.transform.RewriteUnsafeSelect(),
+    tirx.transform.MakePackedAPI(),
+    tirx.transform.LowerTVMBuiltin(),
+    tirx.transform.LowerIntrin(),
+    tirx.transform.SkipAssert(),
+])  # fmt: skip
+
+
+def build_module(kernels: dict[str, tirx.PrimFunc], target: tvm.target.Target) -> tvm.runtime.Module:
+    """Kernels by name, compiled by LLVM: a module to call, inspect or write to an object file.
+
+    What calls them must give arguments of the kernels' types and shapes, in memory at a multiple of 64 bytes.
+    """
+    mod = tvm.IRModule({name: kernel.with_attr("global_symbol", name) for name, kernel in kernels.items()})
+    mod = tirx.transform.BindTarget(target.with_host(target))(mod)
+    return tvm.get_global_func("target.build.llvm")(_LOWERING(mod), target)
 
 
 def link_shared(objects: list[str], output: Path) -> None:

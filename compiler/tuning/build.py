@@ -220,12 +220,10 @@ def _hsaco(func, arch, folder: Path) -> dict:
 
 
 def _shared_library(func, arch, folder: Path) -> dict:
-    import tvm
-
-    from mlc_amd.compiler.codegen.cpu import link_shared
+    from mlc_amd.compiler.codegen.cpu import build_module, link_shared
 
     path, library = folder / "kernel.o", folder / "kernel.so"
-    tvm.compile(tvm.IRModule({KERNEL: func.with_attr("global_symbol", KERNEL)}), target=arch.target).mod.write_to_file(str(path))
+    build_module({KERNEL: func}, arch.target).write_to_file(str(path))
     link_shared([str(path)], library)
     path.unlink()
     steps = [{"symbol": KERNEL, "args": list(range(len(func.params)))}]

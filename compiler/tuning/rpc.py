@@ -90,6 +90,8 @@ class Servers:
         self.known = 1  # servers, as the tracker has them; at least 1
         self.refused: dict[str, str] = {}  # server: why
         self._events, self._looked = SimpleQueue(), -math.inf
+        self._waking: set[Client] = set()
+        self._awake: list[Client] = []  # with no server yet
         self._connecting: set[Client] = set()
         self._idle: list[Client] = []
         self._busy: dict[Client, _Part] = {}
@@ -107,7 +109,7 @@ class Servers:
 
     def close(self) -> None:
         """Lets all servers go."""
-        for server in self._connecting:
+        for server in (*self._waking, *self._awake, *self._connecting):
             server.drop()
         self._return(0.0)
 
@@ -173,7 +175,7 @@ class Servers:
                 if run.waiting:
                     self.recruit()
                 now = time.monotonic()
-                if self._busy or self._connecting:
+                if self._busy or self._waking or self._connecting:
                     alone, told = now, False
                 elif now - alone > self.wait:
                     self.wait = min(self.wait, PATIENCE)  # whoever waited once does not want to wait again
@@ -195,13 +197,19 @@ class Servers:
         except Empty:
             return
         connecting = server in self._connecting
+        waking = server in self._waking
         self._connecting.discard(server)
+        self._waking.discard(server)
         part = self._busy.get(server)
-        if what == "ready":
+        if what == "awake":
+            self._connect(server)
+        elif what == "ready":
             self._idle.append(server)
             self.say(f"server {server.name} ({message['hello']['host']}) joins")
         elif what == "refused" and (part or connecting):
             self._refuse(server, message["why"], run)
+        elif what == "lost" and waking:
+            raise NoServer(f"the process that would talk with a server does not start: {message['why']}")
         elif what == "lost" and (part or connecting):
             self.say(f"server {server.name} is lost: {message['why']}")
             self._busy.pop(server, None)
@@ -239,12 +247,23 @@ class Servers:
         if time.monotonic() - self._looked < LOOK:
             return
         self._looked = time.monotonic()
+        for _ in range(self._free() - len(self._waking)):
+            if self._awake:
+                self._connect(self._awake.pop())
+            else:
+                self._waking.add(Client(self._events))
+
+    def _connect(self, client: Client) -> None:
+        """Begins to connect to a server that is free, if there still is one."""
         with contextlib.suppress(OSError):  # another run was faster
-            for _ in range(self._free()):
+            if self._free():
                 place = self.tracker.take(self.key)
                 # one that refused comes back with a new password after some seconds, when nobody connects
                 if f"{place[0]}:{place[1]}" not in self.refused:
-                    self._connecting.add(Client(place, self._events))
+                    client.connect(place)
+                    self._connecting.add(client)
+                    return
+        self._awake.append(client)
 
     def _missing(self) -> str:
         """Why there is no server."""

@@ -1,7 +1,7 @@
 """One server of a tuning run, from the run's side.
 
-In: requests as rpc_server.py has them. Out: (what, client, message) in a queue: "ready" once it is connected, then for each request its
-"facts" and "result"s, at last "done", "refused" or "lost".
+In: requests as rpc_server.py has them. Out: (what, client, message) in a queue: "awake" when it can connect, "ready" once it has, then for
+each request its "facts" and "result"s, at last "done", "refused" or "lost".
 
 TVM's RPC waits forever for a machine that is gone, and a process can be ended: run as a program, this module talks with the server.
 """
@@ -19,16 +19,24 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.child import Child, Died, serve
 
 MODULE = "mlc_amd.compiler.tuning.rpc_client"
-CONNECT, SILENT = 30.0, 30.0  # seconds: to reach a server; until one that says nothing counts as lost
-ENDS = ("ready", "done", "refused", "lost")
+WAKE, CONNECT, SILENT = 60.0, 30.0, 30.0  # seconds: to start; to reach a server; until one that says nothing counts as lost
+ENDS = ("awake", "ready", "done", "refused", "lost")
 
 
 class Client:
-    """Connects at once. place: (host, port, password) from the tracker. After "refused" and "lost" it is of no more use."""
+    """Wakes at once: a server's password is good for some seconds only, less than a busy machine takes to start a process with TVM.
 
-    def __init__(self, place: tuple[str, int, str], events: SimpleQueue):
-        self.name, self.since, self._events = f"{place[0]}:{place[1]}", time.monotonic(), events
+    name: the server's, once it connects. After "refused" and "lost" it is of no more use.
+    """
+
+    def __init__(self, events: SimpleQueue):
+        self.name, self.since, self._events = "", time.monotonic(), events
         self._child, self._lock, self._dropped, self._running = Child(MODULE), threading.Lock(), False, False
+        self.begin({"wake": True})
+
+    def connect(self, place: tuple[str, int, str]) -> None:
+        """place: (host, port, password) from the tracker."""
+        self.name, self.since = f"{place[0]}:{place[1]}", time.monotonic()
         self.begin({"connect": place})
 
     def begin(self, request: dict) -> None:
@@ -45,13 +53,14 @@ class Client:
 
     def _follow(self, request: dict) -> None:
         what, message = "", {}
+        patience = WAKE if "wake" in request else CONNECT if "connect" in request else SILENT
         while what not in ENDS:
             if what:
                 self._events.put((what, self, message))
             try:
                 if not message:
                     self._child.send(request)
-                message = self._child.receive(CONNECT if "connect" in request else SILENT)
+                message = self._child.receive(patience)
                 what = message["what"]
             except (Died, UserError) as e:
                 what, message = "lost", {"why": str(e)}
@@ -70,7 +79,9 @@ class Client:
 class _Connection:
     def handle(self, request: dict, answer) -> None:
         try:
-            if "connect" in request:
+            if "wake" in request:
+                answer({"what": "awake"})
+            elif "connect" in request:
                 self._connect(*request["connect"], answer)
             else:
                 self._work(request["work"], request["folders"], answer)

@@ -14,6 +14,7 @@ import tvm_ffi
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads, cpu_flags
 
+ALIGNMENT = 64  # bytes, of all that kernels read and write
 _TENSOR = 70  # kTVMFFITensor: an argument is a tensor object
 _PIECE = 32  # launches of a replay between two looks at signals
 
@@ -42,7 +43,7 @@ class Kernels:
             pointer.value = _address(getattr(_pool, ours))
 
     def call(self, name: str, tensors: list) -> "Call | None":
-        """A kernel with its arguments, arrays of tvm_ffi; None for a name that is not in the library."""
+        """A kernel with its arguments, arrays of tvm_ffi; None for a name that is not in the library. It checks nothing."""
         function = self._module.get_function(name)
         return function and Call(function, _address(self._library[f"__tvm_ffi_{name}"]), tensors)
 
@@ -92,7 +93,7 @@ def start_threads(threads: int) -> None:
 
 
 def _zeros(shape, dtype) -> np.ndarray:
-    """Zeroed memory at a multiple of 64 bytes that takes no RAM before it is written."""
+    """Zeroed memory, aligned, that takes no RAM before it is written."""
     dtype = np.dtype(dtype)
     nbytes = max(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, 1)
     return np.frombuffer(mmap.mmap(-1, nbytes), dtype, int(np.prod(shape, dtype=np.int64))).reshape(shape)
@@ -159,6 +160,8 @@ class CpuDevice:
         else:
             rows = {"state": 4, "tokens": function["tokens"], "logits": function["tokens"] if function["all_logits"] else 1}[where]
             array = self.io[where][:rows]
+        if array.ctypes.data % ALIGNMENT:  # kernels rely on it, and do not look
+            raise UserError(f"{self.artifact.path} has {where} at an address that is no multiple of {ALIGNMENT}; compile the model again")
         return tvm_ffi.from_dlpack(array)
 
     # ---- the protocol

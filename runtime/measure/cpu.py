@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import tvm_ffi
 
-from mlc_amd.runtime.devices.cpu import Call, Kernels, Replay, start_threads
+from mlc_amd.runtime.devices.cpu import ALIGNMENT, Call, Kernels, Replay, start_threads
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags, last_level_cache, threads_asked
 
-ALIGN = 64
 SHARE = 4  # of the machine's memory, what copies may take
 
 
@@ -35,7 +34,7 @@ class CpuBackend:
         self._forget()
         self._at, end = {}, 0
         for key, nbytes in sizes.items():
-            self._at[key], end = end, end + -(-nbytes // ALIGN) * ALIGN
+            self._at[key], end = end, end + -(-nbytes // ALIGNMENT) * ALIGNMENT
         memory = mmap.mmap(-1, max(end, 1))
         # weights are mapped from a file in a model that runs: small pages
         with suppress(OSError, AttributeError):
