@@ -121,9 +121,15 @@ class CpuTarget(Target):
 
 
 # What kernels need of TVM's default pipeline. Most of that one's time goes into what LLVM does again (common subexpressions)
-# and into what only other kernels have (blocks, GPU threads, shared memory). Arguments are not checked when a kernel is called, half of the
-# code of a small kernel: shapes and types come from the plan that it was made for.
+# and into what only other kernels have (GPU threads, shared memory, staged copies). Arguments are not checked when a kernel is
+# called, half of the code of a small kernel: shapes and types come from the plan that it was made for.
 _LOWERING = tvm.ir.transform.Sequential([
+    s_tir.transform.LowerInitBlock(),  # blocks: operators that TVM writes have them, ours do not
+    s_tir.transform.PlanAndUpdateBufferAllocationLocation(),
+    s_tir.transform.ConvertBlocksToOpaque(),
+    s_tir.transform.CompactBufferAllocation(),
+    s_tir.transform.LowerMatchBuffer(),
+    s_tir.transform.LowerOpaqueBlock(),
     tirx.transform.FlattenBuffer(),
     tirx.transform.NarrowDataType(32),
     tirx.transform.VectorizeLoop(True),
