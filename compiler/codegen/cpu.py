@@ -12,6 +12,7 @@ from pathlib import Path
 import tvm
 from tvm import s_tir, tirx
 
+from mlc_amd.compiler.codegen.lower import has_blocks
 from mlc_amd.compiler.codegen.target import Target
 from mlc_amd.runtime import devices
 from mlc_amd.runtime.errors import UserError
@@ -124,12 +125,6 @@ class CpuTarget(Target):
 # and into what only other kernels have (GPU threads, shared memory, staged copies). Arguments are not checked when a kernel is
 # called, half of the code of a small kernel: shapes and types come from the plan that it was made for.
 _LOWERING = tvm.ir.transform.Sequential([
-    s_tir.transform.LowerInitBlock(),  # blocks: operators that TVM writes have them, ours do not
-    s_tir.transform.PlanAndUpdateBufferAllocationLocation(),
-    s_tir.transform.ConvertBlocksToOpaque(),
-    s_tir.transform.CompactBufferAllocation(),
-    s_tir.transform.LowerMatchBuffer(),
-    s_tir.transform.LowerOpaqueBlock(),
     tirx.transform.FlattenBuffer(),
     tirx.transform.NarrowDataType(32),
     tirx.transform.VectorizeLoop(True),
@@ -142,6 +137,14 @@ _LOWERING = tvm.ir.transform.Sequential([
     tirx.transform.LowerIntrin(),
     tirx.transform.SkipAssert(),
 ])  # fmt: skip
+_BLOCKS = tvm.ir.transform.Sequential([
+    s_tir.transform.LowerInitBlock(),
+    s_tir.transform.PlanAndUpdateBufferAllocationLocation(),
+    s_tir.transform.ConvertBlocksToOpaque(),
+    s_tir.transform.CompactBufferAllocation(),
+    s_tir.transform.LowerMatchBuffer(),
+    s_tir.transform.LowerOpaqueBlock(),
+])  # fmt: skip
 
 
 def build_module(kernels: dict[str, tirx.PrimFunc], target: tvm.target.Target) -> tvm.runtime.Module:
@@ -151,6 +154,8 @@ def build_module(kernels: dict[str, tirx.PrimFunc], target: tvm.target.Target) -
     """
     mod = tvm.IRModule({name: kernel.with_attr("global_symbol", name) for name, kernel in kernels.items()})
     mod = tirx.transform.BindTarget(target.with_host(target))(mod)
+    if any(map(has_blocks, kernels.values())):
+        mod = _BLOCKS(mod)
     return tvm.get_global_func("target.build.llvm")(_LOWERING(mod), target)
 
 

@@ -5,7 +5,8 @@ functions by symbol. TVM's own s_tir lowering is followed up to the split into h
 (for grids, scratch buffers and the kernels' arguments).
 
 Differences from TVM's pipeline: StorageRewrite is left out (it makes LDS buffers of different types share memory through global
-addresses), and whatever the generator names (`lower`).
+addresses), CompactBufferAllocation for kernels without blocks (all of ours: it took most of the time, and cut no more than the
+padding behind an LDS buffer's last row), and whatever the generator names (`lower`).
 """
 from dataclasses import dataclass
 from math import prod
@@ -62,6 +63,8 @@ def lower(name: str, func: tirx.PrimFunc, arch, target, leave_out=()) -> tuple[F
     LDS) or whose extents are not known at compile time.
     """
     module = tvm.IRModule({name: func.with_attr("global_symbol", name)})
+    if not has_blocks(func):
+        leave_out = (*leave_out, "s_tir.CompactBufferAllocation")
     passes = [step for step in _passes() if step.info.name not in leave_out]
     module = tvm.transform.Sequential([tirx.transform.BindTarget(target), *passes])(module)
     host, devices = None, {}
@@ -133,6 +136,13 @@ def _launch(name, call, place, alias, threads) -> Launch:
 def walk(body, kinds, visit):
     """Calls visit(node) for every node of these kinds (classes) in a statement or an expression, outermost first."""
     tvm_ffi.structural_walk(body, (kinds, visit), order="pre")
+
+
+def has_blocks(func: tirx.PrimFunc) -> bool:
+    """Whether it is made of blocks, as operators that TVM writes are."""
+    found = []
+    walk(func.body, s_tir.SBlock, found.append)
+    return bool(found)
 
 
 def bytes_of(buffer) -> int:

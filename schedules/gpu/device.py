@@ -152,24 +152,14 @@ def rint(x):
 
 def lookup16(arch, table, x):
     """The signed bytes table[code] of a uint32 word of four codes (bytes 0..15); table: 16 ints, of which the low byte counts."""
-    if arch.api == "vulkan":
-        return _select16(table, x)
     words = [T.uint32(int.from_bytes(bytes(v & 255 for v in table[i:i + 4]), "little")) for i in range(0, 16, 4)]
+    if arch.api == "vulkan":
+        return _vk("uint32", "lookup16", x, *words)
     # byte permutes pick from eight bytes at a time; then byte i of `low`, or of `high` where bit 3 is set
     low3 = T.Bind(x & T.uint32(0x07070707))
     low, high = (intrin("uint32", "llvm.amdgcn.perm", words[i + 1], words[i], low3) for i in (0, 2))
     pick = T.shift_right(x & T.uint32(0x08080808), T.uint32(1)) | T.uint32(BYTE_SELECT)
     return intrin("uint32", "llvm.amdgcn.perm", high, low, pick)
-
-
-def _select16(table, x):
-    """`lookup16` without byte permutes: each bit of the codes halves what may be meant, four bytes at a time."""
-    found = [T.uint32(0x01010101 * (v & 255)) for v in table]
-    for bit in range(4):
-        ones = T.Bind(T.shift_right(x, T.uint32(bit)) & T.uint32(0x01010101))
-        mask = T.Bind(T.shift_left(ones, T.uint32(8)) - ones)       # 255 in each byte whose bit is set
-        found = [T.Bind(a ^ ((a ^ b) & mask)) for a, b in zip(found[::2], found[1::2], strict=True)]
-    return found[0]
 
 
 # ---- lanes of a wave
