@@ -310,3 +310,17 @@ def test_reductions_use_the_vector_unit():
     counts = hsaco.instructions(module.assembly, "sum_kernel").by_mnemonic
     assert not [name for name in counts if name.startswith("ds_")]
     assert counts["v_add_f32_dpp"] == 4 and counts["v_permlanex16_b32"] == 1
+
+
+def test_values_that_are_used_twice_do_not_multiply():
+    """TVM's code generator would need an expression of 2**64 terms."""
+    links = 64
+
+    def body(b, _group, thread):
+        x = T.Bind(b.X[thread])
+        for i in range(links):
+            x = device.fma(x, x, T.float32(i))
+        T.buffer_store(b.Y, x, [thread])
+
+    buffers = {name: ((32,), "float32") for name in "XY"}
+    assert compile_hsaco({"chain": kernel(buffers, (1,), (32,), body)}, ARCHS["gfx1100"]).assembly.count("v_fma") == links

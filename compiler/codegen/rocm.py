@@ -109,7 +109,7 @@ def rocm_target(arch: GpuArch) -> tvm.target.Target:
 def _finalize(arch):
     x = tirx.transform
     storage = [x.FP8StorageLegalize(), x.BF16StorageLegalize(), x.LowerWarpMemory()]
-    return tvm.transform.Sequential([*storage, x.StmtSimplify(), x.LowerIntrin(), wait_before_barriers(arch)])
+    return tvm.transform.Sequential([*storage, x.StmtSimplify(), x.LowerIntrin(), wait_before_barriers(arch), values_in_memory()])
 
 
 def wait_before_barriers(arch):
@@ -143,6 +143,35 @@ def _insert(s, wait):
     if hasattr(s, "body"):
         raise TypeError(f"statement {type(s).__name__} has a body that may hold barriers")
     return s
+
+
+# ---- finalization: values that the code generator need not understand
+
+
+def values_in_memory():
+    """The pass that puts floats, words without a sign and vectors into local buffers of one element, of which LLVM makes the same
+    registers. Last pass before code generation.
+
+    TVM's code generator tells its simplifier what each value is, in terms of what came before: an expression twice as large with every
+    value that is used twice, and a minute for a chain of 25. Indices are int32; about them it shall know.
+    """
+
+    @tirx.transform.prim_func_pass(opt_level=0, name="ValuesInMemory")
+    def move(func, _module, _context):
+        places, first = {}, tirx.const(0, "int32")
+
+        def bind(node, mutator):
+            value, dtype = mutator.mutate(node.value), str(node.var.ty)
+            if not re.fullmatch(r"(float|bfloat|uint)\d+|[a-z]+\d+x\d+", dtype):
+                return tirx.Bind(node.var, value)
+            buffer = tirx.decl_buffer((1,), dtype, name=node.var.name, scope="local")
+            places[node.var] = tirx.BufferLoad(buffer, [first])
+            return tirx.SeqStmt([tirx.AllocBuffer(buffer), tirx.BufferStore(buffer, value, [first])])
+
+        callbacks = [(tirx.Bind, bind), (tirx.Var, lambda var, _: places.get(var, var))]
+        return func.with_body(tvm_ffi.structural_mutate(func.body, callbacks))
+
+    return move
 
 
 # ---- linking
