@@ -15,8 +15,10 @@ import pytest
 from mlc_amd.tools import cli, models
 
 REPO = Path(__file__).resolve().parent.parent
-# What Mesa's drivers made of a shader serves all tests, also those with an empty cache of the user's.
-os.environ.setdefault("MESA_SHADER_CACHE_DIR", str(REPO / ".pytest_cache" / "mesa"))
+# What Mesa's drivers made of a shader serves all tests, also those with an empty cache of the user's. Mesa makes no folder's parents.
+SHADERS = REPO / ".pytest_cache" / "mesa"
+SHADERS.mkdir(parents=True, exist_ok=True)
+os.environ.setdefault("MESA_SHADER_CACHE_DIR", str(SHADERS))
 # The files that take longest go first: workers that are done early then have short ones left.
 LONG = (
     "test_models.py", "test_cpu_linear.py", "test_tune_cli.py", "test_rocm_models.py", "test_vulkan_device.py", "test_gpu_attention.py",
