@@ -13,7 +13,7 @@ from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 
 MAX_KL = 1e-3
-SAMPLE = ("qwen3-q4_0", "llamaspm-q8_0")  # of the reference models; all of them: vulkan_quality.py
+SAMPLE = "qwen3-q4_0"  # of the reference models: Mesa takes half a minute to compile one; all of them: vulkan_quality.py
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +94,9 @@ def test_logits(made, load, spec, arch):
     assert arch in ("auto", engine.device.code_arch)
 
 
-@pytest.mark.parametrize("name", SAMPLE)
-def test_quality(made, load, shared, name):
+def test_quality(made, load, shared):
     vulkan_harness.gpu()
-    engine, expected = load(made(shared / "models" / f"{name}.gguf", "auto", 512)), Reference(shared, name)
+    engine, expected = load(made(shared / "models" / f"{SAMPLE}.gguf", "auto", 512)), Reference(shared, SAMPLE)
     found = expected.logits(engine)
     assert found.good, found
     compared, wrong = expected.greedy(engine, 8)

@@ -47,7 +47,7 @@ class HsacoModule:
 
 def compile_hsaco(kernels: dict[str, tirx.PrimFunc], arch: GpuArch, lowered=lambda name: None) -> HsacoModule:
     """One code object for all of `kernels` (name: PrimFunc with bound threads, static extents, buffers as parameters). `lowered` is called
-    as each one is lowered, which takes about half of the time.
+    as each one is lowered; then LLVM compiles all of them.
 
     UserError without a linker. ValueError for a kernel that the arch cannot run: too many threads or too much LDS (LLVM would end the
     process), extents unknown at compile time, functions of ROCm's device library.
