@@ -21,9 +21,10 @@ SHADERS.mkdir(parents=True, exist_ok=True)
 os.environ.setdefault("MESA_SHADER_CACHE_DIR", str(SHADERS))
 # The files that take longest go first: workers that are done early then have short ones left.
 LONG = (
-    "test_models.py", "test_cpu_linear.py", "test_tune_cli.py", "test_rocm_models.py", "test_vulkan_device.py", "test_gpu_attention.py",
-    "test_cli.py", "test_tuning_rpc.py", "test_tuning_attention.py", "test_tuning_kit.py", "test_chat.py", "test_vulkan_models.py",
-    "test_cpu_plans.py", "test_gpu_gemm.py", "test_tuning_search.py", "test_tuning_build.py", "test_bench.py", "test_bench_gpu.py",
+    "test_vulkan_models.py", "test_quality.py", "test_vulkan_device.py", "test_vulkan_kernels.py", "test_models.py", "test_cpu_linear.py",
+    "test_tune_cli.py", "test_rocm_models.py", "test_gpu_attention.py", "test_gpu_gemv.py", "test_cli.py", "test_tuning_rpc.py",
+    "test_tuning_attention.py", "test_tuning_kit.py", "test_chat.py", "test_cpu_plans.py", "test_gpu_gemm.py", "test_tuning_search.py",
+    "test_tuning_build.py", "test_bench.py", "test_bench_gpu.py",
 )  # fmt: skip
 
 
