@@ -41,35 +41,45 @@ class Plan:
 
     registers  sums that are in registers at once
     ahead      blocks of 64 keys that are prefetched ahead of the reads, 0: none
+    near       cache levels that the prefetch fills, see `vector.prefetch`
     """
     registers: int
     ahead: int
+    near: int
 
 
 def default_plan(isa):
-    """The plan: the next block arrives while one is used."""
-    return Plan(registers=accumulators(isa), ahead=1)
+    """The plan: the next block arrives while one is used, in the level 2 cache: both blocks' keys and values fill a level 1 cache."""
+    return Plan(registers=accumulators(isa), ahead=1, near=2)
 
 
 def choices(isa):
     """Values of the plan's fields to try, by name."""
-    return {"registers": accumulator_choices(isa), "ahead": (0, 1, 2)}
+    return {"registers": accumulator_choices(isa), "ahead": (0, 1, 2), "near": (2, 3)}
 
 
-def _load_keys(isa, plan, Kc, kv, key0, c, keys, d):
-    """The vectors of element c of the keys that start at key0 + `keys`, as float32. Asks for the same of a later block."""
+def _later(plan, kv, block, blocks):
+    """(KV head, first key) of the block that is used plan.ahead blocks after this one: after a head's last live block comes the next head."""
+    block = T.Bind(block + plan.ahead)
+    beyond = block >= blocks
+    return opaque(kv + T.Select(beyond, T.int32(1), T.int32(0))), opaque(T.Select(beyond, block - blocks, block) * BLOCK)
+
+
+def _load_keys(isa, plan, Kc, kv, key0, later, c, keys):
+    """The vectors of element c of the keys that start at key0 + `keys`, as float32. Asks for lines of the later block in the order in which
+    they lie, a 1/d of them: caches see one stream, where the reads are of four tiles in turns."""
     lanes = isa.lanes
-    for key in keys[::KEYS // lanes] if plan.ahead else ():
-        prefetch(Kc, kv, key0 // KEYS + key // KEYS, c, 0, ahead=plan.ahead * BLOCK * d)
+    for line in range(0, BLOCK if plan.ahead else 0, LINE):
+        prefetch(Kc, later[0], later[1] // KEYS, 0, c * BLOCK + line, near=plan.near)
     return [isa.half(Kc[kv, key0 // KEYS + key // KEYS, c, at(key % KEYS, lanes)], lanes) for key in keys]
 
 
-def _load_values(isa, plan, Vc, kv, key, columns, d):
-    """The vectors of a value that start at `columns`, as float32. Asks for the same of a later block."""
+def _load_values(isa, plan, Vc, kv, key0, later, key, columns):
+    """The vectors of the value of key0 + `key` that start at `columns`, as float32. Asks for the same of the later block."""
     lanes = isa.lanes
     for c in columns[::LINE // lanes] if plan.ahead else ():
-        prefetch(Vc, kv, key, c, ahead=plan.ahead * BLOCK * d)
-    return [isa.half(Vc[kv, key, at(c, lanes)], lanes) for c in columns]
+        prefetch(Vc, later[0], later[1] + key, c, near=plan.near)
+    return [isa.half(Vc[kv, key0 + key, at(c, lanes)], lanes) for c in columns]
 
 
 def _emit_span(isa, plan, Q, Kc, Vc, partial, kv, span, blocks, position, group, d):
@@ -80,10 +90,11 @@ def _emit_span(isa, plan, Q, Kc, Vc, partial, kv, span, blocks, position, group,
         registers(*shape) for shape in ((group,), (group, lanes), (group, d), (group, BLOCK), (group,)))
     emit_start(top, total, out, group, d, lanes)
     with T.serial(T.min(blocks - span * SPAN, T.int32(SPAN))) as step:
-        key0 = T.Bind((span * SPAN + step) * BLOCK)
+        block = T.Bind(span * SPAN + step)
+        key0, later = T.Bind(block * BLOCK), _later(plan, kv, block, blocks) if plan.ahead else None
         emit_product(isa, plan.registers, group, BLOCK, d,
                      left=lambda g, c: Q[0, kv * group + g, c],
-                     right=lambda c, keys: _load_keys(isa, plan, Kc, kv, key0, c, keys, d),
+                     right=lambda c, keys: _load_keys(isa, plan, Kc, kv, key0, later, c, keys),
                      start=lambda g, key: f32(0.0, lanes),
                      finish=lambda g, key, x: store(scores, x, g, at(key, lanes)))
         with T.serial(group) as g:
@@ -92,7 +103,7 @@ def _emit_span(isa, plan, Q, Kc, Vc, partial, kv, span, blocks, position, group,
             emit_weights(scores, g, top, total, shrink[g], g, key0, position, lanes)
         emit_product(isa, plan.registers, group, d, BLOCK,
                      left=lambda g, key: scores[g, key],
-                     right=lambda key, columns: _load_values(isa, plan, Vc, kv, key0 + key, columns, d),
+                     right=lambda key, columns: _load_values(isa, plan, Vc, kv, key0, later, key, columns),
                      start=lambda g, c: out[g, at(c, lanes)] * splat(shrink[g], lanes),
                      finish=lambda g, c, x: store(out, x, g, at(c, lanes)))
     tops, totals, outs = partial

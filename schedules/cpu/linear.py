@@ -61,13 +61,13 @@ class PrefillPlan:
 
 def default_plan(isa, m, p):
     """The plan for m tokens in activation tiles of p: a Plan in decode (m = 1), else a PrefillPlan."""
-    return Plan(unroll=1, ahead=isa.ahead, near=3) if m == 1 else PrefillPlan(tokens=p, side=1, task=256, tasks=64)
+    return Plan(unroll=1, ahead=isa.ahead, near=2) if m == 1 else PrefillPlan(tokens=p, side=1, task=256, tasks=64)
 
 
 def choices(isa, m, p):
     """Values of the plan's fields to try, by name."""
     if m == 1:
-        return {"unroll": (1, 2, 4), "ahead": (0, 1024, 2048, 4096, 8192, 16384), "near": (0, 3)}
+        return {"unroll": (1, 2, 4), "ahead": (0, 1024, 2048, 4096, 8192, 16384), "near": (0, 2, 3)}
     return {"tokens": tuple(t for t in (4, 8, 16) if t <= p), "side": tuple(t for t in (1, 2, 4, 8) if t <= min(p, isa.registers // 4)),
             "task": (64, 128, 256, 512, 1024), "tasks": (8, 16, 32, 64)}
 

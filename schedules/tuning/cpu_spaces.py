@@ -60,7 +60,7 @@ def _attention(workload, arch) -> Space:
         return tuple((len(mine), vectors) for cut in cuts for mine, vectors in cut)
 
     def decode(plan) -> Kernel:
-        return Kernel((products(plan, group), plan.ahead), kv_heads, 1, plan.ahead)
+        return Kernel((products(plan, group), plan.ahead and (plan.ahead, plan.near)), kv_heads, 1, plan.ahead)
 
     def prefill(plan) -> Kernel:
         tokens = attention_prefill.tile_tokens(plan, m, group, kv_heads)
