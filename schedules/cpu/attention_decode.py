@@ -58,28 +58,30 @@ def choices(isa):
     return {"registers": accumulator_choices(isa), "ahead": (0, 1, 2), "near": (2, 3)}
 
 
-def _later(plan, kv, block, blocks):
-    """(KV head, first key) of the block that is used plan.ahead blocks after this one: after a head's last live block comes the next head."""
+class _Block:
+    """64 keys and values of a KV head of which the first `live` are seen, at least one. What is not seen is not read, or read again."""
+
+    def __init__(self, kv, block, position):
+        self.kv, self.first = kv, T.Bind(block * BLOCK)
+        self.live = opaque(T.max(T.min(position - self.first + 1, T.int32(BLOCK)), T.int32(1)))
+
+    def ask_keys(self, plan, Kc, c, d):
+        """Asks for a 1/d of the keys, in the order in which they lie: caches see one stream, where the reads are of four tiles in turns."""
+        last = (self.live - 1) // KEYS * (KEYS * d) + (KEYS * d - LINE)
+        for line in range(0, BLOCK, LINE):
+            prefetch(Kc, self.kv, self.first // KEYS, 0, T.min(c * BLOCK + line, last), near=plan.near)
+
+    def ask_values(self, plan, Vc, key, d):
+        """Asks for one value."""
+        for c in range(0, d, LINE):
+            prefetch(Vc, self.kv, self.first + T.min(key, self.live - 1), c, near=plan.near)
+
+
+def _later(plan, kv, block, blocks, position):
+    """The _Block that is used plan.ahead blocks after this one: after a head's last live block comes the next head."""
     block = T.Bind(block + plan.ahead)
     beyond = block >= blocks
-    return opaque(kv + T.Select(beyond, T.int32(1), T.int32(0))), opaque(T.Select(beyond, block - blocks, block) * BLOCK)
-
-
-def _load_keys(isa, plan, Kc, kv, key0, later, c, keys):
-    """The vectors of element c of the keys that start at key0 + `keys`, as float32. Asks for lines of the later block in the order in which
-    they lie, a 1/d of them: caches see one stream, where the reads are of four tiles in turns."""
-    lanes = isa.lanes
-    for line in range(0, BLOCK if plan.ahead else 0, LINE):
-        prefetch(Kc, later[0], later[1] // KEYS, 0, c * BLOCK + line, near=plan.near)
-    return [isa.half(Kc[kv, key0 // KEYS + key // KEYS, c, at(key % KEYS, lanes)], lanes) for key in keys]
-
-
-def _load_values(isa, plan, Vc, kv, key0, later, key, columns):
-    """The vectors of the value of key0 + `key` that start at `columns`, as float32. Asks for the same of the later block."""
-    lanes = isa.lanes
-    for c in columns[::LINE // lanes] if plan.ahead else ():
-        prefetch(Vc, later[0], later[1] + key, c, near=plan.near)
-    return [isa.half(Vc[kv, key0 + key, at(c, lanes)], lanes) for c in columns]
+    return _Block(opaque(kv + T.Select(beyond, T.int32(1), T.int32(0))), opaque(T.Select(beyond, block - blocks, block)), position)
 
 
 def _emit_span(isa, plan, Q, Kc, Vc, partial, kv, span, blocks, position, group, d):
@@ -89,21 +91,42 @@ def _emit_span(isa, plan, Q, Kc, Vc, partial, kv, span, blocks, position, group,
     top, total, out, scores, shrink = (
         registers(*shape) for shape in ((group,), (group, lanes), (group, d), (group, BLOCK), (group,)))
     emit_start(top, total, out, group, d, lanes)
+    if plan.ahead:      # a thread's first span was asked for by nobody
+        first = _Block(kv, span * SPAN, position)
+        with T.serial(d) as c:
+            first.ask_keys(plan, Kc, c, d)
+        with T.serial(first.live) as key:
+            first.ask_values(plan, Vc, key, d)
     with T.serial(T.min(blocks - span * SPAN, T.int32(SPAN))) as step:
         block = T.Bind(span * SPAN + step)
-        key0, later = T.Bind(block * BLOCK), _later(plan, kv, block, blocks) if plan.ahead else None
+        this, later = _Block(kv, block, position), _later(plan, kv, block, blocks, position) if plan.ahead else None
+        key0 = this.first
+        tiles = registers(BLOCK // KEYS, kind="int32")
+        for i in range(BLOCK // KEYS):
+            store(tiles, T.min(key0 + i * KEYS, position) // KEYS, i)
+
+        def keys_of(c, keys):
+            if later:
+                later.ask_keys(plan, Kc, c, d)
+            return [isa.half(Kc[kv, tiles[key // KEYS], c, at(key % KEYS, lanes)], lanes) for key in keys]
+
+        def values_of(key, columns):
+            if later:
+                later.ask_values(plan, Vc, key, d)
+            return [isa.half(Vc[kv, key0 + key, at(c, lanes)], lanes) for c in columns]
+
         emit_product(isa, plan.registers, group, BLOCK, d,
                      left=lambda g, c: Q[0, kv * group + g, c],
-                     right=lambda c, keys: _load_keys(isa, plan, Kc, kv, key0, later, c, keys),
+                     right=keys_of,
                      start=lambda g, key: f32(0.0, lanes),
                      finish=lambda g, key, x: store(scores, x, g, at(key, lanes)))
         with T.serial(group) as g:
             store(shrink, emit_top(scores, g, top, g, key0, position, lanes), g)
         with T.serial(group) as g:
             emit_weights(scores, g, top, total, shrink[g], g, key0, position, lanes)
-        emit_product(isa, plan.registers, group, d, BLOCK,
+        emit_product(isa, plan.registers, group, d, this.live,
                      left=lambda g, key: scores[g, key],
-                     right=lambda key, columns: _load_values(isa, plan, Vc, kv, key0, later, key, columns),
+                     right=values_of,
                      start=lambda g, c: out[g, at(c, lanes)] * splat(shrink[g], lanes),
                      finish=lambda g, c, x: store(out, x, g, at(c, lanes)))
     tops, totals, outs = partial
