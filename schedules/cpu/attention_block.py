@@ -116,31 +116,52 @@ def _seen(key0, last, lanes):
     return [(i, at(key0 + i, lanes) <= splat(last, lanes)) for i in range(0, BLOCK, lanes)]
 
 
-def emit_top(scores, row, top, state_row, key0, last, lanes):
-    """Updates top[state_row] by scores[row, 0:64], of the keys key0 .. key0+63, without those beyond `last`. Returns the factor that what
-    came before shrinks by, a scalar. One loop over rows for this and one for `emit_weights`: short steps, of which the processor works on
-    several at once."""
+def _emit_top(scores, row, top, state_row, before, key0, last, lanes):
+    """Updates top[state_row] by scores[row, 0:64], of the keys key0 .. key0+63, without those beyond `last`; before[row]: what it was."""
     x = [T.Bind(T.Select(seen, scores[row, at(i, lanes)], f32(LOWEST, lanes))) for i, seen in _seen(key0, last, lanes)]
     largest = x[0]
     for v in x[1:]:
         largest = T.Bind(T.max(largest, v))
-    before = T.Bind(top[state_row])
-    now = T.Bind(T.max(before, tree_max(largest, lanes)))
-    store(top, now, state_row)
-    return exp2(before - now, 1)
+    old = T.Bind(top[state_row])
+    store(before, old, row)
+    store(top, T.max(old, tree_max(largest, lanes)), state_row)
 
 
-def emit_weights(scores, row, top, total, shrink, state_row, key0, last, lanes):
+def _emit_weights(isa, scores, row, top, total, shrink, state_row, key0, last):
     """Turns scores[row, 0:64] into weights 2**(score - top), those of keys beyond `last` into zeros, and updates total at state_row, which
-    shrinks by the scalar `shrink`; after `emit_top`."""
+    shrinks by the scalar `shrink`."""
+    lanes = isa.lanes
     now = T.Bind(top[state_row])
     sums = total[state_row, at(0, lanes)] * splat(shrink, lanes)
     for i, seen in _seen(key0, last, lanes):
         # A row that has seen no key yet has now == LOWEST: its masked scores would weigh 1.
-        weight = T.Bind(T.Select(seen, exp2(scores[row, at(i, lanes)] - splat(now, lanes), lanes), f32(0.0, lanes)))
+        weight = T.Bind(T.Select(seen, isa.exp2(scores[row, at(i, lanes)] - splat(now, lanes), lanes), f32(0.0, lanes)))
         store(scores, weight, row, at(i, lanes))
         sums = T.Bind(sums + weight)
     store(total, sums, state_row, at(0, lanes))
+
+
+def shrinks(rows, isa):
+    """What `emit_softmax` takes for that many rows: float32 of whole vectors."""
+    buf = registers(-(-rows // isa.lanes) * isa.lanes)
+    for i in range(0, int(buf.shape[0]), isa.lanes):        # the unused lanes, too, should be numbers
+        store(buf, f32(0.0, isa.lanes), at(i, isa.lanes))
+    return buf
+
+
+def emit_softmax(isa, scores, rows, top, total, shrink, state_row, key0, last):
+    """Turns scores[0:rows, 0:64], of the keys key0 .. key0+63, into weights; row r's top and total are at state_row + r, and it sees the
+    keys up to last(r). shrink[r] (of `shrinks`): what came before shrinks by that. Loops over rows in short steps, of which the processor
+    works on several at once."""
+    lanes = isa.lanes
+    with T.serial(rows) as r:
+        _emit_top(scores, r, top, state_row + r, shrink, key0, last(r), lanes)
+    with T.serial(rows) as r:
+        store(shrink, shrink[r] - top[state_row + r], r)
+    for i in range(0, int(shrink.shape[0]), lanes):
+        store(shrink, isa.exp2(shrink[at(i, lanes)], lanes), at(i, lanes))
+    with T.serial(rows) as r:
+        _emit_weights(isa, scores, r, top, total, shrink[r], state_row + r, key0, last(r))
 
 
 def emit_total(total, row, lanes):

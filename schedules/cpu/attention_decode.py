@@ -20,12 +20,12 @@ from mlc_amd.schedules.cpu.attention_block import (
     emit_join,
     emit_join_start,
     emit_product,
+    emit_softmax,
     emit_start,
-    emit_top,
     emit_total,
-    emit_weights,
     opaque,
     registers,
+    shrinks,
 )
 from mlc_amd.schedules.cpu.quantize import BLOCK as QUANT
 from mlc_amd.schedules.cpu.quantize import act_args, emit_quantize_block
@@ -88,8 +88,8 @@ def _emit_span(isa, plan, Q, Kc, Vc, partial, kv, span, blocks, position, group,
     """One task: a span of a KV head's keys, of which `blocks` blocks are live. Its results go to `partial` (tops, totals, outs) at
     [kv, span]."""
     lanes = isa.lanes
-    top, total, out, scores, shrink = (
-        registers(*shape) for shape in ((group,), (group, lanes), (group, d), (group, BLOCK), (group,)))
+    top, total, out, scores = (registers(*shape) for shape in ((group,), (group, lanes), (group, d), (group, BLOCK)))
+    shrink = shrinks(group, isa)
     emit_start(top, total, out, group, d, lanes)
     if plan.ahead:      # a thread's first span was asked for by nobody
         first = _Block(kv, span * SPAN, position)
@@ -120,10 +120,7 @@ def _emit_span(isa, plan, Q, Kc, Vc, partial, kv, span, blocks, position, group,
                      right=keys_of,
                      start=lambda g, key: f32(0.0, lanes),
                      finish=lambda g, key, x: store(scores, x, g, at(key, lanes)))
-        with T.serial(group) as g:
-            store(shrink, emit_top(scores, g, top, g, key0, position, lanes), g)
-        with T.serial(group) as g:
-            emit_weights(scores, g, top, total, shrink[g], g, key0, position, lanes)
+        emit_softmax(isa, scores, group, top, total, shrink, 0, key0, lambda g: position)
         emit_product(isa, plan.registers, group, d, this.live,
                      left=lambda g, key: scores[g, key],
                      right=values_of,

@@ -22,13 +22,12 @@ from mlc_amd.schedules.cpu.attention_block import (
     emit_join,
     emit_join_start,
     emit_product,
+    emit_softmax,
     emit_start,
-    emit_top,
     emit_total,
-    emit_weights,
     opaque,
-    registers,
     scratch,
+    shrinks,
 )
 from mlc_amd.schedules.cpu.norm import live_tokens
 from mlc_amd.schedules.cpu.quantize import BLOCK as QUANT
@@ -107,7 +106,7 @@ def _emit_task(isa, plan, Q, Kc, Vc, result, kv, token0, tokens, position, group
     queries, out, keys, values = (scratch(*shape) for shape in ((padded, d), (padded, d), (d, BLOCK), (BLOCK, d)))
     top, total = scratch(padded), scratch(padded, lanes)                   # of the span
     joined = scratch(padded), scratch(padded), scratch(padded, d)           # of all spans so far
-    scores, shrink = scratch(block_rows, BLOCK), registers(block_rows)     # scratch memory is aligned, the stack is not
+    scores, shrink = scratch(block_rows, BLOCK), shrinks(block_rows, isa)  # scratch memory is aligned, the stack is not
     rows = opaque(tokens * group)
     _load_queries(Q, queries, kv, token0, rows, group, d)
     emit_join_start(joined, padded, d)
@@ -127,12 +126,7 @@ def _emit_task(isa, plan, Q, Kc, Vc, result, kv, token0, tokens, position, group
                              right=lambda c, columns: [T.Bind(keys[c, at(key, lanes)]) for key in columns],
                              start=lambda r, key: f32(0.0, lanes),
                              finish=lambda r, key, x: store(scores, x, r, at(key, lanes)))
-                with T.serial(block_rows) as r:
-                    last = opaque(first_key + (row0 + r) // group)
-                    store(shrink, emit_top(scores, r, top, row0 + r, key0, last, lanes), r)
-                with T.serial(block_rows) as r:
-                    last = opaque(first_key + (row0 + r) // group)
-                    emit_weights(scores, r, top, total, shrink[r], row0 + r, key0, last, lanes)
+                emit_softmax(isa, scores, block_rows, top, total, shrink, row0, key0, lambda r: opaque(first_key + (row0 + r) // group))
                 seen = opaque(T.min(first_key + (row0 + block_rows - 1) // group - key0 + 1, T.int32(BLOCK)))
                 emit_product(isa, plan.registers, block_rows, d, seen,
                              left=lambda r, key: scores[r, key],

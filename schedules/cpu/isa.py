@@ -14,12 +14,13 @@ never instantiated:
     signed(x)      signed bytes (given as uint8) in the form that `dot` takes
     lookup(t, x)   table entries t[x] (16 signed bytes) for codes x (uint8, 0..15) in the form that `dot` takes
     half(x, n)     n lanes of finite float16 as float32
+    exp2(x, n)     2**x of n lanes of float32, see vector.exp2
     dot(s, w, a)   s[t][r] + sum over i of w[r][i]*a[t][i] for each token t and row register r: s int32 per lane, w registers, a int32
                    scalars of four int8 each, not below -127
 """
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.vector import half_bits, intrin, pin, splat, widen
+from mlc_amd.schedules.cpu.vector import exp2, exp2_avx512, half_bits, intrin, pin, splat, widen
 
 INT16_MAX, ACT_MAX = 32767, 127
 QUADS = 8       # registers of a block of 32 columns
@@ -53,7 +54,7 @@ class Vnni512:
     lanes, registers, mcpu = 16, 32, "icelake-server"
     tokens, ahead = 16, 4096
     signed_zero = 128
-    half = staticmethod(widen)
+    half, exp2 = staticmethod(widen), staticmethod(exp2_avx512)
 
     @staticmethod
     def step(top):
@@ -85,6 +86,7 @@ class AvxVnni(Vnni512):
     """AVX-VNNI (or AVX512VL-VNNI): the same instruction on 256 bits."""
 
     lanes, registers, mcpu = 8, 16, "alderlake"
+    exp2 = staticmethod(exp2)
 
 
 class Avx2:
@@ -93,7 +95,7 @@ class Avx2:
     lanes, registers, mcpu = 8, 16, "x86-64-v3"
     tokens, ahead = 16, 4096
     signed_zero = 0
-    step, half = staticmethod(_pairs_step), staticmethod(widen)
+    step, half, exp2 = staticmethod(_pairs_step), staticmethod(widen), staticmethod(exp2)
 
     @staticmethod
     def signed(x):
@@ -124,7 +126,7 @@ class Portable:
     lanes, registers, mcpu = 8, 16, "x86-64-v2"
     tokens, ahead = 4, 0
     signed_zero = 0
-    step, half = staticmethod(_pairs_step), staticmethod(half_bits)
+    step, half, exp2 = staticmethod(_pairs_step), staticmethod(half_bits), staticmethod(exp2)
 
     @staticmethod
     def signed(x):

@@ -111,12 +111,23 @@ def exp2(x, n=LANES):
     """2**x, relative error 2e-7, exact for whole x; x is clamped to -126..127 (no infinities, no denormals)."""
     x = T.Bind(T.min(T.max(x, f32(-126.0, n)), f32(127.0, n)))
     whole = T.Bind(T.floor(x))
-    f = T.Bind(x - whole)
+    bits = T.shift_left(T.cast(whole, dtype("int32", n)) + i32(127, n), i32(23, n))
+    return T.Bind(_exp2_of_fraction(T.Bind(x - whole), n) * T.reinterpret(dtype("float32", n), bits))
+
+
+def exp2_avx512(x, n=LANES):
+    """`exp2` of 16 lanes with AVX-512's instructions for fractions (vreduceps) and powers of two (vscalefps); nothing to clamp."""
+    kind, x, every = dtype("float32", n), T.Bind(x), T.int16(-1)
+    down, current = T.int32(0x9), T.int32(4)            # x - floor(x), no exceptions; the current rounding
+    fraction = intrin(kind, "llvm.x86.avx512.mask.reduce.ps.512", x, down, x, every, current)
+    return intrin(kind, "llvm.x86.avx512.mask.scalef.ps.512", _exp2_of_fraction(fraction, n), x, x, every, current)
+
+
+def _exp2_of_fraction(f, n):
     y = f32(EXP2[0], n)
     for c in EXP2[1:]:
         y = y * f + f32(c, n)
-    bits = T.shift_left(T.cast(whole, dtype("int32", n)) + i32(127, n), i32(23, n))
-    return T.Bind(y * T.reinterpret(dtype("float32", n), bits))
+    return y
 
 
 def silu(x, n=LANES):

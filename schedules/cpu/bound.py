@@ -1,0 +1,172 @@
+"""The rooflines of a CPU's kernels: what a kernel cannot do without, as kernels of their own that are timed beside it.
+
+In: a kernel and its workload. Out: kernels with the same parameters, in any order of time the slower kind is the roofline:
+
+    reads         every byte of weights, or of the live part of the caches, is loaded once and joined to others by one instruction
+    multiplies    the arithmetic alone, in independent chains, on values that stay in registers: of int8 blocks the dot products, their
+                  conversion to float32 and the multiplications by scales; of attention the two products and what is left of 2**x
+
+They know nothing of shapes: no tails, no unpacking, no softmax, no results. A machine's rates change by the minute where others use it, too;
+a figure from a table or of an hour ago says little.
+"""
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.cpu.isa import QUADS
+from mlc_amd.schedules.cpu.load import groups, step
+from mlc_amd.schedules.cpu.planes import BLOCK
+from mlc_amd.schedules.cpu.vector import EXP2, LANES, at, f32, local, pin, prefetch, reduce, splat, store, widen
+from mlc_amd.schedules.formats import lookup
+
+AHEAD = (0, 4096, 8192)         # bytes that `reads` prefetches ahead: which is best depends on the machine
+LINE, CHUNK = 64, 4096          # bytes: of a cache line; of a task
+TASKS = 240                     # of `multiplies`: divides well by any number of threads
+STEPS = 16                      # fewest steps of a task
+WINDOW = 16                     # steps after which the same activations come again: they stay in the level 1 cache
+
+
+def _nbytes(buffer):
+    bits = {"float32": 32, "int32": 32, "float16": 16, "uint16": 16, "int8": 8, "uint8": 8}[str(buffer.dtype)]
+    count = 1
+    for extent in buffer.shape:
+        count *= int(extent)
+    return count * bits // 8
+
+
+def _declare(func):
+    """The parameters of `func` for another kernel: buffers by name, in order."""
+    return {p.name: T.arg(p.name, T.buffer(tuple(map(int, p.ty.shape)), str(p.ty.dtype))) for p in func.params}
+
+
+def _live(state, m):
+    """Tokens in the cache."""
+    return state[0] + m
+
+
+def reads(func, weights, caches, ctx, m, ahead, name) -> tirx.PrimFunc:
+    """Reads the parameters of these names: weights whole, of caches of `ctx` tokens the share of the state[0] + m that are live. Both are
+    none: None. ahead: one of AHEAD."""
+    if not [*weights, *caches]:
+        return None
+    with IRBuilder() as ir, T.prim_func(s_tir=True):
+        T.func_name(name)
+        T.func_attr({"tirx.noalias": True, "global_symbol": name})
+        params = _declare(func)
+        sink = T.decl_buffer((1,), "int32", data=list(params.values())[-1].data)
+        lines = {n: _nbytes(params[n]) // LINE for n in (*weights, *caches)}
+        views = {n: T.decl_buffer((count, LINE // 4), "int32", data=params[n].data) for n, count in lines.items()}
+        with T.attr(T.int32(0), "pragma_parallel_launch_point", 1):
+            for n, view in views.items():
+                count = T.int32(lines[n]) if n in weights else _live(params["state"], m) * (lines[n] // ctx)
+                _emit_read(view, count, sink, ahead)
+    return ir.get()
+
+
+def _emit_read(view, lines, sink, ahead):
+    """A parallel loop over tasks of CHUNK bytes; the last one's may overlap with those before."""
+    each = CHUNK // LINE
+    with T.parallel((lines + each - 1) // each) as task:
+        first = T.Bind(T.max(T.min(task * each, lines - each), T.int32(0)))
+        sums = [local(LANES, dtype="int32") for _ in range(4)]
+        for one in sums:
+            store(one, splat(T.int32(0)), at(0))
+        with T.serial(T.min(lines, T.int32(each)) // 4) as i:
+            for j, one in enumerate(sums):
+                line = first + i * 4 + j
+                if ahead:
+                    prefetch(view, line, 0, ahead=ahead // 4, near=2)
+                store(one, one[at(0)] | view[line, at(0)], at(0))
+        both = [sums[i][at(0)] | sums[i + 1][at(0)] for i in (0, 2)]
+        # Never true, but LLVM cannot know, so the reads have to be made.
+        with T.If(reduce("or", T.Bind(both[0] | both[1])) == T.int32(0x5EED)), T.Then():
+            store(sink, T.int32(0), 0)
+
+
+def multiplies(func, op, args, isa, name) -> tirx.PrimFunc:
+    """The arithmetic of a call of `func`, the kernel of that operator (linear, gate_up_swiglu or attention) with these arguments."""
+    with IRBuilder() as ir, T.prim_func(s_tir=True):
+        T.func_name(name)
+        T.func_attr({"tirx.noalias": True, "global_symbol": name})
+        params = _declare(func)
+        state, result = params["state"], list(params.values())[-1]
+        sink = T.decl_buffer((_nbytes(result) // 4,), "float32", data=result.data)
+        if op == "attention":
+            m, heads, d = (args[key] for key in ("m", "heads", "d"))
+            pairs = state[0] * m + m * (m + 1) // 2
+            # Of a vector of scores: d for the query by the key, d for the value, and 2**x.
+            _emit_floats(pairs // TASKS * heads // isa.lanes * (2 * d + len(EXP2)) // _chains(isa), state, sink, isa)
+        else:
+            segments = [(args[g], args["n"]) for g in ("gate", "up")] if op == "gate_up_swiglu" else args["segments"]
+            with T.attr(T.int32(0), "pragma_parallel_launch_point", 1):
+                for fmt, n in segments:
+                    _emit_weights(lookup(fmt), -(-n // isa.lanes) * args["m"], args["k"], state, params, sink, isa)
+    return ir.get()
+
+
+def _chains(isa):
+    """Independent sums: as many as hide the latency of an instruction, with room for operands, where each has an int32 and a float one."""
+    return isa.registers * 3 // 8
+
+
+def _emit_floats(steps, state, sink, isa, tasks=TASKS):
+    """`steps` of a multiplication and addition for each chain, in each task."""
+    chains, lanes = _chains(isa), isa.lanes
+    with T.parallel(tasks) as task:
+        sums, factor = _start(state, chains, lanes)
+        with T.serial(steps):
+            for one in sums:
+                store(one, one[at(0, lanes)] * factor + f32(0.5, lanes), at(0, lanes))
+        _finish(sums, sink, task, lanes)
+
+
+def _start(state, chains, lanes):
+    """(sums, a factor that LLVM does not know): it is 1 or so."""
+    sums = [local(lanes) for _ in range(chains)]
+    for i, one in enumerate(sums):
+        store(one, f32(float(i), lanes), at(0, lanes))
+    return sums, splat(T.Bind(T.Cast("float32", T.min(state[1], T.int32(1)))), lanes)
+
+
+def _finish(sums, sink, task, lanes):
+    total = sums[0][at(0, lanes)]
+    for one in sums[1:]:
+        total = T.Bind(total + one[at(0, lanes)])
+    places = int(sink.shape[0]) // lanes
+    store(sink, total, at(task % places * lanes, lanes))
+
+
+def _emit_weights(fmt, vectors, k, state, params, sink, isa):
+    """`vectors` sums of k columns, each of isa.lanes rows by a token."""
+    chains, lanes = _chains(isa), isa.lanes
+    work = vectors * (k // BLOCK if fmt.kind == "int8" else k) // chains
+    tasks = max(1, min(TASKS, work // STEPS))
+    if fmt.kind == "float":
+        return _emit_floats(work // tasks, state, sink, isa, tasks)
+    A = params["A"]
+    quads = T.decl_buffer((_nbytes(A) // 4,), "int32", data=A.data)
+    codes = T.decl_buffer((_nbytes(A),), "uint8", data=A.data)
+    window = next(w for w in (WINDOW, 8, 4, 2, 1) if w == 1 or w * chains * QUADS <= int(quads.shape[0]))
+    parts, size = groups(fmt), step(fmt, isa)
+    more = 1 + (parts if fmt.minimum else 0)                    # by the activations' scale, and for minimums
+    with T.parallel(tasks) as task:
+        sums, factor = _start(state, chains, lanes)
+        dots = [local(lanes, dtype="int32") for _ in range(chains)]
+        for one in dots:
+            store(one, splat(T.int32(0), lanes), at(0, lanes))
+        weights = [pin(codes[at(i * 4, 4 * lanes)], 4 * lanes) for i in range(2)]
+        weights = [isa.signed(w) for w in weights] if fmt.signed or fmt.table else weights
+        with T.serial(work // tasks) as i:
+            base = T.Bind(T.bitwise_and(i, T.int32(window - 1)) * (chains * QUADS))
+            for g in range(parts):
+                found = [[one[at(0, lanes)]] for one in dots]
+                for j in range(g * QUADS // parts, (g + 1) * QUADS // parts, size):
+                    acts = [[quads[(base + c * QUADS + j + x) % int(quads.shape[0])] for x in range(size)] for c in range(chains)]
+                    found = isa.dot(found, [[weights[(j + x) % 2] for x in range(size)]], acts)
+                for one, total, dot in zip(dots, sums, found, strict=True):
+                    store(one, dot[0], at(0, lanes))
+                    store(total, total[at(0, lanes)] + widen(dot[0], lanes) * factor, at(0, lanes))
+            for _ in range(more):
+                for one in sums:
+                    store(one, one[at(0, lanes)] * factor + f32(0.5, lanes), at(0, lanes))
+        _finish(sums, sink, task, lanes)
