@@ -8,6 +8,7 @@ never instantiated:
     registers      vector registers that the machine has
     mcpu           an LLVM cpu that has the instructions (any newer one will do)
     tokens         tokens of a prefill tile that suit the register file
+    side           tokens whose dot products are worked on in turns, see linear.PrefillPlan
     ahead          bytes that a decode kernel prefetches ahead of its reads, 0: none
     signed_zero    what `signed` and `lookup` add to signed weights: dot(signed(w), a) = sum(w*a) + signed_zero*sum(a)
     step(top)      registers that `dot` may take in one call when no code exceeds `top` (None: weights from `signed` or `lookup`)
@@ -52,7 +53,7 @@ class Vnni512:
     """AVX512-VNNI: vpdpbusd multiplies unsigned by signed bytes and adds four products to each int32 lane."""
 
     lanes, registers, mcpu = 16, 32, "icelake-server"
-    tokens, ahead = 16, 4096
+    tokens, side, ahead = 16, 4, 4096
     signed_zero = 128
     half, exp2 = staticmethod(widen), staticmethod(exp2_avx512)
 
@@ -85,7 +86,7 @@ class Vnni512:
 class AvxVnni(Vnni512):
     """AVX-VNNI (or AVX512VL-VNNI): the same instruction on 256 bits."""
 
-    lanes, registers, mcpu = 8, 16, "alderlake"
+    lanes, registers, mcpu, side = 8, 16, "alderlake", 1
     exp2 = staticmethod(exp2)
 
 
@@ -93,7 +94,7 @@ class Avx2:
     """AVX2 (and AVX512 without VNNI): vpmaddubsw makes int16 sums of two products; several are added before they widen to int32."""
 
     lanes, registers, mcpu = 8, 16, "x86-64-v3"
-    tokens, ahead = 16, 4096
+    tokens, side, ahead = 16, 1, 4096
     signed_zero = 0
     step, half, exp2 = staticmethod(_pairs_step), staticmethod(widen), staticmethod(exp2)
 
@@ -124,7 +125,7 @@ class Portable:
     """No intrinsics: int16 products of the even and of the odd bytes, for any machine that LLVM knows. Signed weights are a 1-tuple."""
 
     lanes, registers, mcpu = 8, 16, "x86-64-v2"
-    tokens, ahead = 4, 0
+    tokens, side, ahead = 4, 1, 0
     signed_zero = 0
     step, half, exp2 = staticmethod(_pairs_step), staticmethod(half_bits), staticmethod(exp2)
 

@@ -59,9 +59,13 @@ class PrefillPlan:
     tasks: int
 
 
-def default_plan(isa, m, p):
-    """The plan for m tokens in activation tiles of p: a Plan in decode (m = 1), else a PrefillPlan."""
-    return Plan(unroll=1, ahead=isa.ahead, near=2) if m == 1 else PrefillPlan(tokens=p, side=1, task=256, tasks=64)
+def default_plan(isa, m, p, formats):
+    """The plan for m tokens in activation tiles of p and weights of these formats: a Plan in decode (m = 1), else a PrefillPlan."""
+    if m == 1:
+        return Plan(unroll=1, ahead=isa.ahead, near=2)
+    # Weights with two scales a block need more registers, and have two dot products for each token to begin with.
+    two = any(fmt.kind == "int8" and groups(fmt) > 1 for fmt in formats)
+    return PrefillPlan(tokens=p, side=min(isa.side, p, 2 if two else p), task=256, tasks=64)
 
 
 def choices(isa, m, p):
@@ -276,7 +280,7 @@ def linear(segments, k, m, p, biases, residual, isa, name, plan=None):
     check_tiles(m, p)
     if len(kinds) != 1 or len(biases) != len(segments) or (residual and len(segments) > 1):
         raise ValueError(f"segments {[(f.name, n) for f, n in segments]}, biases {biases}, residual {residual} do not make one launch")
-    plan = plan or default_plan(isa, m, p)
+    plan = plan or default_plan(isa, m, p, [fmt for fmt, _ in segments])
     padded = [-(-n // ROWS) * ROWS for _, n in segments]
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)

@@ -14,7 +14,7 @@ from mlc_amd.schedules.tuning.spaces import Kernel, Space
 def _rows_space(fmts, k, m, isa, tasks) -> Space:
     """The space of a kernel of weight rows. tasks(plan): what decides how its rows are shared out, and the number of tasks."""
     p = min(m, isa.tokens)
-    default = linear.default_plan(isa, m, p)
+    default = linear.default_plan(isa, m, p, fmts)
     whole = fmts[0].kind == "int8"
 
     def decode(plan) -> Kernel:
