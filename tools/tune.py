@@ -97,7 +97,7 @@ def run(
 
         if output:
             tune_report.check_output(Path(output).expanduser())
-        rows = tune_report.rows(subject)
+        rows = tune_report.rows(subject, tune_report.rooflines(subject) if report else None)
         print((tune_report.listing if list else tune_report.table)(subject, rows))
         if output:
             tune_report.plot(subject, rows, Path(output).expanduser())

@@ -63,8 +63,23 @@ def machine(subject) -> tuple[float, float, float]:
     return arch.bandwidth * 1e9, arch.units * ops * _CLOCK[subject.kind], 0.0
 
 
-def rows(subject) -> list[TaskRow]:
-    """The tasks, those with the largest share of the time first."""
+def rooflines(subject) -> dict[str, float]:
+    """What `rows` takes: measured, for a CPU that is here; else nothing. Takes about a second a kernel."""
+    from mlc_amd.runtime.host import cpu_flags
+
+    if subject.kind != "cpu" or not cpu_flags().issuperset(subject.arch.flags):
+        return {}
+    from mlc_amd.compiler.tuning import rooflines
+
+    known = _entries(subject.arch)
+    tasks = [task for task in subject.tasks if (task.workload.key, task.workload.hash) in known]
+    with display.compile_progress("timing kernels beside what they cannot do without") as progress:
+        return rooflines.measure(tasks, subject.arch, str(subject.threads), lambda done, total: progress("rooflines", done, total))
+
+
+def rows(subject, shares: dict[str, float] | None = None) -> list[TaskRow]:
+    """The tasks, those with the largest share of the time first. shares: of the default kernels' times what rooflines take, by workload's
+    key, where that was measured."""
     from mlc_amd.compiler.tuning.tasks import roofline
 
     rates = machine(subject)
@@ -79,7 +94,9 @@ def rows(subject) -> list[TaskRow]:
         times = untuned.seconds if untuned else None, entry.seconds(winner) if winner else None
         weighed = task.weight * (times[1] or guess(task))
         counts = len(history), failed, len(choices.plans) if choices else 1
-        found.append(TaskRow(task, weighed, *times, limit(task), winner, *counts, history))
+        measured = (shares or {}).get(task.workload.key)
+        bound = measured * times[0] if measured and times[0] else limit(task)
+        found.append(TaskRow(task, weighed, *times, bound, winner, *counts, history))
     total = sum(row.share for row in found) or 1.0
     return sorted((row._replace(share=row.share / total) for row in found), key=lambda row: -row.share)
 
@@ -96,7 +113,11 @@ def gain(found: list[TaskRow]) -> str:
         return "nothing to compare with the default plans yet"
     before, after = (sum(row.task.weight * time for row, time in zip(both, times, strict=True)) for times in _times(both))
     better = sum(row.best < row.default for row in both)
-    return f"{better} of {len(both)} kernels faster, a turn's kernels {before * 1e3:.2f} -> {after * 1e3:.2f} ms ({before / after:.2f}x)"
+    text = f"{better} of {len(both)} kernels faster, a turn's kernels {before * 1e3:.2f} -> {after * 1e3:.2f} ms ({before / after:.2f}x)"
+    if not all(row.roofline for row in both):
+        return text
+    least = sum(row.task.weight * row.roofline for row in both)
+    return f"{text}; rooflines {least * 1e3:.2f} ms: {least / before:.0%} -> {least / after:.0%} of it"
 
 
 def _times(found: list[TaskRow]) -> tuple[list[float], list[float]]:

@@ -26,6 +26,7 @@ MODULE = "mlc_amd.compiler.tuning.build"
 TIMEOUT = 180.0  # seconds of one build
 MEMORY = 8 << 30  # bytes of address space that a worker may take
 KERNEL = "kernel"
+PAGE = 4096  # bytes: parameters that are smaller are in a cache whatever happens
 TARGETS = {"cpu": "cpu.CpuTarget", "rocm": "rocm_target.RocmTarget", "vulkan": "vulkan_target.VulkanTarget"}
 DEPTHS = {True: (512, 4096), False: (0, 2048)}  # tokens in the cache when attention is timed: decoding, prefill
 
@@ -91,6 +92,22 @@ def build_copy(arch: str, folder: Path) -> Candidate:
     about = {"workload": {"op": "copy", "args": {"words": words}}, "plan": None, "api": "vulkan", "arch": arch}
     code = _spirv(copy(words, profile, KERNEL), profile, folder)
     return write(folder, about | code | {"params": params, "cases": [{"name": "d0", "state": [0, 1, 0, 0]} | traffic]} | traffic)
+
+
+def build_bounds(workload, arch: str, folder: Path) -> tuple[Candidate, dict[str, list[Candidate]]]:
+    """For target cpu: the untuned kernel, and by kind those that tell its roofline, see schedules/cpu/bound.py."""
+    from mlc_amd.schedules.cpu.bound import bounds
+
+    untuned, func = build(workload, None, "cpu", arch, folder / "untuned"), make(workload, None, "cpu", arch)
+    large = {role: [p.name for p in untuned.params if p.role == role and p.nbytes >= PAGE] for role in ("weight", "cache")}
+    made = bounds(func, workload.op, workload.args, large["weight"], large["cache"], target("cpu", arch).isa, KERNEL)
+    found = {kind: [] for kind in made}
+    for kind, funcs in made.items():
+        for i, bound in enumerate(funcs):
+            place = folder / f"{kind}-{i}"
+            place.mkdir(parents=True)
+            found[kind].append(write(place, dict(untuned.facts) | _shared_library(bound, target("cpu", arch).arch, place)))
+    return untuned, found
 
 
 def _plan_facts(plan) -> dict:

@@ -1,7 +1,7 @@
 """The measuring program: a child process that loads candidates, times them and compares them; `session.py` is its other side.
 
 In, one JSON line each: {"open": folder, "device"} opens the device that serves this candidate; {"measure": [folders of one group],
-"together": whether they load at once}; {"compare": [untuned, tuned], "states": [[4 int], ..]}. Out, JSON lines; the last one of an answer
+"together": whether they load at once}; {"compare": [untuned, tuned], "states": [[4 int], ..]}; {"turns": [folders of one group]}. Out, JSON lines; the last one of an answer
 has "done". Before each thing that may crash comes {"doing": [folders]}.
 """
 
@@ -34,7 +34,7 @@ class Program:
         self.backend = None
 
     def handle(self, request: dict, answer) -> None:
-        for name in ("open", "measure", "compare"):
+        for name in ("open", "measure", "compare", "turns"):
             if name in request:
                 getattr(self, f"_{name}")(request, answer)
 
@@ -58,6 +58,11 @@ class Program:
 
     def _compare(self, request: dict, answer) -> None:
         answer({"done": True} | compare_candidates(self.backend, *map(read, request["compare"]), request["states"]))
+
+    def _turns(self, request: dict, answer) -> None:
+        made = bench.Bench(self.backend, [read(folder) for folder in request["turns"]])
+        seconds = [] if made.failures else np.median(made.turns(), axis=0).tolist()
+        answer({"done": True, "failures": list(made.failures.values()), "seconds": seconds})
 
 
 def compare_candidates(backend, untuned, tuned, states) -> dict:

@@ -111,6 +111,20 @@ class Session:
             text = "other programs had the processor for %.0f%% of a measurement: close them, or the best plan may not be found"
             log.warning(text, min(100 * disturbed, 100))
 
+    def turns(self, folders) -> list[list[float]]:
+        """Seconds of a call of each candidate in each case, medians of rounds in which all are timed one after the other. UserError if one does
+        not run."""
+        self.start(read(folders[0]))
+        try:
+            self._child.send({"turns": [str(folder) for folder in folders]})
+            answer = self._child.receive(self.timeout + LOAD * len(folders))
+        except Died as e:
+            self._open = None
+            raise UserError(f"measuring does not work on this machine: {e}") from e
+        if answer["failures"]:
+            raise UserError(f"measuring does not work on this machine: {'; '.join(answer['failures'])}")
+        return answer["seconds"]
+
     def compare(self, untuned: Path, tuned: Path, states) -> dict:
         """{"error": worst difference as a share of what is allowed or None, "wrong": [reasons]} of two candidates' outputs in these states,
         the tuned one's of several runs; "gain": how much faster the tuned one is in turns with the other, None if it is wrong."""

@@ -1,15 +1,18 @@
 """The rooflines of a CPU's kernels: what a kernel cannot do without, as kernels of their own that are timed beside it.
 
-In: a kernel and its workload. Out: kernels with the same parameters, in any order of time the slower kind is the roofline:
+In: a kernel and its workload. Out (`bounds`): kernels with the same parameters, of two kinds; the slower kind is the roofline.
 
-    reads         every byte of weights, or of the live part of the caches, is loaded once and joined to others by one instruction
+    reads         every byte of weights, or of the live part of the caches, is loaded once and joined to others by one instruction; several,
+                  of which the fastest counts
     multiplies    the arithmetic alone, in independent chains, on values that stay in registers: of int8 blocks the dot products, their
                   conversion to float32 and the multiplications by scales; of attention the two products and what is left of 2**x
 
-They know nothing of shapes: no tails, no unpacking, no softmax, no results. A machine's rates change by the minute where others use it, too;
-a figure from a table or of an hour ago says little.
+They know nothing of shapes: no tails, no unpacking, no softmax, no results. They are measured and not looked up, for a machine's rates
+change by the minute where others use it, too.
 """
-from tvm import tirx
+from math import prod
+
+from tvm import DataType, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
@@ -27,11 +30,7 @@ WINDOW = 16                     # steps after which the same activations come ag
 
 
 def _nbytes(buffer):
-    bits = {"float32": 32, "int32": 32, "float16": 16, "uint16": 16, "int8": 8, "uint8": 8}[str(buffer.dtype)]
-    count = 1
-    for extent in buffer.shape:
-        count *= int(extent)
-    return count * bits // 8
+    return prod(map(int, buffer.shape)) * DataType(buffer.dtype).bits // 8
 
 
 def _declare(func):
@@ -39,16 +38,15 @@ def _declare(func):
     return {p.name: T.arg(p.name, T.buffer(tuple(map(int, p.ty.shape)), str(p.ty.dtype))) for p in func.params}
 
 
-def _live(state, m):
-    """Tokens in the cache."""
-    return state[0] + m
+def bounds(func, op, args, weights, caches, isa, name) -> dict[str, list[tirx.PrimFunc]]:
+    """The kernels by kind. func: the kernel of operator `op` (linear, gate_up_swiglu or attention) with these arguments; weights, caches:
+    names of the parameters that it reads from memory."""
+    found = [reads(func, weights, caches, args, ahead, name) for ahead in AHEAD]
+    return {"reads": found, "multiplies": [multiplies(func, op, args, isa, name)]}
 
 
-def reads(func, weights, caches, ctx, m, ahead, name) -> tirx.PrimFunc:
-    """Reads the parameters of these names: weights whole, of caches of `ctx` tokens the share of the state[0] + m that are live. Both are
-    none: None. ahead: one of AHEAD."""
-    if not [*weights, *caches]:
-        return None
+def reads(func, weights, caches, args, ahead, name) -> tirx.PrimFunc:
+    """Reads these parameters: weights whole, of caches the share of the tokens that are live. ahead: one of AHEAD."""
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
@@ -58,7 +56,8 @@ def reads(func, weights, caches, ctx, m, ahead, name) -> tirx.PrimFunc:
         views = {n: T.decl_buffer((count, LINE // 4), "int32", data=params[n].data) for n, count in lines.items()}
         with T.attr(T.int32(0), "pragma_parallel_launch_point", 1):
             for n, view in views.items():
-                count = T.int32(lines[n]) if n in weights else _live(params["state"], m) * (lines[n] // ctx)
+                live = params["state"][0] + args["m"]
+                count = T.int32(lines[n]) if n in weights else live * (lines[n] // args["ctx"])
                 _emit_read(view, count, sink, ahead)
     return ir.get()
 
@@ -84,7 +83,7 @@ def _emit_read(view, lines, sink, ahead):
 
 
 def multiplies(func, op, args, isa, name) -> tirx.PrimFunc:
-    """The arithmetic of a call of `func`, the kernel of that operator (linear, gate_up_swiglu or attention) with these arguments."""
+    """The arithmetic of a call."""
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
