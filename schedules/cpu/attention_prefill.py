@@ -55,7 +55,7 @@ class Plan:
 
 def default_plan(isa):
     # With 32 registers 4 rows by 4 vectors of scores hide an addition's latency, and softmax follows sooner.
-    return Plan(rows=4 if isa.registers == 32 else 6, registers=accumulators(isa), most=192, fewest=48, tasks=64)
+    return Plan(rows=4 if isa.registers == 32 else 6, registers=accumulators(isa), most=192, fewest=48, tasks=32)
 
 
 def choices(isa):

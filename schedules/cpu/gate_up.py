@@ -48,7 +48,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, p, quantize, isa, name, plan=None)
             # Two short loops: the processor works on several tokens at once, as far as it looks ahead.
             with T.serial(p) as token:
                 for c in range(0, BLOCK, LANES):
-                    store(made, silu(made[0, token, at(c)]) * made[1, token, at(c)], 0, token, at(c))
+                    store(made, silu(made[0, token, at(c)], isa) * made[1, token, at(c)], 0, token, at(c))
             with T.serial(p) as token:
                 y = [T.Bind(made[0, token, at(c)]) for c in range(0, BLOCK, LANES)]
                 if quantize:

@@ -130,6 +130,6 @@ def _exp2_of_fraction(f, n):
     return y
 
 
-def silu(x, n=LANES):
+def silu(x, isa, n=LANES):
     """x * sigmoid(x) = x / (1 + 2**(-x * log2(e)))."""
-    return T.Bind(x / (f32(1.0, n) + exp2(x * f32(-LOG2E, n), n)))
+    return T.Bind(x / (f32(1.0, n) + isa.exp2(x * f32(-LOG2E, n), n)))
