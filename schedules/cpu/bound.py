@@ -4,10 +4,11 @@ In: a kernel and its workload. Out (`bounds`): kernels with the same parameters,
 
     reads         every byte of weights, or of the live part of the caches, is loaded once and joined to others by one instruction; several,
                   of which the fastest counts
-    multiplies    the arithmetic alone, in independent chains, on values that stay in registers: of int8 blocks the dot products, their
-                  conversion to float32 and the multiplications by scales; of attention the two products and what is left of 2**x
+    multiplies    the arithmetic alone, in independent chains, on values that are in registers or the nearest cache: of int8 blocks the dot
+                  products, their conversion to float32 and the multiplications by scales; of attention the two products and, for each
+                  vector of scores, a maximum, a difference, 2**x and a sum
 
-They know nothing of shapes: no tails, no unpacking, no softmax, no results. They are measured and not looked up, for a machine's rates
+They know nothing of shapes: no tails, no unpacking, no masks, no results. They are measured and not looked up, for a machine's rates
 change by the minute where others use it, too.
 """
 from math import prod
@@ -19,7 +20,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.cpu.isa import QUADS
 from mlc_amd.schedules.cpu.load import groups, step
 from mlc_amd.schedules.cpu.planes import BLOCK
-from mlc_amd.schedules.cpu.vector import EXP2, LANES, at, f32, local, pin, prefetch, reduce, splat, store, widen
+from mlc_amd.schedules.cpu.vector import LANES, at, f32, local, pin, prefetch, reduce, splat, store, widen
 from mlc_amd.schedules.formats import lookup
 
 AHEAD = (0, 4096, 8192)         # bytes that `reads` prefetches ahead: which is best depends on the machine
@@ -93,8 +94,7 @@ def multiplies(func, op, args, isa, name) -> tirx.PrimFunc:
         if op == "attention":
             m, heads, d = (args[key] for key in ("m", "heads", "d"))
             pairs = state[0] * m + m * (m + 1) // 2
-            # Of a vector of scores: d for the query by the key, d for the value, and 2**x.
-            _emit_floats(pairs // TASKS * heads // isa.lanes * (2 * d + len(EXP2)) // _chains(isa), state, sink, isa)
+            _emit_scores(pairs // TASKS * heads // isa.lanes // _chains(isa), 2 * d, state, sink, isa)
         else:
             segments = [(args[g], args["n"]) for g in ("gate", "up")] if op == "gate_up_swiglu" else args["segments"]
             with T.attr(T.int32(0), "pragma_parallel_launch_point", 1):
@@ -108,20 +108,39 @@ def _chains(isa):
     return isa.registers * 3 // 8
 
 
-def _emit_floats(steps, state, sink, isa, tasks=TASKS):
+def _emit_floats(steps, tasks, state, sink, isa):
     """`steps` of a multiplication and addition for each chain, in each task."""
-    chains, lanes = _chains(isa), isa.lanes
     with T.parallel(tasks) as task:
-        sums, factor = _start(state, chains, lanes)
+        sums, factor = _start(state, isa)
         with T.serial(steps):
-            for one in sums:
-                store(one, one[at(0, lanes)] * factor + f32(0.5, lanes), at(0, lanes))
-        _finish(sums, sink, task, lanes)
+            _emit_fma(sums, factor, isa.lanes)
+        _finish(sums, sink, task, isa.lanes)
 
 
-def _start(state, chains, lanes):
-    """(sums, a factor that LLVM does not know): it is 1 or so."""
-    sums = [local(lanes) for _ in range(chains)]
+def _emit_fma(sums, factor, lanes):
+    for one in sums:
+        store(one, one[at(0, lanes)] * factor + f32(0.5, lanes), at(0, lanes))
+
+
+def _emit_scores(steps, products, state, sink, isa):
+    """`steps` of a vector of scores for each chain, in each task: `products` multiplications and additions, then what softmax does with it."""
+    lanes = isa.lanes
+    with T.parallel(TASKS) as task:
+        scores, factor = _start(state, isa)
+        tops, totals = _start(state, isa)[0], _start(state, isa)[0]
+        with T.serial(steps):
+            with T.serial(products):
+                _emit_fma(scores, factor, lanes)
+            for score, top, total in zip(scores, tops, totals, strict=True):
+                x, before = T.Bind(score[at(0, lanes)]), T.Bind(top[at(0, lanes)])
+                store(total, total[at(0, lanes)] + isa.exp2(before - x, lanes), at(0, lanes))
+                store(top, T.max(before, x), at(0, lanes))
+        _finish([*scores, *tops, *totals], sink, task, lanes)
+
+
+def _start(state, isa):
+    """(a sum for each chain, a factor of which LLVM does not know that it is 1)."""
+    lanes, sums = isa.lanes, [local(isa.lanes) for _ in range(_chains(isa))]
     for i, one in enumerate(sums):
         store(one, f32(float(i), lanes), at(0, lanes))
     return sums, splat(T.Bind(T.Cast("float32", T.min(state[1], T.int32(1)))), lanes)
@@ -141,7 +160,7 @@ def _emit_weights(fmt, vectors, k, state, params, sink, isa):
     work = vectors * (k // BLOCK if fmt.kind == "int8" else k) // chains
     tasks = max(1, min(TASKS, work // STEPS))
     if fmt.kind == "float":
-        return _emit_floats(work // tasks, state, sink, isa, tasks)
+        return _emit_floats(work // tasks, tasks, state, sink, isa)
     A = params["A"]
     quads = T.decl_buffer((_nbytes(A) // 4,), "int32", data=A.data)
     codes = T.decl_buffer((_nbytes(A),), "uint8", data=A.data)
@@ -149,7 +168,7 @@ def _emit_weights(fmt, vectors, k, state, params, sink, isa):
     parts, size = groups(fmt), step(fmt, isa)
     more = 1 + (parts if fmt.minimum else 0)                    # by the activations' scale, and for minimums
     with T.parallel(tasks) as task:
-        sums, factor = _start(state, chains, lanes)
+        sums, factor = _start(state, isa)
         dots = [local(lanes, dtype="int32") for _ in range(chains)]
         for one in dots:
             store(one, splat(T.int32(0), lanes), at(0, lanes))
@@ -166,6 +185,5 @@ def _emit_weights(fmt, vectors, k, state, params, sink, isa):
                     store(one, dot[0], at(0, lanes))
                     store(total, total[at(0, lanes)] + widen(dot[0], lanes) * factor, at(0, lanes))
             for _ in range(more):
-                for one in sums:
-                    store(one, one[at(0, lanes)] * factor + f32(0.5, lanes), at(0, lanes))
+                _emit_fma(sums, factor, lanes)
         _finish(sums, sink, task, lanes)
