@@ -43,7 +43,8 @@ IDLE = 0.05  # seconds after which clocks may have fallen
 CHECK = 8  # candidates between two timings of the reference
 OUTLIER, DRIFT, SPREAD = 0.2, 0.1, 0.1
 SURE = 25  # percent of the rounds may show less than what is called a gain
-TURNS = 15  # rounds in which two kernels are timed one after the other
+TURNS = 15  # rounds in which kernels are timed one after the other
+LONGEST = 5.0  # seconds after which FEWER rounds are enough
 # The share of time that others may have; how often as many repetitions are tried for that, in how many seconds.
 QUIET, ATTEMPTS, PATIENCE = 0.03, 3, 1.0
 
@@ -202,7 +203,8 @@ class Bench:
         cases, rounds = self.candidates[0].cases, []
         indices = range(len(self.candidates))
         counts = {(place, index): self._settle(index, case["state"])[1] for place, case in enumerate(cases) for index in indices}
-        while len(rounds) < (TURNS if min(counts.values()) > 1 else FEWER):
+        end = time.perf_counter() + LONGEST
+        while len(rounds) < FEWER or (len(rounds) < TURNS and time.perf_counter() < end):
             seconds = np.zeros((len(indices), len(cases)))
             for place, case in enumerate(cases):
                 for index in indices if len(rounds) % 2 else reversed(indices):

@@ -1,8 +1,8 @@
 """The measuring program: a child process that loads candidates, times them and compares them; `session.py` is its other side.
 
 In, one JSON line each: {"open": folder, "device"} opens the device that serves this candidate; {"measure": [folders of one group],
-"together": whether they load at once}; {"compare": [untuned, tuned], "states": [[4 int], ..]}; {"turns": [folders of one group]}. Out, JSON lines; the last one of an answer
-has "done". Before each thing that may crash comes {"doing": [folders]}.
+"together": whether they load at once}; {"compare": [untuned, tuned], "states": [[4 int], ..]}; {"turns": [folders of one group]}. Out,
+JSON lines; the last one of an answer has "done". Before each thing that may crash comes {"doing": [folders]}.
 """
 
 import importlib

@@ -112,8 +112,8 @@ class Session:
             log.warning(text, min(100 * disturbed, 100))
 
     def turns(self, folders) -> list[list[float]]:
-        """Seconds of a call of each candidate in each case, medians of rounds in which all are timed one after the other. UserError if one does
-        not run."""
+        """Seconds of a call of each candidate in each case, medians of rounds in which all are timed one after the other. UserError if
+        one does not run."""
         self.start(read(folders[0]))
         try:
             self._child.send({"turns": [str(folder) for folder in folders]})

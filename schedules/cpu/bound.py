@@ -123,7 +123,7 @@ def _emit_fma(sums, factor, lanes):
 
 
 def _emit_scores(steps, products, state, sink, isa):
-    """`steps` of a vector of scores for each chain, in each task: `products` multiplications and additions, then what softmax does with it."""
+    """`steps` of a vector of scores for each chain, in each task: `products` multiplications and additions, then softmax's share."""
     lanes = isa.lanes
     with T.parallel(TASKS) as task:
         scores, factor = _start(state, isa)

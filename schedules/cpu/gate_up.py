@@ -24,7 +24,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, p, quantize, isa, name, plan=None)
     check_tiles(m, p)
     if fmt_gate.kind != fmt_up.kind or f % BLOCK:
         raise ValueError(f"gate {fmt_gate.name} and up {fmt_up.name} of {f} rows do not make one launch")
-    plan = plan or default_plan(isa, m, p, (fmt_gate, fmt_up))
+    plan = plan or default_plan(isa, m, p, [(fmt_gate, f), (fmt_up, f)], k)
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})

@@ -28,6 +28,7 @@ from mlc_amd.schedules.formats import Format, lookup
 
 FLOAT_UNROLL = 4            # columns of a float kernel's loop step, and in decode independent sums
 FLOAT_TOKENS = 8            # tokens of a float kernel's tile: rows of X a power of two apart share the 8 ways of a level 1 cache
+LARGE = 512 << 10           # bytes of weights from which on a decode kernel asks for them earlier
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,15 @@ class PrefillPlan:
     tasks: int
 
 
-def default_plan(isa, m, p, formats):
-    """The plan for m tokens in activation tiles of p and weights of these formats: a Plan in decode (m = 1), else a PrefillPlan."""
+def default_plan(isa, m, p, segments, k):
+    """The plan for m tokens in activation tiles of p and weights of these (format, rows) by k columns: a Plan in decode (m = 1), else a
+    PrefillPlan."""
     if m == 1:
-        return Plan(unroll=1, ahead=isa.ahead, near=2)
+        # What is asked for beyond a thread's share is in vain: it should be little of all.
+        large = sum(plane_bytes(fmt, n, k) for fmt, n in segments) >= LARGE
+        return Plan(unroll=1, ahead=isa.ahead * 2 if large else isa.ahead, near=2)
     # Weights with two scales a block need more registers, and have two dot products for each token to begin with.
-    two = any(fmt.kind == "int8" and groups(fmt) > 1 for fmt in formats)
+    two = any(fmt.kind == "int8" and groups(fmt) > 1 for fmt, _ in segments)
     return PrefillPlan(tokens=p, side=min(isa.side, p, 2 if two else p), task=256, tasks=64)
 
 
@@ -280,7 +284,7 @@ def linear(segments, k, m, p, biases, residual, isa, name, plan=None):
     check_tiles(m, p)
     if len(kinds) != 1 or len(biases) != len(segments) or (residual and len(segments) > 1):
         raise ValueError(f"segments {[(f.name, n) for f, n in segments]}, biases {biases}, residual {residual} do not make one launch")
-    plan = plan or default_plan(isa, m, p, [fmt for fmt, _ in segments])
+    plan = plan or default_plan(isa, m, p, segments, k)
     padded = [-(-n // ROWS) * ROWS for _, n in segments]
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)

@@ -11,11 +11,11 @@ from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.tuning.spaces import Kernel, Space
 
 
-def _rows_space(fmts, k, m, isa, tasks) -> Space:
+def _rows_space(segments, k, m, isa, tasks) -> Space:
     """The space of a kernel of weight rows. tasks(plan): what decides how its rows are shared out, and the number of tasks."""
     p = min(m, isa.tokens)
-    default = linear.default_plan(isa, m, p, fmts)
-    whole = fmts[0].kind == "int8"
+    default = linear.default_plan(isa, m, p, segments, k)
+    whole = segments[0][0].kind == "int8"
 
     def decode(plan) -> Kernel:
         if whole and k // BLOCK % plan.unroll:
@@ -43,12 +43,13 @@ def _linear(workload, arch) -> Space:
         held = tuple(linear.row_tiles(fmt, n, k, plan) for fmt, n in segments)
         return held, sum(-(-n // ROWS) // tiles for (_, n), tiles in zip(segments, held, strict=True))
 
-    return _rows_space([fmt for fmt, _ in segments], k, args["m"], arch.isa, tasks)
+    return _rows_space(segments, k, args["m"], arch.isa, tasks)
 
 
 def _gate_up(workload, arch) -> Space:
     args = workload.args
-    return _rows_space([lookup(args["gate"]), lookup(args["up"])], args["k"], args["m"], arch.isa, lambda plan: (None, args["n"] // BLOCK))
+    segments = [(lookup(args[which]), args["n"]) for which in ("gate", "up")]
+    return _rows_space(segments, args["k"], args["m"], arch.isa, lambda plan: (None, args["n"] // BLOCK))
 
 
 def _attention(workload, arch) -> Space:
