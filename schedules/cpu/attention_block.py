@@ -113,12 +113,18 @@ def emit_start(top, total, out, rows, d, lanes):
 def _seen(key0, last, lanes):
     """For each vector of a block's scores: its first key, and which of its keys are not beyond `last`. To be used unbound: TVM 0.27 cannot
     bind a vector of booleans."""
-    return [(i, at(key0 + i, lanes) <= splat(last, lanes)) for i in range(0, BLOCK, lanes)]
+    return [(i, None if last is None else at(key0 + i, lanes) <= splat(last, lanes)) for i in range(0, BLOCK, lanes)]
+
+
+def _where(seen, x, other, lanes):
+    """`x` where `seen` (None: everywhere), else the number `other`."""
+    return x if seen is None else T.Select(seen, x, f32(other, lanes))
 
 
 def _emit_top(scores, row, top, state_row, before, key0, last, lanes):
-    """Updates top[state_row] by scores[row, 0:64], of the keys key0 .. key0+63, without those beyond `last`; before[row]: what it was."""
-    x = [T.Bind(T.Select(seen, scores[row, at(i, lanes)], f32(LOWEST, lanes))) for i, seen in _seen(key0, last, lanes)]
+    """Updates top[state_row] by scores[row, 0:64], of the keys key0 .. key0+63, without those beyond `last`, if it is not
+    None; before[row]: what it was."""
+    x = [T.Bind(_where(seen, scores[row, at(i, lanes)], LOWEST, lanes)) for i, seen in _seen(key0, last, lanes)]
     largest = x[0]
     for v in x[1:]:
         largest = T.Bind(T.max(largest, v))
@@ -135,7 +141,7 @@ def _emit_weights(isa, scores, row, top, total, shrink, state_row, key0, last):
     sums = total[state_row, at(0, lanes)] * splat(shrink, lanes)
     for i, seen in _seen(key0, last, lanes):
         # A row that has seen no key yet has now == LOWEST: its masked scores would weigh 1.
-        weight = T.Bind(T.Select(seen, isa.exp2(scores[row, at(i, lanes)] - splat(now, lanes), lanes), f32(0.0, lanes)))
+        weight = T.Bind(_where(seen, isa.exp2(scores[row, at(i, lanes)] - splat(now, lanes), lanes), 0.0, lanes))
         store(scores, weight, row, at(i, lanes))
         sums = T.Bind(sums + weight)
     store(total, sums, state_row, at(0, lanes))
@@ -149,19 +155,30 @@ def shrinks(rows, isa):
     return buf
 
 
-def emit_softmax(isa, scores, rows, top, total, shrink, state_row, key0, last):
+def emit_softmax(isa, scores, rows, top, total, shrink, state_row, key0, last, whole=None):
     """Turns scores[0:rows, 0:64], of the keys key0 .. key0+63, into weights; row r's top and total are at state_row + r, and it sees the
-    keys up to last(r). shrink[r] (of `shrinks`): what came before shrinks by that. Loops over rows in short steps, of which the processor
-    works on several at once."""
+    keys up to last(r). shrink[r] (of `shrinks`): what came before shrinks by that. whole: a condition under which every row sees all of
+    these keys, for a shorter way. Loops over rows in short steps, of which the processor works on several at once."""
     lanes = isa.lanes
-    with T.serial(rows) as r:
-        _emit_top(scores, r, top, state_row + r, shrink, key0, last(r), lanes)
-    with T.serial(rows) as r:
-        store(shrink, shrink[r] - top[state_row + r], r)
-    for i in range(0, int(shrink.shape[0]), lanes):
-        store(shrink, isa.exp2(shrink[at(i, lanes)], lanes), at(i, lanes))
-    with T.serial(rows) as r:
-        _emit_weights(isa, scores, r, top, total, shrink[r], state_row + r, key0, last(r))
+
+    def emit(last):
+        with T.serial(rows) as r:
+            _emit_top(scores, r, top, state_row + r, shrink, key0, last(r), lanes)
+        with T.serial(rows) as r:
+            store(shrink, shrink[r] - top[state_row + r], r)
+        for i in range(0, int(shrink.shape[0]), lanes):
+            store(shrink, isa.exp2(shrink[at(i, lanes)], lanes), at(i, lanes))
+        with T.serial(rows) as r:
+            _emit_weights(isa, scores, r, top, total, shrink[r], state_row + r, key0, last(r))
+
+    if whole is None:
+        emit(last)
+        return
+    with T.If(whole):
+        with T.Then():
+            emit(lambda r: None)
+        with T.Else():
+            emit(last)
 
 
 def emit_total(total, row, lanes):

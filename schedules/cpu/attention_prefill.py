@@ -127,7 +127,9 @@ def _emit_task(isa, plan, Q, Kc, Vc, result, kv, token0, tokens, position, group
                              right=lambda c, columns: [T.Bind(keys[c, at(key, lanes)]) for key in columns],
                              start=lambda r, key: f32(0.0, lanes),
                              finish=lambda r, key, x: store(scores, x, r, at(key, lanes)))
-                emit_softmax(isa, scores, block_rows, top, total, shrink, row0, key0, lambda r: opaque(first_key + (row0 + r) // group))
+                emit_softmax(isa, scores, block_rows, top, total, shrink, row0, key0,
+                             last=lambda r: opaque(first_key + (row0 + r) // group),
+                             whole=first_key + row0 // group >= key0 + (BLOCK - 1))
                 seen = opaque(T.min(first_key + (row0 + block_rows - 1) // group - key0 + 1, T.int32(BLOCK)))
                 emit_product(isa, plan.registers, block_rows, d, seen,
                              left=lambda r, key: scores[r, key],
