@@ -69,7 +69,7 @@ def default_plan(isa, m, p, segments, k):
         return Plan(unroll=1, ahead=isa.ahead * 2 if large else isa.ahead, near=2)
     # Weights with two scales a block need more registers, and have two dot products for each token to begin with.
     two = any(fmt.kind == "int8" and groups(fmt) > 1 for fmt, _ in segments)
-    return PrefillPlan(tokens=p, side=min(isa.side, p, 2 if two else p), task=256, tasks=64)
+    return PrefillPlan(tokens=p, side=min(isa.side, p, 2 if two else p), task=256, tasks=32)
 
 
 def choices(isa, m, p):
