@@ -106,15 +106,15 @@ def _entries(arch) -> dict[tuple[str, str], Entry]:
     return {(entry.workload.key, entry.hash): entry for entry in entries_of(lines).values() if not entry.stale}
 
 
-def gain(found: list[TaskRow]) -> str:
-    """What tuning has brought, in a line: the tasks' time in a turn, before and after."""
+def gain(found: list[TaskRow], rooflines: bool = False) -> str:
+    """What tuning has brought, in a line: the tasks' time in a turn, before and after. rooflines: and how near that is to theirs."""
     both = [row for row in found if row.default and row.best]
     if not both:
         return "nothing to compare with the default plans yet"
     before, after = (sum(row.task.weight * time for row, time in zip(both, times, strict=True)) for times in _times(both))
     better = sum(row.best < row.default for row in both)
     text = f"{better} of {len(both)} kernels faster, a turn's kernels {before * 1e3:.2f} -> {after * 1e3:.2f} ms ({before / after:.2f}x)"
-    if not all(row.roofline for row in both):
+    if not rooflines or not all(row.roofline for row in both):
         return text
     least = sum(row.task.weight * row.roofline for row in both)
     return f"{text}; rooflines {least * 1e3:.2f} ms: {least / before:.0%} -> {least / after:.0%} of it"
@@ -163,7 +163,7 @@ def table(subject, found: list[TaskRow]) -> str:
     devices = sorted({record.device for row in found for record in row.history if record.device})
     runners = sorted({record.runner for row in found for record in row.history if record.runner})
     head = f"{subject.shape}; measured on {', '.join(devices) or 'no device'} ({', '.join(runners)})"
-    return f"{head}\n{display.table(header, cells, range(1, 10))}{gain(found)}"
+    return f"{head}\n{display.table(header, cells, range(1, 10))}{gain(found, rooflines=True)}"
 
 
 def _us(seconds: float | None) -> str:

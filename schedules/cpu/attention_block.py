@@ -9,11 +9,9 @@ Each span starts afresh and is then joined to the ones before it, in order. Deco
 other, yet both round alike: a token's output has the same bits whichever kernel made it. What a row does not see changes nothing, to the
 bit, because 2**0 is exactly 1.
 """
-import math
-
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.vector import LANES, at, exp2, f32, splat, store, tree_add
+from mlc_amd.schedules.cpu.vector import LANES, at, exp2, f32, registers, splat, store, tree_add
 
 BLOCK = 64                      # keys between two looks at the maximum
 SPAN = 4                        # blocks of a span
@@ -21,27 +19,9 @@ SPAN = 4                        # blocks of a span
 LOWEST = -1e30
 
 
-def registers(*shape, kind="float32"):
-    """A small buffer of 4-byte elements on this thread's stack. Where all its indices are constants LLVM keeps it in registers.
-
-    T.alloc_buffer takes even four bytes from TVM's workspace pool on a CPU: memory that, for all LLVM knows, a prefetch may look at, so
-    that a loop with a prefetch would store its sums in each step.
-    """
-    words = T.tvm_stack_alloca("shape", (math.prod(shape) + 1) // 2)        # "shape": elements of 8 bytes
-    data = T.Bind(T.reinterpret(T.handle(kind, "local").ty, words))
-    return T.decl_buffer(shape, kind, data=data, scope="local")
-
-
 def scratch(*shape):
     """A float32 buffer of this thread, of any size."""
     return T.alloc_buffer(shape, "float32", scope="local")
-
-
-def opaque(x):
-    """`x`, an int32, from now on a plain load to TVM, whose simplifier is slow where index arithmetic nests (to LLVM it is a register)."""
-    cell = registers(1, kind="int32")
-    store(cell, x, 0)
-    return cell[0]
 
 
 def accumulators(isa):

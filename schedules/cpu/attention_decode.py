@@ -23,14 +23,12 @@ from mlc_amd.schedules.cpu.attention_block import (
     emit_softmax,
     emit_start,
     emit_total,
-    opaque,
-    registers,
     shrinks,
 )
 from mlc_amd.schedules.cpu.quantize import BLOCK as QUANT
 from mlc_amd.schedules.cpu.quantize import act_args, emit_quantize_block
 from mlc_amd.schedules.cpu.rope_kv_write import KEYS, cache_shapes
-from mlc_amd.schedules.cpu.vector import LANES, at, f32, prefetch, splat, store
+from mlc_amd.schedules.cpu.vector import LANES, at, f32, opaque, prefetch, registers, splat, store
 
 LINE = 32                       # float16 in a cache line
 
@@ -91,12 +89,14 @@ def _emit_span(isa, plan, Q, Kc, Vc, partial, kv, span, blocks, position, group,
     top, total, out, scores = (registers(*shape) for shape in ((group,), (group, lanes), (group, d), (group, BLOCK)))
     shrink = shrinks(group, isa)
     emit_start(top, total, out, group, d, lanes)
-    if plan.ahead:      # a thread's first span was asked for by nobody
-        first = _Block(kv, span * SPAN, position)
-        with T.serial(d) as c:
-            first.ask_keys(plan, Kc, c, d)
-        with T.serial(first.live) as key:
-            first.ask_values(plan, Vc, key, d)
+    if plan.ahead:
+        # Spans that follow one another were asked for by those before.
+        with T.If(span == 0), T.Then():
+            first = _Block(kv, 0, position)
+            with T.serial(d) as c:
+                first.ask_keys(plan, Kc, c, d)
+            with T.serial(first.live) as key:
+                first.ask_values(plan, Vc, key, d)
     with T.serial(T.min(blocks - span * SPAN, T.int32(SPAN))) as step:
         block = T.Bind(span * SPAN + step)
         this, later = _Block(kv, block, position), _later(plan, kv, block, blocks, position) if plan.ahead else None

@@ -8,6 +8,7 @@ converts K and V to float32 once, then works through its rows in register blocks
 outputs. Blocks of keys that no row of a register block may see are skipped. Tasks of later tiles see more keys, so threads take them in
 turns, the longest first.
 """
+import math
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -25,7 +26,6 @@ from mlc_amd.schedules.cpu.attention_block import (
     emit_softmax,
     emit_start,
     emit_total,
-    opaque,
     scratch,
     shrinks,
 )
@@ -33,7 +33,7 @@ from mlc_amd.schedules.cpu.norm import live_tokens
 from mlc_amd.schedules.cpu.quantize import BLOCK as QUANT
 from mlc_amd.schedules.cpu.quantize import act_args, emit_quantize_block
 from mlc_amd.schedules.cpu.rope_kv_write import KEYS, cache_shapes
-from mlc_amd.schedules.cpu.vector import LANES, at, f32, splat, store
+from mlc_amd.schedules.cpu.vector import LANES, at, f32, opaque, splat, store
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Plan:
 
 
 def default_plan(isa):
-    # With 32 registers 4 rows by 4 vectors of scores hide an addition's latency, and softmax follows sooner.
+    # With 32 registers 4 rows by 4 vectors of scores hide the latency of an addition.
     return Plan(rows=4 if isa.registers == 32 else 6, registers=accumulators(isa), most=192, fewest=48, tasks=32)
 
 
@@ -65,9 +65,10 @@ def choices(isa):
 
 
 def tile_tokens(plan, m, group, kv_heads):
-    """Tokens of a task."""
+    """Tokens of a task: whole register blocks."""
     fewest, most = (max(1, rows // group) for rows in (plan.fewest, plan.most))
-    return min(m, most, max(fewest, m * kv_heads // plan.tasks))
+    whole = plan.rows // math.gcd(plan.rows, group)
+    return min(m, -(-min(most, max(fewest, m * kv_heads // plan.tasks)) // whole) * whole)
 
 
 def _load_queries(Q, queries, kv, token0, rows, group, d):

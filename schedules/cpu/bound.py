@@ -94,7 +94,7 @@ def multiplies(func, op, args, isa, name) -> tirx.PrimFunc:
         if op == "attention":
             m, heads, d = (args[key] for key in ("m", "heads", "d"))
             pairs = state[0] * m + m * (m + 1) // 2
-            _emit_scores(pairs // TASKS * heads // isa.lanes // _chains(isa), 2 * d, state, sink, isa)
+            _emit_scores(T.Bind(pairs * heads // (isa.lanes * _chains(isa))), 2 * d, state, sink, isa)
         else:
             segments = [(args[g], args["n"]) for g in ("gate", "up")] if op == "gate_up_swiglu" else args["segments"]
             with T.attr(T.int32(0), "pragma_parallel_launch_point", 1):
@@ -122,10 +122,12 @@ def _emit_fma(sums, factor, lanes):
         store(one, one[at(0, lanes)] * factor + f32(0.5, lanes), at(0, lanes))
 
 
-def _emit_scores(steps, products, state, sink, isa):
-    """`steps` of a vector of scores for each chain, in each task: `products` multiplications and additions, then softmax's share."""
+def _emit_scores(work, products, state, sink, isa):
+    """`work` times a vector of scores for each chain: `products` multiplications and additions, then softmax's share."""
     lanes = isa.lanes
-    with T.parallel(TASKS) as task:
+    tasks = T.Bind(T.max(T.min(work // STEPS, T.int32(TASKS)), T.int32(1)))
+    steps = T.Bind(work // tasks)
+    with T.parallel(tasks) as task:
         scores, factor = _start(state, isa)
         tops, totals = _start(state, isa)[0], _start(state, isa)[0]
         with T.serial(steps):
@@ -164,7 +166,8 @@ def _emit_weights(fmt, vectors, k, state, params, sink, isa):
     A = params["A"]
     quads = T.decl_buffer((_nbytes(A) // 4,), "int32", data=A.data)
     codes = T.decl_buffer((_nbytes(A),), "uint8", data=A.data)
-    window = next(w for w in (WINDOW, 8, 4, 2, 1) if w == 1 or w * chains * QUADS <= int(quads.shape[0]))
+    count = int(quads.shape[0])
+    window = next(w for w in (WINDOW, 8, 4, 2, 1) if w == 1 or w * chains * QUADS <= count)
     parts, size = groups(fmt), step(fmt, isa)
     more = 1 + (parts if fmt.minimum else 0)                    # by the activations' scale, and for minimums
     with T.parallel(tasks) as task:
@@ -179,7 +182,7 @@ def _emit_weights(fmt, vectors, k, state, params, sink, isa):
             for g in range(parts):
                 found = [[one[at(0, lanes)]] for one in dots]
                 for j in range(g * QUADS // parts, (g + 1) * QUADS // parts, size):
-                    acts = [[quads[(base + c * QUADS + j + x) % int(quads.shape[0])] for x in range(size)] for c in range(chains)]
+                    acts = [[quads[base + (c * QUADS + j + x) % count] for x in range(size)] for c in range(chains)]
                     found = isa.dot(found, [[weights[(j + x) % 2] for x in range(size)]], acts)
                 for one, total, dot in zip(dots, sums, found, strict=True):
                     store(one, dot[0], at(0, lanes))

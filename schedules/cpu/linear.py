@@ -23,7 +23,7 @@ from mlc_amd.schedules.cpu.load import groups, load, step, zero_point
 from mlc_amd.schedules.cpu.norm import live_tokens
 from mlc_amd.schedules.cpu.planes import BLOCK, ROWS, plane_bytes, planes
 from mlc_amd.schedules.cpu.quantize import act_args
-from mlc_amd.schedules.cpu.vector import at, bf16, local, prefetch, splat, store, widen
+from mlc_amd.schedules.cpu.vector import at, bf16, local, opaque, prefetch, registers, splat, store, widen
 from mlc_amd.schedules.formats import Format, lookup
 
 FLOAT_UNROLL = 4            # columns of a float kernel's loop step, and in decode independent sums
@@ -262,7 +262,15 @@ def _emit_segment(fmt, n, bufs, bias, residual, Y, acts, state, m, plan, isa):
                 x = residual[token, at(column, isa.lanes)] + x
             store(Y, x, token, at(column, isa.lanes))
 
-        emit_tile(fmt, bufs, acts, tile, token_tile, plan, isa, epilogue)
+        if acts.p == 1:
+            emit_tile(fmt, bufs, acts, tile, token_tile, plan, isa, epilogue)
+        else:
+            # A loop of its own: LLVM would load the residual's rows, which come from afar, before the products, and keep them on the stack.
+            made = registers(acts.p, ROWS)
+            emit_tile(fmt, bufs, acts, tile, token_tile, plan, isa, lambda i, row, x: store(made, x, i, at(row, isa.lanes)))
+            with T.serial(opaque(T.int32(acts.p))) as i:
+                for row in range(0, ROWS, isa.lanes):
+                    epilogue(i, row, made[i, at(row, isa.lanes)])
 
 
 def check_tiles(m, p):

@@ -4,6 +4,8 @@ Everything here is called while an IRBuilder prim_func is open and emits code th
 bound value computes it once. Vectors have 16 lanes unless `n` says otherwise (LLVM splits them where registers are smaller); n = 1 is a
 scalar.
 """
+import math
+
 from tvm.tirx.script import builder as T
 
 LANES = 16
@@ -82,6 +84,24 @@ def local(*shape, dtype="float32"):
     small buffer for each accumulator. Larger ones TVM takes from a pool by a call (with scope "local" it does so for all sizes, and LLVM
     then stores to memory what it holds in registers)."""
     return T.alloc_buffer(shape, dtype)
+
+
+def registers(*shape, kind="float32"):
+    """A small buffer of 4-byte elements on this thread's stack. Where all its indices are constants LLVM keeps it in registers.
+
+    T.alloc_buffer takes even four bytes from TVM's workspace pool on a CPU: memory that, for all LLVM knows, a prefetch may look at, so
+    that a loop with a prefetch would store its sums in each step.
+    """
+    words = T.tvm_stack_alloca("shape", (math.prod(shape) + 1) // 2)        # "shape": elements of 8 bytes
+    data = T.Bind(T.reinterpret(T.handle(kind, "local").ty, words))
+    return T.decl_buffer(shape, kind, data=data, scope="local")
+
+
+def opaque(x):
+    """`x`, an int32, from now on a plain load to TVM, whose simplifier is slow where index arithmetic nests (to LLVM it is a register)."""
+    cell = registers(1, kind="int32")
+    store(cell, x, 0)
+    return cell[0]
 
 
 def prefetch(buf, *index, ahead=0, near=3):
