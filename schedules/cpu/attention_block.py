@@ -127,17 +127,9 @@ def _emit_weights(isa, scores, row, top, total, shrink, state_row, key0, last):
     store(total, sums, state_row, at(0, lanes))
 
 
-def shrinks(rows, isa):
-    """What `emit_softmax` takes for that many rows: float32 of whole vectors."""
-    buf = registers(-(-rows // isa.lanes) * isa.lanes)
-    for i in range(0, int(buf.shape[0]), isa.lanes):        # the unused lanes, too, should be numbers
-        store(buf, f32(0.0, isa.lanes), at(i, isa.lanes))
-    return buf
-
-
 def emit_softmax(isa, scores, rows, top, total, shrink, state_row, key0, last, whole=None):
     """Turns scores[0:rows, 0:64], of the keys key0 .. key0+63, into weights; row r's top and total are at state_row + r, and it sees the
-    keys up to last(r). shrink[r] (of `shrinks`): what came before shrinks by that. whole: a condition under which every row sees all of
+    keys up to last(r). shrink[r]: what came before shrinks by that. whole: a condition under which every row sees all of
     these keys, for a shorter way. Loops over rows in short steps, of which the processor works on several at once."""
     lanes = isa.lanes
 
@@ -145,9 +137,7 @@ def emit_softmax(isa, scores, rows, top, total, shrink, state_row, key0, last, w
         with T.serial(rows) as r:
             _emit_top(scores, r, top, state_row + r, shrink, key0, last(r), lanes)
         with T.serial(rows) as r:
-            store(shrink, shrink[r] - top[state_row + r], r)
-        for i in range(0, int(shrink.shape[0]), lanes):
-            store(shrink, isa.exp2(shrink[at(i, lanes)], lanes), at(i, lanes))
+            store(shrink, exp2(shrink[r] - top[state_row + r], 1), r)
         with T.serial(rows) as r:
             _emit_weights(isa, scores, r, top, total, shrink[r], state_row + r, key0, last(r))
 

@@ -23,7 +23,6 @@ from mlc_amd.schedules.cpu.attention_block import (
     emit_softmax,
     emit_start,
     emit_total,
-    shrinks,
 )
 from mlc_amd.schedules.cpu.quantize import BLOCK as QUANT
 from mlc_amd.schedules.cpu.quantize import act_args, emit_quantize_block
@@ -86,8 +85,8 @@ def _emit_span(isa, plan, Q, Kc, Vc, partial, kv, span, blocks, position, group,
     """One task: a span of a KV head's keys, of which `blocks` blocks are live. Its results go to `partial` (tops, totals, outs) at
     [kv, span]."""
     lanes = isa.lanes
-    top, total, out, scores = (registers(*shape) for shape in ((group,), (group, lanes), (group, d), (group, BLOCK)))
-    shrink = shrinks(group, isa)
+    top, total, out, scores, shrink = (
+        registers(*shape) for shape in ((group,), (group, lanes), (group, d), (group, BLOCK), (group,)))
     emit_start(top, total, out, group, d, lanes)
     if plan.ahead:
         # Spans that follow one another were asked for by those before.

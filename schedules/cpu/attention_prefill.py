@@ -27,13 +27,12 @@ from mlc_amd.schedules.cpu.attention_block import (
     emit_start,
     emit_total,
     scratch,
-    shrinks,
 )
 from mlc_amd.schedules.cpu.norm import live_tokens
 from mlc_amd.schedules.cpu.quantize import BLOCK as QUANT
 from mlc_amd.schedules.cpu.quantize import act_args, emit_quantize_block
 from mlc_amd.schedules.cpu.rope_kv_write import KEYS, cache_shapes
-from mlc_amd.schedules.cpu.vector import LANES, at, f32, opaque, splat, store
+from mlc_amd.schedules.cpu.vector import LANES, at, f32, opaque, registers, splat, store
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def _emit_task(isa, plan, Q, Kc, Vc, result, kv, token0, tokens, position, group
     queries, out, keys, values = (scratch(*shape) for shape in ((padded, d), (padded, d), (d, BLOCK), (BLOCK, d)))
     top, total = scratch(padded), scratch(padded, lanes)                   # of the span
     joined = scratch(padded), scratch(padded), scratch(padded, d)           # of all spans so far
-    scores, shrink = scratch(block_rows, BLOCK), shrinks(block_rows, isa)  # scratch memory is aligned, the stack is not
+    scores, shrink = scratch(block_rows, BLOCK), registers(block_rows)     # scratch memory is aligned, the stack is not
     rows = opaque(tokens * group)
     _load_queries(Q, queries, kv, token0, rows, group, d)
     emit_join_start(joined, padded, d)
