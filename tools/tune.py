@@ -66,7 +66,7 @@ def run(
         device: the GPU, for target vulkan: its number in `mlc-amd doctor` or a part of its name; for cpu, how many threads to use.
         seed: of the search: another one tries other plans.
         list: only list the kernels: how often they are called, their share of the time, what was found.
-        report: only show what was found so far, with -o also as a plot.
+        report: only show what was found so far, beside rooflines (those of a CPU are measured: a second a kernel), with -o also as a plot.
         output: for --report: the plot's file, .svg, .png or .pdf; needs matplotlib.
         export_kit: write a kit into this folder instead of measuring here.
         import_kit: take over what a kit measured.

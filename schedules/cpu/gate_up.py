@@ -8,7 +8,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.linear import act_params, check_tiles, default_plan, emit_acts, emit_planes, emit_tile, token_tiles
 from mlc_amd.schedules.cpu.planes import BLOCK, ROWS
-from mlc_amd.schedules.cpu.quantize import act_shapes, emit_quantize_block
+from mlc_amd.schedules.cpu.quantize import act_shapes, emit_quantize_tile
 from mlc_amd.schedules.cpu.vector import LANES, at, local, silu, store
 from mlc_amd.schedules.formats import lookup
 
@@ -45,15 +45,14 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, p, quantize, isa, name, plan=None)
                         store(made, x, i, token, at(half * ROWS + row, isa.lanes))
 
                     emit_tile(fmt, bufs, acts, T.Bind(block * (BLOCK // ROWS) + half), token_tile, plan, isa, keep)
-            # Two short loops: the processor works on several tokens at once, as far as it looks ahead.
+            # Short loops: the processor works on several tokens at once, as far as it looks ahead.
             with T.serial(p) as token:
                 for c in range(0, BLOCK, LANES):
                     store(made, silu(made[0, token, at(c)], isa) * made[1, token, at(c)], 0, token, at(c))
-            with T.serial(p) as token:
-                y = [T.Bind(made[0, token, at(c)]) for c in range(0, BLOCK, LANES)]
-                if quantize:
-                    emit_quantize_block(*y, A, S, token_tile, block, token)
-                else:
-                    for c, v in enumerate(y):
-                        store(Y, v, token_tile * p + token, at(block * BLOCK + c * LANES))
+            if quantize:
+                emit_quantize_tile(lambda token, c, made=made: made[0, token, at(c)], A, S, token_tile, block, p)
+            else:
+                with T.serial(p) as token:
+                    for c in range(0, BLOCK, LANES):
+                        store(Y, made[0, token, at(c)], token_tile * p + token, at(block * BLOCK + c))
     return ir.get()

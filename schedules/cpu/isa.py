@@ -50,7 +50,7 @@ def _outer(weights, acts, cast, pair):
 
 
 class Vnni512:
-    """AVX512-VNNI: vpdpbusd multiplies unsigned by signed bytes and adds four products to each int32 lane."""
+    """AVX512-VNNI (with BW and DQ): vpdpbusd multiplies unsigned by signed bytes and adds four products to each int32 lane."""
 
     lanes, registers, mcpu = 16, 32, "icelake-server"
     tokens, side, ahead = 16, 4, 4096

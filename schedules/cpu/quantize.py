@@ -9,10 +9,12 @@
 Token m of a chunk lives at [m // P, :, m % P]; KB = columns / 32, MT = ceil(M / P). Row 1 serves formats with a minimum per 32 columns,
 row 2 those with a zero point, rows 3 to 6 the same for formats with scales per 16 columns: one quantization serves weights of all formats.
 """
+import math
+
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.cpu.vector import LANES, at, dtype, i32, reduce, splat, store
+from mlc_amd.schedules.cpu.vector import LANES, at, dtype, f32, i32, reduce, registers, splat, store
 
 BLOCK = 32                      # columns that share a scale
 FIELDS = 8                      # rows of S
@@ -34,20 +36,59 @@ def act_args(m, k, p):
     return T.arg("A", T.buffer(a, "int8")), T.arg("S", T.buffer(s, "float32"))
 
 
+def _amplitude(x):
+    """The largest magnitude of a block's two vectors, a scalar. Magnitudes compare like the integers that their bits are; LLVM's fmax would
+    mind NaNs at each step."""
+    bits = [T.reinterpret(dtype("int32", LANES), v) & i32(0x7FFFFFFF) for v in x]
+    return T.Bind(T.reinterpret("float32", reduce("smax", T.max(*bits))))
+
+
+def _inverse(top, n):
+    """127 / top, `n` lanes; 0 for tiny ones."""
+    return T.Bind(T.Select(top > f32(TINY, n), f32(127, n) / top, f32(0, n)))
+
+
+def _emit_steps(x, inverse, A, *place):
+    """Stores the two vectors as int8; their sums, two int32."""
+    q = [T.Bind(T.cast(T.nearbyint(v * splat(inverse)), dtype("int32", LANES))) for v in x]
+    for half in range(2):
+        store(A, T.cast(q[half], dtype("int8", LANES)), *place, at(half * LANES))
+    return reduce("add", q[0]), reduce("add", q[1])
+
+
+def _fields(top, low, high, n):
+    """The rows of S, `n` tokens side by side, from their amplitudes and sums."""
+    d = T.Bind(top / f32(127, n))
+    sums = (T.Bind(low + high), low, high)
+    scaled = [d * T.cast(s, dtype("float32", n)) for s in sums]
+    negative = [T.reinterpret(dtype("float32", n), i32(0, n) - s) for s in sums]
+    return d, scaled[0], negative[0], scaled[1], scaled[2], negative[1], negative[2]
+
+
 def emit_quantize_block(x0, x1, A, S, tile, block, row):
     """Stores one block of one token. x0, x1: float32x16, columns 0..15 and 16..31 of the block; tile = m // P, row = m % P of token m."""
     x = [T.Bind(x0), T.Bind(x1)]
-    # Magnitudes compare like the integers that their bits are; LLVM's fmax would mind NaNs at each step.
-    bits = [T.reinterpret(dtype("int32", LANES), v) & i32(0x7FFFFFFF) for v in x]
-    top = T.Bind(T.reinterpret("float32", reduce("smax", T.max(*bits))))
-    inverse = T.Bind(T.Select(top > T.float32(TINY), T.float32(127) / top, T.float32(0)))
-    q = [T.Bind(T.cast(T.nearbyint(v * splat(inverse)), dtype("int32", LANES))) for v in x]
-    for half in range(2):
-        store(A, T.cast(q[half], dtype("int8", LANES)), tile, block, row, at(half * LANES))
-    d = T.Bind(top / T.float32(127))
-    low, high = reduce("add", q[0]), reduce("add", q[1])
-    sums = (T.Bind(low + high), low, high)
-    scaled = [d * T.cast(s, "float32") for s in sums]
-    negative = [T.reinterpret("float32", T.int32(0) - s) for s in sums]
-    for field, value in enumerate((d, scaled[0], negative[0], scaled[1], scaled[2], negative[1], negative[2])):
+    top = _amplitude(x)
+    low, high = _emit_steps(x, _inverse(top, 1), A, tile, block, row)
+    for field, value in enumerate(_fields(top, low, high, 1)):
         store(S, value, tile, block, field, row)
+
+
+def emit_quantize_tile(load, A, S, tile, block, p):
+    """Stores one block of the p tokens of a tile, the same bits as `emit_quantize_block` for each: what is one number for a token is worked
+    out for several at once. load(token, c): columns c .. c+15 of the block."""
+    n = math.gcd(p, LANES)
+    tops, inverses = registers(p), registers(p)
+    lows, highs = registers(p, kind="int32"), registers(p, kind="int32")
+    with T.serial(p) as token:
+        store(tops, _amplitude([T.Bind(load(token, c)) for c in range(0, BLOCK, LANES)]), token)
+    for first in range(0, p, n):
+        store(inverses, _inverse(T.Bind(tops[at(first, n)]), n), at(first, n))
+    with T.serial(p) as token:
+        sums = _emit_steps([T.Bind(load(token, c)) for c in range(0, BLOCK, LANES)], inverses[token], A, tile, block, token)
+        for buf, value in zip((lows, highs), sums, strict=True):
+            store(buf, value, token)
+    for first in range(0, p, n):
+        own = [T.Bind(buf[at(first, n)]) for buf in (tops, lows, highs)]
+        for field, value in enumerate(_fields(*own, n)):
+            store(S, value, tile, block, field, at(first, n))

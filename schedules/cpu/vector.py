@@ -21,7 +21,7 @@ def dtype(name, n):
 
 def at(base, n=LANES):
     """The index vector base, base+1, ..., base+n-1 (a buffer's last index only)."""
-    return T.ramp(base, 1, n)
+    return base if n == 1 else T.ramp(base, 1, n)
 
 
 def splat(x, n=LANES):
