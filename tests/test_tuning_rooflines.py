@@ -46,29 +46,28 @@ def executed(stmt, kind, counts) -> float:
     return sum(found)
 
 
-def kernels(workload, arch):
-    backend = build.target("cpu", arch)
-    func = build.make(workload, None, "cpu", arch)
-    large = {role: [p["name"] for p in build._params(workload, func, "cpu") if p["role"] == role] for role in ("weight", "cache")}
-    return bound.bounds(func, workload.op, workload.args, large["weight"], large["cache"], backend.isa, "kernel")
+def kernels(workload, arch, folder):
+    untuned = build.build(workload, None, "cpu", arch, folder)
+    return bound.bounds(untuned.params, workload.op, workload.args, resolve(arch).isa, "kernel")
 
 
 @pytest.mark.parametrize("arch", DOTS)
 @pytest.mark.parametrize("workload", [linear(64, ("q4_0", 1024)), linear(64, ("q4_k", 1024), ("q6_k", 512)), gate_up(64, "q5_k")], ids=str)
-def test_the_products_of_int8_weights_are_all_there(workload, arch):
+def test_the_products_of_int8_weights_are_all_there(workload, arch, tmp_path):
     name, products = DOTS[arch]
 
     def dots(call):
         return products if name in str(call)[:80] else 0
 
-    (func,) = kernels(workload, arch)["multiplies"]
+    (func,) = kernels(workload, arch, tmp_path)["multiplies"]
     segments = workload.args.get("segments") or [("", workload.args["n"])] * 2
     wanted = sum(n for _, n in segments) * workload.args["k"] * workload.args["m"]
     assert executed(func.body, tvm.ir.Call, dots) == pytest.approx(wanted, rel=0.07), "the rest of divisions is left out"
 
 
-@pytest.mark.parametrize("workload", [linear(1, ("q4_k", 768), ("q6_k", 256)), linear(1, ("f16", 64), k=1030), gate_up(1, "q8_0")], ids=str)
-def test_all_bytes_of_weights_are_read(workload):
+@pytest.mark.parametrize("workload", [linear(1, ("q4_k", 1536), ("q6_k", 1024)), linear(1, ("f16", 64), k=1030), gate_up(1, "q8_0")],
+                         ids=str)
+def test_all_bytes_of_weights_are_read(workload, tmp_path):
     args = workload.args
     segments = args.get("segments") or [(args["gate"], args["n"]), (args["up"], args["n"])]
     size = sum(plane_bytes(lookup(fmt), n, args["k"]) for fmt, n in segments)
@@ -77,7 +76,7 @@ def test_all_bytes_of_weights_are_read(workload):
         # parameters are seen as lines; what is prefetched is no vector
         return bound.LINE if len(load.source.shape) == 2 and str(load.ty) == "int32x16" else 0
 
-    for func in kernels(workload, "x86-64-v3")["reads"]:
+    for func in kernels(workload, "x86-64-v3", tmp_path)["reads"]:
         read = executed(func.body, tvm.ir.expr.TensorLoad, bytes_of)
         assert size * 0.98 <= read <= size + bound.CHUNK * len(func.params), "tasks are whole, tails of less than a line are left out"
 

@@ -26,7 +26,6 @@ MODULE = "mlc_amd.compiler.tuning.build"
 TIMEOUT = 180.0  # seconds of one build
 MEMORY = 8 << 30  # bytes of address space that a worker may take
 KERNEL = "kernel"
-PAGE = 4096  # bytes: parameters that are smaller are in a cache whatever happens
 TARGETS = {"cpu": "cpu.CpuTarget", "rocm": "rocm_target.RocmTarget", "vulkan": "vulkan_target.VulkanTarget"}
 DEPTHS = {True: (512, 4096), False: (0, 2048)}  # tokens in the cache when attention is timed: decoding, prefill
 
@@ -98,11 +97,10 @@ def build_bounds(workload, arch: str, folder: Path) -> tuple[Candidate, dict[str
     """For target cpu: the untuned kernel, and by kind those that tell its roofline, see schedules/cpu/bound.py."""
     from mlc_amd.schedules.cpu.bound import bounds
 
-    untuned, func = build(workload, None, "cpu", arch, folder / "untuned"), make(workload, None, "cpu", arch)
-    large = {role: [p.name for p in untuned.params if p.role == role and p.nbytes >= PAGE] for role in ("weight", "cache")}
-    made = bounds(func, workload.op, workload.args, large["weight"], large["cache"], target("cpu", arch).isa, KERNEL)
-    found = {kind: [] for kind in made}
-    for kind, funcs in made.items():
+    untuned = build(workload, None, "cpu", arch, folder / "untuned")
+    found = {}
+    for kind, funcs in bounds(untuned.params, workload.op, workload.args, target("cpu", arch).isa, KERNEL).items():
+        found[kind] = []
         for i, bound in enumerate(funcs):
             place = folder / f"{kind}-{i}"
             place.mkdir(parents=True)

@@ -102,8 +102,8 @@ def _where(seen, x, other, lanes):
 
 
 def _emit_top(scores, row, top, state_row, before, key0, last, lanes):
-    """Updates top[state_row] by scores[row, 0:64], of the keys key0 .. key0+63, without those beyond `last`, if it is not
-    None; before[row]: what it was."""
+    """Updates top[state_row] by scores[row, 0:64], of the keys key0 .. key0+63, without those beyond `last` (None: all count);
+    before[row]: what it was."""
     x = [T.Bind(_where(seen, scores[row, at(i, lanes)], LOWEST, lanes)) for i, seen in _seen(key0, last, lanes)]
     largest = x[0]
     for v in x[1:]:
@@ -129,8 +129,8 @@ def _emit_weights(isa, scores, row, top, total, shrink, state_row, key0, last):
 
 def emit_softmax(isa, scores, rows, top, total, shrink, state_row, key0, last, whole=None):
     """Turns scores[0:rows, 0:64], of the keys key0 .. key0+63, into weights; row r's top and total are at state_row + r, and it sees the
-    keys up to last(r). shrink[r]: what came before shrinks by that. whole: a condition under which every row sees all of
-    these keys, for a shorter way. Loops over rows in short steps, of which the processor works on several at once."""
+    keys up to last(r). shrink[r]: what came before shrinks by that. whole: a condition under which every row sees all of these keys, for a
+    shorter way. Loops over rows in short steps, of which the processor works on several at once."""
     lanes = isa.lanes
 
     def emit(last):

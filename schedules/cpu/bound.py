@@ -1,6 +1,6 @@
 """The rooflines of a CPU's kernels: what a kernel cannot do without, as kernels of their own that are timed beside it.
 
-In: a kernel and its workload. Out (`bounds`): kernels with the same parameters, of two kinds; the slower kind is the roofline.
+In: a kernel's parameters and its workload. Out (`bounds`): kernels with these parameters, of two kinds; the slower kind is the roofline.
 
     reads         every byte of weights, or of the live part of the caches, is loaded once and joined to others by one instruction; several,
                   of which the fastest counts
@@ -11,9 +11,7 @@ In: a kernel and its workload. Out (`bounds`): kernels with the same parameters,
 They know nothing of shapes: no tails, no unpacking, no masks, no results. They are measured and not looked up, for a machine's rates
 change by the minute where others use it, too.
 """
-from math import prod
-
-from tvm import DataType, tirx
+from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
@@ -25,41 +23,37 @@ from mlc_amd.schedules.formats import lookup
 
 AHEAD = (0, 4096, 8192)         # bytes that `reads` prefetches ahead: which is best depends on the machine
 LINE, CHUNK = 64, 4096          # bytes: of a cache line; of a task
+PAGE = 4096                     # bytes: parameters that are smaller are in a cache whatever happens
 TASKS = 240                     # of `multiplies`: divides well by any number of threads
 STEPS = 16                      # fewest steps of a task
 WINDOW = 16                     # steps after which the same activations come again: they stay in the level 1 cache
 
 
-def _nbytes(buffer):
-    return prod(map(int, buffer.shape)) * DataType(buffer.dtype).bits // 8
+def _declare(params):
+    """The parameters of another kernel: buffers by name, in order."""
+    return {p.name: T.arg(p.name, T.buffer(p.shape, p.dtype)) for p in params}
 
 
-def _declare(func):
-    """The parameters of `func` for another kernel: buffers by name, in order."""
-    return {p.name: T.arg(p.name, T.buffer(tuple(map(int, p.ty.shape)), str(p.ty.dtype))) for p in func.params}
+def bounds(params, op, args, isa, name) -> dict[str, list[tirx.PrimFunc]]:
+    """The kernels by kind. params: of the kernel of operator `op` (linear, gate_up_swiglu or attention) with these arguments, each with
+    name, shape, dtype, nbytes and the role that it has in a candidate."""
+    return {"reads": [reads(params, args, ahead, name) for ahead in AHEAD], "multiplies": [multiplies(params, op, args, isa, name)]}
 
 
-def bounds(func, op, args, weights, caches, isa, name) -> dict[str, list[tirx.PrimFunc]]:
-    """The kernels by kind. func: the kernel of operator `op` (linear, gate_up_swiglu or attention) with these arguments; weights, caches:
-    names of the parameters that it reads from memory."""
-    found = [reads(func, weights, caches, args, ahead, name) for ahead in AHEAD]
-    return {"reads": found, "multiplies": [multiplies(func, op, args, isa, name)]}
-
-
-def reads(func, weights, caches, args, ahead, name) -> tirx.PrimFunc:
-    """Reads these parameters: weights whole, of caches the share of the tokens that are live. ahead: one of AHEAD."""
+def reads(params, args, ahead, name) -> tirx.PrimFunc:
+    """Reads weights whole, of caches the share of the tokens that are live. ahead: one of AHEAD."""
+    large = [p for p in params if p.role in ("weight", "cache") and p.nbytes >= PAGE]
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
-        params = _declare(func)
-        sink = T.decl_buffer((1,), "int32", data=list(params.values())[-1].data)
-        lines = {n: _nbytes(params[n]) // LINE for n in (*weights, *caches)}
-        views = {n: T.decl_buffer((count, LINE // 4), "int32", data=params[n].data) for n, count in lines.items()}
+        buffers = _declare(params)
+        sink = T.decl_buffer((1,), "int32", data=buffers[params[-1].name].data)
+        views = [T.decl_buffer((p.nbytes // LINE, LINE // 4), "int32", data=buffers[p.name].data) for p in large]
         with T.attr(T.int32(0), "pragma_parallel_launch_point", 1):
-            for n, view in views.items():
-                live = params["state"][0] + args["m"]
-                count = T.int32(lines[n]) if n in weights else live * (lines[n] // args["ctx"])
-                _emit_read(view, count, sink, ahead)
+            for p, view in zip(large, views, strict=True):
+                lines = p.nbytes // LINE
+                live = T.int32(lines) if p.role == "weight" else (buffers["state"][0] + args["m"]) * (lines // args["ctx"])
+                _emit_read(view, live, sink, ahead)
     return ir.get()
 
 
@@ -83,14 +77,15 @@ def _emit_read(view, lines, sink, ahead):
             store(sink, T.int32(0), 0)
 
 
-def multiplies(func, op, args, isa, name) -> tirx.PrimFunc:
+def multiplies(params, op, args, isa, name) -> tirx.PrimFunc:
     """The arithmetic of a call."""
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
-        params = _declare(func)
-        state, result = params["state"], list(params.values())[-1]
-        sink = T.decl_buffer((_nbytes(result) // 4,), "float32", data=result.data)
+        buffers = _declare(params)
+        state, result = buffers["state"], params[-1]
+        sink = T.decl_buffer((result.nbytes // 4,), "float32", data=buffers[result.name].data)
+        acts = next(((p, buffers[p.name]) for p in params if p.name == "A"), None)      # of int8 formats
         if op == "attention":
             m, heads, d = (args[key] for key in ("m", "heads", "d"))
             pairs = state[0] * m + m * (m + 1) // 2
@@ -99,7 +94,7 @@ def multiplies(func, op, args, isa, name) -> tirx.PrimFunc:
             segments = [(args[g], args["n"]) for g in ("gate", "up")] if op == "gate_up_swiglu" else args["segments"]
             with T.attr(T.int32(0), "pragma_parallel_launch_point", 1):
                 for fmt, n in segments:
-                    _emit_weights(lookup(fmt), -(-n // isa.lanes) * args["m"], args["k"], state, params, sink, isa)
+                    _emit_weights(lookup(fmt), -(-n // isa.lanes) * args["m"], args["k"], state, acts, sink, isa)
     return ir.get()
 
 
@@ -156,17 +151,17 @@ def _finish(sums, sink, task, lanes):
     store(sink, total, at(task % places * lanes, lanes))
 
 
-def _emit_weights(fmt, vectors, k, state, params, sink, isa):
+def _emit_weights(fmt, vectors, k, state, acts, sink, isa):
     """`vectors` sums of k columns, each of isa.lanes rows by a token."""
     chains, lanes = _chains(isa), isa.lanes
     work = vectors * (k // BLOCK if fmt.kind == "int8" else k) // chains
     tasks = max(1, min(TASKS, work // STEPS))
     if fmt.kind == "float":
         return _emit_floats(work // tasks, tasks, state, sink, isa)
-    A = params["A"]
-    quads = T.decl_buffer((_nbytes(A) // 4,), "int32", data=A.data)
-    codes = T.decl_buffer((_nbytes(A),), "uint8", data=A.data)
-    count = int(quads.shape[0])
+    param, A = acts
+    count = param.nbytes // 4
+    quads = T.decl_buffer((count,), "int32", data=A.data)
+    codes = T.decl_buffer((param.nbytes,), "uint8", data=A.data)
     window = next(w for w in (WINDOW, 8, 4, 2, 1) if w == 1 or w * chains * QUADS <= count)
     parts, size = groups(fmt), step(fmt, isa)
     more = 1 + (parts if fmt.minimum else 0)                    # by the activations' scale, and for minimums
@@ -182,8 +177,8 @@ def _emit_weights(fmt, vectors, k, state, params, sink, isa):
             for g in range(parts):
                 found = [[one[at(0, lanes)]] for one in dots]
                 for j in range(g * QUADS // parts, (g + 1) * QUADS // parts, size):
-                    acts = [[quads[base + (c * QUADS + j + x) % count] for x in range(size)] for c in range(chains)]
-                    found = isa.dot(found, [[weights[(j + x) % 2] for x in range(size)]], acts)
+                    given = [[quads[base + (c * QUADS + j + x) % count] for x in range(size)] for c in range(chains)]
+                    found = isa.dot(found, [[weights[(j + x) % 2] for x in range(size)]], given)
                 for one, total, dot in zip(dots, sums, found, strict=True):
                     store(one, dot[0], at(0, lanes))
                     store(total, total[at(0, lanes)] + widen(dot[0], lanes) * factor, at(0, lanes))

@@ -37,7 +37,8 @@ class Plan:
 
     unroll  blocks of 32 columns in a step of the loop
     ahead   bytes that are prefetched ahead of the reads, 0: none
-    near    cache levels that the prefetch fills: 3 all, 0 only the nearest (it leaves the others to the rest of the model)
+    near    cache levels that the prefetch fills: 3 all, 2 all but the nearest, 0 only the nearest (it leaves the others to the rest of the
+            model)
     """
     unroll: int
     ahead: int

@@ -106,7 +106,7 @@ def opaque(x):
 
 def prefetch(buf, *index, ahead=0, near=3):
     """Asks for the cache line that holds the element `ahead` elements beyond buf[index]; it may lie outside the buffer. near: LLVM's
-    locality, 3: into all caches, 0: into the nearest only."""
+    locality, 3: into all caches, 2: into all but the nearest, 0: into the nearest only."""
     where = (*index[:-1], index[-1] + ahead)
     T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(buf[where]), T.int32(0), T.int32(near), T.int32(1)))
 
