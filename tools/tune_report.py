@@ -21,8 +21,8 @@ GUESS = 50e9, 500e9, 0.0
 # Operations per clock of a compute unit (core), by what multiplies, and the clock: rough, from product pages. Rooflines only.
 _GPU_OPS = {"wmma11": 512, "wmma12": 1024, "mfma": 2048, "dot4": 512, "sdot4": 512, "sudot4": 512, "": 128}
 _COOP_OPS = {"nvidia": 4096, "rdna3": 512, "rdna4": 1024}
-_CPU_OPS = {"Vnni512": 256, "AvxVnni": 128, "Avx2": 64, "Portable": 16}
-_CPU_FLOAT_OPS = {"Vnni512": 64, "AvxVnni": 32, "Avx2": 32, "Portable": 8}  # attention's, float32
+_CPU_OPS = {"Vnni512": 256, "Zen4": 128, "AvxVnni": 128, "Avx2": 64, "Portable": 16}
+_CPU_FLOAT_OPS = {"Vnni512": 64, "Zen4": 32, "AvxVnni": 32, "Avx2": 32, "Portable": 8}  # attention's, float32
 _CLOCK = {"cpu": 3e9, "vulkan": 1.9e9, "rocm": 2.1e9}
 
 

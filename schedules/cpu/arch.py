@@ -10,11 +10,14 @@ from tvm.target import codegen
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
-from mlc_amd.schedules.cpu.isa import Avx2, AvxVnni, Portable, Vnni512
+from mlc_amd.schedules.cpu.isa import Avx2, AvxVnni, Portable, Vnni512, Zen4
 
 # The names that `--help` and errors show; any other cpu that LLVM knows works too.
 LEVELS = ("x86-64-v4", "x86-64-v3", "x86-64-v2")
 NAMES = ("native", *reversed(LEVELS), "znver1", "znver2", "znver3", "znver4", "znver5", "haswell", "alderlake", "icelake-server")
+
+# Instruction sets of cpus that like other sizes than those with the same instructions.
+OWN = {"znver4": Zen4}
 
 # The best first: (LLVM features, instruction set)
 ISAS = ((("avx512vnni", "avx512bw", "avx512dq"), Vnni512), (("avxvnni",), AvxVnni), (("avx2", "fma", "f16c"), Avx2), ((), Portable))
@@ -43,7 +46,7 @@ class Arch:
 def _arch(name: str, mcpu: str) -> Arch:
     target = tvm.target.Target({"kind": "llvm", "mcpu": mcpu})
     has = {feature for feature in FLAGS if codegen.llvm_cpu_has_features([feature], target)}
-    isa = next(isa for needs, isa in ISAS if has.issuperset(needs))
+    isa = OWN.get(mcpu) or next(isa for needs, isa in ISAS if has.issuperset(needs))
     return Arch(name, mcpu, isa, tuple(FLAGS[f] for f in FLAGS if f in has))
 
 

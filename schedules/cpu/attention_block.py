@@ -31,7 +31,7 @@ def accumulators(isa):
 
 def accumulator_choices(isa):
     """Other numbers of registers to try."""
-    return tuple(isa.registers * n // 8 for n in (3, 4, 5, 6, 7))
+    return tuple(isa.registers * n // 8 for n in (2, 3, 4, 5, 6, 7))
 
 
 def _widest(limit, count):
@@ -46,18 +46,19 @@ def product_blocks(most, rows, columns, isa):
     return [(mine, _widest(most // len(mine), columns // isa.lanes)) for mine in ranges]
 
 
-def emit_product(isa, most, rows, columns, inner, left, right, start, finish):
+def emit_product(isa, most, rows, columns, inner, left, right, start, finish, needed=None):
     """A matrix product: finish(row, column, x) for all rows and columns, x = start(row, column) + sum of left(row, i) * right(i, column).
 
     Here `column` is the first of isa.lanes columns that a vector holds, i counts to `inner`, which may be an expression, and left gives
     scalars. right is called with a list of columns and gives the list of their vectors. Rows are unrolled, in chunks that fit `most`
-    registers.
+    registers. needed: an expression, of how many columns the results are needed; None: of all.
     """
     lanes = isa.lanes
     for mine, vectors in product_blocks(most, rows, columns, isa):
-        with T.serial(columns // (vectors * lanes)) as slab:
+        width = vectors * lanes
+        with T.serial(columns // width if needed is None else (needed + width - 1) // width) as slab:
             sums = {row: registers(vectors * lanes) for row in mine}
-            places = [(at(v * lanes, lanes), slab * (vectors * lanes) + v * lanes) for v in range(vectors)]
+            places = [(at(v * lanes, lanes), slab * width + v * lanes) for v in range(vectors)]
             for row in mine:
                 for lane, column in places:
                     store(sums[row], start(row, column), lane)
@@ -156,20 +157,46 @@ def emit_total(total, row, lanes):
     return tree_add(T.Bind(total[row, at(0, lanes)]), lanes)
 
 
+def _joined(before, top, n):
+    """(new top, what came before shrinks by, what comes shrinks by) of `n` rows from both tops."""
+    now = T.Bind(T.max(before, top))
+    return now, exp2(before - now, n), exp2(top - now, n)
+
+
+def _emit_join_out(outs, row, out, keep, gain, d):
+    with T.serial(d // LANES) as i:
+        column = at(i * LANES)
+        store(outs, outs[row, column] * splat(keep) + out(i * LANES) * splat(gain), row, column)
+
+
 def emit_join(joined, row, top, total, out, d):
     """Joins a span's results to those of the spans before it: joined = (top [rows], total [rows], out [rows, d]), float32, at `row`.
 
     top and total: the span's, scalars; out(i): its output, columns i .. i+15.
     """
     tops, totals, outs = joined
-    before = T.Bind(tops[row])
-    now = T.Bind(T.max(before, top))
-    keep, gain = exp2(before - now, 1), exp2(top - now, 1)
+    now, keep, gain = _joined(T.Bind(tops[row]), top, 1)
     store(tops, now, row)
     store(totals, totals[row] * keep + total * gain, row)
-    with T.serial(d // LANES) as i:
-        column = at(i * LANES)
-        store(outs, outs[row, column] * splat(keep) + out(i * LANES) * splat(gain), row, column)
+    _emit_join_out(outs, row, out, keep, gain, d)
+
+
+def emit_join_rows(joined, rows, padded, top, total, out, d, lanes):
+    """`emit_join` of many rows, to the same bits: rows 0 .. rows-1, of which sixteen's factors are worked out at once. joined, top [padded]
+    and total [padded, lanes] have `padded` rows, a multiple of 16."""
+    tops, totals, outs = joined
+    keeps, gains, sums = (scratch(padded) for _ in range(3))
+    with T.serial(rows) as row:
+        store(sums, emit_total(total, row, lanes), row)
+    with T.serial((rows + LANES - 1) // LANES) as i:
+        some = at(i * LANES)
+        now, keep, gain = _joined(T.Bind(tops[some]), T.Bind(top[some]), LANES)
+        store(tops, now, some)
+        store(totals, totals[some] * keep + sums[some] * gain, some)
+        store(keeps, keep, some)
+        store(gains, gain, some)
+    with T.serial(rows) as row:
+        _emit_join_out(outs, row, lambda c: out[row, at(c)], keeps[row], gains[row], d)
 
 
 def emit_join_start(joined, rows, d):

@@ -19,20 +19,20 @@ from mlc_amd.schedules.cpu.attention_block import (
     BLOCK,
     SPAN,
     accumulator_choices,
-    accumulators,
-    emit_join,
+    emit_join_rows,
     emit_join_start,
     emit_product,
     emit_softmax,
     emit_start,
-    emit_total,
     scratch,
 )
 from mlc_amd.schedules.cpu.norm import live_tokens
 from mlc_amd.schedules.cpu.quantize import BLOCK as QUANT
-from mlc_amd.schedules.cpu.quantize import act_args, emit_quantize_block
+from mlc_amd.schedules.cpu.quantize import act_args, emit_quantize_block, emit_quantize_tile
 from mlc_amd.schedules.cpu.rope_kv_write import KEYS, cache_shapes
-from mlc_amd.schedules.cpu.vector import LANES, at, f32, opaque, registers, splat, store
+from mlc_amd.schedules.cpu.vector import LANES, at, f32, opaque, prefetch, registers, splat, store
+
+LINE = 32                       # float16 in a cache line
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,14 @@ class Plan:
     """How a chunk's attention is shared out. No plan changes the order in which numbers are summed up.
 
     rows       rows of a register block
+    together   register blocks that work on keys, then on softmax, then on values: each of these stays in the nearest cache meanwhile
     registers  sums that are in registers at once
     most       rows of a task: many share the conversion of K and V to float32
     fewest     rows of a task below which a short chunk is not split up further
     tasks      tasks that a short chunk should make, for all threads to have work
     """
     rows: int
+    together: int
     registers: int
     most: int
     fewest: int
@@ -53,14 +55,13 @@ class Plan:
 
 
 def default_plan(isa):
-    # With 32 registers 4 rows by 4 vectors of scores hide the latency of an addition.
-    return Plan(rows=4 if isa.registers == 32 else 6, registers=accumulators(isa), most=192, fewest=48, tasks=32)
+    return Plan(rows=isa.rows, together=4, registers=isa.sums, most=192, fewest=48, tasks=32)
 
 
 def choices(isa):
     """Values of the plan's fields to try, by name."""
-    return {"rows": (2, 3, 4, 6, 8, 12), "registers": accumulator_choices(isa), "most": (48, 96, 192, 384), "fewest": (24, 48, 96),
-            "tasks": (16, 32, 64, 128)}
+    return {"rows": (2, 3, 4, 6, 8, 12), "together": (1, 2, 4, 8), "registers": accumulator_choices(isa), "most": (48, 96, 192, 384),
+            "fewest": (24, 48, 96), "tasks": (16, 32, 64, 128)}
 
 
 def tile_tokens(plan, m, group, kv_heads):
@@ -85,10 +86,30 @@ def _convert(isa, Kc, Vc, keys, values, kv, key0, d):
         store(values, isa.half(Vc[kv, key0 + key, at(i * LANES)]), key, at(i * LANES))
 
 
-def _emit_results(result, out, total, kv, token0, rows, group, d, p):
+def _ask_next(Kc, Vc, kv, key0, step, steps, d):
+    """Asks for the share of `step` (of `steps`) in the 64 keys and values from key0 on."""
+    each = -(-BLOCK * d // (LINE * steps))
+    for i in range(each):
+        place = opaque((step * each + i) * LINE)
+        prefetch(Kc, kv, key0 // KEYS, 0, place, near=2)
+        prefetch(Vc, kv, key0, place, near=2)
+
+
+def _seen(first_key, row0, group, rows, key0):
+    """How many of the 64 keys from key0 on any of the rows row0 .. row0+rows-1 sees."""
+    return T.min(first_key + (row0 + rows - 1) // group - key0 + 1, T.int32(BLOCK))
+
+
+def _emit_results(result, out, total, kv, token0, tokens, group, tile, d, p):
     """Divides each row by its total and stores it as token row // group, head kv*group + row % group."""
-    with T.serial(rows) as row:
-        token, head = T.Bind(token0 + row // group), T.Bind(kv * group + row % group)
+    head0, done = kv * group, 0
+    if len(result) == 2 and tile % p == 0:
+        whole = opaque(tokens // p)
+        _emit_whole(result, out, total, head0, token0, whole, group, d, p)
+        done = opaque(whole * (p * group))
+    with T.serial(tokens * group - done) as i:
+        row = opaque(done + i)
+        token, head = T.Bind(token0 + row // group), T.Bind(head0 + row % group)
         inverse = splat(T.Bind(T.float32(1) / total[row]))
         with T.serial(d // QUANT) as block:
             halves = [block * QUANT + i * LANES for i in range(2)]
@@ -100,14 +121,28 @@ def _emit_results(result, out, total, kv, token0, rows, group, d, p):
                     store(result[0], value, token, at(head * d + h))
 
 
+def _emit_whole(result, out, total, head0, token0, tiles, group, d, p):
+    """The results of whole tiles of p tokens as int8 blocks."""
+    inverses = registers(p)
+    with T.serial(tiles) as t, T.serial(group) as g:
+        first = opaque(t * (p * group) + g)
+        with T.serial(p) as i:
+            store(inverses, T.float32(1) / total[first + i * group], i)
+        with T.serial(d // QUANT) as block:
+            emit_quantize_tile(lambda i, c: out[first + i * group, at(block * QUANT + c)] * splat(inverses[i]), *result,
+                               opaque(token0 // p + t), opaque((head0 + g) * (d // QUANT) + block), p)
+
+
 def _emit_task(isa, plan, Q, Kc, Vc, result, kv, token0, tokens, position, group, tile, d, p):
     """One task: `tokens` live tokens from token0 of the chunk, whose first token stands at `position` in the sequence."""
     lanes, block_rows = isa.lanes, plan.rows
-    padded = -(-tile * group // block_rows) * block_rows
+    whole = math.lcm(block_rows, LANES)
+    padded = -(-tile * group // whole) * whole
     queries, out, keys, values = (scratch(*shape) for shape in ((padded, d), (padded, d), (d, BLOCK), (BLOCK, d)))
     top, total = scratch(padded), scratch(padded, lanes)                   # of the span
     joined = scratch(padded), scratch(padded), scratch(padded, d)           # of all spans so far
-    scores, shrink = scratch(block_rows, BLOCK), registers(block_rows)     # scratch memory is aligned, the stack is not
+    together = plan.together * block_rows
+    scores, shrink = scratch(together, BLOCK), registers(together)     # scratch memory is aligned, the stack is not
     rows = opaque(tokens * group)
     _load_queries(Q, queries, kv, token0, rows, group, d)
     emit_join_start(joined, padded, d)
@@ -120,25 +155,34 @@ def _emit_task(isa, plan, Q, Kc, Vc, result, kv, token0, tokens, position, group
             _convert(isa, Kc, Vc, keys, values, kv, key0, d)
             # Register blocks before `skip` hold only tokens that stand before this block of keys.
             skip = opaque(T.max(key0 - first_key, T.int32(0)) * group // block_rows)
-            with T.serial((rows + block_rows - 1) // block_rows - skip) as step:
-                row0 = opaque((skip + step) * block_rows)
-                emit_product(isa, plan.registers, block_rows, BLOCK, d,
-                             left=lambda r, c: queries[row0 + r, c],
-                             right=lambda c, columns: [T.Bind(keys[c, at(key, lanes)]) for key in columns],
-                             start=lambda r, key: f32(0.0, lanes),
-                             finish=lambda r, key, x: store(scores, x, r, at(key, lanes)))
-                emit_softmax(isa, scores, block_rows, top, total, shrink, row0, key0,
-                             last=lambda r: opaque(first_key + (row0 + r) // group),
-                             whole=first_key + row0 // group >= key0 + (BLOCK - 1))
-                seen = opaque(T.min(first_key + (row0 + block_rows - 1) // group - key0 + 1, T.int32(BLOCK)))
-                emit_product(isa, plan.registers, block_rows, d, seen,
-                             left=lambda r, key: scores[r, key],
-                             right=lambda key, columns: [T.Bind(values[key, at(c, lanes)]) for c in columns],
-                             start=lambda r, c: out[row0 + r, at(c, lanes)] * splat(shrink[r], lanes),
-                             finish=lambda r, c, x: store(out, x, row0 + r, at(c, lanes)))
-        with T.serial(rows) as row:
-            emit_join(joined, row, T.Bind(top[row]), emit_total(total, row, lanes), lambda c: out[row, at(c)], d)
-    _emit_results(result, joined[2], joined[1], kv, token0, rows, group, d, p)
+            left = opaque((rows + block_rows - 1) // block_rows - skip)
+            with T.serial((left + plan.together - 1) // plan.together) as step:
+                first = opaque((skip + step * plan.together) * block_rows)
+                now = opaque(T.min(left - step * plan.together, T.int32(plan.together)))
+                with T.serial(now) as i:
+                    here = opaque(i * block_rows)
+                    row0 = opaque(first + here)
+                    _ask_next(Kc, Vc, kv, key0 + BLOCK, (row0 - skip * block_rows) // block_rows, padded // block_rows, d)
+                    emit_product(isa, plan.registers, block_rows, BLOCK, d,
+                                 left=lambda r, c: queries[row0 + r, c],
+                                 right=lambda c, columns: [T.Bind(keys[c, at(key, lanes)]) for key in columns],
+                                 start=lambda r, key: f32(0.0, lanes),
+                                 finish=lambda r, key, x: store(scores, x, here + r, at(key, lanes)),
+                                 needed=opaque(_seen(first_key, row0, group, block_rows, key0)))
+                emit_softmax(isa, scores, now * block_rows, top, total, shrink, first, key0,
+                             last=lambda r: opaque(first_key + (first + r) // group),
+                             whole=first_key + first // group >= key0 + (BLOCK - 1))
+                with T.serial(now) as i:
+                    here = opaque(i * block_rows)
+                    row0 = opaque(first + here)
+                    seen = opaque(_seen(first_key, row0, group, block_rows, key0))
+                    emit_product(isa, plan.registers, block_rows, d, seen,
+                                 left=lambda r, key: scores[here + r, key],
+                                 right=lambda key, columns: [T.Bind(values[key, at(c, lanes)]) for c in columns],
+                                 start=lambda r, c: out[row0 + r, at(c, lanes)] * splat(shrink[here + r], lanes),
+                                 finish=lambda r, c, x: store(out, x, row0 + r, at(c, lanes)))
+        emit_join_rows(joined, rows, padded, top, total, out, d, lanes)
+    _emit_results(result, joined[2], joined[1], kv, token0, tokens, group, tile, d, p)
 
 
 def attention_prefill(heads, kv_heads, d, ctx, m, p, quantize, isa, name, plan=None) -> tirx.PrimFunc:

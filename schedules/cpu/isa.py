@@ -9,10 +9,14 @@ never instantiated:
     mcpu           an LLVM cpu that has the instructions (any newer one will do)
     tokens         tokens of a prefill tile that suit the register file
     side           tokens whose dot products are worked on in turns, see linear.PrefillPlan
+    task           KB of weights of a prefill task, see linear.PrefillPlan
+    rows, sums     rows of prefill attention's register blocks, and registers of sums, see attention_prefill.Plan
     ahead          bytes that a decode kernel prefetches ahead of its reads, 0: none
     signed_zero    what `signed` and `lookup` add to signed weights: dot(signed(w), a) = sum(w*a) + signed_zero*sum(a)
     step(top)      registers that `dot` may take in one call when no code exceeds `top` (None: weights from `signed` or `lookup`)
     signed(x)      signed bytes (given as uint8) in the form that `dot` takes
+    keep(w)        what `signed`, `lookup` or an unsigned weight gave, as the bytes to keep in memory
+    kept(x)        from such bytes of a signed or looked-up weight: the form that `dot` takes
     lookup(t, x)   table entries t[x] (16 signed bytes) for codes x (uint8, 0..15) in the form that `dot` takes
     half(x, n)     n lanes of finite float16 as float32
     exp2(x, n)     2**x of n lanes of float32, see vector.exp2
@@ -53,7 +57,8 @@ class Vnni512:
     """AVX512-VNNI (with BW and DQ): vpdpbusd multiplies unsigned by signed bytes and adds four products to each int32 lane."""
 
     lanes, registers, mcpu = 16, 32, "icelake-server"
-    tokens, side, ahead = 16, 4, 4096
+    tokens, side, task, ahead = 16, 8, 512, 4096
+    rows, sums = 4, 24
     signed_zero = 128
     half, exp2 = staticmethod(widen), staticmethod(exp2_avx512)
 
@@ -64,6 +69,12 @@ class Vnni512:
     @classmethod
     def signed(cls, x):
         return pin(x ^ splat(T.uint8(128), 4 * cls.lanes), 4 * cls.lanes)
+
+    @staticmethod
+    def keep(w):
+        return w
+
+    kept = keep
 
     @classmethod
     def lookup(cls, table, x):
@@ -83,10 +94,18 @@ class Vnni512:
         return totals
 
 
+class Zen4(Vnni512):
+    """The same on a Zen 4, which multiplies one vector of 512 bits in a cycle, not two, and loads two scalars to multiply it by."""
+
+    mcpu, task = "znver4", 256
+    rows, sums = 8, 8
+
+
 class AvxVnni(Vnni512):
     """AVX-VNNI (or AVX512VL-VNNI): the same instruction on 256 bits."""
 
-    lanes, registers, mcpu, side = 8, 16, "alderlake", 1
+    lanes, registers, mcpu, side, task = 8, 16, "alderlake", 1, 256
+    rows, sums = 6, 12
     exp2 = staticmethod(exp2)
 
 
@@ -94,7 +113,8 @@ class Avx2:
     """AVX2 (and AVX512 without VNNI): vpmaddubsw makes int16 sums of two products; several are added before they widen to int32."""
 
     lanes, registers, mcpu = 8, 16, "x86-64-v3"
-    tokens, side, ahead = 16, 1, 4096
+    tokens, side, task, ahead = 16, 1, 256, 4096
+    rows, sums = 6, 12
     signed_zero = 0
     step, half, exp2 = staticmethod(_pairs_step), staticmethod(widen), staticmethod(exp2)
 
@@ -103,6 +123,12 @@ class Avx2:
         """|w| and w: |w| times the activation with w's sign is w times the activation, and 2*128*127 still fits in int16."""
         w = T.Bind(T.reinterpret("int8x32", x))
         return pin(T.reinterpret("uint8x32", intrin("int8x32", "llvm.x86.avx2.psign.b", w, w)), 32), w
+
+    @staticmethod
+    def keep(w):
+        return T.reinterpret("uint8x32", w[1]) if isinstance(w, tuple) else w
+
+    kept = signed
 
     @staticmethod
     def lookup(table, x):
@@ -125,13 +151,20 @@ class Portable:
     """No intrinsics: int16 products of the even and of the odd bytes, for any machine that LLVM knows. Signed weights are a 1-tuple."""
 
     lanes, registers, mcpu = 8, 16, "x86-64-v2"
-    tokens, side, ahead = 4, 1, 0
+    tokens, side, task, ahead = 4, 1, 256, 0
+    rows, sums = 6, 12
     signed_zero = 0
     step, half, exp2 = staticmethod(_pairs_step), staticmethod(half_bits), staticmethod(exp2)
 
     @staticmethod
     def signed(x):
         return (x,)
+
+    @staticmethod
+    def keep(w):
+        return w[0] if isinstance(w, tuple) else w
+
+    kept = signed
 
     @staticmethod
     def lookup(table, x):

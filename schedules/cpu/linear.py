@@ -23,6 +23,7 @@ from mlc_amd.schedules.cpu.load import groups, load, step, zero_point
 from mlc_amd.schedules.cpu.norm import live_tokens
 from mlc_amd.schedules.cpu.planes import BLOCK, ROWS, plane_bytes, planes
 from mlc_amd.schedules.cpu.quantize import act_args
+from mlc_amd.schedules.cpu.unpack import Unpacked, unpacked_bytes
 from mlc_amd.schedules.cpu.vector import at, bf16, local, opaque, prefetch, registers, splat, store, widen
 from mlc_amd.schedules.formats import Format, lookup
 
@@ -51,14 +52,17 @@ class PrefillPlan:
 
     tokens   tokens whose sums are in registers at once, at most a tile of the activations; float formats: at most FLOAT_TOKENS
     side     of these, tokens whose int8 dot products are worked on in turns, a divisor of `tokens`: independent sums hide the latency of
-             multiply-add instructions where the processor does not look far enough ahead; float formats: of no effect
-    task     KB of weights of a task: a share of the L2 cache (512 KB on the smallest of today's)
+             multiply-add instructions where the processor does not look far enough ahead; float formats: of no effect; formats with two
+             scales a block: at most 2, for they need more registers and have two dot products for each token to begin with
+    task     KB of weights of a task, unpacked ones if they are: a share of the L2 cache
+    unpack   1: int8 weights of a task are unpacked once for all its tokens, which pays from a few tiles of tokens on; 0: for each tile
     tasks    fewest tasks, before tasks become smaller than `task`; gate/up: its tasks are always 32 rows of both weights
     """
     tokens: int
     side: int
     task: int
     tasks: int
+    unpack: int
 
 
 def default_plan(isa, m, p, segments, k):
@@ -68,9 +72,7 @@ def default_plan(isa, m, p, segments, k):
         # What is asked for beyond a thread's share is in vain: it should be little of all.
         large = sum(plane_bytes(fmt, n, k) for fmt, n in segments) >= LARGE
         return Plan(unroll=1, ahead=isa.ahead * 2 if large else isa.ahead, near=2)
-    # Weights with two scales a block need more registers, and have two dot products for each token to begin with.
-    two = any(fmt.kind == "int8" and groups(fmt) > 1 for fmt, _ in segments)
-    return PrefillPlan(tokens=p, side=min(isa.side, p, 2 if two else p), task=256, tasks=32)
+    return PrefillPlan(tokens=p, side=min(isa.side, p), task=isa.task, tasks=32, unpack=int(m > p))
 
 
 def choices(isa, m, p):
@@ -78,7 +80,7 @@ def choices(isa, m, p):
     if m == 1:
         return {"unroll": (1, 2, 4), "ahead": (0, 1024, 2048, 4096, 8192, 16384), "near": (0, 2, 3)}
     return {"tokens": tuple(t for t in (4, 8, 16) if t <= p), "side": tuple(t for t in (1, 2, 4, 8) if t <= min(p, isa.registers // 4)),
-            "task": (64, 128, 256, 512, 1024), "tasks": (8, 16, 32, 64)}
+            "task": (64, 128, 256, 512, 1024), "tasks": (8, 16, 32, 64), "unpack": (0, 1)}
 
 
 class Acts(NamedTuple):
@@ -126,12 +128,26 @@ def row_tiles(fmt, n, k, plan):
     """Tiles of 16 rows that a task works on, a divisor of all tiles. Decode: 1; prefill: as many as the plan's `task` holds, unless that
     makes too few tasks."""
     tiles = -(-n // ROWS)
-    return 1 if isinstance(plan, Plan) else _divisor(min((plan.task << 10) // plane_bytes(fmt, ROWS, k), tiles // plan.tasks), tiles)
+    if isinstance(plan, Plan):
+        return 1
+    size = unpacked_bytes(fmt, ROWS, k) if unpacks(fmt, plan) else plane_bytes(fmt, ROWS, k)
+    return _divisor(min((plan.task << 10) // size, tiles // plan.tasks), tiles)
 
 
-def emit_tile(fmt: Format, bufs, acts: Acts, tile, token_tile, plan, isa, epilogue):
-    """16 rows (tile `tile`) by acts.p tokens. Calls epilogue(i, row, x) per token i of the tile and register: x are the results of
-    isa.lanes rows, from row `row` of the tile on. Prefill handles the registers of a tile one after the other, decode side by side."""
+def side_of(fmt, plan):
+    """The plan's `side` for a format."""
+    return min(plan.side, 2 if groups(fmt) > 1 else plan.side)
+
+
+def unpacks(fmt, plan):
+    """Whether a weight is unpacked before its products."""
+    return fmt.kind == "int8" and isinstance(plan, PrefillPlan) and bool(plan.unpack)
+
+
+def emit_tile(fmt: Format, weights, acts: Acts, token_tile, plan, isa, epilogue):
+    """16 rows by acts.p tokens. weights: Packed or Unpacked.at. Calls epilogue(i, row, x) per token i of the tile and register: x are the
+    results of isa.lanes rows, from row `row` of the tile on. Prefill handles the registers of a tile one after the other, decode side by
+    side."""
     registers = [r * isa.lanes for r in range(ROWS // isa.lanes)]
     together, tokens = ([registers], 1) if acts.p == 1 else ([[r] for r in registers], plan.tokens)
     emit = {"int8": _emit_int8, "float": _emit_float}[fmt.kind]
@@ -139,7 +155,24 @@ def emit_tile(fmt: Format, bufs, acts: Acts, tile, token_tile, plan, isa, epilog
         tokens = min(tokens, FLOAT_TOKENS)
     for rows in together:
         for first in range(0, acts.p, tokens):
-            emit(fmt, bufs, acts, tile, token_tile, range(first, min(first + tokens, acts.p)), rows, plan, isa, epilogue)
+            emit(fmt, weights, acts, token_tile, range(first, min(first + tokens, acts.p)), rows, plan, isa, epilogue)
+
+
+class Packed(NamedTuple):
+    """A tile of a weight in its planes."""
+    fmt: Format
+    bufs: dict
+    tile: object
+    isa: type
+
+    def load(self, row, b):
+        """The Block of the tile's rows `row`.. ."""
+        return load(self.fmt, self.bufs, self.tile, row, b, self.isa)
+
+    def prefetch(self, b, plan):
+        """Asks for what lies plan.ahead bytes ahead of block b."""
+        for plane in self.fmt.codes:
+            _prefetch(self.bufs[plane], self.tile, b, int(self.bufs[plane].shape[2]), plan)
 
 
 class _Sums:
@@ -165,15 +198,14 @@ def _prefetch(buf, tile, block, size, plan):
         prefetch(buf, tile, block, line, ahead=plan.ahead // width, near=plan.near)
 
 
-def _emit_int8(fmt, bufs, acts, tile, token_tile, tokens, rows, plan, isa, epilogue):
-    count, side = len(rows), 1 if acts.p == 1 else plan.side
+def _emit_int8(fmt, weights, acts, token_tile, tokens, rows, plan, isa, epilogue):
+    count, side = len(rows), 1 if acts.p == 1 else side_of(fmt, plan)
     sums = _Sums(len(tokens) * count, isa.lanes)
 
     def block(b):
         if acts.p == 1:
-            for plane in fmt.codes:
-                _prefetch(bufs[plane], tile, b, int(bufs[plane].shape[2]), plan)
-        blocks = [load(fmt, bufs, tile, row, b, isa) for row in rows]
+            weights.prefetch(b, plan)
+        blocks = [weights.load(row, b) for row in rows]
         for i in range(0, len(tokens), side):
             _emit_dots(fmt, blocks, acts, token_tile, b, tokens[i:i + side], sums, i * count, isa)
 
@@ -212,7 +244,8 @@ def _emit_dots(fmt, blocks, acts, token_tile, b, tokens, sums, first, isa):
             sums.put(first + t * len(blocks) + r, total)
 
 
-def _emit_float(fmt, bufs, acts, tile, token_tile, tokens, rows, plan, isa, epilogue):
+def _emit_float(fmt, weights, acts, token_tile, tokens, rows, plan, isa, epilogue):
+    W, tile = weights.bufs["W"], weights.tile
     lanes, count = isa.lanes, len(rows)
     chains = FLOAT_UNROLL if acts.p == 1 else 1         # independent sums hide the latency of additions
     sums = _Sums(len(tokens) * count * chains, lanes)
@@ -222,7 +255,7 @@ def _emit_float(fmt, bufs, acts, tile, token_tile, tokens, rows, plan, isa, epil
         for c in range(width):
             x = [splat(acts.x[token_tile * acts.p + i, base + c], lanes) for i in tokens]
             for r, row in enumerate(rows):
-                w = read(bufs["W"][tile, base + c, at(row, lanes)], lanes)
+                w = read(W[tile, base + c, at(row, lanes)], lanes)
                 for i, factor in enumerate(x):
                     slot = (i * count + r) * chains + c % chains
                     sums.put(slot, sums.get(slot) + w * factor)
@@ -230,7 +263,7 @@ def _emit_float(fmt, bufs, acts, tile, token_tile, tokens, rows, plan, isa, epil
     whole, rest = divmod(acts.k, FLOAT_UNROLL)
     with T.serial(whole) as b:
         if acts.p == 1:
-            _prefetch(bufs["W"], tile, b * FLOAT_UNROLL, FLOAT_UNROLL * ROWS, plan)
+            _prefetch(W, tile, b * FLOAT_UNROLL, FLOAT_UNROLL * ROWS, plan)
         columns(b * FLOAT_UNROLL, FLOAT_UNROLL)
     columns(whole * FLOAT_UNROLL, rest)
     for i, token in enumerate(tokens):
@@ -252,26 +285,37 @@ def _tasks(fmt, n, k, plan):
 
 def _emit_segment(fmt, n, bufs, bias, residual, Y, acts, state, m, plan, isa):
     held = row_tiles(fmt, n, acts.k, plan)
-    with (T.parallel(_tasks(fmt, n, acts.k, plan)) as task, T.serial(token_tiles(state, m, acts.p)) as token_tile, T.serial(held) as t):
-        tile = T.Bind(task * held + t)
+    with T.parallel(_tasks(fmt, n, acts.k, plan)) as task:
+        unpacked = None
+        if unpacks(fmt, plan):
+            unpacked = Unpacked(fmt, held, acts.k, isa)
+            with T.serial(held) as t:
+                unpacked.emit_fill(bufs, T.Bind(task * held + t), t)
+        with T.serial(token_tiles(state, m, acts.p)) as token_tile, T.serial(held) as t:
+            tile = T.Bind(task * held + t)
+            weights = unpacked.at(t) if unpacked else Packed(fmt, bufs, tile, isa)
+            _emit_results(fmt, n, weights, bias, residual, Y, acts, tile, token_tile, plan, isa)
 
-        def epilogue(i, row, x):
-            token, column = token_tile * acts.p + i, tile * ROWS + row
-            if bias is not None:
-                x = x + _bias(bias, column, n, isa.lanes)
-            if residual is not None:
-                x = residual[token, at(column, isa.lanes)] + x
-            store(Y, x, token, at(column, isa.lanes))
 
-        if acts.p == 1:
-            emit_tile(fmt, bufs, acts, tile, token_tile, plan, isa, epilogue)
-        else:
-            # A loop of its own: LLVM would load the residual's rows, which come from afar, before the products, and keep them on the stack.
-            made = registers(acts.p, ROWS)
-            emit_tile(fmt, bufs, acts, tile, token_tile, plan, isa, lambda i, row, x: store(made, x, i, at(row, isa.lanes)))
-            with T.serial(opaque(T.int32(acts.p))) as i:
-                for row in range(0, ROWS, isa.lanes):
-                    epilogue(i, row, made[i, at(row, isa.lanes)])
+def _emit_results(fmt, n, weights, bias, residual, Y, acts, tile, token_tile, plan, isa):
+    """A tile of rows for a tile of tokens."""
+    def epilogue(i, row, x):
+        token, column = token_tile * acts.p + i, tile * ROWS + row
+        if bias is not None:
+            x = x + _bias(bias, column, n, isa.lanes)
+        if residual is not None:
+            x = residual[token, at(column, isa.lanes)] + x
+        store(Y, x, token, at(column, isa.lanes))
+
+    if acts.p == 1:
+        emit_tile(fmt, weights, acts, token_tile, plan, isa, epilogue)
+        return
+    # A loop of its own: LLVM would load the residual's rows, which come from afar, before the products, and keep them on the stack.
+    made = registers(acts.p, ROWS)
+    emit_tile(fmt, weights, acts, token_tile, plan, isa, lambda i, row, x: store(made, x, i, at(row, isa.lanes)))
+    with T.serial(opaque(T.int32(acts.p))) as i:
+        for row in range(0, ROWS, isa.lanes):
+            epilogue(i, row, made[i, at(row, isa.lanes)])
 
 
 def check_tiles(m, p):

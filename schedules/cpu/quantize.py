@@ -10,11 +10,12 @@ Token m of a chunk lives at [m // P, :, m % P]; KB = columns / 32, MT = ceil(M /
 row 2 those with a zero point, rows 3 to 6 the same for formats with scales per 16 columns: one quantization serves weights of all formats.
 """
 import math
+import operator
 
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.cpu.vector import LANES, at, dtype, f32, i32, reduce, registers, splat, store
+from mlc_amd.schedules.cpu.vector import LANES, at, dtype, f32, i32, join_lanes, reduce, registers, splat, store
 
 BLOCK = 32                      # columns that share a scale
 FIELDS = 8                      # rows of S
@@ -36,11 +37,10 @@ def act_args(m, k, p):
     return T.arg("A", T.buffer(a, "int8")), T.arg("S", T.buffer(s, "float32"))
 
 
-def _amplitude(x):
-    """The largest magnitude of a block's two vectors, a scalar. Magnitudes compare like the integers that their bits are; LLVM's fmax would
-    mind NaNs at each step."""
-    bits = [T.reinterpret(dtype("int32", LANES), v) & i32(0x7FFFFFFF) for v in x]
-    return T.Bind(T.reinterpret("float32", reduce("smax", T.max(*bits))))
+def _magnitudes(x):
+    """The larger magnitude of each lane of a block's two vectors, as int32: they compare like the integers that their bits are, and LLVM's
+    fmax would mind NaNs at each step."""
+    return T.Bind(T.max(*(T.reinterpret(dtype("int32", LANES), v) & i32(0x7FFFFFFF) for v in x)))
 
 
 def _inverse(top, n):
@@ -49,11 +49,10 @@ def _inverse(top, n):
 
 
 def _emit_steps(x, inverse, A, *place):
-    """Stores the two vectors as int8; their sums, two int32."""
-    q = [T.Bind(T.cast(T.nearbyint(v * splat(inverse)), dtype("int32", LANES))) for v in x]
-    for half in range(2):
-        store(A, T.cast(q[half], dtype("int8", LANES)), *place, at(half * LANES))
-    return reduce("add", q[0]), reduce("add", q[1])
+    """Stores a vector as int8, and gives it as int32."""
+    q = T.Bind(T.cast(T.nearbyint(x * splat(inverse)), dtype("int32", LANES)))
+    store(A, T.cast(q, dtype("int8", LANES)), *place)
+    return q
 
 
 def _fields(top, low, high, n):
@@ -68,9 +67,10 @@ def _fields(top, low, high, n):
 def emit_quantize_block(x0, x1, A, S, tile, block, row):
     """Stores one block of one token. x0, x1: float32x16, columns 0..15 and 16..31 of the block; tile = m // P, row = m % P of token m."""
     x = [T.Bind(x0), T.Bind(x1)]
-    top = _amplitude(x)
-    low, high = _emit_steps(x, _inverse(top, 1), A, tile, block, row)
-    for field, value in enumerate(_fields(top, low, high, 1)):
+    top = T.Bind(T.reinterpret("float32", reduce("smax", _magnitudes(x))))
+    inverse = _inverse(top, 1)
+    sums = [reduce("add", _emit_steps(v, inverse, A, tile, block, row, at(half * LANES))) for half, v in enumerate(x)]
+    for field, value in enumerate(_fields(top, *sums, 1)):
         store(S, value, tile, block, field, row)
 
 
@@ -78,17 +78,13 @@ def emit_quantize_tile(load, A, S, tile, block, p):
     """Stores one block of the p tokens of a tile, the same bits as `emit_quantize_block` for each: what is one number for a token is worked
     out for several at once. load(token, c): columns c .. c+15 of the block."""
     n = math.gcd(p, LANES)
-    tops, inverses = registers(p), registers(p)
-    lows, highs = registers(p, kind="int32"), registers(p, kind="int32")
-    with T.serial(p) as token:
-        store(tops, _amplitude([T.Bind(load(token, c)) for c in range(0, BLOCK, LANES)]), token)
-    for first in range(0, p, n):
-        store(inverses, _inverse(T.Bind(tops[at(first, n)]), n), at(first, n))
-    with T.serial(p) as token:
-        sums = _emit_steps([T.Bind(load(token, c)) for c in range(0, BLOCK, LANES)], inverses[token], A, tile, block, token)
-        for buf, value in zip((lows, highs), sums, strict=True):
-            store(buf, value, token)
-    for first in range(0, p, n):
-        own = [T.Bind(buf[at(first, n)]) for buf in (tops, lows, highs)]
-        for field, value in enumerate(_fields(*own, n)):
+    inverses = registers(n)
+    with T.serial(p // n) as i:
+        first = T.Bind(i * n)
+        large = join_lanes(T.max, [_magnitudes([T.Bind(load(first + j, c)) for c in range(0, BLOCK, LANES)]) for j in range(n)])
+        top = T.Bind(T.reinterpret(dtype("float32", n), large))
+        store(inverses, _inverse(top, n), at(0, n))
+        sums = [join_lanes(operator.add, [_emit_steps(load(first + j, c), inverses[j], A, tile, block, first + j, at(c)) for j in range(n)])
+                for c in range(0, BLOCK, LANES)]
+        for field, value in enumerate(_fields(top, *sums, n)):
             store(S, value, tile, block, field, at(first, n))

@@ -127,6 +127,20 @@ def tree_add(x, n=LANES):
     return x
 
 
+def join_lanes(join, vectors, n=LANES):
+    """The lanes of each of some vectors (a power of two) joined by `join`, neighbours first: a vector with a lane for each of them."""
+    def halves(x, count):       # even and odd lanes
+        return (T.Shuffle(x, [T.int32(2 * i + odd) for i in range(count)]) for odd in range(2))
+
+    count = len(vectors)
+    while len(vectors) > 1:
+        vectors = [T.Bind(join(*halves(list(pair), n))) for pair in zip(vectors[::2], vectors[1::2], strict=True)]
+    while n > count:
+        n //= 2
+        vectors = [T.Bind(join(*halves(vectors, n)))]
+    return vectors[0]
+
+
 def exp2(x, n=LANES):
     """2**x, relative error 2e-7, exact for whole x; x is clamped to -126..127 (no infinities, no denormals)."""
     x = T.Bind(T.min(T.max(x, f32(-126.0, n)), f32(127.0, n)))

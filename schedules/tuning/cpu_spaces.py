@@ -29,7 +29,8 @@ def _rows_space(segments, k, m, isa, tasks) -> Space:
         if plan.tokens % plan.side:
             raise ValueError(f"{plan} does not divide its tokens")
         held, count = tasks(plan)
-        tokens = (plan.tokens, plan.side) if whole else min(plan.tokens, linear.FLOAT_TOKENS)
+        sides = tuple(linear.side_of(fmt, plan) for fmt, _ in segments)
+        tokens = (plan.tokens, sides, plan.unpack) if whole else min(plan.tokens, linear.FLOAT_TOKENS)
         return Kernel((tokens, held), count, 1, plan.tokens)
 
     return Space(type(default), linear.choices(isa, m, p), default, decode if m == 1 else prefill)
@@ -65,7 +66,7 @@ def _attention(workload, arch) -> Space:
 
     def prefill(plan) -> Kernel:
         tokens = attention_prefill.tile_tokens(plan, m, group, kv_heads)
-        return Kernel((products(plan, plan.rows), plan.rows, tokens), -(-m // tokens) * kv_heads, 1, plan.rows)
+        return Kernel((products(plan, plan.rows), plan.rows, plan.together, tokens), -(-m // tokens) * kv_heads, 1, plan.rows)
 
     module, kernel = (attention_decode, decode) if m == 1 else (attention_prefill, prefill)
     return Space(module.Plan, module.choices(isa), module.default_plan(isa), kernel)
