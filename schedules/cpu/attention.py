@@ -4,8 +4,14 @@ Both take the rotated queries and the caches that `rope_kv_write.py` wrote, and 
 """
 from tvm import tirx
 
-from mlc_amd.schedules.cpu.attention_decode import attention_decode
-from mlc_amd.schedules.cpu.attention_prefill import attention_prefill
+from mlc_amd.schedules.cpu import attention_decode, attention_prefill
+
+FEW = 4                         # tokens that are too few to convert keys and values for
+
+
+def kernel_module(m):
+    """The module of the kernel for m tokens."""
+    return attention_decode if m <= FEW else attention_prefill
 
 
 def attention(heads, kv_heads, d, ctx, m, p, quantize, isa, name, plan=None) -> tirx.PrimFunc:
@@ -15,6 +21,5 @@ def attention(heads, kv_heads, d, ctx, m, p, quantize, isa, name, plan=None) -> 
     Causal: token i sees the keys 0 .. state[0] + i. plan: of the module that makes the kernel; None: its default. UserError unless 64
     divides ctx and 32 divides d.
     """
-    if m == 1:
-        return attention_decode(heads, kv_heads, d, ctx, quantize, isa, name, plan)
-    return attention_prefill(heads, kv_heads, d, ctx, m, p, quantize, isa, name, plan)
+    emit = attention_decode.attention_decode if kernel_module(m) is attention_decode else attention_prefill.attention_prefill
+    return emit(heads, kv_heads, d, ctx, m, p, quantize, isa, name, plan)

@@ -89,7 +89,7 @@ def _convert(isa, Kc, Vc, keys, values, kv, key0, d):
 def _ask_next(Kc, Vc, kv, key0, step, steps, d):
     """Asks for the share of `step` (of `steps`) in the 64 keys and values from key0 on."""
     each = -(-BLOCK * d // (LINE * steps))
-    for i in range(each):
+    with T.serial(each) as i:
         place = opaque((step * each + i) * LINE)
         prefetch(Kc, kv, key0 // KEYS, 0, place, near=2)
         prefetch(Vc, kv, key0, place, near=2)

@@ -6,7 +6,7 @@ In: a kernel's parameters and its workload. Out (`bounds`): kernels with these p
                   of which the fastest counts
     multiplies    the arithmetic alone, in independent chains, on values that are in registers or the nearest cache: of int8 blocks the dot
                   products, their conversion to float32 and the multiplications by scales; of attention the two products and, for each
-                  vector of scores, a maximum, a difference, 2**x and a sum
+                  vector of scores, a maximum, a difference, 2**x and a sum; of SwiGLU also, for each vector of results, silu(x) times y
 
 They know nothing of shapes: no tails, no unpacking, no masks, no results. They are measured and not looked up, for a machine's rates
 change by the minute where others use it, too.
@@ -18,7 +18,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.cpu.isa import QUADS
 from mlc_amd.schedules.cpu.load import groups, step
 from mlc_amd.schedules.cpu.planes import BLOCK
-from mlc_amd.schedules.cpu.vector import LANES, at, f32, local, pin, prefetch, reduce, splat, store, widen
+from mlc_amd.schedules.cpu.vector import LANES, at, f32, local, pin, prefetch, reduce, silu, splat, store, widen
 from mlc_amd.schedules.formats import lookup
 
 AHEAD = (0, 4096, 8192)         # bytes that `reads` prefetches ahead: which is best depends on the machine
@@ -95,6 +95,8 @@ def multiplies(params, op, args, isa, name) -> tirx.PrimFunc:
             with T.attr(T.int32(0), "pragma_parallel_launch_point", 1):
                 for fmt, n in segments:
                     _emit_weights(lookup(fmt), -(-n // isa.lanes) * args["m"], args["k"], state, acts, sink, isa)
+                if op == "gate_up_swiglu":
+                    _emit_silu(args["n"] // isa.lanes * args["m"] // _chains(isa), state, sink, isa)
     return ir.get()
 
 
@@ -133,6 +135,19 @@ def _emit_scores(work, products, state, sink, isa):
                 store(total, total[at(0, lanes)] + isa.exp2(before - x, lanes), at(0, lanes))
                 store(top, T.max(before, x), at(0, lanes))
         _finish([*scores, *tops, *totals], sink, task, lanes)
+
+
+def _emit_silu(work, state, sink, isa):
+    """`work` times silu(x) * y of a vector for each chain."""
+    lanes, tasks = isa.lanes, max(1, min(TASKS, work // STEPS))
+    with T.parallel(tasks) as task:
+        xs, factor = _start(state, isa)
+        totals = _start(state, isa)[0]
+        with T.serial(work // tasks):
+            _emit_fma(xs, factor, lanes)
+            for x, total in zip(xs, totals, strict=True):
+                store(total, total[at(0, lanes)] + silu(x[at(0, lanes)], isa, lanes), at(0, lanes))
+        _finish([*xs, *totals], sink, task, lanes)
 
 
 def _start(state, isa):

@@ -4,6 +4,7 @@ Norms and the small kernels around attention have none: together they take two t
 """
 
 from mlc_amd.schedules.cpu import attention_decode, attention_prefill, linear
+from mlc_amd.schedules.cpu.attention import kernel_module
 from mlc_amd.schedules.cpu.attention_block import BLOCK as BLOCK_KEYS
 from mlc_amd.schedules.cpu.attention_block import product_blocks
 from mlc_amd.schedules.cpu.planes import BLOCK, ROWS
@@ -62,14 +63,14 @@ def _attention(workload, arch) -> Space:
         return tuple((len(mine), vectors) for cut in cuts for mine, vectors in cut)
 
     def decode(plan) -> Kernel:
-        return Kernel((products(plan, group), plan.ahead and (plan.ahead, plan.near)), kv_heads, 1, plan.ahead)
+        return Kernel((products(plan, m * group), plan.ahead and (plan.ahead, plan.near)), kv_heads, 1, plan.ahead)
 
     def prefill(plan) -> Kernel:
         tokens = attention_prefill.tile_tokens(plan, m, group, kv_heads)
         return Kernel((products(plan, plan.rows), plan.rows, plan.together, tokens), -(-m // tokens) * kv_heads, 1, plan.rows)
 
-    module, kernel = (attention_decode, decode) if m == 1 else (attention_prefill, prefill)
-    return Space(module.Plan, module.choices(isa), module.default_plan(isa), kernel)
+    module = kernel_module(m)
+    return Space(module.Plan, module.choices(isa), module.default_plan(isa), decode if module is attention_decode else prefill)
 
 
 SPACES = {"linear": _linear, "gate_up_swiglu": _gate_up, "attention": _attention}
