@@ -3,10 +3,10 @@
 In: the rotated queries (times log2(e)/sqrt(d)) and the caches of `rope_kv_write.py`, which already hold the chunk's own keys and values.
 Out: the heads' outputs, float32 or int8 blocks, of the live tokens.
 
-A task is one KV head and a tile of tokens; its rows are the tile's tokens times the heads of the group. For each block of 64 keys it
-converts K and V to float32 once, then works through its rows in register blocks of a few rows by as many vectors as fit: scores, softmax,
-outputs. Blocks of keys that no row of a register block may see are skipped. Tasks of later tiles see more keys, so threads take them in
-turns, the longest first.
+A task is one KV head and a tile of tokens; its rows are the tile's tokens times the heads of the group. For each block of 64 keys it works
+through its rows in register blocks of a few rows by as many vectors as fit: scores, softmax, outputs. Meanwhile it asks for the next block.
+Blocks of keys that no row of a register block may see are skipped. Tasks of later tiles see more keys, so threads take them in turns, the
+longest first.
 """
 import math
 from dataclasses import dataclass
@@ -42,26 +42,28 @@ class Plan:
     rows       rows of a register block
     together   register blocks that work on keys, then on softmax, then on values: each of these stays in the nearest cache meanwhile
     registers  sums that are in registers at once
-    most       rows of a task: many share the conversion of K and V to float32
+    convert    1: keys and values become float32 once for all rows; 0: in the products, where a processor does that beside multiplying
+    most       rows of a task: many share the conversion of keys and values, and what is fetched of them
     fewest     rows of a task below which a short chunk is not split up further
     tasks      tasks that a short chunk should make, for all threads to have work
     """
     rows: int
     together: int
     registers: int
+    convert: int
     most: int
     fewest: int
     tasks: int
 
 
 def default_plan(isa):
-    return Plan(rows=isa.rows, together=4, registers=isa.sums, most=192, fewest=48, tasks=32)
+    return Plan(rows=isa.rows, together=4, registers=isa.sums, convert=isa.convert, most=192, fewest=48, tasks=32)
 
 
 def choices(isa):
     """Values of the plan's fields to try, by name."""
-    return {"rows": (2, 3, 4, 6, 8, 12), "together": (1, 2, 4, 8), "registers": accumulator_choices(isa), "most": (48, 96, 192, 384),
-            "fewest": (24, 48, 96), "tasks": (16, 32, 64, 128)}
+    return {"rows": (2, 3, 4, 6, 8, 12), "together": (1, 2, 4, 8), "registers": accumulator_choices(isa), "convert": (0, 1),
+            "most": (48, 96, 192, 384), "fewest": (24, 48, 96), "tasks": (16, 32, 64, 128)}
 
 
 def tile_tokens(plan, m, group, kv_heads):
@@ -77,13 +79,38 @@ def _load_queries(Q, queries, kv, token0, rows, group, d):
         store(queries, Q[token0 + row // group, kv * group + row % group, at(i * LANES)], row, at(i * LANES))
 
 
-def _convert(isa, Kc, Vc, keys, values, kv, key0, d):
-    """64 keys and values to float32: keys [d, 64], values [64, d]."""
-    with T.serial(d) as c:
-        for tile in range(BLOCK // KEYS):
-            store(keys, isa.half(Kc[kv, key0 // KEYS + tile, c, at(0)]), c, at(tile * KEYS))
-    with T.serial(BLOCK) as key, T.serial(d // LANES) as i:
-        store(values, isa.half(Vc[kv, key0 + key, at(i * LANES)]), key, at(i * LANES))
+class _Cached:
+    """The keys and values of a KV head, `lanes` of a block of 64 at a time, as float32 in registers."""
+
+    def __init__(self, isa, plan, Kc, Vc, kv, d):
+        self.isa, self.Kc, self.Vc, self.kv, self.d = isa, Kc, Vc, kv, d
+        self.converted = [scratch(d, BLOCK), scratch(BLOCK, d)] if plan.convert else None
+
+    def emit_block(self, key0):
+        """Goes on to the 64 keys and values from key0 on."""
+        self.key0 = key0
+        if not self.converted:
+            return
+        (keys, values), half = self.converted, self.isa.half
+        with T.serial(self.d) as c:
+            for tile in range(0, BLOCK, KEYS):
+                store(keys, half(self.Kc[self.kv, (key0 + tile) // KEYS, c, at(0)]), c, at(tile))
+        with T.serial(BLOCK) as key, T.serial(self.d // LANES) as i:
+            store(values, half(self.Vc[self.kv, key0 + key, at(i * LANES)]), key, at(i * LANES))
+
+    def keys(self, c, key):
+        """Element c of keys key.. ."""
+        lanes = self.isa.lanes
+        if self.converted:
+            return T.Bind(self.converted[0][c, at(key, lanes)])
+        return self.isa.half(self.Kc[self.kv, (self.key0 + key) // KEYS, c, at(key % KEYS, lanes)], lanes)
+
+    def values(self, key, c):
+        """Elements c.. of a value."""
+        lanes = self.isa.lanes
+        if self.converted:
+            return T.Bind(self.converted[1][key, at(c, lanes)])
+        return self.isa.half(self.Vc[self.kv, self.key0 + key, at(c, lanes)], lanes)
 
 
 def _ask_next(Kc, Vc, kv, key0, step, steps, d):
@@ -138,7 +165,7 @@ def _emit_task(isa, plan, Q, Kc, Vc, result, kv, token0, tokens, position, group
     lanes, block_rows = isa.lanes, plan.rows
     whole = math.lcm(block_rows, LANES)
     padded = -(-tile * group // whole) * whole
-    queries, out, keys, values = (scratch(*shape) for shape in ((padded, d), (padded, d), (d, BLOCK), (BLOCK, d)))
+    queries, out, cached = scratch(padded, d), scratch(padded, d), _Cached(isa, plan, Kc, Vc, kv, d)
     top, total = scratch(padded), scratch(padded, lanes)                   # of the span
     joined = scratch(padded), scratch(padded), scratch(padded, d)           # of all spans so far
     together = plan.together * block_rows
@@ -152,7 +179,7 @@ def _emit_task(isa, plan, Q, Kc, Vc, result, kv, token0, tokens, position, group
         emit_start(top, total, out, padded, d, lanes)
         with T.serial(T.min(blocks - span * SPAN, T.int32(SPAN))) as block:
             key0 = opaque((span * SPAN + block) * BLOCK)
-            _convert(isa, Kc, Vc, keys, values, kv, key0, d)
+            cached.emit_block(key0)
             # Register blocks before `skip` hold only tokens that stand before this block of keys.
             skip = opaque(T.max(key0 - first_key, T.int32(0)) * group // block_rows)
             left = opaque((rows + block_rows - 1) // block_rows - skip)
@@ -165,7 +192,7 @@ def _emit_task(isa, plan, Q, Kc, Vc, result, kv, token0, tokens, position, group
                     _ask_next(Kc, Vc, kv, key0 + BLOCK, (row0 - skip * block_rows) // block_rows, padded // block_rows, d)
                     emit_product(isa, plan.registers, block_rows, BLOCK, d,
                                  left=lambda r, c: queries[row0 + r, c],
-                                 right=lambda c, columns: [T.Bind(keys[c, at(key, lanes)]) for key in columns],
+                                 right=lambda c, columns: [cached.keys(c, key) for key in columns],
                                  start=lambda r, key: f32(0.0, lanes),
                                  finish=lambda r, key, x: store(scores, x, here + r, at(key, lanes)),
                                  needed=opaque(_seen(first_key, row0, group, block_rows, key0)))
@@ -178,7 +205,7 @@ def _emit_task(isa, plan, Q, Kc, Vc, result, kv, token0, tokens, position, group
                     seen = opaque(_seen(first_key, row0, group, block_rows, key0))
                     emit_product(isa, plan.registers, block_rows, d, seen,
                                  left=lambda r, key: scores[here + r, key],
-                                 right=lambda key, columns: [T.Bind(values[key, at(c, lanes)]) for c in columns],
+                                 right=lambda key, columns: [cached.values(key, c) for c in columns],
                                  start=lambda r, c: out[row0 + r, at(c, lanes)] * splat(shrink[here + r], lanes),
                                  finish=lambda r, c, x: store(out, x, row0 + r, at(c, lanes)))
         emit_join_rows(joined, rows, padded, top, total, out, d, lanes)

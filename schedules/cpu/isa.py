@@ -10,7 +10,7 @@ never instantiated:
     tokens         tokens of a prefill tile that suit the register file
     side           tokens whose dot products are worked on in turns, see linear.PrefillPlan
     task           KB of weights of a prefill task, see linear.PrefillPlan
-    rows, sums     rows of prefill attention's register blocks, and registers of sums, see attention_prefill.Plan
+    rows, sums, convert    of prefill attention: rows, registers and convert of attention_prefill.Plan
     ahead          bytes that a decode kernel prefetches ahead of its reads, 0: none
     signed_zero    what `signed` and `lookup` add to signed weights: dot(signed(w), a) = sum(w*a) + signed_zero*sum(a)
     step(top)      registers that `dot` may take in one call when no code exceeds `top` (None: weights from `signed` or `lookup`)
@@ -58,7 +58,7 @@ class Vnni512:
 
     lanes, registers, mcpu = 16, 32, "icelake-server"
     tokens, side, task, ahead = 16, 8, 512, 4096
-    rows, sums = 4, 24
+    rows, sums, convert = 4, 24, 1
     signed_zero = 128
     half, exp2 = staticmethod(widen), staticmethod(exp2_avx512)
 
@@ -95,17 +95,18 @@ class Vnni512:
 
 
 class Zen4(Vnni512):
-    """The same on a Zen 4, which multiplies one vector of 512 bits in a cycle, not two, and loads two scalars to multiply it by."""
+    """The same on a Zen 4, which multiplies one vector of 512 bits in a cycle, not two; beside that it loads two scalars to multiply by, or
+    converts from float16."""
 
     mcpu, task = "znver4", 256
-    rows, sums = 8, 8
+    rows, sums, convert = 8, 8, 0
 
 
 class AvxVnni(Vnni512):
     """AVX-VNNI (or AVX512VL-VNNI): the same instruction on 256 bits."""
 
     lanes, registers, mcpu, side, task = 8, 16, "alderlake", 1, 256
-    rows, sums = 6, 12
+    rows, sums, convert = 6, 12, 1
     exp2 = staticmethod(exp2)
 
 
@@ -114,7 +115,7 @@ class Avx2:
 
     lanes, registers, mcpu = 8, 16, "x86-64-v3"
     tokens, side, task, ahead = 16, 1, 256, 4096
-    rows, sums = 6, 12
+    rows, sums, convert = 6, 12, 1
     signed_zero = 0
     step, half, exp2 = staticmethod(_pairs_step), staticmethod(widen), staticmethod(exp2)
 
@@ -152,7 +153,7 @@ class Portable:
 
     lanes, registers, mcpu = 8, 16, "x86-64-v2"
     tokens, side, task, ahead = 4, 1, 256, 0
-    rows, sums = 6, 12
+    rows, sums, convert = 6, 12, 1
     signed_zero = 0
     step, half, exp2 = staticmethod(_pairs_step), staticmethod(half_bits), staticmethod(exp2)
 
