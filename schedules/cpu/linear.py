@@ -136,7 +136,7 @@ def row_tiles(fmt, n, k, plan):
 
 def side_of(fmt, plan):
     """The plan's `side` for a format."""
-    return min(plan.side, 2 if groups(fmt) > 1 else plan.side)
+    return min(plan.side, 2) if groups(fmt) > 1 else plan.side
 
 
 def unpacks(fmt, plan):
