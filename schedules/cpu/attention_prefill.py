@@ -62,7 +62,7 @@ def default_plan(isa):
 
 def choices(isa):
     """Values of the plan's fields to try, by name."""
-    return {"rows": (2, 3, 4, 6, 8, 12), "together": (1, 2, 4, 8), "registers": accumulator_choices(isa), "convert": (0, 1),
+    return {"rows": (2, 3, 4, 6, 8, 12), "together": (1, 4), "registers": accumulator_choices(isa), "convert": (0, 1),
             "most": (48, 96, 192, 384), "fewest": (24, 48, 96), "tasks": (16, 32, 64, 128)}
 
 
