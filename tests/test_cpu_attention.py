@@ -46,6 +46,8 @@ ATTEND = {
     "decode group 7": Attend(14, 2, 64, 1024, LENGTHS, quantize=True),
     "decode group 8": Attend(8, 1, 32, 1024, LENGTHS),
     "decode group 32": Attend(32, 1, 64, 128, ((99, 1),)),
+    "few group 2": Attend(4, 2, 64, 320, ((0, 4), (61, 4), (250, 2), (316, 4), (63, 1)), 4, 4, True),
+    "few group 7": Attend(7, 1, 96, 576, ((0, 3), (255, 3), (574, 2), (300, 1)), 3),
     "prefill group 1": Attend(2, 2, 128, 192, ((0, 8), (57, 3), (184, 8)), 8, 16, True),
     "prefill group 2": Attend(4, 2, 96, 192, ((0, 16), (63, 15), (64, 1), (176, 16)), 16, 4, True),
     "prefill group 3": Attend(3, 1, 32, 256, ((0, 64), (130, 64), (192, 64), (1, 33)), 64, 8, True),

@@ -4,6 +4,7 @@ The oracle: gguf-py's dequantized weights times the dequantized int8 activations
 """
 import functools
 import os
+from dataclasses import replace
 from typing import NamedTuple
 
 import gguf
@@ -17,8 +18,8 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.schedules.cpu.gate_up import gate_up_swiglu
 from mlc_amd.schedules.cpu.isa import Avx2, AvxVnni, Portable, Vnni512
-from mlc_amd.schedules.cpu.linear import linear
-from mlc_amd.schedules.formats import FORMATS
+from mlc_amd.schedules.cpu.linear import default_plan, linear
+from mlc_amd.schedules.formats import FORMATS, lookup
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")       # before the first kernel call
 
@@ -58,6 +59,12 @@ class Case(NamedTuple):
     p: int = 1
     biases: tuple = (False,)
     residual: bool = False
+    unpack: int = 0         # tiles of tokens from which on weights are unpacked first
+
+    def kernel(self, isa, name):
+        *args, unpack = self
+        plan = default_plan(isa, self.m, self.p, [(lookup(fmt), n) for fmt, n in self.segments], self.k)
+        return linear(*args, isa, name, replace(plan, unpack=unpack) if self.m > 1 else plan)
 
 
 def _cases(isa):
@@ -65,7 +72,7 @@ def _cases(isa):
     for i, name in enumerate(SAMPLE if isa is Portable else INT8):       # Portable compiles slowly
         cases[f"{name}-decode"] = Case(((name, 37),), 512)
         p = min((4, 8, 16)[i % 3], isa.tokens)
-        cases[f"{name}-prefill"] = Case(((name, 48),), 256 if i % 2 else 512, 16, p)
+        cases[f"{name}-prefill"] = Case(((name, 48),), 256 if i % 2 else 512, 16, p, unpack=1)
     for name in FLOAT:
         cases[f"{name}-decode"] = Case(((name, 37),), 102)
         cases[f"{name}-prefill"] = Case(((name, 48),), 102, 16, isa.tokens)
@@ -94,7 +101,7 @@ def library(machine):
     """All kernels of a machine in one module, ready to call; of one that cannot run here only some."""
     isa, mcpu, _ = MACHINES[machine]
     rest = () if machine in RUNNABLE else {f"{name}-{step}" for name in set(INT8) - set(SAMPLE) for step in ("decode", "prefill")}
-    kernels = {n: linear(*case, isa, n.replace("-", "_")) for n, case in _cases(isa).items() if n not in rest}
+    kernels = {n: case.kernel(isa, n.replace("-", "_")) for n, case in _cases(isa).items() if n not in rest}
     for n, (gate, up, m, p, quantize) in SWIGLU.items():
         p = min(p, isa.tokens)
         kernels[f"swiglu-{n}"] = gate_up_swiglu(gate, up, F, SWIGLU_K, m, p, quantize, isa, f"swiglu-{n}".replace("-", "_"))

@@ -35,8 +35,8 @@ def attention(m):
 
 WORKLOADS = {
     "linear decode": linear(1, ("q4_0", 160)), "linear float decode": linear(1, ("f16", 64), k=102),
-    "linear prefill": linear(32, ("q4_k", 4096), ("q6_k", 2048)), "linear float prefill": linear(32, ("bf16", 2048), k=102),
-    "gate_up decode": gate_up(1, "q4_k"), "gate_up prefill": gate_up(32, "q4_0"),
+    "linear prefill": linear(128, ("q4_k", 4096), ("q6_k", 2048)), "linear float prefill": linear(32, ("bf16", 2048), k=102),
+    "gate_up decode": gate_up(1, "q4_k"), "gate_up prefill": gate_up(128, "q4_0"),
     "attention decode": attention(1), "attention prefill": attention(64),
 }  # fmt: skip
 
@@ -51,11 +51,11 @@ def spread(found):
     return list(dict.fromkeys(plans))
 
 
-def filled(param, rng):
-    """An argument of a kernel by its type; scales and caches of moderate size."""
+def filled(param, m, rng):
+    """An argument of a kernel of m tokens, most of which are live, by its type; scales and caches of moderate size."""
     shape, dtype = [int(n) for n in param.shape], str(param.dtype)
     if param.name == "state":
-        return np.array([290, 60, 0, 0], np.int32)
+        return np.array([290, max(1, m - 4), 0, 0], np.int32)
     if dtype.startswith("float"):
         return rng.standard_normal(shape).astype(dtype)
     # bf16 comes as its bits, uint16: small ones, to be finite
@@ -75,7 +75,7 @@ def test_results_do_not_depend_on_the_plan(arch, name):
     assert tvm_ffi.structural_equal(kernels[0], untuned)
     module = build_module({f.attrs["global_symbol"]: f for f in kernels}, target.arch.target)
     rng = np.random.default_rng(5)
-    arrays = [filled(param, rng) for param in untuned.params]
+    arrays = [filled(param, workload.args["m"], rng) for param in untuned.params]
     results = []
     for kernel in kernels:
         arguments = [tvm.runtime.tensor(array) for array in arrays]

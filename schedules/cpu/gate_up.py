@@ -7,31 +7,21 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.linear import (
-    Packed,
     act_params,
     check_tiles,
     default_plan,
     emit_acts,
     emit_planes,
     emit_tile,
+    emit_weights,
     token_tiles,
-    unpacks,
 )
 from mlc_amd.schedules.cpu.planes import BLOCK, ROWS
 from mlc_amd.schedules.cpu.quantize import act_shapes, emit_quantize_tile
-from mlc_amd.schedules.cpu.unpack import Unpacked
 from mlc_amd.schedules.cpu.vector import LANES, at, local, silu, store
 from mlc_amd.schedules.formats import lookup
 
 TILES = BLOCK // ROWS           # tiles of a weight that make a block of the output
-
-
-def _emit_unpacked(fmt, bufs, block, k, isa):
-    """The weights of a block of the output."""
-    unpacked = Unpacked(fmt, TILES, k, isa)
-    with T.serial(TILES) as half:
-        unpacked.emit_fill(bufs, T.Bind(block * TILES + half), half)
-    return unpacked
 
 
 def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, p, quantize, isa, name, plan=None):
@@ -58,25 +48,28 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, p, quantize, isa, name, plan=None)
             Y = T.arg("Y", T.buffer((m, f), "float32"))
         acts = emit_acts(params, p, k)
         with T.parallel(f // BLOCK) as block:
-            kept = [_emit_unpacked(fmt, bufs, block, k, isa) if unpacks(fmt, plan) else None for fmt, bufs in weights]
-            with T.serial(token_tiles(state, m, p)) as token_tile:
-                made = local(2, p, BLOCK)      # gate and up of the block
-                # one weight after the other: its two tiles lie side by side, so that the first one's prefetches serve the second
-                for i, (fmt, bufs) in enumerate(weights):
-                    with T.serial(TILES) as half:
-                        def keep(token, row, x, i=i, half=half):
-                            store(made, x, i, token, at(half * ROWS + row, isa.lanes))
+            tiles = token_tiles(state, m, p)
 
-                        tile = kept[i].at(half) if kept[i] else Packed(fmt, bufs, T.Bind(block * TILES + half), isa)
-                        emit_tile(fmt, tile, acts, token_tile, plan, isa, keep)
-                # Short loops: the processor works on several tokens at once, as far as it looks ahead.
-                with T.serial(p) as token:
-                    for c in range(0, BLOCK, LANES):
-                        store(made, silu(made[0, token, at(c)], isa) * made[1, token, at(c)], 0, token, at(c))
-                if quantize:
-                    emit_quantize_tile(lambda token, c, made=made: made[0, token, at(c)], A, S, token_tile, block, p)
-                else:
+            def emit(sources):
+                with T.serial(tiles) as token_tile:
+                    made = local(2, p, BLOCK)      # gate and up of the block
+                    # one weight after the other: its two tiles lie side by side, so that the first one's prefetches serve the second
+                    for i, ((fmt, _), source) in enumerate(zip(weights, sources, strict=True)):
+                        with T.serial(TILES) as half:
+                            def keep(token, row, x, i=i, half=half):
+                                store(made, x, i, token, at(half * ROWS + row, isa.lanes))
+
+                            emit_tile(fmt, source(half), acts, token_tile, plan, isa, keep)
+                    # Short loops: the processor works on several tokens at once, as far as it looks ahead.
                     with T.serial(p) as token:
                         for c in range(0, BLOCK, LANES):
-                            store(Y, made[0, token, at(c)], token_tile * p + token, at(block * BLOCK + c))
+                            store(made, silu(made[0, token, at(c)], isa) * made[1, token, at(c)], 0, token, at(c))
+                    if quantize:
+                        emit_quantize_tile(lambda token, c: made[0, token, at(c)], A, S, token_tile, block, p)
+                    else:
+                        with T.serial(p) as token:
+                            for c in range(0, BLOCK, LANES):
+                                store(Y, made[0, token, at(c)], token_tile * p + token, at(block * BLOCK + c))
+
+            emit_weights(weights, T.Bind(block * TILES), TILES, k, plan, isa, tiles, emit)
     return ir.get()

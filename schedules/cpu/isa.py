@@ -9,7 +9,7 @@ never instantiated:
     mcpu           an LLVM cpu that has the instructions (any newer one will do)
     tokens         tokens of a prefill tile that suit the register file
     side           tokens whose dot products are worked on in turns, see linear.PrefillPlan
-    task           KB of weights of a prefill task, see linear.PrefillPlan
+    task, unpack   of prefill's linear layers: KB of a task, and tiles of tokens, see linear.PrefillPlan
     rows, sums, convert    of prefill attention: rows, registers and convert of attention_prefill.Plan
     ahead          bytes that a decode kernel prefetches ahead of its reads, 0: none
     signed_zero    what `signed` and `lookup` add to signed weights: dot(signed(w), a) = sum(w*a) + signed_zero*sum(a)
@@ -57,7 +57,7 @@ class Vnni512:
     """AVX512-VNNI (with BW and DQ): vpdpbusd multiplies unsigned by signed bytes and adds four products to each int32 lane."""
 
     lanes, registers, mcpu = 16, 32, "icelake-server"
-    tokens, side, task, ahead = 16, 8, 512, 4096
+    tokens, side, task, unpack, ahead = 16, 8, 512, 4, 4096
     rows, sums, convert = 4, 24, 1
     signed_zero = 128
     half, exp2 = staticmethod(widen), staticmethod(exp2_avx512)
@@ -98,7 +98,7 @@ class Zen4(Vnni512):
     """The same on a Zen 4, which multiplies one vector of 512 bits in a cycle, not two; beside that it loads two scalars to multiply by, or
     converts from float16."""
 
-    mcpu, task = "znver4", 256
+    mcpu, task, unpack = "znver4", 256, 8
     rows, sums, convert = 8, 8, 0
 
 
@@ -114,7 +114,7 @@ class Avx2:
     """AVX2 (and AVX512 without VNNI): vpmaddubsw makes int16 sums of two products; several are added before they widen to int32."""
 
     lanes, registers, mcpu = 8, 16, "x86-64-v3"
-    tokens, side, task, ahead = 16, 1, 256, 4096
+    tokens, side, task, unpack, ahead = 16, 1, 256, 4, 4096
     rows, sums, convert = 6, 12, 1
     signed_zero = 0
     step, half, exp2 = staticmethod(_pairs_step), staticmethod(widen), staticmethod(exp2)
@@ -152,7 +152,7 @@ class Portable:
     """No intrinsics: int16 products of the even and of the odd bytes, for any machine that LLVM knows. Signed weights are a 1-tuple."""
 
     lanes, registers, mcpu = 8, 16, "x86-64-v2"
-    tokens, side, task, ahead = 4, 1, 256, 0
+    tokens, side, task, unpack, ahead = 4, 1, 256, 4, 0
     rows, sums, convert = 6, 12, 1
     signed_zero = 0
     step, half, exp2 = staticmethod(_pairs_step), staticmethod(half_bits), staticmethod(exp2)

@@ -55,7 +55,7 @@ class PrefillPlan:
              multiply-add instructions where the processor does not look far enough ahead; float formats: of no effect; formats with two
              scales a block: at most 2, for they need more registers and have two dot products for each token to begin with
     task     KB of weights of a task, unpacked ones if they are: a share of the L2 cache
-    unpack   1: int8 weights of a task are unpacked once for all its tokens, which pays from a few tiles of tokens on; 0: for each tile
+    unpack   tiles of tokens from which on int8 weights of a task are unpacked once for all of them, and not for each; 0: never
     tasks    fewest tasks, before tasks become smaller than `task`; gate/up: its tasks are always 32 rows of both weights
     """
     tokens: int
@@ -72,7 +72,7 @@ def default_plan(isa, m, p, segments, k):
         # What is asked for beyond a thread's share is in vain: it should be little of all.
         large = sum(plane_bytes(fmt, n, k) for fmt, n in segments) >= LARGE
         return Plan(unroll=1, ahead=isa.ahead * 2 if large else isa.ahead, near=2)
-    return PrefillPlan(tokens=p, side=min(isa.side, p), task=isa.task, tasks=32, unpack=int(m > p))
+    return PrefillPlan(tokens=p, side=min(isa.side, p), task=isa.task, tasks=32, unpack=isa.unpack if m >= isa.unpack * p else 0)
 
 
 def choices(isa, m, p):
@@ -80,7 +80,7 @@ def choices(isa, m, p):
     if m == 1:
         return {"unroll": (1, 2, 4), "ahead": (0, 1024, 2048, 4096, 8192, 16384), "near": (0, 2, 3)}
     return {"tokens": tuple(t for t in (4, 8, 16) if t <= p), "side": tuple(t for t in (1, 2, 4, 8) if t <= min(p, isa.registers // 4)),
-            "task": (64, 128, 256, 512, 1024), "tasks": (8, 16, 32, 64), "unpack": (0, 1)}
+            "task": (64, 128, 256, 512, 1024), "tasks": (8, 16, 32, 64), "unpack": (0, isa.unpack)}
 
 
 class Acts(NamedTuple):
@@ -140,7 +140,7 @@ def side_of(fmt, plan):
 
 
 def unpacks(fmt, plan):
-    """Whether a weight is unpacked before its products."""
+    """Whether a weight may be unpacked before its products."""
     return fmt.kind == "int8" and isinstance(plan, PrefillPlan) and bool(plan.unpack)
 
 
@@ -173,6 +173,20 @@ class Packed(NamedTuple):
         """Asks for what lies plan.ahead bytes ahead of block b."""
         for plane in self.fmt.codes:
             _prefetch(self.bufs[plane], self.tile, b, int(self.bufs[plane].shape[2]), plan)
+
+
+def emit_weights(weights, first, held, k, plan, isa, token_tiles, emit):
+    """Emits a task by emit(tiles), where tiles[i](t) is tile first + t of weights[i] in a form that `emit_tile` takes. weights: [(format,
+    planes)], all unpacked or none; held: how many tiles the task has."""
+    packed = [lambda t, fmt=fmt, bufs=bufs: Packed(fmt, bufs, T.Bind(first + t), isa) for fmt, bufs in weights]
+    if not all(unpacks(fmt, plan) for fmt, _ in weights):
+        emit(packed)
+        return
+    with T.If(token_tiles >= plan.unpack):
+        with T.Then():
+            emit([Unpacked(fmt, bufs, first, held, k, isa).at for fmt, bufs in weights])
+        with T.Else():
+            emit(packed)
 
 
 class _Sums:
@@ -286,15 +300,13 @@ def _tasks(fmt, n, k, plan):
 def _emit_segment(fmt, n, bufs, bias, residual, Y, acts, state, m, plan, isa):
     held = row_tiles(fmt, n, acts.k, plan)
     with T.parallel(_tasks(fmt, n, acts.k, plan)) as task:
-        unpacked = None
-        if unpacks(fmt, plan):
-            unpacked = Unpacked(fmt, held, acts.k, isa)
-            with T.serial(held) as t:
-                unpacked.emit_fill(bufs, T.Bind(task * held + t), t)
-        with T.serial(token_tiles(state, m, acts.p)) as token_tile, T.serial(held) as t:
-            tile = T.Bind(task * held + t)
-            weights = unpacked.at(t) if unpacked else Packed(fmt, bufs, tile, isa)
-            _emit_results(fmt, n, weights, bias, residual, Y, acts, tile, token_tile, plan, isa)
+        tiles, first = token_tiles(state, m, acts.p), T.Bind(task * held)
+
+        def emit(weights):
+            with T.serial(tiles) as token_tile, T.serial(held) as t:
+                _emit_results(fmt, n, weights[0](t), bias, residual, Y, acts, T.Bind(first + t), token_tile, plan, isa)
+
+        emit_weights([(fmt, bufs)], first, held, acts.k, plan, isa, tiles, emit)
 
 
 def _emit_results(fmt, n, weights, bias, residual, Y, acts, tile, token_tile, plan, isa):

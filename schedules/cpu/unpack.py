@@ -24,40 +24,36 @@ def _factors(fmt):
 
 
 class Unpacked:
-    """Room for `tiles` tiles of a weight of k columns."""
+    """`held` tiles of a weight of k columns, from tile `first` on. Emits their unpacking."""
 
-    def __init__(self, fmt, tiles, k, isa):
-        blocks = k // BLOCK
+    def __init__(self, fmt, bufs, first, held, k, isa):
+        lanes, blocks = isa.lanes, k // BLOCK
         self.fmt, self.isa = fmt, isa
-        self.codes = T.alloc_buffer((tiles, blocks, ROWS // isa.lanes, QUADS, 4 * isa.lanes), "uint8", scope="local")
-        self.factors = T.alloc_buffer((tiles, blocks, _factors(fmt), ROWS), "float32", scope="local")
-
-    def emit_fill(self, bufs, tile, place):
-        """Unpacks tile `tile` of the planes to place `place`."""
-        lanes = self.isa.lanes
-        with T.serial(self.codes.shape[1]) as b:
+        self.codes = T.alloc_buffer((held, blocks, ROWS // lanes, QUADS, 4 * lanes), "uint8", scope="local")
+        self.factors = T.alloc_buffer((held, blocks, _factors(fmt), ROWS), "float32", scope="local")
+        with T.serial(held) as t, T.serial(blocks) as b:
             for r in range(ROWS // lanes):
-                block = load(self.fmt, bufs, tile, r * lanes, b, self.isa)
+                block = load(fmt, bufs, first + t, r * lanes, b, isa)
                 for j, weight in enumerate(block.weights):
-                    store(self.codes, self.isa.keep(weight), place, b, r, j, at(0, 4 * lanes))
+                    store(self.codes, isa.keep(weight), t, b, r, j, at(0, 4 * lanes))
                 for i, factor in enumerate([*block.scales, *block.offsets]):
-                    store(self.factors, factor, place, b, i, at(r * lanes, lanes))
+                    store(self.factors, factor, t, b, i, at(r * lanes, lanes))
 
-    def at(self, place):
-        """The tile at `place`."""
-        return _Tile(self, place)
+    def at(self, t):
+        """Tile first + t."""
+        return _Tile(self, t)
 
 
 class _Tile(NamedTuple):
     unpacked: Unpacked
-    place: object
+    t: object
 
     def load(self, row, b):
         """The Block of the tile's rows `row`.. ."""
-        kept, place, fmt, isa = self.unpacked, self.place, self.unpacked.fmt, self.unpacked.isa
+        kept, t, fmt, isa = self.unpacked, self.t, self.unpacked.fmt, self.unpacked.isa
         lanes, parts = isa.lanes, groups(fmt)
-        weights = [T.Bind(kept.codes[place, b, row // lanes, j, at(0, 4 * lanes)]) for j in range(QUADS)]
+        weights = [T.Bind(kept.codes[t, b, row // lanes, j, at(0, 4 * lanes)]) for j in range(QUADS)]
         if fmt.signed or fmt.table:
             weights = [isa.kept(w) for w in weights]
-        found = [T.Bind(kept.factors[place, b, i, at(row, lanes)]) for i in range(_factors(fmt))]
+        found = [T.Bind(kept.factors[t, b, i, at(row, lanes)]) for i in range(_factors(fmt))]
         return Block(weights, found[:parts], found[parts:])
