@@ -154,6 +154,25 @@ def test_attention(arch, name):
             assert (got[live:] == LEFT).all()
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_token_gets_the_same_bits_in_any_chunk(arch):
+    heads, kv_heads, d, ctx, tokens, position = 4, 2, 64, 576, 16, 505
+    isa, target, chunks = resolve(arch).isa, resolve(arch).target, (1, 4, 16)
+    module = build_module({f"chunk_{m}": attention(heads, kv_heads, d, ctx, m, m, False, isa, f"chunk_{m}") for m in chunks}, target)
+    rng = np.random.default_rng(3)
+    q = rng.standard_normal((tokens, heads, d)).astype(np.float32)
+    caches = [tensor(rng.standard_normal(shape).astype(np.float16)) for shape in cache_shapes(kv_heads, ctx, d)]
+    results = []
+    for m in chunks:
+        rows = []
+        for first in range(0, tokens, m):
+            out = tensor(np.zeros((m, heads * d), np.float32))
+            module[f"chunk_{m}"](state(position + first, m), tensor(q[first:first + m]), *caches, out)
+            rows.append(out.numpy())
+        results.append(np.concatenate(rows))
+    assert all(np.array_equal(result, results[0]) for result in results) and np.abs(results[0]).min() > 0
+
+
 def rope_reference(x, cs, neox, rotary, eps, weight):
     """x [tokens, heads, d], cs [tokens, rotary] as in the kernel's table: the rotated heads in float64."""
     x, cs = x.astype(np.float64), cs.astype(np.float64)[:, None]

@@ -142,11 +142,12 @@ def join_lanes(join, vectors, n=LANES):
 
 
 def exp2(x, n=LANES):
-    """2**x, relative error 2e-7, exact for whole x; x is clamped to -126..127 (no infinities, no denormals)."""
+    """2**x, relative error 2e-7, exact for whole x; x is clamped to -126..127 (no infinities, no denormals). The power of the whole part is
+    added to the exponent: a product might become one operation with what is done next, in one kernel and not in another."""
     x = T.Bind(T.min(T.max(x, f32(-126.0, n)), f32(127.0, n)))
     whole = T.Bind(T.floor(x))
-    bits = T.shift_left(T.cast(whole, dtype("int32", n)) + i32(127, n), i32(23, n))
-    return T.Bind(_exp2_of_fraction(T.Bind(x - whole), n) * T.reinterpret(dtype("float32", n), bits))
+    bits = T.reinterpret(dtype("int32", n), T.Bind(_exp2_of_fraction(T.Bind(x - whole), n)))
+    return T.Bind(T.reinterpret(dtype("float32", n), bits + T.shift_left(T.cast(whole, dtype("int32", n)), i32(23, n))))
 
 
 def exp2_avx512(x, n=LANES):
