@@ -1,4 +1,4 @@
-"""Attention on the CPU: the kernel for one token (`attention_decode.py`) or for a chunk of tokens (`attention_prefill.py`).
+"""Attention on the CPU: the kernel for one token or a few (`attention_decode.py`) or for a chunk of tokens (`attention_prefill.py`).
 
 Both take the rotated queries and the caches that `rope_kv_write.py` wrote, and give the heads' outputs, float32 or int8 blocks.
 """
@@ -6,12 +6,13 @@ from tvm import tirx
 
 from mlc_amd.schedules.cpu import attention_decode, attention_prefill
 
-FEW = 4                         # tokens that are too few to convert keys and values for
+FEW = 4                         # tokens that decode's kernel serves, too: too few for tasks of their own
+ROWS = 64                       # ... if tokens times heads of a group are not more, for its products are unrolled
 
 
-def kernel_module(m):
-    """The module of the kernel for m tokens."""
-    return attention_decode if m <= FEW else attention_prefill
+def kernel_module(m, group):
+    """The module of the kernel for m tokens and groups of so many heads."""
+    return attention_decode if m == 1 or m <= FEW and m * group <= ROWS else attention_prefill
 
 
 def attention(heads, kv_heads, d, ctx, m, p, quantize, isa, name, plan=None) -> tirx.PrimFunc:
@@ -21,5 +22,6 @@ def attention(heads, kv_heads, d, ctx, m, p, quantize, isa, name, plan=None) -> 
     Causal: token i sees the keys 0 .. state[0] + i. plan: of the module that makes the kernel; None: its default. UserError unless 64
     divides ctx and 32 divides d.
     """
-    emit = attention_decode.attention_decode if kernel_module(m) is attention_decode else attention_prefill.attention_prefill
+    few = kernel_module(m, heads // kv_heads) is attention_decode
+    emit = attention_decode.attention_decode if few else attention_prefill.attention_prefill
     return emit(heads, kv_heads, d, ctx, m, p, quantize, isa, name, plan)

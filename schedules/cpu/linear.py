@@ -175,14 +175,14 @@ class Packed(NamedTuple):
             _prefetch(self.bufs[plane], self.tile, b, int(self.bufs[plane].shape[2]), plan)
 
 
-def emit_weights(weights, first, held, k, plan, isa, token_tiles, emit):
-    """Emits a task by emit(tiles), where tiles[i](t) is tile first + t of weights[i] in a form that `emit_tile` takes. weights: [(format,
-    planes)], all unpacked or none; held: how many tiles the task has."""
+def emit_weights(weights, first, held, k, plan, isa, tiles, emit):
+    """Emits a task by emit(sources), where sources[i](t) is tile first + t of weights[i] in a form that `emit_tile` takes. weights: [(format,
+    planes)], all of one kind; held: how many tiles of rows the task has; tiles: of tokens."""
     packed = [lambda t, fmt=fmt, bufs=bufs: Packed(fmt, bufs, T.Bind(first + t), isa) for fmt, bufs in weights]
     if not all(unpacks(fmt, plan) for fmt, _ in weights):
         emit(packed)
         return
-    with T.If(token_tiles >= plan.unpack):
+    with T.If(tiles >= plan.unpack):
         with T.Then():
             emit([Unpacked(fmt, bufs, first, held, k, isa).at for fmt, bufs in weights])
         with T.Else():

@@ -45,6 +45,7 @@ class Unpacked:
 
 
 class _Tile(NamedTuple):
+    """One of an Unpacked's tiles."""
     unpacked: Unpacked
     t: object
 

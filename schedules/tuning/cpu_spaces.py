@@ -69,7 +69,7 @@ def _attention(workload, arch) -> Space:
         tokens = attention_prefill.tile_tokens(plan, m, group, kv_heads)
         return Kernel((products(plan, plan.rows), plan.rows, plan.together, plan.convert, tokens), -(-m // tokens) * kv_heads, 1, plan.rows)
 
-    module = kernel_module(m)
+    module = kernel_module(m, group)
     return Space(module.Plan, module.choices(isa), module.default_plan(isa), decode if module is attention_decode else prefill)
 
 
