@@ -12,7 +12,7 @@ ROWS = 64                       # ... if tokens times heads of a group are not m
 
 def kernel_module(m, group):
     """The module of the kernel for m tokens and groups of so many heads."""
-    return attention_decode if m == 1 or m <= FEW and m * group <= ROWS else attention_prefill
+    return attention_decode if m == 1 or (m <= FEW and m * group <= ROWS) else attention_prefill
 
 
 def attention(heads, kv_heads, d, ctx, m, p, quantize, isa, name, plan=None) -> tirx.PrimFunc:

@@ -176,8 +176,10 @@ class Packed(NamedTuple):
 
 
 def emit_weights(weights, first, held, k, plan, isa, tiles, emit):
-    """Emits a task by emit(sources), where sources[i](t) is tile first + t of weights[i] in a form that `emit_tile` takes. weights: [(format,
-    planes)], all of one kind; held: how many tiles of rows the task has; tiles: of tokens."""
+    """Emits a task by emit(sources), where sources[i](t) is tile first + t of weights[i] in a form that `emit_tile` takes.
+
+    weights: [(format, planes)], all of one kind; held: how many tiles of rows the task has; tiles: how many of tokens there are.
+    """
     packed = [lambda t, fmt=fmt, bufs=bufs: Packed(fmt, bufs, T.Bind(first + t), isa) for fmt, bufs in weights]
     if not all(unpacks(fmt, plan) for fmt, _ in weights):
         emit(packed)
