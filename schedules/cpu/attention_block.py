@@ -15,6 +15,7 @@ from mlc_amd.schedules.cpu.vector import LANES, at, exp2, f32, registers, splat,
 
 BLOCK = 64                      # keys between two looks at the maximum
 SPAN = 4                        # blocks of a span
+LINE = 32                       # float16 of the caches in a cache line
 # "Minus infinity" that may be subtracted from itself.
 LOWEST = -1e30
 

@@ -14,6 +14,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.attention_block import (
     BLOCK,
+    LINE,
     SPAN,
     accumulator_choices,
     accumulators,
@@ -29,8 +30,6 @@ from mlc_amd.schedules.cpu.quantize import BLOCK as QUANT
 from mlc_amd.schedules.cpu.quantize import act_args, emit_quantize_block
 from mlc_amd.schedules.cpu.rope_kv_write import KEYS, cache_shapes
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, opaque, prefetch, registers, splat, store
-
-LINE = 32                       # float16 in a cache line
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.attention_block import (
     BLOCK,
+    LINE,
     SPAN,
     accumulator_choices,
     emit_join_rows,
@@ -31,8 +32,6 @@ from mlc_amd.schedules.cpu.quantize import BLOCK as QUANT
 from mlc_amd.schedules.cpu.quantize import act_args, emit_quantize_block, emit_quantize_tile
 from mlc_amd.schedules.cpu.rope_kv_write import KEYS, cache_shapes
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, opaque, prefetch, registers, splat, store
-
-LINE = 32                       # float16 in a cache line
 
 
 @dataclass(frozen=True)

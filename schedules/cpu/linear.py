@@ -55,8 +55,8 @@ class PrefillPlan:
              multiply-add instructions where the processor does not look far enough ahead; float formats: of no effect; formats with two
              scales a block: at most 2, for they need more registers and have two dot products for each token to begin with
     task     KB of weights of a task, unpacked ones if they are: a share of the L2 cache
-    unpack   tiles of tokens from which on int8 weights of a task are unpacked once for all of them, and not for each; 0: never
     tasks    fewest tasks, before tasks become smaller than `task`; gate/up: its tasks are always 32 rows of both weights
+    unpack   tiles of tokens from which on int8 weights of a task are unpacked once for all of them, and not for each; 0: never
     """
     tokens: int
     side: int
@@ -72,7 +72,12 @@ def default_plan(isa, m, p, segments, k):
         # What is asked for beyond a thread's share is in vain: it should be little of all.
         large = sum(plane_bytes(fmt, n, k) for fmt, n in segments) >= LARGE
         return Plan(unroll=1, ahead=isa.ahead * 2 if large else isa.ahead, near=2)
-    return PrefillPlan(tokens=p, side=min(isa.side, p), task=isa.task, tasks=32, unpack=isa.unpack if m >= isa.unpack * p else 0)
+    return PrefillPlan(tokens=p, side=min(isa.side, p), task=isa.task, tasks=32, unpack=_unpack_choices(isa, m, p)[-1])
+
+
+def _unpack_choices(isa, m, p):
+    """Values of PrefillPlan.unpack: never, and, where m tokens are ever enough, the machine's number of tiles."""
+    return (0, isa.unpack) if m >= isa.unpack * p else (0,)
 
 
 def choices(isa, m, p):
@@ -80,7 +85,7 @@ def choices(isa, m, p):
     if m == 1:
         return {"unroll": (1, 2, 4), "ahead": (0, 1024, 2048, 4096, 8192, 16384), "near": (0, 2, 3)}
     return {"tokens": tuple(t for t in (4, 8, 16) if t <= p), "side": tuple(t for t in (1, 2, 4, 8) if t <= min(p, isa.registers // 4)),
-            "task": (64, 128, 256, 512, 1024), "tasks": (8, 16, 32, 64), "unpack": (0, isa.unpack)}
+            "task": (64, 128, 256, 512, 1024), "tasks": (8, 16, 32, 64), "unpack": _unpack_choices(isa, m, p)}
 
 
 class Acts(NamedTuple):
