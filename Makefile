@@ -30,6 +30,7 @@ test: setup drivers lint
 
 lint: setup
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 
 clean:
 	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache

@@ -1,7 +1,8 @@
 """The decoder's operators as Relax operators of our own: `mlc_amd.<name>`, with attributes and type inference.
 
-The models emit the plain ones; the passes rewrite them into fused forms (more inputs or attributes, never other names); each target turns
-them into TensorIR kernels. Every operator takes `state` first: int32[4] = (tokens already in the cache, live tokens of this chunk, 0, 0).
+The models emit the plain ones; the passes rewrite them into fused forms (more inputs or attributes, never other names);
+each target turns them into TensorIR kernels. Every operator takes `state` first: int32[4] = (tokens already in the
+cache, live tokens of this chunk, 0, 0).
 
 Values
     x          float32 [m, k]
@@ -37,7 +38,9 @@ ACT_LAYOUTS = {
     "tiles": _tiles,  # int8 blocks of 32 columns, p tokens side by side: schedules/cpu/quantize.py
     "rows": _rows,  # int8 blocks of 32 columns: schedules/gpu/quantize.py
     "half": lambda m, k: tensor_type((m, k), "float16"),
-    "pairs": lambda m, k: tensor_type((m, k), "float16"),  # blocks of 32 columns in another order: schedules/gpu/pairs.py
+    "pairs": lambda m, k: tensor_type(
+        (m, k), "float16"
+    ),  # blocks of 32 columns in another order: schedules/gpu/pairs.py
 }
 
 
@@ -97,13 +100,28 @@ def _rope_attention(call, bb):
 # name: (type inference, what it computes; arguments after `state`; attributes)
 OPS = {
     "embed": (_embed, "rows of the embedding table: (tokens int32[m], weight); format, vocab, k"),
-    "rms_norm": (_rms_norm, "x / rms(x) * g: (x, g); eps, row: all rows or the last live one, act: layout of the result"),
+    "rms_norm": (
+        _rms_norm,
+        "x / rms(x) * g: (x, g); eps, row: all rows or the last live one, act: layout of the result",
+    ),
     "quantize": (_quantize, "x in the layout act: (x,); act"),
-    "linear": (_linear, "x W^T for each W: (x or act, weights.., biases.., residual?); formats, n, biases, residual, k, m, act (of x)"),
-    "gate_up_swiglu": (_gate_up_swiglu, "silu(x G^T) * (x U^T): (x or act, G, U); formats, n, k, m, act_in (of x), act (result)"),
-    "rope_kv_write": (_rope_kv_write, "head norms if given, RoPE, KV write in place: (q, k, v, [qn, kn], cos_sin, K, V) to (q, K, V)"),
+    "linear": (
+        _linear,
+        "x W^T for each W: (x or act, weights.., biases.., residual?); formats, n, biases, residual, k, m, act (of x)",
+    ),
+    "gate_up_swiglu": (
+        _gate_up_swiglu,
+        "silu(x G^T) * (x U^T): (x or act, G, U); formats, n, k, m, act_in (of x), act (result)",
+    ),
+    "rope_kv_write": (
+        _rope_kv_write,
+        "head norms if given, RoPE, KV write in place: (q, k, v, [qn, kn], cos_sin, K, V) to (q, K, V)",
+    ),
     "attention": (_attention, "causal attention on the cache: (q, K, V, workspace..); act (of the result)"),
-    "rope_attention": (_rope_attention, "both of one token, the cache written in place: (q, k, v, [qn, kn], cos_sin, K, V, workspace..)"),
+    "rope_attention": (
+        _rope_attention,
+        "both of one token, the cache written in place: (q, k, v, [qn, kn], cos_sin, K, V, workspace..)",
+    ),
 }
 
 

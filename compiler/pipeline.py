@@ -32,7 +32,11 @@ from mlc_amd.runtime.host import available_threads
 from mlc_amd.schedules.tuning.database import Lookup
 
 # module and class, imported when asked for: neither target pays for the other
-TARGETS = {"cpu": ("cpu", "CpuTarget"), "rocm": ("rocm_target", "RocmTarget"), "vulkan": ("vulkan_target", "VulkanTarget")}
+TARGETS = {
+    "cpu": ("cpu", "CpuTarget"),
+    "rocm": ("rocm_target", "RocmTarget"),
+    "vulkan": ("vulkan_target", "VulkanTarget"),
+}
 DEFAULT_CONTEXT = 4096  # tokens of KV cache unless asked otherwise: enough to chat, small enough for any machine
 CONTEXT_STEP = 64  # keys that an attention kernel looks at together
 CHUNK_BYTES = 4 << 20  # packed GGUF bytes that one worker repacks at a time
@@ -70,9 +74,9 @@ def compile_model(
 ) -> Summary:
     """Compiles `model` (a GGUFModel or a synthetic one) into the folder `out`.
 
-    `ctx`: KV cache capacity in tokens, default the model's context up to 4096. `weights=False` leaves the matrices out: the manifest lists
-    them, and a device fills them at random. `tuned`: whose tuned plans kernels are built with, of `schedules.tuning.database.MODES`.
-    UserError for whatever the user can change.
+    `ctx`: KV cache capacity in tokens, default the model's context up to 4096. `weights=False` leaves the matrices out:
+    the manifest lists them, and a device fills them at random. `tuned`: whose tuned plans kernels are built with, of
+    `schedules.tuning.database.MODES`. UserError for whatever the user can change.
     """
     progress = progress or (lambda stage, done, total: None)
     clock = _Clock()
@@ -102,7 +106,10 @@ def compile_model(
             "model": dataclasses.asdict(model.config),
             "target": backend.description,
             "context": ctx,
-            "functions": {f.name: {"tokens": f.m, "all_logits": f.all_logits, "launches": plan.functions[f.name]} for f in functions},
+            "functions": {
+                f.name: {"tokens": f.m, "all_logits": f.all_logits, "launches": plan.functions[f.name]}
+                for f in functions
+            },
             "kernels": kernels,
             **libraries,
             "arena_bytes": plan.arena_bytes,
@@ -137,7 +144,8 @@ def make_target(target: str, arch: str):
 class Lowered:
     """A model as calls of kernels, before the kernels are compiled.
 
-    parameters: (kind, name) of each parameter, by function. specs: source tensor to the tensors of the weights file. plan: launches.
+    parameters: (kind, name) of each parameter, by function. specs: source tensor to the tensors of the weights file.
+    plan: launches.
     """
 
     functions: list[FunctionSpec]
@@ -153,7 +161,9 @@ def lower(model, backend, ctx: int) -> Lowered:
     module, parameters = build_module(model, backend, functions, ctx)
     module = backend.select_kernels(fuse(module, backend))
     specs = _weight_specs(model, backend, parameters, ctx)
-    plan = planning.make_plan(module, parameters, {name: [spec.name for spec in planes] for name, planes in specs.items()})
+    plan = planning.make_plan(
+        module, parameters, {name: [spec.name for spec in planes] for name, planes in specs.items()}
+    )
     return Lowered(functions, module, parameters, specs, plan)
 
 
@@ -173,7 +183,10 @@ def capacity(config, ctx: int | None) -> int:
     if ctx < 1:
         raise UserError(f"--ctx must be at least 1, not {ctx}")
     if ctx > config.context:
-        raise UserError(f"--ctx {ctx} is more than the {config.context} tokens this model was made for; use {config.context} or less")
+        raise UserError(
+            f"--ctx {ctx} is more than the {config.context} tokens this model was made for; use {config.context} or "
+            "less"
+        )
     return -(-ctx // CONTEXT_STEP) * CONTEXT_STEP
 
 
@@ -185,7 +198,8 @@ def _functions(backend, ctx: int) -> list[FunctionSpec]:
 
 
 def _io(config, functions: list[FunctionSpec]) -> dict[str, dict]:
-    """The buffers between host and plan. A function uses the first part of `tokens` and `logits` that its size asks for."""
+    """The buffers between host and plan. A function uses the first part of `tokens` and `logits` that its size asks
+    for."""
     longest = max(f.m for f in functions)
     rows = max(f.m if f.all_logits else 1 for f in functions)
     return {
@@ -218,7 +232,8 @@ def _format_counts(model) -> dict[str, dict[str, int]]:
 
 
 def _weight_specs(model, backend, parameters, ctx: int) -> dict[str, list[artifact.TensorSpec]]:
-    """Source tensor (or "rope.table") to the tensors of the weights file that are made of it, in the order of the functions' parameters."""
+    """Source tensor (or "rope.table") to the tensors of the weights file that are made of it, in the order of the
+    functions' parameters."""
     names = dict.fromkeys(name for function in parameters.values() for kind, name in function if kind == "weight")
     specs = {}
     for name in names:
@@ -228,7 +243,9 @@ def _weight_specs(model, backend, parameters, ctx: int) -> dict[str, list[artifa
             specs[name] = [artifact.TensorSpec(name, "float32", (padded(model.tensors[name].shape[0]),))]
         else:
             planes = backend.planes(model.tensors[name].format, *model.tensors[name].shape)
-            specs[name] = [artifact.TensorSpec(f"{name}/{plane}", dtype, shape) for plane, (shape, dtype) in planes.items()]
+            specs[name] = [
+                artifact.TensorSpec(f"{name}/{plane}", dtype, shape) for plane, (shape, dtype) in planes.items()
+            ]
     return specs
 
 
@@ -243,7 +260,11 @@ def _drawn(model, specs: dict[str, list[artifact.TensorSpec]]) -> dict[str, dict
         if _is_matrix(planes):
             kinds = draws(model.tensors[name].format, model.tensors[name].shape[1])
             for spec in planes:
-                listed[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "draw": kinds[spec.name.split("/")[1]]}
+                listed[spec.name] = {
+                    "dtype": spec.dtype,
+                    "shape": list(spec.shape),
+                    "draw": kinds[spec.name.split("/")[1]],
+                }
     return listed
 
 

@@ -38,19 +38,26 @@ def lower(mod: tvm.IRModule) -> tvm.IRModule:
     return tvm.transform.Sequential(passes)(mod)
 
 
-def make_plan(mod: tvm.IRModule, parameters: dict[str, list], tensors: dict[str, list[str]], output: str = "logits") -> Plan:
-    """`parameters`: (kind, name) of each parameter, by function; `tensors`: names in the weights file by weight, one for each plane;
-    `output`: the io name of the returned tensor."""
+def make_plan(
+    mod: tvm.IRModule, parameters: dict[str, list], tensors: dict[str, list[str]], output: str = "logits"
+) -> Plan:
+    """`parameters`: (kind, name) of each parameter, by function; `tensors`: names in the weights file by weight, one
+    for each plane; `output`: the io name of the returned tensor."""
     mod = lower(mod)
     walkers = {name: _Walker(mod[name], parameters[name], tensors, output) for name in parameters}
-    return Plan({name: walker.launches for name, walker in walkers.items()}, max(walker.arena for walker in walkers.values()))
+    return Plan(
+        {name: walker.launches for name, walker in walkers.items()}, max(walker.arena for walker in walkers.values())
+    )
 
 
 class _Walker:
     """One lowered function, binding by binding. `env` maps a variable to its argument form."""
 
     def __init__(self, func, parameters, tensors, output):
-        self.env = {var: self.parameter(var, kind, name, tensors) for var, (kind, name) in zip(func.params, parameters, strict=True)}
+        self.env = {
+            var: self.parameter(var, kind, name, tensors)
+            for var, (kind, name) in zip(func.params, parameters, strict=True)
+        }
         self.output, self.arena, self.launches = output, 0, []
         for block in func.body.blocks:
             for binding in block.bindings:
@@ -88,4 +95,3 @@ class _Walker:
         if name.startswith("relax.memory.kill"):
             return None
         raise AssertionError(f"the lowered graph holds {name}, which a launch plan cannot express")
-

@@ -1,13 +1,18 @@
-"""Turns the vocabulary of a GGUF file into the two files that `runtime/tokenizer.py` and `runtime/chat_template.py` read.
+"""Turns the vocabulary of a GGUF file into the two files that `runtime/tokenizer.py` and `runtime/chat_template.py`
+read.
 
 In:  GGUF metadata as plain Python values (`tokenizer.ggml.*`, `tokenizer.chat_template*`, `general.name`).
-Out: `tokenizer.json`, in the format of the `tokenizers` library (vocabulary, merges, normalizer, pre-tokenizer, added tokens), and
+Out: `tokenizer.json`, in the format of the `tokenizers` library (vocabulary, merges, normalizer, pre-tokenizer, added
+tokens), and
      `tokenizer_config.json`, everything that format has no place for; its keys are listed at `export`.
 
-Token ids equal llama.cpp's (its `llama-vocab.cpp` is the reference for GGUF vocabularies), with three deliberate exceptions:
-- where llama.cpp replaces the Unicode classes of a model's own pre-tokenizer by ASCII ones (tekken, gpt-4o), the model's classes are kept;
+Token ids equal llama.cpp's (its `llama-vocab.cpp` is the reference for GGUF vocabularies), with three deliberate
+exceptions:
+- where llama.cpp replaces the Unicode classes of a model's own pre-tokenizer by ASCII ones (tekken, gpt-4o), the
+model's classes are kept;
 - SentencePiece merges never produce a control, unknown or byte token, so plain text cannot forge one;
-- U+FDD0, a code point that Unicode reserves for a program's internal use, is dropped from text. Added tokens are looked up before it is
+- U+FDD0, a code point that Unicode reserves for a program's internal use, is dropped from text. Added tokens are looked
+up before it is
   dropped, so placing one inside the text of a control token makes that text plain (`Tokenizer.escape`).
 """
 
@@ -49,7 +54,8 @@ class PreTokenizer:
     add_bos: bool = False
 
 
-# The regexes share their parts. A contraction is written out in both cases because (?i:'s) would also match the long s (U+017F).
+# The regexes share their parts. A contraction is written out in both cases because (?i:'s) would also match the long s
+# (U+017F).
 _SUFFIX = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _MARKS_WORD = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
@@ -89,7 +95,9 @@ _QWEN = PreTokenizer((_QWEN2,))
 _LLAMA = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
 _DEEPSEEK = PreTokenizer((r"\p{N}{1,3}", _CJK_KANA, _DEEPSEEK3))
 _GPT4O = PreTokenizer((_cased(r"\p{N}{1,3}", _SUFFIX + "?"),))
-_BAILING = PreTokenizer((_any(r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])", _WORD, r"\p{N}", _SYMBOLS, r"\s*[\r\n]", _TRAILING_SPACE),))
+_BAILING = PreTokenizer(
+    (_any(r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])", _WORD, r"\p{N}", _SYMBOLS, r"\s*[\r\n]", _TRAILING_SPACE),)
+)
 DEFAULT = PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
 
 # `tokenizer.ggml.pre` -> how its text is cut
@@ -115,11 +123,13 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {name: pre for pre, names in _FAMILIES
     "falcon": PreTokenizer((r"[\p{P}$+<=>^~|`]+", _GPT2, r"[0-9][0-9][0-9]")),
 }
 
-# Texts of tokens that end a turn or a text, whatever the metadata says of them, and tokens that a vocabulary uses for something else.
+# Texts of tokens that end a turn or a text, whatever the metadata says of them, and tokens that a vocabulary uses for
+# something else.
 _END_TEXTS = """
-    <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT]
-    [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> [e~[
-    <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
+    <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>
+    <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜>
+    [e~[ <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>
+    <|file_sep|>
 """
 END_TEXTS = frozenset(_END_TEXTS.split())
 NOT_END_TEXTS: tuple[tuple[frozenset[str], str], ...] = (
@@ -140,15 +150,19 @@ def export(metadata: dict[str, object], directory: Path) -> None:
     The keys of `tokenizer_config.json`:
         model: "gpt2" (byte-level BPE) or "llama" (SentencePiece)      pre: the pre-tokenizer's name, None for "llama"
         vocab_size: int    special: {"bos"|"eos"|"eot"|"eom"|"unk"|"pad": {"id": int, "text": str} or None}
-        end_ids: sorted ids that end a generation    add_bos, add_eos: bool    add_space_prefix: bool    fence: the code point of `escape`
+        end_ids: sorted ids that end a generation    add_bos, add_eos: bool    add_space_prefix: bool    fence: the code
+                                                     point of `escape`
         chat_template: str or None    chat_templates: {name: template} of the GGUF's further, named ones
 
-    Raises UserError for a missing or malformed key and for a tokenizer model other than these two; warns (UserWarning) and uses the
-    default pre-tokenizer when `tokenizer.ggml.pre` is missing or unknown.
+    Raises UserError for a missing or malformed key and for a tokenizer model other than these two; warns (UserWarning)
+    and uses the default pre-tokenizer when `tokenizer.ggml.pre` is missing or unknown.
     """
     kind = _get(metadata, "tokenizer.ggml.model", str)
     if kind not in _DEFAULT_IDS:
-        raise UserError(f"tokenizer model '{kind}' is not supported: use a GGUF whose tokenizer.ggml.model is {' or '.join(_DEFAULT_IDS)}")
+        raise UserError(
+            f"tokenizer model '{kind}' is not supported: use a GGUF whose tokenizer.ggml.model is "
+            f"{' or '.join(_DEFAULT_IDS)}"
+        )
     tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(_list(metadata, "tokenizer.ggml.tokens", str))]
     vocab = {text: i for i, text in enumerate(tokens)}
     if len(vocab) != len(tokens):
@@ -176,11 +190,15 @@ def export(metadata: dict[str, object], directory: Path) -> None:
         "add_space_prefix": add_space_prefix,
         "fence": FENCE,
         "chat_template": _get(metadata, "tokenizer.chat_template", str, None),
-        "chat_templates": {key.removeprefix(prefix): _get(metadata, key, str) for key in metadata if key.startswith(prefix)},
+        "chat_templates": {
+            key.removeprefix(prefix): _get(metadata, key, str) for key in metadata if key.startswith(prefix)
+        },
     }
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(config, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 _REQUIRED = object()
@@ -198,7 +216,9 @@ def _get(metadata: dict[str, object], key: str, kind: type, default: object = _R
     return value
 
 
-def _list(metadata: dict[str, object], key: str, kind: type | tuple[type, ...], count: int = 0, default: object = _REQUIRED) -> list:
+def _list(
+    metadata: dict[str, object], key: str, kind: type | tuple[type, ...], count: int = 0, default: object = _REQUIRED
+) -> list:
     """A list of `kind`, one entry for each of `count` tokens where that is given."""
     values = _get(metadata, key, list, default)
     if not all(isinstance(value, kind) for value in values):
@@ -228,13 +248,16 @@ def _pre_tokenizer(metadata: dict[str, object]) -> PreTokenizer:
 
 
 def _byte_level(metadata: dict[str, object], vocab: dict[str, int], pre: PreTokenizer) -> Tokenizer:
-    """Byte-level BPE: text's UTF-8 bytes, written as printable characters, merged in the order of `tokenizer.ggml.merges`."""
+    """Byte-level BPE: text's UTF-8 bytes, written as printable characters, merged in the order of
+    `tokenizer.ggml.merges`."""
     pairs = map(_split_merge, _list(metadata, "tokenizer.ggml.merges", str))
     merges = [(left, right) for left, right in pairs if left in vocab and right in vocab and left + right in vocab]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges))
     tokenizer.normalizer = normalizers.Replace(FENCE, "")
     splits = [pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in pre.splits]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -246,10 +269,13 @@ def _split_merge(merge: str) -> tuple[str, str]:
     return merge[:at], merge[at + 1 :]
 
 
-def _sentencepiece(metadata: dict[str, object], vocab: dict[str, int], types: list[int], add_space_prefix: bool) -> Tokenizer:
+def _sentencepiece(
+    metadata: dict[str, object], vocab: dict[str, int], types: list[int], add_space_prefix: bool
+) -> Tokenizer:
     """SentencePiece BPE: of all neighbours whose concatenation is a token, the one with the best score is merged first.
 
-    As ranked merges: every way to cut a token into two tokens, best score first. A character that is no token becomes its UTF-8 bytes.
+    As ranked merges: every way to cut a token into two tokens, best score first. A character that is no token becomes
+    its UTF-8 bytes.
     """
     scores = _list(metadata, "tokenizer.ggml.scores", (int, float), len(vocab))
     reserved = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.BYTE)
@@ -261,17 +287,22 @@ def _sentencepiece(metadata: dict[str, object], vocab: dict[str, int], types: li
         if text[:at] in pieces and text[at:] in pieces
     )
     unknown = next((text for text, i in vocab.items() if types[i] == TokenType.UNKNOWN), None)
-    model = models.BPE(vocab=vocab, merges=[merge[3:] for merge in merges], unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    model = models.BPE(
+        vocab=vocab, merges=[merge[3:] for merge in merges], unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
     tokenizer = Tokenizer(model)
     space = [normalizers.Prepend("▁")] if add_space_prefix else []
     tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(FENCE, ""), *space, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if add_space_prefix else []
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
     return tokenizer
 
 
 def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int], strip: bool) -> None:
-    """Register the tokens that are matched as whole texts before anything else: control and unknown ones as special, user-defined ones not.
+    """Register the tokens that are matched as whole texts before anything else: control and unknown ones as special,
+    user-defined ones not.
 
     A control token of one character is left out: `Tokenizer.escape` could not make its text plain.
     """
@@ -288,12 +319,15 @@ def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int], strip
 
 
 def _strips_space(metadata: dict[str, object]) -> bool:
-    """Phi-3 drops white space after most of its added tokens; GGUF has no key for that, so llama.cpp too goes by the model's name."""
+    """Phi-3 drops white space after most of its added tokens; GGUF has no key for that, so llama.cpp too goes by the
+    model's name."""
     name = _get(metadata, "general.name", str, "").lower()
     return "phi-3" in name or "phi3" in name
 
 
-def _special(metadata: dict[str, object], tokens: list[str], name: str, default: int | None) -> dict[str, object] | None:
+def _special(
+    metadata: dict[str, object], tokens: list[str], name: str, default: int | None
+) -> dict[str, object] | None:
     key = f"tokenizer.ggml.{_SPECIAL_IDS[name]}_token_id"
     default = default if default is not None and default < len(tokens) else None
     i = _get(metadata, key, int, default)
@@ -307,7 +341,9 @@ def _adds(metadata: dict[str, object], name: str, special: dict[str, dict[str, o
     key = f"tokenizer.ggml.add_{name}_token"
     wanted = _get(metadata, key, bool, default)
     if wanted and special[name] is None:
-        raise UserError(f"the model wants a {name} token ({key}) but tokenizer.ggml.{name}_token_id is not set: {_CONVERT}")
+        raise UserError(
+            f"the model wants a {name} token ({key}) but tokenizer.ggml.{name}_token_id is not set: {_CONVERT}"
+        )
     return wanted
 
 

@@ -1,11 +1,14 @@
-"""The artifact: a folder that holds everything a runtime needs. Written here, read here; the format is documented in dist/README.md.
+"""The artifact: a folder that holds everything a runtime needs. Written here, read here; the format is documented in
+dist/README.md.
 
     manifest.json         what the rest is: model, target, context, plan, KV cache, checksums
     kernels.so            compiled kernels (cpu)
-    weights.safetensors   packed weights, every tensor at a multiple of 64 bytes, mapped and never copied; without weights only vectors
+    weights.safetensors   packed weights, every tensor at a multiple of 64 bytes, mapped and never copied; without
+                          weights only vectors
     tokenizer.json, tokenizer_config.json
 
-Writing goes to a temporary folder beside the destination, renamed when all is there: an interrupted or failed compile leaves nothing.
+Writing goes to a temporary folder beside the destination, renamed when all is there: an interrupted or failed compile
+leaves nothing.
 """
 
 import hashlib
@@ -30,7 +33,15 @@ MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 ALIGN = 64  # bytes: what the kernels' vector loads want
 PAD = "__pad_"  # how the names of tensors begin that only fill gaps
 # safetensors' names
-DTYPES = {"uint8": "U8", "int8": "I8", "float16": "F16", "uint16": "U16", "float32": "F32", "int32": "I32", "uint32": "U32"}
+DTYPES = {
+    "uint8": "U8",
+    "int8": "I8",
+    "float16": "F16",
+    "uint16": "U16",
+    "float32": "F32",
+    "int32": "I32",
+    "uint32": "U32",
+}
 NUMPY = {name: np.dtype(dtype) for dtype, name in DTYPES.items()}
 
 
@@ -60,9 +71,17 @@ class WeightsWriter:
         self.offsets, header, position = {}, {}, 0
         for spec in specs:
             if gap := -position % ALIGN:
-                header[f"{PAD}{len(header)}"] = {"dtype": "U8", "shape": [gap], "data_offsets": [position, position + gap]}
+                header[f"{PAD}{len(header)}"] = {
+                    "dtype": "U8",
+                    "shape": [gap],
+                    "data_offsets": [position, position + gap],
+                }
                 position += gap
-            header[spec.name] = {"dtype": DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [position, position + spec.nbytes]}
+            header[spec.name] = {
+                "dtype": DTYPES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [position, position + spec.nbytes],
+            }
             self.offsets[spec.name] = position
             position += spec.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -76,7 +95,11 @@ class WeightsWriter:
 
     def write(self, name: str, offset: int, data: np.ndarray) -> None:
         """`data`'s bytes to `offset` bytes into tensor `name`; may be called from several threads."""
-        os.pwrite(self.file.fileno(), memoryview(np.ascontiguousarray(data)).cast("B"), self.start + self.offsets[name] + offset)
+        os.pwrite(
+            self.file.fileno(),
+            memoryview(np.ascontiguousarray(data)).cast("B"),
+            self.start + self.offsets[name] + offset,
+        )
 
     def close(self) -> None:
         self.file.close()
@@ -85,8 +108,8 @@ class WeightsWriter:
 class WeightBlock(ABC):
     """All weights as one block of bytes, which devices map or copy.
 
-    header: as in safetensors, {name: {"dtype", "shape", "data_offsets": [begin, end]}}, offsets into the block; every tensor begins at a
-    multiple of 64 bytes.
+    header: as in safetensors, {name: {"dtype", "shape", "data_offsets": [begin, end]}}, offsets into the block; every
+    tensor begins at a multiple of 64 bytes.
     """
 
     def __init__(self, header: dict[str, dict]):
@@ -95,7 +118,9 @@ class WeightBlock(ABC):
     @property
     def places(self) -> dict[str, tuple[int, int]]:
         """Tensor to (offset in the block, bytes)."""
-        found = {name: (begin, end - begin) for name, entry in self.header.items() for begin, end in [entry["data_offsets"]]}
+        found = {
+            name: (begin, end - begin) for name, entry in self.header.items() for begin, end in [entry["data_offsets"]]
+        }
         return {name: place for name, place in found.items() if not name.startswith(PAD)}
 
     @property
@@ -105,7 +130,8 @@ class WeightBlock(ABC):
 
     @abstractmethod
     def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
-        """(offset, uint8 view) of pieces of at most `nbytes` bytes, in ascending order; gaps between tensors may be left out.
+        """(offset, uint8 view) of pieces of at most `nbytes` bytes, in ascending order; gaps between tensors may be
+        left out.
 
         The views are of memory that is shared: to be copied at once, not to be written to.
         """
@@ -118,7 +144,11 @@ class WeightBlock(ABC):
         memory, start = self.block()
         entry = self.header[name]
         begin, end = entry["data_offsets"]
-        return np.frombuffer(memory, np.uint8, end - begin, start + begin).view(NUMPY[entry["dtype"]]).reshape(entry["shape"])
+        return (
+            np.frombuffer(memory, np.uint8, end - begin, start + begin)
+            .view(NUMPY[entry["dtype"]])
+            .reshape(entry["shape"])
+        )
 
     def __contains__(self, name: str) -> bool:
         return name in self.header
@@ -129,7 +159,8 @@ class WeightBlock(ABC):
 
 
 class Weights(WeightBlock):
-    """The mapped weights file: name to numpy array, without copies. Pages are private: the arrays are writable, the file is not changed."""
+    """The mapped weights file: name to numpy array, without copies. Pages are private: the arrays are writable, the
+    file is not changed."""
 
     def __init__(self, path: Path):
         try:
@@ -165,7 +196,8 @@ def sha256(path: Path) -> str:
 
 @contextmanager
 def new_artifact(path: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `path` when the block ends well, and vanishes when it does not. Replaces an older artifact only."""
+    """A temporary folder that becomes `path` when the block ends well, and vanishes when it does not. Replaces an older
+    artifact only."""
     path = Path(path)
     if path.exists() and not (path / MANIFEST).exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists and is not a compiled model; choose another output with -o")
@@ -179,7 +211,9 @@ def new_artifact(path: Path) -> Iterator[Path]:
         temporary.rename(path)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as e:
-        raise UserError(f"cannot write {path}: {e.strerror or e}; free some space or choose another output with -o") from e
+        raise UserError(
+            f"cannot write {path}: {e.strerror or e}; free some space or choose another output with -o"
+        ) from e
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -204,7 +238,8 @@ class Artifact:
 
     @classmethod
     def open(cls, path: str | Path, verify: bool = False) -> "Artifact":
-        """Checks version, presence, sizes and checksums of all files; the weights' checksum only with `verify` (it reads them all).
+        """Checks version, presence, sizes and checksums of all files; the weights' checksum only with `verify` (it
+        reads them all).
 
         UserError when the folder is no artifact, of another version, or damaged.
         """
@@ -215,17 +250,23 @@ class Artifact:
             manifest = json.loads((path / MANIFEST).read_text())
             version, files = manifest["format"], manifest["files"]
         except FileNotFoundError as e:
-            raise UserError(f"{path} is not a compiled model (no {MANIFEST}); make one with: mlc-amd compile MODEL.gguf") from e
+            raise UserError(
+                f"{path} is not a compiled model (no {MANIFEST}); make one with: mlc-amd compile MODEL.gguf"
+            ) from e
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise UserError(f"{path / MANIFEST} is damaged ({e}); compile the model again") from e
         if version != FORMAT_VERSION:
-            raise UserError(f"{path} has artifact format {version}, this version reads {FORMAT_VERSION}; compile the model again")
+            raise UserError(
+                f"{path} has artifact format {version}, this version reads {FORMAT_VERSION}; compile the model again"
+            )
         for name, entry in files.items():
             file = path / name
             if not file.is_file():
                 raise UserError(f"{path}: {name} is missing; compile the model again")
             if file.stat().st_size != entry["bytes"]:
-                raise UserError(f"{file} has {file.stat().st_size} bytes instead of {entry['bytes']}; compile the model again")
+                raise UserError(
+                    f"{file} has {file.stat().st_size} bytes instead of {entry['bytes']}; compile the model again"
+                )
             if (name != WEIGHTS or verify) and sha256(file) != entry["sha256"]:
                 raise UserError(f"{file} is corrupted (checksum differs); compile the model again")
         return cls(path, manifest)
@@ -252,4 +293,6 @@ class Artifact:
 
     @property
     def kv_bytes(self) -> int:
-        return sum(int(np.prod(t["shape"], dtype=np.int64)) * np.dtype(t["dtype"]).itemsize for t in self.manifest["kv"])
+        return sum(
+            int(np.prod(t["shape"], dtype=np.int64)) * np.dtype(t["dtype"]).itemsize for t in self.manifest["kv"]
+        )

@@ -1,8 +1,8 @@
 """A conversation with a model: turns of text in, streamed answers out, nothing computed twice.
 
-The KV cache keeps what was said: a turn renders the whole conversation through the model's chat template, and the engine prefills only
-what its cache does not hold. The messages always say what was shown: an answer that was stopped half-way counts as far as it was read, and
-a turn that failed before its first word leaves no trace.
+The KV cache keeps what was said: a turn renders the whole conversation through the model's chat template, and the
+engine prefills only what its cache does not hold. The messages always say what was shown: an answer that was stopped
+half-way counts as far as it was read, and a turn that failed before its first word leaves no trace.
 """
 
 import json
@@ -17,7 +17,8 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.sampling import Sampling
 
 _FORMAT = 1  # of saved conversations
-# Room that `drop` makes for an answer when nobody said how long it may get: this share of the context, at most so many tokens.
+# Room that `drop` makes for an answer when nobody said how long it may get: this share of the context, at most so many
+# tokens.
 _RESERVE_SHARE, _RESERVE_MOST = 4, 512
 
 
@@ -25,12 +26,16 @@ class Conversation:
     """Messages of the roles system, user and assistant, in order; and an engine that answers them.
 
     system: the system message, None for none. sampling: how answers are chosen (may be replaced between turns).
-    on_full: when the conversation outgrows the context, "error" raises ContextFull, "drop" forgets the oldest turns but never the system
-    message. dropped: how many messages were forgotten so far.
+    on_full: when the conversation outgrows the context, "error" raises ContextFull, "drop" forgets the oldest turns but
+    never the system message. dropped: how many messages were forgotten so far.
     """
 
     def __init__(
-        self, engine: Engine, system: str | None = None, sampling: Sampling | None = None, on_full: Literal["error", "drop"] = "error"
+        self,
+        engine: Engine,
+        system: str | None = None,
+        sampling: Sampling | None = None,
+        on_full: Literal["error", "drop"] = "error",
     ) -> None:
         if on_full not in ("error", "drop"):
             raise UserError(f"on_full is {on_full!r}: it must be error or drop")
@@ -65,10 +70,11 @@ class Conversation:
         self.engine.reset()
 
     def ask(self, text: str, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Iterator[str]:
-        """Adds a user's turn and yields the answer piece by piece; closing the iterator stops it and keeps what was yielded.
+        """Adds a user's turn and yields the answer piece by piece; closing the iterator stops it and keeps what was
+        yielded.
 
-        Raises ContextFull (a UserError) before anything is computed when the conversation does not fit, and UserError for what the template
-        or the engine reject; the conversation is then as before.
+        Raises ContextFull (a UserError) before anything is computed when the conversation does not fit, and UserError
+        for what the template or the engine reject; the conversation is then as before.
         """
         messages, prompt, ids = self._fit([*self.messages, {"role": "user", "content": text}], max_tokens)
         template = self.engine.chat_template
@@ -93,7 +99,9 @@ class Conversation:
         if self.engine.tokenizer.decode(made, continues=True) == shown:
             self._told, self._told_ids = prompt + self.engine.tokenizer.escape(shown), ids + made
 
-    def _fit(self, messages: list[dict[str, str]], max_tokens: int | None) -> tuple[list[dict[str, str]], str, list[int]]:
+    def _fit(
+        self, messages: list[dict[str, str]], max_tokens: int | None
+    ) -> tuple[list[dict[str, str]], str, list[int]]:
         """The messages that are kept, their prompt's text and its ids."""
         context = self.engine.context
         reserve = 1
@@ -110,7 +118,9 @@ class Conversation:
                 if len(ids) < context and not later:
                     return messages, prompt, ids  # alone it fits, with less room for an answer than wished
                 what = "the conversation with this message" if later else "this message"
-                advice = "start over, use --on-full drop or a larger --ctx" if later else "shorten it or use a larger --ctx"
+                advice = (
+                    "start over, use --on-full drop or a larger --ctx" if later else "shorten it or use a larger --ctx"
+                )
                 raise ContextFull(f"{what} is {len(ids)} tokens, the context holds {context}: {advice}")
             messages = messages[:first] + messages[later[0] :]
 
@@ -122,7 +132,8 @@ class Conversation:
     def _encode(self, prompt: str) -> list[int]:
         """Token ids of the rendered conversation, those that were generated as they were generated.
 
-        A model may spell a word in other tokens than the tokenizer would; encoding the text anew would then miss the cache from there on.
+        A model may spell a word in other tokens than the tokenizer would; encoding the text anew would then miss the
+        cache from there on.
         """
         tokenizer = self.engine.tokenizer
         if self._told and prompt.startswith(self._told):
@@ -138,7 +149,9 @@ class Conversation:
         text = json.dumps({"format": _FORMAT, "messages": self.messages}, ensure_ascii=False, indent=1) + "\n"
         temporary = None
         try:
-            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            with tempfile.NamedTemporaryFile(
+                "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+            ) as file:
                 temporary = file.name
                 file.write(text)
                 file.flush()
@@ -150,7 +163,8 @@ class Conversation:
             raise UserError(f"cannot save the conversation to {path}: {error.strerror}; choose another file") from error
 
     def load(self, path: str | Path) -> None:
-        """Replaces the messages, the system message included, by saved ones. UserError when the file is not a saved conversation."""
+        """Replaces the messages, the system message included, by saved ones. UserError when the file is not a saved
+        conversation."""
         path = Path(path).expanduser()
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -169,7 +183,9 @@ def _is_conversation(messages: object) -> bool:
     """A list of messages: perhaps one of the system, then user and assistant in turn, the assistant last."""
     if not isinstance(messages, list):
         return False
-    if not all(isinstance(m, dict) and m.keys() == {"role", "content"} and isinstance(m["content"], str) for m in messages):
+    if not all(
+        isinstance(m, dict) and m.keys() == {"role", "content"} and isinstance(m["content"], str) for m in messages
+    ):
         return False
     roles = [m["role"] for m in messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles

@@ -1,7 +1,8 @@
 """The engine: token ids in, logits or text out, with the KV cache kept between calls.
 
-`tokens` is what the cache holds; everything else follows from it. The plan has functions for one token (decode) and for chunks of several
-sizes (prefill); position and live length go to the kernels in the io buffer `state`, so the same launches serve every step.
+`tokens` is what the cache holds; everything else follows from it. The plan has functions for one token (decode) and for
+chunks of several sizes (prefill); position and live length go to the kernels in the io buffer `state`, so the same
+launches serve every step.
 """
 
 import time
@@ -74,8 +75,11 @@ class Engine:
         self._score = next((f["tokens"], name) for name, f in functions.items() if f["all_logits"])
 
     @classmethod
-    def load(cls, path: str | Path, device: str | None = None, threads: int | None = None, verify: bool = False) -> "Engine":
-        """Loads an artifact folder. `verify` checks the weights' checksum too (reads them all). UserError if it cannot run here."""
+    def load(
+        cls, path: str | Path, device: str | None = None, threads: int | None = None, verify: bool = False
+    ) -> "Engine":
+        """Loads an artifact folder. `verify` checks the weights' checksum too (reads them all). UserError if it cannot
+        run here."""
         if Path(path).suffix == ".gguf":
             raise UserError(f"{path} is not compiled yet; run: mlc-amd compile {path}")
         artifact = Artifact.open(path, verify)
@@ -97,7 +101,8 @@ class Engine:
         del self.tokens[n:]
 
     def match(self, ids: Sequence[int]) -> int:
-        """Truncates the cache to the longest prefix that it shares with `ids` and returns its length; at least one id stays to prefill."""
+        """Truncates the cache to the longest prefix that it shares with `ids` and returns its length; at least one id
+        stays to prefill."""
         limit = min(len(self.tokens), len(ids) - 1)
         n = next((i for i in range(limit) if self.tokens[i] != ids[i]), limit)
         self.truncate(max(n, 0))
@@ -106,7 +111,8 @@ class Engine:
     # ---- logits
 
     def advance(self, ids: Sequence[int]) -> np.ndarray:
-        """Appends `ids` to the cache; float32 [vocab], the logits after the last one, in memory that the next step overwrites.
+        """Appends `ids` to the cache; float32 [vocab], the logits after the last one, in memory that the next step
+        overwrites.
 
         ContextFull leaves the cache as it was.
         """
@@ -135,7 +141,8 @@ class Engine:
         return logits
 
     def time(self, ids: Sequence[int]) -> tuple[str, int, list[tuple[str, float, float]]]:
-        """How long each kernel of the first step of `prefill(ids)` takes: (function, tokens, [(kernel, seconds, gap before it)]).
+        """How long each kernel of the first step of `prefill(ids)` takes: (function, tokens, [(kernel, seconds, gap
+        before it)]).
 
         The cache keeps what it holds, and the position. UserError if the device cannot tell times.
         """
@@ -180,11 +187,16 @@ class Engine:
     # ---- text
 
     def generate(
-        self, ids: Sequence[int], sampling: Sampling | None = None, max_tokens: int | None = None, stop: Sequence[str] = ()
+        self,
+        ids: Sequence[int],
+        sampling: Sampling | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
     ) -> Iterator[Piece]:
         """Continues `ids`, one token at a time; what the cache already holds of them is not computed again.
 
-        Ends at an end token, a stop string (which is not part of the text), `max_tokens`, or a full context; `last.finish` says which.
+        Ends at an end token, a stop string (which is not part of the text), `max_tokens`, or a full context;
+        `last.finish` says which.
         """
         begin = time.perf_counter()
         sampler, decoder = Sampler(sampling or Sampling()), self.tokenizer.stream()
@@ -221,7 +233,8 @@ class Engine:
             yield Piece(recent[-1], text)
 
     def chat(self, message: str | list[dict], **options) -> Iterator[str]:
-        """The answer's text, in pieces. A string is the next turn of the engine's own conversation, a list of messages a new one.
+        """The answer's text, in pieces. A string is the next turn of the engine's own conversation, a list of messages
+        a new one.
 
         `options`: sampling, max_tokens, stop, as in `generate`.
         """

@@ -1,7 +1,8 @@
 """The one exception that a user is meant to read.
 
-Every module raises `UserError` for what the user (not the program) got wrong or must change: the message says in one line what is wrong
-and what to do. `tools/cli.py` prints it on stderr and exits with 1; any other exception is a bug and keeps its traceback under `--debug`.
+Every module raises `UserError` for what the user (not the program) got wrong or must change: the message says in one
+line what is wrong and what to do. `tools/cli.py` prints it on stderr and exits with 1; any other exception is a bug and
+keeps its traceback under `--debug`.
 """
 
 

@@ -14,7 +14,8 @@ def available_threads() -> int:
 
 
 def threads_asked(device: str | None) -> int:
-    """How many threads `--device` asks for where the device is a CPU, all for None. UserError for anything but a positive number."""
+    """How many threads `--device` asks for where the device is a CPU, all for None. UserError for anything but a
+    positive number."""
     if device is None:
         return available_threads()
     if not str(device).isdecimal() or int(device) == 0:
@@ -37,11 +38,15 @@ def cpu_flags() -> frozenset[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    return next((frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith(("flags", "Features"))), frozenset())
+    return next(
+        (frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith(("flags", "Features"))),
+        frozenset(),
+    )
 
 
 def kfd_gpus(topology: Path = TOPOLOGY) -> list[dict]:
-    """The GPUs that the kernel's compute driver shows: `arch` (of the chip itself, whatever is overridden), `node` (render node), `pci`.
+    """The GPUs that the kernel's compute driver shows: `arch` (of the chip itself, whatever is overridden), `node`
+    (render node), `pci`.
 
     Fields of topology/nodes/*/properties: gfx_target_version is major*10000 + minor*100 + stepping, location_id is
     bus<<8 | device<<3 | function.

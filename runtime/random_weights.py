@@ -1,16 +1,18 @@
-"""Random weights for artifacts without weights: measurements need the right shapes and numbers that stay finite, not a model.
+"""Random weights for artifacts without weights: measurements need the right shapes and numbers that stay finite, not a
+model.
 
-In: the manifest's `tensors`, {name: {"dtype", "shape", "draw"}}, and the file with the vectors (norms, biases, the RoPE table). Out:
-`RandomWeights`, which devices use like the weights file. A draw says what a plane is filled with:
+In: the manifest's `tensors`, {name: {"dtype", "shape", "draw"}}, and the file with the vectors (norms, biases, the RoPE
+table). Out: `RandomWeights`, which devices use like the weights file. A draw says what a plane is filled with:
 
     ["bits"]                      every bit at random
     ["integers", low, count]      low .. low + count - 1 evenly; count is a power of two
     ["signs", factor]             factor * +-(0.75 .. 1.25)
     ["normal", deviation]         a normal distribution around 0
 
-Filling gigabytes must take no longer than copying them, so a few blocks are drawn once and repeated, each plane from an offset of its own.
-Blocks have a prime number of 64-byte lines, so that the repetitions in codes and in scales never fall together, nor with a matrix's rows.
-Only the "signs" of a tensor have the same offset: its minimums go with its scales, value by value.
+Filling gigabytes must take no longer than copying them, so a few blocks are drawn once and repeated, each plane from an
+offset of its own. Blocks have a prime number of 64-byte lines, so that the repetitions in codes and in scales never
+fall together, nor with a matrix's rows. Only the "signs" of a tensor have the same offset: its minimums go with its
+scales, value by value.
 """
 
 import functools
@@ -33,7 +35,11 @@ class RandomWeights(WeightBlock):
         for name, entry in matrices.items():
             position += -position % ALIGN
             nbytes = int(np.prod(entry["shape"], dtype=np.int64)) * np.dtype(entry["dtype"]).itemsize
-            header[name] = {"dtype": DTYPES[entry["dtype"]], "shape": entry["shape"], "data_offsets": [position, position + nbytes]}
+            header[name] = {
+                "dtype": DTYPES[entry["dtype"]],
+                "shape": entry["shape"],
+                "data_offsets": [position, position + nbytes],
+            }
             position += nbytes
         super().__init__(header)
         self._vectors, self._matrices = vectors, matrices
@@ -44,7 +50,11 @@ class RandomWeights(WeightBlock):
         for name, entry in self._matrices.items():
             pattern = drawn(entry["dtype"], *entry["draw"])
             at, end = self.header[name]["data_offsets"]
-            source = zlib.crc32((name.split("/")[0] if entry["draw"][0] == "signs" else name).encode()) * ALIGN % pattern.nbytes
+            source = (
+                zlib.crc32((name.split("/")[0] if entry["draw"][0] == "signs" else name).encode())
+                * ALIGN
+                % pattern.nbytes
+            )
             while at < end:
                 count = min(nbytes, end - at, pattern.nbytes - source)
                 yield at, pattern[source : source + count]
@@ -63,7 +73,9 @@ class RandomWeights(WeightBlock):
 @functools.cache
 def drawn(dtype: str, draw: str, *parameters: float) -> np.ndarray:
     """uint8 [bytes], read-only: what a plane of that kind repeats."""
-    rng = np.random.Generator(np.random.SFC64(zlib.crc32(draw.encode())))  # kinds independent, factors of one kind together
+    rng = np.random.Generator(
+        np.random.SFC64(zlib.crc32(draw.encode()))
+    )  # kinds independent, factors of one kind together
     pattern = _DRAWS[draw](rng, np.dtype(dtype), *parameters).view(np.uint8)
     pattern.flags.writeable = False
     return pattern
@@ -84,7 +96,9 @@ def _signs(rng: np.random.Generator, dtype: np.dtype, factor: float) -> np.ndarr
 
 def _normal(rng: np.random.Generator, dtype: np.dtype, deviation: float) -> np.ndarray:
     values = rng.standard_normal(VALUE_LINES * ALIGN // dtype.itemsize, np.float32) * np.float32(deviation)
-    return (values.view(np.uint32) >> 16).astype(dtype) if dtype == np.uint16 else values.astype(dtype)  # bfloat16: a float32's upper half
+    return (
+        (values.view(np.uint32) >> 16).astype(dtype) if dtype == np.uint16 else values.astype(dtype)
+    )  # bfloat16: a float32's upper half
 
 
 _DRAWS = {"bits": _bits, "integers": _integers, "signs": _signs, "normal": _normal}

@@ -1,10 +1,12 @@
 """Chooses the next token: logits in, one token id out.
 
-`Sampling` is what the user sets, `Sampler` is one stream of choices with its own random numbers. The order of the steps is llama.cpp's
-default chain: repetition penalty, top-k, top-p, min-p (the last two on probabilities at temperature 1), then temperature, then one draw. So
-the same numbers mean the same thing there and here. Temperature 0 takes the largest logit (the first of equals) after the penalty.
+`Sampling` is what the user sets, `Sampler` is one stream of choices with its own random numbers. The order of the steps
+is llama.cpp's default chain: repetition penalty, top-k, top-p, min-p (the last two on probabilities at temperature 1),
+then temperature, then one draw. So the same numbers mean the same thing there and here. Temperature 0 takes the largest
+logit (the first of equals) after the penalty.
 
-The vocabulary may have 150 thousand entries and a token may take a millisecond: nothing here sorts more than the candidates kept.
+The vocabulary may have 150 thousand entries and a token may take a millisecond: nothing here sorts more than the
+candidates kept.
 """
 
 import math
@@ -17,7 +19,8 @@ from mlc_amd.runtime.errors import UserError
 
 # How many of the largest logits the top-p search looks at first; multiplied by 8 until they hold enough probability.
 _FIRST_CANDIDATES = 128
-# Below this temperature the draw is the greedy choice, whatever the logits; float32 would overflow instead of saying so.
+# Below this temperature the draw is the greedy choice, whatever the logits; float32 would overflow instead of saying
+# so.
 _COLDEST = 1e-5
 _SLICE = 512
 
@@ -26,13 +29,12 @@ _SLICE = 512
 class Sampling:
     """How to choose tokens; every default means "off", which leaves the greedy choice.
 
-    temperature: logits are divided by it before the draw; 0 (or less than 1e-5) = greedy.
-    top_k: keep the k largest logits; 0 = all.
-    top_p: keep the fewest most probable tokens whose probabilities reach this sum (at least one); 1 = all.
-    min_p: keep tokens at least this fraction as probable as the most probable one; 0 = all.
-    repetition_penalty: positive logits of recent tokens are divided by it, others multiplied (Keskar et al. 2019, CTRL); 1 = off.
-    repetition_window: how many of the last tokens count as recent.
-    seed: start of the random numbers; None = a new one every time.
+    temperature: logits are divided by it before the draw; 0 (or less than 1e-5) = greedy. top_k: keep the k largest
+    logits; 0 = all. top_p: keep the fewest most probable tokens whose probabilities reach this sum (at least one); 1 =
+    all. min_p: keep tokens at least this fraction as probable as the most probable one; 0 = all. repetition_penalty:
+    positive logits of recent tokens are divided by it, others multiplied (Keskar et al. 2019, CTRL); 1 = off.
+    repetition_window: how many of the last tokens count as recent. seed: start of the random numbers; None = a new one
+    every time.
     """
 
     temperature: float = 0.0
@@ -77,21 +79,25 @@ class Sampler:
         s = self.sampling
         best = int(np.argmax(logits))  # the first NaN, if there is one
         if not (np.isfinite(logits[best]) and np.isfinite(logits.min())):
-            raise UserError(f"the model computed a logit that is not a finite number (near token {best}): the model file is damaged")
+            raise UserError(
+                f"the model computed a logit that is not a finite number (near token {best}): the model file is damaged"
+            )
         if s.repetition_penalty != 1.0 and s.repetition_window and len(recent):
             logits = _penalize(logits, recent[-s.repetition_window :], s.repetition_penalty)
             best = int(np.argmax(logits))
         if s.temperature < _COLDEST or s.top_k == 1 or s.top_p == 0.0:
             return best
         ids, kept = self._candidates(logits, logits[best])
-        # Divided after the largest is taken off: exp stays in range however small the temperature. In place: new pages take as long.
+        # Divided after the largest is taken off: exp stays in range however small the temperature. In place: new pages
+        # take as long.
         weights = kept - logits[best]
         weights /= np.float32(s.temperature)
         index = _draw(np.exp(weights, out=weights), self._random.random())
         return index if ids is None else int(ids[index])
 
     def _candidates(self, logits: np.ndarray, largest: float) -> tuple[np.ndarray | None, np.ndarray]:
-        """The tokens left by top-k, top-p and min-p: (ids, their logits), or (None, all logits) when none of the three removes any."""
+        """The tokens left by top-k, top-p and min-p: (ids, their logits), or (None, all logits) when none of the three
+        removes any."""
         s = self.sampling
         ids, kept = None, logits
         if 0 < s.top_k < len(logits):
@@ -107,7 +113,8 @@ class Sampler:
 
 
 def _draw(weights: np.ndarray, uniform: float) -> int:
-    """The index that `uniform` (0 <= uniform < 1) falls on when each index owns a share of the unit line proportional to its weight."""
+    """The index that `uniform` (0 <= uniform < 1) falls on when each index owns a share of the unit line proportional
+    to its weight."""
     # Two levels, a slice and then an index in it: a running sum over a whole vocabulary takes over a millisecond.
     starts = np.arange(0, len(weights), _SLICE)
     slices = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
@@ -131,7 +138,8 @@ def _penalize(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.n
 
 def _largest(logits: np.ndarray, k: int) -> np.ndarray:
     """Indices of the k largest logits, the largest first; equal logits in the order of their indices."""
-    # A first cut without sorting: of the maxima of `columns` disjoint slices, the k-th largest has at least k logits at or above it.
+    # A first cut without sorting: of the maxima of `columns` disjoint slices, the k-th largest has at least k logits at
+    # or above it.
     values, candidates = logits, None
     columns = 8 * k
     if columns * 4 <= len(logits):

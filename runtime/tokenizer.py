@@ -1,9 +1,11 @@
 """Text to token ids and back, for one compiled model.
 
-In:  a directory with `tokenizer.json` and `tokenizer_config.json`, as `mlc_amd.compiler.tokenizer.export` writes them (it documents both).
+In:  a directory with `tokenizer.json` and `tokenizer_config.json`, as `mlc_amd.compiler.tokenizer.export` writes them
+     (it documents both).
 Out: `Tokenizer`: `encode`, `decode`, and `stream`, a decoder for tokens that arrive one at a time.
 
-Decoding works on bytes, not through the `tokenizers` library: a token may hold half a character, and only its bytes join without loss.
+Decoding works on bytes, not through the `tokenizers` library: a token may hold half a character, and only its bytes
+join without loss.
 """
 
 import codecs
@@ -17,7 +19,8 @@ from mlc_amd.runtime.errors import UserError
 
 
 def _byte_characters() -> dict[str, int]:
-    """Character -> byte of byte-level BPE: printable Latin-1 stands for itself, the other bytes for U+0100 and up (GPT-2's encoder.py)."""
+    """Character -> byte of byte-level BPE: printable Latin-1 stands for itself, the other bytes for U+0100 and up
+    (GPT-2's encoder.py)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -28,7 +31,18 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 _KEYS = frozenset(
-    ("model", "vocab_size", "special", "end_ids", "add_bos", "add_eos", "add_space_prefix", "fence", "chat_template", "chat_templates")
+    (
+        "model",
+        "vocab_size",
+        "special",
+        "end_ids",
+        "add_bos",
+        "add_eos",
+        "add_space_prefix",
+        "fence",
+        "chat_template",
+        "chat_templates",
+    )
 )
 
 
@@ -86,15 +100,19 @@ class Tokenizer:
         except Exception as error:  # the library raises nothing narrower than Exception for a missing or malformed file
             raise UserError(f"cannot read {path} ({_one_line(error)}): compile the model again") from error
         if backend.get_vocab_size() != config["vocab_size"]:
-            raise UserError(f"{path} has {backend.get_vocab_size()} tokens, its config {config['vocab_size']}: compile the model again")
+            raise UserError(
+                f"{path} has {backend.get_vocab_size()} tokens, its config {config['vocab_size']}: compile the model "
+                "again"
+            )
         return cls(backend, config)
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of `text`.
 
-        add_special:   put the beginning-of-text token first and the end-of-text token last where the model wants them; never a second one,
-                       so a chat template's own beginning-of-text stays alone.
-        parse_special: texts of control tokens ("<|im_end|>") become these tokens; otherwise they are plain text. User-defined tokens, which
+        add_special:   put the beginning-of-text token first and the end-of-text token last where the model wants them;
+                       never a second one, so a chat template's own beginning-of-text stays alone.
+        parse_special: texts of control tokens ("<|im_end|>") become these tokens; otherwise they are plain text.
+        User-defined tokens, which
                        carry no control meaning, are matched either way.
         """
         try:
@@ -109,9 +127,11 @@ class Tokenizer:
         return ids
 
     def escape(self, text: str) -> str:
-        """`text` such that `encode` with parse_special reads no control token in it, and otherwise the same tokens as before.
+        """`text` such that `encode` with parse_special reads no control token in it, and otherwise the same tokens as
+        before.
 
-        For text from outside that goes into a prompt which has control tokens of its own, as a message in a chat template.
+        For text from outside that goes into a prompt which has control tokens of its own, as a message in a chat
+        template.
         """
         return self._special_start.sub(lambda match: match[0] + self._fence, text)
 
@@ -119,8 +139,8 @@ class Tokenizer:
         """Text of `ids`: the inverse of `encode`. Bytes that are no UTF-8 become U+FFFD.
 
         skip_special: control tokens have no text.
-        continues:    the ids go on from others (a generation after its prompt); otherwise they start a text, and the space that `encode`
-                      puts before a text for some models (`add_space_prefix`) is taken off again.
+        continues:    the ids go on from others (a generation after its prompt); otherwise they start a text, and the
+                      space that `encode` puts before a text for some models (`add_space_prefix`) is taken off again.
         """
         stream = TextStream(self, skip_special, continues)
         return "".join([stream.push(i) for i in ids]) + stream.flush()
@@ -130,14 +150,16 @@ class Tokenizer:
         return TextStream(self, skip_special, continues)
 
     def token_text(self, token: int) -> str:
-        """The token as the vocabulary writes it ("Ġthe", "▁the", "<0x0A>"). Raises UserError for an id outside the vocabulary."""
+        """The token as the vocabulary writes it ("Ġthe", "▁the", "<0x0A>"). Raises UserError for an id outside the
+        vocabulary."""
         text = self._backend.id_to_token(token) if 0 <= token < self.vocab_size else None
         if text is None:
             raise UserError(f"token id {token} is outside the vocabulary: ids go from 0 to {self.vocab_size - 1}")
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """What the token adds to a text, possibly half a character. Raises UserError for an id outside the vocabulary."""
+        """What the token adds to a text, possibly half a character. Raises UserError for an id outside the
+        vocabulary."""
         if token in self._added:
             return self._added[token]
         text = self.token_text(token)
@@ -157,7 +179,8 @@ class Tokenizer:
 
 
 class TextStream:
-    """Decodes ids one at a time: `push(id)` returns the characters that are complete by now, `flush()` what is left at the end.
+    """Decodes ids one at a time: `push(id)` returns the characters that are complete by now, `flush()` what is left at
+    the end.
 
     All pushes and the flush joined are what `decode` gives for the same ids. Half a character waits for its other half.
     """

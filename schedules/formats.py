@@ -1,17 +1,20 @@
 """The weight formats: one line per GGUF tensor type that this project runs, as data.
 
-In: nothing. Out: `FORMATS`, read by everything that packs, decodes or multiplies weights. What a format's planes look like in memory is
-the business of the target (`schedules/cpu/planes.py`), what its GGUF blocks look like that of `compiler/quant/unpack.py`.
+In: nothing. Out: `FORMATS`, read by everything that packs, decodes or multiplies weights. What a format's planes look
+like in memory is the business of the target (`schedules/cpu/planes.py`), what its GGUF blocks look like that of
+`compiler/quant/unpack.py`.
 
 Every int8 format is the same affine map, with the parts that a format lacks left out:
 
     weight = D * S * value - DM * Z        value = code - zero, or table[code]
     weight = D * value + M
 
-`code` is an unsigned integer put together from the bit planes in `codes`, low bits first (q8_0: one signed byte).
-All products are exact in float32 (11 significant bits of D, at most 12 of S and the value together, 24 fit), so only the last addition
-rounds, and every order of evaluation, with fused multiply-add or without, gives the bits that ggml's and gguf-py's references give.
+`code` is an unsigned integer put together from the bit planes in `codes`, low bits first (q8_0: one signed byte). All
+products are exact in float32 (11 significant bits of D, at most 12 of S and the value together, 24 fit), so only the
+last addition rounds, and every order of evaluation, with fused multiply-add or without, gives the bits that ggml's and
+gguf-py's references give.
 """
+
 from dataclasses import dataclass
 
 from mlc_amd.runtime.errors import UserError
@@ -19,23 +22,24 @@ from mlc_amd.runtime.errors import UserError
 # kvalues_iq4nl of ggml-common.h: the 16 values a code of iq4_nl and iq4_xs stands for
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
-PLANE_BITS = {"Q1": 1, "Q2": 2, "Q4": 4, "Q8": 8}     # bits of a code that one plane holds
+PLANE_BITS = {"Q1": 1, "Q2": 2, "Q4": 4, "Q8": 8}  # bits of a code that one plane holds
 
 
 @dataclass(frozen=True)
 class Format:
     """One weight format. See the module's docstring for the meaning of D, S, Z, M and DM."""
-    name: str                       # key in FORMATS: the GGUF type's name in lower case
-    gguf_type: int                  # value of gguf.GGMLQuantizationType
-    block: int                      # columns of a GGUF block: 1, 32 or 256
-    block_bytes: int                # bytes of a GGUF block
-    kind: str                       # "float": multiplied in float32; "int8": multiplied with int8 activations
-    codes: tuple[str, ...]          # bit planes of the code, low bits first; keys of PLANE_BITS
-    zero: int                       # the code that means 0
-    table: tuple[int, ...] | None   # what the codes stand for where that is not code - zero
-    group: int                      # columns that share a scale (int8 formats: 16 or 32)
-    scales: tuple[str, ...]         # scale and minimum planes, in the order in which they are stored
-    dtype: str                      # of S ("" without S); of W for float formats (bf16: its bits as uint16)
+
+    name: str  # key in FORMATS: the GGUF type's name in lower case
+    gguf_type: int  # value of gguf.GGMLQuantizationType
+    block: int  # columns of a GGUF block: 1, 32 or 256
+    block_bytes: int  # bytes of a GGUF block
+    kind: str  # "float": multiplied in float32; "int8": multiplied with int8 activations
+    codes: tuple[str, ...]  # bit planes of the code, low bits first; keys of PLANE_BITS
+    zero: int  # the code that means 0
+    table: tuple[int, ...] | None  # what the codes stand for where that is not code - zero
+    group: int  # columns that share a scale (int8 formats: 16 or 32)
+    scales: tuple[str, ...]  # scale and minimum planes, in the order in which they are stored
+    dtype: str  # of S ("" without S); of W for float formats (bf16: its bits as uint16)
 
     @property
     def signed(self) -> bool:
@@ -53,24 +57,27 @@ class Format:
         return "DM" in self.scales and "Z" not in self.scales
 
 
-FORMATS = {f.name: f for f in (
-    #      name     type block bytes kind     codes         zero table      group scales                   dtype
-    Format("f32",     0,   1,   4, "float", (),             0, None,        1, (),                       "float32"),
-    Format("f16",     1,   1,   2, "float", (),             0, None,        1, (),                       "float16"),
-    Format("bf16",   30,   1,   2, "float", (),             0, None,        1, (),                       "uint16"),
-    Format("q4_0",    2,  32,  18, "int8",  ("Q4",),        8, None,       32, ("D",),                   ""),
-    Format("q4_1",    3,  32,  20, "int8",  ("Q4",),        0, None,       32, ("D", "M"),               ""),
-    Format("q5_0",    6,  32,  22, "int8",  ("Q4", "Q1"),  16, None,       32, ("D",),                   ""),
-    Format("q5_1",    7,  32,  24, "int8",  ("Q4", "Q1"),   0, None,       32, ("D", "M"),               ""),
-    Format("q8_0",    8,  32,  34, "int8",  ("Q8",),        0, None,       32, ("D",),                   ""),
-    Format("q2_k",   10, 256,  84, "int8",  ("Q2",),        0, None,       16, ("D", "S", "DM"),         "uint8"),
-    Format("q3_k",   11, 256, 110, "int8",  ("Q2", "Q1"),   4, None,       16, ("D", "S"),               "int8"),
-    Format("q4_k",   12, 256, 144, "int8",  ("Q4",),        0, None,       32, ("D", "S", "Z", "DM"),    "uint8"),
-    Format("q5_k",   13, 256, 176, "int8",  ("Q4", "Q1"),   0, None,       32, ("D", "S", "Z", "DM"),    "uint8"),
-    Format("q6_k",   14, 256, 210, "int8",  ("Q4", "Q2"),  32, None,       16, ("D", "S"),               "int8"),
-    Format("iq4_nl", 20,  32,  18, "int8",  ("Q4",),        0, IQ4_VALUES, 32, ("D",),                   ""),
-    Format("iq4_xs", 23, 256, 136, "int8",  ("Q4",),        0, IQ4_VALUES, 32, ("D", "S"),               "int8"),
-)}
+FORMATS = {
+    f.name: f
+    for f in (
+        #      name     type block bytes kind     codes         zero table      group scales                   dtype
+        Format("f32", 0, 1, 4, "float", (), 0, None, 1, (), "float32"),
+        Format("f16", 1, 1, 2, "float", (), 0, None, 1, (), "float16"),
+        Format("bf16", 30, 1, 2, "float", (), 0, None, 1, (), "uint16"),
+        Format("q4_0", 2, 32, 18, "int8", ("Q4",), 8, None, 32, ("D",), ""),
+        Format("q4_1", 3, 32, 20, "int8", ("Q4",), 0, None, 32, ("D", "M"), ""),
+        Format("q5_0", 6, 32, 22, "int8", ("Q4", "Q1"), 16, None, 32, ("D",), ""),
+        Format("q5_1", 7, 32, 24, "int8", ("Q4", "Q1"), 0, None, 32, ("D", "M"), ""),
+        Format("q8_0", 8, 32, 34, "int8", ("Q8",), 0, None, 32, ("D",), ""),
+        Format("q2_k", 10, 256, 84, "int8", ("Q2",), 0, None, 16, ("D", "S", "DM"), "uint8"),
+        Format("q3_k", 11, 256, 110, "int8", ("Q2", "Q1"), 4, None, 16, ("D", "S"), "int8"),
+        Format("q4_k", 12, 256, 144, "int8", ("Q4",), 0, None, 32, ("D", "S", "Z", "DM"), "uint8"),
+        Format("q5_k", 13, 256, 176, "int8", ("Q4", "Q1"), 0, None, 32, ("D", "S", "Z", "DM"), "uint8"),
+        Format("q6_k", 14, 256, 210, "int8", ("Q4", "Q2"), 32, None, 16, ("D", "S"), "int8"),
+        Format("iq4_nl", 20, 32, 18, "int8", ("Q4",), 0, IQ4_VALUES, 32, ("D",), ""),
+        Format("iq4_xs", 23, 256, 136, "int8", ("Q4",), 0, IQ4_VALUES, 32, ("D", "S"), "int8"),
+    )
+}
 
 _BY_GGUF_TYPE = {f.gguf_type: f for f in FORMATS.values()}
 

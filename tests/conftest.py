@@ -1,4 +1,5 @@
-"""Shared fixtures: where the optional reference data lies, the bundled model, and models compiled once for all tests."""
+"""Shared fixtures: where the optional reference data lies, the bundled model, and models compiled once for all
+tests."""
 
 import fcntl
 import json
@@ -15,15 +16,19 @@ import pytest
 from mlc_amd.tools import cli, models
 
 REPO = Path(__file__).resolve().parent.parent
-# What Mesa's drivers made of a shader serves all tests, also those with an empty cache of the user's. Mesa makes no folder's parents.
+# What Mesa's drivers made of a shader serves all tests, also those with an empty cache of the user's. Mesa makes no
+# folder's parents.
 SHADERS = REPO / ".pytest_cache" / "mesa"
 SHADERS.mkdir(parents=True, exist_ok=True)
 os.environ.setdefault("MESA_SHADER_CACHE_DIR", str(SHADERS))
 # The files that take longest go first: workers that are done early then have short ones left.
 LONG = (
-    "test_vulkan_models.py", "test_quality.py", "test_vulkan_device.py", "test_vulkan_kernels.py", "test_models.py", "test_cpu_linear.py",
-    "test_tune_cli.py", "test_rocm_models.py", "test_gpu_attention.py", "test_gpu_gemv.py", "test_cli.py", "test_tuning_rpc.py",
-    "test_tuning_attention.py", "test_tuning_kit.py", "test_chat.py", "test_cpu_plans.py", "test_gpu_gemm.py", "test_tuning_search.py",
+    "test_vulkan_models.py", "test_quality.py", "test_vulkan_device.py", "test_vulkan_kernels.py", "test_models.py",
+    "test_cpu_linear.py",
+    "test_tune_cli.py", "test_rocm_models.py", "test_gpu_attention.py", "test_gpu_gemv.py", "test_cli.py",
+    "test_tuning_rpc.py",
+    "test_tuning_attention.py", "test_tuning_kit.py", "test_chat.py", "test_cpu_plans.py", "test_gpu_gemm.py",
+    "test_tuning_search.py",
     "test_tuning_build.py", "test_bench.py", "test_bench_gpu.py",
 )  # fmt: skip
 
@@ -72,7 +77,8 @@ def once(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def compiled(once):
-    """compiled(GGUF path or synthetic spec, ctx) -> artifact folder, for this CPU, in a user's cache that holds nothing else.
+    """compiled(GGUF path or synthetic spec, ctx) -> artifact folder, for this CPU, in a user's cache that holds nothing
+    else.
 
     Each is compiled once a run. Not to be changed by tests.
     """
@@ -92,13 +98,27 @@ def compiled(once):
 
 @pytest.fixture(scope="session")
 def first_chat(once) -> tuple[subprocess.CompletedProcess, Path]:
-    """A user's first chat without naming a model, a process that compiles the bundled one; and the folder of the user's caches after it."""
+    """A user's first chat without naming a model, a process that compiles the bundled one; and the folder of the user's
+    caches after it."""
 
     def chat(out: Path) -> None:
         out.mkdir(exist_ok=True)
-        command = [str(Path(sys.executable).with_name("mlc-amd")), "chat", "--prompt", "What does os.path.join do?", "-n", "8"]
-        environment = os.environ | {"XDG_CACHE_HOME": str(out / "cache"), "XDG_STATE_HOME": str(out / "state"), "COLUMNS": "100"}
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        command = [
+            str(Path(sys.executable).with_name("mlc-amd")),
+            "chat",
+            "--prompt",
+            "What does os.path.join do?",
+            "-n",
+            "8",
+        ]
+        environment = os.environ | {
+            "XDG_CACHE_HOME": str(out / "cache"),
+            "XDG_STATE_HOME": str(out / "state"),
+            "COLUMNS": "100",
+        }
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, env=environment, capture_output=True, text=True, timeout=240, check=False
+        )
         (out / "process.json").write_text(json.dumps([command, done.returncode, done.stdout, done.stderr]))
 
     made = once("first chat", chat)

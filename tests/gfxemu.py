@@ -1,8 +1,10 @@
-"""Runs compiled GPU kernels without a GPU, in an emulator of AMD's instruction sets (gfx11, gfx12, and gfx90a, gfx942, gfx950).
+"""Runs compiled GPU kernels without a GPU, in an emulator of AMD's instruction sets (gfx11, gfx12, and gfx90a, gfx942,
+gfx950).
 
-`emulate` skips the test where the emulator is not there. It consists of `run_hsaco.py` (folder in GFXEMU, default ../shared/tools/gfxemu)
-and a source checkout of tinygrad (TINYGRAD_SRC), whose emulator it drives; a program named clang must be on PATH. Corrections to
-tinygrad a9069c177 that run_hsaco.py lacks are made here; each states what hardware does.
+`emulate` skips the test where the emulator is not there. It consists of `run_hsaco.py` (folder in GFXEMU, default
+../shared/tools/gfxemu) and a source checkout of tinygrad (TINYGRAD_SRC), whose emulator it drives; a program named
+clang must be on PATH. Corrections to tinygrad a9069c177 that run_hsaco.py lacks are made here; each states what
+hardware does.
 """
 
 import inspect
@@ -17,7 +19,9 @@ import numpy as np
 import pytest
 
 FOLDER = Path(os.environ.get("GFXEMU", Path(__file__).resolve().parent.parent.parent / "shared" / "tools" / "gfxemu"))
-SNAPSHOT = 6  # the emulator's buffers are numbered 0..5, 1 the vector registers; here: their copy from before the instruction
+SNAPSHOT = (
+    6  # the emulator's buffers are numbered 0..5, 1 the vector registers; here: their copy from before the instruction
+)
 ACTIVE = "isinstance(inst, (irc.VOP1, irc.VOP1_DPP16, irc.VOP2, irc.VOP2_DPP16))"
 
 # function of the emulator: (its text, what it should say)
@@ -26,7 +30,8 @@ CORRECTIONS = {
     "_load_dpp16_src0": [
         (
             "swizzled = ctx.rvgpr_dyn(ctx.inst_field(type(inst).vsrc0), safe_src_lane)",
-            "swizzled = UOp.param(6, dtypes.uint32, (256 * ctx.wave_size,)).index(ctx.inst_field(type(inst).vsrc0).cast(dtypes.int)"
+            "swizzled = UOp.param(6, dtypes.uint32, (256 * "
+            "ctx.wave_size,)).index(ctx.inst_field(type(inst).vsrc0).cast(dtypes.int)"
             " * _c(ctx.wave_size, dtypes.int) + safe_src_lane).load()",
         )
     ],
@@ -42,7 +47,8 @@ CORRECTIONS = {
     "_compile_mfma": [
         (
             "return exp.eq(_c(0)).where(_c(0), f32_bits)",
-            "return exp.eq(_c(0)).where((sign << _c(31)) | (mant.cast(dtypes.float32) * UOp.const(2.0**-24, dtypes.float32))"
+            "return exp.eq(_c(0)).where((sign << _c(31)) | (mant.cast(dtypes.float32) * UOp.const(2.0**-24, "
+            "dtypes.float32))"
             ".bitcast(dtypes.uint32), f32_bits)",
         ),
         (
@@ -120,9 +126,10 @@ def _correct(emu):
 
 
 def emulate(module, function: str, arrays: dict[str, np.ndarray], wave_order="rev", groups=None):
-    """Runs a PrimFunc of an HsacoModule. arrays: by parameter name, contiguous, outputs are written in place. LDS, registers and scratch
-    start as garbage. wave_order: "fwd", "rev" or a seed, the order of a workgroup's waves between barriers; groups: (x, y, z) of the only
-    workgroups to run. Returns the launches' results (total, by_mnemonic). Fails if LDS operations are not waited for at a barrier."""
+    """Runs a PrimFunc of an HsacoModule. arrays: by parameter name, contiguous, outputs are written in place. LDS,
+    registers and scratch start as garbage. wave_order: "fwd", "rev" or a seed, the order of a workgroup's waves between
+    barriers; groups: (x, y, z) of the only workgroups to run. Returns the launches' results (total, by_mnemonic). Fails
+    if LDS operations are not waited for at a barrier."""
     run_hsaco = load()
     called = module.functions[function]
     for name in called.params:
@@ -131,6 +138,8 @@ def emulate(module, function: str, arrays: dict[str, np.ndarray], wave_order="re
     code, results = run_hsaco.CodeObject(module.hsaco), []
     for step in called.launches:
         args = [buffers[i] for i in step.args]
-        results.append(run_hsaco.launch(code, step.symbol, step.grid, step.block, args, wave_order=wave_order, groups=groups))
+        results.append(
+            run_hsaco.launch(code, step.symbol, step.grid, step.block, args, wave_order=wave_order, groups=groups)
+        )
         assert not results[-1].hazards, f"{step.symbol}: {results[-1].hazards}"
     return results

@@ -1,9 +1,11 @@
-"""A stand-in for AMD's `rocm.bindings.hip`, for machines without a GPU: it computes, records, and watches over order and lifetimes.
+"""A stand-in for AMD's `rocm.bindings.hip`, for machines without a GPU: it computes, records, and watches over order
+and lifetimes.
 
-Device memory is host memory with real addresses. Kernels are Python functions, `kernels[symbol] = (number of arguments, function)`; the
-function gets, for each pointer, the bytes from there to the end of its allocation as a writable numpy array. As on a GPU, nothing happens
-when it is enqueued: copies, fills, launches and replays run when the stream or an event is waited for, so a host buffer that is changed or
-freed too early shows. `calls` lists every call's name; a wrong use is an AssertionError.
+Device memory is host memory with real addresses. Kernels are Python functions, `kernels[symbol] = (number of arguments,
+function)`; the function gets, for each pointer, the bytes from there to the end of its allocation as a writable numpy
+array. As on a GPU, nothing happens when it is enqueued: copies, fills, launches and replays run when the stream or an
+event is waited for, so a host buffer that is changed or freed too early shows. `calls` lists every call's name; a wrong
+use is an AssertionError.
 """
 
 import ctypes
@@ -48,16 +50,19 @@ class Handle:
 
 
 class Recorder:
-    """gpus: dicts of properties that differ from the default's. memory: bytes that allocations may use. fail: {call: error's name}.
+    """gpus: dicts of properties that differ from the default's. memory: bytes that allocations may use. fail: {call:
+    error's name}.
 
-    before_replay(count, arrays of the first launch's arguments) is called before the count-th replay of a graph, to imitate a broken
-    driver; if it returns False, the replay does nothing.
+    before_replay(count, arrays of the first launch's arguments) is called before the count-th replay of a graph, to
+    imitate a broken driver; if it returns False, the replay does nothing.
     """
 
     hipError_t, hipMemcpyKind, hipStreamCaptureMode = hipError_t, hipMemcpyKind, hipStreamCaptureMode
     hipStreamNonBlocking, hipEventDisableTiming, hipHostMallocMapped, hipHostMallocNonCoherent = 1, 2, 2, -(1 << 31)
 
-    def __init__(self, kernels: dict[str, tuple[int, Callable]], gpus=({},), memory: int = GIB, fail=None, before_replay=None):
+    def __init__(
+        self, kernels: dict[str, tuple[int, Callable]], gpus=({},), memory: int = GIB, fail=None, before_replay=None
+    ):
         default = {"name": b"Radeon", "gcnArchName": b"gfx1100", "totalGlobalMem": memory, "integrated": 0}
         default |= {"pciDomainID": 0, "pciBusID": 3, "pciDeviceID": 0}
         self.kernels, self.gpus = kernels, [default | gpu for gpu in gpus]
@@ -112,7 +117,11 @@ class Recorder:
         return *OK, array.ctypes.data
 
     def hipMalloc(self, nbytes):
-        return self._new(nbytes, "device") if self.used("device") + nbytes <= self.memory else (hipError_t.hipErrorOutOfMemory, None)
+        return (
+            self._new(nbytes, "device")
+            if self.used("device") + nbytes <= self.memory
+            else (hipError_t.hipErrorOutOfMemory, None)
+        )
 
     def hipHostMalloc(self, nbytes, flags):
         assert flags in (0, 0x80000002)
@@ -216,7 +225,11 @@ class Recorder:
 
     def hipModuleGetFunction(self, module, symbol):
         name = symbol.decode()
-        return (*OK, self._handle("function", module=module, symbol=name)) if name in self.kernels else (hipError_t.hipErrorNotFound, None)
+        return (
+            (*OK, self._handle("function", module=module, symbol=name))
+            if name in self.kernels
+            else (hipError_t.hipErrorNotFound, None)
+        )
 
     def hipModuleLaunchKernel(self, function, gx, gy, gz, bx, by, bz, shared, stream, params, extra):
         assert function.module.alive and shared == 0 and extra is None
@@ -267,11 +280,14 @@ class Recorder:
 
     def leaks(self) -> list[str]:
         """What was not given back. Functions belong to their module."""
-        return [h.kind for h in self.handles if h.alive and h.kind != "function"] + [where for _, where in self.blocks.values()]
+        return [h.kind for h in self.handles if h.alive and h.kind != "function"] + [
+            where for _, where in self.blocks.values()
+        ]
 
 
 def emulated(manifest: dict, arch: str, code: bytes, run_hsaco, wave_order="fwd") -> dict[str, tuple[int, Callable]]:
-    """`kernels` for a Recorder: the real code object's, run in the ISA emulator (run_hsaco, which tests/gfxemu.py corrects).
+    """`kernels` for a Recorder: the real code object's, run in the ISA emulator (run_hsaco, which tests/gfxemu.py
+    corrects).
 
     wave_order: of a workgroup's waves between barriers, "fwd", "rev" or a seed.
     """

@@ -1,7 +1,7 @@
 """The quality bar: an engine against exact logits and llama.cpp's greedy texts of the reference models (`shared/refs`).
 
-Of each model there are the logits of a float32 computation with exactly dequantized weights, llama.cpp's mean Kullback-Leibler divergence
-from them, and greedy texts with the margin of every step.
+Of each model there are the logits of a float32 computation with exactly dequantized weights, llama.cpp's mean
+Kullback-Leibler divergence from them, and greedy texts with the margin of every step.
 """
 
 import json
@@ -12,7 +12,8 @@ import numpy as np
 import reference
 
 MODELS = (
-    "llama-q4_k_m", "llamaspm-q8_0", "qwen2-q4_k_m", "qwen3-f16", "qwen3-iq4_xs", "qwen3-q2_k", "qwen3-q3_k_m", "qwen3-q4_0",
+    "llama-q4_k_m", "llamaspm-q8_0", "qwen2-q4_k_m", "qwen3-f16", "qwen3-iq4_xs", "qwen3-q2_k", "qwen3-q3_k_m",
+    "qwen3-q4_0",
     "qwen3-q4_k_m", "qwen3-q5_0", "qwen3-q5_k_m", "qwen3-q6_k", "qwen3-q8_0",
 )  # fmt: skip
 TIE = 0.25  # logits; below this margin either token is right
@@ -36,7 +37,10 @@ class Reference:
     """The reference results of one model."""
 
     def __init__(self, shared: Path, name: str):
-        self.arrays, self.facts = np.load(shared / "refs" / f"{name}.npz"), json.loads((shared / "refs" / f"{name}.json").read_text())
+        self.arrays, self.facts = (
+            np.load(shared / "refs" / f"{name}.npz"),
+            json.loads((shared / "refs" / f"{name}.json").read_text()),
+        )
 
     def logits(self, engine) -> Logits:
         summary, ids = self.facts["summary"], self.arrays["ids"]
@@ -44,10 +48,15 @@ class Reference:
         logits = engine.score(ids)
         kl = reference.kl_divergence(self.arrays["logits"], logits[self.arrays["positions"]])
         perplexity = np.exp(-reference.log_softmax(logits)[np.arange(len(ids) - 1), ids[1:]].mean())
-        return Logits(kl, max(KL_OF_LLAMACPP * summary["kl_llamacpp_vs_exact_mean"], LEAST_KL), perplexity / summary["ppl_exact"] - 1)
+        return Logits(
+            kl,
+            max(KL_OF_LLAMACPP * summary["kl_llamacpp_vs_exact_mean"], LEAST_KL),
+            perplexity / summary["ppl_exact"] - 1,
+        )
 
     def greedy(self, engine, tokens: int | None = None) -> tuple[int, int]:
-        """(tokens compared, tokens that differ) of all texts, each up to its first tie or the first difference; `tokens`: of each text."""
+        """(tokens compared, tokens that differ) of all texts, each up to its first tie or the first difference;
+        `tokens`: of each text."""
         compared = wrong = 0
         for text in self.facts["greedy"]:
             engine.reset()

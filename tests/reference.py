@@ -1,6 +1,8 @@
-"""An independent decoder in numpy float64: what the compiled model must agree with. Shares no code with compiler/ or schedules/.
+"""An independent decoder in numpy float64: what the compiled model must agree with. Shares no code with compiler/ or
+schedules/.
 
-Weights come from the GGUF model, dequantized by gguf-py; activations are never quantized, the KV cache is never rounded.
+Weights come from the GGUF model, dequantized by gguf-py; activations are never quantized, the KV cache is never
+rounded.
 """
 
 import gguf
@@ -8,7 +10,8 @@ import numpy as np
 
 
 def forward(model, ids) -> np.ndarray:
-    """Logits float64 [len(ids), vocab] of a GGUFModel (llama, qwen2, qwen3) without RoPE scaling other than frequency factors."""
+    """Logits float64 [len(ids), vocab] of a GGUFModel (llama, qwen2, qwen3) without RoPE scaling other than frequency
+    factors."""
     c = model.config
     x = _matrix(model, "token_embd.weight")[np.asarray(ids)]
     cos, sin = _rotation(c, len(ids), model)

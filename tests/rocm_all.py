@@ -1,4 +1,5 @@
-"""Compiles models for every known AMD GPU and reports time, spills and occupancy; not part of the test run, because it takes an hour.
+"""Compiles models for every known AMD GPU and reports time, spills and occupancy; not part of the test run, because it
+takes an hour.
 
     python tests/rocm_all.py MODEL.gguf|PRESET:FORMAT|PRESET:mixed .. [--archs gfx1100,gfx942]
 
@@ -33,9 +34,14 @@ def open_model(source: str):
     preset, _, form = source.partition(":")
     if form != "mixed":
         return GGUFModel.open(source) if source.endswith(".gguf") else synthetic(source)
-    model, forms = synthetic(f"{preset}:q4_0"), sorted(FORMATS, key=lambda name: FORMATS[name].kind)  # float formats first
+    model, forms = (
+        synthetic(f"{preset}:q4_0"),
+        sorted(FORMATS, key=lambda name: FORMATS[name].kind),
+    )  # float formats first
     matrices = [name for name, tensor in model.tensors.items() if len(tensor.shape) == 2]
-    for name, form in zip(sorted(matrices, key=lambda name: "ffn" in name), forms, strict=False):  # gate and up want one kind
+    for name, form in zip(
+        sorted(matrices, key=lambda name: "ffn" in name), forms, strict=False
+    ):  # gate and up want one kind
         model.tensors[name] = synthetic(f"{preset}:{form}").tensors[name]
     assert {tensor.format for tensor in model.tensors.values()} >= set(FORMATS), f"{preset} has too few matrices"
     return model

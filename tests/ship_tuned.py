@@ -2,14 +2,15 @@
 
     python tests/ship_tuned.py --cache DIR [--tables DIR] [ARCH ...]
 
-Every kernel of the models below that has choices gets a record, at the context that `compile` takes by default. Plans are ranked by the
-static model (compiler/tuning/static.py). Where the model says that a plan is faster than the default by `margin`, and its kernel passes
-the gate in the ISA emulator (TINYGRAD_SRC; see gfxemu.py), the record is that plan; else it is the default. Prints a table of what is
-predicted for those plans; --tables: for all of them, and for the best plan that was looked at.
+Every kernel of the models below that has choices gets a record, at the context that `compile` takes by default. Plans
+are ranked by the static model (compiler/tuning/static.py). Where the model says that a plan is faster than the default
+by `margin`, and its kernel passes the gate in the ISA emulator (TINYGRAD_SRC; see gfxemu.py), the record is that plan;
+else it is the default. Prints a table of what is predicted for those plans; --tables: for all of them, and for the best
+plan that was looked at.
 
-Building every plan of every shape would take days. Linear layers have two steps: a survey of plans at one shape, whose waves' traces stand
-for other shapes; and, where it sees half a margin to gain, or has not seen the default, the default and the most promising plans, built as
-they are. Of the others the default's neighbors are built.
+Building every plan of every shape would take days. Linear layers have two steps: a survey of plans at one shape, whose
+waves' traces stand for other shapes; and, where it sees half a margin to gain, or has not seen the default, the default
+and the most promising plans, built as they are. Of the others the default's neighbors are built.
 """
 
 import argparse
@@ -35,11 +36,18 @@ from mlc_amd.schedules.tuning.database import SHIPPED, Checked, Database, Measur
 from mlc_amd.schedules.tuning.spaces import as_dict, space
 from mlc_amd.schedules.tuning.workload import Workload
 
-ARCHS = {"gfx1100": "rocm", "gfx1201": "rocm", "gfx942": "rocm", "gfx1030": "rocm", "vangogh": "vulkan", "gfx1151": "rocm"}
+ARCHS = {
+    "gfx1100": "rocm",
+    "gfx1201": "rocm",
+    "gfx942": "rocm",
+    "gfx1030": "rocm",
+    "vangogh": "vulkan",
+    "gfx1151": "rocm",
+}
 MODELS = ("llama3-8b", "llama3-1b", "qwen3-8b", "qwen3-0.6b", "llama2-7b")
 FORMATS = ("q4_0", "q4_k", "q6_k", "q8_0")
-# How much faster than the default a plan must be predicted to be: more than the model ever promised wrongly where it could be compared
-# (tests/static_correlation.py on an H200: 21 % for a GEMV, 39 % for a GEMM, both slower in truth).
+# How much faster than the default a plan must be predicted to be: more than the model ever promised wrongly where it
+# could be compared (tests/static_correlation.py on an H200: 21 % for a GEMV, 39 % for a GEMM, both slower in truth).
 STREAM_MARGIN, MARGIN = 0.25, 0.4
 FINALISTS = {1: 2, CHUNK: 2}  # plans of a shape that are built after the survey, by tokens; 1 where nothing is said
 BATCH = 30  # builds that are on the disk at a time
@@ -67,8 +75,8 @@ def act_of(arch, m: int) -> str:
 
 
 def tasks(presets, formats, kind: str, arch: str) -> dict[Workload, str]:
-    """The kernels that have choices, each with the name of the first model's. Formats share their layers' shapes, so the first one's tasks
-    are taken for all."""
+    """The kernels that have choices, each with the name of the first model's. Formats share their layers' shapes, so
+    the first one's tasks are taken for all."""
     first, found = formats[0], {}
     for preset in presets:
         backend = make_target(kind, arch)
@@ -90,11 +98,16 @@ def margin(workload: Workload) -> float:
 def surveyed(op: str, fmt: str, m: int, arch) -> Workload:
     """The shape whose traces stand for others."""
     sizes, act = SURVEYED[op], act_of(arch, m)
-    return linear(fmt, [sizes["n"]], sizes["k"], m, act, True) if op == "linear" else gate_up(fmt, sizes["n"], sizes["k"], m, act)
+    return (
+        linear(fmt, [sizes["n"]], sizes["k"], m, act, True)
+        if op == "linear"
+        else gate_up(fmt, sizes["n"], sizes["k"], m, act)
+    )
 
 
 def candidates(found, arch, m: int) -> list:
-    """The plans of a space that are surveyed. GEMV: a workgroup's waves change nothing but the grid. GEMM: neighbors of the default."""
+    """The plans of a space that are surveyed. GEMV: a workgroup's waves change nothing but the grid. GEMM: neighbors of
+    the default."""
     if found.plan_type is Plan:
         wide = itertools.product((1, 2, 4), (4,), (arch.wave,), (1, 2))
         plans = [Plan(*values) for values in (*wide, (2, 4, 16, 1))]
@@ -103,8 +116,14 @@ def candidates(found, arch, m: int) -> list:
         plans = steps(found, names)
         if hasattr(tile, "waves_m") and m == CHUNK:  # the same tile cut otherwise, larger ones
             rows, columns = tile.waves_m, tile.waves_n
-            changes = [{"waves_m": rows * 2, "waves_n": max(1, columns // 2)}, {"waves_m": max(1, rows // 2), "waves_n": columns * 2}]
-            changes += [{"tokens": tile.tokens * 2, "waves_m": rows * 2}, {"rows": tile.rows * 2, "waves_n": columns * 2}]
+            changes = [
+                {"waves_m": rows * 2, "waves_n": max(1, columns // 2)},
+                {"waves_m": max(1, rows // 2), "waves_n": columns * 2},
+            ]
+            changes += [
+                {"tokens": tile.tokens * 2, "waves_m": rows * 2},
+                {"rows": tile.rows * 2, "waves_n": columns * 2},
+            ]
             plans += [replace(tile, **change) for change in changes]
         plans = [plan for plan in plans if plan.tokens <= gate.TOKENS[0]]  # those that are soon checked
     return distinct(found, plans)
@@ -142,7 +161,9 @@ class Survey:
         plans = candidates(space(workload, self.arch), self.arch, m)
         found = self.static.estimates([(workload, plan) for plan in plans])
         say(f"{self.arch.name} {op} {fmt} m{m}: {len(plans)} plans surveyed")
-        return [(plan, one.launches) for plan, one in zip(plans, found, strict=True) if not isinstance(one, str)], workload.args["k"]
+        return [
+            (plan, one.launches) for plan, one in zip(plans, found, strict=True) if not isinstance(one, str)
+        ], workload.args["k"]
 
     def ranked(self, workload: Workload, moved: float) -> list[tuple[float, object]]:
         """(seconds, plan) of the surveyed plans for another shape, the best first."""
@@ -154,12 +175,18 @@ class Survey:
             (code, trace), *_ = launches
             busy = Counter({name: n * scale for name, n in trace.busy.items()})
             scaled = replace(trace, clocks=trace.clocks * scale, longest=trace.longest * scale, busy=busy)
-            for plan in [replace(surveyed_plan, waves=waves) for waves in (1, 2, 4, 8)] if found.plan_type is Plan else [surveyed_plan]:
+            for plan in (
+                [replace(surveyed_plan, waves=waves) for waves in (1, 2, 4, 8)]
+                if found.plan_type is Plan
+                else [surveyed_plan]
+            ):
                 if found.valid(plan):
                     continue
                 kernel = found.kernel(plan)
                 here = replace(code, grid=(kernel.workgroups, 1, 1), threads=kernel.threads)
-                seconds = combine([(here, scaled)], moved, self.static.machine, run_of(workload, plan, self.arch)).seconds
+                seconds = combine(
+                    [(here, scaled)], moved, self.static.machine, run_of(workload, plan, self.arch)
+                ).seconds
                 best.setdefault(kernel.same, (seconds, plan))
         return sorted(best.values(), key=lambda pair: pair[0])
 
@@ -169,8 +196,8 @@ class Survey:
 
 @dataclass
 class Choice:
-    """What was found for a workload. best: (plan, prediction) of the best one besides the default; check: its gate's finding, None where it
-    does not clear the margin."""
+    """What was found for a workload. best: (plan, prediction) of the best one besides the default; check: its gate's
+    finding, None where it does not clear the margin."""
 
     workload: Workload
     default: Measured
@@ -198,7 +225,8 @@ def neighbors(found) -> list:
 
 
 def plans_of(survey: Survey, workload: Workload) -> tuple[list, Choice | None]:
-    """The plans of a workload that are built, the default first; where the survey answers alone, none, and its answer."""
+    """The plans of a workload that are built, the default first; where the survey answers alone, none, and its
+    answer."""
     static, found = survey.static, space(workload, survey.arch)
     if workload.op == "embed" or (workload.op not in SURVEYED and 1 < workload.args.get("m", 1) < CHUNK):
         return [found.default], None  # a copy of rows; little work, for which what holds for CHUNK tokens will do
@@ -241,7 +269,8 @@ def choose(survey: Survey, workloads: dict[Workload, str]) -> list[Choice]:
 
 
 def check(static: Static, choices: list[Choice], database: Database) -> None:
-    """Asks the gate. Kernels that differ in the number of rows or heads, or GEMM's in that of columns, are checked once."""
+    """Asks the gate. Kernels that differ in the number of rows or heads, or GEMM's in that of columns, are checked
+    once."""
     known = {}
     for one in choices:
         if not one.clear:
@@ -311,7 +340,12 @@ def ship(name: str, cache: Path, out: Path, tables: Path | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("archs", nargs="*", default=list(ARCHS))
-    parser.add_argument("--cache", type=Path, required=True, help="folder of databases, one for each arch; checks there are not repeated")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        required=True,
+        help="folder of databases, one for each arch; checks there are not repeated",
+    )
     parser.add_argument("--out", type=Path, default=SHIPPED)
     parser.add_argument("--tables", type=Path, help="folder for a table of all records of each arch")
     options = parser.parse_args()

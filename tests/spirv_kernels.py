@@ -1,4 +1,5 @@
-"""Small kernels for tests of the SPIR-V generator: written, compiled, validated by spirv-val where it is installed, and run."""
+"""Small kernels for tests of the SPIR-V generator: written, compiled, validated by spirv-val where it is installed, and
+run."""
 
 import shutil
 import struct
@@ -14,7 +15,7 @@ from vulkan_harness import gpu, run
 from mlc_amd.compiler.codegen.spirv import compile_spirv, opcodes
 from mlc_amd.schedules.gpu import device
 
-RUN = ("lavapipe", "generic")       # the second has no subgroups, no float16 arithmetic, no packed dot products
+RUN = ("lavapipe", "generic")  # the second has no subgroups, no float16 arithmetic, no packed dot products
 THREADS = 32
 RNG = np.random.default_rng
 
@@ -23,8 +24,12 @@ def kernel(buffers, grid, block, body, coherent=()):
     """A PrimFunc: `buffers` name: (shape, dtype); `body(buffers as attributes, *axes)` emits the kernel."""
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name("test")
-        T.func_attr({"tirx.noalias": True, "global_symbol": "test", **({device.COHERENT: list(coherent)} if coherent else {})})
-        made = SimpleNamespace(**{name: T.arg(name, T.buffer(shape, dtype)) for name, (shape, dtype) in buffers.items()})
+        T.func_attr(
+            {"tirx.noalias": True, "global_symbol": "test", **({device.COHERENT: list(coherent)} if coherent else {})}
+        )
+        made = SimpleNamespace(
+            **{name: T.arg(name, T.buffer(shape, dtype)) for name, (shape, dtype) in buffers.items()}
+        )
         with device.launch(grid, block) as axes:
             body(made, *axes)
     return ir.get()
@@ -84,4 +89,6 @@ def elementwise(profile, op, *inputs, out=None):
 
 def integers(dtype, seed=0, low=None, high=None):
     info = np.iinfo(dtype)
-    return RNG(seed).integers(info.min if low is None else low, info.max if high is None else high, THREADS, endpoint=True, dtype=dtype)
+    return RNG(seed).integers(
+        info.min if low is None else low, info.max if high is None else high, THREADS, endpoint=True, dtype=dtype
+    )

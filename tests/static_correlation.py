@@ -1,14 +1,16 @@
-"""How well the static model ranks plans, against measurements: python tests/static_correlation.py KIT_OR_DATABASE [...] [--plans]
+"""How well the static model ranks plans, against measurements: python tests/static_correlation.py KIT_OR_DATABASE [...]
+[--plans]
 
-In: folders of kits that came back (kit.json, results.json), or of databases (measurements.jsonl). Out: for each workload Spearman's rank
-correlation between predicted and measured seconds of its plans; the same for the plans that the compiler asked here keeps in registers
-("no spills": elsewhere another compiler may do better); what the plan that the model would choose gains over the default, as predicted and
-as measured. Operators' means follow; of all pairs of a workload's plans without spills where the model promises a gain of so much, how many
-are faster in truth; and the correlation over all workloads' default plans.
+In: folders of kits that came back (kit.json, results.json), or of databases (measurements.jsonl). Out: for each
+workload Spearman's rank correlation between predicted and measured seconds of its plans; the same for the plans that
+the compiler asked here keeps in registers ("no spills": elsewhere another compiler may do better); what the plan that
+the model would choose gains over the default, as predicted and as measured. Operators' means follow; of all pairs of a
+workload's plans without spills where the model promises a gain of so much, how many are faster in truth; and the
+correlation over all workloads' default plans.
 
-The model is of AMD GPUs. For measurements on NVIDIA's, whose instructions no tool here shows, it takes the kernels' own SPIR-V as RADV
-compiles it for RDNA3, and HOPPER's constants: a proxy, since registers, instructions and their order are another compiler's. Cooperative
-matrices need a RADV that knows them (Mesa 25).
+The model is of AMD GPUs. For measurements on NVIDIA's, whose instructions no tool here shows, it takes the kernels' own
+SPIR-V as RADV compiles it for RDNA3, and HOPPER's constants: a proxy, since registers, instructions and their order are
+another compiler's. Cooperative matrices need a RADV that knows them (Mesa 25).
 """
 
 import argparse
@@ -38,7 +40,8 @@ ASSUMED = "rdna3"
 
 @dataclass(frozen=True)
 class Sm(isa_costs.Machine):
-    """A streaming multiprocessor as a compute unit with four SIMDs of 512 registers a lane and 16 waves; 228 KiB of shared memory."""
+    """A streaming multiprocessor as a compute unit with four SIMDs of 512 registers a lane and 16 waves; 228 KiB of
+    shared memory."""
 
     def held(self, kernel, threads):
         waves = -(-threads // kernel.wave)
@@ -49,10 +52,12 @@ class Sm(isa_costs.Machine):
         return limits[limit], limit
 
 
-# Peak rates: NVIDIA's H100 whitepaper (4096 float16 operations a clock and multiprocessor; 32 lanes of float32 a quarter of it); latency
-# is an estimate.
+# Peak rates: NVIDIA's H100 whitepaper (4096 float16 operations a clock and multiprocessor; 32 lanes of float32 a
+# quarter of it); latency is an estimate.
 _SM = isa_costs.Family(simds=4, lanes=32, scalar=1, memory=128, lds=128, matrix=((r"", 8),), apart=True)
-HOPPER = Sm("H200", _SM, units=132, clock=1.8e9, latency=600e-9 * 1.8e9, bandwidth=4.8e12 * isa_costs.EFFICIENCY, gpu=None)
+HOPPER = Sm(
+    "H200", _SM, units=132, clock=1.8e9, latency=600e-9 * 1.8e9, bandwidth=4.8e12 * isa_costs.EFFICIENCY, gpu=None
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,9 @@ def of_kit(folder: Path) -> tuple[str, str, list[Point]]:
         if found and found["error"] is None:
             candidate = folder / "candidates" / name
             workload = Workload.from_json(read(candidate).facts["workload"])
-            points.append(Point(workload, _short(facts["plan"]), found["seconds"], candidate, name.endswith("-untuned")))
+            points.append(
+                Point(workload, _short(facts["plan"]), found["seconds"], candidate, name.endswith("-untuned"))
+            )
     return kit["target"], kit["arch"], points
 
 
@@ -94,7 +101,9 @@ def of_database(folder: Path, built: Path) -> tuple[str, str, list[Point]]:
     jobs, points = [], []
     for entry in entries_of(read_lines(folder / LOG)[0]).values():
         found = space(entry.workload, _arch(kind, arch))
-        records = [record for record in entry.records.values() if record.seconds is not None and record.runner != "static"]
+        records = [
+            record for record in entry.records.values() if record.seconds is not None and record.runner != "static"
+        ]
         if found and len(records) >= LEAST:
             jobs += [(entry.workload, found.plan(record.plan), record) for record in records]
     with Builder(kind, arch, built) as builder:
@@ -179,7 +188,9 @@ def report(label: str, kind: str, arch: str, points: list[Point], plans: bool) -
         for i, promise in enumerate(PROMISES):
             promises.setdefault(f"{workload.op} {several}", np.zeros((len(PROMISES), 2), int))[i] += kept(held, promise)
         chosen = min(guesses, key=lambda guess: (guess.seconds, not guess.point.default))
-        default = next((guess for guess in guesses if guess.point.default), Guess(nan, replace(chosen.point, seconds=nan), False))
+        default = next(
+            (guess for guess in guesses if guess.point.default), Guess(nan, replace(chosen.point, seconds=nan), False)
+        )
         measured = min(guess.point.seconds for guess in guesses), default.point.seconds, chosen.point.seconds
         times = " ".join(f"{seconds * 1e6:9.1f}" for seconds in measured)
         gains = f"{default.seconds / chosen.seconds - 1:20.0%} {default.point.seconds / chosen.point.seconds - 1:9.0%}"

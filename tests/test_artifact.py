@@ -34,8 +34,15 @@ def manifest_with(path, **changes):
 
 def test_contents(demo_artifact):
     opened = Artifact.open(demo_artifact, verify=True)
-    assert set(opened.manifest["files"]) == {"kernels.so", "weights.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert opened.weight_bytes == sum(opened.weights[name].nbytes for name in opened.weights.header if not name.startswith("__pad_"))
+    assert set(opened.manifest["files"]) == {
+        "kernels.so",
+        "weights.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert opened.weight_bytes == sum(
+        opened.weights[name].nbytes for name in opened.weights.header if not name.startswith("__pad_")
+    )
     assert opened.kv_bytes == 6 * 2 * 4 * 2048 * 64 * 2
 
 
@@ -81,7 +88,8 @@ def test_other_folders_are_not_overwritten(tmp_path):
 
 
 def test_full_disk(tmp_path):
-    """A limit on file size stands in for the full disk: the same error path, without mounting anything. The weights meet it."""
+    """A limit on file size stands in for the full disk: the same error path, without mounting anything. The weights
+    meet it."""
     code = f"""
 import resource, signal
 from mlc_amd.compiler.gguf import synthetic

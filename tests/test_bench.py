@@ -1,4 +1,5 @@
-"""The benchmark: which tests it runs, what it counts as read, how it reports, and that the machine's bandwidth is a sane number."""
+"""The benchmark: which tests it runs, what it counts as read, how it reports, and that the machine's bandwidth is a
+sane number."""
 
 import csv
 import io
@@ -76,7 +77,10 @@ def test_decoding_reads_all_matrices_but_the_embedding_and_the_cache_so_far(cach
     assert kernel_table.decode_bytes(artifact, 9) - kernel_table.decode_bytes(artifact, 4) == 5 * per_position
     hidden, ffn, heads = model["hidden"], model["ffn"], model["head_dim"] * (model["heads"] + 2 * model["kv_heads"])
     q4_0 = 18 / 32  # bytes a weight
-    matrices = model["layers"] * (hidden * heads + model["heads"] * model["head_dim"] * hidden + 3 * hidden * ffn) + model["vocab"] * hidden
+    matrices = (
+        model["layers"] * (hidden * heads + model["heads"] * model["head_dim"] * hidden + 3 * hidden * ffn)
+        + model["vocab"] * hidden
+    )
     norms = (2 * model["layers"] + 1) * hidden * 4
     assert kernel_table.decode_bytes(artifact, 0) == pytest.approx(matrices * q4_0 + norms + per_position, rel=0.01)
 
@@ -96,10 +100,18 @@ def test_each_repetition_starts_at_the_same_depth(cache, monkeypatch):
 
 def test_a_step_is_timed_kernel_by_kernel(capsys, cache):
     folder = next(cache.iterdir())
-    assert cli.main(["bench", str(folder), "-p", "40", "-n", "2", "-d", "16", "-r", "1", "--per-kernel", "-o", "json"]) == 0
+    assert (
+        cli.main(["bench", str(folder), "-p", "40", "-n", "2", "-d", "16", "-r", "1", "--per-kernel", "-o", "json"])
+        == 0
+    )
     prefill, decode = (result["per_kernel"] for result in json.loads(capsys.readouterr().out))
     functions = Artifact.open(folder).manifest["functions"]
-    assert (prefill["function"], prefill["tokens"], decode["function"], decode["tokens"]) == ("prefill_64", 40, "decode", 1)
+    assert (prefill["function"], prefill["tokens"], decode["function"], decode["tokens"]) == (
+        "prefill_64",
+        40,
+        "decode",
+        1,
+    )
     for found in (prefill, decode):
         kernels = found["kernels"]
         assert found["depth"] == 16
@@ -119,7 +131,9 @@ def test_operations_are_two_per_weight_and_token(cache):
     for name, rows in (("decode", 1), ("prefill_64", 64), ("score_64", 64)):
         function = artifact.manifest["functions"][name]
         total = sum(kernel_table.operations(artifact, launch, function) for launch in function["launches"])
-        assert total == 2 * (rows * model["layers"] * layer + (rows if function["all_logits"] else 1) * model["vocab"] * hidden)
+        assert total == 2 * (
+            rows * model["layers"] * layer + (rows if function["all_logits"] else 1) * model["vocab"] * hidden
+        )
 
 
 def test_a_weight_in_several_planes_counts_once(tmp_path):

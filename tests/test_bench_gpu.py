@@ -1,4 +1,5 @@
-"""The benchmark on a Vulkan device (Mesa's CPU driver will do): measured and known bandwidth, times of kernels, what the host does."""
+"""The benchmark on a Vulkan device (Mesa's CPU driver will do): measured and known bandwidth, times of kernels, what
+the host does."""
 
 import dataclasses
 import json
@@ -63,7 +64,9 @@ def test_decoding_is_told_as_shares_of_the_copy_and_of_the_peak(artifact, known,
 
 
 def test_kernel_times_add_up_and_shares_are_of_the_peak(known, capsys):
-    assert cli.main(["bench", str(known), "-p", "20", "-n", "1", "-d", "3", "-r", "1", "--per-kernel", "-o", "json"]) == 0
+    assert (
+        cli.main(["bench", str(known), "-p", "20", "-n", "1", "-d", "3", "-r", "1", "--per-kernel", "-o", "json"]) == 0
+    )
     prefill, decode = (result["per_kernel"] for result in json.loads(capsys.readouterr().out))
     assert (prefill["tokens"], decode["tokens"], decode["function"], decode["depth"]) == (20, 1, "decode", 3)
     manifest = json.loads((known / "manifest.json").read_text())
@@ -84,7 +87,9 @@ def test_a_kernel_of_several_steps_is_one_call(engine):
     (name, tokens, steps), wanted = timed, engine.artifact.manifest["functions"]["decode"]["launches"]
     assert (name, tokens) == ("decode", 1) and engine.position == 0
     assert [kernel for kernel, _, _ in steps] == [
-        call["kernel"] for call in wanted for _ in engine.artifact.manifest["launches"][PROFILE][call["kernel"]]["steps"]
+        call["kernel"]
+        for call in wanted
+        for _ in engine.artifact.manifest["launches"][PROFILE][call["kernel"]]["steps"]
     ]
     assert all(seconds > 0 and gap >= 0 for _, seconds, gap in steps)
 
@@ -94,7 +99,9 @@ def test_only_keys_and_values_count_as_cache(engine):
     artifact, model = engine.artifact, engine.config
     assert any(entry["name"].startswith("attention.") for entry in artifact.manifest["kv"])
     per_position = 2 * model["layers"] * model["kv_heads"] * model["head_dim"] * 2
-    assert kernel_table.decode_bytes(artifact, 30) - kernel_table.decode_bytes(artifact, 10) == pytest.approx(20 * per_position)
+    assert kernel_table.decode_bytes(artifact, 30) - kernel_table.decode_bytes(artifact, 10) == pytest.approx(
+        20 * per_position
+    )
 
 
 def test_a_gpu_is_kept_busy_first_and_the_position_stays(engine):

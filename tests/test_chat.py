@@ -1,5 +1,5 @@
-"""Conversations on the bundled model: what the cache saves, what the messages hold after whatever happens, saving, running full; and the
-chat line on a pseudo-terminal, with keys pressed as a person would."""
+"""Conversations on the bundled model: what the cache saves, what the messages hold after whatever happens, saving,
+running full; and the chat line on a pseudo-terminal, with keys pressed as a person would."""
 
 import fcntl
 import json
@@ -122,7 +122,11 @@ def test_the_system_message_comes_first_and_changes(engine):
     conversation = Conversation(engine, system="Be brief.")
     say(conversation, QUESTION, 4)
     conversation.system = "Be polite."
-    assert [m["role"] for m in conversation.messages] == ["system", "user", "assistant"] and conversation.system == "Be polite."
+    assert [m["role"] for m in conversation.messages] == [
+        "system",
+        "user",
+        "assistant",
+    ] and conversation.system == "Be polite."
     conversation.system = None
     assert [m["role"] for m in conversation.messages] == ["user", "assistant"] and conversation.system is None
     conversation.system = "Be kind."

@@ -44,7 +44,8 @@ LLAMA2 = """\
 {% endfor %}"""
 LLAMA3 = (
     "{% set loop_messages = messages %}{% for message in loop_messages %}"
-    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + "
+    "'<|eot_id|>' %}"
     "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
@@ -90,7 +91,11 @@ def test_llama3():
         ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", {}, "01"),
         ("{% generation %}{{ bos_token }}{% endgeneration %}", {}, "<s>"),
         ("{{ strftime_now('%Y') | int > 2000 }}", {}, "True"),
-        ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", {}, "4"),
+        (
+            "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+            {},
+            "4",
+        ),
         ("  {% if true %}\na\n  {% endif %}\nb", {}, "a\nb"),
     ],
 )
@@ -160,7 +165,10 @@ def model(tmp_path):
 
 
 def test_load(model):
-    assert ChatTemplate.load(model).render(CONVERSATION[2:3]) == "<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        ChatTemplate.load(model).render(CONVERSATION[2:3])
+        == "<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert ChatTemplate.load(model, "tool_use").render([], tools=["search"]) == "|<|im_end|>|search"
     with pytest.raises(UserError, match="'rag': it has tool_use"):
         ChatTemplate.load(model, "rag")

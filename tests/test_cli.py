@@ -1,4 +1,5 @@
-"""The commands as a user runs them: real processes on the bundled model; what goes to stdout, what to stderr, exit codes, errors."""
+"""The commands as a user runs them: real processes on the bundled model; what goes to stdout, what to stderr, exit
+codes, errors."""
 
 import functools
 import io
@@ -35,7 +36,14 @@ def mlc_amd(home):
 
     def run(*tokens, stdin: str = "", cwd: Path | None = None, **more) -> subprocess.CompletedProcess:
         return subprocess.run(
-            [MLC_AMD, *map(str, tokens)], input=stdin, cwd=cwd, env=home | more, capture_output=True, text=True, timeout=120, check=False
+            [MLC_AMD, *map(str, tokens)],
+            input=stdin,
+            cwd=cwd,
+            env=home | more,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
 
     return run
@@ -71,7 +79,11 @@ def test_compile_makes_a_folder_and_says_what_is_in_it(mlc_amd, tmp_path):
     done = mlc_amd("compile", "small.gguf", "--target", "vulkan", "--arch", "generic", "--ctx", 128, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     manifest = json.loads((tmp_path / "dist" / "small-vulkan-generic" / "manifest.json").read_text())
-    assert (manifest["context"], manifest["target"]["kind"], list(manifest["formats"])) == (128, "vulkan", ["f16", "f32"])
+    assert (manifest["context"], manifest["target"]["kind"], list(manifest["formats"])) == (
+        128,
+        "vulkan",
+        ["f16", "f32"],
+    )
     for word in ("weights", "kernels", "launches", "decode", "KV cache", "time"):
         assert word in done.stdout
     assert "compiling" in done.stderr
@@ -95,7 +107,9 @@ def test_chat_without_a_model_compiles_the_bundled_one_once(mlc_amd, first_chat)
 
 def test_piped_chat_answers_line_by_line_and_follows_commands(mlc_amd, artifact, tmp_path):
     saved = tmp_path / "talk.json"
-    lines = f'{QUESTION}\n"""\nAnd os.path.split?\n"""\n/stats\n/set temperature 0.5\n/save {saved}\n/exit\nnever asked\n'
+    lines = (
+        f'{QUESTION}\n"""\nAnd os.path.split?\n"""\n/stats\n/set temperature 0.5\n/save {saved}\n/exit\nnever asked\n'
+    )
     done = mlc_amd("chat", artifact, "-n", 12, "--system", "Be brief.", stdin=lines)
     assert done.returncode == 0, done.stderr
     messages = json.loads(saved.read_text())["messages"]
@@ -111,12 +125,17 @@ def test_generate_continues_and_stops(mlc_amd, artifact):
     whole = mlc_amd("generate", artifact, "--prompt", prompt, "--max-tokens", 24)
     assert whole.returncode == 0 and whole.stderr == "", whole.stderr
     word = whole.stdout.split()[3]
-    cut = mlc_amd("generate", artifact, "--prompt", prompt, "--max-tokens", 24, "--stop", "no such text", "--stop", word)
+    cut = mlc_amd(
+        "generate", artifact, "--prompt", prompt, "--max-tokens", 24, "--stop", "no such text", "--stop", word
+    )
     assert cut.stdout == whole.stdout[: whole.stdout.index(word)]
 
 
 def test_generate_repeats_with_a_seed(mlc_amd, artifact):
-    runs = [mlc_amd("generate", artifact, "-p", "import", "-n", 16, "--temperature", "1.5", "--seed", seed).stdout for seed in (1, 1, 2)]
+    runs = [
+        mlc_amd("generate", artifact, "-p", "import", "-n", 16, "--temperature", "1.5", "--seed", seed).stdout
+        for seed in (1, 1, 2)
+    ]
     assert runs[0] == runs[1] != runs[2]
 
 
@@ -140,7 +159,11 @@ def test_tokenize_agrees_between_gguf_and_artifact(mlc_amd, artifact, demo_gguf,
 def test_inspect_of_a_gguf_tells_its_tensors(mlc_amd, demo_gguf):
     report = json.loads(mlc_amd("inspect", demo_gguf, "--json").stdout)
     assert report["model"]["architecture"] == "llama" and report["model"]["heads"] == 8
-    assert sum(entry["bytes"] for entry in report["formats"].values()) == report["memory"]["weights"] < demo_gguf.stat().st_size
+    assert (
+        sum(entry["bytes"] for entry in report["formats"].values())
+        == report["memory"]["weights"]
+        < demo_gguf.stat().st_size
+    )
     assert "blk.0.attn_q.weight" in mlc_amd("inspect", demo_gguf, "--tensors").stdout
     assert "--plan" in error_of(mlc_amd("inspect", demo_gguf, "--plan"))
 
@@ -148,19 +171,27 @@ def test_inspect_of_a_gguf_tells_its_tensors(mlc_amd, demo_gguf):
 def test_inspect_of_an_artifact_tells_its_plan(mlc_amd, artifact):
     report = json.loads(mlc_amd("inspect", artifact, "--json").stdout)
     assert report["context"] == 2048 and report["launches"]["decode"]["launches"] == len(report["plan"]["decode"])
-    assert report["memory"]["kv"] == 2 * report["model"]["layers"] * report["model"]["kv_heads"] * report["model"]["head_dim"] * 2048 * 2
+    assert (
+        report["memory"]["kv"]
+        == 2 * report["model"]["layers"] * report["model"]["kv_heads"] * report["model"]["head_dim"] * 2048 * 2
+    )
     shown = mlc_amd("inspect", artifact, "--plan", "--kernels").stdout
     assert all(kernel["name"] in shown for kernel in report["kernels"])
 
 
 def test_perplexity_of_text_and_of_ids_agree_and_logits_explain_it(mlc_amd, artifact, tmp_path):
     (tmp_path / "text").write_text("Return a new list that holds the items of the given sequence in sorted order. " * 4)
-    by_text = mlc_amd("perplexity", artifact, "--text", tmp_path / "text", "--tokens", 40, "--logits", tmp_path / "l.npz", "--json")
+    by_text = mlc_amd(
+        "perplexity", artifact, "--text", tmp_path / "text", "--tokens", 40, "--logits", tmp_path / "l.npz", "--json"
+    )
     assert by_text.returncode == 0, by_text.stderr
     with np.load(tmp_path / "l.npz") as data:
         logits, ids = data["logits"].astype(np.float64), data["ids"]
     assert logits.shape[0] == len(ids) == 40
-    nll = [np.log(np.exp(row - row.max()).sum()) + row.max() - row[following] for row, following in zip(logits, ids[1:], strict=False)]
+    nll = [
+        np.log(np.exp(row - row.max()).sum()) + row.max() - row[following]
+        for row, following in zip(logits, ids[1:], strict=False)
+    ]
     result = json.loads(by_text.stdout)
     assert result["perplexity"] == pytest.approx(np.exp(np.mean(nll)), rel=1e-9)
     np.savez(tmp_path / "ids.npz", ids=ids)
@@ -205,7 +236,10 @@ def test_every_flag_of_every_verb_is_described(verb):
 
 
 def test_help_imports_no_tvm():
-    code = "import sys; from mlc_amd.tools import cli; cli.main(['--help']); sys.exit('tvm' in sys.modules or 'numpy' in sys.modules)"
+    code = (
+        "import sys; from mlc_amd.tools import cli; cli.main(['--help']); sys.exit('tvm' in sys.modules or 'numpy' in "
+        "sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
@@ -277,7 +311,9 @@ def test_an_unwritable_output_is_one_line(mlc_amd, demo_gguf):
 def test_debug_anywhere_shows_the_traceback(mlc_amd):
     for tokens in (("--debug", "chat", "/nowhere"), ("chat", "/nowhere", "--debug"), ("chat", "--debug", "/nowhere")):
         done = mlc_amd(*tokens)
-        assert done.returncode == 1 and "Traceback" in done.stderr and done.stderr.splitlines()[-1].startswith("error: ")
+        assert (
+            done.returncode == 1 and "Traceback" in done.stderr and done.stderr.splitlines()[-1].startswith("error: ")
+        )
 
 
 def test_a_bug_is_told_from_a_mistake(capsys, monkeypatch):
@@ -288,9 +324,13 @@ def test_a_bug_is_told_from_a_mistake(capsys, monkeypatch):
 
 def test_a_full_disk_and_a_closed_pipe_are_quiet(home, artifact):
     command = f"{MLC_AMD} inspect {artifact} --tensors"
-    full = subprocess.run(["bash", "-c", f"{command} > /dev/full"], env=home, capture_output=True, text=True, check=False)
+    full = subprocess.run(
+        ["bash", "-c", f"{command} > /dev/full"], env=home, capture_output=True, text=True, check=False
+    )
     assert full.returncode == 1 and re.fullmatch(r"error: [^\n]*disk is full[^\n]*\n", full.stderr)
-    piped = subprocess.run(["bash", "-o", "pipefail", "-c", f"{command} | true"], env=home, capture_output=True, text=True, check=False)
+    piped = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{command} | true"], env=home, capture_output=True, text=True, check=False
+    )
     assert piped.stderr == "" and piped.returncode in (0, 141)
 
 

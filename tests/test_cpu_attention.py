@@ -1,8 +1,9 @@
 """RoPE with cache writes, and attention, on the CPU against numpy in float64.
 
-Every case is a chunk in the middle of a sequence. The caches start with stale finite numbers, which must neither matter nor change. All
-cases of an architecture are compiled together.
+Every case is a chunk in the middle of a sequence. The caches start with stale finite numbers, which must neither matter
+nor change. All cases of an architecture are compiled together.
 """
+
 import functools
 import os
 from typing import NamedTuple
@@ -18,16 +19,17 @@ from mlc_amd.schedules.cpu.arch import resolve
 from mlc_amd.schedules.cpu.attention import attention
 from mlc_amd.schedules.cpu.rope_kv_write import cache_shapes, rope_kv_write
 
-os.environ.setdefault("TVM_NUM_THREADS", "2")       # before the first kernel call
+os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
 
 ARCHS = [name for name in ("native", "x86-64-v3", "x86-64-v2") if cpu_flags().issuperset(resolve(name).flags)]
 STALE = 3.0
-LEFT = 7.0                      # what outputs hold before a kernel runs
+LEFT = 7.0  # what outputs hold before a kernel runs
 LOG2E = np.log2(np.e)
 
 
 class Attend(NamedTuple):
     """One attention kernel and the (position, live) states that it is run with."""
+
     heads: int
     kv_heads: int
     d: int
@@ -59,6 +61,7 @@ OTHER_ARCHS = ("decode group 4", "decode group 1", "decode group 8", "prefill gr
 
 class Rope(NamedTuple):
     """One rope_kv_write kernel."""
+
     heads: int
     kv_heads: int
     d: int
@@ -85,9 +88,14 @@ def kernels(arch):
     """The compiled cases of an architecture."""
     isa, target = resolve(arch).isa, resolve(arch).target
     names = ATTEND if arch == ARCHS[0] else OTHER_ARCHS
-    funcs = {n: attention(*ATTEND[n][:4], ATTEND[n].m, ATTEND[n].p, ATTEND[n].quantize, isa, n.replace(" ", "_")) for n in names}
+    funcs = {
+        n: attention(*ATTEND[n][:4], ATTEND[n].m, ATTEND[n].p, ATTEND[n].quantize, isa, n.replace(" ", "_"))
+        for n in names
+    }
     for n, c in ROPE.items():
-        funcs[n] = rope_kv_write(c.heads, c.kv_heads, c.d, ROPE_CTX, c.m, c.neox, c.rotary, c.eps, isa, "rope_" + n.replace(" ", "_"))
+        funcs[n] = rope_kv_write(
+            c.heads, c.kv_heads, c.d, ROPE_CTX, c.m, c.neox, c.rotary, c.eps, isa, "rope_" + n.replace(" ", "_")
+        )
     mod = build_module({f.attrs["global_symbol"]: f for f in funcs.values()}, target)
     return {n: mod[f.attrs["global_symbol"]] for n, f in funcs.items()}
 
@@ -127,20 +135,25 @@ def test_attention(arch, name):
     q = rng.standard_normal((m, heads, d)).astype(np.float32) * 2
     for position, live in states:
         k, v = (rng.standard_normal((kv_heads, ctx, d)).astype(np.float16) for _ in "kv")
-        k[:, position + live:] = STALE * 100
-        v[:, position + live:] = STALE * 10000
+        k[:, position + live :] = STALE * 100
+        v[:, position + live :] = STALE * 10000
         keys, values = tensor(k.reshape(kv_heads, ctx // 16, 16, d).transpose(0, 1, 3, 2)), tensor(v)
         queries = (q * (LOG2E / np.sqrt(d))).astype(np.float32)
         queries[live:] = np.nan
         columns = heads * d
         if quantize:
             tiles = -(-m // p)
-            A, S = tensor(np.zeros((tiles, columns // 32, p, 32), np.int8)), tensor(np.full((tiles, columns // 32, 8, p), LEFT, np.float32))
+            A, S = (
+                tensor(np.zeros((tiles, columns // 32, p, 32), np.int8)),
+                tensor(np.full((tiles, columns // 32, 8, p), LEFT, np.float32)),
+            )
             out = (A, S)
         else:
             out = (tensor(np.full((m, columns), LEFT, np.float32)),)
         kernels(arch)[name](state(position, live), tensor(queries), keys, values, *out)
-        expected = attention_reference(q[:live].astype(np.float64), *(x[:, :position + live].astype(np.float64) for x in (k, v)), position)
+        expected = attention_reference(
+            q[:live].astype(np.float64), *(x[:, : position + live].astype(np.float64) for x in (k, v)), position
+        )
         scale = np.abs(expected).max()
         if quantize:
             got, step = dequantize(A.numpy(), S.numpy(), live)
@@ -158,7 +171,9 @@ def test_attention(arch, name):
 def test_a_token_gets_the_same_bits_in_any_chunk(arch):
     heads, kv_heads, d, ctx, tokens, position = 4, 2, 64, 576, 16, 505
     isa, target, chunks = resolve(arch).isa, resolve(arch).target, (1, 4, 16)
-    module = build_module({f"chunk_{m}": attention(heads, kv_heads, d, ctx, m, m, False, isa, f"chunk_{m}") for m in chunks}, target)
+    module = build_module(
+        {f"chunk_{m}": attention(heads, kv_heads, d, ctx, m, m, False, isa, f"chunk_{m}") for m in chunks}, target
+    )
     rng = np.random.default_rng(3)
     q = rng.standard_normal((tokens, heads, d)).astype(np.float32)
     caches = [tensor(rng.standard_normal(shape).astype(np.float16)) for shape in cache_shapes(kv_heads, ctx, d)]
@@ -167,7 +182,7 @@ def test_a_token_gets_the_same_bits_in_any_chunk(arch):
         rows = []
         for first in range(0, tokens, m):
             out = tensor(np.zeros((m, heads * d), np.float32))
-            module[f"chunk_{m}"](state(position + first, m), tensor(q[first:first + m]), *caches, out)
+            module[f"chunk_{m}"](state(position + first, m), tensor(q[first : first + m]), *caches, out)
             rows.append(out.numpy())
         results.append(np.concatenate(rows))
     assert all(np.array_equal(result, results[0]) for result in results) and np.abs(results[0]).min() > 0
@@ -196,13 +211,18 @@ def test_rope_kv_write(arch, name):
     q, k, v = (rng.standard_normal((m, h * d)).astype(np.float32) for h in (heads, kv_heads, kv_heads))
     norms = [] if eps is None else [rng.standard_normal(d).astype(np.float32) for _ in range(2)]
     qn, kn = norms or (None, None)
-    states = {(0, m), (5, max(1, m - 3)), (ROPE_CTX - m, m), (ROPE_CTX - 1, m)}         # the last one has no room for more than one token
+    states = {
+        (0, m),
+        (5, max(1, m - 3)),
+        (ROPE_CTX - m, m),
+        (ROPE_CTX - 1, m),
+    }  # the last one has no room for more than one token
     for position, live in states:
         written = min(live, ROPE_CTX - position)
         Kc, Vc = (tensor(np.full(shape, STALE, np.float16)) for shape in cache_shapes(kv_heads, ROPE_CTX, d))
         Qo = tensor(np.full((m, heads, d), LEFT, np.float32))
         kernels(arch)[name](state(position, live), *map(tensor, (q, k, v, *norms, cs)), Kc, Vc, Qo)
-        rows = cs[position:position + written]
+        rows = cs[position : position + written]
         expected = rope_reference(q.reshape(m, heads, d)[:written], rows, neox, rotary, eps, qn) * LOG2E / np.sqrt(d)
         np.testing.assert_allclose(Qo.numpy()[:written], expected, rtol=0, atol=2e-6)
         assert (Qo.numpy()[written:] == LEFT).all()

@@ -1,7 +1,10 @@
-"""Linear layers and gate/up with SwiGLU on the CPU: every format on every instruction set that this machine runs, against numpy.
+"""Linear layers and gate/up with SwiGLU on the CPU: every format on every instruction set that this machine runs,
+against numpy.
 
-The oracle: gguf-py's dequantized weights times the dequantized int8 activations, in float64. One compilation per instruction set.
+The oracle: gguf-py's dequantized weights times the dequantized int8 activations, in float64. One compilation per
+instruction set.
 """
+
 import functools
 import os
 from dataclasses import replace
@@ -21,19 +24,32 @@ from mlc_amd.schedules.cpu.isa import Avx2, AvxVnni, Portable, Vnni512
 from mlc_amd.schedules.cpu.linear import default_plan, linear
 from mlc_amd.schedules.formats import FORMATS, lookup
 
-os.environ.setdefault("TVM_NUM_THREADS", "2")       # before the first kernel call
+os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
 
 INT8 = [name for name, fmt in FORMATS.items() if fmt.kind == "int8"]
-SAMPLE = ("q4_0", "q8_0", "q2_k", "q4_k", "q6_k", "iq4_xs")     # each way in which weights come to a dot product
+SAMPLE = ("q4_0", "q8_0", "q2_k", "q4_k", "q6_k", "iq4_xs")  # each way in which weights come to a dot product
 FLOAT = [name for name, fmt in FORMATS.items() if fmt.kind == "float"]
 # Byte offsets of the float16 numbers of a GGUF block: random bits there would be NaNs
-HALVES = {"q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2),
-          "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,)}
-TOLERANCE = 1e-5        # of the largest result
+HALVES = {
+    "q4_0": (0,),
+    "q4_1": (0, 2),
+    "q5_0": (0,),
+    "q5_1": (0, 2),
+    "q8_0": (0,),
+    "q2_k": (80, 82),
+    "q3_k": (108,),
+    "q4_k": (0, 2),
+    "q5_k": (0, 2),
+    "q6_k": (208,),
+    "iq4_nl": (0,),
+    "iq4_xs": (0,),
+}
+TOLERANCE = 1e-5  # of the largest result
 
 
 class Machine(NamedTuple):
     """An instruction set, compiled for a cpu, and the flags of /proc/cpuinfo that running it takes."""
+
     isa: type
     mcpu: str
     flags: tuple
@@ -43,7 +59,7 @@ AVX512 = ("avx512bw", "avx512vl", "avx512_vnni", "avx512_vbmi2")
 MACHINES = {
     "vnni512": Machine(Vnni512, "icelake-server", AVX512),
     "avxvnni": Machine(AvxVnni, "alderlake", ("avx_vnni",)),
-    "vnni512vl": Machine(AvxVnni, "icelake-server", AVX512),       # the same 256-bit instruction in AVX512's encoding
+    "vnni512vl": Machine(AvxVnni, "icelake-server", AVX512),  # the same 256-bit instruction in AVX512's encoding
     "avx2": Machine(Avx2, "x86-64-v3", ("avx2", "fma", "f16c")),
     "portable": Machine(Portable, "x86-64-v2", ("sse4_2",)),
 }
@@ -53,13 +69,14 @@ COMPILE_ONLY = [name for name in MACHINES if name not in RUNNABLE]
 
 class Case(NamedTuple):
     """One linear kernel: see `linear`."""
+
     segments: tuple
     k: int = 256
     m: int = 1
     p: int = 1
     biases: tuple = (False,)
     residual: bool = False
-    unpack: int = 0         # tiles of tokens from which on weights are unpacked first
+    unpack: int = 0  # tiles of tokens from which on weights are unpacked first
 
     def kernel(self, isa, name):
         *args, unpack = self
@@ -69,7 +86,7 @@ class Case(NamedTuple):
 
 def _cases(isa):
     cases = {}
-    for i, name in enumerate(SAMPLE if isa is Portable else INT8):       # Portable compiles slowly
+    for i, name in enumerate(SAMPLE if isa is Portable else INT8):  # Portable compiles slowly
         cases[f"{name}-decode"] = Case(((name, 37),), 512)
         p = min((4, 8, 16)[i % 3], isa.tokens)
         cases[f"{name}-prefill"] = Case(((name, 48),), 256 if i % 2 else 512, 16, p, unpack=1)
@@ -86,13 +103,16 @@ def _cases(isa):
 
 # name -> (gate format, up format, m, p, quantize)
 SWIGLU = {
-    "int8-decode": ("q4_k", "q6_k", 1, 1, True), "int8-prefill": ("q4_0", "q4_0", 16, 8, True),
-    "int8-decode-f32": ("q8_0", "q8_0", 1, 1, False), "int8-prefill-f32": ("q6_k", "q4_k", 16, 4, False),
-    "float-decode": ("f16", "f16", 1, 1, True), "float-prefill": ("bf16", "f32", 16, 8, False),
+    "int8-decode": ("q4_k", "q6_k", 1, 1, True),
+    "int8-prefill": ("q4_0", "q4_0", 16, 8, True),
+    "int8-decode-f32": ("q8_0", "q8_0", 1, 1, False),
+    "int8-prefill-f32": ("q6_k", "q4_k", 16, 4, False),
+    "float-decode": ("f16", "f16", 1, 1, True),
+    "float-prefill": ("bf16", "f32", 16, 8, False),
 }
 F, SWIGLU_K = 96, 256
-# Where kernels are only compiled, those of a sample of formats are. AvxVnni's two machines share them: each compiles what the other leaves
-# out.
+# Where kernels are only compiled, those of a sample of formats are. AvxVnni's two machines share them: each compiles
+# what the other leaves out.
 HALVES_OF_KERNELS = {"avxvnni": 0, "vnni512vl": 1}
 
 
@@ -100,15 +120,23 @@ HALVES_OF_KERNELS = {"avxvnni": 0, "vnni512vl": 1}
 def library(machine):
     """All kernels of a machine in one module, ready to call; of one that cannot run here only some."""
     isa, mcpu, _ = MACHINES[machine]
-    rest = () if machine in RUNNABLE else {f"{name}-{step}" for name in set(INT8) - set(SAMPLE) for step in ("decode", "prefill")}
+    rest = (
+        ()
+        if machine in RUNNABLE
+        else {f"{name}-{step}" for name in set(INT8) - set(SAMPLE) for step in ("decode", "prefill")}
+    )
     kernels = {n: case.kernel(isa, n.replace("-", "_")) for n, case in _cases(isa).items() if n not in rest}
     for n, (gate, up, m, p, quantize) in SWIGLU.items():
         p = min(p, isa.tokens)
-        kernels[f"swiglu-{n}"] = gate_up_swiglu(gate, up, F, SWIGLU_K, m, p, quantize, isa, f"swiglu-{n}".replace("-", "_"))
+        kernels[f"swiglu-{n}"] = gate_up_swiglu(
+            gate, up, F, SWIGLU_K, m, p, quantize, isa, f"swiglu-{n}".replace("-", "_")
+        )
     if machine in COMPILE_ONLY and machine in HALVES_OF_KERNELS:
         # decode and prefill alternate: of one format the one, of the next the other
         kernels = {n: f for i, (n, f) in enumerate(kernels.items()) if (i + i // 2) % 2 == HALVES_OF_KERNELS[machine]}
-    return build_module({n.replace("-", "_"): f for n, f in kernels.items()}, tvm.target.Target({"kind": "llvm", "mcpu": mcpu}))
+    return build_module(
+        {n.replace("-", "_"): f for n, f in kernels.items()}, tvm.target.Target({"kind": "llvm", "mcpu": mcpu})
+    )
 
 
 def weights(name, n, k, seed):
@@ -121,7 +149,9 @@ def weights(name, n, k, seed):
     else:
         blocks = rng.integers(0, 256, (n, k // fmt.block, fmt.block_bytes), np.uint8)
         for offset in HALVES[name]:
-            blocks[..., offset:offset + 2] = (rng.standard_normal((n, k // fmt.block, 1)) * 0.01).astype(np.float16).view(np.uint8)
+            blocks[..., offset : offset + 2] = (
+                (rng.standard_normal((n, k // fmt.block, 1)) * 0.01).astype(np.float16).view(np.uint8)
+            )
         raw = blocks.reshape(n, -1)
     return repack(name, raw, k), gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(fmt.gguf_type)).reshape(n, k)
 
@@ -143,7 +173,9 @@ def tile(x, p):
 def sums(q, d):
     """S of A = q [MT, KB, P, 32] and the scales d [MT, KB, P]."""
     halves = [part.sum(-1, dtype=np.int32) for part in (q, q[..., :16], q[..., 16:])]
-    scaled, bits = ([f(s) for s in halves] for f in (lambda s: (s * d).astype(np.float32), lambda s: (-s).view(np.float32)))
+    scaled, bits = (
+        [f(s) for s in halves] for f in (lambda s: (s * d).astype(np.float32), lambda s: (-s).view(np.float32))
+    )
     return np.ascontiguousarray(np.stack([d, scaled[0], bits[0], *scaled[1:], *bits[1:], 0 * d], 2))
 
 
@@ -181,16 +213,18 @@ def run_linear(machine, name, live):
         outputs.append(np.full((case.m, -(-n // 16) * 16), np.nan, np.float32))
     if case.residual:
         arrays.append(rng.standard_normal(outputs[0].shape, np.float32))
-        expected[0] += arrays[-1][:, :expected[0].shape[1]]
-    results = call(machine, name, *arrays, *outputs)[-len(outputs):]
-    return [y[:, :e.shape[1]] for y, e in zip(results, expected, strict=True)], expected
+        expected[0] += arrays[-1][:, : expected[0].shape[1]]
+    results = call(machine, name, *arrays, *outputs)[-len(outputs) :]
+    return [y[:, : e.shape[1]] for y, e in zip(results, expected, strict=True)], expected
 
 
 def error(got, expected):
     return np.abs(got - expected).max() / np.abs(expected).max()
 
 
-@pytest.mark.parametrize(("machine", "name"), [(machine, name) for machine in RUNNABLE for name in _cases(MACHINES[machine].isa)])
+@pytest.mark.parametrize(
+    ("machine", "name"), [(machine, name) for machine in RUNNABLE for name in _cases(MACHINES[machine].isa)]
+)
 def test_linear(machine, name):
     for got, expected in zip(*run_linear(machine, name, live=16), strict=True):
         assert error(got, expected) < TOLERANCE
@@ -214,11 +248,13 @@ def test_gate_up_swiglu(machine, name):
     p = min(p, MACHINES[machine].isa.tokens)
     (gate_planes, g), (up_planes, u) = weights(gate, F, SWIGLU_K, 1), weights(up, F, SWIGLU_K, 2)
     # gates of a size at which the sigmoid bends
-    inputs, x = activations(FORMATS[gate].kind, m, SWIGLU_K, p, scale=3 / np.sqrt((g ** 2).sum(1).mean()))
+    inputs, x = activations(FORMATS[gate].kind, m, SWIGLU_K, p, scale=3 / np.sqrt((g**2).sum(1).mean()))
     g, u = (x.astype(np.float64) @ w.astype(np.float64).T for w in (g, u))
     expected = g / (1 + np.exp(-g)) * u
     outputs = quantized(np.ones((m, F), np.float32), p)[0] if quantize else (np.full((m, F), np.nan, np.float32),)
-    results = call(machine, f"swiglu-{name}", state(m), *inputs, *gate_planes.values(), *up_planes.values(), *outputs)[-len(outputs):]
+    results = call(machine, f"swiglu-{name}", state(m), *inputs, *gate_planes.values(), *up_planes.values(), *outputs)[
+        -len(outputs) :
+    ]
     if not quantize:
         assert error(results[0], expected) < TOLERANCE
         return
@@ -244,11 +280,14 @@ def test_avx2_for_avx512_without_vnni():
     assert "vpmaddubsw" in asm and "vpdpbusd" not in asm
 
 
-@pytest.mark.parametrize("segments, m, p, biases, residual", [
-    ([("q4_0", 32), ("f16", 32)], 1, 1, (False, False), False),
-    ([("q4_0", 32), ("q4_0", 32)], 1, 1, (False, False), True),
-    ([("q4_0", 32)], 12, 8, (False,), False),
-])
+@pytest.mark.parametrize(
+    "segments, m, p, biases, residual",
+    [
+        ([("q4_0", 32), ("f16", 32)], 1, 1, (False, False), False),
+        ([("q4_0", 32), ("q4_0", 32)], 1, 1, (False, False), True),
+        ([("q4_0", 32)], 12, 8, (False,), False),
+    ],
+)
 def test_what_cannot_share_a_launch_is_refused(segments, m, p, biases, residual):
     with pytest.raises(ValueError, match="make"):
         linear(segments, 256, m, p, biases, residual, Vnni512, "f")

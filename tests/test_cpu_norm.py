@@ -1,4 +1,6 @@
-"""RMS norm, activation quantization and embedding lookup on the CPU against numpy (and, for the table's bytes, gguf-py)."""
+"""RMS norm, activation quantization and embedding lookup on the CPU against numpy (and, for the table's bytes,
+gguf-py)."""
+
 import functools
 import os
 
@@ -16,12 +18,12 @@ from mlc_amd.schedules.cpu.embed import embed
 from mlc_amd.schedules.cpu.norm import quantize, rms_norm
 from mlc_amd.schedules.formats import FORMATS
 
-os.environ.setdefault("TVM_NUM_THREADS", "2")       # before the first kernel call
+os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
 
 # one of each instruction set that this machine runs
 RUNNABLE = [name for name in ("x86-64-v2", "x86-64-v3", "native") if cpu_flags().issuperset(resolve(name).flags)]
 ARCHS = list({resolve(name).isa: name for name in RUNNABLE}.values())
-EPS, LEFT = 1e-5, 7.0           # LEFT: what outputs hold before a kernel runs
+EPS, LEFT = 1e-5, 7.0  # LEFT: what outputs hold before a kernel runs
 #        m, k, p, live
 CHUNKS = ((1, 2048, 1, 1), (16, 256, 4, 16), (16, 96, 8, 5), (8, 64, 16, 8))
 VOCAB, COLUMNS, ODD_COLUMNS = 37, 512, 100
@@ -34,7 +36,11 @@ def kernels(arch):
     isa, funcs = resolve(arch).isa, []
     for i, (m, k, p, _) in enumerate(CHUNKS):
         funcs += [quantize(k, m, p, isa, f"quantize{i}")]
-        funcs += [rms_norm(k, m, EPS, p, q, row, isa, f"norm{i}_{row}_{int(q)}") for row in ("all", "last") for q in (False, True)]
+        funcs += [
+            rms_norm(k, m, EPS, p, q, row, isa, f"norm{i}_{row}_{int(q)}")
+            for row in ("all", "last")
+            for q in (False, True)
+        ]
     funcs += [embed(fmt, VOCAB, COLUMNS, m, f"embed_{fmt}_{m}") for fmt in FORMATS for m in (1, EMBED_M)]
     funcs += [embed("f32", VOCAB, ODD_COLUMNS, EMBED_M, "embed_odd")]
     return build_module({f.attrs["global_symbol"]: f for f in funcs}, resolve(arch).target)
@@ -72,7 +78,7 @@ def check_planes(A, S, expected, live):
 
 def rows_of(m, k):
     x = np.random.default_rng(m).standard_normal((m, k)).astype(np.float32)
-    x[-1, :32] = 0              # a block of zeros
+    x[-1, :32] = 0  # a block of zeros
     x[:, -32:] *= 1000
     return x
 
@@ -113,7 +119,9 @@ def table_bytes(fmt, rng):
         raw = gguf.quantize(rng.standard_normal((VOCAB, COLUMNS)).astype(np.float32), kind)
         return raw, gguf.dequantize(raw, kind).reshape(VOCAB, COLUMNS)
     raw = rng.integers(0, 256, (VOCAB, COLUMNS // FORMATS[fmt].block * FORMATS[fmt].block_bytes), np.uint8)
-    raw.reshape(-1, 2)[:, 1] &= 0xBB        # no float16 with all exponent bits set: neither infinities nor NaNs, wherever scales lie
+    raw.reshape(-1, 2)[:, 1] &= (
+        0xBB  # no float16 with all exponent bits set: neither infinities nor NaNs, wherever scales lie
+    )
     return raw, gguf.dequantize(raw, kind)
 
 
@@ -122,7 +130,11 @@ def table_bytes(fmt, rng):
 def test_embed(arch, fmt):
     raw, table = table_bytes(fmt, np.random.default_rng(3))
     weights = [tensor(plane) for plane in repack(fmt, raw.view(np.uint8), COLUMNS).values()]
-    for m, live, tokens in ((1, 1, [36]), (EMBED_M, 4, [0, 17, 36, 16, 5]), (EMBED_M, 5, [-1, VOCAB, 2**31 - 1, -2**31, 20])):
+    for m, live, tokens in (
+        (1, 1, [36]),
+        (EMBED_M, 4, [0, 17, 36, 16, 5]),
+        (EMBED_M, 5, [-1, VOCAB, 2**31 - 1, -(2**31), 20]),
+    ):
         X = tensor(np.full((m, COLUMNS), LEFT, np.float32))
         kernels(arch)[f"embed_{fmt}_{m}"](state(live), tensor(np.array(tokens, np.int32)), *weights, X)
         assert (X.numpy()[:live] == table[np.clip(tokens, 0, VOCAB - 1)[:live]]).all()

@@ -1,4 +1,6 @@
-"""The plans of CPU kernels: whichever is taken, the results are the same to the bit, and every space has the default plan first."""
+"""The plans of CPU kernels: whichever is taken, the results are the same to the bit, and every space has the default
+plan first."""
+
 import os
 from dataclasses import fields, replace
 
@@ -13,10 +15,14 @@ from mlc_amd.schedules.cpu.arch import resolve
 from mlc_amd.schedules.tuning.spaces import space
 from mlc_amd.schedules.tuning.workload import Workload
 
-os.environ.setdefault("TVM_NUM_THREADS", "2")       # before the first kernel call
+os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
 
 # one of each instruction set that this machine runs with plans of its own
-ARCHS = list({resolve(name).isa: name for name in ("x86-64-v3", "native") if cpu_flags().issuperset(resolve(name).flags)}.values())
+ARCHS = list(
+    {
+        resolve(name).isa: name for name in ("x86-64-v3", "native") if cpu_flags().issuperset(resolve(name).flags)
+    }.values()
+)
 
 
 def linear(m, *segments, k=512):
@@ -26,7 +32,9 @@ def linear(m, *segments, k=512):
 
 
 def gate_up(m, fmt):
-    return Workload("gate_up_swiglu", {"gate": fmt, "up": fmt, "n": 96, "k": 256, "m": m, "act_in": "", "act_out": "tiles"})
+    return Workload(
+        "gate_up_swiglu", {"gate": fmt, "up": fmt, "n": 96, "k": 256, "m": m, "act_in": "", "act_out": "tiles"}
+    )
 
 
 def attention(m):
@@ -35,14 +43,16 @@ def attention(m):
 
 WORKLOADS = {
     "linear decode": linear(1, ("q4_0", 160)), "linear float decode": linear(1, ("f16", 64), k=102),
-    "linear prefill": linear(128, ("q4_k", 4096), ("q6_k", 2048)), "linear float prefill": linear(32, ("bf16", 2048), k=102),
+    "linear prefill": linear(128, ("q4_k", 4096), ("q6_k", 2048)), "linear float prefill": linear(32, ("bf16", 2048),
+    k=102),
     "gate_up decode": gate_up(1, "q4_k"), "gate_up prefill": gate_up(128, "q4_0"),
     "attention decode": attention(1), "attention prefill": attention(64),
 }  # fmt: skip
 
 
 def spread(found):
-    """The default, and for each field the plans in which it has its smallest and its largest value that the arch can run."""
+    """The default, and for each field the plans in which it has its smallest and its largest value that the arch can
+    run."""
     plans = [found.default]
     for field in fields(found.plan_type):
         others = [replace(found.default, **{field.name: value}) for value in found.choices[field.name]]

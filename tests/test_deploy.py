@@ -90,10 +90,21 @@ def start(bundle, tmp_path, home):
 
     def run(*tokens, path=SYSTEM, program=None, **more) -> subprocess.CompletedProcess:
         environment = {"PATH": path, "HOME": str(home), **more}
-        drivers = {name: os.environ[name] for name in ("VK_DRIVER_FILES", "VK_ICD_FILENAMES", "XDG_RUNTIME_DIR") if name in os.environ}
+        drivers = {
+            name: os.environ[name]
+            for name in ("VK_DRIVER_FILES", "VK_ICD_FILENAMES", "XDG_RUNTIME_DIR")
+            if name in os.environ
+        }
         command = [str(program or bundle / "run.sh"), *tokens]
         return subprocess.run(
-            command, env=drivers | environment, cwd=tmp_path, input="", capture_output=True, text=True, timeout=100, check=False
+            command,
+            env=drivers | environment,
+            cwd=tmp_path,
+            input="",
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
         )
 
     return run
@@ -112,8 +123,14 @@ def test_bundle_has_what_it_imports_and_no_more(bundle):
     for path in (lib / "mlc_amd").rglob("*.py"):
         top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom | ast.Import)]
         for node in top:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)] if isinstance(node, ast.ImportFrom) else []
-            assert not names or not names[0].startswith("mlc_amd") or modules & set(names), f"{path}: {ast.unparse(node)}"
+            names = (
+                [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+            assert not names or not names[0].startswith("mlc_amd") or modules & set(names), (
+                f"{path}: {ast.unparse(node)}"
+            )
     assert not any(path.name in ("tvm", "tvm_ffi", "pip", "__pycache__") for path in bundle.rglob("*"))
     assert not (lib / "mlc_amd" / "compiler").exists()
     assert not list(bundle.rglob("*.pyi")) and not list(bundle.rglob("tests"))
@@ -144,7 +161,9 @@ def test_without_weights(model):
 def weightless(model, tmp_path_factory) -> Path:
     """The artifact as a bundle without weights has it."""
     folder = tmp_path_factory.mktemp("weightless") / "model"
-    entries = [Entry(name, content) for name, content in deploy.model_files(Artifact.open(model), weightless=True).items()]
+    entries = [
+        Entry(name, content) for name, content in deploy.model_files(Artifact.open(model), weightless=True).items()
+    ]
     archive.write_folder(folder, entries, lambda nbytes: None)
     return folder
 
@@ -192,7 +211,8 @@ def test_cannot_compile(start, tmp_path):
 
 @needs_python
 def test_takes_nothing_from_its_surroundings(start, bundle, tmp_path):
-    """Neither the user's modules nor those of the current folder nor PYTHON variables; found through a link; no home at all."""
+    """Neither the user's modules nor those of the current folder nor PYTHON variables; found through a link; no home at
+    all."""
     (tmp_path / "numpy.py").write_text("raise SystemExit('the wrong numpy')")
     (tmp_path / "link").symlink_to(bundle / "run.sh")
     hostile = {"PYTHONPATH": str(tmp_path), "PYTHONHOME": "/nowhere", "PYTHONSTARTUP": "/nowhere"}
@@ -213,7 +233,11 @@ def test_says_what_python_it_wants(start, tmp_path):
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
     done = start("doctor", path=str(tools))
-    assert done.returncode == 1 and done.stderr.startswith("error: no Python that this bundle can use") and "3.13" in done.stderr
+    assert (
+        done.returncode == 1
+        and done.stderr.startswith("error: no Python that this bundle can use")
+        and "3.13" in done.stderr
+    )
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +267,8 @@ def test_measures_without_weights(start, vulkan, weightless):
 
 
 def exec_line(text: str) -> list[str]:
-    """The arguments of a desktop entry's Exec, by the Desktop Entry Specification: string escapes, then quotes, then field codes."""
+    """The arguments of a desktop entry's Exec, by the Desktop Entry Specification: string escapes, then quotes, then
+    field codes."""
     value = next(line.removeprefix("Exec=") for line in text.splitlines() if line.startswith("Exec="))
     parts = re.findall(r'"((?:\\.|[^"\\])*)"|(\S+)', value.replace("\\\\", "\\"))
     return [re.sub(r"\\(.)", r"\1", quoted or plain).replace("%%", "%") for quoted, plain in parts]
@@ -255,7 +280,7 @@ def test_steam_entry_leads_to_the_bundle(tmp_path, name):
     folder.mkdir()
     for template in ("add-to-steam.sh", "mlc-amd.desktop"):
         shutil.copy(REPO / "dist" / "bundle" / template, folder)
-    (folder / "run.sh").write_text("#!/bin/sh\necho answered \"$@\"\n")
+    (folder / "run.sh").write_text('#!/bin/sh\necho answered "$@"\n')
     (folder / "run.sh").chmod(0o755)
     environment = {"PATH": SYSTEM, "HOME": str(tmp_path / "home")}
     done = subprocess.run([folder / "add-to-steam.sh"], env=environment, capture_output=True, text=True, check=True)
@@ -263,7 +288,9 @@ def test_steam_entry_leads_to_the_bundle(tmp_path, name):
     (entry,) = (tmp_path / "home" / ".local" / "share" / "applications").iterdir()
     command = exec_line(entry.read_text())
     assert command[-2:] == [str(folder / "add-to-steam.sh"), "chat"]
-    started = subprocess.run(command[command.index("-e") + 1 :], env=environment, capture_output=True, text=True, check=True)
+    started = subprocess.run(
+        command[command.index("-e") + 1 :], env=environment, capture_output=True, text=True, check=True
+    )
     assert started.stdout == "answered\n"
 
 
@@ -273,9 +300,15 @@ def test_steam_entry_leads_to_the_bundle(tmp_path, name):
 def test_archives_are_the_same_and_unpack(tmp_path):
     zstandard = pytest.importorskip("zstandard") if sys.version_info < (3, 14) else None
     (tmp_path / "large").write_bytes(np.random.default_rng(0).bytes(20 << 20))
-    entries = [Entry("run.sh", b"#!/bin/sh\n", True), Entry("a/b.txt", b"text" * 1000), Entry("model/large", tmp_path / "large")]
+    entries = [
+        Entry("run.sh", b"#!/bin/sh\n", True),
+        Entry("a/b.txt", b"text" * 1000),
+        Entry("model/large", tmp_path / "large"),
+    ]
     for name in ("one.tar.zst", "two.tar.zst"):
-        archive.write_archive(tmp_path / name, "one", entries, lambda entry: entry.path.startswith("model/"), lambda nbytes: None)
+        archive.write_archive(
+            tmp_path / name, "one", entries, lambda entry: entry.path.startswith("model/"), lambda nbytes: None
+        )
     packed = (tmp_path / "one.tar.zst").read_bytes()
     assert packed == (tmp_path / "two.tar.zst").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["large", "one.tar.zst", "two.tar.zst"]
@@ -295,10 +328,14 @@ def test_a_folder_is_whole_or_not_there(tmp_path):
     out = tmp_path / "bundle"
     archive.write_folder(out, [Entry("bundle.json", b"{}"), Entry("old", b"")], lambda nbytes: None)
     with pytest.raises(UserError, match="cannot write"):
-        archive.write_folder(out, [Entry("bundle.json", b"{}"), Entry("new", tmp_path / "missing")], lambda nbytes: None)
+        archive.write_folder(
+            out, [Entry("bundle.json", b"{}"), Entry("new", tmp_path / "missing")], lambda nbytes: None
+        )
     assert sorted(path.name for path in out.iterdir()) == ["bundle.json", "old"]
     archive.write_folder(out, [Entry("bundle.json", b"{}")], lambda nbytes: None)
-    assert [path.name for path in out.iterdir()] == ["bundle.json"] and [path.name for path in tmp_path.iterdir()] == ["bundle"]
+    assert [path.name for path in out.iterdir()] == ["bundle.json"] and [path.name for path in tmp_path.iterdir()] == [
+        "bundle"
+    ]
 
 
 # ---- what is refused
@@ -313,7 +350,12 @@ def manifest_of(kind: str, *archs: str, **more) -> Artifact:
     [
         (manifest_of("cpu"), "linux", "file", "cpu, which needs TVM's runtime library"),
         (manifest_of("rocm", "gfx1033"), "steamdeck", "file", "rocm, which needs ROCm.*--arch steamdeck"),
-        (manifest_of("vulkan", "rdna3", "nvidia"), "steamdeck", "file", "rdna3, nvidia, which does not run on a Steam Deck"),
+        (
+            manifest_of("vulkan", "rdna3", "nvidia"),
+            "steamdeck",
+            "file",
+            "rdna3, nvidia, which does not run on a Steam Deck",
+        ),
         (manifest_of("vulkan", "vangogh"), "steamdeck", "none", "does not say what its weights are like"),
     ],
 )
@@ -365,7 +407,9 @@ def test_wheels_of_several_pythons_lie_side_by_side(tmp_path, monkeypatch):
     for version in ("311", "313"):
         files = {"some/__init__.py": "x", f"some/fast.cpython-{version}.so": version, "some/config.py": version}
         files |= {"some/tests/t.py": "", "some/extra/e.py": "", "some/types.pyi": ""}
-        wheel(tmp_path, f"some_thing-1.0-cp{version}-cp{version}-manylinux_2_17_x86_64.manylinux2014_x86_64.whl", **files)
+        wheel(
+            tmp_path, f"some_thing-1.0-cp{version}-cp{version}-manylinux_2_17_x86_64.manylinux2014_x86_64.whl", **files
+        )
     wheel(tmp_path, "some_thing-0.9-py3-none-any.whl")
     found = wheels.site_packages(["some-thing"], ["3.11", "3.13"], tmp_path)
     assert set(found) == {"some/__init__.py", "some/config.py", "some/fast.cpython-311.so", "some/fast.cpython-313.so"}
@@ -381,7 +425,10 @@ def test_the_wheel_that_pip_would_take(tmp_path, monkeypatch):
     plain, threaded = "cp313-cp313-manylinux2014_x86_64", "cp313-cp313t-manylinux_2_28_x86_64"
     for name in ("cp311-abi3-manylinux2014_x86_64", "py3-none-any", plain, threaded):
         wheel(tmp_path, f"thing-1.0-{name}.whl", **{"thing.py": name})
-    taken = {python: wheels.site_packages(["thing"], [python], tmp_path)["thing.py"].decode() for python in ("3.11", "3.12", "3.13")}
+    taken = {
+        python: wheels.site_packages(["thing"], [python], tmp_path)["thing.py"].decode()
+        for python in ("3.11", "3.12", "3.13")
+    }
     abi3 = "cp311-abi3-manylinux2014_x86_64"
     assert taken == {"3.11": abi3, "3.12": abi3, "3.13": plain}
 

@@ -27,8 +27,24 @@ FACTS = {
     "packages": [{"name": "numpy", "wanted": "", "found": "2.0", "ok": True}],
     "tvm": {"version": "0.27", "llvm": 22, "amdgpu": True, "x86": True, "seconds": 1.0},
     "linkers": {"cc": None, "gcc": "/usr/bin/gcc", "clang": None, "ld.lld": None, "ziglang": None},
-    "cpu": {"name": "Zen", "cores": 2, "isa": ["AVX2"], "memory": 8 << 30, "available": 4 << 30, "read_bytes_per_second": 3e10},
-    "gpus": [{"card": "card0", "vendor": "AMD", "id": "0x744c", "driver": "amdgpu", "node": "/dev/dri/renderD128", "usable": True}],
+    "cpu": {
+        "name": "Zen",
+        "cores": 2,
+        "isa": ["AVX2"],
+        "memory": 8 << 30,
+        "available": 4 << 30,
+        "read_bytes_per_second": 3e10,
+    },
+    "gpus": [
+        {
+            "card": "card0",
+            "vendor": "AMD",
+            "id": "0x744c",
+            "driver": "amdgpu",
+            "node": "/dev/dri/renderD128",
+            "usable": True,
+        }
+    ],
     "kfd": {"present": True, "usable": True},
     "vulkan": {"loader": True, "drivers": ["radeon_icd.x86_64.json"], "devices": [DECK], "problem": None},
     "distribution": ["steamos", "arch"],
@@ -45,7 +61,11 @@ def vulkan(**changes) -> dict:
 @pytest.mark.parametrize(
     ("change", "status", "advice"),
     [
-        ({"packages": [{"name": "numpy", "wanted": ">=2", "found": "1.26", "ok": False}]}, "problem", "pip install 'numpy>=2'"),
+        (
+            {"packages": [{"name": "numpy", "wanted": ">=2", "found": "1.26", "ok": False}]},
+            "problem",
+            "pip install 'numpy>=2'",
+        ),
         ({"tvm": {"error": "OSError: libz"}}, "problem", "reinstall apache-tvm"),
         ({"tvm": {}}, "missing", "pip install mlc-amd"),
         ({"linkers": dict.fromkeys(FACTS["linkers"])}, "problem", "ziglang"),
@@ -55,10 +75,18 @@ def vulkan(**changes) -> dict:
         ({"kfd": {"present": True, "usable": False}}, "problem", "usermod -aG render"),
         ({"kfd": {"present": False, "usable": False}}, "missing", "/dev/kfd"),
         ({"vulkan": NO_VULKAN}, "problem", "sudo pacman -S vulkan-icd-loader vulkan-radeon"),
-        ({"vulkan": NO_VULKAN, "distribution": ["ubuntu", "debian"]}, "problem", "sudo apt install libvulkan1 mesa-vulkan-drivers"),
+        (
+            {"vulkan": NO_VULKAN, "distribution": ["ubuntu", "debian"]},
+            "problem",
+            "sudo apt install libvulkan1 mesa-vulkan-drivers",
+        ),
         ({"vulkan": NO_VULKAN, "distribution": []}, "problem", "your distribution's packages"),
         (vulkan(drivers=[], devices=[], problem="none"), "problem", "vulkan-radeon"),
-        (vulkan(devices=[], problem="no Vulkan device: no permission on /dev/dri/renderD128; join its group"), "problem", "join its group"),
+        (
+            vulkan(devices=[], problem="no Vulkan device: no permission on /dev/dri/renderD128; join its group"),
+            "problem",
+            "join its group",
+        ),
         (vulkan(devices=[LLVMPIPE]), "problem", "vulkan-radeon"),
         (vulkan(devices=[DECK | {"profile": "rdna3:matrix=none"}]), "missing", "update Mesa"),
         (vulkan(devices=[DECK | {"vendor": "0x10de", "profile": "generic"}]), "missing", "update NVIDIA's driver"),
@@ -79,13 +107,17 @@ def test_without_a_gpu_no_vulkan_is_no_problem_and_nvidia_gets_its_own_advice():
 
 def test_a_device_is_told_with_driver_memory_and_profile():
     (found,) = doctor.judge(vulkan())
-    assert found[0] == "ok" and found[1].startswith("target vulkan: device 0, APU AMD Custom GPU 0405 (RADV VANGOGH), 8.00 GiB, ")
+    assert found[0] == "ok" and found[1].startswith(
+        "target vulkan: device 0, APU AMD Custom GPU 0405 (RADV VANGOGH), 8.00 GiB, "
+    )
     assert found[1].endswith("profile vangogh (radv Mesa 25.1, Vulkan 1.4.311)")
 
 
 def test_where_only_compiled_models_run_it_leaves_compiling_out(monkeypatch, capsys):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "mlc_amd.compiler" else find(name, *more))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "mlc_amd.compiler" else find(name, *more)
+    )
 
     def absent(name):
         raise importlib.metadata.PackageNotFoundError(name)
@@ -115,7 +147,9 @@ def test_without_a_driver_the_loader_is_there_and_no_device(monkeypatch, tmp_pat
 def test_package_versions_are_compared_with_the_wanted_ones(monkeypatch):
     by_name = {package["name"]: package for package in machine.packages()}
     assert by_name["apache-tvm"]["ok"] and by_name["apache-tvm"]["wanted"].startswith("==") and "pytest" not in by_name
-    monkeypatch.setattr(machine.metadata, "requires", lambda _: ["numpy>=1000", "no-such-package-here", "pytest; extra == 'test'"])
+    monkeypatch.setattr(
+        machine.metadata, "requires", lambda _: ["numpy>=1000", "no-such-package-here", "pytest; extra == 'test'"]
+    )
     numpy, absent = machine.packages()
     assert (numpy["ok"], numpy["found"]) == (False, np.__version__)
     assert (absent["name"], absent["ok"], absent["found"]) == ("no-such-package-here", False, None)

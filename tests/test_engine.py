@@ -69,7 +69,9 @@ def test_context_full(engine):
         engine.decode(1)
 
 
-@pytest.mark.parametrize(("ids", "message"), [([], "no tokens"), ([8192], "outside the vocabulary"), ([-1], "outside the vocabulary")])
+@pytest.mark.parametrize(
+    ("ids", "message"), [([], "no tokens"), ([8192], "outside the vocabulary"), ([-1], "outside the vocabulary")]
+)
 def test_bad_ids(engine, ids, message):
     with pytest.raises(UserError, match=message):
         engine.prefill(ids)

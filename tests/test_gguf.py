@@ -1,4 +1,5 @@
 """Opening GGUF models: real ones against gguf-py's reader, metadata to configuration, split files, laziness."""
+
 import dataclasses
 import json
 import subprocess
@@ -10,7 +11,15 @@ import gguf
 import numpy as np
 import pytest
 
-from mlc_amd.compiler.gguf import GGUFModel, ModelConfig, RopeConfig, expected_tensors, read_metadata, synthetic, write_gguf
+from mlc_amd.compiler.gguf import (
+    GGUFModel,
+    ModelConfig,
+    RopeConfig,
+    expected_tensors,
+    read_metadata,
+    synthetic,
+    write_gguf,
+)
 from mlc_amd.compiler.gguf.config import read_config
 from mlc_amd.compiler.gguf.reader import Tensor
 from mlc_amd.compiler.gguf.writer import write_header
@@ -36,19 +45,38 @@ def same_as_gguf_py(path):
 def test_demo_model(demo_gguf):
     config = same_as_gguf_py(demo_gguf)
     assert config == ModelConfig(
-        architecture="llama", name="Tiny Docs Llama 21M", vocab=8192, hidden=512, layers=6, heads=8, kv_heads=4, head_dim=64, ffn=1280,
-        context=2048, norm_eps=pytest.approx(1e-5), tied=True, qkv_bias=False, qk_norm=False,
-        rope=RopeConfig(dim=64, base=500000.0, neox=False, original_context=2048))
+        architecture="llama",
+        name="Tiny Docs Llama 21M",
+        vocab=8192,
+        hidden=512,
+        layers=6,
+        heads=8,
+        kv_heads=4,
+        head_dim=64,
+        ffn=1280,
+        context=2048,
+        norm_eps=pytest.approx(1e-5),
+        tied=True,
+        qkv_bias=False,
+        qk_norm=False,
+        rope=RopeConfig(dim=64, base=500000.0, neox=False, original_context=2048),
+    )
     assert json.loads(json.dumps(dataclasses.asdict(config)))["rope"]["base"] == 500000.0
 
 
-@pytest.mark.parametrize("name, differs", [
-    ("llamaspm-q8_0", {"architecture": "llama", "tied": False, "heads": 4, "kv_heads": 4}),
-    ("qwen2-q4_k_m", {"architecture": "qwen2", "tied": True, "qkv_bias": True, "qk_norm": False}),
-    ("qwen3-q4_k_m", {"architecture": "qwen3", "qkv_bias": False, "qk_norm": True, "head_dim": 128, "hidden": 256, "heads": 4}),
-    ("qwen3-f16", {"architecture": "qwen3", "ffn": 768}),
-    ("qwen3-iq4_xs", {"architecture": "qwen3", "layers": 4}),
-])
+@pytest.mark.parametrize(
+    "name, differs",
+    [
+        ("llamaspm-q8_0", {"architecture": "llama", "tied": False, "heads": 4, "kv_heads": 4}),
+        ("qwen2-q4_k_m", {"architecture": "qwen2", "tied": True, "qkv_bias": True, "qk_norm": False}),
+        (
+            "qwen3-q4_k_m",
+            {"architecture": "qwen3", "qkv_bias": False, "qk_norm": True, "head_dim": 128, "hidden": 256, "heads": 4},
+        ),
+        ("qwen3-f16", {"architecture": "qwen3", "ffn": 768}),
+        ("qwen3-iq4_xs", {"architecture": "qwen3", "layers": 4}),
+    ],
+)
 def test_reference_models(shared, name, differs):
     config = same_as_gguf_py(shared / "models" / f"{name}.gguf")
     assert {key: getattr(config, key) for key in differs} == differs
@@ -59,7 +87,7 @@ def test_big_vocabulary_is_read_fast(shared):
     path = shared / "vocabs" / "ggml-vocab-qwen2.gguf"
     start = time.perf_counter()
     metadata = read_metadata(path)
-    assert time.perf_counter() - start < 2.0                # gguf.GGUFReader takes 7 s
+    assert time.perf_counter() - start < 2.0  # gguf.GGUFReader takes 7 s
     assert len(metadata["tokenizer.ggml.tokens"]) == 151936 and metadata["tokenizer.ggml.tokens"][0] == "!"
     with pytest.raises(UserError, match="only a vocabulary"):
         GGUFModel.open(path)
@@ -71,24 +99,31 @@ def test_tensor_access(demo_gguf):
     assert (tensor.format, tensor.shape, tensor.rows, tensor.row_bytes) == ("q6_k", (8192, 512), 8192, 420)
     part = tensor.blocks(8000, 8192)
     assert part.shape == (192, 420) and part.dtype == np.uint8 and not part.flags.writeable and not part.flags.owndata
-    assert np.shares_memory(part, tensor.blocks())          # views of one map, no copies
+    assert np.shares_memory(part, tensor.blocks())  # views of one map, no copies
     assert (tensor.dequantize(8000, 8010) == tensor.dequantize()[8000:8010]).all()
     norm = model.tensors["output_norm.weight"]
-    assert norm.blocks().shape == (1, 2048) and norm.dequantize().shape == (512,) and norm.dequantize().dtype == np.float32
+    assert (
+        norm.blocks().shape == (1, 2048) and norm.dequantize().shape == (512,) and norm.dequantize().dtype == np.float32
+    )
     for start, stop in ((-1, 1), (2, 1), (0, 8193)):
         with pytest.raises(IndexError):
             tensor.blocks(start, stop)
     kept = part.copy()
     model.close()
     model.close()
-    assert (part == kept).all()                             # a view outlives its model
+    assert (part == kept).all()  # a view outlives its model
     with pytest.raises(ValueError, match="is closed"):
         tensor.blocks()
 
 
 LLAMA = {
-    "general.architecture": "llama", "llama.context_length": 4096, "llama.embedding_length": 256, "llama.block_count": 2,
-    "llama.feed_forward_length": 512, "llama.attention.head_count": 4, "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "general.architecture": "llama",
+    "llama.context_length": 4096,
+    "llama.embedding_length": 256,
+    "llama.block_count": 2,
+    "llama.feed_forward_length": 512,
+    "llama.attention.head_count": 4,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
     "llama.vocab_size": 1000,
 }
 
@@ -97,7 +132,7 @@ def test_defaults():
     config = read_config(LLAMA, {"output.weight"}, "m")
     assert (config.name, config.kv_heads, config.head_dim, config.vocab, config.tied) == ("", 4, 64, 1000, False)
     assert config.rope == RopeConfig(dim=64, base=10000.0, neox=False, original_context=4096)
-    assert read_config(LLAMA | {"tokenizer.ggml.tokens": ["a"] * 96}, set(), "m").vocab == 96       # the token list decides
+    assert read_config(LLAMA | {"tokenizer.ggml.tokens": ["a"] * 96}, set(), "m").vocab == 96  # the token list decides
 
 
 def test_optional_parts_follow_the_tensors():
@@ -105,16 +140,22 @@ def test_optional_parts_follow_the_tensors():
     assert config.tied and config.qkv_bias and config.output_bias and config.rope.freq_factors
 
 
-@pytest.mark.parametrize("keys, expected", [
-    ({}, ("none", 1.0, 1.0, 0.0)),
-    ({"scaling.type": "none", "scaling.factor": 4.0}, ("none", 1.0, 1.0, 0.0)),
-    ({"scaling.factor": 4.0}, ("linear", 4.0, 1.0, 0.0)),
-    ({"scaling.factor": 0.0}, ("none", 1.0, 1.0, 0.0)),
-    ({"scale_linear": 2.0}, ("linear", 2.0, 1.0, 0.0)),
-    ({"scaling.type": "linear", "scaling.factor": 1.0}, ("none", 1.0, 1.0, 0.0)),
-    ({"scaling.type": "yarn", "scaling.factor": 4.0}, ("yarn", 4.0, 1.0, 1.0)),
-    ({"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.attn_factor": 1.5, "scaling.yarn_ext_factor": 0.5}, ("yarn", 4.0, 1.5, 0.5)),
-])
+@pytest.mark.parametrize(
+    "keys, expected",
+    [
+        ({}, ("none", 1.0, 1.0, 0.0)),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, ("none", 1.0, 1.0, 0.0)),
+        ({"scaling.factor": 4.0}, ("linear", 4.0, 1.0, 0.0)),
+        ({"scaling.factor": 0.0}, ("none", 1.0, 1.0, 0.0)),
+        ({"scale_linear": 2.0}, ("linear", 2.0, 1.0, 0.0)),
+        ({"scaling.type": "linear", "scaling.factor": 1.0}, ("none", 1.0, 1.0, 0.0)),
+        ({"scaling.type": "yarn", "scaling.factor": 4.0}, ("yarn", 4.0, 1.0, 1.0)),
+        (
+            {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.attn_factor": 1.5, "scaling.yarn_ext_factor": 0.5},
+            ("yarn", 4.0, 1.5, 0.5),
+        ),
+    ],
+)
 def test_rope_scaling(keys, expected):
     rope = read_config(LLAMA | {f"llama.rope.{key}": value for key, value in keys.items()}, set(), "m").rope
     assert (rope.scaling, rope.factor, rope.attn_factor, rope.ext_factor) == expected
@@ -122,8 +163,13 @@ def test_rope_scaling(keys, expected):
 
 
 def test_rope_other_keys():
-    keys = {"rope.dimension_count": 32, "rope.freq_base": 5e5, "rope.scaling.original_context_length": 1024,
-            "rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.yarn_beta_slow": 2.0}
+    keys = {
+        "rope.dimension_count": 32,
+        "rope.freq_base": 5e5,
+        "rope.scaling.original_context_length": 1024,
+        "rope.scaling.yarn_beta_fast": 16.0,
+        "rope.scaling.yarn_beta_slow": 2.0,
+    }
     rope = read_config(LLAMA | {f"llama.{key}": value for key, value in keys.items()}, set(), "m").rope
     assert (rope.dim, rope.base, rope.original_context, rope.beta_fast, rope.beta_slow) == (32, 5e5, 1024, 16.0, 2.0)
 
@@ -154,10 +200,12 @@ def split(model: GGUFModel, folder, count: int):
     paths = [folder / f"m-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
     tensors = list(model.tensors.values())
     for i, path in enumerate(paths):
+
         def prepare(writer, i=i):
             writer.add_uint16("split.no", i)
             writer.add_uint16("split.count", count)
             writer.add_int32("split.tensors.count", len(tensors))
+
         write_with_gguf_py(path, model.metadata if i == 0 else {}, tensors[i::count], prepare)
     return paths
 
@@ -176,7 +224,9 @@ def test_split_model_damaged(tmp_path):
     paths = split(synthetic("tiny:q4_0"), tmp_path, 3)
     original = paths[1].read_bytes()
     paths[1].unlink()
-    with pytest.raises(UserError, match=r"part 2 of 3 of this split model is missing; put m-00002-of-00003\.gguf beside it"):
+    with pytest.raises(
+        UserError, match=r"part 2 of 3 of this split model is missing; put m-00002-of-00003\.gguf beside it"
+    ):
         GGUFModel.open(paths[2])
     paths[1].write_bytes(paths[2].read_bytes())
     with pytest.raises(UserError, match=r"m-00002-of-00003\.gguf: this is not part 2 of 3"):
@@ -189,7 +239,7 @@ def test_split_model_damaged(tmp_path):
     data = renamed.read_bytes()
     at = data.index(b"split.tensors.count") + len("split.tensors.count") + 4
     renamed.unlink()
-    paths[0].write_bytes(data[:at] + (99).to_bytes(4, "little") + data[at + 4:])
+    paths[0].write_bytes(data[:at] + (99).to_bytes(4, "little") + data[at + 4 :])
     with pytest.raises(UserError, match="not the 99 announced"):
         GGUFModel.open(paths[0])
 
@@ -197,13 +247,24 @@ def test_split_model_damaged(tmp_path):
 def test_40_gb_are_opened_without_reading_them(tmp_path):
     """A sparse file of a 68-billion-weight model: fast to open, and next to nothing of it in memory."""
     small = synthetic("tiny:q8_0")
-    metadata = small.metadata | {"llama.block_count": 80, "llama.embedding_length": 8192, "llama.feed_forward_length": 28672,
-                                 "llama.attention.head_count": 64, "llama.attention.head_count_kv": 8, "llama.attention.key_length": 128,
-                                 "llama.attention.value_length": 128, "llama.rope.dimension_count": 128}
+    metadata = small.metadata | {
+        "llama.block_count": 80,
+        "llama.embedding_length": 8192,
+        "llama.feed_forward_length": 28672,
+        "llama.attention.head_count": 64,
+        "llama.attention.head_count_kv": 8,
+        "llama.attention.key_length": 128,
+        "llama.attention.value_length": 128,
+        "llama.rope.dimension_count": 128,
+    }
     path = tmp_path / "huge.gguf"
     size = sparse_gguf(path, metadata, "q4_0")
     assert size > 38e9 and path.stat().st_blocks * 512 < 1e6
-    used = subprocess.run([sys.executable, "-c", textwrap.dedent(f"""
+    used = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(f"""
         import resource, time
         from mlc_amd.compiler.gguf import GGUFModel
         before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
@@ -211,8 +272,13 @@ def test_40_gb_are_opened_without_reading_them(tmp_path):
         assert model.tensors["blk.79.ffn_down.weight"].blocks(8191, 8192).shape == (1, 28672 // 32 * 18)
         assert time.perf_counter() - start < 2.0
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-    """)], check=True, capture_output=True, text=True).stdout
-    assert int(used) < 30_000       # KiB
+    """),
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert int(used) < 30_000  # KiB
 
 
 def sparse_gguf(path, metadata, format) -> int:
@@ -221,7 +287,11 @@ def sparse_gguf(path, metadata, format) -> int:
 
     def nothing(start, stop):
         raise AssertionError("weights must not be asked for")
-    tensors = {name: Tensor(name, format if len(shape) == 2 else "f32", shape, nothing) for name, shape in expected_tensors(config)}
+
+    tensors = {
+        name: Tensor(name, format if len(shape) == 2 else "f32", shape, nothing)
+        for name, shape in expected_tensors(config)
+    }
     write_header(GGUFModel(str(path), metadata, tensors, config), path)
     size = path.stat().st_size + 64 + sum(-(-t.nbytes // 32) * 32 for t in tensors.values())
     with open(path, "ab") as file:

@@ -1,6 +1,9 @@
-"""Bad GGUF files: every one ends in a UserError of one line that names the file, what is wrong and what to do; nothing hangs or allocates.
+"""Bad GGUF files: every one ends in a UserError of one line that names the file, what is wrong and what to do; nothing
+hangs or allocates.
 
-Files are made by `make`, a writer of its own that can lie: it puts down whatever counts, types, dimensions and offsets it is told."""
+Files are made by `make`, a writer of its own that can lie: it puts down whatever counts, types, dimensions and offsets
+it is told."""
+
 import itertools
 import os
 import random
@@ -16,7 +19,7 @@ import pytest
 from mlc_amd.compiler.gguf import GGUFModel, synthetic, write_gguf
 from mlc_amd.runtime.errors import UserError
 
-U32, F32, BOOL, STRING, ARRAY, U64 = 4, 6, 7, 8, 9, 10         # GGUF value types
+U32, F32, BOOL, STRING, ARRAY, U64 = 4, 6, 7, 8, 9, 10  # GGUF value types
 SIZES = {U32: "<I", F32: "<f", BOOL: "<?", U64: "<Q"}
 
 
@@ -35,27 +38,56 @@ def pair(key, kind, value) -> bytes:
 
 
 def entry(name, dims, kind, offset) -> bytes:
-    return text(name) + struct.pack("<I", len(dims)) + struct.pack(f"<{len(dims)}Q", *dims) + struct.pack("<IQ", kind, offset)
+    return (
+        text(name)
+        + struct.pack("<I", len(dims))
+        + struct.pack(f"<{len(dims)}Q", *dims)
+        + struct.pack("<IQ", kind, offset)
+    )
 
 
 METADATA = {
-    "general.architecture": (STRING, "llama"), "llama.context_length": (U32, 128), "llama.embedding_length": (U32, 64),
-    "llama.block_count": (U32, 1), "llama.feed_forward_length": (U32, 96), "llama.attention.head_count": (U32, 2),
-    "llama.attention.head_count_kv": (U32, 1), "llama.attention.layer_norm_rms_epsilon": (F32, 1e-5), "llama.vocab_size": (U32, 40),
+    "general.architecture": (STRING, "llama"),
+    "llama.context_length": (U32, 128),
+    "llama.embedding_length": (U32, 64),
+    "llama.block_count": (U32, 1),
+    "llama.feed_forward_length": (U32, 96),
+    "llama.attention.head_count": (U32, 2),
+    "llama.attention.head_count_kv": (U32, 1),
+    "llama.attention.layer_norm_rms_epsilon": (F32, 1e-5),
+    "llama.vocab_size": (U32, 40),
 }
 F32_TYPE, Q8_0 = 0, 8
-TENSORS = {     # name: (dimensions in GGUF order, type)
-    "token_embd.weight": ((64, 40), Q8_0), "blk.0.attn_norm.weight": ((64,), F32_TYPE), "blk.0.attn_q.weight": ((64, 64), Q8_0),
-    "blk.0.attn_k.weight": ((64, 32), Q8_0), "blk.0.attn_v.weight": ((64, 32), Q8_0), "blk.0.attn_output.weight": ((64, 64), Q8_0),
-    "blk.0.ffn_norm.weight": ((64,), F32_TYPE), "blk.0.ffn_gate.weight": ((64, 96), Q8_0), "blk.0.ffn_up.weight": ((64, 96), Q8_0),
-    "blk.0.ffn_down.weight": ((96, 64), Q8_0), "output_norm.weight": ((64,), F32_TYPE),
+TENSORS = {  # name: (dimensions in GGUF order, type)
+    "token_embd.weight": ((64, 40), Q8_0),
+    "blk.0.attn_norm.weight": ((64,), F32_TYPE),
+    "blk.0.attn_q.weight": ((64, 64), Q8_0),
+    "blk.0.attn_k.weight": ((64, 32), Q8_0),
+    "blk.0.attn_v.weight": ((64, 32), Q8_0),
+    "blk.0.attn_output.weight": ((64, 64), Q8_0),
+    "blk.0.ffn_norm.weight": ((64,), F32_TYPE),
+    "blk.0.ffn_gate.weight": ((64, 96), Q8_0),
+    "blk.0.ffn_up.weight": ((64, 96), Q8_0),
+    "blk.0.ffn_down.weight": ((96, 64), Q8_0),
+    "output_norm.weight": ((64,), F32_TYPE),
 }
 
 
-def make(metadata=METADATA, tensors=TENSORS, *, offsets=None, version=3, n_pairs=None, n_tensors=None, extra_pairs=b"", cut=None) -> bytes:
+def make(
+    metadata=METADATA,
+    tensors=TENSORS,
+    *,
+    offsets=None,
+    version=3,
+    n_pairs=None,
+    n_tensors=None,
+    extra_pairs=b"",
+    cut=None,
+) -> bytes:
     """A GGUF file. `offsets` replaces the offsets of tensors by name; `cut` removes bytes from the end."""
-    header = b"GGUF" + struct.pack("<IQQ", version, len(tensors) if n_tensors is None else n_tensors,
-                                   len(metadata) if n_pairs is None else n_pairs)
+    header = b"GGUF" + struct.pack(
+        "<IQQ", version, len(tensors) if n_tensors is None else n_tensors, len(metadata) if n_pairs is None else n_pairs
+    )
     header += b"".join(pair(key, kind, value) for key, (kind, value) in metadata.items()) + extra_pairs
     position = 0
     for name, (dims, kind) in tensors.items():
@@ -65,7 +97,7 @@ def make(metadata=METADATA, tensors=TENSORS, *, offsets=None, version=3, n_pairs
             count *= d
         position += -(-min(count * 4 if kind == F32_TYPE else count // 32 * 34, 1 << 20) // 32) * 32
     data = header + bytes(-len(header) % 32) + bytes(position)
-    return data[:len(data) - (cut or 0)]
+    return data[: len(data) - (cut or 0)]
 
 
 def without(table, name):
@@ -88,6 +120,8 @@ def test_the_file_that_the_errors_are_made_of_is_right(tmp_path):
 
 
 LLAMA_KEYS = [key for key in METADATA if key not in ("general.architecture", "llama.attention.head_count_kv")]
+
+
 def having(key, kind, value) -> bytes:
     return make(METADATA | {key: (kind, value)})
 
@@ -119,7 +153,10 @@ CASES = {
     "one pair more": (make(n_pairs=len(METADATA) + 1), "truncated or damaged"),
     "one tensor more": (make(n_tensors=len(TENSORS) + 1), "truncated or damaged"),
     "key too long": (and_pair(text(b"x" * 70000) + struct.pack("<IB", 0, 1)), "a metadata key is 70000 bytes long"),
-    "string too long": (and_pair(text("k") + struct.pack("<IQ", STRING, 1 << 60)), "key 'k' is 1152921504606846976 bytes"),
+    "string too long": (
+        and_pair(text("k") + struct.pack("<IQ", STRING, 1 << 60)),
+        "key 'k' is 1152921504606846976 bytes",
+    ),
     "array too long": (and_pair(pair("k", ARRAY, (U32, 1 << 40, b""))), f"'k' is an array of {1 << 40} elements"),
     "array past the end": (and_pair(pair("k", ARRAY, (U64, 1 << 20, b""))), "ends inside metadata key 'k'"),
     "strings past the end": (and_pair(pair("k", ARRAY, (STRING, 1 << 20, b""))), "1048576 strings in metadata key 'k'"),
@@ -134,8 +171,7 @@ CASES = {
     "alignment 0": (having("general.alignment", U32, 0), "general.alignment is 0"),
     "alignment text": (having("general.alignment", STRING, "x"), "general.alignment is 'x'"),
     # tensors
-    "same tensor": (make().replace(b"attn_v.weight", b"attn_k.weight"),
-                    "tensor 'blk.0.attn_k.weight' appears twice"),
+    "same tensor": (make().replace(b"attn_v.weight", b"attn_k.weight"), "tensor 'blk.0.attn_k.weight' appears twice"),
     "long name": (tensor("t" * 65, (32,), F32_TYPE), "a tensor name is 65 bytes long"),
     "no dimensions": (tensor("token_embd.weight", (), F32_TYPE), "has 0 dimensions"),
     "five dimensions": (tensor("token_embd.weight", (1, 1, 1, 1, 1), F32_TYPE), "has 5 dimensions"),
@@ -143,51 +179,98 @@ CASES = {
     "negative dimension": (tensor("token_embd.weight", (64, (1 << 64) - 1), Q8_0), "impossible dimensions"),
     "overflowing": (tensor("token_embd.weight", (1 << 40, 1 << 40), Q8_0), "the file ends at byte"),
     "three dimensions": (tensor("token_embd.weight", (32, 40, 2), Q8_0), "has 3 dimensions; only dense"),
-    "no whole blocks": (tensor("token_embd.weight", (48, 40), Q8_0), "48 columns, not a multiple of q8_0's block of 32"),
-    "type": (tensor("token_embd.weight", (64, 40), 39), "'token_embd.weight' has type MXFP4, supported are .*q4_k.*iq4_xs"),
-    "unknown type": (tensor("token_embd.weight", (64, 40), 999), "'token_embd.weight' has type number 999, supported are"),
+    "no whole blocks": (
+        tensor("token_embd.weight", (48, 40), Q8_0),
+        "48 columns, not a multiple of q8_0's block of 32",
+    ),
+    "type": (
+        tensor("token_embd.weight", (64, 40), 39),
+        "'token_embd.weight' has type MXFP4, supported are .*q4_k.*iq4_xs",
+    ),
+    "unknown type": (
+        tensor("token_embd.weight", (64, 40), 999),
+        "'token_embd.weight' has type number 999, supported are",
+    ),
     "integers": (tensor("token_embd.weight", (64, 40), 26), "has type I32"),
     "unaligned": (make(offsets={"blk.0.attn_q.weight": 33}), "'blk.0.attn_q.weight' is not aligned to 32 bytes"),
     "outside": (make(offsets={"blk.0.attn_q.weight": 1 << 63}), "the file ends at byte .* 'blk.0.attn_q.weight'"),
-    "overlap": (make(offsets={"blk.0.attn_q.weight": 0}), "tensors 'token_embd.weight' and 'blk.0.attn_q.weight' overlap"),
-    "shape": (tensor("blk.0.attn_k.weight", (64, 64), Q8_0), r"attn_k.weight has shape \(64, 64\), expected \(32, 64\)"),
+    "overlap": (
+        make(offsets={"blk.0.attn_q.weight": 0}),
+        "tensors 'token_embd.weight' and 'blk.0.attn_q.weight' overlap",
+    ),
+    "shape": (
+        tensor("blk.0.attn_k.weight", (64, 64), Q8_0),
+        r"attn_k.weight has shape \(64, 64\), expected \(32, 64\)",
+    ),
     "transposed": (tensor("blk.0.ffn_down.weight", (64, 96), Q8_0), r"has shape \(96, 64\), expected \(64, 96\)"),
     "quantized norm": (tensor("blk.0.ffn_norm.weight", (64,), Q8_0), "ffn_norm.weight is q8_0, but norms"),
-    "unknown tensor": (tensor("blk.0.ffn_gate.bias", (96,), F32_TYPE), "'blk.0.ffn_gate.bias' is not part of a llama model"),
+    "unknown tensor": (
+        tensor("blk.0.ffn_gate.bias", (96,), F32_TYPE),
+        "'blk.0.ffn_gate.bias' is not part of a llama model",
+    ),
     "half of a bias": (tensor("blk.0.attn_q.bias", (64,), F32_TYPE), "blk.0.attn_k.bias is missing"),
     "layer too many": (having("llama.block_count", U32, 2), "blk.1.attn_norm.weight is missing"),
     "absurd layers": (having("llama.block_count", U32, (1 << 31) - 1), "blk.1.attn_norm.weight is missing"),
-    "qwen2 without bias": (make({k.replace("llama", "qwen2"): ((v[0], "qwen2") if v[1] == "llama" else v) for k, v in METADATA.items()}),
-                           "blk.0.attn_q.bias is missing"),
+    "qwen2 without bias": (
+        make({k.replace("llama", "qwen2"): ((v[0], "qwen2") if v[1] == "llama" else v) for k, v in METADATA.items()}),
+        "blk.0.attn_q.bias is missing",
+    ),
     **{f"without {name}": (make(tensors=without(TENSORS, name)), f"tensor {name} is missing") for name in TENSORS},
     # metadata
-    "architecture": (having("general.architecture", STRING, "mamba"), "'mamba' is not supported; supported are llama, qwen2, qwen3"),
+    "architecture": (
+        having("general.architecture", STRING, "mamba"),
+        "'mamba' is not supported; supported are llama, qwen2, qwen3",
+    ),
     "long architecture": (having("general.architecture", STRING, "x" * 9999), r"'xxx.*\.\.\. is not supported"),
     "architecture type": (having("general.architecture", U32, 1), "general.architecture is 1, expected a string"),
     "no architecture": (make(without(METADATA, "general.architecture")), "general.architecture is missing"),
     "adapter": (having("general.type", STRING, "adapter"), "holds a 'adapter', not a model"),
     "experts": (having("llama.expert_count", U32, 8), "mixture of experts"),
     "embedder": (having("llama.attention.causal", BOOL, False), "embedding model"),
-    "layers differ": (having("llama.attention.head_count_kv", ARRAY, (U32, 2, struct.pack("<II", 1, 2))), "differs between layers"),
-    "empty list": (having("llama.attention.head_count", ARRAY, (U32, 0, b"")), r"head_count is \[\], expected an integer"),
+    "layers differ": (
+        having("llama.attention.head_count_kv", ARRAY, (U32, 2, struct.pack("<II", 1, 2))),
+        "differs between layers",
+    ),
+    "empty list": (
+        having("llama.attention.head_count", ARRAY, (U32, 0, b"")),
+        r"head_count is \[\], expected an integer",
+    ),
     "longrope": (having("llama.rope.scaling.type", STRING, "longrope"), "RoPE scaling 'longrope' is not supported"),
     "value length": (having("llama.attention.value_length", U32, 64), "value_length differs from key_length"),
     "heads": (having("llama.attention.head_count_kv", U32, 3), "multiple of KV heads"),
     "head size": (having("llama.attention.head_count", U32, 4), r"head size \(16\) must be a multiple of 32"),
-    "hidden size": (make(METADATA | {"llama.embedding_length": (U32, 68), "llama.attention.key_length": (U32, 32),
-                                     "llama.attention.value_length": (U32, 32)}), r"hidden size \(68\) must be a multiple of 32"),
+    "hidden size": (
+        make(
+            METADATA
+            | {
+                "llama.embedding_length": (U32, 68),
+                "llama.attention.key_length": (U32, 32),
+                "llama.attention.value_length": (U32, 32),
+            }
+        ),
+        r"hidden size \(68\) must be a multiple of 32",
+    ),
     "ffn size": (having("llama.feed_forward_length", U32, 100), r"feed-forward size \(100\)"),
     "rope odd": (having("llama.rope.dimension_count", U32, 31), r"RoPE's dimensions \(31\)"),
-    "rope too wide": (having("llama.rope.dimension_count", U32, 64), r"RoPE's dimensions \(64\) must be even and <= 32"),
+    "rope too wide": (
+        having("llama.rope.dimension_count", U32, 64),
+        r"RoPE's dimensions \(64\) must be even and <= 32",
+    ),
     "rope base": (having("llama.rope.freq_base", F32, 0.5), "frequency base is 0.5"),
     "rope base nan": (having("llama.rope.freq_base", F32, float("nan")), "freq_base is nan, expected a number above 0"),
     "rope factor": (having("llama.rope.scaling.factor", F32, -2.0), "scaling.factor is -2.0, expected a number >= 0"),
-    "epsilon": (having("llama.attention.layer_norm_rms_epsilon", F32, 0.0), "epsilon is 0.0, expected a number above 0"),
+    "epsilon": (
+        having("llama.attention.layer_norm_rms_epsilon", F32, 0.0),
+        "epsilon is 0.0, expected a number above 0",
+    ),
     "zero heads": (having("llama.attention.head_count", U32, 0), "head_count is 0, expected an integer >= 1"),
     "huge hidden": (having("llama.embedding_length", U64, 1 << 60), "embedding_length is 1152921504606846976"),
     "bool for a number": (having("llama.block_count", BOOL, True), "block_count is True, expected an integer"),
     "float for an integer": (having("llama.block_count", F32, 1.0), "block_count is 1.0, expected an integer"),
-    "split without parts": (having("split.count", U32, 2), "split in 2, but its name does not end in -0000N-of-00002.gguf"),
+    "split without parts": (
+        having("split.count", U32, 2),
+        "split in 2, but its name does not end in -0000N-of-00002.gguf",
+    ),
     **{f"without {key}": (make(without(METADATA, key)), f"metadata key {key} is missing") for key in LLAMA_KEYS},
 }
 
@@ -216,7 +299,7 @@ def test_not_readable(tmp_path):
     path.write_bytes(make())
     path.chmod(0)
     was = os.geteuid()
-    if was == 0:                     # root may read everything, nobody may not
+    if was == 0:  # root may read everything, nobody may not
         os.seteuid(65534)
     try:
         assert "permission to read" in error_of(path)
@@ -225,7 +308,8 @@ def test_not_readable(tmp_path):
 
 
 def mutations(original: bytes, header: int, rng: random.Random):
-    """Damaged copies: flipped bytes, cuts, 64-bit and 32-bit fields blown up, and pieces moved, all inside the header."""
+    """Damaged copies: flipped bytes, cuts, 64-bit and 32-bit fields blown up, and pieces moved, all inside the
+    header."""
     values = [0, 1, 0x7F, 0xFF, 1 << 31, (1 << 32) - 1, 1 << 33, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
     for number in range(600):
         data, kind = bytearray(original), number % 5
@@ -234,14 +318,14 @@ def mutations(original: bytes, header: int, rng: random.Random):
             for _ in range(rng.choice((1, 1, 2, 8))):
                 data[rng.randrange(header)] ^= 1 << rng.randrange(8)
         elif kind == 1:
-            del data[at if rng.random() < 0.5 else rng.randrange(len(data)):]
+            del data[at if rng.random() < 0.5 else rng.randrange(len(data)) :]
         elif kind == 2:
-            data[at:at + 8] = struct.pack("<Q", rng.choice(values))
+            data[at : at + 8] = struct.pack("<Q", rng.choice(values))
         elif kind == 3:
-            data[at:at + 4] = struct.pack("<I", rng.choice(values) & 0xFFFFFFFF)
+            data[at : at + 4] = struct.pack("<I", rng.choice(values) & 0xFFFFFFFF)
         else:
             source, size = rng.randrange(header), rng.randrange(1, 64)
-            data[at:at + size] = data[source:source + size]
+            data[at : at + size] = data[source : source + size]
         yield bytes(data)
 
 
@@ -263,11 +347,12 @@ def test_fuzz(tmp_path):
         except UserError as error:
             assert "\n" not in str(error), f"mutation {number}"
         assert time.perf_counter() - start < 2.0, f"mutation {number}"
-    assert 0 < opened < 900          # the damage is neither harmless nor always fatal
+    assert 0 < opened < 900  # the damage is neither harmless nor always fatal
 
 
 def test_lies_about_lengths_cost_nothing(tmp_path):
-    """In a sparse file of 40 GB every length seems plausible, yet memory and time stay small: the header has a size limit of its own."""
+    """In a sparse file of 40 GB every length seems plausible, yet memory and time stay small: the header has a size
+    limit of its own."""
     lies = {
         "string": and_pair(text("k") + struct.pack("<IQ", STRING, 30 << 30)),
         "array": and_pair(pair("k", ARRAY, (U64, 1 << 32, b""))),
@@ -292,7 +377,12 @@ def test_lies_about_lengths_cost_nothing(tmp_path):
         assert time.perf_counter() - start < 5
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     """
-    *errors, used = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True, text=True,
-                                   preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (60, 60))).stdout.splitlines()
+    *errors, used = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        check=True,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (60, 60)),
+    ).stdout.splitlines()
     assert len(errors) == len(lies) and all("truncated or damaged" in error for error in errors)
-    assert int(used) < 20_000       # KiB
+    assert int(used) < 20_000  # KiB

@@ -44,6 +44,12 @@ def test_every_arch_is_described():
 
 def test_properties():
     assert [ARCHS[name].wave for name in ("gfx906", "gfx942", "gfx1030", "gfx1201")] == [64, 64, 32, 32]
-    assert [ARCHS[name].matrix for name in ("gfx906", "gfx90a", "gfx1030", "gfx1151", "gfx1200")] == ["", "mfma", "", "wmma11", "wmma12"]
+    assert [ARCHS[name].matrix for name in ("gfx906", "gfx90a", "gfx1030", "gfx1151", "gfx1200")] == [
+        "",
+        "mfma",
+        "",
+        "wmma11",
+        "wmma12",
+    ]
     assert ARCHS["gfx1033"].unified and not ARCHS["gfx1030"].unified
     assert [ARCHS[name].dot for name in ("gfx1010", "gfx1011", "gfx1100")] == ["", "sdot4", "sudot4"]

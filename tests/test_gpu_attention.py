@@ -1,8 +1,10 @@
 """RoPE with cache writes, and attention, on emulated AMD GPUs against numpy in float64.
 
-Every case is a chunk in the middle of a sequence. The caches hold stale finite numbers behind it, which must neither matter nor change.
-Registers, LDS and scratch buffers start as garbage, waves run in shuffled order, and `emulate` fails where LDS is not waited for.
+Every case is a chunk in the middle of a sequence. The caches hold stale finite numbers behind it, which must neither
+matter nor change. Registers, LDS and scratch buffers start as garbage, waves run in shuffled order, and `emulate` fails
+where LDS is not waited for.
 """
+
 import functools
 import re
 from typing import NamedTuple
@@ -23,7 +25,7 @@ from mlc_amd.schedules.gpu.rope_kv_write import Rope, cache_shapes, rope_kv_writ
 ARCHS = ("gfx1100", "gfx1201", "gfx942")
 CTX = 512
 STALE_K, STALE_V, LEFT = 300.0, 30000.0, 7.0
-WAVE_ORDER = 3                  # a seed: shuffled
+WAVE_ORDER = 3  # a seed: shuffled
 
 
 class Case(NamedTuple):
@@ -54,10 +56,11 @@ ROPE = {
     "rope_norm": Case(4, 2, 128, 16, rope=Rope(True, 128, 1e-6)),
 }
 CASES = DECODE | PREFILL | DOT | ROPE
-# What takes most registers, on GPUs that differ in how many there are: of gfx906's wide waves each has the fewest. (Prefill with wider
-# heads is in test_tuning_attention.py.)
+# What takes most registers, on GPUs that differ in how many there are: of gfx906's wide waves each has the fewest.
+# (Prefill with wider heads is in test_tuning_attention.py.)
 REGISTERS = {
-    "gfx1100": DECODE | PREFILL | ROPE, "gfx1201": ("prefill_group_4", "rope_norm"), "gfx942": ("prefill_group_4", "rope_norm"),
+    "gfx1100": DECODE | PREFILL | ROPE, "gfx1201": ("prefill_group_4", "rope_norm"), "gfx942": ("prefill_group_4",
+    "rope_norm"),
     "gfx906": ("decode_group_7",), "gfx1010": ("decode_group_7", "rope_norm"), "gfx1030": ("decode_group_7",),
 }  # fmt: skip
 
@@ -83,8 +86,10 @@ def compiled(arch_name, name):
 def pack(k, v):
     """Keys and values [kv_heads, ctx, d] in the caches' layouts."""
     n, ctx, d = k.shape
-    return (np.ascontiguousarray(k.reshape(n, ctx // 32, 32, d // 8, 8).transpose(0, 1, 3, 2, 4)),
-            np.ascontiguousarray(v.reshape(n, ctx // 8, 8, d).transpose(0, 1, 3, 2)))
+    return (
+        np.ascontiguousarray(k.reshape(n, ctx // 32, 32, d // 8, 8).transpose(0, 1, 3, 2, 4)),
+        np.ascontiguousarray(v.reshape(n, ctx // 8, 8, d).transpose(0, 1, 3, 2)),
+    )
 
 
 def unpack(Kc, Vc):
@@ -94,8 +99,12 @@ def unpack(Kc, Vc):
 
 def outputs(m, columns):
     """All layouts, filled with something that must stay where nothing is written."""
-    return {"X": np.full((m, columns), LEFT, np.float32), "H": np.full((m, columns), LEFT, np.float16),
-            "A": np.zeros((m, columns // 32, 32), np.int8), "S": np.full((m, columns // 32, 4), LEFT, np.float32)}
+    return {
+        "X": np.full((m, columns), LEFT, np.float32),
+        "H": np.full((m, columns), LEFT, np.float16),
+        "A": np.zeros((m, columns // 32, 32), np.int8),
+        "S": np.full((m, columns // 32, 4), LEFT, np.float32),
+    }
 
 
 def check_output(out, act, live, expected):
@@ -123,9 +132,11 @@ def rope_inputs(rng, case):
     norms = {} if eps is None else {name: rng.standard_normal(d).astype(np.float32) for name in ("QN", "KN")}
 
     def rotated(position, live):
-        rows = cs[position:position + live]
-        return (rope_reference(q.reshape(m, heads, d)[:live], rows, neox, rotary, eps, norms.get("QN")),
-                rope_reference(k.reshape(m, kv_heads, d)[:live], rows, neox, rotary, eps, norms.get("KN")))
+        rows = cs[position : position + live]
+        return (
+            rope_reference(q.reshape(m, heads, d)[:live], rows, neox, rotary, eps, norms.get("QN")),
+            rope_reference(k.reshape(m, kv_heads, d)[:live], rows, neox, rotary, eps, norms.get("KN")),
+        )
 
     return {"Q": q, "K": k, "V": v, "CS": cs, **norms}, rotated
 
@@ -138,7 +149,8 @@ def stale_caches(rng, kv_heads, d, valid):
 
 
 def check_written(before, after, position, expected):
-    """before, after, as [kv_heads, CTX, d]; expected [tokens, kv_heads, d] from `position` on; the rest is unchanged."""
+    """before, after, as [kv_heads, CTX, d]; expected [tokens, kv_heads, d] from `position` on; the rest is
+    unchanged."""
     here = slice(position, position + len(expected))
     np.testing.assert_allclose(after[:, here].transpose(1, 0, 2), expected, rtol=1e-3, atol=2e-6)
     gone = np.arange(position, position + len(expected))
@@ -152,8 +164,10 @@ def test_attention(arch, name):
     case = CASES[name]
     heads, kv_heads, d, m, act, rope, states = case
     rng = np.random.default_rng(1)
-    scratch = {n: np.full(shape, np.nan, dtype) if dtype == "float32" else np.zeros(shape, dtype)
-               for n, (shape, dtype) in scratch_shapes(heads, kv_heads, d).items()}
+    scratch = {
+        n: np.full(shape, np.nan, dtype) if dtype == "float32" else np.zeros(shape, dtype)
+        for n, (shape, dtype) in scratch_shapes(heads, kv_heads, d).items()
+    }
     for position, live in states:
         end = position + live
         k, v = stale_caches(rng, kv_heads, d, position if rope else end)
@@ -168,7 +182,9 @@ def test_attention(arch, name):
             queries = inputs["Qo"][:live].astype(np.float64) / LOG2E * np.sqrt(d)
         out = outputs(m, heads * d)
         state = np.array([position, live, 0, 0], np.int32)
-        emulate(compiled(arch, name), name, {"state": state, "Kc": Kc, "Vc": Vc, **inputs, **scratch, **out}, WAVE_ORDER)
+        emulate(
+            compiled(arch, name), name, {"state": state, "Kc": Kc, "Vc": Vc, **inputs, **scratch, **out}, WAVE_ORDER
+        )
         new_k, new_v = unpack(Kc, Vc)
         if rope:
             check_written(k, new_k, position, own)
@@ -187,7 +203,11 @@ def test_rope_kv_write(arch, name):
     case = CASES[name]
     heads, kv_heads, d, m, _, _, _ = case
     rng = np.random.default_rng(2)
-    for position, live in {(0, m), (5, max(1, m - 3)), (CTX - 1, m)}:           # the last one has no room for more than one token
+    for position, live in {
+        (0, m),
+        (5, max(1, m - 3)),
+        (CTX - 1, m),
+    }:  # the last one has no room for more than one token
         written = min(live, CTX - position)
         k, v = stale_caches(rng, kv_heads, d, 0)
         Kc, Vc = pack(k, v)
@@ -213,7 +233,7 @@ def test_registers_suffice(arch, name):
 def test_splits_publish_before_they_arrive():
     """On gfx1100 each store of a split's results is waited for before the counter moves."""
     assembly = compiled("gfx1100", "decode_group_4").assembly
-    before = assembly[:assembly.index("global_atomic_add_u32")]
+    before = assembly[: assembly.index("global_atomic_add_u32")]
     last_store = before.rindex("global_store")
     assert "s_waitcnt_vscnt null, 0x0" in before[last_store:]
 

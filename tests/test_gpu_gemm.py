@@ -1,8 +1,10 @@
 """Prefill kernels of the GPU, run in the ISA emulator: linear layers and gate/up with SwiGLU, against numpy.
 
-The oracle: gguf-py's dequantized weights times the activations in float64; on matrix units the weights are rounded to float16. gfx10 and
-gfx906 have no emulator: their kernels are compiled and looked at, and the same source runs as gfx11 code.
+The oracle: gguf-py's dequantized weights times the activations in float64; on matrix units the weights are rounded to
+float16. gfx10 and gfx906 have no emulator: their kernels are compiled and looked at, and the same source runs as gfx11
+code.
 """
+
 import functools
 import re
 from typing import NamedTuple
@@ -23,15 +25,29 @@ from mlc_amd.schedules.gpu.gemm_dot import DotTile
 INT8 = [name for name, fmt in FORMATS.items() if fmt.kind == "int8"]
 FLOAT = [name for name, fmt in FORMATS.items() if fmt.kind == "float"]
 # Byte offsets of the float16 numbers of a GGUF block: random bits there would be NaNs
-HALVES = {"q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2),
-          "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,)}
-TOLERANCE = 2e-5        # of the largest result
-# the same on matrix units for formats with a minimum: scale * code + minimum is not always the float16 nearest to the exact weight
+HALVES = {
+    "q4_0": (0,),
+    "q4_1": (0, 2),
+    "q5_0": (0,),
+    "q5_1": (0, 2),
+    "q8_0": (0,),
+    "q2_k": (80, 82),
+    "q3_k": (108,),
+    "q4_k": (0, 2),
+    "q5_k": (0, 2),
+    "q6_k": (208,),
+    "iq4_nl": (0,),
+    "iq4_xs": (0,),
+}
+TOLERANCE = 2e-5  # of the largest result
+# the same on matrix units for formats with a minimum: scale * code + minimum is not always the float16 nearest to the
+# exact weight
 TOLERANCE_MINIMUM = 3e-4
 
 
 class Case(NamedTuple):
     """One linear kernel: see `linear`."""
+
     segments: tuple
     k: int = 256
     m: int = 16
@@ -54,27 +70,50 @@ LINEAR |= {
     "residual-float": Case((("f16", 41),), 96, 16, "", (True,), True, SMALL_DOT),
     "medium-matrix": Case((("q4_0", 80),), 192, 64),
     "medium-dot": Case((("q4_1", 144),), 64, 64, "rows"),
-    "large-matrix": Case((("q4_0", 144),), 160, 256),           # five steps: the last one has no partner
+    "large-matrix": Case((("q4_0", 144),), 160, 256),  # five steps: the last one has no partner
     "large-float": Case((("bf16", 48),), 64, 64, "", tile=DotTile(64, 128, 8)),
     "f32-activations-matrix": Case((("q4_0", 48),), 64, 16, ""),
 }
 # name -> (gate format, up format, f, m, act_in, act_out)
 SWIGLU = {
-    "small-matrix": ("q4_k", "q6_k", 96, 16, "half", "half"), "large-matrix": ("q4_0", "q4_0", 96, 128, "half", "half"),
-    "f32-matrix": ("q8_0", "f16", 64, 32, "half", ""), "rows-dot": ("q4_k", "q6_k", 96, 16, "rows", "rows"),
-    "large-dot": ("q4_0", "q4_0", 96, 64, "rows", "rows"), "f32-dot": ("q8_0", "q8_0", 64, 32, "rows", ""),
+    "small-matrix": ("q4_k", "q6_k", 96, 16, "half", "half"),
+    "large-matrix": ("q4_0", "q4_0", 96, 128, "half", "half"),
+    "f32-matrix": ("q8_0", "f16", 64, 32, "half", ""),
+    "rows-dot": ("q4_k", "q6_k", 96, 16, "rows", "rows"),
+    "large-dot": ("q4_0", "q4_0", 96, 64, "rows", "rows"),
+    "f32-dot": ("q8_0", "q8_0", 64, 32, "rows", ""),
     "rows-float": ("f16", "f32", 64, 16, "", "rows"),
 }
 SWIGLU_K = 256
-SAMPLE = ["q4_0-matrix", "q6_k-matrix", "q2_k-matrix", "q8_0-matrix", "iq4_xs-matrix", "q5_1-matrix", "f16-matrix", "bf16-matrix",
-          "mixed-matrix", "residual-matrix", "medium-matrix", "large-matrix"]
+SAMPLE = [
+    "q4_0-matrix",
+    "q6_k-matrix",
+    "q2_k-matrix",
+    "q8_0-matrix",
+    "iq4_xs-matrix",
+    "q5_1-matrix",
+    "f16-matrix",
+    "bf16-matrix",
+    "mixed-matrix",
+    "residual-matrix",
+    "medium-matrix",
+    "large-matrix",
+]
 MATRIX_SWIGLU = [name for name in SWIGLU if name.endswith("-matrix")]
 DOT = [name for name in LINEAR if name.endswith(("-dot", "-float"))]
 # arch -> (linear kernels, gate/up kernels) that run there
-EMULATED = {"gfx1100": (list(LINEAR), list(SWIGLU)), "gfx1201": (SAMPLE, MATRIX_SWIGLU), "gfx942": (SAMPLE, MATRIX_SWIGLU),
-            "gfx90a": (SAMPLE[:2], MATRIX_SWIGLU[:1])}
-DOT_MNEMONICS = {"gfx1030": "v_dot4c?_i32_i8", "gfx1012": "v_dot4c?_i32_i8", "gfx906": "v_dot4c?_i32_i8",
-                 "gfx1010": "v_mad_i32_i24|v_mul_i32_i24"}
+EMULATED = {
+    "gfx1100": (list(LINEAR), list(SWIGLU)),
+    "gfx1201": (SAMPLE, MATRIX_SWIGLU),
+    "gfx942": (SAMPLE, MATRIX_SWIGLU),
+    "gfx90a": (SAMPLE[:2], MATRIX_SWIGLU[:1]),
+}
+DOT_MNEMONICS = {
+    "gfx1030": "v_dot4c?_i32_i8",
+    "gfx1012": "v_dot4c?_i32_i8",
+    "gfx906": "v_dot4c?_i32_i8",
+    "gfx1010": "v_mad_i32_i24|v_mul_i32_i24",
+}
 
 
 def kernel_name(kind, name):
@@ -88,8 +127,17 @@ def library(arch_name, linears, swiglus):
     kernels = {}
     for name in linears:
         case = LINEAR[name]
-        kernels[kernel_name("linear", name)] = linear(case.segments, case.k, case.m, case.act, case.biases, case.residual, arch,
-                                                      kernel_name("linear", name), case.tile)
+        kernels[kernel_name("linear", name)] = linear(
+            case.segments,
+            case.k,
+            case.m,
+            case.act,
+            case.biases,
+            case.residual,
+            arch,
+            kernel_name("linear", name),
+            case.tile,
+        )
     for name in swiglus:
         gate, up, f, m, act_in, act_out = SWIGLU[name]
         tile = DotTile(16, 32, 4) if name.endswith("-float") else None
@@ -108,7 +156,9 @@ def weights(name, n, k, seed):
     else:
         blocks = rng.integers(0, 256, (n, k // fmt.block, fmt.block_bytes), np.uint8)
         for offset in HALVES[name]:
-            blocks[..., offset:offset + 2] = (rng.standard_normal((n, k // fmt.block, 1)) * 0.01).astype(np.float16).view(np.uint8)
+            blocks[..., offset : offset + 2] = (
+                (rng.standard_normal((n, k // fmt.block, 1)) * 0.01).astype(np.float16).view(np.uint8)
+            )
         raw = blocks.reshape(n, -1)
     planes = {p: np.ascontiguousarray(a) for p, a in repack(name, raw, k, "rows").items()}
     return planes, gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(fmt.gguf_type)).reshape(n, k)
@@ -136,7 +186,10 @@ def problem(act, m, k, matrix, scale=1):
     half = x.astype(np.float16)
     if act == "half":
         return {"H": half}, half.astype(np.float64), lambda w: w.astype(np.float16).astype(np.float64)
-    return ({"X": x}, *((half.astype(np.float64), lambda w: w.astype(np.float16).astype(np.float64)) if matrix else (x, lambda w: w)))
+    return (
+        {"X": x},
+        *((half.astype(np.float64), lambda w: w.astype(np.float16).astype(np.float64)) if matrix else (x, lambda w: w)),
+    )
 
 
 def state(live):
@@ -167,9 +220,9 @@ def run_linear(arch, name, live, wave_order):
         expected.append(y)
     if case.residual:
         arrays["R"] = rng.standard_normal(arrays["Y0"].shape, np.float32)
-        expected[0] = expected[0] + arrays["R"][:, :expected[0].shape[1]]
+        expected[0] = expected[0] + arrays["R"][:, : expected[0].shape[1]]
     results = emulate(library(arch, *map(tuple, EMULATED[arch])), kernel_name("linear", name), arrays, wave_order)
-    return [arrays[f"Y{i}"][:, :e.shape[1]] for i, e in enumerate(expected)], expected, results
+    return [arrays[f"Y{i}"][:, : e.shape[1]] for i, e in enumerate(expected)], expected, results
 
 
 @pytest.mark.usefixtures("emulator")
@@ -198,7 +251,7 @@ def test_gate_up_swiglu(arch, name):
     gate, up, f, m, act_in, act_out = SWIGLU[name]
     (gate_planes, g), (up_planes, u) = weights(gate, f, SWIGLU_K, 1), weights(up, f, SWIGLU_K, 2)
     # gates of a size at which the sigmoid bends
-    inputs, x, rounded = problem(act_in, m, SWIGLU_K, name.endswith("-matrix"), 3 / np.sqrt((g ** 2).sum(1).mean()))
+    inputs, x, rounded = problem(act_in, m, SWIGLU_K, name.endswith("-matrix"), 3 / np.sqrt((g**2).sum(1).mean()))
     g, u = (x @ rounded(w).T for w in (g, u))
     expected = g / (1 + np.exp(-g)) * u
     outputs = {"A_out": np.zeros((m, f // 32, 32), np.int8), "S_out": np.full((m, f // 32, 4), np.nan, np.float32)}
@@ -218,7 +271,8 @@ def test_gate_up_swiglu(arch, name):
 
 
 def test_all_formats_hold_everything_in_registers():
-    """What the emulator runs as gfx11 code, but for a tile that is forced upon it and too large: looked at, which needs no emulator."""
+    """What the emulator runs as gfx11 code, but for a tile that is forced upon it and too large: looked at, which needs
+    no emulator."""
     linears = tuple(name for name in LINEAR if name != "large-float")
     check_resources(library("gfx1100", linears, tuple(SWIGLU)), len(linears) + len(SWIGLU))
 
@@ -227,7 +281,7 @@ def test_all_formats_hold_everything_in_registers():
 
 N, K = 4096, 4096
 MATRIX_ARCHS = ("gfx1100", "gfx1201", "gfx942", "gfx908")
-HEAVY = ("q4_0", "q4_k", "q6_k", "q2_k", "f32")         # the cheapest to unpack and those that take most registers
+HEAVY = ("q4_0", "q4_k", "q6_k", "q2_k", "f32")  # the cheapest to unpack and those that take most registers
 
 
 def metadata(module, field):
@@ -264,15 +318,18 @@ def test_dot_kernels_hold_everything_in_registers(arch_name):
     assert len(re.findall(DOT_MNEMONICS[arch_name], module.assembly)) >= 64 * (len(kernels) - 1)
 
 
-@pytest.mark.parametrize("arch, arguments", [
-    ("gfx1100", ([("q4_0", 32)], 256, 24, "half", (False,), False)),                        # 24 tokens
-    ("gfx1100", ([("q4_0", 32)], 48, 16, "half", (False,), False)),                         # 48 columns
-    ("gfx1100", ([("q4_0", 32), ("q4_0", 32)], 256, 16, "half", (False, False), True)),     # a residual for two
-    ("gfx1100", ([("q4_0", 32)], 256, 16, "half", (), False)),                              # no flag for the bias
-    ("gfx1030", ([("q4_0", 32)], 256, 16, "half", (False,), False)),                        # no matrix units
-    ("gfx1030", ([("q4_0", 32), ("f16", 32)], 256, 16, "rows", (False, False), False)),     # int8 and float
-    ("gfx1100", ([("q4_0", 32)], 256, 24, "rows", (False,), False)),
-])
+@pytest.mark.parametrize(
+    "arch, arguments",
+    [
+        ("gfx1100", ([("q4_0", 32)], 256, 24, "half", (False,), False)),  # 24 tokens
+        ("gfx1100", ([("q4_0", 32)], 48, 16, "half", (False,), False)),  # 48 columns
+        ("gfx1100", ([("q4_0", 32), ("q4_0", 32)], 256, 16, "half", (False, False), True)),  # a residual for two
+        ("gfx1100", ([("q4_0", 32)], 256, 16, "half", (), False)),  # no flag for the bias
+        ("gfx1030", ([("q4_0", 32)], 256, 16, "half", (False,), False)),  # no matrix units
+        ("gfx1030", ([("q4_0", 32), ("f16", 32)], 256, 16, "rows", (False, False), False)),  # int8 and float
+        ("gfx1100", ([("q4_0", 32)], 256, 24, "rows", (False,), False)),
+    ],
+)
 def test_what_has_no_tiles_is_refused(arch, arguments):
     with pytest.raises(ValueError, match=r"tiles|make|multiply|columns"):
         linear(*arguments, resolve(arch), "f")

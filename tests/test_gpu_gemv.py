@@ -1,7 +1,9 @@
-"""Decode kernels of the GPU, run in the ISA emulator: linear layers and gate/up with SwiGLU of one token, against numpy.
+"""Decode kernels of the GPU, run in the ISA emulator: linear layers and gate/up with SwiGLU of one token, against
+numpy.
 
 The oracle: gguf-py's dequantized weights times the dequantized activations in float64.
 """
+
 import re
 from itertools import product
 
@@ -19,15 +21,15 @@ from mlc_amd.schedules.gpu.gemv import Plan, default_plan, gate_up_swiglu, linea
 from mlc_amd.schedules.gpu.planes import padded
 
 ARCH_NAMES = ("gfx1100", "gfx1201", "gfx942")
-TOLERANCE = 1e-5        # of the largest result
-GOALS = {"q4_0": 140, "q4_k": 150, "q6_k": 210, "q8_0": 150}        # wave-instructions per 1000 weights, gfx1100, K = 4096
+TOLERANCE = 1e-5  # of the largest result
+GOALS = {"q4_0": 140, "q4_k": 150, "q6_k": 210, "q8_0": 150}  # wave-instructions per 1000 weights, gfx1100, K = 4096
 
 
 def weights(fmt, n, k, seed, prefix):
     """(exact weights float64 [n, k], parameters), of a size that keeps sums away from overflow."""
     raw = random_rows(fmt, n, k, seed)
     if FORMATS[fmt].kind == "int8":
-        raw.reshape(-1, 2)[:, 1] &= 0xB7        # float16 scales below 1/2
+        raw.reshape(-1, 2)[:, 1] &= 0xB7  # float16 scales below 1/2
     return oracle(fmt, raw).astype(np.float64), {prefix + p: plane for p, plane in repack(fmt, raw, k, "rows").items()}
 
 
@@ -76,7 +78,7 @@ def run_linear(arch, segments, k, biases, residual, plan=None, wave_order="fwd")
         expected.append(y)
     [result] = emulate(module, "linear", arrays, wave_order)
     for i, y in enumerate(expected):
-        assert np.abs(arrays[f"Y{i}"][0, :len(y)] - y).max() <= TOLERANCE * np.abs(y).max()
+        assert np.abs(arrays[f"Y{i}"][0, : len(y)] - y).max() <= TOLERANCE * np.abs(y).max()
     return result
 
 
@@ -87,16 +89,26 @@ def test_formats(arch, fmt):
 
 
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx942"])
-@pytest.mark.parametrize(("fmt", "k"), [
-    *product(("q4_0", "q6_k", "f16"), (256, 768, 2048, 14336)),
-    ("q4_0", 32), ("q8_0", 96), ("q5_1", 4064), ("q4_k", 2304), ("f32", 33), ("bf16", 1000),
-])
+@pytest.mark.parametrize(
+    ("fmt", "k"),
+    [
+        *product(("q4_0", "q6_k", "f16"), (256, 768, 2048, 14336)),
+        ("q4_0", 32),
+        ("q8_0", 96),
+        ("q5_1", 4064),
+        ("q4_k", 2304),
+        ("f32", 33),
+        ("bf16", 1000),
+    ],
+)
 def test_columns(arch, fmt, k):
     run_linear(arch, [(fmt, 16)], k, (False,), False)
 
 
 @pytest.mark.parametrize("arch", ARCH_NAMES)
-@pytest.mark.parametrize("plan", [None, Plan(rows=8, waves=1, lanes=8, unroll=4), Plan(rows=1, waves=2, lanes=16, unroll=2)])
+@pytest.mark.parametrize(
+    "plan", [None, Plan(rows=8, waves=1, lanes=8, unroll=4), Plan(rows=1, waves=2, lanes=16, unroll=2)]
+)
 def test_segments_share_a_launch(arch, plan):
     run_linear(arch, [("q4_k", 64), ("q5_0", 21), ("q6_k", 16)], 512, (True, True, False), False, plan, wave_order=1)
 
@@ -114,7 +126,9 @@ def test_instructions(fmt):
     assert result.total * 1000 / (n * k) <= GOALS[fmt]
     loads = {name: count for name, count in result.by_mnemonic.items() if "load" in name.lower()}
     code_bytes = {"q4_0": 16, "q4_k": 16, "q6_k": 24, "q8_0": 32}[fmt] * n * k // 32
-    assert sum(count for name, count in loads.items() if "128" in name) * 32 * 16 >= code_bytes, "codes are loaded 16 bytes at a time"
+    assert sum(count for name, count in loads.items() if "128" in name) * 32 * 16 >= code_bytes, (
+        "codes are loaded 16 bytes at a time"
+    )
 
 
 GATE_UP = {
@@ -142,10 +156,15 @@ def test_gate_up_swiglu(arch, case):
     (g, gate_planes), (u, up_planes) = weights(gate, f, k, 1, "G_"), weights(up, f, k, 2, "U_")
     # so that silu is neither 0 nor the identity
     shrink = np.float32(2.0 ** -np.ceil(np.log2(np.abs(g @ x).max() / 8)))
-    x, arrays = x * shrink, arrays | {p: arrays[p] * shrink for p in ("S", "X") if p in arrays} | gate_planes | up_planes | state()
+    x, arrays = (
+        x * shrink,
+        arrays | {p: arrays[p] * shrink for p in ("S", "X") if p in arrays} | gate_planes | up_planes | state(),
+    )
     a, b = g @ x, u @ x
     y = a / (1 + np.exp(-a)) * b
-    outputs = {"Y": np.full((1, f), np.nan, np.float32)} if act_out == "" else {"H_out": np.full((1, f), np.nan, np.float16)}
+    outputs = (
+        {"Y": np.full((1, f), np.nan, np.float32)} if act_out == "" else {"H_out": np.full((1, f), np.nan, np.float16)}
+    )
     if act_out == "rows":
         outputs = {"A_out": np.zeros((1, f // 32, 32), np.int8), "S_out": np.full((1, f // 32, 4), np.nan, np.float32)}
     emulate(module, "gate_up", arrays | outputs, wave_order=2)

@@ -1,4 +1,5 @@
 """RMS norm, activation layouts and embedding lookup on the GPU, run in the ISA emulator, against numpy and gguf-py."""
+
 import re
 
 import numpy as np
@@ -15,7 +16,7 @@ from mlc_amd.schedules.gpu.embed import embed
 from mlc_amd.schedules.gpu.norm import quantize, rms_norm
 
 ARCH_NAMES = ("gfx1100", "gfx1201", "gfx942")
-EPS, LEFT = 1e-5, 7             # LEFT: what outputs hold before a kernel runs
+EPS, LEFT = 1e-5, 7  # LEFT: what outputs hold before a kernel runs
 #        m, k, live
 CHUNKS = ((1, 2048, 1), (4, 96, 3), (2, 1056, 2), (3, 1024, 1))
 VOCAB, COLUMNS = 37, 512
@@ -50,8 +51,8 @@ def check(out, expected):
 
 def rows_of(m, k):
     x = np.random.default_rng(m).standard_normal((m, k)).astype(np.float32)
-    x[0, :32] = 0               # a block of zeros
-    x[:, -32:] *= 1e5           # beyond float16
+    x[0, :32] = 0  # a block of zeros
+    x[:, -32:] *= 1e5  # beyond float16
     return x
 
 
@@ -68,7 +69,9 @@ def build(arch, **kernels):
 def test_quantize(arch, act, chunk):
     m, k, live = chunk
     x, out = rows_of(m, k), outputs(m, k, act)
-    emulate(build(arch, quantize=quantize(k, m, act, resolve(arch), "quantize")), "quantize", state(live) | {"X": x} | out)
+    emulate(
+        build(arch, quantize=quantize(k, m, act, resolve(arch), "quantize")), "quantize", state(live) | {"X": x} | out
+    )
     check(out, x[:live].astype(np.float64))
 
 
@@ -112,8 +115,13 @@ def test_embed_of_a_float_table_takes_any_number_of_columns():
 def test_every_family_compiles(arch):
     """Also those without an emulator: no spills, no scratch."""
     target = resolve(arch)
-    build(arch, norm=rms_norm(8192, 1, EPS, "rows", "all", target, "norm"), wide=rms_norm(4096, 512, EPS, "half", "all", target, "wide"),
-          quantize=quantize(14336, 16, "rows", target, "quantize"), embed=embed("iq4_xs", VOCAB, 4096, 512, target, "embed"))
+    build(
+        arch,
+        norm=rms_norm(8192, 1, EPS, "rows", "all", target, "norm"),
+        wide=rms_norm(4096, 512, EPS, "half", "all", target, "wide"),
+        quantize=quantize(14336, 16, "rows", target, "quantize"),
+        embed=embed("iq4_xs", VOCAB, 4096, 512, target, "embed"),
+    )
 
 
 def test_what_does_not_fit_is_refused():

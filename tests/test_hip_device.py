@@ -120,7 +120,11 @@ def artifact(tmp_path):
             "model": {"vocab": VOCAB},
             "target": {"kind": "rocm", "archs": list(archs)},
             "context": CTX,
-            "functions": {"decode": function(1, "last"), "prefill_16": function(16, "last"), "score_16": function(16, "all")},
+            "functions": {
+                "decode": function(1, "last"),
+                "prefill_16": function(16, "last"),
+                "score_16": function(16, "all"),
+            },
             "libraries": {arch: f"{arch}.hsaco" for arch in archs},
             "launches": {arch: LAUNCHES for arch in archs},
             "arena_bytes": 8192,
@@ -129,7 +133,10 @@ def artifact(tmp_path):
                 "tokens": {"dtype": "int32", "shape": [16]},
                 "logits": {"dtype": "float32", "shape": [16, VOCAB]},
             },
-            "kv": [{"name": "other", "dtype": "float16", "shape": [3]}, {"name": "cache", "dtype": "float32", "shape": [CTX, WIDTH]}],
+            "kv": [
+                {"name": "other", "dtype": "float16", "shape": [3]},
+                {"name": "cache", "dtype": "float32", "shape": [CTX, WIDTH]},
+            ],
         }
         return Artifact(tmp_path, json.loads(json.dumps(manifest)))
 
@@ -168,7 +175,9 @@ def test_computes_by_replaying_graphs(artifact, monkeypatch):
     check(device)
     assert bindings.calls.count("hipGraphLaunch") == 4 and "hipModuleLaunchKernel" not in bindings.calls
     device.run("decode")
-    assert bindings.launched[-4:] == [(symbol, (4, 1, 1), (64, 1, 1)) for symbol in ("embed_k", "mix_k", "mix_k_1", "last_k")]
+    assert bindings.launched[-4:] == [
+        (symbol, (4, 1, 1), (64, 1, 1)) for symbol in ("embed_k", "mix_k", "mix_k_1", "last_k")
+    ]
 
 
 def test_weights_arrive_whole_and_in_chunks(artifact, monkeypatch):
@@ -211,7 +220,8 @@ def test_everything_is_given_back(artifact):
 
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1201"])
 def test_real_code_object(artifact, arch):
-    """Kernels of the compiler in the ISA emulator, through this device: the normalized row of each token's embedding."""
+    """Kernels of the compiler in the ISA emulator, through this device: the normalized row of each token's
+    embedding."""
     run_hsaco = gfxemu.load()
     gpu, k = resolve(arch), 96
     model = artifact(arch)
@@ -227,9 +237,15 @@ def test_real_code_object(artifact, arch):
     kernels = {"e": gpu_embed("f32", VOCAB, k, 16, gpu, "e"), "n": rms_norm(k, 16, 1e-6, "", "all", gpu, "n")}
     built = compile_hsaco(kernels, gpu)
     (model.path / f"{arch}.hsaco").write_bytes(built.hsaco)
-    steps = {name: {"scratch": list(f.scratch), "steps": [asdict(step) for step in f.launches]} for name, f in built.functions.items()}
+    steps = {
+        name: {"scratch": list(f.scratch), "steps": [asdict(step) for step in f.launches]}
+        for name, f in built.functions.items()
+    }
     manifest = model.manifest
-    manifest |= {"functions": {"score_16": {"tokens": 16, "all_logits": True, "launches": calls}}, "launches": {arch: steps}}
+    manifest |= {
+        "functions": {"score_16": {"tokens": 16, "all_logits": True, "launches": calls}},
+        "launches": {arch: steps},
+    }
     manifest["io"]["logits"]["shape"] = [16, k]
     bindings = Recorder(emulated(manifest, arch, built.hsaco, run_hsaco), gpus=[{"gcnArchName": arch.encode()}])
     device = HipDevice(model, bindings=bindings)
@@ -272,7 +288,9 @@ def test_wrong_replays_are_found_at_load(artifact, caplog, broken):
     assert "hipGraphLaunch" not in bindings.calls
 
 
-@pytest.mark.parametrize("call", ["hipStreamBeginCapture", "hipStreamEndCapture", "hipGraphInstantiate", "hipGraphLaunch"])
+@pytest.mark.parametrize(
+    "call", ["hipStreamBeginCapture", "hipStreamEndCapture", "hipGraphInstantiate", "hipGraphLaunch"]
+)
 def test_without_graphs_launches_go_one_by_one(artifact, caplog, call):
     bindings = Recorder(KERNELS, fail={call: "hipErrorStreamCaptureUnsupported"})
     if call == "hipStreamEndCapture":  # HIP leaves capture mode when it fails, too
@@ -298,7 +316,9 @@ def test_graphs_can_be_switched_off(artifact, monkeypatch, caplog):
 
 def test_out_of_memory_says_what_fits(artifact):
     bindings = Recorder(KERNELS, memory=48 << 10)
-    with pytest.raises(UserError, match=r"needs .* GiB \(weights .*, KV cache .* at --ctx 256\).*compile with --ctx (64|128)$") as error:
+    with pytest.raises(
+        UserError, match=r"needs .* GiB \(weights .*, KV cache .* at --ctx 256\).*compile with --ctx (64|128)$"
+    ) as error:
         HipDevice(artifact("gfx1100"), bindings=bindings)
     assert error.tb is not None and bindings.leaks() == []  # although the traceback holds the device
 
@@ -326,8 +346,13 @@ def test_apu_works_in_host_memory_without_a_copy(artifact):
 
 def test_apu_out_of_memory_explains_its_limits(artifact, monkeypatch):
     monkeypatch.setattr(hip_module, "gpu_memory", lambda pci: {"vram": 512 << 20, "gtt": 8 << 30})
-    bindings = Recorder(KERNELS, gpus=[{"integrated": 1}], memory=8 << 10, fail={"hipHostMalloc": "hipErrorOutOfMemory"})
-    with pytest.raises(UserError, match=r"0\.5 GiB carved out in the BIOS setup or 8\.0 GiB of the system's memory .*ttm\.pages_limit=\d+"):
+    bindings = Recorder(
+        KERNELS, gpus=[{"integrated": 1}], memory=8 << 10, fail={"hipHostMalloc": "hipErrorOutOfMemory"}
+    )
+    with pytest.raises(
+        UserError,
+        match=r"0\.5 GiB carved out in the BIOS setup or 8\.0 GiB of the system's memory .*ttm\.pages_limit=\d+",
+    ):
         HipDevice(artifact("gfx1100"), bindings=bindings)
 
 
@@ -338,7 +363,12 @@ def test_apu_out_of_memory_explains_its_limits(artifact, monkeypatch):
     "gpus, archs, index, arch",
     [
         ([{"gcnArchName": b"gfx942:sramecc+:xnack-"}], ["gfx1100", "gfx942"], 0, "gfx942"),
-        ([{"gcnArchName": b"gfx1036", "integrated": 1}, {}], ["gfx1036", "gfx1100"], 1, "gfx1100"),  # not the processor's own GPU
+        (
+            [{"gcnArchName": b"gfx1036", "integrated": 1}, {}],
+            ["gfx1036", "gfx1100"],
+            1,
+            "gfx1100",
+        ),  # not the processor's own GPU
         ([{"gcnArchName": b"gfx1036", "integrated": 1}, {}], ["gfx1036"], 0, "gfx1036"),
         ([{"totalGlobalMem": 8}, {"totalGlobalMem": 16}], ["gfx1100"], 1, "gfx1100"),
         ([{"gcnArchName": b"gfx1032"}], ["gfx1030"], 0, "gfx1030"),
@@ -355,9 +385,13 @@ def test_choice(artifact, gpus, archs, index, arch):
     check(device)
 
 
-@pytest.mark.parametrize("have, compiled", [("gfx1201", "gfx1100"), ("gfx1102", "gfx1100"), ("gfx1010", "gfx1012"), ("gfx1030", "gfx1012")])
+@pytest.mark.parametrize(
+    "have, compiled", [("gfx1201", "gfx1100"), ("gfx1102", "gfx1100"), ("gfx1010", "gfx1012"), ("gfx1030", "gfx1012")]
+)
 def test_no_code_for_this_gpu(artifact, have, compiled):
-    with pytest.raises(UserError, match=f"compiled for {compiled}, and this machine has {have} .Radeon.; .*--arch {have}"):
+    with pytest.raises(
+        UserError, match=f"compiled for {compiled}, and this machine has {have} .Radeon.; .*--arch {have}"
+    ):
         HipDevice(artifact(compiled), bindings=Recorder(KERNELS, gpus=[{"gcnArchName": have.encode()}]))
 
 
@@ -369,7 +403,10 @@ def test_sibling_prefers_its_own():
 @pytest.mark.parametrize("group", SAME_ISA, ids=lambda group: next(iter(group)))
 def test_siblings_code_is_what_llvm_makes_for_them(group):
     """Relabeled code for one chip of a group equals, byte for byte, code compiled for another."""
-    made = {arch: compile_hsaco({"k": rms_norm(512, 4, 1e-6, "rows", "all", resolve(arch), "k")}, resolve(arch)).hsaco for arch in group}
+    made = {
+        arch: compile_hsaco({"k": rms_norm(512, 4, 1e-6, "rows", "all", resolve(arch), "k")}, resolve(arch)).hsaco
+        for arch in group
+    }
     first = next(iter(group))
     for arch in group:
         assert relabel(made[first], first, arch) == made[arch]
@@ -385,7 +422,10 @@ def test_override_is_reported(artifact, monkeypatch):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"fail": {"hipModuleLoadData": "hipErrorNoBinaryForGpu"}}, "HIP 6.4 cannot load the kernels for gfx1100 .*newer ROCm"),
+        (
+            {"fail": {"hipModuleLoadData": "hipErrorNoBinaryForGpu"}},
+            "HIP 6.4 cannot load the kernels for gfx1100 .*newer ROCm",
+        ),
         ({"kernels": {"embed_k": KERNELS["embed_k"]}}, "lacks a kernel of this model"),
         ({"gpus": []}, "no /dev/kfd|no permission|no AMD GPU|does not use"),
     ],

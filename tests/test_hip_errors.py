@@ -1,4 +1,5 @@
-"""Why there is no GPU to run on: what the device and `doctor` say, on made-up machines and with AMD's real package and library."""
+"""Why there is no GPU to run on: what the device and `doctor` say, on made-up machines and with AMD's real package and
+library."""
 
 import ctypes.util
 import inspect
@@ -24,7 +25,9 @@ def machine(tmp_path, monkeypatch):
     node.mkdir(parents=True)
     (node.parent / "0").mkdir()
     (node.parent / "0" / "properties").write_text("cpu_cores_count 16\ngfx_target_version 0\n")
-    (node / "properties").write_text("simd_count 96\ngfx_target_version 110501\ndrm_render_minor 128\nlocation_id 50432\ndomain 0\n")
+    (node / "properties").write_text(
+        "simd_count 96\ngfx_target_version 110501\ndrm_render_minor 128\nlocation_id 50432\ndomain 0\n"
+    )
     (tmp_path / "kfd").touch()
     for name in hip_errors.HIDING:
         monkeypatch.delenv(name, raising=False)
@@ -36,7 +39,9 @@ def forbid(monkeypatch, *words):
 
 
 def test_topology(machine):
-    assert hip_errors.kfd_gpus(machine["topology"]) == [{"arch": "gfx1151", "node": "/dev/dri/renderD128", "pci": "0000:c5:00.0"}]
+    assert hip_errors.kfd_gpus(machine["topology"]) == [
+        {"arch": "gfx1151", "node": "/dev/dri/renderD128", "pci": "0000:c5:00.0"}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -58,11 +63,15 @@ def test_reasons(machine, monkeypatch, forbidden, code, env, message):
 
 
 def test_no_driver(machine, tmp_path):
-    assert "modprobe amdgpu" in hip_errors.why_no_gpu("hipErrorNoDevice", (6, 0), tmp_path / "absent", machine["topology"])
+    assert "modprobe amdgpu" in hip_errors.why_no_gpu(
+        "hipErrorNoDevice", (6, 0), tmp_path / "absent", machine["topology"]
+    )
 
 
 def test_driver_without_gpu(machine, tmp_path):
-    assert "no AMD GPU that can compute" in hip_errors.why_no_gpu("hipErrorNoDevice", (6, 0), machine["kfd"], tmp_path / "absent")
+    assert "no AMD GPU that can compute" in hip_errors.why_no_gpu(
+        "hipErrorNoDevice", (6, 0), machine["kfd"], tmp_path / "absent"
+    )
 
 
 # ---- AMD's package and library
@@ -77,7 +86,9 @@ def test_without_the_package(monkeypatch):
 
 def test_stand_in_has_the_bindings_signatures_and_constants():
     real = pytest.importorskip("rocm.bindings.hip")
-    calls = {name: value for name, value in vars(Recorder).items() if name.startswith("hip") and inspect.isfunction(value)}
+    calls = {
+        name: value for name, value in vars(Recorder).items() if name.startswith("hip") and inspect.isfunction(value)
+    }
     assert len(calls) > 25
     for name, function in calls.items():
         stated = re.search(rf"^{name}\((.*?)\)", getattr(real, name).__doc__).group(1)
@@ -128,7 +139,9 @@ def test_missing_library(monkeypatch):
         "except hip_errors.UserError as e: print(e)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert re.match(r"cannot load AMD's HIP runtime \(libamdhip64-absent.so: cannot open shared.*\); install ROCm", done.stdout), done
+    assert re.match(
+        r"cannot load AMD's HIP runtime \(libamdhip64-absent.so: cannot open shared.*\); install ROCm", done.stdout
+    ), done
 
 
 # ---- doctor
@@ -144,9 +157,24 @@ BROKEN = {"gpus": [], "problem": "no permission on /dev/kfd; join its group: sud
     [
         ({"rocm": ROCM}, "ok", "GPU Radeon, gfx1100", ""),
         ({"rocm": ROCM | BROKEN}, "problem", "no permission on /dev/kfd", "join its group: sudo usermod"),
-        ({"rocm": ROCM | BROKEN | {"chips": []}}, "missing", "no permission on /dev/kfd", "join its group: sudo usermod"),
-        ({"rocm": ROCM | {"override": "11.0.0", "chips": [{"arch": "gfx1103"}]}}, "ok", "=11.0.0 is set; the chip is gfx1103", ""),
-        ({"rocm_linker": {"command": None, "problem": "no ld.lld; pip install"}}, "missing", "no ld.lld", "pip install"),
+        (
+            {"rocm": ROCM | BROKEN | {"chips": []}},
+            "missing",
+            "no permission on /dev/kfd",
+            "join its group: sudo usermod",
+        ),
+        (
+            {"rocm": ROCM | {"override": "11.0.0", "chips": [{"arch": "gfx1103"}]}},
+            "ok",
+            "=11.0.0 is set; the chip is gfx1103",
+            "",
+        ),
+        (
+            {"rocm_linker": {"command": None, "problem": "no ld.lld; pip install"}},
+            "missing",
+            "no ld.lld",
+            "pip install",
+        ),
         ({"rocm_linker": {"command": "/usr/bin/ld.lld", "problem": None}}, "ok", "/usr/bin/ld.lld", ""),
     ],
 )
@@ -157,4 +185,7 @@ def test_doctor(facts, status, what, advice):
 
 def test_facts_of_this_machine_can_be_judged():
     facts = {"rocm": this_machine.rocm(), "rocm_linker": this_machine.rocm_linker()}
-    assert all(status in ("ok", "missing", "problem") and "\n" not in what + advice for status, what, advice in doctor.judge(facts))
+    assert all(
+        status in ("ok", "missing", "problem") and "\n" not in what + advice
+        for status, what, advice in doctor.judge(facts)
+    )

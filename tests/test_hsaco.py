@@ -1,4 +1,5 @@
-"""Reading code objects: resources, arguments, instruction counts and occupancy, of our own kernels and of a damaged or foreign file."""
+"""Reading code objects: resources, arguments, instruction counts and occupancy, of our own kernels and of a damaged or
+foreign file."""
 
 import struct
 from collections import Counter
@@ -36,7 +37,10 @@ def dots(arch):
 
 @pytest.fixture(scope="module")
 def modules():
-    return {name: compile_hsaco({"dots": dots(ARCHS[name])}, ARCHS[name]) for name in ("gfx90a", "gfx1030", "gfx1100", "gfx1201")}
+    return {
+        name: compile_hsaco({"dots": dots(ARCHS[name])}, ARCHS[name])
+        for name in ("gfx90a", "gfx1030", "gfx1100", "gfx1201")
+    }
 
 
 @pytest.mark.parametrize("name", ["gfx90a", "gfx1030", "gfx1100", "gfx1201"])
@@ -79,14 +83,21 @@ def test_widths_of_memory_instructions():
         "global_load_ubyte": ("global", "load", 1),
         "global_load_short_d16_hi": ("global", "load", 2), "global_load_d16_hi_b16": ("global", "load", 2),
         "global_load_d16_u8": ("global", "load", 1),
-        "ds_read2_b64": ("ds", "load", 16), "ds_read2st64_b32": ("ds", "load", 8), "ds_load_2addr_b32": ("ds", "load", 8),
-        "ds_load_2addr_stride64_b64": ("ds", "load", 16), "ds_write_b128": ("ds", "store", 16), "ds_read_u16_d16": ("ds", "load", 2),
-        "ds_load_u16_d16_hi": ("ds", "load", 2), "ds_store_b16_d16_hi": ("ds", "store", 2), "buffer_store_dword": ("buffer", "store", 4),
-        "scratch_load_b128": ("scratch", "load", 16), "flat_store_byte": ("flat", "store", 1), "global_store_short": ("global", "store", 2),
+        "ds_read2_b64": ("ds", "load", 16), "ds_read2st64_b32": ("ds", "load", 8), "ds_load_2addr_b32": ("ds", "load",
+        8),
+        "ds_load_2addr_stride64_b64": ("ds", "load", 16), "ds_write_b128": ("ds", "store", 16),
+        "ds_read_u16_d16": ("ds", "load", 2),
+        "ds_load_u16_d16_hi": ("ds", "load", 2), "ds_store_b16_d16_hi": ("ds", "store", 2),
+        "buffer_store_dword": ("buffer", "store", 4),
+        "scratch_load_b128": ("scratch", "load", 16), "flat_store_byte": ("flat", "store", 1),
+        "global_store_short": ("global", "store", 2),
     }  # fmt: skip
     for name, place in names.items():
         assert instructions(f"k:\n\t{name} v0, v1\n\ts_endpgm\n", "k").memory == Counter([place]), name
-    text = "k:\n\tds_bpermute_b32 v0, v1, v2\n\tv_mfma_f32_16x16x16_f16 a[0:3], v0, v1\n\tv_wmma_f32_16x16x16_f16 v0, v1, v2\n"
+    text = (
+        "k:\n\tds_bpermute_b32 v0, v1, v2\n\tv_mfma_f32_16x16x16_f16 a[0:3], v0, v1\n\tv_wmma_f32_16x16x16_f16 v0, v1, "
+        "v2\n"
+    )
     counts = instructions(text + "other:\n\tv_dot4_i32_iu8 v0\n", "k")
     assert (counts.total, counts.matrix, counts.dot, counts.memory) == (3, 2, 0, Counter())
 
@@ -137,7 +148,10 @@ def test_foreign_and_damaged_files(modules):
 
 
 def test_unpack():
-    document = b"\x84\xa1a\x01\xa1b\xff\xa3xyz\x93\xc0\xc2\xc3\xd9\x04list\xdc\x00\x02\xcd\x01\x00\xcb?\xf8\x00\x00\x00\x00\x00\x00"
+    document = (
+        b"\x84\xa1a\x01\xa1b\xff\xa3xyz\x93\xc0\xc2\xc3\xd9\x04list\xdc\x00\x02"
+        b"\xcd\x01\x00\xcb?\xf8\x00\x00\x00\x00\x00\x00"
+    )
     assert unpack(document) == ({"a": 1, "b": -1, "xyz": [None, False, True], "list": [256, 1.5]}, len(document))
     assert unpack(b"\xc4\x02\x00\x01") == (b"\x00\x01", 4)
     with pytest.raises(ValueError, match="MessagePack type 0xd4"):

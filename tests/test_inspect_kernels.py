@@ -1,4 +1,5 @@
-"""`mlc-amd inspect` on GPU code: its numbers, with and without a disassembler, for artifacts and for lone files; damaged files."""
+"""`mlc-amd inspect` on GPU code: its numbers, with and without a disassembler, for artifacts and for lone files;
+damaged files."""
 
 import gzip
 import json
@@ -87,8 +88,12 @@ def test_numbers_of_an_artifact(inspect, artifact, code):
     assert [kernel["name"] for kernel in described["kernels"]] == list(parsed) and len(parsed) >= len(report["kernels"])
     for kernel in described["kernels"]:
         expected, (x, y, z) = parsed[kernel["name"]], blocks[kernel["name"]]
-        assert {key: kernel[key] for key in ("vgprs", "sgprs", "agprs", "lds", "scratch", "vgpr_spills", "sgpr_spills", "code")} == {
-            key: getattr(expected, key) for key in ("vgprs", "sgprs", "agprs", "lds", "scratch", "vgpr_spills", "sgpr_spills", "code")
+        assert {
+            key: kernel[key]
+            for key in ("vgprs", "sgprs", "agprs", "lds", "scratch", "vgpr_spills", "sgpr_spills", "code")
+        } == {
+            key: getattr(expected, key)
+            for key in ("vgprs", "sgprs", "agprs", "lds", "scratch", "vgpr_spills", "sgpr_spills", "code")
         }
         assert kernel["workgroup"] == x * y * z
         assert tuple(kernel["occupancy"].values()) == hsaco.occupancy(expected, ARCHS[ARCH], x * y * z)
@@ -154,7 +159,10 @@ def test_disassembly_tells_what_the_assembly_tells(inspect, tmp_path):
     path.write_bytes(module.hsaco)
     (kernel,) = json.loads(inspect(path, "--json").out)["code"][0]["kernels"]
     counts = hsaco.instructions(module.assembly, "dots_kernel")
-    assert (kernel["instructions"]["total"], kernel["instructions"]["dot"]) == (counts.total, counts.dot) and counts.dot == 16
+    assert (kernel["instructions"]["total"], kernel["instructions"]["dot"]) == (
+        counts.total,
+        counts.dot,
+    ) and counts.dot == 16
     assert kernel["instructions"]["memory"]["global load 16"] == 4
     assert inspect(path, "--asm", "dots").out.count("v_dot4") == 16
 

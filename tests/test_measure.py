@@ -1,5 +1,5 @@
-"""The measuring program: inputs, comparison, timing and what happens when candidates crash; on the CPU, on Mesa's CPU driver, and on a
-stand-in for HIP."""
+"""The measuring program: inputs, comparison, timing and what happens when candidates crash; on the CPU, on Mesa's CPU
+driver, and on a stand-in for HIP."""
 
 import os
 import shutil
@@ -38,7 +38,14 @@ def made(folder, content: bytes | None = b"", params=ADD, op="add", **facts):
     if content is not None:
         (folder / "kernel").write_bytes(content)
     case = {"name": "d0", "state": STATE, "bytes": 3072, "flops": 256}
-    about = {"workload": {"op": op, "args": {}}, "plan": None, "api": "cpu", "arch": "any", "needs": {"flags": []}, "code": "kernel"}
+    about = {
+        "workload": {"op": op, "args": {}},
+        "plan": None,
+        "api": "cpu",
+        "arch": "any",
+        "needs": {"flags": []},
+        "code": "kernel",
+    }
     steps = [{"symbol": "kernel", "args": [0, 1, 2, 3]}]
     about |= {"steps": steps, "scratch": [], "params": params, "cases": [case], "bytes": 3072, "flops": 256}
     return candidate.write(folder, about | facts)
@@ -46,7 +53,10 @@ def made(folder, content: bytes | None = b"", params=ADD, op="add", **facts):
 
 def test_gpus_are_measured_without_tvm():
     names = ", ".join(f"mlc_amd.runtime.measure.{name}" for name in ("program", "session", "vulkan", "hip", "compare"))
-    check = f"import sys, {names}; print([m for m in sys.modules if m.split('.')[0] in ('tvm', 'tvm_ffi') or m.startswith('mlc_amd.c')])"
+    check = (
+        f"import sys, {names}; print([m for m in sys.modules if m.split('.')[0] in ('tvm', 'tvm_ffi') or "
+        f"m.startswith('mlc_amd.c')])"
+    )
     ran = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout == "[]\n"
 
@@ -73,7 +83,8 @@ def test_figures():
 
 
 PLANES = [
-    ("W0_Q4", (64, 8, 4), "uint32", ["bits"]), ("W0_D", (64, 8), "float16", ["signs", 0.01]), ("W0_M", (64, 8), "float16", ["signs", 0.02]),
+    ("W0_Q4", (64, 8, 4), "uint32", ["bits"]), ("W0_D", (64, 8), "float16", ["signs", 0.01]), ("W0_M", (64, 8),
+    "float16", ["signs", 0.02]),
     ("W0_S", (64, 16), "int8", ["integers", -32, 64]), ("W1_W", (64, 100), "uint16", ["normal", 0.1]),
 ]  # fmt: skip
 
@@ -116,9 +127,15 @@ def outputs(*params):
 
 
 def test_comparison_of_floats(tmp_path):
-    one = made(tmp_path, params=outputs(("Y0", [4, 48], "float32", "output", {"columns": 40}), ("Kc", [8, 8], "float16", "cache", {})))
+    one = made(
+        tmp_path,
+        params=outputs(("Y0", [4, 48], "float32", "output", {"columns": 40}), ("Kc", [8, 8], "float16", "cache", {})),
+    )
     rng = np.random.default_rng(0)
-    expected = {"Y0": rng.standard_normal((4, 48)).astype(np.float32), "Kc": rng.standard_normal((8, 8)).astype(np.float16)}
+    expected = {
+        "Y0": rng.standard_normal((4, 48)).astype(np.float32),
+        "Kc": rng.standard_normal((8, 8)).astype(np.float16),
+    }
 
     def wrong(name, where, value):
         found = {key: array.copy() for key, array in expected.items()}
@@ -140,7 +157,9 @@ def test_comparison_of_floats(tmp_path):
 @pytest.mark.parametrize("tiles", [False, True])
 def test_comparison_of_int8_activations(tmp_path, tiles):
     shapes = ([1, 8, 16, 32], [1, 8, 8, 16]) if tiles else ([4, 8, 32], [4, 8, 4])
-    one = made(tmp_path, params=outputs(("A", shapes[0], "int8", "output", {}), ("S", shapes[1], "float32", "output", {})))
+    one = made(
+        tmp_path, params=outputs(("A", shapes[0], "int8", "output", {}), ("S", shapes[1], "float32", "output", {}))
+    )
     a, s = inputs.quantized(*map(tuple, shapes))
     expected = {"A": a, "S": s}
     place, scale = ((0, 0, 0, 5), (0, 0, 0, 0)) if tiles else ((0, 0, 5), (0, 0, 0))
@@ -180,7 +199,10 @@ class Clock:
         self.kept[key] = array.copy()
 
     def load(self, candidates):
-        return [float(c.code.read_bytes()) if c.code.read_bytes() != b"bad" else ValueError("no such kernel") for c in candidates]
+        return [
+            float(c.code.read_bytes()) if c.code.read_bytes() != b"bad" else ValueError("no such kernel")
+            for c in candidates
+        ]
 
     def bind(self, handle, candidate, keys):
         return handle, keys
@@ -208,10 +230,16 @@ def test_weights_rotate_over_more_than_the_cache_and_activations_stay(tmp_path):
     group, results, _ = timed(tmp_path, clock, [1e-4])
     assert group.copies == (1 << 14) // 1024
     keys = [keys for _, keys in clock.sequence]
-    assert [k[2][0] for k in keys[:40]] == [i % 16 for i in range(40)], "each call takes the next copy, also in the next repetition"
+    assert [k[2][0] for k in keys[:40]] == [i % 16 for i in range(40)], (
+        "each call takes the next copy, also in the next repetition"
+    )
     assert {k[1] for k in keys} == {("shared", "X")}
     assert all(clock.kept[copy, "G"].tobytes() == clock.kept[0, "G"].tobytes() for copy in range(16))
-    assert results[0]["seconds"] == pytest.approx(1e-4) and results[0]["spread"] == pytest.approx(0) and len(results[0]["runs"]) == 7
+    assert (
+        results[0]["seconds"] == pytest.approx(1e-4)
+        and results[0]["spread"] == pytest.approx(0)
+        and len(results[0]["runs"]) == 7
+    )
 
 
 def test_medians_outliers_and_failures(tmp_path):
@@ -229,7 +257,11 @@ def test_repetitions_that_other_programs_disturbed_do_not_count(tmp_path):
             return super().run(calls) * (1 + self.disturbed)
 
     _, results, _ = timed(tmp_path, Shared(), [1e-4])
-    assert results[0]["seconds"] == pytest.approx(1e-4) and results[0]["disturbed"] == 0 and results[0]["spread"] == pytest.approx(0)
+    assert (
+        results[0]["seconds"] == pytest.approx(1e-4)
+        and results[0]["disturbed"] == 0
+        and results[0]["spread"] == pytest.approx(0)
+    )
 
 
 def test_candidates_timed_while_the_clocks_fell_are_timed_again(tmp_path):
@@ -295,7 +327,11 @@ def test_children_die_and_come_back(child):
     child.send({"do": "a"})
     first = child.receive(20)
     assert first["did"] == "a"
-    for do, why in (("crash", "SIGABRT"), ("fail", "ended with code 1: ValueError: what went wrong"), ("hang", "took more than 2 s")):
+    for do, why in (
+        ("crash", "SIGABRT"),
+        ("fail", "ended with code 1: ValueError: what went wrong"),
+        ("hang", "took more than 2 s"),
+    ):
         child.send({"do": do})
         with pytest.raises(Died, match=why):
             child.receive(2 if do == "hang" else 20)
@@ -318,7 +354,9 @@ def test_children_end_with_their_parent(tmp_path):
         child.send({"do": "a"}); print(child.receive(20)["process"], flush=True)
         child.send({"do": "hang"}); os._exit(0)
     """)
-    ran = subprocess.run([sys.executable, "-c", parent], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", parent], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60
+    )
     process = int(ran.stdout)
     for _ in range(100):
         try:
@@ -337,7 +375,9 @@ SOURCE = """
 #include <stdint.h>
 #include <stdlib.h>
 typedef struct {{ int32_t type; uint32_t small; void *value; }} Any;
-typedef struct {{ void *data; int32_t device[2]; int32_t ndim; int32_t dtype; int64_t *shape, *strides; uint64_t offset; }} Tensor;
+typedef struct {{
+    void *data; int32_t device[2]; int32_t ndim; int32_t dtype; int64_t *shape, *strides; uint64_t offset;
+}} Tensor;
 static float *at(const Any *a) {{
     Tensor *t = a->type == 7 ? (Tensor *)a->value : (Tensor *)((char *)a->value + 24);
     return (float *)((char *)t->data + t->offset);
@@ -368,7 +408,9 @@ def kernels(tmp_path):
         made(tmp_path / name, None, code="kernel.so")
         source = tmp_path / name / "kernel.c"
         source.write_text(SOURCE.format(body=body) + (AT_LOAD if name == "load" else ""))
-        compile_c("-O1", "-shared", "-fPIC", "-pthread", "-o", str(tmp_path / name / "kernel.so"), str(source), str(NATIVE))
+        compile_c(
+            "-O1", "-shared", "-fPIC", "-pthread", "-o", str(tmp_path / name / "kernel.so"), str(source), str(NATIVE)
+        )
         folders[name] = tmp_path / name
     return folders
 
@@ -377,7 +419,9 @@ def test_measures_on_the_cpu_and_survives_what_kernels_do(kernels):
     seen = []
     with Session("1", timeout=3.0) as session:
         names = ["right", "crash", "slow", "hang"]
-        right, crash, slow, hang = session.measure([kernels[name] for name in names], lambda folder, result: seen.append(folder))
+        right, crash, slow, hang = session.measure(
+            [kernels[name] for name in names], lambda folder, result: seen.append(folder)
+        )
         assert session.facts["device"].endswith("1 threads")
         assert crash["error"].startswith("ended by SIGABRT") and "took more than" in hang["error"]
         assert right["error"] is None and slow["error"] is None and right["seconds"] * 1.5 < slow["seconds"]
@@ -398,7 +442,10 @@ def test_kernels_that_are_right_now_and_then_are_wrong(kernels):
     with Session("1") as session:
         found = session.compare(kernels["right"], kernels["racy"], [STATE, later])
         assert found["error"] > 1 and len(found["wrong"]) == 2
-        assert all(f"(state {state[:2]}, in 1 of 3 runs" in text for state, text in zip((STATE, later), found["wrong"], strict=True))
+        assert all(
+            f"(state {state[:2]}, in 1 of 3 runs" in text
+            for state, text in zip((STATE, later), found["wrong"], strict=True)
+        )
         # what spoils its inputs does so for its own next run only
         found = session.compare(kernels["right"], kernels["careless"], [later, later])
         assert len(found["wrong"]) == 2 and all("in 2 of 3 runs" in text for text in found["wrong"])
@@ -490,7 +537,14 @@ def test_measures_on_a_vulkan_device(tmp_path, biases):
     from mlc_amd.schedules.tuning.workload import Workload
 
     count = max(biases, 1)
-    args = {"segments": [["q4_0", 64]] * count, "k": 256, "m": 1, "act": "rows", "biases": [biases > 0] * count, "residual": False}
+    args = {
+        "segments": [["q4_0", 64]] * count,
+        "k": 256,
+        "m": 1,
+        "act": "rows",
+        "biases": [biases > 0] * count,
+        "residual": False,
+    }
     workload = Workload("linear", args)
     one, two = (build(workload, None, "vulkan", "lavapipe", tmp_path / name) for name in "ab")
     assert one.steps[0]["table"] == (biases > 0)

@@ -13,9 +13,13 @@ IDS = np.random.default_rng(7).integers(0, 1024, 40)
 MAX_KL = 1e-3  # nats; the quality bar of quantized activations
 NAMES = list(FORMATS)
 # Four types make a model, of every architecture. Float types are in one model by themselves and beside an integer type.
-MIXTURES = list(zip(("tiny", "tiny-qwen2", "tiny-qwen3", "tiny"), (NAMES[start : start + 4] for start in (0, 3, 7, 11)), strict=True))
-# By matrix, which of the four types it has in layer 0 and in layer 1. All four are among q, k and v, among gate and up, and among what adds
-# to the residual.
+MIXTURES = list(
+    zip(
+        ("tiny", "tiny-qwen2", "tiny-qwen3", "tiny"), (NAMES[start : start + 4] for start in (0, 3, 7, 11)), strict=True
+    )
+)
+# By matrix, which of the four types it has in layer 0 and in layer 1. All four are among q, k and v, among gate and up,
+# and among what adds to the residual.
 LAYERS = {
     "attn_q": (0, 3), "attn_k": (1, 0), "attn_v": (2, 1), "attn_output": (3, 1),
     "ffn_gate": (0, 2), "ffn_up": (1, 3), "ffn_down": (2, 0),
@@ -39,7 +43,8 @@ def test_all_matrices_of_one_type(compiled, spec):
 
 @pytest.mark.parametrize(("preset", "names"), MIXTURES, ids=["-".join([preset, *names]) for preset, names in MIXTURES])
 def test_tensor_types_mix_freely(tmp_path, preset, names):
-    """Each type in every kind of layer; q, k and v, gate and up of different ones, integer and float weights side by side."""
+    """Each type in every kind of layer; q, k and v, gate and up of different ones, integer and float weights side by
+    side."""
     model = synthetic(f"{preset}:{names[0]}")
     types = {f"blk.{layer}.{matrix}.weight": names[at[layer]] for matrix, at in LAYERS.items() for layer in range(2)}
     types |= {name: names[at] for name, at in ENDS.items() if name in model.tensors}

@@ -16,7 +16,12 @@ def operators(model, m: int = 1) -> tuple[Counter, list]:
     """Operator counts and calls of the fused function of m tokens."""
     target = CpuTarget("x86-64-v3")
     module, _ = build_module(model, target, [FunctionSpec("main", m)], 64)
-    calls = [b.value for block in fuse(module, target)["main"].body.blocks for b in block.bindings if isinstance(b.value, relax.Call)]
+    calls = [
+        b.value
+        for block in fuse(module, target)["main"].body.blocks
+        for b in block.bindings
+        if isinstance(b.value, relax.Call)
+    ]
     return Counter(ops.name_of(call) or call.op.name for call in calls), calls
 
 

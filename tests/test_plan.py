@@ -42,7 +42,13 @@ def test_launches(planned):
 
 def test_every_weight_is_used_and_none_invented(planned):
     plan, _, _, specs = planned
-    used = {arg[1] for launches in plan.functions.values() for launch in launches for arg in launch["args"] if arg[0] == "weight"}
+    used = {
+        arg[1]
+        for launches in plan.functions.values()
+        for launch in launches
+        for arg in launch["args"]
+        if arg[0] == "weight"
+    }
     assert used == {spec.name for planes in specs.values() for spec in planes}
 
 
@@ -70,7 +76,8 @@ def written_parameters(kernel) -> set[int]:
 
 
 def test_what_is_read_is_what_was_written_last(planned):
-    """Replays the plan on byte ownership: what a kernel reads must still be whole, and what it writes may not overlap what it reads."""
+    """Replays the plan on byte ownership: what a kernel reads must still be whole, and what it writes may not overlap
+    what it reads."""
     plan, backend, *_ = planned
     for launches in plan.functions.values():
         owner = np.full(plan.arena_bytes, -1)

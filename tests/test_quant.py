@@ -1,4 +1,6 @@
-"""Repacked weights are the GGUF's weights: for every format, GGUF blocks -> planes -> `decode` compiled by TVM == gguf-py, bit for bit."""
+"""Repacked weights are the GGUF's weights: for every format, GGUF blocks -> planes -> `decode` compiled by TVM ==
+gguf-py, bit for bit."""
+
 import functools
 
 import gguf
@@ -12,14 +14,28 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu.planes import decode, dequantize, plane_bytes, planes
 from mlc_amd.schedules.formats import FORMATS, by_gguf_type
 
-# Byte offsets of the float16 numbers of a block. Random bits there would give NaNs and infinities, which no model holds.
-HALVES = {"q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2),
-          "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,)}
+# Byte offsets of the float16 numbers of a block. Random bits there would give NaNs and infinities, which no model
+# holds.
+HALVES = {
+    "q4_0": (0,),
+    "q4_1": (0, 2),
+    "q5_0": (0,),
+    "q5_1": (0, 2),
+    "q8_0": (0,),
+    "q2_k": (80, 82),
+    "q3_k": (108,),
+    "q4_k": (0, 2),
+    "q5_k": (0, 2),
+    "q6_k": (208,),
+    "iq4_nl": (0,),
+    "iq4_xs": (0,),
+}
 K = 512
 
 
 def random_rows(name: str, rows: int, seed: int = 0) -> np.ndarray:
-    """Random GGUF rows of K columns, uint8 [rows, bytes]: every bit random, but float exponents that would mean NaN or infinity."""
+    """Random GGUF rows of K columns, uint8 [rows, bytes]: every bit random, but float exponents that would mean NaN or
+    infinity."""
     fmt, rng = FORMATS[name], np.random.default_rng(seed)
     raw = rng.integers(0, 256, (rows, K // fmt.block, fmt.block_bytes), np.uint8)
     if name == "f32":
@@ -29,7 +45,7 @@ def random_rows(name: str, rows: int, seed: int = 0) -> np.ndarray:
         bits = raw.view(np.uint16)
         bits[(bits & exponent) == exponent] ^= np.uint16(0x4000)
     for offset in HALVES.get(name, ()):
-        bits = raw[..., offset:offset + 2].view(np.uint16)
+        bits = raw[..., offset : offset + 2].view(np.uint16)
         bits[(bits & 0x7C00) == 0x7C00] ^= np.uint16(0x4000)
     return raw.view(np.uint8).reshape(rows, -1)
 
@@ -93,8 +109,8 @@ def test_padding_is_zero(name):
 def test_chunks_concatenate(name, monkeypatch):
     raw = random_rows(name, 101)
     whole = repack(name, raw, K)
-    chunks = [repack(name, raw[start:start + 32], K) for start in range(0, 101, 32)]
-    monkeypatch.setattr("mlc_amd.compiler.quant.pack.PIECE", 1)         # pieces of one row tile inside a call
+    chunks = [repack(name, raw[start : start + 32], K) for start in range(0, 101, 32)]
+    monkeypatch.setattr("mlc_amd.compiler.quant.pack.PIECE", 1)  # pieces of one row tile inside a call
     pieces = repack(name, raw, K)
     for p, plane in whole.items():
         np.testing.assert_array_equal(plane.view(np.uint8), np.concatenate([c[p] for c in chunks]).view(np.uint8))
@@ -105,7 +121,7 @@ def test_input_may_be_a_readonly_view():
     """GGUF tensors are slices of a mapped file."""
     raw = random_rows("q6_k", 64)
     raw.flags.writeable = False
-    wide = np.concatenate([raw, raw], axis=1)[:, :raw.shape[1]]
+    wide = np.concatenate([raw, raw], axis=1)[:, : raw.shape[1]]
     for p, plane in repack("q6_k", wide, K).items():
         np.testing.assert_array_equal(plane, repack("q6_k", raw, K)[p])
 

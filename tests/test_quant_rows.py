@@ -1,4 +1,6 @@
-"""Weights repacked in the GPU's layout are the GGUF's: GGUF blocks -> planes -> `decode` compiled by TVM == gguf-py, bit for bit."""
+"""Weights repacked in the GPU's layout are the GGUF's: GGUF blocks -> planes -> `decode` compiled by TVM == gguf-py,
+bit for bit."""
+
 import functools
 
 import gguf
@@ -22,7 +24,7 @@ def random_rows(name: str, rows: int, k: int = K, seed: int = 0) -> np.ndarray:
         kind = gguf.GGMLQuantizationType(fmt.gguf_type)
         return gguf.quantize(rng.standard_normal((rows, k)).astype(np.float32), kind).view(np.uint8).reshape(rows, -1)
     raw = rng.integers(0, 256, (rows, k // fmt.block * fmt.block_bytes), np.uint8)
-    raw.reshape(-1, 2)[:, 1] &= 0xBB        # no float16 with all exponent bits set, wherever scales lie
+    raw.reshape(-1, 2)[:, 1] &= 0xBB  # no float16 with all exponent bits set, wherever scales lie
     return raw
 
 
@@ -69,8 +71,8 @@ def test_padding_is_zero(name):
 def test_chunks_concatenate(name, monkeypatch):
     raw = random_rows(name, 101)
     whole = repack(name, raw, K, "rows")
-    chunks = [repack(name, raw[start:start + 32], K, "rows") for start in range(0, 101, 32)]
-    monkeypatch.setattr("mlc_amd.compiler.quant.pack.PIECE", 1)         # pieces of one row tile inside a call
+    chunks = [repack(name, raw[start : start + 32], K, "rows") for start in range(0, 101, 32)]
+    monkeypatch.setattr("mlc_amd.compiler.quant.pack.PIECE", 1)  # pieces of one row tile inside a call
     pieces = repack(name, raw, K, "rows")
     for p, plane in whole.items():
         np.testing.assert_array_equal(plane, np.concatenate([c[p] for c in chunks]))

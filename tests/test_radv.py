@@ -1,4 +1,5 @@
-"""What AMD's GPUs would run for our SPIR-V, as RADV compiles it without them; and `mlc-amd inspect` on vulkan artifacts.
+"""What AMD's GPUs would run for our SPIR-V, as RADV compiles it without them; and `mlc-amd inspect` on vulkan
+artifacts.
 
 Skips without RADV, or with one that cannot be told which GPU to assume.
 """
@@ -70,7 +71,11 @@ def test_linear_layers_use_packed_products(code):
     linears = [kernel for kernel in code.describe()["kernels"] if kernel["name"].startswith(("linear", "gate_up"))]
     assert {kernel["name"].split("_m")[1].split("_")[0] for kernel in linears} > {"1"}  # decode's and prefill's
     for kernel in linears:
-        used = {name for name in kernel["instructions"]["by_mnemonic"] if name.startswith(("v_dot", "v_mul_lo", "v_mul_i32"))}
+        used = {
+            name
+            for name in kernel["instructions"]["by_mnemonic"]
+            if name.startswith(("v_dot", "v_mul_lo", "v_mul_i32"))
+        }
         assert used and all(DOT.match(name) for name in used), kernel["name"]
         assert kernel["instructions"]["dot"] >= kernel["spirv"]["dot"] >= 8
 
@@ -78,7 +83,8 @@ def test_linear_layers_use_packed_products(code):
 @pytest.mark.parametrize("fmt", ["q4_0", "q4_k", "q6_k"])
 @pytest.mark.parametrize("arch", [ARCH, "rdna3:matrix=none"])
 def test_gemv_loads_wide(fmt, arch):
-    """Weights and activations of a model-sized row arrive by 128 bits, several loads under way before the first is used."""
+    """Weights and activations of a model-sized row arrive by 128 bits, several loads under way before the first is
+    used."""
     profile = profiles.resolve(arch)
     source = shader([(fmt, 4096)], 4096, profile)
     try:
@@ -95,7 +101,9 @@ def test_inspect_tables_and_assembly(inspect, artifact, code):
     out, err = inspect(artifact, "--kernels")
     assert err == "" and f"code for {ARCH}, compiled by {code.report.device}" in out and "VGPRs" in out
     found = json.loads(inspect(artifact, "--json").out)["code"][0]
-    assert found["compiler"] == code.report.device and {kernel["name"] for kernel in found["kernels"]} == set(code.shaders)
+    assert found["compiler"] == code.report.device and {kernel["name"] for kernel in found["kernels"]} == set(
+        code.shaders
+    )
     name = next(name for name in code.shaders if name.startswith("linear") and "_m1" in name)
     isa = inspect(artifact, "--asm", name).out
     assert isa.startswith(f"; {ARCH}\n{name}:\n") and DOT.search(isa) and "s_endpgm" in isa
@@ -138,7 +146,8 @@ def test_unknown_gpu(code, monkeypatch):
 
 
 def test_reader():
-    """A module put together by hand: int32 and a workgroup array of 48 of them, a vector of four, one packed product."""
+    """A module put together by hand: int32 and a workgroup array of 48 of them, a vector of four, one packed
+    product."""
 
     def op(code, *operands):
         return [(len(operands) + 1) << 16 | code, *operands]

@@ -36,7 +36,10 @@ def vectors(tmp_path_factory) -> Weights:
 def listed(name: str, fmt: str, rows: int, columns: int) -> dict[str, dict]:
     """The manifest's entries for a matrix in the cpu's layout."""
     drawn = draws(fmt, columns)
-    return {f"{name}/{p}": {"dtype": d, "shape": list(s), "draw": drawn[p]} for p, (s, d) in planes(fmt, rows, columns).items()}
+    return {
+        f"{name}/{p}": {"dtype": d, "shape": list(s), "draw": drawn[p]}
+        for p, (s, d) in planes(fmt, rows, columns).items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +60,10 @@ def decoder(fmt: str):
 def test_weights_have_the_deviation_of_a_model(vectors, fmt):
     weights = RandomWeights(vectors, listed("w", fmt, ROWS, K))
     out = np.frombuffer(mmap.mmap(-1, ROWS * K * 4), np.float32).reshape(ROWS, K)  # aligned
-    decoder(fmt)(*(tvm.runtime.from_dlpack(weights[f"w/{plane}"]) for plane in planes(fmt, ROWS, K)), tvm.runtime.from_dlpack(out))
+    decoder(fmt)(
+        *(tvm.runtime.from_dlpack(weights[f"w/{plane}"]) for plane in planes(fmt, ROWS, K)),
+        tvm.runtime.from_dlpack(out),
+    )
     assert np.isfinite(out).all()
     assert out.std() * np.sqrt(K) == pytest.approx(1, rel=0.06)
     assert abs(out.mean()) * np.sqrt(K) < 0.05

@@ -1,4 +1,5 @@
-"""TensorIR to AMD code objects: launches, arguments, refusals, barriers, and the device intrinsics, run in the ISA emulator where it is."""
+"""TensorIR to AMD code objects: launches, arguments, refusals, barriers, and the device intrinsics, run in the ISA
+emulator where it is."""
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,9 @@ def kernel(buffers, grid, block, body, scratch=None):
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name("test")
         T.func_attr({"tirx.noalias": True, "global_symbol": "test"})
-        made = SimpleNamespace(**{name: T.arg(name, T.buffer(shape, dtype)) for name, (shape, dtype) in buffers.items()})
+        made = SimpleNamespace(
+            **{name: T.arg(name, T.buffer(shape, dtype)) for name, (shape, dtype) in buffers.items()}
+        )
         with device.launch(grid, block) as axes:
             body(made, *axes)
     return ir.get()
@@ -53,7 +56,8 @@ def elementwise(arch, op, *inputs):
 
 
 def reverse_groups(n, apart=1):
-    """Each workgroup of n threads writes its inputs in reverse order: through LDS, across waves, `apart` floats apart."""
+    """Each workgroup of n threads writes its inputs in reverse order: through LDS, across waves, `apart` floats
+    apart."""
 
     def body(b, group, thread):
         shared = T.alloc_buffer((n * apart,), "float32", scope="shared")
@@ -102,7 +106,9 @@ def test_arguments_are_bound_although_tvm_reorders_them(arch):
     in_code = [arg.name for arg in hsaco.parse(module.hsaco).kernels[launch.symbol].args if arg.kind == "global_buffer"]
     assert [function.params[i] for i in launch.args] == [name.removesuffix("_ptr") for name in in_code]
     assert launch.args != tuple(range(5))
-    arrays = {name: np.full(32, i + 1, np.float32) for i, name in enumerate(names)} | {"Aout": np.zeros((4, 32), np.float32)}
+    arrays = {name: np.full(32, i + 1, np.float32) for i, name in enumerate(names)} | {
+        "Aout": np.zeros((4, 32), np.float32)
+    }
     emulate(module, "copy", arrays)
     assert arrays["Aout"].tolist() == [[i + 1.0] * 32 for i in range(4)]
 
@@ -129,7 +135,9 @@ def test_a_function_of_two_kernels_and_several_functions_in_a_code_object(arch):
     two = module.functions["two"]
     assert two.scratch == (512, 1024)
     assert [(step.grid, step.block) for step in two.launches] == [((2, 1, 1), (64, 1, 1)), ((4, 1, 1), (32, 1, 1))]
-    assert set(hsaco.parse(module.hsaco).kernels) == {step.symbol for f in module.functions.values() for step in f.launches}
+    assert set(hsaco.parse(module.hsaco).kernels) == {
+        step.symbol for f in module.functions.values() for step in f.launches
+    }
     x, y = np.arange(128, dtype=np.float32), np.zeros(128, np.float32)
     emulate(module, "two", {"X": x, "Y": y})
     assert np.array_equal(y, 3 * x + 1)
@@ -148,7 +156,12 @@ def test_threads_may_compile_at_the_same_time():
 def test_too_much_lds():
     with pytest.raises(ValueError, match=r"needs 66560 bytes of LDS .* gfx1100 gives a workgroup 65536"):
         compile_hsaco({"big": reverse_groups(256, apart=65)}, ARCHS["gfx1100"])
-    assert hsaco.parse(compile_hsaco({"big": reverse_groups(256, apart=65)}, ARCHS["gfx950"]).hsaco).kernels["big_kernel"].lds == 66560
+    assert (
+        hsaco.parse(compile_hsaco({"big": reverse_groups(256, apart=65)}, ARCHS["gfx950"]).hsaco)
+        .kernels["big_kernel"]
+        .lds
+        == 66560
+    )
 
 
 def test_too_many_threads():
@@ -206,7 +219,7 @@ def test_dot4(arch):
 
 def test_dot4_without_an_instruction_for_it():
     rng = np.random.default_rng(2)
-    plain, run_on = ARCHS["gfx1010"], ARCHS["gfx1100"]      # the emulator does not know gfx10
+    plain, run_on = ARCHS["gfx1010"], ARCHS["gfx1100"]  # the emulator does not know gfx10
     a, b, c = (words(rng, run_on.wave) for _ in range(3))
     c //= 2**10
     expected = (a.view(np.int8).astype(np.int32) * b.view(np.int8)).reshape(-1, 4).sum(1) + c
@@ -286,7 +299,7 @@ def test_reductions(arch):
     """Sums and maxima over every power of two of lanes, in the second wave of a workgroup as in the first."""
     wave = arch.wave
     widths = [2**i for i in range(1, 7) if 2**i <= wave]
-    x = np.random.default_rng(6).integers(-50, 50, (2, wave)).astype(np.float32)      # sums are exact
+    x = np.random.default_rng(6).integers(-50, 50, (2, wave)).astype(np.float32)  # sums are exact
     sums, tops = (np.zeros((len(widths), 2, wave), np.float32) for _ in range(2))
 
     def body(b, _group, lane, w):
@@ -316,7 +329,8 @@ def test_reductions_use_the_vector_unit():
 
 
 def test_the_code_generator_sees_no_expressions_of_values():
-    """Its simplifier would know a value that is used twice by an expression of twice the size. LLVM makes registers of them again."""
+    """Its simplifier would know a value that is used twice by an expression of twice the size. LLVM makes registers of
+    them again."""
     links = 12
 
     def body(b, _group, thread):
@@ -333,4 +347,6 @@ def test_the_code_generator_sees_no_expressions_of_values():
     walk(module["chain_kernel"].body, tirx.Bind, lambda bind: bound.append(str(bind.var.ty)))
     assert set(bound) == {"int32"}
     compiled = compile_hsaco({"chain": func}, arch)
-    assert compiled.assembly.count("v_fma") == links and hsaco.parse(compiled.hsaco).kernels["chain_kernel"].scratch == 0
+    assert (
+        compiled.assembly.count("v_fma") == links and hsaco.parse(compiled.hsaco).kernels["chain_kernel"].scratch == 0
+    )

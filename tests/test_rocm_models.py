@@ -1,4 +1,5 @@
-"""The rocm target from GGUF to logits. Compiling needs a linker for AMD code; running is done in the ISA emulator and skips without it."""
+"""The rocm target from GGUF to logits. Compiling needs a linker for AMD code; running is done in the ISA emulator and
+skips without it."""
 
 import gzip
 import re
@@ -75,8 +76,15 @@ def test_prefill_runs_on_matrix_units(rocm, spec, archs, arch, instruction):
     artifact = rocm(spec, archs)
     text = gzip.decompress((artifact.path / f"kernels-{arch}.s.gz").read_bytes()).decode()
     launches, functions = artifact.manifest["launches"][arch], artifact.manifest["functions"]
-    called = {step["kernel"] for name, function in functions.items() if function["tokens"] > 1 for step in function["launches"]}
-    multiplied = [name for name in called if name.startswith(("linear", "gate_up")) and not re.search(r"_m1(_\d+)?$", name)]
+    called = {
+        step["kernel"]
+        for name, function in functions.items()
+        if function["tokens"] > 1
+        for step in function["launches"]
+    }
+    multiplied = [
+        name for name in called if name.startswith(("linear", "gate_up")) and not re.search(r"_m1(_\d+)?$", name)
+    ]
     assert len(multiplied) >= 4
     for name in multiplied:
         for step in launches[name]["steps"]:
@@ -98,7 +106,8 @@ def test_unknown_arch(rocm):
 @pytest.mark.parametrize("spec", ["tiny:q4_0", "tiny-qwen3:q4_k"])
 @pytest.mark.parametrize("wave_order", ["fwd", 5])
 def test_in_the_emulator(rocm, emulator, spec, arch, wave_order, monkeypatch):
-    """Decode steps and a prefill chunk against the numpy reference: the rocm device itself, on AMD's calls answered by the emulator."""
+    """Decode steps and a prefill chunk against the numpy reference: the rocm device itself, on AMD's calls answered by
+    the emulator."""
     artifact = rocm(spec, "gfx942" if arch == "gfx942" else "7900xtx,gfx1201")
     monkeypatch.setenv("MLC_AMD_GRAPH", "0")  # the comparison at load would run everything six times
     code = (artifact.path / artifact.manifest["libraries"][arch]).read_bytes()

@@ -1,4 +1,6 @@
-"""RoPE tables against a scalar transcription of ggml's published formulas, and against the closed forms where there are some."""
+"""RoPE tables against a scalar transcription of ggml's published formulas, and against the closed forms where there are
+some."""
+
 import math
 
 import numpy as np
@@ -10,15 +12,18 @@ from mlc_amd.runtime.errors import UserError
 
 
 def ggml_rope_yarn(position, pair, rope, factor_of_pair):
-    """(cos, sin): ggml_rope_cache_init, rope_yarn, rope_yarn_ramp (ggml-cpu/ops.cpp) and ggml_rope_yarn_corr_dims (ggml.c), one pair at
-    a time, with the arguments of llama-context.cpp: attn_factor there is `attn` here, its own magnitude cancelled beforehand."""
+    """(cos, sin): ggml_rope_cache_init, rope_yarn, rope_yarn_ramp (ggml-cpu/ops.cpp) and ggml_rope_yarn_corr_dims
+    (ggml.c), one pair at a time, with the arguments of llama-context.cpp: attn_factor there is `attn` here, its own
+    magnitude cancelled beforehand."""
     freq_scale = 1.0 / rope.factor
     theta_extrap = position * math.pow(rope.base, -2.0 * pair / rope.dim) / factor_of_pair
     theta_interp = freq_scale * theta_extrap
     theta, mscale = theta_interp, 1.0
     if rope.ext_factor != 0.0:
+
         def corr_dim(n_rot):
             return rope.dim * math.log(rope.original_context / (n_rot * 2 * math.pi)) / (2 * math.log(rope.base))
+
         start, end = math.floor(corr_dim(rope.beta_fast)), math.ceil(corr_dim(rope.beta_slow))
         low, high = max(0, start), min(rope.dim - 1, end)
         y = (pair - low) / max(0.001, high - low)
@@ -35,13 +40,33 @@ CASES = {
     "plain": RopeConfig(dim=64, base=10000.0, neox=False),
     "partial": RopeConfig(dim=32, base=500000.0, neox=True),
     "linear": RopeConfig(dim=64, base=10000.0, neox=False, scaling="linear", factor=4.0),
-    "yarn": RopeConfig(dim=128, base=1e6, neox=True, scaling="yarn", factor=4.0, original_context=32768, ext_factor=1.0),
-    "yarn-all": RopeConfig(dim=64, base=10000.0, neox=False, scaling="yarn", factor=16.0, original_context=4096, attn_factor=1.3,
-                           ext_factor=0.7, beta_fast=24.0, beta_slow=2.0),
-    "yarn-short": RopeConfig(dim=64, base=10000.0, neox=False, scaling="yarn", factor=2.0, original_context=100, ext_factor=1.0),
-    "yarn-one": RopeConfig(dim=64, base=10000.0, neox=False, scaling="yarn", factor=1.0, original_context=4096, ext_factor=1.0),
-    "yarn-shrink": RopeConfig(dim=64, base=10000.0, neox=False, scaling="yarn", factor=0.5, original_context=4096, ext_factor=1.0),
-    "yarn-no-ext": RopeConfig(dim=64, base=10000.0, neox=False, scaling="yarn", factor=4.0, original_context=4096, attn_factor=1.1),
+    "yarn": RopeConfig(
+        dim=128, base=1e6, neox=True, scaling="yarn", factor=4.0, original_context=32768, ext_factor=1.0
+    ),
+    "yarn-all": RopeConfig(
+        dim=64,
+        base=10000.0,
+        neox=False,
+        scaling="yarn",
+        factor=16.0,
+        original_context=4096,
+        attn_factor=1.3,
+        ext_factor=0.7,
+        beta_fast=24.0,
+        beta_slow=2.0,
+    ),
+    "yarn-short": RopeConfig(
+        dim=64, base=10000.0, neox=False, scaling="yarn", factor=2.0, original_context=100, ext_factor=1.0
+    ),
+    "yarn-one": RopeConfig(
+        dim=64, base=10000.0, neox=False, scaling="yarn", factor=1.0, original_context=4096, ext_factor=1.0
+    ),
+    "yarn-shrink": RopeConfig(
+        dim=64, base=10000.0, neox=False, scaling="yarn", factor=0.5, original_context=4096, ext_factor=1.0
+    ),
+    "yarn-no-ext": RopeConfig(
+        dim=64, base=10000.0, neox=False, scaling="yarn", factor=4.0, original_context=4096, attn_factor=1.1
+    ),
 }
 
 
@@ -52,7 +77,9 @@ def test_against_ggml_formula(rope, factors):
     table = rope_table(rope, 3000, per_pair)
     assert table.shape == (3000, rope.dim) and table.dtype == np.float32
     for position in (0, 1, 7, 511, 2999):
-        expected = [ggml_rope_yarn(position, i, rope, float(per_pair[i]) if factors else 1.0) for i in range(rope.dim // 2)]
+        expected = [
+            ggml_rope_yarn(position, i, rope, float(per_pair[i]) if factors else 1.0) for i in range(rope.dim // 2)
+        ]
         np.testing.assert_allclose(table[position], np.array(expected).reshape(-1), rtol=0, atol=2e-7)
 
 
@@ -60,7 +87,7 @@ def test_position_zero_and_unit_circle():
     table = rope_table(CASES["plain"], 4096)
     assert (table[0, 0::2] == 1).all() and (table[0, 1::2] == 0).all()
     np.testing.assert_allclose(table[:, 0::2] ** 2 + table[:, 1::2] ** 2, 1.0, atol=3e-7)
-    np.testing.assert_allclose(table[:, 1], np.sin(np.arange(4096)), atol=1e-7)      # pair 0 turns one radian a token
+    np.testing.assert_allclose(table[:, 1], np.sin(np.arange(4096)), atol=1e-7)  # pair 0 turns one radian a token
 
 
 def test_linear_scaling_divides_positions():
@@ -95,7 +122,9 @@ def test_llama3_factors_of_a_synthetic_model():
     assert rope_table(model.config.rope, 16, factors).shape == (16, 128)
 
 
-@pytest.mark.parametrize("factors", [np.ones(31), np.zeros(32), np.full(32, np.nan), -np.ones(32)], ids=["short", "zero", "nan", "minus"])
+@pytest.mark.parametrize(
+    "factors", [np.ones(31), np.zeros(32), np.full(32, np.nan), -np.ones(32)], ids=["short", "zero", "nan", "minus"]
+)
 def test_bad_factors(factors):
     with pytest.raises(UserError, match=r"rope_freqs\.weight must hold 32 numbers"):
         rope_table(CASES["plain"], 8, factors)

@@ -155,7 +155,9 @@ def test_settings_out_of_range_name_themselves(settings):
         Sampling(**settings)
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1}, {"top_p": 0.95}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1}, {"top_p": 0.95}]
+)
 def test_a_large_vocabulary_takes_about_a_millisecond(settings):
     logits = (np.random.default_rng(0).standard_normal(151936) * 5).astype(np.float32)
     sampler = Sampler(Sampling(temperature=0.8, seed=0, **settings))

@@ -2,7 +2,19 @@
 
 import numpy as np
 import pytest
-from spirv_kernels import RNG, RUN, THREADS, compiled, counts, elementwise, execute, instructions, integers, kernel, validate
+from spirv_kernels import (
+    RNG,
+    RUN,
+    THREADS,
+    compiled,
+    counts,
+    elementwise,
+    execute,
+    instructions,
+    integers,
+    kernel,
+    validate,
+)
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
@@ -53,7 +65,8 @@ def test_what_a_kernel_only_reads_says_so(profile):
 
 
 def test_addresses_are_sums_of_shared_and_own_parts():
-    """base + zext(workgroup's bytes) + zext(thread's bytes) + constant: two extensions, whatever the index looks like."""
+    """base + zext(workgroup's bytes) + zext(thread's bytes) + constant: two extensions, whatever the index looks
+    like."""
 
     def body(b, group, i):
         row = T.Bind(group * 64)
@@ -83,7 +96,9 @@ def test_more_arguments_than_push_constants(profile):
     def body(b, _group, i):
         T.buffer_store(b.y, sum((getattr(b, name)[i] for name in names[1:]), getattr(b, names[0])[i]), [i])
 
-    arrays = {name: np.full(THREADS, 2**i, np.int32) for i, name in enumerate(names)} | {"y": np.zeros(THREADS, np.int32)}
+    arrays = {name: np.full(THREADS, 2**i, np.int32) for i, name in enumerate(names)} | {
+        "y": np.zeros(THREADS, np.int32)
+    }
     func = kernel({name: ((THREADS,), "int32") for name in arrays}, (1,), (THREADS,), body)
     assert compiled(func, profile).table
     assert (execute(func, arrays, profile).y == 2 ** len(names) - 1).all()
@@ -179,7 +194,9 @@ def test_booleans_in_memory(profile):
     x = integers(np.int32, 30)
     less = elementwise(profile, lambda v: v < 0, x, out=np.bool_)
     assert np.array_equal(less, x < 0)
-    assert np.array_equal(elementwise(profile, lambda v: T.Select(v, T.int32(3), T.int32(4)), less, out=np.int32), np.where(x < 0, 3, 4))
+    assert np.array_equal(
+        elementwise(profile, lambda v: T.Select(v, T.int32(3), T.int32(4)), less, out=np.int32), np.where(x < 0, 3, 4)
+    )
 
 
 def test_the_last_workgroup_sees_what_all_wrote(profile):
@@ -203,7 +220,9 @@ def test_the_last_workgroup_sees_what_all_wrote(profile):
 
     x = RNG(31).integers(-1000, 1000, (groups, THREADS)).astype(np.int32)
     arrays = {"x": x, "parts": np.zeros_like(x), "arrived": np.zeros(1, np.int32), "y": np.zeros(THREADS, np.int32)}
-    func = kernel({n: (a.shape, "int32") for n, a in arrays.items()}, (groups,), (THREADS,), body, coherent=["parts", "arrived"])
+    func = kernel(
+        {n: (a.shape, "int32") for n, a in arrays.items()}, (groups,), (THREADS,), body, coherent=["parts", "arrived"]
+    )
     module = compiled(func, profile)
     marked = [words[2] for name, *words in instructions(module.binary) if name == "MemberDecorate"]
     assert opcodes.DECORATIONS["Coherent"] in marked
@@ -264,7 +283,9 @@ def test_any_lane(profile):
 
     x = np.zeros((3, wave), np.int32)
     x[1, wave - 1] = x[2, 0] = 7
-    got = execute(kernel({n: (x.shape, "int32") for n in "XY"}, (3,), (wave,), body), {"X": x, "Y": x * 0 - 1}, profile).Y
+    got = execute(
+        kernel({n: (x.shape, "int32") for n in "XY"}, (3,), (wave,), body), {"X": x, "Y": x * 0 - 1}, profile
+    ).Y
     assert np.array_equal(got, np.repeat([[0], [1], [1]], wave, 1))
 
 
@@ -297,7 +318,11 @@ def test_shared_memory_of_a_wave(profile):
             T.buffer_store(b.Y, b.Y[w, lane] + shared[w, wave - 1 - lane], [w, lane])
             device.wave_barrier()
 
-    got = execute(kernel({"Y": ((waves, wave), "int32")}, (1,), (wave, waves), body), {"Y": np.zeros((waves, wave), np.int32)}, profile).Y
+    got = execute(
+        kernel({"Y": ((waves, wave), "int32")}, (1,), (wave, waves), body),
+        {"Y": np.zeros((waves, wave), np.int32)},
+        profile,
+    ).Y
     w, lane = np.arange(waves)[:, None], np.arange(wave)[None]
     assert np.array_equal(got, (w + 1) * (wave - 1 - lane) * 10 + w * (w + 1) // 2)
 
@@ -352,7 +377,9 @@ def test_a_loop_of_matrix_products():
             for x, source, first in (("a", shared, step * 16), ("b", b.B, step * 256)):
                 place, stride = T.address_of(source[first]), T.int32(32 if x == "a" else 16)
                 T.evaluate(T.tvm_load_matrix_sync(fragments[x].data, *sizes, zero, place, stride, "row_major"))
-            T.evaluate(T.tvm_mma_sync(sums.data, zero, fragments["a"].data, zero, fragments["b"].data, zero, sums.data, zero))
+            T.evaluate(
+                T.tvm_mma_sync(sums.data, zero, fragments["a"].data, zero, fragments["b"].data, zero, sums.data, zero)
+            )
         T.evaluate(T.call_extern("void", "fragment_scale", sums.data, zero, T.float32(2)))
         T.evaluate(T.tvm_store_matrix_sync(sums.data, *sizes, zero, T.address_of(b.C[0]), T.int32(16), "row_major"))
 
@@ -361,13 +388,18 @@ def test_a_loop_of_matrix_products():
     assert (module.reads, module.writes) == ((0, 1), (2,)) and module.lds == 1024
     assert {"CooperativeMatrixKHR", "VulkanMemoryModel"} <= set(module.capabilities)
     found = counts(module.binary)
-    assert (found["CooperativeMatrixLoadKHR"], found["CooperativeMatrixMulAddKHR"], found["CooperativeMatrixStoreKHR"]) == (2, 1, 1)
+    assert (
+        found["CooperativeMatrixLoadKHR"],
+        found["CooperativeMatrixMulAddKHR"],
+        found["CooperativeMatrixStoreKHR"],
+    ) == (2, 1, 1)
     assert found["MatrixTimesScalar"] == 1 and found["TypeCooperativeMatrixKHR"] == 3
     assert ("MemoryModel", 5348, 3) in instructions(module.binary)
 
 
 def test_components_of_fragments():
-    """A lane's components in a loop of unknown length: twice each element, in the form in which the accumulator is stored."""
+    """A lane's components in a loop of unknown length: twice each element, in the form in which the accumulator is
+    stored."""
 
     def body(b, _group, lane):
         sums, zero = T.alloc_buffer((256,), "float32", scope="wmma.accumulator"), T.int32(0)
@@ -397,14 +429,30 @@ def refused(match, body, buffers=None, block=(32,), name="generic"):
 
 
 def test_refusals_name_the_kernel_and_the_reason():
-    refused("kernel odd: no SPIR-V for call of __ocml_exp_f32",
-            lambda b, _, i: T.buffer_store(b.x, T.call_extern("float32", "__ocml_exp_f32", b.x[i]), [i]))
-    refused("kernel odd: no SPIR-V for float64", lambda b, _, i: T.buffer_store(b.x, b.x[i] * 2, [i]), {"x": ((32,), "float64")})
-    refused("kernel odd: no SPIR-V for an exchange with lanes at distance 32",
-            lambda b, _, i: T.buffer_store(b.x, T.call_extern("float32", "vk.shuffle_xor", b.x[i], T.int32(32)), [i]))
-    refused("kernel odd has workgroups of 64 threads; at most 32", lambda b, _, i: T.buffer_store(b.x, b.x[i], [i]), block=(64,))
-    refused("kernel odd: no SPIR-V for lanes exchanging values in workgroups of 12 threads, subgroups of 8",
-            lambda b, _, i: T.buffer_store(b.x, T.call_extern("float32", "vk.reduce_add", b.x[i]), [i]), block=(12,), name="lavapipe")
+    refused(
+        "kernel odd: no SPIR-V for call of __ocml_exp_f32",
+        lambda b, _, i: T.buffer_store(b.x, T.call_extern("float32", "__ocml_exp_f32", b.x[i]), [i]),
+    )
+    refused(
+        "kernel odd: no SPIR-V for float64",
+        lambda b, _, i: T.buffer_store(b.x, b.x[i] * 2, [i]),
+        {"x": ((32,), "float64")},
+    )
+    refused(
+        "kernel odd: no SPIR-V for an exchange with lanes at distance 32",
+        lambda b, _, i: T.buffer_store(b.x, T.call_extern("float32", "vk.shuffle_xor", b.x[i], T.int32(32)), [i]),
+    )
+    refused(
+        "kernel odd has workgroups of 64 threads; at most 32",
+        lambda b, _, i: T.buffer_store(b.x, b.x[i], [i]),
+        block=(64,),
+    )
+    refused(
+        "kernel odd: no SPIR-V for lanes exchanging values in workgroups of 12 threads, subgroups of 8",
+        lambda b, _, i: T.buffer_store(b.x, T.call_extern("float32", "vk.reduce_add", b.x[i]), [i]),
+        block=(12,),
+        name="lavapipe",
+    )
 
 
 def test_too_much_shared_memory():
@@ -414,8 +462,11 @@ def test_too_much_shared_memory():
             T.buffer_store(shared, T.cast(b.x[i], dtype), [i])
             device.barrier()
             T.buffer_store(b.x, T.cast(shared[31 - i], "float32"), [i])
+
         return emit
 
     refused("kernel odd needs 16388 bytes of LDS .* generic gives a workgroup 16384", body(4097, "float32"))
     # without float16 arithmetic such a buffer holds float32
-    refused("kernel odd: no SPIR-V for 20000 bytes of shared memory; generic gives a workgroup 16384", body(5000, "float16"))
+    refused(
+        "kernel odd: no SPIR-V for 20000 bytes of shared memory; generic gives a workgroup 16384", body(5000, "float16")
+    )

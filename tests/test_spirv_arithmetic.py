@@ -55,8 +55,23 @@ def test_integers_wrap_around(dtype):
             T.buffer_store(buffers.out, value, [j, i])
 
     arrays = names | {"out": out}
-    got = execute(kernel({n: (x.shape, dtype_of(x)) for n, x in arrays.items()}, (1,), (THREADS,), body), arrays, profile).out
-    expected = [a + b, a - b, a * b, a & b, a | b, a ^ b, ~a, a << by, a >> by, np.minimum(a, b), np.maximum(a, b), np.where(a < b, a, b)]
+    got = execute(
+        kernel({n: (x.shape, dtype_of(x)) for n, x in arrays.items()}, (1,), (THREADS,), body), arrays, profile
+    ).out
+    expected = [
+        a + b,
+        a - b,
+        a * b,
+        a & b,
+        a | b,
+        a ^ b,
+        ~a,
+        a << by,
+        a >> by,
+        np.minimum(a, b),
+        np.maximum(a, b),
+        np.where(a < b, a, b),
+    ]
     assert np.array_equal(got, np.stack(expected))
 
 
@@ -71,12 +86,16 @@ def test_casts_of_integers(source, target):
 def test_casts_of_floats(profile):
     x = RNG(7).uniform(-127.9, 127.9, THREADS).astype(np.float32)
     for target in (np.int8, np.int16, np.int32):
-        assert np.array_equal(elementwise(profile, lambda v, t=target: T.cast(v, np.dtype(t).name), x, out=target), x.astype(target))
+        assert np.array_equal(
+            elementwise(profile, lambda v, t=target: T.cast(v, np.dtype(t).name), x, out=target), x.astype(target)
+        )
     for target in (np.uint8, np.uint16, np.uint32):
         got = elementwise(profile, lambda v, t=target: T.cast(v, np.dtype(t).name), abs(x), out=target)
         assert np.array_equal(got, abs(x).astype(target))
     big = np.full(THREADS, 3e9, np.float32)
-    assert np.array_equal(elementwise(profile, lambda v: T.cast(v, "uint32"), big, out=np.uint32), big.astype(np.uint32))
+    assert np.array_equal(
+        elementwise(profile, lambda v: T.cast(v, "uint32"), big, out=np.uint32), big.astype(np.uint32)
+    )
 
 
 def test_float16_is_rounded_to_even_with_small_numbers(profile):
@@ -86,7 +105,9 @@ def test_float16_is_rounded_to_even_with_small_numbers(profile):
     assert np.array_equal(elementwise(profile, lambda v: T.cast(v, "float16"), x, out=np.float16), rounded)
     again = elementwise(profile, lambda v: T.cast(T.cast(v, "float16"), "float32"), x)
     assert np.array_equal(again, rounded.astype(np.float32))
-    bits = elementwise(profile, lambda v: T.cast(T.reinterpret("uint16", T.cast(v, "float16")), "int32"), x, out=np.int32)
+    bits = elementwise(
+        profile, lambda v: T.cast(T.reinterpret("uint16", T.cast(v, "float16")), "int32"), x, out=np.int32
+    )
     assert np.array_equal(bits, rounded.view(np.uint16).astype(np.int32))
 
 
@@ -98,7 +119,9 @@ def test_float16_arithmetic(profile):
         T.buffer_store(buffers.out, x * y + x, [i, T.ramp(0, 1, 8)])
 
     arrays = {"a": a, "b": b, "out": np.zeros_like(a)}
-    got = execute(kernel({n: (x.shape, dtype_of(x)) for n, x in arrays.items()}, (1,), (THREADS,), body), arrays, profile).out
+    got = execute(
+        kernel({n: (x.shape, dtype_of(x)) for n, x in arrays.items()}, (1,), (THREADS,), body), arrays, profile
+    ).out
     exact = a.astype(np.float64) * b + a
     assert abs(got - exact).max() < 2**-9 * abs(exact).max()
 
@@ -133,7 +156,9 @@ def test_the_other_one_of_a_number_and_none(profile):
 def test_multiply_add(profile):
     x, y, z = (RNG(i).standard_normal(THREADS).astype(np.float32) for i in (15, 16, 17))
     # drivers may round twice
-    np.testing.assert_allclose(elementwise(profile, device.fma, x, y, z), x.astype(np.float64) * y + z, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        elementwise(profile, device.fma, x, y, z), x.astype(np.float64) * y + z, rtol=1e-6, atol=1e-6
+    )
 
 
 def test_dot_products_of_bytes(profile):
@@ -146,13 +171,19 @@ def test_dot_products_of_bytes(profile):
 @pytest.mark.parametrize("selector", [0x03020100, 0x07060504, 0x00050206, 0x0C040C01])
 def test_byte_permutes(profile, selector):
     high, low = integers(np.uint32, 20), integers(np.uint32, 21)
-    table = np.concatenate([low.view(np.uint8).reshape(-1, 4), high.view(np.uint8).reshape(-1, 4), np.zeros((THREADS, 8), np.uint8)], 1)
+    table = np.concatenate(
+        [low.view(np.uint8).reshape(-1, 4), high.view(np.uint8).reshape(-1, 4), np.zeros((THREADS, 8), np.uint8)], 1
+    )
     expected = np.ascontiguousarray(table[:, [selector >> 8 * i & 255 for i in range(4)]]).view(np.uint32).ravel()
     call = ("uint32", "llvm.amdgcn.perm")
-    assert np.array_equal(elementwise(profile, lambda x, y: T.call_llvm_intrin(*call, x, y, T.uint32(selector)), high, low), expected)
-    if selector & 0x0C0C0C0C == selector & 0x04040404:      # by value only the eight bytes
+    assert np.array_equal(
+        elementwise(profile, lambda x, y: T.call_llvm_intrin(*call, x, y, T.uint32(selector)), high, low), expected
+    )
+    if selector & 0x0C0C0C0C == selector & 0x04040404:  # by value only the eight bytes
         chosen = np.full(THREADS, selector, np.uint32)
-        assert np.array_equal(elementwise(profile, lambda x, y, s: T.call_llvm_intrin(*call, x, y, s), high, low, chosen), expected)
+        assert np.array_equal(
+            elementwise(profile, lambda x, y, s: T.call_llvm_intrin(*call, x, y, s), high, low, chosen), expected
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "uint8", "int16", "uint16"])

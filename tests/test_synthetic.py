@@ -1,4 +1,5 @@
 """Synthetic models: real shapes, sane weights, never in memory; and `write_gguf`, checked by gguf-py's own reader."""
+
 import subprocess
 import sys
 import textwrap
@@ -20,7 +21,11 @@ def test_presets_have_the_published_sizes(preset):
     assert list(model.tensors) == [name for name, _ in expected_tensors(model.config)]
     if preset in PARAMETERS:
         assert sum(np.prod(t.shape) for t in model.tensors.values()) == pytest.approx(PARAMETERS[preset], rel=0.005)
-    assert len(model.metadata["tokenizer.ggml.tokens"]) == model.config.vocab == len(set(model.metadata["tokenizer.ggml.tokens"]))
+    assert (
+        len(model.metadata["tokenizer.ggml.tokens"])
+        == model.config.vocab
+        == len(set(model.metadata["tokenizer.ggml.tokens"]))
+    )
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -31,7 +36,9 @@ def test_weights_are_sane_in_every_format(format):
         weights = tensor.dequantize() * np.float32(tensor.shape[1] ** 0.5)
         assert weights.shape == tensor.shape and weights.dtype == np.float32 and tensor.format == format
         assert np.isfinite(weights).all()
-        assert abs(weights.mean()) < 0.05 and weights.std() == pytest.approx(1.0, abs=0.05) and np.abs(weights).max() < 8
+        assert (
+            abs(weights.mean()) < 0.05 and weights.std() == pytest.approx(1.0, abs=0.05) and np.abs(weights).max() < 8
+        )
     norm = model.tensors["blk.1.ffn_norm.weight"]
     assert norm.format == "f32" and norm.dequantize().mean() == pytest.approx(1.0, abs=0.05)
 
@@ -50,12 +57,15 @@ def test_rows_do_not_depend_on_how_they_are_asked_for(format):
         whole.blocks(500, 513)
 
 
-@pytest.mark.parametrize("spec, message", [
-    ("llama9:q4_0", r"llama9:q4_0: unknown preset 'llama9'; .*llama3-8b, .*qwen3-0.6b"),
-    ("tiny:q9_9", r"tiny:q9_9: unknown format 'q9_9'; .*q4_k, .*iq4_xs"),
-    ("tiny", r"tiny: unknown format ''"),
-    ("", r": unknown preset ''"),
-])
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("llama9:q4_0", r"llama9:q4_0: unknown preset 'llama9'; .*llama3-8b, .*qwen3-0.6b"),
+        ("tiny:q9_9", r"tiny:q9_9: unknown format 'q9_9'; .*q4_k, .*iq4_xs"),
+        ("tiny", r"tiny: unknown format ''"),
+        ("", r": unknown preset ''"),
+    ],
+)
 def test_unknown_specs(spec, message):
     with pytest.raises(UserError, match=message):
         synthetic(spec)
@@ -64,7 +74,17 @@ def test_unknown_specs(spec, message):
 def test_tokenizer_covers_every_byte():
     metadata = synthetic("tiny:q8_0").metadata
     tokens = metadata["tokenizer.ggml.tokens"]
-    demo_alphabet = {"!", "~", "Ġ", "Ċ", "ĉ", "ÿ", "¡", "Ń", "Ā"}        # bytes 33, 126, 32, 10, 9, 255, 161, 173, 0 in GPT-2's alphabet
+    demo_alphabet = {
+        "!",
+        "~",
+        "Ġ",
+        "Ċ",
+        "ĉ",
+        "ÿ",
+        "¡",
+        "Ń",
+        "Ā",
+    }  # bytes 33, 126, 32, 10, 9, 255, 161, 173, 0 in GPT-2's alphabet
     assert demo_alphabet <= set(tokens[:256]) and all(len(t) == 1 for t in tokens[:256])
     assert tokens[metadata["tokenizer.ggml.eos_token_id"]] == "<|im_end|>"
     for merge in metadata["tokenizer.ggml.merges"]:
@@ -77,18 +97,24 @@ def test_written_file_is_the_model(tmp_path, spec):
     write_gguf(model, path)
     assert [p.name for p in tmp_path.iterdir()] == ["model.gguf"]
     with GGUFModel.open(path) as back:
-        approximately = {k: pytest.approx(v, rel=1e-6) if isinstance(v, float) else v for k, v in model.metadata.items()}
+        approximately = {
+            k: pytest.approx(v, rel=1e-6) if isinstance(v, float) else v for k, v in model.metadata.items()
+        }
         assert back.metadata == approximately
         assert list(back.tensors) == list(model.tensors)
         for name, tensor in model.tensors.items():
             assert (back.tensors[name].format, back.tensors[name].shape) == (tensor.format, tensor.shape)
             assert (back.tensors[name].blocks() == tensor.blocks()).all()
-    reader = gguf.GGUFReader(path)                               # an independent reader agrees
-    assert {t.name: t.tensor_type.value for t in reader.tensors} == {t.name: FORMATS[t.format].gguf_type for t in model.tensors.values()}
+    reader = gguf.GGUFReader(path)  # an independent reader agrees
+    assert {t.name: t.tensor_type.value for t in reader.tensors} == {
+        t.name: FORMATS[t.format].gguf_type for t in model.tensors.values()
+    }
     for tensor in reader.tensors:
-        assert (np.asarray(tensor.data).view(np.uint8).reshape(-1) == model.tensors[tensor.name].blocks().reshape(-1)).all()
+        assert (
+            np.asarray(tensor.data).view(np.uint8).reshape(-1) == model.tensors[tensor.name].blocks().reshape(-1)
+        ).all()
     arch = model.config.architecture
-    for key in ("context_length", "block_count", "attention.head_count"):        # llama.cpp insists on these types
+    for key in ("context_length", "block_count", "attention.head_count"):  # llama.cpp insists on these types
         assert reader.fields[f"{arch}.{key}"].types == [gguf.GGUFValueType.UINT32]
     assert reader.fields[f"{arch}.rope.freq_base"].types == [gguf.GGUFValueType.FLOAT32]
     assert reader.fields["tokenizer.ggml.token_type"].types == [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32]
@@ -104,7 +130,9 @@ def test_opened_model_can_be_written(tmp_path, demo_gguf):
 
 
 def run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True, text=True
+    ).stdout
 
 
 def test_big_models_stream():
@@ -119,7 +147,7 @@ def test_big_models_stream():
             tensor.blocks(start, start + 1024)
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     """)
-    assert int(used) < 40_000       # KiB
+    assert int(used) < 40_000  # KiB
 
 
 def test_full_disk_leaves_nothing_behind(tmp_path):
@@ -144,5 +172,3 @@ def test_full_disk_leaves_nothing_behind(tmp_path):
 def test_missing_folder(tmp_path):
     with pytest.raises(UserError, match="cannot be written"):
         write_gguf(synthetic("tiny:q4_0"), tmp_path / "nowhere" / "model.gguf")
-
-

@@ -73,7 +73,7 @@ def test_sleeping_threads_wake_up(pool):
 
 def test_long_jobs_are_shared_out_as_threads_are_free(pool):
     pool.mlc_amd_start_threads(2)
-    kept = []                       # one job: its address is what its duration is known by
+    kept = []  # one job: its address is what its duration is known by
     calls = []
 
     def job(task, group, _):
@@ -93,7 +93,9 @@ def test_long_jobs_are_shared_out_as_threads_are_free(pool):
 def test_others_do_the_task_of_a_thread_that_is_late(pool, tmp_path):
     """Threads that sleep are late for a job this short; it has ended before most of them come."""
     source, made = tmp_path / "job.c", tmp_path / "job.so"
-    source.write_text("#include <pthread.h>\nint job(int i, void *g, pthread_t *by) { (void)g; by[i] = pthread_self(); return 0; }\n")
+    source.write_text(
+        "#include <pthread.h>\nint job(int i, void *g, pthread_t *by) { (void)g; by[i] = pthread_self(); return 0; }\n"
+    )
     cpu.compile_c("-shared", "-fPIC", "-pthread", "-o", str(made), str(source))
     job = ctypes.cast(ctypes.CDLL(str(made)).job, JOB)
     pool.mlc_amd_start_threads(8)
@@ -162,4 +164,4 @@ def test_scratch_memory(pool):
         ctypes.memset(at, 0xA5, nbytes)
     for at in taken:
         pool.mlc_amd_free_scratch(1, 0, at)
-    assert take(100_000) in taken       # what was large enough before serves again
+    assert take(100_000) in taken  # what was large enough before serves again

@@ -1,7 +1,8 @@
 """Token ids against llama.cpp's, text back from ids without loss, and plain text that stays plain.
 
-`fixtures/text/sentencepiece.json`: the pieces of a small SentencePiece vocabulary (after <unk>, <s>, </s> and the 256 bytes; scores
-0, -1, ...) and texts with the ids that llama.cpp gives them. The byte-level vocabulary is the bundled model's.
+`fixtures/text/sentencepiece.json`: the pieces of a small SentencePiece vocabulary (after <unk>, <s>, </s> and the 256
+bytes; scores 0, -1, ...) and texts with the ids that llama.cpp gives them. The byte-level vocabulary is the bundled
+model's.
 """
 
 import json
@@ -157,7 +158,18 @@ def test_sentencepiece_merges_the_best_score_first(build):
 
 
 def test_sentencepiece_merges_make_no_control_or_byte_token(build):
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"<s>0xA", "s>", "<0", "x0", "A>", "x0A>"]
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *"<s>0xA",
+        "s>",
+        "<0",
+        "x0",
+        "A>",
+        "x0A>",
+    ]
     metadata = sentencepiece_metadata() | {
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.scores": [0.0] * 259 + [-float(rank) for rank in range(len(tokens) - 259)],
@@ -177,9 +189,46 @@ CUTS = {
     "smollm": ["I", "'", "LL", " pay", " ", "1", "2", "3", "4", "5", " HelloWorld", " été", " ", "1", "\n\n ", " x"],
     "llama-bpe": ["I", "'LL", " pay", " ", "123", "45", " HelloWorld", " été", " ", "1", "\n\n", " ", " x"],
     "qwen2": ["I", "'LL", " pay", " ", "1", "2", "3", "4", "5", " HelloWorld", " été", " ", "1", "\n\n", " ", " x"],
-    "tekken": ["I", "'LL", " pay", " ", "1", "2", "3", "4", "5", " Hello", "World", " été", " ", "1", "\n\n", " ", " x"],
+    "tekken": [
+        "I",
+        "'LL",
+        " pay",
+        " ",
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        " Hello",
+        "World",
+        " été",
+        " ",
+        "1",
+        "\n\n",
+        " ",
+        " x",
+    ],
     "gpt-4o": ["I'LL", " pay", " ", "123", "45", " Hello", "World", " été", " ", "1", "\n\n", " ", " x"],
-    "deepseek-coder": ["I", "'", "LL", " pay", " ", "1", "2", "3", "4", "5", " HelloWorld", " été", " ", "1", "\n", "\n", " ", " x"],
+    "deepseek-coder": [
+        "I",
+        "'",
+        "LL",
+        " pay",
+        " ",
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        " HelloWorld",
+        " été",
+        " ",
+        "1",
+        "\n",
+        "\n",
+        " ",
+        " x",
+    ],
 }
 
 
@@ -201,7 +250,9 @@ def test_pre_tokenizers_lose_no_text(name):
 def test_no_pre_tokenizer_loses_text_in_ids(build):
     for name in {pre: name for name, pre in PRE_TOKENIZERS.items()}.values():  # one name of each family
         tokenizer = build(byte_level_metadata(pre=name))
-        assert [tokenizer.decode(tokenizer.encode(text), skip_special=False).removeprefix("<|im_start|>") for text in TEXTS] == list(TEXTS)
+        assert [
+            tokenizer.decode(tokenizer.encode(text), skip_special=False).removeprefix("<|im_start|>") for text in TEXTS
+        ] == list(TEXTS)
 
 
 def test_whole_words_skip_merging_only_in_families_that_say_so(build):
@@ -313,7 +364,9 @@ def test_stream_gives_whole_characters_and_no_others(tokenizer, text):
 
 
 def test_stream_holds_back_split_characters(tokenizer):
-    ids = [i for byte in "🦙".encode() for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == bytes((byte,))]
+    ids = [
+        i for byte in "🦙".encode() for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == bytes((byte,))
+    ]
     assert len(ids) == 4
     stream = tokenizer.stream()
     assert [stream.push(i) for i in ids] == ["", "", "", "🦙"]

@@ -1,4 +1,5 @@
-"""`mlc-amd tune` as a user runs it: errors in one line, tables, a run that is stopped and goes on, what compile makes of the results."""
+"""`mlc-amd tune` as a user runs it: errors in one line, tables, a run that is stopped and goes on, what compile makes
+of the results."""
 
 import functools
 import json
@@ -94,7 +95,9 @@ def errors(cache: Path, *tokens, **environment) -> str:
 
 def process(*tokens, **environment) -> subprocess.Popen:
     program = [str(Path(sys.executable).with_name("mlc-amd")), "tune", *map(str, tokens)]
-    return subprocess.Popen(program, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        program, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_without_a_device(cache):
@@ -104,7 +107,20 @@ def test_without_a_device(cache):
 
 
 def test_a_tracker_that_is_not_there(cache):
-    found = errors(cache, *SPEC, "--target", "vulkan", "--arch", "vangogh", "--runner", "rpc", "--tracker", "127.0.0.1:9", "--trials", 2)
+    found = errors(
+        cache,
+        *SPEC,
+        "--target",
+        "vulkan",
+        "--arch",
+        "vangogh",
+        "--runner",
+        "rpc",
+        "--tracker",
+        "127.0.0.1:9",
+        "--trials",
+        2,
+    )
     assert found.startswith("error: ") and "127.0.0.1:9" in found and not measurements(cache)
 
 
@@ -130,7 +146,11 @@ def test_the_list_tells_calls_and_shares(command):
     header, *lines = out.splitlines()[1:-1]
     assert header.split()[:3] == ["kernel", "per", "token"]
     shares = [float(cell[:-1]) for line in lines for cell in line.split() if cell.endswith("%")]
-    assert len(shares) == len(lines) and abs(sum(shares) - 100) < 0.1 * len(lines) and shares == sorted(shares, reverse=True)
+    assert (
+        len(shares) == len(lines)
+        and abs(sum(shares) - 100) < 0.1 * len(lines)
+        and shares == sorted(shares, reverse=True)
+    )
     gate_up = next(line for line in lines if line.startswith("gate_up_swiglu") and "_m1 " in line)
     assert gate_up.split()[1] == "2"  # layers
 
@@ -150,7 +170,9 @@ def test_a_run_goes_on_and_compile_uses_it(command, cache, capsys, tmp_path, mon
     assert models._key(None, QUICK[1], "cpu", "native", 64, "none") == none
     assert models._key(None, QUICK[1], "vulkan", "native", 64, "auto") == keys["vulkan"]
     table = command(*tokens, "--report").out
-    rows = [line for line in table.splitlines() if line.startswith(("linear", "gate_up", "attention", "rms_norm", "embed"))]
+    rows = [
+        line for line in table.splitlines() if line.startswith(("linear", "gate_up", "attention", "rms_norm", "embed"))
+    ]
     counts = [re.search(r" (\d+)/\d+ ", line) for line in rows]
     assert rows and sum(int(count[1]) for count in counts) == 6
     for mode in ("user", "none"):
@@ -173,7 +195,9 @@ def test_what_could_not_be_checked_is_said_and_not_called_wrong(command, cache, 
     monkeypatch.setattr("mlc_amd.compiler.tuning.static.emulator", lambda: False)
     out, _ = command(*SPEC, "--target", "rocm", "--arch", "gfx1100", "--runner", "static", "--trials", 12)
     found = re.search(r"12 plans measured, 0 wrong, (\d+) could not be checked \((.*?\))\); 12 so far, \d+ failed", out)
-    assert found and int(found[1]) > 0 and found[2] == gate.NOWHERE.format("GPU for gfx1100") and out.count("\n") == 1, out
+    assert (
+        found and int(found[1]) > 0 and found[2] == gate.NOWHERE.format("GPU for gfx1100") and out.count("\n") == 1
+    ), out
 
 
 def test_ctrl_c_keeps_what_was_measured(cache):
@@ -199,8 +223,8 @@ def subject() -> tune.Subject:
 
 @pytest.fixture
 def recorded(cache) -> tune.Subject:
-    """A subject of which one task has a default of 100 us, a wrong plan of 10, a right one of 50 us, one that failed, one that nobody
-    has checked."""
+    """A subject of which one task has a default of 100 us, a wrong plan of 10, a right one of 50 us, one that failed,
+    one that nobody has checked."""
     from mlc_amd.schedules.tuning.database import Checked, Database, Measured
     from mlc_amd.schedules.tuning.session import Session
 
@@ -210,7 +234,9 @@ def recorded(cache) -> tune.Subject:
         task = session.tasks[0]
         plans = session.space(task).plans
         for plan, seconds in zip(plans, (100e-6, 10e-6, 50e-6, None, 20e-6), strict=False):
-            session.report(task, plan, Measured(seconds, "" if seconds else "it crashed", runner="local", device="a GPU"))
+            session.report(
+                task, plan, Measured(seconds, "" if seconds else "it crashed", runner="local", device="a GPU")
+            )
         session.check(task, plans[1], Checked("device", False))
         session.check(task, plans[2], Checked("device", True))
     return found
@@ -224,7 +250,11 @@ def test_rows_take_the_best_right_plan(recorded):
     table = tune_report.table(recorded, rows)
     assert "2.00x" in table and "a GPU (local)" in table and "5/" in table
     numbers, times, bests = tune_report.progress(rows[0].history)
-    assert numbers == [1, 2, 3, 5] and times == pytest.approx([100, 10, 50, 20]) and bests == pytest.approx([100, 100, 50, 20])
+    assert (
+        numbers == [1, 2, 3, 5]
+        and times == pytest.approx([100, 10, 50, 20])
+        and bests == pytest.approx([100, 100, 50, 20])
+    )
 
 
 def test_a_report_without_measurements(cache):

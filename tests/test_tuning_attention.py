@@ -1,4 +1,5 @@
-"""The static model follows attention: loops whose turns come from the tokens' state, work that differs between waves."""
+"""The static model follows attention: loops whose turns come from the tokens' state, work that differs between
+waves."""
 
 import itertools
 from math import prod
@@ -17,7 +18,8 @@ from mlc_amd.schedules.gpu import attention_prefill, attention_prefill_dot, prof
 from mlc_amd.schedules.tuning.workload import Workload
 
 # The wave's number comes out of v0, the tokens out of the state, whose address is the second argument.
-STATE = """kernel:
+STATE = (
+    """kernel:
 	s_load_b64 s[4:5], s[0:1], 0x8
 	v_bfe_u32 v1, v0, 10, 10
 	s_load_b32 s6, s[4:5], 0x0
@@ -32,7 +34,9 @@ STATE = """kernel:
 	s_cmp_lt_i32 s7, s6
 	s_cbranch_scc1 .LBB0_1
 .LBB0_2:
-""" + END
+"""
+    + END
+)
 
 
 def test_waves_take_their_own_share_of_the_state():
@@ -43,7 +47,9 @@ def test_waves_take_their_own_share_of_the_state():
 
     assert [turns(wave, 9) for wave in range(4)] == [3, 2, 2, 2]
     assert turns(0, 1) == 1 and turns(1, 1) == 0 and turns(0, -5) == 0 and turns(0, 1000) == 64
-    assert followed.run((0, 0, 0)).counts["v_dot2_f32_f16"] == 1  # without a state: once, as any loop that memory decides on
+    assert (
+        followed.run((0, 0, 0)).counts["v_dot2_f32_f16"] == 1
+    )  # without a state: once, as any loop that memory decides on
     with pytest.raises(ValueError, match="turns"):
         followed.run((0, 0, 0), certain=True)
 
@@ -60,7 +66,11 @@ def test_arguments_lie_in_memory():
 def test_values_that_all_lanes_share():
     values = Values(arrival=3)
     values.values["s4"] = 9
-    for text in ("v_mov_b32_e32 v1, s4", "v_sub_nc_u32_e64 v2, v1, 10 clamp", "v_dual_mov_b32 v3, 5 :: v_dual_add_nc_u32 v4, s4, v1"):
+    for text in (
+        "v_mov_b32_e32 v1, s4",
+        "v_sub_nc_u32_e64 v2, v1, 10 clamp",
+        "v_dual_mov_b32 v3, 5 :: v_dual_add_nc_u32 v4, s4, v1",
+    ):
         name, _, rest = text.partition(" ")
         for one in parts(name, [operand.strip() for operand in rest.split(",")]):
             values.execute(*one)
@@ -105,22 +115,34 @@ def test_decoding_reads_the_live_keys(arch, tmp_path):
     """Two products of two elements for each key and column of the heads, and the scores of the token's own key."""
     code, machine = attention("rocm", arch, 1, tmp_path, heads=32, kv_heads=16), isa_costs.machine(archs.resolve(arch))
     for live in (512, 1024, 4096):
-        assert shares(code, machine, [live, 1, 0, 0], "v_dot2") == pytest.approx(32 * 128 * live + 32 * 128 / 2, rel=1e-9)
+        assert shares(code, machine, [live, 1, 0, 0], "v_dot2") == pytest.approx(
+            32 * 128 * live + 32 * 128 / 2, rel=1e-9
+        )
 
 
 def test_twice_the_live_tokens_take_twice_the_time(tmp_path):
     code, machine = attention("rocm", "gfx1100", 1, tmp_path, heads=32, kv_heads=32, ctx=16384), GFX1100
-    times = [estimate([code], live * 2 * 32 * 128 * 2, machine, EACH, state=[live, 1, 0, 0]).seconds for live in (4096, 8192, 16383)]
-    assert all(1.75 < (b - isa_costs.LAUNCH) / (a - isa_costs.LAUNCH) < 2.05 for a, b in itertools.pairwise(times)), times
+    times = [
+        estimate([code], live * 2 * 32 * 128 * 2, machine, EACH, state=[live, 1, 0, 0]).seconds
+        for live in (4096, 8192, 16383)
+    ]
+    assert all(1.75 < (b - isa_costs.LAUNCH) / (a - isa_costs.LAUNCH) < 2.05 for a, b in itertools.pairwise(times)), (
+        times
+    )
 
 
 @pytest.mark.parametrize(
-    ("arch", "instruction", "products"), [("gfx942", "v_mfma", 16**3), ("gfx1100", "v_wmma", 16**3), ("gfx1030", "v_dot2", 2)]
+    ("arch", "instruction", "products"),
+    [("gfx942", "v_mfma", 16**3), ("gfx1100", "v_wmma", 16**3), ("gfx1030", "v_dot2", 2)],
 )
 def test_prefill_sees_the_keys_before(arch, instruction, products, tmp_path):
-    """Causal: what later workgroups do more is in the mean; tiles and blocks of keys round it up a little. No register is spilled."""
+    """Causal: what later workgroups do more is in the mean; tiles and blocks of keys round it up a little. No register
+    is spilled."""
     resolved = archs.resolve(arch)
-    code, machine = attention("rocm", arch, 256, tmp_path, act="half" if resolved.matrix else "rows"), isa_costs.machine(resolved)
+    code, machine = (
+        attention("rocm", arch, 256, tmp_path, act="half" if resolved.matrix else "rows"),
+        isa_costs.machine(resolved),
+    )
     assert code.kernel.scratch == code.kernel.vgpr_spills == code.kernel.sgpr_spills == 0
     counts = {}
     for before in (0, 1024, 2048):
@@ -146,7 +168,10 @@ def test_loops_that_end_with_a_carry(arch, unit, tmp_path):
 def test_radvs_attention_is_followed(m, plan, tmp_path):
     """Workgroups of one wave, too, whose number no register holds."""
     try:
-        code, machine = attention("vulkan", "vangogh", m, tmp_path, plan), isa_costs.machine(profiles.resolve("vangogh"))
+        code, machine = (
+            attention("vulkan", "vangogh", m, tmp_path, plan),
+            isa_costs.machine(profiles.resolve("vangogh")),
+        )
     except UserError as error:
         pytest.skip(str(error))
     live = {before: shares(code, machine, [before, m, 0, 0], "v_fma_mix_f32") for before in (256, 512, 768)}

@@ -1,4 +1,5 @@
-"""Building candidates in worker processes, the gate, and both together with measuring on the CPU and on Mesa's CPU driver."""
+"""Building candidates in worker processes, the gate, and both together with measuring on the CPU and on Mesa's CPU
+driver."""
 
 import json
 import os
@@ -20,13 +21,17 @@ from mlc_amd.schedules.tuning.workload import Workload
 CPU = "x86-64-v2"  # of what every machine that runs tests can run
 
 
-def linear(kind: str, n: int = 64, k: int = 256, m: int = 1, fmt: str = "q4_0", bias: bool = False, arch: str | None = None) -> Workload:
+def linear(
+    kind: str, n: int = 64, k: int = 256, m: int = 1, fmt: str = "q4_0", bias: bool = False, arch: str | None = None
+) -> Workload:
     act = target(kind, arch or {"cpu": CPU, "vulkan": "lavapipe", "rocm": "gfx1100"}[kind]).act_layout(m, "int8")
     return Workload("linear", {"segments": [[fmt, n]], "k": k, "m": m, "act": act, "biases": [bias], "residual": False})
 
 
 def norm(eps: float, k: int = 256) -> Workload:
-    return Workload("rms_norm", {"k": k, "m": 4, "eps": eps, "act": target("cpu", CPU).act_layout(4, "int8"), "row": "all"})
+    return Workload(
+        "rms_norm", {"k": k, "m": 4, "eps": eps, "act": target("cpu", CPU).act_layout(4, "int8"), "row": "all"}
+    )
 
 
 HEADS = {"heads": 4, "kv_heads": 2, "d": 64, "ctx": 1024}
@@ -41,10 +46,12 @@ OPERATORS = {
         {"gate": "q4_0", "up": "q8_0", "n": 64, "k": 256, "m": 1, "act_in": "rows", "act_out": "rows"},
         "state input input weight weight weight weight output output", [0, 1, 0, 0],
     ),
-    "rms_norm": ({"k": 256, "m": 16, "eps": 1e-5, "act": "rows", "row": "all"}, "state input weight output output", [0, 16, 0, 0]),
+    "rms_norm": ({"k": 256, "m": 16, "eps": 1e-5, "act": "rows", "row": "all"}, "state input weight output output", [0,
+    16, 0, 0]),
     "quantize": ({"k": 256, "m": 1, "act": "rows"}, "state input output output", [0, 1, 0, 0]),
     "embed": ({"fmt": "q4_0", "vocab": 100, "k": 256, "m": 16}, "state input weight weight output", [0, 16, 0, 0]),
-    "rope_kv_write": (HEADS | {"m": 16} | ROPE, "state input input input weight weight weight cache cache output", [512, 16, 0, 0]),
+    "rope_kv_write": (HEADS | {"m": 16} | ROPE, "state input input input weight weight weight cache cache output",
+    [512, 16, 0, 0]),
     "attention": (HEADS | {"m": 16, "act": "rows"}, "state input cache cache output output", [0, 16, 0, 0]),
     "rope_attention": (
         HEADS | ROPE | {"act": "rows"},
@@ -92,7 +99,11 @@ def test_builds_are_repeatable_and_know_their_plan(tmp_path):
     first, second = (build(linear("vulkan"), plan, "vulkan", "lavapipe", tmp_path / name) for name in "ab")
     assert first.code.read_bytes() == second.code.read_bytes() and first.facts == second.facts
     assert plan_of(first.facts) == plan and Workload.from_json(first.facts["workload"]) == linear("vulkan")
-    assert folder_name(linear("vulkan"), plan) != folder_name(linear("vulkan"), None) != folder_name(linear("vulkan", 32), None)
+    assert (
+        folder_name(linear("vulkan"), plan)
+        != folder_name(linear("vulkan"), None)
+        != folder_name(linear("vulkan", 32), None)
+    )
 
 
 def test_workers_survive_what_does_not_build(tmp_path):
@@ -101,7 +112,9 @@ def test_workers_survive_what_does_not_build(tmp_path):
     unknown = Workload("no_such_operator", {})
     with Builder("cpu", CPU, tmp_path, workers=1) as builder:
         steps = []
-        built = builder.build([(good, None), (refused, None), (wrong, None), (unknown, None), (good, None)], lambda *s: steps.append(s))
+        built = builder.build(
+            [(good, None), (refused, None), (wrong, None), (unknown, None), (good, None)], lambda *s: steps.append(s)
+        )
         assert [error is None for _, error in built] == [True, False, False, False, True]
         assert "UserError" in built[1][1] and "ValueError" in built[2][1] and "no_such_operator" in built[3][1]
         assert steps == [(i, 5) for i in range(1, 6)]
@@ -138,7 +151,11 @@ def test_the_gate_rejects_another_kernel(tmp_path):
     disguised(wrong.folder, right.folder)
     with Session() as session:
         found = gate.check(session, right.folder, wrong.folder)
-        assert (found.checked, found.passed) == ("device", False) and "A: scales differ" in found.error and found.deviation > 1
+        assert (
+            (found.checked, found.passed) == ("device", False)
+            and "A: scales differ" in found.error
+            and found.deviation > 1
+        )
         found = gate.check(session, right.folder, right.folder)
         assert (found.checked, found.passed, found.deviation, found.error) == ("device", True, 0.0, "")
         other = build(norm(1e-5, 512), None, "cpu", CPU, tmp_path / "other")
@@ -189,8 +206,13 @@ def test_local_measures_and_checks_on_the_cpu(tmp_path):
     plans = space(workload, target("cpu", CPU).arch).plans[:3]
     seen = []
     with Local("cpu", CPU, workers=1) as local:
-        measured = local.measure([(workload, plan) for plan in plans] + [(linear("cpu", k=257), None)], lambda *s: seen.append(s))
-        assert all(m.error == "" and m.seconds > 0 and len(m.runs) >= 3 and m.runner == "local" and m.device for m in measured[:-1])
+        measured = local.measure(
+            [(workload, plan) for plan in plans] + [(linear("cpu", k=257), None)], lambda *s: seen.append(s)
+        )
+        assert all(
+            m.error == "" and m.seconds > 0 and len(m.runs) >= 3 and m.runner == "local" and m.device
+            for m in measured[:-1]
+        )
         assert measured[-1].seconds is None and "UserError" in measured[-1].error
         assert seen[-1] == (len(plans) + 1, len(plans) + 1)
         checked = local.gate(workload, plans[-1])

@@ -82,7 +82,13 @@ def test_a_stale_record_leaves_a_note(tasks, demo_gguf, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     task = next(t for t in found if t.workload.op == "linear" and t.workload.args["m"] == 1)
     folder = databases.cache() / "vangogh"
-    line = json.loads(task.workload.text) | {"hash": "0", "tvm": "0.0", "plan": {"rows": 1}, "seconds": 1.0, "passed": True}
+    line = json.loads(task.workload.text) | {
+        "hash": "0",
+        "tvm": "0.0",
+        "plan": {"rows": 1},
+        "seconds": 1.0,
+        "passed": True,
+    }
     folder.mkdir(parents=True)
     (folder / databases.LOG).write_text(json.dumps(line) + "\n")
     lookup = databases.Lookup(backend.arch)
@@ -98,7 +104,10 @@ def test_every_arch_of_an_artifact_has_its_own_plans(demo_gguf):
     name, workload = next((n, w) for n, w in backend.workloads.items() if w.op == "linear" and w.args["m"] == 1)
     plan = replace(space(workload, backend.archs[1]).default, waves=1)
     backend.plans["rdna2"] = lambda asked: (plan, "user") if asked == workload else (None, "default")
-    assert backend.origins(name) == {"vangogh": {"from": "default", "plan": None}, "rdna2": {"from": "user", "plan": as_dict(plan)}}
+    assert backend.origins(name) == {
+        "vangogh": {"from": "default", "plan": None},
+        "rdna2": {"from": "user", "plan": as_dict(plan)},
+    }
     backend.arch = backend.archs[1]
     assert backend.plan(workload) == (plan, "user")
 
@@ -109,8 +118,15 @@ def test_plans_of_all_kernels_can_be_built(arch, demo_gguf):
     backend, source = pipeline.make_target(kind, name), random.Random(5)
     with GGUFModel.open(demo_gguf) as model:
         found = tuning.extract(model, backend, CONTEXT)
-    assert {task.workload.op for task in found if space(task.workload, backend.arch)} == {task.workload.op for task in found}
+    assert {task.workload.op for task in found if space(task.workload, backend.arch)} == {
+        task.workload.op for task in found
+    }
     for task in source.sample(found, 12):
         plans = space(task.workload, backend.arch).plans
         for plan in source.sample(plans, 2):
-            assert getattr(backend, f"make_{task.workload.op}")(**task.workload.args, name="k", plan=plan).attrs["global_symbol"] == "k"
+            assert (
+                getattr(backend, f"make_{task.workload.op}")(**task.workload.args, name="k", plan=plan).attrs[
+                    "global_symbol"
+                ]
+                == "k"
+            )

@@ -1,4 +1,5 @@
-"""Kits: written, measured by a process without TVM on Mesa's CPU driver, taken over; what comes back damaged is refused."""
+"""Kits: written, measured by a process without TVM on Mesa's CPU driver, taken over; what comes back damaged is
+refused."""
 
 import json
 import os
@@ -59,7 +60,9 @@ def run_kit(folder: Path, blocked: Path) -> subprocess.CompletedProcess:
     for name in ("tvm", "tvm_ffi"):
         (blocked / f"{name}.py").write_text("raise ImportError('this machine has no TVM')")
     command = [sys.executable, str(folder / "run.py")]
-    return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(blocked)}, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(blocked)}, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 @pytest.fixture
@@ -88,7 +91,9 @@ def test_a_kit_is_measured_without_tvm(measured, tasks):
     assert found["facts"]["copy_bandwidth"] > 0
     # each task has its untuned kernel, and what is faster than that was compared with it
     references = {name: entry["reference"] for name, entry in kit["candidates"].items()}
-    assert sum(not reference for reference in references.values()) == len({entry["task"] for entry in kit["candidates"].values()})
+    assert sum(not reference for reference in references.values()) == len(
+        {entry["task"] for entry in kit["candidates"].values()}
+    )
     times = {name: result["seconds"] for name, result in found["results"].items()}
     assert found["checks"].keys() == {name for name, of in references.items() if of and times[name] < times[of]}
     assert all(check["passed"] and check["checked"] == "lavapipe" for check in found["checks"].values())
@@ -117,7 +122,9 @@ def test_measurements_and_checks_come_into_the_database(returned, opened):
     records = [record for entry in entries for record in entry.records.values()]
     assert len(records) == COUNT and {record.runner for record in records} == {"kit"}
     assert sum(record.default for record in records) == len(entries)
-    assert sorted(record.seconds for record in records) == sorted(result["seconds"] for result in kit.found["results"].values())
+    assert sorted(record.seconds for record in records) == sorted(
+        result["seconds"] for result in kit.found["results"].values()
+    )
     assert not opened.unchecked()
     again = kits.feed(kit, opened)
     assert (again.measured, again.known) == (0, COUNT)
@@ -138,7 +145,13 @@ def test_wrong_results_disqualify_a_plan(returned, opened):
 
     def spoil(data):
         data["results"][name] |= {"seconds": 1e-9, "runs": [1e-9]}
-        data["checks"][name] = {"checked": "lavapipe", "passed": False, "deviation": 7.0, "error": "Y0 differs", "gain": None}
+        data["checks"][name] = {
+            "checked": "lavapipe",
+            "passed": False,
+            "deviation": 7.0,
+            "error": "Y0 differs",
+            "gain": None,
+        }
 
     change(returned, spoil)
     fed = kits.feed(kits.load(returned), opened)
@@ -256,14 +269,19 @@ def test_a_round_gives_every_task_its_default_and_the_heavy_ones_more(opened):
 
 def test_checks_of_an_earlier_session_stay(returned, opened):
     kits.feed(kits.load(returned), opened)
-    checked = [record for entry in opened.database.entries.values() for record in entry.records.values() if record.checked]
+    checked = [
+        record for entry in opened.database.entries.values() for record in entry.records.values() if record.checked
+    ]
     fed = kits.feed(kits.load(returned), opened)
     assert fed.checked == 0 and all(isinstance(record.checked, str) and record.passed for record in checked)
 
 
 def test_the_commands(measured, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert cli.main(["tune", "--import-kit", str(measured[0]), "--export-kit", str(tmp_path / "next"), "--trials", "3"]) == 0
+    assert (
+        cli.main(["tune", "--import-kit", str(measured[0]), "--export-kit", str(tmp_path / "next"), "--trials", "3"])
+        == 0
+    )
     out = capsys.readouterr().out
     assert f"{COUNT} measurements (0 failed)" in out and "python3 run.py" in out
     assert (tmp_path / "next" / "run.py").is_file()

@@ -1,4 +1,5 @@
-"""The kernels that tell a CPU's rooflines: they do the work that they stand for, no more and no less, and run beside the real ones."""
+"""The kernels that tell a CPU's rooflines: they do the work that they stand for, no more and no less, and run beside
+the real ones."""
 
 import types
 
@@ -17,7 +18,11 @@ from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.tuning.workload import Workload
 from mlc_amd.tools import tune_report
 
-DOTS = {"znver4": ("vpdpbusd.512", 64), "alderlake": ("vpdpbusd.256", 32), "x86-64-v3": ("pmadd.ub.sw", 32)}  # products of an instruction
+DOTS = {
+    "znver4": ("vpdpbusd.512", 64),
+    "alderlake": ("vpdpbusd.256", 32),
+    "x86-64-v3": ("pmadd.ub.sw", 32),
+}  # products of an instruction
 
 
 def linear(m, *segments, k=512):
@@ -26,7 +31,9 @@ def linear(m, *segments, k=512):
 
 
 def gate_up(m, fmt):
-    return Workload("gate_up_swiglu", {"gate": fmt, "up": fmt, "n": 512, "k": 512, "m": m, "act_in": "tiles", "act_out": "tiles"})
+    return Workload(
+        "gate_up_swiglu", {"gate": fmt, "up": fmt, "n": 512, "k": 512, "m": m, "act_in": "tiles", "act_out": "tiles"}
+    )
 
 
 def attention(m):
@@ -34,7 +41,8 @@ def attention(m):
 
 
 def executed(stmt, kind, counts) -> float:
-    """The sum of counts(node) over the nodes of a kind, each as often as it is executed: times the extents of the loops around."""
+    """The sum of counts(node) over the nodes of a kind, each as often as it is executed: times the extents of the loops
+    around."""
     if isinstance(stmt, tirx.SeqStmt):
         return sum(executed(one, kind, counts) for one in stmt.seq)
     if isinstance(stmt, tirx.For):
@@ -52,7 +60,9 @@ def kernels(workload, arch, folder):
 
 
 @pytest.mark.parametrize("arch", DOTS)
-@pytest.mark.parametrize("workload", [linear(64, ("q4_0", 1024)), linear(64, ("q4_k", 1024), ("q6_k", 512)), gate_up(64, "q5_k")], ids=str)
+@pytest.mark.parametrize(
+    "workload", [linear(64, ("q4_0", 1024)), linear(64, ("q4_k", 1024), ("q6_k", 512)), gate_up(64, "q5_k")], ids=str
+)
 def test_the_products_of_int8_weights_are_all_there(workload, arch, tmp_path):
     name, products = DOTS[arch]
 
@@ -62,11 +72,14 @@ def test_the_products_of_int8_weights_are_all_there(workload, arch, tmp_path):
     (func,) = kernels(workload, arch, tmp_path)["multiplies"]
     segments = workload.args.get("segments") or [("", workload.args["n"])] * 2
     wanted = sum(n for _, n in segments) * workload.args["k"] * workload.args["m"]
-    assert executed(func.body, tvm.ir.Call, dots) == pytest.approx(wanted, rel=0.07), "the rest of divisions is left out"
+    assert executed(func.body, tvm.ir.Call, dots) == pytest.approx(wanted, rel=0.07), (
+        "the rest of divisions is left out"
+    )
 
 
-@pytest.mark.parametrize("workload", [linear(1, ("q4_k", 1536), ("q6_k", 1024)), linear(1, ("f16", 64), k=1030), gate_up(1, "q8_0")],
-                         ids=str)
+@pytest.mark.parametrize(
+    "workload", [linear(1, ("q4_k", 1536), ("q6_k", 1024)), linear(1, ("f16", 64), k=1030), gate_up(1, "q8_0")], ids=str
+)
 def test_all_bytes_of_weights_are_read(workload, tmp_path):
     args = workload.args
     segments = args.get("segments") or [(args["gate"], args["n"]), (args["up"], args["n"])]
@@ -78,16 +91,21 @@ def test_all_bytes_of_weights_are_read(workload, tmp_path):
 
     for func in kernels(workload, "x86-64-v3", tmp_path)["reads"]:
         read = executed(func.body, tvm.ir.expr.TensorLoad, bytes_of)
-        assert size * 0.98 <= read <= size + bound.CHUNK * len(func.params), "tasks are whole, tails of less than a line are left out"
+        assert size * 0.98 <= read <= size + bound.CHUNK * len(func.params), (
+            "tasks are whole, tails of less than a line are left out"
+        )
 
 
 WORKLOADS = (
-    linear(1, ("q4_0", 256)), linear(32, ("iq4_nl", 256)), linear(32, ("q2_k", 256)), linear(4, ("bf16", 64), k=102), gate_up(1, "q6_k"),
+    linear(1, ("q4_0", 256)), linear(32, ("iq4_nl", 256)), linear(32, ("q2_k", 256)), linear(4, ("bf16", 64), k=102),
+    gate_up(1, "q6_k"),
     attention(1), attention(32),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in ("x86-64-v2", "x86-64-v3", "native") if cpu_flags().issuperset(resolve(name).flags)])
+@pytest.mark.parametrize(
+    "name", [name for name in ("x86-64-v2", "x86-64-v3", "native") if cpu_flags().issuperset(resolve(name).flags)]
+)
 def test_they_run_beside_the_kernels(name):
     tasks, done = [types.SimpleNamespace(workload=workload) for workload in WORKLOADS], []
     shares = rooflines.measure(tasks, resolve(name), "1", lambda *count: done.append(count))
@@ -101,7 +119,9 @@ def test_all_are_timed_one_after_the_other(tmp_path):
     folders = [untuned.folder, *(one.folder for kind in bounds.values() for one in kind)]
     with Session("1") as session:
         seconds = session.turns(folders)
-    assert len(seconds) == len(folders) == 1 + len(bound.AHEAD) + 1 and all(len(cases) == 1 and cases[0] > 0 for cases in seconds)
+    assert len(seconds) == len(folders) == 1 + len(bound.AHEAD) + 1 and all(
+        len(cases) == 1 and cases[0] > 0 for cases in seconds
+    )
 
 
 def test_a_report_takes_measured_rooflines(tmp_path, monkeypatch):

@@ -1,4 +1,5 @@
-"""Tuning on several machines: a tracker and servers as real processes on this machine's loopback, which tune a small model."""
+"""Tuning on several machines: a tracker and servers as real processes on this machine's loopback, which tune a small
+model."""
 
 import os
 import signal
@@ -58,7 +59,9 @@ class Loopback:
         mine = {cores[len(self.processes) % len(cores)]}
         with open(self.log, "a") as log:
             command = [MLC_AMD, "tune-server", *arguments]
-            return subprocess.Popen(command, stderr=log, start_new_session=True, preexec_fn=lambda: os.sched_setaffinity(0, mine))
+            return subprocess.Popen(
+                command, stderr=log, start_new_session=True, preexec_fn=lambda: os.sched_setaffinity(0, mine)
+            )
 
     def servers(self, key: str = KEY) -> tuple[int, int] | None:
         """(free, all) as the tracker knows; None if it does not answer."""
@@ -106,7 +109,8 @@ def recruit(servers: rpc.Servers, count: int) -> None:
 
 
 def tasks_of(kind: str, arch: str):
-    """A small model's tasks with a choice that decode runs, and the arch. For CPUs of a type whose kernels compile fast."""
+    """A small model's tasks with a choice that decode runs, and the arch. For CPUs of a type whose kernels compile
+    fast."""
     with synthetic("tiny:f16" if kind == "cpu" else "tiny:q4_0") as model:
         target = make_target(kind, arch)
         found = extract(model, target, 64)
@@ -123,10 +127,15 @@ def test_two_servers_tune_a_model_and_killing_one_loses_nothing(loopback, tmp_pa
     requested, said = [], []
 
     def progress(done, total):
-        if done == 1 and total == BATCH:  # in the middle of the first batch: the victim has a candidate, or is just given one
+        if (
+            done == 1 and total == BATCH
+        ):  # in the middle of the first batch: the victim has a candidate, or is just given one
             end(victim)
 
-    with Database(arch, tmp_path) as database, rpc.Remote("cpu", arch.name, loopback.place, KEY, say=said.append) as remote:
+    with (
+        Database(arch, tmp_path) as database,
+        rpc.Remote("cpu", arch.name, loopback.place, KEY, say=said.append) as remote,
+    ):
 
         def measure(jobs):
             requested.extend((workload.key, plan) for workload, plan in jobs)
@@ -152,15 +161,24 @@ def test_a_gpu_is_measured_and_the_gate_runs_there(loopback):
     with rpc.Remote("vulkan", arch.name, loopback.place, KEY) as remote:
         measured = remote.measure(jobs)
         checked = remote.gate(*jobs[-1])
-    assert all(found.seconds > 0 and found.device.startswith("llvmpipe") and found.runner == "rpc" for found in measured)
+    assert all(
+        found.seconds > 0 and found.device.startswith("llvmpipe") and found.runner == "rpc" for found in measured
+    )
     assert checked.passed and checked.checked == "lavapipe" and checked.deviation <= 1
 
 
 def test_servers_are_free_again_after_a_run_that_was_killed(loopback):
     wait_for(lambda: loopback.servers() == (1, 1))
-    code = "import sys, time; from mlc_amd.compiler.tuning.rpc import Servers; s = Servers((sys.argv[1], int(sys.argv[2])), sys.argv[3])\n"
-    code += "while len(s._idle) < 1:\n    s.recruit()\n    s._next_event(None)\nprint('ours', flush=True)\ntime.sleep(1000)"
-    child = subprocess.Popen([sys.executable, "-c", code, HOST, str(loopback.port), KEY], stdout=subprocess.PIPE, text=True)
+    code = (
+        "import sys, time; from mlc_amd.compiler.tuning.rpc import Servers; s = Servers((sys.argv[1], "
+        "int(sys.argv[2])), sys.argv[3])\n"
+    )
+    code += (
+        "while len(s._idle) < 1:\n    s.recruit()\n    s._next_event(None)\nprint('ours', flush=True)\ntime.sleep(1000)"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, HOST, str(loopback.port), KEY], stdout=subprocess.PIPE, text=True
+    )
     assert child.stdout.readline() == "ours\n" and loopback.servers() == (0, 1)
     child.kill()
     child.communicate()
@@ -173,7 +191,10 @@ def test_candidates_of_another_arch_are_refused(loopback):
     said = []
     with (
         rpc.Remote("vulkan", arch.name, loopback.place, KEY, workers=1, wait=1, say=said.append) as remote,
-        pytest.raises(rpc.NoServer, match=r"no server with key 'this-machine' can do this: .* are for vangogh; this machine has lavapipe"),
+        pytest.raises(
+            rpc.NoServer,
+            match=r"no server with key 'this-machine' can do this: .* are for vangogh; this machine has lavapipe",
+        ),
     ):
         remote.measure([(tasks[0].workload, space(tasks[0].workload, arch).default)])
     assert sum("left alone" in text for text in said) >= 1
@@ -256,7 +277,12 @@ def test_candidates_travel_with_what_measuring_takes_only(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("deck:9190", ("deck", 9190)), ("10.0.0.1", ("10.0.0.1", 9190)), ("[::1]:80", ("::1", 80)), ("[::1]", ("::1", 9190))],
+    [
+        ("deck:9190", ("deck", 9190)),
+        ("10.0.0.1", ("10.0.0.1", 9190)),
+        ("[::1]:80", ("::1", 80)),
+        ("[::1]", ("::1", 9190)),
+    ],
 )
 def test_addresses(text, expected):
     assert rpc_server.address(text) == expected

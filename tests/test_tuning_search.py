@@ -31,7 +31,9 @@ WANTED = GEMV | {"tokens": 128, "columns": 64, "waves_m": 2, "waves_n": 2, "wave
 
 
 def linear(n=4096, m=1, fmt="q4_0", act="rows") -> Workload:
-    return Workload("linear", {"segments": [(fmt, n)], "k": 4096, "m": m, "act": act, "biases": [False], "residual": False})
+    return Workload(
+        "linear", {"segments": [(fmt, n)], "k": 4096, "m": m, "act": act, "biases": [False], "residual": False}
+    )
 
 
 @dataclass
@@ -55,7 +57,10 @@ class Bench:
     def __call__(self, pairs):
         self.seen += [(workload.key, plan) for workload, plan in pairs]
         times = [None if self.fails(plan) else cost(workload, plan) for workload, plan in pairs]
-        return [Measured(None, "no") if t is None else Measured(t, runs=[t, t], device="formula", runner="local") for t in times]
+        return [
+            Measured(None, "no") if t is None else Measured(t, runs=[t, t], device="formula", runner="local")
+            for t in times
+        ]
 
 
 def right(workload, plan) -> Checked:
@@ -72,9 +77,14 @@ def test_workload_survives_json_and_names_its_module():
 
 
 def test_workload_key_and_hash_are_the_same_in_another_process():
-    code = "import json, sys; from mlc_amd.schedules.tuning.workload import Workload as W; w = W.from_json(json.loads(sys.argv[1]))"
+    code = (
+        "import json, sys; from mlc_amd.schedules.tuning.workload import Workload as W; w = "
+        "W.from_json(json.loads(sys.argv[1]))"
+    )
     code += "; print(w.key, w.hash)"
-    out = subprocess.run([sys.executable, "-c", code, linear().text], capture_output=True, text=True, check=True).stdout.split()
+    out = subprocess.run(
+        [sys.executable, "-c", code, linear().text], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert out == [linear().key, linear().hash]
 
 
@@ -111,7 +121,8 @@ tried._evolve = lambda count: evolved.append(evolve(count)) or evolved[-1]
 for _ in range(15):
     plans = tried.propose(3)
     tried.report([(plan, 1e-3 * (1 + plan.tokens / plan.columns)) for plan in plans])
-print(len(tried.seconds), len(evolved), evolved.count([]) > 0, tried.best[1] == 1e-3 * (1 + min(p.tokens / p.columns for p in found.plans)))
+fastest = 1e-3 * (1 + min(p.tokens / p.columns for p in found.plans))
+print(len(tried.seconds), len(evolved), evolved.count([]) > 0, tried.best[1] == fastest)
 """
 
 
@@ -132,7 +143,10 @@ def test_search_proposes_the_default_first_and_nothing_twice_and_ends():
         search.report([(plan, cost(workload, plan)) for plan in plans])
     assert seen[0] == found.default
     assert len(seen) == len(set(seen)) == len(found.plans)
-    assert search.best == (min(found.plans, key=lambda plan: cost(workload, plan)), min(cost(workload, plan) for plan in found.plans))
+    assert search.best == (
+        min(found.plans, key=lambda plan: cost(workload, plan)),
+        min(cost(workload, plan) for plan in found.plans),
+    )
 
 
 def test_proposed_plans_all_fit_the_arch():
@@ -199,7 +213,9 @@ def test_the_wrong_winner_is_dropped_and_the_next_best_checked(tmp_path):
         winner = database.entry(task.workload).winner
         assert session.refuted == 2 and winner.checked == "emulator"
         faster = [r for r in database.entry(task.workload).records.values() if r.seconds < winner.seconds]
-        assert sorted(databases.plan_text(r.plan) for r in faster) == sorted(databases.plan_text(asdict(plan)) for plan in refused)
+        assert sorted(databases.plan_text(r.plan) for r in faster) == sorted(
+            databases.plan_text(asdict(plan)) for plan in refused
+        )
     with Database(GFX, tmp_path) as database:  # also when read again
         assert Session([task], GFX, database).unchecked() == []
 
@@ -282,8 +298,13 @@ def test_a_plan_that_was_the_default_once_is_one_like_others(tmp_path):
         assert entry.seconds(entry.winner) == 2.0 / 1.5
         third = next(plan for plan in choices.plans if plan not in (former, choices.default))
         session.report(task, third, Measured(3.0))
-        entry.refresh(replace(choices, default=third))  # another day, another default: what was gained over the old one is past
-        assert entry.untuned.plan == asdict(third) and entry.seconds(entry.records[databases.plan_text(asdict(former))]) == 1.0
+        entry.refresh(
+            replace(choices, default=third)
+        )  # another day, another default: what was gained over the old one is past
+        assert (
+            entry.untuned.plan == asdict(third)
+            and entry.seconds(entry.records[databases.plan_text(asdict(former))]) == 1.0
+        )
     assert Lookup(GFX, "user", user=tmp_path)(task.workload) == former
 
 
@@ -314,10 +335,14 @@ def test_what_nothing_can_check_is_not_wrong_and_never_used(tmp_path):
         session = Session(tasks, GFX, database)
         run(session, Bench(), gate, trials=90)
         assert session.refuted == 0 and set(session.unverified) == set(asked)
-        assert len(asked) == len(session.unverified) == 2  # not every plan that is faster than the default: they would fare the same
+        assert (
+            len(asked) == len(session.unverified) == 2
+        )  # not every plan that is faster than the default: they would fare the same
         assert set(session.unverified.values()) == {NOTHING_TO_CHECK_WITH}
         records = [record for task in tasks for record in database.entry(task.workload).records.values()]
-        assert not any(record.refuted for record in records) and all(database.entry(task.workload).winner.default for task in tasks)
+        assert not any(record.refuted for record in records) and all(
+            database.entry(task.workload).winner.default for task in tasks
+        )
     assert Lookup(GFX, "user", user=tmp_path)(tasks[0].workload) is None
     with Database(GFX, tmp_path) as database:  # the next run asks again, and here they can be checked
         session = Session(tasks, GFX, database)
@@ -338,7 +363,9 @@ def test_where_one_plan_cannot_be_checked_the_next_best_is(tmp_path):
         run(session, Bench(), gate, trials=40)
         ranked = sorted(database.entry(task.workload).records.values(), key=lambda record: record.seconds)
         assert [record.plan for record in ranked[:2]] == [asdict(plan) for plan in asked]
-        assert database.entry(task.workload).winner == ranked[1] and session.refuted == 0 and len(session.unverified) == 1
+        assert (
+            database.entry(task.workload).winner == ranked[1] and session.refuted == 0 and len(session.unverified) == 1
+        )
 
 
 def test_a_batch_may_grow(tmp_path):
@@ -349,7 +376,13 @@ def test_a_batch_may_grow(tmp_path):
         return bench(pairs)
 
     with Database(GFX, tmp_path) as database:
-        run(Session([Task(linear())], GFX, database), measure, right, trials=40, batch=lambda: 16 if len(sizes) < 2 else 64)
+        run(
+            Session([Task(linear())], GFX, database),
+            measure,
+            right,
+            trials=40,
+            batch=lambda: 16 if len(sizes) < 2 else 64,
+        )
     assert sizes == [1, 16, 23]
 
 
@@ -409,7 +442,9 @@ def test_kill_9_loses_nothing_and_repeats_nothing(tmp_path):
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     reported = []
     for _ in range(2):
-        child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=root)
+        child = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=root
+        )
         for line in child.stdout:
             if int(line) >= 20:
                 time.sleep(0.004 * len(reported))
@@ -503,19 +538,25 @@ def test_stale_records_are_ignored_with_a_note(tmp_path, change, reason):
 # ---- spaces
 
 
-@pytest.mark.parametrize("arch", [GFX, NVIDIA, archs.resolve("gfx906"), profiles.resolve("vangogh")], ids=lambda arch: arch.name)
+@pytest.mark.parametrize(
+    "arch", [GFX, NVIDIA, archs.resolve("gfx906"), profiles.resolve("vangogh")], ids=lambda arch: arch.name
+)
 def test_warps_by_rows_is_a_subset_of_the_gemv_space(arch):
     """What kernel-anvil tries: warps of a workgroup by rows that share the activations' registers."""
     choices = space(linear(), arch).choices
     assert {1, 2, 4, 8} <= set(choices["waves"]) and {1, 2, 4, 8} <= set(choices["rows"])
     made = {(p.rows, p.waves) for p in space(linear(), arch).plans}
-    assert {(rows, waves) for rows in (1, 2, 4, 8) for waves in (1, 2, 4, 8) if waves * arch.wave <= arch.threads} <= made
+    assert {
+        (rows, waves) for rows in (1, 2, 4, 8) for waves in (1, 2, 4, 8) if waves * arch.wave <= arch.threads
+    } <= made
 
 
 def test_plans_of_a_space_make_different_kernels():
     import tvm_ffi
 
-    workload = Workload("linear", {"segments": [("q4_k", 64)], "k": 512, "m": 1, "act": "rows", "biases": [False], "residual": False})
+    workload = Workload(
+        "linear", {"segments": [("q4_k", 64)], "k": 512, "m": 1, "act": "rows", "biases": [False], "residual": False}
+    )
     plans = space(workload, NVIDIA).plans
     made = [gemv.linear([("q4_k", 64)], 512, 1, "rows", (False,), False, NVIDIA, "k", plan=plan) for plan in plans]
     kernels = {tvm_ffi.structural_hash(kernel) for kernel in made}

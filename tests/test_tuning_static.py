@@ -1,4 +1,5 @@
-"""The static model of AMD GPUs: what it reads out of assembly, how it weighs it, and the records that are shipped on its word."""
+"""The static model of AMD GPUs: what it reads out of assembly, how it weighs it, and the records that are shipped on
+its word."""
 
 import json
 from dataclasses import replace
@@ -24,7 +25,8 @@ from mlc_amd.schedules.tuning.database import RECORDED, SHIPPED, Lookup
 from mlc_amd.schedules.tuning.spaces import as_dict, space
 from mlc_amd.schedules.tuning.workload import Workload
 
-LOOP = """kernel:
+LOOP = (
+    """kernel:
 	s_mov_b32 s4, 0
 	s_cmpk_gt_i32 s15, 0x7
 	s_cbranch_scc1 .LBB0_3
@@ -38,7 +40,9 @@ LOOP = """kernel:
 	s_cbranch_scc1 .LBB0_1
 	v_exp_f32_e32 v5, v5
 .LBB0_3:
-""" + END
+"""
+    + END
+)
 
 
 def program(text, grid=(16, 1, 1)):
@@ -54,7 +58,11 @@ def linear_task(fmt="q4_0", n=4096, k=4096, m=1, act="rows"):
 
 def test_loops_run_as_often_as_their_counters_say():
     trace = program(LOOP).run((0, 0, 0))
-    assert trace.counts["global_load_b128"] == 5 and trace.counts["v_dot4_i32_iu8"] == 10 and trace.counts["v_exp_f32_e32"] == 1
+    assert (
+        trace.counts["global_load_b128"] == 5
+        and trace.counts["v_dot4_i32_iu8"] == 10
+        and trace.counts["v_exp_f32_e32"] == 1
+    )
     assert trace.loaded == 5 * 16 * 32
     assert trace.busy["valu"] == 10 + isa_costs.SLOW and trace.busy["memory"] == 5 * 16 * 32 / GFX1100.family.memory
     # every turn waits for its load; nothing else takes as long
@@ -114,11 +122,16 @@ def executed(code, arch, *prefixes, kinds=1):
 def test_every_product_is_counted(arch):
     """Dynamic counts against what the operators must do: 4 products a lane and instruction."""
     arch = archs.resolve(arch)
-    gemv = compiled(linear([("q4_0", 4096), ("q4_k", 1024), ("q6_k", 1024)], 4096, 1, "rows", (False,) * 3, False, arch, "kernel"), arch)
+    gemv = compiled(
+        linear([("q4_0", 4096), ("q4_k", 1024), ("q6_k", 1024)], 4096, 1, "rows", (False,) * 3, False, arch, "kernel"),
+        arch,
+    )
     assert executed(gemv, arch, "v_dot4", kinds=3) * arch.wave * 4 == 6144 * 4096
     pair = compiled(gate_up_swiglu("q8_0", "q8_0", 1024, 2048, 1, "rows", "rows", arch, "kernel"), arch)
     assert executed(pair, arch, "v_dot4") * arch.wave * 4 == 2 * 1024 * 2048
-    many = compiled(gemm([("q4_0", 1024)], 2048, 512, "half" if arch.matrix else "rows", (False,), True, arch, "kernel"), arch)
+    many = compiled(
+        gemm([("q4_0", 1024)], 2048, 512, "half" if arch.matrix else "rows", (False,), True, arch, "kernel"), arch
+    )
     products = 512 * 1024 * 2048
     if arch.matrix:
         assert executed(many, arch, "v_wmma", "v_mfma") * 16**3 == products
@@ -168,8 +181,13 @@ def test_bytes_read_at_once():
 
 def test_instructions_cost_what_tables_say():
     cdna = isa_costs.machine(archs.resolve("gfx942"))
-    assert GFX1100.cost("v_dot4_i32_iu8", 32, 4) == ("valu", 1) and GFX1100.cost("v_rcp_f32_e32", 32, 4) == ("valu", isa_costs.SLOW)
-    assert cdna.cost("v_add_f32_e32", 64, 4) == ("valu", 4) and cdna.cost("v_mfma_f32_32x32x8_f16", 64, 4)[0] == "matrix"
+    assert GFX1100.cost("v_dot4_i32_iu8", 32, 4) == ("valu", 1) and GFX1100.cost("v_rcp_f32_e32", 32, 4) == (
+        "valu",
+        isa_costs.SLOW,
+    )
+    assert (
+        cdna.cost("v_add_f32_e32", 64, 4) == ("valu", 4) and cdna.cost("v_mfma_f32_32x32x8_f16", 64, 4)[0] == "matrix"
+    )
     assert GFX1100.cost("v_wmma_f32_16x16x16_f16", 32, 4)[1] == 2 * 16**3 / 256  # 512 operations a clock for two SIMDs
     assert GFX1100.cost("s_waitcnt", 32, 4)[0] == isa_costs.NONE
 
@@ -196,7 +214,9 @@ def test_measure_and_gate():
     found = space(workload, archs.resolve("gfx1100"))
     slow = Plan(16, 8, 8, 1)
     with Static("rocm", "gfx1100", 1) as static:
-        default, other, wrong = static.measure([(workload, found.default), (workload, slow), (linear_task(m=2), found.default)])
+        default, other, wrong = static.measure(
+            [(workload, found.default), (workload, slow), (linear_task(m=2), found.default)]
+        )
         assert default.runner == "static" and default.error == "" and 0 < default.seconds < other.seconds < 1e-3
         assert wrong.seconds is None and wrong.error
         if gate.emulator():
@@ -232,7 +252,8 @@ FILES = sorted(SHIPPED.glob("*.json"))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_shipped_records_are_used(path):
-    """Plans that are not the default were checked and are better; all are plans of today's spaces, and are what a compile finds."""
+    """Plans that are not the default were checked and are better; all are plans of today's spaces, and are what a
+    compile finds."""
     data = json.loads(path.read_text())
     arch = {"rocm": archs.resolve, "vulkan": profiles.resolve}[data["api"]](data["arch"])
     shipped = Lookup(arch, "shipped")
@@ -264,7 +285,9 @@ def test_shipped_records_cover_a_model(arch, kind, preset, monkeypatch):
 def test_formats_share_their_shapes(monkeypatch):
     """What `ship_tuned.tasks` makes of one format's tasks are the other's."""
     monkeypatch.setitem(PRESETS["llama3-1b"], "layers", 2)
-    renamed, own = (ship_tuned.tasks(("llama3-1b",), formats, "rocm", "gfx1100") for formats in (("q4_0", "q6_k"), ("q6_k",)))
+    renamed, own = (
+        ship_tuned.tasks(("llama3-1b",), formats, "rocm", "gfx1100") for formats in (("q4_0", "q6_k"), ("q6_k",))
+    )
     assert set(own) < set(renamed)
 
 

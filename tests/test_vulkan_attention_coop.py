@@ -1,9 +1,10 @@
 """Prefill attention on cooperative matrices (`attention_prefill_coop.py`), against numpy in float64.
 
-On a device with cooperative matrices, of whatever shape and subgroup size it has, otherwise skipped. For other devices the kernels are
-compiled and looked at. Every case is a chunk in the middle of a sequence; the caches hold stale finite numbers behind it, and the queries
-of tokens that are not live are not numbers: neither may matter.
+On a device with cooperative matrices, of whatever shape and subgroup size it has, otherwise skipped. For other devices
+the kernels are compiled and looked at. Every case is a chunk in the middle of a sequence; the caches hold stale finite
+numbers behind it, and the queries of tokens that are not live are not numbers: neither may matter.
 """
+
 import functools
 from dataclasses import replace
 from typing import NamedTuple
@@ -29,7 +30,7 @@ class Case(NamedTuple):
     d: int
     m: int
     act: str
-    states: tuple                   # (position, live tokens)
+    states: tuple  # (position, live tokens)
     tile: Tile | None = None
 
 
@@ -127,9 +128,15 @@ def test_short_chunks_share_out_their_keys():
     assert tile_of(64, *heads, replace(nvidia, units=16)) == tiles[512]  # a small GPU is busy anyway
 
 
-@pytest.mark.parametrize("m, d, act, message", [
-    (24, 64, "", "multiples of 16 tokens"), (16, 64, "rows", "int8"), (16, 2048, "", "shared memory"), (16, 80, "", "multiples of 32"),
-])
+@pytest.mark.parametrize(
+    "m, d, act, message",
+    [
+        (24, 64, "", "multiples of 16 tokens"),
+        (16, 64, "rows", "int8"),
+        (16, 2048, "", "shared memory"),
+        (16, 80, "", "multiples of 32"),
+    ],
+)
 def test_what_does_not_fit_is_refused(m, d, act, message):
     with pytest.raises(UserError, match=message):
         attention_prefill_coop(4, 2, d, 128, m, act, resolve("nvidia"), "k")

@@ -1,7 +1,10 @@
-"""Decode attention as it is split up for large GPUs (`attention_decode.py`), on any Vulkan device, against numpy in float64.
+"""Decode attention as it is split up for large GPUs (`attention_decode.py`), on any Vulkan device, against numpy in
+float64.
 
-The plan of such a GPU on a small one: short steps, splits that meet in device memory, and one split alone where there are few keys.
+The plan of such a GPU on a small one: short steps, splits that meet in device memory, and one split alone where there
+are few keys.
 """
+
 import functools
 from dataclasses import replace
 
@@ -38,8 +41,10 @@ def test_splits(name):
     kernel = attention_decode(heads, kv_heads, d, CTX, act, profile(), "attention", rope)
     assert splits_of(heads, kv_heads, d, CTX, profile()).count > 1
     rng = np.random.default_rng(1)
-    scratch = {n: np.full(shape, np.nan, dtype) if dtype == "float32" else np.zeros(shape, dtype)
-               for n, (shape, dtype) in scratch_shapes(heads, kv_heads, d).items()}
+    scratch = {
+        n: np.full(shape, np.nan, dtype) if dtype == "float32" else np.zeros(shape, dtype)
+        for n, (shape, dtype) in scratch_shapes(heads, kv_heads, d).items()
+    }
     for position in POSITIONS:
         k, v = stale_caches(rng, kv_heads, d, position if rope else position + 1)
         Kc, Vc = pack(k, v)
@@ -56,6 +61,6 @@ def test_splits(name):
         if rope:
             check_written(k, new_k, position, own)
             check_written(v, new_v, position, inputs["V"].reshape(1, kv_heads, d))
-        keys, values = (x[:, :position + 1].astype(np.float64) for x in (new_k, new_v))
+        keys, values = (x[:, : position + 1].astype(np.float64) for x in (new_k, new_v))
         check_output(out, act, 1, attention_reference(queries, keys, values, position))
         assert not scratch["Arrived"].any()

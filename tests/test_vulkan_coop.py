@@ -1,9 +1,10 @@
 """The prefill GEMM on cooperative matrices (`gemm_coop.py`), against numpy.
 
-Decoding runs on any Vulkan device with float16; the kernels as a whole on one with cooperative matrices, of whatever shape and subgroup
-size it has. For other devices they are compiled and looked at. The oracle: gguf-py's dequantized weights, rounded to float16, times the
-activations in float64.
+Decoding runs on any Vulkan device with float16; the kernels as a whole on one with cooperative matrices, of whatever
+shape and subgroup size it has. For other devices they are compiled and looked at. The oracle: gguf-py's dequantized
+weights, rounded to float16, times the activations in float64.
 """
+
 import functools
 from dataclasses import replace
 from typing import NamedTuple
@@ -30,7 +31,7 @@ from mlc_amd.schedules.gpu.pairs import RUN, RUNS, from_pairs, in_pairs
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.profiles import resolve
 
-TOLERANCE = 2e-5        # of the largest result
+TOLERANCE = 2e-5  # of the largest result
 # for formats that compute scales or have minimums: these are rounded to float16, before the product is
 TOLERANCE_SCALED = 8e-4
 NVIDIA = resolve("nvidia")
@@ -80,14 +81,14 @@ def test_decoded_weights(name, span):
     if tolerance(name) == TOLERANCE:
         np.testing.assert_array_equal(got, nearest)
     else:
-        step = np.abs(expected).reshape(n, -1, 256).max(-1).repeat(256, -1) * 2.0 ** -10
+        step = np.abs(expected).reshape(n, -1, 256).max(-1).repeat(256, -1) * 2.0**-10
         assert (np.abs(got - expected) <= step).all()
 
 
 def test_producers_store_pairs():
     m, k = 5, 96
     x = np.random.default_rng(1).standard_normal((m, k), np.float32)
-    x[0, :3] = 1e6, -1e6, 0         # more than float16 holds
+    x[0, :3] = 1e6, -1e6, 0  # more than float16 holds
     got = run(quantize(k, m, "pairs", resolve("lavapipe"), "k"), [state(m), x, np.zeros((m, k), np.float16)])[-1]
     np.testing.assert_array_equal(got, in_pairs(np.clip(x, -65504, 65504).astype(np.float16)))
 
@@ -97,6 +98,7 @@ def test_producers_store_pairs():
 
 class Case(NamedTuple):
     """One linear kernel: see `linear`."""
+
     segments: tuple
     k: int = 256
     m: int = 16
@@ -143,10 +145,10 @@ def run_linear(name, live=None):
     outputs = [np.full((case.m, -(-n // 16) * 16), np.nan, np.float32) for _, n in case.segments]
     if case.residual:
         arrays.append(rng.standard_normal(outputs[0].shape, np.float32))
-        expected[0] = expected[0] + arrays[-1][:, :expected[0].shape[1]]
+        expected[0] = expected[0] + arrays[-1][:, : expected[0].shape[1]]
     kernel = linear(case.segments, case.k, case.m, case.act, case.biases, case.residual, profile, "k", case.tile)
-    results = run(kernel, [*arrays, *outputs], profile)[-len(outputs):]
-    return [y[:, :e.shape[1]] for y, e in zip(results, expected, strict=True)], expected
+    results = run(kernel, [*arrays, *outputs], profile)[-len(outputs) :]
+    return [y[:, : e.shape[1]] for y, e in zip(results, expected, strict=True)], expected
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -170,7 +172,7 @@ def test_gate_up_swiglu(gate, up, tile, act_out):
     f, k, m, profile = 96, 256, 16, device()
     (gate_planes, g), (up_planes, u) = weights(gate, f, k, 1), weights(up, f, k, 2)
     # gates of a size at which the sigmoid bends
-    x = np.random.default_rng(1).standard_normal((m, k), np.float32) * np.float32(3 / np.sqrt((g ** 2).sum(1).mean()))
+    x = np.random.default_rng(1).standard_normal((m, k), np.float32) * np.float32(3 / np.sqrt((g**2).sum(1).mean()))
     half = x.astype(np.float16)
     g, u = (half.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T for w in (g, u))
     expected = g / (1 + np.exp(-g)) * u
@@ -178,7 +180,9 @@ def test_gate_up_swiglu(gate, up, tile, act_out):
     kernel = gate_up_swiglu(gate, up, f, k, m, "pairs", act_out, profile, "k", tile)
     got = run(kernel, [state(m), in_pairs(half), *gate_planes.values(), *up_planes.values(), out], profile)[-1]
     # both factors have that error, and the result may be float16
-    assert error(from_pairs(got) if act_out else got, expected) < 2 * max(tolerance(gate), tolerance(up)) + (6e-4 if act_out else 0)
+    assert error(from_pairs(got) if act_out else got, expected) < 2 * max(tolerance(gate), tolerance(up)) + (
+        6e-4 if act_out else 0
+    )
 
 
 # ---- at a model's size: default tiles, compiled for real devices
@@ -205,23 +209,32 @@ def test_few_rows_get_small_tiles():
     assert large.rows * large.tokens > small.rows * small.tokens
 
 
-@pytest.mark.parametrize("arch, arguments", [
-    ("nvidia", ([("q4_0", 32)], 256, 24, "pairs", (False,), False)),        # 24 tokens
-    ("nvidia", ([("q4_0", 32)], 48, 16, "pairs", (False,), False)),         # 48 columns
-    ("nvidia", ([("q4_0", 32)], 256, 16, "half", (False,), False)),         # another order
-    ("gfx1100", ([("q4_0", 32)], 256, 16, "pairs", (False,), False)),
-])
+@pytest.mark.parametrize(
+    "arch, arguments",
+    [
+        ("nvidia", ([("q4_0", 32)], 256, 24, "pairs", (False,), False)),  # 24 tokens
+        ("nvidia", ([("q4_0", 32)], 48, 16, "pairs", (False,), False)),  # 48 columns
+        ("nvidia", ([("q4_0", 32)], 256, 16, "half", (False,), False)),  # another order
+        ("gfx1100", ([("q4_0", 32)], 256, 16, "pairs", (False,), False)),
+    ],
+)
 def test_what_has_no_tiles_is_refused(arch, arguments):
     from mlc_amd.schedules.gpu.arch import resolve as resolve_amd
+
     profile = resolve_amd(arch) if arch.startswith("gfx") else resolve(arch)
     with pytest.raises(ValueError, match=r"tiles|multiply|columns"):
         linear(*arguments, profile, "f")
 
 
-@pytest.mark.parametrize("tile, text", [
-    (CoopTile(128, 128, 128, 2, 2), "bytes of shared memory"), (CoopTile(128, 128, 64, 4, 4), "threads"),
-    (CoopTile(24, 32, 64, 1, 1), "does not divide"), (CoopTile(16, 16, 32, 1, 1, 4), "columns"),
-])
+@pytest.mark.parametrize(
+    "tile, text",
+    [
+        (CoopTile(128, 128, 128, 2, 2), "bytes of shared memory"),
+        (CoopTile(128, 128, 64, 4, 4), "threads"),
+        (CoopTile(24, 32, 64, 1, 1), "does not divide"),
+        (CoopTile(16, 16, 32, 1, 1, 4), "columns"),
+    ],
+)
 def test_tiles_that_do_not_fit_are_refused(tile, text):
     with pytest.raises(ValueError, match=text):
         linear([("q4_0", 128)], 256, 384, "pairs", (False,), False, NVIDIA, "f", tile)

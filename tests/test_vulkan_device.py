@@ -1,7 +1,9 @@
-"""The vulkan device on Mesa's CPU driver: a model against the cpu device, memory, caches, errors, and what the validation layers say.
+"""The vulkan device on Mesa's CPU driver: a model against the cpu device, memory, caches, errors, and what the
+validation layers say.
 
-Nothing of ours is replaced; where a test needs hardware that is not here (memory of its own, a reset), the driver's answer is changed.
-The bundled model's weights are compared with the cpu device's results; all else runs a small model, whose kernels the driver compiles once.
+Nothing of ours is replaced; where a test needs hardware that is not here (memory of its own, a reset), the driver's
+answer is changed. The bundled model's weights are compared with the cpu device's results; all else runs a small model,
+whose kernels the driver compiles once.
 """
 
 import ctypes
@@ -103,7 +105,8 @@ def near(got: np.ndarray, expected: np.ndarray) -> bool:
 
 
 def test_the_bundled_model_computes_what_it_does_on_the_cpu(bundled, demo_artifact):
-    """Logits of a text, at once and token by token; then greedy text: both get the CPU's tokens, and agree on each unless it is a tie."""
+    """Logits of a text, at once and token by token; then greedy text: both get the CPU's tokens, and agree on each
+    unless it is a tie."""
     cpu, vulkan = Engine.load(demo_artifact), Engine.load(bundled)
     assert vulkan.device.code_arch == "lavapipe"
     expected = logits(cpu, IDS)
@@ -167,13 +170,18 @@ def test_weights_in_several_blocks(artifact, plain, monkeypatch):
 
 
 def test_tables_of_addresses(plain, tmp_path):
-    """Kernels with more arguments than push constants hold get a table: here one address less fits than the largest kernel has."""
+    """Kernels with more arguments than push constants hold get a table: here one address less fits than the largest
+    kernel has."""
     profile = replace(profiles.resolve("lavapipe"), name="lavapipe", push=40)
     assert profile.arguments == 5
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(profiles.PROFILES, "lavapipe", profile)
         compiled_to(tmp_path / "tables", SMALL)
-    steps = [s for kernel in Artifact.open(tmp_path / "tables").manifest["launches"]["lavapipe"].values() for s in kernel["steps"]]
+    steps = [
+        s
+        for kernel in Artifact.open(tmp_path / "tables").manifest["launches"]["lavapipe"].values()
+        for s in kernel["steps"]
+    ]
     assert {step["table"] for step in steps} == {True, False}
     assert np.array_equal(logits(Engine.load(tmp_path / "tables"), IDS), plain)
 
@@ -201,7 +209,11 @@ def test_nothing_grows(artifact):
             if engine.position == engine.context:
                 engine.reset()
             engine.decode(i)
-        return int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")).split()[1])
+        return int(
+            next(
+                line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")
+            ).split()[1]
+        )
 
     before, files = run(100), len(os.listdir("/proc/self/fd"))
     assert run(400) - before < 1024  # KiB
@@ -219,7 +231,9 @@ def test_the_device_argument(artifact, demo_artifact):
         open_device(Artifact.open(artifact), "GeForce")
     with pytest.raises(UserError, match="compiled for target 'vulkan', not 'cpu'; compile it with --target cpu"):
         open_device(Artifact.open(artifact), "cpu")
-    with pytest.raises(UserError, match="compiled for target 'cpu', not '0'; compile it with --target vulkan to choose a GPU"):
+    with pytest.raises(
+        UserError, match="compiled for target 'cpu', not '0'; compile it with --target vulkan to choose a GPU"
+    ):
         open_device(Artifact.open(demo_artifact), "0")
 
 
@@ -233,18 +247,27 @@ def test_random_weights(tmp_path):
 
 def python(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=os.environ | variables, timeout=300, check=False
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | variables,
+        timeout=300,
+        check=False,
     )
 
 
 def test_out_of_memory(artifact, tmp_path, lavapipe):
     def large(manifest):
-        manifest["kv"] += [{"name": f"more.{i}", "dtype": "uint8", "shape": [1 << 30]} for i in range(lavapipe.heaps[0].size >> 30)]
+        manifest["kv"] += [
+            {"name": f"more.{i}", "dtype": "uint8", "shape": [1 << 30]} for i in range(lavapipe.heaps[0].size >> 30)
+        ]
 
     def one_piece(manifest):
         manifest["arena_bytes"] = lavapipe.limits["allocation"] + 1024
 
-    with pytest.raises(UserError, match=r"out of GPU memory: this model needs .* GiB .*KV cache .* GiB at --ctx 128.* are free; "):
+    with pytest.raises(
+        UserError, match=r"out of GPU memory: this model needs .* GiB .*KV cache .* GiB at --ctx 128.* are free; "
+    ):
         VulkanDevice(Artifact.open(changed(artifact, tmp_path / "large", large)))
     with pytest.raises(UserError, match=r"GiB in one piece, and .* at most; compile with a smaller --ctx"):
         VulkanDevice(Artifact.open(changed(artifact, tmp_path / "piece", one_piece)))
@@ -256,7 +279,10 @@ def test_a_lost_device_closes_and_another_can_be_opened(artifact):
     reset = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 2)(lambda *_: -4)
     reset.errcheck = one.context.calls.vkQueueSubmit.errcheck
     one.context.calls.vkQueueSubmit = lambda *_: reset(None, None)
-    with pytest.raises(UserError, match=r"reset while running decode \(vkQueueSubmit failed: VK_ERROR_DEVICE_LOST\).*load the model again"):
+    with pytest.raises(
+        UserError,
+        match=r"reset while running decode \(vkQueueSubmit failed: VK_ERROR_DEVICE_LOST\).*load the model again",
+    ):
         one.run("decode")
     assert not one.close.alive
     for call in (lambda: one.run("decode"), lambda: one.read("logits", 1), lambda: one.write("tokens", [1]), one.clear):
@@ -268,7 +294,9 @@ def test_a_lost_device_closes_and_another_can_be_opened(artifact):
 def test_a_launch_that_is_too_large(artifact):
     one = VulkanDevice(Artifact.open(artifact))
     name, kernel = next(iter(one.manifest["launches"]["lavapipe"].items()))
-    with pytest.raises(UserError, match=rf"cannot launch 70000x1x1 workgroups, as {name} needs; compile the model for another --arch"):
+    with pytest.raises(
+        UserError, match=rf"cannot launch 70000x1x1 workgroups, as {name} needs; compile the model for another --arch"
+    ):
         one._launch(name, kernel["steps"][0] | {"grid": [70000, 1, 1]}, [])
 
 
@@ -307,10 +335,13 @@ def test_pipeline_cache(artifact, lavapipe, tmp_path, monkeypatch):
 def test_structures_have_the_sizes_of_vulkans_headers():
     sizes = {
         api.Limits: 504, api.Properties: 824, api.MemoryProperties: 520, api.CoreFeatures: 240, api.MemoryBudget: 272,
-        api.DotProperties: 136, api.DriverProperties: 536, api.MatrixProperties: 56, api.DeviceInfo: 72, api.InstanceInfo: 64,
+        api.DotProperties: 136, api.DriverProperties: 536, api.MatrixProperties: 56, api.DeviceInfo: 72,
+        api.InstanceInfo: 64,
         api.SubmitInfo: 72, api.BufferInfo: 56, api.StageInfo: 48, api.ComputePipelineInfo: 96, api.LayoutInfo: 48,
     }  # fmt: skip
-    assert {kind.__name__: ctypes.sizeof(kind) for kind in sizes} == {kind.__name__: size for kind, size in sizes.items()}
+    assert {kind.__name__: ctypes.sizeof(kind) for kind in sizes} == {
+        kind.__name__: size for kind, size in sizes.items()
+    }
     assert (api.Limits.maxComputeSharedMemorySize.offset, api.Limits.timestampPeriod.offset) == (216, 424)
 
 
@@ -352,18 +383,23 @@ def complaints(result: subprocess.CompletedProcess) -> list[str]:
 
 
 def test_the_validation_layers_stay_silent(artifact):
-    if not any(list(Path(place, "vulkan/explicit_layer.d").glob("*validation*")) for place in ("/usr/share", "/etc", "/usr/local/share")):
+    if not any(
+        list(Path(place, "vulkan/explicit_layer.d").glob("*validation*"))
+        for place in ("/usr/share", "/etc", "/usr/local/share")
+    ):
         pytest.skip(f"{LAYER} is not installed")
     wrong = (
         "from contextlib import ExitStack\nfrom mlc_amd.runtime.devices.vulkan.gpu import Instance\n"
-        "from mlc_amd.runtime.devices.vulkan.context import Context\nfrom mlc_amd.runtime.devices.vulkan.memory import Memory\n"
+        "from mlc_amd.runtime.devices.vulkan.context import Context\nfrom mlc_amd.runtime.devices.vulkan.memory "
+        "import Memory\n"
         "i = Instance(); h = ExitStack(); c = Context(i, i.gpus[0], h); b = Memory(c).block(256, 'device')\n"
         "c.once(lambda commands: c.calls.vkCmdFillBuffer(commands, b.buffer, 0, 3, 0)); h.close(); i.close()"
     )
     assert complaints(python(wrong, **VALIDATION))  # so they do speak
     right = (
         "import sys\nfrom mlc_amd.runtime.engine import Engine\nfor attempt in range(2):\n"
-        "    e = Engine.load(sys.argv[1]); e.score(range(1, 40)); [e.decode(5) for _ in range(20)]; e.time([1]); e.device.clear()\n"
+        "    e = Engine.load(sys.argv[1]); e.score(range(1, 40)); [e.decode(5) for _ in range(20)]; e.time([1]); "
+        "e.device.clear()\n"
         "    e.device.copy_bandwidth()\n    if attempt: e.device.close()\nprint('done')"
     )
     result = python(right, str(artifact), **VALIDATION)

@@ -1,4 +1,5 @@
-"""Which Vulkan GPU runs an artifact, which profile fits it, which memory it is given, and what is said where there is none.
+"""Which Vulkan GPU runs an artifact, which profile fits it, which memory it is given, and what is said where there is
+none.
 
 What drivers of real GPUs tell is here as data, put into the description of the device that is here.
 """
@@ -32,33 +33,47 @@ FLOAT16 = ("float16", "float16", "float32", "float32")
 MATRICES = (((16, 16, 16), FLOAT16),)
 AMD, NVIDIA, INTEL = 0x1002, 0x10DE, 0x8086
 PRODUCTS = [  # facts as their drivers tell them; AMD's where no vendor is given
-    ("vangogh", {"name": "AMD Custom GPU 0405 (RADV VANGOGH)", "device": 0x163F, "subgroup": (64, 32, 64), "dot": True}),
+    ("vangogh", {"name": "AMD Custom GPU 0405 (RADV VANGOGH)", "device": 0x163F, "subgroup": (64, 32, 64),
+    "dot": True}),
     ("vangogh", {"name": "AMD Custom GPU 0932", "device": 0x1435, "subgroup": (64, 32, 64), "dot": True}),
     ("rdna2", {"name": "AMD Radeon RX 6800 XT (RADV NAVI21)", "subgroup": (64, 32, 64), "dot": True}),
     ("rdna2", {"name": "AMD Radeon(TM) Graphics (RADV RAPHAEL_MENDOCINO)", "subgroup": (64, 32, 64), "dot": True}),
     ("rdna2:dot=none", {"name": "AMD Radeon RX 5700 (RADV NAVI10)", "subgroup": (64, 32, 64)}),
-    ("rdna3", {"name": "AMD Radeon RX 7900 XTX (RADV NAVI31)", "subgroup": (64, 32, 64), "dot": True, "matrices": MATRICES}),
+    ("rdna3", {"name": "AMD Radeon RX 7900 XTX (RADV NAVI31)", "subgroup": (64, 32, 64), "dot": True,
+    "matrices": MATRICES}),
     ("rdna3:matrix=none", {"name": "AMD Radeon 780M (RADV PHOENIX)", "subgroup": (64, 32, 64), "dot": True}),
     ("rdna3", {"name": "AMD Radeon RX 7900 XTX", "subgroup": (64, 32, 64), "dot": True, "matrices": MATRICES}),
-    ("rdna4", {"name": "AMD Radeon RX 9070 XT (RADV GFX1201)", "subgroup": (64, 32, 64), "dot": True, "matrices": MATRICES}),
+    ("rdna4", {"name": "AMD Radeon RX 9070 XT (RADV GFX1201)", "subgroup": (64, 32, 64), "dot": True,
+    "matrices": MATRICES}),
     ("gfx90c", {"name": "AMD Radeon Graphics (RADV RENOIR)", "subgroup": (64, 64, 64)}),
     ("nvidia", {"vendor": NVIDIA, "name": "NVIDIA H200", "subgroup": (32, 32, 32), "dot": True, "matrices": MATRICES}),
-    ("nvidia:matrix=none", {"vendor": NVIDIA, "name": "NVIDIA GeForce GTX 1660", "subgroup": (32, 32, 32), "dot": True}),
-    ("generic", {"vendor": INTEL, "name": "Intel(R) Arc(tm) A770 Graphics (DG2)", "subgroup": (32, 8, 32), "dot": True}),
+    ("nvidia:matrix=none", {"vendor": NVIDIA, "name": "NVIDIA GeForce GTX 1660", "subgroup": (32, 32, 32),
+    "dot": True}),
+    ("generic", {"vendor": INTEL, "name": "Intel(R) Arc(tm) A770 Graphics (DG2)", "subgroup": (32, 8, 32),
+    "dot": True}),
     ("generic", {"name": "AMD Radeon RX 580 (RADV POLARIS10)", "subgroup": (64, 64, 64), "features": frozenset()}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("profile, facts", PRODUCTS, ids=lambda value: value if isinstance(value, str) else value["name"])
+@pytest.mark.parametrize(
+    "profile, facts", PRODUCTS, ids=lambda value: value if isinstance(value, str) else value["name"]
+)
 def test_profile_of_products(lavapipe, profile, facts):
     gpu = replace(lavapipe, **({"vendor": AMD, "driver_id": 3} | facts))
     assert profile_of(gpu) == profile
-    gpu = replace(gpu, features=gpu.features | {"cooperativeMatrix"}, limits=gpu.limits | {"shared_memory": 65536, "push_constants": 256})
+    gpu = replace(
+        gpu,
+        features=gpu.features | {"cooperativeMatrix"},
+        limits=gpu.limits | {"shared_memory": 65536, "push_constants": 256},
+    )
     assert profile == "generic" or not missing(gpu, profiles.resolve(profile).needs)
 
 
 def test_profile_of_mesas_cpu_driver(lavapipe):
-    assert profile_of(replace(lavapipe, matrices=())) == f"lavapipe{'' if lavapipe.subgroup[0] == 8 else f':wave={lavapipe.subgroup[0]}'}"
+    assert (
+        profile_of(replace(lavapipe, matrices=()))
+        == f"lavapipe{'' if lavapipe.subgroup[0] == 8 else f':wave={lavapipe.subgroup[0]}'}"
+    )
     matrices = (((8, 8, 8), FLOAT16),)
     assert profile_of(replace(lavapipe, subgroup=(8, 8, 8), matrices=matrices)) == "lavapipe:matrix=8x8x8"
     assert profile_of(replace(lavapipe, subgroup=(4, 4, 4), matrices=())) == "lavapipe:wave=4"
@@ -68,14 +83,35 @@ def gpus(lavapipe) -> list[Gpu]:
     big = (Heap(8 << 30, 8 << 30, True),)
     return [
         replace(lavapipe, index=0, name="llvmpipe", type="cpu"),
-        replace(lavapipe, index=1, name="AMD Custom GPU 0405 (RADV VANGOGH)", type="integrated", heaps=big, subgroup=(64, 32, 64)),
-        replace(lavapipe, index=2, name="AMD Radeon RX 580", type="discrete", heaps=big, features=lavapipe.features - {"shaderFloat16"}),
+        replace(
+            lavapipe,
+            index=1,
+            name="AMD Custom GPU 0405 (RADV VANGOGH)",
+            type="integrated",
+            heaps=big,
+            subgroup=(64, 32, 64),
+        ),
+        replace(
+            lavapipe,
+            index=2,
+            name="AMD Radeon RX 580",
+            type="discrete",
+            heaps=big,
+            features=lavapipe.features - {"shaderFloat16"},
+        ),
         replace(lavapipe, index=3, name="AMD Radeon RX 6800", type="discrete", heaps=big, subgroup=(64, 32, 64)),
     ]
 
 
 NEEDS = {
-    "generic": {"features": [], "subgroup_size": 0, "fragment": [], "shared_memory": 0, "threads": 32, "push_constants": 128},
+    "generic": {
+        "features": [],
+        "subgroup_size": 0,
+        "fragment": [],
+        "shared_memory": 0,
+        "threads": 32,
+        "push_constants": 128,
+    },
 }
 NEEDS = {"vangogh": NEEDS["generic"] | {"features": ["shaderFloat16"], "subgroup_size": 32, "threads": 256}, **NEEDS}
 
@@ -101,15 +137,25 @@ def test_errors_of_the_choice(lavapipe, monkeypatch):
     with pytest.raises(UserError, match="MLC_AMD_DEVICE geforce: no such"):
         choose(here, NEEDS)
     monkeypatch.delenv("MLC_AMD_DEVICE")
-    with pytest.raises(UserError, match=r"for vangogh: AMD Radeon RX 580 .* lacks shaderFloat16, subgroups of 32; update the driver"):
+    with pytest.raises(
+        UserError, match=r"for vangogh: AMD Radeon RX 580 .* lacks shaderFloat16, subgroups of 32; update the driver"
+    ):
         choose([here[2]], {"vangogh": NEEDS["vangogh"]})
-    limits = NEEDS["generic"] | {"shared_memory": 1 << 20, "threads": 4096, "push_constants": 512, "fragment": [16, 16, 16]}
-    with pytest.raises(UserError, match="matrices of 16x16x16, 1048576 bytes of shared memory, workgroups of 4096, 512 bytes of push"):
+    limits = NEEDS["generic"] | {
+        "shared_memory": 1 << 20,
+        "threads": 4096,
+        "push_constants": 512,
+        "fragment": [16, 16, 16],
+    }
+    with pytest.raises(
+        UserError, match="matrices of 16x16x16, 1048576 bytes of shared memory, workgroups of 4096, 512 bytes of push"
+    ):
         choose(here[:1], {"generic": limits})
 
 
 def test_memory_types(lavapipe):
-    """RADV on the Steam Deck, on a card with resizable BAR, and NVIDIA without: which memory each kind of block gets first."""
+    """RADV on the Steam Deck, on a card with resizable BAR, and NVIDIA without: which memory each kind of block gets
+    first."""
     local, mapped, cached = api.DEVICE_LOCAL, api.HOST_VISIBLE | api.HOST_COHERENT, api.HOST_CACHED
     radv = ((local, 1), (mapped, 0), (local | mapped, 1), (mapped | cached, 0), (local | 0xC0, 1))
     without_bar = ((local, 0), (mapped, 1), (mapped | cached, 1))
@@ -131,7 +177,9 @@ def test_memory_types(lavapipe):
 
 def test_no_loader(monkeypatch):
     monkeypatch.setattr(api, "LIBRARY", "libvulkan-that-is-not-here.so.1")
-    with pytest.raises(UserError, match=r"cannot load Vulkan's loader .*; install your distribution's Vulkan loader: libvulkan1"):
+    with pytest.raises(
+        UserError, match=r"cannot load Vulkan's loader .*; install your distribution's Vulkan loader: libvulkan1"
+    ):
         list_gpus()
 
 
@@ -145,4 +193,6 @@ def test_no_driver():
 
 
 def _output(code: str, variables: dict[str, str]) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | variables, timeout=60).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | variables, timeout=60
+    ).stdout

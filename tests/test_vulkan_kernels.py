@@ -1,8 +1,10 @@
 """The GPU's kernels as SPIR-V on Mesa's CPU driver, against the references of the tests of AMD's kernels.
 
-Two profiles run there: the driver's own, with subgroups of 8 and packed dot products, and "generic", which has neither subgroups nor
-float16 arithmetic and workgroups of one wave. The driver executes what it is given: races, wrong addresses and lanes show.
+Two profiles run there: the driver's own, with subgroups of 8 and packed dot products, and "generic", which has neither
+subgroups nor float16 arithmetic and workgroups of one wave. The driver executes what it is given: races, wrong
+addresses and lanes show.
 """
+
 import functools
 
 import numpy as np
@@ -29,7 +31,7 @@ from mlc_amd.schedules.gpu.planes import padded
 from mlc_amd.schedules.gpu.rope_kv_write import Rope, rope_kv_write
 
 PROFILES = {name: profiles.resolve(name) for name in ("lavapipe", "generic")}
-TOLERANCE = 2e-5        # of the largest result
+TOLERANCE = 2e-5  # of the largest result
 CTX = attention_cases.CTX
 
 
@@ -61,7 +63,9 @@ def check_linear(profile, segments, k, m=1, act="rows", biases=None, residual=Fa
     arrays, expected = {"state": gemm_cases.state(m), **inputs}, []
     for i, ((fmt, n), bias) in enumerate(zip(segments, biases, strict=True)):
         planes, w = gemm_cases.weights(fmt, n, k, i)
-        arrays |= {f"W{i}_{p}": plane for p, plane in planes.items()} | {f"Y{i}": np.full((m, padded(n)), np.nan, np.float32)}
+        arrays |= {f"W{i}_{p}": plane for p, plane in planes.items()} | {
+            f"Y{i}": np.full((m, padded(n)), np.nan, np.float32)
+        }
         y = x @ w.astype(np.float64).T
         if bias:
             arrays[f"bias{i}"] = rng.standard_normal(n, np.float32)
@@ -70,9 +74,13 @@ def check_linear(profile, segments, k, m=1, act="rows", biases=None, residual=Fa
             arrays["R"] = rng.standard_normal(arrays["Y0"].shape, np.float32)
             y = y + arrays["R"][:, :n]
         expected.append(y)
-    execute((gemv if m == 1 else gemm).linear(list(segments), k, m, act, biases, residual, profile, "linear", plan), arrays, profile)
+    execute(
+        (gemv if m == 1 else gemm).linear(list(segments), k, m, act, biases, residual, profile, "linear", plan),
+        arrays,
+        profile,
+    )
     for i, y in enumerate(expected):
-        assert error(arrays[f"Y{i}"][:, :y.shape[1]], y) < TOLERANCE
+        assert error(arrays[f"Y{i}"][:, : y.shape[1]], y) < TOLERANCE
     return arrays
 
 
@@ -83,16 +91,26 @@ def act_of(fmt):
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_gemv_formats(profile, fmt):
     # a plan of another size for each profile, as the small one's driver takes long over much code
-    check_linear(profile, [(fmt, 40)], 512, act=act_of(fmt), plan=Plan(rows=2 if profile.subgroups else 1, waves=4, lanes=64, unroll=1))
+    check_linear(
+        profile,
+        [(fmt, 40)],
+        512,
+        act=act_of(fmt),
+        plan=Plan(rows=2 if profile.subgroups else 1, waves=4, lanes=64, unroll=1),
+    )
 
 
-@pytest.mark.parametrize(("fmt", "k"), [("q4_0", 32), ("q8_0", 96), ("q4_k", 2304), ("f32", 33), ("bf16", 1000), ("f16", 4096)])
+@pytest.mark.parametrize(
+    ("fmt", "k"), [("q4_0", 32), ("q8_0", 96), ("q4_k", 2304), ("f32", 33), ("bf16", 1000), ("f16", 4096)]
+)
 def test_gemv_columns(profile, fmt, k):
     check_linear(profile, [(fmt, 16)], k, act=act_of(fmt))
 
 
 def test_gemv_segments_share_a_launch(profile):
-    check_linear(profile, [("q4_k", 64), ("q5_0", 21), ("q6_k", 16)], 512, biases=(True, True, False), plan=Plan(2, 2, 16, 2))
+    check_linear(
+        profile, [("q4_k", 64), ("q5_0", 21), ("q6_k", 16)], 512, biases=(True, True, False), plan=Plan(2, 2, 16, 2)
+    )
 
 
 @pytest.mark.parametrize("fmt", ["q4_0", "bf16"])
@@ -123,16 +141,21 @@ def test_gemm_leaves_tiles_without_live_tokens(profile):
     execute(gemm.linear([("q4_1", 48)], k, m, "rows", (False,), False, profile, "linear"), arrays, profile)
     assert error(arrays["Y0"][:live], (x @ w.T)[:live]) < TOLERANCE
     tokens = choose(profile, m).tokens
-    assert np.isnan(arrays["Y0"][-(-live // tokens) * tokens:]).all() and tokens < m
+    assert np.isnan(arrays["Y0"][-(-live // tokens) * tokens :]).all() and tokens < m
 
 
 # m, gate format, up format, f, k, act_out
 GATE_UP = {
-    "decode": (1, "q4_0", "q4_0", 64, 512, "rows"), "decode mixed": (1, "q4_k", "q6_k", 64, 768, "rows"),
-    "decode one unit": (1, "q4_0", "q5_1", 64, 32, "rows"), "decode half": (1, "q2_k", "q2_k", 32, 256, "half"),
-    "decode float": (1, "f32", "f16", 32, 128, "rows"), "decode float32": (1, "iq4_nl", "q4_1", 32, 256, ""),
-    "chunk": (16, "q4_k", "q6_k", 96, 256, "rows"), "chunk large": (64, "q4_0", "q4_0", 96, 64, "rows"),
-    "chunk float32": (32, "q8_0", "q8_0", 64, 64, ""), "chunk half": (16, "q4_0", "q8_0", 32, 64, "half"),
+    "decode": (1, "q4_0", "q4_0", 64, 512, "rows"),
+    "decode mixed": (1, "q4_k", "q6_k", 64, 768, "rows"),
+    "decode one unit": (1, "q4_0", "q5_1", 64, 32, "rows"),
+    "decode half": (1, "q2_k", "q2_k", 32, 256, "half"),
+    "decode float": (1, "f32", "f16", 32, 128, "rows"),
+    "decode float32": (1, "iq4_nl", "q4_1", 32, 256, ""),
+    "chunk": (16, "q4_k", "q6_k", 96, 256, "rows"),
+    "chunk large": (64, "q4_0", "q4_0", 96, 64, "rows"),
+    "chunk float32": (32, "q8_0", "q8_0", 64, 64, ""),
+    "chunk half": (16, "q4_0", "q8_0", 32, 64, "half"),
     "chunk float": (16, "f16", "f32", 64, 64, "rows"),
 }
 
@@ -176,7 +199,9 @@ def test_quantize(profile, act, chunk):
     norm_cases.check(out, x[:live].astype(np.float64))
 
 
-@pytest.mark.parametrize(("act", "row", "chunk"), [("", "last", 1), ("rows", "all", 2), ("half", "all", 1), ("rows", "all", 0)])
+@pytest.mark.parametrize(
+    ("act", "row", "chunk"), [("", "last", 1), ("rows", "all", 2), ("half", "all", 1), ("rows", "all", 0)]
+)
 def test_rms_norm(profile, act, row, chunk):
     m, k, live = norm_cases.CHUNKS[chunk]
     x, g = norm_cases.rows_of(m, k), np.random.default_rng(9).standard_normal(k).astype(np.float32)
@@ -229,13 +254,17 @@ def attention_kernel(profile, name):
     return attention_decode(heads, kv_heads, d, CTX, act, profile, "attention", rope)
 
 
-@pytest.mark.parametrize(("profile_name", "name"), [*(("lavapipe", n) for n in ATTENTION), *(("generic", n) for n in GENERIC_ATTENTION)])
+@pytest.mark.parametrize(
+    ("profile_name", "name"), [*(("lavapipe", n) for n in ATTENTION), *(("generic", n) for n in GENERIC_ATTENTION)]
+)
 def test_attention(profile_name, name):
     case, profile = ATTENTION[name], PROFILES[profile_name]
     heads, kv_heads, d, m, act, rope, states = case
     rng = np.random.default_rng(1)
-    scratch = {n: np.full(shape, np.nan, dtype) if dtype == "float32" else np.zeros(shape, dtype)
-               for n, (shape, dtype) in scratch_shapes(heads, kv_heads, d).items()}
+    scratch = {
+        n: np.full(shape, np.nan, dtype) if dtype == "float32" else np.zeros(shape, dtype)
+        for n, (shape, dtype) in scratch_shapes(heads, kv_heads, d).items()
+    }
     for position, live in states:
         end = position + live
         k, v = attention_cases.stale_caches(rng, kv_heads, d, position if rope else end)
@@ -249,7 +278,9 @@ def test_attention(profile_name, name):
             inputs = {"Qo": q.astype(np.float16)}
             queries = inputs["Qo"][:live].astype(np.float64) / LOG2E * np.sqrt(d)
         out, state = attention_cases.outputs(m, heads * d), np.array([position, live, 0, 0], np.int32)
-        execute(attention_kernel(profile, name), {"state": state, "Kc": Kc, "Vc": Vc, **inputs, **scratch, **out}, profile)
+        execute(
+            attention_kernel(profile, name), {"state": state, "Kc": Kc, "Vc": Vc, **inputs, **scratch, **out}, profile
+        )
         new_k, new_v = attention_cases.unpack(Kc, Vc)
         if rope:
             attention_cases.check_written(k, new_k, position, own)
@@ -266,7 +297,7 @@ def test_rope_kv_write(profile, name):
     case = ROPE[name]
     heads, kv_heads, d, m, _, rope, _ = case
     rng, kernel = np.random.default_rng(2), rope_kv_write(heads, kv_heads, d, CTX, m, *rope, profile, "rope")
-    for position, live in {(5, max(1, m - 1)), (CTX - 1, m)}:          # the last one has no room for more than one token
+    for position, live in {(5, max(1, m - 1)), (CTX - 1, m)}:  # the last one has no room for more than one token
         written = min(live, CTX - position)
         k, v = attention_cases.stale_caches(rng, kv_heads, d, 0)
         Kc, Vc = attention_cases.pack(k, v)

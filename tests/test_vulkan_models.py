@@ -13,7 +13,9 @@ from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 
 MAX_KL = 1e-3
-SAMPLE = "qwen3-q4_0"  # of the reference models: Mesa takes half a minute to compile one; all of them: vulkan_quality.py
+SAMPLE = (
+    "qwen3-q4_0"  # of the reference models: Mesa takes half a minute to compile one; all of them: vulkan_quality.py
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,9 @@ def load():
         engine.device.close()
 
 
-@pytest.mark.parametrize(("spec", "arch"), [("tiny:q4_k", "vangogh"), ("tiny-qwen3:q6_k", "rdna4"), ("tiny-qwen2:q5_1", "generic")])
+@pytest.mark.parametrize(
+    ("spec", "arch"), [("tiny:q4_k", "vangogh"), ("tiny-qwen3:q6_k", "rdna4"), ("tiny-qwen2:q5_1", "generic")]
+)
 def test_artifact(made, spec, arch):
     """Seven dispatches a layer in decode; every launch says where its code is and what it writes."""
     manifest = Artifact.open(made(spec, arch)).manifest
@@ -64,7 +68,11 @@ def test_artifact(made, spec, arch):
 
 def test_several_profiles_share_an_artifact(made):
     manifest = Artifact.open(made("tiny:q4_0", "steamdeck,vega,7900xtx:matrix=none")).manifest
-    assert list(manifest["libraries"].values()) == ["kernels-vangogh.spv", "kernels-gfx90c.spv", "kernels-rdna3-matrix-none.spv"]
+    assert list(manifest["libraries"].values()) == [
+        "kernels-vangogh.spv",
+        "kernels-gfx90c.spv",
+        "kernels-rdna3-matrix-none.spv",
+    ]
     with pytest.raises(UserError, match="need different layouts"):
         made("tiny:q4_0", "steamdeck,rdna3")
 
@@ -81,7 +89,9 @@ def test_unknown_profile(made):
         made("tiny:q4_0", "voodoo2")
 
 
-@pytest.mark.parametrize(("spec", "arch"), [("tiny:q4_0", "auto"), ("tiny-qwen3:q4_k", "auto"), ("tiny-qwen2:q5_1", "generic")])
+@pytest.mark.parametrize(
+    ("spec", "arch"), [("tiny:q4_0", "auto"), ("tiny-qwen3:q4_k", "auto"), ("tiny-qwen2:q5_1", "generic")]
+)
 def test_logits(made, load, spec, arch):
     """A prefill chunk, decode steps, and the logits of a whole text, against the numpy reference."""
     vulkan_harness.gpu()

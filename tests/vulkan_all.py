@@ -1,13 +1,13 @@
-"""Compiles models for every known Vulkan profile, validates the SPIR-V, and has RADV compile it for AMD's GPUs; not part of the test run,
-because it takes long.
+"""Compiles models for every known Vulkan profile, validates the SPIR-V, and has RADV compile it for AMD's GPUs; not
+part of the test run, because it takes long.
 
     python tests/vulkan_all.py MODEL.gguf|PRESET:FORMAT|PRESET:mixed .. [--archs vangogh,rdna3:matrix=none] [--table]
 
-`mixed` gives the matrices of a small preset all tensor types in turn; `each` in place of a format is a model for every tensor type.
---table: the statistics of every kernel.
+`mixed` gives the matrices of a small preset all tensor types in turn; `each` in place of a format is a model for every
+tensor type. --table: the statistics of every kernel.
 
-Exits with 1 if a compile fails, a module is invalid, or a kernel uses scratch memory or spills. Not counted: what is missing here
-(spirv-val that knows cooperative matrices, RADV that knows the GPU); that is told.
+Exits with 1 if a compile fails, a module is invalid, or a kernel uses scratch memory or spills. Not counted: what is
+missing here (spirv-val that knows cooperative matrices, RADV that knows the GPU); that is told.
 """
 
 import argparse
@@ -53,7 +53,9 @@ def judge(artifact: Artifact, arch: str, table: bool) -> tuple[bool, str]:
         if table:
             print(inspect_vulkan.tables([report]))
         kernels = [kernel for kernel in report["kernels"] if "vgprs" in kernel]
-        bad = [kernel["name"] for kernel in kernels if kernel["scratch"] or kernel["vgpr_spills"] or kernel["sgpr_spills"]]
+        bad = [
+            kernel["name"] for kernel in kernels if kernel["scratch"] or kernel["vgpr_spills"] or kernel["sgpr_spills"]
+        ]
         least = min(kernels, key=lambda kernel: kernel["occupancy"]["waves"])
         waves = f"{least['occupancy']['waves']} waves a SIMD ({least['name']}: {least['occupancy']['limit']})"
         facts.append(f"{report['compiler']}: at least {waves}, scratch or spills: {bad or 'none'}")

@@ -3,7 +3,8 @@
     from vulkan_harness import gpu, run
     results = run(prim_func, [a, b, c], profile="lavapipe")     # -> the arrays after the run, in the same order
 
-Tests take Mesa's CPU driver where it is installed, unless VK_DRIVER_FILES asks for others; `gpu()` skips the test where there is no device.
+Tests take Mesa's CPU driver where it is installed, unless VK_DRIVER_FILES asks for others; `gpu()` skips the test where
+there is no device.
 """
 
 import ctypes
@@ -27,7 +28,11 @@ GUARD = 4096  # bytes after each array that a kernel must leave alone
 
 def find_driver() -> None:
     """Lets Vulkan's loader see only Mesa's CPU driver, unless the caller chose."""
-    found = [file for folder in ("/usr/share", "/usr/local/share", "/etc") for file in Path(folder, "vulkan/icd.d").glob("lvp_icd*.json")]
+    found = [
+        file
+        for folder in ("/usr/share", "/usr/local/share", "/etc")
+        for file in Path(folder, "vulkan/icd.d").glob("lvp_icd*.json")
+    ]
     if found and not os.environ.keys() & {"VK_DRIVER_FILES", "VK_ICD_FILENAMES"}:
         os.environ["VK_DRIVER_FILES"] = os.environ["VK_ICD_FILENAMES"] = str(found[0])
     os.environ.setdefault("XDG_RUNTIME_DIR", "/tmp")
@@ -56,7 +61,8 @@ def gpu(name: str | None = None):
 def run(func, arrays, profile="lavapipe", gpu_name: str | None = None) -> list[np.ndarray]:
     """One compiled PrimFunc on numpy arrays -> copies of all of them after the run.
 
-    profile: a name or a Profile of schedules/gpu/profiles.py; its needs are checked, and a device that lacks something fails the test.
+    profile: a name or a Profile of schedules/gpu/profiles.py; its needs are checked, and a device that lacks something
+    fails the test.
     """
     from mlc_amd.compiler.codegen.spirv import compile_spirv
     from mlc_amd.schedules.gpu.profiles import resolve
@@ -71,18 +77,24 @@ def run(func, arrays, profile="lavapipe", gpu_name: str | None = None) -> list[n
     return run_spirv(steps, arrays, function.scratch, profile.wave if profile.subgroups else 0, profile.push, gpu_name)
 
 
-def run_spirv(steps, arrays, scratch=(), subgroup: int = 0, push: int = 128, gpu_name: str | None = None) -> list[np.ndarray]:
+def run_spirv(
+    steps, arrays, scratch=(), subgroup: int = 0, push: int = 128, gpu_name: str | None = None
+) -> list[np.ndarray]:
     """Launches SPIR-V on numpy arrays, in order -> copies of them after the run.
 
-    steps: (binary, grid, block, args, writes, table): args are indices of `arrays`, or len(arrays) + i for scratch buffer i (its bytes in
-    `scratch`); writes: positions in args that the kernel writes; table: the addresses go to memory and their address to the kernel.
+    steps: (binary, grid, block, args, writes, table): args are indices of `arrays`, or len(arrays) + i for scratch
+    buffer i (its bytes in `scratch`); writes: positions in args that the kernel writes; table: the addresses go to
+    memory and their address to the kernel.
     """
     chosen, instance = gpu(gpu_name), _open()
     with ExitStack() as held:
         context = Context(instance, chosen, held)
         memory, pipelines = Memory(context), Pipelines(context, push, subgroup)
         arrays = [np.ascontiguousarray(array) for array in arrays]
-        sizes = {i: -(-nbytes // ALIGN) * ALIGN + GUARD for i, nbytes in enumerate([a.nbytes for a in arrays] + list(scratch))}
+        sizes = {
+            i: -(-nbytes // ALIGN) * ALIGN + GUARD
+            for i, nbytes in enumerate([a.nbytes for a in arrays] + list(scratch))
+        }
         sizes["tables"] = 8 * sum(len(step[3]) + 32 for step in steps)
         found, blocks = memory.spread(sizes, "device")
         memory.fill(blocks)
@@ -94,7 +106,10 @@ def run_spirv(steps, arrays, scratch=(), subgroup: int = 0, push: int = 128, gpu
         table_at = found["tables"][1]
         for i, (_, grid, _, args, writes, table) in enumerate(steps):
             addresses = [found[arg][0].address + found[arg][1] for arg in args]
-            spans = tuple((a, a + sizes[arg], position in writes) for position, (a, arg) in enumerate(zip(addresses, args, strict=True)))
+            spans = tuple(
+                (a, a + sizes[arg], position in writes)
+                for position, (a, arg) in enumerate(zip(addresses, args, strict=True))
+            )
             values = (ctypes.c_uint64 * len(addresses))(*addresses)
             if table:
                 memory.put(found["tables"][0], table_at, np.frombuffer(bytes(values), np.uint8))

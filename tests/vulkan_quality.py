@@ -1,4 +1,5 @@
-"""Runs the reference models on this machine's Vulkan device and reports their quality; not part of the test run, which takes a sample.
+"""Runs the reference models on this machine's Vulkan device and reports their quality; not part of the test run, which
+takes a sample.
 
     python tests/vulkan_quality.py [MODEL ..] [--arch auto] [--shared ../shared]
 
@@ -28,7 +29,10 @@ def main() -> int:
     failed = 0
     for name in options.models:
         start = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder, GGUFModel.open(options.shared / "models" / f"{name}.gguf") as model:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            GGUFModel.open(options.shared / "models" / f"{name}.gguf") as model,
+        ):
             compile_model(model, "vulkan", options.arch, 512, Path(folder) / "model")
             engine, expected = Engine.load(Path(folder) / "model"), Reference(options.shared, name)
             compiled = time.perf_counter() - start
@@ -36,8 +40,14 @@ def main() -> int:
             device = engine.device.name
             engine.device.close()
         failed += wrong > 0 or not logits.good
-        facts = f"KL {logits.kl:.5f} (bar {logits.kl_bar:.5f}), perplexity {logits.perplexity:+.2%}, greedy {wrong} of {compared} wrong"
-        print(f"{name} on {device}: {facts}; {compiled:.0f} s to load, {time.perf_counter() - start:.0f} s in all", flush=True)
+        facts = (
+            f"KL {logits.kl:.5f} (bar {logits.kl_bar:.5f}), perplexity {logits.perplexity:+.2%}, greedy {wrong} of "
+            f"{compared} wrong"
+        )
+        print(
+            f"{name} on {device}: {facts}; {compiled:.0f} s to load, {time.perf_counter() - start:.0f} s in all",
+            flush=True,
+        )
     return 1 if failed else 0
 
 

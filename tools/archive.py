@@ -60,13 +60,16 @@ def compressor() -> Callable[[int], object]:
         try:
             import zstandard
         except ImportError as e:
-            raise UserError(".tar.zst needs the package zstandard; install it with: pip install zstandard, or give -o a folder") from e
+            raise UserError(
+                ".tar.zst needs the package zstandard; install it with: pip install zstandard, or give -o a folder"
+            ) from e
         return lambda level: zstandard.ZstdCompressor(level=level).compressobj()
     return lambda level: zstd.ZstdCompressor(level=level)
 
 
 class _Frames(io.RawIOBase):
-    """A file for tarfile: what is written is compressed at the level that was set last; setting one begins another frame."""
+    """A file for tarfile: what is written is compressed at the level that was set last; setting one begins another
+    frame."""
 
     def __init__(self, file, make: Callable[[int], object]):
         self._file, self._make, self._frame, self._position = file, make, None, 0
@@ -91,7 +94,8 @@ class _Frames(io.RawIOBase):
 
 
 def write_folder(path: Path, entries: Iterable[Entry], wrote: Callable[[int], None]) -> None:
-    """Writes `entries` into the folder `path`, which is replaced. wrote(bytes) is called with what was read since the last time."""
+    """Writes `entries` into the folder `path`, which is replaced. wrote(bytes) is called with what was read since the
+    last time."""
     with _renamed(path) as temporary:
         temporary.mkdir()
         for entry in entries:
@@ -102,9 +106,11 @@ def write_folder(path: Path, entries: Iterable[Entry], wrote: Callable[[int], No
             file.chmod(entry.mode)
 
 
-def write_archive(path: Path, folder: str, entries: Iterable[Entry], fast: Callable[[Entry], bool], wrote: Callable[[int], None]) -> None:
-    """Writes `entries`, as files of `folder`, into the .tar.zst `path`. fast(entry): content that hardly gets smaller. wrote(bytes): as in
-    `write_folder`."""
+def write_archive(
+    path: Path, folder: str, entries: Iterable[Entry], fast: Callable[[Entry], bool], wrote: Callable[[int], None]
+) -> None:
+    """Writes `entries`, as files of `folder`, into the .tar.zst `path`. fast(entry): content that hardly gets smaller.
+    wrote(bytes): as in `write_folder`."""
     make = compressor()
     with _renamed(path) as temporary, open(temporary, "wb") as file:
         frames, level = _Frames(file, make), 0
@@ -123,7 +129,8 @@ def write_archive(path: Path, folder: str, entries: Iterable[Entry], fast: Calla
 
 @contextmanager
 def _renamed(path: Path) -> Iterator[Path]:
-    """A name beside `path` for a file or a folder that takes its place when the block ends well, and vanishes when it does not."""
+    """A name beside `path` for a file or a folder that takes its place when the block ends well, and vanishes when it
+    does not."""
     temporary, old = (path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.{end}") for end in ("tmp", "old"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +139,9 @@ def _renamed(path: Path) -> Iterator[Path]:
             path.rename(old)
         temporary.rename(path)
     except OSError as e:
-        raise UserError(f"cannot write {path}: {e.strerror or e}; free some space or choose another output with -o") from e
+        raise UserError(
+            f"cannot write {path}: {e.strerror or e}; free some space or choose another output with -o"
+        ) from e
     finally:
         for place in (temporary, old):
             if place.is_dir():

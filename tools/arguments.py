@@ -1,8 +1,10 @@
-"""The command line of one verb: what was typed -> what python-fire binds to the verb's `run` function, and the verb's help page.
+"""The command line of one verb: what was typed -> what python-fire binds to the verb's `run` function, and the verb's
+help page.
 
-A verb is a function: parameters before `*` are positional arguments, those after it are flags, annotations are types, and the Google-style
-docstring is the help. Fire alone would read `--prompt 123` as a number, `1e3.gguf` as a float and `-` as its own separator, and would page
-its help; so `normalize` turns every token into `--name=text` and `parse_functions` tells fire how to read each text by its annotation.
+A verb is a function: parameters before `*` are positional arguments, those after it are flags, annotations are types,
+and the Google-style docstring is the help. Fire alone would read `--prompt 123` as a number, `1e3.gguf` as a float and
+`-` as its own separator, and would page its help; so `normalize` turns every token into `--name=text` and
+`parse_functions` tells fire how to read each text by its annotation.
 """
 
 import difflib
@@ -72,7 +74,8 @@ def _spelling(name: str) -> str:
 
 
 def parse_functions(run: Callable) -> dict[str, Callable[[str], object]]:
-    """For fire's SetParseFns: how the text of each parameter of `run` is read. They raise UserError on text that does not fit."""
+    """For fire's SetParseFns: how the text of each parameter of `run` is read. They raise UserError on text that does
+    not fit."""
 
     def function(name: str, annotation: object) -> Callable[[str], object]:
         read, what = _reader(annotation)
@@ -91,11 +94,14 @@ def parse_functions(run: Callable) -> dict[str, Callable[[str], object]]:
 def normalize(run: Callable, short: dict[str, str], tokens: Sequence[str]) -> list[str]:
     """Rewrites what was typed after the verb as one `--name=text` per parameter of `run`.
 
-    `short` maps one-letter flags to parameter names. Flags take their value after `=` or as the next token; boolean flags stand alone;
-    `tuple[str, ...]` flags may be repeated; after `--` everything is positional. Raises UserError for whatever does not fit.
+    `short` maps one-letter flags to parameter names. Flags take their value after `=` or as the next token; boolean
+    flags stand alone; `tuple[str, ...]` flags may be repeated; after `--` everything is positional. Raises UserError
+    for whatever does not fit.
     """
     parameters = _parameters(run)
-    positional = [name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.KEYWORD_ONLY]
+    positional = [
+        name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+    ]
     values: dict[str, list[str]] = {}
     waiting = list(tokens)
     only_positional = False
@@ -127,7 +133,10 @@ def normalize(run: Callable, short: dict[str, str], tokens: Sequence[str]) -> li
         if parameter.default is parameter.empty and name not in values:
             what = name.upper() if name in positional else _spelling(name)
             raise UserError(f"{what} is missing: see --help")
-    texts = {name: json.dumps(v) if _plain(parameters[name].annotation) == tuple[str, ...] else v[0] for name, v in values.items()}
+    texts = {
+        name: json.dumps(v) if _plain(parameters[name].annotation) == tuple[str, ...] else v[0]
+        for name, v in values.items()
+    }
     return [f"--{name}={text}" for name, text in texts.items()]
 
 
@@ -140,7 +149,8 @@ def _is_number(token: str) -> bool:
 
 
 def _named(flag: str, short: dict[str, str], parameters: dict[str, inspect.Parameter]) -> str:
-    """The parameter that `flag` (as typed, dashes included) means. Raises UserError with the nearest flag when there is none."""
+    """The parameter that `flag` (as typed, dashes included) means. Raises UserError with the nearest flag when there is
+    none."""
     if not flag.startswith("--"):
         if flag[1:] in short:
             return short[flag[1:]]
@@ -178,5 +188,7 @@ def help_page(verb: str, run: Callable, short: dict[str, str]) -> str:
     for kind, entries in rows.items():
         lines += ["", kind + ":"] if entries else []
         for left, right in entries:
-            lines += textwrap.wrap(right, width, initial_indent=f"  {left}".ljust(column), subsequent_indent=" " * column)
+            lines += textwrap.wrap(
+                right, width, initial_indent=f"  {left}".ljust(column), subsequent_indent=" " * column
+            )
     return "\n".join(lines) + "\n"

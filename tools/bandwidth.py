@@ -1,7 +1,8 @@
 """How fast this machine reads memory: what decoding, which reads every weight once per token, can reach at best.
 
-A plain read of arrays much larger than the last-level cache, one thread per core, each with its own array (first touched by the thread that
-reads it). numpy's maximum of float64 is one vector load and one vector operation per 64 bytes and releases the GIL, so it waits for memory.
+A plain read of arrays much larger than the last-level cache, one thread per core, each with its own array (first
+touched by the thread that reads it). numpy's maximum of float64 is one vector load and one vector operation per 64
+bytes and releases the GIL, so it waits for memory.
 """
 
 import os
@@ -19,7 +20,8 @@ _ROUNDS = 5
 def of_device(device) -> tuple[float, str] | None:
     """(bytes per second, how measured) of the memory that a device's weights are in; None where nothing measures it.
 
-    "read": this module's reading, by as many threads as the cpu device has; "copy": a GPU's own copy, bytes read and written together.
+    "read": this module's reading, by as many threads as the cpu device has; "copy": a GPU's own copy, bytes read and
+    written together.
     """
     if device.kind == "cpu":
         return measure(device.threads), "read"
@@ -28,7 +30,8 @@ def of_device(device) -> tuple[float, str] | None:
 
 
 def measure(threads: int | None = None) -> float:
-    """The best of several reads, in bytes per second. threads: how many read at once (default: the CPUs this process may use)."""
+    """The best of several reads, in bytes per second. threads: how many read at once (default: the CPUs this process
+    may use)."""
     threads = threads or len(os.sched_getaffinity(0))
     count = max(_LEAST_BYTES, 4 * last_level_cache() // threads) // 8
     together = threading.Barrier(threads)

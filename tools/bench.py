@@ -1,8 +1,8 @@
 """`mlc-amd bench`: prefill and decode speed, with llama-bench's meaning, column names and output formats.
 
-A test is `pp<n>` (prefill n tokens), `tg<n>` (decode n tokens, one at a time), or either `@ d<k>`, with k tokens in the KV cache before it.
-Tokens are random and the time holds only the engine's work: no tokenizer, no sampling. Each test runs once unmeasured, then r times. A GPU
-is kept busy for a moment before that, for an idle one has slowed its clocks.
+A test is `pp<n>` (prefill n tokens), `tg<n>` (decode n tokens, one at a time), or either `@ d<k>`, with k tokens in the
+KV cache before it. Tokens are random and the time holds only the engine's work: no tokenizer, no sampling. Each test
+runs once unmeasured, then r times. A GPU is kept busy for a moment before that, for an idle one has slowed its clocks.
 """
 
 import csv
@@ -69,38 +69,44 @@ def run(
 ) -> None:
     """Measures prefill (pp) and decode (tg) speed in tokens per second, with llama-bench's columns.
 
-    For decoding it adds the bytes of weights and KV cache that a token must read, as GB/s, and as a share of what the memory can do: of the
-    plain read (cpu) or copy (GPU) bandwidth, measured right before the test, and of what the fastest usual GPU of its kind has, by the
-    table; and the time that the host spends on a token besides waiting.
+    For decoding it adds the bytes of weights and KV cache that a token must read, as GB/s, and as a share of what the
+    memory can do: of the plain read (cpu) or copy (GPU) bandwidth, measured right before the test, and of what the
+    fastest usual GPU of its kind has, by the table; and the time that the host spends on a token besides waiting.
 
     Args:
         model: an artifact's folder or a GGUF file (compiled on first use); nothing means the bundled demo model.
-        n_prompt: tokens to prefill; 0 leaves prefill out.
-        n_gen: tokens to decode; 0 leaves decoding out.
-        n_depth: tokens in the KV cache before each test.
-        repetitions: measured runs of each test.
-        output: format of the result.
-        synthetic: instead of a file, a model of that shape with random weights: PRESET:FORMAT as llama3-8b:q4_0
-        target: what a GGUF file is compiled for: cpu, rocm or vulkan.
-        arch: the CPU or GPU that a GGUF file is compiled for: native (this machine's) or a name, see `mlc-amd compile --help`.
-        ctx: tokens that the KV cache holds, for a GGUF file (default: what the tests need).
-        threads: CPU threads (default: all cores).
-        device: the GPU, for target vulkan: its number in `mlc-amd doctor` or a part of its name (default: $MLC_AMD_DEVICE, or the best).
-        per_kernel: for each test, the time of every kernel of one step, and what it reads and computes in that time (md and json).
-        profile_host: for decoding, what the host does for a token, choosing it and its text included (md and json).
+        n_prompt: tokens to prefill; 0 leaves prefill out. n_gen: tokens to decode; 0 leaves decoding out. n_depth:
+        tokens in the KV cache before each test. repetitions: measured runs of each test. output: format of the result.
+        synthetic: instead of a file, a model of that shape with random weights: PRESET:FORMAT as llama3-8b:q4_0 target:
+        what a GGUF file is compiled for: cpu, rocm or vulkan. arch: the CPU or GPU that a GGUF file is compiled for:
+        native (this machine's) or a name, see `mlc-amd compile --help`. ctx: tokens that the KV cache holds, for a GGUF
+        file (default: what the tests need). threads: CPU threads (default: all cores). device: the GPU, for target
+        vulkan: its number in `mlc-amd doctor` or a part of its name (default: $MLC_AMD_DEVICE, or the best).
+        per_kernel: for each test, the time of every kernel of one step, and what it reads and computes in that time (md
+        and json). profile_host: for decoding, what the host does for a token, choosing it and its text included (md and
+        json).
     """
     tests = plan_tests(n_prompt, n_gen, n_depth)
     if repetitions < 1:
         raise UserError(f"--repetitions is {repetitions}: it must be at least 1")
     needed = max(test.n_depth + test.tokens for test in tests)
     compilation = {"target": target, "arch": arch, "synthetic": synthetic}
-    engine = models.load_engine(model, threads=threads, device=device, ctx=_context(model, synthetic, ctx, needed), **compilation)
+    engine = models.load_engine(
+        model, threads=threads, device=device, ctx=_context(model, synthetic, ctx, needed), **compilation
+    )
     if needed > engine.context:
-        raise UserError(f"the tests need a context of {needed} tokens, this model has {engine.context}: compile it with a larger --ctx")
+        raise UserError(
+            f"the tests need a context of {needed} tokens, this model has {engine.context}: compile it with a larger "
+            "--ctx"
+        )
     if per_kernel and not hasattr(engine.device, "time"):
         raise UserError(f"--per-kernel: the device of target '{engine.device.kind}' cannot time single kernels")
     decodes = any(test.n_gen for test in tests)
-    if decodes and engine.device.kind == "cpu" and kernel_table.decode_bytes(engine.artifact, 0) < bandwidth.last_level_cache():
+    if (
+        decodes
+        and engine.device.kind == "cpu"
+        and kernel_table.decode_bytes(engine.artifact, 0) < bandwidth.last_level_cache()
+    ):
         display.message("this model fits into the CPU's cache: how fast memory is read says little about it")
     if engine.device.kind != "cpu":
         display.message(f"on {engine.device.name}")
@@ -127,7 +133,9 @@ def plan_tests(n_prompt: Sequence[int], n_gen: Sequence[int], n_depth: Sequence[
     """The tests in llama-bench's order: for each depth the prefills, then the decodings."""
     if min((*n_prompt, *n_gen, *n_depth)) < 0:
         raise UserError("-p, -n and -d must not be negative")
-    tests = [t for d in n_depth for t in (*(Test(p, 0, d) for p in n_prompt if p), *(Test(0, n, d) for n in n_gen if n))]
+    tests = [
+        t for d in n_depth for t in (*(Test(p, 0, d) for p in n_prompt if p), *(Test(0, n, d) for n in n_gen if n))
+    ]
     if not tests:
         raise UserError("nothing to measure: give -p or -n a number above 0")
     return tests
@@ -229,7 +237,11 @@ def _result(engine, test: Test, repetitions: int, per_kernel: bool) -> dict[str,
         "host_us": None,
     }
     if test.n_gen:
-        read = kernel_table.decode_bytes(engine.artifact, test.n_depth + (test.n_gen - 1) / 2) * float(np.mean(rates)) / 1e9
+        read = (
+            kernel_table.decode_bytes(engine.artifact, test.n_depth + (test.n_gen - 1) / 2)
+            * float(np.mean(rates))
+            / 1e9
+        )
         result |= {"read_gbps": read, "host_us": float(np.mean([one.host for one in found])) / test.tokens * 1e6}
         for of, share in (("machine_gbps", "read_share"), ("peak_gbps", "peak_share")):
             result[share] = read / result[of] if result[of] else None
@@ -237,7 +249,8 @@ def _result(engine, test: Test, repetitions: int, per_kernel: bool) -> dict[str,
 
 
 def _peak(engine) -> float | None:
-    """GB/s of device memory that the table of GPUs has for the kernels in use: of the fastest usual product; None for an unknown one."""
+    """GB/s of device memory that the table of GPUs has for the kernels in use: of the fastest usual product; None for
+    an unknown one."""
     table = engine.artifact.manifest["target"].get("bandwidth", {})
     return table.get(getattr(engine.device, "code_arch", None)) or None
 
@@ -259,12 +272,27 @@ Writer = tuple[str, Callable[[dict], str], str]
 
 
 def _markdown() -> Writer:
-    header = ("model", "size", "params", "backend", "threads", "test", "t/s", "GB/s", "of measured", "of table", "host us")
+    header = (
+        "model",
+        "size",
+        "params",
+        "backend",
+        "threads",
+        "test",
+        "t/s",
+        "GB/s",
+        "of measured",
+        "of table",
+        "host us",
+    )
     widths = (30, 10, 10, 10, 7, 15, 20, 8, 21, 12, 8)
     right = {1, 2, 4, 5, 6, 7, 8, 9, 10}
 
     def line(cells: Sequence[object]) -> str:
-        aligned = (str(c).rjust(w) if i in right else str(c).ljust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
+        aligned = (
+            str(c).rjust(w) if i in right else str(c).ljust(w)
+            for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+        )
         return "| " + " | ".join(aligned) + " |\n"
 
     def write(result: dict) -> str:
@@ -277,7 +305,8 @@ def _markdown() -> Writer:
             result["test"],
             f"{result['avg_ts']:.2f} ± {result['stddev_ts']:.2f}",
             f"{result['read_gbps']:.2f}" if result["n_gen"] else "",
-            f"{result['read_share']:.0%} of {result['machine_gbps']:.1f} ({result['machine_how']})" if result["read_share"] else "",
+            f"{result['read_share']:.0%} of {result['machine_gbps']:.1f} "
+            f"({result['machine_how']})" if result["read_share"] else "",
             f"{result['peak_share']:.0%} of {result['peak_gbps']:.0f}" if result["peak_share"] else "",
             f"{result['host_us']:.1f}" if result["n_gen"] else "",
         ))  # fmt: skip

@@ -1,7 +1,9 @@
-"""The console script `mlc-amd`: picks the verb, calls it through python-fire, and turns whatever goes wrong into one line.
+"""The console script `mlc-amd`: picks the verb, calls it through python-fire, and turns whatever goes wrong into one
+line.
 
-Results go to stdout; messages, progress and errors go to stderr. Exit codes: 0 done, 1 the user must change something (`error: ...`),
-70 a bug of ours, 130 interrupted with Ctrl-C, 141 the reader of stdout went away. `--debug` anywhere adds the traceback.
+Results go to stdout; messages, progress and errors go to stderr. Exit codes: 0 done, 1 the user must change something
+(`error: ...`), 70 a bug of ours, 130 interrupted with Ctrl-C, 141 the reader of stdout went away. `--debug` anywhere
+adds the traceback.
 """
 
 import difflib
@@ -63,9 +65,20 @@ def verbs() -> dict[str, str]:
 def overview() -> str:
     """The text of `mlc-amd --help`."""
     width = max(map(len, verbs())) + 2
-    lines = ["usage: mlc-amd COMMAND [arguments] [flags]", "", "Compiles GGUF language models with TVM and runs them.", "", "commands:"]
+    lines = [
+        "usage: mlc-amd COMMAND [arguments] [flags]",
+        "",
+        "Compiles GGUF language models with TVM and runs them.",
+        "",
+        "commands:",
+    ]
     lines += [f"  {verb.ljust(width)}{summary}" for verb, summary in verbs().items()]
-    lines += ["", "`mlc-amd COMMAND --help` explains a command. `--debug` shows the traceback of an error; `--version` the version.", ""]
+    lines += [
+        "",
+        "`mlc-amd COMMAND --help` explains a command. `--debug` shows the traceback of an error; `--version` the "
+        "version.",
+        "",
+    ]
     lines += ["Start with `mlc-amd chat`: it runs a small bundled model.", ""]
     return "\n".join(lines)
 
@@ -115,14 +128,21 @@ def _dispatch(tokens: list[str], literal: list[str]) -> None:
         return
     if verb not in verbs():
         near = difflib.get_close_matches(verb, verbs(), 1)
-        raise UserError(f"unknown command {verb!r}: " + (f"did you mean {near[0]}?" if near else f"choose from {', '.join(verbs())}"))
+        raise UserError(
+            f"unknown command {verb!r}: "
+            + (f"did you mean {near[0]}?" if near else f"choose from {', '.join(verbs())}")
+        )
     module = importlib.import_module(module_of(verb))
     short = getattr(module, "SHORT", {})
     if "--help" in rest or "-h" in rest:
         sys.stdout.write(arguments.help_page(verb, module.run, short))
         return
     command = arguments.normalize(module.run, short, rest + literal)
-    fire.Fire(fire.decorators.SetParseFns(**arguments.parse_functions(module.run))(module.run), command=command, name=f"mlc-amd {verb}")
+    fire.Fire(
+        fire.decorators.SetParseFns(**arguments.parse_functions(module.run))(module.run),
+        command=command,
+        name=f"mlc-amd {verb}",
+    )
 
 
 def _os_error(error: OSError) -> str:

@@ -25,20 +25,21 @@ def run(
 ) -> None:
     """Compiles a GGUF file into an artifact: a folder with kernels for one kind of machine and the repacked weights.
 
-    The folder is complete or not there at all, and replaces an older artifact of the same name, but nothing else. It runs with
-    `mlc-amd chat FOLDER`, also on other machines of the same kind.
+    The folder is complete or not there at all, and replaces an older artifact of the same name, but nothing else. It
+    runs with `mlc-amd chat FOLDER`, also on other machines of the same kind.
 
     Args:
-        model: the GGUF file; of a split model any part.
-        target: what to compile for: cpu, rocm or vulkan.
-        arch: native (or auto) for this machine's; for cpu x86-64-v2, x86-64-v3, x86-64-v4, znver4 or another cpu name of LLVM; for rocm
-            gfx1100, 7900xtx or another name; for vulkan a product's name as 7900xtx, or a profile of vangogh (Steam Deck), rdna2, rdna3,
-            rdna4, gfx90c, nvidia, lavapipe and generic (any device). For GPUs several go with commas between.
-        ctx: tokens that the KV cache holds (default: as many as the model allows, up to 4096).
-        output: the folder to write (default: dist/MODEL-TARGET-ARCH here).
-        synthetic: instead of a file, a model of that shape with random weights, for benchmarks: PRESET:FORMAT as llama3-8b:q4_0
-        weights: none leaves the weights out: the artifact is small, and runs with random ones, for benchmarks on another machine.
-        tuned: whose tuned plans the kernels are built with: those that `mlc-amd tune` found here (user), that come with mlc-amd (shipped),
+        model: the GGUF file; of a split model any part. target: what to compile for: cpu, rocm or vulkan. arch: native
+        (or auto) for this machine's; for cpu x86-64-v2, x86-64-v3, x86-64-v4, znver4 or another cpu name of LLVM; for
+        rocm
+            gfx1100, 7900xtx or another name; for vulkan a product's name as 7900xtx, or a profile of vangogh (Steam
+            Deck), rdna2, rdna3, rdna4, gfx90c, nvidia, lavapipe and generic (any device). For GPUs several go with
+            commas between.
+        ctx: tokens that the KV cache holds (default: as many as the model allows, up to 4096). output: the folder to
+        write (default: dist/MODEL-TARGET-ARCH here). synthetic: instead of a file, a model of that shape with random
+        weights, for benchmarks: PRESET:FORMAT as llama3-8b:q4_0 weights: none leaves the weights out: the artifact is
+        small, and runs with random ones, for benchmarks on another machine. tuned: whose tuned plans the kernels are
+        built with: those that `mlc-amd tune` found here (user), that come with mlc-amd (shipped),
             the first where there are both (auto), or neither's (none).
     """
     if (model is None) == (synthetic is None):
@@ -49,7 +50,10 @@ def run(
     name = re.sub(r"[^\w.-]", "-", f"{synthetic or path.stem}-{target}-{arch}")
     out = Path(output).expanduser() if output else Path("dist") / name
     start = time.perf_counter()
-    with models.open_source(path, synthetic) as source, display.compile_progress(f"compiling {synthetic or path.name}") as progress:
+    with (
+        models.open_source(path, synthetic) as source,
+        display.compile_progress(f"compiling {synthetic or path.name}") as progress,
+    ):
         from mlc_amd.compiler.pipeline import compile_model  # a second: not before the model is known to be fine
 
         summary = compile_model(source, target, arch, ctx, out, progress, weights != "none", tuned)
@@ -57,7 +61,10 @@ def run(
     stages = ", ".join(f"{stage} {spent:.1f}" for stage, spent in summary.seconds.items())
     rows = [
         ("artifact", summary.path),
-        ("weights", display.size(summary.weight_bytes) + (" (random, made when it is loaded)" if weights == "none" else "")),
+        (
+            "weights",
+            display.size(summary.weight_bytes) + (" (random, made when it is loaded)" if weights == "none" else ""),
+        ),
         ("kernels", f"{summary.kernels} ({display.size(summary.kernel_bytes)})"),
         ("plans", ", ".join(f"{count} {source}" for source, count in sorted(summary.tuned.items()))),
         ("launches", ", ".join(f"{function} {count}" for function, count in summary.launches.items())),

@@ -1,7 +1,8 @@
-"""`mlc-amd deploy`: an artifact in, a bundle out: a folder or .tar.zst that runs the model on a machine where nothing was installed.
+"""`mlc-amd deploy`: an artifact in, a bundle out: a folder or .tar.zst that runs the model on a machine where nothing
+was installed.
 
-A bundle holds the artifact, the runtime's and the tools' sources, and the Python packages that they import, for every Python that the
-machine may have. What it does not hold: TVM, the compiler. Its layout:
+A bundle holds the artifact, the runtime's and the tools' sources, and the Python packages that they import, for every
+Python that the machine may have. What it does not hold: TVM, the compiler. Its layout:
 
     run.sh              finds a Python and runs `start.py`; README.md tells how to use it
     start.py            the command line, with the bundle's own model as the default one
@@ -28,13 +29,25 @@ from mlc_amd.tools.archive import Entry
 SHORT = {"o": "output"}
 MARK = "bundle.json"  # a folder that has it is a bundle and may be replaced
 SUFFIX = ".tar.zst"
-# The sources of each package of ours that a bundle holds, and those that it does not: patterns below the package's folder.
+# The sources of each package of ours that a bundle holds, and those that it does not: patterns below the package's
+# folder.
 SOURCES = {
     "runtime": (("**/*.py",), ()),
     "schedules": (("__init__.py", "formats.py"), ()),
     "tools": (("*.py",), ("archive.py", "compile.py", "deploy.py", "inspect*.py", "tune*.py", "wheels.py")),
 }
-PACKAGES = ("numpy", "tokenizers", "jinja2", "markupsafe", "rich", "prompt_toolkit", "wcwidth", "fire", "termcolor", "packaging")
+PACKAGES = (
+    "numpy",
+    "tokenizers",
+    "jinja2",
+    "markupsafe",
+    "rich",
+    "prompt_toolkit",
+    "wcwidth",
+    "fire",
+    "termcolor",
+    "packaging",
+)
 TARGET_PACKAGES = {"vulkan": (), "rocm": ("rocm-bindings-hip", "rocm-bindings-core")}
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
@@ -43,8 +56,8 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 class Destination:
     """A kind of machine that bundles are made for.
 
-    kinds: targets that run there; archs: profiles, of which the artifact must have one (empty: the device decides when it loads it);
-    templates: files of dist/bundle that its bundles have
+    kinds: targets that run there; archs: profiles, of which the artifact must have one (empty: the device decides when
+    it loads it); templates: files of dist/bundle that its bundles have
     """
 
     title: str
@@ -71,10 +84,11 @@ def run(
     output: str | None = None,
     weights: Literal["file", "none"] = "file",
 ) -> None:
-    """Packs a compiled model with all that runs it, for a machine where nothing needs to be installed: no pip, no TVM, no root.
+    """Packs a compiled model with all that runs it, for a machine where nothing needs to be installed: no pip, no TVM,
+    no root.
 
-    The machine needs Python 3.11 to 3.14, x86-64 Linux and a Vulkan driver (or, for rocm, AMD's HIP runtime). Wheels of the packages come
-    from the package index, once; they are kept in the cache.
+    The machine needs Python 3.11 to 3.14, x86-64 Linux and a Vulkan driver (or, for rocm, AMD's HIP runtime). Wheels of
+    the packages come from the package index, once; they are kept in the cache.
 
     Args:
         artifact: a folder made by `mlc-amd compile` for target vulkan or rocm.
@@ -86,7 +100,9 @@ def run(
     check(model, destination, weights)
     out = Path(output).expanduser() if output else Path("dist") / f"{model.path.resolve().name}-{to}{SUFFIX}"
     check_output(out)
-    entries = sorted(contents(model, destination, weights == "none"), key=lambda e: (e.path == f"model/{WEIGHTS}", e.path))
+    entries = sorted(
+        contents(model, destination, weights == "none"), key=lambda e: (e.path == f"model/{WEIGHTS}", e.path)
+    )
     total = sum(entry.nbytes for entry in entries)
     with display.compile_progress(f"writing {out}") as progress:
         done = 0
@@ -97,17 +113,24 @@ def run(
             progress("write", done, total)
 
         if out.name.endswith(SUFFIX):
-            archive.write_archive(out, out.name.removesuffix(SUFFIX), entries, lambda entry: entry.path == f"model/{WEIGHTS}", wrote)
+            archive.write_archive(
+                out, out.name.removesuffix(SUFFIX), entries, lambda entry: entry.path == f"model/{WEIGHTS}", wrote
+            )
         else:
             archive.write_folder(out, entries, wrote)
-    packed = sum(file.stat().st_size for file in out.rglob("*") if file.is_file()) if out.is_dir() else out.stat().st_size
+    packed = (
+        sum(file.stat().st_size for file in out.rglob("*") if file.is_file()) if out.is_dir() else out.stat().st_size
+    )
     held = sum(entry.nbytes for entry in entries if entry.path == f"model/{WEIGHTS}")
     sizes = ("size", display.size(packed)), ("weights", display.size(held))
     for left, right in (("bundle", out), *sizes, ("files", len(entries)), ("for", destination.title)):
         print(f"{left:10}{right}")
 
 
-_REFUSED = {"cpu": "needs TVM's runtime library, and a bundle has none", "rocm": "needs ROCm, which that machine does not have"}
+_REFUSED = {
+    "cpu": "needs TVM's runtime library, and a bundle has none",
+    "rocm": "needs ROCm, which that machine does not have",
+}
 _RANDOM = "\n**This bundle has no weights: they are random, and so is what the model says. It is for measurements.**\n"
 
 
@@ -119,9 +142,13 @@ def check(model: Artifact, destination: Destination, weights: str) -> None:
         raise UserError(f"{model.path} was compiled for target {kind}, which {_REFUSED[kind]}; {again}")
     archs = list(model.manifest["libraries"])
     if destination.archs and not any(arch.split(":")[0] in destination.archs for arch in archs):
-        raise UserError(f"{model.path} was compiled for {', '.join(archs)}, which does not run on {destination.title}; {again}")
+        raise UserError(
+            f"{model.path} was compiled for {', '.join(archs)}, which does not run on {destination.title}; {again}"
+        )
     if weights == "none" and "tensors" not in model.manifest:
-        raise UserError(f"{model.path} does not say what its weights are like (an older version made it); compile the model again")
+        raise UserError(
+            f"{model.path} does not say what its weights are like (an older version made it); compile the model again"
+        )
 
 
 def check_output(out: Path) -> None:
@@ -131,7 +158,9 @@ def check_output(out: Path) -> None:
     archived = out.name.endswith(SUFFIX)
     if archived:
         archive.compressor()  # better now than after the downloads
-    if out.exists() and (out.is_dir() == archived or (out.is_dir() and any(out.iterdir()) and not (out / MARK).exists())):
+    if out.exists() and (
+        out.is_dir() == archived or (out.is_dir() and any(out.iterdir()) and not (out / MARK).exists())
+    ):
         raise UserError(f"{out} exists and is not a bundle; choose another output with -o")
 
 
@@ -182,13 +211,20 @@ def _sources(names: tuple[str, ...]) -> dict[str, bytes]:
                 files[f"mlc_amd/{package}/{file.relative_to(root).as_posix()}"] = file.read_bytes()
     version = metadata.version("mlc-amd")
     needs = [f"Requires-Dist: {name}=={wheels.VENDORED[name].version}" for name in names]
-    lines = ["Metadata-Version: 2.1", "Name: mlc-amd", f"Version: {version}", f"Requires-Python: >={PYTHONS[0]}", *needs]
+    lines = [
+        "Metadata-Version: 2.1",
+        "Name: mlc-amd",
+        f"Version: {version}",
+        f"Requires-Python: >={PYTHONS[0]}",
+        *needs,
+    ]
     files[f"mlc_amd-{version}.dist-info/METADATA"] = "\n".join((*lines, "")).encode()
     return files
 
 
 def model_files(model: Artifact, weightless: bool) -> dict[str, bytes | Path]:
-    """The artifact's files without those that only a developer looks at; `weightless`: with the vectors as its only weights."""
+    """The artifact's files without those that only a developer looks at; `weightless`: with the vectors as its only
+    weights."""
     manifest = model.manifest | ({"weights": "random"} if weightless else {})
     names = (*model.manifest["libraries"].values(), "tokenizer.json", "tokenizer_config.json", WEIGHTS)
     files = {name: model.path / name for name in names}
@@ -204,7 +240,9 @@ def _vectors(model: Artifact) -> bytes:
     with tempfile.TemporaryDirectory(prefix="mlc-amd-") as directory:
         place = Path(directory) / WEIGHTS
         arrays = {name: model.weights[name] for name in model.weights.places if name not in model.manifest["tensors"]}
-        writer = WeightsWriter(place, [TensorSpec(name, array.dtype.name, array.shape) for name, array in arrays.items()])
+        writer = WeightsWriter(
+            place, [TensorSpec(name, array.dtype.name, array.shape) for name, array in arrays.items()]
+        )
         for name, array in arrays.items():
             writer.write(name, 0, array)
         writer.close()

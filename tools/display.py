@@ -40,7 +40,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], right: Sequen
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = []
     for row in cells:
-        aligned = [cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        aligned = [
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(aligned).rstrip())
     return "\n".join(lines) + "\n"
 
@@ -58,14 +61,20 @@ def stream(text: str) -> None:
 
 @contextmanager
 def compile_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress(stage, done, total) for the compiler: bars when stderr is a terminal, otherwise two lines, one before and one after."""
+    """A progress(stage, done, total) for the compiler: bars when stderr is a terminal, otherwise two lines, one before
+    and one after."""
     start = time.perf_counter()
     if not sys.stderr.isatty():
         message(f"{title} ...")
         yield lambda stage, done, total: None
         message(f"{title}: done in {time.perf_counter() - start:.1f} s")
         return
-    columns = (TextColumn("{task.description:16}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description:16}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+    )
     message(title)
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks = {}
@@ -93,8 +102,8 @@ class _Clocked(Progress):
 
 @contextmanager
 def budget_progress(title: str, seconds: float | None, count: int | None) -> Iterator[Callable[[int], None]]:
-    """A progress(done) for work that ends after `seconds` or `count` pieces (None: no such limit), whichever comes first: a bar with the
-    time left when stderr is a terminal, else one line at the beginning."""
+    """A progress(done) for work that ends after `seconds` or `count` pieces (None: no such limit), whichever comes
+    first: a bar with the time left when stderr is a terminal, else one line at the beginning."""
     limits = [f"{count} measurements"] if count else []
     limits += [clock(seconds)] if seconds else []
     start, done = time.perf_counter(), 0
@@ -118,7 +127,12 @@ def budget_progress(title: str, seconds: float | None, count: int | None) -> Ite
         done = measured
         bars.update(task, left=left())
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TextColumn("{task.fields[left]}"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("{task.fields[left]}"),
+    )
     with _Clocked(*columns, share=share) as bars:
         task = bars.add_task(title, total=1.0, left=left())
         yield progress
@@ -145,5 +159,9 @@ def footer(stats, used: int, context: int) -> str:
         f"context {used}/{context}",
     ]
     if stats.finish in ("length", "context", "interrupted"):
-        parts.append({"length": "stopped at --max-tokens", "context": "the context is full", "interrupted": "interrupted"}[stats.finish])
+        parts.append(
+            {"length": "stopped at --max-tokens", "context": "the context is full", "interrupted": "interrupted"}[
+                stats.finish
+            ]
+        )
     return " | ".join(parts)

@@ -1,6 +1,7 @@
 """`mlc-amd doctor`: what this machine can compile for and run on, and what to do about what is missing.
 
-It works without the compiler and TVM as well, where only compiled models are to run: then it says so and leaves out what concerns them.
+It works without the compiler and TVM as well, where only compiled models are to run: then it says so and leaves out
+what concerns them.
 """
 
 import platform
@@ -16,7 +17,8 @@ _OLDEST_PYTHON = (3, 11)
 
 
 def run(*, json: bool = False) -> None:
-    """Shows what this machine can compile for and run on. Exits with 0 when the cpu target works, or nothing can be compiled here at all.
+    """Shows what this machine can compile for and run on. Exits with 0 when the cpu target works, or nothing can be
+    compiled here at all.
 
     Args:
         json: print the findings as one JSON object.
@@ -41,7 +43,12 @@ def run(*, json: bool = False) -> None:
         facts |= {"cpu_target": _try_cpu_target(), "rocm_linker": machine.rocm_linker()}
     checks = judge(facts)
     if json:
-        print(dumps(facts | {"checks": [dict(zip(("status", "what", "advice"), check, strict=True)) for check in checks]}, indent=1))
+        print(
+            dumps(
+                facts | {"checks": [dict(zip(("status", "what", "advice"), check, strict=True)) for check in checks]},
+                indent=1,
+            )
+        )
     else:
         for status, what, advice in checks:
             print(f"{_MARKS[status]} {what}" + (f"\n      {advice}" if advice else ""))
@@ -50,7 +57,8 @@ def run(*, json: bool = False) -> None:
 
 
 def judge(facts: dict[str, object]) -> list[tuple[str, str, str]]:
-    """What the facts mean: (status, finding, what to do about it or ""), status "ok", "missing" (not needed) or "problem".
+    """What the facts mean: (status, finding, what to do about it or ""), status "ok", "missing" (not needed) or
+    "problem".
 
     Facts that could not be found out may be left out.
     """
@@ -61,7 +69,8 @@ _MARKS = {"ok": "[ok]", "missing": "[--]", "problem": "[!!]"}
 
 
 def _try_cpu_target() -> str | None:
-    """Compiles a tiny model for this CPU, loads it and computes a token; None when all of that works, else what went wrong."""
+    """Compiles a tiny model for this CPU, loads it and computes a token; None when all of that works, else what went
+    wrong."""
     import numpy as np
 
     from mlc_amd.compiler.gguf.synthetic import synthetic
@@ -87,7 +96,9 @@ def _cache_facts() -> dict[str, object]:
 def _python(facts: dict) -> list[tuple[str, str, str]]:
     good = sys.version_info[:2] >= _OLDEST_PYTHON
     advice = "" if good else f"install Python {'.'.join(map(str, _OLDEST_PYTHON))} or newer"
-    return [("ok" if good else "problem", f"Python {facts['python']} on {platform.system()} {platform.machine()}", advice)]
+    return [
+        ("ok" if good else "problem", f"Python {facts['python']} on {platform.system()} {platform.machine()}", advice)
+    ]
 
 
 def _packages(facts: dict) -> list[tuple[str, str, str]]:
@@ -97,18 +108,33 @@ def _packages(facts: dict) -> list[tuple[str, str, str]]:
     if not bad:
         return [("ok", f"{len(facts['packages'])} required packages are installed in the right versions", "")]
     return [
-        ("problem", f"package {p['name']} {p['found'] or 'is not installed'}", f"pip install '{p['name']}{p['wanted']}'") for p in bad
+        (
+            "problem",
+            f"package {p['name']} {p['found'] or 'is not installed'}",
+            f"pip install '{p['name']}{p['wanted']}'",
+        )
+        for p in bad
     ]
 
 
 def _tvm(facts: dict) -> list[tuple[str, str, str]]:
     found = facts["tvm"]
     if not found:
-        return [("missing", "no compiler: this installation runs compiled models only", "to compile: pip install mlc-amd")]
+        return [
+            ("missing", "no compiler: this installation runs compiled models only", "to compile: pip install mlc-amd")
+        ]
     if "error" in found:
-        return [("problem", f"TVM does not load: {found['error']}", "pip install --force-reinstall apache-tvm==0.27.0.post1")]
+        return [
+            (
+                "problem",
+                f"TVM does not load: {found['error']}",
+                "pip install --force-reinstall apache-tvm==0.27.0.post1",
+            )
+        ]
     generators = ", ".join(name for name, present in (("x86", found["x86"]), ("AMDGPU", found["amdgpu"])) if present)
-    return [("ok", f"TVM {found['version']} with LLVM {found['llvm']}: {generators} (loads in {found['seconds']} s)", "")]
+    return [
+        ("ok", f"TVM {found['version']} with LLVM {found['llvm']}: {generators} (loads in {found['seconds']} s)", "")
+    ]
 
 
 def _linker(facts: dict) -> list[tuple[str, str, str]]:
@@ -136,14 +162,18 @@ def _cpu_target(facts: dict) -> list[tuple[str, str, str]]:
 
 def _gpus(facts: dict) -> list[tuple[str, str, str]]:
     if not facts["gpus"]:
-        return [("missing", "no GPU in /sys/class/drm", "models run on the CPU; in a container, pass --device /dev/dri")]
+        return [
+            ("missing", "no GPU in /sys/class/drm", "models run on the CPU; in a container, pass --device /dev/dri")
+        ]
     checks = []
     for gpu in facts["gpus"]:
         what = f"GPU {gpu['card']}: {gpu['vendor']} {gpu['id']}, driver {gpu['driver'] or 'none'}"
         if gpu["node"] is None:
             checks.append(("missing", what, "it has no render node: load its kernel driver (AMD: amdgpu)"))
         elif not gpu["usable"]:
-            checks.append(("problem", what, f"you may not open {gpu['node']}: sudo usermod -aG render $USER, then log in again"))
+            checks.append(
+                ("problem", what, f"you may not open {gpu['node']}: sudo usermod -aG render $USER, then log in again")
+            )
         else:
             checks.append(("ok", what, ""))
     return checks
@@ -154,7 +184,13 @@ def _kfd(facts: dict) -> list[tuple[str, str, str]]:
         return [("ok", "/dev/kfd: ROCm programs can use the GPU", "")]
     if facts["kfd"]["present"]:
         return [("problem", "/dev/kfd is here but not for you", "sudo usermod -aG render $USER, then log in again")]
-    return [("missing", "no /dev/kfd: no AMD GPU for ROCm", "load the kernel driver amdgpu; in a container, pass --device /dev/kfd")]
+    return [
+        (
+            "missing",
+            "no /dev/kfd: no AMD GPU for ROCm",
+            "load the kernel driver amdgpu; in a container, pass --device /dev/kfd",
+        )
+    ]
 
 
 def _rocm(facts: dict) -> list[tuple[str, str, str]]:
@@ -202,19 +238,30 @@ def _vulkan(facts: dict) -> list[tuple[str, str, str]]:
 def _vulkan_device(device: dict) -> list[tuple[str, str, str]]:
     kind = _VULKAN_TYPES.get(device["type"], "GPU")
     what = f"{kind} {device['name']}, {display.size(device['memory'])}, profile {device['profile']}"
-    checks = [("ok", f"target vulkan: device {device['index']}, {what} ({device['driver']}, Vulkan {device['api']})", "")]
+    checks = [
+        ("ok", f"target vulkan: device {device['index']}, {what} ({device['driver']}, Vulkan {device['api']})", "")
+    ]
     base, _, changes = device["profile"].partition(":")
     # The chips of these profiles have what is missing: it is the driver that does not show it.
-    hidden = device["lacks"] if device["vendor"] in _VULKAN_UPDATES and (base == "generic" or "matrix=none" in changes) else []
+    hidden = (
+        device["lacks"]
+        if device["vendor"] in _VULKAN_UPDATES and (base == "generic" or "matrix=none" in changes)
+        else []
+    )
     if hidden:
-        checks.append(("missing", f"{device['name']} would be faster with {', '.join(hidden)}", _VULKAN_UPDATES[device["vendor"]]))
+        checks.append(
+            ("missing", f"{device['name']} would be faster with {', '.join(hidden)}", _VULKAN_UPDATES[device["vendor"]])
+        )
     return checks
 
 
 def _mesa(distribution: list[str]) -> str:
     """The command that installs Vulkan's loader and Mesa's drivers."""
     command = next((_MESA[name] for name in distribution if name in _MESA), None)
-    return command or "install your distribution's packages of the Vulkan loader and of Mesa's Vulkan drivers (for AMD: RADV)"
+    return (
+        command
+        or "install your distribution's packages of the Vulkan loader and of Mesa's Vulkan drivers (for AMD: RADV)"
+    )
 
 
 # os-release's name of a distribution -> what installs Vulkan there
@@ -232,7 +279,8 @@ _VULKAN_DRIVERS = {
     "AMD": _mesa,
     "Intel": _mesa,
     "NVIDIA": lambda distribution: (
-        "install NVIDIA's driver with its graphics part and the Vulkan loader; in a container, set NVIDIA_DRIVER_CAPABILITIES=all"
+        "install NVIDIA's driver with its graphics part and the Vulkan loader; in a container, set "
+        "NVIDIA_DRIVER_CAPABILITIES=all"
     ),
 }
 _VULKAN_TYPES = {"discrete": "GPU", "integrated": "APU", "virtual": "virtual GPU", "cpu": "CPU"}
@@ -245,7 +293,14 @@ _VULKAN_UPDATES = {
 
 def _cache(facts: dict) -> list[tuple[str, str, str]]:
     cache = facts["cache"]
-    return [("ok", f"compiled models are kept in {cache['path']} ({display.size(cache['bytes'])}), which may be deleted any time", "")]
+    return [
+        (
+            "ok",
+            f"compiled models are kept in {cache['path']} ({display.size(cache['bytes'])}), which may be deleted any "
+            "time",
+            "",
+        )
+    ]
 
 
 # By the fact that each part needs, in the order of the report.

@@ -1,7 +1,7 @@
 """What the host does for one generated token besides waiting for the device: what `mlc-amd bench --profile-host` shows.
 
-In: an engine. Out: microseconds of each part of a token's way, as data (`measure`) and as text (`text`). The way is the engine's own: a
-token id in, the device's step, the most probable next token, its text.
+In: an engine. Out: microseconds of each part of a token's way, as data (`measure`) and as text (`text`). The way is the
+engine's own: a token id in, the device's step, the most probable next token, its text.
 """
 
 import time
@@ -45,7 +45,8 @@ def _stopped(engine) -> Iterator[_Stopwatch]:
 def measure(engine, tokens: int) -> dict[str, float]:
     """Generates `tokens` tokens greedily from the engine's position, whatever they are; microseconds per token by part.
 
-    The parts: engine (checks, bookkeeping), write, run, read (the device's calls, without waiting), sampling, text; together; and waiting.
+    The parts: engine (checks, bookkeeping), write, run, read (the device's calls, without waiting), sampling, text;
+    together; and waiting.
     """
     sampler, stream, token, recent = Sampler(Sampling()), engine.tokenizer.stream(), 0, []
     decoding = sampling = text = 0.0
@@ -64,10 +65,15 @@ def measure(engine, tokens: int) -> dict[str, float]:
         waited = watch.device.waited - waited
     engine_alone = decoding - waited - sum(watch.seconds.values())
     parts = {"engine": engine_alone, **watch.seconds, "sampling": sampling, "text": text}
-    return {name: seconds / tokens * 1e6 for name, seconds in (parts | {"together": sum(parts.values()), "waiting": waited}).items()}
+    return {
+        name: seconds / tokens * 1e6
+        for name, seconds in (parts | {"together": sum(parts.values()), "waiting": waited}).items()
+    }
 
 
 def text(parts: dict[str, float]) -> str:
     """`measure`'s result as a table."""
     what = {"write": "device.write", "run": "device.run", "read": "device.read", "waiting": "(waiting for the device)"}
-    return display.table(("host, one token", "us"), [(what.get(name, name), f"{us:.1f}") for name, us in parts.items()], right=(1,))
+    return display.table(
+        ("host, one token", "us"), [(what.get(name, name), f"{us:.1f}") for name, us in parts.items()], right=(1,)
+    )

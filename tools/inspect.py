@@ -1,4 +1,5 @@
-"""`mlc-amd inspect`: what is in a GGUF file, an artifact or a GPU code object, without running it or needing the hardware."""
+"""`mlc-amd inspect`: what is in a GGUF file, an artifact or a GPU code object, without running it or needing the
+hardware."""
 
 from json import dumps
 from pathlib import Path
@@ -8,12 +9,19 @@ from mlc_amd.tools import display, inspect_kernels, inspect_vulkan, models
 
 
 def run(
-    model: str, *, json: bool = False, plan: bool = False, kernels: bool = False, asm: str | None = None, tensors: bool = False
+    model: str,
+    *,
+    json: bool = False,
+    plan: bool = False,
+    kernels: bool = False,
+    asm: str | None = None,
+    tensors: bool = False,
 ) -> None:
     """Shows what is in a GGUF file or an artifact: configuration, weights by type, memory, and how it runs.
 
-    Of GPU code (artifacts for GPUs, and anybody's .hsaco files) it shows each kernel's registers, LDS, spills, occupancy and
-    instructions, and its assembly. For artifacts of target vulkan Mesa's driver for AMD GPUs tells them, where it is installed.
+    Of GPU code (artifacts for GPUs, and anybody's .hsaco files) it shows each kernel's registers, LDS, spills,
+    occupancy and instructions, and its assembly. For artifacts of target vulkan Mesa's driver for AMD GPUs tells them,
+    where it is installed.
 
     Args:
         model: a GGUF file, an artifact's folder, or an AMD code object (.hsaco).
@@ -36,12 +44,17 @@ def run(
             raise UserError(f"{path} is GPU code: --plan and --tensors are about artifacts; --asm shows its assembly")
         report, codes, kernels = {"file": str(path)}, [inspect_kernels.GpuCode(path)], True
     elif plan or kernels or asm is not None:
-        raise UserError(f"{path} is a GGUF file: --plan, --kernels and --asm are about artifacts (`mlc-amd compile` makes one)")
+        raise UserError(
+            f"{path} is a GGUF file: --plan, --kernels and --asm are about artifacts (`mlc-amd compile` makes one)"
+        )
     else:
         report, codes = _gguf(path), []
     if asm is not None:
         if not codes:
-            raise UserError(f"{path} has no GPU code: --asm is about artifacts of `mlc-amd compile --target rocm|vulkan` and .hsaco files")
+            raise UserError(
+                f"{path} has no GPU code: --asm is about artifacts of `mlc-amd compile --target rocm|vulkan` and "
+                ".hsaco files"
+            )
         report["assembly"] = {code.machine: code.assembly(asm) for code in codes}
         if not json:
             for machine, functions in report["assembly"].items():
@@ -71,24 +84,43 @@ def _gguf(path: Path) -> dict[str, object]:
             entry["tensors"] += 1
             entry["bytes"] += tensor.nbytes
         config = vars(model.config) | {"rope": vars(model.config.rope)}
-        listing = [{"name": t.name, "dtype": t.format, "shape": list(t.shape), "bytes": t.nbytes} for t in model.tensors.values()]
+        listing = [
+            {"name": t.name, "dtype": t.format, "shape": list(t.shape), "bytes": t.nbytes}
+            for t in model.tensors.values()
+        ]
         # Keys and values in float16, which is how artifacts keep them.
         per_token = 2 * config["layers"] * config["kv_heads"] * config["head_dim"] * 2
         weights = sum(entry["bytes"] for entry in listing)
         memory = {"weights": weights, "kv_per_token": per_token, "kv_full_context": per_token * config["context"]}
-        return {"file": str(path), "name": model.config.name, "model": config, "formats": formats, "memory": memory, "tensors": listing}
+        return {
+            "file": str(path),
+            "name": model.config.name,
+            "model": config,
+            "formats": formats,
+            "memory": memory,
+            "tensors": listing,
+        }
 
 
 def _artifact(artifact) -> dict[str, object]:
     manifest = artifact.manifest
     listing = [
-        {"name": name, "dtype": entry["dtype"], "shape": entry["shape"], "bytes": entry["data_offsets"][1] - entry["data_offsets"][0]}
+        {
+            "name": name,
+            "dtype": entry["dtype"],
+            "shape": entry["shape"],
+            "bytes": entry["data_offsets"][1] - entry["data_offsets"][0],
+        }
         for name, entry in artifact.weights.header.items()
         if not name.startswith("__pad_")
     ]
     layers = manifest["model"]["layers"]
     launches = {
-        name: {"tokens": function["tokens"], "launches": len(function["launches"]), "per_layer": per_layer(function["launches"], layers)}
+        name: {
+            "tokens": function["tokens"],
+            "launches": len(function["launches"]),
+            "per_layer": per_layer(function["launches"], layers),
+        }
         for name, function in manifest["functions"].items()
     }
     memory = {"weights": artifact.weight_bytes, "kv": artifact.kv_bytes, "arena": manifest["arena_bytes"]}
@@ -108,13 +140,19 @@ def _artifact(artifact) -> dict[str, object]:
 
 
 def per_layer(launches: list[dict], layers: int) -> float:
-    """Launches of one layer: those from layer 0's first weight to the last layer's first weight, over the layers between."""
+    """Launches of one layer: those from layer 0's first weight to the last layer's first weight, over the layers
+    between."""
 
     def first(layer: int) -> int:
-        return next(i for i, launch in enumerate(launches) if any(str(a[1]).startswith(f"blk.{layer}.") for a in launch["args"]))
+        return next(
+            i for i, launch in enumerate(launches) if any(str(a[1]).startswith(f"blk.{layer}.") for a in launch["args"])
+        )
 
-    # A model of one layer has nothing between; what follows its first launch, without the last norm and the logits, is the layer.
-    return round((first(layers - 1) - first(0)) / (layers - 1), 2) if layers > 1 else float(len(launches) - first(0) - 2)
+    # A model of one layer has nothing between; what follows its first launch, without the last norm and the logits, is
+    # the layer.
+    return (
+        round((first(layers - 1) - first(0)) / (layers - 1), 2) if layers > 1 else float(len(launches) - first(0) - 2)
+    )
 
 
 # target -> what reads its GPU code; what of it cannot be told when something is missing
@@ -145,7 +183,11 @@ def _formats(formats: dict) -> str:
 
 
 def _memory(memory: dict) -> str:
-    return "memory\n" + "\n".join(f"  {name.replace('_', ' '):18}{display.size(count):>12}" for name, count in memory.items()) + "\n"
+    return (
+        "memory\n"
+        + "\n".join(f"  {name.replace('_', ' '):18}{display.size(count):>12}" for name, count in memory.items())
+        + "\n"
+    )
 
 
 def _launches(launches: dict) -> str:
@@ -155,7 +197,11 @@ def _launches(launches: dict) -> str:
 
 def _kernels(kernels: list) -> str:
     rows = [
-        (entry["name"], ", ".join(f"{function} {count}" for function, count in entry["calls"].items()), _tuned(entry.get("tuned", {})))
+        (
+            entry["name"],
+            ", ".join(f"{function} {count}" for function, count in entry["calls"].items()),
+            _tuned(entry.get("tuned", {})),
+        )
         for entry in kernels
     ]
     return display.table(("kernel", "calls", "plan"), rows)
@@ -173,7 +219,9 @@ def _tuned(origins: dict) -> str:
 
 
 def _plan(plan: dict) -> str:
-    rows = [(i, launch["kernel"], " ".join(_argument(a) for a in launch["args"])) for i, launch in enumerate(plan["decode"])]
+    rows = [
+        (i, launch["kernel"], " ".join(_argument(a) for a in launch["args"])) for i, launch in enumerate(plan["decode"])
+    ]
     return display.table(("", "launch of one token", "arguments"), rows, right=(0,))
 
 

@@ -1,8 +1,8 @@
 """What `mlc-amd inspect` tells about GPU code: the code objects of rocm artifacts, and anybody's HSACO files.
 
-In: an opened artifact, or a file. Out: descriptions as plain data for JSON, tables and assembly as text. Instruction counts
-and assembly come from the text that `mlc-amd compile` keeps beside its code objects (`kernels-<arch>.s.gz`, LLVM's assembly), else from
-llvm-objdump; without both they are None, and `missing` says why.
+In: an opened artifact, or a file. Out: descriptions as plain data for JSON, tables and assembly as text. Instruction
+counts and assembly come from the text that `mlc-amd compile` keeps beside its code objects (`kernels-<arch>.s.gz`,
+LLVM's assembly), else from llvm-objdump; without both they are None, and `missing` says why.
 """
 
 import gzip
@@ -25,7 +25,8 @@ FUNCTION_ENDS = ("\t.section", ".Lfunc_end")  # LLVM's text: what follows a func
 
 
 def is_code_object(path: Path) -> bool:
-    """Whether a file is to be read as GPU code, by its name or how it begins; `describe` then says what is wrong with it."""
+    """Whether a file is to be read as GPU code, by its name or how it begins; `describe` then says what is wrong with
+    it."""
     with open(path, "rb") as file:
         return path.suffix.lower() in SUFFIXES or file.read(32).startswith(MAGICS)
 
@@ -33,12 +34,13 @@ def is_code_object(path: Path) -> bool:
 class GpuCode:
     """One code object and its assembly.
 
-    machine: gfx name. kernels: hsaco.Kernel by name; occupancies likewise (see `describe`). functions: assembly lines by label,
-    None if there is no way to get any. missing: why there is none, what to install; "" otherwise.
+    machine: gfx name. kernels: hsaco.Kernel by name; occupancies likewise (see `describe`). functions: assembly lines
+    by label, None if there is no way to get any. missing: why there is none, what to install; "" otherwise.
     """
 
     def __init__(self, path: Path, launched: dict[str, int] | None = None):
-        """launched: threads of a workgroup by kernel, where they are known. UserError if the file is no code object, or damaged."""
+        """launched: threads of a workgroup by kernel, where they are known. UserError if the file is no code object, or
+        damaged."""
         self.path, self.launched = path, launched or {}
         data = path.read_bytes()
         try:
@@ -48,7 +50,9 @@ class GpuCode:
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
         except (KeyError, TypeError, AttributeError, RecursionError, ArithmeticError) as error:
-            raise UserError(f"{path}: damaged AMD code object ({type(error).__name__}: {error}); make it again") from error
+            raise UserError(
+                f"{path}: damaged AMD code object ({type(error).__name__}: {error}); make it again"
+            ) from error
         try:
             self.functions = split(_kept(path) or hsaco.disassemble(data))
         except UserError as error:
@@ -59,7 +63,11 @@ class GpuCode:
         """{"file", "machine", "kernels": [the fields of hsaco.Kernel and "workgroup", "occupancy", "instructions"]}."""
         kernels = [
             asdict(kernel)
-            | {"workgroup": self.launched.get(name), "occupancy": self.occupancies[name], "instructions": self._instructions(name)}
+            | {
+                "workgroup": self.launched.get(name),
+                "occupancy": self.occupancies[name],
+                "instructions": self._instructions(name),
+            }
             for name, kernel in self.kernels.items()
         ]
         return {"file": str(self.path), "machine": self.machine, "kernels": kernels}
@@ -82,7 +90,9 @@ class GpuCode:
         if self.functions is None:
             raise UserError(f"{self.path}: no assembly to show: {self.missing}")
         if absent := [name for name in wanted if name not in self.functions]:
-            raise UserError(f"{self.path}: the disassembly has no function {absent[0]}; llvm-objdump -d shows what is there")
+            raise UserError(
+                f"{self.path}: the disassembly has no function {absent[0]}; llvm-objdump -d shows what is there"
+            )
         return {name: "\n".join(self.functions[name]) + "\n" for name in wanted}
 
 
@@ -95,7 +105,9 @@ def counted(assembly: str, name: str) -> dict:
 
 def chosen(names: Iterable[str], pattern: str, path: Path) -> list[str]:
     """The kernels that a shell pattern names; "_kernel" at a name's end may be left out. UserError if there is none."""
-    wanted = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name.removesuffix("_kernel"), pattern)]
+    wanted = [
+        name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name.removesuffix("_kernel"), pattern)
+    ]
     if not wanted:
         raise UserError(f"{path}: no kernel is called {pattern!r}; --kernels lists them, --asm '*' means all")
     return wanted
@@ -111,8 +123,8 @@ def of_artifact(artifact: Artifact) -> list[GpuCode]:
 
 
 def _kept(path: Path) -> str | None:
-    """The assembly that was kept beside the code object of an artifact: elsewhere nothing says that the two belong together. UserError
-    if it is damaged."""
+    """The assembly that was kept beside the code object of an artifact: elsewhere nothing says that the two belong
+    together. UserError if it is damaged."""
     file = path.with_suffix(".s.gz")
     if not file.is_file() or not (path.parent / MANIFEST).is_file():
         return None
@@ -123,7 +135,8 @@ def _kept(path: Path) -> str | None:
 
 
 def split(assembly: str) -> dict[str, list[str]]:
-    """LLVM's assembly text or llvm-objdump's output -> its functions: label to lines, the label's first. Local labels stay inside."""
+    """LLVM's assembly text or llvm-objdump's output -> its functions: label to lines, the label's first. Local labels
+    stay inside."""
     functions, lines = {}, []
     for line in assembly.splitlines():
         if line.startswith(FUNCTION_ENDS):
@@ -138,14 +151,31 @@ def split(assembly: str) -> dict[str, list[str]]:
 # ---- text
 
 
-HEADER = ("VGPRs", "SGPRs", "AGPRs", "LDS", "scratch", "spills", "threads", "waves", "limit", "code", "dot", "matrix", "loads", "LDS loads")
+HEADER = (
+    "VGPRs",
+    "SGPRs",
+    "AGPRs",
+    "LDS",
+    "scratch",
+    "spills",
+    "threads",
+    "waves",
+    "limit",
+    "code",
+    "dot",
+    "matrix",
+    "loads",
+    "LDS loads",
+)
 LEFT = ("limit", "loads", "LDS loads")
 LEGEND = """LDS, scratch and code in bytes. threads: of a workgroup; a file alone tells the most that the kernel allows.
-waves: held by a SIMD at once, and what limits them. matrix: WMMA and MFMA instructions. loads: instructions x bytes a lane reads."""
+waves: held by a SIMD at once, and what limits them. matrix: WMMA and MFMA instructions.
+loads: instructions x bytes a lane reads."""
 
 
 def tables(codes: list[dict]) -> str:
-    """What `GpuCode.describe` gives, as text: a table for each code object. Names come last, as other people's can be very long."""
+    """What `GpuCode.describe` gives, as text: a table for each code object. Names come last, as other people's can be
+    very long."""
     right, parts = [i for i, title in enumerate(HEADER) if title not in LEFT], []
     for code in codes:
         rows = [(*_row(kernel), kernel["name"]) for kernel in code["kernels"]]
@@ -155,10 +185,22 @@ def tables(codes: list[dict]) -> str:
 
 def _row(kernel: dict) -> tuple:
     counts, fits = kernel["instructions"], kernel["occupancy"] or {"waves": "-", "limit": "-"}
-    instructions = (counts["dot"], counts["matrix"], loads(counts, MEMORY), loads(counts, LDS)) if counts else ("-",) * 4
+    instructions = (
+        (counts["dot"], counts["matrix"], loads(counts, MEMORY), loads(counts, LDS)) if counts else ("-",) * 4
+    )
     spills, threads = kernel["vgpr_spills"] + kernel["sgpr_spills"], kernel["workgroup"] or kernel["threads"]
     registers = (kernel["vgprs"], kernel["sgprs"], kernel["agprs"])
-    return (*registers, kernel["lds"], kernel["scratch"], spills, threads, fits["waves"], fits["limit"], kernel["code"], *instructions)
+    return (
+        *registers,
+        kernel["lds"],
+        kernel["scratch"],
+        spills,
+        threads,
+        fits["waves"],
+        fits["limit"],
+        kernel["code"],
+        *instructions,
+    )
 
 
 MEMORY, LDS = ("global", "flat", "buffer"), ("ds",)

@@ -1,8 +1,8 @@
 """What `mlc-amd inspect` tells about the SPIR-V modules of vulkan artifacts.
 
-In: an opened artifact. Out: descriptions as plain data for JSON, tables and assembly as text. For AMD's GPUs Mesa's driver RADV compiles
-the modules (compiler/codegen/radv.py), no such GPU needed, and tells registers, occupancy and the ISA. Without it, and for other GPUs,
-there is what the modules tell of themselves, and `missing` says why.
+In: an opened artifact. Out: descriptions as plain data for JSON, tables and assembly as text. For AMD's GPUs Mesa's
+driver RADV compiles the modules (compiler/codegen/radv.py), no such GPU needed, and tells registers, occupancy and the
+ISA. Without it, and for other GPUs, there is what the modules tell of themselves, and `missing` says why.
 """
 
 from dataclasses import asdict
@@ -21,11 +21,13 @@ from mlc_amd.tools.inspect_kernels import LDS, MEMORY, chosen, counted, loads
 class SpirvCode:
     """The modules of one profile, and what RADV makes of them.
 
-    machine: the profile's name. shaders: radv.Shader by symbol. missing: why there is nothing of RADV's, or not of all; "" otherwise.
+    machine: the profile's name. shaders: radv.Shader by symbol. missing: why there is nothing of RADV's, or not of all;
+    "" otherwise.
     """
 
     def __init__(self, path: Path, profile: Profile, launches: dict[str, dict]):
-        """path: the file of modules; launches: the manifest's launches of the profile. UserError if a module is damaged."""
+        """path: the file of modules; launches: the manifest's launches of the profile. UserError if a module is
+        damaged."""
         self.path, self.profile, self.machine = path, profile, profile.name
         data, steps = path.read_bytes(), [step for kernel in launches.values() for step in kernel["steps"]]
         self.shaders = {step["symbol"]: _shader(step, data) for step in steps}
@@ -41,14 +43,20 @@ class SpirvCode:
             return
         if self.report.refused:
             name, reason = next(iter(self.report.refused.items()))
-            self.missing = f"{self.report.device} refuses {len(self.report.refused)} of {len(self.shaders)} kernels ({name}: {reason})"
+            refused = len(self.report.refused)
+            self.missing = f"{self.report.device} refuses {refused} of {len(self.shaders)} kernels ({name}: {reason})"
 
     def describe(self) -> dict:
-        """{"file", "machine", "compiler": RADV's name and version or None, "kernels": [{"name", "workgroup": threads, "spirv": bytes and
-        spirv_reader.Facts, and of those that it compiled: the fields of hsaco.Kernel, "occupancy", "latency", "throughput" and
-        "instructions"}]}."""
+        """{"file", "machine", "compiler": RADV's name and version or None, "kernels": [{"name", "workgroup": threads,
+        "spirv": bytes and spirv_reader.Facts, and of those that it compiled: the fields of hsaco.Kernel, "occupancy",
+        "latency", "throughput" and "instructions"}]}."""
         compiler = self.report.device if self.report else None
-        return {"file": str(self.path), "machine": self.machine, "compiler": compiler, "kernels": [self._kernel(n) for n in self.shaders]}
+        return {
+            "file": str(self.path),
+            "machine": self.machine,
+            "compiler": compiler,
+            "kernels": [self._kernel(n) for n in self.shaders],
+        }
 
     def _kernel(self, name: str) -> dict:
         shader, facts = self.shaders[name], self.facts[name]
@@ -62,18 +70,21 @@ class SpirvCode:
         return told | {"instructions": counted(compiled.assembly, name) if compiled.assembly else None}
 
     def assembly(self, pattern: str) -> dict[str, str]:
-        """The ISA of the kernels that a shell pattern names, or their SPIR-V where RADV is missing. UserError if no kernel is called so, or
-        without SPIRV-Tools when they are needed."""
+        """The ISA of the kernels that a shell pattern names, or their SPIR-V where RADV is missing. UserError if no
+        kernel is called so, or without SPIRV-Tools when they are needed."""
         wanted = chosen(self.shaders, pattern, self.path)
         texts = {name: kernel.assembly for name, kernel in self.report.kernels.items()} if self.report else {}
-        return {name: texts.get(name) or f"; {name}\n{spirv_reader.disassemble(self.shaders[name].code)}" for name in wanted}
+        return {
+            name: texts.get(name) or f"; {name}\n{spirv_reader.disassemble(self.shaders[name].code)}" for name in wanted
+        }
 
 
 def of_artifact(artifact: Artifact) -> list[SpirvCode]:
     """The modules of an artifact for target vulkan. UserError if one is damaged."""
     manifest = artifact.manifest
     return [
-        SpirvCode(artifact.path / file, profiles.resolve(name), manifest["launches"][name]) for name, file in manifest["libraries"].items()
+        SpirvCode(artifact.path / file, profiles.resolve(name), manifest["launches"][name])
+        for name, file in manifest["libraries"].items()
     ]
 
 
@@ -113,14 +124,18 @@ COUNTED = {
     "dot": lambda counts: counts["dot"],
     "matrix": lambda counts: counts["matrix"],
     "loads": lambda counts: loads(counts, MEMORY),
-    "scalar loads": lambda counts: sum(n for name, n in counts["by_mnemonic"].items() if name.startswith(("s_load", "s_buffer_load"))),
+    "scalar loads": lambda counts: sum(
+        n for name, n in counts["by_mnemonic"].items() if name.startswith(("s_load", "s_buffer_load"))
+    ),
     "LDS loads": lambda counts: loads(counts, LDS),
 }
 LEGEND = {
-    True: """LDS, scratch (of a lane) and code in bytes. threads: of a workgroup. waves: held by a SIMD at once, and what limits them.
-latency, throughput (inverse: less is better): the compiler's estimates in clocks, with a fixed guess of how often loops run.
-matrix: WMMA instructions. loads: instructions x bytes a lane reads.""",
-    False: "bytes and instructions: of the SPIR-V module. LDS in bytes. threads: of a workgroup. dot, matrix: packed and matrix products.",
+    True: """LDS, scratch (of a lane) and code in bytes. threads: of a workgroup.
+waves: held by a SIMD at once, and what limits them.
+latency, throughput (inverse: less is better): the compiler's estimates in clocks, with a fixed guess of
+how often loops run. matrix: WMMA instructions. loads: instructions x bytes a lane reads.""",
+    False: "bytes and instructions: of the SPIR-V module. LDS in bytes. threads: of a workgroup. dot, matrix: packed "
+    "and matrix products.",
 }
 
 
@@ -134,7 +149,9 @@ def tables(codes: list[dict]) -> str:
         right = [i for i, title in enumerate(header) if title not in LEFT]
         by = f", compiled by {code['compiler']}" if compiled else ", not compiled"
         parts.append(f"code for {code['machine']}{by}\n" + display.table((*header, "kernel"), rows, right))
-    return display.printable("\n".join([*parts, *(LEGEND[kind] for kind in sorted({code["compiler"] is not None for code in codes}))]))
+    return display.printable(
+        "\n".join([*parts, *(LEGEND[kind] for kind in sorted({code["compiler"] is not None for code in codes}))])
+    )
 
 
 def _spirv(kernel: dict) -> list:

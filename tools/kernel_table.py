@@ -1,9 +1,12 @@
-"""Where the time of one step goes, kernel by kernel: what `mlc-amd bench --per-kernel` shows, and what a launch must read.
+"""Where the time of one step goes, kernel by kernel: what `mlc-amd bench --per-kernel` shows, and what a launch must
+read.
 
-In: an engine whose device can time kernels. Out: a table as data (`measure`), which JSON output holds, and as text (`text`).
+In: an engine whose device can time kernels. Out: a table as data (`measure`), which JSON output holds, and as text
+(`text`).
 
-Bytes are those of weights and cache only, what no kernel can do without; activations come on top. Operations are those of the linear
-layers, two per weight and token. Both follow from the manifest: which planes of which tensors a launch takes, and their shapes.
+Bytes are those of weights and cache only, what no kernel can do without; activations come on top. Operations are those
+of the linear layers, two per weight and token. Both follow from the manifest: which planes of which tensors a launch
+takes, and their shapes.
 """
 
 import re
@@ -31,7 +34,10 @@ def traffic(artifact, launch: dict, tokens: int, depth: float) -> float:
     """
     manifest, places = artifact.manifest, artifact.weights.places
     positions = tokens if launch["kernel"].startswith(_ONLY_WRITES) else depth + tokens
-    sizes = {entry["name"]: int(np.prod(entry["shape"], dtype=np.int64)) * np.dtype(entry["dtype"]).itemsize for entry in manifest["kv"]}
+    sizes = {
+        entry["name"]: int(np.prod(entry["shape"], dtype=np.int64)) * np.dtype(entry["dtype"]).itemsize
+        for entry in manifest["kv"]
+    }
     cache = sum(sizes[name] for kind, name, *_ in launch["args"] if kind == "kv" and _CACHE.fullmatch(name))
     return sum(places[name][1] for name in _weights(launch)) + cache / manifest["context"] * positions
 
@@ -61,9 +67,9 @@ def _count(weights, name: str) -> int:
 def measure(engine, ids, peak: float | None) -> dict[str, object]:
     """Times the kernels of the first step of `engine.prefill(ids)`, at the engine's position, which stays.
 
-    peak: bytes per second that shares are of. Returns function, tokens, depth, `kernels` (each a dict: kernel, calls, us of one call,
-    share of the kernels' time, gbps, tops, peak_share; None where there is nothing to tell), and over all launches: launches, kernels_us,
-    gaps_us, gap_us (the mean gap). UserError if the device cannot time kernels.
+    peak: bytes per second that shares are of. Returns function, tokens, depth, `kernels` (each a dict: kernel, calls,
+    us of one call, share of the kernels' time, gbps, tops, peak_share; None where there is nothing to tell), and over
+    all launches: launches, kernels_us, gaps_us, gap_us (the mean gap). UserError if the device cannot time kernels.
     """
     rounds = [engine.time(ids) for _ in range(ROUNDS)]
     name, tokens, steps = rounds[0]
@@ -86,12 +92,18 @@ def measure(engine, ids, peak: float | None) -> dict[str, object]:
             "tops": worked / 1e12 or None,
             "peak_share": moved / peak or None if peak else None,
         })  # fmt: skip
-    all_gaps = {"launches": len(steps), "kernels_us": total * 1e6, "gaps_us": gaps * 1e6, "gap_us": gaps / max(len(steps) - 1, 1) * 1e6}
+    all_gaps = {
+        "launches": len(steps),
+        "kernels_us": total * 1e6,
+        "gaps_us": gaps * 1e6,
+        "gap_us": gaps / max(len(steps) - 1, 1) * 1e6,
+    }
     return {"function": name, "tokens": tokens, "depth": engine.position, "kernels": rows} | all_gaps
 
 
 def text(found: dict, peak: str) -> str:
-    """`measure`'s result as a table. peak: what the last column is a share of, such as "4800 GB/s (table)"; "" without one."""
+    """`measure`'s result as a table. peak: what the last column is a share of, such as "4800 GB/s (table)"; "" without
+    one."""
 
     def number(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
@@ -110,6 +122,9 @@ def text(found: dict, peak: str) -> str:
         for row in found["kernels"]
     ]
     title = f"{found['function']}, {found['tokens']} tokens @ d{found['depth']}"
-    sums = f"{found['launches']} launches: kernels {found['kernels_us']:.1f} us, gaps between them {found['gaps_us']:.1f} us"
+    sums = (
+        f"{found['launches']} launches: kernels {found['kernels_us']:.1f} us, gaps between them {found['gaps_us']:.1f} "
+        f"us"
+    )
     together = f"{found['kernels_us'] + found['gaps_us']:.1f} us together"
     return f"{title}\n{display.table(header, rows, range(1, 7))}{sums} ({found['gap_us']:.2f} us each), {together}\n"

@@ -92,8 +92,8 @@ def _kilobytes(text: str | None) -> int:
 
 
 def tvm() -> dict[str, object]:
-    """Imports TVM: version, LLVM's version, the CPU and GPU code generators in it, seconds. `error` instead when that fails; nothing where
-    TVM or the compiler is not installed."""
+    """Imports TVM: version, LLVM's version, the CPU and GPU code generators in it, seconds. `error` instead when that
+    fails; nothing where TVM or the compiler is not installed."""
     if any(importlib.util.find_spec(name) is None for name in ("tvm", "mlc_amd.compiler")):
         return {}
     start = time.perf_counter()
@@ -102,7 +102,12 @@ def tvm() -> dict[str, object]:
         from tvm.target import codegen
 
         names = set(codegen.llvm_get_targets())
-        found = {"version": tvm.__version__, "llvm": codegen.llvm_version_major(), "amdgpu": "amdgcn" in names, "x86": "x86_64" in names}
+        found = {
+            "version": tvm.__version__,
+            "llvm": codegen.llvm_version_major(),
+            "amdgpu": "amdgcn" in names,
+            "x86": "x86_64" in names,
+        }
     except Exception as error:  # a broken native library can fail in any way, and reporting that is the job
         return {"error": f"{type(error).__name__}: {error}"}
     return found | {"seconds": round(time.perf_counter() - start, 2)}
@@ -116,7 +121,8 @@ def linkers() -> dict[str, str | None]:
 
 
 def gpus() -> list[dict[str, object]]:
-    """The graphics cards that the kernel shows: vendor, PCI id, driver, render node and whether this user may open it."""
+    """The graphics cards that the kernel shows: vendor, PCI id, driver, render node and whether this user may open
+    it."""
     found = []
     for card in sorted(Path("/sys/class/drm").glob("card[0-9]*")):
         vendor = card / "device" / "vendor"
@@ -142,7 +148,8 @@ def kfd() -> dict[str, bool]:
 
 
 def rocm() -> dict[str, object]:
-    """AMD's HIP runtime: the bindings' version, the runtime's, its GPUs, the chips that the kernel shows, HSA_OVERRIDE_GFX_VERSION.
+    """AMD's HIP runtime: the bindings' version, the runtime's, its GPUs, the chips that the kernel shows,
+    HSA_OVERRIDE_GFX_VERSION.
 
     `problem` is the line that says why nothing can run (None: it can).
     """
@@ -163,7 +170,8 @@ def rocm() -> dict[str, object]:
 
 
 def rocm_linker() -> dict[str, str | None]:
-    """The linker for AMD code objects that a compile would take, and its place; `problem` instead, where there is none."""
+    """The linker for AMD code objects that a compile would take, and its place; `problem` instead, where there is
+    none."""
     from mlc_amd.compiler.codegen.rocm import find_linker  # loads TVM
 
     try:
@@ -173,7 +181,8 @@ def rocm_linker() -> dict[str, str | None]:
 
 
 def distribution() -> list[str]:
-    """This Linux's name and those of its relatives, the nearest first, as in os-release: ["ubuntu", "debian"]; empty where it has none."""
+    """This Linux's name and those of its relatives, the nearest first, as in os-release: ["ubuntu", "debian"]; empty
+    where it has none."""
     try:
         found = platform.freedesktop_os_release()
     except OSError:
@@ -182,14 +191,20 @@ def distribution() -> list[str]:
 
 
 def vulkan() -> dict[str, object]:
-    """Vulkan: whether its loader is here, the installed drivers (their manifests), the devices with the profile to compile for.
+    """Vulkan: whether its loader is here, the installed drivers (their manifests), the devices with the profile to
+    compile for.
 
-    A device's `lacks` are the things that some profile makes use of and it has not. `problem` is the line that says why there is no device
-    (None: there is one).
+    A device's `lacks` are the things that some profile makes use of and it has not. `problem` is the line that says why
+    there is no device (None: there is one).
     """
     forced = os.environ.get("VK_DRIVER_FILES") or os.environ.get("VK_ICD_FILENAMES")
     manifests = sorted(str(path) for place in _VULKAN_PLACES for path in Path(place).glob("*.json"))
-    found = {"loader": False, "drivers": forced.split(os.pathsep) if forced else manifests, "devices": [], "problem": None}
+    found = {
+        "loader": False,
+        "drivers": forced.split(os.pathsep) if forced else manifests,
+        "devices": [],
+        "problem": None,
+    }
     try:
         api.open_loader()
         found["loader"] = True

@@ -1,8 +1,8 @@
 """What the user calls a model -> an artifact or a running engine.
 
-A model is an artifact's folder, a GGUF file, or nothing ($MLC_AMD_MODEL, else the bundled demo). GGUF files and synthetic models are
-compiled on first use into `$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`), under a key of everything that shapes the result, so a second
-start finds them there.
+A model is an artifact's folder, a GGUF file, or nothing ($MLC_AMD_MODEL, else the bundled demo). GGUF files and
+synthetic models are compiled on first use into `$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`), under a key of
+everything that shapes the result, so a second start finds them there.
 """
 
 import hashlib
@@ -21,7 +21,8 @@ from mlc_amd.tools import display
 
 
 def default_model() -> Path:
-    """The model when none is given: what $MLC_AMD_MODEL names (a bundle sets it), else the small one that comes with the package."""
+    """The model when none is given: what $MLC_AMD_MODEL names (a bundle sets it), else the small one that comes with
+    the package."""
     named = os.environ.get("MLC_AMD_MODEL")
     return Path(named) if named else Path(str(resources.files("mlc_amd.dist").joinpath("demo", "llama-q4_k_m.gguf")))
 
@@ -58,10 +59,11 @@ def artifact_path(
     device: str | None = None,
     tuned: str = "auto",
 ) -> Path:
-    """The artifact's folder for `model` (None: the demo) or for a `synthetic` spec, compiled into the cache when it is not there yet.
+    """The artifact's folder for `model` (None: the demo) or for a `synthetic` spec, compiled into the cache when it is
+    not there yet.
 
-    target, arch, ctx, tuned shape that compilation; device is the GPU that target vulkan takes for "native". For a folder they are already
-    decided, so asking for another context is a UserError.
+    target, arch, ctx, tuned shape that compilation; device is the GPU that target vulkan takes for "native". For a
+    folder they are already decided, so asking for another context is a UserError.
     """
     if synthetic and model:
         raise UserError("give a model or --synthetic, not both")
@@ -91,9 +93,11 @@ def artifact_path(
     return place
 
 
-def load_engine(model: str | None, *, threads: int | None = None, device: str | None = None, verify: bool = False, **compilation):
-    """An Engine for `model`. threads: of the cpu device (None: all cores); device: which GPU, for target vulkan (open_device); verify:
-    check the weights' checksum too; `compilation`: the arguments of `artifact_path`."""
+def load_engine(
+    model: str | None, *, threads: int | None = None, device: str | None = None, verify: bool = False, **compilation
+):
+    """An Engine for `model`. threads: of the cpu device (None: all cores); device: which GPU, for target vulkan
+    (open_device); verify: check the weights' checksum too; `compilation`: the arguments of `artifact_path`."""
     if threads is not None and threads < 1:
         raise UserError(f"--threads is {threads}: it must be at least 1")
     path = artifact_path(model, device=device, **compilation)
@@ -105,20 +109,33 @@ def load_engine(model: str | None, *, threads: int | None = None, device: str | 
 def check_compiler(source: Path | str) -> None:
     """UserError in a bundle (tools/deploy.py), which has no compiler."""
     if importlib.util.find_spec("mlc_amd.compiler") is None:
-        raise UserError(f"cannot compile {source} here: a bundle has no compiler; give a folder made by `mlc-amd compile`")
+        raise UserError(
+            f"cannot compile {source} here: a bundle has no compiler; give a folder made by `mlc-amd compile`"
+        )
 
 
 def _check_context(path: Path, ctx: int | None) -> None:
     from mlc_amd.runtime.artifact import Artifact
 
     if ctx is not None and (has := Artifact.open(path).manifest["context"]) != ctx:
-        raise UserError(f"--ctx {ctx}: {path} was compiled for a context of {has}; compile it again with --ctx {ctx}, or leave --ctx out")
+        raise UserError(
+            f"--ctx {ctx}: {path} was compiled for a context of {has}; compile it again with --ctx {ctx}, or leave "
+            "--ctx out"
+        )
 
 
 def _key(path: Path | None, synthetic: str | None, target: str, arch: str, ctx: int | None, tuned: str) -> str:
-    """Changes whenever the compiled result might: the file, the settings, this program and its compiler, what was tuned, and for "native"
-    the CPU."""
-    parts: list[object] = [synthetic, target, arch, ctx, metadata.version("mlc-amd"), metadata.version("apache-tvm"), _sources()]
+    """Changes whenever the compiled result might: the file, the settings, this program and its compiler, what was
+    tuned, and for "native" the CPU."""
+    parts: list[object] = [
+        synthetic,
+        target,
+        arch,
+        ctx,
+        metadata.version("mlc-amd"),
+        metadata.version("apache-tvm"),
+        _sources(),
+    ]
     parts += [tuned, _tuned(target) if tuned != "none" else []]
     if path:
         status = path.stat()
@@ -146,9 +163,14 @@ def _tuned(target: str) -> list[tuple[str, int, int]]:
 
 
 def _sources() -> list[tuple[str, int, int]]:
-    """Size and time of the files that kernels are made from: whoever works on them must not meet yesterday's kernels in the cache."""
+    """Size and time of the files that kernels are made from: whoever works on them must not meet yesterday's kernels in
+    the cache."""
     found = []
-    for package, pattern in (("mlc_amd.compiler", "*.py"), ("mlc_amd.schedules", "*.py"), ("mlc_amd.runtime.devices", "*.c")):
+    for package, pattern in (
+        ("mlc_amd.compiler", "*.py"),
+        ("mlc_amd.schedules", "*.py"),
+        ("mlc_amd.runtime.devices", "*.c"),
+    ):
         root = Path(str(resources.files(package)))
         for file in sorted(root.rglob(pattern)):
             status = file.stat()

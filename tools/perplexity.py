@@ -31,22 +31,19 @@ def run(
 ) -> None:
     """Measures the perplexity of a model on the tokens of a text, in one window.
 
-    Every token but the first is predicted from all before it; perplexity is the exponential of the mean of -log(probability) over these
-    predictions. A smaller one is better; compare only models with the same vocabulary, on the same tokens.
+    Every token but the first is predicted from all before it; perplexity is the exponential of the mean of
+    -log(probability) over these predictions. A smaller one is better; compare only models with the same vocabulary, on
+    the same tokens.
 
     Args:
-        model: an artifact's folder or a GGUF file (compiled on first use).
-        text: a UTF-8 text file.
-        ids: instead of a text, an .npz file with the token ids as its array `ids`.
-        tokens: use only the first so many tokens (default: all that the context holds).
-        logits: write an .npz file here with `logits` (float32 [tokens, vocab]) and `ids`.
-        json: print the result as JSON.
-        target: what a GGUF file is compiled for: cpu, rocm or vulkan.
-        arch: the CPU or GPU that a GGUF file is compiled for: native (this machine's) or a name, see `mlc-amd compile --help`.
-        ctx: tokens that the KV cache holds, for a GGUF file (default: as many as the model allows, up to 4096).
-        threads: CPU threads (default: all cores).
-        device: the GPU, for target vulkan: its number in `mlc-amd doctor` or a part of its name (default: $MLC_AMD_DEVICE, or the best).
-        verify: check the weights' checksum too, which reads them all.
+        model: an artifact's folder or a GGUF file (compiled on first use). text: a UTF-8 text file. ids: instead of a
+        text, an .npz file with the token ids as its array `ids`. tokens: use only the first so many tokens (default:
+        all that the context holds). logits: write an .npz file here with `logits` (float32 [tokens, vocab]) and `ids`.
+        json: print the result as JSON. target: what a GGUF file is compiled for: cpu, rocm or vulkan. arch: the CPU or
+        GPU that a GGUF file is compiled for: native (this machine's) or a name, see `mlc-amd compile --help`. ctx:
+        tokens that the KV cache holds, for a GGUF file (default: as many as the model allows, up to 4096). threads: CPU
+        threads (default: all cores). device: the GPU, for target vulkan: its number in `mlc-amd doctor` or a part of
+        its name (default: $MLC_AMD_DEVICE, or the best). verify: check the weights' checksum too, which reads them all.
     """
     if (text is None) == (ids is None):
         raise UserError("give either --text FILE or --ids FILE.npz")
@@ -72,14 +69,25 @@ def run(
     perplexity = float(np.exp(nll.mean()))
     error = perplexity * float(nll.std(ddof=1)) / len(nll) ** 0.5 if len(nll) > 1 else float("nan")
     if json:
-        print(dumps({"perplexity": perplexity, "error": error, "nll": float(nll.mean()), "tokens": count, "seconds": round(seconds, 3)}))
+        print(
+            dumps(
+                {
+                    "perplexity": perplexity,
+                    "error": error,
+                    "nll": float(nll.mean()),
+                    "tokens": count,
+                    "seconds": round(seconds, 3),
+                }
+            )
+        )
     else:
         print(f"perplexity {perplexity:.4f} ± {error:.4f} over {count} tokens")
     display.message(f"{count / seconds:.1f} tok/s")
 
 
 def negative_log_likelihoods(logits: np.ndarray, following: np.ndarray) -> np.ndarray:
-    """float64 [len(following)]: -log softmax(logits[i])[following[i]], in nats. logits: f32 [n, vocab], n >= len(following)."""
+    """float64 [len(following)]: -log softmax(logits[i])[following[i]], in nats. logits: f32 [n, vocab], n >=
+    len(following)."""
     rows = logits[: len(following)].astype(np.float64)
     rows -= rows.max(axis=1, keepdims=True)
     return np.log(np.exp(rows).sum(axis=1)) - rows[np.arange(len(following)), following]
@@ -109,7 +117,9 @@ def _read_ids(path: Path) -> np.ndarray:
         with np.load(path, allow_pickle=False) as data:
             found = data["ids"]
     except (KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} has no readable array `ids` ({error}); write one with numpy.savez(file, ids=...)") from error
+        raise UserError(
+            f"{path} has no readable array `ids` ({error}); write one with numpy.savez(file, ids=...)"
+        ) from error
     if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
         raise UserError(f"{path}: `ids` must be one row of whole numbers, not {found.dtype} of shape {found.shape}")
     return found.astype(np.int64)

@@ -1,7 +1,8 @@
 """The chat's line: what is typed -> a message, a command, or the end; answers stream to stdout.
 
-`Session` holds the conversation and runs commands, wherever the lines come from. `interact` reads them on a terminal (prompt_toolkit:
-editing, history, several lines); `follow` reads them from a pipe. Answers go to stdout, everything else to stderr.
+`Session` holds the conversation and runs commands, wherever the lines come from. `interact` reads them on a terminal
+(prompt_toolkit: editing, history, several lines); `follow` reads them from a pipe. Answers go to stdout, everything
+else to stderr.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ COMMANDS = {
 }
 KEYS = (
     ("Enter", "send"),
-    ("Alt-Enter", "new line (or end a line with \\, or write between lines of ``` or \"\"\")"),
+    ("Alt-Enter", 'new line (or end a line with \\, or write between lines of ``` or """)'),
     ("Ctrl-C", "stop the answer"),
     ("Up, Ctrl-R", "earlier messages"),
 )
@@ -63,7 +64,8 @@ class Session:
         self._dropped = 0
 
     def handle(self, line: str, stoppable: bool = False) -> bool:
-        """Runs a command or answers a message; returns whether there was an answer. Raises UserError, and Leave after /exit.
+        """Runs a command or answers a message; returns whether there was an answer. Raises UserError, and Leave after
+        /exit.
 
         stoppable: Ctrl-C ends the answer instead of raising KeyboardInterrupt.
         """
@@ -91,7 +93,9 @@ class Session:
                 pieces.close()
         display.stream("\n")
         if self.conversation.dropped > self._dropped:
-            display.message(f"(the context is full: the oldest {self.conversation.dropped - self._dropped} messages were forgotten)")
+            display.message(
+                f"(the context is full: the oldest {self.conversation.dropped - self._dropped} messages were forgotten)"
+            )
             self._dropped = self.conversation.dropped
 
     def footer(self) -> str:
@@ -141,7 +145,9 @@ class Session:
     def _set(self, text: str) -> None:
         settings = dataclasses.asdict(self.conversation.sampling) | {"max_tokens": self.max_tokens}
         if not text:
-            display.message("\n".join(f"  {name.ljust(20)}{'-' if value is None else value}" for name, value in settings.items()))
+            display.message(
+                "\n".join(f"  {name.ljust(20)}{'-' if value is None else value}" for name, value in settings.items())
+            )
             return
         name, _, value = text.partition(" ")
         name = name.replace("-", "_")
@@ -175,7 +181,8 @@ def _setting(name: str, value: str) -> int | float | None:
 
 @contextmanager
 def _interrupt_flag():
-    """Within the block the first Ctrl-C only sets a flag, so that a step of the model ends cleanly; a second one interrupts at once."""
+    """Within the block the first Ctrl-C only sets a flag, so that a step of the model ends cleanly; a second one
+    interrupts at once."""
     pressed = False
 
     def handler(signum, frame) -> None:
@@ -212,7 +219,9 @@ def interact(session: Session) -> None:
     engine = session.conversation.engine
     read = _line_editor()
     name = engine.artifact.manifest["name"]
-    display.message(f"{name} on {engine.device.name}, {engine.context} tokens of context. /help for help, Ctrl-D to leave.")
+    display.message(
+        f"{name} on {engine.device.name}, {engine.context} tokens of context. /help for help, Ctrl-D to leave."
+    )
     while True:
         try:
             if session.handle(read(), stoppable=True):

@@ -1,7 +1,8 @@
-"""`mlc-amd tune`: searches for the best plan of every kernel that a model needs on one GPU or CPU, and keeps what it finds.
+"""`mlc-amd tune`: searches for the best plan of every kernel that a model needs on one GPU or CPU, and keeps what it
+finds.
 
-The winners are in the user's cache (schedules/tuning/database.py), where `mlc-amd compile` looks. A run may be stopped at any time; the
-next one goes on, and measures nothing twice.
+The winners are in the user's cache (schedules/tuning/database.py), where `mlc-amd compile` looks. A run may be stopped
+at any time; the next one goes on, and measures nothing twice.
 """
 
 import re
@@ -43,39 +44,39 @@ def run(
     export_kit: str | None = None,
     import_kit: str | None = None,
 ) -> None:
-    """Finds the fastest way to build each kernel that a model needs on one machine. `mlc-amd compile` then uses what was found.
+    """Finds the fastest way to build each kernel that a model needs on one machine. `mlc-amd compile` then uses what
+    was found.
 
-    Stop it with Ctrl-C at any time and run it again to go on: no measurement is lost or repeated. Models share what they have in common.
+    Stop it with Ctrl-C at any time and run it again to go on: no measurement is lost or repeated. Models share what
+    they have in common.
 
-    For a machine that cannot be reached: --export-kit DIR writes a batch of kernels with a program that measures them, without TVM; run
-    `python3 run.py` in a copy of DIR over there, bring DIR/results.json back, and give --import-kit DIR (and --export-kit DIR2 for another
-    round).
+    For a machine that cannot be reached: --export-kit DIR writes a batch of kernels with a program that measures them,
+    without TVM; run `python3 run.py` in a copy of DIR over there, bring DIR/results.json back, and give --import-kit
+    DIR (and --export-kit DIR2 for another round).
 
     Args:
-        model: the GGUF file (default: the bundled demo model).
-        target: what to tune for: cpu, rocm or vulkan.
-        arch: native (this machine's) or a name, see `mlc-amd compile --help`.
-        ctx: tokens that the KV cache holds, as for compile: attention depends on it.
-        synthetic: instead of a file, a model of that shape: PRESET:FORMAT as llama3-8b:q4_0
-        budget: for how long, as 90s, 10m or 1h30m (default: 10m, or as long as --trials takes).
-        trials: measure so many plans; for a kit, its size (default there: 64).
-        runner: who measures: local (this machine's device), rpc (machines that run `mlc-amd tune-server`), static (nobody: a model of the
+        model: the GGUF file (default: the bundled demo model). target: what to tune for: cpu, rocm or vulkan. arch:
+        native (this machine's) or a name, see `mlc-amd compile --help`. ctx: tokens that the KV cache holds, as for
+        compile: attention depends on it. synthetic: instead of a file, a model of that shape: PRESET:FORMAT as
+        llama3-8b:q4_0 budget: for how long, as 90s, 10m or 1h30m (default: 10m, or as long as --trials takes). trials:
+        measure so many plans; for a kit, its size (default there: 64). runner: who measures: local (this machine's
+        device), rpc (machines that run `mlc-amd tune-server`), static (nobody: a model of the
             GPU looks at the compiled code).
-        tracker: HOST:PORT of the tracker, for runner rpc.
-        key: the servers to use, for runner rpc (default: the arch's name).
-        device: the GPU, for target vulkan: its number in `mlc-amd doctor` or a part of its name; for cpu, how many threads to use.
-        seed: of the search: another one tries other plans.
-        list: only list the kernels: how often they are called, their share of the time, what was found.
-        report: only show what was found so far, beside rooflines (those of a CPU are measured: a second a kernel), with -o also as a plot.
-        output: for --report: the plot's file, .svg, .png or .pdf; needs matplotlib.
-        export_kit: write a kit into this folder instead of measuring here.
-        import_kit: take over what a kit measured.
+        tracker: HOST:PORT of the tracker, for runner rpc. key: the servers to use, for runner rpc (default: the arch's
+        name). device: the GPU, for target vulkan: its number in `mlc-amd doctor` or a part of its name; for cpu, how
+        many threads to use. seed: of the search: another one tries other plans. list: only list the kernels: how often
+        they are called, their share of the time, what was found. report: only show what was found so far, beside
+        rooflines (those of a CPU are measured: a second a kernel), with -o also as a plot. output: for --report: the
+        plot's file, .svg, .png or .pdf; needs matplotlib. export_kit: write a kit into this folder instead of measuring
+        here. import_kit: take over what a kit measured.
     """
     limits = Limits.of(budget, trials)
     if seed < 1:
         raise UserError(f"--seed is {seed}: it must be at least 1")
     if output and not report:
-        raise UserError("-o is the plot's file, for --report; results of tuning need none: `mlc-amd compile` finds them")
+        raise UserError(
+            "-o is the plot's file, for --report; results of tuning need none: `mlc-amd compile` finds them"
+        )
     if (tracker or key) and runner != "rpc":
         raise UserError("--tracker and --key are for --runner rpc")
     if runner == "rpc" and not tracker and not (list or report or export_kit or import_kit):
@@ -86,7 +87,9 @@ def run(
         if import_kit:
             if model or synthetic:
                 raise UserError("--import-kit knows its model from the kit: leave the model out")
-            tune_kit.bring(Path(import_kit).expanduser(), export_kit and Path(export_kit).expanduser(), trials or KIT_SIZE, seed)
+            tune_kit.bring(
+                Path(import_kit).expanduser(), export_kit and Path(export_kit).expanduser(), trials or KIT_SIZE, seed
+            )
         else:
             subject = Subject.of(model, synthetic, target, arch, ctx, device)
             tune_kit.export(subject, Path(export_kit).expanduser(), trials or KIT_SIZE, seed)
@@ -125,7 +128,9 @@ class Limits:
 
 def _duration(text: str) -> float:
     parts = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip().lower())
-    seconds = sum(float(part or 0) * unit for part, unit in zip(parts.groups(), (3600, 60, 1), strict=True)) if parts else 0.0
+    seconds = (
+        sum(float(part or 0) * unit for part, unit in zip(parts.groups(), (3600, 60, 1), strict=True)) if parts else 0.0
+    )
     if seconds <= 0:
         raise UserError(f"--budget wants a time as 90s, 10m or 1h30m, not {text!r}")
     return seconds
@@ -133,8 +138,8 @@ def _duration(text: str) -> float:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tuned: a model's tasks on one arch. name: the model's; kind: the target's; tasks: all of them, also without choices; threads:
-    how many of a CPU's are used, None for a GPU."""
+    """What is tuned: a model's tasks on one arch. name: the model's; kind: the target's; tasks: all of them, also
+    without choices; threads: how many of a CPU's are used, None for a GPU."""
 
     name: str
     kind: str
@@ -143,7 +148,9 @@ class Subject:
     threads: int | None = None
 
     @classmethod
-    def of(cls, model: str | None, synthetic: str | None, kind: str, arch: str, ctx: int | None, device: str | None) -> "Subject":
+    def of(
+        cls, model: str | None, synthetic: str | None, kind: str, arch: str, ctx: int | None, device: str | None
+    ) -> "Subject":
         """UserError for what is not known, or more than one arch."""
         if model and synthetic:
             raise UserError("give a model or --synthetic, not both")
@@ -206,9 +213,11 @@ RUNNERS: dict[str, Callable] = {"local": _local, "rpc": _rpc, "static": _static}
 
 
 class _Measuring:
-    """A runner whose work Ctrl-C ends: in slices, of which those that are done count. `stopped`: somebody has asked for that.
+    """A runner whose work Ctrl-C ends: in slices, of which those that are done count. `stopped`: somebody has asked for
+    that.
 
-    An exception that is raised while TVM calls Python would come out as another one: it is only raised while the runner works.
+    An exception that is raised while TVM calls Python would come out as another one: it is only raised while the runner
+    works.
     """
 
     def __init__(self, make: Callable, slices: int | None, progress: Callable[[int], None]):
@@ -236,7 +245,9 @@ class _Measuring:
             self._waiting = True
             while len(found) < len(jobs):
                 part, before = jobs[len(found) : len(found) + (self._slices or len(jobs))], self._done
-                results = self._runner.measure(part, progress=lambda done, total, before=before: self._progress(before + done))
+                results = self._runner.measure(
+                    part, progress=lambda done, total, before=before: self._progress(before + done)
+                )
                 found, self._done = found + results, before + len(part)
         except KeyboardInterrupt:
             self._waiting = False
@@ -272,7 +283,14 @@ def _tune(subject: Subject, make: Callable, slices: int | None, limits: Limits, 
             measuring = _Measuring(make, slices, progress)
             try:
                 limit = limits.trials, limits.seconds
-                run(session, measuring.measure, measuring.gate, *limit, measuring.batch, lambda session: progress(session.trials))
+                run(
+                    session,
+                    measuring.measure,
+                    measuring.gate,
+                    *limit,
+                    measuring.batch,
+                    lambda session: progress(session.trials),
+                )
             except KeyboardInterrupt:
                 measuring.stopped = True
             finally:
@@ -288,13 +306,14 @@ def _tune(subject: Subject, make: Callable, slices: int | None, limits: Limits, 
 
 
 def _left(session) -> str:
-    """", 3 to be checked in the next run" where there was no time for it."""
+    """ ", 3 to be checked in the next run" where there was no time for it."""
     left = len(session.unchecked())
     return f", {left} to be checked in the next run" if left else ""
 
 
 def _unverified(session) -> str:
-    """", 3 could not be checked (why)": of several reasons the one that was given most often. Empty where all could be."""
+    """ ", 3 could not be checked (why)": of several reasons the one that was given most often. Empty where all could
+    be."""
     if not session.unverified:
         return ""
     (why, _), *others = Counter(session.unverified.values()).most_common()

@@ -1,4 +1,5 @@
-"""The part of `mlc-amd tune` that works with kits: batches of kernels that are measured elsewhere (compiler/tuning/kit.py)."""
+"""The part of `mlc-amd tune` that works with kits: batches of kernels that are measured elsewhere
+(compiler/tuning/kit.py)."""
 
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from mlc_amd.tools.tune import Subject
 
 
 def export(subject: Subject, folder: Path, count: int, seed: int) -> None:
-    """Writes the first round, or the next one where the database has measurements. UserError for a folder that is taken."""
+    """Writes the first round, or the next one where the database has measurements. UserError for a folder that is
+    taken."""
     kits.check_folder(folder, subject.kind)
     with Database(subject.arch) as database:
         session = Session(subject.tasks, subject.arch, database, roofline(*tune_report.machine(subject)), seed)
@@ -20,7 +22,8 @@ def export(subject: Subject, folder: Path, count: int, seed: int) -> None:
 
 
 def bring(folder: Path, onward: Path | None, count: int, seed: int) -> None:
-    """Takes over what a kit measured; writes the next round into `onward`. UserError for a kit that was not measured, or is damaged."""
+    """Takes over what a kit measured; writes the next round into `onward`. UserError for a kit that was not measured,
+    or is damaged."""
     kit = kits.load(folder)
     if onward:
         kits.check_folder(onward, kit.target)
@@ -29,12 +32,17 @@ def bring(folder: Path, onward: Path | None, count: int, seed: int) -> None:
     with Database(arch) as database:
         session = Session(subject.tasks, arch, database, roofline(*tune_report.machine(subject)), seed)
         fed = kits.feed(kit, session)
-        parts = [f"{fed.measured} measurements ({fed.failed} failed)", f"{fed.checked} compared with untuned kernels ({fed.wrong} wrong)"]
+        parts = [
+            f"{fed.measured} measurements ({fed.failed} failed)",
+            f"{fed.checked} compared with untuned kernels ({fed.wrong} wrong)",
+        ]
         parts += [f"{fed.known} were known"] if fed.known else []
         parts += [f"{fed.stale} are no plans any more"] if fed.stale else []
         parts += [f"{fed.missing} are missing: run it again over there to go on"] if fed.missing else []
         device = kit.found["facts"].get("device", "no device")
-        print(f"{subject.shape}, measured on {device}: {'; '.join(parts)}; {tune_report.gain(tune_report.rows(subject))}")
+        print(
+            f"{subject.shape}, measured on {device}: {'; '.join(parts)}; {tune_report.gain(tune_report.rows(subject))}"
+        )
         if onward:
             _write(subject, session, onward, count)
 
@@ -44,4 +52,7 @@ def _write(subject: Subject, session: Session, folder: Path, count: int) -> None
         made = kits.export(session, folder, *subject.names, count, lambda done, of: progress("kernels", done, of))
     failed = f", {made.failed} could not be built" if made.failed else ""
     print(f"{made.folder}: {made.candidates} kernels, {display.size(made.nbytes)}{failed}")
-    print("on the machine that it is for: python3 run.py in a copy of it; bring results.json back, then: mlc-amd tune --import-kit FOLDER")
+    print(
+        "on the machine that it is for: python3 run.py in a copy of it; bring results.json back, then: mlc-amd tune "
+        "--import-kit FOLDER"
+    )

@@ -15,10 +15,12 @@ from mlc_amd.tools import bandwidth, display
 FORMATS = (".svg", ".png", ".pdf")
 PLOTTED = 12  # tasks, those with the largest share of the time
 MISSING = "the plot needs matplotlib; install it with: pip install 'mlc-amd[tune]'"
-# Where neither a measurement nor a table tells: bytes and operations per second, so that shares of the time can be guessed.
+# Where neither a measurement nor a table tells: bytes and operations per second, so that shares of the time can be
+# guessed.
 GUESS = 50e9, 500e9, 0.0
 
-# Operations per clock of a compute unit (core), by what multiplies, and the clock: rough, from product pages. Rooflines only.
+# Operations per clock of a compute unit (core), by what multiplies, and the clock: rough, from product pages. Rooflines
+# only.
 _GPU_OPS = {"wmma11": 512, "wmma12": 1024, "mfma": 2048, "dot4": 512, "sdot4": 512, "sudot4": 512, "": 128}
 _COOP_OPS = {"nvidia": 4096, "rdna3": 512, "rdna4": 1024}
 _CPU_OPS = {"Vnni512": 256, "Zen4": 128, "AvxVnni": 128, "Avx2": 64, "Portable": 16}
@@ -48,15 +50,19 @@ class TaskRow(NamedTuple):
 
 
 def machine(subject) -> tuple[float, float, float]:
-    """What `roofline` takes: bytes, operations and attention's operations per second that the arch can do at best; 0 where that is not
-    known. Of a CPU's memory, a measurement, where the code can run here."""
+    """What `roofline` takes: bytes, operations and attention's operations per second that the arch can do at best; 0
+    where that is not known. Of a CPU's memory, a measurement, where the code can run here."""
     arch = subject.arch
     if subject.kind == "cpu":
         from mlc_amd.runtime.host import cpu_flags
 
         here = cpu_flags().issuperset(arch.flags)
         isa, clocks = arch.isa.__name__, subject.threads * _CLOCK["cpu"]
-        return (bandwidth.measure(subject.threads) if here else 0.0), clocks * _CPU_OPS[isa], clocks * _CPU_FLOAT_OPS[isa]
+        return (
+            (bandwidth.measure(subject.threads) if here else 0.0),
+            clocks * _CPU_OPS[isa],
+            clocks * _CPU_FLOAT_OPS[isa],
+        )
     if not arch.bandwidth:  # a profile that any GPU may be
         return 0.0, 0.0, 0.0
     ops = _COOP_OPS.get(arch.family, 0) if arch.matrix == "coop" else _GPU_OPS[arch.matrix or arch.dot]
@@ -74,12 +80,14 @@ def rooflines(subject) -> dict[str, float]:
     known = _entries(subject.arch)
     tasks = [task for task in subject.tasks if (task.workload.key, task.workload.hash) in known]
     with display.compile_progress("timing kernels beside what they cannot do without") as progress:
-        return rooflines.measure(tasks, subject.arch, str(subject.threads), lambda done, total: progress("rooflines", done, total))
+        return rooflines.measure(
+            tasks, subject.arch, str(subject.threads), lambda done, total: progress("rooflines", done, total)
+        )
 
 
 def rows(subject, shares: dict[str, float] | None = None) -> list[TaskRow]:
-    """The tasks, those with the largest share of the time first. shares: of the default kernels' times what rooflines take, by workload's
-    key, where that was measured."""
+    """The tasks, those with the largest share of the time first. shares: of the default kernels' times what rooflines
+    take, by workload's key, where that was measured."""
     from mlc_amd.compiler.tuning.tasks import roofline
 
     rates = machine(subject)
@@ -107,13 +115,19 @@ def _entries(arch) -> dict[tuple[str, str], Entry]:
 
 
 def gain(found: list[TaskRow], rooflines: bool = False) -> str:
-    """What tuning has brought, in a line: the tasks' time in a turn, before and after. rooflines: and how near that is to theirs."""
+    """What tuning has brought, in a line: the tasks' time in a turn, before and after. rooflines: and how near that is
+    to theirs."""
     both = [row for row in found if row.default and row.best]
     if not both:
         return "nothing to compare with the default plans yet"
-    before, after = (sum(row.task.weight * time for row, time in zip(both, times, strict=True)) for times in _times(both))
+    before, after = (
+        sum(row.task.weight * time for row, time in zip(both, times, strict=True)) for times in _times(both)
+    )
     better = sum(row.best < row.default for row in both)
-    text = f"{better} of {len(both)} kernels faster, a turn's kernels {before * 1e3:.2f} -> {after * 1e3:.2f} ms ({before / after:.2f}x)"
+    text = (
+        f"{better} of {len(both)} kernels faster, a turn's kernels {before * 1e3:.2f} -> {after * 1e3:.2f} ms "
+        f"({before / after:.2f}x)"
+    )
     if not rooflines or not all(row.roofline for row in both):
         return text
     least = sum(row.task.weight * row.roofline for row in both)
@@ -138,26 +152,42 @@ def listing(subject, found: list[TaskRow]) -> str:
         calls = f"{token:g}" if token else "", per_chunk
         counts = row.plans if row.plans > 1 else "-", row.measured or ""
         cells.append((row.task.name, *calls, f"{row.share:.1%}", _us(row.default), _us(row.best), *counts))
-    legend = "per 512 tokens: calls (tokens of the function that makes them). share: of a prompt of 512 and an answer of 128 tokens"
+    legend = (
+        "per 512 tokens: calls (tokens of the function that makes them). share: of a prompt of 512 and an answer of "
+        "128 tokens"
+    )
     return f"{subject.shape}\n{display.table(header, cells, (1, 3, 4, 5, 6, 7))}{legend}"
 
 
 def table(subject, found: list[TaskRow]) -> str:
     """`tune --report`."""
     header = (
-        "kernel", "share", "default us", "best us", "gain", "roofline us", "GB/s", "TFLOP/s", "of roofline", "measured", "checked", "plan",
+        "kernel", "share", "default us", "best us", "gain", "roofline us", "GB/s", "TFLOP/s", "of roofline",
+        "measured", "checked", "plan",
     )  # fmt: skip
     cells = []
     for row in found:
         if not row.history:
             continue
         gained = f"{row.default / row.best:.2f}x" if row.default and row.best else ""
-        rates = (f"{row.task.bytes / row.best / 1e9:.1f}", f"{row.task.flops / row.best / 1e12:.2f}") if row.best else ("", "")
+        rates = (
+            (f"{row.task.bytes / row.best / 1e9:.1f}", f"{row.task.flops / row.best / 1e12:.2f}")
+            if row.best
+            else ("", "")
+        )
         of = f"{row.roofline / row.best:.0%}" if row.best and row.roofline else ""
-        plan = "" if row.winner is None else "default" if row.winner.default else " ".join(f"{k}={v}" for k, v in row.winner.plan.items())
+        plan = (
+            ""
+            if row.winner is None
+            else "default"
+            if row.winner.default
+            else " ".join(f"{k}={v}" for k, v in row.winner.plan.items())
+        )
         checked = row.winner.checked if row.winner and not row.winner.default else ""
         times = _us(row.default), _us(row.best), gained, _us(row.roofline or None)
-        cells.append((row.task.name, f"{row.share:.1%}", *times, *rates, of, f"{row.measured}/{row.plans}", checked, plan))
+        cells.append(
+            (row.task.name, f"{row.share:.1%}", *times, *rates, of, f"{row.measured}/{row.plans}", checked, plan)
+        )
     if not cells:
         return f"{subject.shape}: nothing was measured yet"
     devices = sorted({record.device for row in found for record in row.history if record.device})
@@ -182,8 +212,8 @@ def check_output(path: Path) -> None:
 
 
 def plot(subject, found: list[TaskRow], path: Path) -> None:
-    """Draws, for the tasks with the largest share, the best time so far over the measurements, the default and the roofline. UserError
-    without measurements, or without matplotlib."""
+    """Draws, for the tasks with the largest share, the best time so far over the measurements, the default and the
+    roofline. UserError without measurements, or without matplotlib."""
     check_output(path)
     shown = [row for row in found if any(record.seconds for record in row.history)][:PLOTTED]
     if not shown:

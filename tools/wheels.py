@@ -1,7 +1,9 @@
-"""The Python packages that a bundle holds: wheels from the package index, kept in the cache, merged into one folder's files.
+"""The Python packages that a bundle holds: wheels from the package index, kept in the cache, merged into one folder's
+files.
 
-In: names of VENDORED packages, Python versions. Out: {path: bytes}, what `site-packages` of any of these Pythons would hold. Wheels of the
-same version for several Pythons agree in all files but the native ones, whose names tell the Python, so they lie side by side.
+In: names of VENDORED packages, Python versions. Out: {path: bytes}, what `site-packages` of any of these Pythons would
+hold. Wheels of the same version for several Pythons agree in all files but the native ones, whose names tell the
+Python, so they lie side by side.
 """
 
 import importlib.util
@@ -22,12 +24,24 @@ from mlc_amd.tools import display
 # The newest C library that wheels may ask for is that of 2018 (2.28); SteamOS and all living distributions have it.
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 # Nothing that runs a model needs these: type stubs, headers, sources, tests, installers' records.
-LEAVE_OUT = ("*.pyi", "*.pyx", "*.pxd", "*.h", "*.a", "*.typed", "*/tests/*", "*.data/*", "*.dist-info/RECORD", "*.dist-info/WHEEL")
+LEAVE_OUT = (
+    "*.pyi",
+    "*.pyx",
+    "*.pxd",
+    "*.h",
+    "*.a",
+    "*.typed",
+    "*/tests/*",
+    "*.data/*",
+    "*.dist-info/RECORD",
+    "*.dist-info/WHEEL",
+)
 
 
 @dataclass(frozen=True)
 class Package:
-    """A package of one version. leave_out: more patterns of files; differs: files that may differ between Pythons, the first is taken."""
+    """A package of one version. leave_out: more patterns of files; differs: files that may differ between Pythons, the
+    first is taken."""
 
     version: str
     leave_out: tuple[str, ...] = ()
@@ -38,7 +52,8 @@ VENDORED = {
     "numpy": Package(
         "2.4.6",
         (
-            "numpy/_core/_simd.*", "numpy/_core/*_tests.*", "numpy/_pyinstaller/*", "numpy/distutils/*", "numpy/doc/*", "numpy/f2py/*",
+            "numpy/_core/_simd.*", "numpy/_core/*_tests.*", "numpy/_pyinstaller/*", "numpy/distutils/*", "numpy/doc/*",
+            "numpy/f2py/*",
             "numpy/random/_examples/*", "numpy/random/lib/*", "numpy/testing/*", "numpy/typing/*",
         ),
         ("numpy/__config__.py",),  # which compiler and Python it was built with
@@ -58,7 +73,8 @@ VENDORED = {
 
 
 def site_packages(names: Sequence[str], pythons: Sequence[str], cache: Path) -> dict[str, bytes]:
-    """The files of the packages for all `pythons` ("3.11", ..), by path. UserError when a wheel is neither in `cache` nor to be had."""
+    """The files of the packages for all `pythons` ("3.11", ..), by path. UserError when a wheel is neither in `cache`
+    nor to be had."""
     files: dict[str, bytes] = {}
     for name in names:
         package, taken = VENDORED[name], dict.fromkeys(_wheel(name, python, cache) for python in pythons)
@@ -80,16 +96,32 @@ def fetch(names: Sequence[str], pythons: Sequence[str], cache: Path) -> None:
 def _download(names: Sequence[str], python: str, cache: Path) -> None:
     wanted = [f"{name}=={VENDORED[name].version}" for name in names]
     if importlib.util.find_spec("pip") is None:
-        raise UserError(f"deploy needs pip to download {', '.join(wanted)}; install it with: {sys.executable} -m ensurepip")
+        raise UserError(
+            f"deploy needs pip to download {', '.join(wanted)}; install it with: {sys.executable} -m ensurepip"
+        )
     display.message(f"downloading for Python {python}: {', '.join(wanted)} ...")
     cache.mkdir(parents=True, exist_ok=True)
     platforms = [f"--platform={platform}" for platform in PLATFORMS]
-    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--retries=1", "--timeout=30"]
+    options = [
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--retries=1",
+        "--timeout=30",
+    ]
     kind = ["--implementation=cp", f"--python-version={python}", *platforms, f"--dest={cache}"]
-    done = subprocess.run([sys.executable, "-m", "pip", "download", *options, *kind, *wanted], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "download", *options, *kind, *wanted], capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        reason = next((line for line in reversed(done.stderr.splitlines()) if line.startswith("ERROR")), "ERROR: pip failed")
-        raise UserError(f"cannot download {', '.join(wanted)} ({reason[7:]}); with a network, deploy once: wheels are kept in {cache}")
+        reason = next(
+            (line for line in reversed(done.stderr.splitlines()) if line.startswith("ERROR")), "ERROR: pip failed"
+        )
+        raise UserError(
+            f"cannot download {', '.join(wanted)} ({reason[7:]}); with a network, deploy once: wheels are kept in "
+            f"{cache}"
+        )
 
 
 def _wheel(name: str, python: str, cache: Path) -> Path:
@@ -105,7 +137,11 @@ def _find(name: str, python: str, cache: Path) -> Path | None:
     found = []
     for path in sorted(cache.glob("*.whl")):
         project, version, _, tags = parse_wheel_filename(path.name)
-        if project == canonicalize_name(name) and str(version) == VENDORED[name].version and (fits := tags & best.keys()):
+        if (
+            project == canonicalize_name(name)
+            and str(version) == VENDORED[name].version
+            and (fits := tags & best.keys())
+        ):
             found.append((min(best[tag] for tag in fits), path))
     return min(found)[1] if found else None
 

@@ -48,7 +48,8 @@ class CpuTarget(Target):
         return [self.arch]
 
     def prefill_sizes(self, ctx: int) -> list[int]:
-        """Kernels loop over live tokens only, in steps of their tile: one size for long chunks, and one whose tile is small."""
+        """Kernels loop over live tokens only, in steps of their tile: one size for long chunks, and one whose tile is
+        small."""
         return [4, min(512, max(ctx, 64))]
 
     def score_size(self, ctx: int) -> int:
@@ -65,7 +66,13 @@ class CpuTarget(Target):
 
     @property
     def description(self) -> dict:
-        return {"kind": "cpu", "arch": self.arch.name, "mcpu": self.arch.mcpu, "isa": self.isa.__name__, "flags": list(self.arch.flags)}
+        return {
+            "kind": "cpu",
+            "arch": self.arch.name,
+            "mcpu": self.arch.mcpu,
+            "isa": self.isa.__name__,
+            "flags": list(self.arch.flags),
+        }
 
     # ---- kernels
 
@@ -121,9 +128,10 @@ class CpuTarget(Target):
         return {"libraries": [LIBRARY]}
 
 
-# What kernels need of TVM's default pipeline. Most of that one's time goes into what LLVM does again (common subexpressions)
-# and into what only other kernels have (GPU threads, shared memory, staged copies). Arguments are not checked when a kernel is
-# called, half of the code of a small kernel: shapes and types come from the plan that it was made for.
+# What kernels need of TVM's default pipeline. Most of that one's time goes into what LLVM does again (common
+# subexpressions) and into what only other kernels have (GPU threads, shared memory, staged copies). Arguments are not
+# checked when a kernel is called, half of the code of a small kernel: shapes and types come from the plan that it was
+# made for.
 _LOWERING = tvm.ir.transform.Sequential([
     tirx.transform.FlattenBuffer(),
     tirx.transform.NarrowDataType(32),
@@ -182,7 +190,10 @@ def compile_c(*arguments: str) -> None:
     if compiler is None and importlib.util.find_spec("ziglang"):
         compiler = [sys.executable, "-m", "ziglang", "cc"]
     if compiler is None:
-        raise UserError("no C compiler found to link the kernels; install one (Debian: apt install gcc; anywhere: pip install ziglang)")
+        raise UserError(
+            "no C compiler found to link the kernels; install one (Debian: apt install gcc; anywhere: pip install "
+            "ziglang)"
+        )
     result = subprocess.run([*compiler, *arguments], capture_output=True, text=True)
     if result.returncode:
         raise UserError(f"linking the kernels with {compiler[0]} failed: {result.stderr.strip().splitlines()[-1:]}")

@@ -1,7 +1,7 @@
 """What the targets on GPUs share: layouts of weights, activations and caches, and the kernels of schedules/gpu.
 
-`GpuTarget` leaves to its subclasses which archs there are and what code the kernels become. All archs of an artifact share its plan and
-its weights, so they must take activations in the same layouts.
+`GpuTarget` leaves to its subclasses which archs there are and what code the kernels become. All archs of an artifact
+share its plan and its weights, so they must take activations in the same layouts.
 """
 
 from abc import abstractmethod
@@ -25,8 +25,9 @@ from mlc_amd.schedules.gpu.rope_kv_write import Rope, rope_kv_write
 
 
 class GpuTarget(Target):
-    """`archs`: what `arch` of the kernel builders may be, the first one's kernels are made first. UserError if they cannot share an
-    artifact. Subclasses have `matrix_layout`, that of activations for matrix units, and `compile_for`."""
+    """`archs`: what `arch` of the kernel builders may be, the first one's kernels are made first. UserError if they
+    cannot share an artifact. Subclasses have `matrix_layout`, that of activations for matrix units, and
+    `compile_for`."""
 
     query_dtype = "float16"
     layout = "rows"
@@ -40,7 +41,9 @@ class GpuTarget(Target):
         self.arch = self.archs[0]  # whose kernels are being made
         for other in self.archs[1:]:
             if bool(other.matrix) != bool(self.arch.matrix):
-                raise UserError(f"{self.arch.name} and {other.name} need different layouts; compile an artifact for each")
+                raise UserError(
+                    f"{self.arch.name} and {other.name} need different layouts; compile an artifact for each"
+                )
 
     @property
     def archs(self) -> list:
@@ -64,7 +67,10 @@ class GpuTarget(Target):
 
     def attention_workspace(self, config, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """What the splits of decode attention join through."""
-        return {f"attention.{name.lower()}": of for name, of in scratch_shapes(config.heads, config.kv_heads, config.head_dim).items()}
+        return {
+            f"attention.{name.lower()}": of
+            for name, of in scratch_shapes(config.heads, config.kv_heads, config.head_dim).items()
+        }
 
     @property
     def description(self) -> dict:
@@ -108,12 +114,15 @@ class GpuTarget(Target):
         return {}
 
     @abstractmethod
-    def compile_for(self, arch, kernels: dict[str, tvm.tirx.PrimFunc], directory: Path, lowered) -> tuple[str, dict, dict]:
-        """Compiles one arch's kernels. Returns the file in `directory`, `lower.Function` by kernel, and by symbol what a launch's entry in
-        the manifest says besides symbol, grid, block and args."""
+    def compile_for(
+        self, arch, kernels: dict[str, tvm.tirx.PrimFunc], directory: Path, lowered
+    ) -> tuple[str, dict, dict]:
+        """Compiles one arch's kernels. Returns the file in `directory`, `lower.Function` by kernel, and by symbol what
+        a launch's entry in the manifest says besides symbol, grid, block and args."""
 
     def compile_kernels(self, mod: tvm.IRModule, directory: Path, progress, workers: int) -> dict:
-        """{"libraries": {arch: file}, "launches": {arch: {kernel: {"scratch": [bytes], "steps": [launch]}}}}; see dist/README.md."""
+        """{"libraries": {arch: file}, "launches": {arch: {kernel: {"scratch": [bytes], "steps": [launch]}}}}; see
+        dist/README.md."""
         names = sorted(gv.name_hint for gv, func in mod.functions.items() if isinstance(func, tvm.tirx.PrimFunc))
         if unfused := set(names) - self.kernels.keys():
             raise UserError(f"this model needs {', '.join(sorted(unfused))} outside of fused kernels; use --target cpu")

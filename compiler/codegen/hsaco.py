@@ -1,8 +1,9 @@
-"""Reads AMD code objects (HSACO), our own or anybody's: what their kernels need, how many waves fit, which instructions they use.
+"""Reads AMD code objects (HSACO), our own or anybody's: what their kernels need, how many waves fit, which instructions
+they use.
 
-In: the bytes of an ELF file for AMD GPUs. Out: a `CodeObject` with a `Kernel` for each kernel. Nothing here runs or compiles code;
-`disassemble` calls llvm-objdump where there is one. Formats: LLVM's AMDGPUUsage, "Code Object" (ELF flags, note NT_AMDGPU_METADATA in
-MessagePack, version 3 and later).
+In: the bytes of an ELF file for AMD GPUs. Out: a `CodeObject` with a `Kernel` for each kernel. Nothing here runs or
+compiles code; `disassemble` calls llvm-objdump where there is one. Formats: LLVM's AMDGPUUsage, "Code Object" (ELF
+flags, note NT_AMDGPU_METADATA in MessagePack, version 3 and later).
 """
 
 import re
@@ -19,9 +20,12 @@ from mlc_amd.schedules.gpu.arch import KIB, GpuArch
 
 # EF_AMDGPU_MACH: the low byte of e_flags
 MACHINES = {
-    0x02F: "gfx906", 0x030: "gfx908", 0x03F: "gfx90a", 0x04C: "gfx942", 0x04F: "gfx950", 0x033: "gfx1010", 0x034: "gfx1011",
-    0x035: "gfx1012", 0x036: "gfx1030", 0x037: "gfx1031", 0x038: "gfx1032", 0x039: "gfx1033", 0x03E: "gfx1034", 0x03D: "gfx1035",
-    0x045: "gfx1036", 0x041: "gfx1100", 0x046: "gfx1101", 0x047: "gfx1102", 0x044: "gfx1103", 0x043: "gfx1150", 0x04A: "gfx1151",
+    0x02F: "gfx906", 0x030: "gfx908", 0x03F: "gfx90a", 0x04C: "gfx942", 0x04F: "gfx950", 0x033: "gfx1010",
+    0x034: "gfx1011",
+    0x035: "gfx1012", 0x036: "gfx1030", 0x037: "gfx1031", 0x038: "gfx1032", 0x039: "gfx1033", 0x03E: "gfx1034",
+    0x03D: "gfx1035",
+    0x045: "gfx1036", 0x041: "gfx1100", 0x046: "gfx1101", 0x047: "gfx1102", 0x044: "gfx1103", 0x043: "gfx1150",
+    0x04A: "gfx1151",
     0x055: "gfx1152", 0x048: "gfx1200", 0x04E: "gfx1201",
 }  # fmt: skip
 EM_AMDGPU, PT_NOTE, SHT_SYMTAB, SHT_DYNSYM, NT_AMDGPU_METADATA = 224, 4, 2, 11, 32
@@ -29,7 +33,8 @@ EM_AMDGPU, PT_NOTE, SHT_SYMTAB, SHT_DYNSYM, NT_AMDGPU_METADATA = 224, 4, 2, 11, 
 
 @dataclass(frozen=True)
 class Arg:
-    """A kernel argument: bytes [offset, offset + size) of the kernarg segment. kind: "global_buffer", "by_value", "hidden_...", ..."""
+    """A kernel argument: bytes [offset, offset + size) of the kernarg segment. kind: "global_buffer", "by_value",
+    "hidden_...", ..."""
 
     name: str
     kind: str
@@ -39,8 +44,8 @@ class Arg:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Registers are per lane (VGPR, AGPR) or wave (SGPR); on gfx90a and later `vgprs` counts AGPRs too. lds, scratch (per lane), code and
-    kernarg in bytes. spills: VGPRs, SGPRs spilled. threads: most of a workgroup."""
+    """Registers are per lane (VGPR, AGPR) or wave (SGPR); on gfx90a and later `vgprs` counts AGPRs too. lds, scratch
+    (per lane), code and kernarg in bytes. spills: VGPRs, SGPRs spilled. threads: most of a workgroup."""
 
     name: str
     wave: int
@@ -68,14 +73,18 @@ class CodeObject:
 def parse(data: bytes) -> CodeObject:
     """The kernels of a code object. UserError if `data` is none, or one without metadata (older than version 3)."""
     if len(data) < 64 or data[:5] != b"\x7fELF\x02" or struct.unpack_from("<H", data, 18)[0] != EM_AMDGPU:
-        raise UserError("not an AMD code object (64-bit ELF file for AMDGPU); give the .hsaco or .co file itself, not a bundle")
+        raise UserError(
+            "not an AMD code object (64-bit ELF file for AMDGPU); give the .hsaco or .co file itself, not a bundle"
+        )
     try:
         (flags,) = struct.unpack_from("<I", data, 48)
         metadata, code = _metadata(data), _symbols(data)
     except (struct.error, IndexError, ValueError) as error:
         raise UserError(f"damaged AMD code object ({error}); make it again") from error
     if metadata is None:
-        raise UserError("the AMD code object has no kernel metadata (version 3 and later have); compile it with a newer ROCm")
+        raise UserError(
+            "the AMD code object has no kernel metadata (version 3 and later have); compile it with a newer ROCm"
+        )
     kernels = {item[".name"]: _kernel(item, code) for item in metadata.get("amdhsa.kernels", [])}
     return CodeObject(MACHINES.get(flags & 0xFF, hex(flags & 0xFF)), kernels)
 
@@ -163,10 +172,22 @@ def unpack(data: bytes, at: int = 0):
 
 
 CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
-NUMBERS = {0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q", 0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q"}
+NUMBERS = {
+    0xCA: ">f",
+    0xCB: ">d",
+    0xCC: ">B",
+    0xCD: ">H",
+    0xCE: ">I",
+    0xCF: ">Q",
+    0xD0: ">b",
+    0xD1: ">h",
+    0xD2: ">i",
+    0xD3: ">q",
+}
 SHORT = (("map", 0x80, 0x0F), ("array", 0x90, 0x0F), ("str", 0xA0, 0x1F))  # (type, first tag, bits of the length)
 COUNTED = {
-    0xC4: ("bin", ">B"), 0xC5: ("bin", ">H"), 0xC6: ("bin", ">I"), 0xD9: ("str", ">B"), 0xDA: ("str", ">H"), 0xDB: ("str", ">I"),
+    0xC4: ("bin", ">B"), 0xC5: ("bin", ">H"), 0xC6: ("bin", ">I"), 0xD9: ("str", ">B"), 0xDA: ("str", ">H"),
+    0xDB: ("str", ">I"),
     0xDC: ("array", ">H"), 0xDD: ("array", ">I"), 0xDE: ("map", ">H"), 0xDF: ("map", ">I"),
 }  # fmt: skip
 
@@ -174,8 +195,8 @@ COUNTED = {
 # ---- occupancy
 
 
-# family: (VGPRs of a SIMD's lane, unit they are allotted in, most waves of a SIMD), for the family's wave size. LLVM's AMDGPUBaseInfo.cpp:
-# getTotalNumVGPRs, getVGPRAllocGranule, getMaxWavesPerEU.
+# family: (VGPRs of a SIMD's lane, unit they are allotted in, most waves of a SIMD), for the family's wave size. LLVM's
+# AMDGPUBaseInfo.cpp: getTotalNumVGPRs, getVGPRAllocGranule, getMaxWavesPerEU.
 REGISTERS = {
     "gcn5": (256, 4, 10),
     "cdna": (512, 8, 8),  # VGPRs and AGPRs together
@@ -190,8 +211,8 @@ SIMDS, LDS_UNIT = 4, 512  # SIMDs that share LDS (a compute unit; a work-group p
 
 
 def occupancy(kernel: Kernel, arch: GpuArch, threads: int | None = None) -> tuple[int, str]:
-    """(waves that a SIMD holds at once, what limits them: "vgprs", "sgprs", "lds" or "waves") with workgroups of `threads` threads
-    (default: the most that the kernel allows). 0 waves: a workgroup does not fit."""
+    """(waves that a SIMD holds at once, what limits them: "vgprs", "sgprs", "lds" or "waves") with workgroups of
+    `threads` threads (default: the most that the kernel allows). 0 waves: a workgroup does not fit."""
     total, unit, most = REGISTERS_OF.get(arch.name, REGISTERS[arch.family])
     rdna = arch.wave == 32
     if rdna and kernel.wave == 64:
@@ -224,8 +245,8 @@ MNEMONIC = re.compile(r"^\s+([sv]_\w+|ds_\w+|global_\w+|flat_\w+|buffer_\w+|scra
 
 @dataclass(frozen=True)
 class Instructions:
-    """Static instruction counts of a kernel: total, by mnemonic, dot products, matrix instructions, and memory operations by
-    (space: "global", "flat", "buffer", "scratch", "ds" (LDS); "load" or "store"; bytes a lane)."""
+    """Static instruction counts of a kernel: total, by mnemonic, dot products, matrix instructions, and memory
+    operations by (space: "global", "flat", "buffer", "scratch", "ds" (LDS); "load" or "store"; bytes a lane)."""
 
     total: int
     by_mnemonic: Counter
@@ -235,8 +256,8 @@ class Instructions:
 
 
 def instructions(assembly: str, kernel: str) -> Instructions:
-    """Counts the instructions between the kernel's label and the next function's, in LLVM's assembly text or llvm-objdump's output.
-    ValueError if there is no such label."""
+    """Counts the instructions between the kernel's label and the next function's, in LLVM's assembly text or
+    llvm-objdump's output. ValueError if there is no such label."""
     counts, padding, inside, found = Counter(), [], False, False
     for line in assembly.splitlines():
         if (label := LABEL.match(line)) and not LOCAL_LABEL.match(label[1]):
@@ -261,7 +282,9 @@ def instructions(assembly: str, kernel: str) -> Instructions:
     def having(*prefixes):
         return sum(n for name, n in counts.items() if name.startswith(prefixes))
 
-    return Instructions(counts.total(), counts, having("v_dot"), having("v_wmma", "v_mfma", "v_swmmac", "v_smfmac"), memory)
+    return Instructions(
+        counts.total(), counts, having("v_dot"), having("v_wmma", "v_mfma", "v_swmmac", "v_smfmac"), memory
+    )
 
 
 OBJDUMPS = ("/opt/rocm/llvm/bin/llvm-objdump", *(f"llvm-objdump-{v}" for v in range(22, 17, -1)), "llvm-objdump")

@@ -1,13 +1,14 @@
 """TensorIR kernels down to device functions and what launches them: the part that the GPU code generators share.
 
-In: a PrimFunc with bound threads and static extents. Out: a `Function`, which says what a call of it launches, and the lowered device
-functions by symbol. TVM's own s_tir lowering is followed up to the split into host and device functions; the host function is only read
-(for grids, scratch buffers and the kernels' arguments).
+In: a PrimFunc with bound threads and static extents. Out: a `Function`, which says what a call of it launches, and the
+lowered device functions by symbol. TVM's own s_tir lowering is followed up to the split into host and device functions;
+the host function is only read (for grids, scratch buffers and the kernels' arguments).
 
-Differences from TVM's pipeline: StorageRewrite is left out (it makes LDS buffers of different types share memory through global
-addresses), CompactBufferAllocation for kernels without blocks (all of ours: it took most of the time, and cut no more than the
-padding behind an LDS buffer's last row), and whatever the generator names (`lower`).
+Differences from TVM's pipeline: StorageRewrite is left out (it makes LDS buffers of different types share memory
+through global addresses), CompactBufferAllocation for kernels without blocks (all of ours: it took most of the time,
+and cut no more than the padding behind an LDS buffer's last row), and whatever the generator names (`lower`).
 """
+
 from dataclasses import dataclass
 from math import prod
 
@@ -22,8 +23,9 @@ LAUNCH_AXES = tuple(f"{kind}.{axis}" for kind in ("blockIdx", "threadIdx") for a
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch. grid: workgroups, block: threads of one, (x, y, z). args: for each argument of the kernel, in its order, the
-    index of the PrimFunc's parameter whose address it takes; len(parameters) + i stands for scratch buffer i."""
+    """One kernel launch. grid: workgroups, block: threads of one, (x, y, z). args: for each argument of the kernel, in
+    its order, the index of the PrimFunc's parameter whose address it takes; len(parameters) + i stands for scratch
+    buffer i."""
 
     symbol: str
     grid: tuple[int, int, int]
@@ -33,7 +35,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class Function:
-    """What a call of a PrimFunc does: `launches` in order. scratch: bytes of each buffer that its kernels hand to one another."""
+    """What a call of a PrimFunc does: `launches` in order. scratch: bytes of each buffer that its kernels hand to one
+    another."""
 
     params: tuple[str, ...]
     scratch: tuple[int, ...]
@@ -41,17 +44,23 @@ class Function:
 
 
 def _passes():
-    """TVM 0.27's s_tir pipeline (tvm/s_tir/pipeline.py) up to the split, without what its options switch on and without StorageRewrite."""
+    """TVM 0.27's s_tir pipeline (tvm/s_tir/pipeline.py) up to the split, without what its options switch on and without
+    StorageRewrite."""
     t, x = s_tir.transform, tirx.transform
     return [
-        t.CanonicalizeLoop(), t.LowerCrossThreadReduction(), t.LowerInitBlock(), t.PlanAndUpdateBufferAllocationLocation(),
-        t.ConvertBlocksToOpaque(), t.LiftThreadBinding(), t.ManifestSharedMemoryLocalStage(), t.CompactBufferAllocation(),
+        t.CanonicalizeLoop(), t.LowerCrossThreadReduction(), t.LowerInitBlock(),
+        t.PlanAndUpdateBufferAllocationLocation(),
+        t.ConvertBlocksToOpaque(), t.LiftThreadBinding(), t.ManifestSharedMemoryLocalStage(),
+        t.CompactBufferAllocation(),
         t.LowerAutoCopy(), t.UnifyThreadBinding(), t.LowerMatchBuffer(), t.StmtSimplify(), t.InjectPermutedLayout(),
         t.AnnotateIrregularLoop(), t.InjectSoftwarePipeline(), t.TransformMmaBufferLayout(), t.LowerOpaqueBlock(),
         x.FlattenBuffer(), x.BF16ComputeLegalize(), x.NarrowDataType(32), t.LoopPartition(), x.VectorizeLoop(True),
-        t.InjectVirtualThread(), t.InjectDoubleBuffer(), t.HoistIfThenElse(), x.UnrollLoop(), t.RenormalizeSplitPattern(),
-        x.StmtSimplify(), x.RemoveNoOp(), t.RewriteUnsafeSelect(), x.CommonSubexprElim(), x.FP8ComputeLegalize(), x.VerifyMemory(),
-        x.AnnotateEntryFunc(), t.ThreadSync("shared"), t.ThreadSync("shared.dyn"), t.ThreadSync("warp"), t.InferFragment(),
+        t.InjectVirtualThread(), t.InjectDoubleBuffer(), t.HoistIfThenElse(), x.UnrollLoop(),
+        t.RenormalizeSplitPattern(),
+        x.StmtSimplify(), x.RemoveNoOp(), t.RewriteUnsafeSelect(), x.CommonSubexprElim(), x.FP8ComputeLegalize(),
+        x.VerifyMemory(),
+        x.AnnotateEntryFunc(), t.ThreadSync("shared"), t.ThreadSync("shared.dyn"), t.ThreadSync("warp"),
+        t.InferFragment(),
         t.LowerThreadAllreduce(), t.MergeSharedMemoryAllocations(), x.SplitHostDevice(),
     ]  # fmt: skip
 
@@ -59,8 +68,8 @@ def _passes():
 def lower(name: str, func: tirx.PrimFunc, arch, target, leave_out=()) -> tuple[Function, dict[str, tirx.PrimFunc]]:
     """What to launch for `func`, and its device functions by symbol, not yet finalized.
 
-    arch: a GpuArch or a Profile. leave_out: names of passes. ValueError for a kernel that the arch cannot run (too many threads, too much
-    LDS) or whose extents are not known at compile time.
+    arch: a GpuArch or a Profile. leave_out: names of passes. ValueError for a kernel that the arch cannot run (too many
+    threads, too much LDS) or whose extents are not known at compile time.
     """
     module = tvm.IRModule({name: func.with_attr("global_symbol", name)})
     if not has_blocks(func):
@@ -88,7 +97,10 @@ def check_lds(name, device, arch):
     walk(device.body, tirx.AllocBuffer, visit)
     if sum(sizes) > arch.lds:
         buffers = " + ".join(map(str, sizes))
-        raise ValueError(f"kernel {name} needs {sum(sizes)} bytes of LDS (buffers of {buffers}), {arch.name} gives a workgroup {arch.lds}")
+        raise ValueError(
+            f"kernel {name} needs {sum(sizes)} bytes of LDS (buffers of {buffers}), {arch.name} gives a workgroup "
+            f"{arch.lds}"
+        )
 
 
 def read_host(name, host, arch) -> Function:
@@ -114,7 +126,10 @@ def read_host(name, host, arch) -> Function:
 def _launch(name, call, place, alias, threads) -> Launch:
     tags = [str(tag) for tag in call.attrs.launch_params]
     if unknown := set(tags) - set(LAUNCH_AXES):
-        raise ValueError(f"kernel {name}: launch parameters {sorted(unknown)} are not supported (only shared memory of static size is)")
+        raise ValueError(
+            f"kernel {name}: launch parameters {sorted(unknown)} are not supported (only shared memory of static size "
+            "is)"
+        )
     symbol, *rest = call.args
     values, extents = rest[: len(rest) - len(tags)], dict(zip(tags, rest[len(rest) - len(tags) :], strict=True))
     if dynamic := [tag for tag, extent in extents.items() if not isinstance(extent, tirx.IntImm)]:

@@ -1,10 +1,13 @@
-"""What AMD GPUs run for our SPIR-V, without such a GPU: Mesa's Vulkan driver RADV compiles kernels for a GPU that it is told to assume.
+"""What AMD GPUs run for our SPIR-V, without such a GPU: Mesa's Vulkan driver RADV compiles kernels for a GPU that it is
+told to assume.
 
-In: SPIR-V modules and the profile that they were made for. Out: a `Compiled` for each: registers, spills, LDS, scratch memory, the
-compiler's estimates, the ISA. That is the code that the GPU would run under that Mesa version, as RADV's compiler (ACO) is the same.
+In: SPIR-V modules and the profile that they were made for. Out: a `Compiled` for each: registers, spills, LDS, scratch
+memory, the compiler's estimates, the ISA. That is the code that the GPU would run under that Mesa version, as RADV's
+compiler (ACO) is the same.
 
-The driver runs in a child process (`radv_worker`), because it is chosen by environment variables and aborts where it cannot go on.
-RADV_FORCE_FAMILY, which makes a GPU assumed, is Mesa's: 22.3 to 25 have it for every profile here; 26 dropped it.
+The driver runs in a child process (`radv_worker`), because it is chosen by environment variables and aborts where it
+cannot go on. RADV_FORCE_FAMILY, which makes a GPU assumed, is Mesa's: 22.3 to 25 have it for every profile here; 26
+dropped it.
 """
 
 import base64
@@ -23,7 +26,8 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.arch import ARCHS, GpuArch
 from mlc_amd.schedules.gpu.profiles import Profile
 
-# profile or its family: (GPU in LLVM's name, RADV's names of such GPUs, newest Mesa's first: 22.3 called those of RDNA3 by gfx names)
+# profile or its family: (GPU in LLVM's name, RADV's names of such GPUs, newest Mesa's first: 22.3 called those of RDNA3
+# by gfx names)
 GPUS = {
     "vangogh": ("gfx1033", ("VANGOGH",)),
     "rdna2": ("gfx1030", ("NAVI21",)),
@@ -31,7 +35,10 @@ GPUS = {
     "rdna4": ("gfx1201", ("GFX1201",)),
     "gcn5": ("gfx906", ("RENOIR",)),
 }
-DRIVER_VARIABLES = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES")  # of the Vulkan loader; the second for loaders before 1.3.234
+DRIVER_VARIABLES = (
+    "VK_DRIVER_FILES",
+    "VK_ICD_FILENAMES",
+)  # of the Vulkan loader; the second for loaders before 1.3.234
 DRIVER_FOLDERS = ("/etc", "/usr/local/share", "/usr/share")
 START_S, KERNEL_S = 60, 60  # time limits of the child: to load the driver, for each kernel
 INSTALL = "install Mesa 22.3 to 25 (package mesa-vulkan-drivers of Debian 12 or 13, vulkan-radeon of Arch)"
@@ -49,9 +56,10 @@ class Shader:
 
 @dataclass(frozen=True)
 class Compiled:
-    """kernel: registers and memory, as of a code object; VGPRs and LDS are in the units that the GPU allots. latency, throughput: ACO's
-    estimates "Latency" and "Inverse Throughput" in clocks of a wave, which count a loop's body a fixed number of times: they compare
-    kernels of the same loops. assembly: LLVM's syntax from the label `<name>:`, "" if the driver was built without a disassembler."""
+    """kernel: registers and memory, as of a code object; VGPRs and LDS are in the units that the GPU allots. latency,
+    throughput: ACO's estimates "Latency" and "Inverse Throughput" in clocks of a wave, which count a loop's body a
+    fixed number of times: they compare kernels of the same loops. assembly: LLVM's syntax from the label `<name>:`, ""
+    if the driver was built without a disassembler."""
 
     kernel: hsaco.Kernel
     latency: int
@@ -61,8 +69,9 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Report:
-    """device: what the driver calls itself and the GPU, with its version. kernels: by the shader's name. refused: the others', with the
-    driver's reason; an old one does not know all that a module may use, such as cooperative matrices."""
+    """device: what the driver calls itself and the GPU, with its version. kernels: by the shader's name. refused: the
+    others', with the driver's reason; an old one does not know all that a module may use, such as cooperative
+    matrices."""
 
     device: str
     kernels: dict[str, Compiled]
@@ -70,7 +79,8 @@ class Report:
 
 
 def gpu_of(profile: Profile) -> GpuArch | None:
-    """The GPU that RADV is to assume for a profile, as an arch of LLVM (for occupancy); None for those of other makers."""
+    """The GPU that RADV is to assume for a profile, as an arch of LLVM (for occupancy); None for those of other
+    makers."""
     entry = _gpu(profile)
     return ARCHS[entry[0]] if entry else None
 
@@ -83,26 +93,39 @@ def statistics(shaders: list[Shader], profile: Profile) -> Report:
     entry, driver = _gpu(profile), find_driver()
     if entry is None:
         raise UserError(f"RADV compiles for AMD GPUs only, not for profile {profile.name}")
-    request = [vars(shader) | {"code": base64.b64encode(shader.code).decode(), "wave": profile.wave} for shader in shaders]
+    request = [
+        vars(shader) | {"code": base64.b64encode(shader.code).decode(), "wave": profile.wave} for shader in shaders
+    ]
     for family in entry[1]:
         device, answers, complaint = _child(driver, family, request)
         if device:
             break
     else:
-        raise UserError(f"{driver} cannot compile for {' or '.join(entry[1])} without such a GPU ({complaint}); {INSTALL}")
+        raise UserError(
+            f"{driver} cannot compile for {' or '.join(entry[1])} without such a GPU ({complaint}); {INSTALL}"
+        )
     while len(answers) < len(request):  # it crashed: go on behind the shader that made it
         answers.append({"error": complaint})
         _, more, complaint = _child(driver, family, request[len(answers) :])
         answers += more
     told = {shader.name: (shader, answer) for shader, answer in zip(shaders, answers, strict=True)}
-    kernels = {name: _compiled(shader, profile, answer) for name, (shader, answer) in told.items() if "error" not in answer}
+    kernels = {
+        name: _compiled(shader, profile, answer) for name, (shader, answer) in told.items() if "error" not in answer
+    }
     return Report(device, kernels, {name: answer["error"] for name, (_, answer) in told.items() if "error" in answer})
 
 
 def find_driver() -> Path:
     """RADV's manifest file: the one that the environment chooses, else an installed one. UserError if there is none."""
-    chosen = [Path(name) for variable in DRIVER_VARIABLES for name in os.environ.get(variable, "").split(":") if "radeon" in name]
-    installed = [file for folder in DRIVER_FOLDERS for file in sorted(Path(folder, "vulkan/icd.d").glob("radeon_icd*.json"))]
+    chosen = [
+        Path(name)
+        for variable in DRIVER_VARIABLES
+        for name in os.environ.get(variable, "").split(":")
+        if "radeon" in name
+    ]
+    installed = [
+        file for folder in DRIVER_FOLDERS for file in sorted(Path(folder, "vulkan/icd.d").glob("radeon_icd*.json"))
+    ]
     found = next((file for file in chosen + installed if file.is_file()), None)
     if found is None:
         raise UserError(f"RADV, Mesa's Vulkan driver for AMD GPUs, is not installed; {INSTALL}")
@@ -120,7 +143,9 @@ def _child(driver: Path, family: str, request: list[dict]) -> tuple[str, list[di
     command = [sys.executable, "-m", radv_worker.__name__]
     limit = START_S + KERNEL_S * len(request)
     try:
-        done = subprocess.run(command, input=json.dumps(request), env=environment, capture_output=True, text=True, timeout=limit)
+        done = subprocess.run(
+            command, input=json.dumps(request), env=environment, capture_output=True, text=True, timeout=limit
+        )
     except subprocess.TimeoutExpired:
         return "", [], f"it took longer than {limit} s"
     if done.returncode > 0 and done.returncode != radv_worker.UNUSABLE:
@@ -153,7 +178,8 @@ def _compiled(shader: Shader, profile: Profile, answer: dict) -> Compiled:
 
 
 def _assembly(name: str, text: str) -> str:
-    """The driver's listing without the encodings, with local labels that LLVM's texts have, under the kernel's own label."""
+    """The driver's listing without the encodings, with local labels that LLVM's texts have, under the kernel's own
+    label."""
     if not text:
         return ""
     lines = (re.sub(r"\bBB(\d+)\b", r".LBB\1", line.partition(";")[0].rstrip()) for line in text.splitlines())

@@ -1,8 +1,10 @@
-"""The child process of `radv`: has the Vulkan driver that the environment chose compile shaders, and tells what it says of them.
+"""The child process of `radv`: has the Vulkan driver that the environment chose compile shaders, and tells what it says
+of them.
 
-In: a JSON list of shaders on stdin (name, code in base64, block, push, wave). Out: JSON lines on stdout: {"device"}, then for each shader
-{"statistics": {name: number}, "assembly"} or {"error"}. Ends with status UNUSABLE and a message where there is no such driver; the driver
-itself may abort, which is why this is a process of its own. Nothing is run on the device: a driver without its GPU could not.
+In: a JSON list of shaders on stdin (name, code in base64, block, push, wave). Out: JSON lines on stdout: {"device"},
+then for each shader {"statistics": {name: number}, "assembly"} or {"error"}. Ends with status UNUSABLE and a message
+where there is no such driver; the driver itself may abort, which is why this is a process of its own. Nothing is run on
+the device: a driver without its GPU could not.
 """
 
 import base64
@@ -37,18 +39,28 @@ _TEXT = ctypes.c_char * 256
 ExecutableFeatures = _chained("ExecutableFeatures", 1000269000, pipelineExecutableInfo=ctypes.c_uint32)
 ExecutableInfo = _chained("ExecutableInfo", 1000269003, pipeline=ctypes.c_uint64, index=ctypes.c_uint32)
 # value: a union of VkBool32, int64, uint64 and double; RADV's numbers are all uint64
-Statistic = _chained("Statistic", 1000269004, name=_TEXT, description=_TEXT, format=ctypes.c_uint32, value=ctypes.c_uint64)
+Statistic = _chained(
+    "Statistic", 1000269004, name=_TEXT, description=_TEXT, format=ctypes.c_uint32, value=ctypes.c_uint64
+)
 Representation = _chained(
-    "Representation", 1000269005, name=_TEXT, description=_TEXT, text=ctypes.c_uint32, size=ctypes.c_size_t, data=ctypes.c_void_p
+    "Representation",
+    1000269005,
+    name=_TEXT,
+    description=_TEXT,
+    text=ctypes.c_uint32,
+    size=ctypes.c_size_t,
+    data=ctypes.c_void_p,
 )
 FEATURES = (
-    api.Storage16Features, api.Storage8Features, api.SmallFeatures, api.AddressFeatures, api.MemoryModelFeatures, api.DotFeatures,
+    api.Storage16Features, api.Storage8Features, api.SmallFeatures, api.AddressFeatures, api.MemoryModelFeatures,
+    api.DotFeatures,
     api.SubgroupSizeFeatures, api.MatrixFeatures, ExecutableFeatures,
 )  # fmt: skip
 
 
 class Compiler:
-    """A logical device on RADV's GPU of that family. UserError without one. name: the GPU's name and the driver's version."""
+    """A logical device on RADV's GPU of that family. UserError without one. name: the GPU's name and the driver's
+    version."""
 
     def __init__(self, family: str):
         get, loader = api.open_loader()
@@ -86,7 +98,11 @@ class Compiler:
         priority, names = ctypes.c_float(1), api.strings(extensions)
         queue = api.QueueInfo(family=0, count=1, priorities=addressof(priority))
         info = api.DeviceInfo(
-            next=features, queueCount=1, queues=addressof(queue), extensionCount=len(extensions), extensions=addressof(names)
+            next=features,
+            queueCount=1,
+            queues=addressof(queue),
+            extensionCount=len(extensions),
+            extensions=addressof(names),
         )
         return api.create(calls.vkCreateDevice, gpu, byref(info), None, kind=ctypes.c_void_p)
 
@@ -119,7 +135,14 @@ class Compiler:
         for item, text in zip(items, texts, strict=True):
             item.data = addressof(text)
         call(self.device, byref(of), byref(count), items)
-        return next((text.value.decode(errors="replace") for item, text in zip(items, texts, strict=True) if item.name == ASSEMBLY), "")
+        return next(
+            (
+                text.value.decode(errors="replace")
+                for item, text in zip(items, texts, strict=True)
+                if item.name == ASSEMBLY
+            ),
+            "",
+        )
 
     def _create(self, call: str, info) -> int:
         return api.create(getattr(self.calls, call), self.device, byref(info), None)

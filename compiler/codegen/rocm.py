@@ -1,9 +1,10 @@
 """TensorIR kernels to an AMD code object (HSACO), with TVM's LLVM and no ROCm installation.
 
-In: PrimFuncs with bound threads, and a `GpuArch`. Out: an `HsacoModule`: one code object with all kernels, and for each PrimFunc what to
-launch. `lower.py` makes device functions of them, which go to LLVM and the linker; before each barrier comes the wait for LDS operations
-that TVM's code generator forgets. Thread-safe.
+In: PrimFuncs with bound threads, and a `GpuArch`. Out: an `HsacoModule`: one code object with all kernels, and for each
+PrimFunc what to launch. `lower.py` makes device functions of them, which go to LLVM and the linker; before each barrier
+comes the wait for LDS operations that TVM's code generator forgets. Thread-safe.
 """
+
 import functools
 import importlib.util
 import os
@@ -28,12 +29,13 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.arch import MAX_THREADS, GpuArch
 
 LINKERS = ("/opt/rocm/llvm/bin/ld.lld", "ld.lld", *(f"ld.lld-{version}" for version in range(22, 14, -1)))
-OLDEST_LINKER = 15      # knows code objects of version 5
-# LLVM 22 marks code objects as version 6, which differs from 5 only for "generic" targets; ROCm before 6.3 and old linkers refuse it.
+OLDEST_LINKER = 15  # knows code objects of version 5
+# LLVM 22 marks code objects as version 6, which differs from 5 only for "generic" targets; ROCm before 6.3 and old
+# linkers refuse it.
 EI_ABIVERSION, CODE_OBJECT_V5 = 8, 3
 NO_NEWS = (b"Unable to detect ROCm version", b"Cannot get maximum number of threads")
 _STDERR = threading.Lock()  # of this process, while it is redirected
-OCML = "__ocml_"        # prefix of the functions of ROCm's device library
+OCML = "__ocml_"  # prefix of the functions of ROCm's device library
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,11 @@ class HsacoModule:
 
 
 def compile_hsaco(kernels: dict[str, tirx.PrimFunc], arch: GpuArch, lowered=lambda name: None) -> HsacoModule:
-    """One code object for all of `kernels` (name: PrimFunc with bound threads, static extents, buffers as parameters). `lowered` is called
-    as each one is lowered; then LLVM compiles all of them.
+    """One code object for all of `kernels` (name: PrimFunc with bound threads, static extents, buffers as parameters).
+    `lowered` is called as each one is lowered; then LLVM compiles all of them.
 
-    UserError without a linker. ValueError for a kernel that the arch cannot run: too many threads or too much LDS (LLVM would end the
-    process), extents unknown at compile time, functions of ROCm's device library.
+    UserError without a linker. ValueError for a kernel that the arch cannot run: too many threads or too much LDS (LLVM
+    would end the process), extents unknown at compile time, functions of ROCm's device library.
     """
     linker = find_linker()
     with _without_warnings():
@@ -73,7 +75,8 @@ def compile_hsaco(kernels: dict[str, tirx.PrimFunc], arch: GpuArch, lowered=lamb
 
 @contextmanager
 def _without_warnings():
-    """Holds back what TVM's C++ side prints to stderr about ROCm not being installed, which is no news here; the rest comes afterwards."""
+    """Holds back what TVM's C++ side prints to stderr about ROCm not being installed, which is no news here; the rest
+    comes afterwards."""
     with _STDERR, tempfile.TemporaryFile() as held:
         sys.stderr.flush()
         stderr = os.dup(2)
@@ -109,17 +112,22 @@ def rocm_target(arch: GpuArch) -> tvm.target.Target:
 def _finalize(arch):
     x = tirx.transform
     storage = [x.FP8StorageLegalize(), x.BF16StorageLegalize(), x.LowerWarpMemory()]
-    return tvm.transform.Sequential([*storage, x.StmtSimplify(), x.LowerIntrin(), wait_before_barriers(arch), values_in_memory()])
+    return tvm.transform.Sequential(
+        [*storage, x.StmtSimplify(), x.LowerIntrin(), wait_before_barriers(arch), values_in_memory()]
+    )
 
 
 def wait_before_barriers(arch):
-    """The pass that makes a wave wait for its LDS operations before each barrier. TVM emits a bare s_barrier, which orders waves but not
-    their memory operations: others could read LDS before the writes are there. Last pass before code generation."""
+    """The pass that makes a wave wait for its LDS operations before each barrier. TVM emits a bare s_barrier, which
+    orders waves but not their memory operations: others could read LDS before the writes are there. Last pass before
+    code generation."""
     name, operand, dtype = arch.wait
 
     @tirx.transform.prim_func_pass(opt_level=0, name="WaitBeforeBarriers")
     def insert(func, _module, _context):
-        return func.with_body(_insert(func.body, tirx.Evaluate(call_llvm_intrin("void", name, tirx.const(operand, dtype)))))
+        return func.with_body(
+            _insert(func.body, tirx.Evaluate(call_llvm_intrin("void", name, tirx.const(operand, dtype))))
+        )
 
     return insert
 
@@ -135,7 +143,9 @@ def _insert(s, wait):
         otherwise = None if s.else_case is None else _insert(s.else_case, wait)
         return tirx.IfThenElse(s.condition, _insert(s.then_case, wait), otherwise, s.span)
     if isinstance(s, tirx.For):
-        return tirx.For(s.loop_var, s.min, s.extent, s.kind, _insert(s.body, wait), s.thread_binding, s.annotations, s.step, s.span)
+        return tirx.For(
+            s.loop_var, s.min, s.extent, s.kind, _insert(s.body, wait), s.thread_binding, s.annotations, s.step, s.span
+        )
     if isinstance(s, tirx.While):
         return tirx.While(s.condition, _insert(s.body, wait), s.span)
     if isinstance(s, tirx.AttrStmt):
@@ -149,11 +159,12 @@ def _insert(s, wait):
 
 
 def values_in_memory():
-    """The pass that puts floats, words without a sign and vectors into local buffers of one element, of which LLVM makes the same
-    registers. Last pass before code generation.
+    """The pass that puts floats, words without a sign and vectors into local buffers of one element, of which LLVM
+    makes the same registers. Last pass before code generation.
 
-    TVM's code generator tells its simplifier what each value is, in terms of what came before: an expression twice as large with every
-    value that is used twice, and a minute for a chain of 25. Indices are int32; about them it shall know.
+    TVM's code generator tells its simplifier what each value is, in terms of what came before: an expression twice as
+    large with every value that is used twice, and a minute for a chain of 25. Indices are int32; about them it shall
+    know.
     """
 
     @tirx.transform.prim_func_pass(opt_level=0, name="ValuesInMemory")
@@ -178,14 +189,17 @@ def values_in_memory():
 
 
 def find_linker() -> list[str]:
-    """The command of an ELF linker for AMD GPUs: ROCm's or the system's lld, else the ziglang package's. UserError without any."""
+    """The command of an ELF linker for AMD GPUs: ROCm's or the system's lld, else the ziglang package's. UserError
+    without any."""
     candidates = [[path] for name in LINKERS if (path := shutil.which(name))]
     if importlib.util.find_spec("ziglang"):
         candidates.append([sys.executable, "-m", "ziglang", "ld.lld"])
     if linker := next((command for command in candidates if linker_version(tuple(command)) >= OLDEST_LINKER), None):
         return linker
     found = "ld.lld is too old" if candidates else "no ld.lld found"
-    raise UserError(f"{found} to link GPU code; install the linker: pip install 'mlc-amd[rocm]', or lld {OLDEST_LINKER} or newer")
+    raise UserError(
+        f"{found} to link GPU code; install the linker: pip install 'mlc-amd[rocm]', or lld {OLDEST_LINKER} or newer"
+    )
 
 
 @functools.cache
@@ -209,7 +223,7 @@ def link(obj: bytes, linker: list[str]) -> bytes:
         return output.read_bytes()
 
 
-_LINKED = threading.local()     # of the compile_hsaco on this thread: linker, then hsaco
+_LINKED = threading.local()  # of the compile_hsaco on this thread: linker, then hsaco
 
 
 @tvm_ffi.register_global_func("tvm_callback_rocm_link", override=True)

@@ -13,8 +13,8 @@ from mlc_amd.schedules.gpu import arch as archs
 
 
 class RocmTarget(GpuTarget):
-    """`arch`: names of schedules/gpu/arch.py, separated by commas, or "auto" for this machine's GPU. UserError if one is unknown, or
-    they cannot share an artifact."""
+    """`arch`: names of schedules/gpu/arch.py, separated by commas, or "auto" for this machine's GPU. UserError if one
+    is unknown, or they cannot share an artifact."""
 
     kind = "rocm"
     matrix_layout = "half"

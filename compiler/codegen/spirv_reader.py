@@ -1,7 +1,7 @@
 """Reads SPIR-V modules, our own or anybody's compute shaders: what they need of a device, and their text.
 
-In: a module's bytes. Out: `Facts`. Nothing here compiles code; `disassemble` and `validate` call SPIRV-Tools where they are installed.
-Format: Khronos's SPIR-V specification, 2.3 "Physical Layout of a SPIR-V Module and Instruction".
+In: a module's bytes. Out: `Facts`. Nothing here compiles code; `disassemble` and `validate` call SPIRV-Tools where they
+are installed. Format: Khronos's SPIR-V specification, 2.3 "Physical Layout of a SPIR-V Module and Instruction".
 """
 
 import shutil
@@ -21,20 +21,25 @@ BOOL, INT, FLOAT, VECTOR, ARRAY, STRUCT = 20, 21, 22, 23, 28, 30
 # SDot, UDot, SUDot and their sums with saturation; CooperativeMatrixMulAddKHR
 DOTS, MATRIX = range(4450, 4456), 4459
 CAPABILITIES = {
-    1: "Shader", 9: "Float16", 10: "Float64", 11: "Int64", 12: "Int64Atomics", 22: "Int16", 39: "Int8", 61: "GroupNonUniform",
-    62: "GroupNonUniformVote", 63: "GroupNonUniformArithmetic", 64: "GroupNonUniformBallot", 65: "GroupNonUniformShuffle",
-    66: "GroupNonUniformShuffleRelative", 67: "GroupNonUniformClustered", 68: "GroupNonUniformQuad", 4433: "StorageBuffer16BitAccess",
-    4434: "UniformAndStorageBuffer16BitAccess", 4448: "StorageBuffer8BitAccess", 4449: "UniformAndStorageBuffer8BitAccess",
+    1: "Shader", 9: "Float16", 10: "Float64", 11: "Int64", 12: "Int64Atomics", 22: "Int16", 39: "Int8",
+    61: "GroupNonUniform",
+    62: "GroupNonUniformVote", 63: "GroupNonUniformArithmetic", 64: "GroupNonUniformBallot",
+    65: "GroupNonUniformShuffle",
+    66: "GroupNonUniformShuffleRelative", 67: "GroupNonUniformClustered", 68: "GroupNonUniformQuad",
+    4433: "StorageBuffer16BitAccess",
+    4434: "UniformAndStorageBuffer16BitAccess", 4448: "StorageBuffer8BitAccess",
+    4449: "UniformAndStorageBuffer8BitAccess",
     4464: "DenormPreserve", 4466: "SignedZeroInfNanPreserve", 4467: "RoundingModeRTE", 5345: "VulkanMemoryModel",
     5346: "VulkanMemoryModelDeviceScope", 5347: "PhysicalStorageBufferAddresses", 6016: "DotProductInputAll",
-    6017: "DotProductInput4x8Bit", 6018: "DotProductInput4x8BitPacked", 6019: "DotProduct", 6022: "CooperativeMatrixKHR",
+    6017: "DotProductInput4x8Bit", 6018: "DotProductInput4x8BitPacked", 6019: "DotProduct",
+    6022: "CooperativeMatrixKHR",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Facts:
-    """block: local size (x, y, z). lds: bytes of workgroup memory. instructions: SPIR-V's, declarations among them. dot: packed dot
-    products. matrix: cooperative matrix products. Capabilities by name, or number if unknown."""
+    """block: local size (x, y, z). lds: bytes of workgroup memory. instructions: SPIR-V's, declarations among them.
+    dot: packed dot products. matrix: cooperative matrix products. Capabilities by name, or number if unknown."""
 
     block: tuple[int, int, int]
     lds: int
@@ -70,7 +75,11 @@ def _instructions(code: bytes) -> list[tuple[int, tuple[int, ...]]]:
 
 def _facts(instructions) -> Facts:
     capabilities, extensions, block, lds = [], [], (1, 1, 1), 0
-    sizes, constants, pointers = {}, {}, {}  # type id: bytes; constant id: value; pointer type id: (storage class, type)
+    sizes, constants, pointers = (
+        {},
+        {},
+        {},
+    )  # type id: bytes; constant id: value; pointer type id: (storage class, type)
     for opcode, operands in instructions:
         if opcode == CAPABILITY:
             capabilities.append(CAPABILITIES.get(operands[0], str(operands[0])))
@@ -91,8 +100,8 @@ def _facts(instructions) -> Facts:
     return Facts(block, lds, len(instructions), dots, counts[MATRIX], tuple(capabilities), tuple(extensions))
 
 
-# bytes of a type: opcode -> f(operands, sizes of earlier types, integer constants). Types without a size, such as runtime arrays and
-# cooperative matrices, cannot be in workgroup memory.
+# bytes of a type: opcode -> f(operands, sizes of earlier types, integer constants). Types without a size, such as
+# runtime arrays and cooperative matrices, cannot be in workgroup memory.
 SIZES = {
     BOOL: lambda operands, sizes, constants: 4,
     INT: lambda operands, sizes, constants: operands[1] // 8,

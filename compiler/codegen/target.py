@@ -1,7 +1,9 @@
-"""What the graph passes, the plan and the pipeline ask of a target, and how operators become kernels; targets fill in the rest.
+"""What the graph passes, the plan and the pipeline ask of a target, and how operators become kernels; targets fill in
+the rest.
 
-One `make_<operator>` method a target turns attributes into a TensorIR kernel. Calls with the same attributes and types share one. What is
-passed besides the name and the plan is the kernel's workload, which tuning knows it by; `plans` says which plan a workload has on an arch.
+One `make_<operator>` method a target turns attributes into a TensorIR kernel. Calls with the same attributes and types
+share one. What is passed besides the name and the plan is the kernel's workload, which tuning knows it by; `plans` says
+which plan a workload has on an arch.
 """
 
 from abc import ABC, abstractmethod
@@ -22,9 +24,10 @@ DEFAULT = "default"  # where a plan comes from that nobody tuned
 class Target(ABC):
     """Layouts, kernels and code of one target and arch.
 
-    Subclasses also have make_embed, make_rms_norm, make_quantize, make_linear, make_gate_up_swiglu, make_rope_kv_write, make_attention,
-    and make_rope_attention where `fuses_rope` is set; they take what the methods below pass, a kernel's name and a plan (None: its own),
-    and return a PrimFunc: parameters are the operator's inputs, tuples flattened, then its outputs.
+    Subclasses also have make_embed, make_rms_norm, make_quantize, make_linear, make_gate_up_swiglu, make_rope_kv_write,
+    make_attention, and make_rope_attention where `fuses_rope` is set; they take what the methods below pass, a kernel's
+    name and a plan (None: its own), and return a PrimFunc: parameters are the operator's inputs, tuples flattened, then
+    its outputs.
 
     plans: by an arch's name, callable(workload) -> (plan or None, where it comes from).
     """
@@ -56,7 +59,8 @@ class Target(ABC):
 
     @abstractmethod
     def act_layout(self, m: int, kind: str) -> str:
-        """Layout (ops.ACT_LAYOUTS) in which linears take m tokens' activations for weights of that kind ("int8", "float"); "": float32."""
+        """Layout (ops.ACT_LAYOUTS) in which linears take m tokens' activations for weights of that kind ("int8",
+        "float"); "": float32."""
 
     @abstractmethod
     def kv_types(self, config, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -65,7 +69,8 @@ class Target(ABC):
     fuses_rope = False  # decode attention rotates and writes the cache itself
 
     def attention_workspace(self, config, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Further tensors that decode attention takes and that live as long as the cache: name to (shape, dtype). Zero at the start."""
+        """Further tensors that decode attention takes and that live as long as the cache: name to (shape, dtype). Zero
+        at the start."""
         return {}
 
     @property
@@ -75,12 +80,14 @@ class Target(ABC):
 
     @abstractmethod
     def compile_kernels(self, mod: tvm.IRModule, directory: Path, progress, workers: int) -> dict:
-        """Builds the module's kernels into `directory`; returns what the device needs to find them, as manifest entries."""
+        """Builds the module's kernels into `directory`; returns what the device needs to find them, as manifest
+        entries."""
 
     # ---- operators to kernels
 
     def select_kernels(self, mod: tvm.IRModule) -> tvm.IRModule:
-        """Replaces every operator of ours by a call of its kernel; standard operators that no pass fused get TVM's own kernels."""
+        """Replaces every operator of ours by a call of its kernel; standard operators that no pass fused get TVM's own
+        kernels."""
         makers = {ops.PREFIX + name: getattr(self, "_" + name) for name in ops.OPS}
         with tvm.target.Target("llvm"):
             return relax.transform.LegalizeOps(makers)(mod)
@@ -108,8 +115,8 @@ class Target(ABC):
         return found
 
     def _call(self, bb, call, label: str, workload: Workload, inplace: dict[int, int] | None = None, args=None):
-        """A call of the workload's kernel: inputs (`args` where the kernel wants another order), flattened, then outputs.
-        `inplace`: output index to input index."""
+        """A call of the workload's kernel: inputs (`args` where the kernel wants another order), flattened, then
+        outputs. `inplace`: output index to input index."""
         inputs = [item for arg in (args or call.args) for item in _fields(bb, arg)]
         outputs = list(call.ty.fields) if isinstance(call.ty, relax.TupleType) else [call.ty]
         key = (str(call.op.name), str(call.attrs), tuple(str(arg.ty) for arg in call.args))
@@ -119,7 +126,10 @@ class Target(ABC):
         name = self._names[key]
         gv = bb.add_func(self.kernels[name], name)
         if inplace:
-            place = {j: next(i for i, item in enumerate(inputs) if item.same_as(call.args[arg])) for j, arg in inplace.items()}
+            place = {
+                j: next(i for i, item in enumerate(inputs) if item.same_as(call.args[arg]))
+                for j, arg in inplace.items()
+            }
             return relax.op.call_tir_inplace(gv, inputs, [place.get(j, -1) for j in range(len(outputs))], outputs)
         return relax.op.call_tir(gv, inputs, outputs if len(outputs) > 1 else outputs[0])
 
@@ -132,11 +142,15 @@ class Target(ABC):
         a, (m, k) = call.attrs, shape_of(call.args[1])
         act, row = str(a["act"]), str(a["row"])
         label = f"rms_norm{'_quantize' if act else ''}_{k}_m{m}{'_last' if row == 'last' else ''}"
-        return self._call(bb, call, label, Workload("rms_norm", {"k": k, "m": m, "eps": float(a["eps"]), "act": act, "row": row}))
+        return self._call(
+            bb, call, label, Workload("rms_norm", {"k": k, "m": m, "eps": float(a["eps"]), "act": act, "row": row})
+        )
 
     def _quantize(self, bb, call):
         m, k = shape_of(call.args[1])
-        return self._call(bb, call, f"quantize_{k}_m{m}", Workload("quantize", {"k": k, "m": m, "act": str(call.attrs["act"])}))
+        return self._call(
+            bb, call, f"quantize_{k}_m{m}", Workload("quantize", {"k": k, "m": m, "act": str(call.attrs["act"])})
+        )
 
     def _linear(self, bb, call):
         a = call.attrs
@@ -146,7 +160,11 @@ class Target(ABC):
         count = len(segments)
         # the operator takes weights, then biases; the kernel wants each bias behind its weight
         state, x, weights, rest = call.args[0], call.args[1], call.args[2 : 2 + count], list(call.args[2 + count :])
-        ordered = [value for weight, bias in zip(weights, biases, strict=True) for value in ([weight, rest.pop(0)] if bias else [weight])]
+        ordered = [
+            value
+            for weight, bias in zip(weights, biases, strict=True)
+            for value in ([weight, rest.pop(0)] if bias else [weight])
+        ]
         label = f"linear_{'_'.join(dict.fromkeys(f for f, _ in segments))}_{sum(n for _, n in segments)}x{k}_m{m}"
         args = {"segments": segments, "k": k, "m": m, "act": act, "biases": biases, "residual": residual}
         return self._call(bb, call, label, Workload("linear", args), args=[state, x, *ordered, *rest])
@@ -180,7 +198,11 @@ class Target(ABC):
     @staticmethod
     def _rope(call) -> dict:
         a = call.attrs
-        return {"neox": bool(int(a["neox"])), "rotary": int(a["rotary"]), "eps": float(a["eps"]) if int(a["head_norm"]) else None}
+        return {
+            "neox": bool(int(a["neox"])),
+            "rotary": int(a["rotary"]),
+            "eps": float(a["eps"]) if int(a["head_norm"]) else None,
+        }
 
 
 def _fields(bb, arg) -> list:

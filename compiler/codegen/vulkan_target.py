@@ -14,8 +14,9 @@ COPY_BYTES = 64 << 20  # more than caches hold, when read and written
 
 
 class VulkanTarget(GpuTarget):
-    """`arch`: profiles of schedules/gpu/profiles.py or GPUs, separated by commas (changes of a profile by "+": rdna3:matrix=none+wave=64),
-    or "auto" for this machine's GPU. UserError if one is unknown, or they cannot share an artifact."""
+    """`arch`: profiles of schedules/gpu/profiles.py or GPUs, separated by commas (changes of a profile by "+":
+    rdna3:matrix=none+wave=64), or "auto" for this machine's GPU. UserError if one is unknown, or they cannot share an
+    artifact."""
 
     kind = "vulkan"
     matrix_layout = "pairs"
@@ -26,7 +27,10 @@ class VulkanTarget(GpuTarget):
 
     @property
     def description(self) -> dict:
-        return super().description | {"needs": {profile.name: profile.needs for profile in self.archs}, "copy_bytes": COPY_BYTES}
+        return super().description | {
+            "needs": {profile.name: profile.needs for profile in self.archs},
+            "copy_bytes": COPY_BYTES,
+        }
 
     def own_kernels(self, arch):
         return {"copy": copy(COPY_BYTES // 4, arch, "copy")}
@@ -37,7 +41,11 @@ class VulkanTarget(GpuTarget):
         with open(directory / library, "wb") as file:
             for symbol, kernel in module.modules.items():
                 file.write(kernel.binary)
-                facts[symbol] = {"code": [place, len(kernel.binary)], "writes": list(kernel.writes), "table": kernel.table}
+                facts[symbol] = {
+                    "code": [place, len(kernel.binary)],
+                    "writes": list(kernel.writes),
+                    "table": kernel.table,
+                }
                 place += len(kernel.binary)
         return library, module.functions, facts
 

@@ -1,8 +1,10 @@
 """What a supported model's GGUF file must contain.
 
-In: a `ModelConfig`. Out: `expected_tensors`, the table of its tensors (also the list from which `synthetic.py` makes models), and
-`check_tensors`, which compares a file with it. Names and shapes are llama.cpp's (src/llama-arch.cpp, src/llama-model.cpp).
+In: a `ModelConfig`. Out: `expected_tensors`, the table of its tensors (also the list from which `synthetic.py` makes
+models), and `check_tensors`, which compares a file with it. Names and shapes are llama.cpp's (src/llama-arch.cpp,
+src/llama-model.cpp).
 """
+
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
@@ -18,8 +20,8 @@ class TensorLike(Protocol):
 
 
 def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of every tensor of that model, in file order; shape is (rows, columns) or (columns,), rows = outputs.
-    Lazy, because `config.layers` of a damaged file can be absurd."""
+    """(name, shape) of every tensor of that model, in file order; shape is (rows, columns) or (columns,), rows =
+    outputs. Lazy, because `config.layers` of a damaged file can be absurd."""
     c, q, kv = config, config.heads * config.head_dim, config.kv_heads * config.head_dim
     yield "token_embd.weight", (c.vocab, c.hidden)
     if c.rope.freq_factors:
@@ -50,20 +52,29 @@ def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorLike], path: str) -> None:
-    """UserError (with `path` in front) unless `tensors` are exactly those of `expected_tensors`, vectors as floats. A tensor too many is
-    an error too, as in llama.cpp: the file then describes a variant whose results would be wrong without it."""
+    """UserError (with `path` in front) unless `tensors` are exactly those of `expected_tensors`, vectors as floats. A
+    tensor too many is an error too, as in llama.cpp: the file then describes a variant whose results would be wrong
+    without it."""
     known = set()
     for name, shape in expected_tensors(config):
         if name not in tensors:
             raise UserError(f"{path}: tensor {name} is missing; {FETCH_AGAIN}")
         tensor = tensors[name]
         if tensor.shape != shape:
-            raise UserError(f"{path}: tensor {name} has shape {tensor.shape}, expected {shape}; its metadata and tensors do not fit "
-                            "together: convert the model again")
+            raise UserError(
+                f"{path}: tensor {name} has shape {tensor.shape}, expected {shape}; its metadata and tensors do not "
+                "fit "
+                "together: convert the model again"
+            )
         if len(shape) == 1 and FORMATS[tensor.format].kind != "float":
-            raise UserError(f"{path}: tensor {name} is {tensor.format}, but norms and biases must be floats; quantize the model again")
+            raise UserError(
+                f"{path}: tensor {name} is {tensor.format}, but norms and biases must be floats; quantize the model "
+                "again"
+            )
         known.add(name)
     extra = next((name for name in tensors if name not in known), None)
     if extra is not None:
-        raise UserError(f"{path}: tensor {extra!r} is not part of a {config.architecture} model as this compiler knows it; "
-                        "use a model of the plain architecture")
+        raise UserError(
+            f"{path}: tensor {extra!r} is not part of a {config.architecture} model as this compiler knows it; "
+            "use a model of the plain architecture"
+        )

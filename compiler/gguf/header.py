@@ -3,10 +3,12 @@
 In: the bytes of a file (a memory map). Out: `Header`: metadata as plain Python values and where each tensor lies.
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
 
-Why not `gguf.GGUFReader`: it makes a numpy view for every array element (7 s for a vocabulary of 150 000 tokens, 0.2 s here), and on
-damaged input it raises whatever it trips over, or allocates what the damaged length says. Here every length is checked against the bytes
-that are left before anything is read, so damaged input costs neither memory nor time and always ends in a `UserError`.
+Why not `gguf.GGUFReader`: it makes a numpy view for every array element (7 s for a vocabulary of 150 000 tokens, 0.2 s
+here), and on damaged input it raises whatever it trips over, or allocates what the damaged length says. Here every
+length is checked against the bytes that are left before anything is read, so damaged input costs neither memory nor
+time and always ends in a `UserError`.
 """
+
 import struct
 from dataclasses import dataclass
 from typing import NoReturn
@@ -16,18 +18,25 @@ from gguf.constants import GGUF_DEFAULT_ALIGNMENT, GGUF_MAGIC, GGUF_VERSION, GGU
 
 from mlc_amd.runtime.errors import UserError
 
-HEADER_LIMIT = 64 << 20         # bytes; the largest real headers (vocabularies of 262 144 tokens with merges) take 16 MiB
-ARRAY_LIMIT = 1 << 22           # elements of a metadata array
-NAME_LIMIT = 64                 # bytes of a tensor name, GGML_MAX_NAME
-KEY_LIMIT = 1 << 16             # bytes of a metadata key
-MAX_DIMENSIONS = 4              # GGML_MAX_DIMS
+HEADER_LIMIT = 64 << 20  # bytes; the largest real headers (vocabularies of 262 144 tokens with merges) take 16 MiB
+ARRAY_LIMIT = 1 << 22  # elements of a metadata array
+NAME_LIMIT = 64  # bytes of a tensor name, GGML_MAX_NAME
+KEY_LIMIT = 1 << 16  # bytes of a metadata key
+MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
 FETCH_AGAIN = "the file is truncated or damaged: download or convert it again"
 
 _SCALARS = {
-    GGUFValueType.UINT8: np.dtype("<u1"), GGUFValueType.INT8: np.dtype("<i1"), GGUFValueType.BOOL: np.dtype("?"),
-    GGUFValueType.UINT16: np.dtype("<u2"), GGUFValueType.INT16: np.dtype("<i2"),
-    GGUFValueType.UINT32: np.dtype("<u4"), GGUFValueType.INT32: np.dtype("<i4"), GGUFValueType.FLOAT32: np.dtype("<f4"),
-    GGUFValueType.UINT64: np.dtype("<u8"), GGUFValueType.INT64: np.dtype("<i8"), GGUFValueType.FLOAT64: np.dtype("<f8"),
+    GGUFValueType.UINT8: np.dtype("<u1"),
+    GGUFValueType.INT8: np.dtype("<i1"),
+    GGUFValueType.BOOL: np.dtype("?"),
+    GGUFValueType.UINT16: np.dtype("<u2"),
+    GGUFValueType.INT16: np.dtype("<i2"),
+    GGUFValueType.UINT32: np.dtype("<u4"),
+    GGUFValueType.INT32: np.dtype("<i4"),
+    GGUFValueType.FLOAT32: np.dtype("<f4"),
+    GGUFValueType.UINT64: np.dtype("<u8"),
+    GGUFValueType.INT64: np.dtype("<i8"),
+    GGUFValueType.FLOAT64: np.dtype("<f8"),
 }
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
@@ -35,17 +44,18 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 @dataclass(frozen=True)
 class TensorEntry:
     """One line of a file's tensor directory, as the file says it."""
+
     name: str
-    gguf_type: int              # GGMLQuantizationType, not checked here
-    shape: tuple[int, ...]      # numpy order: GGUF's dimensions reversed
-    offset: int                 # bytes from the start of the file
+    gguf_type: int  # GGMLQuantizationType, not checked here
+    shape: tuple[int, ...]  # numpy order: GGUF's dimensions reversed
+    offset: int  # bytes from the start of the file
 
 
 @dataclass(frozen=True)
 class Header:
-    metadata: dict[str, object]         # scalars, strings and lists of them
+    metadata: dict[str, object]  # scalars, strings and lists of them
     tensors: tuple[TensorEntry, ...]
-    alignment: int                      # bytes; every tensor's offset is a multiple of it, counted from the end of the header
+    alignment: int  # bytes; every tensor's offset is a multiple of it, counted from the end of the header
 
 
 def shorten(value: object) -> str:
@@ -55,15 +65,23 @@ def shorten(value: object) -> str:
 
 
 def parse_header(data: memoryview, path: str) -> Header:
-    """The header at the start of `data`, the whole file's bytes. UserError (with `path` in front) when it is not a sound header."""
+    """The header at the start of `data`, the whole file's bytes. UserError (with `path` in front) when it is not a
+    sound header."""
     cursor = _Cursor(data, path)
     if len(data) < 4 or cursor.u32("the magic number") != GGUF_MAGIC:
-        raise UserError(f"{path}: this is not a GGUF file (it starts with {bytes(data[:4])!r}, not b'GGUF'); give a model in GGUF format")
+        raise UserError(
+            f"{path}: this is not a GGUF file (it starts with {bytes(data[:4])!r}, not b'GGUF'); give a model in GGUF "
+            "format"
+        )
     version = cursor.u32("the version")
     if version & 0xFFFF == 0:
-        raise UserError(f"{path}: this GGUF file is big-endian; convert it for little-endian machines (gguf-convert-endian)")
+        raise UserError(
+            f"{path}: this GGUF file is big-endian; convert it for little-endian machines (gguf-convert-endian)"
+        )
     if version not in (2, GGUF_VERSION):
-        raise UserError(f"{path}: GGUF version {version} is not supported (2 and {GGUF_VERSION} are); convert the model again")
+        raise UserError(
+            f"{path}: GGUF version {version} is not supported (2 and {GGUF_VERSION} are); convert the model again"
+        )
     tensors, pairs = cursor.u64("the tensor count"), cursor.u64("the metadata count")
     cursor.check_count(pairs, 8 + 4 + 1, "metadata entries")
     cursor.check_count(tensors, 8 + 4 + 8 + 4 + 8, "tensors")
@@ -89,7 +107,9 @@ def parse_header(data: memoryview, path: str) -> Header:
         if entry.offset % alignment:
             cursor.fail(f"tensor {entry.name!r} is not aligned to {alignment} bytes")
     start = -(-cursor.position // alignment) * alignment
-    return Header(metadata, tuple(TensorEntry(e.name, e.gguf_type, e.shape, start + e.offset) for e in entries), alignment)
+    return Header(
+        metadata, tuple(TensorEntry(e.name, e.gguf_type, e.shape, start + e.offset) for e in entries), alignment
+    )
 
 
 def _tensor_entry(cursor: "_Cursor") -> TensorEntry:
@@ -140,7 +160,7 @@ class _Cursor:
             self.fail(f"{what} is {size} bytes long")
         start = self.skip(size, what)
         try:
-            return str(self.data[start:self.position], "utf-8")
+            return str(self.data[start : self.position], "utf-8")
         except UnicodeDecodeError:
             self.fail(f"{what} is not valid UTF-8")
 

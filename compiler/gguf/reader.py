@@ -1,9 +1,11 @@
 """Opening a GGUF model: checked, memory-mapped, nothing read before it is asked for.
 
-In: the path of a GGUF file, or of any part of a split one (`name-00001-of-00003.gguf`). Out: `GGUFModel`: metadata, `ModelConfig`, and
-`Tensor`s whose blocks are views of the mapped file. Whatever is wrong with the file ends in a `UserError` of one line; a model that opens
-has every tensor its architecture needs, in the right shape and a supported format, inside the file.
+In: the path of a GGUF file, or of any part of a split one (`name-00001-of-00003.gguf`). Out: `GGUFModel`: metadata,
+`ModelConfig`, and `Tensor`s whose blocks are views of the mapped file. Whatever is wrong with the file ends in a
+`UserError` of one line; a model that opens has every tensor its architecture needs, in the right shape and a supported
+format, inside the file.
 """
+
 import mmap
 import re
 import stat
@@ -19,13 +21,14 @@ from mlc_amd.compiler.gguf.header import FETCH_AGAIN, Header, TensorEntry, parse
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS, by_gguf_type
 
-_SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)     # llama.cpp's LLAMA_SPLIT_PREFIX format
+_SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)  # llama.cpp's LLAMA_SPLIT_PREFIX format
 
 
 class Tensor:
     """One weight, a matrix or a vector, as GGUF blocks that are fetched when asked for.
 
-    `shape` is (rows, columns) or (columns,) in numpy order; a vector counts as one row. A row is a whole number of blocks."""
+    `shape` is (rows, columns) or (columns,) in numpy order; a vector counts as one row. A row is a whole number of
+    blocks."""
 
     def __init__(self, name: str, format: str, shape: tuple[int, ...], fetch: Callable[[int, int], np.ndarray]):
         self.name, self.format, self.shape, self._fetch = name, format, shape, fetch
@@ -53,9 +56,12 @@ class Tensor:
         return self._fetch(start, stop)
 
     def dequantize(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Rows start..stop as float32 [stop - start, columns]; a whole vector as [columns]. By gguf-py, the oracle of this project."""
+        """Rows start..stop as float32 [stop - start, columns]; a whole vector as [columns]. By gguf-py, the oracle of
+        this project."""
         values = gguf.dequantize(self.blocks(start, stop), gguf.GGMLQuantizationType(FORMATS[self.format].gguf_type))
-        return values.reshape(self.shape[-1:] if len(self.shape) == 1 else (-1, self.shape[-1])).astype(np.float32, copy=False)
+        return values.reshape(self.shape[-1:] if len(self.shape) == 1 else (-1, self.shape[-1])).astype(
+            np.float32, copy=False
+        )
 
 
 def row_bytes(format: str, columns: int) -> int:
@@ -69,8 +75,14 @@ class GGUFModel:
     path: what was opened, for messages. metadata: GGUF keys as plain Python values (of the first part of a split file).
     tensors: by name, in file order. config: the typed hyperparameters."""
 
-    def __init__(self, path: str, metadata: dict[str, object], tensors: dict[str, Tensor], config: ModelConfig,
-                 release: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        path: str,
+        metadata: dict[str, object],
+        tensors: dict[str, Tensor],
+        config: ModelConfig,
+        release: Callable[[], None] = lambda: None,
+    ):
         self.path, self.metadata, self.tensors, self.config, self._release = path, metadata, tensors, config, release
 
     @classmethod
@@ -93,6 +105,7 @@ class GGUFModel:
         def release() -> None:
             for file in files:
                 file.close()
+
         return cls(str(path), metadata, tensors, config, release)
 
     def close(self) -> None:
@@ -107,7 +120,8 @@ class GGUFModel:
 
 
 def read_metadata(path: str | Path) -> dict[str, object]:
-    """The metadata alone, of any sound GGUF file (vocabulary-only, unsupported architecture): plain Python values by key."""
+    """The metadata alone, of any sound GGUF file (vocabulary-only, unsupported architecture): plain Python values by
+    key."""
     file = _File(str(path))
     file.close()
     return file.header.metadata
@@ -122,7 +136,7 @@ class _File:
         self.header: Header = parse_header(memoryview(self.data), path)
 
     def close(self) -> None:
-        self.data = None                            # the map goes with its last view
+        self.data = None  # the map goes with its last view
 
     def tensor(self, entry: TensorEntry) -> Tensor:
         """That tensor, after checking that its type is supported and its blocks lie inside the file."""
@@ -132,22 +146,33 @@ class _File:
                 kind = gguf.GGMLQuantizationType(entry.gguf_type).name
             except ValueError:
                 kind = f"number {entry.gguf_type}"
-            raise UserError(f"{self.path}: tensor {entry.name!r} has type {kind}, supported are {', '.join(FORMATS)}; "
-                            "use another quantization of this model")
+            raise UserError(
+                f"{self.path}: tensor {entry.name!r} has type {kind}, supported are {', '.join(FORMATS)}; "
+                "use another quantization of this model"
+            )
         # Leading dimensions of 1 mean nothing: GGUF's ne = (columns, rows, 1, 1).
         shape = entry.shape
         while len(shape) > 2 and shape[0] == 1:
             shape = shape[1:]
         if len(shape) > 2:
-            raise UserError(f"{self.path}: tensor {entry.name!r} has {len(shape)} dimensions; only dense models are supported")
+            raise UserError(
+                f"{self.path}: tensor {entry.name!r} has {len(shape)} dimensions; only dense models are supported"
+            )
         if shape[-1] % supported.block:
-            raise UserError(f"{self.path}: tensor {entry.name!r} has {shape[-1]} columns, not a multiple of {supported.name}'s block of "
-                            f"{supported.block}; {FETCH_AGAIN}")
+            raise UserError(
+                f"{self.path}: tensor {entry.name!r} has {shape[-1]} columns, not a multiple of {supported.name}'s "
+                "block of "
+                f"{supported.block}; {FETCH_AGAIN}"
+            )
         size = row_bytes(supported.name, shape[-1])
-        tensor = Tensor(entry.name, supported.name, shape, lambda start, stop: self._rows(entry.offset, size, start, stop))
+        tensor = Tensor(
+            entry.name, supported.name, shape, lambda start, stop: self._rows(entry.offset, size, start, stop)
+        )
         if entry.offset + tensor.nbytes > len(self.data):
-            raise UserError(f"{self.path}: the file ends at byte {len(self.data)}, but tensor {entry.name!r} would end at "
-                            f"{entry.offset + tensor.nbytes}; {FETCH_AGAIN}")
+            raise UserError(
+                f"{self.path}: the file ends at byte {len(self.data)}, but tensor {entry.name!r} would end at "
+                f"{entry.offset + tensor.nbytes}; {FETCH_AGAIN}"
+            )
         return tensor
 
     def check_overlap(self, tensors: dict[str, Tensor]) -> None:
@@ -160,7 +185,7 @@ class _File:
     def _rows(self, offset: int, size: int, start: int, stop: int) -> np.ndarray:
         if self.data is None:
             raise ValueError(f"{self.path} is closed")
-        return self.data[offset + start * size:offset + stop * size].reshape(stop - start, size)
+        return self.data[offset + start * size : offset + stop * size].reshape(stop - start, size)
 
 
 def _map(path: str) -> np.ndarray:
@@ -169,7 +194,7 @@ def _map(path: str) -> np.ndarray:
         status = Path(path).stat()
         if stat.S_ISDIR(status.st_mode):
             raise UserError(f"{path}: this is a directory; give the path of the .gguf file in it")
-        if not stat.S_ISREG(status.st_mode):        # before opening: a pipe would block
+        if not stat.S_ISREG(status.st_mode):  # before opening: a pipe would block
             raise UserError(f"{path}: this is not a regular file; give the path of a .gguf file")
         if not status.st_size:
             raise UserError(f"{path}: the file is empty; {FETCH_AGAIN}")
@@ -193,13 +218,18 @@ def _open_parts(path: str) -> list[_File]:
         return [file]
     match = _SPLIT_NAME.fullmatch(path)
     if not match or int(match[3]) != count:
-        raise UserError(f"{path}: this is a part of a model split in {count}, but its name does not end in -0000N-of-{count:05d}.gguf; "
-                        "give all parts their original names")
+        raise UserError(
+            f"{path}: this is a part of a model split in {count}, but its name does not end in "
+            f"-0000N-of-{count:05d}.gguf; "
+            "give all parts their original names"
+        )
     parts = []
     for number in range(1, count + 1):
         name = f"{match[1]}-{number:05d}-of-{count:05d}.gguf"
         if not Path(name).exists():
-            raise UserError(f"{path}: part {number} of {count} of this split model is missing; put {Path(name).name} beside it")
+            raise UserError(
+                f"{path}: part {number} of {count} of this split model is missing; put {Path(name).name} beside it"
+            )
         part = file if name == path else _File(name)
         if part.header.metadata.get("split.count") != count or part.header.metadata.get("split.no") != number - 1:
             raise UserError(f"{name}: this is not part {number} of {count} as its name says; {FETCH_AGAIN}")
@@ -207,5 +237,7 @@ def _open_parts(path: str) -> list[_File]:
     total = parts[0].header.metadata.get("split.tensors.count")
     have = sum(len(part.header.tensors) for part in parts)
     if total != have:
-        raise UserError(f"{path}: the parts of this split model hold {have} tensors, not the {total} announced; {FETCH_AGAIN}")
+        raise UserError(
+            f"{path}: the parts of this split model hold {have} tensors, not the {total} announced; {FETCH_AGAIN}"
+        )
     return parts

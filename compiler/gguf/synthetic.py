@@ -1,10 +1,11 @@
 """Models of real shapes with made-up weights, for tests and benchmarks where nobody wants to download 5 GB.
 
-In: a spec `preset:format`, say `llama3-8b:q4_0`. Out: a `GGUFModel` like one opened from a file. Every matrix has that format, every
-vector is f32. Weights are drawn when rows are asked for and never kept, the same for the same (spec, seed) however they are sliced.
-Activations stay finite: matrices ~ N(0, 1/columns), norms near 1. The tokenizer is real (byte-level BPE with the ChatML tokens), so chat
-works; what the model says is noise.
+In: a spec `preset:format`, say `llama3-8b:q4_0`. Out: a `GGUFModel` like one opened from a file. Every matrix has that
+format, every vector is f32. Weights are drawn when rows are asked for and never kept, the same for the same (spec,
+seed) however they are sliced. Activations stay finite: matrices ~ N(0, 1/columns), norms near 1. The tokenizer is real
+(byte-level BPE with the ChatML tokens), so chat works; what the model says is noise.
 """
+
 import zlib
 from functools import lru_cache
 
@@ -17,31 +18,60 @@ from mlc_amd.compiler.gguf.reader import GGUFModel, Tensor, row_bytes
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 
-_COLUMNS = ("architecture", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "context", "norm_eps", "rope_base",
-            "llama3_rope_factor", "tied")
-PRESETS = {name: dict(zip(_COLUMNS, row, strict=True)) for name, row in {
-    # The shapes of the models they are named after; llama3-1b has an output matrix of its own (Llama-3.2-1B is tied).
-    #               arch    layers hidden   ffn heads kv  dim   vocab context   eps   rope  factor  tied
-    "tiny":       ("llama",    2,   256,   768,   4,  2,  64,   1024,   2048, 1e-5, 10000.0, None, False),
-    "tiny-qwen2": ("qwen2",    2,   256,   768,   4,  2,  64,   1024,   2048, 1e-6,     1e6, None, True),
-    "tiny-qwen3": ("qwen3",    2,   256,   768,   4,  2, 128,   1024,   2048, 1e-6,     1e6, None, True),
-    "llama3-1b":  ("llama",   16,  2048,  8192,  32,  8,  64, 128256, 131072, 1e-5,     5e5, 32.0, False),
-    "llama3-8b":  ("llama",   32,  4096, 14336,  32,  8, 128, 128256, 131072, 1e-5,     5e5,  8.0, False),
-    "llama2-7b":  ("llama",   32,  4096, 11008,  32, 32, 128,  32000,   4096, 1e-5, 10000.0, None, False),
-    "qwen3-8b":   ("qwen3",   36,  4096, 12288,  32,  8, 128, 151936,  40960, 1e-6,     1e6, None, False),
-    "qwen3-0.6b": ("qwen3",   28,  1024,  3072,  16,  8, 128, 151936,  40960, 1e-6,     1e6, None, True),
-}.items()}
-
-# float16 fields of a GGUF block: {byte offset: factor}. All other bytes are drawn evenly (every code and sub-scale is valid). The factors
-# of minimums center the weights: minimum = mean(code) * mean(sub-scale) / mean(sub-minimum). Layouts: ggml/src/ggml-common.h.
-_SCALE_FIELDS = {
-    "q4_0": {0: 1.0}, "q4_1": {0: 1.0, 2: -7.5}, "q5_0": {0: 1.0}, "q5_1": {0: 1.0, 2: -15.5}, "q8_0": {0: 1.0},
-    "q2_k": {80: 1.0, 82: 1.5}, "q3_k": {108: 1.0}, "q4_k": {0: 1.0, 2: 7.5}, "q5_k": {0: 1.0, 2: 15.5}, "q6_k": {208: 1.0},
-    "iq4_nl": {0: 1.0}, "iq4_xs": {0: 1.0},
+_COLUMNS = (
+    "architecture",
+    "layers",
+    "hidden",
+    "ffn",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "vocab",
+    "context",
+    "norm_eps",
+    "rope_base",
+    "llama3_rope_factor",
+    "tied",
+)
+PRESETS = {
+    name: dict(zip(_COLUMNS, row, strict=True))
+    for name, row in {
+        # The shapes of the models they are named after; llama3-1b has its own output matrix (Llama-3.2-1B is tied).
+        #               arch    layers hidden   ffn heads kv  dim   vocab context   eps   rope  factor  tied
+        "tiny": ("llama", 2, 256, 768, 4, 2, 64, 1024, 2048, 1e-5, 10000.0, None, False),
+        "tiny-qwen2": ("qwen2", 2, 256, 768, 4, 2, 64, 1024, 2048, 1e-6, 1e6, None, True),
+        "tiny-qwen3": ("qwen3", 2, 256, 768, 4, 2, 128, 1024, 2048, 1e-6, 1e6, None, True),
+        "llama3-1b": ("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 1e-5, 5e5, 32.0, False),
+        "llama3-8b": ("llama", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 1e-5, 5e5, 8.0, False),
+        "llama2-7b": ("llama", 32, 4096, 11008, 32, 32, 128, 32000, 4096, 1e-5, 10000.0, None, False),
+        "qwen3-8b": ("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, 40960, 1e-6, 1e6, None, False),
+        "qwen3-0.6b": ("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e-6, 1e6, None, True),
+    }.items()
 }
-_GROUP_BYTES = 1 << 18      # rows are drawn in groups of about this size, each with a generator of its own
-_TEMPLATE = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-             "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+
+# float16 fields of a GGUF block: {byte offset: factor}. All other bytes are drawn evenly (every code and sub-scale is
+# valid). The factors of minimums center the weights: minimum = mean(code) * mean(sub-scale) / mean(sub-minimum).
+# Layouts: ggml/src/ggml-common.h.
+_SCALE_FIELDS = {
+    "q4_0": {0: 1.0},
+    "q4_1": {0: 1.0, 2: -7.5},
+    "q5_0": {0: 1.0},
+    "q5_1": {0: 1.0, 2: -15.5},
+    "q8_0": {0: 1.0},
+    "q2_k": {80: 1.0, 82: 1.5},
+    "q3_k": {108: 1.0},
+    "q4_k": {0: 1.0, 2: 7.5},
+    "q5_k": {0: 1.0, 2: 15.5},
+    "q6_k": {208: 1.0},
+    "iq4_nl": {0: 1.0},
+    "iq4_xs": {0: 1.0},
+}
+_GROUP_BYTES = 1 << 18  # rows are drawn in groups of about this size, each with a generator of its own
+_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
+    "'\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def synthetic(spec: str, seed: int = 0) -> GGUFModel:
@@ -55,7 +85,10 @@ def synthetic(spec: str, seed: int = 0) -> GGUFModel:
     metadata = _metadata(preset, shape)
     optional = {"output.weight": not shape["tied"], "rope_freqs.weight": shape["llama3_rope_factor"] is not None}
     config = read_config(metadata, {name for name, present in optional.items() if present}, spec)
-    tensors = {name: _tensor(name, format if len(dims) == 2 else "f32", dims, shape, seed) for name, dims in expected_tensors(config)}
+    tensors = {
+        name: _tensor(name, format if len(dims) == 2 else "f32", dims, shape, seed)
+        for name, dims in expected_tensors(config)
+    }
     check_tensors(config, tensors, spec)
     return GGUFModel(spec, metadata, tensors, config)
 
@@ -111,13 +144,19 @@ def _tensor(name: str, format: str, dims: tuple[int, ...], shape: dict, seed: in
     def fetch(start: int, stop: int) -> np.ndarray:
         rows = np.empty((stop - start, size), np.uint8)
         for first in range(start - start % group, stop, group):
-            # Always the whole group (but for the matrix's end), so that a row does not depend on what is asked for with it.
-            drawn = _rows(format, min(group, dims[0] - first), columns,
-                          np.random.Generator(np.random.SFC64([seed, zlib.crc32(name.encode()), first])))
+            # Always the whole group (but for the matrix's end), so that a row does not depend on what is asked for with
+            # it.
+            drawn = _rows(
+                format,
+                min(group, dims[0] - first),
+                columns,
+                np.random.Generator(np.random.SFC64([seed, zlib.crc32(name.encode()), first])),
+            )
             begin, end = max(first, start), min(first + group, stop)
-            rows[begin - start:end - start] = drawn[begin - first:end - first]
-        rows.flags.writeable = False        # as a file's blocks are
+            rows[begin - start : end - start] = drawn[begin - first : end - first]
+        rows.flags.writeable = False  # as a file's blocks are
         return rows
+
     return Tensor(name, format, dims, fetch)
 
 
@@ -132,8 +171,8 @@ def _vector(name: str, columns: int, shape: dict, rng: np.random.Generator) -> n
 
 
 def _llama3_factors(pairs: int, base: float, factor: float) -> np.ndarray:
-    """Llama 3.1's frequency factors, as llama.cpp's converter writes them (low_freq_factor 1, high_freq_factor 4, 8192 tokens before):
-    1 for wavelengths below 8192/4, `factor` above 8192, between them a blend of the two."""
+    """Llama 3.1's frequency factors, as llama.cpp's converter writes them (low_freq_factor 1, high_freq_factor 4, 8192
+    tokens before): 1 for wavelengths below 8192/4, `factor` above 8192, between them a blend of the two."""
     wavelength = 2 * np.pi * base ** (np.arange(pairs) / pairs)
     smooth = np.clip((8192 / wavelength - 1.0) / (4.0 - 1.0), 0.0, 1.0)
     return (1.0 / ((1.0 - smooth) / factor + smooth)).astype(np.float32)
@@ -141,23 +180,25 @@ def _llama3_factors(pairs: int, base: float, factor: float) -> np.ndarray:
 
 def _rows(format: str, rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:
     """uint8 [rows, row_bytes]: weights with mean 0 and standard deviation 1/sqrt(columns)."""
-    deviation = columns ** -0.5
+    deviation = columns**-0.5
     if FORMATS[format].kind == "float":
         values = rng.standard_normal((rows, columns), np.float32) * np.float32(deviation)
         if format == "bf16":
-            return np.ascontiguousarray(values.view(np.uint16)[:, 1::2]).view(np.uint8)      # the upper half of a float32
+            return np.ascontiguousarray(values.view(np.uint16)[:, 1::2]).view(np.uint8)  # the upper half of a float32
         return values.astype({"f32": np.float32, "f16": np.float16}[format]).view(np.uint8)
     count = rows * columns // FORMATS[format].block
     blocks = np.frombuffer(rng.bytes(count * FORMATS[format].block_bytes), np.uint8).reshape(count, -1).copy()
     # Scales vary by a quarter around what gives the deviation; their random sign takes out the mean of the codes.
     vary = rng.random(count, np.float32) - np.float32(0.5)
-    _set_scales(format, blocks, np.copysign(0.75 + np.abs(vary), vary) * np.float32(deviation / _unit_deviation(format)))
+    _set_scales(
+        format, blocks, np.copysign(0.75 + np.abs(vary), vary) * np.float32(deviation / _unit_deviation(format))
+    )
     return blocks.reshape(rows, -1)
 
 
 def _set_scales(format: str, blocks: np.ndarray, scales: np.ndarray) -> None:
     for offset, factor in _SCALE_FIELDS[format].items():
-        blocks[:, offset:offset + 2] = (scales * factor).astype(np.float16).view(np.uint8).reshape(-1, 2)
+        blocks[:, offset : offset + 2] = (scales * factor).astype(np.float16).view(np.uint8).reshape(-1, 2)
 
 
 @lru_cache

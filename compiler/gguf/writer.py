@@ -1,8 +1,9 @@
 """A model to a GGUF file, so that other programs (llama.cpp, for comparison) can run what only exists here.
 
-In: any `GGUFModel`, opened or synthetic. Out: one GGUF file, version 3. Weights are streamed some rows at a time. The file appears under
-its name only when it is complete; after an error nothing is left behind.
+In: any `GGUFModel`, opened or synthetic. Out: one GGUF file, version 3. Weights are streamed some rows at a time. The
+file appears under its name only when it is complete; after an error nothing is left behind.
 """
+
 import os
 from pathlib import Path
 
@@ -16,9 +17,9 @@ _CHUNK_BYTES = 16 << 20
 
 
 def write_gguf(model: GGUFModel, path: str | Path) -> None:
-    """Writes `model`, replacing what is at `path`. Metadata types, which plain Python values no longer tell, are those that llama.cpp
-    expects: uint32 (int32 in arrays and for negative numbers, uint64 for large ones), float32, bool, string. UserError when the file
-    cannot be written (full disk, missing folder, no permission)."""
+    """Writes `model`, replacing what is at `path`. Metadata types, which plain Python values no longer tell, are those
+    that llama.cpp expects: uint32 (int32 in arrays and for negative numbers, uint64 for large ones), float32, bool,
+    string. UserError when the file cannot be written (full disk, missing folder, no permission)."""
     path = Path(path)
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -37,7 +38,9 @@ def write_gguf(model: GGUFModel, path: str | Path) -> None:
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"{path}: the file cannot be written ({error.strerror or error}); check the folder and the free space") from None
+        raise UserError(
+            f"{path}: the file cannot be written ({error.strerror or error}); check the folder and the free space"
+        ) from None
 
 
 def write_header(model: GGUFModel, path: Path) -> None:
@@ -46,7 +49,9 @@ def write_header(model: GGUFModel, path: Path) -> None:
     for key, value in model.metadata.items():
         # The writer puts the architecture itself; the others describe the layout of the file that `model` came from.
         if key not in ("general.architecture", "general.alignment") and not key.startswith("split.") and value != []:
-            writer.add_key_value(key, value, _value_type(value), _value_type(value[0], True) if isinstance(value, list) else None)
+            writer.add_key_value(
+                key, value, _value_type(value), _value_type(value[0], True) if isinstance(value, list) else None
+            )
     for tensor in model.tensors.values():
         kind = gguf.GGMLQuantizationType(FORMATS[tensor.format].gguf_type)
         writer.add_tensor_info(tensor.name, tensor.shape, None, tensor.nbytes, kind)

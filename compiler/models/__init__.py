@@ -21,8 +21,11 @@ class FunctionSpec:
     all_logits: bool = False
 
 
-def build_module(model, target, functions: list[FunctionSpec], ctx: int) -> tuple[tvm.IRModule, dict[str, list[tuple[str, str]]]]:
-    """The module with one Relax function each, and for each function the (kind, name) of its parameters (see `Graph.parameters`)."""
+def build_module(
+    model, target, functions: list[FunctionSpec], ctx: int
+) -> tuple[tvm.IRModule, dict[str, list[tuple[str, str]]]]:
+    """The module with one Relax function each, and for each function the (kind, name) of its parameters (see
+    `Graph.parameters`)."""
     if model.config.architecture not in DECODERS:
         raise UserError(f"architecture '{model.config.architecture}' is not supported; known: {', '.join(DECODERS)}")
     bb = relax.BlockBuilder()

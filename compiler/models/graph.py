@@ -1,7 +1,8 @@
 """Emits one Relax function of a decoder, op by op, and remembers what each parameter is.
 
-A model file (llama.py, qwen2.py ..) calls the methods below in the order of its formula; nothing here knows an architecture.
-`parameters` says for each function parameter where the runtime finds it: ("io", "tokens"), ("weight", "output_norm.weight"), ("kv", "k.0").
+A model file (llama.py, qwen2.py ..) calls the methods below in the order of its formula; nothing here knows an
+architecture. `parameters` says for each function parameter where the runtime finds it: ("io", "tokens"), ("weight",
+"output_norm.weight"), ("kv", "k.0").
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from mlc_amd.compiler.ops import shape_of, tensor_type
 
 @dataclass
 class Graph:
-    """One function under construction: `m` tokens a call, KV capacity `ctx`, logits of the last live token or of all."""
+    """One function under construction: `m` tokens a call, KV capacity `ctx`, logits of the last live token or of
+    all."""
 
     model: object  # GGUFModel: config and tensors
     target: object  # layouts: planes(format, n, k), kv_types(config, ctx)
@@ -49,7 +51,9 @@ class Graph:
     def weight(self, name: str) -> relax.Var:
         tensor = self.model.tensors[name]
         planes = self.target.planes(tensor.format, *tensor.shape)
-        return self.parameter(name, "weight", relax.TupleType([tensor_type(shape, dtype) for shape, dtype in planes.values()]))
+        return self.parameter(
+            name, "weight", relax.TupleType([tensor_type(shape, dtype) for shape, dtype in planes.values()])
+        )
 
     def emit(self, name: str, args, **attrs) -> relax.Var:
         return self.bb.emit(ops.call(name, [self.state, *args], **attrs))
@@ -58,7 +62,9 @@ class Graph:
 
     def embed(self, name: str) -> relax.Var:
         tensor = self.model.tensors[name]
-        return self.emit("embed", [self.tokens, self.weight(name)], format=tensor.format, vocab=tensor.shape[0], k=tensor.shape[1])
+        return self.emit(
+            "embed", [self.tokens, self.weight(name)], format=tensor.format, vocab=tensor.shape[0], k=tensor.shape[1]
+        )
 
     def rms_norm(self, x, name: str, row: str = "all") -> relax.Var:
         return self.emit("rms_norm", [x, self.vector(name)], eps=self.config.norm_eps, row=row, act="")
@@ -83,7 +89,8 @@ class Graph:
         return self.bb.emit(relax.op.add(x, y))
 
     def attention(self, q, k, v, layer: int, head_norms: tuple[str, str] | None = None) -> relax.Var:
-        """RoPE, KV write and causal attention of one layer; `head_norms` names the weights of an RMS norm over each head of q and k."""
+        """RoPE, KV write and causal attention of one layer; `head_norms` names the weights of an RMS norm over each
+        head of q and k."""
         c = self.config
         norms = [self.vector(name) for name in head_norms] if head_norms else []
         cache = [self.parameters[f"{which}.{layer}"][0] for which in "kv"]
@@ -94,4 +101,12 @@ class Graph:
         )  # fmt: skip
         q, keys, values = (self.bb.emit(relax.TupleGetItem(written, i)) for i in range(3))
         workspace = [self.parameter(name, "kv", tensor_type(*of)) for name, of in self.workspace.items()]
-        return self.emit("attention", [q, keys, values, *workspace], heads=c.heads, kv_heads=c.kv_heads, d=c.head_dim, ctx=self.ctx, act="")
+        return self.emit(
+            "attention",
+            [q, keys, values, *workspace],
+            heads=c.heads,
+            kv_heads=c.kv_heads,
+            d=c.head_dim,
+            ctx=self.ctx,
+            act="",
+        )

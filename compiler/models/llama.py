@@ -1,4 +1,5 @@
-"""llama: Llama 2 and 3.x, Mistral, TinyLlama, SmolLM. Grouped queries, interleaved RoPE pairs, SwiGLU; biases where the file has them."""
+"""llama: Llama 2 and 3.x, Mistral, TinyLlama, SmolLM. Grouped queries, interleaved RoPE pairs, SwiGLU; biases where the
+file has them."""
 
 from mlc_amd.compiler.models.graph import Graph
 from mlc_amd.compiler.models.transformer import attention_block, logits, swiglu_block

@@ -1,8 +1,9 @@
 """RoPE as a table: the angles of every position, so that kernels need neither sin, cos nor a scaling method.
 
-In: a `RopeConfig` and the context's capacity. Out: float32 [positions, dim] with cos and sin of each pair side by side. Computed in
-float64; ggml multiplies up the angles in float32, so the two drift apart by about 1e-7 * position.
+In: a `RopeConfig` and the context's capacity. Out: float32 [positions, dim] with cos and sin of each pair side by side.
+Computed in float64; ggml multiplies up the angles in float32, so the two drift apart by about 1e-7 * position.
 """
+
 import numpy as np
 
 from mlc_amd.compiler.gguf.config import RopeConfig
@@ -10,13 +11,14 @@ from mlc_amd.runtime.errors import UserError
 
 
 def rope_table(rope: RopeConfig, ctx: int, freq_factors: np.ndarray | None = None) -> np.ndarray:
-    """CS float32 [ctx, rope.dim]: CS[p, 2i] = cos, CS[p, 2i+1] = sin of pair i at position p, both times the attention factor.
+    """CS float32 [ctx, rope.dim]: CS[p, 2i] = cos, CS[p, 2i+1] = sin of pair i at position p, both times the attention
+    factor.
 
     freq_factors: rope_freqs.weight [dim/2] (None: ones) divides the angles. Scaling follows ggml's rope_yarn and
     ggml_rope_yarn_corr_dims (ggml/src/ggml-cpu/ops.cpp, ggml/src/ggml.c) with llama.cpp's choice of their arguments
     (src/llama-context.cpp). UserError when the factors do not fit."""
     pairs = np.arange(rope.dim // 2, dtype=np.float64)
-    frequency = rope.base ** (-2.0 * pairs / rope.dim)          # radians per position
+    frequency = rope.base ** (-2.0 * pairs / rope.dim)  # radians per position
     if freq_factors is not None:
         factors = np.asarray(freq_factors, np.float64)
         if factors.shape != pairs.shape or not (np.isfinite(factors) & (factors > 0)).all():
@@ -24,9 +26,9 @@ def rope_table(rope: RopeConfig, ctx: int, freq_factors: np.ndarray | None = Non
         frequency = frequency / factors
 
     magnitude = rope.attn_factor
-    interpolated = frequency / rope.factor                      # factor is 1 when there is no scaling
+    interpolated = frequency / rope.factor  # factor is 1 when there is no scaling
     if rope.scaling == "yarn" and rope.ext_factor != 0.0:
-        keep = _yarn_ramp(rope, pairs) * rope.ext_factor        # 1: the pair keeps its angle; 0: it is interpolated
+        keep = _yarn_ramp(rope, pairs) * rope.ext_factor  # 1: the pair keeps its angle; 0: it is interpolated
         frequency = interpolated * (1.0 - keep) + frequency * keep
         magnitude *= 1.0 + 0.1 * np.log(max(rope.factor, 1.0))
     else:
@@ -39,9 +41,12 @@ def rope_table(rope: RopeConfig, ctx: int, freq_factors: np.ndarray | None = Non
 
 
 def _yarn_ramp(rope: RopeConfig, pairs: np.ndarray) -> np.ndarray:
-    """1 for pairs that turn at least beta_fast times in the original context, 0 for at most beta_slow times, a ramp between."""
+    """1 for pairs that turn at least beta_fast times in the original context, 0 for at most beta_slow times, a ramp
+    between."""
+
     def pair_turning(times: float) -> float:
         return rope.dim * np.log(rope.original_context / (times * 2.0 * np.pi)) / (2.0 * np.log(rope.base))
+
     low = max(0.0, np.floor(pair_turning(rope.beta_fast)))
     high = min(rope.dim - 1.0, np.ceil(pair_turning(rope.beta_slow)))
     return 1.0 - np.clip((pairs - low) / max(0.001, high - low), 0.0, 1.0)

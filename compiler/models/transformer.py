@@ -1,7 +1,7 @@
 """The two blocks that the architectures here share, and the frame around them.
 
-    x = x + W_o attention(rope(W_q h), rope(W_k h), W_v h)     h = rms_norm(x)
-    x = x + W_down (silu(W_gate h) * W_up h)                   h = rms_norm(x)
+x = x + W_o attention(rope(W_q h), rope(W_k h), W_v h)     h = rms_norm(x)
+x = x + W_down (silu(W_gate h) * W_up h)                   h = rms_norm(x)
 """
 
 from mlc_amd.compiler.models.graph import Graph
@@ -24,6 +24,7 @@ def swiglu_block(g: Graph, x, layer: int):
 
 
 def logits(g: Graph, x):
-    """Of every token, or of the last live one; the embedding serves as output where the file has no output.weight (tied)."""
+    """Of every token, or of the last live one; the embedding serves as output where the file has no output.weight
+    (tied)."""
     h = g.rms_norm(x, "output_norm.weight", row="all" if g.all_logits else "last")
     return g.linear(h, "output.weight" if g.has("output.weight") else "token_embd.weight")

@@ -1,4 +1,5 @@
-"""attention(rope_kv_write(q, k, v)) of one token becomes one `rope_attention`, for targets whose decode attention rotates for itself."""
+"""attention(rope_kv_write(q, k, v)) of one token becomes one `rope_attention`, for targets whose decode attention
+rotates for itself."""
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.passes.rewrite import rewrite

@@ -1,4 +1,5 @@
-"""Linears of the same input (q, k and v) become one `linear` with several weights: one launch, one pass over the input."""
+"""Linears of the same input (q, k and v) become one `linear` with several weights: one launch, one pass over the
+input."""
 
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
@@ -19,7 +20,8 @@ def _sibling_groups(func) -> list[list]:
 
 @mutator
 class _Fuser(PyExprMutator):
-    """The fused call stands where the first sibling stood: weights and biases are parameters, so they are known there."""
+    """The fused call stands where the first sibling stood: weights and biases are parameters, so they are known
+    there."""
 
     def __init__(self, mod, groups):
         super().__init__(mod)

@@ -19,7 +19,8 @@ def fuse_swiglu(mod):
         state, x, gate_weight = gate.args
         return ops.call(
             "gate_up_swiglu", [state, x, gate_weight, up.args[2]],
-            formats=[gate.attrs["formats"][0], up.attrs["formats"][0]], n=gate.attrs["n"][0], k=gate.attrs["k"], m=gate.attrs["m"],
+            formats=[gate.attrs["formats"][0], up.attrs["formats"][0]], n=gate.attrs["n"][0], k=gate.attrs["k"],
+            m=gate.attrs["m"],
             act_in=gate.attrs["act"], act="",
         )  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Inserts `quantize` before every linear that does not take float32 activations, in the layout that the target's linears want."""
+"""Inserts `quantize` before every linear that does not take float32 activations, in the layout that the target's
+linears want."""
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.passes.rewrite import rewrite

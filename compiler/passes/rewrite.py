@@ -1,7 +1,7 @@
 """How a fusion pass rewrites: one rule, tried on every call of every Relax function, in order.
 
-A rule gets the call (its arguments already rewritten) and `producer`, which gives the expression that a variable is bound to, and returns
-the new expression or None. What a rewrite leaves unused goes away with dead code elimination.
+A rule gets the call (its arguments already rewritten) and `producer`, which gives the expression that a variable is
+bound to, and returns the new expression or None. What a rewrite leaves unused goes away with dead code elimination.
 """
 
 import tvm

@@ -1,8 +1,10 @@
 """What stands for the weights of an artifact without weights: how to draw each plane of a matrix.
 
-In: a format and the matrix's columns. Out: plane -> draw, as `mlc_amd.runtime.random_weights` reads them from the manifest. The weights
-that the planes then stand for have mean 0 and standard deviation 1/sqrt(columns), so activations keep their size from layer to layer.
+In: a format and the matrix's columns. Out: plane -> draw, as `mlc_amd.runtime.random_weights` reads them from the
+manifest. The weights that the planes then stand for have mean 0 and standard deviation 1/sqrt(columns), so activations
+keep their size from layer to layer.
 """
+
 from math import sqrt
 from statistics import fmean
 
@@ -10,7 +12,7 @@ from mlc_amd.schedules.formats import PLANE_BITS, Format, lookup
 
 # (lowest, count) of sub-scales S and sub-minimums Z, as `unpack` makes them of GGUF's bits
 _SUB_SCALES = {"q3_k": (-32, 64), "q4_k": (0, 64), "q5_k": (0, 64), "q6_k": (-128, 256), "iq4_xs": (-32, 64)}
-_NIBBLES = (0, 16)      # q2_k: S holds a sub-scale and a sub-minimum
+_NIBBLES = (0, 16)  # q2_k: S holds a sub-scale and a sub-minimum
 
 
 def draws(fmt: str | Format, columns: int) -> dict[str, list]:
@@ -25,17 +27,20 @@ def draws(fmt: str | Format, columns: int) -> dict[str, list]:
         low, count = _NIBBLES if fmt.nibble_scales else _SUB_SCALES[fmt.name]
         scales = range(low, low + count)
     square = _mean_square(values) * _mean_square(scales)
-    minimum = 0.0       # factor of the minimums that takes out the mean
+    minimum = 0.0  # factor of the minimums that takes out the mean
     if fmt.minimum == "M":
         minimum = -fmean(values)
-        square -= minimum ** 2
-    elif fmt.minimum == "DM":   # sub-minimums are drawn like sub-scales
+        square -= minimum**2
+    elif fmt.minimum == "DM":  # sub-minimums are drawn like sub-scales
         minimum = fmean(values)
-        square += minimum ** 2 * (_mean_square(scales) - 2 * fmean(scales) ** 2)
+        square += minimum**2 * (_mean_square(scales) - 2 * fmean(scales) ** 2)
     factor = deviation / sqrt(square)
     sub = ["bits"] if fmt.nibble_scales else ["integers", scales[0], len(scales)]
     drawn = {plane: ["bits"] for plane in fmt.codes}
-    return drawn | {plane: {"S": sub, "Z": sub}.get(plane, ["signs", factor * (1.0 if plane == "D" else minimum)]) for plane in fmt.scales}
+    return drawn | {
+        plane: {"S": sub, "Z": sub}.get(plane, ["signs", factor * (1.0 if plane == "D" else minimum)])
+        for plane in fmt.scales
+    }
 
 
 def _values(fmt: Format) -> list[int]:

@@ -1,12 +1,14 @@
 """GGUF rows to the planes of a weight in a target's layout: lossless, vectorized, in pieces that stay in the cache.
 
-In: rows of a tensor as GGUF stores them. Out: planes, name -> array, in the layout "tile16" (`mlc_amd.schedules.cpu.planes`) or "rows"
-(`mlc_amd.schedules.gpu.planes`). Rows, or tiles of 16, are the outermost axis of every plane: a tensor can be repacked in chunks of rows
-(multiples of 16, but for the last), by several threads (numpy releases the GIL), and each plane's chunks written one after the other.
+In: rows of a tensor as GGUF stores them. Out: planes, name -> array, in the layout "tile16"
+(`mlc_amd.schedules.cpu.planes`) or "rows" (`mlc_amd.schedules.gpu.planes`). Rows, or tiles of 16, are the outermost
+axis of every plane: a tensor can be repacked in chunks of rows (multiples of 16, but for the last), by several threads
+(numpy releases the GIL), and each plane's chunks written one after the other.
 
-Both layouts hold the same 32-bit words of codes and the same scales: what is [NT, x, 16 rows] in one is [NT * 16, x] in the other. Work
-is done in the order of "tile16"; for "rows" the arrays it is written to are transposed views.
+Both layouts hold the same 32-bit words of codes and the same scales: what is [NT, x, 16 rows] in one is [NT * 16, x] in
+the other. Work is done in the order of "tile16"; for "rows" the arrays it is written to are transposed views.
 """
+
 import numpy as np
 
 from mlc_amd.compiler.quant.unpack import UNPACK, Blocks
@@ -16,8 +18,10 @@ from mlc_amd.schedules.cpu.planes import BLOCK, ROWS
 from mlc_amd.schedules.formats import PLANE_BITS, Format, lookup
 from mlc_amd.schedules.gpu import planes as gpu
 
-LAYOUTS = {"tile16": cpu.planes, "rows": gpu.planes}        # name -> planes(fmt, n, k): shapes and dtypes
-PIECE = 256 << 10       # bytes of GGUF blocks worked on at once: the intermediate arrays (about six times that) stay in the L2 cache
+LAYOUTS = {"tile16": cpu.planes, "rows": gpu.planes}  # name -> planes(fmt, n, k): shapes and dtypes
+PIECE = (
+    256 << 10
+)  # bytes of GGUF blocks worked on at once: the intermediate arrays (about six times that) stay in the L2 cache
 
 
 # The words (4 columns, `unpack`) of a block that share a code plane's bytes, lowest bits first
@@ -62,20 +66,22 @@ def _pack_codes(fmt: Format, codes: np.ndarray, out: dict[str, np.ndarray]) -> N
 def repack(fmt: str | Format, blocks: np.ndarray, k: int, layout: str = "tile16") -> dict[str, np.ndarray]:
     """The planes of some rows of a tensor.
 
-    blocks: uint8 [rows, bytes of a row] as in the GGUF file; k: columns; layout: a key of LAYOUTS. Planes as the layout's
-    `planes(fmt, rows, k)` says: rows are padded up to a multiple of 16 with zero codes and zero scales. UserError when a row's bytes do
-    not hold k columns.
+    blocks: uint8 [rows, bytes of a row] as in the GGUF file; k: columns; layout: a key of LAYOUTS. Planes as the
+    layout's `planes(fmt, rows, k)` says: rows are padded up to a multiple of 16 with zero codes and zero scales.
+    UserError when a row's bytes do not hold k columns.
     """
     fmt = lookup(fmt)
     rows, row_bytes = blocks.shape
     shapes = LAYOUTS[layout](fmt, rows, k)
     if row_bytes != k // fmt.block * fmt.block_bytes:
-        raise UserError(f"{row_bytes} bytes a row cannot be {k} columns of {fmt.name}; the GGUF file's tensor table is damaged")
+        raise UserError(
+            f"{row_bytes} bytes a row cannot be {k} columns of {fmt.name}; the GGUF file's tensor table is damaged"
+        )
     out = {name: np.empty(shape, dtype) for name, (shape, dtype) in shapes.items()}
     tiled = {p: _tiled_words(a, layout, k // BLOCK) if p in fmt.codes else _tiled(a, layout) for p, a in out.items()}
     step = max(1, PIECE // (ROWS * row_bytes)) * ROWS
     for start in range(0, rows, step):
-        piece = np.ascontiguousarray(blocks[start:start + step])
+        piece = np.ascontiguousarray(blocks[start : start + step])
         live = piece.shape[0]
         if live % ROWS:
             piece = np.concatenate([piece, np.zeros((-live % ROWS, row_bytes), np.uint8)])
@@ -88,5 +94,5 @@ def repack(fmt: str | Format, blocks: np.ndarray, k: int, layout: str = "tile16"
         for name, values in scales.items():
             tiled[name][tiles] = values
     if rows % ROWS and "S" in out:
-        tiled["S"][-1, :, rows % ROWS:] = 0      # a zero byte is not a zero scale in q3_k and iq4_xs
+        tiled["S"][-1, :, rows % ROWS :] = 0  # a zero byte is not a zero scale in q3_k and iq4_xs
     return out

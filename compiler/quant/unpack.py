@@ -2,13 +2,16 @@
 
 In: a format's name and `Blocks`, the raw blocks of some rows. Out: (codes, scales):
 
-    codes   uint32 [NT, KB, 8, 16]: word j of a block of 32 columns holds the codes of columns 4*j .. 4*j+3, one byte each, of row r
+    codes   uint32 [NT, KB, 8, 16]: word j of a block of 32 columns holds the codes of columns 4*j .. 4*j+3, one byte
+            each, of row r
     scales  name -> [NT, blocks, 16], the planes D, S, Z, M and DM as `mlc_amd.schedules.formats` defines them
 
-NT tiles of 16 rows, KB = K/32. Rows are transposed to the innermost axis first, four bytes at a time; everything after that is bit
-arithmetic on long contiguous runs, four codes a word. Sources of the layouts: ggml-common.h (structs) and ggml-quants.c
-(dequantize_row_*) of ggml, quants.py of gguf-py. A column in a comment counts within its block or super-block; all is little-endian.
+NT tiles of 16 rows, KB = K/32. Rows are transposed to the innermost axis first, four bytes at a time; everything after
+that is bit arithmetic on long contiguous runs, four codes a word. Sources of the layouts: ggml-common.h (structs) and
+ggml-quants.c (dequantize_row_*) of ggml, quants.py of gguf-py. A column in a comment counts within its block or
+super-block; all is little-endian.
 """
+
 from collections.abc import Callable
 
 import numpy as np
@@ -24,7 +27,7 @@ class Blocks:
 
     def field(self, offset: int, count: int, dtype: str) -> np.ndarray:
         """`count` values at a byte offset of every block, as [NT, NB, count, 16]: rows innermost."""
-        values = self.raw[..., offset:offset + count * np.dtype(dtype).itemsize].view(dtype)
+        values = self.raw[..., offset : offset + count * np.dtype(dtype).itemsize].view(dtype)
         return np.ascontiguousarray(values.transpose(0, 2, 3, 1))
 
     def half(self, offset: int) -> np.ndarray:
@@ -110,14 +113,19 @@ def q2_k(b: Blocks):
 
     qs: two halves of 128 columns; byte c of a half holds columns c, 32 + c, 64 + c, 96 + c, low bits first.
     """
-    return _codes(_split(b.words(16, 16, 2, 8), 2, 3)), {"D": b.half(80), "S": _flat(b.field(0, 16, "u1")), "DM": b.half(82)}
+    return _codes(_split(b.words(16, 16, 2, 8), 2, 3)), {
+        "D": b.half(80),
+        "S": _flat(b.field(0, 16, "u1")),
+        "DM": b.half(82),
+    }
 
 
 def q3_k(b: Blocks):
     """hmask[32] @0, qs[64] @32, scales[12] @96, d f16 @108.
 
-    qs as in q2_k; bit i of hmask[c] is the third bit of column 32*i + c. Sixteen 6-bit scales, 32 standing for 0: low four bits in the
-    low nibbles of bytes 0..7, then the high nibbles; high two bits in bytes 8..11, lowest two bits of each first.
+    qs as in q2_k; bit i of hmask[c] is the third bit of column 32*i + c. Sixteen 6-bit scales, 32 standing for 0: low
+    four bits in the low nibbles of bytes 0..7, then the high nibbles; high two bits in bytes 8..11, lowest two bits of
+    each first.
     """
     codes = _codes(_split(b.words(32, 16, 2, 8), 2, 3))
     _or_shifted(codes, _split(b.words(0, 8, 8), 1, 2), 2)
@@ -130,12 +138,14 @@ def q3_k(b: Blocks):
 def _scales_and_minimums(b: Blocks, offset: int) -> dict[str, np.ndarray]:
     """Eight 6-bit scales and minimums of q4_k and q5_k in 12 bytes (get_scale_min_k4).
 
-    Bytes 0..3: scales 0..3, bytes 4..7: minimums 0..3, with the top two bits of the later four above them; bytes 8..11: low nibbles
-    scales 4..7, high nibbles minimums 4..7.
+    Bytes 0..3: scales 0..3, bytes 4..7: minimums 0..3, with the top two bits of the later four above them; bytes 8..11:
+    low nibbles scales 4..7, high nibbles minimums 4..7.
     """
     scales, minimums, rest = np.split(b.field(offset, 12, "u1"), 3, axis=2)
-    return {"S": _flat(np.concatenate([scales & 63, rest & 15 | scales >> 2 & 48], axis=2)),
-            "Z": _flat(np.concatenate([minimums & 63, rest >> 4 | minimums >> 2 & 48], axis=2))}
+    return {
+        "S": _flat(np.concatenate([scales & 63, rest & 15 | scales >> 2 & 48], axis=2)),
+        "Z": _flat(np.concatenate([minimums & 63, rest >> 4 | minimums >> 2 & 48], axis=2)),
+    }
 
 
 def q4_k(b: Blocks):
@@ -147,25 +157,34 @@ def q4_k(b: Blocks):
 
 
 def q5_k(b: Blocks):
-    """d f16 @0, dmin f16 @2, scales[12] @4, qh[32] @16 (bit i of byte c: fifth bit of column 32*i + c), qs[128] @48 as in q4_k"""
+    """d f16 @0, dmin f16 @2, scales[12] @4, qh[32] @16 (bit i of byte c: fifth bit of column 32*i + c), qs[128] @48 as
+    in q4_k"""
     codes = _codes(_split(b.words(48, 32, 4, 8), 4, 3))
-    return _or_shifted(codes, _split(b.words(16, 8, 8), 1, 2), 4), {"D": b.half(0), **_scales_and_minimums(b, 4), "DM": b.half(2)}
+    return _or_shifted(codes, _split(b.words(16, 8, 8), 1, 2), 4), {
+        "D": b.half(0),
+        **_scales_and_minimums(b, 4),
+        "DM": b.half(2),
+    }
 
 
 def q6_k(b: Blocks):
     """ql[128] @0, qh[64] @128, scales int8[16] @192 (16 columns each), d f16 @208.
 
-    Two halves of 128 columns. ql: 64 bytes a half, low nibbles columns 0..63, high nibbles 64..127; qh: 32 bytes a half, as qs in q2_k.
+    Two halves of 128 columns. ql: 64 bytes a half, low nibbles columns 0..63, high nibbles 64..127; qh: 32 bytes a
+    half, as qs in q2_k.
     """
     codes = _codes(_split(b.words(0, 32, 2, 16), 4, 3))
-    return _or_shifted(codes, _split(b.words(128, 16, 2, 8), 2, 3), 4), {"D": b.half(208), "S": _flat(b.field(192, 16, "i1"))}
+    return _or_shifted(codes, _split(b.words(128, 16, 2, 8), 2, 3), 4), {
+        "D": b.half(208),
+        "S": _flat(b.field(192, 16, "i1")),
+    }
 
 
 def iq4_xs(b: Blocks):
     """d f16 @0, scales_h u16 @2, scales_l[4] @4, qs[128] @8.
 
-    qs: eight blocks as in q4_0. Eight 6-bit scales, 32 standing for 0: low nibble of byte i is scale 2*i, high nibble 2*i + 1; the high
-    two bits of scale i are bits 2*i of scales_h.
+    qs: eight blocks as in q4_0. Eight 6-bit scales, 32 standing for 0: low nibble of byte i is scale 2*i, high nibble
+    2*i + 1; the high two bits of scale i are bits 2*i of scales_h.
     """
     packed = b.field(4, 4, "u1")
     low = _flat(np.stack([packed & 15, packed >> 4], axis=3))
@@ -174,6 +193,16 @@ def iq4_xs(b: Blocks):
 
 
 UNPACK: dict[str, Callable[[Blocks], tuple[np.ndarray, dict[str, np.ndarray]]]] = {
-    "q4_0": q4_0, "q4_1": q4_1, "q5_0": q5_0, "q5_1": q5_1, "q8_0": q8_0, "q2_k": q2_k, "q3_k": q3_k, "q4_k": q4_k, "q5_k": q5_k,
-    "q6_k": q6_k, "iq4_nl": q4_0, "iq4_xs": iq4_xs,
+    "q4_0": q4_0,
+    "q4_1": q4_1,
+    "q5_0": q5_0,
+    "q5_1": q5_1,
+    "q8_0": q8_0,
+    "q2_k": q2_k,
+    "q3_k": q3_k,
+    "q4_k": q4_k,
+    "q5_k": q5_k,
+    "q6_k": q6_k,
+    "iq4_nl": q4_0,
+    "iq4_xs": iq4_xs,
 }

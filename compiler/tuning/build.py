@@ -1,8 +1,8 @@
 """Builds candidates: a workload and a plan -> a folder with the kernel's code and all that measuring it takes, as
 runtime/measure/candidate.py describes it.
 
-`build` does it here; `Builder` in worker processes, which import TVM once: a build that crashes, hangs or takes too much memory costs its
-candidate only. Run as a program, this module is such a worker.
+`build` does it here; `Builder` in worker processes, which import TVM once: a build that crashes, hangs or takes too
+much memory costs its candidate only. Run as a program, this module is such a worker.
 """
 
 import functools
@@ -54,13 +54,14 @@ def target(kind: str, arch: str):
 
 
 def make(workload, plan, kind: str, arch: str):
-    """The kernel of a workload with a plan, None: the untuned one. What a builder refuses is a ValueError or a UserError."""
+    """The kernel of a workload with a plan, None: the untuned one. What a builder refuses is a ValueError or a
+    UserError."""
     return getattr(target(kind, arch), f"make_{workload.op}")(**workload.args, name=KERNEL, plan=plan)
 
 
 def build(workload, plan, kind: str, arch: str, folder: Path) -> Candidate:
-    """Compiles a candidate into `folder`, which is made. plan: a plan's dataclass, None: the untuned kernel. Besides what `make` raises,
-    ValueError for a kernel that the arch cannot run."""
+    """Compiles a candidate into `folder`, which is made. plan: a plan's dataclass, None: the untuned kernel. Besides
+    what `make` raises, ValueError for a kernel that the arch cannot run."""
     func = make(workload, plan, kind, arch)
     folder.mkdir(parents=True, exist_ok=True)
     params = _params(workload, func, kind)
@@ -74,13 +75,15 @@ def build(workload, plan, kind: str, arch: str, folder: Path) -> Candidate:
 
 
 def work(workload, func, kind: str) -> tuple[float, float]:
-    """(bytes moved, floating-point operations) of a call of the workload's kernel, the mean of the states that it is timed in."""
+    """(bytes moved, floating-point operations) of a call of the workload's kernel, the mean of the states that it is
+    timed in."""
     cases = _cases(workload, _params(workload, func, kind))
     return tuple(sum(case[key] for case in cases) / len(cases) for key in ("bytes", "flops"))
 
 
 def build_copy(arch: str, folder: Path) -> Candidate:
-    """A candidate that copies memory, for target vulkan: what the others' rates are measured against. Its bytes: read and written."""
+    """A candidate that copies memory, for target vulkan: what the others' rates are measured against. Its bytes: read
+    and written."""
     from mlc_amd.compiler.codegen.vulkan_target import COPY_BYTES
     from mlc_amd.schedules.gpu.copy import copy
 
@@ -90,7 +93,9 @@ def build_copy(arch: str, folder: Path) -> Candidate:
     traffic = {"bytes": 2 * COPY_BYTES, "flops": 0}
     about = {"workload": {"op": "copy", "args": {"words": words}}, "plan": None, "api": "vulkan", "arch": arch}
     code = _spirv(copy(words, profile, KERNEL), profile, folder)
-    return write(folder, about | code | {"params": params, "cases": [{"name": "d0", "state": [0, 1, 0, 0]} | traffic]} | traffic)
+    return write(
+        folder, about | code | {"params": params, "cases": [{"name": "d0", "state": [0, 1, 0, 0]} | traffic]} | traffic
+    )
 
 
 def build_bounds(workload, arch: str, folder: Path) -> tuple[Candidate, dict[str, list[Candidate]]]:
@@ -104,7 +109,9 @@ def build_bounds(workload, arch: str, folder: Path) -> tuple[Candidate, dict[str
         for i, bound in enumerate(funcs):
             place = folder / f"{kind}-{i}"
             place.mkdir(parents=True)
-            found[kind].append(write(place, dict(untuned.facts) | _shared_library(bound, target("cpu", arch).arch, place)))
+            found[kind].append(
+                write(place, dict(untuned.facts) | _shared_library(bound, target("cpu", arch).arch, place))
+            )
     return untuned, found
 
 
@@ -165,7 +172,10 @@ def _draws(fmt: str, columns: int) -> dict[str, list]:
 
 
 def _nbytes(param: dict) -> int:
-    return functools.reduce(int.__mul__, param["shape"], 1) * {"8": 1, "16": 2, "32": 4}[re.search(r"(8|16|32)$", param["dtype"])[0]]
+    return (
+        functools.reduce(int.__mul__, param["shape"], 1)
+        * {"8": 1, "16": 2, "32": 4}[re.search(r"(8|16|32)$", param["dtype"])[0]]
+    )
 
 
 def _cases(workload, params: list[dict]) -> list[dict]:
@@ -182,7 +192,8 @@ def _cases(workload, params: list[dict]) -> list[dict]:
 
 
 def _case(workload, params, position: int, m: int) -> dict:
-    """Bytes: weights, activations in and out, and the live part of the cache. Of a table that is looked up, the rows."""
+    """Bytes: weights, activations in and out, and the live part of the cache. Of a table that is looked up, the
+    rows."""
     op, args = workload.op, workload.args
     moved = flops = 0
     for param in params:
@@ -231,7 +242,12 @@ def _hsaco(func, arch, folder: Path) -> dict:
     (function,) = module.functions.values()
     (folder / "kernel.hsaco").write_bytes(module.hsaco)
     (folder / "kernel.s").write_text(module.assembly)
-    return {"code": "kernel.hsaco", "steps": [asdict(launch) for launch in function.launches], "scratch": function.scratch, "needs": {}}
+    return {
+        "code": "kernel.hsaco",
+        "steps": [asdict(launch) for launch in function.launches],
+        "scratch": function.scratch,
+        "needs": {},
+    }
 
 
 def _shared_library(func, arch, folder: Path) -> dict:
@@ -263,11 +279,21 @@ class Builder:
     workers: default one for each core. timeout: seconds of a build. memory: bytes of a worker.
     """
 
-    def __init__(self, kind: str, arch: str, root: Path, workers: int | None = None, timeout: float = TIMEOUT, memory: int = MEMORY):
+    def __init__(
+        self,
+        kind: str,
+        arch: str,
+        root: Path,
+        workers: int | None = None,
+        timeout: float = TIMEOUT,
+        memory: int = MEMORY,
+    ):
         self.kind, self.arch, self.root, self.timeout = kind, arch, Path(root), timeout
         count = workers or available_threads()
         self._idle: SimpleQueue[Child] = SimpleQueue()
-        self._children = [Child(MODULE, (str(memory),), {"TVM_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}) for _ in range(count)]
+        self._children = [
+            Child(MODULE, (str(memory),), {"TVM_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}) for _ in range(count)
+        ]
         for child in self._children:
             self._idle.put(child)
         self._threads = ThreadPoolExecutor(count)
@@ -292,7 +318,12 @@ class Builder:
 
     def _one(self, workload, plan) -> tuple[Path | None, str | None]:
         folder = self.root / folder_name(workload, plan)
-        request = {"workload": json.loads(workload.text), "kind": self.kind, "arch": self.arch, "folder": str(folder)} | _plan_facts(plan)
+        request = {
+            "workload": json.loads(workload.text),
+            "kind": self.kind,
+            "arch": self.arch,
+            "folder": str(folder),
+        } | _plan_facts(plan)
         child = self._idle.get()
         try:
             child.send(request)
@@ -309,7 +340,13 @@ def _handle(request: dict, answer) -> None:
 
     error = None
     try:
-        build(Workload.from_json(request["workload"]), plan_of(request), request["kind"], request["arch"], Path(request["folder"]))
+        build(
+            Workload.from_json(request["workload"]),
+            plan_of(request),
+            request["kind"],
+            request["arch"],
+            Path(request["folder"]),
+        )
     except (UserError, MemoryError, ValueError, RuntimeError) as e:
         error = f"{type(e).__name__}: {e}".splitlines()[0]
     answer({"error": error})

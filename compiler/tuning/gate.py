@@ -1,11 +1,12 @@
 """The gate: no plan enters the database before its kernel has computed what the untuned one computes.
 
-In: two candidates of one workload. Out: a `Checked`: where ("device", "lavapipe", "emulator"; "" if nowhere), whether they agree, the worst
-difference as a share of what `runtime/measure/compare.py` allows. Both run on the same inputs, in several states: those that kernels are
-timed in, and a part of the tokens behind others. On a device the second one runs several times, for a race may be won once.
+In: two candidates of one workload. Out: a `Checked`: where ("device", "lavapipe", "emulator"; "" if nowhere), whether
+they agree, the worst difference as a share of what `runtime/measure/compare.py` allows. Both run on the same inputs, in
+several states: those that kernels are timed in, and a part of the tokens behind others. On a device the second one runs
+several times, for a race may be won once.
 
-Kernels for AMD GPUs that are not here run in the ISA emulator of the tests, where a source checkout and what tests/gfxemu.py needs are.
-It is slow, so smaller matrices with the same plan stand for large ones.
+Kernels for AMD GPUs that are not here run in the ISA emulator of the tests, where a source checkout and what
+tests/gfxemu.py needs are. It is slow, so smaller matrices with the same plan stand for large ones.
 """
 
 import importlib
@@ -32,7 +33,8 @@ NOWHERE = "there is no {} here, and no ISA emulator (a source checkout, TINYGRAD
 
 
 def check(session, untuned: Path, tuned: Path, builder=None) -> Checked:
-    """Compares on the session's device. Without one, kernels of target rocm go to the emulator; builder: makes smaller ones for it.
+    """Compares on the session's device. Without one, kernels of target rocm go to the emulator; builder: makes smaller
+    ones for it.
 
     Never passes what nothing has computed.
     """
@@ -94,7 +96,10 @@ def emulated(untuned: Path, tuned: Path, builder=None) -> Checked:
 
 def smaller(workload: Workload, tokens: int = TOKENS[0]) -> Workload:
     """Fewer rows, tokens, words and heads; the columns, which plans divide among lanes, stay."""
-    args = {key: min(value, SMALL.get(key, value)) if isinstance(value, int) else value for key, value in workload.args.items()}
+    args = {
+        key: min(value, SMALL.get(key, value)) if isinstance(value, int) else value
+        for key, value in workload.args.items()
+    }
     if "segments" in args:
         args["segments"] = [[fmt, min(n, SMALL["n"])] for fmt, n in args["segments"]]
     if "m" in args:

@@ -1,10 +1,12 @@
 """What AMD GPUs take for an instruction, a byte and a wait: the constants of `static.py`'s model.
 
-In: an arch or a profile, an instruction's name. Out: a `Machine`; the pipe that the instruction keeps busy, and for how many clocks.
+In: an arch or a profile, an instruction's name. Out: a `Machine`; the pipe that the instruction keeps busy, and for how
+many clocks.
 
-Where the constants come from. [ISA] AMD's instruction set manuals; [WP] AMD's architecture whitepapers (RDNA, CDNA 3); [P] product pages:
-clocks, peak rates, from which those of matrix instructions follow: operations of the instruction / operations per clock and SIMD. [E] are
-estimates: round numbers near what published microbenchmarks of latency show. No AMD GPU has confirmed any of them here.
+Where the constants come from. [ISA] AMD's instruction set manuals; [WP] AMD's architecture whitepapers (RDNA, CDNA 3);
+[P] product pages: clocks, peak rates, from which those of matrix instructions follow: operations of the instruction /
+operations per clock and SIMD. [E] are estimates: round numbers near what published microbenchmarks of latency show. No
+AMD GPU has confirmed any of them here.
 """
 
 import functools
@@ -41,9 +43,13 @@ class Family:
     apart: bool = False
 
 
-# Peak rates, multiply-adds counted twice [P]: RDNA3 512 a clock and compute unit in float16, RDNA4 1024, CDNA2 and MI100 1024, CDNA3 2048;
-# 16x16x16 are 8192 operations, 32x32x8 16384.
-_CDNA2 = ((r"32x32x8_?f16|32x32x8_?bf16|32x32x8_?i8", 64), (r"16x16x16_?f16|16x16x16_?bf16|16x16x16_?i8", 32), (r"", 64))
+# Peak rates, multiply-adds counted twice [P]: RDNA3 512 a clock and compute unit in float16, RDNA4 1024, CDNA2 and
+# MI100 1024, CDNA3 2048; 16x16x16 are 8192 operations, 32x32x8 16384.
+_CDNA2 = (
+    (r"32x32x8_?f16|32x32x8_?bf16|32x32x8_?i8", 64),
+    (r"16x16x16_?f16|16x16x16_?bf16|16x16x16_?i8", 32),
+    (r"", 64),
+)
 _CDNA3 = ((r"32x32x8_f16|32x32x8_bf16|32x32x16_i8", 32), (r"16x16x16_f16|16x16x16_bf16|16x16x32_i8", 16), (r"", 32))
 FAMILIES = {
     "gcn5": Family(4, 16, 4, 64, 128),
@@ -55,18 +61,22 @@ FAMILIES = {
 }
 OLDER = {"gfx908": Family(4, 16, 4, 64, 128, _CDNA2, True), "gfx90a": Family(4, 16, 4, 64, 128, _CDNA2, True)}
 
-# GHz under load [P: boost or "game" clock]; nanoseconds from a load of device memory to its use [E]; Profile "nvidia" is none of these.
+# GHz under load [P: boost or "game" clock]; nanoseconds from a load of device memory to its use [E]; Profile "nvidia"
+# is none of these.
 CLOCKS = {
-    "gfx906": 1.75, "gfx908": 1.5, "gfx90a": 1.7, "gfx942": 2.1, "gfx950": 2.4, "gfx1010": 1.9, "gfx1011": 1.9, "gfx1012": 1.8,
-    "gfx1030": 2.25, "gfx1031": 2.4, "gfx1032": 2.4, "gfx1033": 1.6, "gfx1034": 2.6, "gfx1035": 2.4, "gfx1036": 2.2, "gfx1100": 2.4,
-    "gfx1101": 2.4, "gfx1102": 2.6, "gfx1103": 2.7, "gfx1150": 2.9, "gfx1151": 2.8, "gfx1152": 2.8, "gfx1200": 3.1, "gfx1201": 2.9,
+    "gfx906": 1.75, "gfx908": 1.5, "gfx90a": 1.7, "gfx942": 2.1, "gfx950": 2.4, "gfx1010": 1.9, "gfx1011": 1.9,
+    "gfx1012": 1.8,
+    "gfx1030": 2.25, "gfx1031": 2.4, "gfx1032": 2.4, "gfx1033": 1.6, "gfx1034": 2.6, "gfx1035": 2.4, "gfx1036": 2.2,
+    "gfx1100": 2.4,
+    "gfx1101": 2.4, "gfx1102": 2.6, "gfx1103": 2.7, "gfx1150": 2.9, "gfx1151": 2.8, "gfx1152": 2.8, "gfx1200": 3.1,
+    "gfx1201": 2.9,
 }  # fmt: skip
 LATENCY = {"gcn5": 600.0, "cdna": 800.0, "rdna1": 400.0, "rdna2": 350.0, "rdna3": 400.0, "rdna4": 400.0}
 UNIFIED = 1.5  # how much longer it takes to the host's memory [E]
 LDS_CLOCKS, SCALAR_CLOCKS = 64, 120  # from an LDS operation, a scalar load out of the cache, to its use [E]
 EFFICIENCY = 0.88  # of the table's bandwidth that streams of reads can reach [E; copies on many GPUs]
-# Bytes whose time it costs to go on at another place in memory: a row of which so many bytes are read at once takes (1 + RUN / bytes)
-# times as long. Fits what Q4_0 GEMV plans took on an NVIDIA H200 through Vulkan; for AMD's memory [E].
+# Bytes whose time it costs to go on at another place in memory: a row of which so many bytes are read at once takes (1
+# + RUN / bytes) times as long. Fits what Q4_0 GEMV plans took on an NVIDIA H200 through Vulkan; for AMD's memory [E].
 RUN = 32
 LAUNCH = 2.5e-6  # seconds that a launch costs which waits for the one before [E; DESIGN of replayed graphs]
 SCRATCH = 2.0  # factor of a kernel that keeps registers in memory, beside what its loads and stores cost [E]
@@ -90,8 +100,8 @@ RULES = (
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU. clock in Hz, latency in clocks, bandwidth in bytes a second as far as kernels reach it; the rest as `Family`. gpu: whose
-    registers and LDS count."""
+    """One GPU. clock in Hz, latency in clocks, bandwidth in bytes a second as far as kernels reach it; the rest as
+    `Family`. gpu: whose registers and LDS count."""
 
     name: str
     family: Family
@@ -108,9 +118,13 @@ class Machine:
     def cost(self, mnemonic: str, wave: int, size: int) -> tuple[str, float]:
         """(pipe, clocks) of a wave's instruction. size: bytes a lane that a memory operation moves."""
         family, passes = self.family, max(1, wave // self.family.lanes)
-        pipe, factor = next(((pipe, factor) for pattern, pipe, factor in RULES if re.match(pattern, mnemonic)), (NONE, 0))
+        pipe, factor = next(
+            ((pipe, factor) for pattern, pipe, factor in RULES if re.match(pattern, mnemonic)), (NONE, 0)
+        )
         if pipe == "matrix":
-            return ("matrix" if family.apart else "valu"), next(n for pattern, n in family.matrix if re.search(pattern, mnemonic))
+            return ("matrix" if family.apart else "valu"), next(
+                n for pattern, n in family.matrix if re.search(pattern, mnemonic)
+            )
         if pipe in ("memory", "lds") and factor is None:
             return pipe, max(1.0, wave * size / (family.memory if pipe == "memory" else family.lds))
         if pipe == "salu":
@@ -123,7 +137,9 @@ def machine(arch) -> Machine:
     """The machine of a GpuArch or of a Profile whose code RADV can make. UserError for others."""
     gpu = arch if arch.api == "rocm" else radv.gpu_of(arch) if arch.api == "vulkan" else None
     if gpu is None:
-        raise UserError(f"there is no model of {arch.name}: static tuning knows AMD GPUs; measure on the device, or through a kit")
+        raise UserError(
+            f"there is no model of {arch.name}: static tuning knows AMD GPUs; measure on the device, or through a kit"
+        )
     clock = CLOCKS[gpu.name] * 1e9
     latency = LATENCY[gpu.family] * (UNIFIED if arch.unified else 1) * 1e-9 * clock
     family = OLDER.get(gpu.name, FAMILIES[gpu.family])

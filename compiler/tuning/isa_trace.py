@@ -2,10 +2,11 @@
 
 In: assembly in LLVM's syntax (LLVM's own, or RADV's through `radv`), a workgroup's number, a `Machine`. Out: a `Trace`.
 
-Loops count in scalar registers, so the scalar instructions are computed, and the vector ones that scalar registers get values from
-(`isa_values.py`); the others are only counted. Of memory the arguments and the tokens' state are known. A branch that hangs on anything
-else, or on the lanes' mask, leads where there is more work: nothing is skipped, except that a loop which it may leave runs once. That is
-right for kernels whose bounds are constants or come from the state, as ours do; it ignores lanes that are masked out and bank conflicts.
+Loops count in scalar registers, so the scalar instructions are computed, and the vector ones that scalar registers get
+values from (`isa_values.py`); the others are only counted. Of memory the arguments and the tokens' state are known. A
+branch that hangs on anything else, or on the lanes' mask, leads where there is more work: nothing is skipped, except
+that a loop which it may leave runs once. That is right for kernels whose bounds are constants or come from the state,
+as ours do; it ignores lanes that are masked out and bank conflicts.
 """
 
 import functools
@@ -19,7 +20,9 @@ from mlc_amd.compiler.tuning.isa_values import Values, registers
 
 RESERVED = 2  # RADV: registers ahead of the push constants
 STEPS = 200_000  # visits of blocks after which a loop is taken for endless
-SUBGROUP = re.compile(r"s_bfe_u32 \w+, s(\d+), 0x60006")  # RADV: the wave's number out of a register behind the workgroup's
+SUBGROUP = re.compile(
+    r"s_bfe_u32 \w+, s(\d+), 0x60006"
+)  # RADV: the wave's number out of a register behind the workgroup's
 WAIT = re.compile(r"(vm|lgkm)cnt\((\d+)\)")
 # gfx12: counters of their own, two of which may share an instruction
 WAITS = {"loadcnt": ("vm",), "dscnt": ("lgkm",), "kmcnt": ("lgkm",), "loadcnt_dscnt": ("vm", "lgkm")}
@@ -32,8 +35,8 @@ PACKED = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")  # GPUs that have a work
 
 @dataclass(frozen=True)
 class Arguments:
-    """A launch's arguments, all addresses. count: of them; state: the place of the state's, None without one; table: whether they lie in
-    memory and only the address of that is passed (`spirv.SpirvKernel.table`)."""
+    """A launch's arguments, all addresses. count: of them; state: the place of the state's, None without one; table:
+    whether they lie in memory and only the address of that is passed (`spirv.SpirvKernel.table`)."""
 
     count: int = 0
     state: int | None = None
@@ -74,17 +77,29 @@ class Trace:
 class Program:
     """A kernel's instructions, ready to be followed.
 
-    assembly, kernel: the text and the label in it. wave: lanes; grid: workgroups (x, y, z) of the launch. ValueError if the text lacks the
-    kernel.
+    assembly, kernel: the text and the label in it. wave: lanes; grid: workgroups (x, y, z) of the launch. ValueError if
+    the text lacks the kernel.
     """
 
-    def __init__(self, assembly: str, kernel: str, machine: isa_costs.Machine, wave: int, grid, arguments: Arguments | None = None):
+    def __init__(
+        self,
+        assembly: str,
+        kernel: str,
+        machine: isa_costs.Machine,
+        wave: int,
+        grid,
+        arguments: Arguments | None = None,
+    ):
         self.machine, self.wave, self.grid, self.arguments = machine, wave, grid, arguments or Arguments()
         self.code, self.labels = _instructions(assembly, kernel)
         self.facts = _facts(assembly, kernel)
         self.ids, self.group = _workgroup_registers(self.facts, self.code, self.labels, grid)
         self.watched = self._watched()
-        loops = [(self.labels[t], i) for i, (name, ops) in enumerate(self.code) if (t := _target(name, ops)) and self.labels[t] <= i]
+        loops = [
+            (self.labels[t], i)
+            for i, (name, ops) in enumerate(self.code)
+            if (t := _target(name, ops)) and self.labels[t] <= i
+        ]
         self.exits = {
             i
             for i, (name, ops) in enumerate(self.code)
@@ -132,7 +147,9 @@ class Program:
 
     def _watched(self) -> set[int]:
         """Vector registers whose values may get to scalar ones."""
-        code = [one for name, operands in self.code if name.startswith("v_") for one in isa_values.parts(name, operands)]
+        code = [
+            one for name, operands in self.code if name.startswith("v_") for one in isa_values.parts(name, operands)
+        ]
         found = {number for one in code if isa_values.reads_vectors(one[0]) for number in isa_values.sources(*one)}
         makes = [(set(isa_values.written(*one)), isa_values.sources(*one)) for one in code]
         while more := {number for made, used in makes if made & found for number in used} - found:
@@ -166,8 +183,8 @@ class Program:
         return values
 
     def _push(self, values: Values, memory: dict[int, int]) -> None:
-        """RADV: the push constants' words lie in registers ahead of the workgroup's numbers, all of them, or, behind a pointer to them, as
-        many as fit."""
+        """RADV: the push constants' words lie in registers ahead of the workgroup's numbers, all of them, or, behind a
+        pointer to them, as many as fit."""
         if not self.ids:
             return
         words, end = 1 if self.arguments.table else self.arguments.count, int(self.ids[0][1:])
@@ -179,8 +196,8 @@ class Program:
             values.values[f"s{first + i}"] = memory.get(PUSHED + 4 * i)
 
     def run(self, workgroup: tuple[int, int, int], wave: int | None = None, state=None, certain: bool = False) -> Trace:
-        """A wave of that workgroup, None: one that does what any of them does; state: as a case has it. ValueError for a loop that does
-        not end; certain: also for one whose turns are not known."""
+        """A wave of that workgroup, None: one that does what any of them does; state: as a case has it. ValueError for
+        a loop that does not end; certain: also for one whose turns are not known."""
         state = self._start(workgroup, wave, state)
         trace, visits, queues, now, at, left = Trace(), Counter(), {"vm": [], "lgkm": []}, 0.0, 0, set()
         for _ in range(STEPS):
@@ -206,7 +223,11 @@ class Program:
                 break
             taken = state.branches(name)
             if taken is None:
-                if certain and not name.startswith("s_cbranch_exec") and (i in self.exits or self.labels[_target(name, operands)] <= i):
+                if (
+                    certain
+                    and not name.startswith("s_cbranch_exec")
+                    and (i in self.exits or self.labels[_target(name, operands)] <= i)
+                ):
                     raise ValueError("the number of a loop's turns is in no scalar register")
                 taken = i in self.exits and i in left
                 left.add(i)
@@ -228,8 +249,8 @@ class Program:
 
 @dataclass
 class _Block:
-    """Instructions without a branch. events: ("issue", clocks, 0), (queue, None, latency) for what is under way, (queue, most, 0) for waits
-    until at most so many are. end: the branch."""
+    """Instructions without a branch. events: ("issue", clocks, 0), (queue, None, latency) for what is under way,
+    (queue, most, 0) for waits until at most so many are. end: the branch."""
 
     counts: Counter = field(default_factory=Counter)
     busy: Counter = field(default_factory=Counter)
@@ -273,8 +294,8 @@ def _facts(assembly: str, kernel: str) -> dict[str, str] | None:
 
 
 def _workgroup_registers(facts, code, labels, grid) -> tuple[list[str], int | None]:
-    """The scalar registers that hold the workgroup's numbers, in the order of the axes that the kernel asks for. RADV: and the number of
-    the one with the wave's number, None where it is not read."""
+    """The scalar registers that hold the workgroup's numbers, in the order of the axes that the kernel asks for. RADV:
+    and the number of the one with the wave's number, None where it is not read."""
     if facts is not None:
         first = int(facts["user_sgpr_count"])
         axes = [axis for axis, name in enumerate("xyz") if facts.get(f"system_sgpr_workgroup_id_{name}") == "1"]

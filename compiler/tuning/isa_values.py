@@ -1,7 +1,8 @@
-"""What a wave's registers hold, as far as that is the same in all lanes: `isa_trace.py`'s loops and branches hang on it.
+"""What a wave's registers hold, as far as that is the same in all lanes: `isa_trace.py`'s loops and branches hang on
+it.
 
-In: instructions in LLVM's syntax, one after the other. Out: values of scalar registers, and of vector registers whose lanes are equal; None
-is unknown. Scalar loads find what `memory` says.
+In: instructions in LLVM's syntax, one after the other. Out: values of scalar registers, and of vector registers whose
+lanes are equal; None is unknown. Scalar loads find what `memory` says.
 """
 
 import functools
@@ -12,7 +13,17 @@ REGISTER = re.compile(r"s(\d+)$|s\[(\d+):(\d+)\]$")
 VECTOR = re.compile(r"v(\d+)$|v\[(\d+):(\d+)\]$")
 NAMES = {"vcc_lo": "vcc", "vcc": "vcc", "exec_lo": "exec", "exec": "exec", "src_scc": "scc", "scc": "scc"}
 IDLE = ("s_wait", "s_nop", "s_delay", "s_clause", "s_barrier", "s_sendmsg", "s_code", "s_set", "s_inst")
-LOADS = ("global_load", "flat_load", "buffer_load", "scratch_load", "ds_load", "ds_read", "ds_bpermute", "ds_permute", "ds_swizzle")
+LOADS = (
+    "global_load",
+    "flat_load",
+    "buffer_load",
+    "scratch_load",
+    "ds_load",
+    "ds_read",
+    "ds_bpermute",
+    "ds_permute",
+    "ds_swizzle",
+)
 SUFFIX = re.compile(r"_e(32|64)$")
 CARRY = re.compile(r"v_(add|sub|subrev|addc|subb|subbrev)_co_|v_addc|v_subb|v_div_scale|v_mad_[iu]64")
 
@@ -47,7 +58,8 @@ def parts(name: str, operands: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def reads_vectors(name: str) -> bool:
-    """Whether an instruction of that name gives a scalar register something out of vector ones that may be equal in all lanes."""
+    """Whether an instruction of that name gives a scalar register something out of vector ones that may be equal in all
+    lanes."""
     return name.startswith(("v_readfirstlane", "v_readlane", "v_add_co_u32", "v_sub_co_u32")) or (
         name.startswith("v_cmp_") and name.endswith(("32_e32", "32_e64", "32"))
     )
@@ -55,7 +67,10 @@ def reads_vectors(name: str) -> bool:
 
 def sources(name: str, operands: list[str]) -> set[int]:
     """Vector registers that decide on what this instruction writes, for those that `Values` computes."""
-    if name.startswith(("v_cmp", "v_readfirstlane", "v_readlane", "v_add_co_u32", "v_sub_co_u32")) or name.removeprefix("v_") in _VECTOR:
+    if (
+        name.startswith(("v_cmp", "v_readfirstlane", "v_readlane", "v_add_co_u32", "v_sub_co_u32"))
+        or name.removeprefix("v_") in _VECTOR
+    ):
         return {number for operand in operands[1:] for number in vectors(operand)}
     return set()
 
@@ -82,7 +97,9 @@ class Values:
     def __init__(self, memory: dict[int, int] | None = None, arrival: int | None = None):
         self.values = {"exec": MASK, "vcc": None, "scc": None}
         self.lanes: dict[int, int | None] = {}  # by vector register
-        self.packed: set[int] = set()  # vector registers with the lane's numbers in the workgroup, ten bits for each axis
+        self.packed: set[int] = (
+            set()
+        )  # vector registers with the lane's numbers in the workgroup, ten bits for each axis
         self.memory, self.arrival, self.arrived = memory or {}, arrival, False
 
     def read(self, operand: str, wide: bool = False) -> int | None:
@@ -151,7 +168,9 @@ class Values:
             self.write(operands[0], None)
             self.values["scc"] = scc if base in _KEEPS else None
             return
-        signed = [_signed(value, 64 if wide else 32) if kind.startswith("i") or base == "movk" else value for value in values]
+        signed = [
+            _signed(value, 64 if wide else 32) if kind.startswith("i") or base == "movk" else value for value in values
+        ]
         result = function(*signed) + (_CARRIES[base] * scc if base in _CARRIES else 0)
         full = MASK << 32 | MASK if wide else MASK
         self.write(operands[0], result & full)

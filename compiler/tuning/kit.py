@@ -1,8 +1,9 @@
-"""Tuning for a machine that cannot be reached and has no TVM: a folder of built candidates goes there, measurements come back.
+"""Tuning for a machine that cannot be reached and has no TVM: a folder of built candidates goes there, measurements
+come back.
 
-`export` writes what a session wants to have measured next, with the program that measures it (runtime/measure/kit.py) and the sources that
-this needs. `load` reads a kit that came back, `feed` gives what it found to a session. What the measuring machine wrote is checked before
-any of it is believed.
+`export` writes what a session wants to have measured next, with the program that measures it (runtime/measure/kit.py)
+and the sources that this needs. `load` reads a kit that came back, `feed` gives what it found to a session. What the
+measuring machine wrote is checked before any of it is believed.
 
     run.py       starts the program       kit.json     which candidates, for which tasks
     candidates/  built kernels            results.json what the program found
@@ -38,7 +39,9 @@ SOURCES = (
     "__init__.py", "artifact.py", "errors.py", "host.py", "random_weights.py",
     "devices/__init__.py", "devices/hip*.py", "devices/vulkan/*.py", "measure/*.py",
 )  # fmt: skip
-START = '''"""Measures the kernels of this folder: python3 run.py [--device NAME]. Needs Python 3.11 or newer with numpy, and a driver.
+START = '''"""Measures the kernels of this folder: python3 run.py [--device NAME].
+
+Needs Python 3.11 or newer with numpy, and a driver.
 
 Results come into results.json as they are found; a run that was stopped goes on where it was.
 """
@@ -55,7 +58,8 @@ except ImportError:
     sys.exit(f"error: this needs numpy; install it with: {sys.executable} -m pip install numpy")
 lib = os.path.join(here, "lib")
 sys.path.insert(0, lib)
-os.environ["PYTHONPATH"] = os.pathsep.join([lib, *filter(None, [os.environ.get("PYTHONPATH")])])  # of the process that measures
+# of the process that measures
+os.environ["PYTHONPATH"] = os.pathsep.join([lib, *filter(None, [os.environ.get("PYTHONPATH")])])
 sys.dont_write_bytecode = True
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
@@ -92,8 +96,8 @@ class Kit:
 
 @dataclass
 class Fed:
-    """What a kit brought: measurements that are new, those of them that failed, those that the database had; candidates that were not
-    measured; plans that are none any more; checks, and those that failed."""
+    """What a kit brought: measurements that are new, those of them that failed, those that the database had; candidates
+    that were not measured; plans that are none any more; checks, and those that failed."""
 
     measured: int = 0
     failed: int = 0
@@ -110,16 +114,22 @@ class Fed:
 def check_folder(folder: Path, kind: str) -> None:
     """UserError for a folder that is taken, or a target whose kernels cannot be measured by a kit."""
     if kind not in KINDS:
-        raise UserError(f"a kit holds no TVM, which kernels of target {kind} need to run: tune on that machine, or use --runner rpc")
+        raise UserError(
+            f"a kit holds no TVM, which kernels of target {kind} need to run: tune on that machine, or use --runner rpc"
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there already: choose another folder for the kit")
 
 
-def export(session: Session, folder: Path, kind: str, arch: str, model: str, count: int, progress=lambda done, total: None) -> Exported:
-    """Writes the next round of `session`, `count` candidates and the untuned kernels beside them, into the new folder `folder`.
+def export(
+    session: Session, folder: Path, kind: str, arch: str, model: str, count: int, progress=lambda done, total: None
+) -> Exported:
+    """Writes the next round of `session`, `count` candidates and the untuned kernels beside them, into the new folder
+    `folder`.
 
-    kind, arch: names of target and arch. model: what it is for, for the reader. progress(built, of how many). Candidates that do not build
-    are reported to the session as failed. UserError if there is nothing left to measure, or no place.
+    kind, arch: names of target and arch. model: what it is for, for the reader. progress(built, of how many).
+    Candidates that do not build are reported to the session as failed. UserError if there is nothing left to measure,
+    or no place.
     """
     check_folder(folder, kind)
     chosen = session.round(count)
@@ -127,7 +137,11 @@ def export(session: Session, folder: Path, kind: str, arch: str, model: str, cou
         raise UserError("every plan of every task is measured: there is nothing to export")
     try:
         with Builder(kind, arch, folder / CANDIDATES) as builder:
-            jobs = [(task, plan) for task in dict.fromkeys(task for task, _ in chosen) for plan in (None, *_plans(session, chosen, task))]
+            jobs = [
+                (task, plan)
+                for task in dict.fromkeys(task for task, _ in chosen)
+                for plan in (None, *_plans(session, chosen, task))
+            ]
             built = builder.build([(task.workload, plan) for task, plan in jobs], progress)
         candidates, failed = {}, 0
         for (task, plan), (made, error) in zip(jobs, built, strict=True):
@@ -146,7 +160,14 @@ def export(session: Session, folder: Path, kind: str, arch: str, model: str, cou
         _sources(folder / "lib")
         (folder / "run.py").write_text(START)
         tasks = [_task_entry(task) for task in session.tasks]
-        facts = {"format": FORMAT, "id": uuid.uuid4().hex, "target": kind, "arch": arch, "model": model, "tvm": tvm.__version__}
+        facts = {
+            "format": FORMAT,
+            "id": uuid.uuid4().hex,
+            "target": kind,
+            "arch": arch,
+            "model": model,
+            "tvm": tvm.__version__,
+        }
         (folder / KIT).write_text(json.dumps(facts | {"tasks": tasks, "candidates": candidates}, indent=1))
     except OSError as e:
         raise UserError(f"cannot write {folder}: {e.strerror or e}; free some space or choose another place") from e
@@ -167,7 +188,11 @@ def _entry(session: Session, task, plan, made: Path) -> dict:
 
 
 def _task_entry(task: Task) -> dict:
-    return {name: getattr(task, name) for name in TASK} | {"op": task.workload.op, "args": task.workload.args, "hash": task.workload.hash}
+    return {name: getattr(task, name) for name in TASK} | {
+        "op": task.workload.op,
+        "args": task.workload.args,
+        "hash": task.workload.hash,
+    }
 
 
 def _sources(folder: Path) -> None:
@@ -189,17 +214,29 @@ def load(folder: Path) -> Kit:
         raise UserError(f"{folder} was made with TVM {kit['tvm']}, this is {tvm.__version__}: export it again")
     tasks = [Task(Workload.from_json(entry), *(entry[name] for name in TASK)) for entry in kit["tasks"]]
     if any(task.workload.hash != entry["hash"] for task, entry in zip(tasks, kit["tasks"], strict=True)):
-        raise UserError(f"{folder} was made by another version of mlc-amd, whose plans mean something else: export it again")
+        raise UserError(
+            f"{folder} was made by another version of mlc-amd, whose plans mean something else: export it again"
+        )
     if not (folder / RESULTS).exists():
-        raise UserError(f"{folder} holds no {RESULTS}: run `python3 run.py` in it on the machine that it is for, and take that file back")
-    found = _read(folder / RESULTS, "is damaged or was changed; measure the kit again", lambda data: _results_fault(data, kit))
+        raise UserError(
+            f"{folder} holds no {RESULTS}: run `python3 run.py` in it on the machine that it is for, and take that "
+            "file back"
+        )
+    found = _read(
+        folder / RESULTS, "is damaged or was changed; measure the kit again", lambda data: _results_fault(data, kit)
+    )
     return Kit(folder, kit["target"], kit["arch"], kit["model"], tasks, kit["candidates"], found)
 
 
 def feed(kit: Kit, session: Session) -> Fed:
-    """Gives the kit's measurements and checks to a session of its tasks; those that the database has already are left out."""
+    """Gives the kit's measurements and checks to a session of its tasks; those that the database has already are left
+    out."""
     fed, tasks = Fed(), {task.workload.key: task for task in session.tasks}
-    facts = {"device": kit.found["facts"].get("device", ""), "driver": kit.found["facts"].get("driver", ""), "runner": RUNNER}
+    facts = {
+        "device": kit.found["facts"].get("device", ""),
+        "driver": kit.found["facts"].get("driver", ""),
+        "runner": RUNNER,
+    }
     for name, entry in kit.candidates.items():
         result, check = kit.found["results"].get(name), kit.found["checks"].get(name)
         if result is None:
@@ -214,7 +251,11 @@ def feed(kit: Kit, session: Session) -> Fed:
             fed.known += 1
         else:
             failed = result["error"] is not None
-            values = {"seconds": None, "error": result["error"]} if failed else {"seconds": result["seconds"], "runs": result["runs"]}
+            values = (
+                {"seconds": None, "error": result["error"]}
+                if failed
+                else {"seconds": result["seconds"], "runs": result["runs"]}
+            )
             session.report(task, plan, Measured(**values, **facts))
             fed.measured, fed.failed = fed.measured + 1, fed.failed + failed
         # what was right once may be a race that was won: a later kit may still refute it
@@ -237,7 +278,9 @@ def _read(path: Path, advice: str, fault) -> dict:
     try:
         data = json.loads(path.read_text())
     except OSError as e:
-        raise UserError(f"{path}: {e.strerror or e}; give the folder of a kit that `mlc-amd tune --export-kit` made") from e
+        raise UserError(
+            f"{path}: {e.strerror or e}; give the folder of a kit that `mlc-amd tune --export-kit` made"
+        ) from e
     except ValueError as e:
         raise UserError(f"{path} {advice} ({e})") from e
     try:
@@ -276,8 +319,15 @@ def _results_fault(found: dict, kit: dict) -> str:
     for name, check in found["checks"].items():
         texts = isinstance(check["error"], str) and check["checked"] in ("device", "lavapipe")
         deviation = check["deviation"]
-        numbers = (deviation is None or (_number(deviation) and deviation >= 0)) and (check["gain"] is None or _time(check["gain"]))
-        if not texts or not isinstance(check["passed"], bool) or not numbers or check.keys() != Checked.__dataclass_fields__.keys():
+        numbers = (deviation is None or (_number(deviation) and deviation >= 0)) and (
+            check["gain"] is None or _time(check["gain"])
+        )
+        if (
+            not texts
+            or not isinstance(check["passed"], bool)
+            or not numbers
+            or check.keys() != Checked.__dataclass_fields__.keys()
+        ):
             return f"the check of {name} says nothing"
     return ""
 

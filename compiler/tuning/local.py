@@ -1,7 +1,8 @@
-"""Tuning on this machine's device: plans -> measurements and checks, through worker processes that build and one that runs.
+"""Tuning on this machine's device: plans -> measurements and checks, through worker processes that build and one that
+runs.
 
-`Local` is what the search is driven with. `PlanBuilder` and `PlanRunner` are the same for MetaSchedule, whose builders and runners see the
-reference of a workload with a plan's annotations instead of a kernel.
+`Local` is what the search is driven with. `PlanBuilder` and `PlanRunner` are the same for MetaSchedule, whose builders
+and runners see the reference of a workload with a plan's annotations instead of a kernel.
 """
 
 import shutil
@@ -27,13 +28,16 @@ from mlc_amd.schedules.tuning.workload import Workload
 class Local:
     """Builds, measures and checks plans for one arch. A context manager.
 
-    kind: "cpu", "rocm" or "vulkan"; arch: its name. device: which one, as `Session` takes it. workers: processes that build. root: where
-    candidates go; default a folder that goes with this. UserError, when something is measured, if no device here fits.
+    kind: "cpu", "rocm" or "vulkan"; arch: its name. device: which one, as `Session` takes it. workers: processes that
+    build. root: where candidates go; default a folder that goes with this. UserError, when something is measured, if no
+    device here fits.
     """
 
     runner = "local"
 
-    def __init__(self, kind: str, arch: str, device: str | None = None, workers: int | None = None, root: Path | None = None):
+    def __init__(
+        self, kind: str, arch: str, device: str | None = None, workers: int | None = None, root: Path | None = None
+    ):
         self.kind, self.arch = kind, arch
         self._temporary = tempfile.mkdtemp(prefix="mlc-amd-tune-") if root is None else None
         self.root = Path(root or self._temporary)
@@ -58,8 +62,8 @@ class Local:
         return BATCH
 
     def measure(self, jobs, progress=lambda done, total: None) -> list[Measured]:
-        """A Measured for each (workload, plan), in order. Each workload's plans are timed beside its untuned kernel, which is the default
-        plan's. progress(jobs done, jobs) as they are."""
+        """A Measured for each (workload, plan), in order. Each workload's plans are timed beside its untuned kernel,
+        which is the default plan's. progress(jobs done, jobs) as they are."""
         built = self._build(jobs)
         wanted = {str(folder) for folder, error in built if error is None}
         references = [self._untuned[workload] for workload in dict.fromkeys(workload for workload, _ in jobs)]
@@ -79,7 +83,11 @@ class Local:
         return measured
 
     def _measured(self, error: str | None, result: dict | None) -> Measured:
-        facts = {"device": self.session.facts.get("device", ""), "driver": self.session.facts.get("driver", ""), "runner": self.runner}
+        facts = {
+            "device": self.session.facts.get("device", ""),
+            "driver": self.session.facts.get("driver", ""),
+            "runner": self.runner,
+        }
         if error or result["error"] is not None:
             return Measured(None, error or result["error"], **facts)
         return Measured(result["seconds"], runs=result["runs"], **facts)
@@ -97,7 +105,9 @@ class Local:
 
     def _build(self, jobs) -> list[tuple[Path | None, str | None]]:
         """As `Builder.build`; the default plan's kernel is the untuned one, which each workload needs and keeps."""
-        missing = [workload for workload in dict.fromkeys(workload for workload, _ in jobs) if workload not in self._untuned]
+        missing = [
+            workload for workload in dict.fromkeys(workload for workload, _ in jobs) if workload not in self._untuned
+        ]
         others = [(workload, plan) for workload, plan in jobs if not self._is_default(workload, plan)]
         built = self.builder.build([*((workload, None) for workload in missing), *others])
         self._untuned |= zip(missing, built, strict=False)
@@ -123,7 +133,8 @@ class Local:
 
 @derived_object
 class PlanBuilder(PyBuilder):
-    """MetaSchedule's builder: the plan that a module's annotations say, built. The artifact's path is the candidate's folder."""
+    """MetaSchedule's builder: the plan that a module's annotations say, built. The artifact's path is the candidate's
+    folder."""
 
     def __init__(self, builder: Builder, arch):
         super().__init__()

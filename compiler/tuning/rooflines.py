@@ -12,13 +12,15 @@ from mlc_amd.runtime.measure.session import Session
 
 
 def measure(tasks, arch, device: str | None = None, progress=lambda done, total: None) -> dict[str, float]:
-    """Workload's key -> the roofline's time as a share of the default kernel's, for tasks of linear layers and attention. device: as for
-    `Local`. UserError if a kernel does not run."""
+    """Workload's key -> the roofline's time as a share of the default kernel's, for tasks of linear layers and
+    attention. device: as for `Local`. UserError if a kernel does not run."""
     found, root = {}, Path(tempfile.mkdtemp(prefix="mlc-amd-rooflines-"))
     try:
         with Session(device) as session:
             for task in tasks:
-                found[task.workload.key] = _share(session, *build_bounds(task.workload, arch.name, root / task.workload.key))
+                found[task.workload.key] = _share(
+                    session, *build_bounds(task.workload, arch.name, root / task.workload.key)
+                )
                 shutil.rmtree(root / task.workload.key)
                 progress(len(found), len(tasks))
     finally:

@@ -1,9 +1,9 @@
 """Tuning on the devices of other machines: candidates built here go to all servers that TVM's tracker has under a key.
 
-`Remote` has the interface of `Local`; `Servers` that of a runtime/measure `Session`, with several devices of one kind behind it. Work is
-handed out in small parts. What a server that is lost (killed, unplugged, silent) had finished counts; the rest of its part goes to others,
-candidate by candidate, so that one that takes its machine down is found. A server that cannot run the candidates, or whose device is of
-another kind than the first one's, is left alone.
+`Remote` has the interface of `Local`; `Servers` that of a runtime/measure `Session`, with several devices of one kind
+behind it. Work is handed out in small parts. What a server that is lost (killed, unplugged, silent) had finished
+counts; the rest of its part goes to others, candidate by candidate, so that one that takes its machine down is found. A
+server that cannot run the candidates, or whose device is of another kind than the first one's, is left alone.
 """
 
 import contextlib
@@ -67,7 +67,8 @@ class Tracker:
 
 
 class _Part(NamedTuple):
-    """Work for one server. request: as rpc_server.py has it, with numbers of `folders`. wanted: the folders whose results are taken."""
+    """Work for one server. request: as rpc_server.py has it, with numbers of `folders`. wanted: the folders whose
+    results are taken."""
 
     request: dict
     folders: list[str]
@@ -128,8 +129,8 @@ class Servers:
         return self.facts
 
     def measure(self, folders, progress=lambda folder, result: None) -> list[dict]:
-        """Results in the order of `folders`; progress(folder, result) as they come. When there are no servers any more, None for those that
-        are missing; NoServer if all are.
+        """Results in the order of `folders`; progress(folder, result) as they come. When there are no servers any more,
+        None for those that are missing; NoServer if all are.
 
         The first candidate of a workload is its reference: each server times it beside its part of the others.
         """
@@ -141,7 +142,9 @@ class Servers:
         parts = []
         for reference, *others in groups.values():
             pieces = [others[i : i + size] for i in range(0, len(others), size)] or [[]]
-            parts += [_measuring(reference, piece, piece if i else [reference, *piece]) for i, piece in enumerate(pieces)]
+            parts += [
+                _measuring(reference, piece, piece if i else [reference, *piece]) for i, piece in enumerate(pieces)
+            ]
 
         def note(folder: str, result: dict) -> None:
             results[folder] = result
@@ -218,7 +221,10 @@ class Servers:
             self.facts = self.facts or message["facts"]
             if message["facts"]["device"] != self.facts["device"]:
                 server.drop()
-                why = f"its device is {message['facts']['device']}, this run measures on {self.facts['device']}; give it another key"
+                why = (
+                    f"its device is {message['facts']['device']}, this run measures on {self.facts['device']}; give it "
+                    f"another key"
+                )
                 self._refuse(server, why, run)
         elif what == "result" and part:
             run.result(part, message)
@@ -273,7 +279,9 @@ class Servers:
         except OSError as e:
             return f"no tracker at {where} ({e.strerror or e}); start one: mlc-amd tune-server --tracker-only HOST:PORT"
         if self.refused:
-            return f"no server with key '{self.key}' can do this: " + "; ".join(f"{name}: {why}" for name, why in self.refused.items())
+            return f"no server with key '{self.key}' can do this: " + "; ".join(
+                f"{name}: {why}" for name, why in self.refused.items()
+            )
         return (
             f"no free server with key '{self.key}' at the tracker {where}; on a machine with that device run: "
             f"mlc-amd tune-server --tracker {where} --key {self.key}"
@@ -316,14 +324,17 @@ class _Run:
 
 
 class Remote(Local):
-    """`Local`, with the devices of other machines. tracker: HOST:PORT; key: of its servers; the rest as for `Servers` and `Local`.
+    """`Local`, with the devices of other machines. tracker: HOST:PORT; key: of its servers; the rest as for `Servers`
+    and `Local`.
 
     What was not measured when the last server went is None among the results.
     """
 
     runner = "rpc"
 
-    def __init__(self, kind: str, arch: str, tracker: str, key: str, workers=None, root=None, wait=WAIT, say=lambda text: None):
+    def __init__(
+        self, kind: str, arch: str, tracker: str, key: str, workers=None, root=None, wait=WAIT, say=lambda text: None
+    ):
         super().__init__(kind, arch, None, workers, root)
         self.session = Servers(address(tracker), key, wait, say)
 

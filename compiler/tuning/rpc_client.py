@@ -1,9 +1,10 @@
 """One server of a tuning run, from the run's side.
 
-In: requests as rpc_server.py has them. Out: (what, client, message) in a queue: "awake" when it can connect, "ready" once it has, then for
-each request its "facts" and "result"s, at last "done", "refused" or "lost".
+In: requests as rpc_server.py has them. Out: (what, client, message) in a queue: "awake" when it can connect, "ready"
+once it has, then for each request its "facts" and "result"s, at last "done", "refused" or "lost".
 
-TVM's RPC waits forever for a machine that is gone, and a process can be ended: run as a program, this module talks with the server.
+TVM's RPC waits forever for a machine that is gone, and a process can be ended: run as a program, this module talks with
+the server.
 """
 
 import json
@@ -19,12 +20,17 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.child import Child, Died, serve
 
 MODULE = "mlc_amd.compiler.tuning.rpc_client"
-WAKE, CONNECT, SILENT = 60.0, 30.0, 30.0  # seconds: to start; to reach a server; until one that says nothing counts as lost
+WAKE, CONNECT, SILENT = (
+    60.0,
+    30.0,
+    30.0,
+)  # seconds: to start; to reach a server; until one that says nothing counts as lost
 ENDS = ("awake", "ready", "done", "refused", "lost")
 
 
 class Client:
-    """Wakes at once: a server's password is good for some seconds only, less than a busy machine takes to start a process with TVM.
+    """Wakes at once: a server's password is good for some seconds only, less than a busy machine takes to start a
+    process with TVM.
 
     name: the server's, once it connects. After "refused" and "lost" it is of no more use.
     """

@@ -1,15 +1,18 @@
-"""The other machines of a tuning run: TVM's RPC server, which measures candidates that come over the network, and TVM's tracker.
+"""The other machines of a tuning run: TVM's RPC server, which measures candidates that come over the network, and TVM's
+tracker.
 
 In: candidates' folders as `pack` packs them. Out: results as JSON. A client's session calls these functions:
 
     mlc_amd.tune.hello() -> {"host", "tvm", "devices": {api: arch and name}}
-    mlc_amd.tune.work(request, blob)    begins with {"measure": [numbers]} or {"compare": [numbers], "states"} or {"start": number}, where a
-                                        number is a folder's in the blob; returns at once
-    mlc_amd.tune.news() -> [messages]   what came since, in POLL seconds at most. By their "what": "facts" of the device, "result" of a
-                                        "folder" (its number), "done" with what a comparison found, or "refused" and "why"
+    mlc_amd.tune.work(request, blob)    begins with {"measure": [numbers]} or {"compare": [numbers], "states"} or
+                                        {"start": number}, where a number is a folder's in the blob; returns at once
+    mlc_amd.tune.news() -> [messages]   what came since, in POLL seconds at most. By their "what": "facts" of the
+                                        device, "result" of a "folder" (its number), "done" with what a comparison
+                                        found, or "refused" and "why"
 
-A session is a process of its own that TVM forks; what it measures runs in another one, which may die (runtime/measure/session.py).
-Whoever reaches the port of a server can run any code there: that is how TVM's RPC is made.
+A session is a process of its own that TVM forks; what it measures runs in another one, which may die
+(runtime/measure/session.py). Whoever reaches the port of a server can run any code there: that is how TVM's RPC is
+made.
 """
 
 import asyncio
@@ -43,7 +46,11 @@ TRACKER_PORT = 9190
 PORTS = range(9091, 9190)  # of servers, as TVM has them
 POLL = 2.0  # seconds that `news` waits
 AGAIN = 1.0  # seconds between two attempts to serve
-KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a peer that is gone without a word is noticed after 40 s
+KEEPALIVE = {
+    "TCP_KEEPIDLE": 20,
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 4,
+}  # a peer that is gone without a word is noticed after 40 s
 
 
 # ---- addresses
@@ -127,7 +134,8 @@ def devices(device: str | None) -> dict[str, str]:
 
 
 def check_arch(candidate: Candidate, found: dict[str, str]) -> None:
-    """UserError if this machine's device is of another arch than the candidate's. cpu and rocm devices look for themselves."""
+    """UserError if this machine's device is of another arch than the candidate's. cpu and rocm devices look for
+    themselves."""
     if candidate.api not in found:
         raise UserError(f"the candidates are for target {candidate.api}; this machine has {', '.join(found)} only")
     wanted, here = candidate.facts["arch"], found[candidate.api]
@@ -206,7 +214,8 @@ def _end_with(parent: int) -> None:
 
 
 def serve(tracker: tuple[str, int], key: str, device: str | None, host: str | None, say: Callable[[str], None]) -> None:
-    """Serves until it is ended. host: the address to listen at, default the one that this machine has on the way to the tracker.
+    """Serves until it is ended. host: the address to listen at, default the one that this machine has on the way to the
+    tracker.
 
     UserError for a key with blanks, without a way to the tracker, and without a free port.
     """
@@ -236,7 +245,8 @@ def serve(tracker: tuple[str, int], key: str, device: str | None, host: str | No
 
 
 def track(place: tuple[str, int], say: Callable[[str], None]) -> None:
-    """Is a tracker until it is ended. UserError without the package that TVM's tracker needs, or if the address is taken."""
+    """Is a tracker until it is ended. UserError without the package that TVM's tracker needs, or if the address is
+    taken."""
     try:
         from tvm.rpc import tracker
     except ImportError as e:

@@ -1,33 +1,35 @@
 """Tuning without a device: how long a kernel takes, from the code that the GPU would run and a model of the GPU.
 
-In: workloads and plans, for rocm archs and for Vulkan profiles of AMD GPUs. Out: `Measured` with runner "static", to rank plans by. Code is
-compiled as for an artifact (LLVM; RADV's ACO for Vulkan), a wave is followed through it (`isa_trace.py`), and the time of a launch is
+In: workloads and plans, for rocm archs and for Vulkan profiles of AMD GPUs. Out: `Measured` with runner "static", to
+rank plans by. Code is compiled as for an artifact (LLVM; RADV's ACO for Vulkan), a wave is followed through it
+(`isa_trace.py`), and the time of a launch is
 
     seconds = LAUNCH + (memory^2 + latency^2 + sum over pipes of pipe^2)^(1/2)
 
-    memory   bytes that the operator must move (weights, activations, live cache) / bandwidth within reach; times 1 + RUN / bytes of a row
-             that GEMV plans read at once (`run_of`)
-    latency  what a wave takes alone, waits included, times the rounds in which the workgroups run: workgroups / (compute units x those
-             that a unit holds), between that and the next whole number. This is Little's law: few waves, few loads under way or many waits
-             in a row leave bandwidth unused
-    pipe     clocks that the busiest SIMD (vector ALU, matrix unit, scalar) or compute unit (vector cache, LDS) is occupied, for the waves
-             of ceil(workgroups / units) workgroups: the last round counts whole
+    memory   bytes that the operator must move (weights, activations, live cache) / bandwidth within reach; times 1 +
+             RUN / bytes of a row that GEMV plans read at once (`run_of`)
+    latency  what a wave takes alone, waits included, times the rounds in which the workgroups run: workgroups /
+             (compute units x those that a unit holds), between that and the next whole number. This is Little's law:
+             few waves, few loads under way or many waits in a row leave bandwidth unused
+    pipe     clocks that the busiest SIMD (vector ALU, matrix unit, scalar) or compute unit (vector cache, LDS) is
+             occupied, for the waves of ceil(workgroups / units) workgroups: the last round counts whole
 
-The square lets what comes second add a little, as it does on hardware, where overlap is never perfect; of five powers tried, 2 ranks GEMV
-plans best that were measured on an NVIDIA H200 (Q4_0 and Q4_K). What one unit holds follows from registers, LDS and waves
-(`hsaco.occupancy`). A kernel with scratch memory is SCRATCH times slower still. Where the launches of a call are several their times add
-up. Constants and their sources: `isa_costs.py`.
+The square lets what comes second add a little, as it does on hardware, where overlap is never perfect; of five powers
+tried, 2 ranks GEMV plans best that were measured on an NVIDIA H200 (Q4_0 and Q4_K). What one unit holds follows from
+registers, LDS and waves (`hsaco.occupancy`). A kernel with scratch memory is SCRATCH times slower still. Where the
+launches of a call are several their times add up. Constants and their sources: `isa_costs.py`.
 
-Loops that count what the tokens' state says, those of attention, are followed in each state that the kernel is timed in; the mean counts.
-There waves and workgroups do different work (causal masks, splits beyond the live tokens, the split that arrives last and joins them all),
-so many of them are followed, and `latency` is at least that of the longest.
+Loops that count what the tokens' state says, those of attention, are followed in each state that the kernel is timed
+in; the mean counts. There waves and workgroups do different work (causal masks, splits beyond the live tokens, the
+split that arrives last and joins them all), so many of them are followed, and `latency` is at least that of the
+longest.
 
-Not in the model: which loads hit a cache (all come from device memory, except scalar ones), bank conflicts, dependent instructions' stalls,
-dual issue beyond what the compiler paired, clocks under power limits, the order of workgroups and what starting one takes. So it ranks
-plans of one workload; its seconds are no promise.
+Not in the model: which loads hit a cache (all come from device memory, except scalar ones), bank conflicts, dependent
+instructions' stalls, dual issue beyond what the compiler paired, clocks under power limits, the order of workgroups and
+what starting one takes. So it ranks plans of one workload; its seconds are no promise.
 
-How well it ranks: no AMD GPU has been asked. Against an NVIDIA H200, with RADV's code (Mesa 22.3, for RDNA3) for the same SPIR-V in place
-of NVIDIA's, Spearman's rank correlation over a workload's plans; llama3-8b, 256 plans each:
+How well it ranks: no AMD GPU has been asked. Against an NVIDIA H200, with RADV's code (Mesa 22.3, for RDNA3) for the
+same SPIR-V in place of NVIDIA's, Spearman's rank correlation over a workload's plans; llama3-8b, 256 plans each:
 
                                                        Q4_0              Q4_K
     GEMV: linear, mean of 4 shapes (21-38 plans)       0.61              0.61      0.38 to 0.74, 0.21 to 0.84
@@ -39,13 +41,13 @@ of NVIDIA's, Spearman's rank correlation over a workload's plans; llama3-8b, 256
     RoPE and cache write, 512 tokens (3 plans)        -0.50             -0.50
     default plans of 21 kernels, 2 to 72 us            0.96              0.93
 
-RADV keeps registers in memory where NVIDIA's compiler does not, attention's default among them: the model would have chosen another plan,
-promised 124 % and lost 17 %. For AMD's GPUs what it sees is what runs. Where it preferred another GEMV plan to a default tuned by
-measurement, it promised 0 to 4 % and lost 5, 6 and 37 %; in earlier rounds, with 556 other plans, up to 21 % promised and up to 36 % lost;
-for GEMMs (0.80, the mean of eight with 5 plans each, Mesa 25) 39 % and 40 %. Mesa 22.3 knows no cooperative matrices: GEMMs and prefill
-attention were not compared again. Of the pairs of GEMV plans without spills where it says that one is faster by 25 %, 88 % are so in truth
-(872 of 996), by 40 % 90 % (692 of 766); of attention's by 25 % all 44. So only large gains count; `tests/static_correlation.py` compares
-again.
+RADV keeps registers in memory where NVIDIA's compiler does not, attention's default among them: the model would have
+chosen another plan, promised 124 % and lost 17 %. For AMD's GPUs what it sees is what runs. Where it preferred another
+GEMV plan to a default tuned by measurement, it promised 0 to 4 % and lost 5, 6 and 37 %; in earlier rounds, with 556
+other plans, up to 21 % promised and up to 36 % lost; for GEMMs (0.80, the mean of eight with 5 plans each, Mesa 25) 39
+% and 40 %. Mesa 22.3 knows no cooperative matrices: GEMMs and prefill attention were not compared again. Of the pairs
+of GEMV plans without spills where it says that one is faster by 25 %, 88 % are so in truth (872 of 996), by 40 % 90 %
+(692 of 766); of attention's by 25 % all 44. So only large gains count; `tests/static_correlation.py` compares again.
 """
 
 import shutil
@@ -77,7 +79,8 @@ SAMPLES = 12  # workgroups that are followed where they do different work: forma
 FEW = 64  # of a KV head's waves, or workgroups, all are followed
 EACH = 0  # kinds of work where every workgroup and every wave has its own: attention
 ARCHS = {"rocm": archs.resolve, "vulkan": profiles.resolve}
-# What the emulator cannot run is built with the same plan for a GPU that has the same wave size and the same instructions for dot products.
+# What the emulator cannot run is built with the same plan for a GPU that has the same wave size and the same
+# instructions for dot products.
 STAND_IN = "gfx1100"
 KNOWN = ("gfx11", "gfx12", "gfx90a", "gfx94", "gfx95")
 
@@ -95,8 +98,8 @@ class Code:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a call, and of what it consists, of all launches: "memory", "latency", pipes, "launch". waves: that a SIMD holds; of the
-    launch that holds fewest."""
+    """Seconds of a call, and of what it consists, of all launches: "memory", "latency", pipes, "launch". waves: that a
+    SIMD holds; of the launch that holds fewest."""
 
     seconds: float
     parts: dict[str, float]
@@ -105,8 +108,8 @@ class Estimate:
 
 
 def run_of(workload, plan, arch) -> float:
-    """Bytes that lie side by side in memory among those that a wave of a GEMV loads at once; of several weights, the first. Infinite for
-    other kernels: theirs is no stream."""
+    """Bytes that lie side by side in memory among those that a wave of a GEMV loads at once; of several weights, the
+    first. Infinite for other kernels: theirs is no stream."""
     args = workload.args
     if args.get("m") != 1 or workload.op not in ("linear", "gate_up_swiglu"):
         return inf
@@ -123,16 +126,20 @@ def run_of(workload, plan, arch) -> float:
     return once if once < row else used.rows * row  # rows follow one another
 
 
-def estimate(codes: list[Code], bytes_: float, machine: isa_costs.Machine, kinds: int = 1, run: float = inf, state=None) -> Estimate:
+def estimate(
+    codes: list[Code], bytes_: float, machine: isa_costs.Machine, kinds: int = 1, run: float = inf, state=None
+) -> Estimate:
     """How long a call takes that launches `codes` one after the other and moves so many bytes.
 
-    kinds: of work among a launch's workgroups, see `follow`; state: the tokens' state, None: not known. run: see `run_of`. ValueError for a
-    kernel that does not fit the GPU or cannot be followed.
+    kinds: of work among a launch's workgroups, see `follow`; state: the tokens' state, None: not known. run: see
+    `run_of`. ValueError for a kernel that does not fit the GPU or cannot be followed.
     """
     return combine([(code, follow(code, machine, kinds, state)) for code in codes], bytes_, machine, run)
 
 
-def of_cases(codes: list[Code], workload: Workload, cases: list[dict], machine: isa_costs.Machine, run: float = inf) -> Estimate:
+def of_cases(
+    codes: list[Code], workload: Workload, cases: list[dict], machine: isa_costs.Machine, run: float = inf
+) -> Estimate:
     """The mean of the cases that a candidate is timed in (`candidate.json`). launches: of the last one."""
     kinds = EACH if "attention" in workload.op else len(workload.args.get("segments", [0]))
     found = [estimate(codes, case["bytes"], machine, kinds, run, case["state"]) for case in cases]
@@ -142,7 +149,9 @@ def of_cases(codes: list[Code], workload: Workload, cases: list[dict], machine: 
     return Estimate(sum(one.seconds for one in found) / len(found), dict(parts), found[0].waves, found[-1].launches)
 
 
-def combine(launches: list[tuple[Code, Trace]], bytes_: float, machine: isa_costs.Machine, run: float = inf) -> Estimate:
+def combine(
+    launches: list[tuple[Code, Trace]], bytes_: float, machine: isa_costs.Machine, run: float = inf
+) -> Estimate:
     """`estimate`, of launches whose waves' traces are known."""
     parts, waves, seconds = {}, [], 0.0
     memory = bytes_ * (1 + isa_costs.RUN / run) / len(launches) / machine.bandwidth
@@ -160,8 +169,9 @@ def combine(launches: list[tuple[Code, Trace]], bytes_: float, machine: isa_cost
 
 
 def follow(code: Code, machine, kinds: int = 1, state=None) -> Trace:
-    """The mean of the launch's waves, of which some are followed: one; SAMPLES where there are several kinds of work. With EACH all of a KV
-    head's, of many one of each workgroup, of very many those of SAMPLES workgroups. longest: clocks of the one that takes longest."""
+    """The mean of the launch's waves, of which some are followed: one; SAMPLES where there are several kinds of work.
+    With EACH all of a KV head's, of many one of each workgroup, of very many those of SAMPLES workgroups. longest:
+    clocks of the one that takes longest."""
     program = Program(code.assembly, code.kernel.name, machine, code.kernel.wave, code.grid, code.arguments)
     places = _places(code, kinds)
     mean = Trace()
@@ -211,7 +221,8 @@ def _times(code: Code, trace: Trace, held: int, machine) -> dict[str, float]:
 
 
 def codes_of(candidates: list[Candidate], arch) -> list[list[Code] | str]:
-    """The launches of each candidate as the GPU would run them, or why there are none. UserError without the compiler that it takes."""
+    """The launches of each candidate as the GPU would run them, or why there are none. UserError without the compiler
+    that it takes."""
     if arch.api == "rocm":
         return [_of_hsaco(candidate) for candidate in candidates]
     shaders, places = [], []
@@ -229,7 +240,9 @@ def codes_of(candidates: list[Candidate], arch) -> list[list[Code] | str]:
         if isinstance(found[i], str):
             continue
         if compiled is None or not compiled.assembly:
-            found[i] = report.refused.get(shader.name, "the driver shows no assembly; install one that was built with a disassembler")
+            found[i] = report.refused.get(
+                shader.name, "the driver shows no assembly; install one that was built with a disassembler"
+            )
         else:
             found[i].append(_code(candidates[i], step, compiled.kernel, compiled.assembly))
     return found
@@ -306,11 +319,13 @@ class Static:
         """A Measured for each (workload, plan), in order."""
         facts = {"device": f"model of {self.arch.name}", "runner": self.runner}
         found = self.estimates(jobs, progress)
-        return [Measured(None, one, **facts) if isinstance(one, str) else Measured(one.seconds, **facts) for one in found]
+        return [
+            Measured(None, one, **facts) if isinstance(one, str) else Measured(one.seconds, **facts) for one in found
+        ]
 
     def gate(self, workload, plan) -> Checked:
-        """Whether a plan's kernel computes what the untuned one does, in the emulator, with a smaller matrix where there is a large one.
-        For GPUs that the emulator does not know, the same plan built for STAND_IN."""
+        """Whether a plan's kernel computes what the untuned one does, in the emulator, with a smaller matrix where
+        there is a large one. For GPUs that the emulator does not know, the same plan built for STAND_IN."""
         name = self.arch.name if self.kind == "rocm" and self.arch.name.startswith(KNOWN) else STAND_IN
         if not emulator():
             return Checked("", False, error=NOWHERE.format(f"GPU for {self.arch.name}"))

@@ -1,7 +1,8 @@
-"""The tuning tasks of a model: its distinct kernels, from the same module that `compile` lowers, and how much each of them counts.
+"""The tuning tasks of a model: its distinct kernels, from the same module that `compile` lowers, and how much each of
+them counts.
 
-In: a model and a target. Out: `Task`s. Kernels that several functions or layers call, and kernels of the same shape and formats, are one
-task.
+In: a model and a target. Out: `Task`s. Kernels that several functions or layers call, and kernels of the same shape and
+formats, are one task.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from mlc_amd.compiler.tuning.build import work
 from mlc_amd.schedules.tuning.workload import Workload
 
 CHUNK = 512  # tokens that a prefill function's calls are counted for
-# What a task's weight is for: an answer of so many tokens to a prompt of CHUNK. Smaller prefill functions serve ends of prompts: one call.
+# What a task's weight is for: an answer of so many tokens to a prompt of CHUNK. Smaller prefill functions serve ends of
+# prompts: one call.
 ANSWER = 128
 
 
@@ -63,8 +65,8 @@ def extract(model, backend, ctx: int | None = None) -> list[Task]:
 
 
 def roofline(bandwidth: float, peak: float = 0.0, floats: float = 0.0) -> Callable[[Task], float]:
-    """The shortest time of a task's call in seconds, for so many bytes and operations per second (0: not known). floats: the operations of
-    attention, where no matrix or dot product instructions serve it (0: they do)."""
+    """The shortest time of a task's call in seconds, for so many bytes and operations per second (0: not known).
+    floats: the operations of attention, where no matrix or dot product instructions serve it (0: they do)."""
 
     def seconds(task: Task) -> float:
         peak_here = floats or peak if task.workload.op == "attention" else peak

@@ -1,4 +1,5 @@
-"""The command line of a bundle: `mlc-amd` from the folder beside this file, with the bundle's model as the default one. See run.sh."""
+"""The command line of a bundle: `mlc-amd` from the folder beside this file, with the bundle's model as the default one.
+See run.sh."""
 
 import os
 import sys

@@ -1,13 +1,16 @@
 """Devices: what runs a plan. All of them do the same things, so the engine knows none of them by name.
 
-    Device(artifact, threads) -> checks that this machine can run the artifact, maps or uploads weights, allocates cache and arena
-    .write(name, values)        fills the first part of an io buffer ("state", "tokens")
-    .run(function)              runs one function of the plan and waits
-    .read(name, rows)           the first rows of an io buffer as a numpy array, valid until the next run
-    .clear()                    zeros the KV cache
-    .time(function)             where a device can: runs a function; (kernel, seconds, gap before it in seconds) of each launch
-    .waited                     seconds that all runs spent waiting for the device
-    .copy_bandwidth()           where a device can: bytes per second, read and written together, of a copy in its memory; 0.0 if unknown
+Device(artifact, threads) -> checks that this machine can run the artifact, maps or uploads weights, allocates cache and
+arena
+.write(name, values)        fills the first part of an io buffer ("state", "tokens")
+.run(function)              runs one function of the plan and waits
+.read(name, rows)           the first rows of an io buffer as a numpy array, valid until the next run
+.clear()                    zeros the KV cache
+.time(function)             where a device can: runs a function; (kernel, seconds, gap before it in seconds) of each
+                            launch
+.waited                     seconds that all runs spent waiting for the device
+.copy_bandwidth()           where a device can: bytes per second, read and written together, of a copy in its memory;
+                            0.0 if unknown
 """
 
 from mlc_amd.runtime.errors import UserError
@@ -18,7 +21,8 @@ KINDS = ("cpu", "rocm", "vulkan")
 def open_device(artifact, name: str | None = None, threads: int | None = None):
     """The device for an artifact's target. UserError if it cannot run here.
 
-    name: the target's own kind; or, for target vulkan, which GPU: its number as `mlc-amd doctor` lists it, or a part of its name.
+    name: the target's own kind; or, for target vulkan, which GPU: its number as `mlc-amd doctor` lists it, or a part of
+    its name.
     """
     kind = artifact.manifest["target"]["kind"]
     which = None if name == kind else name

@@ -1,4 +1,5 @@
-"""The cpu device: calls the compiled kernels of `kernels.so` on numpy memory, on the thread pool that comes with them (`cpu.c`).
+"""The cpu device: calls the compiled kernels of `kernels.so` on numpy memory, on the thread pool that comes with them
+(`cpu.c`).
 
 TVM is not needed, only its function interface (apache-tvm-ffi).
 """
@@ -28,8 +29,8 @@ _pool: ctypes.CDLL | None = None  # the library whose threads this process uses,
 
 
 class Kernels:
-    """A library of kernels, tied to this process's threads; it stays loaded. RuntimeError, OSError or AttributeError where it does not
-    load."""
+    """A library of kernels, tied to this process's threads; it stays loaded. RuntimeError, OSError or AttributeError
+    where it does not load."""
 
     def __init__(self, path: Path):
         global _pool
@@ -43,7 +44,8 @@ class Kernels:
             pointer.value = _address(getattr(_pool, ours))
 
     def call(self, name: str, tensors: list) -> "Call | None":
-        """A kernel with its arguments, arrays of tvm_ffi; None for a name that is not in the library. It checks nothing."""
+        """A kernel with its arguments, arrays of tvm_ffi; None for a name that is not in the library. It checks
+        nothing."""
         function = self._module.get_function(name)
         return function and Call(function, _address(self._library[f"__tvm_ffi_{name}"]), tensors)
 
@@ -72,7 +74,8 @@ class Call:
 
 
 class Replay:
-    """Calls one after the other, as one: a call from Python takes as long as a small kernel. In pieces, between which Ctrl-C is noticed."""
+    """Calls one after the other, as one: a call from Python takes as long as a small kernel. In pieces, between which
+    Ctrl-C is noticed."""
 
     def __init__(self, calls: list[Call]):
         self._calls = calls
@@ -129,17 +132,24 @@ class CpuDevice:
         try:
             self.libraries = [Kernels(self.artifact.path / name) for name in self.artifact.manifest["libraries"]]
         except (RuntimeError, OSError, AttributeError) as e:
-            raise UserError(f"cannot load the kernels of {self.artifact.path} ({str(e).splitlines()[0]}); compile the model again") from e
+            raise UserError(
+                f"cannot load the kernels of {self.artifact.path} ({str(e).splitlines()[0]}); compile the model again"
+            ) from e
 
     def _allocate(self, nbytes: int) -> None:
         try:
             self.kv = {entry["name"]: _zeros(entry["shape"], entry["dtype"]) for entry in self.artifact.manifest["kv"]}
             self.arena = _zeros((self.artifact.manifest["arena_bytes"],), "uint8")
         except (OSError, ValueError, MemoryError) as e:
-            raise UserError(f"not enough memory for the KV cache and buffers ({nbytes >> 20} MiB); compile with a smaller --ctx") from e
+            raise UserError(
+                f"not enough memory for the KV cache and buffers ({nbytes >> 20} MiB); compile with a smaller --ctx"
+            ) from e
 
     def _bind(self, function: dict) -> list[Call]:
-        return [self._call(step["kernel"], [self._tensor(arg, function) for arg in step["args"]]) for step in function["launches"]]
+        return [
+            self._call(step["kernel"], [self._tensor(arg, function) for arg in step["args"]])
+            for step in function["launches"]
+        ]
 
     def _call(self, name: str, tensors: list) -> Call:
         for library in self.libraries:
@@ -158,10 +168,17 @@ class CpuDevice:
         elif kind == "kv":
             array = self.kv[where]
         else:
-            rows = {"state": 4, "tokens": function["tokens"], "logits": function["tokens"] if function["all_logits"] else 1}[where]
+            rows = {
+                "state": 4,
+                "tokens": function["tokens"],
+                "logits": function["tokens"] if function["all_logits"] else 1,
+            }[where]
             array = self.io[where][:rows]
         if array.ctypes.data % ALIGNMENT:  # kernels rely on it, and do not look
-            raise UserError(f"{self.artifact.path} has {where} at an address that is no multiple of {ALIGNMENT}; compile the model again")
+            raise UserError(
+                f"{self.artifact.path} has {where} at an address that is no multiple of {ALIGNMENT}; compile the "
+                "model again"
+            )
         return tvm_ffi.from_dlpack(array)
 
     # ---- the protocol

@@ -3,14 +3,15 @@
 In: an artifact whose manifest has, besides what dist/README.md describes,
     target      {"kind": "rocm", "archs": ["gfx1100", ..]}
     libraries   {arch: file name of the code object}
-    launches    {arch: {kernel: {"scratch": [bytes, ..], "steps": [{"symbol", "grid": [x, y, z], "block": [x, y, z], "args": [..]}, ..]}}}:
-                what a call of the kernel launches; an argument is a 64-bit pointer, given as an index of the call's args, or
-                len(args) + i for scratch buffer i, which the steps hand to one another
+    launches    {arch: {kernel: {"scratch": [bytes, ..], "steps": [{"symbol", "grid": [x, y, z], "block": [x, y, z],
+                "args": [..]}, ..]}}}: what a call of the kernel launches; an argument is a 64-bit pointer, given as an
+                index of the call's args, or len(args) + i for scratch buffer i, which the steps hand to one another
 Out: the protocol of runtime/devices/__init__.py.
 
-Everything runs on one stream. Each function's launches are captured once in a HIP graph and replayed, because a launch from Python takes
-longer than a small kernel runs. Drivers are known to replay stale data (ROCm/hip issues 3887 and 3902), so at load a few steps are computed
-both ways and compared bit by bit; if they differ, launches go out one by one, with a warning. MLC_AMD_GRAPH=0 asks for that.
+Everything runs on one stream. Each function's launches are captured once in a HIP graph and replayed, because a launch
+from Python takes longer than a small kernel runs. Drivers are known to replay stale data (ROCm/hip issues 3887 and
+3902), so at load a few steps are computed both ways and compared bit by bit; if they differ, launches go out one by
+one, with a warning. MLC_AMD_GRAPH=0 asks for that.
 """
 
 import ctypes
@@ -23,7 +24,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlc_amd.runtime.devices.hip_errors import OVERRIDE, Hip, HipError, gpu_memory, kfd_gpus, open_bindings, runtime_version, why_no_gpu
+from mlc_amd.runtime.devices.hip_errors import (
+    OVERRIDE,
+    Hip,
+    HipError,
+    gpu_memory,
+    kfd_gpus,
+    open_bindings,
+    runtime_version,
+    why_no_gpu,
+)
 from mlc_amd.runtime.errors import UserError
 
 ALIGN = 256  # bytes between buffers of one allocation, as hipMalloc aligns
@@ -31,15 +41,28 @@ CHUNK = 16 << 20  # bytes of weights copied at a time
 CHECK_STEPS = 3  # replays compared at load: stale ones begin with the second
 OUTPUTS = ("logits",)  # io buffers that kernels write; the host writes the others
 GRAPH_VARIABLE = "MLC_AMD_GRAPH"
-# Chips with the same instruction set, bugs and registers: LLVM's AMDGPUUsage puts no restriction on code that is generic for one of these
-# groups (as it does for gfx10-1-generic and gfx11-generic). HIP loads a code object only if the ELF header names the very chip.
-# Values: EF_AMDGPU_MACH of e_flags.
+# Chips with the same instruction set, bugs and registers: LLVM's AMDGPUUsage puts no restriction on code that is
+# generic for one of these groups (as it does for gfx10-1-generic and gfx11-generic). HIP loads a code object only if
+# the ELF header names the very chip. Values: EF_AMDGPU_MACH of e_flags.
 SAME_ISA = (
-    {"gfx1030": 0x36, "gfx1031": 0x37, "gfx1032": 0x38, "gfx1033": 0x39, "gfx1034": 0x3E, "gfx1035": 0x3D, "gfx1036": 0x45},
+    {
+        "gfx1030": 0x36,
+        "gfx1031": 0x37,
+        "gfx1032": 0x38,
+        "gfx1033": 0x39,
+        "gfx1034": 0x3E,
+        "gfx1035": 0x3D,
+        "gfx1036": 0x45,
+    },
     {"gfx1200": 0x48, "gfx1201": 0x4E},
 )
 E_FLAGS = 0x30  # offset in a 64-bit ELF header; the low byte is EF_AMDGPU_MACH
-CANNOT_LOAD = ("hipErrorNoBinaryForGpu", "hipErrorInvalidImage", "hipErrorInvalidKernelFile", "hipErrorSharedObjectInitFailed")
+CANNOT_LOAD = (
+    "hipErrorNoBinaryForGpu",
+    "hipErrorInvalidImage",
+    "hipErrorInvalidKernelFile",
+    "hipErrorSharedObjectInitFailed",
+)
 NO_MEMORY = ("hipErrorOutOfMemory", "hipErrorMemoryAllocation")
 
 _NO_GRAPHS = "HIP graphs do not work with this driver (%s); going on without them, which is slower"
@@ -61,7 +84,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch, ready to go. `values` holds the pointers that kernels get, `params` the address of each: both must stay alive."""
+    """One kernel launch, ready to go. `values` holds the pointers that kernels get, `params` the address of each: both
+    must stay alive."""
 
     function: object
     grid: tuple[int, ...]
@@ -79,11 +103,14 @@ def _gpu(hip: Hip, index: int) -> Gpu:
     facts = hip("hipGetDeviceProperties", index)
     arch, name = (os.fsdecode(text).split("\0")[0] for text in (facts.gcnArchName, facts.name))
     pci = f"{facts.pciDomainID:04x}:{facts.pciBusID:02x}:{facts.pciDeviceID:02x}.0"
-    return Gpu(index, name, arch.split(":")[0], facts.totalGlobalMem, bool(facts.integrated), pci)  # without ":sramecc+:xnack-"
+    return Gpu(
+        index, name, arch.split(":")[0], facts.totalGlobalMem, bool(facts.integrated), pci
+    )  # without ":sramecc+:xnack-"
 
 
 def sibling(arch: str, available) -> str | None:
-    """The code object of `available` (archs) that runs on `arch`: its own, or one for the same instruction set; None: there is none."""
+    """The code object of `available` (archs) that runs on `arch`: its own, or one for the same instruction set; None:
+    there is none."""
     if arch in available:
         return arch
     group = next((group for group in SAME_ISA if arch in group), {})
@@ -91,7 +118,8 @@ def sibling(arch: str, available) -> str | None:
 
 
 def relabel(code: bytes, old: str, new: str) -> bytes:
-    """A code object for `old` as one for `new` of the same SAME_ISA group: another chip in the ELF header and in the metadata."""
+    """A code object for `old` as one for `new` of the same SAME_ISA group: another chip in the ELF header and in the
+    metadata."""
     group = next(group for group in SAME_ISA if old in group)
     code = bytearray(code.replace(f"-{old}".encode(), f"-{new}".encode()))
     code[E_FLAGS] = group[new]
@@ -115,7 +143,8 @@ def _gib(nbytes: int) -> str:
 
 
 class HipDevice:
-    """See runtime/devices/__init__.py for the protocol. `threads` is the cpu device's. `bindings`: what to use instead of AMD's package."""
+    """See runtime/devices/__init__.py for the protocol. `threads` is the cpu device's. `bindings`: what to use instead
+    of AMD's package."""
 
     kind = "rocm"
 
@@ -123,13 +152,17 @@ class HipDevice:
         self.artifact, self.manifest = artifact, artifact.manifest
         self.threads = 1  # of the host; one is enough to drive a GPU
         self._held = ExitStack()  # what HIP has given out, returned in reverse order
-        self.close = weakref.finalize(self, self._held.close)  # also at interpreter exit, while the library is still there
+        self.close = weakref.finalize(
+            self, self._held.close
+        )  # also at interpreter exit, while the library is still there
         self.hip = Hip(open_bindings() if bindings is None else bindings)
         self.version = runtime_version(self.hip.names)
         self.gpu, self.code_arch = self._choose_gpu()
         self.name = f"{self.gpu.name} ({self.gpu.arch}{self._override()})"
         self.hip("hipSetDevice", self.gpu.index)
-        self.stream = self._own("hipStreamDestroy", self.hip("hipStreamCreateWithFlags", self.hip.names.hipStreamNonBlocking))
+        self.stream = self._own(
+            "hipStreamDestroy", self.hip("hipStreamCreateWithFlags", self.hip.names.hipStreamNonBlocking)
+        )
         self._load_kernels()
         self._allocate()
         self._upload()
@@ -148,7 +181,8 @@ class HipDevice:
     # ---- which GPU, which code object
 
     def _choose_gpu(self) -> tuple[Gpu, str]:
-        """The GPU that fits best (its own code object, not integrated, most memory) and the arch of the code object to load."""
+        """The GPU that fits best (its own code object, not integrated, most memory) and the arch of the code object to
+        load."""
         try:
             gpus = list_gpus(self.hip)
         except HipError as e:
@@ -187,12 +221,15 @@ class HipDevice:
                 raise
             version = ".".join(map(str, self.version))
             raise UserError(
-                f"HIP {version} cannot load the kernels for {self.gpu.arch} ({e.code}); install a newer ROCm, or compile the model again"
+                f"HIP {version} cannot load the kernels for {self.gpu.arch} ({e.code}); install a newer ROCm, or "
+                "compile the model again"
             ) from e
         self._kernels = self.manifest["launches"][self.code_arch]
         symbols = {step["symbol"] for kernel in self._kernels.values() for step in kernel["steps"]}
         try:
-            self._functions = {symbol: self.hip("hipModuleGetFunction", module, symbol.encode()) for symbol in sorted(symbols)}
+            self._functions = {
+                symbol: self.hip("hipModuleGetFunction", module, symbol.encode()) for symbol in sorted(symbols)
+            }
         except HipError as e:
             raise UserError(f"{file} lacks a kernel of this model ({e.code}); compile the model again") from e
 
@@ -207,14 +244,22 @@ class HipDevice:
         self._scratch_at = {name: list(offsets.values()) for name, (offsets, _) in scratch.items()}
         scratch_bytes = max((nbytes for _, nbytes in scratch.values()), default=0)
         self._kv_at, kv_bytes = _places({entry["name"]: _nbytes(entry) for entry in manifest["kv"]})
-        io = dict(sorted(manifest["io"].items(), key=lambda item: item[0] in OUTPUTS))  # what the host writes comes first: one copy
+        io = dict(
+            sorted(manifest["io"].items(), key=lambda item: item[0] in OUTPUTS)
+        )  # what the host writes comes first: one copy
         self._io_at, io_bytes = _places({name: _nbytes(entry) for name, entry in io.items()})
         self._input_bytes = min(self._io_at[name] for name in OUTPUTS)
-        sizes = {"weights": self._weight_bytes, "kv": kv_bytes, "arena": manifest["arena_bytes"], "scratch": scratch_bytes, "io": io_bytes}
+        sizes = {
+            "weights": self._weight_bytes,
+            "kv": kv_bytes,
+            "arena": manifest["arena_bytes"],
+            "scratch": scratch_bytes,
+            "io": io_bytes,
+        }
         self._sizes = {name: max(nbytes, ALIGN) for name, nbytes in sizes.items()}
         needed, (free, _) = sum(self._sizes.values()), self.hip("hipMemGetInfo")
-        # An APU's carve-out is of no other use, so it is taken when all fits; else the GPU works in the system's memory. Either way
-        # there is one copy of the weights.
+        # An APU's carve-out is of no other use, so it is taken when all fits; else the GPU works in the system's
+        # memory. Either way there is one copy of the weights.
         self.host_memory = self.gpu.integrated and free < needed
         try:
             self._blocks = {name: self._block(nbytes) for name, nbytes in self._sizes.items()}
@@ -233,7 +278,9 @@ class HipDevice:
         if not self.host_memory:
             return int(self._own("hipFree", self.hip("hipMalloc", nbytes))), None
         # Non-coherent memory is what the GPU's L2 cache holds; the stream's end makes writes visible.
-        host = self._host_block(nbytes, self.hip.names.hipHostMallocMapped | self.hip.names.hipHostMallocNonCoherent & 0xFFFFFFFF)
+        host = self._host_block(
+            nbytes, self.hip.names.hipHostMallocMapped | self.hip.names.hipHostMallocNonCoherent & 0xFFFFFFFF
+        )
         return int(self.hip("hipHostGetDevicePointer", host, 0)), host
 
     def _host_block(self, nbytes: int, flags: int) -> int:
@@ -248,7 +295,10 @@ class HipDevice:
         """What is needed, what there is, and the change that makes it fit."""
         kv, ctx = self._sizes["kv"], self.manifest["context"]
         weights = self._sizes["weights"]
-        what = f"out of GPU memory: this model needs {_gib(needed)} (weights {_gib(weights)}, KV cache {_gib(kv)} at --ctx {ctx})"
+        what = (
+            f"out of GPU memory: this model needs {_gib(needed)} (weights {_gib(weights)}, KV cache {_gib(kv)} at "
+            f"--ctx {ctx})"
+        )
         fits = (free - (needed - kv)) * ctx // kv // 64 * 64
         smaller = "choose a smaller quantization or close other programs that use the GPU"
         change = f"compile with --ctx {fits}" if 64 <= fits < ctx else smaller
@@ -256,7 +306,8 @@ class HipDevice:
         if "gtt" in limits:
             change += (
                 f", or give this APU more: it may use {_gib(limits.get('vram', 0))} carved out in the BIOS setup or "
-                f"{_gib(limits['gtt'])} of the system's memory (kernel parameter ttm.pages_limit={needed * 5 // 4 // 4096})"
+                f"{_gib(limits['gtt'])} of the system's memory (kernel parameter "
+                f"ttm.pages_limit={needed * 5 // 4 // 4096})"
             )
         return f"{what}, and {_gib(free)} of {self.gpu.name} are free; {change}"
 
@@ -272,7 +323,10 @@ class HipDevice:
         with ExitStack() as held:
             slots = []
             for _ in range(2):
-                staging, event = hip("hipHostMalloc", CHUNK, 0), hip("hipEventCreateWithFlags", hip.names.hipEventDisableTiming)
+                staging, event = (
+                    hip("hipHostMalloc", CHUNK, 0),
+                    hip("hipEventCreateWithFlags", hip.names.hipEventDisableTiming),
+                )
                 held.callback(hip, "hipHostFree", staging)
                 held.callback(hip, "hipEventDestroy", event)
                 slots.append((int(staging), event))
@@ -280,7 +334,14 @@ class HipDevice:
                 staging, event = slots[i % 2]
                 hip("hipEventSynchronize", event)  # returns at once when nothing was recorded yet
                 ctypes.memmove(staging, piece.ctypes.data, piece.nbytes)
-                hip("hipMemcpyAsync", target + at, staging, piece.nbytes, hip.names.hipMemcpyKind.hipMemcpyHostToDevice, self.stream)
+                hip(
+                    "hipMemcpyAsync",
+                    target + at,
+                    staging,
+                    piece.nbytes,
+                    hip.names.hipMemcpyKind.hipMemcpyHostToDevice,
+                    self.stream,
+                )
                 hip("hipEventRecord", event, self.stream)
             hip("hipStreamSynchronize", self.stream)
 
@@ -288,7 +349,9 @@ class HipDevice:
 
     def _bind(self, function: dict) -> list[Launch]:
         """Every kernel launch of a function, in order."""
-        return [self._launch(step, call) for call in function["launches"] for step in self._kernels[call["kernel"]]["steps"]]
+        return [
+            self._launch(step, call) for call in function["launches"] for step in self._kernels[call["kernel"]]["steps"]
+        ]
 
     def _launch(self, step: dict, call: dict) -> Launch:
         scratch = [self._blocks["scratch"][0] + at for at in self._scratch_at[call["kernel"]]]
@@ -302,16 +365,28 @@ class HipDevice:
         kind, where = arg[0], arg[1]
         if kind == "weight":
             return self._blocks["weights"][0] + self._weights_at[where][0]
-        return self._blocks[kind][0] + (where if kind == "arena" else {"kv": self._kv_at, "io": self._io_at}[kind][where])
+        return self._blocks[kind][0] + (
+            where if kind == "arena" else {"kv": self._kv_at, "io": self._io_at}[kind][where]
+        )
 
     def _enqueue(self, function: str) -> None:
         for one in self._launches[function]:
-            self.hip("hipModuleLaunchKernel", one.function, *one.grid, *one.block, 0, self.stream, ctypes.addressof(one.params), None)
+            self.hip(
+                "hipModuleLaunchKernel",
+                one.function,
+                *one.grid,
+                *one.block,
+                0,
+                self.stream,
+                ctypes.addressof(one.params),
+                None,
+            )
 
     # ---- graphs
 
     def _make_graphs(self) -> None:
-        """Captures every function and compares replays with launches; no graphs, and a warning, if anything is wrong with them."""
+        """Captures every function and compares replays with launches; no graphs, and a warning, if anything is wrong
+        with them."""
         expected = {name: self._trial(name, {}) for name in self._launches}
         try:
             graphs = {name: self._capture(name) for name in self._launches}
@@ -326,7 +401,9 @@ class HipDevice:
 
     def _capture(self, function: str):
         # Of the capture modes, only this one works on all drivers (Relaxed faults on RDNA2).
-        self.hip("hipStreamBeginCapture", self.stream, self.hip.names.hipStreamCaptureMode.hipStreamCaptureModeThreadLocal)
+        self.hip(
+            "hipStreamBeginCapture", self.stream, self.hip.names.hipStreamCaptureMode.hipStreamCaptureModeThreadLocal
+        )
         try:
             self._enqueue(function)
         finally:  # a stream left in capture mode could not be used any more
@@ -334,7 +411,8 @@ class HipDevice:
         return self._own("hipGraphExecDestroy", self.hip("hipGraphInstantiate", graph, 0)[0])
 
     def _trial(self, function: str, graphs: dict) -> list[bytes]:
-        """The logits of a few steps with different tokens and positions, computed with `graphs` or, without, by launches."""
+        """The logits of a few steps with different tokens and positions, computed with `graphs` or, without, by
+        launches."""
         entry, vocab = self.manifest["functions"][function], self.manifest["model"]["vocab"]
         results, position = [], 0
         self.clear()
@@ -371,7 +449,14 @@ class HipDevice:
 
     def read(self, name: str, rows: int) -> np.ndarray:
         array, to_host = self._host[name][:rows], self.hip.names.hipMemcpyKind.hipMemcpyDeviceToHost
-        self.hip("hipMemcpyAsync", array.ctypes.data, self._blocks["io"][0] + self._io_at[name], array.nbytes, to_host, self.stream)
+        self.hip(
+            "hipMemcpyAsync",
+            array.ctypes.data,
+            self._blocks["io"][0] + self._io_at[name],
+            array.nbytes,
+            to_host,
+            self.stream,
+        )
         self._wait()
         return array
 

@@ -1,8 +1,9 @@
 """AMD's HIP runtime from Python: opens it, turns its error codes into exceptions, and finds out why there is no GPU.
 
-`open_bindings()` gives the module `rocm.bindings.hip` of AMD's package rocm-bindings-hip, which opens libamdhip64.so at its first call.
-`Hip(bindings)` calls its functions and raises HipError. `why_no_gpu()` looks at what the kernel shows and says in one line what is wrong:
-the driver, the permissions, a variable that hides GPUs, or a runtime that does not know the chip.
+`open_bindings()` gives the module `rocm.bindings.hip` of AMD's package rocm-bindings-hip, which opens libamdhip64.so at
+its first call. `Hip(bindings)` calls its functions and raises HipError. `why_no_gpu()` looks at what the kernel shows
+and says in one line what is wrong: the driver, the permissions, a variable that hides GPUs, or a runtime that does not
+know the chip.
 """
 
 import ctypes
@@ -18,7 +19,11 @@ OLDEST_RUNTIME = (6, 0)  # HIP version with hipGetDevicePropertiesR0600, the lay
 KFD, WSL = Path("/dev/kfd"), Path("/dev/dxg")
 HIDING = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
-INSTALL = "install ROCm's HIP runtime, {}.{} or newer (https://rocm.docs.amd.com), or set ROCM_PATH to where it is".format(*OLDEST_RUNTIME)
+INSTALL = (
+    "install ROCm's HIP runtime, {}.{} or newer (https://rocm.docs.amd.com), or set ROCM_PATH to where it is".format(
+        *OLDEST_RUNTIME
+    )
+)
 
 
 class HipError(RuntimeError):
@@ -30,7 +35,8 @@ class HipError(RuntimeError):
 
 
 class Hip:
-    """Calls the bindings' functions by name: hip("hipMalloc", 64) -> what the call returns besides its error code: None, value or tuple."""
+    """Calls the bindings' functions by name: hip("hipMalloc", 64) -> what the call returns besides its error code:
+    None, value or tuple."""
 
     def __init__(self, bindings):
         self.names = bindings  # constants and enumerations
@@ -43,11 +49,17 @@ class Hip:
 
 
 def open_bindings():
-    """AMD's bindings with the runtime's library loaded. UserError: no package, no library, or a library that is too old."""
+    """AMD's bindings with the runtime's library loaded. UserError: no package, no library, or a library that is too
+    old."""
     try:
-        bindings, paths = importlib.import_module("rocm.bindings.hip"), importlib.import_module("rocm.bindings.util.paths")
+        bindings, paths = (
+            importlib.import_module("rocm.bindings.hip"),
+            importlib.import_module("rocm.bindings.util.paths"),
+        )
     except ImportError as e:
-        raise UserError("target rocm needs the package rocm-bindings-hip; install it with: pip install 'mlc-amd[rocm]'") from e
+        raise UserError(
+            "target rocm needs the package rocm-bindings-hip; install it with: pip install 'mlc-amd[rocm]'"
+        ) from e
     _find_versioned_library(paths)
     try:
         version = runtime_version(bindings)
@@ -65,7 +77,8 @@ def runtime_version(bindings) -> tuple[int, int]:
 
 
 def _find_versioned_library(paths) -> None:
-    """Lets the bindings find libamdhip64.so.6 where no development package made the link libamdhip64.so, as in Debian and Fedora."""
+    """Lets the bindings find libamdhip64.so.6 where no development package made the link libamdhip64.so, as in Debian
+    and Fedora."""
     found = os.fsdecode(paths.get_library_path("amdhip64"))
     versioned = ctypes.util.find_library("amdhip64")
     if "/" in found or versioned in (None, found):
@@ -87,7 +100,8 @@ def _reason(error: Exception) -> str:
 
 
 def gpu_memory(pci: str, devices: Path = Path("/sys/bus/pci/devices")) -> dict[str, int]:
-    """Bytes of a GPU's own memory ("vram"; an APU's carve-out) and of system memory that it may use ("gtt"); empty where unknown."""
+    """Bytes of a GPU's own memory ("vram"; an APU's carve-out) and of system memory that it may use ("gtt"); empty
+    where unknown."""
     sizes = {}
     for kind in ("vram", "gtt"):
         file = devices / pci / f"mem_info_{kind}_total"
@@ -103,15 +117,24 @@ def why_no_gpu(code: str, version: tuple[int, int], kfd: Path = KFD, topology: P
     archs = ", ".join(gpu["arch"] for gpu in gpus)
     driver = "load the kernel driver (modprobe amdgpu); in a container, pass --device /dev/kfd --device /dev/dri"
     reasons = (  # the first that holds
-        (code == "hipErrorInsufficientDriver", "the kernel driver is too old for this HIP runtime; install a newer kernel or amdgpu-dkms"),
-        (WSL.exists() and not kfd.exists(), "no GPU for ROCm in WSL; install AMD's WSL driver and librocdxg, or run on Linux itself"),
+        (
+            code == "hipErrorInsufficientDriver",
+            "the kernel driver is too old for this HIP runtime; install a newer kernel or amdgpu-dkms",
+        ),
+        (
+            WSL.exists() and not kfd.exists(),
+            "no GPU for ROCm in WSL; install AMD's WSL driver and librocdxg, or run on Linux itself",
+        ),
         (not kfd.exists(), f"no {kfd}: no AMD GPU for ROCm; {driver}"),
         (not os.access(kfd, os.R_OK | os.W_OK), f"no permission on {kfd}; {join_group(kfd)}"),
         (not gpus, f"the kernel driver shows no AMD GPU that can compute; check that one is built in, then {driver}"),
         (blocked, f"no permission on {', '.join(blocked)}; {join_group(Path(blocked[0])) if blocked else ''}"),
         (hiding, f"the GPU ({archs}) may be hidden by {' and '.join(hiding)}; unset it"),
     )
-    unknown = f"HIP {version[0]}.{version[1]} does not use this GPU ({archs}, {code}); install a newer ROCm, or try {OVERRIDE} (README)"
+    unknown = (
+        f"HIP {version[0]}.{version[1]} does not use this GPU ({archs}, {code}); install a newer ROCm, or try "
+        f"{OVERRIDE} (README)"
+    )
     return next((text for holds, text in reasons if holds), unknown)
 
 

@@ -1,6 +1,7 @@
 """Timing the candidates of one workload side by side, under the conditions of a model that runs.
 
-In: a backend (`vulkan.py`, `hip.py`, `cpu.py`) and candidates of one group. Out: for each a result, a dict of JSON values:
+In: a backend (`vulkan.py`, `hip.py`, `cpu.py`) and candidates of one group. Out: for each a result, a dict of JSON
+values:
 
     seconds     of a call, the mean over its cases of each case's median
     runs        the same for each repetition, in their order
@@ -8,19 +9,23 @@ In: a backend (`vulkan.py`, `hip.py`, `cpu.py`) and candidates of one group. Out
     spread      (90th - 10th percentile) / median of the worst case: how sure the number is
     outliers    repetitions more than OUTLIER beyond the median
     disturbed   share of the time in which other programs had the processor, in the worst of the repetitions that count
-    drift       how far the reference was off its usual time when this was measured, where that stayed beyond DRIFT; else 0
+    drift       how far the reference was off its usual time when this was measured, where that stayed beyond DRIFT;
+                else 0
 
-Conditions: weights and caches are taken from copies in turn, which together are larger than the last-level cache, so each call finds them
-in memory; a call waits for the one before; the device was busy just before. The first candidate (by custom the untuned kernel) is the
-reference: it is timed again after every few others. When its time has moved, the clocks have, and what came since is timed again.
+Conditions: weights and caches are taken from copies in turn, which together are larger than the last-level cache, so
+each call finds them in memory; a call waits for the one before; the device was busy just before. The first candidate
+(by custom the untuned kernel) is the reference: it is timed again after every few others. When its time has moved, the
+clocks have, and what came since is timed again.
 
 Backends have: `name`, `facts`, `cache` (bytes to rotate over), `target` (seconds that one repetition should take), and
 
     open(sizes)                     memory for {key: bytes}, instead of what there was
     put(key, array), get(key, n)    contents as uint8
     load(candidates)                a handle or an exception for each
-    bind(handle, candidate, keys)   a call on the buffers of these keys: one for each parameter, then the scratch buffers
-    run(calls)                      seconds on the device's clock for calls that wait for one another; the same calls often come again
+    bind(handle, candidate, keys)   a call on the buffers of these keys: one for each parameter, then the scratch
+                                    buffers
+    run(calls)                      seconds on the device's clock for calls that wait for one another; the same calls
+                                    often come again
     disturbed                       in the last run, the share of the time that other programs had the processor
     close()
 """
@@ -58,14 +63,18 @@ class Bench:
         rotating = [p for p in first.params if p.role in ROTATING]
         shared = [p for p in first.params if p.role not in (*ROTATING, *PRIVATE)]
         self.copies = _copies(first, rotating, backend.cache)
-        sizes = {(copy, p.name): p.nbytes for copy in range(self.copies) for p in rotating} | {("shared", p.name): p.nbytes for p in shared}
+        sizes = {(copy, p.name): p.nbytes for copy in range(self.copies) for p in rotating} | {
+            ("shared", p.name): p.nbytes for p in shared
+        }
         for candidate in candidates:
             for key, nbytes in _private(candidate).items():
                 sizes[key] = max(sizes.get(key, 0), nbytes)
         backend.open(sizes)
         self._fill(first.cases[0]["state"], range(self.copies))
         loaded = backend.load(candidates)
-        self.failures = {i: str(handle) or type(handle).__name__ for i, handle in enumerate(loaded) if isinstance(handle, Exception)}
+        self.failures = {
+            i: str(handle) or type(handle).__name__ for i, handle in enumerate(loaded) if isinstance(handle, Exception)
+        }
         self._handles, self._calls, self._turn, self._current, self._busy_until = loaded, {}, 0, None, 0.0
 
     def _fill(self, state, copies, roles=ROLES) -> None:
@@ -95,7 +104,8 @@ class Bench:
 
     def _run(self, index: int, count: int) -> float:
         """Seconds of one call, of `count` in a row."""
-        # Rows that take all copies are the same each time, which backends make use of. Shorter ones go on where the last one ended.
+        # Rows that take all copies are the same each time, which backends make use of. Shorter ones go on where the
+        # last one ended.
         self._turn = 0 if count >= self.copies else self._turn
         calls = [self._call(index, (self._turn + i) % self.copies) for i in range(count)]
         self._turn = (self._turn + count) % self.copies
@@ -152,8 +162,8 @@ class Bench:
         }
 
     def _repeat(self, index: int, count: int, repeats: int) -> tuple[list[float], float]:
-        """Seconds of a call in each of so many repetitions, the least disturbed ones of up to ATTEMPTS times as many, and how much the
-        worst of them was."""
+        """Seconds of a call in each of so many repetitions, the least disturbed ones of up to ATTEMPTS times as many,
+        and how much the worst of them was."""
         found, end = [], time.perf_counter() + PATIENCE
         while len(found) < ATTEMPTS * repeats and sum(others <= QUIET for others, _, _ in found) < repeats:
             if len(found) >= repeats and time.perf_counter() > end:
@@ -164,7 +174,8 @@ class Bench:
         return [seconds for _, _, seconds in best], max(others for others, _, _ in best)
 
     def measure(self, doing: Callable[[int], None], done: Callable[[int, dict], None]) -> None:
-        """Times all that loaded. doing(number) before each one, done(number, result) after; done may come again with a better result."""
+        """Times all that loaded. doing(number) before each one, done(number, result) after; done may come again with a
+        better result."""
         usable = [i for i in range(len(self.candidates)) if i not in self.failures]
         if not usable:
             return
@@ -191,18 +202,22 @@ class Bench:
             done(index, result | {"drift": drift if abs(drift) > DRIFT else 0.0})
 
     def gain(self) -> float:
-        """How many times as long a call of the first candidate takes as one of the second, at least, in three of four rounds of `turns`.
-        That a plan was the fastest of many is partly luck, and the middle of the rounds is above 1 half of the time where there is no
-        difference; this is not."""
+        """How many times as long a call of the first candidate takes as one of the second, at least, in three of four
+        rounds of `turns`. That a plan was the fastest of many is partly luck, and the middle of the rounds is above 1
+        half of the time where there is no difference; this is not."""
         seconds = self.turns().sum(axis=2)
         return float(np.percentile(seconds[:, 0] / seconds[:, 1], SURE))
 
     def turns(self) -> np.ndarray:
-        """Seconds of a call as [round, candidate, case]; in a round all are timed one after the other, so that what happens to the machine
-        happens to all."""
+        """Seconds of a call as [round, candidate, case]; in a round all are timed one after the other, so that what
+        happens to the machine happens to all."""
         cases, rounds = self.candidates[0].cases, []
         indices = range(len(self.candidates))
-        counts = {(place, index): self._settle(index, case["state"])[1] for place, case in enumerate(cases) for index in indices}
+        counts = {
+            (place, index): self._settle(index, case["state"])[1]
+            for place, case in enumerate(cases)
+            for index in indices
+        }
         end = time.perf_counter() + LONGEST
         while len(rounds) < FEWER or (len(rounds) < TURNS and time.perf_counter() < end):
             seconds = np.zeros((len(indices), len(cases)))
@@ -216,8 +231,8 @@ class Bench:
     # ---- results
 
     def outputs(self, index: int, state, again: bool = False) -> dict[str, np.ndarray]:
-        """What one call leaves in the parameters that it writes, from fresh inputs. again: the call before was for this state, too, and its
-        inputs, which no kernel may write, are taken as it left them, in less time."""
+        """What one call leaves in the parameters that it writes, from fresh inputs. again: the call before was for this
+        state, too, and its inputs, which no kernel may write, are taken as it left them, in less time."""
         self._fill(state, range(1), WRITTEN if again else ROLES)
         self._prepare(index, state)
         self.backend.run([self._call(index, 0)])
@@ -227,7 +242,8 @@ class Bench:
 
 
 class _Reference:
-    """The kernel that the others are timed beside. seconds: the median of its timings, so that a first one that was off does not count."""
+    """The kernel that the others are timed beside. seconds: the median of its timings, so that a first one that was off
+    does not count."""
 
     def __init__(self, index: int, time_it: Callable[[], dict], doing, done):
         self.index, self._time_it, self._doing, self._done, self._results = index, time_it, doing, done, []
@@ -245,7 +261,8 @@ class _Reference:
 
 
 def _copies(candidate: Candidate, rotating, cache: int) -> int:
-    """Copies of what rotates: what calls read of them is then larger than the cache, without taking all of the memory."""
+    """Copies of what rotates: what calls read of them is then larger than the cache, without taking all of the
+    memory."""
     total = sum(p.nbytes for p in rotating)
     if not total:
         return 1

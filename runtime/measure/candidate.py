@@ -6,10 +6,12 @@
         api, arch   "vulkan" | "rocm" | "cpu", and the profile or arch that it was compiled for
         needs       vulkan: what the profile asks of a device (Profile.needs); cpu: {"flags": [..]}
         code        name of the file beside: .spv (modules one after the other), .hsaco or .so
-        steps       what a call launches, as the entries of an artifact's launches (dist/README.md); cpu: [{"symbol", "args"}]
+        steps       what a call launches, as the entries of an artifact's launches (dist/README.md); cpu: [{"symbol",
+                    "args"}]
         scratch     bytes of each buffer that the steps hand to one another
         params      [{"name", "shape", "dtype", "role", ..}] in the order of the kernel's parameters; see ROLES
-        cases       [{"name", "state": [position, live tokens, 0, 0], "bytes", "flops"}]: the conditions that it is timed under
+        cases       [{"name", "state": [position, live tokens, 0, 0], "bytes", "flops"}]: the conditions that it is
+                    timed under
         bytes       that a call must move (weights and cache), flops: operations; both the mean of the cases
 
 A role says how a parameter is filled (`inputs.py`), whether copies of it rotate, and whether it is compared.
@@ -71,7 +73,13 @@ class Candidate:
     def params(self) -> tuple[Param, ...]:
         rest = ("name", "shape", "dtype", "role")
         return tuple(
-            Param(p["name"], tuple(p["shape"]), p["dtype"], p["role"], {key: value for key, value in p.items() if key not in rest})
+            Param(
+                p["name"],
+                tuple(p["shape"]),
+                p["dtype"],
+                p["role"],
+                {key: value for key, value in p.items() if key not in rest},
+            )
             for p in self.facts["params"]
         )
 
@@ -120,4 +128,8 @@ def write(folder: Path, facts: dict) -> Candidate:
 
 def figures(candidate: dict, seconds: float) -> dict:
     """{"us", "gbps", "tflops"} of a call that took so long; candidate: the content of candidate.json."""
-    return {"us": seconds * 1e6, "gbps": candidate["bytes"] / seconds / 1e9, "tflops": candidate["flops"] / seconds / 1e12}
+    return {
+        "us": seconds * 1e6,
+        "gbps": candidate["bytes"] / seconds / 1e9,
+        "tflops": candidate["flops"] / seconds / 1e12,
+    }

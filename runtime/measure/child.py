@@ -1,7 +1,8 @@
-"""A child process that works on requests, one JSON line each, and may crash, hang or eat memory without harm to its parent.
+"""A child process that works on requests, one JSON line each, and may crash, hang or eat memory without harm to its
+parent.
 
-`Child(module)` runs `python -m module`; the module's main calls `serve`. What libraries print goes to standard error, of which the last
-lines tell why a child died.
+`Child(module)` runs `python -m module`; the module's main calls `serve`. What libraries print goes to standard error,
+of which the last lines tell why a child died.
 """
 
 import contextlib
@@ -43,7 +44,8 @@ class Child:
             raise Died(self._why()) from None
 
     def receive(self, timeout: float) -> dict:
-        """The next answer. Died if there is none in `timeout` seconds; the child is then gone. UserError that the child sent."""
+        """The next answer. Died if there is none in `timeout` seconds; the child is then gone. UserError that the child
+        sent."""
         end = time.monotonic() + timeout
         while b"\n" not in self._rest:
             left = end - time.monotonic()
@@ -65,7 +67,12 @@ class Child:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the child)
         # a group of its own: Ctrl-C is the parent's, and what the child starts ends with it
         self._process = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=self.environment, start_new_session=True
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=self.environment,
+            start_new_session=True,
         )
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._process.stdout, selectors.EVENT_READ)
@@ -93,7 +100,8 @@ class Child:
 
 
 def serve(handle: Callable[[dict, Callable[[dict], None]], None]) -> None:
-    """The child's side: calls handle(request, answer) for each request; answer(dict) sends. Ends when the parent does."""
+    """The child's side: calls handle(request, answer) for each request; answer(dict) sends. Ends when the parent
+    does."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()

@@ -1,7 +1,9 @@
-"""Whether two kernels for the same work agree: their outputs on the same inputs, within what a different order of operations explains.
+"""Whether two kernels for the same work agree: their outputs on the same inputs, within what a different order of
+operations explains.
 
-Float32 and float16 outputs are compared with the largest output as the scale. Int8 activations may differ by one step in few places, and
-their scales and sums must be those of their own steps. Only what has a meaning is compared: live tokens' rows and the weight's own columns.
+Float32 and float16 outputs are compared with the largest output as the scale. Int8 activations may differ by one step
+in few places, and their scales and sums must be those of their own steps. Only what has a meaning is compared: live
+tokens' rows and the weight's own columns.
 """
 
 import numpy as np
@@ -9,16 +11,20 @@ import numpy as np
 from mlc_amd.runtime.measure.candidate import Candidate, Param
 from mlc_amd.runtime.measure.inputs import BLOCK, SIGNATURE
 
-# Share of the scale. Attention keeps its probabilities in float16 or joins splits in another order; matrix units add in another order.
+# Share of the scale. Attention keeps its probabilities in float16 or joins splits in another order; matrix units add in
+# another order.
 TOLERANCES = {"float32": 2e-4, "float16": 2e-3}
 ATTENTION = 4e-3
-STEPS_APART = 0.02  # share of int8 outputs that may be one step apart; attention's outputs are rounded often: more there
+STEPS_APART = (
+    0.02  # share of int8 outputs that may be one step apart; attention's outputs are rounded often: more there
+)
 ATTENTION_APART = 0.2
 CHANCE = 0.02  # share of outputs that may happen to be what they were filled with
 
 
 def differences(candidate: Candidate, state, expected: dict, found: dict) -> tuple[float, list[str]]:
-    """(the worst difference as a share of what is allowed, what is wrong in words) of two runs' outputs, arrays by name."""
+    """(the worst difference as a share of what is allowed, what is wrong in words) of two runs' outputs, arrays by
+    name."""
     loose = "attention" in candidate.facts["workload"]["op"]
     live, worst, wrong = state[1], 0.0, []
     outputs = {p.name: p for p in candidate.params if p.role in ("output", "cache")}
@@ -34,7 +40,9 @@ def differences(candidate: Candidate, state, expected: dict, found: dict) -> tup
     for name in (name for name, param in outputs.items() if param.dtype == "int8"):
         scales = f"S{name[1:]}"
         pairs = [_rows(run[name], run[scales], live) for run in (expected, found)]
-        share, why = _int8(*pairs, ATTENTION_APART if loose else STEPS_APART, ATTENTION if loose else TOLERANCES["float32"])
+        share, why = _int8(
+            *pairs, ATTENTION_APART if loose else STEPS_APART, ATTENTION if loose else TOLERANCES["float32"]
+        )
         worst = max(worst, share)
         wrong += [f"{name}: {why}"] if why else []
     return worst, wrong

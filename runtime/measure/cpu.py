@@ -23,7 +23,9 @@ class CpuBackend:
 
     def __init__(self, device: str | None, candidate):
         if missing := set(candidate.facts["needs"]["flags"]) - cpu_flags():
-            raise UserError(f"these kernels are for '{candidate.facts['arch']}', and this CPU lacks {', '.join(sorted(missing))}")
+            raise UserError(
+                f"these kernels are for '{candidate.facts['arch']}', and this CPU lacks {', '.join(sorted(missing))}"
+            )
         self.threads = threads_asked(device)
         self.name = f"{_model()}, {self.threads} threads"
         self.facts = {"device": self.name, "driver": "threads"}
@@ -87,7 +89,8 @@ class CpuBackend:
 
 
 def _waited() -> float:
-    """Seconds that this process's threads were ready and other programs ran, all together; 0 where Linux does not tell."""
+    """Seconds that this process's threads were ready and other programs ran, all together; 0 where Linux does not
+    tell."""
     total = 0
     with suppress(OSError, IndexError):  # a thread may end meanwhile
         for file in Path("/proc/self/task").glob("*/schedstat"):

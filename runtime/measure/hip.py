@@ -1,5 +1,5 @@
-"""Measuring on an AMD GPU through HIP: calls captured in a graph, since launches from Python take longer than small kernels; HIP's events
-tell the time."""
+"""Measuring on an AMD GPU through HIP: calls captured in a graph, since launches from Python take longer than small
+kernels; HIP's events tell the time."""
 
 import ctypes
 from contextlib import ExitStack
@@ -58,7 +58,9 @@ class HipBackend:
         except HipError as e:
             if e.code not in NO_MEMORY:
                 raise
-            raise UserError(f"{self.name} has no {end >> 20} MiB free to measure this kernel; close other programs that use it") from e
+            raise UserError(
+                f"{self.name} has no {end >> 20} MiB free to measure this kernel; close other programs that use it"
+            ) from e
         self._group.callback(self.hip, "hipFree", self._base)
         self.hip("hipMemsetAsync", self._base, 0, end, self.stream)
         self.hip("hipStreamSynchronize", self.stream)
@@ -93,7 +95,10 @@ class HipBackend:
         try:
             module = self.hip("hipModuleLoadData", code)
             self._group.callback(self.hip, "hipModuleUnload", module)
-            return code, {step["symbol"]: self.hip("hipModuleGetFunction", module, step["symbol"].encode()) for step in candidate.steps}
+            return code, {
+                step["symbol"]: self.hip("hipModuleGetFunction", module, step["symbol"].encode())
+                for step in candidate.steps
+            }
         except HipError as e:
             if e.code not in (*CANNOT_LOAD, "hipErrorNotFound", *NO_MEMORY):
                 raise
@@ -104,13 +109,24 @@ class HipBackend:
         for step in candidate.steps:
             values = (ctypes.c_uint64 * len(step["args"]))(*(self._base + self._at[keys[i]] for i in step["args"]))
             params = (ctypes.c_void_p * len(values))(*(ctypes.addressof(values) + 8 * i for i in range(len(values))))
-            launches.append(Launch(handle[1][step["symbol"]], tuple(step["grid"]), tuple(step["block"]), values, params))
+            launches.append(
+                Launch(handle[1][step["symbol"]], tuple(step["grid"]), tuple(step["block"]), values, params)
+            )
         return launches
 
     def _enqueue(self, calls) -> None:
         for launches in calls:
             for one in launches:
-                self.hip("hipModuleLaunchKernel", one.function, *one.grid, *one.block, 0, self.stream, ctypes.addressof(one.params), None)
+                self.hip(
+                    "hipModuleLaunchKernel",
+                    one.function,
+                    *one.grid,
+                    *one.block,
+                    0,
+                    self.stream,
+                    ctypes.addressof(one.params),
+                    None,
+                )
 
     def run(self, calls) -> float:
         if len(calls) > 1 and (made_of := [id(call) for call in calls]) != self._captured_of:
@@ -129,7 +145,9 @@ class HipBackend:
         return self.hip("hipEventElapsedTime", begin, end) * 1e-3
 
     def _capture(self, calls):
-        self.hip("hipStreamBeginCapture", self.stream, self.hip.names.hipStreamCaptureMode.hipStreamCaptureModeThreadLocal)
+        self.hip(
+            "hipStreamBeginCapture", self.stream, self.hip.names.hipStreamCaptureMode.hipStreamCaptureModeThreadLocal
+        )
         try:
             self._enqueue(calls)
         finally:

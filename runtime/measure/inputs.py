@@ -1,7 +1,7 @@
 """What candidates compute on: arrays by role, name and dtype, equal on every machine and in every process.
 
-Numbers are what a model would hold: weights as `random_weights` draws them (the draw comes with the candidate), normal activations, int8
-activations with their right scales and sums, a cache of normal keys and values, RoPE's own table.
+Numbers are what a model would hold: weights as `random_weights` draws them (the draw comes with the candidate), normal
+activations, int8 activations with their right scales and sums, a cache of normal keys and values, RoPE's own table.
 """
 
 import math
@@ -83,13 +83,14 @@ def _zero(param: Param, state) -> np.ndarray:
 
 
 _MAKERS = {
-    "state": _state, "input": _input, "weight": _weight, "cache": _cache, "output": _unwritten, "work": _unwritten, "zero": _zero,
+    "state": _state, "input": _input, "weight": _weight, "cache": _cache, "output": _unwritten, "work": _unwritten,
+    "zero": _zero,
 }  # fmt: skip
 
 
 def quantized(a_shape: tuple[int, ...], s_shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """(A int8, S float32) of random normal activations in the layout of these shapes: rows, A [m, KB, 32] and S [m, KB, 4] (GPU), or tiles,
-    A [MT, KB, P, 32] and S [MT, KB, 8, P] (CPU), with their fields."""
+    """(A int8, S float32) of random normal activations in the layout of these shapes: rows, A [m, KB, 32] and S [m, KB,
+    4] (GPU), or tiles, A [MT, KB, P, 32] and S [MT, KB, 8, P] (CPU), with their fields."""
     x = _rng("A").standard_normal(a_shape, np.float32)
     d = np.abs(x).max(-1, keepdims=True) / np.float32(127)
     q = np.rint(x / d).astype(np.int8)

@@ -1,17 +1,19 @@
-"""Measures a kit: a folder of candidates that `mlc-amd tune --export-kit` made, where it was carried to. Needs Python and numpy.
+"""Measures a kit: a folder of candidates that `mlc-amd tune --export-kit` made, where it was carried to. Needs Python
+and numpy.
 
-    kit.json      format 1, id, target, arch, model; candidates {name: {"reference", "states", ..}}: reference is the untuned kernel of the
-                  same work ("" for that kernel itself), states what the two are compared in
+    kit.json      format 1, id, target, arch, model; candidates {name: {"reference", "states", ..}}: reference is the
+                  untuned kernel of the same work ("" for that kernel itself), states what the two are compared in
     candidates/   a folder for each, as candidate.py describes them
     copy/         one that copies memory, for target vulkan: it tells what the memory can do
     lib/          these sources
     results.json  written here, anew after each result, so that a run that was stopped goes on where it was:
         format    1
         kit       the kit's id
-        facts     {"device", "driver"}, and where there is copy/, "copy_bandwidth": bytes per second, read and written together
+        facts     {"device", "driver"}, and where there is copy/, "copy_bandwidth": bytes per second, read and written
+                  together
         results   {name: a result of session.py}
-        checks    {name: {"checked": "device" or "lavapipe", "passed", "deviation", "error", "gain"}}: of those that are faster than
-                  their reference
+        checks    {name: {"checked": "device" or "lavapipe", "passed", "deviation", "error", "gain"}}: of those that are
+                  faster than their reference
 
 The measurements go back with `mlc-amd tune --import-kit`, which needs results.json and kit.json.
 """
@@ -73,7 +75,9 @@ class Run:
             (result,) = session.measure([self.folder / COPY])
             self.found["facts"] = dict(session.facts)
             if result["error"] is None:
-                rate = figures(read(self.folder / COPY).facts, min(result["runs"]))["gbps"]  # the best one, as VulkanDevice has it
+                rate = figures(read(self.folder / COPY).facts, min(result["runs"]))[
+                    "gbps"
+                ]  # the best one, as VulkanDevice has it
                 self.found["facts"]["copy_bandwidth"] = rate * 1e9
                 print(f"{session.facts['device']} copies {rate:.1f} GB/s", flush=True)
 
@@ -105,7 +109,13 @@ class Run:
             answer = session.compare(self._folder(reference), self._folder(name), states)
             where = "lavapipe" if session.facts["device"].startswith(SOFTWARE) else "device"
             wrong = "; ".join(answer["wrong"])
-            check = {"checked": where, "passed": not wrong, "deviation": answer["error"], "error": wrong, "gain": answer["gain"]}
+            check = {
+                "checked": where,
+                "passed": not wrong,
+                "deviation": answer["error"],
+                "error": wrong,
+                "gain": answer["gain"],
+            }
             self.found["checks"][name] = check
             self._save()
 
@@ -128,7 +138,10 @@ class Run:
     def summary(self) -> str:
         failed = sum(result["error"] is not None for result in self.found["results"].values())
         wrong = sum(not check["passed"] for check in self.found["checks"].values())
-        done = f"{len(self.found['results'])} of {len(self.candidates)} measured on {self.found['facts'].get('device', 'nothing')}"
+        done = (
+            f"{len(self.found['results'])} of {len(self.candidates)} measured on "
+            f"{self.found['facts'].get('device', 'nothing')}"
+        )
         return f"{done}, {failed} failed; {len(self.found['checks'])} compared with untuned kernels, {wrong} wrong"
 
 

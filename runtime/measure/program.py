@@ -1,8 +1,10 @@
-"""The measuring program: a child process that loads candidates, times them and compares them; `session.py` is its other side.
+"""The measuring program: a child process that loads candidates, times them and compares them; `session.py` is its other
+side.
 
-In, one JSON line each: {"open": folder, "device"} opens the device that serves this candidate; {"measure": [folders of one group],
-"together": whether they load at once}; {"compare": [untuned, tuned], "states": [[4 int], ..]}; {"turns": [folders of one group]}. Out,
-JSON lines; the last one of an answer has "done". Before each thing that may crash comes {"doing": [folders]}.
+In, one JSON line each: {"open": folder, "device"} opens the device that serves this candidate; {"measure": [folders of
+one group], "together": whether they load at once}; {"compare": [untuned, tuned], "states": [[4 int], ..]}; {"turns":
+[folders of one group]}. Out, JSON lines; the last one of an answer has "done". Before each thing that may crash comes
+{"doing": [folders]}.
 """
 
 import importlib
@@ -66,8 +68,9 @@ class Program:
 
 
 def compare_candidates(backend, untuned, tuned, states) -> dict:
-    """{"error": worst difference as a share of what is allowed, "wrong": [what is wrong]} on the inputs of each state, of TIMES runs of
-    `tuned`: a kernel with a race may win it once. "gain": what `Bench.gain` finds where nothing is wrong, else None."""
+    """{"error": worst difference as a share of what is allowed, "wrong": [what is wrong]} on the inputs of each state,
+    of TIMES runs of `tuned`: a kernel with a race may win it once. "gain": what `Bench.gain` finds where nothing is
+    wrong, else None."""
     nothing = {"error": None, "gain": None}
     if untuned.group != tuned.group:
         return nothing | {"wrong": ["the two kernels do not have the same parameters"]}
@@ -82,7 +85,9 @@ def compare_candidates(backend, untuned, tuned, states) -> dict:
             errors.append(share)
             failed |= {time: why} if why else {}
         if failed:
-            where = f"state {state[:2]}" + (f", in {len(failed)} of {TIMES} runs: a race?" if len(failed) < TIMES else "")
+            where = f"state {state[:2]}" + (
+                f", in {len(failed)} of {TIMES} runs: a race?" if len(failed) < TIMES else ""
+            )
             wrong += [f"{text} ({where})" for text in next(iter(failed.values()))]
     worst = max(errors)
     return {"error": worst if np.isfinite(worst) else None, "wrong": wrong, "gain": None if wrong else made.gain()}

@@ -1,8 +1,8 @@
 """Measuring from the outside: a session keeps a child process on a device and lives through what candidates do to it.
 
-`Session(device).measure(folders)` -> for each folder a result: what `bench.py` describes, "error" (None, or why there are no seconds) and,
-without an error, the figures "us", "gbps", "tflops". A candidate that crashes the process, loses the device or hangs gets an error; the
-others are measured by a new process.
+`Session(device).measure(folders)` -> for each folder a result: what `bench.py` describes, "error" (None, or why there
+are no seconds) and, without an error, the figures "us", "gbps", "tflops". A candidate that crashes the process, loses
+the device or hangs gets an error; the others are measured by a new process.
 """
 
 import logging
@@ -24,7 +24,8 @@ log = logging.getLogger("mlc_amd")
 
 
 class Session:
-    """A device to measure on. device: as the backends take it. timeout: seconds that a candidate may be silent. A context manager.
+    """A device to measure on. device: as the backends take it. timeout: seconds that a candidate may be silent. A
+    context manager.
 
     `facts` ({"device", "driver"}) is there once something was measured or `start` was called.
     """
@@ -59,7 +60,8 @@ class Session:
     def measure(self, folders, progress: Callable[[str, dict], None] = lambda folder, result: None) -> list[dict]:
         """Results in the order of `folders`; progress(folder, result) as they come, again for one that was timed again.
 
-        UserError without a device, or when the process dies whatever it measures. The first candidate of a workload is its reference.
+        UserError without a device, or when the process dies whatever it measures. The first candidate of a workload is
+        its reference.
         """
         names, results = [str(Path(folder)) for folder in folders], {}
         groups: dict[str, list[Candidate]] = {}
@@ -97,7 +99,9 @@ class Session:
                         break
             except Died as e:
                 self._open = None
-                reference = next((folder for folder in candidates if results.get(folder, {"error": ""})["error"] is None), None)
+                reference = next(
+                    (folder for folder in candidates if results.get(folder, {"error": ""})["error"] is None), None
+                )
                 if len(doing) == 1 and doing[0] in pending:
                     keep(doing[0], {"error": str(e)})
                     continue
@@ -108,12 +112,15 @@ class Session:
     def _warn(self, disturbed: float) -> None:
         if disturbed > ROUGH and not self._warned:
             self._warned = True
-            text = "other programs had the processor for %.0f%% of a measurement: close them, or the best plan may not be found"
+            text = (
+                "other programs had the processor for %.0f%% of a measurement: close them, or the best plan may not be "
+                "found"
+            )
             log.warning(text, min(100 * disturbed, 100))
 
     def turns(self, folders) -> list[list[float]]:
-        """Seconds of a call of each candidate in each case, medians of rounds in which all are timed one after the other. UserError if
-        one does not run."""
+        """Seconds of a call of each candidate in each case, medians of rounds in which all are timed one after the
+        other. UserError if one does not run."""
         self.start(read(folders[0]))
         try:
             self._child.send({"turns": [str(folder) for folder in folders]})
@@ -126,11 +133,14 @@ class Session:
         return answer["seconds"]
 
     def compare(self, untuned: Path, tuned: Path, states) -> dict:
-        """{"error": worst difference as a share of what is allowed or None, "wrong": [reasons]} of two candidates' outputs in these states,
-        the tuned one's of several runs; "gain": how much faster the tuned one is in turns with the other, None if it is wrong."""
+        """{"error": worst difference as a share of what is allowed or None, "wrong": [reasons]} of two candidates'
+        outputs in these states, the tuned one's of several runs; "gain": how much faster the tuned one is in turns with
+        the other, None if it is wrong."""
         self.start(read(tuned))
         try:
-            self._child.send({"compare": [str(untuned), str(tuned)], "states": [list(map(int, state)) for state in states]})
+            self._child.send(
+                {"compare": [str(untuned), str(tuned)], "states": [list(map(int, state)) for state in states]}
+            )
             answer = self._child.receive(2 * self.timeout)
         except Died as e:
             self._open = None

@@ -1,4 +1,5 @@
-"""Measuring on a GPU through Vulkan: calls recorded one after the other with barriers between, timed by the queue's own clock."""
+"""Measuring on a GPU through Vulkan: calls recorded one after the other with barriers between, timed by the queue's own
+clock."""
 
 import ctypes
 from contextlib import ExitStack
@@ -42,7 +43,9 @@ class VulkanBackend:
         try:
             self.gpu, _ = choose(self.instance.gpus, {candidate.facts["arch"]: self._needs}, device)
             if not self.gpu.queue[1]:
-                raise UserError(f"{self.gpu.name} cannot tell how long kernels take: its driver has no timestamps for compute")
+                raise UserError(
+                    f"{self.gpu.name} cannot tell how long kernels take: its driver has no timestamps for compute"
+                )
         except UserError:
             self._held.close()
             raise
@@ -104,7 +107,9 @@ class VulkanBackend:
         if any(count > most for count, most in zip(step["grid"], self.gpu.limits["groups"], strict=True)):
             raise ValueError(f"{self.gpu.name} cannot launch {step['grid']} workgroups")
         addresses = [begin for begin, _ in spans]
-        push = (ctypes.c_uint64 * (1 if step["table"] else len(spans)))(*([self._table(addresses)] if step["table"] else addresses))
+        push = (ctypes.c_uint64 * (1 if step["table"] else len(spans)))(
+            *([self._table(addresses)] if step["table"] else addresses)
+        )
         touched = tuple((begin, end, place in step["writes"]) for place, (begin, end) in enumerate(spans))
         return Launch(step["symbol"], handle[step["symbol"]], tuple(step["grid"]), push, touched)
 
@@ -149,7 +154,9 @@ class VulkanBackend:
         context.submit(context.submission(self._recorded))
         context.wait()
         data = (ctypes.c_uint64 * 2)()
-        context.calls.vkGetQueryPoolResults(context.device, self._queries, 0, 2, 16, data, 8, api.RESULT_64 | api.RESULT_WAIT)
+        context.calls.vkGetQueryPoolResults(
+            context.device, self._queries, 0, 2, 16, data, 8, api.RESULT_64 | api.RESULT_WAIT
+        )
         begin, end = data
         return (end - begin & (1 << self.gpu.queue[1]) - 1) * self.gpu.limits["tick"] * 1e-9
 

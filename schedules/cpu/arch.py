@@ -1,6 +1,7 @@
 """CPU architectures: which LLVM cpu to compile for, and which instruction set the kernels use on it.
 
-In: an `--arch` name. Out: `Arch` with the instruction set class (isa.py) and the CPU flags that a machine must have to run the code.
+In: an `--arch` name. Out: `Arch` with the instruction set class (isa.py) and the CPU flags that a machine must have to
+run the code.
 """
 
 from dataclasses import dataclass
@@ -14,18 +15,35 @@ from mlc_amd.schedules.cpu.isa import Avx2, AvxVnni, Portable, Vnni512, Zen4
 
 # The names that `--help` and errors show; any other cpu that LLVM knows works too.
 LEVELS = ("x86-64-v4", "x86-64-v3", "x86-64-v2")
-NAMES = ("native", *reversed(LEVELS), "znver1", "znver2", "znver3", "znver4", "znver5", "haswell", "alderlake", "icelake-server")
+NAMES = (
+    "native",
+    *reversed(LEVELS),
+    "znver1",
+    "znver2",
+    "znver3",
+    "znver4",
+    "znver5",
+    "haswell",
+    "alderlake",
+    "icelake-server",
+)
 
 # Instruction sets of cpus that like other sizes than those with the same instructions.
 OWN = {"znver4": Zen4}
 
 # The best first: (LLVM features, instruction set)
-ISAS = ((("avx512vnni", "avx512bw", "avx512dq"), Vnni512), (("avxvnni",), AvxVnni), (("avx2", "fma", "f16c"), Avx2), ((), Portable))
+ISAS = (
+    (("avx512vnni", "avx512bw", "avx512dq"), Vnni512),
+    (("avxvnni",), AvxVnni),
+    (("avx2", "fma", "f16c"), Avx2),
+    ((), Portable),
+)
 
 # LLVM feature: the flag in /proc/cpuinfo. What a machine must have of these is recorded in the artifact.
 FLAGS = {
     "sse4.2": "sse4_2", "avx": "avx", "avx2": "avx2", "fma": "fma", "f16c": "f16c", "avxvnni": "avx_vnni",
-    "avx512f": "avx512f", "avx512bw": "avx512bw", "avx512dq": "avx512dq", "avx512vl": "avx512vl", "avx512vnni": "avx512_vnni",
+    "avx512f": "avx512f", "avx512bw": "avx512bw", "avx512dq": "avx512dq", "avx512vl": "avx512vl",
+    "avx512vnni": "avx512_vnni",
 }  # fmt: skip
 
 

@@ -1,21 +1,24 @@
-"""What the attention kernels are made of: products in register blocks, and online softmax over blocks of 64 keys in spans of 256.
+"""What the attention kernels are made of: products in register blocks, and online softmax over blocks of 64 keys in
+spans of 256.
 
-A row is one query of one head. Its scores are powers of two (log2(e) is in the query already). Besides its output so far a kernel keeps
+A row is one query of one head. Its scores are powers of two (log2(e) is in the query already). Besides its output so
+far a kernel keeps
     top[row]            the largest score so far
     total[row, lanes]   the sum of 2**(score - top) so far, still spread over a vector's lanes
 A larger score shrinks what came before by 2**(old top - new top).
 
-Each span starts afresh and is then joined to the ones before it, in order. Decode works on spans side by side and prefill on one after the
-other, yet both round alike: a token's output has the same bits whichever kernel made it. What a row does not see changes nothing, to the
-bit, because 2**0 is exactly 1.
+Each span starts afresh and is then joined to the ones before it, in order. Decode works on spans side by side and
+prefill on one after the other, yet both round alike: a token's output has the same bits whichever kernel made it. What
+a row does not see changes nothing, to the bit, because 2**0 is exactly 1.
 """
+
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.vector import LANES, at, exp2, f32, registers, splat, store, tree_add
 
-BLOCK = 64                      # keys between two looks at the maximum
-SPAN = 4                        # blocks of a span
-LINE = 32                       # float16 of the caches in a cache line
+BLOCK = 64  # keys between two looks at the maximum
+SPAN = 4  # blocks of a span
+LINE = 32  # float16 of the caches in a cache line
 # "Minus infinity" that may be subtracted from itself.
 LOWEST = -1e30
 
@@ -26,7 +29,8 @@ def scratch(*shape):
 
 
 def accumulators(isa):
-    """Registers that a loop may add to: by default three quarters of the machine's, which leaves room for its operands."""
+    """Registers that a loop may add to: by default three quarters of the machine's, which leaves room for its
+    operands."""
     return isa.registers * 3 // 4
 
 
@@ -41,18 +45,21 @@ def _widest(limit, count):
 
 
 def product_blocks(most, rows, columns, isa):
-    """How a product with that many rows and columns is cut up for `most` registers: [(range of rows, vectors of columns), ...]."""
+    """How a product with that many rows and columns is cut up for `most` registers: [(range of rows, vectors of
+    columns), ...]."""
     chunks = -(-rows // most)
     ranges = [range(chunk * rows // chunks, (chunk + 1) * rows // chunks) for chunk in range(chunks)]
     return [(mine, _widest(most // len(mine), columns // isa.lanes)) for mine in ranges]
 
 
 def emit_product(isa, most, rows, columns, inner, left, right, start, finish, needed=None):
-    """A matrix product: finish(row, column, x) for all rows and columns, x = start(row, column) + sum of left(row, i) * right(i, column).
+    """A matrix product: finish(row, column, x) for all rows and columns, x = start(row, column) + sum of left(row, i) *
+    right(i, column).
 
-    Here `column` is the first of isa.lanes columns that a vector holds, i counts to `inner`, which may be an expression, and left gives
-    scalars. right is called with a list of columns and gives the list of their vectors. Rows are unrolled, in chunks that fit `most`
-    registers. needed: an expression, of how many columns the results are needed; None: of all.
+    Here `column` is the first of isa.lanes columns that a vector holds, i counts to `inner`, which may be an
+    expression, and left gives scalars. right is called with a list of columns and gives the list of their vectors. Rows
+    are unrolled, in chunks that fit `most` registers. needed: an expression, of how many columns the results are
+    needed; None: of all.
     """
     lanes = isa.lanes
     for mine, vectors in product_blocks(most, rows, columns, isa):
@@ -75,7 +82,8 @@ def emit_product(isa, most, rows, columns, inner, left, right, start, finish, ne
 
 
 def tree_max(x, n):
-    """The largest lane of a float32 vector, halves compared with halves, as fast as `tree_add` (llvm.vector.reduce.fmax minds NaNs)."""
+    """The largest lane of a float32 vector, halves compared with halves, as fast as `tree_add` (llvm.vector.reduce.fmax
+    minds NaNs)."""
     while n > 1:
         n //= 2
         low, high = (T.Shuffle([x], [T.int32(i + h * n) for i in range(n)]) for h in (0, 1))
@@ -93,8 +101,8 @@ def emit_start(top, total, out, rows, d, lanes):
 
 
 def _seen(key0, last, lanes):
-    """For each vector of a block's scores: its first key, and which of its keys are not beyond `last`. To be used unbound: TVM 0.27 cannot
-    bind a vector of booleans."""
+    """For each vector of a block's scores: its first key, and which of its keys are not beyond `last`. To be used
+    unbound: TVM 0.27 cannot bind a vector of booleans."""
     return [(i, None if last is None else at(key0 + i, lanes) <= splat(last, lanes)) for i in range(0, BLOCK, lanes)]
 
 
@@ -104,8 +112,8 @@ def _where(seen, x, other, lanes):
 
 
 def _emit_top(scores, row, top, state_row, before, key0, last, lanes):
-    """Updates top[state_row] by scores[row, 0:64], of the keys key0 .. key0+63, without those beyond `last` (None: all count);
-    before[row]: what it was."""
+    """Updates top[state_row] by scores[row, 0:64], of the keys key0 .. key0+63, without those beyond `last` (None: all
+    count); before[row]: what it was."""
     x = [T.Bind(_where(seen, scores[row, at(i, lanes)], LOWEST, lanes)) for i, seen in _seen(key0, last, lanes)]
     largest = x[0]
     for v in x[1:]:
@@ -116,8 +124,8 @@ def _emit_top(scores, row, top, state_row, before, key0, last, lanes):
 
 
 def _emit_weights(isa, scores, row, top, total, shrink, state_row, key0, last):
-    """Turns scores[row, 0:64] into weights 2**(score - top), those of keys beyond `last` into zeros, and updates total at state_row, which
-    shrinks by the scalar `shrink`."""
+    """Turns scores[row, 0:64] into weights 2**(score - top), those of keys beyond `last` into zeros, and updates total
+    at state_row, which shrinks by the scalar `shrink`."""
     lanes = isa.lanes
     now = T.Bind(top[state_row])
     sums = total[state_row, at(0, lanes)] * splat(shrink, lanes)
@@ -130,9 +138,10 @@ def _emit_weights(isa, scores, row, top, total, shrink, state_row, key0, last):
 
 
 def emit_softmax(isa, scores, rows, top, total, shrink, state_row, key0, last, whole=None):
-    """Turns scores[0:rows, 0:64], of the keys key0 .. key0+63, into weights; row r's top and total are at state_row + r, and it sees the
-    keys up to last(r). shrink[r]: what came before shrinks by that. whole: a condition under which every row sees all of these keys, for a
-    shorter way. Loops over rows in short steps, of which the processor works on several at once."""
+    """Turns scores[0:rows, 0:64], of the keys key0 .. key0+63, into weights; row r's top and total are at state_row +
+    r, and it sees the keys up to last(r). shrink[r]: what came before shrinks by that. whole: a condition under which
+    every row sees all of these keys, for a shorter way. Loops over rows in short steps, of which the processor works on
+    several at once."""
     lanes = isa.lanes
 
     def emit(last):
@@ -171,7 +180,8 @@ def _emit_join_out(outs, row, out, keep, gain, d):
 
 
 def emit_join(joined, row, top, total, out, d):
-    """Joins a span's results to those of the spans before it: joined = (top [rows], total [rows], out [rows, d]), float32, at `row`.
+    """Joins a span's results to those of the spans before it: joined = (top [rows], total [rows], out [rows, d]),
+    float32, at `row`.
 
     top and total: the span's, scalars; out(i): its output, columns i .. i+15.
     """
@@ -183,8 +193,8 @@ def emit_join(joined, row, top, total, out, d):
 
 
 def emit_join_rows(joined, rows, padded, top, total, out, d, lanes):
-    """`emit_join` of many rows, to the same bits: rows 0 .. rows-1, of which sixteen's factors are worked out at once. joined, top [padded]
-    and total [padded, lanes] have `padded` rows, a multiple of 16."""
+    """`emit_join` of many rows, to the same bits: rows 0 .. rows-1, of which sixteen's factors are worked out at once.
+    joined, top [padded] and total [padded, lanes] have `padded` rows, a multiple of 16."""
     tops, totals, outs = joined
     keeps, gains, sums = (scratch(padded) for _ in range(3))
     with T.serial(rows) as row:

@@ -1,11 +1,13 @@
 """Attention of one token, or a few, against the cache: split-KV ("flash decoding") for x86 CPUs.
 
-In: the rotated query (times log2(e)/sqrt(d)) and the caches of `rope_kv_write.py`. Out: the heads' outputs, float32 or int8 blocks.
+In: the rotated query (times log2(e)/sqrt(d)) and the caches of `rope_kv_write.py`. Out: the heads' outputs, float32 or
+int8 blocks.
 
-A task is one KV head and one span of 256 of its live keys; its rows are the tokens times the heads of the group, and they share each key
-and value that is loaded. Tasks leave (top, total, unscaled output), and a second loop joins those of each row. No sum crosses lanes: a lane
-is a key in the scores and a column in the outputs.
+A task is one KV head and one span of 256 of its live keys; its rows are the tokens times the heads of the group, and
+they share each key and value that is loaded. Tasks leave (top, total, unscaled output), and a second loop joins those
+of each row. No sum crosses lanes: a lane is a key in the scores and a column in the outputs.
 """
+
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -40,13 +42,15 @@ class Plan:
     ahead      blocks of 64 keys that are prefetched ahead of the reads, 0: none
     near       cache levels that the prefetch fills, see `vector.prefetch`
     """
+
     registers: int
     ahead: int
     near: int
 
 
 def default_plan(isa):
-    """The plan: the next block arrives while one is used, in the level 2 cache: both blocks' keys and values fill a level 1 cache."""
+    """The plan: the next block arrives while one is used, in the level 2 cache: both blocks' keys and values fill a
+    level 1 cache."""
     return Plan(registers=accumulators(isa), ahead=1, near=2)
 
 
@@ -56,14 +60,16 @@ def choices(isa):
 
 
 class _Block:
-    """64 keys and values of a KV head of which the first `live` are seen, at least one. What is not seen is not read, or read again."""
+    """64 keys and values of a KV head of which the first `live` are seen, at least one. What is not seen is not read,
+    or read again."""
 
     def __init__(self, kv, block, last):
         self.kv, self.first = kv, T.Bind(block * BLOCK)
         self.live = opaque(T.max(T.min(last - self.first + 1, T.int32(BLOCK)), T.int32(1)))
 
     def ask_keys(self, plan, Kc, c, d):
-        """Asks for a 1/d of the keys, in the order in which they lie: caches see one stream, where the reads are of four tiles in turns."""
+        """Asks for a 1/d of the keys, in the order in which they lie: caches see one stream, where the reads are of
+        four tiles in turns."""
         end = (self.live - 1) // KEYS * (KEYS * d) + (KEYS * d - LINE)
         for line in range(0, BLOCK, LINE):
             prefetch(Kc, self.kv, self.first // KEYS, 0, T.min(c * BLOCK + line, end), near=plan.near)
@@ -78,15 +84,19 @@ def _later(plan, kv, block, blocks, last):
     """The _Block that is used plan.ahead blocks after this one: after a head's last live block comes the next head."""
     block = T.Bind(block + plan.ahead)
     beyond = block >= blocks
-    return _Block(opaque(kv + T.Select(beyond, T.int32(1), T.int32(0))), opaque(T.Select(beyond, block - blocks, block)), last)
+    return _Block(
+        opaque(kv + T.Select(beyond, T.int32(1), T.int32(0))), opaque(T.Select(beyond, block - blocks, block)), last
+    )
 
 
 def _emit_span(isa, plan, Q, Kc, Vc, partial, kv, span, blocks, position, last, rows, group, d):
-    """One task: a span of a KV head's keys, of which `blocks` blocks are live, up to key `last`. Row r is token r // group, which stands at
-    position + r // group, and head kv*group + r % group. Results go to `partial` (tops, totals, outs) at [kv, span]."""
+    """One task: a span of a KV head's keys, of which `blocks` blocks are live, up to key `last`. Row r is token r //
+    group, which stands at position + r // group, and head kv*group + r % group. Results go to `partial` (tops, totals,
+    outs) at [kv, span]."""
     lanes = isa.lanes
     top, total, out, scores, shrink = (
-        registers(*shape) for shape in ((rows,), (rows, lanes), (rows, d), (rows, BLOCK), (rows,)))
+        registers(*shape) for shape in ((rows,), (rows, lanes), (rows, d), (rows, BLOCK), (rows,))
+    )
     emit_start(top, total, out, rows, d, lanes)
     if plan.ahead:
         # Spans that follow one another were asked for by those before.
@@ -114,17 +124,29 @@ def _emit_span(isa, plan, Q, Kc, Vc, partial, kv, span, blocks, position, last, 
                 later.ask_values(plan, Vc, key, d)
             return [isa.half(Vc[kv, key0 + key, at(c, lanes)], lanes) for c in columns]
 
-        emit_product(isa, plan.registers, rows, BLOCK, d,
-                     left=lambda r, c: Q[r // group, kv * group + r % group, c],
-                     right=keys_of,
-                     start=lambda r, key: f32(0.0, lanes),
-                     finish=lambda r, key, x: store(scores, x, r, at(key, lanes)))
+        emit_product(
+            isa,
+            plan.registers,
+            rows,
+            BLOCK,
+            d,
+            left=lambda r, c: Q[r // group, kv * group + r % group, c],
+            right=keys_of,
+            start=lambda r, key: f32(0.0, lanes),
+            finish=lambda r, key, x: store(scores, x, r, at(key, lanes)),
+        )
         emit_softmax(isa, scores, rows, top, total, shrink, 0, key0, lambda r: T.min(position + r // group, last))
-        emit_product(isa, plan.registers, rows, d, this.live,
-                     left=lambda r, key: scores[r, key],
-                     right=values_of,
-                     start=lambda r, c: out[r, at(c, lanes)] * splat(shrink[r], lanes),
-                     finish=lambda r, c, x: store(out, x, r, at(c, lanes)))
+        emit_product(
+            isa,
+            plan.registers,
+            rows,
+            d,
+            this.live,
+            left=lambda r, key: scores[r, key],
+            right=values_of,
+            start=lambda r, c: out[r, at(c, lanes)] * splat(shrink[r], lanes),
+            finish=lambda r, c, x: store(out, x, r, at(c, lanes)),
+        )
     tops, totals, outs = partial
     with T.serial(rows) as r:
         store(tops, top[r], kv, span, r)
@@ -154,11 +176,11 @@ def _emit_head(partial, result, token, head, live_spans, group, d, p):
 
 
 def attention_decode(heads, kv_heads, d, ctx, m, p, quantize, isa, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], Qo float32 [m, heads, d], Kc, Vc, then A, S of [m, heads*d] in tiles of p tokens if `quantize`, else
-    O float32 [m, heads*d]).
+    """Kernel (state int32[4], Qo float32 [m, heads, d], Kc, Vc, then A, S of [m, heads*d] in tiles of p tokens if
+    `quantize`, else O float32 [m, heads*d]).
 
-    Token i sees the keys 0 .. state[0] + i. Tokens that are not live, or of several those at or beyond ctx, are left out. plan: None is
-    `default_plan`. UserError for shapes that `cache_shapes` refuses.
+    Token i sees the keys 0 .. state[0] + i. Tokens that are not live, or of several those at or beyond ctx, are left
+    out. plan: None is `default_plan`. UserError for shapes that `cache_shapes` refuses.
     """
     kshape, vshape = cache_shapes(kv_heads, ctx, d)
     plan = plan or default_plan(isa)
@@ -178,7 +200,8 @@ def attention_decode(heads, kv_heads, d, ctx, m, p, quantize, isa, name, plan=No
         blocks = T.Bind(last // BLOCK + 1)
         live_spans = T.Bind((blocks + SPAN - 1) // SPAN)
         with T.parallel(kv_heads * live_spans) as task:
-            # truncdiv and opaque: TVM lowers `//` by a variable to selections, and looks for minutes through several that nest.
+            # truncdiv and opaque: TVM lowers `//` by a variable to selections, and looks for minutes through several
+            # that nest.
             kv, span = (opaque(f(task, live_spans)) for f in (T.truncdiv, T.truncmod))
             _emit_span(isa, plan, Q, Kc, Vc, partial, kv, span, blocks, position, last, rows, group, d)
         with T.parallel(heads * live) as i:

@@ -1,13 +1,15 @@
-"""Causal attention of a chunk of tokens against the cache: blocked, with online softmax ("flash attention"), for x86 CPUs.
+"""Causal attention of a chunk of tokens against the cache: blocked, with online softmax ("flash attention"), for x86
+CPUs.
 
-In: the rotated queries (times log2(e)/sqrt(d)) and the caches of `rope_kv_write.py`, which already hold the chunk's own keys and values.
-Out: the heads' outputs, float32 or int8 blocks, of the live tokens.
+In: the rotated queries (times log2(e)/sqrt(d)) and the caches of `rope_kv_write.py`, which already hold the chunk's own
+keys and values. Out: the heads' outputs, float32 or int8 blocks, of the live tokens.
 
-A task is one KV head and a tile of tokens; its rows are the tile's tokens times the heads of the group. For each block of 64 keys it works
-through its rows in register blocks of a few rows by as many vectors as fit: scores, softmax, outputs. Meanwhile it asks for the next block.
-Blocks of keys that no row of a register block may see are skipped. Tasks of later tiles see more keys, so threads take them in turns, the
-longest first.
+A task is one KV head and a tile of tokens; its rows are the tile's tokens times the heads of the group. For each block
+of 64 keys it works through its rows in register blocks of a few rows by as many vectors as fit: scores, softmax,
+outputs. Meanwhile it asks for the next block. Blocks of keys that no row of a register block may see are skipped. Tasks
+of later tiles see more keys, so threads take them in turns, the longest first.
 """
+
 import math
 from dataclasses import dataclass
 
@@ -39,13 +41,16 @@ class Plan:
     """How a chunk's attention is shared out. No plan changes the order in which numbers are summed up.
 
     rows       rows of a register block
-    together   register blocks that work on keys, then on softmax, then on values: each of these stays in the nearest cache meanwhile
+    together   register blocks that work on keys, then on softmax, then on values: each of these stays in the nearest
+               cache meanwhile
     registers  sums that are in registers at once
-    convert    1: keys and values become float32 once for all rows; 0: in the products, where a processor does that beside multiplying
+    convert    1: keys and values become float32 once for all rows; 0: in the products, where a processor does that
+               beside multiplying
     most       rows of a task: many share the conversion of keys and values, and what is fetched of them
     fewest     rows of a task below which a short chunk is not split up further
     tasks      tasks that a short chunk should make, for all threads to have work
     """
+
     rows: int
     together: int
     registers: int
@@ -61,8 +66,15 @@ def default_plan(isa):
 
 def choices(isa):
     """Values of the plan's fields to try, by name."""
-    return {"rows": (2, 3, 4, 6, 8, 12), "together": (1, 4), "registers": accumulator_choices(isa), "convert": (0, 1),
-            "most": (48, 96, 192, 384), "fewest": (24, 48, 96), "tasks": (16, 32, 64, 128)}
+    return {
+        "rows": (2, 3, 4, 6, 8, 12),
+        "together": (1, 4),
+        "registers": accumulator_choices(isa),
+        "convert": (0, 1),
+        "most": (48, 96, 192, 384),
+        "fewest": (24, 48, 96),
+        "tasks": (16, 32, 64, 128),
+    }
 
 
 def tile_tokens(plan, m, group, kv_heads):
@@ -155,24 +167,30 @@ def _emit_whole(result, out, total, head0, token0, tiles, group, d, p):
         with T.serial(p) as i:
             store(inverses, T.float32(1) / total[first + i * group], i)
         with T.serial(d // QUANT) as block:
-            emit_quantize_tile(lambda i, c: out[first + i * group, at(block * QUANT + c)] * splat(inverses[i]), *result,
-                               opaque(token0 // p + t), opaque((head0 + g) * (d // QUANT) + block), p)
+            emit_quantize_tile(
+                lambda i, c: out[first + i * group, at(block * QUANT + c)] * splat(inverses[i]),
+                *result,
+                opaque(token0 // p + t),
+                opaque((head0 + g) * (d // QUANT) + block),
+                p,
+            )
 
 
 def _emit_task(isa, plan, Q, Kc, Vc, result, kv, token0, tokens, position, group, tile, d, p):
-    """One task: `tokens` live tokens from token0 of the chunk, whose first token stands at `position` in the sequence."""
+    """One task: `tokens` live tokens from token0 of the chunk, whose first token stands at `position` in the
+    sequence."""
     lanes, block_rows = isa.lanes, plan.rows
     whole = math.lcm(block_rows, LANES)
     padded = -(-tile * group // whole) * whole
     queries, out, cached = scratch(padded, d), scratch(padded, d), _Cached(isa, plan, Kc, Vc, kv, d)
-    top, total = scratch(padded), scratch(padded, lanes)                   # of the span
-    joined = scratch(padded), scratch(padded), scratch(padded, d)           # of all spans so far
+    top, total = scratch(padded), scratch(padded, lanes)  # of the span
+    joined = scratch(padded), scratch(padded), scratch(padded, d)  # of all spans so far
     together = plan.together * block_rows
-    scores, shrink = scratch(together, BLOCK), registers(together)     # scratch memory is aligned, the stack is not
+    scores, shrink = scratch(together, BLOCK), registers(together)  # scratch memory is aligned, the stack is not
     rows = opaque(tokens * group)
     _load_queries(Q, queries, kv, token0, rows, group, d)
     emit_join_start(joined, padded, d)
-    first_key = opaque(position + token0)           # the last key that the tile's first token sees
+    first_key = opaque(position + token0)  # the last key that the tile's first token sees
     blocks = opaque((first_key + tokens - 1) // BLOCK + 1)
     with T.serial((blocks + SPAN - 1) // SPAN) as span:
         emit_start(top, total, out, padded, d, lanes)
@@ -188,35 +206,58 @@ def _emit_task(isa, plan, Q, Kc, Vc, result, kv, token0, tokens, position, group
                 with T.serial(now) as i:
                     here = opaque(i * block_rows)
                     row0 = opaque(first + here)
-                    _ask_next(Kc, Vc, kv, key0 + BLOCK, (row0 - skip * block_rows) // block_rows, padded // block_rows, d)
-                    emit_product(isa, plan.registers, block_rows, BLOCK, d,
-                                 left=lambda r, c: queries[row0 + r, c],
-                                 right=lambda c, columns: [cached.keys(c, key) for key in columns],
-                                 start=lambda r, key: f32(0.0, lanes),
-                                 finish=lambda r, key, x: store(scores, x, here + r, at(key, lanes)),
-                                 needed=opaque(_seen(first_key, row0, group, block_rows, key0)))
-                emit_softmax(isa, scores, now * block_rows, top, total, shrink, first, key0,
-                             last=lambda r: opaque(first_key + (first + r) // group),
-                             whole=first_key + first // group >= key0 + (BLOCK - 1))
+                    _ask_next(
+                        Kc, Vc, kv, key0 + BLOCK, (row0 - skip * block_rows) // block_rows, padded // block_rows, d
+                    )
+                    emit_product(
+                        isa,
+                        plan.registers,
+                        block_rows,
+                        BLOCK,
+                        d,
+                        left=lambda r, c: queries[row0 + r, c],
+                        right=lambda c, columns: [cached.keys(c, key) for key in columns],
+                        start=lambda r, key: f32(0.0, lanes),
+                        finish=lambda r, key, x: store(scores, x, here + r, at(key, lanes)),
+                        needed=opaque(_seen(first_key, row0, group, block_rows, key0)),
+                    )
+                emit_softmax(
+                    isa,
+                    scores,
+                    now * block_rows,
+                    top,
+                    total,
+                    shrink,
+                    first,
+                    key0,
+                    last=lambda r: opaque(first_key + (first + r) // group),
+                    whole=first_key + first // group >= key0 + (BLOCK - 1),
+                )
                 with T.serial(now) as i:
                     here = opaque(i * block_rows)
                     row0 = opaque(first + here)
                     seen = opaque(_seen(first_key, row0, group, block_rows, key0))
-                    emit_product(isa, plan.registers, block_rows, d, seen,
-                                 left=lambda r, key: scores[here + r, key],
-                                 right=lambda key, columns: [cached.values(key, c) for c in columns],
-                                 start=lambda r, c: out[row0 + r, at(c, lanes)] * splat(shrink[here + r], lanes),
-                                 finish=lambda r, c, x: store(out, x, row0 + r, at(c, lanes)))
+                    emit_product(
+                        isa,
+                        plan.registers,
+                        block_rows,
+                        d,
+                        seen,
+                        left=lambda r, key: scores[here + r, key],
+                        right=lambda key, columns: [cached.values(key, c) for c in columns],
+                        start=lambda r, c: out[row0 + r, at(c, lanes)] * splat(shrink[here + r], lanes),
+                        finish=lambda r, c, x: store(out, x, row0 + r, at(c, lanes)),
+                    )
         emit_join_rows(joined, rows, padded, top, total, out, d, lanes)
     _emit_results(result, joined[2], joined[1], kv, token0, tokens, group, tile, d, p)
 
 
 def attention_prefill(heads, kv_heads, d, ctx, m, p, quantize, isa, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], Qo float32 [m, heads, d], Kc, Vc, then A, S of [m, heads*d] in tiles of p tokens if `quantize`, else
-    O float32 [m, heads*d]).
+    """Kernel (state int32[4], Qo float32 [m, heads, d], Kc, Vc, then A, S of [m, heads*d] in tiles of p tokens if
+    `quantize`, else O float32 [m, heads*d]).
 
-    Token i sees the keys 0 .. state[0] + i. Tokens that are not live, or at or beyond ctx, are left out. plan: None is `default_plan`.
-    UserError for shapes that `cache_shapes` refuses.
+    Token i sees the keys 0 .. state[0] + i. Tokens that are not live, or at or beyond ctx, are left out. plan: None is
+    `default_plan`. UserError for shapes that `cache_shapes` refuses.
     """
     kshape, vshape = cache_shapes(kv_heads, ctx, d)
     group = heads // kv_heads
@@ -232,9 +273,14 @@ def attention_prefill(heads, kv_heads, d, ctx, m, p, quantize, isa, name, plan=N
         position = T.Bind(T.max(state[0], T.int32(0)))
         live = T.Bind(T.min(live_tokens(state, m), ctx - position))
         tiles = T.Bind(T.max((live + tile - 1) // tile, T.int32(0)))
-        with (T.attr(T.int32(0), "pragma_parallel_launch_point", 1), T.attr(T.int32(0), "pragma_parallel_stride_pattern", 1),
-              T.parallel(tiles * kv_heads) as task):
+        with (
+            T.attr(T.int32(0), "pragma_parallel_launch_point", 1),
+            T.attr(T.int32(0), "pragma_parallel_stride_pattern", 1),
+            T.parallel(tiles * kv_heads) as task,
+        ):
             token0 = opaque((tiles - 1 - task // kv_heads) * tile)
             tokens = opaque(T.min(live - token0, T.int32(tile)))
-            _emit_task(isa, plan, Q, Kc, Vc, result, opaque(task % kv_heads), token0, tokens, position, group, tile, d, p)
+            _emit_task(
+                isa, plan, Q, Kc, Vc, result, opaque(task % kv_heads), token0, tokens, position, group, tile, d, p
+            )
     return ir.get()

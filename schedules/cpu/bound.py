@@ -1,16 +1,19 @@
 """The rooflines of a CPU's kernels: what a kernel cannot do without, as kernels of their own that are timed beside it.
 
-In: a kernel's parameters and its workload. Out (`bounds`): kernels with these parameters, of two kinds; the slower kind is the roofline.
+In: a kernel's parameters and its workload. Out (`bounds`): kernels with these parameters, of two kinds; the slower kind
+is the roofline.
 
-    reads         every byte of weights, or of the live part of the caches, is loaded once and joined to others by one instruction; several,
-                  of which the fastest counts
-    multiplies    the arithmetic alone, in independent chains, on values that are in registers or the nearest cache: of int8 blocks the dot
-                  products, their conversion to float32 and the multiplications by scales; of attention the two products and, for each
-                  vector of scores, a maximum, a difference, 2**x and a sum; of SwiGLU also, for each vector of results, silu(x) times y
+    reads         every byte of weights, or of the live part of the caches, is loaded once and joined to others by one
+                  instruction; several, of which the fastest counts
+    multiplies    the arithmetic alone, in independent chains, on values that are in registers or the nearest cache: of
+                  int8 blocks the dot products, their conversion to float32 and the multiplications by scales; of
+                  attention the two products and, for each vector of scores, a maximum, a difference, 2**x and a sum; of
+                  SwiGLU also, for each vector of results, silu(x) times y
 
-They know nothing of shapes: no tails, no unpacking, no masks, no results. They are measured and not looked up, for a machine's rates
-change by the minute where others use it, too.
+They know nothing of shapes: no tails, no unpacking, no masks, no results. They are measured and not looked up, for a
+machine's rates change by the minute where others use it, too.
 """
+
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
@@ -21,12 +24,12 @@ from mlc_amd.schedules.cpu.planes import BLOCK
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, local, pin, prefetch, reduce, silu, splat, store, widen
 from mlc_amd.schedules.formats import lookup
 
-AHEAD = (0, 4096, 8192)         # bytes that `reads` prefetches ahead: which is best depends on the machine
-LINE, CHUNK = 64, 4096          # bytes: of a cache line; of a task
-PAGE = 4096                     # bytes: parameters that are smaller are in a cache whatever happens
-TASKS = 240                     # of `multiplies`: divides well by any number of threads
-STEPS = 16                      # fewest steps of a task
-WINDOW = 16                     # steps after which the same activations come again: they stay in the level 1 cache
+AHEAD = (0, 4096, 8192)  # bytes that `reads` prefetches ahead: which is best depends on the machine
+LINE, CHUNK = 64, 4096  # bytes: of a cache line; of a task
+PAGE = 4096  # bytes: parameters that are smaller are in a cache whatever happens
+TASKS = 240  # of `multiplies`: divides well by any number of threads
+STEPS = 16  # fewest steps of a task
+WINDOW = 16  # steps after which the same activations come again: they stay in the level 1 cache
 
 
 def _declare(params):
@@ -35,9 +38,12 @@ def _declare(params):
 
 
 def bounds(params, op, args, isa, name) -> dict[str, list[tirx.PrimFunc]]:
-    """The kernels by kind. params: of the kernel of operator `op` (linear, gate_up_swiglu or attention) with these arguments, each with
-    name, shape, dtype, nbytes and the role that it has in a candidate."""
-    return {"reads": [reads(params, args, ahead, name) for ahead in AHEAD], "multiplies": [multiplies(params, op, args, isa, name)]}
+    """The kernels by kind. params: of the kernel of operator `op` (linear, gate_up_swiglu or attention) with these
+    arguments, each with name, shape, dtype, nbytes and the role that it has in a candidate."""
+    return {
+        "reads": [reads(params, args, ahead, name) for ahead in AHEAD],
+        "multiplies": [multiplies(params, op, args, isa, name)],
+    }
 
 
 def reads(params, args, ahead, name) -> tirx.PrimFunc:
@@ -52,7 +58,9 @@ def reads(params, args, ahead, name) -> tirx.PrimFunc:
         with T.attr(T.int32(0), "pragma_parallel_launch_point", 1):
             for p, view in zip(large, views, strict=True):
                 lines = p.nbytes // LINE
-                live = T.int32(lines) if p.role == "weight" else (buffers["state"][0] + args["m"]) * (lines // args["ctx"])
+                live = (
+                    T.int32(lines) if p.role == "weight" else (buffers["state"][0] + args["m"]) * (lines // args["ctx"])
+                )
                 _emit_read(view, live, sink, ahead)
     return ir.get()
 
@@ -85,7 +93,7 @@ def multiplies(params, op, args, isa, name) -> tirx.PrimFunc:
         buffers = _declare(params)
         state, result = buffers["state"], params[-1]
         sink = T.decl_buffer((result.nbytes // 4,), "float32", data=buffers[result.name].data)
-        acts = next(((p, buffers[p.name]) for p in params if p.name == "A"), None)      # of int8 formats
+        acts = next(((p, buffers[p.name]) for p in params if p.name == "A"), None)  # of int8 formats
         if op == "attention":
             m, heads, d = (args[key] for key in ("m", "heads", "d"))
             pairs = state[0] * m + m * (m + 1) // 2
@@ -101,7 +109,8 @@ def multiplies(params, op, args, isa, name) -> tirx.PrimFunc:
 
 
 def _chains(isa):
-    """Independent sums: as many as hide the latency of an instruction, with room for operands, where each has an int32 and a float one."""
+    """Independent sums: as many as hide the latency of an instruction, with room for operands, where each has an int32
+    and a float one."""
     return isa.registers * 3 // 8
 
 
@@ -120,7 +129,8 @@ def _emit_fma(sums, factor, lanes):
 
 
 def _emit_scores(work, products, state, sink, isa):
-    """`work` times a vector of scores for each chain: `products` multiplications and additions, then softmax's share."""
+    """`work` times a vector of scores for each chain: `products` multiplications and additions, then softmax's
+    share."""
     lanes = isa.lanes
     tasks = T.Bind(T.max(T.min(work // STEPS, T.int32(TASKS)), T.int32(1)))
     steps = T.Bind(work // tasks)
@@ -179,7 +189,7 @@ def _emit_weights(fmt, vectors, k, state, acts, sink, isa):
     codes = T.decl_buffer((param.nbytes,), "uint8", data=A.data)
     window = next(w for w in (WINDOW, 8, 4, 2, 1) if w == 1 or w * chains * QUADS <= count)
     parts, size = groups(fmt), step(fmt, isa)
-    more = 1 + (parts if fmt.minimum else 0)                    # by the activations' scale, and for minimums
+    more = 1 + (parts if fmt.minimum else 0)  # by the activations' scale, and for minimums
     with T.parallel(tasks) as task:
         sums, factor = _start(state, isa)
         dots = [local(lanes, dtype="int32") for _ in range(chains)]

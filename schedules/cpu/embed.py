@@ -1,8 +1,9 @@
 """The embedding lookup: rows of the embedding table, decoded to float32.
 
-In: `state` int32[4] (state[1]: live tokens), tokens int32[m], the table's planes in the "tile16" layout. Out: X float32 [m, k]. The table
-stays in its file format; a row's weights lie 16 rows apart there, so they are decoded one by one.
+In: `state` int32[4] (state[1]: live tokens), tokens int32[m], the table's planes in the "tile16" layout. Out: X float32
+[m, k]. The table stays in its file format; a row's weights lie 16 rows apart there, so they are decoded one by one.
 """
+
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
@@ -10,18 +11,23 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.cpu.norm import live_tokens
 from mlc_amd.schedules.cpu.planes import decode, planes
 
-COLUMNS = 32                    # a block's columns, four of which lie side by side
-# Unrolled here, because a loop whose addresses contain column % 4 is miscompiled: LLVM 22's vectorizer takes eight bytes in a row.
+COLUMNS = 32  # a block's columns, four of which lie side by side
+# Unrolled here, because a loop whose addresses contain column % 4 is miscompiled: LLVM 22's vectorizer takes eight
+# bytes in a row.
 QUAD = 4
 
 
 def embed(fmt, vocab, k, m, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], tokens int32[m], planes of the [vocab, k] table, X float32 [m, k]): X[i] = table[tokens[i]] for live i.
+    """Kernel (state int32[4], tokens int32[m], planes of the [vocab, k] table, X float32 [m, k]): X[i] =
+    table[tokens[i]] for live i.
 
-    Token numbers outside the vocabulary read its first or last row (nothing out of bounds). UserError when the format does not allow k.
+    Token numbers outside the vocabulary read its first or last row (nothing out of bounds). UserError when the format
+    does not allow k.
     """
     step, quad = (COLUMNS, QUAD) if k % COLUMNS == 0 else (1, 1)
-    chunks = next(n for n in (16, 8, 4, 2, 1) if k // step % n == 0)        # tasks of a token: a single token keeps several threads busy
+    chunks = next(
+        n for n in (16, 8, 4, 2, 1) if k // step % n == 0
+    )  # tasks of a token: a single token keeps several threads busy
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})

@@ -1,8 +1,11 @@
-"""The first half of a feed-forward layer on the CPU in one launch: y = silu(gate(x)) * up(x), quantized for the down projection.
+"""The first half of a feed-forward layer on the CPU in one launch: y = silu(gate(x)) * up(x), quantized for the down
+projection.
 
-In and out as in `linear.py`: `state`, activations, the planes of two weights of f rows; y leaves as the activation planes A and S of
-`quantize.py` or as float32. A task makes 32 columns of y (two tiles of gate, two of up) for a tile of tokens: one activation block.
+In and out as in `linear.py`: `state`, activations, the planes of two weights of f rows; y leaves as the activation
+planes A and S of `quantize.py` or as float32. A task makes 32 columns of y (two tiles of gate, two of up) for a tile of
+tokens: one activation block.
 """
+
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
@@ -21,15 +24,16 @@ from mlc_amd.schedules.cpu.quantize import act_shapes, emit_quantize_tile
 from mlc_amd.schedules.cpu.vector import LANES, at, local, silu, store
 from mlc_amd.schedules.formats import lookup
 
-TILES = BLOCK // ROWS           # tiles of a weight that make a block of the output
+TILES = BLOCK // ROWS  # tiles of a weight that make a block of the output
 
 
 def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, p, quantize, isa, name, plan=None):
     """PrimFunc (state, A, S | X, planes of gate, planes of up, then A, S of [m, f] | Y f32 [m, f]).
 
-    The weights are f x k, f a multiple of 32, both int8 or both float formats. p: tokens of an activation tile, a divisor of m (1: decode).
-    quantize: the output is int8 activation planes in tiles of p. With m > 1, only the tiles that hold the first state[1] tokens are
-    computed. plan: as in `linear`. ValueError for weights that cannot share a launch.
+    The weights are f x k, f a multiple of 32, both int8 or both float formats. p: tokens of an activation tile, a
+    divisor of m (1: decode). quantize: the output is int8 activation planes in tiles of p. With m > 1, only the tiles
+    that hold the first state[1] tokens are computed. plan: as in `linear`. ValueError for weights that cannot share a
+    launch.
     """
     fmt_gate, fmt_up = lookup(fmt_gate), lookup(fmt_up)
     check_tiles(m, p)
@@ -52,10 +56,12 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, p, quantize, isa, name, plan=None)
 
             def emit(sources):
                 with T.serial(tiles) as token_tile:
-                    made = local(2, p, BLOCK)      # gate and up of the block
-                    # one weight after the other: its two tiles lie side by side, so that the first one's prefetches serve the second
+                    made = local(2, p, BLOCK)  # gate and up of the block
+                    # one weight after the other: its two tiles lie side by side, so that the first one's prefetches
+                    # serve the second
                     for i, ((fmt, _), source) in enumerate(zip(weights, sources, strict=True)):
                         with T.serial(TILES) as half:
+
                             def keep(token, row, x, i=i, half=half):
                                 store(made, x, i, token, at(half * ROWS + row, isa.lanes))
 

@@ -1,13 +1,16 @@
-"""Linear layers on the CPU: y[m, n] = sum over k of w[n, k] * x[m, k], decode (m = 1) and prefill from one packed weight.
+"""Linear layers on the CPU: y[m, n] = sum over k of w[n, k] * x[m, k], decode (m = 1) and prefill from one packed
+weight.
 
-In: `state` int32[4] (position, live tokens, 0, 0), activations (int8 formats: the planes A and S of `quantize.py`; float formats: X float32
-[m, k]), weights in planes of 16-row tiles (`planes.py`). Out: Y float32 [m, n padded to 16], bias and residual added.
+In: `state` int32[4] (position, live tokens, 0, 0), activations (int8 formats: the planes A and S of `quantize.py`;
+float formats: X float32 [m, k]), weights in planes of 16-row tiles (`planes.py`). Out: Y float32 [m, n padded to 16],
+bias and residual added.
 
-A lane is a row of the weight. The tile routine (`emit_tile`) computes 16 rows by P tokens: weight registers of a block of columns serve P
-tokens, activations are broadcast from memory, accumulators stay in registers. It hands them to an epilogue, so `gate_up.py` shares it.
-Decode is bound by memory: one pass over the weight with prefetches. In prefill a task holds several row tiles, whose weights stay in the
-L2 cache while the token tiles pass by.
+A lane is a row of the weight. The tile routine (`emit_tile`) computes 16 rows by P tokens: weight registers of a block
+of columns serve P tokens, activations are broadcast from memory, accumulators stay in registers. It hands them to an
+epilogue, so `gate_up.py` shares it. Decode is bound by memory: one pass over the weight with prefetches. In prefill a
+task holds several row tiles, whose weights stay in the L2 cache while the token tiles pass by.
 """
+
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -27,20 +30,22 @@ from mlc_amd.schedules.cpu.unpack import Unpacked, unpacked_bytes
 from mlc_amd.schedules.cpu.vector import at, bf16, local, opaque, prefetch, registers, splat, store, widen
 from mlc_amd.schedules.formats import Format, lookup
 
-FLOAT_UNROLL = 4            # columns of a float kernel's loop step, and in decode independent sums
-FLOAT_TOKENS = 8            # tokens of a float kernel's tile: rows of X a power of two apart share the 8 ways of a level 1 cache
-LARGE = 512 << 10           # bytes of weights from which on a decode kernel asks for them earlier
+FLOAT_UNROLL = 4  # columns of a float kernel's loop step, and in decode independent sums
+FLOAT_TOKENS = 8  # tokens of a float kernel's tile: rows of X a power of two apart share the 8 ways of a level 1 cache
+LARGE = 512 << 10  # bytes of weights from which on a decode kernel asks for them earlier
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a linear layer of one token, or a gate/up, goes through its weights. No plan changes the order in which a row is summed up.
+    """How a linear layer of one token, or a gate/up, goes through its weights. No plan changes the order in which a row
+    is summed up.
 
     unroll  blocks of 32 columns in a step of the loop
     ahead   bytes that are prefetched ahead of the reads, 0: none
-    near    cache levels that the prefetch fills: 3 all, 2 all but the nearest, 0 only the nearest (it leaves the others to the rest of the
-            model)
+    near    cache levels that the prefetch fills: 3 all, 2 all but the nearest, 0 only the nearest (it leaves the others
+            to the rest of the model)
     """
+
     unroll: int
     ahead: int
     near: int
@@ -48,16 +53,22 @@ class Plan:
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """How a linear layer of many tokens, or a gate/up, shares out its work. No plan changes the order in which a row is summed up.
+    """How a linear layer of many tokens, or a gate/up, shares out its work. No plan changes the order in which a row is
+    summed up.
 
-    tokens   tokens whose sums are in registers at once, at most a tile of the activations; float formats: at most FLOAT_TOKENS
-    side     of these, tokens whose int8 dot products are worked on in turns, a divisor of `tokens`: independent sums hide the latency of
-             multiply-add instructions where the processor does not look far enough ahead; float formats: of no effect; formats with two
-             scales a block: at most 2, for they need more registers and have two dot products for each token to begin with
+    tokens   tokens whose sums are in registers at once, at most a tile of the activations; float formats: at most
+             FLOAT_TOKENS
+    side     of these, tokens whose int8 dot products are worked on in turns, a divisor of `tokens`: independent sums
+             hide the latency of multiply-add instructions where the processor does not look far enough ahead; float
+             formats: of no effect; formats with two scales a block: at most 2, for they need more registers and have
+             two dot products for each token to begin with
     task     KB of weights of a task, unpacked ones if they are: a share of the L2 cache
-    tasks    fewest tasks, before tasks become smaller than `task`; gate/up: its tasks are always 32 rows of both weights
-    unpack   tiles of tokens from which on int8 weights of a task are unpacked once for all of them, and not for each; 0: never
+    tasks    fewest tasks, before tasks become smaller than `task`; gate/up: its tasks are always 32 rows of both
+             weights
+    unpack   tiles of tokens from which on int8 weights of a task are unpacked once for all of them, and not for each;
+             0: never
     """
+
     tokens: int
     side: int
     task: int
@@ -66,8 +77,8 @@ class PrefillPlan:
 
 
 def default_plan(isa, m, p, segments, k):
-    """The plan for m tokens in activation tiles of p and weights of these (format, rows) by k columns: a Plan in decode (m = 1), else a
-    PrefillPlan."""
+    """The plan for m tokens in activation tiles of p and weights of these (format, rows) by k columns: a Plan in decode
+    (m = 1), else a PrefillPlan."""
     if m == 1:
         # What is asked for beyond a thread's share is in vain: it should be little of all.
         large = sum(plane_bytes(fmt, n, k) for fmt, n in segments) >= LARGE
@@ -84,13 +95,19 @@ def choices(isa, m, p):
     """Values of the plan's fields to try, by name."""
     if m == 1:
         return {"unroll": (1, 2, 4), "ahead": (0, 1024, 2048, 4096, 8192, 16384), "near": (0, 2, 3)}
-    return {"tokens": tuple(t for t in (4, 8, 16) if t <= p), "side": tuple(t for t in (1, 2, 4, 8) if t <= min(p, isa.registers // 4)),
-            "task": (64, 128, 256, 512, 1024), "tasks": (8, 16, 32, 64), "unpack": _unpack_choices(isa, m, p)}
+    return {
+        "tokens": tuple(t for t in (4, 8, 16) if t <= p),
+        "side": tuple(t for t in (1, 2, 4, 8) if t <= min(p, isa.registers // 4)),
+        "task": (64, 128, 256, 512, 1024),
+        "tasks": (8, 16, 32, 64),
+        "unpack": _unpack_choices(isa, m, p),
+    }
 
 
 class Acts(NamedTuple):
-    """The activations of m tokens in tiles of p. Int8: `quads` int32 [MT,KB,P,8] (A seen as int32), `s` float32 and `si` int32 [MT,KB,8,P].
-    Float: `x` float32 [m,k]."""
+    """The activations of m tokens in tiles of p. Int8: `quads` int32 [MT,KB,P,8] (A seen as int32), `s` float32 and
+    `si` int32 [MT,KB,8,P]. Float: `x` float32 [m,k]."""
+
     p: int
     k: int
     quads: object = None
@@ -109,13 +126,22 @@ def emit_acts(params, p, k):
     if len(params) == 1:
         return Acts(p, k, x=params[0])
     A, S = params
-    return Acts(p, k, T.decl_buffer((*A.shape[:-1], QUADS), "int32", data=A.data), S, T.decl_buffer(S.shape, "int32", data=S.data))
+    return Acts(
+        p,
+        k,
+        T.decl_buffer((*A.shape[:-1], QUADS), "int32", data=A.data),
+        S,
+        T.decl_buffer(S.shape, "int32", data=S.data),
+    )
 
 
 def emit_planes(fmt, n, k, prefix):
-    """Declares the parameters of a weight's planes; their names get the prefix. UserError for planes beyond the reach of 32-bit indices."""
+    """Declares the parameters of a weight's planes; their names get the prefix. UserError for planes beyond the reach
+    of 32-bit indices."""
     if max(prod(shape) for shape, _ in planes(fmt, n, k).values()) >= 1 << 31:
-        raise UserError(f"a weight of {n} x {k} is too large as {fmt.name} for one kernel; use a smaller quantization of the model")
+        raise UserError(
+            f"a weight of {n} x {k} is too large as {fmt.name} for one kernel; use a smaller quantization of the model"
+        )
     return {name: T.arg(prefix + name, T.buffer(shape, dtype)) for name, (shape, dtype) in planes(fmt, n, k).items()}
 
 
@@ -130,8 +156,8 @@ def _divisor(limit, count):
 
 
 def row_tiles(fmt, n, k, plan):
-    """Tiles of 16 rows that a task works on, a divisor of all tiles. Decode: 1; prefill: as many as the plan's `task` holds, unless that
-    makes too few tasks."""
+    """Tiles of 16 rows that a task works on, a divisor of all tiles. Decode: 1; prefill: as many as the plan's `task`
+    holds, unless that makes too few tasks."""
     tiles = -(-n // ROWS)
     if isinstance(plan, Plan):
         return 1
@@ -150,9 +176,9 @@ def unpacks(fmt, plan):
 
 
 def emit_tile(fmt: Format, weights, acts: Acts, token_tile, plan, isa, epilogue):
-    """16 rows by acts.p tokens. weights: Packed or Unpacked.at. Calls epilogue(i, row, x) per token i of the tile and register: x are the
-    results of isa.lanes rows, from row `row` of the tile on. Prefill handles the registers of a tile one after the other, decode side by
-    side."""
+    """16 rows by acts.p tokens. weights: Packed or Unpacked.at. Calls epilogue(i, row, x) per token i of the tile and
+    register: x are the results of isa.lanes rows, from row `row` of the tile on. Prefill handles the registers of a
+    tile one after the other, decode side by side."""
     registers = [r * isa.lanes for r in range(ROWS // isa.lanes)]
     together, tokens = ([registers], 1) if acts.p == 1 else ([[r] for r in registers], plan.tokens)
     emit = {"int8": _emit_int8, "float": _emit_float}[fmt.kind]
@@ -165,6 +191,7 @@ def emit_tile(fmt: Format, weights, acts: Acts, token_tile, plan, isa, epilogue)
 
 class Packed(NamedTuple):
     """A tile of a weight in its planes."""
+
     fmt: Format
     bufs: dict
     tile: object
@@ -181,9 +208,11 @@ class Packed(NamedTuple):
 
 
 def emit_weights(weights, first, held, k, plan, isa, tiles, emit):
-    """Emits a task by emit(sources), where sources[i](t) is tile first + t of weights[i] in a form that `emit_tile` takes.
+    """Emits a task by emit(sources), where sources[i](t) is tile first + t of weights[i] in a form that `emit_tile`
+    takes.
 
-    weights: [(format, planes)], all of one kind; held: how many tiles of rows the task has; tiles: how many of tokens there are.
+    weights: [(format, planes)], all of one kind; held: how many tiles of rows the task has; tiles: how many of tokens
+    there are.
     """
     packed = [lambda t, fmt=fmt, bufs=bufs: Packed(fmt, bufs, T.Bind(first + t), isa) for fmt, bufs in weights]
     if not all(unpacks(fmt, plan) for fmt, _ in weights):
@@ -228,7 +257,7 @@ def _emit_int8(fmt, weights, acts, token_tile, tokens, rows, plan, isa, epilogue
             weights.prefetch(b, plan)
         blocks = [weights.load(row, b) for row in rows]
         for i in range(0, len(tokens), side):
-            _emit_dots(fmt, blocks, acts, token_tile, b, tokens[i:i + side], sums, i * count, isa)
+            _emit_dots(fmt, blocks, acts, token_tile, b, tokens[i : i + side], sums, i * count, isa)
 
     unroll = _divisor(plan.unroll, acts.k // BLOCK) if acts.p == 1 else 1
     with T.serial(acts.k // BLOCK // unroll) as b:
@@ -240,8 +269,8 @@ def _emit_int8(fmt, weights, acts, token_tile, tokens, rows, plan, isa, epilogue
 
 
 def _emit_dots(fmt, blocks, acts, token_tile, b, tokens, sums, first, isa):
-    """Adds the products of block b, the tokens' dot products side by side, to `sums` from place `first` on: [token, register of rows].
-    blocks: the Block of each register of rows."""
+    """Adds the products of block b, the tokens' dot products side by side, to `sums` from place `first` on: [token,
+    register of rows]. blocks: the Block of each register of rows."""
     lanes, parts, size, zero = isa.lanes, groups(fmt), step(fmt, isa), zero_point(fmt, isa)
     # rows of S with d*sum(q) and the bits of -sum(q) of each group
     scaled_sum, minus_sum = ([1], [2]) if parts == 1 else ([3, 4], [5, 6])
@@ -251,7 +280,9 @@ def _emit_dots(fmt, blocks, acts, token_tile, b, tokens, sums, first, isa):
         starts = [acts.si[token_tile, b, minus_sum[g], token] * zero if zero else T.int32(0) for token in tokens]
         dots = [[splat(start, lanes)] * len(blocks) for start in starts]
         for j in range(g * QUADS // parts, (g + 1) * QUADS // parts, size):
-            dots = isa.dot(dots, [block.weights[j:j + size] for block in blocks], [mine[j:j + size] for mine in quads])
+            dots = isa.dot(
+                dots, [block.weights[j : j + size] for block in blocks], [mine[j : j + size] for mine in quads]
+            )
         for total, dot in zip(totals, dots, strict=True):
             for r, block in enumerate(blocks):
                 part = widen(dot[r], lanes) * block.scales[g]
@@ -268,7 +299,7 @@ def _emit_dots(fmt, blocks, acts, token_tile, b, tokens, sums, first, isa):
 def _emit_float(fmt, weights, acts, token_tile, tokens, rows, plan, isa, epilogue):
     W, tile = weights.bufs["W"], weights.tile
     lanes, count = isa.lanes, len(rows)
-    chains = FLOAT_UNROLL if acts.p == 1 else 1         # independent sums hide the latency of additions
+    chains = FLOAT_UNROLL if acts.p == 1 else 1  # independent sums hide the latency of additions
     sums = _Sums(len(tokens) * count * chains, lanes)
     read = {"f32": widen, "f16": isa.half, "bf16": bf16}[fmt.name]
 
@@ -318,6 +349,7 @@ def _emit_segment(fmt, n, bufs, bias, residual, Y, acts, state, m, plan, isa):
 
 def _emit_results(fmt, n, weights, bias, residual, Y, acts, tile, token_tile, plan, isa):
     """A tile of rows for a tile of tokens."""
+
     def epilogue(i, row, x):
         token, column = token_tile * acts.p + i, tile * ROWS + row
         if bias is not None:
@@ -329,7 +361,8 @@ def _emit_results(fmt, n, weights, bias, residual, Y, acts, tile, token_tile, pl
     if acts.p == 1:
         emit_tile(fmt, weights, acts, token_tile, plan, isa, epilogue)
         return
-    # A loop of its own: LLVM would load the residual's rows, which come from afar, before the products, and keep them on the stack.
+    # A loop of its own: LLVM would load the residual's rows, which come from afar, before the products, and keep them
+    # on the stack.
     made = registers(acts.p, ROWS)
     emit_tile(fmt, weights, acts, token_tile, plan, isa, lambda i, row, x: store(made, x, i, at(row, isa.lanes)))
     with T.serial(opaque(T.int32(acts.p))) as i:
@@ -344,18 +377,23 @@ def check_tiles(m, p):
 
 
 def linear(segments, k, m, p, biases, residual, isa, name, plan=None):
-    """PrimFunc (state, A, S | X, planes of segment 0, [bias f32 [n]], planes of segment 1, ..., [R f32 [m, npad]], Y_0 f32 [m, npad], ...).
+    """PrimFunc (state, A, S | X, planes of segment 0, [bias f32 [n]], planes of segment 1, ..., [R f32 [m, npad]], Y_0
+    f32 [m, npad], ...).
 
-    segments: list of (format name or Format, n), all int8 or all float; they share the activations (q, k and v of a layer) and the launch.
-    p: tokens of an activation tile, a divisor of m (1 in decode). biases: one flag per segment. residual: Y = R + result, for one segment.
-    With m > 1, only the tiles that hold the first state[1] tokens are computed. npad = n rounded up to a multiple of 16; the columns from n
-    on hold no meaning. plan: of `default_plan`'s type; None: that one. ValueError for segments that cannot share a launch.
+    segments: list of (format name or Format, n), all int8 or all float; they share the activations (q, k and v of a
+    layer) and the launch. p: tokens of an activation tile, a divisor of m (1 in decode). biases: one flag per segment.
+    residual: Y = R + result, for one segment. With m > 1, only the tiles that hold the first state[1] tokens are
+    computed. npad = n rounded up to a multiple of 16; the columns from n on hold no meaning. plan: of `default_plan`'s
+    type; None: that one. ValueError for segments that cannot share a launch.
     """
     segments = [(lookup(fmt), n) for fmt, n in segments]
     kinds = {fmt.kind for fmt, _ in segments}
     check_tiles(m, p)
     if len(kinds) != 1 or len(biases) != len(segments) or (residual and len(segments) > 1):
-        raise ValueError(f"segments {[(f.name, n) for f, n in segments]}, biases {biases}, residual {residual} do not make one launch")
+        raise ValueError(
+            f"segments {[(f.name, n) for f, n in segments]}, biases {biases}, residual {residual} do not make one "
+            "launch"
+        )
     plan = plan or default_plan(isa, m, p, segments, k)
     padded = [-(-n // ROWS) * ROWS for _, n in segments]
     with IRBuilder() as ir, T.prim_func(s_tir=True):

@@ -1,4 +1,5 @@
-"""Weights from their planes to registers: what a linear kernel needs of 32 columns of one register's rows, for every int8 format.
+"""Weights from their planes to registers: what a linear kernel needs of 32 columns of one register's rows, for every
+int8 format.
 
 In: a Format, its planes as buffers (layout "tile16": `planes.py`), an instruction set. Out, per block of 32 columns:
 
@@ -6,12 +7,14 @@ In: a Format, its planes as buffers (layout "tile16": `planes.py`), an instructi
     scales     one float32 vector per group of columns (one group of 32, or two of 16)
     offsets    per group the float32 vector that is added for each unit of d*sum(q); empty for formats without a minimum
 
-so that a token's share of the block is, summed over the groups g, with the int32 dot product `dot_g` and the token's d and q:
+so that a token's share of the block is, summed over the groups g, with the int32 dot product `dot_g` and the token's d
+and q:
 
     d * (dot_g - zero * sum(q_g)) * scales[g]  +  d * sum(q_g) * offsets[g]
 
 `zero` is `zero_point(fmt, isa)`: the code that means 0, or what the instruction set adds to signed weights.
 """
+
 from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
@@ -24,6 +27,7 @@ from mlc_amd.schedules.formats import PLANE_BITS
 
 class Block(NamedTuple):
     """One block's registers, see the module's docstring."""
+
     weights: list
     scales: list
     offsets: list
@@ -54,7 +58,8 @@ def codes(fmt, bufs, tile, row, block, lanes):
         for line in range(QUADS // per_byte):
             x = T.Bind(bufs[plane][tile, block, at(line * 64 + row * 4, n)])
             for i in range(per_byte):
-                # a nibble plane holds columns 4*j.. and 16+4*j.. in one byte, the others neighbours of the same 64-byte line
+                # a nibble plane holds columns 4*j.. and 16+4*j.. in one byte, the others neighbours of the same 64-byte
+                # line
                 j = line + i * (QUADS // per_byte) if plane == "Q4" else line * per_byte + i
                 part = x if bits == 8 else _field(x, i * bits, bits, filled, n)
                 parts[j] = part if parts[j] is None else parts[j] | part

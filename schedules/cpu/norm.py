@@ -3,10 +3,11 @@
     rms_norm    y = x * G / sqrt(mean(x*x) + eps), as float32 or straight to int8 blocks
     quantize    x to int8 blocks
 
-In: X float32 [m, k], one row a token; `state` int32[4], of which state[1] is the number of tokens that count. Out: Y float32 [m, k], or the
-planes A and S of `quantize.py`. Rows beyond the live tokens are left as they were. A single token's row takes less time than starting the
-other threads does, so threads share out tokens, never columns.
+In: X float32 [m, k], one row a token; `state` int32[4], of which state[1] is the number of tokens that count. Out: Y
+float32 [m, k], or the planes A and S of `quantize.py`. Rows beyond the live tokens are left as they were. A single
+token's row takes less time than starting the other threads does, so threads share out tokens, never columns.
 """
+
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
@@ -43,8 +44,8 @@ def _inverse_rms(X, row, k, eps):
 
 
 def rms_norm(k, m, eps, p, quantize, row, isa, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S of [m, k] in tiles of p tokens if `quantize`, else Y
-    float32 [m, k]).
+    """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S of [m, k] in tiles of p tokens if `quantize`,
+    else Y float32 [m, k]).
 
     row: "all", or "last": only the last live token, X[live - 1]; the outputs then have the shapes of m = 1, p = 1.
     UserError unless 32 divides k. `isa` is not looked at: vectors have 16 lanes and LLVM splits them.
@@ -84,5 +85,7 @@ def quantize(k, m, p, isa, name) -> tirx.PrimFunc:
         X = T.arg("X", T.buffer((m, k), "float32"))
         A, S = act_args(m, k, p)
         with token_loop(state, m) as token, T.serial(k // BLOCK) as block:
-            emit_quantize_block(X[token, at(block * BLOCK)], X[token, at(block * BLOCK + LANES)], A, S, token // p, block, token % p)
+            emit_quantize_block(
+                X[token, at(block * BLOCK)], X[token, at(block * BLOCK + LANES)], A, S, token // p, block, token % p
+            )
     return ir.get()

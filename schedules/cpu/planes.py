@@ -1,23 +1,27 @@
 """The CPU's weight layout "tile16": how the weights of a linear layer lie in memory, and how to read one of them.
 
-In: a format (name or Format) and the matrix's shape: N rows (outputs) by K columns (inputs). Out: shapes and dtypes of the planes
-(`planes`), a TensorIR expression for one weight (`decode`) and a kernel that decodes a whole matrix (`dequantize`).
+In: a format (name or Format) and the matrix's shape: N rows (outputs) by K columns (inputs). Out: shapes and dtypes of
+the planes (`planes`), a TensorIR expression for one weight (`decode`) and a kernel that decodes a whole matrix
+(`dequantize`).
 
-Rows come in tiles of 16 (N is padded to a multiple of 16 with zeros), NT tiles; columns in blocks of 32, KB blocks. The tile is the
-outermost axis of every plane, so a matrix is the concatenation of its tiles. Lanes of a vector are rows: 64 bytes of a code plane are
-4 consecutive columns of each of 16 rows, what one byte dot product instruction eats, and nothing is ever reduced across lanes.
-In a block, with row r of the tile and column 4*j + i (i < 4, j < 8):
+Rows come in tiles of 16 (N is padded to a multiple of 16 with zeros), NT tiles; columns in blocks of 32, KB blocks. The
+tile is the outermost axis of every plane, so a matrix is the concatenation of its tiles. Lanes of a vector are rows: 64
+bytes of a code plane are 4 consecutive columns of each of 16 rows, what one byte dot product instruction eats, and
+nothing is ever reduced across lanes. In a block, with row r of the tile and column 4*j + i (i < 4, j < 8):
 
     Q4 uint8 [NT, KB, 256]      byte (j % 4)*64 + r*4 + i: low nibble for j < 4, high nibble for j >= 4
     Q2 uint8 [NT, KB, 128]      byte (j // 4)*64 + r*4 + i: bits 2*(j % 4) and the next
     Q1 uint8 [NT, KB, 64]       byte r*4 + i: bit j
     Q8 uint8 [NT, KB, 512]      byte j*64 + r*4 + i (the bits of an int8)
-    D, DM float16               [NT, KB, 16], one a block; [NT, K/256, 16], one a super-block, for formats with 256-column blocks
+    D, DM float16               [NT, KB, 16], one a block; [NT, K/256, 16], one a super-block, for formats with
+                                256-column blocks
     M float16 [NT, KB, 16]      minimums
-    S [NT, K/group, 16]         sub-scales: uint8 (q4_k, q5_k; q2_k: low nibble scale, high nibble minimum) or int8 (q3_k, q6_k, iq4_xs)
+    S [NT, K/group, 16]         sub-scales: uint8 (q4_k, q5_k; q2_k: low nibble scale, high nibble minimum) or int8
+                                (q3_k, q6_k, iq4_xs)
     Z uint8 [NT, K/group, 16]   sub-minimums
     W [NT, K, 16]               the weights of f32, f16 and bf16 (bf16: its bits as uint16); any K
 """
+
 from math import prod
 
 from tvm import tirx
@@ -38,7 +42,10 @@ def planes(fmt: str | Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...]
     """
     fmt = lookup(fmt)
     if k % fmt.block:
-        raise UserError(f"{fmt.name} needs rows of a multiple of {fmt.block} columns, this tensor has {k}; quantize it to another type")
+        raise UserError(
+            f"{fmt.name} needs rows of a multiple of {fmt.block} columns, this tensor has {k}; quantize it to another "
+            "type"
+        )
     tiles = -(-n // ROWS)
     if fmt.kind == "float":
         return {"W": ((tiles, k, ROWS), fmt.dtype)}
@@ -77,7 +84,7 @@ def _code(fmt: Format, bufs: dict, n, k):
 def _lookup_table(table: tuple[int, ...], code):
     """table[code] of 16 int8 values without memory: a byte of one of two 64-bit constants, as int32."""
     packed = bytes(v & 255 for v in table)
-    low, high = (tirx.const(int.from_bytes(packed[i:i + 8], "little", signed=True), "int64") for i in (0, 8))
+    low, high = (tirx.const(int.from_bytes(packed[i : i + 8], "little", signed=True), "int64") for i in (0, 8))
     word = tirx.Select(code < 8, low, high)
     return (word >> ((code & 7) * 8).astype("int64")).astype("int8").astype("int32")
 
@@ -85,7 +92,8 @@ def _lookup_table(table: tuple[int, ...], code):
 def decode(fmt: str | Format, bufs: dict, n, k):
     """Weight (n, k) as a float32 expression, bit for bit what gguf-py's `dequantize` gives.
 
-    bufs: name -> the plane of `planes`, a buffer of TVMScript's builder or a TE tensor; n, k: int32 or int64 expressions, or ints.
+    bufs: name -> the plane of `planes`, a buffer of TVMScript's builder or a TE tensor; n, k: int32 or int64
+    expressions, or ints.
     """
     fmt = lookup(fmt)
     n, k = (tirx.const(x, "int32") if isinstance(x, int) else x for x in (n, k))
@@ -98,7 +106,8 @@ def decode(fmt: str | Format, bufs: dict, n, k):
 
 
 def dequantize(fmt: str | Format, n: int, k: int, name: str = "dequantize") -> tirx.PrimFunc:
-    """PrimFunc (planes..., W float32 [n, k]): the whole matrix decoded, in parallel over rows. The proof of `decode`; not a fast path."""
+    """PrimFunc (planes..., W float32 [n, k]): the whole matrix decoded, in parallel over rows. The proof of `decode`;
+    not a fast path."""
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True})

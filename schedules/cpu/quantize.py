@@ -1,14 +1,18 @@
-"""Quantizes activations: float32 in, int8 blocks of 32 columns out, in the one layout that every int8 format's linear kernel reads.
+"""Quantizes activations: float32 in, int8 blocks of 32 columns out, in the one layout that every int8 format's linear
+kernel reads.
 
     A int8    [MT, KB, P, 32]   q = rint(x * (127 / amax)), amax = largest |x| of the 32 columns of one token
-    S float32 [MT, KB, 8, P]    rows ("int32": the row holds an int32's bits, so that integer dot products can start from it):
+    S float32 [MT, KB, 8, P]    rows ("int32": the row holds an int32's bits, so that integer dot products can start
+                                from it):
         0  d = amax / 127                   1  d * sum(q)               2  int32: -sum(q)
         3  d * sum(q[:16])                  4  d * sum(q[16:])
         5  int32: -sum(q[:16])              6  int32: -sum(q[16:])      7  never written, never read
 
-Token m of a chunk lives at [m // P, :, m % P]; KB = columns / 32, MT = ceil(M / P). Row 1 serves formats with a minimum per 32 columns,
-row 2 those with a zero point, rows 3 to 6 the same for formats with scales per 16 columns: one quantization serves weights of all formats.
+Token m of a chunk lives at [m // P, :, m % P]; KB = columns / 32, MT = ceil(M / P). Row 1 serves formats with a minimum
+per 32 columns, row 2 those with a zero point, rows 3 to 6 the same for formats with scales per 16 columns: one
+quantization serves weights of all formats.
 """
+
 import math
 import operator
 
@@ -17,16 +21,19 @@ from tvm.tirx.script import builder as T
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu.vector import LANES, at, dtype, f32, i32, join_lanes, reduce, registers, splat, store
 
-BLOCK = 32                      # columns that share a scale
-FIELDS = 8                      # rows of S
+BLOCK = 32  # columns that share a scale
+FIELDS = 8  # rows of S
 # Below this the quotient 127 / amax could overflow: such a block becomes zeros.
 TINY = 1e-30
 
 
 def act_shapes(m, k, p):
-    """Shapes of A (int8) and S (float32) for `m` tokens of `k` columns in tiles of `p` tokens. UserError unless 32 divides k."""
+    """Shapes of A (int8) and S (float32) for `m` tokens of `k` columns in tiles of `p` tokens. UserError unless 32
+    divides k."""
     if k % BLOCK:
-        raise UserError(f"int8 activations need a multiple of {BLOCK} columns, not {k}; use a float weight format for this layer")
+        raise UserError(
+            f"int8 activations need a multiple of {BLOCK} columns, not {k}; use a float weight format for this layer"
+        )
     tiles, blocks = -(-m // p), k // BLOCK
     return (tiles, blocks, p, BLOCK), (tiles, blocks, FIELDS, p)
 
@@ -38,8 +45,8 @@ def act_args(m, k, p):
 
 
 def _magnitudes(x):
-    """The larger magnitude of each lane of a block's two vectors, as int32: they compare like the integers that their bits are, and LLVM's
-    fmax would mind NaNs at each step."""
+    """The larger magnitude of each lane of a block's two vectors, as int32: they compare like the integers that their
+    bits are, and LLVM's fmax would mind NaNs at each step."""
     return T.Bind(T.max(*(T.reinterpret(dtype("int32", LANES), v) & i32(0x7FFFFFFF) for v in x)))
 
 
@@ -65,7 +72,8 @@ def _fields(top, low, high, n):
 
 
 def emit_quantize_block(x0, x1, A, S, tile, block, row):
-    """Stores one block of one token. x0, x1: float32x16, columns 0..15 and 16..31 of the block; tile = m // P, row = m % P of token m."""
+    """Stores one block of one token. x0, x1: float32x16, columns 0..15 and 16..31 of the block; tile = m // P, row = m
+    % P of token m."""
     x = [T.Bind(x0), T.Bind(x1)]
     top = T.Bind(T.reinterpret("float32", reduce("smax", _magnitudes(x))))
     inverse = _inverse(top, 1)
@@ -75,16 +83,23 @@ def emit_quantize_block(x0, x1, A, S, tile, block, row):
 
 
 def emit_quantize_tile(load, A, S, tile, block, p):
-    """Stores one block of the p tokens of a tile, the same bits as `emit_quantize_block` for each: what is one number for a token is worked
-    out for several at once. load(token, c): columns c .. c+15 of the block."""
+    """Stores one block of the p tokens of a tile, the same bits as `emit_quantize_block` for each: what is one number
+    for a token is worked out for several at once. load(token, c): columns c .. c+15 of the block."""
     n = math.gcd(p, LANES)
     inverses = registers(n)
     with T.serial(p // n) as i:
         first = T.Bind(i * n)
-        large = join_lanes(T.max, [_magnitudes([T.Bind(load(first + j, c)) for c in range(0, BLOCK, LANES)]) for j in range(n)])
+        large = join_lanes(
+            T.max, [_magnitudes([T.Bind(load(first + j, c)) for c in range(0, BLOCK, LANES)]) for j in range(n)]
+        )
         top = T.Bind(T.reinterpret(dtype("float32", n), large))
         store(inverses, _inverse(top, n), at(0, n))
-        sums = [join_lanes(operator.add, [_emit_steps(load(first + j, c), inverses[j], A, tile, block, first + j, at(c)) for j in range(n)])
-                for c in range(0, BLOCK, LANES)]
+        sums = [
+            join_lanes(
+                operator.add,
+                [_emit_steps(load(first + j, c), inverses[j], A, tile, block, first + j, at(c)) for j in range(n)],
+            )
+            for c in range(0, BLOCK, LANES)
+        ]
         for field, value in enumerate(_fields(top, *sums, n)):
             store(S, value, tile, block, field, at(first, n))

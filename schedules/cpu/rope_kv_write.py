@@ -1,14 +1,18 @@
-"""Rotary position embedding, and the new keys and values into the cache: what stands between the q/k/v projections and attention.
+"""Rotary position embedding, and the new keys and values into the cache: what stands between the q/k/v projections and
+attention.
 
-In: the float32 rows of Q, K, V of a chunk's tokens, a table of cosines and sines, and `state` int32[4] = {position, live, ...}. Out: the
-rotated queries, times log2(e)/sqrt(d) (attention works with powers of two), and the caches, updated in place for the live tokens:
+In: the float32 rows of Q, K, V of a chunk's tokens, a table of cosines and sines, and `state` int32[4] = {position,
+live, ...}. Out: the rotated queries, times log2(e)/sqrt(d) (attention works with powers of two), and the caches,
+updated in place for the live tokens:
 
     Kc float16 [kv_heads, ctx/16, d, 16]    16 keys side by side: a register of scores is 16 keys
     Vc float16 [kv_heads, ctx, d]           a register of outputs is 16 elements of one value
 
-Models differ in three ways, all parameters here: which elements form a pair (neox: i and i + rotary/2; otherwise 2i and 2i + 1), how many
-elements of a head rotate (the rest passes through), and whether each head of q and k is normalized first (Qwen 3).
+Models differ in three ways, all parameters here: which elements form a pair (neox: i and i + rotary/2; otherwise 2i and
+2i + 1), how many elements of a head rotate (the rest passes through), and whether each head of q and k is normalized
+first (Qwen 3).
 """
+
 import math
 
 from tvm import tirx
@@ -19,13 +23,16 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu.norm import token_loop
 from mlc_amd.schedules.cpu.vector import LANES, at, dtype, f32, splat, store, tree_add
 
-KEYS = 16                       # keys of a tile of Kc
+KEYS = 16  # keys of a tile of Kc
 
 
 def cache_shapes(kv_heads, ctx, d):
-    """Shapes of Kc and Vc (float16). UserError unless 64 divides ctx and 32 divides d, as the attention kernels need."""
+    """Shapes of Kc and Vc (float16). UserError unless 64 divides ctx and 32 divides d, as the attention kernels
+    need."""
     if ctx % 64 or d % 32:
-        raise UserError(f"attention on the CPU needs a context in multiples of 64 and heads in multiples of 32, not {ctx} and {d}")
+        raise UserError(
+            f"attention on the CPU needs a context in multiples of 64 and heads in multiples of 32, not {ctx} and {d}"
+        )
     return (kv_heads, ctx // KEYS, d, KEYS), (kv_heads, ctx, d)
 
 
@@ -35,14 +42,15 @@ def _lanes(*sizes):
 
 
 class _Rotation:
-    """Cosines and sines of one token, in the order in which its pairs lie in a head, and the head's elements rotated by them."""
+    """Cosines and sines of one token, in the order in which its pairs lie in a head, and the head's elements rotated by
+    them."""
 
     def __init__(self, CS, position, d, rotary, neox):
         self.d, self.half, self.neox = d, rotary // 2, neox
         self.cos, self.sin = (T.alloc_buffer((rotary,), "float32", scope="local") for _ in range(2))
         with T.serial(self.half) as i:
             c, s = (T.Bind(CS[position, i * 2 + j]) for j in range(2))
-            for j, sign in ((0, -1), (1, 1)):           # y = x * cos + partner * sin: the first of a pair subtracts
+            for j, sign in ((0, -1), (1, 1)):  # y = x * cos + partner * sin: the first of a pair subtracts
                 place = i + j * self.half if neox else i * 2 + j
                 store(self.cos, c, place)
                 store(self.sin, s * T.float32(sign), place)
@@ -62,6 +70,7 @@ class _Rotation:
 
 def _head_loader(X, token, head, d, weight, eps):
     """load(e, n) of one head's elements, times weight / sqrt(mean of squares + eps) when there is a `weight`."""
+
     def plain(e, n):
         return X[token, at(head * d + e, n)]
 
@@ -76,12 +85,12 @@ def _head_loader(X, token, head, d, weight, eps):
 
 
 def rope_kv_write(heads, kv_heads, d, ctx, m, neox, rotary, qk_norm_eps, isa, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], Q float32 [m, heads*d], K float32 [m, kv_heads*d], V float32 [m, kv_heads*d],
-    [QN float32 [d], KN float32 [d] when qk_norm_eps is not None], CS float32 [ctx, rotary] with CS[pos, 2i] = cos, CS[pos, 2i+1] = sin of
-    pair i, Kc, Vc (in place), Qo float32 [m, heads, d]).
+    """Kernel (state int32[4], Q float32 [m, heads*d], K float32 [m, kv_heads*d], V float32 [m, kv_heads*d], [QN float32
+    [d], KN float32 [d] when qk_norm_eps is not None], CS float32 [ctx, rotary] with CS[pos, 2i] = cos, CS[pos, 2i+1] =
+    sin of pair i, Kc, Vc (in place), Qo float32 [m, heads, d]).
 
-    Token i of the chunk has position state[0] + i; tokens that are not live, or at or beyond ctx, write nothing. UserError for shapes that
-    `cache_shapes` refuses and for an odd number of rotated elements.
+    Token i of the chunk has position state[0] + i; tokens that are not live, or at or beyond ctx, write nothing.
+    UserError for shapes that `cache_shapes` refuses and for an odd number of rotated elements.
     """
     kshape, vshape = cache_shapes(kv_heads, ctx, d)
     if rotary % 2 or not 0 < rotary <= d:
@@ -90,7 +99,9 @@ def rope_kv_write(heads, kv_heads, d, ctx, m, neox, rotary, qk_norm_eps, isa, na
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
         state = T.arg("state", T.buffer((4,), "int32"))
-        Q, K, V = (T.arg(n, T.buffer((m, h * d), "float32")) for n, h in (("Q", heads), ("K", kv_heads), ("V", kv_heads)))
+        Q, K, V = (
+            T.arg(n, T.buffer((m, h * d), "float32")) for n, h in (("Q", heads), ("K", kv_heads), ("V", kv_heads))
+        )
         QN, KN = (None, None) if qk_norm_eps is None else (T.arg(n, T.buffer((d,), "float32")) for n in ("QN", "KN"))
         CS = T.arg("CS", T.buffer((ctx, rotary), "float32"))
         Kc, Vc = T.arg("Kc", T.buffer(kshape, "float16")), T.arg("Vc", T.buffer(vshape, "float16"))

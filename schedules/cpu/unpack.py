@@ -1,8 +1,10 @@
 """Weights unpacked once for many tokens: what `load` gives of some tiles of 16 rows, kept in this thread's memory.
 
-In: planes and tiles' numbers. Out: the same Block, to the bit, from memory: codes a byte each in the order of registers, scales and offsets
-float32. A kernel of many tokens goes through its weights once for each tile of tokens; bits and scales are taken apart only once.
+In: planes and tiles' numbers. Out: the same Block, to the bit, from memory: codes a byte each in the order of
+registers, scales and offsets float32. A kernel of many tokens goes through its weights once for each tile of tokens;
+bits and scales are taken apart only once.
 """
+
 from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
@@ -46,6 +48,7 @@ class Unpacked:
 
 class _Tile(NamedTuple):
     """One of an Unpacked's tiles."""
+
     unpacked: Unpacked
     t: object
 

@@ -1,16 +1,18 @@
 """Small building blocks of the CPU kernels: explicit vectors in TVMScript's builder.
 
-Everything here is called while an IRBuilder prim_func is open and emits code there. `T.Bind` makes a register: a helper that returns a
-bound value computes it once. Vectors have 16 lanes unless `n` says otherwise (LLVM splits them where registers are smaller); n = 1 is a
-scalar.
+Everything here is called while an IRBuilder prim_func is open and emits code there. `T.Bind` makes a register: a helper
+that returns a bound value computes it once. Vectors have 16 lanes unless `n` says otherwise (LLVM splits them where
+registers are smaller); n = 1 is a scalar.
 """
+
 import math
 
 from tvm.tirx.script import builder as T
 
 LANES = 16
 LOG2E = 1.4426950408889634
-# 2**f = 1 + f*(...) on [0, 1), relative error 2e-7, exactly 1 at 0: coefficients highest power first (minimax fit, Horner form)
+# 2**f = 1 + f*(...) on [0, 1), relative error 2e-7, exactly 1 at 0: coefficients highest power first (minimax fit,
+# Horner form)
 EXP2 = (1.86713011e-3, 9.01703022e-3, 5.57999132e-2, 2.4016445e-1, 6.93151312e-1, 1.0)
 
 
@@ -45,9 +47,9 @@ def intrin(result, name, *args):
 
 
 def pin(x, n):
-    """`n` lanes of uint8 in a register, for values used more than once: TVM's simplifier puts a bound integer's expression back wherever it
-    is used, which makes code and compile time explode. It does not touch calls that it believes to have effects; this one, the maximum
-    with 0, LLVM removes."""
+    """`n` lanes of uint8 in a register, for values used more than once: TVM's simplifier puts a bound integer's
+    expression back wherever it is used, which makes code and compile time explode. It does not touch calls that it
+    believes to have effects; this one, the maximum with 0, LLVM removes."""
     return T.Bind(T.call_llvm_intrin(dtype("uint8", n), "llvm.umax", x, splat(T.uint8(0), n)))
 
 
@@ -57,21 +59,24 @@ def widen(x, n=LANES):
 
 
 def half_bits(x, n=LANES):
-    """`n` lanes of finite float16 as float32 without conversion instructions, for machines where LLVM would call a function per lane: the
-    exponent and mantissa at their place in a float32, whose smaller bias a multiplication by 2**112 makes up for (denormals too)."""
+    """`n` lanes of finite float16 as float32 without conversion instructions, for machines where LLVM would call a
+    function per lane: the exponent and mantissa at their place in a float32, whose smaller bias a multiplication by
+    2**112 makes up for (denormals too)."""
     bits = T.Bind(T.cast(T.reinterpret(dtype("uint16", n), x), dtype("uint32", n)))
 
     def word(value):
         return splat(T.uint32(value), n)
 
-    magnitude = T.reinterpret(dtype("float32", n), T.shift_left(bits & word(0x7FFF), word(13))) * f32(2.0 ** 112, n)
+    magnitude = T.reinterpret(dtype("float32", n), T.shift_left(bits & word(0x7FFF), word(13))) * f32(2.0**112, n)
     sign = T.shift_left(bits & word(0x8000), word(16))
     return T.Bind(T.reinterpret(dtype("float32", n), T.reinterpret(dtype("uint32", n), magnitude) | sign))
 
 
 def bf16(x, n=LANES):
     """`n` lanes of bfloat16, given as their uint16 bits, as float32, in a register."""
-    return T.Bind(T.reinterpret(dtype("float32", n), T.shift_left(T.cast(x, dtype("uint32", n)), splat(T.uint32(16), n))))
+    return T.Bind(
+        T.reinterpret(dtype("float32", n), T.shift_left(T.cast(x, dtype("uint32", n)), splat(T.uint32(16), n)))
+    )
 
 
 def store(buf, x, *index):
@@ -80,46 +85,51 @@ def store(buf, x, *index):
 
 
 def local(*shape, dtype="float32"):
-    """A thread's own scratch buffer. Below 1 KB it lies on the stack, and where all indices are constants LLVM makes registers of it: one
-    small buffer for each accumulator. Larger ones TVM takes from a pool by a call (with scope "local" it does so for all sizes, and LLVM
-    then stores to memory what it holds in registers)."""
+    """A thread's own scratch buffer. Below 1 KB it lies on the stack, and where all indices are constants LLVM makes
+    registers of it: one small buffer for each accumulator. Larger ones TVM takes from a pool by a call (with scope
+    "local" it does so for all sizes, and LLVM then stores to memory what it holds in registers)."""
     return T.alloc_buffer(shape, dtype)
 
 
 def registers(*shape, kind="float32"):
-    """A small buffer of 4-byte elements on this thread's stack. Where all its indices are constants LLVM keeps it in registers.
+    """A small buffer of 4-byte elements on this thread's stack. Where all its indices are constants LLVM keeps it in
+    registers.
 
-    T.alloc_buffer takes even four bytes from TVM's workspace pool on a CPU: memory that, for all LLVM knows, a prefetch may look at, so
-    that a loop with a prefetch would store its sums in each step.
+    T.alloc_buffer takes even four bytes from TVM's workspace pool on a CPU: memory that, for all LLVM knows, a prefetch
+    may look at, so that a loop with a prefetch would store its sums in each step.
     """
-    words = T.tvm_stack_alloca("shape", (math.prod(shape) + 1) // 2)        # "shape": elements of 8 bytes
+    words = T.tvm_stack_alloca("shape", (math.prod(shape) + 1) // 2)  # "shape": elements of 8 bytes
     data = T.Bind(T.reinterpret(T.handle(kind, "local").ty, words))
     return T.decl_buffer(shape, kind, data=data, scope="local")
 
 
 def opaque(x):
-    """`x`, an int32, from now on a plain load to TVM, whose simplifier is slow where index arithmetic nests (to LLVM it is a register)."""
+    """`x`, an int32, from now on a plain load to TVM, whose simplifier is slow where index arithmetic nests (to LLVM it
+    is a register)."""
     cell = registers(1, kind="int32")
     store(cell, x, 0)
     return cell[0]
 
 
 def prefetch(buf, *index, ahead=0, near=3):
-    """Asks for the cache line that holds the element `ahead` elements beyond buf[index]; it may lie outside the buffer. near: LLVM's
-    locality, 3: into all caches, 2: into all but the nearest, 0: into the nearest only."""
+    """Asks for the cache line that holds the element `ahead` elements beyond buf[index]; it may lie outside the buffer.
+    near: LLVM's locality, 3: into all caches, 2: into all but the nearest, 0: into the nearest only."""
     where = (*index[:-1], index[-1] + ahead)
-    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(buf[where]), T.int32(0), T.int32(near), T.int32(1)))
+    T.evaluate(
+        T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(buf[where]), T.int32(0), T.int32(near), T.int32(1))
+    )
 
 
 def reduce(op, x):
-    """The lanes of a vector joined by LLVM's reduction `op` as a scalar in a register: fmax, fmin or fadd (in lane order: LLVM may not
-    reassociate) of float32, add, smax or smin of int32."""
+    """The lanes of a vector joined by LLVM's reduction `op` as a scalar in a register: fmax, fmin or fadd (in lane
+    order: LLVM may not reassociate) of float32, add, smax or smin of int32."""
     start = [T.float32(-0.0)] if op == "fadd" else []
     return intrin("float32" if op[0] == "f" else "int32", f"llvm.vector.reduce.{op}", *start, x)
 
 
 def tree_add(x, n=LANES):
-    """The sum of the lanes of a float32 vector, halves added to halves (log2(n) steps): any order will do, and this is the fast one."""
+    """The sum of the lanes of a float32 vector, halves added to halves (log2(n) steps): any order will do, and this is
+    the fast one."""
     while n > 1:
         n //= 2
         low, high = (T.Shuffle([x], [T.int32(i + h * n) for i in range(n)]) for h in (0, 1))
@@ -128,8 +138,10 @@ def tree_add(x, n=LANES):
 
 
 def join_lanes(join, vectors, n=LANES):
-    """The lanes of each of some vectors (a power of two) joined by `join`, neighbours first: a vector with a lane for each of them."""
-    def halves(x, count):       # even and odd lanes
+    """The lanes of each of some vectors (a power of two) joined by `join`, neighbours first: a vector with a lane for
+    each of them."""
+
+    def halves(x, count):  # even and odd lanes
         return (T.Shuffle(x, [T.int32(2 * i + odd) for i in range(count)]) for odd in range(2))
 
     count = len(vectors)
@@ -142,8 +154,9 @@ def join_lanes(join, vectors, n=LANES):
 
 
 def exp2(x, n=LANES):
-    """2**x, relative error 2e-7, exact for whole x; x is clamped to -126..127 (no infinities, no denormals). The power of the whole part is
-    added to the exponent: a product might become one operation with what is done next, in one kernel and not in another."""
+    """2**x, relative error 2e-7, exact for whole x; x is clamped to -126..127 (no infinities, no denormals). The power
+    of the whole part is added to the exponent: a product might become one operation with what is done next, in one
+    kernel and not in another."""
     x = T.Bind(T.min(T.max(x, f32(-126.0, n)), f32(127.0, n)))
     whole = T.Bind(T.floor(x))
     bits = T.reinterpret(dtype("int32", n), T.Bind(_exp2_of_fraction(T.Bind(x - whole), n)))
@@ -151,9 +164,10 @@ def exp2(x, n=LANES):
 
 
 def exp2_avx512(x, n=LANES):
-    """`exp2` of 16 lanes with AVX-512's instructions for fractions (vreduceps) and powers of two (vscalefps); nothing to clamp."""
+    """`exp2` of 16 lanes with AVX-512's instructions for fractions (vreduceps) and powers of two (vscalefps); nothing
+    to clamp."""
     kind, x, every = dtype("float32", n), T.Bind(x), T.int16(-1)
-    down, current = T.int32(0x9), T.int32(4)            # x - floor(x), no exceptions; the current rounding
+    down, current = T.int32(0x9), T.int32(4)  # x - floor(x), no exceptions; the current rounding
     fraction = intrin(kind, "llvm.x86.avx512.mask.reduce.ps.512", x, down, x, every, current)
     return intrin(kind, "llvm.x86.avx512.mask.scalef.ps.512", _exp2_of_fraction(fraction, n), x, x, every, current)
 

@@ -1,1 +1,2 @@
-"""TensorIR kernels for AMD GPUs: one builder function per kernel, each returns a `tirx.PrimFunc` with its threads bound."""
+"""TensorIR kernels for AMD GPUs: one builder function per kernel, each returns a `tirx.PrimFunc` with its threads
+bound."""

@@ -1,6 +1,8 @@
 """Attention on a GPU: the kernel for one token (`attention_decode.py`) or for a chunk of tokens, with matrix units
-(`attention_prefill.py`, on Vulkan `attention_prefill_coop.py`) where the arch has them, else without (`attention_prefill_dot.py`).
+(`attention_prefill.py`, on Vulkan `attention_prefill_coop.py`) where the arch has them, else without
+(`attention_prefill_dot.py`).
 """
+
 from tvm import tirx
 
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
@@ -16,8 +18,8 @@ def attention(heads, kv_heads, d, ctx, m, act_out, arch, name, plan=None) -> tir
     """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc of `rope_kv_write.cache_shapes`, [Parts, Arrived of
     `attention_decode.scratch_shapes` when m is 1], then the output [m, heads*d] in the layout act_out).
 
-    Causal: token i sees the keys 0 .. state[0] + i. UserError for shapes that `cache_shapes` or `group_of` refuses, and for "rows" with
-    m > 1 on an arch with matrix units. plan: of the kernel's module, instead of the arch's.
+    Causal: token i sees the keys 0 .. state[0] + i. UserError for shapes that `cache_shapes` or `group_of` refuses, and
+    for "rows" with m > 1 on an arch with matrix units. plan: of the kernel's module, instead of the arch's.
     """
     if m == 1:
         return attention_decode(heads, kv_heads, d, ctx, act_out, arch, name, plan=plan)

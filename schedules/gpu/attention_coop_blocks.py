@@ -1,19 +1,23 @@
-"""Keys and values on their way from the caches to shared memory, a block of keys at a time, for attention on cooperative matrices.
+"""Keys and values on their way from the caches to shared memory, a block of keys at a time, for attention on
+cooperative matrices.
 
-Both lie there as the operands of the two products want them, contiguous along what is summed: rows of keys with d elements, rows of
-columns of the values with an element per key. A row ends with 16 bytes of nothing, so that neighbouring rows start in other banks.
+Both lie there as the operands of the two products want them, contiguous along what is summed: rows of keys with d
+elements, rows of columns of the values with an element per key. A row ends with 16 bytes of nothing, so that
+neighbouring rows start in other banks.
 """
+
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention_rows import at, local, put
 from mlc_amd.schedules.gpu.device import WAVE_SHARED
 from mlc_amd.schedules.gpu.rope_kv_write import KEYS, UNIT
 
-WORDS = UNIT // 2               # of a unit of 16 bytes
+WORDS = UNIT // 2  # of a unit of 16 bytes
 
 
 def shared_units(units):
-    """Shared memory in units of 16 bytes, which only barriers here order: TVM would see conflicts between waves where there are none."""
+    """Shared memory in units of 16 bytes, which only barriers here order: TVM would see conflicts between waves where
+    there are none."""
     return T.alloc_buffer((units,), f"float16x{UNIT}", scope=WAVE_SHARED)
 
 
@@ -21,12 +25,20 @@ class Block:
     """A block of keys or values on its way: from the cache to registers, from there to shared memory.
 
     units     of 16 bytes in a block
-    source    source(first key of the block, number of the unit) -> the unit in the cache; neighbouring units are neighbours there
+    source    source(first key of the block, number of the unit) -> the unit in the cache; neighbouring units are
+              neighbours there
     target    target(number of the unit) -> (row in shared memory, unit in the row)
     """
 
     def __init__(self, units, row_units, rows, threads, tid, source, target):
-        self.units, self.row_units, self.threads, self.tid, self.source, self.target = units, row_units, threads, tid, source, target
+        self.units, self.row_units, self.threads, self.tid, self.source, self.target = (
+            units,
+            row_units,
+            threads,
+            tid,
+            source,
+            target,
+        )
         self.pieces = -(-units // threads)
         self.buffer = shared_units(rows * row_units)
         self.words = local(self.pieces * WORDS, "uint32")
@@ -45,11 +57,16 @@ class Block:
         """It arrives in `buffer`."""
         for i in range(self.pieces):
             row, unit = self.target(self._unit(i))
-            put(self.buffer, T.reinterpret(f"float16x{UNIT}", self.words[at(i * WORDS, WORDS)]), row * self.row_units + unit)
+            put(
+                self.buffer,
+                T.reinterpret(f"float16x{UNIT}", self.words[at(i * WORDS, WORDS)]),
+                row * self.row_units + unit,
+            )
 
 
 def key_block(Kc, kv, d, keys, threads, tid):
-    """The `Block` of `keys` keys of KV head kv, as the threads of a workgroup (this one is `tid`) move it. Rows are keys."""
+    """The `Block` of `keys` keys of KV head kv, as the threads of a workgroup (this one is `tid`) move it. Rows are
+    keys."""
     width = min(KEYS, keys)
 
     def place(unit):
@@ -64,6 +81,7 @@ def key_block(Kc, kv, d, keys, threads, tid):
 
 def value_block(Vc, kv, d, keys, threads, tid):
     """The same of the values. Rows are columns."""
+
     def source(key0, unit):
         return Vc[kv, key0 // UNIT + unit // d, unit % d, at(0, UNIT)]
 

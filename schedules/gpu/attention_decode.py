@@ -1,18 +1,22 @@
-"""Attention of one token against the cache on a GPU: split-KV ("flash decoding"), with RoPE and the cache write in the same launch.
+"""Attention of one token against the cache on a GPU: split-KV ("flash decoding"), with RoPE and the cache write in the
+same launch.
 
-In: the token's q, k, v rows as the projections left them (or queries that `rope_kv_write.py` rotated), and the caches of that module. Out:
-the heads' outputs in an activation layout of `quantize.py`. A workgroup has a KV head and a split of its live keys; it rotates the group's
-queries into LDS itself. A wave works through steps of 32 or 64 keys and keeps its own softmax (`attention_rows.py`), so nothing waits in
-the loop; K and V are loaded once for the whole group. The waves join through LDS at the end.
+In: the token's q, k, v rows as the projections left them (or queries that `rope_kv_write.py` rotated), and the caches
+of that module. Out: the heads' outputs in an activation layout of `quantize.py`. A workgroup has a KV head and a split
+of its live keys; it rotates the group's queries into LDS itself. A wave works through steps of 32 or 64 keys and keeps
+its own softmax (`attention_rows.py`), so nothing waits in the loop; K and V are loaded once for the whole group. The
+waves join through LDS at the end.
 
-Splits join in device memory. The one that arrives last, by an atomic counter, joins them all: no second launch. (On Vulkan a split that
-is alone stores the output itself.) A split's results go out as volatile stores, which are complete, beyond the caches that workgroups do
-not share, before the counter moves. The last one's loads have addresses that depend on what the counter returned, so neither compiler nor
-hardware can start them early; their cache lines belong to one split each and nothing reads them earlier in the launch, so no cache holds
-an old copy. On Vulkan both buffers are coherent, and a memory barrier stands before the counter moves and after it was read.
+Splits join in device memory. The one that arrives last, by an atomic counter, joins them all: no second launch. (On
+Vulkan a split that is alone stores the output itself.) A split's results go out as volatile stores, which are complete,
+beyond the caches that workgroups do not share, before the counter moves. The last one's loads have addresses that
+depend on what the counter returned, so neither compiler nor hardware can start them early; their cache lines belong to
+one split each and nothing reads them earlier in the launch, so no cache holds an old copy. On Vulkan both buffers are
+coherent, and a memory barrier stands before the counter moves and after it was read.
 
 The token's own key and value never come from the cache: they are where the first wave's softmax starts.
 """
+
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,13 +28,35 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention_rows import LOWEST, P_SHIFT, STEP, at, group_of, put
 from mlc_amd.schedules.gpu.attention_rows_vulkan import query_dtype, rows_of, waves_of
-from mlc_amd.schedules.gpu.device import COHERENT, Outbox, dot2, each, exp2, fma, launch, memory_barrier, rcp, uniform, wave_max, wave_sum
+from mlc_amd.schedules.gpu.device import (
+    COHERENT,
+    Outbox,
+    dot2,
+    each,
+    exp2,
+    fma,
+    launch,
+    memory_barrier,
+    rcp,
+    uniform,
+    wave_max,
+    wave_sum,
+)
 from mlc_amd.schedules.gpu.load import lane_of
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, emit_store, vector
-from mlc_amd.schedules.gpu.rope_kv_write import Rope, cache_shapes, query_scale, rope_args, rotated, store_key, store_valid, store_value
+from mlc_amd.schedules.gpu.rope_kv_write import (
+    Rope,
+    cache_shapes,
+    query_scale,
+    rope_args,
+    rotated,
+    store_key,
+    store_valid,
+    store_value,
+)
 
-MOST = 32                       # splits
-LINE = 32                       # float32 of a cache line
+MOST = 32  # splits
+LINE = 32  # float32 of a cache line
 
 
 @dataclass(frozen=True)
@@ -56,8 +82,8 @@ def default_plan(arch) -> Plan:
 
 
 class Splits(NamedTuple):
-    """How a KV head's keys are dealt out: `count` workgroups of `waves` waves, steps of `step` keys in turns. batch: splits whose results
-    are loaded at once."""
+    """How a KV head's keys are dealt out: `count` workgroups of `waves` waves, steps of `step` keys in turns. batch:
+    splits whose results are loaded at once."""
 
     count: int
     waves: int
@@ -73,8 +99,8 @@ class Splits(NamedTuple):
 
 
 def splits_of(heads, kv_heads, d, ctx, arch, plan=None) -> Splits:
-    """The splits of a shape: no more than the context has work for, than fill the GPU, than a wave has lanes to join them. ValueError for a
-    plan that the arch cannot run."""
+    """The splits of a shape: no more than the context has work for, than fill the GPU, than a wave has lanes to join
+    them. ValueError for a plan that the arch cannot run."""
     group, plan = group_of(heads, kv_heads), plan or default_plan(arch)
     if plan.step != STEP and (arch.api == "rocm" or plan.step % arch.wave or plan.step > STEP):
         raise ValueError(f"{arch.name} takes steps of up to {STEP} keys, not of {plan.step}")
@@ -86,23 +112,30 @@ def splits_of(heads, kv_heads, d, ctx, arch, plan=None) -> Splits:
 
 
 def stride_of(group, d) -> int:
-    """float32 of a split's results in the scratch buffer, whole cache lines: the rows' outputs, then (top, total, 0, 0) of each row."""
+    """float32 of a split's results in the scratch buffer, whole cache lines: the rows' outputs, then (top, total, 0, 0)
+    of each row."""
     return -(-group * (d + WIDTH) // LINE) * LINE
 
 
 def scratch_shapes(heads, kv_heads, d) -> dict:
-    """Parameter name -> (shape, dtype) of the buffers that splits join through, large enough for every plan. "Arrived" must be zero before
-    the first launch and is zero after each; "Parts" may hold anything."""
-    return {"Parts": ((kv_heads, MOST, stride_of(group_of(heads, kv_heads), d)), "float32"), "Arrived": ((kv_heads,), "int32")}
+    """Parameter name -> (shape, dtype) of the buffers that splits join through, large enough for every plan. "Arrived"
+    must be zero before the first launch and is zero after each; "Parts" may hold anything."""
+    return {
+        "Parts": ((kv_heads, MOST, stride_of(group_of(heads, kv_heads), d)), "float32"),
+        "Arrived": ((kv_heads,), "int32"),
+    }
 
 
-def attention_decode(heads, kv_heads, d, ctx, act_out, arch, name, rope: Rope | None = None, plan: Plan | None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], then with `rope`: Q, K, V, [QN, KN], CS as for `rope_kv_write` with m = 1, Kc, Vc in place; without:
-    Qo float16 [1, heads, d], Kc, Vc; then Parts, Arrived of `scratch_shapes`, then the output [1, heads*d] in the layout act_out).
+def attention_decode(
+    heads, kv_heads, d, ctx, act_out, arch, name, rope: Rope | None = None, plan: Plan | None = None
+) -> tirx.PrimFunc:
+    """Kernel (state int32[4], then with `rope`: Q, K, V, [QN, KN], CS as for `rope_kv_write` with m = 1, Kc, Vc in
+    place; without: Qo float16 [1, heads, d], Kc, Vc; then Parts, Arrived of `scratch_shapes`, then the output [1,
+    heads*d] in the layout act_out).
 
-    The token at state[0] sees the keys 0 .. state[0]; with `rope` its own key and value are written there, without they must be there
-    already. One launch. plan: instead of the arch's; ValueError as for `splits_of`. UserError for shapes that `cache_shapes`, `rope_args`
-    or `group_of` refuses.
+    The token at state[0] sees the keys 0 .. state[0]; with `rope` its own key and value are written there, without they
+    must be there already. One launch. plan: instead of the arch's; ValueError as for `splits_of`. UserError for shapes
+    that `cache_shapes`, `rope_args` or `group_of` refuses.
     """
     splits, (kshape, vshape) = splits_of(heads, kv_heads, d, ctx, arch, plan), cache_shapes(kv_heads, ctx, d)
     group = splits.group
@@ -145,7 +178,16 @@ def attention_decode(heads, kv_heads, d, ctx, act_out, arch, name, rope: Rope | 
                     place = T.Bind(stream + i * streams)
                     # the step after this one; the last one loads something that nobody looks at
                     following = {"following": T.Bind(T.min(place + streams, steps - 1) * splits.step)} if ahead else {}
-                    rows.step(Kc, Vc, kv, T.Bind(place * splits.step), queries, lambda r: end, T.Bind(state[3] & i), **following)
+                    rows.step(
+                        Kc,
+                        Vc,
+                        kv,
+                        T.Bind(place * splits.step),
+                        queries,
+                        lambda r: end,
+                        T.Bind(state[3] & i),
+                        **following,
+                    )
                 if rope:
                     with T.If(first & (state[0] == position)), T.Then():
                         store_key(Kc, kv, position, rotated(arch, K, 0, kv * d, CS, position, KN, lane, d, rope))
@@ -175,7 +217,9 @@ def _rotate(arch, splits, sources, rope, buffers, kv, position, wave, lane):
         row = T.Bind(i * splits.waves + wave)
         with T.If(row < group), T.Then():
             for valid, values in rotated(arch, Q, 0, (kv * group + row) * d, CS, position, QN, lane, d, rope):
-                store_valid(valid, queries, [((row, e), _kept(y * T.float32(query_scale(d)), queries)) for e, y in values])
+                store_valid(
+                    valid, queries, [((row, e), _kept(y * T.float32(query_scale(d)), queries)) for e, y in values]
+                )
     with T.If(wave == splits.waves - 1), T.Then():
         for valid, values in rotated(arch, K, 0, kv * d, CS, position, KN, lane, d, rope):
             store_valid(valid, own_key, [((e,), _kept(y, own_key)) for e, y in values])
@@ -192,8 +236,16 @@ def _load_queries(splits, Qo, queries, kv, tid):
     elements = splits.group * splits.d
     for first in range(0, elements, splits.threads):
         e = T.Bind(first + tid)
-        store_valid(None if first + splits.threads <= elements else e < elements, queries,
-                    [((e // splits.d, e % splits.d), T.cast(Qo[0, kv * splits.group + e // splits.d, e % splits.d], queries.dtype))])
+        store_valid(
+            None if first + splits.threads <= elements else e < elements,
+            queries,
+            [
+                (
+                    (e // splits.d, e % splits.d),
+                    T.cast(Qo[0, kv * splits.group + e // splits.d, e % splits.d], queries.dtype),
+                )
+            ],
+        )
 
 
 def _start_with_own(rows, queries, own_key, V, kv):
@@ -227,7 +279,8 @@ def _product(arch, x, y):
 
 
 def _quads(arch, splits, tid):
-    """Yields (valid, row, column) of the groups of four columns that a thread has; valid is None where all threads have one."""
+    """Yields (valid, row, column) of the groups of four columns that a thread has; valid is None where all threads have
+    one."""
     count = splits.group * splits.d // WIDTH
     for i in each(arch, -(-count // splits.threads)):
         first = i * splits.threads
@@ -242,7 +295,15 @@ def _store_alone(arch, splits, act_out, out, quad, kv, tid):
     for valid, row, column in _quads(arch, splits, tid):
         _, total, values = quad(row, column)
         inverse = rcp(total)
-        emit_store(arch, act_out, out, [T.Bind(y * inverse) for y in values], 0, (kv * splits.group + row) * splits.d + column, valid)
+        emit_store(
+            arch,
+            act_out,
+            out,
+            [T.Bind(y * inverse) for y in values],
+            0,
+            (kv * splits.group + row) * splits.d + column,
+            valid,
+        )
 
 
 def _store_parts(splits, Parts, quad, kv, split, tid, arch):

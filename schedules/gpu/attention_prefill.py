@@ -1,13 +1,16 @@
-"""Causal attention of a chunk of tokens on AMD's matrix units: WMMA (gfx11, gfx12) and MFMA (CDNA), with online softmax.
+"""Causal attention of a chunk of tokens on AMD's matrix units: WMMA (gfx11, gfx12) and MFMA (CDNA), with online
+softmax.
 
-In: the rotated queries and the caches of `rope_kv_write.py`, which already hold the chunk's own keys and values. Out: the heads' outputs
-in an activation layout of `quantize.py`, of the live tokens.
+In: the rotated queries and the caches of `rope_kv_write.py`, which already hold the chunk's own keys and values. Out:
+the heads' outputs in an activation layout of `quantize.py`, of the live tokens.
 
-A wave has a KV head and 16 rows (token x head of the group); no shared memory, no barrier. Everything is computed transposed,
-S^T = K Q^T and O^T = V^T P^T, so that a lane's column is a row of queries: maximum, sum and rescaling are lane-local but for an exchange
-between the lanes that share a row. Both caches are in 16-byte units of what an operand's lane needs, and a lane's part of S^T is, in
-the same registers, the operand P^T of the second product on gfx12 and CDNA; on gfx11, whose operands are held twice, the half-waves swap.
+A wave has a KV head and 16 rows (token x head of the group); no shared memory, no barrier. Everything is computed
+transposed, S^T = K Q^T and O^T = V^T P^T, so that a lane's column is a row of queries: maximum, sum and rescaling are
+lane-local but for an exchange between the lanes that share a row. Both caches are in 16-byte units of what an operand's
+lane needs, and a lane's part of S^T is, in the same registers, the operand P^T of the second product on gfx12 and CDNA;
+on gfx11, whose operands are held twice, the half-waves swap.
 """
+
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +24,7 @@ from mlc_amd.schedules.gpu.device import exp2, launch, maximum, rcp, shuffle_xor
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, emit_store
 from mlc_amd.schedules.gpu.rope_kv_write import KEYS, UNIT, cache_shapes
 
-ROWS = 16                       # of a wave: the matrices' columns
+ROWS = 16  # of a wave: the matrices' columns
 
 
 @dataclass(frozen=True)
@@ -35,14 +38,16 @@ class Plan:
 
 
 class Unit(NamedTuple):
-    """A kind of matrix unit: c + a @ b of 16 x 16 x 16, float16 in, float32 out. ISA manuals, "matrix instruction" layouts.
+    """A kind of matrix unit: c + a @ b of 16 x 16 x 16, float16 in, float32 out. ISA manuals, "matrix instruction"
+    layouts.
 
     intrinsic   LLVM's name; `tail` zeros follow its operands
     results     elements of the result in a lane: rows part*results.. of the lane's column; part = lane // 16
     words       32-bit words of an operand in a lane
-    pieces      pieces(part) -> (16-byte unit, first word) that the words of a lane come from, `piece` words each, of the 32 bytes that the
-                16 steps of k of a row or column are
-    row         row(r): the row of K or V^T that lane r of 16 supplies, so that the rows of the result are those that `results` says
+    pieces      pieces(part) -> (16-byte unit, first word) that the words of a lane come from, `piece` words each, of
+                the 32 bytes that the 16 steps of k of a row or column are
+    row         row(r): the row of K or V^T that lane r of 16 supplies, so that the rows of the result are those that
+                `results` says
     """
 
     intrinsic: str
@@ -55,17 +60,23 @@ class Unit(NamedTuple):
 
 
 UNITS = {
-    # operands are held twice, by both half-waves; element i of a result in half h is row 2 i + h, which the order of rows undoes
-    "wmma11": Unit("llvm.amdgcn.wmma.f32.16x16x16.f16", 8, 8, 4, lambda part: ((0, 0), (1, 0)), lambda r: r // 2 + r % 2 * 8),
+    # operands are held twice, by both half-waves; element i of a result in half h is row 2 i + h, which the order of
+    # rows undoes
+    "wmma11": Unit(
+        "llvm.amdgcn.wmma.f32.16x16x16.f16", 8, 8, 4, lambda part: ((0, 0), (1, 0)), lambda r: r // 2 + r % 2 * 8
+    ),
     # half h holds steps 8 h .. 8 h + 7
     "wmma12": Unit("llvm.amdgcn.wmma.f32.16x16x16.f16", 8, 4, 4, lambda part: ((part, 0),), lambda r: r),
     # quarter h holds steps 4 h .. 4 h + 3
-    "mfma": Unit("llvm.amdgcn.mfma.f32.16x16x16f16", 4, 2, 2, lambda part: ((part // 2, part % 2 * 2),), lambda r: r, 3),
+    "mfma": Unit(
+        "llvm.amdgcn.mfma.f32.16x16x16f16", 4, 2, 2, lambda part: ((part // 2, part % 2 * 2),), lambda r: r, 3
+    ),
 }
 
 
 class Wave:
-    """Registers and place of one wave: lane `lane` of 16 has row first_row + lane, which is token `token` and head `head`."""
+    """Registers and place of one wave: lane `lane` of 16 has row first_row + lane, which is token `token` and head
+    `head`."""
 
     def __init__(self, arch, blocks, d, kv, group, tx, first_row, last_token):
         self.arch, self.unit, self.blocks, self.d, self.kv = arch, UNITS[arch.matrix], blocks, d, kv
@@ -76,7 +87,11 @@ class Wave:
         self.valid = row // group <= last_token
         self.supplies = T.Bind(self.unit.row(self.lane))
         n, words = self.unit.results, self.unit.words
-        self.query, self.operand, self.weights = local(d // 16 * words, "uint32"), local(words, "uint32"), local(n, "float16")
+        self.query, self.operand, self.weights = (
+            local(d // 16 * words, "uint32"),
+            local(words, "uint32"),
+            local(n, "float16"),
+        )
         self.out, self.scores, self.top, self.total = local(d // 16 * n), local(blocks * n), local(1), local(1)
 
     def load(self, target, start, source):
@@ -89,14 +104,18 @@ class Wave:
     def multiply(self, a, b, b0, c, c0):
         """c[c0:] += a @ b[b0:]."""
         unit = self.unit
-        operands = [T.reinterpret(f"float16x{unit.words * 2}", buffer[at(first, unit.words)]) for buffer, first in ((a, 0), (b, b0))]
-        result = T.call_llvm_pure_intrin(f"float32x{unit.results}", unit.intrinsic, *operands, c[at(c0, unit.results)],
-                                         *[T.int32(0)] * unit.tail)
+        operands = [
+            T.reinterpret(f"float16x{unit.words * 2}", buffer[at(first, unit.words)])
+            for buffer, first in ((a, 0), (b, b0))
+        ]
+        result = T.call_llvm_pure_intrin(
+            f"float32x{unit.results}", unit.intrinsic, *operands, c[at(c0, unit.results)], *[T.int32(0)] * unit.tail
+        )
         put(c, result, at(c0, unit.results))
 
     def across(self, x, op):
         """op over the lanes that share a column."""
-        for distance in (16, 32)[:self.arch.wave // 32]:
+        for distance in (16, 32)[: self.arch.wave // 32]:
             x = hold(op(x, shuffle_xor(self.arch, x, distance)))
         return x
 
@@ -104,8 +123,11 @@ class Wave:
         """Loads the queries; no key seen yet."""
         n = self.unit.results
         for c in range(self.d // 16):
-            self.load(self.query, c * self.unit.words,
-                      lambda u, e, c=c: Q[self.token, self.head, T.ramp((c * 2 + u) * UNIT + e.base, 1, e.lanes)])
+            self.load(
+                self.query,
+                c * self.unit.words,
+                lambda u, e, c=c: Q[self.token, self.head, T.ramp((c * 2 + u) * UNIT + e.base, 1, e.lanes)],
+            )
             put(self.out, T.broadcast(T.float32(0), n), at(c * n, n))
         put(self.top, T.float32(LOWEST), 0)
         put(self.total, T.float32(0), 0)
@@ -117,13 +139,19 @@ class Wave:
             key = T.Bind(key0 + j * 16 + self.supplies)
             put(self.scores, T.broadcast(T.float32(0), n), at(j * n, n))
             for c in range(self.d // 16):
-                self.load(self.operand, 0, lambda u, e, c=c, key=key: Kc[self.kv, key // KEYS, c * 2 + u, key % KEYS, e])
+                self.load(
+                    self.operand, 0, lambda u, e, c=c, key=key: Kc[self.kv, key // KEYS, c * 2 + u, key % KEYS, e]
+                )
                 self.multiply(self.operand, self.query, c * self.unit.words, self.scores, j * n)
         self._weigh(key0, last)
         for j in range(self.blocks):
             packed = self._pack(j)
             for x in range(self.d // 16):
-                self.load(self.operand, 0, lambda u, e, x=x, j=j: Vc[self.kv, key0 // UNIT + j * 2 + u, x * 16 + self.supplies, e])
+                self.load(
+                    self.operand,
+                    0,
+                    lambda u, e, x=x, j=j: Vc[self.kv, key0 // UNIT + j * 2 + u, x * 16 + self.supplies, e],
+                )
                 self.multiply(self.operand, packed, 0, self.out, x * n)
 
     def _weigh(self, key0, last):
@@ -146,7 +174,9 @@ class Wave:
         """The weights of block j as an operand; adds them to the total, rounded as the products use them."""
         n = self.unit.results
         for i in range(n):
-            weight = hold(T.cast(exp2(self.scores[j * n + i] - self.top[0] + T.float32(P_SHIFT)), "float16"))      # 0 for masked scores
+            weight = hold(
+                T.cast(exp2(self.scores[j * n + i] - self.top[0] + T.float32(P_SHIFT)), "float16")
+            )  # 0 for masked scores
             put(self.total, self.total[0] + T.cast(weight, "float32"), 0)
             put(self.weights, weight, i)
         packed = local(self.unit.words, "uint32")
@@ -174,13 +204,16 @@ class Wave:
 
 
 def attention_prefill(heads, kv_heads, d, ctx, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc, then the output [m, heads*d] in the layout act_out, "" or "half").
+    """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc, then the output [m, heads*d] in the layout act_out, ""
+    or "half").
 
-    Token i sees the keys 0 .. state[0] + i. Nothing is stored for tokens that are not live. UserError for shapes that `cache_shapes` or
-    `group_of` refuses, or for "rows".
+    Token i sees the keys 0 .. state[0] + i. Nothing is stored for tokens that are not live. UserError for shapes that
+    `cache_shapes` or `group_of` refuses, or for "rows".
     """
     if act_out == "rows":
-        raise UserError("attention on matrix units gives float32 or float16, not int8 blocks; quantize its output separately")
+        raise UserError(
+            "attention on matrix units gives float32 or float16, not int8 blocks; quantize its output separately"
+        )
     group, (kshape, vshape), plan = group_of(heads, kv_heads), cache_shapes(kv_heads, ctx, d), plan or Plan()
     waves, step = plan.threads // arch.wave, plan.blocks * 16
     tiles = -(-m * group // (ROWS * waves))
@@ -194,14 +227,14 @@ def attention_prefill(heads, kv_heads, d, ctx, m, act_out, arch, name, plan=None
         with launch((kv_heads, tiles), (arch.wave, waves)) as (kv, tile, tx, thread_wave):
             position = T.Bind(T.max(T.min(state[0], T.int32(ctx - 1)), T.int32(0)))
             tokens = T.Bind(T.min(T.min(state[1], T.int32(m)), ctx - position))
-            first_row = T.Bind(((tiles - 1 - tile) * waves + uniform(arch, thread_wave)) * ROWS)         # the longest first
+            first_row = T.Bind(((tiles - 1 - tile) * waves + uniform(arch, thread_wave)) * ROWS)  # the longest first
             first_token = T.Bind(first_row // group)
             with T.If(first_token < tokens), T.Then():
                 wave = Wave(arch, plan.blocks, d, kv, group, tx, first_row, T.Bind(tokens - 1))
                 wave.start(Q)
                 last_token = T.min((first_row + ROWS - 1) // group, tokens - 1)
                 steps = T.Bind((position + last_token) // step + 1)
-                whole = T.Bind(T.min((position + first_token + 1) // step, steps))                 # every row sees all of their keys
+                whole = T.Bind(T.min((position + first_token + 1) // step, steps))  # every row sees all of their keys
                 with T.serial(whole) as i:
                     wave.step(Kc, Vc, T.Bind(i * step), None)
                 with T.serial(steps - whole) as i:

@@ -1,20 +1,23 @@
 """Causal attention of a chunk of tokens on cooperative matrices (KHR_cooperative_matrix), with online softmax.
 
-In: the rotated queries and the caches of `rope_kv_write.py`, which already hold the chunk's own keys and values. Out: the heads' outputs
-in an activation layout of `quantize.py`, of the live tokens.
+In: the rotated queries and the caches of `rope_kv_write.py`, which already hold the chunk's own keys and values. Out:
+the heads' outputs in an activation layout of `quantize.py`, of the live tokens.
 
-A wave has some fragments of rows, each of neighbouring tokens of one head; the waves of a workgroup share a KV head, whose keys and values
-go through shared memory a block at a time, in the layout that operands want. The block after this one is on its way while this one is
-multiplied: keys are loaded during the second product, values during the first.
+A wave has some fragments of rows, each of neighbouring tokens of one head; the waves of a workgroup share a KV head,
+whose keys and values go through shared memory a block at a time, in the layout that operands want. The block after this
+one is on its way while this one is multiplied: keys are loaded during the second product, values during the first.
 
-Which lane holds which element of a fragment is the driver's secret, so everything here is the same for all elements, or one fragment with
-another of the same type, element by element. What rows need is made of that:
-    a column in all columns     is loaded from memory with a stride of 0, and so are the numbers of rows and columns that masks need
+Which lane holds which element of a fragment is the driver's secret, so everything here is the same for all elements, or
+one fragment with another of the same type, element by element. What rows need is made of that:
+    a column in all columns     is loaded from memory with a stride of 0, and so are the numbers of rows and columns
+                                that masks need
     the sum of a row's weights  comes out of the product with a matrix of ones, which is rounded as the other product is
-    the maximum of a row        is the largest of the fragment's columns, each loaded into all columns. That takes time, and is rarely
-                                needed: weights are 2**(score - top) with any `top` that keeps them within float16. It is renewed, and the
-                                outputs rescaled, when a weight would exceed 2**LIMIT; the new one makes the largest weight 2**START.
+    the maximum of a row        is the largest of the fragment's columns, each loaded into all columns. That takes time,
+                                and is rarely needed: weights are 2**(score - top) with any `top` that keeps them within
+                                float16. It is renewed, and the outputs rescaled, when a weight would exceed 2**LIMIT;
+                                the new one makes the largest weight 2**START.
 """
+
 from dataclasses import dataclass, replace
 
 from tvm import tirx
@@ -29,7 +32,7 @@ from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier, exp2, launch, max
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, emit_store
 from mlc_amd.schedules.gpu.rope_kv_write import UNIT, cache_shapes
 
-LIMIT, START = 15, 8            # powers of two: weights are normal float16 down to 2**-22 of the largest at least
+LIMIT, START = 15, 8  # powers of two: weights are normal float16 down to 2**-22 of the largest at least
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class Tile:
     """waves     of a workgroup
     fragments  of rows in a wave: each key and value that is read from shared memory serves them all
     keys       of a block
-    parts      that a block's keys are dealt out to: so many waves have the same rows, and add up what they have at the end
+    parts      that a block's keys are dealt out to: so many waves have the same rows, and add up what they have at the
+               end
     """
 
     waves: int = 4
@@ -64,7 +68,8 @@ TILES = {
     "rdna4": ((NARROW, Tile(keys=32)), (ANY, Tile(waves=8, keys=16))),
 }
 OTHERS = ((ANY, Tile(keys=32)),)
-# Where those make fewer workgroups than the GPU has units (short chunks): measured on an H200, 1.5 to 1.8 times as fast behind 2048 tokens.
+# Where those make fewer workgroups than the GPU has units (short chunks): measured on an H200, 1.5 to 1.8 times as fast
+# behind 2048 tokens.
 FEW = {"nvidia": Tile(parts=4)}
 
 
@@ -81,7 +86,8 @@ def lds_bytes(tile, d, fragment) -> int:
 
 
 def tile_of(m, heads, kv_heads, d, arch) -> Tile:
-    """The arch's tile for a chunk of m tokens, with fewer keys where wide heads would not fit its shared memory. UserError if none fits."""
+    """The arch's tile for a chunk of m tokens, with fewer keys where wide heads would not fit its shared memory.
+    UserError if none fits."""
     tile, few = _widest(d, arch), FEW.get(arch.family)
     if few and workgroups(tile, m, heads, kv_heads, arch) < arch.units and lds_bytes(few, d, arch.fragment) <= arch.lds:
         return few
@@ -100,7 +106,10 @@ def _widest(d, arch) -> Tile:
         tile = replace(best, keys=keys)
         if keys <= best.keys and lds_bytes(tile, d, arch.fragment) <= arch.lds:
             return tile
-    raise UserError(f"attention with heads of {d} does not fit the shared memory of {arch.name}; compile for {arch.name}:matrix=none")
+    raise UserError(
+        f"attention with heads of {d} does not fit the shared memory of {arch.name}; compile for "
+        f"{arch.name}:matrix=none"
+    )
 
 
 # ---- rows
@@ -110,9 +119,17 @@ class Wave:
     """The rows of one wave: fragment i has the tokens tokens[i].. of head heads[i]."""
 
     def __init__(self, arch, tile, d, kv, group, number, first, count, Q, position, numbers, weights):
-        """number: of the wave; first: of the workgroup's fragments among the KV head's `count`. numbers: shared memory that holds 0, 1, ..;
-        weights: where the waves' weights go."""
-        self.arch, self.tile, self.d, self.Q, self.position, self.numbers, self.weights = arch, tile, d, Q, position, numbers, weights
+        """number: of the wave; first: of the workgroup's fragments among the KV head's `count`. numbers: shared memory
+        that holds 0, 1, ..; weights: where the waves' weights go."""
+        self.arch, self.tile, self.d, self.Q, self.position, self.numbers, self.weights = (
+            arch,
+            tile,
+            d,
+            Q,
+            position,
+            numbers,
+            weights,
+        )
         self.part, self.rows = T.Bind(number % tile.parts), T.Bind(number // tile.parts)
         self.base, self.row_units = T.Bind(number * wave_units(tile, arch.fragment)), tile.own_keys // UNIT + 1
         first = T.Bind(first + self.rows * tile.fragments)
@@ -138,12 +155,14 @@ class Wave:
         stride = int(self.Q.shape[1]) * self.d
         for i in range(self.tile.fragments):
             for c in range(self.query_steps):
-                self.queries.load(i * self.query_steps + c, self.Q[self.tokens[i], self.heads[i], c * self.k], stride, "row_major")
+                self.queries.load(
+                    i * self.query_steps + c, self.Q[self.tokens[i], self.heads[i], c * self.k], stride, "row_major"
+                )
         self.ones.fill(0, 1)
         self.halves.fill(0, 0)
         self.now.fill(0, 0)
         for i in range(self.tile.fragments):
-            self.top.fill(i, LOWEST / 2)            # above the scores of keys that are not seen: their weights are 0
+            self.top.fill(i, LOWEST / 2)  # above the scores of keys that are not seen: their weights are 0
             self.total.fill(i, 0)
             for x in range(self.columns):
                 self.out.fill(i * self.columns + x, 0)
@@ -158,21 +177,25 @@ class Wave:
                 place = keys.buffer[first + j * self.n * keys.row_units + c * (self.k // UNIT)]
                 self.operand.load(0, place, keys.row_units * UNIT, "col_major")
                 for i in range(self.tile.fragments):
-                    self.scores.add_product(i * self.score_columns + j, self.queries, i * self.query_steps + c, self.operand, 0)
+                    self.scores.add_product(
+                        i * self.score_columns + j, self.queries, i * self.query_steps + c, self.operand, 0
+                    )
 
     def mask(self, key0):
         """Makes the scores of keys that a row does not see LOWEST."""
         key0 = T.Bind(key0 + self.part * self.tile.own_keys)
         with T.If(key0 + self.tile.own_keys - 1 > self.position + self.tokens[0]), T.Then():
-            self.other.load(0, self.numbers[0], 0, "row_major")                 # the number of the column
-            self.other.load(1, self.numbers[0], 0, "col_major")                 # that of the row
+            self.other.load(0, self.numbers[0], 0, "row_major")  # the number of the column
+            self.other.load(1, self.numbers[0], 0, "col_major")  # that of the row
             with self.scores.elements(0) as e:
                 ahead = T.Bind(self.other.get(0, e) - self.other.get(1, e))
                 for i in range(self.tile.fragments):
                     for j in range(self.score_columns):
                         seen = T.cast(self.position + self.tokens[i] - key0 - j * self.n, "float32")
                         score = self.scores.get(i * self.score_columns + j, e)
-                        self.scores.set(i * self.score_columns + j, e, T.Select(ahead <= seen, score, T.float32(LOWEST)))
+                        self.scores.set(
+                            i * self.score_columns + j, e, T.Select(ahead <= seen, score, T.float32(LOWEST))
+                        )
 
     def renew_tops(self):
         """Rescales what came before if a weight would be too large."""
@@ -194,7 +217,7 @@ class Wave:
 
     def _row_maximum(self, i):
         """now = the largest score of each row of fragment i, in all columns."""
-        units = self.m * 2 // UNIT                  # of a column of float32
+        units = self.m * 2 // UNIT  # of a column of float32
         with self.now.elements(0) as e:
             largest = self.scores.get(i * self.score_columns, e)
             for j in range(1, self.score_columns):
@@ -214,7 +237,9 @@ class Wave:
             for i in range(self.tile.fragments):
                 top = self.top.get(i, e)
                 for j in range(self.score_columns):
-                    self.scores.set(i * self.score_columns + j, e, exp2(self.scores.get(i * self.score_columns + j, e) - top))
+                    self.scores.set(
+                        i * self.score_columns + j, e, exp2(self.scores.get(i * self.score_columns + j, e) - top)
+                    )
         for i in range(self.tile.fragments):
             for j in range(self.score_columns):
                 self.halves.convert(0, self.scores, i * self.score_columns + j)
@@ -254,7 +279,7 @@ class Wave:
             for part in self._others(fragments, i):
                 with T.If(self.part != part), T.Then(), fragments.elements(i) as e:
                     fragments.set(i, e, fragments.get(i, e) + self.other.get(0, e))
-        barrier()       # `finish` overwrites what other waves have read here
+        barrier()  # `finish` overwrites what other waves have read here
 
     def _others(self, fragments, i):
         """Yields the parts, with other[0] = that fragment of the wave that has the same rows and the part."""
@@ -274,7 +299,7 @@ class Wave:
 
     def finish(self, lane, tokens, act_out, out):
         """Stores the outputs of the live tokens, a fragment at a time through shared memory."""
-        quads = self.n // WIDTH                     # of a row
+        quads = self.n // WIDTH  # of a row
         for i in range(self.tile.fragments):
             with self.out.elements(0) as e:
                 inverse = rcp(self.total.get(i, e))
@@ -288,19 +313,30 @@ class Wave:
                     token, column = T.Bind(self.tokens[i] + place // quads), place % quads * WIDTH
                     y = T.Bind(T.reinterpret(f"float32x{WIDTH}", self.weights[self.base + place]))
                     live = tirx.all(self.valid[i], token < tokens, self.part == 0)
-                    emit_store(self.arch, act_out, out, [T.Bind(T.Shuffle([y], [c])) for c in range(WIDTH)], token,
-                               T.Bind(self.heads[i] * self.d + x * self.n + column), live)
+                    emit_store(
+                        self.arch,
+                        act_out,
+                        out,
+                        [T.Bind(T.Shuffle([y], [c])) for c in range(WIDTH)],
+                        token,
+                        T.Bind(self.heads[i] * self.d + x * self.n + column),
+                        live,
+                    )
                 wave_barrier()
 
 
 def attention_prefill_coop(heads, kv_heads, d, ctx, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc, then the output [m, heads*d] in the layout act_out, not "rows").
+    """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc, then the output [m, heads*d] in the layout act_out, not
+    "rows").
 
-    Token i sees the keys 0 .. state[0] + i. Nothing is stored for tokens that are not live. plan: a Tile instead of the arch's.
-    UserError for shapes that `cache_shapes`, `group_of` or `tile_of` refuses, for "rows", or m that the fragments' rows do not divide.
+    Token i sees the keys 0 .. state[0] + i. Nothing is stored for tokens that are not live. plan: a Tile instead of the
+    arch's. UserError for shapes that `cache_shapes`, `group_of` or `tile_of` refuses, for "rows", or m that the
+    fragments' rows do not divide.
     """
     if act_out == "rows":
-        raise UserError("attention on matrix units gives float32 or float16, not int8 blocks; quantize its output separately")
+        raise UserError(
+            "attention on matrix units gives float32 or float16, not int8 blocks; quantize its output separately"
+        )
     rows = arch.fragment[0]
     if m % rows:
         raise UserError(f"attention on matrix units of {arch.name} takes chunks in multiples of {rows} tokens, not {m}")
@@ -320,8 +356,11 @@ def attention_prefill_coop(heads, kv_heads, d, ctx, m, act_out, arch, name, plan
             tid, threads = T.Bind(number * arch.wave + lane), tile.waves * arch.wave
             position = T.Bind(T.max(T.min(state[0], T.int32(ctx - 1)), T.int32(0)))
             tokens = T.Bind(T.min(T.min(state[1], T.int32(m)), ctx - position))
-            first = T.Bind((tiles - 1 - reverse) * per_tile)                            # the longest first
-            keys, values = key_block(Kc, kv, d, tile.keys, threads, tid), value_block(Vc, kv, d, tile.keys, threads, tid)
+            first = T.Bind((tiles - 1 - reverse) * per_tile)  # the longest first
+            keys, values = (
+                key_block(Kc, kv, d, tile.keys, threads, tid),
+                value_block(Vc, kv, d, tile.keys, threads, tid),
+            )
             weights = shared_units(tile.waves * wave_units(tile, arch.fragment))
             numbers = T.alloc_buffer((max(arch.fragment) // WIDTH,), f"float32x{WIDTH}", scope=WAVE_SHARED)
             # a loop of 0 or 1 steps: barriers in an `if` are refused
@@ -330,7 +369,10 @@ def attention_prefill_coop(heads, kv_heads, d, ctx, m, act_out, arch, name, plan
                 put(numbers, T.cast(T.ramp(place * WIDTH, 1, WIDTH), f"float32x{WIDTH}"), place)
                 wave = Wave(arch, tile, d, kv, group, number, first, fragments, Q, position, numbers, weights)
                 wave.start()
-                last = T.min(T.min(first + per_tile, T.int32(fragments)) - 1, T.int32(fragments - 1)) // group * rows + rows
+                last = (
+                    T.min(T.min(first + per_tile, T.int32(fragments)) - 1, T.int32(fragments - 1)) // group * rows
+                    + rows
+                )
                 steps = T.Bind((position + T.min(last, tokens) - 1) // tile.keys + 1)
                 keys.load(T.int32(0))
                 keys.store()

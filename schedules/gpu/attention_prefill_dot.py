@@ -1,11 +1,14 @@
-"""Causal attention of a chunk of tokens on GPUs without matrix units (gfx10, gfx906, Vulkan): products per lane, with online softmax.
+"""Causal attention of a chunk of tokens on GPUs without matrix units (gfx10, gfx906, Vulkan): products per lane, with
+online softmax.
 
-In: the rotated queries and the caches of `rope_kv_write.py`, which already hold the chunk's own keys and values. Out: the heads' outputs
-in an activation layout of `quantize.py`, of the live tokens.
+In: the rotated queries and the caches of `rope_kv_write.py`, which already hold the chunk's own keys and values. Out:
+the heads' outputs in an activation layout of `quantize.py`, of the live tokens.
 
-A workgroup has a KV head and a tile of rows (token x head of the group), whose queries lie in LDS; each K and V that is loaded serves the
-whole tile. Its waves take steps of 64 keys in turns, each with its own softmax (`attention_rows.py`), and join at the end.
+A workgroup has a KV head and a tile of rows (token x head of the group), whose queries lie in LDS; each K and V that is
+loaded serves the whole tile. Its waves take steps of 64 keys in turns, each with its own softmax (`attention_rows.py`),
+and join at the end.
 """
+
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -32,8 +35,8 @@ class Plan:
 def attention_prefill_dot(heads, kv_heads, d, ctx, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
     """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc, then the output [m, heads*d] in the layout act_out).
 
-    Token i sees the keys 0 .. state[0] + i. Nothing is stored for tokens that are not live. UserError for shapes that `cache_shapes` or
-    `group_of` refuses.
+    Token i sees the keys 0 .. state[0] + i. Nothing is stored for tokens that are not live. UserError for shapes that
+    `cache_shapes` or `group_of` refuses.
     """
     group, (kshape, vshape), plan = group_of(heads, kv_heads), cache_shapes(kv_heads, ctx, d), plan or Plan()
     count, waves = plan.rows, waves_of(arch, plan.rows, d, plan.threads)
@@ -51,7 +54,7 @@ def attention_prefill_dot(heads, kv_heads, d, ctx, m, act_out, arch, name, plan=
             tid = T.Bind(wave * arch.wave + lane)
             position = T.Bind(T.max(T.min(state[0], T.int32(ctx - 1)), T.int32(0)))
             tokens = T.Bind(T.min(T.min(state[1], T.int32(m)), ctx - position))
-            first_row = T.Bind((tiles - 1 - tile) * count)                      # the longest first
+            first_row = T.Bind((tiles - 1 - tile) * count)  # the longest first
 
             def token(r):
                 """The token of row r; rows beyond the chunk compute what its last one does."""
@@ -66,7 +69,9 @@ def attention_prefill_dot(heads, kv_heads, d, ctx, m, act_out, arch, name, plan=
                 ends = [T.Bind(position + token(r) + 1) for r in range(count)]
                 steps = T.Bind((ends[-1] + STEP - 1) // STEP)
                 with T.serial(T.max((steps - wave + waves - 1) // waves, T.int32(0))) as i:
-                    rows.step(Kc, Vc, kv, T.Bind((wave + i * waves) * STEP), queries, lambda r: ends[r], T.Bind(state[3] & i))
+                    rows.step(
+                        Kc, Vc, kv, T.Bind((wave + i * waves) * STEP), queries, lambda r: ends[r], T.Bind(state[3] & i)
+                    )
                 quad = rows.join_waves(wave, waves)
                 for i in each(arch, -(-count * d // WIDTH // threads)):
                     first = i * threads
@@ -77,7 +82,9 @@ def attention_prefill_dot(heads, kv_heads, d, ctx, m, act_out, arch, name, plan=
                     row = T.Bind(first_row + r)
                     valid = tirx.all(row // group < tokens, first + tid < count * d // WIDTH)
                     head_column = T.Bind((kv * group + row % group) * d + column)
-                    emit_store(arch, act_out, out, [hold(v * inverse) for v in values], T.Bind(token(r)), head_column, valid)
+                    emit_store(
+                        arch, act_out, out, [hold(v * inverse) for v in values], T.Bind(token(r)), head_column, valid
+                    )
     return ir.get()
 
 
@@ -85,7 +92,12 @@ def _load_queries(Q, queries, token, kv, group, first_row, count, d, tid, thread
     """Copies the tile's queries into LDS, 16 bytes at a time."""
     units = count * d // UNIT
     for first in range(0, units, threads):
-        place = T.Bind(T.min(first + tid, T.int32(units - 1)))                  # surplus threads repeat the last one
+        place = T.Bind(T.min(first + tid, T.int32(units - 1)))  # surplus threads repeat the last one
         r, unit = T.Bind(place // (d // UNIT)), T.Bind(place % (d // UNIT))
         loaded = Q[token(r), kv * group + (first_row + r) % group, at(unit * UNIT, UNIT)]
-        put(queries, loaded if str(queries.dtype) == "float16" else T.cast(loaded, f"{queries.dtype}x{UNIT}"), r, at(unit * UNIT, UNIT))
+        put(
+            queries,
+            loaded if str(queries.dtype) == "float16" else T.cast(loaded, f"{queries.dtype}x{UNIT}"),
+            r,
+            at(unit * UNIT, UNIT),
+        )

@@ -1,25 +1,37 @@
-"""Rows of queries as in `attention_rows.py`, for Vulkan: any wave, code that stays small, no scalar registers to count on.
+"""Rows of queries as in `attention_rows.py`, for Vulkan: any wave, code that stays small, no scalar registers to count
+on.
 
-The work is the same: a wave takes 64 keys at a time, a lane is a key while it scores them (several keys in a small wave) and a column (or
-several) for the outputs. But weights reach the lanes through shared memory, of which each wave has its own part, so that eight of them
-come with two loads; products are float32 multiply-adds of values that are converted once for all rows; and loops over rows stay loops,
-with a hint to unroll them, for the driver to decide.
+The work is the same: a wave takes 64 keys at a time, a lane is a key while it scores them (several keys in a small
+wave) and a column (or several) for the outputs. But weights reach the lanes through shared memory, of which each wave
+has its own part, so that eight of them come with two loads; products are float32 multiply-adds of values that are
+converted once for all rows; and loops over rows stay loops, with a hint to unroll them, for the driver to decide.
 """
+
 from math import gcd
 
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention_rows import LOWEST, P_SHIFT, STEP, WORDS, Rows, at, hold, join, local, put
-from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier, exp2, fma, halves, maximum, wave_barrier, wave_max, wave_sum
+from mlc_amd.schedules.gpu.device import (
+    WAVE_SHARED,
+    barrier,
+    exp2,
+    fma,
+    halves,
+    maximum,
+    wave_barrier,
+    wave_max,
+    wave_sum,
+)
 from mlc_amd.schedules.gpu.rope_kv_write import KEYS, UNIT
 
 # family: loads of 16 bytes that a lane has under way; others MEDIUM_LOADS. Few loads make little code.
 LOADS = {"nvidia": 16, "generic": 4}
 MEDIUM_LOADS = 8
-AHEAD = ("nvidia",)             # families with registers for the next step's keys
-OTHER_BYTES = 1 << 10           # of shared memory for what is small and of a fixed size
-SPLITS = 32                     # most splits whose weights lie in shared memory
+AHEAD = ("nvidia",)  # families with registers for the next step's keys
+OTHER_BYTES = 1 << 10  # of shared memory for what is small and of a fixed size
+SPLITS = 32  # most splits whose weights lie in shared memory
 
 
 def query_dtype(arch) -> str:
@@ -28,8 +40,8 @@ def query_dtype(arch) -> str:
 
 
 def waves_of(arch, count, d, threads) -> int:
-    """Waves of a workgroup for `count` rows of `d` elements: those of `threads`, fewer where the arch or its shared memory has no more.
-    UserError if it does not suffice for one."""
+    """Waves of a workgroup for `count` rows of `d` elements: those of `threads`, fewer where the arch or its shared
+    memory has no more. UserError if it does not suffice for one."""
     waves = min(threads, arch.threads) // arch.wave
     if arch.api == "rocm":
         return waves
@@ -37,13 +49,16 @@ def waves_of(arch, count, d, threads) -> int:
     while waves * wave + fixed > arch.lds:
         waves //= 2
         if not waves:
-            raise UserError(f"{arch.name} has too little shared memory for attention with {count} query heads of {d} elements per KV head")
+            raise UserError(
+                f"{arch.name} has too little shared memory for attention with {count} query heads of {d} elements per "
+                "KV head"
+            )
     return waves
 
 
 def rows_of(arch, count, d, lane, wave, waves, step=STEP):
-    """The state of `count` rows of a wave, number `wave` of `waves` in its workgroup, in the arch's way. step: keys of a step, on "rocm"
-    STEP."""
+    """The state of `count` rows of a wave, number `wave` of `waves` in its workgroup, in the arch's way. step: keys of
+    a step, on "rocm" STEP."""
     return Rows(arch, count, d, lane) if arch.api == "rocm" else VulkanRows(arch, count, d, lane, wave, waves, step)
 
 
@@ -54,12 +69,16 @@ class VulkanRows:
         self.arch, self.count, self.d, self.lane, self.step_keys = arch, count, d, lane, step
         self.keys, self.columns = step // arch.wave, -(-d // arch.wave)
         loads = LOADS.get(arch.family, MEDIUM_LOADS)
-        self.key_batch, self.batch = (gcd(units, max(1, loads // share)) for units, share in (
-            (d // UNIT, self.keys), (step // UNIT, 1 << (self.columns - 1).bit_length())))
+        self.key_batch, self.batch = (
+            gcd(units, max(1, loads // share))
+            for units, share in ((d // UNIT, self.keys), (step // UNIT, 1 << (self.columns - 1).bit_length()))
+        )
         self.top, self.total, self.out = local(count), local(count), local(count * self.columns)
         self.scores = local(count * self.keys)
-        self.key, self.value = (local(n * WORDS, "uint32") for n in (self.keys * self.key_batch, self.columns * self.batch))
-        self.stride = max(d, step)      # of a row in shared memory: weights of keys, in the end outputs
+        self.key, self.value = (
+            local(n * WORDS, "uint32") for n in (self.keys * self.key_batch, self.columns * self.batch)
+        )
+        self.stride = max(d, step)  # of a row in shared memory: weights of keys, in the end outputs
         self.shared = T.alloc_buffer((waves * count * self.stride,), "float32", scope=WAVE_SHARED)
         self.place = T.Bind(wave * (count * self.stride))
 
@@ -78,7 +97,8 @@ class VulkanRows:
 
     @property
     def ahead(self) -> bool:
-        """Whether `load_keys` may be called before `step`: a step's keys are one batch of loads, and stay in registers for long."""
+        """Whether `load_keys` may be called before `step`: a step's keys are one batch of loads, and stay in registers
+        for long."""
         return self.arch.family in AHEAD and self.key_batch == self.d // UNIT
 
     def load_keys(self, Kc, kv, key0, first=0):
@@ -90,8 +110,8 @@ class VulkanRows:
                 put(self.key, T.reinterpret("uint32x4", unit), at((c * self.keys + j) * WORDS, WORDS))
 
     def step(self, Kc, Vc, kv, key0, queries, end, zero, following=None):
-        """Takes in the step's keys, key0 .. queries: [count, d] in shared memory; end(r): row r sees the keys before it. zero: unused.
-        following: the first key of the next step, if this one's are loaded already."""
+        """Takes in the step's keys, key0 .. queries: [count, d] in shared memory; end(r): row r sees the keys before
+        it. zero: unused. following: the first key of the next step, if this one's are loaded already."""
         keys = [T.Bind(key0 + j * self.arch.wave + self.lane) for j in range(self.keys)]
         self._score(Kc, kv, key0, queries, following is not None)
         batches = self.step_keys // UNIT // self.batch
@@ -137,7 +157,8 @@ class VulkanRows:
             put(sums, total, first + i)
 
     def _weigh(self, seen):
-        """Turns scores into weights, in shared memory, and rescales the state. seen: for each row, whether it sees the lane's keys."""
+        """Turns scores into weights, in shared memory, and rescales the state. seen: for each row, whether it sees the
+        lane's keys."""
         tops = []
         for r, valid in enumerate(seen):
             largest = T.float32(LOWEST)
@@ -147,7 +168,7 @@ class VulkanRows:
         tops = self._across(tops, wave_max, maximum)
         for r, valid in enumerate(seen):
             now = hold(maximum(self.top[r], tops[r]))
-            shrink = hold(exp2(self.top[r] - now))        # 1 while nothing was seen: both are LOWEST
+            shrink = hold(exp2(self.top[r] - now))  # 1 while nothing was seen: both are LOWEST
             put(self.top, now, r)
             put(self.total, self.total[r] * shrink, r)
             with T.serial(self.columns) as x:
@@ -163,8 +184,8 @@ class VulkanRows:
         return self._across([hold(x) for x in values], wave_sum, lambda a, b: a + b)
 
     def _across(self, values, reduced, op):
-        """What the wave's lanes make of each of `values` together (one per row), in all lanes. Without subgroups the lanes meet once for
-        all rows and not once for each."""
+        """What the wave's lanes make of each of `values` together (one per row), in all lanes. Without subgroups the
+        lanes meet once for all rows and not once for each."""
         if self.arch.subgroups:
             return [hold(reduced(self.arch, x)) for x in values]
         for r, x in enumerate(values):

@@ -1,8 +1,9 @@
 """Cooperative matrices (KHR_cooperative_matrix of Vulkan) as kernels use them: fragments that a wave holds together.
 
-Which lane holds which element is the driver's secret. What can be done with elements is the same for all of them, or takes elements of
-several fragments of one kind, which lie alike.
+Which lane holds which element is the driver's secret. What can be done with elements is the same for all of them, or
+takes elements of several fragments of one kind, which lie alike.
 """
+
 from tvm import tirx
 from tvm.tirx.script import builder as T
 

@@ -1,17 +1,19 @@
-"""Weights from their planes (layout "rows": `planes.py`) to runs of float16 in the order of `pairs.py`, for every format.
+"""Weights from their planes (layout "rows": `planes.py`) to runs of float16 in the order of `pairs.py`, for every
+format.
 
-The unit of work is `span` neighbouring blocks of 32 columns of a row. Fetching and decoding are apart, so that the loads of one step can be
-in flight while the step before is multiplied:
+The unit of work is `span` neighbouring blocks of 32 columns of a row. Fetching and decoding are apart, so that the
+loads of one step can be in flight while the step before is multiplied:
 
     views       the planes as `fetch` reads them
     fetch       the global loads of a unit
     runs        what was fetched as runs of eight float16 weights
     activations the same of activations that are float32 in their natural order
 
-Arithmetic is packed float16: a code in the low bits of 0x6400 reads as 1024 + code, from which the code that means 0 is subtracted exactly.
-The scale of a group of columns is computed in float32 and rounded once, and so is its minimum; value * scale + minimum is rounded once
-more. Together that is below 1 % of a quantization step.
+Arithmetic is packed float16: a code in the low bits of 0x6400 reads as 1024 + code, from which the code that means 0 is
+subtracted exactly. The scale of a group of columns is computed in float32 and rounded once, and so is its minimum;
+value * scale + minimum is rounded once more. Together that is below 1 % of a quantization step.
 """
+
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import PLANE_BITS
@@ -22,10 +24,10 @@ from mlc_amd.schedules.gpu.pairs import RUN, RUN_COLUMNS, RUNS
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.quantize import vector
 
-EXPONENT = 0x64006400       # of 1024.0 as float16, in both halves of a word
+EXPONENT = 0x64006400  # of 1024.0 as float16, in both halves of a word
 EXPONENT_VALUE = 1024
 NIBBLES = 0x0F0F0F0F
-SIGN = 0x80808080           # turns signed bytes into bytes that count from 128
+SIGN = 0x80808080  # turns signed bytes into bytes that count from 128
 
 
 def views(fmt, bufs, span):
@@ -38,14 +40,16 @@ def fetch(fmt, planes, row, unit, span):
     if fmt.kind != "float":
         return load.fetch(fmt, planes, row, unit, span)
     width = 4 if fmt.name == "f32" else RUN
-    return [T.Bind(planes["W"][row, at(unit * (span * BLOCK) + first, width)]) for first in range(0, span * BLOCK, width)]
+    return [
+        T.Bind(planes["W"][row, at(unit * (span * BLOCK) + first, width)]) for first in range(0, span * BLOCK, width)
+    ]
 
 
 def runs(arch, fmt, fetched, span):
     """float16x8 registers: the runs 0 to 3 of each of the unit's blocks."""
     if fmt.kind == "float":
         columns = [half for x in fetched for half in _halves(fmt, x)]
-        return [_run(columns[b * BLOCK:(b + 1) * BLOCK], j) for b in range(span) for j in range(RUNS)]
+        return [_run(columns[b * BLOCK : (b + 1) * BLOCK], j) for b in range(span) for j in range(RUNS)]
     return [run for b in range(span) for run in _block(arch, fmt, fetched, b)]
 
 
@@ -71,7 +75,9 @@ def _halves(fmt, x):
 def _block(arch, fmt, fetched, block):
     """The runs of one block of codes."""
     scales = load.scales(fmt, fetched, block)
-    codes = {plane: fetched.codes[plane][block * PLANE_BITS[plane]:(block + 1) * PLANE_BITS[plane]] for plane in fmt.codes}
+    codes = {
+        plane: fetched.codes[plane][block * PLANE_BITS[plane] : (block + 1) * PLANE_BITS[plane]] for plane in fmt.codes
+    }
     codes, zero = _unsigned(arch, fmt, codes)
     factors = [T.Bind(scales.d if sub is None else scales.d * sub) for sub in scales.sub]
     minimums = None
@@ -90,7 +96,9 @@ def _block(arch, fmt, fetched, block):
 def _unsigned(arch, fmt, codes):
     """(plane -> words of unsigned fields, the one that means 0)."""
     if fmt.table:
-        nibbles = [T.Bind(T.shift_right(word, T.uint32(shift)) & T.uint32(NIBBLES)) for shift in (0, 4) for word in codes["Q4"]]
+        nibbles = [
+            T.Bind(T.shift_right(word, T.uint32(shift)) & T.uint32(NIBBLES)) for shift in (0, 4) for word in codes["Q4"]
+        ]
         return {"Q8": [lookup16(arch, [v + 128 for v in fmt.table], word) for word in nibbles]}, 128
     if fmt.signed:
         return {"Q8": [T.Bind(word ^ T.uint32(SIGN)) for word in codes["Q8"]]}, 128
@@ -105,8 +113,13 @@ def _per_pair(values):
 
 def _place(plane, j, t):
     """(word, first bit) of the plane's bits of pair t of run j; the other one of the pair lies 16 bits higher."""
-    half, byte = t % 2, 8 * (t // 2)        # half of the block; columns 0 and 2 are in even bytes, 1 and 3 in odd ones
-    return {"Q8": (j + RUNS * half, byte), "Q4": (j, byte + 4 * half), "Q2": (half, byte + 2 * j), "Q1": (0, byte + 4 * half + j)}[plane]
+    half, byte = t % 2, 8 * (t // 2)  # half of the block; columns 0 and 2 are in even bytes, 1 and 3 in odd ones
+    return {
+        "Q8": (j + RUNS * half, byte),
+        "Q4": (j, byte + 4 * half),
+        "Q2": (half, byte + 2 * j),
+        "Q1": (0, byte + 4 * half + j),
+    }[plane]
 
 
 def _fields(codes, j, t):

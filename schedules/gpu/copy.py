@@ -1,12 +1,13 @@
 """A copy in device memory: what other kernels' rates are measured against. In: X uint32 [words]. Out: Y, the same."""
+
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.device import launch
 
-WIDTH = 4           # words of a load: 128 bits
-LOADS = 4           # under way in a thread
+WIDTH = 4  # words of a load: 128 bits
+LOADS = 4  # under way in a thread
 
 
 def copy(words, arch, name) -> tirx.PrimFunc:

@@ -1,40 +1,59 @@
 """Device intrinsics of the GPU kernels: what TVMScript's builder has no name for, per arch.
 
-Everything here is called while an IRBuilder prim_func is open and emits code there. Functions that return a value return it bound to a
-register (`T.Bind`). Words are 32 bits: int32, uint32 or float32 scalars of a lane. Lanes of a wave are consecutive threadIdx.x, then y, z.
+Everything here is called while an IRBuilder prim_func is open and emits code there. Functions that return a value
+return it bound to a register (`T.Bind`). Words are 32 bits: int32, uint32 or float32 scalars of a lane. Lanes of a wave
+are consecutive threadIdx.x, then y, z.
 
-`arch.api` says what is emitted: "rocm" AMD's instructions; "vulkan" calls named "vk.*", which the SPIR-V generator knows. It knows the
-arithmetic of both by LLVM's names.
+`arch.api` says what is emitted: "rocm" AMD's instructions; "vulkan" calls named "vk.*", which the SPIR-V generator
+knows. It knows the arithmetic of both by LLVM's names.
 """
+
 from contextlib import ExitStack, contextmanager
 
 from tvm.tirx.script import builder as T
 
 AXES = "xyz"
 BYTE_SELECT = 0x03020100
-COHERENT = "mlc_amd.coherent"   # attribute of a kernel: names of parameters that workgroups of one launch exchange data through
-WAVE_SHARED = "shared.wave"     # of shared memory through which only lanes of one wave meet: TVM adds no barriers of the workgroup there
+COHERENT = (
+    "mlc_amd.coherent"  # attribute of a kernel: names of parameters that workgroups of one launch exchange data through
+)
+# of shared memory through which only lanes of one wave meet: TVM adds no barriers of the workgroup there
+WAVE_SHARED = "shared.wave"
 
-# Data parallel primitives (DPP): lane permutations that are part of a vector instruction, as dpp_ctrl values of LLVM's AMDGPU backend.
-DPP = {1: 0xB1, 2: 0x4E, 3: 0x1B, 7: 0x141, 8: 0x128, 15: 0x140}     # lane ^ mask: quad_perm, row_half_mirror, row_ror:8, row_mirror
-MIRROR = {4: 7}     # in a reduction groups of four hold one value by then: the mirror image of eight lanes is as good, and it is DPP
+# Data parallel primitives (DPP): lane permutations that are part of a vector instruction, as dpp_ctrl values of LLVM's
+# AMDGPU backend.
+DPP = {
+    1: 0xB1,
+    2: 0x4E,
+    3: 0x1B,
+    7: 0x141,
+    8: 0x128,
+    15: 0x140,
+}  # lane ^ mask: quad_perm, row_half_mirror, row_ror:8, row_mirror
+MIRROR = {
+    4: 7
+}  # in a reduction groups of four hold one value by then: the mirror image of eight lanes is as good, and it is DPP
 
 
 @contextmanager
 def launch(grid, block):
-    """`with launch((gx, gy), (tx, ty)) as (bx, by, tx, ty):` binds the grid's and the workgroup's axes (1 to 3 each, x first).
+    """`with launch((gx, gy), (tx, ty)) as (bx, by, tx, ty):` binds the grid's and the workgroup's axes (1 to 3 each, x
+    first).
 
     Extents are Python ints. One `launch` makes one kernel.
     """
     with ExitStack() as stack:
-        axes = [(f"{kind}.{axis}", extent) for kind, extents in (("blockIdx", grid), ("threadIdx", block))
-                for axis, extent in zip(AXES, extents, strict=False)]
+        axes = [
+            (f"{kind}.{axis}", extent)
+            for kind, extents in (("blockIdx", grid), ("threadIdx", block))
+            for axis, extent in zip(AXES, extents, strict=False)
+        ]
         yield tuple(stack.enter_context(T.launch_thread(axis, extent)) for axis, extent in axes)
 
 
 def each(arch, count):
-    """`for i in each(arch, n):` 0, .., n-1: n copies of the body, or on Vulkan a loop that the driver may unroll (small code, in any case
-    for it to read)."""
+    """`for i in each(arch, n):` 0, .., n-1: n copies of the body, or on Vulkan a loop that the driver may unroll (small
+    code, in any case for it to read)."""
     if arch.api == "rocm":
         yield from range(count)
         return
@@ -43,21 +62,21 @@ def each(arch, count):
 
 
 def barrier():
-    """Waits until all threads of the workgroup are here and see each other's LDS writes (code generation adds the wait for those).
-    Not inside an `if`: TVM refuses that; a uniform condition can be a loop of 0 or 1 steps."""
+    """Waits until all threads of the workgroup are here and see each other's LDS writes (code generation adds the wait
+    for those). Not inside an `if`: TVM refuses that; a uniform condition can be a loop of 0 or 1 steps."""
     T.evaluate(T.tvm_storage_sync("shared"))
 
 
 def wave_barrier():
-    """As `barrier`, among the lanes of a wave only, for shared buffers of the scope WAVE_SHARED. On Vulkan; also where waves of a workgroup
-    go different ways."""
+    """As `barrier`, among the lanes of a wave only, for shared buffers of the scope WAVE_SHARED. On Vulkan; also where
+    waves of a workgroup go different ways."""
     T.evaluate(T.call_extern("void", "vk.wave_barrier"))
 
 
 def intrin(dtype, name, *args):
-    """The value of an LLVM intrinsic, in a register. TVM believes that it has effects (LLVM knows better): it would put the expression
-    back wherever a bound pure call is used, which makes chains of them explode, and move lane exchanges into branches where partner
-    lanes are not active."""
+    """The value of an LLVM intrinsic, in a register. TVM believes that it has effects (LLVM knows better): it would put
+    the expression back wherever a bound pure call is used, which makes chains of them explode, and move lane exchanges
+    into branches where partner lanes are not active."""
     return T.Bind(T.call_llvm_intrin(dtype, name, *args))
 
 
@@ -84,7 +103,7 @@ def dot4(arch, a, b, c):
     if arch.dot == "sdot4":
         return intrin("int32", "llvm.amdgcn.sdot4", a, b, c, T.bool(False))
     a, b = T.Bind(a), T.Bind(b)
-    if arch.api == "vulkan":        # exact in float32, and at full rate where 32-bit products are not
+    if arch.api == "vulkan":  # exact in float32, and at full rate where 32-bit products are not
         total = T.float32(0)
         for i in range(4):
             total = fma(T.cast(_byte(a, i), "float32"), T.cast(_byte(b, i), "float32"), total)
@@ -126,7 +145,8 @@ def exp2(x):
 
 
 def maximum(x, y):
-    """The larger of two float32, the other one if one is not a number: one instruction, where T.max becomes a comparison and a select."""
+    """The larger of two float32, the other one if one is not a number: one instruction, where T.max becomes a
+    comparison and a select."""
     return intrin("float32", "llvm.maxnum", x, y)
 
 
@@ -151,8 +171,9 @@ def rint(x):
 
 
 def lookup16(arch, table, x):
-    """The signed bytes table[code] of a uint32 word of four codes (bytes 0..15); table: 16 ints, of which the low byte counts."""
-    words = [T.uint32(int.from_bytes(bytes(v & 255 for v in table[i:i + 4]), "little")) for i in range(0, 16, 4)]
+    """The signed bytes table[code] of a uint32 word of four codes (bytes 0..15); table: 16 ints, of which the low byte
+    counts."""
+    words = [T.uint32(int.from_bytes(bytes(v & 255 for v in table[i : i + 4]), "little")) for i in range(0, 16, 4)]
     if arch.api == "vulkan":
         return _vk("uint32", "lookup16", x, *words)
     # byte permutes pick from eight bytes at a time; then byte i of `low`, or of `high` where bit 3 is set
@@ -166,7 +187,8 @@ def lookup16(arch, table, x):
 
 
 def _across(x, call):
-    """What the intrinsic call(bits) -> (name, *arguments) makes of the bits of the word x, in a register of x's type."""
+    """What the intrinsic call(bits) -> (name, *arguments) makes of the bits of the word x, in a register of x's
+    type."""
     dtype = str(x.ty)
     bits = intrin("int32", *call(word(x)))
     return bits if dtype == "int32" else T.Bind(T.reinterpret(dtype, bits))
@@ -186,7 +208,8 @@ def lane_id(arch):
 
 
 def uniform(arch, x):
-    """The first active lane's value of a word in all lanes, in a scalar register: for values that are the same in all lanes anyway."""
+    """The first active lane's value of a word in all lanes, in a scalar register: for values that are the same in all
+    lanes anyway."""
     if arch.api == "vulkan":
         return _vk_across(x, "broadcast_first") if arch.amd else T.Bind(x)
     return _across(x, lambda bits: ("llvm.amdgcn.readfirstlane", bits))
@@ -205,23 +228,31 @@ def shuffle(arch, x, lane):
 
 
 def shuffle_xor(arch, x, mask):
-    """The word x of the lane whose number differs by `mask` (an int, 1..wave-1). Without the LDS unit: masks in DPP, on RDNA also 16."""
+    """The word x of the lane whose number differs by `mask` (an int, 1..wave-1). Without the LDS unit: masks in DPP, on
+    RDNA also 16."""
     if not 0 < mask < arch.wave:
         raise ValueError(f"no lane of a wave of {arch.wave} has a partner at distance {mask}")
     if arch.api == "vulkan":
         return _vk_across(x, "shuffle_xor", T.int32(mask))
     if mask in DPP:
         control, all_rows, all_banks = T.int32(DPP[mask]), T.int32(0xF), T.int32(0xF)
-        return _across(x, lambda bits: ("llvm.amdgcn.update.dpp", T.int32(0), bits, control, all_rows, all_banks, T.bool(True)))
+        return _across(
+            x, lambda bits: ("llvm.amdgcn.update.dpp", T.int32(0), bits, control, all_rows, all_banks, T.bool(True))
+        )
     if mask == 16 and arch.wave == 32:
-        low, high = T.int32(0x76543210), T.int32(0xFEDCBA98 - (1 << 32))        # lane i of a row reads lane i of the other row
-        return _across(x, lambda bits: ("llvm.amdgcn.permlanex16", T.int32(0), bits, low, high, T.bool(False), T.bool(True)))
+        low, high = (
+            T.int32(0x76543210),
+            T.int32(0xFEDCBA98 - (1 << 32)),
+        )  # lane i of a row reads lane i of the other row
+        return _across(
+            x, lambda bits: ("llvm.amdgcn.permlanex16", T.int32(0), bits, low, high, T.bool(False), T.bool(True))
+        )
     return shuffle(arch, x, lane_id(arch) ^ T.int32(mask))
 
 
 def wave_reduce(arch, x, op, width=None):
-    """op over `width` (a power of two, default: the wave) neighbouring lanes, the same in all of them. `op(x, y)` is commutative and
-    associative, on float32, int32 or uint32 words. All lanes must be active."""
+    """op over `width` (a power of two, default: the wave) neighbouring lanes, the same in all of them. `op(x, y)` is
+    commutative and associative, on float32, int32 or uint32 words. All lanes must be active."""
     width = width or arch.wave
     distance = 1
     while distance < width:
@@ -248,11 +279,12 @@ def wave_max(arch, x, width=None):
 
 
 class Outbox:
-    """How a thread stores vectors of `width` words into a parameter so that another workgroup of the launch may read them: `hold` the value
-    (all threads of the workgroup together), then `send` it where it goes. thread: this thread's number out of `threads`.
+    """How a thread stores vectors of `width` words into a parameter so that another workgroup of the launch may read
+    them: `hold` the value (all threads of the workgroup together), then `send` it where it goes. thread: this thread's
+    number out of `threads`.
 
-    A sent vector is in device memory before anything that follows `memory_barrier`. The parameter belongs in the kernel's COHERENT
-    attribute.
+    A sent vector is in device memory before anything that follows `memory_barrier`. The parameter belongs in the
+    kernel's COHERENT attribute.
     """
 
     def __init__(self, arch, thread, threads, width):
@@ -275,8 +307,9 @@ class Outbox:
 
 
 def memory_barrier(arch):
-    """This thread's accesses to COHERENT parameters before it happen before those after it, as other workgroups see them. On AMD's own API
-    volatile stores are complete when the thread goes on, and loads whose address depends on an earlier load cannot overtake it."""
+    """This thread's accesses to COHERENT parameters before it happen before those after it, as other workgroups see
+    them. On AMD's own API volatile stores are complete when the thread goes on, and loads whose address depends on an
+    earlier load cannot overtake it."""
     if arch.api == "vulkan":
         T.evaluate(T.call_extern("void", "vk.memory_barrier"))
 

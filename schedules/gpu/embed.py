@@ -1,8 +1,9 @@
 """The embedding lookup: rows of the embedding table, decoded to float32.
 
-In: `state` int32[4] (state[1]: live tokens), tokens int32[m], the table's planes in the "rows" layout. Out: X float32 [m, k]. A thread
-makes one column: a token is a few thousand, and its row's planes stay in the cache.
+In: `state` int32[4] (state[1]: live tokens), tokens int32[m], the table's planes in the "rows" layout. Out: X float32
+[m, k]. A thread makes one column: a token is a few thousand, and its row's planes stay in the cache.
 """
+
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
@@ -13,9 +14,11 @@ from mlc_amd.schedules.gpu.planes import decode, planes
 
 
 def embed(fmt, vocab, k, m, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], tokens int32[m], planes of the [vocab, k] table, X float32 [m, k]): X[i] = table[tokens[i]] for live i.
+    """Kernel (state int32[4], tokens int32[m], planes of the [vocab, k] table, X float32 [m, k]): X[i] =
+    table[tokens[i]] for live i.
 
-    Token numbers outside the vocabulary read its first or last row (nothing out of bounds). UserError when the format does not allow k.
+    Token numbers outside the vocabulary read its first or last row (nothing out of bounds). UserError when the format
+    does not allow k.
     """
     threads = threads_of(arch, plan)
     with IRBuilder() as ir, T.prim_func(s_tir=True):

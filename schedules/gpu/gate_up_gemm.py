@@ -1,8 +1,10 @@
 """The first half of a feed-forward layer for several tokens on the GPU, in one launch: y = silu(gate(x)) * up(x).
 
-In and out as in `gemm.py`: `state`, activations, the planes of two weights of f rows; y leaves in a layout of `quantize.py`, as the down
-projection reads it. A workgroup computes the same tile of both weights, so that gate and up of an element meet in one thread.
+In and out as in `gemm.py`: `state`, activations, the planes of two weights of f rows; y leaves in a layout of
+`quantize.py`, as the down projection reads it. A workgroup computes the same tile of both weights, so that gate and up
+of an element meet in one thread.
 """
+
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
@@ -51,13 +53,14 @@ def _store_block(arch, out, token, row, y):
     high = shuffle_xor(arch, low, half)
     d = T.Bind(top * T.float32(1 / 127))
     T.buffer_store(A, T.cast(q, "int8"), [token, row // BLOCK, column])
-    with T.If(column == 0), T.Then():       # the lane in whose half `low` is the first
+    with T.If(column == 0), T.Then():  # the lane in whose half `low` is the first
         fields = [d, *(d * T.cast(total, "float32") for total in (low + high, low, high))]
         T.buffer_store(S, vector(fields), [token, row // BLOCK, T.ramp(0, 1, FIELDS)])
 
 
 class _Staged:
-    """The way of a tile into the layout "rows" where a wave has fewer than 32 lanes: through LDS, from which eight lanes take a block."""
+    """The way of a tile into the layout "rows" where a wave has fewer than 32 lanes: through LDS, from which eight
+    lanes take a block."""
 
     def __init__(self, tile):
         self.tile, self.made = tile, T.alloc_buffer((tile.tokens * tile.rows,), "float32", scope="shared")
@@ -74,15 +77,23 @@ class _Staged:
             place = T.Bind(i * threads + thread)
             four = T.Bind(self.made[at(place * WIDTH, WIDTH)])
             row = T.Bind(row0 + place % quads * WIDTH)
-            emit_store(arch, "rows", out, [T.Bind(lane_of(four, e)) for e in range(WIDTH)], token0 + place // quads, row, row < f)
+            emit_store(
+                arch,
+                "rows",
+                out,
+                [T.Bind(lane_of(four, e)) for e in range(WIDTH)],
+                token0 + place // quads,
+                row,
+                row < f,
+            )
 
 
 def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, tile=None):
     """PrimFunc (state, A, S | H | X, planes of gate, planes of up, then A, S | H | X of [m, f], named with "_out").
 
-    The weights are f x k, f a multiple of 32. act_in, k, m and tile: as for `gemm.linear`. act_out: "half", "pairs" (after cooperative
-    matrices), "" or, where act_in does not mean matrix units, "rows". Token tiles without live tokens are left as they are. ValueError for
-    what cannot share a launch.
+    The weights are f x k, f a multiple of 32. act_in, k, m and tile: as for `gemm.linear`. act_out: "half", "pairs"
+    (after cooperative matrices), "" or, where act_in does not mean matrix units, "rows". Token tiles without live
+    tokens are left as they are. ValueError for what cannot share a launch.
     """
     formats = [lookup(fmt_gate), lookup(fmt_up)]
     gemm = engine(act_in, formats, m, k, arch, f, tile, together=2)
@@ -95,7 +106,11 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, tile=
         weights = [(fmt, emit_planes(fmt, f, k, prefix), f) for fmt, prefix in zip(formats, ("G_", "U_"), strict=True)]
         out = act_args(m, f, act_out, ["A_out", "S_out"] if act_out == "rows" else ["Y"])
         acts = views(params, act_in, m, k)
-        with launch((m // gemm.tile.tokens, -(-f // gemm.tile.rows)), (gemm.threads,)) as (token_tile, row_tile, thread):
+        with launch((m // gemm.tile.tokens, -(-f // gemm.tile.rows)), (gemm.threads,)) as (
+            token_tile,
+            row_tile,
+            thread,
+        ):
             gemm.allocate(thread)
             token0, row0 = T.Bind(token_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)
             staged = _Staged(gemm.tile) if act_out == "rows" and (arch.wave < BLOCK or not arch.subgroups) else None

@@ -1,13 +1,14 @@
 """Linear layers of several tokens on the GPU: y[m, n] = sum over k of w[n, k] * x[m, k].
 
-In: `state` int32[4] (position, live tokens, 0, 0), activations in a layout of `quantize.py`, weights in planes of the layout "rows"
-(`planes.py`). Out: Y float32 [m, n padded to 16], bias and residual added.
+In: `state` int32[4] (position, live tokens, 0, 0), activations in a layout of `quantize.py`, weights in planes of the
+layout "rows" (`planes.py`). Out: Y float32 [m, n padded to 16], bias and residual added.
 
-This file lays out the launch: a grid of token tiles (first axis: those that share a weight tile run side by side) by the row tiles of all
-segments. What a workgroup does to its tile is up to `gemm_matrix.py` (AMD's matrix units), `gemm_coop.py` (Vulkan's cooperative matrices)
-or `gemm_dot.py` (int8 dot products), which share the interface of `MatrixGemm`; `gate_up_gemm.py` shares it, too. Workgroups whose tokens
-are all beyond the live ones leave at once.
+This file lays out the launch: a grid of token tiles (first axis: those that share a weight tile run side by side) by
+the row tiles of all segments. What a workgroup does to its tile is up to `gemm_matrix.py` (AMD's matrix units),
+`gemm_coop.py` (Vulkan's cooperative matrices) or `gemm_dot.py` (int8 dot products), which share the interface of
+`MatrixGemm`; `gate_up_gemm.py` shares it, too. Workgroups whose tokens are all beyond the live ones leave at once.
 """
+
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
@@ -25,14 +26,17 @@ from mlc_amd.schedules.gpu.quantize import act_args, vector
 
 
 def engine(act, formats, m, k, arch, rows, tile=None, together=1):
-    """The tile routine for activations in layout `act` and weights of these formats, `together` of which share a tile; `rows`: of all
-    segments. `tile`: MatrixTile, CoopTile or DotTile, by default the one for the arch and shape. ValueError for what does not
-    fit."""
+    """The tile routine for activations in layout `act` and weights of these formats, `together` of which share a tile;
+    `rows`: of all segments. `tile`: MatrixTile, CoopTile or DotTile, by default the one for the arch and shape.
+    ValueError for what does not fit."""
     matrix = arch.matrix and act != "rows" and not isinstance(tile, gemm_dot.DotTile)
     kind = {"rows": "int8", "": "float"}.get(act)
     layouts = {"": (), "coop": ("", "pairs")}.get(arch.matrix, ("", "half"))
     if act not in layouts if matrix else {fmt.kind for fmt in formats} != {kind}:
-        raise ValueError(f"{arch.name} cannot multiply weights of {sorted(fmt.name for fmt in formats)} with activations in layout {act!r}")
+        raise ValueError(
+            f"{arch.name} cannot multiply weights of {sorted(fmt.name for fmt in formats)} with activations in layout "
+            f"{act!r}"
+        )
     if matrix and arch.matrix == "coop":
         return CoopGemm(arch, tile or gemm_coop.choose(arch, formats, m, k, rows, together), k, together)
     if matrix:
@@ -41,7 +45,8 @@ def engine(act, formats, m, k, arch, rows, tile=None, together=1):
 
 
 def views(acts, act, m, k):
-    """What the tile routine takes of the parameters of `act_args`. To be called after the last parameter: it may declare a view."""
+    """What the tile routine takes of the parameters of `act_args`. To be called after the last parameter: it may
+    declare a view."""
     if act == "rows":
         A, S = acts
         return T.decl_buffer((m, k // BLOCK, QUADS), "int32", data=A.data), S
@@ -64,19 +69,23 @@ def _bias(bias, index, n):
 
 
 def linear(segments, k, m, act_in, biases, residual, arch, name, tile=None):
-    """PrimFunc (state, A, S | H | X, planes of segment 0, [bias f32 [n]], planes of segment 1, ..., [R f32 [m, npad]], Y_0 f32 [m, npad],
-    ...).
+    """PrimFunc (state, A, S | H | X, planes of segment 0, [bias f32 [n]], planes of segment 1, ..., [R f32 [m, npad]],
+    Y_0 f32 [m, npad], ...).
 
-    segments: list of (format name or Format, n); they share the activations (q, k and v of a layer) and the launch. k: a multiple of 32,
-    m: tokens, a multiple of 16. act_in: layout of the activations: "half" or "" on matrix units, "pairs" or "" on cooperative matrices
-    (weights and activations become float16), else "rows" for int8 formats and "" for float formats. biases: one flag per segment.
-    residual: Y = R + result, for one segment. tile: see `engine`. Token tiles without live tokens (state[1]) are left as they are. npad = n
-    rounded up to a multiple of 16; the columns from n on hold no meaning. ValueError for what cannot share a launch or has no tiles,
-    UserError for weights too large.
+    segments: list of (format name or Format, n); they share the activations (q, k and v of a layer) and the launch. k:
+    a multiple of 32, m: tokens, a multiple of 16. act_in: layout of the activations: "half" or "" on matrix units,
+    "pairs" or "" on cooperative matrices (weights and activations become float16), else "rows" for int8 formats and ""
+    for float formats. biases: one flag per segment. residual: Y = R + result, for one segment. tile: see `engine`.
+    Token tiles without live tokens (state[1]) are left as they are. npad = n rounded up to a multiple of 16; the
+    columns from n on hold no meaning. ValueError for what cannot share a launch or has no tiles, UserError for weights
+    too large.
     """
     segments = [(lookup(fmt), n) for fmt, n in segments]
     if len(biases) != len(segments) or (residual and len(segments) > 1):
-        raise ValueError(f"segments {[(f.name, n) for f, n in segments]}, biases {biases}, residual {residual} do not make one launch")
+        raise ValueError(
+            f"segments {[(f.name, n) for f, n in segments]}, biases {biases}, residual {residual} do not make one "
+            "launch"
+        )
     gemm = engine(act_in, [fmt for fmt, _ in segments], m, k, arch, sum(padded(n) for _, n in segments), tile)
     counts = [-(-padded(n) // gemm.tile.rows) for _, n in segments]
     with IRBuilder() as ir, T.prim_func(s_tir=True):
@@ -94,6 +103,7 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, tile=None):
             gemm.allocate(thread)
             token0, live, first = T.Bind(token_tile * gemm.tile.tokens), live_tokens(state, m), 0
             for (fmt, n), (bufs, bias), Y, count in zip(segments, weights, outputs, counts, strict=True):
+
                 def store(token, row, values, n=n, bias=bias, Y=Y):
                     (x,), index = values, span(row, values[0])
                     if bias is not None:

@@ -1,12 +1,15 @@
 """The GEMM tile on cooperative matrices (KHR_cooperative_matrix of Vulkan): float16 operands, float32 sums.
 
-A workgroup computes `tokens` tokens by `rows` rows of each of its weights. Per step it stages `columns` columns of both in shared memory
-as float16, the weights dequantized on the way (`coop_load.py`) and columns in the order of `pairs.py`; each of its subgroups then
-multiplies its share of the tile. The next step's global loads are issued before this step's multiplications.
+A workgroup computes `tokens` tokens by `rows` rows of each of its weights. Per step it stages `columns` columns of both
+in shared memory as float16, the weights dequantized on the way (`coop_load.py`) and columns in the order of `pairs.py`;
+each of its subgroups then multiplies its share of the tile. The next step's global loads are issued before this step's
+multiplications.
 
-Which lane holds what of a matrix is the driver's secret: sums go through shared memory to the lanes that store them, four neighbouring rows
-of a token each, in the memory that staging no longer needs. Everything in shared memory is a unit of 16 bytes.
+Which lane holds what of a matrix is the driver's secret: sums go through shared memory to the lanes that store them,
+four neighbouring rows of a token each, in the memory that staging no longer needs. Everything in shared memory is a
+unit of 16 bytes.
 """
+
 from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
@@ -17,17 +20,19 @@ from mlc_amd.schedules.gpu.load import at
 from mlc_amd.schedules.gpu.pairs import RUN, RUNS
 from mlc_amd.schedules.gpu.planes import BLOCK
 
-PAD = 1             # units added to each row in shared memory: eight neighbouring rows then lie in different banks
+PAD = 1  # units added to each row in shared memory: eight neighbouring rows then lie in different banks
 UNIT_BYTES = 16
-ROWS = 4            # float32 of a unit: rows of a token that a lane finishes together
-HELD, HELD_FLOAT = 64, 32   # weights of a step that a thread holds in registers, in blocks of codes or as they are
-CHUNKS = 8          # matrices along the columns of a step: they are unrolled
+ROWS = 4  # float32 of a unit: rows of a token that a lane finishes together
+HELD, HELD_FLOAT = 64, 32  # weights of a step that a thread holds in registers, in blocks of codes or as they are
+CHUNKS = 8  # matrices along the columns of a step: they are unrolled
 
 
 @dataclass(frozen=True)
 class CoopTile:
-    """A workgroup's tile: tokens and rows (of one weight), columns of a step, subgroups along tokens and rows. waves_k: subgroups that
-    share out a step's columns; their sums are added last. span: blocks of a row that a thread takes at a time."""
+    """A workgroup's tile: tokens and rows (of one weight), columns of a step, subgroups along tokens and rows. waves_k:
+    subgroups that share out a step's columns; their sums are added last. span: blocks of a row that a thread takes at a
+    time."""
+
     tokens: int
     rows: int
     columns: int
@@ -37,8 +42,9 @@ class CoopTile:
     span: int = 1
 
 
-# (whether AMD's, most tokens of a tile): tiles with how fast a compute unit works on them, for one weight and for two, as far as that is
-# known: TFLOP/s of an H200 if all of its units have equal work. Few tokens: many columns, so that enough bytes of weights are on their way.
+# (whether AMD's, most tokens of a tile): tiles with how fast a compute unit works on them, for one weight and for two,
+# as far as that is known: TFLOP/s of an H200 if all of its units have equal work. Few tokens: many columns, so that
+# enough bytes of weights are on their way.
 TILES = {
     (False, 128): (
         (CoopTile(128, 128, 64, 2, 2), (285, 318)),
@@ -67,9 +73,9 @@ TILES = {
 
 
 def choose(arch, formats, m, k, rows, weights=1):
-    """The default CoopTile for m tokens, k columns and `rows` rows altogether of weights in these formats, `weights` of which share the
-    accumulators (gate and up: 2): the one with which the unit that has most to do is done first. ValueError unless m is a multiple of 16
-    and k of 32."""
+    """The default CoopTile for m tokens, k columns and `rows` rows altogether of weights in these formats, `weights` of
+    which share the accumulators (gate and up: 2): the one with which the unit that has most to do is done first.
+    ValueError unless m is a multiple of 16 and k of 32."""
     tokens = next((t for t in (128, 64, 32, 16) if m % t == 0), None)
     if tokens is None or k % BLOCK:
         raise ValueError(f"{m} tokens of {k} columns are no tiles of 16 x {BLOCK}")
@@ -80,18 +86,23 @@ def choose(arch, formats, m, k, rows, weights=1):
             workgroups = m // found.tokens * -(-rows // found.rows)
             times.setdefault(found, -(-workgroups // arch.units) * found.tokens * found.rows / speeds[weights - 1])
     if not times:
-        raise ValueError(f"{arch.name} has no tile for {m} tokens: matrices of {arch.fragment}, {arch.lds} bytes of shared memory")
+        raise ValueError(
+            f"{arch.name} has no tile for {m} tokens: matrices of {arch.fragment}, {arch.lds} bytes of shared memory"
+        )
     return min(times, key=times.get)
 
 
 def _fit(tile, arch, formats, k, weights):
-    """The tile for `weights` weights with as many columns as k, shared memory and registers allow; None if there is none."""
+    """The tile for `weights` weights with as many columns as k, shared memory and registers allow; None if there is
+    none."""
     rows = max(tile.rows // weights, arch.fragment[1] * tile.waves_n)
     threads = tile.waves_m * tile.waves_n * tile.waves_k * arch.wave
     held = HELD_FLOAT if any(fmt.kind == "float" for fmt in formats) else HELD
     for columns in (512, 256, 128, 64, 32):
         found = replace(tile, rows=rows, columns=columns)
-        limit = min(tile.columns, max(held * threads // (weights * rows), BLOCK), CHUNKS * arch.fragment[2] * tile.waves_k)
+        limit = min(
+            tile.columns, max(held * threads // (weights * rows), BLOCK), CHUNKS * arch.fragment[2] * tile.waves_k
+        )
         try:
             if columns <= limit:
                 CoopGemm(arch, found, k, weights)
@@ -103,6 +114,7 @@ def _fit(tile, arch, formats, k, weights):
 
 class CoopGemm:
     """The tile routine of one kernel: use as `gemm_matrix.MatrixGemm`. ValueError for a tile that does not fit."""
+
     rows_side_by_side = 1
 
     def __init__(self, arch, tile, k, weights=1):
@@ -111,7 +123,11 @@ class CoopGemm:
         self.threads = waves * arch.wave
         self.ld, self.steps, self.share = tile.columns // RUN + PAD, k // tile.columns, tile.columns // tile.waves_k
         self.tiles_m, self.tiles_n = tile.tokens // tile.waves_m // fm, tile.rows // tile.waves_n // fn
-        if self.tiles_m * tile.waves_m * fm != tile.tokens or self.tiles_n * tile.waves_n * fn != tile.rows or k % tile.columns:
+        if (
+            self.tiles_m * tile.waves_m * fm != tile.tokens
+            or self.tiles_n * tile.waves_n * fn != tile.rows
+            or k % tile.columns
+        ):
             raise ValueError(f"{tile} does not divide into {fm} x {fn} matrices of {k} columns")
         if self.share * tile.waves_k != tile.columns or self.share % max(fk, RUN):
             raise ValueError(f"the {tile.columns} columns of {tile} do not divide among its subgroups")
@@ -120,7 +136,9 @@ class CoopGemm:
         self.sums_ld = self.tiles_n * fn // ROWS + PAD
         self.units = max((tile.tokens + weights * tile.rows) * self.ld, waves * weights * fm * self.sums_ld)
         if self.units * UNIT_BYTES > arch.lds or self.threads > arch.threads:
-            raise ValueError(f"{tile} takes {self.units * UNIT_BYTES} bytes of shared memory and {self.threads} threads")
+            raise ValueError(
+                f"{tile} takes {self.units * UNIT_BYTES} bytes of shared memory and {self.threads} threads"
+            )
 
     def allocate(self, thread):
         """Declares shared memory and matrices inside the launch; `thread`: threadIdx.x."""
@@ -132,14 +150,16 @@ class CoopGemm:
         self.lds = T.alloc_buffer((self.units,), "uint32x4", scope="shared")
         self.a = T.alloc_buffer((self.tiles_m * fm * fk,), "float16", scope="wmma.matrix_a")
         self.b = T.alloc_buffer((self.weights * self.tiles_n * fk * fn,), "float16", scope="wmma.matrix_b")
-        self.sums = T.alloc_buffer((self.tiles_m * self.weights * self.tiles_n * fm * fn,), "float32", scope="wmma.accumulator")
+        self.sums = T.alloc_buffer(
+            (self.tiles_m * self.weights * self.tiles_n * fm * fn,), "float32", scope="wmma.accumulator"
+        )
 
     def emit(self, acts, weights, token0, row0, epilogue):
-        """One tile: tokens token0.. of the activations, (H [m, k],) in the layout "pairs" or (X [m, k],) float32; rows row0.. of the
-        weights, a list of (fmt, bufs, padded rows).
+        """One tile: tokens token0.. of the activations, (H [m, k],) in the layout "pairs" or (X [m, k],) float32; rows
+        row0.. of the weights, a list of (fmt, bufs, padded rows).
 
-        Calls epilogue(token, row, values): per weight a float32x4 of results of the token for the rows from `row` on, all of them below the
-        padded number of rows.
+        Calls epilogue(token, row, values): per weight a float32x4 of results of the token for the rows from `row` on,
+        all of them below the padded number of rows.
         """
         (X,) = acts
         weights = [(fmt, coop_load.views(fmt, bufs, self.tile.span), padded) for fmt, bufs, padded in weights]
@@ -166,7 +186,8 @@ class CoopGemm:
     # ---- staging
 
     def _pieces(self, rows, per_row):
-        """(row, number in the row) of each piece that this thread stages; what is left over several threads stage, the same."""
+        """(row, number in the row) of each piece that this thread stages; what is left over several threads stage, the
+        same."""
         total, threads = rows * per_row, self.threads
         for i in range(-(-total // threads)):
             c = self.thread + i * threads
@@ -178,12 +199,14 @@ class CoopGemm:
         return list(self._pieces(self.tile.tokens, self.tile.columns // (BLOCK if str(X.dtype) == "float32" else RUN)))
 
     def _fetch(self, X, weights, token0, row0, step):
-        """The global loads of a step, in registers: [(unit in shared memory, values)] of the activations and [(unit, format, what
-        `coop_load.fetch` gave)] of the weights."""
+        """The global loads of a step, in registers: [(unit in shared memory, values)] of the activations and [(unit,
+        format, what `coop_load.fetch` gave)] of the weights."""
         x, w, columns = [], [], self.tile.columns
         for row, i in self._x_pieces(X):
             if str(X.dtype) == "float32":
-                x.append((row * self.ld + i * RUNS, coop_load.activations(X, token0 + row, step * (columns // BLOCK) + i)))
+                x.append(
+                    (row * self.ld + i * RUNS, coop_load.activations(X, token0 + row, step * (columns // BLOCK) + i))
+                )
             else:
                 x.append((row * self.ld + i, [T.Bind(X[token0 + row, at(step * columns + i * RUN, RUN)])]))
         per_row = columns // (self.tile.span * BLOCK)
@@ -196,7 +219,10 @@ class CoopGemm:
 
     def _stage(self, loaded):
         """Registers to shared memory, as float16."""
-        for unit, values in [*loaded[0], *((unit, coop_load.runs(self.arch, fmt, raw, self.tile.span)) for unit, fmt, raw in loaded[1])]:
+        for unit, values in [
+            *loaded[0],
+            *((unit, coop_load.runs(self.arch, fmt, raw, self.tile.span)) for unit, fmt, raw in loaded[1]),
+        ]:
             for j, run in enumerate(values):
                 T.buffer_store(self.lds, T.reinterpret("uint32x4", run), [unit + j])
 
@@ -226,7 +252,8 @@ class CoopGemm:
     # ---- results
 
     def _sums_unit(self, wave_k, weight):
-        """First unit of this subgroup's sums of a weight, or those of the subgroup that has other columns of the same tile."""
+        """First unit of this subgroup's sums of a weight, or those of the subgroup that has other columns of the same
+        tile."""
         tile, fm = self.tile, self.arch.fragment[0]
         wave = (wave_k * tile.waves_m + self.wave_m) * tile.waves_n + self.wave_n
         return (wave * self.weights + weight) * (fm * self.sums_ld)
@@ -238,7 +265,11 @@ class CoopGemm:
             for j in range(self.tiles_n):
                 index = (i * self.weights + w) * self.tiles_n + j
                 address = T.address_of(self.lds[self._sums_unit(self.wave_k, w) + j * (fn // ROWS)])
-                T.evaluate(T.tvm_store_matrix_sync(self.sums.data, *self.arch.fragment, index, address, self.sums_ld * 4, "row_major"))
+                T.evaluate(
+                    T.tvm_store_matrix_sync(
+                        self.sums.data, *self.arch.fragment, index, address, self.sums_ld * 4, "row_major"
+                    )
+                )
 
     def _finish(self, i, padded, token0, row0, epilogue):
         """Hands row i of the matrices of sums to the epilogue; rows beyond the weight's are left out."""
@@ -252,7 +283,9 @@ class CoopGemm:
             def store():
                 values = []
                 for w in range(self.weights):
-                    parts = [self.lds[self._sums_unit(part, w) + token * self.sums_ld + unit] for part in range(tile.waves_k)]
+                    parts = [
+                        self.lds[self._sums_unit(part, w) + token * self.sums_ld + unit] for part in range(tile.waves_k)
+                    ]
                     parts = [T.reinterpret("float32x4", T.Bind(part)) for part in parts]
                     values.append(T.Bind(sum(parts[1:], parts[0])))
                 epilogue(T.Bind(token0 + (self.wave_m * self.tiles_m + i) * fm + token), row, values)

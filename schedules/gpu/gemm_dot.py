@@ -1,12 +1,15 @@
-"""The GEMM tile without matrix units: int8 activations with dot4 (float formats: plain float32 arithmetic), register tiles fed by LDS.
+"""The GEMM tile without matrix units: int8 activations with dot4 (float formats: plain float32 arithmetic), register
+tiles fed by LDS.
 
-A workgroup computes `tokens` tokens by `rows` rows of each of its weights, in steps of one block of 32 columns staged in LDS: weights as
-signed bytes with their float32 scales, activations as they come. 32 neighbouring lanes hold 32 neighbouring rows and share their tokens,
-so that LDS reads of activations are broadcasts, those of weights free of bank conflicts, and 32 rows can be reduced within a wave. Per
-block, with dot the int32 dot product of a group of columns (16 or 32) and d, d*sum(q) of the activations' plane S:
+A workgroup computes `tokens` tokens by `rows` rows of each of its weights, in steps of one block of 32 columns staged
+in LDS: weights as signed bytes with their float32 scales, activations as they come. 32 neighbouring lanes hold 32
+neighbouring rows and share their tokens, so that LDS reads of activations are broadcasts, those of weights free of bank
+conflicts, and 32 rows can be reduced within a wave. Per block, with dot the int32 dot product of a group of columns (16
+or 32) and d, d*sum(q) of the activations' plane S:
 
     y += d * scale * dot + minimum * d*sum(q)
 """
+
 from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
@@ -17,13 +20,15 @@ from mlc_amd.schedules.gpu.load import QUADS, at, lane_of
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.quantize import FIELDS
 
-LANES = 32          # rows side by side
-PAD = 4             # words added to each row of LDS: eight neighbouring rows, read 128 bits wide, lie in different banks
+LANES = 32  # rows side by side
+PAD = 4  # words added to each row of LDS: eight neighbouring rows, read 128 bits wide, lie in different banks
 
 
 @dataclass(frozen=True)
 class DotTile:
-    """A workgroup's tile: tokens and rows (of one weight, a multiple of 32); threads_m groups of 32 threads share out the tokens."""
+    """A workgroup's tile: tokens and rows (of one weight, a multiple of 32); threads_m groups of 32 threads share out
+    the tokens."""
+
     tokens: int
     rows: int
     threads_m: int
@@ -35,7 +40,8 @@ TILES = (DotTile(64, 128, 8), DotTile(32, 64, 8), DotTile(16, 64, 4), DotTile(16
 
 def choose(arch, m, weights=1):
     """The default DotTile for m tokens; `weights` share the accumulators. ValueError unless m is a multiple of 16."""
-    # Without a dot product instruction code is four times as long, and so is compile time. On a generic device the epilogue takes LDS, too.
+    # Without a dot product instruction code is four times as long, and so is compile time. On a generic device the
+    # epilogue takes LDS, too.
     few = not arch.dot or arch.family == "generic"
     tile = next((t for t in TILES[few:] if m % t.tokens == 0 and t.threads_m * LANES <= arch.threads), None)
     if tile is None:
@@ -45,16 +51,19 @@ def choose(arch, m, weights=1):
 
 class _RegisterTile:
     """What both kinds of arithmetic share. Use as `gemm_matrix.MatrixGemm`."""
-    width: int          # elements of an LDS row
-    dtype: str          # of LDS rows
-    factors = 0         # bytes of scales and the like beside an LDS row
-    rows_side_by_side = LANES   # rows that neighbouring lanes hold in the epilogue, one each
+
+    width: int  # elements of an LDS row
+    dtype: str  # of LDS rows
+    factors = 0  # bytes of scales and the like beside an LDS row
+    rows_side_by_side = LANES  # rows that neighbouring lanes hold in the epilogue, one each
 
     def __init__(self, arch, tile, k, weights=1):
         self.arch, self.tile, self.k, self.weights = arch, tile, k, weights
         self.threads, self.ld = tile.threads_m * LANES, self.width + PAD
         self.token_count, self.row_count = tile.tokens // tile.threads_m, tile.rows // LANES
-        whole = self.token_count * tile.threads_m == tile.tokens and self.row_count * LANES == tile.rows and k % BLOCK == 0
+        whole = (
+            self.token_count * tile.threads_m == tile.tokens and self.row_count * LANES == tile.rows and k % BLOCK == 0
+        )
         if not whole or self.threads > arch.threads:
             raise ValueError(f"{tile} does not divide {self.threads} threads and {k} columns")
 
@@ -70,8 +79,8 @@ class _RegisterTile:
     def emit(self, acts, weights, token0, row0, epilogue):
         """One tile: tokens token0.. of the activations, rows row0.. of the weights [(fmt, bufs, padded rows)].
 
-        Calls epilogue(token, row, values): per weight the float32 result of one token and one row below the padded number of rows; 32
-        neighbouring lanes hold 32 neighbouring rows, the first a multiple of 32.
+        Calls epilogue(token, row, values): per weight the float32 result of one token and one row below the padded
+        number of rows; 32 neighbouring lanes hold 32 neighbouring rows, the first a multiple of 32.
         """
         for i in range(self.weights * self.token_count * self.row_count):
             T.buffer_store(self.sums, T.float32(0), [i])
@@ -90,7 +99,11 @@ class _RegisterTile:
 
             def store(i=i, row=row):
                 for t in range(self.token_count):
-                    epilogue(T.Bind(token0 + self.token + t), row, [self.sums[self._sum(w, t, i)] for w in range(self.weights)])
+                    epilogue(
+                        T.Bind(token0 + self.token + t),
+                        row,
+                        [self.sums[self._sum(w, t, i)] for w in range(self.weights)],
+                    )
 
             if padded % self.tile.rows:
                 with T.If(row < padded), T.Then():
@@ -107,7 +120,8 @@ class _RegisterTile:
         return (weight * self.token_count + token) * self.row_count + row
 
     def _pieces(self, total):
-        """Numbers of the pieces that this thread stages, out of `total`; with too few, several threads stage the same ones."""
+        """Numbers of the pieces that this thread stages, out of `total`; with too few, several threads stage the same
+        ones."""
         for i in range(-(-total // self.threads)):
             yield (self.thread + i * self.threads) % total
 
@@ -120,16 +134,20 @@ class _RegisterTile:
         def clamp(row, padded):
             return T.Bind(T.min(row0 + row, padded - 1) if padded % self.tile.rows else row0 + row)
 
-        return [[fetch(fmt, bufs, clamp(row, padded), block, part) for row, part in self._w_pieces()] for fmt, bufs, padded in weights]
+        return [
+            [fetch(fmt, bufs, clamp(row, padded), block, part) for row, part in self._w_pieces()]
+            for fmt, bufs, padded in weights
+        ]
 
 
 class DotGemm(_RegisterTile):
     """int8 formats; activations (A seen as int32 [m, K/32, 8], S float32 [m, K/32, 4])."""
+
     width, dtype, factors = QUADS, "int32", 4 * FIELDS
 
     def allocate(self, thread):
         super().allocate(thread)
-        rows = 2 * self.tile.rows           # two groups of columns at most
+        rows = 2 * self.tile.rows  # two groups of columns at most
 
         def shared(size):
             return T.alloc_buffer((size,), "float32", scope="shared")
@@ -160,7 +178,8 @@ class DotGemm(_RegisterTile):
                         T.buffer_store(lds, value, [g * self.tile.rows + row])
 
     def _multiply(self, weights):
-        # On Vulkan all weights share the activations' registers: drivers merge equal loads, and would keep those of all tokens.
+        # On Vulkan all weights share the activations' registers: drivers merge equal loads, and would keep those of all
+        # tokens.
         together = [range(len(weights))] if self.arch.api == "vulkan" else [[w] for w in range(len(weights))]
         for group in together:
             operands = {w: self._operands(w, weights[w][0]) for w in group}
@@ -183,7 +202,7 @@ class DotGemm(_RegisterTile):
     def _accumulate(self, w, t, codes, scales, minimums, x, s):
         """Adds the block's part of this lane's rows of a weight and token t. x: the token's words; s: its fields."""
         groups = len(scales[0])
-        first_sum = groups          # field of S with d*sum(q) of the first group: 1 for all 32 columns, 2 and 3 for 16
+        first_sum = groups  # field of S with d*sum(q) of the first group: 1 for all 32 columns, 2 and 3 for 16
         for i in range(self.row_count):
             total = self.sums[self._sum(w, t, i)]
             for g in range(groups):
@@ -203,6 +222,7 @@ class DotGemm(_RegisterTile):
 
 class FloatGemm(_RegisterTile):
     """Float formats; activations (X float32 [m, K],)."""
+
     width, dtype = BLOCK, "float32"
 
     def _fetch(self, acts, weights, token0, row0, block):

@@ -1,18 +1,19 @@
 """Weights from their planes (layout "rows": `planes.py`) to the registers of a GEMM, for every format.
 
-The unit of work is a piece: half a block of 32 columns of one row, columns 8*part .. 8*part + 7 and 16 + 8*part .. 16 + 8*part + 7
-(part 0 or 1: what two words of nibbles hold). Fetching and unpacking are separate, so that the loads of one step can be in flight while
-the step before is multiplied:
+The unit of work is a piece: half a block of 32 columns of one row, columns 8*part .. 8*part + 7 and 16 + 8*part .. 16 +
+8*part + 7 (part 0 or 1: what two words of nibbles hold). Fetching and unpacking are separate, so that the loads of one
+step can be in flight while the step before is multiplied:
 
     fetch           the global loads of a piece
     half_piece      a piece as 16 float16 weights, for matrix units
     byte_piece      a piece as 16 signed bytes with scales and offsets, for int8 dot products
     float_piece     a piece of a float format as 16 float32 weights
 
-Bytes become float16 by a byte permutation: with exponent byte 0x64 a byte b reads as 1024 + b. The rest is one fused multiply-add in
-float32 and one rounding per weight (`v_fma_mix` does both), scale * (1024 + code) + offset. The offset's own rounding, at most 2^-14 of a
-quantization step, is below that of float16.
+Bytes become float16 by a byte permutation: with exponent byte 0x64 a byte b reads as 1024 + b. The rest is one fused
+multiply-add in float32 and one rounding per weight (`v_fma_mix` does both), scale * (1024 + code) + offset. The
+offset's own rounding, at most 2^-14 of a quantization step, is below that of float16.
 """
+
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import PLANE_BITS
@@ -21,9 +22,9 @@ from mlc_amd.schedules.gpu.load import at, lane_of
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.quantize import vector
 
-PIECE = 16                  # columns of a piece
-EXPONENT = 0x64646464       # of 1024.0 as float16, in every byte
-PAIRS = (0x04010400, 0x04030402)    # byte selectors: bytes 0 and 1, 2 and 3 of a word below exponent bytes
+PIECE = 16  # columns of a piece
+EXPONENT = 0x64646464  # of 1024.0 as float16, in every byte
+PAIRS = (0x04010400, 0x04030402)  # byte selectors: bytes 0 and 1, 2 and 3 of a word below exponent bytes
 
 
 def columns_of(part):
@@ -102,7 +103,7 @@ def _signed(arch, fmt, raw, part):
         return [lookup16(arch, fmt.table, word) for word in words]
     if fmt.signed or not fmt.zero:
         return words
-    top, zero = T.uint32(0x80808080), T.uint32(0x01010101 * fmt.zero)       # the top bits keep borrows inside their byte
+    top, zero = T.uint32(0x80808080), T.uint32(0x01010101 * fmt.zero)  # the top bits keep borrows inside their byte
     return [((word | top) - zero) ^ top for word in words]
 
 
@@ -113,6 +114,7 @@ def scales(fmt, raw):
     """(scales, minimums), lists of float32, one per group of columns of the block (two groups of 16 or one of 32).
 
     weight = scale * (code - zero) + minimum; minimums are None for formats without."""
+
     def real(x):
         return T.cast(x, "float32")
 
@@ -143,18 +145,20 @@ def half_piece(arch, fmt, raw, part):
     for run in range(2):
         scale, offset = (v[run % len(v)] for v in (factors, offsets))
         values = []
-        for word in words[2 * run:2 * run + 2]:
+        for word in words[2 * run : 2 * run + 2]:
             for select in PAIRS:
                 bits = intrin("uint32", "llvm.amdgcn.perm", T.uint32(EXPONENT), word, T.uint32(select))
                 pair = T.Bind(T.reinterpret("float16x2", bits))
-                # one by one: of a vector LLVM makes separate conversions where there is a packed float32 addition (gfx90a and later)
+                # one by one: of a vector LLVM makes separate conversions where there is a packed float32 addition
+                # (gfx90a and later)
                 values += [T.cast(fma(T.cast(lane_of(pair, i), "float32"), scale, offset), "float16") for i in range(2)]
         runs.append(T.Bind(vector(values)))
     return runs
 
 
 def byte_piece(arch, fmt, raw, part):
-    """(runs, scales, minimums): the piece's two runs of eight columns as two words of signed bytes each (int32x2); `scales` as above."""
+    """(runs, scales, minimums): the piece's two runs of eight columns as two words of signed bytes each (int32x2);
+    `scales` as above."""
     words = [T.Bind(T.reinterpret("int32", word)) for word in _signed(arch, fmt, raw, part)]
     return [vector(words[:2]), vector(words[2:])], *scales(fmt, raw)
 

@@ -1,12 +1,15 @@
 """The GEMM tile on matrix units (WMMA of gfx11 and gfx12, MFMA of gfx9): float16 operands, float32 sums.
 
-A workgroup computes `tokens` tokens by `rows` rows of each of its weights. Per step it stages `columns` columns of both in LDS as float16,
-the weights dequantized on the way (`gemm_load.py`); each of its waves_m x waves_n waves then multiplies its share of the tile.
+A workgroup computes `tokens` tokens by `rows` rows of each of its weights. Per step it stages `columns` columns of both
+in LDS as float16, the weights dequantized on the way (`gemm_load.py`); each of its waves_m x waves_n waves then
+multiplies its share of the tile.
 
-The weight is the matrix unit's A operand and the activations are B: then a lane's accumulators belong to one token and to consecutive
-rows, and results are stored in wide vectors. Where the unit scatters rows over accumulators, weight rows are placed in LDS in the order
-that undoes it (`slot`). The next step's global loads are issued before this step's multiplications.
+The weight is the matrix unit's A operand and the activations are B: then a lane's accumulators belong to one token and
+to consecutive rows, and results are stored in wide vectors. Where the unit scatters rows over accumulators, weight rows
+are placed in LDS in the order that undoes it (`slot`). The next step's global loads are issued before this step's
+multiplications.
 """
+
 from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
@@ -16,15 +19,19 @@ from mlc_amd.schedules.gpu.gemm_load import PIECE, columns_of, fetch, half_piece
 from mlc_amd.schedules.gpu.load import at
 from mlc_amd.schedules.gpu.planes import BLOCK
 
-PAD = 8             # halves added to each row of LDS: eight neighbouring rows then lie in different banks
-MATRIX_MAY_NOT_CROSS = 0x94     # llvm.amdgcn.sched.barrier: scalar, LDS and global memory instructions may, vector and matrix ones may not
+PAD = 8  # halves added to each row of LDS: eight neighbouring rows then lie in different banks
+MATRIX_MAY_NOT_CROSS = (
+    0x94  # llvm.amdgcn.sched.barrier: scalar, LDS and global memory instructions may, vector and matrix ones may not
+)
 
 
 # ---- matrix units: 16 x 16 tiles; `load` gives the operands of `columns` columns as a list, one per instruction
 
 
 class Wmma11:
-    """gfx11: a lane holds all 16 columns of row lane % 16, both halves of the wave alike. Accumulator i of half h: row 2*i + h."""
+    """gfx11: a lane holds all 16 columns of row lane % 16, both halves of the wave alike. Accumulator i of half h: row
+    2*i + h."""
+
     side, columns, acc = 16, 16, 8
 
     @staticmethod
@@ -53,8 +60,10 @@ class Wmma12(Wmma11):
 
 
 class Mfma:
-    """gfx9: quarter g of the wave holds four columns. Which four does not matter as long as both operands agree: columns 8*g .. 8*g + 7 of
-    32 serve two instructions, and LDS reads are 128 bits wide. Accumulator i of quarter g: row 4*g + i."""
+    """gfx9: quarter g of the wave holds four columns. Which four does not matter as long as both operands agree:
+    columns 8*g .. 8*g + 7 of 32 serve two instructions, and LDS reads are 128 bits wide. Accumulator i of quarter g:
+    row 4*g + i."""
+
     side, columns, acc = 16, 32, 4
 
     @staticmethod
@@ -68,7 +77,9 @@ class Mfma:
 
     @staticmethod
     def multiply(a, b, c):
-        return T.call_llvm_pure_intrin("float32x4", "llvm.amdgcn.mfma.f32.16x16x16f16", a, b, c, T.int32(0), T.int32(0), T.int32(0))
+        return T.call_llvm_pure_intrin(
+            "float32x4", "llvm.amdgcn.mfma.f32.16x16x16f16", a, b, c, T.int32(0), T.int32(0), T.int32(0)
+        )
 
 
 UNITS = {"wmma11": Wmma11, "wmma12": Wmma12, "mfma": Mfma}
@@ -76,8 +87,10 @@ UNITS = {"wmma11": Wmma11, "wmma12": Wmma12, "mfma": Mfma}
 
 @dataclass(frozen=True)
 class MatrixTile:
-    """A workgroup's tile: tokens and rows (of one weight), columns of a step, waves along tokens and rows. buffers: 2 alternate, with one
-    barrier a step; 1 takes half the LDS and two barriers. waves_k: waves that share out a step's columns; their sums are added last."""
+    """A workgroup's tile: tokens and rows (of one weight), columns of a step, waves along tokens and rows. buffers: 2
+    alternate, with one barrier a step; 1 takes half the LDS and two barriers. waves_k: waves that share out a step's
+    columns; their sums are added last."""
+
     tokens: int
     rows: int
     columns: int
@@ -87,8 +100,9 @@ class MatrixTile:
     waves_k: int = 1
 
 
-# (kind of matrix unit, tokens): the tile that `choose` starts from. Few tokens: few rows, or too few workgroups to fill the GPU, and many
-# columns, so that enough bytes of weights are on their way: 512 columns of 4096 rows of 4 bits are 1 MB.
+# (kind of matrix unit, tokens): the tile that `choose` starts from. Few tokens: few rows, or too few workgroups to fill
+# the GPU, and many columns, so that enough bytes of weights are on their way: 512 columns of 4096 rows of 4 bits are 1
+# MB.
 TILES = {
     ("wmma", 128): MatrixTile(128, 128, 32, 4, 2, 2),
     ("wmma", 64): MatrixTile(64, 32, 128, 2, 2, 1, 2),
@@ -102,8 +116,8 @@ TILES = {
 
 
 def choose(arch, m, k, weights=1):
-    """The default MatrixTile for m tokens and k columns on an arch; `weights` share the accumulators (gate and up: 2). ValueError unless m
-    is a multiple of 16 and k of 32."""
+    """The default MatrixTile for m tokens and k columns on an arch; `weights` share the accumulators (gate and up: 2).
+    ValueError unless m is a multiple of 16 and k of 32."""
     tokens = next((t for t in (128, 64, 32, 16) if m % t == 0), None)
     if tokens is None or k % BLOCK:
         raise ValueError(f"{m} tokens of {k} columns are no tiles of 16 x {BLOCK}")
@@ -118,29 +132,46 @@ def choose(arch, m, k, weights=1):
 
 
 def _shares(total, threads):
-    """Numbers of the pieces that each thread stages, out of `total`: with fewer pieces than threads several threads stage the same."""
+    """Numbers of the pieces that each thread stages, out of `total`: with fewer pieces than threads several threads
+    stage the same."""
     if total % threads and threads % total:
         raise ValueError(f"{total} pieces do not divide among {threads} threads")
     return range(max(1, total // threads))
 
 
 class MatrixGemm:
-    """The tile routine of one kernel: launch the grid with `threads` threads, `allocate` there, then `emit` any number of tiles, one after
-    the other. `weights`: how many weights of one shape share a tile (gate and up: 2). ValueError for a tile that does not fit."""
-    rows_side_by_side = 1       # rows that neighbouring lanes hold in the epilogue
+    """The tile routine of one kernel: launch the grid with `threads` threads, `allocate` there, then `emit` any number
+    of tiles, one after the other. `weights`: how many weights of one shape share a tile (gate and up: 2). ValueError
+    for a tile that does not fit."""
+
+    rows_side_by_side = 1  # rows that neighbouring lanes hold in the epilogue
 
     def __init__(self, arch, tile, k, weights=1):
-        self.arch, self.unit, self.tile, self.k, self.weights, self.wave = arch, UNITS[arch.matrix], tile, k, weights, arch.wave
+        self.arch, self.unit, self.tile, self.k, self.weights, self.wave = (
+            arch,
+            UNITS[arch.matrix],
+            tile,
+            k,
+            weights,
+            arch.wave,
+        )
         self.threads = tile.waves_m * tile.waves_n * tile.waves_k * arch.wave
         self.ld, side = tile.columns + PAD, self.unit.side
         self.tiles_m, self.tiles_n = tile.tokens // tile.waves_m // side, tile.rows // tile.waves_n // side
         self.steps, self.share = k // tile.columns, tile.columns // tile.waves_k
-        size = tile.buffers * (tile.tokens + weights * tile.rows) * self.ld * 2 + (tile.waves_k - 1) * weights * tile.tokens * tile.rows * 4
-        if self.tiles_m * tile.waves_m * side != tile.tokens or self.tiles_n * tile.waves_n * side != tile.rows or k % tile.columns:
+        size = (
+            tile.buffers * (tile.tokens + weights * tile.rows) * self.ld * 2
+            + (tile.waves_k - 1) * weights * tile.tokens * tile.rows * 4
+        )
+        if (
+            self.tiles_m * tile.waves_m * side != tile.tokens
+            or self.tiles_n * tile.waves_n * side != tile.rows
+            or k % tile.columns
+        ):
             raise ValueError(f"{tile} does not divide into {side} x {side} tiles of {k} columns")
         if self.share % self.unit.columns or self.share * tile.waves_k != tile.columns:
             raise ValueError(f"the {tile.columns} columns of {tile} do not divide among its waves")
-        if size > min(arch.lds, 64 << 10) or self.threads > 256:        # LLVM ends the process above 64 KiB
+        if size > min(arch.lds, 64 << 10) or self.threads > 256:  # LLVM ends the process above 64 KiB
             raise ValueError(f"{tile} takes {size} bytes of LDS and {self.threads} threads")
 
     def allocate(self, thread):
@@ -161,11 +192,11 @@ class MatrixGemm:
             self.partial = T.alloc_buffer(shape, "float32", scope="shared")
 
     def emit(self, acts, weights, token0, row0, epilogue):
-        """One tile: tokens token0.. of the activations (X [m, k],), float16 or float32; rows row0.. of the weights, a list of (fmt, bufs,
-        padded rows).
+        """One tile: tokens token0.. of the activations (X [m, k],), float16 or float32; rows row0.. of the weights, a
+        list of (fmt, bufs, padded rows).
 
-        Calls epilogue(token, row, values): per weight a float32 vector of results of the token for the rows from `row` on, all of them
-        below the padded number of rows.
+        Calls epilogue(token, row, values): per weight a float32 vector of results of the token for the rows from `row`
+        on, all of them below the padded number of rows.
         """
         for i in range(self._count()):
             T.buffer_store(self.sums, T.broadcast(T.float32(0), self.unit.acc), [self._slice(i)])
@@ -174,7 +205,9 @@ class MatrixGemm:
         barrier()
         with T.serial(self.steps // count) as outer:
             for s in range(count):
-                following = self._fetch(X, weights, token0, row0, T.Bind(T.min(outer * count + (s + 1), self.steps - 1)))
+                following = self._fetch(
+                    X, weights, token0, row0, T.Bind(T.min(outer * count + (s + 1), self.steps - 1))
+                )
                 self._multiply(s)
                 if count == 1:
                     barrier()
@@ -205,7 +238,9 @@ class MatrixGemm:
         """Where the accumulator tile i of the waves along k lies for this lane: lanes side by side."""
         part = self.thread % (self.threads // self.tile.waves_k) // self.wave
         waves = self.threads // self.tile.waves_k // self.wave
-        return at((((wave_k * waves + part) * self._count() + i) * self.wave + self.lane) * self.unit.acc, self.unit.acc)
+        return at(
+            (((wave_k * waves + part) * self._count() + i) * self.wave + self.lane) * self.unit.acc, self.unit.acc
+        )
 
     def _slice(self, i):
         """The accumulators of tile i."""
@@ -230,11 +265,14 @@ class MatrixGemm:
         x = [T.Bind(X[token0 + row, at(step * self.tile.columns + column, 8)]) for row, column in self._x_pieces()]
         w = []
         for fmt, bufs, padded in weights:
+
             def clamp(row, padded=padded):
                 return T.Bind(T.min(row0 + row, padded - 1) if padded % self.tile.rows else row0 + row)
 
             blocks = self.tile.columns // BLOCK
-            w.append([fetch(fmt, bufs, clamp(row), step * blocks + block, part) for row, block, part in self._w_pieces()])
+            w.append(
+                [fetch(fmt, bufs, clamp(row), step * blocks + block, part) for row, block, part in self._w_pieces()]
+            )
         return x, w
 
     def _stage(self, buffer, weights, loaded):
@@ -249,8 +287,8 @@ class MatrixGemm:
                     T.buffer_store(lds[buffer], run, [at(base + column, 8)])
 
     def _multiply(self, buffer):
-        """LDS buffer number `buffer` into the accumulators. LLVM would start so many tiles, or load so many operands early, that registers
-        spill: vector and matrix instructions stay within their chunk of columns."""
+        """LDS buffer number `buffer` into the accumulators. LLVM would start so many tiles, or load so many operands
+        early, that registers spill: vector and matrix instructions stay within their chunk of columns."""
         unit = self.unit
         for column in range(0, self.share, unit.columns):
             if column:
@@ -277,7 +315,10 @@ class MatrixGemm:
             def store(j=j, first=first):
                 for i in range(self.tiles_m):
                     token = T.Bind(token0 + self.wave_m + i * unit.side + self.lane % unit.side)
-                    values = [T.Bind(self.sums[self._slice((i * self.weights + w) * self.tiles_n + j)]) for w in range(self.weights)]
+                    values = [
+                        T.Bind(self.sums[self._slice((i * self.weights + w) * self.tiles_n + j)])
+                        for w in range(self.weights)
+                    ]
                     epilogue(token, T.Bind(first + self.lane // unit.side * unit.acc), values)
 
             if padded % self.tile.rows:

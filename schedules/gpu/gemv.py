@@ -1,12 +1,16 @@
-"""Linear layers of one token on the GPU: y[n] = sum over k of w[n, k] * x[k], and the first half of a feed-forward layer.
+"""Linear layers of one token on the GPU: y[n] = sum over k of w[n, k] * x[k], and the first half of a feed-forward
+layer.
 
-In: `state` int32[4], activations (int8 formats: A and S of `quantize.py`'s layout "rows"; float formats: X float32 [1, k]), weights in the
-layout "rows" (`planes.py`). Out: Y float32 [1, n padded to 16], bias and residual added; or silu(gate) * up, quantized on request.
+In: `state` int32[4], activations (int8 formats: A and S of `quantize.py`'s layout "rows"; float formats: X float32 [1,
+k]), weights in the layout "rows" (`planes.py`). Out: Y float32 [1, n padded to 16], bias and residual added; or
+silu(gate) * up, quantized on request.
 
-`lanes` lanes of a wave take a row's units (`load.py`) in turn, so that a load instruction reads contiguous memory; the lanes' sums meet by
-lane shuffles at the end. A group of lanes works on several rows at once, which share the activations' registers. Nothing goes through LDS
-but the block of results that `gate_up_swiglu` quantizes. Memory bound: what counts is that enough 128-bit loads are under way.
+`lanes` lanes of a wave take a row's units (`load.py`) in turn, so that a load instruction reads contiguous memory; the
+lanes' sums meet by lane shuffles at the end. A group of lanes works on several rows at once, which share the
+activations' registers. Nothing goes through LDS but the block of results that `gate_up_swiglu` quantizes. Memory bound:
+what counts is that enough 128-bit loads are under way.
 """
+
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass, replace
 from math import prod
@@ -24,8 +28,8 @@ from mlc_amd.schedules.gpu.planes import BLOCK, padded, planes
 from mlc_amd.schedules.gpu.quantize import FIELDS, LANES, WIDTH, act_args, columns, emit_store
 
 LOG2E = 1.4426950408889634
-FULL = 6                # groups of lanes for each compute unit, as many as hide the latency of memory
-MIN_USE = 0.9           # of the lanes, over all steps of a row
+FULL = 6  # groups of lanes for each compute unit, as many as hide the latency of memory
+MIN_USE = 0.9  # of the lanes, over all steps of a row
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Plan:
     lanes   most lanes that share a row
     unroll  steps of a row whose loads are issued before the first is used; fewer where a step loads more (`_fit`)
     """
+
     rows: int
     waves: int
     lanes: int
@@ -59,7 +64,8 @@ GATE_UP_PLANS["nvidia"] = Plan(rows=4, waves=8, lanes=32, unroll=2)
 
 
 def default_plan(arch, rows: int, plans=PLANS) -> Plan:
-    """The plan for `rows` rows in all: the arch's, with fewer rows at once where there would be too few groups to fill the GPU."""
+    """The plan for `rows` rows in all: the arch's, with fewer rows at once where there would be too few groups to fill
+    the GPU."""
     plan = plans[arch.family]
     while plan.rows > 1 and rows // plan.rows < FULL * arch.units:
         plan = replace(plan, rows=plan.rows // 2)
@@ -67,8 +73,9 @@ def default_plan(arch, rows: int, plans=PLANS) -> Plan:
 
 
 def _fit(plan: Plan, fmts, k, arch, weights=1) -> Plan:
-    """The plan for rows of so many weights at once. Each weight shortens `unroll`. On Vulkan so does each block of 32 columns in a unit,
-    then `rows`: drivers keep all that is loaded in registers (AMD's spill, or few waves fit), where LLVM for AMD spreads loads out."""
+    """The plan for rows of so many weights at once. Each weight shortens `unroll`. On Vulkan so does each block of 32
+    columns in a unit, then `rows`: drivers keep all that is loaded in registers (AMD's spill, or few waves fit), where
+    LLVM for AMD spreads loads out."""
     if arch.api == "rocm":
         return replace(plan, unroll=max(1, plan.unroll // weights))
     share = weights * (span_of(fmts, k) if fmts[0].kind == "int8" else 1)
@@ -78,6 +85,7 @@ def _fit(plan: Plan, fmts, k, arch, weights=1) -> Plan:
 
 class Strip(NamedTuple):
     """One row of a weight: what the lanes of a group multiply."""
+
     fmt: object
     planes: dict
     row: object
@@ -85,6 +93,7 @@ class Strip(NamedTuple):
 
 class Acts(NamedTuple):
     """One token's activations. Int8: `quads` int32 [1, k / 4], `s` float32 [KB, 4]. Float: `x` float32 [1, k]."""
+
     k: int
     quads: object = None
     s: object = None
@@ -93,6 +102,7 @@ class Acts(NamedTuple):
 
 class Block(NamedTuple):
     """A block's activations in registers: eight words, d, and d * sum(q) of all 32 columns or of both halves."""
+
     quads: list
     d: object
     sums: dict
@@ -103,7 +113,9 @@ def emit_acts(params, k) -> Acts:
     if len(params) == 1:
         return Acts(k, x=params[0])
     A, S = params
-    return Acts(k, T.decl_buffer((1, k // 4), "int32", data=A.data), T.decl_buffer((k // BLOCK, FIELDS), "float32", data=S.data))
+    return Acts(
+        k, T.decl_buffer((1, k // 4), "int32", data=A.data), T.decl_buffer((k // BLOCK, FIELDS), "float32", data=S.data)
+    )
 
 
 def span_of(fmts, k) -> int:
@@ -125,7 +137,8 @@ def lanes_of(units, most) -> int:
 
 
 def emit_rows(strips, acts: Acts, lane, lanes, unroll, arch):
-    """The products of each strip's row with the activations, a float32 register per strip, the same in all lanes of the group.
+    """The products of each strip's row with the activations, a float32 register per strip, the same in all lanes of the
+    group.
 
     lane: this lane's number in its group of `lanes`. Strips are all int8 or all float.
     """
@@ -163,7 +176,8 @@ def _zero_unless(live, x):
 
 
 def _act_blocks(acts, unit, live, span, halves) -> list[Block]:
-    """The unit's activations. halves: whether the sums of 16 columns are wanted. Without `live` factors are 0, and so is what they make."""
+    """The unit's activations. halves: whether the sums of 16 columns are wanted. Without `live` factors are 0, and so
+    is what they make."""
     out = []
     for i in range(span):
         block = unit * span + i
@@ -179,12 +193,17 @@ def _multiply_int8(strips, acts, places, span, sums, arch):
     """Adds to sums[i] what strip i makes of the units of `places`: (unit, condition or None)."""
     fmts = [strip.fmt for strip in strips]
     halves = any(load.groups(fmt) == 2 for fmt in fmts)
-    loaded = [([load.fetch(s.fmt, s.planes, s.row, unit, span) for s in strips], _act_blocks(acts, unit, live, span, halves))
-              for unit, live in places]
+    loaded = [
+        ([load.fetch(s.fmt, s.planes, s.row, unit, span) for s in strips], _act_blocks(acts, unit, live, span, halves))
+        for unit, live in places
+    ]
     for units, blocks in loaded:
         # d * dot - zero * d * sum(q): the products are shared by all rows
-        zeros = {fmt.name: [[T.Bind(x * T.float32(-fmt.zero)) for x in block.sums[load.groups(fmt)]] for block in blocks]
-                 for fmt in fmts if fmt.zero}
+        zeros = {
+            fmt.name: [[T.Bind(x * T.float32(-fmt.zero)) for x in block.sums[load.groups(fmt)]] for block in blocks]
+            for fmt in fmts
+            if fmt.zero
+        }
         for i, (strip, unit) in enumerate(zip(strips, units, strict=True)):
             total = sums[i]
             for term in _terms(strip.fmt, unit, blocks, zeros.get(strip.fmt.name), arch):
@@ -244,9 +263,12 @@ def _multiply_float(strips, acts, places, width, sums, arch):
 
 
 def emit_planes(fmt, n, k, prefix):
-    """Declares the parameters of a weight's planes; their names get the prefix. UserError for planes beyond the reach of 32-bit indices."""
+    """Declares the parameters of a weight's planes; their names get the prefix. UserError for planes beyond the reach
+    of 32-bit indices."""
     if max(prod(shape) for shape, _ in planes(fmt, n, k).values()) >= 1 << 31:
-        raise UserError(f"a weight of {n} x {k} is too large as {fmt.name} for one kernel; use a smaller quantization of the model")
+        raise UserError(
+            f"a weight of {n} x {k} is too large as {fmt.name} for one kernel; use a smaller quantization of the model"
+        )
     return {name: T.arg(prefix + name, T.buffer(shape, dtype)) for name, (shape, dtype) in planes(fmt, n, k).items()}
 
 
@@ -263,6 +285,7 @@ def _check(fmts, m, act_in, what):
 
 class _Split(NamedTuple):
     """A segment's share of the grid: lanes that share a row, rows of a workgroup, workgroups."""
+
     lanes: int
     rows: int
     groups: int
@@ -299,7 +322,8 @@ def _emit_segment(fmt, n, views, bias, residual, Y, acts, split, workgroup, lane
 
 
 def linear_plans(segments, k, arch, plan=None):
-    """(plan, split) of each segment [(Format, n)] as `linear` uses them: two lists. Two plans that give the same make the same kernel."""
+    """(plan, split) of each segment [(Format, n)] as `linear` uses them: two lists. Two plans that give the same make
+    the same kernel."""
     plan = plan or default_plan(arch, sum(padded(n) for _, n in segments))
     plan = replace(plan, waves=min(plan.waves, arch.threads // arch.wave))
     plans = [_fit(plan, [fmt], k, arch) for fmt, _ in segments]
@@ -307,16 +331,21 @@ def linear_plans(segments, k, arch, plan=None):
 
 
 def linear(segments, k, m, act_in, biases, residual, arch, name, plan=None):
-    """PrimFunc (state, A, S | X, planes of segment 0, [bias f32 [n]], planes of segment 1, ..., [R f32 [1, npad]], Y_0 f32 [1, npad], ...).
+    """PrimFunc (state, A, S | X, planes of segment 0, [bias f32 [n]], planes of segment 1, ..., [R f32 [1, npad]], Y_0
+    f32 [1, npad], ...).
 
-    segments: list of (format name or Format, n), all int8 (act_in "rows") or all float (act_in ""); they share the activations (q, k and v
-    of a layer) and the launch. m: 1. biases: one flag per segment. residual: Y = R + result, for one segment. npad = n rounded up to a
-    multiple of 16; the columns from n on hold no meaning. ValueError for segments that cannot share a launch.
+    segments: list of (format name or Format, n), all int8 (act_in "rows") or all float (act_in ""); they share the
+    activations (q, k and v of a layer) and the launch. m: 1. biases: one flag per segment. residual: Y = R + result,
+    for one segment. npad = n rounded up to a multiple of 16; the columns from n on hold no meaning. ValueError for
+    segments that cannot share a launch.
     """
     segments = [(lookup(fmt), n) for fmt, n in segments]
     _check([fmt for fmt, _ in segments], m, act_in, "linear")
     if len(biases) != len(segments) or (residual and len(segments) > 1):
-        raise ValueError(f"segments {[(f.name, n) for f, n in segments]}, biases {biases}, residual {residual} do not make one launch")
+        raise ValueError(
+            f"segments {[(f.name, n) for f, n in segments]}, biases {biases}, residual {residual} do not make one "
+            "launch"
+        )
     plans, splits = linear_plans(segments, k, arch, plan)
     plan = plans[0]
     with IRBuilder() as ir, T.prim_func(s_tir=True):
@@ -335,7 +364,10 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, plan=None):
                 last = first + split.groups
                 views = load.views(fmt, bufs, span_of([fmt], k))
                 here = (workgroup >= first) & (workgroup < last)
-                with T.If(here) if len(segments) > 1 else nullcontext(), T.Then() if len(segments) > 1 else nullcontext():
+                with (
+                    T.If(here) if len(segments) > 1 else nullcontext(),
+                    T.Then() if len(segments) > 1 else nullcontext(),
+                ):
                     _emit_segment(fmt, n, views, bias, R, Y, acts, split, workgroup - first, lane, wave, fitted, arch)
                 first = last
     return ir.get()
@@ -351,10 +383,12 @@ def gate_up_plan(fmts, f, k, arch, plan=None) -> Plan:
 
 
 def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, plan=None):
-    """PrimFunc (state, A, S | X, planes of gate, planes of up, then A_out, S_out | H_out | Y of [1, f] in the layout act_out).
+    """PrimFunc (state, A, S | X, planes of gate, planes of up, then A_out, S_out | H_out | Y of [1, f] in the layout
+    act_out).
 
-    y = silu(gate * x) * (up * x). The weights are f x k, f a multiple of 32, both int8 (act_in "rows") or both float (act_in ""). m: 1.
-    A workgroup makes one block of 32 columns of y. ValueError for weights that cannot share a launch.
+    y = silu(gate * x) * (up * x). The weights are f x k, f a multiple of 32, both int8 (act_in "rows") or both float
+    (act_in ""). m: 1. A workgroup makes one block of 32 columns of y. ValueError for weights that cannot share a
+    launch.
     """
     fmts = [lookup(fmt_gate), lookup(fmt_up)]
     _check(fmts, m, act_in, "gate_up_swiglu")
@@ -376,7 +410,11 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, plan=
             group, part = _group(wave, lane, lanes, arch, waves), T.Bind(lane % lanes)
             with T.serial(BLOCK // (groups * rows)) as turn:
                 row = T.Bind((turn * groups + group) * rows)
-                strips = [Strip(fmt, bufs, block * BLOCK + row + i) for fmt, bufs in zip(fmts, views, strict=True) for i in range(rows)]
+                strips = [
+                    Strip(fmt, bufs, block * BLOCK + row + i)
+                    for fmt, bufs in zip(fmts, views, strict=True)
+                    for i in range(rows)
+                ]
                 sums = emit_rows(strips, acts, part, lanes, unroll, arch)
                 with T.If(part == 0), T.Then():
                     for i, total in enumerate(sums):
@@ -384,7 +422,10 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, plan=
             barrier()
             # the block's eight lanes repeat themselves over the first wave
             column = T.Bind(lane % LANES * WIDTH)
-            gate, up = ([T.Bind(lane_of(x, i)) for i in range(WIDTH)] for x in (T.Bind(made[i, columns(column)]) for i in range(2)))
+            gate, up = (
+                [T.Bind(lane_of(x, i)) for i in range(WIDTH)]
+                for x in (T.Bind(made[i, columns(column)]) for i in range(2))
+            )
             y = [T.Bind(g * rcp(T.float32(1) + exp2(g * T.float32(-LOG2E))) * u) for g, u in zip(gate, up, strict=True)]
             emit_store(arch, act_out, out, y, 0, T.Bind(block * BLOCK + column), (wave == 0) & (lane < LANES))
     return ir.get()

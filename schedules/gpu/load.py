@@ -1,13 +1,15 @@
 """Weights from their planes to registers: what a decode kernel needs of one unit of one row, for every format.
 
-A unit is what a lane takes of a row at a time, so that codes are read 16 bytes at once: `blocks(fmt)` blocks of 32 columns for int8
-formats, `columns(fmt, k)` columns for float formats. Loading and decoding are apart, so that a kernel can have many loads under way:
+A unit is what a lane takes of a row at a time, so that codes are read 16 bytes at once: `blocks(fmt)` blocks of 32
+columns for int8 formats, `columns(fmt, k)` columns for float formats. Loading and decoding are apart, so that a kernel
+can have many loads under way:
 
     views      the planes' buffers as rows of words, before anything else
     fetch      the loads of a unit (layout "rows": `planes.py`)
     codes      of what was fetched: eight words of one block, four columns each, as signed bytes
     scales     of what was fetched: float32 factors of one block
 """
+
 from typing import NamedTuple
 
 from tvm import DataType
@@ -17,20 +19,24 @@ from mlc_amd.schedules.formats import PLANE_BITS
 from mlc_amd.schedules.gpu.device import lookup16
 from mlc_amd.schedules.gpu.planes import BLOCK
 
-QUADS = 8               # words of four codes in a block
-LOAD_WORDS = 4          # of the widest load: 128 bits
+QUADS = 8  # words of four codes in a block
+LOAD_WORDS = 4  # of the widest load: 128 bits
 
 
 class Unit(NamedTuple):
-    """The registers of a unit. codes: plane -> words. scales: plane -> one register per scale (D, DM, M) or one word of bytes (S, Z)."""
+    """The registers of a unit. codes: plane -> words. scales: plane -> one register per scale (D, DM, M) or one word of
+    bytes (S, Z)."""
+
     codes: dict
     scales: dict
 
 
 class Scales(NamedTuple):
-    """The factors of one block. d: of all of it; sub: per group of columns, or [None]; minimum: float32, or None; sub_minimum: as `sub`.
+    """The factors of one block. d: of all of it; sub: per group of columns, or [None]; minimum: float32, or None;
+    sub_minimum: as `sub`.
 
     weight = d * sub * value + minimum (plane M), or - minimum * sub_minimum (plane DM)."""
+
     d: object
     sub: list
     minimum: object
@@ -38,7 +44,8 @@ class Scales(NamedTuple):
 
 
 def blocks(*fmts) -> int:
-    """Blocks of a unit that these formats (int8) share: two where scales belong to 256 columns, so that lanes share them."""
+    """Blocks of a unit that these formats (int8) share: two where scales belong to 256 columns, so that lanes share
+    them."""
     return 2 if all(fmt.block % (2 * BLOCK) == 0 for fmt in fmts) else 1
 
 
@@ -72,8 +79,8 @@ def wide(buf, row, first, count):
 
 
 def views(fmt, bufs, span):
-    """The planes as `fetch` reads them, rows first: codes as words, S and Z as words of a unit's bytes. Declares views; call it after the
-    last parameter."""
+    """The planes as `fetch` reads them, rows first: codes as words, S and Z as words of a unit's bytes. Declares views;
+    call it after the last parameter."""
     out = {}
     for name, buf in bufs.items():
         rows, dtype, size = int(buf.shape[0]), buf.dtype, 1
@@ -115,7 +122,7 @@ def codes(arch, fmt, unit: Unit, block) -> list:
     parts, filled = [None] * QUADS, 0
     for plane in fmt.codes:
         bits = PLANE_BITS[plane]
-        words = unit.codes[plane][block * bits:(block + 1) * bits]
+        words = unit.codes[plane][block * bits : (block + 1) * bits]
         for j in range(QUADS):
             # a nibble plane holds columns 4*j.. and 16+4*j.. in one byte, the others neighbours
             index, first = (j % 4, j // 4 * 4) if plane == "Q4" else (j * bits // 8, j * bits % 8)
@@ -146,6 +153,7 @@ def _byte(word, i, signed):
 
 def scales(fmt, unit: Unit, block) -> Scales:
     """The float32 factors of a unit's block number `block`."""
+
     def half(name):
         found = unit.scales[name]
         return T.Bind(T.cast(found[block if len(found) > 1 else 0], "float32"))

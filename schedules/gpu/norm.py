@@ -3,9 +3,11 @@
     rms_norm    y = x * G / sqrt(mean(x*x) + eps)
     quantize    y = x
 
-In: X float32 [m, k], one row a token; `state` int32[4], of which state[1] is the number of tokens that count. Out: y in a layout of
-`quantize.py`. Rows beyond the live tokens are left as they were. A lane holds four columns of each step, eight lanes a block of 32.
+In: X float32 [m, k], one row a token; `state` int32[4], of which state[1] is the number of tokens that count. Out: y in
+a layout of `quantize.py`. Rows beyond the live tokens are left as they were. A lane holds four columns of each step,
+eight lanes a block of 32.
 """
+
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -18,7 +20,7 @@ from mlc_amd.schedules.gpu.load import lane_of
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, columns, emit_store
 
-MOST_STEPS = 8                  # whose columns stay in registers; on Vulkan, where workgroups may be small, rows of more are read twice
+MOST_STEPS = 8  # whose columns stay in registers; on Vulkan, where workgroups may be small, rows of more are read twice
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,19 @@ def _load(buf, *index):
 
 
 def threads_of(arch, plan=None) -> int:
-    """Threads of a workgroup: the plan's, by default as many as the arch allows. ValueError for what the arch cannot have."""
+    """Threads of a workgroup: the plan's, by default as many as the arch allows. ValueError for what the arch cannot
+    have."""
     threads = plan.threads if plan else arch.threads
     if threads > arch.threads or threads % arch.wave:
-        raise ValueError(f"{arch.name} has workgroups of up to {arch.threads} threads in waves of {arch.wave}, not of {threads}")
+        raise ValueError(
+            f"{arch.name} has workgroups of up to {arch.threads} threads in waves of {arch.wave}, not of {threads}"
+        )
     return threads
 
 
 def _column(threads, k, thread, step):
-    """(first column, live) of this thread in that step; live is None where all threads have columns. Others get the last ones."""
+    """(first column, live) of this thread in that step; live is None where all threads have columns. Others get the
+    last ones."""
     width = threads * WIDTH
     column = step * width + thread * WIDTH
     if k % width == 0 or (isinstance(step, int) and (step + 1) * width <= k):
@@ -91,9 +97,11 @@ def _scaled(values, scale, factors):
 
 
 def rms_norm(k, m, eps, act_out, row, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S | H | Y of [m, k], as `act_out` says). A workgroup a token.
+    """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S | H | Y of [m, k], as `act_out` says). A
+    workgroup a token.
 
-    row: "all", or "last": only the last live token, X[live - 1]; the outputs then have the shapes of m = 1. UserError unless 32 divides k.
+    row: "all", or "last": only the last live token, X[live - 1]; the outputs then have the shapes of m = 1. UserError
+    unless 32 divides k.
     """
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
@@ -129,19 +137,30 @@ def rms_norm(k, m, eps, act_out, row, arch, name, plan=None) -> tirx.PrimFunc:
                     scale = _scale(_workgroup_sum(arch, waves, squares[0], part, wave, lane), k, eps)
                     with T.serial(count) as i:
                         column, live = _column(threads, k, thread, i)
-                        emit_store(arch, act_out, out, _scaled(_load(X, source, column), scale, _load(G, column)), token, column, live)
+                        emit_store(
+                            arch,
+                            act_out,
+                            out,
+                            _scaled(_load(X, source, column), scale, _load(G, column)),
+                            token,
+                            column,
+                            live,
+                        )
     return ir.get()
 
 
 def quantize(k, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X float32 [m, k], then A, S or H of [m, k]): the live tokens' rows in the layout "rows", "half" or "pairs".
+    """Kernel (state int32[4], X float32 [m, k], then A, S or H of [m, k]): the live tokens' rows in the layout "rows",
+    "half" or "pairs".
 
     UserError unless 32 divides k, ValueError for another layout.
     """
     if act_out not in ("rows", "half", "pairs"):
         raise ValueError(f"nothing to convert to the layout {act_out!r}")
     if k % BLOCK:
-        raise UserError(f"activations need a multiple of {BLOCK} columns, not {k}; use a float weight format for this layer")
+        raise UserError(
+            f"activations need a multiple of {BLOCK} columns, not {k}; use a float weight format for this layer"
+        )
     threads = threads_of(arch, plan)
     step = threads * WIDTH
     with IRBuilder() as ir, T.prim_func(s_tir=True):
@@ -152,5 +171,7 @@ def quantize(k, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
         with launch((-(-k // step), m), (threads,)) as (chunk, token, thread), if_live(state, m, token):
             column = T.Bind(chunk * step + thread * WIDTH)
             inside = T.Bind(T.min(column, T.int32(k - WIDTH)))
-            emit_store(arch, act_out, out, _load(X, token, inside), token, inside, None if k % step == 0 else column < k)
+            emit_store(
+                arch, act_out, out, _load(X, token, inside), token, inside, None if k % step == 0 else column < k
+            )
     return ir.get()

@@ -1,11 +1,12 @@
 """The GPU's weight layout "rows": how the weights of a linear layer lie in memory, and how to read one of them.
 
-In: a format (name or Format) and the matrix's shape: N rows (outputs) by K columns (inputs). Out: shapes and dtypes of the planes
-(`planes`) and a TensorIR expression for one weight (`decode`).
+In: a format (name or Format) and the matrix's shape: N rows (outputs) by K columns (inputs). Out: shapes and dtypes of
+the planes (`planes`) and a TensorIR expression for one weight (`decode`).
 
-Planes have the names of `schedules/cpu/planes.py` and hold the same numbers, row by row: N is padded to a multiple of 16 with zeros, KB
-is the number of blocks of 32 columns, and the columns of a row are contiguous, so that neighbouring lanes of a wave read neighbouring
-blocks, 16 bytes each. In a block, with column 4*j + i (i < 4, j < 8) and words of four bytes, lowest first:
+Planes have the names of `schedules/cpu/planes.py` and hold the same numbers, row by row: N is padded to a multiple of
+16 with zeros, KB is the number of blocks of 32 columns, and the columns of a row are contiguous, so that neighbouring
+lanes of a wave read neighbouring blocks, 16 bytes each. In a block, with column 4*j + i (i < 4, j < 8) and words of
+four bytes, lowest first:
 
     Q4 uint32 [N, KB, 4]        word j % 4, byte i: low nibble for j < 4, high nibble for j >= 4
     Q2 uint32 [N, KB, 2]        word j // 4, byte i: bits 2*(j % 4) and the next
@@ -13,10 +14,12 @@ blocks, 16 bytes each. In a block, with column 4*j + i (i < 4, j < 8) and words 
     Q8 uint32 [N, KB, 8]        word j, byte i (the bits of an int8)
     D, DM float16               [N, KB], one a block; [N, K/256], one a super-block, for formats with 256-column blocks
     M float16 [N, KB]           minimums
-    S [N, K/group]              sub-scales: uint8 (q4_k, q5_k; q2_k: low nibble scale, high nibble minimum) or int8 (q3_k, q6_k, iq4_xs)
+    S [N, K/group]              sub-scales: uint8 (q4_k, q5_k; q2_k: low nibble scale, high nibble minimum) or int8
+                                (q3_k, q6_k, iq4_xs)
     Z uint8 [N, K/group]        sub-minimums
     W [N, K]                    the weights of f32, f16 and bf16 (bf16: its bits as uint16); any K
 """
+
 from math import prod
 
 from tvm import DataType, tirx
@@ -40,10 +43,13 @@ def planes(fmt: str | Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...]
     """
     fmt, rows = lookup(fmt), padded(n)
     if k % fmt.block:
-        raise UserError(f"{fmt.name} needs rows of a multiple of {fmt.block} columns, this tensor has {k}; quantize it to another type")
+        raise UserError(
+            f"{fmt.name} needs rows of a multiple of {fmt.block} columns, this tensor has {k}; quantize it to another "
+            "type"
+        )
     if fmt.kind == "float":
         return {"W": ((rows, k), fmt.dtype)}
-    words = {p: (PLANE_BITS[p],) if PLANE_BITS[p] > 1 else () for p in fmt.codes}       # 32 codes of b bits are b words
+    words = {p: (PLANE_BITS[p],) if PLANE_BITS[p] > 1 else () for p in fmt.codes}  # 32 codes of b bits are b words
     codes = {p: ((rows, k // BLOCK, *words[p]), "uint32") for p in fmt.codes}
     columns = {"D": fmt.block, "DM": fmt.block, "M": fmt.block, "S": fmt.group, "Z": fmt.group}
     dtypes = {"S": fmt.dtype, "Z": "uint8"}
@@ -77,7 +83,7 @@ def _code(fmt: Format, bufs: dict, n, k):
 def _lookup_table(table: tuple[int, ...], code):
     """table[code] of 16 int8 values without memory: a byte of one of four 32-bit constants, as int32."""
     packed = bytes(v & 255 for v in table)
-    words = [tirx.const(int.from_bytes(packed[i:i + 4], "little", signed=True), "int32") for i in range(0, 16, 4)]
+    words = [tirx.const(int.from_bytes(packed[i : i + 4], "little", signed=True), "int32") for i in range(0, 16, 4)]
     word = tirx.Select(code < 8, tirx.Select(code < 4, words[0], words[1]), tirx.Select(code < 12, words[2], words[3]))
     return (word >> ((code & 3) * 8)).astype("int8").astype("int32")
 
@@ -85,7 +91,8 @@ def _lookup_table(table: tuple[int, ...], code):
 def decode(fmt: str | Format, bufs: dict, n, k):
     """Weight (n, k) as a float32 expression, bit for bit what gguf-py's `dequantize` gives.
 
-    bufs: name -> the plane of `planes`, a buffer of TVMScript's builder or a TE tensor; n, k: int32 or int64 expressions, or ints.
+    bufs: name -> the plane of `planes`, a buffer of TVMScript's builder or a TE tensor; n, k: int32 or int64
+    expressions, or ints.
     """
     fmt = lookup(fmt)
     n, k = (tirx.const(x, "int32") if isinstance(x, int) else x for x in (n, k))

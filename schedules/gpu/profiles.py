@@ -1,11 +1,14 @@
 """The kinds of Vulkan devices that kernels are built for: what a kernel builder or the SPIR-V generator may count on.
 
-In: a profile's name, with changes behind a colon ("rdna3:matrix=none+wave=64"), or a product's ("steamdeck", "RX 7900 XTX"). Out: a
-`Profile`. It has the attributes of `arch.GpuArch` that kernels use, so the same kernels serve both. The runtime checks a device against
-`Profile.needs` before it runs an artifact. What a profile lacks is lowered to something that it has, never assumed.
+In: a profile's name, with changes behind a colon ("rdna3:matrix=none+wave=64"), or a product's ("steamdeck", "RX 7900
+XTX"). Out: a `Profile`. It has the attributes of `arch.GpuArch` that kernels use, so the same kernels serve both. The
+runtime checks a device against `Profile.needs` before it runs an artifact. What a profile lacks is lowered to something
+that it has, never assumed.
 
-Sources: Vulkan's registry of required limits; reports of Mesa's and NVIDIA's drivers (gpuinfo.org); AMD's product pages.
+Sources: Vulkan's registry of required limits; reports of Mesa's and NVIDIA's drivers (gpuinfo.org); AMD's product
+pages.
 """
+
 import re
 from dataclasses import dataclass, replace
 
@@ -13,7 +16,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu import arch as amd
 
 KIB = 1024
-ADDRESS = 8     # bytes of a kernel's argument
+ADDRESS = 8  # bytes of a kernel's argument
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class Profile:
 
     name        as in --arch
     family      the row of the kernels' tables of tile sizes that it takes
-    wave        invocations of a subgroup, which pipelines ask for; without `subgroups` lanes that a workgroup of that size stands for
+    wave        invocations of a subgroup, which pipelines ask for; without `subgroups` lanes that a workgroup of that
+                size stands for
     subgroups   whether it has subgroup arithmetic and shuffles with a size that can be required
     dot         "dot4": packed products of 4x8 signed bits in hardware; "" plain multiplication
     float16     arithmetic on float16 (else: storage only)
@@ -54,7 +58,8 @@ class Profile:
     push: int = 256
 
     api = "vulkan"
-    dot2 = False        # no product of float16 pairs with a float32 sum: float32 multiply-adds, which AMD's compiler makes "mixed" ones
+    # no product of float16 pairs with a float32 sum: float32 multiply-adds, which AMD's compiler makes "mixed" ones
+    dot2 = False
 
     @property
     def amd(self) -> bool:
@@ -94,19 +99,22 @@ PROFILES = {
         Profile("rdna2", "rdna2", 32, 40, 512, ("rembrandt", "680m", "660m")),
         Profile("rdna3", "rdna3", 32, 60, 960, matrix="coop"),
         Profile("rdna4", "rdna4", 32, 64, 640, matrix="coop"),
-        Profile("gfx90c", "gcn5", 64, 8, 51, ("vega", "renoir", "cezanne", "lucienne", "barcelo"), unified=True, dot="", lds=64 * KIB),
+        Profile("gfx90c", "gcn5", 64, 8, 51, ("vega", "renoir", "cezanne", "lucienne", "barcelo"), unified=True,
+        dot="", lds=64 * KIB),
         Profile("nvidia", "nvidia", 32, 132, 4800, ("h200", "h100"), matrix="coop", lds=48 * KIB),
-        # Mesa's CPU driver. Its subgroup is the host's vector: 256 bits. No hardware has such small ones: a good stress.
+        # Mesa's CPU driver. Its subgroup is the host's vector: 256 bits. No hardware has such small ones: a good
+        # stress.
         Profile("lavapipe", "generic", 8, 4, 0, ("llvmpipe", "swrast"), unified=True, push=128),
         # What Vulkan 1.2 grants every device that has buffer addresses and small integers in memory.
-        Profile("generic", "generic", 32, 16, 0, subgroups=False, dot="", float16=False, lds=16 * KIB, threads=32, push=128),
+        Profile("generic", "generic", 32, 16, 0, subgroups=False, dot="", float16=False, lds=16 * KIB, threads=32,
+        push=128),
     )
 }  # fmt: skip
 
 # RDNA and Vega GPUs by their gfx name or product: the profile that fits.
 FAMILY_PROFILES = {"rdna2": "rdna2", "rdna3": "rdna3", "rdna4": "rdna4", "gcn5": "gfx90c", "rdna1": "rdna2:dot=none"}
 ALIASES = {alias: profile.name for profile in PROFILES.values() for alias in profile.products}
-WAVES = ("8", "16", "32", "64")     # eight lanes share a block of activations; of 64 keys each lane has one or more
+WAVES = ("8", "16", "32", "64")  # eight lanes share a block of activations; of 64 keys each lane has one or more
 DOTS = {"none": "", "dot4": "dot4"}
 
 
@@ -127,7 +135,9 @@ def _of_gfx(name: str) -> Profile:
     try:
         gpu = amd.resolve(name)
     except UserError:
-        raise UserError(f"unknown Vulkan profile {name!r}; known are {', '.join(PROFILES)}, auto, and AMD GPUs such as 7900xtx") from None
+        raise UserError(
+            f"unknown Vulkan profile {name!r}; known are {', '.join(PROFILES)}, auto, and AMD GPUs such as 7900xtx"
+        ) from None
     if gpu.family not in FAMILY_PROFILES:
         raise UserError(f"{gpu.name} has no Vulkan driver for graphics; use --target rocm --arch {gpu.name}")
     profile = resolve(FAMILY_PROFILES[gpu.family])
@@ -145,7 +155,9 @@ def _changed(profile: Profile, change: str, name: str) -> Profile:
     elif key == "dot" and value in DOTS:
         changed = replace(profile, dot=DOTS[value])
     else:
-        raise UserError(f"cannot change {change!r} of {name!r}; possible are matrix=none or MxNxK, wave=N, dot=none or dot4")
+        raise UserError(
+            f"cannot change {change!r} of {name!r}; possible are matrix=none or MxNxK, wave=N, dot=none or dot4"
+        )
     if changed == profile:
         return profile
     joint = "+" if ":" in profile.name else ":"

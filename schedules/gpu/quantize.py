@@ -1,4 +1,5 @@
-"""Activations on their way to a linear layer: the layouts in which GPU kernels hand over token vectors, and how they are written.
+"""Activations on their way to a linear layer: the layouts in which GPU kernels hand over token vectors, and how they
+are written.
 
     ""       float32 [m, k]
     "half"   H float16 [m, k], for matrix units; what float16 cannot hold becomes its largest number
@@ -6,8 +7,10 @@
     "rows"   A int8 [m, KB, 32]    q = rint(x * (127 / amax)), amax = largest |x| of the 32 columns of a block
              S float32 [m, KB, 4]  d = amax / 127, d * sum(q), d * sum(q[:16]), d * sum(q[16:])
 
-KB = k / 32. The sums serve weights with a zero point or a minimum per 32 or 16 columns: one quantization serves weights of all formats.
+KB = k / 32. The sums serve weights with a zero point or a minimum per 32 or 16 columns: one quantization serves weights
+of all formats.
 """
+
 from contextlib import nullcontext
 
 from tvm.tirx.script import builder as T
@@ -17,18 +20,22 @@ from mlc_amd.schedules.gpu.device import maximum, minimum, rcp, rint, shuffle_xo
 from mlc_amd.schedules.gpu.pairs import store_pairs
 from mlc_amd.schedules.gpu.planes import BLOCK
 
-FIELDS = 4                      # of S
-WIDTH = 4                       # columns that a lane holds
-LANES = BLOCK // WIDTH          # that hold a block
+FIELDS = 4  # of S
+WIDTH = 4  # columns that a lane holds
+LANES = BLOCK // WIDTH  # that hold a block
 # Below this the quotient 127 / amax could overflow: such a block becomes zeros.
 TINY = 1e-30
 HALF_MAX = 65504.0
 
 
 def act_shapes(m, k, act):
-    """Parameter name -> (shape, dtype) of m tokens of k columns in the layout `act`. UserError when its blocks cannot hold k columns."""
+    """Parameter name -> (shape, dtype) of m tokens of k columns in the layout `act`. UserError when its blocks cannot
+    hold k columns."""
     if act in ("rows", "pairs") and k % BLOCK:
-        raise UserError(f"activations in blocks need a multiple of {BLOCK} columns, not {k}; use a float weight format for this layer")
+        raise UserError(
+            f"activations in blocks need a multiple of {BLOCK} columns, not {k}; use a float weight format for this "
+            "layer"
+        )
     return {
         "": {"X": ((m, k), "float32")},
         "half": {"H": ((m, k), "float16")},
@@ -61,8 +68,9 @@ def clamped(x):
 def emit_store(arch, act, out, x, token, column, live=None):
     """Writes a lane's columns of a token in the layout `act`.
 
-    x: four float32 registers, columns `column`.. (a multiple of 4). For "rows" eight neighbouring lanes hold a block, and all lanes of
-    the wave call this together. live: a condition (the same in all lanes of a block), without which nothing is written.
+    x: four float32 registers, columns `column`.. (a multiple of 4). For "rows" eight neighbouring lanes hold a block,
+    and all lanes of the wave call this together. live: a condition (the same in all lanes of a block), without which
+    nothing is written.
     """
     if act == "rows":
         word, fields = _quantize(arch, x)
@@ -70,7 +78,9 @@ def emit_store(arch, act, out, x, token, column, live=None):
         if act == "":
             T.buffer_store(out[0], vector(x), [token, columns(column)])
         elif act == "half":
-            T.buffer_store(out[0], T.cast(vector([clamped(v) for v in x]), f"float16x{WIDTH}"), [token, columns(column)])
+            T.buffer_store(
+                out[0], T.cast(vector([clamped(v) for v in x]), f"float16x{WIDTH}"), [token, columns(column)]
+            )
         elif act == "pairs":
             store_pairs(out[0], token, column, [T.cast(clamped(v), "float16") for v in x])
         else:
@@ -81,7 +91,8 @@ def emit_store(arch, act, out, x, token, column, live=None):
 
 
 def _quantize(arch, x):
-    """(word of the lane's four q, the block's fields of S; these are right in the block's first lane) of the columns that a lane holds."""
+    """(word of the lane's four q, the block's fields of S; these are right in the block's first lane) of the columns
+    that a lane holds."""
     top = T.fabs(x[0])
     for v in x[1:]:
         top = maximum(top, T.fabs(v))

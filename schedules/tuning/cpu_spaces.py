@@ -13,7 +13,8 @@ from mlc_amd.schedules.tuning.spaces import Kernel, Space
 
 
 def _rows_space(segments, k, m, isa, tasks) -> Space:
-    """The space of a kernel of weight rows. tasks(plan): what decides how its rows are shared out, and the number of tasks."""
+    """The space of a kernel of weight rows. tasks(plan): what decides how its rows are shared out, and the number of
+    tasks."""
     p = min(m, isa.tokens)
     default = linear.default_plan(isa, m, p, segments, k)
     whole = segments[0][0].kind == "int8"
@@ -67,10 +68,17 @@ def _attention(workload, arch) -> Space:
 
     def prefill(plan) -> Kernel:
         tokens = attention_prefill.tile_tokens(plan, m, group, kv_heads)
-        return Kernel((products(plan, plan.rows), plan.rows, plan.together, plan.convert, tokens), -(-m // tokens) * kv_heads, 1, plan.rows)
+        return Kernel(
+            (products(plan, plan.rows), plan.rows, plan.together, plan.convert, tokens),
+            -(-m // tokens) * kv_heads,
+            1,
+            plan.rows,
+        )
 
     module = kernel_module(m, group)
-    return Space(module.Plan, module.choices(isa), module.default_plan(isa), decode if module is attention_decode else prefill)
+    return Space(
+        module.Plan, module.choices(isa), module.default_plan(isa), decode if module is attention_decode else prefill
+    )
 
 
 SPACES = {"linear": _linear, "gate_up_swiglu": _gate_up, "attention": _attention}

@@ -7,12 +7,12 @@ A folder for each arch, `<cache>/tuned/<arch>/`, where <cache> is `$XDG_CACHE_HO
     database_workload.json,         the same measurements as MetaSchedule's JSONDatabase
     database_tuning_record.json
 
-A measurement's line goes out in one write before anything else is done with it; opening drops a line that a killed process tore, and adds
-to MetaSchedule's files what they lack. Records shipped with the project are `dist/tuned/<arch>.json`, winners only, default plans
-among them where no other is known to be better.
+A measurement's line goes out in one write before anything else is done with it; opening drops a line that a killed
+process tore, and adds to MetaSchedule's files what they lack. Records shipped with the project are
+`dist/tuned/<arch>.json`, winners only, default plans among them where no other is known to be better.
 
-A plan is used when it was measured with this version of TVM, for a workload whose reference has the same hash today, still fits the arch,
-and passed its numeric check. What does not is left aside with a note.
+A plan is used when it was measured with this version of TVM, for a workload whose reference has the same hash today,
+still fits the arch, and passed its numeric check. What does not is left aside with a note.
 """
 
 import fcntl
@@ -33,7 +33,11 @@ MODES = ("none", "shipped", "user", "auto")
 RECORDED = "shipped record: default"  # where a default plan comes from that no other was preferred to
 LOG, HEADER, LOCK = "measurements.jsonl", "arch.json", "lock"
 METASCHEDULE = ("database_workload.json", "database_tuning_record.json")
-SHARED = ("device", "driver", "runner")  # fields that a file of shipped records tells once, if all of its records have the same
+SHARED = (
+    "device",
+    "driver",
+    "runner",
+)  # fields that a file of shipped records tells once, if all of its records have the same
 SHIPPED = Path(__file__).resolve().parents[2] / "dist" / "tuned"
 
 
@@ -60,8 +64,8 @@ class Checked:
 
     checked     where they were computed: "device", "lavapipe", "emulator"
     passed      whether they agree; deviation: the largest error found
-    gain        how many times as fast as the default plan's kernel it was, at least, in three of four rounds of both in turns; None where
-                nothing was timed
+    gain        how many times as fast as the default plan's kernel it was, at least, in three of four rounds of both in
+                turns; None where nothing was timed
     """
 
     checked: str
@@ -73,8 +77,9 @@ class Checked:
 
 @dataclass
 class Record:
-    """One plan of a workload: the fields of Measured, and of Checked ("" where nobody has checked it). default: it was the plan without
-    tuning. over: the plan that was the default when it was checked. at: when it was measured, in seconds since 1970."""
+    """One plan of a workload: the fields of Measured, and of Checked ("" where nobody has checked it). default: it was
+    the plan without tuning. over: the plan that was the default when it was checked. at: when it was measured, in
+    seconds since 1970."""
 
     plan: dict
     seconds: float | None
@@ -119,7 +124,8 @@ class Entry:
         return "" if self.hash == self.workload.hash else "the kernel's plans have changed since"
 
     def refresh(self, found) -> "Entry":
-        """Itself, with today's default plan as the default: that of the space `found`. What was the default once is a plan like others."""
+        """Itself, with today's default plan as the default: that of the space `found`. What was the default once is a
+        plan like others."""
         if found:
             default = as_dict(found.default)
             for record in self.records.values():
@@ -127,7 +133,8 @@ class Entry:
         return self
 
     def seconds(self, record: Record) -> float | None:
-        """Of a call. The fastest of many was also the luckiest: where a plan was timed in turns with the default, that counts."""
+        """Of a call. The fastest of many was also the luckiest: where a plan was timed in turns with the default, that
+        counts."""
         untuned = self.untuned
         in_turns = record.gain and untuned and untuned.seconds and record.over == untuned.plan and not record.default
         return untuned.seconds / record.gain if in_turns else record.seconds
@@ -178,7 +185,8 @@ def read_lines(path: Path) -> tuple[list[dict], bool]:
 
 
 def entries_of(lines: Iterable[dict]) -> dict[tuple[str, str, str], Entry]:
-    """By (workload's key, hash, TVM version). A line is {"op", "args", "hash", "tvm"} and the fields of a Record that it tells."""
+    """By (workload's key, hash, TVM version). A line is {"op", "args", "hash", "tvm"} and the fields of a Record that
+    it tells."""
     found: dict[tuple[str, str, str], Entry] = {}
     for line in lines:
         workload = Workload.from_json(line)
@@ -198,7 +206,8 @@ def entries_of(lines: Iterable[dict]) -> dict[tuple[str, str, str], Entry]:
 class Database:
     """One arch's measurements, open for tuning. One process at a time. To be closed, or used in a `with`.
 
-    folder: default that of the arch in the user's cache. UserError if it belongs to another arch or another process has it open.
+    folder: default that of the arch in the user's cache. UserError if it belongs to another arch or another process has
+    it open.
     """
 
     def __init__(self, arch, folder: Path | None = None):
@@ -210,7 +219,9 @@ class Database:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.close()
-            raise UserError(f"another process is tuning for {arch.name} ({self.folder}); wait for it or stop it") from None
+            raise UserError(
+                f"another process is tuning for {arch.name} ({self.folder}); wait for it or stop it"
+            ) from None
         try:
             _check_header(self.folder, arch)
             _write(self.folder / HEADER, json.dumps({"api": arch.api, "arch": arch.name}) + "\n")
@@ -270,25 +281,38 @@ class Database:
         os.write(self._file, _line(line).encode())
 
     def export(self, path: Path, source: str, defaults: Container[Workload] = ()) -> int:
-        """Writes the winners as a file of shipped records; returns how many. source: how they were found. defaults: the workloads of which
-        the default plan is written, too, where it has won."""
+        """Writes the winners as a file of shipped records; returns how many. source: how they were found. defaults: the
+        workloads of which the default plan is written, too, where it has won."""
         lines = []
         for entry in self.entries.values():
             winner, untuned = entry.winner, entry.untuned
             if not entry.stale and winner and (not winner.default or entry.workload in defaults):
                 line = {"op": entry.workload.op, "args": entry.workload.args, "hash": entry.hash} | _told(winner)
                 lines.append(line if winner.default or not untuned else line | {"default_seconds": untuned.seconds})
-        shared = {name: lines[0][name] for name in SHARED if lines and all(line.get(name, "") == lines[0].get(name) for line in lines)}
+        shared = {
+            name: lines[0][name]
+            for name in SHARED
+            if lines and all(line.get(name, "") == lines[0].get(name) for line in lines)
+        }
         rest = [{name: value for name, value in line.items() if name not in shared} for line in lines]
-        header = {"api": self.arch.api, "arch": self.arch.name, "tvm": tvm.__version__, "source": source, "shared": shared}
-        records = ",\n".join(_line(line)[:-1] for line in sorted(rest, key=lambda line: json.dumps([line["op"], line["args"]])))
+        header = {
+            "api": self.arch.api,
+            "arch": self.arch.name,
+            "tvm": tvm.__version__,
+            "source": source,
+            "shared": shared,
+        }
+        records = ",\n".join(
+            _line(line)[:-1] for line in sorted(rest, key=lambda line: json.dumps([line["op"], line["args"]]))
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, json.dumps(header)[:-1] + f', "records": [\n{records}\n]}}\n')
         return len(lines)
 
 
 class _MetaSchedule:
-    """The measurements as MetaSchedule's JSONDatabase. If it lacks some, or was damaged, it is written anew from the log."""
+    """The measurements as MetaSchedule's JSONDatabase. If it lacks some, or was damaged, it is written anew from the
+    log."""
 
     def __init__(self, database: Database):
         from tvm.s_tir.meta_schedule.database import JSONDatabase  # a second of imports that only tuning needs
@@ -324,7 +348,9 @@ class _MetaSchedule:
 def _check_header(folder: Path, arch) -> None:
     found, _ = read_lines(folder / HEADER)
     if found and (found[0].get("api"), found[0].get("arch")) != (arch.api, arch.name):
-        raise UserError(f"{folder} holds records of {found[0].get('arch')} ({found[0].get('api')}), not of {arch.name} ({arch.api})")
+        raise UserError(
+            f"{folder} holds records of {found[0].get('arch')} ({found[0].get('api')}), not of {arch.name} ({arch.api})"
+        )
 
 
 def _told(record: Record) -> dict:
@@ -362,7 +388,8 @@ def _misfit(found, plan: dict) -> str | None:
 class Lookup:
     """The plans that a compile for one arch uses: callable(workload) -> plan or None for the kernel's own default.
 
-    mode: of MODES; "auto" takes the user's record, else the shipped one. `notes`: what was left aside, and why. Nothing is written.
+    mode: of MODES; "auto" takes the user's record, else the shipped one. `notes`: what was left aside, and why. Nothing
+    is written.
     """
 
     def __init__(self, arch, mode: str = "auto", user: Path | None = None, shipped: Path | None = None):
@@ -379,7 +406,8 @@ class Lookup:
         return self.find(workload)[0]
 
     def find(self, workload: Workload) -> tuple[object | None, str]:
-        """(plan, "user" or "shipped"), (None, RECORDED) for a shipped record of the default plan, or (None, "default")."""
+        """(plan, "user" or "shipped"), (None, RECORDED) for a shipped record of the default plan, or (None,
+        "default")."""
         for source, entry in self._found.get(workload.key, []):
             if entry.stale:
                 self._note(source, workload, entry.stale)
@@ -414,13 +442,16 @@ class Lookup:
             return []
         data = json.loads(path.read_text())
         if (data["api"], data["arch"]) != (self.arch.api, self.arch.name):
-            self.notes.append(f"{path} holds records of {data['arch']} ({data['api']}), not of {self.arch.name} ({self.arch.api})")
+            self.notes.append(
+                f"{path} holds records of {data['arch']} ({data['api']}), not of {self.arch.name} ({self.arch.api})"
+            )
             return []
         return entries_of({"tvm": data["tvm"]} | data.get("shared", {}) | line for line in data["records"]).values()
 
 
 def known(entry: Entry, found) -> list[tuple[object, float | None]]:
-    """(plan, seconds) of an entry's records that a search may learn from: plans of the space `found`; None for failed and wrong ones."""
+    """(plan, seconds) of an entry's records that a search may learn from: plans of the space `found`; None for failed
+    and wrong ones."""
     learned = {}
     for record in entry.records.values():
         if not _misfit(found, record.plan):

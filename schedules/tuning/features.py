@@ -1,7 +1,8 @@
 """What the cost model sees of a plan: numbers whose logarithms trees can split.
 
-The reference module is the same for every plan, so MetaSchedule's own features, taken from loops, would tell nothing. One model serves all
-tasks whose plans are of one type; what it learns of one shape helps with the next, hence the workload's sizes.
+The reference module is the same for every plan, so MetaSchedule's own features, taken from loops, would tell nothing.
+One model serves all tasks whose plans are of one type; what it learns of one shape helps with the next, hence the
+workload's sizes.
 """
 
 import math
@@ -16,11 +17,18 @@ SIZES = ("m", "k", "n", "heads", "kv_heads", "d", "ctx")  # of a workload, 0 whe
 
 
 def features(workload: Workload, space: Space, plan, arch) -> np.ndarray:
-    """float32 [features]: as many for all workloads whose spaces have the same plan type. ValueError or UserError as `Space.kernel`."""
+    """float32 [features]: as many for all workloads whose spaces have the same plan type. ValueError or UserError as
+    `Space.kernel`."""
     kernel, values = space.kernel(plan), [getattr(plan, name) for name in space.choices]
     waves = kernel.workgroups * kernel.threads / getattr(arch, "wave", 1)
     units = getattr(arch, "units", 1)
-    derived = (kernel.workgroups, kernel.threads, kernel.loads, waves, kernel.workgroups * kernel.threads * kernel.loads)
+    derived = (
+        kernel.workgroups,
+        kernel.threads,
+        kernel.loads,
+        waves,
+        kernel.workgroups * kernel.threads * kernel.loads,
+    )
     last = kernel.workgroups / units
     idle = 1 - last / math.ceil(last)  # of the compute units, while the last workgroups run
     ratios = [math.log2((1 + a) / (1 + b)) for i, a in enumerate(values) for b in values[:i]]

@@ -21,14 +21,32 @@ from mlc_amd.schedules.tuning.spaces import Kernel, Space
 SUMS = 256  # float32 accumulators of a lane, at most: more leave no registers for anything else
 BLOCKS = 32  # of 32 columns that a lane has loaded, at most
 ACTIVATIONS = 128  # that a thread has on the way to shared memory, at most
-CODE = 2  # how much more than the default tiles' limits a thread may hold and unroll: beyond that compilers take minutes
+CODE = (
+    2  # how much more than the default tiles' limits a thread may hold and unroll: beyond that compilers take minutes
+)
 
 GEMV = {"rows": (1, 2, 4, 8, 16), "waves": (1, 2, 4, 8), "lanes": (8, 16, 32, 64), "unroll": (1, 2, 4, 8)}
 TOKENS = ROWS = (16, 32, 64, 128, 256)
 COLUMNS = (32, 64, 128, 256, 512)
 WAVES = (1, 2, 4, 8)
-COOP = {"tokens": TOKENS, "rows": ROWS, "columns": COLUMNS, "waves_m": WAVES, "waves_n": WAVES, "waves_k": (1, 2, 4), "span": (1, 2, 4)}
-MATRIX = {"tokens": TOKENS, "rows": ROWS, "columns": COLUMNS, "waves_m": WAVES, "waves_n": WAVES, "buffers": (1, 2), "waves_k": (1, 2, 4)}
+COOP = {
+    "tokens": TOKENS,
+    "rows": ROWS,
+    "columns": COLUMNS,
+    "waves_m": WAVES,
+    "waves_n": WAVES,
+    "waves_k": (1, 2, 4),
+    "span": (1, 2, 4),
+}
+MATRIX = {
+    "tokens": TOKENS,
+    "rows": ROWS,
+    "columns": COLUMNS,
+    "waves_m": WAVES,
+    "waves_n": WAVES,
+    "buffers": (1, 2),
+    "waves_k": (1, 2, 4),
+}
 DOT = {"tokens": (16, 32, 64, 128), "rows": (32, 64, 128), "threads_m": (1, 2, 4, 8)}
 ATTENTION_COOP = {"waves": WAVES, "fragments": (1, 2), "keys": (16, 32, 64, 128), "parts": (1, 2, 4)}
 ATTENTION_MATRIX = {"threads": (32, 64, 128, 256), "blocks": (1, 2, 4)}
@@ -47,8 +65,13 @@ def _gemv_linear(args, arch) -> Space:
     def kernel(plan) -> Kernel:
         plans, splits = gemv.linear_plans(segments, k, arch, plan)
         loads = max(_loads([fmt], k, used, plan) for (fmt, _), used in zip(segments, plans, strict=True))
-        unrolls = [_unroll([fmt], k, split.lanes, used.unroll) for (fmt, _), used, split in zip(segments, plans, splits, strict=True)]
-        same = tuple((used.rows, used.waves, unroll, split) for used, unroll, split in zip(plans, unrolls, splits, strict=True))
+        unrolls = [
+            _unroll([fmt], k, split.lanes, used.unroll)
+            for (fmt, _), used, split in zip(segments, plans, splits, strict=True)
+        ]
+        same = tuple(
+            (used.rows, used.waves, unroll, split) for used, unroll, split in zip(plans, unrolls, splits, strict=True)
+        )
         return Kernel(same, sum(split.groups for split in splits), plans[0].waves * arch.wave, loads)
 
     default = gemv.default_plan(arch, sum(padded(n) for _, n in segments))
@@ -108,7 +131,11 @@ def _coop_limits(gemm, tile, formats, arch) -> float:
     mine = gemm.weights * tile.rows * tile.columns // gemm.threads
     fm, fn, fk = arch.fragment
     sums = gemm.tiles_m * gemm.weights * gemm.tiles_n * fm * fn // arch.wave
-    if mine > max(CODE * held, gemm.weights * gemm_coop.BLOCK) or sums > SUMS or gemm.share > CODE * gemm_coop.CHUNKS * fk:
+    if (
+        mine > max(CODE * held, gemm.weights * gemm_coop.BLOCK)
+        or sums > SUMS
+        or gemm.share > CODE * gemm_coop.CHUNKS * fk
+    ):
         raise ValueError(f"{tile}: {mine} weights and {sums} sums a thread, {gemm.share} columns unrolled are too many")
     return mine * _block_bytes(formats[0]) / gemm_coop.BLOCK + _activations(gemm, tile)
 
@@ -182,7 +209,9 @@ def _attention_coop(arch, m, heads, kv_heads, d) -> Space:
         groups = attention_prefill_coop.workgroups(tile, m, heads, kv_heads, arch)
         return Kernel(tile, groups, threads, tile.keys * d * 4 / threads)
 
-    return Space(attention_prefill_coop.Tile, ATTENTION_COOP, attention_prefill_coop.tile_of(m, heads, kv_heads, d, arch), kernel)
+    return Space(
+        attention_prefill_coop.Tile, ATTENTION_COOP, attention_prefill_coop.tile_of(m, heads, kv_heads, d, arch), kernel
+    )
 
 
 def _attention_matrix(arch, m, heads, kv_heads, d) -> Space:
@@ -199,7 +228,9 @@ def _attention_dot(arch, m, heads, kv_heads, d) -> Space:
         waves = waves_of(arch, plan.rows, d, plan.threads)
         if not waves:
             raise ValueError(f"{plan} is less than a wave of {arch.name}")
-        return Kernel((plan.rows, waves), kv_heads * -(-m * (heads // kv_heads) // plan.rows), waves * arch.wave, plan.rows)
+        return Kernel(
+            (plan.rows, waves), kv_heads * -(-m * (heads // kv_heads) // plan.rows), waves * arch.wave, plan.rows
+        )
 
     return Space(attention_prefill_dot.Plan, ATTENTION_DOT, attention_prefill_dot.Plan(), kernel)
 
@@ -254,7 +285,12 @@ def _rope_kv_write(workload, arch) -> Space:
 
     def kernel(plan) -> Kernel:
         waves = min(plan.waves, arch.threads // arch.wave)
-        return Kernel(waves, -(-(args["heads"] + 2 * args["kv_heads"]) // waves) * args["m"], waves * arch.wave, args["d"] * 4 / arch.wave)
+        return Kernel(
+            waves,
+            -(-(args["heads"] + 2 * args["kv_heads"]) // waves) * args["m"],
+            waves * arch.wave,
+            args["d"] * 4 / arch.wave,
+        )
 
     return Space(rope_kv_write.Plan, {"waves": WAVES}, rope_kv_write.PLAN, kernel)
 

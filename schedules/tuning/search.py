@@ -1,9 +1,10 @@
-"""MetaSchedule's evolutionary search over the plans of one workload, driven step by step: `propose` plans, measure them, `report`.
+"""MetaSchedule's evolutionary search over the plans of one workload, driven step by step: `propose` plans, measure
+them, `report`.
 
-A candidate is a trace that draws the plan's numbers and writes them as annotations on the workload's reference. Mutation redraws one of
-them, a postproc rejects plans that the arch cannot run, the cost model is XGBoost on features of ours (`features.py`). Where few plans are
-left the model ranks them all instead. No plan is proposed twice, and none that another one's kernel is equal to; what was measured before
-is reported first, after a restart from the database.
+A candidate is a trace that draws the plan's numbers and writes them as annotations on the workload's reference.
+Mutation redraws one of them, a postproc rejects plans that the arch cannot run, the cost model is XGBoost on features
+of ours (`features.py`). Where few plans are left the model ranks them all instead. No plan is proposed twice, and none
+that another one's kernel is equal to; what was measured before is reported first, after a restart from the database.
 """
 
 import contextlib
@@ -35,12 +36,14 @@ EPSILON = 0.1  # share of proposals that are drawn at random
 RANKED = 512  # most plans that the cost model ranks: in the time of an evolution, and without a miss
 INTRINSICS = "tvm.s_tir.tensor_intrin"
 
-# Its C++ code warns through this logger of evolutions that find nothing, which `propose` has an answer to. What breaks is an exception.
+# Its C++ code warns through this logger of evolutions that find nothing, which `propose` has an answer to. What breaks
+# is an exception.
 logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.ERROR)
 
 
 class Models:
-    """The cost models of a session: one for each type of plan. They are trained when they are asked, not with each measurement."""
+    """The cost models of a session: one for each type of plan. They are trained when they are asked, not with each
+    measurement."""
 
     def __init__(self):
         self._models = {}
@@ -69,11 +72,14 @@ class Models:
 class Search:
     """The search over one workload's space.
 
-    space: of the workload on `arch`. models: shared by the searches of a session. measured: [(plan, seconds or None)] of earlier runs, all
-    plans of the space. seed: 1 or more; the same seed and reports give the same proposals, but for the cost model's random start.
+    space: of the workload on `arch`. models: shared by the searches of a session. measured: [(plan, seconds or None)]
+    of earlier runs, all plans of the space. seed: 1 or more; the same seed and reports give the same proposals, but for
+    the cost model's random start.
     """
 
-    def __init__(self, workload: Workload, space: Space, arch, models: Models | None = None, measured=(), seed: int = 1):
+    def __init__(
+        self, workload: Workload, space: Space, arch, models: Models | None = None, measured=(), seed: int = 1
+    ):
         self.workload, self.space, self.arch = workload, space, arch
         self.seconds: dict = {}  # plan: seconds, or None where it failed
         self.since_best = 0  # measurements since the last improvement
@@ -92,7 +98,9 @@ class Search:
     @property
     def ranked(self) -> list:
         """The plans that ran, the fastest first."""
-        return sorted((plan for plan, seconds in self.seconds.items() if seconds is not None), key=self.seconds.__getitem__)
+        return sorted(
+            (plan for plan, seconds in self.seconds.items() if seconds is not None), key=self.seconds.__getitem__
+        )
 
     @property
     def best(self) -> tuple | None:
@@ -191,8 +199,8 @@ class Search:
         return MeasureCandidate(traces.schedule_of(self._mod, self.space, plan), [])
 
     def _rank(self, count: int) -> list:
-        """(plan, candidate) of the `count` unmeasured plans, less EPSILON of them, that the cost model likes best; of many, RANKED of them
-        have a chance."""
+        """(plan, candidate) of the `count` unmeasured plans, less EPSILON of them, that the cost model likes best; of
+        many, RANKED of them have a chance."""
         plans = [plan for plan in self.space.plans if not self._known(plan)]
         if len(plans) > RANKED:
             plans = self._random.sample(plans, RANKED)
@@ -203,7 +211,8 @@ class Search:
         return [(plans[i], self._candidates[plans[i]]) for i in best]
 
     def _evolve(self, count: int) -> list:
-        """(plan, candidate) of what evolution comes up with: nothing where it draws too few plans that the arch can run."""
+        """(plan, candidate) of what evolution comes up with: nothing where it draws too few plans that the arch can
+        run."""
         context, model = self.context, self._models.trained(self.space.plan_type)
         if self._batch != count:  # its batches have a fixed size
             if self._batch:
@@ -211,12 +220,15 @@ class Search:
             context.pre_tuning(1 << 30, count, context.generate_design_space(), self._database, model)
             self._batch = count
         candidates = context.generate_measure_candidates()
-        return [(self.space.equal(traces.plan_of(candidate.sch, self.space)), candidate) for candidate in candidates or []]
+        return [
+            (self.space.equal(traces.plan_of(candidate.sch, self.space)), candidate) for candidate in candidates or []
+        ]
 
 
 @contextlib.contextmanager
 def _without_intrinsics():
-    """TuneContext imports TVM's tensor intrinsics, 13 seconds of parsing that nothing here uses: an empty module in their place."""
+    """TuneContext imports TVM's tensor intrinsics, 13 seconds of parsing that nothing here uses: an empty module in
+    their place."""
     if INTRINSICS in sys.modules:
         yield
         return
@@ -263,7 +275,9 @@ class _Redraw(PyMutator):
         step, now = self.source.choice(drawn)
         others = [i for i in range(len(step.attrs[0])) if i != now]
         near = [i for i in others if abs(i - now) == 1]
-        return trace.with_decision(step, self.source.choice(near if self.source.random() < 0.5 else others), remove_postproc=True)
+        return trace.with_decision(
+            step, self.source.choice(near if self.source.random() < 0.5 else others), remove_postproc=True
+        )
 
     def clone(self):
         return _Redraw(random.Random(self.source.randrange(1 << 30)))
@@ -286,5 +300,7 @@ class _Extractor(PyFeatureExtractor):
     @staticmethod
     def model():
         return ms.cost_model.XGBModel(
-            extractor=_Extractor(), num_warmup_samples=WARMUP, config=ms.cost_model.xgb_model.XGBConfig(nthread=1, tree_method="hist")
+            extractor=_Extractor(),
+            num_warmup_samples=WARMUP,
+            config=ms.cost_model.xgb_model.XGBConfig(nthread=1, tree_method="hist"),
         )

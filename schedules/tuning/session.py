@@ -1,8 +1,9 @@
 """A tuning session: the searches of all tasks over one database, and which of them measures next.
 
-The next batch goes to the task where it promises most: what its calls lose against the roofline, weighted by how often they happen, times
-the chance that more measurements help, which falls with every measurement that did not. Whatever is reported is in the database before
-anything else happens, so a session that ends, however, loses nothing; a new one on the same database goes on.
+The next batch goes to the task where it promises most: what its calls lose against the roofline, weighted by how often
+they happen, times the chance that more measurements help, which falls with every measurement that did not. Whatever is
+reported is in the database before anything else happens, so a session that ends, however, loses nothing; a new one on
+the same database goes on.
 """
 
 import math
@@ -51,15 +52,19 @@ class _Task(NamedTuple):
 
 
 class Session:
-    """tasks: of compiler/tuning/tasks.py (`workload`, `weight`); those without choices are left out. roofline: seconds of a task's call at
-    best. seed: 1 or more."""
+    """tasks: of compiler/tuning/tasks.py (`workload`, `weight`); those without choices are left out. roofline: seconds
+    of a task's call at best. seed: 1 or more."""
 
-    def __init__(self, tasks, arch, database: Database, roofline: Callable[[object], float] = lambda task: 0.0, seed: int = 1):
+    def __init__(
+        self, tasks, arch, database: Database, roofline: Callable[[object], float] = lambda task: 0.0, seed: int = 1
+    ):
         self.arch, self.database, self.roofline = arch, database, roofline
         self.trials = 0  # measurements reported to this session
         self.refuted = 0  # plans whose results were wrong
         self.beaten = Counter()  # task's key: plans that were not faster than the default when both were timed in turns
-        self.unverified: dict[tuple[str, object], str] = {}  # (task's key, plan) whose results nothing could check: why not
+        self.unverified: dict[
+            tuple[str, object], str
+        ] = {}  # (task's key, plan) whose results nothing could check: why not
         self._tasks: dict[str, _Task] = {}
         models = Models()
         for task in tasks:
@@ -81,7 +86,8 @@ class Session:
     # ---- what to measure
 
     def next(self, count: int) -> list[tuple[object, object]]:
-        """Up to `count` (task, plan): default plans of tasks without measurements, else plans of one task. Empty: all is measured."""
+        """Up to `count` (task, plan): default plans of tasks without measurements, else plans of one task. Empty: all
+        is measured."""
         new = [t for t in self._tasks.values() if not t.search.seconds and t.search.unmeasured == len(t.space.plans)]
         if new:
             return [(t.task, plan) for t in new[:count] for plan in t.search.propose(1)]
@@ -91,20 +97,26 @@ class Session:
         return []
 
     def round(self, count: int) -> list[tuple[object, object]]:
-        """`count` (task, plan) to be measured together, where no answer comes before the last: default plans of tasks without measurements,
-        then plans of all tasks, more where more is promised; fewer when there are no more."""
+        """`count` (task, plan) to be measured together, where no answer comes before the last: default plans of tasks
+        without measurements, then plans of all tasks, more where more is promised; fewer when there are no more."""
         chosen = []
         while len(chosen) < count and (new := [t for t in self._tasks.values() if not self._begun(t)]):
             chosen += [(t.task, plan) for t in new[: count - len(chosen)] for plan in t.search.propose(1)]
         # the square root: small tasks get some, too. Without measurements what a task moves stands for its time
-        worth = {key: math.sqrt(self.promise(t) or t.task.weight * t.task.bytes * 1e-15) for key, t in self._tasks.items()}
+        worth = {
+            key: math.sqrt(self.promise(t) or t.task.weight * t.task.bytes * 1e-15) for key, t in self._tasks.items()
+        }
         seats = dict.fromkeys(self._tasks, 0)
         for _ in range(count - len(chosen)):
             free = [key for key, t in self._tasks.items() if t.search.unmeasured > seats[key]]
             if not free:
                 break
             seats[max(free, key=lambda key: worth[key] / (seats[key] + 1))] += 1
-        return chosen + [(t.task, plan) for key, t in self._tasks.items() for plan in (t.search.propose(seats[key]) if seats[key] else [])]
+        return chosen + [
+            (t.task, plan)
+            for key, t in self._tasks.items()
+            for plan in (t.search.propose(seats[key]) if seats[key] else [])
+        ]
 
     @staticmethod
     def _begun(found: _Task) -> bool:
@@ -135,21 +147,27 @@ class Session:
     # ---- which results are right
 
     def unchecked(self) -> list[tuple[object, object]]:
-        """(task, plan) of each task's best plan if it is better than the default and nobody has checked its results. One that could not be
-        checked is passed over; where another could not be for the same reason, so it is not the plan's fault, its task is."""
+        """(task, plan) of each task's best plan if it is better than the default and nobody has checked its results.
+        One that could not be checked is passed over; where another could not be for the same reason, so it is not the
+        plan's fault, its task is."""
         reasons = Counter(self.unverified.values())
         hopeless = {key for (key, _), why in self.unverified.items() if reasons[why] > 1}
         hopeless |= {key for key, count in self.beaten.items() if count >= BEATEN}
         wanted = []
         for key, (task, choices, search) in self._tasks.items():
             best = next((plan for plan in search.ranked if (key, plan) not in self.unverified), choices.default)
-            if key not in hopeless and best != choices.default and not self.database.record(task.workload, as_dict(best)).checked:
+            if (
+                key not in hopeless
+                and best != choices.default
+                and not self.database.record(task.workload, as_dict(best)).checked
+            ):
                 wanted.append((task, best))
         return wanted
 
     def check(self, task, plan, checked: Checked) -> None:
-        """What checking a measured plan found. A wrong one is out; the task's next best plan takes its place, also that of one that is not
-        as fast as it looked. One that could not be checked is neither: it cannot be used, and a later session asks again."""
+        """What checking a measured plan found. A wrong one is out; the task's next best plan takes its place, also that
+        of one that is not as fast as it looked. One that could not be checked is neither: it cannot be used, and a
+        later session asks again."""
         found = self._tasks[task.workload.key]
         plan = found.space.equal(plan)
         self.database.check(task.workload, as_dict(plan), checked)
@@ -167,7 +185,9 @@ class Session:
 
     def rows(self) -> list[Row]:
         """The tasks, those with the largest share of the time first."""
-        times = {key: found.task.weight * found.search.best[1] for key, found in self._tasks.items() if found.search.best}
+        times = {
+            key: found.task.weight * found.search.best[1] for key, found in self._tasks.items() if found.search.best
+        }
         total = sum(times.values())
         rows = []
         for key, (task, choices, search) in self._tasks.items():
@@ -188,12 +208,14 @@ def run(
     batch: int | Callable[[], int] = BATCH,
     progress=lambda session: None,
 ) -> None:
-    """Measures and checks until the budget is spent (`trials` measurements, `seconds` for both) or every plan is measured.
+    """Measures and checks until the budget is spent (`trials` measurements, `seconds` for both) or every plan is
+    measured.
 
-    measure: callable([(workload, plan)]) -> [Measured], in that order, None for what was not measured after all. gate: callable(workload,
-    plan) -> Checked. batch: how many plans to measure together; asked before each batch if it is callable. progress: called with the
-    session after each batch. The winners are checked at the end, whatever ends it; Ctrl-C passes on after that. Where a winner was not what
-    it seemed, the next best plan is checked, too, unless time is up or the run was stopped; a later session goes on there.
+    measure: callable([(workload, plan)]) -> [Measured], in that order, None for what was not measured after all. gate:
+    callable(workload, plan) -> Checked. batch: how many plans to measure together; asked before each batch if it is
+    callable. progress: called with the session after each batch. The winners are checked at the end, whatever ends it;
+    Ctrl-C passes on after that. Where a winner was not what it seemed, the next best plan is checked, too, unless time
+    is up or the run was stopped; a later session goes on there.
     """
     started = time.monotonic()
 
@@ -217,7 +239,9 @@ def run(
             chosen = session.next(size)
             if not chosen:
                 break
-            for (task, plan), found in zip(chosen, measure([(task.workload, plan) for task, plan in chosen]), strict=True):
+            for (task, plan), found in zip(
+                chosen, measure([(task.workload, plan) for task, plan in chosen]), strict=True
+            ):
                 if found is None:
                     session.withdraw(task, plan)
                 else:

@@ -1,7 +1,7 @@
 """Which plans are worth trying: for each operator of a target, the values of each number of its kernel's plan.
 
-In: a workload and an arch. Out: a `Space`, or None for what has nothing to choose. Plans that the arch cannot run are left out, and of
-plans that make the same kernel all but one.
+In: a workload and an arch. Out: a `Space`, or None for what has nothing to choose. Plans that the arch cannot run are
+left out, and of plans that make the same kernel all but one.
 """
 
 import importlib
@@ -56,7 +56,8 @@ class Space:
         object.__setattr__(self, "choices", merged)
 
     def plan(self, values) -> object:
-        """The plan of a dict by field name, as JSON keeps it, or of values in the fields' order. TypeError for wrong names."""
+        """The plan of a dict by field name, as JSON keeps it, or of values in the fields' order. TypeError for wrong
+        names."""
         return self.plan_type(**values) if isinstance(values, dict) else self.plan_type(*values)
 
     def valid(self, plan) -> str | None:
@@ -99,7 +100,8 @@ class Space:
 
 
 def space(workload: Workload, arch) -> Space | None:
-    """The workload's space on an arch (a GpuArch, Profile or cpu Arch), None if its kernel has no choices or only one plan fits."""
+    """The workload's space on an arch (a GpuArch, Profile or cpu Arch), None if its kernel has no choices or only one
+    plan fits."""
     module = importlib.import_module(f"mlc_amd.schedules.tuning.{MODULES[arch.api]}")
     make = module.SPACES.get(workload.op)
     found = make(workload, arch) if make else None

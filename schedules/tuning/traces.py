@@ -1,4 +1,5 @@
-"""Plans as MetaSchedule's traces: each number is drawn from its choices and written as an annotation on the reference's block."""
+"""Plans as MetaSchedule's traces: each number is drawn from its choices and written as an annotation on the reference's
+block."""
 
 import tvm
 from tvm import s_tir
@@ -42,4 +43,6 @@ def plan_of(schedule: s_tir.Schedule, space: Space):
 def record(mod: tvm.IRModule, entry, space: Space, plan, seconds: float | None) -> TuningRecord:
     """A measurement of the reference `mod`; entry: what the database's commit_workload gave for it."""
     arguments = ms.arg_info.ArgInfo.from_prim_func(mod["main"])
-    return TuningRecord(schedule_of(mod, space, plan).trace, entry, [FAILED if seconds is None else seconds], target(), arguments)
+    return TuningRecord(
+        schedule_of(mod, space, plan).trace, entry, [FAILED if seconds is None else seconds], target(), arguments
+    )

@@ -1,7 +1,8 @@
 """What is tuned: an operator with its shapes and formats, and the small module that MetaSchedule knows it by.
 
-Kernels come out of builder functions that take a plan, so MetaSchedule never sees one. It searches over traces that write a plan's numbers
-as annotations onto the block of `Workload.reference`, a module whose only content is the workload's name.
+Kernels come out of builder functions that take a plan, so MetaSchedule never sees one. It searches over traces that
+write a plan's numbers as annotations onto the block of `Workload.reference`, a module whose only content is the
+workload's name.
 """
 
 import hashlib
@@ -21,8 +22,8 @@ VERSION = 1
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """`op`: an operator's name, as in a target's `make_<op>`. `args`: what that method takes besides `name` and `plan`, by name and in its
-    order; numbers, strings, None, and lists of them (tuples become lists)."""
+    """`op`: an operator's name, as in a target's `make_<op>`. `args`: what that method takes besides `name` and `plan`,
+    by name and in its order; numbers, strings, None, and lists of them (tuples become lists)."""
 
     op: str
     args: dict

@@ -1,7 +1,8 @@
 """TensorIR kernels to SPIR-V compute shaders for Vulkan, without a shader compiler.
 
-In: PrimFuncs with bound threads, and a `Profile` (schedules/gpu/profiles.py). Out: a `SpirvModule`: one SPIR-V module for each launch, with
-what the runtime has to know about it, and for each PrimFunc what to launch. The lowering is `lower.py`'s, the rest is in here:
+In: PrimFuncs with bound threads, and a `Profile` (schedules/gpu/profiles.py). Out: a `SpirvModule`: one SPIR-V module
+for each launch, with what the runtime has to know about it, and for each PrimFunc what to launch. The lowering is
+`lower.py`'s, the rest is in here:
 
     emitter         a device function: statements, arguments, thread numbers; made of the parts below
     memory          addresses, loads, stores
@@ -14,6 +15,7 @@ what the runtime has to know about it, and for each PrimFunc what to launch. The
 
 Modules take Vulkan 1.2 or newer, deterministically: equal kernels give equal bytes.
 """
+
 import functools
 from dataclasses import dataclass
 
@@ -25,7 +27,7 @@ from mlc_amd.compiler.codegen.spirv.emitter import Emitter
 from mlc_amd.compiler.codegen.spirv.types import Unsupported
 from mlc_amd.schedules.gpu.profiles import Profile
 
-COHERENT = "mlc_amd.coherent"       # attribute: names of parameters that a launch's workgroups exchange data through
+COHERENT = "mlc_amd.coherent"  # attribute: names of parameters that a launch's workgroups exchange data through
 LEAVE_OUT = (
     # take fragments' loads for loads of nothing and delete them
     "s_tir.HoistIfThenElse", "tirx.RemoveNoOp",
@@ -43,7 +45,8 @@ class SpirvKernel:
     """One launch's module.
 
     binary          the words, little endian; the entry point is "main"
-    grid, block     workgroups, and threads of one, (x, y, z); in a row if lanes exchange values: subgroups are cut from rows
+    grid, block     workgroups, and threads of one, (x, y, z); in a row if lanes exchange values: subgroups are cut from
+                    rows
     reads, writes   numbers of the arguments that it reads and writes
     table           whether the only push constant is the address of a table of the arguments' addresses
     lds             bytes of shared memory
@@ -69,11 +72,11 @@ class SpirvModule:
 
 
 def compile_spirv(kernels: dict[str, tirx.PrimFunc], profile: Profile, lowered=lambda name: None) -> SpirvModule:
-    """SPIR-V for all of `kernels` (name: PrimFunc with bound threads, static extents, buffers as parameters). `lowered` is called as each
-    one is done.
+    """SPIR-V for all of `kernels` (name: PrimFunc with bound threads, static extents, buffers as parameters). `lowered`
+    is called as each one is done.
 
-    ValueError for a kernel that the profile cannot run (too many threads, too much shared memory, extents unknown at compile time) or that
-    has something in it for which there is no SPIR-V; it names the kernel.
+    ValueError for a kernel that the profile cannot run (too many threads, too much shared memory, extents unknown at
+    compile time) or that has something in it for which there is no SPIR-V; it names the kernel.
     """
     target, modules, functions = vulkan_target(profile), {}, {}
     for name, func in kernels.items():
@@ -95,7 +98,9 @@ def compile_spirv(kernels: dict[str, tirx.PrimFunc], profile: Profile, lowered=l
 def _emit(device, profile, launch, coherent) -> SpirvKernel:
     done = Emitter(device, profile, launch.block, coherent).run()
     capabilities = tuple(sorted(done.asm.capabilities))
-    return SpirvKernel(done.binary, launch.grid, done.local_size, done.reads, done.writes, done.table, done.lds, capabilities)
+    return SpirvKernel(
+        done.binary, launch.grid, done.local_size, done.reads, done.writes, done.table, done.lds, capabilities
+    )
 
 
 @functools.cache
@@ -112,6 +117,7 @@ def vulkan_target(profile: Profile) -> tvm.target.Target:
 
 
 def _finalize(module):
-    """What TVM does to device functions before code generation, without what its code generators want for themselves."""
+    """What TVM does to device functions before code generation, without what its code generators want for
+    themselves."""
     x = tirx.transform
     return tvm.transform.Sequential([x.FP8StorageLegalize(), x.BF16StorageLegalize()])(module)

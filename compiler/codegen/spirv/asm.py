@@ -1,18 +1,32 @@
 """SPIR-V as such: one module with one compute entry point, written instruction by instruction. Knows nothing of TVM.
 
-Types are named "bool", "i32", "f16", ... or ("vec", name, n). Integers have no sign (their instructions do). Types and constants are made
-once, so are pure instructions where their value is known already. In: calls. Out: `Asm.binary`.
+Types are named "bool", "i32", "f16", ... or ("vec", name, n). Integers have no sign (their instructions do). Types and
+constants are made once, so are pure instructions where their value is known already. In: calls. Out: `Asm.binary`.
 """
+
 import struct
 from contextlib import contextmanager
 
-from mlc_amd.compiler.codegen.spirv.opcodes import BUILTINS, CAPABILITIES, DECORATIONS, EXTENSIONS, GLSL, OP, STORAGE, UNTYPED
+from mlc_amd.compiler.codegen.spirv.opcodes import (
+    BUILTINS,
+    CAPABILITIES,
+    DECORATIONS,
+    EXTENSIONS,
+    GLSL,
+    OP,
+    STORAGE,
+    UNTYPED,
+)
 
-MAGIC, VERSION = 0x07230203, 0x00010500     # 1.5: what Vulkan 1.2 takes
+MAGIC, VERSION = 0x07230203, 0x00010500  # 1.5: what Vulkan 1.2 takes
 PHYSICAL_64, GLSL450, VULKAN, GL_COMPUTE, LOCAL_SIZE, UNROLL = 5348, 1, 3, 5, 17, 1
 FLOATS = {"f16": ("<H", "<e"), "f32": ("<I", "<f")}
 TYPE_CAPABILITIES = {"f16": "Float16", "i64": "Int64"}
-STORAGE_CAPABILITIES = {"f16": "StorageBuffer16BitAccess", "i16": "StorageBuffer16BitAccess", "i8": "StorageBuffer8BitAccess"}
+STORAGE_CAPABILITIES = {
+    "f16": "StorageBuffer16BitAccess",
+    "i16": "StorageBuffer16BitAccess",
+    "i8": "StorageBuffer8BitAccess",
+}
 
 
 def instruction(op, *words):
@@ -33,9 +47,9 @@ class Asm:
     def __init__(self):
         self.bound, self.capabilities, self.interface = 1, {"Shader"}, []
         self.decorations, self.globals, self.locals, self.body = [], [], [], []
-        self.known = {}             # module level: what was made -> its id
-        self.scopes = [{}]          # per open region: pure instruction -> its id
-        self.label = None           # of the block being filled
+        self.known = {}  # module level: what was made -> its id
+        self.scopes = [{}]  # per open region: pure instruction -> its id
+        self.label = None  # of the block being filled
         self.glsl = self.new()
 
     def new(self):
@@ -185,7 +199,8 @@ class Asm:
         self.scopes.pop()
 
     def selection(self, condition, then, otherwise=None):
-        """If: runs the callables that fill the branches. Returns per branch (what it returned, the label of its last block)."""
+        """If: runs the callables that fill the branches. Returns per branch (what it returned, the label of its last
+        block)."""
         first, second, merge = self.new(), self.new() if otherwise else None, self.new()
         self.emit("SelectionMerge", merge, 0)
         self.emit("BranchConditional", condition, first, second or merge)
@@ -234,6 +249,8 @@ class Asm:
         words += instruction("EntryPoint", GL_COMPUTE, main, *string(name), *self.interface)
         words += instruction("ExecutionMode", main, LOCAL_SIZE, *block)
         words += self.decorations + self.globals
-        words += instruction("Function", void, main, 0, function) + instruction("Label", entry) + self.locals + self.body
+        words += (
+            instruction("Function", void, main, 0, function) + instruction("Label", entry) + self.locals + self.body
+        )
         words += instruction("Return") + instruction("FunctionEnd")
         return struct.pack(f"<{len(words)}I", *words)

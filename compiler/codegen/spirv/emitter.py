@@ -1,8 +1,9 @@
 """One lowered device function to one SPIR-V module: the walk over its statements, its arguments and thread numbers.
 
-Arguments are 64-bit addresses in push constants; more than the profile has room for are read from a table in memory, whose address is the
-only push constant then.
+Arguments are 64-bit addresses in push constants; more than the profile has room for are read from a table in memory,
+whose address is the only push constant then.
 """
+
 import math
 
 import tvm
@@ -22,13 +23,13 @@ from mlc_amd.compiler.codegen.spirv.values import Values
 ADDRESS = 8
 AXES = "xyz"
 SCANNED = (tirx.DeclBuffer, tirx.AllocBuffer, tirx.Bind, tirx.BufferStore, tvm.ir.TensorLoad, tvm.ir.Call)
-WRITING = {"tvm_store_matrix_sync": 5, "atomic_add": 0}     # calls that write where an argument, address_of(load), points
+WRITING = {"tvm_store_matrix_sync": 5, "atomic_add": 0}  # calls that write where an argument, address_of(load), points
 
 
 class Emitter(Memory, Values, Expressions, Intrinsics, Subgroup, Matrix):
-    """Writes one module. func: a device function. block: its workgroup (x, y, z). coherent: numbers of the parameters that a launch's
-    workgroups exchange data through. After `run`, the attributes binary, local_size, reads, writes (numbers of parameters), table, lds and
-    asm tell the rest.
+    """Writes one module. func: a device function. block: its workgroup (x, y, z). coherent: numbers of the parameters
+    that a launch's workgroups exchange data through. After `run`, the attributes binary, local_size, reads, writes
+    (numbers of parameters), table, lds and asm tell the rest.
 
     Unsupported for what there is no SPIR-V for here.
     """
@@ -36,22 +37,22 @@ class Emitter(Memory, Values, Expressions, Intrinsics, Subgroup, Matrix):
     def __init__(self, func, profile, block, coherent=()):
         self.func, self.profile, self.block, self.asm = func, profile, block, Asm()
         self.analyzer = tvm.sym.Analyzer()
-        self.environment = {}       # TIR variable -> id or ids
-        self.definitions = {}       # bound integer variable -> its expression
-        self.varying = set()        # variables that differ between the lanes of a subgroup
-        self.arrays = {}            # shared or local buffer -> Array
-        self.fragments = {}         # buffer of fragments -> {index: (variable, matrix type)}
-        self.roots = {}             # view of a parameter -> the parameter
-        self.parameters = {}        # parameter -> its address
-        self.used, self.written = set(), set()      # parameters
-        self.targets = set()        # "loads" whose address alone counts, to write to
+        self.environment = {}  # TIR variable -> id or ids
+        self.definitions = {}  # bound integer variable -> its expression
+        self.varying = set()  # variables that differ between the lanes of a subgroup
+        self.arrays = {}  # shared or local buffer -> Array
+        self.fragments = {}  # buffer of fragments -> {index: (variable, matrix type)}
+        self.roots = {}  # view of a parameter -> the parameter
+        self.parameters = {}  # parameter -> its address
+        self.used, self.written = set(), set()  # parameters
+        self.targets = set()  # "loads" whose address alone counts, to write to
         self.coherent = {func.params[i] for i in coherent}
-        self.indexing = set()       # variables that index local arrays: their loops should be unrolled
-        self.bound = {}             # variable -> the expression that it is bound to
-        self.lengths = set()        # variables that are the length of a fragment
-        self.pairs = {}             # ids of a word's or a vector's parts -> its id
-        self.exchange = None        # the shared words through which lanes exchange theirs, without subgroups
-        self.lds = 0                # bytes
+        self.indexing = set()  # variables that index local arrays: their loops should be unrolled
+        self.bound = {}  # variable -> the expression that it is bound to
+        self.lengths = set()  # variables that are the length of a fragment
+        self.pairs = {}  # ids of a word's or a vector's parts -> its id
+        self.exchange = None  # the shared words through which lanes exchange theirs, without subgroups
+        self.lds = 0  # bytes
         self.exchanges = self.vulkan_model = False
 
     def run(self):
@@ -62,17 +63,22 @@ class Emitter(Memory, Values, Expressions, Intrinsics, Subgroup, Matrix):
         self.by_subgroup = self.exchanges and self.profile.subgroups
         whole = threads % self.profile.wave == 0 if self.profile.subgroups else threads == self.profile.wave
         if self.exchanges and not whole:
-            raise Unsupported(f"lanes exchanging values in workgroups of {threads} threads, subgroups of {self.profile.wave}")
+            raise Unsupported(
+                f"lanes exchanging values in workgroups of {threads} threads, subgroups of {self.profile.wave}"
+            )
         if self.vulkan_model:
             self.asm.capabilities |= {"CooperativeMatrixKHR", "VulkanMemoryModel"}
         self._load_arguments()
         self.dispatch("stmt_", self.func.body)
         if self.lds > self.profile.lds:
-            raise Unsupported(f"{self.lds} bytes of shared memory; {self.profile.name} gives a workgroup {self.profile.lds}")
+            raise Unsupported(
+                f"{self.lds} bytes of shared memory; {self.profile.name} gives a workgroup {self.profile.lds}"
+            )
         self.local_size = (threads, 1, 1) if self.by_subgroup else self.block
         self.binary = self.asm.binary(self.local_size)
         self.reads, self.writes = (
-            tuple(i for i, p in enumerate(self.func.params) if p in params) for params in (self.used, self.written))
+            tuple(i for i, p in enumerate(self.func.params) if p in params) for params in (self.used, self.written)
+        )
         return self
 
     def dispatch(self, prefix, node):
@@ -85,7 +91,8 @@ class Emitter(Memory, Values, Expressions, Intrinsics, Subgroup, Matrix):
     # ---- before
 
     def _scan(self, node):
-        """What must be known before the first instruction: parameters' accesses, local arrays' indices, which features are used."""
+        """What must be known before the first instruction: parameters' accesses, local arrays' indices, which features
+        are used."""
         name = kind(node)
         if name == "DeclBuffer":
             source = buffer_of(node.data)
@@ -177,14 +184,14 @@ class Emitter(Memory, Values, Expressions, Intrinsics, Subgroup, Matrix):
         ty, called = parse(variable.ty), name_of(value) if kind(value) == "Call" else ""
         if called == "fragment_length":
             self.lengths.add(variable)
-        if ty.lanes == 1 and ty.code in ("int", "uint"):        # what indices are made of
+        if ty.lanes == 1 and ty.code in ("int", "uint"):  # what indices are made of
             self._define(variable, value, ty)
             if called not in UNIFORM and self.varies(value):
                 self.varying.add(variable)
 
     def _define(self, variable, value, ty):
-        """Tells the analyzer what an integer variable is. It puts expressions in the place of variables: not those that depend on when
-        they are evaluated, nor unsigned ones, which are no indices but long chains of bits."""
+        """Tells the analyzer what an integer variable is. It puts expressions in the place of variables: not those that
+        depend on when they are evaluated, nor unsigned ones, which are no indices but long chains of bits."""
         if ty.code == "int" and self.timeless(value):
             self.definitions[variable] = value
             self.analyzer.bind(variable, value, True)
@@ -202,7 +209,9 @@ class Emitter(Memory, Values, Expressions, Intrinsics, Subgroup, Matrix):
             self.environment[variable] = i
             self.dispatch("stmt_", s.body)
 
-        by_length = contains(s.extent, lambda n: n in self.lengths or (kind(n) == "Call" and name_of(n) == "fragment_length"))
+        by_length = contains(
+            s.extent, lambda n: n in self.lengths or (kind(n) == "Call" and name_of(n) == "fragment_length")
+        )
         unroll = s.kind == tirx.ForKind.UNROLLED or variable in self.indexing or by_length
         self.asm.loop(self.register(parse(variable.ty)), self.value(s.min), self.value(s.extent), body, unroll)
 
@@ -235,7 +244,8 @@ class Emitter(Memory, Values, Expressions, Intrinsics, Subgroup, Matrix):
         return self.asm.op("CompositeExtract", "i32", vector, AXES.index(axis))
 
     def thread(self, axis):
-        """threadIdx of an axis. Where lanes exchange values, by what the driver calls lanes and subgroups, not by its habits."""
+        """threadIdx of an axis. Where lanes exchange values, by what the driver calls lanes and subgroups, not by its
+        habits."""
         if not self.by_subgroup:
             return self._component("LocalInvocationId", axis)
         asm, (x, y, z) = self.asm, self.block

@@ -1,15 +1,20 @@
 """TIR expressions to SPIR-V: `value(e)` is an id, or a list of ids for a vector."""
+
 from tvm import tirx
 
 from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, kind, parse
 
 ARITHMETIC = {"Add": "Add", "Sub": "Sub", "Mul": "Mul"}
 COMPARISONS = {"LT": "LessThan", "LE": "LessThanEqual", "GT": "GreaterThan", "GE": "GreaterThanEqual"}
-EQUALITY = {     # by the register's first letter
+EQUALITY = {  # by the register's first letter
     "EQ": {"f": "FOrdEqual", "i": "IEqual", "b": "LogicalEqual"},
     "NE": {"f": "FUnordNotEqual", "i": "INotEqual", "b": "LogicalNotEqual"},
 }
-BITWISE = {"BitwiseAnd": "LogicalAnd", "BitwiseOr": "LogicalOr", "BitwiseXor": "LogicalNotEqual"}      # on integers: on booleans
+BITWISE = {
+    "BitwiseAnd": "LogicalAnd",
+    "BitwiseOr": "LogicalOr",
+    "BitwiseXor": "LogicalNotEqual",
+}  # on integers: on booleans
 SIGNS = {"float": "F", "int": "S", "uint": "U", "bool": "U"}
 
 
@@ -66,7 +71,13 @@ class Expressions:
 
     def expr_Select(self, e):
         ty = parse(e.ty)
-        return self.map(lambda c, x, y: self.asm.op("Select", self.register(ty), c, x, y), ty, e.condition, e.true_value, e.false_value)
+        return self.map(
+            lambda c, x, y: self.asm.op("Select", self.register(ty), c, x, y),
+            ty,
+            e.condition,
+            e.true_value,
+            e.false_value,
+        )
 
     def expr_Cast(self, e):
         source, target = parse(e.value.ty), parse(e.ty)
@@ -88,7 +99,7 @@ class Expressions:
         """float16 arithmetic two at a time: function(type, *vectors of two)."""
         operands, out = [self.lanes(o, ty.lanes) for o in operands], []
         for k in range(0, ty.lanes, 2):
-            pairs = [self.pair("f16", *lanes[k:k + 2]) for lanes in operands]
+            pairs = [self.pair("f16", *lanes[k : k + 2]) for lanes in operands]
             out += self.split_pair("f16", function(("vec", "f16", 2), *pairs))
         return out
 
@@ -112,7 +123,11 @@ class Expressions:
         if name == "Div":
             return self.wrap(asm.op(sign + "Div", register, x, y), ty)
         if name == "Mod":
-            return self.remainder(register, x, y) if sign == "S" else asm.op({"F": "FRem", "U": "UMod"}[sign], register, x, y)
+            return (
+                self.remainder(register, x, y)
+                if sign == "S"
+                else asm.op({"F": "FRem", "U": "UMod"}[sign], register, x, y)
+            )
         raise Unsupported(name)
 
     def shift(self, left, ty, x, by):
@@ -123,7 +138,8 @@ class Expressions:
         return self.asm.op("ShiftRightArithmetic" if ty.code == "int" else "ShiftRightLogical", register, x, by)
 
     def _floor(self, e):
-        """floordiv, floormod: shifts and masks are exact for either sign; else unsigned where the analyzer proves that it may be."""
+        """floordiv, floormod: shifts and masks are exact for either sign; else unsigned where the analyzer proves that
+        it may be."""
         ty, divide, asm = parse(e.ty), kind(e) == "FloorDiv", self.asm
         if ty.code not in ("int", "uint"):
             raise Unsupported(f"{kind(e)} on {e.ty}")
@@ -143,7 +159,9 @@ class Expressions:
     def _floor_signed(self, divide, ty, x, y):
         asm, register = self.asm, self.register(ty)
         zero, rest = asm.const(register, 0), self.remainder(register, x, y)
-        opposite = asm.op("SLessThan", "bool", asm.op("BitwiseXor", register, rest, y), zero)      # signs of rest and y differ
+        opposite = asm.op(
+            "SLessThan", "bool", asm.op("BitwiseXor", register, rest, y), zero
+        )  # signs of rest and y differ
         fix = asm.op("LogicalAnd", "bool", asm.op("INotEqual", "bool", rest, zero), opposite)
         if divide:
             one_less = asm.op("Select", register, fix, asm.const(register, 1), zero)

@@ -1,8 +1,10 @@
-"""Calls: TIR's own functions, LLVM's names for what AMD's vector unit does, and the externs "vk.*" of schedules/gpu/device.py.
+"""Calls: TIR's own functions, LLVM's names for what AMD's vector unit does, and the externs "vk.*" of
+schedules/gpu/device.py.
 
 Externs (words: 32-bit scalars):
     vk.dot4(a, b)                   int32: the sum of the four products of the signed bytes of two words
-    vk.lookup16(x, a, b, c, d)      uint32: for each byte of x, 0..15, the byte of that number in the constants a, b, c, d
+    vk.lookup16(x, a, b, c, d)      uint32: for each byte of x, 0..15, the byte of that number in the constants a, b, c,
+                                    d
     vk.shuffle_xor(x, mask)         the word of the lane whose number differs by a constant mask
     vk.shuffle(x, lane)             the word of lane number `lane`
     vk.broadcast(x, lane)           the word of lane number `lane`, the same one in all lanes
@@ -13,6 +15,7 @@ Externs (words: 32-bit scalars):
     vk.wave_barrier()               waits for the subgroup; its shared memory is the same for all of it behind it
     vk.memory_barrier()             memory accesses to buffers before and after it stay there, for the whole device
 """
+
 from tvm import tirx
 from tvm.target.codegen import llvm_get_intrinsic_name
 
@@ -21,16 +24,20 @@ from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, has_load, ki
 
 INT8 = Type("int", 8, 1)
 MATH = {
-    "exp": "Exp", "exp2": "Exp2", "log": "Log", "log2": "Log2", "sqrt": "Sqrt", "rsqrt": "InverseSqrt", "sin": "Sin", "cos": "Cos",
-    "tanh": "Tanh", "fabs": "FAbs", "floor": "Floor", "ceil": "Ceil", "trunc": "Trunc", "nearbyint": "RoundEven", "round": "RoundEven",
+    "exp": "Exp", "exp2": "Exp2", "log": "Log", "log2": "Log2", "sqrt": "Sqrt", "rsqrt": "InverseSqrt", "sin": "Sin",
+    "cos": "Cos",
+    "tanh": "Tanh", "fabs": "FAbs", "floor": "Floor", "ceil": "Ceil", "trunc": "Trunc", "nearbyint": "RoundEven",
+    "round": "RoundEven",
     "pow": "Pow", "fma": "Fma",
 }  # fmt: skip
 LLVM_MATH = {
-    "llvm.fma": "Fma", "llvm.maxnum": "NMax", "llvm.minnum": "NMin", "llvm.rint": "RoundEven", "llvm.fabs": "FAbs", "llvm.sqrt": "Sqrt",
-    "llvm.exp2": "Exp2", "llvm.log2": "Log2", "llvm.floor": "Floor", "llvm.amdgcn.exp2": "Exp2", "llvm.amdgcn.rsq": "InverseSqrt",
+    "llvm.fma": "Fma", "llvm.maxnum": "NMax", "llvm.minnum": "NMin", "llvm.rint": "RoundEven", "llvm.fabs": "FAbs",
+    "llvm.sqrt": "Sqrt",
+    "llvm.exp2": "Exp2", "llvm.log2": "Log2", "llvm.floor": "Floor", "llvm.amdgcn.exp2": "Exp2",
+    "llvm.amdgcn.rsq": "InverseSqrt",
     "llvm.amdgcn.sqrt": "Sqrt",
 }  # fmt: skip
-PACKED = {"Fma", "NMax", "NMin"}        # two float16 at a time
+PACKED = {"Fma", "NMax", "NMin"}  # two float16 at a time
 # LLVM name, without its type -> method
 LLVM = {
     "llvm.amdgcn.rcp": "reciprocal",
@@ -81,7 +88,7 @@ class Intrinsics:
 
     def expr_Call(self, e):
         op, name = e.op.name.split(".", 1)[1], name_of(e)
-        args = list(e.args)[1 if op in NAMED else 0:]
+        args = list(e.args)[1 if op in NAMED else 0 :]
         glsl = (LLVM_MATH if op.startswith("call_llvm") else MATH).get(name)
         if glsl:
             ty = parse(e.ty)
@@ -120,7 +127,10 @@ class Intrinsics:
             raise Unsupported("if_then_else with a vector as condition of loads")
         arms = (lambda: self.lanes(x, ty.lanes)), (lambda: self.lanes(y, ty.lanes))
         (first, first_end), (second, second_end) = self.asm.selection(self.value(condition), *arms)
-        out = [self.asm.op("Phi", register, u, first_end, v, second_end, pure=False) for u, v in zip(first, second, strict=True)]
+        out = [
+            self.asm.op("Phi", register, u, first_end, v, second_end, pure=False)
+            for u, v in zip(first, second, strict=True)
+        ]
         return out if ty.lanes > 1 else out[0]
 
     def call_likely(self, e, x):
@@ -143,7 +153,7 @@ class Intrinsics:
         return self.value(x)[: parse(e.ty).lanes]
 
     def call_vectorhigh(self, e, x):
-        return self.value(x)[-parse(e.ty).lanes:]
+        return self.value(x)[-parse(e.ty).lanes :]
 
     def call_sigmoid(self, e, x):
         ty, asm = parse(e.ty), self.asm
@@ -163,7 +173,9 @@ class Intrinsics:
         load = address.args[0]
         ty = parse(e.ty)
         if load.source in self.arrays or ty.bits != 32 or ty.code == "float":
-            raise Unsupported(f"atomic addition of {e.ty} in a {'shared' if load.source in self.arrays else 'global'} buffer")
+            raise Unsupported(
+                f"atomic addition of {e.ty} in a {'shared' if load.source in self.arrays else 'global'} buffer"
+            )
         pointer = self.pointer(load.source, "i32", load.indices[0], 0, 1)
         semantics = self.int_const(self.ordering(opcodes.ACQUIRE_RELEASE | opcodes.BUFFER_MEMORY))
         return self.asm.op("AtomicIAdd", "i32", pointer, self.device_scope(), semantics, self.value(value), pure=False)
@@ -181,8 +193,8 @@ class Intrinsics:
         return self.asm.op("FDiv", "f32", self.asm.const("f32", 1.0), self.value(x))
 
     def byte_permute(self, e, high, low, selector):
-        """Byte i of the result: byte number selector[i] of the eight bytes low, high; from 12 on zero. As v_perm_b32, selectors 8..11
-        (signs) excepted."""
+        """Byte i of the result: byte number selector[i] of the eight bytes low, high; from 12 on zero. As v_perm_b32,
+        selectors 8..11 (signs) excepted."""
         if not isinstance(selector, tirx.IntImm):
             return self._permute_by_value(self.value(high), self.value(low), self.value(selector))
         asm, words = self.asm, (self.value(low), self.value(high))
@@ -227,15 +239,20 @@ class Intrinsics:
             # 255 in each byte whose bit is set
             mask = asm.op("ISub", "i32", asm.op("ShiftLeftLogical", "i32", ones, const(8)), ones)
             pairs = zip(found[::2], found[1::2], strict=True)
-            found = [asm.op("BitwiseXor", "i32", a, asm.op("BitwiseAnd", "i32", asm.op("BitwiseXor", "i32", a, b), mask)) for a, b in pairs]
+            found = [
+                asm.op("BitwiseXor", "i32", a, asm.op("BitwiseAnd", "i32", asm.op("BitwiseXor", "i32", a, b), mask))
+                for a, b in pairs
+            ]
         return found[0]
 
     def dot4(self, e, a, b):
         asm, (a, b) = self.asm, (self.word(a), self.word(b))
         if self.profile.dot:
             asm.capabilities |= {"DotProduct", "DotProductInput4x8BitPacked"}
-            return asm.op("SDot", "i32", a, b, 0)       # 0: four packed bytes
-        products = [asm.op("IMul", "i32", x, y) for x, y in zip(self.unpack([a], INT8), self.unpack([b], INT8), strict=True)]
+            return asm.op("SDot", "i32", a, b, 0)  # 0: four packed bytes
+        products = [
+            asm.op("IMul", "i32", x, y) for x, y in zip(self.unpack([a], INT8), self.unpack([b], INT8), strict=True)
+        ]
         first, second = (asm.op("IAdd", "i32", *pair) for pair in (products[:2], products[2:]))
         return asm.op("IAdd", "i32", first, second)
 

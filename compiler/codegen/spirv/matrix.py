@@ -1,7 +1,7 @@
 """Cooperative matrices (SPV_KHR_cooperative_matrix) from TVM's tensor core form.
 
-Buffers in the scopes wmma.matrix_a, wmma.matrix_b and wmma.accumulator, tvm_fill_fragment, tvm_load_matrix_sync, tvm_mma_sync and
-tvm_store_matrix_sync; with the externs (a fragment is buffer.data, constant index)
+Buffers in the scopes wmma.matrix_a, wmma.matrix_b and wmma.accumulator, tvm_fill_fragment, tvm_load_matrix_sync,
+tvm_mma_sync and tvm_store_matrix_sync; with the externs (a fragment is buffer.data, constant index)
     fragment_scale(fragment, scalar)        in place
     fragment_cast(to, from)                 between accumulators of equal shape
     fragment_length(fragment)               how many of its components a lane has; which ones, only the driver knows
@@ -9,6 +9,7 @@ tvm_store_matrix_sync; with the externs (a fragment is buffer.data, constant ind
     fragment_set(fragment, i, value)
 Each fragment is a variable of the function.
 """
+
 from tvm import tirx
 
 from mlc_amd.compiler.codegen.spirv.opcodes import SUBGROUP
@@ -58,7 +59,11 @@ class Matrix:
             scalar = asm.unique("Constant", asm.unique("TypeInt", 32, 1), int(value) & 0xFFFFFFFF)
         else:
             scalar = self.value(value)
-        asm.emit("Store", variable, asm.unique("ConstantComposite", of, scalar) if constant else asm.op("CompositeConstruct", of, scalar))
+        asm.emit(
+            "Store",
+            variable,
+            asm.unique("ConstantComposite", of, scalar) if constant else asm.op("CompositeConstruct", of, scalar),
+        )
 
     def _matrix_memory(self, address, stride, layout):
         """(pointer, layout, stride in elements of what the pointer points to, *memory operands)."""
@@ -68,7 +73,10 @@ class Matrix:
             array = self.arrays[buffer]
             pointer, operands = self.element(array, self.value(index)), self.order(array)
         else:
-            pointer, operands = self.pointer(buffer, storage(ty), index, 0, 1, array=True), self.operands(buffer, index, 0, ty)
+            pointer, operands = (
+                self.pointer(buffer, storage(ty), index, 0, 1, array=True),
+                self.operands(buffer, index, 0, ty),
+            )
         if ty.lanes > 1 and self.known_multiple(stride, 0) % ty.lanes:
             raise Unsupported(f"stride {stride} in a buffer of {buffer.dtype}")
         in_units = self.value(self.analyzer.simplify(tirx.floordiv(stride, ty.lanes)))
@@ -76,7 +84,11 @@ class Matrix:
 
     def call_tvm_load_matrix_sync(self, e, data, m, n, k, index, address, stride, layout):
         asm, (variable, of) = self.asm, self._fragment(data, index, (m, n, k))
-        asm.emit("Store", variable, asm.op("CooperativeMatrixLoadKHR", of, *self._matrix_memory(address, stride, layout), pure=False))
+        asm.emit(
+            "Store",
+            variable,
+            asm.op("CooperativeMatrixLoadKHR", of, *self._matrix_memory(address, stride, layout), pure=False),
+        )
 
     def call_tvm_store_matrix_sync(self, e, data, m, n, k, index, address, stride, layout):
         fragment = self._fragment(data, index)
@@ -96,7 +108,9 @@ class Matrix:
 
     def fragment_scale(self, e, data, index, scalar):
         fragment = self._fragment(data, index)
-        scaled = self.asm.op("MatrixTimesScalar", fragment[1], self._load_fragment(fragment), self.value(scalar), pure=False)
+        scaled = self.asm.op(
+            "MatrixTimesScalar", fragment[1], self._load_fragment(fragment), self.value(scalar), pure=False
+        )
         self.asm.emit("Store", fragment[0], scaled)
 
     def fragment_length(self, e, data, index):
@@ -113,13 +127,17 @@ class Matrix:
         loaded = self.asm.op("Load", self._component_type(ty), self._place_in_fragment(data, index, place), pure=False)
         if ty.code == "float":
             return self.from_storage(loaded, ty)
-        return self.asm.op("Bitcast" if ty.bits == 32 else "SConvert" if ty.code == "int" else "UConvert", "i32", loaded)
+        return self.asm.op(
+            "Bitcast" if ty.bits == 32 else "SConvert" if ty.code == "int" else "UConvert", "i32", loaded
+        )
 
     def fragment_set(self, e, data, index, place, value):
         ty = parse(data.args[0].dtype)
         if ty.code != "float":
             raise Unsupported(f"setting components of {data.args[0].dtype} fragments")
-        self.asm.emit("Store", self._place_in_fragment(data, index, place), self.to_storage(self.value(value), ty, storage(ty)))
+        self.asm.emit(
+            "Store", self._place_in_fragment(data, index, place), self.to_storage(self.value(value), ty, storage(ty))
+        )
 
     def fragment_cast(self, e, to, to_index, source, source_index):
         """Element by element; both fragments must have been filled."""

@@ -1,11 +1,14 @@
 """Loads and stores: parameters by 64-bit addresses, shared and local arrays as variables.
 
 Four rules make AMD's compiler use its best addressing (they cost nothing elsewhere):
-1. address = base + zext(bytes that a workgroup or subgroup shares) + zext(a lane's bytes) + constant, where every term is provably >= 0
+1. address = base + zext(bytes that a workgroup or subgroup shares) + zext(a lane's bytes) + constant, where every term
+is provably >= 0
 2. each access states its true alignment
-3. a parameter that is only read is a pointer to a Block whose member is NonWritable: loads may move over stores, or be scalar
+3. a parameter that is only read is a pointer to a Block whose member is NonWritable: loads may move over stores, or be
+scalar
 4. a load that may not happen is behind control flow (`if_then_else` in intrinsics.py)
 """
+
 import math
 from typing import NamedTuple
 
@@ -16,11 +19,21 @@ from mlc_amd.compiler.codegen.lower import bytes_of
 from mlc_amd.compiler.codegen.spirv import opcodes
 from mlc_amd.compiler.codegen.spirv.types import FRAGMENTS, Unsupported, contains, kind, parse, scope, size, storage
 
-UNITS = (128, 64, 32)           # bits of the vectors that are loaded and stored at once
-ALIGNMENT = 16                  # of what Vulkan's instructions can make use of; parameters start at multiples of it
-ARRAYS = {"local": "Function", "shared": "Workgroup", "shared.wave": "Workgroup"}      # scopes of arrays
+UNITS = (128, 64, 32)  # bits of the vectors that are loaded and stored at once
+ALIGNMENT = 16  # of what Vulkan's instructions can make use of; parameters start at multiples of it
+ARRAYS = {"local": "Function", "shared": "Workgroup", "shared.wave": "Workgroup"}  # scopes of arrays
 # calls whose value depends on their arguments only
-PLAIN = {"shift_left", "shift_right", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "reinterpret", "likely", "if_then_else"}
+PLAIN = {
+    "shift_left",
+    "shift_right",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+    "bitwise_not",
+    "reinterpret",
+    "likely",
+    "if_then_else",
+}
 
 
 class Array(NamedTuple):
@@ -32,7 +45,8 @@ class Array(NamedTuple):
 
 
 class Memory:
-    """Part of the emitter; needs `asm`, `analyzer`, `parameters`, `roots`, `written`, `coherent`, `arrays`, `varying`, `definitions`."""
+    """Part of the emitter; needs `asm`, `analyzer`, `parameters`, `roots`, `written`, `coherent`, `arrays`, `varying`,
+    `definitions`."""
 
     # ---- arrays
 
@@ -58,10 +72,13 @@ class Memory:
 
     def element(self, array, index):
         """A pointer to an element of an Array."""
-        return self.asm.op("AccessChain", self.asm.pointer(array.storage, self.asm.type(array.unit)), array.variable, index)
+        return self.asm.op(
+            "AccessChain", self.asm.pointer(array.storage, self.asm.type(array.unit)), array.variable, index
+        )
 
     def order(self, array):
-        """The memory operands of an access to an Array: the Vulkan memory model wants to know what barriers are about."""
+        """The memory operands of an access to an Array: the Vulkan memory model wants to know what barriers are
+        about."""
         return (opcodes.NON_PRIVATE,) if array.storage == "Workgroup" and self.vulkan_model else ()
 
     def lane_indices(self, index):
@@ -70,7 +87,10 @@ class Memory:
             value = self.value(index)
             return value if isinstance(value, list) else [value]
         base = self.value(index.base)
-        return [base if k == 0 else self.asm.op("IAdd", "i32", base, self._times(index.stride, k)) for k in range(int(index.lanes))]
+        return [
+            base if k == 0 else self.asm.op("IAdd", "i32", base, self._times(index.stride, k))
+            for k in range(int(index.lanes))
+        ]
 
     def _times(self, stride, k):
         if isinstance(stride, tirx.IntImm):
@@ -93,7 +113,7 @@ class Memory:
                 unit = storage(ty)
                 stored = self.to_storage(lanes[k], ty, unit)
             else:
-                words = self.pack(lanes[k:k + step], ty)
+                words = self.pack(lanes[k : k + step], ty)
                 unit = "i32" if len(words) == 1 else ("vec", "i32", len(words))
                 stored = words[0] if len(words) == 1 else self.asm.op("CompositeConstruct", unit, *words)
             pointer = self.pointer(s.buffer, unit, base, k * stride, step)
@@ -129,8 +149,13 @@ class Memory:
         if ty.lanes > 1:
             loaded = asm.op("Load", array.unit, self.element(array, self.value(index)), *order, pure=False)
             parts = isinstance(array.unit, tuple)
-            return self.unpack([asm.op("CompositeExtract", "i32", loaded, k) for k in range(array.unit[2])] if parts else [loaded], ty)
-        out = [asm.op("Load", array.unit, self.element(array, place), *order, pure=False) for place in self.lane_indices(index)]
+            return self.unpack(
+                [asm.op("CompositeExtract", "i32", loaded, k) for k in range(array.unit[2])] if parts else [loaded], ty
+            )
+        out = [
+            asm.op("Load", array.unit, self.element(array, place), *order, pure=False)
+            for place in self.lane_indices(index)
+        ]
         return out if lanes > 1 else out[0]
 
     def load_words(self, buffer, index, ty):
@@ -141,7 +166,9 @@ class Memory:
         for k in range(0, int(index.lanes), step):
             pointer, operands = self.pointer(buffer, unit, base, k, step), self.operands(buffer, base, k, ty)
             loaded = self.asm.op("Load", unit, pointer, *operands, pure=self.read_only(buffer))
-            words += [loaded] if count == 1 else [self.asm.op("CompositeExtract", "i32", loaded, j) for j in range(count)]
+            words += (
+                [loaded] if count == 1 else [self.asm.op("CompositeExtract", "i32", loaded, j) for j in range(count)]
+            )
         return words
 
     def ramp(self, index, ty):
@@ -192,7 +219,8 @@ class Memory:
         return self.int_const(opcodes.QUEUE_FAMILY if self.vulkan_model else opcodes.DEVICE)
 
     def pointer(self, buffer, unit, index, k, step, array=False):
-        """A pointer to the unit of `step` elements at element index + k of a parameter; array: to it and those behind it."""
+        """A pointer to the unit of `step` elements at element index + k of a parameter; array: to it and those behind
+        it."""
         asm, root = self.asm, self.root(buffer)
         address = self._address(buffer, root, index, k, size(unit) // step)
         target = asm.type(unit) if isinstance(unit, tuple) else asm.storage_type(unit)
@@ -214,7 +242,7 @@ class Memory:
         asm = self.asm
         address = self.parameters[root]
         shared, own, constant = self._split(index)
-        far = bytes_of(buffer) > 1 << 32        # offsets then need 64 bits, elements still fit 32
+        far = bytes_of(buffer) > 1 << 32  # offsets then need 64 bits, elements still fit 32
         shift = element.bit_length() - 1
         for terms in filter(None, (shared, own)):
             total = None
@@ -257,7 +285,7 @@ class Memory:
 
         flatten(index, 1)
         if any(factor < 0 or int(self.analyzer.const_int_bound(e).min_value) < 0 for e, factor in leaves):
-            return [], [(index, 1)], 0          # zero extension is only right for the whole sum
+            return [], [(index, 1)], 0  # zero extension is only right for the whole sum
         terms = [(leaf, self.varies(leaf[0])) for leaf in leaves]
         return [leaf for leaf, varies in terms if not varies], [leaf for leaf, varies in terms if varies], constant
 

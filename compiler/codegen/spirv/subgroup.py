@@ -1,22 +1,27 @@
 """Lanes of a subgroup exchanging words: subgroup instructions, or shared memory and barriers where a profile has none.
 
-Without subgroups a workgroup is one "wave" of profile.wave threads, and control flow around an exchange is the same for all of them.
+Without subgroups a workgroup is one "wave" of profile.wave threads, and control flow around an exchange is the same for
+all of them.
 """
+
 import functools
 
 from mlc_amd.compiler.codegen.spirv.opcodes import ACQUIRE_RELEASE, SUBGROUP, WORKGROUP_MEMORY
 from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, parse
 
-REDUCE = 0      # a group operation: the total, in all lanes
+REDUCE = 0  # a group operation: the total, in all lanes
 INT32 = "i32"
-AT_ONCE = 8     # words that a lane reads between two barriers, without subgroups
-# Profiles of drivers that make every control barrier one of the workgroup, although a subgroup's lanes run in lockstep: ordering is enough.
+AT_ONCE = 8  # words that a lane reads between two barriers, without subgroups
+# Profiles of drivers that make every control barrier one of the workgroup, although a subgroup's lanes run in lockstep:
+# ordering is enough.
 LOCKSTEP = {"lavapipe"}
 # what makes a kernel's thread numbers those of lanes and subgroups
 EXCHANGES = {
-    "vk.shuffle_xor", "vk.shuffle", "vk.broadcast", "vk.broadcast_first", "vk.reduce_add", "vk.reduce_max", "vk.reduce_min", "vk.lane",
+    "vk.shuffle_xor", "vk.shuffle", "vk.broadcast", "vk.broadcast_first", "vk.reduce_add", "vk.reduce_max",
+    "vk.reduce_min", "vk.lane",
     "vk.any", "vk.wave_barrier",
-    "llvm.amdgcn.readfirstlane", "llvm.amdgcn.readlane", "llvm.amdgcn.ds.bpermute", "llvm.amdgcn.mbcnt.lo", "llvm.amdgcn.mbcnt.hi",
+    "llvm.amdgcn.readfirstlane", "llvm.amdgcn.readlane", "llvm.amdgcn.ds.bpermute", "llvm.amdgcn.mbcnt.lo",
+    "llvm.amdgcn.mbcnt.hi",
     "tvm_load_matrix_sync", "tvm_fill_fragment",
 }  # fmt: skip
 # exchanges whose result all lanes share
@@ -79,7 +84,10 @@ class Subgroup:
         if not self.profile.subgroups:
             self.barrier()
             return
-        subgroup, semantics = self.int_const(SUBGROUP), self.int_const(self.ordering(ACQUIRE_RELEASE | WORKGROUP_MEMORY))
+        subgroup, semantics = (
+            self.int_const(SUBGROUP),
+            self.int_const(self.ordering(ACQUIRE_RELEASE | WORKGROUP_MEMORY)),
+        )
         if self.profile.name.partition(":")[0] in LOCKSTEP:
             self.asm.emit("MemoryBarrier", subgroup, semantics)
         else:
@@ -126,7 +134,7 @@ class Subgroup:
         """The word of lane number `lane`."""
         self._store_word(ty, value)
         found = self._load_word(ty, lane)
-        self.barrier()          # before the next exchange overwrites what others still read
+        self.barrier()  # before the next exchange overwrites what others still read
         return found
 
     def _reduce_through_memory(self, name, ty, value):

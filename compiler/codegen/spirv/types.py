@@ -1,4 +1,5 @@
 """TIR's types as the generator sees them, and small questions about TIR nodes."""
+
 import re
 from functools import cache
 from typing import NamedTuple
@@ -6,7 +7,11 @@ from typing import NamedTuple
 import tvm
 import tvm_ffi
 
-FRAGMENTS = {"wmma.matrix_a": 0, "wmma.matrix_b": 1, "wmma.accumulator": 2}     # scope: SPIR-V's use of a cooperative matrix
+FRAGMENTS = {
+    "wmma.matrix_a": 0,
+    "wmma.matrix_b": 1,
+    "wmma.accumulator": 2,
+}  # scope: SPIR-V's use of a cooperative matrix
 LEAVES = (tvm.ir.Var, tvm.ir.TensorLoad, tvm.ir.Call)
 
 

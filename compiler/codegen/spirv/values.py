@@ -1,11 +1,13 @@
 """Values in registers: what a TIR type becomes, packing into 32-bit words and out of them, conversions.
 
-A TIR vector is a Python list of scalar ids: vectors exist only in loads and stores. Integers of 8 and 16 bits live in 32-bit registers,
-extended by their sign, so that a device needs small types in memory only. float16 lives in float32 where the device cannot compute with it.
+A TIR vector is a Python list of scalar ids: vectors exist only in loads and stores. Integers of 8 and 16 bits live in
+32-bit registers, extended by their sign, so that a device needs small types in memory only. float16 lives in float32
+where the device cannot compute with it.
 """
+
 from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, storage
 
-DROPPED_BITS = 13               # of a float32's mantissa in float16
+DROPPED_BITS = 13  # of a float32's mantissa in float16
 SMALLEST_HALF, SMALLEST_NORMAL_HALF = 2.0**-24, 2.0**-14
 
 
@@ -36,7 +38,11 @@ class Values:
                 out.append(word if register == "i32" else asm.op("Bitcast", register, word))
             elif ty.code == "float":
                 half = register == "f16"
-                pair = asm.op("Bitcast", ("vec", "f16", 2), word) if half else asm.glsl_op("UnpackHalf2x16", ("vec", "f32", 2), word)
+                pair = (
+                    asm.op("Bitcast", ("vec", "f16", 2), word)
+                    if half
+                    else asm.glsl_op("UnpackHalf2x16", ("vec", "f32", 2), word)
+                )
                 out += self.split_pair(register, pair)
             else:
                 part = [self.field(word, ty, first) for first in range(0, 32, ty.bits)]
@@ -57,19 +63,25 @@ class Values:
         if ty.bits == 32:
             return [lane if register == "i32" else asm.op("Bitcast", "i32", lane) for lane in lanes]
         lanes = list(lanes) + [asm.const(register, 0)] * (-len(lanes) % per)
-        groups = [lanes[first:first + per] for first in range(0, len(lanes), per)]
-        return [self._half_word(register, *group) if ty.code == "float" else self._small_word(group, ty) for group in groups]
+        groups = [lanes[first : first + per] for first in range(0, len(lanes), per)]
+        return [
+            self._half_word(register, *group) if ty.code == "float" else self._small_word(group, ty) for group in groups
+        ]
 
     def _half_word(self, register, low, high):
         pair = self.pair(register, low, high)
-        return self.asm.op("Bitcast", "i32", pair) if register == "f16" else self.asm.glsl_op("PackHalf2x16", "i32", pair)
+        return (
+            self.asm.op("Bitcast", "i32", pair) if register == "f16" else self.asm.glsl_op("PackHalf2x16", "i32", pair)
+        )
 
     def _small_word(self, group, ty):
         if (word := self.pairs.get(tuple(group))) is not None:
             return word
         word = self.asm.op("BitwiseAnd", "i32", group[0], self.int_const((1 << ty.bits) - 1))
         for j, lane in enumerate(group[1:], 1):
-            word = self.asm.op("BitFieldInsert", "i32", word, lane, self.int_const(j * ty.bits), self.int_const(ty.bits))
+            word = self.asm.op(
+                "BitFieldInsert", "i32", word, lane, self.int_const(j * ty.bits), self.int_const(ty.bits)
+            )
         return word
 
     def split_pair(self, register, pair):
@@ -89,7 +101,8 @@ class Values:
         return self.field(value, ty, 0) if ty.small else value
 
     def cast(self, value, source, target):
-        """A scalar of one type as another. Floats become integers towards zero; what does not fit is undefined, as in TIR."""
+        """A scalar of one type as another. Floats become integers towards zero; what does not fit is undefined, as in
+        TIR."""
         asm, have, want = self.asm, self.register(source), self.register(target)
         if source.scalar == target.scalar:
             return value
@@ -120,7 +133,8 @@ class Values:
         return self._half_in_float(value) if target.bits == 16 and register == "f32" else value
 
     def _half_in_float(self, value):
-        """A float32 rounded to what float16 can hold, ties to even. Not OpQuantizeToF16, which may make zeros of its small numbers."""
+        """A float32 rounded to what float16 can hold, ties to even. Not OpQuantizeToF16, which may make zeros of its
+        small numbers."""
         asm, const = self.asm, self.int_const
         bits = asm.op("Bitcast", "i32", value)
         odd = asm.op("BitFieldUExtract", "i32", bits, const(DROPPED_BITS), const(1))
@@ -128,7 +142,9 @@ class Values:
         usual = asm.op("Bitcast", "f32", asm.op("BitwiseAnd", "i32", up, const(-1 << DROPPED_BITS)))
         steps = asm.glsl_op("RoundEven", "f32", asm.op("FMul", "f32", value, asm.const("f32", 1 / SMALLEST_HALF)))
         subnormal = asm.op("FMul", "f32", steps, asm.const("f32", SMALLEST_HALF))
-        small = asm.op("FOrdLessThan", "bool", asm.glsl_op("FAbs", "f32", value), asm.const("f32", SMALLEST_NORMAL_HALF))
+        small = asm.op(
+            "FOrdLessThan", "bool", asm.glsl_op("FAbs", "f32", value), asm.const("f32", SMALLEST_NORMAL_HALF)
+        )
         return asm.op("Select", "f32", small, subnormal, usual)
 
     def from_storage(self, value, ty):

@@ -1,11 +1,15 @@
-"""Vulkan's C interface from Python, as far as this runtime uses it: the structures, functions and enumerations, through ctypes.
+"""Vulkan's C interface from Python, as far as this runtime uses it: the structures, functions and enumerations, through
+ctypes.
 
-In: nothing; libvulkan.so.1, the loader that every distribution has, is opened by `open_loader`. Out: `Calls`, whose attributes are Vulkan's
-functions by their own names. A call that fails raises VulkanError with Vulkan's name for the reason.
+In: nothing; libvulkan.so.1, the loader that every distribution has, is opened by `open_loader`. Out: `Calls`, whose
+attributes are Vulkan's functions by their own names. A call that fails raises VulkanError with Vulkan's name for the
+reason.
 
-ctypes instead of a package: the packages for Vulkan are built for one version of Python each, and this must start on any.
+ctypes instead of a package: the packages for Vulkan are built for one version of Python each, and this must start on
+any.
 
-Every structure that has sType and pNext is a `Chained`: `Name(next=other, field=..)` fills in both and keeps `other` alive.
+Every structure that has sType and pNext is a `Chained`: `Name(next=other, field=..)` fills in both and keeps `other`
+alive.
 """
 
 import ctypes
@@ -13,7 +17,10 @@ import ctypes
 from mlc_amd.runtime.errors import UserError
 
 LIBRARY = "libvulkan.so.1"
-INSTALL = "install your distribution's Vulkan loader: libvulkan1 (Debian, Ubuntu), vulkan-loader (Fedora), vulkan-icd-loader (Arch)"
+INSTALL = (
+    "install your distribution's Vulkan loader: libvulkan1 (Debian, Ubuntu), vulkan-loader (Fedora), vulkan-icd-loader "
+    "(Arch)"
+)
 
 # ---- enumerations
 
@@ -40,7 +47,12 @@ RESULTS = {
     -1000012000: "VK_ERROR_INVALID_SHADER_NV",
 }
 TIMEOUT = 2
-NO_MEMORY = ("VK_ERROR_OUT_OF_HOST_MEMORY", "VK_ERROR_OUT_OF_DEVICE_MEMORY", "VK_ERROR_TOO_MANY_OBJECTS", "VK_ERROR_FRAGMENTATION")
+NO_MEMORY = (
+    "VK_ERROR_OUT_OF_HOST_MEMORY",
+    "VK_ERROR_OUT_OF_DEVICE_MEMORY",
+    "VK_ERROR_TOO_MANY_OBJECTS",
+    "VK_ERROR_FRAGMENTATION",
+)
 DEVICE_LOST = "VK_ERROR_DEVICE_LOST"
 
 DEVICE_TYPES = ("other", "integrated", "discrete", "virtual", "cpu")  # VkPhysicalDeviceType
@@ -124,13 +136,16 @@ def names_of(structure: type) -> list[str]:
 
 Limits = _struct(
     "Limits",
-    "u32*8 _0, u32 maxPushConstantsSize, u32 maxMemoryAllocationCount, u32 _1, u64*2 _2, u32*38 _3, u32 maxComputeSharedMemorySize, "
-    "u32*3 maxComputeWorkGroupCount, u32 maxComputeWorkGroupInvocations, u32*3 maxComputeWorkGroupSize, u32*13 _4, size _5, u64*3 _6, "
+    "u32*8 _0, u32 maxPushConstantsSize, u32 maxMemoryAllocationCount, u32 _1, u64*2 _2, u32*38 _3, u32 "
+    "maxComputeSharedMemorySize, "
+    "u32*3 maxComputeWorkGroupCount, u32 maxComputeWorkGroupInvocations, u32*3 maxComputeWorkGroupSize, u32*13 _4, "
+    "size _5, u64*3 _6, "
     "u32*22 _7, f32 timestampPeriod, u32*12 _8, u64*2 _9, u64 nonCoherentAtomSize",
 )
 Properties = _struct(
     "Properties",
-    "u32 apiVersion, u32 driverVersion, u32 vendorID, u32 deviceID, u32 deviceType, char*256 deviceName, u8*16 pipelineCacheUUID, "
+    "u32 apiVersion, u32 driverVersion, u32 vendorID, u32 deviceID, u32 deviceType, char*256 deviceName, u8*16 "
+    "pipelineCacheUUID, "
     "Limits limits, u32*5 sparse",
 )
 MemoryType = _struct("MemoryType", "u32 propertyFlags, u32 heapIndex")
@@ -147,20 +162,29 @@ BufferCopy = _struct("BufferCopy", "u64 srcOffset, u64 dstOffset, u64 size")
 Properties2 = _chained("Properties2", 1000059001, "Properties properties")
 MemoryProperties2 = _chained("MemoryProperties2", 1000059006, "MemoryProperties memoryProperties")
 MemoryBudget = _chained("MemoryBudget", 1000237000, "u64*16 heapBudget, u64*16 heapUsage")
-SubgroupProperties = _chained("SubgroupProperties", 1000094000, "u32 subgroupSize, u32 supportedStages, u32 supportedOperations, u32 quad")
-Maintenance3Properties = _chained("Maintenance3Properties", 1000168000, "u32 maxPerSetDescriptors, u64 maxMemoryAllocationSize")
+SubgroupProperties = _chained(
+    "SubgroupProperties", 1000094000, "u32 subgroupSize, u32 supportedStages, u32 supportedOperations, u32 quad"
+)
+Maintenance3Properties = _chained(
+    "Maintenance3Properties", 1000168000, "u32 maxPerSetDescriptors, u64 maxMemoryAllocationSize"
+)
 Maintenance4Properties = _chained("Maintenance4Properties", 1000413001, "u64 maxBufferSize")
-DriverProperties = _chained("DriverProperties", 1000196000, "u32 driverID, char*256 driverName, char*256 driverInfo, u8*4 conformance")
+DriverProperties = _chained(
+    "DriverProperties", 1000196000, "u32 driverID, char*256 driverName, char*256 driverInfo, u8*4 conformance"
+)
 SubgroupSizeProperties = _chained(
     "SubgroupSizeProperties",
     1000225000,
     "u32 minSubgroupSize, u32 maxSubgroupSize, u32 maxComputeWorkgroupSubgroups, u32 requiredSubgroupSizeStages",
 )
-DotProperties = _chained("DotProperties", 1000280001, "u32*4 _0, u32 integerDotProduct4x8BitPackedSignedAccelerated, u32*25 _1")
+DotProperties = _chained(
+    "DotProperties", 1000280001, "u32*4 _0, u32 integerDotProduct4x8BitPackedSignedAccelerated, u32*25 _1"
+)
 MatrixProperties = _chained(
     "MatrixProperties",
     1000506001,
-    "u32 MSize, u32 NSize, u32 KSize, u32 AType, u32 BType, u32 CType, u32 ResultType, u32 saturatingAccumulation, u32 scope",
+    "u32 MSize, u32 NSize, u32 KSize, u32 AType, u32 BType, u32 CType, u32 ResultType, u32 saturatingAccumulation, "
+    "u32 scope",
 )
 
 # VkPhysicalDeviceFeatures2; of its 55 features only these two matter here.
@@ -169,19 +193,28 @@ Storage16Features = _chained("Storage16Features", 1000083000, "u32 storageBuffer
 Storage8Features = _chained("Storage8Features", 1000177000, "u32 storageBuffer8BitAccess, u32*2 _0")
 SmallFeatures = _chained("SmallFeatures", 1000082000, "u32 shaderFloat16, u32 shaderInt8")
 AddressFeatures = _chained("AddressFeatures", 1000257000, "u32 bufferDeviceAddress, u32*2 _0")
-MemoryModelFeatures = _chained("MemoryModelFeatures", 1000211000, "u32 vulkanMemoryModel, u32 vulkanMemoryModelDeviceScope, u32 _0")
+MemoryModelFeatures = _chained(
+    "MemoryModelFeatures", 1000211000, "u32 vulkanMemoryModel, u32 vulkanMemoryModelDeviceScope, u32 _0"
+)
 DotFeatures = _chained("DotFeatures", 1000280000, "u32 shaderIntegerDotProduct")
 SubgroupSizeFeatures = _chained("SubgroupSizeFeatures", 1000225002, "u32 subgroupSizeControl, u32 computeFullSubgroups")
 MatrixFeatures = _chained("MatrixFeatures", 1000506000, "u32 cooperativeMatrix, u32 _0")
 
 ApplicationInfo = _chained("ApplicationInfo", 0, "str name, u32 version, str engine, u32 engineVersion, u32 apiVersion")
-InstanceInfo = _chained("InstanceInfo", 1, "u32 flags, ptr application, u32 layerCount, ptr layers, u32 extensionCount, ptr extensions")
+InstanceInfo = _chained(
+    "InstanceInfo", 1, "u32 flags, ptr application, u32 layerCount, ptr layers, u32 extensionCount, ptr extensions"
+)
 QueueInfo = _chained("QueueInfo", 2, "u32 flags, u32 family, u32 count, ptr priorities")
 DeviceInfo = _chained(
-    "DeviceInfo", 3, "u32 flags, u32 queueCount, ptr queues, u32 layerCount, ptr layers, u32 extensionCount, ptr extensions, ptr features"
+    "DeviceInfo",
+    3,
+    "u32 flags, u32 queueCount, ptr queues, u32 layerCount, ptr layers, u32 extensionCount, ptr extensions, ptr "
+    "features",
 )
 SubmitInfo = _chained(
-    "SubmitInfo", 4, "u32 waitCount, ptr waits, ptr waitStages, u32 commandCount, ptr commands, u32 signalCount, ptr signals"
+    "SubmitInfo",
+    4,
+    "u32 waitCount, ptr waits, ptr waitStages, u32 commandCount, ptr commands, u32 signalCount, ptr signals",
 )
 AllocateInfo = _chained("AllocateInfo", 5, "u64 allocationSize, u32 memoryTypeIndex")
 MappedRange = _chained("MappedRange", 6, "u64 memory, u64 offset, u64 size")
@@ -191,7 +224,9 @@ BufferInfo = _chained("BufferInfo", 12, "u32 flags, u64 size, u32 usage, u32 sha
 ShaderInfo = _chained("ShaderInfo", 16, "u32 flags, size codeSize, ptr code")
 CacheInfo = _chained("CacheInfo", 17, "u32 flags, size initialSize, ptr initialData")
 StageInfo = _chained("StageInfo", 18, "u32 flags, u32 stage, u64 module, str name, ptr specialization")
-ComputePipelineInfo = _chained("ComputePipelineInfo", 29, "u32 flags, StageInfo stage, u64 layout, u64 base, i32 baseIndex")
+ComputePipelineInfo = _chained(
+    "ComputePipelineInfo", 29, "u32 flags, StageInfo stage, u64 layout, u64 base, i32 baseIndex"
+)
 LayoutInfo = _chained("LayoutInfo", 30, "u32 flags, u32 setCount, ptr sets, u32 rangeCount, ptr ranges")
 CommandPoolInfo = _chained("CommandPoolInfo", 39, "u32 flags, u32 family")
 CommandBufferInfo = _chained("CommandBufferInfo", 40, "u64 pool, u32 level, u32 count")
@@ -281,7 +316,8 @@ def _checked(name: str):
 
 
 class Calls:
-    """Functions as attributes. `lookup(name)` gives the address of one; VulkanError for a function that is not there."""
+    """Functions as attributes. `lookup(name)` gives the address of one; VulkanError for a function that is not
+    there."""
 
     def __init__(self, lookup, *tables: dict[str, str]):
         for table in tables:
@@ -301,7 +337,11 @@ def listed(call, kind: type, *arguments) -> list:
     """What an enumerating function gives: it is asked for the number first, then for the items."""
     count = ctypes.c_uint32()
     call(*arguments, ctypes.byref(count), None)
-    items = (kind * count.value)(*(kind() for _ in range(count.value))) if issubclass(kind, Chained) else (kind * count.value)()
+    items = (
+        (kind * count.value)(*(kind() for _ in range(count.value)))
+        if issubclass(kind, Chained)
+        else (kind * count.value)()
+    )
     call(*arguments, ctypes.byref(count), items)
     return list(items)[: count.value]
 

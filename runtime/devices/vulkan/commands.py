@@ -1,7 +1,7 @@
 """Recording of launches: each function of the plan becomes one command buffer, recorded once and replayed.
 
-A launch waits for earlier ones only where it must: it reads or writes what one of them wrote, or writes what one of them reads. That is
-decided by addresses: `Recorder` keeps what was touched since the last barrier.
+A launch waits for earlier ones only where it must: it reads or writes what one of them wrote, or writes what one of
+them reads. That is decided by addresses: `Recorder` keeps what was touched since the last barrier.
 """
 
 import ctypes
@@ -13,7 +13,8 @@ from mlc_amd.runtime.devices.vulkan.context import Context
 
 @dataclass(frozen=True)
 class Launch:
-    """One dispatch. push: what the push constants get; spans: (first byte, end, whether the kernel writes there) of its arguments."""
+    """One dispatch. push: what the push constants get; spans: (first byte, end, whether the kernel writes there) of its
+    arguments."""
 
     kernel: str
     pipeline: int
@@ -46,7 +47,8 @@ class Hazards:
 class Recorder:
     """Records into one command buffer.
 
-    queries: (a pool of timestamps, how many it has); two are written for each launch: when those before it were done, and when it was.
+    queries: (a pool of timestamps, how many it has); two are written for each launch: when those before it were done,
+    and when it was.
     """
 
     WORK = api.COMPUTE | api.TRANSFER

@@ -1,7 +1,7 @@
 """A logical device: one queue, its fence and its command buffers, and what goes wrong with them in words for users.
 
-In: an Instance and one of its Gpus. Out: `Context`, what memory.py, pipelines.py and commands.py work on. Everything that Vulkan gives out
-is put on `held` and returned in reverse order when that closes.
+In: an Instance and one of its Gpus. Out: `Context`, what memory.py, pipelines.py and commands.py work on. Everything
+that Vulkan gives out is put on `held` and returned in reverse order when that closes.
 """
 
 import ctypes
@@ -15,12 +15,13 @@ from mlc_amd.runtime.errors import UserError
 # Features switched on where they exist. Extensions come with the structures in gpu.FEATURES.
 WANTED = {
     "shaderInt64", "shaderInt16", "storageBuffer16BitAccess", "storageBuffer8BitAccess", "shaderFloat16", "shaderInt8",
-    "bufferDeviceAddress", "vulkanMemoryModel", "vulkanMemoryModelDeviceScope", "shaderIntegerDotProduct", "subgroupSizeControl",
+    "bufferDeviceAddress", "vulkanMemoryModel", "vulkanMemoryModelDeviceScope", "shaderIntegerDotProduct",
+    "subgroupSizeControl",
     "computeFullSubgroups", "cooperativeMatrix",
 }  # fmt: skip
 SLICE = 10**9  # ns of one wait: Ctrl-C is noticed between them
-# Seconds that the host asks again and again before it sleeps. To be woken takes 50 to 150 us, much of a fast GPU's token; where GPU and CPU
-# share one chip's power, asking would slow the GPU down.
+# Seconds that the host asks again and again before it sleeps. To be woken takes 50 to 150 us, much of a fast GPU's
+# token; where GPU and CPU share one chip's power, asking would slow the GPU down.
 POLL, POLL_UNIFIED = 0.01, 0.0
 
 
@@ -40,7 +41,10 @@ class Context:
         calls.vkGetDeviceQueue(device, gpu.queue[0], 0, ctypes.byref(queue))
         self.queue = queue.value
         # RESET_COMMAND_BUFFER: those for uploads are recorded again and again
-        self.pool = self.own("vkDestroyCommandPool", self.create("vkCreateCommandPool", api.CommandPoolInfo(flags=2, family=gpu.queue[0])))
+        self.pool = self.own(
+            "vkDestroyCommandPool",
+            self.create("vkCreateCommandPool", api.CommandPoolInfo(flags=2, family=gpu.queue[0])),
+        )
         self.fence = self.own("vkDestroyFence", self.create("vkCreateFence", api.FenceInfo()))
         self._fences = (ctypes.c_uint64 * 1)(self.fence)
         self._busy = False
@@ -66,9 +70,13 @@ class Context:
         )
         calls = self.instance.calls
         try:
-            self.device = api.create(calls.vkCreateDevice, self.physical, ctypes.byref(info), None, kind=ctypes.c_void_p)
+            self.device = api.create(
+                calls.vkCreateDevice, self.physical, ctypes.byref(info), None, kind=ctypes.c_void_p
+            )
         except api.VulkanError as e:
-            raise UserError(f"{gpu.name} does not start ({e.code}); close other programs that use it, or update its driver") from e
+            raise UserError(
+                f"{gpu.name} does not start ({e.code}); close other programs that use it, or update its driver"
+            ) from e
         self.calls = api.Calls(lambda name: calls.vkGetDeviceProcAddr(self.device, name), api.DEVICE)
         self.held.callback(self.calls.vkDestroyDevice, self.device, None)
         self.held.callback(_idle, self.calls, self.device)
@@ -128,7 +136,8 @@ class Context:
                 self.calls.vkFreeCommandBuffers(self.device, self.pool, 1, handles)
 
     def barrier(self, commands: int, stages: tuple[int, int], access: tuple[int, int]) -> None:
-        """Memory barrier in a command buffer: what comes later at stages[1] waits for and sees what was done at stages[0]."""
+        """Memory barrier in a command buffer: what comes later at stages[1] waits for and sees what was done at
+        stages[0]."""
         one = api.MemoryBarrier(source=access[0], destination=access[1])
         self.calls.vkCmdPipelineBarrier(commands, *stages, 0, 1, ctypes.byref(one), 0, None, 0, None)
 

@@ -2,9 +2,9 @@
 
 In: an artifact with what dist/README.md describes for target vulkan. Out: the protocol of runtime/devices/__init__.py.
 
-Each function of the plan is one command buffer, recorded at load and submitted for every run: state and tokens lie in memory that the host
-writes and kernels read (or that the command buffer copies first), the logits are copied to memory that the host reads fast. GPUs that
-work in the host's memory get the weights there, once.
+Each function of the plan is one command buffer, recorded at load and submitted for every run: state and tokens lie in
+memory that the host writes and kernels read (or that the command buffer copies first), the logits are copied to memory
+that the host reads fast. GPUs that work in the host's memory get the weights there, once.
 """
 
 import ctypes
@@ -41,7 +41,8 @@ def _gib(nbytes: int) -> str:
 
 
 def cut(tensors: dict[str, tuple[int, int]], limit: int) -> list[tuple[int, int]]:
-    """Ranges of at most `limit` bytes (more if one tensor alone is larger) that cut no tensor. tensors: {name: (offset, bytes)}."""
+    """Ranges of at most `limit` bytes (more if one tensor alone is larger) that cut no tensor. tensors: {name: (offset,
+    bytes)}."""
     ranges = []
     for begin, nbytes in sorted(tensors.values()):
         if ranges and begin + nbytes - ranges[-1][0] <= limit:
@@ -52,7 +53,8 @@ def cut(tensors: dict[str, tuple[int, int]], limit: int) -> list[tuple[int, int]
 
 
 class VulkanDevice:
-    """See runtime/devices/__init__.py for the protocol. `threads` is the cpu device's. index: a GPU's number or part of its name.
+    """See runtime/devices/__init__.py for the protocol. `threads` is the cpu device's. index: a GPU's number or part of
+    its name.
 
     `waited`: seconds spent waiting for the GPU in all runs. UserError if this machine cannot run the artifact.
     """
@@ -86,7 +88,9 @@ class VulkanDevice:
         self.gpu, self.code_arch = choose(instance.gpus, needs, index)
         self.name = f"{self.gpu.name} ({self.code_arch})"
         if self.gpu.type == "cpu" and index is None and VARIABLE not in os.environ:
-            log.warning("no GPU that can run this model: %s computes on the CPU, slowly; see `mlc-amd doctor`", self.gpu.name)
+            log.warning(
+                "no GPU that can run this model: %s computes on the CPU, slowly; see `mlc-amd doctor`", self.gpu.name
+            )
         self.context = Context(instance, self.gpu, self._held)
         self.memory = Memory(self.context)
         self._kernels = self.manifest["launches"][self.code_arch]
@@ -108,7 +112,8 @@ class VulkanDevice:
             if e.code in (*api.NO_MEMORY, api.DEVICE_LOST):
                 raise
             raise UserError(
-                f"the driver {self.gpu.driver} cannot build the kernels for {self.code_arch} ({e.code}); update it, or compile the model "
+                f"the driver {self.gpu.driver} cannot build the kernels for {self.code_arch} ({e.code}); update it, "
+                "or compile the model "
                 "with --arch generic"
             ) from e
         self._layout = builder.layout
@@ -133,7 +138,9 @@ class VulkanDevice:
         }
         self._weights = [memory.block(end - begin, "device") for begin, end in self._ranges]
         self._kv, self._kv_blocks = memory.spread(kv, "device")
-        self._arena, self._scratch = (memory.block(max(self._sizes[name], ALIGN), "device") for name in ("arena", "scratch"))
+        self._arena, self._scratch = (
+            memory.block(max(self._sizes[name], ALIGN), "device") for name in ("arena", "scratch")
+        )
         results, (self._results,) = memory.spread(outputs, "device")
         written, (self._inputs,) = memory.spread(inputs, "input")
         read, (self._outputs,) = memory.spread(outputs, "output")
@@ -144,7 +151,8 @@ class VulkanDevice:
         self._io = results | {name: (self._input_copy or block, offset) for name, (block, offset) in written.items()}
         entries = manifest["io"]
         self._host = {
-            name: block.view(offset, entries[name]["dtype"], entries[name]["shape"]) for name, (block, offset) in (written | read).items()
+            name: block.view(offset, entries[name]["dtype"], entries[name]["shape"])
+            for name, (block, offset) in (written | read).items()
         }
         self._output_at = {name: offset for name, (_, offset) in read.items()}
         for name in inputs:
@@ -154,7 +162,10 @@ class VulkanDevice:
 
     def _scratch_bytes(self, function: dict) -> int:
         """RING times what the neediest kernel of a function has for its steps."""
-        needs = (places(dict(enumerate(self._kernels[call["kernel"]]["scratch"])), api.FOREVER)[1][0] for call in function["launches"])
+        needs = (
+            places(dict(enumerate(self._kernels[call["kernel"]]["scratch"])), api.FOREVER)[1][0]
+            for call in function["launches"]
+        )
         return RING * max(needs, default=0)
 
     def _upload(self) -> None:
@@ -194,8 +205,13 @@ class VulkanDevice:
     def _launch(self, kernel: str, step: dict, spans: list[tuple[int, int]]) -> Launch:
         if any(count > most for count, most in zip(step["grid"], self.gpu.limits["groups"], strict=True)):
             grid = "x".join(map(str, step["grid"]))
-            raise UserError(f"{self.gpu.name} cannot launch {grid} workgroups, as {kernel} needs; compile the model for another --arch")
-        push = (ctypes.c_uint64 * (1 if step["table"] else len(spans)))(*([0] if step["table"] else [begin for begin, _ in spans]))
+            raise UserError(
+                f"{self.gpu.name} cannot launch {grid} workgroups, as {kernel} needs; compile the model for another "
+                "--arch"
+            )
+        push = (ctypes.c_uint64 * (1 if step["table"] else len(spans)))(
+            *([0] if step["table"] else [begin for begin, _ in spans])
+        )
         writes = set(step["writes"])
         touched = tuple((begin, end, place in writes) for place, (begin, end) in enumerate(spans))
         return Launch(kernel, self._pipelines[step["symbol"]], tuple(step["grid"]), push, touched)
@@ -204,7 +220,9 @@ class VulkanDevice:
         """Addresses that do not fit the push constants, in one block."""
         if not tables:
             return
-        found, (block,) = self.memory.spread({i: 8 * len(addresses) for i, (_, addresses) in enumerate(tables)}, "device")
+        found, (block,) = self.memory.spread(
+            {i: 8 * len(addresses) for i, (_, addresses) in enumerate(tables)}, "device"
+        )
         content = np.zeros(block.nbytes, np.uint8)
         for i, (launch, addresses) in enumerate(tables):
             offset = found[i][1]
@@ -232,7 +250,9 @@ class VulkanDevice:
             entry = next(entry for entry in self.manifest["kv"] if entry["name"] == name)
             return _nbytes(entry["dtype"], entry["shape"])
         entry = self.manifest["io"][name]
-        rows = {"tokens": function["tokens"], "logits": function["tokens"] if function["all_logits"] else 1}.get(name, entry["shape"][0])
+        rows = {"tokens": function["tokens"], "logits": function["tokens"] if function["all_logits"] else 1}.get(
+            name, entry["shape"][0]
+        )
         return _nbytes(entry["dtype"], [rows, *entry["shape"][1:]])
 
     def _commands(self, name: str, queries: tuple[int, int] | None = None) -> ctypes.Structure:
@@ -281,13 +301,17 @@ class VulkanDevice:
             raise self._failure(e, "clearing the cache") from e
 
     def time(self, function: str) -> list[tuple[str, float, float]]:
-        """Runs a function; (kernel, seconds, seconds between the end of the launch before and its beginning) of each launch.
+        """Runs a function; (kernel, seconds, seconds between the end of the launch before and its beginning) of each
+        launch.
 
-        A launch that does not wait for the one before counts from that one's end. UserError if the GPU's queue has no clock.
+        A launch that does not wait for the one before counts from that one's end. UserError if the GPU's queue has no
+        clock.
         """
         self._alive()
         if not self.gpu.queue[1]:
-            raise UserError(f"{self.gpu.name} cannot tell how long kernels take: its driver has no timestamps for compute")
+            raise UserError(
+                f"{self.gpu.name} cannot tell how long kernels take: its driver has no timestamps for compute"
+            )
         count = 2 * len(self._plan[function])
         try:
             if function not in self._timed:
@@ -300,10 +324,14 @@ class VulkanDevice:
             raise self._failure(e, f"timing {function}") from e
         gaps = [0.0, *(self._seconds(end, begin) for end, begin in zip(stamps[1::2], stamps[2::2], strict=False))]
         spent = [self._seconds(begin, end) for begin, end in zip(stamps[::2], stamps[1::2], strict=True)]
-        return [(launch.kernel, seconds, gap) for launch, seconds, gap in zip(self._plan[function], spent, gaps, strict=True)]
+        return [
+            (launch.kernel, seconds, gap)
+            for launch, seconds, gap in zip(self._plan[function], spent, gaps, strict=True)
+        ]
 
     def copy_bandwidth(self) -> float:
-        """Bytes per second, read and written together, of a kernel that copies; 0.0 if there is no room or no clock to measure it."""
+        """Bytes per second, read and written together, of a kernel that copies; 0.0 if there is no room or no clock to
+        measure it."""
         self._alive()
         if not self.gpu.queue[1]:
             return 0.0
@@ -350,14 +378,17 @@ class VulkanDevice:
             message = self._out_of_memory(getattr(error, "nbytes", 0))
         elif error.code == api.DEVICE_LOST:
             message = (
-                f"{self.gpu.name} was reset while {doing} ({error}): a kernel ran too long, the driver failed, or another program made it "
-                "fail; load the model again, and if that happens again, update the driver and see the kernel's log (dmesg)"
+                f"{self.gpu.name} was reset while {doing} ({error}): a kernel ran too long, the driver failed, or "
+                "another program made it "
+                "fail; load the model again, and if that happens again, update the driver and see the kernel's log "
+                "(dmesg)"
             )
         self.close()
         return UserError(message) if message else error
 
     def _out_of_memory(self, wanted: int) -> str:
-        """What is needed, what there is, and the change that makes it fit. wanted: bytes of the block that found no place."""
+        """What is needed, what there is, and the change that makes it fit. wanted: bytes of the block that found no
+        place."""
         limit = self.memory.limit
         if wanted > limit:
             at_most = f"{self.gpu.driver} gives {_gib(limit)} at most"
@@ -368,7 +399,8 @@ class VulkanDevice:
         smaller = "choose a smaller quantization or close other programs that use the GPU"
         change = f"compile with --ctx {fits}" if 64 <= fits < ctx else smaller
         return (
-            f"out of GPU memory: this model needs {_gib(needed)} (weights {_gib(self._sizes.get('weights', 0))}, KV cache {_gib(kv)} at "
+            f"out of GPU memory: this model needs {_gib(needed)} (weights {_gib(self._sizes.get('weights', 0))}, KV "
+            f"cache {_gib(kv)} at "
             f"--ctx {ctx}), and {_gib(there)} of {self.gpu.name} are free; {change}"
         )
 
@@ -380,5 +412,7 @@ def _query_pool(context: Context, count: int) -> int:
 
 def _results(context: Context, pool: int, count: int) -> list[int]:
     data = (ctypes.c_uint64 * count)()
-    context.calls.vkGetQueryPoolResults(context.device, pool, 0, count, 8 * count, data, 8, api.RESULT_64 | api.RESULT_WAIT)
+    context.calls.vkGetQueryPoolResults(
+        context.device, pool, 0, count, 8 * count, data, 8, api.RESULT_64 | api.RESULT_WAIT
+    )
     return list(data)

@@ -1,7 +1,7 @@
 """The Vulkan GPUs of this machine: what they are, what they can do, and which of them serves an artifact.
 
-`list_gpus()` -> list of Gpu. `Instance` keeps Vulkan open, for whoever makes a logical device of a Gpu. `missing(gpu, needs)` says what a
-GPU lacks for an artifact, `choose` takes one, `profile_here()` says what to compile for.
+`list_gpus()` -> list of Gpu. `Instance` keeps Vulkan open, for whoever makes a logical device of a Gpu. `missing(gpu,
+needs)` says what a GPU lacks for an artifact, `choose` takes one, `profile_here()` says what to compile for.
 """
 
 import ctypes
@@ -40,7 +40,8 @@ OLDEST = api.version(1, 1)  # physical devices below have none of the structures
 RANK = {"discrete": 0, "integrated": 1, "virtual": 2, "other": 3, "cpu": 4}  # which type of device is tried first
 VARIABLE = "MLC_AMD_DEVICE"
 NO_DRIVER = (
-    "no Vulkan driver is installed: install mesa-vulkan-drivers (Debian, Ubuntu, Fedora) or vulkan-radeon (Arch) for AMD GPUs, "
+    "no Vulkan driver is installed: install mesa-vulkan-drivers (Debian, Ubuntu, Fedora) or vulkan-radeon (Arch) for "
+    "AMD GPUs, "
     "the vendor's driver for others"
 )
 
@@ -62,7 +63,8 @@ class Gpu:
     driver      its name and version, in its own words
     features    names of Vulkan's features that it has, of those that kernels may need
     limits      shared_memory, threads, push_constants (bytes, invocations, bytes), groups (most of a launch, x, y, z),
-                allocation, buffer (most bytes of one), allocations (most of them), non_coherent (bytes), tick (ns of a timestamp)
+                allocation, buffer (most bytes of one), allocations (most of them), non_coherent (bytes), tick (ns of a
+                timestamp)
     subgroup    (default, smallest, largest) size; `full`: whether a size can be asked for
     matrices    ((m, n, k), types of a, b, c and the result) of cooperative matrices of a subgroup
     memory      (property flags, heap) of each memory type
@@ -124,7 +126,9 @@ class Instance:
         except api.VulkanError as e:
             if e.code == "VK_ERROR_INCOMPATIBLE_DRIVER":
                 raise UserError(NO_DRIVER) from e
-            raise UserError(f"Vulkan does not start ({e.code}); check it with vulkaninfo, of the package vulkan-tools") from e
+            raise UserError(
+                f"Vulkan does not start ({e.code}); check it with vulkaninfo, of the package vulkan-tools"
+            ) from e
         self._held = ExitStack()
         try:
             self.calls = api.Calls(lambda name: get(self.handle, name), api.INSTANCE)
@@ -168,7 +172,8 @@ class Instance:
     def _gpu(self, index: int, handle: int) -> Gpu | None:
         calls = self.calls
         extensions = frozenset(
-            item.extensionName.decode() for item in api.listed(calls.vkEnumerateDeviceExtensionProperties, api.Extension, handle, None)
+            item.extensionName.decode()
+            for item in api.listed(calls.vkEnumerateDeviceExtensionProperties, api.Extension, handle, None)
         )
         plain = api.Properties2()
         calls.vkGetPhysicalDeviceProperties2(handle, ctypes.byref(plain))
@@ -177,7 +182,11 @@ class Instance:
             return None
 
         def there(table: dict) -> list[type]:
-            return [kind for kind, (since, name) in table.items() if (since is not None and version >= since) or name in extensions]
+            return [
+                kind
+                for kind, (since, name) in table.items()
+                if (since is not None and version >= since) or name in extensions
+            ]
 
         chain = _chain(there(PROPERTIES))
         top = api.Properties2(next=chain[0])
@@ -192,7 +201,9 @@ class Instance:
         properties, limits = top.properties, top.properties.limits
         memory, free = self.budget(handle, BUDGET in extensions)
         allocation = facts["maxMemoryAllocationSize"]
-        driver = b" ".join(facts.get(name, b"") for name in ("driverName", "driverInfo")).decode(errors="replace").strip()
+        driver = (
+            b" ".join(facts.get(name, b"") for name in ("driverName", "driverInfo")).decode(errors="replace").strip()
+        )
         default = facts["subgroupSize"]
         return Gpu(
             index=index,
@@ -241,13 +252,19 @@ class Instance:
         ]
         kinds = dict(enumerate(api.COMPONENTS))
         return tuple(
-            ((r.MSize, r.NSize, r.KSize), tuple(kinds.get(kind, "other") for kind in (r.AType, r.BType, r.CType, r.ResultType)))
+            (
+                (r.MSize, r.NSize, r.KSize),
+                tuple(kinds.get(kind, "other") for kind in (r.AType, r.BType, r.CType, r.ResultType)),
+            )
             for r in rows
         )
 
     def _queue(self, handle: int) -> tuple[int, int] | None:
-        """The family that computes, if possible one that does not also draw: the desktop's frames then pass long kernels."""
-        families = list(enumerate(api.listed(self.calls.vkGetPhysicalDeviceQueueFamilyProperties, api.QueueFamily, handle)))
+        """The family that computes, if possible one that does not also draw: the desktop's frames then pass long
+        kernels."""
+        families = list(
+            enumerate(api.listed(self.calls.vkGetPhysicalDeviceQueueFamilyProperties, api.QueueFamily, handle))
+        )
         usable = [(i, family) for i, family in families if family.queueFlags & api.QUEUE_COMPUTE]
         usable.sort(key=lambda item: (item[1].timestampValidBits == 0, item[1].queueFlags & api.QUEUE_GRAPHICS))
         return (usable[0][0], usable[0][1].timestampValidBits) if usable else None
@@ -267,7 +284,10 @@ def _no_device(nodes: Path = Path("/dev/dri")) -> str:
     if blocked:
         return f"no Vulkan device: no permission on {blocked[0]}; {join_group(blocked[0])}"
     if not nodes.exists():
-        return f"no Vulkan device and no {nodes}: check that the GPU's kernel driver is loaded; in a container, pass --device {nodes}"
+        return (
+            f"no Vulkan device and no {nodes}: check that the GPU's kernel driver is loaded; in a container, pass "
+            f"--device {nodes}"
+        )
     return f"no Vulkan device: the installed drivers know no GPU of this machine; {NO_DRIVER.partition(': ')[2]}"
 
 
@@ -289,30 +309,44 @@ def missing(gpu: Gpu, needs: dict) -> list[str]:
     fragment = tuple(needs["fragment"])
     if fragment and fragment not in gpu.float16_matrices:
         lacks.append(f"cooperative matrices of {'x'.join(map(str, fragment))}")
-    units = {"shared_memory": "{} bytes of shared memory", "threads": "workgroups of {}", "push_constants": "{} bytes of push constants"}
+    units = {
+        "shared_memory": "{} bytes of shared memory",
+        "threads": "workgroups of {}",
+        "push_constants": "{} bytes of push constants",
+    }
     lacks += [text.format(needs[name]) for name, text in units.items() if gpu.limits[name] < needs[name]]
     return lacks if gpu.queue else [*lacks, "a compute queue"]
 
 
 def preferred(gpus: list[Gpu], wanted: str | None = None) -> list[Gpu]:
-    """The best first. wanted: only the one of that number, or those with that in their names; None: as $MLC_AMD_DEVICE says.
+    """The best first. wanted: only the one of that number, or those with that in their names; None: as $MLC_AMD_DEVICE
+    says.
 
     UserError when there is no such GPU.
     """
     asked = VARIABLE if wanted is None else "--device"
     wanted = os.environ.get(VARIABLE, "") if wanted is None else wanted
-    order = sorted(gpus, key=lambda gpu: (RANK[gpu.type], -sum(heap.size for heap in gpu.heaps if heap.device_local), gpu.index))
+    order = sorted(
+        gpus, key=lambda gpu: (RANK[gpu.type], -sum(heap.size for heap in gpu.heaps if heap.device_local), gpu.index)
+    )
     if wanted:
-        order = [gpu for gpu in order if (gpu.index == int(wanted) if wanted.isdecimal() else wanted.lower() in gpu.name.lower())]
+        order = [
+            gpu
+            for gpu in order
+            if (gpu.index == int(wanted) if wanted.isdecimal() else wanted.lower() in gpu.name.lower())
+        ]
     if not order:
-        raise UserError(f"{asked} {wanted}: no such Vulkan device here; there are {', '.join(gpu.label for gpu in gpus)}")
+        raise UserError(
+            f"{asked} {wanted}: no such Vulkan device here; there are {', '.join(gpu.label for gpu in gpus)}"
+        )
     return order
 
 
 def choose(gpus: list[Gpu], needs: dict[str, dict], wanted: str | None = None) -> tuple[Gpu, str]:
     """The GPU and the profile of an artifact to run there.
 
-    needs: what each profile of the artifact needs, in the order that it prefers; wanted: as in `preferred`. UserError when none serves.
+    needs: what each profile of the artifact needs, in the order that it prefers; wanted: as in `preferred`. UserError
+    when none serves.
     """
     order = preferred(gpus, wanted)
     for gpu in order:
@@ -328,5 +362,6 @@ def choose(gpus: list[Gpu], needs: dict[str, dict], wanted: str | None = None) -
 
 
 def profile_here(wanted: str | None = None) -> str:
-    """`profile_of` the GPU that would run a model compiled now; wanted: as in `preferred`. UserError when there is none."""
+    """`profile_of` the GPU that would run a model compiled now; wanted: as in `preferred`. UserError when there is
+    none."""
     return profile_of(preferred(list_gpus(), wanted)[0])

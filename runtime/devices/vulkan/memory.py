@@ -1,7 +1,7 @@
 """Memory of a Vulkan device: blocks that kernels reach by address, within what heaps, drivers and limits allow.
 
-`Memory.block(bytes, kind)` allocates; KINDS says which memory each kind of block wants. `Memory.spread(sizes, kind)` allocates blocks for
-many buffers, none of which is cut. `put` and `fill` write to them, `get` reads.
+`Memory.block(bytes, kind)` allocates; KINDS says which memory each kind of block wants. `Memory.spread(sizes, kind)`
+allocates blocks for many buffers, none of which is cut. `put` and `fill` write to them, `get` reads.
 """
 
 import ctypes
@@ -13,11 +13,13 @@ from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.context import Context
 
 ALIGN = 256  # bytes between buffers of one block
-BLOCK = 1 << 30  # bytes of one allocation, unless a single buffer needs more: large ones find no place in two half-empty heaps
+BLOCK = (
+    1 << 30
+)  # bytes of one allocation, unless a single buffer needs more: large ones find no place in two half-empty heaps
 CHUNK = 16 << 20  # bytes of an upload at a time
 MAPPED = api.HOST_VISIBLE | api.HOST_COHERENT
-# Property flags of memory, the best first: of GPUs with their own memory, and of those that work in the host's. There the memory that
-# counts as local may be a carve-out that is too small, and the rest is as fast.
+# Property flags of memory, the best first: of GPUs with their own memory, and of those that work in the host's. There
+# the memory that counts as local may be a carve-out that is too small, and the rest is as fast.
 KINDS = {
     "device": ((api.DEVICE_LOCAL,), (api.DEVICE_LOCAL | MAPPED, MAPPED)),
     "input": ((api.DEVICE_LOCAL | MAPPED, MAPPED), (api.DEVICE_LOCAL | MAPPED, MAPPED)),
@@ -89,7 +91,9 @@ class Memory:
         free = self.free()
         if nbytes > self.limit:
             raise OutOfMemory(nbytes, self.limit)
-        buffer = context.own("vkDestroyBuffer", context.create("vkCreateBuffer", api.BufferInfo(size=nbytes, usage=api.USAGE)))
+        buffer = context.own(
+            "vkDestroyBuffer", context.create("vkCreateBuffer", api.BufferInfo(size=nbytes, usage=api.USAGE))
+        )
         needs = api.MemoryRequirements()
         calls.vkGetBufferMemoryRequirements(device, buffer, ctypes.byref(needs))
         flags = api.AllocateFlagsInfo(flags=api.ALLOCATE_DEVICE_ADDRESS)
@@ -111,7 +115,9 @@ class Memory:
 
     def _types(self, wanted: tuple[int, ...], allowed: int) -> list[int]:
         """Memory types, the best first."""
-        kinds = [(i, flags) for i, (flags, _) in enumerate(self.gpu.memory) if allowed >> i & 1 and not flags & ~KNOWN_FLAGS]
+        kinds = [
+            (i, flags) for i, (flags, _) in enumerate(self.gpu.memory) if allowed >> i & 1 and not flags & ~KNOWN_FLAGS
+        ]
         return list(dict.fromkeys(i for want in wanted for i, flags in kinds if flags & want == want))
 
     def _made(self, buffer: int, memory: int, nbytes: int, flags: int, mapped: bool) -> Block:
@@ -165,7 +171,9 @@ class Memory:
         def record(commands: int) -> None:
             region = api.BufferCopy(offset, 0, nbytes)
             everything = api.COMPUTE | api.TRANSFER
-            self.context.barrier(commands, (everything, api.TRANSFER), (api.SHADER_WRITE | api.TRANSFER_WRITE, api.TRANSFER_READ))
+            self.context.barrier(
+                commands, (everything, api.TRANSFER), (api.SHADER_WRITE | api.TRANSFER_WRITE, api.TRANSFER_READ)
+            )
             self.context.calls.vkCmdCopyBuffer(commands, block.buffer, staging.buffer, 1, ctypes.byref(region))
             self.context.barrier(commands, (api.TRANSFER, api.HOST), (api.TRANSFER_WRITE, api.HOST_READ))
 

@@ -1,7 +1,8 @@
 """SPIR-V -> compute pipelines, several at a time, with the driver's own cache on disk.
 
-Kernels have no descriptors: their arguments are addresses in push constants, so one pipeline layout serves all. The cache lies in
-`$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`), one file per driver version; whatever is wrong with it, the pipelines are built without it.
+Kernels have no descriptors: their arguments are addresses in push constants, so one pipeline layout serves all. The
+cache lies in `$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`), one file per driver version; whatever is wrong with it,
+the pipelines are built without it.
 """
 
 import contextlib
@@ -24,7 +25,8 @@ log = logging.getLogger("mlc_amd")
 
 
 class Pipelines:
-    """layout: of all pipelines. `build` makes them. push: bytes of push constants; subgroup: size that kernels want, 0: any."""
+    """layout: of all pipelines. `build` makes them. push: bytes of push constants; subgroup: size that kernels want, 0:
+    any."""
 
     def __init__(self, context: Context, push: int, subgroup: int):
         self.context, self.subgroup = context, subgroup
@@ -33,13 +35,16 @@ class Pipelines:
         self.layout = context.own("vkDestroyPipelineLayout", context.create("vkCreatePipelineLayout", info))
 
     def build(self, kernels: dict[str, tuple[bytes, tuple[int, ...]]], file: Path | None = None) -> dict[str, int]:
-        """{symbol: pipeline} of {symbol: (SPIR-V, block)}. file: of the cache, None: without. VulkanError if the driver refuses one."""
+        """{symbol: pipeline} of {symbol: (SPIR-V, block)}. file: of the cache, None: without. VulkanError if the driver
+        refuses one."""
         known = _read(file) if file else b""
         buffer = ctypes.create_string_buffer(known, len(known))
         info = api.CacheInfo(initialSize=len(known), initialData=ctypes.addressof(buffer) if known else None)
         cache = self.context.create("vkCreatePipelineCache", info)
         try:
-            with ThreadPoolExecutor(min(THREADS, available_threads())) as threads:  # which waits for all, also when one fails
+            with ThreadPoolExecutor(
+                min(THREADS, available_threads())
+            ) as threads:  # which waits for all, also when one fails
                 jobs = {symbol: threads.submit(self._pipeline, cache, *kernel) for symbol, kernel in kernels.items()}
             made = {symbol: job.result() for symbol, job in jobs.items()}
             data = self._data(cache)
@@ -51,12 +56,18 @@ class Pipelines:
 
     def _pipeline(self, cache: int, code: bytes, block: tuple[int, ...]) -> int:
         calls, device = self.context.calls, self.context.device
-        module = self.context.create("vkCreateShaderModule", api.ShaderInfo(codeSize=len(code), code=ctypes.cast(code, ctypes.c_void_p)))
+        module = self.context.create(
+            "vkCreateShaderModule", api.ShaderInfo(codeSize=len(code), code=ctypes.cast(code, ctypes.c_void_p))
+        )
         # Lanes then follow the x of the invocations, and a workgroup has no half-filled subgroup.
         full = self.subgroup and block[0] % self.subgroup == 0 and "computeFullSubgroups" in self.context.gpu.features
         size = api.RequiredSubgroupSize(size=self.subgroup) if self.subgroup else None
         stage = api.StageInfo(
-            next=size, flags=api.REQUIRE_FULL_SUBGROUPS if full else 0, stage=api.STAGE_COMPUTE, module=module, name=b"main"
+            next=size,
+            flags=api.REQUIRE_FULL_SUBGROUPS if full else 0,
+            stage=api.STAGE_COMPUTE,
+            module=module,
+            name=b"main",
         )
         info = api.ComputePipelineInfo(stage=stage, layout=self.layout, baseIndex=-1)
         try:
