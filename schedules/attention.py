@@ -1,0 +1,49 @@
+"""What an attention layer computes: the description that the kernels of all targets take.
+
+In: numbers from a workload's arguments. Out: `Attention` and `Rope`, hashable and comparable, without any layout of a
+target.
+"""
+
+import math
+from dataclasses import dataclass
+
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One causal attention layer: grouped queries against a cache of `ctx` keys.
+
+    A row at position p sees the keys 0 .. p, with a window only those above p - window. Its score of a key is s = scale
+    * (q . k), with a softcap softcap * tanh(s / softcap). With sinks, each query head has one more logit in the
+    softmax's denominator, which has no value and is not scaled (gpt-oss).
+    """
+
+    heads: int  # query heads
+    kv_heads: int  # divides heads
+    d: int  # columns of a head of q, k and v
+    ctx: int  # keys that the cache holds
+    scale: float = 0.0  # of q . k; 0: 1/sqrt(d)
+    window: int = 0  # keys that a row sees, its own included; 0: all
+    softcap: float = 0.0  # 0: none
+    sinks: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def query_scale(self) -> float:
+        """The factor on queries with which 2**(q . k) is exp(scale * q . k): softmax then needs powers of two only."""
+        return LOG2E * self.scale if self.scale else LOG2E / math.sqrt(self.d)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How q and k change before attention: RMS norm of each head (`eps` None: none), then rotation of the first
+    columns."""
+
+    neox: bool  # pairs are (i, i + rotary/2); False: (2i, 2i + 1)
+    rotary: int  # columns of a head that rotate, even; 0: none
+    eps: float | None = None  # of the heads' RMS norm
