@@ -29,12 +29,14 @@ _SLICE = 512
 class Sampling:
     """How to choose tokens; every default means "off", which leaves the greedy choice.
 
-    temperature: logits are divided by it before the draw; 0 (or less than 1e-5) = greedy. top_k: keep the k largest
-    logits; 0 = all. top_p: keep the fewest most probable tokens whose probabilities reach this sum (at least one); 1 =
-    all. min_p: keep tokens at least this fraction as probable as the most probable one; 0 = all. repetition_penalty:
-    positive logits of recent tokens are divided by it, others multiplied (Keskar et al. 2019, CTRL); 1 = off.
-    repetition_window: how many of the last tokens count as recent. seed: start of the random numbers; None = a new one
-    every time.
+    temperature: logits are divided by it before the draw; 0 (or less than 1e-5) = greedy.
+    top_k: keep the k largest logits; 0 = all.
+    top_p: keep the fewest most probable tokens whose probabilities reach this sum (at least one); 1 = all.
+    min_p: keep tokens at least this fraction as probable as the most probable one; 0 = all.
+    repetition_penalty: positive logits of recent tokens are divided by it, others multiplied (Keskar et al. 2019,
+        CTRL); 1 = off.
+    repetition_window: how many of the last tokens count as recent.
+    seed: start of the random numbers; None = a new one every time.
     """
 
     temperature: float = 0.0

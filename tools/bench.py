@@ -75,16 +75,22 @@ def run(
 
     Args:
         model: an artifact's folder or a GGUF file (compiled on first use); nothing means the bundled demo model.
-        n_prompt: tokens to prefill; 0 leaves prefill out. n_gen: tokens to decode; 0 leaves decoding out. n_depth:
-        tokens in the KV cache before each test. repetitions: measured runs of each test. output: format of the result.
-        synthetic: instead of a file, a model of that shape with random weights: PRESET:FORMAT as llama3-8b:q4_0 target:
-        what a GGUF file is compiled for: cpu, rocm or vulkan. arch: the CPU or GPU that a GGUF file is compiled for:
-        native (this machine's) or a name, see `mlc-amd compile --help`. ctx: tokens that the KV cache holds, for a GGUF
-        file (default: what the tests need). threads: CPU threads (default: all cores). device: the GPU, for target
-        vulkan: its number in `mlc-amd doctor` or a part of its name (default: $MLC_AMD_DEVICE, or the best).
+        n_prompt: tokens to prefill; 0 leaves prefill out.
+        n_gen: tokens to decode; 0 leaves decoding out.
+        n_depth: tokens in the KV cache before each test.
+        repetitions: measured runs of each test.
+        output: format of the result.
+        synthetic: instead of a file, a model of that shape with random weights: PRESET:FORMAT as llama3-8b:q4_0
+        target: what a GGUF file is compiled for: cpu, rocm or vulkan.
+        arch: the CPU or GPU that a GGUF file is compiled for: native (this machine's) or a name, see `mlc-amd compile
+            --help`.
+        ctx: tokens that the KV cache holds, for a GGUF file (default: what the tests need).
+        threads: CPU threads (default: all cores).
+        device: the GPU, for target vulkan: its number in `mlc-amd doctor` or a part of its name (default:
+            $MLC_AMD_DEVICE, or the best).
         per_kernel: for each test, the time of every kernel of one step, and what it reads and computes in that time (md
-        and json). profile_host: for decoding, what the host does for a token, choosing it and its text included (md and
-        json).
+            and json).
+        profile_host: for decoding, what the host does for a token, choosing it and its text included (md and json).
     """
     tests = plan_tests(n_prompt, n_gen, n_depth)
     if repetitions < 1:

@@ -29,18 +29,20 @@ def run(
     runs with `mlc-amd chat FOLDER`, also on other machines of the same kind.
 
     Args:
-        model: the GGUF file; of a split model any part. target: what to compile for: cpu, rocm or vulkan. arch: native
-        (or auto) for this machine's; for cpu x86-64-v2, x86-64-v3, x86-64-v4, znver4 or another cpu name of LLVM; for
-        rocm
-            gfx1100, 7900xtx or another name; for vulkan a product's name as 7900xtx, or a profile of vangogh (Steam
-            Deck), rdna2, rdna3, rdna4, gfx90c, nvidia, lavapipe and generic (any device). For GPUs several go with
-            commas between.
-        ctx: tokens that the KV cache holds (default: as many as the model allows, up to 4096). output: the folder to
-        write (default: dist/MODEL-TARGET-ARCH here). synthetic: instead of a file, a model of that shape with random
-        weights, for benchmarks: PRESET:FORMAT as llama3-8b:q4_0 weights: none leaves the weights out: the artifact is
-        small, and runs with random ones, for benchmarks on another machine. tuned: whose tuned plans the kernels are
-        built with: those that `mlc-amd tune` found here (user), that come with mlc-amd (shipped),
-            the first where there are both (auto), or neither's (none).
+        model: the GGUF file; of a split model any part.
+        target: what to compile for: cpu, rocm or vulkan.
+        arch: native (or auto) for this machine's; for cpu x86-64-v2, x86-64-v3, x86-64-v4, znver4 or another cpu name
+            of LLVM; for rocm gfx1100, 7900xtx or another name; for vulkan a product's name as 7900xtx, or a profile of
+            vangogh (Steam Deck), rdna2, rdna3, rdna4, gfx90c, nvidia, lavapipe and generic (any device). For GPUs
+            several go with commas between.
+        ctx: tokens that the KV cache holds (default: as many as the model allows, up to 4096).
+        output: the folder to write (default: dist/MODEL-TARGET-ARCH here).
+        synthetic: instead of a file, a model of that shape with random weights, for benchmarks: PRESET:FORMAT as
+            llama3-8b:q4_0
+        weights: none leaves the weights out: the artifact is small, and runs with random ones, for benchmarks on
+            another machine.
+        tuned: whose tuned plans the kernels are built with: those that `mlc-amd tune` found here (user), that come with
+            mlc-amd (shipped), the first where there are both (auto), or neither's (none).
     """
     if (model is None) == (synthetic is None):
         raise UserError("give either a GGUF file or --synthetic PRESET:FORMAT")

@@ -57,7 +57,8 @@ class Destination:
     """A kind of machine that bundles are made for.
 
     kinds: targets that run there; archs: profiles, of which the artifact must have one (empty: the device decides when
-    it loads it); templates: files of dist/bundle that its bundles have
+        it loads it);
+    templates: files of dist/bundle that its bundles have
     """
 
     title: str

@@ -32,17 +32,24 @@ def run(
 
     Args:
         model: an artifact's folder or a GGUF file (compiled on first use); nothing means the bundled demo model.
-        prompt: the text to continue; control tokens such as <|im_start|> are understood. max_tokens: stop after so many
-        tokens. temperature: 0 always takes the most probable token; higher values vary more. top_k: choose among the k
-        most probable tokens; 0 means all. top_p: choose among the most probable tokens that reach this probability
-        together; 1 means all. min_p: leave out tokens less probable than this fraction of the most probable one.
-        repetition_penalty: above 1, recent tokens get less probable. repetition_window: how many tokens count as
-        recent. seed: makes a random choice repeatable. stop: stop before this text; may be given several times. target:
-        what a GGUF file is compiled for: cpu, rocm or vulkan. arch: the CPU or GPU that a GGUF file is compiled for:
-        native (this machine's) or a name, see `mlc-amd compile --help`. ctx: tokens that the KV cache holds, for a GGUF
-        file (default: as many as the model allows, up to 4096). threads: CPU threads (default: all cores). device: the
-        GPU, for target vulkan: its number in `mlc-amd doctor` or a part of its name (default: $MLC_AMD_DEVICE, or the
-        best). verify: check the weights' checksum too, which reads them all.
+        prompt: the text to continue; control tokens such as <|im_start|> are understood.
+        max_tokens: stop after so many tokens.
+        temperature: 0 always takes the most probable token; higher values vary more.
+        top_k: choose among the k most probable tokens; 0 means all.
+        top_p: choose among the most probable tokens that reach this probability together; 1 means all.
+        min_p: leave out tokens less probable than this fraction of the most probable one.
+        repetition_penalty: above 1, recent tokens get less probable.
+        repetition_window: how many tokens count as recent.
+        seed: makes a random choice repeatable.
+        stop: stop before this text; may be given several times.
+        target: what a GGUF file is compiled for: cpu, rocm or vulkan.
+        arch: the CPU or GPU that a GGUF file is compiled for: native (this machine's) or a name, see `mlc-amd compile
+            --help`.
+        ctx: tokens that the KV cache holds, for a GGUF file (default: as many as the model allows, up to 4096).
+        threads: CPU threads (default: all cores).
+        device: the GPU, for target vulkan: its number in `mlc-amd doctor` or a part of its name (default:
+            $MLC_AMD_DEVICE, or the best).
+        verify: check the weights' checksum too, which reads them all.
     """
     from mlc_amd.runtime.sampling import Sampling
 

@@ -51,24 +51,30 @@ def run(
     they have in common.
 
     For a machine that cannot be reached: --export-kit DIR writes a batch of kernels with a program that measures them,
-    without TVM; run `python3 run.py` in a copy of DIR over there, bring DIR/results.json back, and give --import-kit
-    DIR (and --export-kit DIR2 for another round).
+        without TVM; run `python3 run.py` in a copy of DIR over there, bring DIR/results.json back, and give
+        --import-kit DIR (and --export-kit DIR2 for another round).
 
     Args:
-        model: the GGUF file (default: the bundled demo model). target: what to tune for: cpu, rocm or vulkan. arch:
-        native (this machine's) or a name, see `mlc-amd compile --help`. ctx: tokens that the KV cache holds, as for
-        compile: attention depends on it. synthetic: instead of a file, a model of that shape: PRESET:FORMAT as
-        llama3-8b:q4_0 budget: for how long, as 90s, 10m or 1h30m (default: 10m, or as long as --trials takes). trials:
-        measure so many plans; for a kit, its size (default there: 64). runner: who measures: local (this machine's
-        device), rpc (machines that run `mlc-amd tune-server`), static (nobody: a model of the
-            GPU looks at the compiled code).
-        tracker: HOST:PORT of the tracker, for runner rpc. key: the servers to use, for runner rpc (default: the arch's
-        name). device: the GPU, for target vulkan: its number in `mlc-amd doctor` or a part of its name; for cpu, how
-        many threads to use. seed: of the search: another one tries other plans. list: only list the kernels: how often
-        they are called, their share of the time, what was found. report: only show what was found so far, beside
-        rooflines (those of a CPU are measured: a second a kernel), with -o also as a plot. output: for --report: the
-        plot's file, .svg, .png or .pdf; needs matplotlib. export_kit: write a kit into this folder instead of measuring
-        here. import_kit: take over what a kit measured.
+        model: the GGUF file (default: the bundled demo model).
+        target: what to tune for: cpu, rocm or vulkan.
+        arch: native (this machine's) or a name, see `mlc-amd compile --help`.
+        ctx: tokens that the KV cache holds, as for compile: attention depends on it.
+        synthetic: instead of a file, a model of that shape: PRESET:FORMAT as llama3-8b:q4_0
+        budget: for how long, as 90s, 10m or 1h30m (default: 10m, or as long as --trials takes).
+        trials: measure so many plans; for a kit, its size (default there: 64).
+        runner: who measures: local (this machine's device), rpc (machines that run `mlc-amd tune-server`), static
+            (nobody: a model of the GPU looks at the compiled code).
+        tracker: HOST:PORT of the tracker, for runner rpc.
+        key: the servers to use, for runner rpc (default: the arch's name).
+        device: the GPU, for target vulkan: its number in `mlc-amd doctor` or a part of its name; for cpu, how many
+            threads to use.
+        seed: of the search: another one tries other plans.
+        list: only list the kernels: how often they are called, their share of the time, what was found.
+        report: only show what was found so far, beside rooflines (those of a CPU are measured: a second a kernel), with
+            -o also as a plot.
+        output: for --report: the plot's file, .svg, .png or .pdf; needs matplotlib.
+        export_kit: write a kit into this folder instead of measuring here.
+        import_kit: take over what a kit measured.
     """
     limits = Limits.of(budget, trials)
     if seed < 1:

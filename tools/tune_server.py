@@ -18,8 +18,8 @@ def run(
     """Measures candidates for `mlc-amd tune --runner rpc` on other machines, through TVM's RPC.
 
     One machine runs the tracker: `mlc-amd tune-server --tracker-only HOST:PORT`. Each machine that measures runs
-    `mlc-amd tune-server --tracker HOST:PORT --key KEY`, once for each GPU. Then `mlc-amd tune MODEL.gguf ... --runner
-    rpc --tracker HOST:PORT --key KEY` builds on its own machine and measures on all that have that key.
+        `mlc-amd tune-server --tracker HOST:PORT --key KEY`, once for each GPU. Then `mlc-amd tune MODEL.gguf ...
+        --runner rpc --tracker HOST:PORT --key KEY` builds on its own machine and measures on all that have that key.
 
     Whoever reaches these ports can run any code on the machine, as TVM's RPC is made: use them in a network that you
     trust, or through ssh.
@@ -28,11 +28,12 @@ def run(
     there are kits: `mlc-amd tune --export-kit DIR` here, measure there, `mlc-amd tune --import-kit DIR` here.
 
     Args:
-        tracker: HOST:PORT of the tracker. key: what tuning runs ask the tracker for, as gfx1100; the same for machines
-        of the same kind only. device: which device measures: a GPU's number or part of its name; for cpu the number of
-        threads. host: the address where other machines reach this one (default: the one on the way to the tracker).
+        tracker: HOST:PORT of the tracker.
+        key: what tuning runs ask the tracker for, as gfx1100; the same for machines of the same kind only.
+        device: which device measures: a GPU's number or part of its name; for cpu the number of threads.
+        host: the address where other machines reach this one (default: the one on the way to the tracker).
         tracker_only: measure nothing, but be the tracker at this HOST:PORT; 0.0.0.0:9190 takes connections from
-        everywhere.
+            everywhere.
     """
     if (tracker is None) == (tracker_only is None):
         raise UserError(
