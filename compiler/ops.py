@@ -6,7 +6,7 @@ cache, live tokens of this chunk, 0, 0).
 
 Values
     x          float32 [m, k]
-    act        x in a layout of ACT_LAYOUTS, as the target's linears take it
+    layout     how x is stored where a linear reads it: a name of LAYOUTS, which the target chooses
     weight     tuple of planes, the packed form of one GGUF tensor (schedules' `planes`)
 """
 
@@ -33,7 +33,7 @@ def _rows(m: int, k: int):
 
 
 # name, and a number behind a colon where the layout has one: type of m rows of k columns
-ACT_LAYOUTS = {
+LAYOUTS = {
     "": lambda m, k: tensor_type((m, k)),  # float32
     "tiles": _tiles,  # int8 blocks of 32 columns, p tokens side by side: schedules/cpu/quantize.py
     "rows": _rows,  # int8 blocks of 32 columns: schedules/gpu/quantize.py
@@ -44,10 +44,10 @@ ACT_LAYOUTS = {
 }
 
 
-def act_type(m: int, k: int, act: str):
-    """Type of `m` rows of `k` columns in the layout `act`, such as "tiles:16"."""
-    name, _, number = act.partition(":")
-    return ACT_LAYOUTS[name](m, k, *([int(number)] if number else []))
+def layout_type(m: int, k: int, layout: str):
+    """Type of `m` rows of `k` columns in a layout such as "tiles:16"."""
+    name, _, number = layout.partition(":")
+    return LAYOUTS[name](m, k, *([int(number)] if number else []))
 
 
 def padded(n: int) -> int:
@@ -65,12 +65,12 @@ def _embed(call, bb):
 
 def _rms_norm(call, bb):
     m, k = shape_of(call.args[1])
-    return act_type(1 if call.attrs["row"] == "last" else m, k, str(call.attrs["act"]))
+    return layout_type(1 if call.attrs["rows"] == "last" else m, k, str(call.attrs["layout"]))
 
 
 def _quantize(call, bb):
     m, k = shape_of(call.args[1])
-    return act_type(m, k, str(call.attrs["act"]))
+    return layout_type(m, k, str(call.attrs["layout"]))
 
 
 def _linear(call, bb):
@@ -78,8 +78,8 @@ def _linear(call, bb):
     return types[0] if len(types) == 1 else relax.TupleType(types)
 
 
-def _gate_up_swiglu(call, bb):
-    return act_type(int(call.attrs["m"]), int(call.attrs["n"]), str(call.attrs["act"]))
+def _gate_up(call, bb):
+    return layout_type(int(call.attrs["m"]), int(call.attrs["n"]), str(call.attrs["layout"]))
 
 
 def _rope_kv_write(call, bb):
@@ -90,37 +90,46 @@ def _rope_kv_write(call, bb):
 
 def _attention(call, bb):
     m, heads, d = shape_of(call.args[1])
-    return act_type(m, heads * d, str(call.attrs["act"]))
+    return layout_type(m, heads * d, str(call.attrs["layout"]))
 
 
 def _rope_attention(call, bb):
-    return act_type(1, int(call.attrs["heads"]) * int(call.attrs["d"]), str(call.attrs["act"]))
+    return layout_type(1, int(call.attrs["heads"]) * int(call.attrs["d"]), str(call.attrs["layout"]))
 
+
+ATTENTION = (
+    "heads",
+    "kv_heads",
+    "d",
+    "ctx",
+    "scale",
+    "window",
+    "softcap",
+    "sinks",
+)  # attributes, as of schedules.attention
 
 # name: (type inference, what it computes; arguments after `state`; attributes)
 OPS = {
-    "embed": (_embed, "rows of the embedding table: (tokens int32[m], weight); format, vocab, k"),
-    "rms_norm": (
-        _rms_norm,
-        "x / rms(x) * g: (x, g); eps, row: all rows or the last live one, act: layout of the result",
-    ),
-    "quantize": (_quantize, "x in the layout act: (x,); act"),
+    "embed": (_embed, "rows of the embedding table times scale: (tokens int32[m], weight); format, vocab, k, scale"),
+    "rms_norm": (_rms_norm, "x / rms(x) * g: (x, g); eps, rows: all or the last live one, layout (of the result)"),
+    "quantize": (_quantize, "x in a layout: (x,); layout"),
     "linear": (
         _linear,
-        "x W^T for each W: (x or act, weights.., biases.., residual?); formats, n, biases, residual, k, m, act (of x)",
+        "x W^T for each W: (x, weights.., biases.., residual?); formats, n, biases, residual, k, m, layout (of x)",
     ),
-    "gate_up_swiglu": (
-        _gate_up_swiglu,
-        "silu(x G^T) * (x U^T): (x or act, G, U); formats, n, k, m, act_in (of x), act (result)",
-    ),
+    "gate_up": (_gate_up, "act(x G^T) * (x U^T): (x, G, U); formats, n, k, m, act, layout_in (of x), layout (result)"),
     "rope_kv_write": (
         _rope_kv_write,
-        "head norms if given, RoPE, KV write in place: (q, k, v, [qn, kn], cos_sin, K, V) to (q, K, V)",
+        "head norms if given, RoPE, KV write in place: (q, k, v, [qn, kn], cos_sin, K, V) to (q, K, V); ATTENTION and "
+        "neox, rotary, head_norm, eps, query_dtype",
     ),
-    "attention": (_attention, "causal attention on the cache: (q, K, V, workspace..); act (of the result)"),
+    "attention": (
+        _attention,
+        "causal attention: (q, K, V, [sinks], workspace..); ATTENTION and layout (of the result)",
+    ),
     "rope_attention": (
         _rope_attention,
-        "both of one token, the cache written in place: (q, k, v, [qn, kn], cos_sin, K, V, workspace..)",
+        "both of one token, the cache written in place: (q, k, v, [qn, kn], cos_sin, K, V, [sinks], workspace..)",
     ),
 }
 

@@ -20,7 +20,7 @@ import tvm
 
 from mlc_amd.compiler import plan as planning
 from mlc_amd.compiler import tokenizer
-from mlc_amd.compiler.models import FunctionSpec, build_module
+from mlc_amd.compiler.models.build import FunctionSpec, build_module
 from mlc_amd.compiler.models.rope import rope_table
 from mlc_amd.compiler.ops import padded
 from mlc_amd.compiler.passes import fuse
@@ -99,7 +99,9 @@ def compile_model(
         clock.lap("weights")
         progress("write", 0, 1)
         kernels = [entry | {"tuned": backend.origins(entry["name"])} for entry in kernel_table(plan)]
-        kept = backend.kv_types(model.config, ctx) | backend.attention_workspace(model.config, ctx)
+        kept = backend.kv_types(model.config, ctx)
+        for layer in model.config.layers:
+            kept |= backend.attention_workspace(layer.attention, ctx)
         kv = [{"name": name, "dtype": dtype, "shape": list(shape)} for name, (shape, dtype) in kept.items()]
         manifest = {
             "name": model.config.name or Path(model.path).stem,
@@ -232,13 +234,13 @@ def _format_counts(model) -> dict[str, dict[str, int]]:
 
 
 def _weight_specs(model, backend, parameters, ctx: int) -> dict[str, list[artifact.TensorSpec]]:
-    """Source tensor (or "rope.table") to the tensors of the weights file that are made of it, in the order of the
+    """Source tensor (or a RoPE table) to the tensors of the weights file that are made of it, in the order of the
     functions' parameters."""
     names = dict.fromkeys(name for function in parameters.values() for kind, name in function if kind == "weight")
     specs = {}
     for name in names:
-        if name == "rope.table":
-            specs[name] = [artifact.TensorSpec(name, "float32", (ctx, model.config.rope.dim))]
+        if rope := _rope_of(model.config, name):
+            specs[name] = [artifact.TensorSpec(name, "float32", (ctx, rope.dim))]
         elif len(model.tensors[name].shape) == 1:
             specs[name] = [artifact.TensorSpec(name, "float32", (padded(model.tensors[name].shape[0]),))]
         else:
@@ -301,10 +303,14 @@ def _write_weights(model, layout: str, specs, path: Path, ctx: int, progress: Pr
         writer.close()
 
 
+def _rope_of(config, name: str):
+    """The RopeConfig whose table has that name, such as "rope.table"; None for other names."""
+    return config.ropes.get(name.removesuffix(".table")) if name.endswith(".table") else None
+
+
 def _vector(model, name: str, spec: artifact.TensorSpec, ctx: int) -> np.ndarray:
-    """The rope table, or a norm's or bias' values, padded with zeros."""
-    if name == "rope.table":
-        factors = model.tensors["rope_freqs.weight"].dequantize() if model.config.rope.freq_factors else None
-        return rope_table(model.config.rope, ctx, factors)
+    """A RoPE table, or a norm's or bias' values, padded with zeros."""
+    if rope := _rope_of(model.config, name):
+        return rope_table(rope, ctx, model.tensors[rope.factors].dequantize() if rope.factors else None)
     values = model.tensors[name].dequantize().astype(np.float32)
     return np.pad(values, (0, spec.shape[0] - values.shape[0]))

@@ -8,3 +8,9 @@ keeps its traceback under `--debug`.
 
 class UserError(Exception):
     """A one-line message: what is wrong, then what to do about it."""
+
+
+def shorten(value: object) -> str:
+    """A value of unknown size, for a one-line message."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -10,25 +10,45 @@ import numpy as np
 
 
 def forward(model, ids) -> np.ndarray:
-    """Logits float64 [len(ids), vocab] of a GGUFModel (llama, qwen2, qwen3) without RoPE scaling other than frequency
-    factors."""
+    """Logits float64 [len(ids), vocab] of a GGUFModel without RoPE scaling other than frequency factors."""
     c = model.config
-    x = _matrix(model, "token_embd.weight")[np.asarray(ids)]
-    cos, sin = _rotation(c, len(ids), model)
-    for layer in range(c.layers):
-        block = f"blk.{layer}."
-        h = _rms_norm(x, _vector(model, block + "attn_norm.weight"), c.norm_eps)
-        q, k, v = (_linear(model, f"{block}attn_{which}", h).reshape(len(ids), -1, c.head_dim) for which in "qkv")
-        if c.qk_norm:
-            q = _rms_norm(q, _vector(model, block + "attn_q_norm.weight"), c.norm_eps)
-            k = _rms_norm(k, _vector(model, block + "attn_k_norm.weight"), c.norm_eps)
-        a = _attention(_rotate(q, cos, sin, c.rope.neox), _rotate(k, cos, sin, c.rope.neox), v)
-        x = x + _linear(model, block + "attn_output", a)
-        h = _rms_norm(x, _vector(model, block + "ffn_norm.weight"), c.norm_eps)
-        gate = _linear(model, block + "ffn_gate", h)
-        x = x + _linear(model, block + "ffn_down", gate / (1 + np.exp(-gate)) * _linear(model, block + "ffn_up", h))
+    x = _matrix(model, "token_embd.weight")[np.asarray(ids)] * c.embedding_scale
+    for i, layer in enumerate(c.layers):
+        h = _normed(model, f"blk.{i}.", layer.attention_norms.before, x)
+        y = _attention_block(model, f"blk.{i}.", layer.attention, h)
+        x = x + _normed(model, f"blk.{i}.", layer.attention_norms.after, y)
+        h = _normed(model, f"blk.{i}.", layer.feed_forward_norms.before, x)
+        y = _feed_forward_block(model, f"blk.{i}.", layer.feed_forward, h)
+        x = x + _normed(model, f"blk.{i}.", layer.feed_forward_norms.after, y)
     h = _rms_norm(x, _vector(model, "output_norm.weight"), c.norm_eps)
-    return h @ _matrix(model, "token_embd.weight" if c.tied else "output.weight").T
+    y = h @ _matrix(model, "token_embd.weight" if c.tied else "output.weight").T
+    return c.logit_softcap * np.tanh(y / c.logit_softcap) if c.logit_softcap else y
+
+
+def _normed(model, block, name, x) -> np.ndarray:
+    return _rms_norm(x, _vector(model, f"{block}{name}.weight"), model.config.norm_eps) if name else x
+
+
+def _attention_block(model, block, a, h) -> np.ndarray:
+    q, k, v = (_linear(model, f"{block}attn_{which}", h).reshape(len(h), -1, a.head_dim) for which in "qkv")
+    if a.head_norms:
+        q = _rms_norm(q, _vector(model, block + "attn_q_norm.weight"), model.config.norm_eps)
+        k = _rms_norm(k, _vector(model, block + "attn_k_norm.weight"), model.config.norm_eps)
+    rope = model.config.ropes[a.rope]
+    cos, sin = _rotation(rope, len(h), model)
+    y = _attention(_rotate(q, cos, sin, rope.neox), _rotate(k, cos, sin, rope.neox), v, a)
+    return _linear(model, block + "attn_output", y)
+
+
+def _feed_forward_block(model, block, f, h) -> np.ndarray:
+    gate = _linear(model, block + "ffn_gate", h)
+    return _linear(model, block + "ffn_down", ACTIVATIONS[f.act](gate) * _linear(model, block + "ffn_up", h))
+
+
+ACTIVATIONS = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+}
 
 
 def _matrix(model, name) -> np.ndarray:
@@ -50,10 +70,10 @@ def _rms_norm(x, g, eps) -> np.ndarray:
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * g
 
 
-def _rotation(c, n, model):
-    theta = c.rope.base ** (-np.arange(0, c.rope.dim, 2) / c.rope.dim)
-    if c.rope.freq_factors:
-        theta = theta / _vector(model, "rope_freqs.weight")
+def _rotation(rope, n, model):
+    theta = rope.base ** (-np.arange(0, rope.dim, 2) / rope.dim)
+    if rope.factors:
+        theta = theta / _vector(model, rope.factors)
     angle = np.arange(n)[:, None, None] * theta
     return np.cos(angle), np.sin(angle)
 
@@ -67,11 +87,15 @@ def _rotate(x, cos, sin, neox) -> np.ndarray:
     return y
 
 
-def _attention(q, k, v) -> np.ndarray:
+def _attention(q, k, v, a) -> np.ndarray:
     n, heads, d = q.shape
     k, v = (np.repeat(t, heads // t.shape[1], axis=1) for t in (k, v))
-    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(d)
-    scores = np.where(np.tril(np.ones((n, n), bool)), scores, -np.inf)
+    scores = np.einsum("qhd,khd->hqk", q, k) * (a.scale or 1 / np.sqrt(d))
+    if a.softcap:
+        scores = a.softcap * np.tanh(scores / a.softcap)
+    distance = np.arange(n)[:, None] - np.arange(n)
+    seen = (distance >= 0) & (distance < (a.window or n))
+    scores = np.where(seen, scores, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), v).reshape(n, -1)
 

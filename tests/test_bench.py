@@ -20,6 +20,14 @@ SPEC = "tiny:q4_0"
 TINY = ("--synthetic", SPEC, "--ctx", "64")
 
 
+def shapes_of(artifact: Artifact) -> dict[str, int]:
+    """Sizes of a model of equal layers."""
+    model = artifact.manifest["model"]
+    layer = model["layers"][0]
+    sizes = layer["attention"] | {"ffn": layer["feed_forward"]["size"], "layers": len(model["layers"])}
+    return model | sizes
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cache(compiled):
     """The user's cache, where the model is found compiled."""
@@ -72,7 +80,7 @@ def test_too_small_a_context_is_an_error(capsys, cache):
 
 def test_decoding_reads_all_matrices_but_the_embedding_and_the_cache_so_far(cache):
     artifact = Artifact.open(next(cache.iterdir()))
-    model = artifact.manifest["model"]
+    model = shapes_of(artifact)
     per_position = 2 * model["layers"] * model["kv_heads"] * model["head_dim"] * 2
     assert kernel_table.decode_bytes(artifact, 9) - kernel_table.decode_bytes(artifact, 4) == 5 * per_position
     hidden, ffn, heads = model["hidden"], model["ffn"], model["head_dim"] * (model["heads"] + 2 * model["kv_heads"])
@@ -125,7 +133,7 @@ def test_a_step_is_timed_kernel_by_kernel(capsys, cache):
 
 def test_operations_are_two_per_weight_and_token(cache):
     artifact = Artifact.open(next(cache.iterdir()))
-    model = artifact.manifest["model"]
+    model = shapes_of(artifact)
     hidden, heads = model["hidden"], model["head_dim"] * (model["heads"] + 2 * model["kv_heads"])
     layer = hidden * heads + model["heads"] * model["head_dim"] * hidden + 3 * hidden * model["ffn"]
     for name, rows in (("decode", 1), ("prefill_64", 64), ("score_64", 64)):
@@ -143,7 +151,7 @@ def test_a_weight_in_several_planes_counts_once(tmp_path):
             model.tensors[f"{name}.weight"] = synthetic(f"tiny:{form}").tensors[f"{name}.weight"]
         compile_model(model, "vulkan", "generic", 64, tmp_path / "model")
     artifact = Artifact.open(tmp_path / "model")
-    shapes, function = artifact.manifest["model"], artifact.manifest["functions"]["decode"]
+    shapes, function = shapes_of(artifact), artifact.manifest["functions"]["decode"]
     for weight, form in types.items():
         names = [name for name in artifact.weights.places if name.startswith(f"{weight}.weight/")]
         assert (len(names) > 1) == (form != "f16")

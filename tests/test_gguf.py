@@ -13,16 +13,15 @@ import pytest
 
 from mlc_amd.compiler.gguf import (
     GGUFModel,
-    ModelConfig,
-    RopeConfig,
-    expected_tensors,
     read_metadata,
+    reader,
     synthetic,
     write_gguf,
 )
-from mlc_amd.compiler.gguf.config import read_config
 from mlc_amd.compiler.gguf.reader import Tensor
 from mlc_amd.compiler.gguf.writer import write_header
+from mlc_amd.compiler.models import expected_tensors, read_config
+from mlc_amd.compiler.models.config import AttentionConfig, FeedForwardConfig, LayerConfig, ModelConfig, RopeConfig
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 
@@ -49,38 +48,47 @@ def test_demo_model(demo_gguf):
         name="Tiny Docs Llama 21M",
         vocab=8192,
         hidden=512,
-        layers=6,
-        heads=8,
-        kv_heads=4,
-        head_dim=64,
-        ffn=1280,
+        layers=(LayerConfig(AttentionConfig(heads=8, kv_heads=4, head_dim=64, rope="rope"), FeedForwardConfig(1280)),)
+        * 6,
         context=2048,
         norm_eps=pytest.approx(1e-5),
         tied=True,
-        qkv_bias=False,
-        qk_norm=False,
-        rope=RopeConfig(dim=64, base=500000.0, neox=False, original_context=2048),
+        ropes={"rope": RopeConfig(dim=64, base=500000.0, neox=False, original_context=2048)},
     )
-    assert json.loads(json.dumps(dataclasses.asdict(config)))["rope"]["base"] == 500000.0
+    assert json.loads(json.dumps(dataclasses.asdict(config)))["ropes"]["rope"]["base"] == 500000.0
+
+
+def facts(config: ModelConfig) -> dict[str, object]:
+    """A model of equal layers as one flat table."""
+    (layer,) = set(config.layers)
+    flat = vars(config) | vars(layer.attention) | {"ffn": layer.feed_forward.size, "layers": len(config.layers)}
+    return flat | {"rope": config.ropes["rope"]}
 
 
 @pytest.mark.parametrize(
     "name, differs",
     [
         ("llamaspm-q8_0", {"architecture": "llama", "tied": False, "heads": 4, "kv_heads": 4}),
-        ("qwen2-q4_k_m", {"architecture": "qwen2", "tied": True, "qkv_bias": True, "qk_norm": False}),
+        ("qwen2-q4_k_m", {"architecture": "qwen2", "tied": True, "qkv_bias": True, "head_norms": False}),
         (
             "qwen3-q4_k_m",
-            {"architecture": "qwen3", "qkv_bias": False, "qk_norm": True, "head_dim": 128, "hidden": 256, "heads": 4},
+            {
+                "architecture": "qwen3",
+                "qkv_bias": False,
+                "head_norms": True,
+                "head_dim": 128,
+                "hidden": 256,
+                "heads": 4,
+            },
         ),
         ("qwen3-f16", {"architecture": "qwen3", "ffn": 768}),
         ("qwen3-iq4_xs", {"architecture": "qwen3", "layers": 4}),
     ],
 )
 def test_reference_models(shared, name, differs):
-    config = same_as_gguf_py(shared / "models" / f"{name}.gguf")
-    assert {key: getattr(config, key) for key in differs} == differs
-    assert config.rope.neox == (config.architecture != "llama") and config.rope.scaling == "none"
+    found = facts(same_as_gguf_py(shared / "models" / f"{name}.gguf"))
+    assert {key: found[key] for key in differs} == differs
+    assert found["rope"].neox == (found["architecture"] != "llama") and found["rope"].scaling == "none"
 
 
 def test_big_vocabulary_is_read_fast(shared):
@@ -129,15 +137,16 @@ LLAMA = {
 
 
 def test_defaults():
-    config = read_config(LLAMA, {"output.weight"}, "m")
-    assert (config.name, config.kv_heads, config.head_dim, config.vocab, config.tied) == ("", 4, 64, 1000, False)
-    assert config.rope == RopeConfig(dim=64, base=10000.0, neox=False, original_context=4096)
+    found = facts(read_config(LLAMA, {"output.weight"}, "m"))
+    expected = {"name": "", "kv_heads": 4, "head_dim": 64, "vocab": 1000, "tied": False}
+    assert {key: found[key] for key in expected} == expected
+    assert found["rope"] == RopeConfig(dim=64, base=10000.0, neox=False, original_context=4096)
     assert read_config(LLAMA | {"tokenizer.ggml.tokens": ["a"] * 96}, set(), "m").vocab == 96  # the token list decides
 
 
 def test_optional_parts_follow_the_tensors():
-    config = read_config(LLAMA, {"blk.0.attn_q.bias", "blk.0.attn_output.bias", "rope_freqs.weight"}, "m")
-    assert config.tied and config.qkv_bias and config.output_bias and config.rope.freq_factors
+    found = facts(read_config(LLAMA, {"blk.0.attn_q.bias", "blk.0.attn_output.bias", "rope_freqs.weight"}, "m"))
+    assert found["tied"] and found["qkv_bias"] and found["output_bias"] and found["rope"].factors == "rope_freqs.weight"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +166,7 @@ def test_optional_parts_follow_the_tensors():
     ],
 )
 def test_rope_scaling(keys, expected):
-    rope = read_config(LLAMA | {f"llama.rope.{key}": value for key, value in keys.items()}, set(), "m").rope
+    rope = read_config(LLAMA | {f"llama.rope.{key}": value for key, value in keys.items()}, set(), "m").ropes["rope"]
     assert (rope.scaling, rope.factor, rope.attn_factor, rope.ext_factor) == expected
     assert (rope.original_context, rope.beta_fast, rope.beta_slow) == (4096, 32.0, 1.0)
 
@@ -170,12 +179,12 @@ def test_rope_other_keys():
         "rope.scaling.yarn_beta_fast": 16.0,
         "rope.scaling.yarn_beta_slow": 2.0,
     }
-    rope = read_config(LLAMA | {f"llama.{key}": value for key, value in keys.items()}, set(), "m").rope
+    rope = read_config(LLAMA | {f"llama.{key}": value for key, value in keys.items()}, set(), "m").ropes["rope"]
     assert (rope.dim, rope.base, rope.original_context, rope.beta_fast, rope.beta_slow) == (32, 5e5, 1024, 16.0, 2.0)
 
 
 def test_equal_layers_may_be_listed():
-    assert read_config(LLAMA | {"llama.attention.head_count_kv": [2, 2]}, set(), "m").kv_heads == 2
+    assert read_config(LLAMA | {"llama.attention.head_count_kv": [2, 2]}, set(), "m").layers[1].attention.kv_heads == 2
 
 
 def write_with_gguf_py(path, metadata, tensors, prepare):
@@ -218,6 +227,23 @@ def test_split_model(tmp_path, part):
         assert set(opened.tensors) == set(model.tensors) and opened.config.vocab == 1024
         assert opened.metadata["general.name"] == "Synthetic tiny"
         assert all((opened.tensors[n].blocks() == t.blocks()).all() for n, t in model.tensors.items())
+
+
+def test_stack_of_matrices(tmp_path):
+    """A tensor of three dimensions, as experts have: rows are counted through all matrices."""
+    path, values = tmp_path / "m.gguf", np.random.default_rng(0).standard_normal((3, 8, 64)).astype(np.float32)
+    writer = gguf.GGUFWriter(path, "llama")
+    packed = gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("blk.0.ffn_up_exps.weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = reader._File(str(path))
+    tensor = file.tensor(file.header.tensors[0])
+    assert (tensor.shape, tensor.rows, tensor.nbytes) == ((3, 8, 64), 24, 24 * 2 * 34)
+    assert (tensor.blocks(10, 20) == packed.reshape(24, -1)[10:20]).all()
+    assert (tensor.dequantize(8, 16) == gguf.dequantize(packed[1], gguf.GGMLQuantizationType.Q8_0)).all()
 
 
 def test_split_model_damaged(tmp_path):
@@ -306,7 +332,7 @@ def test_version_2(tmp_path):
     data[4:8] = (2).to_bytes(4, "little")
     path.write_bytes(data)
     with GGUFModel.open(path) as model:
-        assert model.config.layers == 2
+        assert len(model.config.layers) == 2
 
 
 def test_other_alignment(tmp_path):

@@ -10,7 +10,7 @@ from tvm import tirx
 from mlc_amd.compiler import plan as planning
 from mlc_amd.compiler.codegen.cpu import CpuTarget
 from mlc_amd.compiler.gguf import synthetic
-from mlc_amd.compiler.models import FunctionSpec, build_module
+from mlc_amd.compiler.models.build import FunctionSpec, build_module
 from mlc_amd.compiler.passes import fuse
 from mlc_amd.compiler.pipeline import _weight_specs
 
@@ -33,7 +33,7 @@ def arena_range(arg) -> range:
 
 def test_launches(planned):
     plan, backend, model, _ = planned
-    assert len(plan.functions["decode"]) == len(plan.functions["prefill_64"]) == 8 * model.config.layers + 3
+    assert len(plan.functions["decode"]) == len(plan.functions["prefill_64"]) == 8 * len(model.config.layers) + 3
     for launches in plan.functions.values():
         assert {launch["kernel"] for launch in launches} <= set(backend.kernels)
         assert launches[-1]["args"][-1] == ["io", "logits"]
@@ -55,7 +55,7 @@ def test_every_weight_is_used_and_none_invented(planned):
 def test_cache_is_written_and_read_in_place(planned):
     plan, _, model, _ = planned
     for launches in plan.functions.values():
-        for layer in range(model.config.layers):
+        for layer in range(len(model.config.layers)):
             users = [launch["kernel"] for launch in launches if ["kv", f"k.{layer}"] in launch["args"]]
             assert [name.split("_m")[0] for name in users] == ["rope_kv_write", "attention"]
 

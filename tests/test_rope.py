@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from mlc_amd.compiler.gguf import RopeConfig, synthetic
+from mlc_amd.compiler.gguf import synthetic
+from mlc_amd.compiler.models.config import RopeConfig
 from mlc_amd.compiler.models.rope import rope_table
 from mlc_amd.runtime.errors import UserError
 
@@ -119,7 +120,7 @@ def test_llama3_factors_of_a_synthetic_model():
             smooth = (8192 / wavelength - 1) / 3
             scaled = (1 - smooth) * frequency / 8 + smooth * frequency
         assert got == pytest.approx(frequency / scaled, rel=1e-6)
-    assert rope_table(model.config.rope, 16, factors).shape == (16, 128)
+    assert rope_table(model.config.ropes["rope"], 16, factors).shape == (16, 128)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import gguf
 import numpy as np
 import pytest
 
-from mlc_amd.compiler.gguf import PRESETS, GGUFModel, expected_tensors, synthetic, write_gguf
+from mlc_amd.compiler.gguf import PRESETS, GGUFModel, synthetic, write_gguf
+from mlc_amd.compiler.models import expected_tensors
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 

@@ -1,6 +1,7 @@
 """`mlc-amd inspect`: what is in a GGUF file, an artifact or a GPU code object, without running it or needing the
 hardware."""
 
+import dataclasses
 from json import dumps
 from pathlib import Path
 
@@ -83,13 +84,13 @@ def _gguf(path: Path) -> dict[str, object]:
             entry = formats.setdefault(tensor.format, {"tensors": 0, "bytes": 0})
             entry["tensors"] += 1
             entry["bytes"] += tensor.nbytes
-        config = vars(model.config) | {"rope": vars(model.config.rope)}
+        config = dataclasses.asdict(model.config)
         listing = [
             {"name": t.name, "dtype": t.format, "shape": list(t.shape), "bytes": t.nbytes}
             for t in model.tensors.values()
         ]
         # Keys and values in float16, which is how artifacts keep them.
-        per_token = 2 * config["layers"] * config["kv_heads"] * config["head_dim"] * 2
+        per_token = sum(2 * a.kv_heads * a.head_dim * 2 for a in (layer.attention for layer in model.config.layers))
         weights = sum(entry["bytes"] for entry in listing)
         memory = {"weights": weights, "kv_per_token": per_token, "kv_full_context": per_token * config["context"]}
         return {
@@ -114,7 +115,7 @@ def _artifact(artifact) -> dict[str, object]:
         for name, entry in artifact.weights.header.items()
         if not name.startswith("__pad_")
     ]
-    layers = manifest["model"]["layers"]
+    layers = len(manifest["model"]["layers"])
     launches = {
         name: {
             "tokens": function["tokens"],
@@ -169,11 +170,34 @@ def _line(title: str):
 
 
 def _model(config: dict) -> str:
-    flat = {key: value for key, value in config.items() if not isinstance(value, dict) and key != "name"}
-    flat |= {f"rope {key}": value for key, value in config["rope"].items()}
-    width = max(map(len, flat)) + 2
-    shown = (f"{value:g}" if isinstance(value, float) else value for value in flat.values())
-    return "model\n" + "".join(f"  {key.ljust(width)}{value}\n" for key, value in zip(flat, shown, strict=True))
+    rows = {key: value for key, value in config.items() if key not in ("name", "layers", "ropes")}
+    rows["layers"] = len(config["layers"])
+    layers = [_flat(layer) for layer in config["layers"]]
+    for key in layers[0]:
+        rows[key] = _by_layer([layer[key] for layer in layers])
+    rows |= _flat(config["ropes"])
+    width = max(map(len, rows)) + 2
+    shown = (f"{value:g}" if isinstance(value, float) else value for value in rows.values())
+    return "model\n" + "".join(f"  {key.ljust(width)}{value}\n" for key, value in zip(rows, shown, strict=True))
+
+
+def _flat(nested: dict) -> dict[str, object]:
+    """{"attention": {"heads": 4}} as {"attention heads": 4}."""
+    flat = {}
+    for key, value in nested.items():
+        inner = {f"{key} {k}": v for k, v in _flat(value).items()} if isinstance(value, dict) else {key: value}
+        flat |= {k.replace("_", " "): v for k, v in inner.items()}
+    return flat
+
+
+def _by_layer(values: list) -> object:
+    """The value of all layers, or each value with the layers that have it."""
+    found: dict[object, list[str]] = {}
+    for i, value in enumerate(values):
+        found.setdefault(value, []).append(str(i))
+    if len(found) == 1:
+        return values[0]
+    return "; ".join(f"{value} in layers {', '.join(places)}" for value, places in found.items())
 
 
 def _formats(formats: dict) -> str:

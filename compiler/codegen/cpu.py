@@ -14,6 +14,7 @@ from tvm import s_tir, tirx
 
 from mlc_amd.compiler.codegen.lower import has_blocks
 from mlc_amd.compiler.codegen.target import Target
+from mlc_amd.compiler.models.config import AttentionConfig
 from mlc_amd.runtime import devices
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu import arch as archs
@@ -59,10 +60,10 @@ class CpuTarget(Target):
     def act_layout(self, m: int, kind: str) -> str:
         return f"tiles:{self._tile(m)}" if kind == "int8" else ""
 
-    def kv_types(self, config, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    def cache_types(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Keys: 16 of them side by side for each element; values: as they come (see schedules/cpu/rope_kv_write.py)."""
-        shapes = {"k": (config.kv_heads, ctx // 16, config.head_dim, 16), "v": (config.kv_heads, ctx, config.head_dim)}
-        return {f"{which}.{layer}": (shapes[which], "float16") for layer in range(config.layers) for which in "kv"}
+        heads, d = attention.kv_heads, attention.head_dim
+        return {"k": ((heads, ctx // 16, d, 16), "float16"), "v": ((heads, ctx, d), "float16")}
 
     @property
     def description(self) -> dict:

@@ -11,6 +11,7 @@ from pathlib import Path
 import tvm
 
 from mlc_amd.compiler.codegen.target import Target
+from mlc_amd.compiler.models.config import AttentionConfig
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention import attention
 from mlc_amd.schedules.gpu.attention_decode import attention_decode, scratch_shapes
@@ -59,18 +60,16 @@ class GpuTarget(Target):
             return self.matrix_layout
         return "rows" if kind == "int8" else ""
 
-    def kv_types(self, config, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    def cache_types(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Units of 16 bytes: 8 elements of 32 keys side by side, 8 keys of a value's column side by side."""
-        heads, d = config.kv_heads, config.head_dim
-        shapes = {"k": (heads, ctx // 32, d // 8, 32, 8), "v": (heads, ctx // 8, d, 8)}
-        return {f"{which}.{layer}": (shapes[which], "float16") for layer in range(config.layers) for which in "kv"}
+        heads, d = attention.kv_heads, attention.head_dim
+        return {"k": ((heads, ctx // 32, d // 8, 32, 8), "float16"), "v": ((heads, ctx // 8, d, 8), "float16")}
 
-    def attention_workspace(self, config, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """What the splits of decode attention join through."""
-        return {
-            f"attention.{name.lower()}": of
-            for name, of in scratch_shapes(config.heads, config.kv_heads, config.head_dim).items()
-        }
+    def attention_workspace(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """What the splits of decode attention join through; layers of the same shape share it."""
+        a = attention
+        shapes = scratch_shapes(a.heads, a.kv_heads, a.head_dim)
+        return {f"attention.{a.heads}x{a.kv_heads}x{a.head_dim}.{name.lower()}": of for name, of in shapes.items()}
 
     @property
     def description(self) -> dict:

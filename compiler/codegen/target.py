@@ -8,16 +8,23 @@ which plan a workload has on an arch.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import tvm
 from tvm import relax
 
 from mlc_amd.compiler import ops
+from mlc_amd.compiler.models.config import AttentionConfig, ModelConfig
 from mlc_amd.compiler.ops import shape_of
+from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.tuning.spaces import as_dict
 from mlc_amd.schedules.tuning.workload import Workload
 
+# What kernels' builders take for arguments that a workload does not name.
+ATTENTION_DEFAULTS = {f.name: f.default for f in fields(Attention) if f.default is not MISSING}
+EMBED_DEFAULTS, GATE_UP_DEFAULTS = {"scale": 1.0}, {"act_fn": "silu"}
+NOT_OF_ROPE = ("window", "softcap", "sinks")
 DEFAULT = "default"  # where a plan comes from that nobody tuned
 
 
@@ -59,18 +66,26 @@ class Target(ABC):
 
     @abstractmethod
     def act_layout(self, m: int, kind: str) -> str:
-        """Layout (ops.ACT_LAYOUTS) in which linears take m tokens' activations for weights of that kind ("int8",
+        """Layout (ops.LAYOUTS) in which linears take m tokens' activations for weights of that kind ("int8",
         "float"); "": float32."""
 
     @abstractmethod
-    def kv_types(self, config, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    def cache_types(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """{"k": .., "v": ..}: (shape, dtype) of the cache of a layer with that attention."""
+
+    def kv_types(self, config: ModelConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Cache tensor name ("k.0", "v.0" ..) to (shape, dtype)."""
+        return {
+            f"{which}.{i}": of
+            for i, layer in enumerate(config.layers)
+            for which, of in self.cache_types(layer.attention, ctx).items()
+        }
 
     fuses_rope = False  # decode attention rotates and writes the cache itself
 
-    def attention_workspace(self, config, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Further tensors that decode attention takes and that live as long as the cache: name to (shape, dtype). Zero
-        at the start."""
+    def attention_workspace(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Further tensors that decode attention of that kind takes and that live as long as the cache: name to (shape,
+        dtype). Zero at the start."""
         return {}
 
     @property
@@ -136,25 +151,24 @@ class Target(ABC):
     def _embed(self, bb, call):
         a, m = call.attrs, shape_of(call.args[1])[0]
         args = {"fmt": str(a["format"]), "vocab": int(a["vocab"]), "k": int(a["k"]), "m": m}
+        args |= _differing({"scale": float(a["scale"])}, EMBED_DEFAULTS)
         return self._call(bb, call, f"embed_{a['format']}_m{m}", Workload("embed", args))
 
     def _rms_norm(self, bb, call):
         a, (m, k) = call.attrs, shape_of(call.args[1])
-        act, row = str(a["act"]), str(a["row"])
-        label = f"rms_norm{'_quantize' if act else ''}_{k}_m{m}{'_last' if row == 'last' else ''}"
-        return self._call(
-            bb, call, label, Workload("rms_norm", {"k": k, "m": m, "eps": float(a["eps"]), "act": act, "row": row})
-        )
+        layout, rows = str(a["layout"]), str(a["rows"])
+        label = f"rms_norm{'_quantize' if layout else ''}_{k}_m{m}{'_last' if rows == 'last' else ''}"
+        args = {"k": k, "m": m, "eps": float(a["eps"]), "act": layout, "row": rows}
+        return self._call(bb, call, label, Workload("rms_norm", args))
 
     def _quantize(self, bb, call):
         m, k = shape_of(call.args[1])
-        return self._call(
-            bb, call, f"quantize_{k}_m{m}", Workload("quantize", {"k": k, "m": m, "act": str(call.attrs["act"])})
-        )
+        workload = Workload("quantize", {"k": k, "m": m, "act": str(call.attrs["layout"])})
+        return self._call(bb, call, f"quantize_{k}_m{m}", workload)
 
     def _linear(self, bb, call):
         a = call.attrs
-        k, m, act, residual = int(a["k"]), int(a["m"]), str(a["act"]), bool(int(a["residual"]))
+        k, m, layout, residual = int(a["k"]), int(a["m"]), str(a["layout"]), bool(int(a["residual"]))
         segments = [(str(f), int(n)) for f, n in zip(a["formats"], a["n"], strict=True)]
         biases = [bool(int(b)) for b in a["biases"]]
         count = len(segments)
@@ -166,43 +180,57 @@ class Target(ABC):
             for value in ([weight, rest.pop(0)] if bias else [weight])
         ]
         label = f"linear_{'_'.join(dict.fromkeys(f for f, _ in segments))}_{sum(n for _, n in segments)}x{k}_m{m}"
-        args = {"segments": segments, "k": k, "m": m, "act": act, "biases": biases, "residual": residual}
+        args = {"segments": segments, "k": k, "m": m, "act": layout, "biases": biases, "residual": residual}
         return self._call(bb, call, label, Workload("linear", args), args=[state, x, *ordered, *rest])
 
-    def _gate_up_swiglu(self, bb, call):
+    def _gate_up(self, bb, call):
         a = call.attrs
         n, k, m = (int(a[key]) for key in ("n", "k", "m"))
         gate, up = (str(f) for f in a["formats"])
         label = f"gate_up_swiglu_{'_'.join(dict.fromkeys((gate, up)))}_{n}x{k}_m{m}"
-        args = {"gate": gate, "up": up, "n": n, "k": k, "m": m, "act_in": str(a["act_in"]), "act_out": str(a["act"])}
+        args = {"gate": gate, "up": up, "n": n, "k": k, "m": m}
+        args |= {"act_in": str(a["layout_in"]), "act_out": str(a["layout"])}
+        args |= _differing({"act_fn": str(a["act"])}, GATE_UP_DEFAULTS)
         return self._call(bb, call, label, Workload("gate_up_swiglu", args))
 
     def _rope_kv_write(self, bb, call):
         m, last = shape_of(call.args[1])[0], len(call.args)
-        workload = Workload("rope_kv_write", self._heads(call) | {"m": m} | self._rope(call))
+        # of attention's attributes only the scale counts here: queries are multiplied by it
+        shape = {key: value for key, value in self._attention_args(call).items() if key not in NOT_OF_ROPE}
+        workload = Workload("rope_kv_write", shape | {"m": m} | self._rope(call))
         return self._call(bb, call, f"rope_kv_write_m{m}", workload, inplace={1: last - 2, 2: last - 1})
 
     def _rope_attention(self, bb, call):
-        args = self._heads(call) | self._rope(call) | {"act": str(call.attrs["act"])}
-        return self._call(bb, call, "rope_attention_m1", Workload("rope_attention", args))
+        args = self._attention_args(call) | self._rope(call) | {"act": str(call.attrs["layout"])}
+        return self._call(bb, call, f"rope_attention{_window(call)}_m1", Workload("rope_attention", args))
 
     def _attention(self, bb, call):
         m = shape_of(call.args[1])[0]
-        args = self._heads(call) | {"m": m, "act": str(call.attrs["act"])}
-        return self._call(bb, call, f"attention_m{m}", Workload("attention", args))
+        args = self._attention_args(call) | {"m": m, "act": str(call.attrs["layout"])}
+        return self._call(bb, call, f"attention{_window(call)}_m{m}", Workload("attention", args))
 
     @staticmethod
-    def _heads(call) -> dict[str, int]:
-        return {key: int(call.attrs[key]) for key in ("heads", "kv_heads", "d", "ctx")}
+    def _attention_args(call) -> dict[str, int | float | bool]:
+        """The fields of schedules.attention.Attention; those with defaults only where they differ."""
+        sizes = {key: int(call.attrs[key]) for key in ("heads", "kv_heads", "d", "ctx")}
+        variant = {key: type(default)(call.attrs[key]) for key, default in ATTENTION_DEFAULTS.items()}
+        return sizes | _differing(variant, ATTENTION_DEFAULTS)
 
     @staticmethod
     def _rope(call) -> dict:
         a = call.attrs
-        return {
-            "neox": bool(int(a["neox"])),
-            "rotary": int(a["rotary"]),
-            "eps": float(a["eps"]) if int(a["head_norm"]) else None,
-        }
+        eps = float(a["eps"]) if int(a["head_norm"]) else None
+        return {"neox": bool(int(a["neox"])), "rotary": int(a["rotary"]), "eps": eps}
+
+
+def _window(call) -> str:
+    window = int(call.attrs["window"])
+    return f"_window{window}" if window else ""
+
+
+def _differing(args: dict, defaults: dict) -> dict:
+    """Arguments that are not the default: a workload names only those, so its identity outlives new attributes."""
+    return {key: value for key, value in args.items() if value != defaults[key]}
 
 
 def _fields(bb, arg) -> list:

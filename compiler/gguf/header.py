@@ -16,7 +16,7 @@ from typing import NoReturn
 import numpy as np
 from gguf.constants import GGUF_DEFAULT_ALIGNMENT, GGUF_MAGIC, GGUF_VERSION, GGUFValueType
 
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UserError, shorten
 
 HEADER_LIMIT = 64 << 20  # bytes; the largest real headers (vocabularies of 262 144 tokens with merges) take 16 MiB
 ARRAY_LIMIT = 1 << 22  # elements of a metadata array
@@ -56,12 +56,6 @@ class Header:
     metadata: dict[str, object]  # scalars, strings and lists of them
     tensors: tuple[TensorEntry, ...]
     alignment: int  # bytes; every tensor's offset is a multiple of it, counted from the end of the header
-
-
-def shorten(value: object) -> str:
-    """A value of unknown size, for a one-line message."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def parse_header(data: memoryview, path: str) -> Header:

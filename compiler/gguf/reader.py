@@ -6,6 +6,7 @@ In: the path of a GGUF file, or of any part of a split one (`name-00001-of-00003
 format, inside the file.
 """
 
+import math
 import mmap
 import re
 import stat
@@ -16,8 +17,9 @@ import gguf
 import numpy as np
 
 from mlc_amd.compiler.gguf.check import check_tensors
-from mlc_amd.compiler.gguf.config import ModelConfig, read_config
 from mlc_amd.compiler.gguf.header import FETCH_AGAIN, Header, TensorEntry, parse_header
+from mlc_amd.compiler.models import read_config
+from mlc_amd.compiler.models.config import ModelConfig
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS, by_gguf_type
 
@@ -25,10 +27,10 @@ _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)  # llama.c
 
 
 class Tensor:
-    """One weight, a matrix or a vector, as GGUF blocks that are fetched when asked for.
+    """One weight, a vector, a matrix or a stack of matrices, as GGUF blocks that are fetched when asked for.
 
-    `shape` is (rows, columns) or (columns,) in numpy order; a vector counts as one row. A row is a whole number of
-    blocks."""
+    `shape` is (columns,), (rows, columns) or (matrices, rows, columns) in numpy order. Rows are counted through all
+    matrices; a vector is one row. A row is a whole number of blocks."""
 
     def __init__(self, name: str, format: str, shape: tuple[int, ...], fetch: Callable[[int, int], np.ndarray]):
         self.name, self.format, self.shape, self._fetch = name, format, shape, fetch
@@ -38,7 +40,7 @@ class Tensor:
 
     @property
     def rows(self) -> int:
-        return self.shape[0] if len(self.shape) == 2 else 1
+        return math.prod(self.shape[:-1])
 
     @property
     def row_bytes(self) -> int:
@@ -56,7 +58,7 @@ class Tensor:
         return self._fetch(start, stop)
 
     def dequantize(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Rows start..stop as float32 [stop - start, columns]; a whole vector as [columns]. By gguf-py, the oracle of
+        """Rows start..stop as float32 [stop - start, columns]; a vector as [columns]. By gguf-py, the reference of
         this project."""
         values = gguf.dequantize(self.blocks(start, stop), gguf.GGMLQuantizationType(FORMATS[self.format].gguf_type))
         return values.reshape(self.shape[-1:] if len(self.shape) == 1 else (-1, self.shape[-1])).astype(
@@ -154,9 +156,10 @@ class _File:
         shape = entry.shape
         while len(shape) > 2 and shape[0] == 1:
             shape = shape[1:]
-        if len(shape) > 2:
+        if len(shape) > 3:
             raise UserError(
-                f"{self.path}: tensor {entry.name!r} has {len(shape)} dimensions; only dense models are supported"
+                f"{self.path}: tensor {entry.name!r} has {len(shape)} dimensions, at most 3 are supported; "
+                "convert the model again"
             )
         if shape[-1] % supported.block:
             raise UserError(

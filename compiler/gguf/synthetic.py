@@ -12,9 +12,9 @@ from functools import lru_cache
 import gguf
 import numpy as np
 
-from mlc_amd.compiler.gguf.check import check_tensors, expected_tensors
-from mlc_amd.compiler.gguf.config import read_config
+from mlc_amd.compiler.gguf.check import check_tensors
 from mlc_amd.compiler.gguf.reader import GGUFModel, Tensor, row_bytes
+from mlc_amd.compiler.models import expected_tensors, read_config
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 

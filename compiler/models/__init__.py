@@ -1,40 +1,48 @@
-"""Decoders as Relax functions: one file per architecture, named as GGUF's `general.architecture`."""
+"""Decoders, one file per architecture, named as GGUF's `general.architecture`.
 
-from dataclasses import dataclass
+A file has three functions:
+    read(keys) -> ModelConfig       its metadata, checked; UserError for what the compiler cannot run
+    tensors(config) -> (name, shape) of every tensor that the model has, in file order
+    decoder(graph) -> Relax variable with the logits, emitted op by op through a `graph.Graph`
 
-import tvm
-from tvm import relax
+Nothing here imports TVM except `graph.py` and `build.py`: files are read and checked without it.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import Protocol
 
 from mlc_amd.compiler.models import llama, qwen2, qwen3
-from mlc_amd.compiler.models.graph import Graph
-from mlc_amd.runtime.errors import UserError
-
-DECODERS = {"llama": llama.decoder, "qwen2": qwen2.decoder, "qwen3": qwen3.decoder}
-
-
-@dataclass(frozen=True)
-class FunctionSpec:
-    """One entry point of the compiled model: how many tokens a call takes, and whose logits it gives."""
-
-    name: str
-    m: int
-    all_logits: bool = False
+from mlc_amd.compiler.models.config import ModelConfig
+from mlc_amd.compiler.models.keys import Keys
+from mlc_amd.runtime.errors import shorten
 
 
-def build_module(
-    model, target, functions: list[FunctionSpec], ctx: int
-) -> tuple[tvm.IRModule, dict[str, list[tuple[str, str]]]]:
-    """The module with one Relax function each, and for each function the (kind, name) of its parameters (see
-    `Graph.parameters`)."""
-    if model.config.architecture not in DECODERS:
-        raise UserError(f"architecture '{model.config.architecture}' is not supported; known: {', '.join(DECODERS)}")
-    bb = relax.BlockBuilder()
-    parameters = {}
-    for spec in functions:
-        with bb.function(spec.name):
-            g = Graph(model, target, spec.m, ctx, spec.all_logits, bb)
-            with bb.dataflow():
-                out = bb.emit_output(DECODERS[model.config.architecture](g))
-            bb.emit_func_output(out, params=[var for var, _ in g.parameters.values()])
-        parameters[spec.name] = [(kind, name) for name, (_, kind) in g.parameters.items()]
-    return bb.get(), parameters
+class Architecture(Protocol):
+    def read(self, keys: Keys) -> ModelConfig: ...
+
+    def tensors(self, config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]: ...
+
+    def decoder(self, g): ...
+
+
+ARCHITECTURES: dict[str, Architecture] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+
+
+def read_config(metadata: dict[str, object], tensor_names: Collection[str], path: str) -> ModelConfig:
+    """The configuration of a model with that metadata and those tensors. UserError (with `path` in front) for a
+    missing, mistyped or impossible value and for what is not supported. `gguf.check` compares it with the tensors'
+    shapes."""
+    keys = Keys(metadata, tensor_names, path)
+    name = keys.string("general.architecture")
+    if name not in ARCHITECTURES:
+        raise keys.error(f"architecture {shorten(name)} is not supported; supported are {', '.join(ARCHITECTURES)}")
+    kind = metadata.get("general.type", "model")
+    if kind != "model":
+        raise keys.error(f"this file holds a {shorten(kind)}, not a model; give the model's own GGUF file")
+    keys.prefix = name
+    return ARCHITECTURES[name].read(keys)
+
+
+def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of every tensor that a model of that configuration has, in file order."""
+    return ARCHITECTURES[config.architecture].tensors(config)

@@ -1,8 +1,8 @@
 """Emits one Relax function of a decoder, op by op, and remembers what each parameter is.
 
-A model file (llama.py, qwen2.py ..) calls the methods below in the order of its formula; nothing here knows an
-architecture. `parameters` says for each function parameter where the runtime finds it: ("io", "tokens"), ("weight",
-"output_norm.weight"), ("kv", "k.0").
+A model file calls the methods below in the order of its formula; nothing here knows an architecture. `parameters` says
+for each function parameter where the runtime finds it: ("io", "tokens"), ("weight", "output_norm.weight"), ("kv",
+"k.0").
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from tvm import relax
 
 from mlc_amd.compiler import ops
+from mlc_amd.compiler.models.config import ModelConfig
 from mlc_amd.compiler.ops import shape_of, tensor_type
+
+ACTIVATIONS = {"silu": relax.op.nn.silu, "gelu": relax.op.nn.gelu_tanh}  # of FeedForwardConfig.act
 
 
 @dataclass
@@ -27,13 +30,13 @@ class Graph:
     parameters: dict[str, tuple] = field(default_factory=dict)  # name: (Var, kind)
 
     def __post_init__(self):
-        self.config = self.model.config
+        self.config: ModelConfig = self.model.config
         self.state = self.parameter("state", "io", tensor_type((4,), "int32"))
         self.tokens = self.parameter("tokens", "io", tensor_type((self.m,), "int32"))
         for name, (shape, dtype) in self.target.kv_types(self.config, self.ctx).items():
             self.parameter(name, "kv", tensor_type(shape, dtype))
-        self.workspace = self.target.attention_workspace(self.config, self.ctx) if self.m == 1 else {}
-        self.rope_table = self.parameter("rope.table", "weight", tensor_type((self.ctx, self.config.rope.dim)))
+        for name, rope in self.config.ropes.items():
+            self.parameter(f"{name}.table", "weight", tensor_type((self.ctx, rope.dim)))
 
     def parameter(self, name: str, kind: str, ty) -> relax.Var:
         if name not in self.parameters:
@@ -51,23 +54,23 @@ class Graph:
     def weight(self, name: str) -> relax.Var:
         tensor = self.model.tensors[name]
         planes = self.target.planes(tensor.format, *tensor.shape)
-        return self.parameter(
-            name, "weight", relax.TupleType([tensor_type(shape, dtype) for shape, dtype in planes.values()])
-        )
+        types = [tensor_type(shape, dtype) for shape, dtype in planes.values()]
+        return self.parameter(name, "weight", relax.TupleType(types))
 
     def emit(self, name: str, args, **attrs) -> relax.Var:
         return self.bb.emit(ops.call(name, [self.state, *args], **attrs))
 
     # ---- the decoder's vocabulary
 
-    def embed(self, name: str) -> relax.Var:
+    def embed(self, name: str, scale: float = 1.0) -> relax.Var:
         tensor = self.model.tensors[name]
+        vocab, k = tensor.shape
         return self.emit(
-            "embed", [self.tokens, self.weight(name)], format=tensor.format, vocab=tensor.shape[0], k=tensor.shape[1]
+            "embed", [self.tokens, self.weight(name)], format=tensor.format, vocab=vocab, k=k, scale=float(scale)
         )
 
-    def rms_norm(self, x, name: str, row: str = "all") -> relax.Var:
-        return self.emit("rms_norm", [x, self.vector(name)], eps=self.config.norm_eps, row=row, act="")
+    def rms_norm(self, x, name: str, rows: str = "all") -> relax.Var:
+        return self.emit("rms_norm", [x, self.vector(name)], eps=self.config.norm_eps, rows=rows, layout="")
 
     def linear(self, x, name: str) -> relax.Var:
         """x W^T, plus the bias that stands beside the weight if the file has one."""
@@ -76,11 +79,11 @@ class Graph:
         m, k = shape_of(x)
         return self.emit(
             "linear", [x, self.weight(name), *biases],
-            formats=[tensor.format], n=[tensor.shape[0]], biases=[len(biases)], residual=0, k=k, m=m, act="",
+            formats=[tensor.format], n=[tensor.shape[0]], biases=[len(biases)], residual=0, k=k, m=m, layout="",
         )  # fmt: skip
 
-    def silu(self, x) -> relax.Var:
-        return self.bb.emit(relax.op.nn.silu(x))
+    def activation(self, x, name: str) -> relax.Var:
+        return self.bb.emit(ACTIVATIONS[name](x))
 
     def multiply(self, x, y) -> relax.Var:
         return self.bb.emit(relax.op.multiply(x, y))
@@ -88,25 +91,28 @@ class Graph:
     def add(self, x, y) -> relax.Var:
         return self.bb.emit(relax.op.add(x, y))
 
-    def attention(self, q, k, v, layer: int, head_norms: tuple[str, str] | None = None) -> relax.Var:
-        """RoPE, KV write and causal attention of one layer; `head_norms` names the weights of an RMS norm over each
-        head of q and k."""
-        c = self.config
-        norms = [self.vector(name) for name in head_norms] if head_norms else []
+    def softcap(self, x, cap: float) -> relax.Var:
+        """cap * tanh(x / cap)."""
+        scaled = self.bb.emit(relax.op.multiply(x, relax.const(1 / cap, "float32")))
+        return self.bb.emit(relax.op.multiply(self.bb.emit(relax.op.tanh(scaled)), relax.const(cap, "float32")))
+
+    def attention(self, q, k, v, layer: int) -> relax.Var:
+        """Head norms, RoPE, KV write and causal attention, as the layer's AttentionConfig describes them."""
+        a, block = self.config.layers[layer].attention, f"blk.{layer}."
+        rope = self.config.ropes[a.rope]
+        shape = {
+            "heads": a.heads, "kv_heads": a.kv_heads, "d": a.head_dim, "ctx": self.ctx,
+            "scale": a.scale, "window": a.window, "softcap": a.softcap, "sinks": int(a.sinks),
+        }  # fmt: skip
+        norms = [self.vector(f"{block}attn_{which}_norm.weight") for which in "qk"] if a.head_norms else []
         cache = [self.parameters[f"{which}.{layer}"][0] for which in "kv"]
         written = self.emit(
-            "rope_kv_write", [q, k, v, *norms, self.rope_table, *cache],
-            heads=c.heads, kv_heads=c.kv_heads, d=c.head_dim, ctx=self.ctx, neox=int(c.rope.neox), rotary=c.rope.dim,
-            head_norm=int(bool(norms)), eps=c.norm_eps, query_dtype=self.target.query_dtype,
+            "rope_kv_write", [q, k, v, *norms, self.parameters[f"{a.rope}.table"][0], *cache], **shape,
+            neox=int(rope.neox), rotary=rope.dim, head_norm=int(a.head_norms), eps=self.config.norm_eps,
+            query_dtype=self.target.query_dtype,
         )  # fmt: skip
         q, keys, values = (self.bb.emit(relax.TupleGetItem(written, i)) for i in range(3))
-        workspace = [self.parameter(name, "kv", tensor_type(*of)) for name, of in self.workspace.items()]
-        return self.emit(
-            "attention",
-            [q, keys, values, *workspace],
-            heads=c.heads,
-            kv_heads=c.kv_heads,
-            d=c.head_dim,
-            ctx=self.ctx,
-            act="",
-        )
+        sinks = [self.vector(f"{block}attn_sinks.weight")] if a.sinks else []
+        workspace = self.target.attention_workspace(a, self.ctx) if self.m == 1 else {}
+        buffers = [self.parameter(name, "kv", tensor_type(*of)) for name, of in workspace.items()]
+        return self.emit("attention", [q, keys, values, *sinks, *buffers], **shape, layout="")

@@ -1,13 +1,12 @@
 """llama: Llama 2 and 3.x, Mistral, TinyLlama, SmolLM. Grouped queries, interleaved RoPE pairs, SwiGLU; biases where the
 file has them."""
 
-from mlc_amd.compiler.models.graph import Graph
-from mlc_amd.compiler.models.transformer import attention_block, logits, swiglu_block
+from mlc_amd.compiler.models.config import ModelConfig
+from mlc_amd.compiler.models.keys import Keys
+from mlc_amd.compiler.models.transformer import decoder, read_uniform, tensors
+
+__all__ = ["decoder", "read", "tensors"]
 
 
-def decoder(g: Graph):
-    x = g.embed("token_embd.weight")
-    for layer in range(g.config.layers):
-        x = attention_block(g, x, layer)
-        x = swiglu_block(g, x, layer)
-    return logits(g, x)
+def read(keys: Keys) -> ModelConfig:
+    return read_uniform(keys, neox=False, qkv_bias="blk.0.attn_q.bias" in keys.tensors)

@@ -1,12 +1,11 @@
-"""qwen2: Qwen 2 and 2.5. As llama, with biases on q, k and v and RoPE pairs half a head apart (config.rope.neox)."""
+"""qwen2: Qwen 2 and 2.5. As llama, with biases on q, k and v and RoPE pairs half a head apart."""
 
-from mlc_amd.compiler.models.graph import Graph
-from mlc_amd.compiler.models.transformer import attention_block, logits, swiglu_block
+from mlc_amd.compiler.models.config import ModelConfig
+from mlc_amd.compiler.models.keys import Keys
+from mlc_amd.compiler.models.transformer import decoder, read_uniform, tensors
+
+__all__ = ["decoder", "read", "tensors"]
 
 
-def decoder(g: Graph):
-    x = g.embed("token_embd.weight")
-    for layer in range(g.config.layers):
-        x = attention_block(g, x, layer)
-        x = swiglu_block(g, x, layer)
-    return logits(g, x)
+def read(keys: Keys) -> ModelConfig:
+    return read_uniform(keys, neox=True, qkv_bias=True)

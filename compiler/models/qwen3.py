@@ -1,14 +1,11 @@
-"""qwen3: as qwen2 without biases, an RMS norm over each head of q and k before RoPE, and a head size of its own."""
+"""qwen3: as qwen2 without biases, an RMS norm over each head of q and k before RoPE, and its own head size."""
 
-from mlc_amd.compiler.models.graph import Graph
-from mlc_amd.compiler.models.transformer import attention_block, logits, swiglu_block
+from mlc_amd.compiler.models.config import ModelConfig
+from mlc_amd.compiler.models.keys import Keys
+from mlc_amd.compiler.models.transformer import decoder, read_uniform, tensors
 
-HEAD_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
+__all__ = ["decoder", "read", "tensors"]
 
 
-def decoder(g: Graph):
-    x = g.embed("token_embd.weight")
-    for layer in range(g.config.layers):
-        x = attention_block(g, x, layer, HEAD_NORMS)
-        x = swiglu_block(g, x, layer)
-    return logits(g, x)
+def read(keys: Keys) -> ModelConfig:
+    return read_uniform(keys, neox=True, head_norms=True)

@@ -6,7 +6,7 @@ Computed in float64; ggml multiplies up the angles in float32, so the two drift 
 
 import numpy as np
 
-from mlc_amd.compiler.gguf.config import RopeConfig
+from mlc_amd.compiler.models.config import RopeConfig
 from mlc_amd.runtime.errors import UserError
 
 

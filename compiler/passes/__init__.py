@@ -2,11 +2,11 @@
 
 from tvm import relax
 
+from mlc_amd.compiler.passes.fuse_gate_up import fuse_gate_up
 from mlc_amd.compiler.passes.fuse_quantize import fuse_quantize
 from mlc_amd.compiler.passes.fuse_residual import fuse_residual
 from mlc_amd.compiler.passes.fuse_rope import fuse_rope
 from mlc_amd.compiler.passes.fuse_siblings import fuse_siblings
-from mlc_amd.compiler.passes.fuse_swiglu import fuse_swiglu
 from mlc_amd.compiler.passes.quantize_activations import quantize_activations
 
 
@@ -14,7 +14,7 @@ def fuse(mod, target):
     """The decoder as emitted by the models to the decoder in fused operators (see compiler/ops.py)."""
     mod = quantize_activations(mod, target)
     mod = relax.transform.EliminateCommonSubexpr()(mod)  # one quantization for all linears of an input
-    mod = fuse_swiglu(mod)
+    mod = fuse_gate_up(mod)
     mod = fuse_siblings(mod)
     mod = fuse_residual(mod)
     mod = fuse_quantize(mod)

@@ -1,9 +1,9 @@
-"""quantize(f(x)) becomes f with a quantized output, for the producers that can: rms_norm, attention, gate_up_swiglu."""
+"""quantize(f(x)) becomes f with a quantized output, for the producers that can: rms_norm, attention, gate_up."""
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.passes.rewrite import rewrite
 
-PRODUCERS = ("rms_norm", "attention", "gate_up_swiglu")
+PRODUCERS = ("rms_norm", "attention", "gate_up")
 
 
 def fuse_quantize(mod):
@@ -13,6 +13,6 @@ def fuse_quantize(mod):
         value = producer(call.args[1])
         if ops.name_of(value) not in PRODUCERS:
             return None
-        return ops.with_attrs(value, act=call.attrs["act"])
+        return ops.with_attrs(value, layout=call.attrs["layout"])
 
     return rewrite(mod, rule)

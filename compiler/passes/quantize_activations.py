@@ -10,10 +10,10 @@ def quantize_activations(mod, target):
     def rule(call, producer):
         if ops.name_of(call) != "linear":
             return None
-        act = target.act_layout(int(call.attrs["m"]), FORMATS[call.attrs["formats"][0]].kind)
-        if not act:
+        layout = target.act_layout(int(call.attrs["m"]), FORMATS[call.attrs["formats"][0]].kind)
+        if not layout:
             return None
         state, x, *rest = call.args
-        return ops.with_attrs(call, [state, ops.call("quantize", [state, x], act=act), *rest], act=act)
+        return ops.with_attrs(call, [state, ops.call("quantize", [state, x], layout=layout), *rest], layout=layout)
 
     return rewrite(mod, rule)

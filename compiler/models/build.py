@@ -1,0 +1,35 @@
+"""Relax functions of a model: `build_module` lets the architecture's decoder emit each of them."""
+
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+
+from mlc_amd.compiler.models import ARCHITECTURES
+from mlc_amd.compiler.models.graph import Graph
+
+
+@dataclass(frozen=True)
+class FunctionSpec:
+    """One entry point of the compiled model: how many tokens a call takes, and whose logits it gives."""
+
+    name: str
+    m: int
+    all_logits: bool = False
+
+
+def build_module(
+    model, target, functions: list[FunctionSpec], ctx: int
+) -> tuple[tvm.IRModule, dict[str, list[tuple[str, str]]]]:
+    """The module with one Relax function each, and for each function the (kind, name) of its parameters (see
+    `Graph.parameters`)."""
+    bb = relax.BlockBuilder()
+    parameters = {}
+    for spec in functions:
+        with bb.function(spec.name):
+            g = Graph(model, target, spec.m, ctx, spec.all_logits, bb)
+            with bb.dataflow():
+                out = bb.emit_output(ARCHITECTURES[model.config.architecture].decoder(g))
+            bb.emit_func_output(out, params=[var for var, _ in g.parameters.values()])
+        parameters[spec.name] = [(kind, name) for name, (_, kind) in g.parameters.items()]
+    return bb.get(), parameters
