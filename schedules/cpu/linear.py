@@ -17,14 +17,13 @@ from math import prod
 from typing import NamedTuple
 
 from tvm import DataType
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu.isa import QUADS
+from mlc_amd.schedules.cpu.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.load import groups, load, step, zero_point
-from mlc_amd.schedules.cpu.norm import live_tokens
-from mlc_amd.schedules.cpu.planes import BLOCK, ROWS, plane_bytes, planes
+from mlc_amd.schedules.cpu.planes import BLOCK, ROWS, emit_planes, plane_bytes, planes
 from mlc_amd.schedules.cpu.quantize import act_args
 from mlc_amd.schedules.cpu.unpack import Unpacked, unpacked_bytes
 from mlc_amd.schedules.cpu.vector import at, bf16, local, opaque, prefetch, registers, splat, store, widen
@@ -32,45 +31,42 @@ from mlc_amd.schedules.formats import Format, lookup
 
 FLOAT_UNROLL = 4  # columns of a float kernel's loop step, and in decode independent sums
 FLOAT_TOKENS = 8  # tokens of a float kernel's tile: rows of X a power of two apart share the 8 ways of a level 1 cache
-LARGE = 512 << 10  # bytes of weights from which on a decode kernel asks for them earlier
+LARGE = 512 << 10  # bytes of weights from which on a decode kernel prefetches further ahead
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a linear layer of one token, or a gate/up, goes through its weights. No plan changes the order in which a row
-    is summed up.
+    """How a linear layer of one row, or a gate/up, goes through its weights. No plan changes the order of additions.
 
-    unroll  blocks of 32 columns in a step of the loop
-    ahead   bytes that are prefetched ahead of the reads, 0: none
-    near    cache levels that the prefetch fills: 3 all, 2 all but the nearest, 0 only the nearest (it leaves the others
-            to the rest of the model)
+    unroll    blocks of 32 columns in a step of the loop
+    ahead     bytes that are prefetched ahead of the loads, 0: none
+    locality  cache levels that the prefetch fills, see `vector.prefetch`; 0 leaves L2 and L3 to the rest of the model
     """
 
     unroll: int
     ahead: int
-    near: int
+    locality: int
 
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """How a linear layer of many tokens, or a gate/up, shares out its work. No plan changes the order in which a row is
-    summed up.
+    """How a linear layer of many rows, or a gate/up, is divided into tasks and register blocks. No plan changes the
+    order of additions.
 
-    tokens   tokens whose sums are in registers at once, at most a tile of the activations; float formats: at most
-             FLOAT_TOKENS
-    side     of these, tokens whose int8 dot products are worked on in turns, a divisor of `tokens`: independent sums
-             hide the latency of multiply-add instructions where the processor does not look far enough ahead; float
-             formats: of no effect; formats with two scales a block: at most 2, for they need more registers and have
-             two dot products for each token to begin with
-    task     KB of weights of a task, unpacked ones if they are: a share of the L2 cache
-    tasks    fewest tasks, before tasks become smaller than `task`; gate/up: its tasks are always 32 rows of both
-             weights
-    unpack   tiles of tokens from which on int8 weights of a task are unpacked once for all of them, and not for each;
-             0: never
+    tokens      rows whose sums are in registers at once, at most a tile of the activations; float formats: at most
+                FLOAT_TOKENS
+    interleave  of these, rows whose int8 dot products are interleaved, a divisor of `tokens`: independent sums hide the
+                latency of multiply-add instructions where the out-of-order window is too short; float formats: of no
+                effect; formats with two scales a block: at most 2, for they need more registers and have two dot
+                products for each row to begin with
+    task        KB of weights of a task, unpacked ones if they are: a share of the L2 cache
+    tasks       tasks below which they become smaller than `task`; gate/up: its tasks are always 32 rows of both weights
+    unpack      tiles of tokens from which on int8 weights of a task are unpacked once for all of them, and not for
+                each; 0: never
     """
 
     tokens: int
-    side: int
+    interleave: int
     task: int
     tasks: int
     unpack: int
@@ -80,10 +76,12 @@ def default_plan(isa, m, p, segments, k):
     """The plan for m tokens in activation tiles of p and weights of these (format, rows) by k columns: a Plan in decode
     (m = 1), else a PrefillPlan."""
     if m == 1:
-        # What is asked for beyond a thread's share is in vain: it should be little of all.
+        # Prefetches past the end of a thread's share are wasted: they should be few of all.
         large = sum(plane_bytes(fmt, n, k) for fmt, n in segments) >= LARGE
-        return Plan(unroll=1, ahead=isa.ahead * 2 if large else isa.ahead, near=2)
-    return PrefillPlan(tokens=p, side=min(isa.side, p), task=isa.task, tasks=32, unpack=_unpack_choices(isa, m, p)[-1])
+        return Plan(unroll=1, ahead=isa.ahead * 2 if large else isa.ahead, locality=2)
+    return PrefillPlan(
+        tokens=p, interleave=min(isa.interleave, p), task=isa.task, tasks=32, unpack=_unpack_choices(isa, m, p)[-1]
+    )
 
 
 def _unpack_choices(isa, m, p):
@@ -94,10 +92,10 @@ def _unpack_choices(isa, m, p):
 def choices(isa, m, p):
     """Values of the plan's fields to try, by name."""
     if m == 1:
-        return {"unroll": (1, 2, 4), "ahead": (0, 1024, 2048, 4096, 8192, 16384), "near": (0, 2, 3)}
+        return {"unroll": (1, 2, 4), "ahead": (0, 1024, 2048, 4096, 8192, 16384), "locality": (0, 2, 3)}
     return {
         "tokens": tuple(t for t in (4, 8, 16) if t <= p),
-        "side": tuple(t for t in (1, 2, 4, 8) if t <= min(p, isa.registers // 4)),
+        "interleave": tuple(t for t in (1, 2, 4, 8) if t <= min(p, isa.registers // 4)),
         "task": (64, 128, 256, 512, 1024),
         "tasks": (8, 16, 32, 64),
         "unpack": _unpack_choices(isa, m, p),
@@ -135,19 +133,18 @@ def emit_acts(params, p, k):
     )
 
 
-def emit_planes(fmt, n, k, prefix):
-    """Declares the parameters of a weight's planes; their names get the prefix. UserError for planes beyond the reach
-    of 32-bit indices."""
+def weight_args(fmt, n, k, prefix):
+    """`emit_planes`. UserError for planes of more elements than 32-bit indices reach."""
     if max(prod(shape) for shape, _ in planes(fmt, n, k).values()) >= 1 << 31:
         raise UserError(
             f"a weight of {n} x {k} is too large as {fmt.name} for one kernel; use a smaller quantization of the model"
         )
-    return {name: T.arg(prefix + name, T.buffer(shape, dtype)) for name, (shape, dtype) in planes(fmt, n, k).items()}
+    return emit_planes(fmt, n, k, prefix)
 
 
 def token_tiles(state, m, p):
     """The number of token tiles with live tokens, 1 in decode."""
-    return 1 if m == 1 else T.Bind((live_tokens(state, m) + (p - 1)) // p)
+    return 1 if m == 1 else T.Bind((live_rows(state, m) + (p - 1)) // p)
 
 
 def _divisor(limit, count):
@@ -165,9 +162,9 @@ def row_tiles(fmt, n, k, plan):
     return _divisor(min((plan.task << 10) // size, tiles // plan.tasks), tiles)
 
 
-def side_of(fmt, plan):
-    """The plan's `side` for a format."""
-    return min(plan.side, 2) if groups(fmt) > 1 else plan.side
+def interleave_of(fmt, plan):
+    """The plan's `interleave` for a format."""
+    return min(plan.interleave, 2) if groups(fmt) > 1 else plan.interleave
 
 
 def unpacks(fmt, plan):
@@ -177,14 +174,14 @@ def unpacks(fmt, plan):
 
 def emit_tile(fmt: Format, weights, acts: Acts, token_tile, plan, isa, epilogue):
     """16 rows by acts.p tokens. weights: Packed or Unpacked.at. Calls epilogue(i, row, x) per token i of the tile and
-    register: x are the results of isa.lanes rows, from row `row` of the tile on. Prefill handles the registers of a
-    tile one after the other, decode side by side."""
+    register: x are the results of isa.lanes rows, from row `row` of the tile on. Prefill makes one pass for each
+    register of a tile, decode one for all."""
     registers = [r * isa.lanes for r in range(ROWS // isa.lanes)]
-    together, tokens = ([registers], 1) if acts.p == 1 else ([[r] for r in registers], plan.tokens)
+    passes, tokens = ([registers], 1) if acts.p == 1 else ([[r] for r in registers], plan.tokens)
     emit = {"int8": _emit_int8, "float": _emit_float}[fmt.kind]
     if fmt.kind == "float":
         tokens = min(tokens, FLOAT_TOKENS)
-    for rows in together:
+    for rows in passes:
         for first in range(0, acts.p, tokens):
             emit(fmt, weights, acts, token_tile, range(first, min(first + tokens, acts.p)), rows, plan, isa, epilogue)
 
@@ -202,7 +199,7 @@ class Packed(NamedTuple):
         return load(self.fmt, self.bufs, self.tile, row, b, self.isa)
 
     def prefetch(self, b, plan):
-        """Asks for what lies plan.ahead bytes ahead of block b."""
+        """Prefetches the codes plan.ahead bytes ahead of block b."""
         for plane in self.fmt.codes:
             _prefetch(self.bufs[plane], self.tile, b, int(self.bufs[plane].shape[2]), plan)
 
@@ -242,22 +239,22 @@ class _Sums:
 
 
 def _prefetch(buf, tile, block, size, plan):
-    """Asks for `size` elements, plan.ahead bytes ahead of [tile, block, 0]."""
+    """Prefetches `size` elements, plan.ahead bytes ahead of [tile, block, 0]."""
     width = DataType(buf.dtype).bits // 8
     for line in range(0, size if plan.ahead else 0, 64 // width):
-        prefetch(buf, tile, block, line, ahead=plan.ahead // width, near=plan.near)
+        prefetch(buf, tile, block, line, ahead=plan.ahead // width, locality=plan.locality)
 
 
 def _emit_int8(fmt, weights, acts, token_tile, tokens, rows, plan, isa, epilogue):
-    count, side = len(rows), 1 if acts.p == 1 else side_of(fmt, plan)
+    count, interleave = len(rows), 1 if acts.p == 1 else interleave_of(fmt, plan)
     sums = _Sums(len(tokens) * count, isa.lanes)
 
     def block(b):
         if acts.p == 1:
             weights.prefetch(b, plan)
         blocks = [weights.load(row, b) for row in rows]
-        for i in range(0, len(tokens), side):
-            _emit_dots(fmt, blocks, acts, token_tile, b, tokens[i : i + side], sums, i * count, isa)
+        for i in range(0, len(tokens), interleave):
+            _emit_dots(fmt, blocks, acts, token_tile, b, tokens[i : i + interleave], sums, i * count, isa)
 
     unroll = _divisor(plan.unroll, acts.k // BLOCK) if acts.p == 1 else 1
     with T.serial(acts.k // BLOCK // unroll) as b:
@@ -269,7 +266,7 @@ def _emit_int8(fmt, weights, acts, token_tile, tokens, rows, plan, isa, epilogue
 
 
 def _emit_dots(fmt, blocks, acts, token_tile, b, tokens, sums, first, isa):
-    """Adds the products of block b, the tokens' dot products side by side, to `sums` from place `first` on: [token,
+    """Adds the products of block b, the tokens' dot products interleaved, to `sums` from place `first` on: [token,
     register of rows]. blocks: the Block of each register of rows."""
     lanes, parts, size, zero = isa.lanes, groups(fmt), step(fmt, isa), zero_point(fmt, isa)
     # rows of S with d*sum(q) and the bits of -sum(q) of each group
@@ -361,8 +358,8 @@ def _emit_results(fmt, n, weights, bias, residual, Y, acts, tile, token_tile, pl
     if acts.p == 1:
         emit_tile(fmt, weights, acts, token_tile, plan, isa, epilogue)
         return
-    # A loop of its own: LLVM would load the residual's rows, which come from afar, before the products, and keep them
-    # on the stack.
+    # A loop of its own: LLVM would load the residual's rows, which are in no cache, before the products, and spill them
+    # to the stack.
     made = registers(acts.p, ROWS)
     emit_tile(fmt, weights, acts, token_tile, plan, isa, lambda i, row, x: store(made, x, i, at(row, isa.lanes)))
     with T.serial(opaque(T.int32(acts.p))) as i:
@@ -396,20 +393,18 @@ def linear(segments, k, m, p, biases, residual, isa, name, plan=None):
         )
     plan = plan or default_plan(isa, m, p, segments, k)
     padded = [-(-n // ROWS) * ROWS for _, n in segments]
-    with IRBuilder() as ir, T.prim_func(s_tir=True):
-        T.func_name(name)
-        T.func_attr({"tirx.noalias": True, "global_symbol": name})
-        state, params = T.arg("state", T.buffer((4,), "int32")), act_params(m, k, p, kinds.pop())
+    with kernel(name) as (builder, state):
+        params = act_params(m, k, p, kinds.pop())
         weights = []
         for i, ((fmt, n), has_bias) in enumerate(zip(segments, biases, strict=True)):
-            bufs = emit_planes(fmt, n, k, f"W{i}_")
+            bufs = weight_args(fmt, n, k, f"W{i}_")
             weights.append((bufs, T.arg(f"bias{i}", T.buffer((n,), "float32")) if has_bias else None))
         R = T.arg("R", T.buffer((m, padded[0]), "float32")) if residual else None
         outputs = [T.arg(f"Y{i}", T.buffer((m, n), "float32")) for i, n in enumerate(padded)]
         acts = emit_acts(params, p, k)
         # loops of one launch of the thread pool; a loop of one step is none to TVM, and would run in every thread
-        together = len(segments) > 1 and all(_tasks(fmt, n, k, plan) > 1 for fmt, n in segments)
-        with T.attr(T.int32(0), "pragma_parallel_launch_point", 1) if together else nullcontext():
+        one_launch = len(segments) > 1 and all(_tasks(fmt, n, k, plan) > 1 for fmt, n in segments)
+        with T.attr(T.int32(0), "pragma_parallel_launch_point", 1) if one_launch else nullcontext():
             for (fmt, n), (bufs, bias), Y in zip(segments, weights, outputs, strict=True):
                 _emit_segment(fmt, n, bufs, bias, R, Y, acts, state, m, plan, isa)
-    return ir.get()
+    return builder.get()

@@ -5,8 +5,8 @@ Norms and the small kernels around attention have none: together they take two t
 
 from mlc_amd.schedules.cpu import attention_decode, attention_prefill, linear
 from mlc_amd.schedules.cpu.attention import kernel_module
-from mlc_amd.schedules.cpu.attention_block import BLOCK as BLOCK_KEYS
 from mlc_amd.schedules.cpu.attention_block import product_blocks
+from mlc_amd.schedules.cpu.cache import BLOCK as BLOCK_KEYS
 from mlc_amd.schedules.cpu.planes import BLOCK, ROWS
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.tuning.spaces import Kernel, Space
@@ -22,17 +22,17 @@ def _rows_space(segments, k, m, isa, tasks) -> Space:
     def decode(plan) -> Kernel:
         if whole and k // BLOCK % plan.unroll:
             raise ValueError(f"{plan} does not divide {k} columns")
-        ahead = plan.ahead and (plan.ahead, plan.near)
+        ahead = plan.ahead and (plan.ahead, plan.locality)
         return Kernel((plan.unroll if whole else 0, ahead), tasks(plan)[1], 1, plan.ahead)
 
     def prefill(plan) -> Kernel:
         if plan.tokens > p:
             raise ValueError(f"{plan} has more than the {p} tokens of a tile")
-        if plan.tokens % plan.side:
+        if plan.tokens % plan.interleave:
             raise ValueError(f"{plan} does not divide its tokens")
         held, count = tasks(plan)
-        sides = tuple(linear.side_of(fmt, plan) for fmt, _ in segments)
-        tokens = (plan.tokens, sides, plan.unpack) if whole else min(plan.tokens, linear.FLOAT_TOKENS)
+        interleaved = tuple(linear.interleave_of(fmt, plan) for fmt, _ in segments)
+        tokens = (plan.tokens, interleaved, plan.unpack) if whole else min(plan.tokens, linear.FLOAT_TOKENS)
         return Kernel((tokens, held), count, 1, plan.tokens)
 
     return Space(type(default), linear.choices(isa, m, p), default, decode if m == 1 else prefill)
@@ -64,12 +64,12 @@ def _attention(workload, arch) -> Space:
         return tuple((len(mine), vectors) for cut in cuts for mine, vectors in cut)
 
     def decode(plan) -> Kernel:
-        return Kernel((products(plan, m * group), plan.ahead and (plan.ahead, plan.near)), kv_heads, 1, plan.ahead)
+        return Kernel((products(plan, m * group), plan.ahead and (plan.ahead, plan.locality)), kv_heads, 1, plan.ahead)
 
     def prefill(plan) -> Kernel:
         tokens = attention_prefill.tile_tokens(plan, m, group, kv_heads)
         return Kernel(
-            (products(plan, plan.rows), plan.rows, plan.together, plan.convert, tokens),
+            (products(plan, plan.rows), plan.rows, plan.blocks_per_pass, plan.convert, tokens),
             -(-m // tokens) * kv_heads,
             1,
             plan.rows,
