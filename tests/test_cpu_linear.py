@@ -21,7 +21,8 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.schedules.cpu.gate_up import gate_up_swiglu
 from mlc_amd.schedules.cpu.isa import Avx2, AvxVnni, Portable, Vnni512
-from mlc_amd.schedules.cpu.linear import default_plan, linear
+from mlc_amd.schedules.cpu.linear import linear
+from mlc_amd.schedules.cpu.linear_plan import default_plan
 from mlc_amd.schedules.formats import FORMATS, lookup
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call

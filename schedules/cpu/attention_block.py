@@ -17,7 +17,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.attention import LOG2E
 from mlc_amd.schedules.cpu.cache import BLOCK, KeyRange
-from mlc_amd.schedules.cpu.vector import LANES, at, exp2, f32, registers, splat, store, tree_add
+from mlc_amd.schedules.cpu.vector import LANES, at, exp2, f32, largest_divisor, registers, splat, store, tree_add
 
 SPAN = 4  # blocks of a span
 # "Minus infinity" that may be subtracted from itself.
@@ -40,17 +40,12 @@ def accumulator_choices(isa):
     return tuple(isa.registers * n // 8 for n in (2, 3, 4, 5, 6, 7))
 
 
-def _largest_divisor(limit, count):
-    """The largest divisor of `count` that does not exceed `limit`, at least 1."""
-    return next(n for n in range(max(1, min(limit, count)), 0, -1) if count % n == 0)
-
-
 def product_blocks(limit, rows, columns, isa):
     """How a product of that many rows and columns is cut into blocks of at most `limit` accumulators: [(range of rows,
     vectors of columns), ...]."""
     chunks = -(-rows // limit)
     ranges = [range(chunk * rows // chunks, (chunk + 1) * rows // chunks) for chunk in range(chunks)]
-    return [(mine, _largest_divisor(limit // len(mine), columns // isa.lanes)) for mine in ranges]
+    return [(mine, largest_divisor(limit // len(mine), columns // isa.lanes)) for mine in ranges]
 
 
 def emit_product(isa, limit, rows, columns, inner, left, right, start, finish, needed=None):

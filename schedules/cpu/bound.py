@@ -22,11 +22,11 @@ from mlc_amd.schedules.cpu.activation import ACTIVATIONS
 from mlc_amd.schedules.cpu.isa import QUADS
 from mlc_amd.schedules.cpu.load import groups, step
 from mlc_amd.schedules.cpu.planes import BLOCK
-from mlc_amd.schedules.cpu.vector import LANES, at, f32, local, pin, prefetch, reduce, splat, store, widen
+from mlc_amd.schedules.cpu.vector import LANES, LINE, at, f32, local, pin, prefetch, reduce, splat, store, widen
 from mlc_amd.schedules.formats import lookup
 
 AHEAD = (0, 4096, 8192)  # bytes that `reads` prefetches ahead: which is best depends on the machine
-LINE, CHUNK = 64, 4096  # bytes: of a cache line; of a task
+CHUNK = 4096  # bytes of a task
 PAGE = 4096  # bytes: parameters that are smaller are in a cache whatever happens
 TASKS = 240  # of `multiplies`: divides well by any number of threads
 STEPS = 16  # fewest steps of a task

@@ -15,11 +15,11 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.cpu.vector import LANES, at, dtype, f32, opaque, prefetch, registers, splat, store
+from mlc_amd.schedules.cpu.vector import LANES, LINE, at, dtype, f32, opaque, prefetch, registers, splat, store
 
 BLOCK = 64  # keys of a block
 _TILE = 16  # keys that are interleaved in Kc
-_LINE = 32  # elements in a cache line
+_LINE = LINE // 2  # elements in a cache line
 _DTYPE = "float16"
 
 

@@ -10,10 +10,10 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.activation import ACTIVATIONS
 from mlc_amd.schedules.cpu.kernel import kernel
-from mlc_amd.schedules.cpu.linear import (
+from mlc_amd.schedules.cpu.linear_plan import default_plan
+from mlc_amd.schedules.cpu.linear_tile import (
     act_params,
     check_tiles,
-    default_plan,
     emit_acts,
     emit_tile,
     emit_weights,

@@ -10,9 +10,15 @@ import math
 from tvm.tirx.script import builder as T
 
 LANES = 16
+LINE = 64  # bytes of a cache line
 # 2**f = 1 + f*(...) on [0, 1), relative error 2e-7, exactly 1 at 0: coefficients highest power first (minimax fit,
 # Horner form)
 EXP2 = (1.86713011e-3, 9.01703022e-3, 5.57999132e-2, 2.4016445e-1, 6.93151312e-1, 1.0)
+
+
+def largest_divisor(limit, count):
+    """The largest divisor of `count` that does not exceed `limit`, at least 1."""
+    return next(n for n in range(max(1, min(limit, count)), 0, -1) if count % n == 0)
 
 
 def dtype(name, n):
