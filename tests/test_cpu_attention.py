@@ -6,6 +6,7 @@ nor change. All cases of an architecture are compiled together.
 
 import functools
 import os
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,9 +16,12 @@ import tvm
 from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
+from mlc_amd.schedules.attention import Attention, Rope
+from mlc_amd.schedules.cpu import attention_prefill
 from mlc_amd.schedules.cpu.arch import resolve
 from mlc_amd.schedules.cpu.attention import attention
-from mlc_amd.schedules.cpu.rope_kv_write import cache_shapes, rope_kv_write
+from mlc_amd.schedules.cpu.cache import cache_types
+from mlc_amd.schedules.cpu.rope_kv_write import rope_kv_write
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
 
@@ -30,36 +34,82 @@ LOG2E = np.log2(np.e)
 class Attend(NamedTuple):
     """One attention kernel and the (position, live) states that it is run with."""
 
-    heads: int
-    kv_heads: int
-    d: int
-    ctx: int
+    spec: Attention
     states: tuple
     m: int = 1
     p: int = 1
     quantize: bool = False
+    plan: tuple = ()  # (field, value) of prefill's plan that differ from the default
+
+    def kernel(self, isa, name):
+        plan = replace(attention_prefill.default_plan(isa), **dict(self.plan)) if self.plan else None
+        return attention(self.spec, self.m, self.p, self.quantize, isa, name, plan)
 
 
 LENGTHS = tuple((length - 1, 1) for length in (1, 7, 64, 65, 1000, 1024))
+DEEP = ((4000, 1), (4095, 1), (70, 1), (0, 1))
 ATTEND = {
-    "decode group 4": Attend(8, 2, 64, 1024, LENGTHS),
-    "decode group 1": Attend(3, 3, 96, 1024, LENGTHS),
-    "decode group 2": Attend(4, 2, 128, 1024, LENGTHS, quantize=True),
-    "decode group 7": Attend(14, 2, 64, 1024, LENGTHS, quantize=True),
-    "decode group 8": Attend(8, 1, 32, 1024, LENGTHS),
-    "decode group 32": Attend(32, 1, 64, 128, ((99, 1),)),
-    "few group 2": Attend(4, 2, 64, 320, ((0, 4), (61, 4), (250, 2), (316, 4), (63, 1)), 4, 4, True),
-    "few group 7": Attend(7, 1, 96, 576, ((0, 3), (255, 3), (574, 2), (300, 1)), 3),
-    "prefill group 1": Attend(2, 2, 128, 192, ((0, 8), (57, 3), (184, 8)), 8, 16, True),
-    "prefill group 2": Attend(4, 2, 96, 192, ((0, 16), (63, 15), (64, 1), (176, 16)), 16, 4, True),
-    "prefill group 3": Attend(3, 1, 32, 256, ((0, 64), (130, 64), (192, 64), (1, 33)), 64, 8, True),
-    "prefill group 4": Attend(8, 2, 64, 1024, ((0, 64), (65, 50), (960, 64)), 64, 8),
-    "prefill group 8": Attend(16, 2, 64, 320, ((0, 128), (190, 128), (3, 100)), 128, 16),
+    "decode group 4": Attend(Attention(8, 2, 64, 1024), LENGTHS),
+    "decode group 1": Attend(Attention(3, 3, 96, 1024), LENGTHS),
+    "decode group 2": Attend(Attention(4, 2, 128, 1024), LENGTHS, quantize=True),
+    "decode group 7": Attend(Attention(14, 2, 64, 1024), LENGTHS, quantize=True),
+    "decode group 8": Attend(Attention(8, 1, 32, 1024), LENGTHS),
+    "decode group 32": Attend(Attention(32, 1, 64, 128), ((99, 1),)),
+    "few group 2": Attend(
+        Attention(4, 2, 64, 320), ((0, 4), (61, 4), (250, 2), (316, 4), (63, 1)), m=4, p=4, quantize=True
+    ),
+    "few group 7": Attend(Attention(7, 1, 96, 576), ((0, 3), (255, 3), (574, 2), (300, 1)), m=3),
+    "prefill group 1": Attend(Attention(2, 2, 128, 192), ((0, 8), (57, 3), (184, 8)), m=8, p=16, quantize=True),
+    "prefill group 2": Attend(
+        Attention(4, 2, 96, 192), ((0, 16), (63, 15), (64, 1), (176, 16)), m=16, p=4, quantize=True
+    ),
+    "prefill group 3": Attend(
+        Attention(3, 1, 32, 256), ((0, 64), (130, 64), (192, 64), (1, 33)), m=64, p=8, quantize=True
+    ),
+    "prefill group 4": Attend(Attention(8, 2, 64, 1024), ((0, 64), (65, 50), (960, 64)), m=64, p=8),
+    "prefill group 8": Attend(Attention(16, 2, 64, 320), ((0, 128), (190, 128), (3, 100)), m=128, p=16),
+    # a window that lies in one block, that spans blocks, and at depths of many windows
+    "decode window 5": Attend(
+        Attention(4, 2, 64, 256, window=5), tuple((n, 1) for n in (0, 3, 4, 5, 40, 63, 64, 66, 255))
+    ),
+    "decode window 1": Attend(Attention(2, 1, 32, 128, window=1), ((0, 1), (63, 1), (64, 1), (100, 1))),
+    "decode window 100": Attend(Attention(8, 2, 64, 4096, window=100), DEEP, quantize=True),
+    "decode window 700": Attend(Attention(4, 1, 64, 4096, window=700), (*DEEP, (700, 1), (767, 1))),
+    "few window 3": Attend(Attention(4, 2, 64, 320, window=3), ((0, 3), (62, 3), (255, 2), (317, 3)), m=3),
+    "few window 70": Attend(
+        Attention(4, 2, 64, 1024, window=70), ((0, 4), (68, 4), (132, 4), (326, 4), (1020, 4)), m=4, p=4, quantize=True
+    ),
+    "prefill window 10": Attend(
+        Attention(4, 2, 64, 512, window=10), ((0, 16), (4, 16), (60, 16), (250, 9), (496, 16)), 16, 8, True
+    ),
+    "prefill window 100": Attend(Attention(8, 2, 64, 1024, window=100), ((0, 64), (90, 64), (960, 64)), 64, 8),
+    "prefill window in a tile": Attend(
+        Attention(2, 2, 32, 1024, window=40),
+        ((0, 256), (700, 256)),
+        256,
+        16,
+        plan=(("min_rows", 256), ("max_rows", 256)),
+    ),
+    # the other attributes
+    "decode scale": Attend(Attention(4, 2, 64, 256, scale=0.3), ((200, 1),)),
+    "decode softcap": Attend(Attention(8, 2, 64, 1024, softcap=4.0), LENGTHS),
+    "decode sinks": Attend(Attention(8, 2, 64, 1024, sinks=True), LENGTHS),
+    "few sinks": Attend(Attention(8, 2, 64, 1024, sinks=True), ((0, 3), (640, 3)), 3, 3, True),
+    "prefill softcap": Attend(Attention(4, 1, 64, 512, softcap=4.0), ((0, 16), (400, 16)), 16, 8),
+    "prefill sinks": Attend(Attention(8, 2, 64, 1024, sinks=True), ((0, 16), (900, 13)), 16, 8, True),
+    "decode all": Attend(Attention(6, 2, 64, 1024, 0.2, 300, 6.0, True), LENGTHS, quantize=True),
+    "few all": Attend(Attention(6, 2, 64, 1024, 0.2, 300, 6.0, True), ((0, 4), (297, 4), (1020, 4)), 4, 4),
+    "prefill all": Attend(
+        Attention(6, 2, 64, 1024, 0.2, 300, 6.0, True), ((0, 16), (290, 16), (1008, 16)), 16, 8, True
+    ),
 }
-OTHER_ARCHS = ("decode group 4", "decode group 1", "decode group 8", "prefill group 2", "prefill group 3")
+OTHER_ARCHS = (
+    "decode group 4", "decode group 1", "decode group 8", "prefill group 2", "prefill group 3", "decode window 100",
+    "few window 70", "prefill window 10", "decode all", "prefill all",
+)  # fmt: skip
 
 
-class Rope(NamedTuple):
+class Write(NamedTuple):
     """One rope_kv_write kernel."""
 
     heads: int
@@ -69,17 +119,25 @@ class Rope(NamedTuple):
     neox: bool
     rotary: int
     eps: float | None = None
+    scale: float = 0.0
+
+    def kernel(self, isa, name):
+        spec = Attention(self.heads, self.kv_heads, self.d, ROPE_CTX, scale=self.scale)
+        return rope_kv_write(spec, Rope(self.neox, self.rotary, self.eps), self.m, isa, name)
 
 
 ROPE_CTX = 128
 ROPE = {
-    "decode neox": Rope(4, 2, 64, 1, True, 64),
-    "decode interleaved": Rope(4, 2, 64, 1, False, 64),
-    "decode norm": Rope(4, 4, 128, 1, True, 128, 1e-6),
-    "prefill neox partial": Rope(3, 1, 96, 16, True, 48),
-    "prefill interleaved partial": Rope(2, 1, 64, 16, False, 24),
-    "prefill norm": Rope(2, 2, 32, 16, False, 32, 1e-5),
-    "prefill narrow": Rope(2, 1, 32, 8, True, 20),
+    "decode neox": Write(4, 2, 64, 1, True, 64),
+    "decode interleaved": Write(4, 2, 64, 1, False, 64),
+    "decode norm": Write(4, 4, 128, 1, True, 128, 1e-6),
+    "prefill neox partial": Write(3, 1, 96, 16, True, 48),
+    "prefill interleaved partial": Write(2, 1, 64, 16, False, 24),
+    "prefill norm": Write(2, 2, 32, 16, False, 32, 1e-5),
+    "prefill narrow": Write(2, 1, 32, 8, True, 20),
+    "decode unrotated": Write(4, 2, 64, 1, True, 0),
+    "prefill unrotated norm": Write(2, 1, 96, 8, True, 0, 1e-5),
+    "prefill scale": Write(2, 1, 64, 4, True, 64, scale=0.25),
 }
 
 
@@ -88,14 +146,8 @@ def kernels(arch):
     """The compiled cases of an architecture."""
     isa, target = resolve(arch).isa, resolve(arch).target
     names = ATTEND if arch == ARCHS[0] else OTHER_ARCHS
-    funcs = {
-        n: attention(*ATTEND[n][:4], ATTEND[n].m, ATTEND[n].p, ATTEND[n].quantize, isa, n.replace(" ", "_"))
-        for n in names
-    }
-    for n, c in ROPE.items():
-        funcs[n] = rope_kv_write(
-            c.heads, c.kv_heads, c.d, ROPE_CTX, c.m, c.neox, c.rotary, c.eps, isa, "rope_" + n.replace(" ", "_")
-        )
+    funcs = {n: ATTEND[n].kernel(isa, n.replace(" ", "_")) for n in names}
+    funcs |= {n: c.kernel(isa, "rope_" + n.replace(" ", "_")) for n, c in ROPE.items()}
     mod = build_module({f.attrs["global_symbol"]: f for f in funcs.values()}, target)
     return {n: mod[f.attrs["global_symbol"]] for n, f in funcs.items()}
 
@@ -108,12 +160,18 @@ def state(position, live):
     return tensor(np.array([position, live, 0, 0], np.int32))
 
 
-def attention_reference(q, k, v, position):
-    """q [live, heads, d], in natural units; k, v [kv_heads, keys, d]: [live, heads * d], all float64."""
+def attention_reference(spec, q, k, v, sinks, position):
+    """q [live, heads, d] unscaled, k, v [kv_heads, keys, d], sinks [heads]: [live, heads * d], all float64."""
     live, heads, d = q.shape
     rows = q.reshape(live, len(k), -1, d)
-    scores = np.einsum("thgd,hnd->thgn", rows, k) / np.sqrt(d)
-    scores = np.where(np.arange(k.shape[1]) <= position + np.arange(live)[:, None, None, None], scores, -np.inf)
+    scores = np.einsum("thgd,hnd->thgn", rows, k) * (spec.scale or 1 / np.sqrt(d))
+    if spec.softcap:
+        scores = spec.softcap * np.tanh(scores / spec.softcap)
+    back = position + np.arange(live)[:, None, None, None] - np.arange(k.shape[1])  # keys between the row and the key
+    scores = np.where((back >= 0) & (back < (spec.window or k.shape[1])), scores, -np.inf)
+    if spec.sinks:
+        logits = np.broadcast_to(sinks.reshape(1, len(k), -1, 1), (*scores.shape[:3], 1))
+        scores, v = np.concatenate([scores, logits], -1), np.concatenate([v, 0 * v[:, :1]], 1)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("thgn,hnd->thgd", weights / weights.sum(-1, keepdims=True), v).reshape(live, heads * d)
 
@@ -128,17 +186,26 @@ def dequantize(A, S, m):
 ATTEND_CASES = [(arch, name) for arch in ARCHS for name in (ATTEND if arch == ARCHS[0] else OTHER_ARCHS)]
 
 
+def caches(k, v):
+    """Kc and Vc of k, v [kv_heads, ctx, d]."""
+    kv_heads, ctx, d = k.shape
+    return tensor(k.reshape(kv_heads, ctx // 16, 16, d).transpose(0, 1, 3, 2)), tensor(v)
+
+
 @pytest.mark.parametrize(("arch", "name"), ATTEND_CASES)
 def test_attention(arch, name):
-    heads, kv_heads, d, ctx, states, m, p, quantize = ATTEND[name]
-    rng = np.random.default_rng(1)
+    spec, states, m, p, quantize, _ = ATTEND[name]
+    heads, d, rng = spec.heads, spec.d, np.random.default_rng(1)
     q = rng.standard_normal((m, heads, d)).astype(np.float32) * 2
+    sinks = (rng.standard_normal(heads) * 2 + 5).astype(np.float32)
     for position, live in states:
-        k, v = (rng.standard_normal((kv_heads, ctx, d)).astype(np.float16) for _ in "kv")
+        k, v = (rng.standard_normal((spec.kv_heads, spec.ctx, d)).astype(np.float16) for _ in "kv")
+        exact = [x[:, : position + live].astype(np.float64) for x in (k, v)]
         k[:, position + live :] = STALE * 100
         v[:, position + live :] = STALE * 10000
-        keys, values = tensor(k.reshape(kv_heads, ctx // 16, 16, d).transpose(0, 1, 3, 2)), tensor(v)
-        queries = (q * (LOG2E / np.sqrt(d))).astype(np.float32)
+        unseen = max(0, position - spec.window + 1) // 64 * 64 if spec.window else 0
+        k[:, :unseen] = v[:, :unseen] = np.nan  # blocks that no row sees must not be read
+        queries = (q * (LOG2E * (spec.scale or 1 / np.sqrt(d)))).astype(np.float32)
         queries[live:] = np.nan
         columns = heads * d
         if quantize:
@@ -150,10 +217,9 @@ def test_attention(arch, name):
             out = (A, S)
         else:
             out = (tensor(np.full((m, columns), LEFT, np.float32)),)
-        kernels(arch)[name](state(position, live), tensor(queries), keys, values, *out)
-        expected = attention_reference(
-            q[:live].astype(np.float64), *(x[:, : position + live].astype(np.float64) for x in (k, v)), position
-        )
+        inputs = [tensor(queries), *caches(k, v), *([tensor(sinks)] if spec.sinks else [])]
+        kernels(arch)[name](state(position, live), *inputs, *out)
+        expected = attention_reference(spec, q[:live].astype(np.float64), *exact, sinks.astype(np.float64), position)
         scale = np.abs(expected).max()
         if quantize:
             got, step = dequantize(A.numpy(), S.numpy(), live)
@@ -167,22 +233,28 @@ def test_attention(arch, name):
             assert (got[live:] == LEFT).all()
 
 
+@pytest.mark.parametrize(
+    ("attributes", "position"),
+    # the windows of a chunk of 16 begin in one span, those of its last rows in the next
+    [({}, 505), ({"window": 189}, 690), ({"window": 189, "softcap": 5.0, "sinks": True}, 690)],
+    ids=["causal", "window", "all"],
+)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_token_gets_the_same_bits_in_any_chunk(arch):
-    heads, kv_heads, d, ctx, tokens, position = 4, 2, 64, 576, 16, 505
-    isa, target, chunks = resolve(arch).isa, resolve(arch).target, (1, 4, 16)
-    module = build_module(
-        {f"chunk_{m}": attention(heads, kv_heads, d, ctx, m, m, False, isa, f"chunk_{m}") for m in chunks}, target
-    )
+def test_a_token_gets_the_same_bits_in_any_chunk(arch, attributes, position):
+    spec, tokens, chunks = Attention(4, 2, 64, 768, **attributes), 16, (1, 4, 16)
+    isa, target = resolve(arch).isa, resolve(arch).target
+    module = build_module({f"chunk_{m}": attention(spec, m, m, False, isa, f"chunk_{m}") for m in chunks}, target)
     rng = np.random.default_rng(3)
-    q = rng.standard_normal((tokens, heads, d)).astype(np.float32)
-    caches = [tensor(rng.standard_normal(shape).astype(np.float16)) for shape in cache_shapes(kv_heads, ctx, d)]
+    q = rng.standard_normal((tokens, spec.heads, spec.d)).astype(np.float32)
+    inputs = [*caches(*rng.standard_normal((2, spec.kv_heads, spec.ctx, spec.d)).astype(np.float16))]
+    if spec.sinks:
+        inputs.append(tensor(np.array([-np.inf, 0.3, 1.7, 30], np.float32)))
     results = []
     for m in chunks:
         rows = []
         for first in range(0, tokens, m):
-            out = tensor(np.zeros((m, heads * d), np.float32))
-            module[f"chunk_{m}"](state(position + first, m), tensor(q[first : first + m]), *caches, out)
+            out = tensor(np.zeros((m, spec.heads * spec.d), np.float32))
+            module[f"chunk_{m}"](state(position + first, m), tensor(q[first : first + m]), *inputs, out)
             rows.append(out.numpy())
         results.append(np.concatenate(rows))
     assert all(np.array_equal(result, results[0]) for result in results) and np.abs(results[0]).min() > 0
@@ -204,13 +276,14 @@ def rope_reference(x, cs, neox, rotary, eps, weight):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", ROPE)
 def test_rope_kv_write(arch, name):
-    heads, kv_heads, d, m, neox, rotary, eps = ROPE[name]
+    heads, kv_heads, d, m, neox, rotary, eps, scale = ROPE[name]
     rng = np.random.default_rng(2)
-    angles = np.arange(ROPE_CTX)[:, None] * 10000.0 ** (-np.arange(rotary // 2) / (rotary // 2))
+    angles = np.arange(ROPE_CTX)[:, None] * 10000.0 ** (-np.arange(rotary // 2) / max(1, rotary // 2))
     cs = np.stack([np.cos(angles), np.sin(angles)], -1).reshape(ROPE_CTX, rotary).astype(np.float32)
     q, k, v = (rng.standard_normal((m, h * d)).astype(np.float32) for h in (heads, kv_heads, kv_heads))
     norms = [] if eps is None else [rng.standard_normal(d).astype(np.float32) for _ in range(2)]
     qn, kn = norms or (None, None)
+    tables = [cs] if rotary else []
     states = {
         (0, m),
         (5, max(1, m - 3)),
@@ -219,11 +292,12 @@ def test_rope_kv_write(arch, name):
     }  # the last one has no room for more than one token
     for position, live in states:
         written = min(live, ROPE_CTX - position)
-        Kc, Vc = (tensor(np.full(shape, STALE, np.float16)) for shape in cache_shapes(kv_heads, ROPE_CTX, d))
+        Kc, Vc = caches(*np.full((2, kv_heads, ROPE_CTX, d), STALE, np.float16))
         Qo = tensor(np.full((m, heads, d), LEFT, np.float32))
-        kernels(arch)[name](state(position, live), *map(tensor, (q, k, v, *norms, cs)), Kc, Vc, Qo)
+        kernels(arch)[name](state(position, live), *map(tensor, (q, k, v, *norms, *tables)), Kc, Vc, Qo)
         rows = cs[position : position + written]
-        expected = rope_reference(q.reshape(m, heads, d)[:written], rows, neox, rotary, eps, qn) * LOG2E / np.sqrt(d)
+        expected = rope_reference(q.reshape(m, heads, d)[:written], rows, neox, rotary, eps, qn)
+        expected *= LOG2E * (scale or 1 / np.sqrt(d))
         np.testing.assert_allclose(Qo.numpy()[:written], expected, rtol=0, atol=2e-6)
         assert (Qo.numpy()[written:] == LEFT).all()
         got_k = Kc.numpy().transpose(0, 1, 3, 2).reshape(kv_heads, ROPE_CTX, d)
@@ -238,9 +312,9 @@ def test_rope_kv_write(arch, name):
 @pytest.mark.parametrize(("ctx", "d"), [(100, 64), (128, 80)])
 def test_shapes_that_do_not_fit_are_refused(ctx, d):
     with pytest.raises(UserError, match="multiples"):
-        cache_shapes(2, ctx, d)
+        cache_types(2, ctx, d)
 
 
 def test_odd_rotary_is_refused():
     with pytest.raises(UserError, match="even"):
-        rope_kv_write(2, 1, 64, 128, 1, True, 33, None, resolve("native").isa, "rope")
+        Write(2, 1, 64, 1, True, 33).kernel(resolve("native").isa, "rope")

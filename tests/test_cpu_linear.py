@@ -21,7 +21,8 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.schedules.cpu.gate_up import gate_up_swiglu
 from mlc_amd.schedules.cpu.isa import Avx2, AvxVnni, Portable, Vnni512
-from mlc_amd.schedules.cpu.linear import default_plan, linear
+from mlc_amd.schedules.cpu.linear import linear
+from mlc_amd.schedules.cpu.linear_plan import default_plan
 from mlc_amd.schedules.formats import FORMATS, lookup
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
@@ -101,14 +102,25 @@ def _cases(isa):
     return cases
 
 
-# name -> (gate format, up format, m, p, quantize)
+# name -> (gate format, up format, m, p, quantize, activation)
 SWIGLU = {
-    "int8-decode": ("q4_k", "q6_k", 1, 1, True),
-    "int8-prefill": ("q4_0", "q4_0", 16, 8, True),
-    "int8-decode-f32": ("q8_0", "q8_0", 1, 1, False),
-    "int8-prefill-f32": ("q6_k", "q4_k", 16, 4, False),
-    "float-decode": ("f16", "f16", 1, 1, True),
-    "float-prefill": ("bf16", "f32", 16, 8, False),
+    "int8-decode": ("q4_k", "q6_k", 1, 1, True, "silu"),
+    "int8-prefill": ("q4_0", "q4_0", 16, 8, True, "silu"),
+    "int8-decode-f32": ("q8_0", "q8_0", 1, 1, False, "silu"),
+    "int8-prefill-f32": ("q6_k", "q4_k", 16, 4, False, "silu"),
+    "float-decode": ("f16", "f16", 1, 1, True, "silu"),
+    "float-prefill": ("bf16", "f32", 16, 8, False, "silu"),
+    "gelu-decode": ("q4_0", "q4_0", 1, 1, True, "gelu"),
+    "gelu-prefill": ("f16", "f16", 16, 8, False, "gelu"),
+    "relu-prefill": ("q8_0", "q8_0", 4, 4, False, "relu"),
+    "relu_sq-decode": ("q8_0", "q8_0", 1, 1, False, "relu_sq"),
+}
+# GGML's definitions, in float64
+ACTIVATIONS = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": lambda x: 0.5 * x * (1 + np.tanh(0.79788456080286535588 * x * (1 + 0.044715 * x * x))),
+    "relu": lambda x: np.maximum(x, 0),
+    "relu_sq": lambda x: np.maximum(x, 0) ** 2,
 }
 F, SWIGLU_K = 96, 256
 # Where kernels are only compiled, those of a sample of formats are. AvxVnni's two machines share them: each compiles
@@ -126,10 +138,10 @@ def library(machine):
         else {f"{name}-{step}" for name in set(INT8) - set(SAMPLE) for step in ("decode", "prefill")}
     )
     kernels = {n: case.kernel(isa, n.replace("-", "_")) for n, case in _cases(isa).items() if n not in rest}
-    for n, (gate, up, m, p, quantize) in SWIGLU.items():
+    for n, (gate, up, m, p, quantize, act) in SWIGLU.items():
         p = min(p, isa.tokens)
         kernels[f"swiglu-{n}"] = gate_up_swiglu(
-            gate, up, F, SWIGLU_K, m, p, quantize, isa, f"swiglu-{n}".replace("-", "_")
+            gate, up, F, SWIGLU_K, m, p, quantize, isa, f"swiglu-{n}".replace("-", "_"), act=act
         )
     if machine in COMPILE_ONLY and machine in HALVES_OF_KERNELS:
         # decode and prefill alternate: of one format the one, of the next the other
@@ -244,13 +256,13 @@ def test_linear_computes_live_tiles_only(machine, name, live):
 @pytest.mark.parametrize("name", SWIGLU)
 @pytest.mark.parametrize("machine", RUNNABLE)
 def test_gate_up_swiglu(machine, name):
-    gate, up, m, p, quantize = SWIGLU[name]
+    gate, up, m, p, quantize, act = SWIGLU[name]
     p = min(p, MACHINES[machine].isa.tokens)
     (gate_planes, g), (up_planes, u) = weights(gate, F, SWIGLU_K, 1), weights(up, F, SWIGLU_K, 2)
     # gates of a size at which the sigmoid bends
     inputs, x = activations(FORMATS[gate].kind, m, SWIGLU_K, p, scale=3 / np.sqrt((g**2).sum(1).mean()))
     g, u = (x.astype(np.float64) @ w.astype(np.float64).T for w in (g, u))
-    expected = g / (1 + np.exp(-g)) * u
+    expected = ACTIVATIONS[act](g) * u
     outputs = quantized(np.ones((m, F), np.float32), p)[0] if quantize else (np.full((m, F), np.nan, np.float32),)
     results = call(machine, f"swiglu-{name}", state(m), *inputs, *gate_planes.values(), *up_planes.values(), *outputs)[
         -len(outputs) :

@@ -27,7 +27,7 @@ EPS, LEFT = 1e-5, 7.0  # LEFT: what outputs hold before a kernel runs
 #        m, k, p, live
 CHUNKS = ((1, 2048, 1, 1), (16, 256, 4, 16), (16, 96, 8, 5), (8, 64, 16, 8))
 VOCAB, COLUMNS, ODD_COLUMNS = 37, 512, 100
-EMBED_M = 5
+EMBED_M, SCALE = 5, 45.25
 
 
 @functools.cache
@@ -43,6 +43,7 @@ def kernels(arch):
         ]
     funcs += [embed(fmt, VOCAB, COLUMNS, m, f"embed_{fmt}_{m}") for fmt in FORMATS for m in (1, EMBED_M)]
     funcs += [embed("f32", VOCAB, ODD_COLUMNS, EMBED_M, "embed_odd")]
+    funcs += [embed("q4_k", VOCAB, COLUMNS, EMBED_M, "embed_scaled", scale=SCALE)]
     return build_module({f.attrs["global_symbol"]: f for f in funcs}, resolve(arch).target)
 
 
@@ -147,6 +148,14 @@ def test_embed_of_a_float_table_takes_any_number_of_columns():
     X, tokens = tensor(np.zeros((EMBED_M, ODD_COLUMNS), np.float32)), np.array([3, 36, 0, 17, 16], np.int32)
     kernels(ARCHS[-1])["embed_odd"](state(EMBED_M), tensor(tokens), *weights, X)
     assert (X.numpy() == table[tokens]).all()
+
+
+def test_embed_scales_rows():
+    raw, table = table_bytes("q4_k", np.random.default_rng(5))
+    weights = [tensor(plane) for plane in repack("q4_k", raw.view(np.uint8), COLUMNS).values()]
+    X, tokens = tensor(np.zeros((EMBED_M, COLUMNS), np.float32)), np.array([3, 36, 0, 17, 16], np.int32)
+    kernels(ARCHS[-1])["embed_scaled"](state(EMBED_M), tensor(tokens), *weights, X)
+    np.testing.assert_allclose(X.numpy(), table[tokens] * np.float32(SCALE), rtol=1e-6)
 
 
 def test_columns_that_do_not_fit_are_refused():

@@ -17,8 +17,10 @@ from mlc_amd.compiler.codegen.target import Target
 from mlc_amd.compiler.models.config import AttentionConfig
 from mlc_amd.runtime import devices
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.attention import Attention, Rope
 from mlc_amd.schedules.cpu import arch as archs
 from mlc_amd.schedules.cpu.attention import attention
+from mlc_amd.schedules.cpu.cache import cache_types
 from mlc_amd.schedules.cpu.embed import embed
 from mlc_amd.schedules.cpu.gate_up import gate_up_swiglu
 from mlc_amd.schedules.cpu.linear import linear
@@ -61,9 +63,7 @@ class CpuTarget(Target):
         return f"tiles:{self._tile(m)}" if kind == "int8" else ""
 
     def cache_types(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Keys: 16 of them side by side for each element; values: as they come (see schedules/cpu/rope_kv_write.py)."""
-        heads, d = attention.kv_heads, attention.head_dim
-        return {"k": ((heads, ctx // 16, d, 16), "float16"), "v": ((heads, ctx, d), "float16")}
+        return cache_types(attention.kv_heads, ctx, attention.head_dim)
 
     @property
     def description(self) -> dict:
@@ -78,11 +78,11 @@ class CpuTarget(Target):
     # ---- kernels
 
     def _tile(self, m: int) -> int:
-        """Tokens that a kernel works on together, whether their activations are laid out so or not."""
+        """Rows of an activation tile, also of kernels whose activations are not laid out in tiles."""
         return min(m, self.isa.tokens)
 
-    def make_embed(self, fmt, vocab, k, m, name, plan=None):
-        return embed(fmt, vocab, k, m, name)
+    def make_embed(self, fmt, vocab, k, m, name, plan=None, scale=1.0):
+        return embed(fmt, vocab, k, m, name, scale)
 
     def make_rms_norm(self, k, m, eps, act, row, name, plan=None):
         return rms_norm(k, m, eps, self._tile(m), bool(act), row, self.isa, name)
@@ -93,14 +93,18 @@ class CpuTarget(Target):
     def make_linear(self, segments, k, m, act, biases, residual, name, plan=None):
         return linear(segments, k, m, self._tile(m), biases, residual, self.isa, name, plan)
 
-    def make_gate_up_swiglu(self, gate, up, n, k, m, act_in, act_out, name, plan=None):
-        return gate_up_swiglu(gate, up, n, k, m, self._tile(m), bool(act_out), self.isa, name, plan)
+    def make_gate_up_swiglu(self, gate, up, n, k, m, act_in, act_out, name, plan=None, act_fn="silu"):
+        return gate_up_swiglu(gate, up, n, k, m, self._tile(m), bool(act_out), self.isa, name, plan, act_fn)
 
-    def make_rope_kv_write(self, heads, kv_heads, d, ctx, m, neox, rotary, eps, name, plan=None):
-        return rope_kv_write(heads, kv_heads, d, ctx, m, neox, rotary, eps, self.isa, name)
+    def make_rope_kv_write(self, heads, kv_heads, d, ctx, m, neox, rotary, eps, name, plan=None, **attributes):
+        """attributes: those of `Attention` that a layer sets (scale, window, softcap, sinks)."""
+        spec, rope = Attention(heads, kv_heads, d, ctx, **attributes), Rope(neox, rotary, eps)
+        return rope_kv_write(spec, rope, m, self.isa, name)
 
-    def make_attention(self, heads, kv_heads, d, ctx, m, act, name, plan=None):
-        return attention(heads, kv_heads, d, ctx, m, self._tile(m), bool(act), self.isa, name, plan)
+    def make_attention(self, heads, kv_heads, d, ctx, m, act, name, plan=None, **attributes):
+        """attributes: as for `make_rope_kv_write`."""
+        spec = Attention(heads, kv_heads, d, ctx, **attributes)
+        return attention(spec, m, self._tile(m), bool(act), self.isa, name, plan)
 
     # ---- compilation
 

@@ -1,30 +1,52 @@
-"""Attention on the CPU: the kernel for one token or a few (`attention_decode.py`) or for a chunk of tokens
+"""Attention on the CPU: the kernel for one row or a few (`attention_decode.py`) or for a chunk
 (`attention_prefill.py`).
 
-Both take the rotated queries and the caches that `rope_kv_write.py` wrote, and give the heads' outputs, float32 or int8
-blocks.
+Both take the rotated and scaled queries and the caches that `rope_kv_write.py` wrote, and give the heads' outputs,
+float32 or int8 blocks.
 """
 
+from typing import NamedTuple
+
 from tvm import tirx
+from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.cpu import attention_decode, attention_prefill
+from mlc_amd.schedules.cpu.cache import Cache
+from mlc_amd.schedules.cpu.kernel import kernel
+from mlc_amd.schedules.cpu.quantize import Output
 
-FEW = 4  # tokens that decode's kernel serves, too: too few for tasks of their own
-ROWS = 64  # ... if tokens times heads of a group are not more, for its products are unrolled
+FEW = 4  # rows that decode's kernel serves, too: too few for tasks of their own
+FEW_QUERIES = 64  # ... if rows times heads of a group are not more: its products are unrolled over them
+
+
+class Args(NamedTuple):
+    """A kernel's parameters as buffers."""
+
+    state: object  # int32 [4]
+    Q: object  # float32 [m, heads, d]: rotated, scaled by Attention.query_scale
+    cache: Cache
+    sinks: object  # float32 [heads], or None
+    output: Output  # [m, heads*d]
 
 
 def kernel_module(m, group):
-    """The module of the kernel for m tokens and groups of so many heads."""
-    return attention_decode if m == 1 or (m <= FEW and m * group <= ROWS) else attention_prefill
+    """The module of the kernel for m rows and groups of so many heads."""
+    return attention_decode if m == 1 or (m <= FEW and m * group <= FEW_QUERIES) else attention_prefill
 
 
-def attention(heads, kv_heads, d, ctx, m, p, quantize, isa, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], Qo float32 [m, heads, d], Kc float16 [kv_heads, ctx/16, d, 16], Vc float16 [kv_heads,
-    ctx, d], then A, S of [m, heads*d] in tiles of p tokens if `quantize`, else O float32 [m, heads*d]).
+def attention(spec: Attention, m, p, quantize, isa, name, plan=None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], Qo float32 [m, heads, d], Kc, Vc as in `cache.py`, [Sinks float32 [heads] if spec.sinks],
+    then A, S of [m, heads*d] in tiles of p rows if `quantize`, else O float32 [m, heads*d]).
 
-    Causal: token i sees the keys 0 .. state[0] + i. plan: of the module that makes the kernel; None: its default.
-    UserError unless 64 divides ctx and 32 divides d.
+    Rows that are not live, or have no place in the cache, are left out (a single row of m = 1 takes the last place).
+    plan: of the `kernel_module`'s type; None: its default. UserError for shapes that `cache_types` refuses.
     """
-    few = kernel_module(m, heads // kv_heads) is attention_decode
-    emit = attention_decode.attention_decode if few else attention_prefill.attention_prefill
-    return emit(heads, kv_heads, d, ctx, m, p, quantize, isa, name, plan)
+    module = kernel_module(m, spec.group)
+    with kernel(name) as (builder, state):
+        Q = T.arg("Qo", T.buffer((m, spec.heads, spec.d), "float32"))
+        cache = Cache(spec.kv_heads, spec.ctx, spec.d, isa)
+        sinks = T.arg("Sinks", T.buffer((spec.heads,), "float32")) if spec.sinks else None
+        args = Args(state, Q, cache, sinks, Output(m, spec.heads * spec.d, p, quantize, "O"))
+        module.emit_attention(spec, m, args, isa, plan or module.default_plan(isa))
+    return builder.get()

@@ -1,24 +1,25 @@
-"""What the attention kernels are made of: products in register blocks, and online softmax over blocks of 64 keys in
-spans of 256.
+"""What both attention kernels are made of: matrix products in register blocks, and online softmax over blocks of 64
+keys in spans of 256.
 
-A row is one query of one head. Its scores are powers of two (log2(e) is in the query already). Besides its output so
-far a kernel keeps
+A softmax row is one query of one head. Its scores are exponents of two: log2(e) is in the query already. Besides its
+output so far a kernel keeps per row
     top[row]            the largest score so far
-    total[row, lanes]   the sum of 2**(score - top) so far, still spread over a vector's lanes
-A larger score shrinks what came before by 2**(old top - new top).
+    total[row, lanes]   the sum of 2**(score - top) so far, as partial sums in a vector's lanes
+A larger score rescales what came before by 2**(old top - new top).
 
-Each span starts afresh and is then joined to the ones before it, in order. Decode works on spans side by side and
-prefill on one after the other, yet both round alike: a token's output has the same bits whichever kernel made it. What
-a row does not see changes nothing, to the bit, because 2**0 is exactly 1.
+Each span of keys is reduced on its own and then joined to the ones before it, in order. Decode runs spans in parallel
+and prefill one after the other, yet both round alike: a row's output has the same bits whichever kernel made it. Keys
+that a row does not see change nothing, to the bit, because 2**0 is exactly 1; so blocks and spans that it does not see
+may be skipped or not.
 """
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.vector import LANES, at, exp2, f32, registers, splat, store, tree_add
+from mlc_amd.schedules.attention import LOG2E
+from mlc_amd.schedules.cpu.cache import BLOCK, KeyRange
+from mlc_amd.schedules.cpu.vector import LANES, at, exp2, f32, largest_divisor, registers, splat, store, tree_add
 
-BLOCK = 64  # keys between two looks at the maximum
 SPAN = 4  # blocks of a span
-LINE = 32  # float16 of the caches in a cache line
 # "Minus infinity" that may be subtracted from itself.
 LOWEST = -1e30
 
@@ -29,40 +30,35 @@ def scratch(*shape):
 
 
 def accumulators(isa):
-    """Registers that a loop may add to: by default three quarters of the machine's, which leaves room for its
+    """Accumulator registers of a product: by default three quarters of the machine's, which leaves room for the
     operands."""
     return isa.registers * 3 // 4
 
 
 def accumulator_choices(isa):
-    """Other numbers of registers to try."""
+    """Other numbers of accumulator registers to try."""
     return tuple(isa.registers * n // 8 for n in (2, 3, 4, 5, 6, 7))
 
 
-def _widest(limit, count):
-    """The largest divisor of `count` that does not exceed `limit`, at least 1."""
-    return next(n for n in range(max(1, min(limit, count)), 0, -1) if count % n == 0)
-
-
-def product_blocks(most, rows, columns, isa):
-    """How a product with that many rows and columns is cut up for `most` registers: [(range of rows, vectors of
-    columns), ...]."""
-    chunks = -(-rows // most)
+def product_blocks(limit, rows, columns, isa):
+    """How a product of that many rows and columns is cut into blocks of at most `limit` accumulators: [(range of rows,
+    vectors of columns), ...]."""
+    chunks = -(-rows // limit)
     ranges = [range(chunk * rows // chunks, (chunk + 1) * rows // chunks) for chunk in range(chunks)]
-    return [(mine, _widest(most // len(mine), columns // isa.lanes)) for mine in ranges]
+    return [(mine, largest_divisor(limit // len(mine), columns // isa.lanes)) for mine in ranges]
 
 
-def emit_product(isa, most, rows, columns, inner, left, right, start, finish, needed=None):
+def emit_product(isa, limit, rows, columns, inner, left, right, start, finish, needed=None):
     """A matrix product: finish(row, column, x) for all rows and columns, x = start(row, column) + sum of left(row, i) *
     right(i, column).
 
     Here `column` is the first of isa.lanes columns that a vector holds, i counts to `inner`, which may be an
     expression, and left gives scalars. right is called with a list of columns and gives the list of their vectors. Rows
-    are unrolled, in chunks that fit `most` registers. needed: an expression, of how many columns the results are
+    are unrolled, in chunks that fit `limit` accumulators. needed: an expression, of how many columns the results are
     needed; None: of all.
     """
     lanes = isa.lanes
-    for mine, vectors in product_blocks(most, rows, columns, isa):
+    for mine, vectors in product_blocks(limit, rows, columns, isa):
         width = vectors * lanes
         with T.serial(columns // width if needed is None else (needed + width - 1) // width) as slab:
             sums = {row: registers(vectors * lanes) for row in mine}
@@ -81,9 +77,25 @@ def emit_product(isa, most, rows, columns, inner, left, right, start, finish, ne
                     finish(row, column, sums[row][lane])
 
 
+def capped(x, softcap, isa):
+    """A vector of scores after softcap (0: none): softcap * tanh(s / softcap) of s = x / log2(e), again as an exponent
+    of two. A difference comes last: a product could become one operation with the next, in one kernel and not in
+    another."""
+    if not softcap:
+        return x
+    n, limit = isa.lanes, softcap * LOG2E
+    return f32(limit, n) - f32(2 * limit, n) / (isa.exp2(x * f32(2 / softcap, n), n) + f32(1.0, n))
+
+
+def sink_score(sink):
+    """A sink's logit as an exponent of two. The maximum keeps -inf finite, and the product apart from the subtraction
+    that follows: as one operation they would round otherwise."""
+    return T.max(sink * T.float32(LOG2E), T.float32(LOWEST))
+
+
 def tree_max(x, n):
-    """The largest lane of a float32 vector, halves compared with halves, as fast as `tree_add` (llvm.vector.reduce.fmax
-    minds NaNs)."""
+    """The largest lane of a float32 vector by comparing halves, as fast as `tree_add` (llvm.vector.reduce.fmax handles
+    NaNs, which costs instructions)."""
     while n > 1:
         n //= 2
         low, high = (T.Shuffle([x], [T.int32(i + h * n) for i in range(n)]) for h in (0, 1))
@@ -91,8 +103,18 @@ def tree_max(x, n):
     return x
 
 
+def span_blocks(span, first_block, blocks):
+    """(first, number) of a span's blocks among first_block .. blocks-1, where it has one. first_block: the int 0 or an
+    expression."""
+    start = span * SPAN
+    if isinstance(first_block, int):
+        return start, T.min(blocks - start, T.int32(SPAN))
+    first = T.Bind(T.max(start, first_block))
+    return first, T.min(blocks, start + SPAN) - first
+
+
 def emit_start(top, total, out, rows, d, lanes):
-    """What rows 0 .. rows-1 keep, before the first block: out is float32 [rows, d]."""
+    """The state of rows 0 .. rows-1 before the first block: out is float32 [rows, d]."""
     with T.serial(rows) as row:
         store(top, T.float32(LOWEST), row)
         store(total, f32(0.0, lanes), row, at(0, lanes))
@@ -100,21 +122,10 @@ def emit_start(top, total, out, rows, d, lanes):
             store(out, f32(0.0), row, at(i * LANES))
 
 
-def _seen(key0, last, lanes):
-    """For each vector of a block's scores: its first key, and which of its keys are not beyond `last`. To be used
-    unbound: TVM 0.27 cannot bind a vector of booleans."""
-    return [(i, None if last is None else at(key0 + i, lanes) <= splat(last, lanes)) for i in range(0, BLOCK, lanes)]
-
-
-def _where(seen, x, other, lanes):
-    """`x` where `seen` (None: everywhere), else the number `other`."""
-    return x if seen is None else T.Select(seen, x, f32(other, lanes))
-
-
-def _emit_top(scores, row, top, state_row, before, key0, last, lanes):
-    """Updates top[state_row] by scores[row, 0:64], of the keys key0 .. key0+63, without those beyond `last` (None: all
-    count); before[row]: what it was."""
-    x = [T.Bind(_where(seen, scores[row, at(i, lanes)], LOWEST, lanes)) for i, seen in _seen(key0, last, lanes)]
+def _emit_top(scores, row, top, state_row, before, key0, keys, lanes):
+    """Updates top[state_row] by scores[row, 0:64], of the keys key0 .. key0+63, those outside the KeyRange left out;
+    before[row]: what it was."""
+    x = [T.Bind(keys.select(key0 + i, scores[row, at(i, lanes)], LOWEST, lanes)) for i in range(0, BLOCK, lanes)]
     largest = x[0]
     for v in x[1:]:
         largest = T.Bind(T.max(largest, v))
@@ -123,43 +134,44 @@ def _emit_top(scores, row, top, state_row, before, key0, last, lanes):
     store(top, T.max(old, tree_max(largest, lanes)), state_row)
 
 
-def _emit_weights(isa, scores, row, top, total, shrink, state_row, key0, last):
-    """Turns scores[row, 0:64] into weights 2**(score - top), those of keys beyond `last` into zeros, and updates total
-    at state_row, which shrinks by the scalar `shrink`."""
+def _emit_weights(isa, scores, row, top, total, shrink, state_row, key0, keys):
+    """Turns scores[row, 0:64] into weights 2**(score - top), those of keys outside the KeyRange into zeros, and updates
+    total at state_row, which is scaled by the scalar `shrink`."""
     lanes = isa.lanes
     now = T.Bind(top[state_row])
     sums = total[state_row, at(0, lanes)] * splat(shrink, lanes)
-    for i, seen in _seen(key0, last, lanes):
+    for i in range(0, BLOCK, lanes):
         # A row that has seen no key yet has now == LOWEST: its masked scores would weigh 1.
-        weight = T.Bind(_where(seen, isa.exp2(scores[row, at(i, lanes)] - splat(now, lanes), lanes), 0.0, lanes))
+        weight = isa.exp2(scores[row, at(i, lanes)] - splat(now, lanes), lanes)
+        weight = T.Bind(keys.select(key0 + i, weight, 0.0, lanes))
         store(scores, weight, row, at(i, lanes))
         sums = T.Bind(sums + weight)
     store(total, sums, state_row, at(0, lanes))
 
 
-def emit_softmax(isa, scores, rows, top, total, shrink, state_row, key0, last, whole=None):
+def emit_softmax(isa, scores, rows, top, total, shrink, state_row, key0, keys, unmasked=None):
     """Turns scores[0:rows, 0:64], of the keys key0 .. key0+63, into weights; row r's top and total are at state_row +
-    r, and it sees the keys up to last(r). shrink[r]: what came before shrinks by that. whole: a condition under which
-    every row sees all of these keys, for a shorter way. Loops over rows in short steps, of which the processor works on
-    several at once."""
+    r, and it sees the KeyRange keys(r). shrink[r]: the factor on what came before. unmasked: a condition under which
+    every row sees all of these keys, so that masks can be left out. Loops over rows in short steps, of which the
+    processor overlaps several."""
     lanes = isa.lanes
 
-    def emit(last):
+    def emit(keys):
         with T.serial(rows) as r:
-            _emit_top(scores, r, top, state_row + r, shrink, key0, last(r), lanes)
+            _emit_top(scores, r, top, state_row + r, shrink, key0, keys(r), lanes)
         with T.serial(rows) as r:
             store(shrink, exp2(shrink[r] - top[state_row + r], 1), r)
         with T.serial(rows) as r:
-            _emit_weights(isa, scores, r, top, total, shrink[r], state_row + r, key0, last(r))
+            _emit_weights(isa, scores, r, top, total, shrink[r], state_row + r, key0, keys(r))
 
-    if whole is None:
-        emit(last)
+    if unmasked is None:
+        emit(keys)
         return
-    with T.If(whole):
+    with T.If(unmasked):
         with T.Then():
-            emit(lambda r: None)
+            emit(lambda r: KeyRange())
         with T.Else():
-            emit(last)
+            emit(keys)
 
 
 def emit_total(total, row, lanes):
@@ -168,7 +180,7 @@ def emit_total(total, row, lanes):
 
 
 def _joined(before, top, n):
-    """(new top, what came before shrinks by, what comes shrinks by) of `n` rows from both tops."""
+    """(new top, factor on what came before, factor on what is joined to it) of `n` rows from both tops."""
     now = T.Bind(T.max(before, top))
     return now, exp2(before - now, n), exp2(top - now, n)
 
@@ -193,8 +205,8 @@ def emit_join(joined, row, top, total, out, d):
 
 
 def emit_join_rows(joined, rows, padded, top, total, out, d, lanes):
-    """`emit_join` of many rows, to the same bits: rows 0 .. rows-1, of which sixteen's factors are worked out at once.
-    joined, top [padded] and total [padded, lanes] have `padded` rows, a multiple of 16."""
+    """`emit_join` of many rows, to the same bits: rows 0 .. rows-1, the factors of 16 rows at a time. joined, top
+    [padded] and total [padded, lanes] have `padded` rows, a multiple of 16."""
     tops, totals, outs = joined
     keeps, gains, sums = (scratch(padded) for _ in range(3))
     with T.serial(rows) as row:
@@ -210,11 +222,12 @@ def emit_join_rows(joined, rows, padded, top, total, out, d, lanes):
         _emit_join_out(outs, row, lambda c: out[row, at(c)], keeps[row], gains[row], d)
 
 
-def emit_join_start(joined, rows, d):
-    """What rows 0 .. rows-1 hold before the first span."""
+def emit_join_start(joined, rows, d, sink=None):
+    """The state of rows 0 .. rows-1 before the first span. sink(row): the logit of the row's sink, which counts like a
+    key with a value of zeros that comes before all others; None: there are no sinks."""
     tops, totals, outs = joined
     with T.serial(rows) as row:
-        store(tops, T.float32(LOWEST), row)
-        store(totals, T.float32(0), row)
+        store(tops, T.float32(LOWEST) if sink is None else sink_score(sink(row)), row)
+        store(totals, T.float32(0 if sink is None else 1), row)
         with T.serial(d // LANES) as i:
             store(outs, f32(0.0), row, at(i * LANES))

@@ -1,209 +1,189 @@
-"""Attention of one token, or a few, against the cache: split-KV ("flash decoding") for x86 CPUs.
+"""Attention of one row, or a few, against the cache: split-KV ("flash decoding") for x86 CPUs.
 
-In: the rotated query (times log2(e)/sqrt(d)) and the caches of `rope_kv_write.py`. Out: the heads' outputs, float32 or
-int8 blocks.
-
-A task is one KV head and one span of 256 of its live keys; its rows are the tokens times the heads of the group, and
-they share each key and value that is loaded. Tasks leave (top, total, unscaled output), and a second loop joins those
-of each row. No sum crosses lanes: a lane is a key in the scores and a column in the outputs.
+A task is one KV head and one span of 256 of the keys that any row sees; its queries are those of all rows and of the
+group's heads, which share each key and value that is loaded. Tasks leave (top, total, unscaled output), and a second
+loop joins those of each query. No sum crosses lanes: a lane is a key in the scores and a column in the outputs.
 """
 
 from dataclasses import dataclass
 
-from tvm import tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.attention_block import (
     BLOCK,
-    LINE,
     SPAN,
     accumulator_choices,
     accumulators,
+    capped,
     emit_join,
     emit_join_start,
     emit_product,
     emit_softmax,
     emit_start,
     emit_total,
+    span_blocks,
 )
-from mlc_amd.schedules.cpu.norm import live_tokens
+from mlc_amd.schedules.cpu.cache import Rows, row_position, visible_keys
+from mlc_amd.schedules.cpu.kernel import live_rows
 from mlc_amd.schedules.cpu.quantize import BLOCK as QUANT
-from mlc_amd.schedules.cpu.quantize import act_args, emit_quantize_block
-from mlc_amd.schedules.cpu.rope_kv_write import KEYS, cache_shapes
-from mlc_amd.schedules.cpu.vector import LANES, at, f32, opaque, prefetch, registers, splat, store
+from mlc_amd.schedules.cpu.vector import LANES, at, f32, opaque, registers, splat, store
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a task goes through its keys. No plan changes the order in which numbers are summed up.
+    """How a task goes through its keys. No plan changes the order of additions.
 
-    registers  sums that are in registers at once
-    ahead      blocks of 64 keys that are prefetched ahead of the reads, 0: none
-    near       cache levels that the prefetch fills, see `vector.prefetch`
+    registers  accumulators that are in registers at once
+    ahead      blocks of 64 keys that are prefetched ahead of the loads, 0: none
+    locality   cache levels that the prefetch fills, see `vector.prefetch`
     """
 
     registers: int
     ahead: int
-    near: int
+    locality: int
 
 
 def default_plan(isa):
-    """The plan: the next block arrives while one is used, in the level 2 cache: both blocks' keys and values fill a
-    level 1 cache."""
-    return Plan(registers=accumulators(isa), ahead=1, near=2)
+    """The plan: the next block is prefetched while one is used, into L2: keys and values of both blocks fill an L1."""
+    return Plan(registers=accumulators(isa), ahead=1, locality=2)
 
 
 def choices(isa):
     """Values of the plan's fields to try, by name."""
-    return {"registers": accumulator_choices(isa), "ahead": (0, 1, 2), "near": (2, 3)}
+    return {"registers": accumulator_choices(isa), "ahead": (0, 1, 2), "locality": (2, 3)}
 
 
-class _Block:
-    """64 keys and values of a KV head of which the first `live` are seen, at least one. What is not seen is not read,
-    or read again."""
+class _Step:
+    """What all tasks share. Query r is that of row r // group and of the group's head r % group.
 
-    def __init__(self, kv, block, last):
-        self.kv, self.first = kv, T.Bind(block * BLOCK)
-        self.live = opaque(T.max(T.min(last - self.first + 1, T.int32(BLOCK)), T.int32(1)))
+    live: rows to compute; last: the newest key that any row sees; the blocks first_block .. blocks-1 and the live_spans
+    spans from first_span on hold all keys that any row sees.
+    """
 
-    def ask_keys(self, plan, Kc, c, d):
-        """Asks for a 1/d of the keys, in the order in which they lie: caches see one stream, where the reads are of
-        four tiles in turns."""
-        end = (self.live - 1) // KEYS * (KEYS * d) + (KEYS * d - LINE)
-        for line in range(0, BLOCK, LINE):
-            prefetch(Kc, self.kv, self.first // KEYS, 0, T.min(c * BLOCK + line, end), near=plan.near)
+    def __init__(self, spec, m, args, isa, plan):
+        self.spec, self.args, self.isa, self.plan = spec, args, isa, plan
+        self.group, self.queries = spec.group, m * spec.group
+        shape = (spec.kv_heads, _most_spans(spec, m), self.queries)
+        self.partial = [T.alloc_buffer((*shape, *rest), "float32") for rest in ((), (), (spec.d,))]
+        first = row_position(args.state, 0)
+        position = T.Bind(T.max(T.min(first, T.int32(spec.ctx - 1)), T.int32(0)))
+        self.rows, self.live, self.last = Rows(position, spec.window), T.int32(1), position
+        if m > 1:
+            self.live = T.Bind(T.max(T.min(live_rows(args.state, m), spec.ctx - first), T.int32(0)))
+            self.last = T.Bind(self.rows.position(T.max(self.live, T.int32(1))) - 1)
+        self.blocks = T.Bind(self.last // BLOCK + 1)
+        self.first_block = self.rows.first_block()
+        self.first_span = self.first_block // SPAN
+        self.live_spans = T.Bind((self.blocks + SPAN - 1) // SPAN - self.first_span)
 
-    def ask_values(self, plan, Vc, key, d):
-        """Asks for one value."""
-        for c in range(0, d, LINE):
-            prefetch(Vc, self.kv, self.first + T.min(key, self.live - 1), c, near=plan.near)
+    def keys(self, r):
+        """The KeyRange of query r. Rows that are not live see what the last one sees: their results are not used."""
+        return visible_keys(T.min(self.rows.position(r // self.group), self.last), self.spec.window)
+
+    def prefetched(self, kv, block):
+        """The CacheBlock that is used plan.ahead blocks after this one: after a head's last block comes the next
+        head."""
+        block = T.Bind(block + self.plan.ahead)
+        next_head = block >= self.blocks
+        kv = opaque(kv + T.Select(next_head, T.int32(1), T.int32(0)))
+        block = opaque(T.Select(next_head, block - self.blocks + self.first_block, block))
+        return self.args.cache.block_until(kv, block, self.last)
 
 
-def _later(plan, kv, block, blocks, last):
-    """The _Block that is used plan.ahead blocks after this one: after a head's last live block comes the next head."""
-    block = T.Bind(block + plan.ahead)
-    beyond = block >= blocks
-    return _Block(
-        opaque(kv + T.Select(beyond, T.int32(1), T.int32(0))), opaque(T.Select(beyond, block - blocks, block)), last
-    )
+def _most_spans(spec, m):
+    """The largest number of spans with keys that m rows see."""
+    span = SPAN * BLOCK
+    keys = min(spec.ctx, spec.window + m - 1) if spec.window else spec.ctx
+    return min(-(-spec.ctx // span), (keys - 2) // span + 2)
 
 
-def _emit_span(isa, plan, Q, Kc, Vc, partial, kv, span, blocks, position, last, rows, group, d):
-    """One task: a span of a KV head's keys, of which `blocks` blocks are live, up to key `last`. Row r is token r //
-    group, which stands at position + r // group, and head kv*group + r % group. Results go to `partial` (tops, totals,
-    outs) at [kv, span]."""
-    lanes = isa.lanes
+def _emit_span(step, kv, slot):
+    """One task: the live span number `slot` of a KV head. Results go to step.partial (tops, totals, outs) at [kv,
+    slot]."""
+    isa, plan, cache, group, queries, d = step.isa, step.plan, step.args.cache, step.group, step.queries, step.spec.d
+    lanes, locality = isa.lanes, plan.locality
     top, total, out, scores, shrink = (
-        registers(*shape) for shape in ((rows,), (rows, lanes), (rows, d), (rows, BLOCK), (rows,))
+        registers(*shape) for shape in ((queries,), (queries, lanes), (queries, d), (queries, BLOCK), (queries,))
     )
-    emit_start(top, total, out, rows, d, lanes)
+    emit_start(top, total, out, queries, d, lanes)
     if plan.ahead:
-        # Spans that follow one another were asked for by those before.
-        with T.If(span == 0), T.Then():
-            first = _Block(kv, 0, last)
+        # A span's first block has been prefetched by the span before it.
+        with T.If(slot == 0), T.Then():
+            first = cache.block_until(kv, step.first_block, step.last)
             with T.serial(d) as c:
-                first.ask_keys(plan, Kc, c, d)
+                first.prefetch_keys(c, locality)
             with T.serial(first.live) as key:
-                first.ask_values(plan, Vc, key, d)
-    with T.serial(T.min(blocks - span * SPAN, T.int32(SPAN))) as step:
-        block = T.Bind(span * SPAN + step)
-        this, later = _Block(kv, block, last), _later(plan, kv, block, blocks, last) if plan.ahead else None
-        key0 = this.first
-        tiles = registers(BLOCK // KEYS, kind="int32")
-        for i in range(BLOCK // KEYS):
-            store(tiles, T.min(key0 + i * KEYS, last) // KEYS, i)
+                first.prefetch_value(key, locality)
+    first, count = span_blocks(step.first_span + slot, step.first_block, step.blocks)
+    with T.serial(count) as i:
+        number = T.Bind(first + i)
+        block = cache.block_until(kv, number, step.last)
+        later = step.prefetched(kv, number) if plan.ahead else None
+        block.clamp_to(step.last)
 
-        def keys_of(c, keys):
+        def load_keys(c, keys):
             if later:
-                later.ask_keys(plan, Kc, c, d)
-            return [isa.half(Kc[kv, tiles[key // KEYS], c, at(key % KEYS, lanes)], lanes) for key in keys]
+                later.prefetch_keys(c, locality)
+            return [block.load_keys(c, key, lanes) for key in keys]
 
-        def values_of(key, columns):
+        def load_values(key, columns):
             if later:
-                later.ask_values(plan, Vc, key, d)
-            return [isa.half(Vc[kv, key0 + key, at(c, lanes)], lanes) for c in columns]
+                later.prefetch_value(key, locality)
+            return [block.load_value(key, c, lanes) for c in columns]
 
         emit_product(
             isa,
             plan.registers,
-            rows,
+            queries,
             BLOCK,
             d,
-            left=lambda r, c: Q[r // group, kv * group + r % group, c],
-            right=keys_of,
+            left=lambda r, c: step.args.Q[r // group, kv * group + r % group, c],
+            right=load_keys,
             start=lambda r, key: f32(0.0, lanes),
-            finish=lambda r, key, x: store(scores, x, r, at(key, lanes)),
+            finish=lambda r, key, x: store(scores, capped(x, step.spec.softcap, isa), r, at(key, lanes)),
         )
-        emit_softmax(isa, scores, rows, top, total, shrink, 0, key0, lambda r: T.min(position + r // group, last))
+        emit_softmax(isa, scores, queries, top, total, shrink, 0, block.key0, step.keys)
         emit_product(
             isa,
             plan.registers,
-            rows,
+            queries,
             d,
-            this.live,
+            block.live,
             left=lambda r, key: scores[r, key],
-            right=values_of,
+            right=load_values,
             start=lambda r, c: out[r, at(c, lanes)] * splat(shrink[r], lanes),
             finish=lambda r, c, x: store(out, x, r, at(c, lanes)),
         )
-    tops, totals, outs = partial
-    with T.serial(rows) as r:
-        store(tops, top[r], kv, span, r)
-        store(totals, emit_total(total, r, lanes), kv, span, r)
+    tops, totals, outs = step.partial
+    with T.serial(queries) as r:
+        store(tops, top[r], kv, slot, r)
+        store(totals, emit_total(total, r, lanes), kv, slot, r)
         with T.serial(d // LANES) as i:
-            store(outs, out[r, at(i * LANES)], kv, span, r, at(i * LANES))
+            store(outs, out[r, at(i * LANES)], kv, slot, r, at(i * LANES))
 
 
-def _emit_head(partial, result, token, head, live_spans, group, d, p):
-    """A token's output of one head from its spans' results."""
-    tops, totals, outs = partial
-    kv, r = T.Bind(head // group), T.Bind(token * group + head % group)
+def _emit_head(step, row, head):
+    """A row's output of one head from its spans' results."""
+    (tops, totals, outs), d, group, sinks = step.partial, step.spec.d, step.group, step.args.sinks
+    kv, r = T.Bind(head // group), T.Bind(row * group + head % group)
     joined = tuple(registers(*shape) for shape in ((1,), (1,), (1, d)))
-    emit_join_start(joined, 1, d)
-    with T.serial(live_spans) as i:
+    emit_join_start(joined, 1, d, None if sinks is None else lambda _: sinks[head])
+    with T.serial(step.live_spans) as i:
         emit_join(joined, 0, T.Bind(tops[kv, i, r]), T.Bind(totals[kv, i, r]), lambda c: outs[kv, i, r, at(c)], d)
     _, total, out = joined
     inverse = splat(T.Bind(T.float32(1) / total[0]))
     with T.serial(d // QUANT) as block:
-        halves = [block * QUANT + half for half in (0, LANES)]
-        y = [out[0, at(c)] * inverse for c in halves]
-        if len(result) == 2:
-            emit_quantize_block(*y, *result, token // p, head * (d // QUANT) + block, token % p)
-        else:
-            for c, value in zip(halves, y, strict=True):
-                store(result[0], value, token, at(head * d + c))
+        y = [out[0, at(block * QUANT + half)] * inverse for half in (0, LANES)]
+        step.args.output.store_block(*y, row, head * (d // QUANT) + block)
 
 
-def attention_decode(heads, kv_heads, d, ctx, m, p, quantize, isa, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], Qo float32 [m, heads, d], Kc, Vc, then A, S of [m, heads*d] in tiles of p tokens if
-    `quantize`, else O float32 [m, heads*d]).
-
-    Token i sees the keys 0 .. state[0] + i. Tokens that are not live, or of several those at or beyond ctx, are left
-    out. plan: None is `default_plan`. UserError for shapes that `cache_shapes` refuses.
-    """
-    kshape, vshape = cache_shapes(kv_heads, ctx, d)
-    plan = plan or default_plan(isa)
-    group = heads // kv_heads
-    rows, spans = m * group, -(-ctx // (BLOCK * SPAN))
-    with IRBuilder() as ir, T.prim_func(s_tir=True):
-        T.func_name(name)
-        T.func_attr({"tirx.noalias": True, "global_symbol": name})
-        state = T.arg("state", T.buffer((4,), "int32"))
-        Q = T.arg("Qo", T.buffer((m, heads, d), "float32"))
-        Kc, Vc = T.arg("Kc", T.buffer(kshape, "float16")), T.arg("Vc", T.buffer(vshape, "float16"))
-        result = act_args(m, heads * d, p) if quantize else (T.arg("O", T.buffer((m, heads * d), "float32")),)
-        partial = [T.alloc_buffer((kv_heads, spans, rows, *rest), "float32") for rest in ((), (), (d,))]
-        position = T.Bind(T.max(T.min(state[0], T.int32(ctx - 1)), T.int32(0)))
-        live = T.int32(1) if m == 1 else T.Bind(T.max(T.min(live_tokens(state, m), ctx - state[0]), T.int32(0)))
-        last = position if m == 1 else T.Bind(position + T.max(live, T.int32(1)) - 1)
-        blocks = T.Bind(last // BLOCK + 1)
-        live_spans = T.Bind((blocks + SPAN - 1) // SPAN)
-        with T.parallel(kv_heads * live_spans) as task:
-            # truncdiv and opaque: TVM lowers `//` by a variable to selections, and looks for minutes through several
-            # that nest.
-            kv, span = (opaque(f(task, live_spans)) for f in (T.truncdiv, T.truncmod))
-            _emit_span(isa, plan, Q, Kc, Vc, partial, kv, span, blocks, position, last, rows, group, d)
-        with T.parallel(heads * live) as i:
-            _emit_head(partial, result, i // heads, i % heads, live_spans, group, d, p)
-    return ir.get()
+def emit_attention(spec, m, args, isa, plan):
+    """The body of the kernel of `attention.attention`."""
+    step = _Step(spec, m, args, isa, plan)
+    with T.parallel(spec.kv_heads * step.live_spans) as task:
+        # truncdiv and opaque: TVM lowers `//` by a variable to selections, and simplifies for minutes where several of
+        # them nest.
+        kv, slot = (opaque(f(task, step.live_spans)) for f in (T.truncdiv, T.truncmod))
+        _emit_span(step, kv, slot)
+    with T.parallel(spec.heads * step.live) as i:
+        _emit_head(step, i // spec.heads, i % spec.heads)

@@ -8,7 +8,7 @@ is the roofline.
     multiplies    the arithmetic alone, in independent chains, on values that are in registers or the nearest cache: of
                   int8 blocks the dot products, their conversion to float32 and the multiplications by scales; of
                   attention the two products and, for each vector of scores, a maximum, a difference, 2**x and a sum; of
-                  SwiGLU also, for each vector of results, silu(x) times y
+                  SwiGLU also, for each vector of results, act(x) times y
 
 They know nothing of shapes: no tails, no unpacking, no masks, no results. They are measured and not looked up, for a
 machine's rates change by the minute where others use it, too.
@@ -18,14 +18,15 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.cpu.activation import ACTIVATIONS
 from mlc_amd.schedules.cpu.isa import QUADS
 from mlc_amd.schedules.cpu.load import groups, step
 from mlc_amd.schedules.cpu.planes import BLOCK
-from mlc_amd.schedules.cpu.vector import LANES, at, f32, local, pin, prefetch, reduce, silu, splat, store, widen
+from mlc_amd.schedules.cpu.vector import LANES, LINE, at, f32, local, pin, prefetch, reduce, splat, store, widen
 from mlc_amd.schedules.formats import lookup
 
 AHEAD = (0, 4096, 8192)  # bytes that `reads` prefetches ahead: which is best depends on the machine
-LINE, CHUNK = 64, 4096  # bytes: of a cache line; of a task
+CHUNK = 4096  # bytes of a task
 PAGE = 4096  # bytes: parameters that are smaller are in a cache whatever happens
 TASKS = 240  # of `multiplies`: divides well by any number of threads
 STEPS = 16  # fewest steps of a task
@@ -77,7 +78,7 @@ def _emit_read(view, lines, sink, ahead):
             for j, one in enumerate(sums):
                 line = first + i * 4 + j
                 if ahead:
-                    prefetch(view, line, 0, ahead=ahead // 4, near=2)
+                    prefetch(view, line, 0, ahead=ahead // 4, locality=2)
                 store(one, one[at(0)] | view[line, at(0)], at(0))
         both = [sums[i][at(0)] | sums[i + 1][at(0)] for i in (0, 2)]
         # Never true, but LLVM cannot know, so the reads have to be made.
@@ -104,7 +105,8 @@ def multiplies(params, op, args, isa, name) -> tirx.PrimFunc:
                 for fmt, n in segments:
                     _emit_weights(lookup(fmt), -(-n // isa.lanes) * args["m"], args["k"], state, acts, sink, isa)
                 if op == "gate_up_swiglu":
-                    _emit_silu(args["n"] // isa.lanes * args["m"] // _chains(isa), state, sink, isa)
+                    activation = ACTIVATIONS[args.get("act_fn", "silu")]
+                    _emit_activation(activation, args["n"] // isa.lanes * args["m"] // _chains(isa), state, sink, isa)
     return ir.get()
 
 
@@ -147,8 +149,8 @@ def _emit_scores(work, products, state, sink, isa):
         _finish([*scores, *tops, *totals], sink, task, lanes)
 
 
-def _emit_silu(work, state, sink, isa):
-    """`work` times silu(x) * y of a vector for each chain."""
+def _emit_activation(activation, work, state, sink, isa):
+    """`work` times activation(x) * y of a vector for each chain."""
     lanes, tasks = isa.lanes, max(1, min(TASKS, work // STEPS))
     with T.parallel(tasks) as task:
         xs, factor = _start(state, isa)
@@ -156,7 +158,7 @@ def _emit_silu(work, state, sink, isa):
         with T.serial(work // tasks):
             _emit_fma(xs, factor, lanes)
             for x, total in zip(xs, totals, strict=True):
-                store(total, total[at(0, lanes)] + silu(x[at(0, lanes)], isa, lanes), at(0, lanes))
+                store(total, total[at(0, lanes)] + activation(x[at(0, lanes)], isa, lanes), at(0, lanes))
         _finish([*xs, *totals], sink, task, lanes)
 
 

@@ -5,11 +5,10 @@ In: `state` int32[4] (state[1]: live tokens), tokens int32[m], the table's plane
 """
 
 from tvm import tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.norm import live_tokens
-from mlc_amd.schedules.cpu.planes import decode, planes
+from mlc_amd.schedules.cpu.kernel import kernel, live_rows
+from mlc_amd.schedules.cpu.planes import decode, emit_planes
 
 COLUMNS = 32  # a block's columns, four of which lie side by side
 # Unrolled here, because a loop whose addresses contain column % 4 is miscompiled: LLVM 22's vectorizer takes eight
@@ -17,28 +16,26 @@ COLUMNS = 32  # a block's columns, four of which lie side by side
 QUAD = 4
 
 
-def embed(fmt, vocab, k, m, name) -> tirx.PrimFunc:
+def embed(fmt, vocab, k, m, name, scale=1.0) -> tirx.PrimFunc:
     """Kernel (state int32[4], tokens int32[m], planes of the [vocab, k] table, X float32 [m, k]): X[i] =
-    table[tokens[i]] for live i.
+    table[tokens[i]] * scale for live i.
 
-    Token numbers outside the vocabulary read its first or last row (nothing out of bounds). UserError when the format
-    does not allow k.
+    Token ids outside the vocabulary read its first or last row (nothing out of bounds). UserError when the format does
+    not allow k.
     """
     step, quad = (COLUMNS, QUAD) if k % COLUMNS == 0 else (1, 1)
-    chunks = next(
-        n for n in (16, 8, 4, 2, 1) if k // step % n == 0
-    )  # tasks of a token: a single token keeps several threads busy
-    with IRBuilder() as ir, T.prim_func(s_tir=True):
-        T.func_name(name)
-        T.func_attr({"tirx.noalias": True, "global_symbol": name})
-        state, tokens = T.arg("state", T.buffer((4,), "int32")), T.arg("tokens", T.buffer((m,), "int32"))
-        table = {plane: T.arg(plane, T.buffer(shape, dtype)) for plane, (shape, dtype) in planes(fmt, vocab, k).items()}
+    # tasks of a row: a single row keeps several threads busy
+    chunks = next(n for n in (16, 8, 4, 2, 1) if k // step % n == 0)
+    with kernel(name) as (builder, state):
+        tokens = T.arg("tokens", T.buffer((m,), "int32"))
+        table = emit_planes(fmt, vocab, k)
         X = T.arg("X", T.buffer((m, k), "float32"))
-        with T.parallel(live_tokens(state, m) * chunks) as task:
+        with T.parallel(live_rows(state, m) * chunks) as task:
             token, chunk = T.Bind(task // chunks), T.Bind(task % chunks)
             row = T.Bind(T.max(T.min(tokens[token], T.int32(vocab - 1)), T.int32(0)))
             with T.serial(k // step // chunks) as block, T.serial(step // quad) as j:
                 for i in range(quad):
                     column = (chunk * (k // step // chunks) + block) * step + j * quad + i
-                    T.buffer_store(X, decode(fmt, table, row, column), [token, column])
-    return ir.get()
+                    x = decode(fmt, table, row, column)
+                    T.buffer_store(X, x if scale == 1.0 else x * T.float32(scale), [token, column])
+    return builder.get()

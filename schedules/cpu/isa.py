@@ -9,7 +9,7 @@ one int32. The classes are namespaces, never instantiated:
     registers      vector registers that the machine has
     mcpu           an LLVM cpu that has the instructions (any newer one will do)
     tokens         tokens of a prefill tile that suit the register file
-    side           tokens whose dot products are worked on in turns, see linear.PrefillPlan
+    interleave     tokens whose dot products are interleaved, see linear.PrefillPlan
     task, unpack   of prefill's linear layers: KB of a task, and tiles of tokens, see linear.PrefillPlan
     rows, sums, convert    of prefill attention: rows, registers and convert of attention_prefill.Plan
     ahead          bytes that a decode kernel prefetches ahead of its reads, 0: none
@@ -62,7 +62,7 @@ class Vnni512:
     lane."""
 
     lanes, registers, mcpu = 16, 32, "icelake-server"
-    tokens, side, task, unpack, ahead = 16, 8, 512, 4, 4096
+    tokens, interleave, task, unpack, ahead = 16, 8, 512, 4, 4096
     rows, sums, convert = 4, 24, 1
     signed_zero = 128
     half, exp2 = staticmethod(widen), staticmethod(exp2_avx512)
@@ -114,7 +114,7 @@ class Zen4(Vnni512):
 class AvxVnni(Vnni512):
     """AVX-VNNI (or AVX512VL-VNNI): the same instruction on 256 bits."""
 
-    lanes, registers, mcpu, side, task = 8, 16, "alderlake", 1, 256
+    lanes, registers, mcpu, interleave, task = 8, 16, "alderlake", 1, 256
     rows, sums, convert = 6, 12, 1
     exp2 = staticmethod(exp2)
 
@@ -124,7 +124,7 @@ class Avx2:
     to int32."""
 
     lanes, registers, mcpu = 8, 16, "x86-64-v3"
-    tokens, side, task, unpack, ahead = 16, 1, 256, 4, 4096
+    tokens, interleave, task, unpack, ahead = 16, 1, 256, 4, 4096
     rows, sums, convert = 6, 12, 1
     signed_zero = 0
     step, half, exp2 = staticmethod(_pairs_step), staticmethod(widen), staticmethod(exp2)
@@ -169,7 +169,7 @@ class Portable:
     are a 1-tuple."""
 
     lanes, registers, mcpu = 8, 16, "x86-64-v2"
-    tokens, side, task, unpack, ahead = 4, 1, 256, 4, 0
+    tokens, interleave, task, unpack, ahead = 4, 1, 256, 4, 0
     rows, sums, convert = 6, 12, 1
     signed_zero = 0
     step, half, exp2 = staticmethod(_pairs_step), staticmethod(half_bits), staticmethod(exp2)

@@ -9,22 +9,12 @@ token's row takes less time than starting the other threads does, so threads sha
 """
 
 from tvm import tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.cpu.quantize import BLOCK, act_args, emit_quantize_block
+from mlc_amd.schedules.cpu.kernel import kernel, live_rows, row_loop
+from mlc_amd.schedules.cpu.quantize import BLOCK, Output
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, splat, store, tree_add
-
-
-def live_tokens(state, m):
-    """The number of tokens of an m-token chunk that count: state[1], kept in 1..m (m == 1: always 1)."""
-    return T.int32(1) if m == 1 else T.Bind(T.max(T.min(state[1], T.int32(m)), T.int32(1)))
-
-
-def token_loop(state, m):
-    """The loop over live tokens: over all threads when there can be more than one."""
-    return T.serial(1) if m == 1 else T.parallel(live_tokens(state, m))
 
 
 def _inverse_rms(X, row, k, eps):
@@ -44,48 +34,35 @@ def _inverse_rms(X, row, k, eps):
 
 
 def rms_norm(k, m, eps, p, quantize, row, isa, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S of [m, k] in tiles of p tokens if `quantize`,
+    """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S of [m, k] in tiles of p rows if `quantize`,
     else Y float32 [m, k]).
 
-    row: "all", or "last": only the last live token, X[live - 1]; the outputs then have the shapes of m = 1, p = 1.
-    UserError unless 32 divides k. `isa` is not looked at: vectors have 16 lanes and LLVM splits them.
+    row: "all", or "last": only the last live row, X[live - 1]; the outputs then have the shapes of m = 1, p = 1.
+    UserError unless 32 divides k. `isa` is not used: vectors have 16 lanes and LLVM splits them.
     """
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
     out_m, out_p = {"all": (m, p), "last": (1, 1)}[row]
-    with IRBuilder() as ir, T.prim_func(s_tir=True):
-        T.func_name(name)
-        T.func_attr({"tirx.noalias": True, "global_symbol": name})
-        state = T.arg("state", T.buffer((4,), "int32"))
+    with kernel(name) as (builder, state):
         X, G = T.arg("X", T.buffer((m, k), "float32")), T.arg("G", T.buffer((k,), "float32"))
-        out = act_args(out_m, k, out_p) if quantize else (T.arg("Y", T.buffer((out_m, k), "float32")),)
-        with token_loop(state, out_m) as token:
-            source = token if row == "all" else T.Bind(live_tokens(state, m) - 1)
+        output = Output(out_m, k, out_p, quantize, "Y")
+        with row_loop(state, out_m) as i:
+            source = i if row == "all" else T.Bind(live_rows(state, m) - 1)
             scale = _inverse_rms(X, source, k, eps)
             with T.serial(k // BLOCK) as block:
                 columns = [at(block * BLOCK + half * LANES) for half in range(2)]
-                y = [X[source, c] * splat(scale) * G[c] for c in columns]
-                if quantize:
-                    emit_quantize_block(*y, *out, token // out_p, block, token % out_p)
-                else:
-                    for c, value in zip(columns, y, strict=True):
-                        store(out[0], value, token, c)
-    return ir.get()
+                output.store_block(*(X[source, c] * splat(scale) * G[c] for c in columns), i, block)
+    return builder.get()
 
 
 def quantize(k, m, p, isa, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X float32 [m, k], A, S): the live tokens' rows to int8 blocks in tiles of p tokens.
+    """Kernel (state int32[4], X float32 [m, k], A, S): the live rows to int8 blocks in tiles of p rows.
 
     UserError unless 32 divides k.
     """
-    with IRBuilder() as ir, T.prim_func(s_tir=True):
-        T.func_name(name)
-        T.func_attr({"tirx.noalias": True, "global_symbol": name})
-        state = T.arg("state", T.buffer((4,), "int32"))
+    with kernel(name) as (builder, state):
         X = T.arg("X", T.buffer((m, k), "float32"))
-        A, S = act_args(m, k, p)
-        with token_loop(state, m) as token, T.serial(k // BLOCK) as block:
-            emit_quantize_block(
-                X[token, at(block * BLOCK)], X[token, at(block * BLOCK + LANES)], A, S, token // p, block, token % p
-            )
-    return ir.get()
+        output = Output(m, k, p, True, "")
+        with row_loop(state, m) as row, T.serial(k // BLOCK) as block:
+            output.store_block(*(X[row, at(block * BLOCK + half)] for half in (0, LANES)), row, block)
+    return builder.get()

@@ -61,6 +61,11 @@ def plane_bytes(fmt: str | Format, n: int, k: int) -> int:
     return sum(prod(shape) * size[dtype] for shape, dtype in planes(fmt, n, k).values())
 
 
+def emit_planes(fmt: str | Format, n: int, k: int, prefix: str = "") -> dict:
+    """Declares the parameters of a weight's planes, their names behind the prefix: name to buffer, in order."""
+    return {name: T.arg(prefix + name, T.buffer(*plane)) for name, plane in planes(fmt, n, k).items()}
+
+
 def _bits(plane: str, column):
     """(64-byte group, first bit in the byte) of a column (0..31) in a code plane."""
     j = column // 4
@@ -111,7 +116,7 @@ def dequantize(fmt: str | Format, n: int, k: int, name: str = "dequantize") -> t
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True})
-        bufs = {p: T.arg(p, T.buffer(shape, dtype)) for p, (shape, dtype) in planes(fmt, n, k).items()}
+        bufs = emit_planes(fmt, n, k)
         out = T.arg("weights", T.buffer((n, k), "float32"))
         with T.parallel(n) as i, T.serial(k) as j:
             T.buffer_store(out, decode(fmt, bufs, i, j), [i, j])

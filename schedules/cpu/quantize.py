@@ -38,10 +38,37 @@ def act_shapes(m, k, p):
     return (tiles, blocks, p, BLOCK), (tiles, blocks, FIELDS, p)
 
 
-def act_args(m, k, p):
+def act_args(m, k, p, suffix=""):
     """Declares the kernel parameters A and S of that shape and returns the two buffers."""
     a, s = act_shapes(m, k, p)
-    return T.arg("A", T.buffer(a, "int8")), T.arg("S", T.buffer(s, "float32"))
+    return T.arg("A" + suffix, T.buffer(a, "int8")), T.arg("S" + suffix, T.buffer(s, "float32"))
+
+
+class Output:
+    """The rows [m, k] that a kernel makes: int8 blocks in tiles of p rows if `quantized`, else float32. Declares the
+    parameters A and S, each with the suffix, or `name`."""
+
+    def __init__(self, m, k, p, quantized, name, suffix=""):
+        self.p, self.quantized = p, quantized
+        self.buffers = act_args(m, k, p, suffix) if quantized else (T.arg(name, T.buffer((m, k), "float32")),)
+
+    def store_block(self, x0, x1, row, block):
+        """Stores columns 32*block .. of a row. x0, x1: float32x16, columns 0..15 and 16..31 of the block."""
+        if self.quantized:
+            emit_quantize_block(x0, x1, *self.buffers, row // self.p, block, row % self.p)
+            return
+        for half, x in enumerate((x0, x1)):
+            store(self.buffers[0], x, row, at(block * BLOCK + half * LANES))
+
+    def store_tile(self, load, tile, block):
+        """Stores columns 32*block .. of the p rows of a tile. load(row, c): columns c .. c+15 of the block in the
+        tile's row `row`, float32x16."""
+        if self.quantized:
+            emit_quantize_tile(load, *self.buffers, tile, block, self.p)
+            return
+        with T.serial(self.p) as row:
+            for c in range(0, BLOCK, LANES):
+                store(self.buffers[0], load(row, c), tile * self.p + row, at(block * BLOCK + c))
 
 
 def _magnitudes(x):

@@ -10,10 +10,15 @@ import math
 from tvm.tirx.script import builder as T
 
 LANES = 16
-LOG2E = 1.4426950408889634
+LINE = 64  # bytes of a cache line
 # 2**f = 1 + f*(...) on [0, 1), relative error 2e-7, exactly 1 at 0: coefficients highest power first (minimax fit,
 # Horner form)
 EXP2 = (1.86713011e-3, 9.01703022e-3, 5.57999132e-2, 2.4016445e-1, 6.93151312e-1, 1.0)
+
+
+def largest_divisor(limit, count):
+    """The largest divisor of `count` that does not exceed `limit`, at least 1."""
+    return next(n for n in range(max(1, min(limit, count)), 0, -1) if count % n == 0)
 
 
 def dtype(name, n):
@@ -111,12 +116,12 @@ def opaque(x):
     return cell[0]
 
 
-def prefetch(buf, *index, ahead=0, near=3):
-    """Asks for the cache line that holds the element `ahead` elements beyond buf[index]; it may lie outside the buffer.
-    near: LLVM's locality, 3: into all caches, 2: into all but the nearest, 0: into the nearest only."""
+def prefetch(buf, *index, ahead=0, locality=3):
+    """Prefetches the cache line of the element `ahead` elements after buf[index], which may be out of bounds.
+    locality: LLVM's hint: 3 into all cache levels, 2 into L2 and beyond, 0 non-temporal (into L1 only)."""
     where = (*index[:-1], index[-1] + ahead)
     T.evaluate(
-        T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(buf[where]), T.int32(0), T.int32(near), T.int32(1))
+        T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(buf[where]), T.int32(0), T.int32(locality), T.int32(1))
     )
 
 
@@ -177,8 +182,3 @@ def _exp2_of_fraction(f, n):
     for c in EXP2[1:]:
         y = y * f + f32(c, n)
     return y
-
-
-def silu(x, isa, n=LANES):
-    """x * sigmoid(x) = x / (1 + 2**(-x * log2(e)))."""
-    return T.Bind(x / (f32(1.0, n) + isa.exp2(x * f32(-LOG2E, n), n)))

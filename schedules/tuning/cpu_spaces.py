@@ -3,10 +3,10 @@
 Norms and the small kernels around attention have none: together they take two to four hundredths of the time.
 """
 
-from mlc_amd.schedules.cpu import attention_decode, attention_prefill, linear
+from mlc_amd.schedules.cpu import attention_decode, attention_prefill, linear_plan
 from mlc_amd.schedules.cpu.attention import kernel_module
-from mlc_amd.schedules.cpu.attention_block import BLOCK as BLOCK_KEYS
 from mlc_amd.schedules.cpu.attention_block import product_blocks
+from mlc_amd.schedules.cpu.cache import BLOCK as BLOCK_KEYS
 from mlc_amd.schedules.cpu.planes import BLOCK, ROWS
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.tuning.spaces import Kernel, Space
@@ -16,26 +16,26 @@ def _rows_space(segments, k, m, isa, tasks) -> Space:
     """The space of a kernel of weight rows. tasks(plan): what decides how its rows are shared out, and the number of
     tasks."""
     p = min(m, isa.tokens)
-    default = linear.default_plan(isa, m, p, segments, k)
+    default = linear_plan.default_plan(isa, m, p, segments, k)
     whole = segments[0][0].kind == "int8"
 
     def decode(plan) -> Kernel:
         if whole and k // BLOCK % plan.unroll:
             raise ValueError(f"{plan} does not divide {k} columns")
-        ahead = plan.ahead and (plan.ahead, plan.near)
+        ahead = plan.ahead and (plan.ahead, plan.locality)
         return Kernel((plan.unroll if whole else 0, ahead), tasks(plan)[1], 1, plan.ahead)
 
     def prefill(plan) -> Kernel:
         if plan.tokens > p:
             raise ValueError(f"{plan} has more than the {p} tokens of a tile")
-        if plan.tokens % plan.side:
+        if plan.tokens % plan.interleave:
             raise ValueError(f"{plan} does not divide its tokens")
         held, count = tasks(plan)
-        sides = tuple(linear.side_of(fmt, plan) for fmt, _ in segments)
-        tokens = (plan.tokens, sides, plan.unpack) if whole else min(plan.tokens, linear.FLOAT_TOKENS)
+        interleaved = tuple(linear_plan.interleave_of(fmt, plan) for fmt, _ in segments)
+        tokens = (plan.tokens, interleaved, plan.unpack) if whole else min(plan.tokens, linear_plan.FLOAT_TOKENS)
         return Kernel((tokens, held), count, 1, plan.tokens)
 
-    return Space(type(default), linear.choices(isa, m, p), default, decode if m == 1 else prefill)
+    return Space(type(default), linear_plan.choices(isa, m, p), default, decode if m == 1 else prefill)
 
 
 def _linear(workload, arch) -> Space:
@@ -43,7 +43,7 @@ def _linear(workload, arch) -> Space:
     segments, k = [(lookup(fmt), n) for fmt, n in args["segments"]], args["k"]
 
     def tasks(plan):
-        held = tuple(linear.row_tiles(fmt, n, k, plan) for fmt, n in segments)
+        held = tuple(linear_plan.row_tiles(fmt, n, k, plan) for fmt, n in segments)
         return held, sum(-(-n // ROWS) // tiles for (_, n), tiles in zip(segments, held, strict=True))
 
     return _rows_space(segments, k, args["m"], arch.isa, tasks)
@@ -64,12 +64,12 @@ def _attention(workload, arch) -> Space:
         return tuple((len(mine), vectors) for cut in cuts for mine, vectors in cut)
 
     def decode(plan) -> Kernel:
-        return Kernel((products(plan, m * group), plan.ahead and (plan.ahead, plan.near)), kv_heads, 1, plan.ahead)
+        return Kernel((products(plan, m * group), plan.ahead and (plan.ahead, plan.locality)), kv_heads, 1, plan.ahead)
 
     def prefill(plan) -> Kernel:
         tokens = attention_prefill.tile_tokens(plan, m, group, kv_heads)
         return Kernel(
-            (products(plan, plan.rows), plan.rows, plan.together, plan.convert, tokens),
+            (products(plan, plan.rows), plan.rows, plan.blocks_per_pass, plan.convert, tokens),
             -(-m // tokens) * kv_heads,
             1,
             plan.rows,

@@ -1,0 +1,182 @@
+"""The KV cache on the CPU: its layout in memory, and the keys that a row attends to.
+
+No other module knows either. Kernels address the cache in blocks of 64 consecutive keys (`CacheBlock`):
+
+    Kc float16 [kv_heads, ctx/16, d, 16]    16 keys interleaved: a vector holds one element of each of up to 16 keys
+    Vc float16 [kv_heads, ctx, d]           a vector holds consecutive elements of one value
+
+A row has a position in its sequence (`row_position`), where its key and value are stored. It attends to the keys up to
+its own, and with a window only to the last `window` of these (`visible_keys`).
+"""
+
+from typing import NamedTuple
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.cpu.vector import LANES, LINE, at, dtype, f32, opaque, prefetch, registers, splat, store
+
+BLOCK = 64  # keys of a block
+_TILE = 16  # keys that are interleaved in Kc
+_LINE = LINE // 2  # elements in a cache line
+_DTYPE = "float16"
+
+
+def cache_types(kv_heads, ctx, d):
+    """{"k": (shape, dtype), "v": (shape, dtype)} of one layer's caches. UserError unless 64 divides ctx and 32 divides
+    d, which the attention kernels require."""
+    if ctx % BLOCK or d % 32:
+        raise UserError(
+            f"attention on the CPU needs a context in multiples of 64 and heads in multiples of 32, not {ctx} and {d}"
+        )
+    return {"k": ((kv_heads, ctx // _TILE, d, _TILE), _DTYPE), "v": ((kv_heads, ctx, d), _DTYPE)}
+
+
+def row_position(state, row):
+    """The position of a step's row in its sequence, int32. Rows are consecutive tokens of one sequence."""
+    return state[0] + row
+
+
+class KeyRange(NamedTuple):
+    """The keys from `first` to `last`, both included; None: no bound."""
+
+    first: object = None
+    last: object = None
+
+    def select(self, key, x, other, lanes):
+        """The vector `x`, which belongs to the keys key, key+1, .., and the number `other` for keys out of range. To be
+        used unbound: TVM 0.27 cannot bind a vector of booleans, so the comparison must stay in its expression."""
+        if self.first is not None:
+            x = T.Select(at(key, lanes) >= splat(self.first, lanes), x, f32(other, lanes))
+        if self.last is not None:
+            x = T.Select(at(key, lanes) <= splat(self.last, lanes), x, f32(other, lanes))
+        return x
+
+
+def visible_keys(position, window):
+    """The KeyRange that a row at `position` attends to. window: 0 is none. `first` may be negative."""
+    return KeyRange(position - (window - 1) if window else None, position)
+
+
+class Rows(NamedTuple):
+    """Consecutive rows of one sequence, the first of which stands at `start`; window: of their layer, 0: none."""
+
+    start: object
+    window: int
+
+    def position(self, row):
+        """The position of row `row`."""
+        return self.start + row
+
+    def tile(self, row):
+        """The Rows from row `row` on."""
+        return Rows(opaque(self.position(row)), self.window)
+
+    def first_block(self):
+        """The first block with a key that any row sees: the int 0 without a window, else bound to a register."""
+        first = visible_keys(self.start, self.window).first
+        return 0 if first is None else T.Bind(T.max(first, T.int32(0)) // BLOCK)
+
+    def first_row(self, key0):
+        """The first row that sees key0 or a later key."""
+        return T.max(key0 - self.start, T.int32(0))
+
+    def end_row(self, key0):
+        """The row from which on, for the window has left them behind, none sees any of the keys key0 .. key0+63."""
+        return key0 + (BLOCK - 1 + self.window) - self.start
+
+    def keys_in_block(self, row, key0):
+        """The number of leading keys of the block from key0 on after which row `row` and those before it see none."""
+        return T.min(self.position(row) - key0 + 1, T.int32(BLOCK))
+
+    def see_block(self, first, last, key0):
+        """A condition: the rows first .. last see all of the keys key0 .. key0+63."""
+        causal = self.position(first) >= key0 + (BLOCK - 1)
+        oldest = visible_keys(self.position(last), self.window).first if self.window else None
+        return causal if oldest is None else tirx.all(causal, oldest <= key0)
+
+
+class Cache:
+    """One layer's cache in a kernel. Declares the parameters Kc and Vc."""
+
+    def __init__(self, kv_heads, ctx, d, isa):
+        types = cache_types(kv_heads, ctx, d)
+        self.ctx, self.d, self.isa = ctx, d, isa
+        self.K, self.V = (T.arg(name, T.buffer(*types[which])) for name, which in (("Kc", "k"), ("Vc", "v")))
+
+    def holds(self, position):
+        """A condition: the cache has a place for that position."""
+        return tirx.all(position >= 0, position < self.ctx)
+
+    def key_writer(self, head, position):
+        """write(e, n, y) stores elements e .. e+n-1 of a key, a float32 vector of n lanes."""
+        tile, lane = T.Bind(position // _TILE), T.Bind(position % _TILE)
+
+        def write(e, n, y):
+            y = T.Bind(T.cast(y, dtype(_DTYPE, n)))
+            for i in range(n):
+                store(self.K, T.Shuffle([y], [T.int32(i)]), head, tile, e + i, lane)
+
+        return write
+
+    def write_value(self, head, position, e, x):
+        """Stores elements e .. e+15 of a value, a float32 vector."""
+        store(self.V, T.cast(x, dtype(_DTYPE, LANES)), head, position, at(e))
+
+    def block(self, kv, key0):
+        """The CacheBlock of the keys key0 .. key0+63 of a KV head, all of which may be read."""
+        return CacheBlock(self, kv, key0, None)
+
+    def block_until(self, kv, block, last):
+        """The CacheBlock number `block` of a KV head, of which keys after `last` are not to be read; its first one
+        is."""
+        key0 = T.Bind(block * BLOCK)
+        return CacheBlock(self, kv, key0, opaque(T.max(T.min(last - key0 + 1, T.int32(BLOCK)), T.int32(1))))
+
+
+class CacheBlock:
+    """64 consecutive keys and values of a KV head.
+
+    live: how many of them, 1 .. 64, may be read, an expression; None: all. Loads of keys then need `clamp_to` first.
+    """
+
+    def __init__(self, cache, kv, key0, live):
+        self.cache, self.kv, self.key0, self.live, self._tiles = cache, kv, key0, live, None
+
+    def clamp_to(self, last):
+        """Makes `load_keys` give the keys around `last` wherever keys after it are asked for."""
+        self._tiles = registers(BLOCK // _TILE, kind="int32")
+        for i in range(BLOCK // _TILE):
+            store(self._tiles, T.min(self.key0 + i * _TILE, last) // _TILE, i)
+
+    def load_keys(self, c, key, n):
+        """Element c of n keys from the block's key `key` on, as float32; n divides 16 and key."""
+        tile = (self.key0 + key) // _TILE if self._tiles is None else self._tiles[key // _TILE]
+        return self.cache.isa.half(self.cache.K[self.kv, tile, c, at(key % _TILE, n)], n)
+
+    def load_value(self, key, c, n):
+        """Elements c .. c+n-1 of the value of the block's key `key`, as float32."""
+        return self.cache.isa.half(self.cache.V[self.kv, self.key0 + key, at(c, n)], n)
+
+    def prefetch_keys(self, part, locality):
+        """Prefetches part `part` of d equal parts of the live keys, in the order of their addresses: the hardware sees
+        one stream, while the loads alternate between four tiles."""
+        d = self.cache.d
+        end = (self.live - 1) // _TILE * (_TILE * d) + (_TILE * d - _LINE)
+        for line in range(0, BLOCK, _LINE):
+            place = T.min(part * BLOCK + line, end)
+            prefetch(self.cache.K, self.kv, self.key0 // _TILE, 0, place, locality=locality)
+
+    def prefetch_value(self, key, locality):
+        """Prefetches the value of the block's key `key`, or of its last live one if that comes before."""
+        for c in range(0, self.cache.d, _LINE):
+            prefetch(self.cache.V, self.kv, self.key0 + T.min(key, self.live - 1), c, locality=locality)
+
+    def prefetch_part(self, part, parts, locality):
+        """Prefetches part `part` of `parts` (an int) equal parts of all keys and values."""
+        lines = -(-BLOCK * self.cache.d // (_LINE * parts))
+        with T.serial(lines) as i:
+            place = opaque((part * lines + i) * _LINE)
+            prefetch(self.cache.K, self.kv, self.key0 // _TILE, 0, place, locality=locality)
+            prefetch(self.cache.V, self.kv, self.key0, place, locality=locality)
