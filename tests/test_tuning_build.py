@@ -173,7 +173,7 @@ def test_without_a_device_nothing_passes(tmp_path):
     with Session() as session:
         found = gate.check(session, one.folder, one.folder)
     if found.checked != "device":
-        assert (found.checked, found.passed) == ("", False) and "gfx1100" in found.error
+        assert (found.checked, found.passed) == ("", False) and found.error
 
 
 def test_what_an_emulator_runs_is_small():
