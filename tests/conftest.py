@@ -10,10 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
-import gfxemu
 import pytest
 
+from mlc_amd.compiler.codegen.rocm import find_linker
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import cli, models
+from mlc_amd.tools.dev import gfxemu
+
+pytest.register_assert_rewrite("emulator_suite")
 
 REPO = Path(__file__).resolve().parent.parent
 # What Mesa's drivers made of a shader serves all tests, also those with an empty cache of the user's. Mesa makes no
@@ -21,8 +25,11 @@ REPO = Path(__file__).resolve().parent.parent
 SHADERS = REPO / ".pytest_cache" / "mesa"
 SHADERS.mkdir(parents=True, exist_ok=True)
 os.environ.setdefault("MESA_SHADER_CACHE_DIR", str(SHADERS))
+# So do the ISA emulator's compiled operations; a file for each worker, since they would wait for each other's locks.
+os.environ.setdefault("CACHEDB", str(SHADERS.parent / f"emulator-{os.environ.get('PYTEST_XDIST_WORKER', 'one')}.db"))
 # The files that take longest go first: workers that are done early then have short ones left.
 LONG = (
+    "test_emulator_gfx1100.py", "test_emulator_gfx1201.py", "test_emulator_gfx942.py",
     "test_vulkan_models.py", "test_quality.py", "test_vulkan_device.py", "test_vulkan_kernels.py", "test_models.py",
     "test_cpu_linear.py",
     "test_tune_cli.py", "test_rocm_models.py", "test_gpu_attention.py", "test_gpu_gemv.py", "test_cli.py",
@@ -31,6 +38,11 @@ LONG = (
     "test_tuning_search.py",
     "test_tuning_build.py", "test_bench.py", "test_bench_gpu.py",
 )  # fmt: skip
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("emulator_full") and (why := gfxemu.missing()):
+        pytest.skip(why)
 
 
 def pytest_collection_modifyitems(items):
@@ -136,8 +148,19 @@ def demo_artifact(first_chat) -> Path:
 
 @pytest.fixture(scope="session")
 def emulator():
-    """The ISA emulator; tests that need it skip where it is absent, before they compile anything."""
+    """The ISA emulator, run_hsaco; tests that need it skip where it is absent, before they compile anything."""
+    if why := gfxemu.missing():
+        pytest.skip(why)
     return gfxemu.load()
+
+
+@pytest.fixture(scope="session")
+def linker():
+    """What links code objects for AMD GPUs; tests that need it skip where it is absent."""
+    try:
+        find_linker()
+    except UserError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -98,15 +98,3 @@ def _attention(q, k, v, a) -> np.ndarray:
     scores = np.where(seen, scores, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), v).reshape(n, -1)
-
-
-def log_softmax(x) -> np.ndarray:
-    x = np.asarray(x, np.float64)
-    x = x - x.max(-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
-
-
-def kl_divergence(exact, ours) -> float:
-    """Mean over rows of KL(exact || ours), in nats."""
-    p, q = log_softmax(exact), log_softmax(ours)
-    return float((np.exp(p) * (p - q)).sum(-1).mean())

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from gfxemu import emulate
 from test_cpu_attention import LOG2E, attention_reference, rope_reference
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
@@ -21,6 +20,7 @@ from mlc_amd.schedules.gpu.attention import attention
 from mlc_amd.schedules.gpu.attention_decode import attention_decode, scratch_shapes
 from mlc_amd.schedules.gpu.attention_prefill_dot import attention_prefill_dot
 from mlc_amd.schedules.gpu.rope_kv_write import Rope, cache_shapes, rope_kv_write
+from mlc_amd.tools.dev.gfxemu import emulate
 
 ARCHS = ("gfx1100", "gfx1201", "gfx942")
 CTX = 512
@@ -157,7 +157,7 @@ def check_written(before, after, position, expected):
     assert (np.delete(after, gone, axis=1) == np.delete(before, gone, axis=1)).all()
 
 
-@pytest.mark.usefixtures("emulator")
+@pytest.mark.emulator_full
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", [*DECODE, *PREFILL, *DOT])
 def test_attention(arch, name):
@@ -196,7 +196,7 @@ def test_attention(arch, name):
         assert not scratch["Arrived"].any()
 
 
-@pytest.mark.usefixtures("emulator")
+@pytest.mark.emulator_full
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", ROPE)
 def test_rope_kv_write(arch, name):

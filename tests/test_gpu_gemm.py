@@ -12,7 +12,6 @@ from typing import NamedTuple
 import gguf
 import numpy as np
 import pytest
-from gfxemu import emulate
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.compiler.quant.pack import repack
@@ -21,6 +20,7 @@ from mlc_amd.schedules.gpu.arch import resolve
 from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu
 from mlc_amd.schedules.gpu.gemm import linear
 from mlc_amd.schedules.gpu.gemm_dot import DotTile
+from mlc_amd.tools.dev.gfxemu import emulate
 
 INT8 = [name for name, fmt in FORMATS.items() if fmt.kind == "int8"]
 FLOAT = [name for name, fmt in FORMATS.items() if fmt.kind == "float"]
@@ -204,8 +204,9 @@ def tolerance(fmt, name):
     return TOLERANCE_MINIMUM if FORMATS[fmt].minimum and name.endswith("-matrix") else TOLERANCE
 
 
-def run_linear(arch, name, live, wave_order):
-    """Results of a linear kernel and what they should be: lists of [m, n]. Results start as NaN."""
+def run_linear(arch, name, live, wave_order, kernels=None):
+    """Results of a linear kernel and what they should be: lists of [m, n]. Results start as NaN. kernels: names of the
+    linear and the gate/up kernels of its code object; default those of EMULATED."""
     case, rng = LINEAR[name], np.random.default_rng(3)
     inputs, x, rounded = problem(case.act, case.m, case.k, case.tile is None)
     arrays, expected = {"state": state(live), **inputs}, []
@@ -221,14 +222,19 @@ def run_linear(arch, name, live, wave_order):
     if case.residual:
         arrays["R"] = rng.standard_normal(arrays["Y0"].shape, np.float32)
         expected[0] = expected[0] + arrays["R"][:, : expected[0].shape[1]]
-    results = emulate(library(arch, *map(tuple, EMULATED[arch])), kernel_name("linear", name), arrays, wave_order)
+    module = library(arch, *map(tuple, kernels or EMULATED[arch]))
+    results = emulate(module, kernel_name("linear", name), arrays, wave_order)
     return [arrays[f"Y{i}"][:, : e.shape[1]] for i, e in enumerate(expected)], expected, results
 
 
-@pytest.mark.usefixtures("emulator")
+@pytest.mark.emulator_full
 @pytest.mark.parametrize("arch, name", [(arch, name) for arch, (names, _) in EMULATED.items() for name in names])
 def test_linear(arch, name):
-    got, expected, results = run_linear(arch, name, LINEAR[name].m, wave_order=1)
+    check_linear(arch, name)
+
+
+def check_linear(arch, name, kernels=None):
+    got, expected, results = run_linear(arch, name, LINEAR[name].m, 1, kernels)
     for y, e, (fmt, _) in zip(got, expected, LINEAR[name].segments, strict=True):
         assert error(y, e) < tolerance(fmt, name)
     used = set().union(*(r.by_mnemonic for r in results))
@@ -236,7 +242,7 @@ def test_linear(arch, name):
     assert any(re.search(wanted, mnemonic) for mnemonic in used)
 
 
-@pytest.mark.usefixtures("emulator")
+@pytest.mark.emulator_full
 @pytest.mark.parametrize("live", [1, 127, 129])
 def test_linear_leaves_tiles_without_live_tokens(live):
     (got,), (expected,), _ = run_linear("gfx1100", "large-matrix", live, wave_order="rev")
@@ -245,9 +251,13 @@ def test_linear_leaves_tiles_without_live_tokens(live):
     assert np.isnan(got[tokens:]).all()
 
 
-@pytest.mark.usefixtures("emulator")
+@pytest.mark.emulator_full
 @pytest.mark.parametrize("arch, name", [(arch, name) for arch, (_, names) in EMULATED.items() for name in names])
 def test_gate_up_swiglu(arch, name):
+    check_swiglu(arch, name)
+
+
+def check_swiglu(arch, name, kernels=None):
     gate, up, f, m, act_in, act_out = SWIGLU[name]
     (gate_planes, g), (up_planes, u) = weights(gate, f, SWIGLU_K, 1), weights(up, f, SWIGLU_K, 2)
     # gates of a size at which the sigmoid bends
@@ -259,7 +269,8 @@ def test_gate_up_swiglu(arch, name):
         outputs = {"Y": np.full((m, f), np.nan, {"half": np.float16, "": np.float32}[act_out])}
     arrays = {"state": state(m), **inputs, **outputs}
     arrays |= {prefix + p: a for prefix, planes in (("G_", gate_planes), ("U_", up_planes)) for p, a in planes.items()}
-    emulate(library(arch, *map(tuple, EMULATED[arch])), kernel_name("swiglu", name), arrays, wave_order=2)
+    module = library(arch, *map(tuple, kernels or EMULATED[arch]))
+    emulate(module, kernel_name("swiglu", name), arrays, wave_order=2)
     if act_out != "rows":
         assert error(arrays["Y"], expected) < {"half": 6e-4, "": TOLERANCE}[act_out]
         return

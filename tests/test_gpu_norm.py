@@ -4,7 +4,6 @@ import re
 
 import numpy as np
 import pytest
-from gfxemu import emulate
 from test_quant_rows import oracle, random_rows
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
@@ -14,6 +13,7 @@ from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.arch import ARCHS, resolve
 from mlc_amd.schedules.gpu.embed import embed
 from mlc_amd.schedules.gpu.norm import quantize, rms_norm
+from mlc_amd.tools.dev.gfxemu import emulate
 
 ARCH_NAMES = ("gfx1100", "gfx1201", "gfx942")
 EPS, LEFT = 1e-5, 7  # LEFT: what outputs hold before a kernel runs
@@ -63,6 +63,7 @@ def build(arch, **kernels):
     return module
 
 
+@pytest.mark.emulator_full
 @pytest.mark.parametrize("arch", ARCH_NAMES)
 @pytest.mark.parametrize("act", ["rows", "half"])
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -75,6 +76,7 @@ def test_quantize(arch, act, chunk):
     check(out, x[:live].astype(np.float64))
 
 
+@pytest.mark.emulator_full
 @pytest.mark.parametrize("arch", ARCH_NAMES)
 @pytest.mark.parametrize("row", ["all", "last"])
 @pytest.mark.parametrize("act", ["", "rows", "half"])
@@ -90,6 +92,7 @@ def test_rms_norm(arch, row, act, chunk):
     check(out, expected if row == "all" else expected[-1:])
 
 
+@pytest.mark.emulator_full
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx942"])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_embed(arch, fmt):
@@ -103,6 +106,7 @@ def test_embed(arch, fmt):
     assert (X[live:] == LEFT).all()
 
 
+@pytest.mark.emulator_full
 def test_embed_of_a_float_table_takes_any_number_of_columns():
     table = np.random.default_rng(4).standard_normal((VOCAB, 100)).astype(np.float32)
     weights, X = repack("f32", table.view(np.uint8), 100, "rows"), np.zeros((1, 100), np.float32)

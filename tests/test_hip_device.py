@@ -4,10 +4,8 @@ import gc
 import json
 from dataclasses import asdict
 
-import gfxemu
 import numpy as np
 import pytest
-from hip_recorder import Recorder, emulated
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.artifact import Artifact, TensorSpec, WeightsWriter
@@ -17,6 +15,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.arch import resolve
 from mlc_amd.schedules.gpu.embed import embed as gpu_embed
 from mlc_amd.schedules.gpu.norm import rms_norm
+from mlc_amd.tools.dev.hip_recorder import Recorder, emulated
 
 VOCAB, WIDTH, CTX = 96, 16, 256
 RNG = np.random.default_rng(7)
@@ -218,11 +217,11 @@ def test_everything_is_given_back(artifact):
     assert bindings.leaks() == []
 
 
+@pytest.mark.emulator_full
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1201"])
-def test_real_code_object(artifact, arch):
+def test_real_code_object(artifact, emulator, arch):
     """Kernels of the compiler in the ISA emulator, through this device: the normalized row of each token's
     embedding."""
-    run_hsaco = gfxemu.load()
     gpu, k = resolve(arch), 96
     model = artifact(arch)
     weights = [TensorSpec("table", "float32", (VOCAB, k)), TensorSpec("gain", "float32", (k,))]
@@ -247,7 +246,7 @@ def test_real_code_object(artifact, arch):
         "launches": {arch: steps},
     }
     manifest["io"]["logits"]["shape"] = [16, k]
-    bindings = Recorder(emulated(manifest, arch, built.hsaco, run_hsaco), gpus=[{"gcnArchName": arch.encode()}])
+    bindings = Recorder(emulated(manifest, arch, built.hsaco, emulator), gpus=[{"gcnArchName": arch.encode()}])
     device = HipDevice(model, bindings=bindings)
     device.write("state", (0, 5))
     device.write("tokens", IDS[:5])

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from hip_recorder import Recorder
 
 from mlc_amd.runtime.devices import hip, hip_errors
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import doctor
 from mlc_amd.tools import machine as this_machine
+from mlc_amd.tools.dev.hip_recorder import Recorder
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hip_recorder import OK, Recorder
 from vulkan_harness import gpu
 
 from mlc_amd.compiler.codegen.cpu import NATIVE, compile_c
@@ -22,6 +21,7 @@ from mlc_amd.runtime.measure.bench import Bench
 from mlc_amd.runtime.measure.child import Child, Died
 from mlc_amd.runtime.measure.hip import HipBackend
 from mlc_amd.runtime.measure.session import Session, best, measure
+from mlc_amd.tools.dev.hip_recorder import OK, Recorder
 
 STATE = [7, 3, 0, 0]
 ADD = [  # y = x + w, which the tests' kernels compute

@@ -1,9 +1,9 @@
 """The models compiled for the CPU against exact logits and llama.cpp's greedy texts."""
 
 import pytest
-from quality import MODELS, Reference
 
 from mlc_amd.runtime.engine import Engine
+from mlc_amd.tools.dev.quality import MODELS, Reference
 
 
 @pytest.fixture(params=MODELS)

@@ -1,32 +1,18 @@
-"""The rocm target from GGUF to logits. Compiling needs a linker for AMD code; running is done in the ISA emulator and
-skips without it."""
+"""The rocm target from GGUF to logits. Compiling needs a linker for AMD code; models run in the ISA emulator."""
 
 import gzip
 import re
 
-import numpy as np
 import pytest
-import reference
-from hip_recorder import Recorder, emulated
+from emulator_suite import check_model
 
 from mlc_amd.compiler.codegen import hsaco
-from mlc_amd.compiler.codegen.rocm import find_linker
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact import Artifact
-from mlc_amd.runtime.devices.hip import HipDevice
-from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 
-MAX_KL = 1e-3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def linker():
-    try:
-        find_linker()
-    except UserError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("linker")
 
 
 @pytest.fixture(scope="module")
@@ -102,19 +88,11 @@ def test_unknown_arch(rocm):
         rocm("tiny:q4_0", "gfx9999")
 
 
+@pytest.mark.emulator_full
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
 @pytest.mark.parametrize("spec", ["tiny:q4_0", "tiny-qwen3:q4_k"])
 @pytest.mark.parametrize("wave_order", ["fwd", 5])
 def test_in_the_emulator(rocm, emulator, spec, arch, wave_order, monkeypatch):
-    """Decode steps and a prefill chunk against the numpy reference: the rocm device itself, on AMD's calls answered by
-    the emulator."""
     artifact = rocm(spec, "gfx942" if arch == "gfx942" else "7900xtx,gfx1201")
-    monkeypatch.setenv("MLC_AMD_GRAPH", "0")  # the comparison at load would run everything six times
-    code = (artifact.path / artifact.manifest["libraries"][arch]).read_bytes()
-    kernels = emulated(artifact.manifest, arch, code, emulator, wave_order)
-    device = HipDevice(artifact, bindings=Recorder(kernels, gpus=[{"gcnArchName": arch.encode()}]))
-    ids = np.random.default_rng(7).integers(0, 1024, 12)
-    exact = reference.forward(synthetic(spec), ids)
-    engine = Engine(artifact, device)
-    last = [engine.prefill(ids[:10]), *(engine.decode(int(i)) for i in ids[10:])]
-    assert reference.kl_divergence(exact[9:], np.stack(last)) < MAX_KL
+    monkeypatch.setenv("MLC_AMD_GRAPH", "0")
+    check_model(artifact, spec, arch, emulator, wave_order)

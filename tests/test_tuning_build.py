@@ -3,7 +3,6 @@ driver."""
 
 import json
 import os
-import shutil
 
 import numpy as np
 import pytest
@@ -169,33 +168,17 @@ def test_states_have_dead_tokens_and_stay_in_the_context(tmp_path):
     assert all(position + live <= 1024 for position, live, *_ in found)
 
 
-def test_without_a_device_nothing_passes(tmp_path, monkeypatch):
-    monkeypatch.setattr(gate, "emulator", lambda: False)
+def test_without_a_device_nothing_passes(tmp_path):
     one = build(linear("rocm"), None, "rocm", "gfx1100", tmp_path)
     with Session() as session:
         found = gate.check(session, one.folder, one.folder)
     if found.checked != "device":
-        assert (found.checked, found.passed) == ("", False) and "there is no GPU for gfx1100 here" in found.error
+        assert (found.checked, found.passed) == ("", False) and found.error
 
 
-@pytest.mark.skipif(not gate.emulator(), reason="needs the ISA emulator")
-def test_the_emulator_checks_plans_for_absent_gpus(tmp_path):
-    workload, plan = linear("rocm", 4096, 256, bias=True), gemv.Plan(rows=2, waves=1, lanes=4, unroll=1)
-    with Builder("rocm", "gfx1100", tmp_path, workers=1) as builder:
-        (untuned, _), (tuned, _) = builder.build([(workload, None), (workload, plan)])
-        found = gate.emulated(untuned, tuned, builder)
-        assert (found.checked, found.passed) == ("emulator", True) and 0 <= found.deviation < 1
-        small = gate.smaller(workload)
-        assert small.args["segments"] == [["q4_0", 256]] and small.args["k"] == 256
-        [(other, _)] = builder.build([(linear("rocm", 256), None)])
-        wrong = tmp_path / "wrong"
-        shutil.copytree(other, wrong)
-    found = gate.emulated(other, wrong)
-    assert found.passed
-    text = read(wrong).facts["steps"][0]
-    text["grid"] = [1, 1, 1]  # most rows are not computed
-    (wrong / "candidate.json").write_text(json.dumps(read(wrong).facts | {"steps": [text]}))
-    assert "Y0 is not written everywhere" in gate.emulated(other, wrong).error
+def test_what_an_emulator_runs_is_small():
+    small = gate.smaller(linear("rocm", 4096, 256, bias=True))
+    assert small.args["segments"] == [["q4_0", 256]] and small.args["k"] == 256
 
 
 # ---- all of it

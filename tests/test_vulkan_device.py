@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import vulkan_harness
-from quality import TIE
 
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
@@ -32,6 +31,7 @@ from mlc_amd.runtime.devices.vulkan.memory import Memory, places
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu import profiles
+from mlc_amd.tools.dev.quality import TIE
 
 CTX = 128
 SMALL = "tiny:q4_0"

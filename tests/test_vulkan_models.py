@@ -4,18 +4,17 @@ import numpy as np
 import pytest
 import reference
 import vulkan_harness
-from quality import Reference
 
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools.dev.quality import Reference, kl_divergence
 
 MAX_KL = 1e-3
-SAMPLE = (
-    "qwen3-q4_0"  # of the reference models: Mesa takes half a minute to compile one; all of them: vulkan_quality.py
-)
+# of the reference models: Mesa takes half a minute to compile one; all of them: mlc_amd.tools.dev.vulkan_quality
+SAMPLE = "qwen3-q4_0"
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +97,9 @@ def test_logits(made, load, spec, arch):
     engine, ids = load(made(spec, arch)), np.random.default_rng(7).integers(0, 1024, 24)
     logits = [engine.prefill(ids[:20]), *(engine.decode(int(i)) for i in ids[20:])]
     exact = reference.forward(synthetic(spec), ids)
-    assert reference.kl_divergence(exact[19:], np.stack(logits)) < MAX_KL
+    assert kl_divergence(exact[19:], np.stack(logits)) < MAX_KL
     engine.reset()
-    assert reference.kl_divergence(exact, engine.score(ids)) < MAX_KL
+    assert kl_divergence(exact, engine.score(ids)) < MAX_KL
     assert arch in ("auto", engine.device.code_arch)
 
 

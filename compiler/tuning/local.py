@@ -99,7 +99,7 @@ class Local:
         try:
             if reason or error:
                 return Checked("", False, error=f"the untuned kernel does not build: {reason}" if reason else error)
-            return check(self.session, untuned, tuned, self.builder)
+            return check(self.session, untuned, tuned)
         finally:
             self._drop(tuned)
 

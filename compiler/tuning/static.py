@@ -47,7 +47,8 @@ GEMV plan to a default tuned by measurement, it promised 0 to 4 % and lost 5, 6 
 other plans, up to 21 % promised and up to 36 % lost; for GEMMs (0.80, the mean of eight with 5 plans each, Mesa 25) 39
 % and 40 %. Mesa 22.3 knows no cooperative matrices: GEMMs and prefill attention were not compared again. Of the pairs
 of GEMV plans without spills where it says that one is faster by 25 %, 88 % are so in truth (872 of 996), by 40 % 90 %
-(692 of 766); of attention's by 25 % all 44. So only large gains count; `tests/static_correlation.py` compares again.
+(692 of 766); of attention's by 25 % all 44. So only large gains count;
+`mlc_amd.tools.dev.static_correlation` compares again.
 """
 
 import shutil
@@ -60,7 +61,7 @@ from pathlib import Path
 from mlc_amd.compiler.codegen import hsaco, radv
 from mlc_amd.compiler.tuning import gate, isa_costs
 from mlc_amd.compiler.tuning.build import Builder
-from mlc_amd.compiler.tuning.gate import EMULATED, NOWHERE, emulator, smaller
+from mlc_amd.compiler.tuning.gate import EMULATED, NOWHERE, smaller
 from mlc_amd.compiler.tuning.isa_trace import Arguments, Program, Trace
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import Candidate, read
@@ -263,12 +264,14 @@ def _code(candidate: Candidate, step: dict, kernel: hsaco.Kernel, assembly: str)
 class Static:
     """What a session measures with where there is no device: `measure` and `gate`. A context manager.
 
-    kind: "rocm" or "vulkan"; arch: its name. workers: processes that compile. UserError for an arch without a model.
+    kind: "rocm" or "vulkan"; arch: its name. workers: processes that compile. emulator: the module of a program that
+    compares two candidates for a GPU that is not here (mlc_amd.tools.dev.emulated_pair says how it is asked); without
+    one no plan passes the gate. UserError for an arch without a model.
     """
 
     runner = "static"
 
-    def __init__(self, kind: str, arch: str, workers: int | None = None):
+    def __init__(self, kind: str, arch: str, workers: int | None = None, emulator: str | None = None):
         if kind not in ARCHS:
             raise UserError(f"static tuning is for AMD GPUs, not for target {kind}; measure on this machine instead")
         self.kind, self.arch = kind, ARCHS[kind](arch)
@@ -276,7 +279,7 @@ class Static:
         self.root = Path(tempfile.mkdtemp(prefix="mlc-amd-static-"))
         self.builder = Builder(kind, arch, self.root, workers)
         self._stand_in: Builder | None = None
-        self._emulator: Child | None = None
+        self._emulator = Child(emulator) if emulator else None  # starts when it is first asked
 
     def __enter__(self) -> "Static":
         return self
@@ -327,7 +330,7 @@ class Static:
         """Whether a plan's kernel computes what the untuned one does, in the emulator, with a smaller matrix where
         there is a large one. For GPUs that the emulator does not know, the same plan built for STAND_IN."""
         name = self.arch.name if self.kind == "rocm" and self.arch.name.startswith(KNOWN) else STAND_IN
-        if not emulator():
+        if self._emulator is None:
             return Checked("", False, error=NOWHERE.format(f"GPU for {self.arch.name}"))
         if name != self.arch.name and self._stand_in is None:
             self._stand_in = Builder("rocm", STAND_IN, self.root / "stand-in", 1)
@@ -342,7 +345,6 @@ class Static:
         else:
             return Checked("", False, error=errors[0])
         where = "emulator (reduced shape)" if name == self.arch.name else f"emulator (reduced shape, built for {name})"
-        self._emulator = self._emulator or Child(gate.MODULE)
         try:
             self._emulator.send({"compare": [str(folder) for folder, _ in built]})
             answer = self._emulator.receive(EMULATED)

@@ -1,5 +1,6 @@
-"""How well the static model ranks plans, against measurements: python tests/static_correlation.py KIT_OR_DATABASE [...]
-[--plans]
+"""How well the static model ranks plans, against measurements:
+
+    python -m mlc_amd.tools.dev.static_correlation KIT_OR_DATABASE [...] [--plans]
 
 In: folders of kits that came back (kit.json, results.json), or of databases (measurements.jsonl). Out: for each
 workload Spearman's rank correlation between predicted and measured seconds of its plans; the same for the plans that

@@ -1,27 +1,32 @@
 """Runs compiled GPU kernels without a GPU, in an emulator of AMD's instruction sets (gfx11, gfx12, and gfx90a, gfx942,
-gfx950).
+gfx950); a library: tests and mlc_amd.tools.dev.emulated_pair use it.
 
-`emulate` skips the test where the emulator is not there. It consists of `run_hsaco.py` (folder in GFXEMU, default
-../shared/tools/gfxemu) and a source checkout of tinygrad (TINYGRAD_SRC), whose emulator it drives; a program named
-clang must be on PATH. Corrections to tinygrad a9069c177 that run_hsaco.py lacks are made here; each states what
-hardware does.
+The emulator is not part of this repository. It is a folder (GFXEMU, default ../shared/tools/gfxemu beside the
+repository) with `run_hsaco.py`, `mixed.py` and the part of tinygrad a9069c177 that they drive; TINYGRAD_SRC names
+another checkout of tinygrad. It compiles its operations with clang. Corrections to tinygrad that run_hsaco.py lacks are
+made here; each states what hardware does.
 """
 
+import functools
 import inspect
 import os
 import shutil
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
-FOLDER = Path(os.environ.get("GFXEMU", Path(__file__).resolve().parent.parent.parent / "shared" / "tools" / "gfxemu"))
+from mlc_amd.runtime.errors import UserError
+
+FOLDER = Path(os.environ.get("GFXEMU", Path(__file__).resolve().parents[3] / "shared" / "tools" / "gfxemu"))
+CLANGS = ("clang", *(f"clang-{version}" for version in range(22, 16, -1)))
 SNAPSHOT = (
     6  # the emulator's buffers are numbered 0..5, 1 the vector registers; here: their copy from before the instruction
 )
+QUANTUM = 20  # instructions
 ACTIVE = "isinstance(inst, (irc.VOP1, irc.VOP1_DPP16, irc.VOP2, irc.VOP2_DPP16))"
 
 # function of the emulator: (its text, what it should say)
@@ -65,12 +70,22 @@ CORRECTIONS = {
 }
 
 
+def missing() -> str:
+    """What the emulator needs and this machine lacks; "" where it can run."""
+    if not (FOLDER / "run_hsaco.py").is_file():
+        return f"no ISA emulator in {FOLDER}"
+    if "TINYGRAD_SRC" not in os.environ and not (FOLDER / "tinygrad").is_dir():
+        return f"no tinygrad in {FOLDER} (TINYGRAD_SRC names a checkout)"
+    return "" if any(map(shutil.which, CLANGS)) else f"the ISA emulator needs clang ({CLANGS[-1]} or newer)"
+
+
 def load():
-    """run_hsaco with a corrected emulator; skips without them."""
-    if not (FOLDER / "run_hsaco.py").is_file() or "TINYGRAD_SRC" not in os.environ or not shutil.which("clang"):
-        pytest.skip("needs the ISA emulator: run_hsaco.py, TINYGRAD_SRC and clang")
+    """run_hsaco with a corrected emulator. UserError where `missing` names something."""
+    if why := missing():
+        raise UserError(why)
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))
+    _provide_clang()
     import run_hsaco
 
     emu = run_hsaco.emulator()
@@ -78,6 +93,18 @@ def load():
         _correct(emu)
         emu.corrected = True
     return run_hsaco
+
+
+@functools.cache
+def _provide_clang() -> tempfile.TemporaryDirectory | None:
+    """The emulator runs `clang`, which Debian names after its version: PATH gets a folder with a link. It lives as long
+    as the process."""
+    if shutil.which("clang"):
+        return None
+    folder = tempfile.TemporaryDirectory(prefix="mlc-amd-clang-")
+    (Path(folder.name) / "clang").symlink_to(next(filter(None, map(shutil.which, CLANGS))))
+    os.environ["PATH"] += os.pathsep + folder.name
+    return folder
 
 
 def _correct(emu):
@@ -125,21 +152,39 @@ def _correct(emu):
     emu._decode_at = decode_at
 
 
-def emulate(module, function: str, arrays: dict[str, np.ndarray], wave_order="rev", groups=None):
-    """Runs a PrimFunc of an HsacoModule. arrays: by parameter name, contiguous, outputs are written in place. LDS,
-    registers and scratch start as garbage. wave_order: "fwd", "rev" or a seed, the order of a workgroup's waves between
-    barriers; groups: (x, y, z) of the only workgroups to run. Returns the launches' results (total, by_mnemonic). Fails
-    if LDS operations are not waited for at a barrier."""
+def emulate(module, function: str, arrays: dict[str, np.ndarray], wave_order="rev"):
+    """Runs a PrimFunc of an HsacoModule, one workgroup after the other. arrays: by parameter name, contiguous, outputs
+    are written in place. LDS, registers and scratch start as garbage. wave_order: "fwd", "rev" or a seed, the order of
+    a workgroup's waves between barriers. Returns the launches' results (total, by_mnemonic). AssertionError if LDS
+    operations are not waited for at a barrier."""
     run_hsaco = load()
+
+    def launch(code, step, args):
+        result = run_hsaco.launch(code, step.symbol, step.grid, step.block, args, wave_order=wave_order)
+        assert not result.hazards, f"{step.symbol}: {result.hazards}"
+        return result
+
+    return _launches(run_hsaco, module, function, arrays, launch)
+
+
+def emulate_interleaved(module, function: str, arrays: dict[str, np.ndarray], seed: int, first=None):
+    """As `emulate`, with all workgroups of a launch under way at once: a random wave of a random workgroup runs up to
+    QUANTUM instructions, then another one. first: workgroups (x, y, z) in the order in which they run to their end
+    instead. Returns for each launch the workgroups in the order in which they executed atomics, and in which they
+    ended. Memory is sequentially consistent: orders are tried, caches are not."""
+    run_hsaco = load()
+    import mixed
+
+    def launch(code, step, args):
+        return mixed.launch_mixed(code, step.symbol, step.grid, step.block, args, seed, QUANTUM, first)[:2]
+
+    return _launches(run_hsaco, module, function, arrays, launch)
+
+
+def _launches(run_hsaco, module, function: str, arrays: dict[str, np.ndarray], launch) -> list:
     called = module.functions[function]
     for name in called.params:
         assert arrays[name].flags["C_CONTIGUOUS"]
     buffers = [arrays[name] for name in called.params] + [np.full(size, 0xA5, np.uint8) for size in called.scratch]
-    code, results = run_hsaco.CodeObject(module.hsaco), []
-    for step in called.launches:
-        args = [buffers[i] for i in step.args]
-        results.append(
-            run_hsaco.launch(code, step.symbol, step.grid, step.block, args, wave_order=wave_order, groups=groups)
-        )
-        assert not results[-1].hazards, f"{step.symbol}: {results[-1].hazards}"
-    return results
+    code = run_hsaco.CodeObject(module.hsaco)
+    return [launch(code, step, [buffers[i] for i in step.args]) for step in called.launches]

@@ -1,7 +1,7 @@
 """Compiles models for every known AMD GPU and reports time, spills and occupancy; not part of the test run, because it
 takes an hour.
 
-    python tests/rocm_all.py MODEL.gguf|PRESET:FORMAT|PRESET:mixed .. [--archs gfx1100,gfx942]
+    python -m mlc_amd.tools.dev.rocm_all MODEL.gguf|PRESET:FORMAT|PRESET:mixed .. [--archs gfx1100,gfx942]
 
 `mixed` gives the matrices of a small preset all tensor types in turn.
 

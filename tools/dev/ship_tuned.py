@@ -1,10 +1,10 @@
 """Makes dist/tuned/<arch>.json, the tuning records that the project ships for GPUs that nobody has measured:
 
-    python tests/ship_tuned.py --cache DIR [--tables DIR] [ARCH ...]
+    python -m mlc_amd.tools.dev.ship_tuned --cache DIR [--tables DIR] [ARCH ...]
 
 Every kernel of the models below that has choices gets a record, at the context that `compile` takes by default. Plans
 are ranked by the static model (compiler/tuning/static.py). Where the model says that a plan is faster than the default
-by `margin`, and its kernel passes the gate in the ISA emulator (TINYGRAD_SRC; see gfxemu.py), the record is that plan;
+by `margin`, and its kernel passes the gate in the ISA emulator (see gfxemu.py), the record is that plan;
 else it is the default. Prints a table of what is predicted for those plans; --tables: for all of them, and for the best
 plan that was looked at.
 
@@ -17,7 +17,6 @@ import argparse
 import functools
 import itertools
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -35,6 +34,8 @@ from mlc_amd.schedules.gpu.gemv import Plan
 from mlc_amd.schedules.tuning.database import SHIPPED, Checked, Database, Measured, Record, file_name, plan_text
 from mlc_amd.schedules.tuning.spaces import as_dict, space
 from mlc_amd.schedules.tuning.workload import Workload
+from mlc_amd.tools.dev import gfxemu
+from mlc_amd.tools.dev.emulated_pair import MODULE
 
 ARCHS = {
     "gfx1100": "rocm",
@@ -47,7 +48,7 @@ ARCHS = {
 MODELS = ("llama3-8b", "llama3-1b", "qwen3-8b", "qwen3-0.6b", "llama2-7b")
 FORMATS = ("q4_0", "q4_k", "q6_k", "q8_0")
 # How much faster than the default a plan must be predicted to be: more than the model ever promised wrongly where it
-# could be compared (tests/static_correlation.py on an H200: 21 % for a GEMV, 39 % for a GEMM, both slower in truth).
+# could be compared (static_correlation.py on an H200: 21 % for a GEMV, 39 % for a GEMM, both slower in truth).
 STREAM_MARGIN, MARGIN = 0.25, 0.4
 FINALISTS = {1: 2, CHUNK: 2}  # plans of a shape that are built after the survey, by tokens; 1 where nothing is said
 BATCH = 30  # builds that are on the disk at a time
@@ -325,7 +326,10 @@ def table(arch, choices: list[Choice], names: dict[Workload, str], everything: b
 
 def ship(name: str, cache: Path, out: Path, tables: Path | None) -> str:
     """Makes one arch's file. Returns the table of plans that clear the margin."""
-    with Static(ARCHS[name], name) as static, Database(static.arch, cache / file_name(name)) as database:
+    with (
+        Static(ARCHS[name], name, emulator=MODULE) as static,
+        Database(static.arch, cache / file_name(name)) as database,
+    ):
         names = tasks(MODELS, FORMATS, static.kind, name)
         choices = choose(Survey(static), names)
         check(static, choices, database)
@@ -349,8 +353,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=SHIPPED)
     parser.add_argument("--tables", type=Path, help="folder for a table of all records of each arch")
     options = parser.parse_args()
-    if "TINYGRAD_SRC" not in os.environ:
-        parser.error("set TINYGRAD_SRC: no plan is shipped that the emulator has not checked")
+    if why := gfxemu.missing():
+        parser.error(f"{why}: no plan is shipped that the emulator has not checked")
     for name in options.archs:
         print(ship(name, options.cache, options.out, options.tables), flush=True)
 

@@ -286,8 +286,7 @@ class Recorder:
 
 
 def emulated(manifest: dict, arch: str, code: bytes, run_hsaco, wave_order="fwd") -> dict[str, tuple[int, Callable]]:
-    """`kernels` for a Recorder: the real code object's, run in the ISA emulator (run_hsaco, which tests/gfxemu.py
-    corrects).
+    """`kernels` for a Recorder: the real code object's, run in the ISA emulator (run_hsaco, which gfxemu.py corrects).
 
     wave_order: of a workgroup's waves between barriers, "fwd", "rev" or a seed.
     """

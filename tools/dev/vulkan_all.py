@@ -1,7 +1,8 @@
 """Compiles models for every known Vulkan profile, validates the SPIR-V, and has RADV compile it for AMD's GPUs; not
 part of the test run, because it takes long.
 
-    python tests/vulkan_all.py MODEL.gguf|PRESET:FORMAT|PRESET:mixed .. [--archs vangogh,rdna3:matrix=none] [--table]
+    python -m mlc_amd.tools.dev.vulkan_all MODEL.gguf|PRESET:FORMAT|PRESET:mixed .. [--archs vangogh,rdna3:matrix=none]
+        [--table]
 
 `mixed` gives the matrices of a small preset all tensor types in turn; `each` in place of a format is a model for every
 tensor type. --table: the statistics of every kernel.
@@ -16,8 +17,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from rocm_all import open_model
-
 from mlc_amd.compiler.codegen import radv, spirv_reader
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact import Artifact
@@ -25,6 +24,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu import profiles
 from mlc_amd.tools import inspect_vulkan
+from mlc_amd.tools.dev.rocm_all import open_model
 
 NOT_KNOWN = ("Invalid capability", "no spirv-val")  # complaints of a spirv-val that is too old, or missing
 

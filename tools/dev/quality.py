@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import reference
 
 MODELS = (
     "llama-q4_k_m", "llamaspm-q8_0", "qwen2-q4_k_m", "qwen3-f16", "qwen3-iq4_xs", "qwen3-q2_k", "qwen3-q3_k_m",
@@ -46,8 +45,8 @@ class Reference:
         summary, ids = self.facts["summary"], self.arrays["ids"]
         engine.reset()
         logits = engine.score(ids)
-        kl = reference.kl_divergence(self.arrays["logits"], logits[self.arrays["positions"]])
-        perplexity = np.exp(-reference.log_softmax(logits)[np.arange(len(ids) - 1), ids[1:]].mean())
+        kl = kl_divergence(self.arrays["logits"], logits[self.arrays["positions"]])
+        perplexity = np.exp(-log_softmax(logits)[np.arange(len(ids) - 1), ids[1:]].mean())
         return Logits(
             kl,
             max(KL_OF_LLAMACPP * summary["kl_llamacpp_vs_exact_mean"], LEAST_KL),
@@ -70,3 +69,15 @@ class Reference:
                     break
                 logits = engine.decode(token)
         return compared, wrong
+
+
+def log_softmax(x) -> np.ndarray:
+    x = np.asarray(x, np.float64)
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def kl_divergence(exact, ours) -> float:
+    """Mean over rows of KL(exact || ours), in nats."""
+    p, q = log_softmax(exact), log_softmax(ours)
+    return float((np.exp(p) * (p - q)).sum(-1).mean())

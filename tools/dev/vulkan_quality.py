@@ -1,7 +1,7 @@
 """Runs the reference models on this machine's Vulkan device and reports their quality; not part of the test run, which
 takes a sample.
 
-    python tests/vulkan_quality.py [MODEL ..] [--arch auto] [--shared ../shared]
+    python -m mlc_amd.tools.dev.vulkan_quality [MODEL ..] [--arch auto] [--shared ../shared]
 
 Exits with 1 if a model misses the bar of `quality.py`.
 """
@@ -12,18 +12,17 @@ import tempfile
 import time
 from pathlib import Path
 
-from quality import MODELS, Reference
-
 from mlc_amd.compiler.gguf import GGUFModel
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine import Engine
+from mlc_amd.tools.dev.quality import MODELS, Reference
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--arch", default="auto")
-    parser.add_argument("--shared", type=Path, default=Path(__file__).resolve().parents[2] / "shared")
+    parser.add_argument("--shared", type=Path, default=Path(__file__).resolve().parents[3] / "shared")
     parser.add_argument("--tokens", type=int, help="of each greedy text")
     options = parser.parse_args()
     failed = 0

@@ -1,0 +1,127 @@
+"""What each run of the tests executes in the ISA emulator, for each of three instruction sets; all other emulated tests
+are marked emulator_full.
+
+The emulator compiles an instruction set's operations once a process, which takes most of the time. So each set has a
+file, which pytest-xdist gives to one worker: test_emulator_gfx1100.py and so on derive from `OnArch`.
+"""
+
+import numpy as np
+import pytest
+import reference
+import test_gpu_gemm
+import test_gpu_gemv
+import test_rocm_codegen
+from test_cpu_attention import LOG2E, attention_reference
+from test_gpu_attention import check_output, outputs, pack
+
+from mlc_amd.compiler.codegen.rocm import compile_hsaco
+from mlc_amd.compiler.gguf import synthetic
+from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.runtime.devices.hip import HipDevice
+from mlc_amd.runtime.engine import Engine
+from mlc_amd.schedules.gpu.arch import resolve
+from mlc_amd.schedules.gpu.attention_decode import attention_decode, scratch_shapes
+from mlc_amd.schedules.gpu.gemv import default_plan
+from mlc_amd.tools.dev.gfxemu import emulate, emulate_interleaved
+from mlc_amd.tools.dev.hip_recorder import Recorder, emulated
+from mlc_amd.tools.dev.quality import kl_divergence
+
+MAX_KL = 1e-3  # nats
+FORMATS = ("q4_0", "q4_k", "q6_k", "q8_0")
+MARGIN = 1.2  # how many times the instructions of `OnArch.today` a GEMV may take
+GEMM = (("mixed-matrix", "residual-matrix"), ("small-matrix",))  # linear and gate/up kernels of test_gpu_gemm
+
+
+def check_model(artifact, spec: str, arch: str, run_hsaco, wave_order) -> None:
+    """Decode steps and a prefill chunk against the numpy reference: the rocm device itself, on AMD's calls answered by
+    the emulator. MLC_AMD_GRAPH must be 0: the comparison of graphs at load would run everything six times."""
+    code = (artifact.path / artifact.manifest["libraries"][arch]).read_bytes()
+    kernels = emulated(artifact.manifest, arch, code, run_hsaco, wave_order)
+    device = HipDevice(artifact, bindings=Recorder(kernels, gpus=[{"gcnArchName": arch.encode()}]))
+    ids = np.random.default_rng(7).integers(0, 1024, 12)
+    exact = reference.forward(synthetic(spec), ids)
+    engine = Engine(artifact, device)
+    last = [engine.prefill(ids[:10]), *(engine.decode(int(i)) for i in ids[10:])]
+    assert kl_divergence(exact[9:], np.stack(last)) < MAX_KL
+
+
+class OnArch:
+    """Tests for the arch `arch`. spec: the model that runs end to end. today: wave-instructions that a GEMV of 4096
+    columns takes for 1000 weights, of each format of FORMATS."""
+
+    arch: str
+    spec: str
+    today: tuple[float, ...]
+
+    @pytest.fixture(autouse=True)
+    def needs(self, emulator, linker):
+        """The emulator, and what links AMD's code."""
+
+    def test_model(self, emulator, tmp_path, monkeypatch):
+        monkeypatch.setenv("MLC_AMD_GRAPH", "0")
+        with synthetic(self.spec) as model:
+            compile_model(model, "rocm", self.arch, 64, tmp_path / "model")
+        check_model(Artifact.open(tmp_path / "model"), self.spec, self.arch, emulator, wave_order=5)
+
+    def test_gemv_takes_no_more_instructions(self):
+        """Beside a correct result: codes are loaded 16 bytes at a time, and no more instructions run than MARGIN
+        allows."""
+        n, k, arch, counts = 16, 4096, resolve(self.arch), []
+        for fmt in FORMATS:
+            result = test_gpu_gemv.run_linear(self.arch, [(fmt, n)], k, (False,), False, default_plan(arch, k))
+            loads = {name: count for name, count in result.by_mnemonic.items() if "load" in name}
+            wide = sum(count for name, count in loads.items() if name.endswith(("b128", "dwordx4")))
+            assert wide * arch.wave * 16 >= test_gpu_gemv.code_bytes(fmt, n * k), (fmt, loads)
+            counts.append(result.total * 1000 / (n * k))
+        assert all(count <= MARGIN * today for count, today in zip(counts, self.today, strict=True)), counts
+
+    def test_gemv_of_segments(self):
+        segments = [("q4_k", 64), ("q5_0", 21), ("q6_k", 16)]
+        test_gpu_gemv.run_linear(self.arch, segments, 512, (True, True, False), False, wave_order=1)
+
+    @pytest.mark.parametrize("name", GEMM[0])
+    def test_gemm(self, name):
+        test_gpu_gemm.check_linear(self.arch, name, GEMM)
+
+    def test_gate_up_swiglu(self):
+        test_gpu_gemm.check_swiglu(self.arch, "small-matrix", GEMM)
+
+    def test_barrier_and_shuffles(self):
+        test_rocm_codegen.test_barrier(resolve(self.arch), 3)
+        test_rocm_codegen.test_shuffles(resolve(self.arch), np.float32)
+
+    def test_attention_splits_may_arrive_in_any_order(self):
+        """Decode attention's workgroups under way together: whichever comes last joins the same results."""
+        heads, kv_heads, d, ctx, position = 4, 1, 64, 1152, 1089
+        arch, rng = resolve(self.arch), np.random.default_rng(1)
+        module = compile_hsaco({"a": attention_decode(heads, kv_heads, d, ctx, "", arch, "a")}, arch)
+        (step,) = module.functions["a"].launches
+        k, v = (rng.standard_normal((kv_heads, ctx, d)).astype(np.float16) for _ in "kv")
+        Kc, Vc = pack(k, v)
+        Qo = (rng.standard_normal((1, heads, d)) * 2 * LOG2E / np.sqrt(d)).astype(np.float16)
+        keys, values = (x[:, : position + 1].astype(np.float64) for x in (k, v))
+        exact = attention_reference(Qo.astype(np.float64) / LOG2E * np.sqrt(d), keys, values, position)
+
+        def results(run, **options):
+            """(the attention's result, the workgroup that joined)"""
+            scratch = {
+                name: np.full(shape, np.nan if dtype == "float32" else 0, dtype)
+                for name, (shape, dtype) in scratch_shapes(heads, kv_heads, d).items()
+            }
+            out, state = outputs(1, heads * d), np.array([position, 1, 0, 0], np.int32)
+            found = run(module, "a", {"state": state, "Qo": Qo, "Kc": Kc, "Vc": Vc, **scratch, **out}, **options)
+            assert not scratch["Arrived"].any()
+            check_output(out, "", 1, exact)
+            return out["X"], found
+
+        alone, _ = results(emulate)
+        groups = [(0, split, 0) for split in range(step.grid[1])]
+        orders = [{"seed": seed} for seed in (1, 2)]
+        orders += [{"seed": 3, "first": groups[::-1]}, {"seed": 4, "first": groups[1:] + groups[:1]}]
+        last = set()
+        for order in orders:
+            together, [(atomics, _)] = results(emulate_interleaved, **order)
+            np.testing.assert_array_equal(together, alone)
+            last.add(atomics[-1])
+        assert len(groups) >= 5 and len(last) >= 2, last

@@ -1,0 +1,8 @@
+"""gfx1201 (RDNA4) in the ISA emulator."""
+
+from emulator_suite import OnArch
+
+
+class TestGfx1201(OnArch):
+    arch, spec = "gfx1201", "tiny-qwen3:q4_k"
+    today = (35.2, 39.5, 56.6, 22.2)
