@@ -145,6 +145,7 @@ def inspect(capsys):
     """inspect(arguments) -> (stdout, stderr) of a command that succeeds."""
 
     def run(*tokens):
+        capsys.readouterr()  # drops what fixtures printed
         assert cli.main(["inspect", *map(str, tokens)]) == 0
         return capsys.readouterr()
 

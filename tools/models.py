@@ -16,7 +16,7 @@ from importlib import metadata, resources
 from pathlib import Path
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.host import cpu_flags
+from mlc_amd.runtime.host import cpu_flags, kfd_gpus
 from mlc_amd.tools import display
 
 
@@ -72,10 +72,7 @@ def artifact_path(
         _check_context(path, ctx)
         return path
     check_compiler(synthetic or path)
-    if target == "vulkan" and arch in ("native", "auto"):
-        from mlc_amd.runtime.devices.vulkan.gpu import profile_here  # asks the driver: not before it is needed
-
-        arch = profile_here(device)
+    arch = _arch_here(target, device) if arch in ("native", "auto") else arch
     name = re.sub(r"[^\w.-]", "-", synthetic or path.stem)
     place = cache_directory() / f"{name}-{target}-{arch}-{_key(path, synthetic, target, arch, ctx, tuned)}"
     if (place / "manifest.json").exists():
@@ -91,6 +88,17 @@ def artifact_path(
             raise UserError(f"cannot make the cache folder {place.parent}: {error.strerror}; {advice}") from error
         compile_model(source, target, arch, ctx, place, progress, tuned=tuned)
     return place
+
+
+def _arch_here(target: str, device: str | None) -> str:
+    """The name to cache this machine's arch under: the GPU's own, so that another GPU does not get its artifacts;
+    "native" for a CPU, whose flags are part of the key, and where there is no GPU (compilation then says so)."""
+    if target == "vulkan":
+        from mlc_amd.runtime.devices.vulkan.gpu import profile_here  # queries the driver, so only when needed
+
+        return profile_here(device)
+    gpus = kfd_gpus() if target == "rocm" else []
+    return gpus[0]["arch"] if gpus else "native"
 
 
 def load_engine(
