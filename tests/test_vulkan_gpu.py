@@ -80,17 +80,13 @@ def test_profile_of_mesas_cpu_driver(lavapipe):
 
 
 def test_profile_with_several_changes(lavapipe):
-    gpu = replace(
-        lavapipe, vendor=AMD, driver_id=3, name="AMD Radeon RX 7900 XTX (RADV NAVI31)", subgroup=(64, 64, 64), dot=False,
-        matrices=(),
-    )  # fmt: skip
+    facts = {"name": "AMD Radeon RX 7900 XTX (RADV NAVI31)", "subgroup": (64, 64, 64), "dot": False, "matrices": ()}
+    gpu = replace(lavapipe, vendor=AMD, driver_id=3, **facts)
     name = profile_of(gpu)
     assert name == "rdna3:wave=64+dot=none+matrix=none"
     profile = profiles.resolve(name)
     assert (profile.wave, profile.dot, profile.matrix) == (64, "", "")
-    assert not missing(
-        replace(gpu, limits=gpu.limits | {"shared_memory": 65536, "push_constants": 256}), profile.needs
-    )
+    assert not missing(replace(gpu, limits=gpu.limits | {"shared_memory": 65536, "push_constants": 256}), profile.needs)
 
 
 def gpus(lavapipe) -> list[Gpu]:

@@ -15,10 +15,10 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib import metadata
 
 import fire
 
+import mlc_amd
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import arguments
 
@@ -124,7 +124,7 @@ def _dispatch(tokens: list[str], literal: list[str]) -> None:
         sys.stdout.write(overview())
         return
     if verb == "--version":
-        sys.stdout.write(f"mlc-amd {metadata.version('mlc-amd')}\n")
+        sys.stdout.write(f"mlc-amd {mlc_amd.__version__}\n")
         return
     if verb not in verbs():
         near = difflib.get_close_matches(verb, verbs(), 1)

@@ -1,11 +1,8 @@
 """`mlc-amd compile`: a GGUF file in, an artifact's folder out."""
 
-import re
 import time
-from pathlib import Path
 from typing import Literal
 
-from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import display, models
 
 SHORT = {"o": "output"}
@@ -42,21 +39,17 @@ def run(
         built with: those that `mlc-amd tune` found here (user), that come with mlc-amd (shipped),
             the first where there are both (auto), or neither's (none).
     """
-    if (model is None) == (synthetic is None):
-        raise UserError("give either a GGUF file or --synthetic PRESET:FORMAT")
-    path = Path(model).expanduser() if model else None
-    if path and models.is_artifact(path):
-        raise UserError(f"{path} is a folder: give a GGUF file")
-    name = re.sub(r"[^\w.-]", "-", f"{synthetic or path.stem}-{target}-{arch}")
-    out = Path(output).expanduser() if output else Path("dist") / name
     start = time.perf_counter()
-    with (
-        models.open_source(path, synthetic) as source,
-        display.compile_progress(f"compiling {synthetic or path.name}") as progress,
-    ):
-        from mlc_amd.compiler.pipeline import compile_model  # a second: not before the model is known to be fine
-
-        summary = compile_model(source, target, arch, ctx, out, progress, weights != "none", tuned)
+    summary = models.compile_artifact(
+        model,
+        output,
+        synthetic=synthetic,
+        target=target,
+        arch=arch,
+        ctx=ctx,
+        weights=weights != "none",
+        tuned=tuned,
+    )
     seconds = time.perf_counter() - start
     stages = ", ".join(f"{stage} {spent:.1f}" for stage, spent in summary.seconds.items())
     rows = [

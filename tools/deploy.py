@@ -17,10 +17,11 @@ import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from typing import Literal
 
+import mlc_amd
 from mlc_amd.runtime.artifact import MANIFEST, WEIGHTS, Artifact, TensorSpec, WeightsWriter, manifest_text
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import archive, display, models, wheels
@@ -177,7 +178,7 @@ def contents(model: Artifact, destination: Destination, weightless: bool) -> Ite
         yield Entry(f"lib/{path}", content)
     yield from (Entry(f"model/{path}", content) for path, content in model_files(model, weightless).items())
     facts = {
-        "made_by": f"mlc-amd {metadata.version('mlc-amd')}",
+        "made_by": f"mlc-amd {mlc_amd.__version__}",
         "for": destination.title,
         "model": model.manifest["name"],
         "target": kind,
@@ -203,13 +204,13 @@ def contents(model: Artifact, destination: Destination, weightless: bool) -> Ite
 
 def _sources(names: tuple[str, ...]) -> dict[str, bytes]:
     """Our own modules, and the record that tells `importlib.metadata` their version and what they need."""
-    files = {}
+    files = {"mlc_amd/__init__.py": Path(mlc_amd.__file__).read_bytes()}
     for package, (patterns, left_out) in SOURCES.items():
         root = Path(importlib.util.find_spec(f"mlc_amd.{package}").origin).parent
         for file in sorted(file for pattern in patterns for file in root.glob(pattern)):
             if not any(file.match(pattern) for pattern in left_out):
                 files[f"mlc_amd/{package}/{file.relative_to(root).as_posix()}"] = file.read_bytes()
-    version = metadata.version("mlc-amd")
+    version = mlc_amd.__version__
     needs = [f"Requires-Dist: {name}=={wheels.VENDORED[name].version}" for name in names]
     lines = [
         "Metadata-Version: 2.1",
