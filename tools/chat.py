@@ -1,5 +1,6 @@
 """`mlc-amd chat`: a conversation, on a terminal, through pipes, or of one question."""
 
+import io
 import sys
 from typing import Literal
 
@@ -69,5 +70,6 @@ def run(
     elif sys.stdin.isatty() and sys.stdout.isatty():
         repl.interact(session)
     else:
-        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="replace")
         repl.follow(session, sys.stdin)

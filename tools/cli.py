@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Sequence
 
 import fire
+import fire.decorators
 
 import mlc_amd
 from mlc_amd.runtime.errors import UserError
@@ -147,7 +148,7 @@ def _dispatch(tokens: list[str], literal: list[str]) -> None:
 
 def _os_error(error: OSError) -> str:
     where = error.filename if isinstance(error.filename, str) else "the output"
-    return f"{where}: {_ADVICE.get(error.errno, error.strerror or str(error))}"
+    return f"{where}: {_ADVICE.get(error.errno or 0, error.strerror or str(error))}"
 
 
 def _fail(message: str, debug: bool) -> int:

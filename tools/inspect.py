@@ -3,6 +3,7 @@ hardware."""
 
 from json import dumps
 from pathlib import Path
+from typing import Any
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import display, inspect_kernels, inspect_vulkan, models
@@ -32,6 +33,7 @@ def run(
         tensors: also list every tensor.
     """
     path = Path(model).expanduser()
+    report: dict[str, Any]
     if models.is_artifact(path):
         from mlc_amd.runtime.artifact import Artifact
 
@@ -89,9 +91,9 @@ def _gguf(path: Path) -> dict[str, object]:
             for t in model.tensors.values()
         ]
         # Keys and values in float16, which is how artifacts keep them.
-        per_token = 2 * config["layers"] * config["kv_heads"] * config["head_dim"] * 2
+        per_token = 2 * model.config.layers * model.config.kv_heads * model.config.head_dim * 2
         weights = sum(entry["bytes"] for entry in listing)
-        memory = {"weights": weights, "kv_per_token": per_token, "kv_full_context": per_token * config["context"]}
+        memory = {"weights": weights, "kv_per_token": per_token, "kv_full_context": per_token * model.config.context}
         return {
             "file": str(path),
             "name": model.config.name,

@@ -47,12 +47,13 @@ def run(
     """
     if (text is None) == (ids is None):
         raise UserError("give either --text FILE or --ids FILE.npz")
-    given = read_text(text) if text else _read_ids(Path(ids).expanduser())
+    read = read_text(text) if text is not None else None
+    given = _read_ids(Path(ids).expanduser()) if ids is not None else np.empty(0, np.int64)
     engine = models.load_engine(model, target=target, arch=arch, ctx=ctx, threads=threads, device=device, verify=verify)
-    sequence = np.asarray(engine.tokenizer.encode(given) if text else given, dtype=np.int64)
+    sequence = given if read is None else np.asarray(engine.tokenizer.encode(read), dtype=np.int64)
     count = _count(len(sequence), tokens, engine.context)
     sequence = sequence[:count]
-    kept = np.empty((count, engine.vocab), np.float32) if logits else None
+    kept = np.empty((count, engine.vocab), np.float32) if logits is not None else None
     start = time.perf_counter()
     losses = []
     for first in range(0, count, _CHUNK):
@@ -62,7 +63,7 @@ def run(
         losses.append(negative_log_likelihoods(scores, sequence[first + 1 : first + 1 + len(scores)]))
     seconds = time.perf_counter() - start
     nll = np.concatenate(losses)
-    if logits:
+    if logits is not None and kept is not None:
         with open(Path(logits).expanduser(), "wb") as file:
             np.savez(file, logits=kept, ids=sequence.astype(np.int32))
     # The standard error of the mean, carried through the exponential, as llama-perplexity reports it.
