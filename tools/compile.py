@@ -26,18 +26,18 @@ def run(
     runs with `mlc-amd chat FOLDER`, also on other machines of the same kind.
 
     Args:
-        model: the GGUF file; of a split model any part. target: what to compile for: cpu, rocm or vulkan. arch: native
-        (or auto) for this machine's; for cpu x86-64-v2, x86-64-v3, x86-64-v4, znver4 or another cpu name of LLVM; for
-        rocm
-            gfx1100, 7900xtx or another name; for vulkan a product's name as 7900xtx, or a profile of vangogh (Steam
-            Deck), rdna2, rdna3, rdna4, gfx90c, nvidia, lavapipe and generic (any device). For GPUs several go with
-            commas between.
-        ctx: tokens that the KV cache holds (default: as many as the model allows, up to 4096). output: the folder to
-        write (default: dist/MODEL-TARGET-ARCH here). synthetic: instead of a file, a model of that shape with random
-        weights, for benchmarks: PRESET:FORMAT as llama3-8b:q4_0 weights: none leaves the weights out: the artifact is
-        small, and runs with random ones, for benchmarks on another machine. tuned: whose tuned plans the kernels are
-        built with: those that `mlc-amd tune` found here (user), that come with mlc-amd (shipped),
-            the first where there are both (auto), or neither's (none).
+        model: GGUF file; any part of a split model.
+        target: target to compile for: cpu, rocm or vulkan.
+        arch: native (or auto) for this machine; for cpu x86-64-v2, x86-64-v3, x86-64-v4, znver4 or another LLVM CPU
+            name; for rocm gfx1100, 7900xtx or another GPU; for vulkan a GPU such as 7900xtx, or one of the profiles
+            vangogh (Steam Deck), rdna2, rdna3, rdna4, gfx90c, nvidia, lavapipe and generic (any device). Several GPUs
+            are separated by commas.
+        ctx: KV cache size in tokens (default: the model's context length, at most 4096).
+        output: folder to write (default: dist/MODEL-TARGET-ARCH in the current directory).
+        synthetic: PRESET:FORMAT, such as llama3-8b:q4_0, instead of a file: a model of that shape with random weights.
+        weights: none omits the weights: a small artifact for benchmarks, which runs with random weights.
+        tuned: tuned plans to build kernels with: those of `mlc-amd tune` on this machine (user), those that come with
+            mlc-amd (shipped), user before shipped (auto), or none.
     """
     start = time.perf_counter()
     summary = models.compile_artifact(
