@@ -21,7 +21,7 @@ REPO = Path(__file__).resolve().parent.parent
 SHADERS = REPO / ".pytest_cache" / "mesa"
 SHADERS.mkdir(parents=True, exist_ok=True)
 os.environ.setdefault("MESA_SHADER_CACHE_DIR", str(SHADERS))
-# The files that take longest go first: workers that are done early then have short ones left.
+# The files that take longest run first, which leaves short ones for workers that finish early.
 LONG = (
     "test_vulkan_models.py", "test_quality.py", "test_vulkan_device.py", "test_vulkan_kernels.py", "test_models.py",
     "test_cpu_linear.py",
@@ -33,7 +33,20 @@ LONG = (
 )  # fmt: skip
 
 
+# Those that compile models or many kernels, besides: `make test-fast` leaves all of them out.
+SLOW = {
+    *LONG, "test_api.py", "test_artifact.py", "test_cpu_attention.py", "test_cpu_norm.py", "test_deploy.py",
+    "test_engine.py", "test_inspect_kernels.py", "test_measure.py", "test_radv.py", "test_random_weights.py",
+    "test_tuning_compile.py", "test_tuning_rooflines.py", "test_tuning_static.py", "test_vulkan_attention_coop.py",
+    "test_vulkan_attention_decode.py", "test_vulkan_coop.py", "test_wheel.py",
+}  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.name in SLOW:
+            item.add_marker("slow")
     place = {name: i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
 
