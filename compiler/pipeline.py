@@ -43,7 +43,7 @@ CHUNK_BYTES = 4 << 20  # packed GGUF bytes that one worker repacks at a time
 
 
 class Progress(Protocol):
-    def __call__(self, stage: str, done: int, total: int) -> None: ...
+    def __call__(self, stage: str, done: int, total: int, /) -> None: ...
 
 
 @dataclass

@@ -13,6 +13,7 @@ The planner is Relax's StaticPlanBlockMemory: tensors whose lives do not overlap
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import tvm
 from tvm import relax
@@ -54,7 +55,7 @@ class _Walker:
     """One lowered function, binding by binding. `env` maps a variable to its argument form."""
 
     def __init__(self, func, parameters, tensors, output):
-        self.env = {
+        self.env: dict[Any, Any] = {
             var: self.parameter(var, kind, name, tensors)
             for var, (kind, name) in zip(func.params, parameters, strict=True)
         }
@@ -69,7 +70,7 @@ class _Walker:
         arguments = [[kind, name] for name in names]
         return arguments if isinstance(var.ty, relax.TupleType) else arguments[0]
 
-    def value(self, value):
+    def value(self, value) -> Any:
         if isinstance(value, relax.Var):
             return self.env[value]
         if isinstance(value, relax.Tuple):
@@ -81,7 +82,7 @@ class _Walker:
             return None
         return self.allocation(value)
 
-    def allocation(self, call):
+    def allocation(self, call) -> Any:
         name = call.op.name
         if name == "relax.memory.alloc_storage":
             offset = self.arena

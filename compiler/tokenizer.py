@@ -18,9 +18,11 @@ up before it is
 
 import json
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -144,7 +146,7 @@ _DEFAULT_IDS = {"gpt2": {}, "llama": {"bos": 1, "eos": 2, "unk": 0}}
 _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
-def export(metadata: dict[str, object], directory: Path) -> None:
+def export(metadata: Mapping[str, object], directory: Path) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json` into `directory` (created when absent).
 
     The keys of `tokenizer_config.json`:
@@ -205,7 +207,7 @@ _REQUIRED = object()
 _CONVERT = "convert the model to GGUF again"
 
 
-def _get(metadata: dict[str, object], key: str, kind: type, default: object = _REQUIRED):
+def _get(metadata: Mapping[str, object], key: str, kind: type, default: object = _REQUIRED) -> Any:
     value = metadata.get(key)
     if value is None:
         if default is _REQUIRED:
@@ -217,7 +219,7 @@ def _get(metadata: dict[str, object], key: str, kind: type, default: object = _R
 
 
 def _list(
-    metadata: dict[str, object], key: str, kind: type | tuple[type, ...], count: int = 0, default: object = _REQUIRED
+    metadata: Mapping[str, object], key: str, kind: type | tuple[type, ...], count: int = 0, default: object = _REQUIRED
 ) -> list:
     """A list of `kind`, one entry for each of `count` tokens where that is given."""
     values = _get(metadata, key, list, default)
@@ -228,7 +230,7 @@ def _list(
     return values
 
 
-def _types(metadata: dict[str, object], tokens: list[str]) -> list[int]:
+def _types(metadata: Mapping[str, object], tokens: list[str]) -> list[int]:
     """Token types; a token that ends a generation is a control token whatever the file says, as in llama.cpp."""
     types = _list(metadata, "tokenizer.ggml.token_type", int, len(tokens), default=[TokenType.NORMAL] * len(tokens))
     ends = END_TEXTS - _not_end(set(tokens))
@@ -239,7 +241,7 @@ def _not_end(texts: set[str]) -> set[str]:
     return {text for present, text in NOT_END_TEXTS if present <= texts}
 
 
-def _pre_tokenizer(metadata: dict[str, object]) -> PreTokenizer:
+def _pre_tokenizer(metadata: Mapping[str, object]) -> PreTokenizer:
     name = _get(metadata, "tokenizer.ggml.pre", str, None)
     if name not in PRE_TOKENIZERS:
         what = f"unknown pre-tokenizer '{name}'" if name else "the GGUF names no pre-tokenizer (tokenizer.ggml.pre)"
@@ -247,7 +249,7 @@ def _pre_tokenizer(metadata: dict[str, object]) -> PreTokenizer:
     return PRE_TOKENIZERS.get(name, DEFAULT)
 
 
-def _byte_level(metadata: dict[str, object], vocab: dict[str, int], pre: PreTokenizer) -> Tokenizer:
+def _byte_level(metadata: Mapping[str, object], vocab: dict[str, int], pre: PreTokenizer) -> Tokenizer:
     """Byte-level BPE: text's UTF-8 bytes, written as printable characters, merged in the order of
     `tokenizer.ggml.merges`."""
     pairs = map(_split_merge, _list(metadata, "tokenizer.ggml.merges", str))
@@ -270,7 +272,7 @@ def _split_merge(merge: str) -> tuple[str, str]:
 
 
 def _sentencepiece(
-    metadata: dict[str, object], vocab: dict[str, int], types: list[int], add_space_prefix: bool
+    metadata: Mapping[str, object], vocab: dict[str, int], types: list[int], add_space_prefix: bool
 ) -> Tokenizer:
     """SentencePiece BPE: of all neighbours whose concatenation is a token, the one with the best score is merged first.
 
@@ -318,7 +320,7 @@ def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int], strip
     tokenizer.add_tokens(user_defined)
 
 
-def _strips_space(metadata: dict[str, object]) -> bool:
+def _strips_space(metadata: Mapping[str, object]) -> bool:
     """Phi-3 drops white space after most of its added tokens; GGUF has no key for that, so llama.cpp too goes by the
     model's name."""
     name = _get(metadata, "general.name", str, "").lower()
@@ -326,8 +328,8 @@ def _strips_space(metadata: dict[str, object]) -> bool:
 
 
 def _special(
-    metadata: dict[str, object], tokens: list[str], name: str, default: int | None
-) -> dict[str, object] | None:
+    metadata: Mapping[str, object], tokens: list[str], name: str, default: int | None
+) -> dict[str, Any] | None:
     key = f"tokenizer.ggml.{_SPECIAL_IDS[name]}_token_id"
     default = default if default is not None and default < len(tokens) else None
     i = _get(metadata, key, int, default)
@@ -337,7 +339,9 @@ def _special(
     return None if i is None else {"id": i, "text": tokens[i]}
 
 
-def _adds(metadata: dict[str, object], name: str, special: dict[str, dict[str, object] | None], default: bool) -> bool:
+def _adds(
+    metadata: Mapping[str, object], name: str, special: Mapping[str, dict[str, Any] | None], default: bool
+) -> bool:
     key = f"tokenizer.ggml.add_{name}_token"
     wanted = _get(metadata, key, bool, default)
     if wanted and special[name] is None:
@@ -347,7 +351,7 @@ def _adds(metadata: dict[str, object], name: str, special: dict[str, dict[str, o
     return wanted
 
 
-def _end_ids(vocab: dict[str, int], special: dict[str, dict[str, object] | None]) -> list[int]:
-    named = {special[name]["id"] for name in ("eos", "eot", "eom") if special[name]}
+def _end_ids(vocab: dict[str, int], special: Mapping[str, dict[str, Any] | None]) -> list[int]:
+    named = {token["id"] for name in ("eos", "eot", "eom") if (token := special[name])}
     ends = {vocab[text] for text in END_TEXTS if text in vocab} | named
     return sorted(ends - {vocab[text] for text in _not_end(set(vocab)) if text in vocab})

@@ -97,7 +97,7 @@ class WeightsWriter:
         """`data`'s bytes to `offset` bytes into tensor `name`; may be called from several threads."""
         os.pwrite(
             self.file.fileno(),
-            memoryview(np.ascontiguousarray(data)).cast("B"),
+            np.ascontiguousarray(data).data.cast("B"),
             self.start + self.offsets[name] + offset,
         )
 

@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from mlc_amd.runtime.engine import ContextFull, Engine, Stats
 from mlc_amd.runtime.errors import UserError
@@ -179,7 +179,7 @@ class Conversation:
         self.messages = messages
 
 
-def _is_conversation(messages: object) -> bool:
+def _is_conversation(messages: object) -> TypeGuard[list[dict[str, str]]]:
     """A list of messages: perhaps one of the system, then user and assistant in turn, the assistant last."""
     if not isinstance(messages, list):
         return False

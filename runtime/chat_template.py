@@ -11,12 +11,14 @@ The environment is the one that templates are written for, that of Hugging Face 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mlc_amd.runtime.errors import UserError
@@ -35,7 +37,7 @@ class _Generation(jinja2.ext.Extension):
     """{% generation %}...{% endgeneration %}: marks an assistant's words in training data; here it only renders what it
     holds."""
 
-    tags = frozenset(("generation",))
+    tags = {"generation"}  # noqa: RUF012 (its type in Jinja's class)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
@@ -107,7 +109,7 @@ class ChatTemplate:
         return cls(config["chat_template"] if name is None else named[name], tokens)
 
     def render(
-        self, messages: Sequence[dict[str, object]], add_generation_prompt: bool = True, **variables: object
+        self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool = True, **variables: object
     ) -> str:
         """The prompt's text.
 

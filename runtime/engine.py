@@ -6,7 +6,7 @@ launches serve every step.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.sampling import Sampler, Sampling
 from mlc_amd.runtime.tokenizer import Tokenizer
+
+Ids = Sequence[int] | np.ndarray  # token ids
 
 _SCORED = 64  # tokens whose logits are made together: a large vocabulary has half a megabyte for each
 
@@ -110,18 +112,18 @@ class Engine:
 
     # ---- logits
 
-    def advance(self, ids: Sequence[int]) -> np.ndarray:
+    def advance(self, ids: Ids) -> np.ndarray:
         """Appends `ids` to the cache; float32 [vocab], the logits after the last one, in memory that the next step
         overwrites.
 
         ContextFull leaves the cache as it was.
         """
-        ids = self._check(ids)
-        for start, count, function in self._chunks(len(ids)):
-            self._step(function, ids[start : start + count])
+        checked = self._check(ids)
+        for start, count, function in self._chunks(len(checked)):
+            self._step(function, checked[start : start + count])
         return self.device.read("logits", 1)[0, : self.vocab]
 
-    def prefill(self, ids: Sequence[int]) -> np.ndarray:
+    def prefill(self, ids: Ids) -> np.ndarray:
         """`advance` with logits to keep: a copy, which takes longer than choosing a token does."""
         return self.advance(ids).copy()
 
@@ -129,32 +131,32 @@ class Engine:
         """`prefill` of one token."""
         return self.prefill([token])
 
-    def score(self, ids: Sequence[int]) -> np.ndarray:
+    def score(self, ids: Ids) -> np.ndarray:
         """Appends `ids`; float32 [len(ids), vocab], the logits after every one of them."""
-        ids, (size, function) = self._check(ids), self._score
+        checked, (size, function) = self._check(ids), self._score
         size = min(size, _SCORED)
-        logits = np.empty((len(ids), self.vocab), np.float32)
-        for start in range(0, len(ids), size):
-            part = ids[start : start + size]
+        logits = np.empty((len(checked), self.vocab), np.float32)
+        for start in range(0, len(checked), size):
+            part = checked[start : start + size]
             self._step(function, part)
             logits[start : start + len(part)] = self.device.read("logits", len(part))[:, : self.vocab]
         return logits
 
-    def time(self, ids: Sequence[int]) -> tuple[str, int, list[tuple[str, float, float]]]:
+    def time(self, ids: Ids) -> tuple[str, int, list[tuple[str, float, float]]]:
         """How long each kernel of the first step of `prefill(ids)` takes: (function, tokens, [(kernel, seconds, gap
         before it)]).
 
         The cache keeps what it holds, and the position. UserError if the device cannot tell times.
         """
-        ids = self._check(ids)
+        checked = self._check(ids)
         if not hasattr(self.device, "time"):
             raise UserError(f"the device of target '{self.device.kind}' cannot time single kernels")
-        _, count, function = next(self._chunks(len(ids)))
-        self._write(ids[:count])
+        _, count, function = next(self._chunks(len(checked)))
+        self._write(checked[:count])
         return function, count, self.device.time(function)
 
-    def _check(self, ids: Sequence[int]) -> np.ndarray:
-        ids = np.asarray(ids, np.int64)
+    def _check(self, sequence: Ids) -> np.ndarray:
+        ids = np.asarray(sequence, np.int64)
         if ids.ndim != 1 or not len(ids):
             raise UserError("nothing to evaluate: the prompt has no tokens")
         if ids.min() < 0 or ids.max() >= self.vocab:
@@ -192,7 +194,7 @@ class Engine:
         sampling: Sampling | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """Continues `ids`, one token at a time; what the cache already holds of them is not computed again.
 
         Ends at an end token, a stop string (which is not part of the text), `max_tokens`, or a full context;
@@ -242,13 +244,15 @@ class Engine:
 
         if self._conversation is None or not isinstance(message, str):
             self._conversation = Conversation(self)
-        if not isinstance(message, str):
+        if isinstance(message, str):
+            text = message
+        else:
             *self._conversation.messages, final = message
-            message = final["content"]
+            text = final["content"]
         sampling = options.pop("sampling", None)
         if sampling is not None:
             self._conversation.sampling = sampling
-        return self._conversation.ask(message, **options)
+        return self._conversation.ask(text, **options)
 
 
 def _split_at_stop(text: str, stop: Sequence[str], last: bool = False) -> tuple[str, str, bool]:

@@ -12,6 +12,7 @@ import codecs
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -46,7 +47,7 @@ _KEYS = frozenset(
 )
 
 
-def read_config(directory: Path) -> dict[str, object]:
+def read_config(directory: Path) -> dict[str, Any]:
     """The content of `tokenizer_config.json`. Raises UserError when it is missing or not what `export` writes."""
     path = Path(directory) / "tokenizer_config.json"
     try:
@@ -72,10 +73,10 @@ class Tokenizer:
     add_bos, add_eos: bool     what `encode` adds with add_special
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, object]):
+    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any]):
         self._backend = backend
         self._byte_level = config["model"] == "gpt2"
-        self._fence = config["fence"]
+        self._fence: str = config["fence"]
         self.add_space_prefix: bool = config["add_space_prefix"]
         self.vocab_size: int = config["vocab_size"]
         self.bos_id: int | None = (config["special"]["bos"] or {}).get("id")
@@ -120,9 +121,9 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise UserError(f"the text is not valid Unicode ({_one_line(error)}): pass UTF-8") from error
         ids = self._backend.encode(text if parse_special else self.escape(text), add_special_tokens=False).ids
-        if add_special and self.add_bos and ids[:1] != [self.bos_id]:
+        if add_special and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
-        if add_special and self.add_eos and ids[-1:] != [self.eos_id]:
+        if add_special and self.add_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
             ids.append(self.eos_id)
         return ids
 

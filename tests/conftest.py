@@ -27,7 +27,7 @@ SHADERS.mkdir(parents=True, exist_ok=True)
 os.environ.setdefault("MESA_SHADER_CACHE_DIR", str(SHADERS))
 # So do the ISA emulator's compiled operations; a file for each worker, since they would wait for each other's locks.
 os.environ.setdefault("CACHEDB", str(SHADERS.parent / f"emulator-{os.environ.get('PYTEST_XDIST_WORKER', 'one')}.db"))
-# The files that take longest go first: workers that are done early then have short ones left.
+# The files that take longest run first, which leaves short ones for workers that finish early.
 LONG = (
     "test_emulator_gfx1100.py", "test_emulator_gfx1201.py", "test_emulator_gfx942.py",
     "test_vulkan_models.py", "test_quality.py", "test_vulkan_device.py", "test_vulkan_kernels.py", "test_models.py",
@@ -40,12 +40,25 @@ LONG = (
 )  # fmt: skip
 
 
+# Those that compile models or many kernels, besides: `make test-fast` leaves all of them out.
+SLOW = {
+    *LONG, "test_api.py", "test_artifact.py", "test_cpu_attention.py", "test_cpu_norm.py", "test_deploy.py",
+    "test_engine.py", "test_inspect_kernels.py", "test_measure.py", "test_radv.py", "test_random_weights.py",
+    "test_tuning_compile.py", "test_tuning_rooflines.py", "test_tuning_static.py", "test_vulkan_attention_coop.py",
+    "test_vulkan_attention_decode.py", "test_vulkan_coop.py", "test_wheel.py",
+}  # fmt: skip
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("emulator_full") and (why := gfxemu.missing()):
         pytest.skip(why)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.name in SLOW:
+            item.add_marker("slow")
     place = {name: i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
 
@@ -168,6 +181,7 @@ def inspect(capsys):
     """inspect(arguments) -> (stdout, stderr) of a command that succeeds."""
 
     def run(*tokens):
+        capsys.readouterr()  # drops what fixtures printed
         assert cli.main(["inspect", *map(str, tokens)]) == 0
         return capsys.readouterr()
 

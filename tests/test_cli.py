@@ -10,10 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from inspect import getdoc, signature
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fire import docstrings
 
 from mlc_amd.compiler.gguf import synthetic, write_gguf
 from mlc_amd.runtime.errors import UserError
@@ -231,6 +233,8 @@ def test_every_flag_of_every_verb_is_described(verb):
     page = arguments.help_page(verb, module.run, getattr(module, "SHORT", {}))
     assert page.startswith(f"usage: mlc-amd {verb}")
     arguments.parse_functions(module.run)
+    described = [argument.name for argument in docstrings.parse(getdoc(module.run)).args]
+    assert described == list(signature(module.run).parameters)
 
 
 def test_help_imports_no_tvm():

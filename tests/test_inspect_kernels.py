@@ -53,6 +53,7 @@ def error(capsys):
     """error(arguments) -> the one line of a command that fails."""
 
     def run(*tokens):
+        capsys.readouterr()  # drops what fixtures printed
         assert cli.main(["inspect", *map(str, tokens)]) == 1
         out, err = capsys.readouterr()
         assert out == "" and err.startswith("error: ") and err.count("\n") == 1

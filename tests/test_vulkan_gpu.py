@@ -76,7 +76,17 @@ def test_profile_of_mesas_cpu_driver(lavapipe):
     )
     matrices = (((8, 8, 8), FLOAT16),)
     assert profile_of(replace(lavapipe, subgroup=(8, 8, 8), matrices=matrices)) == "lavapipe:matrix=8x8x8"
-    assert profile_of(replace(lavapipe, subgroup=(4, 4, 4), matrices=())) == "lavapipe:wave=4"
+    assert profile_of(replace(lavapipe, subgroup=(4, 4, 4), matrices=())) == "generic"
+
+
+def test_profile_with_several_changes(lavapipe):
+    facts = {"name": "AMD Radeon RX 7900 XTX (RADV NAVI31)", "subgroup": (64, 64, 64), "dot": False, "matrices": ()}
+    gpu = replace(lavapipe, vendor=AMD, driver_id=3, **facts)
+    name = profile_of(gpu)
+    assert name == "rdna3:wave=64+dot=none+matrix=none"
+    profile = profiles.resolve(name)
+    assert (profile.wave, profile.dot, profile.matrix) == (64, "", "")
+    assert not missing(replace(gpu, limits=gpu.limits | {"shared_memory": 65536, "push_constants": 256}), profile.needs)
 
 
 def gpus(lavapipe) -> list[Gpu]:

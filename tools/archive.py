@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from mlc_amd.runtime.errors import UserError
 
@@ -46,16 +46,23 @@ class _Counted:
     def __init__(self, file: BinaryIO, wrote: Callable[[int], None]):
         self._file, self._wrote = file, wrote
 
-    def read(self, size: int) -> bytes:
+    def read(self, size: int = -1, /) -> bytes:
         data = self._file.read(size)
         self._wrote(len(data))
         return data
 
 
-def compressor() -> Callable[[int], object]:
+class _Frame(Protocol):
+    """A compressor of one zstd frame."""
+
+    def compress(self, data: bytes, /) -> bytes: ...
+    def flush(self) -> bytes: ...
+
+
+def compressor() -> Callable[[int], _Frame]:
     """level -> an object whose compress(data) and flush() make one frame. UserError where nothing can."""
     try:
-        from compression import zstd  # Python 3.14
+        from compression import zstd  # pyright: ignore[reportMissingImports]  (Python 3.14)
     except ImportError:
         try:
             import zstandard
@@ -71,8 +78,9 @@ class _Frames(io.RawIOBase):
     """A file for tarfile: what is written is compressed at the level that was set last; setting one begins another
     frame."""
 
-    def __init__(self, file, make: Callable[[int], object]):
-        self._file, self._make, self._frame, self._position = file, make, None, 0
+    def __init__(self, file, make: Callable[[int], _Frame]):
+        self._file, self._make, self._position = file, make, 0
+        self._frame: _Frame | None = None
 
     def level(self, level: int) -> None:
         self.finish()
@@ -87,6 +95,7 @@ class _Frames(io.RawIOBase):
         return self._position
 
     def write(self, data) -> int:
+        assert self._frame is not None, "level() begins a frame"
         for at in range(0, len(data), PIECE):
             self._file.write(self._frame.compress(bytes(data[at : at + PIECE])))
         self._position += len(data)
@@ -114,7 +123,7 @@ def write_archive(
     make = compressor()
     with _renamed(path) as temporary, open(temporary, "wb") as file:
         frames, level = _Frames(file, make), 0
-        with tarfile.open(fileobj=frames, mode="w", format=tarfile.GNU_FORMAT, copybufsize=PIECE) as tar:
+        with tarfile.TarFile(fileobj=frames, mode="w", format=tarfile.GNU_FORMAT, copybufsize=PIECE) as tar:
             for entry in entries:
                 wanted = FAST if fast(entry) else HARD
                 if wanted != level:

@@ -74,23 +74,24 @@ def run(
     fastest usual GPU of its kind has, by the table; and the time that the host spends on a token besides waiting.
 
     Args:
-        model: an artifact's folder or a GGUF file (compiled on first use); nothing means the bundled demo model.
-        n_prompt: tokens to prefill; 0 leaves prefill out.
-        n_gen: tokens to decode; 0 leaves decoding out.
-        n_depth: tokens in the KV cache before each test.
-        repetitions: measured runs of each test.
+        model: artifact folder or GGUF file (compiled on first use); the bundled demo model if omitted.
+        n_prompt: number of tokens to prefill; 0 skips prefill.
+        n_gen: number of tokens to decode; 0 skips decode.
+        n_depth: number of tokens in the KV cache before each test.
+        repetitions: number of measured runs of each test.
         output: format of the result.
-        synthetic: instead of a file, a model of that shape with random weights: PRESET:FORMAT as llama3-8b:q4_0
-        target: what a GGUF file is compiled for: cpu, rocm or vulkan.
-        arch: the CPU or GPU that a GGUF file is compiled for: native (this machine's) or a name, see `mlc-amd compile
-            --help`.
-        ctx: tokens that the KV cache holds, for a GGUF file (default: what the tests need).
-        threads: CPU threads (default: all cores).
-        device: the GPU, for target vulkan: its number in `mlc-amd doctor` or a part of its name (default:
-            $MLC_AMD_DEVICE, or the best).
-        per_kernel: for each test, the time of every kernel of one step, and what it reads and computes in that time (md
+        synthetic: instead of a file, a model of that shape with random weights: PRESET:FORMAT, such as llama3-8b:q4_0.
+        target: target that a GGUF file is compiled for: cpu, rocm or vulkan.
+        arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
+            `mlc-amd compile --help`.
+        ctx: KV cache size in tokens, for a GGUF file (default: what the tests need).
+        threads: number of CPU threads (default: all cores).
+        device: GPU for target vulkan: its number in `mlc-amd doctor`, or part of its name (default: $MLC_AMD_DEVICE,
+            else the best one).
+        per_kernel: for each test, the time of every kernel of one step, with its memory and arithmetic throughput (md
             and json).
-        profile_host: for decoding, what the host does for a token, choosing it and its text included (md and json).
+        profile_host: for decode, the time that the host spends on a token, sampling and detokenization included (md
+            and json).
     """
     tests = plan_tests(n_prompt, n_gen, n_depth)
     if repetitions < 1:

@@ -1,5 +1,6 @@
 """`mlc-amd chat`: a conversation, on a terminal, through pipes, or of one question."""
 
+import io
 import sys
 from typing import Literal
 
@@ -34,30 +35,30 @@ def run(
     """Talks with a model: type a message, Enter sends it, Ctrl-C stops an answer, Ctrl-D leaves; /help lists the rest.
 
     Each turn computes only what is new: the KV cache keeps the conversation. Without a terminal every line of stdin is
-        a message and only answers go to stdout.
+    a message and only answers go to stdout.
 
     Args:
-        model: an artifact's folder or a GGUF file (compiled on first use); nothing means the bundled demo model.
-        prompt: answer this and exit.
-        system: instructions that the model gets before the conversation.
-        max_tokens: stop an answer after so many tokens.
-        temperature: 0 always takes the most probable token; higher values vary more.
-        top_k: choose among the k most probable tokens; 0 means all.
-        top_p: choose among the most probable tokens that reach this probability together; 1 means all.
-        min_p: leave out tokens less probable than this fraction of the most probable one.
-        repetition_penalty: above 1, recent tokens get less probable.
-        repetition_window: how many tokens count as recent.
-        seed: makes random choices repeatable.
-        stop: stop an answer before this text; may be given several times.
-        on_full: when the conversation outgrows the context, say so (error) or forget its oldest turns (drop).
-        target: what a GGUF file is compiled for: cpu, rocm or vulkan.
-        arch: the CPU or GPU that a GGUF file is compiled for: native (this machine's) or a name, see `mlc-amd compile
-            --help`.
-        ctx: tokens that the KV cache holds, for a GGUF file (default: as many as the model allows, up to 4096).
-        threads: CPU threads (default: all cores).
-        device: the GPU, for target vulkan: its number in `mlc-amd doctor` or a part of its name (default:
-            $MLC_AMD_DEVICE, or the best).
-        verify: check the weights' checksum too, which reads them all.
+        model: artifact folder or GGUF file (compiled on first use); the bundled demo model if omitted.
+        prompt: answer this prompt and exit.
+        system: system message, placed before the conversation.
+        max_tokens: maximum length of an answer in tokens.
+        temperature: divides the logits before sampling; 0 always takes the most probable token.
+        top_k: sample from the k most probable tokens only; 0 disables.
+        top_p: sample from the smallest set of most probable tokens with at least this total probability; 1 disables.
+        min_p: ignore tokens less probable than this fraction of the most probable one; 0 disables.
+        repetition_penalty: above 1, lowers the probability of recent tokens; 1 disables.
+        repetition_window: number of recent tokens that the penalty applies to.
+        seed: seed of the random number generator (default: a new one each time).
+        stop: end an answer before this text; may be repeated.
+        on_full: what to do when the conversation exceeds the context: report an error, or drop its oldest turns.
+        target: target that a GGUF file is compiled for: cpu, rocm or vulkan.
+        arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
+            `mlc-amd compile --help`.
+        ctx: KV cache size in tokens, for a GGUF file (default: the model's context length, at most 4096).
+        threads: number of CPU threads (default: all cores).
+        device: GPU for target vulkan: its number in `mlc-amd doctor`, or part of its name (default: $MLC_AMD_DEVICE,
+            else the best one).
+        verify: also verify the checksum of the weights, which reads all of them.
     """
     from mlc_amd.runtime.sampling import Sampling
 
@@ -77,5 +78,6 @@ def run(
     elif sys.stdin.isatty() and sys.stdout.isatty():
         repl.interact(session)
     else:
-        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="replace")
         repl.follow(session, sys.stdin)

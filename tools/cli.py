@@ -15,10 +15,11 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib import metadata
 
 import fire
+import fire.decorators
 
+import mlc_amd
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import arguments
 
@@ -124,7 +125,7 @@ def _dispatch(tokens: list[str], literal: list[str]) -> None:
         sys.stdout.write(overview())
         return
     if verb == "--version":
-        sys.stdout.write(f"mlc-amd {metadata.version('mlc-amd')}\n")
+        sys.stdout.write(f"mlc-amd {mlc_amd.__version__}\n")
         return
     if verb not in verbs():
         near = difflib.get_close_matches(verb, verbs(), 1)
@@ -147,7 +148,7 @@ def _dispatch(tokens: list[str], literal: list[str]) -> None:
 
 def _os_error(error: OSError) -> str:
     where = error.filename if isinstance(error.filename, str) else "the output"
-    return f"{where}: {_ADVICE.get(error.errno, error.strerror or str(error))}"
+    return f"{where}: {_ADVICE.get(error.errno or 0, error.strerror or str(error))}"
 
 
 def _fail(message: str, debug: bool) -> int:

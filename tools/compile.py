@@ -1,11 +1,8 @@
 """`mlc-amd compile`: a GGUF file in, an artifact's folder out."""
 
-import re
 import time
-from pathlib import Path
 from typing import Literal
 
-from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import display, models
 
 SHORT = {"o": "output"}
@@ -29,36 +26,30 @@ def run(
     runs with `mlc-amd chat FOLDER`, also on other machines of the same kind.
 
     Args:
-        model: the GGUF file; of a split model any part.
-        target: what to compile for: cpu, rocm or vulkan.
-        arch: native (or auto) for this machine's; for cpu x86-64-v2, x86-64-v3, x86-64-v4, znver4 or another cpu name
-            of LLVM; for rocm gfx1100, 7900xtx or another name; for vulkan a product's name as 7900xtx, or a profile of
-            vangogh (Steam Deck), rdna2, rdna3, rdna4, gfx90c, nvidia, lavapipe and generic (any device). For GPUs
-            several go with commas between.
-        ctx: tokens that the KV cache holds (default: as many as the model allows, up to 4096).
-        output: the folder to write (default: dist/MODEL-TARGET-ARCH here).
-        synthetic: instead of a file, a model of that shape with random weights, for benchmarks: PRESET:FORMAT as
-            llama3-8b:q4_0
-        weights: none leaves the weights out: the artifact is small, and runs with random ones, for benchmarks on
-            another machine.
-        tuned: whose tuned plans the kernels are built with: those that `mlc-amd tune` found here (user), that come with
-            mlc-amd (shipped), the first where there are both (auto), or neither's (none).
+        model: GGUF file; any part of a split model.
+        target: target to compile for: cpu, rocm or vulkan.
+        arch: native (or auto) for this machine; for cpu x86-64-v2, x86-64-v3, x86-64-v4, znver4 or another LLVM CPU
+            name; for rocm gfx1100, 7900xtx or another GPU; for vulkan a GPU such as 7900xtx, or one of the profiles
+            vangogh (Steam Deck), rdna2, rdna3, rdna4, gfx90c, nvidia, lavapipe and generic (any device). Several GPUs
+            are separated by commas.
+        ctx: KV cache size in tokens (default: the model's context length, at most 4096).
+        output: folder to write (default: dist/MODEL-TARGET-ARCH in the current directory).
+        synthetic: PRESET:FORMAT, such as llama3-8b:q4_0, instead of a file: a model of that shape with random weights.
+        weights: none omits the weights: a small artifact for benchmarks, which runs with random weights.
+        tuned: tuned plans to build kernels with: those of `mlc-amd tune` on this machine (user), those that come with
+            mlc-amd (shipped), user before shipped (auto), or none.
     """
-    if (model is None) == (synthetic is None):
-        raise UserError("give either a GGUF file or --synthetic PRESET:FORMAT")
-    path = Path(model).expanduser() if model else None
-    if path and models.is_artifact(path):
-        raise UserError(f"{path} is a folder: give a GGUF file")
-    name = re.sub(r"[^\w.-]", "-", f"{synthetic or path.stem}-{target}-{arch}")
-    out = Path(output).expanduser() if output else Path("dist") / name
     start = time.perf_counter()
-    with (
-        models.open_source(path, synthetic) as source,
-        display.compile_progress(f"compiling {synthetic or path.name}") as progress,
-    ):
-        from mlc_amd.compiler.pipeline import compile_model  # a second: not before the model is known to be fine
-
-        summary = compile_model(source, target, arch, ctx, out, progress, weights != "none", tuned)
+    summary = models.compile_artifact(
+        model,
+        output,
+        synthetic=synthetic,
+        target=target,
+        arch=arch,
+        ctx=ctx,
+        weights=weights != "none",
+        tuned=tuned,
+    )
     seconds = time.perf_counter() - start
     stages = ", ".join(f"{stage} {spent:.1f}" for stage, spent in summary.seconds.items())
     rows = [

@@ -12,15 +12,15 @@ Python that the machine may have. What it does not hold: TVM, the compiler. Its 
 """
 
 import hashlib
-import importlib.util
 import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import mlc_amd
 from mlc_amd.runtime.artifact import MANIFEST, WEIGHTS, Artifact, TensorSpec, WeightsWriter, manifest_text
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import archive, display, models, wheels
@@ -178,7 +178,7 @@ def contents(model: Artifact, destination: Destination, weightless: bool) -> Ite
         yield Entry(f"lib/{path}", content)
     yield from (Entry(f"model/{path}", content) for path, content in model_files(model, weightless).items())
     facts = {
-        "made_by": f"mlc-amd {metadata.version('mlc-amd')}",
+        "made_by": f"mlc-amd {mlc_amd.__version__}",
         "for": destination.title,
         "model": model.manifest["name"],
         "target": kind,
@@ -204,13 +204,13 @@ def contents(model: Artifact, destination: Destination, weightless: bool) -> Ite
 
 def _sources(names: tuple[str, ...]) -> dict[str, bytes]:
     """Our own modules, and the record that tells `importlib.metadata` their version and what they need."""
-    files = {}
+    files = {"mlc_amd/__init__.py": Path(mlc_amd.__file__).read_bytes()}
     for package, (patterns, left_out) in SOURCES.items():
-        root = Path(importlib.util.find_spec(f"mlc_amd.{package}").origin).parent
+        root = Path(str(resources.files(f"mlc_amd.{package}")))
         for file in sorted(file for pattern in patterns for file in root.glob(pattern)):
             if not any(file.match(pattern) for pattern in left_out):
                 files[f"mlc_amd/{package}/{file.relative_to(root).as_posix()}"] = file.read_bytes()
-    version = metadata.version("mlc-amd")
+    version = mlc_amd.__version__
     needs = [f"Requires-Dist: {name}=={wheels.VENDORED[name].version}" for name in names]
     lines = [
         "Metadata-Version: 2.1",
@@ -226,13 +226,14 @@ def _sources(names: tuple[str, ...]) -> dict[str, bytes]:
 def model_files(model: Artifact, weightless: bool) -> dict[str, bytes | Path]:
     """The artifact's files without those that only a developer looks at; `weightless`: with the vectors as its only
     weights."""
-    manifest = model.manifest | ({"weights": "random"} if weightless else {})
-    names = (*model.manifest["libraries"].values(), "tokenizer.json", "tokenizer_config.json", WEIGHTS)
-    files = {name: model.path / name for name in names}
+    manifest: dict[str, Any] = model.manifest | ({"weights": "random"} if weightless else {})
+    libraries: dict[str, str] = model.manifest["libraries"]
+    names = (*libraries.values(), "tokenizer.json", "tokenizer_config.json", WEIGHTS)
+    files: dict[str, bytes | Path] = {name: model.path / name for name in names}
     listed = {name: manifest["files"][name] for name in names}
     if weightless and not model.random_weights:
-        files[WEIGHTS] = _vectors(model)
-        listed[WEIGHTS] = {"bytes": len(files[WEIGHTS]), "sha256": hashlib.sha256(files[WEIGHTS]).hexdigest()}
+        files[WEIGHTS] = vectors = _vectors(model)
+        listed[WEIGHTS] = {"bytes": len(vectors), "sha256": hashlib.sha256(vectors).hexdigest()}
     return {**files, MANIFEST: manifest_text(manifest, listed).encode()}
 
 

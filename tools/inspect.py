@@ -4,6 +4,7 @@ hardware."""
 import dataclasses
 from json import dumps
 from pathlib import Path
+from typing import Any
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import display, inspect_kernels, inspect_vulkan, models
@@ -33,6 +34,7 @@ def run(
         tensors: also list every tensor.
     """
     path = Path(model).expanduser()
+    report: dict[str, Any]
     if models.is_artifact(path):
         from mlc_amd.runtime.artifact import Artifact
 
@@ -92,7 +94,7 @@ def _gguf(path: Path) -> dict[str, object]:
         # Keys and values in float16, which is how artifacts keep them.
         per_token = sum(2 * a.kv_heads * a.head_dim * 2 for a in (layer.attention for layer in model.config.layers))
         weights = sum(entry["bytes"] for entry in listing)
-        memory = {"weights": weights, "kv_per_token": per_token, "kv_full_context": per_token * config["context"]}
+        memory = {"weights": weights, "kv_per_token": per_token, "kv_full_context": per_token * model.config.context}
         return {
             "file": str(path),
             "name": model.config.name,

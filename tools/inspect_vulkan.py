@@ -61,10 +61,11 @@ class SpirvCode:
     def _kernel(self, name: str) -> dict:
         shader, facts = self.shaders[name], self.facts[name]
         told = {"name": name, "workgroup": prod(shader.block), "spirv": {"bytes": len(shader.code)} | asdict(facts)}
-        if self.report is None or name in self.report.refused:
+        gpu = radv.gpu_of(self.profile)
+        if self.report is None or gpu is None or name in self.report.refused:
             return told
         compiled = self.report.kernels[name]
-        waves, limit = hsaco.occupancy(compiled.kernel, radv.gpu_of(self.profile))
+        waves, limit = hsaco.occupancy(compiled.kernel, gpu)
         told |= asdict(compiled.kernel) | {"occupancy": {"waves": waves, "limit": limit}}
         told |= {"latency": compiled.latency, "throughput": compiled.throughput}
         return told | {"instructions": counted(compiled.assembly, name) if compiled.assembly else None}

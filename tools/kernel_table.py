@@ -10,7 +10,7 @@ takes, and their shapes.
 """
 
 import re
-from collections import Counter
+from collections import defaultdict
 
 import numpy as np
 
@@ -60,7 +60,7 @@ def _count(weights, name: str) -> int:
     tensor, _, plane = name.partition("/")
     if plane == "W":
         return int(np.prod(weights.header[name]["shape"], dtype=np.int64))
-    widest = max((p for p in PLANE_BITS if f"{tensor}/{p}" in weights.places), key=PLANE_BITS.get, default="")
+    widest = max((p for p in PLANE_BITS if f"{tensor}/{p}" in weights.places), key=lambda p: PLANE_BITS[p], default="")
     return weights.places[name][1] * 8 // PLANE_BITS[plane] if plane and plane == widest else 0
 
 
@@ -75,11 +75,11 @@ def measure(engine, ids, peak: float | None) -> dict[str, object]:
     name, tokens, steps = rounds[0]
     seconds = np.median([[step[1:] for step in timed] for _, _, timed in rounds], axis=0)  # [steps, (kernel, gap)]
     total, gaps = (float(s) for s in seconds.sum(axis=0))
-    spent: Counter[str] = Counter()  # a kernel's call may be several steps
+    spent: dict[str, float] = defaultdict(float)  # a kernel's call may be several steps
     for (kernel, *_), (took, _) in zip(steps, seconds, strict=True):
         spent[kernel] += float(took)
     rows, function = [], engine.artifact.manifest["functions"][name]
-    for kernel, took in spent.most_common():
+    for kernel, took in sorted(spent.items(), key=lambda item: -item[1]):
         calls = [launch for launch in function["launches"] if launch["kernel"] == kernel]
         moved = sum(traffic(engine.artifact, call, tokens, engine.position) for call in calls) / took
         worked = sum(operations(engine.artifact, call, function) for call in calls) / took

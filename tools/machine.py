@@ -102,7 +102,7 @@ def tvm() -> dict[str, object]:
         from tvm.target import codegen
 
         names = set(codegen.llvm_get_targets())
-        found = {
+        found: dict[str, object] = {
             "version": tvm.__version__,
             "llvm": codegen.llvm_version_major(),
             "amdgpu": "amdgcn" in names,
@@ -153,7 +153,13 @@ def rocm() -> dict[str, object]:
 
     `problem` is the line that says why nothing can run (None: it can).
     """
-    found = {"bindings": None, "runtime": None, "gpus": [], "chips": hip_errors.kfd_gpus(), "problem": None}
+    found: dict[str, object] = {
+        "bindings": None,
+        "runtime": None,
+        "gpus": [],
+        "chips": hip_errors.kfd_gpus(),
+        "problem": None,
+    }
     found["override"] = os.environ.get(hip_errors.OVERRIDE)
     found["bindings"] = next((d.version for d in metadata.distributions(name="rocm-bindings-hip")), None)
     try:

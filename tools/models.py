@@ -1,9 +1,11 @@
 """What the user calls a model -> an artifact or a running engine.
 
-A model is an artifact's folder, a GGUF file, or nothing ($MLC_AMD_MODEL, else the bundled demo). GGUF files and
-synthetic models are compiled on first use into `$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`), under a key of
-everything that shapes the result, so a second start finds them there.
+A model is an artifact folder, a GGUF file, or nothing ($MLC_AMD_MODEL, else the bundled demo). GGUF files and synthetic
+models are compiled on first use into `$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`), under a key of everything that
+shapes the result, and found there later.
 """
+
+from __future__ import annotations
 
 import hashlib
 import importlib.util
@@ -14,21 +16,27 @@ import re
 from contextlib import AbstractContextManager, closing
 from importlib import metadata, resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import mlc_amd
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.host import cpu_flags
+from mlc_amd.runtime.host import cpu_flags, kfd_gpus
 from mlc_amd.tools import display
+
+if TYPE_CHECKING:
+    from mlc_amd.compiler.gguf.reader import GGUFModel
+    from mlc_amd.compiler.pipeline import Summary
+    from mlc_amd.runtime.engine import Engine
 
 
 def default_model() -> Path:
-    """The model when none is given: what $MLC_AMD_MODEL names (a bundle sets it), else the small one that comes with
-    the package."""
+    """The model when none is given: the value of $MLC_AMD_MODEL (a bundle sets it), else the bundled demo."""
     named = os.environ.get("MLC_AMD_MODEL")
     return Path(named) if named else Path(str(resources.files("mlc_amd.dist").joinpath("demo", "llama-q4_k_m.gguf")))
 
 
 def cache_directory() -> Path:
-    """Where compiled models are kept for the next time."""
+    """Where compiled models are cached."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "mlc-amd"
 
@@ -40,13 +48,40 @@ def is_artifact(path: Path) -> bool:
     return path.is_dir()
 
 
-def open_source(path: Path | None, synthetic: str | None) -> AbstractContextManager:
-    """The GGUF file, or the synthetic model of that spec, to be compiled; closes at the end of the `with` block."""
+def open_source(path: Path | None, synthetic: str | None) -> AbstractContextManager[GGUFModel]:
+    """The GGUF file, or the synthetic model of that spec, to be compiled; closed at the end of the `with` block."""
     check_compiler(synthetic or path)
     from mlc_amd.compiler.gguf.reader import GGUFModel
     from mlc_amd.compiler.gguf.synthetic import synthetic as make
 
-    return closing(make(synthetic) if synthetic else GGUFModel.open(path))
+    if synthetic:
+        return closing(make(synthetic))
+    assert path is not None, "one of path and synthetic is given"
+    return closing(GGUFModel.open(path))
+
+
+def compile_artifact(
+    model: str | None,
+    output: str | None = None,
+    *,
+    synthetic: str | None = None,
+    target: str = "cpu",
+    arch: str = "native",
+    ctx: int | None = None,
+    weights: bool = True,
+    tuned: str = "auto",
+) -> Summary:
+    """Compiles a GGUF file, or the `synthetic` model of that spec, into the folder `output` (None:
+    dist/MODEL-TARGET-ARCH in the current directory)."""
+    if (model is None) == (synthetic is None):
+        raise UserError("give either a GGUF file or --synthetic PRESET:FORMAT")
+    path = Path(model).expanduser() if model else None
+    if path and is_artifact(path):
+        raise UserError(f"{path} is a folder: give a GGUF file")
+    out = (
+        Path(output).expanduser() if output else Path("dist") / _file_name(f"{_title(path, synthetic)}-{target}-{arch}")
+    )
+    return _compile(path, synthetic, target, arch, ctx, out, weights=weights, tuned=tuned)
 
 
 def artifact_path(
@@ -59,11 +94,10 @@ def artifact_path(
     device: str | None = None,
     tuned: str = "auto",
 ) -> Path:
-    """The artifact's folder for `model` (None: the demo) or for a `synthetic` spec, compiled into the cache when it is
-    not there yet.
+    """The artifact folder for `model` (None: the demo) or for a `synthetic` spec, compiled into the cache if necessary.
 
-    target, arch, ctx, tuned shape that compilation; device is the GPU that target vulkan takes for "native". For a
-    folder they are already decided, so asking for another context is a UserError.
+    target, arch, ctx and tuned are arguments of that compilation; device is the GPU that target vulkan takes for
+    "native". An artifact is already compiled, so asking for another context is a UserError.
     """
     if synthetic and model:
         raise UserError("give a model or --synthetic, not both")
@@ -72,46 +106,85 @@ def artifact_path(
         _check_context(path, ctx)
         return path
     check_compiler(synthetic or path)
-    if target == "vulkan" and arch in ("native", "auto"):
-        from mlc_amd.runtime.devices.vulkan.gpu import profile_here  # asks the driver: not before it is needed
-
-        arch = profile_here(device)
-    name = re.sub(r"[^\w.-]", "-", synthetic or path.stem)
-    place = cache_directory() / f"{name}-{target}-{arch}-{_key(path, synthetic, target, arch, ctx, tuned)}"
-    if (place / "manifest.json").exists():
-        return place
-    title = f"compiling {synthetic or path.name} for {target} {arch}"
-    with open_source(path, synthetic) as source, display.compile_progress(title) as progress:
-        from mlc_amd.compiler.pipeline import compile_model  # a second: not before the model is known to be fine
-
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            advice = "set XDG_CACHE_HOME to a folder of yours, or use `mlc-amd compile -o` and run its result"
-            raise UserError(f"cannot make the cache folder {place.parent}: {error.strerror}; {advice}") from error
-        compile_model(source, target, arch, ctx, place, progress, tuned=tuned)
-    return place
+    arch = _arch_here(target, device) if arch in ("native", "auto") else arch
+    name = f"{_file_name(_title(path, synthetic))}-{target}-{arch}-{_key(path, synthetic, target, arch, ctx, tuned)}"
+    out = cache_directory() / name
+    if (out / "manifest.json").exists():
+        return out
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        advice = "set XDG_CACHE_HOME to a writable folder, or use `mlc-amd compile -o` and run its result"
+        raise UserError(f"cannot make the cache folder {out.parent}: {error.strerror}; {advice}") from error
+    _compile(path, synthetic, target, arch, ctx, out, tuned=tuned)
+    return out
 
 
 def load_engine(
-    model: str | None, *, threads: int | None = None, device: str | None = None, verify: bool = False, **compilation
-):
+    model: str | None,
+    *,
+    threads: int | None = None,
+    device: str | None = None,
+    verify: bool = False,
+    target: str = "cpu",
+    arch: str = "native",
+    ctx: int | None = None,
+    synthetic: str | None = None,
+    tuned: str = "auto",
+) -> Engine:
     """An Engine for `model`. threads: of the cpu device (None: all cores); device: which GPU, for target vulkan
-    (open_device); verify: check the weights' checksum too; `compilation`: the arguments of `artifact_path`."""
+    (open_device); verify: check the weights' checksum too; the rest are arguments of `artifact_path`."""
     if threads is not None and threads < 1:
         raise UserError(f"--threads is {threads}: it must be at least 1")
-    path = artifact_path(model, device=device, **compilation)
+    path = artifact_path(model, target=target, arch=arch, ctx=ctx, synthetic=synthetic, device=device, tuned=tuned)
     from mlc_amd.runtime.engine import Engine
 
     return Engine.load(path, device=device, threads=threads, verify=verify)
 
 
-def check_compiler(source: Path | str) -> None:
+def check_compiler(source: Path | str | None) -> None:
     """UserError in a bundle (tools/deploy.py), which has no compiler."""
     if importlib.util.find_spec("mlc_amd.compiler") is None:
         raise UserError(
             f"cannot compile {source} here: a bundle has no compiler; give a folder made by `mlc-amd compile`"
         )
+
+
+def _title(path: Path | None, synthetic: str | None) -> str:
+    return synthetic or (path.stem if path else "")
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^\w.-]", "-", text)
+
+
+def _compile(
+    path: Path | None,
+    synthetic: str | None,
+    target: str,
+    arch: str,
+    ctx: int | None,
+    out: Path,
+    *,
+    weights: bool = True,
+    tuned: str = "auto",
+) -> Summary:
+    title = f"compiling {synthetic or (path.name if path else '')} for {target} {arch}"
+    with open_source(path, synthetic) as source, display.compile_progress(title) as progress:
+        from mlc_amd.compiler.pipeline import compile_model  # takes a second to import: only once the model is readable
+
+        return compile_model(source, target, arch, ctx, out, progress, weights=weights, tuned=tuned)
+
+
+def _arch_here(target: str, device: str | None) -> str:
+    """The name to cache this machine's arch under: the GPU's own, so that another GPU does not get its artifacts;
+    "native" for a CPU, whose flags are part of the key, and where there is no GPU (compilation then says so)."""
+    if target == "vulkan":
+        from mlc_amd.runtime.devices.vulkan.gpu import profile_here  # queries the driver, so only when needed
+
+        return profile_here(device)
+    gpus = kfd_gpus() if target == "rocm" else []
+    return gpus[0]["arch"] if gpus else "native"
 
 
 def _check_context(path: Path, ctx: int | None) -> None:
@@ -125,14 +198,14 @@ def _check_context(path: Path, ctx: int | None) -> None:
 
 
 def _key(path: Path | None, synthetic: str | None, target: str, arch: str, ctx: int | None, tuned: str) -> str:
-    """Changes whenever the compiled result might: the file, the settings, this program and its compiler, what was
-    tuned, and for "native" the CPU."""
+    """Changes whenever the compiled result might: the file, the settings, this program and its compiler, the tuned
+    records, and for "native" the CPU."""
     parts: list[object] = [
         synthetic,
         target,
         arch,
         ctx,
-        metadata.version("mlc-amd"),
+        mlc_amd.__version__,
         metadata.version("apache-tvm"),
         _sources(),
     ]
@@ -146,15 +219,15 @@ def _key(path: Path | None, synthetic: str | None, target: str, arch: str, ctx: 
 
 
 def _tuned(target: str) -> list[tuple[str, int, int]]:
-    """Size and time of the tuned records that a compilation for this target may use. The names of files stand in
-    schedules/tuning/database.py, which imports TVM: too slow for a model that is there already."""
+    """Size and time of the tuned records that a compilation for this target may use. The file names are those of
+    schedules/tuning/database.py, which imports TVM: too slow for a model that is already compiled."""
     found = []
     shipped = Path(str(resources.files("mlc_amd.dist"))) / "tuned"
     for file in sorted([*(cache_directory() / "tuned").glob("*/measurements.jsonl"), *shipped.glob("*.json")]):
         header = file.with_name("arch.json")
         try:
             other = header.exists() and json.loads(header.read_text()).get("api") != target
-        except (OSError, ValueError):  # the database will say what is wrong with it
+        except (OSError, ValueError):  # the database reports what is wrong with it
             other = False
         if not other:
             status = file.stat()
@@ -163,8 +236,8 @@ def _tuned(target: str) -> list[tuple[str, int, int]]:
 
 
 def _sources() -> list[tuple[str, int, int]]:
-    """Size and time of the files that kernels are made from: whoever works on them must not meet yesterday's kernels in
-    the cache."""
+    """Size and time of the files that kernels are made from: who changes them must not get cached kernels of older
+    ones."""
     found = []
     for package, pattern in (
         ("mlc_amd.compiler", "*.py"),

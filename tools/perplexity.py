@@ -36,29 +36,30 @@ def run(
     the same tokens.
 
     Args:
-        model: an artifact's folder or a GGUF file (compiled on first use).
-        text: a UTF-8 text file.
-        ids: instead of a text, an .npz file with the token ids as its array `ids`.
-        tokens: use only the first so many tokens (default: all that the context holds).
-        logits: write an .npz file here with `logits` (float32 [tokens, vocab]) and `ids`.
+        model: artifact folder or GGUF file (compiled on first use).
+        text: UTF-8 text file.
+        ids: instead of a text, an .npz file with the token ids in its array `ids`.
+        tokens: use only the first N tokens (default: as many as the context holds).
+        logits: write `logits` (float32 [tokens, vocab]) and `ids` to this .npz file.
         json: print the result as JSON.
-        target: what a GGUF file is compiled for: cpu, rocm or vulkan.
-        arch: the CPU or GPU that a GGUF file is compiled for: native (this machine's) or a name, see `mlc-amd compile
-            --help`.
-        ctx: tokens that the KV cache holds, for a GGUF file (default: as many as the model allows, up to 4096).
-        threads: CPU threads (default: all cores).
-        device: the GPU, for target vulkan: its number in `mlc-amd doctor` or a part of its name (default:
-            $MLC_AMD_DEVICE, or the best).
-        verify: check the weights' checksum too, which reads them all.
+        target: target that a GGUF file is compiled for: cpu, rocm or vulkan.
+        arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
+            `mlc-amd compile --help`.
+        ctx: KV cache size in tokens, for a GGUF file (default: the model's context length, at most 4096).
+        threads: number of CPU threads (default: all cores).
+        device: GPU for target vulkan: its number in `mlc-amd doctor`, or part of its name (default: $MLC_AMD_DEVICE,
+            else the best one).
+        verify: also verify the checksum of the weights, which reads all of them.
     """
     if (text is None) == (ids is None):
         raise UserError("give either --text FILE or --ids FILE.npz")
-    given = read_text(text) if text else _read_ids(Path(ids).expanduser())
+    read = read_text(text) if text is not None else None
+    given = _read_ids(Path(ids).expanduser()) if ids is not None else np.empty(0, np.int64)
     engine = models.load_engine(model, target=target, arch=arch, ctx=ctx, threads=threads, device=device, verify=verify)
-    sequence = np.asarray(engine.tokenizer.encode(given) if text else given, dtype=np.int64)
+    sequence = given if read is None else np.asarray(engine.tokenizer.encode(read), dtype=np.int64)
     count = _count(len(sequence), tokens, engine.context)
     sequence = sequence[:count]
-    kept = np.empty((count, engine.vocab), np.float32) if logits else None
+    kept = np.empty((count, engine.vocab), np.float32) if logits is not None else None
     start = time.perf_counter()
     losses = []
     for first in range(0, count, _CHUNK):
@@ -68,7 +69,7 @@ def run(
         losses.append(negative_log_likelihoods(scores, sequence[first + 1 : first + 1 + len(scores)]))
     seconds = time.perf_counter() - start
     nll = np.concatenate(losses)
-    if logits:
+    if logits is not None and kept is not None:
         with open(Path(logits).expanduser(), "wb") as file:
             np.savez(file, logits=kept, ids=sequence.astype(np.int32))
     # The standard error of the mean, carried through the exponential, as llama-perplexity reports it.

@@ -35,7 +35,8 @@ def run(
     if ids_only and json:
         raise UserError("give --ids-only or --json, not both")
     tokenizer = load_tokenizer(Path(model).expanduser())
-    ids = tokenizer.encode(read_text(file) if file else text, add_special=not no_special, parse_special=not no_special)
+    given = read_text(file) if file is not None else text or ""
+    ids = tokenizer.encode(given, add_special=not no_special, parse_special=not no_special)
     names = [tokenizer.token_text(token) for token in ids]
     if json:
         print(dumps({"ids": ids, "tokens": names}, ensure_ascii=False))

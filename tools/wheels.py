@@ -10,6 +10,7 @@ import importlib.util
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -159,5 +160,5 @@ def _members(wheel: Path, leave_out: Sequence[str]) -> Iterator[tuple[str, bytes
             for member in archive.infolist():
                 if not member.is_dir() and not any(fnmatchcase(member.filename, pattern) for pattern in leave_out):
                     yield member.filename, archive.read(member)
-    except (zipfile.BadZipFile, zipfile.zlib.error) as e:
+    except (zipfile.BadZipFile, zlib.error) as e:
         raise UserError(f"{wheel} is damaged ({e}); delete it and deploy again") from e

@@ -134,8 +134,10 @@ class _File:
 
     def __init__(self, path: str):
         self.path = path
-        self.data: np.ndarray | None = _map(path)
-        self.header: Header = parse_header(memoryview(self.data), path)
+        data = _map(path)
+        self.header: Header = parse_header(data.data, path)
+        self.size = len(data)
+        self.data: np.ndarray | None = data
 
     def close(self) -> None:
         self.data = None  # the map goes with its last view
@@ -153,27 +155,28 @@ class _File:
                 "use another quantization of this model"
             )
         # Leading dimensions of 1 mean nothing: GGUF's ne = (columns, rows, 1, 1).
-        shape = entry.shape
+        shape: tuple[int, ...] = entry.shape
         while len(shape) > 2 and shape[0] == 1:
             shape = shape[1:]
+        columns = shape[-1] if shape else 1
         if len(shape) > 3:
             raise UserError(
                 f"{self.path}: tensor {entry.name!r} has {len(shape)} dimensions, at most 3 are supported; "
                 "convert the model again"
             )
-        if shape[-1] % supported.block:
+        if columns % supported.block:
             raise UserError(
-                f"{self.path}: tensor {entry.name!r} has {shape[-1]} columns, not a multiple of {supported.name}'s "
+                f"{self.path}: tensor {entry.name!r} has {columns} columns, not a multiple of {supported.name}'s "
                 "block of "
                 f"{supported.block}; {FETCH_AGAIN}"
             )
-        size = row_bytes(supported.name, shape[-1])
+        size = row_bytes(supported.name, columns)
         tensor = Tensor(
             entry.name, supported.name, shape, lambda start, stop: self._rows(entry.offset, size, start, stop)
         )
-        if entry.offset + tensor.nbytes > len(self.data):
+        if entry.offset + tensor.nbytes > self.size:
             raise UserError(
-                f"{self.path}: the file ends at byte {len(self.data)}, but tensor {entry.name!r} would end at "
+                f"{self.path}: the file ends at byte {self.size}, but tensor {entry.name!r} would end at "
                 f"{entry.offset + tensor.nbytes}; {FETCH_AGAIN}"
             )
         return tensor

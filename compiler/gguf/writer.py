@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import gguf
+import numpy as np
 
 from mlc_amd.compiler.gguf.reader import GGUFModel
 from mlc_amd.runtime.errors import UserError
@@ -30,7 +31,7 @@ def write_gguf(model: GGUFModel, path: str | Path) -> None:
                     step = max(1, _CHUNK_BYTES // tensor.row_bytes)
                     _pad(file)
                     for start in range(0, tensor.rows, step):
-                        file.write(tensor.blocks(start, min(start + step, tensor.rows)))
+                        file.write(tensor.blocks(start, min(start + step, tensor.rows)).data)
                 _pad(file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -54,7 +55,8 @@ def write_header(model: GGUFModel, path: Path) -> None:
             )
     for tensor in model.tensors.values():
         kind = gguf.GGMLQuantizationType(FORMATS[tensor.format].gguf_type)
-        writer.add_tensor_info(tensor.name, tensor.shape, None, tensor.nbytes, kind)
+        # `kind` overrides the dtype; only uint8 would matter: the writer takes such shapes for counts of bytes.
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

@@ -51,7 +51,14 @@ class Kernels:
 
 
 def _address(function) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None, "a loaded function has an address"
+    return address
+
+
+def _threads() -> ctypes.CDLL:
+    assert _pool is not None, "the thread pool comes with the first Kernels"
+    return _pool
 
 
 class _Native(ctypes.Structure):
@@ -84,14 +91,14 @@ class Replay:
 
     def __call__(self) -> None:
         for place, (calls, count) in enumerate(self._pieces):
-            if (failed := _pool.mlc_amd_replay(calls, count)) >= 0:
+            if (failed := _threads().mlc_amd_replay(calls, count)) >= 0:
                 self._calls[place * _PIECE + failed]()  # says what is wrong
                 raise RuntimeError("a kernel failed and, when it was called again, did not")
 
 
 def start_threads(threads: int) -> None:
     """Makes the pool one of so many threads, after the first `Kernels`. UserError if the system gives fewer."""
-    if (started := _pool.mlc_amd_start_threads(threads)) < threads:
+    if (started := _threads().mlc_amd_start_threads(threads)) < threads:
         raise UserError(f"the system gives this process {started} of {threads} threads; use fewer (--threads)")
 
 

@@ -19,8 +19,10 @@ import logging
 import os
 import time
 import weakref
+from collections.abc import Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -68,6 +70,7 @@ NO_MEMORY = ("hipErrorOutOfMemory", "hipErrorMemoryAllocation")
 _NO_GRAPHS = "HIP graphs do not work with this driver (%s); going on without them, which is slower"
 
 log = logging.getLogger("mlc_amd")
+_Name = TypeVar("_Name", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -121,12 +124,12 @@ def relabel(code: bytes, old: str, new: str) -> bytes:
     """A code object for `old` as one for `new` of the same SAME_ISA group: another chip in the ELF header and in the
     metadata."""
     group = next(group for group in SAME_ISA if old in group)
-    code = bytearray(code.replace(f"-{old}".encode(), f"-{new}".encode()))
-    code[E_FLAGS] = group[new]
-    return bytes(code)
+    changed = bytearray(code.replace(f"-{old}".encode(), f"-{new}".encode()))
+    changed[E_FLAGS] = group[new]
+    return bytes(changed)
 
 
-def _places(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
+def _places(sizes: dict[_Name, int]) -> tuple[dict[_Name, int], int]:
     """Offsets of buffers in one allocation, and its size."""
     offsets, end = {}, 0
     for name, nbytes in sizes.items():
@@ -289,7 +292,7 @@ class HipDevice:
     @staticmethod
     def _view(address: int, entry: dict) -> np.ndarray:
         raw = (ctypes.c_uint8 * _nbytes(entry)).from_address(address)
-        return np.frombuffer(raw, entry["dtype"]).reshape(entry["shape"])
+        return np.ctypeslib.as_array(raw).view(entry["dtype"]).reshape(entry["shape"])
 
     def _out_of_memory(self, needed: int, free: int) -> str:
         """What is needed, what there is, and the change that makes it fit."""

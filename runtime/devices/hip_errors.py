@@ -11,6 +11,7 @@ import ctypes.util
 import importlib
 import os
 from pathlib import Path
+from typing import Any
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import TOPOLOGY, kfd_gpus
@@ -41,7 +42,7 @@ class Hip:
     def __init__(self, bindings):
         self.names = bindings  # constants and enumerations
 
-    def __call__(self, name: str, *args):
+    def __call__(self, name: str, *args) -> Any:
         code, *values = getattr(self.names, name)(*args)
         if code != 0:
             raise HipError(name, getattr(code, "name", str(code)))

@@ -13,6 +13,8 @@ alive.
 """
 
 import ctypes
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from mlc_amd.runtime.errors import UserError
 
@@ -85,7 +87,7 @@ def version_text(number: int) -> str:
 
 # ---- structures: "type name, type*count name, .."
 
-_TYPES = {
+_TYPES: dict[str, Any] = {
     "u32": ctypes.c_uint32,  # also flags, enumerations and VkBool32
     "i32": ctypes.c_int32,
     "u64": ctypes.c_uint64,  # also VkDeviceSize and handles of all but instances, devices, queues and command buffers
@@ -107,7 +109,7 @@ def _fields(text: str) -> list[tuple[str, type]]:
     return fields
 
 
-def _struct(name: str, text: str) -> type:
+def _struct(name: str, text: str) -> Any:
     fields = _fields(text)
     _TYPES[name] = made = type(name, (ctypes.Structure,), {"_fields_": fields})
     return made
@@ -123,13 +125,13 @@ class Chained(ctypes.Structure):
         self.next = next  # Python's own attribute: the structure lives as long as this one
 
 
-def _chained(name: str, stype: int, text: str) -> type:
+def _chained(name: str, stype: int, text: str) -> Any:
     fields = [("sType", ctypes.c_uint32), ("pNext", ctypes.c_void_p), *_fields(text)]
     _TYPES[name] = made = type(name, (Chained,), {"_fields_": fields, "stype": stype})
     return made
 
 
-def names_of(structure: type) -> list[str]:
+def names_of(structure: Any) -> list[str]:
     """The fields of a `Chained` that are its own."""
     return [name for name, *_ in structure._fields_[2:]]
 
@@ -332,8 +334,12 @@ class Calls:
                     function.errcheck = _checked(name)
                 setattr(self, name, function)
 
+    if TYPE_CHECKING:
 
-def listed(call, kind: type, *arguments) -> list:
+        def __getattr__(self, name: str) -> Callable[..., Any]: ...
+
+
+def listed(call, kind: Any, *arguments) -> list:
     """What an enumerating function gives: it is asked for the number first, then for the items."""
     count = ctypes.c_uint32()
     call(*arguments, ctypes.byref(count), None)
@@ -346,7 +352,7 @@ def listed(call, kind: type, *arguments) -> list:
     return list(items)[: count.value]
 
 
-def create(call, *arguments, kind: type = ctypes.c_uint64) -> int:
+def create(call, *arguments, kind: Any = ctypes.c_uint64) -> int:
     """The handle that a vkCreate.. or vkAllocate.. function gives through its last argument."""
     handle = kind()
     call(*arguments, ctypes.byref(handle))

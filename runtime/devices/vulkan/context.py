@@ -26,7 +26,8 @@ POLL, POLL_UNIFIED = 0.01, 0.0
 
 
 class Context:
-    """calls: Vulkan's functions of this device; device, queue, pool: handles; gpu: what it is.
+    """calls: Vulkan's functions of this device; device, queue, pool: handles; gpu: its description; family: the index
+    of the queue's family; clock_bits: valid bits of its timestamps, 0 without any.
 
     `calls` and handles are for the thread that made it, except where Vulkan allows several.
     """
@@ -35,15 +36,14 @@ class Context:
         self.instance, self.gpu, self.held = instance, gpu, held
         self.physical = instance.handles[gpu.index]
         self.budget = BUDGET in gpu.extensions
+        assert gpu.queue is not None, "gpu.missing accepts no GPU without a compute queue"
+        self.family, self.clock_bits = gpu.queue
         self._open()
-        calls, device = self.calls, self.device
-        queue = ctypes.c_void_p()
-        calls.vkGetDeviceQueue(device, gpu.queue[0], 0, ctypes.byref(queue))
-        self.queue = queue.value
+        self.queue = api.create(self.calls.vkGetDeviceQueue, self.device, self.family, 0, kind=ctypes.c_void_p)
         # RESET_COMMAND_BUFFER: those for uploads are recorded again and again
         self.pool = self.own(
             "vkDestroyCommandPool",
-            self.create("vkCreateCommandPool", api.CommandPoolInfo(flags=2, family=gpu.queue[0])),
+            self.create("vkCreateCommandPool", api.CommandPoolInfo(flags=2, family=self.family)),
         )
         self.fence = self.own("vkDestroyFence", self.create("vkCreateFence", api.FenceInfo()))
         self._fences = (ctypes.c_uint64 * 1)(self.fence)
@@ -54,13 +54,13 @@ class Context:
         structures = [kind for kind, (since, name) in FEATURES.items() if gpu.has(since, name)]
         features = self.instance.features(self.physical, structures)
         for part in features:
-            for name, kind in type(part)._fields_[2:]:
+            for name, kind, *_ in type(part)._fields_[2:]:
                 if name not in WANTED:
                     setattr(part, name, 0 if kind is ctypes.c_uint32 else kind())
         extensions = [name for since, name in FEATURES.values() if name in gpu.extensions and not gpu.has(since, "")]
         names = api.strings(extensions + [BUDGET] * self.budget)
         priority = (ctypes.c_float * 1)(1.0)
-        queue = api.QueueInfo(family=gpu.queue[0], count=1, priorities=ctypes.addressof(priority))
+        queue = api.QueueInfo(family=self.family, count=1, priorities=ctypes.addressof(priority))
         info = api.DeviceInfo(
             next=features[0],
             queueCount=1,
@@ -91,9 +91,8 @@ class Context:
 
     def command_buffer(self) -> int:
         """A new one; it goes with the pool."""
-        info, handle = api.CommandBufferInfo(pool=self.pool, level=0, count=1), ctypes.c_void_p()
-        self.calls.vkAllocateCommandBuffers(self.device, ctypes.byref(info), ctypes.byref(handle))
-        return handle.value
+        info = api.CommandBufferInfo(pool=self.pool, level=0, count=1)
+        return api.create(self.calls.vkAllocateCommandBuffers, self.device, ctypes.byref(info), kind=ctypes.c_void_p)
 
     def submission(self, commands: int) -> ctypes.Structure:
         """What vkQueueSubmit gets for one command buffer; may be used any number of times."""

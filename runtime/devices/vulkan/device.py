@@ -308,7 +308,7 @@ class VulkanDevice:
         clock.
         """
         self._alive()
-        if not self.gpu.queue[1]:
+        if not self.context.clock_bits:
             raise UserError(
                 f"{self.gpu.name} cannot tell how long kernels take: its driver has no timestamps for compute"
             )
@@ -333,7 +333,7 @@ class VulkanDevice:
         """Bytes per second, read and written together, of a kernel that copies; 0.0 if there is no room or no clock to
         measure it."""
         self._alive()
-        if not self.gpu.queue[1]:
+        if not self.context.clock_bits:
             return 0.0
         with ExitStack() as held:
             context = Context(self.context.instance, self.gpu, held)
@@ -363,7 +363,7 @@ class VulkanDevice:
 
     def _seconds(self, begin: int, end: int) -> float:
         """Between two timestamps, of which some bits count."""
-        return (end - begin & (1 << self.gpu.queue[1]) - 1) * self.gpu.limits["tick"] * 1e-9
+        return (end - begin & (1 << self.context.clock_bits) - 1) * self.gpu.limits["tick"] * 1e-9
 
     # ---- errors
 
@@ -371,11 +371,13 @@ class VulkanDevice:
         if not self.close.alive:
             raise UserError(CLOSED)
 
-    def _failure(self, error: Exception, doing: str) -> Exception:
+    def _failure(self, error: api.VulkanError | OutOfMemory, doing: str) -> Exception:
         """What the user is to know of an error, after which nothing can be done with this device: it is closed."""
         message = None
-        if isinstance(error, OutOfMemory) or error.code in api.NO_MEMORY:
-            message = self._out_of_memory(getattr(error, "nbytes", 0))
+        if isinstance(error, OutOfMemory):
+            message = self._out_of_memory(error.nbytes)
+        elif error.code in api.NO_MEMORY:
+            message = self._out_of_memory(0)
         elif error.code == api.DEVICE_LOST:
             message = (
                 f"{self.gpu.name} was reset while {doing} ({error}): a kernel ran too long, the driver failed, or "

@@ -9,6 +9,7 @@ import os
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mlc_amd.runtime.devices.hip_errors import join_group
 from mlc_amd.runtime.devices.vulkan import api
@@ -158,7 +159,7 @@ class Instance:
         self.calls.vkGetPhysicalDeviceFeatures2(handle, ctypes.byref(core))
         return [core, *chain]
 
-    def budget(self, handle: int, budget: bool) -> tuple[api.MemoryProperties, list[int]]:
+    def budget(self, handle: int, budget: bool) -> tuple[Any, list[int]]:
         """A device's memory, and the bytes of each heap that this process may still take."""
         extra = api.MemoryBudget()
         found = api.MemoryProperties2(next=extra if budget else None)

@@ -48,11 +48,17 @@ class Block:
     host: int | None
     flags: int
 
+    @property
+    def mapped(self) -> int:
+        """`host` of a block that is mapped."""
+        assert self.host is not None, "this block is not mapped"
+        return self.host
+
     def view(self, offset: int, dtype, shape) -> np.ndarray:
         """Mapped memory as an array."""
-        dtype = np.dtype(dtype)
-        raw = (ctypes.c_uint8 * (int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)).from_address(self.host + offset)
-        return np.frombuffer(raw, dtype).reshape(shape)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        raw = (ctypes.c_uint8 * nbytes).from_address(self.mapped + offset)
+        return np.ctypeslib.as_array(raw).view(dtype).reshape(shape)
 
 
 def places(sizes: dict, limit: int) -> tuple[dict, list[int]]:
@@ -154,7 +160,7 @@ class Memory:
         for at in range(0, source.nbytes, CHUNK):
             count, (staging, commands) = min(CHUNK, source.nbytes - at), self._staging[0]
             self._staging.reverse()  # the next chunk goes to the other one
-            ctypes.memmove(staging.host, source.ctypes.data + at, count)  # while the GPU copies the chunk before
+            ctypes.memmove(staging.mapped, source.ctypes.data + at, count)  # while the GPU copies the chunk before
             self._copy(commands, staging, block, offset + at, count)
 
     def _copy(self, commands: int, source: Block, target: Block, offset: int, count: int) -> None:
@@ -179,7 +185,7 @@ class Memory:
 
         self.context.once(record)
         self.invalidate(staging)
-        return ctypes.string_at(staging.host, nbytes)
+        return ctypes.string_at(staging.mapped, nbytes)
 
     def invalidate(self, block: Block) -> None:
         """Before the host reads what the GPU wrote: needed where the memory is not coherent."""

@@ -56,9 +56,9 @@ class Pipelines:
 
     def _pipeline(self, cache: int, code: bytes, block: tuple[int, ...]) -> int:
         calls, device = self.context.calls, self.context.device
-        module = self.context.create(
-            "vkCreateShaderModule", api.ShaderInfo(codeSize=len(code), code=ctypes.cast(code, ctypes.c_void_p))
-        )
+        words = ctypes.create_string_buffer(code, len(code))
+        info = api.ShaderInfo(codeSize=len(code), code=ctypes.addressof(words))
+        module = self.context.create("vkCreateShaderModule", info)
         # Lanes then follow the x of the invocations, and a workgroup has no half-filled subgroup.
         full = self.subgroup and block[0] % self.subgroup == 0 and "computeFullSubgroups" in self.context.gpu.features
         size = api.RequiredSubgroupSize(size=self.subgroup) if self.subgroup else None

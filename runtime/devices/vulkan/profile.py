@@ -8,6 +8,7 @@ import re
 
 AMD, NVIDIA = 0x1002, 0x10DE  # vendors, by PCI
 LLVMPIPE = 13  # VkDriverId
+WAVES = (8, 16, 32, 64)  # subgroup sizes that kernels can be built for
 VANGOGH = (0x163F, 0x1435)  # PCI devices: the Steam Deck's two chips
 SUBGROUP_BASIC_SHUFFLE_ARITHMETIC = 0x1 | 0x4 | 0x10
 # Chips' names in what Mesa's driver for AMD calls its devices, by the profile that fits.
@@ -41,6 +42,8 @@ def profile_of(gpu) -> str:
         return "generic"
     changes = []
     if not gpu.subgroup[1] <= base["wave"] <= gpu.subgroup[2]:
+        if gpu.subgroup[0] not in WAVES:
+            return "generic"
         changes.append(f"wave={gpu.subgroup[0]}")
     # Mesa's CPU driver says that its dot products are not faster than the rest, as nothing there is.
     fast = "shaderIntegerDotProduct" in gpu.features and (gpu.dot or gpu.driver_id == LLVMPIPE)
@@ -51,7 +54,7 @@ def profile_of(gpu) -> str:
         shape = "x".join(map(str, base["matrix"] if base["matrix"] in matrices else matrices[0]))
     if shape != ("x".join(map(str, base["matrix"])) if base["matrix"] else "none"):
         changes.append(f"matrix={shape}")
-    return name + (":" + ",".join(changes) if changes else "")
+    return name + (":" + "+".join(changes) if changes else "")
 
 
 def _base(gpu) -> tuple[str, dict]:

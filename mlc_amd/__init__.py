@@ -1,0 +1,89 @@
+"""mlc-amd: compiles GGUF language models for AMD hardware and runs them.
+
+    import mlc_amd
+
+    engine = mlc_amd.load("model.gguf")             # compiled into the user's cache on first use
+    for text in engine.chat("What does os.path.join do?"):
+        print(text, end="", flush=True)
+
+Everything else is imported when it is first used: `import mlc_amd` alone loads neither TVM nor NumPy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import os
+    from pathlib import Path
+
+    from mlc_amd.runtime.engine import Engine
+    from mlc_amd.runtime.errors import UserError
+
+__version__ = "0.1.0"
+__all__ = ["Engine", "UserError", "__version__", "compile", "load"]
+
+_MODULES = {"Engine": "mlc_amd.runtime.engine", "UserError": "mlc_amd.runtime.errors"}
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name not in _MODULES:
+        raise AttributeError(f"module 'mlc_amd' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def load(
+    model: str | os.PathLike[str] | None = None,
+    *,
+    target: Literal["cpu", "rocm", "vulkan"] = "cpu",
+    arch: str = "native",
+    ctx: int | None = None,
+    tuned: Literal["none", "shipped", "user", "auto"] = "auto",
+    device: str | None = None,
+    threads: int | None = None,
+    verify: bool = False,
+) -> Engine:
+    """Loads an artifact, or a GGUF file, which is compiled into the user's cache on first use.
+
+    Args:
+        model: an artifact folder or a GGUF file; None: the bundled demo model.
+        target: what a GGUF file is compiled for.
+        arch: the CPU, GPU or Vulkan profile that a GGUF file is compiled for; "native": this machine's.
+        ctx: tokens that the KV cache of a GGUF file holds; None: the model's maximum, at most 4096.
+        tuned: which tuned plans a GGUF file is compiled with.
+        device: which GPU runs target vulkan: its number in `mlc-amd doctor` or a part of its name.
+        threads: threads of target cpu; None: all cores.
+        verify: verify the checksum of the weights, which reads all of them.
+
+    Raises:
+        UserError: the model cannot be compiled or run here; the message says why.
+    """
+    from mlc_amd.tools import models
+
+    name = None if model is None else str(model)
+    return models.load_engine(
+        name, target=target, arch=arch, ctx=ctx, tuned=tuned, device=device, threads=threads, verify=verify
+    )
+
+
+def compile(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    target: Literal["cpu", "rocm", "vulkan"] = "cpu",
+    arch: str = "native",
+    ctx: int | None = None,
+    tuned: Literal["none", "shipped", "user", "auto"] = "auto",
+) -> Path:
+    """Compiles a GGUF file into the artifact folder `output`, and returns its path; for the arguments see `load`.
+
+    An artifact already there is replaced; no other folder is.
+
+    Raises:
+        UserError: the model cannot be compiled; the message says why.
+    """
+    from mlc_amd.tools.models import compile_artifact
+
+    return compile_artifact(str(model), str(output), target=target, arch=arch, ctx=ctx, tuned=tuned).path
