@@ -31,14 +31,17 @@ def linear(m, *segments, k=512):
     return Workload("linear", {"segments": [list(s) for s in segments], "k": k, "m": m, "act": "", **rest})
 
 
-def gate_up(m, fmt):
-    return Workload(
-        "gate_up_swiglu", {"gate": fmt, "up": fmt, "n": 96, "k": 256, "m": m, "act_in": "", "act_out": "tiles"}
-    )
+def gate_up(m, fmt, **attributes):
+    args = {"gate": fmt, "up": fmt, "n": 96, "k": 256, "m": m, "act_in": "", "act_out": "tiles"}
+    return Workload("gate_up_swiglu", args | attributes)
 
 
-def attention(m):
-    return Workload("attention", {"heads": 14, "kv_heads": 2, "d": 64, "ctx": 384, "m": m, "act": "tiles"})
+def attention(m, **attributes):
+    args = {"heads": 14, "kv_heads": 2, "d": 64, "ctx": 384, "m": m, "act": "tiles"}
+    return Workload("attention", args | attributes)
+
+
+ATTRIBUTES = {"scale": 0.3, "window": 100, "softcap": 20.0, "sinks": True}
 
 
 WORKLOADS = {
@@ -46,7 +49,10 @@ WORKLOADS = {
     "linear prefill": linear(128, ("q4_k", 4096), ("q6_k", 2048)), "linear float prefill": linear(32, ("bf16", 2048),
     k=102),
     "gate_up decode": gate_up(1, "q4_k"), "gate_up prefill": gate_up(128, "q4_0"),
+    "gate_up gelu": gate_up(128, "f16", act_fn="gelu"),
     "attention decode": attention(1), "attention prefill": attention(64),
+    "attention decode attributes": attention(1, **ATTRIBUTES),
+    "attention prefill attributes": attention(64, **ATTRIBUTES),
 }  # fmt: skip
 
 

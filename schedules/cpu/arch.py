@@ -28,7 +28,7 @@ NAMES = (
     "icelake-server",
 )
 
-# Instruction sets of cpus that like other sizes than those with the same instructions.
+# Cpus whose best tile sizes differ from those of others with the same instructions.
 OWN = {"znver4": Zen4}
 
 # The best first: (LLVM features, instruction set)

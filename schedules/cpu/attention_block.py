@@ -88,8 +88,8 @@ def capped(x, softcap, isa):
 
 
 def sink_score(sink):
-    """A sink's logit as an exponent of two. The maximum keeps -inf finite, and the product apart from the subtraction
-    that follows: as one operation they would round otherwise."""
+    """A sink's logit as an exponent of two. The maximum keeps the product from being fused with the subtraction that
+    follows, in one kernel and not in the other: they would round differently."""
     return T.max(sink * T.float32(LOG2E), T.float32(LOWEST))
 
 

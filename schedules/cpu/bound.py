@@ -1,41 +1,43 @@
-"""The rooflines of a CPU's kernels: what a kernel cannot do without, as kernels of their own that are timed beside it.
+"""The rooflines of a CPU's kernels: a kernel's memory traffic and its arithmetic, as kernels of their own that are
+timed beside it.
 
 In: a kernel's parameters and its workload. Out (`bounds`): kernels with these parameters, of two kinds; the slower kind
 is the roofline.
 
-    reads         every byte of weights, or of the live part of the caches, is loaded once and joined to others by one
-                  instruction; several, of which the fastest counts
-    multiplies    the arithmetic alone, in independent chains, on values that are in registers or the nearest cache: of
-                  int8 blocks the dot products, their conversion to float32 and the multiplications by scales; of
-                  attention the two products and, for each vector of scores, a maximum, a difference, 2**x and a sum; of
-                  SwiGLU also, for each vector of results, act(x) times y
+    reads         loads every byte of the weights, or of the keys and values that are seen, once, with one instruction
+                  to combine it with others; several variants, of which the fastest counts
+    multiplies    the arithmetic alone, in independent chains, on operands in registers or L1: of int8 blocks the dot
+                  products, their conversion to float32 and the multiplications by scales; of attention the two products
+                  and, for each vector of scores, a maximum, a difference, 2**x and a sum; of SwiGLU also, for each
+                  vector of results, act(x) times y
 
-They know nothing of shapes: no tails, no unpacking, no masks, no results. They are measured and not looked up, for a
-machine's rates change by the minute where others use it, too.
+They leave out what depends on shapes: tails, unpacking, masks, results. They are measured and not looked up, for the
+rates of a shared machine change by the minute.
 """
 
 from tvm import tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.activation import ACTIVATIONS
+from mlc_amd.schedules.cpu.cache import row_position
 from mlc_amd.schedules.cpu.isa import QUADS
+from mlc_amd.schedules.cpu.kernel import kernel
 from mlc_amd.schedules.cpu.load import groups, step
 from mlc_amd.schedules.cpu.planes import BLOCK
 from mlc_amd.schedules.cpu.vector import LANES, LINE, at, f32, local, pin, prefetch, reduce, splat, store, widen
 from mlc_amd.schedules.formats import lookup
 
-AHEAD = (0, 4096, 8192)  # bytes that `reads` prefetches ahead: which is best depends on the machine
+AHEAD = (0, 4096, 8192)  # bytes that the variants of `reads` prefetch ahead
 CHUNK = 4096  # bytes of a task
-PAGE = 4096  # bytes: parameters that are smaller are in a cache whatever happens
+PAGE = 4096  # bytes: smaller parameters stay in a cache
 TASKS = 240  # of `multiplies`: divides well by any number of threads
 STEPS = 16  # fewest steps of a task
-WINDOW = 16  # steps after which the same activations come again: they stay in the level 1 cache
+REUSE = 16  # steps after which the same activations are loaded again: they stay in L1
 
 
 def _declare(params):
-    """The parameters of another kernel: buffers by name, in order."""
-    return {p.name: T.arg(p.name, T.buffer(p.shape, p.dtype)) for p in params}
+    """The parameters of another kernel after `state`: buffers by name, in order."""
+    return {p.name: T.arg(p.name, T.buffer(p.shape, p.dtype)) for p in params[1:]}
 
 
 def bounds(params, op, args, isa, name) -> dict[str, list[tirx.PrimFunc]]:
@@ -48,22 +50,24 @@ def bounds(params, op, args, isa, name) -> dict[str, list[tirx.PrimFunc]]:
 
 
 def reads(params, args, ahead, name) -> tirx.PrimFunc:
-    """Reads weights whole, of caches the share of the tokens that are live. ahead: one of AHEAD."""
+    """Reads all weights, and of caches the share of the keys that are seen. ahead: one of AHEAD."""
     large = [p for p in params if p.role in ("weight", "cache") and p.nbytes >= PAGE]
-    with IRBuilder() as ir, T.prim_func(s_tir=True):
-        T.func_name(name)
-        T.func_attr({"tirx.noalias": True, "global_symbol": name})
+    with kernel(name) as (builder, state):
         buffers = _declare(params)
         sink = T.decl_buffer((1,), "int32", data=buffers[params[-1].name].data)
         views = [T.decl_buffer((p.nbytes // LINE, LINE // 4), "int32", data=buffers[p.name].data) for p in large]
         with T.attr(T.int32(0), "pragma_parallel_launch_point", 1):
             for p, view in zip(large, views, strict=True):
                 lines = p.nbytes // LINE
-                live = (
-                    T.int32(lines) if p.role == "weight" else (buffers["state"][0] + args["m"]) * (lines // args["ctx"])
-                )
+                live = T.int32(lines) if p.role == "weight" else _live_keys(state, args) * (lines // args["ctx"])
                 _emit_read(view, live, sink, ahead)
-    return ir.get()
+    return builder.get()
+
+
+def _live_keys(state, args):
+    """Keys that any of the step's rows sees."""
+    keys = row_position(state, args["m"])
+    return T.min(keys, T.int32(args["window"] + args["m"] - 1)) if args.get("window") else keys
 
 
 def _emit_read(view, lines, sink, ahead):
@@ -81,23 +85,21 @@ def _emit_read(view, lines, sink, ahead):
                     prefetch(view, line, 0, ahead=ahead // 4, locality=2)
                 store(one, one[at(0)] | view[line, at(0)], at(0))
         both = [sums[i][at(0)] | sums[i + 1][at(0)] for i in (0, 2)]
-        # Never true, but LLVM cannot know, so the reads have to be made.
+        # Never true, but LLVM cannot prove it, so it keeps the loads.
         with T.If(reduce("or", T.Bind(both[0] | both[1])) == T.int32(0x5EED)), T.Then():
             store(sink, T.int32(0), 0)
 
 
 def multiplies(params, op, args, isa, name) -> tirx.PrimFunc:
     """The arithmetic of a call."""
-    with IRBuilder() as ir, T.prim_func(s_tir=True):
-        T.func_name(name)
-        T.func_attr({"tirx.noalias": True, "global_symbol": name})
-        buffers = _declare(params)
-        state, result = buffers["state"], params[-1]
+    with kernel(name) as (builder, state):
+        buffers, result = _declare(params), params[-1]
         sink = T.decl_buffer((result.nbytes // 4,), "float32", data=buffers[result.name].data)
         acts = next(((p, buffers[p.name]) for p in params if p.name == "A"), None)  # of int8 formats
         if op == "attention":
             m, heads, d = (args[key] for key in ("m", "heads", "d"))
-            pairs = state[0] * m + m * (m + 1) // 2
+            pairs = row_position(state, 0) * m + m * (m + 1) // 2
+            pairs = T.min(pairs, T.int32(m * args["window"])) if args.get("window") else pairs
             _emit_scores(T.Bind(pairs * heads // (isa.lanes * _chains(isa))), 2 * d, state, sink, isa)
         else:
             segments = [(args[g], args["n"]) for g in ("gate", "up")] if op == "gate_up_swiglu" else args["segments"]
@@ -107,7 +109,7 @@ def multiplies(params, op, args, isa, name) -> tirx.PrimFunc:
                 if op == "gate_up_swiglu":
                     activation = ACTIVATIONS[args.get("act_fn", "silu")]
                     _emit_activation(activation, args["n"] // isa.lanes * args["m"] // _chains(isa), state, sink, isa)
-    return ir.get()
+    return builder.get()
 
 
 def _chains(isa):
@@ -163,7 +165,7 @@ def _emit_activation(activation, work, state, sink, isa):
 
 
 def _start(state, isa):
-    """(a sum for each chain, a factor of which LLVM does not know that it is 1)."""
+    """(an accumulator for each chain, a factor of 1 that LLVM cannot fold)."""
     lanes, sums = isa.lanes, [local(isa.lanes) for _ in range(_chains(isa))]
     for i, one in enumerate(sums):
         store(one, f32(float(i), lanes), at(0, lanes))
@@ -189,7 +191,7 @@ def _emit_weights(fmt, vectors, k, state, acts, sink, isa):
     count = param.nbytes // 4
     quads = T.decl_buffer((count,), "int32", data=A.data)
     codes = T.decl_buffer((param.nbytes,), "uint8", data=A.data)
-    window = next(w for w in (WINDOW, 8, 4, 2, 1) if w == 1 or w * chains * QUADS <= count)
+    steps = next(n for n in (REUSE, 8, 4, 2, 1) if n == 1 or n * chains * QUADS <= count)
     parts, size = groups(fmt), step(fmt, isa)
     more = 1 + (parts if fmt.minimum else 0)  # by the activations' scale, and for minimums
     with T.parallel(tasks) as task:
@@ -200,7 +202,7 @@ def _emit_weights(fmt, vectors, k, state, acts, sink, isa):
         weights = [pin(codes[at(i * 4, 4 * lanes)], 4 * lanes) for i in range(2)]
         weights = [isa.signed(w) for w in weights] if fmt.signed or fmt.table else weights
         with T.serial(work // tasks) as i:
-            base = T.Bind(T.bitwise_and(i, T.int32(window - 1)) * (chains * QUADS))
+            base = T.Bind(T.bitwise_and(i, T.int32(steps - 1)) * (chains * QUADS))
             for g in range(parts):
                 found = [[one[at(0, lanes)]] for one in dots]
                 for j in range(g * QUADS // parts, (g + 1) * QUADS // parts, size):

@@ -1,7 +1,7 @@
-"""The embedding lookup: rows of the embedding table, decoded to float32.
+"""The embedding lookup: rows of the embedding table, decoded to float32 and scaled.
 
-In: `state` int32[4] (state[1]: live tokens), tokens int32[m], the table's planes in the "tile16" layout. Out: X float32
-[m, k]. The table stays in its file format; a row's weights lie 16 rows apart there, so they are decoded one by one.
+In: `state`, tokens int32[m], the table's planes in the "tile16" layout. Out: X float32 [m, k]. The table stays in its
+file format; a row's weights lie 16 rows apart there, so they are decoded one by one.
 """
 
 from tvm import tirx
@@ -10,7 +10,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.cpu.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.planes import decode, emit_planes
 
-COLUMNS = 32  # a block's columns, four of which lie side by side
+COLUMNS = 32  # of a block, of which four are adjacent in memory
 # Unrolled here, because a loop whose addresses contain column % 4 is miscompiled: LLVM 22's vectorizer takes eight
 # bytes in a row.
 QUAD = 4

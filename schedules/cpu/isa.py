@@ -12,7 +12,7 @@ one int32. The classes are namespaces, never instantiated:
     interleave     tokens whose dot products are interleaved, see linear.PrefillPlan
     task, unpack   of prefill's linear layers: KB of a task, and tiles of tokens, see linear.PrefillPlan
     rows, sums, convert    of prefill attention: rows, registers and convert of attention_prefill.Plan
-    ahead          bytes that a decode kernel prefetches ahead of its reads, 0: none
+    ahead          bytes that a decode kernel prefetches ahead of its loads, 0: none
     signed_zero    what `signed` and `lookup` add to signed weights: dot(signed(w), a) = sum(w*a) + signed_zero*sum(a)
     step(top)      registers that `dot` may take in one call when no code exceeds `top` (None: weights from `signed` or
                    `lookup`)
@@ -104,8 +104,8 @@ class Vnni512:
 
 
 class Zen4(Vnni512):
-    """The same on a Zen 4, which multiplies one vector of 512 bits in a cycle, not two; beside that it loads two
-    scalars to multiply by, or converts from float16."""
+    """The same on a Zen 4, which multiplies one vector of 512 bits in a cycle, not two; in the same cycle it can load
+    two scalars to broadcast, or convert from float16."""
 
     mcpu, task, unpack = "znver4", 256, 8
     rows, sums, convert = 8, 8, 0

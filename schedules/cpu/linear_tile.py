@@ -112,8 +112,7 @@ def emit_weights(weights, first, held, k, plan, isa, tiles, emit):
     """Emits a task by emit(sources), where sources[i](t) is tile first + t of weights[i] in a form that `emit_tile`
     takes.
 
-    weights: [(format, planes)], all of one kind; held: how many tiles of rows the task has; tiles: how many of tokens
-    there are.
+    weights: [(format, planes)], all of one kind; held: tiles of rows of the task; tiles: tiles of tokens.
     """
     packed = [lambda t, fmt=fmt, bufs=bufs: Packed(fmt, bufs, T.Bind(first + t), isa) for fmt, bufs in weights]
     if not all(unpacks(fmt, plan) for fmt, _ in weights):

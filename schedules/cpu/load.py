@@ -1,5 +1,4 @@
-"""Weights from their planes to registers: what a linear kernel needs of 32 columns of one register's rows, for every
-int8 format.
+"""Weights from their planes to registers: 32 columns of one register's rows, for every int8 format.
 
 In: a Format, its planes as buffers (layout "tile16": `planes.py`), an instruction set. Out, per block of 32 columns:
 
@@ -34,7 +33,7 @@ class Block(NamedTuple):
 
 
 def zero_point(fmt, isa):
-    """What to subtract from a dot product per unit of the activations' sum."""
+    """The number to subtract from a dot product per unit of the activations' sum."""
     return isa.signed_zero if fmt.signed or fmt.table else fmt.zero
 
 

@@ -3,9 +3,9 @@
     rms_norm    y = x * G / sqrt(mean(x*x) + eps), as float32 or straight to int8 blocks
     quantize    x to int8 blocks
 
-In: X float32 [m, k], one row a token; `state` int32[4], of which state[1] is the number of tokens that count. Out: Y
-float32 [m, k], or the planes A and S of `quantize.py`. Rows beyond the live tokens are left as they were. A single
-token's row takes less time than starting the other threads does, so threads share out tokens, never columns.
+In: `state`, X float32 [m, k]. Out: Y float32 [m, k], or the planes A and S of `quantize.py`. Rows that are not live are
+left as they were. A single row takes less time than waking the other threads, so work is split by rows, never by
+columns.
 """
 
 from tvm import tirx
@@ -18,7 +18,8 @@ from mlc_amd.schedules.cpu.vector import LANES, at, f32, splat, store, tree_add
 
 
 def _inverse_rms(X, row, k, eps):
-    """1 / sqrt(mean of squares + eps) of X[row], a scalar in a register. Independent sums keep the adders busy."""
+    """1 / sqrt(mean of squares + eps) of X[row], a scalar in a register. Independent sums hide the latency of
+    additions."""
     sums = next(n for n in (4, 2) if k % (n * LANES) == 0)
     acc = T.alloc_buffer((sums * LANES,), "float32", scope="local")
     for i in range(sums):

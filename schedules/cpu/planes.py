@@ -6,8 +6,8 @@ the planes (`planes`), a TensorIR expression for one weight (`decode`) and a ker
 
 Rows come in tiles of 16 (N is padded to a multiple of 16 with zeros), NT tiles; columns in blocks of 32, KB blocks. The
 tile is the outermost axis of every plane, so a matrix is the concatenation of its tiles. Lanes of a vector are rows: 64
-bytes of a code plane are 4 consecutive columns of each of 16 rows, what one byte dot product instruction eats, and
-nothing is ever reduced across lanes. In a block, with row r of the tile and column 4*j + i (i < 4, j < 8):
+bytes of a code plane are 4 consecutive columns of each of 16 rows, the operand of one byte dot product instruction, and
+no reduction crosses lanes. In a block, with row r of the tile and column 4*j + i (i < 4, j < 8):
 
     Q4 uint8 [NT, KB, 256]      byte (j % 4)*64 + r*4 + i: low nibble for j < 4, high nibble for j >= 4
     Q2 uint8 [NT, KB, 128]      byte (j // 4)*64 + r*4 + i: bits 2*(j % 4) and the next
@@ -56,7 +56,7 @@ def planes(fmt: str | Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...]
 
 
 def plane_bytes(fmt: str | Format, n: int, k: int) -> int:
-    """Bytes of all planes of an n x k matrix together."""
+    """Total bytes of the planes of an n x k matrix."""
     size = {"float32": 4, "float16": 2, "uint16": 2, "uint8": 1, "int8": 1}
     return sum(prod(shape) * size[dtype] for shape, dtype in planes(fmt, n, k).values())
 
@@ -111,8 +111,8 @@ def decode(fmt: str | Format, bufs: dict, n, k):
 
 
 def dequantize(fmt: str | Format, n: int, k: int, name: str = "dequantize") -> tirx.PrimFunc:
-    """PrimFunc (planes..., W float32 [n, k]): the whole matrix decoded, in parallel over rows. The proof of `decode`;
-    not a fast path."""
+    """PrimFunc (planes..., W float32 [n, k]): the matrix decoded by `decode`, in parallel over rows. For tests, not a
+    fast path."""
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True})

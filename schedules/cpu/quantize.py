@@ -72,8 +72,8 @@ class Output:
 
 
 def _magnitudes(x):
-    """The larger magnitude of each lane of a block's two vectors, as int32: they compare like the integers that their
-    bits are, and LLVM's fmax would mind NaNs at each step."""
+    """The larger magnitude of each lane of a block's two vectors, as int32: magnitudes compare like their bits, and
+    LLVM's fmax would handle NaNs at each step."""
     return T.Bind(T.max(*(T.reinterpret(dtype("int32", LANES), v) & i32(0x7FFFFFFF) for v in x)))
 
 
@@ -83,14 +83,14 @@ def _inverse(top, n):
 
 
 def _emit_steps(x, inverse, A, *place):
-    """Stores a vector as int8, and gives it as int32."""
+    """Stores a vector rounded to int8 steps, and returns the steps as int32."""
     q = T.Bind(T.cast(T.nearbyint(x * splat(inverse)), dtype("int32", LANES)))
     store(A, T.cast(q, dtype("int8", LANES)), *place)
     return q
 
 
 def _fields(top, low, high, n):
-    """The rows of S, `n` tokens side by side, from their amplitudes and sums."""
+    """The rows of S of `n` tokens, one to a lane, from their amplitudes and sums."""
     d = T.Bind(top / f32(127, n))
     sums = (T.Bind(low + high), low, high)
     scaled = [d * T.cast(s, dtype("float32", n)) for s in sums]
@@ -110,8 +110,8 @@ def emit_quantize_block(x0, x1, A, S, tile, block, row):
 
 
 def emit_quantize_tile(load, A, S, tile, block, p):
-    """Stores one block of the p tokens of a tile, the same bits as `emit_quantize_block` for each: what is one number
-    for a token is worked out for several at once. load(token, c): columns c .. c+15 of the block."""
+    """Stores one block of the p tokens of a tile, the same bits as `emit_quantize_block` for each: the scalars of
+    several tokens are computed as one vector. load(token, c): columns c .. c+15 of the block."""
     n = math.gcd(p, LANES)
     inverses = registers(n)
     with T.serial(p // n) as i:

@@ -1,8 +1,8 @@
-"""Weights unpacked once for many tokens: what `load` gives of some tiles of 16 rows, kept in this thread's memory.
+"""Weights unpacked once for many tokens: the Blocks of a task's tiles of 16 rows in a buffer of the thread.
 
-In: planes and tiles' numbers. Out: the same Block, to the bit, from memory: codes a byte each in the order of
-registers, scales and offsets float32. A kernel of many tokens goes through its weights once for each tile of tokens;
-bits and scales are taken apart only once.
+In: planes and tile numbers. Out: the same Block as of `load`, to the bit: codes as a byte each in the order of the
+registers, scales and offsets as float32. A prefill kernel goes through its weights once for each tile of tokens; with
+these it unpacks bits and scales only once.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from mlc_amd.schedules.cpu.vector import at, store
 
 
 def unpacked_bytes(fmt, rows, k):
-    """Bytes of `rows` rows of k columns."""
+    """Bytes of `rows` unpacked rows of k columns."""
     return rows * (k + k // BLOCK * 4 * _factors(fmt))
 
 
@@ -26,7 +26,7 @@ def _factors(fmt):
 
 
 class Unpacked:
-    """`held` tiles of a weight of k columns, from tile `first` on. Emits their unpacking."""
+    """The `held` tiles of a weight of k columns from tile `first` on. The constructor emits the unpacking."""
 
     def __init__(self, fmt, bufs, first, held, k, isa):
         lanes, blocks = isa.lanes, k // BLOCK

@@ -109,8 +109,8 @@ def registers(*shape, kind="float32"):
 
 
 def opaque(x):
-    """`x`, an int32, from now on a plain load to TVM, whose simplifier is slow where index arithmetic nests (to LLVM it
-    is a register)."""
+    """Hides an int32 expression from TVM, whose simplifier is slow on nested index arithmetic: to TVM it becomes a
+    load, to LLVM a register."""
     cell = registers(1, kind="int32")
     store(cell, x, 0)
     return cell[0]
@@ -126,15 +126,14 @@ def prefetch(buf, *index, ahead=0, locality=3):
 
 
 def reduce(op, x):
-    """The lanes of a vector joined by LLVM's reduction `op` as a scalar in a register: fmax, fmin or fadd (in lane
-    order: LLVM may not reassociate) of float32, add, smax or smin of int32."""
+    """LLVM's horizontal reduction `op` of a vector, a scalar in a register: fmax, fmin or fadd (in lane order: LLVM may
+    not reassociate) of float32, add, smax, smin or `or` of int32."""
     start = [T.float32(-0.0)] if op == "fadd" else []
     return intrin("float32" if op[0] == "f" else "int32", f"llvm.vector.reduce.{op}", *start, x)
 
 
 def tree_add(x, n=LANES):
-    """The sum of the lanes of a float32 vector, halves added to halves (log2(n) steps): any order will do, and this is
-    the fast one."""
+    """The sum of the lanes of a float32 vector, as a tree of log2(n) additions of halves."""
     while n > 1:
         n //= 2
         low, high = (T.Shuffle([x], [T.int32(i + h * n) for i in range(n)]) for h in (0, 1))
@@ -143,8 +142,8 @@ def tree_add(x, n=LANES):
 
 
 def join_lanes(join, vectors, n=LANES):
-    """The lanes of each of some vectors (a power of two) joined by `join`, neighbours first: a vector with a lane for
-    each of them."""
+    """The horizontal reductions by `join` of several vectors (a power of two of them), neighbouring lanes first: a
+    vector with a lane for each."""
 
     def halves(x, count):  # even and odd lanes
         return (T.Shuffle(x, [T.int32(2 * i + odd) for i in range(count)]) for odd in range(2))
@@ -159,9 +158,9 @@ def join_lanes(join, vectors, n=LANES):
 
 
 def exp2(x, n=LANES):
-    """2**x, relative error 2e-7, exact for whole x; x is clamped to -126..127 (no infinities, no denormals). The power
-    of the whole part is added to the exponent: a product might become one operation with what is done next, in one
-    kernel and not in another."""
+    """2**x, relative error 2e-7, exact for integers; x is clamped to -126..127 (no infinities, no denormals). floor(x)
+    is added to the exponent's bits: a multiplication could be fused with the operation that follows, in one kernel and
+    not in another."""
     x = T.Bind(T.min(T.max(x, f32(-126.0, n)), f32(127.0, n)))
     whole = T.Bind(T.floor(x))
     bits = T.reinterpret(dtype("int32", n), T.Bind(_exp2_of_fraction(T.Bind(x - whole), n)))
