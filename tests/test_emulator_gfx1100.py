@@ -16,7 +16,7 @@ from mlc_amd.tools.dev.emulated_pair import MODULE
 
 class TestGfx1100(OnArch):
     arch, spec = "gfx1100", "tiny:q4_0"
-    today = (34.8, 39.4, 56.4, 24.1)
+    today = (34.7, 39.4, 56.5, 23.7)
 
 
 @pytest.mark.usefixtures("emulator")
