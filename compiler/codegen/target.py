@@ -14,6 +14,7 @@ import tvm
 from tvm import relax
 
 from mlc_amd.compiler import ops
+from mlc_amd.compiler.codegen import generic
 from mlc_amd.compiler.ops import shape_of
 from mlc_amd.schedules.tuning.spaces import as_dict
 from mlc_amd.schedules.tuning.workload import Workload
@@ -38,7 +39,8 @@ class Target(ABC):
 
     def __init__(self):
         self.kernels: dict[str, tvm.tirx.PrimFunc] = {}  # name: kernel, for the first arch
-        self.workloads: dict[str, Workload] = {}  # name: what the kernel computes
+        self.workloads: dict[str, Workload] = {}  # name: what the kernel computes, of operators of ours
+        self.generic: dict[str, tvm.tirx.PrimFunc] = {}  # name: what the kernel computes, unscheduled, of all others
         self.plans: dict[str, Callable[[Workload], tuple[object | None, str]]] = {}
         self._names: dict[tuple, str] = {}  # (operator, attributes, types): name
 
@@ -86,11 +88,16 @@ class Target(ABC):
     # ---- operators to kernels
 
     def select_kernels(self, mod: tvm.IRModule) -> tvm.IRModule:
-        """Replaces every operator of ours by a call of its kernel; standard operators that no pass fused get TVM's own
-        kernels."""
+        """Replaces every operator of ours by a call of its kernel; standard operators that no pass fused are fused with
+        one another and get generic kernels. UserError for an operator that has none."""
         makers = {ops.PREFIX + name: getattr(self, "_" + name) for name in ops.OPS}
         with tvm.target.Target("llvm"):
-            return relax.transform.LegalizeOps(makers)(mod)
+            mod = relax.transform.LegalizeOps(makers)(mod)
+        mod, found = generic.fuse(mod, self.kernels)
+        self.generic |= found
+        scheduled = {name: generic.scheduled(name, func, self.arch) for name, func in found.items()}
+        self.kernels |= scheduled
+        return generic.replaced(mod, scheduled)
 
     @property
     @abstractmethod
@@ -105,6 +112,14 @@ class Target(ABC):
     def make(self, workload: Workload, name: str) -> tvm.tirx.PrimFunc:
         """The workload's kernel for `arch`, with the plan that it has there."""
         return getattr(self, f"make_{workload.op}")(**workload.args, name=name, plan=self.plan(workload)[0])
+
+    def kernel(self, name: str) -> tvm.tirx.PrimFunc:
+        """The kernel of that name for `arch`."""
+        if self.arch is self.archs[0]:
+            return self.kernels[name]
+        if name in self.generic:
+            return generic.scheduled(name, self.generic[name], self.arch)
+        return self.make(self.workloads[name], name)
 
     def origins(self, name: str) -> dict[str, dict]:
         """By arch, where a kernel's plan comes from, and the plan (None: the kernel's own)."""
