@@ -9,6 +9,7 @@ import gfxemu
 import numpy as np
 import tvm_ffi
 import vulkan_harness
+from spirv_kernels import validate
 from tvm import relax
 
 from mlc_amd.compiler import plan as planning
@@ -112,6 +113,8 @@ def _vulkan(made):
             )
             for step in entry["steps"]
         ]
+        for binary_of, *_ in steps:
+            validate(binary_of)
         subgroup = profile.wave if profile.subgroups else 0
         results = vulkan_harness.run_spirv(steps, arrays, entry["scratch"], subgroup, profile.push)
         for x, result in zip(arrays, results, strict=True):

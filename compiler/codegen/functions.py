@@ -60,10 +60,10 @@ class _Expander:
         return tirx.SeqStmt([*before, node]) if before else node
 
     def _call(self, call, mutator):
-        name = call.op.name if isinstance(call.op, tvm.ir.Op) else ""
-        if name == "tirx.if_then_else":
+        name = call.op.name.partition(".")[2]  # behind tirx or prim
+        if name == "if_then_else":
             return self._branch(call, mutator)
-        function = _FUNCTIONS.get(name.removeprefix("tirx."))
+        function = _FUNCTIONS.get(name)
         dtype = str(call.ty)
         if function is None or dtype not in ("float32", "float16"):
             return mutator.default_mutate(call)
@@ -131,6 +131,11 @@ def _scaled(b, x, n):
     return x * b(_power_of_two(half)) * b(_power_of_two(b(n - half)))
 
 
+def _not_a_number(b, x):
+    """Whether x is not a number, by its bits: code generators take x != x for false."""
+    return tirx.bitwise_and(b(tirx.reinterpret("int32", x)), _i(0x7FFFFFFF)) > _i(0x7F800000)
+
+
 def _exp2_small(x):
     return _llvm("amdgcn.exp2.f32", x)
 
@@ -144,14 +149,14 @@ def _exp(b, x):
     n = b(_llvm("rint", inside * _f(LOG2_E)))
     rest = b(_fma(n, _f(-LN2[1]), b(_fma(n, _f(-LN2[0]), inside))))
     found = b(_scaled(b, b(_exp2_small(b(rest * _f(LOG2_E)))), b(tirx.Cast("int32", n))))
-    return tirx.Select(x != x, x, found)
+    return tirx.Select(_not_a_number(b, x), x, found)
 
 
 def _exp2(b, x):
     inside = _clamped(b, x, -160.0, 130.0)
     n = b(_llvm("rint", inside))
     found = b(_scaled(b, b(_exp2_small(b(inside - n))), b(tirx.Cast("int32", n))))
-    return tirx.Select(x != x, x, found)
+    return tirx.Select(_not_a_number(b, x), x, found)
 
 
 def _log(b, x):
