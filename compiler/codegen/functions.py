@@ -57,7 +57,7 @@ class _Expander:
         self.pending.append([])
         node = mutator.default_mutate(node)
         before = self.pending.pop()
-        return tirx.SeqStmt([*before, node]) if before else node
+        return _sequence([*before, node])
 
     def _call(self, call, mutator):
         name = call.op.name.partition(".")[2]  # behind tirx or prim
@@ -81,7 +81,7 @@ class _Expander:
         if not any(before for _, before in arms):
             return tirx.if_then_else(condition, *(value for value, _ in arms))
         place, first = tirx.decl_buffer((1,), str(call.ty), name="chosen", scope="local"), tirx.const(0, "int32")
-        stores = [tirx.SeqStmt([*before, tirx.BufferStore(place, value, [first])]) for value, before in arms]
+        stores = [_sequence([*before, tirx.BufferStore(place, value, [first])]) for value, before in arms]
         self.pending[-1] += [tirx.AllocBuffer(place), tirx.IfThenElse(condition, *stores)]
         return tirx.BufferLoad(place, [first])
 
@@ -92,6 +92,10 @@ class _Expander:
         var = tirx.Var("f", str(value.ty))
         self.pending[-1].append(tirx.Bind(var, value))
         return var
+
+
+def _sequence(statements):
+    return statements[0] if len(statements) == 1 else tirx.SeqStmt(statements)
 
 
 # ---- one function each: (bind, arguments in registers) -> expression; all float32

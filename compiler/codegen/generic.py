@@ -8,6 +8,7 @@ PrimFunc each, under names that say what they compute and on what: multiply_tanh
 from math import prod
 
 import tvm
+import tvm_ffi
 from tvm import relax, tirx
 
 from mlc_amd.runtime.errors import UserError
@@ -41,7 +42,9 @@ def fuse(mod: tvm.IRModule, kernels: dict[str, tirx.PrimFunc]) -> tuple[tvm.IRMo
         label = _label(old, func, parts)
         new = next(name for name in _numbered(label) if name not in kernels and name not in found)
         names[old], found[new] = new, func.with_attr(SYMBOL, new)
-    return _renamed(replaced(mod, {name: kernels[name] for name in _primitive(mod) & kernels.keys()}), names, found), found
+    return _renamed(
+        replaced(mod, {name: kernels[name] for name in _primitive(mod) & kernels.keys()}), names, found
+    ), found
 
 
 def scheduled(name: str, func: tirx.PrimFunc, arch) -> tirx.PrimFunc:
@@ -95,6 +98,13 @@ class _Renamer(relax.PyExprMutator):
         return self.variables.get(gv, gv)
 
 
+def roles(func: tirx.PrimFunc) -> list[str]:
+    """ "input" or "output" for each parameter of a generic kernel."""
+    stored = set()
+    tvm_ffi.structural_walk(func.body, (tirx.BufferStore, lambda node: stored.add(node.buffer.name)), order="pre")
+    return ["output" if param.name in stored else "input" for param in func.params]
+
+
 # ---- names
 
 
@@ -118,4 +128,3 @@ def _label(name: str, func: tirx.PrimFunc, parts: set[str]) -> str:
     if len(largest) < 2:
         return "_".join([*words, *map(str, largest)])
     return "_".join([*words, "x".join(map(str, largest[1:])), f"m{largest[0]}"])
-

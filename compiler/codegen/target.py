@@ -16,10 +16,12 @@ from tvm import relax
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.codegen import generic
 from mlc_amd.compiler.ops import shape_of
+from mlc_amd.schedules import operators
 from mlc_amd.schedules.tuning.spaces import as_dict
 from mlc_amd.schedules.tuning.workload import Workload
 
 DEFAULT = "default"  # where a plan comes from that nobody tuned
+GENERIC = "generic"  # the operator of kernels that no operator of ours has
 
 
 class Target(ABC):
@@ -120,6 +122,21 @@ class Target(ABC):
         if name in self.generic:
             return generic.scheduled(name, self.generic[name], self.arch)
         return self.make(self.workloads[name], name)
+
+    def facts(self, name: str) -> dict:
+        """What a kernel's entry in the manifest says of its operator: see dist/README.md. A generic kernel's roles are
+        those of its buffers; bytes and operations are not counted."""
+        if name in self.generic:
+            return {
+                "operator": GENERIC,
+                "args": {},
+                "roles": generic.roles(self.generic[name]),
+            } | operators.FREE.manifest
+        workload = self.workloads[name]
+        params = operators.parameters(workload.op, workload.args, buffers(self.kernels[name]))
+        costs = operators.costs(workload.op, workload.args, params)
+        about = {"operator": workload.op, "args": workload.args, "roles": [param.role for param in params]}
+        return about | costs.manifest
 
     def origins(self, name: str) -> dict[str, dict]:
         """By arch, where a kernel's plan comes from, and the plan (None: the kernel's own)."""
@@ -225,3 +242,8 @@ def _fields(bb, arg) -> list:
     if not isinstance(arg.ty, relax.TupleType):
         return [arg]
     return [bb.emit(relax.TupleGetItem(arg, i)) for i in range(len(arg.ty.fields))]
+
+
+def buffers(func) -> list[tuple[str, tuple[int, ...], str]]:
+    """(name, shape, dtype) of a kernel's parameters."""
+    return [(param.name, tuple(map(int, param.ty.shape)), str(param.ty.dtype)) for param in func.params]
