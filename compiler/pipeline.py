@@ -98,7 +98,10 @@ def compile_model(
         _write_weights(model, backend.layout, stored, directory / artifact.WEIGHTS, ctx, progress, workers)
         clock.lap("weights")
         progress("write", 0, 1)
-        kernels = [entry | {"tuned": backend.origins(entry["name"])} for entry in kernel_table(plan)]
+        kernels = [
+            entry | backend.facts(entry["name"]) | {"tuned": backend.origins(entry["name"])}
+            for entry in kernel_table(plan)
+        ]
         kept = backend.kv_types(model.config, ctx)
         for layer in model.config.layers:
             kept |= backend.attention_workspace(layer.attention, ctx)

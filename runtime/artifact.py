@@ -28,7 +28,7 @@ import numpy as np
 
 from mlc_amd.runtime.errors import UserError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 ALIGN = 64  # bytes: what the kernels' vector loads want
 PAD = "__pad_"  # how the names of tensors begin that only fill gaps

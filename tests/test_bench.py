@@ -7,8 +7,6 @@ import json
 
 import pytest
 
-from mlc_amd.compiler.gguf.synthetic import synthetic
-from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.devices.cpu import CpuDevice
 from mlc_amd.runtime.engine import Engine
@@ -127,7 +125,8 @@ def test_a_step_is_timed_kernel_by_kernel(capsys, cache):
         assert sum(k["share"] for k in kernels) == pytest.approx(1)
         assert sum(k["us"] * k["calls"] for k in kernels) == pytest.approx(found["kernels_us"])
         assert all(k["us"] > 0 for k in kernels) and found["gaps_us"] >= 0
-        assert all((k["tops"] is not None) == k["kernel"].startswith(("linear", "gate_up")) for k in kernels)
+        counted = ("linear", "gate_up", "attention")
+        assert all((k["tops"] is not None) == k["kernel"].startswith(counted) for k in kernels)
         assert all(k["gbps"] is None for k in kernels if k["kernel"].startswith("embed"))
 
 
@@ -138,25 +137,31 @@ def test_operations_are_two_per_weight_and_token(cache):
     layer = hidden * heads + model["heads"] * model["head_dim"] * hidden + 3 * hidden * model["ffn"]
     for name, rows in (("decode", 1), ("prefill_64", 64), ("score_64", 64)):
         function = artifact.manifest["functions"][name]
-        total = sum(kernel_table.operations(artifact, launch, function) for launch in function["launches"])
+        kernels = [entry for entry in artifact.manifest["kernels"] if name in entry["calls"]]
+        total = sum(entry["calls"][name] * entry["operations"]["call"] for entry in kernels)
         assert total == 2 * (
             rows * model["layers"] * layer + (rows if function["all_logits"] else 1) * model["vocab"] * hidden
         )
+        depth, scores = 5, model["layers"] * model["heads"] * model["head_dim"] * 4
+        asked = sum(entry["calls"][name] * kernel_table.operations(entry, rows, depth) for entry in kernels)
+        assert asked - total == scores * sum(depth + i + 1 for i in range(rows))
 
 
-def test_a_weight_in_several_planes_counts_once(tmp_path):
-    types = {"blk.0.ffn_up": "q6_k", "blk.0.ffn_gate": "q5_0", "blk.1.ffn_down": "q3_k", "blk.1.ffn_gate": "f16"}
-    with synthetic("tiny:f16") as model:
-        for name, form in types.items():
-            model.tensors[f"{name}.weight"] = synthetic(f"tiny:{form}").tensors[f"{name}.weight"]
-        compile_model(model, "vulkan", "generic", 64, tmp_path / "model")
-    artifact = Artifact.open(tmp_path / "model")
-    shapes, function = shapes_of(artifact), artifact.manifest["functions"]["decode"]
-    for weight, form in types.items():
-        names = [name for name in artifact.weights.places if name.startswith(f"{weight}.weight/")]
-        assert (len(names) > 1) == (form != "f16")
-        launch = {"kernel": "linear", "args": [["weight", name] for name in names]}
-        assert kernel_table.operations(artifact, launch, function) == 2 * shapes["ffn"] * shapes["hidden"]
+def test_a_window_bounds_what_is_read_and_computed():
+    kernel = {"bytes": {"call": 7, "token": 2, "key": 3}, "operations": {"call": 1, "score": 10}, "keys": 4}
+    assert [kernel_table.traffic(kernel, 2, depth) for depth in (0, 3, 100)] == [11, 20, 23]
+    assert [kernel_table.operations(kernel, 2, depth) for depth in (0, 3, 100)] == [31, 81, 81]
+
+
+def test_the_manifest_says_what_each_argument_is(cache):
+    """What is a weight or a part of the cache by its place is one by its role, and the other way round."""
+    manifest = Artifact.open(next(cache.iterdir())).manifest
+    kernels = {entry["name"]: entry for entry in manifest["kernels"]}
+    for function in manifest["functions"].values():
+        for launch in function["launches"]:
+            for role, (place, name, *_) in zip(kernels[launch["kernel"]]["roles"], launch["args"], strict=True):
+                wanted = {"weight": "weight", "kv": "cache"}.get(place, "state" if name == "state" else None)
+                assert role == wanted if wanted else role in ("input", "output")
 
 
 def test_timing_leaves_the_cache_as_it_is(cache):

@@ -5,63 +5,45 @@ In: an engine whose device can time kernels. Out: a table as data (`measure`), w
 (`text`).
 
 Bytes are those of weights and cache only, what no kernel can do without; activations come on top. Operations are those
-of the linear layers, two per weight and token. Both follow from the manifest: which planes of which tensors a launch
-takes, and their shapes.
+of linear layers and attention. The manifest says both for each kernel (dist/README.md).
 """
 
-import re
 from collections import defaultdict
 
 import numpy as np
 
-from mlc_amd.schedules.formats import PLANE_BITS
 from mlc_amd.tools import display
 
 ROUNDS = 7  # timings of a step, of which each launch takes its median
-_CACHE = re.compile(r"[kv]\.\d+")  # the caches themselves; a device may keep more among them
-_ONLY_WRITES = "rope_kv_write"  # how the names of kernels begin that write new positions and read none
 
 
 def decode_bytes(artifact, depth: float) -> float:
     """Bytes that decoding one token reads when the cache holds `depth` tokens before it: weights, keys and values."""
-    return sum(traffic(artifact, launch, 1, depth) for launch in artifact.manifest["functions"]["decode"]["launches"])
+    costs = _costs(artifact)
+    launches = artifact.manifest["functions"]["decode"]["launches"]
+    return sum(traffic(costs[launch["kernel"]], 1, depth) for launch in launches)
 
 
-def traffic(artifact, launch: dict, tokens: int, depth: float) -> float:
-    """Bytes of weights and cache that a launch must move for `tokens` tokens behind `depth` others.
+def _costs(artifact) -> dict[str, dict]:
+    """The manifest's entry of each kernel."""
+    return {entry["name"]: entry for entry in artifact.manifest["kernels"]}
+
+
+def traffic(kernel: dict, tokens: int, depth: float) -> float:
+    """Bytes of weights and cache that a call must move for `tokens` tokens behind `depth` others. kernel: its entry in
+    the manifest.
 
     Of the embedding and RoPE's table a token needs one row, which does not count.
     """
-    manifest, places = artifact.manifest, artifact.weights.places
-    positions = tokens if launch["kernel"].startswith(_ONLY_WRITES) else depth + tokens
-    sizes = {
-        entry["name"]: int(np.prod(entry["shape"], dtype=np.int64)) * np.dtype(entry["dtype"]).itemsize
-        for entry in manifest["kv"]
-    }
-    cache = sum(sizes[name] for kind, name, *_ in launch["args"] if kind == "kv" and _CACHE.fullmatch(name))
-    return sum(places[name][1] for name in _weights(launch)) + cache / manifest["context"] * positions
+    moved = kernel["bytes"]
+    return moved["call"] + moved["token"] * tokens + moved["key"] * min(depth, kernel["keys"])
 
 
-def operations(artifact, launch: dict, function: dict) -> int:
-    """Additions and multiplications of a launch's linear layers, padding included; 0 for other kernels."""
-    rows = 1 if ["io", "logits"] in launch["args"] and not function["all_logits"] else function["tokens"]
-    return 2 * rows * sum(_count(artifact.weights, name) for name in _weights(launch))
-
-
-def _weights(launch: dict) -> list[str]:
-    """The weights that a launch reads whole."""
-    if ["io", "tokens"] in launch["args"]:
-        return []
-    return [name for kind, name, *_ in launch["args"] if kind == "weight" and name != "rope.table"]
-
-
-def _count(weights, name: str) -> int:
-    """How many weights of a matrix a plane holds; each is counted once, in the plane of its (largest) codes."""
-    tensor, _, plane = name.partition("/")
-    if plane == "W":
-        return int(np.prod(weights.header[name]["shape"], dtype=np.int64))
-    widest = max((p for p in PLANE_BITS if f"{tensor}/{p}" in weights.places), key=lambda p: PLANE_BITS[p], default="")
-    return weights.places[name][1] * 8 // PLANE_BITS[plane] if plane and plane == widest else 0
+def operations(kernel: dict, tokens: int, depth: int) -> int:
+    """Additions and multiplications of a call, likewise. Linear layers compute all rows that their kernel is made
+    for."""
+    seen = sum(min(depth + i + 1, kernel["keys"]) for i in range(tokens))
+    return kernel["operations"]["call"] + kernel["operations"]["score"] * seen
 
 
 def measure(engine, ids, peak: float | None) -> dict[str, object]:
@@ -78,15 +60,15 @@ def measure(engine, ids, peak: float | None) -> dict[str, object]:
     spent: dict[str, float] = defaultdict(float)  # a kernel's call may be several steps
     for (kernel, *_), (took, _) in zip(steps, seconds, strict=True):
         spent[kernel] += float(took)
-    rows, function = [], engine.artifact.manifest["functions"][name]
+    rows, costs = [], _costs(engine.artifact)
     for kernel, took in sorted(spent.items(), key=lambda item: -item[1]):
-        calls = [launch for launch in function["launches"] if launch["kernel"] == kernel]
-        moved = sum(traffic(engine.artifact, call, tokens, engine.position) for call in calls) / took
-        worked = sum(operations(engine.artifact, call, function) for call in calls) / took
+        calls = costs[kernel]["calls"][name]
+        moved = calls * traffic(costs[kernel], tokens, engine.position) / took
+        worked = calls * operations(costs[kernel], tokens, engine.position) / took
         rows.append({
             "kernel": kernel,
-            "calls": len(calls),
-            "us": took / len(calls) * 1e6,
+            "calls": calls,
+            "us": took / calls * 1e6,
             "share": took / total,
             "gbps": moved / 1e9 or None,
             "tops": worked / 1e12 or None,

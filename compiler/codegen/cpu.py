@@ -177,7 +177,7 @@ def link_shared(objects: list[str], output: Path) -> None:
     with tempfile.NamedTemporaryFile(suffix=".o") as native:
         native.write(_native())
         native.flush()
-        compile_c("-shared", "-pthread", "-o", str(output), *objects, native.name)
+        compile_c("-shared", "-pthread", "-o", str(output), *objects, native.name, "-lm")
 
 
 @functools.lru_cache(maxsize=1)

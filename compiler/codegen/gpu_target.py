@@ -105,9 +105,6 @@ class GpuTarget(Target):
 
     # ---- compilation
 
-    def _kernel(self, name: str) -> tvm.tirx.PrimFunc:
-        return self.kernels[name] if self.arch is self.archs[0] else self.make(self.workloads[name], name)
-
     def own_kernels(self, arch) -> dict[str, tvm.tirx.PrimFunc]:
         """Kernels that no function of the model calls, but the device."""
         return {}
@@ -123,8 +120,6 @@ class GpuTarget(Target):
         """{"libraries": {arch: file}, "launches": {arch: {kernel: {"scratch": [bytes], "steps": [launch]}}}}; see
         dist/README.md."""
         names = sorted(gv.name_hint for gv, func in mod.functions.items() if isinstance(func, tvm.tirx.PrimFunc))
-        if unfused := set(names) - self.kernels.keys():
-            raise UserError(f"this model needs {', '.join(sorted(unfused))} outside of fused kernels; use --target cpu")
         libraries, launches, steps = {}, {}, []
 
         def step(name: str) -> None:  # one a kernel, and one for the arch's code
@@ -134,7 +129,7 @@ class GpuTarget(Target):
 
         for arch in self.archs:
             self.arch = arch
-            kernels = {name: self._kernel(name) for name in names} | (own := self.own_kernels(arch))
+            kernels = {name: self.kernel(name) for name in names} | (own := self.own_kernels(arch))
             libraries[arch.name], functions, facts = self.compile_for(arch, kernels, directory, step)
             launches[arch.name] = {
                 name: {

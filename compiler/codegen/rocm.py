@@ -24,6 +24,7 @@ from tvm import tirx
 from tvm.tirx.build import codegen_build
 from tvm.tirx.op import call_llvm_intrin
 
+from mlc_amd.compiler.codegen.functions import expand
 from mlc_amd.compiler.codegen.lower import Function, lower
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.arch import MAX_THREADS, GpuArch
@@ -113,7 +114,7 @@ def _finalize(arch):
     x = tirx.transform
     storage = [x.FP8StorageLegalize(), x.BF16StorageLegalize(), x.LowerWarpMemory()]
     return tvm.transform.Sequential(
-        [*storage, x.StmtSimplify(), x.LowerIntrin(), wait_before_barriers(arch), values_in_memory()]
+        [*storage, x.StmtSimplify(), expand(), x.LowerIntrin(), wait_before_barriers(arch), values_in_memory()]
     )
 
 

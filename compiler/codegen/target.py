@@ -15,8 +15,10 @@ import tvm
 from tvm import relax
 
 from mlc_amd.compiler import ops
+from mlc_amd.compiler.codegen import generic
 from mlc_amd.compiler.models.config import AttentionConfig, ModelConfig
 from mlc_amd.compiler.ops import shape_of
+from mlc_amd.schedules import operators
 from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.tuning.spaces import as_dict
 from mlc_amd.schedules.tuning.workload import Workload
@@ -26,6 +28,7 @@ ATTENTION_DEFAULTS = {f.name: f.default for f in fields(Attention) if f.default 
 EMBED_DEFAULTS, GATE_UP_DEFAULTS = {"scale": 1.0}, {"act_fn": "silu"}
 NOT_OF_ROPE = ("window", "softcap", "sinks")
 DEFAULT = "default"  # where a plan comes from that nobody tuned
+GENERIC = "generic"  # the operator of kernels that no operator of ours has
 
 
 class Target(ABC):
@@ -45,7 +48,8 @@ class Target(ABC):
 
     def __init__(self):
         self.kernels: dict[str, tvm.tirx.PrimFunc] = {}  # name: kernel, for the first arch
-        self.workloads: dict[str, Workload] = {}  # name: what the kernel computes
+        self.workloads: dict[str, Workload] = {}  # name: what the kernel computes, of operators of ours
+        self.generic: dict[str, tvm.tirx.PrimFunc] = {}  # name: what the kernel computes, unscheduled, of all others
         self.plans: dict[str, Callable[[Workload], tuple[object | None, str]]] = {}
         self._names: dict[tuple, str] = {}  # (operator, attributes, types): name
 
@@ -101,11 +105,16 @@ class Target(ABC):
     # ---- operators to kernels
 
     def select_kernels(self, mod: tvm.IRModule) -> tvm.IRModule:
-        """Replaces every operator of ours by a call of its kernel; standard operators that no pass fused get TVM's own
-        kernels."""
+        """Replaces every operator of ours by a call of its kernel; standard operators that no pass fused are fused with
+        one another and get generic kernels. UserError for an operator that has none."""
         makers = {ops.PREFIX + name: getattr(self, "_" + name) for name in ops.OPS}
         with tvm.target.Target("llvm"):
-            return relax.transform.LegalizeOps(makers)(mod)
+            mod = relax.transform.LegalizeOps(makers)(mod)
+        mod, found = generic.fuse(mod, self.kernels)
+        self.generic |= found
+        scheduled = {name: generic.scheduled(name, func, self.arch) for name, func in found.items()}
+        self.kernels |= scheduled
+        return generic.replaced(mod, scheduled)
 
     @property
     @abstractmethod
@@ -120,6 +129,29 @@ class Target(ABC):
     def make(self, workload: Workload, name: str) -> tvm.tirx.PrimFunc:
         """The workload's kernel for `arch`, with the plan that it has there."""
         return getattr(self, f"make_{workload.op}")(**workload.args, name=name, plan=self.plan(workload)[0])
+
+    def kernel(self, name: str) -> tvm.tirx.PrimFunc:
+        """The kernel of that name for `arch`."""
+        if self.arch is self.archs[0]:
+            return self.kernels[name]
+        if name in self.generic:
+            return generic.scheduled(name, self.generic[name], self.arch)
+        return self.make(self.workloads[name], name)
+
+    def facts(self, name: str) -> dict:
+        """What a kernel's entry in the manifest says of its operator: see dist/README.md. A generic kernel's roles are
+        those of its buffers; bytes and operations are not counted."""
+        if name in self.generic:
+            return {
+                "operator": GENERIC,
+                "args": {},
+                "roles": generic.roles(self.generic[name]),
+            } | operators.FREE.manifest
+        workload = self.workloads[name]
+        params = operators.parameters(workload.op, workload.args, buffers(self.kernels[name]))
+        costs = operators.costs(workload.op, workload.args, params)
+        about = {"operator": workload.op, "args": workload.args, "roles": [param.role for param in params]}
+        return about | costs.manifest
 
     def origins(self, name: str) -> dict[str, dict]:
         """By arch, where a kernel's plan comes from, and the plan (None: the kernel's own)."""
@@ -238,3 +270,8 @@ def _fields(bb, arg) -> list:
     if not isinstance(arg.ty, relax.TupleType):
         return [arg]
     return [bb.emit(relax.TupleGetItem(arg, i)) for i in range(len(arg.ty.fields))]
+
+
+def buffers(func) -> list[tuple[str, tuple[int, ...], str]]:
+    """(name, shape, dtype) of a kernel's parameters."""
+    return [(param.name, tuple(map(int, param.ty.shape)), str(param.ty.dtype)) for param in func.params]

@@ -10,17 +10,18 @@ import hashlib
 import importlib
 import json
 import os
-import re
 import resource
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 
+from mlc_amd.compiler.codegen.target import buffers
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
 from mlc_amd.runtime.measure.candidate import Candidate, write
 from mlc_amd.runtime.measure.child import Child, Died, serve
+from mlc_amd.schedules import operators
 
 MODULE = "mlc_amd.compiler.tuning.build"
 TIMEOUT = 180.0  # seconds of one build
@@ -28,22 +29,6 @@ MEMORY = 8 << 30  # bytes of address space that a worker may take
 KERNEL = "kernel"
 TARGETS = {"cpu": "cpu.CpuTarget", "rocm": "rocm_target.RocmTarget", "vulkan": "vulkan_target.VulkanTarget"}
 DEPTHS = {True: (512, 4096), False: (0, 2048)}  # tokens in the cache when attention is timed: decoding, prefill
-
-# Parameters by operator: name -> role (see candidate.py); what none of these names matches is an output.
-_COMMON = {"state": "state"}
-_ACTS = {"A|S|X|H": "input"}
-_HEADS = {"Q|K|V|Qo": "input", "QN|KN|CS": "weight", "Kc|Vc": "cache"}
-_JOIN = {"Parts": "work", "Arrived": "zero"}
-ROLES = {
-    "linear": _ACTS | {r"W\d+_.*|bias\d+": "weight", "R": "input"},
-    "gate_up_swiglu": _ACTS | {r"[GU]_.*": "weight"},
-    "rms_norm": {"X": "input", "G": "weight"},
-    "quantize": {"X": "input"},
-    "embed": {"tokens": "input", "[^X].*": "weight"},
-    "rope_kv_write": {"Q|K|V": "input", "QN|KN|CS": "weight", "Kc|Vc": "cache"},
-    "attention": _HEADS | _JOIN,
-    "rope_attention": _HEADS | _JOIN,
-}
 
 
 @functools.lru_cache(maxsize=8)
@@ -64,9 +49,10 @@ def build(workload, plan, kind: str, arch: str, folder: Path) -> Candidate:
     what `make` raises, ValueError for a kernel that the arch cannot run."""
     func = make(workload, plan, kind, arch)
     folder.mkdir(parents=True, exist_ok=True)
-    params = _params(workload, func, kind)
-    cases = _cases(workload, params)
-    means = dict(zip(("bytes", "flops"), work(workload, func, kind), strict=True))
+    found = parameters(workload, func)
+    params = [_facts(workload, param) for param in found]
+    cases = _cases(workload, found)
+    means = dict(zip(("bytes", "flops"), _mean(cases), strict=True))
     code = _COMPILERS[kind](func, target(kind, arch).arch, folder)
     if any(0 in step.get("grid", ()) for step in code["steps"]):
         raise ValueError("the plan's tiles are larger than the work: there would be no workgroups")
@@ -74,10 +60,13 @@ def build(workload, plan, kind: str, arch: str, folder: Path) -> Candidate:
     return write(folder, about | code | {"params": params, "cases": cases} | means)
 
 
-def work(workload, func, kind: str) -> tuple[float, float]:
+def work(workload, func) -> tuple[float, float]:
     """(bytes moved, floating-point operations) of a call of the workload's kernel, the mean of the states that it is
     timed in."""
-    cases = _cases(workload, _params(workload, func, kind))
+    return _mean(_cases(workload, parameters(workload, func)))
+
+
+def _mean(cases: list[dict]) -> tuple[float, float]:
     return tuple(sum(case[key] for case in cases) / len(cases) for key in ("bytes", "flops"))
 
 
@@ -134,34 +123,21 @@ def plan_of(facts: dict):
 # ---- what the kernel takes
 
 
-def _params(workload, func, kind: str) -> list[dict]:
-    return [_param(workload, kind, parameter) for parameter in func.params]
+def parameters(workload, func) -> list[operators.Parameter]:
+    """The parameters of the workload's kernel."""
+    return operators.parameters(workload.op, workload.args, buffers(func))
 
 
-def _param(workload, kind: str, parameter) -> dict:
-    name, buffer = parameter.name, parameter.ty
-    shape, dtype = [int(extent) for extent in buffer.shape], str(buffer.dtype)
-    roles = _COMMON | ROLES[workload.op]
-    role = next((role for pattern, role in roles.items() if re.fullmatch(pattern, name)), "output")
-    facts = {"name": name, "shape": shape, "dtype": dtype, "role": role}
-    if role == "weight" and (matrix := _matrix(workload, name)):
-        fmt, columns = matrix
-        facts["draw"] = _draws(fmt, columns)[name.rpartition("_")[2]]
-    if name == "tokens":
+def _facts(workload, param) -> dict:
+    """A parameter as candidate.json has it."""
+    facts = {"name": param.name, "shape": list(param.shape), "dtype": param.dtype, "role": param.role}
+    if param.slot.matrix:
+        facts["draw"] = _draws(*param.slot.matrix)[param.name.rpartition("_")[2]]
+    if param.name == "tokens":
         facts["vocab"] = workload.args["vocab"]
-    if workload.op == "linear" and role == "output":
-        facts["columns"] = workload.args["segments"][int(name[1:])][1]
+    if param.slot.columns:
+        facts["columns"] = param.slot.columns
     return facts
-
-
-def _matrix(workload, name: str) -> tuple[str, int] | None:
-    """(format, columns) of the matrix that a plane belongs to; None for vectors."""
-    args = workload.args
-    if workload.op == "linear" and (found := re.match(r"W(\d+)_", name)):
-        return args["segments"][int(found[1])][0], args["k"]
-    if workload.op == "gate_up_swiglu" and name[:2] in ("G_", "U_"):
-        return args["gate" if name[0] == "G" else "up"], args["k"]
-    return (args["fmt"], args["k"]) if workload.op == "embed" else None
 
 
 @functools.lru_cache(maxsize=64)
@@ -171,14 +147,7 @@ def _draws(fmt: str, columns: int) -> dict[str, list]:
     return draws(fmt, columns)
 
 
-def _nbytes(param: dict) -> int:
-    return (
-        functools.reduce(int.__mul__, param["shape"], 1)
-        * {"8": 1, "16": 2, "32": 4}[re.search(r"(8|16|32)$", param["dtype"])[0]]
-    )
-
-
-def _cases(workload, params: list[dict]) -> list[dict]:
+def _cases(workload, params: list[operators.Parameter]) -> list[dict]:
     """The states that a kernel is timed in, and what it must do there."""
     args = workload.args
     m = args.get("m", 1)
@@ -188,32 +157,16 @@ def _cases(workload, params: list[dict]) -> list[dict]:
         positions = list(dict.fromkeys(min(depth, most) for depth in DEPTHS[m == 1]))
     elif workload.op == "rope_kv_write":
         positions = [min(DEPTHS[True][0], args["ctx"] - m)]
-    return [_case(workload, params, position, m) for position in positions]
-
-
-def _case(workload, params, position: int, m: int) -> dict:
-    """Bytes: weights, activations in and out, and the live part of the cache. Of a table that is looked up, the
-    rows."""
-    op, args = workload.op, workload.args
-    moved = flops = 0
-    for param in params:
-        share = 1.0 if param["role"] in ("input", "weight", "output") else 0.0
-        if param["role"] == "cache":
-            share = ((position if "attention" in op else 0) + m) / args["ctx"]
-        elif op == "embed" and param["role"] == "weight":
-            share = m / args["vocab"]
-        elif args.get("row") == "last" and param["role"] == "input":
-            share = 1 / m
-        elif param["name"] == "CS":
-            share = m / args["ctx"]
-        moved += share * _nbytes(param)
-    if op == "linear":
-        flops = 2 * m * args["k"] * sum(n for _, n in args["segments"])
-    elif op == "gate_up_swiglu":
-        flops = 2 * m * args["k"] * 2 * args["n"]
-    elif "attention" in op:
-        flops = 4 * args["heads"] * args["d"] * sum(position + i + 1 for i in range(m))
-    return {"name": f"d{position}", "state": [position, m, 0, 0], "bytes": moved, "flops": flops}
+    costs = operators.costs(workload.op, args, params)
+    return [
+        {
+            "name": f"d{position}",
+            "state": [position, m, 0, 0],
+            "bytes": costs.bytes(m, position),
+            "flops": costs.operations(m, position),
+        }
+        for position in positions
+    ]
 
 
 # ---- code

@@ -59,7 +59,7 @@ def extract(model, backend, ctx: int | None = None) -> list[Task]:
         if old := tasks.get(workload):
             calls = {function: old.calls.get(function, 0) + calls.get(function, 0) for function in old.calls | calls}
             name, weight = old.name, weight + old.weight
-        moved, flops = work(workload, backend.kernels[name], backend.kind)
+        moved, flops = work(workload, backend.kernels[name])
         tasks[workload] = Task(workload, name, calls, weight, moved, flops)
     return sorted(tasks.values(), key=lambda task: -task.weight * task.bytes)
 

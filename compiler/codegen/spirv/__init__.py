@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import tvm
 from tvm import tirx
 
+from mlc_amd.compiler.codegen.functions import expand
 from mlc_amd.compiler.codegen.lower import Function, lower
 from mlc_amd.compiler.codegen.spirv.emitter import Emitter
 from mlc_amd.compiler.codegen.spirv.types import Unsupported
@@ -120,4 +121,4 @@ def _finalize(module):
     """What TVM does to device functions before code generation, without what its code generators want for
     themselves."""
     x = tirx.transform
-    return tvm.transform.Sequential([x.FP8StorageLegalize(), x.BF16StorageLegalize()])(module)
+    return tvm.transform.Sequential([x.FP8StorageLegalize(), x.BF16StorageLegalize(), expand()])(module)

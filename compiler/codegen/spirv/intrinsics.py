@@ -23,17 +23,10 @@ from mlc_amd.compiler.codegen.spirv import opcodes
 from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, has_load, kind, parse
 
 INT8 = Type("int", 8, 1)
-MATH = {
-    "exp": "Exp", "exp2": "Exp2", "log": "Log", "log2": "Log2", "sqrt": "Sqrt", "rsqrt": "InverseSqrt", "sin": "Sin",
-    "cos": "Cos",
-    "tanh": "Tanh", "fabs": "FAbs", "floor": "Floor", "ceil": "Ceil", "trunc": "Trunc", "nearbyint": "RoundEven",
-    "round": "RoundEven",
-    "pow": "Pow", "fma": "Fma",
-}  # fmt: skip
 LLVM_MATH = {
     "llvm.fma": "Fma", "llvm.maxnum": "NMax", "llvm.minnum": "NMin", "llvm.rint": "RoundEven", "llvm.fabs": "FAbs",
     "llvm.sqrt": "Sqrt",
-    "llvm.exp2": "Exp2", "llvm.log2": "Log2", "llvm.floor": "Floor", "llvm.amdgcn.exp2": "Exp2",
+    "llvm.floor": "Floor", "llvm.ceil": "Ceil", "llvm.trunc": "Trunc", "llvm.amdgcn.exp2": "Exp2",
     "llvm.amdgcn.rsq": "InverseSqrt",
     "llvm.amdgcn.sqrt": "Sqrt",
 }  # fmt: skip
@@ -89,7 +82,7 @@ class Intrinsics:
     def expr_Call(self, e):
         op, name = e.op.name.split(".", 1)[1], name_of(e)
         args = list(e.args)[1 if op in NAMED else 0 :]
-        glsl = (LLVM_MATH if op.startswith("call_llvm") else MATH).get(name)
+        glsl = LLVM_MATH.get(name) if op.startswith("call_llvm") else None
         if glsl:
             ty = parse(e.ty)
             if glsl in PACKED and (ty.code, ty.bits) == ("float", 16) and ty.lanes % 2 == 0 and self.profile.float16:
@@ -154,17 +147,6 @@ class Intrinsics:
 
     def call_vectorhigh(self, e, x):
         return self.value(x)[-parse(e.ty).lanes :]
-
-    def call_sigmoid(self, e, x):
-        ty, asm = parse(e.ty), self.asm
-        register = self.register(ty)
-        one = asm.const(register, 1.0)
-
-        def sigmoid(v):
-            exponential = asm.glsl_op("Exp", register, asm.op("FNegate", register, v))
-            return asm.op("FDiv", register, one, asm.op("FAdd", register, one, exponential))
-
-        return self.map(sigmoid, ty, x)
 
     # ---- memory that workgroups share
 

@@ -1,0 +1,159 @@
+"""A simple, correct schedule for any operator without a kernel of its own: elementwise operators, anything that moves
+elements (broadcast, slices, concatenation, casts), and reductions.
+
+In: a PrimFunc of blocks as TVM's legalization and fusion make it, all extents static. Out: the same with its loops
+scheduled for an arch. Each block that remains after inlining is a loop nest: on a CPU parallel over rows, on a GPU a
+launch, with scratch buffers between them.
+
+GPU: one thread an element, or several elements where there are more than a grid has threads. A long reduction with few
+results is two launches: LANES partial results each, then their reduction. No thread reads what another one of its
+launch wrote.
+"""
+
+from math import prod
+
+import tvm
+import tvm_ffi
+from tvm import s_tir, tirx
+
+SERIAL = 1 << 14  # steps of a loop nest below which a CPU uses one thread
+CHUNK = 1024  # columns that one CPU thread works on at a time where there are few rows
+VECTOR = 16  # elements
+GROUPS = 1 << 15  # workgroups of a launch: all drivers take more
+LANES = 64  # partial results of a long reduction
+MOST_PARTIAL = 1 << 18  # partial results in memory
+
+
+def schedule(func: tirx.PrimFunc, arch) -> tirx.PrimFunc:
+    """`func` scheduled for a CPU's Arch, a GpuArch or a Profile. ValueError for a function that is not made of blocks,
+    such as a call of a library."""
+    sch = s_tir.Schedule(func)
+    try:
+        root = sch.get_sblock("root")
+    except s_tir.ScheduleError as error:
+        raise ValueError(f"{func.attrs.get('global_symbol', 'an operator')} is not made of blocks") from error
+    _inline(sch, root)
+    for block in sch.get_child_blocks(root):
+        if arch.api == "cpu":
+            _cpu(sch, block)
+        else:
+            _gpu(sch, block, arch.threads)
+    return sch.mod["main"]
+
+
+# ---- blocks
+
+
+def _is_reduction(sch, block) -> bool:
+    return any(var.iter_type != tirx.IterVar.DataPar for var in sch.get(block).iter_vars)
+
+
+def _steps(sch, block) -> int:
+    return prod(int(var.dom.extent) for var in sch.get(block).iter_vars)
+
+
+def _inline(sch, root) -> None:
+    """Computes elements where they are used, unless a reduction would compute them over and over. Users first: what
+    they became part of counts."""
+    for block in reversed(sch.get_child_blocks(root)):
+        users = sch.get_consumers(block)
+        again = any(_is_reduction(sch, user) and _steps(sch, user) > _steps(sch, block) for user in users)
+        if users and not again and not _is_reduction(sch, block):
+            try:
+                sch.compute_inline(block)
+            except s_tir.ScheduleError:  # it writes several buffers, or not each element once
+                continue
+
+
+def _loops(sch, block) -> tuple[list, list]:
+    """The block's loops: over results, which it has at least one of, and over what is reduced; in this order."""
+    over, reduced, loops, summed = [], [], sch.get_loops(block), []
+    if loops:
+        (realize,) = _realizations(sch, block, loops[0])
+        for var, value in zip(realize.block.iter_vars, realize.iter_values, strict=True):
+            if var.iter_type != tirx.IterVar.DataPar:
+                tvm_ffi.structural_walk(value, (tvm.ir.Var, summed.append))
+    for loop in loops:
+        (reduced if any(sch.get(loop).loop_var.same_as(var) for var in summed) else over).append(loop)
+    if not over:
+        over = [sch.add_unit_loop(loops[0] if loops else block)]
+    sch.reorder(*over, *reduced)
+    return over, reduced
+
+
+def _realizations(sch, block, loop) -> list:
+    found, name = [], sch.get(block).name_hint
+
+    def visit(node):
+        if node.block.name_hint == name:
+            found.append(node)
+
+    tvm_ffi.structural_walk(sch.get(loop), (s_tir.SBlockRealize, visit))
+    return found
+
+
+# ---- CPU
+
+
+def _cpu(sch, block) -> None:
+    steps, (over, reduced) = _steps(sch, block), _loops(sch, block)
+    *rows, last = over
+    columns = int(sch.get(last).extent)
+    parallel = steps >= SERIAL
+    if parallel and (not rows or prod(int(sch.get(row).extent) for row in rows) < VECTOR) and columns > CHUNK:
+        if reduced:  # so many steps of each result that a few of them are work enough
+            outer, last = sch.split(last, [None, VECTOR])
+        else:
+            outer, last = sch.split(last, [None, CHUNK])
+        rows, columns = [*rows, outer], int(sch.get(last).extent)
+    if parallel and rows:
+        sch.parallel(sch.fuse(*rows) if len(rows) > 1 else rows[0])
+    elif parallel and reduced:
+        sch.parallel(last)
+    if not reduced and columns % VECTOR == 0:
+        _, lanes = sch.split(last, [None, VECTOR])
+        sch.vectorize(lanes)
+
+
+# ---- GPU
+
+
+def _gpu(sch, block, threads: int) -> None:
+    over, reduced = _loops(sch, block)
+    if not reduced:
+        _bind(sch, over, threads)
+        return
+    reduced = [sch.fuse(*reduced)] if len(reduced) > 1 else reduced
+    results = prod(int(sch.get(loop).extent) for loop in over)
+    if int(sch.get(reduced[0]).extent) >= 2 * LANES and results * LANES <= MOST_PARTIAL:
+        _, lane = sch.split(reduced[0], [None, LANES])
+        partial = sch.rfactor(lane, len(sch.get(block).writes[0].region))
+        _reduce(sch, partial, threads)
+    _reduce(sch, block, threads)
+
+
+def _reduce(sch, block, threads: int) -> None:
+    """One thread a result, which it sums up in registers."""
+    over, reduced = _loops(sch, block)
+    single = len(sch.get(block).writes) == 1
+    stored = sch.cache_write(block, 0, "local") if single else None
+    thread = _bind(sch, over, threads)
+    if single:
+        sch.reverse_compute_at(stored, thread)
+    sch.decompose_reduction(block, reduced[0])
+
+
+def _bind(sch, over, threads: int):
+    """Binds loops over results to threads; the innermost loop over results that remains."""
+    loop = sch.fuse(*over) if len(over) > 1 else over[0]
+    extent = int(sch.get(loop).extent)
+    if extent > GROUPS * threads:
+        again, group, thread = sch.split(loop, [None, GROUPS, threads])
+        sch.reorder(group, thread, again)
+        inner = again
+    else:
+        group, thread = sch.split(loop, [None, min(threads, extent)])
+        inner = thread
+    sch.bind(group, "blockIdx.x")
+    sch.bind(thread, "threadIdx.x")
+    return inner

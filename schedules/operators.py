@@ -1,0 +1,233 @@
+"""What every operator's kernel takes and costs: one table, from which tuning has its arguments' roles, and an
+artifact's manifest the figures that `bench` and `inspect` show.
+
+In: an operator's name, and its workload's arguments (a target's `make_<operator>` takes the same). Out: its kernel's
+parameters in order, with roles, and `Costs`. Arguments that a workload lacks have their usual value.
+
+Roles are those of runtime/measure/candidate.py: state, input, weight (planes, vectors, tables), cache (read or written
+in place), output, work, zero (workspace, which is zero before and after each call).
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+BYTES = {
+    "int8": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "uint16": 2, "int16": 2, "int32": 4, "uint32": 4, "float32": 4,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Parameters of one role that follow one another.
+
+    names     they have, in any number
+    prefix    or how their names begin: the planes of a packed matrix; "" with `until`: all names until that one
+    matrix    (format, columns) of these
+    rows      of a table of which a token needs one; 0: it is read whole
+    columns   of an output that are not padding; 0: all
+    optional  whether a kernel may lack it
+    """
+
+    role: str
+    names: tuple[str, ...] = ()
+    prefix: str = ""
+    until: str = ""
+    matrix: tuple[str, int] | None = None
+    rows: int = 0
+    columns: int = 0
+    optional: bool = False
+
+    def takes(self, name: str) -> bool:
+        if self.names:
+            return name in self.names
+        return name != self.until if self.until else name.startswith(self.prefix)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a kernel, with the Slot that it belongs to."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    slot: Slot
+
+    @property
+    def role(self) -> str:
+        return self.slot.role
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a call must move and compute, for the rows that its kernel is made for.
+
+    weights      bytes of weights that it reads whole
+    rows         bytes of table rows, of all tokens together
+    activations  bytes of inputs and outputs
+    position     bytes of one position of the cache
+    reads        whether it reads the positions before its tokens
+    keys         positions that a token sees at most
+    fixed        operations (a multiplication and an addition are two) whatever the cache holds
+    score        operations for each pair of a token and a position that it sees
+    """
+
+    weights: int
+    rows: float
+    activations: float
+    position: float
+    reads: bool
+    keys: int
+    fixed: int
+    score: int
+
+    def bytes(self, tokens: int, depth: int) -> float:
+        """Of a call with so many live tokens behind `depth` others."""
+        seen = (min(depth, self.keys) if self.reads else 0) + tokens
+        return self.weights + self.rows + self.activations + self.position * seen
+
+    def operations(self, tokens: int, depth: int) -> int:
+        return self.fixed + self.score * sum(min(depth + i + 1, self.keys) for i in range(tokens))
+
+    @property
+    def manifest(self) -> dict:
+        """`bytes` and `operations` of a kernel's entry in the manifest (dist/README.md)."""
+        moved = {"call": self.weights, "token": self.position, "key": self.position if self.reads else 0}
+        return {"bytes": moved, "operations": {"call": self.fixed, "score": self.score}, "keys": self.keys}
+
+
+# Of kernels whose operator is not in the table.
+FREE = Costs(weights=0, rows=0, activations=0, position=0, reads=False, keys=0, fixed=0, score=0)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """slots: of its kernel's parameters, in order. operations: (fixed, score) as in `Costs`. reads_cache: the positions
+    before its tokens, too."""
+
+    slots: Callable[[dict], Iterable[Slot]]
+    operations: Callable[[dict], tuple[int, int]] = lambda args: (0, 0)
+    reads_cache: bool = False
+
+
+def parameters(op: str, args: dict, params: Iterable[tuple[str, tuple[int, ...], str]]) -> list[Parameter]:
+    """The kernel's parameters (name, shape, dtype) with their slots. ValueError if they are not those of the
+    operator."""
+    slots: Iterator[Slot] = iter(OPERATORS[op].slots(args))
+    slot, taken, found = next(slots), 0, []
+    for name, shape, dtype in params:
+        while not slot.takes(name):
+            if not (taken or slot.optional):
+                raise ValueError(f"{op}: parameter {name} where schedules/operators.py has {slot.role} {slot.names}")
+            slot, taken = next(slots, None), 0
+            if slot is None:
+                raise ValueError(f"{op}: schedules/operators.py has no parameter {name}")
+        taken += 1
+        found.append(Parameter(name, tuple(shape), dtype, slot))
+    return found
+
+
+def costs(op: str, args: dict, params: list[Parameter]) -> Costs:
+    """What a call of the kernel with these parameters costs."""
+    operator, m = OPERATORS[op], args.get("m", 1)
+
+    def of(role: str) -> list[Parameter]:
+        return [param for param in params if param.role == role]
+
+    inputs = sum(param.nbytes for param in of("input")) / (m if args.get("row") == "last" else 1)
+    positions = args.get("ctx", 1)
+    return Costs(
+        weights=sum(param.nbytes for param in of("weight") if not param.slot.rows),
+        rows=sum(param.nbytes * m / param.slot.rows for param in of("weight") if param.slot.rows),
+        activations=inputs + sum(param.nbytes for param in of("output")),
+        position=sum(param.nbytes for param in of("cache")) / positions,
+        reads=operator.reads_cache,
+        keys=min(args.get("window") or positions, positions),
+        fixed=operator.operations(args)[0],
+        score=operator.operations(args)[1],
+    )
+
+
+# ---- the table
+
+_STATE = Slot("state", ("state",))
+_ACT = Slot("input", ("A", "S", "X", "H"))  # in any layout of compiler/ops.py
+_OUT = Slot("output", ("A", "S", "X", "Y", "H", "O", "A_out", "S_out", "H_out"))
+_CACHE = Slot("cache", ("Kc", "Vc"))
+
+
+def _linear(args: dict) -> Iterator[Slot]:
+    yield from (_STATE, _ACT)
+    for i, ((fmt, _), biased) in enumerate(zip(args["segments"], args["biases"], strict=True)):
+        yield Slot("weight", prefix=f"W{i}_", matrix=(fmt, args["k"]))
+        if biased:
+            yield Slot("weight", (f"bias{i}",))
+    if args.get("residual"):
+        yield Slot("input", ("R",))
+    for i, (_, n) in enumerate(args["segments"]):
+        yield Slot("output", (f"Y{i}",), columns=n)
+
+
+def _gate_up(args: dict) -> Iterator[Slot]:
+    yield from (_STATE, _ACT)
+    yield Slot("weight", prefix="G_", matrix=(args["gate"], args["k"]))
+    yield Slot("weight", prefix="U_", matrix=(args["up"], args["k"]))
+    yield _OUT
+
+
+def _embed(args: dict) -> Iterator[Slot]:
+    yield from (_STATE, Slot("input", ("tokens",)))
+    yield Slot("weight", until="X", matrix=(args["fmt"], args["k"]), rows=args["vocab"])
+    yield _OUT
+
+
+def _rope(args: dict) -> Iterator[Slot]:
+    yield Slot("input", ("Q", "K", "V"))
+    if args.get("eps") is not None:
+        yield Slot("weight", ("QN", "KN"))
+    yield Slot("weight", ("CS",), rows=args["ctx"])
+
+
+def _rope_kv_write(args: dict) -> Iterator[Slot]:
+    yield _STATE
+    yield from _rope(args)
+    yield from (_CACHE, Slot("output", ("Qo",)))
+
+
+def _attention_end(args: dict) -> Iterator[Slot]:
+    yield _CACHE
+    if args.get("sinks"):
+        yield Slot("weight", ("Sinks",))
+    yield from (Slot("work", ("Parts",), optional=True), Slot("zero", ("Arrived",), optional=True), _OUT)
+
+
+def _attention(args: dict) -> Iterator[Slot]:
+    yield from (_STATE, Slot("input", ("Qo",)))
+    yield from _attention_end(args)
+
+
+def _rope_attention(args: dict) -> Iterator[Slot]:
+    yield _STATE
+    yield from _rope(args)
+    yield from _attention_end(args)
+
+
+def _scores(args: dict) -> tuple[int, int]:
+    """Two products of d elements for each head."""
+    return 0, 4 * args["heads"] * args["d"]
+
+
+OPERATORS = {
+    "embed": Operator(_embed),
+    "rms_norm": Operator(lambda args: (_STATE, Slot("input", ("X",)), Slot("weight", ("G",)), _OUT)),
+    "quantize": Operator(lambda args: (_STATE, Slot("input", ("X",)), _OUT)),
+    "linear": Operator(_linear, lambda args: (2 * args["m"] * args["k"] * sum(n for _, n in args["segments"]), 0)),
+    "gate_up_swiglu": Operator(_gate_up, lambda args: (2 * args["m"] * args["k"] * 2 * args["n"], 0)),
+    "rope_kv_write": Operator(_rope_kv_write),
+    "attention": Operator(_attention, _scores, reads_cache=True),
+    "rope_attention": Operator(_rope_attention, _scores, reads_cache=True),
+}

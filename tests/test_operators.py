@@ -1,0 +1,83 @@
+"""The table of operators against the kernels: each kernel's parameters are those of its operator, in order."""
+
+import pytest
+
+from mlc_amd.compiler import ops, pipeline
+from mlc_amd.compiler.codegen.target import buffers
+from mlc_amd.compiler.gguf import synthetic
+from mlc_amd.schedules.operators import OPERATORS, costs, parameters
+
+LINEAR = {"segments": [["q4_0", 40], ["q6_k", 8]], "k": 256, "m": 4, "biases": [False, True], "residual": False}
+BUFFERS = [
+    ("state", (4,), "int32"),
+    ("A", (4, 8, 32), "int8"),
+    ("S", (4, 8, 4), "float32"),
+    ("W0_Q4", (48, 128), "uint8"),
+    ("W0_D", (48, 8), "float16"),
+    ("W1_Q4", (16, 128), "uint8"),
+    ("bias1", (16,), "float32"),
+    ("Y0", (4, 48), "float32"),
+    ("Y1", (4, 16), "float32"),
+]
+
+
+@pytest.mark.parametrize(("kind", "arch"), [("cpu", "x86-64-v3"), ("vulkan", "generic"), ("rocm", "gfx1100")])
+def test_every_kernel_has_the_parameters_of_its_operator(kind, arch):
+    backend, seen = pipeline.make_target(kind, arch), set()
+    for name in ("tiny-qwen3:q4_k", "tiny-qwen2:f16"):
+        pipeline.lower(synthetic(name), backend, 64)
+    for name, workload in backend.workloads.items():
+        found = parameters(workload.op, workload.args, buffers(backend.kernels[name]))
+        seen.add(workload.op)
+        assert found[0].role == "state" and found[-1].role == "output"
+        roles = backend.facts(name)["roles"]
+        assert roles == [param.role for param in found]
+    assert seen >= OPERATORS.keys() - {"quantize", "rope_attention"}
+
+
+def test_parameters_in_their_order():
+    found = parameters("linear", LINEAR, BUFFERS)
+    assert [param.role for param in found] == [
+        "state",
+        "input",
+        "input",
+        "weight",
+        "weight",
+        "weight",
+        "weight",
+        "output",
+        "output",
+    ]
+    assert [param.slot.matrix for param in found[3:7]] == [("q4_0", 256), ("q4_0", 256), ("q6_k", 256), None]
+    assert [param.slot.columns for param in found[-2:]] == [40, 8]
+
+
+@pytest.mark.parametrize("wrong", [[*BUFFERS, ("Y2", (4, 16), "float32")], BUFFERS[:3] + BUFFERS[5:], BUFFERS[1:]])
+def test_other_parameters_are_refused(wrong):
+    with pytest.raises(ValueError, match="linear: "):
+        parameters("linear", LINEAR, wrong)
+
+
+def test_costs_of_a_linear_layer():
+    found = costs("linear", LINEAR, parameters("linear", LINEAR, BUFFERS))
+    weights = 48 * 128 + 48 * 8 * 2 + 16 * 128 + 16 * 4
+    activations = 4 * 8 * 32 + 4 * 8 * 4 * 4 + 4 * 64 * 4
+    assert (found.weights, found.activations, found.rows, found.position) == (weights, activations, 0, 0)
+    assert found.bytes(4, 100) == weights + activations
+    assert found.operations(4, 100) == 2 * 4 * 256 * 48
+
+
+def test_costs_of_attention_with_a_window():
+    args = {"heads": 4, "kv_heads": 2, "d": 64, "ctx": 1024, "m": 4, "act": "", "window": 128}
+    cache = [(name, (2, 1024, 64), "float16") for name in ("Kc", "Vc")]
+    buffers = [("state", (4,), "int32"), ("Qo", (4, 4, 64), "float16"), *cache, ("X", (4, 256), "float32")]
+    found = costs("attention", args, parameters("attention", args, buffers))
+    assert found.position == 2 * 2 * 64 * 2
+    assert found.bytes(4, 1000) - found.bytes(4, 0) == 128 * found.position
+    assert found.operations(2, 1000) == 2 * 128 * 4 * 4 * 64
+    whole = costs("attention", args | {"window": None}, parameters("attention", args, buffers))
+    assert whole.operations(2, 1000) == (1001 + 1002) * 4 * 4 * 64
+
+
+def test_an_operator_of_ours_has_an_entry():
+    assert OPERATORS.keys() == ops.OPS.keys()
