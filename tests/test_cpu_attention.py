@@ -1,7 +1,8 @@
 """RoPE with cache writes, and attention, on the CPU against numpy in float64.
 
 Every case is a chunk in the middle of a sequence. The caches start with stale finite numbers, which must neither matter
-nor change. All cases of an architecture are compiled together.
+nor change; blocks of keys that a window leaves out hold NaNs, so that reading them shows. All
+cases of an architecture are compiled together.
 """
 
 import functools

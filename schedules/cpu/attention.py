@@ -16,8 +16,8 @@ from mlc_amd.schedules.cpu.cache import Cache
 from mlc_amd.schedules.cpu.kernel import kernel
 from mlc_amd.schedules.cpu.quantize import Output
 
-FEW = 4  # rows that decode's kernel serves, too: too few for tasks of their own
-FEW_QUERIES = 64  # ... if rows times heads of a group are not more: its products are unrolled over them
+# Limits of the decode kernel, whose products are unrolled over its queries: rows, and rows times heads of a group.
+DECODE_ROWS, DECODE_QUERIES = 4, 64
 
 
 class Args(NamedTuple):
@@ -32,7 +32,7 @@ class Args(NamedTuple):
 
 def kernel_module(m, group):
     """The module of the kernel for m rows and groups of so many heads."""
-    return attention_decode if m == 1 or (m <= FEW and m * group <= FEW_QUERIES) else attention_prefill
+    return attention_decode if m == 1 or (m <= DECODE_ROWS and m * group <= DECODE_QUERIES) else attention_prefill
 
 
 def attention(spec: Attention, m, p, quantize, isa, name, plan=None) -> tirx.PrimFunc:

@@ -34,7 +34,8 @@ def cache_types(kv_heads, ctx, d):
 
 
 def row_position(state, row):
-    """The position of a step's row in its sequence, int32. Rows are consecutive tokens of one sequence."""
+    """The position of a step's row in its sequence, int32. The rows of a step are consecutive tokens of one
+    sequence."""
     return state[0] + row
 
 
@@ -83,17 +84,17 @@ class Rows(NamedTuple):
         return T.max(key0 - self.start, T.int32(0))
 
     def end_row(self, key0):
-        """The row from which on, for the window has left them behind, none sees any of the keys key0 .. key0+63."""
+        """The first row whose window begins after the keys key0 .. key0+63, as do those of the rows after it."""
         return key0 + (BLOCK - 1 + self.window) - self.start
 
     def keys_in_block(self, row, key0):
-        """The number of leading keys of the block from key0 on after which row `row` and those before it see none."""
+        """How many leading keys of the block key0 .. key0+63 contain all that row `row` and the rows before it see."""
         return T.min(self.position(row) - key0 + 1, T.int32(BLOCK))
 
     def see_block(self, first, last, key0):
         """A condition: the rows first .. last see all of the keys key0 .. key0+63."""
         causal = self.position(first) >= key0 + (BLOCK - 1)
-        oldest = visible_keys(self.position(last), self.window).first if self.window else None
+        oldest = visible_keys(self.position(last), self.window).first
         return causal if oldest is None else tirx.all(causal, oldest <= key0)
 
 
@@ -174,7 +175,7 @@ class CacheBlock:
             prefetch(self.cache.V, self.kv, self.key0 + T.min(key, self.live - 1), c, locality=locality)
 
     def prefetch_part(self, part, parts, locality):
-        """Prefetches part `part` of `parts` (an int) equal parts of all keys and values."""
+        """Prefetches part `part` of `parts` equal parts (an int) of all keys and values."""
         lines = -(-BLOCK * self.cache.d // (_LINE * parts))
         with T.serial(lines) as i:
             place = opaque((part * lines + i) * _LINE)
