@@ -12,8 +12,11 @@ import tvm
 
 from mlc_amd.compiler.codegen.target import Target
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.attention import Attention, Rope
 from mlc_amd.schedules.gpu.attention import attention
-from mlc_amd.schedules.gpu.attention_decode import attention_decode, scratch_shapes
+from mlc_amd.schedules.gpu.attention_decode import attention_decode
+from mlc_amd.schedules.gpu.attention_join import scratch_shapes
+from mlc_amd.schedules.gpu.cache import cache_types
 from mlc_amd.schedules.gpu.embed import embed
 from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu as gate_up_gemm
 from mlc_amd.schedules.gpu.gemm import linear as gemm
@@ -21,7 +24,7 @@ from mlc_amd.schedules.gpu.gemv import gate_up_swiglu as gate_up_gemv
 from mlc_amd.schedules.gpu.gemv import linear as gemv
 from mlc_amd.schedules.gpu.norm import quantize, rms_norm
 from mlc_amd.schedules.gpu.planes import planes
-from mlc_amd.schedules.gpu.rope_kv_write import Rope, rope_kv_write
+from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
 
 
 class GpuTarget(Target):
@@ -60,10 +63,9 @@ class GpuTarget(Target):
         return "rows" if kind == "int8" else ""
 
     def kv_types(self, config, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Units of 16 bytes: 8 elements of 32 keys side by side, 8 keys of a value's column side by side."""
-        heads, d = config.kv_heads, config.head_dim
-        shapes = {"k": (heads, ctx // 32, d // 8, 32, 8), "v": (heads, ctx // 8, d, 8)}
-        return {f"{which}.{layer}": (shapes[which], "float16") for layer in range(config.layers) for which in "kv"}
+        """The parameters Kc and Vc of each layer; see schedules/gpu/cache.py."""
+        types = cache_types(config.kv_heads, ctx, config.head_dim)
+        return {f"{which}.{layer}": types[which] for layer in range(config.layers) for which in "kv"}
 
     def attention_workspace(self, config, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """What the splits of decode attention join through."""
@@ -95,14 +97,27 @@ class GpuTarget(Target):
     def make_gate_up_swiglu(self, gate, up, n, k, m, act_in, act_out, name, plan=None):
         return (gate_up_gemv if m == 1 else gate_up_gemm)(gate, up, n, k, m, act_in, act_out, self.arch, name, plan)
 
-    def make_rope_kv_write(self, heads, kv_heads, d, ctx, m, neox, rotary, eps, name, plan=None):
-        return rope_kv_write(heads, kv_heads, d, ctx, m, neox, rotary, eps, self.arch, name, plan)
+    def make_rope_kv_write(
+        self, heads, kv_heads, d, ctx, m, neox, rotary, eps, name, plan=None,
+        scale=0.0, window=0, softcap=0.0, sinks=False,
+    ):  # fmt: skip
+        """Only `scale` of an `Attention`'s attributes makes a difference."""
+        layer = Attention(heads, kv_heads, d, ctx, scale, window, softcap, sinks)
+        return rope_kv_write(layer, m, Rope(neox, rotary, eps), self.arch, name, plan)
 
-    def make_attention(self, heads, kv_heads, d, ctx, m, act, name, plan=None):
-        return attention(heads, kv_heads, d, ctx, m, act, self.arch, name, plan)
+    def make_attention(
+        self, heads, kv_heads, d, ctx, m, act, name, plan=None, scale=0.0, window=0, softcap=0.0, sinks=False
+    ):
+        """Queries are scaled already: `scale` makes no difference."""
+        layer = Attention(heads, kv_heads, d, ctx, scale, window, softcap, sinks)
+        return attention(layer, m, act, self.arch, name, plan)
 
-    def make_rope_attention(self, heads, kv_heads, d, ctx, neox, rotary, eps, act, name, plan=None):
-        return attention_decode(heads, kv_heads, d, ctx, act, self.arch, name, Rope(neox, rotary, eps), plan)
+    def make_rope_attention(
+        self, heads, kv_heads, d, ctx, neox, rotary, eps, act, name, plan=None,
+        scale=0.0, window=0, softcap=0.0, sinks=False,
+    ):  # fmt: skip
+        layer = Attention(heads, kv_heads, d, ctx, scale, window, softcap, sinks)
+        return attention_decode(layer, act, self.arch, name, Rope(neox, rotary, eps), plan)
 
     # ---- compilation
 
