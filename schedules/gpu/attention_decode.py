@@ -106,7 +106,7 @@ def attention_decode(
             sources = rope_args(attention, 1, rope)
         else:
             Qo = T.arg("Qo", T.buffer((1, heads, d), "float16"))
-        cache, sinks = Cache(attention), sinks_arg(attention)
+        cache, sinks = Cache(attention, shifts=True), sinks_arg(attention)
         scratch = scratch_args(heads, kv_heads, d)
         out = act_args(1, heads * d, act_out)
         with launch((kv_heads, splits.count), (arch.wave, splits.waves)) as (kv, split, lane, thread_wave):

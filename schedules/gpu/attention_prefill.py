@@ -131,8 +131,8 @@ class Wave:
                 lambda u, e, c=c: Q[self.token, self.head, T.ramp((c * 2 + u) * UNIT + e.base, 1, e.lanes)],
             )
             put(self.out, T.broadcast(T.float32(0), n), at(c * n, n))
-        # A row sees keys of its first block, and its maximum is a score from there on. With a window its first block may
-        # come after the wave's: until then its maximum is above the scores of masked keys, whose weights are 0.
+        # With a window a row may see none of the keys of the wave's first blocks: until it sees some, its maximum is above
+        # the scores of masked keys, whose weights are 0 then. Otherwise every row sees key 0.
         put(self.top, T.float32(LOWEST / 2 if self.attention.window else LOWEST), 0)
         put(self.total, T.float32(0), 0)
 
@@ -150,9 +150,7 @@ class Wave:
         for j in range(self.blocks):
             packed = self._pack(j)
             for x in range(self.d // 16):
-                self.load(
-                    self.operand, 0, lambda u, e, x=x, j=j: block.value(j * 2 + u, x * 16 + self.supplies, e)
-                )
+                self.load(self.operand, 0, lambda u, e, x=x, j=j: block.value(j * 2 + u, x * 16 + self.supplies, e))
                 self.multiply(self.operand, packed, 0, self.out, x * n)
 
     def _weigh(self, key0, seen):

@@ -378,7 +378,9 @@ def attention_prefill_coop(attention: Attention, m, act_out, arch, name, plan=No
                     T.min(T.min(first + per_tile, T.int32(fragments)) - 1, T.int32(fragments - 1)) // group * rows
                     + rows
                 )
-                begin = visible(attention, chunk.position(first // group * rows)).first_block(tile.keys)
+                begin = 0
+                if attention.window:
+                    begin = visible(attention, chunk.position(first // group * rows)).first_block(tile.keys)
                 end = visible(attention, chunk.position(T.min(last, chunk.count) - 1)).end_block(tile.keys)
                 keys.load(cache.block(kv, T.Bind(begin * tile.keys) if attention.window else T.int32(0)))
                 keys.store()

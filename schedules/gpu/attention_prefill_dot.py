@@ -49,7 +49,7 @@ def attention_prefill_dot(attention: Attention, m, act_out, arch, name, plan=Non
     with kernel(name) as ir:
         state = state_arg()
         Q = T.arg("Qo", T.buffer((m, heads, d), "float16"))
-        cache, sinks = Cache(attention), sinks_arg(attention)
+        cache, sinks = Cache(attention, shifts=True), sinks_arg(attention)
         out = act_args(m, heads * d, act_out)
         with launch((kv_heads, tiles), (arch.wave, waves)) as (kv, tile, lane, thread_wave):
             wave = uniform(arch, thread_wave)

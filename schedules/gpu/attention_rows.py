@@ -36,7 +36,7 @@ LOADS, SCALARS = 0x8F, 0x94  # all but loads from device memory; loads, LDS and 
 
 
 class Rows:
-    """The state of `count` rows of an `Attention` layer in a wave. `lane` is threadIdx.x, the lane's number in the wave.
+    """The state of `count` rows of an `Attention` layer in a wave. `lane` is threadIdx.x, the lane's number in it.
     Subclasses have `batch`, the units of values that are loaded at once, and registers for them, `value`."""
 
     batch: int

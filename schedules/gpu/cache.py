@@ -53,18 +53,27 @@ class KeyBlock(NamedTuple):
     def key(self, key, c, e=None):
         """Unit c (elements 8*c ..) of key number `key`, which is in the block. e: instead of the whole unit, an index
         within it."""
-        return self.cache.Kc[self.kv, key // KEYS, c, key % KEYS, at(0, UNIT) if e is None else e]
+        tile, place = self._split(key, KEYS)
+        return self.cache.Kc[self.kv, tile, c, place, at(0, UNIT) if e is None else e]
 
     def value(self, i, column, e=None):
         """Unit i (keys key0 + 8*i ..) of a column of the values. e: as for `key`."""
-        return self.cache.Vc[self.kv, self.key0 // UNIT + i, column, at(0, UNIT) if e is None else e]
+        first, _ = self._split(self.key0, UNIT)
+        return self.cache.Vc[self.kv, first + i, column, at(0, UNIT) if e is None else e]
+
+    def _split(self, key, size):
+        """key // size and key % size, for a power of two."""
+        if self.cache.shifts:
+            return T.shift_right(key, T.int32(size.bit_length() - 1)), key & (size - 1)
+        return key // size, key % size
 
 
 class Cache:
-    """Declares the parameters Kc and Vc of an `Attention` layer."""
+    """Declares the parameters Kc and Vc of an `Attention` layer. shifts: index arithmetic by shifts, which TVM leaves
+    alone, and not by divisions, which it simplifies; a kernel takes what makes less code."""
 
-    def __init__(self, attention):
-        self.d = attention.d
+    def __init__(self, attention, shifts=False):
+        self.d, self.shifts = attention.d, shifts
         types = cache_types(attention.kv_heads, attention.ctx, attention.d)
         self.Kc, self.Vc = T.arg("Kc", T.buffer(*types["k"])), T.arg("Vc", T.buffer(*types["v"]))
 

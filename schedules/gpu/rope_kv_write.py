@@ -56,7 +56,7 @@ def rope_args(attention: Attention, m, rope: Rope) -> Sources:
 
 
 def rotated(arch, X, token, column, CS, position, weight, lane, d, rope):
-    """One head's rotation by a wave: yields (valid, ((element, value), (element, value))) for each of this lane's pairs.
+    """One head's rotation by a wave: yields (valid, ((element, value), (element, value))) for each pair of this lane.
 
     The head is X[token, column:column+d], float32. `valid` is None, or says whether the lane has such a pair (it must
     not store otherwise). weight: None or float32 [d], then the head is multiplied by weight / sqrt(mean of squares +

@@ -1,8 +1,8 @@
 """The softmax of attention on GPUs: what its kernels share.
 
 Scores are exponents of two: log2(e) is part of the scale of the queries. A kernel keeps, for each row (one query of one
-head), the maximum score so far, the sum of weights relative to it, and the weighted sum of values. Weights are scaled by
-2**P_SHIFT: as float16, those down to 2**-29 of the largest are normal numbers. (Cooperative matrices have a scale of
+head), the maximum score so far, the sum of weights relative to it, and the weighted sum of values. Weights are scaled
+by 2**P_SHIFT: as float16, those down to 2**-29 of the largest are normal numbers. (Cooperative matrices have a scale of
 their own, see `attention_prefill_coop.py`.)
 """
 
@@ -32,8 +32,8 @@ def group_of(heads, kv_heads) -> int:
 
 
 def soft_cap(attention: Attention, score):
-    """The score, limited to +-softcap: softcap * tanh(s / softcap) of s = score / log2(e), times log2(e) again. As it is
-    for layers without softcap."""
+    """The score with the layer's softcap: softcap * tanh(s / softcap) of s = score / log2(e), times log2(e) again. For
+    layers without one, the score itself."""
     cap = attention.softcap
     if not cap:
         return score
