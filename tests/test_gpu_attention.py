@@ -120,12 +120,20 @@ def test_registers_suffice(arch, name):
         assert set(re.findall(rf"\.{field}: +(\d+)", assembly)) == {"0"}, field
 
 
-def test_splits_publish_before_they_arrive():
-    """On gfx1100 each store of a split's results is waited for before the counter moves."""
-    assembly = compiled("gfx1100", "decode_group_4").assembly
-    before = assembly[: assembly.index("global_atomic_add_u32")]
-    last_store = before.rindex("global_store")
-    assert "s_waitcnt_vscnt null, 0x0" in before[last_store:]
+@pytest.mark.parametrize(
+    ("arch", "waits"), [("gfx90a", 1), ("gfx942", 3), ("gfx1030", 1), ("gfx1100", 1), ("gfx1201", 1)]
+)
+def test_splits_publish_before_they_arrive(arch, waits):
+    """A split's results are waited for before the barrier that the counter's increment follows; once, where one L2
+    serves all of the GPU."""
+    assembly = compiled(arch, "decode_group_4").assembly
+    before = assembly[: assembly.index("global_atomic_add")]
+    publish = before[: re.search(r"(.*)s_barrier(_signal)?[ \n]", before, re.S).end()]
+    found = [(m.start(), m[0]) for m in re.finditer(r"global_store_\w+|s_wait\w*cnt\w* .*", publish)]
+    found = [(i, text) for i, text in found if "store" in text or "vmcnt" in text or "vscnt" in text]
+    first = next(i for i, text in found if text.startswith("global_store"))
+    after = [text for i, text in found if i >= first]
+    assert [text for text in after if text.startswith("s_wait")] == after[-1:] * waits
 
 
 @pytest.mark.parametrize(("ctx", "d"), [(100, 64), (128, 80)])

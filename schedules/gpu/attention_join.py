@@ -3,20 +3,19 @@
 Each split stores its rows' outputs, maxima and sums of weights into Parts and then increments the atomic counter
 Arrived of its KV head. The split that finds all others arrived joins the results and stores the output.
 
-A split's stores are complete, beyond the caches that workgroups do not share, before its increment (`device.publish`).
+A split's stores are complete, beyond the caches that workgroups do not share, before its increment (`device.Outbox`).
 The last split's loads have addresses that depend on what the counter returned, so neither compiler nor hardware can
 start them early; their cache lines belong to one split each and nothing reads them earlier in the launch, so no cache
 holds an old copy. On Vulkan both buffers are coherent, and a memory barrier stands before the increment and after it.
 """
 
 import math
-from contextlib import nullcontext
 
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.device import Outbox, each, exp2, memory_barrier, rcp, uniform, wave_max, wave_sum
 from mlc_amd.schedules.gpu.quantize import WIDTH, emit_store
-from mlc_amd.schedules.gpu.registers import at, local, put, vector
+from mlc_amd.schedules.gpu.registers import at, local, put
 from mlc_amd.schedules.gpu.softmax import LOWEST, group_of, with_sink
 
 MAX_SPLITS = 32
@@ -24,7 +23,7 @@ LINE = 32  # float32 of a cache line
 
 
 def stride_of(group, d) -> int:
-    """float32 of a split's results in Parts, whole cache lines: the rows' outputs, then (top, total, 0, 0) of each
+    """float32 of a split's results in Parts, whole cache lines: the rows' outputs, then (top, total, -, -) of each
     row."""
     return -(-group * (d + WIDTH) // LINE) * LINE
 
@@ -82,16 +81,14 @@ class Join:
     def store_parts(self, quad, split):
         """Stores the workgroup's results, which are complete in device memory when all its threads are behind this."""
         splits = self.splits
-        values, tails = (Outbox(self.arch, self.tid, splits.threads, WIDTH) for _ in range(2))
+        outbox = Outbox(self.arch, self.tid, splits.threads, (WIDTH, 2))
         for valid, row, column in self._quads():
             top, total, out = quad(row, column)
-            values.hold(vector(out))
-            tails.hold(vector([top, total, T.float32(0), T.float32(0)]))
-            with nullcontext() if valid is None else T.If(valid), nullcontext() if valid is None else T.Then():
-                values.send(self.Parts, self.kv, split, row * splits.d + column)
-                with T.If(column == 0), T.Then():
-                    tails.send(self.Parts, self.kv, split, splits.group * splits.d + row * WIDTH)
-        memory_barrier(self.arch)
+            conditions = [] if valid is None else [valid]
+            outbox.send(out, conditions, self.Parts, self.kv, split, row * splits.d + column)
+            tail = splits.group * splits.d + row * WIDTH
+            outbox.send([top, total], [*conditions, column == 0], self.Parts, self.kv, split, tail)
+        outbox.publish()
 
     def arrive_and_join(self, active):
         """Counts this split; the last of the `active` ones joins them all and resets the counter."""

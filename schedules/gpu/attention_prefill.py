@@ -131,8 +131,8 @@ class Wave:
                 lambda u, e, c=c: Q[self.token, self.head, T.ramp((c * 2 + u) * UNIT + e.base, 1, e.lanes)],
             )
             put(self.out, T.broadcast(T.float32(0), n), at(c * n, n))
-        # With a window a row may see none of the keys of the wave's first blocks: until it sees some, its maximum is above
-        # the scores of masked keys, whose weights are 0 then. Otherwise every row sees key 0.
+        # With a window a row may see no key of the wave's first blocks: until it sees one, its maximum is above the
+        # scores of masked keys, whose weights are 0 then. Otherwise every row sees key 0.
         put(self.top, T.float32(LOWEST / 2 if self.attention.window else LOWEST), 0)
         put(self.total, T.float32(0), 0)
 
