@@ -19,12 +19,13 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.compiler.codegen.spirv import compile_spirv, opcodes
+from mlc_amd.schedules.attention import Attention, Rope
 from mlc_amd.schedules.gpu import device, gemm, gemv, profiles
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention_prefill_dot import attention_prefill_dot
 from mlc_amd.schedules.gpu.embed import embed
 from mlc_amd.schedules.gpu.norm import quantize, rms_norm
-from mlc_amd.schedules.gpu.rope_kv_write import Rope, rope_kv_write
+from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
 
 
 @pytest.fixture(params=RUN)
@@ -332,7 +333,7 @@ def test_shared_memory_of_a_wave(profile):
 
 def builders(profile):
     """Kernels of all kinds, by name."""
-    act = "rows"
+    act, layer, rope = "rows", Attention(8, 2, 64, 512), Rope(True, 64, 0)
     return {
         "embed": lambda: embed("q4_k", 100, 512, 4, profile, "embed"),
         "rms_norm": lambda: rms_norm(512, 1, 1e-5, act, "all", profile, "rms_norm"),
@@ -341,9 +342,9 @@ def builders(profile):
         "gate_up": lambda: gemv.gate_up_swiglu("q4_0", "iq4_nl", 64, 512, 1, act, act, profile, "gate_up"),
         "gemm": lambda: gemm.linear([("q5_k", 128)], 512, 16, act, (False,), True, profile, "gemm"),
         "gemm_float": lambda: gemm.linear([("bf16", 128)], 512, 16, "", (False,), False, profile, "gemm_float"),
-        "rope": lambda: rope_kv_write(8, 2, 64, 128, 4, True, 64, 0, profile, "rope"),
-        "decode": lambda: attention_decode(8, 2, 64, 512, act, profile, "decode", Rope(True, 64, 0)),
-        "prefill": lambda: attention_prefill_dot(8, 2, 64, 512, 16, act, profile, "prefill"),
+        "rope": lambda: rope_kv_write(Attention(8, 2, 64, 128), 4, rope, profile, "rope"),
+        "decode": lambda: attention_decode(layer, act, profile, "decode", rope),
+        "prefill": lambda: attention_prefill_dot(layer, 16, act, profile, "prefill"),
     }
 
 

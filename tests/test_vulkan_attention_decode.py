@@ -8,22 +8,25 @@ are few keys.
 import functools
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from test_cpu_attention import LOG2E, attention_reference
-from test_gpu_attention import CTX, Case, check_output, check_written, outputs, pack, rope_inputs, stale_caches, unpack
+from attention_cases import CTX, Case, check_attention
 from test_vulkan_kernels import execute
 from vulkan_harness import gpu
 
-from mlc_amd.schedules.gpu.attention_decode import attention_decode, scratch_shapes, splits_of
+from mlc_amd.schedules.attention import Rope
+from mlc_amd.schedules.gpu.attention_decode import attention_decode, splits_of
 from mlc_amd.schedules.gpu.profiles import resolve
-from mlc_amd.schedules.gpu.rope_kv_write import Rope
 
-POSITIONS = (0, 127, 128, CTX - 1)
+STATES = tuple((position, 1) for position in (0, 127, 128, CTX - 1))
 CASES = {
-    "queries": Case(8, 2, 128, act=""),
-    "rope": Case(4, 1, 64, act="rows", rope=Rope(False, 64)),
-    "normalized": Case(2, 1, 96, act="half", rope=Rope(True, 96, 1e-6)),
+    "queries": Case(8, 2, 128, states=STATES),
+    "rope": Case(4, 1, 64, act="rows", rope=Rope(False, 64), states=STATES),
+    "normalized": Case(2, 1, 96, act="half", rope=Rope(True, 96, 1e-6), states=STATES),
+    # windows that several splits share, of which the first begins within a block
+    "window": Case(4, 1, 64, rope=Rope(True, 64), states=STATES, attributes={"window": 300, "sinks": True}),
+    "attributes": Case(
+        4, 2, 64, states=STATES, attributes={"window": 200, "softcap": 4.0, "sinks": True, "scale": 0.2}
+    ),
 }
 
 
@@ -37,30 +40,13 @@ def profile():
 
 @pytest.mark.parametrize("name", CASES)
 def test_splits(name):
-    heads, kv_heads, d, _, act, rope, _ = CASES[name]
-    kernel = attention_decode(heads, kv_heads, d, CTX, act, profile(), "attention", rope)
-    assert splits_of(heads, kv_heads, d, CTX, profile()).count > 1
-    rng = np.random.default_rng(1)
-    scratch = {
-        n: np.full(shape, np.nan, dtype) if dtype == "float32" else np.zeros(shape, dtype)
-        for n, (shape, dtype) in scratch_shapes(heads, kv_heads, d).items()
-    }
-    for position in POSITIONS:
-        k, v = stale_caches(rng, kv_heads, d, position if rope else position + 1)
-        Kc, Vc = pack(k, v)
-        if rope:
-            inputs, rotated = rope_inputs(rng, CASES[name])
-            queries, own = rotated(position, 1)
-        else:
-            inputs = {"Qo": (rng.standard_normal((1, heads, d)) * 2 * LOG2E / np.sqrt(d)).astype(np.float16)}
-            queries = inputs["Qo"].astype(np.float64) / LOG2E * np.sqrt(d)
-        out = outputs(1, heads * d)
-        state = np.array([position, 1, 0, 0], np.int32)
-        execute(kernel, {"state": state, "Kc": Kc, "Vc": Vc, **inputs, **scratch, **out}, profile())
-        new_k, new_v = unpack(Kc, Vc)
-        if rope:
-            check_written(k, new_k, position, own)
-            check_written(v, new_v, position, inputs["V"].reshape(1, kv_heads, d))
-        keys, values = (x[:, : position + 1].astype(np.float64) for x in (new_k, new_v))
-        check_output(out, act, 1, attention_reference(queries, keys, values, position))
-        assert not scratch["Arrived"].any()
+    case = CASES[name]
+    kernel = attention_decode(case.layer, case.act, profile(), "attention", case.rope)
+    assert splits_of(case.heads, case.kv_heads, case.d, CTX, profile(), window=case.layer.window).count > 1
+    check_attention(case, lambda arrays: execute(kernel, arrays, profile()))
+
+
+def test_a_window_needs_fewer_splits():
+    """What decode costs does not grow with the context: the grid is that of the window."""
+    shape = (8, 2, 64)
+    assert splits_of(*shape, 16384, profile(), window=64).count == splits_of(*shape, 128, profile()).count

@@ -9,18 +9,18 @@ import functools
 
 import numpy as np
 import pytest
-import test_gpu_attention as attention_cases
 import test_gpu_gemm as gemm_cases
 import test_gpu_norm as norm_cases
-from test_cpu_attention import LOG2E, attention_reference
+from attention_cases import CTX, Case, check_attention, check_rope
 from test_gpu_gemm import error
 from test_quant_rows import oracle, random_rows
 from vulkan_harness import gpu, run
 
 from mlc_amd.compiler.quant import repack
+from mlc_amd.schedules.attention import Rope
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu import gemm, gemv, profiles
-from mlc_amd.schedules.gpu.attention_decode import attention_decode, scratch_shapes
+from mlc_amd.schedules.gpu.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention_prefill_dot import attention_prefill_dot
 from mlc_amd.schedules.gpu.embed import embed
 from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu as gate_up_gemm
@@ -28,11 +28,10 @@ from mlc_amd.schedules.gpu.gemm_dot import choose
 from mlc_amd.schedules.gpu.gemv import Plan
 from mlc_amd.schedules.gpu.norm import quantize, rms_norm
 from mlc_amd.schedules.gpu.planes import padded
-from mlc_amd.schedules.gpu.rope_kv_write import Rope, rope_kv_write
+from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
 
 PROFILES = {name: profiles.resolve(name) for name in ("lavapipe", "generic")}
 TOLERANCE = 2e-5  # of the largest result
-CTX = attention_cases.CTX
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -227,86 +226,49 @@ def test_embed(profile, fmt):
 # ---- attention
 
 TWO = ((0, 1), (130, 1))
+WINDOW = {"window": 40, "softcap": 4.0, "sinks": True, "scale": 0.2}
 ATTENTION = {
-    "decode group 4": attention_cases.Case(8, 2, 64, states=((0, 1), (63, 1), (64, 1), (299, 1), (CTX - 1, 1))),
-    "decode group 1": attention_cases.Case(2, 2, 96, act="half", rope=Rope(True, 48), states=TWO),
-    "decode group 2": attention_cases.Case(2, 1, 128, act="rows", rope=Rope(True, 128, 1e-6), states=TWO),
-    "decode group 7": attention_cases.Case(7, 1, 64, act="rows", rope=Rope(False, 64), states=TWO),
-    "decode group 9": attention_cases.Case(9, 1, 32, states=((299, 1),)),
-    "prefill group 3": attention_cases.Case(3, 1, 64, 16, "rows", states=((0, 16), (57, 13))),
-    "prefill group 4": attention_cases.Case(4, 1, 128, 16, "half", states=((100, 16),)),
-    "prefill group 1": attention_cases.Case(2, 2, 96, 16, "", states=((57, 13), (CTX - 16, 16))),
+    "decode group 4": Case(8, 2, 64, states=((0, 1), (63, 1), (64, 1), (299, 1), (CTX - 1, 1))),
+    "decode group 1": Case(2, 2, 96, act="half", rope=Rope(True, 48), states=TWO),
+    "decode group 2": Case(2, 1, 128, act="rows", rope=Rope(True, 128, 1e-6), states=TWO),
+    "decode group 7": Case(7, 1, 64, act="rows", rope=Rope(False, 64), states=TWO),
+    "decode group 9": Case(9, 1, 32, states=((299, 1),)),
+    "decode window": Case(2, 1, 64, rope=Rope(True, 0), states=((0, 1), (103, 1), (500, 1)), attributes=WINDOW),
+    "prefill group 3": Case(3, 1, 64, 16, "rows", states=((0, 16), (57, 13))),
+    "prefill group 4": Case(4, 1, 128, 16, "half", states=((100, 16),)),
+    "prefill group 1": Case(2, 2, 96, 16, "", states=((57, 13), (CTX - 16, 16))),
+    "prefill window": Case(3, 1, 64, 16, "", states=((60, 16), (400, 13)), attributes=WINDOW | {"window": 9}),
 }
 # the driver takes long over barriers in much code
-GENERIC_ATTENTION = ("decode group 4", "decode group 1", "decode group 2", "prefill group 3")
+GENERIC_ATTENTION = ("decode group 4", "decode group 1", "decode group 2", "decode window", "prefill group 3")
 ROPE = {
-    "neox partial": attention_cases.Case(3, 1, 96, 4, rope=Rope(True, 48)),
-    "interleaved": attention_cases.Case(2, 1, 64, 1, rope=Rope(False, 64)),
-    "norm": attention_cases.Case(4, 2, 128, 4, rope=Rope(True, 128, 1e-6)),
+    "neox partial": Case(3, 1, 96, 4, rope=Rope(True, 48)),
+    "interleaved": Case(2, 1, 64, 1, rope=Rope(False, 64)),
+    "norm": Case(4, 2, 128, 4, rope=Rope(True, 128, 1e-6)),
+    "none": Case(2, 1, 64, 4, rope=Rope(True, 0), attributes={"scale": 0.3}),
 }
 
 
 @functools.cache
 def attention_kernel(profile, name):
-    heads, kv_heads, d, m, act, rope, _ = ATTENTION[name]
-    if m > 1:
-        return attention_prefill_dot(heads, kv_heads, d, CTX, m, act, profile, "attention")
-    return attention_decode(heads, kv_heads, d, CTX, act, profile, "attention", rope)
+    case = ATTENTION[name]
+    if case.m > 1:
+        return attention_prefill_dot(case.layer, case.m, case.act, profile, "attention")
+    return attention_decode(case.layer, case.act, profile, "attention", case.rope)
 
 
 @pytest.mark.parametrize(
     ("profile_name", "name"), [*(("lavapipe", n) for n in ATTENTION), *(("generic", n) for n in GENERIC_ATTENTION)]
 )
 def test_attention(profile_name, name):
-    case, profile = ATTENTION[name], PROFILES[profile_name]
-    heads, kv_heads, d, m, act, rope, states = case
-    rng = np.random.default_rng(1)
-    scratch = {
-        n: np.full(shape, np.nan, dtype) if dtype == "float32" else np.zeros(shape, dtype)
-        for n, (shape, dtype) in scratch_shapes(heads, kv_heads, d).items()
-    }
-    for position, live in states:
-        end = position + live
-        k, v = attention_cases.stale_caches(rng, kv_heads, d, position if rope else end)
-        Kc, Vc = attention_cases.pack(k, v)
-        if rope:
-            inputs, rotated = attention_cases.rope_inputs(rng, case)
-            queries, own = rotated(position, 1)
-        else:
-            q = rng.standard_normal((m, heads, d)).astype(np.float32) * 2 * LOG2E / np.sqrt(d)
-            q[live:] = np.nan
-            inputs = {"Qo": q.astype(np.float16)}
-            queries = inputs["Qo"][:live].astype(np.float64) / LOG2E * np.sqrt(d)
-        out, state = attention_cases.outputs(m, heads * d), np.array([position, live, 0, 0], np.int32)
-        execute(
-            attention_kernel(profile, name), {"state": state, "Kc": Kc, "Vc": Vc, **inputs, **scratch, **out}, profile
-        )
-        new_k, new_v = attention_cases.unpack(Kc, Vc)
-        if rope:
-            attention_cases.check_written(k, new_k, position, own)
-            attention_cases.check_written(v, new_v, position, inputs["V"].reshape(1, kv_heads, d))
-        else:
-            assert (new_k == k).all() and (new_v == v).all()
-        keys, values = (x[:, :end].astype(np.float64) for x in (new_k, new_v))
-        attention_cases.check_output(out, act, live, attention_reference(queries, keys, values, position))
-        assert not scratch["Arrived"].any()
+    profile = PROFILES[profile_name]
+    check_attention(ATTENTION[name], lambda arrays: execute(attention_kernel(profile, name), arrays, profile))
 
 
 @pytest.mark.parametrize("name", ROPE)
 def test_rope_kv_write(profile, name):
     case = ROPE[name]
-    heads, kv_heads, d, m, _, rope, _ = case
-    rng, kernel = np.random.default_rng(2), rope_kv_write(heads, kv_heads, d, CTX, m, *rope, profile, "rope")
-    for position, live in {(5, max(1, m - 1)), (CTX - 1, m)}:  # the last one has no room for more than one token
-        written = min(live, CTX - position)
-        k, v = attention_cases.stale_caches(rng, kv_heads, d, 0)
-        Kc, Vc = attention_cases.pack(k, v)
-        inputs, rotated = attention_cases.rope_inputs(rng, case)
-        Qo, state = np.full((m, heads, d), attention_cases.LEFT, np.float16), np.array([position, live, 0, 0], np.int32)
-        execute(kernel, {"state": state, "Kc": Kc, "Vc": Vc, "Qo": Qo, **inputs}, profile)
-        queries, keys = rotated(position, written)
-        np.testing.assert_allclose(Qo[:written], queries * LOG2E / np.sqrt(d), rtol=1e-3, atol=2e-6)
-        assert (Qo[written:] == attention_cases.LEFT).all()
-        new_k, new_v = attention_cases.unpack(Kc, Vc)
-        attention_cases.check_written(k, new_k, position, keys)
-        attention_cases.check_written(v, new_v, position, inputs["V"].reshape(m, kv_heads, d)[:written])
+    kernel = rope_kv_write(case.layer, case.m, case.rope, profile, "rope")
+    # the last state has no room for more than one token
+    states = {(5, max(1, case.m - 1)), (CTX - 1, case.m)}
+    check_rope(case, lambda arrays: execute(kernel, arrays, profile), states)

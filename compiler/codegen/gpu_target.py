@@ -13,8 +13,11 @@ import tvm
 from mlc_amd.compiler.codegen.target import Target
 from mlc_amd.compiler.models.config import AttentionConfig
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.attention import Attention, Rope
 from mlc_amd.schedules.gpu.attention import attention
-from mlc_amd.schedules.gpu.attention_decode import attention_decode, scratch_shapes
+from mlc_amd.schedules.gpu.attention_decode import attention_decode
+from mlc_amd.schedules.gpu.attention_join import scratch_shapes
+from mlc_amd.schedules.gpu.cache import cache_types
 from mlc_amd.schedules.gpu.embed import embed
 from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu as gate_up_gemm
 from mlc_amd.schedules.gpu.gemm import linear as gemm
@@ -22,7 +25,7 @@ from mlc_amd.schedules.gpu.gemv import gate_up_swiglu as gate_up_gemv
 from mlc_amd.schedules.gpu.gemv import linear as gemv
 from mlc_amd.schedules.gpu.norm import quantize, rms_norm
 from mlc_amd.schedules.gpu.planes import planes
-from mlc_amd.schedules.gpu.rope_kv_write import Rope, rope_kv_write
+from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
 
 
 class GpuTarget(Target):
@@ -61,9 +64,7 @@ class GpuTarget(Target):
         return "rows" if kind == "int8" else ""
 
     def cache_types(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Units of 16 bytes: 8 elements of 32 keys side by side, 8 keys of a value's column side by side."""
-        heads, d = attention.kv_heads, attention.head_dim
-        return {"k": ((heads, ctx // 32, d // 8, 32, 8), "float16"), "v": ((heads, ctx // 8, d, 8), "float16")}
+        return cache_types(attention.kv_heads, ctx, attention.head_dim)
 
     def attention_workspace(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """What the splits of decode attention join through; layers of the same shape share it."""
@@ -94,14 +95,27 @@ class GpuTarget(Target):
     def make_gate_up_swiglu(self, gate, up, n, k, m, act_in, act_out, name, plan=None):
         return (gate_up_gemv if m == 1 else gate_up_gemm)(gate, up, n, k, m, act_in, act_out, self.arch, name, plan)
 
-    def make_rope_kv_write(self, heads, kv_heads, d, ctx, m, neox, rotary, eps, name, plan=None):
-        return rope_kv_write(heads, kv_heads, d, ctx, m, neox, rotary, eps, self.arch, name, plan)
+    def make_rope_kv_write(
+        self, heads, kv_heads, d, ctx, m, neox, rotary, eps, name, plan=None,
+        scale=0.0, window=0, softcap=0.0, sinks=False,
+    ):  # fmt: skip
+        """Only `scale` of an `Attention`'s attributes makes a difference."""
+        layer = Attention(heads, kv_heads, d, ctx, scale, window, softcap, sinks)
+        return rope_kv_write(layer, m, Rope(neox, rotary, eps), self.arch, name, plan)
 
-    def make_attention(self, heads, kv_heads, d, ctx, m, act, name, plan=None):
-        return attention(heads, kv_heads, d, ctx, m, act, self.arch, name, plan)
+    def make_attention(
+        self, heads, kv_heads, d, ctx, m, act, name, plan=None, scale=0.0, window=0, softcap=0.0, sinks=False
+    ):
+        """Queries are scaled already: `scale` makes no difference."""
+        layer = Attention(heads, kv_heads, d, ctx, scale, window, softcap, sinks)
+        return attention(layer, m, act, self.arch, name, plan)
 
-    def make_rope_attention(self, heads, kv_heads, d, ctx, neox, rotary, eps, act, name, plan=None):
-        return attention_decode(heads, kv_heads, d, ctx, act, self.arch, name, Rope(neox, rotary, eps), plan)
+    def make_rope_attention(
+        self, heads, kv_heads, d, ctx, neox, rotary, eps, act, name, plan=None,
+        scale=0.0, window=0, softcap=0.0, sinks=False,
+    ):  # fmt: skip
+        layer = Attention(heads, kv_heads, d, ctx, scale, window, softcap, sinks)
+        return attention_decode(layer, act, self.arch, name, Rope(neox, rotary, eps), plan)
 
     # ---- compilation
 

@@ -5,6 +5,7 @@
 
 from tvm import tirx
 
+from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention_prefill import attention_prefill
 from mlc_amd.schedules.gpu.attention_prefill_coop import attention_prefill_coop
@@ -14,14 +15,16 @@ from mlc_amd.schedules.gpu.attention_prefill_dot import attention_prefill_dot
 PREFILL = {"": attention_prefill_dot, "coop": attention_prefill_coop}
 
 
-def attention(heads, kv_heads, d, ctx, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc of `rope_kv_write.cache_shapes`, [Parts, Arrived of
-    `attention_decode.scratch_shapes` when m is 1], then the output [m, heads*d] in the layout act_out).
+def attention(layer: Attention, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc of `cache.py`, [Sinks float32 [heads]], [Parts, Arrived
+    of `attention_join.scratch_shapes` when m is 1], then the output [m, heads*d] in the layout act_out).
 
-    Causal: token i sees the keys 0 .. state[0] + i. UserError for shapes that `cache_shapes` or `group_of` refuses, and
-    for "rows" with m > 1 on an arch with matrix units. plan: of the kernel's module, instead of the arch's.
+    Qo is rotated and scaled (`Attention.query_scale`) and the cache contains the rows' own keys. Row i has the position
+    that `cache.row_position` says and sees the keys that `cache.visible` says. UserError for shapes that `cache_shapes`
+    or `group_of` refuses, and for "rows" with m > 1 on an arch with matrix units. plan: of the kernel's module, instead
+    of the arch's.
     """
     if m == 1:
-        return attention_decode(heads, kv_heads, d, ctx, act_out, arch, name, plan=plan)
+        return attention_decode(layer, act_out, arch, name, plan=plan)
     prefill = PREFILL.get(arch.matrix, attention_prefill)
-    return prefill(heads, kv_heads, d, ctx, m, act_out, arch, name, plan)
+    return prefill(layer, m, act_out, arch, name, plan)

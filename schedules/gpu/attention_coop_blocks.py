@@ -1,16 +1,16 @@
-"""Keys and values on their way from the caches to shared memory, a block of keys at a time, for attention on
-cooperative matrices.
+"""Keys and values on their way from the cache to shared memory, a block of keys at a time, for attention on cooperative
+matrices.
 
-Both lie there as the operands of the two products want them, contiguous along what is summed: rows of keys with d
-elements, rows of columns of the values with an element per key. A row ends with 16 bytes of nothing, so that
-neighbouring rows start in other banks.
+In shared memory they have the layout of the operands of the two products, contiguous along what is summed: rows of keys
+with d elements, rows of columns of the values with an element per key. A row ends with 16 bytes of padding, so that
+neighbouring rows start in different banks.
 """
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention_rows import at, local, put
+from mlc_amd.schedules.gpu.cache import KEYS, UNIT
 from mlc_amd.schedules.gpu.device import WAVE_SHARED
-from mlc_amd.schedules.gpu.rope_kv_write import KEYS, UNIT
+from mlc_amd.schedules.gpu.registers import at, local, put
 
 WORDS = UNIT // 2  # of a unit of 16 bytes
 
@@ -25,8 +25,7 @@ class Block:
     """A block of keys or values on its way: from the cache to registers, from there to shared memory.
 
     units     of 16 bytes in a block
-    source    source(first key of the block, number of the unit) -> the unit in the cache; neighbouring units are
-              neighbours there
+    source    source(`KeyBlock`, number of the unit) -> the unit in the cache; consecutive units are consecutive there
     target    target(number of the unit) -> (row in shared memory, unit in the row)
     """
 
@@ -48,13 +47,13 @@ class Block:
         # surplus threads repeat the last unit
         return T.Bind(unit if (i + 1) * self.threads <= self.units else T.min(unit, T.int32(self.units - 1)))
 
-    def load(self, key0):
-        """The block from key key0 on sets out."""
+    def load(self, block):
+        """Starts the loads of a `KeyBlock` into registers."""
         for i in range(self.pieces):
-            put(self.words, T.reinterpret(f"uint32x{WORDS}", self.source(key0, self._unit(i))), at(i * WORDS, WORDS))
+            put(self.words, T.reinterpret(f"uint32x{WORDS}", self.source(block, self._unit(i))), at(i * WORDS, WORDS))
 
     def store(self):
-        """It arrives in `buffer`."""
+        """Stores what was loaded into `buffer`."""
         for i in range(self.pieces):
             row, unit = self.target(self._unit(i))
             put(
@@ -64,25 +63,24 @@ class Block:
             )
 
 
-def key_block(Kc, kv, d, keys, threads, tid):
-    """The `Block` of `keys` keys of KV head kv, as the threads of a workgroup (this one is `tid`) move it. Rows are
-    keys."""
+def key_block(d, keys, threads, tid):
+    """The `Block` of `keys` keys, as the threads of a workgroup (this one is `tid`) move it. Rows are keys."""
     width = min(KEYS, keys)
 
     def place(unit):
         return unit // (width * (d // UNIT)) * KEYS + unit % width, unit // width % (d // UNIT)
 
-    def source(key0, unit):
+    def source(block, unit):
         key, c = place(unit)
-        return Kc[kv, (key0 + key) // KEYS, c, (key0 + key) % KEYS, at(0, UNIT)]
+        return block.key(block.key0 + key, c)
 
     return Block(keys * d // UNIT, d // UNIT + 1, keys, threads, tid, source, place)
 
 
-def value_block(Vc, kv, d, keys, threads, tid):
+def value_block(d, keys, threads, tid):
     """The same of the values. Rows are columns."""
 
-    def source(key0, unit):
-        return Vc[kv, key0 // UNIT + unit // d, unit % d, at(0, UNIT)]
+    def source(block, unit):
+        return block.value(unit // d, unit % d)
 
     return Block(d * keys // UNIT, keys // UNIT + 1, d, threads, tid, source, lambda unit: (unit % d, unit // d))

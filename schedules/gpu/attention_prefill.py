@@ -1,28 +1,30 @@
 """Causal attention of a chunk of tokens on AMD's matrix units: WMMA (gfx11, gfx12) and MFMA (CDNA), with online
 softmax.
 
-In: the rotated queries and the caches of `rope_kv_write.py`, which already hold the chunk's own keys and values. Out:
-the heads' outputs in an activation layout of `quantize.py`, of the live tokens.
+In: the rotated queries and the cache, which already contains the chunk's own keys and values. Out: the heads' outputs
+in an activation layout of `quantize.py`, of the live rows.
 
 A wave has a KV head and 16 rows (token x head of the group); no shared memory, no barrier. Everything is computed
 transposed, S^T = K Q^T and O^T = V^T P^T, so that a lane's column is a row of queries: maximum, sum and rescaling are
-lane-local but for an exchange between the lanes that share a row. Both caches are in 16-byte units of what an operand's
-lane needs, and a lane's part of S^T is, in the same registers, the operand P^T of the second product on gfx12 and CDNA;
-on gfx11, whose operands are held twice, the half-waves swap.
+lane-local but for an exchange between the lanes that share a row. The units of the cache are what an operand's lane
+needs, and a lane's part of S^T is, in the same registers, the operand P^T of the second product on gfx12 and CDNA; on
+gfx11, where both half-waves hold all of an operand, the half-waves swap.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tvm import tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.attention_rows import LOWEST, P_SHIFT, at, group_of, hold, local, put
+from mlc_amd.schedules.attention import Attention
+from mlc_amd.schedules.gpu.cache import UNIT, Cache, Chunk, visible
 from mlc_amd.schedules.gpu.device import exp2, launch, maximum, rcp, shuffle_xor, uniform
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, emit_store
-from mlc_amd.schedules.gpu.rope_kv_write import KEYS, UNIT, cache_shapes
+from mlc_amd.schedules.gpu.registers import at, local, opaque, put
+from mlc_amd.schedules.gpu.softmax import LOWEST, P_SHIFT, group_of, sinks_arg, soft_cap, with_sink
+from mlc_amd.schedules.gpu.step import kernel, state_arg
 
 ROWS = 16  # of a wave: the matrices' columns
 
@@ -30,7 +32,7 @@ ROWS = 16  # of a wave: the matrices' columns
 @dataclass(frozen=True)
 class Plan:
     """threads  of a workgroup
-    blocks   of 16 keys between two looks at the maximum
+    blocks   of 16 keys that are processed at once: the maximum is renewed once for all of them
     """
 
     threads: int = 128
@@ -38,8 +40,7 @@ class Plan:
 
 
 class Unit(NamedTuple):
-    """A kind of matrix unit: c + a @ b of 16 x 16 x 16, float16 in, float32 out. ISA manuals, "matrix instruction"
-    layouts.
+    """A kind of matrix unit: c + a @ b of 16 x 16 x 16, float16 in, float32 out. Layouts as in AMD's ISA manuals.
 
     intrinsic   LLVM's name; `tail` zeros follow its operands
     results     elements of the result in a lane: rows part*results.. of the lane's column; part = lane // 16
@@ -60,8 +61,8 @@ class Unit(NamedTuple):
 
 
 UNITS = {
-    # operands are held twice, by both half-waves; element i of a result in half h is row 2 i + h, which the order of
-    # rows undoes
+    # both half-waves hold all of an operand; element i of a result in half h is row 2 i + h, which the order of rows
+    # undoes
     "wmma11": Unit(
         "llvm.amdgcn.wmma.f32.16x16x16.f16", 8, 8, 4, lambda part: ((0, 0), (1, 0)), lambda r: r // 2 + r % 2 * 8
     ),
@@ -78,8 +79,9 @@ class Wave:
     """Registers and place of one wave: lane `lane` of 16 has row first_row + lane, which is token `token` and head
     `head`."""
 
-    def __init__(self, arch, blocks, d, kv, group, tx, first_row, last_token):
-        self.arch, self.unit, self.blocks, self.d, self.kv = arch, UNITS[arch.matrix], blocks, d, kv
+    def __init__(self, arch, attention, blocks, kv, tx, first_row, last_token):
+        group, d = attention.group, attention.d
+        self.arch, self.attention, self.unit, self.blocks, self.d = arch, attention, UNITS[arch.matrix], blocks, d
         self.part, self.lane = T.Bind(tx // ROWS), T.Bind(tx % ROWS)
         row = T.Bind(first_row + self.lane)
         # rows beyond the chunk compute what its last token does; nobody stores it
@@ -116,7 +118,7 @@ class Wave:
     def across(self, x, op):
         """op over the lanes that share a column."""
         for distance in (16, 32)[: self.arch.wave // 32]:
-            x = hold(op(x, shuffle_xor(self.arch, x, distance)))
+            x = opaque(op(x, shuffle_xor(self.arch, x, distance)))
         return x
 
     def start(self, Q):
@@ -129,42 +131,41 @@ class Wave:
                 lambda u, e, c=c: Q[self.token, self.head, T.ramp((c * 2 + u) * UNIT + e.base, 1, e.lanes)],
             )
             put(self.out, T.broadcast(T.float32(0), n), at(c * n, n))
-        put(self.top, T.float32(LOWEST), 0)
+        # With a window a row may see no key of the wave's first blocks: until it sees one, its maximum is above the
+        # scores of masked keys, whose weights are 0 then. Otherwise every row sees key 0.
+        put(self.top, T.float32(LOWEST / 2 if self.attention.window else LOWEST), 0)
         put(self.total, T.float32(0), 0)
 
-    def step(self, Kc, Vc, key0, last):
-        """Takes in blocks of 16 keys from key0; `last`: None, or the last key that the lane's row sees."""
+    def step(self, block, seen):
+        """Processes the keys of a `KeyBlock`, 16 at a time. seen: the keys that the lane's row sees, or None if every
+        row of the wave sees all of the block."""
         n = self.unit.results
         for j in range(self.blocks):
-            key = T.Bind(key0 + j * 16 + self.supplies)
+            key = T.Bind(block.key0 + j * 16 + self.supplies)
             put(self.scores, T.broadcast(T.float32(0), n), at(j * n, n))
             for c in range(self.d // 16):
-                self.load(
-                    self.operand, 0, lambda u, e, c=c, key=key: Kc[self.kv, key // KEYS, c * 2 + u, key % KEYS, e]
-                )
+                self.load(self.operand, 0, lambda u, e, c=c, key=key: block.key(key, c * 2 + u, e))
                 self.multiply(self.operand, self.query, c * self.unit.words, self.scores, j * n)
-        self._weigh(key0, last)
+        self._weigh(block.key0, seen)
         for j in range(self.blocks):
             packed = self._pack(j)
             for x in range(self.d // 16):
-                self.load(
-                    self.operand,
-                    0,
-                    lambda u, e, x=x, j=j: Vc[self.kv, key0 // UNIT + j * 2 + u, x * 16 + self.supplies, e],
-                )
+                self.load(self.operand, 0, lambda u, e, x=x, j=j: block.value(j * 2 + u, x * 16 + self.supplies, e))
                 self.multiply(self.operand, packed, 0, self.out, x * n)
 
-    def _weigh(self, key0, last):
-        """Finds the new maximum and rescales what came before."""
+    def _weigh(self, key0, seen):
+        """Masks the scores, finds the new maximum and rescales what came before."""
         n, top = self.unit.results, T.float32(LOWEST)
         for i in range(self.blocks * n):
-            if last is not None:
+            score = soft_cap(self.attention, self.scores[i])
+            if seen is not None:
                 key = key0 + i // n * 16 + self.part * n + i % n
-                put(self.scores, T.Select(key <= last, self.scores[i], T.float32(LOWEST)), i)
-            top = hold(maximum(top, self.scores[i]))
-        # finite: key 0 comes first, and every row sees it
-        now = hold(maximum(self.top[0], self.across(top, maximum)))
-        shrink = hold(exp2(self.top[0] - now))
+                score = T.Select(seen.sees(key), score, T.float32(LOWEST))
+            if seen is not None or self.attention.softcap:
+                put(self.scores, score, i)
+            top = opaque(maximum(top, self.scores[i]))
+        now = opaque(maximum(self.top[0], self.across(top, maximum)))
+        shrink = opaque(exp2(self.top[0] - now))
         put(self.top, now, 0)
         put(self.total, self.total[0] * shrink, 0)
         for i in range(0, self.d // 16 * n, n):
@@ -174,70 +175,74 @@ class Wave:
         """The weights of block j as an operand; adds them to the total, rounded as the products use them."""
         n = self.unit.results
         for i in range(n):
-            weight = hold(
+            weight = opaque(
                 T.cast(exp2(self.scores[j * n + i] - self.top[0] + T.float32(P_SHIFT)), "float16")
             )  # 0 for masked scores
             put(self.total, self.total[0] + T.cast(weight, "float32"), 0)
             put(self.weights, weight, i)
         packed = local(self.unit.words, "uint32")
-        own = [hold(T.reinterpret("uint32", self.weights[at(2 * i, 2)])) for i in range(n // 2)]
+        own = [opaque(T.reinterpret("uint32", self.weights[at(2 * i, 2)])) for i in range(n // 2)]
         if self.unit.words == n // 2:
             for i, word in enumerate(own):
                 put(packed, word, i)
         else:
-            other = [hold(shuffle_xor(self.arch, word, ROWS)) for word in own]
+            other = [opaque(shuffle_xor(self.arch, word, ROWS)) for word in own]
             for i in range(n // 2):
                 put(packed, T.Select(self.part == 0, own[i], other[i]), i)
                 put(packed, T.Select(self.part == 0, other[i], own[i]), n // 2 + i)
         return packed
 
-    def finish(self, act_out, out):
-        """Stores the outputs. A lane has 4 or 8 neighbouring columns of its row."""
+    def finish(self, sinks, act_out, out):
+        """Stores the outputs. A lane has 4 or 8 consecutive columns of its row."""
         n = self.unit.results
-        inverse = hold(rcp(self.across(self.total[0], lambda x, y: x + y)))
+        total = self.across(self.total[0], lambda x, y: x + y)
+        inverse = opaque(rcp(with_sink(sinks, self.head, total, self.top[0])))
         with T.If(self.valid), T.Then():
             for x in range(self.d // 16):
                 for i in range(0, n, WIDTH):
-                    y = [hold(self.out[x * n + i + e] * inverse) for e in range(WIDTH)]
+                    y = [opaque(self.out[x * n + i + e] * inverse) for e in range(WIDTH)]
                     column = T.Bind(self.head * self.d + x * 16 + self.part * n + i)
                     emit_store(self.arch, act_out, out, y, self.token, column)
 
 
-def attention_prefill(heads, kv_heads, d, ctx, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc, then the output [m, heads*d] in the layout act_out, ""
-    or "half").
+def attention_prefill(attention: Attention, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc, [Sinks float32 [heads]], then the output [m, heads*d]
+    in the layout act_out, "" or "half").
 
-    Token i sees the keys 0 .. state[0] + i. Nothing is stored for tokens that are not live. UserError for shapes that
-    `cache_shapes` or `group_of` refuses, or for "rows".
+    Nothing is stored for rows that are not live. UserError for shapes that `cache_shapes` or `group_of` refuses, or for
+    "rows".
     """
     if act_out == "rows":
         raise UserError(
             "attention on matrix units gives float32 or float16, not int8 blocks; quantize its output separately"
         )
-    group, (kshape, vshape), plan = group_of(heads, kv_heads), cache_shapes(kv_heads, ctx, d), plan or Plan()
+    heads, kv_heads, d = attention.heads, attention.kv_heads, attention.d
+    group, plan = group_of(heads, kv_heads), plan or Plan()
     waves, step = plan.threads // arch.wave, plan.blocks * 16
     tiles = -(-m * group // (ROWS * waves))
-    with IRBuilder() as ir, T.prim_func(s_tir=True):
-        T.func_name(name)
-        T.func_attr({"tirx.noalias": True, "global_symbol": name})
-        state = T.arg("state", T.buffer((4,), "int32"))
+    with kernel(name) as ir:
+        state = state_arg()
         Q = T.arg("Qo", T.buffer((m, heads, d), "float16"))
-        Kc, Vc = T.arg("Kc", T.buffer(kshape, "float16")), T.arg("Vc", T.buffer(vshape, "float16"))
+        cache, sinks = Cache(attention), sinks_arg(attention)
         out = act_args(m, heads * d, act_out)
         with launch((kv_heads, tiles), (arch.wave, waves)) as (kv, tile, tx, thread_wave):
-            position = T.Bind(T.max(T.min(state[0], T.int32(ctx - 1)), T.int32(0)))
-            tokens = T.Bind(T.min(T.min(state[1], T.int32(m)), ctx - position))
+            chunk = Chunk(state, m, attention)
             first_row = T.Bind(((tiles - 1 - tile) * waves + uniform(arch, thread_wave)) * ROWS)  # the longest first
             first_token = T.Bind(first_row // group)
-            with T.If(first_token < tokens), T.Then():
-                wave = Wave(arch, plan.blocks, d, kv, group, tx, first_row, T.Bind(tokens - 1))
+            with T.If(first_token < chunk.count), T.Then():
+                wave = Wave(arch, attention, plan.blocks, kv, tx, first_row, T.Bind(chunk.count - 1))
                 wave.start(Q)
-                last_token = T.min((first_row + ROWS - 1) // group, tokens - 1)
-                steps = T.Bind((position + last_token) // step + 1)
-                whole = T.Bind(T.min((position + first_token + 1) // step, steps))  # every row sees all of their keys
-                with T.serial(whole) as i:
-                    wave.step(Kc, Vc, T.Bind(i * step), None)
+                last_token = T.min((first_row + ROWS - 1) // group, chunk.count - 1)
+                first, last = (visible(attention, chunk.position(token)) for token in (first_token, last_token))
+                steps = last.end_block(step)
+                if attention.window:  # few blocks, of which those at both ends need masks
+                    whole = first.first_block(step)
+                else:
+                    whole = T.Bind(T.min(first.end // step, steps))  # every row sees all of their keys
+                    with T.serial(whole) as i:
+                        wave.step(cache.block(kv, T.Bind(i * step)), None)
                 with T.serial(steps - whole) as i:
-                    wave.step(Kc, Vc, T.Bind((whole + i) * step), T.Bind(position + wave.token))
-                wave.finish(act_out, out)
+                    key0 = T.Bind((whole + i) * step)
+                    wave.step(cache.block(kv, key0), visible(attention, chunk.position(wave.token)))
+                wave.finish(sinks, act_out, out)
     return ir.get()

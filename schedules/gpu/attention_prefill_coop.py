@@ -1,36 +1,38 @@
 """Causal attention of a chunk of tokens on cooperative matrices (KHR_cooperative_matrix), with online softmax.
 
-In: the rotated queries and the caches of `rope_kv_write.py`, which already hold the chunk's own keys and values. Out:
-the heads' outputs in an activation layout of `quantize.py`, of the live tokens.
+In: the rotated queries and the cache, which already contains the chunk's own keys and values. Out: the heads' outputs
+in an activation layout of `quantize.py`, of the live rows.
 
-A wave has some fragments of rows, each of neighbouring tokens of one head; the waves of a workgroup share a KV head,
-whose keys and values go through shared memory a block at a time, in the layout that operands want. The block after this
-one is on its way while this one is multiplied: keys are loaded during the second product, values during the first.
+A wave has some fragments of rows, each of consecutive tokens of one head; the waves of a workgroup share a KV head,
+whose keys and values go through shared memory a block at a time, in the layout of the operands. The next block is
+loaded while this one is multiplied: keys during the second product, values during the first.
 
-Which lane holds which element of a fragment is the driver's secret, so everything here is the same for all elements, or
-one fragment with another of the same type, element by element. What rows need is made of that:
-    a column in all columns     is loaded from memory with a stride of 0, and so are the numbers of rows and columns
-                                that masks need
-    the sum of a row's weights  comes out of the product with a matrix of ones, which is rounded as the other product is
-    the maximum of a row        is the largest of the fragment's columns, each loaded into all columns. That takes time,
-                                and is rarely needed: weights are 2**(score - top) with any `top` that keeps them within
-                                float16. It is renewed, and the outputs rescaled, when a weight would exceed 2**LIMIT;
-                                the new one makes the largest weight 2**START.
+Which lane holds which element of a fragment is implementation-defined, so all elements are treated alike, or a fragment
+is combined with another of the same type, element by element. Operations on rows are built from that:
+    broadcast of a column       a load from memory with a stride of 0; so are the numbers of rows and columns that masks
+                                need
+    sum of a row's weights      the product with a matrix of ones, which is rounded as the other product is
+    maximum of a row            the maximum over the fragment's columns, each broadcast. That takes time, and is rarely
+                                needed: weights are 2**(score - top) with any `top` that keeps them within float16. It
+                                is renewed, and the outputs rescaled, when a weight would exceed 2**LIMIT; the new one
+                                makes the largest weight 2**START.
 """
 
 from dataclasses import dataclass, replace
 
 from tvm import tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.gpu.attention_coop_blocks import key_block, shared_units, value_block
-from mlc_amd.schedules.gpu.attention_rows import LOWEST, group_of, local, put
+from mlc_amd.schedules.gpu.cache import UNIT, Cache, Chunk, cache_shapes, visible
 from mlc_amd.schedules.gpu.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier, exp2, launch, maximum, rcp, uniform, wave_barrier
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, emit_store
-from mlc_amd.schedules.gpu.rope_kv_write import UNIT, cache_shapes
+from mlc_amd.schedules.gpu.registers import local, put
+from mlc_amd.schedules.gpu.softmax import LOWEST, group_of, sinks_arg, soft_cap, with_sink
+from mlc_amd.schedules.gpu.step import kernel, state_arg
 
 LIMIT, START = 15, 8  # powers of two: weights are normal float16 down to 2**-22 of the largest at least
 
@@ -118,18 +120,12 @@ def _widest(d, arch) -> Tile:
 class Wave:
     """The rows of one wave: fragment i has the tokens tokens[i].. of head heads[i]."""
 
-    def __init__(self, arch, tile, d, kv, group, number, first, count, Q, position, numbers, weights):
+    def __init__(self, arch, attention, tile, kv, number, first, count, Q, chunk, numbers, weights):
         """number: of the wave; first: of the workgroup's fragments among the KV head's `count`. numbers: shared memory
-        that holds 0, 1, ..; weights: where the waves' weights go."""
-        self.arch, self.tile, self.d, self.Q, self.position, self.numbers, self.weights = (
-            arch,
-            tile,
-            d,
-            Q,
-            position,
-            numbers,
-            weights,
-        )
+        that contains 0, 1, ..; weights: shared memory for the waves' weights."""
+        group, d = attention.group, attention.d
+        self.arch, self.attention, self.tile, self.d, self.Q = arch, attention, tile, d, Q
+        self.chunk, self.numbers, self.weights = chunk, numbers, weights
         self.part, self.rows = T.Bind(number % tile.parts), T.Bind(number // tile.parts)
         self.base, self.row_units = T.Bind(number * wave_units(tile, arch.fragment)), tile.own_keys // UNIT + 1
         first = T.Bind(first + self.rows * tile.fragments)
@@ -181,21 +177,33 @@ class Wave:
                         i * self.score_columns + j, self.queries, i * self.query_steps + c, self.operand, 0
                     )
 
+    def cap(self):
+        """Applies the layer's softcap, if it has one."""
+        if self.attention.softcap:
+            with self.scores.elements(0) as e:
+                for i in range(self.tile.fragments * self.score_columns):
+                    self.scores.set(i, e, soft_cap(self.attention, self.scores.get(i, e)))
+
     def mask(self, key0):
-        """Makes the scores of keys that a row does not see LOWEST."""
+        """Sets the scores of keys that a row does not see to LOWEST."""
         key0 = T.Bind(key0 + self.part * self.tile.own_keys)
-        with T.If(key0 + self.tile.own_keys - 1 > self.position + self.tokens[0]), T.Then():
+        first, window = self.chunk.position(self.tokens[0]), self.attention.window
+        needed = key0 + self.tile.own_keys - 1 > first
+        if window:  # the last row does not see the first key
+            needed = needed | (key0 <= self.chunk.position(self.tokens[-1]) + (self.m - 1 - window))
+        with T.If(needed), T.Then():
             self.other.load(0, self.numbers[0], 0, "row_major")  # the number of the column
             self.other.load(1, self.numbers[0], 0, "col_major")  # that of the row
             with self.scores.elements(0) as e:
                 ahead = T.Bind(self.other.get(0, e) - self.other.get(1, e))
                 for i in range(self.tile.fragments):
                     for j in range(self.score_columns):
-                        seen = T.cast(self.position + self.tokens[i] - key0 - j * self.n, "float32")
+                        own = T.cast(self.chunk.position(self.tokens[i]) - key0 - j * self.n, "float32")
+                        seen = ahead <= own
+                        if window:
+                            seen = seen & (ahead > own - T.float32(window))
                         score = self.scores.get(i * self.score_columns + j, e)
-                        self.scores.set(
-                            i * self.score_columns + j, e, T.Select(ahead <= seen, score, T.float32(LOWEST))
-                        )
+                        self.scores.set(i * self.score_columns + j, e, T.Select(seen, score, T.float32(LOWEST)))
 
     def renew_tops(self):
         """Rescales what came before if a weight would be too large."""
@@ -297,12 +305,15 @@ class Wave:
             for place in range(i * count, (i + 1) * count):
                 fragments.set(place, e, fragments.get(place, e) * factor)
 
-    def finish(self, lane, tokens, act_out, out):
-        """Stores the outputs of the live tokens, a fragment at a time through shared memory."""
+    def finish(self, lane, sinks, act_out, out):
+        """Stores the outputs of the live rows, a fragment at a time through shared memory."""
         quads = self.n // WIDTH  # of a row
         for i in range(self.tile.fragments):
             with self.out.elements(0) as e:
-                inverse = rcp(self.total.get(i, e))
+                total = self.total.get(i, e)
+                if sinks is not None:
+                    total = with_sink(sinks, self.heads[i], total, self.top.get(i, e), shift=0)
+                inverse = rcp(total)
                 for x in range(self.columns):
                     self.out.set(i * self.columns + x, e, self.out.get(i * self.columns + x, e) * inverse)
             for x in range(self.columns):
@@ -312,7 +323,7 @@ class Wave:
                     place = T.Bind(first + lane)
                     token, column = T.Bind(self.tokens[i] + place // quads), place % quads * WIDTH
                     y = T.Bind(T.reinterpret(f"float32x{WIDTH}", self.weights[self.base + place]))
-                    live = tirx.all(self.valid[i], token < tokens, self.part == 0)
+                    live = tirx.all(self.valid[i], token < self.chunk.count, self.part == 0)
                     emit_store(
                         self.arch,
                         act_out,
@@ -325,13 +336,12 @@ class Wave:
                 wave_barrier()
 
 
-def attention_prefill_coop(heads, kv_heads, d, ctx, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc, then the output [m, heads*d] in the layout act_out, not
-    "rows").
+def attention_prefill_coop(attention: Attention, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc, [Sinks float32 [heads]], then the output [m, heads*d]
+    in the layout act_out, not "rows").
 
-    Token i sees the keys 0 .. state[0] + i. Nothing is stored for tokens that are not live. plan: a Tile instead of the
-    arch's. UserError for shapes that `cache_shapes`, `group_of` or `tile_of` refuses, for "rows", or m that the
-    fragments' rows do not divide.
+    Nothing is stored for rows that are not live. plan: a Tile instead of the arch's. UserError for shapes that
+    `cache_shapes`, `group_of` or `tile_of` refuses, for "rows", or m that the fragments' rows do not divide.
     """
     if act_out == "rows":
         raise UserError(
@@ -340,56 +350,56 @@ def attention_prefill_coop(heads, kv_heads, d, ctx, m, act_out, arch, name, plan
     rows = arch.fragment[0]
     if m % rows:
         raise UserError(f"attention on matrix units of {arch.name} takes chunks in multiples of {rows} tokens, not {m}")
-    group, (kshape, vshape) = group_of(heads, kv_heads), cache_shapes(kv_heads, ctx, d)
+    heads, kv_heads, d = attention.heads, attention.kv_heads, attention.d
+    group, _ = group_of(heads, kv_heads), cache_shapes(kv_heads, attention.ctx, d)
     tile = plan or tile_of(m, heads, kv_heads, d, arch)
     fragments, per_tile = m // rows * group, tile.row_fragments
     tiles = workgroups(tile, m, heads, kv_heads, arch) // kv_heads
-    with IRBuilder() as ir, T.prim_func(s_tir=True):
-        T.func_name(name)
-        T.func_attr({"tirx.noalias": True, "global_symbol": name})
-        state = T.arg("state", T.buffer((4,), "int32"))
+    with kernel(name) as ir:
+        state = state_arg()
         Q = T.arg("Qo", T.buffer((m, heads, d), "float16"))
-        Kc, Vc = T.arg("Kc", T.buffer(kshape, "float16")), T.arg("Vc", T.buffer(vshape, "float16"))
+        cache, sinks = Cache(attention), sinks_arg(attention)
         out = act_args(m, heads * d, act_out)
         with launch((kv_heads, tiles), (arch.wave, tile.waves)) as (kv, reverse, lane, thread_wave):
             number = uniform(arch, thread_wave)
             tid, threads = T.Bind(number * arch.wave + lane), tile.waves * arch.wave
-            position = T.Bind(T.max(T.min(state[0], T.int32(ctx - 1)), T.int32(0)))
-            tokens = T.Bind(T.min(T.min(state[1], T.int32(m)), ctx - position))
+            chunk = Chunk(state, m, attention)
             first = T.Bind((tiles - 1 - reverse) * per_tile)  # the longest first
-            keys, values = (
-                key_block(Kc, kv, d, tile.keys, threads, tid),
-                value_block(Vc, kv, d, tile.keys, threads, tid),
-            )
+            keys, values = key_block(d, tile.keys, threads, tid), value_block(d, tile.keys, threads, tid)
             weights = shared_units(tile.waves * wave_units(tile, arch.fragment))
             numbers = T.alloc_buffer((max(arch.fragment) // WIDTH,), f"float32x{WIDTH}", scope=WAVE_SHARED)
-            # a loop of 0 or 1 steps: barriers in an `if` are refused
-            with T.serial(T.cast(first // group * rows < tokens, "int32")):
+            # a loop of 0 or 1 iterations: barriers in an `if` are refused
+            with T.serial(T.cast(first // group * rows < chunk.count, "int32")):
                 place = T.Bind(tid % (max(arch.fragment) // WIDTH))
                 put(numbers, T.cast(T.ramp(place * WIDTH, 1, WIDTH), f"float32x{WIDTH}"), place)
-                wave = Wave(arch, tile, d, kv, group, number, first, fragments, Q, position, numbers, weights)
+                wave = Wave(arch, attention, tile, kv, number, first, fragments, Q, chunk, numbers, weights)
                 wave.start()
                 last = (
                     T.min(T.min(first + per_tile, T.int32(fragments)) - 1, T.int32(fragments - 1)) // group * rows
                     + rows
                 )
-                steps = T.Bind((position + T.min(last, tokens) - 1) // tile.keys + 1)
-                keys.load(T.int32(0))
+                begin = 0
+                if attention.window:
+                    begin = visible(attention, chunk.position(first // group * rows)).first_block(tile.keys)
+                end = visible(attention, chunk.position(T.min(last, chunk.count) - 1)).end_block(tile.keys)
+                keys.load(cache.block(kv, T.Bind(begin * tile.keys) if attention.window else T.int32(0)))
                 keys.store()
                 barrier()
-                with T.serial(steps) as step:
-                    key0 = T.Bind(step * tile.keys)
-                    values.load(key0)
+                with T.serial(end - begin) as i:
+                    step = i + begin
+                    block = cache.block(kv, T.Bind(step * tile.keys))
+                    values.load(block)
                     wave.score(keys)
-                    wave.mask(key0)
+                    wave.cap()
+                    wave.mask(block.key0)
                     wave.renew_tops()
                     wave.weigh()
                     values.store()
                     barrier()
-                    keys.load(T.Bind(T.min(step + 1, steps - 1) * tile.keys))
+                    keys.load(cache.block(kv, T.Bind(T.min(step + 1, end - 1) * tile.keys)))
                     wave.add_values(values)
                     keys.store()
                     barrier()
                 wave.join_parts()
-                wave.finish(lane, tokens, act_out, out)
+                wave.finish(lane, sinks, act_out, out)
     return ir.get()

@@ -1,90 +1,89 @@
 """Causal attention of a chunk of tokens on GPUs without matrix units (gfx10, gfx906, Vulkan): products per lane, with
 online softmax.
 
-In: the rotated queries and the caches of `rope_kv_write.py`, which already hold the chunk's own keys and values. Out:
-the heads' outputs in an activation layout of `quantize.py`, of the live tokens.
+In: the rotated queries and the cache, which already contains the chunk's own keys and values. Out: the heads' outputs
+in an activation layout of `quantize.py`, of the live rows.
 
-A workgroup has a KV head and a tile of rows (token x head of the group), whose queries lie in LDS; each K and V that is
-loaded serves the whole tile. Its waves take steps of 64 keys in turns, each with its own softmax (`attention_rows.py`),
-and join at the end.
+A workgroup has a KV head and a tile of rows (token x head of the group), whose queries are in LDS; each K and V that is
+loaded serves the whole tile. Its waves take blocks of 64 keys round robin, each with its own softmax
+(`attention_rows.py`), and join at the end.
 """
 
 from dataclasses import dataclass
 
 from tvm import tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention_rows import STEP, at, group_of, hold, put
+from mlc_amd.schedules.attention import Attention
+from mlc_amd.schedules.gpu.attention_rows import STEP
 from mlc_amd.schedules.gpu.attention_rows_vulkan import query_dtype, rows_of, waves_of
+from mlc_amd.schedules.gpu.cache import UNIT, Cache, Chunk, visible
 from mlc_amd.schedules.gpu.device import each, launch, rcp, uniform
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, emit_store
-from mlc_amd.schedules.gpu.rope_kv_write import UNIT, cache_shapes
+from mlc_amd.schedules.gpu.registers import at, opaque, put
+from mlc_amd.schedules.gpu.softmax import group_of, sinks_arg, with_sink
+from mlc_amd.schedules.gpu.step import kernel, opaque_zero, state_arg
 
 
 @dataclass(frozen=True)
 class Plan:
     """threads  of a workgroup, at most
-    rows     of a workgroup: more share K and V, and need more registers
+    rows     of a workgroup: more share each load of K and V, and need more registers
     """
 
     threads: int = 128
     rows: int = 8
 
 
-def attention_prefill_dot(heads, kv_heads, d, ctx, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc, then the output [m, heads*d] in the layout act_out).
+def attention_prefill_dot(attention: Attention, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc, [Sinks float32 [heads]], then the output [m, heads*d]
+    in the layout act_out).
 
-    Token i sees the keys 0 .. state[0] + i. Nothing is stored for tokens that are not live. UserError for shapes that
-    `cache_shapes` or `group_of` refuses.
+    Nothing is stored for rows that are not live. UserError for shapes that `cache_shapes` or `group_of` refuses.
     """
-    group, (kshape, vshape), plan = group_of(heads, kv_heads), cache_shapes(kv_heads, ctx, d), plan or Plan()
+    heads, kv_heads, d = attention.heads, attention.kv_heads, attention.d
+    group, plan = group_of(heads, kv_heads), plan or Plan()
     count, waves = plan.rows, waves_of(arch, plan.rows, d, plan.threads)
     tiles = -(-m * group // count)
     threads = waves * arch.wave
-    with IRBuilder() as ir, T.prim_func(s_tir=True):
-        T.func_name(name)
-        T.func_attr({"tirx.noalias": True, "global_symbol": name})
-        state = T.arg("state", T.buffer((4,), "int32"))
+    with kernel(name) as ir:
+        state = state_arg()
         Q = T.arg("Qo", T.buffer((m, heads, d), "float16"))
-        Kc, Vc = T.arg("Kc", T.buffer(kshape, "float16")), T.arg("Vc", T.buffer(vshape, "float16"))
+        cache, sinks = Cache(attention, shifts=True), sinks_arg(attention)
         out = act_args(m, heads * d, act_out)
         with launch((kv_heads, tiles), (arch.wave, waves)) as (kv, tile, lane, thread_wave):
             wave = uniform(arch, thread_wave)
             tid = T.Bind(wave * arch.wave + lane)
-            position = T.Bind(T.max(T.min(state[0], T.int32(ctx - 1)), T.int32(0)))
-            tokens = T.Bind(T.min(T.min(state[1], T.int32(m)), ctx - position))
+            chunk = Chunk(state, m, attention)
             first_row = T.Bind((tiles - 1 - tile) * count)  # the longest first
 
             def token(r):
                 """The token of row r; rows beyond the chunk compute what its last one does."""
-                return T.min((first_row + r) // group, tokens - 1)
+                return T.min((first_row + r) // group, chunk.count - 1)
 
-            # a loop of 0 or 1 steps: TVM refuses barriers in an `if`
-            with T.serial(T.cast(first_row // group < tokens, "int32")):
+            # a loop of 0 or 1 iterations: TVM refuses barriers in an `if`
+            with T.serial(T.cast(first_row // group < chunk.count, "int32")):
                 queries = T.alloc_buffer((count, d), query_dtype(arch), scope="shared")
                 _load_queries(Q, queries, token, kv, group, first_row, count, d, tid, threads)
-                rows = rows_of(arch, count, d, lane, wave, waves)
+                rows = rows_of(arch, attention, count, lane, wave, waves)
                 rows.start()
-                ends = [T.Bind(position + token(r) + 1) for r in range(count)]
-                steps = T.Bind((ends[-1] + STEP - 1) // STEP)
-                with T.serial(T.max((steps - wave + waves - 1) // waves, T.int32(0))) as i:
-                    rows.step(
-                        Kc, Vc, kv, T.Bind((wave + i * waves) * STEP), queries, lambda r: ends[r], T.Bind(state[3] & i)
-                    )
+                seen = [visible(attention, chunk.position(token(r))) for r in range(count)]
+                steps, first_step = seen[-1].end_block(STEP), seen[0].first_block(STEP)
+                with T.serial(T.max((steps - first_step - wave + waves - 1) // waves, T.int32(0))) as i:
+                    block = cache.block(kv, T.Bind((wave + i * waves + first_step) * STEP))
+                    rows.step(block, queries, lambda r, key: seen[r].sees(key), opaque_zero(state, i))
                 quad = rows.join_waves(wave, waves)
                 for i in each(arch, -(-count * d // WIDTH // threads)):
                     first = i * threads
                     place = T.Bind(T.min(first + tid, T.int32(count * d // WIDTH - 1)) * WIDTH)
                     r, column = T.Bind(place // d), T.Bind(place % d)
-                    _, total, values = quad(r, column)
-                    inverse = hold(rcp(total))
+                    top, total, values = quad(r, column)
                     row = T.Bind(first_row + r)
-                    valid = tirx.all(row // group < tokens, first + tid < count * d // WIDTH)
-                    head_column = T.Bind((kv * group + row % group) * d + column)
-                    emit_store(
-                        arch, act_out, out, [hold(v * inverse) for v in values], T.Bind(token(r)), head_column, valid
-                    )
+                    head = kv * group + row % group
+                    inverse = opaque(rcp(with_sink(sinks, head, total, top)))
+                    valid = tirx.all(row // group < chunk.count, first + tid < count * d // WIDTH)
+                    values = [opaque(v * inverse) for v in values]
+                    emit_store(arch, act_out, out, values, T.Bind(token(r)), T.Bind(head * d + column), valid)
     return ir.get()
 
 

@@ -1,109 +1,104 @@
-"""What the GPU attention kernels without matrix instructions are made of: rows of queries whose softmax a wave keeps in
-registers.
+"""Attention kernels without matrix instructions: rows of queries whose softmax a wave keeps in registers.
 
-`Rows` is for AMD's own API; `attention_rows_vulkan.py` has the same for Vulkan.
+`WaveRows` is for AMD's own API; `attention_rows_vulkan.py` has the counterpart for Vulkan, `Rows` what both share.
 
-A row is one query of one head; scores are powers of two (log2(e) is in the query already). A wave goes through its keys
-in steps of 64. While it scores them a lane is a key (two keys in a wave of 32), so a dot product stays in its lane; for
-the outputs a lane is a column and the weights come from other lanes as scalars. Per row a wave keeps
-    top     the largest score so far, the same in all lanes
+A wave processes its keys in blocks of up to 64. While it scores them a lane has a key (two keys in a wave of 32), so a
+dot product stays within a lane; for the outputs a lane has a column and the weights come from other lanes. Per row a
+wave keeps
+    top     the maximum score so far, the same in all lanes
     total   the sum of weights, still spread over the lanes
     out     the weighted sum of values, float32, column x*wave + lane at x
-Weights are 2**(score - top + 15), rounded to float16 for the packed products: normal numbers down to 2**-29 of the
-largest weight. `Rows.join_waves` adds up what the waves of a workgroup have.
+`join_waves` adds up the results of a workgroup's waves.
 """
-
-from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.device import dot2, exp2, maximum, read_lane, schedule_fence, shuffle_xor, wave_max, wave_sum
-from mlc_amd.schedules.gpu.quantize import WIDTH
-from mlc_amd.schedules.gpu.rope_kv_write import KEYS, UNIT
+from mlc_amd.schedules.gpu.cache import PAGE, UNIT
+from mlc_amd.schedules.gpu.device import (
+    dot2,
+    each,
+    exp2,
+    maximum,
+    read_lane,
+    schedule_fence,
+    shuffle_xor,
+    wave_max,
+    wave_sum,
+)
+from mlc_amd.schedules.gpu.registers import at, local, opaque, put
+from mlc_amd.schedules.gpu.softmax import LOWEST, P_SHIFT, join, soft_cap
 
-STEP = 64  # keys between two looks at the maximum
-LOWEST = -1e30  # "minus infinity" that may be subtracted from itself
-P_SHIFT = 15  # weights are times 2**15
-MAX_GROUP = 16  # rows that fit the registers
+STEP = PAGE  # keys of a block, at most: the maximum is renewed once per block
 WORDS = UNIT // 2  # of a 16-byte unit
-# Masks of llvm.amdgcn.sched.barrier: what LLVM's scheduler may move across. It would start loads one by one, just
-# before they are needed, to use few registers; and all scalar weights at once, which are more than there are registers.
-LOADS, SCALARS = 0x8F, 0x94  # anything but loads from device memory; loads, LDS and scalar instructions
-
-
-def group_of(heads, kv_heads):
-    """Query heads per KV head. UserError unless it is a whole number up to 16."""
-    if heads % kv_heads or heads // kv_heads > MAX_GROUP:
-        raise UserError(
-            f"attention on the GPU needs 1 to {MAX_GROUP} query heads per KV head, not {heads} to {kv_heads}"
-        )
-    return heads // kv_heads
-
-
-def local(size, dtype="float32"):
-    """A buffer in registers (indices must become constants)."""
-    return T.alloc_buffer((size,), dtype, scope="local")
-
-
-def put(buffer, value, *index):
-    """Stores `value` at buffer[index]."""
-    T.buffer_store(buffer, value, list(index))
-
-
-def at(base, n):
-    """The index vector base .. base+n-1."""
-    return T.ramp(base, 1, n)
-
-
-def hold(x):
-    """The scalar `x` in a register that is opaque to TVM: it would put bound values back into the expressions that use
-    them, so that chains of them take minutes to compile."""
-    cell = local(1, str(x.ty))
-    put(cell, x, 0)
-    return cell[0]
-
-
-class Joined(NamedTuple):
-    """Four neighbouring columns of a row, from all waves: weights are relative to `top`; out / total is attention's
-    output."""
-
-    top: object
-    total: object
-    out: list
-
-
-def join(tops, totals, waves, out):
-    """quad(r, column) -> Joined, for any thread behind a barrier; column % 4 == 0. tops, totals: [rows, waves] in LDS;
-    out(wave, r, column) is what a wave has of one column."""
-
-    def quad(r, column):
-        top = T.float32(LOWEST)
-        for w in range(waves):
-            top = maximum(top, tops[r, w])
-        total, sums = T.float32(0), [T.float32(0)] * WIDTH
-        for w in range(waves):
-            scale = exp2(tops[r, w] - top)
-            total = total + totals[r, w] * scale
-            sums = [hold(y + out(w, r, column + i) * scale) for i, y in enumerate(sums)]
-        return Joined(top, hold(total), sums)
-
-    return quad
+# Masks of llvm.amdgcn.sched.barrier: what LLVM's scheduler may move across. Without them it starts loads one by one,
+# just before their use, to save registers; and all scalar weights at once, which are more than there are registers.
+LOADS, SCALARS = 0x8F, 0x94  # all but loads from device memory; loads, LDS and scalar instructions
 
 
 class Rows:
-    """The state of `count` rows in a wave, for keys and values of `d` elements. `lane` is threadIdx.x, which counts a
-    wave's lanes."""
+    """The state of `count` rows of an `Attention` layer in a wave. `lane` is threadIdx.x, the lane's number in it.
+    Subclasses have `batch`, the units of values that are loaded at once, and registers for them, `value`."""
 
-    def __init__(self, arch, count, d, lane):
-        self.arch, self.count, self.d, self.lane = arch, count, d, lane
-        self.keys, self.columns = STEP // arch.wave, -(-d // arch.wave)  # of a lane
-        few = 1 if count <= 8 else 4  # registers are left for loads
-        self.key_batch, self.batch = (
-            d // UNIT // few,
-            STEP // UNIT // few,
-        )  # units of keys and of values that are loaded together
+    batch: int
+    value: object
+
+    def __init__(self, arch, attention, count, lane, step):
+        self.arch, self.attention, self.count, self.d, self.lane = arch, attention, count, attention.d, lane
+        self.keys, self.columns = step // arch.wave, -(-attention.d // arch.wave)  # of a lane
         self.top, self.total, self.out = local(count), local(count), local(count * self.columns)
+
+    def column(self, x):
+        """The column of this lane's element x (its own or, beyond the end, the last one)."""
+        first = x * self.arch.wave
+        whole = self.d % self.arch.wave == 0 or (isinstance(x, int) and first + self.arch.wave <= self.d)
+        return T.Bind(first + self.lane if whole else T.min(first + self.lane, T.int32(self.d - 1)))
+
+    def start(self):
+        """Initializes the state: no key seen yet."""
+        for r in each(self.arch, self.count):
+            put(self.top, T.float32(LOWEST), r)
+            put(self.total, T.float32(0), r)
+            for x in range(self.columns):
+                put(self.out, T.float32(0), r * self.columns + x)
+
+    def _lane_keys(self, key0):
+        """The keys of the block from key0 on that this lane scores."""
+        return [T.Bind(key0 + j * self.arch.wave + self.lane) for j in range(self.keys)]
+
+    def _cap_scores(self, scores):
+        """Applies the layer's softcap, if it has one, to the registers `scores`."""
+        if self.attention.softcap:
+            for i in each(self.arch, self.count * self.keys):
+                put(scores, soft_cap(self.attention, scores[i]), i)
+
+    def _rescale(self, r, largest):
+        """Renews row r's maximum, given the largest score of the block. Returns it."""
+        now = opaque(maximum(self.top[r], largest))
+        shrink = opaque(exp2(self.top[r] - now))  # 1 while nothing was seen: both are LOWEST
+        put(self.top, now, r)
+        put(self.total, self.total[r] * shrink, r)
+        for x in each(self.arch, self.columns):
+            put(self.out, self.out[r * self.columns + x] * shrink, r * self.columns + x)
+        return now
+
+    def _load_values(self, block, first):
+        """Loads a batch of the block's values, units first .."""
+        columns = [self.column(x) for x in range(self.columns)]
+        for i in range(self.batch):
+            for x, column in enumerate(columns):
+                unit = block.value(first + i, column)
+                put(self.value, T.reinterpret("uint32x4", unit), at((i * self.columns + x) * WORDS, WORDS))
+
+
+class WaveRows(Rows):
+    """`Rows` in the instructions of AMD's own API. Weights are rounded to float16 for packed products, and reach the
+    lanes as scalars."""
+
+    def __init__(self, arch, attention, count, lane):
+        super().__init__(arch, attention, count, lane, STEP)
+        share = 1 if count <= 8 else 4  # of the registers, that loads can have
+        # units of keys and of values that are loaded at once
+        self.key_batch, self.batch = self.d // UNIT // share, STEP // UNIT // share
         self.scores, self.key, self.value = (
             local(n, t)
             for n, t in (
@@ -113,44 +108,31 @@ class Rows:
             )
         )
 
-    def column(self, x):
-        """The column of this lane's element x (its own or, beyond the end, the last one)."""
-        first = x * self.arch.wave
-        return T.Bind(
-            first + self.lane if first + self.arch.wave <= self.d else T.min(first + self.lane, T.int32(self.d - 1))
-        )
+    def step(self, block, queries, sees, zero):
+        """Processes a `KeyBlock` of STEP keys. queries: float16 [count, d] in LDS; sees(r, key): whether row r sees a
+        key.
 
-    def start(self):
-        """No key seen yet."""
-        for r in range(self.count):
-            put(self.top, T.float32(LOWEST), r)
-            put(self.total, T.float32(0), r)
-            for x in range(self.columns):
-                put(self.out, T.float32(0), r * self.columns + x)
-
-    def step(self, Kc, Vc, kv, key0, queries, end, zero):
-        """Takes in the keys key0 .. key0+63. queries: float16 [count, d] in LDS; end(r): row r sees the keys before it.
-
-        zero: an int32 that is 0, unknown to the compiler and new in each step: it would move the loads of all queries
-        out of the loop, into registers that do not exist.
+        zero: of `step.opaque_zero`; otherwise the compiler moves the loads of all queries out of the loop, into
+        registers that do not exist.
         """
-        keys = [T.Bind(key0 + j * self.arch.wave + self.lane) for j in range(self.keys)]
-        self._score(Kc, kv, keys, queries, zero)
-        self._load_values(Vc, kv, key0, 0)
+        keys = self._lane_keys(block.key0)
+        self._score(block, keys, queries, zero)
+        self._cap_scores(self.scores)
+        self._load_values(block, 0)
         schedule_fence(LOADS)
-        words = [self._weigh(r, [key < end(r) for key in keys]) for r in range(self.count)]
+        words = [self._weigh(r, [sees(r, key) for key in keys]) for r in range(self.count)]
         for first in range(0, STEP // UNIT, self.batch):
             if first:
-                self._load_values(Vc, kv, key0, first)
+                self._load_values(block, first)
             self._add_values(first, words)
 
-    def _score(self, Kc, kv, keys, queries, zero):
+    def _score(self, block, keys, queries, zero):
         for i in range(self.count * self.keys):
             put(self.scores, T.float32(0), i)
         for first in range(0, self.d // UNIT, self.key_batch):
             for c in range(self.key_batch):
                 for j, key in enumerate(keys):
-                    unit = Kc[kv, T.shift_right(key, T.int32(5)), first + c, key & (KEYS - 1), at(0, UNIT)]
+                    unit = block.key(key, first + c)
                     put(self.key, T.reinterpret("uint32x4", unit), at((c * self.keys + j) * WORDS, WORDS))
             schedule_fence(LOADS)
             for c in range(self.key_batch):
@@ -175,35 +157,22 @@ class Rows:
         largest = T.float32(LOWEST)
         for s, valid in zip(scores, seen, strict=True):
             largest = maximum(largest, T.Select(valid, s, T.float32(LOWEST)))
-        now = hold(maximum(self.top[r], wave_max(self.arch, largest)))
-        shrink = hold(exp2(self.top[r] - now))  # 1 while nothing was seen: both are LOWEST
-        put(self.top, now, r)
-        put(self.total, self.total[r] * shrink, r)
-        for x in range(self.columns):
-            put(self.out, self.out[r * self.columns + x] * shrink, r * self.columns + x)
+        now = self._rescale(r, wave_max(self.arch, largest))
         words = []
         for s, valid in zip(scores, seen, strict=True):
             weight = T.Select(valid, exp2(s - now + T.float32(P_SHIFT)), T.float32(0))
-            weight = hold(T.cast(weight, "float16"))
+            weight = opaque(T.cast(weight, "float16"))
             put(self.total, self.total[r] + T.cast(weight, "float32"), r)  # rounded, as the products use it
-            low = hold(T.cast(T.reinterpret("uint16", weight), "int32"))
-            words.append(hold(low | shuffle_xor(self.arch, hold(T.shift_left(low, T.int32(16))), 1)))
+            low = opaque(T.cast(T.reinterpret("uint16", weight), "int32"))
+            words.append(opaque(low | shuffle_xor(self.arch, opaque(T.shift_left(low, T.int32(16))), 1)))
         return words
-
-    def _load_values(self, Vc, kv, key0, first):
-        """Loads the units first .. of the step's values, a batch."""
-        columns = [self.column(x) for x in range(self.columns)]
-        for i in range(self.batch):
-            for x, column in enumerate(columns):
-                unit = Vc[kv, T.shift_right(key0, T.int32(3)) + first + i, column, at(0, UNIT)]
-                put(self.value, T.reinterpret("uint32x4", unit), at((i * self.columns + x) * WORDS, WORDS))
 
     def _add_values(self, first, words):
         """Adds the loaded batch of values, weighted."""
         for i in range(self.batch):
             j, lane = divmod((first + i) * UNIT, self.arch.wave)
             for r in range(self.count):
-                weights = [hold(read_lane(words[r][j], lane + 2 * w)) for w in range(WORDS)]
+                weights = [opaque(read_lane(words[r][j], lane + 2 * w)) for w in range(WORDS)]
                 for x in range(self.columns):
                     self._dot_unit(self.out, r * self.columns + x, self.value, (i * self.columns + x) * WORDS, weights)
             schedule_fence(SCALARS)
@@ -214,7 +183,8 @@ class Rows:
             yield wave_sum(self.arch, x)
 
     def join_waves(self, wave, waves):
-        """Puts the waves' results into LDS. Returns quad(r, column) of `join`."""
+        """Stores the results of this wave (number `wave` of `waves`) into LDS. Returns quad(r, column) of
+        `softmax.join`."""
         tops, totals = (T.alloc_buffer((self.count, waves), "float32", scope="shared") for _ in range(2))
         outs = T.alloc_buffer((waves, self.count, self.d), "float32", scope="shared")
         for r, total in enumerate(self.sums(self.total[r] for r in range(self.count))):

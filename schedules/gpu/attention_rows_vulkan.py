@@ -12,7 +12,8 @@ from math import gcd
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.attention_rows import LOWEST, P_SHIFT, STEP, WORDS, Rows, at, hold, join, local, put
+from mlc_amd.schedules.gpu.attention_rows import STEP, WORDS, Rows, WaveRows
+from mlc_amd.schedules.gpu.cache import UNIT
 from mlc_amd.schedules.gpu.device import (
     WAVE_SHARED,
     barrier,
@@ -24,14 +25,15 @@ from mlc_amd.schedules.gpu.device import (
     wave_max,
     wave_sum,
 )
-from mlc_amd.schedules.gpu.rope_kv_write import KEYS, UNIT
+from mlc_amd.schedules.gpu.registers import at, local, opaque, put
+from mlc_amd.schedules.gpu.softmax import LOWEST, P_SHIFT, join
 
 # family: loads of 16 bytes that a lane has under way; others MEDIUM_LOADS. Few loads make little code.
 LOADS = {"nvidia": 16, "generic": 4}
 MEDIUM_LOADS = 8
-AHEAD = ("nvidia",)  # families with registers for the next step's keys
+PREFETCHING = ("nvidia",)  # families with registers for the keys of the next block
 OTHER_BYTES = 1 << 10  # of shared memory for what is small and of a fixed size
-SPLITS = 32  # most splits whose weights lie in shared memory
+SPLITS = 32  # maximum of splits whose weights are in shared memory
 
 
 def query_dtype(arch) -> str:
@@ -56,86 +58,75 @@ def waves_of(arch, count, d, threads) -> int:
     return waves
 
 
-def rows_of(arch, count, d, lane, wave, waves, step=STEP):
-    """The state of `count` rows of a wave, number `wave` of `waves` in its workgroup, in the arch's way. step: keys of
-    a step, on "rocm" STEP."""
-    return Rows(arch, count, d, lane) if arch.api == "rocm" else VulkanRows(arch, count, d, lane, wave, waves, step)
+def rows_of(arch, attention, count, lane, wave, waves, step=STEP) -> Rows:
+    """The state of `count` rows of a wave, number `wave` of `waves` in its workgroup. step: keys of a block, on "rocm"
+    STEP."""
+    if arch.api == "rocm":
+        return WaveRows(arch, attention, count, lane)
+    return VulkanRows(arch, attention, count, lane, wave, waves, step)
 
 
-class VulkanRows:
-    """As `attention_rows.Rows`; weights are not rounded to float16."""
+class VulkanRows(Rows):
+    """`Rows` for Vulkan; weights are not rounded to float16."""
 
-    def __init__(self, arch, count, d, lane, wave, waves, step):
-        self.arch, self.count, self.d, self.lane, self.step_keys = arch, count, d, lane, step
-        self.keys, self.columns = step // arch.wave, -(-d // arch.wave)
+    def __init__(self, arch, attention, count, lane, wave, waves, step):
+        super().__init__(arch, attention, count, lane, step)
+        self.step_keys = step
         loads = LOADS.get(arch.family, MEDIUM_LOADS)
         self.key_batch, self.batch = (
             gcd(units, max(1, loads // share))
-            for units, share in ((d // UNIT, self.keys), (step // UNIT, 1 << (self.columns - 1).bit_length()))
+            for units, share in ((self.d // UNIT, self.keys), (step // UNIT, 1 << (self.columns - 1).bit_length()))
         )
-        self.top, self.total, self.out = local(count), local(count), local(count * self.columns)
         self.scores = local(count * self.keys)
         self.key, self.value = (
             local(n * WORDS, "uint32") for n in (self.keys * self.key_batch, self.columns * self.batch)
         )
-        self.stride = max(d, step)  # of a row in shared memory: weights of keys, in the end outputs
+        self.stride = max(self.d, step)  # of a row in shared memory: weights of keys, in the end outputs
         self.shared = T.alloc_buffer((waves * count * self.stride,), "float32", scope=WAVE_SHARED)
         self.place = T.Bind(wave * (count * self.stride))
 
-    def column(self, x):
-        """The column of this lane's element x (its own or, beyond the end, the last one)."""
-        first = x * self.arch.wave + self.lane
-        return T.Bind(first if self.d % self.arch.wave == 0 else T.min(first, T.int32(self.d - 1)))
-
-    def start(self):
-        """No key seen yet."""
-        with T.serial(self.count) as r:
-            put(self.top, T.float32(LOWEST), r)
-            put(self.total, T.float32(0), r)
-            for x in range(self.columns):
-                put(self.out, T.float32(0), r * self.columns + x)
-
     @property
-    def ahead(self) -> bool:
-        """Whether `load_keys` may be called before `step`: a step's keys are one batch of loads, and stay in registers
-        for long."""
-        return self.arch.family in AHEAD and self.key_batch == self.d // UNIT
+    def prefetches(self) -> bool:
+        """Whether `load_keys` may be called before `step`: a block's keys are one batch of loads, which stay in
+        registers for long."""
+        return self.arch.family in PREFETCHING and self.key_batch == self.d // UNIT
 
-    def load_keys(self, Kc, kv, key0, first=0):
-        """Loads the units first .. of the keys from key0 on, a batch."""
-        keys = [T.Bind(key0 + j * self.arch.wave + self.lane) for j in range(self.keys)]
+    def load_keys(self, block, first=0):
+        """Loads a batch of the block's keys, units first .."""
+        keys = self._lane_keys(block.key0)
         for c in range(self.key_batch):
             for j, key in enumerate(keys):
-                unit = Kc[kv, T.shift_right(key, T.int32(5)), first + c, key & (KEYS - 1), at(0, UNIT)]
+                unit = block.key(key, first + c)
                 put(self.key, T.reinterpret("uint32x4", unit), at((c * self.keys + j) * WORDS, WORDS))
 
-    def step(self, Kc, Vc, kv, key0, queries, end, zero, following=None):
-        """Takes in the step's keys, key0 .. queries: [count, d] in shared memory; end(r): row r sees the keys before
-        it. zero: unused. following: the first key of the next step, if this one's are loaded already."""
-        keys = [T.Bind(key0 + j * self.arch.wave + self.lane) for j in range(self.keys)]
-        self._score(Kc, kv, key0, queries, following is not None)
+    def step(self, block, queries, sees, zero, following=None):
+        """Processes a `KeyBlock`. queries: [count, d] in shared memory; sees(r, key): whether row r sees a key. zero:
+        unused. following: the block of the next step, if this one's keys are loaded already."""
+        keys = self._lane_keys(block.key0)
+        self._score(block, queries, following is not None)
+        self._cap_scores(self.scores)
         batches = self.step_keys // UNIT // self.batch
         if batches == 1:
-            self._load_values(Vc, kv, key0, 0)
+            self._load_values(block, 0)
         if following is not None:
-            self.load_keys(Kc, kv, following)
-        self._weigh([[key < end(r) for key in keys] for r in range(self.count)])
+            self.load_keys(following)
+        self._weigh([[sees(r, key) for key in keys] for r in range(self.count)])
         wave_barrier()
         if batches == 1:
             self._add_values(0)
         else:
             with T.serial(batches) as b:
-                self._load_values(Vc, kv, key0, b * self.batch)
+                self._load_values(block, b * self.batch)
                 self._add_values(b * self.batch)
         wave_barrier()
 
-    def _score(self, Kc, kv, key0, queries, loaded):
+    def _score(self, block, queries, loaded):
         with T.serial(self.count) as r:
             for j in range(self.keys):
                 put(self.scores, T.float32(0), r * self.keys + j)
         with T.serial(self.d // UNIT // self.key_batch) as b:
             if not loaded:
-                self.load_keys(Kc, kv, key0, b * self.key_batch)
+                self.load_keys(block, b * self.key_batch)
             for c in range(self.key_batch):
                 reals = self._reals(self.key, c * self.keys, self.keys)
                 with T.serial(self.count) as r:
@@ -163,31 +154,26 @@ class VulkanRows:
         for r, valid in enumerate(seen):
             largest = T.float32(LOWEST)
             for j, sees in enumerate(valid):
-                largest = hold(maximum(largest, T.Select(sees, self.scores[r * self.keys + j], T.float32(LOWEST))))
+                largest = opaque(maximum(largest, T.Select(sees, self.scores[r * self.keys + j], T.float32(LOWEST))))
             tops.append(largest)
         tops = self._across(tops, wave_max, maximum)
         for r, valid in enumerate(seen):
-            now = hold(maximum(self.top[r], tops[r]))
-            shrink = hold(exp2(self.top[r] - now))  # 1 while nothing was seen: both are LOWEST
-            put(self.top, now, r)
-            put(self.total, self.total[r] * shrink, r)
-            with T.serial(self.columns) as x:
-                put(self.out, self.out[r * self.columns + x] * shrink, r * self.columns + x)
+            now = self._rescale(r, tops[r])
             for j, sees in enumerate(valid):
                 weight = exp2(self.scores[r * self.keys + j] - now + T.float32(P_SHIFT))
-                weight = hold(T.Select(sees, weight, T.float32(0)))
+                weight = opaque(T.Select(sees, weight, T.float32(0)))
                 put(self.total, self.total[r] + weight, r)
                 put(self.shared, weight, self.place + r * self.stride + j * self.arch.wave + self.lane)
 
     def sums(self, values):
         """As `attention_rows.Rows.sums`."""
-        return self._across([hold(x) for x in values], wave_sum, lambda a, b: a + b)
+        return self._across([opaque(x) for x in values], wave_sum, lambda a, b: a + b)
 
     def _across(self, values, reduced, op):
         """What the wave's lanes make of each of `values` together (one per row), in all lanes. Without subgroups the
         lanes meet once for all rows and not once for each."""
         if self.arch.subgroups:
-            return [hold(reduced(self.arch, x)) for x in values]
+            return [opaque(reduced(self.arch, x)) for x in values]
         for r, x in enumerate(values):
             put(self.shared, x, self.place + r * self.stride + self.lane)
         wave_barrier()
@@ -198,15 +184,7 @@ class VulkanRows:
                 result = T.Bind(op(result, self.shared[self.place + r * self.stride + lane]))
             put(found, result, r)
         wave_barrier()
-        return [hold(found[r]) for r in range(len(values))]
-
-    def _load_values(self, Vc, kv, key0, first):
-        """Loads the units first .. of the step's values, a batch."""
-        columns = [self.column(x) for x in range(self.columns)]
-        for i in range(self.batch):
-            for x, column in enumerate(columns):
-                unit = Vc[kv, T.shift_right(key0, T.int32(3)) + first + i, column, at(0, UNIT)]
-                put(self.value, T.reinterpret("uint32x4", unit), at((i * self.columns + x) * WORDS, WORDS))
+        return [opaque(found[r]) for r in range(len(values))]
 
     def _add_values(self, first):
         """Adds the loaded batch of values, weighted; `first`: its first unit of the step."""

@@ -10,6 +10,7 @@ knows. It knows the arithmetic of both by LLVM's names.
 
 from contextlib import ExitStack, contextmanager
 
+from tvm import tirx
 from tvm.tirx.script import builder as T
 
 AXES = "xyz"
@@ -279,37 +280,72 @@ def wave_max(arch, x, width=None):
 
 
 class Outbox:
-    """How a thread stores vectors of `width` words into a parameter so that another workgroup of the launch may read
-    them: `hold` the value (all threads of the workgroup together), then `send` it where it goes. thread: this thread's
-    number out of `threads`.
+    """How the threads of a workgroup store vectors into a COHERENT parameter, for another workgroup of the launch to
+    read: each thread calls `send` for its vectors, then `publish`; then everything that it sent is in device memory.
+    thread: this thread's number out of `threads`; widths: of the vectors.
 
-    A sent vector is in device memory before anything that follows `memory_barrier`. The parameter belongs in the
-    kernel's COHERENT attribute.
+    On AMD's own API, where the GPU has one L2, the vectors are plain stores (L1 writes through) and there is one wait
+    for all of them: an instruction on gfx12; elsewhere LLVM waits for stores only behind volatile ones, so the first word of
+    the first vector is stored once more, volatile. Where several L2s are not coherent (gfx94x, gfx95x), all stores
+    are volatile, which gets them beyond their own, and are waited for one by one.
     """
 
-    def __init__(self, arch, thread, threads, width):
-        self.width, self.thread, self.value, self.stage = width, thread, None, None
-        if arch.api == "rocm":
-            self.stage = T.alloc_buffer((threads, width), "float32", scope="shared")
+    def __init__(self, arch, thread, threads, widths):
+        self.arch, self.thread, self.first = arch, thread, None
+        self.volatile = arch.api == "rocm" and arch.name.startswith(("gfx94", "gfx95"))
+        if self.volatile:
+            self.stages = {width: T.alloc_buffer((threads, width), "float32", scope="shared") for width in widths}
+        elif self._rewrites:
+            self.stages = {1: T.alloc_buffer((threads, 1), "float32", scope="shared")}
 
-    def hold(self, value):
-        self.value = value
-        if self.stage is not None:
-            T.buffer_store(self.stage, value, [self.thread, T.ramp(0, 1, self.width)])
+    @property
+    def _rewrites(self):
+        return self.arch.api == "rocm" and not self.volatile and self.arch.family != "rdna4"
 
-    def send(self, buffer, *index):
-        if self.stage is None:
-            T.buffer_store(buffer, self.value, [*index[:-1], T.ramp(index[-1], 1, self.width)])
-            return
-        # a volatile store, which TVM has no other name for
-        target, source = T.address_of(buffer[index]), T.address_of(self.stage[self.thread, 0])
-        T.evaluate(T.call_llvm_intrin("void", "llvm.memcpy", target, source, T.int32(self.width * 4), T.bool(True)))
+    def send(self, values, conditions, buffer, *index):
+        """Stores the float32 registers `values` where all `conditions` hold. Those of the first call are the weakest."""
+        vector = T.Shuffle(values, [T.int32(i) for i in range(len(values))])
+        if self.volatile:
+            T.buffer_store(self.stages[len(values)], vector, [self.thread, T.ramp(0, 1, len(values))])
+        elif self._rewrites and self.first is None:
+            T.buffer_store(self.stages[1], values[0], [self.thread, 0])
+            self.first = conditions, T.address_of(buffer[index])
+        with _where(conditions):
+            if self.volatile:
+                self._copy(T.address_of(buffer[index]), len(values))
+            else:
+                T.buffer_store(buffer, vector, [*index[:-1], T.ramp(index[-1], 1, len(values))])
+
+    def publish(self):
+        if self.arch.api == "vulkan":
+            memory_barrier(self.arch)
+        elif self.arch.family == "rdna4":
+            T.evaluate(T.call_llvm_intrin("void", "llvm.amdgcn.s.wait.storecnt", tirx.const(0, "int16")))
+        elif self._rewrites:
+            conditions, target = self.first
+            with _where(conditions):
+                self._copy(target, 1)
+
+    def _copy(self, target, width):
+        """A volatile store of this thread's part of a stage, which TVM has no other name for."""
+        source = T.address_of(self.stages[width][self.thread, 0])
+        T.evaluate(T.call_llvm_intrin("void", "llvm.memcpy", target, source, T.int32(width * 4), T.bool(True)))
+
+
+@contextmanager
+def _where(conditions):
+    """Nested `if`s."""
+    with ExitStack() as stack:
+        for condition in conditions:
+            stack.enter_context(T.If(condition))
+            stack.enter_context(T.Then())
+        yield
 
 
 def memory_barrier(arch):
     """This thread's accesses to COHERENT parameters before it happen before those after it, as other workgroups see
-    them. On AMD's own API volatile stores are complete when the thread goes on, and loads whose address depends on an
-    earlier load cannot overtake it."""
+    them. Nothing on AMD's own API, where `Outbox` waits for stores, and loads whose address depends on an earlier load
+    cannot overtake it."""
     if arch.api == "vulkan":
         T.evaluate(T.call_extern("void", "vk.memory_barrier"))
 

@@ -1,0 +1,163 @@
+"""The KV cache of an attention layer on a GPU: its layout, and which keys a row sees. No other module knows either.
+
+    Kc float16 [kv_heads, ctx/32, d/8, 32, 8]   units of 8 elements of a key: 32 lanes with a key each read 512
+                                                consecutive bytes
+    Vc float16 [kv_heads, ctx/8, d, 8]          units of 8 consecutive keys of a column: lanes with a column each read
+                                                consecutive bytes
+
+A unit has 16 bytes and is also what a lane of a matrix instruction takes of an operand. Vc must be allocated zeroed:
+attention multiplies values beyond the last key by 0.
+
+Attention kernels process aligned blocks of at most PAGE keys (`KeyBlock`), which are contiguous in memory. A row at
+position p sees the keys 0 .. p, with a window only those above p - window (`visible`).
+"""
+
+from typing import NamedTuple
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.gpu.registers import at
+from mlc_amd.schedules.gpu.step import live_rows
+
+DTYPE = "float16"
+PAGE = 64  # keys: no block of an attention kernel crosses a multiple of it
+KEYS, UNIT = 32, 8  # keys of a tile of Kc; elements of a unit
+
+
+# ---- layout
+
+
+def cache_shapes(kv_heads, ctx, d):
+    """Shapes of Kc and Vc. UserError unless PAGE divides ctx and 32 divides d, as the attention kernels need."""
+    if ctx % PAGE or d % 32:
+        raise UserError(
+            f"attention on the GPU needs a context in multiples of {PAGE} and heads in multiples of 32, not {ctx} and "
+            f"{d}"
+        )
+    return (kv_heads, ctx // KEYS, d // UNIT, KEYS, UNIT), (kv_heads, ctx // UNIT, d, UNIT)
+
+
+def cache_types(kv_heads, ctx, d) -> dict:
+    """k, v -> (shape, dtype) of Kc and Vc. UserError as for `cache_shapes`."""
+    return {which: (shape, DTYPE) for which, shape in zip("kv", cache_shapes(kv_heads, ctx, d), strict=True)}
+
+
+class KeyBlock(NamedTuple):
+    """The keys of KV head `kv` from key0 on, a block of at most PAGE keys that is aligned to its size."""
+
+    cache: object
+    kv: object
+    key0: object
+
+    def key(self, key, c, e=None):
+        """Unit c (elements 8*c ..) of key number `key`, which is in the block. e: instead of the whole unit, an index
+        within it."""
+        tile, place = self._split(key, KEYS)
+        return self.cache.Kc[self.kv, tile, c, place, at(0, UNIT) if e is None else e]
+
+    def value(self, i, column, e=None):
+        """Unit i (keys key0 + 8*i ..) of a column of the values. e: as for `key`."""
+        first, _ = self._split(self.key0, UNIT)
+        return self.cache.Vc[self.kv, first + i, column, at(0, UNIT) if e is None else e]
+
+    def _split(self, key, size):
+        """key // size and key % size, for a power of two."""
+        if self.cache.shifts:
+            return T.shift_right(key, T.int32(size.bit_length() - 1)), key & (size - 1)
+        return key // size, key % size
+
+
+class Cache:
+    """Declares the parameters Kc and Vc of an `Attention` layer. shifts: index arithmetic by shifts, which TVM leaves
+    alone, and not by divisions, which it simplifies; a kernel takes what makes less code."""
+
+    def __init__(self, attention, shifts=False):
+        self.d, self.shifts = attention.d, shifts
+        types = cache_types(attention.kv_heads, attention.ctx, attention.d)
+        self.Kc, self.Vc = T.arg("Kc", T.buffer(*types["k"])), T.arg("Vc", T.buffer(*types["v"]))
+
+    def block(self, kv, key0) -> KeyBlock:
+        return KeyBlock(self, kv, key0)
+
+    def store_key(self, kv, position, pairs):
+        """Stores the key of one head at `position`. pairs: of (valid, ((element, value), ..)), the elements that this
+        lane has; valid: a condition, or None."""
+        for valid, values in pairs:
+            places = [
+                ((kv, position // KEYS, e // UNIT, position % KEYS, e % UNIT), T.cast(y, DTYPE)) for e, y in values
+            ]
+            store_valid(valid, self.Kc, places)
+
+    def store_value(self, arch, kv, position, V, row, lane):
+        """Stores the value of one head at `position`, V[row, kv*d ..] (float32), by the lanes of a wave."""
+        for first in range(0, self.d, arch.wave):
+            valid = None if first + arch.wave <= self.d else first + lane < self.d
+            e = T.Bind(first + lane if valid is None else T.min(first + lane, T.int32(self.d - 1)))
+            place = (kv, position // UNIT, e, position % UNIT)
+            store_valid(valid, self.Vc, [(place, T.cast(V[row, kv * self.d + e], DTYPE))])
+
+
+def store_valid(valid, buffer, stores):
+    """Stores (index, value)s where `valid` holds (None: always)."""
+    if valid is None:
+        for index, value in stores:
+            T.buffer_store(buffer, value, list(index))
+    else:
+        with T.If(valid), T.Then():
+            store_valid(None, buffer, stores)
+
+
+# ---- rows and the keys that they see
+
+
+def row_position(state, row):
+    """The position of a row of the step in its sequence. The only place that positions come from."""
+    return state[0] + row
+
+
+def clamped_position(state, row, ctx):
+    """`row_position` limited to the cache, in a register: no kernel reads out of bounds, whatever the state says."""
+    return T.Bind(T.max(T.min(row_position(state, row), T.int32(ctx - 1)), T.int32(0)))
+
+
+def is_at(state, row, position):
+    """Whether the clamped position of a row is its true one: the cache has room for its key."""
+    return row_position(state, row) == position
+
+
+class Chunk:
+    """The rows of a prefill step, consecutive tokens of one sequence. `count` of them are live and fit the cache; it
+    may be 0."""
+
+    def __init__(self, state, m, attention):
+        self.first = clamped_position(state, 0, attention.ctx)
+        self.count = T.Bind(T.min(live_rows(state, m, minimum=0), attention.ctx - self.first))
+
+    def position(self, row):
+        return self.first + row
+
+
+class Visible(NamedTuple):
+    """The keys first .. end-1. first: None for key 0."""
+
+    first: object
+    end: object
+
+    def sees(self, key):
+        """Whether `key` is one of them."""
+        return key < self.end if self.first is None else (key >= self.first) & (key < self.end)
+
+    def first_block(self, size):
+        """The number of the first block of `size` keys that holds one of these keys: the int 0, or a register."""
+        return 0 if self.first is None else T.Bind(self.first // size)
+
+    def end_block(self, size):
+        """The number of the first block of `size` keys behind these keys, in a register."""
+        return T.Bind((self.end + size - 1) // size)
+
+
+def visible(attention, position, own=True) -> Visible:
+    """The keys that a row at `position` sees. own: whether its own key is among them."""
+    first = T.Bind(T.max(position - (attention.window - 1), T.int32(0))) if attention.window else None
+    return Visible(first, T.Bind(position + 1) if own else position)

@@ -1,0 +1,54 @@
+"""What the kernels of a step share: their declaration, and the buffer `state` that describes the step's rows.
+
+A step computes m rows of activations. `state` int32[4] = {position of row 0, live rows, 0, 0} is the first parameter of
+every kernel and read at run time, so that one recorded launch list serves every step. The positions of rows are
+`cache.py`'s.
+"""
+
+from contextlib import contextmanager
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu.device import COHERENT
+
+
+@contextmanager
+def kernel(name, coherent=()):
+    """`with kernel(name) as ir:` declares and emits a kernel; afterwards `ir.get()` is its PrimFunc. Parameters do not
+    alias. coherent: names of the parameters through which workgroups of one launch exchange data."""
+    with IRBuilder() as ir, T.prim_func(s_tir=True):
+        T.func_name(name)
+        attrs = {"tirx.noalias": True, "global_symbol": name}
+        T.func_attr(attrs | {COHERENT: list(coherent)} if coherent else attrs)
+        yield ir
+
+
+def state_arg():
+    """Declares the parameter `state`."""
+    return T.arg("state", T.buffer((4,), "int32"))
+
+
+def is_live(state, row):
+    """Whether a row of the step is live: it holds a token whose results count."""
+    return row < state[1]
+
+
+def live_rows(state, m, minimum=1):
+    """The number of live rows of an m-row step, at most m and at least `minimum` (0 or 1). With minimum=1, m == 1 means
+    one live row without a look at the state."""
+    if minimum == 0:
+        return T.min(state[1], T.int32(m))
+    return T.int32(1) if m == 1 else T.Bind(T.max(T.min(state[1], T.int32(m)), T.int32(1)))
+
+
+def if_live(state, m, row):
+    """`with if_live(..):` around what is done for live rows only: a loop of 0 or 1 iterations, since TVM refuses
+    barriers in an `if`."""
+    return T.serial(1) if m == 1 else T.serial(T.Select(row < live_rows(state, m), T.int32(1), T.int32(0)))
+
+
+def opaque_zero(state, i):
+    """An int32 that is 0, which the compiler does not know and must compute anew in each iteration i of a loop: an
+    index that contains it keeps its load inside the loop."""
+    return T.Bind(state[3] & i)
