@@ -3,7 +3,7 @@
 In: the metadata and the tensor names of a GGUF file. Out: `ModelConfig`, the only form in which the rest of the
 compiler sees them (JSON-serializable with `dataclasses.asdict`). Key names and defaults are llama.cpp's
 (src/llama-arch.cpp, src/llama-model.cpp); what this compiler cannot run (mixtures of experts, layers that differ,
-longrope ...) ends in a `UserError` here, before any weight is read.
+longrope ...) is refused with a `UserError` here, before any weight is read.
 """
 
 import math
@@ -16,7 +16,7 @@ from mlc_amd.runtime.errors import UserError
 
 @dataclass(frozen=True)
 class Architecture:
-    """What sets the supported architectures apart; everything else is the same decoder (RMSNorm, GQA, RoPE, SwiGLU)."""
+    """Differences between the supported architectures; the rest (RMSNorm, GQA, RoPE, SwiGLU) is common."""
 
     neox: bool  # RoPE rotates columns (i, i + dim/2); False: (2i, 2i + 1), as GGUF permutes llama's Q and K
     qkv_bias: bool | None  # attn_q/k/v.bias: always, never, or (None) when the file has them
@@ -83,7 +83,7 @@ def read_config(metadata: dict[str, object], tensor_names: Collection[str], path
     if kind != "model":
         raise UserError(f"{path}: this file holds a {shorten(kind)}, not a model; give the model's own GGUF file")
     architecture, keys.prefix = ARCHITECTURES[name], name
-    if keys.integer("expert_count", 0, least=0):
+    if keys.integer("expert_count", 0, minimum=0):
         raise UserError(
             f"{path}: this is a mixture of experts ({name}.expert_count > 0); only dense models are supported"
         )
@@ -134,7 +134,7 @@ def read_config(metadata: dict[str, object], tensor_names: Collection[str], path
 
 
 def _vocabulary(keys: "_Keys") -> int:
-    """As llama.cpp: the token list decides, `vocab_size` stands in for it in files without a tokenizer."""
+    """As in llama.cpp: the length of the token list, or `vocab_size` in files without a tokenizer."""
     tokens = keys.metadata.get("tokenizer.ggml.tokens")
     return len(tokens) if isinstance(tokens, list) and tokens else keys.integer("vocab_size")
 
@@ -146,8 +146,8 @@ def _rope(keys: "_Keys", architecture: Architecture, head_dim: int, context: int
             f"{keys.path}: RoPE scaling {shorten(scaling)} is not supported; supported are none, linear, yarn"
         )
     factor = (
-        keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0, least=0.0), least=0.0) or 1.0
-    )  # 0 means none
+        keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0, minimum=0.0), minimum=0.0) or 1.0
+    )  # 0: none
     if scaling == "none" or (scaling == "linear" and factor == 1.0):
         scaling, factor = "none", 1.0
     base = keys.number("rope.freq_base", 10000.0)
@@ -161,7 +161,7 @@ def _rope(keys: "_Keys", architecture: Architecture, head_dim: int, context: int
         factor=factor,
         original_context=keys.integer("rope.scaling.original_context_length", context),
         attn_factor=keys.number("rope.scaling.attn_factor", 1.0),
-        ext_factor=keys.number("rope.scaling.yarn_ext_factor", 1.0, least=0.0) if scaling == "yarn" else 0.0,
+        ext_factor=keys.number("rope.scaling.yarn_ext_factor", 1.0, minimum=0.0) if scaling == "yarn" else 0.0,
         beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
         freq_factors=freq_factors,
@@ -169,7 +169,7 @@ def _rope(keys: "_Keys", architecture: Architecture, head_dim: int, context: int
 
 
 class _Keys:
-    """Typed access to metadata: `prefix` (the architecture) goes in front of every key but `general.*`."""
+    """Typed access to metadata; `prefix` (the architecture) is prepended to every key except `general.*`."""
 
     def __init__(self, metadata: dict[str, object], path: str):
         self.metadata, self.path, self.prefix = metadata, path, ""
@@ -192,24 +192,24 @@ class _Keys:
             raise self._wrong(key, value, "a string")
         return value
 
-    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
         key, value = self._get(key, default)
         if isinstance(value, list) and value and all(v == value[0] for v in value):
             value = value[0]  # one entry per layer, all the same
         if isinstance(value, list) and value:
             raise UserError(f"{self.path}: {key} differs between layers; only models with equal layers are supported")
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 31:
-            raise self._wrong(key, value, f"an integer >= {least}")
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value < 1 << 31:
+            raise self._wrong(key, value, f"an integer >= {minimum}")
         return value
 
-    def number(self, key: str, default: float | None = None, least: float | None = None) -> float:
-        """A finite number, above 0 unless `least` says otherwise."""
+    def number(self, key: str, default: float | None = None, minimum: float | None = None) -> float:
+        """A finite number, above 0 unless `minimum` says otherwise."""
         key, value = self._get(key, default)
         if (
             not isinstance(value, int | float)
             or isinstance(value, bool)
             or not math.isfinite(value)
-            or (value <= 0 if least is None else value < least)
+            or (value <= 0 if minimum is None else value < minimum)
         ):
-            raise self._wrong(key, value, "a number above 0" if least is None else f"a number >= {least:g}")
+            raise self._wrong(key, value, "a number above 0" if minimum is None else f"a number >= {minimum:g}")
         return float(value)
