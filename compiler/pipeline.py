@@ -31,14 +31,14 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
 from mlc_amd.schedules.tuning.database import Lookup
 
-# module and class, imported when asked for: neither target pays for the other
+# module and class, imported on demand
 TARGETS = {
     "cpu": ("cpu", "CpuTarget"),
     "rocm": ("rocm_target", "RocmTarget"),
     "vulkan": ("vulkan_target", "VulkanTarget"),
 }
-DEFAULT_CONTEXT = 4096  # tokens of KV cache unless asked otherwise: enough to chat, small enough for any machine
-CONTEXT_STEP = 64  # keys that an attention kernel looks at together
+DEFAULT_CONTEXT = 4096  # tokens of KV cache by default
+CONTEXT_STEP = 64  # keys in a block of attention kernels
 CHUNK_BYTES = 4 << 20  # packed GGUF bytes that one worker repacks at a time
 
 
@@ -48,7 +48,7 @@ class Progress(Protocol):
 
 @dataclass
 class Summary:
-    """What was compiled, for the user to read."""
+    """Summary of a compilation, for the user."""
 
     path: Path
     kernels: int
@@ -58,7 +58,7 @@ class Summary:
     arena_bytes: int
     kv_bytes: int
     tuned: dict[str, int]  # kernels by where their plan comes from: default, shipped, user; one for each arch
-    notes: list[str] = field(default_factory=list)  # tuned records that were left aside, and why
+    notes: list[str] = field(default_factory=list)  # tuned records that were ignored, and why
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
 
 
@@ -75,8 +75,8 @@ def compile_model(
     """Compiles `model` (a GGUFModel or a synthetic one) into the folder `out`.
 
     `ctx`: KV cache capacity in tokens, default the model's context up to 4096. `weights=False` leaves the matrices out:
-    the manifest lists them, and a device fills them at random. `tuned`: whose tuned plans kernels are built with, of
-    `schedules.tuning.database.MODES`. UserError for whatever the user can change.
+    the manifest lists them, and a device fills them at random. `tuned`: source of tuned plans, one of
+    `schedules.tuning.database.MODES`. UserError for everything that the user can fix.
     """
     progress = progress or (lambda stage, done, total: None)
     clock = _Clock()

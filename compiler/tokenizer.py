@@ -4,13 +4,13 @@ read.
 In:  GGUF metadata as plain Python values (`tokenizer.ggml.*`, `tokenizer.chat_template*`, `general.name`).
 Out: `tokenizer.json`, in the format of the `tokenizers` library (vocabulary, merges, normalizer, pre-tokenizer, added
 tokens), and
-     `tokenizer_config.json`, everything that format has no place for; its keys are listed at `export`.
+     `tokenizer_config.json`, everything that this format cannot represent; its keys are listed at `export`.
 
 Token ids equal llama.cpp's (its `llama-vocab.cpp` is the reference for GGUF vocabularies), with three deliberate
 exceptions:
 - where llama.cpp replaces the Unicode classes of a model's own pre-tokenizer by ASCII ones (tekken, gpt-4o), the
 model's classes are kept;
-- SentencePiece merges never produce a control, unknown or byte token, so plain text cannot forge one;
+- SentencePiece merges never produce a control, unknown or byte token, so plain text cannot produce one;
 - U+FDD0, a code point that Unicode reserves for a program's internal use, is dropped from text. Added tokens are looked
 up before it is
   dropped, so placing one inside the text of a control token makes that text plain (`Tokenizer.escape`).
@@ -44,7 +44,7 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How text is cut into words before merging: each regex splits the pieces that the ones before it left.
+    """How text is split into words before merging: each regex splits the pieces left by those before it.
 
     splits:        Oniguruma regexes; both the matches and the text between them become pieces.
     ignore_merges: a word that is a token as a whole is not merged from its bytes.
@@ -102,7 +102,7 @@ _BAILING = PreTokenizer(
 )
 DEFAULT = PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
 
-# `tokenizer.ggml.pre` -> how its text is cut
+# `tokenizer.ggml.pre` -> pre-tokenizer
 _FAMILIES: dict[PreTokenizer, str] = {
     _PLAIN: "gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais trillion granite-docling exaone4",
     _SINGLE_DIGITS: "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",

@@ -1,14 +1,14 @@
-"""The artifact: a folder that holds everything a runtime needs. Written here, read here; the format is documented in
+"""Artifacts: folders with everything that the runtime needs, written and read; the format is specified in
 dist/README.md.
 
-    manifest.json         what the rest is: model, target, context, plan, KV cache, checksums
+    manifest.json         model, target, context, plan, KV cache, checksums
     kernels.so            compiled kernels (cpu)
-    weights.safetensors   packed weights, every tensor at a multiple of 64 bytes, mapped and never copied; without
-                          weights only vectors
+    weights.safetensors   packed weights, every tensor aligned to 64 bytes, mapped and never copied; only the vectors
+                          in an artifact without weights
     tokenizer.json, tokenizer_config.json
 
-Writing goes to a temporary folder beside the destination, renamed when all is there: an interrupted or failed compile
-leaves nothing.
+A new artifact is written to a temporary folder beside the destination, which is renamed when it is complete: an
+interrupted or failed compilation leaves nothing behind.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ from mlc_amd.runtime.errors import UserError
 
 FORMAT_VERSION = 2
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
-ALIGN = 64  # bytes: what the kernels' vector loads want
-PAD = "__pad_"  # how the names of tensors begin that only fill gaps
-# safetensors' names
+ALIGN = 64  # bytes: alignment for vector loads
+PAD = "__pad_"  # prefix of the names of tensors that only fill gaps
+# names in safetensors
 DTYPES = {
     "uint8": "U8",
     "int8": "I8",
@@ -62,9 +62,9 @@ class TensorSpec:
 
 
 class WeightsWriter:
-    """A safetensors file written out of order: the layout is fixed first, then pieces go to their places.
+    """A safetensors file written out of order: the layout is fixed first, then pieces are written in any order.
 
-    Safetensors allows no holes, so the gaps that alignment needs are tensors named `__pad_<n>`.
+    Safetensors allows no holes, so alignment gaps are tensors named `__pad_<n>`.
     """
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec]):
@@ -89,12 +89,12 @@ class WeightsWriter:
         self.start, self.total = 8 + len(text), position
         self.file = open(path, "w+b")  # noqa: SIM115 (closed by close())
         self.file.write(struct.pack("<Q", len(text)) + text)
-        # Allocated at once, so that a full disk shows now and not after minutes of work.
+        # Allocated now, so that a full disk is reported before minutes of work.
         if position:
             os.posix_fallocate(self.file.fileno(), self.start, position)
 
     def write(self, name: str, offset: int, data: np.ndarray) -> None:
-        """`data`'s bytes to `offset` bytes into tensor `name`; may be called from several threads."""
+        """Writes `data` at `offset` bytes into tensor `name`; may be called from several threads."""
         os.pwrite(
             self.file.fileno(),
             np.ascontiguousarray(data).data.cast("B"),
@@ -131,14 +131,14 @@ class WeightBlock(ABC):
     @abstractmethod
     def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
         """(offset, uint8 view) of pieces of at most `nbytes` bytes, in ascending order; gaps between tensors may be
-        left out.
+        skipped.
 
-        The views are of memory that is shared: to be copied at once, not to be written to.
+        The views share memory: copy them at once, and do not write to them.
         """
 
     @abstractmethod
     def block(self) -> tuple[mmap.mmap, int]:
-        """Memory that holds the block, and where it begins there."""
+        """Memory that holds the block, and its offset there."""
 
     def __getitem__(self, name: str) -> np.ndarray:
         memory, start = self.block()
@@ -178,7 +178,7 @@ class Weights(WeightBlock):
     def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
         for at in range(0, self.total, nbytes):
             yield at, np.frombuffer(self.map, np.uint8, min(nbytes, self.total - at), self.start + at)
-            # what was copied need not stay in memory that the GPU of an APU could use
+            # releases copied pages: an APU's GPU may need the memory
             page = (self.start + at) // mmap.PAGESIZE * mmap.PAGESIZE
             self.map.madvise(mmap.MADV_DONTNEED, page, min(nbytes, len(self.map) - page))
 
@@ -196,8 +196,8 @@ def sha256(path: Path) -> str:
 
 @contextmanager
 def new_artifact(path: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `path` when the block ends well, and vanishes when it does not. Replaces an older
-    artifact only."""
+    """A temporary folder that becomes `path` if the `with` block succeeds, and is deleted otherwise. Only an older
+    artifact is replaced."""
     path = Path(path)
     if path.exists() and not (path / MANIFEST).exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists and is not a compiled model; choose another output with -o")
@@ -230,7 +230,7 @@ def manifest_text(manifest: dict, files: dict[str, dict]) -> str:
 
 
 class Artifact:
-    """A compiled model on disk, checked. `manifest` is the parsed manifest.json (dist/README.md says what is in it)."""
+    """A verified artifact on disk. `manifest` is the parsed manifest.json (see dist/README.md)."""
 
     def __init__(self, path: Path, manifest: dict):
         self.path, self.manifest = path, manifest
@@ -238,8 +238,8 @@ class Artifact:
 
     @classmethod
     def open(cls, path: str | Path, verify: bool = False) -> "Artifact":
-        """Checks version, presence, sizes and checksums of all files; the weights' checksum only with `verify` (it
-        reads them all).
+        """Verifies version, presence, sizes and checksums of all files; the checksum of the weights only with `verify`,
+        because that reads all of them.
 
         UserError when the folder is no artifact, of another version, or damaged.
         """
@@ -273,11 +273,11 @@ class Artifact:
 
     @property
     def weights(self) -> WeightBlock:
-        """The weights file, or for an artifact without weights what stands for them."""
+        """The weights file, or random weights for an artifact without weights."""
         if self._weights is None:
             self._weights = Weights(self.path / WEIGHTS)
             if self.random_weights:
-                from mlc_amd.runtime.random_weights import RandomWeights  # which is built on this module
+                from mlc_amd.runtime.random_weights import RandomWeights  # imports this module
 
                 self._weights = RandomWeights(self._weights, self.manifest["tensors"])
         return self._weights

@@ -1,8 +1,8 @@
-"""A conversation with a model: turns of text in, streamed answers out, nothing computed twice.
+"""A conversation with a model: turns of text in, streamed answers out.
 
-The KV cache keeps what was said: a turn renders the whole conversation through the model's chat template, and the
-engine prefills only what its cache does not hold. The messages always say what was shown: an answer that was stopped
-half-way counts as far as it was read, and a turn that failed before its first word leaves no trace.
+A turn renders the whole conversation through the model's chat template, and the engine prefills only what is not in the
+KV cache. The messages always match what was shown: an interrupted answer is kept as far as it was shown, and a turn
+that failed before its first word leaves the conversation unchanged.
 """
 
 import json
@@ -17,17 +17,16 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.sampling import Sampling
 
 _FORMAT = 1  # of saved conversations
-# Room that `drop` makes for an answer when nobody said how long it may get: this share of the context, at most so many
-# tokens.
-_RESERVE_SHARE, _RESERVE_MOST = 4, 512
+# Tokens that `drop` reserves for an answer without max_tokens: a fraction (1/4) of the context, and a maximum.
+_RESERVE_FRACTION, _RESERVE_MAX = 4, 512
 
 
 class Conversation:
-    """Messages of the roles system, user and assistant, in order; and an engine that answers them.
+    """Messages of the roles system, user and assistant, in order, and an engine that answers them.
 
-    system: the system message, None for none. sampling: how answers are chosen (may be replaced between turns).
-    on_full: when the conversation outgrows the context, "error" raises ContextFull, "drop" forgets the oldest turns but
-    never the system message. dropped: how many messages were forgotten so far.
+    system: the system message or None. sampling: sampling parameters (may be replaced between turns). on_full: when the
+    conversation exceeds the context, "error" raises ContextFull, "drop" removes the oldest turns but never the system
+    message. dropped: number of messages removed so far.
     """
 
     def __init__(
@@ -42,8 +41,8 @@ class Conversation:
         self.engine, self.sampling, self.on_full = engine, sampling or Sampling(), on_full
         self.messages: list[dict[str, str]] = []
         self.dropped = 0
-        # The rendered text that `_told_ids` stand for: the last prompt and the answer to it, as generated.
-        self._told, self._told_ids = "", []
+        # The last prompt with its answer as rendered text, and its ids as they were generated.
+        self._rendered, self._rendered_ids = "", []
         self.system = system
 
     @property
@@ -58,23 +57,22 @@ class Conversation:
 
     @property
     def stats(self) -> Stats:
-        """Counts and times of the last answer, also while it is being written; all zero before the first."""
+        """Statistics of the last answer, also while it is being generated; all zero before the first."""
         return self.engine.last
 
     def reset(self) -> None:
-        """Forgets every turn; the system message stays."""
+        """Removes all turns; the system message stays."""
         system = self.system
         self.messages, self.dropped = [], 0
         self.system = system
-        self._told, self._told_ids = "", []
+        self._rendered, self._rendered_ids = "", []
         self.engine.reset()
 
     def ask(self, text: str, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Iterator[str]:
-        """Adds a user's turn and yields the answer piece by piece; closing the iterator stops it and keeps what was
-        yielded.
+        """Adds a user turn and yields the answer in pieces; closing the iterator stops it and keeps what was yielded.
 
-        Raises ContextFull (a UserError) before anything is computed when the conversation does not fit, and UserError
-        for what the template or the engine reject; the conversation is then as before.
+        Raises ContextFull (a UserError) before anything is computed if the conversation does not fit, and UserError
+        for what the template or the engine rejects; the conversation is then unchanged.
         """
         messages, prompt, ids = self._fit([*self.messages, {"role": "user", "content": text}], max_tokens)
         template = self.engine.chat_template
@@ -83,7 +81,7 @@ class Conversation:
         try:
             for piece in pieces:
                 made.append(piece.id)
-                # A plain dialogue goes on after "Assistant:" with the space that the template writes before a message.
+                # In a plain dialogue the answer begins with the space that the template writes after "Assistant:".
                 out = piece.text.lstrip() if template.is_fallback and not shown else piece.text
                 if out:
                     shown += out
@@ -95,18 +93,18 @@ class Conversation:
             return
         self.dropped += len(self.messages) + 1 - len(messages)
         self.messages = [*messages, {"role": "assistant", "content": shown.rstrip() if template.is_fallback else shown}]
-        self._told, self._told_ids = "", []
+        self._rendered, self._rendered_ids = "", []
         if self.engine.tokenizer.decode(made, continues=True) == shown:
-            self._told, self._told_ids = prompt + self.engine.tokenizer.escape(shown), ids + made
+            self._rendered, self._rendered_ids = prompt + self.engine.tokenizer.escape(shown), ids + made
 
     def _fit(
         self, messages: list[dict[str, str]], max_tokens: int | None
     ) -> tuple[list[dict[str, str]], str, list[int]]:
-        """The messages that are kept, their prompt's text and its ids."""
+        """The messages that are kept, their rendered prompt and its ids."""
         context = self.engine.context
         reserve = 1
         if self.on_full == "drop":
-            reserve = max_tokens or min(context // _RESERVE_SHARE, _RESERVE_MOST)
+            reserve = max_tokens or min(context // _RESERVE_FRACTION, _RESERVE_MAX)
         while True:
             prompt = self._render(messages)
             ids = self._encode(prompt)
@@ -116,7 +114,7 @@ class Conversation:
             later = [i for i in range(first + 1, len(messages)) if messages[i]["role"] == "user"]
             if self.on_full == "error" or not later:
                 if len(ids) < context and not later:
-                    return messages, prompt, ids  # alone it fits, with less room for an answer than wished
+                    return messages, prompt, ids  # it fits alone, with less room for an answer than reserved
                 what = "the conversation with this message" if later else "this message"
                 advice = (
                     "start over, use --on-full drop or a larger --ctx" if later else "shorten it or use a larger --ctx"
@@ -125,26 +123,26 @@ class Conversation:
             messages = messages[:first] + messages[later[0] :]
 
     def _render(self, messages: list[dict[str, str]]) -> str:
-        # Text from outside must not be able to write control tokens.
+        # User text must not produce control tokens.
         escaped = [{**message, "content": self.engine.tokenizer.escape(message["content"])} for message in messages]
         return self.engine.chat_template.render(escaped, add_generation_prompt=True)
 
     def _encode(self, prompt: str) -> list[int]:
-        """Token ids of the rendered conversation, those that were generated as they were generated.
+        """Token ids of the rendered conversation; generated ids are kept as they were generated.
 
-        A model may spell a word in other tokens than the tokenizer would; encoding the text anew would then miss the
+        A model may split a word into other tokens than the tokenizer does; encoding its text again would then miss the
         cache from there on.
         """
         tokenizer = self.engine.tokenizer
-        if self._told and prompt.startswith(self._told):
-            rest = tokenizer.encode(prompt[len(self._told) :], add_special=False)
-            # Only a token matched as a whole text separates safely: elsewhere the two sides may belong to one token.
+        if self._rendered and prompt.startswith(self._rendered):
+            rest = tokenizer.encode(prompt[len(self._rendered) :], add_special=False)
+            # Only an added token separates safely: elsewhere, the text on both sides may form one token.
             if rest and tokenizer.is_added(rest[0]):
-                return self._told_ids + rest
+                return self._rendered_ids + rest
         return tokenizer.encode(prompt, add_special=not tokenizer.add_eos)
 
     def save(self, path: str | Path) -> None:
-        """Writes the messages as JSON; an existing file is replaced only by a complete one."""
+        """Writes the messages as JSON, atomically."""
         path = Path(path).expanduser()
         text = json.dumps({"format": _FORMAT, "messages": self.messages}, ensure_ascii=False, indent=1) + "\n"
         temporary = None
@@ -163,7 +161,7 @@ class Conversation:
             raise UserError(f"cannot save the conversation to {path}: {error.strerror}; choose another file") from error
 
     def load(self, path: str | Path) -> None:
-        """Replaces the messages, the system message included, by saved ones. UserError when the file is not a saved
+        """Replaces the messages, including the system message, by saved ones. UserError if the file is not a saved
         conversation."""
         path = Path(path).expanduser()
         try:
@@ -180,7 +178,7 @@ class Conversation:
 
 
 def _is_conversation(messages: object) -> TypeGuard[list[dict[str, str]]]:
-    """A list of messages: perhaps one of the system, then user and assistant in turn, the assistant last."""
+    """Whether this is a list of messages: an optional system message, then pairs of user and assistant messages."""
     if not isinstance(messages, list):
         return False
     if not all(

@@ -1,13 +1,12 @@
-"""A conversation to the text of a prompt, by the Jinja template that came with the model.
+"""Renders a conversation to the text of a prompt, with the model's Jinja template.
 
 In:  a directory with `tokenizer_config.json` (see `mlc_amd.compiler.tokenizer.export`); messages as {"role": str,
      "content": str}.
-Out: `ChatTemplate.render`, the prompt's text, to be encoded with control tokens parsed. Put text from outside through
-     `Tokenizer.escape` before it goes into a message, or it can forge control tokens and with them other speakers'
-     turns.
+Out: `ChatTemplate.render`, the prompt's text, to be encoded with control tokens parsed. Pass untrusted text through
+     `Tokenizer.escape` before it goes into a message, or it can inject control tokens and thereby turns of other roles.
 
-A template is foreign code: it runs in Jinja's sandbox, which hides Python's internals and bounds ranges.
-The environment is the one that templates are written for, that of Hugging Face transformers (`chat_template_utils.py`).
+A template is untrusted code: it runs in Jinja's sandbox, which hides Python's internals and bounds ranges. The
+environment is that of Hugging Face transformers (`chat_template_utils.py`), which templates are written for.
 """
 
 import json
@@ -24,8 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.tokenizer import read_config
 
-# For models that bring no template (base models): plain text that a reader, and so a language model, takes for a
-# dialogue.
+# For models without a template (base models): a dialogue in plain text.
 FALLBACK = (
     "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
@@ -34,8 +32,7 @@ FALLBACK_STOPS = ("\nUser:", "\nSystem:", "\nAssistant:")
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %}...{% endgeneration %}: marks an assistant's words in training data; here it only renders what it
-    holds."""
+    """{% generation %}...{% endgeneration %} marks assistant text in training data; here it renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 (its type in Jinja's class)
 
@@ -74,10 +71,10 @@ def _one_line(error: Exception) -> str:
 
 
 class ChatTemplate:
-    """A model's chat template; where it has none, the plain dialogue `FALLBACK`, and `is_fallback` is True.
+    """A model's chat template; without one, the plain dialogue `FALLBACK` (`is_fallback` is then True).
 
     source: the template's text    tokens: {"bos_token": text, ...}, "" where the model has no such token
-    Raises UserError when the source is no valid Jinja template.
+    Raises UserError if the source is not a valid Jinja template.
     """
 
     def __init__(self, source: str | None, tokens: dict[str, str]):
@@ -113,25 +110,24 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text.
 
-        add_generation_prompt: end with the opening of the assistant's turn.
-        variables:             further ones that the template knows (tools, documents, enable_thinking, ...); they win
-                               over the usual ones.
-        Raises UserError with the template's own message when it rejects the conversation or fails.
+        add_generation_prompt: end with the beginning of the assistant's turn.
+        variables:             further variables of the template (tools, documents, enable_thinking, ...), which
+                               override the standard ones.
+        Raises UserError with the template's message if it rejects the conversation or fails.
         """
-        usual = {
+        standard = {
             "messages": list(messages),
             "add_generation_prompt": add_generation_prompt,
             "tools": None,
             "documents": None,
         }
         try:
-            return self._template.render(**{**self._tokens, **usual, **variables})
+            return self._template.render(**{**self._tokens, **standard, **variables})
         except Exception as error:  # a template can raise whatever the Python operations in it raise
             raise UserError(
                 f"the model's chat template failed ({_one_line(error)}): change the messages or the template"
             ) from error
 
     def stop_strings(self) -> tuple[str, ...]:
-        """Texts that end the assistant's turn besides the tokenizer's `end_ids`: a plain dialogue has no token for
-        that."""
+        """Texts that end an assistant turn besides the tokenizer's `end_ids`, for the plain dialogue."""
         return FALLBACK_STOPS if self.is_fallback else ()

@@ -1,8 +1,8 @@
 """The engine: token ids in, logits or text out, with the KV cache kept between calls.
 
-`tokens` is what the cache holds; everything else follows from it. The plan has functions for one token (decode) and for
-chunks of several sizes (prefill); position and live length go to the kernels in the io buffer `state`, so the same
-launches serve every step.
+`tokens` are the tokens in the cache; all other state follows from them. The plan has functions for one token (decode)
+and for chunks of several sizes (prefill). Kernels read the position and the number of live tokens from the io buffer
+`state`, so the same launches serve every step.
 """
 
 import time
@@ -21,7 +21,7 @@ from mlc_amd.runtime.tokenizer import Tokenizer
 
 Ids = Sequence[int] | np.ndarray  # token ids
 
-_SCORED = 64  # tokens whose logits are made together: a large vocabulary has half a megabyte for each
+_SCORED = 64  # tokens per call of a score function: with a large vocabulary, the logits of one take half a megabyte
 
 
 class ContextFull(UserError):
@@ -38,29 +38,29 @@ class Piece:
 
 @dataclass
 class Stats:
-    """One generation, in tokens and seconds. Valid while it runs."""
+    """Statistics of one generation, in tokens and seconds; updated while it runs."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, found in the KV cache
     prefill_s: float = 0.0
-    ttft_s: float = 0.0  # from the call to the first token
+    ttft_s: float = 0.0  # time to first token, from the call
     generated: int = 0
     decode_s: float = 0.0
     finish: str = "interrupted"  # "stop", "length", "context" or "interrupted"
 
     @property
     def prefill_rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return (self.prompt_tokens - self.cached_tokens) / self.prefill_s if self.prefill_s else 0.0
 
     @property
     def decode_rate(self) -> float:
-        """Tokens a second after the first one."""
+        """Tokens per second, without the first one."""
         return (self.generated - 1) / self.decode_s if self.decode_s and self.generated > 1 else 0.0
 
 
 class Engine:
-    """A loaded model on a device. Not for use from several threads at once."""
+    """A loaded model on a device. Not thread-safe."""
 
     def __init__(self, artifact: Artifact, device):
         self.artifact, self.device = artifact, device
@@ -80,8 +80,8 @@ class Engine:
     def load(
         cls, path: str | Path, device: str | None = None, threads: int | None = None, verify: bool = False
     ) -> "Engine":
-        """Loads an artifact folder. `verify` checks the weights' checksum too (reads them all). UserError if it cannot
-        run here."""
+        """Loads an artifact folder. `verify` also verifies the checksum of the weights, which reads all of them.
+        UserError if it cannot run here."""
         if Path(path).suffix == ".gguf":
             raise UserError(f"{path} is not compiled yet; run: mlc-amd compile {path}")
         artifact = Artifact.open(path, verify)
@@ -97,14 +97,14 @@ class Engine:
         self.tokens = []
 
     def truncate(self, n: int) -> None:
-        """Keeps the first `n` tokens; what lies behind them in the cache is overwritten by what comes next."""
+        """Keeps the first `n` tokens; later steps overwrite the rest of the cache."""
         if not 0 <= n <= len(self.tokens):
             raise ValueError(f"cannot keep {n} of {len(self.tokens)} tokens")
         del self.tokens[n:]
 
     def match(self, ids: Sequence[int]) -> int:
-        """Truncates the cache to the longest prefix that it shares with `ids` and returns its length; at least one id
-        stays to prefill."""
+        """Truncates the cache to the longest prefix that it shares with `ids`, leaving at least one id to prefill;
+        returns its length."""
         limit = min(len(self.tokens), len(ids) - 1)
         n = next((i for i in range(limit) if self.tokens[i] != ids[i]), limit)
         self.truncate(max(n, 0))
@@ -113,10 +113,10 @@ class Engine:
     # ---- logits
 
     def advance(self, ids: Ids) -> np.ndarray:
-        """Appends `ids` to the cache; float32 [vocab], the logits after the last one, in memory that the next step
+        """Appends `ids` to the cache. Returns the logits of the last one, float32 [vocab], in memory that the next step
         overwrites.
 
-        ContextFull leaves the cache as it was.
+        ContextFull leaves the cache unchanged.
         """
         checked = self._check(ids)
         for start, count, function in self._chunks(len(checked)):
@@ -124,7 +124,7 @@ class Engine:
         return self.device.read("logits", 1)[0, : self.vocab]
 
     def prefill(self, ids: Ids) -> np.ndarray:
-        """`advance` with logits to keep: a copy, which takes longer than choosing a token does."""
+        """`advance`, with a copy of the logits; copying takes longer than greedy sampling."""
         return self.advance(ids).copy()
 
     def decode(self, token: int) -> np.ndarray:
@@ -132,7 +132,7 @@ class Engine:
         return self.prefill([token])
 
     def score(self, ids: Ids) -> np.ndarray:
-        """Appends `ids`; float32 [len(ids), vocab], the logits after every one of them."""
+        """Appends `ids`. Returns the logits of all of them, float32 [len(ids), vocab]."""
         checked, (size, function) = self._check(ids), self._score
         size = min(size, _SCORED)
         logits = np.empty((len(checked), self.vocab), np.float32)
@@ -143,10 +143,9 @@ class Engine:
         return logits
 
     def time(self, ids: Ids) -> tuple[str, int, list[tuple[str, float, float]]]:
-        """How long each kernel of the first step of `prefill(ids)` takes: (function, tokens, [(kernel, seconds, gap
-        before it)]).
+        """Times the kernels of the first step of `prefill(ids)`: (function, tokens, [(kernel, seconds, gap before)]).
 
-        The cache keeps what it holds, and the position. UserError if the device cannot tell times.
+        Cache and position are unchanged. UserError if the device cannot time kernels.
         """
         checked = self._check(ids)
         if not hasattr(self.device, "time"):
@@ -170,7 +169,7 @@ class Engine:
         return ids
 
     def _chunks(self, n: int) -> Iterator[tuple[int, int, str]]:
-        """(start, count, function): the largest size as long as it fills, then the smallest that holds the rest."""
+        """(start, count, function): the largest size while it is filled, then the smallest that holds the rest."""
         start, largest = 0, self._sizes[-1][0]
         while start < n:
             count = min(n - start, largest)
@@ -195,10 +194,10 @@ class Engine:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Generator[Piece, None, None]:
-        """Continues `ids`, one token at a time; what the cache already holds of them is not computed again.
+        """Continues `ids`, one token at a time; a prefix that is in the cache is not computed again.
 
-        Ends at an end token, a stop string (which is not part of the text), `max_tokens`, or a full context;
-        `last.finish` says which.
+        Ends at an end token, a stop string (not part of the text), `max_tokens`, or a full context, as reported in
+        `last.finish`.
         """
         begin = time.perf_counter()
         sampler, decoder = Sampler(sampling or Sampling()), self.tokenizer.stream()
@@ -207,7 +206,7 @@ class Engine:
         stats.cached_tokens = self.match(ids)
         logits = self.advance(ids[stats.cached_tokens :])
         stats.prefill_s = time.perf_counter() - begin
-        held = ""  # text that may yet turn out to be the start of a stop string
+        held = ""  # text that may be the beginning of a stop string
         first = None
         while max_tokens is None or stats.generated < max_tokens:
             token = sampler.sample(logits, recent)
@@ -235,8 +234,8 @@ class Engine:
             yield Piece(recent[-1], text)
 
     def chat(self, message: str | list[dict], **options) -> Iterator[str]:
-        """The answer's text, in pieces. A string is the next turn of the engine's own conversation, a list of messages
-        a new one.
+        """The answer's text, in pieces. A string is the next turn of the engine's conversation, a list of messages
+        starts a new one.
 
         `options`: sampling, max_tokens, stop, as in `generate`.
         """
@@ -256,7 +255,7 @@ class Engine:
 
 
 def _split_at_stop(text: str, stop: Sequence[str], last: bool = False) -> tuple[str, str, bool]:
-    """(text to show, text to hold back, stopped): held back is the longest end that a stop string could begin with."""
+    """(text to emit, text to hold back, stopped); held back is the longest suffix that is a prefix of a stop string."""
     places = [place for s in stop if s and (place := text.find(s)) >= 0]
     if places:
         return text[: min(places)], "", True

@@ -4,8 +4,8 @@ In:  a directory with `tokenizer.json` and `tokenizer_config.json`, as `mlc_amd.
      (it documents both).
 Out: `Tokenizer`: `encode`, `decode`, and `stream`, a decoder for tokens that arrive one at a time.
 
-Decoding works on bytes, not through the `tokenizers` library: a token may hold half a character, and only its bytes
-join without loss.
+Decoding works on bytes, not through the `tokenizers` library: a token may be a part of a character, and only bytes can
+be joined without loss.
 """
 
 import codecs
@@ -48,7 +48,7 @@ _KEYS = frozenset(
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The content of `tokenizer_config.json`. Raises UserError when it is missing or not what `export` writes."""
+    """The content of `tokenizer_config.json`. Raises UserError if it is missing or malformed."""
     path = Path(directory) / "tokenizer_config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -65,7 +65,7 @@ def _one_line(error: Exception) -> str:
 
 
 class Tokenizer:
-    """One model's vocabulary. Thread-safe: nothing changes after construction.
+    """The tokenizer of one model. Immutable, so thread-safe.
 
     vocab_size: int            tokens have ids 0..vocab_size-1
     bos_id, eos_id: int|None   beginning and end of a text
@@ -110,11 +110,10 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of `text`.
 
-        add_special:   put the beginning-of-text token first and the end-of-text token last where the model wants them;
-                       never a second one, so a chat template's own beginning-of-text stays alone.
+        add_special:   add the beginning-of-text and end-of-text tokens that the model expects, but never a second one:
+                       a chat template may contain them.
         parse_special: texts of control tokens ("<|im_end|>") become these tokens; otherwise they are plain text.
-        User-defined tokens, which
-                       carry no control meaning, are matched either way.
+                       User-defined tokens, which have no control function, are matched either way.
         """
         try:
             text.encode()
@@ -128,20 +127,19 @@ class Tokenizer:
         return ids
 
     def escape(self, text: str) -> str:
-        """`text` such that `encode` with parse_special reads no control token in it, and otherwise the same tokens as
-        before.
+        """`text` changed such that `encode` with parse_special finds no control tokens in it, and otherwise the same
+        tokens.
 
-        For text from outside that goes into a prompt which has control tokens of its own, as a message in a chat
-        template.
+        For untrusted text in a prompt with control tokens, such as a message in a chat template.
         """
         return self._special_start.sub(lambda match: match[0] + self._fence, text)
 
     def decode(self, ids: list[int], skip_special: bool = True, continues: bool = False) -> str:
-        """Text of `ids`: the inverse of `encode`. Bytes that are no UTF-8 become U+FFFD.
+        """Text of `ids`: the inverse of `encode`. Invalid UTF-8 becomes U+FFFD.
 
         skip_special: control tokens have no text.
-        continues:    the ids go on from others (a generation after its prompt); otherwise they start a text, and the
-                      space that `encode` puts before a text for some models (`add_space_prefix`) is taken off again.
+        continues:    the ids continue others (a generation after its prompt); otherwise they start a text, and the
+                      space that `encode` adds before a text for some models (`add_space_prefix`) is removed.
         """
         stream = TextStream(self, skip_special, continues)
         return "".join([stream.push(i) for i in ids]) + stream.flush()
@@ -151,16 +149,15 @@ class Tokenizer:
         return TextStream(self, skip_special, continues)
 
     def token_text(self, token: int) -> str:
-        """The token as the vocabulary writes it ("Ġthe", "▁the", "<0x0A>"). Raises UserError for an id outside the
-        vocabulary."""
+        """The token as written in the vocabulary ("Ġthe", "▁the", "<0x0A>"). UserError for an id outside of it."""
         text = self._backend.id_to_token(token) if 0 <= token < self.vocab_size else None
         if text is None:
             raise UserError(f"token id {token} is outside the vocabulary: ids go from 0 to {self.vocab_size - 1}")
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """What the token adds to a text, possibly half a character. Raises UserError for an id outside the
-        vocabulary."""
+        """The bytes that the token adds to a text, possibly a part of a character. Raises UserError for an id outside
+        the vocabulary."""
         if token in self._added:
             return self._added[token]
         text = self.token_text(token)
@@ -171,7 +168,7 @@ class Tokenizer:
         return text.replace("▁", " ").encode()
 
     def is_special(self, token: int) -> bool:
-        """Whether the token is a control token, one that has no text of its own."""
+        """Whether the token is a control token, which has no text."""
         return token in self._special
 
     def is_added(self, token: int) -> bool:
@@ -180,10 +177,9 @@ class Tokenizer:
 
 
 class TextStream:
-    """Decodes ids one at a time: `push(id)` returns the characters that are complete by now, `flush()` what is left at
-    the end.
+    """Decodes ids one at a time: `push(id)` returns the characters completed by the id, `flush()` the rest at the end.
 
-    All pushes and the flush joined are what `decode` gives for the same ids. Half a character waits for its other half.
+    The concatenation equals `decode` of the same ids. An incomplete character is held back.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, continues: bool):
@@ -196,7 +192,7 @@ class TextStream:
         """Raises UserError for an id outside the vocabulary."""
         piece = self._tokenizer.token_bytes(token)
         if self._tokenizer.is_added(token):
-            # `encode` puts a space before the text that follows such a token as well.
+            # `encode` adds a space before the text after such a token, too.
             self._after_prefix = self._tokenizer.add_space_prefix
             return "" if self._skip_special and self._tokenizer.is_special(token) else self._utf8.decode(piece)
         if self._after_prefix:
@@ -205,5 +201,5 @@ class TextStream:
         return self._utf8.decode(piece)
 
     def flush(self) -> str:
-        """The rest, with U+FFFD for a character that never got complete; the stream is then as new within its text."""
+        """The rest, with U+FFFD for an incomplete character; the stream may then be continued."""
         return self._utf8.decode(b"", final=True)

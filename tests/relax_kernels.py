@@ -5,7 +5,6 @@ import json
 import math
 from dataclasses import dataclass
 
-import gfxemu
 import numpy as np
 import tvm_ffi
 import vulkan_harness
@@ -18,6 +17,7 @@ from mlc_amd.compiler.codegen.rocm import HsacoModule
 from mlc_amd.compiler.pipeline import make_target
 from mlc_amd.runtime.devices.cpu import Kernels
 from mlc_amd.schedules.gpu import profiles
+from mlc_amd.tools.dev import gfxemu
 
 ALIGN = 64
 

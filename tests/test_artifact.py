@@ -146,7 +146,7 @@ def test_damaged_weights_show_with_verify(broken):
 def test_another_cpu(broken):
     target = json.loads((broken / "manifest.json").read_text())["target"]
     manifest_with(broken, target={**target, "arch": "cpu-of-tomorrow", "flags": [*target["flags"], "avx2048"]})
-    with pytest.raises(UserError, match=r"compiled for 'cpu-of-tomorrow', and this CPU lacks avx2048"):
+    with pytest.raises(UserError, match=r"compiled for 'cpu-of-tomorrow', but this CPU lacks avx2048"):
         Engine.load(broken)
 
 

@@ -182,8 +182,8 @@ def test_the_host_profile_accounts_for_all_time(capsys, cache):
     parts = result["host_profile"]
     assert 0 < result["host_us"] < result["avg_ns"] / 8 / 1000
     assert all(us >= 0 for us in parts.values()) and parts["waiting"] > 0 and parts["sampling"] > 0
-    own = [us for name, us in parts.items() if name not in ("together", "waiting")]
-    assert sum(own) == pytest.approx(parts["together"])
+    own = [us for name, us in parts.items() if name not in ("total", "waiting")]
+    assert sum(own) == pytest.approx(parts["total"])
 
 
 def test_tables_follow_the_results(capsys, cache):

@@ -252,9 +252,9 @@ def test_help_imports_no_tvm():
         (("frobnicate",), "choose from chat"),
         (("chat", "--tempreature", "1"), "did you mean --temperature"),
         (("chat", "-z"), "unknown flag -z"),
-        (("chat", "--temperature", "warm"), "--temperature wants X, not 'warm'"),
+        (("chat", "--temperature", "warm"), "--temperature must be X, not 'warm'"),
         (("chat", "--temperature", "-1"), "temperature is -1.0"),
-        (("chat", "--max-tokens", "1.5"), "--max-tokens wants N"),
+        (("chat", "--max-tokens", "1.5"), "--max-tokens must be N"),
         (("chat", "--max-tokens", "0"), "at least 1"),
         (("chat", "--prompt"), "--prompt needs a value"),
         (("chat", "--on-full", "maybe"), "error|drop"),
@@ -267,7 +267,7 @@ def test_help_imports_no_tvm():
         (("compile",), "GGUF file or --synthetic"),
         (("compile", "--synthetic", "huge:q4_0"), "unknown preset"),
         (("bench", "-p", "0", "-n", "0"), "nothing to measure"),
-        (("bench", "-p", "12,x"), "--n-prompt wants N,N"),
+        (("bench", "-p", "12,x"), "--n-prompt must be N,N"),
         (("bench", "-o", "xml"), "md|json|jsonl|csv"),
         (("perplexity", "x"), "--text FILE or --ids"),
     ],
@@ -386,7 +386,7 @@ def test_a_model_cannot_steer_the_terminal(monkeypatch):
 def test_integers_accept_what_people_type():
     parse = arguments.parse_functions(chat.run)["max_tokens"]
     assert (parse("1e3"), parse("64"), parse("0x10")) == (1000, 64, 16)
-    with pytest.raises(UserError, match="--max-tokens wants N, not 'inf'"):
+    with pytest.raises(UserError, match="--max-tokens must be N, not 'inf'"):
         parse("inf")
 
 

@@ -296,7 +296,7 @@ def test_without_graphs_launches_go_one_by_one(artifact, caplog, call):
         bindings.hipStreamEndCapture = lambda stream: setattr(bindings, "captured", None) or (900, None)
         bindings.fail = {}
     device = HipDevice(artifact("gfx1100"), bindings=bindings)
-    assert "going on without them" in caplog.text and call in caplog.text
+    assert "continuing without them" in caplog.text and call in caplog.text
     check(device)
 
 
@@ -389,7 +389,7 @@ def test_choice(artifact, gpus, archs, index, arch):
 )
 def test_no_code_for_this_gpu(artifact, have, compiled):
     with pytest.raises(
-        UserError, match=f"compiled for {compiled}, and this machine has {have} .Radeon.; .*--arch {have}"
+        UserError, match=f"compiled for {compiled}, but this machine has {have} .Radeon.; .*--arch {have}"
     ):
         HipDevice(artifact(compiled), bindings=Recorder(KERNELS, gpus=[{"gcnArchName": have.encode()}]))
 

@@ -51,7 +51,12 @@ def test_topology(machine):
         (("kfd",), "hipErrorNoDevice", None, r"no permission on .*kfd; join its group: sudo usermod -aG render"),
         (("renderD128",), "hipErrorNoDevice", None, "no permission on /dev/dri/renderD128"),
         ((), "hipErrorNoDevice", "HIP_VISIBLE_DEVICES", r"\(gfx1151\) may be hidden by HIP_VISIBLE_DEVICES; unset it"),
-        ((), "hipErrorNoDevice", None, "HIP 6.0 does not use this GPU .gfx1151.*newer ROCm.*HSA_OVERRIDE_GFX_VERSION"),
+        (
+            (),
+            "hipErrorNoDevice",
+            None,
+            "HIP 6.0 does not support this GPU .gfx1151.*newer ROCm.*HSA_OVERRIDE_GFX_VERSION",
+        ),
     ],
 )
 def test_reasons(machine, monkeypatch, forbidden, code, env, message):

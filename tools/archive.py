@@ -1,6 +1,6 @@
-"""Writes files that are to lie together: into a folder, or into a .tar.zst that is the same whenever its content is.
+"""Writes a set of files into a folder, or into a reproducible .tar.zst.
 
-In: entries in order. Out: the folder or the file, whole or not at all.
+In: entries in order. Out: the folder or the file, complete or not at all.
 """
 
 import io
@@ -22,7 +22,7 @@ PIECE = 8 << 20
 
 @dataclass(frozen=True)
 class Entry:
-    """A file to be: its path (with /), its content or the file that has it, whether it is a program."""
+    """A file to write: its path (with /), its content or a file with it, whether it is executable."""
 
     path: str
     content: bytes | Path
@@ -60,7 +60,7 @@ class _Frame(Protocol):
 
 
 def compressor() -> Callable[[int], _Frame]:
-    """level -> an object whose compress(data) and flush() make one frame. UserError where nothing can."""
+    """level -> an object whose compress(data) and flush() make one frame. UserError without a zstd library."""
     try:
         from compression import zstd  # pyright: ignore[reportMissingImports]  (Python 3.14)
     except ImportError:
@@ -75,8 +75,7 @@ def compressor() -> Callable[[int], _Frame]:
 
 
 class _Frames(io.RawIOBase):
-    """A file for tarfile: what is written is compressed at the level that was set last; setting one begins another
-    frame."""
+    """A file for tarfile that compresses what is written at the current level; setting a level begins a new frame."""
 
     def __init__(self, file, make: Callable[[int], _Frame]):
         self._file, self._make, self._position = file, make, 0
@@ -118,7 +117,7 @@ def write_folder(path: Path, entries: Iterable[Entry], wrote: Callable[[int], No
 def write_archive(
     path: Path, folder: str, entries: Iterable[Entry], fast: Callable[[Entry], bool], wrote: Callable[[int], None]
 ) -> None:
-    """Writes `entries`, as files of `folder`, into the .tar.zst `path`. fast(entry): content that hardly gets smaller.
+    """Writes `entries`, as files of `folder`, into the .tar.zst `path`. fast(entry): content that hardly compresses.
     wrote(bytes): as in `write_folder`."""
     make = compressor()
     with _renamed(path) as temporary, open(temporary, "wb") as file:
@@ -138,8 +137,8 @@ def write_archive(
 
 @contextmanager
 def _renamed(path: Path) -> Iterator[Path]:
-    """A name beside `path` for a file or a folder that takes its place when the block ends well, and vanishes when it
-    does not."""
+    """A temporary path beside `path` for a file or a folder, renamed to `path` if the `with` block succeeds, and
+    deleted otherwise."""
     temporary, old = (path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.{end}") for end in ("tmp", "old"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""The command line of one verb: what was typed -> what python-fire binds to the verb's `run` function, and the verb's
-help page.
+"""The command line of one verb: converts its tokens to the arguments that python-fire passes to the verb's `run`
+function, and renders its help page.
 
 A verb is a function: parameters before `*` are positional arguments, those after it are flags, annotations are types,
 and the Google-style docstring is the help. Fire alone would read `--prompt 123` as a number, `1e3.gguf` as a float and
@@ -24,7 +24,7 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 def _integer(text: str) -> int:
-    # "1e3" and "0x10" are what people type for counts too; "1.5" is a mistake.
+    # "1e3" and "0x10" are accepted as counts, too; "1.5" is an error.
     try:
         return int(text, 0)
     except ValueError:
@@ -84,7 +84,7 @@ def parse_functions(run: Callable) -> dict[str, Callable[[str], object]]:
             try:
                 return read(text)
             except (ValueError, OverflowError):
-                raise UserError(f"{_spelling(name)} wants {what}, not {text!r}") from None
+                raise UserError(f"{_spelling(name)} must be {what}, not {text!r}") from None
 
         return parse
 

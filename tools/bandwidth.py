@@ -34,13 +34,13 @@ def measure(threads: int | None = None) -> float:
     may use)."""
     threads = threads or len(os.sched_getaffinity(0))
     count = max(_LEAST_BYTES, 4 * last_level_cache() // threads) // 8
-    together = threading.Barrier(threads)
+    barrier = threading.Barrier(threads)
     spans: list[list[tuple[float, float]]] = [[] for _ in range(_ROUNDS)]
 
     def read() -> None:
         array = np.ones(count)
         for rounds in spans:
-            together.wait()
+            barrier.wait()
             # Each reader takes its own times: another thread's clock would miss what happens before it is scheduled.
             start = time.perf_counter()
             array.max()

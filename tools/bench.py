@@ -1,8 +1,8 @@
 """`mlc-amd bench`: prefill and decode speed, with llama-bench's meaning, column names and output formats.
 
 A test is `pp<n>` (prefill n tokens), `tg<n>` (decode n tokens, one at a time), or either `@ d<k>`, with k tokens in the
-KV cache before it. Tokens are random and the time holds only the engine's work: no tokenizer, no sampling. Each test
-runs once unmeasured, then r times. A GPU is kept busy for a moment before that, for an idle one has slowed its clocks.
+KV cache before it. Tokens are random and only the engine is timed: no tokenizer, no sampling. Each test has one
+warm-up run, then r measured runs. A GPU is kept busy briefly before that, to raise its clocks.
 """
 
 import csv
@@ -20,13 +20,13 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import bandwidth, display, host_profile, kernel_table, models
 
 SHORT = {"p": "n_prompt", "n": "n_gen", "d": "n_depth", "r": "repetitions", "o": "output", "t": "threads"}
-_LEAST_CONTEXT = 512  # compile for no less
+_MIN_CONTEXT = 512  # tokens; the minimum to compile for
 _WARM_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
 class Repetition:
-    """Seconds of one run of a test, and those of them that the host did not spend waiting for the device."""
+    """Seconds of one run of a test, and of these the seconds that the host did not spend waiting for the device."""
 
     seconds: float
     host: float
@@ -69,9 +69,9 @@ def run(
 ) -> None:
     """Measures prefill (pp) and decode (tg) speed in tokens per second, with llama-bench's columns.
 
-    For decoding it adds the bytes of weights and KV cache that a token must read, as GB/s, and as a share of what the
-    memory can do: of the plain read (cpu) or copy (GPU) bandwidth, measured right before the test, and of what the
-    fastest usual GPU of its kind has, by the table; and the time that the host spends on a token besides waiting.
+    For decode it adds the memory traffic of weights and KV cache in GB/s, and as fractions of the read (cpu) or copy
+    (GPU) bandwidth measured right before the test and of the bandwidth in the table of GPUs; and the host time per
+    token, without waiting.
 
     Args:
         model: artifact folder or GGUF file (compiled on first use); the bundled demo model if omitted.
@@ -114,7 +114,7 @@ def run(
         and engine.device.kind == "cpu"
         and kernel_table.decode_bytes(engine.artifact, 0) < bandwidth.last_level_cache()
     ):
-        display.message("this model fits into the CPU's cache: how fast memory is read says little about it")
+        display.message("this model fits into the CPU's cache: memory bandwidth says little about its speed")
     if engine.device.kind != "cpu":
         display.message(f"on {engine.device.name}")
     begin, write, end = _WRITERS[output]()
@@ -159,7 +159,7 @@ def _context(model: str | None, synthetic: str | None, ctx: int | None, needed: 
     if path and models.is_artifact(path):
         return None
     with models.open_source(path, synthetic) as source:
-        return min(max(_LEAST_CONTEXT, 1 << (needed - 1).bit_length()), source.config.context)
+        return min(max(_MIN_CONTEXT, 1 << (needed - 1).bit_length()), source.config.context)
 
 
 def measure(engine, test: Test, repetitions: int) -> list[Repetition]:

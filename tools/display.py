@@ -1,4 +1,4 @@
-"""What people read: sizes, tables, progress on stderr, model text made safe for a terminal."""
+"""Output for humans: sizes, tables, progress on stderr, model text made safe for a terminal."""
 
 import re
 import sys
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 _STAGES = {"import": "import graph", "kernels": "compile kernels", "weights": "pack weights", "write": "write"}
-# Everything below space but tab and newline, and DEL, and the C1 codes: a model must not steer the terminal.
+# Everything below space but tab and newline, and DEL, and the C1 codes: model output must not control the terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -21,7 +21,7 @@ def message(text: str) -> None:
 
 
 def size(count: float) -> str:
-    """Bytes in the unit that reads well: "804.00 MiB"."""
+    """Bytes with a suitable unit: "804.00 MiB"."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.2f} {unit}" if unit != "B" else f"{count:.0f} B"
@@ -30,7 +30,7 @@ def size(count: float) -> str:
 
 
 def parameters(count: float) -> str:
-    """A number of weights as llama-bench writes it: "1.50 B", "20.71 M"."""
+    """A number of weights in the notation of llama-bench: "1.50 B", "20.71 M"."""
     return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
 
 
@@ -49,7 +49,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], right: Sequen
 
 
 def printable(text: str) -> str:
-    """Text of a model for stdout: unchanged into files and pipes, without control characters on a terminal."""
+    """Model output for stdout: unchanged for files and pipes, without control characters for a terminal."""
     return _CONTROL.sub("", text) if sys.stdout.isatty() else text
 
 
@@ -88,7 +88,7 @@ def compile_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
 
 
 class _Clocked(Progress):
-    """A bar that moves with the time, too."""
+    """A bar that also advances with time."""
 
     def __init__(self, *columns, share: Callable[[], float]):
         super().__init__(*columns, console=Console(stderr=True), transient=True)
@@ -139,7 +139,7 @@ def budget_progress(title: str, seconds: float | None, count: int | None) -> Ite
 
 
 def clock(seconds: float) -> str:
-    """Seconds as people say them: "42 s", "3.5 min"."""
+    """A duration: "42 s", "3.5 min"."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
 
 
@@ -149,7 +149,7 @@ def speed(tokens: int, seconds: float) -> str:
 
 
 def footer(stats, used: int, context: int) -> str:
-    """One line about an answer: what was read anew, what the cache saved, how fast."""
+    """One line of statistics of an answer."""
     new = stats.prompt_tokens - stats.cached_tokens
     parts = [
         f"{new} new + {stats.cached_tokens} cached tokens in",

@@ -43,10 +43,10 @@ def _stopped(engine) -> Iterator[_Stopwatch]:
 
 
 def measure(engine, tokens: int) -> dict[str, float]:
-    """Generates `tokens` tokens greedily from the engine's position, whatever they are; microseconds per token by part.
+    """Generates `tokens` tokens greedily from the engine's position; microseconds per token by part.
 
     The parts: engine (checks, bookkeeping), write, run, read (the device's calls, without waiting), sampling, text;
-    together; and waiting.
+    their total; and waiting.
     """
     sampler, stream, token, recent = Sampler(Sampling()), engine.tokenizer.stream(), 0, []
     decoding = sampling = text = 0.0
@@ -67,7 +67,7 @@ def measure(engine, tokens: int) -> dict[str, float]:
     parts = {"engine": engine_alone, **watch.seconds, "sampling": sampling, "text": text}
     return {
         name: seconds / tokens * 1e6
-        for name, seconds in (parts | {"together": sum(parts.values()), "waiting": waited}).items()
+        for name, seconds in (parts | {"total": sum(parts.values()), "waiting": waited}).items()
     }
 
 

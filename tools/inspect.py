@@ -1,5 +1,4 @@
-"""`mlc-amd inspect`: what is in a GGUF file, an artifact or a GPU code object, without running it or needing the
-hardware."""
+"""`mlc-amd inspect`: the contents of a GGUF file, an artifact or a GPU code object; needs no GPU."""
 
 import dataclasses
 from json import dumps
@@ -19,11 +18,11 @@ def run(
     asm: str | None = None,
     tensors: bool = False,
 ) -> None:
-    """Shows what is in a GGUF file or an artifact: configuration, weights by type, memory, and how it runs.
+    """Shows the contents of a GGUF file or an artifact: configuration, weights by type, memory, kernels and launches.
 
-    Of GPU code (artifacts for GPUs, and anybody's .hsaco files) it shows each kernel's registers, LDS, spills,
-    occupancy and instructions, and its assembly. For artifacts of target vulkan Mesa's driver for AMD GPUs tells them,
-    where it is installed.
+    For GPU code (artifacts for GPUs, and any .hsaco file) it shows registers, LDS, spills, occupancy, instructions
+    and assembly of each kernel. For artifacts of target vulkan these come from Mesa's compiler for AMD GPUs, if it is
+    installed.
 
     Args:
         model: a GGUF file, an artifact's folder, or an AMD code object (.hsaco).
@@ -44,18 +43,18 @@ def run(
         codes = gpu_codes(artifact) if gpu_codes and (json or kernels or asm is not None) else []
     elif inspect_kernels.is_code_object(path):
         if plan or tensors:
-            raise UserError(f"{path} is GPU code: --plan and --tensors are about artifacts; --asm shows its assembly")
+            raise UserError(f"{path} is GPU code: --plan and --tensors apply to artifacts; --asm shows its assembly")
         report, codes, kernels = {"file": str(path)}, [inspect_kernels.GpuCode(path)], True
     elif plan or kernels or asm is not None:
         raise UserError(
-            f"{path} is a GGUF file: --plan, --kernels and --asm are about artifacts (`mlc-amd compile` makes one)"
+            f"{path} is a GGUF file: --plan, --kernels and --asm apply to artifacts (`mlc-amd compile` makes one)"
         )
     else:
         report, codes = _gguf(path), []
     if asm is not None:
         if not codes:
             raise UserError(
-                f"{path} has no GPU code: --asm is about artifacts of `mlc-amd compile --target rocm|vulkan` and "
+                f"{path} has no GPU code: --asm applies to artifacts of `mlc-amd compile --target rocm|vulkan` and "
                 ".hsaco files"
             )
         report["assembly"] = {code.machine: code.assembly(asm) for code in codes}

@@ -1,4 +1,4 @@
-"""What `mlc-amd inspect` tells about GPU code: the code objects of rocm artifacts, and anybody's HSACO files.
+"""`mlc-amd inspect` for GPU code: the code objects of rocm artifacts, and any HSACO file.
 
 In: an opened artifact, or a file. Out: descriptions as plain data for JSON, tables and assembly as text. Instruction
 counts and assembly come from the text that `mlc-amd compile` keeps beside its code objects (`kernels-<arch>.s.gz`,
@@ -168,13 +168,13 @@ HEADER = (
     "LDS loads",
 )
 LEFT = ("limit", "loads", "LDS loads")
-LEGEND = """LDS, scratch and code in bytes. threads: of a workgroup; a file alone tells the most that the kernel allows.
+LEGEND = """LDS, scratch and code in bytes. threads: of a workgroup (for a lone file, the maximum).
 waves: held by a SIMD at once, and what limits them. matrix: WMMA and MFMA instructions.
 loads: instructions x bytes a lane reads."""
 
 
 def tables(codes: list[dict]) -> str:
-    """What `GpuCode.describe` gives, as text: a table for each code object. Names come last, as other people's can be
+    """What `GpuCode.describe` gives, as text: a table for each code object. Names come last, as they can be
     very long."""
     right, parts = [i for i, title in enumerate(HEADER) if title not in LEFT], []
     for code in codes:

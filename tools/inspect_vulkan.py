@@ -1,4 +1,4 @@
-"""What `mlc-amd inspect` tells about the SPIR-V modules of vulkan artifacts.
+"""`mlc-amd inspect` for the SPIR-V modules of vulkan artifacts.
 
 In: an opened artifact. Out: descriptions as plain data for JSON, tables and assembly as text. For AMD's GPUs Mesa's
 driver RADV compiles the modules (compiler/codegen/radv.py), no such GPU needed, and tells registers, occupancy and the
@@ -133,7 +133,7 @@ COUNTED = {
 LEGEND = {
     True: """LDS, scratch (of a lane) and code in bytes. threads: of a workgroup.
 waves: held by a SIMD at once, and what limits them.
-latency, throughput (inverse: less is better): the compiler's estimates in clocks, with a fixed guess of
+latency, throughput (inverse: lower is better): the compiler's estimates in clocks, with a fixed guess of
 how often loops run. matrix: WMMA instructions. loads: instructions x bytes a lane reads.""",
     False: "bytes and instructions: of the SPIR-V module. LDS in bytes. threads: of a workgroup. dot, matrix: packed "
     "and matrix products.",

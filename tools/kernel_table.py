@@ -1,11 +1,10 @@
-"""Where the time of one step goes, kernel by kernel: what `mlc-amd bench --per-kernel` shows, and what a launch must
-read.
+"""The time of one step by kernel, which `mlc-amd bench --per-kernel` shows, and the memory traffic of launches.
 
 In: an engine whose device can time kernels. Out: a table as data (`measure`), which JSON output holds, and as text
 (`text`).
 
-Bytes are those of weights and cache only, what no kernel can do without; activations come on top. Operations are those
-of linear layers and attention. The manifest says both for each kernel (dist/README.md).
+Bytes are those of weights and cache only, a lower bound; activations are not counted. Operations are those of linear
+layers and attention. The manifest has both for each kernel (dist/README.md).
 """
 
 from collections import defaultdict
@@ -108,5 +107,5 @@ def text(found: dict, peak: str) -> str:
         f"{found['launches']} launches: kernels {found['kernels_us']:.1f} us, gaps between them {found['gaps_us']:.1f} "
         f"us"
     )
-    together = f"{found['kernels_us'] + found['gaps_us']:.1f} us together"
-    return f"{title}\n{display.table(header, rows, range(1, 7))}{sums} ({found['gap_us']:.2f} us each), {together}\n"
+    total_time = f"{found['kernels_us'] + found['gaps_us']:.1f} us in total"
+    return f"{title}\n{display.table(header, rows, range(1, 7))}{sums} ({found['gap_us']:.2f} us each), {total_time}\n"

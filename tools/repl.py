@@ -1,4 +1,4 @@
-"""The chat's line: what is typed -> a message, a command, or the end; answers stream to stdout.
+"""The interactive chat: turns input lines into messages and commands, and streams answers to stdout.
 
 `Session` holds the conversation and runs commands, wherever the lines come from. `interact` reads them on a terminal
 (prompt_toolkit: editing, history, several lines); `follow` reads them from a pipe. Answers go to stdout, everything
@@ -19,8 +19,8 @@ from mlc_amd.tools import display
 # command -> (its arguments, what it does); the method is `Session._<command>`.
 COMMANDS = {
     "help": ("", "this list"),
-    "reset": ("", "forget the conversation, keep the system message"),
-    "stats": ("", "show counts and times of the last answer"),
+    "reset": ("", "clear the conversation, keep the system message"),
+    "stats": ("", "show statistics of the last answer"),
     "system": ("[TEXT]", "set the system message; without a text: show it; '-' removes it"),
     "save": ("FILE", "write the conversation to a file"),
     "load": ("FILE", "continue a saved conversation"),
@@ -94,7 +94,7 @@ class Session:
         display.stream("\n")
         if self.conversation.dropped > self._dropped:
             display.message(
-                f"(the context is full: the oldest {self.conversation.dropped - self._dropped} messages were forgotten)"
+                f"(the context is full: the oldest {self.conversation.dropped - self._dropped} messages were removed)"
             )
             self._dropped = self.conversation.dropped
 

@@ -16,9 +16,9 @@ class TensorLike(Protocol):
 
 
 def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorLike], path: str) -> None:
-    """UserError (with `path` in front) unless `tensors` are exactly those of `expected_tensors`, vectors as floats. A
-    tensor too many is an error too, as in llama.cpp: the file then describes a variant whose results would be wrong
-    without it."""
+    """UserError (with `path` in front) unless `tensors` are exactly those of `expected_tensors`, vectors as floats. An
+    additional tensor is an error, too, as in llama.cpp: it belongs to a variant whose results would be wrong without
+    it."""
     known = set()
     for name, shape in expected_tensors(config):
         if name not in tensors:
@@ -26,8 +26,8 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorLike], path: 
         tensor = tensors[name]
         if tensor.shape != shape:
             raise UserError(
-                f"{path}: tensor {name} has shape {tensor.shape}, expected {shape}; its metadata and tensors do not "
-                "fit together: convert the model again"
+                f"{path}: tensor {name} has shape {tensor.shape}, expected {shape}; its metadata and tensors "
+                "do not match: convert the model again"
             )
         if len(shape) == 1 and FORMATS[tensor.format].kind != "float":
             raise UserError(
@@ -38,6 +38,6 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorLike], path: 
     extra = next((name for name in tensors if name not in known), None)
     if extra is not None:
         raise UserError(
-            f"{path}: tensor {extra!r} is not part of a {config.architecture} model as this compiler knows it; "
+            f"{path}: tensor {extra!r} is not part of a {config.architecture} model as supported here; "
             "use a model of the plain architecture"
         )

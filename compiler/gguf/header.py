@@ -1,12 +1,11 @@
-"""The header of one GGUF file, parsed without trust: metadata and tensor directory.
+"""The header of one GGUF file, parsed defensively: metadata and tensor directory.
 
-In: the bytes of a file (a memory map). Out: `Header`: metadata as plain Python values and where each tensor lies.
+In: the bytes of a file (a memory map). Out: `Header`: metadata as plain Python values and the location of each tensor.
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
 
-Why not `gguf.GGUFReader`: it makes a numpy view for every array element (7 s for a vocabulary of 150 000 tokens, 0.2 s
-here), and on damaged input it raises whatever it trips over, or allocates what the damaged length says. Here every
-length is checked against the bytes that are left before anything is read, so damaged input costs neither memory nor
-time and always ends in a `UserError`.
+`gguf.GGUFReader` is not used because it creates a NumPy view for every array element (7 s for a vocabulary of 150 000
+tokens, 0.2 s here), and on damaged input raises arbitrary exceptions or allocates excessive memory. Here every length
+is checked against the remaining bytes before anything is read, so damaged input always ends in a `UserError`.
 """
 
 import struct
@@ -43,7 +42,7 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One line of a file's tensor directory, as the file says it."""
+    """An entry of a file's tensor directory."""
 
     name: str
     gguf_type: int  # GGMLQuantizationType, not checked here
@@ -59,8 +58,8 @@ class Header:
 
 
 def parse_header(data: memoryview, path: str) -> Header:
-    """The header at the start of `data`, the whole file's bytes. UserError (with `path` in front) when it is not a
-    sound header."""
+    """The header at the start of `data`, the whole file's bytes. UserError (with `path` in front) if it is not a
+    valid header."""
     cursor = _Cursor(data, path)
     if len(data) < 4 or cursor.u32("the magic number") != GGUF_MAGIC:
         raise UserError(
@@ -120,7 +119,7 @@ def _tensor_entry(cursor: "_Cursor") -> TensorEntry:
 
 
 class _Cursor:
-    """A position in a file's first bytes. Every read is checked against what is left; `fail` raises the UserError."""
+    """A position in a header. Every read is checked against the remaining bytes; `fail` raises the UserError."""
 
     def __init__(self, data: memoryview, path: str):
         self.data, self.path, self.position = data, path, 0
@@ -129,9 +128,9 @@ class _Cursor:
     def fail(self, problem: str) -> NoReturn:
         raise UserError(f"{self.path}: {problem}; {FETCH_AGAIN}")
 
-    def check_count(self, count: int, least: int, what: str) -> None:
-        """Fails when `count` items of at least `least` bytes each cannot fit in the bytes that are left."""
-        if count * least > self.end - self.position:
+    def check_count(self, count: int, minimum: int, what: str) -> None:
+        """Fails when `count` items of at minimum `minimum` bytes each do not fit the remaining bytes."""
+        if count * minimum > self.end - self.position:
             self.fail(f"the header announces {count} {what}, more than it can hold")
 
     def skip(self, size: int, what: str) -> int:
@@ -184,7 +183,7 @@ class _Cursor:
         return np.frombuffer(self.data, dtype, count, start).tolist()
 
     def _strings(self, count: int, what: str) -> list[str]:
-        # The one loop that matters for the time to open a file, so `string` is written out here.
+        # Dominates the time to open a file, so `string` is inlined.
         self.check_count(count, 8, f"strings in {what}")
         data, end, position, unpack, strings = self.data, self.end, self.position, _U64.unpack_from, []
         try:

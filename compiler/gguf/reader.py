@@ -1,9 +1,9 @@
-"""Opening a GGUF model: checked, memory-mapped, nothing read before it is asked for.
+"""Opens GGUF models: verified, memory-mapped, read lazily.
 
 In: the path of a GGUF file, or of any part of a split one (`name-00001-of-00003.gguf`). Out: `GGUFModel`: metadata,
-`ModelConfig`, and `Tensor`s whose blocks are views of the mapped file. Whatever is wrong with the file ends in a
-`UserError` of one line; a model that opens has every tensor its architecture needs, in the right shape and a supported
-format, inside the file.
+`ModelConfig`, and `Tensor`s whose blocks are views of the mapped file. Any defect of the file is reported as a
+`UserError` of one line; an opened model has every tensor of its architecture, in the right shape and a supported
+format, within the file.
 """
 
 import math
@@ -27,7 +27,7 @@ _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)  # llama.c
 
 
 class Tensor:
-    """One weight, a vector, a matrix or a stack of matrices, as GGUF blocks that are fetched when asked for.
+    """One weight, a vector, a matrix or a stack of matrices, as GGUF blocks that are fetched on demand.
 
     `shape` is (columns,), (rows, columns) or (matrices, rows, columns) in numpy order. Rows are counted through all
     matrices; a vector is one row. A row is a whole number of blocks."""
@@ -58,8 +58,8 @@ class Tensor:
         return self._fetch(start, stop)
 
     def dequantize(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Rows start..stop as float32 [stop - start, columns]; a vector as [columns]. By gguf-py, the reference of
-        this project."""
+        """Rows start..stop as float32 [stop - start, columns]; a whole vector as [columns]. By gguf-py, which
+        is the reference."""
         values = gguf.dequantize(self.blocks(start, stop), gguf.GGMLQuantizationType(FORMATS[self.format].gguf_type))
         return values.reshape(self.shape[-1:] if len(self.shape) == 1 else (-1, self.shape[-1])).astype(
             np.float32, copy=False
@@ -72,7 +72,7 @@ def row_bytes(format: str, columns: int) -> int:
 
 
 class GGUFModel:
-    """A model ready to be compiled. A context manager; `close` (or leaving it) lets go of the file.
+    """A model ready to be compiled. A context manager; `close` (or leaving it) releases the file.
 
     path: what was opened, for messages. metadata: GGUF keys as plain Python values (of the first part of a split file).
     tensors: by name, in file order. config: the typed hyperparameters."""
@@ -111,7 +111,7 @@ class GGUFModel:
         return cls(str(path), metadata, tensors, config, release)
 
     def close(self) -> None:
-        """Lets go of the file. Views handed out stay valid; new ones are a ValueError. May be called again."""
+        """Releases the file. Existing views stay valid; new ones raise ValueError. May be called again."""
         self._release()
 
     def __enter__(self) -> "GGUFModel":
@@ -122,7 +122,7 @@ class GGUFModel:
 
 
 def read_metadata(path: str | Path) -> dict[str, object]:
-    """The metadata alone, of any sound GGUF file (vocabulary-only, unsupported architecture): plain Python values by
+    """The metadata alone, of any valid GGUF file (vocabulary-only, unsupported architecture): plain Python values by
     key."""
     file = _File(str(path))
     file.close()
@@ -140,7 +140,7 @@ class _File:
         self.data: np.ndarray | None = data
 
     def close(self) -> None:
-        self.data = None  # the map goes with its last view
+        self.data = None  # the map is released with its last view
 
     def tensor(self, entry: TensorEntry) -> Tensor:
         """That tensor, after checking that its type is supported and its blocks lie inside the file."""
@@ -154,7 +154,7 @@ class _File:
                 f"{self.path}: tensor {entry.name!r} has type {kind}, supported are {', '.join(FORMATS)}; "
                 "use another quantization of this model"
             )
-        # Leading dimensions of 1 mean nothing: GGUF's ne = (columns, rows, 1, 1).
+        # Leading dimensions of 1 are insignificant: GGUF's ne = (columns, rows, 1, 1).
         shape: tuple[int, ...] = entry.shape
         while len(shape) > 2 and shape[0] == 1:
             shape = shape[1:]

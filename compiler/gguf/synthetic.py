@@ -1,9 +1,9 @@
-"""Models of real shapes with made-up weights, for tests and benchmarks where nobody wants to download 5 GB.
+"""Models of real shapes with random weights, for tests and benchmarks without downloads.
 
 In: a spec `preset:format`, say `llama3-8b:q4_0`. Out: a `GGUFModel` like one opened from a file. Every matrix has that
-format, every vector is f32. Weights are drawn when rows are asked for and never kept, the same for the same (spec,
-seed) however they are sliced. Activations stay finite: matrices ~ N(0, 1/columns), norms near 1. The tokenizer is real
-(byte-level BPE with the ChatML tokens), so chat works; what the model says is noise.
+format, every vector is f32. Weights are generated on demand and not stored; they depend on (spec, seed) only, not on
+how they are sliced. Activations stay finite: matrices ~ N(0, 1/columns), norms near 1. The tokenizer is real
+(byte-level BPE with the ChatML tokens), so chat works, but the output is noise.
 """
 
 import zlib
@@ -49,7 +49,7 @@ PRESETS = {
     }.items()
 }
 
-# float16 fields of a GGUF block: {byte offset: factor}. All other bytes are drawn evenly (every code and sub-scale is
+# float16 fields of a GGUF block: {byte offset: factor}. All other bytes are random (every code and sub-scale is
 # valid). The factors of minimums center the weights: minimum = mean(code) * mean(sub-scale) / mean(sub-minimum).
 # Layouts: ggml/src/ggml-common.h.
 _SCALE_FIELDS = {
@@ -66,7 +66,7 @@ _SCALE_FIELDS = {
     "iq4_nl": {0: 1.0},
     "iq4_xs": {0: 1.0},
 }
-_GROUP_BYTES = 1 << 18  # rows are drawn in groups of about this size, each with a generator of its own
+_GROUP_BYTES = 1 << 18  # rows are drawn in groups of about this size, each with its own generator
 _TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
     "'\n' }}"
@@ -203,7 +203,7 @@ def _set_scales(format: str, blocks: np.ndarray, scales: np.ndarray) -> None:
 
 @lru_cache
 def _unit_deviation(format: str) -> float:
-    """Root mean square of the weights that random blocks of scale 1 stand for."""
+    """Root mean square of the weights in random blocks of scale 1."""
     blocks = np.random.default_rng(0).integers(0, 256, (4096, FORMATS[format].block_bytes), np.uint8)
     _set_scales(format, blocks, np.ones(len(blocks)))
     values = gguf.dequantize(blocks, gguf.GGMLQuantizationType(FORMATS[format].gguf_type))

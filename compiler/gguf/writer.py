@@ -1,7 +1,7 @@
-"""A model to a GGUF file, so that other programs (llama.cpp, for comparison) can run what only exists here.
+"""Writes a model to a GGUF file, so that other programs (llama.cpp, for comparison) can run synthetic models.
 
 In: any `GGUFModel`, opened or synthetic. Out: one GGUF file, version 3. Weights are streamed some rows at a time. The
-file appears under its name only when it is complete; after an error nothing is left behind.
+file is renamed into place when it is complete; an error leaves nothing behind.
 """
 
 import os
@@ -18,7 +18,7 @@ _CHUNK_BYTES = 16 << 20
 
 
 def write_gguf(model: GGUFModel, path: str | Path) -> None:
-    """Writes `model`, replacing what is at `path`. Metadata types, which plain Python values no longer tell, are those
+    """Writes `model`, replacing what is at `path`. Metadata types, which Python values do not determine, are those
     that llama.cpp expects: uint32 (int32 in arrays and for negative numbers, uint64 for large ones), float32, bool,
     string. UserError when the file cannot be written (full disk, missing folder, no permission)."""
     path = Path(path)

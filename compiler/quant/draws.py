@@ -1,8 +1,8 @@
-"""What stands for the weights of an artifact without weights: how to draw each plane of a matrix.
+"""Random weights of an artifact without weights: the distribution of each plane of a matrix.
 
 In: a format and the matrix's columns. Out: plane -> draw, as `mlc_amd.runtime.random_weights` reads them from the
-manifest. The weights that the planes then stand for have mean 0 and standard deviation 1/sqrt(columns), so activations
-keep their size from layer to layer.
+manifest. The decoded weights have mean 0 and standard deviation 1/sqrt(columns), so activations
+keep their magnitude from layer to layer.
 """
 
 from math import sqrt
@@ -44,7 +44,7 @@ def draws(fmt: str | Format, columns: int) -> dict[str, list]:
 
 
 def _values(fmt: Format) -> list[int]:
-    """What the codes stand for, each as probable as the others."""
+    """Values of the codes, which are equally probable."""
     if fmt.table:
         return list(fmt.table)
     bits = sum(PLANE_BITS[plane] for plane in fmt.codes)

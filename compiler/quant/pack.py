@@ -1,4 +1,4 @@
-"""GGUF rows to the planes of a weight in a target's layout: lossless, vectorized, in pieces that stay in the cache.
+"""Converts GGUF rows to the planes of a target's layout: lossless, vectorized, in pieces that fit the cache.
 
 In: rows of a tensor as GGUF stores them. Out: planes, name -> array, in the layout "tile16"
 (`mlc_amd.schedules.cpu.planes`) or "rows" (`mlc_amd.schedules.gpu.planes`). Rows, or tiles of 16, are the outermost

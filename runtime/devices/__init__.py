@@ -1,16 +1,14 @@
-"""Devices: what runs a plan. All of them do the same things, so the engine knows none of them by name.
+"""Devices run plans. They share a protocol, so the engine does not depend on any of them.
 
-Device(artifact, threads) -> checks that this machine can run the artifact, maps or uploads weights, allocates cache and
-arena
-.write(name, values)        fills the first part of an io buffer ("state", "tokens")
-.run(function)              runs one function of the plan and waits
-.read(name, rows)           the first rows of an io buffer as a numpy array, valid until the next run
-.clear()                    zeros the KV cache
-.time(function)             where a device can: runs a function; (kernel, seconds, gap before it in seconds) of each
-                            launch
-.waited                     seconds that all runs spent waiting for the device
-.copy_bandwidth()           where a device can: bytes per second, read and written together, of a copy in its memory;
-                            0.0 if unknown
+Device(artifact, threads) -> checks that this machine can run the artifact, maps or uploads weights, allocates KV cache
+                             and arena
+.write(name, values)         fills the first part of an io buffer ("state", "tokens")
+.run(function)               runs one function of the plan and waits
+.read(name, rows)            the first rows of an io buffer as a NumPy array, valid until the next run
+.clear()                     zeros the KV cache
+.time(function)              optional: runs a function; (kernel, seconds, gap before it in seconds) of each launch
+.waited                      seconds that all runs spent waiting for the device
+.copy_bandwidth()            optional: bytes per second, reads plus writes, of a copy in device memory; 0.0 if unknown
 """
 
 from mlc_amd.runtime.errors import UserError

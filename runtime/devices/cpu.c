@@ -1,13 +1,13 @@
-/* The native half of the cpu device: it calls kernels one after the other, and kernels call it to run a parallel loop and for scratch memory.
+/* The native part of the cpu device: replays lists of kernels, and provides them with parallel loops and scratch memory.
  *
- * It is linked into every library of kernels. A process uses the one of the library that it loaded first: cpu.py beside this file puts the
- * addresses of its functions where the kernels look for TVM's (TVMBackendParallelLaunch and so on, whose signatures they have).
+ * It is linked into every kernel library. A process uses the copy in the library that it loaded first: cpu.py sets the function pointers
+ * through which kernels call TVM's backend API (TVMBackendParallelLaunch and so on, whose signatures these functions have).
  *
- * A decoded token of a small model is some fifty jobs of a few microseconds, so to start and to end one must cost less than one. The main
- * thread writes the job into one cache line, which the other threads watch; each takes the task of its own number, and says that it is done,
- * in a line of its own. Who is done does the tasks of threads that have not begun: on a machine that does other work too, these may not run
- * for milliseconds. A job that takes long is cut into more tasks than there are threads, taken in turns, for the slowest thread would decide
- * otherwise. Tasks must not wait for one another.
+ * Decoding a token of a small model runs about fifty jobs of a few microseconds each, so starting and joining a job must take less than one
+ * microsecond. The main thread publishes the job in one cache line, on which the other threads spin; each claims the task of its index, and
+ * reports its completion, in a cache line of its own. Idle threads steal the tasks of threads that have not started, which on a busy machine
+ * may not be scheduled for milliseconds. Long jobs are split into more tasks than threads, distributed dynamically, for load balance. Tasks
+ * must not wait for one another.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -20,15 +20,15 @@
 
 enum {
     LINE = 128,           /* bytes: processors fetch lines of 64 in pairs */
-    MOST = 1024,          /* threads */
-    LATE = 30,            /* looks at a task that nobody has begun before the main thread does it: about 1 us */
-    SPINS = 200,          /* looks before a waiting thread offers its core to others: 5 to 10 us */
-    YIELDS = 2000,        /* of these before it sleeps: one or two milliseconds */
-    TASK_NS = 50000,      /* of a long job's tasks, about */
-    MOST_TASKS = 8,       /* of a long job, for each thread */
-    KNOWN = 1024,         /* jobs whose duration is remembered */
-    ALIGN = 128,          /* of scratch memory */
-    KEPT = 8,             /* pieces of scratch memory that a thread keeps */
+    MAX_THREADS = 1024,
+    STEAL_SPINS = 30,     /* polls of an unclaimed task before the main thread steals it: about 1 us */
+    SPINS = 200,          /* polls before a waiting thread yields its core: 5 to 10 us */
+    YIELDS = 2000,        /* yields before it sleeps: one or two milliseconds */
+    TASK_NS = 50000,      /* target duration of the tasks of a long job */
+    MAX_TASKS = 8,        /* per thread, of a long job */
+    HISTORY = 1024,       /* jobs whose duration is remembered */
+    ALIGN = 128,          /* bytes, of scratch memory */
+    KEPT = 8,             /* scratch buffers that a thread caches */
 };
 
 typedef struct {
@@ -39,29 +39,29 @@ typedef struct {
 typedef int (*Job)(int task, Group *group, void *data);
 
 static struct {
-    _Alignas(LINE) atomic_uint number;      /* of the job; when it changes, the rest describes a new one */
+    _Alignas(LINE) atomic_uint number;      /* of the job; a new number publishes the fields below */
     Job job;
     void *data;
     Group group;
-    _Alignas(LINE) atomic_int next;         /* a task that nobody has taken, from `threads` on */
-    _Alignas(LINE) atomic_int sleeping;     /* threads */
-    _Alignas(LINE) int threads;             /* with the main one */
+    _Alignas(LINE) atomic_int next;         /* the next unclaimed task, from `threads` on */
+    _Alignas(LINE) atomic_int sleeping;     /* number of threads */
+    _Alignas(LINE) int threads;             /* including the main thread */
     atomic_int quit;
     pthread_mutex_t launching, lock;
     pthread_cond_t wake;
 } pool = {.threads = 1, .launching = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
 
-/* Thread i and task i of each job, whoever does it. */
+/* Thread i, and task i of each job, whichever thread runs it. */
 static struct {
-    _Alignas(LINE) atomic_uint taken;       /* number of the last job whose task i somebody began: who raises it may */
-    _Alignas(LINE) atomic_uint done;        /* number of the last job whose task i is done; until all are, the job stands in `pool` */
+    _Alignas(LINE) atomic_uint taken;       /* number of the last job whose task i was claimed, by raising this */
+    _Alignas(LINE) atomic_uint done;        /* number of the last job whose task i is complete; `pool` is not changed before all are */
     int failed;
     pthread_t thread;
-} members[MOST];
+} members[MAX_THREADS];
 
-static int64_t last_ns[KNOWN];              /* what jobs took when they ran last, by their addresses */
+static int64_t last_ns[HISTORY];            /* duration of the last run of a job, by a hash of its address */
 
-static _Thread_local int inside;            /* this thread works on a job */
+static _Thread_local int inside;            /* this thread runs a task */
 
 static void relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -71,7 +71,7 @@ static void relax(void) {
 #endif
 }
 
-/* Returns the number of the job that came after number `last`. */
+/* Waits for a job after number `last`, and returns its number. */
 static unsigned next_job(unsigned last) {
     unsigned now;
     for (int i = 0; i < SPINS + YIELDS; i++) {
@@ -89,21 +89,21 @@ static unsigned next_job(unsigned last) {
 
 static void announce(void) {
     atomic_fetch_add(&pool.number, 1);
-    if (atomic_load(&pool.sleeping)) {      /* both in one order for all threads: who goes to sleep sees the number, or is seen here */
+    if (atomic_load(&pool.sleeping)) {      /* sequentially consistent: a thread about to sleep sees the number, or is counted here */
         pthread_mutex_lock(&pool.lock);
         pthread_cond_broadcast(&pool.wake);
         pthread_mutex_unlock(&pool.lock);
     }
 }
 
-/* Whether the task of that member is the caller's to do. False also for a job that is over, as late risers find it. */
+/* Claims the task of that member for the caller. False if it is taken, or the job is over. */
 static int take(int member, unsigned job) {
     unsigned before = job - 1;
     return atomic_load_explicit(&members[member].taken, memory_order_relaxed) == before &&
            atomic_compare_exchange_strong(&members[member].taken, &before, job);
 }
 
-/* Does the task of that member, which the caller took, and tasks that are nobody's. */
+/* Runs the task of that member, which the caller has claimed, and then unclaimed tasks. */
 static void work(int member, unsigned job) {
     int failed = 0;
     inside = 1;
@@ -142,10 +142,10 @@ static void after_fork(void) {
     pthread_cond_init(&pool.wake, NULL);
 }
 
-/* Makes the pool one of `threads` threads, the caller's included. Returns how many there are: fewer where the system gives no more. */
+/* Resizes the pool to `threads` threads, including the caller. Returns their number, which is lower if the system grants no more. */
 int mlc_amd_start_threads(int threads) {
     static int prepared;
-    threads = threads < 1 ? 1 : threads > MOST ? MOST : threads;
+    threads = threads < 1 ? 1 : threads > MAX_THREADS ? MAX_THREADS : threads;
     pthread_mutex_lock(&pool.launching);
     if (!prepared) pthread_atfork(NULL, NULL, after_fork);
     prepared = 1;
@@ -176,26 +176,26 @@ static int64_t now_ns(void) {
     return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
-/* TVMBackendParallelLaunch: runs job(task, group, data) for each task of a group of as many as it likes. -1 if one fails. */
+/* TVMBackendParallelLaunch: runs job(task, group, data) for each task of a group whose size it chooses. -1 if one fails. */
 int mlc_amd_launch(Job job, void *data, int tasks) {
     (void)tasks;
-    if (inside || pool.threads == 1 || pthread_mutex_trylock(&pool.launching)) {      /* busy, maybe for another caller: alone */
-        Group alone = {NULL, 1};
-        return job(0, &alone, data) ? -1 : 0;
+    if (inside || pool.threads == 1 || pthread_mutex_trylock(&pool.launching)) {      /* nested or busy: run serially */
+        Group serial = {NULL, 1};
+        return job(0, &serial, data) ? -1 : 0;
     }
-    int64_t *took = &last_ns[((uintptr_t)job >> 4) % KNOWN], start = now_ns();      /* maybe another job's: no harm */
-    int each = *took < 2 * TASK_NS ? 1 : *took > MOST_TASKS * TASK_NS ? MOST_TASKS : (int)(*took / TASK_NS);
+    int64_t *took = &last_ns[((uintptr_t)job >> 4) % HISTORY], start = now_ns();      /* a collision only affects the split */
+    int each = *took < 2 * TASK_NS ? 1 : *took > MAX_TASKS * TASK_NS ? MAX_TASKS : (int)(*took / TASK_NS);
     pool.job = job;
     pool.data = data;
     pool.group.tasks = pool.threads * each;
     atomic_store_explicit(&pool.next, pool.threads, memory_order_relaxed);
     announce();
     unsigned number = atomic_load_explicit(&pool.number, memory_order_relaxed);
-    int failed = 0, looks = 0;
+    int failed = 0, polls = 0;
     for (int i = 0; i < pool.threads; i++) {
-        for (; atomic_load_explicit(&members[i].done, memory_order_acquire) != number; looks++) {
-            if ((!i || looks >= LATE) && take(i, number)) work(i, number);
-            else if (looks < SPINS) relax();
+        for (; atomic_load_explicit(&members[i].done, memory_order_acquire) != number; polls++) {
+            if ((!i || polls >= STEAL_SPINS) && take(i, number)) work(i, number);
+            else if (polls < SPINS) relax();
             else sched_yield();
         }
         failed |= members[i].failed;
@@ -215,7 +215,7 @@ typedef struct {
     int32_t count;
 } Call;
 
-/* Calls kernels in turn. Returns the index of the first that fails, -1 if none does. */
+/* Calls kernels in order. Returns the index of the first that fails, -1 if none does. */
 int mlc_amd_replay(const Call *calls, int count) {
     for (int i = 0; i < count; i++) {
         Any result = {0, 0};
@@ -230,7 +230,7 @@ static _Thread_local struct {
     int used;
 } kept[KEPT];
 
-/* TVMBackendAllocWorkspace: scratch memory of the calling thread. NULL where there is none. */
+/* TVMBackendAllocWorkspace: scratch memory of the calling thread. NULL if out of memory. */
 void *mlc_amd_scratch(int device_type, int device, uint64_t bytes, int code, int bits) {
     (void)device_type, (void)device, (void)code, (void)bits;
     int best = -1, spare = -1;

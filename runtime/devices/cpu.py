@@ -1,7 +1,7 @@
-"""The cpu device: calls the compiled kernels of `kernels.so` on numpy memory, on the thread pool that comes with them
+"""The cpu device: runs the compiled kernels of `kernels.so` on NumPy memory, on the thread pool linked into them
 (`cpu.c`).
 
-TVM is not needed, only its function interface (apache-tvm-ffi).
+Of TVM it needs only the function interface (apache-tvm-ffi).
 """
 
 import ctypes
@@ -17,20 +17,20 @@ from mlc_amd.runtime.host import available_threads, cpu_flags
 
 ALIGNMENT = 64  # bytes, of all that kernels read and write
 _TENSOR = 70  # kTVMFFITensor: an argument is a tensor object
-_PIECE = 32  # launches of a replay between two looks at signals
+_PIECE = 32  # launches of a replay between two checks for signals
 
-# What kernels call, by the names of TVM's runtime, and what answers in cpu.c.
+# Functions of TVM's backend API that kernels call, and their implementations in cpu.c.
 _CALLS = {
     "TVMBackendParallelLaunch": "mlc_amd_launch",
     "TVMBackendAllocWorkspace": "mlc_amd_scratch",
     "TVMBackendFreeWorkspace": "mlc_amd_free_scratch",
 }
-_pool: ctypes.CDLL | None = None  # the library whose threads this process uses, the first that it loaded
+_pool: ctypes.CDLL | None = None  # the library whose thread pool this process uses: the first that was loaded
 
 
 class Kernels:
-    """A library of kernels, tied to this process's threads; it stays loaded. RuntimeError, OSError or AttributeError
-    where it does not load."""
+    """A kernel library, connected to the thread pool of this process; it stays loaded. RuntimeError, OSError or
+    AttributeError if it cannot be loaded."""
 
     def __init__(self, path: Path):
         global _pool
@@ -39,13 +39,13 @@ class Kernels:
         for theirs, ours in _CALLS.items():
             try:
                 pointer = ctypes.c_void_p.in_dll(self._library, f"__{theirs}")
-            except ValueError:  # no kernel in it calls that
+            except ValueError:  # none of its kernels calls it
                 continue
             pointer.value = _address(getattr(_pool, ours))
 
     def call(self, name: str, tensors: list) -> "Call | None":
-        """A kernel with its arguments, arrays of tvm_ffi; None for a name that is not in the library. It checks
-        nothing."""
+        """A kernel with its arguments, arrays of tvm_ffi; None for a name that is not in the library. Arguments are not
+        checked."""
         function = self._module.get_function(name)
         return function and Call(function, _address(self._library[f"__tvm_ffi_{name}"]), tensors)
 
@@ -68,7 +68,7 @@ class _Native(ctypes.Structure):
 
 
 class Call:
-    """A kernel and its arguments, to be called or to be part of a `Replay`."""
+    """A kernel and its arguments, to be called directly or as part of a `Replay`."""
 
     def __init__(self, function, address: int, tensors: list):
         self.function, self.tensors = function, tensors
@@ -81,8 +81,8 @@ class Call:
 
 
 class Replay:
-    """Calls one after the other, as one: a call from Python takes as long as a small kernel. In pieces, between which
-    Ctrl-C is noticed."""
+    """A list of calls made by few native calls, as a call from Python takes as long as a small kernel. Signals are
+    handled between pieces."""
 
     def __init__(self, calls: list[Call]):
         self._calls = calls
@@ -92,25 +92,25 @@ class Replay:
     def __call__(self) -> None:
         for place, (calls, count) in enumerate(self._pieces):
             if (failed := _threads().mlc_amd_replay(calls, count)) >= 0:
-                self._calls[place * _PIECE + failed]()  # says what is wrong
-                raise RuntimeError("a kernel failed and, when it was called again, did not")
+                self._calls[place * _PIECE + failed]()  # raises the error
+                raise RuntimeError("a kernel failed, but succeeded when it was called again")
 
 
 def start_threads(threads: int) -> None:
-    """Makes the pool one of so many threads, after the first `Kernels`. UserError if the system gives fewer."""
+    """Resizes the thread pool; needs a `Kernels` first. UserError if the system grants fewer threads."""
     if (started := _threads().mlc_amd_start_threads(threads)) < threads:
-        raise UserError(f"the system gives this process {started} of {threads} threads; use fewer (--threads)")
+        raise UserError(f"the system grants this process only {started} of {threads} threads; use fewer (--threads)")
 
 
 def _zeros(shape, dtype) -> np.ndarray:
-    """Zeroed memory, aligned, that takes no RAM before it is written."""
+    """Zeroed, page-aligned memory that takes no RAM before it is written."""
     dtype = np.dtype(dtype)
     nbytes = max(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, 1)
     return np.frombuffer(mmap.mmap(-1, nbytes), dtype, int(np.prod(shape, dtype=np.int64))).reshape(shape)
 
 
 class CpuDevice:
-    """See runtime/devices/__init__.py for the protocol. `threads`: default all cores that the process may use."""
+    """See runtime/devices/__init__.py for the protocol. `threads`: all usable cores by default."""
 
     kind = "cpu"
 
@@ -123,7 +123,7 @@ class CpuDevice:
         missing = set(target["flags"]) - cpu_flags()
         if missing and cpu_flags():
             raise UserError(
-                f"this model was compiled for '{target['arch']}', and this CPU lacks {', '.join(sorted(missing))}; "
+                f"this model was compiled for '{target['arch']}', but this CPU lacks {', '.join(sorted(missing))}; "
                 "compile it here with --arch native, or with --arch x86-64-v2 for any machine"
             )
         self.artifact = artifact
@@ -181,7 +181,7 @@ class CpuDevice:
                 "logits": function["tokens"] if function["all_logits"] else 1,
             }[where]
             array = self.io[where][:rows]
-        if array.ctypes.data % ALIGNMENT:  # kernels rely on it, and do not look
+        if array.ctypes.data % ALIGNMENT:  # kernels rely on it without checking
             raise UserError(
                 f"{self.artifact.path} has {where} at an address that is no multiple of {ALIGNMENT}; compile the "
                 "model again"

@@ -4,14 +4,14 @@ In: an artifact whose manifest has, besides what dist/README.md describes,
     target      {"kind": "rocm", "archs": ["gfx1100", ..]}
     libraries   {arch: file name of the code object}
     launches    {arch: {kernel: {"scratch": [bytes, ..], "steps": [{"symbol", "grid": [x, y, z], "block": [x, y, z],
-                "args": [..]}, ..]}}}: what a call of the kernel launches; an argument is a 64-bit pointer, given as an
-                index of the call's args, or len(args) + i for scratch buffer i, which the steps hand to one another
+                "args": [..]}, ..]}}}: the launches of a call of the kernel; an argument is a 64-bit pointer, given as
+                an index of the call's args, or len(args) + i for scratch buffer i, which steps share
 Out: the protocol of runtime/devices/__init__.py.
 
-Everything runs on one stream. Each function's launches are captured once in a HIP graph and replayed, because a launch
-from Python takes longer than a small kernel runs. Drivers are known to replay stale data (ROCm/hip issues 3887 and
-3902), so at load a few steps are computed both ways and compared bit by bit; if they differ, launches go out one by
-one, with a warning. MLC_AMD_GRAPH=0 asks for that.
+Everything runs on one stream. The launches of each function are captured once in a HIP graph and replayed, because a
+launch from Python takes longer than a small kernel runs. Some drivers replay stale data (ROCm/hip issues 3887 and
+3902), so at load a few steps are computed with and without graphs and compared bit by bit; if they differ, graphs are
+not used, with a warning. MLC_AMD_GRAPH=0 disables them.
 """
 
 import ctypes
@@ -40,12 +40,12 @@ from mlc_amd.runtime.errors import UserError
 
 ALIGN = 256  # bytes between buffers of one allocation, as hipMalloc aligns
 CHUNK = 16 << 20  # bytes of weights copied at a time
-CHECK_STEPS = 3  # replays compared at load: stale ones begin with the second
+CHECK_STEPS = 3  # replays compared at load; stale data shows up from the second on
 OUTPUTS = ("logits",)  # io buffers that kernels write; the host writes the others
 GRAPH_VARIABLE = "MLC_AMD_GRAPH"
 # Chips with the same instruction set, bugs and registers: LLVM's AMDGPUUsage puts no restriction on code that is
 # generic for one of these groups (as it does for gfx10-1-generic and gfx11-generic). HIP loads a code object only if
-# the ELF header names the very chip. Values: EF_AMDGPU_MACH of e_flags.
+# the ELF header names the exact chip. Values: EF_AMDGPU_MACH of e_flags.
 SAME_ISA = (
     {
         "gfx1030": 0x36,
@@ -67,7 +67,7 @@ CANNOT_LOAD = (
 )
 NO_MEMORY = ("hipErrorOutOfMemory", "hipErrorMemoryAllocation")
 
-_NO_GRAPHS = "HIP graphs do not work with this driver (%s); going on without them, which is slower"
+_NO_GRAPHS = "HIP graphs do not work with this driver (%s); continuing without them, which is slower"
 
 log = logging.getLogger("mlc_amd")
 _Name = TypeVar("_Name", bound=Hashable)
@@ -75,7 +75,7 @@ _Name = TypeVar("_Name", bound=Hashable)
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as HIP shows it. memory: bytes; integrated: an APU, whose memory is the host's; pci: its address."""
+    """A GPU as reported by HIP. memory: bytes; integrated: an APU, which shares the host's memory; pci: its address."""
 
     index: int
     name: str
@@ -87,8 +87,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch, ready to go. `values` holds the pointers that kernels get, `params` the address of each: both
-    must stay alive."""
+    """One prepared kernel launch. `values` holds the kernel's arguments, `params` the address of each: both must stay
+    alive."""
 
     function: object
     grid: tuple[int, ...]
@@ -112,8 +112,8 @@ def _gpu(hip: Hip, index: int) -> Gpu:
 
 
 def sibling(arch: str, available) -> str | None:
-    """The code object of `available` (archs) that runs on `arch`: its own, or one for the same instruction set; None:
-    there is none."""
+    """The arch in `available` whose code object runs on `arch`: `arch` itself, or one with the same instruction set;
+    None if there is none."""
     if arch in available:
         return arch
     group = next((group for group in SAME_ISA if arch in group), {})
@@ -121,8 +121,8 @@ def sibling(arch: str, available) -> str | None:
 
 
 def relabel(code: bytes, old: str, new: str) -> bytes:
-    """A code object for `old` as one for `new` of the same SAME_ISA group: another chip in the ELF header and in the
-    metadata."""
+    """A code object for `old`, changed to one for `new` of the same SAME_ISA group: the chip in the ELF header and in
+    the metadata."""
     group = next(group for group in SAME_ISA if old in group)
     changed = bytearray(code.replace(f"-{old}".encode(), f"-{new}".encode()))
     changed[E_FLAGS] = group[new]
@@ -146,18 +146,16 @@ def _gib(nbytes: int) -> str:
 
 
 class HipDevice:
-    """See runtime/devices/__init__.py for the protocol. `threads` is the cpu device's. `bindings`: what to use instead
-    of AMD's package."""
+    """See runtime/devices/__init__.py for the protocol. `threads` is for the cpu device only. `bindings`: a
+    substitute for AMD's package."""
 
     kind = "rocm"
 
     def __init__(self, artifact, threads: int | None = None, bindings=None):
         self.artifact, self.manifest = artifact, artifact.manifest
-        self.threads = 1  # of the host; one is enough to drive a GPU
-        self._held = ExitStack()  # what HIP has given out, returned in reverse order
-        self.close = weakref.finalize(
-            self, self._held.close
-        )  # also at interpreter exit, while the library is still there
+        self.threads = 1  # host threads
+        self._held = ExitStack()  # HIP resources, released in reverse order
+        self.close = weakref.finalize(self, self._held.close)  # also at interpreter exit, while the library is loaded
         self.hip = Hip(open_bindings() if bindings is None else bindings)
         self.version = runtime_version(self.hip.names)
         self.gpu, self.code_arch = self._choose_gpu()
@@ -177,15 +175,14 @@ class HipDevice:
         self.clear()
 
     def _own(self, release: str, handle):
-        """`handle`, to be given to the HIP function `release` when the device goes."""
+        """`handle`, to be released with the HIP function `release` when the device is closed."""
         self._held.callback(getattr(self.hip.names, release), handle)
         return handle
 
     # ---- which GPU, which code object
 
     def _choose_gpu(self) -> tuple[Gpu, str]:
-        """The GPU that fits best (its own code object, not integrated, most memory) and the arch of the code object to
-        load."""
+        """The best GPU (exact code object, discrete, largest memory) and the arch of the code object to load."""
         try:
             gpus = list_gpus(self.hip)
         except HipError as e:
@@ -197,7 +194,7 @@ class HipDevice:
         if not usable:
             here = ", ".join(f"{gpu.arch} ({gpu.name})" for gpu in gpus)
             raise UserError(
-                f"this model was compiled for {', '.join(libraries)}, and this machine has {here}; "
+                f"this model was compiled for {', '.join(libraries)}, but this machine has {here}; "
                 f"compile it with --target rocm --arch {gpus[0].arch}"
             )
         gpu, code = min(usable, key=lambda u: (u[0].arch != u[1], u[0].integrated, -u[0].memory, u[0].index))
@@ -206,7 +203,7 @@ class HipDevice:
         return gpu, code
 
     def _override(self) -> str:
-        """The note that the arch is not the chip's own; "" when it is."""
+        """A note that the arch is overridden; "" if it is not."""
         if OVERRIDE not in os.environ:
             return ""
         chip = next((f"; the chip is {gpu['arch']}" for gpu in kfd_gpus() if gpu["pci"] == self.gpu.pci), "")
@@ -214,7 +211,7 @@ class HipDevice:
 
     def _load_kernels(self) -> None:
         file = self.artifact.path / self.manifest["libraries"][self.code_arch]
-        self._code = file.read_bytes()  # HIP may look into it until the module is unloaded
+        self._code = file.read_bytes()  # HIP may read it until the module is unloaded
         if self.gpu.arch != self.code_arch:
             self._code = relabel(self._code, self.code_arch, self.gpu.arch)
         try:
@@ -242,14 +239,14 @@ class HipDevice:
         """One block each for weights, KV cache, arena, scratch and io, and pinned host memory for io."""
         manifest = self.manifest
         self._weights_at, self._weight_bytes = self.artifact.weights.places, self.artifact.weights.total
-        # Kernels run one after the other, so the scratch buffers of all begin at the same place.
+        # Kernels run one after the other, so they share one block of scratch memory.
         scratch = {name: _places(dict(enumerate(kernel["scratch"]))) for name, kernel in self._kernels.items()}
         self._scratch_at = {name: list(offsets.values()) for name, (offsets, _) in scratch.items()}
         scratch_bytes = max((nbytes for _, nbytes in scratch.values()), default=0)
         self._kv_at, kv_bytes = _places({entry["name"]: _nbytes(entry) for entry in manifest["kv"]})
         io = dict(
             sorted(manifest["io"].items(), key=lambda item: item[0] in OUTPUTS)
-        )  # what the host writes comes first: one copy
+        )  # inputs first: they are copied at once
         self._io_at, io_bytes = _places({name: _nbytes(entry) for name, entry in io.items()})
         self._input_bytes = min(self._io_at[name] for name in OUTPUTS)
         sizes = {
@@ -261,8 +258,8 @@ class HipDevice:
         }
         self._sizes = {name: max(nbytes, ALIGN) for name, nbytes in sizes.items()}
         needed, (free, _) = sum(self._sizes.values()), self.hip("hipMemGetInfo")
-        # An APU's carve-out is of no other use, so it is taken when all fits; else the GPU works in the system's
-        # memory. Either way there is one copy of the weights.
+        # An APU's carve-out has no other use, so it is used if everything fits; otherwise the GPU uses system memory.
+        # Either way there is one copy of the weights.
         self.host_memory = self.gpu.integrated and free < needed
         try:
             self._blocks = {name: self._block(nbytes) for name, nbytes in self._sizes.items()}
@@ -273,14 +270,14 @@ class HipDevice:
             self.close()
             raise UserError(self._out_of_memory(needed, free)) from e
         self._host = {name: self._view(self._pinned + self._io_at[name], entry) for name, entry in io.items()}
-        for name in ("arena", "io"):  # NaN left behind by others would spread from rows that are not in use
+        for name in ("arena", "io"):  # stale NaN would spread from unused rows
             self.hip("hipMemsetAsync", self._blocks[name][0], 0, self._sizes[name], self.stream)
 
     def _block(self, nbytes: int) -> tuple[int, int | None]:
         """(address for the GPU, address for the host or None)."""
         if not self.host_memory:
             return int(self._own("hipFree", self.hip("hipMalloc", nbytes))), None
-        # Non-coherent memory is what the GPU's L2 cache holds; the stream's end makes writes visible.
+        # Non-coherent memory can be cached in the GPU's L2; the end of the stream makes writes visible.
         host = self._host_block(
             nbytes, self.hip.names.hipHostMallocMapped | self.hip.names.hipHostMallocNonCoherent & 0xFFFFFFFF
         )
@@ -295,7 +292,7 @@ class HipDevice:
         return np.ctypeslib.as_array(raw).view(entry["dtype"]).reshape(entry["shape"])
 
     def _out_of_memory(self, needed: int, free: int) -> str:
-        """What is needed, what there is, and the change that makes it fit."""
+        """Message with the memory needed and available, and a change that makes the model fit."""
         kv, ctx = self._sizes["kv"], self.manifest["context"]
         weights = self._sizes["weights"]
         what = (
@@ -315,7 +312,7 @@ class HipDevice:
         return f"{what}, and {_gib(free)} of {self.gpu.name} are free; {change}"
 
     def _upload(self) -> None:
-        """Weights to the GPU in chunks: while one travels from pinned memory, the next is read from the file."""
+        """Copies the weights to the GPU in chunks: the next is read from the file while one is transferred."""
         target, host = self._blocks["weights"]
         chunks = self.artifact.weights.chunks(CHUNK)
         if host is not None:
@@ -335,7 +332,7 @@ class HipDevice:
                 slots.append((int(staging), event))
             for i, (at, piece) in enumerate(chunks):
                 staging, event = slots[i % 2]
-                hip("hipEventSynchronize", event)  # returns at once when nothing was recorded yet
+                hip("hipEventSynchronize", event)  # returns at once if nothing was recorded yet
                 ctypes.memmove(staging, piece.ctypes.data, piece.nbytes)
                 hip(
                     "hipMemcpyAsync",
@@ -364,7 +361,7 @@ class HipDevice:
         return Launch(self._functions[step["symbol"]], tuple(step["grid"]), tuple(step["block"]), values, params)
 
     def _address(self, arg: list) -> int:
-        """Where an argument of the plan lies in the GPU's memory; dist/README.md lists the kinds."""
+        """GPU address of an argument of the plan; dist/README.md lists the kinds."""
         kind, where = arg[0], arg[1]
         if kind == "weight":
             return self._blocks["weights"][0] + self._weights_at[where][0]
@@ -388,8 +385,7 @@ class HipDevice:
     # ---- graphs
 
     def _make_graphs(self) -> None:
-        """Captures every function and compares replays with launches; no graphs, and a warning, if anything is wrong
-        with them."""
+        """Captures all functions and compares replays with launches; graphs are not used if they differ or fail."""
         expected = {name: self._trial(name, {}) for name in self._launches}
         try:
             graphs = {name: self._capture(name) for name in self._launches}
@@ -409,13 +405,12 @@ class HipDevice:
         )
         try:
             self._enqueue(function)
-        finally:  # a stream left in capture mode could not be used any more
+        finally:  # a stream left in capture mode would be unusable
             graph = self._own("hipGraphDestroy", self.hip("hipStreamEndCapture", self.stream))
         return self._own("hipGraphExecDestroy", self.hip("hipGraphInstantiate", graph, 0)[0])
 
     def _trial(self, function: str, graphs: dict) -> list[bytes]:
-        """The logits of a few steps with different tokens and positions, computed with `graphs` or, without, by
-        launches."""
+        """The logits of a few steps with different tokens and positions, computed with `graphs` or by launches."""
         entry, vocab = self.manifest["functions"][function], self.manifest["model"]["vocab"]
         results, position = [], 0
         self.clear()
