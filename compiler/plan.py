@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax
 
+from mlc_amd.runtime.errors import UserError
+
 ALIGN = 64  # bytes, of every tensor in the arena: what vector loads and TVM's argument checks want
 
 
@@ -42,7 +44,7 @@ def make_plan(
     mod: tvm.IRModule, parameters: dict[str, list], tensors: dict[str, list[str]], output: str = "logits"
 ) -> Plan:
     """`parameters`: (kind, name) of each parameter, by function; `tensors`: names in the weights file by weight, one
-    for each plane; `output`: the io name of the returned tensor."""
+    for each plane; `output`: the io name of the returned tensor. UserError for an operator without a kernel."""
     mod = lower(mod)
     walkers = {name: _Walker(mod[name], parameters[name], tensors, output) for name in parameters}
     return Plan(
@@ -94,4 +96,4 @@ class _Walker:
             return ["io", self.output]
         if name.startswith("relax.memory.kill"):
             return None
-        raise AssertionError(f"the lowered graph holds {name}, which a launch plan cannot express")
+        raise UserError(f"this model needs {name}, for which there is no kernel")

@@ -1,5 +1,5 @@
-"""What every operator's kernel takes and costs: one table, from which tuning has its arguments' roles, and an artifact's
-manifest the figures that `bench` and `inspect` show.
+"""What every operator's kernel takes and costs: one table, from which tuning has its arguments' roles, and an
+artifact's manifest the figures that `bench` and `inspect` show.
 
 In: an operator's name, and its workload's arguments (a target's `make_<operator>` takes the same). Out: its kernel's
 parameters in order, with roles, and `Costs`. Arguments that a workload lacks have their usual value.

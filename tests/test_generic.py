@@ -8,6 +8,9 @@ from relax_kernels import compiled, execute, module
 from tvm import relax
 from vulkan_harness import gpu
 
+from mlc_amd.compiler import ops
+from mlc_amd.runtime.errors import UserError
+
 R = relax.op
 RNG = np.random.default_rng
 TARGETS = [
@@ -202,3 +205,38 @@ def test_large_reductions(target, shape, tmp_path):
     x = normal(*shape)
     got, _ = run(target, tmp_path, {"x": x}, lambda bb, x: R.sum(x, axis=[1, 2]), shape[:1])
     np.testing.assert_allclose(got, x.astype(np.float64).sum((1, 2)), rtol=1e-4, atol=1e-3)
+
+
+def mixed(bb, state, x, g):
+    """An operator of ours between others: its kernel stays as it is, and what surrounds it is not fused across."""
+    before = bb.emit(R.tanh(bb.emit(R.multiply(x, float_const(0.5)))))
+    normed = bb.emit(ops.call("rms_norm", [state, before, g], eps=1e-5, row="all", act=""))
+    return R.sigmoid(bb.emit(R.add(normed, before)))
+
+
+def test_between_kernels_of_ours(target, tmp_path):
+    m, k = 3, 64
+    inputs = {"state": np.array([0, m, 0, 0], np.int32), "x": normal(m, k), "g": normal(k, seed=1)}
+    got, names = run(target, tmp_path, inputs, mixed, (m, k))
+    assert names == ["multiply_tanh_64_m3", "rms_norm_64_m3", "add_sigmoid_64_m3"]
+    before = np.tanh(inputs["x"].astype(np.float64) * 0.5)
+    normed = before / np.sqrt((before**2).mean(-1, keepdims=True) + 1e-5) * inputs["g"]
+    np.testing.assert_allclose(got, 1 / (1 + np.exp(-(normed + before))), rtol=2e-5)
+
+
+def test_each_arch_of_an_artifact_has_its_own(tmp_path):
+    """A profile with small workgroups and one with large ones."""
+    inputs = {"x": normal(4, 300)}
+    made = compiled(module(inputs, softcap), inputs, "vulkan", "generic,vangogh", tmp_path)
+    (name,) = set(made.names)
+    launches = {arch: made.code["launches"][arch][name]["steps"] for arch in ("generic", "vangogh")}
+    assert [len(steps) for steps in launches.values()] == [1, 1]
+    assert [steps[0]["block"][0] for steps in launches.values()] == [32, 256]
+    facts = made.backend.facts(name)
+    assert (facts["operator"], facts["roles"], facts["bytes"]["call"]) == ("generic", ["input", "output"], 0)
+
+
+def test_what_no_schedule_fits_is_refused(tmp_path):
+    inputs = {"x": normal(4, 300)}
+    with pytest.raises(UserError, match="relax.sort, for which there is no kernel"):
+        compiled(module(inputs, lambda bb, x: R.sort(x, axis=-1)), inputs, "vulkan", "lavapipe", tmp_path)

@@ -1,8 +1,8 @@
 """Kernels for Relax operators that have none by hand: legalized by TVM, fused with one another here, scheduled by
 schedules/generic.py.
 
-In: a module whose functions call kernels of ours and PrimFuncs of blocks. Out: the same with chains of the latter as one
-PrimFunc each, under names that say what they compute and on what: multiply_tanh_multiply_1024_m16.
+In: a module whose functions call kernels of ours and PrimFuncs of blocks. Out: the same with chains of the latter as
+one PrimFunc each, under names that say what they compute and on what: multiply_tanh_multiply_1024_m16.
 """
 
 from math import prod
@@ -76,7 +76,7 @@ def _renamed(mod, names: dict[str, str], functions) -> tvm.IRModule:
     """The module with functions under new names (old: new)."""
     variables = {}
     made = tvm.IRModule({}, attrs=mod.attrs)
-    for gv, func in mod.functions.items():
+    for gv in mod.functions:
         if gv.name_hint in names:
             variables[gv] = tvm.ir.GlobalVar(names[gv.name_hint])
             relax.expr._update_type(variables[gv], gv.ty)
