@@ -44,7 +44,8 @@ def make_plan(
     mod: tvm.IRModule, parameters: dict[str, list], tensors: dict[str, list[str]], output: str = "logits"
 ) -> Plan:
     """`parameters`: (kind, name) of each parameter, by function; `tensors`: names in the weights file by weight, one
-    for each plane; `output`: the io name of the returned tensor. UserError for an operator without a kernel."""
+    for each plane; `output`: the io name of the returned tensor. UserError for an operator without a kernel,
+    ValueError for a constant tensor."""
     mod = lower(mod)
     walkers = {name: _Walker(mod[name], parameters[name], tensors, output) for name in parameters}
     return Plan(
@@ -78,6 +79,8 @@ class _Walker:
             return [self.value(field) for field in value.fields]
         if isinstance(value, relax.TupleGetItem):
             return self.value(value.tuple_value)[value.index]
+        if isinstance(value, relax.Constant):
+            raise ValueError(f"a constant {value.ty} has no place in a plan: make it a weight, or use single numbers")
         if isinstance(value.op, tvm.ir.GlobalVar):
             self.launches.append({"kernel": value.op.name_hint, "args": [self.value(arg) for arg in value.args]})
             return None

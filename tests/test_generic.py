@@ -192,6 +192,43 @@ def test_halves_and_integers(target, tmp_path):
     assert np.array_equal(got, (x[rows].astype(np.float32).T * rows.astype(np.float32)).astype(np.float16))
 
 
+OTHERS = {  # name: (operators, shape and dtype of the result, the same by numpy)
+    "argmax": (
+        lambda bb, x: R.astype(bb.emit(R.argmax(x, axis=-1)), "int32"),
+        ((5,), "int32"),
+        lambda x: x.argmax(-1),
+    ),
+    "reshape": (
+        lambda bb, x: R.tanh(bb.emit(R.reshape(x, (5, 3, 100)))),
+        ((5, 3, 100), "float32"),
+        lambda x: np.tanh(x).reshape(5, 3, 100),
+    ),
+    "where": (
+        lambda bb, x: R.where(bb.emit(R.greater(x, float_const(0.0))), x, bb.emit(R.multiply(x, float_const(0.5)))),
+        ((5, 300), "float32"),
+        lambda x: np.where(x > 0, x, x * 0.5),
+    ),
+    "matmul": (
+        lambda bb, x: R.matmul(x, bb.emit(R.permute_dims(x))),
+        ((5, 5), "float32"),
+        lambda x: x @ x.T,
+    ),
+    "columns": (
+        lambda bb, x: R.max(x, axis=[0]),
+        ((300,), "float32"),
+        lambda x: x.max(0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_operators(target, name, tmp_path):
+    body, (shape, dtype), reference = OTHERS[name]
+    x = normal(5, 300)
+    got, _ = run(target, tmp_path, {"x": x}, body, shape, dtype)
+    np.testing.assert_allclose(got, reference(x.astype(np.float64)), rtol=1e-5, atol=1e-4)
+
+
 def test_many_elements(target, tmp_path):
     """More than a CPU leaves to one thread; with a small workgroup, more than a grid has threads."""
     rows = 9000 if target == ("vulkan", "generic") else 40
@@ -236,7 +273,11 @@ def test_each_arch_of_an_artifact_has_its_own(tmp_path):
     assert (facts["operator"], facts["roles"], facts["bytes"]["call"]) == ("generic", ["input", "output"], 0)
 
 
-def test_what_no_schedule_fits_is_refused(tmp_path):
+def test_what_has_no_kernel_is_refused(tmp_path):
     inputs = {"x": normal(4, 300)}
-    with pytest.raises(UserError, match=r"relax\.sort, for which there is no kernel"):
-        compiled(module(inputs, lambda bb, x: R.sort(x, axis=-1)), inputs, "vulkan", "lavapipe", tmp_path)
+    for op, name in ((R.sort, "sort"), (R.cumsum, "cumsum")):
+        with pytest.raises(UserError, match=rf"relax\.{name}, for which there is no kernel"):
+            compiled(module(inputs, lambda bb, x, op=op: op(x, axis=-1)), inputs, "vulkan", "lavapipe", tmp_path)
+    with pytest.raises(ValueError, match="make it a weight"):
+        body = lambda bb, x: R.add(x, relax.const(inputs["x"]))  # noqa: E731
+        compiled(module(inputs, body), inputs, "cpu", "native", tmp_path)
