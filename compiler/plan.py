@@ -79,7 +79,7 @@ class _Walker:
             return [self.value(field) for field in value.fields]
         if isinstance(value, relax.TupleGetItem):
             return self.value(value.tuple_value)[value.index]
-        if isinstance(value, relax.Constant):
+        if isinstance(value, tvm.ir.GenericConst):
             raise ValueError(f"a constant {value.ty} has no place in a plan: make it a weight, or use single numbers")
         if isinstance(value.op, tvm.ir.GlobalVar):
             self.launches.append({"kernel": value.op.name_hint, "args": [self.value(arg) for arg in value.args]})
