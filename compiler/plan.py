@@ -18,6 +18,8 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from mlc_amd.runtime.errors import UserError
+
 ALIGN = 64  # bytes, of every tensor in the arena: what vector loads and TVM's argument checks want
 
 
@@ -43,7 +45,8 @@ def make_plan(
     mod: tvm.IRModule, parameters: dict[str, list], tensors: dict[str, list[str]], output: str = "logits"
 ) -> Plan:
     """`parameters`: (kind, name) of each parameter, by function; `tensors`: names in the weights file by weight, one
-    for each plane; `output`: the io name of the returned tensor."""
+    for each plane; `output`: the io name of the returned tensor. UserError for an operator without a kernel,
+    ValueError for a constant tensor."""
     mod = lower(mod)
     walkers = {name: _Walker(mod[name], parameters[name], tensors, output) for name in parameters}
     return Plan(
@@ -77,6 +80,8 @@ class _Walker:
             return [self.value(field) for field in value.fields]
         if isinstance(value, relax.TupleGetItem):
             return self.value(value.tuple_value)[value.index]
+        if isinstance(value, tvm.ir.GenericConst):
+            raise ValueError(f"a constant {value.ty} has no place in a plan: make it a weight, or use single numbers")
         if isinstance(value.op, tvm.ir.GlobalVar):
             self.launches.append({"kernel": value.op.name_hint, "args": [self.value(arg) for arg in value.args]})
             return None
@@ -95,4 +100,4 @@ class _Walker:
             return ["io", self.output]
         if name.startswith("relax.memory.kill"):
             return None
-        raise AssertionError(f"the lowered graph holds {name}, which a launch plan cannot express")
+        raise UserError(f"this model needs {name}, for which there is no kernel")

@@ -142,9 +142,9 @@ def test_operations_are_two_per_weight_and_token(cache):
         assert total == 2 * (
             rows * model["layers"] * layer + (rows if function["all_logits"] else 1) * model["vocab"] * hidden
         )
-        depth, scores = 5, model["layers"] * model["heads"] * model["head_dim"] * 4
-        asked = sum(entry["calls"][name] * kernel_table.operations(entry, rows, depth) for entry in kernels)
-        assert asked - total == scores * sum(depth + i + 1 for i in range(rows))
+        scores = model["layers"] * model["heads"] * model["head_dim"] * 4
+        asked = sum(entry["calls"][name] * kernel_table.operations(entry, rows, 0) for entry in kernels)
+        assert asked - total == scores * sum(range(1, rows + 1))
 
 
 def test_a_window_bounds_what_is_read_and_computed():

@@ -8,6 +8,9 @@ from relax_kernels import compiled, execute, module
 from tvm import relax
 from vulkan_harness import gpu
 
+from mlc_amd.compiler import ops
+from mlc_amd.runtime.errors import UserError
+
 R = relax.op
 RNG = np.random.default_rng
 TARGETS = [
@@ -189,6 +192,43 @@ def test_halves_and_integers(target, tmp_path):
     assert np.array_equal(got, (x[rows].astype(np.float32).T * rows.astype(np.float32)).astype(np.float16))
 
 
+OTHERS = {  # name: (operators, shape and dtype of the result, the same by numpy)
+    "argmax": (
+        lambda bb, x: R.astype(bb.emit(R.argmax(x, axis=-1)), "int32"),
+        ((5,), "int32"),
+        lambda x: x.argmax(-1),
+    ),
+    "reshape": (
+        lambda bb, x: R.tanh(bb.emit(R.reshape(x, (5, 3, 100)))),
+        ((5, 3, 100), "float32"),
+        lambda x: np.tanh(x).reshape(5, 3, 100),
+    ),
+    "where": (
+        lambda bb, x: R.where(bb.emit(R.greater(x, float_const(0.0))), x, bb.emit(R.multiply(x, float_const(0.5)))),
+        ((5, 300), "float32"),
+        lambda x: np.where(x > 0, x, x * 0.5),
+    ),
+    "matmul": (
+        lambda bb, x: R.matmul(x, bb.emit(R.permute_dims(x))),
+        ((5, 5), "float32"),
+        lambda x: x @ x.T,
+    ),
+    "columns": (
+        lambda bb, x: R.max(x, axis=[0]),
+        ((300,), "float32"),
+        lambda x: x.max(0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_operators(target, name, tmp_path):
+    body, (shape, dtype), reference = OTHERS[name]
+    x = normal(5, 300)
+    got, _ = run(target, tmp_path, {"x": x}, body, shape, dtype)
+    np.testing.assert_allclose(got, reference(x.astype(np.float64)), rtol=1e-5, atol=1e-4)
+
+
 def test_many_elements(target, tmp_path):
     """More than a CPU leaves to one thread; with a small workgroup, more than a grid has threads."""
     rows = 9000 if target == ("vulkan", "generic") else 40
@@ -202,3 +242,42 @@ def test_large_reductions(target, shape, tmp_path):
     x = normal(*shape)
     got, _ = run(target, tmp_path, {"x": x}, lambda bb, x: R.sum(x, axis=[1, 2]), shape[:1])
     np.testing.assert_allclose(got, x.astype(np.float64).sum((1, 2)), rtol=1e-4, atol=1e-3)
+
+
+def mixed(bb, state, x, g):
+    """An operator of ours between others: its kernel stays as it is, and what surrounds it is not fused across."""
+    before = bb.emit(R.tanh(bb.emit(R.multiply(x, float_const(0.5)))))
+    normed = bb.emit(ops.call("rms_norm", [state, before, g], eps=1e-5, row="all", act=""))
+    return R.sigmoid(bb.emit(R.add(normed, before)))
+
+
+def test_between_kernels_of_ours(target, tmp_path):
+    m, k = 3, 64
+    inputs = {"state": np.array([0, m, 0, 0], np.int32), "x": normal(m, k), "g": normal(k, seed=1)}
+    got, names = run(target, tmp_path, inputs, mixed, (m, k))
+    assert names == ["multiply_tanh_64_m3", "rms_norm_64_m3", "add_sigmoid_64_m3"]
+    before = np.tanh(inputs["x"].astype(np.float64) * 0.5)
+    normed = before / np.sqrt((before**2).mean(-1, keepdims=True) + 1e-5) * inputs["g"]
+    np.testing.assert_allclose(got, 1 / (1 + np.exp(-(normed + before))), rtol=2e-5)
+
+
+def test_each_arch_of_an_artifact_has_its_own(tmp_path):
+    """A profile with small workgroups and one with large ones."""
+    inputs = {"x": normal(4, 300)}
+    made = compiled(module(inputs, softcap), inputs, "vulkan", "generic,vangogh", tmp_path)
+    (name,) = set(made.names)
+    launches = {arch: made.code["launches"][arch][name]["steps"] for arch in ("generic", "vangogh")}
+    assert [len(steps) for steps in launches.values()] == [1, 1]
+    assert [steps[0]["block"][0] for steps in launches.values()] == [32, 256]
+    facts = made.backend.facts(name)
+    assert (facts["operator"], facts["roles"], facts["bytes"]["call"]) == ("generic", ["input", "output"], 0)
+
+
+def test_what_has_no_kernel_is_refused(tmp_path):
+    inputs = {"x": normal(4, 300)}
+    for op, name in ((R.sort, "sort"), (R.cumsum, "cumsum")):
+        with pytest.raises(UserError, match=rf"relax\.{name}, for which there is no kernel"):
+            compiled(module(inputs, lambda bb, x, op=op: op(x, axis=-1)), inputs, "vulkan", "lavapipe", tmp_path)
+    with pytest.raises(ValueError, match="make it a weight"):
+        body = lambda bb, x: R.add(x, relax.const(inputs["x"]))  # noqa: E731
+        compiled(module(inputs, body), inputs, "cpu", "native", tmp_path)

@@ -42,6 +42,7 @@ PRODUCTS = [  # facts as their drivers tell them; AMD's where no vendor is given
     ("rdna3", {"name": "AMD Radeon RX 7900 XTX (RADV NAVI31)", "subgroup": (64, 32, 64), "dot": True,
     "matrices": MATRICES}),
     ("rdna3:matrix=none", {"name": "AMD Radeon 780M (RADV PHOENIX)", "subgroup": (64, 32, 64), "dot": True}),
+    ("rdna3:dot=none+matrix=none", {"name": "AMD Radeon 780M (RADV PHOENIX)", "subgroup": (64, 32, 64)}),
     ("rdna3", {"name": "AMD Radeon RX 7900 XTX", "subgroup": (64, 32, 64), "dot": True, "matrices": MATRICES}),
     ("rdna4", {"name": "AMD Radeon RX 9070 XT (RADV GFX1201)", "subgroup": (64, 32, 64), "dot": True,
     "matrices": MATRICES}),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.gpus import COOP_OPS, ROOFLINE_CLOCK, UNIT_OPS
 from mlc_amd.schedules.tuning.database import LOG, Entry, Record, cache, entries_of, file_name, read_lines
 from mlc_amd.schedules.tuning.spaces import space
 from mlc_amd.tools import bandwidth, display
@@ -19,13 +20,11 @@ MISSING = "the plot needs matplotlib; install it with: pip install 'mlc-amd[tune
 # guessed.
 GUESS = 50e9, 500e9, 0.0
 
-# Operations per clock of a compute unit (core), by what multiplies, and the clock: rough, from product pages. Rooflines
-# only.
-_GPU_OPS = {"wmma11": 512, "wmma12": 1024, "mfma": 2048, "dot4": 512, "sdot4": 512, "sudot4": 512, "": 128}
-_COOP_OPS = {"nvidia": 4096, "rdna3": 512, "rdna4": 1024}
+# Operations per clock of a core, by what multiplies, and the clock: rough, from product pages. Rooflines only; GPUs'
+# stand in runtime/gpus.py.
 _CPU_OPS = {"Vnni512": 256, "Zen4": 128, "AvxVnni": 128, "Avx2": 64, "Portable": 16}
 _CPU_FLOAT_OPS = {"Vnni512": 64, "Zen4": 32, "AvxVnni": 32, "Avx2": 32, "Portable": 8}  # attention's, float32
-_CLOCK = {"cpu": 3e9, "vulkan": 1.9e9, "rocm": 2.1e9}
+_CPU_CLOCK = 3e9
 
 
 class TaskRow(NamedTuple):
@@ -57,7 +56,7 @@ def machine(subject) -> tuple[float, float, float]:
         from mlc_amd.runtime.host import cpu_flags
 
         here = cpu_flags().issuperset(arch.flags)
-        isa, clocks = arch.isa.__name__, subject.threads * _CLOCK["cpu"]
+        isa, clocks = arch.isa.__name__, subject.threads * _CPU_CLOCK
         return (
             (bandwidth.measure(subject.threads) if here else 0.0),
             clocks * _CPU_OPS[isa],
@@ -65,8 +64,8 @@ def machine(subject) -> tuple[float, float, float]:
         )
     if not arch.bandwidth:  # a profile that any GPU may be
         return 0.0, 0.0, 0.0
-    ops = _COOP_OPS.get(arch.family, 0) if arch.matrix == "coop" else _GPU_OPS[arch.matrix or arch.dot]
-    return arch.bandwidth * 1e9, arch.units * ops * _CLOCK[subject.kind], 0.0
+    ops = COOP_OPS.get(arch.family, 0) if arch.matrix == "coop" else UNIT_OPS[arch.matrix or arch.dot]
+    return arch.bandwidth * 1e9, arch.units * ops * ROOFLINE_CLOCK[subject.kind], 0.0
 
 
 def rooflines(subject) -> dict[str, float]:

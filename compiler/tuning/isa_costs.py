@@ -61,16 +61,7 @@ FAMILIES = {
 }
 OLDER = {"gfx908": Family(4, 16, 4, 64, 128, _CDNA2, True), "gfx90a": Family(4, 16, 4, 64, 128, _CDNA2, True)}
 
-# GHz under load [P: boost or "game" clock]; nanoseconds from a load of device memory to its use [E]; Profile "nvidia"
-# is none of these.
-CLOCKS = {
-    "gfx906": 1.75, "gfx908": 1.5, "gfx90a": 1.7, "gfx942": 2.1, "gfx950": 2.4, "gfx1010": 1.9, "gfx1011": 1.9,
-    "gfx1012": 1.8,
-    "gfx1030": 2.25, "gfx1031": 2.4, "gfx1032": 2.4, "gfx1033": 1.6, "gfx1034": 2.6, "gfx1035": 2.4, "gfx1036": 2.2,
-    "gfx1100": 2.4,
-    "gfx1101": 2.4, "gfx1102": 2.6, "gfx1103": 2.7, "gfx1150": 2.9, "gfx1151": 2.8, "gfx1152": 2.8, "gfx1200": 3.1,
-    "gfx1201": 2.9,
-}  # fmt: skip
+# Nanoseconds from a load of device memory to its use [E]; Profile "nvidia" is none of these.
 LATENCY = {"gcn5": 600.0, "cdna": 800.0, "rdna1": 400.0, "rdna2": 350.0, "rdna3": 400.0, "rdna4": 400.0}
 UNIFIED = 1.5  # how much longer it takes to the host's memory [E]
 LDS_CLOCKS, SCALAR_CLOCKS = 64, 120  # from an LDS operation, a scalar load out of the cache, to its use [E]
@@ -140,7 +131,7 @@ def machine(arch) -> Machine:
         raise UserError(
             f"there is no model of {arch.name}: static tuning knows AMD GPUs; measure on the device, or through a kit"
         )
-    clock = CLOCKS[gpu.name] * 1e9
+    clock = gpu.clock * 1e9
     latency = LATENCY[gpu.family] * (UNIFIED if arch.unified else 1) * 1e-9 * clock
     family = OLDER.get(gpu.name, FAMILIES[gpu.family])
     return Machine(arch.name, family, arch.units, clock, latency, arch.bandwidth * 1e9 * EFFICIENCY, gpu)

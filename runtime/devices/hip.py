@@ -37,27 +37,15 @@ from mlc_amd.runtime.devices.hip_errors import (
     why_no_gpu,
 )
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.gpus import same_isa
 
 ALIGN = 256  # bytes between buffers of one allocation, as hipMalloc aligns
 CHUNK = 16 << 20  # bytes of weights copied at a time
 CHECK_STEPS = 3  # replays compared at load; stale data shows up from the second on
 OUTPUTS = ("logits",)  # io buffers that kernels write; the host writes the others
 GRAPH_VARIABLE = "MLC_AMD_GRAPH"
-# Chips with the same instruction set, bugs and registers: LLVM's AMDGPUUsage puts no restriction on code that is
-# generic for one of these groups (as it does for gfx10-1-generic and gfx11-generic). HIP loads a code object only if
-# the ELF header names the exact chip. Values: EF_AMDGPU_MACH of e_flags.
-SAME_ISA = (
-    {
-        "gfx1030": 0x36,
-        "gfx1031": 0x37,
-        "gfx1032": 0x38,
-        "gfx1033": 0x39,
-        "gfx1034": 0x3E,
-        "gfx1035": 0x3D,
-        "gfx1036": 0x45,
-    },
-    {"gfx1200": 0x48, "gfx1201": 0x4E},
-)
+# Chips with the same instruction set. HIP loads a code object only if its ELF header names the exact chip.
+SAME_ISA = same_isa()
 E_FLAGS = 0x30  # offset in a 64-bit ELF header; the low byte is EF_AMDGPU_MACH
 CANNOT_LOAD = (
     "hipErrorNoBinaryForGpu",

@@ -13,49 +13,15 @@ import re
 from dataclasses import dataclass, replace
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.gpus import DEVICE_KINDS, DeviceKind
 from mlc_amd.schedules.gpu import arch as amd
 
-KIB = 1024
 ADDRESS = 8  # bytes of a kernel's argument
 
 
 @dataclass(frozen=True)
-class Profile:
-    """A kind of Vulkan device.
-
-    name        as in --arch
-    family      the row of the kernels' tables of tile sizes that it takes
-    wave        invocations of a subgroup, which pipelines ask for; without `subgroups` lanes that a workgroup of that
-                size stands for
-    subgroups   whether it has subgroup arithmetic and shuffles with a size that can be required
-    dot         "dot4": packed products of 4x8 signed bits in hardware; "" plain multiplication
-    float16     arithmetic on float16 (else: storage only)
-    matrix      "coop" for KHR_cooperative_matrix, else ""
-    fragment    (m, n, k) of its float16 matrices with float32 sums
-    lds         bytes of shared memory that one workgroup may have
-    threads     most invocations of a workgroup that kernels use
-    push        bytes of push constants; arguments beyond them are read from memory
-    units       compute units: how many workgroups fill the GPU
-    bandwidth   GB/s of device memory, of the fastest usual product (a table's figure, not a measurement); 0: not known
-    products    other names, lower case without blanks
-    unified     its memory is the host's
-    """
-
-    name: str
-    family: str
-    wave: int
-    units: int
-    bandwidth: float
-    products: tuple[str, ...] = ()
-    unified: bool = False
-    subgroups: bool = True
-    dot: str = "dot4"
-    float16: bool = True
-    matrix: str = ""
-    fragment: tuple[int, int, int] = (16, 16, 16)
-    lds: int = 32 * KIB
-    threads: int = 256
-    push: int = 256
+class Profile(DeviceKind):
+    """A kind of Vulkan device, and what kernels and their launches ask of it."""
 
     api = "vulkan"
     # no product of float16 pairs with a float32 sum: float32 multiply-adds, which AMD's compiler makes "mixed" ones
@@ -92,24 +58,7 @@ class Profile:
         }
 
 
-PROFILES = {
-    profile.name: profile
-    for profile in (
-        Profile("vangogh", "rdna2", 32, 8, 88, ("steamdeck", "deck"), unified=True),
-        Profile("rdna2", "rdna2", 32, 40, 512, ("rembrandt", "680m", "660m")),
-        Profile("rdna3", "rdna3", 32, 60, 960, matrix="coop"),
-        Profile("rdna4", "rdna4", 32, 64, 640, matrix="coop"),
-        Profile("gfx90c", "gcn5", 64, 8, 51, ("vega", "renoir", "cezanne", "lucienne", "barcelo"), unified=True,
-        dot="", lds=64 * KIB),
-        Profile("nvidia", "nvidia", 32, 132, 4800, ("h200", "h100"), matrix="coop", lds=48 * KIB),
-        # Mesa's CPU driver. Its subgroup is the host's vector: 256 bits. No hardware has such small ones: a good
-        # stress.
-        Profile("lavapipe", "generic", 8, 4, 0, ("llvmpipe", "swrast"), unified=True, push=128),
-        # What Vulkan 1.2 grants every device that has buffer addresses and small integers in memory.
-        Profile("generic", "generic", 32, 16, 0, subgroups=False, dot="", float16=False, lds=16 * KIB, threads=32,
-        push=128),
-    )
-}  # fmt: skip
+PROFILES = {name: Profile(**vars(kind)) for name, kind in DEVICE_KINDS.items()}
 
 # RDNA and Vega GPUs by their gfx name or product: the profile that fits.
 FAMILY_PROFILES = {"rdna2": "rdna2", "rdna3": "rdna3", "rdna4": "rdna4", "gcn5": "gfx90c", "rdna1": "rdna2:dot=none"}

@@ -6,58 +6,41 @@ This is decided from vendor, driver, names and what the driver says of its abili
 
 import re
 
+from mlc_amd.runtime.gpus import DEVICE_KINDS, DeviceKind
+
 AMD, NVIDIA = 0x1002, 0x10DE  # vendors, by PCI
 LLVMPIPE = 13  # VkDriverId
 WAVES = (8, 16, 32, 64)  # subgroup sizes that kernels can be built for
 VANGOGH = (0x163F, 0x1435)  # PCI devices: the Steam Deck's two chips
 SUBGROUP_BASIC_SHUFFLE_ARITHMETIC = 0x1 | 0x4 | 0x10
-# Chips' names in what Mesa's driver for AMD calls its devices, by the profile that fits.
-RADV = (
-    ("VANGOGH", "vangogh"),
-    ("NAVI1", "rdna2"),  # without dot products, which the driver says
-    ("NAVI2|REMBRANDT|RAPHAEL|MENDOCINO", "rdna2"),
-    ("NAVI3|PHOENIX|HAWK|STRIX|KRACKAN|GFX115|GFX110", "rdna3"),
-    ("NAVI4|GFX12", "rdna4"),
-    ("VEGA|RAVEN|RENOIR", "gfx90c"),
-)
-# What the profiles say that a driver may say otherwise.
-_BASES = {
-    "vangogh": {"wave": 32, "dot": True, "matrix": ()},
-    "rdna2": {"wave": 32, "dot": True, "matrix": ()},
-    "rdna3": {"wave": 32, "dot": True, "matrix": (16, 16, 16)},
-    "rdna4": {"wave": 32, "dot": True, "matrix": (16, 16, 16)},
-    "gfx90c": {"wave": 64, "dot": False, "matrix": ()},
-    "nvidia": {"wave": 32, "dot": True, "matrix": (16, 16, 16)},
-    "lavapipe": {"wave": 8, "dot": True, "matrix": ()},
-    "generic": {},
-}
 
 
 def profile_of(gpu) -> str:
     """The name of the profile to compile for, with the changes that this GPU and its driver ask for."""
     usual, matrices = SUBGROUP_BASIC_SHUFFLE_ARITHMETIC, gpu.float16_matrices
     able = gpu.full and "subgroupSizeControl" in gpu.features and gpu.subgroup_operations & usual == usual
-    name, base = _base(gpu)
+    base = _base(gpu)
+    name, usual_shape = base.name, base.fragment if base.matrix else ()
     if name == "generic" or not able or "shaderFloat16" not in gpu.features:
         return "generic"
     changes = []
-    if not gpu.subgroup[1] <= base["wave"] <= gpu.subgroup[2]:
+    if not gpu.subgroup[1] <= base.wave <= gpu.subgroup[2]:
         if gpu.subgroup[0] not in WAVES:
             return "generic"
         changes.append(f"wave={gpu.subgroup[0]}")
     # Mesa's CPU driver says that its dot products are not faster than the rest, as nothing there is.
     fast = "shaderIntegerDotProduct" in gpu.features and (gpu.dot or gpu.driver_id == LLVMPIPE)
-    if base["dot"] and not fast:
+    if base.dot and not fast:
         changes.append("dot=none")
     shape = "none"
     if matrices and "vulkanMemoryModel" in gpu.features:
-        shape = "x".join(map(str, base["matrix"] if base["matrix"] in matrices else matrices[0]))
-    if shape != ("x".join(map(str, base["matrix"])) if base["matrix"] else "none"):
+        shape = "x".join(map(str, usual_shape if usual_shape in matrices else matrices[0]))
+    if shape != ("x".join(map(str, usual_shape)) if usual_shape else "none"):
         changes.append(f"matrix={shape}")
     return name + (":" + "+".join(changes) if changes else "")
 
 
-def _base(gpu) -> tuple[str, dict]:
+def _base(gpu) -> DeviceKind:
     """The profile without changes."""
     name = "generic"
     if gpu.driver_id == LLVMPIPE:
@@ -66,8 +49,9 @@ def _base(gpu) -> tuple[str, dict]:
         name = "nvidia"
     elif gpu.vendor == AMD:
         code = re.search(r"RADV ([A-Z0-9_]+)", gpu.name)
-        by_code = next((profile for pattern, profile in RADV if code and re.match(pattern, code[1])), None)
+        known = (kind for kind in DEVICE_KINDS.values() if kind.chips)
+        by_code = next((kind.name for kind in known if code and re.match(kind.chips, code[1])), None)
         # Without a code name (AMD's own driver): matrices came with RDNA3, waves of 32 with RDNA.
         by_features = "rdna3" if gpu.matrices else "rdna2" if gpu.subgroup[1] <= 32 else "gfx90c"
         name = "vangogh" if gpu.device in VANGOGH else by_code or by_features
-    return name, _BASES[name]
+    return DEVICE_KINDS[name]

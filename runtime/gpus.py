@@ -1,0 +1,155 @@
+"""The GPUs that this project knows, in one table: AMD's chips by LLVM's name, and the kinds of Vulkan devices.
+
+All else derives from here: what kernels are built for (schedules/gpu/arch.py, profiles.py), which code object runs on
+which chip and which profile fits a device (runtime/devices), rooflines and the static model's machines (tools,
+compiler/tuning). Sources: LLVM's AMDGPUUsage (processors, features, ELF numbers); AMD's product pages (bandwidth,
+compute units, clocks); Vulkan's registry of required limits; reports of Mesa's and NVIDIA's drivers (gpuinfo.org).
+"""
+
+from dataclasses import dataclass
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One of AMD's chips.
+
+    name        LLVM's name
+    family      its generation: gcn5, cdna, rdna1 to rdna4
+    dot         instruction for four int8 products added to an int32: "sdot4", "sudot4" (signs chosen per operand) or ""
+                (none)
+    units       compute units of the product that `bandwidth` is of: how many workgroups fill the GPU
+    bandwidth   GB/s of device memory, of the fastest usual product (a table's figure, not a measurement)
+    clock       GHz under load: boost or "game" clock
+    products    names that users may call it, lower case without blanks
+    unified     an APU: its memory is the host's
+    lds         bytes of LDS that one workgroup may have
+    mach        EF_AMDGPU_MACH, of chips that share instructions, bugs and registers with the others of their family; 0
+                for the rest: LLVM's AMDGPUUsage puts no restriction on code that is generic for one of these groups (as
+                it does for gfx10-1-generic and gfx11-generic)
+    """
+
+    name: str
+    family: str
+    dot: str
+    units: int
+    bandwidth: float
+    clock: float
+    products: tuple[str, ...]
+    unified: bool = False
+    lds: int = 64 * KIB
+    mach: int = 0
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("gfx906", "gcn5", "sdot4", 60, 1024, 1.75, ("vii", "mi50", "mi60", "vega20")),
+        Chip("gfx908", "cdna", "sdot4", 120, 1229, 1.5, ("mi100",)),
+        Chip("gfx90a", "cdna", "sdot4", 104, 1638, 1.7, ("mi210", "mi250", "mi250x")),  # one of MI250's two dies
+        Chip("gfx942", "cdna", "sdot4", 304, 5300, 2.1, ("mi300x", "mi300a", "mi325x", "mi300")),
+        Chip("gfx950", "cdna", "sdot4", 256, 8000, 2.4, ("mi350x", "mi355x", "mi350"), lds=160 * KIB),
+        Chip("gfx1010", "rdna1", "", 40, 448, 1.9, ("5700xt", "5700", "5600xt", "navi10")),
+        Chip("gfx1011", "rdna1", "sdot4", 36, 512, 1.9, ("v520", "navi12")),
+        Chip("gfx1012", "rdna1", "sdot4", 22, 224, 1.8, ("5500xt", "5500", "navi14")),
+        Chip("gfx1030", "rdna2", "sdot4", 72, 512, 2.25, ("6950xt", "6900xt", "6800xt", "6800", "w6800", "navi21"),
+        mach=0x36),
+        Chip("gfx1031", "rdna2", "sdot4", 40, 384, 2.4, ("6700xt", "6750xt", "6700", "navi22"), mach=0x37),
+        Chip("gfx1032", "rdna2", "sdot4", 32, 256, 2.4, ("6600xt", "6600", "6650xt", "navi23"), mach=0x38),
+        Chip("gfx1033", "rdna2", "sdot4", 8, 88, 1.6, ("steamdeck", "vangogh"), unified=True, mach=0x39),
+        Chip("gfx1034", "rdna2", "sdot4", 16, 144, 2.6, ("6500xt", "6400", "navi24"), mach=0x3e),
+        Chip("gfx1035", "rdna2", "sdot4", 12, 102, 2.4, ("680m", "660m", "rembrandt"), unified=True, mach=0x3d),
+        Chip("gfx1036", "rdna2", "sdot4", 2, 83, 2.2, ("610m", "raphael", "graniteridge"), unified=True, mach=0x45),
+        Chip("gfx1100", "rdna3", "sudot4", 96, 960, 2.4, ("7900xtx", "7900xt", "7900gre", "w7900", "w7800", "navi31")),
+        Chip("gfx1101", "rdna3", "sudot4", 60, 624, 2.4, ("7800xt", "7700xt", "w7700", "navi32")),
+        Chip("gfx1102", "rdna3", "sudot4", 32, 288, 2.6, ("7600", "7600xt", "navi33")),
+        Chip("gfx1103", "rdna3", "sudot4", 12, 120, 2.7, ("780m", "760m", "740m", "phoenix", "hawkpoint", "z1extreme"),
+        unified=True),
+        Chip("gfx1150", "rdna3", "sudot4", 16, 120, 2.9, ("890m", "880m", "strixpoint"), unified=True),
+        Chip("gfx1151", "rdna3", "sudot4", 40, 256, 2.8, ("8060s", "8050s", "strixhalo", "aimax395", "aimax+395"),
+        unified=True),
+        Chip("gfx1152", "rdna3", "sudot4", 8, 120, 2.8, ("860m", "840m", "krackan"), unified=True),
+        Chip("gfx1200", "rdna4", "sudot4", 32, 322, 3.1, ("9060xt", "9060", "navi44"), mach=0x48),
+        Chip("gfx1201", "rdna4", "sudot4", 64, 640, 2.9, ("9070xt", "9070", "9070gre", "r9700", "navi48"), mach=0x4e),
+    )
+}  # fmt: skip
+
+
+def same_isa() -> tuple[dict[str, int], ...]:
+    """Groups of chips that run the same code: name -> `mach`."""
+    groups: dict[str, dict[str, int]] = {}
+    for chip in CHIPS.values():
+        if chip.mach:
+            groups.setdefault(chip.family, {})[chip.name] = chip.mach
+    return tuple(groups.values())
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """A kind of Vulkan device: what kernels compiled for it may count on.
+
+    name        as in --arch
+    family      the row of the kernels' tables of tile sizes that it takes
+    wave        invocations of a subgroup, which pipelines ask for; without `subgroups` lanes that a workgroup of that
+                size stands for
+    subgroups   whether it has subgroup arithmetic and shuffles with a size that can be required
+    dot         "dot4": packed products of 4x8 signed bits in hardware; "" plain multiplication
+    float16     arithmetic on float16 (else: storage only)
+    matrix      "coop" for KHR_cooperative_matrix, else ""
+    fragment    (m, n, k) of its float16 matrices with float32 sums
+    lds         bytes of shared memory that one workgroup may have
+    threads     most invocations of a workgroup that kernels use
+    push        bytes of push constants; arguments beyond them are read from memory
+    units       compute units: how many workgroups fill the GPU
+    bandwidth   GB/s of device memory, of the fastest usual product (a table's figure, not a measurement); 0: not known
+    products    other names, lower case without blanks
+    unified     its memory is the host's
+    chips       a pattern of how the names begin by which Mesa's driver for AMD calls such chips; "": it is not AMD's
+    """
+
+    name: str
+    family: str
+    wave: int
+    units: int
+    bandwidth: float
+    products: tuple[str, ...] = ()
+    unified: bool = False
+    subgroups: bool = True
+    dot: str = "dot4"
+    float16: bool = True
+    matrix: str = ""
+    fragment: tuple[int, int, int] = (16, 16, 16)
+    lds: int = 32 * KIB
+    threads: int = 256
+    push: int = 256
+    chips: str = ""
+
+
+DEVICE_KINDS = {
+    kind.name: kind
+    for kind in (
+        DeviceKind("vangogh", "rdna2", 32, 8, 88, ("steamdeck", "deck"), unified=True, chips="VANGOGH"),
+        # NAVI1 is without dot products, which the driver says
+        DeviceKind("rdna2", "rdna2", 32, 40, 512, ("rembrandt", "680m", "660m"),
+        chips="NAVI1|NAVI2|REMBRANDT|RAPHAEL|MENDOCINO"),
+        DeviceKind("rdna3", "rdna3", 32, 60, 960, matrix="coop",
+        chips="NAVI3|PHOENIX|HAWK|STRIX|KRACKAN|GFX115|GFX110"),
+        DeviceKind("rdna4", "rdna4", 32, 64, 640, matrix="coop", chips="NAVI4|GFX12"),
+        DeviceKind("gfx90c", "gcn5", 64, 8, 51, ("vega", "renoir", "cezanne", "lucienne", "barcelo"), unified=True,
+        dot="", lds=64 * KIB, chips="VEGA|RAVEN|RENOIR"),
+        DeviceKind("nvidia", "nvidia", 32, 132, 4800, ("h200", "h100"), matrix="coop", lds=48 * KIB),
+        # Mesa's CPU driver. Its subgroup is the host's vector: 256 bits. No hardware has such small ones: a good
+        # stress.
+        DeviceKind("lavapipe", "generic", 8, 4, 0, ("llvmpipe", "swrast"), unified=True, push=128),
+        # What Vulkan 1.2 grants every device that has buffer addresses and small integers in memory.
+        DeviceKind("generic", "generic", 32, 16, 0, subgroups=False, dot="", float16=False, lds=16 * KIB, threads=32,
+        push=128),
+    )
+}  # fmt: skip
+
+# For rooflines, rough, from product pages: operations per clock of a compute unit by what multiplies, of cooperative
+# matrices by family; clocks in Hz by API, where one chip stands for many.
+UNIT_OPS = {"wmma11": 512, "wmma12": 1024, "mfma": 2048, "dot4": 512, "sdot4": 512, "sudot4": 512, "": 128}
+COOP_OPS = {"nvidia": 4096, "rdna3": 512, "rdna4": 1024}
+ROOFLINE_CLOCK = {"vulkan": 1.9e9, "rocm": 2.1e9}
