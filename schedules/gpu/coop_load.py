@@ -19,10 +19,9 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.formats import PLANE_BITS
 from mlc_amd.schedules.gpu import load
 from mlc_amd.schedules.gpu.device import fma, lookup16
-from mlc_amd.schedules.gpu.load import at, lane_of
 from mlc_amd.schedules.gpu.pairs import RUN, RUN_COLUMNS, RUNS
 from mlc_amd.schedules.gpu.planes import BLOCK
-from mlc_amd.schedules.gpu.quantize import vector
+from mlc_amd.schedules.gpu.registers import at, lane_of, vector
 
 EXPONENT = 0x64006400  # of 1024.0 as float16, in both halves of a word
 EXPONENT_VALUE = 1024

@@ -285,9 +285,9 @@ class Outbox:
     thread: this thread's number out of `threads`; widths: of the vectors.
 
     On AMD's own API, where the GPU has one L2, the vectors are plain stores (L1 writes through) and there is one wait
-    for all of them: an instruction on gfx12; elsewhere LLVM waits for stores only behind volatile ones, so the first word of
-    the first vector is stored once more, volatile. Where several L2s are not coherent (gfx94x, gfx95x), all stores
-    are volatile, which gets them beyond their own, and are waited for one by one.
+    for all of them: an instruction on gfx12; elsewhere LLVM waits for stores only behind volatile ones, so the first
+    word of the first vector is stored once more, volatile. Where several L2s are not coherent (gfx94x, gfx95x), all
+    stores are volatile, which gets them beyond their own, and are waited for one by one.
     """
 
     def __init__(self, arch, thread, threads, widths):
@@ -303,7 +303,7 @@ class Outbox:
         return self.arch.api == "rocm" and not self.volatile and self.arch.family != "rdna4"
 
     def send(self, values, conditions, buffer, *index):
-        """Stores the float32 registers `values` where all `conditions` hold. Those of the first call are the weakest."""
+        """Stores the float32 registers `values` where all `conditions` hold; the first call's are the weakest."""
         vector = T.Shuffle(values, [T.int32(i) for i in range(len(values))])
         if self.volatile:
             T.buffer_store(self.stages[len(values)], vector, [self.thread, T.ramp(0, 1, len(values))])

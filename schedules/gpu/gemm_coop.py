@@ -16,9 +16,9 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu import coop_load
 from mlc_amd.schedules.gpu.device import barrier, uniform
-from mlc_amd.schedules.gpu.load import at
 from mlc_amd.schedules.gpu.pairs import RUN, RUNS
 from mlc_amd.schedules.gpu.planes import BLOCK
+from mlc_amd.schedules.gpu.registers import at
 
 PAD = 1  # units added to each row in shared memory: eight neighbouring rows then lie in different banks
 UNIT_BYTES = 16

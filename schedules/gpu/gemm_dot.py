@@ -16,9 +16,10 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.device import barrier, dot4, each, fma
 from mlc_amd.schedules.gpu.gemm_load import PIECE, byte_piece, columns_of, fetch, float_piece
-from mlc_amd.schedules.gpu.load import QUADS, at, lane_of
+from mlc_amd.schedules.gpu.load import QUADS
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.quantize import FIELDS
+from mlc_amd.schedules.gpu.registers import at, lane_of
 
 LANES = 32  # rows side by side
 PAD = 4  # words added to each row of LDS: eight neighbouring rows, read 128 bits wide, lie in different banks

@@ -16,8 +16,8 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.device import barrier, schedule_fence
 from mlc_amd.schedules.gpu.gemm_load import PIECE, columns_of, fetch, half_piece
-from mlc_amd.schedules.gpu.load import at
 from mlc_amd.schedules.gpu.planes import BLOCK
+from mlc_amd.schedules.gpu.registers import at
 
 PAD = 8  # halves added to each row of LDS: eight neighbouring rows then lie in different banks
 MATRIX_MAY_NOT_CROSS = (

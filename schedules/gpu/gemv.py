@@ -3,7 +3,7 @@ layer.
 
 In: `state` int32[4], activations (int8 formats: A and S of `quantize.py`'s layout "rows"; float formats: X float32 [1,
 k]), weights in the layout "rows" (`planes.py`). Out: Y float32 [1, n padded to 16], bias and residual added; or
-silu(gate) * up, quantized on request.
+f(gate) * up, quantized on request.
 
 `lanes` lanes of a wave take a row's units (`load.py`) in turn, so that a load instruction reads contiguous memory; the
 lanes' sums meet by lane shuffles at the end. A group of lanes works on several rows at once, which share the
@@ -13,21 +13,20 @@ what counts is that enough 128-bit loads are under way.
 
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass, replace
-from math import prod
 from typing import NamedTuple
 
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu import load
-from mlc_amd.schedules.gpu.device import barrier, dot4, exp2, fma, launch, rcp, uniform, wave_sum
-from mlc_amd.schedules.gpu.load import QUADS, at, lane_of
-from mlc_amd.schedules.gpu.planes import BLOCK, padded, planes
+from mlc_amd.schedules.gpu.activations import gated
+from mlc_amd.schedules.gpu.device import barrier, dot4, fma, launch, uniform, wave_sum
+from mlc_amd.schedules.gpu.load import QUADS
+from mlc_amd.schedules.gpu.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.quantize import FIELDS, LANES, WIDTH, act_args, columns, emit_store
+from mlc_amd.schedules.gpu.registers import at, lane_of
+from mlc_amd.schedules.gpu.step import kernel, state_arg
 
-LOG2E = 1.4426950408889634
 FULL = 6  # groups of lanes for each compute unit, as many as hide the latency of memory
 MIN_USE = 0.9  # of the lanes, over all steps of a row
 
@@ -262,16 +261,6 @@ def _multiply_float(strips, acts, places, width, sums, arch):
 # ---- kernels
 
 
-def emit_planes(fmt, n, k, prefix):
-    """Declares the parameters of a weight's planes; their names get the prefix. UserError for planes beyond the reach
-    of 32-bit indices."""
-    if max(prod(shape) for shape, _ in planes(fmt, n, k).values()) >= 1 << 31:
-        raise UserError(
-            f"a weight of {n} x {k} is too large as {fmt.name} for one kernel; use a smaller quantization of the model"
-        )
-    return {name: T.arg(prefix + name, T.buffer(shape, dtype)) for name, (shape, dtype) in planes(fmt, n, k).items()}
-
-
 def _act_kind(kind):
     """Layout of the activations for formats of that kind."""
     return "rows" if kind == "int8" else ""
@@ -348,13 +337,11 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, plan=None):
         )
     plans, splits = linear_plans(segments, k, arch, plan)
     plan = plans[0]
-    with IRBuilder() as ir, T.prim_func(s_tir=True):
-        T.func_name(name)
-        T.func_attr({"tirx.noalias": True, "global_symbol": name})
-        T.arg("state", T.buffer((4,), "int32"))
+    with kernel(name) as ir:
+        state_arg()
         params, weights = act_args(1, k, act_in), []
         for i, ((fmt, n), has_bias) in enumerate(zip(segments, biases, strict=True)):
-            bufs = emit_planes(fmt, n, k, f"W{i}_")
+            bufs = plane_args(fmt, n, k, f"W{i}_")
             weights.append((bufs, T.arg(f"bias{i}", T.buffer((n,), "float32")) if has_bias else None))
         R = T.arg("R", T.buffer((1, padded(segments[0][1])), "float32")) if residual else None
         outputs = [T.arg(f"Y{i}", T.buffer((1, padded(n)), "float32")) for i, (_, n) in enumerate(segments)]
@@ -382,13 +369,13 @@ def gate_up_plan(fmts, f, k, arch, plan=None) -> Plan:
     return Plan(min(plan.rows, BLOCK * lanes // (waves * arch.wave)), waves, lanes, plan.unroll)
 
 
-def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, plan=None):
+def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, plan=None, act_fn="silu"):
     """PrimFunc (state, A, S | X, planes of gate, planes of up, then A_out, S_out | H_out | Y of [1, f] in the layout
     act_out).
 
-    y = silu(gate * x) * (up * x). The weights are f x k, f a multiple of 32, both int8 (act_in "rows") or both float
-    (act_in ""). m: 1. A workgroup makes one block of 32 columns of y. ValueError for weights that cannot share a
-    launch.
+    y = f(gate * x) * (up * x), f being `act_fn` of `activations.py`. The weights are f x k, f a multiple of 32, both
+    int8 (act_in "rows") or both float (act_in ""). m: 1. A workgroup makes one block of 32 columns of y. ValueError for
+    weights that cannot share a launch.
     """
     fmts = [lookup(fmt_gate), lookup(fmt_up)]
     _check(fmts, m, act_in, "gate_up_swiglu")
@@ -396,12 +383,10 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, plan=
         raise ValueError(f"a feed-forward layer of {f} columns does not make whole blocks of {BLOCK}")
     rows, waves, lanes, unroll = astuple(gate_up_plan(fmts, f, k, arch, plan))
     groups = waves * arch.wave // lanes
-    with IRBuilder() as ir, T.prim_func(s_tir=True):
-        T.func_name(name)
-        T.func_attr({"tirx.noalias": True, "global_symbol": name})
-        T.arg("state", T.buffer((4,), "int32"))
+    with kernel(name) as ir:
+        state_arg()
         params = act_args(1, k, act_in)
-        weights = [emit_planes(fmt, f, k, prefix) for fmt, prefix in zip(fmts, ("G_", "U_"), strict=True)]
+        weights = [plane_args(fmt, f, k, prefix) for fmt, prefix in zip(fmts, ("G_", "U_"), strict=True)]
         out = act_args(1, f, act_out, {"": ["Y"], "half": ["H_out"], "rows": ["A_out", "S_out"]}[act_out])
         with launch((f // BLOCK,), (arch.wave, waves)) as (block, lane, wave):
             acts = emit_acts(params, k)
@@ -426,6 +411,6 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, plan=
                 [T.Bind(lane_of(x, i)) for i in range(WIDTH)]
                 for x in (T.Bind(made[i, columns(column)]) for i in range(2))
             )
-            y = [T.Bind(g * rcp(T.float32(1) + exp2(g * T.float32(-LOG2E))) * u) for g, u in zip(gate, up, strict=True)]
+            y = [gated(act_fn, g, u) for g, u in zip(gate, up, strict=True)]
             emit_store(arch, act_out, out, y, 0, T.Bind(block * BLOCK + column), (wave == 0) & (lane < LANES))
     return ir.get()

@@ -18,6 +18,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.formats import PLANE_BITS
 from mlc_amd.schedules.gpu.device import lookup16
 from mlc_amd.schedules.gpu.planes import BLOCK
+from mlc_amd.schedules.gpu.registers import at, lane_of
 
 QUADS = 8  # words of four codes in a block
 LOAD_WORDS = 4  # of the widest load: 128 bits
@@ -57,16 +58,6 @@ def columns(fmt, k) -> int:
 def groups(fmt) -> int:
     """Groups of columns with their own scale in a block: 1 or 2."""
     return BLOCK // fmt.group
-
-
-def at(base, n):
-    """The index vector base, ..., base+n-1 (a buffer's last index only)."""
-    return T.ramp(base, 1, n) if n > 1 else base
-
-
-def lane_of(x, i):
-    """Element i of a vector."""
-    return T.Shuffle([x], [T.int32(i)])
 
 
 def wide(buf, row, first, count):

@@ -23,6 +23,7 @@ four bytes, lowest first:
 from math import prod
 
 from tvm import DataType, tirx
+from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.decode import float_weight, int8_weight
@@ -54,6 +55,17 @@ def planes(fmt: str | Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...]
     columns = {"D": fmt.block, "DM": fmt.block, "M": fmt.block, "S": fmt.group, "Z": fmt.group}
     dtypes = {"S": fmt.dtype, "Z": "uint8"}
     return codes | {p: ((rows, k // columns[p]), dtypes.get(p, "float16")) for p in fmt.scales}
+
+
+def plane_args(fmt: str | Format, n: int, k: int, prefix: str = "") -> dict:
+    """Declares the parameters of a weight's planes; their names get the prefix. UserError as for `planes`, and
+    for planes beyond the reach of 32-bit indices."""
+    fmt = lookup(fmt)
+    if max(prod(shape) for shape, _ in planes(fmt, n, k).values()) >= 1 << 31:
+        raise UserError(
+            f"a weight of {n} x {k} is too large as {fmt.name} for one kernel; use a smaller quantization of the model"
+        )
+    return {name: T.arg(prefix + name, T.buffer(shape, dtype)) for name, (shape, dtype) in planes(fmt, n, k).items()}
 
 
 def plane_bytes(fmt: str | Format, n: int, k: int) -> int:

@@ -19,6 +19,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.device import maximum, minimum, rcp, rint, shuffle_xor, wave_max, wave_sum
 from mlc_amd.schedules.gpu.pairs import store_pairs
 from mlc_amd.schedules.gpu.planes import BLOCK
+from mlc_amd.schedules.gpu.registers import vector
 
 FIELDS = 4  # of S
 WIDTH = 4  # columns that a lane holds
@@ -48,11 +49,6 @@ def act_args(m, k, act, names=None):
     """Declares the kernel parameters of that layout and returns the buffers. names: instead of X, H or A and S."""
     shapes = act_shapes(m, k, act)
     return [T.arg(name, T.buffer(*shape)) for name, shape in zip(names or shapes, shapes.values(), strict=True)]
-
-
-def vector(values):
-    """Scalars as one vector."""
-    return T.Shuffle(values, [T.int32(i) for i in range(len(values))])
 
 
 def columns(base):
