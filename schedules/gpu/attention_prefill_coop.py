@@ -324,15 +324,9 @@ class Wave:
                     token, column = T.Bind(self.tokens[i] + place // quads), place % quads * WIDTH
                     y = T.Bind(T.reinterpret(f"float32x{WIDTH}", self.weights[self.base + place]))
                     live = tirx.all(self.valid[i], token < self.chunk.count, self.part == 0)
-                    emit_store(
-                        self.arch,
-                        act_out,
-                        out,
-                        [T.Bind(T.Shuffle([y], [c])) for c in range(WIDTH)],
-                        token,
-                        T.Bind(self.heads[i] * self.d + x * self.n + column),
-                        live,
-                    )
+                    y = [T.Bind(T.Shuffle([y], [c])) for c in range(WIDTH)]
+                    place = T.Bind(self.heads[i] * self.d + x * self.n + column)
+                    emit_store(self.arch, act_out, out, y, token, place, live)
                 wave_barrier()
 
 
