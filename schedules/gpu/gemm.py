@@ -44,8 +44,8 @@ def engine(act, formats, m, k, arch, rows, tile=None, together=1):
 
 
 def views(acts, act, m, k):
-    """What the tile routine takes of the parameters of `act_args`. To be called after the last parameter: it may
-    declare a view."""
+    """The activations' buffers as the tile routine reads them, from the parameters of `act_args`. To be called after the
+    last parameter: it may declare a view."""
     if act == "rows":
         A, S = acts
         return T.decl_buffer((m, k // BLOCK, QUADS), "int32", data=A.data), S
@@ -76,7 +76,7 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, tile=None):
     "pairs" or "" on cooperative matrices (weights and activations become float16), else "rows" for int8 formats and ""
     for float formats. biases: one flag per segment. residual: Y = R + result, for one segment. tile: see `engine`.
     Token tiles without live tokens (state[1]) are left as they are. npad = n rounded up to a multiple of 16; the
-    columns from n on hold no meaning. ValueError for what cannot share a launch or has no tiles, UserError for weights
+    columns from n on are undefined. ValueError for what cannot share a launch or has no tiles, UserError for weights
     too large.
     """
     segments = [(lookup(fmt), n) for fmt, n in segments]

@@ -5,10 +5,10 @@ In: `state` int32[4], activations (int8 formats: A and S of `quantize.py`'s layo
 k]), weights in the layout "rows" (`planes.py`). Out: Y float32 [1, n padded to 16], bias and residual added; or
 f(gate) * up, quantized on request.
 
-`lanes` lanes of a wave take a row's units (`load.py`) in turn, so that a load instruction reads contiguous memory; the
-lanes' sums meet by lane shuffles at the end. A group of lanes works on several rows at once, which share the
-activations' registers. Nothing goes through LDS but the block of results that `gate_up_swiglu` quantizes. Memory bound:
-what counts is that enough 128-bit loads are under way.
+`lanes` lanes of a wave process a row's units (`load.py`) interleaved, so that a load instruction reads contiguous
+memory; their sums are reduced by lane shuffles at the end. A group of lanes works on several rows at once, which share
+the activations' registers. Nothing goes through LDS but the block of results that `gate_up_swiglu` quantizes. Memory
+bound: what matters is that enough 128-bit loads are in flight.
 """
 
 from contextlib import nullcontext
@@ -37,7 +37,7 @@ class Plan:
 
     rows    rows that a group of lanes works on at once (at most 16); gate_up_swiglu: of each weight
     waves   waves of a workgroup, at most
-    lanes   most lanes that share a row
+    lanes   maximum of lanes that share a row
     unroll  steps of a row whose loads are issued before the first is used; fewer where a step loads more (`_fit`)
     """
 
@@ -82,9 +82,11 @@ def _fit(plan: Plan, fmts, k, arch, weights=1) -> Plan:
     return replace(plan, unroll=unroll, rows=max(1, min(plan.rows, plan.rows * plan.unroll // (share * unroll))))
 
 
-def lanes_of(units, most) -> int:
+def lanes_of(units, maximum) -> int:
     """Lanes that share a row of that many units: as many as have work at least MIN_USE of the time."""
-    return next(n for n in (64, 32, 16, 8, 4, 2, 1) if n <= most and (units >= MIN_USE * n * -(-units // n) or n == 1))
+    return next(
+        n for n in (64, 32, 16, 8, 4, 2, 1) if n <= maximum and (units >= MIN_USE * n * -(-units // n) or n == 1)
+    )
 
 
 # ---- kernels
@@ -154,7 +156,7 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, plan=None):
 
     segments: list of (format name or Format, n), all int8 (act_in "rows") or all float (act_in ""); they share the
     activations (q, k and v of a layer) and the launch. m: 1. biases: one flag per segment. residual: Y = R + result,
-    for one segment. npad = n rounded up to a multiple of 16; the columns from n on hold no meaning. ValueError for
+    for one segment. npad = n rounded up to a multiple of 16; the columns from n on are undefined. ValueError for
     segments that cannot share a launch.
     """
     segments = [(lookup(fmt), n) for fmt, n in segments]
@@ -222,8 +224,8 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, plan=
             views = [load.views(fmt, bufs, span_of(fmts, k)) for fmt, bufs in zip(fmts, weights, strict=True)]
             made = T.alloc_buffer((2, BLOCK), "float32", scope="shared")
             group, part = _group(wave, lane, lanes, arch, waves), T.Bind(lane % lanes)
-            with T.serial(BLOCK // (groups * rows)) as turn:
-                row = T.Bind((turn * groups + group) * rows)
+            with T.serial(BLOCK // (groups * rows)) as i:
+                row = T.Bind((i * groups + group) * rows)
                 strips = [
                     Strip(fmt, bufs, block * BLOCK + row + i)
                     for fmt, bufs in zip(fmts, views, strict=True)

@@ -1,7 +1,7 @@
 """Rows of weights times one token's activations, by the lanes of a wave: the inner part of `gemv.py`.
 
-A group of lanes takes the units (`load.py`) of several rows of weights round robin, so that a load instruction reads
-contiguous memory; the lanes' sums meet by lane shuffles at the end.
+A group of lanes processes the units (`load.py`) of several rows of weights, interleaved, so that a load instruction
+reads contiguous memory; the lanes' sums are reduced by lane shuffles at the end.
 """
 
 from typing import NamedTuple
@@ -52,7 +52,7 @@ def emit_acts(params, k) -> Acts:
 
 
 def span_of(fmts, k) -> int:
-    """Columns of a unit divided by 32, for int8 formats; columns for float formats, which all take the narrowest."""
+    """Columns of a unit divided by 32, for int8 formats; columns for float formats, the minimum over them."""
     return load.blocks(*fmts) if fmts[0].kind == "int8" else min(load.columns(fmt, k) for fmt in fmts)
 
 

@@ -1,8 +1,8 @@
 """Weights from their planes to registers: what a decode kernel needs of one unit of one row, for every format.
 
-A unit is what a lane takes of a row at a time, so that codes are read 16 bytes at once: `blocks(fmt)` blocks of 32
+A unit is what a lane loads of a row at once, so that codes are read 16 bytes at once: `blocks(fmt)` blocks of 32
 columns for int8 formats, `columns(fmt, k)` columns for float formats. Loading and decoding are apart, so that a kernel
-can have many loads under way:
+can have many loads in flight:
 
     views      the planes' buffers as rows of words, before anything else
     fetch      the loads of a unit (layout "rows": `planes.py`)

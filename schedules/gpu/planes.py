@@ -1,10 +1,10 @@
-"""The GPU's weight layout "rows": how the weights of a linear layer lie in memory, and how to read one of them.
+"""The GPU's weight layout "rows": how the weights of a linear layer are stored, and how to read one of them.
 
 In: a format (name or Format) and the matrix's shape: N rows (outputs) by K columns (inputs). Out: shapes and dtypes of
 the planes (`planes`) and a TensorIR expression for one weight (`decode`).
 
-Planes have the names of `schedules/cpu/planes.py` and hold the same numbers, row by row: N is padded to a multiple of
-16 with zeros, KB is the number of blocks of 32 columns, and the columns of a row are contiguous, so that neighbouring
+Planes have the names of `schedules/cpu/planes.py` and contain the same numbers by rows: N is padded to a multiple of 16
+with zeros, KB is the number of blocks of 32 columns, and the columns of a row are contiguous, so that neighbouring
 lanes of a wave read neighbouring blocks, 16 bytes each. In a block, with column 4*j + i (i < 4, j < 8) and words of
 four bytes, lowest first:
 
@@ -69,7 +69,7 @@ def plane_args(fmt: str | Format, n: int, k: int, prefix: str = "") -> dict:
 
 
 def plane_bytes(fmt: str | Format, n: int, k: int) -> int:
-    """Bytes of all planes of an n x k matrix together."""
+    """Bytes of all planes of an n x k matrix."""
     return sum(prod(shape) * DataType(dtype).bits // 8 for shape, dtype in planes(fmt, n, k).values())
 
 

@@ -65,7 +65,7 @@ def emit_store(arch, act, out, x, token, column, live=None):
     """Writes a lane's columns of a token in the layout `act`.
 
     x: four float32 registers, columns `column`.. (a multiple of 4). For "rows" eight neighbouring lanes hold a block,
-    and all lanes of the wave call this together. live: a condition (the same in all lanes of a block), without which
+    and all lanes of the wave must call this. live: a condition (the same in all lanes of a block), without which
     nothing is written.
     """
     if act == "rows":
@@ -87,7 +87,7 @@ def emit_store(arch, act, out, x, token, column, live=None):
 
 
 def _quantize(arch, x):
-    """(word of the lane's four q, the block's fields of S; these are right in the block's first lane) of the columns
+    """(word of the lane's four q, the block's fields of S; valid in the block's first lane) of the columns
     that a lane holds."""
     top = T.fabs(x[0])
     for v in x[1:]:
