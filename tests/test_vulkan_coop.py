@@ -24,12 +24,11 @@ from mlc_amd.schedules.gpu.device import launch
 from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu
 from mlc_amd.schedules.gpu.gemm import linear
 from mlc_amd.schedules.gpu.gemm_coop import CoopTile, choose
-from mlc_amd.schedules.gpu.gemv import emit_planes
-from mlc_amd.schedules.gpu.load import at
 from mlc_amd.schedules.gpu.norm import quantize
 from mlc_amd.schedules.gpu.pairs import RUN, RUNS, from_pairs, in_pairs
-from mlc_amd.schedules.gpu.planes import BLOCK
+from mlc_amd.schedules.gpu.planes import BLOCK, plane_args
 from mlc_amd.schedules.gpu.profiles import resolve
+from mlc_amd.schedules.gpu.registers import at
 
 TOLERANCE = 2e-5  # of the largest result
 # for formats that compute scales or have minimums: these are rounded to float16, before the product is
@@ -59,7 +58,7 @@ def decoder(name, n, k, span, profile):
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name("k")
         T.func_attr({"tirx.noalias": True, "global_symbol": "k"})
-        bufs = emit_planes(fmt, n, k, "W_")
+        bufs = plane_args(fmt, n, k, "W_")
         out = T.arg("H", T.buffer((n, k), "float16"))
         views = coop_load.views(fmt, bufs, span)
         with launch((k // (span * BLOCK),), (n,)) as (unit, row):

@@ -14,14 +14,17 @@ import test_gpu_norm as norm_cases
 from attention_cases import CTX, Case, check_attention, check_rope
 from test_gpu_gemm import error
 from test_quant_rows import oracle, random_rows
+from tvm.tirx.script import builder as T
 from vulkan_harness import gpu, run
 
 from mlc_amd.compiler.quant import repack
 from mlc_amd.schedules.attention import Rope
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu import gemm, gemv, profiles
+from mlc_amd.schedules.gpu.activations import gated
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention_prefill_dot import attention_prefill_dot
+from mlc_amd.schedules.gpu.device import launch
 from mlc_amd.schedules.gpu.embed import embed
 from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu as gate_up_gemm
 from mlc_amd.schedules.gpu.gemm_dot import choose
@@ -29,6 +32,7 @@ from mlc_amd.schedules.gpu.gemv import Plan
 from mlc_amd.schedules.gpu.norm import quantize, rms_norm
 from mlc_amd.schedules.gpu.planes import padded
 from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
+from mlc_amd.schedules.gpu.step import kernel
 
 PROFILES = {name: profiles.resolve(name) for name in ("lavapipe", "generic")}
 TOLERANCE = 2e-5  # of the largest result
@@ -159,15 +163,22 @@ GATE_UP = {
 }
 
 
-@pytest.mark.parametrize("case", GATE_UP)
-def test_gate_up_swiglu(profile, case):
+ACTIVATIONS = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": lambda x: 0.5 * x * (1 + np.tanh(0.79788456 * (x + 0.044715 * x**3))),
+    "relu": lambda x: np.maximum(x, 0),
+    "relu_sq": lambda x: np.maximum(x, 0) ** 2,
+}
+
+
+def check_gate_up(profile, case, act_fn="silu"):
     m, gate, up, f, k, act_out = GATE_UP[case]
     act_in = act_of(gate)
     (gate_planes, g), (up_planes, u) = gemm_cases.weights(gate, f, k, 1), gemm_cases.weights(up, f, k, 2)
     # gates of a size at which the sigmoid bends
     inputs, x, _ = gemm_cases.problem(act_in, m, k, False, 3 / np.sqrt((g.astype(np.float64) ** 2).sum(1).mean()))
     g, u = (x @ w.astype(np.float64).T for w in (g, u))
-    expected = g / (1 + np.exp(-g)) * u
+    expected = ACTIVATIONS[act_fn](g) * u
     outputs = {"A_out": np.zeros((m, f // 32, 32), np.int8), "S_out": np.full((m, f // 32, 4), np.nan, np.float32)}
     if act_out != "rows":
         name = "H_out" if act_out == "half" and m == 1 else "Y"
@@ -175,7 +186,7 @@ def test_gate_up_swiglu(profile, case):
     arrays = {"state": gemm_cases.state(m), **inputs, **outputs}
     arrays |= {prefix + p: a for prefix, planes in (("G_", gate_planes), ("U_", up_planes)) for p, a in planes.items()}
     make = gemv.gate_up_swiglu if m == 1 else gate_up_gemm
-    execute(make(gate, up, f, k, m, act_in, act_out, profile, "gate_up"), arrays, profile)
+    execute(make(gate, up, f, k, m, act_in, act_out, profile, "gate_up", act_fn=act_fn), arrays, profile)
     if act_out != "rows":
         assert error(next(iter(outputs.values())), expected) < {"half": 6e-4, "": TOLERANCE}[act_out]
         return
@@ -184,6 +195,32 @@ def test_gate_up_swiglu(profile, case):
     np.testing.assert_allclose(d, np.abs(blocks).max(-1) / 127, rtol=1e-4)
     assert (np.abs(A * d[..., None] - blocks) < 0.502 * d[..., None]).all()
     np.testing.assert_allclose(S, gemm_cases.sums(A, d), rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", GATE_UP)
+def test_gate_up_swiglu(profile, case):
+    check_gate_up(profile, case)
+
+
+@pytest.mark.parametrize("act_fn", list(ACTIVATIONS)[1:])
+@pytest.mark.parametrize("case", [next(case for case in GATE_UP if (GATE_UP[case][0] == 1) == one) for one in (1, 0)])
+def test_activations(case, act_fn):
+    check_gate_up(PROFILES["lavapipe"], case, act_fn)
+
+
+def test_activations_of_large_numbers():
+    """They overflow nowhere: 2**x in them does."""
+    x = np.array([-1e20, -1e4, -90, -1, 0, 1, 90, 1e4], np.float32)
+    for name, reference in ACTIVATIONS.items():
+        with kernel(name) as ir:
+            X, Y = (T.arg(n, T.buffer((8,), "float32")) for n in "XY")
+            with launch((1,), (8,)) as (_, i):
+                T.buffer_store(Y, gated(name, T.Bind(X[i]), T.float32(1)), [i])
+        arrays = {"X": x, "Y": np.zeros_like(x)}
+        execute(ir.get(), arrays, PROFILES["lavapipe"])
+        with np.errstate(over="ignore"):
+            expected = reference(x.astype(np.float64)).astype(np.float32)
+        np.testing.assert_allclose(arrays["Y"], expected, rtol=1e-5, atol=1e-30, err_msg=name)
 
 
 # ---- token vectors
@@ -213,13 +250,14 @@ def test_rms_norm(profile, act, row, chunk):
 
 
 @pytest.mark.parametrize("fmt", ["q4_0", "q5_1", "q3_k", "q6_k", "iq4_xs", "bf16"])
-def test_embed(profile, fmt):
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_embed(profile, fmt, scale):
     vocab, columns, m, live = 37, 256, 5, 4
     raw, tokens = random_rows(fmt, vocab, columns, 3), np.array([-1, vocab, 17, 36, 5], np.int32)
     X = np.full((m, columns), norm_cases.LEFT, np.float32)
     arrays = norm_cases.state(live) | {"tokens": tokens, "X": X} | repack(fmt, raw, columns, "rows")
-    execute(embed(fmt, vocab, columns, m, profile, "embed"), arrays, profile)
-    np.testing.assert_array_equal(X[:live], oracle(fmt, raw)[np.clip(tokens, 0, vocab - 1)[:live]])
+    execute(embed(fmt, vocab, columns, m, profile, "embed", scale=scale), arrays, profile)
+    np.testing.assert_array_equal(X[:live], oracle(fmt, raw)[np.clip(tokens, 0, vocab - 1)[:live]] * np.float32(scale))
     assert (X[live:] == norm_cases.LEFT).all()
 
 

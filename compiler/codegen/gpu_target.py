@@ -80,8 +80,8 @@ class GpuTarget(Target):
 
     # ---- kernels
 
-    def make_embed(self, fmt, vocab, k, m, name, plan=None):
-        return embed(fmt, vocab, k, m, self.arch, name, plan)
+    def make_embed(self, fmt, vocab, k, m, name, plan=None, scale=1.0):
+        return embed(fmt, vocab, k, m, self.arch, name, plan, scale)
 
     def make_rms_norm(self, k, m, eps, act, row, name, plan=None):
         return rms_norm(k, m, eps, act, row, self.arch, name, plan)
@@ -92,8 +92,9 @@ class GpuTarget(Target):
     def make_linear(self, segments, k, m, act, biases, residual, name, plan=None):
         return (gemv if m == 1 else gemm)(segments, k, m, act, biases, residual, self.arch, name, plan)
 
-    def make_gate_up_swiglu(self, gate, up, n, k, m, act_in, act_out, name, plan=None):
-        return (gate_up_gemv if m == 1 else gate_up_gemm)(gate, up, n, k, m, act_in, act_out, self.arch, name, plan)
+    def make_gate_up_swiglu(self, gate, up, n, k, m, act_in, act_out, name, plan=None, act_fn="silu"):
+        make = gate_up_gemv if m == 1 else gate_up_gemm
+        return make(gate, up, n, k, m, act_in, act_out, self.arch, name, plan, act_fn)
 
     def make_rope_kv_write(
         self, heads, kv_heads, d, ctx, m, neox, rotary, eps, name, plan=None,

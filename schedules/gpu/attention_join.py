@@ -6,7 +6,7 @@ Arrived of its KV head. The split that finds all others arrived joins the result
 A split's stores are complete, beyond the caches that workgroups do not share, before its increment (`device.Outbox`).
 The last split's loads have addresses that depend on what the counter returned, so neither compiler nor hardware can
 start them early; their cache lines belong to one split each and nothing reads them earlier in the launch, so no cache
-holds an old copy. On Vulkan both buffers are coherent, and a memory barrier stands before the increment and after it.
+has an old copy. On Vulkan both buffers are coherent, and a memory barrier stands before the increment and after it.
 """
 
 import math

@@ -84,7 +84,7 @@ class Wave:
         self.arch, self.attention, self.unit, self.blocks, self.d = arch, attention, UNITS[arch.matrix], blocks, d
         self.part, self.lane = T.Bind(tx // ROWS), T.Bind(tx % ROWS)
         row = T.Bind(first_row + self.lane)
-        # rows beyond the chunk compute what its last token does; nobody stores it
+        # rows beyond the chunk compute the same as its last token and are not stored
         self.token, self.head = T.Bind(T.min(row // group, last_token)), T.Bind(kv * group + row % group)
         self.valid = row // group <= last_token
         self.supplies = T.Bind(self.unit.row(self.lane))

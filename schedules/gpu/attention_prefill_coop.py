@@ -62,7 +62,7 @@ class Tile:
         return self.waves // self.parts * self.fragments
 
 
-# family: (widest heads that it is for, tile), narrow heads first
+# family: (largest head size that it is for, tile), in ascending order
 NARROW, ANY = 64, 1 << 30
 TILES = {
     "nvidia": ((NARROW, Tile(waves=8)), (ANY, Tile())),
@@ -82,7 +82,7 @@ def wave_units(tile, fragment) -> int:
 
 
 def lds_bytes(tile, d, fragment) -> int:
-    """Of shared memory that a workgroup takes."""
+    """Bytes of shared memory that a workgroup uses."""
     units = tile.keys * (d // UNIT + 1) + d * (tile.keys // UNIT + 1) + tile.waves * wave_units(tile, fragment)
     return units * UNIT * 2 + max(fragment) * 4
 
@@ -90,7 +90,7 @@ def lds_bytes(tile, d, fragment) -> int:
 def tile_of(m, heads, kv_heads, d, arch) -> Tile:
     """The arch's tile for a chunk of m tokens, with fewer keys where wide heads would not fit its shared memory.
     UserError if none fits."""
-    tile, few = _widest(d, arch), FEW.get(arch.family)
+    tile, few = _largest_tile(d, arch), FEW.get(arch.family)
     if few and workgroups(tile, m, heads, kv_heads, arch) < arch.units and lds_bytes(few, d, arch.fragment) <= arch.lds:
         return few
     return tile
@@ -101,8 +101,8 @@ def workgroups(tile, m, heads, kv_heads, arch) -> int:
     return kv_heads * -(-(m // arch.fragment[0] * (heads // kv_heads)) // tile.row_fragments)
 
 
-def _widest(d, arch) -> Tile:
-    best = next(tile for widest, tile in TILES.get(arch.family, OTHERS) if d <= widest)
+def _largest_tile(d, arch) -> Tile:
+    best = next(tile for limit, tile in TILES.get(arch.family, OTHERS) if d <= limit)
     best = replace(best, waves=min(best.waves, arch.threads // arch.wave))
     for keys in (64, 32, 16):
         tile = replace(best, keys=keys)
@@ -130,7 +130,7 @@ class Wave:
         self.base, self.row_units = T.Bind(number * wave_units(tile, arch.fragment)), tile.own_keys // UNIT + 1
         first = T.Bind(first + self.rows * tile.fragments)
         self.m, self.n, self.k = arch.fragment
-        # fragments beyond the chunk compute what the last one does; nobody stores it
+        # fragments beyond the chunk compute the same as the last one and are not stored
         places = [T.Bind(T.min(first + i, T.int32(count - 1))) for i in range(tile.fragments)]
         self.tokens = [T.Bind(place // group * self.m) for place in places]
         self.heads = [T.Bind(kv * group + place % group) for place in places]
@@ -324,15 +324,9 @@ class Wave:
                     token, column = T.Bind(self.tokens[i] + place // quads), place % quads * WIDTH
                     y = T.Bind(T.reinterpret(f"float32x{WIDTH}", self.weights[self.base + place]))
                     live = tirx.all(self.valid[i], token < self.chunk.count, self.part == 0)
-                    emit_store(
-                        self.arch,
-                        act_out,
-                        out,
-                        [T.Bind(T.Shuffle([y], [c])) for c in range(WIDTH)],
-                        token,
-                        T.Bind(self.heads[i] * self.d + x * self.n + column),
-                        live,
-                    )
+                    y = [T.Bind(T.Shuffle([y], [c])) for c in range(WIDTH)]
+                    place = T.Bind(self.heads[i] * self.d + x * self.n + column)
+                    emit_store(self.arch, act_out, out, y, token, place, live)
                 wave_barrier()
 
 

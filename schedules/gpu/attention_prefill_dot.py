@@ -58,7 +58,7 @@ def attention_prefill_dot(attention: Attention, m, act_out, arch, name, plan=Non
             first_row = T.Bind((tiles - 1 - tile) * count)  # the longest first
 
             def token(r):
-                """The token of row r; rows beyond the chunk compute what its last one does."""
+                """The token of row r; rows beyond the chunk compute the same as its last one and are not stored."""
                 return T.min((first_row + r) // group, chunk.count - 1)
 
             # a loop of 0 or 1 iterations: TVM refuses barriers in an `if`

@@ -1,10 +1,9 @@
-"""Rows of queries as in `attention_rows.py`, for Vulkan: any wave, code that stays small, no scalar registers to count
-on.
+"""Rows of queries as in `attention_rows.py`, for Vulkan: waves of any size, small code, no need for scalar registers.
 
-The work is the same: a wave takes 64 keys at a time, a lane is a key while it scores them (several keys in a small
-wave) and a column (or several) for the outputs. But weights reach the lanes through shared memory, of which each wave
-has its own part, so that eight of them come with two loads; products are float32 multiply-adds of values that are
-converted once for all rows; and loops over rows stay loops, with a hint to unroll them, for the driver to decide.
+The distribution of the work is the same: a wave processes a block of keys, a lane scores one key (several in a small
+wave) and sums one column (or several) of the outputs. Weights reach the lanes through shared memory, of which each wave
+has its own part, so that two loads read eight of them; products are float32 multiply-adds of values that are converted
+once for all rows; and loops over rows stay loops, which the driver may unroll.
 """
 
 from math import gcd
@@ -28,7 +27,7 @@ from mlc_amd.schedules.gpu.device import (
 from mlc_amd.schedules.gpu.registers import at, local, opaque, put
 from mlc_amd.schedules.gpu.softmax import LOWEST, P_SHIFT, join
 
-# family: loads of 16 bytes that a lane has under way; others MEDIUM_LOADS. Few loads make little code.
+# family: 16-byte loads in flight per lane; MEDIUM_LOADS for others. Fewer loads make less code.
 LOADS = {"nvidia": 16, "generic": 4}
 MEDIUM_LOADS = 8
 PREFETCHING = ("nvidia",)  # families with registers for the keys of the next block
@@ -37,7 +36,7 @@ SPLITS = 32  # maximum of splits whose weights are in shared memory
 
 
 def query_dtype(arch) -> str:
-    """How queries are kept in shared memory: as they are multiplied."""
+    """The type of queries in shared memory, that in which they are multiplied."""
     return "float16" if arch.api == "rocm" else "float32"
 
 
@@ -170,8 +169,8 @@ class VulkanRows(Rows):
         return self._across([opaque(x) for x in values], wave_sum, lambda a, b: a + b)
 
     def _across(self, values, reduced, op):
-        """What the wave's lanes make of each of `values` together (one per row), in all lanes. Without subgroups the
-        lanes meet once for all rows and not once for each."""
+        """The reduction of each of `values` (one per row) over the wave's lanes, in all lanes. Without subgroups, one
+        pair of barriers serves all rows."""
         if self.arch.subgroups:
             return [opaque(reduced(self.arch, x)) for x in values]
         for r, x in enumerate(values):

@@ -1,7 +1,8 @@
-"""Cooperative matrices (KHR_cooperative_matrix of Vulkan) as kernels use them: fragments that a wave holds together.
+"""Cooperative matrices (KHR_cooperative_matrix of Vulkan) as kernels use them: fragments, whose elements
+are distributed over the lanes of a wave.
 
-Which lane holds which element is the driver's secret. What can be done with elements is the same for all of them, or
-takes elements of several fragments of one kind, which lie alike.
+Which lane holds which element is implementation-defined. Operations on elements treat all of them alike, or combine
+elements of several fragments of one kind, which have the same layout.
 """
 
 from tvm import tirx

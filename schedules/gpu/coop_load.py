@@ -11,7 +11,7 @@ loads of one step can be in flight while the step before is multiplied:
 
 Arithmetic is packed float16: a code in the low bits of 0x6400 reads as 1024 + code, from which the code that means 0 is
 subtracted exactly. The scale of a group of columns is computed in float32 and rounded once, and so is its minimum;
-value * scale + minimum is rounded once more. Together that is below 1 % of a quantization step.
+value * scale + minimum is rounded once more. In total that is below 1 % of a quantization step.
 """
 
 from tvm.tirx.script import builder as T
@@ -19,10 +19,9 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.formats import PLANE_BITS
 from mlc_amd.schedules.gpu import load
 from mlc_amd.schedules.gpu.device import fma, lookup16
-from mlc_amd.schedules.gpu.load import at, lane_of
 from mlc_amd.schedules.gpu.pairs import RUN, RUN_COLUMNS, RUNS
 from mlc_amd.schedules.gpu.planes import BLOCK
-from mlc_amd.schedules.gpu.quantize import vector
+from mlc_amd.schedules.gpu.registers import at, lane_of, vector
 
 EXPONENT = 0x64006400  # of 1024.0 as float16, in both halves of a word
 EXPONENT_VALUE = 1024
@@ -106,13 +105,13 @@ def _unsigned(arch, fmt, codes):
 
 
 def _per_pair(values):
-    """Float32 of groups of columns as a float16x8: pairs of a run are of the block's first and second half by turns."""
+    """Float32 of groups of columns as a float16x8: pairs of a run alternate between the block's halves."""
     values = [T.Bind(T.cast(value, "float16")) for value in values]
     return vector([values[i // 2 % len(values)] for i in range(RUN)])
 
 
 def _place(plane, j, t):
-    """(word, first bit) of the plane's bits of pair t of run j; the other one of the pair lies 16 bits higher."""
+    """(word, first bit) of the plane's bits of pair t of run j; the other one of the pair is 16 bits higher."""
     half, byte = t % 2, 8 * (t // 2)  # half of the block; columns 0 and 2 are in even bytes, 1 and 3 in odd ones
     return {
         "Q8": (j + RUNS * half, byte),

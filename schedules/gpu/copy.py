@@ -7,7 +7,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu.device import launch
 
 WIDTH = 4  # words of a load: 128 bits
-LOADS = 4  # under way in a thread
+LOADS = 4  # in flight per thread
 
 
 def copy(words, arch, name) -> tirx.PrimFunc:

@@ -33,7 +33,7 @@ DPP = {
 }  # lane ^ mask: quad_perm, row_half_mirror, row_ror:8, row_mirror
 MIRROR = {
     4: 7
-}  # in a reduction groups of four hold one value by then: the mirror image of eight lanes is as good, and it is DPP
+}  # in a reduction groups of four have one value by then: the mirror image of eight lanes is as good, and it is DPP
 
 
 @contextmanager
@@ -75,8 +75,8 @@ def wave_barrier():
 
 
 def intrin(dtype, name, *args):
-    """The value of an LLVM intrinsic, in a register. TVM believes that it has effects (LLVM knows better): it would put
-    the expression back wherever a bound pure call is used, which makes chains of them explode, and move lane exchanges
+    """The value of an LLVM intrinsic, in a register. For TVM it has side effects (not for LLVM): it would substitute
+    the expression wherever a bound pure call is used, which makes chains of them explode, and move lane exchanges
     into branches where partner lanes are not active."""
     return T.Bind(T.call_llvm_intrin(dtype, name, *args))
 
@@ -303,8 +303,7 @@ class Outbox:
         return self.arch.api == "rocm" and not self.volatile and self.arch.family != "rdna4"
 
     def send(self, values, conditions, buffer, *index):
-        """Stores the float32 registers `values` where all `conditions` hold; those of the first call are the
-        weakest."""
+        """Stores the float32 registers `values` where all `conditions` hold; the first call's are the weakest."""
         vector = T.Shuffle(values, [T.int32(i) for i in range(len(values))])
         if self.volatile:
             T.buffer_store(self.stages[len(values)], vector, [self.thread, T.ramp(0, 1, len(values))])

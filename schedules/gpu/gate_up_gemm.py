@@ -1,29 +1,21 @@
-"""The first half of a feed-forward layer for several tokens on the GPU, in one launch: y = silu(gate(x)) * up(x).
+"""The first half of a feed-forward layer for several tokens on the GPU, in one launch: y = f(gate(x)) * up(x).
 
 In and out as in `gemm.py`: `state`, activations, the planes of two weights of f rows; y leaves in a layout of
 `quantize.py`, as the down projection reads it. A workgroup computes the same tile of both weights, so that gate and up
 of an element meet in one thread.
 """
 
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import lookup
-from mlc_amd.schedules.gpu.device import barrier, each, exp2, launch, rcp, rint, shuffle_xor, wave_max, wave_sum
+from mlc_amd.schedules.gpu.activations import gated
+from mlc_amd.schedules.gpu.device import barrier, each, launch, rcp, rint, shuffle_xor, wave_max, wave_sum
 from mlc_amd.schedules.gpu.gemm import engine, span, views
-from mlc_amd.schedules.gpu.gemv import emit_planes
-from mlc_amd.schedules.gpu.load import at, lane_of
-from mlc_amd.schedules.gpu.norm import live_tokens
 from mlc_amd.schedules.gpu.pairs import store_pairs
-from mlc_amd.schedules.gpu.planes import BLOCK
-from mlc_amd.schedules.gpu.quantize import FIELDS, TINY, WIDTH, act_args, clamped, emit_store, vector
-
-LOG2E = 1.4426950408889634
-
-
-def _swiglu(gate, up):
-    """silu(gate) * up of two float32 values in registers; silu(x) = x / (1 + 2**(-x * log2(e)))."""
-    return T.Bind(gate * rcp(T.float32(1) + exp2(gate * T.float32(-LOG2E))) * up)
+from mlc_amd.schedules.gpu.planes import BLOCK, plane_args
+from mlc_amd.schedules.gpu.quantize import FIELDS, TINY, WIDTH, act_args, clamped, emit_store
+from mlc_amd.schedules.gpu.registers import at, lane_of, vector
+from mlc_amd.schedules.gpu.step import kernel, live_rows, state_arg
 
 
 def _elements(x):
@@ -88,22 +80,20 @@ class _Staged:
             )
 
 
-def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, tile=None):
+def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, tile=None, act_fn="silu"):
     """PrimFunc (state, A, S | H | X, planes of gate, planes of up, then A, S | H | X of [m, f], named with "_out").
 
     The weights are f x k, f a multiple of 32. act_in, k, m and tile: as for `gemm.linear`. act_out: "half", "pairs"
-    (after cooperative matrices), "" or, where act_in does not mean matrix units, "rows". Token tiles without live
-    tokens are left as they are. ValueError for what cannot share a launch.
+    (after cooperative matrices), "" or, where act_in does not mean matrix units, "rows". act_fn: a name of
+    `activations.py`. Token tiles without live tokens are left as they are. ValueError for what cannot share a launch.
     """
     formats = [lookup(fmt_gate), lookup(fmt_up)]
     gemm = engine(act_in, formats, m, k, arch, f, tile, together=2)
     if f % BLOCK or gemm.rows_side_by_side != {"rows": BLOCK, "pairs": 1}.get(act_out, gemm.rows_side_by_side):
         raise ValueError(f"{f} rows in layout {act_out!r} from activations in layout {act_in!r} do not make one launch")
-    with IRBuilder() as ir, T.prim_func(s_tir=True):
-        T.func_name(name)
-        T.func_attr({"tirx.noalias": True, "global_symbol": name})
-        state, params = T.arg("state", T.buffer((4,), "int32")), act_args(m, k, act_in)
-        weights = [(fmt, emit_planes(fmt, f, k, prefix), f) for fmt, prefix in zip(formats, ("G_", "U_"), strict=True)]
+    with kernel(name) as ir:
+        state, params = state_arg(), act_args(m, k, act_in)
+        weights = [(fmt, plane_args(fmt, f, k, prefix), f) for fmt, prefix in zip(formats, ("G_", "U_"), strict=True)]
         out = act_args(m, f, act_out, ["A_out", "S_out"] if act_out == "rows" else ["Y"])
         acts = views(params, act_in, m, k)
         with launch((m // gemm.tile.tokens, -(-f // gemm.tile.rows)), (gemm.threads,)) as (
@@ -116,7 +106,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, tile=
             staged = _Staged(gemm.tile) if act_out == "rows" and (arch.wave < BLOCK or not arch.subgroups) else None
 
             def store(token, row, values):
-                y = [_swiglu(g, u) for g, u in zip(*map(_elements, values), strict=True)]
+                y = [gated(act_fn, g, u) for g, u in zip(*map(_elements, values), strict=True)]
                 if staged:
                     staged.keep(token - token0, row - row0, *y)
                 elif act_out == "rows":
@@ -125,7 +115,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, tile=
                     _store_floats(act_out, out[0], token, row, y)
 
             # a loop of 0 or 1 steps: barriers may not stand inside an if
-            with T.serial(T.Bind(T.cast(token0 < live_tokens(state, m), "int32"))):
+            with T.serial(T.Bind(T.cast(token0 < live_rows(state, m), "int32"))):
                 gemm.emit(acts, weights, token0, row0, store)
                 if staged:
                     staged.store(arch, out, token0, row0, f, thread, gemm.threads)

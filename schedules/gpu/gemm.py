@@ -9,7 +9,6 @@ the row tiles of all segments. What a workgroup does to its tile is up to `gemm_
 `MatrixGemm`; `gate_up_gemm.py` shares it, too. Workgroups whose tokens are all beyond the live ones leave at once.
 """
 
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import lookup
@@ -18,11 +17,11 @@ from mlc_amd.schedules.gpu.device import launch
 from mlc_amd.schedules.gpu.gemm_coop import CoopGemm
 from mlc_amd.schedules.gpu.gemm_dot import DotGemm, FloatGemm
 from mlc_amd.schedules.gpu.gemm_matrix import MatrixGemm
-from mlc_amd.schedules.gpu.gemv import emit_planes
-from mlc_amd.schedules.gpu.load import QUADS, at
-from mlc_amd.schedules.gpu.norm import live_tokens
-from mlc_amd.schedules.gpu.planes import BLOCK, padded
-from mlc_amd.schedules.gpu.quantize import act_args, vector
+from mlc_amd.schedules.gpu.load import QUADS
+from mlc_amd.schedules.gpu.planes import BLOCK, padded, plane_args
+from mlc_amd.schedules.gpu.quantize import act_args
+from mlc_amd.schedules.gpu.registers import at, vector
+from mlc_amd.schedules.gpu.step import kernel, live_rows, state_arg
 
 
 def engine(act, formats, m, k, arch, rows, tile=None, together=1):
@@ -45,8 +44,8 @@ def engine(act, formats, m, k, arch, rows, tile=None, together=1):
 
 
 def views(acts, act, m, k):
-    """What the tile routine takes of the parameters of `act_args`. To be called after the last parameter: it may
-    declare a view."""
+    """The activations' buffers as the tile routine reads them, from the parameters of `act_args`. To be called after the
+    last parameter: it may declare a view."""
     if act == "rows":
         A, S = acts
         return T.decl_buffer((m, k // BLOCK, QUADS), "int32", data=A.data), S
@@ -77,7 +76,7 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, tile=None):
     "pairs" or "" on cooperative matrices (weights and activations become float16), else "rows" for int8 formats and ""
     for float formats. biases: one flag per segment. residual: Y = R + result, for one segment. tile: see `engine`.
     Token tiles without live tokens (state[1]) are left as they are. npad = n rounded up to a multiple of 16; the
-    columns from n on hold no meaning. ValueError for what cannot share a launch or has no tiles, UserError for weights
+    columns from n on are undefined. ValueError for what cannot share a launch or has no tiles, UserError for weights
     too large.
     """
     segments = [(lookup(fmt), n) for fmt, n in segments]
@@ -88,20 +87,18 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, tile=None):
         )
     gemm = engine(act_in, [fmt for fmt, _ in segments], m, k, arch, sum(padded(n) for _, n in segments), tile)
     counts = [-(-padded(n) // gemm.tile.rows) for _, n in segments]
-    with IRBuilder() as ir, T.prim_func(s_tir=True):
-        T.func_name(name)
-        T.func_attr({"tirx.noalias": True, "global_symbol": name})
-        state, params = T.arg("state", T.buffer((4,), "int32")), act_args(m, k, act_in)
+    with kernel(name) as ir:
+        state, params = state_arg(), act_args(m, k, act_in)
         weights = []
         for i, ((fmt, n), has_bias) in enumerate(zip(segments, biases, strict=True)):
-            bufs = emit_planes(fmt, n, k, f"W{i}_")
+            bufs = plane_args(fmt, n, k, f"W{i}_")
             weights.append((bufs, T.arg(f"bias{i}", T.buffer((n,), "float32")) if has_bias else None))
         R = T.arg("R", T.buffer((m, padded(segments[0][1])), "float32")) if residual else None
         outputs = [T.arg(f"Y{i}", T.buffer((m, padded(n)), "float32")) for i, (_, n) in enumerate(segments)]
         acts = views(params, act_in, m, k)
         with launch((m // gemm.tile.tokens, sum(counts)), (gemm.threads,)) as (token_tile, row_tile, thread):
             gemm.allocate(thread)
-            token0, live, first = T.Bind(token_tile * gemm.tile.tokens), live_tokens(state, m), 0
+            token0, live, first = T.Bind(token_tile * gemm.tile.tokens), live_rows(state, m), 0
             for (fmt, n), (bufs, bias), Y, count in zip(segments, weights, outputs, counts, strict=True):
 
                 def store(token, row, values, n=n, bias=bias, Y=Y):

@@ -5,9 +5,9 @@ in shared memory as float16, the weights dequantized on the way (`coop_load.py`)
 each of its subgroups then multiplies its share of the tile. The next step's global loads are issued before this step's
 multiplications.
 
-Which lane holds what of a matrix is the driver's secret: sums go through shared memory to the lanes that store them,
-four neighbouring rows of a token each, in the memory that staging no longer needs. Everything in shared memory is a
-unit of 16 bytes.
+Which lane holds which element of a matrix is implementation-defined: sums go through shared memory to the lanes that
+store them, four consecutive rows of a token each, in the memory that staging no longer needs. Everything in shared
+memory is a unit of 16 bytes.
 """
 
 from dataclasses import dataclass, replace
@@ -16,13 +16,13 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu import coop_load
 from mlc_amd.schedules.gpu.device import barrier, uniform
-from mlc_amd.schedules.gpu.load import at
 from mlc_amd.schedules.gpu.pairs import RUN, RUNS
 from mlc_amd.schedules.gpu.planes import BLOCK
+from mlc_amd.schedules.gpu.registers import at
 
-PAD = 1  # units added to each row in shared memory: eight neighbouring rows then lie in different banks
+PAD = 1  # units added to each row in shared memory: eight consecutive rows are then in different banks
 UNIT_BYTES = 16
-ROWS = 4  # float32 of a unit: rows of a token that a lane finishes together
+ROWS = 4  # float32 of a unit: rows of a token that a lane finishes at once
 HELD, HELD_FLOAT = 64, 32  # weights of a step that a thread holds in registers, in blocks of codes or as they are
 CHUNKS = 8  # matrices along the columns of a step: they are unrolled
 
@@ -42,9 +42,9 @@ class CoopTile:
     span: int = 1
 
 
-# (whether AMD's, most tokens of a tile): tiles with how fast a compute unit works on them, for one weight and for two,
-# as far as that is known: TFLOP/s of an H200 if all of its units have equal work. Few tokens: many columns, so that
-# enough bytes of weights are on their way.
+# (whether AMD's, maximum of tokens of a tile): tiles with how fast a compute unit works on them, for one weight and for
+# two, as far as that is known: TFLOP/s of an H200 if all of its units have equal work. Few tokens: many columns, so that
+# enough bytes of weights are in flight.
 TILES = {
     (False, 128): (
         (CoopTile(128, 128, 64, 2, 2), (285, 318)),
@@ -74,7 +74,7 @@ TILES = {
 
 def choose(arch, formats, m, k, rows, weights=1):
     """The default CoopTile for m tokens, k columns and `rows` rows altogether of weights in these formats, `weights` of
-    which share the accumulators (gate and up: 2): the one with which the unit that has most to do is done first.
+    which share the accumulators (gate and up: 2): the one with the minimum load of the busiest compute unit.
     ValueError unless m is a multiple of 16 and k of 32."""
     tokens = next((t for t in (128, 64, 32, 16) if m % t == 0), None)
     if tokens is None or k % BLOCK:
@@ -180,7 +180,7 @@ class CoopGemm:
             barrier()
 
     def _weight_unit(self, weight):
-        """First unit of a weight in shared memory; the activations lie before them."""
+        """First unit of a weight in shared memory; the activations come before them."""
         return (self.tile.tokens + weight * self.tile.rows) * self.ld
 
     # ---- staging
@@ -275,8 +275,8 @@ class CoopGemm:
         """Hands row i of the matrices of sums to the epilogue; rows beyond the weight's are left out."""
         (fm, fn, _), tile = self.arch.fragment, self.tile
         units, lanes = self.tiles_n * fn // ROWS, self.arch.wave * tile.waves_k
-        with T.serial(-(-fm * units // lanes)) as turn:
-            c = T.Bind(turn * lanes + (self.wave_k * self.arch.wave + self.lane))
+        with T.serial(-(-fm * units // lanes)) as i:
+            c = T.Bind(i * lanes + (self.wave_k * self.arch.wave + self.lane))
             token, unit = T.Bind(c // units), T.Bind(c % units)
             row = T.Bind(row0 + self.wave_n * (self.tiles_n * fn) + unit * ROWS)
 

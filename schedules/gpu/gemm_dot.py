@@ -16,12 +16,13 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.device import barrier, dot4, each, fma
 from mlc_amd.schedules.gpu.gemm_load import PIECE, byte_piece, columns_of, fetch, float_piece
-from mlc_amd.schedules.gpu.load import QUADS, at, lane_of
+from mlc_amd.schedules.gpu.load import QUADS
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.quantize import FIELDS
+from mlc_amd.schedules.gpu.registers import at, lane_of
 
 LANES = 32  # rows side by side
-PAD = 4  # words added to each row of LDS: eight neighbouring rows, read 128 bits wide, lie in different banks
+PAD = 4  # words added to each row of LDS: eight consecutive rows, read 128 bits wide, are in different banks
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,14 @@ class DotTile:
     threads_m: int
 
 
-# The tiles that `choose` takes, largest first.
+# The tiles that `choose` considers, largest first.
 TILES = (DotTile(64, 128, 8), DotTile(32, 64, 8), DotTile(16, 64, 4), DotTile(16, 32, 1))
 
 
 def choose(arch, m, weights=1):
     """The default DotTile for m tokens; `weights` share the accumulators. ValueError unless m is a multiple of 16."""
     # Without a dot product instruction code is four times as long, and so is compile time. On a generic device the
-    # epilogue takes LDS, too.
+    # epilogue uses LDS, too.
     few = not arch.dot or arch.family == "generic"
     tile = next((t for t in TILES[few:] if m % t.tokens == 0 and t.threads_m * LANES <= arch.threads), None)
     if tile is None:
@@ -113,7 +114,7 @@ class _RegisterTile:
 
     @property
     def lds_bytes(self) -> int:
-        """Of LDS, without what an epilogue takes."""
+        """Bytes of LDS, without those of an epilogue."""
         return (self.tile.tokens + self.weights * self.tile.rows) * (self.ld * 4 + self.factors)
 
     def _sum(self, weight, token, row):

@@ -18,9 +18,8 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import PLANE_BITS
 from mlc_amd.schedules.gpu.device import fma, intrin, lookup16
-from mlc_amd.schedules.gpu.load import at, lane_of
 from mlc_amd.schedules.gpu.planes import BLOCK
-from mlc_amd.schedules.gpu.quantize import vector
+from mlc_amd.schedules.gpu.registers import at, lane_of, vector
 
 PIECE = 16  # columns of a piece
 EXPONENT = 0x64646464  # of 1024.0 as float16, in every byte

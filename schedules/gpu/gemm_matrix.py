@@ -16,10 +16,10 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.device import barrier, schedule_fence
 from mlc_amd.schedules.gpu.gemm_load import PIECE, columns_of, fetch, half_piece
-from mlc_amd.schedules.gpu.load import at
 from mlc_amd.schedules.gpu.planes import BLOCK
+from mlc_amd.schedules.gpu.registers import at
 
-PAD = 8  # halves added to each row of LDS: eight neighbouring rows then lie in different banks
+PAD = 8  # halves added to each row of LDS: eight consecutive rows are then in different banks
 MATRIX_MAY_NOT_CROSS = (
     0x94  # llvm.amdgcn.sched.barrier: scalar, LDS and global memory instructions may, vector and matrix ones may not
 )
@@ -88,7 +88,7 @@ UNITS = {"wmma11": Wmma11, "wmma12": Wmma12, "mfma": Mfma}
 @dataclass(frozen=True)
 class MatrixTile:
     """A workgroup's tile: tokens and rows (of one weight), columns of a step, waves along tokens and rows. buffers: 2
-    alternate, with one barrier a step; 1 takes half the LDS and two barriers. waves_k: waves that share out a step's
+    alternate, with one barrier a step; 1 uses half the LDS and two barriers. waves_k: waves that share out a step's
     columns; their sums are added last."""
 
     tokens: int

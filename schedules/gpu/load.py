@@ -1,8 +1,8 @@
 """Weights from their planes to registers: what a decode kernel needs of one unit of one row, for every format.
 
-A unit is what a lane takes of a row at a time, so that codes are read 16 bytes at once: `blocks(fmt)` blocks of 32
+A unit is what a lane loads of a row at once, so that codes are read 16 bytes at once: `blocks(fmt)` blocks of 32
 columns for int8 formats, `columns(fmt, k)` columns for float formats. Loading and decoding are apart, so that a kernel
-can have many loads under way:
+can have many loads in flight:
 
     views      the planes' buffers as rows of words, before anything else
     fetch      the loads of a unit (layout "rows": `planes.py`)
@@ -18,6 +18,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.formats import PLANE_BITS
 from mlc_amd.schedules.gpu.device import lookup16
 from mlc_amd.schedules.gpu.planes import BLOCK
+from mlc_amd.schedules.gpu.registers import at, lane_of
 
 QUADS = 8  # words of four codes in a block
 LOAD_WORDS = 4  # of the widest load: 128 bits
@@ -57,16 +58,6 @@ def columns(fmt, k) -> int:
 def groups(fmt) -> int:
     """Groups of columns with their own scale in a block: 1 or 2."""
     return BLOCK // fmt.group
-
-
-def at(base, n):
-    """The index vector base, ..., base+n-1 (a buffer's last index only)."""
-    return T.ramp(base, 1, n) if n > 1 else base
-
-
-def lane_of(x, i):
-    """Element i of a vector."""
-    return T.Shuffle([x], [T.int32(i)])
 
 
 def wide(buf, row, first, count):

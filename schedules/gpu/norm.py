@@ -11,16 +11,16 @@ eight lanes a block of 32.
 from dataclasses import dataclass
 
 from tvm import tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.device import barrier, fma, launch, rsqrt, wave_sum
-from mlc_amd.schedules.gpu.load import lane_of
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, columns, emit_store
+from mlc_amd.schedules.gpu.registers import lane_of
+from mlc_amd.schedules.gpu.step import if_live, kernel, live_rows, state_arg
 
-MOST_STEPS = 8  # whose columns stay in registers; on Vulkan, where workgroups may be small, rows of more are read twice
+MAX_STEPS = 8  # whose columns stay in registers; on Vulkan, where workgroups may be small, longer rows are read twice
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,6 @@ class Plan:
     """threads: of a workgroup; whole waves."""
 
     threads: int
-
-
-def live_tokens(state, m):
-    """The number of tokens of an m-token chunk that count: state[1], kept in 1..m (m == 1: always 1)."""
-    return T.int32(1) if m == 1 else T.Bind(T.max(T.min(state[1], T.int32(m)), T.int32(1)))
-
-
-def if_live(state, m, token):
-    """A loop of one step if the token counts, else of none: TVM refuses barriers in an `if`."""
-    return T.serial(1) if m == 1 else T.serial(T.Select(token < live_tokens(state, m), T.int32(1), T.int32(0)))
 
 
 def _load(buf, *index):
@@ -107,18 +97,16 @@ def rms_norm(k, m, eps, act_out, row, arch, name, plan=None) -> tirx.PrimFunc:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
     out_m, threads = m if row == "all" else 1, threads_of(arch, plan)
     waves = threads // arch.wave
-    with IRBuilder() as ir, T.prim_func(s_tir=True):
-        T.func_name(name)
-        T.func_attr({"tirx.noalias": True, "global_symbol": name})
-        state = T.arg("state", T.buffer((4,), "int32"))
+    with kernel(name) as ir:
+        state = state_arg()
         X, G = T.arg("X", T.buffer((m, k), "float32")), T.arg("G", T.buffer((k,), "float32"))
         out = act_args(out_m, k, act_out, None if act_out else ["Y"])
         with launch((out_m,), (arch.wave, waves)) as (token, lane, wave):
             part = T.alloc_buffer((waves,), "float32", scope="shared")
             with if_live(state, out_m, token):
-                source = token if row == "all" else T.Bind(live_tokens(state, m) - 1)
+                source = token if row == "all" else T.Bind(live_rows(state, m) - 1)
                 thread, count = wave * arch.wave + lane, -(-k // (threads * WIDTH))
-                if arch.api == "rocm" or count <= MOST_STEPS:
+                if arch.api == "rocm" or count <= MAX_STEPS:
                     steps = [_column(threads, k, thread, i) for i in range(count)]
                     x = [_load(X, source, column) for column, _ in steps]
                     g = [_load(G, column) for column, _ in steps]
@@ -163,10 +151,8 @@ def quantize(k, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
         )
     threads = threads_of(arch, plan)
     step = threads * WIDTH
-    with IRBuilder() as ir, T.prim_func(s_tir=True):
-        T.func_name(name)
-        T.func_attr({"tirx.noalias": True, "global_symbol": name})
-        state, X = T.arg("state", T.buffer((4,), "int32")), T.arg("X", T.buffer((m, k), "float32"))
+    with kernel(name) as ir:
+        state, X = state_arg(), T.arg("X", T.buffer((m, k), "float32"))
         out = act_args(m, k, act_out)
         with launch((-(-k // step), m), (threads,)) as (chunk, token, thread), if_live(state, m, token):
             column = T.Bind(chunk * step + thread * WIDTH)

@@ -1,10 +1,10 @@
-"""The GPU's weight layout "rows": how the weights of a linear layer lie in memory, and how to read one of them.
+"""The GPU's weight layout "rows": how the weights of a linear layer are stored, and how to read one of them.
 
 In: a format (name or Format) and the matrix's shape: N rows (outputs) by K columns (inputs). Out: shapes and dtypes of
 the planes (`planes`) and a TensorIR expression for one weight (`decode`).
 
-Planes have the names of `schedules/cpu/planes.py` and hold the same numbers, row by row: N is padded to a multiple of
-16 with zeros, KB is the number of blocks of 32 columns, and the columns of a row are contiguous, so that neighbouring
+Planes have the names of `schedules/cpu/planes.py` and contain the same numbers by rows: N is padded to a multiple of 16
+with zeros, KB is the number of blocks of 32 columns, and the columns of a row are contiguous, so that neighbouring
 lanes of a wave read neighbouring blocks, 16 bytes each. In a block, with column 4*j + i (i < 4, j < 8) and words of
 four bytes, lowest first:
 
@@ -23,6 +23,7 @@ four bytes, lowest first:
 from math import prod
 
 from tvm import DataType, tirx
+from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.decode import float_weight, int8_weight
@@ -56,8 +57,19 @@ def planes(fmt: str | Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...]
     return codes | {p: ((rows, k // columns[p]), dtypes.get(p, "float16")) for p in fmt.scales}
 
 
+def plane_args(fmt: str | Format, n: int, k: int, prefix: str = "") -> dict:
+    """Declares the parameters of a weight's planes; their names get the prefix. UserError as for `planes`, and
+    for planes beyond the reach of 32-bit indices."""
+    fmt = lookup(fmt)
+    if max(prod(shape) for shape, _ in planes(fmt, n, k).values()) >= 1 << 31:
+        raise UserError(
+            f"a weight of {n} x {k} is too large as {fmt.name} for one kernel; use a smaller quantization of the model"
+        )
+    return {name: T.arg(prefix + name, T.buffer(shape, dtype)) for name, (shape, dtype) in planes(fmt, n, k).items()}
+
+
 def plane_bytes(fmt: str | Format, n: int, k: int) -> int:
-    """Bytes of all planes of an n x k matrix together."""
+    """Bytes of all planes of an n x k matrix."""
     return sum(prod(shape) * DataType(dtype).bits // 8 for shape, dtype in planes(fmt, n, k).values())
 
 

@@ -19,6 +19,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.device import maximum, minimum, rcp, rint, shuffle_xor, wave_max, wave_sum
 from mlc_amd.schedules.gpu.pairs import store_pairs
 from mlc_amd.schedules.gpu.planes import BLOCK
+from mlc_amd.schedules.gpu.registers import vector
 
 FIELDS = 4  # of S
 WIDTH = 4  # columns that a lane holds
@@ -50,11 +51,6 @@ def act_args(m, k, act, names=None):
     return [T.arg(name, T.buffer(*shape)) for name, shape in zip(names or shapes, shapes.values(), strict=True)]
 
 
-def vector(values):
-    """Scalars as one vector."""
-    return T.Shuffle(values, [T.int32(i) for i in range(len(values))])
-
-
 def columns(base):
     """The index vector of a lane's columns."""
     return T.ramp(base, 1, WIDTH)
@@ -69,7 +65,7 @@ def emit_store(arch, act, out, x, token, column, live=None):
     """Writes a lane's columns of a token in the layout `act`.
 
     x: four float32 registers, columns `column`.. (a multiple of 4). For "rows" eight neighbouring lanes hold a block,
-    and all lanes of the wave call this together. live: a condition (the same in all lanes of a block), without which
+    and all lanes of the wave must call this. live: a condition (the same in all lanes of a block), without which
     nothing is written.
     """
     if act == "rows":
@@ -91,7 +87,7 @@ def emit_store(arch, act, out, x, token, column, live=None):
 
 
 def _quantize(arch, x):
-    """(word of the lane's four q, the block's fields of S; these are right in the block's first lane) of the columns
+    """(word of the lane's four q, the block's fields of S; valid in the block's first lane) of the columns
     that a lane holds."""
     top = T.fabs(x[0])
     for v in x[1:]:

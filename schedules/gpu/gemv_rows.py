@@ -1,0 +1,184 @@
+"""Rows of weights times one token's activations, by the lanes of a wave: the inner part of `gemv.py`.
+
+A group of lanes processes the units (`load.py`) of several rows of weights, interleaved, so that a load instruction
+reads contiguous memory; the lanes' sums are reduced by lane shuffles at the end.
+"""
+
+from typing import NamedTuple
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu import load
+from mlc_amd.schedules.gpu.device import dot4, fma, wave_sum
+from mlc_amd.schedules.gpu.load import QUADS
+from mlc_amd.schedules.gpu.planes import BLOCK
+from mlc_amd.schedules.gpu.quantize import FIELDS
+from mlc_amd.schedules.gpu.registers import at, lane_of
+
+
+class Strip(NamedTuple):
+    """One row of a weight: what the lanes of a group multiply."""
+
+    fmt: object
+    planes: dict
+    row: object
+
+
+class Acts(NamedTuple):
+    """One token's activations. Int8: `quads` int32 [1, k / 4], `s` float32 [KB, 4]. Float: `x` float32 [1, k]."""
+
+    k: int
+    quads: object = None
+    s: object = None
+    x: object = None
+
+
+class Block(NamedTuple):
+    """A block's activations in registers: eight words, d, and d * sum(q) of all 32 columns or of both halves."""
+
+    quads: list
+    d: object
+    sums: dict
+
+
+def emit_acts(params, k) -> Acts:
+    """Acts of the parameters (A, S) or (X,). To be called after the last parameter: it declares views."""
+    if len(params) == 1:
+        return Acts(k, x=params[0])
+    A, S = params
+    return Acts(
+        k, T.decl_buffer((1, k // 4), "int32", data=A.data), T.decl_buffer((k // BLOCK, FIELDS), "float32", data=S.data)
+    )
+
+
+def span_of(fmts, k) -> int:
+    """Columns of a unit divided by 32, for int8 formats; columns for float formats, the minimum over them."""
+    return load.blocks(*fmts) if fmts[0].kind == "int8" else min(load.columns(fmt, k) for fmt in fmts)
+
+
+def units_of(fmts, k) -> int:
+    """Units of a row."""
+    return k // (span_of(fmts, k) * (BLOCK if fmts[0].kind == "int8" else 1))
+
+
+def emit_rows(strips, acts: Acts, lane, lanes, unroll, arch):
+    """The products of each strip's row with the activations, a float32 register per strip, the same in all lanes of the
+    group.
+
+    lane: this lane's number in its group of `lanes`. Strips are all int8 or all float.
+    """
+    fmts = [strip.fmt for strip in strips]
+    span, units = span_of(fmts, acts.k), units_of(fmts, acts.k)
+    multiply = _multiply_int8 if fmts[0].kind == "int8" else _multiply_float
+    sums = T.alloc_buffer((len(strips),), "float32", scope="local")
+    for i in range(len(strips)):
+        T.buffer_store(sums, T.float32(0), [i])
+
+    def steps(first, count, partial):
+        """Steps first..first+count. partial: the last of them has units for some of the lanes only."""
+        places = []
+        for i in range(count):
+            unit = (first + i) * lanes + lane
+            whole = not partial or i < count - 1
+            places.append((T.Bind(unit if whole else T.min(unit, T.int32(units - 1))), None if whole else unit < units))
+        multiply(strips, acts, places, span, sums, arch)
+
+    total = -(-units // lanes)
+    partial = units % lanes != 0
+    loops, rest = divmod(total - partial, unroll)
+    if loops > 1:
+        with T.serial(loops) as step:
+            steps(step * unroll, unroll, False)
+    elif loops:
+        steps(0, unroll, False)
+    if rest + partial:
+        steps(loops * unroll, rest + partial, partial)
+    return [wave_sum(arch, T.Bind(sums[i]), lanes) for i in range(len(strips))]
+
+
+def _zero_unless(live, x):
+    return T.Bind(x if live is None else T.Select(live, x, T.float32(0)))
+
+
+def _act_blocks(acts, unit, live, span, halves) -> list[Block]:
+    """The unit's activations. halves: whether the sums of 16 columns are wanted. Without `live` factors are 0, and so
+    is what they make."""
+    out = []
+    for i in range(span):
+        block = unit * span + i
+        quads = [T.Bind(acts.quads[0, at(block * QUADS + j, 4)]) for j in (0, 4)]
+        fields = T.Bind(acts.s[block, at(0, FIELDS)])
+        d, whole, low, high = (_zero_unless(live, lane_of(fields, j)) for j in range(FIELDS))
+        sums = {1: [whole]} | ({2: [low, high]} if halves else {})
+        out.append(Block([T.Bind(lane_of(x, j)) for x in quads for j in range(4)], d, sums))
+    return out
+
+
+def _multiply_int8(strips, acts, places, span, sums, arch):
+    """Adds to sums[i] what strip i makes of the units of `places`: (unit, condition or None)."""
+    fmts = [strip.fmt for strip in strips]
+    halves = any(load.groups(fmt) == 2 for fmt in fmts)
+    loaded = [
+        ([load.fetch(s.fmt, s.planes, s.row, unit, span) for s in strips], _act_blocks(acts, unit, live, span, halves))
+        for unit, live in places
+    ]
+    for units, blocks in loaded:
+        # d * dot - zero * d * sum(q): the products are shared by all rows
+        zeros = {
+            fmt.name: [[T.Bind(x * T.float32(-fmt.zero)) for x in block.sums[load.groups(fmt)]] for block in blocks]
+            for fmt in fmts
+            if fmt.zero
+        }
+        for i, (strip, unit) in enumerate(zip(strips, units, strict=True)):
+            total = sums[i]
+            for term in _terms(strip.fmt, unit, blocks, zeros.get(strip.fmt.name), arch):
+                total = fma(*term, total)
+            T.buffer_store(sums, total, [i])
+
+
+def _terms(fmt, unit, blocks, zeros, arch):
+    """The pairs of factors whose products a unit of a row adds to its sum. Blocks of one super-block share them."""
+    count, out = load.groups(fmt), []
+    value = minimum = None
+    for b, block in enumerate(blocks):
+        words, scales = load.codes(arch, fmt, unit, b), load.scales(fmt, unit, b)
+        if fmt.block == BLOCK:
+            value = minimum = None
+        for g in range(count):
+            dot = T.int32(0)
+            for j in range(g * QUADS // count, (g + 1) * QUADS // count):
+                dot = dot4(arch, words[j], block.quads[j], dot)
+            dot = T.cast(dot, "float32")
+            part = fma(dot, block.d, zeros[b][g]) if zeros else T.Bind(dot * block.d)
+            value = _add(scales.sub[g], part, value)
+            if fmt.minimum:
+                minimum = _add(scales.sub_minimum[g], block.sums[count][g], minimum)
+        if fmt.block == BLOCK or b == len(blocks) - 1:
+            out.append((scales.d, value))
+            if fmt.minimum:
+                out.append((scales.minimum if fmt.minimum == "M" else T.Bind(T.float32(0) - scales.minimum), minimum))
+    return out
+
+
+def _add(scale, x, total):
+    """total + scale * x, where total and scale may be None (0 and 1)."""
+    if scale is None:
+        return x if total is None else T.Bind(total + x)
+    return T.Bind(scale * x) if total is None else fma(scale, x, total)
+
+
+def _multiply_float(strips, acts, places, width, sums, arch):
+    """As `_multiply_int8`, for float formats."""
+    loaded = []
+    for unit, live in places:
+        weights = [load.fetch_float(s.fmt, s.planes, s.row, unit, width) for s in strips]
+        step = min(width, load.LOAD_WORDS)
+        x = [T.Bind(acts.x[0, at(unit * width + j, step)]) for j in range(0, width, step)]
+        x = [_zero_unless(live, lane_of(v, j) if step > 1 else v) for v in x for j in range(step)]
+        loaded.append((weights, x))
+    for weights, x in loaded:
+        for i, w in enumerate(weights):
+            total = sums[i]
+            for a, b in zip(w, x, strict=True):
+                total = fma(a, b, total)
+            T.buffer_store(sums, total, [i])
