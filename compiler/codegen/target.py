@@ -8,6 +8,7 @@ which plan a workload has on an arch.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import tvm
@@ -15,8 +16,7 @@ from tvm import relax
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.ops import shape_of
-from mlc_amd.schedules.tuning.spaces import as_dict
-from mlc_amd.schedules.tuning.workload import Workload
+from mlc_amd.schedules.plans.workload import Workload
 
 DEFAULT = "default"  # where a plan comes from that nobody tuned
 
@@ -111,7 +111,7 @@ class Target(ABC):
         found = {}
         for arch in self.archs:
             plan, source = self.plan(self.workloads[name], arch) if name in self.workloads else (None, DEFAULT)
-            found[arch.name] = {"from": source, "plan": None if plan is None else as_dict(plan)}
+            found[arch.name] = {"from": source, "plan": None if plan is None else asdict(plan)}
         return found
 
     def _call(self, bb, call, label: str, workload: Workload, inplace: dict[int, int] | None = None, args=None):

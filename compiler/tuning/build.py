@@ -21,15 +21,15 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
 from mlc_amd.runtime.measure.candidate import Candidate, write
 from mlc_amd.runtime.measure.child import Child, Died, serve
+from mlc_amd.schedules.plans.workload import Workload
 
 MODULE = "mlc_amd.compiler.tuning.build"
 TIMEOUT = 180.0  # seconds of one build
 MEMORY = 8 << 30  # bytes of address space that a worker may take
 KERNEL = "kernel"
-TARGETS = {"cpu": "cpu.CpuTarget", "rocm": "rocm_target.RocmTarget", "vulkan": "vulkan_target.VulkanTarget"}
 DEPTHS = {True: (512, 4096), False: (0, 2048)}  # tokens in the cache when attention is timed: decoding, prefill
 
-# Parameters by operator: name -> role (see candidate.py); what none of these names matches is an output.
+# Parameters by operator: name -> role (see candidate.py); the others are outputs.
 _COMMON = {"state": "state"}
 _ACTS = {"A|S|X|H": "input"}
 _HEADS = {"Q|K|V|Qo": "input", "QN|KN|CS": "weight", "Kc|Vc": "cache"}
@@ -48,9 +48,10 @@ ROLES = {
 
 @functools.lru_cache(maxsize=8)
 def target(kind: str, arch: str):
-    """The target of that name."""
-    module, _, name = TARGETS[kind].partition(".")
-    return getattr(importlib.import_module(f"mlc_amd.compiler.codegen.{module}"), name)(arch)
+    """`pipeline.make_target`, cached."""
+    from mlc_amd.compiler.pipeline import make_target  # takes a moment, which importing this module must not
+
+    return make_target(kind, arch)
 
 
 def make(workload, plan, kind: str, arch: str):
@@ -71,7 +72,8 @@ def build(workload, plan, kind: str, arch: str, folder: Path) -> Candidate:
     if any(0 in step.get("grid", ()) for step in code["steps"]):
         raise ValueError("the plan's tiles are larger than the work: there would be no workgroups")
     about = {"workload": json.loads(workload.text), "api": kind, "arch": arch} | _plan_facts(plan)
-    return write(folder, about | code | {"params": params, "cases": cases} | means)
+    data = {"params": params, "cases": cases, "states": _states(workload, cases)}
+    return write(folder, about | code | data | means)
 
 
 def work(workload, func, kind: str) -> tuple[float, float]:
@@ -91,28 +93,26 @@ def build_copy(arch: str, folder: Path) -> Candidate:
     folder.mkdir(parents=True)
     params = [{"name": name, "shape": [words], "dtype": "uint32", "role": "work"} for name in "XY"]
     traffic = {"bytes": 2 * COPY_BYTES, "flops": 0}
+    case = {"name": "d0", "state": [0, 1, 0, 0]} | traffic
     about = {"workload": {"op": "copy", "args": {"words": words}}, "plan": None, "api": "vulkan", "arch": arch}
     code = _spirv(copy(words, profile, KERNEL), profile, folder)
-    return write(
-        folder, about | code | {"params": params, "cases": [{"name": "d0", "state": [0, 1, 0, 0]} | traffic]} | traffic
-    )
+    return write(folder, about | code | {"params": params, "cases": [case], "states": []} | traffic)
 
 
 def build_bounds(workload, arch: str, folder: Path) -> tuple[Candidate, dict[str, list[Candidate]]]:
-    """For target cpu: the untuned kernel, and by kind those that tell its roofline, see schedules/cpu/bound.py."""
+    """For target cpu: the untuned kernel, and by kind its measured lower bounds, see schedules/cpu/bound.py."""
     from mlc_amd.schedules.cpu.bound import bounds
 
-    untuned = build(workload, None, "cpu", arch, folder / "untuned")
-    found = {}
-    for kind, funcs in bounds(untuned.params, workload.op, workload.args, target("cpu", arch).isa, KERNEL).items():
-        found[kind] = []
-        for i, bound in enumerate(funcs):
-            place = folder / f"{kind}-{i}"
-            place.mkdir(parents=True)
-            found[kind].append(
-                write(place, dict(untuned.facts) | _shared_library(bound, target("cpu", arch).arch, place))
-            )
-    return untuned, found
+    untuned, cpu = build(workload, None, "cpu", arch, folder / "untuned"), target("cpu", arch)
+
+    def made(func, place: Path) -> Candidate:
+        place.mkdir()
+        return write(place, untuned.facts | _shared_library(func, cpu.arch, place))
+
+    found = bounds(untuned.params, workload.op, workload.args, cpu.isa, KERNEL)
+    return untuned, {
+        kind: [made(func, folder / f"{kind}-{i}") for i, func in enumerate(funcs)] for kind, funcs in found.items()
+    }
 
 
 def _plan_facts(plan) -> dict:
@@ -184,11 +184,17 @@ def _cases(workload, params: list[dict]) -> list[dict]:
     m = args.get("m", 1)
     positions = [0]
     if "attention" in workload.op:
-        most = args["ctx"] - m
-        positions = list(dict.fromkeys(min(depth, most) for depth in DEPTHS[m == 1]))
+        positions = list(dict.fromkeys(min(depth, args["ctx"] - m) for depth in DEPTHS[m == 1]))
     elif workload.op == "rope_kv_write":
         positions = [min(DEPTHS[True][0], args["ctx"] - m)]
     return [_case(workload, params, position, m) for position in positions]
+
+
+def _states(workload, cases: list[dict]) -> list[list[int]]:
+    """What kernels are verified in: their cases, and fewer live tokens than there is room for, after others."""
+    m, ctx = workload.args.get("m", 1), workload.args.get("ctx", 1 << 30)
+    more = [[min(37, ctx - m), max(1, m - 3), 0, 0]] + ([[0, 1, 0, 0]] if "ctx" in workload.args else [])
+    return [list(state) for state in dict.fromkeys(map(tuple, [*(case["state"] for case in cases), *more]))]
 
 
 def _case(workload, params, position: int, m: int) -> dict:
@@ -336,8 +342,6 @@ class Builder:
 
 
 def _handle(request: dict, answer) -> None:
-    from mlc_amd.schedules.tuning.workload import Workload
-
     error = None
     try:
         build(

@@ -138,7 +138,7 @@ def machine(arch) -> Machine:
     gpu = arch if arch.api == "rocm" else radv.gpu_of(arch) if arch.api == "vulkan" else None
     if gpu is None:
         raise UserError(
-            f"there is no model of {arch.name}: static tuning knows AMD GPUs; measure on the device, or through a kit"
+            f"there is no model of {arch.name}: static ranking knows AMD GPUs; measure on the device, or through a kit"
         )
     clock = CLOCKS[gpu.name] * 1e9
     latency = LATENCY[gpu.family] * (UNIFIED if arch.unified else 1) * 1e-9 * clock

@@ -10,7 +10,8 @@
                     "args"}]
         scratch     bytes of each buffer that the steps hand to one another
         params      [{"name", "shape", "dtype", "role", ..}] in the order of the kernel's parameters; see ROLES
-        cases       [{"name", "state": [position, live tokens, 0, 0], "bytes", "flops"}]: the conditions that it is
+        states      [[4 int], ..] that it is verified in
+    cases       [{"name", "state": [position, live tokens, 0, 0], "bytes", "flops"}]: the conditions that it is
                     timed under
         bytes       that a call must move (weights and cache), flops: operations; both the mean of the cases
 

@@ -9,7 +9,7 @@ from mlc_amd.schedules.cpu.attention_block import BLOCK as BLOCK_KEYS
 from mlc_amd.schedules.cpu.attention_block import product_blocks
 from mlc_amd.schedules.cpu.planes import BLOCK, ROWS
 from mlc_amd.schedules.formats import lookup
-from mlc_amd.schedules.tuning.spaces import Kernel, Space
+from mlc_amd.schedules.plans.space import Kernel, Space
 
 
 def _rows_space(segments, k, m, isa, tasks) -> Space:

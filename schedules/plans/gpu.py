@@ -16,7 +16,7 @@ from mlc_amd.schedules.gpu import (
 from mlc_amd.schedules.gpu.attention_rows_vulkan import waves_of
 from mlc_amd.schedules.gpu.gemm import engine
 from mlc_amd.schedules.gpu.planes import padded
-from mlc_amd.schedules.tuning.spaces import Kernel, Space
+from mlc_amd.schedules.plans.space import Kernel, Space
 
 SUMS = 256  # float32 accumulators of a lane, at most: more leave no registers for anything else
 BLOCKS = 32  # of 32 columns that a lane has loaded, at most
