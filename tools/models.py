@@ -147,7 +147,7 @@ def _key(path: Path | None, synthetic: str | None, target: str, arch: str, ctx: 
 
 def _tuned(target: str) -> list[tuple[str, int, int]]:
     """Size and time of the tuned records that a compilation for this target may use. The names of files stand in
-    schedules/tuning/database.py, which imports TVM: too slow for a model that is there already."""
+    compiler/tuning/database.py, which imports TVM: too slow for a model that is there already."""
     found = []
     shipped = Path(str(resources.files("mlc_amd.dist"))) / "tuned"
     for file in sorted([*(cache_directory() / "tuned").glob("*/measurements.jsonl"), *shipped.glob("*.json")]):

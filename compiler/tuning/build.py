@@ -65,22 +65,20 @@ def build(workload, plan, kind: str, arch: str, folder: Path) -> Candidate:
     what `make` raises, ValueError for a kernel that the arch cannot run."""
     func = make(workload, plan, kind, arch)
     folder.mkdir(parents=True, exist_ok=True)
-    params = _params(workload, func, kind)
-    cases = _cases(workload, params)
-    means = dict(zip(("bytes", "flops"), work(workload, func, kind), strict=True))
     code = _COMPILERS[kind](func, target(kind, arch).arch, folder)
     if any(0 in step.get("grid", ()) for step in code["steps"]):
         raise ValueError("the plan's tiles are larger than the work: there would be no workgroups")
     about = {"workload": json.loads(workload.text), "api": kind, "arch": arch} | _plan_facts(plan)
-    data = {"params": params, "cases": cases, "states": _states(workload, cases)}
-    return write(folder, about | code | data | means)
+    return write(folder, about | code | work(workload, func, kind))
 
 
-def work(workload, func, kind: str) -> tuple[float, float]:
-    """(bytes moved, floating-point operations) of a call of the workload's kernel, the mean of the states that it is
-    timed in."""
-    cases = _cases(workload, _params(workload, func, kind))
-    return tuple(sum(case[key] for case in cases) / len(cases) for key in ("bytes", "flops"))
+def work(workload, func, kind: str) -> dict:
+    """What a candidate.json has of a kernel's work: "params", "cases", "states", and "bytes" and "flops" of a call,
+    the mean of the cases."""
+    params = [_param(workload, kind, parameter) for parameter in func.params]
+    cases = _cases(workload, params)
+    means = {key: sum(case[key] for case in cases) / len(cases) for key in ("bytes", "flops")}
+    return {"params": params, "cases": cases, "states": _states(workload, cases)} | means
 
 
 def build_copy(arch: str, folder: Path) -> Candidate:
@@ -132,10 +130,6 @@ def plan_of(facts: dict):
 
 
 # ---- what the kernel takes
-
-
-def _params(workload, func, kind: str) -> list[dict]:
-    return [_param(workload, kind, parameter) for parameter in func.params]
 
 
 def _param(workload, kind: str, parameter) -> dict:

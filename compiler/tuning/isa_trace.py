@@ -36,32 +36,26 @@ class Trace:
     clocks    until it ends, alone on the compute unit, with every load from device memory
     busy      clocks by pipe
     counts    executed instructions by mnemonic
-    loaded    bytes that its lanes load from memory
     """
 
     clocks: float = 0
     busy: Counter = field(default_factory=Counter)
     counts: Counter = field(default_factory=Counter)
-    loaded: float = 0
 
-    def add(self, other: "Trace | _Block", factor: float) -> None:
+    def add(self, other: "Trace", factor: float) -> None:
         """Adds the work of another one, so many times; not its clocks."""
-        self.loaded += other.loaded * factor
         for total, part in ((self.busy, other.busy), (self.counts, other.counts)):
             for name, value in part.items():
                 total[name] += value * factor
 
 
 @dataclass
-class _Block:
+class _Block(Trace):
     """Instructions without a branch. events: ("issue", clocks, 0), (queue, None, latency) for an operation in flight,
     (queue, n, 0) for a wait until at most n are. end: the branch."""
 
-    counts: Counter = field(default_factory=Counter)
-    busy: Counter = field(default_factory=Counter)
     scalar: list = field(default_factory=list)
     events: list = field(default_factory=list)
-    loaded: float = 0
     end: tuple | None = None
     next: int = 0
 
@@ -110,7 +104,6 @@ class Program:
             block.events += [(queue, count, 0) for queue, count in _waits(name, operands)]
         elif pipe == "memory" and "store" not in name:
             block.events.append(("vm", None, self.machine.latency))
-            block.loaded += size * self.wave
         elif pipe == "lds":
             block.events.append(("lgkm", None, isa_costs.LDS_CLOCKS))
         issue = {"memory": self.machine.family.scalar, "lds": 1, isa_costs.NONE: 0}.get(pipe, clocks)

@@ -66,11 +66,9 @@ class Code:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a call, and their parts over all launches: "memory", "latency", pipes, "launch". waves: per SIMD, the
-    minimum of the launches."""
+    """Seconds of a call; waves: per SIMD, the minimum of the launches."""
 
     seconds: float
-    parts: dict[str, float]
     waves: int
     launches: list[tuple[Code, Trace]]
 
@@ -117,7 +115,7 @@ def combine(
     launches: list[tuple[Code, Trace]], bytes_: float, machine: isa_costs.Machine, run: float = inf
 ) -> Estimate:
     """`estimate`, of launches whose waves' traces are known."""
-    parts, waves, seconds = {}, [], 0.0
+    waves, seconds = [], 0.0
     memory = bytes_ * (1 + isa_costs.RUN / run) / len(launches) / machine.bandwidth
     for code, trace in launches:
         held, limit = machine.held(code.kernel, code.threads)
@@ -126,10 +124,8 @@ def combine(
         times = _times(code, trace, held, machine) | {"memory": memory}
         slow = isa_costs.SCRATCH if code.kernel.scratch or code.kernel.vgpr_spills else 1.0
         seconds += isa_costs.LAUNCH + slow * sum(time**POWER for time in times.values()) ** (1 / POWER)
-        for name, time in (times | {"launch": isa_costs.LAUNCH}).items():
-            parts[name] = parts.get(name, 0.0) + time
         waves.append(held)
-    return Estimate(seconds, parts, min(waves), list(launches))
+    return Estimate(seconds, min(waves), list(launches))
 
 
 def follow(code: Code, machine, kinds: int = 1) -> Trace:

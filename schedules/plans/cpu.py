@@ -1,4 +1,4 @@
-"""The plans of CPU kernels. What a plan's numbers mean stands with its dataclass, in the kernel's module.
+"""The plans of CPU kernels. The fields of a plan are described by its dataclass, in the kernel's module.
 
 Norms and the small kernels around attention have none: together they take two to four hundredths of the time.
 """
