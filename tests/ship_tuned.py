@@ -25,6 +25,7 @@ from math import inf
 from pathlib import Path
 
 import emulated
+import tvm
 
 from mlc_amd.compiler.gguf.synthetic import synthetic
 from mlc_amd.compiler.pipeline import make_target
@@ -34,7 +35,7 @@ from mlc_amd.compiler.tuning.static import Static, combine, run_of
 from mlc_amd.compiler.tuning.tasks import CHUNK, extract
 from mlc_amd.schedules.gpu.gemv import Plan
 from mlc_amd.schedules.plans.space import space
-from mlc_amd.schedules.plans.workload import Workload
+from mlc_amd.schedules.plans.workload import VERSION, Workload
 
 ARCHS = {
     "gfx1100": "rocm",
@@ -305,6 +306,24 @@ def keep(database: Database, arch, choices: list[Choice]) -> None:
             database.check(one.workload, asdict(one.best[0]), one.check)
 
 
+def export(database: Database, path: Path, source: str) -> int:
+    """Writes the best plans, where they are not the default, as a file of shipped records (dist/README.md); returns how
+    many. source: how they were found."""
+    lines, empty = [], asdict(Record({}, None))
+    for entry in database.entries.values():
+        if (winner := entry.winner) and not winner.default:
+            facts = {name: value for name, value in asdict(winner).items() if value != empty[name]}
+            if entry.untuned:
+                facts["default_seconds"] = entry.untuned.seconds
+            line = {"op": entry.workload.op, "args": entry.workload.args} | facts
+            lines.append(json.dumps(line, separators=(",", ":")))
+    arch = database.arch
+    header = {"api": arch.api, "arch": arch.name, "tvm": tvm.__version__, "version": VERSION, "source": source}
+    records = ",\n".join(sorted(lines))
+    path.write_text(json.dumps(header)[:-1] + f', "records": [\n{records}\n]}}\n')
+    return len(lines)
+
+
 def table(arch, choices: list[Choice], names: dict[Workload, str], everything: bool) -> str:
     rows = []
     for one in choices:
@@ -335,7 +354,7 @@ def ship(name: str, cache: Path, out: Path, tables: Path | None) -> str:
         choices = choose(Survey(static), names)
         check(static, choices, database)
         keep(database, static.arch, choices)
-        say(f"{name}: {database.export(out / f'{file_name(name)}.json', SOURCE)} records")
+        say(f"{name}: {export(database, out / f'{file_name(name)}.json', SOURCE)} records")
         if tables:
             tables.mkdir(parents=True, exist_ok=True)
             (tables / f"{file_name(name)}.md").write_text(table(static.arch, choices, names, everything=True))

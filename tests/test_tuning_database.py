@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 from formula import GFX, Bench, Task, linear, right
+from ship_tuned import export
 
 from mlc_amd.compiler.tuning import database as databases
 from mlc_amd.compiler.tuning.database import Checked, Database, Lookup, Measured
@@ -110,7 +111,7 @@ def test_lookup_prefers_the_users_record_and_obeys_the_mode(tmp_path):
         plan = replace(default, rows=1, waves=1)
         session.report(task, plan, Measured(0.5))
         session.check(task, plan, Checked("emulator", True))
-        assert database.export(shipped, "a test") == 1
+        assert export(database, shipped, "a test") == 1
     lookup = {mode: Lookup(GFX, mode, tmp_path / "user", shipped).find(workload) for mode in databases.MODES}
     assert lookup["none"] == (None, "default")
     assert lookup["shipped"] == (plan, "shipped")
@@ -124,7 +125,7 @@ def test_lookup_prefers_the_users_record_and_obeys_the_mode(tmp_path):
 def test_records_of_another_arch_are_never_used(tmp_path):
     workload = tuned(tmp_path / "gfx1100", GFX)
     with Database(GFX, tmp_path / "gfx1100") as database:
-        database.export(tmp_path / "gfx1100.json", "a test")
+        export(database, tmp_path / "gfx1100.json", "a test")
     for other in (archs.resolve("gfx1101"), profiles.resolve("rdna3")):
         lookup = Lookup(other, "auto", tmp_path / "gfx1100", tmp_path / "gfx1100.json")
         assert lookup.find(workload) == (None, "default")

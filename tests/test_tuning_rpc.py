@@ -224,7 +224,7 @@ def test_without_a_server_or_tracker_a_run_says_what_to_do(loopback):
     said = []
     with rpc.Servers((HOST, loopback.port), "nobody", wait=4, say=said.append) as servers:
         with pytest.raises(rpc.NoServer, match=f"tune-server --tracker {loopback.place} --key nobody"):
-            servers._run([rpc._Part({"start": 0}, ["nothing"])])
+            servers._run([rpc._Part({"compare": [0, 1]}, ["nothing"] * 2)])
         assert len(said) == 1 and said[0].startswith("waiting up to 4 s: no free server with key 'nobody'")
     with socket.create_server((HOST, 0)) as free:
         port = free.getsockname()[1]
@@ -232,7 +232,7 @@ def test_without_a_server_or_tracker_a_run_says_what_to_do(loopback):
         rpc.Servers((HOST, port), "nobody", wait=0.1) as servers,
         pytest.raises(rpc.NoServer, match=r"no tracker at .*refused.*tracker-only"),
     ):
-        servers._run([rpc._Part({"start": 0}, ["nothing"])])
+        servers._run([rpc._Part({"compare": [0, 1]}, ["nothing"] * 2)])
 
 
 def test_a_batch_grows_with_the_servers(loopback):

@@ -272,21 +272,6 @@ class Database:
         about = {"op": workload.op, "args": workload.args, "version": VERSION, "tvm": tvm.__version__}
         os.write(self._file, _line(about | facts).encode())
 
-    def export(self, path: Path, source: str) -> int:
-        """Writes the best plans, where they are not the default, as a file of shipped records; returns how many.
-        source: how they were found."""
-        lines, empty = [], asdict(Record({}, None))
-        for entry in self.entries.values():
-            if (winner := entry.winner) and not winner.default:
-                facts = {name: value for name, value in asdict(winner).items() if value != empty[name]}
-                if entry.untuned:
-                    facts["default_seconds"] = entry.untuned.seconds
-                lines.append(_line({"op": entry.workload.op, "args": entry.workload.args} | facts)[:-1])
-        header = {"api": self.arch.api, "arch": self.arch.name, "tvm": tvm.__version__, "version": VERSION}
-        records = ",\n".join(sorted(lines))
-        _write(path, json.dumps(header | {"source": source})[:-1] + f', "records": [\n{records}\n]}}\n')
-        return len(lines)
-
 
 def _check_header(folder: Path, arch) -> None:
     for found in read_lines(folder / HEADER)[0]:

@@ -24,7 +24,7 @@ from mlc_amd.compiler.tuning.local import Local
 from mlc_amd.compiler.tuning.rpc_client import Client
 from mlc_amd.compiler.tuning.rpc_server import address
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.measure.candidate import Candidate, read
+from mlc_amd.runtime.measure.candidate import read
 
 WAIT = 120.0  # seconds without a server until a run gives up
 TRACKER = 10.0  # seconds that the tracker may take
@@ -122,12 +122,6 @@ class Servers:
             server.drop()
 
     # ---- as `Measurer`
-
-    def start(self, candidate: Candidate) -> dict:
-        """Facts of the device that candidates like this one run on. NoServer."""
-        if not self.facts:
-            self._run([_Part({"start": 0}, [str(candidate.folder)])])
-        return self.facts
 
     def measure(self, folders, progress=lambda folder, result: None) -> list[dict]:
         """Results in the order of `folders`; progress(folder, result) as they come. When there are no servers any more,

@@ -4,8 +4,8 @@ tracker.
 In: candidates' folders as `pack` packs them. Out: results as JSON. A client's session calls these functions:
 
     mlc_amd.tune.hello() -> {"host", "tvm", "devices": {api: arch and name}}
-    mlc_amd.tune.work(request, blob)    begins with {"measure": [numbers]} or {"compare": [numbers]} or
-                                        {"start": number}, where a number is a folder's in the blob; returns at once
+    mlc_amd.tune.work(request, blob)    begins with {"measure": [numbers]} or {"compare": [numbers]},
+                                        where a number is a folder's in the blob; returns at once
     mlc_amd.tune.news() -> [messages]   what came since, in POLL seconds at most. By their "what": "facts" of the
                                         device, "result" of a "folder" (its number), "done" with what a comparison
                                         found, or "refused" and "why"
@@ -182,7 +182,7 @@ class Measuring:
         def note(folder: str, result: dict) -> None:
             self._news.put({"what": "result", "folder": numbers[folder], "result": result})
 
-        self._measurer.measure([folders[number] for number in request.get("measure", [])], note)
+        self._measurer.measure([folders[number] for number in request["measure"]], note)
         return {}
 
     def news(self) -> list[dict]:
