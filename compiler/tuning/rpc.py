@@ -110,13 +110,13 @@ class Servers:
         return self.known
 
     def close(self) -> None:
-        """Lets all servers go."""
+        """Releases all servers."""
         for server in (*self._waking, *self._awake, *self._connecting):
             server.drop()
         self._return(0.0)
 
     def _return(self, held: float) -> None:
-        """Lets idle servers go that are ours for longer than that."""
+        """Releases idle servers that are ours for at least `held` seconds."""
         for server in [server for server in self._idle if time.monotonic() - server.since >= held]:
             self._idle.remove(server)
             server.drop()
@@ -157,7 +157,7 @@ class Servers:
         [answer] = self._run([_Part({"compare": [0, 1]}, [str(untuned), str(tuned)])])
         return {name: answer[name] for name in Checked.__dataclass_fields__}
 
-    # ---- handing out
+    # ---- distributing work
 
     def _run(self, parts: list[_Part], note=lambda folder, result: None) -> list[dict]:
         """What the parts' ends say; note(folder, result) for each result that is wanted."""
@@ -175,7 +175,7 @@ class Servers:
                 if self._busy or self._waking or self._connecting:
                     alone, told = now, False
                 elif now - alone > self.wait:
-                    self.wait = min(self.wait, PATIENCE)  # whoever waited once does not want to wait again
+                    self.wait = min(self.wait, PATIENCE)  # only the first wait is long
                     raise NoServer(self._missing())
                 elif now - alone > PATIENCE and not told:
                     told = True
@@ -243,7 +243,7 @@ class Servers:
         return free
 
     def recruit(self) -> None:
-        """Begins to connect to servers that are free, now and then."""
+        """Begins to connect to free servers, at most once in POLL seconds."""
         if time.monotonic() - self._looked < POLL:
             return
         self._looked = time.monotonic()
@@ -254,11 +254,11 @@ class Servers:
                 self._waking.add(Client(self._events))
 
     def _connect(self, client: Client) -> None:
-        """Begins to connect to a server that is free, if there still is one."""
+        """Begins to connect to a free server, if there still is one."""
         with contextlib.suppress(OSError):  # another run was faster
             if self._free():
                 place = self.tracker.take(self.key)
-                # one that refused comes back with a new password after some seconds, when nobody connects
+                # a skipped server is offered again with a new password when nobody connects
                 if f"{place[0]}:{place[1]}" not in self.refused:
                     client.connect(place)
                     self._connecting.add(client)
@@ -283,7 +283,7 @@ class Servers:
 
 
 class _Run:
-    """What is left to do of a batch, and what came of it."""
+    """A batch: the parts that wait for a server, and the results."""
 
     def __init__(self, parts: list[_Part], note):
         self.waiting, self.answers, self._note = deque(parts), [], note
@@ -297,7 +297,7 @@ class _Run:
             self._note(folder, message["result"])
 
     def lost(self, part: _Part | None, why: str) -> None:
-        """The server with that part is gone."""
+        """The server with that part was lost."""
         if part is None:
             return
         if not part.wanted:

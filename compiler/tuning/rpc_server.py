@@ -6,7 +6,7 @@ In: candidates' folders as `pack` packs them. Out: results as JSON. A client's s
     mlc_amd.tune.hello() -> {"host", "tvm", "devices": {api: arch and name}}
     mlc_amd.tune.work(request, blob)    begins with {"measure": [numbers]} or {"compare": [numbers]},
                                         where a number is a folder's in the blob; returns at once
-    mlc_amd.tune.news() -> [messages]   what came since, in POLL seconds at most. By their "what": "facts" of the
+    mlc_amd.tune.news() -> [messages]   the messages since the last call, after POLL seconds at most. By their "what": "facts" of the
                                         device, "result" of a "folder" (its number), "done" with what a comparison
                                         found, or "refused" and "why"
 
@@ -152,7 +152,7 @@ class Measuring:
 
     def hello(self) -> dict:
         self._measurer = Measurer(self.device)
-        # the server's end is the session's, whatever it does just then
+        # ends with the server, also while it works
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         return {"host": platform.node(), "tvm": tvm.__version__, "devices": self.found}
 
@@ -171,7 +171,7 @@ class Measuring:
         except UserError as e:
             self._news.put({"what": "refused", "why": str(e)})
         except Exception as e:
-            traceback.print_exc()  # a bug; the client is told, and the server goes on
+            traceback.print_exc()  # a bug; the client is told, and the server continues
             self._news.put({"what": "refused", "why": f"{type(e).__name__}: {e}"})
 
     def _answer(self, request: dict, folders: list[Path]) -> dict:

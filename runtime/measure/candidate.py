@@ -32,12 +32,12 @@ FORMAT = 1
 FILE = "candidate.json"
 ROLES = {
     "state": "the int32[4] of the case",
-    "input": "what a kernel before left: activations",
+    "input": "activations of the kernel before",
     "weight": "read from memory once per call: weights, norm factors, biases, the table of RoPE",
     "cache": "keys or values; read, maybe written",
     "output": "written only",
-    "work": "scratch memory that the plan decides on; may hold anything",
-    "zero": "the same; zero before the first call and after each",
+    "work": "scratch memory whose size depends on the plan; contents are undefined",
+    "zero": "as work, but zero before the first call and after each",
 }
 ROTATING = ("weight", "cache")  # of these, each call of a row finds a copy of its own
 PRIVATE = ("work", "zero")  # of these, plans may have different sizes
@@ -46,7 +46,7 @@ WRITTEN = ("cache", "output")
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter. facts: what its role wants to know besides."""
+    """One parameter. facts: other facts, by role."""
 
     name: str
     shape: tuple[int, ...]

@@ -6,7 +6,7 @@ and numpy.
     candidates/   a folder for each, as candidate.py describes them
     copy/         one that copies memory, for target vulkan: it tells what the memory can do
     lib/          these sources
-    results.json  written here, anew after each result, so that a run that was stopped goes on where it was:
+    results.json  written here, rewritten after each result, so that an interrupted run resumes:
         format    1
         kit       the kit's id
         facts     {"device", "driver"}, and where there is copy/, "copy_bandwidth": bytes per second, read and written
@@ -83,7 +83,7 @@ class Run:
     def _measure(self, measurer: Measurer, reference: str, names: list[str]) -> None:
         if not names:
             return
-        # a run that goes on times the reference again, for the clocks' sake; its first result stays
+        # a resumed run times the reference again, because clocks may differ; its first result is kept
         folders = dict.fromkeys([reference, *names])
 
         def note(folder: str, result: dict) -> None:
@@ -145,7 +145,7 @@ def main(folder: Path, arguments: list[str]) -> int:
         print(f"error: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"stopped: {run.summary()}; run it again to go on", file=sys.stderr)
+        print(f"stopped: {run.summary()}; run it again to resume", file=sys.stderr)
         return 130
     print(run.summary())
     print(f"take {folder / RESULTS} back into this folder where it was made, and: mlc-amd tune --import-kit FOLDER")

@@ -102,8 +102,8 @@ class Bench:
 
     def _run(self, index: int, count: int) -> float:
         """Seconds of one call, of `count` in a row."""
-        # Rows that take all copies are the same each time, which backends make use of. Shorter ones go on where the
-        # last one ended.
+        # Sequences over all copies are equal each time, which backends cache. Shorter ones continue where the last
+        # one ended.
         self._copy = 0 if count >= self.copies else self._copy
         calls = [self._call(index, (self._copy + i) % self.copies) for i in range(count)]
         self._copy = (self._copy + count) % self.copies
