@@ -233,7 +233,7 @@ def plans_of(survey: Survey, workload: Workload) -> tuple[list, Choice | None]:
         return [found.default], None  # a copy of rows; little work, for which what holds for CHUNK tokens will do
     if workload.op not in SURVEYED:
         return neighbors(found), None
-    moved, _ = work(workload, make(workload, None, static.kind, static.arch.name), static.kind)
+    moved = work(workload, make(workload, None, static.kind, static.arch.name), static.kind)["bytes"]
     untuned = found.kernel(found.default).same
     ranked = {found.kernel(plan).same: (seconds, plan) for seconds, plan in survey.ranked(workload, moved)}
     default, _ = ranked.pop(untuned, (None, None))

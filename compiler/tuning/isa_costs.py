@@ -1,7 +1,7 @@
 """Costs of instructions, memory traffic and waits on AMD GPUs: the constants of `static.py`'s model.
 
-In: an arch or a profile, an instruction's name. Out: a `Machine`; the pipe that the instruction occupies, and for how many
-clocks.
+In: an arch or a profile, an instruction's name. Out: a `Machine`; the pipe that the instruction occupies, and for how
+many clocks.
 
 Where the constants come from. [ISA] AMD's instruction set manuals; [WP] AMD's architecture whitepapers (RDNA, CDNA 3);
 [P] product pages: clocks, peak rates, from which those of matrix instructions follow: operations of the instruction /

@@ -6,7 +6,7 @@ In: candidates' folders as `pack` packs them. Out: results as JSON. A client's s
     mlc_amd.tune.hello() -> {"host", "tvm", "devices": {api: arch and name}}
     mlc_amd.tune.work(request, blob)    begins with {"measure": [numbers]} or {"compare": [numbers]},
                                         where a number is a folder's in the blob; returns at once
-    mlc_amd.tune.news() -> [messages]   the messages since the last call, after POLL seconds at most. By their "what": "facts" of the
+    mlc_amd.tune.news() -> [messages]   those since the last call, in POLL seconds at most. Their "what": "facts" of the
                                         device, "result" of a "folder" (its number), "done" with what a comparison
                                         found, or "refused" and "why"
 

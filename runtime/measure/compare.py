@@ -11,8 +11,8 @@ import numpy as np
 from mlc_amd.runtime.measure.candidate import Candidate, Param
 from mlc_amd.runtime.measure.inputs import BLOCK, SIGNATURE
 
-# Tolerances as shares of the scale. Attention keeps its probabilities in float16 or joins splits in another order; matrix units add in
-# another order.
+# As shares of the scale. Attention keeps its probabilities in float16 or joins splits in another order; matrix units
+# add in another order.
 TOLERANCES = {"float32": 2e-4, "float16": 2e-3}
 ATTENTION = 4e-3
 STEPS_APART = (
