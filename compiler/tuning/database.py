@@ -312,12 +312,13 @@ class Lookup:
 
     def find(self, workload: Workload) -> tuple[object | None, str]:
         """(plan, "user" or "shipped"), or (None, "default"): the kernel's own default."""
-        found = space(workload, self.arch)
+        candidates = self._found.get(workload.key, [])
+        found = space(workload, self.arch) if candidates else None
 
         def distance(pair: tuple[str, Entry]) -> tuple:
             return pair[0] != "user", abs(math.log2(pair[1].workload.capacity / workload.capacity))
 
-        for source, entry in sorted(self._found.get(workload.key, []), key=distance):
+        for source, entry in sorted(candidates, key=distance):
             if entry.stale:
                 self._note(source, workload, entry.stale)
                 continue

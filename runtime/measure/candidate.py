@@ -1,7 +1,7 @@
 """Candidates: one compiled kernel each, in a folder that says all that measuring it takes.
 
     candidate.json
-        format      1
+        format      2
         workload    {"op", "args"}, and plan: what the kernel was made from
         api, arch   "vulkan" | "rocm" | "cpu", and the profile or arch that it was compiled for
         needs       vulkan: what the profile asks of a device (Profile.needs); cpu: {"flags": [..]}
@@ -28,7 +28,7 @@ import numpy as np
 
 from mlc_amd.runtime.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 FILE = "candidate.json"
 ROLES = {
     "state": "the int32[4] of the case",

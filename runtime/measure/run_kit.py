@@ -1,13 +1,13 @@
 """Measures a kit: a folder of candidates that `mlc-amd tune --export-kit` made, where it was carried to. Needs Python
 and numpy.
 
-    kit.json      format 1, id, target, arch, model; candidates {name: {"reference", ..}}: reference is the untuned
+    kit.json      format 2, id, target, arch, model; candidates {name: {"reference", ..}}: reference is the untuned
                   kernel of the same workload ("" for that kernel itself)
     candidates/   a folder for each, as candidate.py describes them
     copy/         one that copies memory, for target vulkan: it tells what the memory can do
     lib/          these sources
     results.json  written here, rewritten after each result, so that an interrupted run resumes:
-        format    1
+        format    2
         kit       the kit's id
         facts     {"device", "driver"}, and where there is copy/, "copy_bandwidth": bytes per second, read and written
                   together
@@ -28,7 +28,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import figures, read
 from mlc_amd.runtime.measure.measurer import Measurer
 
-FORMAT = 1
+FORMAT = 2
 KIT, RESULTS, CANDIDATES, COPY = "kit.json", "results.json", "candidates", "copy"
 
 
