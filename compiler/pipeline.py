@@ -26,10 +26,10 @@ from mlc_amd.compiler.ops import padded
 from mlc_amd.compiler.passes import fuse
 from mlc_amd.compiler.quant import repack
 from mlc_amd.compiler.quant.draws import draws
+from mlc_amd.compiler.tuning.database import Lookup
 from mlc_amd.runtime import artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
-from mlc_amd.schedules.tuning.database import Lookup
 
 # module and class, imported on demand
 TARGETS = {
@@ -76,7 +76,7 @@ def compile_model(
 
     `ctx`: KV cache capacity in tokens, default the model's context up to 4096. `weights=False` leaves the matrices out:
     the manifest lists them, and a device fills them at random. `tuned`: source of tuned plans, one of
-    `schedules.tuning.database.MODES`. UserError for everything that the user can fix.
+    `compiler.tuning.database.MODES`. UserError for everything that the user can fix.
     """
     progress = progress or (lambda stage, done, total: None)
     clock = _Clock()

@@ -12,8 +12,8 @@ import tvm_ffi
 from mlc_amd.compiler.codegen.cpu import CpuTarget, build_module
 from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.schedules.cpu.arch import resolve
-from mlc_amd.schedules.tuning.spaces import space
-from mlc_amd.schedules.tuning.workload import Workload
+from mlc_amd.schedules.plans.space import space
+from mlc_amd.schedules.plans.workload import Workload
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
 

@@ -1,17 +1,16 @@
-"""gfx1100 (RDNA3) in the ISA emulator, and the gate of tuning that asks it."""
+"""gfx1100 (RDNA3) in the ISA emulator, and the verification of tuned plans that uses it."""
 
 import json
 import shutil
 
 import pytest
 from emulator_suite import OnArch
+from test_tuning_build import linear
 
-from mlc_amd.compiler.tuning.static import Static
+from mlc_amd.compiler.tuning.build import build
 from mlc_amd.runtime.measure.candidate import read
-from mlc_amd.runtime.measure.child import Child
-from mlc_amd.schedules.gpu.gemv import Plan
-from mlc_amd.schedules.tuning.workload import Workload
-from mlc_amd.tools.dev.emulated_pair import MODULE
+from mlc_amd.schedules.gpu import gemv
+from mlc_amd.tools.dev import emulated
 
 
 class TestGfx1100(OnArch):
@@ -20,23 +19,18 @@ class TestGfx1100(OnArch):
 
 
 @pytest.mark.usefixtures("emulator")
-def test_the_gate_of_static_tuning(tmp_path):
-    """The same plan for a smaller matrix passes; a kernel that leaves most rows out does not."""
-    args = {"segments": [["q4_0", 1024]], "k": 256, "m": 1, "act": "rows", "biases": [True], "residual": False}
-    workload = Workload("linear", args)
-    with Static("rocm", "gfx1100", 1, emulator=MODULE) as static:
-        found = static.gate(workload, Plan(rows=2, waves=1, lanes=4, unroll=1))
-        assert (found.checked, found.passed) == ("emulator (reduced shape)", True), found
-        assert 0 <= found.deviation < 1
-        [(right, error)] = static.builder.build([(workload, None)])
-        assert error is None
-        wrong = tmp_path / "wrong"
-        shutil.copytree(right, wrong)
-        step = read(wrong).facts["steps"][0] | {"grid": [1, 1, 1]}
-        (wrong / "candidate.json").write_text(json.dumps(read(wrong).facts | {"steps": [step]}))
-        child = Child(MODULE)
-        try:
-            child.send({"compare": [str(right), str(wrong)]})
-            assert "Y0 is not written everywhere" in "; ".join(child.receive(120)["wrong"])
-        finally:
-            child.close()
+def test_the_emulator_verifies_plans_for_absent_gpus(tmp_path):
+    workload, plan = linear("rocm", 4096, 256, bias=True), gemv.Plan(rows=2, waves=1, lanes=4, unroll=1)
+    with emulated.Emulator("rocm", "gfx1100") as emulator:
+        found = emulator(workload, plan)
+    assert (found.checked, found.passed) == ("emulator (reduced shape)", True) and 0 <= found.deviation < 1
+    small = emulated.smaller(workload)
+    assert small.args["segments"] == [["q4_0", 256]] and small.args["k"] == 256
+    other = build(linear("rocm", 256), None, "rocm", "gfx1100", tmp_path / "other").folder
+    wrong = tmp_path / "wrong"
+    shutil.copytree(other, wrong)
+    assert emulated.compared(other, wrong).passed
+    text = read(wrong).facts["steps"][0]
+    text["grid"] = [1, 1, 1]  # most rows are not computed
+    (wrong / "candidate.json").write_text(json.dumps(read(wrong).facts | {"steps": [text]}))
+    assert "Y0 is not written everywhere" in emulated.compared(other, wrong).error

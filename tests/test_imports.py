@@ -77,7 +77,7 @@ def test_imports_point_one_way(files):
         ("schedules.formats", "from mlc_amd.runtime.engine import Engine"),
         ("schedules.gpu.arch", "from mlc_amd.compiler import ops"),
         ("compiler.plan", "from mlc_amd.tools import cli"),
-        ("compiler.tuning.gate", "import reference"),
+        ("compiler.tuning.local", "import reference"),
         ("compiler.tuning.static", "import importlib\nimportlib.import_module(f'mlc_amd.tools.dev.{name}')"),
         ("tools.tune", "from mlc_amd.tools import dev"),
         ("tools.tune", "import mlc_amd.tools.dev.gfxemu as gfxemu"),

@@ -1,4 +1,4 @@
-"""Building candidates in worker processes, the gate, and both together with measuring on the CPU and on Mesa's CPU
+"""Building candidates in worker processes, verification, and both together with measuring on the CPU and on Mesa's CPU
 driver."""
 
 import json
@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from vulkan_harness import gpu
 
-from mlc_amd.compiler.tuning import gate
 from mlc_amd.compiler.tuning.build import Builder, build, folder_name, make, plan_of, target
-from mlc_amd.compiler.tuning.local import Local, PlanBuilder, PlanRunner
+from mlc_amd.compiler.tuning.database import Checked
+from mlc_amd.compiler.tuning.local import Local
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import read
-from mlc_amd.runtime.measure.session import Session
+from mlc_amd.runtime.measure.measurer import Measurer
 from mlc_amd.schedules.gpu import gemv
-from mlc_amd.schedules.tuning.spaces import space
-from mlc_amd.schedules.tuning.workload import Workload
+from mlc_amd.schedules.plans.space import space
+from mlc_amd.schedules.plans.workload import Workload
 
 CPU = "x86-64-v2"  # of what every machine that runs tests can run
 
@@ -63,7 +64,7 @@ OPERATORS = {
 def llvmpipe():
     """A session on Mesa's CPU driver."""
     gpu("llvmpipe")
-    with Session("llvmpipe") as session:
+    with Measurer("llvmpipe") as session:
         yield session
 
 
@@ -76,7 +77,7 @@ def test_every_operator_becomes_a_candidate(llvmpipe, tmp_path, op):
     assert all("draw" in p.facts for p in one.params if p.role == "weight" and p.name[:2] in ("W0", "G_", "U_", "Q4"))
     [result] = llvmpipe.measure([one.folder])
     assert result["error"] is None and result["us"] > 0
-    assert gate.check(llvmpipe, one.folder, one.folder).passed
+    assert llvmpipe.compare(one.folder, one.folder)["passed"]
 
 
 def test_what_a_kernel_must_move(tmp_path):
@@ -136,7 +137,7 @@ def test_tiles_larger_than_the_work_are_refused(tmp_path):
     assert build(workload, plan, "rocm", "gfx1100", tmp_path / "b").steps[0]["grid"][0] == 1
 
 
-# ---- the gate
+# ---- verification
 
 
 def disguised(folder, as_one) -> None:
@@ -145,40 +146,36 @@ def disguised(folder, as_one) -> None:
     (folder / "candidate.json").write_text(json.dumps(facts))
 
 
-def test_the_gate_rejects_another_kernel(tmp_path):
+def test_another_kernel_is_rejected(tmp_path):
     right, wrong = (build(norm(eps), None, "cpu", CPU, tmp_path / str(eps)) for eps in (1e-5, 0.5))
     disguised(wrong.folder, right.folder)
-    with Session() as session:
-        found = gate.check(session, right.folder, wrong.folder)
-        assert (
-            (found.checked, found.passed) == ("device", False)
-            and "A: scales differ" in found.error
-            and found.deviation > 1
-        )
-        found = gate.check(session, right.folder, right.folder)
+    with Measurer() as measurer:
+        found = Checked(**measurer.compare(right.folder, wrong.folder))
+        assert (found.checked, found.passed) == ("device", False)
+        assert "A: scales differ" in found.error and found.deviation > 1
+        found = Checked(**measurer.compare(right.folder, right.folder))
         assert (found.checked, found.passed, found.deviation, found.error) == ("device", True, 0.0, "")
         other = build(norm(1e-5, 512), None, "cpu", CPU, tmp_path / "other")
-        assert "same parameters" in gate.check(session, right.folder, other.folder).error
+        assert "same parameters" in measurer.compare(right.folder, other.folder)["error"]
 
 
 def test_states_have_dead_tokens_and_stay_in_the_context(tmp_path):
     one = build(Workload("attention", HEADS | {"m": 16, "act": "rows"}), None, "vulkan", "lavapipe", tmp_path)
-    found = gate.states(one)
+    found = one.facts["states"]
     assert [37, 13, 0, 0] in found and [0, 16, 0, 0] in found
     assert all(position + live <= 1024 for position, live, *_ in found)
 
 
-def test_without_a_device_nothing_passes(tmp_path):
-    one = build(linear("rocm"), None, "rocm", "gfx1100", tmp_path)
-    with Session() as session:
-        found = gate.check(session, one.folder, one.folder)
-    if found.checked != "device":
-        assert (found.checked, found.passed) == ("", False) and found.error
+def test_without_a_device_only_an_emulator_verifies(tmp_path, monkeypatch):
+    def nothing(*_):
+        raise UserError("there is no GPU here")
 
-
-def test_what_an_emulator_runs_is_small():
-    small = gate.smaller(linear("rocm", 4096, 256, bias=True))
-    assert small.args["segments"] == [["q4_0", 256]] and small.args["k"] == 256
+    workload, plan = linear("rocm"), gemv.Plan(rows=2, waves=1, lanes=4, unroll=1)
+    with Local("rocm", "gfx1100", workers=1) as local:
+        monkeypatch.setattr(local.measurer, "start", nothing)
+        assert local.verify(workload, plan) == Checked("", False, error="there is no GPU here")
+        local.emulate = lambda *job: Checked("emulator", job == (workload, plan))
+        assert local.verify(workload, plan).passed
 
 
 # ---- all of it
@@ -198,7 +195,7 @@ def test_local_measures_and_checks_on_the_cpu(tmp_path):
         )
         assert measured[-1].seconds is None and "UserError" in measured[-1].error
         assert seen[-1] == (len(plans) + 1, len(plans) + 1)
-        checked = local.gate(workload, plans[-1])
+        checked = local.verify(workload, plans[-1])
         assert (checked.checked, checked.passed) == ("device", True), checked
         left = [folder for folder in os.listdir(local.root) if not folder.endswith("untuned")]
         assert left == []  # thousands would fill the disk
@@ -211,8 +208,8 @@ def test_the_default_plan_is_built_and_measured_once(tmp_path):
     default, plan = space(workload, target("cpu", CPU).arch).plans[:2]
     seen, timed = [], []
     with Local("cpu", CPU, workers=1, root=tmp_path) as local:
-        measure = local.session.measure
-        local.session.measure = lambda folders, note: timed.extend(folders := list(folders)) or measure(folders, note)
+        measure = local.measurer.measure
+        local.measurer.measure = lambda folders, note: timed.extend(folders := list(folders)) or measure(folders, note)
         jobs = [(workload, default), (workload, plan), (other, default)]
         measured = local.measure(jobs, lambda *s: seen.append(s))
         assert all(m.error == "" and m.seconds > 0 for m in measured) and seen[-1] == (3, 3)
@@ -220,24 +217,7 @@ def test_the_default_plan_is_built_and_measured_once(tmp_path):
         assert sorted(os.listdir(tmp_path)) == sorted(names) and [os.path.basename(folder) for folder in timed] == names
         [again] = local.measure([(workload, default)])  # alone, and from the kernel that is there
         assert again.seconds > 0 and len(timed) == 4
-        assert local.gate(workload, plan).passed and len(os.listdir(tmp_path)) == 3
-
-
-def test_metaschedule_builds_and_runs(llvmpipe, tmp_path):
-    from tvm.s_tir.meta_schedule.builder import BuilderInput
-    from tvm.s_tir.meta_schedule.runner import RunnerInput
-
-    from mlc_amd.schedules.tuning import traces
-
-    arch, workload = target("vulkan", "lavapipe").arch, linear("vulkan")
-    found = space(workload, arch)
-    mods = [traces.schedule_of(workload.reference(), found, plan).mod for plan in found.plans[:2]]
-    with Builder("vulkan", "lavapipe", tmp_path, workers=1) as builder:
-        built = PlanBuilder(builder, arch).build([BuilderInput(mod, traces.target()) for mod in mods])
-        assert [str(result.error_msg) for result in built] == ["None", "None"]
-        assert plan_of(read(built[1].artifact_path).facts) == found.plans[1]
-        futures = PlanRunner(llvmpipe).run([RunnerInput(result.artifact_path, "llvm", []) for result in built])
-        assert all(future.done() and float(future.result().run_secs[0]) > 0 for future in futures)
+        assert local.verify(workload, plan).passed and len(os.listdir(tmp_path)) == 3
 
 
 def test_kernels_are_made_with_their_plan():

@@ -2,17 +2,18 @@
 
 import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from mlc_amd.compiler import pipeline
 from mlc_amd.compiler.gguf import GGUFModel
+from mlc_amd.compiler.tuning import database as databases
 from mlc_amd.compiler.tuning import tasks as tuning
-from mlc_amd.schedules.tuning import database as databases
-from mlc_amd.schedules.tuning.database import Checked, Database, Measured
-from mlc_amd.schedules.tuning.session import Session
-from mlc_amd.schedules.tuning.spaces import as_dict, space
+from mlc_amd.compiler.tuning.database import Checked, Database, Measured
+from mlc_amd.compiler.tuning.rooflines import roofline
+from mlc_amd.compiler.tuning.session import TuningSession
+from mlc_amd.schedules.plans.space import space
 
 pytest.importorskip("xgboost")
 CONTEXT = 128
@@ -43,9 +44,9 @@ def test_tasks_are_the_distinct_kernels_weighted_by_their_calls(tasks, demo_gguf
         assert task.weight == task.calls["decode"] * tuning.ANSWER
         assert task.flops == 4 * args["n"] * args["k"]
         assert 0.5 < task.bytes / (args["n"] * args["k"]) < 2.5  # two weights of 2 to 8 bits
-    assert tuning.roofline(1e9)(gate_up[0]) == gate_up[0].bytes / 1e9
-    assert tuning.roofline(0, 1e9, 1e8)(gate_up[0]) == gate_up[0].flops / 1e9
-    assert tuning.roofline(0, 1e9, 1e8)(attention) == attention.flops / 1e8
+    assert roofline(1e9)(gate_up[0]) == gate_up[0].bytes / 1e9
+    assert roofline(0, 1e9, 1e8)(gate_up[0]) == gate_up[0].flops / 1e9
+    assert roofline(0, 1e9, 1e8)(attention) == attention.flops / 1e8
 
 
 def compiled(demo_gguf, folder, **options):
@@ -62,13 +63,13 @@ def test_compile_uses_a_tuned_plan_and_says_so(tasks, demo_gguf, tmp_path, monke
     default = choices.default
     plan = next(p for p in choices.plans if p.waves != default.waves and p.waves > 1)
     with Database(backend.arch) as database:
-        session = Session([task], backend.arch, database)
+        session = TuningSession([task], backend.arch, database)
         session.report(task, default, Measured(2.0))
         session.report(task, plan, Measured(1.0))
         session.check(task, plan, Checked("emulator", True, 0.0))
     tuned, manifest = compiled(demo_gguf, tmp_path / "tuned")
     kernels = {entry["name"]: entry["tuned"]["vangogh"] for entry in manifest["kernels"]}
-    assert kernels.pop(task.name) == {"from": "user", "plan": as_dict(plan)}
+    assert kernels.pop(task.name) == {"from": "user", "plan": asdict(plan)}
     assert {entry["from"] for entry in kernels.values()} == {"default"}
     assert tuned.tuned == {"user": 1, "default": len(kernels)} and tuned.notes == []
     plain, untuned = compiled(demo_gguf, tmp_path / "untuned", tuned="none")
@@ -83,7 +84,7 @@ def test_a_stale_record_leaves_a_note(tasks, demo_gguf, tmp_path, monkeypatch):
     task = next(t for t in found if t.workload.op == "linear" and t.workload.args["m"] == 1)
     folder = databases.cache() / "vangogh"
     line = json.loads(task.workload.text) | {
-        "hash": "0",
+        "version": 1,
         "tvm": "0.0",
         "plan": {"rows": 1},
         "seconds": 1.0,
@@ -106,7 +107,7 @@ def test_every_arch_of_an_artifact_has_its_own_plans(demo_gguf):
     backend.plans["rdna2"] = lambda asked: (plan, "user") if asked == workload else (None, "default")
     assert backend.origins(name) == {
         "vangogh": {"from": "default", "plan": None},
-        "rdna2": {"from": "user", "plan": as_dict(plan)},
+        "rdna2": {"from": "user", "plan": asdict(plan)},
     }
     backend.arch = backend.archs[1]
     assert backend.plan(workload) == (plan, "user")

@@ -8,15 +8,14 @@ import tvm
 from tvm import tirx
 
 from mlc_amd.compiler.codegen.lower import walk
-from mlc_amd.compiler.tuning import build, rooflines
+from mlc_amd.compiler.tuning import build, rooflines, summary
 from mlc_amd.runtime.host import cpu_flags
-from mlc_amd.runtime.measure import Session
+from mlc_amd.runtime.measure.measurer import Measurer
 from mlc_amd.schedules.cpu import bound
 from mlc_amd.schedules.cpu.arch import resolve
 from mlc_amd.schedules.cpu.planes import plane_bytes
 from mlc_amd.schedules.formats import lookup
-from mlc_amd.schedules.tuning.workload import Workload
-from mlc_amd.tools import tune_report
+from mlc_amd.schedules.plans.workload import Workload
 
 DOTS = {
     "znver4": ("vpdpbusd.512", 64),
@@ -117,27 +116,27 @@ def test_all_are_timed_one_after_the_other(tmp_path):
     workload = linear(1, ("q8_0", 64))
     untuned, bounds = build.build_bounds(workload, "x86-64-v2", tmp_path)
     folders = [untuned.folder, *(one.folder for kind in bounds.values() for one in kind)]
-    with Session("1") as session:
-        seconds = session.turns(folders)
+    with Measurer("1") as session:
+        seconds = session.interleaved(folders)
     assert len(seconds) == len(folders) == 1 + len(bound.AHEAD) + 1 and all(
         len(cases) == 1 and cases[0] > 0 for cases in seconds
     )
 
 
 def test_a_report_takes_measured_rooflines(tmp_path, monkeypatch):
-    from mlc_amd.schedules.tuning.database import Database, Measured
-    from mlc_amd.schedules.tuning.session import Session as Tuning
+    from mlc_amd.compiler.tuning.database import Database, Measured
+    from mlc_amd.compiler.tuning.session import TuningSession
     from mlc_amd.tools import tune
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     subject = tune.Subject.of(None, "tiny:q8_0", "cpu", "native", 64, "1")
     with Database(subject.arch) as database:
-        session = Tuning(subject.tasks, subject.arch, database)
+        session = TuningSession(subject.tasks, subject.arch, database)
         task = session.tasks[0]
         session.report(task, session.space(task).default, Measured(100e-6, runner="local", device="a CPU"))
     monkeypatch.setattr(rooflines, "measure", lambda tasks, *rest: {one.workload.key: 0.8 for one in tasks})
-    shares = tune_report.rooflines(subject)
+    shares = subject.bounds()
     assert list(shares) == [task.workload.key], "only of what was measured"
-    (row,) = [row for row in tune_report.rows(subject, shares) if row.history]
-    assert row.roofline == pytest.approx(80e-6) and "80% -> 80% of it" in tune_report.gain([row], rooflines=True)
-    assert tune_report.rooflines(tune.Subject.of(None, "tiny:q8_0", "vulkan", "vangogh", 64, None)) == {}
+    (row,) = [row for row in subject.rows(shares) if row.history]
+    assert row.roofline == pytest.approx(80e-6) and "80% -> 80% of it" in summary.gain([row], rooflines=True)
+    assert tune.Subject.of(None, "tiny:q8_0", "vulkan", "vangogh", 64, None).bounds() == {}

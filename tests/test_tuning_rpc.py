@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from mlc_amd.compiler.tuning.database import Database
+from mlc_amd.compiler.tuning.session import TuningSession, run
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import FILE, read, write
-from mlc_amd.schedules.tuning.database import Database
-from mlc_amd.schedules.tuning.session import Session, run
-from mlc_amd.schedules.tuning.spaces import space
+from mlc_amd.schedules.plans.space import space
 
 pytest.importorskip("xgboost")
 from vulkan_harness import gpu  # (lets Vulkan see Mesa's CPU driver only, here and in the servers)
@@ -141,9 +141,9 @@ def test_two_servers_tune_a_model_and_killing_one_loses_nothing(loopback, tmp_pa
             requested.extend((workload.key, plan) for workload, plan in jobs)
             return remote.measure(jobs, progress)
 
-        recruit(remote.session, 2)
-        session = Session(tasks[:2], arch, database)
-        run(session, measure, remote.gate, trials=TRIALS, batch=BATCH)
+        recruit(remote.measurer, 2)
+        session = TuningSession(tasks[:2], arch, database)
+        run(session, measure, remote.verify, trials=TRIALS, batch=lambda: BATCH)
         records = [record for task in session.tasks for record in database.entry(task.workload).records.values()]
         winners = [database.entry(task.workload).winner for task in session.tasks]
     assert victim.returncode == -signal.SIGKILL
@@ -154,13 +154,13 @@ def test_two_servers_tune_a_model_and_killing_one_loses_nothing(loopback, tmp_pa
     assert sum("is lost" in text for text in said) == 1, said
 
 
-def test_a_gpu_is_measured_and_the_gate_runs_there(loopback):
+def test_a_gpu_is_measured_and_verified_there(loopback):
     gpu("llvmpipe")
     tasks, arch = tasks_of("vulkan", "lavapipe")
     jobs = [(tasks[-1].workload, plan) for plan in space(tasks[-1].workload, arch).plans[:3]]
     with rpc.Remote("vulkan", arch.name, loopback.place, KEY) as remote:
         measured = remote.measure(jobs)
-        checked = remote.gate(*jobs[-1])
+        checked = remote.verify(*jobs[-1])
     assert all(
         found.seconds > 0 and found.device.startswith("llvmpipe") and found.runner == "rpc" for found in measured
     )
@@ -197,7 +197,7 @@ def test_candidates_of_another_arch_are_refused(loopback):
         ),
     ):
         remote.measure([(tasks[0].workload, space(tasks[0].workload, arch).default)])
-    assert sum("left alone" in text for text in said) >= 1
+    assert sum("is skipped" in text for text in said) >= 1
 
 
 def test_a_silent_server_is_lost_and_its_work_is_done_by_another(loopback, monkeypatch):
@@ -224,7 +224,7 @@ def test_without_a_server_or_tracker_a_run_says_what_to_do(loopback):
     said = []
     with rpc.Servers((HOST, loopback.port), "nobody", wait=4, say=said.append) as servers:
         with pytest.raises(rpc.NoServer, match=f"tune-server --tracker {loopback.place} --key nobody"):
-            servers._run([rpc._Part({"start": 0}, ["nothing"])])
+            servers._run([rpc._Part({"compare": [0, 1]}, ["nothing"] * 2)])
         assert len(said) == 1 and said[0].startswith("waiting up to 4 s: no free server with key 'nobody'")
     with socket.create_server((HOST, 0)) as free:
         port = free.getsockname()[1]
@@ -232,16 +232,16 @@ def test_without_a_server_or_tracker_a_run_says_what_to_do(loopback):
         rpc.Servers((HOST, port), "nobody", wait=0.1) as servers,
         pytest.raises(rpc.NoServer, match=r"no tracker at .*refused.*tracker-only"),
     ):
-        servers._run([rpc._Part({"start": 0}, ["nothing"])])
+        servers._run([rpc._Part({"compare": [0, 1]}, ["nothing"] * 2)])
 
 
 def test_a_batch_grows_with_the_servers(loopback):
     wait_for(lambda: loopback.servers() == (1, 1))
     with rpc.Remote("cpu", "native", loopback.place, KEY, workers=1) as remote:
-        assert remote.batch() == 16
-        remote.session.tracker.servers = lambda key: (0, 5)  # all busy
+        assert remote.batch() == 8
+        remote.measurer.tracker.servers = lambda key: (0, 5)  # all busy
         assert remote.batch() == 40
-        remote.session.tracker = rpc.Tracker((HOST, 9))  # gone: what was known holds
+        remote.measurer.tracker = rpc.Tracker((HOST, 9))  # gone: what was known holds
         assert remote.batch() == 40
 
 
@@ -253,7 +253,7 @@ def test_what_servers_are_lost_with_is_tried_alone_and_then_given_up():
     work.result(part, {"folder": 2, "result": {"error": None}})
     work.lost(part, "gone")
     assert sorted(part.folders for part in work.waiting) == [["reference", "a"], ["reference", "c"]]
-    for _ in range(rpc.MOST_LOSSES - 1):
+    for _ in range(rpc.MAX_LOSSES - 1):
         part = next(part for part in work.waiting if "c" in part.folders)
         work.waiting.remove(part)
         work.lost(part, "gone")

@@ -220,7 +220,7 @@ def _key(path: Path | None, synthetic: str | None, target: str, arch: str, ctx: 
 
 def _tuned(target: str) -> list[tuple[str, int, int]]:
     """Size and time of the tuned records that a compilation for this target may use. The file names are those of
-    schedules/tuning/database.py, which imports TVM: too slow for a model that is already compiled."""
+    compiler/tuning/database.py, which imports TVM: too slow for a model that is already compiled."""
     found = []
     shipped = Path(str(resources.files("mlc_amd.dist"))) / "tuned"
     for file in sorted([*(cache_directory() / "tuned").glob("*/measurements.jsonl"), *shipped.glob("*.json")]):

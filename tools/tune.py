@@ -1,27 +1,27 @@
 """`mlc-amd tune`: searches for the best plan of every kernel that a model needs on one GPU or CPU, and keeps what it
 finds.
 
-The winners are in the user's cache (schedules/tuning/database.py), where `mlc-amd compile` looks. A run may be stopped
-at any time; the next one goes on, and measures nothing twice.
+Results are in the user's cache (compiler/tuning/database.py), where `mlc-amd compile` looks. A run may be stopped at
+any time; the next one resumes, and measures nothing twice.
 """
 
 import re
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.host import threads_asked
-from mlc_amd.tools import display, models
+from mlc_amd.runtime.host import cpu_flags, threads_asked
+from mlc_amd.tools import bandwidth, display, models
 
 SHORT = {"o": "output"}
 BUDGET = "10m"
 KIT_SIZE = 64  # candidates of a kit
-SLICE = 8  # plans that are measured together on this machine: what Ctrl-C may lose
 
 
 def run(
@@ -47,7 +47,7 @@ def run(
     """Finds the fastest way to build each kernel that a model needs on one machine. `mlc-amd compile` then uses what
     was found.
 
-    Stop it with Ctrl-C at any time and run it again to go on: no measurement is lost or repeated. Models share what
+    Stop it with Ctrl-C at any time and run it again to resume: no finished batch is lost or repeated. Models share what
     they have in common.
 
     For a machine that cannot be reached: --export-kit DIR writes a batch of kernels with a program that measures them,
@@ -58,12 +58,12 @@ def run(
         model: the GGUF file (default: the bundled demo model).
         target: what to tune for: cpu, rocm or vulkan.
         arch: native (this machine's) or a name, see `mlc-amd compile --help`.
-        ctx: tokens that the KV cache holds, as for compile: attention depends on it.
+        ctx: tokens that the KV cache holds, as for compile: attention is timed within it.
         synthetic: instead of a file, a model of that shape: PRESET:FORMAT as llama3-8b:q4_0
         budget: for how long, as 90s, 10m or 1h30m (default: 10m, or as long as --trials takes).
         trials: measure so many plans; for a kit, its size (default there: 64).
         runner: who measures: local (this machine's device), rpc (machines that run `mlc-amd tune-server`), static
-            (nobody: a model of the GPU looks at the compiled code).
+            (no measurement: plans are ranked by their machine code and a model of the GPU).
         tracker: HOST:PORT of the tracker, for runner rpc.
         key: the servers to use, for runner rpc (default: the arch's name).
         device: the GPU, for target vulkan: its number in `mlc-amd doctor` or a part of its name; for cpu, how many
@@ -74,7 +74,7 @@ def run(
             -o also as a plot.
         output: for --report: the plot's file, .svg, .png or .pdf; needs matplotlib.
         export_kit: write a kit into this folder instead of measuring here.
-        import_kit: take over what a kit measured.
+        import_kit: take a kit's measurements.
     """
     limits = Limits.of(budget, trials)
     if seed < 1:
@@ -87,32 +87,30 @@ def run(
         raise UserError("--tracker and --key are for --runner rpc")
     if runner == "rpc" and not tracker and not (list or report or export_kit or import_kit):
         raise UserError("--runner rpc needs --tracker HOST:PORT, where `mlc-amd tune-server` has announced machines")
-    if import_kit or export_kit:
-        from mlc_amd.tools import tune_kit
-
-        if import_kit:
-            if model or synthetic:
-                raise UserError("--import-kit knows its model from the kit: leave the model out")
-            tune_kit.bring(
-                Path(import_kit).expanduser(), export_kit and Path(export_kit).expanduser(), trials or KIT_SIZE, seed
-            )
-        else:
-            subject = Subject.of(model, synthetic, target, arch, ctx, device)
-            tune_kit.export(subject, Path(export_kit).expanduser(), trials or KIT_SIZE, seed)
+    kit, plot = (Path(path).expanduser() if path else None for path in (export_kit, output))
+    if import_kit:
+        if model or synthetic:
+            raise UserError("--import-kit knows its model from the kit: leave the model out")
+        _import_kit(Path(import_kit).expanduser(), kit, trials or KIT_SIZE, seed)
         return
     subject = Subject.of(model, synthetic, target, arch, ctx, device)
-    if list or report:
+    if kit:
+        from mlc_amd.compiler.tuning.kit import check_folder
+
+        check_folder(kit, subject.kind)
+        with subject.session(seed) as session:
+            _export_kit(subject, session, kit, trials or KIT_SIZE)
+    elif list or report:
         from mlc_amd.tools import tune_report
 
-        if output:
-            tune_report.check_output(Path(output).expanduser())
-        rows = tune_report.rows(subject, tune_report.rooflines(subject) if report else None)
-        print((tune_report.listing if list else tune_report.table)(subject, rows))
-        if output:
-            tune_report.plot(subject, rows, Path(output).expanduser())
-        return
-    slices = SLICE if runner == "local" else None
-    _tune(subject, lambda: RUNNERS[runner](subject, tracker, key, device), slices, limits, seed)
+        if plot:
+            tune_report.check_output(plot)
+        rows = subject.rows(subject.bounds() if report else None)
+        print((tune_report.listing if list else tune_report.table)(subject.shape, rows))
+        if plot:
+            tune_report.plot(subject.shape, rows, plot)
+    else:
+        _tune(subject, lambda: RUNNERS[runner](subject, tracker, key, device), limits, seed)
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ def _duration(text: str) -> float:
     return seconds
 
 
-@dataclass(frozen=True)
+@dataclass
 class Subject:
     """What is tuned: a model's tasks on one arch. name: the model's; kind: the target's; tasks: all of them, also
     without choices; threads: how many of a CPU's are used, None for a GPU."""
@@ -182,13 +180,53 @@ class Subject:
         """For people."""
         return f"{self.name} on {self.kind} {self.arch.name}"
 
+    @cached_property
+    def rates(self) -> tuple[float, float, float]:
+        """Of `rooflines.rates`. A CPU's bandwidth is measured, if the code can run here."""
+        from mlc_amd.compiler.tuning.rooflines import rates
+
+        return rates(self.arch, self.threads, bandwidth.measure(self.threads) if self.here else 0.0)
+
     @property
-    def names(self) -> tuple[str, str, str]:
-        """Of target, arch and model."""
-        return self.kind, self.arch.name, self.name
+    def here(self) -> bool:
+        """Whether it is a CPU like this one."""
+        return self.kind == "cpu" and cpu_flags().issuperset(self.arch.flags)
+
+    @contextmanager
+    def session(self, seed: int):
+        """A TuningSession on the arch's database."""
+        from mlc_amd.compiler.tuning.database import Database
+        from mlc_amd.compiler.tuning.rooflines import roofline
+        from mlc_amd.compiler.tuning.session import TuningSession
+
+        with Database(self.arch) as database:
+            if database.torn:
+                display.message(f"{database.folder}: an incomplete line was dropped from the measurements")
+            yield TuningSession(self.tasks, self.arch, database, roofline(*self.rates), seed)
+
+    def rows(self, bounds: dict[str, float] | None = None) -> list:
+        """Of `summary.rows`."""
+        from mlc_amd.compiler.tuning.rooflines import GUESS, roofline
+        from mlc_amd.compiler.tuning.summary import rows
+
+        guess = roofline(*(rate or other for rate, other in zip(self.rates, GUESS, strict=True)))
+        return rows(self.tasks, self.arch, roofline(*self.rates), guess, bounds)
+
+    def bounds(self) -> dict[str, float]:
+        """Measured lower bounds, see `rooflines.measure`, of the tasks with measurements, if it is a CPU like this one;
+        about a second a kernel."""
+        from mlc_amd.compiler.tuning import rooflines, summary
+
+        if not self.here:
+            return {}
+        with display.compile_progress("measuring rooflines") as progress:
+            tasks = summary.measured(self.tasks, self.arch)
+            return rooflines.measure(
+                tasks, self.arch, str(self.threads), lambda done, total: progress("rooflines", done, total)
+            )
 
 
-# ---- who measures
+# ---- runners
 
 
 def _local(subject: Subject, tracker, key, device):
@@ -201,127 +239,104 @@ def _rpc(subject: Subject, tracker, key, device):
     from mlc_amd.compiler.tuning.rpc import Remote, Tracker, address
 
     key = key or subject.arch.name
-    try:  # servers may come later and are waited for, a tracker is not
+    try:  # servers may join later, the tracker must be there
         Tracker(address(tracker)).servers(key)
     except OSError as e:
         advice = "check --tracker, or start one: mlc-amd tune-server --tracker-only HOST:PORT"
         raise UserError(f"no tracker at {tracker} ({e.strerror or e}): {advice}") from e
-    return Remote(*subject.names[:2], tracker=tracker, key=key, say=display.message)
+    return Remote(subject.kind, subject.arch.name, tracker=tracker, key=key, say=display.message)
 
 
 def _static(subject: Subject, tracker, key, device):
     from mlc_amd.compiler.tuning.static import Static
 
-    return Static(subject.kind, subject.arch.name)
+    return Static(subject.kind, subject.arch.name, device=device)
 
 
 RUNNERS: dict[str, Callable] = {"local": _local, "rpc": _rpc, "static": _static}
 
 
-class _Measuring:
-    """A runner whose work Ctrl-C ends: in slices, of which those that are done count. `stopped`: somebody has asked for
-    that.
-
-    An exception that is raised while TVM calls Python would come out as another one: it is only raised while the runner
-    works.
-    """
-
-    def __init__(self, make: Callable, slices: int | None, progress: Callable[[int], None]):
-        """slices: plans in one, None: all there are."""
-        self._make, self._slices, self._progress = make, slices, progress
-        self._runner, self._done, self._waiting = make(), 0, False
-        self.stopped = False
-        self._before = signal.signal(signal.SIGINT, self._interrupt)
-
-    def close(self) -> None:
-        signal.signal(signal.SIGINT, self._before)
-        self._runner.close()
-
-    def _interrupt(self, *_) -> None:
-        again, self.stopped = self.stopped, True
-        if self._waiting or again:
-            raise KeyboardInterrupt
-
-    def measure(self, jobs) -> list:
-        """As the runner's; None for what Ctrl-C has left undone. KeyboardInterrupt when nothing more is to be done."""
-        if self.stopped:
-            raise KeyboardInterrupt
-        found = []
-        try:
-            self._waiting = True
-            while len(found) < len(jobs):
-                part, before = jobs[len(found) : len(found) + (self._slices or len(jobs))], self._done
-                results = self._runner.measure(
-                    part, progress=lambda done, total, before=before: self._progress(before + done)
-                )
-                found, self._done = found + results, before + len(part)
-        except KeyboardInterrupt:
-            self._waiting = False
-            display.message("stopping: checking the best plans so far ...")
-            self._runner.close()  # what its processes were doing is nobody's answer any more
-            self._runner = self._make()
-        finally:
-            self._waiting = False
-        return found + [None] * (len(jobs) - len(found))
-
-    def gate(self, workload, plan):
-        return self._runner.gate(workload, plan)
-
-    def batch(self) -> int:
-        """As the runner's."""
-        return self._runner.batch()
-
-
-def _tune(subject: Subject, make: Callable, slices: int | None, limits: Limits, seed: int) -> None:
-    from mlc_amd.compiler.tuning.tasks import roofline
-    from mlc_amd.schedules.tuning.database import Database
-    from mlc_amd.schedules.tuning.session import Session, run
-    from mlc_amd.tools import tune_report
+def _tune(subject: Subject, make: Callable, limits: Limits, seed: int) -> None:
+    from mlc_amd.compiler.tuning.session import Interruptible, run
+    from mlc_amd.compiler.tuning.summary import gain
 
     started = time.monotonic()
-    with Database(subject.arch) as database:
-        if database.torn:
-            display.message(f"{database.folder}: the end of the last measurement's line was missing; it was dropped")
-        session = Session(subject.tasks, subject.arch, database, roofline(*tune_report.machine(subject)), seed)
-        if not session.tasks:
-            raise UserError(f"no kernel of {subject.shape} has anything to choose")
-        with display.budget_progress(f"tuning {subject.shape}", limits.seconds, limits.trials) as progress:
-            measuring = _Measuring(make, slices, progress)
+    title = f"tuning {subject.shape}"
+    with (
+        display.budget_progress(title, limits.seconds, limits.trials) as progress,
+        Interruptible(make, display.message, progress) as measuring,
+    ):
+        subject.tasks = [task for task in subject.tasks if measuring.runner.serves(task.workload)]
+        with subject.session(seed) as session:
+            if not session.tasks:
+                raise UserError(f"no kernel of {subject.shape} has anything to choose")
             try:
-                limit = limits.trials, limits.seconds
                 run(
                     session,
                     measuring.measure,
-                    measuring.gate,
-                    *limit,
-                    measuring.batch,
+                    lambda workload, plan: measuring.runner.verify(workload, plan),
+                    limits.trials,
+                    limits.seconds,
+                    measuring.runner.batch,
                     lambda session: progress(session.trials),
                 )
             except KeyboardInterrupt:
                 measuring.stopped = True
-            finally:
-                measuring.close()
-        rows = tune_report.rows(subject)
-        failed, known = sum(row.failed for row in rows), sum(row.measured for row in rows)
-        checked = f"{session.refuted} wrong{_unverified(session)}{_left(session)}"
-        counts = f"{session.trials} plans measured, {checked}; {known} so far, {failed} failed"
-        print(f"{subject.shape}: {counts}; {display.clock(time.monotonic() - started)}; {tune_report.gain(rows)}")
+    rows = subject.rows()
+    failed, known = sum(row.failed for row in rows), sum(len(row.history) for row in rows)
+    left = len(session.unchecked())
+    checked = f"{session.refuted} wrong{_unverified(session)}{f', {left} to be verified in the next run' * bool(left)}"
+    counts = f"{session.trials} plans measured, {checked}; {known} so far, {failed} failed"
+    print(f"{subject.shape}: {counts}; {display.clock(time.monotonic() - started)}; {gain(rows)}")
     if measuring.stopped:
         display.message("stopped; everything measured is kept: run it again to continue")
         raise KeyboardInterrupt
 
 
-def _left(session) -> str:
-    """ ", 3 to be checked in the next run" where there was no time for it."""
-    left = len(session.unchecked())
-    return f", {left} to be checked in the next run" if left else ""
-
-
 def _unverified(session) -> str:
-    """ ", 3 could not be checked (why)": of several reasons the one that was given most often. Empty where all could
-    be."""
+    """ ", 3 could not be verified (why)": the most frequent reason. Empty where all could be."""
     if not session.unverified:
         return ""
     (why, _), *others = Counter(session.unverified.values()).most_common()
     reason = (why.splitlines() or ["no reason given"])[0] + ("; and others" if others else "")
-    return f", {len(session.unverified)} could not be checked ({reason})"
+    return f", {len(session.unverified)} could not be verified ({reason})"
+
+
+# ---- kits
+
+
+def _import_kit(folder: Path, onward: Path | None, count: int, seed: int) -> None:
+    """Takes a kit's measurements; writes the next round into `onward`."""
+    from mlc_amd.compiler.pipeline import make_target
+    from mlc_amd.compiler.tuning import kit as kits
+    from mlc_amd.compiler.tuning.summary import gain
+
+    kit = kits.load(folder)
+    if onward:
+        kits.check_folder(onward, kit.target)
+    subject = Subject(kit.model, kit.target, make_target(kit.target, kit.arch).archs[0], kit.tasks)
+    with subject.session(seed) as session:
+        fed = kits.feed(kit, session)
+        parts = [f"{fed['measured']} measurements ({fed['failed']} failed)"]
+        parts += [f"{fed['checked']} compared with untuned kernels ({fed['wrong']} wrong)"]
+        parts += [f"{fed['known']} were known"] if fed["known"] else []
+        parts += [f"{fed['stale']} are no plans any more"] if fed["stale"] else []
+        parts += [f"{fed['missing']} are missing: run it again over there to continue"] if fed["missing"] else []
+        device = kit.found["facts"].get("device", "no device")
+        print(f"{subject.shape}, measured on {device}: {'; '.join(parts)}; {gain(subject.rows())}")
+        if onward:
+            _export_kit(subject, session, onward, count)
+
+
+def _export_kit(subject: Subject, session, folder: Path, count: int) -> None:
+    from mlc_amd.compiler.tuning import kit as kits
+
+    with display.compile_progress(f"building a kit for {subject.shape}") as progress:
+        names = subject.kind, subject.arch.name, subject.name
+        made = kits.export(session, folder, *names, count, lambda done, of: progress("kernels", done, of))
+    failed = f", {made.failed} could not be built" if made.failed else ""
+    print(f"{made.folder}: {made.candidates} kernels, {display.size(made.nbytes)}{failed}")
+    print(
+        "on the machine that it is for: python3 run.py in a copy of it; bring results.json back, then: mlc-amd tune "
+        "--import-kit FOLDER"
+    )

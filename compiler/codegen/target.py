@@ -8,7 +8,7 @@ which plan a workload has on an arch.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 import tvm
@@ -20,8 +20,7 @@ from mlc_amd.compiler.models.config import AttentionConfig, ModelConfig
 from mlc_amd.compiler.ops import shape_of
 from mlc_amd.schedules import operators
 from mlc_amd.schedules.attention import Attention
-from mlc_amd.schedules.tuning.spaces import as_dict
-from mlc_amd.schedules.tuning.workload import Workload
+from mlc_amd.schedules.plans.workload import Workload
 
 # What kernels' builders take for arguments that a workload does not name.
 ATTENTION_DEFAULTS = {f.name: f.default for f in fields(Attention) if f.default is not MISSING}
@@ -158,7 +157,7 @@ class Target(ABC):
         found = {}
         for arch in self.archs:
             plan, source = self.plan(self.workloads[name], arch) if name in self.workloads else (None, DEFAULT)
-            found[arch.name] = {"from": source, "plan": None if plan is None else as_dict(plan)}
+            found[arch.name] = {"from": source, "plan": None if plan is None else asdict(plan)}
         return found
 
     def _call(self, bb, call, label: str, workload: Workload, inplace: dict[int, int] | None = None, args=None):

@@ -10,7 +10,7 @@ from statistics import fmean
 
 from mlc_amd.schedules.formats import PLANE_BITS, Format, lookup
 
-# (lowest, count) of sub-scales S and sub-minimums Z, as `unpack` makes them of GGUF's bits
+# (lowest, count) of sub-scales S and sub-minimums Z, as `blocks` makes them of GGUF's bits
 _SUB_SCALES = {"q3_k": (-32, 64), "q4_k": (0, 64), "q5_k": (0, 64), "q6_k": (-128, 256), "iq4_xs": (-32, 64)}
 _NIBBLES = (0, 16)  # q2_k: S holds a sub-scale and a sub-minimum
 

@@ -11,7 +11,7 @@ the other. Work is done in the order of "tile16"; for "rows" the arrays it is wr
 
 import numpy as np
 
-from mlc_amd.compiler.quant.unpack import UNPACK, Blocks
+from mlc_amd.compiler.quant.blocks import UNPACK, Blocks
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu import planes as cpu
 from mlc_amd.schedules.cpu.planes import BLOCK, ROWS
@@ -24,7 +24,7 @@ PIECE = (
 )  # bytes of GGUF blocks worked on at once: the intermediate arrays (about six times that) stay in the L2 cache
 
 
-# The words (4 columns, `unpack`) of a block that share a code plane's bytes, lowest bits first
+# The words (4 columns, `blocks`) of a block that share a code plane's bytes, lowest bits first
 WORDS = {
     "Q8": (slice(0, 8),),
     "Q4": (slice(0, 4), slice(4, 8)),

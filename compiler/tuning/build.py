@@ -22,20 +22,21 @@ from mlc_amd.runtime.host import available_threads
 from mlc_amd.runtime.measure.candidate import Candidate, write
 from mlc_amd.runtime.measure.child import Child, Died, serve
 from mlc_amd.schedules import operators
+from mlc_amd.schedules.plans.workload import Workload
 
 MODULE = "mlc_amd.compiler.tuning.build"
 TIMEOUT = 180.0  # seconds of one build
 MEMORY = 8 << 30  # bytes of address space that a worker may take
 KERNEL = "kernel"
-TARGETS = {"cpu": "cpu.CpuTarget", "rocm": "rocm_target.RocmTarget", "vulkan": "vulkan_target.VulkanTarget"}
 DEPTHS = {True: (512, 4096), False: (0, 2048)}  # tokens in the cache when attention is timed: decoding, prefill
 
 
 @functools.lru_cache(maxsize=8)
 def target(kind: str, arch: str):
-    """The target of that name."""
-    module, _, name = TARGETS[kind].partition(".")
-    return getattr(importlib.import_module(f"mlc_amd.compiler.codegen.{module}"), name)(arch)
+    """`pipeline.make_target`, cached."""
+    from mlc_amd.compiler.pipeline import make_target  # takes a moment, which importing this module must not
+
+    return make_target(kind, arch)
 
 
 def make(workload, plan, kind: str, arch: str):
@@ -49,25 +50,21 @@ def build(workload, plan, kind: str, arch: str, folder: Path) -> Candidate:
     what `make` raises, ValueError for a kernel that the arch cannot run."""
     func = make(workload, plan, kind, arch)
     folder.mkdir(parents=True, exist_ok=True)
-    found = parameters(workload, func)
-    params = [_facts(workload, param) for param in found]
-    cases = _cases(workload, found)
-    means = dict(zip(("bytes", "flops"), _mean(cases), strict=True))
     code = _COMPILERS[kind](func, target(kind, arch).arch, folder)
     if any(0 in step.get("grid", ()) for step in code["steps"]):
         raise ValueError("the plan's tiles are larger than the work: there would be no workgroups")
     about = {"workload": json.loads(workload.text), "api": kind, "arch": arch} | _plan_facts(plan)
-    return write(folder, about | code | {"params": params, "cases": cases} | means)
+    return write(folder, about | code | work(workload, func))
 
 
-def work(workload, func) -> tuple[float, float]:
-    """(bytes moved, floating-point operations) of a call of the workload's kernel, the mean of the states that it is
-    timed in."""
-    return _mean(_cases(workload, parameters(workload, func)))
-
-
-def _mean(cases: list[dict]) -> tuple[float, float]:
-    return tuple(sum(case[key] for case in cases) / len(cases) for key in ("bytes", "flops"))
+def work(workload, func) -> dict:
+    """What a candidate.json has of a kernel's work: "params", "cases", "states", and "bytes" and "flops" of a call,
+    the mean of the cases."""
+    found = operators.parameters(workload.op, workload.args, buffers(func))
+    cases = _cases(workload, found)
+    means = {key: sum(case[key] for case in cases) / len(cases) for key in ("bytes", "flops")}
+    params = [_facts(workload, param) for param in found]
+    return {"params": params, "cases": cases, "states": _states(workload, cases)} | means
 
 
 def build_copy(arch: str, folder: Path) -> Candidate:
@@ -80,28 +77,26 @@ def build_copy(arch: str, folder: Path) -> Candidate:
     folder.mkdir(parents=True)
     params = [{"name": name, "shape": [words], "dtype": "uint32", "role": "work"} for name in "XY"]
     traffic = {"bytes": 2 * COPY_BYTES, "flops": 0}
+    case = {"name": "d0", "state": [0, 1, 0, 0]} | traffic
     about = {"workload": {"op": "copy", "args": {"words": words}}, "plan": None, "api": "vulkan", "arch": arch}
     code = _spirv(copy(words, profile, KERNEL), profile, folder)
-    return write(
-        folder, about | code | {"params": params, "cases": [{"name": "d0", "state": [0, 1, 0, 0]} | traffic]} | traffic
-    )
+    return write(folder, about | code | {"params": params, "cases": [case], "states": []} | traffic)
 
 
 def build_bounds(workload, arch: str, folder: Path) -> tuple[Candidate, dict[str, list[Candidate]]]:
-    """For target cpu: the untuned kernel, and by kind those that tell its roofline, see schedules/cpu/bound.py."""
+    """For target cpu: the untuned kernel, and by kind its measured lower bounds, see schedules/cpu/bound.py."""
     from mlc_amd.schedules.cpu.bound import bounds
 
-    untuned = build(workload, None, "cpu", arch, folder / "untuned")
-    found = {}
-    for kind, funcs in bounds(untuned.params, workload.op, workload.args, target("cpu", arch).isa, KERNEL).items():
-        found[kind] = []
-        for i, bound in enumerate(funcs):
-            place = folder / f"{kind}-{i}"
-            place.mkdir(parents=True)
-            found[kind].append(
-                write(place, dict(untuned.facts) | _shared_library(bound, target("cpu", arch).arch, place))
-            )
-    return untuned, found
+    untuned, cpu = build(workload, None, "cpu", arch, folder / "untuned"), target("cpu", arch)
+
+    def made(func, place: Path) -> Candidate:
+        place.mkdir()
+        return write(place, untuned.facts | _shared_library(func, cpu.arch, place))
+
+    found = bounds(untuned.params, workload.op, workload.args, cpu.isa, KERNEL)
+    return untuned, {
+        kind: [made(func, folder / f"{kind}-{i}") for i, func in enumerate(funcs)] for kind, funcs in found.items()
+    }
 
 
 def _plan_facts(plan) -> dict:
@@ -121,11 +116,6 @@ def plan_of(facts: dict):
 
 
 # ---- what the kernel takes
-
-
-def parameters(workload, func) -> list[operators.Parameter]:
-    """The parameters of the workload's kernel."""
-    return operators.parameters(workload.op, workload.args, buffers(func))
 
 
 def _facts(workload, param) -> dict:
@@ -153,8 +143,7 @@ def _cases(workload, params: list[operators.Parameter]) -> list[dict]:
     m = args.get("m", 1)
     positions = [0]
     if "attention" in workload.op:
-        most = args["ctx"] - m
-        positions = list(dict.fromkeys(min(depth, most) for depth in DEPTHS[m == 1]))
+        positions = list(dict.fromkeys(min(depth, args["ctx"] - m) for depth in DEPTHS[m == 1]))
     elif workload.op == "rope_kv_write":
         positions = [min(DEPTHS[True][0], args["ctx"] - m)]
     costs = operators.costs(workload.op, args, params)
@@ -167,6 +156,13 @@ def _cases(workload, params: list[operators.Parameter]) -> list[dict]:
         }
         for position in positions
     ]
+
+
+def _states(workload, cases: list[dict]) -> list[list[int]]:
+    """What kernels are verified in: their cases, and fewer live tokens than there is room for, after others."""
+    m, ctx = workload.args.get("m", 1), workload.args.get("ctx", 1 << 30)
+    more = [[min(37, ctx - m), max(1, m - 3), 0, 0]] + ([[0, 1, 0, 0]] if "ctx" in workload.args else [])
+    return [list(state) for state in dict.fromkeys(map(tuple, [*(case["state"] for case in cases), *more]))]
 
 
 # ---- code
@@ -289,8 +285,6 @@ class Builder:
 
 
 def _handle(request: dict, answer) -> None:
-    from mlc_amd.schedules.tuning.workload import Workload
-
     error = None
     try:
         build(

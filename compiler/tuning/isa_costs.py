@@ -1,6 +1,6 @@
-"""What AMD GPUs take for an instruction, a byte and a wait: the constants of `static.py`'s model.
+"""Costs of instructions, memory traffic and waits on AMD GPUs: the constants of `static.py`'s model.
 
-In: an arch or a profile, an instruction's name. Out: a `Machine`; the pipe that the instruction keeps busy, and for how
+In: an arch or a profile, an instruction's name. Out: a `Machine`; the pipe that the instruction occupies, and for how
 many clocks.
 
 Where the constants come from. [ISA] AMD's instruction set manuals; [WP] AMD's architecture whitepapers (RDNA, CDNA 3);
@@ -66,7 +66,7 @@ LATENCY = {"gcn5": 600.0, "cdna": 800.0, "rdna1": 400.0, "rdna2": 350.0, "rdna3"
 UNIFIED = 1.5  # how much longer it takes to the host's memory [E]
 LDS_CLOCKS, SCALAR_CLOCKS = 64, 120  # from an LDS operation, a scalar load out of the cache, to its use [E]
 EFFICIENCY = 0.88  # of the table's bandwidth that streams of reads can reach [E; copies on many GPUs]
-# Bytes whose time it costs to go on at another place in memory: a row of which so many bytes are read at once takes (1
+# Bytes whose time a jump to another place in memory costs: a row of which so many bytes are read at once takes (1
 # + RUN / bytes) times as long. Fits what Q4_0 GEMV plans took on an NVIDIA H200 through Vulkan; for AMD's memory [E].
 RUN = 32
 LAUNCH = 2.5e-6  # seconds that a launch costs which waits for the one before [E; DESIGN of replayed graphs]
@@ -129,7 +129,7 @@ def machine(arch) -> Machine:
     gpu = arch if arch.api == "rocm" else radv.gpu_of(arch) if arch.api == "vulkan" else None
     if gpu is None:
         raise UserError(
-            f"there is no model of {arch.name}: static tuning knows AMD GPUs; measure on the device, or through a kit"
+            f"there is no model of {arch.name}: static ranking knows AMD GPUs; measure on the device, or through a kit"
         )
     clock = gpu.clock * 1e9
     latency = LATENCY[gpu.family] * (UNIFIED if arch.unified else 1) * 1e-9 * clock

@@ -2,76 +2,62 @@
 
 In: assembly in LLVM's syntax (LLVM's own, or RADV's through `radv`), a workgroup's number, a `Machine`. Out: a `Trace`.
 
-Loops count in scalar registers, so the scalar instructions are computed, and the vector ones that scalar registers get
-values from (`isa_values.py`); the others are only counted. Of memory the arguments and the tokens' state are known. A
-branch that hangs on anything else, or on the lanes' mask, leads where there is more work: nothing is skipped, except
-that a loop which it may leave runs once. That is right for kernels whose bounds are constants or come from the state,
-as ours do; it ignores lanes that are masked out and bank conflicts.
+Loops count in scalar registers, so scalar instructions are computed, the others only counted. What scalar registers get
+from memory or vector registers is unknown. A branch that depends on it, or on the lanes' mask, is taken so that nothing
+is skipped, except that a loop which it may leave runs once. That is right for kernels whose loop bounds are constants:
+GEMVs, GEMMs, norms, not attention. Masked lanes and bank conflicts are ignored.
 """
 
-import functools
+import operator
 import re
 from collections import Counter
 from dataclasses import dataclass, field
 
 from mlc_amd.compiler.codegen import hsaco
-from mlc_amd.compiler.tuning import isa_costs, isa_values
-from mlc_amd.compiler.tuning.isa_values import Values, registers
+from mlc_amd.compiler.tuning import isa_costs
 
-RESERVED = 2  # RADV: registers ahead of the push constants
+MASK = 0xFFFFFFFF
 STEPS = 200_000  # visits of blocks after which a loop is taken for endless
-SUBGROUP = re.compile(
-    r"s_bfe_u32 \w+, s(\d+), 0x60006"
-)  # RADV: the wave's number out of a register behind the workgroup's
+# RADV: the wave's number comes out of the register behind the workgroup's
+SUBGROUP = re.compile(r"s_bfe_u32 \w+, s(\d+), 0x60006")
 WAIT = re.compile(r"(vm|lgkm)cnt\((\d+)\)")
 # gfx12: counters of their own, two of which may share an instruction
 WAITS = {"loadcnt": ("vm",), "dscnt": ("lgkm",), "kmcnt": ("lgkm",), "loadcnt_dscnt": ("vm", "lgkm")}
-# User registers ahead of the address of the arguments, in order: their directive, and how many
-AHEAD = (("private_segment_buffer", 4), ("dispatch_ptr", 2), ("queue_ptr", 2))
-# Where arguments are made to lie; RADV's pointers to push constants have the upper half that its code gives them
-ARGUMENTS, PUSHED, ADDRESS = 1 << 40, 0xFFFF8000_00001000, 8
-PACKED = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")  # GPUs that have a workitem's numbers in one register
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """A launch's arguments, all addresses. count: of them; state: the place of the state's, None without one; table:
-    whether they lie in memory and only the address of that is passed (`spirv.SpirvKernel.table`)."""
-
-    count: int = 0
-    state: int | None = None
-    table: bool = False
-
-    def memory(self, base: int, state) -> dict[int, int]:
-        """Words by address, of arguments from `base` on and of what the state holds."""
-        address = [ARGUMENTS + (i + 1 << 24) for i in range(self.count + 1)]
-        found, places = {}, [(base, address[self.count :])] if self.table else [(base, address[: self.count])]
-        if self.table:
-            places.append((address[self.count], address[: self.count]))
-        for start, values in places:
-            for i, value in enumerate(values):
-                found |= {start + ADDRESS * i: value & isa_values.MASK, start + ADDRESS * i + 4: value >> 32}
-        if state is not None and self.state is not None:
-            found |= {address[self.state] + 4 * i: value & isa_values.MASK for i, value in enumerate(state)}
-        return found
+REGISTER = re.compile(r"s(\d+)$|s\[(\d+):(\d+)\]$")
+NAMES = {"vcc_lo": "vcc", "exec_lo": "exec", "src_scc": "scc"}
+IDLE = ("s_wait", "s_nop", "s_delay", "s_clause", "s_barrier", "s_sendmsg", "s_code", "s_set", "s_inst")
+TO_SCALAR = ("v_cmp", "v_readfirstlane", "v_readlane", "v_add_co", "v_addc")  # write a scalar register
 
 
 @dataclass
 class Trace:
-    """A wave's way through a kernel.
+    """A wave's execution of a kernel.
 
-    clocks    until it ends, if it has the compute unit for itself and every load comes from device memory
-    longest   of several waves, of which clocks is the mean: the clocks of the one that takes longest
+    clocks    until it ends, alone on the compute unit, with every load from device memory
     busy      clocks by pipe
     counts    executed instructions by mnemonic
-    loaded    bytes that its lanes load from memory
     """
 
     clocks: float = 0
-    longest: float = 0
     busy: Counter = field(default_factory=Counter)
     counts: Counter = field(default_factory=Counter)
-    loaded: float = 0
+
+    def add(self, other: "Trace", factor: float) -> None:
+        """Adds the work of another one, so many times; not its clocks."""
+        for total, part in ((self.busy, other.busy), (self.counts, other.counts)):
+            for name, value in part.items():
+                total[name] += value * factor
+
+
+@dataclass
+class _Block(Trace):
+    """Instructions without a branch. events: ("issue", clocks, 0), (queue, None, latency) for an operation in flight,
+    (queue, n, 0) for a wait until at most n are. end: the branch."""
+
+    scalar: list = field(default_factory=list)
+    events: list = field(default_factory=list)
+    end: tuple | None = None
+    next: int = 0
 
 
 class Program:
@@ -81,34 +67,17 @@ class Program:
     the text lacks the kernel.
     """
 
-    def __init__(
-        self,
-        assembly: str,
-        kernel: str,
-        machine: isa_costs.Machine,
-        wave: int,
-        grid,
-        arguments: Arguments | None = None,
-    ):
-        self.machine, self.wave, self.grid, self.arguments = machine, wave, grid, arguments or Arguments()
+    def __init__(self, assembly: str, kernel: str, machine: isa_costs.Machine, wave: int, grid):
+        self.machine, self.wave, self.grid = machine, wave, grid
         self.code, self.labels = _instructions(assembly, kernel)
-        self.facts = _facts(assembly, kernel)
-        self.ids, self.group = _workgroup_registers(self.facts, self.code, self.labels, grid)
-        self.watched = self._watched()
-        loops = [
-            (self.labels[t], i)
-            for i, (name, ops) in enumerate(self.code)
-            if (t := _target(name, ops)) and self.labels[t] <= i
-        ]
-        self.exits = {
-            i
-            for i, (name, ops) in enumerate(self.code)
-            if (t := _target(name, ops)) and any(first <= i <= last < self.labels[t] for first, last in loops)
-        }
-        starts = {0, *self.labels.values(), *(i + 1 for i, (name, ops) in enumerate(self.code) if _target(name, ops))}
+        self.ids = _workgroup_registers(assembly, kernel, self.code, grid)
+        jumps = {i: self.labels[t] for i, (name, ops) in enumerate(self.code) if (t := _target(name, ops))}
+        loops = [(first, last) for last, first in jumps.items() if first <= last]
+        self.exits = {i for i, target in jumps.items() if any(first <= i <= last < target for first, last in loops)}
+        starts = {0, *self.labels.values(), *(i + 1 for i in jumps)}
         self.blocks = {first: self._block(first, starts) for first in starts if first < len(self.code)}
 
-    def _block(self, first: int, starts: set[int]) -> "_Block":
+    def _block(self, first: int, starts: set[int]) -> _Block:
         block = _Block()
         for i in range(first, len(self.code)):
             if i > first and i in starts:
@@ -121,84 +90,31 @@ class Program:
             self._add(block, name, operands)
         return block
 
-    def _add(self, block: "_Block", name: str, operands: list[str]) -> None:
+    def _add(self, block: _Block, name: str, operands: list[str]) -> None:
         size = _bytes(name)
         pipe, clocks = self.machine.cost(name, self.wave, size)
         block.counts[name] += 1
         if pipe != isa_costs.NONE:
             block.busy[pipe] += clocks
-        block.scalar += [one for one in isa_values.parts(name, operands) if self._counts(*one)]
+        if name.startswith(("s_", *TO_SCALAR)):
+            block.scalar.append((name, operands))
         if name.startswith("s_load"):
             block.events.append(("lgkm", None, isa_costs.SCALAR_CLOCKS))
         elif name.startswith("s_"):
-            for queue, most in _waits(name, operands):
-                block.events.append((queue, most, 0))
+            block.events += [(queue, count, 0) for queue, count in _waits(name, operands)]
         elif pipe == "memory" and "store" not in name:
             block.events.append(("vm", None, self.machine.latency))
-            block.loaded += size * self.wave
         elif pipe == "lds":
             block.events.append(("lgkm", None, isa_costs.LDS_CLOCKS))
         issue = {"memory": self.machine.family.scalar, "lds": 1, isa_costs.NONE: 0}.get(pipe, clocks)
-        if issue:
-            if block.events and block.events[-1][0] == "issue":
-                block.events[-1] = ("issue", block.events[-1][1] + issue, 0)
-            else:
-                block.events.append(("issue", issue, 0))
+        block.events.append(("issue", issue, 0))
 
-    def _watched(self) -> set[int]:
-        """Vector registers whose values may get to scalar ones."""
-        code = [
-            one for name, operands in self.code if name.startswith("v_") for one in isa_values.parts(name, operands)
-        ]
-        found = {number for one in code if isa_values.reads_vectors(one[0]) for number in isa_values.sources(*one)}
-        makes = [(set(isa_values.written(*one)), isa_values.sources(*one)) for one in code]
-        while more := {number for made, used in makes if made & found for number in used} - found:
-            found |= more
-        return found
-
-    def _counts(self, name: str, operands: list[str]) -> bool:
-        """Whether an instruction may decide on what scalar registers hold."""
-        if name.startswith(("s_", "v_cmp", "v_read")) or isa_values.CARRY.match(name) or "_atomic_" in name:
-            return not name.startswith("v_cmpx")
-        return any(number in self.watched for number in isa_values.written(name, operands))
-
-    def _start(self, workgroup, wave: int | None, state) -> Values:
-        """Registers and memory before the first instruction."""
-        memory = self.arguments.memory(PUSHED if self.facts is None else ARGUMENTS, state)
-        values = Values(memory, arrival=workgroup[1])
-        for register, value in zip(self.ids, [workgroup[axis] for axis in self._axes()], strict=False):
-            values.values[register] = value
-        values.values |= {"ttmp9": workgroup[0], "ttmp7": workgroup[1] | workgroup[2] << 16, "wave": wave}
-        if self.facts is not None:
-            first = sum(count for name, count in AHEAD if self.facts.get(f"user_sgpr_{name}") == "1")
-            values.write(f"s[{first}:{first + 1}]", ARGUMENTS)
-            if self.machine.gpu is not None and self.machine.gpu.name.startswith(PACKED):
-                values.packed.add(0)
-            elif wave is not None:
-                values.lanes[1] = wave
-        else:
-            self._push(values, memory)
-            if wave is not None and self.group is not None:
-                values.values[f"s{self.group}"] = wave << 6
-        return values
-
-    def _push(self, values: Values, memory: dict[int, int]) -> None:
-        """RADV: the push constants' words lie in registers ahead of the workgroup's numbers, all of them, or, behind a
-        pointer to them, as many as fit."""
-        if not self.ids:
-            return
-        words, end = 1 if self.arguments.table else self.arguments.count, int(self.ids[0][1:])
-        first = end - 2 * words
-        if first < RESERVED:
-            first = RESERVED + 1
-            values.values[f"s{RESERVED}"] = PUSHED & isa_values.MASK
-        for i in range(end - first):
-            values.values[f"s{first + i}"] = memory.get(PUSHED + 4 * i)
-
-    def run(self, workgroup: tuple[int, int, int], wave: int | None = None, state=None, certain: bool = False) -> Trace:
-        """A wave of that workgroup, None: one that does what any of them does; state: as a case has it. ValueError for
-        a loop that does not end; certain: also for one whose turns are not known."""
-        state = self._start(workgroup, wave, state)
+    def run(self, workgroup: tuple[int, int, int]) -> Trace:
+        """A wave of that workgroup. ValueError for a loop that does not end."""
+        scalars = _Scalars()
+        axes = range(3) if len(self.ids) == 3 else [axis for axis in range(3) if self.grid[axis] > 1]
+        scalars.values |= {register: workgroup[axis] for register, axis in zip(self.ids, axes, strict=False)}
+        scalars.values |= {"ttmp9": workgroup[0], "ttmp7": workgroup[1] | workgroup[2] << 16}
         trace, visits, queues, now, at, left = Trace(), Counter(), {"vm": [], "lgkm": []}, 0.0, 0, set()
         for _ in range(STEPS):
             block = self.blocks[at]
@@ -206,59 +122,32 @@ class Program:
             for kind, amount, latency in block.events:
                 if kind == "issue":
                     now += amount
-                elif amount is None:
-                    queue = queues[kind]
-                    queue.append(max(now + latency, queue[-1]) if queue else now + latency)
-                elif len(queues[kind]) > amount:
-                    queue = queues[kind]
-                    now = max(now, queue[len(queue) - amount - 1])
+                    continue
+                queue = queues[kind]
+                if amount is None:
+                    queue.append(max([now + latency, *queue[-1:]]))
+                elif len(queue) > amount:
+                    now = max(now, queue[-amount - 1])
                     del queue[: len(queue) - amount]
             for name, operands in block.scalar:
-                state.execute(name, operands)
+                scalars.execute(name, operands)
             if block.end is None:
                 at = block.next
                 continue
             name, operands, i = block.end
             if name == "s_endpgm":
                 break
-            taken = state.branches(name)
+            taken = scalars.branches(name)
             if taken is None:
-                if (
-                    certain
-                    and not name.startswith("s_cbranch_exec")
-                    and (i in self.exits or self.labels[_target(name, operands)] <= i)
-                ):
-                    raise ValueError("the number of a loop's turns is in no scalar register")
                 taken = i in self.exits and i in left
                 left.add(i)
             at = self.labels[_target(name, operands)] if taken else block.next
         else:
             raise ValueError("a loop of the kernel does not end as far as its scalar registers tell")
         for first, n in visits.items():
-            block = self.blocks[first]
-            for total, part in ((trace.busy, block.busy), (trace.counts, block.counts)):
-                for key, value in part.items():
-                    total[key] += value * n
-            trace.loaded += block.loaded * n
+            trace.add(self.blocks[first], n)
         trace.clocks = now
         return trace
-
-    def _axes(self) -> list[int]:
-        return [axis for axis in range(3) if self.grid[axis] > 1] if len(self.ids) < 3 else [0, 1, 2]
-
-
-@dataclass
-class _Block:
-    """Instructions without a branch. events: ("issue", clocks, 0), (queue, None, latency) for what is under way,
-    (queue, most, 0) for waits until at most so many are. end: the branch."""
-
-    counts: Counter = field(default_factory=Counter)
-    busy: Counter = field(default_factory=Counter)
-    scalar: list = field(default_factory=list)
-    events: list = field(default_factory=list)
-    loaded: float = 0
-    end: tuple | None = None
-    next: int = 0
 
 
 # ---- text
@@ -285,57 +174,34 @@ def _instructions(assembly: str, kernel: str) -> tuple[list[tuple[str, list[str]
     return code, labels
 
 
-def _facts(assembly: str, kernel: str) -> dict[str, str] | None:
-    """LLVM's directives about a kernel; None for RADV's code, which has none."""
+def _workgroup_registers(assembly: str, kernel: str, code, grid) -> list[str]:
+    """The scalar registers that hold the workgroup's numbers, in the order of the axes that the kernel uses."""
     start = assembly.find(f".amdhsa_kernel {kernel}")
-    if start < 0:
-        return None
-    return dict(re.findall(r"\.amdhsa_(\w+) (\d+)", assembly[start : assembly.index(".end_amdhsa_kernel", start)]))
-
-
-def _workgroup_registers(facts, code, labels, grid) -> tuple[list[str], int | None]:
-    """The scalar registers that hold the workgroup's numbers, in the order of the axes that the kernel asks for. RADV:
-    and the number of the one with the wave's number, None where it is not read."""
-    if facts is not None:
-        first = int(facts["user_sgpr_count"])
-        axes = [axis for axis, name in enumerate("xyz") if facts.get(f"system_sgpr_workgroup_id_{name}") == "1"]
-        found = [""] * 3
-        for place, axis in enumerate(axes):
-            found[axis] = f"s{first + place}"
-        return found, None
-    # RADV: the last registers that live at the start, before the one with the wave's number
+    if start >= 0:
+        facts = dict(re.findall(r"\.amdhsa_(\w+) (\d+)", assembly[start : assembly.index(".end_amdhsa_kernel", start)]))
+        found, register = [""] * 3, int(facts["user_sgpr_count"])
+        for axis, name in enumerate("xyz"):
+            if facts.get(f"system_sgpr_workgroup_id_{name}") == "1":
+                found[axis], register = f"s{register}", register + 1
+        return found
+    # RADV: the last registers that are read before they are written, before the one with the wave's number
     wave = next((int(m[1]) for name, ops in code if (m := SUBGROUP.match(f"{name} {', '.join(ops)}"))), None)
-    numbers = [r for r in _inputs(code, labels) if wave is None or r < wave]
+    inputs, written = set(), set()
+    for name, operands in code:
+        sources = operands if name.startswith(("s_cmp", "s_bitcmp", "v_cmp", "global_store", "ds_")) else operands[1:]
+        inputs |= {r for operand in sources for r in _registers(operand)} - written
+        written |= set(_registers(operands[0])) if operands else set()
+    numbers = sorted(r for r in inputs if wave is None or r < wave)
     count = sum(extent > 1 for extent in grid)
-    return [f"s{r}" for r in numbers[len(numbers) - count :]] if count else [], wave
+    return [f"s{r}" for r in numbers[len(numbers) - count :]] if count else []
 
 
-def _inputs(code, labels) -> list[int]:
-    """Numbers of the scalar registers whose values at the start are read, ascending."""
-    touched = [_touched(name, operands) for name, operands in code]
-    live, before = [0] * (len(code) + 1), None
-    while before != live:
-        before = list(live)
-        for i in reversed(range(len(code))):
-            (name, operands), (read, written) = code[i], touched[i]
-            after = 0 if name in ("s_branch", "s_endpgm") else live[i + 1]
-            if target := _target(name, operands):
-                after |= live[labels[target]]
-            live[i] = read | after & ~written
-    return [i for i in range(live[0].bit_length()) if live[0] >> i & 1]
-
-
-def _touched(name: str, operands: list[str]) -> tuple[int, int]:
-    """Masks of the scalar registers that an instruction reads and writes."""
-    masks = [sum(1 << r for r in registers(operand)) for operand in operands]
-    if name.startswith(("s_cmp", "s_bitcmp", "v_cmpx")):
-        masks.insert(0, 0)
-    written, read = masks[:1], masks[1:]
-    if isa_values.CARRY.match(name):
-        written, read = masks[:2], masks[2:]
-    elif name.startswith(("s_addk", "s_mulk", "s_cmov", "s_bitset", "global_store", "ds_")):
-        written, read = [], masks
-    return functools.reduce(int.__or__, read, 0), functools.reduce(int.__or__, written, 0)
+def _registers(operand: str) -> range:
+    """Numbers of the scalar registers that an operand names."""
+    found = REGISTER.match(operand)
+    if not found:
+        return range(0)
+    return range(int(found[1] or found[2]), int(found[1] or found[3]) + 1)
 
 
 def _target(name: str, operands: list[str]) -> str | None:
@@ -348,11 +214,9 @@ def _waits(name: str, operands: list[str]) -> list[tuple[str, int]]:
         if text in ("0", "0x0"):
             return [("vm", 0), ("lgkm", 0)]
         return [(queue, int(n)) for queue, n in WAIT.findall(text)]
-    if name.startswith("s_wait_") and (queues := WAITS.get(name.removeprefix("s_wait_"))):
-        value = int(operands[0], 0)
-        parts = (value >> 8, value & 0xFF) if len(queues) == 2 else (value,)
-        return list(zip(queues, parts, strict=True))
-    return []
+    queues = WAITS.get(name.removeprefix("s_wait_"), ())
+    value = int(operands[0], 0) if queues else 0
+    return list(zip(queues, (value >> 8, value & 0xFF) if len(queues) == 2 else (value,), strict=False))
 
 
 def _bytes(name: str) -> int:
@@ -361,3 +225,104 @@ def _bytes(name: str) -> int:
         return 4
     width = found[4]
     return (hsaco.WIDTHS.get(width) or int(width) // 8) * (2 if found[3] else 1)
+
+
+# ---- scalar instructions
+
+
+class _Scalars:
+    """Scalar registers by name; None is unknown."""
+
+    def __init__(self):
+        self.values = {"exec": MASK, "vcc": None, "scc": None}
+
+    def read(self, operand: str) -> int | None:
+        """As an unsigned number; literals may be negative."""
+        registers = [self.values.get(f"s{number}") for number in _registers(operand)[:2]]
+        if registers:
+            return None if None in registers else sum(value << 32 * i for i, value in enumerate(registers))
+        try:
+            return int(operand, 0)
+        except ValueError:
+            return self.values.get(NAMES.get(operand, operand))
+
+    def write(self, operand: str, value: int | None) -> None:
+        numbers = _registers(operand)
+        for i, number in enumerate(numbers):
+            self.values[f"s{number}"] = None if value is None or i > 1 else value >> 32 * i & MASK
+        name = NAMES.get(operand, operand)
+        if not numbers and name != "exec":  # masked lanes take part
+            self.values[name] = value
+
+    def branches(self, name: str) -> bool | None:
+        """Whether a branch is taken; None if that is unknown."""
+        kind = name.removeprefix("s_cbranch_").removeprefix("s_")
+        if kind == "branch":
+            return True
+        value = None if kind.startswith("exec") else self.values["scc" if kind.startswith("scc") else "vcc"]
+        return None if value is None else (value != 0) == (kind in ("scc1", "vccnz"))
+
+    def execute(self, name: str, operands: list[str]) -> None:
+        scc = self.values["scc"]
+        if name.startswith("v_"):
+            target = next((one for one in operands[:2] if one in ("vcc", "vcc_lo") or REGISTER.match(one)), None)
+            if target:
+                self.write(target, None)
+        elif name.startswith("s_cmp"):
+            relation, kind = name.split("_")[2:]
+            self.values["scc"] = self._compute(_RELATIONS.get(relation), kind, operands, name.startswith("s_cmpk"))
+        elif name.startswith("s_cselect"):
+            self.write(operands[0], None if scc is None else self.read(operands[1 if scc else 2]))
+        elif "saveexec" in name:
+            self.write(operands[0], None)
+            self.values["scc"] = None
+        elif not name.startswith(IDLE):
+            base, _, kind = name.removeprefix("s_").rpartition("_")
+            short = base in ("movk", "addk", "mulk")
+            if short and base != "movk":
+                base, operands = base[:-1], [operands[0], *operands]
+            result = self._compute(_OPERATIONS.get(base), kind, operands[1:], short)
+            full = (1 << 64 if kind.endswith("64") else 1 << 32) - 1
+            self.write(operands[0], None if result is None else result & full)
+            if base not in _KEEPS:
+                self.values["scc"] = None if result is None else int(result & full != 0)
+
+    def _compute(self, function, kind: str, operands: list[str], short: bool) -> int | None:
+        """The function's value of the operands as numbers of that kind ("u32", "i64" ..); short: of 16 bits, where they
+        are signed."""
+        values = [self.read(operand) for operand in operands]
+        if function is None or not values or None in values:
+            return None
+        bits = 64 if kind.endswith("64") else 32
+        values = [value & (1 << bits) - 1 for value in values]
+        if kind.startswith("i"):
+            if short and 0x7FFF < values[-1] <= 0xFFFF:
+                values[-1] -= 1 << 16
+            values = [value - (1 << bits) if value >> bits - 1 == 1 else value for value in values]
+        return int(function(*values))
+
+
+_RELATIONS = {"eq": operator.eq, "lg": operator.ne} | {
+    name: getattr(operator, name) for name in ("gt", "ge", "lt", "le")
+}
+_KEEPS = {"mov", "movk", "mul", "add_nc", "sub_nc", "pack_ll"}  # leave scc as it is
+_OPERATIONS = {
+    "mov": lambda a: a,
+    "movk": lambda a: a,
+    "not": lambda a: ~a,
+    "mul": operator.mul,
+    "lshl": lambda a, b: a << (b & 63),
+    "lshr": lambda a, b: a >> (b & 63),
+    "ashr": lambda a, b: a >> (b & 63),
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "andn2": lambda a, b: a & ~b,
+    "and_not1": lambda a, b: a & ~b,
+    "min": min,
+    "max": max,
+    "bfe": lambda a, b: (a >> (b & 31)) & ((1 << (b >> 16 & 127)) - 1),
+    **{name: operator.add for name in ("add", "add_co", "add_nc")},
+    **{name: operator.sub for name in ("sub", "sub_co", "sub_nc")},
+    **{f"lshl{n}_add": lambda a, b, n=n: (a << n) + b for n in (1, 2, 3, 4)},
+}

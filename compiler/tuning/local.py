@@ -1,51 +1,48 @@
-"""Tuning on this machine's device: plans -> measurements and checks, through worker processes that build and one that
-runs.
-
-`Local` is what the search is driven with. `PlanBuilder` and `PlanRunner` are the same for MetaSchedule, whose builders
-and runners see the reference of a workload with a plan's annotations instead of a kernel.
-"""
+"""Tuning on this machine's device: plans -> measurements and verifications, through worker processes that build and one
+that runs. The other runners have its interface."""
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-from tvm.ir.utils import derived_object
-from tvm.s_tir import Schedule
-from tvm.s_tir.meta_schedule.builder import BuilderResult, PyBuilder
-from tvm.s_tir.meta_schedule.runner import PyRunner, PyRunnerFuture, RunnerResult
-
 from mlc_amd.compiler.tuning.build import Builder, target
-from mlc_amd.compiler.tuning.gate import check
+from mlc_amd.compiler.tuning.database import Checked, Measured
+from mlc_amd.compiler.tuning.session import BATCH
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.measure.session import Session
-from mlc_amd.schedules.tuning.database import Checked, Measured
-from mlc_amd.schedules.tuning.session import BATCH
-from mlc_amd.schedules.tuning.spaces import space
-from mlc_amd.schedules.tuning.traces import plan_of
-from mlc_amd.schedules.tuning.workload import Workload
+from mlc_amd.runtime.measure.candidate import read
+from mlc_amd.runtime.measure.measurer import Measurer
+from mlc_amd.schedules.plans.space import space
+from mlc_amd.schedules.plans.workload import Workload
 
 
 class Local:
-    """Builds, measures and checks plans for one arch. A context manager.
+    """Builds, measures and verifies plans for one arch. A context manager.
 
-    kind: "cpu", "rocm" or "vulkan"; arch: its name. device: which one, as `Session` takes it. workers: processes that
-    build. root: where candidates go; default a folder that goes with this. UserError, when something is measured, if no
-    device here fits.
+    kind: "cpu", "rocm" or "vulkan"; arch: its name. device: as `Measurer` takes it. workers: processes that build.
+    root: where candidates are built; default a temporary folder. emulate: verifies plans where no device here fits.
+    UserError from `measure` if none does.
     """
 
     runner = "local"
 
     def __init__(
-        self, kind: str, arch: str, device: str | None = None, workers: int | None = None, root: Path | None = None
+        self,
+        kind: str,
+        arch: str,
+        device: str | None = None,
+        workers: int | None = None,
+        root: Path | None = None,
+        emulate: Callable[[Workload, object], Checked] | None = None,
     ):
-        self.kind, self.arch = kind, arch
+        self.kind, self.arch, self.emulate = kind, target(kind, arch).arch, emulate
         self._temporary = tempfile.mkdtemp(prefix="mlc-amd-tune-") if root is None else None
         self.root = Path(root or self._temporary)
-        self.builder, self.session = Builder(kind, arch, self.root, workers), Session(device)
+        self.builder, self.measurer = Builder(kind, arch, self.root, workers), Measurer(device)
         self._untuned: dict[Workload, tuple[Path | None, str | None]] = {}
         self._defaults: dict[Workload, object] = {}
 
-    def __enter__(self) -> "Local":
+    def __enter__(self):
         return self
 
     def __exit__(self, *_) -> None:
@@ -53,9 +50,13 @@ class Local:
 
     def close(self) -> None:
         self.builder.close()
-        self.session.close()
+        self.measurer.close()
         if self._temporary:
             shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def serves(self, workload: Workload) -> bool:
+        """Whether it can time that workload's plans."""
+        return True
 
     def batch(self) -> int:
         """How many plans to measure together."""
@@ -75,39 +76,40 @@ class Local:
                 found[folder] = result
                 progress(len(found) + failed, len(jobs))
 
-        # references first: the first of a workload is what its others are timed beside
-        results = dict(zip(folders, self.session.measure(folders, note), strict=True)) if wanted else {}
+        # references first: the other candidates of a workload are timed beside its first one
+        results = dict(zip(folders, self.measurer.measure(folders, note), strict=True)) if wanted else {}
         measured = [self._measured(error, results.get(str(folder))) for folder, error in built]
         for folder, _ in built:
             self._drop(folder)
         return measured
 
     def _measured(self, error: str | None, result: dict | None) -> Measured:
-        facts = {
-            "device": self.session.facts.get("device", ""),
-            "driver": self.session.facts.get("driver", ""),
-            "runner": self.runner,
-        }
-        if error or result["error"] is not None:
-            return Measured(None, error or result["error"], **facts)
-        return Measured(result["seconds"], runs=result["runs"], **facts)
+        result = {"error": error, "seconds": None, "runs": []} if error else {"seconds": None, "runs": []} | result
+        return Measured(
+            result["seconds"], result["error"] or "", result["runs"], **self.measurer.facts, runner=self.runner
+        )
 
-    def gate(self, workload: Workload, plan) -> Checked:
-        """Whether a plan's kernel computes what the untuned one does, on this device; see gate.py."""
-        [(tuned, error)] = self._build([(workload, plan)])
-        untuned, reason = self._untuned[workload]
+    def verify(self, workload: Workload, plan) -> Checked:
+        """Whether a plan's kernel computes what the untuned one does."""
+        (untuned, reason), (tuned, error) = self._build([(workload, None), (workload, plan)])
         try:
             if reason or error:
                 return Checked("", False, error=f"the untuned kernel does not build: {reason}" if reason else error)
-            return check(self.session, untuned, tuned)
+            try:
+                self._open(tuned)
+            except UserError as e:
+                return self.emulate(workload, plan) if self.emulate else Checked("", False, error=str(e))
+            return Checked(**self.measurer.compare(untuned, tuned))
         finally:
             self._drop(tuned)
 
+    def _open(self, folder: Path) -> None:
+        """UserError if no device here runs that candidate."""
+        self.measurer.start(read(folder))
+
     def _build(self, jobs) -> list[tuple[Path | None, str | None]]:
-        """As `Builder.build`; the default plan's kernel is the untuned one, which each workload needs and keeps."""
-        missing = [
-            workload for workload in dict.fromkeys(workload for workload, _ in jobs) if workload not in self._untuned
-        ]
+        """As `Builder.build`; the untuned kernels, which are the default plans', are built once and kept."""
+        missing = list(dict.fromkeys(workload for workload, _ in jobs if workload not in self._untuned))
         others = [(workload, plan) for workload, plan in jobs if not self._is_default(workload, plan)]
         built = self.builder.build([*((workload, None) for workload in missing), *others])
         self._untuned |= zip(missing, built, strict=False)
@@ -115,66 +117,15 @@ class Local:
         return [self._untuned[workload] if self._is_default(workload, plan) else next(tuned) for workload, plan in jobs]
 
     def _is_default(self, workload: Workload, plan) -> bool:
-        if plan is None:
-            return True
-        if workload not in self._defaults:
-            choices = space(workload, target(self.kind, self.arch).arch)
+        if plan is not None and workload not in self._defaults:
+            try:
+                choices = space(workload, self.arch)
+            except (ValueError, UserError):  # it does not build either
+                choices = None
             self._defaults[workload] = choices and choices.default
-        return plan == self._defaults[workload]
+        return plan is None or plan == self._defaults[workload]
 
     def _drop(self, folder: Path | None) -> None:
         """Thousands of candidates would fill a small disk. Untuned kernels stay."""
         if folder and self._temporary and all(folder != kept for kept, _ in self._untuned.values()):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-# ---- MetaSchedule's interfaces
-
-
-@derived_object
-class PlanBuilder(PyBuilder):
-    """MetaSchedule's builder: the plan that a module's annotations say, built. The artifact's path is the candidate's
-    folder."""
-
-    def __init__(self, builder: Builder, arch):
-        super().__init__()
-        self.builder, self.arch = builder, arch
-
-    def build(self, build_inputs) -> list:
-        jobs = []
-        for item in build_inputs:
-            workload = Workload.of(item.mod)
-            jobs.append((workload, plan_of(Schedule(item.mod), space(workload, self.arch))))
-        built = self.builder.build(jobs)
-        return [BuilderResult(None if error else str(folder), error) for folder, error in built]
-
-
-@derived_object
-class Done(PyRunnerFuture):
-    """A result that is there."""
-
-    def __init__(self, result):
-        super().__init__()
-        self._result = result
-
-    def done(self) -> bool:
-        return True
-
-    def result(self):
-        return self._result
-
-
-@derived_object
-class PlanRunner(PyRunner):
-    """MetaSchedule's runner: measures candidates' folders."""
-
-    def __init__(self, session: Session):
-        super().__init__()
-        self.session = session
-
-    def run(self, runner_inputs) -> list:
-        try:
-            results = self.session.measure([str(item.artifact_path) for item in runner_inputs])
-        except UserError as e:  # MetaSchedule knows results only
-            results = [{"error": str(e)}] * len(runner_inputs)
-        return [Done(RunnerResult(None if r["error"] else r["runs"], r["error"])) for r in results]

@@ -1,37 +1,69 @@
-"""How near a CPU's default kernels are to what the machine can do, measured: each is timed in turns with its bounds.
+"""Rooflines: the shortest time that a task's call can take on a machine.
 
-In: tasks and an arch whose code runs here. Out: for each task the share of its kernel's time that could not be saved.
+By `rates` from tables of bandwidth and arithmetic; for a CPU's kernels also measured: default kernels and their lower
+bounds, timed in interleaved rounds.
 """
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from mlc_amd.compiler.tuning.build import build_bounds
-from mlc_amd.runtime.measure.session import Session
+from mlc_amd.compiler.tuning.tasks import Task
+from mlc_amd.runtime.gpus import COOP_OPS, ROOFLINE_CLOCK, UNIT_OPS
+from mlc_amd.runtime.measure.measurer import Measurer
+
+# Where neither a measurement nor a table tells: bytes and operations per second, for shares of the time.
+GUESS = 50e9, 500e9, 0.0
+# Operations per clock of a core, by its multipliers, and the clock: rough, from product pages. GPUs: runtime/gpus.py.
+CPU_OPS = {"Vnni512": 256, "Zen4": 128, "AvxVnni": 128, "Avx2": 64, "Portable": 16}
+CPU_FLOAT_OPS = {"Vnni512": 64, "Zen4": 32, "AvxVnni": 32, "Avx2": 32, "Portable": 8}  # attention's, float32
+CPU_CLOCK = 3e9
+
+
+def rates(arch, threads: int | None = None, bandwidth: float = 0.0) -> tuple[float, float, float]:
+    """(bytes, operations, operations of attention where it has no matrix or dot product instructions) per second; 0
+    where that is not known. threads, bandwidth: of a CPU."""
+    if arch.api == "cpu":
+        isa, clocks = arch.isa.__name__, threads * CPU_CLOCK
+        return bandwidth, clocks * CPU_OPS[isa], clocks * CPU_FLOAT_OPS[isa]
+    if not arch.bandwidth:  # a profile for any GPU
+        return 0.0, 0.0, 0.0
+    ops = COOP_OPS.get(arch.family, 0) if arch.matrix == "coop" else UNIT_OPS[arch.matrix or arch.dot]
+    return arch.bandwidth * 1e9, arch.units * ops * ROOFLINE_CLOCK[arch.api], 0.0
+
+
+def roofline(bandwidth: float, peak: float = 0.0, floats: float = 0.0) -> Callable[[Task], float]:
+    """Seconds of a task's call at best, at `rates`."""
+
+    def seconds(task: Task) -> float:
+        used = floats or peak if task.workload.op == "attention" else peak
+        return max(task.bytes / bandwidth if bandwidth else 0.0, task.flops / used if used else 0.0)
+
+    return seconds
 
 
 def measure(tasks, arch, device: str | None = None, progress=lambda done, total: None) -> dict[str, float]:
-    """Workload's key -> the roofline's time as a share of the default kernel's, for tasks of linear layers and
-    attention. device: as for `Local`. UserError if a kernel does not run."""
+    """By workload's key, the lower bound as a share of the default kernel's time, for tasks of linear layers and
+    attention on a CPU. device: as for `Local`. UserError if a kernel does not run."""
     found, root = {}, Path(tempfile.mkdtemp(prefix="mlc-amd-rooflines-"))
     try:
-        with Session(device) as session:
+        with Measurer(device) as measurer:
             for task in tasks:
-                found[task.workload.key] = _share(
-                    session, *build_bounds(task.workload, arch.name, root / task.workload.key)
-                )
-                shutil.rmtree(root / task.workload.key)
+                folder = root / task.workload.key
+                found[task.workload.key] = _share(measurer, *build_bounds(task.workload, arch.name, folder))
+                shutil.rmtree(folder)
                 progress(len(found), len(tasks))
     finally:
         shutil.rmtree(root, ignore_errors=True)
     return found
 
 
-def _share(session, untuned, bounds) -> float:
-    """In each case the slower kind of bound counts, of each kind the fastest."""
+def _share(measurer, untuned, bounds) -> float:
+    """In each case the largest kind of bound counts, of each kind the fastest kernel."""
     order = [untuned, *(candidate for kind in bounds.values() for candidate in kind)]
-    default, *rest = session.turns([candidate.folder for candidate in order])
+    default, *rest = measurer.interleaved([candidate.folder for candidate in order])
     rest, kinds = iter(rest), []
     for kind in bounds.values():
         kinds.append([min(cases) for cases in zip(*(next(rest) for _ in kind), strict=True)])

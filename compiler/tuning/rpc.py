@@ -1,9 +1,9 @@
 """Tuning on the devices of other machines: candidates built here go to all servers that TVM's tracker has under a key.
 
-`Remote` has the interface of `Local`; `Servers` that of a runtime/measure `Session`, with several devices of one kind
-behind it. Work is handed out in small parts. What a server that is lost (killed, unplugged, silent) had finished
-counts; the rest of its part goes to others, candidate by candidate, so that one that takes its machine down is found. A
-server that cannot run the candidates, or whose device is of another kind than the first one's, is left alone.
+`Remote` has the interface of `Local`; `Servers` that of a `Measurer`, for several devices of one kind. Work is
+distributed in small parts. What a lost server (killed, unplugged, silent) had finished counts; the rest of its part
+goes to others, candidate by candidate, so that one that crashes its machine is found. Servers that cannot run the
+candidates, and those with another device than the first one's, are skipped.
 """
 
 import contextlib
@@ -12,30 +12,31 @@ import socket
 import struct
 import time
 from collections import deque
+from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from tvm.rpc import base
 
+from mlc_amd.compiler.tuning.database import Checked, Measured
 from mlc_amd.compiler.tuning.local import Local
 from mlc_amd.compiler.tuning.rpc_client import Client
 from mlc_amd.compiler.tuning.rpc_server import address
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.measure.candidate import Candidate, read
-from mlc_amd.schedules.tuning.database import Checked, Measured
+from mlc_amd.runtime.measure.candidate import read
 
 WAIT = 120.0  # seconds without a server until a run gives up
 TRACKER = 10.0  # seconds that the tracker may take
 PATIENCE = 3.0  # seconds without a server until the user is told
-LOOK = 1.0  # seconds between two looks for free servers
-HOLD = 60.0  # seconds after which a server goes back between two batches, for others who tune
-PART = 8  # most candidates that a server takes at once
-MOST_LOSSES = 3  # of servers that a candidate survives
+POLL = 1.0  # seconds between two requests for free servers
+HOLD = 60.0  # seconds after which a server is released between two batches, for other runs
+PART = 8  # candidates that a server takes at once, at most
+MAX_LOSSES = 3  # of servers with a candidate: then it has failed
 
 
 class NoServer(UserError):
-    """No server is there, and none came."""
+    """There is no server, and none joined in time."""
 
 
 class Tracker:
@@ -45,13 +46,13 @@ class Tracker:
         self.place = place
 
     def servers(self, key: str) -> tuple[int, int]:
-        """Servers with that key that wait for work, and all of them. OSError if the tracker does not answer."""
+        """(idle servers with that key, all of them). OSError if the tracker does not answer."""
         _, summary = self._ask([base.TrackerCode.SUMMARY])
         free = summary["queue_info"].get(key, {"free": 0})["free"]
         return free, sum(server["key"] == f"server:{key}" for server in summary["server_info"])
 
     def take(self, key: str) -> tuple[str, int, str]:
-        """(host, port, password) of a server that is now ours to connect to. OSError if none is free, or as above."""
+        """(host, port, password) of a server that is reserved for us. OSError if none is free, or as above."""
         return tuple(self._ask([base.TrackerCode.REQUEST, key, "", 1])[1])
 
     def _ask(self, message: list) -> list:
@@ -81,7 +82,7 @@ def _measuring(reference: str, others: list[str], wanted) -> _Part:
 
 
 class Servers:
-    """What runtime/measure/session.py's `Session` is for one device, for all servers of a key. A context manager.
+    """What runtime/measure/measurer.py's `Measurer` is for one device, for all servers of a key. A context manager.
 
     tracker: (host, port). wait: seconds without any server until NoServer. say(text): what a user may want to know.
     """
@@ -109,24 +110,18 @@ class Servers:
         return self.known
 
     def close(self) -> None:
-        """Lets all servers go."""
+        """Releases all servers."""
         for server in (*self._waking, *self._awake, *self._connecting):
             server.drop()
         self._return(0.0)
 
     def _return(self, held: float) -> None:
-        """Lets idle servers go that are ours for longer than that."""
+        """Releases idle servers that are ours for at least `held` seconds."""
         for server in [server for server in self._idle if time.monotonic() - server.since >= held]:
             self._idle.remove(server)
             server.drop()
 
-    # ---- what sessions do
-
-    def start(self, candidate: Candidate) -> dict:
-        """Facts of the device that candidates like this one run on. NoServer."""
-        if not self.facts:
-            self._run([_Part({"start": 0}, [str(candidate.folder)])])
-        return self.facts
+    # ---- as `Measurer`
 
     def measure(self, folders, progress=lambda folder, result: None) -> list[dict]:
         """Results in the order of `folders`; progress(folder, result) as they come. When there are no servers any more,
@@ -157,13 +152,12 @@ class Servers:
                 raise
         return [results.get(name) for name in names]
 
-    def compare(self, untuned: Path, tuned: Path, states) -> dict:
-        """As `Session.compare`. NoServer."""
-        request = {"compare": [0, 1], "states": [list(map(int, state)) for state in states]}
-        [answer] = self._run([_Part(request, [str(untuned), str(tuned)])])
-        return {name: answer[name] for name in ("error", "wrong", "gain")}
+    def compare(self, untuned: Path, tuned: Path) -> dict:
+        """As `Measurer.compare`. NoServer."""
+        [answer] = self._run([_Part({"compare": [0, 1]}, [str(untuned), str(tuned)])])
+        return {name: answer[name] for name in Checked.__dataclass_fields__}
 
-    # ---- handing out
+    # ---- distributing work
 
     def _run(self, parts: list[_Part], note=lambda folder, result: None) -> list[dict]:
         """What the parts' ends say; note(folder, result) for each result that is wanted."""
@@ -181,7 +175,7 @@ class Servers:
                 if self._busy or self._waking or self._connecting:
                     alone, told = now, False
                 elif now - alone > self.wait:
-                    self.wait = min(self.wait, PATIENCE)  # whoever waited once does not want to wait again
+                    self.wait = min(self.wait, PATIENCE)  # only the first wait is long
                     raise NoServer(self._missing())
                 elif now - alone > PATIENCE and not told:
                     told = True
@@ -196,7 +190,7 @@ class Servers:
 
     def _next_event(self, run: "_Run") -> None:
         try:
-            what, server, message = self._events.get(timeout=LOOK / 4)
+            what, server, message = self._events.get(timeout=POLL / 4)
         except Empty:
             return
         connecting = server in self._connecting
@@ -235,7 +229,7 @@ class Servers:
 
     def _refuse(self, server: Client, why: str, run: "_Run") -> None:
         self.refused[server.name] = why
-        self.say(f"server {server.name} is left alone: {why}")
+        self.say(f"server {server.name} is skipped: {why}")
         if part := self._busy.pop(server, None):
             run.waiting.appendleft(part)
 
@@ -249,8 +243,8 @@ class Servers:
         return free
 
     def recruit(self) -> None:
-        """Begins to connect to servers that are free, now and then."""
-        if time.monotonic() - self._looked < LOOK:
+        """Begins to connect to free servers, at most once in POLL seconds."""
+        if time.monotonic() - self._looked < POLL:
             return
         self._looked = time.monotonic()
         for _ in range(self._free() - len(self._waking)):
@@ -260,11 +254,11 @@ class Servers:
                 self._waking.add(Client(self._events))
 
     def _connect(self, client: Client) -> None:
-        """Begins to connect to a server that is free, if there still is one."""
+        """Begins to connect to a free server, if there still is one."""
         with contextlib.suppress(OSError):  # another run was faster
             if self._free():
                 place = self.tracker.take(self.key)
-                # one that refused comes back with a new password after some seconds, when nobody connects
+                # a skipped server is offered again with a new password when nobody connects
                 if f"{place[0]}:{place[1]}" not in self.refused:
                     client.connect(place)
                     self._connecting.add(client)
@@ -289,7 +283,7 @@ class Servers:
 
 
 class _Run:
-    """What is left to do of a batch, and what came of it."""
+    """A batch: the parts that wait for a server, and the results."""
 
     def __init__(self, parts: list[_Part], note):
         self.waiting, self.answers, self._note = deque(parts), [], note
@@ -303,24 +297,26 @@ class _Run:
             self._note(folder, message["result"])
 
     def lost(self, part: _Part | None, why: str) -> None:
-        """The server with that part is gone."""
+        """The server with that part was lost."""
         if part is None:
             return
         if not part.wanted:
             if self._again(part.folders[-1]):
                 self.waiting.appendleft(part)
             else:
-                self.answers.append({"error": None, "wrong": [f"{MOST_LOSSES} servers were lost with it: {why}"]})
+                self.answers.append(
+                    asdict(Checked("device", False, error=f"{MAX_LOSSES} servers were lost with it: {why}"))
+                )
         for folder in [folder for folder in part.folders if folder in part.wanted - self._finished]:
             if self._again(folder):
                 self.waiting.appendleft(_measuring(part.folders[0], [folder], [folder]))
             else:
-                self._note(folder, {"error": f"{MOST_LOSSES} servers were lost with it: {why}"})
+                self._note(folder, {"error": f"{MAX_LOSSES} servers were lost with it: {why}"})
 
     def _again(self, folder: str) -> bool:
         """Whether a candidate that a server was lost with is tried again."""
         self._losses[folder] = self._losses.get(folder, 0) + 1
-        return self._losses[folder] < MOST_LOSSES
+        return self._losses[folder] < MAX_LOSSES
 
 
 class Remote(Local):
@@ -336,23 +332,19 @@ class Remote(Local):
         self, kind: str, arch: str, tracker: str, key: str, workers=None, root=None, wait=WAIT, say=lambda text: None
     ):
         super().__init__(kind, arch, None, workers, root)
-        self.session = Servers(address(tracker), key, wait, say)
+        self.measurer = Servers(address(tracker), key, wait, say)
 
     def batch(self) -> int:
         """As `Local.batch`: enough for each server that is there, be it at work for another run."""
-        return max(PART * self.session.count(), super().batch())
+        return max(PART * self.measurer.count(), super().batch())
 
     def measure(self, jobs, progress=lambda done, total: None) -> list[Measured | None]:
         """As `Local.measure`."""
-        self.session.recruit()  # while it builds
+        self.measurer.recruit()  # while it builds
         return super().measure(jobs, progress)
 
     def _measured(self, error: str | None, result: dict | None) -> Measured | None:
         return None if error is None and result is None else super()._measured(error, result)
 
-    def gate(self, workload, plan) -> Checked:
-        """As `Local.gate`. NoServer, which is no fault of the plan."""
-        [(untuned, error)] = self._build([(workload, None)])
-        if error is None:
-            self.session.start(read(untuned))
-        return super().gate(workload, plan)
+    def _open(self, folder: Path) -> None:
+        """NoServer from `compare`, which is no fault of the plan."""

@@ -3,8 +3,8 @@
 In: requests as rpc_server.py has them. Out: (what, client, message) in a queue: "awake" when it can connect, "ready"
 once it has, then for each request its "facts" and "result"s, at last "done", "refused" or "lost".
 
-TVM's RPC waits forever for a machine that is gone, and a process can be ended: run as a program, this module talks with
-the server.
+TVM's RPC waits forever for a machine that is gone, so a process that can be ended talks with the server: this module,
+run as a program.
 """
 
 import json
@@ -51,7 +51,7 @@ class Client:
         threading.Thread(target=self._follow, args=(request,), daemon=True).start()
 
     def drop(self) -> None:
-        """Lets the server go: nobody waits for what it does."""
+        """Releases the server, also while it works."""
         with self._lock:
             self._dropped = True
             if not self._running:

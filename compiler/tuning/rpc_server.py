@@ -4,14 +4,14 @@ tracker.
 In: candidates' folders as `pack` packs them. Out: results as JSON. A client's session calls these functions:
 
     mlc_amd.tune.hello() -> {"host", "tvm", "devices": {api: arch and name}}
-    mlc_amd.tune.work(request, blob)    begins with {"measure": [numbers]} or {"compare": [numbers], "states"} or
-                                        {"start": number}, where a number is a folder's in the blob; returns at once
-    mlc_amd.tune.news() -> [messages]   what came since, in POLL seconds at most. By their "what": "facts" of the
+    mlc_amd.tune.work(request, blob)    begins with {"measure": [numbers]} or {"compare": [numbers]},
+                                        where a number is a folder's in the blob; returns at once
+    mlc_amd.tune.news() -> [messages]   those since the last call, in POLL seconds at most. Their "what": "facts" of the
                                         device, "result" of a "folder" (its number), "done" with what a comparison
                                         found, or "refused" and "why"
 
 A session is a process of its own that TVM forks; what it measures runs in another one, which may die
-(runtime/measure/session.py). Whoever reaches the port of a server can run any code there: that is how TVM's RPC is
+(runtime/measure/measurer.py). Whoever reaches the port of a server can run any code there: that is how TVM's RPC is
 made.
 """
 
@@ -39,7 +39,7 @@ from tvm.rpc import server
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import FILE, Candidate, read
-from mlc_amd.runtime.measure.session import Session
+from mlc_amd.runtime.measure.measurer import Measurer
 
 PREFIX = "mlc_amd.tune."
 TRACKER_PORT = 9190
@@ -144,15 +144,15 @@ def check_arch(candidate: Candidate, found: dict[str, str]) -> None:
 
 
 class Measuring:
-    """What a session's functions do. device: as `Session` takes it; found: of `devices`."""
+    """What a session's functions do. device: as `Measurer` takes it; found: of `devices`."""
 
     def __init__(self, device: str | None, found: dict[str, str]):
         self.device, self.found = device, found
-        self._session, self._news, self._works = None, SimpleQueue(), 0
+        self._measurer, self._news, self._works = None, SimpleQueue(), 0
 
     def hello(self) -> dict:
-        self._session = Session(self.device)
-        # the server's end is the session's, whatever it does just then
+        self._measurer = Measurer(self.device)
+        # ends with the server, also while it works
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         return {"host": platform.node(), "tvm": tvm.__version__, "devices": self.found}
 
@@ -166,23 +166,23 @@ class Measuring:
             folders = unpack(blob, root)
             candidate = read(folders[0])
             check_arch(candidate, self.found)
-            self._news.put({"what": "facts", "facts": self._session.start(candidate)})
+            self._news.put({"what": "facts", "facts": self._measurer.start(candidate)})
             self._news.put({"what": "done"} | self._answer(request, folders))
         except UserError as e:
             self._news.put({"what": "refused", "why": str(e)})
         except Exception as e:
-            traceback.print_exc()  # a bug; the client is told, and the server goes on
+            traceback.print_exc()  # a bug; the client is told, and the server continues
             self._news.put({"what": "refused", "why": f"{type(e).__name__}: {e}"})
 
     def _answer(self, request: dict, folders: list[Path]) -> dict:
         if "compare" in request:
-            return self._session.compare(*(folders[number] for number in request["compare"]), request["states"])
+            return self._measurer.compare(*(folders[number] for number in request["compare"]))
         numbers = {str(folder): number for number, folder in enumerate(folders)}
 
         def note(folder: str, result: dict) -> None:
             self._news.put({"what": "result", "folder": numbers[folder], "result": result})
 
-        self._session.measure([folders[number] for number in request.get("measure", [])], note)
+        self._measurer.measure([folders[number] for number in request["measure"]], note)
         return {}
 
     def news(self) -> list[dict]:

@@ -5,12 +5,11 @@ In: a model and a target. Out: `Task`s. Kernels that several functions or layers
 formats, are one task.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlc_amd.compiler import pipeline
 from mlc_amd.compiler.tuning.build import work
-from mlc_amd.schedules.tuning.workload import Workload
+from mlc_amd.schedules.plans.workload import Workload
 
 CHUNK = 512  # tokens that a prefill function's calls are counted for
 # What a task's weight is for: an answer of so many tokens to a prompt of CHUNK. Smaller prefill functions serve ends of
@@ -24,7 +23,7 @@ class Task:
 
     name     as in the artifact
     calls    by function: calls per token (decode), or per 512 tokens (prefill_*)
-    weight   calls in a turn: a prompt of 512 tokens and an answer of 128
+    weight   calls for a prompt of 512 tokens and an answer of 128
     bytes    that a call moves at least; flops: its multiplications and additions
     """
 
@@ -59,17 +58,6 @@ def extract(model, backend, ctx: int | None = None) -> list[Task]:
         if old := tasks.get(workload):
             calls = {function: old.calls.get(function, 0) + calls.get(function, 0) for function in old.calls | calls}
             name, weight = old.name, weight + old.weight
-        moved, flops = work(workload, backend.kernels[name])
-        tasks[workload] = Task(workload, name, calls, weight, moved, flops)
+        about = work(workload, backend.kernels[name])
+        tasks[workload] = Task(workload, name, calls, weight, about["bytes"], about["flops"])
     return sorted(tasks.values(), key=lambda task: -task.weight * task.bytes)
-
-
-def roofline(bandwidth: float, peak: float = 0.0, floats: float = 0.0) -> Callable[[Task], float]:
-    """The shortest time of a task's call in seconds, for so many bytes and operations per second (0: not known).
-    floats: the operations of attention, where no matrix or dot product instructions serve it (0: they do)."""
-
-    def seconds(task: Task) -> float:
-        peak_here = floats or peak if task.workload.op == "attention" else peak
-        return max(task.bytes / bandwidth if bandwidth else 0.0, task.flops / peak_here if peak_here else 0.0)
-
-    return seconds

@@ -3,15 +3,11 @@ runtime only.
 
 candidate.py    the format of a candidate's folder; figures from seconds
 inputs.py       what kernels compute on
-bench.py        timing the candidates of a workload side by side
+timing.py       timing the candidates of a workload side by side
 vulkan.py, hip.py, cpu.py   the devices
 compare.py      whether two kernels agree
 program.py      the child process that does it
 child.py        child processes that may die
-session.py      `Session`, `measure`: the other side of the child process
+measurer.py     `Measurer`: the other side of the child process
+run_kit.py      measuring a kit
 """
-
-from mlc_amd.runtime.measure.candidate import Candidate, figures, read
-from mlc_amd.runtime.measure.session import Session, best, measure
-
-__all__ = ["Candidate", "Session", "best", "figures", "measure", "read"]

@@ -1,7 +1,7 @@
 """Candidates: one compiled kernel each, in a folder that says all that measuring it takes.
 
     candidate.json
-        format      1
+        format      2
         workload    {"op", "args"}, and plan: what the kernel was made from
         api, arch   "vulkan" | "rocm" | "cpu", and the profile or arch that it was compiled for
         needs       vulkan: what the profile asks of a device (Profile.needs); cpu: {"flags": [..]}
@@ -10,7 +10,8 @@
                     "args"}]
         scratch     bytes of each buffer that the steps hand to one another
         params      [{"name", "shape", "dtype", "role", ..}] in the order of the kernel's parameters; see ROLES
-        cases       [{"name", "state": [position, live tokens, 0, 0], "bytes", "flops"}]: the conditions that it is
+        states      [[4 int], ..] that it is verified in
+    cases       [{"name", "state": [position, live tokens, 0, 0], "bytes", "flops"}]: the conditions that it is
                     timed under
         bytes       that a call must move (weights and cache), flops: operations; both the mean of the cases
 
@@ -27,16 +28,16 @@ import numpy as np
 
 from mlc_amd.runtime.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 FILE = "candidate.json"
 ROLES = {
     "state": "the int32[4] of the case",
-    "input": "what a kernel before left: activations",
+    "input": "activations of the kernel before",
     "weight": "read from memory once per call: weights, norm factors, biases, the table of RoPE",
     "cache": "keys or values; read, maybe written",
     "output": "written only",
-    "work": "scratch memory that the plan decides on; may hold anything",
-    "zero": "the same; zero before the first call and after each",
+    "work": "scratch memory whose size depends on the plan; contents are undefined",
+    "zero": "as work, but zero before the first call and after each",
 }
 ROTATING = ("weight", "cache")  # of these, each call of a row finds a copy of its own
 PRIVATE = ("work", "zero")  # of these, plans may have different sizes
@@ -45,7 +46,7 @@ WRITTEN = ("cache", "output")
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter. facts: what its role wants to know besides."""
+    """One parameter. facts: other facts, by role."""
 
     name: str
     shape: tuple[int, ...]

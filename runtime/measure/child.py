@@ -1,4 +1,4 @@
-"""A child process that works on requests, one JSON line each, and may crash, hang or eat memory without harm to its
+"""A child process that serves requests, one JSON line each; it may crash, hang or exhaust memory without harm to its
 parent.
 
 `Child(module)` runs `python -m module`; the module's main calls `serve`. What libraries print goes to standard error,
@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from mlc_amd.runtime.errors import UserError
 
-LAST_WORDS = 400  # bytes of standard error that an error quotes
+STDERR = 400  # bytes of standard error that an error quotes
 
 
 class Died(RuntimeError):
@@ -79,7 +79,7 @@ class Child:
 
     def _why(self) -> str:
         code = self._process.wait()
-        self._errors.seek(max(self._errors.seek(0, os.SEEK_END) - LAST_WORDS, 0))
+        self._errors.seek(max(self._errors.seek(0, os.SEEK_END) - STDERR, 0))
         lines = self._errors.read().decode(errors="replace").splitlines()
         said = next((line.strip() for line in reversed(lines) if line.strip()), "")
         how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

@@ -2,7 +2,7 @@
 operations explains.
 
 Float32 and float16 outputs are compared with the largest output as the scale. Int8 activations may differ by one step
-in few places, and their scales and sums must be those of their own steps. Only what has a meaning is compared: live
+in few places, and their scales and sums must be those of their own steps. Only defined values are compared: live
 tokens' rows and the weight's own columns.
 """
 
@@ -11,15 +11,15 @@ import numpy as np
 from mlc_amd.runtime.measure.candidate import Candidate, Param
 from mlc_amd.runtime.measure.inputs import BLOCK, SIGNATURE
 
-# Share of the scale. Attention keeps its probabilities in float16 or joins splits in another order; matrix units add in
-# another order.
+# As shares of the scale. Attention keeps its probabilities in float16 or joins splits in another order; matrix units
+# add in another order.
 TOLERANCES = {"float32": 2e-4, "float16": 2e-3}
 ATTENTION = 4e-3
 STEPS_APART = (
     0.02  # share of int8 outputs that may be one step apart; attention's outputs are rounded often: more there
 )
 ATTENTION_APART = 0.2
-CHANCE = 0.02  # share of outputs that may happen to be what they were filled with
+CHANCE = 0.02  # share of outputs that may equal the fill pattern by chance
 
 
 def differences(candidate: Candidate, state, expected: dict, found: dict) -> tuple[float, list[str]]:
@@ -53,7 +53,7 @@ def _tolerance(param: Param, loose: bool) -> float:
 
 
 def _used(param: Param, array: np.ndarray, live: int) -> np.ndarray:
-    """What has a meaning. Caches are compared whole: nobody may write where no token is."""
+    """The defined part of an output. Caches are compared whole: nothing may be written outside the live tokens."""
     if param.role == "cache":
         return array
     rows = array[: min(live, len(array))]
@@ -61,7 +61,7 @@ def _used(param: Param, array: np.ndarray, live: int) -> np.ndarray:
 
 
 def _unwritten(array: np.ndarray) -> bool:
-    """Whether more than chance has left of what outputs were filled with."""
+    """Whether more of the fill pattern is left than chance explains."""
     return (array == np.full(array.itemsize, SIGNATURE, np.uint8).view(array.dtype)).mean() > CHANCE
 
 

@@ -16,10 +16,10 @@ SHARE = 4  # of the machine's memory, what copies may take
 
 
 class CpuBackend:
-    """See `bench.py`. device: None, or how many threads to use."""
+    """See `timing.py`. device: None, or how many threads to use."""
 
     target = 0.01
-    disturbed = 0.0
+    noise = 0.0
 
     def __init__(self, device: str | None, candidate):
         if missing := set(candidate.facts["needs"]["flags"]) - cpu_flags():
@@ -80,7 +80,7 @@ class CpuBackend:
         start = time.perf_counter()
         self._replay()
         seconds = time.perf_counter() - start
-        self.disturbed = (_waited() - waited) / seconds
+        self.noise = (_waited() - waited) / seconds
         return seconds
 
     def close(self) -> None:

@@ -16,9 +16,9 @@ SHARE = 8  # of the GPU's memory, what that may be
 
 
 class HipBackend:
-    """See `bench.py`. device: None, or a GPU's number. bindings: what to use instead of AMD's package."""
+    """See `timing.py`. device: None, or a GPU's number. bindings: what to use instead of AMD's package."""
 
-    target, disturbed = 0.004, 0.0  # other programs on the GPU show as drift
+    target, noise = 0.004, 0.0  # other programs on the GPU show as drift
 
     def __init__(self, device: str | None, candidate, bindings=None):
         # until the end, the next group, the next graph; an ExitStack may be used again after it was closed

@@ -1,4 +1,4 @@
-"""What candidates compute on: arrays by role, name and dtype, equal on every machine and in every process.
+"""Inputs of candidates: arrays by role, name and dtype, equal on every machine and in every process.
 
 Numbers are what a model would hold: weights as `random_weights` draws them (the draw comes with the candidate), normal
 activations, int8 activations with their right scales and sums, a cache of normal keys and values, RoPE's own table.
@@ -14,7 +14,7 @@ from mlc_amd.runtime.random_weights import drawn
 
 BLOCK = 32  # columns that share a scale of int8 activations
 LINE = 64  # bytes; where planes begin in what they are drawn from
-SIGNATURE = 0xA5  # fills what nobody is to read, so that reading it shows
+SIGNATURE = 0xA5  # fill pattern of memory that must not be read, so that a read shows
 
 
 def fill(candidate: Candidate, state, roles=ROLES) -> dict[str, np.ndarray]:

@@ -1,9 +1,8 @@
-"""The measuring program: a child process that loads candidates, times them and compares them; `session.py` is its other
-side.
+"""The measuring program: a child process that loads, times and compares candidates; `measurer.py` is the other side.
 
 In, one JSON line each: {"open": folder, "device"} opens the device that serves this candidate; {"measure": [folders of
-one group], "together": whether they load at once}; {"compare": [untuned, tuned], "states": [[4 int], ..]}; {"turns":
-[folders of one group]}. Out, JSON lines; the last one of an answer has "done". Before each thing that may crash comes
+one group], "together": whether they load at once}; {"compare": [untuned, tuned]}; {"interleaved": [folders of one
+group]}. Out, JSON lines; the last one of an answer has "done". Before each thing that may crash comes
 {"doing": [folders]}.
 """
 
@@ -12,7 +11,7 @@ import importlib
 import numpy as np
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.measure import bench, compare
+from mlc_amd.runtime.measure import compare, timing
 from mlc_amd.runtime.measure.candidate import read
 from mlc_amd.runtime.measure.child import serve
 
@@ -36,7 +35,7 @@ class Program:
         self.backend = None
 
     def handle(self, request: dict, answer) -> None:
-        for name in ("open", "measure", "compare", "turns"):
+        for name in ("open", "measure", "compare", "interleaved"):
             if name in request:
                 getattr(self, f"_{name}")(request, answer)
 
@@ -49,7 +48,7 @@ class Program:
         parts = [folders] if request["together"] else [[folder] for folder in folders]
         for part in parts:
             answer({"doing": part})
-            made = bench.Bench(self.backend, [read(folder) for folder in part])
+            made = timing.Bench(self.backend, [read(folder) for folder in part])
             for i, error in made.failures.items():
                 answer({"result": {"error": error}, "folder": part[i]})
             made.measure(
@@ -59,38 +58,38 @@ class Program:
         answer({"done": True})
 
     def _compare(self, request: dict, answer) -> None:
-        answer({"done": True} | compare_candidates(self.backend, *map(read, request["compare"]), request["states"]))
+        answer({"done": True} | compare_candidates(self.backend, *map(read, request["compare"])))
 
-    def _turns(self, request: dict, answer) -> None:
-        made = bench.Bench(self.backend, [read(folder) for folder in request["turns"]])
-        seconds = [] if made.failures else np.median(made.turns(), axis=0).tolist()
+    def _interleaved(self, request: dict, answer) -> None:
+        made = timing.Bench(self.backend, [read(folder) for folder in request["interleaved"]])
+        seconds = [] if made.failures else np.median(made.interleaved(), axis=0).tolist()
         answer({"done": True, "failures": list(made.failures.values()), "seconds": seconds})
 
 
-def compare_candidates(backend, untuned, tuned, states) -> dict:
-    """{"error": worst difference as a share of what is allowed, "wrong": [what is wrong]} on the inputs of each state,
-    of TIMES runs of `tuned`: a kernel with a race may win it once. "gain": what `Bench.gain` finds where nothing is
-    wrong, else None."""
-    nothing = {"error": None, "gain": None}
+def compare_candidates(backend, untuned, tuned) -> dict:
+    """{"deviation": largest difference as a share of the tolerance, "error": what is wrong, "gain": of `Bench.gain`
+    where nothing is, else None}, in each of the tuned candidate's states, of TIMES runs of it: a kernel with a race
+    may be right once."""
+    nothing = {"deviation": None, "gain": None}
     if untuned.group != tuned.group:
-        return nothing | {"wrong": ["the two kernels do not have the same parameters"]}
-    made = bench.Bench(backend, [untuned, tuned])
+        return nothing | {"error": "the two kernels do not have the same parameters"}
+    made = timing.Bench(backend, [untuned, tuned])
     if made.failures:
-        return nothing | {"wrong": list(made.failures.values())}
-    errors, wrong = [], []
-    for state in states:
-        expected, failed = made.outputs(0, state), {}
+        return nothing | {"error": "; ".join(made.failures.values())}
+    worst, wrong = 0.0, []
+    for state in tuned.facts["states"]:
+        expected, failed = made.outputs(0, state), []
         for time in range(TIMES):
             share, why = compare.differences(tuned, state, expected, made.outputs(1, state, again=time > 0))
-            errors.append(share)
-            failed |= {time: why} if why else {}
+            worst = max(worst, share)
+            failed += [why] if why else []
         if failed:
             where = f"state {state[:2]}" + (
                 f", in {len(failed)} of {TIMES} runs: a race?" if len(failed) < TIMES else ""
             )
-            wrong += [f"{text} ({where})" for text in next(iter(failed.values()))]
-    worst = max(errors)
-    return {"error": worst if np.isfinite(worst) else None, "wrong": wrong, "gain": None if wrong else made.gain()}
+            wrong += [f"{text} ({where})" for text in failed[0]]
+    gain = None if wrong else made.gain()
+    return {"deviation": float(worst) if np.isfinite(worst) else None, "error": "; ".join(wrong), "gain": gain}
 
 
 if __name__ == "__main__":

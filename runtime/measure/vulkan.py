@@ -31,9 +31,9 @@ class _Marks(Recorder):
 
 
 class VulkanBackend:
-    """See `bench.py`. device: None, or a GPU's number or part of its name."""
+    """See `timing.py`. device: None, or a GPU's number or part of its name."""
 
-    disturbed = 0.0  # other programs on the GPU show as drift
+    noise = 0.0  # other programs on the GPU show as drift
 
     def __init__(self, device: str | None, candidate):
         self._held, self._group = ExitStack(), ExitStack()  # until the end, the next group

@@ -2,11 +2,10 @@
 
     python -m mlc_amd.tools.dev.ship_tuned --cache DIR [--tables DIR] [ARCH ...]
 
-Every kernel of the models below that has choices gets a record, at the context that `compile` takes by default. Plans
-are ranked by the static model (compiler/tuning/static.py). Where the model says that a plan is faster than the default
-by `margin`, and its kernel passes the gate in the ISA emulator (see gfxemu.py), the record is that plan;
-else it is the default. Prints a table of what is predicted for those plans; --tables: for all of them, and for the best
-plan that was looked at.
+For the kernels of the models below plans are ranked by the static model (compiler/tuning/static.py), but for attention,
+which it does not cover. A record is written where it predicts that a plan is faster than the default by `margin`, and
+its kernel passes verification in the ISA emulator (see gfxemu.py).
+Prints a table of what is predicted for those plans; --tables: for all, and for the best plan that was looked at.
 
 Building every plan of every shape would take days. Linear layers have two steps: a survey of plans at one shape, whose
 waves' traces stand for other shapes; and, where it sees half a margin to gain, or has not seen the default, the default
@@ -20,22 +19,22 @@ import json
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from math import inf
 from pathlib import Path
 
+import tvm
+
 from mlc_amd.compiler.gguf.synthetic import synthetic
 from mlc_amd.compiler.pipeline import make_target
-from mlc_amd.compiler.tuning import gate
 from mlc_amd.compiler.tuning.build import make, work
+from mlc_amd.compiler.tuning.database import SHIPPED, Checked, Database, Measured, Record, file_name, plan_text
 from mlc_amd.compiler.tuning.static import Static, combine, run_of
 from mlc_amd.compiler.tuning.tasks import CHUNK, extract
 from mlc_amd.schedules.gpu.gemv import Plan
-from mlc_amd.schedules.tuning.database import SHIPPED, Checked, Database, Measured, Record, file_name, plan_text
-from mlc_amd.schedules.tuning.spaces import as_dict, space
-from mlc_amd.schedules.tuning.workload import Workload
-from mlc_amd.tools.dev import gfxemu
-from mlc_amd.tools.dev.emulated_pair import MODULE
+from mlc_amd.schedules.plans.space import space
+from mlc_amd.schedules.plans.workload import VERSION, Workload
+from mlc_amd.tools.dev import emulated, gfxemu
 
 ARCHS = {
     "gfx1100": "rocm",
@@ -47,8 +46,8 @@ ARCHS = {
 }
 MODELS = ("llama3-8b", "llama3-1b", "qwen3-8b", "qwen3-0.6b", "llama2-7b")
 FORMATS = ("q4_0", "q4_k", "q6_k", "q8_0")
-# How much faster than the default a plan must be predicted to be: more than the model ever promised wrongly where it
-# could be compared (static_correlation.py on an H200: 21 % for a GEMV, 39 % for a GEMM, both slower in truth).
+# Predicted gain over the default that a record needs: more than the model ever predicted wrongly where it could be
+# compared (static_correlation.py on an H200: 21 % for a GEMV, 39 % for a GEMM, both slower in truth).
 STREAM_MARGIN, MARGIN = 0.25, 0.4
 FINALISTS = {1: 2, CHUNK: 2}  # plans of a shape that are built after the survey, by tokens; 1 where nothing is said
 BATCH = 30  # builds that are on the disk at a time
@@ -84,7 +83,7 @@ def tasks(presets, formats, kind: str, arch: str) -> dict[Workload, str]:
         made = extract(synthetic(f"{preset}:{first}"), backend)
         for fmt, task in itertools.product(formats, made):
             workload = Workload.from_json(json.loads(task.workload.text.replace(f'"{first}"', f'"{fmt}"')))
-            if workload not in found and space(workload, backend.archs[0]):
+            if workload not in found and "attention" not in workload.op and space(workload, backend.archs[0]):
                 found[workload] = f"{preset} {task.name.replace(first, fmt)}"
     return found
 
@@ -126,7 +125,7 @@ def candidates(found, arch, m: int) -> list:
                 {"rows": tile.rows * 2, "waves_n": columns * 2},
             ]
             plans += [replace(tile, **change) for change in changes]
-        plans = [plan for plan in plans if plan.tokens <= gate.TOKENS[0]]  # those that are soon checked
+        plans = [plan for plan in plans if plan.tokens <= emulated.TOKENS[0]]  # those that are soon checked
     return distinct(found, plans)
 
 
@@ -175,7 +174,7 @@ class Survey:
         for surveyed_plan, launches in traces:
             (code, trace), *_ = launches
             busy = Counter({name: n * scale for name, n in trace.busy.items()})
-            scaled = replace(trace, clocks=trace.clocks * scale, longest=trace.longest * scale, busy=busy)
+            scaled = replace(trace, clocks=trace.clocks * scale, busy=busy)
             for plan in (
                 [replace(surveyed_plan, waves=waves) for waves in (1, 2, 4, 8)]
                 if found.plan_type is Plan
@@ -197,8 +196,8 @@ class Survey:
 
 @dataclass
 class Choice:
-    """What was found for a workload. best: (plan, prediction) of the best one besides the default; check: its gate's
-    finding, None where it does not clear the margin."""
+    """What was found for a workload. best: (plan, prediction) of the best one besides the default; check: its
+    verification, None where it does not clear the margin."""
 
     workload: Workload
     default: Measured
@@ -233,7 +232,7 @@ def plans_of(survey: Survey, workload: Workload) -> tuple[list, Choice | None]:
         return [found.default], None  # a copy of rows; little work, for which what holds for CHUNK tokens will do
     if workload.op not in SURVEYED:
         return neighbors(found), None
-    moved, _ = work(workload, make(workload, None, static.kind, static.arch.name))
+    moved = work(workload, make(workload, None, static.kind, static.arch.name))["bytes"]
     untuned = found.kernel(found.default).same
     ranked = {found.kernel(plan).same: (seconds, plan) for seconds, plan in survey.ranked(workload, moved)}
     default, _ = ranked.pop(untuned, (None, None))
@@ -270,8 +269,7 @@ def choose(survey: Survey, workloads: dict[Workload, str]) -> list[Choice]:
 
 
 def check(static: Static, choices: list[Choice], database: Database) -> None:
-    """Asks the gate. Kernels that differ in the number of rows or heads, or GEMM's in that of columns, are checked
-    once."""
+    """Verifies plans: once for kernels that differ in the number of rows, or GEMM's in that of columns."""
     known = {}
     for one in choices:
         if not one.clear:
@@ -282,9 +280,11 @@ def check(static: Static, choices: list[Choice], database: Database) -> None:
         group = args["heads"] // args["kv_heads"] if "heads" in args else 0
         key = (one.workload.op, formats, shape, group, args.get("m", 1), plan)
         if key not in known:
-            before = database.entry(one.workload).records.get(plan_text(as_dict(plan)))
+            before = database.entry(one.workload).records.get(plan_text(asdict(plan)))
             started = time.monotonic()
-            known[key] = static.gate(one.workload, plan) if before is None or not before.passed else _check_of(before)
+            known[key] = (
+                static.emulate(one.workload, plan) if before is None or not before.passed else _check_of(before)
+            )
             say(f"{static.arch.name} {key}: {known[key]} ({time.monotonic() - started:.0f} s)")
         one.check = known[key]
 
@@ -300,9 +300,27 @@ def keep(database: Database, arch, choices: list[Choice]) -> None:
             plans.append((*one.best, False))
         for plan, found, is_default in plans:
             facts = {"device": found.device, "runner": found.runner, "at": time.time()}
-            database.add(one.workload, Record(as_dict(plan), found.seconds, is_default, **facts))
+            database.add(one.workload, Record(asdict(plan), found.seconds, is_default, **facts))
         if one.check is not None:
-            database.check(one.workload, as_dict(one.best[0]), one.check)
+            database.check(one.workload, asdict(one.best[0]), one.check)
+
+
+def export(database: Database, path: Path, source: str) -> int:
+    """Writes the best plans, where they are not the default, as a file of shipped records (dist/README.md); returns how
+    many. source: how they were found."""
+    lines, empty = [], asdict(Record({}, None))
+    for entry in database.entries.values():
+        if (winner := entry.winner) and not winner.default:
+            facts = {name: value for name, value in asdict(winner).items() if value != empty[name]}
+            if entry.untuned:
+                facts["default_seconds"] = entry.untuned.seconds
+            line = {"op": entry.workload.op, "args": entry.workload.args} | facts
+            lines.append(json.dumps(line, separators=(",", ":")))
+    arch = database.arch
+    header = {"api": arch.api, "arch": arch.name, "tvm": tvm.__version__, "version": VERSION, "source": source}
+    records = ",\n".join(sorted(lines))
+    path.write_text(json.dumps(header)[:-1] + f', "records": [\n{records}\n]}}\n')
+    return len(lines)
 
 
 def table(arch, choices: list[Choice], names: dict[Workload, str], everything: bool) -> str:
@@ -311,7 +329,7 @@ def table(arch, choices: list[Choice], names: dict[Workload, str], everything: b
         if not (everything or one.clear):
             continue
         plan, measured = one.best or (None, one.default)
-        values = " ".join(f"{name}={value}" for name, value in as_dict(plan).items()) if plan else "no other was built"
+        values = " ".join(f"{name}={value}" for name, value in asdict(plan).items()) if plan else "no other was built"
         state = "default: below the margin" if not one.clear else one.check.checked
         if one.clear and not one.check.passed:
             state = f"default: {one.check.error or 'wrong'}"
@@ -319,7 +337,7 @@ def table(arch, choices: list[Choice], names: dict[Workload, str], everything: b
         rows.append((names[one.workload], *times, values, state))
     head = ("kernel", "default us", "best other us", "gain", "its plan", "shipped")
     count = sum(one.shipped for one in choices)
-    lines = [f"### {arch.name}: {len(choices)} records, {count} of them not the default", ""]
+    lines = [f"### {arch.name}: {len(choices)} kernels, {count} records", ""]
     lines += ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
 
@@ -327,14 +345,15 @@ def table(arch, choices: list[Choice], names: dict[Workload, str], everything: b
 def ship(name: str, cache: Path, out: Path, tables: Path | None) -> str:
     """Makes one arch's file. Returns the table of plans that clear the margin."""
     with (
-        Static(ARCHS[name], name, emulator=MODULE) as static,
+        emulated.Emulator(ARCHS[name], name) as emulate,
+        Static(ARCHS[name], name, emulate=emulate) as static,
         Database(static.arch, cache / file_name(name)) as database,
     ):
         names = tasks(MODELS, FORMATS, static.kind, name)
         choices = choose(Survey(static), names)
         check(static, choices, database)
         keep(database, static.arch, choices)
-        say(f"{name}: {database.export(out / f'{file_name(name)}.json', SOURCE, set(names))} records")
+        say(f"{name}: {export(database, out / f'{file_name(name)}.json', SOURCE)} records")
         if tables:
             tables.mkdir(parents=True, exist_ok=True)
             (tables / f"{file_name(name)}.md").write_text(table(static.arch, choices, names, everything=True))

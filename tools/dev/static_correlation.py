@@ -26,13 +26,13 @@ import numpy as np
 
 from mlc_amd.compiler.tuning import isa_costs
 from mlc_amd.compiler.tuning.build import Builder, plan_of
-from mlc_amd.compiler.tuning.static import codes_of, of_cases, run_of
+from mlc_amd.compiler.tuning.database import HEADER, LOG, entries_of, read_lines
+from mlc_amd.compiler.tuning.static import codes_of, of_candidate
 from mlc_amd.runtime.measure.candidate import read
 from mlc_amd.schedules.gpu import arch as archs
 from mlc_amd.schedules.gpu import profiles
-from mlc_amd.schedules.tuning.database import HEADER, LOG, entries_of, read_lines
-from mlc_amd.schedules.tuning.spaces import space
-from mlc_amd.schedules.tuning.workload import Workload
+from mlc_amd.schedules.plans.space import space
+from mlc_amd.schedules.plans.workload import Workload
 
 LEAST = 3  # plans of a workload: with fewer a rank says nothing
 PROMISES = (0.1, 0.25, 0.4)  # gains
@@ -100,13 +100,13 @@ def of_database(folder: Path, built: Path) -> tuple[str, str, list[Point]]:
     (header,), _ = read_lines(folder / HEADER)
     kind, arch = header["api"], header["arch"]
     jobs, points = [], []
-    for entry in entries_of(read_lines(folder / LOG)[0]).values():
+    for entry in entries_of(read_lines(folder / LOG)[0]):
         found = space(entry.workload, _arch(kind, arch))
         records = [
             record for record in entry.records.values() if record.seconds is not None and record.runner != "static"
         ]
         if found and len(records) >= LEAST:
-            jobs += [(entry.workload, found.plan(record.plan), record) for record in records]
+            jobs += [(entry.workload, found.parse(record.plan), record) for record in records]
     with Builder(kind, arch, built) as builder:
         made = builder.build([(workload, plan) for workload, plan, _ in jobs])
     for (workload, _, record), (path, error) in zip(jobs, made, strict=True):
@@ -135,9 +135,9 @@ def predict(kind: str, name: str, points: list[Point]) -> tuple[list[Guess | Non
         try:
             if isinstance(codes, str):
                 raise ValueError(codes)
-            run = run_of(point.workload, plan_of(candidate.facts), arch)
             spills = any(code.kernel.scratch or code.kernel.vgpr_spills for code in codes)
-            found.append(Guess(of_cases(codes, point.workload, candidate.cases, machine, run).seconds, point, spills))
+            one = of_candidate(candidate, codes, point.workload, plan_of(candidate.facts), arch, machine)
+            found.append(Guess(one.seconds, point, spills))
         except ValueError as error:
             found.append(None)
             reasons.append(str(error))

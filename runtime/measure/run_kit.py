@@ -1,17 +1,17 @@
 """Measures a kit: a folder of candidates that `mlc-amd tune --export-kit` made, where it was carried to. Needs Python
 and numpy.
 
-    kit.json      format 1, id, target, arch, model; candidates {name: {"reference", "states", ..}}: reference is the
-                  untuned kernel of the same work ("" for that kernel itself), states what the two are compared in
+    kit.json      format 2, id, target, arch, model; candidates {name: {"reference", ..}}: reference is the untuned
+                  kernel of the same workload ("" for that kernel itself)
     candidates/   a folder for each, as candidate.py describes them
     copy/         one that copies memory, for target vulkan: it tells what the memory can do
     lib/          these sources
-    results.json  written here, anew after each result, so that a run that was stopped goes on where it was:
-        format    1
+    results.json  written here, rewritten after each result, so that an interrupted run resumes:
+        format    2
         kit       the kit's id
         facts     {"device", "driver"}, and where there is copy/, "copy_bandwidth": bytes per second, read and written
                   together
-        results   {name: a result of session.py}
+        results   {name: a result of measurer.py}
         checks    {name: {"checked": "device" or "lavapipe", "passed", "deviation", "error", "gain"}}: of those that are
                   faster than their reference
 
@@ -26,15 +26,14 @@ from pathlib import Path
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import figures, read
-from mlc_amd.runtime.measure.session import Session
+from mlc_amd.runtime.measure.measurer import Measurer
 
-FORMAT = 1
+FORMAT = 2
 KIT, RESULTS, CANDIDATES, COPY = "kit.json", "results.json", "candidates", "copy"
-SOFTWARE = "llvmpipe"  # how the name of Mesa's CPU driver begins
 
 
 class Run:
-    """A kit that is being measured. device: as `Session` takes it."""
+    """A kit that is being measured. device: as `Measurer` takes it."""
 
     def __init__(self, folder: Path, device: str | None = None):
         self.folder = folder
@@ -46,11 +45,11 @@ class Run:
             raise UserError(f"{folder} was made by another version of mlc-amd; export the kit again")
         self.device, self.candidates = device, self.kit["candidates"]
         self.found = {"format": FORMAT, "kit": self.kit["id"], "facts": {}, "results": {}, "checks": {}}
-        self._go_on()
+        self._resume()
         self._started, self._said = time.monotonic(), 0
 
-    def _go_on(self) -> None:
-        """Takes over what an earlier run has measured. What it could not read is measured again."""
+    def _resume(self) -> None:
+        """Loads what an earlier run measured. An unreadable file is measured again."""
         try:
             earlier = json.loads((self.folder / RESULTS).read_text())
         except (OSError, ValueError):
@@ -63,28 +62,28 @@ class Run:
         groups: dict[str, list[str]] = {}
         for name, facts in self.candidates.items():
             groups.setdefault(facts["reference"] or name, []).append(name)
-        with Session(self.device) as session:
-            self._copy(session)
+        with Measurer(self.device) as measurer:
+            self._copy(measurer)
             for reference, names in groups.items():
-                self._measure(session, reference, [name for name in names if name not in self.found["results"]])
-                self._compare(session, reference, [name for name in names if name not in self.found["checks"]])
+                self._measure(measurer, reference, [name for name in names if name not in self.found["results"]])
+                self._compare(measurer, reference, [name for name in names if name not in self.found["checks"]])
 
-    def _copy(self, session: Session) -> None:
+    def _copy(self, measurer: Measurer) -> None:
         """How fast a kernel copies, as the device's bandwidth."""
         if (self.folder / COPY).is_dir() and not self.found["facts"]:
-            (result,) = session.measure([self.folder / COPY])
-            self.found["facts"] = dict(session.facts)
+            (result,) = measurer.measure([self.folder / COPY])
+            self.found["facts"] = dict(measurer.facts)
             if result["error"] is None:
                 rate = figures(read(self.folder / COPY).facts, min(result["runs"]))[
                     "gbps"
                 ]  # the best one, as VulkanDevice has it
                 self.found["facts"]["copy_bandwidth"] = rate * 1e9
-                print(f"{session.facts['device']} copies {rate:.1f} GB/s", flush=True)
+                print(f"{measurer.facts['device']} copies {rate:.1f} GB/s", flush=True)
 
-    def _measure(self, session: Session, reference: str, names: list[str]) -> None:
+    def _measure(self, measurer: Measurer, reference: str, names: list[str]) -> None:
         if not names:
             return
-        # a run that goes on times the reference again, for the clocks' sake; its first result stays
+        # a resumed run times the reference again, because clocks may differ; its first result is kept
         folders = dict.fromkeys([reference, *names])
 
         def note(folder: str, result: dict) -> None:
@@ -92,31 +91,20 @@ class Run:
             if name in names:
                 again = name in self.found["results"]
                 self.found["results"][name] = result
-                self.found["facts"] = session.facts | self.found["facts"]
+                self.found["facts"] = measurer.facts | self.found["facts"]
                 self._save()
                 if not again:
                     self._say(name, result)
 
-        session.measure([self._folder(name) for name in folders], note)
+        measurer.measure([self._folder(name) for name in folders], note)
 
-    def _compare(self, session: Session, reference: str, names: list[str]) -> None:
+    def _compare(self, measurer: Measurer, reference: str, names: list[str]) -> None:
         """The faster ones with the reference: others will not be used."""
         times = {name: self.found["results"][name].get("seconds") for name in (reference, *names)}
         for name in names:
             if name == reference or times[name] is None or not times[name] < (times[reference] or float("inf")):
                 continue
-            states = self.candidates[name]["states"]
-            answer = session.compare(self._folder(reference), self._folder(name), states)
-            where = "lavapipe" if session.facts["device"].startswith(SOFTWARE) else "device"
-            wrong = "; ".join(answer["wrong"])
-            check = {
-                "checked": where,
-                "passed": not wrong,
-                "deviation": answer["error"],
-                "error": wrong,
-                "gain": answer["gain"],
-            }
-            self.found["checks"][name] = check
+            self.found["checks"][name] = measurer.compare(self._folder(reference), self._folder(name))
             self._save()
 
     def _folder(self, name: str) -> Path:
@@ -157,7 +145,7 @@ def main(folder: Path, arguments: list[str]) -> int:
         print(f"error: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"stopped: {run.summary()}; run it again to go on", file=sys.stderr)
+        print(f"stopped: {run.summary()}; run it again to resume", file=sys.stderr)
         return 130
     print(run.summary())
     print(f"take {folder / RESULTS} back into this folder where it was made, and: mlc-amd tune --import-kit FOLDER")

@@ -1,4 +1,4 @@
-"""The plans of CPU kernels. What a plan's numbers mean stands with its dataclass, in the kernel's module.
+"""The plans of CPU kernels. The fields of a plan are described by its dataclass, in the kernel's module.
 
 Norms and the small kernels around attention have none: together they take two to four hundredths of the time.
 """
@@ -9,7 +9,7 @@ from mlc_amd.schedules.cpu.attention_block import product_blocks
 from mlc_amd.schedules.cpu.cache import BLOCK as BLOCK_KEYS
 from mlc_amd.schedules.cpu.planes import BLOCK, ROWS
 from mlc_amd.schedules.formats import lookup
-from mlc_amd.schedules.tuning.spaces import Kernel, Space
+from mlc_amd.schedules.plans.space import Kernel, Space
 
 
 def _rows_space(segments, k, m, isa, tasks) -> Space:

@@ -1,4 +1,4 @@
-"""The plans of GPU kernels. What a plan's numbers mean stands with its dataclass, in the kernel's module."""
+"""The plans of GPU kernels. The fields of a plan are described by its dataclass, in the kernel's module."""
 
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu import (
@@ -16,7 +16,7 @@ from mlc_amd.schedules.gpu import (
 from mlc_amd.schedules.gpu.attention_rows_vulkan import waves_of
 from mlc_amd.schedules.gpu.gemm import engine
 from mlc_amd.schedules.gpu.planes import padded
-from mlc_amd.schedules.tuning.spaces import Kernel, Space
+from mlc_amd.schedules.plans.space import Kernel, Space
 
 SUMS = 256  # float32 accumulators of a lane, at most: more leave no registers for anything else
 BLOCKS = 32  # of 32 columns that a lane has loaded, at most
@@ -29,24 +29,9 @@ GEMV = {"rows": (1, 2, 4, 8, 16), "waves": (1, 2, 4, 8), "lanes": (8, 16, 32, 64
 TOKENS = ROWS = (16, 32, 64, 128, 256)
 COLUMNS = (32, 64, 128, 256, 512)
 WAVES = (1, 2, 4, 8)
-COOP = {
-    "tokens": TOKENS,
-    "rows": ROWS,
-    "columns": COLUMNS,
-    "waves_m": WAVES,
-    "waves_n": WAVES,
-    "waves_k": (1, 2, 4),
-    "span": (1, 2, 4),
-}
-MATRIX = {
-    "tokens": TOKENS,
-    "rows": ROWS,
-    "columns": COLUMNS,
-    "waves_m": WAVES,
-    "waves_n": WAVES,
-    "buffers": (1, 2),
-    "waves_k": (1, 2, 4),
-}
+TILE = {"tokens": TOKENS, "rows": ROWS, "columns": COLUMNS, "waves_m": WAVES, "waves_n": WAVES}
+COOP = TILE | {"waves_k": (1, 2, 4), "span": (1, 2, 4)}
+MATRIX = TILE | {"buffers": (1, 2), "waves_k": (1, 2, 4)}
 DOT = {"tokens": (16, 32, 64, 128), "rows": (32, 64, 128), "threads_m": (1, 2, 4, 8)}
 ATTENTION_COOP = {"waves": WAVES, "fragments": (1, 2), "keys": (16, 32, 64, 128), "parts": (1, 2, 4)}
 ATTENTION_MATRIX = {"threads": (32, 64, 128, 256), "blocks": (1, 2, 4)}
@@ -91,7 +76,7 @@ def _gemv_gate_up(args, arch) -> Space:
 
 
 def _loads(fmts, k, used, plan) -> float:
-    """Bytes of weights that a lane has under way. ValueError if they are too many."""
+    """Bytes of weights that a lane has in flight. ValueError if they are too many."""
     blocks = len(fmts) * used.rows * used.unroll * (gemv.span_of(fmts, k) if fmts[0].kind == "int8" else 1)
     if blocks > BLOCKS:
         raise ValueError(f"{plan}: a lane would load {blocks} blocks at once")

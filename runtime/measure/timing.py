@@ -1,4 +1,4 @@
-"""Timing the candidates of one workload side by side, under the conditions of a model that runs.
+"""Timing the candidates of one workload side by side, under the conditions of a running model.
 
 In: a backend (`vulkan.py`, `hip.py`, `cpu.py`) and candidates of one group. Out: for each a result, a dict of JSON
 values:
@@ -8,25 +8,23 @@ values:
     cases       {case: median seconds}
     spread      (90th - 10th percentile) / median of the worst case: how sure the number is
     outliers    repetitions more than OUTLIER beyond the median
-    disturbed   share of the time in which other programs had the processor, in the worst of the repetitions that count
-    drift       how far the reference was off its usual time when this was measured, where that stayed beyond DRIFT;
-                else 0
+    noise       share of the time in which other programs had the processor, in the worst of the repetitions that count
+    drift       relative change of the reference's time when this was measured, where it stayed beyond DRIFT; else 0
 
-Conditions: weights and caches are taken from copies in turn, which together are larger than the last-level cache, so
-each call finds them in memory; a call waits for the one before; the device was busy just before. The first candidate
-(by custom the untuned kernel) is the reference: it is timed again after every few others. When its time has moved, the
-clocks have, and what came since is timed again.
+Conditions: calls rotate over copies of weights and caches that together are larger than the last-level cache, so each
+call finds them in memory; a call waits for the one before; the device was busy just before. The first candidate (by
+convention the untuned kernel) is the reference: it is timed again after every CHECK others. When its time has changed,
+the clocks have, and the candidates since then are timed again.
 
 Backends have: `name`, `facts`, `cache` (bytes to rotate over), `target` (seconds that one repetition should take), and
 
-    open(sizes)                     memory for {key: bytes}, instead of what there was
+    open(sizes)                     memory for {key: bytes}, replacing the last
     put(key, array), get(key, n)    contents as uint8
     load(candidates)                a handle or an exception for each
     bind(handle, candidate, keys)   a call on the buffers of these keys: one for each parameter, then the scratch
                                     buffers
-    run(calls)                      seconds on the device's clock for calls that wait for one another; the same calls
-                                    often come again
-    disturbed                       in the last run, the share of the time that other programs had the processor
+    run(calls)                      seconds on the device's clock for dependent calls; the same sequence often recurs
+    noise                           in the last run, the share of the time that other programs had the processor
     close()
 """
 
@@ -39,19 +37,19 @@ from mlc_amd.runtime.measure.candidate import PRIVATE, ROLES, ROTATING, WRITTEN,
 from mlc_amd.runtime.measure.inputs import fill
 
 REPEATS = 7
-FEWER = 3  # repetitions of what is hopeless or takes long
-HOPELESS = 3.0  # times the reference's time
+FEWER = 3  # repetitions of candidates that are slow
+SLOW = 3.0  # times the reference's time
 LONG = 0.5  # seconds of one call
-MOST_CALLS, MOST_COPIES = 2000, 1024
+MAX_CALLS, MAX_COPIES = 2000, 1024
 BUSY = 0.25  # seconds of work before the first timing
 IDLE = 0.05  # seconds after which clocks may have fallen
 CHECK = 8  # candidates between two timings of the reference
 OUTLIER, DRIFT, SPREAD = 0.2, 0.1, 0.1
-SURE = 25  # percent of the rounds may show less than what is called a gain
-TURNS = 15  # rounds in which kernels are timed one after the other
+QUANTILE = 25  # percent: of the rounds' gains, the one that counts
+ROUNDS = 15  # interleaved
 LONGEST = 5.0  # seconds after which FEWER rounds are enough
-# The share of time that others may have; how often as many repetitions are tried for that, in how many seconds.
-QUIET, ATTEMPTS, PATIENCE = 0.03, 3, 1.0
+MAX_NOISE = 0.03  # of a repetition that counts, if ATTEMPTS times as many or PATIENCE seconds give enough of them
+ATTEMPTS, PATIENCE = 3, 1.0
 
 
 class Bench:
@@ -75,7 +73,7 @@ class Bench:
         self.failures = {
             i: str(handle) or type(handle).__name__ for i, handle in enumerate(loaded) if isinstance(handle, Exception)
         }
-        self._handles, self._calls, self._turn, self._current, self._busy_until = loaded, {}, 0, None, 0.0
+        self._handles, self._calls, self._copy, self._current, self._busy_until = loaded, {}, 0, None, 0.0
 
     def _fill(self, state, copies, roles=ROLES) -> None:
         arrays = fill(self.candidates[0], state, roles)
@@ -104,17 +102,17 @@ class Bench:
 
     def _run(self, index: int, count: int) -> float:
         """Seconds of one call, of `count` in a row."""
-        # Rows that take all copies are the same each time, which backends make use of. Shorter ones go on where the
-        # last one ended.
-        self._turn = 0 if count >= self.copies else self._turn
-        calls = [self._call(index, (self._turn + i) % self.copies) for i in range(count)]
-        self._turn = (self._turn + count) % self.copies
+        # Sequences over all copies are equal each time, which backends cache. Shorter ones continue where the last
+        # one ended.
+        self._copy = 0 if count >= self.copies else self._copy
+        calls = [self._call(index, (self._copy + i) % self.copies) for i in range(count)]
+        self._copy = (self._copy + count) % self.copies
         seconds = self.backend.run(calls) / count
         self._busy_until = time.perf_counter()
         return max(seconds, 1e-9)
 
     def _count(self, index: int, seconds: float) -> int:
-        return min(max(round(self.backend.target / seconds), 1), MOST_CALLS)
+        return min(max(round(self.backend.target / seconds), 1), MAX_CALLS)
 
     def _warm(self, index: int) -> None:
         """Keeps the device busy where it was not."""
@@ -138,8 +136,8 @@ class Bench:
     # ---- timing
 
     def _time(self, index: int, limit: float) -> dict:
-        """A result without drift. limit: seconds beyond which a candidate is hopeless."""
-        cases, rounds, disturbed = {}, [], 0.0
+        """A result without drift. limit: seconds beyond which a candidate is slow."""
+        cases, rounds, noise = {}, [], 0.0
         for case in self.candidates[index].cases:
             first, count = self._settle(index, case["state"])
             repeats = FEWER if first > LONG or first > limit else REPEATS
@@ -147,7 +145,7 @@ class Bench:
             if repeats == REPEATS and _spread(times) > SPREAD:
                 more, again = self._repeat(index, count, repeats)
                 times, others = times + more, max(others, again)
-            cases[case["name"]], disturbed = times, max(disturbed, others)
+            cases[case["name"]], noise = times, max(noise, others)
             rounds.append(times)
         shortest = min(len(times) for times in rounds)
         medians = {name: float(np.median(times)) for name, times in cases.items()}
@@ -157,19 +155,19 @@ class Bench:
             "cases": medians,
             "spread": max(_spread(times) for times in rounds),
             "outliers": sum(bool(t > (1 + OUTLIER) * np.median(times)) for times in rounds for t in times),
-            "disturbed": disturbed,
+            "noise": noise,
             "drift": 0.0,
         }
 
     def _repeat(self, index: int, count: int, repeats: int) -> tuple[list[float], float]:
-        """Seconds of a call in each of so many repetitions, the least disturbed ones of up to ATTEMPTS times as many,
-        and how much the worst of them was."""
+        """(seconds of a call in so many repetitions, the least noisy ones of up to ATTEMPTS times as many, the largest
+        noise among them)."""
         found, end = [], time.perf_counter() + PATIENCE
-        while len(found) < ATTEMPTS * repeats and sum(others <= QUIET for others, _, _ in found) < repeats:
+        while len(found) < ATTEMPTS * repeats and sum(others <= MAX_NOISE for others, _, _ in found) < repeats:
             if len(found) >= repeats and time.perf_counter() > end:
                 break
             seconds = self._run(index, count)
-            found.append((self.backend.disturbed, len(found), seconds))
+            found.append((self.backend.noise, len(found), seconds))
         best = sorted(sorted(found)[:repeats], key=lambda one: one[1])
         return [seconds for _, _, seconds in best], max(others for others, _, _ in best)
 
@@ -181,7 +179,7 @@ class Bench:
             return
         reference = _Reference(usable[0], lambda: self._time(usable[0], np.inf), doing, done)
         reference.drift()
-        limit, since = HOPELESS * reference.seconds, []
+        limit, since = SLOW * reference.seconds, []
         for place, index in enumerate(usable[1:], 1):
             doing(index)
             done(index, self._time(index, limit))
@@ -202,15 +200,14 @@ class Bench:
             done(index, result | {"drift": drift if abs(drift) > DRIFT else 0.0})
 
     def gain(self) -> float:
-        """How many times as long a call of the first candidate takes as one of the second, at least, in three of four
-        rounds of `turns`. That a plan was the fastest of many is partly luck, and the middle of the rounds is above 1
-        half of the time where there is no difference; this is not."""
-        seconds = self.turns().sum(axis=2)
-        return float(np.percentile(seconds[:, 0] / seconds[:, 1], SURE))
+        """The second candidate's speedup over the first: the lower quartile of interleaved rounds. The median would be
+        above 1 half of the time where there is no difference."""
+        seconds = self.interleaved().sum(axis=2)
+        return float(np.percentile(seconds[:, 0] / seconds[:, 1], QUANTILE))
 
-    def turns(self) -> np.ndarray:
-        """Seconds of a call as [round, candidate, case]; in a round all are timed one after the other, so that what
-        happens to the machine happens to all."""
+    def interleaved(self) -> np.ndarray:
+        """Seconds of a call as [round, candidate, case]; in a round all candidates are timed one after the other, so
+        that noise affects all of them."""
         cases, rounds = self.candidates[0].cases, []
         indices = range(len(self.candidates))
         counts = {
@@ -219,7 +216,7 @@ class Bench:
             for index in indices
         }
         end = time.perf_counter() + LONGEST
-        while len(rounds) < FEWER or (len(rounds) < TURNS and time.perf_counter() < end):
+        while len(rounds) < FEWER or (len(rounds) < ROUNDS and time.perf_counter() < end):
             seconds = np.zeros((len(indices), len(cases)))
             for place, case in enumerate(cases):
                 for index in indices if len(rounds) % 2 else reversed(indices):
@@ -268,7 +265,7 @@ def _copies(candidate: Candidate, rotating, cache: int) -> int:
         return 1
     weights = sum(p.nbytes for p in rotating if p.role == "weight")
     read = min(total, max(weights, int(min(case["bytes"] for case in candidate.cases)), 1))
-    return max(1, min(-(-cache // read), max(4 * cache // total, 2), MOST_COPIES))
+    return max(1, min(-(-cache // read), max(4 * cache // total, 2), MAX_COPIES))
 
 
 def _private(candidate: Candidate) -> dict:

@@ -1,30 +1,29 @@
-"""Which plans are worth trying: for each operator of a target, the values of each number of its kernel's plan.
+"""The plans worth measuring: for each operator of a target, the values of each field of its kernel's plan.
 
-In: a workload and an arch. Out: a `Space`, or None for what has nothing to choose. Plans that the arch cannot run are
-left out, and of plans that make the same kernel all but one.
+Plans that the arch cannot run are left out, and all but one of those that make the same kernel.
 """
 
 import importlib
 import itertools
-from collections.abc import Callable, Hashable
-from dataclasses import asdict, astuple, dataclass, fields
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import astuple, dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.tuning.workload import Workload
+from mlc_amd.schedules.plans.workload import Workload
 
-# api of an arch: the module that has its `SPACES`, {operator: function (workload, arch) -> Space or None}
-MODULES = {"rocm": "gpu_spaces", "vulkan": "gpu_spaces", "cpu": "cpu_spaces"}
+# api of an arch: the module with its `SPACES`, {operator: function (workload, arch) -> Space or None}
+MODULES = {"rocm": "gpu", "vulkan": "gpu", "cpu": "cpu"}
 
 
 class Kernel(NamedTuple):
     """What a plan comes to, as far as it can be told without building it.
 
     same        plans with equal ones make the same kernel
-    workgroups  or tasks, on a CPU
+    workgroups  tasks, on a CPU
     threads     of a workgroup
-    loads       bytes that a thread has under way, roughly
+    loads       bytes that a thread has in flight, roughly
     """
 
     same: Hashable
@@ -38,8 +37,8 @@ class Space:
     """The plans of one workload on one arch.
 
     plan_type  frozen dataclass whose fields are all integers
-    choices    field name: values, ascending; in the order in which they are drawn. All fields are there
-    default    the plan that is used without tuning; its values are among the choices
+    choices    field name: values, ascending; all fields, in their order
+    default    the plan without tuning; its values are added to the choices
     kernel     what a plan comes to; ValueError or UserError for a plan that the arch cannot run
     """
 
@@ -51,14 +50,9 @@ class Space:
     def __post_init__(self):
         names = [field.name for field in fields(self.plan_type)]
         if list(self.choices) != names:
-            raise ValueError(f"a space of {self.plan_type.__name__} draws {list(self.choices)}, not its fields {names}")
+            raise ValueError(f"choices of {list(self.choices)} for {self.plan_type.__name__}, whose fields are {names}")
         merged = {name: tuple(sorted({*values, getattr(self.default, name)})) for name, values in self.choices.items()}
         object.__setattr__(self, "choices", merged)
-
-    def plan(self, values) -> object:
-        """The plan of a dict by field name, as JSON keeps it, or of values in the fields' order. TypeError for wrong
-        names."""
-        return self.plan_type(**values) if isinstance(values, dict) else self.plan_type(*values)
 
     def valid(self, plan) -> str | None:
         """None, or why the arch cannot run the plan."""
@@ -68,12 +62,23 @@ class Space:
             return str(error)
         return None
 
+    def parse(self, values: dict):
+        """The plan with these values by field name. ValueError, which says why, if the space has no such plan."""
+        if values.keys() != self.choices.keys():
+            raise ValueError(f"its plan has the fields {', '.join(values)}, not {', '.join(self.choices)}")
+        if outside := [name for name, choices in self.choices.items() if values[name] not in choices]:
+            raise ValueError(f"{', '.join(outside)} of its plan is not among the choices")
+        plan = self.plan_type(**values)
+        if reason := self.valid(plan):
+            raise ValueError(reason)
+        return plan
+
     @cached_property
     def plans(self) -> list:
-        """Every plan that is worth measuring, the default first; of those that make the same kernel, the first one."""
+        """Every plan worth measuring, the default first; of those that make the same kernel, the first one."""
         return list(self._distinct())
 
-    def _distinct(self):
+    def _distinct(self) -> Iterator:
         known = set()
         for values in itertools.chain([astuple(self.default)], itertools.product(*self.choices.values())):
             plan = self.plan_type(*values)
@@ -100,14 +105,7 @@ class Space:
 
 
 def space(workload: Workload, arch) -> Space | None:
-    """The workload's space on an arch (a GpuArch, Profile or cpu Arch), None if its kernel has no choices or only one
-    plan fits."""
-    module = importlib.import_module(f"mlc_amd.schedules.tuning.{MODULES[arch.api]}")
-    make = module.SPACES.get(workload.op)
-    found = make(workload, arch) if make else None
+    """The workload's space on an arch (a GpuArch, Profile or cpu Arch); None if there is only one plan."""
+    spaces = importlib.import_module(f"mlc_amd.schedules.plans.{MODULES[arch.api]}").SPACES
+    found = spaces[workload.op](workload, arch) if workload.op in spaces else None
     return found if found and found.open else None
-
-
-def as_dict(plan) -> dict:
-    """A plan as JSON keeps it; `Space.plan` reads it."""
-    return asdict(plan)

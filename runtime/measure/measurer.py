@@ -1,12 +1,11 @@
-"""Measuring from the outside: a session keeps a child process on a device and lives through what candidates do to it.
+"""Measuring from outside: a child process keeps the device open; it is replaced when a candidate ends it.
 
-`Session(device).measure(folders)` -> for each folder a result: what `bench.py` describes, "error" (None, or why there
+`Measurer(device).measure(folders)` -> for each folder a result: what `timing.py` describes, "error" (None, or why there
 are no seconds) and, without an error, the figures "us", "gbps", "tflops". A candidate that crashes the process, loses
 the device or hangs gets an error; the others are measured by a new process.
 """
 
 import logging
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,26 +14,27 @@ from mlc_amd.runtime.measure.candidate import Candidate, figures, read
 from mlc_amd.runtime.measure.child import Child, Died
 
 MODULE = "mlc_amd.runtime.measure.program"
+SOFTWARE = "llvmpipe"  # how the name of Mesa's CPU driver begins
 START, TIMEOUT = 120.0, 60.0  # seconds: to open a device; without news from a candidate
 LOAD = 5.0  # more for each candidate of those that load together
-ROUGH = 0.1  # share of the time that others had the processor
-MOST_DEATHS = 3  # of a process before the first result: then it is not the candidates
+NOISY = 0.1  # share of the time that others had the processor, above which the user is told
+MAX_DEATHS = 3  # of processes while several candidates load: then it is not the candidates
 
 log = logging.getLogger("mlc_amd")
 
 
-class Session:
-    """A device to measure on. device: as the backends take it. timeout: seconds that a candidate may be silent. A
-    context manager.
+class Measurer:
+    """A device to measure on, in a child process. device: as the backends take it. timeout: seconds that a candidate
+    may take without a message. A context manager.
 
-    `facts` ({"device", "driver"}) is there once something was measured or `start` was called.
+    facts: {"device", "driver"} once something was measured or `start` was called.
     """
 
     def __init__(self, device: str | None = None, timeout: float = TIMEOUT, environment: dict[str, str] | None = None):
         self.device, self.timeout, self.facts = device, timeout, {}
         self._child, self._open, self._warned = Child(MODULE, environment=environment), None, False
 
-    def __enter__(self) -> "Session":
+    def __enter__(self) -> "Measurer":
         return self
 
     def __exit__(self, *_) -> None:
@@ -77,7 +77,7 @@ class Session:
 
         def keep(folder: str, result: dict) -> None:
             if result["error"] is None:
-                self._warn(result["disturbed"])
+                self._warn(result["noise"])
                 result |= figures(candidates[folder].facts, result["seconds"])
             results[folder] = result
             pending.pop(folder, None)
@@ -106,55 +106,49 @@ class Session:
                     keep(doing[0], {"error": str(e)})
                     continue
                 together, lost = len(doing) == 1, lost + 1
-                if lost >= MOST_DEATHS:
+                if lost >= MAX_DEATHS:
                     raise UserError(f"measuring does not work on this machine: {e}") from e
 
-    def _warn(self, disturbed: float) -> None:
-        if disturbed > ROUGH and not self._warned:
+    def _warn(self, noise: float) -> None:
+        if noise > NOISY and not self._warned:
             self._warned = True
             text = (
                 "other programs had the processor for %.0f%% of a measurement: close them, or the best plan may not be "
                 "found"
             )
-            log.warning(text, min(100 * disturbed, 100))
+            log.warning(text, min(100 * noise, 100))
 
-    def turns(self, folders) -> list[list[float]]:
-        """Seconds of a call of each candidate in each case, medians of rounds in which all are timed one after the
-        other. UserError if one does not run."""
-        self.start(read(folders[0]))
+    def interleaved(self, folders) -> list[list[float]]:
+        """Seconds of a call of each candidate in each case, medians of interleaved rounds. UserError if one does not
+        run."""
+        request = {"interleaved": list(map(str, folders))}
         try:
-            self._child.send({"turns": [str(folder) for folder in folders]})
-            answer = self._child.receive(self.timeout + LOAD * len(folders))
+            answer = self._ask(folders[0], request, self.timeout + LOAD * len(folders))
         except Died as e:
-            self._open = None
             raise UserError(f"measuring does not work on this machine: {e}") from e
         if answer["failures"]:
             raise UserError(f"measuring does not work on this machine: {'; '.join(answer['failures'])}")
         return answer["seconds"]
 
-    def compare(self, untuned: Path, tuned: Path, states) -> dict:
-        """{"error": worst difference as a share of what is allowed or None, "wrong": [reasons]} of two candidates'
-        outputs in these states, the tuned one's of several runs; "gain": how much faster the tuned one is in turns with
-        the other, None if it is wrong."""
-        self.start(read(tuned))
+    def compare(self, untuned: Path, tuned: Path) -> dict:
+        """Whether two candidates compute the same in the tuned one's `states`, as the fields of the database's
+        `Checked`: {"checked", "passed", "deviation", "error", "gain"}. The tuned one runs several times. gain: its
+        speedup in interleaved rounds, None if its results are wrong."""
+        request = {"compare": [str(untuned), str(tuned)]}
         try:
-            self._child.send(
-                {"compare": [str(untuned), str(tuned)], "states": [list(map(int, state)) for state in states]}
-            )
-            answer = self._child.receive(2 * self.timeout)
+            answer = self._ask(tuned, request, 2 * self.timeout)
         except Died as e:
+            answer = {"deviation": None, "error": str(e), "gain": None}
+        where = "lavapipe" if self.facts["device"].startswith(SOFTWARE) else "device"
+        found = {name: answer[name] for name in ("deviation", "error", "gain")}
+        return {"checked": where, "passed": not answer["error"]} | found
+
+    def _ask(self, folder: str | Path, request: dict, timeout: float) -> dict:
+        """Opens the device for that candidate; the answer to a request. Died."""
+        self.start(read(folder))
+        try:
+            self._child.send(request)
+            return self._child.receive(timeout)
+        except Died:
             self._open = None
-            return {"error": None, "wrong": [str(e)], "gain": None}
-        return {name: answer[name] for name in ("error", "wrong", "gain")}
-
-
-def measure(folders, device: str | None = None, progress=lambda folder, result: None) -> list[dict]:
-    """`Session.measure` with a session of its own."""
-    with Session(device) as session:
-        return session.measure(folders, progress)
-
-
-def best(results: list[dict]) -> int | None:
-    """The index of the fastest result; None if all failed."""
-    seconds = [result["seconds"] if result["error"] is None else math.inf for result in results]
-    return min(range(len(seconds)), key=seconds.__getitem__) if min(seconds, default=math.inf) < math.inf else None
+            raise

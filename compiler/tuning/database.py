@@ -1,0 +1,355 @@
+"""Where measurements are kept, and how a compile finds the best plans.
+
+A folder for each arch, `<cache>/tuned/<arch>/`, where <cache> is `$XDG_CACHE_HOME/mlc-amd` or `~/.cache/mlc-amd`:
+
+    arch.json            {"api", "arch"}: records of another arch are never used
+    measurements.jsonl   a line for each measurement and each verification, appended in one write before anything else
+                         is done with it; opening drops a line that a killed process left incomplete
+
+Records shipped with the project are `dist/tuned/<arch>.json`: the best plans, where they are not the default.
+
+A compile uses a plan that was measured with this TVM and this meaning of plans (`VERSION`), that is in the workload's
+space on the arch today, and that passed verification. Records of another KV cache capacity serve where there are none
+of the same. Unusable records are left out with a note.
+"""
+
+import fcntl
+import json
+import math
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import tvm
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.plans.space import Space, space
+from mlc_amd.schedules.plans.workload import VERSION, Workload
+
+MODES = ("none", "shipped", "user", "auto")
+DEFAULT = "default"  # the origin of plans that no record decides on
+LOG, HEADER, LOCK = "measurements.jsonl", "arch.json", "lock"
+SHIPPED = Path(__file__).resolve().parents[2] / "dist" / "tuned"
+
+
+@dataclass
+class Measured:
+    """The measurement of a plan.
+
+    seconds     of a call; None: it could not be built or run, `error` says why
+    runs        all repetitions, in seconds
+    device, driver, runner   on what and how it was measured ("local", "rpc", "kit", "static")
+    """
+
+    seconds: float | None
+    error: str = ""
+    runs: list[float] = field(default_factory=list)
+    device: str = ""
+    driver: str = ""
+    runner: str = ""
+
+
+@dataclass
+class Checked:
+    """The verification of a plan's kernel against the default plan's.
+
+    checked     where both ran: "device", "lavapipe", "emulator"; "": nowhere, `error` says why
+    passed      whether their results agree; deviation: the largest error as a share of the tolerance
+    gain        lower quartile of the speedup over the default plan in interleaved rounds; None: not timed
+    """
+
+    checked: str
+    passed: bool
+    deviation: float | None = None
+    error: str = ""
+    gain: float | None = None
+
+
+@dataclass
+class Record:
+    """One plan of a workload: the fields of Measured, and of Checked ("" where it was not verified). default: it is the
+    plan without tuning. over: the default plan that `gain` refers to. at: time of the measurement, seconds since
+    1970."""
+
+    plan: dict
+    seconds: float | None
+    default: bool = False
+    error: str = ""
+    runs: list[float] = field(default_factory=list)
+    device: str = ""
+    driver: str = ""
+    runner: str = ""
+    checked: str = ""
+    passed: bool = False
+    deviation: float | None = None
+    gain: float | None = None
+    over: dict | None = None
+    at: float = 0
+
+    @property
+    def usable(self) -> bool:
+        """It ran, and its results are known to be right: the default plan's are the reference."""
+        return self.seconds is not None and (self.default or self.passed)
+
+    @property
+    def refuted(self) -> bool:
+        """Its results were wrong."""
+        return bool(self.checked) and not self.passed
+
+
+@dataclass
+class Entry:
+    """A workload and its records, by plan. version, tvm: that they were made with."""
+
+    workload: Workload
+    version: int = VERSION
+    tvm: str = tvm.__version__
+    records: dict[str, Record] = field(default_factory=dict)
+
+    @property
+    def stale(self) -> str:
+        """Why the records cannot be used today, "" if they can."""
+        if self.tvm != tvm.__version__:
+            return f"made with TVM {self.tvm}, this is {tvm.__version__}"
+        return "" if self.version == VERSION else "the kernels' plans have changed since"
+
+    def refresh(self, found: Space | None) -> "Entry":
+        """Itself, with the default of the space `found` marked as the default: a former default is a plan like
+        others."""
+        if found:
+            for record in self.records.values():
+                record.default = record.plan == asdict(found.default)
+        return self
+
+    def seconds(self, record: Record) -> float | None:
+        """Of a call. A gain from interleaved rounds over today's default has precedence: the fastest of many
+        measurements is partly luck."""
+        untuned = self.untuned
+        paired = record.gain and untuned and untuned.seconds and record.over == untuned.plan and not record.default
+        return untuned.seconds / record.gain if paired else record.seconds
+
+    @property
+    def ranked(self) -> list[Record]:
+        """The usable records, the fastest first."""
+        return sorted((record for record in self.records.values() if record.usable), key=self.seconds)
+
+    @property
+    def winner(self) -> Record | None:
+        return next(iter(self.ranked), None)
+
+    @property
+    def untuned(self) -> Record | None:
+        return next((record for record in self.records.values() if record.default), None)
+
+    def known(self, found: Space) -> list[tuple[object, float | None]]:
+        """(plan of the space, seconds) of the records that fit it; None for failed and wrong ones."""
+        learned = {}
+        for record in self.records.values():
+            try:
+                learned[found.equal(found.parse(record.plan))] = None if record.refuted else self.seconds(record)
+            except ValueError:
+                continue
+        return list(learned.items())
+
+
+def cache() -> Path:
+    """The user's folder of tuned plans."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlc-amd" / "tuned"
+
+
+def file_name(arch_name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", arch_name)
+
+
+def plan_text(plan: dict) -> str:
+    return json.dumps(plan, separators=(",", ":"), sort_keys=True)
+
+
+def entries(arch, folder: Path | None = None) -> dict[Workload, Entry]:
+    """The valid entries of an arch's folder, by default of the user's, which may be open for tuning elsewhere."""
+    lines, _ = read_lines((folder or cache() / file_name(arch.name)) / LOG)
+    return {entry.workload: entry for entry in entries_of(lines) if not entry.stale}
+
+
+def read_lines(path: Path) -> tuple[list[dict], bool]:
+    """The JSON objects of a file's lines, and whether the whole file consists of such lines."""
+    if not path.exists():
+        return [], True
+    data = path.read_bytes()
+    lines, whole = [], not data or data.endswith(b"\n")
+    for line in data.splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            whole = False
+    return lines, whole
+
+
+def entries_of(lines: Iterable[dict]) -> list[Entry]:
+    """A line is {"op", "args", "version", "tvm"} and fields of a Record; without "seconds" it updates the record of its
+    plan."""
+    found: dict[tuple, Entry] = {}
+    for line in lines:
+        about = Workload.from_json(line), line.get("version"), line["tvm"]
+        records = found.setdefault(about, Entry(*about)).records
+        facts = {name: line[name] for name in Record.__dataclass_fields__ if name in line}
+        plan = plan_text(line["plan"])
+        if "seconds" in facts:
+            records[plan] = Record(**facts)
+        elif plan in records:
+            vars(records[plan]).update(facts)
+    return list(found.values())
+
+
+class Database:
+    """One arch's measurements, open for tuning by one process at a time. A context manager.
+
+    folder: default that of the arch in the user's cache. torn: an incomplete line was dropped. UserError if the folder
+    belongs to another arch or another process has it open.
+    """
+
+    def __init__(self, arch, folder: Path | None = None):
+        self.arch, self.folder = arch, folder or cache() / file_name(arch.name)
+        self._spaces: dict[Workload, Space | None] = {}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self.folder / LOCK, "w")  # noqa: SIM115 (closed by close())
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _check_header(self.folder, arch)
+            _write(self.folder / HEADER, json.dumps({"api": arch.api, "arch": arch.name}) + "\n")
+            lines, whole = read_lines(self.folder / LOG)
+            self.torn = not whole
+            if self.torn:
+                _write(self.folder / LOG, "".join(map(_line, lines)))
+            self.entries = {entry.workload: entry for entry in entries_of(lines) if not entry.stale}
+            self._file = os.open(self.folder / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        except BaseException as e:
+            self._lock.close()
+            if isinstance(e, BlockingIOError):
+                why = f"another process is tuning for {arch.name} ({self.folder}); wait for it or stop it"
+                raise UserError(why) from None
+            raise
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._file)
+        self._lock.close()
+
+    def entry(self, workload: Workload) -> Entry:
+        """The workload's valid records, to which more are added."""
+        return self.entries.setdefault(workload, Entry(workload)).refresh(self.space(workload))
+
+    def space(self, workload: Workload) -> Space | None:
+        """The workload's space on this arch, None if there is only one plan; cached."""
+        if workload not in self._spaces:
+            self._spaces[workload] = space(workload, self.arch)
+        return self._spaces[workload]
+
+    def record(self, workload: Workload, plan: dict) -> Record:
+        """KeyError for a plan that was not measured."""
+        return self.entry(workload).records[plan_text(plan)]
+
+    def add(self, workload: Workload, record: Record) -> None:
+        """Keeps a measurement; one of the same plan is replaced. It is written when this returns."""
+        self._append(workload, asdict(record))
+        self.entry(workload).records[plan_text(record.plan)] = record
+
+    def check(self, workload: Workload, plan: dict, found: Checked) -> None:
+        """Keeps a plan's verification. KeyError for a plan without a measurement."""
+        record, choices = self.record(workload, plan), self.space(workload)
+        facts = asdict(found) | {"over": asdict(choices.default) if choices and found.gain else None}
+        self._append(workload, {"plan": plan} | facts)
+        vars(record).update(facts)
+
+    def _append(self, workload: Workload, facts: dict) -> None:
+        about = {"op": workload.op, "args": workload.args, "version": VERSION, "tvm": tvm.__version__}
+        os.write(self._file, _line(about | facts).encode())
+
+
+def _check_header(folder: Path, arch) -> None:
+    for found in read_lines(folder / HEADER)[0]:
+        _check_arch(folder, found, arch)
+
+
+def _check_arch(path: Path, found: dict, arch) -> None:
+    if (found["api"], found["arch"]) != (arch.api, arch.name):
+        raise UserError(f"{path} holds records of {found['arch']} ({found['api']}), not of {arch.name} ({arch.api})")
+
+
+def _line(line: dict) -> str:
+    return json.dumps(line, separators=(",", ":")) + "\n"
+
+
+def _write(path: Path, text: str) -> None:
+    """Replaces the file atomically."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+class Lookup:
+    """The plans that a compile for one arch uses. Nothing is written.
+
+    mode: of MODES; "auto" takes the user's record, else the shipped one. `notes`: which records were left out, and why.
+    """
+
+    def __init__(self, arch, mode: str = "auto", user: Path | None = None, shipped: Path | None = None):
+        if mode not in MODES:
+            raise UserError(f"--tuned {mode} is none of {', '.join(MODES)}")
+        self.arch, self.notes = arch, []
+        self._found: dict[str, list[tuple[str, Entry]]] = {}
+        if mode in ("user", "auto"):
+            self._add("user", self._user, user or cache() / file_name(arch.name))
+        if mode in ("shipped", "auto"):
+            self._add("shipped", self._shipped, shipped or SHIPPED / f"{file_name(arch.name)}.json")
+
+    def find(self, workload: Workload) -> tuple[object | None, str]:
+        """(plan, "user" or "shipped"), or (None, "default"): the kernel's own default."""
+        candidates = self._found.get(workload.key, [])
+        found = space(workload, self.arch) if candidates else None
+
+        def distance(pair: tuple[str, Entry]) -> tuple:
+            return pair[0] != "user", abs(math.log2(pair[1].workload.capacity / workload.capacity))
+
+        for source, entry in sorted(candidates, key=distance):
+            if entry.stale:
+                self._note(source, workload, entry.stale)
+                continue
+            for record in entry.refresh(found).ranked:
+                try:
+                    if found is None:
+                        raise ValueError("there is only one plan today")
+                    plan = found.parse(record.plan)
+                except ValueError as reason:
+                    self._note(source, workload, reason)
+                    continue
+                return (None, DEFAULT) if record.default else (plan, source)
+        return None, DEFAULT
+
+    def _note(self, source: str, workload: Workload, reason) -> None:
+        self.notes.append(f"{source} record of {workload.key} for {self.arch.name} ignored: {reason}")
+
+    def _add(self, source: str, read, path: Path) -> None:
+        try:
+            for entry in entries_of(read(path)):
+                self._found.setdefault(entry.workload.key, []).append((source, entry))
+        except UserError as error:
+            self.notes.append(str(error))
+
+    def _user(self, folder: Path) -> list[dict]:
+        _check_header(folder, self.arch)
+        return read_lines(folder / LOG)[0]
+
+    def _shipped(self, path: Path) -> list[dict]:
+        if not path.exists():
+            return []
+        data = json.loads(path.read_text())
+        _check_arch(path, data, self.arch)
+        return [{"tvm": data["tvm"], "version": data["version"]} | line for line in data["records"]]

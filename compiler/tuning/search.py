@@ -1,0 +1,357 @@
+"""MetaSchedule's evolutionary search over the plans of one workload, step by step: `propose` plans, measure them,
+`report`.
+
+Kernels come out of builder functions that take a plan, so MetaSchedule never sees one. Its candidates are traces that
+draw a plan's values and annotate them on the only block of a module that stands for the workload. Mutation redraws one
+of them, a postproc rejects plans that the arch cannot run, the cost model is XGBoost on features of the plan. Where few
+plans are left the model ranks them all instead. No plan is proposed twice, nor one whose kernel is equal to another's.
+"""
+
+import contextlib
+import logging
+import math
+import random
+import sys
+import types
+
+import numpy as np
+import tvm
+from tvm import s_tir, te
+from tvm.ir.utils import derived_object
+from tvm.s_tir import meta_schedule as ms
+from tvm.s_tir.meta_schedule.feature_extractor import PyFeatureExtractor
+from tvm.s_tir.meta_schedule.mutator import PyMutator
+from tvm.s_tir.meta_schedule.postproc import PyPostproc
+from tvm.s_tir.meta_schedule.runner import RunnerResult
+from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
+
+from mlc_amd.schedules.formats import FORMATS
+from mlc_amd.schedules.plans.space import Space
+from mlc_amd.schedules.plans.workload import Workload
+
+POPULATION = 64
+WARMUP = 12  # measurements before the cost model is used
+GENERATIONS = 3
+MUTATE = 0.9
+EPSILON = 0.1  # share of proposals that are drawn at random
+RANKED = 512  # plans that the cost model ranks, at most: in the time of an evolution, and without a miss
+INTRINSICS = "tvm.s_tir.tensor_intrin"
+ATTRIBUTE, BLOCK, PREFIX = "mlc_amd.workload", "task", "plan."  # of a reference; of its annotations
+FAILED = 1e10  # seconds of a plan that could not be measured, as in MetaSchedule's own databases
+TARGET = {"kind": "llvm"}  # MetaSchedule compiles nothing
+SIZES = ("m", "k", "n", "heads", "kv_heads", "d", "ctx")  # of a workload, 0 where it has none
+
+# Its C++ code warns through this logger of evolutions that find nothing, after which `propose` draws at random.
+logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.ERROR)
+
+
+# ---- plans as MetaSchedule's traces
+
+
+def reference(workload: Workload) -> tvm.IRModule:
+    """The module that stands for the workload: equal workloads have structurally equal ones."""
+    x = te.placeholder((1,), "float32", name="x")
+    y = te.compute((1,), lambda i: x[i], name=BLOCK)
+    func = te.create_prim_func([x, y]).without_attr("global_symbol").with_attr(ATTRIBUTE, workload.text)
+    return tvm.IRModule({"main": func})
+
+
+def draw(schedule: s_tir.Schedule, space: Space, plan=None) -> None:
+    """Draws the plan's values, or any, and annotates them."""
+    block = schedule.get_sblock(BLOCK)
+    for name, values in space.choices.items():
+        decision = None if plan is None else values.index(getattr(plan, name))
+        drawn = schedule.sample_categorical(list(values), [1 / len(values)] * len(values), decision=decision)
+        schedule.annotate(block, PREFIX + name, drawn)
+
+
+def schedule_of(mod: tvm.IRModule, space: Space, plan) -> s_tir.Schedule:
+    """A schedule of a reference whose trace draws that plan."""
+    schedule = s_tir.Schedule(mod)
+    draw(schedule, space, plan)
+    return schedule
+
+
+def plan_of(schedule: s_tir.Schedule, space: Space):
+    """The plan that a schedule's annotations say."""
+    found = schedule.get(schedule.get_sblock(BLOCK)).annotations
+    return space.plan_type(**{name: int(found[PREFIX + name]) for name in space.choices})
+
+
+# ---- what the cost model sees
+
+
+def features(workload: Workload, space: Space, plan, arch) -> np.ndarray:
+    """float32 [features], equally many for all workloads whose spaces have the same plan type: these share a model,
+    hence the workload's sizes. Logarithms, which trees can split. ValueError or UserError as `Space.kernel`."""
+    kernel, values = space.kernel(plan), [getattr(plan, name) for name in space.choices]
+    threads = kernel.workgroups * kernel.threads
+    waves, last = threads / getattr(arch, "wave", 1), kernel.workgroups / getattr(arch, "units", 1)
+    derived = kernel.workgroups, kernel.threads, kernel.loads, waves, threads * kernel.loads
+    idle = 1 - last / math.ceil(last)  # of the compute units, while the last workgroups run
+    ratios = [math.log2((1 + a) / (1 + b)) for i, a in enumerate(values) for b in values[:i]]
+    args = workload.args
+    segments = args.get("segments", [])
+    rows = {"n": sum(n for _, n in segments)} if segments else {}
+    sizes = [(args | rows).get(name) or 0 for name in SIZES]
+    formats = [fmt for fmt, _ in segments] or [args[name] for name in ("gate", "up", "fmt") if name in args]
+    bits = [FORMATS[fmt].block_bytes * 8 / FORMATS[fmt].block for fmt in formats] or [0]
+    logs = [math.log2(1 + value) for value in (*values, *derived, *sizes)]
+    return np.array([*logs, *ratios, idle, len(formats), max(bits), min(bits)], np.float32)
+
+
+class Models:
+    """The cost models of a tuning session, one for each type of plan. They are trained when they are used, not with
+    each measurement."""
+
+    def __init__(self):
+        self._models = {}
+        self._untrained = {}  # plan type: {search: [(MetaSchedule's candidate, result)]}
+
+    def register(self, search: "Search") -> None:
+        """Makes the model know the search's features."""
+        kind = search.space.plan_type
+        if kind not in self._models:
+            config = ms.cost_model.xgb_model.XGBConfig(nthread=1, tree_method="hist")
+            model = ms.cost_model.XGBModel(extractor=_Extractor(), num_warmup_samples=WARMUP, config=config)
+            self._models[kind] = model
+        self._models[kind].extractor.searches[search.workload.text] = search
+
+    def add(self, search: "Search", results: list) -> None:
+        self._untrained.setdefault(search.space.plan_type, {}).setdefault(search, []).extend(results)
+
+    def trained(self, plan_type: type):
+        """The model, trained with all results."""
+        model = self._models[plan_type]
+        for search, results in self._untrained.pop(plan_type, {}).items():
+            model.update(search.context, *map(list, zip(*results, strict=True)))
+        return model
+
+
+class Search:
+    """The search over one workload's space.
+
+    space: of the workload on `arch`. models: shared by the searches of a session. measured: [(plan, seconds or None)]
+    of earlier runs, all plans of the space. seed: 1 or more; the same seed and reports give the same proposals, except
+    for the cost model's random start.
+
+    seconds: of each measured plan, None where it failed. since_best: measurements since the last improvement.
+    """
+
+    def __init__(
+        self, workload: Workload, space: Space, arch, models: Models | None = None, measured=(), seed: int = 1
+    ):
+        self.workload, self.space, self.arch = workload, space, arch
+        self.seconds: dict = {}
+        self.since_best = 0
+        self._open: dict = {}  # proposed and not reported: plan -> MetaSchedule's candidate or None
+        self._random = random.Random(seed)
+        self._models, self._database = models or Models(), ms.database.MemoryDatabase()
+        self._models.register(self)
+        self._mod, self._batch, self._seed = reference(workload), None, seed
+        self._candidates: dict = {}  # plan: MetaSchedule's candidate
+        self._workload = self._database.commit_workload(self._mod)
+        if measured:
+            self._learn([(plan, seconds, None) for plan, seconds in measured])
+
+    @property
+    def ranked(self) -> list:
+        """The plans that ran, the fastest first."""
+        return sorted((plan for plan, found in self.seconds.items() if found is not None), key=self.seconds.get)
+
+    @property
+    def best(self) -> tuple | None:
+        """(plan, seconds) of the fastest one measured."""
+        ran = self.ranked
+        return (ran[0], self.seconds[ran[0]]) if ran else None
+
+    @property
+    def unmeasured(self) -> int:
+        """Plans of the space that were neither measured nor proposed."""
+        return len(self.space.plans) - len(self.seconds) - len(self._open)
+
+    @property
+    def started(self) -> bool:
+        """Whether any plan was measured or proposed."""
+        return bool(self.seconds or self._open)
+
+    def propose(self, count: int) -> list:
+        """Up to `count` plans to measure next, the default first; fewer, or none, when the space has no more."""
+        chosen = []
+
+        def take(plan, candidate=None) -> None:
+            if len(chosen) < count and not self._known(plan):
+                chosen.append(plan)
+                self._open[plan] = candidate
+
+        take(self.space.default)
+        if self.unmeasured > count and len(self.seconds) >= min(count, WARMUP):
+            for plan, candidate in (self._evolve(count) if self.unmeasured > RANKED else None) or self._rank(count):
+                take(plan, candidate)
+        for plan in self._random.sample(self.space.plans, len(self.space.plans)):
+            take(plan)
+        return chosen
+
+    def report(self, results) -> None:
+        """[(plan, seconds or None)] of plans that were proposed, in any order and in several calls."""
+        self._learn([(plan, seconds, self._open.pop(plan, None)) for plan, seconds in results])
+
+    def correct(self, plan, seconds: float | None) -> None:
+        """Replaces the time of a measured plan; None: its results were wrong."""
+        self.seconds[plan] = seconds
+
+    def withdraw(self, plan) -> None:
+        """A proposed plan will not be measured now: it may be proposed again."""
+        self._open.pop(plan, None)
+
+    # ---- MetaSchedule
+
+    def _known(self, plan) -> bool:
+        return plan in self.seconds or plan in self._open
+
+    def _learn(self, results) -> None:
+        candidates, outcomes = [], []
+        arguments = ms.arg_info.ArgInfo.from_prim_func(self._mod["main"])
+        for plan, seconds, candidate in results:
+            if plan in self.seconds:
+                continue
+            best = self.best
+            self.since_best = 0 if seconds is not None and (best is None or seconds < best[1]) else self.since_best + 1
+            self.seconds[plan] = seconds
+            candidate, times = candidate or self._candidate(plan), [FAILED if seconds is None else seconds]
+            self._database.commit_tuning_record(
+                ms.database.TuningRecord(
+                    candidate.sch.trace, self._workload, times, tvm.target.Target(TARGET), arguments
+                )
+            )
+            candidates.append(candidate)
+            outcomes.append(RunnerResult(times, None))
+        if candidates:
+            self._models.add(self, list(zip(candidates, outcomes, strict=True)))
+            if self._batch:
+                self._context.search_strategy.notify_runner_results(candidates, outcomes)
+
+    @property
+    def context(self) -> ms.TuneContext:
+        """Made when it is first used."""
+        if not hasattr(self, "_context"):
+            generator = ms.space_generator.ScheduleFn(
+                lambda schedule: draw(schedule, self.space),
+                sch_rules=[],
+                postprocs=[_Fits(self.space)],
+                mutator_probs={_Redraw(self._random): 1.0},
+            )
+            strategy = ms.search_strategy.EvolutionarySearch(
+                population_size=POPULATION,
+                init_min_unmeasured=POPULATION // 2,
+                genetic_num_iters=GENERATIONS,
+                genetic_mutate_prob=MUTATE,
+                eps_greedy=EPSILON,
+            )
+            with _without_intrinsics():
+                self._context = ms.TuneContext(
+                    self._mod, target=tvm.target.Target(TARGET), space_generator=generator, search_strategy=strategy,
+                    task_name=self.workload.key, rand_state=self._seed, num_threads=1,
+                )  # fmt: skip
+        return self._context
+
+    def _candidate(self, plan) -> MeasureCandidate:
+        return MeasureCandidate(schedule_of(self._mod, self.space, plan), [])
+
+    def _rank(self, count: int) -> list:
+        """(plan, candidate) of the `count` unmeasured plans, less EPSILON of them, that the cost model ranks first; of
+        more than RANKED, a sample is ranked."""
+        plans = [plan for plan in self.space.plans if not self._known(plan)]
+        if len(plans) > RANKED:
+            plans = self._random.sample(plans, RANKED)
+        self._candidates = {plan: self._candidates.get(plan) or self._candidate(plan) for plan in plans}
+        scores = self._models.trained(self.space.plan_type).predict(self.context, list(self._candidates.values()))
+        wanted = sum(self._random.random() >= EPSILON for _ in range(count))
+        best = np.argsort(-scores, kind="stable")[:wanted]
+        return [(plans[i], self._candidates[plans[i]]) for i in best]
+
+    def _evolve(self, count: int) -> list:
+        """(plan, candidate) from evolution; nothing where too few random draws are plans that the arch can run."""
+        context, model = self.context, self._models.trained(self.space.plan_type)
+        if self._batch != count:  # its batches have a fixed size
+            if self._batch:
+                context.post_tuning()
+            context.pre_tuning(1 << 30, count, context.generate_design_space(), self._database, model)
+            self._batch = count
+        return [
+            (self.space.equal(plan_of(candidate.sch, self.space)), candidate)
+            for candidate in context.generate_measure_candidates() or []
+        ]
+
+
+@contextlib.contextmanager
+def _without_intrinsics():
+    """TuneContext imports TVM's tensor intrinsics, 13 seconds of parsing that nothing here uses: an empty module
+    replaces them meanwhile."""
+    if INTRINSICS in sys.modules:
+        yield
+        return
+    sys.modules[INTRINSICS] = types.ModuleType(INTRINSICS)
+    try:
+        yield
+    finally:
+        del sys.modules[INTRINSICS]
+
+
+@derived_object
+class _Fits(PyPostproc):
+    """Rejects plans that the arch cannot run."""
+
+    def __init__(self, space: Space):
+        super().__init__()
+        self.space = space
+
+    def _initialize_with_tune_context(self, context) -> None:
+        """There is nothing to prepare."""
+
+    def apply(self, schedule) -> bool:
+        return self.space.valid(plan_of(schedule, self.space)) is None
+
+    def clone(self):
+        return _Fits(self.space)
+
+
+@derived_object
+class _Redraw(PyMutator):
+    """Another value for one of the plan's fields; half of the time a neighbouring one."""
+
+    def __init__(self, source: random.Random):
+        super().__init__()
+        self.source = source
+
+    def _initialize_with_tune_context(self, context) -> None:
+        """There is nothing to prepare."""
+
+    def apply(self, trace, _):
+        drawn = [(step, int(decision)) for step, decision in trace.decisions.items() if len(step.attrs[0]) > 1]
+        if not drawn:
+            return None
+        step, now = self.source.choice(drawn)
+        others = [i for i in range(len(step.attrs[0])) if i != now]
+        near = [i for i in others if abs(i - now) == 1]
+        return trace.with_decision(
+            step, self.source.choice(near if self.source.random() < 0.5 else others), remove_postproc=True
+        )
+
+    def clone(self):
+        return _Redraw(random.Random(self.source.randrange(1 << 30)))
+
+
+@derived_object
+class _Extractor(PyFeatureExtractor):
+    """Features of candidates. searches: by their workload's text."""
+
+    def __init__(self):
+        super().__init__()
+        self.searches: dict[str, Search] = {}
+
+    def extract_from(self, context, candidates):
+        search = self.searches[str(context.mod["main"].attrs[ATTRIBUTE])]
+        plans = [plan_of(candidate.sch, search.space) for candidate in candidates]
+        rows = [features(search.workload, search.space, plan, search.arch) for plan in plans]
+        return [tvm.runtime.tensor(np.atleast_2d(row)) for row in rows]

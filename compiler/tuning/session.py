@@ -1,0 +1,248 @@
+"""A tuning session: the searches of all tasks over one database, and which of them measures next.
+
+The next batch goes to the task with the largest expected saving: the time that its calls take beyond the roofline,
+weighted by how often they happen, times a chance that decays with every measurement that did not improve it. What is
+reported is in the database before anything else happens, so a session that ends, however, loses nothing; a new one on
+the same database resumes.
+"""
+
+import math
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import NamedTuple
+
+from mlc_amd.compiler.tuning.database import Checked, Database, Measured, Record
+from mlc_amd.compiler.tuning.search import Models, Search
+from mlc_amd.schedules.plans.space import Space
+
+BATCH = 8  # plans that are measured together: what Ctrl-C may lose
+FIRST = 2  # measurements of a first batch, where there is a time limit
+MAX_SLOWER = 4  # verified plans of a task that were slower than the default: then no others of it are verified
+VERIFYING = 8  # measurements that take as long as verifying a plan, roughly
+PATIENCE = 32  # measurements without improvement that halve a task's chance
+
+
+class _Task(NamedTuple):
+    task: object
+    space: Space
+    search: Search
+
+
+class TuningSession:
+    """tasks: of compiler/tuning/tasks.py; those with only one plan are left out. roofline: a task's call in seconds, at
+    best. seed: 1 or more.
+
+    trials: measurements reported to this session. refuted: plans whose results were wrong. unverified: why plans could
+    not be verified, by (task's key, plan).
+    """
+
+    def __init__(
+        self, tasks, arch, database: Database, roofline: Callable[[object], float] = lambda task: 0.0, seed: int = 1
+    ):
+        self.arch, self.database, self.roofline = arch, database, roofline
+        self.trials = self.refuted = 0
+        self.unverified: dict[tuple[str, object], str] = {}
+        self._slower = Counter()  # by task's key: plans that were not faster than the default in interleaved rounds
+        self._tasks: dict[str, _Task] = {}
+        models = Models()
+        for task in tasks:
+            if found := database.space(task.workload):
+                past = database.entry(task.workload).known(found)
+                search = Search(task.workload, found, arch, models, past, seed + len(self._tasks))
+                self._tasks[task.workload.key] = _Task(task, found, search)
+
+    @property
+    def tasks(self) -> list:
+        """The tasks with more than one plan."""
+        return [found.task for found in self._tasks.values()]
+
+    def space(self, task) -> Space:
+        """Of one of `tasks`."""
+        return self._tasks[task.workload.key].space
+
+    # ---- what to measure
+
+    def next(self, count: int) -> list[tuple[object, object]]:
+        """Up to `count` (task, plan): default plans of new tasks, else plans of one task. Empty: all is measured."""
+        if chosen := self._new(count):
+            return chosen
+        for found in sorted(self._tasks.values(), key=self.saving, reverse=True):
+            if plans := found.search.propose(count):
+                return [(found.task, plan) for plan in plans]
+        return []
+
+    def round(self, count: int) -> list[tuple[object, object]]:
+        """`count` (task, plan) to be measured without feedback between them: default plans of new tasks, then plans of
+        all tasks, by their expected saving; fewer when there are no more."""
+        chosen = self._new(count)
+        # the square root gives small tasks some, too. Without measurements what a task moves stands for its time
+        worth = {
+            key: math.sqrt(self.saving(t) or t.task.weight * t.task.bytes * 1e-15) for key, t in self._tasks.items()
+        }
+        seats = dict.fromkeys(self._tasks, 0)
+        for _ in range(count - len(chosen)):
+            free = [key for key, t in self._tasks.items() if t.search.unmeasured > seats[key]]
+            if not free:
+                break
+            seats[max(free, key=lambda key: worth[key] / (seats[key] + 1))] += 1
+        rest = [(t.task, t.search.propose(seats[key])) for key, t in self._tasks.items() if seats[key]]
+        return chosen + [(task, plan) for task, plans in rest for plan in plans]
+
+    def _new(self, count: int) -> list[tuple[object, object]]:
+        new = [found for found in self._tasks.values() if not found.search.started]
+        return [(found.task, plan) for found in new[:count] for plan in found.search.propose(1)]
+
+    def saving(self, found: _Task) -> float:
+        """Seconds, weighted, that another batch is expected to save."""
+        search = found.search
+        if not search.unmeasured:
+            return 0.0
+        reference = search.best[1] if search.best else 0.0
+        gap = max(reference - self.roofline(found.task), 0.01 * reference)
+        return found.task.weight * gap * 0.5 ** (search.since_best / PATIENCE)
+
+    def report(self, task, plan, measured: Measured) -> None:
+        """A measurement of a plan that `next` gave, or of any plan of the task's space."""
+        found = self._tasks[task.workload.key]
+        plan = found.space.equal(plan)
+        record = Record(asdict(plan), **asdict(measured), default=plan == found.space.default, at=time.time())
+        self.database.add(task.workload, record)
+        found.search.report([(plan, measured.seconds)])
+        self.trials += 1
+
+    def withdraw(self, task, plan) -> None:
+        """A plan that `next` gave will not be measured now."""
+        self._tasks[task.workload.key].search.withdraw(plan)
+
+    # ---- verification
+
+    def unchecked(self) -> list[tuple[object, object]]:
+        """(task, plan) of each task's best plan if it is better than the default and not verified. A plan that could
+        not be verified is passed over; its whole task is, where the same reason met another plan, too."""
+        reasons = Counter(self.unverified.values())
+        hopeless = {key for (key, _), why in self.unverified.items() if reasons[why] > 1}
+        hopeless |= {key for key, count in self._slower.items() if count >= MAX_SLOWER}
+        wanted = []
+        for key, (task, choices, search) in self._tasks.items():
+            best = next((plan for plan in search.ranked if (key, plan) not in self.unverified), choices.default)
+            done = key in hopeless or best == choices.default
+            if not done and not self.database.record(task.workload, asdict(best)).checked:
+                wanted.append((task, best))
+        return wanted
+
+    def check(self, task, plan, checked: Checked) -> None:
+        """The verification of a measured plan. A wrong one is excluded, and one that was slower than it looked gets its
+        new time: the next best plan may take its place. One that could not be verified is never used; a later session
+        tries again."""
+        found, workload = self._tasks[task.workload.key], task.workload
+        plan = found.space.equal(plan)
+        self.database.check(workload, asdict(plan), checked)
+        if not checked.checked:
+            self.unverified[workload.key, plan] = checked.error
+        elif not checked.passed:
+            self.refuted += 1
+            found.search.correct(plan, None)
+        elif checked.gain:
+            entry = self.database.entry(workload)
+            found.search.correct(plan, entry.seconds(self.database.record(workload, asdict(plan))))
+            self._slower[workload.key] += checked.gain <= 1
+
+
+def run(
+    session: TuningSession,
+    measure,
+    verify,
+    trials: int | None = None,
+    seconds: float | None = None,
+    batch: Callable[[], int] = lambda: BATCH,
+    progress=lambda session: None,
+) -> None:
+    """Measures and verifies until the budget is spent (`trials` measurements, `seconds` for both) or every plan is
+    measured.
+
+    measure: callable([(workload, plan)]) -> [Measured], in that order, None for what was not measured. verify:
+    callable(workload, plan) -> Checked. batch: how many plans to measure together; called before each batch. progress:
+    called with the session after each batch. The best plans are verified at the end, also after an exception, which
+    then passes on. Where one fails or is slower than it looked, the next best is verified, too, unless the run was
+    interrupted or the time is up; a later session continues.
+    """
+    started = time.monotonic()
+
+    def fit() -> int:
+        """How many measurements fit into the rest of the time, less the verification of the best plans."""
+        spent = time.monotonic() - started
+        if not session.trials:  # their time is not known yet
+            return FIRST if spent < seconds else 0
+        each = spent / session.trials
+        rest = seconds - spent - len(session.unchecked()) * VERIFYING * each
+        return max(1, int(rest / each)) if rest > 0 else 0
+
+    interrupted = True
+    try:
+        while True:
+            size = batch()
+            size = size if trials is None else min(size, trials - session.trials)
+            size = size if seconds is None else min(size, fit())
+            chosen = session.next(size) if size > 0 else []
+            if not chosen:
+                break
+            measured = measure([(task.workload, plan) for task, plan in chosen])
+            for (task, plan), found in zip(chosen, measured, strict=True):
+                if found is None:
+                    session.withdraw(task, plan)
+                else:
+                    session.report(task, plan, found)
+            progress(session)
+        interrupted = False
+    finally:
+        while wanted := session.unchecked():
+            for task, plan in wanted:
+                session.check(task, plan, verify(task.workload, plan))
+            if interrupted or (seconds is not None and time.monotonic() - started >= seconds):
+                break
+
+
+class Interruptible:
+    """A runner, made by `make`, whose measurements Ctrl-C ends, for `run`. A context manager. stopped: it was pressed.
+
+    KeyboardInterrupt is raised only while the runner measures: TVM would turn one that is raised while it calls Python
+    into another exception. The interrupted batch is lost; the next call of `measure` raises, so that `run` verifies.
+    """
+
+    def __init__(self, make: Callable, say: Callable[[str], None], progress: Callable[[int], None]):
+        self.runner, self._make, self._say, self._progress = make(), make, say, progress
+        self.stopped = self._measuring = False
+        self._done = 0
+
+    def __enter__(self):
+        self._before = signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, *_) -> None:
+        signal.signal(signal.SIGINT, self._before)
+        self.runner.close()
+
+    def _interrupt(self, *_) -> None:
+        again, self.stopped = self.stopped, True
+        if self._measuring or again:
+            raise KeyboardInterrupt
+
+    def measure(self, jobs) -> list[Measured | None]:
+        if self.stopped:
+            raise KeyboardInterrupt
+        try:
+            self._measuring = True
+            found = self.runner.measure(jobs, lambda done, total: self._progress(self._done + done))
+            self._done += len(jobs)
+            return found
+        except KeyboardInterrupt:
+            self._measuring = False
+            self._say("stopping: verifying the best plans so far ...")
+            self.runner.close()  # its processes are still at work
+            self.runner = self._make()
+            return [None] * len(jobs)
+        finally:
+            self._measuring = False
