@@ -1,5 +1,5 @@
-"""Random weights for artifacts without weights: measurements need the right shapes and numbers that stay finite, not a
-model.
+"""Random weights for artifacts without weights: benchmarks need the right shapes and finite numbers, not a
+trained model.
 
 In: the manifest's `tensors`, {name: {"dtype", "shape", "draw"}}, and the file with the vectors (norms, biases, the RoPE
 table). Out: `RandomWeights`, which devices use like the weights file. A draw says what a plane is filled with:

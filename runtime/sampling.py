@@ -2,7 +2,7 @@
 
 `Sampling` is what the user sets, `Sampler` is one stream of choices with its own random numbers. The order of the steps
 is llama.cpp's default chain: repetition penalty, top-k, top-p, min-p (the last two on probabilities at temperature 1),
-then temperature, then one draw. So the same numbers mean the same thing there and here. Temperature 0 takes the largest
+then temperature, then one draw. So settings have the same effect as there. Temperature 0 takes the largest
 logit (the first of equals) after the penalty.
 
 The vocabulary may have 150 thousand entries and a token may take a millisecond: nothing here sorts more than the
@@ -31,7 +31,7 @@ class Sampling:
 
     temperature: logits are divided by it before the draw; 0 (or less than 1e-5) = greedy.
     top_k: keep the k largest logits; 0 = all.
-    top_p: keep the fewest most probable tokens whose probabilities reach this sum (at least one); 1 = all.
+    top_p: keep the smallest set of most probable tokens whose probabilities reach this sum; 1 = all.
     min_p: keep tokens at least this fraction as probable as the most probable one; 0 = all.
     repetition_penalty: positive logits of recent tokens are divided by it, others multiplied (Keskar et al. 2019,
         CTRL); 1 = off.
@@ -67,7 +67,7 @@ class Sampling:
 
 
 class Sampler:
-    """A stream of choices under one `Sampling`. The same seed and the same logits give the same tokens."""
+    """A sequence of samples under one `Sampling`. The same seed and the same logits give the same tokens."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -158,7 +158,7 @@ def _largest(logits: np.ndarray, k: int) -> np.ndarray:
 
 
 def _nucleus(logits: np.ndarray, top_p: float, largest: float) -> np.ndarray:
-    """Indices of the fewest most probable tokens whose probabilities sum to at least `top_p`."""
+    """Indices of the smallest set of most probable tokens whose probabilities sum to at least `top_p`."""
     total = float(np.exp(logits - largest).sum(dtype=np.float64))
     count = min(_FIRST_CANDIDATES, len(logits))
     while True:

@@ -10,7 +10,8 @@ import pytest
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.artifact import Artifact, TensorSpec, WeightsWriter
 from mlc_amd.runtime.devices import hip as hip_module
-from mlc_amd.runtime.devices.hip import SAME_ISA, HipDevice, relabel, sibling
+from mlc_amd.runtime.devices.hip import HipDevice
+from mlc_amd.runtime.devices.hip_gpus import SAME_ISA, relabel, sibling
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.arch import resolve
 from mlc_amd.schedules.gpu.embed import embed as gpu_embed

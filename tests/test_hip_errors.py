@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlc_amd.runtime.devices import hip, hip_errors
+from mlc_amd.runtime.devices import hip_errors, hip_gpus
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import doctor
 from mlc_amd.tools import machine as this_machine
@@ -74,7 +74,7 @@ def test_no_driver(machine, tmp_path):
 
 
 def test_driver_without_gpu(machine, tmp_path):
-    assert "no AMD GPU that can compute" in hip_errors.why_no_gpu(
+    assert "no AMD GPU for compute" in hip_errors.why_no_gpu(
         "hipErrorNoDevice", (6, 0), machine["kfd"], tmp_path / "absent"
     )
 
@@ -127,7 +127,7 @@ def test_library_without_a_gpu(library, monkeypatch):
     monkeypatch.setattr(hip_errors, "OLDEST_RUNTIME", (5, 0))  # Debian 12 has 5.2
     bindings = hip_errors.open_bindings()
     with pytest.raises(hip_errors.HipError) as error:
-        hip.list_gpus(hip_errors.Hip(bindings))
+        hip_gpus.list_gpus(hip_errors.Hip(bindings))
     assert error.value.code == "hipErrorNoDevice"
     found = this_machine.rocm()
     assert found["gpus"] == [] and re.match(r"no /dev/kfd: .*; load the kernel driver", found["problem"])

@@ -61,7 +61,7 @@ def measurements(cache: Path) -> list[tuple[str, str]]:
         ((*SPEC, "--target", "rocm", "--arch", "gfx1100,gfx1101", "--list"), "one of them at a time"),
         ((*SPEC, "--arch", "i386sx"), "unknown CPU arch"),
         ((*SPEC, "--device", "all"), "how many threads"),
-        ((*SPEC, "--runner", "cloud"), "--runner wants local|rpc|static"),
+        ((*SPEC, "--runner", "cloud"), "--runner must be local|rpc|static"),
         ((*SPEC, "--runner", "rpc"), "needs --tracker"),
         ((*SPEC, "--tracker", "a:1"), "--runner rpc"),
         ((*SPEC, "--budget", "soon"), "--budget wants a time"),

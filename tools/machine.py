@@ -9,7 +9,7 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
-from mlc_amd.runtime.devices import hip, hip_errors
+from mlc_amd.runtime.devices import hip_errors, hip_gpus
 from mlc_amd.runtime.devices.vulkan import api, gpu
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
@@ -169,7 +169,7 @@ def rocm() -> dict[str, object]:
     version = hip_errors.runtime_version(bindings)
     found["runtime"] = ".".join(map(str, version))
     try:
-        found["gpus"] = [asdict(gpu) for gpu in hip.list_gpus(hip_errors.Hip(bindings))]
+        found["gpus"] = [asdict(gpu) for gpu in hip_gpus.list_gpus(hip_errors.Hip(bindings))]
     except hip_errors.HipError as error:
         found["problem"] = hip_errors.why_no_gpu(error.code, version)
     return found

@@ -1,12 +1,6 @@
 """The rocm device: runs the code objects of an artifact on an AMD GPU through AMD's HIP runtime.
 
-In: an artifact whose manifest has, besides what dist/README.md describes,
-    target      {"kind": "rocm", "archs": ["gfx1100", ..]}
-    libraries   {arch: file name of the code object}
-    launches    {arch: {kernel: {"scratch": [bytes, ..], "steps": [{"symbol", "grid": [x, y, z], "block": [x, y, z],
-                "args": [..]}, ..]}}}: the launches of a call of the kernel; an argument is a 64-bit pointer, given as
-                an index of the call's args, or len(args) + i for scratch buffer i, which steps share
-Out: the protocol of runtime/devices/__init__.py.
+In: an artifact for target rocm, as specified in dist/README.md. Out: the protocol of runtime/devices/__init__.py.
 
 Everything runs on one stream. The launches of each function are captured once in a HIP graph and replayed, because a
 launch from Python takes longer than a small kernel runs. Some drivers replay stale data (ROCm/hip issues 3887 and
@@ -36,17 +30,14 @@ from mlc_amd.runtime.devices.hip_errors import (
     runtime_version,
     why_no_gpu,
 )
+from mlc_amd.runtime.devices.hip_gpus import Gpu, list_gpus, relabel, sibling
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.gpus import same_isa
 
 ALIGN = 256  # bytes between buffers of one allocation, as hipMalloc aligns
 CHUNK = 16 << 20  # bytes of weights copied at a time
 CHECK_STEPS = 3  # replays compared at load; stale data shows up from the second on
 OUTPUTS = ("logits",)  # io buffers that kernels write; the host writes the others
 GRAPH_VARIABLE = "MLC_AMD_GRAPH"
-# Chips with the same instruction set. HIP loads a code object only if its ELF header names the exact chip.
-SAME_ISA = same_isa()
-E_FLAGS = 0x30  # offset in a 64-bit ELF header; the low byte is EF_AMDGPU_MACH
 CANNOT_LOAD = (
     "hipErrorNoBinaryForGpu",
     "hipErrorInvalidImage",
@@ -62,18 +53,6 @@ _Name = TypeVar("_Name", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """A GPU as reported by HIP. memory: bytes; integrated: an APU, which shares the host's memory; pci: its address."""
-
-    index: int
-    name: str
-    arch: str
-    memory: int
-    integrated: bool
-    pci: str
-
-
-@dataclass(frozen=True)
 class Launch:
     """One prepared kernel launch. `values` holds the kernel's arguments, `params` the address of each: both must stay
     alive."""
@@ -83,38 +62,6 @@ class Launch:
     block: tuple[int, ...]
     values: ctypes.Array
     params: ctypes.Array
-
-
-def list_gpus(hip: Hip) -> list[Gpu]:
-    """The GPUs that HIP can use. HipError if it finds none."""
-    return [_gpu(hip, index) for index in range(hip("hipGetDeviceCount"))]
-
-
-def _gpu(hip: Hip, index: int) -> Gpu:
-    facts = hip("hipGetDeviceProperties", index)
-    arch, name = (os.fsdecode(text).split("\0")[0] for text in (facts.gcnArchName, facts.name))
-    pci = f"{facts.pciDomainID:04x}:{facts.pciBusID:02x}:{facts.pciDeviceID:02x}.0"
-    return Gpu(
-        index, name, arch.split(":")[0], facts.totalGlobalMem, bool(facts.integrated), pci
-    )  # without ":sramecc+:xnack-"
-
-
-def sibling(arch: str, available) -> str | None:
-    """The arch in `available` whose code object runs on `arch`: `arch` itself, or one with the same instruction set;
-    None if there is none."""
-    if arch in available:
-        return arch
-    group = next((group for group in SAME_ISA if arch in group), {})
-    return next((name for name in group if name in available), None)
-
-
-def relabel(code: bytes, old: str, new: str) -> bytes:
-    """A code object for `old`, changed to one for `new` of the same SAME_ISA group: the chip in the ELF header and in
-    the metadata."""
-    group = next(group for group in SAME_ISA if old in group)
-    changed = bytearray(code.replace(f"-{old}".encode(), f"-{new}".encode()))
-    changed[E_FLAGS] = group[new]
-    return bytes(changed)
 
 
 def _places(sizes: dict[_Name, int]) -> tuple[dict[_Name, int], int]:

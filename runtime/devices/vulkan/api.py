@@ -1,15 +1,12 @@
-"""Vulkan's C interface from Python, as far as this runtime uses it: the structures, functions and enumerations, through
-ctypes.
+"""Vulkan's C interface through ctypes, as far as this runtime uses it: structures, functions and enumerations.
 
 In: nothing; libvulkan.so.1, the loader that every distribution has, is opened by `open_loader`. Out: `Calls`, whose
 attributes are Vulkan's functions by their own names. A call that fails raises VulkanError with Vulkan's name for the
 reason.
 
-ctypes instead of a package: the packages for Vulkan are built for one version of Python each, and this must start on
-any.
+ctypes instead of a package, because the packages for Vulkan are built for one Python version each.
 
-Every structure that has sType and pNext is a `Chained`: `Name(next=other, field=..)` fills in both and keeps `other`
-alive.
+Every structure with sType and pNext is a `Chained`: `Name(next=other, field=..)` sets both and keeps `other` alive.
 """
 
 import ctypes
@@ -318,8 +315,8 @@ def _checked(name: str):
 
 
 class Calls:
-    """Functions as attributes. `lookup(name)` gives the address of one; VulkanError for a function that is not
-    there."""
+    """Functions as attributes. `lookup(name)` gives the address of one; VulkanError for a missing
+    function."""
 
     def __init__(self, lookup, *tables: dict[str, str]):
         for table in tables:
@@ -340,7 +337,7 @@ class Calls:
 
 
 def listed(call, kind: Any, *arguments) -> list:
-    """What an enumerating function gives: it is asked for the number first, then for the items."""
+    """The items of an enumerating function, which is called for their number first."""
     count = ctypes.c_uint32()
     call(*arguments, ctypes.byref(count), None)
     items = (
@@ -353,7 +350,7 @@ def listed(call, kind: Any, *arguments) -> list:
 
 
 def create(call, *arguments, kind: Any = ctypes.c_uint64) -> int:
-    """The handle that a vkCreate.. or vkAllocate.. function gives through its last argument."""
+    """The handle that a function such as vkCreate.. returns through its last argument."""
     handle = kind()
     call(*arguments, ctypes.byref(handle))
     return handle.value

@@ -1,7 +1,7 @@
 """Recording of launches: each function of the plan becomes one command buffer, recorded once and replayed.
 
-A launch waits for earlier ones only where it must: it reads or writes what one of them wrote, or writes what one of
-them reads. That is decided by addresses: `Recorder` keeps what was touched since the last barrier.
+Barriers are recorded only at hazards: a launch reads or writes what an earlier one wrote, or writes what one reads.
+Hazards are detected by address ranges; `Recorder` keeps those accessed since the last barrier.
 """
 
 import ctypes

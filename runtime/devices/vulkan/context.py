@@ -1,7 +1,7 @@
-"""A logical device: one queue, its fence and its command buffers, and what goes wrong with them in words for users.
+"""A logical device: one queue, its fence and its command buffers.
 
-In: an Instance and one of its Gpus. Out: `Context`, what memory.py, pipelines.py and commands.py work on. Everything
-that Vulkan gives out is put on `held` and returned in reverse order when that closes.
+In: an Instance and one of its Gpus. Out: `Context`, used by memory.py, pipelines.py and commands.py. All objects
+are registered with `held` and destroyed in reverse order when that closes.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.gpu import BUDGET, FEATURES, Gpu, Instance
 from mlc_amd.runtime.errors import UserError
 
-# Features switched on where they exist. Extensions come with the structures in gpu.FEATURES.
+# Features that are enabled where available. Extensions come with the structures in gpu.FEATURES.
 WANTED = {
     "shaderInt64", "shaderInt16", "storageBuffer16BitAccess", "storageBuffer8BitAccess", "shaderFloat16", "shaderInt8",
     "bufferDeviceAddress", "vulkanMemoryModel", "vulkanMemoryModelDeviceScope", "shaderIntegerDotProduct",
@@ -20,8 +20,8 @@ WANTED = {
     "computeFullSubgroups", "cooperativeMatrix",
 }  # fmt: skip
 SLICE = 10**9  # ns of one wait: Ctrl-C is noticed between them
-# Seconds that the host asks again and again before it sleeps. To be woken takes 50 to 150 us, much of a fast GPU's
-# token; where GPU and CPU share one chip's power, asking would slow the GPU down.
+# Seconds that the host polls before it sleeps. Waking up takes 50 to 150 us, a large part of a fast GPU's token; where
+# GPU and CPU share a power budget, polling would slow the GPU down.
 POLL, POLL_UNIFIED = 0.01, 0.0
 
 
@@ -85,12 +85,12 @@ class Context:
         return api.create(getattr(self.calls, name), self.device, ctypes.byref(info), None)
 
     def own(self, release: str, handle: int) -> int:
-        """`handle`, to be given to the function `release` at the end."""
+        """`handle`, to be destroyed with the function `release` at the end."""
         self.held.callback(getattr(self.calls, release), self.device, handle, None)
         return handle
 
     def command_buffer(self) -> int:
-        """A new one; it goes with the pool."""
+        """A new command buffer; it is freed with the pool."""
         info = api.CommandBufferInfo(pool=self.pool, level=0, count=1)
         return api.create(self.calls.vkAllocateCommandBuffers, self.device, ctypes.byref(info), kind=ctypes.c_void_p)
 
@@ -103,7 +103,7 @@ class Context:
 
     def submit(self, submission: ctypes.Structure) -> None:
         """Starts a command buffer, when the one before is done."""
-        if self._busy:  # nobody waited for it, or the wait was interrupted
+        if self._busy:  # without a wait, or after an interrupted one
             self.calls.vkDeviceWaitIdle(self.device)
             self.calls.vkResetFences(self.device, 1, self._fences)
         self._busy = True

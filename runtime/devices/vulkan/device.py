@@ -13,10 +13,11 @@ import os
 import time
 import weakref
 from contextlib import ExitStack
+from itertools import pairwise
 
 import numpy as np
 
-from mlc_amd.runtime.devices.vulkan import api
+from mlc_amd.runtime.devices.vulkan import api, timing
 from mlc_amd.runtime.devices.vulkan.commands import Launch, Recorder
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import VARIABLE, Instance, choose
@@ -25,8 +26,7 @@ from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines, cache_file
 from mlc_amd.runtime.errors import UserError
 
 OUTPUTS = ("logits",)  # io buffers that kernels write; the host writes the others
-RING = 4  # times the largest scratch buffers: kernels that do not wait for one another want their own
-COPIES = 8  # repetitions that measure how fast the memory is
+RING = 4  # copies of the scratch buffers, as independent kernels may overlap
 CLOSED = "this device is closed; load the model again"
 
 log = logging.getLogger("mlc_amd")
@@ -53,8 +53,8 @@ def cut(tensors: dict[str, tuple[int, int]], limit: int) -> list[tuple[int, int]
 
 
 class VulkanDevice:
-    """See runtime/devices/__init__.py for the protocol. `threads` is the cpu device's. index: a GPU's number or part of
-    its name.
+    """See runtime/devices/__init__.py for the protocol. `threads` is for the cpu device only. index: number of
+    a GPU, or part of its name.
 
     `waited`: seconds spent waiting for the GPU in all runs. UserError if this machine cannot run the artifact.
     """
@@ -63,9 +63,9 @@ class VulkanDevice:
 
     def __init__(self, artifact, threads: int | None = None, index: str | int | None = None):
         self.artifact, self.manifest = artifact, artifact.manifest
-        self.threads = 1  # of the host; one is enough to drive a GPU
+        self.threads = 1  # host threads
         self.waited = 0.0
-        self._held = ExitStack()  # what Vulkan has given out, returned in reverse order
+        self._held = ExitStack()  # Vulkan objects, destroyed in reverse order
         self.close = weakref.finalize(self, self._held.close)  # also at interpreter exit
         self._sizes: dict[str, int] = {}
         try:
@@ -89,7 +89,7 @@ class VulkanDevice:
         self.name = f"{self.gpu.name} ({self.code_arch})"
         if self.gpu.type == "cpu" and index is None and VARIABLE not in os.environ:
             log.warning(
-                "no GPU that can run this model: %s computes on the CPU, slowly; see `mlc-amd doctor`", self.gpu.name
+                "no GPU that can run this model: %s runs on the CPU, slowly; see `mlc-amd doctor`", self.gpu.name
             )
         self.context = Context(instance, self.gpu, self._held)
         self.memory = Memory(self.context)
@@ -144,7 +144,7 @@ class VulkanDevice:
         results, (self._results,) = memory.spread(outputs, "device")
         written, (self._inputs,) = memory.spread(inputs, "input")
         read, (self._outputs,) = memory.spread(outputs, "output")
-        # Kernels read what the host writes where it is, unless that is across the bus.
+        # Kernels read inputs in place, unless they are across the bus.
         self._input_copy = None
         if not self.gpu.unified and not self._inputs.flags & api.DEVICE_LOCAL:
             self._input_copy = memory.block(self._inputs.nbytes, "device")
@@ -157,11 +157,11 @@ class VulkanDevice:
         self._output_at = {name: offset for name, (_, offset) in read.items()}
         for name in inputs:
             self._host[name][...] = 0
-        # What others left there may be NaN, which would spread from rows that are not in use.
+        # Stale NaN would spread from unused rows.
         memory.fill([self._arena, self._scratch, self._results, *([self._input_copy] if self._input_copy else [])])
 
     def _scratch_bytes(self, function: dict) -> int:
-        """RING times what the neediest kernel of a function has for its steps."""
+        """RING times the largest scratch memory of the kernels of a function."""
         needs = (
             places(dict(enumerate(self._kernels[call["kernel"]]["scratch"])), api.FOREVER)[1][0]
             for call in function["launches"]
@@ -169,7 +169,7 @@ class VulkanDevice:
         return RING * max(needs, default=0)
 
     def _upload(self) -> None:
-        """The weights, in pieces: reading one and copying the one before go on at the same time."""
+        """Uploads the weights in pieces; reading one overlaps copying the one before."""
         for at, piece in self.artifact.weights.chunks(CHUNK):
             for (begin, end), block in zip(self._ranges, self._weights, strict=True):
                 first, last = max(at, begin), min(at + piece.nbytes, end)
@@ -301,69 +301,38 @@ class VulkanDevice:
             raise self._failure(e, "clearing the cache") from e
 
     def time(self, function: str) -> list[tuple[str, float, float]]:
-        """Runs a function; (kernel, seconds, seconds between the end of the launch before and its beginning) of each
-        launch.
+        """Runs a function; (kernel, seconds, seconds since the end of the launch before) of each launch.
 
-        A launch that does not wait for the one before counts from that one's end. UserError if the GPU's queue has no
-        clock.
+        A launch that overlaps the one before counts from the end of that one. UserError without timestamps.
         """
         self._alive()
         if not self.context.clock_bits:
-            raise UserError(
-                f"{self.gpu.name} cannot tell how long kernels take: its driver has no timestamps for compute"
-            )
+            raise UserError(f"{self.gpu.name} cannot time kernels: its driver has no timestamps for compute queues")
         count = 2 * len(self._plan[function])
         try:
             if function not in self._timed:
-                pool = _query_pool(self.context, count)
+                pool = timing.query_pool(self.context, count)
                 self._timed[function] = self._commands(function, (pool, count)), pool
             submission, pool = self._timed[function]
             self._run(submission)
-            stamps = _results(self.context, pool, count)
+            stamps = timing.results(self.context, pool, count)
         except api.VulkanError as e:
             raise self._failure(e, f"timing {function}") from e
-        gaps = [0.0, *(self._seconds(end, begin) for end, begin in zip(stamps[1::2], stamps[2::2], strict=False))]
-        spent = [self._seconds(begin, end) for begin, end in zip(stamps[::2], stamps[1::2], strict=True)]
+        steps = [timing.seconds(self.context, before, after) for before, after in pairwise(stamps)]
+        spent, gaps = steps[::2], [0.0, *steps[1::2]]
         return [
             (launch.kernel, seconds, gap)
             for launch, seconds, gap in zip(self._plan[function], spent, gaps, strict=True)
         ]
 
     def copy_bandwidth(self) -> float:
-        """Bytes per second, read and written together, of a kernel that copies; 0.0 if there is no room or no clock to
-        measure it."""
+        """Bytes per second, reads plus writes, of a copy kernel; 0.0 without timestamps or enough memory."""
         self._alive()
         if not self.context.clock_bits:
             return 0.0
-        with ExitStack() as held:
-            context = Context(self.context.instance, self.gpu, held)
-            memory, nbytes = Memory(context), self.manifest["target"]["copy_bytes"]
-            try:
-                blocks = [memory.block(nbytes, "device") for _ in range(2)]
-            except OutOfMemory:
-                return 0.0
-            memory.fill(blocks)
-            needs, (step,) = self.manifest["target"]["needs"][self.code_arch], self._kernels["copy"]["steps"]
-            pipelines = Pipelines(context, needs["push_constants"], needs["subgroup_size"])
-            pipeline = pipelines.build({"copy": self._module(step)})["copy"]
-            pool = _query_pool(context, 2 * COPIES)
-            recorder = Recorder(context, pipelines.layout, (pool, 2 * COPIES))
-            recorder.begin()
-            push = (ctypes.c_uint64 * 2)(*(blocks[i].address for i in step["args"]))
-            for _ in range(COPIES):
-                recorder.launch(Launch("copy", pipeline, tuple(step["grid"]), push, ()))
-                recorder.barrier()
-            recorder.end()
-            for _ in range(2):  # the first wakes the GPU up
-                context.submit(context.submission(recorder.commands))
-                context.wait()
-            stamps = _results(context, pool, 2 * COPIES)
-            spent = min(self._seconds(begin, end) for begin, end in zip(stamps[::2], stamps[1::2], strict=True))
-            return 2 * nbytes / max(spent, 1e-9)
-
-    def _seconds(self, begin: int, end: int) -> float:
-        """Between two timestamps, of which some bits count."""
-        return (end - begin & (1 << self.context.clock_bits) - 1) * self.gpu.limits["tick"] * 1e-9
+        target, (step,) = self.manifest["target"], self._kernels["copy"]["steps"]
+        needs = target["needs"][self.code_arch]
+        return timing.copy_bandwidth(self.context, target["copy_bytes"], needs, step, self._module(step))
 
     # ---- errors
 
@@ -372,7 +341,7 @@ class VulkanDevice:
             raise UserError(CLOSED)
 
     def _failure(self, error: api.VulkanError | OutOfMemory, doing: str) -> Exception:
-        """What the user is to know of an error, after which nothing can be done with this device: it is closed."""
+        """The exception to raise for an error after which the device is unusable; closes it."""
         message = None
         if isinstance(error, OutOfMemory):
             message = self._out_of_memory(error.nbytes)
@@ -381,16 +350,15 @@ class VulkanDevice:
         elif error.code == api.DEVICE_LOST:
             message = (
                 f"{self.gpu.name} was reset while {doing} ({error}): a kernel ran too long, the driver failed, or "
-                "another program made it "
-                "fail; load the model again, and if that happens again, update the driver and see the kernel's log "
-                "(dmesg)"
+                "another program crashed it; load the model again, and if that happens again, update the driver and "
+                "see the kernel log (dmesg)"
             )
         self.close()
         return UserError(message) if message else error
 
     def _out_of_memory(self, wanted: int) -> str:
-        """What is needed, what there is, and the change that makes it fit. wanted: bytes of the block that found no
-        place."""
+        """Message with the memory needed and available, and a change that makes the model fit. wanted: bytes of the
+        failed allocation."""
         limit = self.memory.limit
         if wanted > limit:
             at_most = f"{self.gpu.driver} gives {_gib(limit)} at most"
@@ -405,16 +373,3 @@ class VulkanDevice:
             f"cache {_gib(kv)} at "
             f"--ctx {ctx}), and {_gib(there)} of {self.gpu.name} are free; {change}"
         )
-
-
-def _query_pool(context: Context, count: int) -> int:
-    info = api.QueryPoolInfo(queryType=api.QUERY_TIMESTAMP, queryCount=count)
-    return context.own("vkDestroyQueryPool", context.create("vkCreateQueryPool", info))
-
-
-def _results(context: Context, pool: int, count: int) -> list[int]:
-    data = (ctypes.c_uint64 * count)()
-    context.calls.vkGetQueryPoolResults(
-        context.device, pool, 0, count, 8 * count, data, 8, api.RESULT_64 | api.RESULT_WAIT
-    )
-    return list(data)

@@ -1,6 +1,6 @@
-"""The Vulkan GPUs of this machine: what they are, what they can do, and which of them serves an artifact.
+"""The Vulkan GPUs of this machine, their features and limits, and the choice of one for an artifact.
 
-`list_gpus()` -> list of Gpu. `Instance` keeps Vulkan open, for whoever makes a logical device of a Gpu. `missing(gpu,
+`list_gpus()` -> list of Gpu. `Instance` keeps Vulkan open, for the creation of logical devices. `missing(gpu,
 needs)` says what a GPU lacks for an artifact, `choose` takes one, `profile_here()` says what to compile for.
 """
 
@@ -261,8 +261,8 @@ class Instance:
         )
 
     def _queue(self, handle: int) -> tuple[int, int] | None:
-        """The family that computes, if possible one that does not also draw: the desktop's frames then pass long
-        kernels."""
+        """The family that computes, preferably one without graphics, so that long kernels do not block the
+        desktop."""
         families = list(
             enumerate(api.listed(self.calls.vkGetPhysicalDeviceQueueFamilyProperties, api.QueueFamily, handle))
         )
@@ -280,7 +280,7 @@ def _chain(kinds) -> list[ctypes.Structure]:
 
 
 def _no_device(nodes: Path = Path("/dev/dri")) -> str:
-    """One line for drivers that find no device."""
+    """The error message for drivers that find no device."""
     blocked = [node for node in sorted(nodes.glob("renderD*")) if not os.access(node, os.R_OK | os.W_OK)]
     if blocked:
         return f"no Vulkan device: no permission on {blocked[0]}; {join_group(blocked[0])}"
@@ -289,7 +289,7 @@ def _no_device(nodes: Path = Path("/dev/dri")) -> str:
             f"no Vulkan device and no {nodes}: check that the GPU's kernel driver is loaded; in a container, pass "
             f"--device {nodes}"
         )
-    return f"no Vulkan device: the installed drivers know no GPU of this machine; {NO_DRIVER.partition(': ')[2]}"
+    return f"no Vulkan device: the installed drivers support no GPU of this machine; {NO_DRIVER.partition(': ')[2]}"
 
 
 def list_gpus() -> list[Gpu]:
@@ -298,11 +298,11 @@ def list_gpus() -> list[Gpu]:
         return instance.gpus
 
 
-# ---- which GPU serves
+# ---- choice of a GPU
 
 
 def missing(gpu: Gpu, needs: dict) -> list[str]:
-    """What `gpu` lacks for kernels with these needs (Profile.needs in the manifest), in words; empty: they run."""
+    """What `gpu` lacks for kernels with these needs (Profile.needs in the manifest); empty if they run."""
     lacks = [name for name in needs["features"] if name not in gpu.features]
     size = needs["subgroup_size"]
     if size and not (gpu.full and gpu.subgroup[1] <= size <= gpu.subgroup[2]):

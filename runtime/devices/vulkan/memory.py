@@ -1,7 +1,7 @@
-"""Memory of a Vulkan device: blocks that kernels reach by address, within what heaps, drivers and limits allow.
+"""Memory of a Vulkan device: blocks that kernels reach by address, within the limits of heaps and drivers.
 
 `Memory.block(bytes, kind)` allocates; KINDS says which memory each kind of block wants. `Memory.spread(sizes, kind)`
-allocates blocks for many buffers, none of which is cut. `put` and `fill` write to them, `get` reads.
+allocates blocks for many buffers, none of which is split. `put` and `fill` write to them, `get` reads.
 """
 
 import ctypes
@@ -30,10 +30,10 @@ KNOWN_FLAGS = 0xF  # memory types with other properties are slow or need feature
 
 
 class OutOfMemory(RuntimeError):
-    """A block found no place. nbytes: its size; free: the most that one heap has left."""
+    """An allocation failed. nbytes: its size; free: the largest amount that one heap has left."""
 
     def __init__(self, nbytes: int, free: int):
-        super().__init__(f"no place for {nbytes} bytes, {free} are free")
+        super().__init__(f"cannot allocate {nbytes} bytes, {free} are free")
         self.nbytes, self.free = nbytes, free
 
 

@@ -1,7 +1,7 @@
 """SPIR-V -> compute pipelines, several at a time, with the driver's own cache on disk.
 
 Kernels have no descriptors: their arguments are addresses in push constants, so one pipeline layout serves all. The
-cache lies in `$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`), one file per driver version; whatever is wrong with it,
+cache lies in `$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`), one file per driver version; if it is damaged,
 the pipelines are built without it.
 """
 
@@ -18,7 +18,7 @@ from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.host import available_threads
 
-THREADS = 8  # more do not help: drivers take turns at a lock
+THREADS = 8  # more do not help: drivers serialize on a lock
 DIGEST = 32  # bytes of the SHA-256 that a cache file begins with: drivers trust what they are given
 
 log = logging.getLogger("mlc_amd")
@@ -109,6 +109,6 @@ def _write(file: Path, data: bytes) -> None:
         temporary.write_bytes(hashlib.sha256(data).digest() + data)
         temporary.replace(file)
     except OSError as e:
-        log.debug("the pipelines are not kept for the next start: %s", e)
+        log.debug("the pipelines are not cached: %s", e)
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -1,0 +1,59 @@
+"""The GPUs that HIP reports, and which code objects run on them.
+
+`list_gpus(hip)` -> list of Gpu. `sibling` finds the code object for a GPU among those of an artifact; `relabel` makes a
+code object loadable on another chip with the same instruction set.
+"""
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from mlc_amd.runtime.devices.hip_errors import Hip
+
+# Chips with the same instruction set. HIP loads a code object only if its ELF header names the exact chip.
+SAME_ISA = same_isa()
+E_FLAGS = 0x30  # offset in a 64-bit ELF header; the low byte is EF_AMDGPU_MACH
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as reported by HIP. memory: bytes; integrated: an APU, which shares the host's memory; pci: its address."""
+
+    index: int
+    name: str
+    arch: str
+    memory: int
+    integrated: bool
+    pci: str
+
+
+def list_gpus(hip: Hip) -> list[Gpu]:
+    """The GPUs that HIP can use. HipError if it finds none."""
+    return [_gpu(hip, index) for index in range(hip("hipGetDeviceCount"))]
+
+
+def _gpu(hip: Hip, index: int) -> Gpu:
+    facts = hip("hipGetDeviceProperties", index)
+    arch, name = (os.fsdecode(text).split("\0")[0] for text in (facts.gcnArchName, facts.name))
+    pci = f"{facts.pciDomainID:04x}:{facts.pciBusID:02x}:{facts.pciDeviceID:02x}.0"
+    return Gpu(
+        index, name, arch.split(":")[0], facts.totalGlobalMem, bool(facts.integrated), pci
+    )  # without ":sramecc+:xnack-"
+
+
+def sibling(arch: str, available: Collection[str]) -> str | None:
+    """The arch in `available` whose code object runs on `arch`: `arch` itself, or one with the same instruction set;
+    None if there is none."""
+    if arch in available:
+        return arch
+    group = next((group for group in SAME_ISA if arch in group), {})
+    return next((name for name in group if name in available), None)
+
+
+def relabel(code: bytes, old: str, new: str) -> bytes:
+    """A code object for `old`, changed to one for `new` of the same SAME_ISA group: the chip in the ELF header and in
+    the metadata."""
+    group = next(group for group in SAME_ISA if old in group)
+    changed = bytearray(code.replace(f"-{old}".encode(), f"-{new}".encode()))
+    changed[E_FLAGS] = group[new]
+    return bytes(changed)

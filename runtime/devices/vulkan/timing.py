@@ -1,0 +1,66 @@
+"""Timestamps of a Vulkan GPU, and the bandwidth of its memory measured with them.
+
+A query pool holds timestamps that a Recorder writes; `results` reads them, `seconds` converts their differences. The
+context's `clock_bits` are their valid bits.
+"""
+
+import ctypes
+from contextlib import ExitStack
+
+from mlc_amd.runtime.devices.vulkan import api
+from mlc_amd.runtime.devices.vulkan.commands import Launch, Recorder
+from mlc_amd.runtime.devices.vulkan.context import Context
+from mlc_amd.runtime.devices.vulkan.memory import Memory, OutOfMemory
+from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines
+
+COPIES = 8  # measured repetitions of a copy; the fastest counts
+
+
+def query_pool(context: Context, count: int) -> int:
+    info = api.QueryPoolInfo(queryType=api.QUERY_TIMESTAMP, queryCount=count)
+    return context.own("vkDestroyQueryPool", context.create("vkCreateQueryPool", info))
+
+
+def results(context: Context, pool: int, count: int) -> list[int]:
+    data = (ctypes.c_uint64 * count)()
+    context.calls.vkGetQueryPoolResults(
+        context.device, pool, 0, count, 8 * count, data, 8, api.RESULT_64 | api.RESULT_WAIT
+    )
+    return list(data)
+
+
+def seconds(context: Context, begin: int, end: int) -> float:
+    """Between two timestamps."""
+    return (end - begin & (1 << context.clock_bits) - 1) * context.gpu.limits["tick"] * 1e-9
+
+
+def copy_bandwidth(base: Context, nbytes: int, needs: dict, step: dict, module: tuple[bytes, tuple[int, ...]]) -> float:
+    """Bytes per second, reads plus writes, of a copy kernel on the GPU of `base`; 0.0 without enough memory.
+
+    nbytes: what a launch copies; needs: of the kernel's profile, step: its launch, as in the manifest; module: (SPIR-V,
+    block).
+    """
+    with ExitStack() as held:
+        context = Context(base.instance, base.gpu, held)
+        memory = Memory(context)
+        try:
+            blocks = [memory.block(nbytes, "device") for _ in range(2)]
+        except OutOfMemory:
+            return 0.0
+        memory.fill(blocks)
+        pipelines = Pipelines(context, needs["push_constants"], needs["subgroup_size"])
+        pipeline = pipelines.build({"copy": module})["copy"]
+        pool = query_pool(context, 2 * COPIES)
+        recorder = Recorder(context, pipelines.layout, (pool, 2 * COPIES))
+        recorder.begin()
+        push = (ctypes.c_uint64 * 2)(*(blocks[i].address for i in step["args"]))
+        for _ in range(COPIES):
+            recorder.launch(Launch("copy", pipeline, tuple(step["grid"]), push, ()))
+            recorder.barrier()
+        recorder.end()
+        for _ in range(2):  # the first is a warm-up
+            context.submit(context.submission(recorder.commands))
+            context.wait()
+        stamps = results(context, pool, 2 * COPIES)
+        spent = min(seconds(context, begin, end) for begin, end in zip(stamps[::2], stamps[1::2], strict=True))
+        return 2 * nbytes / max(spent, 1e-9)
