@@ -44,8 +44,8 @@ def engine(act, formats, m, k, arch, rows, tile=None, together=1):
 
 
 def views(acts, act, m, k):
-    """The activations' buffers as the tile routine reads them, from the parameters of `act_args`. To be called after the
-    last parameter: it may declare a view."""
+    """The activations' buffers as the tile routine reads them, from the parameters of `act_args`. To be called after
+    the last parameter: it may declare a view."""
     if act == "rows":
         A, S = acts
         return T.decl_buffer((m, k // BLOCK, QUADS), "int32", data=A.data), S

@@ -43,8 +43,8 @@ class CoopTile:
 
 
 # (whether AMD's, maximum of tokens of a tile): tiles with how fast a compute unit works on them, for one weight and for
-# two, as far as that is known: TFLOP/s of an H200 if all of its units have equal work. Few tokens: many columns, so that
-# enough bytes of weights are in flight.
+# two, as far as that is known: TFLOP/s of an H200 if all of its units have equal work. Few tokens: many columns, so
+# that enough bytes of weights are in flight.
 TILES = {
     (False, 128): (
         (CoopTile(128, 128, 64, 2, 2), (285, 318)),
