@@ -189,7 +189,8 @@ def _rope(args: dict) -> Iterator[Slot]:
     yield Slot("input", ("Q", "K", "V"))
     if args.get("eps") is not None:
         yield Slot("weight", ("QN", "KN"))
-    yield Slot("weight", ("CS",), rows=args["ctx"])
+    if args["rotary"]:
+        yield Slot("weight", ("CS",), rows=args["ctx"])
 
 
 def _rope_kv_write(args: dict) -> Iterator[Slot]:

@@ -11,8 +11,8 @@ import reference
 import test_gpu_gemm
 import test_gpu_gemv
 import test_rocm_codegen
+from attention_cases import check_output, outputs, pack
 from test_cpu_attention import LOG2E, attention_reference
-from test_gpu_attention import check_output, outputs, pack
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.compiler.gguf import synthetic

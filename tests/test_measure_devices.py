@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from candidates import STATE, made
-from hip_recorder import OK, Recorder
 from vulkan_harness import gpu
 
 from mlc_amd.compiler.codegen.cpu import NATIVE, compile_c
@@ -37,6 +36,7 @@ CHILD = """
 import os, sys, time
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.child import serve
+from mlc_amd.tools.dev.hip_recorder import OK, Recorder
 
 def handle(request, answer):
     print("chatter of a library")

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 from formula import GFX, Bench, Task, linear, right
-from ship_tuned import export
 
 from mlc_amd.compiler.tuning import database as databases
 from mlc_amd.compiler.tuning.database import Checked, Database, Lookup, Measured
@@ -52,6 +51,7 @@ import sys, time
 from formula import Bench, Task, linear, right, GFX
 from mlc_amd.compiler.tuning.database import Database
 from mlc_amd.compiler.tuning.session import TuningSession, run
+from mlc_amd.tools.dev.ship_tuned import export
 bench = Bench()
 def slow(pairs):
     out = bench(pairs)

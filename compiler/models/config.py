@@ -31,7 +31,7 @@ class AttentionConfig:
     heads: int  # query heads
     kv_heads: int  # key and value heads; divides heads
     head_dim: int  # columns of a head (key = value); heads * head_dim need not be the hidden size
-    rope: str  # key of ModelConfig.ropes
+    rope: str  # key of ModelConfig.ropes; "": no rotation
     scale: float = 0.0  # of q . k; 0: 1/sqrt(head_dim)
     window: int = 0  # keys that a token sees, its own included; 0: all
     softcap: float = 0.0  # score becomes softcap * tanh(score / softcap); 0: none

@@ -99,7 +99,8 @@ class Graph:
     def attention(self, q, k, v, layer: int) -> relax.Var:
         """Head norms, RoPE, KV write and causal attention, as the layer's AttentionConfig describes them."""
         a, block = self.config.layers[layer].attention, f"blk.{layer}."
-        rope = self.config.ropes[a.rope]
+        rope = self.config.ropes.get(a.rope)
+        table = [self.parameters[f"{a.rope}.table"][0]] if rope else []
         shape = {
             "heads": a.heads, "kv_heads": a.kv_heads, "d": a.head_dim, "ctx": self.ctx,
             "scale": a.scale, "window": a.window, "softcap": a.softcap, "sinks": int(a.sinks),
@@ -107,8 +108,8 @@ class Graph:
         norms = [self.vector(f"{block}attn_{which}_norm.weight") for which in "qk"] if a.head_norms else []
         cache = [self.parameters[f"{which}.{layer}"][0] for which in "kv"]
         written = self.emit(
-            "rope_kv_write", [q, k, v, *norms, self.parameters[f"{a.rope}.table"][0], *cache], **shape,
-            neox=int(rope.neox), rotary=rope.dim, head_norm=int(a.head_norms), eps=self.config.norm_eps,
+            "rope_kv_write", [q, k, v, *norms, *table, *cache], **shape,
+            neox=int(rope.neox) if rope else 0, rotary=rope.dim if rope else 0, head_norm=int(a.head_norms), eps=self.config.norm_eps,
             query_dtype=self.target.query_dtype,
         )  # fmt: skip
         q, keys, values = (self.bb.emit(relax.TupleGetItem(written, i)) for i in range(3))

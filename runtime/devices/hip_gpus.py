@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from mlc_amd.runtime.devices.hip_errors import Hip
+from mlc_amd.runtime.gpus import same_isa
 
 # Chips with the same instruction set. HIP loads a code object only if its ELF header names the exact chip.
 SAME_ISA = same_isa()
