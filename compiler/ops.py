@@ -120,7 +120,7 @@ OPS = {
     "gate_up": (_gate_up, "act(x G^T) * (x U^T): (x, G, U); formats, n, k, m, act, layout_in (of x), layout (result)"),
     "rope_kv_write": (
         _rope_kv_write,
-        "head norms if given, RoPE, KV write in place: (q, k, v, [qn, kn], [cos_sin], K, V) to (q, K, V); ATTENTION and "
+        "head norms, RoPE, KV write in place: (q, k, v, [qn, kn], [cos_sin], K, V) to (q, K, V); ATTENTION and "
         "neox, rotary, head_norm, eps, query_dtype",
     ),
     "attention": (

@@ -21,7 +21,8 @@ from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.devices.hip import HipDevice
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.schedules.gpu.arch import resolve
-from mlc_amd.schedules.gpu.attention_decode import attention_decode, scratch_shapes
+from mlc_amd.schedules.gpu.attention_decode import attention_decode
+from mlc_amd.schedules.gpu.attention_join import scratch_shapes
 from mlc_amd.schedules.gpu.gemv import default_plan
 from mlc_amd.tools.dev.gfxemu import emulate, emulate_interleaved
 from mlc_amd.tools.dev.hip_recorder import Recorder, emulated

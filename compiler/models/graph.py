@@ -109,8 +109,8 @@ class Graph:
         cache = [self.parameters[f"{which}.{layer}"][0] for which in "kv"]
         written = self.emit(
             "rope_kv_write", [q, k, v, *norms, *table, *cache], **shape,
-            neox=int(rope.neox) if rope else 0, rotary=rope.dim if rope else 0, head_norm=int(a.head_norms), eps=self.config.norm_eps,
-            query_dtype=self.target.query_dtype,
+            neox=int(rope.neox) if rope else 0, rotary=rope.dim if rope else 0, head_norm=int(a.head_norms),
+            eps=self.config.norm_eps, query_dtype=self.target.query_dtype,
         )  # fmt: skip
         q, keys, values = (self.bb.emit(relax.TupleGetItem(written, i)) for i in range(3))
         sinks = [self.vector(f"{block}attn_sinks.weight")] if a.sinks else []
