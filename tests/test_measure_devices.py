@@ -23,6 +23,7 @@ from mlc_amd.runtime.measure.child import Child, Died
 from mlc_amd.runtime.measure.hip import HipBackend
 from mlc_amd.runtime.measure.measurer import Measurer
 from mlc_amd.runtime.measure.timing import Bench
+from mlc_amd.tools.dev.hip_recorder import OK, Recorder
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,6 @@ CHILD = """
 import os, sys, time
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.child import serve
-from mlc_amd.tools.dev.hip_recorder import OK, Recorder
 
 def handle(request, answer):
     print("chatter of a library")

@@ -18,6 +18,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu import arch as archs
 from mlc_amd.schedules.gpu import profiles
 from mlc_amd.schedules.plans import Workload, space
+from mlc_amd.tools.dev.ship_tuned import export
 
 pytest.importorskip("xgboost")
 
@@ -51,7 +52,6 @@ import sys, time
 from formula import Bench, Task, linear, right, GFX
 from mlc_amd.compiler.tuning.database import Database
 from mlc_amd.compiler.tuning.session import TuningSession, run
-from mlc_amd.tools.dev.ship_tuned import export
 bench = Bench()
 def slow(pairs):
     out = bench(pairs)
