@@ -16,6 +16,7 @@ from mlc_amd.tools.dev.quality import kl_divergence
 
 # Metadata of a tiny model of each architecture; sizes are those of the preset "tiny".
 MODELS: dict[str, dict[str, object]] = {
+    "gemma2": {"attention.sliding_window": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     "llama": {},
     "qwen2": {},
     "qwen3": {},
@@ -38,7 +39,7 @@ def test_random_model(tmp_path, name, form):
     assert kl_divergence(exact[list(found)], np.stack(list(found.values()))) < MAX_KL[form]
 
 
-@pytest.mark.parametrize("name", [])
+@pytest.mark.parametrize("name", ["gemma2"])
 def test_exact_logits(shared, tmp_path, name):
     """A random f16 model against logits that llama.cpp computed from the same weights in float32."""
     folder, path = shared / "archs", tmp_path / "model.gguf"
