@@ -20,6 +20,7 @@ from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.devices.hip import HipDevice
 from mlc_amd.runtime.engine import Engine
+from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.gpu.arch import resolve
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
@@ -96,7 +97,7 @@ class OnArch:
         """Decode attention's workgroups under way together: whichever comes last joins the same results."""
         heads, kv_heads, d, ctx, position = 4, 1, 64, 1152, 1089
         arch, rng = resolve(self.arch), np.random.default_rng(1)
-        module = compile_hsaco({"a": attention_decode(heads, kv_heads, d, ctx, "", arch, "a")}, arch)
+        module = compile_hsaco({"a": attention_decode(Attention(heads, kv_heads, d, ctx), "", arch, "a")}, arch)
         (step,) = module.functions["a"].launches
         k, v = (rng.standard_normal((kv_heads, ctx, d)).astype(np.float16) for _ in "kv")
         Kc, Vc = pack(k, v)

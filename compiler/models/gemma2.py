@@ -1,5 +1,5 @@
-"""gemma2: Gemma 2. RMS norms before and after each block, GELU gate, scaled embedding, softcaps on attention's scores and
-on the logits; every other layer, the first included, sees a window of keys."""
+"""gemma2: Gemma 2. RMS norms before and after each block, GELU gate, scaled embedding, softcaps on attention's scores
+and on the logits; every other layer, the first included, sees a window of keys."""
 
 from dataclasses import replace
 

@@ -35,7 +35,7 @@ class Local:
         root: Path | None = None,
         emulate: Callable[[Workload, object], Checked] | None = None,
     ):
-        self.kind, self.arch, self.emulate = kind, target(kind, arch).arch, emulate
+        self.kind, self.arch, self.emulate = kind, target(kind, arch).archs[0], emulate
         self._temporary = tempfile.mkdtemp(prefix="mlc-amd-tune-") if root is None else None
         self.root = Path(root or self._temporary)
         self.builder, self.measurer = Builder(kind, arch, self.root, workers), Measurer(device)
