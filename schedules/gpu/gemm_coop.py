@@ -275,8 +275,8 @@ class CoopGemm:
         """Hands row i of the matrices of sums to the epilogue; rows beyond the weight's are left out."""
         (fm, fn, _), tile = self.arch.fragment, self.tile
         units, lanes = self.tiles_n * fn // ROWS, self.arch.wave * tile.waves_k
-        with T.serial(-(-fm * units // lanes)) as i:
-            c = T.Bind(i * lanes + (self.wave_k * self.arch.wave + self.lane))
+        with T.serial(-(-fm * units // lanes)) as step:
+            c = T.Bind(step * lanes + (self.wave_k * self.arch.wave + self.lane))
             token, unit = T.Bind(c // units), T.Bind(c % units)
             row = T.Bind(row0 + self.wave_n * (self.tiles_n * fn) + unit * ROWS)
 
