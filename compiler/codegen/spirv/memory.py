@@ -17,6 +17,7 @@ from tvm import tirx
 
 from mlc_amd.compiler.codegen.lower import bytes_of
 from mlc_amd.compiler.codegen.spirv import opcodes
+from mlc_amd.compiler.codegen.spirv.expressions import Expressions
 from mlc_amd.compiler.codegen.spirv.types import FRAGMENTS, Unsupported, contains, kind, parse, scope, size, storage
 
 UNITS = (128, 64, 32)  # bits of the vectors that are loaded and stored at once
@@ -44,9 +45,8 @@ class Array(NamedTuple):
     unit: object
 
 
-class Memory:
-    """Part of the emitter; needs `asm`, `analyzer`, `parameters`, `roots`, `written`, `coherent`, `arrays`, `varying`,
-    `definitions`."""
+class Memory(Expressions):
+    """Part of the emitter."""
 
     # ---- arrays
 
