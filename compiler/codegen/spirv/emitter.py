@@ -5,6 +5,7 @@ whose address is the only push constant then.
 """
 
 import math
+from typing import Any
 
 import tvm
 from tvm import tirx
@@ -197,7 +198,8 @@ class Emitter(Subgroup, Matrix):
 
     def _bind_thread(self, variable, tag, extent):
         where, axis = tag.split(".")
-        self.analyzer.bind(variable, tvm.ir.Range(0, extent), True)
+        begin: Any = 0  # TVM makes a constant of it
+        self.analyzer.bind(variable, tvm.ir.Range(begin, extent), True)
         if extent == 1:
             self.environment[variable] = self.int_const(0)
         elif where == "blockIdx":
