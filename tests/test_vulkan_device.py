@@ -210,8 +210,8 @@ class MallocState(ctypes.Structure):
 
 
 def resident() -> int:
-    """KiB of this process in memory, without what glibc holds free: an arena of a driver's thread grows by a MiB now and
-    then although no more of it is in use, because the driver frees its blocks in another order each time."""
+    """KiB of this process in memory, without what glibc holds free: one of its arenas for threads grows by a MiB a few
+    times in the first thousands of steps, although no more of it is in use."""
     lines = Path("/proc/self/status").read_text().splitlines()
     total = int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
     state = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc 2.33

@@ -284,8 +284,8 @@ def choose(survey: Survey, workloads: dict[Workload, str]) -> list[Choice]:
 
 
 def check(static: Static, choices: list[Choice], database: Database) -> None:
-    """Verifies plans, with a model that has an emulator: once for kernels that differ in the number of rows, or in that of
-    a GEMM's columns."""
+    """Verifies plans, with a model that has an emulator: once for kernels that differ in the number of rows, or GEMM's
+    in that of columns."""
     emulate, known = static.emulate, {}
     assert emulate is not None
     for one in choices:
