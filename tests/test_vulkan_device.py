@@ -200,27 +200,6 @@ def test_times_of_kernels(artifact):
     assert engine.device.waited > 0
 
 
-class MallocState(ctypes.Structure):
-    """glibc's struct mallinfo2, in bytes over all arenas."""
-
-    NAMES = (
-        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
-    )  # fmt: skip
-    _fields_ = [(name, ctypes.c_size_t) for name in NAMES]
-
-
-def resident() -> int:
-    """KiB of this process in memory, without what glibc holds free: one of its arenas for threads grows by a MiB a few
-    times in the first thousands of steps, although no more of it is in use."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    total = int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
-    state = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc 2.33
-    if state is None:
-        return total
-    state.restype = MallocState
-    return total - (state().fordblks >> 10)
-
-
 def test_nothing_grows(artifact):
     """Neither host memory nor files nor positions leak over a few hundred steps."""
     engine = Engine.load(artifact)
@@ -230,7 +209,7 @@ def test_nothing_grows(artifact):
             if engine.position == engine.context:
                 engine.reset()
             engine.decode(i)
-        return resident()
+        return vulkan_harness.resident()
 
     before, files = run(100), len(os.listdir("/proc/self/fd"))
     assert run(400) - before < 1024  # KiB
