@@ -11,16 +11,19 @@ Values
 """
 
 import math
+from typing import Any
 
 import tvm
+import tvm_ffi
 from tvm import relax
-from tvm.ir import Op, _ffi_api
+from tvm.ir import Op
 
 PREFIX = "mlc_amd."
 
 
 def tensor_type(shape, dtype="float32"):
-    return relax.TensorType([int(s) for s in shape], dtype)
+    sizes: list[Any] = [int(s) for s in shape]  # TVM makes expressions of them
+    return relax.TensorType(sizes, dtype)
 
 
 def _tiles(m: int, k: int, p: int):
@@ -135,7 +138,7 @@ OPS = {
 
 
 def _register(name, infer, description):
-    _ffi_api.RegisterOp(PREFIX + name, description)
+    tvm_ffi.get_global_func("ir.RegisterOp")(PREFIX + name, description)
     op = Op.get(PREFIX + name)
     op.set_num_inputs(-1)
     op.set_attr("FInferType", infer)
@@ -160,5 +163,6 @@ def name_of(value) -> str:
 
 def with_attrs(value: relax.Call, args=None, **changes) -> relax.Call:
     """The same operator with other arguments or attributes."""
-    attrs = {key: value.attrs[key] for key in value.attrs.keys()} | changes  # noqa: SIM118 (not a dict)
+    old: Any = value.attrs
+    attrs = {key: old[key] for key in old.keys()} | changes  # noqa: SIM118 (not a dict)
     return call(name_of(value), value.args if args is None else args, **attrs)

@@ -209,11 +209,7 @@ def test_nothing_grows(artifact):
             if engine.position == engine.context:
                 engine.reset()
             engine.decode(i)
-        return int(
-            next(
-                line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")
-            ).split()[1]
-        )
+        return vulkan_harness.resident()
 
     before, files = run(100), len(os.listdir("/proc/self/fd"))
     assert run(400) - before < 1024  # KiB

@@ -15,6 +15,7 @@ from tvm import s_tir, tirx
 from mlc_amd.compiler.codegen.lower import has_blocks
 from mlc_amd.compiler.codegen.target import Target
 from mlc_amd.compiler.models.config import AttentionConfig
+from mlc_amd.compiler.nodes import functions
 from mlc_amd.runtime import devices
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu import arch as archs
@@ -69,7 +70,7 @@ class CpuTarget(Target):
 
     def compile_kernels(self, mod: tvm.IRModule, directory: Path, progress, workers: int) -> dict:
         """One shared library: {"libraries": [file name]}."""
-        kernels = {gv.name_hint: func for gv, func in mod.functions.items() if isinstance(func, tvm.tirx.PrimFunc)}
+        kernels = {gv.name_hint: func for gv, func in functions(mod).items() if isinstance(func, tvm.tirx.PrimFunc)}
         names = sorted(kernels)
         batches = [names[i : i + BATCH] for i in range(0, len(names), BATCH)]
         done = []

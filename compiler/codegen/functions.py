@@ -81,8 +81,8 @@ class _Expander:
         if not any(before for _, before in arms):
             return tirx.if_then_else(condition, *(value for value, _ in arms))
         place, first = tirx.decl_buffer((1,), str(call.ty), name="chosen", scope="local"), tirx.const(0, "int32")
-        stores = [_sequence([*before, tirx.BufferStore(place, value, [first])]) for value, before in arms]
-        self.pending[-1] += [tirx.AllocBuffer(place), tirx.IfThenElse(condition, *stores)]
+        taken, other = (_sequence([*before, tirx.BufferStore(place, value, [first])]) for value, before in arms)
+        self.pending[-1] += [tirx.AllocBuffer(place), tirx.IfThenElse(condition, taken, other)]
         return tirx.BufferLoad(place, [first])
 
     def bind(self, value):

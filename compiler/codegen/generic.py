@@ -6,11 +6,13 @@ one PrimFunc each, under names that say what they compute and on what: multiply_
 """
 
 from math import prod
+from typing import cast
 
 import tvm
 import tvm_ffi
 from tvm import relax, tirx
 
+from mlc_amd.compiler.nodes import body, functions, params
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules import generic as schedules
 
@@ -24,7 +26,7 @@ def fuse(mod: tvm.IRModule, kernels: dict[str, tirx.PrimFunc]) -> tuple[tvm.IRMo
     parts = _primitive(mod) - kernels.keys()
     if not parts:
         return mod, {}
-    for gv, func in list(mod.functions.items()):
+    for gv, func in list(functions(mod).items()):
         if gv.name_hint in kernels:
             mod.update_func(gv, func.with_attr("op_pattern", OPAQUE))
     passes = [
@@ -32,7 +34,7 @@ def fuse(mod: tvm.IRModule, kernels: dict[str, tirx.PrimFunc]) -> tuple[tvm.IRMo
         relax.transform.FuseOps(),
         relax.transform.FuseTIR(),
         relax.transform.DeadCodeElimination(
-            [gv.name_hint for gv, func in mod.functions.items() if isinstance(func, relax.Function)]
+            [gv.name_hint for gv, func in functions(mod).items() if isinstance(func, relax.Function)]
         ),
     ]
     mod = tvm.transform.Sequential(passes)(mod)
@@ -50,7 +52,7 @@ def fuse(mod: tvm.IRModule, kernels: dict[str, tirx.PrimFunc]) -> tuple[tvm.IRMo
 def scheduled(name: str, func: tirx.PrimFunc, arch) -> tirx.PrimFunc:
     """The generic kernel of that name for an arch. UserError where there is no schedule for it."""
     try:
-        made = schedules.schedule(func, arch).with_attr(SYMBOL, name)
+        made = cast(tirx.PrimFunc, schedules.schedule(func, arch).with_attr(SYMBOL, name))
         return made if arch.api == "cpu" else _narrow(made)
     except ValueError as error:
         raise UserError(f"no kernel for this model's operator {name}: {error}") from error
@@ -58,7 +60,7 @@ def scheduled(name: str, func: tirx.PrimFunc, arch) -> tirx.PrimFunc:
 
 def _narrow(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """With int32 for indices, which TVM lowers to int32 only where they depend on no data."""
-    return tirx.transform.ForceNarrowIndexToInt32()(tvm.IRModule({"main": func}))["main"]
+    return cast(tirx.PrimFunc, tirx.transform.ForceNarrowIndexToInt32()(tvm.IRModule({"main": func}))["main"])
 
 
 def replaced(mod: tvm.IRModule, functions: dict[str, tirx.PrimFunc]) -> tvm.IRModule:
@@ -69,20 +71,20 @@ def replaced(mod: tvm.IRModule, functions: dict[str, tirx.PrimFunc]) -> tvm.IRMo
 
 
 def _primitive(mod) -> set[str]:
-    return {gv.name_hint for gv, func in mod.functions.items() if isinstance(func, tirx.PrimFunc)}
+    return {gv.name_hint for gv, func in functions(mod).items() if isinstance(func, tirx.PrimFunc)}
 
 
 def _renamed(mod, names: dict[str, str], functions) -> tvm.IRModule:
     """The module with functions under new names (old: new)."""
     variables = {}
     made = tvm.IRModule({}, attrs=mod.attrs)
-    for gv in mod.functions:
+    for gv in functions(mod):
         if gv.name_hint in names:
             variables[gv] = tvm.ir.GlobalVar(names[gv.name_hint])
             relax.expr._update_type(variables[gv], gv.ty)
             made[variables[gv]] = functions[names[gv.name_hint]]
     renamer = _Renamer(variables)
-    for gv, func in mod.functions.items():
+    for gv, func in functions(mod).items():
         if gv not in variables:
             made[gv] = renamer.visit_expr(func) if isinstance(func, relax.Function) else func
     return made
@@ -101,8 +103,8 @@ class _Renamer(relax.PyExprMutator):
 def roles(func: tirx.PrimFunc) -> list[str]:
     """ "input" or "output" for each parameter of a generic kernel."""
     stored = set()
-    tvm_ffi.structural_walk(func.body, (tirx.BufferStore, lambda node: stored.add(node.buffer.name)), order="pre")
-    return ["output" if param.name in stored else "input" for param in func.params]
+    tvm_ffi.structural_walk(body(func), (tirx.BufferStore, lambda node: stored.add(node.buffer.name)), order="pre")
+    return ["output" if param.name in stored else "input" for param in params(func)]
 
 
 # ---- names
@@ -124,7 +126,7 @@ def _label(name: str, func: tirx.PrimFunc, parts: set[str]) -> str:
         plain = word.rstrip("0123456789")
         if word not in ("tir", "te"):
             words.append(plain if plain in parts else word)
-    largest = max(([int(n) for n in param.ty.shape] for param in func.params), key=prod)
+    largest = max(([int(n) for n in param.ty.shape] for param in params(func)), key=prod)
     if len(largest) < 2:
         return "_".join([*words, *map(str, largest)])
     return "_".join([*words, "x".join(map(str, largest[1:])), f"m{largest[0]}"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import tvm
 
+from mlc_amd.compiler import nodes
 from mlc_amd.compiler.codegen.target import Target
 from mlc_amd.compiler.models.config import AttentionConfig
 from mlc_amd.runtime.errors import UserError
@@ -78,7 +79,7 @@ class GpuTarget(Target):
     def compile_kernels(self, mod: tvm.IRModule, directory: Path, progress, workers: int) -> dict:
         """{"libraries": {arch: file}, "launches": {arch: {kernel: {"scratch": [bytes], "steps": [launch]}}}}; see
         dist/README.md."""
-        names = sorted(gv.name_hint for gv, func in mod.functions.items() if isinstance(func, tvm.tirx.PrimFunc))
+        names = sorted(gv.name_hint for gv, func in nodes.functions(mod).items() if isinstance(func, tvm.tirx.PrimFunc))
         libraries, launches, steps = {}, {}, []
 
         def step(name: str) -> None:  # one a kernel, and one for the arch's code

@@ -112,7 +112,7 @@ def _kernel(item, code) -> Kernel:
 # ---- ELF
 
 
-def _metadata(data):
+def _metadata(data) -> dict | None:
     """The MessagePack document of the AMDGPU note; None without one."""
     (start,) = struct.unpack_from("<Q", data, 32)
     size, count = struct.unpack_from("<HH", data, 54)
@@ -123,7 +123,10 @@ def _metadata(data):
             name_size, size_, note = struct.unpack_from("<III", data, offset)
             body = offset + 12 + _align4(name_size)
             if note == NT_AMDGPU_METADATA and data[offset + 12 : offset + 18] == b"AMDGPU":
-                return unpack(data, body)[0]
+                found, _ = unpack(data, body)
+                if not isinstance(found, dict):
+                    raise ValueError("its metadata is no map")
+                return found
             offset = body + _align4(size_)
     return None
 
@@ -226,7 +229,7 @@ def occupancy(kernel: Kernel, arch: GpuArch, threads: int | None = None) -> tupl
         lds = 128 * KIB if rdna else arch.lds
         groups = lds // (-(-kernel.lds // LDS_UNIT) * LDS_UNIT)
         limits["lds"] = -(-groups * waves // SIMDS)
-    limit = min(limits, key=limits.get)
+    limit = min(limits, key=lambda name: limits[name])
     return min(limits[limit], most), limit
 
 

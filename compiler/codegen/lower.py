@@ -17,6 +17,8 @@ import tvm.s_tir.pipeline  # registers the passes' options
 import tvm_ffi
 from tvm import s_tir, tirx
 
+from mlc_amd.compiler import nodes
+
 AXES = "xyz"
 LAUNCH_AXES = tuple(f"{kind}.{axis}" for kind in ("blockIdx", "threadIdx") for axis in AXES)
 
@@ -134,7 +136,12 @@ def _launch(name, call, place, alias, threads) -> Launch:
     values, extents = rest[: len(rest) - len(tags)], dict(zip(tags, rest[len(rest) - len(tags) :], strict=True))
     if dynamic := [tag for tag, extent in extents.items() if not isinstance(extent, tirx.IntImm)]:
         raise ValueError(f"kernel {name}: the extents of {dynamic} are not known at compile time")
-    grid, block = (tuple(int(extents.get(f"{kind}.{axis}", 1)) for axis in AXES) for kind in ("blockIdx", "threadIdx"))
+
+    def sizes(kind: str) -> tuple[int, int, int]:
+        x, y, z = (int(extents.get(f"{kind}.{axis}", 1)) for axis in AXES)
+        return x, y, z
+
+    grid, block = sizes("blockIdx"), sizes("threadIdx")
     if prod(block) > threads:
         raise ValueError(f"kernel {name} has workgroups of {prod(block)} threads; at most {threads} are possible")
     args = []
@@ -156,7 +163,7 @@ def walk(body, kinds, visit):
 def has_blocks(func: tirx.PrimFunc) -> bool:
     """Whether it is made of blocks, as operators that TVM writes are."""
     found = []
-    walk(func.body, s_tir.SBlock, found.append)
+    walk(nodes.body(func), s_tir.SBlock, found.append)
     return bool(found)
 
 

@@ -17,6 +17,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tvm
 import tvm_ffi
@@ -26,6 +27,7 @@ from tvm.tirx.op import call_llvm_intrin
 
 from mlc_amd.compiler.codegen.functions import expand
 from mlc_amd.compiler.codegen.lower import Function, lower
+from mlc_amd.compiler.nodes import span
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.arch import MAX_THREADS, GpuArch
 
@@ -136,13 +138,15 @@ def wait_before_barriers(arch):
 def _insert(s, wait):
     """The statement `s` with `wait` before each barrier over shared memory."""
     if isinstance(s, tirx.Evaluate):
-        is_sync = isinstance(s.value, tvm.ir.Call) and getattr(s.value.op, "name", "") == "tirx.tvm_storage_sync"
-        return tirx.SeqStmt([wait, s]) if is_sync and s.value.args[0].value.startswith("shared") else s
+        if not isinstance(s.value, tvm.ir.Call) or getattr(s.value.op, "name", "") != "tirx.tvm_storage_sync":
+            return s
+        scope: Any = s.value.args[0]  # a string's node
+        return tirx.SeqStmt([wait, s]) if scope.value.startswith("shared") else s
     if isinstance(s, tirx.SeqStmt):
         return tirx.SeqStmt([_insert(part, wait) for part in s.seq])
     if isinstance(s, tirx.IfThenElse):
         otherwise = None if s.else_case is None else _insert(s.else_case, wait)
-        return tirx.IfThenElse(s.condition, _insert(s.then_case, wait), otherwise, s.span)
+        return tirx.IfThenElse(s.condition, _insert(s.then_case, wait), otherwise, span(s))
     if isinstance(s, tirx.For):
         return tirx.For(
             s.loop_var, s.min, s.extent, s.kind, _insert(s.body, wait), s.thread_binding, s.annotations, s.step, s.span

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
+from typing import Any
 
 import tvm
 from tvm import relax
@@ -17,6 +18,7 @@ from tvm import relax
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.codegen import generic
 from mlc_amd.compiler.models.config import AttentionConfig, ModelConfig
+from mlc_amd.compiler.nodes import fields_of
 from mlc_amd.compiler.ops import shape_of
 from mlc_amd.schedules import operators
 from mlc_amd.schedules.attention import Attention
@@ -47,7 +49,7 @@ class Target(ABC):
         self.kernels: dict[str, tvm.tirx.PrimFunc] = {}  # name: kernel, for the first arch
         self.workloads: dict[str, Workload] = {}  # name: what the kernel computes, of operators of ours
         self.generic: dict[str, tvm.tirx.PrimFunc] = {}  # name: what the kernel computes, unscheduled, of all others
-        self.plans: dict[str, Callable[[Workload], tuple[object | None, str]]] = {}
+        self.plans: dict[str, Callable[[Workload], tuple[Any | None, str]]] = {}
         self._names: dict[tuple, str] = {}  # (operator, attributes, types): name
 
     # ---- what a target decides
@@ -113,7 +115,7 @@ class Target(ABC):
         self.kernels |= scheduled
         return generic.replaced(mod, scheduled)
 
-    def plan(self, workload: Workload, arch) -> tuple[object | None, str]:
+    def plan(self, workload: Workload, arch) -> tuple[Any | None, str]:
         """(plan, where it comes from) of the workload's kernel on that arch; None: the kernel's default plan."""
         find = self.plans.get(arch.name)
         return find(workload) if find else (None, DEFAULT)
@@ -159,7 +161,7 @@ class Target(ABC):
         """A call of the workload's kernel: inputs (`args` where the kernel wants another order), flattened, then
         outputs. `inplace`: output index to input index."""
         inputs = [item for arg in (args or call.args) for item in _fields(bb, arg)]
-        outputs = list(call.ty.fields) if isinstance(call.ty, relax.TupleType) else [call.ty]
+        outputs = list(fields_of(call.ty)) if isinstance(call.ty, relax.TupleType) else [call.ty]
         key = (str(call.op.name), str(call.attrs), tuple(str(arg.ty) for arg in call.args))
         if key not in self._names:
             name = label if label not in self.kernels else f"{label}_{len(self.kernels)}"
@@ -173,8 +175,10 @@ class Target(ABC):
                 j: next(i for i, item in enumerate(inputs) if item.same_as(call.args[arg]))
                 for j, arg in inplace.items()
             }
-            return relax.op.call_tir_inplace(gv, inputs, [place.get(j, -1) for j in range(len(outputs))], outputs)
-        return relax.op.call_tir(gv, inputs, outputs if len(outputs) > 1 else outputs[0])
+            return relax.op.call_tir_inplace(
+                gv, relax.Tuple(inputs), [place.get(j, -1) for j in range(len(outputs))], outputs
+            )
+        return relax.op.call_tir(gv, relax.Tuple(inputs), outputs if len(outputs) > 1 else outputs[0])
 
     def _embed(self, bb, call):
         a, m = call.attrs, shape_of(call.args[1])[0]
@@ -265,7 +269,7 @@ def _fields(bb, arg) -> list:
     """A tuple's fields as variables; anything else as it is."""
     if not isinstance(arg.ty, relax.TupleType):
         return [arg]
-    return [bb.emit(relax.TupleGetItem(arg, i)) for i in range(len(arg.ty.fields))]
+    return [bb.emit(relax.TupleGetItem(arg, i)) for i in range(len(fields_of(arg.ty)))]
 
 
 def buffers(func) -> list[tuple[str, tuple[int, ...], str]]:

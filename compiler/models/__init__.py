@@ -9,7 +9,7 @@ Nothing here imports TVM except `graph.py` and `build.py`: files are read and ch
 """
 
 from collections.abc import Collection, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from mlc_amd.compiler.models import gemma2, llama, qwen2, qwen3
 from mlc_amd.compiler.models.config import ModelConfig
@@ -22,7 +22,7 @@ class Architecture(Protocol):
 
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]: ...
 
-    def decoder(self, g): ...
+    def decoder(self, g) -> Any: ...
 
 
 ARCHITECTURES: dict[str, Architecture] = {"gemma2": gemma2, "llama": llama, "qwen2": qwen2, "qwen3": qwen3}

@@ -6,12 +6,17 @@ for each function parameter where the runtime finds it: ("io", "tokens"), ("weig
 """
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tvm import relax
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.models.config import ModelConfig
 from mlc_amd.compiler.ops import shape_of, tensor_type
+
+if TYPE_CHECKING:
+    from mlc_amd.compiler.codegen.target import Target
+    from mlc_amd.compiler.gguf import GGUFModel
 
 ACTIVATIONS = {"silu": relax.op.nn.silu, "gelu": relax.op.nn.gelu_tanh}  # of FeedForwardConfig.act
 
@@ -21,8 +26,8 @@ class Graph:
     """One function under construction: `m` tokens a call, KV capacity `ctx`, logits of the last live token or of
     all."""
 
-    model: object  # GGUFModel: config and tensors
-    target: object  # layouts: planes(format, n, k), kv_types(config, ctx)
+    model: "GGUFModel"  # GGUFModel: config and tensors
+    target: "Target"  # layouts: planes(format, n, k), kv_types(config, ctx)
     m: int
     ctx: int
     all_logits: bool

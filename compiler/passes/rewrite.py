@@ -4,9 +4,13 @@ A rule gets the call (its arguments already rewritten) and `producer`, which giv
 bound to, and returns the new expression or None. What a rewrite leaves unused goes away with dead code elimination.
 """
 
+from typing import cast
+
 import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from mlc_amd.compiler.nodes import functions
 
 
 @mutator
@@ -27,7 +31,7 @@ class _Rewriter(PyExprMutator):
 def rewrite(mod: tvm.IRModule, rule) -> tvm.IRModule:
     """Applies `rule(call, producer) -> Expr | None` to all calls and removes what is no longer used."""
     rewriter = _Rewriter(mod, rule)
-    for gv, func in mod.functions.items():
+    for gv, func in functions(mod).items():
         if isinstance(func, relax.Function):
-            rewriter.builder_.update_func(gv, rewriter.visit_expr(func))
+            rewriter.builder_.update_func(gv, cast(relax.Function, rewriter.visit_expr(func)))
     return relax.transform.DeadCodeElimination()(rewriter.builder_.get())

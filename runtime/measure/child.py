@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from typing import IO
 
 from mlc_amd.runtime.errors import UserError
 
@@ -32,27 +33,32 @@ class Child:
     def __init__(self, module: str, arguments: tuple[str, ...] = (), environment: dict[str, str] | None = None):
         self.command = [sys.executable, "-m", module, *arguments]
         self.environment = os.environ | (environment or {})
-        self._process, self._errors, self._rest = None, None, b""
+        self._process: subprocess.Popen | None = None
+        self._errors: IO[bytes] | None = None
+        self._rest = b""
 
     def send(self, request: dict) -> None:
-        if self._process is None or self._process.poll() is not None:
-            self._start()
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._start()
+        assert process.stdin is not None  # a pipe
         try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
         except BrokenPipeError:
             raise Died(self._why()) from None
 
     def receive(self, timeout: float) -> dict:
         """The next answer. Died if there is none in `timeout` seconds; the child is then gone. UserError that the child
         sent."""
-        end = time.monotonic() + timeout
+        end, process = time.monotonic() + timeout, self._process
+        assert process is not None and process.stdout is not None  # something was sent
         while b"\n" not in self._rest:
             left = end - time.monotonic()
             if left <= 0 or not self._selector.select(left):
                 self.close()
                 raise Died(f"took more than {timeout:.0f} s")
-            data = os.read(self._process.stdout.fileno(), 1 << 16)
+            data = os.read(process.stdout.fileno(), 1 << 16)
             if not data:
                 raise Died(self._why())
             self._rest += data
@@ -62,11 +68,11 @@ class Child:
             raise UserError(answer["user_error"])
         return answer
 
-    def _start(self) -> None:
+    def _start(self) -> subprocess.Popen:
         self.close()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the child)
         # a group of its own: Ctrl-C is the parent's, and what the child starts ends with it
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             self.command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -75,12 +81,17 @@ class Child:
             start_new_session=True,
         )
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._process.stdout, selectors.EVENT_READ)
+        assert process.stdout is not None  # a pipe
+        self._selector.register(process.stdout, selectors.EVENT_READ)
+        self._process = process
+        return process
 
     def _why(self) -> str:
-        code = self._process.wait()
-        self._errors.seek(max(self._errors.seek(0, os.SEEK_END) - STDERR, 0))
-        lines = self._errors.read().decode(errors="replace").splitlines()
+        process, errors = self._process, self._errors
+        assert process is not None and errors is not None  # a child that ended was started
+        code = process.wait()
+        errors.seek(max(errors.seek(0, os.SEEK_END) - STDERR, 0))
+        lines = errors.read().decode(errors="replace").splitlines()
         said = next((line.strip() for line in reversed(lines) if line.strip()), "")
         how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         self.close()
@@ -95,7 +106,8 @@ class Child:
         self._process.wait()
         for file in (self._process.stdin, self._process.stdout, self._errors, self._selector):
             with contextlib.suppress(BrokenPipeError):
-                file.close()
+                if file is not None:
+                    file.close()
         self._process, self._rest = None, b""
 
 

@@ -39,9 +39,9 @@ def differences(candidate: Candidate, state, expected: dict, found: dict) -> tup
             wrong.append(f"{name} differs by {share:.3g} times what is allowed")
     for name in (name for name, param in outputs.items() if param.dtype == "int8"):
         scales = f"S{name[1:]}"
-        pairs = [_rows(run[name], run[scales], live) for run in (expected, found)]
+        left, right = (_rows(run[name], run[scales], live) for run in (expected, found))
         share, why = _int8(
-            *pairs, ATTENTION_APART if loose else STEPS_APART, ATTENTION if loose else TOLERANCES["float32"]
+            left, right, ATTENTION_APART if loose else STEPS_APART, ATTENTION if loose else TOLERANCES["float32"]
         )
         worst = max(worst, share)
         wrong += [f"{name}: {why}"] if why else []

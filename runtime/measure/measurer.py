@@ -73,7 +73,8 @@ class Measurer:
         return [results[name] for name in names]
 
     def _group(self, pending: dict[str, Candidate], results: dict, progress) -> None:
-        together, lost, reference = True, 0, None
+        together, lost = True, 0
+        reference: str | None = None
 
         def keep(folder: str, result: dict) -> None:
             if result["error"] is None:
@@ -87,7 +88,7 @@ class Measurer:
         while pending:
             self.start(next(iter(candidates.values())))
             # what a new process measures is judged by the reference, too
-            doing = list(dict.fromkeys([*([reference] if reference else []), *pending]))
+            doing: list[str] = list(dict.fromkeys([*([reference] if reference else []), *pending]))
             try:
                 self._child.send({"measure": doing, "together": together})
                 while True:

@@ -42,13 +42,15 @@ class VulkanBackend:
         self._held.callback(self.instance.close)
         try:
             self.gpu, _ = choose(self.instance.gpus, {candidate.facts["arch"]: self._needs}, device)
-            if not self.gpu.queue[1]:
+            queue = self.gpu.queue
+            if queue is None or not queue[1]:
                 raise UserError(
                     f"{self.gpu.name} cannot tell how long kernels take: its driver has no timestamps for compute"
                 )
         except UserError:
             self._held.close()
             raise
+        self._clock_bits = queue[1]
         self.name = self.gpu.name
         self.facts = {"device": self.gpu.name, "driver": self.gpu.driver}
         heaps = [heap.free for heap in self.gpu.heaps if self.gpu.unified or heap.device_local]
@@ -129,16 +131,16 @@ class VulkanBackend:
         made_of = [id(call) for call in calls]
         if made_of != self._recorded_of:
             self._recorded_of, self._calls = made_of, calls  # keeps them, and so their ids, alive
-            self._record(calls)
-        return self._submit()
+            self._recorded = self._record(calls)
+        assert self._recorded is not None  # with the calls
+        return self._submit(self._recorded)
 
-    def _record(self, calls) -> None:
-        """Records the calls between two timestamps, in place of what was recorded before."""
+    def _record(self, calls) -> int:
+        """The command buffer with the calls between two timestamps, in place of what was recorded before."""
         context = self.context
         if self._recorded:
             context.calls.vkFreeCommandBuffers(context.device, context.pool, 1, (ctypes.c_void_p * 1)(self._recorded))
         recorder = _Marks(context, self._pipelines.layout, (self._queries, 2))
-        self._recorded = recorder.commands
         recorder.begin()
         recorder.mark()
         for launches in calls:
@@ -147,18 +149,19 @@ class VulkanBackend:
             recorder.barrier()  # what follows in a model reads what this wrote
         recorder.mark()
         recorder.end()
+        return recorder.commands
 
-    def _submit(self) -> float:
+    def _submit(self, commands: int) -> float:
         """Runs what is recorded; seconds between its timestamps."""
         context = self.context
-        context.submit(context.submission(self._recorded))
+        context.submit(context.submission(commands))
         context.wait()
         data = (ctypes.c_uint64 * 2)()
         context.calls.vkGetQueryPoolResults(
             context.device, self._queries, 0, 2, 16, data, 8, api.RESULT_64 | api.RESULT_WAIT
         )
         begin, end = data
-        return (end - begin & (1 << self.gpu.queue[1]) - 1) * self.gpu.limits["tick"] * 1e-9
+        return (end - begin & (1 << self._clock_bits) - 1) * self.gpu.limits["tick"] * 1e-9
 
     def close(self) -> None:
         self._group.close()

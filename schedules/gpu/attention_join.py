@@ -84,10 +84,15 @@ class Join:
         outbox = Outbox(self.arch, self.tid, splits.threads, (WIDTH, 2))
         for valid, row, column in self._quads():
             top, total, out = quad(row, column)
-            conditions = [] if valid is None else [valid]
-            outbox.send(out, conditions, self.Parts, self.kv, split, row * splits.d + column)
             tail = splits.group * splits.d + row * WIDTH
-            outbox.send([top, total], [*conditions, column == 0], self.Parts, self.kv, split, tail)
+            # On Vulkan whole 16 bytes of each row, as the outputs are stored.
+            row_values = [top, total] if self.arch.api == "rocm" else [top, total, *[T.float32(0)] * (WIDTH - 2)]
+            outbox.send(
+                valid,
+                self.Parts,
+                (out, None, (self.kv, split, row * splits.d + column)),
+                (row_values, column == 0, (self.kv, split, tail)),
+            )
         outbox.publish()
 
     def arrive_and_join(self, active):

@@ -302,19 +302,22 @@ class Outbox:
     def _rewrites(self):
         return self.arch.api == "rocm" and not self.volatile and self.arch.family != "rdna4"
 
-    def send(self, values, conditions, buffer, *index):
-        """Stores the float32 registers `values` where all `conditions` hold; the first call's are the weakest."""
-        vector = T.Shuffle(values, [T.int32(i) for i in range(len(values))])
-        if self.volatile:
-            T.buffer_store(self.stages[len(values)], vector, [self.thread, T.ramp(0, 1, len(values))])
-        elif self._rewrites and self.first is None:
-            T.buffer_store(self.stages[1], values[0], [self.thread, 0])
-            self.first = conditions, T.address_of(buffer[index])
-        with _where(conditions):
+    def send(self, condition, buffer, *vectors):
+        """Stores vectors (float32 registers, a further condition or None, index) where `condition` (None: always) and
+        their own hold; the first vector has no other. Of each width there is one."""
+        for values, _, index in vectors:
             if self.volatile:
-                self._copy(T.address_of(buffer[index]), len(values))
-            else:
-                T.buffer_store(buffer, vector, [*index[:-1], T.ramp(index[-1], 1, len(values))])
+                T.buffer_store(self.stages[len(values)], _vector(values), [self.thread, T.ramp(0, 1, len(values))])
+            elif self._rewrites and self.first is None:
+                T.buffer_store(self.stages[1], values[0], [self.thread, 0])
+                self.first = condition, T.address_of(buffer[index])
+        with _where(condition):
+            for values, other, index in vectors:
+                with _where(other):
+                    if self.volatile:
+                        self._copy(T.address_of(buffer[index]), len(values))
+                    else:
+                        T.buffer_store(buffer, _vector(values), [*index[:-1], T.ramp(index[-1], 1, len(values))])
 
     def publish(self):
         if self.arch.api == "vulkan":
@@ -322,8 +325,8 @@ class Outbox:
         elif self.arch.family == "rdna4":
             T.evaluate(T.call_llvm_intrin("void", "llvm.amdgcn.s.wait.storecnt", tirx.const(0, "int16")))
         elif self._rewrites:
-            conditions, target = self.first
-            with _where(conditions):
+            condition, target = self.first
+            with _where(condition):
                 self._copy(target, 1)
 
     def _copy(self, target, width):
@@ -333,13 +336,17 @@ class Outbox:
 
 
 @contextmanager
-def _where(conditions):
-    """Nested `if`s."""
-    with ExitStack() as stack:
-        for condition in conditions:
-            stack.enter_context(T.If(condition))
-            stack.enter_context(T.Then())
+def _where(condition):
+    """An `if`; None: always."""
+    if condition is None:
         yield
+        return
+    with T.If(condition), T.Then():
+        yield
+
+
+def _vector(values):
+    return T.Shuffle(values, [T.int32(i) for i in range(len(values))])
 
 
 def memory_barrier(arch):

@@ -8,6 +8,7 @@ import math
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from mlc_amd.compiler.tuning.build import Builder
 from mlc_amd.compiler.tuning.database import Checked
@@ -26,7 +27,7 @@ KNOWN = ("gfx11", "gfx12", "gfx90a", "gfx94", "gfx95")
 
 def smaller(workload: Workload, tokens: int = TOKENS[0]) -> Workload:
     """Fewer rows, tokens, words and heads, and of GEMMs columns; a GEMV's plan divides its columns among lanes."""
-    args = {
+    args: dict[str, Any] = {
         key: min(value, SMALL.get(key, value)) if isinstance(value, int) else value
         for key, value in workload.args.items()
     }
@@ -61,7 +62,9 @@ class Emulator:
         for small in dict.fromkeys(smaller(workload, tokens) for tokens in TOKENS):
             built = self.builder.build([(small, None), (small, plan)])
             if not (errors := [error for _, error in built if error]):
-                return compared(*(folder for folder, _ in built), self.where)
+                (untuned, _), (tuned, _) = built
+                assert untuned is not None and tuned is not None  # no errors
+                return compared(untuned, tuned, self.where)
         return Checked("", False, error=errors[0])
 
 

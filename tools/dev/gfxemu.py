@@ -8,6 +8,7 @@ made here; each states what hardware does.
 """
 
 import functools
+import importlib
 import inspect
 import os
 import shutil
@@ -86,7 +87,7 @@ def load():
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))
     _provide_clang()
-    import run_hsaco
+    run_hsaco = importlib.import_module("run_hsaco")
 
     emu = run_hsaco.emulator()
     if not hasattr(emu, "corrected"):
@@ -173,7 +174,7 @@ def emulate_interleaved(module, function: str, arrays: dict[str, np.ndarray], se
     instead. Returns for each launch the workgroups in the order in which they executed atomics, and in which they
     ended. Memory is sequentially consistent: orders are tried, caches are not."""
     run_hsaco = load()
-    import mixed
+    mixed = importlib.import_module("mixed")
 
     def launch(code, step, args):
         return mixed.launch_mixed(code, step.symbol, step.grid, step.block, args, seed, QUANTUM, first)[:2]

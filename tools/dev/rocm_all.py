@@ -48,7 +48,7 @@ def open_model(source: str):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("models", nargs="+")
     parser.add_argument("--archs", default=",".join(ARCHS))
     options = parser.parse_args()

@@ -22,6 +22,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, fields, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import tvm
 
@@ -32,7 +33,7 @@ from mlc_amd.compiler.tuning.database import SHIPPED, Checked, Database, Measure
 from mlc_amd.compiler.tuning.static import Static, combine, run_of
 from mlc_amd.compiler.tuning.tasks import CHUNK, extract
 from mlc_amd.schedules.gpu.gemv import Plan
-from mlc_amd.schedules.plans.space import space
+from mlc_amd.schedules.plans.space import Space, space
 from mlc_amd.schedules.plans.workload import VERSION, Workload
 from mlc_amd.tools.dev import emulated, gfxemu
 
@@ -81,7 +82,7 @@ def tasks(presets, formats, kind: str, arch: str) -> dict[Workload, str]:
     for preset in presets:
         backend = make_target(kind, arch)
         made = extract(synthetic(f"{preset}:{first}"), backend)
-        for fmt, task in itertools.product(formats, made):
+        for fmt, task in ((fmt, task) for fmt in formats for task in made):
             workload = Workload.from_json(json.loads(task.workload.text.replace(f'"{first}"', f'"{fmt}"')))
             if workload not in found and "attention" not in workload.op and space(workload, backend.archs[0]):
                 found[workload] = f"{preset} {task.name.replace(first, fmt)}"
@@ -158,7 +159,7 @@ class Survey:
     def traces(self, op: str, fmt: str, m: int) -> tuple[list, int]:
         """([(plan, launches)], k)."""
         workload = surveyed(op, fmt, m, self.arch)
-        plans = candidates(space(workload, self.arch), self.arch, m)
+        plans = candidates(space_of(workload, self.arch), self.arch, m)
         found = self.static.estimates([(workload, plan) for plan in plans])
         say(f"{self.arch.name} {op} {fmt} m{m}: {len(plans)} plans surveyed")
         return [
@@ -167,7 +168,7 @@ class Survey:
 
     def ranked(self, workload: Workload, moved: float) -> list[tuple[float, object]]:
         """(seconds, plan) of the surveyed plans for another shape, the best first."""
-        args, found = workload.args, space(workload, self.arch)
+        args, found = workload.args, space_of(workload, self.arch)
         fmt = args["gate"] if "gate" in args else args["segments"][0][0]
         traces, k = self.traces(workload.op, fmt, args["m"])
         best, scale = {}, args["k"] / k
@@ -194,6 +195,20 @@ class Survey:
 # ---- records
 
 
+def space_of(workload: Workload, arch) -> Space:
+    """The plans of a workload that has several."""
+    if (found := space(workload, arch)) is None:
+        raise ValueError(f"{workload.text}: there is one plan only")
+    return found
+
+
+def seconds_of(found: Measured) -> float:
+    """Of a measurement that succeeded."""
+    if found.seconds is None:
+        raise ValueError(f"not measured: {found.error}")
+    return found.seconds
+
+
 @dataclass
 class Choice:
     """What was found for a workload. best: (plan, prediction) of the best one besides the default; check: its
@@ -201,13 +216,13 @@ class Choice:
 
     workload: Workload
     default: Measured
-    best: tuple[object, Measured] | None
+    best: tuple[Any, Measured] | None
     check: Checked | None = None
 
     @property
     def gain(self) -> float:
         """What the best other plan promises."""
-        return self.default.seconds / self.best[1].seconds - 1 if self.best else 0.0
+        return seconds_of(self.default) / seconds_of(self.best[1]) - 1 if self.best else 0.0
 
     @property
     def clear(self) -> bool:
@@ -227,7 +242,7 @@ def neighbors(found) -> list:
 def plans_of(survey: Survey, workload: Workload) -> tuple[list, Choice | None]:
     """The plans of a workload that are built, the default first; where the survey answers alone, none, and its
     answer."""
-    static, found = survey.static, space(workload, survey.arch)
+    static, found = survey.static, space_of(workload, survey.arch)
     if workload.op == "embed" or (workload.op not in SURVEYED and 1 < workload.args.get("m", 1) < CHUNK):
         return [found.default], None  # a copy of rows; little work, for which what holds for CHUNK tokens will do
     if workload.op not in SURVEYED:
@@ -241,9 +256,9 @@ def plans_of(survey: Survey, workload: Workload) -> tuple[list, Choice | None]:
         return [found.default, *better[: FINALISTS.get(workload.args["m"], 1)]], None
     if default is None:
         return [found.default], None
-    facts = {"device": f"model of {static.arch.name}", "runner": static.runner}
-    best = next(((plan, Measured(seconds, **facts)) for seconds, plan in ranked.values()), None)
-    return [], Choice(workload, Measured(default, **facts), best)
+    measured = functools.partial(Measured, device=f"model of {static.arch.name}", runner=static.runner)
+    best = next(((plan, measured(seconds)) for seconds, plan in ranked.values()), None)
+    return [], Choice(workload, measured(default), best)
 
 
 def choose(survey: Survey, workloads: dict[Workload, str]) -> list[Choice]:
@@ -269,10 +284,12 @@ def choose(survey: Survey, workloads: dict[Workload, str]) -> list[Choice]:
 
 
 def check(static: Static, choices: list[Choice], database: Database) -> None:
-    """Verifies plans: once for kernels that differ in the number of rows, or GEMM's in that of columns."""
-    known = {}
+    """Verifies plans, with a model that has an emulator: once for kernels that differ in the number of rows, or GEMM's
+    in that of columns."""
+    emulate, known = static.emulate, {}
+    assert emulate is not None
     for one in choices:
-        if not one.clear:
+        if one.best is None or not one.clear:
             continue
         args, (plan, _) = one.workload.args, one.best
         formats = args["gate"] if "gate" in args else tuple(fmt for fmt, _ in args.get("segments", ()))
@@ -282,9 +299,7 @@ def check(static: Static, choices: list[Choice], database: Database) -> None:
         if key not in known:
             before = database.entry(one.workload).records.get(plan_text(asdict(plan)))
             started = time.monotonic()
-            known[key] = (
-                static.emulate(one.workload, plan) if before is None or not before.passed else _check_of(before)
-            )
+            known[key] = emulate(one.workload, plan) if before is None or not before.passed else _check_of(before)
             say(f"{static.arch.name} {key}: {known[key]} ({time.monotonic() - started:.0f} s)")
         one.check = known[key]
 
@@ -295,13 +310,16 @@ def _check_of(record: Record) -> Checked:
 
 def keep(database: Database, arch, choices: list[Choice]) -> None:
     for one in choices:
-        plans = [(space(one.workload, arch).default, one.default, True)]
-        if one.check is not None:
-            plans.append((*one.best, False))
+        plans: list[tuple[Any, Measured, bool]] = [(space_of(one.workload, arch).default, one.default, True)]
+        if one.check is not None and one.best is not None:
+            plan, found = one.best
+            plans.append((plan, found, False))
         for plan, found, is_default in plans:
-            facts = {"device": found.device, "runner": found.runner, "at": time.time()}
-            database.add(one.workload, Record(asdict(plan), found.seconds, is_default, **facts))
-        if one.check is not None:
+            record = Record(
+                asdict(plan), found.seconds, is_default, device=found.device, runner=found.runner, at=time.time()
+            )
+            database.add(one.workload, record)
+        if one.check is not None and one.best is not None:
             database.check(one.workload, asdict(one.best[0]), one.check)
 
 
@@ -330,10 +348,10 @@ def table(arch, choices: list[Choice], names: dict[Workload, str], everything: b
             continue
         plan, measured = one.best or (None, one.default)
         values = " ".join(f"{name}={value}" for name, value in asdict(plan).items()) if plan else "no other was built"
-        state = "default: below the margin" if not one.clear else one.check.checked
-        if one.clear and not one.check.passed:
-            state = f"default: {one.check.error or 'wrong'}"
-        times = f"{one.default.seconds * 1e6:.1f}", f"{measured.seconds * 1e6:.1f}", f"{one.gain:+.0%}"
+        state = "default: below the margin"
+        if one.clear and one.check is not None:
+            state = one.check.checked if one.check.passed else f"default: {one.check.error or 'wrong'}"
+        times = f"{seconds_of(one.default) * 1e6:.1f}", f"{seconds_of(measured) * 1e6:.1f}", f"{one.gain:+.0%}"
         rows.append((names[one.workload], *times, values, state))
     head = ("kernel", "default us", "best other us", "gain", "its plan", "shipped")
     count = sum(one.shipped for one in choices)
@@ -361,7 +379,7 @@ def ship(name: str, cache: Path, out: Path, tables: Path | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("archs", nargs="*", default=list(ARCHS))
     parser.add_argument(
         "--cache",

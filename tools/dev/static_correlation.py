@@ -49,7 +49,7 @@ class Sm(isa_costs.Machine):
         limits = {"waves": 16, "vgprs": 512 // (-(-max(kernel.vgprs, 1) // 8) * 8)}
         if kernel.lds:
             limits["lds"] = -(-(228 << 10) // kernel.lds * waves // 4)
-        limit = min(limits, key=limits.get)
+        limit = min(limits, key=lambda name: limits[name])
         return limits[limit], limit
 
 
@@ -109,8 +109,8 @@ def of_database(folder: Path, built: Path) -> tuple[str, str, list[Point]]:
             jobs += [(entry.workload, found.parse(record.plan), record) for record in records]
     with Builder(kind, arch, built) as builder:
         made = builder.build([(workload, plan) for workload, plan, _ in jobs])
-    for (workload, _, record), (path, error) in zip(jobs, made, strict=True):
-        if error is None:
+    for (workload, _, record), (path, _) in zip(jobs, made, strict=True):
+        if path is not None:
             points.append(Point(workload, _short(record.plan), record.seconds, path, record.default))
     return kind, arch, points
 
@@ -147,7 +147,7 @@ def predict(kind: str, name: str, points: list[Point]) -> tuple[list[Guess | Non
 def spearman(a, b) -> float:
     """Rank correlation; equal values share their mean rank."""
     ranks = [_ranks(np.asarray(x, float)) for x in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1]) if all(np.ptp(rank) for rank in ranks) else 0.0
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1]) if all(np.ptp(rank) for rank in ranks) else 0.0
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
@@ -219,7 +219,7 @@ def name_of(workload: Workload) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--tokens", type=int, help="only workloads of so many tokens")
     parser.add_argument("--plans", action="store_true", help="list every plan")

@@ -74,7 +74,7 @@ def spread(models: list[str]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("models", nargs="+")
     parser.add_argument("--archs", default=",".join(profiles.PROFILES))
     parser.add_argument("--table", action="store_true")

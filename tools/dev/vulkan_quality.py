@@ -19,7 +19,7 @@ from mlc_amd.tools.dev.quality import MODELS, Reference
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--arch", default="auto")
     parser.add_argument("--shared", type=Path, default=Path(__file__).resolve().parents[3] / "shared")

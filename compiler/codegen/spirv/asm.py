@@ -154,7 +154,7 @@ class Asm:
             self.interface.append(made)
         return made
 
-    def builtin(self, name, of="i32"):
+    def builtin(self, name: str, of: str | tuple = "i32"):
         """The value of a built-in input variable."""
         if ("builtin", name) not in self.known:
             made = self.known["builtin", name] = self.variable("Input", self.type(of))

@@ -5,20 +5,17 @@ whose address is the only push constant then.
 """
 
 import math
+from typing import Any
 
 import tvm
 from tvm import tirx
 
 from mlc_amd.compiler.codegen.lower import buffer_of, walk
 from mlc_amd.compiler.codegen.spirv import opcodes
-from mlc_amd.compiler.codegen.spirv.asm import Asm
-from mlc_amd.compiler.codegen.spirv.expressions import Expressions
-from mlc_amd.compiler.codegen.spirv.intrinsics import Intrinsics, name_of
+from mlc_amd.compiler.codegen.spirv.intrinsics import name_of
 from mlc_amd.compiler.codegen.spirv.matrix import Matrix
-from mlc_amd.compiler.codegen.spirv.memory import Memory
 from mlc_amd.compiler.codegen.spirv.subgroup import EXCHANGES, UNIFORM, Subgroup
 from mlc_amd.compiler.codegen.spirv.types import FRAGMENTS, Unsupported, contains, kind, parse, scope
-from mlc_amd.compiler.codegen.spirv.values import Values
 
 ADDRESS = 8
 AXES = "xyz"
@@ -26,34 +23,13 @@ SCANNED = (tirx.DeclBuffer, tirx.AllocBuffer, tirx.Bind, tirx.BufferStore, tvm.i
 WRITING = {"tvm_store_matrix_sync": 5, "atomic_add": 0}  # calls that write where an argument, address_of(load), points
 
 
-class Emitter(Memory, Values, Expressions, Intrinsics, Subgroup, Matrix):
+class Emitter(Subgroup, Matrix):
     """Writes one module. func: a device function. block: its workgroup (x, y, z). coherent: numbers of the parameters
     that a launch's workgroups exchange data through. After `run`, the attributes binary, local_size, reads, writes
     (numbers of parameters), table, lds and asm tell the rest.
 
     Unsupported for what there is no SPIR-V for here.
     """
-
-    def __init__(self, func, profile, block, coherent=()):
-        self.func, self.profile, self.block, self.asm = func, profile, block, Asm()
-        self.analyzer = tvm.sym.Analyzer()
-        self.environment = {}  # TIR variable -> id or ids
-        self.definitions = {}  # bound integer variable -> its expression
-        self.varying = set()  # variables that differ between the lanes of a subgroup
-        self.arrays = {}  # shared or local buffer -> Array
-        self.fragments = {}  # buffer of fragments -> {index: (variable, matrix type)}
-        self.roots = {}  # view of a parameter -> the parameter
-        self.parameters = {}  # parameter -> its address
-        self.used, self.written = set(), set()  # parameters
-        self.targets = set()  # "loads" whose address alone counts, to write to
-        self.coherent = {func.params[i] for i in coherent}
-        self.indexing = set()  # variables that index local arrays: their loops should be unrolled
-        self.bound = {}  # variable -> the expression that it is bound to
-        self.lengths = set()  # variables that are the length of a fragment
-        self.pairs = {}  # ids of a word's or a vector's parts -> its id
-        self.exchange = None  # the shared words through which lanes exchange theirs, without subgroups
-        self.lds = 0  # bytes
-        self.exchanges = self.vulkan_model = False
 
     def run(self):
         """Writes the module."""
@@ -80,13 +56,6 @@ class Emitter(Memory, Values, Expressions, Intrinsics, Subgroup, Matrix):
             tuple(i for i, p in enumerate(self.func.params) if p in params) for params in (self.used, self.written)
         )
         return self
-
-    def dispatch(self, prefix, node):
-        """Runs the method for a node's class."""
-        method = getattr(self, prefix + kind(node), None)
-        if method is None:
-            raise Unsupported(kind(node))
-        return method(node)
 
     # ---- before
 
@@ -229,7 +198,8 @@ class Emitter(Memory, Values, Expressions, Intrinsics, Subgroup, Matrix):
 
     def _bind_thread(self, variable, tag, extent):
         where, axis = tag.split(".")
-        self.analyzer.bind(variable, tvm.ir.Range(0, extent), True)
+        begin: Any = 0  # TVM makes a constant of it
+        self.analyzer.bind(variable, tvm.ir.Range(begin, extent), True)
         if extent == 1:
             self.environment[variable] = self.int_const(0)
         elif where == "blockIdx":

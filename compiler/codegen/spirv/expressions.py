@@ -1,8 +1,11 @@
 """TIR expressions to SPIR-V: `value(e)` is an id, or a list of ids for a vector."""
 
+from typing import Any
+
 from tvm import tirx
 
 from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, kind, parse
+from mlc_amd.compiler.codegen.spirv.values import Values
 
 ARITHMETIC = {"Add": "Add", "Sub": "Sub", "Mul": "Mul"}
 COMPARISONS = {"LT": "LessThan", "LE": "LessThanEqual", "GT": "GreaterThan", "GE": "GreaterThanEqual"}
@@ -18,10 +21,14 @@ BITWISE = {
 SIGNS = {"float": "F", "int": "S", "uint": "U", "bool": "U"}
 
 
-class Expressions:
-    """Part of the emitter; needs `asm`, `analyzer`, `environment`, `values`."""
+class Expressions(Values):
+    """Part of the emitter."""
 
-    def value(self, e):
+    def lane_indices(self, ramp) -> list[int]:
+        """Ids of a Ramp's lanes (memory.py)."""
+        raise NotImplementedError
+
+    def value(self, e) -> Any:
         """The id of an expression's value; a list of ids if it is a vector."""
         return self.dispatch("expr_", e)
 

@@ -20,6 +20,7 @@ from tvm import tirx
 from tvm.target.codegen import llvm_get_intrinsic_name
 
 from mlc_amd.compiler.codegen.spirv import opcodes
+from mlc_amd.compiler.codegen.spirv.memory import Memory
 from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, has_load, kind, parse
 
 INT8 = Type("int", 8, 1)
@@ -76,8 +77,8 @@ def _name(argument):
     return llvm_get_intrinsic_name(int(argument)) if isinstance(argument, tirx.IntImm) else str(argument.value)
 
 
-class Intrinsics:
-    """Part of the emitter; needs `asm`, `profile`."""
+class Intrinsics(Memory):
+    """Part of the emitter."""
 
     def expr_Call(self, e):
         op, name = e.op.name.split(".", 1)[1], name_of(e)

@@ -12,6 +12,7 @@ Each fragment is a variable of the function.
 
 from tvm import tirx
 
+from mlc_amd.compiler.codegen.spirv.memory import Memory
 from mlc_amd.compiler.codegen.spirv.opcodes import SUBGROUP
 from mlc_amd.compiler.codegen.spirv.types import FRAGMENTS, Unsupported, parse, scope, storage
 
@@ -19,8 +20,8 @@ LAYOUTS = {"row_major": 0, "col_major": 1}
 CONVERSIONS = {("float", "float"): "FConvert", ("int", "float"): "ConvertSToF", ("uint", "float"): "ConvertUToF"}
 
 
-class Matrix:
-    """Part of the emitter; needs `asm`, `analyzer`, `fragments`."""
+class Matrix(Memory):
+    """Part of the emitter."""
 
     def _fragment(self, data, index, shape=None):
         """(variable, matrix type) of a fragment of a buffer; shape (m, n, k) where it may be met first."""

@@ -10,13 +10,14 @@ scalar
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tvm
 from tvm import tirx
 
 from mlc_amd.compiler.codegen.lower import bytes_of
 from mlc_amd.compiler.codegen.spirv import opcodes
+from mlc_amd.compiler.codegen.spirv.expressions import Expressions
 from mlc_amd.compiler.codegen.spirv.types import FRAGMENTS, Unsupported, contains, kind, parse, scope, size, storage
 
 UNITS = (128, 64, 32)  # bits of the vectors that are loaded and stored at once
@@ -44,9 +45,8 @@ class Array(NamedTuple):
     unit: object
 
 
-class Memory:
-    """Part of the emitter; needs `asm`, `analyzer`, `parameters`, `roots`, `written`, `coherent`, `arrays`, `varying`,
-    `definitions`."""
+class Memory(Expressions):
+    """Part of the emitter."""
 
     # ---- arrays
 
@@ -192,7 +192,7 @@ class Memory:
 
     def known_multiple(self, index, k):
         """A number that divides index + k."""
-        known = self.analyzer.modular_set(index)
+        known: Any = self.analyzer.modular_set(index)
         return math.gcd(1 << 20, math.gcd(int(known.coeff), int(known.base) + k))
 
     # ---- addresses of parameters
@@ -284,10 +284,15 @@ class Memory:
                 leaves.append((e, factor))
 
         flatten(index, 1)
-        if any(factor < 0 or int(self.analyzer.const_int_bound(e).min_value) < 0 for e, factor in leaves):
+        if any(factor < 0 or self._least(e) < 0 for e, factor in leaves):
             return [], [(index, 1)], 0  # zero extension is only right for the whole sum
         terms = [(leaf, self.varies(leaf[0])) for leaf in leaves]
         return [leaf for leaf, varies in terms if not varies], [leaf for leaf, varies in terms if varies], constant
+
+    def _least(self, e) -> int:
+        """What the analyzer knows an expression to be at least."""
+        bound: Any = self.analyzer.const_int_bound(e)
+        return int(bound.min_value)
 
     def timeless(self, e):
         """Whether an expression has the same value wherever its variables are known."""

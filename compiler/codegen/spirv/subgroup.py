@@ -6,6 +6,7 @@ all of them.
 
 import functools
 
+from mlc_amd.compiler.codegen.spirv.intrinsics import Intrinsics
 from mlc_amd.compiler.codegen.spirv.opcodes import ACQUIRE_RELEASE, SUBGROUP, WORKGROUP_MEMORY
 from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, parse
 
@@ -31,8 +32,12 @@ UNIFORM = {
 }  # fmt: skip
 
 
-class Subgroup:
-    """Part of the emitter; needs `asm`, `profile`, `thread`."""
+class Subgroup(Intrinsics):
+    """Part of the emitter."""
+
+    def thread(self, axis: str) -> int:
+        """threadIdx of an axis (emitter.py)."""
+        raise NotImplementedError
 
     def lane_number(self, e, *_):
         return self.lane()

@@ -5,14 +5,15 @@ A TIR vector is a Python list of scalar ids: vectors exist only in loads and sto
 where the device cannot compute with it.
 """
 
+from mlc_amd.compiler.codegen.spirv.base import Base
 from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, storage
 
 DROPPED_BITS = 13  # of a float32's mantissa in float16
 SMALLEST_HALF, SMALLEST_NORMAL_HALF = 2.0**-24, 2.0**-14
 
 
-class Values:
-    """Part of the emitter; needs `asm`, `profile`, `pairs`."""
+class Values(Base):
+    """Part of the emitter."""
 
     def register(self, ty: Type) -> str:
         """The assembler's type that holds one lane."""

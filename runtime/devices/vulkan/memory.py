@@ -6,6 +6,7 @@ allocates blocks for many buffers, none of which is split. `put` and `fill` writ
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -133,7 +134,7 @@ class Memory:
         address = calls.vkGetBufferDeviceAddress(device, ctypes.byref(api.AddressInfo(buffer=buffer)))
         return Block(buffer, memory, nbytes, address, host, flags)
 
-    def spread(self, sizes: dict, kind: str) -> tuple[dict, list[Block]]:
+    def spread(self, sizes: dict, kind: str) -> tuple[dict[Any, tuple[Block, int]], list[Block]]:
         """Blocks that hold buffers of these sizes: {name: (block, offset)} and the blocks."""
         found, blocks = places(sizes, min(BLOCK, self.limit))
         made = [self.block(nbytes, kind) for nbytes in blocks]

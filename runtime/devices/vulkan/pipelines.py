@@ -11,8 +11,10 @@ import hashlib
 import logging
 import os
 import uuid
+from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.context import Context
@@ -22,6 +24,8 @@ THREADS = 8  # more do not help: drivers serialize on a lock
 DIGEST = 32  # bytes of the SHA-256 that a cache file begins with: drivers trust what they are given
 
 log = logging.getLogger("mlc_amd")
+
+Key = TypeVar("Key", bound=Hashable)  # by which a caller knows a kernel
 
 
 class Pipelines:
@@ -34,8 +38,8 @@ class Pipelines:
         info = api.LayoutInfo(rangeCount=1, ranges=ctypes.addressof(area))
         self.layout = context.own("vkDestroyPipelineLayout", context.create("vkCreatePipelineLayout", info))
 
-    def build(self, kernels: dict[str, tuple[bytes, tuple[int, ...]]], file: Path | None = None) -> dict[str, int]:
-        """{symbol: pipeline} of {symbol: (SPIR-V, block)}. file: of the cache, None: without. VulkanError if the driver
+    def build(self, kernels: dict[Key, tuple[bytes, tuple[int, ...]]], file: Path | None = None) -> dict[Key, int]:
+        """{key: pipeline} of {key: (SPIR-V, block)}. file: of the cache, None: without. VulkanError if the driver
         refuses one."""
         known = _read(file) if file else b""
         buffer = ctypes.create_string_buffer(known, len(known))
@@ -45,8 +49,8 @@ class Pipelines:
             with ThreadPoolExecutor(
                 min(THREADS, available_threads())
             ) as threads:  # which waits for all, also when one fails
-                jobs = {symbol: threads.submit(self._pipeline, cache, *kernel) for symbol, kernel in kernels.items()}
-            made = {symbol: job.result() for symbol, job in jobs.items()}
+                jobs = {key: threads.submit(self._pipeline, cache, *kernel) for key, kernel in kernels.items()}
+            made = {key: job.result() for key, job in jobs.items()}
             data = self._data(cache)
         finally:
             self.context.calls.vkDestroyPipelineCache(self.context.device, cache, None)
