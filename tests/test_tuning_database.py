@@ -18,6 +18,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu import arch as archs
 from mlc_amd.schedules.gpu import profiles
 from mlc_amd.schedules.plans import Workload, space
+from mlc_amd.tools.dev.ship_tuned import export
 
 pytest.importorskip("xgboost")
 

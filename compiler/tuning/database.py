@@ -50,6 +50,11 @@ class Measured:
     driver: str = ""
     runner: str = ""
 
+    @classmethod
+    def of(cls, result: dict, **where: str) -> "Measured":
+        """Of a `Measurer`'s result. where: device, driver, runner."""
+        return cls(result.get("seconds"), result["error"] or "", result.get("runs", []), **where)
+
 
 @dataclass
 class Checked:
@@ -67,24 +72,15 @@ class Checked:
     gain: float | None = None
 
 
-@dataclass
-class Record:
-    """One plan of a workload: the fields of Measured, and of Checked ("" where it was not verified). default: it is the
-    plan without tuning. over: the default plan that `gain` refers to. at: time of the measurement, seconds since
-    1970."""
+@dataclass(kw_only=True)
+class Record(Checked, Measured):
+    """One plan of a workload, measured; `checked` is "" where it was not verified. default: it is the plan without
+    tuning. over: the default plan that `gain` refers to. at: time of the measurement, seconds since 1970."""
 
     plan: dict
-    seconds: float | None
-    default: bool = False
-    error: str = ""
-    runs: list[float] = field(default_factory=list)
-    device: str = ""
-    driver: str = ""
-    runner: str = ""
     checked: str = ""
     passed: bool = False
-    deviation: float | None = None
-    gain: float | None = None
+    default: bool = False
     over: dict | None = None
     at: float = 0
 

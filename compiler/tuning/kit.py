@@ -199,10 +199,10 @@ def feed(kit: Kit, session: TuningSession) -> Counter:
         if text in records:
             fed["known"] += 1
         else:
-            result = {"seconds": None, "runs": []} | result
-            session.report(task, plan, Measured(result["seconds"], result["error"] or "", result["runs"], **facts))
+            measured = Measured.of(result, **facts)
+            session.report(task, plan, measured)
             fed["measured"] += 1
-            fed["failed"] += result["seconds"] is None
+            fed["failed"] += measured.seconds is None
         # a race may have been won once: a later kit may refute what passed
         if check and (not records[text].checked or (records[text].passed and not check["passed"])):
             session.check(task, plan, Checked(**check))

@@ -84,10 +84,7 @@ class Local:
         return measured
 
     def _measured(self, error: str | None, result: dict | None) -> Measured:
-        result = {"error": error, "seconds": None, "runs": []} if error else {"seconds": None, "runs": []} | result
-        return Measured(
-            result["seconds"], result["error"] or "", result["runs"], **self.measurer.facts, runner=self.runner
-        )
+        return Measured.of({"error": error} if error else result, **self.measurer.facts, runner=self.runner)
 
     def verify(self, workload: Workload, plan) -> Checked:
         """Whether a plan's kernel computes what the untuned one does."""

@@ -13,6 +13,7 @@ import math
 import random
 import sys
 import types
+from functools import cached_property
 
 import numpy as np
 import tvm
@@ -144,7 +145,7 @@ class Search:
         self.workload, self.space, self.arch = workload, space, arch
         self.seconds: dict = {}
         self.since_best = 0
-        self._open: dict = {}  # proposed and not reported: plan -> MetaSchedule's candidate or None
+        self._open: set = set()  # proposed and not reported
         self._random = random.Random(seed)
         self._models, self._database = models or Models(), ms.database.MemoryDatabase()
         self._models.register(self)
@@ -152,7 +153,7 @@ class Search:
         self._candidates: dict = {}  # plan: MetaSchedule's candidate
         self._workload = self._database.commit_workload(self._mod)
         if measured:
-            self._learn([(plan, seconds, None) for plan, seconds in measured])
+            self.report(measured)
 
     @property
     def ranked(self) -> list:
@@ -162,8 +163,7 @@ class Search:
     @property
     def best(self) -> tuple | None:
         """(plan, seconds) of the fastest one measured."""
-        ran = self.ranked
-        return (ran[0], self.seconds[ran[0]]) if ran else None
+        return next(((plan, self.seconds[plan]) for plan in self.ranked), None)
 
     @property
     def unmeasured(self) -> int:
@@ -179,46 +179,30 @@ class Search:
         """Up to `count` plans to measure next, the default first; fewer, or none, when the space has no more."""
         chosen = []
 
-        def take(plan, candidate=None) -> None:
-            if len(chosen) < count and not self._known(plan):
-                chosen.append(plan)
-                self._open[plan] = candidate
+        def take(plans) -> None:
+            for plan in plans:
+                if len(chosen) < count and not self._known(plan):
+                    chosen.append(plan)
+                    self._open.add(plan)
 
-        take(self.space.default)
+        take([self.space.default])
         if self.unmeasured > count and len(self.seconds) >= min(count, WARMUP):
-            for plan, candidate in (self._evolve(count) if self.unmeasured > RANKED else None) or self._rank(count):
-                take(plan, candidate)
-        for plan in self._random.sample(self.space.plans, len(self.space.plans)):
-            take(plan)
+            take((self._evolve(count) if self.unmeasured > RANKED else None) or self._rank(count))
+        take(self._random.sample(self.space.plans, len(self.space.plans)))
         return chosen
 
     def report(self, results) -> None:
         """[(plan, seconds or None)] of plans that were proposed, in any order and in several calls."""
-        self._learn([(plan, seconds, self._open.pop(plan, None)) for plan, seconds in results])
-
-    def correct(self, plan, seconds: float | None) -> None:
-        """Replaces the time of a measured plan; None: its results were wrong."""
-        self.seconds[plan] = seconds
-
-    def withdraw(self, plan) -> None:
-        """A proposed plan will not be measured now: it may be proposed again."""
-        self._open.pop(plan, None)
-
-    # ---- MetaSchedule
-
-    def _known(self, plan) -> bool:
-        return plan in self.seconds or plan in self._open
-
-    def _learn(self, results) -> None:
         candidates, outcomes = [], []
         arguments = ms.arg_info.ArgInfo.from_prim_func(self._mod["main"])
-        for plan, seconds, candidate in results:
+        for plan, seconds in results:
+            self._open.discard(plan)
             if plan in self.seconds:
                 continue
             best = self.best
             self.since_best = 0 if seconds is not None and (best is None or seconds < best[1]) else self.since_best + 1
             self.seconds[plan] = seconds
-            candidate, times = candidate or self._candidate(plan), [FAILED if seconds is None else seconds]
+            candidate, times = self._candidate(plan), [FAILED if seconds is None else seconds]
             self._database.commit_tuning_record(
                 ms.database.TuningRecord(
                     candidate.sch.trace, self._workload, times, tvm.target.Target(TARGET), arguments
@@ -229,59 +213,67 @@ class Search:
         if candidates:
             self._models.add(self, list(zip(candidates, outcomes, strict=True)))
             if self._batch:
-                self._context.search_strategy.notify_runner_results(candidates, outcomes)
+                self.context.search_strategy.notify_runner_results(candidates, outcomes)
 
-    @property
+    def correct(self, plan, seconds: float | None) -> None:
+        """Replaces the time of a measured plan; None: its results were wrong."""
+        self.seconds[plan] = seconds
+
+    def withdraw(self, plan) -> None:
+        """A proposed plan will not be measured now: it may be proposed again."""
+        self._open.discard(plan)
+
+    # ---- MetaSchedule
+
+    def _known(self, plan) -> bool:
+        return plan in self.seconds or plan in self._open
+
+    @cached_property
     def context(self) -> ms.TuneContext:
         """Made when it is first used."""
-        if not hasattr(self, "_context"):
-            generator = ms.space_generator.ScheduleFn(
-                lambda schedule: draw(schedule, self.space),
-                sch_rules=[],
-                postprocs=[_Fits(self.space)],
-                mutator_probs={_Redraw(self._random): 1.0},
-            )
-            strategy = ms.search_strategy.EvolutionarySearch(
-                population_size=POPULATION,
-                init_min_unmeasured=POPULATION // 2,
-                genetic_num_iters=GENERATIONS,
-                genetic_mutate_prob=MUTATE,
-                eps_greedy=EPSILON,
-            )
-            with _without_intrinsics():
-                self._context = ms.TuneContext(
-                    self._mod, target=tvm.target.Target(TARGET), space_generator=generator, search_strategy=strategy,
-                    task_name=self.workload.key, rand_state=self._seed, num_threads=1,
-                )  # fmt: skip
-        return self._context
+        generator = ms.space_generator.ScheduleFn(
+            lambda schedule: draw(schedule, self.space),
+            sch_rules=[],
+            postprocs=[_Fits(self.space)],
+            mutator_probs={_Redraw(self._random): 1.0},
+        )
+        strategy = ms.search_strategy.EvolutionarySearch(
+            population_size=POPULATION,
+            init_min_unmeasured=POPULATION // 2,
+            genetic_num_iters=GENERATIONS,
+            genetic_mutate_prob=MUTATE,
+            eps_greedy=EPSILON,
+        )
+        with _without_intrinsics():
+            return ms.TuneContext(
+                self._mod, target=tvm.target.Target(TARGET), space_generator=generator, search_strategy=strategy,
+                task_name=self.workload.key, rand_state=self._seed, num_threads=1,
+            )  # fmt: skip
 
     def _candidate(self, plan) -> MeasureCandidate:
-        return MeasureCandidate(schedule_of(self._mod, self.space, plan), [])
+        return self._candidates.get(plan) or MeasureCandidate(schedule_of(self._mod, self.space, plan), [])
 
     def _rank(self, count: int) -> list:
-        """(plan, candidate) of the `count` unmeasured plans, less EPSILON of them, that the cost model ranks first; of
-        more than RANKED, a sample is ranked."""
+        """The `count` unmeasured plans, less EPSILON of them, that the cost model ranks first; of more than RANKED, a
+        sample is ranked."""
         plans = [plan for plan in self.space.plans if not self._known(plan)]
         if len(plans) > RANKED:
             plans = self._random.sample(plans, RANKED)
-        self._candidates = {plan: self._candidates.get(plan) or self._candidate(plan) for plan in plans}
+        self._candidates = {plan: self._candidate(plan) for plan in plans}
         scores = self._models.trained(self.space.plan_type).predict(self.context, list(self._candidates.values()))
         wanted = sum(self._random.random() >= EPSILON for _ in range(count))
-        best = np.argsort(-scores, kind="stable")[:wanted]
-        return [(plans[i], self._candidates[plans[i]]) for i in best]
+        return [plans[i] for i in np.argsort(-scores, kind="stable")[:wanted]]
 
     def _evolve(self, count: int) -> list:
-        """(plan, candidate) from evolution; nothing where too few random draws are plans that the arch can run."""
+        """Plans from evolution; none where too few random draws are plans that the arch can run."""
         context, model = self.context, self._models.trained(self.space.plan_type)
         if self._batch != count:  # its batches have a fixed size
             if self._batch:
                 context.post_tuning()
             context.pre_tuning(1 << 30, count, context.generate_design_space(), self._database, model)
             self._batch = count
-        return [
-            (self.space.equal(plan_of(candidate.sch, self.space)), candidate)
-            for candidate in context.generate_measure_candidates() or []
-        ]
+        found = context.generate_measure_candidates() or []
+        return [self.space.equal(plan_of(candidate.sch, self.space)) for candidate in found]
 
 
 @contextlib.contextmanager

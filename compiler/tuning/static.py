@@ -92,29 +92,21 @@ def run_of(workload, plan, arch) -> float:
     return once if once < row else used.rows * row  # rows follow one another
 
 
-def estimate(
-    codes: list[Code], bytes_: float, machine: isa_costs.Machine, kinds: int = 1, run: float = inf
-) -> Estimate:
-    """How long a call takes that launches `codes` one after the other and moves so many bytes.
-
-    kinds: of work among a launch's workgroups, see `follow`; run: see `run_of`. ValueError for a kernel that does not
-    fit the GPU or cannot be followed.
-    """
-    return combine([(code, follow(code, machine, kinds)) for code in codes], bytes_, machine, run)
-
-
 def of_candidate(candidate: Candidate, codes: list[Code], workload: Workload, plan, arch, machine) -> Estimate:
-    """ValueError as `estimate`, and for attention."""
+    """How long a candidate's call takes. ValueError for attention, and for a kernel that does not fit the GPU or cannot
+    be followed."""
     if "attention" in workload.op:
         raise ValueError("attention is not modelled")
     kinds = len(workload.args.get("segments", [0]))
-    return estimate(codes, candidate.facts["bytes"], machine, kinds, run_of(workload, plan, arch))
+    launches = [(code, follow(code, machine, kinds)) for code in codes]
+    return combine(launches, candidate.facts["bytes"], machine, run_of(workload, plan, arch))
 
 
 def combine(
     launches: list[tuple[Code, Trace]], bytes_: float, machine: isa_costs.Machine, run: float = inf
 ) -> Estimate:
-    """`estimate`, of launches whose waves' traces are known."""
+    """How long a call takes that launches kernels one after the other and moves so many bytes. run: see `run_of`.
+    ValueError for a kernel that does not fit the GPU."""
     waves, seconds = [], 0.0
     memory = bytes_ * (1 + isa_costs.RUN / run) / len(launches) / machine.bandwidth
     for code, trace in launches:
