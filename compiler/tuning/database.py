@@ -123,13 +123,15 @@ class Entry:
         """Of a call. A gain from interleaved rounds over today's default has precedence: the fastest of many
         measurements is partly luck."""
         untuned = self.untuned
-        paired = record.gain and untuned and untuned.seconds and record.over == untuned.plan and not record.default
-        return untuned.seconds / record.gain if paired else record.seconds
+        if record.gain and not record.default and untuned and untuned.seconds and record.over == untuned.plan:
+            return untuned.seconds / record.gain
+        return record.seconds
 
     @property
     def ranked(self) -> list[Record]:
         """The usable records, the fastest first."""
-        return sorted((record for record in self.records.values() if record.usable), key=self.seconds)
+        usable = [record for record in self.records.values() if record.usable]
+        return sorted(usable, key=lambda record: self.seconds(record) or 0.0)
 
     @property
     def winner(self) -> Record | None:
@@ -188,7 +190,7 @@ def entries_of(lines: Iterable[dict]) -> list[Entry]:
     plan."""
     found: dict[tuple, Entry] = {}
     for line in lines:
-        about = Workload.from_json(line), line.get("version"), line["tvm"]
+        about = Workload.from_json(line), line.get("version", 0), line["tvm"]
         records = found.setdefault(about, Entry(*about)).records
         facts = {name: line[name] for name in Record.__dataclass_fields__ if name in line}
         plan = plan_text(line["plan"])

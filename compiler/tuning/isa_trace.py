@@ -10,7 +10,7 @@ GEMVs, GEMMs, norms, not attention. Masked lanes and bank conflicts are ignored.
 
 import operator
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from mlc_amd.compiler.codegen import hsaco
@@ -39,8 +39,8 @@ class Trace:
     """
 
     clocks: float = 0
-    busy: Counter = field(default_factory=Counter)
-    counts: Counter = field(default_factory=Counter)
+    busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    counts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, other: "Trace", factor: float) -> None:
         """Adds the work of another one, so many times; not its clocks."""
@@ -69,12 +69,13 @@ class Program:
 
     def __init__(self, assembly: str, kernel: str, machine: isa_costs.Machine, wave: int, grid):
         self.machine, self.wave, self.grid = machine, wave, grid
-        self.code, self.labels = _instructions(assembly, kernel)
+        self.code, labels = _instructions(assembly, kernel)
         self.ids = _workgroup_registers(assembly, kernel, self.code, grid)
-        jumps = {i: self.labels[t] for i, (name, ops) in enumerate(self.code) if (t := _target(name, ops))}
-        loops = [(first, last) for last, first in jumps.items() if first <= last]
-        self.exits = {i for i, target in jumps.items() if any(first <= i <= last < target for first, last in loops)}
-        starts = {0, *self.labels.values(), *(i + 1 for i in jumps)}
+        jumps = [(i, ops[0]) for i, (name, ops) in enumerate(self.code) if name.startswith(("s_branch", "s_cbranch"))]
+        self.jumps = {i: labels[target] for i, target in jumps}
+        loops = [(first, last) for last, first in self.jumps.items() if first <= last]
+        self.exits = {i for i, to in self.jumps.items() if any(first <= i <= last < to for first, last in loops)}
+        starts = {0, *labels.values(), *(i + 1 for i in self.jumps)}
         self.blocks = {first: self._block(first, starts) for first in starts if first < len(self.code)}
 
     def _block(self, first: int, starts: set[int]) -> _Block:
@@ -84,8 +85,8 @@ class Program:
                 block.next = i
                 break
             name, operands = self.code[i]
-            if name == "s_endpgm" or _target(name, operands):
-                block.end, block.next = (name, operands, i), i + 1
+            if name == "s_endpgm" or i in self.jumps:
+                block.end, block.next = (name, i), i + 1
                 break
             self._add(block, name, operands)
         return block
@@ -134,14 +135,14 @@ class Program:
             if block.end is None:
                 at = block.next
                 continue
-            name, operands, i = block.end
+            name, i = block.end
             if name == "s_endpgm":
                 break
             taken = scalars.branches(name)
             if taken is None:
                 taken = i in self.exits and i in left
                 left.add(i)
-            at = self.labels[_target(name, operands)] if taken else block.next
+            at = self.jumps[i] if taken else block.next
         else:
             raise ValueError("a loop of the kernel does not end as far as its scalar registers tell")
         for first, n in visits.items():
@@ -204,10 +205,6 @@ def _registers(operand: str) -> range:
     return range(int(found[1] or found[2]), int(found[1] or found[3]) + 1)
 
 
-def _target(name: str, operands: list[str]) -> str | None:
-    return operands[0] if name.startswith(("s_branch", "s_cbranch")) else None
-
-
 def _waits(name: str, operands: list[str]) -> list[tuple[str, int]]:
     if name == "s_waitcnt":
         text = " ".join(operands)
@@ -238,9 +235,9 @@ class _Scalars:
 
     def read(self, operand: str) -> int | None:
         """As an unsigned number; literals may be negative."""
-        registers = [self.values.get(f"s{number}") for number in _registers(operand)[:2]]
-        if registers:
-            return None if None in registers else sum(value << 32 * i for i, value in enumerate(registers))
+        if numbers := _registers(operand)[:2]:
+            known = [value for number in numbers if (value := self.values.get(f"s{number}")) is not None]
+            return sum(value << 32 * i for i, value in enumerate(known)) if len(known) == len(numbers) else None
         try:
             return int(operand, 0)
         except ValueError:
@@ -290,8 +287,8 @@ class _Scalars:
     def _compute(self, function, kind: str, operands: list[str], short: bool) -> int | None:
         """The function's value of the operands as numbers of that kind ("u32", "i64" ..); short: of 16 bits, where they
         are signed."""
-        values = [self.read(operand) for operand in operands]
-        if function is None or not values or None in values:
+        values = [value for operand in operands if (value := self.read(operand)) is not None]
+        if function is None or not operands or len(values) < len(operands):
             return None
         bits = 64 if kind.endswith("64") else 32
         values = [value & (1 << bits) - 1 for value in values]

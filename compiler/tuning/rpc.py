@@ -114,7 +114,7 @@ class Servers:
 
     # ---- as `Measurer`
 
-    def measure(self, folders, progress=lambda folder, result: None) -> list[dict]:
+    def measure(self, folders, progress=lambda folder, result: None) -> list[dict | None]:
         """Results in the order of `folders`; progress(folder, result) as they come. When there are no servers any more,
         None for those that are missing; NoServer if all are.
 
@@ -198,7 +198,7 @@ class Servers:
             raise NoServer(f"the process that would talk with a server does not start: {message['why']}")
         elif what == "lost":
             self.say(f"server {server.name} is lost: {message['why']}")
-            if self._busy.pop(server, None):
+            if part := self._busy.pop(server, None):
                 run.lost(part, message["why"])
         elif what == "facts":
             self.facts = self.facts or message["facts"]
@@ -208,7 +208,7 @@ class Servers:
                     f"another key"
                 )
                 self._refuse(server, why, run)
-        elif what == "result":
+        elif what == "result" and part:
             run.result(part, message)
         elif what == "done":
             del self._busy[server]
@@ -245,13 +245,19 @@ class Servers:
                 return None if name_of(place) in self.refused else place
         return None
 
-    def _missing(self) -> str:
-        """Why there is no server."""
+    def check_tracker(self) -> str:
+        """Its address. NoServer if the tracker does not answer: servers may join later, the tracker must be there."""
         where = f"{self.tracker.place[0]}:{self.tracker.place[1]}"
         try:
             self.tracker.servers(self.key)
         except OSError as e:
-            return f"no tracker at {where} ({e.strerror or e}); start one: mlc-amd tune-server --tracker-only HOST:PORT"
+            advice = "check --tracker, or start one: mlc-amd tune-server --tracker-only HOST:PORT"
+            raise NoServer(f"no tracker at {where} ({e.strerror or e}); {advice}") from e
+        return where
+
+    def _missing(self) -> str:
+        """Why there is no server. NoServer as `check_tracker`."""
+        where = self.check_tracker()
         if self.refused:
             return f"no server with key '{self.key}' can do this: " + "; ".join(
                 f"{name}: {why}" for name, why in self.refused.items()
@@ -303,8 +309,9 @@ class Remote(Local):
     def __init__(
         self, kind: str, arch: str, tracker: str, key: str, workers=None, root=None, wait=WAIT, say=lambda text: None
     ):
-        super().__init__(kind, arch, None, workers, root)
         self.measurer = Servers(address(tracker), key, wait, say)
+        self.measurer.check_tracker()
+        super().__init__(kind, arch, workers=workers, root=root, measurer=self.measurer)
 
     def batch(self) -> int:
         """As `Local.batch`: enough for each server that is there, be it at work for another run."""
@@ -314,9 +321,6 @@ class Remote(Local):
         """As `Local.measure`."""
         self.measurer.recruit()  # while it builds
         return super().measure(jobs, progress)
-
-    def _measured(self, error: str | None, result: dict | None) -> Measured | None:
-        return None if error is None and result is None else super()._measured(error, result)
 
     def _open(self, folder: Path) -> None:
         """NoServer from `compare`, which is no fault of the plan."""

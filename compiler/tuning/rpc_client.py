@@ -39,8 +39,9 @@ class Client:
     """Starts its process, then takes a server: a server's password is good for some seconds only, less than a busy
     machine takes to start a process with TVM.
 
-    take: gives a free server's place, None if there is none. name: the server's, once it connects; since: when. looking:
-    its process runs, and no server is free. dropped: it is released. After "refused" and "lost" it is of no more use.
+    take: gives a free server's place, None if there is none. name: the server's, once it connects; since: when.
+    looking: its process runs, and no server is free. dropped: it is released. After "refused" and "lost" it is of no
+    more use.
     """
 
     def __init__(self, events: SimpleQueue, take: Callable[[], Place | None]):
@@ -98,15 +99,15 @@ class _Connection:
             if "wake" in request:
                 answer({"what": "awake"})
             elif "connect" in request:
-                self._connect(*request["connect"], answer)
+                self._connect(request["connect"], answer)
             else:
                 self._work(request["work"], request["folders"], answer)
         except RuntimeError as e:  # all that TVM's RPC raises, when the connection breaks and when a function fails
             lines = [line.strip() for line in str(e).splitlines() if line.strip()]
             raise UserError(lines[-1] if lines else type(e).__name__) from e
 
-    def _connect(self, host: str, port: int, password: str, answer) -> None:
-        session = rpc.connect(host, port, password)
+    def _connect(self, place: Place, answer) -> None:
+        session = rpc.connect(*place)
         self.call = {name: session.get_function(PREFIX + name) for name in ("hello", "work", "news")}
         hello = json.loads(str(self.call["hello"]()))
         if hello["tvm"] == tvm.__version__:

@@ -90,7 +90,7 @@ def listen(host: str, ports) -> socket.socket:
             if hasattr(socket, name):
                 listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         return listening
-    raise UserError(f"cannot listen at {host}:{ports[0]}: {os.strerror(error.errno)}; choose another address")
+    raise UserError(f"cannot listen at {host}:{ports[0]}: {os.strerror(error.errno or 0)}; choose another address")
 
 
 # ---- candidates on their way
@@ -147,11 +147,10 @@ class Measuring:
     """What a session's functions do. device: as `Measurer` takes it; found: of `devices`."""
 
     def __init__(self, device: str | None, found: dict[str, str]):
-        self.device, self.found = device, found
-        self._measurer, self._news, self._works = None, SimpleQueue(), 0
+        self.found = found
+        self._measurer, self._news, self._works = Measurer(device), SimpleQueue(), 0
 
     def hello(self) -> dict:
-        self._measurer = Measurer(self.device)
         # ends with the server, also while it works
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         return {"host": platform.node(), "tvm": tvm.__version__, "devices": self.found}

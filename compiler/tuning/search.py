@@ -14,6 +14,7 @@ import random
 import sys
 import types
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import tvm
@@ -52,7 +53,7 @@ logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.ERROR)
 def reference(workload: Workload) -> tvm.IRModule:
     """The module that stands for the workload: equal workloads have structurally equal ones."""
     x = te.placeholder((1,), "float32", name="x")
-    y = te.compute((1,), lambda i: x[i], name=BLOCK)
+    y: Any = te.compute((1,), lambda i: x[i], name=BLOCK)
     func = te.create_prim_func([x, y]).without_attr("global_symbol").with_attr(ATTRIBUTE, workload.text)
     return tvm.IRModule({"main": func})
 
@@ -75,8 +76,8 @@ def schedule_of(mod: tvm.IRModule, space: Space, plan) -> s_tir.Schedule:
 
 def plan_of(schedule: s_tir.Schedule, space: Space):
     """The plan that a schedule's annotations say."""
-    found = schedule.get(schedule.get_sblock(BLOCK)).annotations
-    return space.plan_type(**{name: int(found[PREFIX + name]) for name in space.choices})
+    found: Any = schedule.get(schedule.get_sblock(BLOCK))
+    return space.plan_type(**{name: int(found.annotations[PREFIX + name]) for name in space.choices})
 
 
 # ---- what the cost model sees
@@ -114,7 +115,8 @@ class Models:
         kind = search.space.plan_type
         if kind not in self._models:
             config = ms.cost_model.xgb_model.XGBConfig(nthread=1, tree_method="hist")
-            model = ms.cost_model.XGBModel(extractor=_Extractor(), num_warmup_samples=WARMUP, config=config)
+            extractor: Any = _Extractor()
+            model = ms.cost_model.XGBModel(extractor=extractor, num_warmup_samples=WARMUP, config=config)
             self._models[kind] = model
         self._models[kind].extractor.searches[search.workload.text] = search
 
@@ -156,14 +158,15 @@ class Search:
             self.report(measured)
 
     @property
-    def ranked(self) -> list:
-        """The plans that ran, the fastest first."""
-        return sorted((plan for plan, found in self.seconds.items() if found is not None), key=self.seconds.get)
+    def ranked(self) -> list[tuple[Any, float]]:
+        """(plan, seconds) of the plans that ran, the fastest first."""
+        ran = [(plan, seconds) for plan, seconds in self.seconds.items() if seconds is not None]
+        return sorted(ran, key=lambda pair: pair[1])
 
     @property
     def best(self) -> tuple | None:
         """(plan, seconds) of the fastest one measured."""
-        return next(((plan, self.seconds[plan]) for plan in self.ranked), None)
+        return next(iter(self.ranked), None)
 
     @property
     def unmeasured(self) -> int:
@@ -203,17 +206,15 @@ class Search:
             self.since_best = 0 if seconds is not None and (best is None or seconds < best[1]) else self.since_best + 1
             self.seconds[plan] = seconds
             candidate, times = self._candidate(plan), [FAILED if seconds is None else seconds]
-            self._database.commit_tuning_record(
-                ms.database.TuningRecord(
-                    candidate.sch.trace, self._workload, times, tvm.target.Target(TARGET), arguments
-                )
-            )
+            trace: Any = candidate.sch.trace
+            record = ms.database.TuningRecord(trace, self._workload, times, tvm.target.Target(TARGET), arguments)
+            self._database.commit_tuning_record(record)
             candidates.append(candidate)
             outcomes.append(RunnerResult(times, None))
         if candidates:
             self._models.add(self, list(zip(candidates, outcomes, strict=True)))
             if self._batch:
-                self.context.search_strategy.notify_runner_results(candidates, outcomes)
+                self.context.notify_runner_results(candidates, outcomes)
 
     def correct(self, plan, seconds: float | None) -> None:
         """Replaces the time of a measured plan; None: its results were wrong."""
@@ -231,12 +232,9 @@ class Search:
     @cached_property
     def context(self) -> ms.TuneContext:
         """Made when it is first used."""
-        generator = ms.space_generator.ScheduleFn(
-            lambda schedule: draw(schedule, self.space),
-            sch_rules=[],
-            postprocs=[_Fits(self.space)],
-            mutator_probs={_Redraw(self._random): 1.0},
-        )
+        postprocs: Any = [_Fits(self.space)]
+        mutators: Any = {_Redraw(self._random): 1.0}
+        generator = ms.space_generator.ScheduleFn(lambda schedule: draw(schedule, self.space), [], postprocs, mutators)
         strategy = ms.search_strategy.EvolutionarySearch(
             population_size=POPULATION,
             init_min_unmeasured=POPULATION // 2,
@@ -342,7 +340,7 @@ class _Extractor(PyFeatureExtractor):
         super().__init__()
         self.searches: dict[str, Search] = {}
 
-    def extract_from(self, context, candidates):
+    def extract_from(self, context: Any, candidates):
         search = self.searches[str(context.mod["main"].attrs[ATTRIBUTE])]
         plans = [plan_of(candidate.sch, search.space) for candidate in candidates]
         rows = [features(search.workload, search.space, plan, search.arch) for plan in plans]

@@ -119,7 +119,7 @@ class TuningSession:
         wanted = []
         for task, search in self._searches.items():
             key, default = task.workload.key, search.space.default
-            best = next((plan for plan in search.ranked if (key, plan) not in self.unverified), default)
+            best = next((plan for plan, _ in search.ranked if (key, plan) not in self.unverified), default)
             done = key in hopeless or best == default
             if not done and not self.database.record(task.workload, asdict(best)).checked:
                 wanted.append((task, best))
@@ -163,7 +163,7 @@ def run(
     """
     started = time.monotonic()
 
-    def fit() -> int:
+    def fit(seconds: float) -> int:
         """How many measurements fit into the rest of the time, less the verification of the best plans."""
         spent = time.monotonic() - started
         if not session.trials:  # their time is not known yet
@@ -177,7 +177,7 @@ def run(
         while True:
             size = batch()
             size = size if trials is None else min(size, trials - session.trials)
-            size = size if seconds is None else min(size, fit())
+            size = size if seconds is None else min(size, fit(seconds))
             chosen = session.next(size) if size > 0 else []
             if not chosen:
                 break

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import astuple, dataclass, fields
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.plans.workload import Workload
@@ -44,8 +44,8 @@ class Space:
 
     plan_type: type
     choices: dict[str, tuple[int, ...]]
-    default: object
-    kernel: Callable[[object], Kernel]
+    default: Any
+    kernel: Callable[[Any], Kernel]
 
     def __post_init__(self):
         names = [field.name for field in fields(self.plan_type)]
