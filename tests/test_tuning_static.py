@@ -78,7 +78,7 @@ def test_loads_under_way_together_are_waited_for_once():
 
 
 def test_unknown_branches_skip_nothing_and_leave_loops():
-    """A loop of 0 or 1 turns whose count comes from memory, as in kernels that end early without live tokens."""
+    """A loop of 0 or 1 iterations whose count comes from memory, as in kernels that end early without live tokens."""
     text = """kernel:
 	s_load_b32 s0, s[2:3], 0x4
 	s_mov_b32 s3, 0

@@ -2,7 +2,7 @@
 `report`.
 
 Kernels come out of builder functions that take a plan, so MetaSchedule never sees one. Its candidates are traces that
-draw a plan's values and annotate them on the only block of a module that stands for the workload. Mutation redraws one
+draw a plan's values and annotate them on the only block of a module that represents the workload. Mutation redraws one
 of them, a postproc rejects plans that the arch cannot run, the cost model is XGBoost on features of the plan. Where few
 plans are left the model ranks them all instead. No plan is proposed twice, nor one whose kernel is equal to another's.
 """
@@ -51,7 +51,7 @@ logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.ERROR)
 
 
 def reference(workload: Workload) -> tvm.IRModule:
-    """The module that stands for the workload: equal workloads have structurally equal ones."""
+    """The module that represents the workload: equal workloads have structurally equal ones."""
     x = te.placeholder((1,), "float32", name="x")
     y: Any = te.compute((1,), lambda i: x[i], name=BLOCK)
     func = te.create_prim_func([x, y]).without_attr("global_symbol").with_attr(ATTRIBUTE, workload.text)

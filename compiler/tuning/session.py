@@ -18,6 +18,7 @@ from mlc_amd.compiler.tuning.database import Checked, Database, Measured, Record
 from mlc_amd.compiler.tuning.search import Models, Search
 from mlc_amd.compiler.tuning.tasks import Task
 from mlc_amd.schedules.plans.space import Space
+from mlc_amd.schedules.plans.workload import Workload
 
 BATCH = 8  # plans that are measured together: what Ctrl-C may lose
 FIRST = 2  # measurements of a first batch, where there is a time limit
@@ -41,21 +42,18 @@ class TuningSession:
         self.trials = self.refuted = 0
         self.unverified: dict[tuple[str, object], str] = {}
         self._slower = Counter()  # by task's key: plans that were not faster than the default in interleaved rounds
-        self._searches: dict[Task, Search] = {}
+        self.tasks: list[Task] = []  # with more than one plan
+        self._searches: dict[Workload, Search] = {}
         models = Models()
         for task in tasks:
             if found := database.space(task.workload):
                 past = database.entry(task.workload).known(found)
-                self._searches[task] = Search(task.workload, found, arch, models, past, seed + len(self._searches))
-
-    @property
-    def tasks(self) -> list[Task]:
-        """The tasks with more than one plan."""
-        return list(self._searches)
+                self._searches[task.workload] = Search(task.workload, found, arch, models, past, seed + len(self.tasks))
+                self.tasks.append(task)
 
     def space(self, task: Task) -> Space:
         """Of one of `tasks`."""
-        return self._searches[task].space
+        return self._searches[task.workload].space
 
     # ---- what to measure
 
@@ -74,21 +72,21 @@ class TuningSession:
         worth = {task: math.sqrt(self.saving(task) or task.weight * task.bytes * 1e-15) for task in self.tasks}
         seats = Counter()
         for _ in range(count - len(chosen)):
-            free = [task for task, search in self._searches.items() if search.unmeasured > seats[task]]
+            free = [task for task in self.tasks if self._searches[task.workload].unmeasured > seats[task]]
             if free:
                 seats[max(free, key=lambda task: worth[task] / (seats[task] + 1))] += 1
         return chosen + [job for task in self.tasks for job in self._propose(task, seats[task])]
 
     def _new(self, count: int) -> list[tuple[Task, Any]]:
-        new = [task for task, search in self._searches.items() if not search.started]
+        new = [task for task in self.tasks if not self._searches[task.workload].started]
         return [job for task in new[:count] for job in self._propose(task, 1)]
 
     def _propose(self, task: Task, count: int) -> list[tuple[Task, Any]]:
-        return [(task, plan) for plan in self._searches[task].propose(count)]
+        return [(task, plan) for plan in self._searches[task.workload].propose(count)]
 
     def saving(self, task: Task) -> float:
         """Seconds, weighted, that another batch is expected to save."""
-        search = self._searches[task]
+        search = self._searches[task.workload]
         if not search.unmeasured:
             return 0.0
         reference = search.best[1] if search.best else 0.0
@@ -97,7 +95,7 @@ class TuningSession:
 
     def report(self, task: Task, plan, measured: Measured) -> None:
         """A measurement of a plan that `next` gave, or of any plan of the task's space."""
-        search = self._searches[task]
+        search = self._searches[task.workload]
         plan = search.space.equal(plan)
         record = Record(**asdict(measured), plan=asdict(plan), default=plan == search.space.default, at=time.time())
         self.database.add(task.workload, record)
@@ -106,7 +104,7 @@ class TuningSession:
 
     def withdraw(self, task: Task, plan) -> None:
         """A plan that `next` gave will not be measured now."""
-        self._searches[task].withdraw(plan)
+        self._searches[task.workload].withdraw(plan)
 
     # ---- verification
 
@@ -117,7 +115,8 @@ class TuningSession:
         hopeless = {key for (key, _), why in self.unverified.items() if reasons[why] > 1}
         hopeless |= {key for key, count in self._slower.items() if count >= MAX_SLOWER}
         wanted = []
-        for task, search in self._searches.items():
+        for task in self.tasks:
+            search = self._searches[task.workload]
             key, default = task.workload.key, search.space.default
             best = next((plan for plan, _ in search.ranked if (key, plan) not in self.unverified), default)
             done = key in hopeless or best == default
@@ -129,7 +128,7 @@ class TuningSession:
         """The verification of a measured plan. A wrong one is excluded, and one that was slower than it looked gets its
         new time: the next best plan may take its place. One that could not be verified is never used; a later session
         tries again."""
-        search, workload = self._searches[task], task.workload
+        search, workload = self._searches[task.workload], task.workload
         plan = search.space.equal(plan)
         self.database.check(workload, asdict(plan), checked)
         if not checked.checked:

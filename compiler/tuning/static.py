@@ -20,7 +20,7 @@ bank conflicts, stalls of dependent instructions, dual issue beyond what the com
 
 What it is good for: ranking the GEMV, GEMM, norm and RoPE plans of one workload; its seconds are no prediction.
 Attention is not modelled: its loop bounds are data. No AMD GPU has been measured. Spearman's rank correlation with
-measurements on an NVIDIA H200, where RADV's code for the same SPIR-V (Mesa 22.3, RDNA3) stands for NVIDIA's; llama3-8b:
+measurements on an NVIDIA H200, where RADV's code for the same SPIR-V (Mesa 22.3, RDNA3) represents NVIDIA's; llama3-8b:
 
                                                        Q4_0              Q4_K
     GEMV: linear, mean of 4 shapes (21-38 plans)       0.61              0.61
