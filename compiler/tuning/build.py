@@ -240,9 +240,8 @@ class Builder:
         self.kind, self.arch, self.root, self.timeout = kind, arch, Path(root), timeout
         count = workers or available_threads()
         self._idle: SimpleQueue[Child] = SimpleQueue()
-        self._children = [
-            Child(MODULE, (str(memory),), {"TVM_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}) for _ in range(count)
-        ]
+        one = {"TVM_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        self._children = [Child(MODULE, (str(memory),), one) for _ in range(count)]
         for child in self._children:
             self._idle.put(child)
         self._threads = ThreadPoolExecutor(count)
@@ -267,15 +266,10 @@ class Builder:
 
     def _one(self, workload, plan) -> tuple[Path | None, str | None]:
         folder = self.root / folder_name(workload, plan)
-        request = {
-            "workload": json.loads(workload.text),
-            "kind": self.kind,
-            "arch": self.arch,
-            "folder": str(folder),
-        } | _plan_facts(plan)
+        about = {"workload": json.loads(workload.text), "place": [self.kind, self.arch, str(folder)]}
         child = self._idle.get()
         try:
-            child.send(request)
+            child.send(about | _plan_facts(plan))
             error = child.receive(self.timeout)["error"]
         except Died as e:
             error = f"building it {e}"
@@ -285,15 +279,9 @@ class Builder:
 
 
 def _handle(request: dict, answer) -> None:
-    error = None
+    error, (kind, arch, folder) = None, request["place"]
     try:
-        build(
-            Workload.from_json(request["workload"]),
-            plan_of(request),
-            request["kind"],
-            request["arch"],
-            Path(request["folder"]),
-        )
+        build(Workload.from_json(request["workload"]), plan_of(request), kind, arch, Path(folder))
     except (UserError, MemoryError, ValueError, RuntimeError) as e:
         error = f"{type(e).__name__}: {e}".splitlines()[0]
     answer({"error": error})

@@ -11,7 +11,7 @@ import math
 import socket
 import struct
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -274,7 +274,7 @@ class _Run:
     def __init__(self, parts: list[_Part], note):
         self.waiting, self._note = deque(parts), note
         self._finished: set[str] = set()
-        self._losses: dict[str, int] = {}  # of servers, by candidate
+        self._losses = Counter()  # of servers, by candidate
 
     def result(self, part: _Part, message: dict) -> None:
         folder = part.folders[message["folder"]]
@@ -285,16 +285,12 @@ class _Run:
     def lost(self, part: _Part, why: str) -> None:
         """The server with that part was lost."""
         for folder in [folder for folder in part.folders if folder in part.wanted - self._finished]:
-            if self._again(folder):
+            self._losses[folder] += 1
+            if self._losses[folder] < MAX_LOSSES:
                 alone = list(dict.fromkeys([part.folders[0], folder]))
                 self.waiting.appendleft(part._replace(folders=alone, wanted=frozenset([folder])))
             else:
                 self._note(folder, {"error": f"{MAX_LOSSES} servers were lost with it: {why}"})
-
-    def _again(self, folder: str) -> bool:
-        """Whether a candidate that a server was lost with is tried again."""
-        self._losses[folder] = self._losses.get(folder, 0) + 1
-        return self._losses[folder] < MAX_LOSSES
 
 
 class Remote(Local):

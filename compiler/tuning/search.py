@@ -13,6 +13,7 @@ import math
 import random
 import sys
 import types
+from collections import defaultdict
 from functools import cached_property
 from typing import Any
 
@@ -108,7 +109,7 @@ class Models:
 
     def __init__(self):
         self._models = {}
-        self._untrained = {}  # plan type: {search: [(MetaSchedule's candidate, result)]}
+        self._untrained = defaultdict(list)  # by search: (MetaSchedule's candidate, result)
 
     def register(self, search: "Search") -> None:
         """Makes the model know the search's features."""
@@ -121,13 +122,13 @@ class Models:
         self._models[kind].extractor.searches[search.workload.text] = search
 
     def add(self, search: "Search", results: list) -> None:
-        self._untrained.setdefault(search.space.plan_type, {}).setdefault(search, []).extend(results)
+        self._untrained[search] += results
 
     def trained(self, plan_type: type):
         """The model, trained with all results."""
         model = self._models[plan_type]
-        for search, results in self._untrained.pop(plan_type, {}).items():
-            model.update(search.context, *map(list, zip(*results, strict=True)))
+        for search in [search for search in self._untrained if search.space.plan_type is plan_type]:
+            model.update(search.context, *map(list, zip(*self._untrained.pop(search), strict=True)))
         return model
 
 

@@ -76,9 +76,10 @@ class Space:
     @cached_property
     def plans(self) -> list:
         """Every plan worth measuring, the default first; of those that make the same kernel, the first one."""
-        return list(self._distinct())
+        return list(self._by_kernel.values())
 
-    def _distinct(self) -> Iterator:
+    def _distinct(self) -> Iterator[tuple[Hashable, Any]]:
+        """(what tells its kernel from others, plan)."""
         known = set()
         for values in itertools.chain([astuple(self.default)], itertools.product(*self.choices.values())):
             plan = self.plan_type(*values)
@@ -88,7 +89,7 @@ class Space:
                 continue
             if same not in known:
                 known.add(same)
-                yield plan
+                yield same, plan
 
     @property
     def open(self) -> bool:
@@ -101,7 +102,7 @@ class Space:
 
     @cached_property
     def _by_kernel(self) -> dict:
-        return {self.kernel(plan).same: plan for plan in self.plans}
+        return dict(self._distinct())
 
 
 def space(workload: Workload, arch) -> Space | None:
