@@ -23,6 +23,7 @@ from mlc_amd.runtime.measure.child import Child, Died
 from mlc_amd.runtime.measure.hip import HipBackend
 from mlc_amd.runtime.measure.measurer import Measurer
 from mlc_amd.runtime.measure.timing import Bench
+from mlc_amd.tools.dev.hip_recorder import OK, Recorder
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags, threads_asked
@@ -138,7 +138,7 @@ class Subject:
 
     name: str
     kind: str
-    arch: object
+    arch: Any
     tasks: list
     threads: int | None = None
 
@@ -164,7 +164,9 @@ class Subject:
             if len(backend.archs) > 1:
                 raise UserError(f"--arch {arch}: tune for one of them at a time")
             threads = threads_asked(device) if kind == "cpu" else None
-            return cls(synthetic or path.name, kind, backend.archs[0], extract(source, backend, ctx), threads)
+            return cls(
+                path.name if path else synthetic or "", kind, backend.archs[0], extract(source, backend, ctx), threads
+            )
 
     @property
     def shape(self) -> str:
@@ -225,7 +227,7 @@ def _runner(name: str, subject: Subject, tracker: str | None, key: str | None, d
     if name == "rpc":
         from mlc_amd.compiler.tuning.rpc import Remote
 
-        return Remote(kind, arch, tracker=tracker, key=key or arch, say=display.message)
+        return Remote(kind, arch, tracker=tracker or "", key=key or arch, say=display.message)
     if name == "static":
         from mlc_amd.compiler.tuning.static import Static
 

@@ -45,5 +45,5 @@ def run(
 
     if tracker_only:
         rpc_server.track(rpc_server.address(tracker_only), display.message)
-    else:
+    elif tracker and key:
         rpc_server.serve(rpc_server.address(tracker), key, device, host, display.message)
