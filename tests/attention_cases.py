@@ -7,6 +7,7 @@ of the window of its first row, and queries of rows that are not live are not nu
 from typing import NamedTuple
 
 import numpy as np
+from attention_reference import attention_reference, rope_reference
 
 from mlc_amd.schedules.attention import Attention, Rope
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
@@ -30,37 +31,6 @@ class Case(NamedTuple):
     @property
     def layer(self) -> Attention:
         return Attention(self.heads, self.kv_heads, self.d, CTX, **dict(self.attributes))
-
-
-def attention_reference(layer, q, k, v, position, sinks=None):
-    """q [live, heads, d], in natural units; k, v [kv_heads, keys, d]; sinks [heads]: [live, heads * d], all float64."""
-    live = len(q)
-    scores = np.einsum("thgd,hnd->thgn", q.reshape(live, layer.kv_heads, -1, layer.d), k)
-    scores = scores * (layer.scale or layer.d**-0.5)
-    if layer.softcap:
-        scores = layer.softcap * np.tanh(scores / layer.softcap)
-    own, keys = position + np.arange(live)[:, None, None, None], np.arange(k.shape[1])
-    seen = (keys <= own) & (keys > own - (layer.window or CTX))
-    scores = np.where(seen, scores, -np.inf)
-    top = scores.max(-1, keepdims=True)
-    weights = np.exp(scores - top)
-    total = weights.sum(-1, keepdims=True)
-    if sinks is not None:
-        total += np.exp(sinks.reshape(1, layer.kv_heads, -1, 1) - top)
-    return np.einsum("thgn,hnd->thgd", weights / total, v).reshape(live, -1)
-
-
-def rope_reference(x, cs, rope, weight):
-    """x [rows, heads, d], cs [rows, rotary] as in the kernel's table: the rotated heads in float64."""
-    x, cs, half = x.astype(np.float64), cs.astype(np.float64)[:, None], rope.rotary // 2
-    if rope.eps is not None:
-        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + rope.eps) * weight
-    evens = slice(0, rope.rotary, 2), slice(1, rope.rotary, 2)
-    first, second = (slice(0, half), slice(half, rope.rotary)) if rope.neox else evens
-    y = x.copy()
-    y[..., first] = x[..., first] * cs[..., ::2] - x[..., second] * cs[..., 1::2]
-    y[..., second] = x[..., first] * cs[..., 1::2] + x[..., second] * cs[..., ::2]
-    return y
 
 
 def pack(k, v):

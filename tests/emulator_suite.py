@@ -12,7 +12,7 @@ import test_gpu_gemm
 import test_gpu_gemv
 import test_rocm_codegen
 from attention_cases import check_output, outputs, pack
-from test_cpu_attention import LOG2E, attention_reference
+from attention_reference import attention_reference
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.compiler.gguf import synthetic
@@ -20,6 +20,7 @@ from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.devices.hip import HipDevice
 from mlc_amd.runtime.engine import Engine
+from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.gpu.arch import resolve
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
@@ -96,13 +97,14 @@ class OnArch:
         """Decode attention's workgroups under way together: whichever comes last joins the same results."""
         heads, kv_heads, d, ctx, position = 4, 1, 64, 1152, 1089
         arch, rng = resolve(self.arch), np.random.default_rng(1)
-        module = compile_hsaco({"a": attention_decode(heads, kv_heads, d, ctx, "", arch, "a")}, arch)
+        layer = Attention(heads, kv_heads, d, ctx)
+        module = compile_hsaco({"a": attention_decode(layer, "", arch, "a")}, arch)
         (step,) = module.functions["a"].launches
         k, v = (rng.standard_normal((kv_heads, ctx, d)).astype(np.float16) for _ in "kv")
         Kc, Vc = pack(k, v)
-        Qo = (rng.standard_normal((1, heads, d)) * 2 * LOG2E / np.sqrt(d)).astype(np.float16)
+        Qo = (rng.standard_normal((1, heads, d)) * 2 * layer.query_scale).astype(np.float16)
         keys, values = (x[:, : position + 1].astype(np.float64) for x in (k, v))
-        exact = attention_reference(Qo.astype(np.float64) / LOG2E * np.sqrt(d), keys, values, position)
+        exact = attention_reference(layer, Qo.astype(np.float64) / layer.query_scale, keys, values, position)
 
         def results(run, **options):
             """(the attention's result, the workgroup that joined)"""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import tvm
+from attention_reference import attention_reference, rope_reference
 
 from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.runtime.errors import UserError
@@ -161,22 +162,6 @@ def state(position, live):
     return tensor(np.array([position, live, 0, 0], np.int32))
 
 
-def attention_reference(spec, q, k, v, sinks, position):
-    """q [live, heads, d] unscaled, k, v [kv_heads, keys, d], sinks [heads]: [live, heads * d], all float64."""
-    live, heads, d = q.shape
-    rows = q.reshape(live, len(k), -1, d)
-    scores = np.einsum("thgd,hnd->thgn", rows, k) * (spec.scale or 1 / np.sqrt(d))
-    if spec.softcap:
-        scores = spec.softcap * np.tanh(scores / spec.softcap)
-    back = position + np.arange(live)[:, None, None, None] - np.arange(k.shape[1])  # keys between the row and the key
-    scores = np.where((back >= 0) & (back < (spec.window or k.shape[1])), scores, -np.inf)
-    if spec.sinks:
-        logits = np.broadcast_to(sinks.reshape(1, len(k), -1, 1), (*scores.shape[:3], 1))
-        scores, v = np.concatenate([scores, logits], -1), np.concatenate([v, 0 * v[:, :1]], 1)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("thgn,hnd->thgd", weights / weights.sum(-1, keepdims=True), v).reshape(live, heads * d)
-
-
 def dequantize(A, S, m):
     """The first m tokens [m, k] of the activation planes, and a step of the quantization for each value."""
     blocks = A.transpose(0, 2, 1, 3).reshape(-1, A.shape[1], 32)[:m]
@@ -220,7 +205,9 @@ def test_attention(arch, name):
             out = (tensor(np.full((m, columns), LEFT, np.float32)),)
         inputs = [tensor(queries), *caches(k, v), *([tensor(sinks)] if spec.sinks else [])]
         kernels(arch)[name](state(position, live), *inputs, *out)
-        expected = attention_reference(spec, q[:live].astype(np.float64), *exact, sinks.astype(np.float64), position)
+        expected = attention_reference(
+            spec, q[:live].astype(np.float64), *exact, position, sinks.astype(np.float64) if spec.sinks else None
+        )
         scale = np.abs(expected).max()
         if quantize:
             got, step = dequantize(A.numpy(), S.numpy(), live)
@@ -261,19 +248,6 @@ def test_a_token_gets_the_same_bits_in_any_chunk(arch, attributes, position):
     assert all(np.array_equal(result, results[0]) for result in results) and np.abs(results[0]).min() > 0
 
 
-def rope_reference(x, cs, neox, rotary, eps, weight):
-    """x [tokens, heads, d], cs [tokens, rotary] as in the kernel's table: the rotated heads in float64."""
-    x, cs = x.astype(np.float64), cs.astype(np.float64)[:, None]
-    if eps is not None:
-        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
-    half = rotary // 2
-    first, second = (slice(0, half), slice(half, rotary)) if neox else (slice(0, rotary, 2), slice(1, rotary, 2))
-    y = x.copy()
-    y[..., first] = x[..., first] * cs[..., ::2] - x[..., second] * cs[..., 1::2]
-    y[..., second] = x[..., first] * cs[..., 1::2] + x[..., second] * cs[..., ::2]
-    return y
-
-
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", ROPE)
 def test_rope_kv_write(arch, name):
@@ -297,12 +271,12 @@ def test_rope_kv_write(arch, name):
         Qo = tensor(np.full((m, heads, d), LEFT, np.float32))
         kernels(arch)[name](state(position, live), *map(tensor, (q, k, v, *norms, *tables)), Kc, Vc, Qo)
         rows = cs[position : position + written]
-        expected = rope_reference(q.reshape(m, heads, d)[:written], rows, neox, rotary, eps, qn)
+        expected = rope_reference(q.reshape(m, heads, d)[:written], rows, Rope(neox, rotary, eps), qn)
         expected *= LOG2E * (scale or 1 / np.sqrt(d))
         np.testing.assert_allclose(Qo.numpy()[:written], expected, rtol=0, atol=2e-6)
         assert (Qo.numpy()[written:] == LEFT).all()
         got_k = Kc.numpy().transpose(0, 1, 3, 2).reshape(kv_heads, ROPE_CTX, d)
-        keys = rope_reference(k.reshape(m, kv_heads, d)[:written], rows, neox, rotary, eps, kn)
+        keys = rope_reference(k.reshape(m, kv_heads, d)[:written], rows, Rope(neox, rotary, eps), kn)
         here = slice(position, position + written)
         np.testing.assert_allclose(got_k[:, here].transpose(1, 0, 2), keys, rtol=6e-4, atol=1e-6)
         assert (Vc.numpy()[:, here].transpose(1, 0, 2) == v.reshape(m, kv_heads, d)[:written].astype(np.float16)).all()

@@ -85,9 +85,8 @@ def test_results_do_not_depend_on_the_plan(arch, name):
     found = space(workload, target.arch)
     plans = spread(found)
     assert len(plans) > 2
-    make = getattr(target, f"make_{workload.op}")
-    kernels = [make(**workload.args, name=f"plan_{i}", plan=plan) for i, plan in enumerate(plans)]
-    untuned = make(**workload.args, name="plan_0")
+    kernels = [target.build(workload, target.arch, f"plan_{i}", plan) for i, plan in enumerate(plans)]
+    untuned = target.build(workload, target.arch, "plan_0")
     assert tvm_ffi.structural_equal(kernels[0], untuned)
     module = build_module({f.attrs["global_symbol"]: f for f in kernels}, target.arch.target)
     rng = np.random.default_rng(5)

@@ -37,7 +37,6 @@ CHILD = """
 import os, sys, time
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.child import serve
-from mlc_amd.tools.dev.hip_recorder import OK, Recorder
 
 def handle(request, answer):
     print("chatter of a library")

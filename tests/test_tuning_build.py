@@ -130,7 +130,7 @@ def test_workers_survive_what_does_not_build(tmp_path):
 
 def test_tiles_larger_than_the_work_are_refused(tmp_path):
     workload, few = linear("rocm", 256, 256, 256), linear("rocm", 256, 256, 128)
-    plan = next(plan for plan in space(workload, target("rocm", "gfx1100").arch).plans if plan.tokens == 256)
+    plan = next(plan for plan in space(workload, target("rocm", "gfx1100").archs[0]).plans if plan.tokens == 256)
     with pytest.raises(ValueError, match="no workgroups"):
         build(few, plan, "rocm", "gfx1100", tmp_path / "a")
     assert not (tmp_path / "a" / "candidate.json").exists()
@@ -183,7 +183,7 @@ def test_without_a_device_only_an_emulator_verifies(tmp_path, monkeypatch):
 
 def test_local_measures_and_checks_on_the_cpu(tmp_path):
     workload = linear("cpu", 512, 512)
-    plans = space(workload, target("cpu", CPU).arch).plans[:3]
+    plans = space(workload, target("cpu", CPU).archs[0]).plans[:3]
     seen = []
     with Local("cpu", CPU, workers=1) as local:
         measured = local.measure(
@@ -205,7 +205,7 @@ def test_local_measures_and_checks_on_the_cpu(tmp_path):
 def test_the_default_plan_is_built_and_measured_once(tmp_path):
     """As the untuned kernel, which the others are timed beside."""
     workload, other = linear("cpu", 512, 512), linear("cpu", 256, 512)
-    default, plan = space(workload, target("cpu", CPU).arch).plans[:2]
+    default, plan = space(workload, target("cpu", CPU).archs[0]).plans[:2]
     seen, timed = [], []
     with Local("cpu", CPU, workers=1, root=tmp_path) as local:
         measure = local.measurer.measure

@@ -59,11 +59,11 @@ def test_compile_uses_a_tuned_plan_and_says_so(tasks, demo_gguf, tmp_path, monke
     backend, found = tasks
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     task = next(t for t in found if t.workload.op == "linear" and t.workload.args["m"] == 1)
-    choices = space(task.workload, backend.arch)
+    choices = space(task.workload, backend.archs[0])
     default = choices.default
     plan = next(p for p in choices.plans if p.waves != default.waves and p.waves > 1)
-    with Database(backend.arch) as database:
-        session = TuningSession([task], backend.arch, database)
+    with Database(backend.archs[0]) as database:
+        session = TuningSession([task], backend.archs[0], database)
         session.report(task, default, Measured(2.0))
         session.report(task, plan, Measured(1.0))
         session.check(task, plan, Checked("emulator", True, 0.0))
@@ -92,7 +92,7 @@ def test_a_stale_record_leaves_a_note(tasks, demo_gguf, tmp_path, monkeypatch):
     }
     folder.mkdir(parents=True)
     (folder / databases.LOG).write_text(json.dumps(line) + "\n")
-    lookup = databases.Lookup(backend.arch)
+    lookup = databases.Lookup(backend.archs[0])
     assert lookup.find(task.workload) == (None, "default")
     (note,) = lookup.notes
     assert note.startswith(f"user record of {task.workload.key} for vangogh ignored: made with TVM 0.0")
@@ -109,8 +109,9 @@ def test_every_arch_of_an_artifact_has_its_own_plans(demo_gguf):
         "vangogh": {"from": "default", "plan": None},
         "rdna2": {"from": "user", "plan": asdict(plan)},
     }
-    backend.arch = backend.archs[1]
-    assert backend.plan(workload) == (plan, "user")
+    assert backend.plan(workload, backend.archs[1]) == (plan, "user")
+    kernels = [backend.kernel(name, other) for other in backend.archs]
+    assert str(kernels[0]) != str(kernels[1])
 
 
 @pytest.mark.parametrize("arch", ["vulkan/vangogh", "vulkan/nvidia", "rocm/gfx1100", "rocm/gfx906"])
@@ -119,15 +120,10 @@ def test_plans_of_all_kernels_can_be_built(arch, demo_gguf):
     backend, source = pipeline.make_target(kind, name), random.Random(5)
     with GGUFModel.open(demo_gguf) as model:
         found = tuning.extract(model, backend, CONTEXT)
-    assert {task.workload.op for task in found if space(task.workload, backend.arch)} == {
+    assert {task.workload.op for task in found if space(task.workload, backend.archs[0])} == {
         task.workload.op for task in found
     }
     for task in source.sample(found, 12):
-        plans = space(task.workload, backend.arch).plans
+        plans = space(task.workload, backend.archs[0]).plans
         for plan in source.sample(plans, 2):
-            assert (
-                getattr(backend, f"make_{task.workload.op}")(**task.workload.args, name="k", plan=plan).attrs[
-                    "global_symbol"
-                ]
-                == "k"
-            )
+            assert backend.build(task.workload, backend.archs[0], "k", plan).attrs["global_symbol"] == "k"

@@ -52,7 +52,6 @@ import sys, time
 from formula import Bench, Task, linear, right, GFX
 from mlc_amd.compiler.tuning.database import Database
 from mlc_amd.compiler.tuning.session import TuningSession, run
-from mlc_amd.tools.dev.ship_tuned import export
 bench = Bench()
 def slow(pairs):
     out = bench(pairs)

@@ -36,7 +36,7 @@ def tasks():
 @pytest.fixture
 def opened(tasks, tmp_path):
     """A session on an empty database."""
-    arch = make_target("vulkan", ARCH).arch
+    arch = make_target("vulkan", ARCH).archs[0]
     with Database(arch, tmp_path / "database") as database:
         yield TuningSession(tasks, arch, database)
 
@@ -45,7 +45,7 @@ def opened(tasks, tmp_path):
 def measured(tasks, tmp_path_factory) -> tuple[Path, str]:
     """A kit after its run, and what the run printed."""
     gpu()
-    arch, folder = make_target("vulkan", ARCH).arch, tmp_path_factory.mktemp("kit") / "kit"
+    arch, folder = make_target("vulkan", ARCH).archs[0], tmp_path_factory.mktemp("kit") / "kit"
     with Database(arch, tmp_path_factory.mktemp("database")) as database:
         made = kits.export(TuningSession(tasks, arch, database), folder, "vulkan", ARCH, SPEC, COUNT)
     assert made.candidates == COUNT and made.failed == 0

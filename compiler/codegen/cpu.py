@@ -17,16 +17,10 @@ from mlc_amd.compiler.codegen.target import Target
 from mlc_amd.compiler.models.config import AttentionConfig
 from mlc_amd.runtime import devices
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.attention import Attention, Rope
 from mlc_amd.schedules.cpu import arch as archs
-from mlc_amd.schedules.cpu.attention import attention
 from mlc_amd.schedules.cpu.cache import cache_types
-from mlc_amd.schedules.cpu.embed import embed
-from mlc_amd.schedules.cpu.gate_up import gate_up_swiglu
-from mlc_amd.schedules.cpu.linear import linear
-from mlc_amd.schedules.cpu.norm import quantize, rms_norm
+from mlc_amd.schedules.cpu.kernels import BUILDERS, tile_rows
 from mlc_amd.schedules.cpu.planes import planes
-from mlc_amd.schedules.cpu.rope_kv_write import rope_kv_write
 
 COMPILERS = ("cc", "gcc", "clang")  # any of them will do; else the ziglang package's
 NATIVE = Path(devices.__file__).parent / "cpu.c"
@@ -40,15 +34,11 @@ class CpuTarget(Target):
     kind = "cpu"
     layout = "tile16"
     planes = staticmethod(planes)
+    builders = BUILDERS
 
     def __init__(self, arch: str = "native"):
-        super().__init__()
         self.arch = archs.resolve(arch)
-        self.isa = self.arch.isa
-
-    @property
-    def archs(self) -> list:
-        return [self.arch]
+        super().__init__([self.arch])
 
     def prefill_sizes(self, ctx: int) -> list[int]:
         """Kernels loop over live tokens only, in steps of their tile: one size for long chunks, and one whose tile is
@@ -60,7 +50,7 @@ class CpuTarget(Target):
         return self.prefill_sizes(ctx)[-1]
 
     def act_layout(self, m: int, kind: str) -> str:
-        return f"tiles:{self._tile(m)}" if kind == "int8" else ""
+        return f"tiles:{tile_rows(m, self.arch)}" if kind == "int8" else ""
 
     def cache_types(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
         return cache_types(attention.kv_heads, ctx, attention.head_dim)
@@ -71,40 +61,9 @@ class CpuTarget(Target):
             "kind": "cpu",
             "arch": self.arch.name,
             "mcpu": self.arch.mcpu,
-            "isa": self.isa.__name__,
+            "isa": self.arch.isa.__name__,
             "flags": list(self.arch.flags),
         }
-
-    # ---- kernels
-
-    def _tile(self, m: int) -> int:
-        """Rows of an activation tile, also of kernels whose activations are not laid out in tiles."""
-        return min(m, self.isa.tokens)
-
-    def make_embed(self, fmt, vocab, k, m, name, plan=None, scale=1.0):
-        return embed(fmt, vocab, k, m, name, scale)
-
-    def make_rms_norm(self, k, m, eps, act, row, name, plan=None):
-        return rms_norm(k, m, eps, self._tile(m), bool(act), row, self.isa, name)
-
-    def make_quantize(self, k, m, act, name, plan=None):
-        return quantize(k, m, self._tile(m), self.isa, name)
-
-    def make_linear(self, segments, k, m, act, biases, residual, name, plan=None):
-        return linear(segments, k, m, self._tile(m), biases, residual, self.isa, name, plan)
-
-    def make_gate_up_swiglu(self, gate, up, n, k, m, act_in, act_out, name, plan=None, act_fn="silu"):
-        return gate_up_swiglu(gate, up, n, k, m, self._tile(m), bool(act_out), self.isa, name, plan, act_fn)
-
-    def make_rope_kv_write(self, heads, kv_heads, d, ctx, m, neox, rotary, eps, name, plan=None, **attributes):
-        """attributes: those of `Attention` that a layer sets (scale, window, softcap, sinks)."""
-        spec, rope = Attention(heads, kv_heads, d, ctx, **attributes), Rope(neox, rotary, eps)
-        return rope_kv_write(spec, rope, m, self.isa, name)
-
-    def make_attention(self, heads, kv_heads, d, ctx, m, act, name, plan=None, **attributes):
-        """attributes: as for `make_rope_kv_write`."""
-        spec = Attention(heads, kv_heads, d, ctx, **attributes)
-        return attention(spec, m, self._tile(m), bool(act), self.isa, name, plan)
 
     # ---- compilation
 

@@ -1,13 +1,13 @@
 """What the graph passes, the plan and the pipeline ask of a target, and how operators become kernels; targets fill in
 the rest.
 
-One `make_<operator>` method a target turns attributes into a TensorIR kernel. Calls with the same attributes and types
-share one. What is passed besides the name and the plan is the kernel's workload, which tuning knows it by; `plans` says
+A call of an operator becomes a workload (operator, sizes, formats, attributes), and a workload and an arch become a
+TensorIR kernel, by the target's table of `builders`. Calls with the same attributes and types share one. `plans` says
 which plan a workload has on an arch.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
@@ -31,21 +31,19 @@ GENERIC = "generic"  # the operator of kernels that no operator of ours has
 
 
 class Target(ABC):
-    """Layouts, kernels and code of one target and arch.
+    """Layouts, kernels and code of one target.
 
-    Subclasses also have make_embed, make_rms_norm, make_quantize, make_linear, make_gate_up_swiglu, make_rope_kv_write,
-    make_attention, and make_rope_attention where `fuses_rope` is set; they take what the methods below pass, a kernel's
-    name and a plan (None: its own), and return a PrimFunc: parameters are the operator's inputs, tuples flattened, then
-    its outputs.
-
-    plans: by an arch's name, callable(workload) -> (plan or None, where it comes from).
+    archs: what the artifact's kernels are made for. They share its launches, weights and activations, so layouts are
+    those of the first one. plans: by an arch's name, callable(workload) -> (plan or None, where it comes from).
     """
 
     kind: str  # as in --target
     query_dtype = "float32"  # of rotated queries, between RoPE and attention
     layout: str  # of packed weights, as in compiler/quant
+    builders: Mapping[str, Callable]  # by operator, such as schedules/cpu/kernels.py has them
 
-    def __init__(self):
+    def __init__(self, archs: list):
+        self.archs = archs
         self.kernels: dict[str, tvm.tirx.PrimFunc] = {}  # name: kernel, for the first arch
         self.workloads: dict[str, Workload] = {}  # name: what the kernel computes, of operators of ours
         self.generic: dict[str, tvm.tirx.PrimFunc] = {}  # name: what the kernel computes, unscheduled, of all others
@@ -111,31 +109,28 @@ class Target(ABC):
             mod = relax.transform.LegalizeOps(makers)(mod)
         mod, found = generic.fuse(mod, self.kernels)
         self.generic |= found
-        scheduled = {name: generic.scheduled(name, func, self.arch) for name, func in found.items()}
+        scheduled = {name: generic.scheduled(name, func, self.archs[0]) for name, func in found.items()}
         self.kernels |= scheduled
         return generic.replaced(mod, scheduled)
 
-    @property
-    @abstractmethod
-    def archs(self) -> list:
-        """What the artifact's kernels are made for; `arch` is the one whose turn it is, at first the first."""
-
-    def plan(self, workload: Workload, arch=None) -> tuple[object | None, str]:
-        """(plan, where it comes from) of the workload's kernel on that arch, by default `arch`."""
-        find = self.plans.get((arch or self.arch).name)
+    def plan(self, workload: Workload, arch) -> tuple[object | None, str]:
+        """(plan, where it comes from) of the workload's kernel on that arch; None: the kernel's default plan."""
+        find = self.plans.get(arch.name)
         return find(workload) if find else (None, DEFAULT)
 
-    def make(self, workload: Workload, name: str) -> tvm.tirx.PrimFunc:
-        """The workload's kernel for `arch`, with the plan that it has there."""
-        return getattr(self, f"make_{workload.op}")(**workload.args, name=name, plan=self.plan(workload)[0])
+    def build(self, workload: Workload, arch, name: str, plan=None) -> tvm.tirx.PrimFunc:
+        """The workload's kernel for an arch. Parameters are the operator's inputs, tuples flattened, then its outputs.
+        ValueError or UserError for what the arch cannot run."""
+        return self.builders[workload.op](**workload.args, arch=arch, name=name, plan=plan)
 
-    def kernel(self, name: str) -> tvm.tirx.PrimFunc:
-        """The kernel of that name for `arch`."""
-        if self.arch is self.archs[0]:
+    def kernel(self, name: str, arch) -> tvm.tirx.PrimFunc:
+        """The kernel of that name for an arch, with the plan that its workload has there."""
+        if arch is self.archs[0]:
             return self.kernels[name]
         if name in self.generic:
-            return generic.scheduled(name, self.generic[name], self.arch)
-        return self.make(self.workloads[name], name)
+            return generic.scheduled(name, self.generic[name], arch)
+        workload = self.workloads[name]
+        return self.build(workload, arch, name, self.plan(workload, arch)[0])
 
     def facts(self, name: str) -> dict:
         """What a kernel's entry in the manifest says of its operator: see dist/README.md. A generic kernel's roles are
@@ -168,7 +163,9 @@ class Target(ABC):
         key = (str(call.op.name), str(call.attrs), tuple(str(arg.ty) for arg in call.args))
         if key not in self._names:
             name = label if label not in self.kernels else f"{label}_{len(self.kernels)}"
-            self._names[key], self.workloads[name], self.kernels[name] = name, workload, self.make(workload, name)
+            self._names[key], self.workloads[name] = name, workload
+            arch = self.archs[0]
+            self.kernels[name] = self.build(workload, arch, name, self.plan(workload, arch)[0])
         name = self._names[key]
         gv = bb.add_func(self.kernels[name], name)
         if inplace:

@@ -7,6 +7,7 @@ how they are sliced. Activations stay finite: matrices ~ N(0, 1/columns), norms 
 """
 
 import zlib
+from collections.abc import Mapping
 from functools import lru_cache
 
 import gguf
@@ -74,15 +75,21 @@ _TEMPLATE = (
 )
 
 
-def synthetic(spec: str, seed: int = 0) -> GGUFModel:
-    """The model of that spec, `preset:format`. UserError for an unknown preset or format, naming the known ones."""
+def synthetic(spec: str, seed: int = 0, keys: Mapping[str, object] | None = None) -> GGUFModel:
+    """The model of that spec, `preset:format`. UserError for an unknown preset or format, naming the known ones.
+
+    keys: metadata instead of the preset's or besides it, without the architecture in front; "general.architecture"
+    makes a model of another architecture with the preset's sizes.
+    """
     preset, _, format = spec.partition(":")
     if preset not in PRESETS:
         raise UserError(f"{spec}: unknown preset {preset!r}; use preset:format with one of {', '.join(PRESETS)}")
     if format not in FORMATS:
         raise UserError(f"{spec}: unknown format {format!r}; use preset:format with one of {', '.join(FORMATS)}")
-    shape = PRESETS[preset]
-    metadata = _metadata(preset, shape)
+    shape, keys = PRESETS[preset], keys or {}
+    arch = str(keys.get("general.architecture", shape["architecture"]))
+    named = {key if key.startswith(("general.", "tokenizer.")) else f"{arch}.{key}": keys[key] for key in keys}
+    metadata = _metadata(preset, arch, shape) | named
     optional = {"output.weight": not shape["tied"], "rope_freqs.weight": shape["llama3_rope_factor"] is not None}
     config = read_config(metadata, {name for name, present in optional.items() if present}, spec)
     tensors = {
@@ -93,8 +100,8 @@ def synthetic(spec: str, seed: int = 0) -> GGUFModel:
     return GGUFModel(spec, metadata, tensors, config)
 
 
-def _metadata(preset: str, shape: dict) -> dict[str, object]:
-    arch, vocab = shape["architecture"], shape["vocab"]
+def _metadata(preset: str, arch: str, shape: dict) -> dict[str, object]:
+    vocab = shape["vocab"]
     # The names that byte-level BPE gives to the 256 bytes, by way of GPT-2's table: printable ones are themselves.
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [b for b in range(256) if b not in printable]

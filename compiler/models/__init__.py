@@ -11,7 +11,7 @@ Nothing here imports TVM except `graph.py` and `build.py`: files are read and ch
 from collections.abc import Collection, Iterator
 from typing import Protocol
 
-from mlc_amd.compiler.models import llama, qwen2, qwen3
+from mlc_amd.compiler.models import gemma2, llama, qwen2, qwen3
 from mlc_amd.compiler.models.config import ModelConfig
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.runtime.errors import shorten
@@ -25,7 +25,7 @@ class Architecture(Protocol):
     def decoder(self, g): ...
 
 
-ARCHITECTURES: dict[str, Architecture] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+ARCHITECTURES: dict[str, Architecture] = {"gemma2": gemma2, "llama": llama, "qwen2": qwen2, "qwen3": qwen3}
 
 
 def read_config(metadata: dict[str, object], tensor_names: Collection[str], path: str) -> ModelConfig:

@@ -42,7 +42,8 @@ def target(kind: str, arch: str):
 def make(workload, plan, kind: str, arch: str):
     """The kernel of a workload with a plan, None: the untuned one. What a builder refuses is a ValueError or a
     UserError."""
-    return getattr(target(kind, arch), f"make_{workload.op}")(**workload.args, name=KERNEL, plan=plan)
+    made_for = target(kind, arch)
+    return made_for.build(workload, made_for.archs[0], KERNEL, plan)
 
 
 def build(workload, plan, kind: str, arch: str, folder: Path) -> Candidate:
@@ -50,7 +51,7 @@ def build(workload, plan, kind: str, arch: str, folder: Path) -> Candidate:
     what `make` raises, ValueError for a kernel that the arch cannot run."""
     func = make(workload, plan, kind, arch)
     folder.mkdir(parents=True, exist_ok=True)
-    code = _COMPILERS[kind](func, target(kind, arch).arch, folder)
+    code = _COMPILERS[kind](func, target(kind, arch).archs[0], folder)
     if any(0 in step.get("grid", ()) for step in code["steps"]):
         raise ValueError("the plan's tiles are larger than the work: there would be no workgroups")
     about = {"workload": json.loads(workload.text), "api": kind, "arch": arch} | _plan_facts(plan)
@@ -73,7 +74,7 @@ def build_copy(arch: str, folder: Path) -> Candidate:
     from mlc_amd.compiler.codegen.vulkan_target import COPY_BYTES
     from mlc_amd.schedules.gpu.copy import copy
 
-    profile, words = target("vulkan", arch).arch, COPY_BYTES // 4
+    profile, words = target("vulkan", arch).archs[0], COPY_BYTES // 4
     folder.mkdir(parents=True)
     params = [{"name": name, "shape": [words], "dtype": "uint32", "role": "work"} for name in "XY"]
     traffic = {"bytes": 2 * COPY_BYTES, "flops": 0}
@@ -87,11 +88,11 @@ def build_bounds(workload, arch: str, folder: Path) -> tuple[Candidate, dict[str
     """For target cpu: the untuned kernel, and by kind its measured lower bounds, see schedules/cpu/bound.py."""
     from mlc_amd.schedules.cpu.bound import bounds
 
-    untuned, cpu = build(workload, None, "cpu", arch, folder / "untuned"), target("cpu", arch)
+    untuned, cpu = build(workload, None, "cpu", arch, folder / "untuned"), target("cpu", arch).archs[0]
 
     def made(func, place: Path) -> Candidate:
         place.mkdir()
-        return write(place, untuned.facts | _shared_library(func, cpu.arch, place))
+        return write(place, untuned.facts | _shared_library(func, cpu, place))
 
     found = bounds(untuned.params, workload.op, workload.args, cpu.isa, KERNEL)
     return untuned, {

@@ -37,7 +37,7 @@ class Local:
         emulate: Callable[[Workload, object], Checked] | None = None,
         measurer=None,
     ):
-        self.kind, self.arch, self.emulate = kind, target(kind, arch).arch, emulate
+        self.kind, self.arch, self.emulate = kind, target(kind, arch).archs[0], emulate
         self._temporary = root is None
         self.root = Path(root or tempfile.mkdtemp(prefix="mlc-amd-tune-"))
         self.builder, self.measurer = Builder(kind, arch, self.root, workers), measurer or Measurer(device)

@@ -1,0 +1,47 @@
+"""gemma2: Gemma 2. RMS norms before and after each block, GELU gate, scaled embedding, softcaps on attention's scores
+and on the logits; every other layer, the first included, sees a window of keys."""
+
+from dataclasses import replace
+
+from mlc_amd.compiler.models.config import LayerConfig, ModelConfig, Norms
+from mlc_amd.compiler.models.keys import Keys
+from mlc_amd.compiler.models.transformer import (
+    ROPE,
+    decoder,
+    read_attention,
+    read_feed_forward,
+    read_layers,
+    read_model,
+    read_rope,
+    tensors,
+)
+
+__all__ = ["decoder", "read", "tensors"]
+
+PATTERN = 2  # of every two layers the last one sees all keys
+LAYERS_27B = 46  # the one model whose scores are scaled by the hidden size instead of the head's
+
+
+def read(keys: Keys) -> ModelConfig:
+    count, hidden = read_layers(keys), keys.integer("embedding_length")
+    mixer = read_attention(keys, softcap=keys.number("attn_logit_softcapping", 50.0))
+    if count == LAYERS_27B:
+        mixer = replace(mixer, scale=(hidden / mixer.heads) ** -0.5)
+    local = replace(mixer, window=keys.integer("attention.sliding_window", 4096))
+    feed_forward = read_feed_forward(keys, act="gelu")
+    layers = [
+        LayerConfig(
+            attention=local if i % PATTERN < PATTERN - 1 else mixer,
+            feed_forward=feed_forward,
+            attention_norms=Norms("attn_norm", "post_attention_norm"),
+            feed_forward_norms=Norms("ffn_norm", "post_ffw_norm"),
+        )
+        for i in range(count)
+    ]
+    return read_model(
+        keys,
+        layers,
+        {ROPE: read_rope(keys, mixer.head_dim, neox=True)},
+        embedding_scale=hidden**0.5,
+        logit_softcap=keys.number("final_logit_softcapping", 30.0),
+    )
