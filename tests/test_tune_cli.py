@@ -64,8 +64,8 @@ def measurements(cache: Path) -> list[tuple[str, str]]:
         ((*SPEC, "--runner", "cloud"), "--runner must be local|rpc|static"),
         ((*SPEC, "--runner", "rpc"), "needs --tracker"),
         ((*SPEC, "--tracker", "a:1"), "--runner rpc"),
-        ((*SPEC, "--budget", "soon"), "--budget wants a time"),
-        ((*SPEC, "--budget", "0s"), "--budget wants a time"),
+        ((*SPEC, "--budget", "soon"), "--budget 'soon' is not a time"),
+        ((*SPEC, "--budget", "0s"), "--budget '0s' is not a time"),
         ((*SPEC, "--trials", "0"), "--trials is 0"),
         ((*SPEC, "--seed", "0"), "--seed is 0"),
         ((*SPEC, "-o", "plot.svg"), "for --report"),
@@ -139,8 +139,7 @@ def test_a_tracker_that_is_not_there(cache):
     ],
 )
 def test_budgets(budget, trials, expected):
-    limits = tune.Limits.of(budget, trials)
-    assert (limits.seconds, limits.trials) == expected
+    assert tune.limits(budget, trials) == expected
 
 
 def test_the_list_tells_calls_and_shares(command):
@@ -167,7 +166,7 @@ def test_a_run_goes_on_and_compile_uses_it(command, cache, capsys, tmp_path, mon
     assert "4 plans measured, 0 wrong; 6 so far" in command(*tokens, "--trials", 4).out
     found = measurements(cache)
     assert len(found) == len(set(found)) == 6
-    # what was measured makes other artifacts, unless nobody wants it
+    # what was measured makes other artifacts, unless tuned plans are switched off
     assert models._key(None, QUICK[1], "cpu", "native", 64, "auto") not in (keys["cpu"], none)
     assert models._key(None, QUICK[1], "cpu", "native", 64, "none") == none
     assert models._key(None, QUICK[1], "vulkan", "native", 64, "auto") == keys["vulkan"]
@@ -204,7 +203,8 @@ def test_what_could_not_be_verified_is_said_and_not_called_wrong(command, cache,
 
 
 def test_ctrl_c_keeps_what_was_measured(cache):
-    running = process(*QUICK, "--target", "cpu", "--budget", "10m")
+    # one thread: on a busy machine, threads wait minutes for others that do not run
+    running = process(*QUICK, "--target", "cpu", "--device", 1, "--budget", "10m")
     end = time.monotonic() + 240
     while not measurements(cache):
         assert running.poll() is None and time.monotonic() < end, running.communicate()

@@ -224,7 +224,7 @@ def test_without_a_server_or_tracker_a_run_says_what_to_do(loopback):
     said = []
     with rpc.Servers((HOST, loopback.port), "nobody", wait=4, say=said.append) as servers:
         with pytest.raises(rpc.NoServer, match=f"tune-server --tracker {loopback.place} --key nobody"):
-            servers._run([rpc._Part({"compare": [0, 1]}, ["nothing"] * 2)])
+            servers.compare(Path("a"), Path("b"))
         assert len(said) == 1 and said[0].startswith("waiting up to 4 s: no free server with key 'nobody'")
     with socket.create_server((HOST, 0)) as free:
         port = free.getsockname()[1]
@@ -232,7 +232,7 @@ def test_without_a_server_or_tracker_a_run_says_what_to_do(loopback):
         rpc.Servers((HOST, port), "nobody", wait=0.1) as servers,
         pytest.raises(rpc.NoServer, match=r"no tracker at .*refused.*tracker-only"),
     ):
-        servers._run([rpc._Part({"compare": [0, 1]}, ["nothing"] * 2)])
+        servers.compare(Path("a"), Path("b"))
 
 
 def test_a_batch_grows_with_the_servers(loopback):
@@ -247,7 +247,7 @@ def test_a_batch_grows_with_the_servers(loopback):
 
 def test_what_servers_are_lost_with_is_tried_alone_and_then_given_up():
     results, names = {}, ["reference", "a", "b", "c"]
-    work = rpc._Run([rpc._measuring("reference", names[1:], names)], results.__setitem__)
+    work = rpc._Run([rpc._Part("measure", names, frozenset(names))], results.__setitem__)
     part = work.waiting.popleft()
     work.result(part, {"folder": 0, "result": {"error": None}})
     work.result(part, {"folder": 2, "result": {"error": None}})

@@ -129,7 +129,7 @@ def test_a_plan_that_was_the_default_once_is_one_like_others(tmp_path):
     choices = space(task.workload, GFX)
     former = next(plan for plan in choices.plans if plan != choices.default)
     with Database(GFX, tmp_path) as database:
-        database.add(task.workload, Record(asdict(former), 1.0, default=True))
+        database.add(task.workload, Record(plan=asdict(former), seconds=1.0, default=True))
         session = TuningSession([task], GFX, database)
         session.report(task, choices.default, Measured(2.0))
         assert session.unchecked() == [(task, former)]
@@ -149,7 +149,7 @@ def test_a_plan_that_was_the_default_once_is_one_like_others(tmp_path):
     assert Lookup(GFX, "user", user=tmp_path).find(task.workload)[0] == former
 
 
-def test_where_no_plan_is_faster_in_turns_the_default_stays(tmp_path):
+def test_where_no_plan_is_faster_in_interleaved_rounds_the_default_stays(tmp_path):
     task, timed = Task(linear()), []
 
     def verify(workload, plan):

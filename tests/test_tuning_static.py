@@ -14,7 +14,7 @@ from mlc_amd.compiler.gguf.synthetic import PRESETS
 from mlc_amd.compiler.tuning import isa_costs
 from mlc_amd.compiler.tuning.database import SHIPPED, Lookup
 from mlc_amd.compiler.tuning.isa_trace import Program
-from mlc_amd.compiler.tuning.static import Code, Estimate, Static, estimate, few_waves, follow, run_of
+from mlc_amd.compiler.tuning.static import Code, Estimate, Static, combine, few_waves, follow, run_of
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu import arch as archs
 from mlc_amd.schedules.gpu import profiles
@@ -78,7 +78,7 @@ def test_loads_under_way_together_are_waited_for_once():
 
 
 def test_unknown_branches_skip_nothing_and_leave_loops():
-    """A loop of 0 or 1 turns whose count comes from memory, as in kernels that end early without live tokens."""
+    """A loop of 0 or 1 iterations whose count comes from memory, as in kernels that end early without live tokens."""
     text = """kernel:
 	s_load_b32 s0, s[2:3], 0x4
 	s_mov_b32 s3, 0
@@ -157,7 +157,7 @@ def test_what_makes_kernels_slow():
     moved = 20e6
 
     def seconds(code, run=float("inf")):
-        return estimate([code], moved, GFX1100, 1, run).seconds
+        return combine([(code, follow(code, GFX1100))], moved, GFX1100, run).seconds
 
     usual = seconds(code)
     assert usual > moved / GFX1100.bandwidth + isa_costs.LAUNCH

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags, threads_asked
@@ -76,7 +76,7 @@ def run(
         export_kit: write a kit into this folder instead of measuring here.
         import_kit: take a kit's measurements.
     """
-    limits = Limits.of(budget, trials)
+    until = limits(budget, trials)
     if seed < 1:
         raise UserError(f"--seed is {seed}: it must be at least 1")
     if output and not report:
@@ -110,24 +110,15 @@ def run(
         if plot:
             tune_report.plot(subject.shape, rows, plot)
     else:
-        _tune(subject, lambda: RUNNERS[runner](subject, tracker, key, device), limits, seed)
+        _tune(subject, lambda: _runner(runner, subject, tracker, key, device), *until, seed)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """When to stop. None: no such limit."""
-
-    seconds: float | None
-    trials: int | None
-
-    @classmethod
-    def of(cls, budget: str | None, trials: int | None) -> "Limits":
-        """UserError for a budget that is no time, or nothing to do."""
-        if trials is not None and trials < 1:
-            raise UserError(f"--trials is {trials}: it must be at least 1")
-        if budget is None:
-            return cls(None if trials else _duration(BUDGET), trials)
-        return cls(_duration(budget), trials)
+def limits(budget: str | None, trials: int | None) -> tuple[float | None, int | None]:
+    """(seconds, trials) after which to stop, None: no such limit. UserError for a budget that is no time, or nothing to
+    do."""
+    if trials is not None and trials < 1:
+        raise UserError(f"--trials is {trials}: it must be at least 1")
+    return None if trials and budget is None else _duration(budget or BUDGET), trials
 
 
 def _duration(text: str) -> float:
@@ -136,7 +127,7 @@ def _duration(text: str) -> float:
         sum(float(part or 0) * unit for part, unit in zip(parts.groups(), (3600, 60, 1), strict=True)) if parts else 0.0
     )
     if seconds <= 0:
-        raise UserError(f"--budget wants a time as 90s, 10m or 1h30m, not {text!r}")
+        raise UserError(f"--budget {text!r} is not a time: write 90s, 10m or 1h30m")
     return seconds
 
 
@@ -147,7 +138,7 @@ class Subject:
 
     name: str
     kind: str
-    arch: object
+    arch: Any
     tasks: list
     threads: int | None = None
 
@@ -173,7 +164,9 @@ class Subject:
             if len(backend.archs) > 1:
                 raise UserError(f"--arch {arch}: tune for one of them at a time")
             threads = threads_asked(device) if kind == "cpu" else None
-            return cls(synthetic or path.name, kind, backend.archs[0], extract(source, backend, ctx), threads)
+            return cls(
+                path.name if path else synthetic or "", kind, backend.archs[0], extract(source, backend, ctx), threads
+            )
 
     @property
     def shape(self) -> str:
@@ -229,41 +222,29 @@ class Subject:
 # ---- runners
 
 
-def _local(subject: Subject, tracker, key, device):
+def _runner(name: str, subject: Subject, tracker: str | None, key: str | None, device: str | None):
+    kind, arch = subject.kind, subject.arch.name
+    if name == "rpc":
+        from mlc_amd.compiler.tuning.rpc import Remote
+
+        return Remote(kind, arch, tracker=tracker or "", key=key or arch, say=display.message)
+    if name == "static":
+        from mlc_amd.compiler.tuning.static import Static
+
+        return Static(kind, arch, device=device)
     from mlc_amd.compiler.tuning.local import Local
 
-    return Local(subject.kind, subject.arch.name, device)
+    return Local(kind, arch, device)
 
 
-def _rpc(subject: Subject, tracker, key, device):
-    from mlc_amd.compiler.tuning.rpc import Remote, Tracker, address
-
-    key = key or subject.arch.name
-    try:  # servers may join later, the tracker must be there
-        Tracker(address(tracker)).servers(key)
-    except OSError as e:
-        advice = "check --tracker, or start one: mlc-amd tune-server --tracker-only HOST:PORT"
-        raise UserError(f"no tracker at {tracker} ({e.strerror or e}): {advice}") from e
-    return Remote(subject.kind, subject.arch.name, tracker=tracker, key=key, say=display.message)
-
-
-def _static(subject: Subject, tracker, key, device):
-    from mlc_amd.compiler.tuning.static import Static
-
-    return Static(subject.kind, subject.arch.name, device=device)
-
-
-RUNNERS: dict[str, Callable] = {"local": _local, "rpc": _rpc, "static": _static}
-
-
-def _tune(subject: Subject, make: Callable, limits: Limits, seed: int) -> None:
+def _tune(subject: Subject, make: Callable, seconds: float | None, trials: int | None, seed: int) -> None:
     from mlc_amd.compiler.tuning.session import Interruptible, run
     from mlc_amd.compiler.tuning.summary import gain
 
     started = time.monotonic()
     title = f"tuning {subject.shape}"
     with (
-        display.budget_progress(title, limits.seconds, limits.trials) as progress,
+        display.budget_progress(title, seconds, trials) as progress,
         Interruptible(make, display.message, progress) as measuring,
     ):
         subject.tasks = [task for task in subject.tasks if measuring.runner.serves(task.workload)]
@@ -275,8 +256,8 @@ def _tune(subject: Subject, make: Callable, limits: Limits, seed: int) -> None:
                     session,
                     measuring.measure,
                     lambda workload, plan: measuring.runner.verify(workload, plan),
-                    limits.trials,
-                    limits.seconds,
+                    trials,
+                    seconds,
                     measuring.runner.batch,
                     lambda session: progress(session.trials),
                 )

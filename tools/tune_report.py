@@ -40,25 +40,18 @@ def table(shape: str, found: list[TaskRow]) -> str:
     for row in found:
         if not row.history:
             continue
-        gained = f"{row.default / row.best:.2f}x" if row.default and row.best else ""
-        rates = (
-            (f"{row.task.bytes / row.best / 1e9:.1f}", f"{row.task.flops / row.best / 1e12:.2f}")
-            if row.best
-            else ("", "")
-        )
-        of = f"{row.roofline / row.best:.0%}" if row.best and row.roofline else ""
-        plan = (
-            ""
-            if row.winner is None
-            else "default"
-            if row.winner.default
-            else " ".join(f"{k}={v}" for k, v in row.winner.plan.items())
-        )
-        checked = row.winner.checked if row.winner and not row.winner.default else ""
+        gained, rates, of, checked, plan = "", ("", ""), "", "", ""
+        if row.best:
+            gained = f"{row.default / row.best:.2f}x" if row.default else ""
+            rates = f"{row.task.bytes / row.best / 1e9:.1f}", f"{row.task.flops / row.best / 1e12:.2f}"
+            of = f"{row.roofline / row.best:.0%}" if row.roofline else ""
+        if row.winner and row.winner.default:
+            plan = "default"
+        elif row.winner:
+            checked, plan = row.winner.checked, " ".join(f"{k}={v}" for k, v in row.winner.plan.items())
         times = _us(row.default), _us(row.best), gained, _us(row.roofline or None)
-        cells.append(
-            (row.task.name, f"{row.share:.1%}", *times, *rates, of, f"{len(row.history)}/{row.plans}", checked, plan)
-        )
+        counts = f"{len(row.history)}/{row.plans}"
+        cells.append((row.task.name, f"{row.share:.1%}", *times, *rates, of, counts, checked, plan))
     if not cells:
         return f"{shape}: nothing was measured yet"
     devices = sorted({record.device for row in found for record in row.history if record.device})

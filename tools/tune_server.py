@@ -21,8 +21,8 @@ def run(
         `mlc-amd tune-server --tracker HOST:PORT --key KEY`, once for each GPU. Then `mlc-amd tune MODEL.gguf ...
         --runner rpc --tracker HOST:PORT --key KEY` builds on its own machine and measures on all that have that key.
 
-    Whoever reaches these ports can run any code on the machine, as TVM's RPC is made: use them in a network that you
-    trust, or through ssh.
+    TVM's RPC has no authentication: any client that reaches these ports can run any code on the machine. Use them in
+    a network that you trust, or through ssh.
 
     It needs TVM, as this command has it. For a machine without, such as a Steam Deck, or one that cannot be reached,
     there are kits: `mlc-amd tune --export-kit DIR` here, measure there, `mlc-amd tune --import-kit DIR` here.
@@ -45,5 +45,5 @@ def run(
 
     if tracker_only:
         rpc_server.track(rpc_server.address(tracker_only), display.message)
-    else:
+    elif tracker and key:
         rpc_server.serve(rpc_server.address(tracker), key, device, host, display.message)

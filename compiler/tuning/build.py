@@ -88,11 +88,11 @@ def build_bounds(workload, arch: str, folder: Path) -> tuple[Candidate, dict[str
     """For target cpu: the untuned kernel, and by kind its measured lower bounds, see schedules/cpu/bound.py."""
     from mlc_amd.schedules.cpu.bound import bounds
 
-    untuned, cpu = build(workload, None, "cpu", arch, folder / "untuned"), target("cpu", arch)
+    untuned, cpu = build(workload, None, "cpu", arch, folder / "untuned"), target("cpu", arch).archs[0]
 
     def made(func, place: Path) -> Candidate:
         place.mkdir()
-        return write(place, untuned.facts | _shared_library(func, cpu.archs[0], place))
+        return write(place, untuned.facts | _shared_library(func, cpu, place))
 
     found = bounds(untuned.params, workload.op, workload.args, cpu.isa, KERNEL)
     return untuned, {
@@ -241,9 +241,8 @@ class Builder:
         self.kind, self.arch, self.root, self.timeout = kind, arch, Path(root), timeout
         count = workers or available_threads()
         self._idle: SimpleQueue[Child] = SimpleQueue()
-        self._children = [
-            Child(MODULE, (str(memory),), {"TVM_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}) for _ in range(count)
-        ]
+        one = {"TVM_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        self._children = [Child(MODULE, (str(memory),), one) for _ in range(count)]
         for child in self._children:
             self._idle.put(child)
         self._threads = ThreadPoolExecutor(count)
@@ -268,15 +267,10 @@ class Builder:
 
     def _one(self, workload, plan) -> tuple[Path | None, str | None]:
         folder = self.root / folder_name(workload, plan)
-        request = {
-            "workload": json.loads(workload.text),
-            "kind": self.kind,
-            "arch": self.arch,
-            "folder": str(folder),
-        } | _plan_facts(plan)
+        about = {"workload": json.loads(workload.text), "place": [self.kind, self.arch, str(folder)]}
         child = self._idle.get()
         try:
-            child.send(request)
+            child.send(about | _plan_facts(plan))
             error = child.receive(self.timeout)["error"]
         except Died as e:
             error = f"building it {e}"
@@ -286,15 +280,9 @@ class Builder:
 
 
 def _handle(request: dict, answer) -> None:
-    error = None
+    error, (kind, arch, folder) = None, request["place"]
     try:
-        build(
-            Workload.from_json(request["workload"]),
-            plan_of(request),
-            request["kind"],
-            request["arch"],
-            Path(request["folder"]),
-        )
+        build(Workload.from_json(request["workload"]), plan_of(request), kind, arch, Path(folder))
     except (UserError, MemoryError, ValueError, RuntimeError) as e:
         error = f"{type(e).__name__}: {e}".splitlines()[0]
     answer({"error": error})

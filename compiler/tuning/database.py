@@ -50,6 +50,11 @@ class Measured:
     driver: str = ""
     runner: str = ""
 
+    @classmethod
+    def of(cls, result: dict, **where: str) -> "Measured":
+        """Of a `Measurer`'s result. where: device, driver, runner."""
+        return cls(result.get("seconds"), result["error"] or "", result.get("runs", []), **where)
+
 
 @dataclass
 class Checked:
@@ -67,24 +72,15 @@ class Checked:
     gain: float | None = None
 
 
-@dataclass
-class Record:
-    """One plan of a workload: the fields of Measured, and of Checked ("" where it was not verified). default: it is the
-    plan without tuning. over: the default plan that `gain` refers to. at: time of the measurement, seconds since
-    1970."""
+@dataclass(kw_only=True)
+class Record(Checked, Measured):
+    """One plan of a workload, measured; `checked` is "" where it was not verified. default: it is the plan without
+    tuning. over: the default plan that `gain` refers to. at: time of the measurement, seconds since 1970."""
 
     plan: dict
-    seconds: float | None
-    default: bool = False
-    error: str = ""
-    runs: list[float] = field(default_factory=list)
-    device: str = ""
-    driver: str = ""
-    runner: str = ""
     checked: str = ""
     passed: bool = False
-    deviation: float | None = None
-    gain: float | None = None
+    default: bool = False
     over: dict | None = None
     at: float = 0
 
@@ -127,13 +123,15 @@ class Entry:
         """Of a call. A gain from interleaved rounds over today's default has precedence: the fastest of many
         measurements is partly luck."""
         untuned = self.untuned
-        paired = record.gain and untuned and untuned.seconds and record.over == untuned.plan and not record.default
-        return untuned.seconds / record.gain if paired else record.seconds
+        if record.gain and not record.default and untuned and untuned.seconds and record.over == untuned.plan:
+            return untuned.seconds / record.gain
+        return record.seconds
 
     @property
     def ranked(self) -> list[Record]:
         """The usable records, the fastest first."""
-        return sorted((record for record in self.records.values() if record.usable), key=self.seconds)
+        usable = [record for record in self.records.values() if record.usable]
+        return sorted(usable, key=lambda record: self.seconds(record) or 0.0)
 
     @property
     def winner(self) -> Record | None:
@@ -192,7 +190,7 @@ def entries_of(lines: Iterable[dict]) -> list[Entry]:
     plan."""
     found: dict[tuple, Entry] = {}
     for line in lines:
-        about = Workload.from_json(line), line.get("version"), line["tvm"]
+        about = Workload.from_json(line), line.get("version", 0), line["tvm"]
         records = found.setdefault(about, Entry(*about)).records
         facts = {name: line[name] for name in Record.__dataclass_fields__ if name in line}
         plan = plan_text(line["plan"])

@@ -104,6 +104,7 @@ class Machine:
 
     def held(self, kernel: hsaco.Kernel, threads: int) -> tuple[int, str]:
         """(waves that a SIMD holds at once, what limits them) with workgroups of so many threads."""
+        assert self.gpu is not None  # a machine without one counts for itself
         return hsaco.occupancy(kernel, self.gpu, threads)
 
     def cost(self, mnemonic: str, wave: int, size: int) -> tuple[str, float]:
@@ -116,7 +117,7 @@ class Machine:
             return ("matrix" if family.apart else "valu"), next(
                 n for pattern, n in family.matrix if re.search(pattern, mnemonic)
             )
-        if pipe in ("memory", "lds") and factor is None:
+        if factor is None:
             return pipe, max(1.0, wave * size / (family.memory if pipe == "memory" else family.lds))
         if pipe == "salu":
             return pipe, family.scalar

@@ -10,14 +10,15 @@ GEMVs, GEMMs, norms, not attention. Masked lanes and bank conflicts are ignored.
 
 import operator
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mlc_amd.compiler.codegen import hsaco
 from mlc_amd.compiler.tuning import isa_costs
 
 MASK = 0xFFFFFFFF
-STEPS = 200_000  # visits of blocks after which a loop is taken for endless
+STEPS = 5_000_000  # instructions after which a loop is taken for endless
 # RADV: the wave's number comes out of the register behind the workgroup's
 SUBGROUP = re.compile(r"s_bfe_u32 \w+, s(\d+), 0x60006")
 WAIT = re.compile(r"(vm|lgkm)cnt\((\d+)\)")
@@ -26,7 +27,8 @@ WAITS = {"loadcnt": ("vm",), "dscnt": ("lgkm",), "kmcnt": ("lgkm",), "loadcnt_ds
 REGISTER = re.compile(r"s(\d+)$|s\[(\d+):(\d+)\]$")
 NAMES = {"vcc_lo": "vcc", "exec_lo": "exec", "src_scc": "scc"}
 IDLE = ("s_wait", "s_nop", "s_delay", "s_clause", "s_barrier", "s_sendmsg", "s_code", "s_set", "s_inst")
-TO_SCALAR = ("v_cmp", "v_readfirstlane", "v_readlane", "v_add_co", "v_addc")  # write a scalar register
+# write scalar registers
+SCALAR = ("s_", "v_cmp", "v_readfirstlane", "v_readlane", "v_add_co", "v_addc")
 
 
 @dataclass
@@ -39,8 +41,8 @@ class Trace:
     """
 
     clocks: float = 0
-    busy: Counter = field(default_factory=Counter)
-    counts: Counter = field(default_factory=Counter)
+    busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    counts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, other: "Trace", factor: float) -> None:
         """Adds the work of another one, so many times; not its clocks."""
@@ -49,15 +51,23 @@ class Trace:
                 total[name] += value * factor
 
 
-@dataclass
-class _Block(Trace):
-    """Instructions without a branch. events: ("issue", clocks, 0), (queue, None, latency) for an operation in flight,
-    (queue, n, 0) for a wait until at most n are. end: the branch."""
+class _Step(NamedTuple):
+    """An instruction.
 
-    scalar: list = field(default_factory=list)
-    events: list = field(default_factory=list)
-    end: tuple | None = None
-    next: int = 0
+    pipe, clocks     that it occupies
+    issue            clocks until the wave's next one
+    waits            (queue, memory operations that may stay in flight)
+    queue, latency   that it joins, "" for none, and clocks until its end
+    """
+
+    name: str
+    operands: list[str]
+    pipe: str
+    clocks: float
+    issue: float
+    waits: list[tuple[str, int]]
+    queue: str
+    latency: float
 
 
 class Program:
@@ -69,45 +79,27 @@ class Program:
 
     def __init__(self, assembly: str, kernel: str, machine: isa_costs.Machine, wave: int, grid):
         self.machine, self.wave, self.grid = machine, wave, grid
-        self.code, self.labels = _instructions(assembly, kernel)
-        self.ids = _workgroup_registers(assembly, kernel, self.code, grid)
-        jumps = {i: self.labels[t] for i, (name, ops) in enumerate(self.code) if (t := _target(name, ops))}
-        loops = [(first, last) for last, first in jumps.items() if first <= last]
-        self.exits = {i for i, target in jumps.items() if any(first <= i <= last < target for first, last in loops)}
-        starts = {0, *self.labels.values(), *(i + 1 for i in jumps)}
-        self.blocks = {first: self._block(first, starts) for first in starts if first < len(self.code)}
+        code, labels = _instructions(assembly, kernel)
+        self.ids = _workgroup_registers(assembly, kernel, code, grid)
+        self.steps = [self._step(name, operands) for name, operands in code]
+        jumps = [(i, ops[0]) for i, (name, ops) in enumerate(code) if name.startswith(("s_branch", "s_cbranch"))]
+        self.jumps = {i: labels[target] for i, target in jumps}
+        loops = [(first, last) for last, first in self.jumps.items() if first <= last]
+        self.exits = {i for i, to in self.jumps.items() if any(first <= i <= last < to for first, last in loops)}
 
-    def _block(self, first: int, starts: set[int]) -> _Block:
-        block = _Block()
-        for i in range(first, len(self.code)):
-            if i > first and i in starts:
-                block.next = i
-                break
-            name, operands = self.code[i]
-            if name == "s_endpgm" or _target(name, operands):
-                block.end, block.next = (name, operands, i), i + 1
-                break
-            self._add(block, name, operands)
-        return block
-
-    def _add(self, block: _Block, name: str, operands: list[str]) -> None:
-        size = _bytes(name)
-        pipe, clocks = self.machine.cost(name, self.wave, size)
-        block.counts[name] += 1
-        if pipe != isa_costs.NONE:
-            block.busy[pipe] += clocks
-        if name.startswith(("s_", *TO_SCALAR)):
-            block.scalar.append((name, operands))
+    def _step(self, name: str, operands: list[str]) -> _Step:
+        pipe, clocks = self.machine.cost(name, self.wave, _bytes(name))
+        waits, queue, latency = [], "", 0.0
         if name.startswith("s_load"):
-            block.events.append(("lgkm", None, isa_costs.SCALAR_CLOCKS))
+            queue, latency = "lgkm", isa_costs.SCALAR_CLOCKS
         elif name.startswith("s_"):
-            block.events += [(queue, count, 0) for queue, count in _waits(name, operands)]
+            waits = _waits(name, operands)
         elif pipe == "memory" and "store" not in name:
-            block.events.append(("vm", None, self.machine.latency))
+            queue, latency = "vm", self.machine.latency
         elif pipe == "lds":
-            block.events.append(("lgkm", None, isa_costs.LDS_CLOCKS))
-        issue = {"memory": self.machine.family.scalar, "lds": 1, isa_costs.NONE: 0}.get(pipe, clocks)
-        block.events.append(("issue", issue, 0))
+            queue, latency = "lgkm", isa_costs.LDS_CLOCKS
+        issue = {"memory": self.machine.family.scalar, "lds": 1}.get(pipe, clocks)
+        return _Step(name, operands, pipe, clocks, issue, waits, queue, latency)
 
     def run(self, workgroup: tuple[int, int, int]) -> Trace:
         """A wave of that workgroup. ValueError for a loop that does not end."""
@@ -115,38 +107,37 @@ class Program:
         axes = range(3) if len(self.ids) == 3 else [axis for axis in range(3) if self.grid[axis] > 1]
         scalars.values |= {register: workgroup[axis] for register, axis in zip(self.ids, axes, strict=False)}
         scalars.values |= {"ttmp9": workgroup[0], "ttmp7": workgroup[1] | workgroup[2] << 16}
-        trace, visits, queues, now, at, left = Trace(), Counter(), {"vm": [], "lgkm": []}, 0.0, 0, set()
+        visits, queues, now, at, left = Counter(), {"vm": [], "lgkm": []}, 0.0, 0, set()
         for _ in range(STEPS):
-            block = self.blocks[at]
-            visits[at] += 1
-            for kind, amount, latency in block.events:
-                if kind == "issue":
-                    now += amount
-                    continue
-                queue = queues[kind]
-                if amount is None:
-                    queue.append(max([now + latency, *queue[-1:]]))
-                elif len(queue) > amount:
-                    now = max(now, queue[-amount - 1])
-                    del queue[: len(queue) - amount]
-            for name, operands in block.scalar:
-                scalars.execute(name, operands)
-            if block.end is None:
-                at = block.next
-                continue
-            name, operands, i = block.end
-            if name == "s_endpgm":
+            i, step = at, self.steps[at]
+            at += 1
+            if step.name == "s_endpgm":
                 break
-            taken = scalars.branches(name)
-            if taken is None:
-                taken = i in self.exits and i in left
-                left.add(i)
-            at = self.labels[_target(name, operands)] if taken else block.next
+            if i in self.jumps:  # takes no time
+                taken = scalars.branches(step.name)
+                if taken is None:
+                    taken = i in self.exits and i in left
+                    left.add(i)
+                at = self.jumps[i] if taken else at
+                continue
+            visits[i] += 1
+            for name, most in step.waits:
+                if (extra := len(queues[name]) - most) > 0:
+                    now = max(now, queues[name][extra - 1])
+                    del queues[name][:extra]
+            if step.queue:
+                queue = queues[step.queue]
+                queue.append(max([now + step.latency, *queue[-1:]]))
+            now += step.issue
+            if step.name.startswith(SCALAR):
+                scalars.execute(step.name, step.operands)
         else:
             raise ValueError("a loop of the kernel does not end as far as its scalar registers tell")
-        for first, n in visits.items():
-            trace.add(self.blocks[first], n)
-        trace.clocks = now
+        trace = Trace(now)
+        for i, n in visits.items():
+            step = self.steps[i]
+            trace.busy[step.pipe] += n * step.clocks
+            trace.counts[step.name] += n
         return trace
 
 
@@ -204,10 +195,6 @@ def _registers(operand: str) -> range:
     return range(int(found[1] or found[2]), int(found[1] or found[3]) + 1)
 
 
-def _target(name: str, operands: list[str]) -> str | None:
-    return operands[0] if name.startswith(("s_branch", "s_cbranch")) else None
-
-
 def _waits(name: str, operands: list[str]) -> list[tuple[str, int]]:
     if name == "s_waitcnt":
         text = " ".join(operands)
@@ -238,9 +225,9 @@ class _Scalars:
 
     def read(self, operand: str) -> int | None:
         """As an unsigned number; literals may be negative."""
-        registers = [self.values.get(f"s{number}") for number in _registers(operand)[:2]]
-        if registers:
-            return None if None in registers else sum(value << 32 * i for i, value in enumerate(registers))
+        if numbers := _registers(operand)[:2]:
+            known = [value for number in numbers if (value := self.values.get(f"s{number}")) is not None]
+            return sum(value << 32 * i for i, value in enumerate(known)) if len(known) == len(numbers) else None
         try:
             return int(operand, 0)
         except ValueError:
@@ -290,8 +277,8 @@ class _Scalars:
     def _compute(self, function, kind: str, operands: list[str], short: bool) -> int | None:
         """The function's value of the operands as numbers of that kind ("u32", "i64" ..); short: of 16 bits, where they
         are signed."""
-        values = [self.read(operand) for operand in operands]
-        if function is None or not values or None in values:
+        values = [value for operand in operands if (value := self.read(operand)) is not None]
+        if function is None or not operands or len(values) < len(operands):
             return None
         bits = 64 if kind.endswith("64") else 32
         values = [value & (1 << bits) - 1 for value in values]

@@ -10,7 +10,6 @@ its results to a session.
     copy/        a kernel that copies     lib/         the runtime's sources
 """
 
-import importlib.util
 import json
 import math
 import shutil
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import tvm
 
+from mlc_amd import runtime
 from mlc_amd.compiler.tuning.build import Builder, build_copy, folder_name
 from mlc_amd.compiler.tuning.database import Checked, Measured, plan_text
 from mlc_amd.compiler.tuning.session import TuningSession
@@ -123,9 +123,9 @@ def export(
         candidates, errors = {}, []
         for (task, plan), (made, error) in zip(jobs, built, strict=True):
             used = plan or session.space(task).default
-            if error:
-                session.report(task, used, Measured(None, error, runner=RUNNER))
-                errors.append(error)
+            if made is None:
+                errors.append(error or "")
+                session.report(task, used, Measured(None, errors[-1], runner=RUNNER))
                 continue
             (made / ASSEMBLY).unlink(missing_ok=True)
             reference = folder_name(task.workload, None) if plan else ""
@@ -153,7 +153,7 @@ def _task_entry(task: Task) -> dict:
 
 def _copy_sources(folder: Path) -> None:
     """The runtime's sources, as far as measuring needs them."""
-    root = Path(importlib.util.find_spec("mlc_amd.runtime").origin).parent
+    root = Path(runtime.__file__).parent
     for file in sorted(file for pattern in SOURCES for file in root.glob(pattern)):
         place = folder / "mlc_amd" / "runtime" / file.relative_to(root)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -199,10 +199,10 @@ def feed(kit: Kit, session: TuningSession) -> Counter:
         if text in records:
             fed["known"] += 1
         else:
-            result = {"seconds": None, "runs": []} | result
-            session.report(task, plan, Measured(result["seconds"], result["error"] or "", result["runs"], **facts))
+            measured = Measured.of(result, **facts)
+            session.report(task, plan, measured)
             fed["measured"] += 1
-            fed["failed"] += result["seconds"] is None
+            fed["failed"] += measured.seconds is None
         # a race may have been won once: a later kit may refute what passed
         if check and (not records[text].checked or (records[text].passed and not check["passed"])):
             session.check(task, plan, Checked(**check))

@@ -21,6 +21,7 @@ class Local:
 
     kind: "cpu", "rocm" or "vulkan"; arch: its name. device: as `Measurer` takes it. workers: processes that build.
     root: where candidates are built; default a temporary folder. emulate: verifies plans where no device here fits.
+    measurer: what replaces the `Measurer` of this machine's device.
     UserError from `measure` if none does.
     """
 
@@ -34,11 +35,12 @@ class Local:
         workers: int | None = None,
         root: Path | None = None,
         emulate: Callable[[Workload, object], Checked] | None = None,
+        measurer=None,
     ):
         self.kind, self.arch, self.emulate = kind, target(kind, arch).archs[0], emulate
-        self._temporary = tempfile.mkdtemp(prefix="mlc-amd-tune-") if root is None else None
-        self.root = Path(root or self._temporary)
-        self.builder, self.measurer = Builder(kind, arch, self.root, workers), Measurer(device)
+        self._temporary = root is None
+        self.root = Path(root or tempfile.mkdtemp(prefix="mlc-amd-tune-"))
+        self.builder, self.measurer = Builder(kind, arch, self.root, workers), measurer or Measurer(device)
         self._untuned: dict[Workload, tuple[Path | None, str | None]] = {}
         self._defaults: dict[Workload, object] = {}
 
@@ -52,7 +54,7 @@ class Local:
         self.builder.close()
         self.measurer.close()
         if self._temporary:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+            shutil.rmtree(self.root, ignore_errors=True)
 
     def serves(self, workload: Workload) -> bool:
         """Whether it can time that workload's plans."""
@@ -62,9 +64,9 @@ class Local:
         """How many plans to measure together."""
         return BATCH
 
-    def measure(self, jobs, progress=lambda done, total: None) -> list[Measured]:
-        """A Measured for each (workload, plan), in order. Each workload's plans are timed beside its untuned kernel,
-        which is the default plan's. progress(jobs done, jobs) as they are."""
+    def measure(self, jobs, progress=lambda done, total: None) -> list[Measured | None]:
+        """A Measured for each (workload, plan), in order; None for what was not measured. Each workload's plans are
+        timed beside its untuned kernel, which is the default plan's. progress(jobs done, jobs) as they are."""
         built = self._build(jobs)
         wanted = {str(folder) for folder, error in built if error is None}
         references = [self._untuned[workload] for workload in dict.fromkeys(workload for workload, _ in jobs)]
@@ -78,23 +80,19 @@ class Local:
 
         # references first: the other candidates of a workload are timed beside its first one
         results = dict(zip(folders, self.measurer.measure(folders, note), strict=True)) if wanted else {}
-        measured = [self._measured(error, results.get(str(folder))) for folder, error in built]
-        for folder, _ in built:
+        measured = []
+        for folder, error in built:
+            result = {"error": error} if error else results.get(str(folder))
+            measured.append(result and Measured.of(result, **self.measurer.facts, runner=self.runner))
             self._drop(folder)
         return measured
-
-    def _measured(self, error: str | None, result: dict | None) -> Measured:
-        result = {"error": error, "seconds": None, "runs": []} if error else {"seconds": None, "runs": []} | result
-        return Measured(
-            result["seconds"], result["error"] or "", result["runs"], **self.measurer.facts, runner=self.runner
-        )
 
     def verify(self, workload: Workload, plan) -> Checked:
         """Whether a plan's kernel computes what the untuned one does."""
         (untuned, reason), (tuned, error) = self._build([(workload, None), (workload, plan)])
         try:
-            if reason or error:
-                return Checked("", False, error=f"the untuned kernel does not build: {reason}" if reason else error)
+            if untuned is None or tuned is None:
+                return Checked("", False, error=error or f"the untuned kernel does not build: {reason}")
             try:
                 self._open(tuned)
             except UserError as e:

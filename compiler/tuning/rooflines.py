@@ -26,7 +26,7 @@ def rates(arch, threads: int | None = None, bandwidth: float = 0.0) -> tuple[flo
     """(bytes, operations, operations of attention where it has no matrix or dot product instructions) per second; 0
     where that is not known. threads, bandwidth: of a CPU."""
     if arch.api == "cpu":
-        isa, clocks = arch.isa.__name__, threads * CPU_CLOCK
+        isa, clocks = arch.isa.__name__, (threads or 1) * CPU_CLOCK
         return bandwidth, clocks * CPU_OPS[isa], clocks * CPU_FLOAT_OPS[isa]
     if not arch.bandwidth:  # a profile for any GPU
         return 0.0, 0.0, 0.0

@@ -11,7 +11,8 @@ import math
 import socket
 import struct
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -21,7 +22,7 @@ from tvm.rpc import base
 
 from mlc_amd.compiler.tuning.database import Checked, Measured
 from mlc_amd.compiler.tuning.local import Local
-from mlc_amd.compiler.tuning.rpc_client import Client
+from mlc_amd.compiler.tuning.rpc_client import POLL, Client, name_of
 from mlc_amd.compiler.tuning.rpc_server import address
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import read
@@ -29,7 +30,6 @@ from mlc_amd.runtime.measure.candidate import read
 WAIT = 120.0  # seconds without a server until a run gives up
 TRACKER = 10.0  # seconds that the tracker may take
 PATIENCE = 3.0  # seconds without a server until the user is told
-POLL = 1.0  # seconds between two requests for free servers
 HOLD = 60.0  # seconds after which a server is released between two batches, for other runs
 PART = 8  # candidates that a server takes at once, at most
 MAX_LOSSES = 3  # of servers with a candidate: then it has failed
@@ -68,17 +68,12 @@ class Tracker:
 
 
 class _Part(NamedTuple):
-    """Work for one server. request: as rpc_server.py has it, with numbers of `folders`. wanted: the folders whose
-    results are taken."""
+    """Work for one server. request: "measure" or "compare", as rpc_server.py has it; the first of `folders` is what the
+    others are timed beside or compared with. wanted: the folders whose results are taken."""
 
-    request: dict
+    request: str
     folders: list[str]
-    wanted: frozenset[str] = frozenset()
-
-
-def _measuring(reference: str, others: list[str], wanted) -> _Part:
-    folders = list(dict.fromkeys([reference, *others]))
-    return _Part({"measure": list(range(len(folders)))}, folders, frozenset(wanted))
+    wanted: frozenset[str]
 
 
 class Servers:
@@ -92,9 +87,7 @@ class Servers:
         self.known = 1  # servers, as the tracker has them; at least 1
         self.refused: dict[str, str] = {}  # server: why
         self._events, self._looked = SimpleQueue(), -math.inf
-        self._waking: set[Client] = set()
-        self._awake: list[Client] = []  # with no server yet
-        self._connecting: set[Client] = set()
+        self._joining: set[Client] = set()  # with no server yet
         self._idle: list[Client] = []
         self._busy: dict[Client, _Part] = {}
 
@@ -111,19 +104,17 @@ class Servers:
 
     def close(self) -> None:
         """Releases all servers."""
-        for server in (*self._waking, *self._awake, *self._connecting):
-            server.drop()
-        self._return(0.0)
+        self._release([*self._joining, *self._idle])
 
-    def _return(self, held: float) -> None:
-        """Releases idle servers that are ours for at least `held` seconds."""
-        for server in [server for server in self._idle if time.monotonic() - server.since >= held]:
-            self._idle.remove(server)
+    def _release(self, servers: Iterable[Client]) -> None:
+        for server in servers:
             server.drop()
+        self._joining = {server for server in self._joining if not server.dropped}
+        self._idle = [server for server in self._idle if not server.dropped]
 
     # ---- as `Measurer`
 
-    def measure(self, folders, progress=lambda folder, result: None) -> list[dict]:
+    def measure(self, folders, progress=lambda folder, result: None) -> list[dict | None]:
         """Results in the order of `folders`; progress(folder, result) as they come. When there are no servers any more,
         None for those that are missing; NoServer if all are.
 
@@ -137,9 +128,9 @@ class Servers:
         parts = []
         for reference, *others in groups.values():
             pieces = [others[i : i + size] for i in range(0, len(others), size)] or [[]]
-            parts += [
-                _measuring(reference, piece, piece if i else [reference, *piece]) for i, piece in enumerate(pieces)
-            ]
+            for i, piece in enumerate(pieces):
+                folders = [reference, *piece]
+                parts.append(_Part("measure", folders, frozenset(piece if i else folders)))
 
         def note(folder: str, result: dict) -> None:
             results[folder] = result
@@ -154,13 +145,14 @@ class Servers:
 
     def compare(self, untuned: Path, tuned: Path) -> dict:
         """As `Measurer.compare`. NoServer."""
-        [answer] = self._run([_Part({"compare": [0, 1]}, [str(untuned), str(tuned)])])
-        return {name: answer[name] for name in Checked.__dataclass_fields__}
+        found, names = {}, [str(untuned), str(tuned)]
+        self._run([_Part("compare", names, frozenset(names[1:]))], found.__setitem__)
+        return asdict(Checked("device", False)) | found[names[1]]
 
     # ---- distributing work
 
-    def _run(self, parts: list[_Part], note=lambda folder, result: None) -> list[dict]:
-        """What the parts' ends say; note(folder, result) for each result that is wanted."""
+    def _run(self, parts: list[_Part], note) -> None:
+        """Until all parts are done; note(folder, result) for each result that is wanted."""
         run = _Run(parts, note)
         alone, told = time.monotonic(), False  # since when there is no server
         try:
@@ -168,11 +160,11 @@ class Servers:
                 while run.waiting and self._idle:
                     server, part = self._idle.pop(0), run.waiting.popleft()
                     self._busy[server] = part
-                    server.begin({"work": part.request, "folders": part.folders})
+                    server.begin(part.request, part.folders)
                 if run.waiting:
                     self.recruit()
                 now = time.monotonic()
-                if self._busy or self._waking or self._connecting:
+                if self._busy or not all(server.looking for server in self._joining):
                     alone, told = now, False
                 elif now - alone > self.wait:
                     self.wait = min(self.wait, PATIENCE)  # only the first wait is long
@@ -182,39 +174,35 @@ class Servers:
                     self.say(f"waiting up to {self.wait:.0f} s: {self._missing()}")
                 self._next_event(run)
         finally:
-            for server in self._busy:
-                server.drop()
+            self._release(self._busy)
             self._busy.clear()
-            self._return(HOLD)
-        return run.answers
+            self._release([server for server in self._joining if server.looking])
+            self._release([server for server in self._idle if time.monotonic() - server.since >= HOLD])
 
     def _next_event(self, run: "_Run") -> None:
         try:
             what, server, message = self._events.get(timeout=POLL / 4)
         except Empty:
             return
-        connecting = server in self._connecting
-        waking = server in self._waking
-        self._connecting.discard(server)
-        self._waking.discard(server)
+        if server.dropped:
+            return
         part = self._busy.get(server)
-        if what == "awake":
-            self._connect(server)
-        elif what == "ready":
+        if what in ("ready", "lost"):
+            self._joining.discard(server)
+        if what == "ready":
             self._idle.append(server)
             self.say(f"server {server.name} ({message['hello']['host']}) joins")
-        elif what == "refused" and (part or connecting):
+        elif what == "refused":
             self._refuse(server, message["why"], run)
-        elif what == "lost" and waking:
+        elif what == "lost" and not server.name:
             raise NoServer(f"the process that would talk with a server does not start: {message['why']}")
-        elif what == "lost" and (part or connecting):
+        elif what == "lost":
             self.say(f"server {server.name} is lost: {message['why']}")
-            self._busy.pop(server, None)
-            run.lost(part, message["why"])
-        elif what == "facts" and part:
+            if part := self._busy.pop(server, None):
+                run.lost(part, message["why"])
+        elif what == "facts":
             self.facts = self.facts or message["facts"]
             if message["facts"]["device"] != self.facts["device"]:
-                server.drop()
                 why = (
                     f"its device is {message['facts']['device']}, this run measures on {self.facts['device']}; give it "
                     f"another key"
@@ -222,14 +210,14 @@ class Servers:
                 self._refuse(server, why, run)
         elif what == "result" and part:
             run.result(part, message)
-        elif what == "done" and part:
+        elif what == "done":
             del self._busy[server]
             self._idle.append(server)
-            run.answers.append(message)
 
     def _refuse(self, server: Client, why: str, run: "_Run") -> None:
         self.refused[server.name] = why
         self.say(f"server {server.name} is skipped: {why}")
+        self._release([server])
         if part := self._busy.pop(server, None):
             run.waiting.appendleft(part)
 
@@ -244,34 +232,32 @@ class Servers:
 
     def recruit(self) -> None:
         """Begins to connect to free servers, at most once in POLL seconds."""
-        if time.monotonic() - self._looked < POLL:
-            return
-        self._looked = time.monotonic()
-        for _ in range(self._free() - len(self._waking)):
-            if self._awake:
-                self._connect(self._awake.pop())
-            else:
-                self._waking.add(Client(self._events))
+        if time.monotonic() - self._looked >= POLL:
+            self._looked = time.monotonic()
+            self._joining |= {Client(self._events, self._take) for _ in range(self._free() - len(self._joining))}
 
-    def _connect(self, client: Client) -> None:
-        """Begins to connect to a free server, if there still is one."""
+    def _take(self) -> tuple[str, int, str] | None:
+        """As `Tracker.take`; None if none is free or the one that is was refused."""
         with contextlib.suppress(OSError):  # another run was faster
             if self._free():
                 place = self.tracker.take(self.key)
                 # a skipped server is offered again with a new password when nobody connects
-                if f"{place[0]}:{place[1]}" not in self.refused:
-                    client.connect(place)
-                    self._connecting.add(client)
-                    return
-        self._awake.append(client)
+                return None if name_of(place) in self.refused else place
+        return None
 
-    def _missing(self) -> str:
-        """Why there is no server."""
+    def check_tracker(self) -> str:
+        """Its address. NoServer if the tracker does not answer: servers may join later, the tracker must be there."""
         where = f"{self.tracker.place[0]}:{self.tracker.place[1]}"
         try:
             self.tracker.servers(self.key)
         except OSError as e:
-            return f"no tracker at {where} ({e.strerror or e}); start one: mlc-amd tune-server --tracker-only HOST:PORT"
+            advice = "check --tracker, or start one: mlc-amd tune-server --tracker-only HOST:PORT"
+            raise NoServer(f"no tracker at {where} ({e.strerror or e}); {advice}") from e
+        return where
+
+    def _missing(self) -> str:
+        """Why there is no server. NoServer as `check_tracker`."""
+        where = self.check_tracker()
         if self.refused:
             return f"no server with key '{self.key}' can do this: " + "; ".join(
                 f"{name}: {why}" for name, why in self.refused.items()
@@ -283,12 +269,12 @@ class Servers:
 
 
 class _Run:
-    """A batch: the parts that wait for a server, and the results."""
+    """A batch: the parts that wait for a server, and which results there are."""
 
     def __init__(self, parts: list[_Part], note):
-        self.waiting, self.answers, self._note = deque(parts), [], note
+        self.waiting, self._note = deque(parts), note
         self._finished: set[str] = set()
-        self._losses: dict[str, int] = {}  # of servers, by candidate
+        self._losses = Counter()  # of servers, by candidate
 
     def result(self, part: _Part, message: dict) -> None:
         folder = part.folders[message["folder"]]
@@ -296,27 +282,15 @@ class _Run:
             self._finished.add(folder)
             self._note(folder, message["result"])
 
-    def lost(self, part: _Part | None, why: str) -> None:
+    def lost(self, part: _Part, why: str) -> None:
         """The server with that part was lost."""
-        if part is None:
-            return
-        if not part.wanted:
-            if self._again(part.folders[-1]):
-                self.waiting.appendleft(part)
-            else:
-                self.answers.append(
-                    asdict(Checked("device", False, error=f"{MAX_LOSSES} servers were lost with it: {why}"))
-                )
         for folder in [folder for folder in part.folders if folder in part.wanted - self._finished]:
-            if self._again(folder):
-                self.waiting.appendleft(_measuring(part.folders[0], [folder], [folder]))
+            self._losses[folder] += 1
+            if self._losses[folder] < MAX_LOSSES:
+                alone = list(dict.fromkeys([part.folders[0], folder]))
+                self.waiting.appendleft(part._replace(folders=alone, wanted=frozenset([folder])))
             else:
                 self._note(folder, {"error": f"{MAX_LOSSES} servers were lost with it: {why}"})
-
-    def _again(self, folder: str) -> bool:
-        """Whether a candidate that a server was lost with is tried again."""
-        self._losses[folder] = self._losses.get(folder, 0) + 1
-        return self._losses[folder] < MAX_LOSSES
 
 
 class Remote(Local):
@@ -331,8 +305,9 @@ class Remote(Local):
     def __init__(
         self, kind: str, arch: str, tracker: str, key: str, workers=None, root=None, wait=WAIT, say=lambda text: None
     ):
-        super().__init__(kind, arch, None, workers, root)
         self.measurer = Servers(address(tracker), key, wait, say)
+        self.measurer.check_tracker()
+        super().__init__(kind, arch, workers=workers, root=root, measurer=self.measurer)
 
     def batch(self) -> int:
         """As `Local.batch`: enough for each server that is there, be it at work for another run."""
@@ -342,9 +317,6 @@ class Remote(Local):
         """As `Local.measure`."""
         self.measurer.recruit()  # while it builds
         return super().measure(jobs, progress)
-
-    def _measured(self, error: str | None, result: dict | None) -> Measured | None:
-        return None if error is None and result is None else super()._measured(error, result)
 
     def _open(self, folder: Path) -> None:
         """NoServer from `compare`, which is no fault of the plan."""

@@ -1,15 +1,16 @@
 """One server of a tuning run, from the run's side.
 
-In: requests as rpc_server.py has them. Out: (what, client, message) in a queue: "awake" when it can connect, "ready"
-once it has, then for each request its "facts" and "result"s, at last "done", "refused" or "lost".
+In: requests as rpc_server.py has them. Out: (what, client, message) in a queue: "ready" once the client has connected,
+then for each request its "facts" and "result"s, at last "done"; or "refused" or "lost" at any time.
 
 TVM's RPC waits forever for a machine that is gone, so a process that can be ended talks with the server: this module,
-run as a program.
+run as a program. A thread follows it.
 """
 
 import json
 import threading
 import time
+from collections.abc import Callable
 from queue import SimpleQueue
 
 import tvm
@@ -20,63 +21,73 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.child import Child, Died, serve
 
 MODULE = "mlc_amd.compiler.tuning.rpc_client"
-WAKE, CONNECT, SILENT = (
-    60.0,
-    30.0,
-    30.0,
-)  # seconds: to start; to reach a server; until one that says nothing counts as lost
-ENDS = ("awake", "ready", "done", "refused", "lost")
+WAKE = 60.0  # seconds that the process may take to start
+CONNECT = 30.0  # seconds to reach a server
+SILENT = 30.0  # seconds until a server that says nothing counts as lost
+POLL = 1.0  # seconds between two requests for free servers
+ENDS = ("awake", "ready", "done", "refused")
+
+Place = tuple[str, int, str]  # host, port, password
+
+
+def name_of(place: Place) -> str:
+    """A server's name."""
+    return f"{place[0]}:{place[1]}"
 
 
 class Client:
-    """Wakes at once: a server's password is good for some seconds only, less than a busy machine takes to start a
-    process with TVM.
+    """Starts its process, then takes a server: a server's password is good for some seconds only, less than a busy
+    machine takes to start a process with TVM.
 
-    name: the server's, once it connects. After "refused" and "lost" it is of no more use.
+    take: gives a free server's place, None if there is none. name: the server's, once it connects; since: when.
+    looking: its process runs, and no server is free. dropped: it is released. After "refused" and "lost" it is of no
+    more use.
     """
 
-    def __init__(self, events: SimpleQueue):
-        self.name, self.since, self._events = "", time.monotonic(), events
-        self._child, self._lock, self._dropped, self._running = Child(MODULE), threading.Lock(), False, False
-        self.begin({"wake": True})
+    def __init__(self, events: SimpleQueue, take: Callable[[], Place | None]):
+        self.name, self.since, self.looking, self.dropped = "", time.monotonic(), False, False
+        self._events, self._take, self._child = events, take, Child(MODULE)
+        self._requests: SimpleQueue[dict | None] = SimpleQueue()
+        threading.Thread(target=self._follow, daemon=True).start()
 
-    def connect(self, place: tuple[str, int, str]) -> None:
-        """place: (host, port, password) from the tracker."""
-        self.name, self.since = f"{place[0]}:{place[1]}", time.monotonic()
-        self.begin({"connect": place})
-
-    def begin(self, request: dict) -> None:
-        """{"work": request, "folders": candidates}; the next one when this one has ended."""
-        self._running = True
-        threading.Thread(target=self._follow, args=(request,), daemon=True).start()
+    def begin(self, request: str, folders: list[str]) -> None:
+        """Gives the server work on these candidates."""
+        self._requests.put({"work": request, "folders": folders})
 
     def drop(self) -> None:
         """Releases the server, also while it works."""
-        with self._lock:
-            self._dropped = True
-            if not self._running:
-                self._child.close()
+        self.dropped = True
+        self._requests.put(None)
 
-    def _follow(self, request: dict) -> None:
-        what, message = "", {}
-        patience = WAKE if "wake" in request else CONNECT if "connect" in request else SILENT
-        while what not in ENDS:
-            if what:
-                self._events.put((what, self, message))
-            try:
-                if not message:
-                    self._child.send(request)
-                message = self._child.receive(patience)
-                what = message["what"]
-            except (Died, UserError) as e:
-                what, message = "lost", {"why": str(e)}
-            if self._dropped:
-                break
-        with self._lock:
-            self._running = False
-            if self._dropped or what in ("refused", "lost"):
-                self._child.close()
-        self._events.put((what, self, message))
+    def _follow(self) -> None:
+        try:
+            self._ask({"wake": True}, WAKE)
+            if place := self._find():
+                self._ask({"connect": place}, CONNECT)
+            while not self.dropped and (request := self._requests.get()):
+                self._ask(request, SILENT)
+        except (Died, UserError) as e:
+            self._events.put(("lost", self, {"why": str(e)}))
+        finally:
+            self._child.close()
+
+    def _find(self) -> Place | None:
+        while not self.dropped:
+            if place := self._take():
+                self.name, self.since, self.looking = name_of(place), time.monotonic(), False
+                return place
+            self.looking = True
+            time.sleep(POLL)
+        return None
+
+    def _ask(self, request: dict, patience: float) -> None:
+        """Sends a request and passes its answers on."""
+        self._child.send(request)
+        what = ""
+        while what not in ENDS and not self.dropped:
+            message = self._child.receive(patience)
+            what = message["what"]
+            self._events.put((what, self, message))
 
 
 # ---- the process
@@ -88,15 +99,15 @@ class _Connection:
             if "wake" in request:
                 answer({"what": "awake"})
             elif "connect" in request:
-                self._connect(*request["connect"], answer)
+                self._connect(request["connect"], answer)
             else:
                 self._work(request["work"], request["folders"], answer)
         except RuntimeError as e:  # all that TVM's RPC raises, when the connection breaks and when a function fails
             lines = [line.strip() for line in str(e).splitlines() if line.strip()]
             raise UserError(lines[-1] if lines else type(e).__name__) from e
 
-    def _connect(self, host: str, port: int, password: str, answer) -> None:
-        session = rpc.connect(host, port, password)
+    def _connect(self, place: Place, answer) -> None:
+        session = rpc.connect(*place)
         self.call = {name: session.get_function(PREFIX + name) for name in ("hello", "work", "news")}
         hello = json.loads(str(self.call["hello"]()))
         if hello["tvm"] == tvm.__version__:
@@ -104,8 +115,8 @@ class _Connection:
         else:
             answer({"what": "refused", "why": f"it has TVM {hello['tvm']}, this machine {tvm.__version__}"})
 
-    def _work(self, request: dict, folders: list[str], answer) -> None:
-        self.call["work"](json.dumps(request), pack(folders))
+    def _work(self, request: str, folders: list[str], answer) -> None:
+        self.call["work"](request, pack(folders))
         what = ""
         while what not in ENDS:
             for message in json.loads(str(self.call["news"]())) or [{"what": "alive"}]:

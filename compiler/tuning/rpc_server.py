@@ -4,15 +4,15 @@ tracker.
 In: candidates' folders as `pack` packs them. Out: results as JSON. A client's session calls these functions:
 
     mlc_amd.tune.hello() -> {"host", "tvm", "devices": {api: arch and name}}
-    mlc_amd.tune.work(request, blob)    begins with {"measure": [numbers]} or {"compare": [numbers]},
-                                        where a number is a folder's in the blob; returns at once
+    mlc_amd.tune.work(request, blob)    begins to "measure" the blob's candidates or to "compare" the second with the
+                                        first; returns at once
     mlc_amd.tune.news() -> [messages]   those since the last call, in POLL seconds at most. Their "what": "facts" of the
-                                        device, "result" of a "folder" (its number), "done" with what a comparison
-                                        found, or "refused" and "why"
+                                        device, "result" of a "folder" (its number in the blob), at last "done", or
+                                        "refused" and "why"
 
 A session is a process of its own that TVM forks; what it measures runs in another one, which may die
-(runtime/measure/measurer.py). Whoever reaches the port of a server can run any code there: that is how TVM's RPC is
-made.
+(runtime/measure/measurer.py). TVM's RPC has no authentication: any client that reaches a server's port can run any
+code there.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ def listen(host: str, ports) -> socket.socket:
             if hasattr(socket, name):
                 listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         return listening
-    raise UserError(f"cannot listen at {host}:{ports[0]}: {os.strerror(error.errno)}; choose another address")
+    raise UserError(f"cannot listen at {host}:{ports[0]}: {os.strerror(error.errno or 0)}; choose another address")
 
 
 # ---- candidates on their way
@@ -147,43 +147,39 @@ class Measuring:
     """What a session's functions do. device: as `Measurer` takes it; found: of `devices`."""
 
     def __init__(self, device: str | None, found: dict[str, str]):
-        self.device, self.found = device, found
-        self._measurer, self._news, self._works = None, SimpleQueue(), 0
+        self.found = found
+        self._measurer, self._news, self._works = Measurer(device), SimpleQueue(), 0
 
     def hello(self) -> dict:
-        self._measurer = Measurer(self.device)
         # ends with the server, also while it works
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         return {"host": platform.node(), "tvm": tvm.__version__, "devices": self.found}
 
-    def work(self, request: dict, blob: bytes) -> None:
+    def work(self, request: str, blob: bytes) -> None:
         self._works += 1
         root = Path.cwd() / f"work{self._works}"  # the folder that TVM made for this session
         threading.Thread(target=self._work, args=(request, bytes(blob), root), daemon=True).start()
 
-    def _work(self, request: dict, blob: bytes, root: Path) -> None:
+    def _work(self, request: str, blob: bytes, root: Path) -> None:
         try:
             folders = unpack(blob, root)
             candidate = read(folders[0])
             check_arch(candidate, self.found)
             self._news.put({"what": "facts", "facts": self._measurer.start(candidate)})
-            self._news.put({"what": "done"} | self._answer(request, folders))
+            if request == "compare":
+                self._result(1, self._measurer.compare(*folders))
+            else:
+                numbers = {str(folder): number for number, folder in enumerate(folders)}
+                self._measurer.measure(folders, lambda folder, result: self._result(numbers[folder], result))
+            self._news.put({"what": "done"})
         except UserError as e:
             self._news.put({"what": "refused", "why": str(e)})
         except Exception as e:
             traceback.print_exc()  # a bug; the client is told, and the server continues
             self._news.put({"what": "refused", "why": f"{type(e).__name__}: {e}"})
 
-    def _answer(self, request: dict, folders: list[Path]) -> dict:
-        if "compare" in request:
-            return self._measurer.compare(*(folders[number] for number in request["compare"]))
-        numbers = {str(folder): number for number, folder in enumerate(folders)}
-
-        def note(folder: str, result: dict) -> None:
-            self._news.put({"what": "result", "folder": numbers[folder], "result": result})
-
-        self._measurer.measure([folders[number] for number in request["measure"]], note)
-        return {}
+    def _result(self, number: int, result: dict) -> None:
+        self._news.put({"what": "result", "folder": number, "result": result})
 
     def news(self) -> list[dict]:
         messages = []
@@ -197,7 +193,7 @@ class Measuring:
         """Makes the functions known to TVM."""
         functions = {
             "hello": lambda: json.dumps(self.hello()),
-            "work": lambda request, blob: self.work(json.loads(str(request)), blob),
+            "work": lambda request, blob: self.work(str(request), blob),
             "news": lambda: json.dumps(self.news()),
         }
         for name, function in functions.items():

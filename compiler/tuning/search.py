@@ -2,7 +2,7 @@
 `report`.
 
 Kernels come out of builder functions that take a plan, so MetaSchedule never sees one. Its candidates are traces that
-draw a plan's values and annotate them on the only block of a module that stands for the workload. Mutation redraws one
+draw a plan's values and annotate them on the only block of a module that represents the workload. Mutation redraws one
 of them, a postproc rejects plans that the arch cannot run, the cost model is XGBoost on features of the plan. Where few
 plans are left the model ranks them all instead. No plan is proposed twice, nor one whose kernel is equal to another's.
 """
@@ -13,6 +13,9 @@ import math
 import random
 import sys
 import types
+from collections import defaultdict
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import tvm
@@ -49,9 +52,9 @@ logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.ERROR)
 
 
 def reference(workload: Workload) -> tvm.IRModule:
-    """The module that stands for the workload: equal workloads have structurally equal ones."""
+    """The module that represents the workload: equal workloads have structurally equal ones."""
     x = te.placeholder((1,), "float32", name="x")
-    y = te.compute((1,), lambda i: x[i], name=BLOCK)
+    y: Any = te.compute((1,), lambda i: x[i], name=BLOCK)
     func = te.create_prim_func([x, y]).without_attr("global_symbol").with_attr(ATTRIBUTE, workload.text)
     return tvm.IRModule({"main": func})
 
@@ -74,8 +77,8 @@ def schedule_of(mod: tvm.IRModule, space: Space, plan) -> s_tir.Schedule:
 
 def plan_of(schedule: s_tir.Schedule, space: Space):
     """The plan that a schedule's annotations say."""
-    found = schedule.get(schedule.get_sblock(BLOCK)).annotations
-    return space.plan_type(**{name: int(found[PREFIX + name]) for name in space.choices})
+    found: Any = schedule.get(schedule.get_sblock(BLOCK))
+    return space.plan_type(**{name: int(found.annotations[PREFIX + name]) for name in space.choices})
 
 
 # ---- what the cost model sees
@@ -106,25 +109,26 @@ class Models:
 
     def __init__(self):
         self._models = {}
-        self._untrained = {}  # plan type: {search: [(MetaSchedule's candidate, result)]}
+        self._untrained = defaultdict(list)  # by search: (MetaSchedule's candidate, result)
 
     def register(self, search: "Search") -> None:
         """Makes the model know the search's features."""
         kind = search.space.plan_type
         if kind not in self._models:
             config = ms.cost_model.xgb_model.XGBConfig(nthread=1, tree_method="hist")
-            model = ms.cost_model.XGBModel(extractor=_Extractor(), num_warmup_samples=WARMUP, config=config)
+            extractor: Any = _Extractor()
+            model = ms.cost_model.XGBModel(extractor=extractor, num_warmup_samples=WARMUP, config=config)
             self._models[kind] = model
         self._models[kind].extractor.searches[search.workload.text] = search
 
     def add(self, search: "Search", results: list) -> None:
-        self._untrained.setdefault(search.space.plan_type, {}).setdefault(search, []).extend(results)
+        self._untrained[search] += results
 
     def trained(self, plan_type: type):
         """The model, trained with all results."""
         model = self._models[plan_type]
-        for search, results in self._untrained.pop(plan_type, {}).items():
-            model.update(search.context, *map(list, zip(*results, strict=True)))
+        for search in [search for search in self._untrained if search.space.plan_type is plan_type]:
+            model.update(search.context, *map(list, zip(*self._untrained.pop(search), strict=True)))
         return model
 
 
@@ -144,7 +148,7 @@ class Search:
         self.workload, self.space, self.arch = workload, space, arch
         self.seconds: dict = {}
         self.since_best = 0
-        self._open: dict = {}  # proposed and not reported: plan -> MetaSchedule's candidate or None
+        self._open: set = set()  # proposed and not reported
         self._random = random.Random(seed)
         self._models, self._database = models or Models(), ms.database.MemoryDatabase()
         self._models.register(self)
@@ -152,18 +156,18 @@ class Search:
         self._candidates: dict = {}  # plan: MetaSchedule's candidate
         self._workload = self._database.commit_workload(self._mod)
         if measured:
-            self._learn([(plan, seconds, None) for plan, seconds in measured])
+            self.report(measured)
 
     @property
-    def ranked(self) -> list:
-        """The plans that ran, the fastest first."""
-        return sorted((plan for plan, found in self.seconds.items() if found is not None), key=self.seconds.get)
+    def ranked(self) -> list[tuple[Any, float]]:
+        """(plan, seconds) of the plans that ran, the fastest first."""
+        ran = [(plan, seconds) for plan, seconds in self.seconds.items() if seconds is not None]
+        return sorted(ran, key=lambda pair: pair[1])
 
     @property
     def best(self) -> tuple | None:
         """(plan, seconds) of the fastest one measured."""
-        ran = self.ranked
-        return (ran[0], self.seconds[ran[0]]) if ran else None
+        return next(iter(self.ranked), None)
 
     @property
     def unmeasured(self) -> int:
@@ -179,22 +183,39 @@ class Search:
         """Up to `count` plans to measure next, the default first; fewer, or none, when the space has no more."""
         chosen = []
 
-        def take(plan, candidate=None) -> None:
-            if len(chosen) < count and not self._known(plan):
-                chosen.append(plan)
-                self._open[plan] = candidate
+        def take(plans) -> None:
+            for plan in plans:
+                if len(chosen) < count and not self._known(plan):
+                    chosen.append(plan)
+                    self._open.add(plan)
 
-        take(self.space.default)
+        take([self.space.default])
         if self.unmeasured > count and len(self.seconds) >= min(count, WARMUP):
-            for plan, candidate in (self._evolve(count) if self.unmeasured > RANKED else None) or self._rank(count):
-                take(plan, candidate)
-        for plan in self._random.sample(self.space.plans, len(self.space.plans)):
-            take(plan)
+            take((self._evolve(count) if self.unmeasured > RANKED else None) or self._rank(count))
+        take(self._random.sample(self.space.plans, len(self.space.plans)))
         return chosen
 
     def report(self, results) -> None:
         """[(plan, seconds or None)] of plans that were proposed, in any order and in several calls."""
-        self._learn([(plan, seconds, self._open.pop(plan, None)) for plan, seconds in results])
+        candidates, outcomes = [], []
+        arguments = ms.arg_info.ArgInfo.from_prim_func(self._mod["main"])
+        for plan, seconds in results:
+            self._open.discard(plan)
+            if plan in self.seconds:
+                continue
+            best = self.best
+            self.since_best = 0 if seconds is not None and (best is None or seconds < best[1]) else self.since_best + 1
+            self.seconds[plan] = seconds
+            candidate, times = self._candidate(plan), [FAILED if seconds is None else seconds]
+            trace: Any = candidate.sch.trace
+            record = ms.database.TuningRecord(trace, self._workload, times, tvm.target.Target(TARGET), arguments)
+            self._database.commit_tuning_record(record)
+            candidates.append(candidate)
+            outcomes.append(RunnerResult(times, None))
+        if candidates:
+            self._models.add(self, list(zip(candidates, outcomes, strict=True)))
+            if self._batch:
+                self.context.notify_runner_results(candidates, outcomes)
 
     def correct(self, plan, seconds: float | None) -> None:
         """Replaces the time of a measured plan; None: its results were wrong."""
@@ -202,86 +223,56 @@ class Search:
 
     def withdraw(self, plan) -> None:
         """A proposed plan will not be measured now: it may be proposed again."""
-        self._open.pop(plan, None)
+        self._open.discard(plan)
 
     # ---- MetaSchedule
 
     def _known(self, plan) -> bool:
         return plan in self.seconds or plan in self._open
 
-    def _learn(self, results) -> None:
-        candidates, outcomes = [], []
-        arguments = ms.arg_info.ArgInfo.from_prim_func(self._mod["main"])
-        for plan, seconds, candidate in results:
-            if plan in self.seconds:
-                continue
-            best = self.best
-            self.since_best = 0 if seconds is not None and (best is None or seconds < best[1]) else self.since_best + 1
-            self.seconds[plan] = seconds
-            candidate, times = candidate or self._candidate(plan), [FAILED if seconds is None else seconds]
-            self._database.commit_tuning_record(
-                ms.database.TuningRecord(
-                    candidate.sch.trace, self._workload, times, tvm.target.Target(TARGET), arguments
-                )
-            )
-            candidates.append(candidate)
-            outcomes.append(RunnerResult(times, None))
-        if candidates:
-            self._models.add(self, list(zip(candidates, outcomes, strict=True)))
-            if self._batch:
-                self._context.search_strategy.notify_runner_results(candidates, outcomes)
-
-    @property
+    @cached_property
     def context(self) -> ms.TuneContext:
         """Made when it is first used."""
-        if not hasattr(self, "_context"):
-            generator = ms.space_generator.ScheduleFn(
-                lambda schedule: draw(schedule, self.space),
-                sch_rules=[],
-                postprocs=[_Fits(self.space)],
-                mutator_probs={_Redraw(self._random): 1.0},
-            )
-            strategy = ms.search_strategy.EvolutionarySearch(
-                population_size=POPULATION,
-                init_min_unmeasured=POPULATION // 2,
-                genetic_num_iters=GENERATIONS,
-                genetic_mutate_prob=MUTATE,
-                eps_greedy=EPSILON,
-            )
-            with _without_intrinsics():
-                self._context = ms.TuneContext(
-                    self._mod, target=tvm.target.Target(TARGET), space_generator=generator, search_strategy=strategy,
-                    task_name=self.workload.key, rand_state=self._seed, num_threads=1,
-                )  # fmt: skip
-        return self._context
+        postprocs: Any = [_Fits(self.space)]
+        mutators: Any = {_Redraw(self._random): 1.0}
+        generator = ms.space_generator.ScheduleFn(lambda schedule: draw(schedule, self.space), [], postprocs, mutators)
+        strategy = ms.search_strategy.EvolutionarySearch(
+            population_size=POPULATION,
+            init_min_unmeasured=POPULATION // 2,
+            genetic_num_iters=GENERATIONS,
+            genetic_mutate_prob=MUTATE,
+            eps_greedy=EPSILON,
+        )
+        with _without_intrinsics():
+            return ms.TuneContext(
+                self._mod, target=tvm.target.Target(TARGET), space_generator=generator, search_strategy=strategy,
+                task_name=self.workload.key, rand_state=self._seed, num_threads=1,
+            )  # fmt: skip
 
     def _candidate(self, plan) -> MeasureCandidate:
-        return MeasureCandidate(schedule_of(self._mod, self.space, plan), [])
+        return self._candidates.get(plan) or MeasureCandidate(schedule_of(self._mod, self.space, plan), [])
 
     def _rank(self, count: int) -> list:
-        """(plan, candidate) of the `count` unmeasured plans, less EPSILON of them, that the cost model ranks first; of
-        more than RANKED, a sample is ranked."""
+        """The `count` unmeasured plans, less EPSILON of them, that the cost model ranks first; of more than RANKED, a
+        sample is ranked."""
         plans = [plan for plan in self.space.plans if not self._known(plan)]
         if len(plans) > RANKED:
             plans = self._random.sample(plans, RANKED)
-        self._candidates = {plan: self._candidates.get(plan) or self._candidate(plan) for plan in plans}
+        self._candidates = {plan: self._candidate(plan) for plan in plans}
         scores = self._models.trained(self.space.plan_type).predict(self.context, list(self._candidates.values()))
         wanted = sum(self._random.random() >= EPSILON for _ in range(count))
-        best = np.argsort(-scores, kind="stable")[:wanted]
-        return [(plans[i], self._candidates[plans[i]]) for i in best]
+        return [plans[i] for i in np.argsort(-scores, kind="stable")[:wanted]]
 
     def _evolve(self, count: int) -> list:
-        """(plan, candidate) from evolution; nothing where too few random draws are plans that the arch can run."""
+        """Plans from evolution; none where too few random draws are plans that the arch can run."""
         context, model = self.context, self._models.trained(self.space.plan_type)
         if self._batch != count:  # its batches have a fixed size
             if self._batch:
                 context.post_tuning()
             context.pre_tuning(1 << 30, count, context.generate_design_space(), self._database, model)
             self._batch = count
-        return [
-            (self.space.equal(plan_of(candidate.sch, self.space)), candidate)
-            for candidate in context.generate_measure_candidates() or []
-        ]
+        found = context.generate_measure_candidates() or []
+        return [self.space.equal(plan_of(candidate.sch, self.space)) for candidate in found]
 
 
 @contextlib.contextmanager
@@ -350,7 +341,7 @@ class _Extractor(PyFeatureExtractor):
         super().__init__()
         self.searches: dict[str, Search] = {}
 
-    def extract_from(self, context, candidates):
+    def extract_from(self, context: Any, candidates):
         search = self.searches[str(context.mod["main"].attrs[ATTRIBUTE])]
         plans = [plan_of(candidate.sch, search.space) for candidate in candidates]
         rows = [features(search.workload, search.space, plan, search.arch) for plan in plans]

@@ -12,23 +12,19 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Any
 
 from mlc_amd.compiler.tuning.database import Checked, Database, Measured, Record
 from mlc_amd.compiler.tuning.search import Models, Search
+from mlc_amd.compiler.tuning.tasks import Task
 from mlc_amd.schedules.plans.space import Space
+from mlc_amd.schedules.plans.workload import Workload
 
 BATCH = 8  # plans that are measured together: what Ctrl-C may lose
 FIRST = 2  # measurements of a first batch, where there is a time limit
 MAX_SLOWER = 4  # verified plans of a task that were slower than the default: then no others of it are verified
 VERIFYING = 8  # measurements that take as long as verifying a plan, roughly
 PATIENCE = 32  # measurements without improvement that halve a task's chance
-
-
-class _Task(NamedTuple):
-    task: object
-    space: Space
-    search: Search
 
 
 class TuningSession:
@@ -40,114 +36,109 @@ class TuningSession:
     """
 
     def __init__(
-        self, tasks, arch, database: Database, roofline: Callable[[object], float] = lambda task: 0.0, seed: int = 1
+        self, tasks, arch, database: Database, roofline: Callable[[Task], float] = lambda task: 0.0, seed: int = 1
     ):
         self.arch, self.database, self.roofline = arch, database, roofline
         self.trials = self.refuted = 0
         self.unverified: dict[tuple[str, object], str] = {}
         self._slower = Counter()  # by task's key: plans that were not faster than the default in interleaved rounds
-        self._tasks: dict[str, _Task] = {}
+        self.tasks: list[Task] = []  # with more than one plan
+        self._searches: dict[Workload, Search] = {}
         models = Models()
         for task in tasks:
             if found := database.space(task.workload):
                 past = database.entry(task.workload).known(found)
-                search = Search(task.workload, found, arch, models, past, seed + len(self._tasks))
-                self._tasks[task.workload.key] = _Task(task, found, search)
+                self._searches[task.workload] = Search(task.workload, found, arch, models, past, seed + len(self.tasks))
+                self.tasks.append(task)
 
-    @property
-    def tasks(self) -> list:
-        """The tasks with more than one plan."""
-        return [found.task for found in self._tasks.values()]
-
-    def space(self, task) -> Space:
+    def space(self, task: Task) -> Space:
         """Of one of `tasks`."""
-        return self._tasks[task.workload.key].space
+        return self._searches[task.workload].space
 
     # ---- what to measure
 
-    def next(self, count: int) -> list[tuple[object, object]]:
+    def next(self, count: int) -> list[tuple[Task, Any]]:
         """Up to `count` (task, plan): default plans of new tasks, else plans of one task. Empty: all is measured."""
         if chosen := self._new(count):
             return chosen
-        for found in sorted(self._tasks.values(), key=self.saving, reverse=True):
-            if plans := found.search.propose(count):
-                return [(found.task, plan) for plan in plans]
-        return []
+        ordered = sorted(self.tasks, key=self.saving, reverse=True)
+        return next(filter(None, (self._propose(task, count) for task in ordered)), [])
 
-    def round(self, count: int) -> list[tuple[object, object]]:
+    def round(self, count: int) -> list[tuple[Task, Any]]:
         """`count` (task, plan) to be measured without feedback between them: default plans of new tasks, then plans of
         all tasks, by their expected saving; fewer when there are no more."""
         chosen = self._new(count)
-        # the square root gives small tasks some, too. Without measurements what a task moves stands for its time
-        worth = {
-            key: math.sqrt(self.saving(t) or t.task.weight * t.task.bytes * 1e-15) for key, t in self._tasks.items()
-        }
-        seats = dict.fromkeys(self._tasks, 0)
+        # the square root gives small tasks some, too. A task without measurements counts by the bytes that it moves
+        worth = {task: math.sqrt(self.saving(task) or task.weight * task.bytes * 1e-15) for task in self.tasks}
+        seats = Counter()
         for _ in range(count - len(chosen)):
-            free = [key for key, t in self._tasks.items() if t.search.unmeasured > seats[key]]
-            if not free:
-                break
-            seats[max(free, key=lambda key: worth[key] / (seats[key] + 1))] += 1
-        rest = [(t.task, t.search.propose(seats[key])) for key, t in self._tasks.items() if seats[key]]
-        return chosen + [(task, plan) for task, plans in rest for plan in plans]
+            free = [task for task in self.tasks if self._searches[task.workload].unmeasured > seats[task]]
+            if free:
+                seats[max(free, key=lambda task: worth[task] / (seats[task] + 1))] += 1
+        return chosen + [job for task in self.tasks for job in self._propose(task, seats[task])]
 
-    def _new(self, count: int) -> list[tuple[object, object]]:
-        new = [found for found in self._tasks.values() if not found.search.started]
-        return [(found.task, plan) for found in new[:count] for plan in found.search.propose(1)]
+    def _new(self, count: int) -> list[tuple[Task, Any]]:
+        new = [task for task in self.tasks if not self._searches[task.workload].started]
+        return [job for task in new[:count] for job in self._propose(task, 1)]
 
-    def saving(self, found: _Task) -> float:
+    def _propose(self, task: Task, count: int) -> list[tuple[Task, Any]]:
+        return [(task, plan) for plan in self._searches[task.workload].propose(count)]
+
+    def saving(self, task: Task) -> float:
         """Seconds, weighted, that another batch is expected to save."""
-        search = found.search
+        search = self._searches[task.workload]
         if not search.unmeasured:
             return 0.0
         reference = search.best[1] if search.best else 0.0
-        gap = max(reference - self.roofline(found.task), 0.01 * reference)
-        return found.task.weight * gap * 0.5 ** (search.since_best / PATIENCE)
+        gap = max(reference - self.roofline(task), 0.01 * reference)
+        return task.weight * gap * 0.5 ** (search.since_best / PATIENCE)
 
-    def report(self, task, plan, measured: Measured) -> None:
+    def report(self, task: Task, plan, measured: Measured) -> None:
         """A measurement of a plan that `next` gave, or of any plan of the task's space."""
-        found = self._tasks[task.workload.key]
-        plan = found.space.equal(plan)
-        record = Record(asdict(plan), **asdict(measured), default=plan == found.space.default, at=time.time())
+        search = self._searches[task.workload]
+        plan = search.space.equal(plan)
+        record = Record(**asdict(measured), plan=asdict(plan), default=plan == search.space.default, at=time.time())
         self.database.add(task.workload, record)
-        found.search.report([(plan, measured.seconds)])
+        search.report([(plan, measured.seconds)])
         self.trials += 1
 
-    def withdraw(self, task, plan) -> None:
+    def withdraw(self, task: Task, plan) -> None:
         """A plan that `next` gave will not be measured now."""
-        self._tasks[task.workload.key].search.withdraw(plan)
+        self._searches[task.workload].withdraw(plan)
 
     # ---- verification
 
-    def unchecked(self) -> list[tuple[object, object]]:
+    def unchecked(self) -> list[tuple[Task, Any]]:
         """(task, plan) of each task's best plan if it is better than the default and not verified. A plan that could
         not be verified is passed over; its whole task is, where the same reason met another plan, too."""
         reasons = Counter(self.unverified.values())
         hopeless = {key for (key, _), why in self.unverified.items() if reasons[why] > 1}
         hopeless |= {key for key, count in self._slower.items() if count >= MAX_SLOWER}
         wanted = []
-        for key, (task, choices, search) in self._tasks.items():
-            best = next((plan for plan in search.ranked if (key, plan) not in self.unverified), choices.default)
-            done = key in hopeless or best == choices.default
+        for task in self.tasks:
+            search = self._searches[task.workload]
+            key, default = task.workload.key, search.space.default
+            best = next((plan for plan, _ in search.ranked if (key, plan) not in self.unverified), default)
+            done = key in hopeless or best == default
             if not done and not self.database.record(task.workload, asdict(best)).checked:
                 wanted.append((task, best))
         return wanted
 
-    def check(self, task, plan, checked: Checked) -> None:
+    def check(self, task: Task, plan, checked: Checked) -> None:
         """The verification of a measured plan. A wrong one is excluded, and one that was slower than it looked gets its
         new time: the next best plan may take its place. One that could not be verified is never used; a later session
         tries again."""
-        found, workload = self._tasks[task.workload.key], task.workload
-        plan = found.space.equal(plan)
+        search, workload = self._searches[task.workload], task.workload
+        plan = search.space.equal(plan)
         self.database.check(workload, asdict(plan), checked)
         if not checked.checked:
             self.unverified[workload.key, plan] = checked.error
         elif not checked.passed:
             self.refuted += 1
-            found.search.correct(plan, None)
+            search.correct(plan, None)
         elif checked.gain:
             entry = self.database.entry(workload)
-            found.search.correct(plan, entry.seconds(self.database.record(workload, asdict(plan))))
+            search.correct(plan, entry.seconds(self.database.record(workload, asdict(plan))))
             self._slower[workload.key] += checked.gain <= 1
 
 
@@ -171,7 +162,7 @@ def run(
     """
     started = time.monotonic()
 
-    def fit() -> int:
+    def fit(seconds: float) -> int:
         """How many measurements fit into the rest of the time, less the verification of the best plans."""
         spent = time.monotonic() - started
         if not session.trials:  # their time is not known yet
@@ -185,7 +176,7 @@ def run(
         while True:
             size = batch()
             size = size if trials is None else min(size, trials - session.trials)
-            size = size if seconds is None else min(size, fit())
+            size = size if seconds is None else min(size, fit(seconds))
             chosen = session.next(size) if size > 0 else []
             if not chosen:
                 break

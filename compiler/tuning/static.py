@@ -20,7 +20,7 @@ bank conflicts, stalls of dependent instructions, dual issue beyond what the com
 
 What it is good for: ranking the GEMV, GEMM, norm and RoPE plans of one workload; its seconds are no prediction.
 Attention is not modelled: its loop bounds are data. No AMD GPU has been measured. Spearman's rank correlation with
-measurements on an NVIDIA H200, where RADV's code for the same SPIR-V (Mesa 22.3, RDNA3) stands for NVIDIA's; llama3-8b:
+measurements on an NVIDIA H200, where RADV's code for the same SPIR-V (Mesa 22.3, RDNA3) represents NVIDIA's; llama3-8b:
 
                                                        Q4_0              Q4_K
     GEMV: linear, mean of 4 shapes (21-38 plans)       0.61              0.61
@@ -92,29 +92,21 @@ def run_of(workload, plan, arch) -> float:
     return once if once < row else used.rows * row  # rows follow one another
 
 
-def estimate(
-    codes: list[Code], bytes_: float, machine: isa_costs.Machine, kinds: int = 1, run: float = inf
-) -> Estimate:
-    """How long a call takes that launches `codes` one after the other and moves so many bytes.
-
-    kinds: of work among a launch's workgroups, see `follow`; run: see `run_of`. ValueError for a kernel that does not
-    fit the GPU or cannot be followed.
-    """
-    return combine([(code, follow(code, machine, kinds)) for code in codes], bytes_, machine, run)
-
-
 def of_candidate(candidate: Candidate, codes: list[Code], workload: Workload, plan, arch, machine) -> Estimate:
-    """ValueError as `estimate`, and for attention."""
+    """How long a candidate's call takes. ValueError for attention, and for a kernel that does not fit the GPU or cannot
+    be followed."""
     if "attention" in workload.op:
         raise ValueError("attention is not modelled")
     kinds = len(workload.args.get("segments", [0]))
-    return estimate(codes, candidate.facts["bytes"], machine, kinds, run_of(workload, plan, arch))
+    launches = [(code, follow(code, machine, kinds)) for code in codes]
+    return combine(launches, candidate.facts["bytes"], machine, run_of(workload, plan, arch))
 
 
 def combine(
     launches: list[tuple[Code, Trace]], bytes_: float, machine: isa_costs.Machine, run: float = inf
 ) -> Estimate:
-    """`estimate`, of launches whose waves' traces are known."""
+    """How long a call takes that launches kernels one after the other and moves so many bytes. run: see `run_of`.
+    ValueError for a kernel that does not fit the GPU."""
     waves, seconds = [], 0.0
     memory = bytes_ * (1 + isa_costs.RUN / run) / len(launches) / machine.bandwidth
     for code, trace in launches:
@@ -163,7 +155,7 @@ def _times(code: Code, trace: Trace, held: int, machine) -> dict[str, float]:
 def codes_of(candidates: list[Candidate], arch) -> list[list[Code] | str]:
     """The launches of each candidate as the GPU would run them, or why there are none. UserError without the compiler
     that it takes."""
-    if arch.api == "rocm":
+    if arch.api == "rocm" or not candidates:
         return [_of_hsaco(candidate) for candidate in candidates]
     shaders, places = [], []
     for i, candidate in enumerate(candidates):
@@ -173,7 +165,7 @@ def codes_of(candidates: list[Candidate], arch) -> list[list[Code] | str]:
             push = ADDRESS if step["table"] else ADDRESS * len(step["args"])
             shaders.append(radv.Shader(f"k{i}_{j}", data[first : first + size], tuple(step["block"]), push))
             places.append((i, step))
-    report = radv.statistics(shaders, arch) if shaders else None
+    report = radv.statistics(shaders, arch)
     found: list = [[] for _ in candidates]
     for shader, (i, step) in zip(shaders, places, strict=True):
         compiled = report.kernels.get(shader.name)
@@ -228,32 +220,32 @@ class Static(Local):
     def estimates(self, jobs, progress=lambda done, total: None) -> list[Estimate | str]:
         """Of each (workload, plan), or why there is none."""
         built = self._build(jobs)
-        candidates = [read(folder) for folder, error in built if error is None]
+        candidates = [read(folder) for folder, _ in built if folder]
         codes, found = iter(zip(candidates, codes_of(candidates, self.arch), strict=True)), []
         for (workload, plan), (folder, error) in zip(jobs, built, strict=True):
             if error is None:
+                candidate, code = next(codes)
                 try:
-                    candidate, code = next(codes)
                     if isinstance(code, str):
                         raise ValueError(code)
                     found.append(of_candidate(candidate, code, workload, plan, self.arch, self.machine))
                 except ValueError as e:
                     found.append(str(e))
-                self._drop(folder)
             else:
                 found.append(error)
+            self._drop(folder)
             progress(len(found), len(jobs))
         return found
 
-    def measure(self, jobs, progress=lambda done, total: None) -> list[Measured]:
+    def measure(self, jobs, progress=lambda done, total: None) -> list[Measured | None]:
         """As `Local.measure`."""
-        facts = {"device": f"model of {self.arch.name}", "runner": self.runner}
         new = list(dict.fromkeys(workload for workload, _ in jobs if workload not in self._estimated))
         self._estimated |= zip(new, self.estimates([(workload, None) for workload in new]), strict=True)
         found = []
         for (workload, plan), one in zip(jobs, self.estimates(jobs, progress), strict=True):
-            default, error = self._estimated[workload], one if isinstance(one, str) else ""
-            if not error and not isinstance(default, str) and not self._is_default(workload, plan):
-                error = few_waves(workload, one, default)
-            found.append(Measured(None if error else one.seconds, error, **facts))
+            default, where = self._estimated[workload], {"device": f"model of {self.arch.name}", "runner": self.runner}
+            if isinstance(one, Estimate) and isinstance(default, Estimate) and not self._is_default(workload, plan):
+                one = few_waves(workload, one, default) or one
+            result = {"error": one} if isinstance(one, str) else {"error": "", "seconds": one.seconds}
+            found.append(Measured.of(result, **where))
         return found

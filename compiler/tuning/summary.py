@@ -37,7 +37,7 @@ def rows(tasks, arch, roofline: Callable, guess: Callable, bounds: dict[str, flo
         winner, untuned = (entry.refresh(choices).winner, entry.untuned) if entry else (None, None)
         history = sorted(entry.records.values(), key=lambda record: record.at) if entry else []
         failed = sum(record.seconds is None or record.refuted for record in history)
-        default, best = untuned.seconds if untuned else None, entry.seconds(winner) if winner else None
+        default, best = untuned.seconds if untuned else None, entry.seconds(winner) if entry and winner else None
         bound = (bounds or {}).get(task.workload.key, 0) * (default or 0) or roofline(task)
         plans = len(choices.plans) if choices else 1
         share = task.weight * (best or guess(task))
@@ -54,18 +54,16 @@ def measured(tasks, arch) -> list[Task]:
 
 def gain(found: list[TaskRow], rooflines: bool = False) -> str:
     """What tuning has gained, in a line: total kernel time before and after. rooflines: and as shares of theirs."""
-    both = [row for row in found if row.default and row.best]
+    both = [(row.task.weight, row.default, row.best, row.roofline) for row in found if row.default and row.best]
     if not both:
         return "nothing to compare with the default plans yet"
-    before, after, least = (
-        sum(row.task.weight * getattr(row, name) for row in both) for name in ("default", "best", "roofline")
-    )
-    better = sum(row.best < row.default for row in both)
+    before, after, least = (sum(row[0] * row[i] for row in both) for i in (1, 2, 3))
+    better = sum(best < default for _, default, best, _ in both)
     text = (
         f"{better} of {len(both)} kernels faster, total kernel time {before * 1e3:.2f} -> {after * 1e3:.2f} ms "
         f"({before / after:.2f}x)"
     )
-    if not rooflines or not all(row.roofline for row in both):
+    if not rooflines or not all(roofline for *_, roofline in both):
         return text
     return f"{text}; rooflines {least * 1e3:.2f} ms: {least / before:.0%} -> {least / after:.0%} of it"
 

@@ -83,7 +83,7 @@ class Bench:
                     self.backend.put((where, param.name), arrays[param.name].reshape(-1).view(np.uint8))
 
     def _prepare(self, index: int, state) -> None:
-        """The case's state, and this candidate's own memory as it wants it."""
+        """The case's state, and this candidate's own memory in its layout."""
         candidate = self.candidates[index]
         for param in candidate.params:
             if param.role == "zero":

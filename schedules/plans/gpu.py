@@ -49,13 +49,10 @@ def _gemv_linear(args, arch) -> Space:
 
     def kernel(plan) -> Kernel:
         plans, splits = gemv.linear_plans(segments, k, arch, plan)
-        loads = max(_loads([fmt], k, used, plan) for (fmt, _), used in zip(segments, plans, strict=True))
-        unrolls = [
-            _unroll([fmt], k, split.lanes, used.unroll)
-            for (fmt, _), used, split in zip(segments, plans, splits, strict=True)
-        ]
+        parts = [([fmt], used, split) for (fmt, _), used, split in zip(segments, plans, splits, strict=True)]
+        loads = max(_loads(fmts, k, used, plan) for fmts, used, _ in parts)
         same = tuple(
-            (used.rows, used.waves, unroll, split) for used, unroll, split in zip(plans, unrolls, splits, strict=True)
+            (used.rows, used.waves, _unroll(fmts, k, split.lanes, used.unroll), split) for fmts, used, split in parts
         )
         return Kernel(same, sum(split.groups for split in splits), plans[0].waves * arch.wave, loads)
 
@@ -113,35 +110,28 @@ def _gemm(formats, rows, shares, args, arch, act) -> Space:
 
 def _coop_limits(gemm, tile, formats, arch) -> float:
     held = gemm_coop.HELD_FLOAT if any(fmt.kind == "float" for fmt in formats) else gemm_coop.HELD
-    mine = gemm.weights * tile.rows * tile.columns // gemm.threads
     fm, fn, fk = arch.fragment
-    sums = gemm.tiles_m * gemm.weights * gemm.tiles_n * fm * fn // arch.wave
-    if (
-        mine > max(CODE * held, gemm.weights * gemm_coop.BLOCK)
-        or sums > SUMS
-        or gemm.share > CODE * gemm_coop.CHUNKS * fk
-    ):
+    return _held(gemm, tile, formats, max(CODE * held, gemm.weights * gemm_coop.BLOCK), fm * fn // arch.wave, fk)
+
+
+def _held(gemm, tile, formats, most: int, acc: int, columns: int) -> float:
+    """Bytes of weights and activations that a thread has on the way to shared memory. most: of its weights; acc: sums
+    of a lane in a matrix instruction, columns: of that. ValueError if a thread would hold or unroll too much."""
+    mine = gemm.weights * tile.rows * tile.columns // gemm.threads
+    sums = gemm.tiles_m * gemm.weights * gemm.tiles_n * acc
+    if mine > most or sums > SUMS or gemm.share > CODE * gemm_coop.CHUNKS * columns:
         raise ValueError(f"{tile}: {mine} weights and {sums} sums a thread, {gemm.share} columns unrolled are too many")
-    return mine * _block_bytes(formats[0]) / gemm_coop.BLOCK + _activations(gemm, tile)
-
-
-def _activations(gemm, tile) -> int:
-    """Bytes of activations that a thread has on the way to shared memory. ValueError if they are too many."""
     count = tile.tokens * tile.columns // gemm.threads
     if count > ACTIVATIONS:
         raise ValueError(f"{tile}: a thread would load {count} activations at once")
-    return 2 * count
+    return mine * _block_bytes(formats[0]) / gemm_coop.BLOCK + 2 * count
 
 
 def _matrix_limits(gemm, tile, formats, arch) -> float:
     pieces = [tile.tokens * (tile.columns // 8), tile.rows * (tile.columns // gemm_matrix.PIECE)]
     if any(total % gemm.threads and gemm.threads % total for total in pieces):
         raise ValueError(f"{tile}: {pieces} pieces do not divide among {gemm.threads} threads")
-    mine = gemm.weights * tile.rows * tile.columns // gemm.threads
-    sums = gemm.tiles_m * gemm.weights * gemm.tiles_n * gemm.unit.acc
-    if mine > CODE * gemm_coop.HELD * 2 or sums > SUMS or gemm.share > CODE * gemm_coop.CHUNKS * gemm.unit.columns:
-        raise ValueError(f"{tile}: {mine} weights and {sums} sums a thread, {gemm.share} columns unrolled are too many")
-    return mine * _block_bytes(formats[0]) / gemm_matrix.BLOCK + _activations(gemm, tile)
+    return _held(gemm, tile, formats, CODE * gemm_coop.HELD * 2, gemm.unit.acc, gemm.unit.columns)
 
 
 def _dot_limits(gemm, tile, formats, arch) -> float:

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import astuple, dataclass, fields
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.plans.workload import Workload
@@ -44,8 +44,8 @@ class Space:
 
     plan_type: type
     choices: dict[str, tuple[int, ...]]
-    default: object
-    kernel: Callable[[object], Kernel]
+    default: Any
+    kernel: Callable[[Any], Kernel]
 
     def __post_init__(self):
         names = [field.name for field in fields(self.plan_type)]
@@ -76,9 +76,10 @@ class Space:
     @cached_property
     def plans(self) -> list:
         """Every plan worth measuring, the default first; of those that make the same kernel, the first one."""
-        return list(self._distinct())
+        return list(self._by_kernel.values())
 
-    def _distinct(self) -> Iterator:
+    def _distinct(self) -> Iterator[tuple[Hashable, Any]]:
+        """(what tells its kernel from others, plan)."""
         known = set()
         for values in itertools.chain([astuple(self.default)], itertools.product(*self.choices.values())):
             plan = self.plan_type(*values)
@@ -88,7 +89,7 @@ class Space:
                 continue
             if same not in known:
                 known.add(same)
-                yield plan
+                yield same, plan
 
     @property
     def open(self) -> bool:
@@ -101,7 +102,7 @@ class Space:
 
     @cached_property
     def _by_kernel(self) -> dict:
-        return {self.kernel(plan).same: plan for plan in self.plans}
+        return dict(self._distinct())
 
 
 def space(workload: Workload, arch) -> Space | None:

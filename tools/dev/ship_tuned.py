@@ -315,10 +315,8 @@ def keep(database: Database, arch, choices: list[Choice]) -> None:
             plan, found = one.best
             plans.append((plan, found, False))
         for plan, found, is_default in plans:
-            record = Record(
-                asdict(plan), found.seconds, is_default, device=found.device, runner=found.runner, at=time.time()
-            )
-            database.add(one.workload, record)
+            facts = {"device": found.device, "runner": found.runner, "at": time.time()}
+            database.add(one.workload, Record(plan=asdict(plan), seconds=found.seconds, default=is_default, **facts))
         if one.check is not None and one.best is not None:
             database.check(one.workload, asdict(one.best[0]), one.check)
 
@@ -326,7 +324,7 @@ def keep(database: Database, arch, choices: list[Choice]) -> None:
 def export(database: Database, path: Path, source: str) -> int:
     """Writes the best plans, where they are not the default, as a file of shipped records (dist/README.md); returns how
     many. source: how they were found."""
-    lines, empty = [], asdict(Record({}, None))
+    lines, empty = [], asdict(Record(plan={}, seconds=None))
     for entry in database.entries.values():
         if (winner := entry.winner) and not winner.default:
             facts = {name: value for name, value in asdict(winner).items() if value != empty[name]}
