@@ -74,7 +74,7 @@ def _primitive(mod) -> set[str]:
     return {gv.name_hint for gv, func in functions(mod).items() if isinstance(func, tirx.PrimFunc)}
 
 
-def _renamed(mod, names: dict[str, str], functions) -> tvm.IRModule:
+def _renamed(mod, names: dict[str, str], made_of: dict[str, tirx.PrimFunc]) -> tvm.IRModule:
     """The module with functions under new names (old: new)."""
     variables = {}
     made = tvm.IRModule({}, attrs=mod.attrs)
@@ -82,7 +82,7 @@ def _renamed(mod, names: dict[str, str], functions) -> tvm.IRModule:
         if gv.name_hint in names:
             variables[gv] = tvm.ir.GlobalVar(names[gv.name_hint])
             relax.expr._update_type(variables[gv], gv.ty)
-            made[variables[gv]] = functions[names[gv.name_hint]]
+            made[variables[gv]] = made_of[names[gv.name_hint]]
     renamer = _Renamer(variables)
     for gv, func in functions(mod).items():
         if gv not in variables:
