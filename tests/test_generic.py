@@ -247,7 +247,7 @@ def test_large_reductions(target, shape, tmp_path):
 def mixed(bb, state, x, g):
     """An operator of ours between others: its kernel stays as it is, and what surrounds it is not fused across."""
     before = bb.emit(R.tanh(bb.emit(R.multiply(x, float_const(0.5)))))
-    normed = bb.emit(ops.call("rms_norm", [state, before, g], eps=1e-5, row="all", act=""))
+    normed = bb.emit(ops.call("rms_norm", [state, before, g], eps=1e-5, rows="all", layout=""))
     return R.sigmoid(bb.emit(R.add(normed, before)))
 
 
