@@ -227,7 +227,7 @@ OPERATORS = {
     "rms_norm": Operator(lambda args: (_STATE, Slot("input", ("X",)), Slot("weight", ("G",)), _OUT)),
     "quantize": Operator(lambda args: (_STATE, Slot("input", ("X",)), _OUT)),
     "linear": Operator(_linear, lambda args: (2 * args["m"] * args["k"] * sum(n for _, n in args["segments"]), 0)),
-    "gate_up_swiglu": Operator(_gate_up, lambda args: (2 * args["m"] * args["k"] * 2 * args["n"], 0)),
+    "gate_up": Operator(_gate_up, lambda args: (2 * args["m"] * args["k"] * 2 * args["n"], 0)),
     "rope_kv_write": Operator(_rope_kv_write),
     "attention": Operator(_attention, _scores, reads_cache=True),
     "rope_attention": Operator(_rope_attention, _scores, reads_cache=True),

@@ -33,7 +33,7 @@ def linear(m, *segments, k=512):
 
 def gate_up(m, fmt, **attributes):
     args = {"gate": fmt, "up": fmt, "n": 96, "k": 256, "m": m, "act_in": "", "act_out": "tiles"}
-    return Workload("gate_up_swiglu", args | attributes)
+    return Workload("gate_up", args | attributes)
 
 
 def attention(m, **attributes):

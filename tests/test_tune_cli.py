@@ -152,7 +152,7 @@ def test_the_list_tells_calls_and_shares(command):
         and abs(sum(shares) - 100) < 0.1 * len(lines)
         and shares == sorted(shares, reverse=True)
     )
-    gate_up = next(line for line in lines if line.startswith("gate_up_swiglu") and "_m1 " in line)
+    gate_up = next(line for line in lines if line.startswith("gate_up") and "_m1 " in line)
     assert gate_up.split()[1] == "2"  # layers
 
 

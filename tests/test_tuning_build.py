@@ -42,7 +42,7 @@ OPERATORS = {
         {"segments": [["q6_k", 40]], "k": 256, "m": 1, "act": "rows", "biases": [True], "residual": True},
         "state input input weight weight weight weight weight input output", [0, 1, 0, 0],
     ),
-    "gate_up_swiglu": (
+    "gate_up": (
         {"gate": "q4_0", "up": "q8_0", "n": 64, "k": 256, "m": 1, "act_in": "rows", "act_out": "rows"},
         "state input input weight weight weight weight output output", [0, 1, 0, 0],
     ),

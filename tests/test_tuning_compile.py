@@ -37,7 +37,7 @@ def test_tasks_are_the_distinct_kernels_weighted_by_their_calls(tasks, demo_gguf
     assert sum(task.calls["decode"] for task in decode if task.workload.op == "rope_attention") == layers
     attention = named["attention_m64"]
     assert attention.calls == {"prefill_64": layers * 512 / 64} and "score_64" not in attention.calls
-    gate_up = [task for task in decode if task.workload.op == "gate_up_swiglu"]
+    gate_up = [task for task in decode if task.workload.op == "gate_up"]
     assert sum(task.calls["decode"] for task in gate_up) == layers
     for task in gate_up:
         args = task.workload.args

@@ -31,7 +31,7 @@ def linear(m, *segments, k=512):
 
 def gate_up(m, fmt):
     return Workload(
-        "gate_up_swiglu", {"gate": fmt, "up": fmt, "n": 512, "k": 512, "m": m, "act_in": "tiles", "act_out": "tiles"}
+        "gate_up", {"gate": fmt, "up": fmt, "n": 512, "k": 512, "m": m, "act_in": "tiles", "act_out": "tiles"}
     )
 
 

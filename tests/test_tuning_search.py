@@ -60,7 +60,7 @@ from mlc_amd.compiler.tuning import search
 from mlc_amd.schedules.plans import Workload, space
 search.RANKED = int(sys.argv[1])
 args = {"gate": "q4_0", "up": "q4_0", "n": 256, "k": 256, "m": 64, "act_in": "half", "act_out": "half"}
-workload, arch = Workload("gate_up_swiglu", args), archs.resolve("gfx1100")
+workload, arch = Workload("gate_up", args), archs.resolve("gfx1100")
 found, evolved = space(workload, arch), []
 tried = search.Search(workload, found, arch)
 evolve = tried._evolve

@@ -219,11 +219,11 @@ class Target(ABC):
         a = call.attrs
         n, k, m = (int(a[key]) for key in ("n", "k", "m"))
         gate, up = (str(f) for f in a["formats"])
-        label = f"gate_up_swiglu_{'_'.join(dict.fromkeys((gate, up)))}_{n}x{k}_m{m}"
+        label = f"gate_up_{'_'.join(dict.fromkeys((gate, up)))}_{n}x{k}_m{m}"
         args = {"gate": gate, "up": up, "n": n, "k": k, "m": m}
         args |= {"act_in": str(a["layout_in"]), "act_out": str(a["layout"])}
         args |= _differing({"act_fn": str(a["act"])}, GATE_UP_DEFAULTS)
-        return self._call(bb, call, label, Workload("gate_up_swiglu", args))
+        return self._call(bb, call, label, Workload("gate_up", args))
 
     def _rope_kv_write(self, bb, call):
         m, last = shape_of(call.args[1])[0], len(call.args)

@@ -50,7 +50,7 @@ from mlc_amd.schedules.plans.workload import Workload
 
 POWER = 2
 SAMPLES = 12  # workgroups that are followed where they do different work: formats of q, k and v, say
-LINEAR = ("linear", "gate_up_swiglu")
+LINEAR = ("linear", "gate_up")
 MIN_WAVES = 2  # per SIMD, of a GEMM plan other than the default
 
 

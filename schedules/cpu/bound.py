@@ -102,11 +102,11 @@ def multiplies(params, op, args, isa, name) -> tirx.PrimFunc:
             pairs = T.min(pairs, T.int32(m * args["window"])) if args.get("window") else pairs
             _emit_scores(T.Bind(pairs * heads // (isa.lanes * _chains(isa))), 2 * d, state, sink, isa)
         else:
-            segments = [(args[g], args["n"]) for g in ("gate", "up")] if op == "gate_up_swiglu" else args["segments"]
+            segments = [(args[g], args["n"]) for g in ("gate", "up")] if op == "gate_up" else args["segments"]
             with T.attr(T.int32(0), "pragma_parallel_launch_point", 1):
                 for fmt, n in segments:
                     _emit_weights(lookup(fmt), -(-n // isa.lanes) * args["m"], args["k"], state, acts, sink, isa)
-                if op == "gate_up_swiglu":
+                if op == "gate_up":
                     activation = ACTIVATIONS[args.get("act_fn", "silu")]
                     _emit_activation(activation, args["n"] // isa.lanes * args["m"] // _chains(isa), state, sink, isa)
     return builder.get()

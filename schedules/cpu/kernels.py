@@ -53,7 +53,7 @@ BUILDERS = {
     "rms_norm": _rms_norm,
     "quantize": _quantize,
     "linear": _linear,
-    "gate_up_swiglu": _gate_up,
+    "gate_up": _gate_up,
     "rope_kv_write": _rope_kv_write,
     "attention": _attention,
 }

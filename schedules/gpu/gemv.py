@@ -209,7 +209,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, plan=
     weights that cannot share a launch.
     """
     fmts = [lookup(fmt_gate), lookup(fmt_up)]
-    _check(fmts, m, act_in, "gate_up_swiglu")
+    _check(fmts, m, act_in, "gate_up")
     if f % BLOCK:
         raise ValueError(f"a feed-forward layer of {f} columns does not make whole blocks of {BLOCK}")
     rows, waves, lanes, unroll = astuple(gate_up_plan(fmts, f, k, arch, plan))

@@ -57,7 +57,7 @@ BUILDERS = {
     "rms_norm": _rms_norm,
     "quantize": _quantize,
     "linear": _linear,
-    "gate_up_swiglu": _gate_up,
+    "gate_up": _gate_up,
     "rope_kv_write": _rope_kv_write,
     "attention": _attention,
     "rope_attention": _rope_attention,

@@ -81,4 +81,4 @@ def _attention(workload, arch) -> Space:
     )
 
 
-SPACES = {"linear": _linear, "gate_up_swiglu": _gate_up, "attention": _attention}
+SPACES = {"linear": _linear, "gate_up": _gate_up, "attention": _attention}

@@ -272,7 +272,7 @@ def _rope_kv_write(workload, arch) -> Space:
 
 SPACES = {
     "linear": _linear,
-    "gate_up_swiglu": _gate_up,
+    "gate_up": _gate_up,
     "attention": _attention,
     "rope_attention": _decode,
     "rms_norm": _rms_norm,

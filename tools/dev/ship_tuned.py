@@ -53,7 +53,7 @@ STREAM_MARGIN, MARGIN = 0.25, 0.4
 FINALISTS = {1: 2, CHUNK: 2}  # plans of a shape that are built after the survey, by tokens; 1 where nothing is said
 BATCH = 30  # builds that are on the disk at a time
 SOURCE = "static model of the GPU (compiler/tuning/static.py); nothing was measured on it"
-SURVEYED = {"linear": {"n": 4096, "k": 4096}, "gate_up_swiglu": {"n": 14336, "k": 4096}}
+SURVEYED = {"linear": {"n": 4096, "k": 4096}, "gate_up": {"n": 14336, "k": 4096}}
 
 
 def say(text: str) -> None:
@@ -67,7 +67,7 @@ def linear(fmt: str, rows, k: int, m: int, act: str, residual: bool) -> Workload
 
 
 def gate_up(fmt: str, n: int, k: int, m: int, act: str) -> Workload:
-    return Workload("gate_up_swiglu", {"gate": fmt, "up": fmt, "n": n, "k": k, "m": m, "act_in": act, "act_out": act})
+    return Workload("gate_up", {"gate": fmt, "up": fmt, "n": n, "k": k, "m": m, "act_in": act, "act_out": act})
 
 
 def act_of(arch, m: int) -> str:
