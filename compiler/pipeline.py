@@ -259,7 +259,7 @@ def _is_matrix(planes: list[artifact.TensorSpec]) -> bool:
 
 
 def _drawn(model, specs: dict[str, list[artifact.TensorSpec]]) -> dict[str, dict]:
-    """The planes of all matrices, with how to draw them, as runtime/random_weights.py wants them."""
+    """The planes of all matrices, with how to draw them, as runtime/random_weights.py reads them."""
     listed = {}
     for name, planes in specs.items():
         if _is_matrix(planes):

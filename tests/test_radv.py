@@ -44,7 +44,7 @@ def code(artifact):
 
 
 def shader(segments, k, profile):
-    """The GEMV of one token as `radv` wants it."""
+    """The GEMV of one token as `radv` takes it."""
     func = linear(segments, k, 1, "rows", [False] * len(segments), False, profile, "gemv")
     ((name, kernel),) = compile_spirv({"gemv": func}, profile).modules.items()
     return radv.Shader(name, kernel.binary, tuple(kernel.block), profiles.ADDRESS * len(func.params))

@@ -33,7 +33,7 @@ def test_torn_and_damaged_lines_are_dropped(tmp_path):
     log.write_bytes(b"".join([*lines[:slowest], b"\0\xff garbage\n", *lines[slowest + 1 :]]) + lines[0][:40])
     assert (
         Lookup(GFX, "user", user=tmp_path).find(task.workload)[0] is not None
-    )  # reading mends nothing, and minds nothing
+    )  # reading repairs nothing and accepts damaged lines
     bench = Bench()
     with Database(GFX, tmp_path) as database:
         assert database.torn and len(database.entry(task.workload).records) == 19

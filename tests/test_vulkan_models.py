@@ -77,7 +77,7 @@ def test_several_profiles_share_an_artifact(made):
 
 
 def test_several_profiles_where_the_first_splits_attention_less(made, load):
-    """The workspace is as large as the neediest wants it; the device takes the profile that fits it."""
+    """The workspace has the largest size that any profile needs; the device takes the profile that fits."""
     vulkan_harness.gpu()
     engine = load(made("tiny:q4_0", "generic,lavapipe", 128))
     assert np.isfinite(engine.decode(1)).all()

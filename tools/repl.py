@@ -37,7 +37,7 @@ _FENCES = ('"""', "```")
 
 
 class Leave(Exception):
-    """The user wants to end the session."""
+    """The user ends the session."""
 
 
 def complete(text: str) -> bool:

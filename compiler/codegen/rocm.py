@@ -160,16 +160,15 @@ def _insert(s, wait):
     return s
 
 
-# ---- finalization: values that the code generator need not understand
+# ---- finalization: values that TVM's simplifier does not need
 
 
 def values_in_memory():
     """The pass that puts floats, words without a sign and vectors into local buffers of one element, of which LLVM
     makes the same registers. Last pass before code generation.
 
-    TVM's code generator tells its simplifier what each value is, in terms of what came before: an expression twice as
-    large with every value that is used twice, and a minute for a chain of 25. Indices are int32; about them it shall
-    know.
+    TVM's code generator substitutes each value into the expressions of its simplifier, which double with every value
+    that is used twice: a minute for a chain of 25. Indices (int32) stay values: the simplifier needs them.
     """
 
     @tirx.transform.prim_func_pass(opt_level=0, name="ValuesInMemory")

@@ -158,7 +158,7 @@ class Target(ABC):
         return found
 
     def _call(self, bb, call, label: str, workload: Workload, inplace: dict[int, int] | None = None, args=None):
-        """A call of the workload's kernel: inputs (`args` where the kernel wants another order), flattened, then
+        """A call of the workload's kernel: inputs (`args` where the kernel takes another order), flattened, then
         outputs. `inplace`: output index to input index."""
         inputs = [item for arg in (args or call.args) for item in _fields(bb, arg)]
         outputs = list(fields_of(call.ty)) if isinstance(call.ty, relax.TupleType) else [call.ty]
@@ -204,7 +204,7 @@ class Target(ABC):
         segments = [(str(f), int(n)) for f, n in zip(a["formats"], a["n"], strict=True)]
         biases = [bool(int(b)) for b in a["biases"]]
         count = len(segments)
-        # the operator takes weights, then biases; the kernel wants each bias behind its weight
+        # the operator takes weights, then biases; the kernel takes each bias after its weight
         state, x, weights, rest = call.args[0], call.args[1], call.args[2 : 2 + count], list(call.args[2 + count :])
         ordered = [
             value

@@ -1,7 +1,7 @@
 """Kits: tuning for a machine that cannot be reached and has no TVM. A folder of built candidates goes there,
 measurements come back.
 
-`export` writes what a session wants to have measured next, with the program that measures it (runtime/measure/
+`export` writes what a session would measure next, with the program that measures it (runtime/measure/
 run_kit.py) and its sources. `load` reads a kit that came back and validates what the other machine wrote, `feed` gives
 its results to a session.
 

@@ -135,7 +135,7 @@ class Recorder:
         assert not self.queue, "memory freed while work is enqueued"
         array, where = self.blocks.pop(address)
         assert where == kind
-        array[:] = 0x5A  # whoever still looks at it shall see that
+        array[:] = 0x5A  # makes later reads visible
         return OK
 
     def hipFree(self, address):

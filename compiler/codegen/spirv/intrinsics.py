@@ -108,7 +108,7 @@ class Intrinsics(Memory):
         self.asm.emit("ControlBarrier", workgroup, workgroup, self.int_const(self.ordering(semantics)))
 
     def ordering(self, semantics):
-        """Memory semantics; the Vulkan memory model also wants to hear that what was written is to be seen."""
+        """Memory semantics; the Vulkan memory model also needs writes to be made available and visible."""
         return semantics | (opcodes.MAKE_AVAILABLE | opcodes.MAKE_VISIBLE if self.vulkan_model else 0)
 
     def call_if_then_else(self, e, condition, x, y):

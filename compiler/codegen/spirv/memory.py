@@ -77,8 +77,8 @@ class Memory(Expressions):
         )
 
     def order(self, array):
-        """The memory operands of an access to an Array: the Vulkan memory model wants to know what barriers are
-        about."""
+        """The memory operands of an access to an Array: the Vulkan memory model needs to know which accesses
+        barriers order."""
         return (opcodes.NON_PRIVATE,) if array.storage == "Workgroup" and self.vulkan_model else ()
 
     def lane_indices(self, index):
