@@ -18,6 +18,8 @@ import tvm_ffi
 from tvm import relax
 from tvm.ir import Op
 
+from mlc_amd.schedules.experts import Experts
+
 PREFIX = "mlc_amd."
 
 
@@ -62,6 +64,12 @@ def shape_of(value) -> list[int]:
     return [int(s) for s in value.ty.shape.values]
 
 
+def rows_of(value) -> int:
+    """Rows of activations in the layout "" or "rows", or of one row in any."""
+    ty = value.ty.fields[0] if isinstance(value.ty, relax.TupleType) else value.ty
+    return int(ty.shape.values[0])
+
+
 def _embed(call, bb):
     return tensor_type((shape_of(call.args[1])[0], int(call.attrs["k"])))
 
@@ -100,6 +108,48 @@ def _rope_attention(call, bb):
     return layout_type(1, int(call.attrs["heads"]) * int(call.attrs["d"]), str(call.attrs["layout"]))
 
 
+def _layer_norm(call, bb):
+    return _rms_norm(call, bb)
+
+
+def experts_of(call) -> Experts:
+    """The `Experts` of an operator that has the attributes EXPERTS."""
+    return Experts(*(int(call.attrs[key]) for key in EXPERTS))
+
+
+def _route(call, bb):
+    m, used = shape_of(call.args[1])[0], int(call.attrs["used"])
+    return relax.TupleType([tensor_type((m, used), "int32"), tensor_type((m, used))])
+
+
+def _expert_order(call, bb):
+    experts, m = experts_of(call), shape_of(call.args[1])[0]
+    shapes = (m, experts.used), (experts.slots(m),), (experts.groups(m),)
+    return relax.TupleType([tensor_type(shape, "int32") for shape in shapes])
+
+
+def _gather(call, bb):
+    m, k = shape_of(call.args[1])
+    return layout_type(experts_of(call).slots(m), k, str(call.attrs["layout"]))
+
+
+def _expert_gate_up(call, bb):
+    return layout_type(experts_of(call).slots(int(call.attrs["m"])), int(call.attrs["n"]), str(call.attrs["layout"]))
+
+
+def _expert_linear(call, bb):
+    return tensor_type((experts_of(call).slots(int(call.attrs["m"])), padded(int(call.attrs["n"]))))
+
+
+def _expert_down(call, bb):
+    return tensor_type((1, padded(int(call.attrs["n"]))))
+
+
+def _combine(call, bb):
+    return tensor_type((int(call.attrs["m"]), shape_of(call.args[1])[1]))
+
+
+EXPERTS = ("experts", "used", "tile")  # attributes, as of schedules.experts.Experts
 ATTENTION = (
     "heads",
     "kv_heads",
@@ -115,10 +165,15 @@ ATTENTION = (
 OPS = {
     "embed": (_embed, "rows of the embedding table times scale: (tokens int32[m], weight); format, vocab, k, scale"),
     "rms_norm": (_rms_norm, "x / rms(x) * g: (x, g); eps, rows: all or the last live one, layout (of the result)"),
+    "layer_norm": (
+        _layer_norm,
+        "(x - mean(x)) / deviation(x) * g + b: (x, g, [b]); eps, bias, rows and layout as of rms_norm",
+    ),
     "quantize": (_quantize, "x in a layout: (x,); layout"),
     "linear": (
         _linear,
-        "x W^T for each W: (x, weights.., biases.., residual?); formats, n, biases, residual, k, m, layout (of x)",
+        "x W^T for each W: (x, weights.., biases.., residual?); formats, n, biases, residual, k, m, layout (of x), "
+        "exact (x stays float32)",
     ),
     "gate_up": (_gate_up, "act(x G^T) * (x U^T): (x, G, U); formats, n, k, m, act, layout_in (of x), layout (result)"),
     "rope_kv_write": (
@@ -133,6 +188,37 @@ OPS = {
     "rope_attention": (
         _rope_attention,
         "both of one token, the cache written in place: (q, k, v, [qn, kn], [cos_sin], K, V, [sinks], workspace..)",
+    ),
+    # of a mixture of experts: schedules/experts.py has the meaning of ids, slots, pairs and groups
+    "route": (
+        _route,
+        "experts of each row, and their weights: (logits, [selection bias], [experts' factors]) to (ids, weights); "
+        "EXPERTS and gating, normalize, scale, bias, factors, groups, groups_used",
+    ),
+    "expert_order": (_expert_order, "rows sorted by expert: (ids,) to (slots, pairs, groups); EXPERTS"),
+    "gather": (
+        _gather,
+        "the rows of x in slots, times their weights: (x, [pairs], [weights]); EXPERTS and weighted, layout. One row "
+        "has no pairs",
+    ),
+    "expert_gate_up": (
+        _expert_gate_up,
+        "act(x G^T) * (x U^T) of each slot's expert: (x, groups, G, U, [G's and U's biases]); EXPERTS and formats, n, "
+        "k, m, act, biases, layout_in, layout. x has a row for each slot, or one for all",
+    ),
+    "expert_linear": (
+        _expert_linear,
+        "x W^T of each slot's expert: (x, groups, W, [bias]); EXPERTS and formats, n, k, m, biases, layout (of x)",
+    ),
+    "combine": (
+        _combine,
+        "the sum of a row's slots, times their weights: (y, slots, [weights], [residual]); EXPERTS and weighted, m, "
+        "residual",
+    ),
+    "expert_down": (
+        _expert_down,
+        "combine(expert_linear) of one row: (x, ids, W, [bias], [weights], [residual]); EXPERTS and formats, n, k, m, "
+        "biases, weighted, residual, layout (of x)",
     ),
 }
 

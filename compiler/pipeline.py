@@ -8,6 +8,7 @@ Memory stays small whatever the model's size: tensors are mapped, repacked and w
 
 import dataclasses
 import importlib
+import math
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,8 @@ import tvm
 from mlc_amd.compiler import plan as planning
 from mlc_amd.compiler import tokenizer
 from mlc_amd.compiler.models.build import FunctionSpec, build_module
-from mlc_amd.compiler.models.rope import rope_table
+from mlc_amd.compiler.models.graph import ONES, table_columns
+from mlc_amd.compiler.models.rope import position_table
 from mlc_amd.compiler.ops import padded
 from mlc_amd.compiler.passes import fuse
 from mlc_amd.compiler.quant import repack
@@ -240,14 +242,15 @@ def _weight_specs(model, backend, parameters, ctx: int) -> dict[str, list[artifa
     """Source tensor (or a RoPE table) to the tensors of the weights file that are made of it, in the order of the
     functions' parameters."""
     names = dict.fromkeys(name for function in parameters.values() for kind, name in function if kind == "weight")
-    specs = {}
+    specs, tables = {}, table_columns(model.config)
     for name in names:
-        if rope := _rope_of(model.config, name):
-            specs[name] = [artifact.TensorSpec(name, "float32", (ctx, rope.dim))]
-        elif len(model.tensors[name].shape) == 1:
-            specs[name] = [artifact.TensorSpec(name, "float32", (padded(model.tensors[name].shape[0]),))]
+        if name in tables:
+            specs[name] = [artifact.TensorSpec(name, "float32", (ctx, tables[name]))]
+        elif size := _vector_size(model, name):
+            specs[name] = [artifact.TensorSpec(name, "float32", (padded(size),))]
         else:
-            planes = backend.planes(model.tensors[name].format, *model.tensors[name].shape)
+            tensor = model.tensors[name]
+            planes = backend.planes(tensor.format, tensor.rows, tensor.shape[-1])
             specs[name] = [
                 artifact.TensorSpec(f"{name}/{plane}", dtype, shape) for plane, (shape, dtype) in planes.items()
             ]
@@ -263,7 +266,7 @@ def _drawn(model, specs: dict[str, list[artifact.TensorSpec]]) -> dict[str, dict
     listed = {}
     for name, planes in specs.items():
         if _is_matrix(planes):
-            kinds = draws(model.tensors[name].format, model.tensors[name].shape[1])
+            kinds = draws(model.tensors[name].format, model.tensors[name].shape[-1])
             for spec in planes:
                 listed[spec.name] = {
                     "dtype": spec.dtype,
@@ -279,9 +282,9 @@ def _write_weights(model, layout: str, specs, path: Path, ctx: int, progress: Pr
 
     def repack_chunk(name: str, start: int, stop: int) -> None:
         tensor = model.tensors[name]
-        planes = repack(tensor.format, tensor.blocks(start, stop), tensor.shape[1], layout)
+        planes = repack(tensor.format, tensor.blocks(start, stop), tensor.shape[-1], layout)
         for spec, plane in zip(specs[name], planes.values(), strict=True):
-            writer.write(spec.name, spec.nbytes * start // padded(tensor.shape[0]), plane)
+            writer.write(spec.name, spec.nbytes * start // padded(tensor.rows), plane)
             done[0] += plane.nbytes
         progress("weights", min(done[0], total), total)
 
@@ -294,9 +297,9 @@ def _write_weights(model, layout: str, specs, path: Path, ctx: int, progress: Pr
                     done[0] += planes[0].nbytes
                     continue
                 tensor = model.tensors[name]
-                rows = max(16, CHUNK_BYTES // max(1, tensor.nbytes // tensor.shape[0]) // 16 * 16)
-                for start in range(0, tensor.shape[0], rows):
-                    jobs.append(pool.submit(repack_chunk, name, start, min(start + rows, tensor.shape[0])))
+                rows = max(16, CHUNK_BYTES // max(1, tensor.row_bytes) // 16 * 16)
+                for start in range(0, tensor.rows, rows):
+                    jobs.append(pool.submit(repack_chunk, name, start, min(start + rows, tensor.rows)))
             try:
                 for job in jobs:
                     job.result()
@@ -306,14 +309,18 @@ def _write_weights(model, layout: str, specs, path: Path, ctx: int, progress: Pr
         writer.close()
 
 
-def _rope_of(config, name: str):
-    """The RopeConfig whose table has that name, such as "rope.table"; None for other names."""
-    return config.ropes.get(name.removesuffix(".table")) if name.endswith(".table") else None
+def _vector_size(model, name: str) -> int:
+    """Numbers of a norm or a bias, of all experts together; 0 for a matrix."""
+    if name.startswith(ONES):
+        return int(name.removeprefix(ONES))
+    shape = model.tensors[name].shape
+    return math.prod(shape) if len(shape) == 1 or name.endswith(".bias") else 0
 
 
 def _vector(model, name: str, spec: artifact.TensorSpec, ctx: int) -> np.ndarray:
-    """A RoPE table, or a norm's or bias' values, padded with zeros."""
-    if rope := _rope_of(model.config, name):
-        return rope_table(rope, ctx, model.tensors[rope.factors].dequantize() if rope.factors else None)
-    values = model.tensors[name].dequantize().astype(np.float32)
-    return np.pad(values, (0, spec.shape[0] - values.shape[0]))
+    """The values of a table by position, or those of a norm or a bias, padded with zeros."""
+    if name in table_columns(model.config):
+        return position_table(model.config, name, ctx, lambda name: model.tensors[name].dequantize())
+    size = _vector_size(model, name)
+    values = np.ones(size) if name.startswith(ONES) else model.tensors[name].dequantize().reshape(-1)
+    return np.pad(values.astype(np.float32), (0, spec.shape[0] - size))

@@ -25,6 +25,7 @@ class Slot:
     prefix    or how their names begin: the planes of a packed matrix; "" with `until`: all names until that one
     matrix    (format, columns) of these
     rows      of a table of which a token needs one; 0: it is read whole
+    share     of a packed matrix that a call reads: below 1 where rows choose some of its experts
     columns   of an output that are not padding; 0: all
     optional  whether a kernel may lack it
     """
@@ -35,6 +36,7 @@ class Slot:
     until: str = ""
     matrix: tuple[str, int] | None = None
     rows: int = 0
+    share: float = 1.0
     columns: int = 0
     optional: bool = False
 
@@ -141,7 +143,7 @@ def costs(op: str, args: dict, params: list[Parameter]) -> Costs:
     inputs = sum(param.nbytes for param in of("input")) / (m if args.get("row") == "last" else 1)
     positions = args.get("ctx", 1)
     return Costs(
-        weights=sum(param.nbytes for param in of("weight") if not param.slot.rows),
+        weights=int(sum(param.nbytes * param.slot.share for param in of("weight") if not param.slot.rows)),
         rows=sum(param.nbytes * m / param.slot.rows for param in of("weight") if param.slot.rows),
         activations=inputs + sum(param.nbytes for param in of("output")),
         position=sum(param.nbytes for param in of("cache")) / positions,
@@ -217,6 +219,65 @@ def _rope_attention(args: dict) -> Iterator[Slot]:
     yield from _attention_end(args)
 
 
+def _share(args: dict) -> float:
+    """Of the experts that m rows are expected to use, if each chooses at random."""
+    return 1.0 - (1.0 - args["used"] / args["experts"]) ** args.get("m", 1)
+
+
+def _stack(prefix: str, fmt: str, args: dict) -> Slot:
+    return Slot("weight", prefix=prefix, matrix=(fmt, args["k"]), share=_share(args))
+
+
+def _route(args: dict) -> Iterator[Slot]:
+    yield from (_STATE, Slot("input", ("L",), columns=args["experts"]))
+    if args.get("bias"):
+        yield Slot("weight", ("B",))
+    if args.get("factors"):
+        yield Slot("weight", ("F",))
+    yield Slot("output", ("Ids", "Weights"))
+
+
+def _gather(args: dict) -> Iterator[Slot]:
+    yield from (_STATE, Slot("input", ("X",)))
+    if args["m"] > 1:
+        yield Slot("input", ("Pairs",))
+    if args["weighted"]:
+        yield Slot("input", ("Weights",))
+    yield _OUT
+
+
+def _expert_gate_up(args: dict) -> Iterator[Slot]:
+    yield from (_STATE, _ACT, Slot("input", ("Groups",)))
+    yield from (_stack("G_", args["gate"], args), _stack("U_", args["up"], args))
+    if args["biases"]:
+        yield Slot("weight", ("GB", "UB"), share=_share(args))
+    yield _OUT
+
+
+def _expert_linear(args: dict) -> Iterator[Slot]:
+    yield from (_STATE, _ACT, Slot("input", ("Groups",)), _stack("W_", args["fmt"], args))
+    if args["bias"]:
+        yield Slot("weight", ("WB",), share=_share(args))
+    if args.get("weighted"):
+        yield Slot("input", ("Weights",))
+    if args.get("residual"):
+        yield Slot("input", ("R",))
+    yield Slot("output", ("Y",), columns=args["n"])
+
+
+def _combine(args: dict) -> Iterator[Slot]:
+    yield from (_STATE, Slot("input", ("X",)), Slot("input", ("Slots",)))
+    if args["weighted"]:
+        yield Slot("input", ("Weights",))
+    if args["residual"]:
+        yield Slot("input", ("R",))
+    yield _OUT
+
+
+def _expert_products(args: dict, matrices: int) -> tuple[int, int]:
+    return 2 * args["m"] * args["used"] * args["k"] * args["n"] * matrices, 0
+
+
 def _scores(args: dict) -> tuple[int, int]:
     """Two products of d elements for each head."""
     return 0, 4 * args["heads"] * args["d"]
@@ -225,10 +286,22 @@ def _scores(args: dict) -> tuple[int, int]:
 OPERATORS = {
     "embed": Operator(_embed),
     "rms_norm": Operator(lambda args: (_STATE, Slot("input", ("X",)), Slot("weight", ("G",)), _OUT)),
+    "layer_norm": Operator(
+        lambda args: (_STATE, Slot("input", ("X",)), Slot("weight", ("G", "B") if args["bias"] else ("G",)), _OUT)
+    ),
     "quantize": Operator(lambda args: (_STATE, Slot("input", ("X",)), _OUT)),
     "linear": Operator(_linear, lambda args: (2 * args["m"] * args["k"] * sum(n for _, n in args["segments"]), 0)),
     "gate_up": Operator(_gate_up, lambda args: (2 * args["m"] * args["k"] * 2 * args["n"], 0)),
     "rope_kv_write": Operator(_rope_kv_write),
     "attention": Operator(_attention, _scores, reads_cache=True),
     "rope_attention": Operator(_rope_attention, _scores, reads_cache=True),
+    "route": Operator(_route),
+    "expert_order": Operator(
+        lambda args: (_STATE, Slot("input", ("Ids",)), Slot("output", ("Slots", "Pairs", "Groups")))
+    ),
+    "gather": Operator(_gather),
+    "expert_gate_up": Operator(_expert_gate_up, lambda args: _expert_products(args, 2)),
+    "expert_linear": Operator(_expert_linear, lambda args: _expert_products(args, 1)),
+    "expert_down": Operator(_expert_linear, lambda args: _expert_products(args, 1)),
+    "combine": Operator(_combine),
 }

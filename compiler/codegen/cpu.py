@@ -53,6 +53,9 @@ class CpuTarget(Target):
     def act_layout(self, m: int, kind: str) -> str:
         return f"tiles:{tile_rows(m, self.arch)}" if kind == "int8" else ""
 
+    def expert_tile(self, m: int) -> int:
+        return tile_rows(m, self.arch)
+
     def cache_types(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
         return cache_types(attention.kv_heads, ctx, attention.head_dim)
 

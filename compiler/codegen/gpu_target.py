@@ -19,6 +19,9 @@ from mlc_amd.schedules.gpu.cache import cache_types
 from mlc_amd.schedules.gpu.kernels import BUILDERS
 from mlc_amd.schedules.gpu.planes import planes
 
+# Slots: with 128 experts, 8 used, the rows of a chunk of 512 fill tiles of 32 to two thirds, tiles of 64 to a half.
+EXPERT_TILE = 32
+
 
 class GpuTarget(Target):
     """`archs`: GpuArchs or Profiles. UserError if they cannot share an artifact. Subclasses have `matrix_layout`, that
@@ -47,6 +50,9 @@ class GpuTarget(Target):
         if m > 1 and self.archs[0].matrix:
             return self.matrix_layout
         return "rows" if kind == "int8" else ""
+
+    def expert_tile(self, m: int) -> int:
+        return EXPERT_TILE
 
     def cache_types(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
         return cache_types(attention.kv_heads, ctx, attention.head_dim)

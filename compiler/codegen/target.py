@@ -73,6 +73,10 @@ class Target(ABC):
         "float"); "": float32."""
 
     @abstractmethod
+    def expert_tile(self, m: int) -> int:
+        """Slots of a tile of one expert in a step of m > 1 rows: rows that its matrix products take at once."""
+
+    @abstractmethod
     def cache_types(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """{"k": .., "v": ..}: (shape, dtype) of the cache of a layer with that attention."""
 
@@ -193,6 +197,13 @@ class Target(ABC):
         args = {"k": k, "m": m, "eps": float(a["eps"]), "act": layout, "row": rows}
         return self._call(bb, call, label, Workload("rms_norm", args))
 
+    def _layer_norm(self, bb, call):
+        a, (m, k) = call.attrs, shape_of(call.args[1])
+        layout, rows, bias = str(a["layout"]), str(a["rows"]), bool(int(a["bias"]))
+        args = {"k": k, "m": m, "eps": float(a["eps"]), "bias": bias, "act": layout, "row": rows}
+        label = f"layer_norm{'_quantize' if layout else ''}_{k}_m{m}{'_last' if rows == 'last' else ''}"
+        return self._call(bb, call, label, Workload("layer_norm", args))
+
     def _quantize(self, bb, call):
         m, k = shape_of(call.args[1])
         workload = Workload("quantize", {"k": k, "m": m, "act": str(call.attrs["layout"])})
@@ -225,6 +236,54 @@ class Target(ABC):
         args |= _differing({"act_fn": str(a["act"])}, GATE_UP_DEFAULTS)
         return self._call(bb, call, label, Workload("gate_up", args))
 
+    def _route(self, bb, call):
+        a, (m, n) = call.attrs, shape_of(call.args[1])
+        args = {"n": n, "m": m} | _experts(call) | {"gating": str(a["gating"]), "scale": float(a["scale"])}
+        args |= {key: bool(int(a[key])) for key in ("normalize", "bias", "factors")}
+        args |= {key: int(a[key]) for key in ("groups", "groups_used")}
+        return self._call(bb, call, f"route_{args['experts']}_m{m}", Workload("route", args))
+
+    def _expert_order(self, bb, call):
+        args = {"m": shape_of(call.args[1])[0]} | _experts(call)
+        return self._call(bb, call, f"expert_order_{args['experts']}_m{args['m']}", Workload("expert_order", args))
+
+    def _gather(self, bb, call):
+        m, k = shape_of(call.args[1])
+        args = {"k": k, "m": m} | _experts(call) | {"weighted": bool(int(call.attrs["weighted"]))}
+        args["layout"] = str(call.attrs["layout"])
+        return self._call(bb, call, f"gather_{k}_m{m}", Workload("gather", args))
+
+    def _expert_gate_up(self, bb, call):
+        a = call.attrs
+        gate, up = (str(f) for f in a["formats"])
+        args = {"gate": gate, "up": up} | _sizes(call) | _experts(call)
+        args |= {"biases": bool(int(a["biases"])), "act": str(a["act"])}
+        args |= {"layout_in": str(a["layout_in"]), "layout": str(a["layout"])}
+        # one row for all slots, or a row for each
+        args["shared"] = ops.rows_of(call.args[1]) == 1
+        label = f"expert_gate_up_{'_'.join(dict.fromkeys((gate, up)))}_{_label_of(args)}"
+        return self._call(bb, call, label, Workload("expert_gate_up", args))
+
+    def _expert_linear(self, bb, call):
+        args = {"fmt": str(call.attrs["formats"][0])} | _sizes(call) | _experts(call)
+        args |= {"bias": bool(int(call.attrs["biases"])), "layout": str(call.attrs["layout"])}
+        label = f"expert_linear_{args['fmt']}_{_label_of(args)}"
+        return self._call(bb, call, label, Workload("expert_linear", args))
+
+    def _expert_down(self, bb, call):
+        a = call.attrs
+        args = {"fmt": str(a["formats"][0])} | _sizes(call) | _experts(call)
+        args |= {"bias": bool(int(a["biases"])), "weighted": bool(int(a["weighted"]))}
+        args |= {"residual": bool(int(a["residual"])), "layout": str(a["layout"])}
+        label = f"expert_down_{args['fmt']}_{_label_of(args)}"
+        return self._call(bb, call, label, Workload("expert_down", args))
+
+    def _combine(self, bb, call):
+        a, n = call.attrs, shape_of(call.args[1])[1]
+        args = {"n": n, "m": int(a["m"])} | _experts(call)
+        args |= {key: bool(int(a[key])) for key in ("weighted", "residual")}
+        return self._call(bb, call, f"combine_{n}_m{args['m']}", Workload("combine", args))
+
     def _rope_kv_write(self, bb, call):
         m, last = shape_of(call.args[1])[0], len(call.args)
         # of attention's attributes only the scale counts here: queries are multiplied by it
@@ -253,6 +312,18 @@ class Target(ABC):
         a = call.attrs
         eps = float(a["eps"]) if int(a["head_norm"]) else None
         return {"neox": bool(int(a["neox"])), "rotary": int(a["rotary"]), "eps": eps}
+
+
+def _experts(call) -> dict[str, int]:
+    return {key: int(call.attrs[key]) for key in ops.EXPERTS}
+
+
+def _sizes(call) -> dict[str, int]:
+    return {key: int(call.attrs[key]) for key in ("n", "k", "m")}
+
+
+def _label_of(args: dict) -> str:
+    return f"{args['experts']}x{args['n']}x{args['k']}_m{args['m']}"
 
 
 def _window(call) -> str:

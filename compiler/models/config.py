@@ -21,7 +21,18 @@ class RopeConfig:
     ext_factor: float = 0.0  # yarn: weight of the unscaled angle in the fast pairs
     beta_fast: float = 32.0  # yarn: pairs that turn more often than this in original_context keep their angle
     beta_slow: float = 1.0  # yarn: pairs that turn less often than this are divided by factor
+    log_multiplier: float = 0.0  # yarn: 1 + 0.1 * log_multiplier * ln(factor) divides cos and sin; 0: does not
     factors: str = ""  # tensor [dim/2] that divides the angle of each pair, such as rope_freqs.weight (Llama 3.1)
+    long_factors: str = ""  # the same for caches of more than original_context tokens (longrope)
+
+
+@dataclass(frozen=True)
+class TemperatureConfig:
+    """A factor on the queries at a position p: 1 + scale * ln(1 + floor((p + offset) / length))."""
+
+    scale: float
+    length: int  # tokens
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,19 +50,62 @@ class AttentionConfig:
     qkv_bias: bool = False  # attn_q/k/v.bias
     output_bias: bool = False  # attn_output.bias
     head_norms: bool = False  # attn_q_norm/k_norm: RMS norm over each head of Q and K before RoPE
+    norm_weights: bool = True  # False: head_norms without weights
+    row_norms: bool = False  # attn_q_norm/k_norm: RMS norm over all heads of Q, and over all of K, before RoPE
+    merged_qkv: bool = False  # attn_qkv holds the rows of attn_q, attn_k and attn_v, in that order
+    value_is_key: bool = False  # no attn_v: values are the projected keys, before norm and RoPE
+    temperature: "TemperatureConfig | None" = None
 
 
 @dataclass(frozen=True)
 class FeedForwardConfig:
-    """down(act(gate(x)) * up(x)), dense."""
+    """down(act(gate(x)) * up(x)), dense; without a gate down(act(up(x)))."""
 
     size: int  # columns between gate/up and down
     act: str = "silu"  # or "gelu" (tanh approximation), of schedules' activations
+    gated: bool = True
+    merged: bool = False  # ffn_up holds the rows of gate, then those of up
+    bias: bool = False  # ffn_up.bias and ffn_down.bias
+
+
+@dataclass(frozen=True)
+class SharedExpertConfig:
+    """A feed-forward block for every row, besides the experts."""
+
+    size: int
+    act: str = "silu"
+    gated_output: bool = False  # multiplied by sigmoid(ffn_gate_inp_shexp . x)
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts: the sum over a row's `used` experts e of weight_e * down_e(act(gate_e x) * up_e x).
+
+    The router's logits give probabilities by `gating` (`schedules.experts.GATINGS`). Experts are chosen by probability
+    plus bias; weights are the probabilities of the chosen ones.
+    """
+
+    count: int
+    used: int
+    size: int  # columns between gate/up and down
+    act: str = "silu"  # or "gelu", "swiglu_oai" (gpt-oss: clamped)
+    gating: str = "softmax"
+    normalize: bool = True  # weights are divided by their sum
+    scale: float = 1.0  # on the weights, after that
+    groups: int = 1  # of experts; a row chooses among those of the groups_used best groups
+    groups_used: int = 1
+    selection_bias: bool = False  # exp_probs_b.bias, added to the probabilities that choose
+    router_bias: bool = False  # ffn_gate_inp.bias
+    biases: bool = False  # ffn_gate_exps.bias, ffn_up_exps.bias, ffn_down_exps.bias
+    merged: bool = False  # ffn_gate_up_exps holds each expert's rows of gate, then those of up
+    output_scales: bool = False  # ffn_down_exps.scale: a factor on the output of each expert
+    weigh_input: bool = False  # the weight multiplies the expert's input instead of its output
+    shared: SharedExpertConfig | None = None
 
 
 @dataclass(frozen=True)
 class Norms:
-    """RMS norms around a block, by the name of their weight within the layer: x + after(block(before(x))). "": none."""
+    """Norms around a block, by the name of their weight within the layer: x + after(block(before(x))). "": none."""
 
     before: str = ""
     after: str = ""
@@ -59,12 +113,13 @@ class Norms:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """x += attention, then x += feed_forward, each within its norms."""
+    """x += attention, then x += feed_forward, each within its norms. In a parallel layer both read the same norm."""
 
     attention: AttentionConfig
-    feed_forward: FeedForwardConfig
+    feed_forward: FeedForwardConfig | ExpertsConfig
     attention_norms: Norms = Norms(before="attn_norm")
     feed_forward_norms: Norms = Norms(before="ffn_norm")
+    parallel: bool = False  # x += attention(h) + feed_forward(h), h = the norm before attention
 
 
 @dataclass(frozen=True)
@@ -76,9 +131,12 @@ class ModelConfig:
     vocab: int  # tokens
     hidden: int  # columns of the residual stream
     context: int  # tokens the model was trained for
-    norm_eps: float  # RMSNorm's epsilon
+    norm_eps: float  # epsilon of the norms
     tied: bool  # no output.weight: logits use token_embd.weight
     layers: tuple[LayerConfig, ...]
     ropes: dict[str, RopeConfig] = field(default_factory=dict)  # by kind of layer
+    norm: str = "rms"  # or "layer": layer norms (mean subtracted), with a bias where the file has one
     embedding_scale: float = 1.0  # on the embedding's rows
+    logit_scale: float = 1.0  # on the logits
     logit_softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: none
+    unused_layers: int = 0  # blocks behind `layers` whose tensors are not read (multi-token prediction)

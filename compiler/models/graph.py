@@ -5,19 +5,23 @@ for each function parameter where the runtime finds it: ("io", "tokens"), ("weig
 "k.0").
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tvm import relax
 
 from mlc_amd.compiler import ops
-from mlc_amd.compiler.models.config import ModelConfig
+from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, ModelConfig
 from mlc_amd.compiler.ops import shape_of, tensor_type
+from mlc_amd.schedules.formats import FORMATS
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.codegen.target import Target
     from mlc_amd.compiler.gguf import GGUFModel
 
+ONES = "ones."  # prefix of the names of vectors of ones, before their length
+TEMPERATURES = "temperatures"  # name of the table of TemperatureConfig's factors
 ACTIVATIONS = {"silu": relax.op.nn.silu, "gelu": relax.op.nn.gelu_tanh}  # of FeedForwardConfig.act
 
 
@@ -40,8 +44,8 @@ class Graph:
         self.tokens = self.parameter("tokens", "io", tensor_type((self.m,), "int32"))
         for name, (shape, dtype) in self.target.kv_types(self.config, self.ctx).items():
             self.parameter(name, "kv", tensor_type(shape, dtype))
-        for name, rope in self.config.ropes.items():
-            self.parameter(f"{name}.table", "weight", tensor_type((self.ctx, rope.dim)))
+        for name, columns in table_columns(self.config).items():
+            self.parameter(name, "weight", tensor_type((self.ctx, columns)))
 
     def parameter(self, name: str, kind: str, ty) -> relax.Var:
         if name not in self.parameters:
@@ -52,13 +56,13 @@ class Graph:
         return name in self.model.tensors
 
     def vector(self, name: str) -> relax.Var:
-        """A norm's or a bias' float32 vector; a bias is padded like the linear's rows."""
-        (n,) = self.model.tensors[name].shape
-        return self.parameter(name, "weight", tensor_type((ops.padded(n),)))
+        """A norm's or a bias' float32 vector; a bias is padded like the linear's rows. Those of several experts follow
+        one another."""
+        return self.parameter(name, "weight", tensor_type((ops.padded(math.prod(self.model.tensors[name].shape)),)))
 
     def weight(self, name: str) -> relax.Var:
         tensor = self.model.tensors[name]
-        planes = self.target.planes(tensor.format, *tensor.shape)
+        planes = self.target.planes(tensor.format, tensor.rows, tensor.shape[-1])
         types = [tensor_type(shape, dtype) for shape, dtype in planes.values()]
         return self.parameter(name, "weight", relax.TupleType(types))
 
@@ -74,17 +78,29 @@ class Graph:
             "embed", [self.tokens, self.weight(name)], format=tensor.format, vocab=vocab, k=k, scale=float(scale)
         )
 
+    def norm(self, x, name: str, rows: str = "all") -> relax.Var:
+        """The model's kind of norm. name: without ".weight"."""
+        if self.config.norm == "rms":
+            return self.rms_norm(x, name + ".weight", rows)
+        bias = [self.vector(name + ".bias")] if self.has(name + ".bias") else []
+        return self.emit(
+            "layer_norm", [x, self.vector(name + ".weight"), *bias],
+            eps=self.config.norm_eps, bias=len(bias), rows=rows, layout="",
+        )  # fmt: skip
+
     def rms_norm(self, x, name: str, rows: str = "all") -> relax.Var:
         return self.emit("rms_norm", [x, self.vector(name)], eps=self.config.norm_eps, rows=rows, layout="")
 
-    def linear(self, x, name: str) -> relax.Var:
-        """x W^T, plus the bias that stands beside the weight if the file has one."""
+    def linear(self, x, name: str, exact: bool = False) -> relax.Var:
+        """x W^T, plus the bias that stands beside the weight if the file has one. exact: x stays float32, where the
+        weight's format allows it."""
         tensor, bias = self.model.tensors[name], name.removesuffix("weight") + "bias"
         biases = [self.vector(bias)] if self.has(bias) else []
         m, k = shape_of(x)
         return self.emit(
             "linear", [x, self.weight(name), *biases],
             formats=[tensor.format], n=[tensor.shape[0]], biases=[len(biases)], residual=0, k=k, m=m, layout="",
+            exact=int(exact and FORMATS[tensor.format].kind == "float"),
         )  # fmt: skip
 
     def activation(self, x, name: str) -> relax.Var:
@@ -96,10 +112,25 @@ class Graph:
     def add(self, x, y) -> relax.Var:
         return self.bb.emit(relax.op.add(x, y))
 
+    def scaled(self, x, factor: float) -> relax.Var:
+        return self.multiply(x, relax.const(factor, "float32"))
+
     def softcap(self, x, cap: float) -> relax.Var:
         """cap * tanh(x / cap)."""
-        scaled = self.bb.emit(relax.op.multiply(x, relax.const(1 / cap, "float32")))
-        return self.bb.emit(relax.op.multiply(self.bb.emit(relax.op.tanh(scaled)), relax.const(cap, "float32")))
+        return self.scaled(self.bb.emit(relax.op.tanh(self.scaled(x, 1 / cap))), cap)
+
+    def times_sigmoid(self, x, logit) -> relax.Var:
+        """x * sigmoid(column 0 of logit), row by row."""
+        first = self.bb.emit(relax.op.strided_slice(logit, [1], [0], [1]))
+        return self.multiply(x, self.bb.emit(relax.op.sigmoid(first)))
+
+    def scaled_by_position(self, x, table: str) -> relax.Var:
+        """x times the entry of its position in a table float32 [ctx, 1]."""
+        first = self.bb.emit(relax.op.strided_slice(self.state, [0], [0], [1]))
+        rows = self.bb.emit(relax.op.arange(0, self.m, 1, "int32"))
+        positions = self.bb.emit(relax.op.add(first, rows))
+        factors = self.bb.emit(relax.op.take(self.parameters[table][0], positions, axis=0, mode="clip"))
+        return self.multiply(x, factors)
 
     def attention(self, q, k, v, layer: int) -> relax.Var:
         """Head norms, RoPE, KV write and causal attention, as the layer's AttentionConfig describes them."""
@@ -110,7 +141,7 @@ class Graph:
             "heads": a.heads, "kv_heads": a.kv_heads, "d": a.head_dim, "ctx": self.ctx,
             "scale": a.scale, "window": a.window, "softcap": a.softcap, "sinks": int(a.sinks),
         }  # fmt: skip
-        norms = [self.vector(f"{block}attn_{which}_norm.weight") for which in "qk"] if a.head_norms else []
+        norms = [self.head_norm(block, which, a) for which in "qk"] if a.head_norms else []
         cache = [self.parameters[f"{which}.{layer}"][0] for which in "kv"]
         written = self.emit(
             "rope_kv_write", [q, k, v, *norms, *table, *cache], **shape,
@@ -122,3 +153,60 @@ class Graph:
         workspace = self.target.attention_workspace(a, self.ctx) if self.m == 1 else {}
         buffers = [self.parameter(name, "kv", tensor_type(*of)) for name, of in workspace.items()]
         return self.emit("attention", [q, keys, values, *sinks, *buffers], **shape, layout="")
+
+    def head_norm(self, block: str, which: str, a: AttentionConfig) -> relax.Var:
+        """The weight of the norm over a head of q or k; ones for a norm without weights."""
+        if a.norm_weights:
+            return self.vector(f"{block}attn_{which}_norm.weight")
+        return self.parameter(f"{ONES}{a.head_dim}", "weight", tensor_type((ops.padded(a.head_dim),)))
+
+    # ---- mixtures of experts
+
+    def route(self, logits, experts: ExpertsConfig, block: str) -> tuple[relax.Var, relax.Var]:
+        """(experts of each row, their weights); block: "blk.0.", in front of the tensors' names."""
+        bias = [self.vector(block + "exp_probs_b.bias")] if experts.selection_bias else []
+        factors = [self.vector(block + "ffn_down_exps.scale")] if experts.output_scales else []
+        routed = self.emit(
+            "route", [logits, *bias, *factors], **self._experts(experts),
+            gating=experts.gating, normalize=int(experts.normalize), scale=experts.scale, bias=len(bias),
+            factors=len(factors), groups=experts.groups, groups_used=experts.groups_used,
+        )  # fmt: skip
+        ids, weights = (self.bb.emit(relax.TupleGetItem(routed, i)) for i in range(2))
+        return ids, weights
+
+    def experts(self, x, ids, weights, experts: ExpertsConfig, block: str) -> relax.Var:
+        """The weighted sum of the experts `ids` of each row of x. Their stacks are <block>ffn_gate_exps and so on."""
+        of, m, k = self._experts(experts), self.m, shape_of(x)[1]
+        stacks = {name: self.model.tensors[f"{block}ffn_{name}_exps.weight"] for name in ("gate", "up", "down")}
+        weight = {name: self.weight(f"{block}ffn_{name}_exps.weight") for name in stacks}
+        bias = {name: [self.vector(f"{block}ffn_{name}_exps.bias")] if experts.biases else [] for name in stacks}
+        before, after = ([weights], []) if experts.weigh_input else ([], [weights])
+        slots, pairs, groups = None, [], ids
+        if m > 1:
+            ordered = self.emit("expert_order", [ids], **of)
+            slots, pair_of, groups = (self.bb.emit(relax.TupleGetItem(ordered, i)) for i in range(3))
+            pairs = [pair_of]
+        if m > 1 or before:
+            x = self.emit("gather", [x, *pairs, *before], **of, weighted=len(before), layout="")
+        h = self.emit(
+            "expert_gate_up", [x, groups, weight["gate"], weight["up"], *bias["gate"], *bias["up"]], **of,
+            formats=[stacks["gate"].format, stacks["up"].format], n=experts.size, k=k, m=m, act=experts.act,
+            biases=int(experts.biases), layout_in="", layout="",
+        )  # fmt: skip
+        down = [h, groups, weight["down"], *bias["down"]]
+        attrs = of | {"formats": [stacks["down"].format], "n": k, "k": experts.size, "m": m, "layout": ""}
+        attrs["biases"] = int(experts.biases)
+        if m == 1:
+            return self.emit("expert_down", [*down, *after], **attrs, weighted=len(after), residual=0)
+        y = self.emit("expert_linear", down, **attrs)
+        return self.emit("combine", [y, slots, *after], **of, weighted=len(after), m=m, residual=0)
+
+    def _experts(self, experts: ExpertsConfig) -> dict[str, int]:
+        tile = 1 if self.m == 1 else self.target.expert_tile(self.m)
+        return dict(zip(ops.EXPERTS, (experts.count, experts.used, tile), strict=True))
+
+
+def table_columns(config: ModelConfig) -> dict[str, int]:
+    """Columns of the tables with a row for each position, by name: RoPE's angles and attention's temperatures."""
+    tables = {f"{name}.table": rope.dim for name, rope in config.ropes.items()}
+    return tables | ({TEMPERATURES: 1} if any(layer.attention.temperature for layer in config.layers) else {})

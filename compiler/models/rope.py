@@ -1,13 +1,32 @@
-"""RoPE as a table: the angles of every position, so that kernels need neither sin, cos nor a scaling method.
+"""What depends on a token's position, as tables: RoPE's angles, so that kernels need neither sin, cos nor a scaling
+method, and attention's temperature.
 
 In: a `RopeConfig` and the context's capacity. Out: float32 [positions, dim] with cos and sin of each pair side by side.
 Computed in float64; ggml multiplies up the angles in float32, so the two drift apart by about 1e-7 * position.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
-from mlc_amd.compiler.models.config import RopeConfig
+from mlc_amd.compiler.models.config import ModelConfig, RopeConfig
 from mlc_amd.runtime.errors import UserError
+
+
+def position_table(config: ModelConfig, name: str, ctx: int, tensor: Callable[[str], np.ndarray]) -> np.ndarray:
+    """The table of that name (`graph.table_columns`), float32 [ctx, columns]. tensor: gives a tensor of the file."""
+    rope = config.ropes.get(name.removesuffix(".table"))
+    if rope is None:
+        return _temperatures(config, ctx)
+    factors = rope.long_factors if rope.long_factors and ctx > rope.original_context else rope.factors
+    return rope_table(rope, ctx, tensor(factors) if factors else None)
+
+
+def _temperatures(config: ModelConfig, ctx: int) -> np.ndarray:
+    """float32 [ctx, 1]: the factor of attention's queries. Layers that have one have the same."""
+    t = next(layer.attention.temperature for layer in config.layers if layer.attention.temperature)
+    steps = np.floor((np.arange(ctx, dtype=np.float64) + t.offset) / t.length)
+    return (1.0 + t.scale * np.log1p(steps)).astype(np.float32)[:, None]
 
 
 def rope_table(rope: RopeConfig, ctx: int, freq_factors: np.ndarray | None = None) -> np.ndarray:
@@ -30,7 +49,8 @@ def rope_table(rope: RopeConfig, ctx: int, freq_factors: np.ndarray | None = Non
     if rope.scaling == "yarn" and rope.ext_factor != 0.0:
         keep = _yarn_ramp(rope, pairs) * rope.ext_factor  # 1: the pair keeps its angle; 0: it is interpolated
         frequency = interpolated * (1.0 - keep) + frequency * keep
-        magnitude *= 1.0 + 0.1 * np.log(max(rope.factor, 1.0))
+        scale = np.log(max(rope.factor, 1.0))
+        magnitude *= (1.0 + 0.1 * scale) / (1.0 + 0.1 * rope.log_multiplier * scale)
     else:
         frequency = interpolated
     angle = np.arange(ctx, dtype=np.float64)[:, None] * frequency

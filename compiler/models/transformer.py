@@ -188,9 +188,9 @@ def decoder(g: Graph):
 
 def residual_block(g: Graph, x, i: int, norms, block):
     """x + after(block(before(x))) of layer i; `norms` names the weights, "" stands for no norm."""
-    h = g.rms_norm(x, f"blk.{i}.{norms.before}.weight") if norms.before else x
+    h = g.norm(x, f"blk.{i}.{norms.before}") if norms.before else x
     y = block(g, h, i)
-    return g.add(x, g.rms_norm(y, f"blk.{i}.{norms.after}.weight") if norms.after else y)
+    return g.add(x, g.norm(y, f"blk.{i}.{norms.after}") if norms.after else y)
 
 
 def attention(g: Graph, h, i: int):
@@ -208,6 +208,6 @@ def feed_forward(g: Graph, h, i: int):
 
 def logits(g: Graph, x):
     """The embedding serves as output where the file has no output.weight (tied)."""
-    h = g.rms_norm(x, "output_norm.weight", rows="all" if g.all_logits else "last")
+    h = g.norm(x, "output_norm", rows="all" if g.all_logits else "last")
     y = g.linear(h, "token_embd.weight" if g.config.tied else "output.weight")
     return g.softcap(y, g.config.logit_softcap) if g.config.logit_softcap else y

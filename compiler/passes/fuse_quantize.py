@@ -1,9 +1,9 @@
-"""quantize(f(x)) becomes f with a quantized output, for the producers that can: rms_norm, attention, gate_up."""
+"""quantize(f(x)) becomes f with a quantized output, for the producers that can."""
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.passes.rewrite import rewrite
 
-PRODUCERS = ("rms_norm", "attention", "gate_up")
+PRODUCERS = ("rms_norm", "layer_norm", "attention", "gate_up", "gather", "expert_gate_up")
 
 
 def fuse_quantize(mod):

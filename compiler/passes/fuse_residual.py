@@ -1,7 +1,9 @@
-"""add(x, linear(h)) becomes a linear with the residual as its last input."""
+"""add(x, linear(h)) becomes a linear (or another of ADDING) with the residual as its last input."""
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.passes.rewrite import rewrite
+
+ADDING = ("linear", "expert_down", "combine")
 
 
 def fuse_residual(mod):
@@ -10,7 +12,10 @@ def fuse_residual(mod):
             return None
         for residual, other in (call.args, reversed(call.args)):
             linear = producer(other)
-            if ops.name_of(linear) == "linear" and len(linear.attrs["n"]) == 1 and not int(linear.attrs["residual"]):
+            name = ops.name_of(linear)
+            if name not in ADDING or int(linear.attrs["residual"]):
+                continue
+            if name != "linear" or len(linear.attrs["n"]) == 1:
                 return ops.with_attrs(linear, [*linear.args, residual], residual=1)
         return None
 

@@ -14,7 +14,8 @@ def _sibling_groups(func) -> list[list]:
     for block in func.body.blocks:
         for call in (binding.value for binding in block.bindings):
             if ops.name_of(call) == "linear" and not int(call.attrs["residual"]) and len(call.attrs["n"]) == 1:
-                groups.setdefault((call.args[1], FORMATS[call.attrs["formats"][0]].kind), []).append(call)
+                key = call.args[1], FORMATS[call.attrs["formats"][0]].kind, int(call.attrs["exact"])
+                groups.setdefault(key, []).append(call)
     return [group for group in groups.values() if len(group) > 1]
 
 

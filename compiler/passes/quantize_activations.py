@@ -5,15 +5,19 @@ from mlc_amd.compiler import ops
 from mlc_amd.compiler.passes.rewrite import rewrite
 from mlc_amd.schedules.formats import FORMATS
 
+# operator: its attribute with the layout of x
+LINEARS = {"linear": "layout", "expert_gate_up": "layout_in", "expert_linear": "layout", "expert_down": "layout"}
+
 
 def quantize_activations(mod, target):
     def rule(call, producer):
-        if ops.name_of(call) != "linear":
+        name, kind = ops.name_of(call), LINEARS.get(ops.name_of(call))
+        if kind is None or (name == "linear" and int(call.attrs["exact"])):
             return None
         layout = target.act_layout(int(call.attrs["m"]), FORMATS[call.attrs["formats"][0]].kind)
         if not layout:
             return None
         state, x, *rest = call.args
-        return ops.with_attrs(call, [state, ops.call("quantize", [state, x], layout=layout), *rest], layout=layout)
+        return ops.with_attrs(call, [state, ops.call("quantize", [state, x], layout=layout), *rest], **{kind: layout})
 
     return rewrite(mod, rule)
