@@ -29,13 +29,14 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorLike], path: 
                 f"{path}: tensor {name} has shape {tensor.shape}, expected {shape}; its metadata and tensors "
                 "do not match: convert the model again"
             )
-        if len(shape) == 1 and FORMATS[tensor.format].kind != "float":
+        if (len(shape) == 1 or name.endswith(".bias")) and FORMATS[tensor.format].kind != "float":
             raise UserError(
                 f"{path}: tensor {name} is {tensor.format}, but norms and biases must be floats; quantize the model "
                 "again"
             )
         known.add(name)
-    extra = next((name for name in tensors if name not in known), None)
+    unused = tuple(f"blk.{len(config.layers) + i}." for i in range(config.unused_layers))
+    extra = next((name for name in tensors if name not in known and not name.startswith(unused)), None)
     if extra is not None:
         raise UserError(
             f"{path}: tensor {extra!r} is not part of a {config.architecture} model as supported here; "

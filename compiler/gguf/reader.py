@@ -18,7 +18,7 @@ import numpy as np
 
 from mlc_amd.compiler.gguf.check import check_tensors
 from mlc_amd.compiler.gguf.header import FETCH_AGAIN, Header, TensorEntry, parse_header
-from mlc_amd.compiler.models import read_config
+from mlc_amd.compiler.models import merged_parts, read_config
 from mlc_amd.compiler.models.config import ModelConfig
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS, by_gguf_type
@@ -57,6 +57,37 @@ class Tensor:
             raise IndexError(f"rows {start}..{stop} of {self!r}")
         return self._fetch(start, stop)
 
+    def part(self, name: str, first: int, shape: tuple[int, ...]) -> "Tensor":
+        """A tensor of that shape made of this one's rows: of those from `first` on of each matrix, or of all of them
+        if only the shape differs. ValueError if the shape does not fit. Of several matrices, blocks are copies."""
+        stacked = len(shape) == 3
+        of_each, count = (shape[1], shape[0]) if stacked else (math.prod(shape[:-1]), 1)
+        matrix = self.rows // count
+        if shape[-1] != self.shape[-1] or matrix * count != self.rows or first + of_each > matrix:
+            raise ValueError(f"{self!r} has no part of shape {shape} from row {first} on")
+
+        def fetch(start: int, stop: int) -> np.ndarray:
+            if count == 1:
+                return self.blocks(first + start, first + stop)
+            pieces = []
+            while start < stop:
+                index, row = divmod(start, of_each)
+                end = min(of_each, row + stop - start)
+                begin = index * matrix + first
+                pieces.append(self.blocks(begin + row, begin + end))
+                start += end - row
+            return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+        return Tensor(name, self.format, shape, fetch)
+
+    def entries(self, name: str, first: int, count: int) -> "Tensor":
+        """The vector of `count` entries of this vector, from `first` on, as f32."""
+        return Tensor(
+            name, "f32", (count,),
+            lambda start, stop: np.ascontiguousarray(self.dequantize()[first : first + count])
+            .view(np.uint8)[None][start:stop],
+        )  # fmt: skip
+
     def dequantize(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Rows start..stop as float32 [stop - start, columns]; a whole vector as [columns]. By gguf-py, which
         is the reference."""
@@ -64,6 +95,18 @@ class Tensor:
         return values.reshape(self.shape[-1:] if len(self.shape) == 1 else (-1, self.shape[-1])).astype(
             np.float32, copy=False
         )
+
+
+def with_parts(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that the graph refers to: merged ones are replaced by their parts."""
+    made = dict(tensors)
+    for part in merged_parts(config):
+        source = made.pop(part.source, None) or tensors[part.source]
+        if len(source.shape) == 1 and len(part.shape) == 1:
+            made[part.name] = source.entries(part.name, part.first, part.shape[0])
+        else:
+            made[part.name] = source.part(part.name, part.first, part.shape)
+    return made
 
 
 def row_bytes(format: str, columns: int) -> int:
@@ -103,6 +146,7 @@ class GGUFModel:
         for file in files:
             file.check_overlap(tensors)
         check_tensors(config, tensors, str(path))
+        tensors = with_parts(config, tensors)
 
         def release() -> None:
             for file in files:

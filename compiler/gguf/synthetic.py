@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 
 from mlc_amd.compiler.gguf.check import check_tensors
-from mlc_amd.compiler.gguf.reader import GGUFModel, Tensor, row_bytes
+from mlc_amd.compiler.gguf.reader import GGUFModel, Tensor, row_bytes, with_parts
 from mlc_amd.compiler.models import expected_tensors, read_config
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
@@ -97,7 +97,7 @@ def synthetic(spec: str, seed: int = 0, keys: Mapping[str, object] | None = None
         for name, dims in expected_tensors(config)
     }
     check_tensors(config, tensors, spec)
-    return GGUFModel(spec, metadata, tensors, config)
+    return GGUFModel(spec, metadata, with_parts(config, tensors), config)
 
 
 def _metadata(preset: str, arch: str, shape: dict) -> dict[str, object]:

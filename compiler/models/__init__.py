@@ -11,10 +11,38 @@ Nothing here imports TVM except `graph.py` and `build.py`: files are read and ch
 from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
-from mlc_amd.compiler.models import gemma2, llama, qwen2, qwen3
+from mlc_amd.compiler.models import (
+    cohere2,
+    ernie4_5_moe,
+    exaone4,
+    gemma2,
+    gemma3,
+    glm4,
+    glm4moe,
+    gpt_oss,
+    granite,
+    granitemoe,
+    hunyuan_dense,
+    llama,
+    llama4,
+    minimax_m2,
+    mistral3,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen2moe,
+    qwen3,
+    qwen3moe,
+    seed_oss,
+    smollm3,
+    starcoder2,
+)
 from mlc_amd.compiler.models.config import ModelConfig
 from mlc_amd.compiler.models.keys import Keys
+from mlc_amd.compiler.models.tensors import Part, merged_parts
 from mlc_amd.runtime.errors import shorten
+
+__all__ = ["ARCHITECTURES", "Architecture", "Part", "expected_tensors", "merged_parts", "read_config"]
 
 
 class Architecture(Protocol):
@@ -25,7 +53,32 @@ class Architecture(Protocol):
     def decoder(self, g) -> Any: ...
 
 
-ARCHITECTURES: dict[str, Architecture] = {"gemma2": gemma2, "llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+ARCHITECTURES: dict[str, Architecture] = {
+    "cohere2": cohere2,
+    "ernie4_5-moe": ernie4_5_moe,
+    "exaone4": exaone4,
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "glm4": glm4,
+    "glm4moe": glm4moe,
+    "gpt-oss": gpt_oss,
+    "granite": granite,
+    "granitemoe": granitemoe,
+    "hunyuan-dense": hunyuan_dense,
+    "llama": llama,
+    "llama4": llama4,
+    "minimax-m2": minimax_m2,
+    "mistral3": mistral3,
+    "olmo2": olmo2,
+    "phi3": phi3,
+    "qwen2": qwen2,
+    "qwen2moe": qwen2moe,
+    "qwen3": qwen3,
+    "qwen3moe": qwen3moe,
+    "seed_oss": seed_oss,
+    "smollm3": smollm3,
+    "starcoder2": starcoder2,
+}
 
 
 def read_config(metadata: dict[str, object], tensor_names: Collection[str], path: str) -> ModelConfig:

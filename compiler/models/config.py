@@ -45,11 +45,13 @@ class AttentionConfig:
     rope: str  # key of ModelConfig.ropes; "": no rotation
     scale: float = 0.0  # of q . k; 0: 1/sqrt(head_dim)
     window: int = 0  # keys that a token sees, its own included; 0: all
+    chunk: int = 0  # a token sees the keys from the last multiple of chunk on; 0: all
     softcap: float = 0.0  # score becomes softcap * tanh(score / softcap); 0: none
     sinks: bool = False  # attn_sinks.weight: one more logit per query head in the softmax's denominator
     qkv_bias: bool = False  # attn_q/k/v.bias
     output_bias: bool = False  # attn_output.bias
     head_norms: bool = False  # attn_q_norm/k_norm: RMS norm over each head of Q and K before RoPE
+    norm_after_rope: bool = False  # head_norms follow RoPE
     norm_weights: bool = True  # False: head_norms without weights
     row_norms: bool = False  # attn_q_norm/k_norm: RMS norm over all heads of Q, and over all of K, before RoPE
     merged_qkv: bool = False  # attn_qkv holds the rows of attn_q, attn_k and attn_v, in that order
@@ -135,7 +137,8 @@ class ModelConfig:
     tied: bool  # no output.weight: logits use token_embd.weight
     layers: tuple[LayerConfig, ...]
     ropes: dict[str, RopeConfig] = field(default_factory=dict)  # by kind of layer
-    norm: str = "rms"  # or "layer": layer norms (mean subtracted), with a bias where the file has one
+    norm: str = "rms"  # or "layer": layer norms, which subtract the mean
+    norm_bias: bool = False  # of layer norms
     embedding_scale: float = 1.0  # on the embedding's rows
     logit_scale: float = 1.0  # on the logits
     logit_softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: none

@@ -5,16 +5,17 @@ from dataclasses import replace
 
 from mlc_amd.compiler.models.config import LayerConfig, ModelConfig, Norms
 from mlc_amd.compiler.models.keys import Keys
-from mlc_amd.compiler.models.transformer import (
+from mlc_amd.compiler.models.metadata import (
     ROPE,
-    decoder,
+    local_layers,
     read_attention,
     read_feed_forward,
     read_layers,
     read_model,
     read_rope,
-    tensors,
 )
+from mlc_amd.compiler.models.tensors import tensors
+from mlc_amd.compiler.models.transformer import decoder
 
 __all__ = ["decoder", "read", "tensors"]
 
@@ -28,15 +29,15 @@ def read(keys: Keys) -> ModelConfig:
     if count == LAYERS_27B:
         mixer = replace(mixer, scale=(hidden / mixer.heads) ** -0.5)
     local = replace(mixer, window=keys.integer("attention.sliding_window", 4096))
-    feed_forward = read_feed_forward(keys, act="gelu")
+    block = read_feed_forward(keys, act="gelu")
     layers = [
         LayerConfig(
-            attention=local if i % PATTERN < PATTERN - 1 else mixer,
-            feed_forward=feed_forward,
+            attention=local if is_local else mixer,
+            feed_forward=block,
             attention_norms=Norms("attn_norm", "post_attention_norm"),
             feed_forward_norms=Norms("ffn_norm", "post_ffw_norm"),
         )
-        for i in range(count)
+        for is_local in local_layers(keys, count, PATTERN)
     ]
     return read_model(
         keys,

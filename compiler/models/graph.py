@@ -82,7 +82,7 @@ class Graph:
         """The model's kind of norm. name: without ".weight"."""
         if self.config.norm == "rms":
             return self.rms_norm(x, name + ".weight", rows)
-        bias = [self.vector(name + ".bias")] if self.has(name + ".bias") else []
+        bias = [self.vector(name + ".bias")] if self.config.norm_bias else []
         return self.emit(
             "layer_norm", [x, self.vector(name + ".weight"), *bias],
             eps=self.config.norm_eps, bias=len(bias), rows=rows, layout="",
@@ -135,6 +135,8 @@ class Graph:
     def attention(self, q, k, v, layer: int) -> relax.Var:
         """Head norms, RoPE, KV write and causal attention, as the layer's AttentionConfig describes them."""
         a, block = self.config.layers[layer].attention, f"blk.{layer}."
+        if a.temperature and self.ctx + a.temperature.offset > a.temperature.length:
+            q = self.scaled_by_position(q, TEMPERATURES)
         rope = self.config.ropes.get(a.rope)
         table = [self.parameters[f"{a.rope}.table"][0]] if rope else []
         shape = {

@@ -61,6 +61,19 @@ class Keys:
             )
         return [self._checked(key, entry, minimum) for entry in value]
 
+    def flags(self, key: str, layers: int) -> list[bool]:
+        """One flag per layer: the list in the file."""
+        value = self._get(key, None)
+        if not isinstance(value, list) or len(value) != layers or not all(isinstance(flag, bool) for flag in value):
+            raise self._wrong(key, value, f"a list of {layers} flags")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "true or false")
+        return value
+
     def _checked(self, key: str, value: object, minimum: int, maximum: int = (1 << 31) - 1) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
             limit = f" and <= {maximum}" if isinstance(value, int) and value > maximum and maximum < 1 << 30 else ""

@@ -1,12 +1,17 @@
-"""llama: Llama 2 and 3.x, Mistral, TinyLlama, SmolLM. Grouped queries, interleaved RoPE pairs, SwiGLU; biases where the
-file has them."""
+"""llama: Llama 2 and 3.x, Mistral, Mixtral, TinyLlama, SmolLM. Grouped queries, interleaved RoPE pairs, SwiGLU; biases
+where the file has them; a mixture of experts in every layer where it counts experts."""
 
 from mlc_amd.compiler.models.config import ModelConfig
 from mlc_amd.compiler.models.keys import Keys
-from mlc_amd.compiler.models.transformer import decoder, read_uniform, tensors
+from mlc_amd.compiler.models.metadata import read_experts, read_uniform
+from mlc_amd.compiler.models.tensors import tensors
+from mlc_amd.compiler.models.transformer import decoder
 
 __all__ = ["decoder", "read", "tensors"]
 
 
 def read(keys: Keys) -> ModelConfig:
-    return read_uniform(keys, neox=False, qkv_bias="blk.0.attn_q.bias" in keys.tensors)
+    experts = None
+    if keys.integer("expert_count", 0, minimum=0):
+        experts = read_experts(keys, keys.integer("feed_forward_length"))
+    return read_uniform(keys, neox=False, feed_forward=experts)

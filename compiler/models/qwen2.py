@@ -2,7 +2,9 @@
 
 from mlc_amd.compiler.models.config import ModelConfig
 from mlc_amd.compiler.models.keys import Keys
-from mlc_amd.compiler.models.transformer import decoder, read_uniform, tensors
+from mlc_amd.compiler.models.metadata import read_uniform
+from mlc_amd.compiler.models.tensors import tensors
+from mlc_amd.compiler.models.transformer import decoder
 
 __all__ = ["decoder", "read", "tensors"]
 

@@ -1,0 +1,42 @@
+"""glm4moe: GLM 4.5. Partial RoPE, head norms in some models; after a few dense layers experts chosen by sigmoid and a
+bias, beside a shared expert. Blocks for multi-token prediction stand at the end and are not read."""
+
+from mlc_amd.compiler.models.config import LayerConfig, ModelConfig, Norms
+from mlc_amd.compiler.models.keys import Keys
+from mlc_amd.compiler.models.metadata import (
+    ROPE,
+    feed_forward,
+    read_attention,
+    read_experts,
+    read_layers,
+    read_model,
+    read_rope,
+    shared_expert,
+)
+from mlc_amd.compiler.models.tensors import tensors
+from mlc_amd.compiler.models.transformer import decoder
+
+__all__ = ["decoder", "read", "tensors"]
+
+
+def read(keys: Keys) -> ModelConfig:
+    unused = keys.integer("nextn_predict_layers", 0, minimum=0)
+    count = read_layers(keys) - unused
+    if count < 1:
+        raise keys.error(f"all {count + unused} layers are for multi-token prediction; convert the model again")
+    mixer = read_attention(keys, head_norms="blk.0.attn_q_norm.weight" in keys.tensors)
+    size = keys.integer("expert_feed_forward_length")
+    experts = read_experts(
+        keys,
+        size,
+        normalize=keys.flag("expert_weights_norm", False),
+        scale=keys.number("expert_weights_scale", 1.0, minimum=0.0) or 1.0,
+        selection_bias=True,
+        shared=shared_expert(keys, size * keys.integer("expert_shared_count", 1)),
+    )
+    dense = feed_forward(keys, keys.integer("feed_forward_length"))
+    leading = keys.integer("leading_dense_block_count", 0, minimum=0)
+    norms = Norms(before="post_attention_norm")
+    layers = [LayerConfig(mixer, dense if i < leading else experts, feed_forward_norms=norms) for i in range(count)]
+    ropes = {ROPE: read_rope(keys, mixer.head_dim, neox=True)}
+    return read_model(keys, layers, ropes, unused_layers=unused)

@@ -1,0 +1,191 @@
+"""The metadata that decoders have in common, read into parts of a `ModelConfig`.
+
+In: `Keys`. Out: configurations; a `UserError` names the key of what is missing, impossible or not supported. Key names
+and defaults are llama.cpp's (src/llama-arch.cpp, src/llama-model.cpp).
+"""
+
+from mlc_amd.compiler.models.config import (
+    AttentionConfig,
+    ExpertsConfig,
+    FeedForwardConfig,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+    SharedExpertConfig,
+)
+from mlc_amd.compiler.models.keys import Keys
+from mlc_amd.runtime.errors import shorten
+
+MAX_LAYERS = 1024  # the largest known models have about 130: more means a damaged file
+MAX_EXPERTS = 1024  # llama.cpp takes up to 512
+ROPE, LOCAL_ROPE = "rope", "local_rope"  # keys of ModelConfig.ropes
+ROPE_FACTORS = "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+SCALINGS = ("none", "linear", "yarn", "longrope")
+GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax_used"}  # of expert_gating_func
+
+
+def read_layers(keys: Keys) -> int:
+    return keys.integer("block_count", maximum=MAX_LAYERS)
+
+
+# ---- attention
+
+
+def read_attention(keys: Keys, rope: str = ROPE, **variant) -> AttentionConfig:
+    """Head counts and sizes, the same in all layers. `variant`: further fields of AttentionConfig. Biases are those
+    that the first layer has."""
+    hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
+    head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
+    kv_heads = keys.integer("attention.head_count_kv", heads)
+    if keys.integer("attention.value_length", max(1, hidden // heads)) != head_dim:
+        raise keys.error(
+            f"{keys.full('attention.value_length')} differs from key_length ({head_dim}); only equal lengths are "
+            "supported"
+        )
+    return attention(keys, heads, kv_heads, head_dim, rope, **variant)
+
+
+def attention(keys: Keys, heads: int, kv_heads: int, head_dim: int, rope: str, **variant) -> AttentionConfig:
+    """Attention of these sizes, checked, with the biases of the first layer."""
+    if heads % kv_heads:
+        raise keys.error(
+            f"heads ({heads}) must be a multiple of KV heads ({kv_heads}) to be compiled; use another model"
+        )
+    check_multiple(keys, "head size", head_dim, 8)
+    biases = {
+        "qkv_bias": not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(keys.tensors),
+        "output_bias": "blk.0.attn_output.bias" in keys.tensors,
+    }
+    return AttentionConfig(heads, kv_heads, head_dim, rope, **(biases | variant))
+
+
+def local_layers(keys: Keys, layers: int, pattern: int) -> list[bool]:
+    """Which layers see a window of keys: of every `pattern` all but the last, or as the file says (a number or a flag
+    per layer)."""
+    key = "attention.sliding_window_pattern"
+    if isinstance(keys.metadata.get(keys.full(key)), list):
+        return keys.flags(key, layers)
+    pattern = keys.integer(key, pattern)
+    return [i % pattern < pattern - 1 for i in range(layers)]
+
+
+def read_rope(keys: Keys, head_dim: int, neox: bool, scaled: bool = True, **variant) -> RopeConfig:
+    """scaled: with the file's context extension. `variant`: fields of RopeConfig instead of the file's."""
+    scaling = keys.string("rope.scaling.type", "linear")  # llama.cpp's default; without a factor it scales nothing
+    if scaling not in SCALINGS:
+        raise keys.error(f"RoPE scaling {shorten(scaling)} is not supported; supported are {', '.join(SCALINGS)}")
+    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0, minimum=0.0), minimum=0.0)
+    factor = factor or 1.0  # 0 means none
+    if not scaled or scaling in ("none", "longrope") or (scaling == "linear" and factor == 1.0):
+        scaling, factor = "none", 1.0
+    base = variant.pop("base", None) or keys.number("rope.freq_base", 10000.0)
+    dim = variant.pop("dim", None) or keys.integer("rope.dimension_count", head_dim)
+    if base <= 1.0:
+        raise keys.error(f"RoPE's frequency base is {base:g}, it must be above 1; convert the model again")
+    if dim % 2 or dim > head_dim:
+        raise keys.error(f"RoPE's dimensions ({dim}) must be even and <= {head_dim} to be compiled; use another model")
+    fields = {
+        "dim": dim,
+        "base": base,
+        "neox": neox,
+        "scaling": scaling,
+        "factor": factor,
+        "original_context": keys.integer("rope.scaling.original_context_length", keys.integer("context_length")),
+        "attn_factor": keys.number("rope.scaling.attn_factor", 1.0) if scaled else 1.0,
+        "ext_factor": keys.number("rope.scaling.yarn_ext_factor", 1.0, minimum=0.0) if scaling == "yarn" else 0.0,
+        "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
+        "log_multiplier": keys.number("rope.scaling.yarn_log_multiplier", 0.0, minimum=0.0),
+        "factors": next((name for name in (ROPE_FACTORS, SHORT_FACTORS) if name in keys.tensors), ""),
+        "long_factors": LONG_FACTORS if LONG_FACTORS in keys.tensors else "",
+    }
+    return RopeConfig(**(fields | variant))
+
+
+# ---- feed-forward
+
+
+def read_feed_forward(keys: Keys, act: str = "silu", **variant) -> FeedForwardConfig:
+    """A dense block, the same in all layers. `variant`: further fields of FeedForwardConfig."""
+    if keys.integer("expert_count", 0, minimum=0):
+        raise keys.error(
+            f"this is a mixture of experts ({keys.full('expert_count')} > 0), which is not known of {keys.prefix}; "
+            "use the dense model"
+        )
+    return feed_forward(keys, keys.integer("feed_forward_length"), act, **variant)
+
+
+def feed_forward(keys: Keys, size: int, act: str = "silu", **variant) -> FeedForwardConfig:
+    check_multiple(keys, "feed-forward size", size)
+    return FeedForwardConfig(size, act, **variant)
+
+
+def read_experts(keys: Keys, size: int, gating: str = "", **variant) -> ExpertsConfig:
+    """A mixture of experts. gating: one of GATINGS' values, the file's if empty. `variant`: further fields of
+    ExpertsConfig."""
+    count = keys.integer("expert_count", maximum=MAX_EXPERTS)
+    used = keys.integer("expert_used_count", maximum=MAX_EXPERTS)
+    if used > count:
+        raise keys.error(f"the model uses {used} of {count} experts; convert the model again")
+    if not gating:
+        number = keys.integer("expert_gating_func", 1, minimum=0) or 1
+        if number not in GATINGS:
+            raise keys.error(
+                f"expert gating function {number} is not supported; supported are "
+                f"{', '.join(f'{number} ({name})' for number, name in GATINGS.items())}"
+            )
+        gating = GATINGS[number]
+    check_multiple(keys, "experts' feed-forward size", size)
+    return ExpertsConfig(count, used, size, gating=gating, **variant)
+
+
+def shared_expert(keys: Keys, size: int, **variant) -> SharedExpertConfig:
+    check_multiple(keys, "shared expert's feed-forward size", size)
+    return SharedExpertConfig(size, **variant)
+
+
+# ---- the model
+
+
+def read_model(keys: Keys, layers: list[LayerConfig], ropes: dict[str, RopeConfig], **variant) -> ModelConfig:
+    """The model around its layers. `variant`: further fields of ModelConfig, or others than the file's."""
+    if keys.metadata.get(keys.full("attention.causal"), True) is not True:
+        raise keys.error(
+            f"this is an embedding model ({keys.full('attention.causal')} is false); give a text-generation model"
+        )
+    hidden = keys.integer("embedding_length")
+    check_multiple(keys, "hidden size", hidden)
+    epsilon = "layer_norm_rms_epsilon" if variant.get("norm", "rms") == "rms" else "layer_norm_epsilon"
+    fields = {
+        "architecture": keys.prefix,
+        "name": keys.string("general.name", ""),
+        "vocab": _vocabulary(keys),
+        "hidden": hidden,
+        "context": keys.integer("context_length"),
+        "norm_eps": keys.number(f"attention.{epsilon}"),
+        "tied": "output.weight" not in keys.tensors,
+        "layers": tuple(layers),
+        "ropes": ropes,
+    }
+    return ModelConfig(**(fields | variant))
+
+
+def read_uniform(keys: Keys, neox: bool, feed_forward=None, **variant) -> ModelConfig:
+    """A model whose layers are all the same. feed_forward: by default the file's dense block. `variant`: further fields
+    of AttentionConfig."""
+    mixer = read_attention(keys, **variant)
+    layers = [LayerConfig(mixer, feed_forward or read_feed_forward(keys))] * read_layers(keys)
+    return read_model(keys, layers, {ROPE: read_rope(keys, mixer.head_dim, neox)})
+
+
+def check_multiple(keys: Keys, what: str, size: int, of: int = 32) -> None:
+    """UserError unless the kernels can take the size: blocks of quantized values have 32 columns."""
+    if size % of:
+        raise keys.error(f"the {what} ({size}) must be a multiple of {of} to be compiled; use another model")
+
+
+def _vocabulary(keys: Keys) -> int:
+    """As llama.cpp: the token list decides, `vocab_size` stands in for it in files without a tokenizer."""
+    tokens = keys.metadata.get("tokenizer.ggml.tokens")
+    return len(tokens) if isinstance(tokens, list) and tokens else keys.integer("vocab_size")

@@ -1,0 +1,142 @@
+"""The tensors of a decoder, as its `ModelConfig` tells: those in the file, and the parts of merged ones.
+
+Shapes are (columns,), (rows, columns) or (experts, rows, columns), rows = outputs. Names are llama.cpp's
+(src/llama-arch.cpp).
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from mlc_amd.compiler.models.config import (
+    AttentionConfig,
+    ExpertsConfig,
+    FeedForwardConfig,
+    LayerConfig,
+    ModelConfig,
+    Norms,
+)
+
+Shape = tuple[int, ...]
+Listed = Iterator[tuple[bool, str, Shape]]  # whether the model has it, name within the layer, shape
+
+
+def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """(name, shape) of every tensor of the file."""
+    c = config
+    yield "token_embd.weight", (c.vocab, c.hidden)
+    for name, dim in {
+        name: rope.dim for rope in c.ropes.values() for name in (rope.factors, rope.long_factors) if name
+    }.items():
+        yield name, (dim // 2,)
+    for i, layer in enumerate(c.layers):
+        for name, shape in layer_tensors(c, layer):
+            yield f"blk.{i}.{name}", shape
+    yield from _norm(c, "output_norm")
+    if not c.tied:
+        yield "output.weight", (c.vocab, c.hidden)
+
+
+def layer_tensors(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str, Shape]]:
+    """(name within the layer, shape)."""
+    yield from _norms(config, layer.attention_norms, "before")
+    yield from _present(_attention(config.hidden, layer.attention))
+    yield from _norms(config, layer.attention_norms, "after")
+    if not layer.parallel:
+        yield from _norms(config, layer.feed_forward_norms, "before")
+    f = layer.feed_forward
+    yield from _present(_experts(config.hidden, f) if isinstance(f, ExpertsConfig) else _feed_forward(config.hidden, f))
+    yield from _norms(config, layer.feed_forward_norms, "after")
+
+
+def _present(listed: Listed) -> Iterator[tuple[str, Shape]]:
+    return ((name, shape) for present, name, shape in listed if present)
+
+
+def _norm(config: ModelConfig, name: str) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (config.hidden,)
+    if config.norm_bias:
+        yield f"{name}.bias", (config.hidden,)
+
+
+def _norms(config: ModelConfig, norms: Norms, which: str) -> Iterator[tuple[str, Shape]]:
+    if name := getattr(norms, which):
+        yield from _norm(config, name)
+
+
+def _attention(hidden: int, a: AttentionConfig) -> Listed:
+    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    if a.merged_qkv:
+        yield True, "attn_qkv.weight", (q + 2 * kv, hidden)
+        yield a.qkv_bias, "attn_qkv.bias", (q + 2 * kv,)
+    else:
+        for which, rows, present in (("q", q, True), ("k", kv, True), ("v", kv, not a.value_is_key)):
+            yield present, f"attn_{which}.weight", (rows, hidden)
+            yield a.qkv_bias and present, f"attn_{which}.bias", (rows,)
+    for which, rows in (("q", q), ("k", kv)):
+        norm = rows if a.row_norms else a.head_dim
+        yield a.row_norms or (a.head_norms and a.norm_weights), f"attn_{which}_norm.weight", (norm,)
+    yield a.sinks, "attn_sinks.weight", (a.heads,)
+    yield True, "attn_output.weight", (hidden, q)
+    yield a.output_bias, "attn_output.bias", (hidden,)
+
+
+def _feed_forward(hidden: int, f: FeedForwardConfig) -> Listed:
+    yield f.gated and not f.merged, "ffn_gate.weight", (f.size, hidden)
+    yield True, "ffn_up.weight", (f.size * (2 if f.merged else 1), hidden)
+    yield f.bias, "ffn_up.bias", (f.size,)
+    yield True, "ffn_down.weight", (hidden, f.size)
+    yield f.bias, "ffn_down.bias", (hidden,)
+
+
+def _experts(hidden: int, e: ExpertsConfig) -> Listed:
+    yield True, "ffn_gate_inp.weight", (e.count, hidden)
+    yield e.router_bias, "ffn_gate_inp.bias", (e.count,)
+    yield e.selection_bias, "exp_probs_b.bias", (e.count,)
+    yield e.merged, "ffn_gate_up_exps.weight", (e.count, 2 * e.size, hidden)
+    for name in ("gate", "up"):
+        yield not e.merged, f"ffn_{name}_exps.weight", (e.count, e.size, hidden)
+        yield e.biases, f"ffn_{name}_exps.bias", (e.count, e.size)
+    yield True, "ffn_down_exps.weight", (e.count, hidden, e.size)
+    yield e.biases, "ffn_down_exps.bias", (e.count, hidden)
+    yield e.output_scales, "ffn_down_exps.scale", (e.count,)
+    if s := e.shared:
+        yield s.gated_output, "ffn_gate_inp_shexp.weight", (hidden,)
+        yield True, "ffn_gate_shexp.weight", (s.size, hidden)
+        yield True, "ffn_up_shexp.weight", (s.size, hidden)
+        yield True, "ffn_down_shexp.weight", (hidden, s.size)
+
+
+class Part(NamedTuple):
+    """A tensor that the graph uses, made of rows of one in the file: `first`.. (of each expert)."""
+
+    name: str
+    source: str
+    first: int
+    shape: Shape
+
+
+def merged_parts(config: ModelConfig) -> Iterator[Part]:
+    """The parts that replace merged tensors."""
+    for i, layer in enumerate(config.layers):
+        for part in _layer_parts(config.hidden, layer.attention, layer.feed_forward):
+            yield part._replace(name=f"blk.{i}.{part.name}", source=f"blk.{i}.{part.source}")
+
+
+def _layer_parts(hidden: int, a: AttentionConfig, f: FeedForwardConfig | ExpertsConfig) -> Iterator[Part]:
+    if a.merged_qkv:
+        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        for which, first, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
+            yield Part(f"attn_{which}.weight", "attn_qkv.weight", first, (rows, hidden))
+            if a.qkv_bias:
+                yield Part(f"attn_{which}.bias", "attn_qkv.bias", first, (rows,))
+    if isinstance(f, ExpertsConfig):
+        if f.merged:
+            for which, first in (("gate", 0), ("up", f.size)):
+                shape = (f.count, f.size, hidden)
+                yield Part(f"ffn_{which}_exps.weight", "ffn_gate_up_exps.weight", first, shape)
+        if f.shared and f.shared.gated_output:
+            name = "ffn_gate_inp_shexp.weight"
+            yield Part(name, name, 0, (1, hidden))
+    elif f.merged:
+        for which, first in (("gate", 0), ("up", f.size)):
+            yield Part(f"ffn_{which}.weight", "ffn_up.weight", first, (f.size, hidden))
