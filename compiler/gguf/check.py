@@ -35,8 +35,7 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorLike], path: 
                 "again"
             )
         known.add(name)
-    unused = tuple(f"blk.{len(config.layers) + i}." for i in range(config.unused_layers))
-    extra = next((name for name in tensors if name not in known and not name.startswith(unused)), None)
+    extra = next((name for name in tensors if name not in known.union(config.unused)), None)
     if extra is not None:
         raise UserError(
             f"{path}: tensor {extra!r} is not part of a {config.architecture} model as supported here; "

@@ -54,6 +54,8 @@ class AttentionConfig:
     norm_after_rope: bool = False  # head_norms follow RoPE
     norm_weights: bool = True  # False: head_norms without weights
     row_norms: bool = False  # attn_q_norm/k_norm: RMS norm over all heads of Q, and over all of K, before RoPE
+    value_norm: bool = False  # RMS norm over each head of V, without weights
+    kv_layer: int | None = None  # the layer whose keys and values it attends to; None: its own
     merged_qkv: bool = False  # attn_qkv holds the rows of attn_q, attn_k and attn_v, in that order
     value_is_key: bool = False  # no attn_v: values are the projected keys, before norm and RoPE
     temperature: "TemperatureConfig | None" = None
@@ -121,6 +123,8 @@ class LayerConfig:
     feed_forward: FeedForwardConfig | ExpertsConfig
     attention_norms: Norms = Norms(before="attn_norm")
     feed_forward_norms: Norms = Norms(before="ffn_norm")
+    experts: ExpertsConfig | None = None  # beside the feed-forward block (gemma4)
+    output_scale: bool = False  # layer_output_scale: a factor on x at the layer's end
     parallel: bool = False  # x += attention(h) + feed_forward(h), h = the norm before attention
 
 
@@ -142,4 +146,5 @@ class ModelConfig:
     embedding_scale: float = 1.0  # on the embedding's rows
     logit_scale: float = 1.0  # on the logits
     logit_softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: none
-    unused_layers: int = 0  # blocks behind `layers` whose tensors are not read (multi-token prediction)
+    layer_embedding: int = 0  # columns of a second embedding of each token, one for each layer (gemma4); 0: none
+    unused: tuple[str, ...] = ()  # tensors of the file that are not read

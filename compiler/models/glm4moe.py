@@ -20,10 +20,10 @@ __all__ = ["decoder", "read", "tensors"]
 
 
 def read(keys: Keys) -> ModelConfig:
-    unused = keys.integer("nextn_predict_layers", 0, minimum=0)
-    count = read_layers(keys) - unused
+    blocks = read_layers(keys)
+    count = blocks - keys.integer("nextn_predict_layers", 0, minimum=0)
     if count < 1:
-        raise keys.error(f"all {count + unused} layers are for multi-token prediction; convert the model again")
+        raise keys.error(f"all {blocks} layers are for multi-token prediction; convert the model again")
     mixer = read_attention(keys, head_norms="blk.0.attn_q_norm.weight" in keys.tensors)
     size = keys.integer("expert_feed_forward_length")
     experts = read_experts(
@@ -39,4 +39,5 @@ def read(keys: Keys) -> ModelConfig:
     norms = Norms(before="post_attention_norm")
     layers = [LayerConfig(mixer, dense if i < leading else experts, feed_forward_norms=norms) for i in range(count)]
     ropes = {ROPE: read_rope(keys, mixer.head_dim, neox=True)}
-    return read_model(keys, layers, ropes, unused_layers=unused)
+    behind = tuple(f"blk.{i}." for i in range(count, blocks))
+    return read_model(keys, layers, ropes, unused=tuple(name for name in keys.tensors if name.startswith(behind)))

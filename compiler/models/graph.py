@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tvm import relax
+from tvm import relax, te
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, ModelConfig
@@ -119,18 +119,36 @@ class Graph:
         """cap * tanh(x / cap)."""
         return self.scaled(self.bb.emit(relax.op.tanh(self.scaled(x, 1 / cap))), cap)
 
+    def columns(self, x, first: int, count: int) -> relax.Var:
+        """Columns first .. of x."""
+        return self.bb.emit(relax.op.strided_slice(x, [1], [first], [first + count]))
+
+    def number(self, name: str) -> relax.Var:
+        """The one number of a tensor, float32 [1]."""
+        return self.bb.emit(relax.op.strided_slice(self.vector(name), [0], [0], [1]))
+
+    def grouped_rms_norm(self, x, name: str, groups: int, size: int) -> relax.Var:
+        """RMS norm of each of `groups` parts of a row, `size` columns with the same weight."""
+        parts = self.bb.emit(relax.op.reshape(x, (self.m, groups, size)))
+        normed = self.bb.emit(relax.op.nn.rms_norm(parts, self.vector(name), -1, self.config.norm_eps))
+        return self.bb.emit(relax.op.reshape(normed, (self.m, groups * size)))
+
     def times_sigmoid(self, x, logit) -> relax.Var:
         """x * sigmoid(column 0 of logit), row by row."""
-        first = self.bb.emit(relax.op.strided_slice(logit, [1], [0], [1]))
-        return self.multiply(x, self.bb.emit(relax.op.sigmoid(first)))
+        return self.multiply(x, self.bb.emit(relax.op.sigmoid(self.columns(logit, 0, 1))))
 
     def scaled_by_position(self, x, table: str) -> relax.Var:
         """x times the entry of its position in a table float32 [ctx, 1]."""
-        first = self.bb.emit(relax.op.strided_slice(self.state, [0], [0], [1]))
-        rows = self.bb.emit(relax.op.arange(0, self.m, 1, "int32"))
-        positions = self.bb.emit(relax.op.add(first, rows))
-        factors = self.bb.emit(relax.op.take(self.parameters[table][0], positions, axis=0, mode="clip"))
-        return self.multiply(x, factors)
+
+        def times_factor(state, x, factors):
+            def element(row, column):
+                position = te.max(te.min(state[0] + row, factors.shape[0] - 1), 0)
+                return x[row, column] * factors[position, 0]
+
+            return te.compute(x.shape, element, "scaled_by_position")
+
+        arguments = self.state, x, self.parameters[table][0]
+        return self.bb.emit_te(times_factor, *arguments, primfunc_name_hint="scale_by_position")
 
     def attention(self, q, k, v, layer: int) -> relax.Var:
         """Head norms, RoPE, KV write and causal attention, as the layer's AttentionConfig describes them."""

@@ -48,6 +48,11 @@ def layer_tensors(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str
     yield from _norms(config, layer.feed_forward_norms, "after")
 
 
+def expert_tensors(hidden: int, experts: ExpertsConfig) -> Iterator[tuple[str, Shape]]:
+    """(name within the layer, shape) of a mixture of experts."""
+    return _present(_experts(hidden, experts))
+
+
 def _present(listed: Listed) -> Iterator[tuple[str, Shape]]:
     return ((name, shape) for present, name, shape in listed if present)
 
@@ -69,12 +74,14 @@ def _attention(hidden: int, a: AttentionConfig) -> Listed:
         yield True, "attn_qkv.weight", (q + 2 * kv, hidden)
         yield a.qkv_bias, "attn_qkv.bias", (q + 2 * kv,)
     else:
-        for which, rows, present in (("q", q, True), ("k", kv, True), ("v", kv, not a.value_is_key)):
+        own = a.kv_layer is None
+        for which, rows, present in (("q", q, True), ("k", kv, own), ("v", kv, own and not a.value_is_key)):
             yield present, f"attn_{which}.weight", (rows, hidden)
             yield a.qkv_bias and present, f"attn_{which}.bias", (rows,)
     for which, rows in (("q", q), ("k", kv)):
         norm = rows if a.row_norms else a.head_dim
-        yield a.row_norms or (a.head_norms and a.norm_weights), f"attn_{which}_norm.weight", (norm,)
+        present = which == "q" or a.kv_layer is None
+        yield present and (a.row_norms or (a.head_norms and a.norm_weights)), f"attn_{which}_norm.weight", (norm,)
     yield a.sinks, "attn_sinks.weight", (a.heads,)
     yield True, "attn_output.weight", (hidden, q)
     yield a.output_bias, "attn_output.bias", (hidden,)
@@ -118,25 +125,29 @@ class Part(NamedTuple):
 def merged_parts(config: ModelConfig) -> Iterator[Part]:
     """The parts that replace merged tensors."""
     for i, layer in enumerate(config.layers):
-        for part in _layer_parts(config.hidden, layer.attention, layer.feed_forward):
+        parts = *_qkv_parts(config.hidden, layer.attention), *_block_parts(config.hidden, layer.feed_forward)
+        for part in (*parts, *_block_parts(config.hidden, layer.experts)):
             yield part._replace(name=f"blk.{i}.{part.name}", source=f"blk.{i}.{part.source}")
 
 
-def _layer_parts(hidden: int, a: AttentionConfig, f: FeedForwardConfig | ExpertsConfig) -> Iterator[Part]:
+def _qkv_parts(hidden: int, a: AttentionConfig) -> Iterator[Part]:
     if a.merged_qkv:
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
         for which, first, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
             yield Part(f"attn_{which}.weight", "attn_qkv.weight", first, (rows, hidden))
             if a.qkv_bias:
                 yield Part(f"attn_{which}.bias", "attn_qkv.bias", first, (rows,))
+
+
+def _block_parts(hidden: int, f: FeedForwardConfig | ExpertsConfig | None) -> Iterator[Part]:
+    halves = (("gate", 0), ("up", f.size)) if f and f.merged else ()
     if isinstance(f, ExpertsConfig):
-        if f.merged:
-            for which, first in (("gate", 0), ("up", f.size)):
-                shape = (f.count, f.size, hidden)
-                yield Part(f"ffn_{which}_exps.weight", "ffn_gate_up_exps.weight", first, shape)
+        for which, first in halves:
+            shape = (f.count, f.size, hidden)
+            yield Part(f"ffn_{which}_exps.weight", "ffn_gate_up_exps.weight", first, shape)
         if f.shared and f.shared.gated_output:
             name = "ffn_gate_inp_shexp.weight"
             yield Part(name, name, 0, (1, hidden))
-    elif f.merged:
-        for which, first in (("gate", 0), ("up", f.size)):
+    elif f:
+        for which, first in halves:
             yield Part(f"ffn_{which}.weight", "ffn_up.weight", first, (f.size, hidden))

@@ -52,6 +52,9 @@ def add_all(g: Graph, x, terms: list):
 
 def attention(g: Graph, h, i: int) -> list:
     a, block = g.config.layers[i].attention, f"blk.{i}."
+    if a.kv_layer is not None:
+        q = g.linear(h, block + "attn_q.weight")
+        return [g.linear(g.attention(q, None, None, i), block + "attn_output.weight")]
     q, k = (g.linear(h, f"{block}attn_{which}.weight") for which in "qk")
     v = k if a.value_is_key else g.linear(h, f"{block}attn_v.weight")
     if a.row_norms:
@@ -74,8 +77,8 @@ def dense(g: Graph, h, name: str, act: str, gated: bool = True):
     return g.linear(y, name.format("down") + ".weight")
 
 
-def mixture(g: Graph, h, i: int, e: ExpertsConfig) -> list:
-    """The chosen experts of each row, and the shared expert."""
+def mixture(g: Graph, h, i: int, e: ExpertsConfig, router=None) -> list:
+    """The chosen experts of each row, and the shared expert. router: the logits that choose, by default those of h."""
     block = f"blk.{i}."
     terms = []
     if e.shared:
@@ -83,7 +86,9 @@ def mixture(g: Graph, h, i: int, e: ExpertsConfig) -> list:
         if e.shared.gated_output:
             y = g.times_sigmoid(y, g.linear(h, block + "ffn_gate_inp_shexp.weight", exact=True))
         terms.append(y)
-    ids, weights = g.route(g.linear(h, block + "ffn_gate_inp.weight", exact=True), e, block)
+    if router is None:
+        router = g.linear(h, block + "ffn_gate_inp.weight", exact=True)
+    ids, weights = g.route(router, e, block)
     return [*terms, g.experts(h, ids, weights, e, block)]
 
 
