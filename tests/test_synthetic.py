@@ -9,17 +9,23 @@ import numpy as np
 import pytest
 
 from mlc_amd.compiler.gguf import PRESETS, GGUFModel, synthetic, write_gguf
-from mlc_amd.compiler.models import expected_tensors
+from mlc_amd.compiler.models import expected_tensors, merged_parts
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 
-PARAMETERS = {"llama3-1b": 1.50e9, "llama3-8b": 8.03e9, "llama2-7b": 6.74e9, "qwen3-8b": 8.19e9, "qwen3-0.6b": 0.596e9}
+PARAMETERS = {
+    "llama3-1b": 1.50e9, "llama3-8b": 8.03e9, "llama2-7b": 6.74e9, "qwen3-8b": 8.19e9, "qwen3-0.6b": 0.596e9,
+    "qwen3-30b-a3b": 30.5e9, "gpt-oss-20b": 20.9e9, "gpt-oss-120b": 116.8e9, "gemma3-12b": 11.77e9,
+    "gemma4-26b-a4b": 25.2e9, "mistral-small-24b": 23.57e9, "phi4-mini": 3.84e9,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_have_the_published_sizes(preset):
     model = synthetic(f"{preset}:q4_k")
-    assert list(model.tensors) == [name for name, _ in expected_tensors(model.config)]
+    merged = {part.source for part in merged_parts(model.config)}
+    listed = {name for name, _ in expected_tensors(model.config)}
+    assert set(model.tensors) == listed - merged | {part.name for part in merged_parts(model.config)}
     if preset in PARAMETERS:
         assert sum(np.prod(t.shape) for t in model.tensors.values()) == pytest.approx(PARAMETERS[preset], rel=0.005)
     assert (

@@ -97,10 +97,11 @@ class Tensor:
         )
 
 
-def with_parts(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that the graph refers to: merged ones are replaced by their parts."""
-    made = dict(tensors)
-    for part in merged_parts(config):
+def _with_parts(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with merged ones replaced by their parts; the same object if there are none."""
+    parts = list(merged_parts(config))
+    made = dict(tensors) if parts else tensors
+    for part in parts:
         source = made.pop(part.source, None) or tensors[part.source]
         if len(source.shape) == 1 and len(part.shape) == 1:
             made[part.name] = source.entries(part.name, part.first, part.shape[0])
@@ -118,7 +119,8 @@ class GGUFModel:
     """A model ready to be compiled. A context manager; `close` (or leaving it) releases the file.
 
     path: what was opened, for messages. metadata: GGUF keys as plain Python values (of the first part of a split file).
-    tensors: by name, in file order. config: the typed hyperparameters."""
+    stored: the file's tensors by name, in its order. tensors: those that the graph refers to, the same but for merged
+    ones. config: the typed hyperparameters."""
 
     def __init__(
         self,
@@ -128,7 +130,8 @@ class GGUFModel:
         config: ModelConfig,
         release: Callable[[], None] = lambda: None,
     ):
-        self.path, self.metadata, self.tensors, self.config, self._release = path, metadata, tensors, config, release
+        self.path, self.metadata, self.config, self._release = path, metadata, config, release
+        self.stored, self.tensors = tensors, _with_parts(config, tensors)
 
     @classmethod
     def open(cls, path: str | Path) -> "GGUFModel":
@@ -146,7 +149,6 @@ class GGUFModel:
         for file in files:
             file.check_overlap(tensors)
         check_tensors(config, tensors, str(path))
-        tensors = with_parts(config, tensors)
 
         def release() -> None:
             for file in files:

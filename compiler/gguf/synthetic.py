@@ -1,54 +1,25 @@
 """Models of real shapes with random weights, for tests and benchmarks without downloads.
 
-In: a spec `preset:format`, say `llama3-8b:q4_0`. Out: a `GGUFModel` like one opened from a file. Every matrix has that
-format, every vector is f32. Weights are generated on demand and not stored; they depend on (spec, seed) only, not on
-how they are sliced. Activations stay finite: matrices ~ N(0, 1/columns), norms near 1. The tokenizer is real
-(byte-level BPE with the ChatML tokens), so chat works, but the output is noise.
+In: a spec `preset:format`, say `llama3-8b:q4_0`. Out: a `GGUFModel` like one opened from a file. Matrices have that
+format, vectors are f32. Weights are generated on demand and not stored; they depend on (spec, seed) only, not on how
+they are sliced. Activations stay finite: matrices ~ N(0, 1/columns), norms near 1. The tokenizer is real (byte-level
+BPE with the ChatML tokens), so chat works, but the output is noise.
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
+from math import prod
 
 import gguf
 import numpy as np
 
 from mlc_amd.compiler.gguf.check import check_tensors
-from mlc_amd.compiler.gguf.reader import GGUFModel, Tensor, row_bytes, with_parts
+from mlc_amd.compiler.gguf.presets import PRESETS, Preset
+from mlc_amd.compiler.gguf.reader import GGUFModel, Tensor, row_bytes
 from mlc_amd.compiler.models import expected_tensors, read_config
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
-
-_COLUMNS = (
-    "architecture",
-    "layers",
-    "hidden",
-    "ffn",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "vocab",
-    "context",
-    "norm_eps",
-    "rope_base",
-    "llama3_rope_factor",
-    "tied",
-)
-PRESETS = {
-    name: dict(zip(_COLUMNS, row, strict=True))
-    for name, row in {
-        # The shapes of the models they are named after; llama3-1b has its own output matrix (Llama-3.2-1B is tied).
-        #               arch    layers hidden   ffn heads kv  dim   vocab context   eps   rope  factor  tied
-        "tiny": ("llama", 2, 256, 768, 4, 2, 64, 1024, 2048, 1e-5, 10000.0, None, False),
-        "tiny-qwen2": ("qwen2", 2, 256, 768, 4, 2, 64, 1024, 2048, 1e-6, 1e6, None, True),
-        "tiny-qwen3": ("qwen3", 2, 256, 768, 4, 2, 128, 1024, 2048, 1e-6, 1e6, None, True),
-        "llama3-1b": ("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 1e-5, 5e5, 32.0, False),
-        "llama3-8b": ("llama", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 1e-5, 5e5, 8.0, False),
-        "llama2-7b": ("llama", 32, 4096, 11008, 32, 32, 128, 32000, 4096, 1e-5, 10000.0, None, False),
-        "qwen3-8b": ("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, 40960, 1e-6, 1e6, None, False),
-        "qwen3-0.6b": ("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e-6, 1e6, None, True),
-    }.items()
-}
 
 # float16 fields of a GGUF block: {byte offset: factor}. All other bytes are random (every code and sub-scale is
 # valid). The factors of minimums center the weights: minimum = mean(code) * mean(sub-scale) / mean(sub-minimum).
@@ -67,6 +38,8 @@ _SCALE_FIELDS = {
     "iq4_nl": {0: 1.0},
     "iq4_xs": {0: 1.0},
 }
+# For rows that are not whole blocks of 256 columns: llama-quantize's choice (src/llama-quant.cpp).
+FALLBACKS = {"q2_k": "iq4_nl", "q3_k": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "iq4_xs": "iq4_nl"}
 _GROUP_BYTES = 1 << 18  # rows are drawn in groups of about this size, each with its own generator
 _TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
@@ -75,33 +48,54 @@ _TEMPLATE = (
 )
 
 
-def synthetic(spec: str, seed: int = 0, keys: Mapping[str, object] | None = None) -> GGUFModel:
+def synthetic(
+    spec: str, seed: int = 0, keys: Mapping[str, object] | None = None, tensors: Collection[str] = ()
+) -> GGUFModel:
     """The model of that spec, `preset:format`. UserError for an unknown preset or format, naming the known ones.
 
+    A matrix whose rows are not whole blocks of the format has FALLBACKS' instead, as llama-quantize does it. mxfp4 is
+    that of experts; all other matrices are then q8_0, as in the published files.
+
     keys: metadata instead of the preset's or besides it, without the architecture in front; "general.architecture"
-    makes a model of another architecture with the preset's sizes.
+    makes a model of another architecture with the preset's sizes. tensors: names of optional ones besides the preset's.
     """
-    preset, _, format = spec.partition(":")
-    if preset not in PRESETS:
-        raise UserError(f"{spec}: unknown preset {preset!r}; use preset:format with one of {', '.join(PRESETS)}")
+    name, _, format = spec.partition(":")
+    if name not in PRESETS:
+        raise UserError(f"{spec}: unknown preset {name!r}; use preset:format with one of {', '.join(PRESETS)}")
     if format not in FORMATS:
         raise UserError(f"{spec}: unknown format {format!r}; use preset:format with one of {', '.join(FORMATS)}")
-    shape, keys = PRESETS[preset], keys or {}
-    arch = str(keys.get("general.architecture", shape["architecture"]))
-    named = {key if key.startswith(("general.", "tokenizer.")) else f"{arch}.{key}": keys[key] for key in keys}
-    metadata = _metadata(preset, arch, shape) | named
-    optional = {"output.weight": not shape["tied"], "rope_freqs.weight": shape["llama3_rope_factor"] is not None}
-    config = read_config(metadata, {name for name, present in optional.items() if present}, spec)
-    tensors = {
-        name: _tensor(name, format if len(dims) == 2 else "f32", dims, shape, seed)
+    preset, keys = PRESETS[name], keys or {}
+    metadata = _metadata(name, preset, keys)
+    config = read_config(metadata, preset.present() | set(tensors), spec)
+    made = {
+        name: _tensor(name, _format_of(name, dims, format), dims, preset, seed)
         for name, dims in expected_tensors(config)
     }
-    check_tensors(config, tensors, spec)
-    return GGUFModel(spec, metadata, with_parts(config, tensors), config)
+    check_tensors(config, made, spec)
+    return GGUFModel(spec, metadata, made, config)
 
 
-def _metadata(preset: str, arch: str, shape: dict) -> dict[str, object]:
-    vocab = shape["vocab"]
+def _format_of(name: str, dims: tuple[int, ...], format: str) -> str:
+    if len(dims) == 1 or name.endswith((".bias", "ffn_gate_inp.weight")):  # as in all published files
+        return "f32"
+    if format == "mxfp4" and len(dims) == 2:
+        format = "q8_0"
+    while dims[-1] % FORMATS[format].block:
+        format = FALLBACKS.get(format, "f16")
+    return format
+
+
+def _metadata(name: str, preset: Preset, keys: Mapping[str, object]) -> dict[str, object]:
+    arch = str(keys.get("general.architecture", preset.architecture))
+    own = {"general.architecture": arch, "general.name": f"Synthetic {name}", "general.type": "model"}
+    named = {
+        key if key.startswith(("general.", "tokenizer.")) else f"{arch}.{key}": value
+        for key, value in (preset.keys | keys).items()
+    }
+    return own | named | _tokenizer(int(str(named[f"{arch}.vocab_size"])))
+
+
+def _tokenizer(vocab: int) -> dict[str, object]:
     # The names that byte-level BPE gives to the 256 bytes, by way of GPT-2's table: printable ones are themselves.
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [b for b in range(256) if b not in printable]
@@ -112,21 +106,6 @@ def _metadata(preset: str, arch: str, shape: dict) -> dict[str, object]:
     tokens += [f"Ġ{i}" for i in range(vocab - len(tokens) - len(special))] + special
     normal, control = int(gguf.TokenType.NORMAL), int(gguf.TokenType.CONTROL)
     return {
-        "general.architecture": arch,
-        "general.name": f"Synthetic {preset}",
-        "general.type": "model",
-        f"{arch}.context_length": shape["context"],
-        f"{arch}.embedding_length": shape["hidden"],
-        f"{arch}.block_count": shape["layers"],
-        f"{arch}.feed_forward_length": shape["ffn"],
-        f"{arch}.attention.head_count": shape["heads"],
-        f"{arch}.attention.head_count_kv": shape["kv_heads"],
-        f"{arch}.attention.key_length": shape["head_dim"],
-        f"{arch}.attention.value_length": shape["head_dim"],
-        f"{arch}.attention.layer_norm_rms_epsilon": shape["norm_eps"],
-        f"{arch}.rope.freq_base": shape["rope_base"],
-        f"{arch}.rope.dimension_count": shape["head_dim"],
-        f"{arch}.vocab_size": vocab,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "qwen2",
         "tokenizer.ggml.tokens": tokens,
@@ -140,10 +119,10 @@ def _metadata(preset: str, arch: str, shape: dict) -> dict[str, object]:
     }
 
 
-def _tensor(name: str, format: str, dims: tuple[int, ...], shape: dict, seed: int) -> Tensor:
-    columns = dims[-1]
+def _tensor(name: str, format: str, dims: tuple[int, ...], preset: Preset, seed: int) -> Tensor:
+    columns, rows_in_all = dims[-1], prod(dims[:-1])
     if len(dims) == 1:
-        values = _vector(name, columns, shape, np.random.default_rng([seed, zlib.crc32(name.encode())]))
+        values = _vector(name, columns, preset, np.random.default_rng([seed, zlib.crc32(name.encode())]))
         return Tensor(name, format, dims, lambda start, stop: values.view(np.uint8)[None][start:stop])
     size = row_bytes(format, columns)
     group = max(1, _GROUP_BYTES // size)
@@ -155,7 +134,7 @@ def _tensor(name: str, format: str, dims: tuple[int, ...], shape: dict, seed: in
             # it.
             drawn = _rows(
                 format,
-                min(group, dims[0] - first),
+                min(group, rows_in_all - first),
                 columns,
                 np.random.Generator(np.random.SFC64([seed, zlib.crc32(name.encode()), first])),
             )
@@ -167,22 +146,15 @@ def _tensor(name: str, format: str, dims: tuple[int, ...], shape: dict, seed: in
     return Tensor(name, format, dims, fetch)
 
 
-def _vector(name: str, columns: int, shape: dict, rng: np.random.Generator) -> np.ndarray:
-    """float32 [columns], read-only: RoPE's factors as published, norms near 1, biases near 0."""
-    if name == "rope_freqs.weight":
-        values = _llama3_factors(columns, shape["rope_base"], shape["llama3_rope_factor"])
+def _vector(name: str, columns: int, preset: Preset, rng: np.random.Generator) -> np.ndarray:
+    """float32 [columns], read-only: RoPE's factors as published, norms and scales near 1, biases near 0."""
+    if name == "rope_freqs.weight" and preset.rope_freqs:
+        values = preset.rope_freqs(columns)
     else:
-        values = rng.standard_normal(columns, np.float32) * np.float32(0.1) + np.float32(name.endswith("norm.weight"))
+        center = name.endswith(("norm.weight", "scale.weight", ".scale")) or "_norm_" in name or name.startswith("rope")
+        values = rng.standard_normal(columns, np.float32) * np.float32(0.1) + np.float32(center)
     values.flags.writeable = False
     return values
-
-
-def _llama3_factors(pairs: int, base: float, factor: float) -> np.ndarray:
-    """Llama 3.1's frequency factors, as llama.cpp's converter writes them (low_freq_factor 1, high_freq_factor 4, 8192
-    tokens before): 1 for wavelengths below 8192/4, `factor` above 8192, between them a blend of the two."""
-    wavelength = 2 * np.pi * base ** (np.arange(pairs) / pairs)
-    smooth = np.clip((8192 / wavelength - 1.0) / (4.0 - 1.0), 0.0, 1.0)
-    return (1.0 / ((1.0 - smooth) / factor + smooth)).astype(np.float32)
 
 
 def _rows(format: str, rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:

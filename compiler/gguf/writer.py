@@ -27,7 +27,7 @@ def write_gguf(model: GGUFModel, path: str | Path) -> None:
         try:
             write_header(model, partial)
             with open(partial, "ab") as file:
-                for tensor in model.tensors.values():
+                for tensor in model.stored.values():
                     step = max(1, _CHUNK_BYTES // tensor.row_bytes)
                     _pad(file)
                     for start in range(0, tensor.rows, step):
@@ -53,7 +53,7 @@ def write_header(model: GGUFModel, path: Path) -> None:
             writer.add_key_value(
                 key, value, _value_type(value), _value_type(value[0], True) if isinstance(value, list) else None
             )
-    for tensor in model.tensors.values():
+    for tensor in model.stored.values():
         kind = gguf.GGMLQuantizationType(FORMATS[tensor.format].gguf_type)
         # `kind` overrides the dtype; only uint8 would matter: the writer takes such shapes for counts of bytes.
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, kind)

@@ -1,0 +1,140 @@
+"""Sizes of published models, and of tiny ones for tests, as GGUF metadata: what `synthetic` makes models of.
+
+Each is named after the model whose config.json it follows. llama3-1b has its own output matrix (Llama-3.2-1B is tied).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Preset:
+    """keys: metadata without the architecture in front. tensors: optional ones that the model has; * stands for a
+    layer's number. rope_freqs: pairs -> the values of rope_freqs.weight."""
+
+    architecture: str
+    keys: Mapping[str, object]
+    tensors: tuple[str, ...] = ("output.weight",)
+    rope_freqs: Callable[[int], np.ndarray] | None = None
+
+    def present(self) -> set[str]:
+        """Names of the optional tensors, with the layers' numbers."""
+        layers = self.keys["block_count"]
+        assert isinstance(layers, int)
+        names = {name.replace("*", str(i)) for name in self.tensors for i in range(layers)}
+        return names | ({"rope_freqs.weight"} if self.rope_freqs else set())
+
+
+def _sizes(layers, hidden, ffn, heads, kv_heads, head_dim, vocab, context, eps, base, more=None) -> dict[str, object]:
+    """Keys that all presets have, and `more`."""
+    return {
+        "block_count": layers,
+        "embedding_length": hidden,
+        "feed_forward_length": ffn,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "vocab_size": vocab,
+        "context_length": context,
+        "attention.layer_norm_rms_epsilon": eps,
+        "attention.layer_norm_epsilon": eps,
+        "rope.freq_base": base,
+        "rope.dimension_count": head_dim,
+    } | (more or {})
+
+
+def _llama3_factors(base: float, factor: float) -> Callable[[int], np.ndarray]:
+    """Llama 3.1's frequency factors, as llama.cpp's converter writes them (low_freq_factor 1, high_freq_factor 4, 8192
+    tokens before): 1 for wavelengths below 8192/4, `factor` above 8192, between them a blend of the two."""
+
+    def factors(pairs: int) -> np.ndarray:
+        wavelength = 2 * np.pi * base ** (np.arange(pairs) / pairs)
+        smooth = np.clip((8192 / wavelength - 1.0) / (4.0 - 1.0), 0.0, 1.0)
+        return (1.0 / ((1.0 - smooth) / factor + smooth)).astype(np.float32)
+
+    return factors
+
+
+def _partial_factors(share: float) -> Callable[[int], np.ndarray]:
+    """Proportional RoPE (gemma4): only the first pairs rotate."""
+    return lambda pairs: np.where(np.arange(pairs) < share * pairs, 1.0, 1e30).astype(np.float32)
+
+
+def _experts(count: int, used: int, size: int) -> dict[str, object]:
+    return {"expert_count": count, "expert_used_count": used, "expert_feed_forward_length": size}
+
+
+def _gpt_oss(layers: int, experts: int) -> Preset:
+    more = _experts(experts, 4, 2880) | {
+        "attention.sliding_window": 128,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 32.0,
+        "rope.scaling.original_context_length": 4096,
+    }
+    keys = _sizes(layers, 2880, 2880, 64, 8, 64, 201088, 131072, 1e-5, 150000.0, more)
+    return Preset("gpt-oss", keys, ("output.weight", "blk.*.attn_q.bias", "blk.*.attn_output.bias"))
+
+
+_GEMMA4 = {
+    "attention.sliding_window": 1024,
+    "attention.sliding_window_pattern": [(i + 1) % 6 != 0 for i in range(30)],
+    "attention.head_count_kv": [8 if (i + 1) % 6 else 2 for i in range(30)],
+    "attention.key_length_swa": 256,
+    "attention.value_length_swa": 256,
+    "rope.dimension_count_swa": 256,
+    "rope.freq_base_swa": 10000.0,
+    "final_logit_softcapping": 30.0,
+}
+# attn_v is missing where all keys are seen
+_GEMMA4_TENSORS = (
+    "blk.*.ffn_gate_inp.weight",
+    "blk.*.layer_output_scale.weight",
+    "blk.0.ffn_gate_up_exps.weight",
+    "blk.0.ffn_down_exps.scale",
+    *(f"blk.{i}.attn_v.weight" for i in range(30) if (i + 1) % 6),
+)
+_QWEN3_MOE = _experts(128, 8, 768)
+_GEMMA3 = {"attention.sliding_window": 1024, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+_PHI4 = {
+    "rope.dimension_count": 96,
+    "rope.scaling.original_context_length": 4096,
+    "rope.scaling.attn_factor": 1.19,  # sqrt(1 + ln(131072 / 4096) / ln(4096)), as the converter writes it
+}
+_PHI4_TENSORS = ("blk.*.attn_qkv.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+PRESETS = {
+    # layers hidden ffn heads kv_heads head_dim vocab context eps rope_base
+    "tiny": Preset("llama", _sizes(2, 256, 768, 4, 2, 64, 1024, 2048, 1e-5, 10000.0)),
+    "tiny-qwen2": Preset("qwen2", _sizes(2, 256, 768, 4, 2, 64, 1024, 2048, 1e-6, 1e6), ()),
+    "tiny-qwen3": Preset("qwen3", _sizes(2, 256, 768, 4, 2, 128, 1024, 2048, 1e-6, 1e6), ()),
+    "llama3-1b": Preset(
+        "llama",
+        _sizes(16, 2048, 8192, 32, 8, 64, 128256, 131072, 1e-5, 5e5),
+        rope_freqs=_llama3_factors(5e5, 32.0),
+    ),
+    "llama3-8b": Preset(
+        "llama",
+        _sizes(32, 4096, 14336, 32, 8, 128, 128256, 131072, 1e-5, 5e5),
+        rope_freqs=_llama3_factors(5e5, 8.0),
+    ),
+    "llama2-7b": Preset("llama", _sizes(32, 4096, 11008, 32, 32, 128, 32000, 4096, 1e-5, 10000.0)),
+    "qwen3-8b": Preset("qwen3", _sizes(36, 4096, 12288, 32, 8, 128, 151936, 40960, 1e-6, 1e6)),
+    "qwen3-0.6b": Preset("qwen3", _sizes(28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e-6, 1e6), ()),
+    "qwen3-30b-a3b": Preset("qwen3moe", _sizes(48, 2048, 6144, 32, 4, 128, 151936, 40960, 1e-6, 1e6, _QWEN3_MOE)),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+    "gemma3-12b": Preset("gemma3", _sizes(48, 3840, 15360, 16, 8, 256, 262144, 131072, 1e-6, 1e6, _GEMMA3), ()),
+    "gemma4-26b-a4b": Preset(
+        "gemma4",
+        _sizes(30, 2816, 2112, 16, 8, 512, 262144, 262144, 1e-6, 1e6, _GEMMA4 | _experts(128, 8, 704)),
+        _GEMMA4_TENSORS,
+        _partial_factors(0.25),
+    ),
+    "mistral-small-24b": Preset("llama", _sizes(40, 5120, 32768, 32, 8, 128, 131072, 131072, 1e-5, 1e9)),
+    "phi4-mini": Preset(
+        "phi3", _sizes(32, 3072, 8192, 24, 8, 128, 200064, 131072, 1e-5, 10000.0, _PHI4), _PHI4_TENSORS
+    ),
+}

@@ -1,0 +1,87 @@
+"""A tiny model of each architecture: metadata on top of the preset "tiny", and the optional tensors that it has.
+
+They cover what an architecture can be: a window smaller than the prompt, shared experts, biases, layers of different
+kinds.
+"""
+
+from mlc_amd.compiler.gguf import GGUFModel, synthetic
+
+ROPE_SCALED = {
+    "rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 16,
+}  # fmt: skip
+EXPERTS = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 64}
+BLOCKS = range(4)
+QKV_BIAS, OUTPUT_BIAS = ("blk.0.attn_q.bias",), ("blk.0.attn_output.bias",)
+
+MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
+    "cohere2": ({"attention.sliding_window": 24, "logit_scale": 0.25, "block_count": 4}, ()),
+    "ernie4_5-moe": (
+        EXPERTS | {"leading_dense_block_count": 1, "expert_shared_feed_forward_length": 128},
+        ("blk.1.exp_probs_b.bias",),
+    ),
+    "exaone4": ({}, ("rope_freqs.weight",)),
+    "gemma2": ({"attention.sliding_window": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}, ()),
+    "gemma3": (
+        {"attention.sliding_window": 24, "attention.sliding_window_pattern": 2, "rope.freq_base_swa": 1000.0}
+        | {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "attention.key_length": 48}
+        | {"attention.value_length": 48, "rope.dimension_count": 48},
+        (),
+    ),
+    "gemma4": (
+        EXPERTS
+        | {"block_count": 4, "attention.sliding_window": 24, "attention.shared_kv_layers": 2}
+        | {"attention.sliding_window_pattern": [True, False, True, False], "attention.head_count_kv": [2, 1, 2, 1]}
+        | {"attention.key_length_swa": 32, "attention.value_length_swa": 32, "rope.dimension_count_swa": 32}
+        | {"rope.freq_base_swa": 1000.0, "embedding_length_per_layer_input": 32},
+        (
+            "blk.0.attn_v.weight", "blk.0.ffn_gate_up_exps.weight", "blk.0.ffn_down_exps.scale", "rope_freqs.weight",
+            *(f"blk.{i}.layer_output_scale.weight" for i in BLOCKS), "blk.1.ffn_gate_inp.weight",
+        ),
+    ),
+    "glm4": ({"rope.dimension_count": 32}, QKV_BIAS),
+    "glm4moe": (
+        EXPERTS
+        | {"leading_dense_block_count": 1, "expert_gating_func": 2, "expert_weights_norm": True}
+        | {"expert_weights_scale": 1.5, "rope.dimension_count": 32},
+        ("blk.0.attn_q_norm.weight",),
+    ),
+    "gpt-oss": (EXPERTS | ROPE_SCALED | {"attention.sliding_window": 24}, (*QKV_BIAS, *OUTPUT_BIAS)),
+    "granite": (
+        {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0, "attention.scale": 0.025},
+        (),
+    ),
+    "granitemoe": (
+        EXPERTS
+        | {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0, "attention.scale": 0.025}
+        | {"feed_forward_length": 64, "expert_shared_feed_forward_length": 96},
+        (),
+    ),
+    "hunyuan-dense": ({"rope.scaling.alpha": 1000.0}, ()),
+    "llama": ({}, ("output.weight",)),
+    "llama-moe": (EXPERTS | {"feed_forward_length": 64}, ()),
+    "llama4": (EXPERTS | {"block_count": 4, "interleave_moe_layer_step": 2}, ("rope_freqs.weight",)),
+    "minimax-m2": (EXPERTS | {"feed_forward_length": 64, "rope.dimension_count": 32}, ()),
+    "mistral3": (
+        ROPE_SCALED | {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.1},
+        (),
+    ),
+    "olmo2": (ROPE_SCALED | {"attention.sliding_window": 24, "block_count": 4}, ("output.weight",)),
+    "phi3": (
+        {"rope.dimension_count": 48, "rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.19},
+        ("blk.0.attn_qkv.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
+    ),
+    "qwen2": ({}, ()),
+    "qwen2moe": (EXPERTS | {"expert_shared_feed_forward_length": 96}, ()),
+    "qwen3": ({}, ()),
+    "qwen3moe": (EXPERTS, ()),
+    "seed_oss": ({}, QKV_BIAS),
+    "smollm3": ({"block_count": 4}, ()),
+    "starcoder2": ({}, (*QKV_BIAS, *OUTPUT_BIAS)),
+}  # fmt: skip
+
+
+def tiny(name: str, form: str = "f16") -> GGUFModel:
+    """The model of that name in MODELS, with random weights in that format."""
+    keys, tensors = MODELS[name]
+    architecture = {"general.architecture": name.removesuffix("-moe") if name == "llama-moe" else name}
+    return synthetic(f"tiny:{form}", keys=architecture | keys, tensors=tensors)
