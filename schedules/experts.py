@@ -10,8 +10,8 @@ needs one expert. `expert_order` makes
 
     Slots   int32 [m, used]             slot of each pair
     Pairs   int32 [slots]               pair in each slot; -1: padding
-    Groups  int32 [tiles + count + 1]   expert of each tile (-1: unused, behind the others), then the first tile of
-                                        each expert and, last, the number of used tiles
+    Groups  int32 [tiles + 2 count + 1] expert of each tile (-1: unused, behind the others), the first tile of each
+                                        expert, the number of used tiles, the number of pairs of each expert
 
 All sizes are static: `tiles` is the maximum for any assignment of m rows.
 """
@@ -44,4 +44,4 @@ class Experts:
 
     def groups(self, m: int) -> int:
         """Entries of `Groups` (of `Ids` for one row)."""
-        return self.used if m == 1 else self.tiles(m) + self.count + 1
+        return self.used if m == 1 else self.tiles(m) + 2 * self.count + 1

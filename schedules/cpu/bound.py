@@ -152,7 +152,7 @@ def _emit_scores(work, products, state, sink, isa):
 
 
 def _emit_activation(activation, work, state, sink, isa):
-    """`work` times activation(x) * y of a vector for each chain."""
+    """`work` times act(x) * y of a vector for each chain."""
     lanes, tasks = isa.lanes, max(1, min(TASKS, work // STEPS))
     with T.parallel(tasks) as task:
         xs, factor = _start(state, isa)
@@ -160,7 +160,7 @@ def _emit_activation(activation, work, state, sink, isa):
         with T.serial(work // tasks):
             _emit_fma(xs, factor, lanes)
             for x, total in zip(xs, totals, strict=True):
-                store(total, total[at(0, lanes)] + activation(x[at(0, lanes)], isa, lanes), at(0, lanes))
+                store(total, total[at(0, lanes)] + activation(x[at(0, lanes)], factor, isa, lanes), at(0, lanes))
         _finish([*xs, *totals], sink, task, lanes)
 
 

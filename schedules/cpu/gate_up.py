@@ -22,10 +22,38 @@ from mlc_amd.schedules.cpu.linear_tile import (
 )
 from mlc_amd.schedules.cpu.planes import BLOCK, ROWS
 from mlc_amd.schedules.cpu.quantize import Output
-from mlc_amd.schedules.cpu.vector import LANES, at, local, store
+from mlc_amd.schedules.cpu.vector import LANES, at, f32, local, store
 from mlc_amd.schedules.formats import lookup
 
 TILES = BLOCK // ROWS  # tiles of a weight that make a block of the output
+
+
+def emit_block(weights, sources, acts, token_tile, output, tile, block, activation, biases, plan, isa, tokens=None):
+    """A block of 32 columns of y for a tile of tokens, or for its first `tokens`: those after them become zeros.
+
+    weights: [(format, planes)] of gate and up; sources: as `emit_weights` gives them; tile: of the output; biases: (c,
+    i) -> what is added to columns c .. c+15 of the block of gate (i = 0) or up (1), or None.
+    """
+    p = acts.p
+    made = local(2, p, BLOCK)  # gate and up of the block
+    # One weight after the other: its two tiles are adjacent, so that the first one's prefetches serve the second.
+    for i, ((fmt, _), source) in enumerate(zip(weights, sources, strict=True)):
+        with T.serial(TILES) as half:
+
+            def keep(token, row, x, i=i, half=half):
+                store(made, x, i, token, at(half * ROWS + row, isa.lanes))
+
+            emit_tile(fmt, source(half), acts, token_tile, plan, isa, keep, tokens)
+    # Short loops: the processor overlaps several rows, as far as it looks ahead.
+    with T.serial(tokens or p) as token:
+        for c in range(0, BLOCK, LANES):
+            gate, up = (made[i, token, at(c)] + biases(c, i) if biases else made[i, token, at(c)] for i in range(2))
+            store(made, activation(gate, up, isa), 0, token, at(c))
+    if tokens not in (None, p):
+        with T.serial(p - tokens) as token:
+            for c in range(0, BLOCK, LANES):
+                store(made, f32(0.0), 0, token + tokens, at(c))
+    output.store_tile(lambda token, c: made[0, token, at(c)], tile, block)
 
 
 def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, p, quantize, isa, name, plan=None, act="silu"):
@@ -51,22 +79,9 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, p, quantize, isa, name, plan=None,
 
             def emit(sources):
                 with T.serial(tiles) as token_tile:
-                    made = local(2, p, BLOCK)  # gate and up of the block
-                    # One weight after the other: its two tiles are adjacent, so that the first one's prefetches serve
-                    # the second.
-                    for i, ((fmt, _), source) in enumerate(zip(weights, sources, strict=True)):
-                        with T.serial(TILES) as half:
-
-                            def keep(token, row, x, i=i, half=half):
-                                store(made, x, i, token, at(half * ROWS + row, isa.lanes))
-
-                            emit_tile(fmt, source(half), acts, token_tile, plan, isa, keep)
-                    # Short loops: the processor overlaps several rows, as far as it looks ahead.
-                    with T.serial(p) as token:
-                        for c in range(0, BLOCK, LANES):
-                            y = activation(made[0, token, at(c)], isa) * made[1, token, at(c)]
-                            store(made, y, 0, token, at(c))
-                    output.store_tile(lambda token, c: made[0, token, at(c)], token_tile, block)
+                    emit_block(
+                        weights, sources, acts, token_tile, output, token_tile, block, activation, None, plan, isa
+                    )
 
             emit_weights(weights, T.Bind(block * TILES), TILES, k, plan, isa, tiles, emit)
     return builder.get()

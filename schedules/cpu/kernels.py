@@ -8,10 +8,14 @@ None for the default one. The kernel's parameters are the operator's inputs, tup
 from mlc_amd.schedules.attention import Attention, Rope
 from mlc_amd.schedules.cpu.attention import attention
 from mlc_amd.schedules.cpu.embed import embed
+from mlc_amd.schedules.cpu.expert_rows import combine, expert_order, gather
+from mlc_amd.schedules.cpu.experts import expert_down, expert_gate_up, expert_linear
 from mlc_amd.schedules.cpu.gate_up import gate_up_swiglu
 from mlc_amd.schedules.cpu.linear import linear
-from mlc_amd.schedules.cpu.norm import quantize, rms_norm
+from mlc_amd.schedules.cpu.norm import layer_norm, quantize, rms_norm
 from mlc_amd.schedules.cpu.rope_kv_write import rope_kv_write
+from mlc_amd.schedules.cpu.route import route
+from mlc_amd.schedules.experts import Experts
 
 
 def tile_rows(m: int, arch) -> int:
@@ -25,6 +29,10 @@ def _embed(fmt, vocab, k, m, arch, name, plan, scale=1.0):
 
 def _rms_norm(k, m, eps, act, row, arch, name, plan):
     return rms_norm(k, m, eps, tile_rows(m, arch), bool(act), row, arch.isa, name)
+
+
+def _layer_norm(k, m, eps, bias, act, row, arch, name, plan):
+    return layer_norm(k, m, eps, tile_rows(m, arch), bool(act), row, bias, arch.isa, name)
 
 
 def _quantize(k, m, act, arch, name, plan):
@@ -48,12 +56,49 @@ def _attention(heads, kv_heads, d, ctx, m, act, arch, name, plan, **variant):
     return attention(layer, m, tile_rows(m, arch), bool(act), arch.isa, name, plan)
 
 
+def _route(n, m, experts, used, tile, arch, name, plan, **attributes):
+    return route(n, m, experts, used, isa=arch.isa, name=name, **attributes)
+
+
+def _expert_order(m, experts, used, tile, arch, name, plan):
+    return expert_order(m, Experts(experts, used, tile), name)
+
+
+def _gather(k, m, experts, used, tile, weighted, layout, arch, name, plan):
+    return gather(k, m, Experts(experts, used, tile), weighted, bool(layout), name)
+
+
+def _expert_gate_up(gate, up, n, k, m, experts, used, tile, biases, act, layout_in, layout, shared, arch, name, plan):
+    of = Experts(experts, used, tile)
+    return expert_gate_up(gate, up, n, k, m, of, biases, act, bool(layout), shared, arch.isa, name, plan)
+
+
+def _expert_linear(fmt, n, k, m, experts, used, tile, bias, layout, arch, name, plan):
+    return expert_linear(fmt, n, k, m, Experts(experts, used, tile), bias, arch.isa, name, plan)
+
+
+def _expert_down(fmt, n, k, m, experts, used, tile, bias, weighted, residual, layout, arch, name, plan):
+    return expert_down(fmt, n, k, Experts(experts, used, tile), bias, weighted, residual, arch.isa, name, plan)
+
+
+def _combine(n, m, experts, used, tile, weighted, residual, arch, name, plan):
+    return combine(n, m, Experts(experts, used, tile), weighted, residual, name)
+
+
 BUILDERS = {
     "embed": _embed,
     "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
     "quantize": _quantize,
     "linear": _linear,
     "gate_up": _gate_up,
     "rope_kv_write": _rope_kv_write,
     "attention": _attention,
+    "route": _route,
+    "expert_order": _expert_order,
+    "gather": _gather,
+    "expert_gate_up": _expert_gate_up,
+    "expert_linear": _expert_linear,
+    "expert_down": _expert_down,
+    "combine": _combine,
 }

@@ -43,21 +43,23 @@ def _emit_segment(fmt, n, bufs, bias, residual, Y, acts, state, m, plan, isa):
     held = row_tiles(fmt, n, acts.k, plan)
     with T.parallel(_tasks(fmt, n, acts.k, plan)) as task:
         tiles, first = token_tiles(state, m, acts.p), T.Bind(task * held)
+        bias_at = None if bias is None else lambda column: _bias(bias, column, n, isa.lanes)
 
         def emit(weights):
             with T.serial(tiles) as token_tile, T.serial(held) as t:
-                _emit_results(fmt, n, weights[0](t), bias, residual, Y, acts, T.Bind(first + t), token_tile, plan, isa)
+                emit_results(fmt, weights[0](t), bias_at, residual, Y, acts, T.Bind(first + t), token_tile, plan, isa)
 
         emit_weights([(fmt, bufs)], first, held, acts.k, plan, isa, tiles, emit)
 
 
-def _emit_results(fmt, n, weights, bias, residual, Y, acts, tile, token_tile, plan, isa):
-    """A tile of rows for a tile of tokens."""
+def emit_results(fmt, weights, bias, residual, Y, acts, tile, token_tile, plan, isa, tokens=None):
+    """A tile of rows, for a tile of tokens or its first `tokens`: columns 16*tile.. of Y. bias(column): of a register's
+    rows from there on, or None."""
 
     def epilogue(i, row, x):
         token, column = token_tile * acts.p + i, tile * ROWS + row
         if bias is not None:
-            x = x + _bias(bias, column, n, isa.lanes)
+            x = x + bias(column)
         if residual is not None:
             x = residual[token, at(column, isa.lanes)] + x
         store(Y, x, token, at(column, isa.lanes))
@@ -68,8 +70,12 @@ def _emit_results(fmt, n, weights, bias, residual, Y, acts, tile, token_tile, pl
     # A loop of its own: LLVM would load the residual's rows, which are in no cache, before the products, and spill them
     # to the stack.
     made = registers(acts.p, ROWS)
-    emit_tile(fmt, weights, acts, token_tile, plan, isa, lambda i, row, x: store(made, x, i, at(row, isa.lanes)))
-    with T.serial(opaque(T.int32(acts.p))) as i:
+
+    def keep(i, row, x):
+        store(made, x, i, at(row, isa.lanes))
+
+    emit_tile(fmt, weights, acts, token_tile, plan, isa, keep, tokens)
+    with T.serial(opaque(T.int32(tokens or acts.p))) as i:
         for row in range(0, ROWS, isa.lanes):
             epilogue(i, row, made[i, at(row, isa.lanes)])
 

@@ -76,18 +76,19 @@ def token_tiles(state, m, p):
     return 1 if m == 1 else T.Bind((live_rows(state, m) + (p - 1)) // p)
 
 
-def emit_tile(fmt: Format, weights, acts: Acts, token_tile, plan, isa, epilogue):
-    """16 rows by acts.p tokens. weights: Packed or Unpacked.at. Calls epilogue(i, row, x) per token i of the tile and
-    register: x are the results of isa.lanes rows, from row `row` of the tile on. Prefill makes one pass for each
-    register of a tile, decode one for all."""
+def emit_tile(fmt: Format, weights, acts: Acts, token_tile, plan, isa, epilogue, tokens=None):
+    """16 rows by the first `tokens` of acts.p tokens (None: all). weights: Packed or Unpacked.at. Calls epilogue(i,
+    row, x) per token i of the tile and register: x are the results of isa.lanes rows, from row `row` of the tile on.
+    Prefill makes one pass for each register of a tile, decode one for all."""
     registers = [r * isa.lanes for r in range(ROWS // isa.lanes)]
-    passes, tokens = ([registers], 1) if acts.p == 1 else ([[r] for r in registers], plan.tokens)
+    passes, count = ([registers], 1) if acts.p == 1 else ([[r] for r in registers], plan.tokens)
     emit = {"int8": _emit_int8, "float": _emit_float}[fmt.kind]
     if fmt.kind == "float":
-        tokens = min(tokens, FLOAT_TOKENS)
+        count = min(count, FLOAT_TOKENS)
+    tokens = tokens or acts.p
     for rows in passes:
-        for first in range(0, acts.p, tokens):
-            emit(fmt, weights, acts, token_tile, range(first, min(first + tokens, acts.p)), rows, plan, isa, epilogue)
+        for first in range(0, tokens, count):
+            emit(fmt, weights, acts, token_tile, range(first, min(first + count, tokens)), rows, plan, isa, epilogue)
 
 
 class Packed(NamedTuple):

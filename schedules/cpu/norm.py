@@ -1,6 +1,7 @@
-"""Root mean square normalization and activation quantization of token vectors.
+"""Normalization and activation quantization of token vectors.
 
     rms_norm    y = x * G / sqrt(mean(x*x) + eps), as float32 or straight to int8 blocks
+    layer_norm  y = z * G / sqrt(mean(z*z) + eps) + B, z = x - mean(x), likewise
     quantize    x to int8 blocks
 
 In: `state`, X float32 [m, k]. Out: Y float32 [m, k], or the planes A and S of `quantize.py`. Rows that are not live are
@@ -17,21 +18,53 @@ from mlc_amd.schedules.cpu.quantize import BLOCK, Output
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, splat, store, tree_add
 
 
-def _inverse_rms(X, row, k, eps):
-    """1 / sqrt(mean of squares + eps) of X[row], a scalar in a register. Independent sums hide the latency of
-    additions."""
+def _mean(k, term):
+    """The mean of term(columns), float32x16, over the k columns, and what is to be added: a scalar. Independent sums
+    hide the latency of additions."""
     sums = next(n for n in (4, 2) if k % (n * LANES) == 0)
     acc = T.alloc_buffer((sums * LANES,), "float32", scope="local")
     for i in range(sums):
         store(acc, f32(0.0), at(i * LANES))
     with T.serial(k // (sums * LANES)) as step:
         for i in range(sums):
-            x = T.Bind(X[row, at((step * sums + i) * LANES)])
-            store(acc, acc[at(i * LANES)] + x * x, at(i * LANES))
+            x = term(at((step * sums + i) * LANES))
+            store(acc, acc[at(i * LANES)] + x, at(i * LANES))
     total = acc[at(0)]
     for i in range(1, sums):
         total = total + acc[at(i * LANES)]
-    return T.Bind(T.float32(1) / T.sqrt(tree_add(T.Bind(total)) * T.float32(1 / k) + T.float32(eps)))
+    return tree_add(T.Bind(total)) * T.float32(1 / k)
+
+
+def _inverse_deviation(k, eps, value):
+    """1 / sqrt(mean of the squares of value(columns) + eps), a scalar in a register."""
+
+    def square(columns):
+        x = T.Bind(value(columns))
+        return x * x
+
+    return T.Bind(T.float32(1) / T.sqrt(_mean(k, square) + T.float32(eps)))
+
+
+def _norm(k, m, p, quantize, row, name, bias, emit):
+    """The kernel of a norm. emit(columns -> X of the row) gives (columns -> what is scaled, the row's scale)."""
+    if k % BLOCK:
+        raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
+    out_m, out_p = {"all": (m, p), "last": (1, 1)}[row]
+    with kernel(name) as (builder, state):
+        X, G = T.arg("X", T.buffer((m, k), "float32")), T.arg("G", T.buffer((k,), "float32"))
+        B = T.arg("B", T.buffer((k,), "float32")) if bias else None
+        output = Output(out_m, k, out_p, quantize, "Y")
+        with row_loop(state, out_m) as i:
+            source = i if row == "all" else T.Bind(live_rows(state, m) - 1)
+            value, scale = emit(lambda columns: X[source, columns])
+
+            def result(columns):
+                y = value(columns) * splat(scale) * G[columns]
+                return y + B[columns] if bias else y
+
+            with T.serial(k // BLOCK) as block:
+                output.store_block(*(result(at(block * BLOCK + half * LANES)) for half in range(2)), i, block)
+    return builder.get()
 
 
 def rms_norm(k, m, eps, p, quantize, row, isa, name) -> tirx.PrimFunc:
@@ -41,19 +74,21 @@ def rms_norm(k, m, eps, p, quantize, row, isa, name) -> tirx.PrimFunc:
     row: "all", or "last": only the last live row, X[live - 1]; the outputs then have the shapes of m = 1, p = 1.
     UserError unless 32 divides k. `isa` is not used: vectors have 16 lanes and LLVM splits them.
     """
-    if k % BLOCK:
-        raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
-    out_m, out_p = {"all": (m, p), "last": (1, 1)}[row]
-    with kernel(name) as (builder, state):
-        X, G = T.arg("X", T.buffer((m, k), "float32")), T.arg("G", T.buffer((k,), "float32"))
-        output = Output(out_m, k, out_p, quantize, "Y")
-        with row_loop(state, out_m) as i:
-            source = i if row == "all" else T.Bind(live_rows(state, m) - 1)
-            scale = _inverse_rms(X, source, k, eps)
-            with T.serial(k // BLOCK) as block:
-                columns = [at(block * BLOCK + half * LANES) for half in range(2)]
-                output.store_block(*(X[source, c] * splat(scale) * G[c] for c in columns), i, block)
-    return builder.get()
+    return _norm(k, m, p, quantize, row, name, False, lambda x: (x, _inverse_deviation(k, eps, x)))
+
+
+def layer_norm(k, m, eps, p, quantize, row, bias, isa, name) -> tirx.PrimFunc:
+    """As `rms_norm`; B float32 [k] behind G if `bias`."""
+
+    def emit(x):
+        mean = T.Bind(_mean(k, x))
+
+        def centered(columns):
+            return x(columns) - splat(mean)
+
+        return centered, _inverse_deviation(k, eps, centered)
+
+    return _norm(k, m, p, quantize, row, name, bias, emit)
 
 
 def quantize(k, m, p, isa, name) -> tirx.PrimFunc:

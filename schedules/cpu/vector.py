@@ -9,11 +9,15 @@ import math
 
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.attention import LOG2E
+
 LANES = 16
 LINE = 64  # bytes of a cache line
 # 2**f = 1 + f*(...) on [0, 1), relative error 2e-7, exactly 1 at 0: coefficients highest power first (minimax fit,
 # Horner form)
 EXP2 = (1.86713011e-3, 9.01703022e-3, 5.57999132e-2, 2.4016445e-1, 6.93151312e-1, 1.0)
+
+LN2 = (0.693145751953125, 1.42860682030941723e-6)  # ln 2 as a sum: products of the first with whole numbers are exact
 
 
 def largest_divisor(limit, count):
@@ -181,3 +185,11 @@ def _exp2_of_fraction(f, n):
     for c in EXP2[1:]:
         y = y * f + f32(c, n)
     return y
+
+
+def exp(x, isa, n=LANES):
+    """e**x, relative error 5e-7 also for large x, where rounding x * log2(e) would lose digits; for x from -87 to
+    88."""
+    whole = T.Bind(T.floor(x * f32(LOG2E, n)))
+    rest = T.Bind((x - whole * f32(LN2[0], n)) - whole * f32(LN2[1], n))
+    return T.Bind(isa.exp2(rest * f32(LOG2E, n), n) * isa.exp2(whole, n))

@@ -1,0 +1,82 @@
+"""A mixture of experts in NumPy: the router, the order of rows by expert, gate/up and down of one expert.
+
+Arrays are float64 or int; nothing here knows how kernels lay out slots, except `order`, which follows the description
+in schedules/experts.py.
+"""
+
+import math
+
+import numpy as np
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+PROBABILITIES = {"softmax": softmax, "sigmoid": sigmoid, "softmax_used": lambda x: x}
+
+
+def route(logits, used, gating, normalize=False, scale=1.0, bias=None, factors=None, groups=1, groups_used=1):
+    """(ids [m, used], weights [m, used]) of logits [m, experts]."""
+    probabilities = PROBABILITIES[gating](logits.astype(np.float64))
+    scores = probabilities if bias is None else probabilities + bias
+    if groups > 1:
+        of_group = scores.reshape(len(scores), groups, -1)
+        best = np.argsort(-np.sort(of_group, -1)[..., -2:].sum(-1), axis=1, kind="stable")[:, :groups_used]
+        stays = (np.arange(groups) == best[..., None]).any(1)
+        scores = np.where(np.repeat(stays, of_group.shape[-1], 1), scores, -np.inf)
+    ids = np.argsort(-scores, axis=1, kind="stable")[:, :used]
+    weights = np.take_along_axis(probabilities, ids, 1)
+    if gating == "softmax_used":
+        weights = softmax(weights)
+    if normalize:
+        weights = weights / np.maximum(weights.sum(1, keepdims=True), 6.103515625e-5)
+    weights = weights * scale
+    return ids, weights if factors is None else weights * factors[ids]
+
+
+def order(ids, count, tile, tiles):
+    """(slots [rows, used], pairs [tiles * tile], expert of each tile [tiles], first tile of each expert and the number
+    of used ones [count + 1], pairs of each expert [count]) of the live rows' ids [rows, used]."""
+    numbers = np.bincount(ids.ravel(), minlength=count)
+    needed = -(-numbers // tile)
+    first = np.concatenate([[0], np.cumsum(needed)])
+    experts = np.full(tiles, -1)
+    experts[: first[-1]] = np.repeat(np.arange(count), needed)
+    pairs, slots = np.full(tiles * tile, -1), np.empty(ids.size, int)
+    for expert in range(count):
+        mine = np.flatnonzero(ids.ravel() == expert)
+        slots[mine] = first[expert] * tile + np.arange(len(mine))
+        pairs[slots[mine]] = mine
+    return slots.reshape(ids.shape), pairs, experts, first, numbers
+
+
+def _gelu(x):
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def _swiglu_oai(gate, up):
+    gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+    return gate * sigmoid(1.702 * gate) * (up + 1)
+
+
+ACTIVATIONS = {
+    "silu": lambda gate, up: gate * sigmoid(gate) * up,
+    "gelu": lambda gate, up: _gelu(gate) * up,
+    "swiglu_oai": _swiglu_oai,
+}
+
+
+def linear(x, w, bias=None):
+    """x [rows, k] by a matrix [n, k]."""
+    y = x.astype(np.float64) @ w.astype(np.float64).T
+    return y if bias is None else y + bias
+
+
+def gate_up(x, gate, up, act, biases=(None, None)):
+    return ACTIVATIONS[act](linear(x, gate, biases[0]), linear(x, up, biases[1]))
