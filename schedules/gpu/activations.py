@@ -3,7 +3,9 @@
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.attention import LOG2E
-from mlc_amd.schedules.gpu.device import exp2, maximum, rcp
+from mlc_amd.schedules.gpu.device import exp2, maximum, minimum, rcp
+
+OAI_LIMIT, OAI_SLOPE = 7.0, 1.702  # of gpt-oss: transformers' GptOssExperts, llama.cpp's GGML_GLU_OP_SWIGLU_OAI
 
 
 def _silu(x):
@@ -26,11 +28,23 @@ def _relu_sq(x):
     return x * x
 
 
+def _swiglu_oai(gate, up):
+    """g * sigmoid(1.702 * g) * (u + 1), both limited: gpt-oss."""
+    gate = minimum(gate, T.float32(OAI_LIMIT))
+    up = maximum(minimum(up, T.float32(OAI_LIMIT)), T.float32(-OAI_LIMIT))
+    return gate * rcp(T.float32(1) + exp2(gate * T.float32(-OAI_SLOPE * LOG2E))) * (up + T.float32(1))
+
+
 ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "relu": _relu, "relu_sq": _relu_sq}
 
 
+GATED = {"swiglu_oai": _swiglu_oai}  # those that are more than f(gate) * up
+
+
 def gated(act_fn, gate, up):
-    """f(gate) * up, in a register. ValueError for a name that ACTIVATIONS does not have."""
+    """f(gate) * up, in a register. ValueError for a name that neither ACTIVATIONS nor GATED has."""
+    if act_fn in GATED:
+        return T.Bind(GATED[act_fn](gate, up))
     if act_fn not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {act_fn!r}; known are {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"unknown activation {act_fn!r}; known are {', '.join([*ACTIVATIONS, *GATED])}")
     return T.Bind(ACTIVATIONS[act_fn](gate) * up)

@@ -276,6 +276,13 @@ def wave_max(arch, x, width=None):
     return wave_reduce(arch, x, maximum, width)
 
 
+def wave_min(arch, x):
+    """The smallest int32 of the wave, in all lanes."""
+    if arch.api == "vulkan":
+        return _vk_across(x, "reduce_min")
+    return wave_reduce(arch, x, T.min)
+
+
 # ---- memory
 
 

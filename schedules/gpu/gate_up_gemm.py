@@ -10,6 +10,8 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu.activations import gated
 from mlc_amd.schedules.gpu.device import barrier, each, launch, rcp, rint, shuffle_xor, wave_max, wave_sum
+from mlc_amd.schedules.gpu.expert_gemm import expert_engine, tile_expert
+from mlc_amd.schedules.gpu.experts import bias_args, ids_arg
 from mlc_amd.schedules.gpu.gemm import engine, span, views
 from mlc_amd.schedules.gpu.pairs import store_pairs
 from mlc_amd.schedules.gpu.planes import BLOCK, plane_args
@@ -80,20 +82,32 @@ class _Staged:
             )
 
 
-def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, tile=None, act_fn="silu"):
-    """PrimFunc (state, A, S | H | X, planes of gate, planes of up, then A, S | H | X of [m, f], named with "_out").
+def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, tile=None, act_fn="silu", of=None):
+    """PrimFunc (state, A, S | H | X, [Groups], planes of gate, planes of up, [GB, UB], then A, S | H | X of [m, f],
+    named with "_out").
 
     The weights are f x k, f a multiple of 32. act_in, k, m and tile: as for `gemm.linear`. act_out: "half", "pairs"
     (after cooperative matrices), "" or, where act_in does not mean matrix units, "rows". act_fn: a name of
     `activations.py`. Token tiles without live tokens are left as they are. ValueError for what cannot share a launch.
+
+    of: a `Slots` of experts.py; the weights are stacks, and its slots stand in the place of tokens. Tiles without an
+    expert are left as they are.
     """
     formats = [lookup(fmt_gate), lookup(fmt_up)]
-    gemm = engine(act_in, formats, m, k, arch, f, tile, together=2)
+    gemm = (
+        expert_engine(of, act_in, formats, k, arch, f, tile, 2)
+        if of
+        else engine(act_in, formats, m, k, arch, f, tile, 2)
+    )
     if f % BLOCK or gemm.rows_side_by_side != {"rows": BLOCK, "pairs": 1}.get(act_out, gemm.rows_side_by_side):
         raise ValueError(f"{f} rows in layout {act_out!r} from activations in layout {act_in!r} do not make one launch")
     with kernel(name) as ir:
-        state, params = state_arg(), act_args(m, k, act_in)
-        weights = [(fmt, plane_args(fmt, f, k, prefix), f) for fmt, prefix in zip(formats, ("G_", "U_"), strict=True)]
+        state, params, count = state_arg(), act_args(m, k, act_in), of.experts.count if of else 1
+        groups = ids_arg(of.experts, of.m) if of else None
+        weights = [
+            (fmt, plane_args(fmt, count * f, k, prefix), f) for fmt, prefix in zip(formats, ("G_", "U_"), strict=True)
+        ]
+        biases = bias_args(of, f, ("GB", "UB"))
         out = act_args(m, f, act_out, ["A_out", "S_out"] if act_out == "rows" else ["Y"])
         acts = views(params, act_in, m, k)
         with launch((m // gemm.tile.tokens, -(-f // gemm.tile.rows)), (gemm.threads,)) as (
@@ -103,9 +117,13 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, tile=
         ):
             gemm.allocate(thread)
             token0, row0 = T.Bind(token_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)
+            first, mine = tile_expert(groups, token0, f, of.experts) if of else (None, None)
             staged = _Staged(gemm.tile) if act_out == "rows" and (arch.wave < BLOCK or not arch.subgroups) else None
 
             def store(token, row, values):
+                if biases:
+                    index = span(T.Bind(first + row), values[0])
+                    values = [T.Bind(x + bias[index]) for x, bias in zip(values, biases, strict=True)]
                 y = [gated(act_fn, g, u) for g, u in zip(*map(_elements, values), strict=True)]
                 if staged:
                     staged.keep(token - token0, row - row0, *y)
@@ -115,8 +133,9 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, tile=
                     _store_floats(act_out, out[0], token, row, y)
 
             # a loop of 0 or 1 steps: barriers may not stand inside an if
-            with T.serial(T.Bind(T.cast(token0 < live_rows(state, m), "int32"))):
-                gemm.emit(acts, weights, token0, row0, store)
+            mine = token0 < live_rows(state, m) if mine is None else mine
+            with T.serial(T.Bind(T.cast(mine, "int32"))):
+                gemm.emit(acts, weights, token0, row0, store, first)
                 if staged:
                     staged.store(arch, out, token0, row0, f, thread, gemm.threads)
     return ir.get()

@@ -27,8 +27,9 @@ from mlc_amd.schedules.gpu.step import kernel, live_rows, state_arg
 def engine(act, formats, m, k, arch, rows, tile=None, together=1):
     """The tile routine for activations in layout `act` and weights of these formats, `together` of which share a tile;
     `rows`: of all segments. `tile`: MatrixTile, CoopTile or DotTile, by default the one for the arch and shape.
-    ValueError for what does not fit."""
-    matrix = arch.matrix and act != "rows" and not isinstance(tile, gemm_dot.DotTile)
+    Float32 activations and float weights stay float32. ValueError for what does not fit."""
+    exact = act == "" and all(fmt.kind == "float" for fmt in formats)
+    matrix = arch.matrix and act != "rows" and not exact
     kind = {"rows": "int8", "": "float"}.get(act)
     layouts = {"": (), "coop": ("", "pairs")}.get(arch.matrix, ("", "half"))
     if act not in layouts if matrix else {fmt.kind for fmt in formats} != {kind}:
@@ -40,6 +41,8 @@ def engine(act, formats, m, k, arch, rows, tile=None, together=1):
         return CoopGemm(arch, tile or gemm_coop.choose(arch, formats, m, k, rows, together), k, together)
     if matrix:
         return MatrixGemm(arch, tile or gemm_matrix.choose(arch, m, k, together), k, together)
+    if exact and arch.matrix and not tile:
+        tile = gemm_dot.choose_exact(arch, m, rows)
     return (DotGemm if act == "rows" else FloatGemm)(arch, tile or gemm_dot.choose(arch, m, together), k, together)
 
 
@@ -73,8 +76,8 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, tile=None):
 
     segments: list of (format name or Format, n); they share the activations (q, k and v of a layer) and the launch. k:
     a multiple of 32, m: tokens, a multiple of 16. act_in: layout of the activations: "half" or "" on matrix units,
-    "pairs" or "" on cooperative matrices (weights and activations become float16), else "rows" for int8 formats and ""
-    for float formats. biases: one flag per segment. residual: Y = R + result, for one segment. tile: see `engine`.
+    "pairs" or "" on cooperative matrices (weights and activations become float16, except that float formats with "" are
+    multiplied in float32), else "rows" for int8 formats and "" for float formats. biases: one flag per segment. residual: Y = R + result, for one segment. tile: see `engine`.
     Token tiles without live tokens (state[1]) are left as they are. npad = n rounded up to a multiple of 16; the
     columns from n on are undefined. ValueError for what cannot share a launch or has no tiles, UserError for weights
     too large.

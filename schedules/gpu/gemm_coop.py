@@ -154,14 +154,15 @@ class CoopGemm:
             (self.tiles_m * self.weights * self.tiles_n * fm * fn,), "float32", scope="wmma.accumulator"
         )
 
-    def emit(self, acts, weights, token0, row0, epilogue):
+    def emit(self, acts, weights, token0, row0, epilogue, first=None):
         """One tile: tokens token0.. of the activations, (H [m, k],) in the layout "pairs" or (X [m, k],) float32; rows
-        row0.. of the weights, a list of (fmt, bufs, padded rows).
+        row0.. of the weights, a list of (fmt, bufs, padded rows). first: the row of a stack of weights that is row 0
+        of these.
 
         Calls epilogue(token, row, values): per weight a float32x4 of results of the token for the rows from `row` on,
         all of them below the padded number of rows.
         """
-        (X,) = acts
+        (X,), self.first = acts, first
         weights = [(fmt, coop_load.views(fmt, bufs, self.tile.span), padded) for fmt, bufs, padded in weights]
         for i in range(self.tiles_m * self.weights * self.tiles_n):
             T.evaluate(T.tvm_fill_fragment(self.sums.data, *self.arch.fragment, i, T.float32(0)))
@@ -212,7 +213,8 @@ class CoopGemm:
         per_row = columns // (self.tile.span * BLOCK)
         for n, (fmt, planes, padded) in enumerate(weights):
             for row, i in self._pieces(self.tile.rows, per_row):
-                held = T.Bind(T.min(row0 + row, padded - 1) if padded % self.tile.rows else row0 + row)
+                held = T.min(row0 + row, padded - 1) if padded % self.tile.rows else row0 + row
+                held = T.Bind(held if self.first is None else self.first + held)
                 unit = self._weight_unit(n) + row * self.ld + i * (self.tile.span * RUNS)
                 w.append((unit, fmt, coop_load.fetch(fmt, planes, held, step * per_row + i, self.tile.span)))
         return x, w

@@ -38,6 +38,8 @@ class DotTile:
 # The tiles that `choose` considers, largest first.
 TILES = (DotTile(64, 128, 8), DotTile(32, 64, 8), DotTile(16, 64, 4), DotTile(16, 32, 1))
 
+EXACT_TILES = (DotTile(64, 64, 8), DotTile(32, 64, 8), DotTile(16, 32, 8))
+
 
 def choose(arch, m, weights=1):
     """The default DotTile for m tokens; `weights` share the accumulators. ValueError unless m is a multiple of 16."""
@@ -48,6 +50,16 @@ def choose(arch, m, weights=1):
     if tile is None:
         raise ValueError(f"{m} tokens are no tiles of 16")
     return DotTile(tile.tokens, max(LANES, tile.rows // weights), tile.threads_m)
+
+
+def choose_exact(arch, m, rows):
+    """The default DotTile of a float32 product with few rows, such as a router's: the largest that fills the GPU, else
+    the smallest. ValueError unless m is a multiple of 16."""
+    tiles = [tile for tile in EXACT_TILES if m % tile.tokens == 0 and tile.threads_m * LANES <= arch.threads]
+    if not tiles:
+        raise ValueError(f"{m} tokens are no tiles of 16")
+    fills = (tile for tile in tiles if m // tile.tokens * -(-rows // tile.rows) >= arch.units)
+    return next(fills, tiles[-1])
 
 
 class _RegisterTile:
@@ -77,12 +89,14 @@ class _RegisterTile:
         self.w_lds = [T.alloc_buffer((tile.rows * self.ld,), self.dtype, scope="shared") for _ in range(self.weights)]
         self.sums = T.alloc_buffer((self.weights * self.token_count * self.row_count,), "float32", scope="local")
 
-    def emit(self, acts, weights, token0, row0, epilogue):
-        """One tile: tokens token0.. of the activations, rows row0.. of the weights [(fmt, bufs, padded rows)].
+    def emit(self, acts, weights, token0, row0, epilogue, first=None):
+        """One tile: tokens token0.. of the activations, rows row0.. of the weights [(fmt, bufs, padded rows)]. first:
+        the row of a stack of weights that is row 0 of these.
 
         Calls epilogue(token, row, values): per weight the float32 result of one token and one row below the padded
         number of rows; 32 neighbouring lanes hold 32 neighbouring rows, the first a multiple of 32.
         """
+        self.first = first
         for i in range(self.weights * self.token_count * self.row_count):
             T.buffer_store(self.sums, T.float32(0), [i])
         last = self.k // BLOCK - 1
@@ -133,7 +147,8 @@ class _RegisterTile:
 
     def _fetch_weights(self, weights, row0, block):
         def clamp(row, padded):
-            return T.Bind(T.min(row0 + row, padded - 1) if padded % self.tile.rows else row0 + row)
+            held = T.min(row0 + row, padded - 1) if padded % self.tile.rows else row0 + row
+            return T.Bind(held if self.first is None else self.first + held)
 
         return [
             [fetch(fmt, bufs, clamp(row, padded), block, part) for row, part in self._w_pieces()]

@@ -191,13 +191,14 @@ class MatrixGemm:
             shape = ((tile.waves_k - 1) * self.weights * tile.tokens * tile.rows,)
             self.partial = T.alloc_buffer(shape, "float32", scope="shared")
 
-    def emit(self, acts, weights, token0, row0, epilogue):
+    def emit(self, acts, weights, token0, row0, epilogue, first=None):
         """One tile: tokens token0.. of the activations (X [m, k],), float16 or float32; rows row0.. of the weights, a
-        list of (fmt, bufs, padded rows).
+        list of (fmt, bufs, padded rows). first: the row of a stack of weights that is row 0 of these.
 
         Calls epilogue(token, row, values): per weight a float32 vector of results of the token for the rows from `row`
         on, all of them below the padded number of rows.
         """
+        self.first = first
         for i in range(self._count()):
             T.buffer_store(self.sums, T.broadcast(T.float32(0), self.unit.acc), [self._slice(i)])
         (X,), count = acts, self.tile.buffers
@@ -267,7 +268,8 @@ class MatrixGemm:
         for fmt, bufs, padded in weights:
 
             def clamp(row, padded=padded):
-                return T.Bind(T.min(row0 + row, padded - 1) if padded % self.tile.rows else row0 + row)
+                held = T.min(row0 + row, padded - 1) if padded % self.tile.rows else row0 + row
+                return T.Bind(held if self.first is None else self.first + held)
 
             blocks = self.tile.columns // BLOCK
             w.append(

@@ -21,6 +21,7 @@ from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu import load
 from mlc_amd.schedules.gpu.activations import gated
 from mlc_amd.schedules.gpu.device import barrier, launch, uniform
+from mlc_amd.schedules.gpu.experts import bias_args, expert_at, ids_arg
 from mlc_amd.schedules.gpu.gemv_rows import Strip, emit_acts, emit_rows, span_of, units_of
 from mlc_amd.schedules.gpu.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.quantize import LANES, WIDTH, act_args, columns, emit_store
@@ -38,7 +39,7 @@ class Plan:
     rows    rows that a group of lanes works on at once (at most 16); gate_up_swiglu: of each weight
     waves   waves of a workgroup, at most
     lanes   maximum of lanes that share a row
-    unroll  steps of a row whose loads are issued before the first is used; fewer where a step loads more (`_fit`)
+    unroll  steps of a row whose loads are issued before the first is used; fewer where a step loads more (`fitted`)
     """
 
     rows: int
@@ -60,6 +61,8 @@ PLANS = {
 # a workgroup has a block of 32 rows: as many waves as there can be
 GATE_UP_PLANS = {family: replace(plan, waves=BLOCK) for family, plan in PLANS.items()}
 GATE_UP_PLANS["nvidia"] = Plan(rows=4, waves=8, lanes=32, unroll=2)
+# waves that compute different slots' parts of the same rows
+DOWN_PLANS = {family: replace(plan, rows=2, waves=8) for family, plan in PLANS.items()}
 
 
 def default_plan(arch, rows: int, plans=PLANS) -> Plan:
@@ -71,7 +74,7 @@ def default_plan(arch, rows: int, plans=PLANS) -> Plan:
     return plan
 
 
-def _fit(plan: Plan, fmts, k, arch, weights=1) -> Plan:
+def fitted(plan: Plan, fmts, k, arch, weights=1) -> Plan:
     """The plan for rows of so many weights at once. Each weight shortens `unroll`. On Vulkan so does each block of 32
     columns in a unit, then `rows`: drivers keep all that is loaded in registers (AMD's spill, or few waves fit), where
     LLVM for AMD spreads loads out."""
@@ -97,7 +100,7 @@ def _act_kind(kind):
     return "rows" if kind == "int8" else ""
 
 
-def _check(fmts, m, act_in, what):
+def check(fmts, m, act_in, what):
     kinds = {fmt.kind for fmt in fmts}
     if m != 1 or len(kinds) != 1 or act_in != _act_kind(fmts[0].kind):
         raise ValueError(f"{what} of {m} tokens in the layout {act_in!r} with {[fmt.name for fmt in fmts]} is no GEMV")
@@ -146,8 +149,8 @@ def linear_plans(segments, k, arch, plan=None):
     the same kernel."""
     plan = plan or default_plan(arch, sum(padded(n) for _, n in segments))
     plan = replace(plan, waves=min(plan.waves, arch.threads // arch.wave))
-    plans = [_fit(plan, [fmt], k, arch) for fmt, _ in segments]
-    return plans, [_split(fmt, n, k, fitted, arch) for (fmt, n), fitted in zip(segments, plans, strict=True)]
+    plans = [fitted(plan, [fmt], k, arch) for fmt, _ in segments]
+    return plans, [_split(fmt, n, k, used, arch) for (fmt, n), used in zip(segments, plans, strict=True)]
 
 
 def linear(segments, k, m, act_in, biases, residual, arch, name, plan=None):
@@ -160,7 +163,7 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, plan=None):
     segments that cannot share a launch.
     """
     segments = [(lookup(fmt), n) for fmt, n in segments]
-    _check([fmt for fmt, _ in segments], m, act_in, "linear")
+    check([fmt for fmt, _ in segments], m, act_in, "linear")
     if len(biases) != len(segments) or (residual and len(segments) > 1):
         raise ValueError(
             f"segments {[(f.name, n) for f, n in segments]}, biases {biases}, residual {residual} do not make one "
@@ -178,7 +181,7 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, plan=None):
         outputs = [T.arg(f"Y{i}", T.buffer((1, padded(n)), "float32")) for i, (_, n) in enumerate(segments)]
         with launch((sum(s.groups for s in splits),), (arch.wave, plan.waves)) as (workgroup, lane, wave):
             acts, first = emit_acts(params, k), 0
-            for (fmt, n), (bufs, bias), Y, split, fitted in zip(segments, weights, outputs, splits, plans, strict=True):
+            for (fmt, n), (bufs, bias), Y, split, used in zip(segments, weights, outputs, splits, plans, strict=True):
                 last = first + split.groups
                 views = load.views(fmt, bufs, span_of([fmt], k))
                 here = (workgroup >= first) & (workgroup < last)
@@ -186,48 +189,59 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, plan=None):
                     T.If(here) if len(segments) > 1 else nullcontext(),
                     T.Then() if len(segments) > 1 else nullcontext(),
                 ):
-                    _emit_segment(fmt, n, views, bias, R, Y, acts, split, workgroup - first, lane, wave, fitted, arch)
+                    _emit_segment(fmt, n, views, bias, R, Y, acts, split, workgroup - first, lane, wave, used, arch)
                 first = last
     return ir.get()
 
 
-def gate_up_plan(fmts, f, k, arch, plan=None) -> Plan:
-    """The plan as `gate_up_swiglu` uses it: two plans that give the same make the same kernel."""
-    plan = _fit(plan or default_plan(arch, f, GATE_UP_PLANS), fmts, k, arch, weights=2)
+def gate_up_plan(fmts, f, k, arch, plan=None, slots=1) -> Plan:
+    """The plan as `gate_up_swiglu` uses it: two plans that give the same make the same kernel. slots: of as many
+    experts."""
+    plan = fitted(plan or default_plan(arch, f * slots, GATE_UP_PLANS), fmts, k, arch, weights=2)
     # all of a workgroup's groups of lanes have rows
     lanes = max(lanes_of(units_of(fmts, k), min(plan.lanes, arch.wave)), arch.wave // BLOCK)
     waves = min(plan.waves, arch.threads // arch.wave, BLOCK * lanes // arch.wave)
     return Plan(min(plan.rows, BLOCK * lanes // (waves * arch.wave)), waves, lanes, plan.unroll)
 
 
-def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, plan=None, act_fn="silu"):
-    """PrimFunc (state, A, S | X, planes of gate, planes of up, then A_out, S_out | H_out | Y of [1, f] in the layout
-    act_out).
+def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, plan=None, act_fn="silu", of=None):
+    """PrimFunc (state, A, S | X, [Groups], planes of gate, planes of up, [GB, UB], then A_out, S_out | H_out | Y of [1,
+    f] in the layout act_out).
 
     y = f(gate * x) * (up * x), f being `act_fn` of `activations.py`. The weights are f x k, f a multiple of 32, both
     int8 (act_in "rows") or both float (act_in ""). m: 1. A workgroup makes one block of 32 columns of y. ValueError for
     weights that cannot share a launch.
+
+    of: a `Slots` of experts.py; the weights are stacks, and the outputs have a row for each slot.
     """
     fmts = [lookup(fmt_gate), lookup(fmt_up)]
-    _check(fmts, m, act_in, "gate_up")
+    check(fmts, m, act_in, "gate_up")
     if f % BLOCK:
         raise ValueError(f"a feed-forward layer of {f} columns does not make whole blocks of {BLOCK}")
-    rows, waves, lanes, unroll = astuple(gate_up_plan(fmts, f, k, arch, plan))
+    slots, x_rows, count = (of.experts.used, of.x_rows, of.experts.count) if of else (1, 1, 1)
+    rows, waves, lanes, unroll = astuple(gate_up_plan(fmts, f, k, arch, plan, slots))
     groups = waves * arch.wave // lanes
     with kernel(name) as ir:
         state_arg()
-        params = act_args(1, k, act_in)
-        weights = [plane_args(fmt, f, k, prefix) for fmt, prefix in zip(fmts, ("G_", "U_"), strict=True)]
-        out = act_args(1, f, act_out, {"": ["Y"], "half": ["H_out"], "rows": ["A_out", "S_out"]}[act_out])
-        with launch((f // BLOCK,), (arch.wave, waves)) as (block, lane, wave):
-            acts = emit_acts(params, k)
+        params = act_args(x_rows, k, act_in)
+        ids = ids_arg(of.experts, 1) if of else None
+        weights = [plane_args(fmt, count * f, k, prefix) for fmt, prefix in zip(fmts, ("G_", "U_"), strict=True)]
+        biases = bias_args(of, f, ("GB", "UB"))
+        out = act_args(slots, f, act_out, {"": ["Y"], "half": ["H_out"], "rows": ["A_out", "S_out"]}[act_out])
+        grid = (f // BLOCK, slots) if of else (f // BLOCK,)
+        with launch(grid, (arch.wave, waves)) as (block, *slot, lane, wave):
+            acts = emit_acts(params, k, x_rows)
             views = [load.views(fmt, bufs, span_of(fmts, k)) for fmt, bufs in zip(fmts, weights, strict=True)]
             made = T.alloc_buffer((2, BLOCK), "float32", scope="shared")
             group, part = _group(wave, lane, lanes, arch, waves), T.Bind(lane % lanes)
+            first = block * BLOCK
+            if of:
+                first = T.Bind(expert_at(ids, [0, *slot], of.experts) * f + first)
+                acts = acts if x_rows == 1 else acts.of(*slot)
             with T.serial(BLOCK // (groups * rows)) as i:
                 row = T.Bind((i * groups + group) * rows)
                 strips = [
-                    Strip(fmt, bufs, block * BLOCK + row + i)
+                    Strip(fmt, bufs, first + row + i)
                     for fmt, bufs in zip(fmts, views, strict=True)
                     for i in range(rows)
                 ]
@@ -242,6 +256,13 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, plan=
                 [T.Bind(lane_of(x, i)) for i in range(WIDTH)]
                 for x in (T.Bind(made[i, columns(column)]) for i in range(2))
             )
+            if biases:
+                gate, up = (
+                    [T.Bind(v + lane_of(b, i)) for i, v in enumerate(values)]
+                    for values, b in zip((gate, up), [T.Bind(b[columns(first + column)]) for b in biases], strict=True)
+                )
             y = [gated(act_fn, g, u) for g, u in zip(gate, up, strict=True)]
-            emit_store(arch, act_out, out, y, 0, T.Bind(block * BLOCK + column), (wave == 0) & (lane < LANES))
+            token = slot[0] if of else 0
+            live = (wave == 0) & (lane < LANES)
+            emit_store(arch, act_out, out, y, token, T.Bind(block * BLOCK + column), live)
     return ir.get()

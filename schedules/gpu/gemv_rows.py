@@ -4,7 +4,7 @@ A group of lanes processes the units (`load.py`) of several rows of weights, int
 reads contiguous memory; the lanes' sums are reduced by lane shuffles at the end.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tvm.tirx.script import builder as T
 
@@ -25,12 +25,19 @@ class Strip(NamedTuple):
 
 
 class Acts(NamedTuple):
-    """One token's activations. Int8: `quads` int32 [1, k / 4], `s` float32 [KB, 4]. Float: `x` float32 [1, k]."""
+    """One token's activations: row `token` of several, whose fields of S begin at `first_block`. Int8: `quads` int32
+    [m, k / 4], `s` float32 [m * KB, 4]. Float: `x` float32 [m, k]."""
 
     k: int
-    quads: object = None
-    s: object = None
-    x: object = None
+    quads: Any = None
+    s: Any = None
+    x: Any = None
+    token: Any = 0
+    first_block: Any = None
+
+    def of(self, token) -> "Acts":
+        """Those of another token."""
+        return self._replace(token=token, first_block=T.Bind(token * (self.k // BLOCK)))
 
 
 class Block(NamedTuple):
@@ -41,13 +48,16 @@ class Block(NamedTuple):
     sums: dict
 
 
-def emit_acts(params, k) -> Acts:
-    """Acts of the parameters (A, S) or (X,). To be called after the last parameter: it declares views."""
+def emit_acts(params, k, m=1) -> Acts:
+    """Acts of the parameters (A, S) or (X,) of m tokens, of the first one. To be called after the last parameter: it
+    declares views."""
     if len(params) == 1:
         return Acts(k, x=params[0])
     A, S = params
     return Acts(
-        k, T.decl_buffer((1, k // 4), "int32", data=A.data), T.decl_buffer((k // BLOCK, FIELDS), "float32", data=S.data)
+        k,
+        T.decl_buffer((m, k // 4), "int32", data=A.data),
+        T.decl_buffer((m * (k // BLOCK), FIELDS), "float32", data=S.data),
     )
 
 
@@ -67,6 +77,12 @@ def emit_rows(strips, acts: Acts, lane, lanes, unroll, arch):
 
     lane: this lane's number in its group of `lanes`. Strips are all int8 or all float.
     """
+    sums = emit_sums(strips, acts, lane, lanes, unroll, arch)
+    return [wave_sum(arch, T.Bind(sums[i]), lanes) for i in range(len(strips))]
+
+
+def emit_sums(strips, acts: Acts, lane, lanes, unroll, arch):
+    """As `emit_rows`, this lane's part of them: a local buffer."""
     fmts = [strip.fmt for strip in strips]
     span, units = span_of(fmts, acts.k), units_of(fmts, acts.k)
     multiply = _multiply_int8 if fmts[0].kind == "int8" else _multiply_float
@@ -93,7 +109,7 @@ def emit_rows(strips, acts: Acts, lane, lanes, unroll, arch):
         steps(0, unroll, False)
     if rest + partial:
         steps(loops * unroll, rest + partial, partial)
-    return [wave_sum(arch, T.Bind(sums[i]), lanes) for i in range(len(strips))]
+    return sums
 
 
 def _zero_unless(live, x):
@@ -106,8 +122,9 @@ def _act_blocks(acts, unit, live, span, halves) -> list[Block]:
     out = []
     for i in range(span):
         block = unit * span + i
-        quads = [T.Bind(acts.quads[0, at(block * QUADS + j, 4)]) for j in (0, 4)]
-        fields = T.Bind(acts.s[block, at(0, FIELDS)])
+        quads = [T.Bind(acts.quads[acts.token, at(block * QUADS + j, 4)]) for j in (0, 4)]
+        own = block if acts.first_block is None else acts.first_block + block
+        fields = T.Bind(acts.s[own, at(0, FIELDS)])
         d, whole, low, high = (_zero_unless(live, lane_of(fields, j)) for j in range(FIELDS))
         sums = {1: [whole]} | ({2: [low, high]} if halves else {})
         out.append(Block([T.Bind(lane_of(x, j)) for x in quads for j in range(4)], d, sums))
@@ -173,7 +190,7 @@ def _multiply_float(strips, acts, places, width, sums, arch):
     for unit, live in places:
         weights = [load.fetch_float(s.fmt, s.planes, s.row, unit, width) for s in strips]
         step = min(width, load.LOAD_WORDS)
-        x = [T.Bind(acts.x[0, at(unit * width + j, step)]) for j in range(0, width, step)]
+        x = [T.Bind(acts.x[acts.token, at(unit * width + j, step)]) for j in range(0, width, step)]
         x = [_zero_unless(live, lane_of(v, j) if step > 1 else v) for v in x for j in range(step)]
         loaded.append((weights, x))
     for weights, x in loaded:

@@ -6,15 +6,23 @@ outputs (`schedules/operators.py`).
 """
 
 from mlc_amd.schedules.attention import Attention, Rope
+from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.gpu.attention import attention
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.embed import embed
+from mlc_amd.schedules.gpu.expert_gemm import expert_linear
+from mlc_amd.schedules.gpu.expert_gemv import expert_down
+from mlc_amd.schedules.gpu.expert_order import expert_order
+from mlc_amd.schedules.gpu.expert_rows import combine, gather
+from mlc_amd.schedules.gpu.experts import Slots, check_rows
 from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu as gate_up_gemm
 from mlc_amd.schedules.gpu.gemm import linear as gemm
 from mlc_amd.schedules.gpu.gemv import gate_up_swiglu as gate_up_gemv
 from mlc_amd.schedules.gpu.gemv import linear as gemv
-from mlc_amd.schedules.gpu.norm import quantize, rms_norm
+from mlc_amd.schedules.gpu.norm import layer_norm, quantize, rms_norm
+from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
+from mlc_amd.schedules.gpu.route import Routing, route
 
 
 def _embed(fmt, vocab, k, m, arch, name, plan, scale=1.0):
@@ -23,6 +31,10 @@ def _embed(fmt, vocab, k, m, arch, name, plan, scale=1.0):
 
 def _rms_norm(k, m, eps, act, row, arch, name, plan):
     return rms_norm(k, m, eps, act, row, arch, name, plan)
+
+
+def _layer_norm(k, m, eps, bias, act, row, arch, name, plan):
+    return layer_norm(k, m, eps, bias, act, row, arch, name, plan)
 
 
 def _quantize(k, m, act, arch, name, plan):
@@ -52,13 +64,57 @@ def _rope_attention(heads, kv_heads, d, ctx, neox, rotary, eps, act, arch, name,
     return attention_decode(layer, act, arch, name, Rope(neox, rotary, eps), plan)
 
 
+def _route(n, m, experts, used, tile, arch, name, plan, **routing):
+    return route(n, m, Experts(experts, used, tile), Routing(**routing), arch, name)
+
+
+def _expert_order(m, experts, used, tile, arch, name, plan):
+    return expert_order(m, Experts(experts, used, tile), arch, name)
+
+
+def _gather(k, m, experts, used, tile, weighted, layout, arch, name, plan):
+    return gather(k, m, Experts(experts, used, tile), weighted, layout, arch, name, plan)
+
+
+def _expert_gate_up(
+    gate, up, n, k, m, experts, used, tile, biases, act, layout_in, layout, shared, arch, name, plan
+):  # fmt: skip
+    of = Slots(Experts(experts, used, tile), m, shared, biases)
+    check_rows(n, BLOCK)
+    if m == 1:
+        return gate_up_gemv(gate, up, n, k, 1, layout_in, layout, arch, name, plan, act, of)
+    return gate_up_gemm(gate, up, n, k, of.x_rows, layout_in, layout, arch, name, plan, act, of)
+
+
+def _expert_linear(fmt, n, k, m, experts, used, tile, bias, layout, arch, name, plan):
+    of = Slots(Experts(experts, used, tile), m, False, bias)
+    return expert_linear(fmt, n, k, of, layout, arch, name, plan)
+
+
+def _expert_down(fmt, n, k, m, experts, used, tile, bias, weighted, residual, layout, arch, name, plan):
+    of = Slots(Experts(experts, used, tile), m, False, bias)
+    return expert_down(fmt, n, k, of, weighted, residual, layout, arch, name, plan)
+
+
+def _combine(n, m, experts, used, tile, weighted, residual, arch, name, plan):
+    return combine(n, m, Experts(experts, used, tile), weighted, residual, arch, name, plan)
+
+
 BUILDERS = {
     "embed": _embed,
     "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
     "quantize": _quantize,
     "linear": _linear,
     "gate_up": _gate_up,
     "rope_kv_write": _rope_kv_write,
     "attention": _attention,
     "rope_attention": _rope_attention,
+    "route": _route,
+    "expert_order": _expert_order,
+    "gather": _gather,
+    "expert_gate_up": _expert_gate_up,
+    "expert_linear": _expert_linear,
+    "expert_down": _expert_down,
+    "combine": _combine,
 }

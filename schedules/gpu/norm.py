@@ -1,6 +1,7 @@
-"""Root mean square normalization and conversion of token vectors on the GPU.
+"""Normalization and conversion of token vectors on the GPU.
 
     rms_norm    y = x * G / sqrt(mean(x*x) + eps)
+    layer_norm  y = z * G / sqrt(mean(z*z) + eps) + B, z = x - mean(x)
     quantize    y = x
 
 In: X float32 [m, k], one row a token; `state` int32[4], of which state[1] is the number of tokens that count. Out: y in
@@ -30,7 +31,7 @@ class Plan:
     threads: int
 
 
-def _load(buf, *index):
+def load_columns(buf, *index):
     """Four float32 registers of consecutive columns."""
     x = T.Bind(buf[(*index[:-1], columns(index[-1]))])
     return [T.Bind(lane_of(x, i)) for i in range(WIDTH)]
@@ -65,6 +66,17 @@ def _square(values, live):
     return squares if live is None else T.Select(live, squares, T.float32(0))
 
 
+def _total(values, live):
+    """The sum of a step's columns; 0 if the step has none for this thread."""
+    total = T.Bind(values[0] + values[1] + values[2] + values[3])
+    return total if live is None else T.Select(live, total, T.float32(0))
+
+
+def _minus(values, mean):
+    """values - mean; the values if that is None."""
+    return values if mean is None else [T.Bind(v - mean) for v in values]
+
+
 def _workgroup_sum(arch, waves, total, part, wave, lane):
     """The sum of `total` over the workgroup."""
     total = wave_sum(arch, T.Bind(total))
@@ -93,6 +105,16 @@ def rms_norm(k, m, eps, act_out, row, arch, name, plan=None) -> tirx.PrimFunc:
     row: "all", or "last": only the last live token, X[live - 1]; the outputs then have the shapes of m = 1. UserError
     unless 32 divides k.
     """
+    return _norm(k, m, eps, act_out, row, arch, name, plan)
+
+
+def layer_norm(k, m, eps, bias, act_out, row, arch, name, plan=None) -> tirx.PrimFunc:
+    """As `rms_norm`, of x minus its mean. bias: behind G there is B float32 [k], which is added."""
+    return _norm(k, m, eps, act_out, row, arch, name, plan, True, bias)
+
+
+def _norm(k, m, eps, act_out, row, arch, name, plan, centered=False, bias=False) -> tirx.PrimFunc:
+    """Either; centered: the mean is subtracted."""
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
     out_m, threads = m if row == "all" else 1, threads_of(arch, plan)
@@ -100,41 +122,66 @@ def rms_norm(k, m, eps, act_out, row, arch, name, plan=None) -> tirx.PrimFunc:
     with kernel(name) as ir:
         state = state_arg()
         X, G = T.arg("X", T.buffer((m, k), "float32")), T.arg("G", T.buffer((k,), "float32"))
+        B = T.arg("B", T.buffer((k,), "float32")) if bias else None
         out = act_args(out_m, k, act_out, None if act_out else ["Y"])
         with launch((out_m,), (arch.wave, waves)) as (token, lane, wave):
             part = T.alloc_buffer((waves,), "float32", scope="shared")
+            means = T.alloc_buffer((waves,), "float32", scope="shared") if centered else None
             with if_live(state, out_m, token):
                 source = token if row == "all" else T.Bind(live_rows(state, m) - 1)
                 thread, count = wave * arch.wave + lane, -(-k // (threads * WIDTH))
+
+                def mean_of(total):
+                    return T.Bind(_workgroup_sum(arch, waves, total, means, wave, lane) * T.float32(1 / k))
+
+                def store(values, scale, factors, offsets, column, live):
+                    y = _scaled(values, scale, factors)
+                    if offsets is not None:
+                        y = [T.Bind(v + o) for v, o in zip(y, offsets, strict=True)]
+                    emit_store(arch, act_out, out, y, token, column, live)
+
                 if arch.api == "rocm" or count <= MAX_STEPS:
                     steps = [_column(threads, k, thread, i) for i in range(count)]
-                    x = [_load(X, source, column) for column, _ in steps]
-                    g = [_load(G, column) for column, _ in steps]
-                    squares = T.float32(0)
-                    for values, (_, live) in zip(x, steps, strict=True):
-                        squares = squares + _square(values, live)
-                    scale = _scale(_workgroup_sum(arch, waves, squares, part, wave, lane), k, eps)
-                    for values, factors, (column, live) in zip(x, g, steps, strict=True):
-                        emit_store(arch, act_out, out, _scaled(values, scale, factors), token, column, live)
+                    x = [load_columns(X, source, column) for column, _ in steps]
+                    g = [load_columns(G, column) for column, _ in steps]
+                    b = [load_columns(B, column) if bias else None for column, _ in steps]
+                    if centered:
+                        mean = mean_of(_sum_of(_total, x, steps))
+                        x = [_minus(values, mean) for values in x]
+                    scale = _scale(_workgroup_sum(arch, waves, _sum_of(_square, x, steps), part, wave, lane), k, eps)
+                    for values, factors, offsets, (column, live) in zip(x, g, b, steps, strict=True):
+                        store(values, scale, factors, offsets, column, live)
                 else:
-                    squares = T.alloc_buffer((1,), "float32", scope="local")
-                    T.buffer_store(squares, T.float32(0), [0])
+                    mean = None
+
+                    def total_of(what):
+                        total = T.alloc_buffer((1,), "float32", scope="local")
+                        T.buffer_store(total, T.float32(0), [0])
+                        with T.serial(count) as i:
+                            column, live = _column(threads, k, thread, i)
+                            values = _minus(load_columns(X, source, column), mean)
+                            T.buffer_store(total, total[0] + what(values, live), [0])
+                        return total[0]
+
+                    if centered:
+                        mean = mean_of(total_of(_total))
+                    scale = _scale(_workgroup_sum(arch, waves, total_of(_square), part, wave, lane), k, eps)
                     with T.serial(count) as i:
                         column, live = _column(threads, k, thread, i)
-                        T.buffer_store(squares, squares[0] + _square(_load(X, source, column), live), [0])
-                    scale = _scale(_workgroup_sum(arch, waves, squares[0], part, wave, lane), k, eps)
-                    with T.serial(count) as i:
-                        column, live = _column(threads, k, thread, i)
-                        emit_store(
-                            arch,
-                            act_out,
-                            out,
-                            _scaled(_load(X, source, column), scale, _load(G, column)),
-                            token,
-                            column,
-                            live,
-                        )
+                        values, offsets = _minus(load_columns(X, source, column), mean), None
+                        factors = load_columns(G, column)
+                        if bias:
+                            offsets = load_columns(B, column)
+                        store(values, scale, factors, offsets, column, live)
     return ir.get()
+
+
+def _sum_of(what, x, steps):
+    """The sum of `what` of all steps' values."""
+    total = T.float32(0)
+    for values, (_, live) in zip(x, steps, strict=True):
+        total = total + what(values, live)
+    return total
 
 
 def quantize(k, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
@@ -158,6 +205,6 @@ def quantize(k, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
             column = T.Bind(chunk * step + thread * WIDTH)
             inside = T.Bind(T.min(column, T.int32(k - WIDTH)))
             emit_store(
-                arch, act_out, out, _load(X, token, inside), token, inside, None if k % step == 0 else column < k
+                arch, act_out, out, load_columns(X, token, inside), token, inside, None if k % step == 0 else column < k
             )
     return ir.get()

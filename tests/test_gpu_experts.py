@@ -1,0 +1,288 @@
+"""A mixture of experts on the GPU: its kernels on Mesa's CPU driver, against numpy; and what every GPU's compiler makes
+of them."""
+
+import functools
+from typing import NamedTuple
+
+import gpu_experts_reference as reference
+import numpy as np
+import pytest
+import test_gpu_gemm as gemm_cases
+from test_gpu_gemm import error
+from vulkan_harness import gpu, run
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.experts import Experts
+from mlc_amd.schedules.formats import FORMATS
+from mlc_amd.schedules.gpu import profiles
+from mlc_amd.schedules.gpu.kernels import BUILDERS
+
+PROFILES = {name: profiles.resolve(name) for name in ("lavapipe", "generic")}
+TOLERANCE = 2e-5  # of the largest result
+LEFT = 7  # what outputs hold before a kernel runs
+
+
+@pytest.fixture(params=PROFILES)
+def profile(request):
+    gpu()
+    return PROFILES[request.param]
+
+
+def execute(kernel, arrays, profile):
+    """Runs the kernel on the arrays of its parameters' names; they hold what it wrote afterwards."""
+    names = [param.name for param in kernel.params]
+    results = run(kernel, [arrays[name] for name in names], profile)
+    for name, result in zip(names, results, strict=True):
+        arrays[name][...] = result
+
+
+def build(op, arch, **args):
+    return BUILDERS[op](**args, arch=arch, name=op, plan=None)
+
+
+def of(experts: Experts):
+    return {"experts": experts.count, "used": experts.used, "tile": experts.tile}
+
+
+def state(live):
+    return {"state": np.array([5, live, 0, 0], np.int32)}
+
+
+def left(shape, dtype):
+    return np.full(shape, LEFT, dtype)
+
+
+# ---- the router
+
+
+ROUTINGS = {
+    "softmax": {"gating": "softmax", "normalize": True},
+    "sigmoid": {"gating": "sigmoid", "normalize": True, "scale": 2.5, "bias": True, "groups": 4, "groups_used": 2},
+    "softmax_used": {"gating": "softmax_used", "factors": True},
+    "plain": {"gating": "sigmoid"},
+}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize(("m", "live"), [(1, 1), (4, 3)])
+def test_route(profile, name, m, live):
+    experts, rng = Experts(40, 6, 32), np.random.default_rng(m)
+    options = {"normalize": False, "scale": 1.0, "bias": False, "factors": False, "groups": 1, "groups_used": 1}
+    options |= ROUTINGS[name]
+    logits = (2 * rng.standard_normal((m, 48))).astype(np.float32)
+    logits[:, 7] = logits[:, 3] = logits.max()  # of equal ones the lower is first
+    B, F = (rng.uniform(0.1, 1, 48).astype(np.float32) for _ in "BF")
+    B[7] = B[3]
+    kernel = build("route", profile, n=48, m=m, **of(experts), **options)
+    arrays = state(live) | {"L": logits, "B": B, "F": F}
+    arrays |= {"Ids": left((m, 6), np.int32), "Weights": left((m, 6), np.float32)}
+    execute(kernel, arrays, profile)
+    options |= {"bias": B[:40] if options["bias"] else None, "factors": F[:40] if options["factors"] else None}
+    ids, weights = reference.route(logits[:live, :40], 6, **options)
+    np.testing.assert_array_equal(arrays["Ids"][:live], ids)
+    np.testing.assert_allclose(arrays["Weights"][:live], weights, rtol=3e-6)
+    assert (arrays["Ids"][live:] == LEFT).all() and (arrays["Weights"][live:] == LEFT).all()
+
+
+# ---- rows in slots
+
+
+def choices(m, experts, seed=0):
+    """Ids [m, used]: distinct in a row, some experts much more often than others."""
+    rng = np.random.default_rng(seed)
+    p = 1 / np.arange(1, experts.count + 1)
+    rows = [rng.choice(experts.count, experts.used, replace=False, p=p / p.sum()) for _ in range(m)]
+    return np.array(rows, np.int32)
+
+
+def ordered(ids, live, experts):
+    tiles = experts.tiles(len(ids))
+    return reference.order(ids, live, experts.count, experts.tile, tiles)
+
+
+@pytest.mark.parametrize(
+    ("m", "live", "experts"),
+    [(16, 13, Experts(9, 3, 8)), (200, 200, Experts(40, 6, 32)), (3, 3, Experts(300, 2, 4)), (8, 8, Experts(4, 1, 16))],
+)
+def test_expert_order(profile, m, live, experts):
+    ids = choices(m, experts)
+    tiles, slots = experts.tiles(m), experts.slots(m)
+    arrays = state(live) | {"Ids": ids, "Slots": left(ids.shape, np.int32), "Pairs": left(slots, np.int32)}
+    arrays["Groups"] = left(tiles + experts.count + 1, np.int32)
+    execute(build("expert_order", profile, m=m, **of(experts)), arrays, profile)
+    for name, expected in zip(("Slots", "Pairs", "Groups"), ordered(ids, live, experts), strict=True):
+        np.testing.assert_array_equal(arrays[name], expected, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", ["rows", "half", ""])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gather(profile, layout, weighted):
+    experts, m, k, live = Experts(9, 3, 8), 16, 96, 13
+    rng, ids = np.random.default_rng(2), choices(16, Experts(9, 3, 8))
+    _, pairs, groups = ordered(ids, live, experts)
+    x, weights = rng.standard_normal((m, k), np.float32), rng.random((m, 3), np.float32)
+    x[live:] = np.nan
+    slots = experts.slots(m)
+    out = {"H": left((slots, k), np.float16)} if layout else {"Y": left((slots, k), np.float32)}
+    if layout == "rows":
+        out = {"A": left((slots, k // 32, 32), np.int8), "S": left((slots, k // 32, 4), np.float32)}
+    arrays = state(live) | {"X": x, "Pairs": pairs, "Weights": weights} | out
+    kernel = build("gather", profile, k=k, m=m, **of(experts), weighted=weighted, layout=layout)
+    execute(kernel, arrays, profile)
+    expected = np.where(pairs[:, None] >= 0, x[pairs // 3] * (weights.ravel()[pairs, None] if weighted else 1), 0)
+    used = groups[-1] * experts.tile
+    got = next(iter(out.values()))
+    if layout == "rows":
+        got = (out["A"] * out["S"][..., :1]).reshape(slots, k)
+        np.testing.assert_allclose(out["S"][:used], gemm_cases.sums(out["A"], out["S"][..., 0])[:used], rtol=1e-6)
+    limit = {"rows": 0.02, "half": 2e-3, "": 0}[layout]
+    assert np.abs(got[:used] - expected[:used]).max() <= limit
+    assert (next(iter(out.values()))[used:] == LEFT).all()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_combine(profile, weighted):
+    experts, m, n, live = Experts(9, 3, 8), 5, 144, 4
+    rng, ids = np.random.default_rng(2), choices(5, Experts(9, 3, 8))
+    slots, _, _ = ordered(ids, live, experts)
+    x, weights = rng.standard_normal((experts.slots(m), n), np.float32), rng.random((m, 3), np.float32)
+    r = rng.standard_normal((m, n), np.float32)
+    arrays = state(live) | {"X": x, "Slots": slots, "Weights": weights, "R": r, "Y": left((m, n), np.float32)}
+    execute(build("combine", profile, n=n, m=m, **of(experts), weighted=weighted, residual=weighted), arrays, profile)
+    expected = (x[slots] * (weights[..., None] if weighted else 1)).sum(1) + (r if weighted else 0)
+    assert error(arrays["Y"][:live], expected[:live]) < 1e-6 and (arrays["Y"][live:] == LEFT).all()
+
+
+# ---- products with experts' weights
+
+
+class Case(NamedTuple):
+    """m rows; n: rows of an expert's matrix."""
+
+    fmt: str
+    m: int = 1
+    experts: Experts = Experts(5, 3)
+    n: int = 64
+    k: int = 256
+    biases: bool = False
+    act: str = "silu"
+    shared: bool = True
+    layout: str = "rows"
+
+
+TILED = Experts(5, 3, 32)
+CASES = {
+    "q8_0": Case("q8_0"),
+    "q4_k": Case("q4_k", biases=True, act="swiglu_oai", layout=""),
+    "f16": Case("f16", shared=False, k=96),
+    "seven": Case("q4_0", experts=Experts(9, 7), n=32, biases=True),
+    "rows q8_0": Case("q8_0", 16, TILED, biases=True, act="swiglu_oai", layout=""),
+    "rows q4_k": Case("q4_k", 16, TILED, n=96),
+    "rows f16": Case("f16", 16, TILED, n=32, k=96, layout=""),
+}
+
+
+@functools.cache
+def stack(fmt, count, n, k, seed):
+    """(planes, weights float32 [count, n, k])"""
+    planes, w = gemm_cases.weights(fmt, count * n, k, seed)
+    return planes, w.reshape(count, n, k)
+
+
+def problem(case, arch, rows, scale=1.0):
+    """(layout of activations, parameters, values [rows, k], what rounds weights)"""
+    matrix = bool(case.m > 1 and arch.matrix)
+    act = "half" if matrix else "rows" if FORMATS[case.fmt].kind == "int8" else ""
+    inputs, x, rounded = gemm_cases.problem(act, rows, case.k, matrix, scale)
+    return act, inputs, x, rounded
+
+
+def assigned(case):
+    """(Groups, the expert of each slot or -1)"""
+    ids = choices(case.m, case.experts)
+    if case.m == 1:
+        return ids, ids[0]
+    _, _, groups = ordered(ids, case.m, case.experts)
+    return groups, np.repeat(groups[: case.experts.tiles(case.m)], case.experts.tile)
+
+
+def check_gate_up(case, arch, run_kernel):
+    """run_kernel(kernel, arrays, arch)"""
+    experts, n, k = case.experts, case.n, case.k
+    (g_planes, g), (u_planes, u) = (stack(case.fmt, experts.count, n, k, seed) for seed in (1, 2))
+    slots = experts.slots(case.m)
+    rows = 1 if case.m == 1 and case.shared else slots
+    # gates of a size at which the activation bends
+    act, inputs, x, rounded = problem(case, arch, rows, 3 / np.sqrt((g.astype(np.float64) ** 2).sum(-1).mean()))
+    groups, ids = assigned(case)
+    rng = np.random.default_rng(4)
+    biases = {name: rng.standard_normal(experts.count * n).astype(np.float32) for name in ("GB", "UB")}
+    layout = "half" if act == "half" and case.layout else case.layout
+    out = {"A_out": left((slots, n // 32, 32), np.int8), "S_out": left((slots, n // 32, 4), np.float32)}
+    if layout != "rows":
+        out = {"Y": left((slots, n), np.float32 if layout == "" else np.float16)}
+    arrays = state(case.m) | inputs | {"Groups": groups} | biases | out
+    arrays |= {prefix + p: a for prefix, planes in (("G_", g_planes), ("U_", u_planes)) for p, a in planes.items()}
+    kernel = build(
+        "expert_gate_up", arch, gate=case.fmt, up=case.fmt, n=n, k=k, m=case.m, **of(experts), biases=case.biases,
+        act=case.act, layout_in=act, layout=layout, shared=rows == 1,
+    )  # fmt: skip
+    run_kernel(kernel, arrays, arch)
+    b = [biases[name].reshape(-1, n) if case.biases else None for name in ("GB", "UB")]
+    x = np.broadcast_to(x, (slots, k))
+    expected = reference.gate_up(x, ids, rounded(g), rounded(u), case.act, *b)
+    used = ids >= 0
+    if layout != "rows":
+        got = out["Y"]
+        assert error(got[used], expected[used]) < {"half": 6e-4, "": TOLERANCE}[layout]
+    else:
+        A, S = out["A_out"], out["S_out"]
+        blocks, d = expected.reshape(slots, -1, 32), S[..., 0]
+        np.testing.assert_allclose(d[used], (np.abs(blocks).max(-1) / 127)[used], rtol=1e-4)
+        assert (np.abs(A * d[..., None] - blocks) < 0.502 * d[..., None])[used].all()
+        np.testing.assert_allclose(S[used], gemm_cases.sums(A, d)[used], rtol=1e-6)
+        got = S
+    if case.m > 1:
+        assert not used.all() and (got[~used] == LEFT).all()
+
+
+def check_down(case, arch, run_kernel):
+    """`expert_down` of one row, `expert_linear` of several."""
+    experts, n, k, slots = case.experts, case.n, case.k, case.experts.slots(case.m)
+    planes, w = stack(case.fmt, experts.count, n, k, 3)
+    act, inputs, x, rounded = problem(case, arch, slots)
+    groups, ids = assigned(case)
+    rng = np.random.default_rng(4)
+    bias, r = rng.standard_normal(experts.count * n).astype(np.float32), rng.standard_normal((1, n), np.float32)
+    weights = rng.random((1, experts.used), np.float32)
+    arrays = state(case.m) | inputs | {"Groups": groups, "WB": bias, "Weights": weights, "R": r}
+    arrays |= {f"W_{p}": a for p, a in planes.items()}
+    args = {"fmt": case.fmt, "n": n, "k": k, "m": case.m, **of(experts), "bias": case.biases, "layout": act}
+    expected = reference.linear(x, ids, rounded(w), bias.reshape(-1, n) if case.biases else None)
+    if case.m == 1:
+        arrays["Y"] = left((1, n), np.float32)
+        weighted = residual = case.biases
+        run_kernel(build("expert_down", arch, **args, weighted=weighted, residual=residual), arrays, arch)
+        expected = (expected * (weights[0][:, None] if weighted else 1)).sum(0) + (r[0] if residual else 0)
+        assert error(arrays["Y"][0], expected) < TOLERANCE
+        return
+    arrays["Y"], used = left((slots, n), np.float32), ids >= 0
+    run_kernel(build("expert_linear", arch, **args), arrays, arch)
+    assert error(arrays["Y"][used], expected[used]) < TOLERANCE
+    assert not used.all() and (arrays["Y"][~used] == LEFT).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_expert_gate_up(profile, name):
+    check_gate_up(CASES[name], profile, execute)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_expert_down_and_linear(profile, name):
+    check_down(CASES[name], profile, execute)
+
+
+def test_experts_whose_matrices_do_not_begin_at_a_tile_are_refused():
+    case = {"n": 24, "k": 256, "m": 1, **of(Experts(5, 3)), "bias": False, "layout": "rows"}
+    with pytest.raises(UserError, match="multiple of 16"):
+        build("expert_down", PROFILES["generic"], fmt="q4_0", **case, weighted=False, residual=False)
