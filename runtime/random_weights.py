@@ -6,6 +6,7 @@ table). Out: `RandomWeights`, which devices use like the weights file. A draw sa
 
     ["bits"]                      every bit at random
     ["integers", low, count]      low .. low + count - 1 evenly; count is a power of two
+    ["either", low, share]        low, or low + 1 in that share of the places
     ["signs", factor]             factor * +-(0.75 .. 1.25)
     ["normal", deviation]         a normal distribution around 0
 
@@ -89,6 +90,10 @@ def _integers(rng: np.random.Generator, dtype: np.dtype, low: int, count: int) -
     return (rng.integers(0, count, VALUE_LINES * ALIGN // dtype.itemsize) + low).astype(dtype)
 
 
+def _either(rng: np.random.Generator, dtype: np.dtype, low: int, share: float) -> np.ndarray:
+    return (rng.random(VALUE_LINES * ALIGN // dtype.itemsize, np.float32) < share).astype(dtype) + dtype.type(low)
+
+
 def _signs(rng: np.random.Generator, dtype: np.dtype, factor: float) -> np.ndarray:
     values = rng.random(VALUE_LINES * ALIGN // dtype.itemsize, np.float32) - np.float32(0.5)
     return (np.copysign(0.75 + np.abs(values), values) * np.float32(factor)).astype(dtype)
@@ -101,4 +106,4 @@ def _normal(rng: np.random.Generator, dtype: np.dtype, deviation: float) -> np.n
     )  # bfloat16: a float32's upper half
 
 
-_DRAWS = {"bits": _bits, "integers": _integers, "signs": _signs, "normal": _normal}
+_DRAWS = {"bits": _bits, "integers": _integers, "either": _either, "signs": _signs, "normal": _normal}

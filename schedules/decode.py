@@ -17,6 +17,14 @@ def float_weight(fmt: Format, stored):
     )
 
 
+def minifloat(kind: str, byte):
+    """A byte of one of MINIFLOATS as float32. byte: int32 of any number of lanes."""
+    bits = f"float32{str(byte.ty).removeprefix('int32')}"
+    if kind == "e8m0":  # 2**(byte - 128): an exponent, or below 2 the denormals 2**-128 and 2**-127
+        return tirx.reinterpret(bits, tirx.max((byte + 1) << 21, (byte - 1) << 23))
+    return tirx.reinterpret(bits, byte << 20) * 2.0**112  # float32 has a bias larger by 112
+
+
 def int8_weight(fmt: Format, value, at):
     """float32 weight of an int8 format. value: code - zero or the table's entry, int32; at(plane, columns): the element
     of a scale plane that serves this weight, where one stands for `columns` columns."""
@@ -24,10 +32,16 @@ def int8_weight(fmt: Format, value, at):
     def real(x):
         return x.astype("float32")
 
-    scale = real(at("D", fmt.block))
+    scale = real(at("D", fmt.block)) if "D" in fmt.scales else None
+    if fmt.unit != 1:
+        scale = scale * fmt.unit
     if "S" in fmt.scales:
         s = at("S", fmt.group)
-        scale = scale * real(s & tirx.const(15, "uint8") if fmt.nibble_scales else s)
+        if fmt.minifloat:
+            s = minifloat(fmt.minifloat, s.astype("int32"))
+        else:
+            s = real(s & tirx.const(15, "uint8") if fmt.nibble_scales else s)
+        scale = s if scale is None else scale * s
     weight = scale * real(value)
     if fmt.minimum == "M":
         return weight + real(at("M", fmt.block))

@@ -22,6 +22,20 @@ from mlc_amd.runtime.errors import UserError
 # kvalues_iq4nl of ggml-common.h: the 16 values a code of iq4_nl and iq4_xs stands for
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
+# Magnitudes in the codebooks of ggml-common.h (iq2xxs_grid, iq3xxs_grid, iq3s_grid) and the same below 0; code 3 of iq2
+# stands for nothing
+IQ2_VALUES = (8, 25, 43, 0, -8, -25, -43, 0)
+IQ3_XXS_VALUES = (4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62)
+IQ3_S_VALUES = (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15)
+# iq1s_grid's -1, 0 and 1 plus IQ1S_DELTA (1/8), and minus it, in eighths
+IQ1_VALUES = (-7, 1, 9, 0, -9, -1, 7, 0)
+# kvalues_mxfp4 of ggml-common.h: the values of a 4-bit float (E2M1), doubled
+FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+# Floats of 8 bits without sign, as which S may be stored (`decode.minifloat`): an exponent alone, half of OCP's E8M0
+# (2**(e - 128), also for 255); and bits 14 to 7 of a float16, which hold every UE4M3 without denormals
+MINIFLOATS = ("e8m0", "e5m3")
+
 PLANE_BITS = {"Q1": 1, "Q2": 2, "Q4": 4, "Q8": 8}  # bits of a code that one plane holds
 
 
@@ -31,7 +45,7 @@ class Format:
 
     name: str  # key in FORMATS: the GGUF type's name in lower case
     gguf_type: int  # value of gguf.GGMLQuantizationType
-    block: int  # columns of a GGUF block: 1, 32 or 256
+    block: int  # columns of a GGUF block: 1, 32, 64 or 256
     block_bytes: int  # bytes of a GGUF block
     kind: str  # "float": multiplied in float32; "int8": multiplied with int8 activations
     codes: tuple[str, ...]  # bit planes of the code, low bits first; keys of PLANE_BITS
@@ -39,7 +53,8 @@ class Format:
     table: tuple[int, ...] | None  # what the codes stand for where that is not code - zero
     group: int  # columns that share a scale (int8 formats: 16 or 32)
     scales: tuple[str, ...]  # scale and minimum planes, in the order in which they are stored
-    dtype: str  # of S ("" without S); of W for float formats (bf16: its bits as uint16)
+    dtype: str  # of S ("" without S), or one of MINIFLOATS; of W for float formats (bf16: its bits as uint16)
+    unit: float = 1.0  # a power of two
 
     @property
     def signed(self) -> bool:
@@ -56,11 +71,45 @@ class Format:
         """A byte of S holds the sub-scale in its low nibble and the sub-minimum in its high nibble (q2_k)."""
         return "DM" in self.scales and "Z" not in self.scales
 
+    @property
+    def minifloat(self) -> str | None:
+        """Which of MINIFLOATS the bytes of S are, if any."""
+        return self.dtype if self.dtype in MINIFLOATS else None
+
+    def scale_plane(self, plane: str) -> tuple[int, str]:
+        """(columns that one number of this scale plane serves, the plane's dtype)."""
+        if plane not in ("S", "Z"):
+            return self.block, "float16"
+        return self.group, self.dtype if plane == "S" and not self.minifloat else "uint8"
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a code (int8 formats)."""
+        return sum(PLANE_BITS[plane] for plane in self.codes)
+
+    @property
+    def file_bits(self) -> float:
+        """Bits of a weight in a GGUF file."""
+        return self.block_bytes * 8 / self.block
+
+    @property
+    def memory_bits(self) -> float:
+        """Bits of a weight in planes."""
+        if self.kind == "float":
+            return self.file_bits
+        planes = (self.scale_plane(plane) for plane in self.scales)
+        return self.code_bits + sum({"float16": 16}.get(dtype, 8) / columns for columns, dtype in planes)
+
+    @property
+    def expanded(self) -> bool:
+        """The codes alone take more bits than the blocks of a file: these are compressed further."""
+        return self.kind == "int8" and self.code_bits > self.file_bits
+
 
 FORMATS = {
     f.name: f
     for f in (
-        #      name     type block bytes kind     codes         zero table      group scales                   dtype
+        #      name     type block bytes kind     codes         zero table      group scales        dtype, unit
         Format("f32", 0, 1, 4, "float", (), 0, None, 1, (), "float32"),
         Format("f16", 1, 1, 2, "float", (), 0, None, 1, (), "float16"),
         Format("bf16", 30, 1, 2, "float", (), 0, None, 1, (), "uint16"),
@@ -76,6 +125,17 @@ FORMATS = {
         Format("q6_k", 14, 256, 210, "int8", ("Q4", "Q2"), 32, None, 16, ("D", "S"), "int8"),
         Format("iq4_nl", 20, 32, 18, "int8", ("Q4",), 0, IQ4_VALUES, 32, ("D",), ""),
         Format("iq4_xs", 23, 256, 136, "int8", ("Q4",), 0, IQ4_VALUES, 32, ("D", "S"), "int8"),
+        Format("mxfp4", 39, 32, 17, "int8", ("Q4",), 0, FP4_VALUES, 32, ("S",), "e8m0"),
+        Format("nvfp4", 40, 64, 36, "int8", ("Q4",), 0, FP4_VALUES, 16, ("S",), "e5m3"),
+        Format("tq1_0", 34, 256, 54, "int8", ("Q2",), 1, None, 32, ("D",), ""),
+        Format("tq2_0", 35, 256, 66, "int8", ("Q2",), 1, None, 32, ("D",), ""),
+        Format("iq1_s", 19, 256, 50, "int8", ("Q2", "Q1"), 0, IQ1_VALUES, 32, ("D", "S"), "uint8", 1 / 8),
+        Format("iq1_m", 29, 256, 56, "int8", ("Q2", "Q1"), 0, IQ1_VALUES, 16, ("D", "S"), "uint8", 1 / 8),
+        Format("iq2_xxs", 16, 256, 66, "int8", ("Q2", "Q1"), 0, IQ2_VALUES, 32, ("D", "S"), "uint8", 1 / 8),
+        Format("iq2_xs", 17, 256, 74, "int8", ("Q2", "Q1"), 0, IQ2_VALUES, 16, ("D", "S"), "uint8", 1 / 8),
+        Format("iq2_s", 22, 256, 82, "int8", ("Q2", "Q1"), 0, IQ2_VALUES, 16, ("D", "S"), "uint8", 1 / 8),
+        Format("iq3_xxs", 18, 256, 98, "int8", ("Q4",), 0, IQ3_XXS_VALUES, 32, ("D", "S"), "uint8", 1 / 4),
+        Format("iq3_s", 21, 256, 110, "int8", ("Q4",), 0, IQ3_S_VALUES, 32, ("D", "S"), "uint8"),
     )
 }
 

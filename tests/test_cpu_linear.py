@@ -10,13 +10,12 @@ import os
 from dataclasses import replace
 from typing import NamedTuple
 
-import gguf
+import gguf_blocks
 import numpy as np
 import pytest
 import tvm
 
 from mlc_amd.compiler.codegen.cpu import build_module
-from mlc_amd.compiler.quant.pack import repack
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.schedules.cpu.gate_up import gate_up_swiglu
@@ -27,24 +26,10 @@ from mlc_amd.schedules.formats import FORMATS, lookup
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
 
-INT8 = [name for name, fmt in FORMATS.items() if fmt.kind == "int8"]
-SAMPLE = ("q4_0", "q8_0", "q2_k", "q4_k", "q6_k", "iq4_xs")  # each way in which weights come to a dot product
+INT8 = [name for name in gguf_blocks.DISTINCT if FORMATS[name].kind == "int8"]
+# each way in which weights come to a dot product
+SAMPLE = ("q4_0", "q5_1", "q8_0", "q2_k", "q4_k", "q6_k", "iq4_xs", "mxfp4", "iq1_m")
 FLOAT = [name for name, fmt in FORMATS.items() if fmt.kind == "float"]
-# Byte offsets of the float16 numbers of a GGUF block: random bits there would be NaNs
-HALVES = {
-    "q4_0": (0,),
-    "q4_1": (0, 2),
-    "q5_0": (0,),
-    "q5_1": (0, 2),
-    "q8_0": (0,),
-    "q2_k": (80, 82),
-    "q3_k": (108,),
-    "q4_k": (0, 2),
-    "q5_k": (0, 2),
-    "q6_k": (208,),
-    "iq4_nl": (0,),
-    "iq4_xs": (0,),
-}
 TOLERANCE = 1e-5  # of the largest result
 
 
@@ -87,7 +72,7 @@ class Case(NamedTuple):
 
 def _cases(isa):
     cases = {}
-    for i, name in enumerate(SAMPLE if isa is Portable else INT8):  # Portable compiles slowly
+    for i, name in enumerate(INT8 if isa is MACHINES[RUNNABLE[0]].isa else SAMPLE):
         cases[f"{name}-decode"] = Case(((name, 37),), 512)
         p = min((4, 8, 16)[i % 3], isa.tokens)
         cases[f"{name}-prefill"] = Case(((name, 48),), 256 if i % 2 else 512, 16, p, unpack=1)
@@ -153,19 +138,7 @@ def library(machine):
 
 def weights(name, n, k, seed):
     """A random weight: its planes and the float32 matrix [n, k] that gguf-py makes of the same blocks."""
-    fmt, rng = FORMATS[name], np.random.default_rng([seed, n, k, *name.encode()])
-    if fmt.kind == "float":
-        w = rng.standard_normal((n, k), np.float32)
-        raw = (w.view(np.uint32) >> 16).astype(np.uint16) if name == "bf16" else w.astype(fmt.dtype)
-        raw = raw.view(np.uint8)
-    else:
-        blocks = rng.integers(0, 256, (n, k // fmt.block, fmt.block_bytes), np.uint8)
-        for offset in HALVES[name]:
-            blocks[..., offset : offset + 2] = (
-                (rng.standard_normal((n, k // fmt.block, 1)) * 0.01).astype(np.float16).view(np.uint8)
-            )
-        raw = blocks.reshape(n, -1)
-    return repack(name, raw, k), gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(fmt.gguf_type)).reshape(n, k)
+    return gguf_blocks.weights(name, n, k, seed, "tile16")
 
 
 def quantized(x, p):

@@ -194,8 +194,8 @@ CASES = {
         "48 columns, not a multiple of q8_0's block of 32",
     ),
     "type": (
-        tensor("token_embd.weight", (64, 40), 39),
-        "'token_embd.weight' has type MXFP4, supported are .*q4_k.*iq4_xs",
+        tensor("token_embd.weight", (64, 40), 15),
+        "'token_embd.weight' has type Q8_K, supported are .*q4_k.*iq4_xs",
     ),
     "unknown type": (
         tensor("token_embd.weight", (64, 40), 999),

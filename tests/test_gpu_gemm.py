@@ -9,12 +9,11 @@ import functools
 import re
 from typing import NamedTuple
 
-import gguf
+import gguf_blocks
 import numpy as np
 import pytest
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
-from mlc_amd.compiler.quant.pack import repack
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.arch import resolve
 from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu
@@ -22,23 +21,8 @@ from mlc_amd.schedules.gpu.gemm import linear
 from mlc_amd.schedules.gpu.gemm_dot import DotTile
 from mlc_amd.tools.dev.gfxemu import emulate
 
-INT8 = [name for name, fmt in FORMATS.items() if fmt.kind == "int8"]
+INT8 = [name for name in gguf_blocks.DISTINCT if FORMATS[name].kind == "int8"]
 FLOAT = [name for name, fmt in FORMATS.items() if fmt.kind == "float"]
-# Byte offsets of the float16 numbers of a GGUF block: random bits there would be NaNs
-HALVES = {
-    "q4_0": (0,),
-    "q4_1": (0, 2),
-    "q5_0": (0,),
-    "q5_1": (0, 2),
-    "q8_0": (0,),
-    "q2_k": (80, 82),
-    "q3_k": (108,),
-    "q4_k": (0, 2),
-    "q5_k": (0, 2),
-    "q6_k": (208,),
-    "iq4_nl": (0,),
-    "iq4_xs": (0,),
-}
 TOLERANCE = 2e-5  # of the largest result
 # the same on matrix units for formats with a minimum: scale * code + minimum is not always the float16 nearest to the
 # exact weight
@@ -59,7 +43,7 @@ class Case(NamedTuple):
 
 SMALL_DOT = DotTile(16, 64, 4)
 MIXED = (("q4_k", 96), ("q6_k", 37), ("q8_0", 16))
-LINEAR = {f"{name}-matrix": Case(((name, 48),), 512 if i % 2 else 256) for i, name in enumerate(FORMATS)}
+LINEAR = {f"{name}-matrix": Case(((name, 48),), 512 if i % 2 else 256) for i, name in enumerate(gguf_blocks.DISTINCT)}
 LINEAR |= {f"{name}-dot": Case(((name, 48),), 512 if i % 2 else 256, act="rows") for i, name in enumerate(INT8)}
 LINEAR |= {f"{name}-float": Case(((name, 48),), 96, act="", tile=SMALL_DOT) for name in FLOAT}
 LINEAR |= {
@@ -148,20 +132,7 @@ def library(arch_name, linears, swiglus):
 
 def weights(name, n, k, seed):
     """A random weight: its planes and the float32 matrix [n, k] that gguf-py makes of the same blocks."""
-    fmt, rng = FORMATS[name], np.random.default_rng([seed, n, k, *name.encode()])
-    if fmt.kind == "float":
-        w = rng.standard_normal((n, k), np.float32)
-        raw = (w.view(np.uint32) >> 16).astype(np.uint16) if name == "bf16" else w.astype(fmt.dtype)
-        raw = raw.view(np.uint8)
-    else:
-        blocks = rng.integers(0, 256, (n, k // fmt.block, fmt.block_bytes), np.uint8)
-        for offset in HALVES[name]:
-            blocks[..., offset : offset + 2] = (
-                (rng.standard_normal((n, k // fmt.block, 1)) * 0.01).astype(np.float16).view(np.uint8)
-            )
-        raw = blocks.reshape(n, -1)
-    planes = {p: np.ascontiguousarray(a) for p, a in repack(name, raw, k, "rows").items()}
-    return planes, gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(fmt.gguf_type)).reshape(n, k)
+    return gguf_blocks.weights(name, n, k, seed, "rows")
 
 
 def quantized(x):

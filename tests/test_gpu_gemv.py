@@ -7,12 +7,11 @@ The oracle: gguf-py's dequantized weights times the dequantized activations in f
 import re
 from itertools import product
 
+import gguf_blocks
 import numpy as np
 import pytest
-from test_quant_rows import oracle, random_rows
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
-from mlc_amd.compiler.quant import repack
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.arch import ARCHS, resolve
@@ -31,11 +30,9 @@ DIFFERENT = {
 
 
 def weights(fmt, n, k, seed, prefix):
-    """(exact weights float64 [n, k], parameters), of a size that keeps sums away from overflow."""
-    raw = random_rows(fmt, n, k, seed)
-    if FORMATS[fmt].kind == "int8":
-        raw.reshape(-1, 2)[:, 1] &= 0xB7  # float16 scales below 1/2
-    return oracle(fmt, raw).astype(np.float64), {prefix + p: plane for p, plane in repack(fmt, raw, k, "rows").items()}
+    """(exact weights float64 [n, k], parameters)."""
+    planes, w = gguf_blocks.weights(fmt, n, k, seed, "rows")
+    return w.astype(np.float64), {prefix + p: plane for p, plane in planes.items()}
 
 
 def activations(k, kind, seed=0):
@@ -89,7 +86,7 @@ def run_linear(arch, segments, k, biases, residual, plan=None, wave_order="fwd")
 
 @pytest.mark.emulator_full
 @pytest.mark.parametrize("arch", ARCH_NAMES)
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", gguf_blocks.DISTINCT)
 def test_formats(arch, fmt):
     run_linear(arch, [(fmt, 40)], 1024, (False,), False, Plan(rows=2, waves=4, lanes=64, unroll=1), wave_order=3)
 
@@ -204,7 +201,7 @@ def test_every_kind_of_arch_compiles(arch):
 def test_all_formats_hold_everything_in_registers(arch):
     """Besides the emulator's tests, which see fewer of them in a usual run."""
     target, kernels = resolve(arch), {}
-    for fmt in FORMATS:
+    for fmt in gguf_blocks.DISTINCT:
         act = "rows" if FORMATS[fmt].kind == "int8" else ""
         kernels[fmt] = linear([(fmt, 40)], 1024, 1, act, (False,), False, target, fmt)
     for case, (gate, up, f, k, act_out) in GATE_UP.items():

@@ -4,6 +4,7 @@ gguf-py, bit for bit."""
 import functools
 
 import gguf
+import gguf_blocks
 import numpy as np
 import pytest
 import tvm
@@ -14,22 +15,6 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu.planes import decode, dequantize, plane_bytes, planes
 from mlc_amd.schedules.formats import FORMATS, by_gguf_type
 
-# Byte offsets of the float16 numbers of a block. Random bits there would give NaNs and infinities, which no model
-# holds.
-HALVES = {
-    "q4_0": (0,),
-    "q4_1": (0, 2),
-    "q5_0": (0,),
-    "q5_1": (0, 2),
-    "q8_0": (0,),
-    "q2_k": (80, 82),
-    "q3_k": (108,),
-    "q4_k": (0, 2),
-    "q5_k": (0, 2),
-    "q6_k": (208,),
-    "iq4_nl": (0,),
-    "iq4_xs": (0,),
-}
 K = 512
 
 
@@ -44,15 +29,29 @@ def random_rows(name: str, rows: int, seed: int = 0) -> np.ndarray:
         exponent = {"f16": 0x7C00, "bf16": 0x7F80}[name]
         bits = raw.view(np.uint16)
         bits[(bits & exponent) == exponent] ^= np.uint16(0x4000)
-    for offset in HALVES.get(name, ()):
-        bits = raw[..., offset : offset + 2].view(np.uint16)
-        bits[(bits & 0x7C00) == 0x7C00] ^= np.uint16(0x4000)
+    gguf_blocks.set_halves(name, raw, lambda: finite(rng.integers(0, 1 << 16, (*raw.shape[:2], 1), np.uint16)))
     return raw.view(np.uint8).reshape(rows, -1)
+
+
+def finite(bits: np.ndarray) -> np.ndarray:
+    """Bits of float16 without those of NaNs and infinities, which no model holds."""
+    return np.where((bits & 0x7C00) == 0x7C00, bits ^ np.uint16(0x4000), bits)
+
+
+def edge_rows(name: str) -> np.ndarray:
+    """Five GGUF rows of blocks of equal bytes, with zeros, the smallest and the largest float16 as scales."""
+    fmt = FORMATS[name]
+    raw = np.repeat(np.uint8([0x00, 0xFF, 0x80, 0x7F, 0x55]), K // fmt.block * fmt.block_bytes)
+    raw = raw.reshape(5, -1, fmt.block_bytes)
+    extremes = np.uint16([0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x7BFF, 0xFBFF])
+    gguf_blocks.set_halves(name, raw, lambda: np.resize(extremes, (*raw.shape[:2], 1)))
+    return raw.reshape(5, -1)
 
 
 def oracle(name: str, raw: np.ndarray) -> np.ndarray:
     """gguf-py's float32 [rows, K]."""
-    return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(FORMATS[name].gguf_type)).reshape(len(raw), K)
+    with np.errstate(over="ignore"):  # mxfp4's largest scales
+        return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(FORMATS[name].gguf_type)).reshape(len(raw), K)
 
 
 @functools.cache
@@ -76,6 +75,13 @@ def test_decode_is_gguf_bit_for_bit(name, rows):
     assert sum(a.nbytes for a in parts.values()) == plane_bytes(name, rows, K)
     ours, theirs = decoded(name, parts, rows), oracle(name, raw)
     np.testing.assert_array_equal(ours.view(np.uint32), theirs.view(np.uint32))
+
+
+@pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.kind == "int8"])
+def test_extreme_blocks(name):
+    raw = edge_rows(name)
+    ours = decoded(name, repack(name, raw, K), 5)
+    np.testing.assert_array_equal(ours.view(np.uint32), oracle(name, raw).view(np.uint32))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -135,8 +141,22 @@ def test_table_agrees_with_gguf(name):
     assert by_gguf_type(kind) is fmt
 
 
+def test_every_type_that_gguf_decodes_is_supported():
+    decoded = {kind for kind in gguf.GGMLQuantizationType if gguf_decodes(kind)}
+    assert decoded == {fmt.gguf_type for fmt in FORMATS.values()}
+
+
+def gguf_decodes(kind: gguf.GGMLQuantizationType) -> bool:
+    _, size = gguf.constants.GGML_QUANT_SIZES[kind]
+    try:
+        gguf.dequantize(np.zeros((1, size), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
 def test_unknown_type():
-    assert by_gguf_type(gguf.GGMLQuantizationType.IQ1_S) is None
+    assert by_gguf_type(gguf.GGMLQuantizationType.Q8_K) is None
     with pytest.raises(UserError, match="q4_k"):
         planes("q9_z", 16, 256)
 

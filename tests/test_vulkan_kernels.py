@@ -7,6 +7,7 @@ addresses and lanes show.
 
 import functools
 
+import gguf_blocks
 import numpy as np
 import pytest
 import test_gpu_gemm as gemm_cases
@@ -91,7 +92,7 @@ def act_of(fmt):
     return "rows" if FORMATS[fmt].kind == "int8" else ""
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", gguf_blocks.DISTINCT)
 def test_gemv_formats(profile, fmt):
     # a plan of another size for each profile, as the small one's driver takes long over much code
     check_linear(
@@ -121,7 +122,7 @@ def test_gemv_residual(profile, fmt):
     check_linear(profile, [(fmt, 37)], 256, act=act_of(fmt), biases=(True,), residual=True)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", gguf_blocks.DISTINCT)
 def test_gemm_formats(profile, fmt):
     check_linear(profile, [(fmt, 48)], 256 if FORMATS[fmt].kind == "int8" else 96, 16, act_of(fmt))
 

@@ -18,6 +18,7 @@ from mlc_amd.compiler.gguf.check import check_tensors
 from mlc_amd.compiler.gguf.presets import PRESETS, Preset
 from mlc_amd.compiler.gguf.reader import GGUFModel, Tensor, row_bytes
 from mlc_amd.compiler.models import expected_tensors, read_config
+from mlc_amd.compiler.quant.draws import either
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 
@@ -37,6 +38,20 @@ _SCALE_FIELDS = {
     "q6_k": {208: 1.0},
     "iq4_nl": {0: 1.0},
     "iq4_xs": {0: 1.0},
+    "tq1_0": {52: 1.0},
+    "tq2_0": {64: 1.0},
+    "iq1_s": {0: 1.0},
+    "iq2_xxs": {0: 1.0},
+    "iq2_xs": {0: 1.0},
+    "iq2_s": {0: 1.0},
+    "iq3_xxs": {0: 1.0},
+    "iq3_s": {0: 1.0},
+}
+_SPREAD_SCALE = {"iq1_m": 48}  # byte offset of four uint16, whose top nibbles are one float16
+# Bytes at the beginning of a block that are its scales: how many, and the numbers that they stand for, ascending
+_BYTE_SCALES = {
+    "mxfp4": (1, gguf.quants.MXFP4.e8m0_to_fp32_half(np.arange(0xFF, dtype=np.uint8)).tolist()),
+    "nvfp4": (4, gguf.quants.NVFP4.ue4m3_to_fp32(np.arange(0x7F, dtype=np.uint8)).tolist()),
 }
 # For rows that are not whole blocks of 256 columns: llama-quantize's choice (src/llama-quant.cpp).
 FALLBACKS = {"q2_k": "iq4_nl", "q3_k": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "iq4_xs": "iq4_nl"}
@@ -167,23 +182,35 @@ def _rows(format: str, rows: int, columns: int, rng: np.random.Generator) -> np.
         return values.astype({"f32": np.float32, "f16": np.float16}[format]).view(np.uint8)
     count = rows * columns // FORMATS[format].block
     blocks = np.frombuffer(rng.bytes(count * FORMATS[format].block_bytes), np.uint8).reshape(count, -1).copy()
+    scale = deviation / _unit_deviation(format)
+    if format in _BYTE_SCALES:
+        number, values = _BYTE_SCALES[format]
+        low, share = either(values, scale)
+        blocks[:, :number] = low + (rng.random((count, number), np.float32) < share)
+        return blocks.reshape(rows, -1)
     # Scales vary by a quarter around what gives the deviation; their random sign takes out the mean of the codes.
     vary = rng.random(count, np.float32) - np.float32(0.5)
-    _set_scales(
-        format, blocks, np.copysign(0.75 + np.abs(vary), vary) * np.float32(deviation / _unit_deviation(format))
-    )
+    _set_scales(format, blocks, np.copysign(0.75 + np.abs(vary), vary) * np.float32(scale))
     return blocks.reshape(rows, -1)
 
 
 def _set_scales(format: str, blocks: np.ndarray, scales: np.ndarray) -> None:
-    for offset, factor in _SCALE_FIELDS[format].items():
+    """Sets the float16 fields of blocks to these scales."""
+    for offset, factor in _SCALE_FIELDS.get(format, {}).items():
         blocks[:, offset : offset + 2] = (scales * factor).astype(np.float16).view(np.uint8).reshape(-1, 2)
+    if format in _SPREAD_SCALE:
+        offset, bits = _SPREAD_SCALE[format], scales.astype(np.float16).view(np.uint16)
+        fields = blocks[:, offset : offset + 8].view(np.uint16)
+        fields[...] = fields & 0x0FFF | (bits[:, None] >> np.arange(0, 16, 4, dtype=np.uint16)) << 12
 
 
 @lru_cache
 def _unit_deviation(format: str) -> float:
     """Root mean square of the weights in random blocks of scale 1."""
     blocks = np.random.default_rng(0).integers(0, 256, (4096, FORMATS[format].block_bytes), np.uint8)
+    if format in _BYTE_SCALES:
+        number, values = _BYTE_SCALES[format]
+        blocks[:, :number] = values.index(1.0)
     _set_scales(format, blocks, np.ones(len(blocks)))
     values = gguf.dequantize(blocks, gguf.GGMLQuantizationType(FORMATS[format].gguf_type))
     return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))

@@ -1,4 +1,4 @@
-"""GGUF blocks to a form that all formats share. The only place that knows how ggml lays out a block.
+"""GGUF blocks to a form that all formats share. Only this and `codebooks.py` know how ggml lays out a block.
 
 In: a format's name and `Blocks`, the raw blocks of some rows. Out: (codes, scales):
 
@@ -52,18 +52,18 @@ def _split(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
     return out
 
 
-def _or_shifted(codes: np.ndarray, high: np.ndarray, bits: int) -> np.ndarray:
+def or_shifted(codes: np.ndarray, high: np.ndarray, bits: int) -> np.ndarray:
     """codes | high << bits, in place."""
     np.left_shift(high, np.uint32(bits), out=high)
     return np.bitwise_or(codes, high.reshape(codes.shape), out=codes)
 
 
-def _flat(planes: np.ndarray) -> np.ndarray:
+def flat(planes: np.ndarray) -> np.ndarray:
     """[NT, NB, ..., 16] to [NT, all, 16]."""
     return planes.reshape(planes.shape[0], -1, ROWS)
 
 
-def _codes(words: np.ndarray) -> np.ndarray:
+def codes_of(words: np.ndarray) -> np.ndarray:
     """[NT, NB, ..., 16] to [NT, KB, 8, 16]."""
     return words.reshape(words.shape[0], -1, 8, ROWS)
 
@@ -80,7 +80,7 @@ def _bits_of_32(b: Blocks, offset: int) -> np.ndarray:
 
 def _nibbles_of_32(b: Blocks, offset: int, blocks: int = 1) -> np.ndarray:
     """Per 32 columns 16 bytes, low nibbles are columns 0..15, high nibbles 16..31: [NT, KB, 8, 16]."""
-    return _codes(_split(b.words(offset, 4 * blocks, blocks, 4), 4, 3))
+    return codes_of(_split(b.words(offset, 4 * blocks, blocks, 4), 4, 3))
 
 
 def q4_0(b: Blocks):
@@ -95,12 +95,12 @@ def q4_1(b: Blocks):
 
 def q5_0(b: Blocks):
     """d f16 @0, qh u32 @2 (bit c: fifth bit of column c), qs[16] @6"""
-    return _or_shifted(_nibbles_of_32(b, 6), _bits_of_32(b, 2), 4), {"D": b.half(0)}
+    return or_shifted(_nibbles_of_32(b, 6), _bits_of_32(b, 2), 4), {"D": b.half(0)}
 
 
 def q5_1(b: Blocks):
     """d f16 @0, m f16 @2, qh u32 @4, qs[16] @8"""
-    return _or_shifted(_nibbles_of_32(b, 8), _bits_of_32(b, 4), 4), {"D": b.half(0), "M": b.half(2)}
+    return or_shifted(_nibbles_of_32(b, 8), _bits_of_32(b, 4), 4), {"D": b.half(0), "M": b.half(2)}
 
 
 def q8_0(b: Blocks):
@@ -113,9 +113,9 @@ def q2_k(b: Blocks):
 
     qs: two halves of 128 columns; byte c of a half holds columns c, 32 + c, 64 + c, 96 + c, low bits first.
     """
-    return _codes(_split(b.words(16, 16, 2, 8), 2, 3)), {
+    return codes_of(_split(b.words(16, 16, 2, 8), 2, 3)), {
         "D": b.half(80),
-        "S": _flat(b.field(0, 16, "u1")),
+        "S": flat(b.field(0, 16, "u1")),
         "DM": b.half(82),
     }
 
@@ -127,12 +127,12 @@ def q3_k(b: Blocks):
     four bits in the low nibbles of bytes 0..7, then the high nibbles; high two bits in bytes 8..11, lowest two bits of
     each first.
     """
-    codes = _codes(_split(b.words(32, 16, 2, 8), 2, 3))
-    _or_shifted(codes, _split(b.words(0, 8, 8), 1, 2), 2)
+    codes = codes_of(_split(b.words(32, 16, 2, 8), 2, 3))
+    or_shifted(codes, _split(b.words(0, 8, 8), 1, 2), 2)
     packed = b.field(96, 12, "u1")
     low = np.concatenate([packed[:, :, :8] & 15, packed[:, :, :8] >> 4], axis=2)
     high = np.concatenate([packed[:, :, 8:] >> shift & 3 for shift in (0, 2, 4, 6)], axis=2)
-    return codes, {"D": b.half(108), "S": _flat((low | high << 4).view(np.int8) - np.int8(32))}
+    return codes, {"D": b.half(108), "S": flat((low | high << 4).view(np.int8) - np.int8(32))}
 
 
 def _scales_and_minimums(b: Blocks, offset: int) -> dict[str, np.ndarray]:
@@ -143,8 +143,8 @@ def _scales_and_minimums(b: Blocks, offset: int) -> dict[str, np.ndarray]:
     """
     scales, minimums, rest = np.split(b.field(offset, 12, "u1"), 3, axis=2)
     return {
-        "S": _flat(np.concatenate([scales & 63, rest & 15 | scales >> 2 & 48], axis=2)),
-        "Z": _flat(np.concatenate([minimums & 63, rest >> 4 | minimums >> 2 & 48], axis=2)),
+        "S": flat(np.concatenate([scales & 63, rest & 15 | scales >> 2 & 48], axis=2)),
+        "Z": flat(np.concatenate([minimums & 63, rest >> 4 | minimums >> 2 & 48], axis=2)),
     }
 
 
@@ -153,14 +153,18 @@ def q4_k(b: Blocks):
 
     qs: four groups of 64 columns, 32 bytes each; low nibbles are a group's columns 0..31, high nibbles 32..63.
     """
-    return _codes(_split(b.words(16, 32, 4, 8), 4, 3)), {"D": b.half(0), **_scales_and_minimums(b, 4), "DM": b.half(2)}
+    return codes_of(_split(b.words(16, 32, 4, 8), 4, 3)), {
+        "D": b.half(0),
+        **_scales_and_minimums(b, 4),
+        "DM": b.half(2),
+    }
 
 
 def q5_k(b: Blocks):
     """d f16 @0, dmin f16 @2, scales[12] @4, qh[32] @16 (bit i of byte c: fifth bit of column 32*i + c), qs[128] @48 as
     in q4_k"""
-    codes = _codes(_split(b.words(48, 32, 4, 8), 4, 3))
-    return _or_shifted(codes, _split(b.words(16, 8, 8), 1, 2), 4), {
+    codes = codes_of(_split(b.words(48, 32, 4, 8), 4, 3))
+    return or_shifted(codes, _split(b.words(16, 8, 8), 1, 2), 4), {
         "D": b.half(0),
         **_scales_and_minimums(b, 4),
         "DM": b.half(2),
@@ -173,10 +177,10 @@ def q6_k(b: Blocks):
     Two halves of 128 columns. ql: 64 bytes a half, low nibbles columns 0..63, high nibbles 64..127; qh: 32 bytes a
     half, as qs in q2_k.
     """
-    codes = _codes(_split(b.words(0, 32, 2, 16), 4, 3))
-    return _or_shifted(codes, _split(b.words(128, 16, 2, 8), 2, 3), 4), {
+    codes = codes_of(_split(b.words(0, 32, 2, 16), 4, 3))
+    return or_shifted(codes, _split(b.words(128, 16, 2, 8), 2, 3), 4), {
         "D": b.half(208),
-        "S": _flat(b.field(192, 16, "i1")),
+        "S": flat(b.field(192, 16, "i1")),
     }
 
 
@@ -187,9 +191,36 @@ def iq4_xs(b: Blocks):
     2*i + 1; the high two bits of scale i are bits 2*i of scales_h.
     """
     packed = b.field(4, 4, "u1")
-    low = _flat(np.stack([packed & 15, packed >> 4], axis=3))
-    high = _flat(b.field(2, 1, "<u2") >> np.arange(0, 16, 2, dtype=np.uint16)[:, None]).astype(np.uint8) & 3
+    low = flat(np.stack([packed & 15, packed >> 4], axis=3))
+    high = flat(b.field(2, 1, "<u2") >> np.arange(0, 16, 2, dtype=np.uint16)[:, None]).astype(np.uint8) & 3
     return _nibbles_of_32(b, 8, 8), {"D": b.half(0), "S": (low | high << 4).view(np.int8) - np.int8(32)}
+
+
+def mxfp4(b: Blocks):
+    """e E8M0 @0, qs[16] @1 as in q4_0"""
+    return _nibbles_of_32(b, 1), {"S": flat(b.field(0, 1, "u1"))}
+
+
+def _e5m3_of_ue4m3() -> np.ndarray:
+    """The byte for half of each UE4M3 (ggml_ue4m3_to_fp32): 0x7F stands for 0, the sign bit for nothing."""
+    byte = np.arange(256)
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    value = np.where(exponent, (8 + mantissa) * 2.0 ** (exponent - 11), mantissa * 2.0**-10)
+    value[0x7F] = 0
+    return (value.astype(np.float16).view(np.uint16) >> 7).astype(np.uint8)
+
+
+_E5M3 = _e5m3_of_ue4m3()
+
+
+def nvfp4(b: Blocks):
+    """d UE4M3[4] @0 (16 columns each), qs[32] @4: per 16 columns 8 bytes, low nibbles columns 0..7, high 8..15"""
+    return codes_of(_split(b.words(4, 8, 4, 2), 4, 3)), {"S": flat(_E5M3[b.field(0, 4, "u1")])}
+
+
+def tq2_0(b: Blocks):
+    """qs[64] @0 as in q2_k, d f16 @64"""
+    return codes_of(_split(b.words(0, 16, 2, 8), 2, 3)), {"D": b.half(64)}
 
 
 UNPACK: dict[str, Callable[[Blocks], tuple[np.ndarray, dict[str, np.ndarray]]]] = {
@@ -205,4 +236,7 @@ UNPACK: dict[str, Callable[[Blocks], tuple[np.ndarray, dict[str, np.ndarray]]]] 
     "q6_k": q6_k,
     "iq4_nl": q4_0,
     "iq4_xs": iq4_xs,
+    "mxfp4": mxfp4,
+    "nvfp4": nvfp4,
+    "tq2_0": tq2_0,
 }

@@ -19,7 +19,8 @@ one int32. The classes are namespaces, never instantiated:
     signed(x)      signed bytes (given as uint8) in the form that `dot` takes
     keep(w)        what `signed`, `lookup` or an unsigned weight gave, as the bytes to keep in memory
     kept(x)        from such bytes of a signed or looked-up weight: the form that `dot` takes
-    lookup(t, x)   table entries t[x] (16 signed bytes) for codes x (uint8, 0..15) in the form that `dot` takes
+    lookup(t, x)   table entries t[x] (8 or 16 signed bytes) for codes x (uint8, 0..7 or 15) in the form that `dot`
+                   takes
     half(x, n)     n lanes of finite float16 as float32
     exp2(x, n)     2**x of n lanes of float32, see vector.exp2
     dot(s, w, a)   s[t][r] + sum over i of w[r][i]*a[t][i] for each token t and row register r: s int32 per lane, w
@@ -35,8 +36,8 @@ QUADS = 8  # registers of a block of 32 columns
 
 
 def _table(values, n, kind):
-    """`n` bytes that repeat the 16 of `values`: pshufb looks up within 16 bytes."""
-    return T.Shuffle([T.Cast(kind, T.int32(v)) for v in values] * (n // 16), [T.int32(i) for i in range(n)])
+    """`n` bytes that repeat the 8 or 16 of `values`: pshufb looks up within 16 bytes."""
+    return T.Shuffle([T.Cast(kind, T.int32(v)) for v in values] * (n // len(values)), [T.int32(i) for i in range(n)])
 
 
 def _pairs_step(top):
@@ -189,7 +190,7 @@ class Portable:
         """A tree of selections by the bits of x, lowest first; by masks, for selections of bytes by booleans take LLVM
         10 seconds."""
         values = [splat(T.Cast("uint8", T.int32(v & 255)), 32) for v in table]
-        for bit in range(4):
+        for bit in range(len(table).bit_length() - 1):
             taken = pin(splat(T.uint8(0), 32) - (T.shift_right(x, splat(T.uint8(bit), 32)) & splat(T.uint8(1), 32)), 32)
             values = [
                 pin(even ^ ((even ^ odd) & taken), 32) for even, odd in zip(values[::2], values[1::2], strict=True)

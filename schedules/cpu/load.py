@@ -20,7 +20,8 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.isa import QUADS
 from mlc_amd.schedules.cpu.planes import BLOCK
-from mlc_amd.schedules.cpu.vector import at, pin, splat, widen
+from mlc_amd.schedules.cpu.vector import at, dtype, pin, splat, widen
+from mlc_amd.schedules.decode import minifloat
 from mlc_amd.schedules.formats import PLANE_BITS
 
 
@@ -83,10 +84,15 @@ def scales(fmt, bufs, tile, row, block, isa):
         return bufs[name][tile, index, at(row, lanes)]
 
     super_block = block // (fmt.block // BLOCK)
+    indices = [block * groups(fmt) + g for g in range(groups(fmt))]
+    if fmt.minifloat:
+        found = [T.Bind(T.cast(plane("S", i), dtype("int32", lanes))) for i in indices]
+        return [T.Bind(minifloat(fmt.minifloat, s)) for s in found], []
     d = isa.half(plane("D", super_block), lanes)
+    if fmt.unit != 1:
+        d = T.Bind(d * fmt.unit)
     if "S" not in fmt.scales:
         return [d], [isa.half(plane("M", block), lanes)] if fmt.minimum else []
-    indices = [block * groups(fmt) + g for g in range(groups(fmt))]
     subs = [T.Bind(plane("S", i)) for i in indices]
     if not fmt.minimum:
         return [T.Bind(d * widen(s, lanes)) for s in subs], []

@@ -16,8 +16,8 @@ no reduction crosses lanes. In a block, with row r of the tile and column 4*j + 
     D, DM float16               [NT, KB, 16], one a block; [NT, K/256, 16], one a super-block, for formats with
                                 256-column blocks
     M float16 [NT, KB, 16]      minimums
-    S [NT, K/group, 16]         sub-scales: uint8 (q4_k, q5_k; q2_k: low nibble scale, high nibble minimum) or int8
-                                (q3_k, q6_k, iq4_xs)
+    S [NT, K/group, 16]         sub-scales: uint8 (q4_k, q5_k, iq1 to iq3; q2_k: low nibble scale, high nibble
+                                minimum), int8 (q3_k, q6_k, iq4_xs) or minifloats as uint8 (mxfp4, nvfp4)
     Z uint8 [NT, K/group, 16]   sub-minimums
     W [NT, K, 16]               the weights of f32, f16 and bf16 (bf16: its bits as uint16); any K
 """
@@ -50,9 +50,8 @@ def planes(fmt: str | Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...]
     if fmt.kind == "float":
         return {"W": ((tiles, k, ROWS), fmt.dtype)}
     codes = {p: ((tiles, k // BLOCK, ROWS * BLOCK * PLANE_BITS[p] // 8), "uint8") for p in fmt.codes}
-    columns = {"D": fmt.block, "DM": fmt.block, "M": fmt.block, "S": fmt.group, "Z": fmt.group}
-    dtypes = {"S": fmt.dtype, "Z": "uint8"}
-    return codes | {p: ((tiles, k // columns[p], ROWS), dtypes.get(p, "float16")) for p in fmt.scales}
+    scales = {p: fmt.scale_plane(p) for p in fmt.scales}
+    return codes | {p: ((tiles, k // columns, ROWS), dtype) for p, (columns, dtype) in scales.items()}
 
 
 def plane_bytes(fmt: str | Format, n: int, k: int) -> int:
@@ -87,8 +86,8 @@ def _code(fmt: Format, bufs: dict, n, k):
 
 
 def _lookup_table(table: tuple[int, ...], code):
-    """table[code] of 16 int8 values without memory: a byte of one of two 64-bit constants, as int32."""
-    packed = bytes(v & 255 for v in table)
+    """table[code] of 8 or 16 int8 values without memory: a byte of one of two 64-bit constants, as int32."""
+    packed = bytes(v & 255 for v in table) * (16 // len(table))
     low, high = (tirx.const(int.from_bytes(packed[i : i + 8], "little", signed=True), "int64") for i in (0, 8))
     word = tirx.Select(code < 8, low, high)
     return (word >> ((code & 7) * 8).astype("int64")).astype("int8").astype("int32")

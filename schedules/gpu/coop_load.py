@@ -18,14 +18,13 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import PLANE_BITS
 from mlc_amd.schedules.gpu import load
-from mlc_amd.schedules.gpu.device import fma, lookup16
+from mlc_amd.schedules.gpu.device import fma, lookup
 from mlc_amd.schedules.gpu.pairs import RUN, RUN_COLUMNS, RUNS
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.registers import at, lane_of, vector
 
 EXPONENT = 0x64006400  # of 1024.0 as float16, in both halves of a word
 EXPONENT_VALUE = 1024
-NIBBLES = 0x0F0F0F0F
 SIGN = 0x80808080  # turns signed bytes into bytes that count from 128
 
 
@@ -78,7 +77,7 @@ def _block(arch, fmt, fetched, block):
         plane: fetched.codes[plane][block * PLANE_BITS[plane] : (block + 1) * PLANE_BITS[plane]] for plane in fmt.codes
     }
     codes, zero = _unsigned(arch, fmt, codes)
-    factors = [T.Bind(scales.d if sub is None else scales.d * sub) for sub in scales.sub]
+    factors = scales.factors()
     minimums = None
     if fmt.minimum:
         # counted from the middle of the codes, so that rounding the scale moves the outermost weights least
@@ -95,10 +94,8 @@ def _block(arch, fmt, fetched, block):
 def _unsigned(arch, fmt, codes):
     """(plane -> words of unsigned fields, the one that means 0)."""
     if fmt.table:
-        nibbles = [
-            T.Bind(T.shift_right(word, T.uint32(shift)) & T.uint32(NIBBLES)) for shift in (0, 4) for word in codes["Q4"]
-        ]
-        return {"Q8": [lookup16(arch, [v + 128 for v in fmt.table], word) for word in nibbles]}, 128
+        table = [v + 128 for v in fmt.table]
+        return {"Q8": [lookup(arch, table, word) for word in load.bytes_of(fmt, codes)]}, 128
     if fmt.signed:
         return {"Q8": [T.Bind(word ^ T.uint32(SIGN)) for word in codes["Q8"]]}, 128
     return codes, fmt.zero

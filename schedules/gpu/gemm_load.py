@@ -16,8 +16,9 @@ offset's own rounding, at most 2^-14 of a quantization step, is below that of fl
 
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.decode import minifloat
 from mlc_amd.schedules.formats import PLANE_BITS
-from mlc_amd.schedules.gpu.device import fma, intrin, lookup16
+from mlc_amd.schedules.gpu.device import fma, intrin, lookup
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.registers import at, lane_of, vector
 
@@ -42,10 +43,10 @@ def fetch(fmt, bufs, row, block, part):
     raw = {p: [T.Bind(bufs[p][row, block, at(first, n)]) for first, n in starts[p]] for p in fmt.codes if p != "Q1"}
     if "Q1" in fmt.codes:
         raw["Q1"] = [T.Bind(bufs["Q1"][row, block])]
-    columns = {"D": fmt.block, "DM": fmt.block, "M": fmt.block, "S": fmt.group, "Z": fmt.group}
     for plane in fmt.scales:
-        count = max(1, BLOCK // columns[plane])
-        first = block * count if columns[plane] <= BLOCK else block // (columns[plane] // BLOCK)
+        columns, _ = fmt.scale_plane(plane)
+        count = max(1, BLOCK // columns)
+        first = block * count if columns <= BLOCK else block // (columns // BLOCK)
         raw[plane] = [T.Bind(bufs[plane][row, first + i]) for i in range(count)]
     return raw
 
@@ -89,7 +90,7 @@ def _unsigned(arch, fmt, raw, part):
     """(four words of unsigned bytes, the byte that means 0)."""
     words = _codes(fmt, raw, part)
     if fmt.table:
-        return [lookup16(arch, [v + 128 for v in fmt.table], word) for word in words], 128
+        return [lookup(arch, [v + 128 for v in fmt.table], word) for word in words], 128
     if fmt.signed:
         return [word ^ T.uint32(0x80808080) for word in words], 128
     return words, fmt.zero
@@ -99,7 +100,7 @@ def _signed(arch, fmt, raw, part):
     """Four words of signed bytes: the weights in units of the scale."""
     words = _codes(fmt, raw, part)
     if fmt.table:
-        return [lookup16(arch, fmt.table, word) for word in words]
+        return [lookup(arch, fmt.table, word) for word in words]
     if fmt.signed or not fmt.zero:
         return words
     top, zero = T.uint32(0x80808080), T.uint32(0x01010101 * fmt.zero)  # the top bits keep borrows inside their byte
@@ -117,7 +118,11 @@ def scales(fmt, raw):
     def real(x):
         return T.cast(x, "float32")
 
+    if fmt.minifloat:
+        return [T.Bind(minifloat(fmt.minifloat, T.cast(s, "int32"))) for s in raw["S"]], None
     d = real(raw["D"][0])
+    if fmt.unit != 1:
+        d = T.Bind(d * T.float32(fmt.unit))
     if "S" not in fmt.scales:
         return [T.Bind(d)], [T.Bind(real(raw["M"][0]))] if fmt.minimum else None
     subs, mins = raw["S"], raw.get("Z")

@@ -171,7 +171,7 @@ def _terms(fmt, unit, blocks, zeros, arch):
             if fmt.minimum:
                 minimum = _add(scales.sub_minimum[g], block.sums[count][g], minimum)
         if fmt.block == BLOCK or b == len(blocks) - 1:
-            out.append((scales.d, value))
+            out.append((T.float32(1) if scales.d is None else scales.d, value))
             if fmt.minimum:
                 out.append((scales.minimum if fmt.minimum == "M" else T.Bind(T.float32(0) - scales.minimum), minimum))
     return out

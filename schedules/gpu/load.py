@@ -15,8 +15,9 @@ from typing import NamedTuple
 from tvm import DataType
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.formats import PLANE_BITS
-from mlc_amd.schedules.gpu.device import lookup16
+from mlc_amd.schedules.decode import minifloat
+from mlc_amd.schedules.formats import MINIFLOATS, PLANE_BITS
+from mlc_amd.schedules.gpu.device import lookup
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.registers import at, lane_of
 
@@ -33,8 +34,8 @@ class Unit(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The factors of one block. d: of all of it; sub: per group of columns, or [None]; minimum: float32, or None;
-    sub_minimum: as `sub`.
+    """The factors of one block. d: of all of it, or None; sub: per group of columns, or [None]; minimum: float32, or
+    None; sub_minimum: as `sub`.
 
     weight = d * sub * value + minimum (plane M), or - minimum * sub_minimum (plane DM)."""
 
@@ -42,6 +43,10 @@ class Scales(NamedTuple):
     sub: list
     minimum: object
     sub_minimum: list
+
+    def factors(self) -> list:
+        """d * sub of each group of columns."""
+        return [T.Bind(s if self.d is None else self.d if s is None else self.d * s) for s in self.sub]
 
 
 def blocks(*fmts) -> int:
@@ -110,18 +115,23 @@ def fetch_float(fmt, planes, row, unit, width) -> list:
 
 def codes(arch, fmt, unit: Unit, block) -> list:
     """The eight words of codes of a unit's block number `block`: columns 4*j .. 4*j+3 in word j, signed bytes."""
+    words = {p: unit.codes[p][block * PLANE_BITS[p] : (block + 1) * PLANE_BITS[p]] for p in fmt.codes}
+    parts = bytes_of(fmt, words)
+    return [lookup(arch, fmt.table, x) for x in parts] if fmt.table else parts
+
+
+def bytes_of(fmt, codes) -> list:
+    """The codes of a block as eight words of bytes, in the order of `codes`, from the words of its planes by name."""
     parts, filled = [None] * QUADS, 0
-    for plane in fmt.codes:
+    for plane, words in codes.items():
         bits = PLANE_BITS[plane]
-        words = unit.codes[plane][block * bits : (block + 1) * bits]
         for j in range(QUADS):
             # a nibble plane holds columns 4*j.. and 16+4*j.. in one byte, the others neighbours
             index, first = (j % 4, j // 4 * 4) if plane == "Q4" else (j * bits // 8, j * bits % 8)
             part = words[index] if bits == 8 else _field(words[index], first, bits, filled)
             parts[j] = part if parts[j] is None else parts[j] | part
         filled += bits
-    parts = [T.Bind(part) for part in parts]
-    return [lookup16(arch, fmt.table, x) for x in parts] if fmt.table else parts
+    return [T.Bind(part) for part in parts]
 
 
 def _field(x, first, bits, to):
@@ -133,13 +143,13 @@ def _field(x, first, bits, to):
     return x & T.uint32(0x01010101 * ((1 << bits) - 1 << to))
 
 
-def _byte(word, i, signed):
-    """Byte i of a word as float32."""
-    if signed:
+def _byte(word, i, kind="uint8"):
+    """Byte i of a word as float32. kind: "uint8", "int8" or one of MINIFLOATS."""
+    if kind == "int8":
         word = T.shift_right(T.shift_left(T.reinterpret("int32", word), T.int32(24 - 8 * i)), T.int32(24))
     else:
         word = T.shift_right(word, T.uint32(8 * i)) & T.uint32(255)
-    return T.Bind(T.cast(word, "float32"))
+    return T.Bind(minifloat(kind, T.reinterpret("int32", word)) if kind in MINIFLOATS else T.cast(word, "float32"))
 
 
 def scales(fmt, unit: Unit, block) -> Scales:
@@ -150,12 +160,16 @@ def scales(fmt, unit: Unit, block) -> Scales:
         return T.Bind(T.cast(found[block if len(found) > 1 else 0], "float32"))
 
     count = groups(fmt)
+    indices = range(block * count, (block + 1) * count)
+    if fmt.minifloat:
+        sub = [_byte(unit.scales["S"][0], i, fmt.minifloat) for i in indices]
+        return Scales(sub[0], [None], None, [None]) if fmt.block == BLOCK else Scales(None, sub, None, [None] * count)
     minimum = half(fmt.minimum) if fmt.minimum else None
     if "S" not in fmt.scales:
         return Scales(half("D"), [None] * count, minimum, [None] * count)
     sub, zub = unit.scales["S"][0], unit.scales.get("Z", [None])[0]
     if fmt.nibble_scales:
         sub, zub = (T.Bind(T.shift_right(sub, T.uint32(shift)) & T.uint32(0x0F0F0F0F)) for shift in (0, 4))
-    indices = range(block * count, (block + 1) * count)
-    mins = [None] * count if zub is None else [_byte(zub, i, False) for i in indices]
-    return Scales(half("D"), [_byte(sub, i, fmt.dtype == "int8") for i in indices], minimum, mins)
+    mins = [None] * count if zub is None else [_byte(zub, i) for i in indices]
+    d = half("D") if fmt.unit == 1 else T.Bind(half("D") * T.float32(fmt.unit))
+    return Scales(d, [_byte(sub, i, fmt.dtype) for i in indices], minimum, mins)

@@ -14,8 +14,8 @@ four bytes, lowest first:
     Q8 uint32 [N, KB, 8]        word j, byte i (the bits of an int8)
     D, DM float16               [N, KB], one a block; [N, K/256], one a super-block, for formats with 256-column blocks
     M float16 [N, KB]           minimums
-    S [N, K/group]              sub-scales: uint8 (q4_k, q5_k; q2_k: low nibble scale, high nibble minimum) or int8
-                                (q3_k, q6_k, iq4_xs)
+    S [N, K/group]              sub-scales: uint8 (q4_k, q5_k, iq1 to iq3; q2_k: low nibble scale, high nibble
+                                minimum), int8 (q3_k, q6_k, iq4_xs) or minifloats as uint8 (mxfp4, nvfp4)
     Z uint8 [N, K/group]        sub-minimums
     W [N, K]                    the weights of f32, f16 and bf16 (bf16: its bits as uint16); any K
 """
@@ -52,9 +52,8 @@ def planes(fmt: str | Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...]
         return {"W": ((rows, k), fmt.dtype)}
     words = {p: (PLANE_BITS[p],) if PLANE_BITS[p] > 1 else () for p in fmt.codes}  # 32 codes of b bits are b words
     codes = {p: ((rows, k // BLOCK, *words[p]), "uint32") for p in fmt.codes}
-    columns = {"D": fmt.block, "DM": fmt.block, "M": fmt.block, "S": fmt.group, "Z": fmt.group}
-    dtypes = {"S": fmt.dtype, "Z": "uint8"}
-    return codes | {p: ((rows, k // columns[p]), dtypes.get(p, "float16")) for p in fmt.scales}
+    scales = {p: fmt.scale_plane(p) for p in fmt.scales}
+    return codes | {p: ((rows, k // columns), dtype) for p, (columns, dtype) in scales.items()}
 
 
 def plane_args(fmt: str | Format, n: int, k: int, prefix: str = "") -> dict:
@@ -93,8 +92,8 @@ def _code(fmt: Format, bufs: dict, n, k):
 
 
 def _lookup_table(table: tuple[int, ...], code):
-    """table[code] of 16 int8 values without memory: a byte of one of four 32-bit constants, as int32."""
-    packed = bytes(v & 255 for v in table)
+    """table[code] of 8 or 16 int8 values without memory: a byte of one of four 32-bit constants, as int32."""
+    packed = bytes(v & 255 for v in table) * (16 // len(table))
     words = [tirx.const(int.from_bytes(packed[i : i + 4], "little", signed=True), "int32") for i in range(0, 16, 4)]
     word = tirx.Select(code < 8, tirx.Select(code < 4, words[0], words[1]), tirx.Select(code < 12, words[2], words[3]))
     return (word >> ((code & 3) * 8)).astype("int8").astype("int32")

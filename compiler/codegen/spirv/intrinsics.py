@@ -3,8 +3,8 @@ schedules/gpu/device.py.
 
 Externs (words: 32-bit scalars):
     vk.dot4(a, b)                   int32: the sum of the four products of the signed bytes of two words
-    vk.lookup16(x, a, b, c, d)      uint32: for each byte of x, 0..15, the byte of that number in the constants a, b, c,
-                                    d
+    vk.lookup(x, a, b, ..)          uint32: for each byte of x, 0..7 or 0..15, the byte of that number in the two or
+                                    four constants
     vk.shuffle_xor(x, mask)         the word of the lane whose number differs by a constant mask
     vk.shuffle(x, lane)             the word of lane number `lane`
     vk.broadcast(x, lane)           the word of lane number `lane`, the same one in all lanes
@@ -45,7 +45,7 @@ LLVM = {
 }
 EXTERNS = {
     "vk.dot4": "dot4",
-    "vk.lookup16": "lookup16",
+    "vk.lookup": "lookup",
     "vk.shuffle_xor": "shuffle_xor",
     "vk.shuffle": "shuffle",
     "vk.broadcast": "broadcast",
@@ -212,12 +212,12 @@ class Intrinsics(Memory):
             out = byte if out is None else asm.op("BitFieldInsert", "i32", out, byte, const(8 * i), const(8))
         return out
 
-    def lookup16(self, e, x, *words):
+    def lookup(self, e, x, *words):
         """Each bit of the codes halves what may be meant, four bytes at a time."""
         asm, const, x = self.asm, self.int_const, self.value(x)
         table = b"".join(int(word).to_bytes(4, "little") for word in words)
         found = [const(int.from_bytes(bytes([byte] * 4), "little", signed=True)) for byte in table]
-        for bit in range(4):
+        for bit in range(len(table).bit_length() - 1):
             ones = asm.op("BitwiseAnd", "i32", asm.op("ShiftRightLogical", "i32", x, const(bit)), const(0x01010101))
             # 255 in each byte whose bit is set
             mask = asm.op("ISub", "i32", asm.op("ShiftLeftLogical", "i32", ones, const(8)), ones)
