@@ -11,6 +11,7 @@ Values
 """
 
 import math
+from dataclasses import fields
 from typing import Any
 
 import tvm
@@ -18,6 +19,7 @@ import tvm_ffi
 from tvm import relax
 from tvm.ir import Op
 
+from mlc_amd.schedules.attention import Attention, padded_columns
 from mlc_amd.schedules.experts import Experts
 
 PREFIX = "mlc_amd."
@@ -94,14 +96,14 @@ def _gate_up(call, bb):
 
 
 def _rope_kv_write(call, bb):
-    heads, d = int(call.attrs["heads"]), int(call.attrs["d"])
-    q = tensor_type((shape_of(call.args[1])[0], heads, d), str(call.attrs["query_dtype"]))
+    heads, width = int(call.attrs["heads"]), padded_columns(int(call.attrs["d"]))
+    q = tensor_type((shape_of(call.args[1])[0], heads, width), str(call.attrs["query_dtype"]))
     return relax.TupleType([q, call.args[-2].ty, call.args[-1].ty])
 
 
 def _attention(call, bb):
-    m, heads, d = shape_of(call.args[1])
-    return layout_type(m, heads * d, str(call.attrs["layout"]))
+    columns = int(call.attrs["heads"]) * int(call.attrs["d"])
+    return layout_type(shape_of(call.args[1])[0], columns, str(call.attrs["layout"]))
 
 
 def _rope_attention(call, bb):
@@ -150,16 +152,7 @@ def _combine(call, bb):
 
 
 EXPERTS = ("experts", "used", "tile")  # attributes, as of schedules.experts.Experts
-ATTENTION = (
-    "heads",
-    "kv_heads",
-    "d",
-    "ctx",
-    "scale",
-    "window",
-    "softcap",
-    "sinks",
-)  # attributes, as of schedules.attention
+ATTENTION = tuple(field.name for field in fields(Attention))  # attributes
 
 # name: (type inference, what it computes; arguments after `state`; attributes)
 OPS = {

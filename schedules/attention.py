@@ -8,6 +8,12 @@ import math
 from dataclasses import dataclass
 
 LOG2E = math.log2(math.e)
+STEP = 16  # columns: what vectors of the CPU and matrix units of GPUs take at once
+
+
+def padded_columns(columns: int) -> int:
+    """Columns with padding: of a linear layer's results, and of a head in the cache and in rotated queries."""
+    return -(-columns // STEP) * STEP
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,7 @@ class Attention:
 
     heads: int  # query heads
     kv_heads: int  # divides heads
-    d: int  # columns of a head of q, k and v
+    d: int  # columns of a head of q, k and v, a multiple of 8
     ctx: int  # keys that the cache holds
     scale: float = 0.0  # of q . k; 0: 1/sqrt(d)
     window: int = 0  # keys that a row sees, its own included; 0: all
@@ -32,6 +38,11 @@ class Attention:
     def group(self) -> int:
         """Query heads of a KV head."""
         return self.heads // self.kv_heads
+
+    @property
+    def width(self) -> int:
+        """Columns of a head in the cache and in rotated queries."""
+        return padded_columns(self.d)
 
     @property
     def query_scale(self) -> float:

@@ -33,18 +33,27 @@ class Case(NamedTuple):
         return Attention(self.heads, self.kv_heads, self.d, CTX, **dict(self.attributes))
 
 
+def widened(x):
+    """Columns padded with zeros to a multiple of 16."""
+    return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 16)])
+
+
 def pack(k, v):
     """Keys and values [kv_heads, ctx, d] in the cache's layout."""
-    n, ctx, d = k.shape
+    k, v = widened(k), widened(v)
+    n, ctx, width = k.shape
     return (
-        np.ascontiguousarray(k.reshape(n, ctx // 32, 32, d // 8, 8).transpose(0, 1, 3, 2, 4)),
-        np.ascontiguousarray(v.reshape(n, ctx // 8, 8, d).transpose(0, 1, 3, 2)),
+        np.ascontiguousarray(k.reshape(n, ctx // 32, 32, width // 8, 8).transpose(0, 1, 3, 2, 4)),
+        np.ascontiguousarray(v.reshape(n, ctx // 8, 8, width).transpose(0, 1, 3, 2)),
     )
 
 
-def unpack(Kc, Vc):
-    n, _, d, _ = Vc.shape
-    return Kc.transpose(0, 1, 3, 2, 4).reshape(n, -1, d), Vc.transpose(0, 1, 3, 2).reshape(n, -1, d)
+def unpack(Kc, Vc, d):
+    """The inverse; the padding must be zero."""
+    n, _, width, _ = Vc.shape
+    k, v = Kc.transpose(0, 1, 3, 2, 4).reshape(n, -1, width), Vc.transpose(0, 1, 3, 2).reshape(n, -1, width)
+    assert not k[..., d:].any() and not v[..., d:].any()
+    return k[..., :d], v[..., :d]
 
 
 def outputs(m, columns):
@@ -97,7 +106,12 @@ def rope_inputs(rng, case):
             rope_reference(k.reshape(m, kv_heads, d)[:live], rows, rope, norms.get("KN")),
         )
 
-    return {"Q": q, "K": k, "V": v, "CS": cs, **norms}, rotated
+    return {name: widened(x) for name, x in {"Q": q, "K": k, "V": v, **norms}.items()} | {"CS": cs}, rotated
+
+
+def heads_of(x, layer):
+    """The kernel's input K or V as [rows, kv_heads, d]."""
+    return x[:, : layer.kv_heads * layer.d].reshape(len(x), layer.kv_heads, layer.d)
 
 
 def stale_cache(rng, kv_heads, d, end, begin=0):
@@ -134,16 +148,16 @@ def check_attention(case, run, grow=0.0):
         else:
             q = rng.standard_normal((case.m, layer.heads, d)) * 2
             q[live:] = np.nan
-            inputs = {"Qo": (q * layer.query_scale).astype(np.float16)}
-            queries = inputs["Qo"][:live].astype(np.float64) / layer.query_scale
+            inputs = {"Qo": widened((q * layer.query_scale).astype(np.float16))}
+            queries = inputs["Qo"][:live, :, :d].astype(np.float64) / layer.query_scale
         # between far below and far above the scores
         sinks = np.linspace(-3, 12, layer.heads).astype(np.float32) if layer.sinks else None
         out, state = outputs(case.m, layer.heads * d), np.array([position, live, 0, 0], np.int32)
         run({"state": state, "Kc": Kc, "Vc": Vc, "Sinks": sinks, **inputs, **joined, **out})
-        new_k, new_v = unpack(Kc, Vc)
+        new_k, new_v = unpack(Kc, Vc, d)
         if case.rope:
             check_written(k, new_k, position, own)
-            check_written(v, new_v, position, inputs["V"].reshape(1, layer.kv_heads, d))
+            check_written(v, new_v, position, heads_of(inputs["V"], layer))
         else:
             assert (new_k == k).all() and (new_v == v).all()
         keys, values = (x[:, :end].astype(np.float64) for x in (new_k, new_v))
@@ -159,11 +173,11 @@ def check_rope(case, run, states):
         k, v = stale_cache(rng, layer.kv_heads, d, 0)
         Kc, Vc = pack(k, v)
         inputs, rotated = rope_inputs(rng, case)
-        Qo, state = np.full((m, layer.heads, d), LEFT, np.float16), np.array([position, live, 0, 0], np.int32)
+        Qo, state = np.full((m, layer.heads, layer.width), LEFT, np.float16), np.array([position, live, 0, 0], np.int32)
         run({"state": state, "Kc": Kc, "Vc": Vc, "Qo": Qo, **inputs})
         queries, keys = rotated(position, written)
-        np.testing.assert_allclose(Qo[:written], queries * layer.query_scale, rtol=1e-3, atol=2e-6)
+        np.testing.assert_allclose(Qo[:written], widened(queries * layer.query_scale), rtol=1e-3, atol=2e-6)
         assert (Qo[written:] == LEFT).all()
-        new_k, new_v = unpack(Kc, Vc)
+        new_k, new_v = unpack(Kc, Vc, d)
         check_written(k, new_k, position, keys)
-        check_written(v, new_v, position, inputs["V"].reshape(m, layer.kv_heads, d)[:written])
+        check_written(v, new_v, position, heads_of(inputs["V"], layer)[:written])

@@ -70,6 +70,10 @@ ATTEND = {
     ),
     "prefill group 4": Attend(Attention(8, 2, 64, 1024), ((0, 64), (65, 50), (960, 64)), m=64, p=8),
     "prefill group 8": Attend(Attention(16, 2, 64, 320), ((0, 128), (190, 128), (3, 100)), m=128, p=16),
+    # heads that are not whole blocks, or not even whole vectors
+    "decode head 24": Attend(Attention(4, 2, 24, 512), ((0, 1), (64, 1), (511, 1))),
+    "few head 80": Attend(Attention(2, 1, 80, 320), ((0, 3), (300, 3)), m=3),
+    "prefill head 40": Attend(Attention(6, 2, 40, 192), ((0, 16), (63, 15), (176, 16)), m=16, p=4),
     # a window that lies in one block, that spans blocks, and at depths of many windows
     "decode window 5": Attend(
         Attention(4, 2, 64, 256, window=5), tuple((n, 1) for n in (0, 3, 4, 5, 40, 63, 64, 66, 255))
@@ -106,7 +110,7 @@ ATTEND = {
     ),
 }
 OTHER_ARCHS = (
-    "decode group 4", "decode group 1", "decode group 8", "prefill group 2", "prefill group 3", "decode window 100",
+    "decode group 4", "decode group 1", "decode group 8", "prefill head 40", "prefill group 2", "prefill group 3", "decode window 100",
     "few window 70", "prefill window 10", "decode all", "prefill all",
 )  # fmt: skip
 
@@ -139,6 +143,8 @@ ROPE = {
     "prefill narrow": Write(2, 1, 32, 8, True, 20),
     "decode unrotated": Write(4, 2, 64, 1, True, 0),
     "prefill unrotated norm": Write(2, 1, 96, 8, True, 0, 1e-5),
+    "prefill head 24": Write(3, 1, 24, 4, True, 12, 1e-5),
+    "decode head 80": Write(2, 1, 80, 1, False, 32),
     "prefill scale": Write(2, 1, 64, 4, True, 64, scale=0.25),
 }
 
@@ -172,10 +178,16 @@ def dequantize(A, S, m):
 ATTEND_CASES = [(arch, name) for arch in ARCHS for name in (ATTEND if arch == ARCHS[0] else OTHER_ARCHS)]
 
 
+def widened(x):
+    """Heads [.., d] with their padding, which holds what must not matter."""
+    return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 16)], constant_values=STALE)
+
+
 def caches(k, v):
     """Kc and Vc of k, v [kv_heads, ctx, d]."""
-    kv_heads, ctx, d = k.shape
-    return tensor(k.reshape(kv_heads, ctx // 16, 16, d).transpose(0, 1, 3, 2)), tensor(v)
+    k, v = widened(k), widened(v)
+    kv_heads, ctx, width = k.shape
+    return tensor(k.reshape(kv_heads, ctx // 16, 16, width).transpose(0, 1, 3, 2)), tensor(v)
 
 
 @pytest.mark.parametrize(("arch", "name"), ATTEND_CASES)
@@ -203,7 +215,7 @@ def test_attention(arch, name):
             out = (A, S)
         else:
             out = (tensor(np.full((m, columns), LEFT, np.float32)),)
-        inputs = [tensor(queries), *caches(k, v), *([tensor(sinks)] if spec.sinks else [])]
+        inputs = [tensor(widened(queries)), *caches(k, v), *([tensor(sinks)] if spec.sinks else [])]
         kernels(arch)[name](state(position, live), *inputs, *out)
         expected = attention_reference(
             spec, q[:live].astype(np.float64), *exact, position, sinks.astype(np.float64) if spec.sinks else None
@@ -268,26 +280,34 @@ def test_rope_kv_write(arch, name):
     for position, live in states:
         written = min(live, ROPE_CTX - position)
         Kc, Vc = caches(*np.full((2, kv_heads, ROPE_CTX, d), STALE, np.float16))
-        Qo = tensor(np.full((m, heads, d), LEFT, np.float32))
-        kernels(arch)[name](state(position, live), *map(tensor, (q, k, v, *norms, *tables)), Kc, Vc, Qo)
+        width = d + -d % 16
+        Qo = tensor(np.full((m, heads, width), LEFT, np.float32))
+        inputs = [widened(x) for x in (q, k, v, *norms)]
+        kernels(arch)[name](state(position, live), *map(tensor, (*inputs, *tables)), Kc, Vc, Qo)
         rows = cs[position : position + written]
         expected = rope_reference(q.reshape(m, heads, d)[:written], rows, Rope(neox, rotary, eps), qn)
         expected *= LOG2E * (scale or 1 / np.sqrt(d))
-        np.testing.assert_allclose(Qo.numpy()[:written], expected, rtol=0, atol=2e-6)
+        np.testing.assert_allclose(Qo.numpy()[:written, :, :d], expected, rtol=0, atol=2e-6)
         assert (Qo.numpy()[written:] == LEFT).all()
-        got_k = Kc.numpy().transpose(0, 1, 3, 2).reshape(kv_heads, ROPE_CTX, d)
+        got_k = Kc.numpy().transpose(0, 1, 3, 2).reshape(kv_heads, ROPE_CTX, width)[..., :d]
         keys = rope_reference(k.reshape(m, kv_heads, d)[:written], rows, Rope(neox, rotary, eps), kn)
         here = slice(position, position + written)
         np.testing.assert_allclose(got_k[:, here].transpose(1, 0, 2), keys, rtol=6e-4, atol=1e-6)
-        assert (Vc.numpy()[:, here].transpose(1, 0, 2) == v.reshape(m, kv_heads, d)[:written].astype(np.float16)).all()
-        for cache in (got_k, Vc.numpy()):
+        got_v = Vc.numpy()[..., :d]
+        assert (got_v[:, here].transpose(1, 0, 2) == v.reshape(m, kv_heads, d)[:written].astype(np.float16)).all()
+        for cache in (got_k, got_v):
             assert (np.delete(cache, np.arange(position, position + written), axis=1) == STALE).all()
 
 
-@pytest.mark.parametrize(("ctx", "d"), [(100, 64), (128, 80)])
+@pytest.mark.parametrize(("ctx", "d"), [(100, 64), (128, 20)])
 def test_shapes_that_do_not_fit_are_refused(ctx, d):
     with pytest.raises(UserError, match="multiples"):
-        cache_types(2, ctx, d)
+        cache_types(Attention(4, 2, d, ctx))
+
+
+def test_int8_blocks_of_parts_of_heads_are_refused():
+    with pytest.raises(UserError, match="blocks of 32 columns, not of heads of 48"):
+        Attend(Attention(4, 2, 48, 128), (), quantize=True).kernel(resolve("native").isa, "attention")
 
 
 def test_odd_rotary_is_refused():

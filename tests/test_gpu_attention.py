@@ -17,7 +17,7 @@ from mlc_amd.schedules.gpu.arch import resolve
 from mlc_amd.schedules.gpu.attention import attention
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention_prefill_dot import attention_prefill_dot
-from mlc_amd.schedules.gpu.cache import cache_shapes
+from mlc_amd.schedules.gpu.cache import cache_types
 from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
 from mlc_amd.tools.dev.gfxemu import emulate
 
@@ -31,6 +31,7 @@ DECODE = {
     "decode_group_1": Case(2, 2, 96, act="half", rope=Rope(True, 48)),
     "decode_group_2": Case(2, 1, 128, act="rows", rope=Rope(True, 128, 1e-6)),
     "decode_group_7": Case(7, 1, 64, act="rows", rope=Rope(False, 64)),
+    "decode_head_24": Case(2, 1, 24, rope=Rope(True, 24, 1e-6), states=NEAR),
     "decode_window": Case(2, 1, 64, rope=Rope(True, 64), states=NEAR + FAR, attributes={"window": 40}),
     "decode_attributes": Case(
         4, 1, 64, states=((5, 1), (500, 1)),
@@ -45,6 +46,7 @@ PREFILL = {
     "prefill_group_1": Case(2, 2, 96, 16, "half", states=((0, 16), (57, 13), (64, 1), (CTX - 16, 16))),
     "prefill_group_4": Case(4, 1, 128, 64, "half", states=((0, 64), (57, 50))),
     "prefill_group_7": Case(7, 1, 64, 16, "", states=((33, 16), (300, 3))),
+    "prefill_head_40": Case(3, 1, 40, 16, "half", states=((57, 13),)),
     "prefill_window": Case(
         1, 1, 32, 64, "", states=((0, 64), (70, 64), (400, 45)), attributes={"window": 5, "sinks": True}
     ),
@@ -55,6 +57,7 @@ PREFILL = {
 }  # fmt: skip
 DOT = {
     "prefill_dot": Case(3, 1, 64, 16, "rows", states=((0, 16), (57, 13))),
+    "prefill_dot_head_80": Case(2, 1, 80, 16, "", states=((57, 13),)),
     "prefill_dot_attributes": Case(
         3, 1, 64, 16, "", states=((60, 16), (400, 13)),
         attributes={"window": 9, "softcap": 4.0, "sinks": True, "scale": 0.2},
@@ -64,6 +67,7 @@ ROPE = {
     "rope_neox_partial": Case(3, 1, 96, 16, rope=Rope(True, 48)),
     "rope_interleaved": Case(2, 1, 64, 1, rope=Rope(False, 64)),
     "rope_norm": Case(4, 2, 128, 16, rope=Rope(True, 128, 1e-6)),
+    "rope_head_24": Case(3, 1, 24, 4, rope=Rope(True, 12, 1e-6)),
     "rope_none": Case(2, 1, 64, 1, rope=Rope(True, 0, 1e-6), attributes={"scale": 0.3}),
 }
 CASES = DECODE | PREFILL | DOT | ROPE
@@ -136,10 +140,16 @@ def test_splits_publish_before_they_arrive(arch, waits):
     assert [text for text in after if text.startswith("s_wait")] == after[-1:] * waits
 
 
-@pytest.mark.parametrize(("ctx", "d"), [(100, 64), (128, 80)])
+@pytest.mark.parametrize(("ctx", "d"), [(100, 64), (128, 20)])
 def test_shapes_that_do_not_fit_are_refused(ctx, d):
     with pytest.raises(UserError, match="multiples"):
-        cache_shapes(2, ctx, d)
+        cache_types(Attention(4, 2, d, ctx))
+
+
+@pytest.mark.parametrize("m", [1, 16])
+def test_int8_blocks_of_parts_of_heads_are_refused(m):
+    with pytest.raises(UserError, match="blocks of 32 columns, not of heads of 48"):
+        attention(Attention(4, 2, 48, 128), m, "rows", resolve("gfx1030"), "attention")
 
 
 def test_too_many_heads_for_a_kv_head_are_refused():

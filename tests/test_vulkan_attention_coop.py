@@ -20,13 +20,15 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.gpu.attention import attention
 from mlc_amd.schedules.gpu.attention_prefill_coop import Tile, attention_prefill_coop, lds_bytes, tile_of
-from mlc_amd.schedules.gpu.cache import cache_shapes
+from mlc_amd.schedules.gpu.cache import cache_types
 from mlc_amd.schedules.gpu.pairs import from_pairs
 from mlc_amd.schedules.gpu.profiles import resolve
 
 CASES = {
     "group_4": Case(4, 1, 64, 16, "", states=((0, 16), (57, 13), (CTX - 16, 16))),
     "group_7": Case(7, 1, 96, 16, "pairs", states=((33, 16), (300, 3))),
+    "head_24": Case(3, 1, 24, 16, "", states=((33, 16), (300, 3))),
+    "head_80": Case(2, 1, 80, 16, "pairs", states=((57, 13),)),
     "two_kv_heads": Case(4, 2, 32, 32, "half", states=((0, 32), (64, 1))),
     # waves of a workgroup see different numbers of keys
     "short_blocks": Case(2, 2, 128, 64, "half", states=((0, 64), (57, 50))),
@@ -91,7 +93,7 @@ def test_scores_that_grow(name):
 def test_nothing_is_stored_without_live_tokens():
     case = CASES["group_4"]
     queries = np.zeros((case.m, case.heads, case.d), np.float16)
-    k, v = (np.zeros(shape, np.float16) for shape in cache_shapes(case.kv_heads, CTX, case.d))
+    k, v = (np.zeros(shape, np.float16) for shape, _ in cache_types(case.layer).values())
     out = np.full((case.m, case.heads * case.d), LEFT, np.float32)
     runner("group_4")({"state": np.array([8, 0, 0, 0], np.int32), "Qo": queries, "Kc": k, "Vc": v, "X": out})
     assert (out == LEFT).all()
@@ -129,7 +131,7 @@ def test_short_chunks_share_out_their_keys():
         (24, 64, "", "multiples of 16 tokens"),
         (16, 64, "rows", "int8"),
         (16, 2048, "", "shared memory"),
-        (16, 80, "", "multiples of 32"),
+        (16, 20, "", "multiples of 8"),
     ],
 )
 def test_what_does_not_fit_is_refused(m, d, act, message):

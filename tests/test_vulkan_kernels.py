@@ -272,10 +272,12 @@ ATTENTION = {
     "decode group 2": Case(2, 1, 128, act="rows", rope=Rope(True, 128, 1e-6), states=TWO),
     "decode group 7": Case(7, 1, 64, act="rows", rope=Rope(False, 64), states=TWO),
     "decode group 9": Case(9, 1, 32, states=((299, 1),)),
+    "decode head 24": Case(2, 1, 24, rope=Rope(True, 24, 1e-6), states=TWO),
     "decode window": Case(2, 1, 64, rope=Rope(True, 0), states=((0, 1), (103, 1), (500, 1)), attributes=WINDOW),
     "prefill group 3": Case(3, 1, 64, 16, "rows", states=((0, 16), (57, 13))),
     "prefill group 4": Case(4, 1, 128, 16, "half", states=((100, 16),)),
     "prefill group 1": Case(2, 2, 96, 16, "", states=((57, 13), (CTX - 16, 16))),
+    "prefill head 80": Case(2, 1, 80, 16, "", states=((57, 13),)),
     "prefill window": Case(3, 1, 64, 16, "", states=((60, 16), (400, 13)), attributes=WINDOW | {"window": 9}),
 }
 # the driver takes long over barriers in much code
@@ -284,6 +286,7 @@ ROPE = {
     "neox partial": Case(3, 1, 96, 4, rope=Rope(True, 48)),
     "interleaved": Case(2, 1, 64, 1, rope=Rope(False, 64)),
     "norm": Case(4, 2, 128, 4, rope=Rope(True, 128, 1e-6)),
+    "head 24": Case(3, 1, 24, 4, rope=Rope(True, 12, 1e-6)),
     "none": Case(2, 1, 64, 4, rope=Rope(True, 0), attributes={"scale": 0.3}),
 }
 

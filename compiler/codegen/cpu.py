@@ -57,7 +57,7 @@ class CpuTarget(Target):
         return tile_rows(m, self.arch)
 
     def cache_types(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        return cache_types(attention.kv_heads, ctx, attention.head_dim)
+        return cache_types(self.layer(attention, ctx))
 
     @property
     def description(self) -> dict:

@@ -55,7 +55,7 @@ class GpuTarget(Target):
         return EXPERT_TILE
 
     def cache_types(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        return cache_types(attention.kv_heads, ctx, attention.head_dim)
+        return cache_types(self.layer(attention, ctx))
 
     def attention_workspace(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """What the splits of decode attention join through; layers of the same shape share it."""

@@ -72,6 +72,11 @@ class Target(ABC):
         """Layout (ops.LAYOUTS) in which linears take m tokens' activations for weights of that kind ("int8",
         "float"); "": float32."""
 
+    def layer(self, attention: AttentionConfig, ctx: int) -> Attention:
+        """What the kernels of a layer with that attention compute, at a capacity of `ctx` tokens."""
+        a = attention
+        return Attention(a.heads, a.kv_heads, a.head_dim, ctx, a.scale, a.window, a.softcap, a.sinks)
+
     @abstractmethod
     def expert_tile(self, m: int) -> int:
         """Slots of a tile of one expert in a step of m > 1 rows: rows that its matrix products take at once."""

@@ -6,7 +6,7 @@ for each function parameter where the runtime finds it: ("io", "tokens"), ("weig
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from tvm import relax, te
@@ -157,10 +157,8 @@ class Graph:
             q = self.scaled_by_position(q, TEMPERATURES)
         rope = self.config.ropes.get(a.rope)
         table = [self.parameters[f"{a.rope}.table"][0]] if rope else []
-        shape = {
-            "heads": a.heads, "kv_heads": a.kv_heads, "d": a.head_dim, "ctx": self.ctx,
-            "scale": a.scale, "window": a.window, "softcap": a.softcap, "sinks": int(a.sinks),
-        }  # fmt: skip
+        layer_of = asdict(self.target.layer(a, self.ctx))
+        shape = {key: int(value) if isinstance(value, bool) else value for key, value in layer_of.items()}
         norms = [self.head_norm(block, which, a) for which in "qk"] if a.head_norms else []
         cache = [self.parameters[f"{which}.{layer}"][0] for which in "kv"]
         written = self.emit(

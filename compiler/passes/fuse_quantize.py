@@ -1,9 +1,12 @@
-"""quantize(f(x)) becomes f with a quantized output, for the producers that can."""
+"""quantize(f(x)) becomes f with a quantized output, for the producers that can; attention can if its heads are whole
+blocks."""
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.passes.rewrite import rewrite
 
 PRODUCERS = ("rms_norm", "layer_norm", "attention", "gate_up", "gather", "expert_gate_up")
+BLOCKS = ("tiles", "rows")  # layouts of int8 blocks
+BLOCK = 32  # columns
 
 
 def fuse_quantize(mod):
@@ -13,6 +16,9 @@ def fuse_quantize(mod):
         value = producer(call.args[1])
         if ops.name_of(value) not in PRODUCERS:
             return None
-        return ops.with_attrs(value, layout=call.attrs["layout"])
+        layout = str(call.attrs["layout"])
+        if ops.name_of(value) == "attention" and layout.startswith(BLOCKS) and int(value.attrs["d"]) % BLOCK:
+            return None
+        return ops.with_attrs(value, layout=layout)
 
     return rewrite(mod, rule)

@@ -25,7 +25,6 @@ from mlc_amd.schedules.cpu.attention_block import (
 )
 from mlc_amd.schedules.cpu.cache import Rows, row_position, visible_keys
 from mlc_amd.schedules.cpu.kernel import live_rows
-from mlc_amd.schedules.cpu.quantize import BLOCK as QUANT
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, opaque, registers, splat, store
 
 
@@ -64,7 +63,7 @@ class _Step:
         self.spec, self.args, self.isa, self.plan = spec, args, isa, plan
         self.group, self.queries = spec.group, m * spec.group
         shape = (spec.kv_heads, _most_spans(spec, m), self.queries)
-        self.partial = [T.alloc_buffer((*shape, *rest), "float32") for rest in ((), (), (spec.d,))]
+        self.partial = [T.alloc_buffer((*shape, *rest), "float32") for rest in ((), (), (spec.width,))]
         first = row_position(args.state, 0)
         position = T.Bind(T.max(T.min(first, T.int32(spec.ctx - 1)), T.int32(0)))
         self.rows, self.live, self.last = Rows(position, spec.window), T.int32(1), position
@@ -100,17 +99,17 @@ def _most_spans(spec, m):
 def _emit_span(step, kv, slot):
     """One task: the live span number `slot` of a KV head. Results go to step.partial (tops, totals, outs) at [kv,
     slot]."""
-    isa, plan, cache, group, queries, d = step.isa, step.plan, step.args.cache, step.group, step.queries, step.spec.d
-    lanes, locality = isa.lanes, plan.locality
+    isa, plan, cache, group, queries = step.isa, step.plan, step.args.cache, step.group, step.queries
+    width, lanes, locality = step.spec.width, isa.lanes, plan.locality
     top, total, out, scores, shrink = (
-        registers(*shape) for shape in ((queries,), (queries, lanes), (queries, d), (queries, BLOCK), (queries,))
+        registers(*shape) for shape in ((queries,), (queries, lanes), (queries, width), (queries, BLOCK), (queries,))
     )
-    emit_start(top, total, out, queries, d, lanes)
+    emit_start(top, total, out, queries, width, lanes)
     if plan.ahead:
         # A span's first block has been prefetched by the span before it.
         with T.If(slot == 0), T.Then():
             first = cache.block_until(kv, step.first_block, step.last)
-            with T.serial(d) as c:
+            with T.serial(width) as c:
                 first.prefetch_keys(c, locality)
             with T.serial(first.live) as key:
                 first.prefetch_value(key, locality)
@@ -136,7 +135,7 @@ def _emit_span(step, kv, slot):
             plan.registers,
             queries,
             BLOCK,
-            d,
+            step.spec.d,
             left=lambda r, c: step.args.Q[r // group, kv * group + r % group, c],
             right=load_keys,
             start=lambda r, key: f32(0.0, lanes),
@@ -147,7 +146,7 @@ def _emit_span(step, kv, slot):
             isa,
             plan.registers,
             queries,
-            d,
+            width,
             block.live,
             left=lambda r, key: scores[r, key],
             right=load_values,
@@ -158,23 +157,21 @@ def _emit_span(step, kv, slot):
     with T.serial(queries) as r:
         store(tops, top[r], kv, slot, r)
         store(totals, emit_total(total, r, lanes), kv, slot, r)
-        with T.serial(d // LANES) as i:
+        with T.serial(width // LANES) as i:
             store(outs, out[r, at(i * LANES)], kv, slot, r, at(i * LANES))
 
 
 def _emit_head(step, row, head):
     """A row's output of one head from its spans' results."""
-    (tops, totals, outs), d, group, sinks = step.partial, step.spec.d, step.group, step.args.sinks
+    (tops, totals, outs), width, group, sinks = step.partial, step.spec.width, step.group, step.args.sinks
     kv, r = T.Bind(head // group), T.Bind(row * group + head % group)
-    joined = tuple(registers(*shape) for shape in ((1,), (1,), (1, d)))
-    emit_join_start(joined, 1, d, None if sinks is None else lambda _: sinks[head])
+    joined = tuple(registers(*shape) for shape in ((1,), (1,), (1, width)))
+    emit_join_start(joined, 1, width, None if sinks is None else lambda _: sinks[head])
     with T.serial(step.live_spans) as i:
-        emit_join(joined, 0, T.Bind(tops[kv, i, r]), T.Bind(totals[kv, i, r]), lambda c: outs[kv, i, r, at(c)], d)
+        emit_join(joined, 0, T.Bind(tops[kv, i, r]), T.Bind(totals[kv, i, r]), lambda c: outs[kv, i, r, at(c)], width)
     _, total, out = joined
-    inverse = splat(T.Bind(T.float32(1) / total[0]))
-    with T.serial(d // QUANT) as block:
-        y = [out[0, at(block * QUANT + half)] * inverse for half in (0, LANES)]
-        step.args.output.store_block(*y, row, head * (d // QUANT) + block)
+    inverse = T.Bind(T.float32(1) / total[0])
+    step.args.output.store_head(lambda c, n: out[0, at(c, n)] * splat(inverse, n), row, head, step.spec.d)
 
 
 def emit_attention(spec, m, args, isa, plan):

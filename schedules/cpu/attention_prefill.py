@@ -95,9 +95,9 @@ class _Task(NamedTuple):
 class _Operands:
     """A block's keys and values as float32 vectors, converted when it is loaded or when they are."""
 
-    def __init__(self, isa, plan, d):
-        self.isa, self.d = isa, d
-        self.converted = [scratch(d, BLOCK), scratch(BLOCK, d)] if plan.convert else None
+    def __init__(self, isa, plan, width):
+        self.isa, self.width = isa, width
+        self.converted = [scratch(width, BLOCK), scratch(BLOCK, width)] if plan.convert else None
 
     def load(self, block):
         """Goes on to a CacheBlock."""
@@ -105,10 +105,10 @@ class _Operands:
         if not self.converted:
             return
         keys, values = self.converted
-        with T.serial(self.d) as c:
+        with T.serial(self.width) as c:
             for key in range(0, BLOCK, LANES):
                 store(keys, block.load_keys(c, key, LANES), c, at(key))
-        with T.serial(BLOCK) as key, T.serial(self.d // LANES) as i:
+        with T.serial(BLOCK) as key, T.serial(self.width // LANES) as i:
             store(values, block.load_value(key, i * LANES, LANES), key, at(i * LANES))
 
     def keys(self, c, key):
@@ -126,9 +126,9 @@ class _Operands:
         return self.block.load_value(key, c, lanes)
 
 
-def _load_queries(Q, queries, task, count, group, d):
+def _load_queries(Q, queries, task, count, group, width):
     """Copies the task's `count` queries into a contiguous buffer, in order of tokens."""
-    with T.serial(count) as r, T.serial(d // LANES) as i:
+    with T.serial(count) as r, T.serial(width // LANES) as i:
         store(queries, Q[task.token0 + r // group, task.kv * group + r % group, at(i * LANES)], r, at(i * LANES))
 
 
@@ -142,10 +142,8 @@ def _emit_results(output, out, total, task, group, d):
     with T.serial(task.tokens * group - done) as i:
         r = opaque(done + i)
         token, head = T.Bind(task.token0 + r // group), T.Bind(head0 + r % group)
-        inverse = splat(T.Bind(T.float32(1) / total[r]))
-        with T.serial(d // QUANT) as block:
-            y = [out[r, at(block * QUANT + half)] * inverse for half in (0, LANES)]
-            output.store_block(*y, token, head * (d // QUANT) + block)
+        inverse = T.Bind(T.float32(1) / total[r])
+        output.store_head(lambda c, n: out[r, at(c, n)] * splat(inverse, n), token, head, d)
 
 
 def _emit_output_tiles(output, out, total, head0, token0, tiles, group, d):
@@ -166,23 +164,23 @@ def _emit_output_tiles(output, out, total, head0, token0, tiles, group, d):
 
 def _emit_task(spec, args, isa, plan, step_rows, task):
     """One task; step_rows: the Rows of the step."""
-    lanes, block_rows, group, d, sinks = isa.lanes, plan.rows, spec.group, spec.d, args.sinks
+    lanes, block_rows, group, width, sinks = isa.lanes, plan.rows, spec.group, spec.width, args.sinks
     multiple = math.lcm(block_rows, LANES)
     padded = -(-task.tile * group // multiple) * multiple
-    queries, out, operands = scratch(padded, d), scratch(padded, d), _Operands(isa, plan, d)
+    queries, out, operands = scratch(padded, width), scratch(padded, width), _Operands(isa, plan, width)
     top, total = scratch(padded), scratch(padded, lanes)  # of the span
-    joined = scratch(padded), scratch(padded), scratch(padded, d)  # of all spans so far
+    joined = scratch(padded), scratch(padded), scratch(padded, width)  # of all spans so far
     pass_rows = plan.blocks_per_pass * block_rows
     scores, shrink = scratch(pass_rows, BLOCK), registers(pass_rows)  # scratch memory is aligned, the stack is not
     count = opaque(task.tokens * group)
-    _load_queries(args.Q, queries, task, count, group, d)
-    emit_join_start(joined, padded, d, None if sinks is None else lambda r: sinks[task.kv * group + r % group])
+    _load_queries(args.Q, queries, task, count, group, width)
+    emit_join_start(joined, padded, width, None if sinks is None else lambda r: sinks[task.kv * group + r % group])
     rows = step_rows.tile(task.token0)
     blocks = opaque((rows.position(task.tokens) - 1) // BLOCK + 1)
     first_block = rows.first_block()
     first_span = first_block // SPAN
     with T.serial((blocks + SPAN - 1) // SPAN - first_span) as slot:
-        emit_start(top, total, out, padded, d, lanes)
+        emit_start(top, total, out, padded, width, lanes)
         begin, number = span_blocks(first_span + slot, first_block, blocks)
         with T.serial(number) as block:
             key0 = opaque((begin + block) * BLOCK)
@@ -204,7 +202,7 @@ def _emit_task(spec, args, isa, plan, step_rows, task):
                         plan.registers,
                         block_rows,
                         BLOCK,
-                        d,
+                        spec.d,
                         left=lambda r, c: queries[row0 + r, c],
                         right=lambda c, columns: [operands.keys(c, key) for key in columns],
                         start=lambda r, key: f32(0.0, lanes),
@@ -231,15 +229,15 @@ def _emit_task(spec, args, isa, plan, step_rows, task):
                         isa,
                         plan.registers,
                         block_rows,
-                        d,
+                        width,
                         seen,
                         left=lambda r, key: scores[here + r, key],
                         right=lambda key, columns: [operands.values(key, c) for c in columns],
                         start=lambda r, c: out[row0 + r, at(c, lanes)] * splat(shrink[here + r], lanes),
                         finish=lambda r, c, x: store(out, x, row0 + r, at(c, lanes)),
                     )
-        emit_join_rows(joined, count, padded, top, total, out, d, lanes)
-    _emit_results(args.output, joined[2], joined[1], task, group, d)
+        emit_join_rows(joined, count, padded, top, total, out, width, lanes)
+    _emit_results(args.output, joined[2], joined[1], task, group, spec.d)
 
 
 def emit_attention(spec, m, args, isa, plan):

@@ -2,8 +2,10 @@
 
 No other module knows either. Kernels address the cache in blocks of 64 consecutive keys (`CacheBlock`):
 
-    Kc float16 [kv_heads, ctx/16, d, 16]    16 keys interleaved: a vector holds one element of each of up to 16 keys
-    Vc float16 [kv_heads, ctx, d]           a vector holds consecutive elements of one value
+    Kc float16 [kv_heads, ctx/16, width, 16]    16 keys interleaved: a vector holds one element of each of up to 16 keys
+    Vc float16 [kv_heads, ctx, width]           a vector holds consecutive elements of one value
+
+width is d rounded up to whole vectors (`Attention.width`). The padding is never written; keys' is not read either.
 
 A row has a position in its sequence (`row_position`), where its key and value are stored. It attends to the keys up to
 its own, and with a window only to the last `window` of these (`visible_keys`).
@@ -19,18 +21,21 @@ from mlc_amd.schedules.cpu.vector import LANES, LINE, at, dtype, f32, opaque, pr
 
 BLOCK = 64  # keys of a block
 _TILE = 16  # keys that are interleaved in Kc
+_HEAD = 8  # columns: head sizes are multiples
 _LINE = LINE // 2  # elements in a cache line
 _DTYPE = "float16"
 
 
-def cache_types(kv_heads, ctx, d):
-    """{"k": (shape, dtype), "v": (shape, dtype)} of one layer's caches. UserError unless 64 divides ctx and 32 divides
-    d, which the attention kernels require."""
-    if ctx % BLOCK or d % 32:
+def cache_types(spec):
+    """{"k": (shape, dtype), "v": (shape, dtype)} of the caches of an `Attention` layer. UserError unless 64 divides ctx
+    and 8 divides d, which the attention kernels require."""
+    kv_heads, ctx, width = spec.kv_heads, spec.ctx, spec.width
+    if ctx % BLOCK or spec.d % _HEAD:
         raise UserError(
-            f"attention on the CPU needs a context in multiples of 64 and heads in multiples of 32, not {ctx} and {d}"
+            f"attention on the CPU needs a context in multiples of {BLOCK} and heads in multiples of {_HEAD}, not {ctx} "
+            f"and {spec.d}"
         )
-    return {"k": ((kv_heads, ctx // _TILE, d, _TILE), _DTYPE), "v": ((kv_heads, ctx, d), _DTYPE)}
+    return {"k": ((kv_heads, ctx // _TILE, width, _TILE), _DTYPE), "v": ((kv_heads, ctx, width), _DTYPE)}
 
 
 def row_position(state, row):
@@ -99,11 +104,11 @@ class Rows(NamedTuple):
 
 
 class Cache:
-    """One layer's cache in a kernel. Declares the parameters Kc and Vc."""
+    """The cache of an `Attention` layer in a kernel. Declares the parameters Kc and Vc."""
 
-    def __init__(self, kv_heads, ctx, d, isa):
-        types = cache_types(kv_heads, ctx, d)
-        self.ctx, self.d, self.isa = ctx, d, isa
+    def __init__(self, spec, isa):
+        types = cache_types(spec)
+        self.ctx, self.width, self.isa = spec.ctx, spec.width, isa
         self.K, self.V = (T.arg(name, T.buffer(*types[which])) for name, which in (("Kc", "k"), ("Vc", "v")))
 
     def holds(self, position):
@@ -121,9 +126,9 @@ class Cache:
 
         return write
 
-    def write_value(self, head, position, e, x):
-        """Stores elements e .. e+15 of a value, a float32 vector."""
-        store(self.V, T.cast(x, dtype(_DTYPE, LANES)), head, position, at(e))
+    def write_value(self, head, position, e, n, x):
+        """Stores elements e .. e+n-1 of a value, a float32 vector."""
+        store(self.V, T.cast(x, dtype(_DTYPE, n)), head, position, at(e, n))
 
     def block(self, kv, key0):
         """The CacheBlock of the keys key0 .. key0+63 of a KV head, all of which may be read."""
@@ -161,22 +166,22 @@ class CacheBlock:
         return self.cache.isa.half(self.cache.V[self.kv, self.key0 + key, at(c, n)], n)
 
     def prefetch_keys(self, part, locality):
-        """Prefetches part `part` of d equal parts of the live keys, in the order of their addresses: the hardware sees
-        one stream, while the loads alternate between four tiles."""
-        d = self.cache.d
-        end = (self.live - 1) // _TILE * (_TILE * d) + (_TILE * d - _LINE)
+        """Prefetches part `part` of `width` equal parts of the live keys, in the order of their addresses: the hardware
+        sees one stream, while the loads alternate between four tiles."""
+        width = self.cache.width
+        end = (self.live - 1) // _TILE * (_TILE * width) + (_TILE * width - _LINE)
         for line in range(0, BLOCK, _LINE):
             place = T.min(part * BLOCK + line, end)
             prefetch(self.cache.K, self.kv, self.key0 // _TILE, 0, place, locality=locality)
 
     def prefetch_value(self, key, locality):
         """Prefetches the value of the block's key `key`, or of its last live one if that comes before."""
-        for c in range(0, self.cache.d, _LINE):
+        for c in range(0, self.cache.width, _LINE):
             prefetch(self.cache.V, self.kv, self.key0 + T.min(key, self.live - 1), c, locality=locality)
 
     def prefetch_part(self, part, parts, locality):
         """Prefetches part `part` of `parts` equal parts (an int) of all keys and values."""
-        lines = -(-BLOCK * self.cache.d // (_LINE * parts))
+        lines = -(-BLOCK * self.cache.width // (_LINE * parts))
         with T.serial(lines) as i:
             place = opaque((part * lines + i) * _LINE)
             prefetch(self.cache.K, self.kv, self.key0 // _TILE, 0, place, locality=locality)

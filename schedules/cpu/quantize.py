@@ -60,6 +60,22 @@ class Output:
         for half, x in enumerate((x0, x1)):
             store(self.buffers[0], x, row, at(block * BLOCK + half * LANES))
 
+    def store_columns(self, x, n, row, column):
+        """Stores columns column .. column+n-1 of a row, not quantized: a float32 vector."""
+        store(self.buffers[0], x, row, at(column, n))
+
+    def store_head(self, load, row, head, d):
+        """Stores columns head*d .. of a row, d of them. load(c, n): columns head*d+c .. of the row, n of them, a
+        float32 vector. d: a multiple of 8, and of 32 if quantized."""
+        if d % BLOCK:
+            for c in range(0, d, LANES):
+                n = min(LANES, d - c)
+                self.store_columns(load(c, n), n, row, head * d + c)
+            return
+        with T.serial(d // BLOCK) as block:
+            y = [load(block * BLOCK + half, LANES) for half in (0, LANES)]
+            self.store_block(*y, row, head * (d // BLOCK) + block)
+
     def store_tile(self, load, tile, block):
         """Stores columns 32*block .. of the p rows of a tile. load(row, c): columns c .. c+15 of the block in the
         tile's row `row`, float32x16."""

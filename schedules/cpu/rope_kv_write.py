@@ -11,7 +11,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.attention import Attention, Rope
+from mlc_amd.schedules.attention import Attention, Rope, padded_columns
 from mlc_amd.schedules.cpu.cache import Cache, row_position
 from mlc_amd.schedules.cpu.kernel import kernel, row_loop
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, splat, store, tree_add
@@ -60,19 +60,22 @@ def _head_loader(X, row, head, d, weight, eps):
 
     if weight is None:
         return plain
-    squares = f32(0.0)
-    for e in range(0, d, LANES):
-        x = T.Bind(plain(e, LANES))
+    lanes = _lanes(d)
+    squares = f32(0.0, lanes)
+    for e in range(0, d, lanes):
+        x = T.Bind(plain(e, lanes))
         squares = squares + x * x
-    scale = T.Bind(T.float32(1) / T.sqrt(tree_add(T.Bind(squares)) * T.float32(1 / d) + T.float32(eps)))
+    scale = T.Bind(T.float32(1) / T.sqrt(tree_add(T.Bind(squares), lanes) * T.float32(1 / d) + T.float32(eps)))
     return lambda e, n: plain(e, n) * splat(scale, n) * weight[at(e, n)]
 
 
 def rope_kv_write(spec: Attention, rope: Rope, m, isa, name) -> tirx.PrimFunc:
     """Kernel (state int32[4], Q float32 [m, heads*d], K float32 [m, kv_heads*d], V float32 [m, kv_heads*d], [QN float32
     [d], KN float32 [d] unless rope.eps is None], [CS float32 [ctx, rotary] if rope.rotary, with CS[pos, 2i] = cos,
-    CS[pos, 2i+1] = sin of pair i], Kc, Vc as in `cache.py` (in place), Qo float32 [m, heads, d], which is scaled by
-    spec.query_scale).
+    CS[pos, 2i+1] = sin of pair i], Kc, Vc as in `cache.py` (in place), Qo float32 [m, heads, width], which is scaled by
+    spec.query_scale and whose padding is not written).
+
+    Q, K, V and the norms' weights are padded to multiples of 16 columns, as linear layers and vectors are.
 
     Rows that are not live, or have no place in the cache, write nothing. UserError for shapes that `cache_types`
     refuses and for an odd number of rotated elements.
@@ -82,12 +85,12 @@ def rope_kv_write(spec: Attention, rope: Rope, m, isa, name) -> tirx.PrimFunc:
         raise UserError(f"rotary embedding needs an even number of elements, at most the head's {d}, not {rope.rotary}")
     with kernel(name) as (builder, state):
         Q, K, V = (
-            T.arg(n, T.buffer((m, h * d), "float32")) for n, h in (("Q", heads), ("K", kv_heads), ("V", kv_heads))
+            T.arg(n, T.buffer((m, padded_columns(h * d)), "float32")) for n, h in (("Q", heads), ("K", kv_heads), ("V", kv_heads))
         )
-        QN, KN = (None, None) if rope.eps is None else (T.arg(n, T.buffer((d,), "float32")) for n in ("QN", "KN"))
+        QN, KN = (None, None) if rope.eps is None else (T.arg(n, T.buffer((padded_columns(d),), "float32")) for n in ("QN", "KN"))
         CS = T.arg("CS", T.buffer((ctx, rope.rotary), "float32")) if rope.rotary else None
-        cache = Cache(kv_heads, ctx, d, isa)
-        Qo = T.arg("Qo", T.buffer((m, heads, d), "float32"))
+        cache = Cache(spec, isa)
+        Qo = T.arg("Qo", T.buffer((m, heads, spec.width), "float32"))
         with row_loop(state, m) as row:
             position = T.Bind(row_position(state, row))
             with T.If(cache.holds(position)), T.Then():
@@ -99,6 +102,7 @@ def rope_kv_write(spec: Attention, rope: Rope, m, isa, name) -> tirx.PrimFunc:
                     write_key = cache.key_writer(h, position)
                     for e, n, y in rotation.vectors(_head_loader(K, row, h, d, KN, rope.eps)):
                         write_key(e, n, y)
-                    for e in range(0, d, LANES):
-                        cache.write_value(h, position, e, V[row, at(h * d + e)])
+                    n = _lanes(d)
+                    for e in range(0, d, n):
+                        cache.write_value(h, position, e, n, V[row, at(h * d + e, n)])
     return builder.get()

@@ -26,10 +26,9 @@ from mlc_amd.schedules.gpu.attention_rows import STEP
 from mlc_amd.schedules.gpu.attention_rows_vulkan import query_dtype, rows_of, waves_of
 from mlc_amd.schedules.gpu.cache import Cache, clamped_position, is_at, store_valid, visible
 from mlc_amd.schedules.gpu.device import dot2, each, fma, launch, uniform
-from mlc_amd.schedules.gpu.quantize import act_args
 from mlc_amd.schedules.gpu.registers import at, lane_of, put
 from mlc_amd.schedules.gpu.rope_kv_write import rope_args, rotated
-from mlc_amd.schedules.gpu.softmax import P_SHIFT, group_of, sinks_arg, soft_cap
+from mlc_amd.schedules.gpu.softmax import P_SHIFT, group_of, output_args, sinks_arg, soft_cap
 from mlc_amd.schedules.gpu.step import kernel, opaque_zero, state_arg
 
 
@@ -90,12 +89,12 @@ def attention_decode(
     attention: Attention, act_out, arch, name, rope: Rope | None = None, plan: Plan | None = None
 ) -> tirx.PrimFunc:
     """Kernel (state int32[4], then with `rope`: Q, K, V, [QN, KN], [CS] as for `rope_kv_write` with m = 1; without: Qo
-    float16 [1, heads, d]; then Kc, Vc (with `rope` in place), [Sinks float32 [heads]], Parts, Arrived of
+    float16 [1, heads, width]; then Kc, Vc (with `rope` in place), [Sinks float32 [heads]], Parts, Arrived of
     `attention_join.scratch_shapes`, then the output [1, heads*d] in the layout act_out).
 
     One row, at its position in `state`; with `rope` its own key and value are written there, without they must be there
     already. One launch. plan: instead of the arch's; ValueError as for `splits_of`. UserError for shapes that
-    `cache_shapes`, `rope_args` or `group_of` refuses.
+    `cache_types`, `rope_args`, `group_of` or `output_args` refuses.
     """
     heads, kv_heads, d, ctx = attention.heads, attention.kv_heads, attention.d, attention.ctx
     splits = splits_of(heads, kv_heads, d, ctx, arch, plan, attention.window)
@@ -105,10 +104,10 @@ def attention_decode(
         if rope:
             sources = rope_args(attention, 1, rope)
         else:
-            Qo = T.arg("Qo", T.buffer((1, heads, d), "float16"))
+            Qo = T.arg("Qo", T.buffer((1, heads, attention.width), "float16"))
         cache, sinks = Cache(attention, shifts=True), sinks_arg(attention)
         scratch = scratch_args(heads, kv_heads, d)
-        out = act_args(1, heads * d, act_out)
+        out = output_args(attention, 1, act_out)
         with launch((kv_heads, splits.count), (arch.wave, splits.waves)) as (kv, split, lane, thread_wave):
             wave = uniform(arch, thread_wave)
             position = clamped_position(state, 0, ctx)

@@ -21,9 +21,9 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.gpu.cache import UNIT, Cache, Chunk, visible
 from mlc_amd.schedules.gpu.device import exp2, launch, maximum, rcp, shuffle_xor, uniform
-from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, emit_store
+from mlc_amd.schedules.gpu.quantize import WIDTH, emit_store
 from mlc_amd.schedules.gpu.registers import at, local, opaque, put
-from mlc_amd.schedules.gpu.softmax import LOWEST, P_SHIFT, group_of, sinks_arg, soft_cap, with_sink
+from mlc_amd.schedules.gpu.softmax import LOWEST, P_SHIFT, group_of, output_args, sinks_arg, soft_cap, with_sink
 from mlc_amd.schedules.gpu.step import kernel, state_arg
 
 ROWS = 16  # of a wave: the matrices' columns
@@ -80,8 +80,9 @@ class Wave:
     `head`."""
 
     def __init__(self, arch, attention, blocks, kv, tx, first_row, last_token):
-        group, d = attention.group, attention.d
-        self.arch, self.attention, self.unit, self.blocks, self.d = arch, attention, UNITS[arch.matrix], blocks, d
+        group, width = attention.group, attention.width
+        self.arch, self.attention, self.unit, self.blocks = arch, attention, UNITS[arch.matrix], blocks
+        self.parts = width // 16  # of a head, as wide as a matrix
         self.part, self.lane = T.Bind(tx // ROWS), T.Bind(tx % ROWS)
         row = T.Bind(first_row + self.lane)
         # rows beyond the chunk compute the same as its last token and are not stored
@@ -90,11 +91,11 @@ class Wave:
         self.supplies = T.Bind(self.unit.row(self.lane))
         n, words = self.unit.results, self.unit.words
         self.query, self.operand, self.weights = (
-            local(d // 16 * words, "uint32"),
+            local(self.parts * words, "uint32"),
             local(words, "uint32"),
             local(n, "float16"),
         )
-        self.out, self.scores, self.top, self.total = local(d // 16 * n), local(blocks * n), local(1), local(1)
+        self.out, self.scores, self.top, self.total = local(self.parts * n), local(blocks * n), local(1), local(1)
 
     def load(self, target, start, source):
         """An operand: words start.. of `target`. source(unit) gives the float16x8 of a 16-byte unit."""
@@ -124,7 +125,7 @@ class Wave:
     def start(self, Q):
         """Loads the queries; no key seen yet."""
         n = self.unit.results
-        for c in range(self.d // 16):
+        for c in range(self.parts):
             self.load(
                 self.query,
                 c * self.unit.words,
@@ -143,13 +144,13 @@ class Wave:
         for j in range(self.blocks):
             key = T.Bind(block.key0 + j * 16 + self.supplies)
             put(self.scores, T.broadcast(T.float32(0), n), at(j * n, n))
-            for c in range(self.d // 16):
+            for c in range(self.parts):
                 self.load(self.operand, 0, lambda u, e, c=c, key=key: block.key(key, c * 2 + u, e))
                 self.multiply(self.operand, self.query, c * self.unit.words, self.scores, j * n)
         self._weigh(block.key0, seen)
         for j in range(self.blocks):
             packed = self._pack(j)
-            for x in range(self.d // 16):
+            for x in range(self.parts):
                 self.load(self.operand, 0, lambda u, e, x=x, j=j: block.value(j * 2 + u, x * 16 + self.supplies, e))
                 self.multiply(self.operand, packed, 0, self.out, x * n)
 
@@ -168,7 +169,7 @@ class Wave:
         shrink = opaque(exp2(self.top[0] - now))
         put(self.top, now, 0)
         put(self.total, self.total[0] * shrink, 0)
-        for i in range(0, self.d // 16 * n, n):
+        for i in range(0, self.parts * n, n):
             put(self.out, self.out[at(i, n)] * T.broadcast(shrink, n), at(i, n))
 
     def _pack(self, j):
@@ -197,34 +198,36 @@ class Wave:
         n = self.unit.results
         total = self.across(self.total[0], lambda x, y: x + y)
         inverse = opaque(rcp(with_sink(sinks, self.head, total, self.top[0])))
+        d = self.attention.d
         with T.If(self.valid), T.Then():
-            for x in range(self.d // 16):
+            for x in range(self.parts):
                 for i in range(0, n, WIDTH):
                     y = [opaque(self.out[x * n + i + e] * inverse) for e in range(WIDTH)]
-                    column = T.Bind(self.head * self.d + x * 16 + self.part * n + i)
-                    emit_store(self.arch, act_out, out, y, self.token, column)
+                    column = T.Bind(self.head * d + x * 16 + self.part * n + i)
+                    live = None if (x + 1) * 16 <= d else x * 16 + self.part * n + i < d
+                    emit_store(self.arch, act_out, out, y, self.token, column, live)
 
 
 def attention_prefill(attention: Attention, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc, [Sinks float32 [heads]], then the output [m, heads*d]
-    in the layout act_out, "" or "half").
+    """Kernel (state int32[4], Qo float16 [m, heads, width], Kc, Vc, [Sinks float32 [heads]], then the output [m,
+    heads*d] in the layout act_out, "" or "half").
 
-    Nothing is stored for rows that are not live. UserError for shapes that `cache_shapes` or `group_of` refuses, or for
+    Nothing is stored for rows that are not live. UserError for shapes that `cache_types` or `group_of` refuses, or for
     "rows".
     """
     if act_out == "rows":
         raise UserError(
             "attention on matrix units gives float32 or float16, not int8 blocks; quantize its output separately"
         )
-    heads, kv_heads, d = attention.heads, attention.kv_heads, attention.d
+    heads, kv_heads = attention.heads, attention.kv_heads
     group, plan = group_of(heads, kv_heads), plan or Plan()
     waves, step = plan.threads // arch.wave, plan.blocks * 16
     tiles = -(-m * group // (ROWS * waves))
     with kernel(name) as ir:
         state = state_arg()
-        Q = T.arg("Qo", T.buffer((m, heads, d), "float16"))
+        Q = T.arg("Qo", T.buffer((m, heads, attention.width), "float16"))
         cache, sinks = Cache(attention), sinks_arg(attention)
-        out = act_args(m, heads * d, act_out)
+        out = output_args(attention, m, act_out)
         with launch((kv_heads, tiles), (arch.wave, waves)) as (kv, tile, tx, thread_wave):
             chunk = Chunk(state, m, attention)
             first_row = T.Bind(((tiles - 1 - tile) * waves + uniform(arch, thread_wave)) * ROWS)  # the longest first

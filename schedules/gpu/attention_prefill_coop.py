@@ -26,12 +26,12 @@ from tvm.tirx.script import builder as T
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.gpu.attention_coop_blocks import key_block, shared_units, value_block
-from mlc_amd.schedules.gpu.cache import UNIT, Cache, Chunk, cache_shapes, visible
+from mlc_amd.schedules.gpu.cache import UNIT, Cache, Chunk, cache_types, visible
 from mlc_amd.schedules.gpu.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier, exp2, launch, maximum, rcp, uniform, wave_barrier
-from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, emit_store
+from mlc_amd.schedules.gpu.quantize import WIDTH, emit_store
 from mlc_amd.schedules.gpu.registers import local, put
-from mlc_amd.schedules.gpu.softmax import LOWEST, group_of, sinks_arg, soft_cap, with_sink
+from mlc_amd.schedules.gpu.softmax import LOWEST, group_of, output_args, sinks_arg, soft_cap, with_sink
 from mlc_amd.schedules.gpu.step import kernel, state_arg
 
 LIMIT, START = 15, 8  # powers of two: weights are normal float16 down to 2**-22 of the largest at least
@@ -81,19 +81,18 @@ def wave_units(tile, fragment) -> int:
     return max(tile.fragments * m * (tile.own_keys // UNIT + 1), m * n // WIDTH)
 
 
-def lds_bytes(tile, d, fragment) -> int:
-    """Bytes of shared memory that a workgroup uses."""
-    units = tile.keys * (d // UNIT + 1) + d * (tile.keys // UNIT + 1) + tile.waves * wave_units(tile, fragment)
+def lds_bytes(tile, width, fragment) -> int:
+    """Bytes of shared memory that a workgroup uses. width: of a head, with padding."""
+    units = tile.keys * (width // UNIT + 1) + width * (tile.keys // UNIT + 1) + tile.waves * wave_units(tile, fragment)
     return units * UNIT * 2 + max(fragment) * 4
 
 
-def tile_of(m, heads, kv_heads, d, arch) -> Tile:
+def tile_of(m, heads, kv_heads, width, arch) -> Tile:
     """The arch's tile for a chunk of m tokens, with fewer keys where wide heads would not fit its shared memory.
     UserError if none fits."""
-    tile, few = _largest_tile(d, arch), FEW.get(arch.family)
-    if few and workgroups(tile, m, heads, kv_heads, arch) < arch.units and lds_bytes(few, d, arch.fragment) <= arch.lds:
-        return few
-    return tile
+    tile, few = _largest_tile(width, arch), FEW.get(arch.family)
+    short = few and workgroups(tile, m, heads, kv_heads, arch) < arch.units
+    return few if short and lds_bytes(few, width, arch.fragment) <= arch.lds else tile
 
 
 def workgroups(tile, m, heads, kv_heads, arch) -> int:
@@ -101,15 +100,15 @@ def workgroups(tile, m, heads, kv_heads, arch) -> int:
     return kv_heads * -(-(m // arch.fragment[0] * (heads // kv_heads)) // tile.row_fragments)
 
 
-def _largest_tile(d, arch) -> Tile:
-    best = next(tile for limit, tile in TILES.get(arch.family, OTHERS) if d <= limit)
+def _largest_tile(width, arch) -> Tile:
+    best = next(tile for limit, tile in TILES.get(arch.family, OTHERS) if width <= limit)
     best = replace(best, waves=min(best.waves, arch.threads // arch.wave))
     for keys in (64, 32, 16):
         tile = replace(best, keys=keys)
-        if keys <= best.keys and lds_bytes(tile, d, arch.fragment) <= arch.lds:
+        if keys <= best.keys and lds_bytes(tile, width, arch.fragment) <= arch.lds:
             return tile
     raise UserError(
-        f"attention with heads of {d} does not fit the shared memory of {arch.name}; compile for "
+        f"attention with heads of {width} does not fit the shared memory of {arch.name}; compile for "
         f"{arch.name}:matrix=none"
     )
 
@@ -123,8 +122,8 @@ class Wave:
     def __init__(self, arch, attention, tile, kv, number, first, count, Q, chunk, numbers, weights):
         """number: of the wave; first: of the workgroup's fragments among the KV head's `count`. numbers: shared memory
         that contains 0, 1, ..; weights: shared memory for the waves' weights."""
-        group, d = attention.group, attention.d
-        self.arch, self.attention, self.tile, self.d, self.Q = arch, attention, tile, d, Q
+        group, width = attention.group, attention.width
+        self.arch, self.attention, self.tile, self.Q = arch, attention, tile, Q
         self.chunk, self.numbers, self.weights = chunk, numbers, weights
         self.part, self.rows = T.Bind(number % tile.parts), T.Bind(number // tile.parts)
         self.base, self.row_units = T.Bind(number * wave_units(tile, arch.fragment)), tile.own_keys // UNIT + 1
@@ -135,8 +134,8 @@ class Wave:
         self.tokens = [T.Bind(place // group * self.m) for place in places]
         self.heads = [T.Bind(kv * group + place % group) for place in places]
         self.valid = [first + i < count for i in range(tile.fragments)]
-        self.score_columns, self.columns = tile.own_keys // self.n, d // self.n
-        self.query_steps = d // self.k
+        self.score_columns, self.columns = tile.own_keys // self.n, width // self.n
+        self.query_steps = width // self.k
         self.queries = self._new("a", tile.fragments * self.query_steps)
         self.operand, self.weight, self.ones = self._new("b", 1), self._new("a", tile.fragments), self._new("b", 1)
         self.scores, self.halves = self._new("sum", tile.fragments * self.score_columns), self._new("half", 1)
@@ -148,7 +147,7 @@ class Wave:
 
     def start(self):
         """Loads the queries; no key seen yet."""
-        stride = int(self.Q.shape[1]) * self.d
+        stride = int(self.Q.shape[1]) * self.attention.width
         for i in range(self.tile.fragments):
             for c in range(self.query_steps):
                 self.queries.load(
@@ -307,7 +306,7 @@ class Wave:
 
     def finish(self, lane, sinks, act_out, out):
         """Stores the outputs of the live rows, a fragment at a time through shared memory."""
-        quads = self.n // WIDTH  # of a row
+        quads, d = self.n // WIDTH, self.attention.d  # quads: of a row
         for i in range(self.tile.fragments):
             with self.out.elements(0) as e:
                 total = self.total.get(i, e)
@@ -324,18 +323,20 @@ class Wave:
                     token, column = T.Bind(self.tokens[i] + place // quads), place % quads * WIDTH
                     y = T.Bind(T.reinterpret(f"float32x{WIDTH}", self.weights[self.base + place]))
                     live = tirx.all(self.valid[i], token < self.chunk.count, self.part == 0)
+                    if (x + 1) * self.n > d:
+                        live = tirx.all(live, x * self.n + column < d)
                     y = [T.Bind(T.Shuffle([y], [c])) for c in range(WIDTH)]
-                    place = T.Bind(self.heads[i] * self.d + x * self.n + column)
+                    place = T.Bind(self.heads[i] * d + x * self.n + column)
                     emit_store(self.arch, act_out, out, y, token, place, live)
                 wave_barrier()
 
 
 def attention_prefill_coop(attention: Attention, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc, [Sinks float32 [heads]], then the output [m, heads*d]
-    in the layout act_out, not "rows").
+    """Kernel (state int32[4], Qo float16 [m, heads, width], Kc, Vc, [Sinks float32 [heads]], then the output [m,
+    heads*d] in the layout act_out, not "rows").
 
     Nothing is stored for rows that are not live. plan: a Tile instead of the arch's. UserError for shapes that
-    `cache_shapes`, `group_of` or `tile_of` refuses, for "rows", or m that the fragments' rows do not divide.
+    `cache_types`, `group_of` or `tile_of` refuses, for "rows", or m that the fragments' rows do not divide.
     """
     if act_out == "rows":
         raise UserError(
@@ -344,22 +345,22 @@ def attention_prefill_coop(attention: Attention, m, act_out, arch, name, plan=No
     rows = arch.fragment[0]
     if m % rows:
         raise UserError(f"attention on matrix units of {arch.name} takes chunks in multiples of {rows} tokens, not {m}")
-    heads, kv_heads, d = attention.heads, attention.kv_heads, attention.d
-    group, _ = group_of(heads, kv_heads), cache_shapes(kv_heads, attention.ctx, d)
-    tile = plan or tile_of(m, heads, kv_heads, d, arch)
+    heads, kv_heads, width = attention.heads, attention.kv_heads, attention.width
+    group, _ = group_of(heads, kv_heads), cache_types(attention)
+    tile = plan or tile_of(m, heads, kv_heads, width, arch)
     fragments, per_tile = m // rows * group, tile.row_fragments
     tiles = workgroups(tile, m, heads, kv_heads, arch) // kv_heads
     with kernel(name) as ir:
         state = state_arg()
-        Q = T.arg("Qo", T.buffer((m, heads, d), "float16"))
+        Q = T.arg("Qo", T.buffer((m, heads, width), "float16"))
         cache, sinks = Cache(attention), sinks_arg(attention)
-        out = act_args(m, heads * d, act_out)
+        out = output_args(attention, m, act_out)
         with launch((kv_heads, tiles), (arch.wave, tile.waves)) as (kv, reverse, lane, thread_wave):
             number = uniform(arch, thread_wave)
             tid, threads = T.Bind(number * arch.wave + lane), tile.waves * arch.wave
             chunk = Chunk(state, m, attention)
             first = T.Bind((tiles - 1 - reverse) * per_tile)  # the longest first
-            keys, values = key_block(d, tile.keys, threads, tid), value_block(d, tile.keys, threads, tid)
+            keys, values = key_block(width, tile.keys, threads, tid), value_block(width, tile.keys, threads, tid)
             weights = shared_units(tile.waves * wave_units(tile, arch.fragment))
             numbers = T.alloc_buffer((max(arch.fragment) // WIDTH,), f"float32x{WIDTH}", scope=WAVE_SHARED)
             # a loop of 0 or 1 iterations: barriers in an `if` are refused

@@ -19,9 +19,9 @@ from mlc_amd.schedules.gpu.attention_rows import STEP
 from mlc_amd.schedules.gpu.attention_rows_vulkan import query_dtype, rows_of, waves_of
 from mlc_amd.schedules.gpu.cache import UNIT, Cache, Chunk, visible
 from mlc_amd.schedules.gpu.device import each, launch, rcp, uniform
-from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, emit_store
+from mlc_amd.schedules.gpu.quantize import WIDTH, emit_store
 from mlc_amd.schedules.gpu.registers import at, opaque, put
-from mlc_amd.schedules.gpu.softmax import group_of, sinks_arg, with_sink
+from mlc_amd.schedules.gpu.softmax import group_of, output_args, sinks_arg, with_sink
 from mlc_amd.schedules.gpu.step import kernel, opaque_zero, state_arg
 
 
@@ -36,10 +36,11 @@ class Plan:
 
 
 def attention_prefill_dot(attention: Attention, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], Qo float16 [m, heads, d], Kc, Vc, [Sinks float32 [heads]], then the output [m, heads*d]
-    in the layout act_out).
+    """Kernel (state int32[4], Qo float16 [m, heads, width], Kc, Vc, [Sinks float32 [heads]], then the output [m,
+    heads*d] in the layout act_out).
 
-    Nothing is stored for rows that are not live. UserError for shapes that `cache_shapes` or `group_of` refuses.
+    Nothing is stored for rows that are not live. UserError for shapes that `cache_types`, `group_of` or `output_args`
+    refuses.
     """
     heads, kv_heads, d = attention.heads, attention.kv_heads, attention.d
     group, plan = group_of(heads, kv_heads), plan or Plan()
@@ -48,9 +49,9 @@ def attention_prefill_dot(attention: Attention, m, act_out, arch, name, plan=Non
     threads = waves * arch.wave
     with kernel(name) as ir:
         state = state_arg()
-        Q = T.arg("Qo", T.buffer((m, heads, d), "float16"))
+        Q = T.arg("Qo", T.buffer((m, heads, attention.width), "float16"))
         cache, sinks = Cache(attention, shifts=True), sinks_arg(attention)
-        out = act_args(m, heads * d, act_out)
+        out = output_args(attention, m, act_out)
         with launch((kv_heads, tiles), (arch.wave, waves)) as (kv, tile, lane, thread_wave):
             wave = uniform(arch, thread_wave)
             tid = T.Bind(wave * arch.wave + lane)

@@ -97,8 +97,10 @@ class WaveRows(Rows):
     def __init__(self, arch, attention, count, lane):
         super().__init__(arch, attention, count, lane, STEP)
         share = 1 if count <= 8 else 4  # of the registers, that loads can have
-        # units of keys and of values that are loaded at once
-        self.key_batch, self.batch = self.d // UNIT // share, STEP // UNIT // share
+        units = self.d // UNIT
+        # units of keys and of values that are loaded at once; keys' divide a key
+        self.key_batch = next(n for n in range(max(1, units // share), 0, -1) if units % n == 0)
+        self.batch = STEP // UNIT // share
         self.scores, self.key, self.value = (
             local(n, t)
             for n, t in (

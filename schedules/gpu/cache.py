@@ -1,12 +1,13 @@
 """The KV cache of an attention layer on a GPU: its layout, and which keys a row sees. No other module knows either.
 
-    Kc float16 [kv_heads, ctx/32, d/8, 32, 8]   units of 8 elements of a key: 32 lanes with a key each read 512
-                                                consecutive bytes
-    Vc float16 [kv_heads, ctx/8, d, 8]          units of 8 consecutive keys of a column: lanes with a column each read
-                                                consecutive bytes
+    Kc float16 [kv_heads, ctx/32, width/8, 32, 8]   units of 8 elements of a key: 32 lanes with a key each read 512
+                                                    consecutive bytes
+    Vc float16 [kv_heads, ctx/8, width, 8]          units of 8 consecutive keys of a column: lanes with a column each
+                                                    read consecutive bytes
 
-A unit has 16 bytes and is also what a lane of a matrix instruction takes of an operand. Vc must be allocated zeroed:
-attention multiplies values beyond the last key by 0.
+A unit has 16 bytes and is also what a lane of a matrix instruction takes of an operand. width is d rounded up to what
+matrix instructions take (`Attention.width`); the padding is never written, and read by matrix instructions only. Both
+must be allocated zeroed: attention multiplies padding, and values beyond the last key, by 0.
 
 Attention kernels process aligned blocks of at most PAGE keys (`KeyBlock`), which are contiguous in memory. A row at
 position p sees the keys 0 .. p, with a window only those above p - window (`visible`).
@@ -28,19 +29,19 @@ KEYS, UNIT = 32, 8  # keys of a tile of Kc; elements of a unit
 # ---- layout
 
 
-def cache_shapes(kv_heads, ctx, d):
-    """Shapes of Kc and Vc. UserError unless PAGE divides ctx and 32 divides d, as the attention kernels need."""
-    if ctx % PAGE or d % 32:
+def cache_types(attention) -> dict:
+    """k, v -> (shape, dtype) of Kc and Vc of an `Attention` layer. UserError unless PAGE divides ctx and UNIT divides d,
+    as the attention kernels need."""
+    kv_heads, ctx, width = attention.kv_heads, attention.ctx, attention.width
+    if ctx % PAGE or attention.d % UNIT:
         raise UserError(
-            f"attention on the GPU needs a context in multiples of {PAGE} and heads in multiples of 32, not {ctx} and "
-            f"{d}"
+            f"attention on the GPU needs a context in multiples of {PAGE} and heads in multiples of {UNIT}, not {ctx} "
+            f"and {attention.d}"
         )
-    return (kv_heads, ctx // KEYS, d // UNIT, KEYS, UNIT), (kv_heads, ctx // UNIT, d, UNIT)
-
-
-def cache_types(kv_heads, ctx, d) -> dict:
-    """k, v -> (shape, dtype) of Kc and Vc. UserError as for `cache_shapes`."""
-    return {which: (shape, DTYPE) for which, shape in zip("kv", cache_shapes(kv_heads, ctx, d), strict=True)}
+    return {
+        "k": ((kv_heads, ctx // KEYS, width // UNIT, KEYS, UNIT), DTYPE),
+        "v": ((kv_heads, ctx // UNIT, width, UNIT), DTYPE),
+    }
 
 
 class KeyBlock(NamedTuple):
@@ -74,7 +75,7 @@ class Cache:
 
     def __init__(self, attention, shifts=False):
         self.d, self.shifts = attention.d, shifts
-        types = cache_types(attention.kv_heads, attention.ctx, attention.d)
+        types = cache_types(attention)
         self.Kc, self.Vc = T.arg("Kc", T.buffer(*types["k"])), T.arg("Vc", T.buffer(*types["v"]))
 
     def block(self, kv, key0) -> KeyBlock:

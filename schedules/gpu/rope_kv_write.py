@@ -16,7 +16,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.attention import Attention, Rope
+from mlc_amd.schedules.attention import Attention, Rope, padded_columns
 from mlc_amd.schedules.gpu.cache import Cache, row_position, store_valid
 from mlc_amd.schedules.gpu.device import launch, rsqrt, wave_sum
 from mlc_amd.schedules.gpu.step import is_live, kernel, state_arg
@@ -49,8 +49,9 @@ def rope_args(attention: Attention, m, rope: Rope) -> Sources:
     d, heads, kv_heads = attention.d, attention.heads, attention.kv_heads
     if rope.rotary % 2 or not 0 <= rope.rotary <= d:
         raise UserError(f"rotary embedding needs an even number of elements, at most the head's {d}, not {rope.rotary}")
-    Q, K, V = (T.arg(n, T.buffer((m, h * d), "float32")) for n, h in (("Q", heads), ("K", kv_heads), ("V", kv_heads)))
-    QN, KN = (None, None) if rope.eps is None else (T.arg(n, T.buffer((d,), "float32")) for n in ("QN", "KN"))
+    sources = ("Q", heads), ("K", kv_heads), ("V", kv_heads)
+    Q, K, V = (T.arg(n, T.buffer((m, padded_columns(h * d)), "float32")) for n, h in sources)
+    QN, KN = (None, None) if rope.eps is None else (T.arg(n, T.buffer((padded_columns(d),), "float32")) for n in ("QN", "KN"))
     CS = T.arg("CS", T.buffer((attention.ctx, rope.rotary), "float32")) if rope.rotary else None
     return Sources(Q, K, V, QN, KN, CS)
 
@@ -101,10 +102,10 @@ def rotated(arch, X, token, column, CS, position, weight, lane, d, rope):
 def rope_kv_write(attention: Attention, m, rope: Rope, arch, name, plan=None) -> tirx.PrimFunc:
     """Kernel (state int32[4], Q float32 [m, heads*d], K float32 [m, kv_heads*d], V float32 [m, kv_heads*d], [QN float32
     [d], KN float32 [d] when rope.eps is not None], [CS float32 [ctx, rotary] with CS[pos, 2i] = cos, CS[pos, 2i+1] =
-    sin of pair i, unless rotary is 0], Kc, Vc (in place), Qo float16 [m, heads, d]).
+    sin of pair i, unless rotary is 0], Kc, Vc (in place), Qo float16 [m, heads, width], whose padding becomes 0).
 
-    Rows that are not live, or whose position is at or beyond ctx, write nothing. UserError for shapes that
-    `cache_shapes` or `rope_args` refuses.
+    Q, K, V and the norms' weights are padded to multiples of 16 columns, as linear layers and vectors are. Rows that are not live, or whose position is at or beyond ctx, write nothing. UserError for shapes that
+    `cache_types` or `rope_args` refuses.
     """
     heads, kv_heads, d = attention.heads, attention.kv_heads, attention.d
     total, waves = heads + 2 * kv_heads, min((plan or PLAN).waves, arch.threads // arch.wave)
@@ -112,7 +113,7 @@ def rope_kv_write(attention: Attention, m, rope: Rope, arch, name, plan=None) ->
         state = state_arg()
         Q, K, V, QN, KN, CS = rope_args(attention, m, rope)
         cache = Cache(attention)
-        Qo = T.arg("Qo", T.buffer((m, heads, d), "float16"))
+        Qo = T.arg("Qo", T.buffer((m, heads, attention.width), "float16"))
         with launch((-(-total // waves), m), (arch.wave, waves)) as (block, row, lane, wave):
             head, position = T.Bind(block * waves + wave), T.Bind(row_position(state, row))
             live = tirx.all(is_live(state, row), position >= 0, position < attention.ctx, head < total)
@@ -122,6 +123,9 @@ def rope_kv_write(attention: Attention, m, rope: Rope, arch, name, plan=None) ->
                     for valid, values in rotated(arch, Q, row, head * d, CS, position, QN, lane, d, rope):
                         stores = [((row, head, e), T.cast(y * scale, "float16")) for e, y in values]
                         store_valid(valid, Qo, stores)
+                    for first in range(d, attention.width, arch.wave):
+                        valid = None if first + arch.wave <= attention.width else first + lane < attention.width
+                        store_valid(valid, Qo, [((row, head, first + lane), T.float16(0))])
                 with T.Else(), T.If(head < heads + kv_heads):
                     with T.Then():
                         kv = T.Bind(head - heads)

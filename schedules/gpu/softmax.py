@@ -13,7 +13,8 @@ from tvm.tirx.script import builder as T
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.attention import LOG2E, Attention
 from mlc_amd.schedules.gpu.device import exp2, maximum, minimum, rcp
-from mlc_amd.schedules.gpu.quantize import WIDTH
+from mlc_amd.schedules.gpu.planes import BLOCK
+from mlc_amd.schedules.gpu.quantize import WIDTH, act_args
 from mlc_amd.schedules.gpu.registers import opaque
 
 LOWEST = -1e30  # in place of minus infinity: may be subtracted from itself
@@ -54,6 +55,16 @@ def with_sink(sinks, head, total, top, shift=P_SHIFT):
         return total
     exponent = sinks[head] * T.float32(LOG2E) - top + T.float32(shift)
     return T.Bind(total + exp2(minimum(exponent, T.float32(MAX_EXPONENT))))
+
+
+def output_args(attention: Attention, m, act) -> list:
+    """Declares the output [m, heads*d] in the layout `act`. UserError for int8 blocks if heads are not whole blocks."""
+    if act == "rows" and attention.d % BLOCK:
+        raise UserError(
+            f"attention gives int8 blocks of {BLOCK} columns, not of heads of {attention.d}; quantize its output "
+            "separately"
+        )
+    return act_args(m, attention.heads * attention.d, act)
 
 
 class Joined(NamedTuple):

@@ -1,5 +1,6 @@
 """The plans of GPU kernels. The fields of a plan are described by its dataclass, in the kernel's module."""
 
+from mlc_amd.schedules.attention import padded_columns
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu import (
     attention_decode,
@@ -172,20 +173,22 @@ def _attention(workload, arch) -> Space:
 
 
 def _attention_coop(arch, m, heads, kv_heads, d) -> Space:
+    width = padded_columns(d)
+
     def kernel(tile) -> Kernel:
         rows, columns, step = arch.fragment
         own = tile.own_keys
         whole = tile.waves % tile.parts == 0 and tile.keys % tile.parts == 0 and own % columns == 0 and own % step == 0
         threads = _threads(arch, tile.waves * arch.wave)
-        if not whole or attention_prefill_coop.lds_bytes(tile, d, arch.fragment) > arch.lds:
+        if not whole or attention_prefill_coop.lds_bytes(tile, width, arch.fragment) > arch.lds:
             raise ValueError(f"{tile} does not fit {arch.name}")
-        if tile.fragments * (own + d) * rows // arch.wave > SUMS:
+        if tile.fragments * (own + width) * rows // arch.wave > SUMS:
             raise ValueError(f"{tile} takes more registers than {arch.name} has")
         groups = attention_prefill_coop.workgroups(tile, m, heads, kv_heads, arch)
-        return Kernel(tile, groups, threads, tile.keys * d * 4 / threads)
+        return Kernel(tile, groups, threads, tile.keys * width * 4 / threads)
 
     return Space(
-        attention_prefill_coop.Tile, ATTENTION_COOP, attention_prefill_coop.tile_of(m, heads, kv_heads, d, arch), kernel
+        attention_prefill_coop.Tile, ATTENTION_COOP, attention_prefill_coop.tile_of(m, heads, kv_heads, width, arch), kernel
     )
 
 
