@@ -19,6 +19,7 @@ class PreTokenizer:
     splits:        Oniguruma regexes; both the matches and the text between them become pieces.
     ignore_merges: a word that is a token as a whole is not merged from its parts.
     add_bos:       whether a beginning-of-sequence token goes first where `tokenizer.ggml.add_bos_token` is absent.
+    whole_lines:   a run of newlines that is a token as a whole is not merged from single ones.
     byte_level:    words are merged from bytes, written as printable characters; otherwise from characters, with "▁"
                    for a space and tokens such as <0x0A> for the bytes of a character that is no token.
     """
@@ -26,6 +27,7 @@ class PreTokenizer:
     splits: tuple[str, ...]
     ignore_merges: bool = False
     add_bos: bool = False
+    whole_lines: bool = False
     byte_level: bool = True
 
 
@@ -67,7 +69,7 @@ def _code_points(ranges: str) -> str:
 
 
 _CJK_KANA = f"[{_code_points('4E00-9FA5 3040-30FF')}]+"
-_CJK_HANGUL = f"[{_code_points('800-9FA5 AC00-D7FF')}]+"
+_CJK_HANGUL = f"[{_code_points('800-9FA5 AC00-D7FF')}&&[^\\s]]+"  # some spaces are in this range
 _ASCII_WORD = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
 _DEEPSEEK3_WORD = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
 _DEEPSEEK3 = _any(_ASCII_WORD, _DEEPSEEK3_WORD, r" ?[\p{P}\p{S}]+[\r\n]*", _SPACE)
@@ -193,6 +195,7 @@ _FAMILIES: tuple[tuple[PreTokenizer, str], ...] = (
             (
                 *(r"\p{N}{1,3}", _CJK_KANA),
                 _any(_ASCII_WORD, _DEEPSEEK3_WORD, r" ?[\p{P}\p{S}]+", r"[\r\n]", _TRAILING_SPACE),
+                r"\p{N}",
             )
         ),
         "spark2_5",
@@ -208,7 +211,7 @@ _FAMILIES: tuple[tuple[PreTokenizer, str], ...] = (
     (PreTokenizer((_BLOOM, r"\p{N}")), "viking"),
     (PreTokenizer(_CHAMELEON, add_bos=True), "chameleon"),
     (PreTokenizer((r"\p{N}+", r"(?=(?:[0-9]{3})+(?![0-9]))")), "superbpe"),
-    (PreTokenizer((_LINES,), add_bos=True, byte_level=False), "gemma4 granite-embed-multi-311m"),
+    (PreTokenizer((_LINES,), add_bos=True, whole_lines=True, byte_level=False), "gemma4 granite-embed-multi-311m"),
     (PreTokenizer((_LINES,), byte_level=False), "sarvam-moe"),
 )
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {name: pre for pre, names in _FAMILIES for name in names.split()}

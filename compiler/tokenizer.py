@@ -197,7 +197,8 @@ def _byte_pairs(metadata: Mapping[str, object], vocab: dict[str, int], pre: PreT
         splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
         tokenizer.decoder = decoders.ByteLevel()
     else:
-        merges += [pair for pair in _newline_merges(vocab) if pair not in pairs]
+        if pre.whole_lines:
+            merges += [pair for pair in _newline_merges(vocab) if pair not in pairs]
         tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
         tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(FENCE, ""), normalizers.Replace(" ", "▁")])
         tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
