@@ -6,26 +6,28 @@ Out: `tokenizer.json`, in the format of the `tokenizers` library (vocabulary, me
 tokens), and
      `tokenizer_config.json`, everything that this format cannot represent; its keys are listed at `export`.
 
-Token ids equal llama.cpp's (its `llama-vocab.cpp` is the reference for GGUF vocabularies), with three deliberate
+Token ids equal llama.cpp's (its `llama-vocab.cpp` is the reference for GGUF vocabularies), with four deliberate
 exceptions:
-- where llama.cpp replaces the Unicode classes of a model's own pre-tokenizer by ASCII ones (tekken, gpt-4o), the
-model's classes are kept;
+- where llama.cpp approximates the Unicode classes of a model's own pre-tokenizer, the model's classes are kept (see
+  `compiler/pre_tokenizers.py`);
+- the tokens of gpt-oss's message format, which llama.cpp makes user-defined, remain what the file says they are:
+  control tokens, which a message cannot contain;
 - SentencePiece merges never produce a control, unknown or byte token, so plain text cannot produce one;
 - U+FDD0, a code point that Unicode reserves for a program's internal use, is dropped from text. Added tokens are looked
-up before it is
-  dropped, so placing one inside the text of a control token makes that text plain (`Tokenizer.escape`).
+  up before it is dropped, so placing one inside the text of a control token makes that text plain
+  (`Tokenizer.escape`).
 """
 
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from mlc_amd.compiler.pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
 from mlc_amd.runtime.errors import UserError
 
 FENCE = "\ufdd0"
@@ -41,89 +43,6 @@ class TokenType(IntEnum):
     UNUSED = 5
     BYTE = 6
 
-
-@dataclass(frozen=True)
-class PreTokenizer:
-    """How text is split into words before merging: each regex splits the pieces left by those before it.
-
-    splits:        Oniguruma regexes; both the matches and the text between them become pieces.
-    ignore_merges: a word that is a token as a whole is not merged from its bytes.
-    add_bos:       whether a beginning-of-sequence token goes first where `tokenizer.ggml.add_bos_token` is absent.
-    """
-
-    splits: tuple[str, ...]
-    ignore_merges: bool = False
-    add_bos: bool = False
-
-
-# The regexes share their parts. A contraction is written out in both cases because (?i:'s) would also match the long s
-# (U+017F).
-_SUFFIX = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
-_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_MARKS_WORD = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
-_SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_TRAILING_SPACE = r"\s+(?!\S)|\s+"
-_SPACE = r"\s*[\r\n]+|" + _TRAILING_SPACE
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_PREFIX = r"[^\r\n\p{L}\p{N}]?"
-
-
-def _any(*alternatives: str) -> str:
-    return "|".join(alternatives)
-
-
-def _cased(number: str, suffix: str = "") -> str:
-    """Words are cut where a lower-case letter meets an upper-case one."""
-    lower_word, upper_word = f"{_PREFIX}{_UPPER}*{_LOWER}+{suffix}", f"{_PREFIX}{_UPPER}+{_LOWER}*{suffix}"
-    return _any(lower_word, upper_word, number, r" ?[^\s\p{L}\p{N}]+[\r\n/]*", _SPACE)
-
-
-_GPT2 = _any(r"'s|'t|'re|'ve|'m|'ll|'d", r" ?\p{L}+", r" ?\p{N}+", r" ?[^\s\p{L}\p{N}]+", _TRAILING_SPACE)
-_LLAMA3 = _any(_SUFFIX, _WORD, r"\p{N}{1,3}", _SYMBOLS, _SPACE)
-_QWEN2 = _any(_SUFFIX, _WORD, r"\p{N}", _SYMBOLS, _SPACE)
-_CJK_KANA = "[\u4e00-\u9fa5\u3040-\u30ff]+"
-_CJK_HANGUL = "[\u0800-\u9fa5\uac00-\ud7ff]+"
-_DEEPSEEK3 = _any(
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+""",
-    r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
-    r" ?[\p{P}\p{S}]+[\r\n]*",
-    _SPACE,
-)
-_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
-
-_SINGLE_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
-_PLAIN = PreTokenizer((_GPT2,))
-_QWEN = PreTokenizer((_QWEN2,))
-_LLAMA = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
-_DEEPSEEK = PreTokenizer((r"\p{N}{1,3}", _CJK_KANA, _DEEPSEEK3))
-_GPT4O = PreTokenizer((_cased(r"\p{N}{1,3}", _SUFFIX + "?"),))
-_BAILING = PreTokenizer(
-    (_any(r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])", _WORD, r"\p{N}", _SYMBOLS, r"\s*[\r\n]", _TRAILING_SPACE),)
-)
-DEFAULT = PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
-
-# `tokenizer.ggml.pre` -> pre-tokenizer
-_FAMILIES: dict[PreTokenizer, str] = {
-    _PLAIN: "gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais trillion granite-docling exaone4",
-    _SINGLE_DIGITS: "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
-    _LLAMA: "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2",
-    PreTokenizer((_LLAMA3,)): "dbrx smaug-bpe glm4 chatglm-bpe",
-    _QWEN: "qwen2 deepseek-r1-qwen kormo megrez stablelm2 hunyuan solar-open grok-2",
-    _DEEPSEEK: "deepseek-v3 hunyuan-dense joyai-llm",
-    _GPT4O: "gpt-4o llama4 kanana2 minimax-m2",
-    _BAILING: "bailingmoe bailingmoe2 llada-moe",
-    PreTokenizer((_BLOOM,)): "poro-chat bloom gpt3-finnish",
-}
-PRE_TOKENIZERS: dict[str, PreTokenizer] = {name: pre for pre, names in _FAMILIES.items() for name in names.split()} | {
-    "default": DEFAULT,
-    "viking": PreTokenizer((_BLOOM, r"\p{N}")),
-    "qwen35": PreTokenizer((_any(_SUFFIX, _MARKS_WORD, r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", _SPACE),)),
-    "tekken": PreTokenizer((_cased(r"\p{N}"),), ignore_merges=True, add_bos=True),
-    "seed-coder": PreTokenizer((_any(_SUFFIX, _WORD, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+", _SPACE),)),
-    "minicpm5": PreTokenizer((r"\p{N}{1,3}", _any(_SUFFIX, _WORD, r"\p{N}+", _SYMBOLS, _SPACE)), ignore_merges=True),
-    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_HANGUL, r"\p{N}")),
-    "falcon": PreTokenizer((r"[\p{P}$+<=>^~|`]+", _GPT2, r"[0-9][0-9][0-9]")),
-}
 
 # Texts of tokens that end a turn or a text, whatever the metadata says of them, and tokens that a vocabulary uses for
 # something else.
@@ -142,7 +61,9 @@ NOT_END_TEXTS: tuple[tuple[frozenset[str], str], ...] = (
 
 # name in tokenizer_config.json -> key suffix in GGUF
 _SPECIAL_IDS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
-_DEFAULT_IDS = {"gpt2": {}, "llama": {"bos": 1, "eos": 2, "unk": 0}}
+_DEFAULT_IDS = {"gpt2": {}, "llama": {"bos": 1, "eos": 2, "unk": 0}, "gemma4": {}}
+# Further keys of tokens that end a generation: those that fill or separate files in a vocabulary for code.
+_FILL_IDS = ("fim_pad", "fim_rep", "fim_sep")
 _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
@@ -150,43 +71,50 @@ def export(metadata: Mapping[str, object], directory: Path) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json` into `directory` (created when absent).
 
     The keys of `tokenizer_config.json`:
-        model: "gpt2" (byte-level BPE) or "llama" (SentencePiece)      pre: the pre-tokenizer's name, None for "llama"
+        model: "gpt2" (BPE), "gemma4" (BPE of characters) or "llama" (SentencePiece)
+        pre: the pre-tokenizer's name, None for "llama"    byte_level: whether tokens are written as the printable
+        characters of their bytes (GPT-2's); otherwise as text, with "▁" for a space and <0x0A> for a byte
         vocab_size: int    special: {"bos"|"eos"|"eot"|"eom"|"unk"|"pad": {"id": int, "text": str} or None}
         end_ids: sorted ids that end a generation    add_bos, add_eos: bool    add_space_prefix: bool    fence: the code
                                                      point of `escape`
         chat_template: str or None    chat_templates: {name: template} of the GGUF's further, named ones
 
-    Raises UserError for a missing or malformed key and for a tokenizer model other than these two; warns (UserWarning)
-    and uses the default pre-tokenizer when `tokenizer.ggml.pre` is missing or unknown.
+    Raises UserError for a missing or malformed key, for a tokenizer model other than these and for an unknown
+    pre-tokenizer; warns (UserWarning) and uses the default pre-tokenizer when `tokenizer.ggml.pre` is missing.
     """
     kind = _get(metadata, "tokenizer.ggml.model", str)
     if kind not in _DEFAULT_IDS:
         raise UserError(
-            f"tokenizer model '{kind}' is not supported: use a GGUF whose tokenizer.ggml.model is "
-            f"{' or '.join(_DEFAULT_IDS)}"
+            f"tokenizer model '{kind}' is not supported: use a GGUF whose tokenizer.ggml.model is one of "
+            f"{', '.join(_DEFAULT_IDS)}"
         )
+    if kind == "gemma4":  # such files name no pre-tokenizer, and the first ones deny the token that begins a text
+        metadata = {k: v for k, v in metadata.items() if k != "tokenizer.ggml.add_bos_token"}
+        metadata["tokenizer.ggml.pre"] = kind
     tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(_list(metadata, "tokenizer.ggml.tokens", str))]
     vocab = {text: i for i, text in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise UserError(f"tokenizer.ggml.tokens holds the same token twice: {_CONVERT}")
     types = _types(metadata, tokens)
-    if kind == "gpt2":
-        pre = _pre_tokenizer(metadata)
-        add_bos, add_space_prefix = pre.add_bos, False
-        tokenizer = _byte_level(metadata, vocab, pre)
-    else:
-        add_bos, add_space_prefix = True, _get(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
+    if kind == "llama":
+        add_space_prefix = _get(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
+        byte_level, add_bos = False, True
         tokenizer = _sentencepiece(metadata, vocab, types, add_space_prefix)
+    else:
+        pre = _pre_tokenizer(metadata)
+        byte_level, add_bos, add_space_prefix = pre.byte_level, pre.add_bos, False
+        tokenizer = _byte_pairs(metadata, vocab, pre)
     _add_tokens(tokenizer, tokens, types, strip=_strips_space(metadata))
 
     special = {name: _special(metadata, tokens, name, _DEFAULT_IDS[kind].get(name)) for name in _SPECIAL_IDS}
     prefix = "tokenizer.chat_template."
     config = {
         "model": kind,
-        "pre": metadata.get("tokenizer.ggml.pre") if kind == "gpt2" else None,
+        "pre": metadata.get("tokenizer.ggml.pre") if kind != "llama" else None,
+        "byte_level": byte_level,
         "vocab_size": len(tokens),
         "special": special,
-        "end_ids": _end_ids(vocab, special),
+        "end_ids": _end_ids(metadata, vocab, special),
         "add_bos": _adds(metadata, "bos", special, add_bos),
         "add_eos": _adds(metadata, "eos", special, False),
         "add_space_prefix": add_space_prefix,
@@ -243,25 +171,46 @@ def _not_end(texts: set[str]) -> set[str]:
 
 def _pre_tokenizer(metadata: Mapping[str, object]) -> PreTokenizer:
     name = _get(metadata, "tokenizer.ggml.pre", str, None)
+    if name is None:
+        warnings.warn(
+            "the GGUF names no pre-tokenizer (tokenizer.ggml.pre): using 'default', answers may be worse than the "
+            "model can give",
+            stacklevel=3,
+        )
+        return DEFAULT
     if name not in PRE_TOKENIZERS:
-        what = f"unknown pre-tokenizer '{name}'" if name else "the GGUF names no pre-tokenizer (tokenizer.ggml.pre)"
-        warnings.warn(f"{what}: using 'default', answers may be worse than the model can give", stacklevel=3)
-    return PRE_TOKENIZERS.get(name, DEFAULT)
+        raise UserError(
+            f"pre-tokenizer '{name}' is not supported: use a GGUF with another tokenizer.ggml.pre, or a newer mlc-amd"
+        )
+    return PRE_TOKENIZERS[name]
 
 
-def _byte_level(metadata: Mapping[str, object], vocab: dict[str, int], pre: PreTokenizer) -> Tokenizer:
-    """Byte-level BPE: text's UTF-8 bytes, written as printable characters, merged in the order of
-    `tokenizer.ggml.merges`."""
-    pairs = map(_split_merge, _list(metadata, "tokenizer.ggml.merges", str))
+def _byte_pairs(metadata: Mapping[str, object], vocab: dict[str, int], pre: PreTokenizer) -> Tokenizer:
+    """Byte-pair encoding: the bytes or characters of a word, merged in the order of `tokenizer.ggml.merges`."""
+    # A pair that is listed twice has its first rank.
+    pairs = dict.fromkeys(map(_split_merge, _list(metadata, "tokenizer.ggml.merges", str)))
     merges = [(left, right) for left, right in pairs if left in vocab and right in vocab and left + right in vocab]
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges))
-    tokenizer.normalizer = normalizers.Replace(FENCE, "")
     splits = [pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in pre.splits]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    if pre.byte_level:
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges))
+        tokenizer.normalizer = normalizers.Replace(FENCE, "")
+        splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        if pre.whole_lines:
+            merges += [pair for pair in _newline_merges(vocab) if pair not in pairs]
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(FENCE, ""), normalizers.Replace(" ", "▁")])
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     return tokenizer
+
+
+def _newline_merges(vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """Merges by which a run of newlines that is a token as a whole becomes that token: every way to cut it in two."""
+    longest = max((len(text) for text in vocab if not text.strip("\n")), default=0)
+    lines = ["\n" * n for n in range(1, longest + 1)]
+    return [(a, b) for a in lines for b in lines if a in vocab and b in vocab and a + b in vocab]
 
 
 def _split_merge(merge: str) -> tuple[str, str]:
@@ -351,7 +300,11 @@ def _adds(
     return wanted
 
 
-def _end_ids(vocab: dict[str, int], special: Mapping[str, dict[str, Any] | None]) -> list[int]:
+def _end_ids(
+    metadata: Mapping[str, object], vocab: dict[str, int], special: Mapping[str, dict[str, Any] | None]
+) -> list[int]:
     named = {token["id"] for name in ("eos", "eot", "eom") if (token := special[name])}
+    fills = [_get(metadata, f"tokenizer.ggml.{name}_token_id", int, None) for name in _FILL_IDS]
+    named |= {i for i in fills if i is not None and 0 <= i < len(vocab)}
     ends = {vocab[text] for text in END_TEXTS if text in vocab} | named
     return sorted(ends - {vocab[text] for text in _not_end(set(vocab)) if text in vocab})

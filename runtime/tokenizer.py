@@ -33,7 +33,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 _KEYS = frozenset(
     (
-        "model",
+        "byte_level",
         "vocab_size",
         "special",
         "end_ids",
@@ -75,7 +75,7 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any]):
         self._backend = backend
-        self._byte_level = config["model"] == "gpt2"
+        self._byte_level: bool = config["byte_level"]
         self._fence: str = config["fence"]
         self.add_space_prefix: bool = config["add_space_prefix"]
         self.vocab_size: int = config["vocab_size"]

@@ -1,93 +1,37 @@
-"""Token ids against llama.cpp's, text back from ids without loss, and plain text that stays plain.
-
-`fixtures/text/sentencepiece.json`: the pieces of a small SentencePiece vocabulary (after <unk>, <s>, </s> and the 256
-bytes; scores 0, -1, ...) and texts with the ids that llama.cpp gives them. The byte-level vocabulary is the bundled
-model's.
-"""
+"""Token ids against llama.cpp's, text back from ids without loss, and plain text that stays plain. The byte-level
+vocabulary is the bundled model's."""
 
 import json
 from pathlib import Path
 
-import gguf
 import pytest
-from tokenizers import Regex, pre_tokenizers
-
-from mlc_amd.compiler.tokenizer import FENCE, PRE_TOKENIZERS, export
-from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.tokenizer import Tokenizer
-
-SENTENCEPIECE = json.loads((Path(__file__).parent / "fixtures/text/sentencepiece.json").read_text(encoding="utf-8"))
-
-TEXTS = (
-    "",
-    " ",
-    "   leading and trailing   ",
-    "\n\n\t x\r\n",
-    "Hello, y'all! 'RE you 12345?",
-    "héllo ½ Ω нещо 你好",
-    "🦙🚀 family: 👨‍👩‍👧‍👦 flag: 🇧🇬",
-    "<s> </s> <unk> <0x0A> <|im_end|>",
-    "\x00\x7f\u200b\ufeff",
+from vocabularies import (
+    SENTENCEPIECE,
+    TEXTS,
+    build_tokenizer,
+    byte_level_metadata,
+    read_metadata,
+    sentencepiece_metadata,
 )
 
-
-def read_metadata(path: Path) -> dict[str, object]:
-    fields = gguf.GGUFReader(path).fields
-    return {key: field.contents() for key, field in fields.items() if key.startswith(("tokenizer.", "general."))}
-
-
-def sentencepiece_metadata() -> dict[str, object]:
-    pieces = SENTENCEPIECE["pieces"]
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces],
-        "tokenizer.ggml.scores": [0.0] * 259 + [-float(rank) for rank in range(len(pieces))],
-        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(pieces),
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
-        "tokenizer.ggml.add_bos_token": True,
-    }
-
-
-def byte_level_metadata(**changes: object) -> dict[str, object]:
-    """A vocabulary of the 256 bytes, a few merges and a few added tokens."""
-    characters = [chr(c) for c in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100), *range(0x100, 0x144))]
-    tokens = [*characters, "he", "ll", "llo", "hello", "Ġhello", "<think>", "<|im_start|>", "<|im_end|>", "<|eot_id|>"]
-    metadata = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "llama-bpe",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * 261 + [4, 3, 3, 3],
-        "tokenizer.ggml.merges": ["h e", "l l", "ll o", "he llo"],
-        "tokenizer.ggml.bos_token_id": 262,
-        "tokenizer.ggml.eos_token_id": 263,
-    }
-    metadata |= {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
-    return {key: value for key, value in metadata.items() if value is not None}
+from mlc_amd.compiler.tokenizer import FENCE
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.tokenizer import Tokenizer
 
 
 @pytest.fixture
 def build(tmp_path):
-    def build(metadata: dict[str, object]) -> Tokenizer:
-        export(metadata, tmp_path / "model")
-        return Tokenizer.load(tmp_path / "model")
-
-    return build
+    return lambda metadata: build_tokenizer(metadata, tmp_path / "model")
 
 
 @pytest.fixture(scope="module")
 def demo(demo_gguf, tmp_path_factory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("demo")
-    export(read_metadata(demo_gguf), directory)
-    return Tokenizer.load(directory)
+    return build_tokenizer(read_metadata(demo_gguf), tmp_path_factory.mktemp("demo"))
 
 
 @pytest.fixture(scope="module")
 def sentencepiece(tmp_path_factory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("sentencepiece")
-    export(sentencepiece_metadata(), directory)
-    return Tokenizer.load(directory)
+    return build_tokenizer(sentencepiece_metadata(), tmp_path_factory.mktemp("sentencepiece"))
 
 
 @pytest.fixture(params=["demo", "sentencepiece"])
@@ -178,95 +122,6 @@ def test_sentencepiece_merges_make_no_control_or_byte_token(build):
     }
     ids = build(metadata).encode("<s><0x0A>", add_special=False, parse_special=False)
     assert [tokens[i] for i in ids] == ["<", "s>", "<0", "x0A>"]
-
-
-# --- how text is cut into words
-
-CUT = "I'LL pay 12345 HelloWorld été 1\n\n  x"
-CUTS = {
-    "gpt-2": ["I", "'", "LL", " pay", " 12345", " HelloWorld", " été", " 1", "\n\n ", " x"],
-    "default": ["I", "'", "LL", " pay", " ", "123", "45", " HelloWorld", " été", " ", "1", "\n\n ", " x"],
-    "smollm": ["I", "'", "LL", " pay", " ", "1", "2", "3", "4", "5", " HelloWorld", " été", " ", "1", "\n\n ", " x"],
-    "llama-bpe": ["I", "'LL", " pay", " ", "123", "45", " HelloWorld", " été", " ", "1", "\n\n", " ", " x"],
-    "qwen2": ["I", "'LL", " pay", " ", "1", "2", "3", "4", "5", " HelloWorld", " été", " ", "1", "\n\n", " ", " x"],
-    "tekken": [
-        "I",
-        "'LL",
-        " pay",
-        " ",
-        "1",
-        "2",
-        "3",
-        "4",
-        "5",
-        " Hello",
-        "World",
-        " été",
-        " ",
-        "1",
-        "\n\n",
-        " ",
-        " x",
-    ],
-    "gpt-4o": ["I'LL", " pay", " ", "123", "45", " Hello", "World", " été", " ", "1", "\n\n", " ", " x"],
-    "deepseek-coder": [
-        "I",
-        "'",
-        "LL",
-        " pay",
-        " ",
-        "1",
-        "2",
-        "3",
-        "4",
-        "5",
-        " HelloWorld",
-        " été",
-        " ",
-        "1",
-        "\n",
-        "\n",
-        " ",
-        " x",
-    ],
-}
-
-
-def cut(name: str, text: str) -> list[str]:
-    splits = [pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in PRE_TOKENIZERS[name].splits]
-    return [piece for piece, _ in pre_tokenizers.Sequence(splits).pre_tokenize_str(text)]
-
-
-@pytest.mark.parametrize("name", CUTS)
-def test_pre_tokenizer_cuts(name):
-    assert cut(name, CUT) == CUTS[name]
-
-
-@pytest.mark.parametrize("name", PRE_TOKENIZERS)
-def test_pre_tokenizers_lose_no_text(name):
-    assert all("".join(cut(name, text)) == text for text in TEXTS)
-
-
-def test_no_pre_tokenizer_loses_text_in_ids(build):
-    for name in {pre: name for name, pre in PRE_TOKENIZERS.items()}.values():  # one name of each family
-        tokenizer = build(byte_level_metadata(pre=name))
-        assert [
-            tokenizer.decode(tokenizer.encode(text), skip_special=False).removeprefix("<|im_start|>") for text in TEXTS
-        ] == list(TEXTS)
-
-
-def test_whole_words_skip_merging_only_in_families_that_say_so(build):
-    texts = {name: build(byte_level_metadata(pre=name)) for name in ("llama-bpe", "qwen2")}
-    # No merge makes "Ġhello", so only a family with ignore_merges finds it.
-    pieces = {name: [t.token_text(i) for i in t.encode(" hello", add_special=False)] for name, t in texts.items()}
-    assert pieces == {"llama-bpe": ["Ġhello"], "qwen2": ["Ġ", "hello"]}
-
-
-@pytest.mark.parametrize("pre", [None, "no-such-pre-tokenizer"])
-def test_unknown_pre_tokenizer_warns_and_uses_the_default(build, pre):
-    with pytest.warns(UserWarning, match="default"):
-        tokenizer = build(byte_level_metadata(pre=pre))
-    assert tokenizer.encode("hello 1") == build(byte_level_metadata(pre="default")).encode("hello 1")
 
 
 # --- special tokens
@@ -399,53 +254,3 @@ def test_ids_outside_the_vocabulary(tokenizer):
 def test_text_that_is_not_unicode(tokenizer):
     with pytest.raises(UserError, match="not valid Unicode"):
         tokenizer.encode("a\udc80")
-
-
-# --- bad input
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": None}, "tokenizer.ggml.model"),
-        ({"model": "bert"}, "'bert' is not supported"),
-        ({"tokens": None}, "tokenizer.ggml.tokens"),
-        ({"tokens": "abc"}, "expected list"),
-        ({"tokens": [1, 2]}, "wrong type"),
-        ({"tokens": ["a", "b", "a"]}, "twice"),
-        ({"token_type": [1, 1]}, "2 entries for 265 tokens"),
-        ({"merges": None}, "tokenizer.ggml.merges"),
-        ({"merges": ["he"]}, "space between"),
-        ({"bos_token_id": None}, "bos_token_id"),
-        ({"model": "llama"}, "tokenizer.ggml.scores"),
-    ],
-)
-def test_bad_metadata(tmp_path, changes, message):
-    with pytest.raises(UserError, match=message) as caught:
-        export(byte_level_metadata(**changes), tmp_path)
-    assert "\n" not in str(caught.value)
-    assert not list(tmp_path.iterdir())
-
-
-def test_special_id_out_of_range_is_ignored(build):
-    with pytest.warns(UserWarning, match="eos_token_id is 9999"):
-        assert build(byte_level_metadata(eos_token_id=9999)).eos_id is None
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"{}", b"\xff\xfe\x00"])
-def test_missing_and_corrupt_files(tmp_path, name, content):
-    export(byte_level_metadata(), tmp_path)
-    path = tmp_path / name
-    path.unlink() if content is None else path.write_bytes(content)
-    with pytest.raises(UserError, match=name) as caught:
-        Tokenizer.load(tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-def test_files_of_two_models_mixed(tmp_path):
-    export(byte_level_metadata(), tmp_path / "a")
-    export(sentencepiece_metadata(), tmp_path / "b")
-    (tmp_path / "a/tokenizer.json").replace(tmp_path / "b/tokenizer.json")
-    with pytest.raises(UserError, match="265 tokens, its config 4096"):
-        Tokenizer.load(tmp_path / "b")
