@@ -60,7 +60,10 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "llama": ({}, ("output.weight",)),
     "llama-moe": (EXPERTS | {"feed_forward_length": 64}, ()),
     "llama4": (EXPERTS | {"block_count": 4, "interleave_moe_layer_step": 2}, ("rope_freqs.weight",)),
-    "minimax-m2": (EXPERTS | {"feed_forward_length": 64, "rope.dimension_count": 32}, ()),
+    "minimax-m2": (
+        EXPERTS | {"feed_forward_length": 64, "rope.dimension_count": 32, "expert_gating_func": 2},
+        (),
+    ),
     "mistral3": (
         ROPE_SCALED | {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.1},
         (),

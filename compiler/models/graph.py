@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ONES = "ones."  # prefix of the names of vectors of ones, before their length
 TEMPERATURES = "temperatures"  # name of the table of TemperatureConfig's factors
+BLOCK = 32  # columns: kernels of norms take whole blocks
 ACTIVATIONS = {"silu": relax.op.nn.silu, "gelu": relax.op.nn.gelu_tanh}  # of FeedForwardConfig.act
 
 
@@ -55,10 +56,11 @@ class Graph:
     def has(self, name: str) -> bool:
         return name in self.model.tensors
 
-    def vector(self, name: str) -> relax.Var:
-        """A norm's or a bias' float32 vector; a bias is padded like the linear's rows. Those of several experts follow
-        one another."""
-        return self.parameter(name, "weight", tensor_type((ops.padded(math.prod(self.model.tensors[name].shape)),)))
+    def vector(self, name: str, exact: bool = False) -> relax.Var:
+        """A norm's or a bias' float32 vector; those of several experts follow one another. The file pads it to a
+        multiple of 16; exact: its type does not tell."""
+        size = math.prod(self.model.tensors[name].shape)
+        return self.parameter(name, "weight", tensor_type((size if exact else ops.padded(size),)))
 
     def weight(self, name: str) -> relax.Var:
         tensor = self.model.tensors[name]
@@ -89,13 +91,16 @@ class Graph:
         )  # fmt: skip
 
     def rms_norm(self, x, name: str, rows: str = "all") -> relax.Var:
+        k = shape_of(x)[1]
+        if k % BLOCK and rows == "all":
+            return self.grouped_rms_norm(x, name, 1, k)
         return self.emit("rms_norm", [x, self.vector(name)], eps=self.config.norm_eps, rows=rows, layout="")
 
     def linear(self, x, name: str, exact: bool = False) -> relax.Var:
         """x W^T, plus the bias that stands beside the weight if the file has one. exact: x stays float32, where the
         weight's format allows it."""
         tensor, bias = self.model.tensors[name], name.removesuffix("weight") + "bias"
-        biases = [self.vector(bias)] if self.has(bias) else []
+        biases = [self.vector(bias, exact=True)] if self.has(bias) else []
         m, k = shape_of(x)
         return self.emit(
             "linear", [x, self.weight(name), *biases],
@@ -167,7 +172,7 @@ class Graph:
             eps=self.config.norm_eps, query_dtype=self.target.query_dtype,
         )  # fmt: skip
         q, keys, values = (self.bb.emit(relax.TupleGetItem(written, i)) for i in range(3))
-        sinks = [self.vector(f"{block}attn_sinks.weight")] if a.sinks else []
+        sinks = [self.vector(f"{block}attn_sinks.weight", exact=True)] if a.sinks else []
         workspace = self.target.attention_workspace(a, self.ctx) if self.m == 1 else {}
         buffers = [self.parameter(name, "kv", tensor_type(*of)) for name, of in workspace.items()]
         return self.emit("attention", [q, keys, values, *sinks, *buffers], **shape, layout="")
