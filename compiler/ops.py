@@ -19,7 +19,7 @@ import tvm_ffi
 from tvm import relax
 from tvm.ir import Op
 
-from mlc_amd.schedules.attention import Attention, padded_columns
+from mlc_amd.schedules.attention import Attention, Rope, padded_columns
 from mlc_amd.schedules.experts import Experts
 
 PREFIX = "mlc_amd."
@@ -98,6 +98,8 @@ def _gate_up(call, bb):
 def _rope_kv_write(call, bb):
     heads, width = int(call.attrs["heads"]), padded_columns(int(call.attrs["d"]))
     q = tensor_type((shape_of(call.args[1])[0], heads, width), str(call.attrs["query_dtype"]))
+    if not int(call.attrs["writes"]):
+        return q
     return relax.TupleType([q, call.args[-2].ty, call.args[-1].ty])
 
 
@@ -153,6 +155,7 @@ def _combine(call, bb):
 
 EXPERTS = ("experts", "used", "tile")  # attributes, as of schedules.experts.Experts
 ATTENTION = tuple(field.name for field in fields(Attention))  # attributes
+ROPE = (*(field.name for field in fields(Rope)), "head_norm")  # attributes; without head_norm eps does not count
 
 # name: (type inference, what it computes; arguments after `state`; attributes)
 OPS = {
@@ -171,8 +174,8 @@ OPS = {
     "gate_up": (_gate_up, "act(x G^T) * (x U^T): (x, G, U); formats, n, k, m, act, layout_in (of x), layout (result)"),
     "rope_kv_write": (
         _rope_kv_write,
-        "head norms, RoPE, KV write in place: (q, k, v, [qn, kn], [cos_sin], K, V) to (q, K, V); ATTENTION and "
-        "neox, rotary, head_norm, eps, query_dtype",
+        "head norms, RoPE, KV write in place: (q, k, v, [qn, kn], [cos_sin], K, V) to (q, K, V), without `writes` (q, "
+        "[qn], [cos_sin]) to q; ATTENTION, ROPE and query_dtype",
     ),
     "attention": (
         _attention,
@@ -180,7 +183,8 @@ OPS = {
     ),
     "rope_attention": (
         _rope_attention,
-        "both of one token, the cache written in place: (q, k, v, [qn, kn], [cos_sin], K, V, [sinks], workspace..)",
+        "both of one token, the cache written in place: (q, k, v, [qn, kn], [cos_sin], K, V, [sinks], workspace..), "
+        "without `writes` no k, v, kn; ATTENTION, ROPE and layout",
     ),
     # of a mixture of experts: schedules/experts.py has the meaning of ids, slots, pairs and groups
     "route": (

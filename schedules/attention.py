@@ -5,7 +5,7 @@ target.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 LOG2E = math.log2(math.e)
 STEP = 16  # columns: what vectors of the CPU and matrix units of GPUs take at once
@@ -52,9 +52,22 @@ class Attention:
 
 @dataclass(frozen=True)
 class Rope:
-    """How q and k change before attention: RMS norm of each head (`eps` None: none), then rotation of the first
-    columns."""
+    """How q, k and v change before attention: RMS norm of each head of q and k (`eps` None: none) and rotation of its
+    first columns. ValueError for a norm without eps."""
 
     neox: bool  # pairs are (i, i + rotary/2); False: (2i, 2i + 1)
     rotary: int  # columns of a head that rotate, even; 0: none
     eps: float | None = None  # of the heads' RMS norm
+    norm_after: bool = False  # the rotation comes before the norm
+    value_norm: bool = False  # RMS norm of each head of v, without weights
+    writes: bool = True  # k and v into the cache; False: there is only q, for the cache that another layer wrote
+
+    def __post_init__(self):
+        if self.eps is None and (self.norm_after or self.value_norm):
+            raise ValueError(f"{self} has norms without eps")
+
+
+def described(kind, args: dict):
+    """The Attention or the Rope (`kind`) of a workload's arguments: fields by name, those with defaults if they
+    differ."""
+    return kind(**{field.name: args[field.name] for field in fields(kind) if field.name in args})

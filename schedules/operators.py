@@ -188,9 +188,10 @@ def _embed(args: dict) -> Iterator[Slot]:
 
 
 def _rope(args: dict) -> Iterator[Slot]:
-    yield Slot("input", ("Q", "K", "V"))
+    writes = args.get("writes", True)
+    yield Slot("input", ("Q", "K", "V") if writes else ("Q",))
     if args.get("eps") is not None:
-        yield Slot("weight", ("QN", "KN"))
+        yield Slot("weight", ("QN", "KN") if writes else ("QN",))
     if args["rotary"]:
         yield Slot("weight", ("CS",), rows=args["ctx"])
 
@@ -198,7 +199,9 @@ def _rope(args: dict) -> Iterator[Slot]:
 def _rope_kv_write(args: dict) -> Iterator[Slot]:
     yield _STATE
     yield from _rope(args)
-    yield from (_CACHE, Slot("output", ("Qo",)))
+    if args.get("writes", True):
+        yield _CACHE
+    yield Slot("output", ("Qo",))
 
 
 def _attention_end(args: dict) -> Iterator[Slot]:

@@ -7,7 +7,7 @@ of the window of its first row, and queries of rows that are not live are not nu
 from typing import NamedTuple
 
 import numpy as np
-from attention_reference import attention_reference, rope_reference
+from attention_reference import attention_reference, rope_reference, value_reference
 
 from mlc_amd.schedules.attention import Attention, Rope
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
@@ -91,11 +91,12 @@ def check_output(out, act, live, expected):
 
 
 def rope_inputs(rng, case):
-    """(inputs of the kernel, function position, live -> rotated queries and keys, in float64)"""
+    """(inputs of the kernel, function position, live -> queries, keys and values of these rows, in float64)"""
     heads, kv_heads, d, m, rope = case.heads, case.kv_heads, case.d, case.m, case.rope
     half = rope.rotary // 2
     angles = np.arange(CTX)[:, None] * 10000.0 ** (-np.arange(half) / max(half, 1))
-    cs = np.stack([np.cos(angles), np.sin(angles)], -1).reshape(CTX, rope.rotary).astype(np.float32)
+    # with a factor, as some models scale their angles' table
+    cs = 1.25 * np.stack([np.cos(angles), np.sin(angles)], -1).reshape(CTX, rope.rotary).astype(np.float32)
     q, k, v = (rng.standard_normal((m, h * d)).astype(np.float32) for h in (heads, kv_heads, kv_heads))
     norms = {} if rope.eps is None else {name: rng.standard_normal(d).astype(np.float32) for name in ("QN", "KN")}
 
@@ -104,14 +105,10 @@ def rope_inputs(rng, case):
         return (
             rope_reference(q.reshape(m, heads, d)[:live], rows, rope, norms.get("QN")),
             rope_reference(k.reshape(m, kv_heads, d)[:live], rows, rope, norms.get("KN")),
+            value_reference(v.reshape(m, kv_heads, d)[:live], rope),
         )
 
     return {name: widened(x) for name, x in {"Q": q, "K": k, "V": v, **norms}.items()} | {"CS": cs}, rotated
-
-
-def heads_of(x, layer):
-    """The kernel's input K or V as [rows, kv_heads, d]."""
-    return x[:, : layer.kv_heads * layer.d].reshape(len(x), layer.kv_heads, layer.d)
 
 
 def stale_cache(rng, kv_heads, d, end, begin=0):
@@ -139,12 +136,13 @@ def check_attention(case, run, grow=0.0):
     for position, live in case.states:
         end = position + live
         begin = max(0, position + 1 - layer.window) if layer.window else 0
-        k, v = stale_cache(rng, layer.kv_heads, d, position if case.rope else end, begin)
+        writes = case.rope is not None and case.rope.writes
+        k, v = stale_cache(rng, layer.kv_heads, d, position if writes else end, begin)
         k[:, begin:end] *= (1 + grow * np.arange(begin, end) / CTX)[:, None].astype(np.float16)
         Kc, Vc = pack(k, v)
         if case.rope:
             inputs, rotated = rope_inputs(rng, case)
-            queries, own = rotated(position, 1)
+            queries, own_key, own_value = rotated(position, 1)
         else:
             q = rng.standard_normal((case.m, layer.heads, d)) * 2
             q[live:] = np.nan
@@ -155,9 +153,9 @@ def check_attention(case, run, grow=0.0):
         out, state = outputs(case.m, layer.heads * d), np.array([position, live, 0, 0], np.int32)
         run({"state": state, "Kc": Kc, "Vc": Vc, "Sinks": sinks, **inputs, **joined, **out})
         new_k, new_v = unpack(Kc, Vc, d)
-        if case.rope:
-            check_written(k, new_k, position, own)
-            check_written(v, new_v, position, heads_of(inputs["V"], layer))
+        if writes:
+            check_written(k, new_k, position, own_key)
+            check_written(v, new_v, position, own_value)
         else:
             assert (new_k == k).all() and (new_v == v).all()
         keys, values = (x[:, :end].astype(np.float64) for x in (new_k, new_v))
@@ -175,9 +173,9 @@ def check_rope(case, run, states):
         inputs, rotated = rope_inputs(rng, case)
         Qo, state = np.full((m, layer.heads, layer.width), LEFT, np.float16), np.array([position, live, 0, 0], np.int32)
         run({"state": state, "Kc": Kc, "Vc": Vc, "Qo": Qo, **inputs})
-        queries, keys = rotated(position, written)
+        queries, keys, values = rotated(position, written)
         np.testing.assert_allclose(Qo[:written], widened(queries * layer.query_scale), rtol=1e-3, atol=2e-6)
         assert (Qo[written:] == LEFT).all()
         new_k, new_v = unpack(Kc, Vc, d)
-        check_written(k, new_k, position, keys)
-        check_written(v, new_v, position, heads_of(inputs["V"], layer)[:written])
+        check_written(k, new_k, position, keys if case.rope.writes else keys[:0])
+        check_written(v, new_v, position, values if case.rope.writes else values[:0])

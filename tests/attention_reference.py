@@ -23,13 +23,23 @@ def attention_reference(layer, q, k, v, position, sinks=None):
 
 
 def rope_reference(x, cs, rope, weight):
-    """x [rows, heads, d], cs [rows, rotary] as in the kernel's table: the rotated heads in float64."""
+    """x [rows, heads, d], cs [rows, rotary] as in the kernel's table: the heads normalized and rotated, in float64."""
     x, cs, half = x.astype(np.float64), cs.astype(np.float64)[:, None], rope.rotary // 2
-    if rope.eps is not None:
-        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + rope.eps) * weight
+    if rope.eps is not None and not rope.norm_after:
+        x = _normalized(x, rope.eps) * weight
     evens = slice(0, rope.rotary, 2), slice(1, rope.rotary, 2)
     first, second = (slice(0, half), slice(half, rope.rotary)) if rope.neox else evens
     y = x.copy()
     y[..., first] = x[..., first] * cs[..., ::2] - x[..., second] * cs[..., 1::2]
     y[..., second] = x[..., first] * cs[..., 1::2] + x[..., second] * cs[..., ::2]
-    return y
+    return _normalized(y, rope.eps) * weight if rope.norm_after else y
+
+
+def value_reference(v, rope):
+    """v [rows, heads, d]: the values that the cache gets, in float64."""
+    v = v.astype(np.float64)
+    return _normalized(v, rope.eps) if rope.value_norm else v
+
+
+def _normalized(x, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import tvm
-from attention_reference import attention_reference, rope_reference
+from attention_reference import attention_reference, rope_reference, value_reference
 
 from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.runtime.errors import UserError
@@ -110,42 +110,47 @@ ATTEND = {
     ),
 }
 OTHER_ARCHS = (
-    "decode group 4", "decode group 1", "decode group 8", "prefill head 40", "prefill group 2", "prefill group 3", "decode window 100",
-    "few window 70", "prefill window 10", "decode all", "prefill all",
+    "decode group 4", "decode group 1", "decode group 8", "prefill head 40", "prefill group 2", "prefill group 3",
+    "decode window 100", "few window 70", "prefill window 10", "decode all", "prefill all",
 )  # fmt: skip
 
 
 class Write(NamedTuple):
     """One rope_kv_write kernel."""
 
-    heads: int
-    kv_heads: int
-    d: int
+    spec: Attention
     m: int
-    neox: bool
-    rotary: int
-    eps: float | None = None
-    scale: float = 0.0
+    rope: Rope
 
     def kernel(self, isa, name):
-        spec = Attention(self.heads, self.kv_heads, self.d, ROPE_CTX, scale=self.scale)
-        return rope_kv_write(spec, Rope(self.neox, self.rotary, self.eps), self.m, isa, name)
+        return rope_kv_write(self.spec, self.rope, self.m, isa, name)
 
 
 ROPE_CTX = 128
+
+
+def heads(*shape, **attributes):
+    return Attention(*shape, ROPE_CTX, **attributes)
+
+
 ROPE = {
-    "decode neox": Write(4, 2, 64, 1, True, 64),
-    "decode interleaved": Write(4, 2, 64, 1, False, 64),
-    "decode norm": Write(4, 4, 128, 1, True, 128, 1e-6),
-    "prefill neox partial": Write(3, 1, 96, 16, True, 48),
-    "prefill interleaved partial": Write(2, 1, 64, 16, False, 24),
-    "prefill norm": Write(2, 2, 32, 16, False, 32, 1e-5),
-    "prefill narrow": Write(2, 1, 32, 8, True, 20),
-    "decode unrotated": Write(4, 2, 64, 1, True, 0),
-    "prefill unrotated norm": Write(2, 1, 96, 8, True, 0, 1e-5),
-    "prefill head 24": Write(3, 1, 24, 4, True, 12, 1e-5),
-    "decode head 80": Write(2, 1, 80, 1, False, 32),
-    "prefill scale": Write(2, 1, 64, 4, True, 64, scale=0.25),
+    "decode neox": Write(heads(4, 2, 64), 1, Rope(True, 64)),
+    "decode interleaved": Write(heads(4, 2, 64), 1, Rope(False, 64)),
+    "decode norm": Write(heads(4, 4, 128), 1, Rope(True, 128, 1e-6)),
+    "prefill neox partial": Write(heads(3, 1, 96), 16, Rope(True, 48)),
+    "prefill interleaved partial": Write(heads(2, 1, 64), 16, Rope(False, 24)),
+    "prefill norm": Write(heads(2, 2, 32), 16, Rope(False, 32, 1e-5)),
+    "prefill narrow": Write(heads(2, 1, 32), 8, Rope(True, 20)),
+    "decode unrotated": Write(heads(4, 2, 64), 1, Rope(True, 0)),
+    "prefill unrotated norm": Write(heads(2, 1, 96), 8, Rope(True, 0, 1e-5)),
+    "prefill head 24": Write(heads(3, 1, 24), 4, Rope(True, 12, 1e-5)),
+    "decode head 80": Write(heads(2, 1, 80), 1, Rope(False, 32)),
+    "prefill scale": Write(heads(2, 1, 64, scale=0.25), 4, Rope(True, 64)),
+    "prefill norm after": Write(heads(2, 1, 64), 4, Rope(True, 48, 1e-5, norm_after=True)),
+    "decode norm after": Write(heads(2, 1, 40), 1, Rope(False, 24, 1e-5, norm_after=True)),
+    "prefill value norm": Write(heads(2, 2, 24), 4, Rope(True, 24, 1e-5, value_norm=True)),
+    "prefill reads": Write(heads(3, 1, 64), 4, Rope(True, 64, 1e-5, writes=False)),
+    "decode reads": Write(heads(2, 1, 64), 1, Rope(True, 0, writes=False)),
 }
 
 
@@ -263,14 +268,16 @@ def test_a_token_gets_the_same_bits_in_any_chunk(arch, attributes, position):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", ROPE)
 def test_rope_kv_write(arch, name):
-    heads, kv_heads, d, m, neox, rotary, eps, scale = ROPE[name]
+    spec, m, rope = ROPE[name]
+    n, kv_heads, d = spec.heads, spec.kv_heads, spec.d
     rng = np.random.default_rng(2)
-    angles = np.arange(ROPE_CTX)[:, None] * 10000.0 ** (-np.arange(rotary // 2) / max(1, rotary // 2))
-    cs = np.stack([np.cos(angles), np.sin(angles)], -1).reshape(ROPE_CTX, rotary).astype(np.float32)
-    q, k, v = (rng.standard_normal((m, h * d)).astype(np.float32) for h in (heads, kv_heads, kv_heads))
-    norms = [] if eps is None else [rng.standard_normal(d).astype(np.float32) for _ in range(2)]
-    qn, kn = norms or (None, None)
-    tables = [cs] if rotary else []
+    angles = np.arange(ROPE_CTX)[:, None] * 10000.0 ** (-np.arange(rope.rotary // 2) / max(1, rope.rotary // 2))
+    # with a factor, as some models scale their angles' table
+    cs = 1.25 * np.stack([np.cos(angles), np.sin(angles)], -1).reshape(ROPE_CTX, rope.rotary).astype(np.float32)
+    q, k, v = (rng.standard_normal((m, h * d)).astype(np.float32) for h in (n, kv_heads, kv_heads))
+    qn, kn = (rng.standard_normal(d).astype(np.float32) for _ in range(2))
+    norms = [] if rope.eps is None else [qn, kn] if rope.writes else [qn]
+    tables = [cs] if rope.rotary else []
     states = {
         (0, m),
         (5, max(1, m - 3)),
@@ -280,21 +287,22 @@ def test_rope_kv_write(arch, name):
     for position, live in states:
         written = min(live, ROPE_CTX - position)
         Kc, Vc = caches(*np.full((2, kv_heads, ROPE_CTX, d), STALE, np.float16))
-        width = d + -d % 16
-        Qo = tensor(np.full((m, heads, width), LEFT, np.float32))
-        inputs = [widened(x) for x in (q, k, v, *norms)]
-        kernels(arch)[name](state(position, live), *map(tensor, (*inputs, *tables)), Kc, Vc, Qo)
+        Qo = tensor(np.full((m, n, spec.width), LEFT, np.float32))
+        inputs = [widened(x) for x in ([q, k, v] if rope.writes else [q])] + [widened(x) for x in norms] + tables
+        cache = [Kc, Vc] if rope.writes else []
+        kernels(arch)[name](state(position, live), *map(tensor, inputs), *cache, Qo)
         rows = cs[position : position + written]
-        expected = rope_reference(q.reshape(m, heads, d)[:written], rows, Rope(neox, rotary, eps), qn)
-        expected *= LOG2E * (scale or 1 / np.sqrt(d))
-        np.testing.assert_allclose(Qo.numpy()[:written, :, :d], expected, rtol=0, atol=2e-6)
+        expected = rope_reference(q.reshape(m, n, d)[:written], rows, rope, qn) * spec.query_scale
+        np.testing.assert_allclose(Qo.numpy()[:written, :, :d], expected, rtol=0, atol=4e-6)
         assert (Qo.numpy()[written:] == LEFT).all()
-        got_k = Kc.numpy().transpose(0, 1, 3, 2).reshape(kv_heads, ROPE_CTX, width)[..., :d]
-        keys = rope_reference(k.reshape(m, kv_heads, d)[:written], rows, Rope(neox, rotary, eps), kn)
+        if not rope.writes:
+            continue
+        got_k = Kc.numpy().transpose(0, 1, 3, 2).reshape(kv_heads, ROPE_CTX, spec.width)[..., :d]
+        keys = rope_reference(k.reshape(m, kv_heads, d)[:written], rows, rope, kn)
         here = slice(position, position + written)
         np.testing.assert_allclose(got_k[:, here].transpose(1, 0, 2), keys, rtol=6e-4, atol=1e-6)
-        got_v = Vc.numpy()[..., :d]
-        assert (got_v[:, here].transpose(1, 0, 2) == v.reshape(m, kv_heads, d)[:written].astype(np.float16)).all()
+        got_v, values = Vc.numpy()[..., :d], value_reference(v.reshape(m, kv_heads, d)[:written], rope)
+        np.testing.assert_allclose(got_v[:, here].transpose(1, 0, 2), values, rtol=6e-4, atol=1e-6)
         for cache in (got_k, got_v):
             assert (np.delete(cache, np.arange(position, position + written), axis=1) == STALE).all()
 
@@ -310,6 +318,11 @@ def test_int8_blocks_of_parts_of_heads_are_refused():
         Attend(Attention(4, 2, 48, 128), (), quantize=True).kernel(resolve("native").isa, "attention")
 
 
+def test_norms_need_an_epsilon():
+    with pytest.raises(ValueError, match="without eps"):
+        Rope(True, 64, value_norm=True)
+
+
 def test_odd_rotary_is_refused():
     with pytest.raises(UserError, match="even"):
-        Write(2, 1, 64, 1, True, 33).kernel(resolve("native").isa, "rope")
+        Write(heads(2, 1, 64), 1, Rope(True, 33)).kernel(resolve("native").isa, "rope")

@@ -37,6 +37,10 @@ DECODE = {
         4, 1, 64, states=((5, 1), (500, 1)),
         attributes={"window": 300, "softcap": 4.0, "sinks": True, "scale": 0.2},
     ),
+    "decode_norm_after": Case(
+        2, 1, 64, rope=Rope(False, 48, 1e-6, norm_after=True, value_norm=True), states=NEAR
+    ),
+    "decode_reads": Case(4, 1, 64, rope=Rope(True, 64, 1e-6, writes=False), states=NEAR),
     "decode_rope_attributes": Case(
         4, 1, 64, rope=Rope(True, 0), states=((0, 1), (200, 1)),
         attributes={"softcap": 3.0, "sinks": True, "scale": 0.3},
@@ -68,6 +72,8 @@ ROPE = {
     "rope_interleaved": Case(2, 1, 64, 1, rope=Rope(False, 64)),
     "rope_norm": Case(4, 2, 128, 16, rope=Rope(True, 128, 1e-6)),
     "rope_head_24": Case(3, 1, 24, 4, rope=Rope(True, 12, 1e-6)),
+    "rope_norm_after": Case(3, 1, 24, 4, rope=Rope(True, 12, 1e-6, norm_after=True, value_norm=True)),
+    "rope_reads": Case(3, 1, 64, 4, rope=Rope(True, 64, 1e-6, writes=False)),
     "rope_none": Case(2, 1, 64, 1, rope=Rope(True, 0, 1e-6), attributes={"scale": 0.3}),
 }
 CASES = DECODE | PREFILL | DOT | ROPE

@@ -273,6 +273,8 @@ ATTENTION = {
     "decode group 7": Case(7, 1, 64, act="rows", rope=Rope(False, 64), states=TWO),
     "decode group 9": Case(9, 1, 32, states=((299, 1),)),
     "decode head 24": Case(2, 1, 24, rope=Rope(True, 24, 1e-6), states=TWO),
+    "decode norm after": Case(2, 1, 64, rope=Rope(False, 48, 1e-6, norm_after=True, value_norm=True), states=TWO),
+    "decode reads": Case(2, 1, 64, rope=Rope(True, 64, 1e-6, writes=False), states=TWO),
     "decode window": Case(2, 1, 64, rope=Rope(True, 0), states=((0, 1), (103, 1), (500, 1)), attributes=WINDOW),
     "prefill group 3": Case(3, 1, 64, 16, "rows", states=((0, 16), (57, 13))),
     "prefill group 4": Case(4, 1, 128, 16, "half", states=((100, 16),)),
@@ -287,6 +289,8 @@ ROPE = {
     "interleaved": Case(2, 1, 64, 1, rope=Rope(False, 64)),
     "norm": Case(4, 2, 128, 4, rope=Rope(True, 128, 1e-6)),
     "head 24": Case(3, 1, 24, 4, rope=Rope(True, 12, 1e-6)),
+    "norm after": Case(3, 1, 48, 4, rope=Rope(True, 24, 1e-6, norm_after=True, value_norm=True)),
+    "reads": Case(3, 1, 64, 4, rope=Rope(True, 64, 1e-6, writes=False)),
     "none": Case(2, 1, 64, 4, rope=Rope(True, 0), attributes={"scale": 0.3}),
 }
 

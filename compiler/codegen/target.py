@@ -21,11 +21,12 @@ from mlc_amd.compiler.models.config import AttentionConfig, ModelConfig
 from mlc_amd.compiler.nodes import fields_of
 from mlc_amd.compiler.ops import shape_of
 from mlc_amd.schedules import operators
-from mlc_amd.schedules.attention import Attention
+from mlc_amd.schedules.attention import Attention, Rope
 from mlc_amd.schedules.plans.workload import Workload
 
 # What kernels' builders take for arguments that a workload does not name.
 ATTENTION_DEFAULTS = {f.name: f.default for f in fields(Attention) if f.default is not MISSING}
+ROPE_DEFAULTS = {f.name: f.default for f in fields(Rope) if isinstance(f.default, bool)}
 EMBED_DEFAULTS, GATE_UP_DEFAULTS = {"scale": 1.0}, {"act_fn": "silu"}
 NOT_OF_ROPE = ("window", "softcap", "sinks")
 DEFAULT = "default"  # where a plan comes from that nobody tuned
@@ -86,10 +87,11 @@ class Target(ABC):
         """{"k": .., "v": ..}: (shape, dtype) of the cache of a layer with that attention."""
 
     def kv_types(self, config: ModelConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Cache tensor name ("k.0", "v.0" ..) to (shape, dtype)."""
+        """Cache tensor name ("k.0", "v.0" ..) to (shape, dtype). Layers that attend to another one's have none."""
         return {
             f"{which}.{i}": of
             for i, layer in enumerate(config.layers)
+            if layer.attention.kv_layer is None
             for which, of in self.cache_types(layer.attention, ctx).items()
         }
 
@@ -294,7 +296,8 @@ class Target(ABC):
         # of attention's attributes only the scale counts here: queries are multiplied by it
         shape = {key: value for key, value in self._attention_args(call).items() if key not in NOT_OF_ROPE}
         workload = Workload("rope_kv_write", shape | {"m": m} | self._rope(call))
-        return self._call(bb, call, f"rope_kv_write_m{m}", workload, inplace={1: last - 2, 2: last - 1})
+        inplace = {1: last - 2, 2: last - 1} if int(call.attrs["writes"]) else None
+        return self._call(bb, call, f"rope_kv_write_m{m}", workload, inplace)
 
     def _rope_attention(self, bb, call):
         args = self._attention_args(call) | self._rope(call) | {"act": str(call.attrs["layout"])}
@@ -314,9 +317,13 @@ class Target(ABC):
 
     @staticmethod
     def _rope(call) -> dict:
+        """The fields of schedules.attention.Rope, likewise."""
         a = call.attrs
         eps = float(a["eps"]) if int(a["head_norm"]) else None
-        return {"neox": bool(int(a["neox"])), "rotary": int(a["rotary"]), "eps": eps}
+        variant = {key: bool(int(a[key])) for key in ROPE_DEFAULTS}
+        return {"neox": bool(int(a["neox"])), "rotary": int(a["rotary"]), "eps": eps} | _differing(
+            variant, ROPE_DEFAULTS
+        )
 
 
 def _experts(call) -> dict[str, int]:

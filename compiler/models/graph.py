@@ -164,18 +164,22 @@ class Graph:
         table = [self.parameters[f"{a.rope}.table"][0]] if rope else []
         layer_of = asdict(self.target.layer(a, self.ctx))
         shape = {key: int(value) if isinstance(value, bool) else value for key, value in layer_of.items()}
-        norms = [self.head_norm(block, which, a) for which in "qk"] if a.head_norms else []
-        cache = [self.parameters[f"{which}.{layer}"][0] for which in "kv"]
-        written = self.emit(
-            "rope_kv_write", [q, k, v, *norms, *table, *cache], **shape,
+        writes = a.kv_layer is None
+        norms = [self.head_norm(block, which, a) for which in ("qk" if writes else "q")] if a.head_norms else []
+        cache = [self.parameters[f"{which}.{layer if writes else a.kv_layer}"][0] for which in "kv"]
+        sources = [q, k, v, *norms, *table, *cache] if writes else [q, *norms, *table]
+        rotated = self.emit(
+            "rope_kv_write", sources, **shape,
             neox=int(rope.neox) if rope else 0, rotary=rope.dim if rope else 0, head_norm=int(a.head_norms),
-            eps=self.config.norm_eps, query_dtype=self.target.query_dtype,
+            eps=self.config.norm_eps, norm_after=int(a.norm_after_rope), value_norm=int(a.value_norm and writes),
+            writes=int(writes), query_dtype=self.target.query_dtype,
         )  # fmt: skip
-        q, keys, values = (self.bb.emit(relax.TupleGetItem(written, i)) for i in range(3))
+        # Another layer's cache is written when its output, which this layer's input depends on, is computed.
+        q, *cache = (self.bb.emit(relax.TupleGetItem(rotated, i)) for i in range(3)) if writes else (rotated, *cache)
         sinks = [self.vector(f"{block}attn_sinks.weight", exact=True)] if a.sinks else []
         workspace = self.target.attention_workspace(a, self.ctx) if self.m == 1 else {}
         buffers = [self.parameter(name, "kv", tensor_type(*of)) for name, of in workspace.items()]
-        return self.emit("attention", [q, keys, values, *sinks, *buffers], **shape, layout="")
+        return self.emit("attention", [q, *cache, *sinks, *buffers], **shape, layout="")
 
     def head_norm(self, block: str, which: str, a: AttentionConfig) -> relax.Var:
         """The weight of the norm over a head of q or k; ones for a norm without weights."""

@@ -9,11 +9,13 @@ def fuse_rope(mod, target):
     def rule(call, producer):
         if ops.name_of(call) != "attention" or ops.shape_of(call.args[1])[0] != 1 or not target.fuses_rope:
             return None
-        state, rotated, _keys, _values, *rest = call.args  # [sinks], workspace
-        written = producer(rotated).tuple_value  # q is the first output of rope_kv_write
-        rope = producer(written)
-        attrs = {key: rope.attrs[key] for key in ("neox", "rotary", "head_norm", "eps")}
+        state, rotated, keys, values, *rest = call.args  # [sinks], workspace
+        rope = producer(rotated)
+        caches = [keys, values]
+        if ops.name_of(rope) != "rope_kv_write":  # q is the first of its outputs, and the caches are its last inputs
+            rope, caches = producer(rope.tuple_value), []
+        attrs = {key: rope.attrs[key] for key in ops.ROPE}
         attrs |= {key: call.attrs[key] for key in (*ops.ATTENTION, "layout")}
-        return ops.call("rope_attention", [state, *rope.args[1:], *rest], **attrs)
+        return ops.call("rope_attention", [state, *rope.args[1:], *caches, *rest], **attrs)
 
     return rewrite(mod, rule)

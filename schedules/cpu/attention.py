@@ -46,7 +46,9 @@ def attention(spec: Attention, m, p, quantize, isa, name, plan=None) -> tirx.Pri
     and for int8 blocks of heads that are not whole blocks.
     """
     if quantize and spec.d % QUANT:
-        raise UserError(f"attention gives int8 blocks of {QUANT} columns, not of heads of {spec.d}; quantize separately")
+        raise UserError(
+            f"attention gives int8 blocks of {QUANT} columns, not of heads of {spec.d}; quantize separately"
+        )
     module = kernel_module(m, spec.group)
     with kernel(name) as (builder, state):
         Q = T.arg("Qo", T.buffer((m, spec.heads, spec.width), "float32"))

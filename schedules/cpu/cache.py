@@ -17,7 +17,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.cpu.vector import LANES, LINE, at, dtype, f32, opaque, prefetch, registers, splat, store
+from mlc_amd.schedules.cpu.vector import LINE, at, dtype, f32, opaque, prefetch, registers, splat, store
 
 BLOCK = 64  # keys of a block
 _TILE = 16  # keys that are interleaved in Kc
@@ -32,8 +32,8 @@ def cache_types(spec):
     kv_heads, ctx, width = spec.kv_heads, spec.ctx, spec.width
     if ctx % BLOCK or spec.d % _HEAD:
         raise UserError(
-            f"attention on the CPU needs a context in multiples of {BLOCK} and heads in multiples of {_HEAD}, not {ctx} "
-            f"and {spec.d}"
+            f"attention on the CPU needs a context in multiples of {BLOCK} and heads in multiples of {_HEAD}, not "
+            f"{ctx} and {spec.d}"
         )
     return {"k": ((kv_heads, ctx // _TILE, width, _TILE), _DTYPE), "v": ((kv_heads, ctx, width), _DTYPE)}
 
@@ -42,6 +42,11 @@ def row_position(state, row):
     """The position of a step's row in its sequence, int32. The rows of a step are consecutive tokens of one
     sequence."""
     return state[0] + row
+
+
+def is_position(spec, position):
+    """A condition: rows of an `Attention` layer may have that position."""
+    return tirx.all(position >= 0, position < spec.ctx)
 
 
 class KeyRange(NamedTuple):
@@ -108,12 +113,8 @@ class Cache:
 
     def __init__(self, spec, isa):
         types = cache_types(spec)
-        self.ctx, self.width, self.isa = spec.ctx, spec.width, isa
+        self.width, self.isa = spec.width, isa
         self.K, self.V = (T.arg(name, T.buffer(*types[which])) for name, which in (("Kc", "k"), ("Vc", "v")))
-
-    def holds(self, position):
-        """A condition: the cache has a place for that position."""
-        return tirx.all(position >= 0, position < self.ctx)
 
     def key_writer(self, head, position):
         """write(e, n, y) stores elements e .. e+n-1 of a key, a float32 vector of n lanes."""

@@ -5,7 +5,7 @@ None for the default one. The kernel's parameters are the operator's inputs, tup
 (`schedules/operators.py`).
 """
 
-from mlc_amd.schedules.attention import Attention, Rope
+from mlc_amd.schedules.attention import Attention, Rope, described
 from mlc_amd.schedules.cpu.attention import attention
 from mlc_amd.schedules.cpu.embed import embed
 from mlc_amd.schedules.cpu.expert_rows import combine, expert_order, gather
@@ -47,13 +47,12 @@ def _gate_up(gate, up, n, k, m, act_in, act_out, arch, name, plan, act_fn="silu"
     return gate_up_swiglu(gate, up, n, k, m, tile_rows(m, arch), bool(act_out), arch.isa, name, plan, act_fn)
 
 
-def _rope_kv_write(heads, kv_heads, d, ctx, m, neox, rotary, eps, arch, name, plan, **variant):
-    return rope_kv_write(Attention(heads, kv_heads, d, ctx, **variant), Rope(neox, rotary, eps), m, arch.isa, name)
+def _rope_kv_write(m, arch, name, plan, **layer):
+    return rope_kv_write(described(Attention, layer), described(Rope, layer), m, arch.isa, name)
 
 
-def _attention(heads, kv_heads, d, ctx, m, act, arch, name, plan, **variant):
-    layer = Attention(heads, kv_heads, d, ctx, **variant)
-    return attention(layer, m, tile_rows(m, arch), bool(act), arch.isa, name, plan)
+def _attention(m, act, arch, name, plan, **layer):
+    return attention(described(Attention, layer), m, tile_rows(m, arch), bool(act), arch.isa, name, plan)
 
 
 def _route(n, m, experts, used, tile, arch, name, plan, **attributes):

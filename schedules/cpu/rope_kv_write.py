@@ -1,8 +1,8 @@
 """Rotary position embedding, and the new keys and values into the cache: what comes between the q/k/v projections and
 attention.
 
-Models differ in three ways, all of them fields of `schedules.attention.Rope`: which elements of a head form a pair, how
-many of them rotate (the rest passes through), and whether each head of q and k is normalized first (Qwen 3).
+Models differ in what `schedules.attention.Rope` describes: which elements of a head form a pair, how many of them
+rotate (the rest passes through), and which heads are normalized, before or after that.
 """
 
 import math
@@ -12,7 +12,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.attention import Attention, Rope, padded_columns
-from mlc_amd.schedules.cpu.cache import Cache, row_position
+from mlc_amd.schedules.cpu.cache import Cache, is_position, row_position
 from mlc_amd.schedules.cpu.kernel import kernel, row_loop
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, splat, store, tree_add
 
@@ -51,22 +51,42 @@ class _Rotation:
             yield e, n, T.Bind(load(e, n))
 
 
-def _head_loader(X, row, head, d, weight, eps):
-    """load(e, n) gives elements e .. e+n-1 of a row's head of X, times weight / sqrt(mean of squares + eps) where there
-    is a `weight`."""
+def _loader(X, row, head, d):
+    """load(e, n) gives elements e .. e+n-1 of a row's head of X."""
+    return lambda e, n: X[row, at(head * d + e, n)]
 
-    def plain(e, n):
-        return X[row, at(head * d + e, n)]
 
-    if weight is None:
-        return plain
+def _normalized(load, d, eps, weight=None):
+    """The load(e, n) of a head divided by its root mean square, times the weight if there is one."""
     lanes = _lanes(d)
     squares = f32(0.0, lanes)
     for e in range(0, d, lanes):
-        x = T.Bind(plain(e, lanes))
+        x = T.Bind(load(e, lanes))
         squares = squares + x * x
     scale = T.Bind(T.float32(1) / T.sqrt(tree_add(T.Bind(squares), lanes) * T.float32(1 / d) + T.float32(eps)))
-    return lambda e, n: plain(e, n) * splat(scale, n) * weight[at(e, n)]
+    if weight is None:
+        return lambda e, n: load(e, n) * splat(scale, n)
+    return lambda e, n: load(e, n) * splat(scale, n) * weight[at(e, n)]
+
+
+def _vectors(load, d):
+    """Yields (first element, lanes, value) for a whole head."""
+    n = _lanes(d)
+    for e in range(0, d, n):
+        yield e, n, load(e, n)
+
+
+def _rotated(rotation, load, d, rope, weight):
+    """Yields (first element, lanes, value) for a whole head of q or k, normalized by `weight` (None: not) and
+    rotated."""
+    if weight is None:
+        return rotation.vectors(load)
+    if not rope.norm_after:
+        return rotation.vectors(_normalized(load, d, rope.eps, weight))
+    turned = T.alloc_buffer((d,), "float32", scope="local")
+    for e, n, y in rotation.vectors(load):
+        store(turned, y, at(e, n))
+    return _vectors(_normalized(lambda e, n: turned[at(e, n)], d, rope.eps, weight), d)
 
 
 def rope_kv_write(spec: Attention, rope: Rope, m, isa, name) -> tirx.PrimFunc:
@@ -75,34 +95,37 @@ def rope_kv_write(spec: Attention, rope: Rope, m, isa, name) -> tirx.PrimFunc:
     CS[pos, 2i+1] = sin of pair i], Kc, Vc as in `cache.py` (in place), Qo float32 [m, heads, width], which is scaled by
     spec.query_scale and whose padding is not written).
 
-    Q, K, V and the norms' weights are padded to multiples of 16 columns, as linear layers and vectors are.
-
-    Rows that are not live, or have no place in the cache, write nothing. UserError for shapes that `cache_types`
-    refuses and for an odd number of rotated elements.
+    Without rope.writes there are no K, V, KN, Kc, Vc. Q, K, V and the norms' weights are padded to multiples of 16
+    columns, as linear layers and vectors are. Rows that are not live, or have no place in the cache, write nothing.
+    UserError for shapes that `cache_types` refuses and for an odd number of rotated elements.
     """
     heads, kv_heads, d, ctx = spec.heads, spec.kv_heads, spec.d, spec.ctx
     if rope.rotary % 2 or not 0 <= rope.rotary <= d:
         raise UserError(f"rotary embedding needs an even number of elements, at most the head's {d}, not {rope.rotary}")
     with kernel(name) as (builder, state):
-        Q, K, V = (
-            T.arg(n, T.buffer((m, padded_columns(h * d)), "float32")) for n, h in (("Q", heads), ("K", kv_heads), ("V", kv_heads))
-        )
-        QN, KN = (None, None) if rope.eps is None else (T.arg(n, T.buffer((padded_columns(d),), "float32")) for n in ("QN", "KN"))
+        written = (("K", kv_heads), ("V", kv_heads)) if rope.writes else ()
+        sources = {n: T.arg(n, T.buffer((m, padded_columns(h * d)), "float32")) for n, h in (("Q", heads), *written)}
+        normed = () if rope.eps is None else ("QN", "KN") if rope.writes else ("QN",)
+        norms = {n: T.arg(n, T.buffer((padded_columns(d),), "float32")) for n in normed}
         CS = T.arg("CS", T.buffer((ctx, rope.rotary), "float32")) if rope.rotary else None
-        cache = Cache(spec, isa)
+        cache = Cache(spec, isa) if rope.writes else None
         Qo = T.arg("Qo", T.buffer((m, heads, spec.width), "float32"))
         with row_loop(state, m) as row:
             position = T.Bind(row_position(state, row))
-            with T.If(cache.holds(position)), T.Then():
+            with T.If(is_position(spec, position)), T.Then():
                 rotation = _Rotation(CS, position, d, rope)
                 with T.serial(heads) as h:
-                    for e, n, y in rotation.vectors(_head_loader(Q, row, h, d, QN, rope.eps)):
+                    load = _loader(sources["Q"], row, h, d)
+                    for e, n, y in _rotated(rotation, load, d, rope, norms.get("QN")):
                         store(Qo, y * f32(spec.query_scale, n), row, h, at(e, n))
-                with T.serial(kv_heads) as h:
-                    write_key = cache.key_writer(h, position)
-                    for e, n, y in rotation.vectors(_head_loader(K, row, h, d, KN, rope.eps)):
-                        write_key(e, n, y)
-                    n = _lanes(d)
-                    for e in range(0, d, n):
-                        cache.write_value(h, position, e, n, V[row, at(h * d + e, n)])
+                if cache:
+                    with T.serial(kv_heads) as h:
+                        write_key = cache.key_writer(h, position)
+                        load = _loader(sources["K"], row, h, d)
+                        for e, n, y in _rotated(rotation, load, d, rope, norms.get("KN")):
+                            write_key(e, n, y)
+                        value = _loader(sources["V"], row, h, d)
+                        value = _normalized(value, d, rope.eps) if rope.value_norm else value
+                        for e, n, y in _vectors(value, d):
+                            cache.write_value(h, position, e, n, y)
     return builder.get()

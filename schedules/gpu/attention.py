@@ -16,13 +16,13 @@ PREFILL = {"": attention_prefill_dot, "coop": attention_prefill_coop}
 
 
 def attention(layer: Attention, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], Qo float16 [m, heads, width], Kc, Vc of `cache.py`, [Sinks float32 [heads]], [Parts, Arrived
-    of `attention_join.scratch_shapes` when m is 1], then the output [m, heads*d] in the layout act_out).
+    """Kernel (state int32[4], Qo float16 [m, heads, width], Kc, Vc of `cache.py`, [Sinks float32 [heads]], [Parts,
+    Arrived of `attention_join.scratch_shapes` when m is 1], then the output [m, heads*d] in the layout act_out).
 
     Qo is rotated and scaled (`Attention.query_scale`) and the cache contains the rows' own keys. Row i has the position
     that `cache.row_position` says and sees the keys that `cache.visible` says. UserError for shapes that `cache_types`,
-    `group_of` or `output_args` refuses, and for "rows" with m > 1 on an arch with matrix units. plan: of the kernel's module, instead
-    of the arch's.
+    `group_of` or `output_args` refuses, and for "rows" with m > 1 on an arch with matrix units. plan: of the kernel's
+    module, instead of the arch's.
     """
     if m == 1:
         return attention_decode(layer, act_out, arch, name, plan=plan)

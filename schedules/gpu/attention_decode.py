@@ -27,7 +27,7 @@ from mlc_amd.schedules.gpu.attention_rows_vulkan import query_dtype, rows_of, wa
 from mlc_amd.schedules.gpu.cache import Cache, clamped_position, is_at, store_valid, visible
 from mlc_amd.schedules.gpu.device import dot2, each, fma, launch, uniform
 from mlc_amd.schedules.gpu.registers import at, lane_of, put
-from mlc_amd.schedules.gpu.rope_kv_write import rope_args, rotated
+from mlc_amd.schedules.gpu.rope_kv_write import rope_args, rotated, value_scale
 from mlc_amd.schedules.gpu.softmax import P_SHIFT, group_of, output_args, sinks_arg, soft_cap
 from mlc_amd.schedules.gpu.step import kernel, opaque_zero, state_arg
 
@@ -92,8 +92,8 @@ def attention_decode(
     float16 [1, heads, width]; then Kc, Vc (with `rope` in place), [Sinks float32 [heads]], Parts, Arrived of
     `attention_join.scratch_shapes`, then the output [1, heads*d] in the layout act_out).
 
-    One row, at its position in `state`; with `rope` its own key and value are written there, without they must be there
-    already. One launch. plan: instead of the arch's; ValueError as for `splits_of`. UserError for shapes that
+    One row, at its position in `state`; with `rope.writes` its own key and value are written there, else they must be
+    there already. One launch. plan: instead of the arch's; ValueError as for `splits_of`. UserError for shapes that
     `cache_types`, `rope_args`, `group_of` or `output_args` refuses.
     """
     heads, kv_heads, d, ctx = attention.heads, attention.kv_heads, attention.d, attention.ctx
@@ -111,7 +111,8 @@ def attention_decode(
         with launch((kv_heads, splits.count), (arch.wave, splits.waves)) as (kv, split, lane, thread_wave):
             wave = uniform(arch, thread_wave)
             position = clamped_position(state, 0, ctx)
-            seen = visible(attention, position, own=not rope)
+            own_apart = rope is not None and rope.writes  # its own key and value do not come from the cache
+            seen = visible(attention, position, own=not own_apart)
             steps, first_step = seen.end_block(splits.step), seen.first_block(splits.step)
             active = splits.active(steps - first_step)
             with T.serial(T.cast(split < active, "int32")):
@@ -125,11 +126,13 @@ def attention_decode(
                     key0 = T.Bind(T.min((stream + first_step) * splits.step, T.int32(ctx - splits.step)))
                     rows.load_keys(cache.block(kv, key0))
                 if rope:
-                    own_key = T.alloc_buffer((d,), query_dtype(arch), scope="shared")
+                    own_key = T.alloc_buffer((d,), query_dtype(arch), scope="shared") if own_apart else None
                     _rotate(arch, attention, splits, sources, rope, (queries, own_key), kv, position, wave, lane)
-                    first = T.Bind((wave == 0) & (split == 0))
-                    with T.If(first), T.Then():
-                        _start_with_own(rows, queries, own_key, sources.V, kv)
+                    if own_apart:
+                        first = T.Bind((wave == 0) & (split == 0))
+                        with T.If(first), T.Then():
+                            scale = value_scale(arch, sources.V, 0, kv, lane, d, rope)
+                            _start_with_own(rows, queries, own_key, sources.V, scale, kv)
                 else:
                     _load_queries(splits, Qo, queries, kv, wave * arch.wave + lane)
                 with T.serial(T.max((steps - first_step - stream + streams - 1) // streams, T.int32(0))) as i:
@@ -140,11 +143,12 @@ def attention_decode(
                         following = {"following": cache.block(kv, key0)}
                     block = cache.block(kv, T.Bind(place * splits.step))
                     rows.step(block, queries, lambda r, key: seen.sees(key), opaque_zero(state, i), **following)
-                if rope:
+                if own_apart:
                     with T.If(first & is_at(state, 0, position)), T.Then():
                         key = rotated(arch, sources.K, 0, kv * d, sources.CS, position, sources.KN, lane, d, rope)
                         cache.store_key(kv, position, key)
-                        cache.store_value(arch, kv, position, sources.V, 0, lane)
+                        scale = value_scale(arch, sources.V, 0, kv, lane, d, rope)
+                        cache.store_value(arch, kv, position, sources.V, 0, lane, scale)
                 quad = rows.join_waves(wave, splits.waves)
                 tid = T.Bind(wave * arch.wave + lane)
                 join = Join(arch, splits, act_out, out, scratch, sinks, kv, wave, lane, tid)
@@ -158,7 +162,7 @@ def attention_decode(
 
 
 def _rotate(arch, attention, splits, sources, rope, buffers, kv, position, wave, lane):
-    """Rotates the group's queries and the key into LDS; the waves take heads round robin."""
+    """Rotates the group's queries and the key, if there is one, into LDS; the waves take heads round robin."""
     (Q, K, _, QN, KN, CS), (queries, own_key) = sources, buffers
     group, d, scale = splits.group, splits.d, T.float32(attention.query_scale)
     for i in each(arch, -(-group // splits.waves)):
@@ -166,6 +170,8 @@ def _rotate(arch, attention, splits, sources, rope, buffers, kv, position, wave,
         with T.If(row < group), T.Then():
             for valid, values in rotated(arch, Q, 0, (kv * group + row) * d, CS, position, QN, lane, d, rope):
                 store_valid(valid, queries, [((row, e), _rounded(y * scale, queries)) for e, y in values])
+    if own_key is None:
+        return
     with T.If(wave == splits.waves - 1), T.Then():
         for valid, values in rotated(arch, K, 0, kv * d, CS, position, KN, lane, d, rope):
             store_valid(valid, own_key, [((e,), _rounded(y, own_key)) for e, y in values])
@@ -194,8 +200,8 @@ def _load_queries(splits, Qo, queries, kv, tid):
         )
 
 
-def _start_with_own(rows, queries, own_key, V, kv):
-    """The rows' state behind the token's own key, whose weight is 1."""
+def _start_with_own(rows, queries, own_key, V, scale, kv):
+    """The rows' state behind the token's own key, whose weight is 1. scale: of the value, None is 1."""
     arch, d = rows.arch, rows.d
 
     def part(r):
@@ -211,7 +217,9 @@ def _start_with_own(rows, queries, own_key, V, kv):
         put(rows.top, soft_cap(rows.attention, score), r)
         put(rows.total, T.Select(rows.lane == 0, T.float32(2**P_SHIFT), T.float32(0)), r)
     for x in range(rows.columns):
-        value = T.Bind(T.cast(T.cast(V[0, kv * d + rows.column(x)], "float16"), "float32") * T.float32(2**P_SHIFT))
+        value = V[0, kv * d + rows.column(x)]
+        value = value if scale is None else value * scale
+        value = T.Bind(T.cast(T.cast(value, "float16"), "float32") * T.float32(2**P_SHIFT))
         for r in range(rows.count):
             put(rows.out, value, r * rows.columns + x)
 

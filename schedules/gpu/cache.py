@@ -30,8 +30,8 @@ KEYS, UNIT = 32, 8  # keys of a tile of Kc; elements of a unit
 
 
 def cache_types(attention) -> dict:
-    """k, v -> (shape, dtype) of Kc and Vc of an `Attention` layer. UserError unless PAGE divides ctx and UNIT divides d,
-    as the attention kernels need."""
+    """k, v -> (shape, dtype) of Kc and Vc of an `Attention` layer. UserError unless PAGE divides ctx and UNIT divides
+    d, as the attention kernels need."""
     kv_heads, ctx, width = attention.kv_heads, attention.ctx, attention.width
     if ctx % PAGE or attention.d % UNIT:
         raise UserError(
@@ -90,13 +90,15 @@ class Cache:
             ]
             store_valid(valid, self.Kc, places)
 
-    def store_value(self, arch, kv, position, V, row, lane):
-        """Stores the value of one head at `position`, V[row, kv*d ..] (float32), by the lanes of a wave."""
+    def store_value(self, arch, kv, position, V, row, lane, scale=None):
+        """Stores the value of one head at `position`, V[row, kv*d ..] (float32) times `scale` (None: 1), by the lanes
+        of a wave."""
         for first in range(0, self.d, arch.wave):
             valid = None if first + arch.wave <= self.d else first + lane < self.d
             e = T.Bind(first + lane if valid is None else T.min(first + lane, T.int32(self.d - 1)))
             place = (kv, position // UNIT, e, position % UNIT)
-            store_valid(valid, self.Vc, [(place, T.cast(V[row, kv * self.d + e], DTYPE))])
+            x = V[row, kv * self.d + e] if scale is None else V[row, kv * self.d + e] * scale
+            store_valid(valid, self.Vc, [(place, T.cast(x, DTYPE))])
 
 
 def store_valid(valid, buffer, stores):

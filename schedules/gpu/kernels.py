@@ -5,7 +5,7 @@ module or None for the default one. The kernel's parameters are the operator's i
 outputs (`schedules/operators.py`).
 """
 
-from mlc_amd.schedules.attention import Attention, Rope
+from mlc_amd.schedules.attention import Attention, Rope, described
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.gpu.attention import attention
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
@@ -50,18 +50,16 @@ def _gate_up(gate, up, n, k, m, act_in, act_out, arch, name, plan, act_fn="silu"
     return build(gate, up, n, k, m, act_in, act_out, arch, name, plan, act_fn)
 
 
-def _rope_kv_write(heads, kv_heads, d, ctx, m, neox, rotary, eps, arch, name, plan, **variant):
-    layer = Attention(heads, kv_heads, d, ctx, **variant)
-    return rope_kv_write(layer, m, Rope(neox, rotary, eps), arch, name, plan)
+def _rope_kv_write(m, arch, name, plan, **layer):
+    return rope_kv_write(described(Attention, layer), m, described(Rope, layer), arch, name, plan)
 
 
-def _attention(heads, kv_heads, d, ctx, m, act, arch, name, plan, **variant):
-    return attention(Attention(heads, kv_heads, d, ctx, **variant), m, act, arch, name, plan)
+def _attention(m, act, arch, name, plan, **layer):
+    return attention(described(Attention, layer), m, act, arch, name, plan)
 
 
-def _rope_attention(heads, kv_heads, d, ctx, neox, rotary, eps, act, arch, name, plan, **variant):
-    layer = Attention(heads, kv_heads, d, ctx, **variant)
-    return attention_decode(layer, act, arch, name, Rope(neox, rotary, eps), plan)
+def _rope_attention(act, arch, name, plan, **layer):
+    return attention_decode(described(Attention, layer), act, arch, name, described(Rope, layer), plan)
 
 
 def _route(n, m, experts, used, tile, arch, name, plan, **routing):

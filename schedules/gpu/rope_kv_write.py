@@ -5,7 +5,7 @@ In: the float32 rows of Q, K, V of a step's tokens, a table of cosines and sines
 float16, times `Attention.query_scale`, and the cache, updated in place for live rows.
 
 Models differ (`Rope`) in which elements form a pair, how many elements of a head rotate (the rest passes through, none
-is possible), and whether each head of q and k is normalized first. A wave has one head of one row. Decode does without
+is possible), and which heads are normalized, before or after that. A wave has one head of one row. Decode does without
 this kernel: `attention_decode.py` does the same work with the functions here.
 """
 
@@ -32,9 +32,13 @@ class Plan:
 PLAN = Plan(waves=4)
 
 
+def wave_heads(attention: Attention, rope: Rope) -> int:
+    """Heads that a row has, one for a wave each."""
+    return attention.heads + (2 * attention.kv_heads if rope.writes else 0)
+
+
 class Sources(NamedTuple):
-    """The parameters Q, K, V, QN, KN, CS of `rope_kv_write`; QN and KN are None without normalization, CS without
-    rotation."""
+    """The parameters Q, K, V, QN, KN, CS of `rope_kv_write`; None: it has no such parameter."""
 
     Q: object
     K: object
@@ -49,22 +53,29 @@ def rope_args(attention: Attention, m, rope: Rope) -> Sources:
     d, heads, kv_heads = attention.d, attention.heads, attention.kv_heads
     if rope.rotary % 2 or not 0 <= rope.rotary <= d:
         raise UserError(f"rotary embedding needs an even number of elements, at most the head's {d}, not {rope.rotary}")
-    sources = ("Q", heads), ("K", kv_heads), ("V", kv_heads)
-    Q, K, V = (T.arg(n, T.buffer((m, padded_columns(h * d)), "float32")) for n, h in sources)
-    QN, KN = (None, None) if rope.eps is None else (T.arg(n, T.buffer((padded_columns(d),), "float32")) for n in ("QN", "KN"))
-    CS = T.arg("CS", T.buffer((attention.ctx, rope.rotary), "float32")) if rope.rotary else None
-    return Sources(Q, K, V, QN, KN, CS)
+    rows = {"Q": heads} | ({"K": kv_heads, "V": kv_heads} if rope.writes else {})
+    shapes = {name: (m, padded_columns(count * d)) for name, count in rows.items()}
+    if rope.eps is not None:
+        shapes |= {name: (padded_columns(d),) for name in (("QN", "KN") if rope.writes else ("QN",))}
+    if rope.rotary:
+        shapes["CS"] = attention.ctx, rope.rotary
+    found = {name: T.arg(name, T.buffer(shape, "float32")) for name, shape in shapes.items()}
+    return Sources(*(found.get(name) for name in Sources._fields))
 
 
-def rotated(arch, X, token, column, CS, position, weight, lane, d, rope):
-    """One head's rotation by a wave: yields (valid, ((element, value), (element, value))) for each pair of this lane.
+class Pair(NamedTuple):
+    """Two elements of a head, which rotate together if they rotate. valid: None, or whether the lane has such a pair
+    (it must not store otherwise)."""
 
-    The head is X[token, column:column+d], float32. `valid` is None, or says whether the lane has such a pair (it must
-    not store otherwise). weight: None or float32 [d], then the head is multiplied by weight / sqrt(mean of squares +
-    eps) first.
-    """
+    valid: object
+    number: object
+    elements: list
+    values: list
+
+
+def _load_pairs(X, token, column, arch, lane, d, rope):
+    """The pairs of a lane, of the head X[token, column:column+d]."""
     half, pairs = rope.rotary // 2, d // 2
-    loaded = []
     for first in range(0, pairs, arch.wave):
         valid = None if first + arch.wave <= pairs else first + lane < pairs
         pair = T.Bind(first + lane if valid is None else T.min(first + lane, T.int32(pairs - 1)))
@@ -75,28 +86,70 @@ def rotated(arch, X, token, column, CS, position, weight, lane, d, rope):
             else (pair * 2, pair * 2 + 1)
         )
         elements = [T.Bind(e) for e in (low, high)]
-        loaded.append((valid, pair, elements, [T.Bind(X[token, column + e]) for e in elements]))
-    if weight is not None:
-        squares = T.float32(0)
-        for valid, _, _, (x, y) in loaded:
-            square = x * x + y * y
-            squares = squares + (square if valid is None else T.Select(valid, square, T.float32(0)))
-        scale = rsqrt(wave_sum(arch, T.Bind(squares)) * T.float32(1 / d) + T.float32(rope.eps))
-        loaded = [
-            (v, p, es, [T.Bind(x * scale * weight[e]) for e, x in zip(es, xs, strict=True)]) for v, p, es, xs in loaded
-        ]
-    for valid, pair, elements, (x, y) in loaded:
-        if not half:
-            yield valid, tuple(zip(elements, (x, y), strict=True))
-            continue
-        place = T.Bind(T.min(pair, T.int32(half - 1)))
-        cos, sin = (T.Bind(CS[position, place * 2 + i]) for i in range(2))
-        if rope.rotary < d:
-            cos, sin = (
-                T.Bind(T.Select(pair < half, cos, T.float32(1))),
-                T.Bind(T.Select(pair < half, sin, T.float32(0))),
-            )
-        yield valid, tuple(zip(elements, (T.Bind(x * cos - y * sin), T.Bind(x * sin + y * cos)), strict=True))
+        yield Pair(valid, pair, elements, [T.Bind(X[token, column + e]) for e in elements])
+
+
+def norm_scale(arch, parts, d, eps):
+    """1 / sqrt(mean of squares + eps) of a head's d elements, in all lanes. parts: (valid, values) that this lane
+    has."""
+    squares = T.float32(0)
+    for valid, values in parts:
+        square = sum((x * x for x in values[1:]), values[0] * values[0])
+        squares = squares + (square if valid is None else T.Select(valid, square, T.float32(0)))
+    return rsqrt(wave_sum(arch, T.Bind(squares)) * T.float32(1 / d) + T.float32(eps))
+
+
+def _normalize(pairs, arch, weight, d, eps):
+    scale = norm_scale(arch, [(pair.valid, pair.values) for pair in pairs], d, eps)
+    return [
+        pair._replace(values=[T.Bind(x * scale * weight[e]) for e, x in zip(pair.elements, pair.values, strict=True)])
+        for pair in pairs
+    ]
+
+
+def _rotate(pair, CS, position, d, rope):
+    """The pair's values, rotated."""
+    half, (x, y) = rope.rotary // 2, pair.values
+    if not half:
+        return x, y
+    place = T.Bind(T.min(pair.number, T.int32(half - 1)))
+    cos, sin = (T.Bind(CS[position, place * 2 + i]) for i in range(2))
+    if rope.rotary < d:
+        cos, sin = (
+            T.Bind(T.Select(pair.number < half, cos, T.float32(1))),
+            T.Bind(T.Select(pair.number < half, sin, T.float32(0))),
+        )
+    return T.Bind(x * cos - y * sin), T.Bind(x * sin + y * cos)
+
+
+def rotated(arch, X, token, column, CS, position, weight, lane, d, rope):
+    """One head's norm and rotation by a wave: yields (valid, ((element, value), (element, value))) for each `Pair` of
+    this lane.
+
+    The head is X[token, column:column+d], float32. weight: of the head's norm, float32 [d], or None.
+    """
+    pairs = list(_load_pairs(X, token, column, arch, lane, d, rope))
+    if weight is not None and not rope.norm_after:
+        pairs = _normalize(pairs, arch, weight, d, rope.eps)
+    if weight is not None and rope.norm_after:
+        pairs = [pair._replace(values=_rotate(pair, CS, position, d, rope)) for pair in pairs]
+        for pair in _normalize(pairs, arch, weight, d, rope.eps):
+            yield pair.valid, tuple(zip(pair.elements, pair.values, strict=True))
+        return
+    for pair in pairs:
+        yield pair.valid, tuple(zip(pair.elements, _rotate(pair, CS, position, d, rope), strict=True))
+
+
+def value_scale(arch, V, row, kv, lane, d, rope):
+    """The factor on the elements of a head of V that its norm makes, in all lanes of a wave; None without a norm."""
+    if not rope.value_norm:
+        return None
+    parts = []
+    for first in range(0, d, arch.wave):
+        valid = None if first + arch.wave <= d else first + lane < d
+        e = T.Bind(first + lane if valid is None else T.min(first + lane, T.int32(d - 1)))
+        parts.append((valid, [T.Bind(V[row, kv * d + e])]))
+    return norm_scale(arch, parts, d, rope.eps)
 
 
 def rope_kv_write(attention: Attention, m, rope: Rope, arch, name, plan=None) -> tirx.PrimFunc:
@@ -104,32 +157,47 @@ def rope_kv_write(attention: Attention, m, rope: Rope, arch, name, plan=None) ->
     [d], KN float32 [d] when rope.eps is not None], [CS float32 [ctx, rotary] with CS[pos, 2i] = cos, CS[pos, 2i+1] =
     sin of pair i, unless rotary is 0], Kc, Vc (in place), Qo float16 [m, heads, width], whose padding becomes 0).
 
-    Q, K, V and the norms' weights are padded to multiples of 16 columns, as linear layers and vectors are. Rows that are not live, or whose position is at or beyond ctx, write nothing. UserError for shapes that
-    `cache_types` or `rope_args` refuses.
+    Without rope.writes there are no K, V, KN, Kc, Vc. Q, K, V and the norms' weights are padded to multiples of 16
+    columns, as linear layers and vectors are. Rows that are not live, or whose position is at or beyond ctx, write
+    nothing. UserError for shapes that `cache_types` or `rope_args` refuses.
     """
     heads, kv_heads, d = attention.heads, attention.kv_heads, attention.d
-    total, waves = heads + 2 * kv_heads, min((plan or PLAN).waves, arch.threads // arch.wave)
+    total, waves = wave_heads(attention, rope), min((plan or PLAN).waves, arch.threads // arch.wave)
     with kernel(name) as ir:
         state = state_arg()
         Q, K, V, QN, KN, CS = rope_args(attention, m, rope)
-        cache = Cache(attention)
+        cache = Cache(attention) if rope.writes else None
         Qo = T.arg("Qo", T.buffer((m, heads, attention.width), "float16"))
         with launch((-(-total // waves), m), (arch.wave, waves)) as (block, row, lane, wave):
             head, position = T.Bind(block * waves + wave), T.Bind(row_position(state, row))
-            live = tirx.all(is_live(state, row), position >= 0, position < attention.ctx, head < total)
-            with T.If(live), T.Then(), T.If(head < heads):
-                with T.Then():
-                    scale = T.float32(attention.query_scale)
-                    for valid, values in rotated(arch, Q, row, head * d, CS, position, QN, lane, d, rope):
-                        stores = [((row, head, e), T.cast(y * scale, "float16")) for e, y in values]
-                        store_valid(valid, Qo, stores)
-                    for first in range(d, attention.width, arch.wave):
-                        valid = None if first + arch.wave <= attention.width else first + lane < attention.width
-                        store_valid(valid, Qo, [((row, head, first + lane), T.float16(0))])
-                with T.Else(), T.If(head < heads + kv_heads):
+
+            def write_query():
+                scale = T.float32(attention.query_scale)
+                for valid, values in rotated(arch, Q, row, head * d, CS, position, QN, lane, d, rope):
+                    stores = [((row, head, e), T.cast(y * scale, "float16")) for e, y in values]
+                    store_valid(valid, Qo, stores)
+                for first in range(d, attention.width, arch.wave):
+                    valid = None if first + arch.wave <= attention.width else first + lane < attention.width
+                    store_valid(valid, Qo, [((row, head, first + lane), T.float16(0))])
+
+            def write_key_or_value(cache):
+                with T.If(head < heads + kv_heads):
                     with T.Then():
                         kv = T.Bind(head - heads)
                         cache.store_key(kv, position, rotated(arch, K, row, kv * d, CS, position, KN, lane, d, rope))
                     with T.Else():
-                        cache.store_value(arch, T.Bind(head - heads - kv_heads), position, V, row, lane)
+                        kv = T.Bind(head - heads - kv_heads)
+                        scale = value_scale(arch, V, row, kv, lane, d, rope)
+                        cache.store_value(arch, kv, position, V, row, lane, scale)
+
+            live = tirx.all(is_live(state, row), position >= 0, position < attention.ctx, head < total)
+            with T.If(live), T.Then():
+                if cache is None:
+                    write_query()
+                else:
+                    with T.If(head < heads):
+                        with T.Then():
+                            write_query()
+                        with T.Else():
+                            write_key_or_value(cache)
     return ir.get()

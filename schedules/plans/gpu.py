@@ -1,6 +1,6 @@
 """The plans of GPU kernels. The fields of a plan are described by its dataclass, in the kernel's module."""
 
-from mlc_amd.schedules.attention import padded_columns
+from mlc_amd.schedules.attention import Attention, Rope, described, padded_columns
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu import (
     attention_decode,
@@ -188,7 +188,10 @@ def _attention_coop(arch, m, heads, kv_heads, d) -> Space:
         return Kernel(tile, groups, threads, tile.keys * width * 4 / threads)
 
     return Space(
-        attention_prefill_coop.Tile, ATTENTION_COOP, attention_prefill_coop.tile_of(m, heads, kv_heads, width, arch), kernel
+        attention_prefill_coop.Tile,
+        ATTENTION_COOP,
+        attention_prefill_coop.tile_of(m, heads, kv_heads, width, arch),
+        kernel,
     )
 
 
@@ -260,12 +263,13 @@ def _columns(width: int):
 
 def _rope_kv_write(workload, arch) -> Space:
     args = workload.args
+    heads = rope_kv_write.wave_heads(described(Attention, args), described(Rope, args))
 
     def kernel(plan) -> Kernel:
         waves = min(plan.waves, arch.threads // arch.wave)
         return Kernel(
             waves,
-            -(-(args["heads"] + 2 * args["kv_heads"]) // waves) * args["m"],
+            -(-heads // waves) * args["m"],
             waves * arch.wave,
             args["d"] * 4 / arch.wave,
         )
