@@ -79,8 +79,8 @@ class OnArch:
         assert all(count <= MARGIN * today for count, today in zip(counts, self.today, strict=True)), counts
 
     def test_gemv_of_segments(self):
-        segments = [("q4_k", 64), ("q5_0", 21), ("q6_k", 16)]
-        test_gpu_gemv.run_linear(self.arch, segments, 512, (True, True, False), False, wave_order=1)
+        segments = [("q4_k", 64), ("q5_0", 21), ("q6_k", 16), ("mxfp4", 16), ("iq1_m", 16)]
+        test_gpu_gemv.run_linear(self.arch, segments, 512, (True, True, False, True, False), False, wave_order=1)
 
     @pytest.mark.parametrize("name", GEMM[0])
     def test_gemm(self, name):

@@ -9,6 +9,7 @@ import functools
 from dataclasses import replace
 from typing import NamedTuple
 
+import gguf_blocks
 import numpy as np
 import pytest
 from test_gpu_gemm import error, state, weights
@@ -70,7 +71,7 @@ def decoder(name, n, k, span, profile):
 
 
 @pytest.mark.parametrize("span", [1, 2])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", gguf_blocks.DISTINCT)
 def test_decoded_weights(name, span):
     n, k = 16, 512
     planes, expected = weights(name, n, k, 0)
@@ -109,7 +110,7 @@ class Case(NamedTuple):
 
 # small ones: software devices take long to compile large ones. Subgroups along tokens, rows, columns
 WIDE, SPLIT = CoopTile(16, 32, 32, 1, 2), CoopTile(16, 16, 64, 1, 1, 2)
-LINEAR = {name: Case(((name, 48),), tile=SPLIT if i % 2 else WIDE) for i, name in enumerate(FORMATS)} | {
+LINEAR = {name: Case(((name, 48),), tile=SPLIT if i % 2 else WIDE) for i, name in enumerate(gguf_blocks.DISTINCT)} | {
     "segments": Case((("q4_k", 96), ("q6_k", 37), ("q8_0", 16)), 256, 32, "pairs", (True, True, False), tile=WIDE),
     "residual": Case((("q4_0", 41),), 96, 16, "pairs", (True,), True, tile=WIDE),
     "tokens": Case((("q4_0", 32),), 96, 96, tile=CoopTile(32, 16, 32, 2, 1)),
@@ -188,7 +189,7 @@ def test_gate_up_swiglu(gate, up, tile, act_out):
 
 
 @pytest.mark.parametrize("arch", ["nvidia", "rdna3", "rdna4"])
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", gguf_blocks.DISTINCT)
 def test_default_tiles_fit(fmt, arch):
     profile, kernels = resolve(arch), {}
     for m in (16, 64, 512):

@@ -89,7 +89,7 @@ def test_unknown_profile(made):
 
 
 @pytest.mark.parametrize(
-    ("spec", "arch"), [("tiny:q4_0", "auto"), ("tiny-qwen3:q4_k", "auto"), ("tiny-qwen2:q5_1", "generic")]
+    ("spec", "arch"), [("tiny:mxfp4", "auto"), ("tiny-qwen3:q4_k", "auto"), ("tiny-qwen2:q5_1", "generic")]
 )
 def test_logits(made, load, spec, arch):
     """A prefill chunk, decode steps, and the logits of a whole text, against the numpy reference."""

@@ -92,16 +92,33 @@ def _gguf(path: Path) -> dict[str, object]:
         ]
         # Keys and values in float16, which is how artifacts keep them.
         per_token = sum(2 * a.kv_heads * a.head_dim * 2 for a in (layer.attention for layer in model.config.layers))
-        weights = sum(entry["bytes"] for entry in listing)
+        shown = _stored(formats)
+        weights = sum(round(e["bytes"] * e["memory_bits"] / e["file_bits"]) for e in shown.values())
         memory = {"weights": weights, "kv_per_token": per_token, "kv_full_context": per_token * model.config.context}
         return {
             "file": str(path),
             "name": model.config.name,
             "model": config,
-            "formats": formats,
+            "formats": shown,
             "memory": memory,
             "tensors": listing,
         }
+
+
+def _stored(formats: dict[str, dict[str, int]]) -> dict[str, dict]:
+    """A model's tensor types with the bits of a weight in the file and in memory (without the padding of rows to
+    multiples of 16), and whether the codes in memory are other ones than those of the file."""
+    from mlc_amd.schedules.formats import FORMATS
+
+    return {
+        name: entry
+        | {
+            "file_bits": FORMATS[name].file_bits,
+            "memory_bits": FORMATS[name].memory_bits,
+            "repacked_to_bits": FORMATS[name].code_bits if FORMATS[name].expanded else None,
+        }
+        for name, entry in formats.items()
+    }
 
 
 def _artifact(artifact) -> dict[str, object]:
@@ -132,7 +149,7 @@ def _artifact(artifact) -> dict[str, object]:
         "target": manifest["target"],
         "context": manifest["context"],
         "model": manifest["model"],
-        "formats": manifest["formats"],
+        "formats": _stored(manifest["formats"]),
         "memory": memory,
         "launches": launches,
         "kernels": manifest["kernels"],
@@ -203,8 +220,18 @@ def _by_layer(values: list) -> object:
 
 def _formats(formats: dict) -> str:
     largest_first = sorted(formats.items(), key=lambda item: -item[1]["bytes"])
-    rows = [(name, entry["tensors"], display.size(entry["bytes"])) for name, entry in largest_first]
-    return display.table(("type", "tensors", "size"), rows, right=(1, 2))
+    rows = [
+        (
+            name,
+            entry["tensors"],
+            display.size(entry["bytes"]),
+            f"{entry['file_bits']:.4g}",
+            f"{entry['memory_bits']:.4g}",
+            f"repacked to codes of {codes} bits" if (codes := entry["repacked_to_bits"]) else "own layout",
+        )
+        for name, entry in largest_first
+    ]
+    return display.table(("type", "tensors", "size", "bits in file", "in memory", "kernels"), rows, right=(1, 2, 3, 4))
 
 
 def _memory(memory: dict) -> str:

@@ -68,8 +68,8 @@ def synthetic(
 ) -> GGUFModel:
     """The model of that spec, `preset:format`. UserError for an unknown preset or format, naming the known ones.
 
-    A matrix whose rows are not whole blocks of the format has FALLBACKS' instead, as llama-quantize does it. mxfp4 is
-    that of experts; all other matrices are then q8_0, as in the published files.
+    A matrix whose rows are not whole blocks of the format has FALLBACKS' instead, as llama-quantize does it. In a mixture
+    of experts mxfp4 is the format of these; all other matrices are then q8_0, as in the published files.
 
     keys: metadata instead of the preset's or besides it, without the architecture in front; "general.architecture"
     makes a model of another architecture with the preset's sizes. tensors: names of optional ones besides the preset's.
@@ -82,9 +82,12 @@ def synthetic(
     preset, keys = PRESETS[name], keys or {}
     metadata = _metadata(name, preset, keys)
     config = read_config(metadata, preset.present() | set(tensors), spec)
+    shapes = dict(expected_tensors(config))
+    experts = any(len(dims) == 3 for dims in shapes.values())
+    formats = {2: "q8_0" if experts and format == "mxfp4" else format}  # by dimensions
     made = {
-        name: _tensor(name, _format_of(name, dims, format), dims, preset, seed)
-        for name, dims in expected_tensors(config)
+        name: _tensor(name, _format_of(name, dims, formats.get(len(dims), format)), dims, preset, seed)
+        for name, dims in shapes.items()
     }
     check_tensors(config, made, spec)
     return GGUFModel(spec, metadata, made, config)
@@ -93,8 +96,6 @@ def synthetic(
 def _format_of(name: str, dims: tuple[int, ...], format: str) -> str:
     if len(dims) == 1 or name.endswith((".bias", "ffn_gate_inp.weight")):  # as in all published files
         return "f32"
-    if format == "mxfp4" and len(dims) == 2:
-        format = "q8_0"
     while dims[-1] % FORMATS[format].block:
         format = FALLBACKS.get(format, "f16")
     return format
