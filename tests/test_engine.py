@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mlc_amd.runtime.engine import ContextFull, Engine, Piece, _split_at_stop
+from mlc_amd.runtime.engine import ContextFull, Engine, Piece
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.sampling import Sampling
 
@@ -118,20 +118,6 @@ def test_chat_keeps_its_conversation(engine):
     "".join(engine.chat("And os.path.split?", max_tokens=5))
     assert engine.last.cached_tokens >= held - 1
     assert "Join" in "".join(engine.chat([{"role": "user", "content": "What does os.path.join do?"}], max_tokens=30))
-
-
-@pytest.mark.parametrize(
-    ("text", "stop", "expected"),
-    [
-        ("hello", (), ("hello", "", False)),
-        ("hello", ("lo",), ("hel", "", True)),
-        ("hel", ("lo",), ("he", "l", False)),
-        ("a<|im", ("<|im_end|>",), ("a", "<|im", False)),
-        ("xyx", ("yx", "x"), ("", "", True)),
-    ],
-)
-def test_stop_strings(text, stop, expected):
-    assert _split_at_stop(text, stop) == expected
 
 
 def test_gguf_must_be_compiled(demo_gguf):
