@@ -29,7 +29,7 @@ class Conversation:
     system: the system message or None. sampling: sampling parameters, None: the model's defaults (may be replaced
     between turns). on_full: when the conversation exceeds the context, "error" raises ContextFull, "drop" removes the
     oldest turns but never the system message. thinking: a value of `chat_template.THINKING`, UserError for one that the
-    model's template has no switch for. dropped: number of messages removed so far.
+    model's template has no switch for. format: how the model marks the parts of an answer. dropped: number of messages removed so far.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Conversation:
             raise UserError(f"on_full is {on_full!r}: it must be error or drop")
         self.engine, self.sampling, self.on_full = engine, sampling or engine.sampling, on_full
         self.thinking = thinking
-        self._format = reasoning.detect(engine.tokenizer.has_token)
+        self.format = reasoning.detect(engine.tokenizer.has_token)
         self.messages: list[dict[str, str]] = []
         self.dropped = 0
         # The last prompt with its answer as rendered text, and its ids as they were generated.
@@ -104,10 +104,10 @@ class Conversation:
         thinking leaves it unchanged, too.
         """
         messages, prompt, ids = self._fit([*self.messages, {"role": "user", "content": text}], max_tokens)
-        template, parser = self.engine.chat_template, self._format.parser(prompt)
+        template, parser = self.engine.chat_template, self.format.parser(prompt)
         shown, hidden, made, stopped = "", False, [], False
         stops = (*template.stop_strings(), *stop)
-        pieces = self.engine.generate(ids, self.sampling, max_tokens, stops, self._format.marks)
+        pieces = self.engine.generate(ids, self.sampling, max_tokens, stops, self.format.marks)
         try:
             for part in _parts(pieces, parser, made):
                 if part.kind != "final":

@@ -37,8 +37,8 @@ FALLBACK_STOPS = ("\nUser:", "\nSystem:", "\nAssistant:")
 THINKING = ("auto", "on", "off", "low", "medium", "high")
 # Variables of templates for the two: the first one that a template has is set.
 _SWITCHES, _EFFORT = ("enable_thinking", "thinking"), "reasoning_effort"
-# A system message that shows whether a template renders it.
-_PROBE = "system message"
+# Messages that show whether a template renders them.
+_SYSTEM, _USER = "a system message", "a user message"
 
 
 class _Generation(jinja2.ext.Extension):
@@ -160,12 +160,13 @@ class ChatTemplate:
 
     @cached_property
     def _takes_system(self) -> bool:
-        """Whether the template renders system messages."""
-        probe = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "user message"}]
+        """False for a template that renders user messages but rejects or ignores system messages."""
+        messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _USER}]
         try:
-            return _PROBE in self._render(probe, True, {})
+            text = self._render(messages, True, {})
         except UserError:
             return False
+        return _SYSTEM in text or _USER not in text
 
     def switch(self, thinking: str) -> dict[str, Any]:
         """The variables of `render` for a value of THINKING. UserError if the template has no such switch."""

@@ -166,7 +166,8 @@ def test_inspect_of_a_gguf_tells_its_tensors(mlc_amd, demo_gguf):
         == report["memory"]["weights"]
         < demo_gguf.stat().st_size
     )
-    assert "blk.0.attn_q.weight" in mlc_amd("inspect", demo_gguf, "--tensors").stdout
+    shown = mlc_amd("inspect", demo_gguf, "--tensors").stdout
+    assert "blk.0.attn_q.weight" in shown and "sampling  greedy" in shown
     assert "--plan" in error_of(mlc_amd("inspect", demo_gguf, "--plan"))
 
 

@@ -3,6 +3,9 @@
 import numpy as np
 import pytest
 
+from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.runtime.chat import Conversation
+from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.engine import ContextFull, Engine, Piece
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.sampling import Sampling
@@ -109,6 +112,18 @@ def test_same_seed_same_text(engine):
     first = run(11)
     assert run(11) == first
     assert run(12) != first
+
+
+def test_the_models_sampling_parameters_are_the_default(demo_artifact):
+    artifact = Artifact.open(demo_artifact)
+    artifact.manifest["sampling"] = {"repetition_penalty": 3.0}
+    engine = Engine(artifact, open_device(artifact))
+    assert Conversation(engine).sampling == engine.sampling == Sampling(repetition_penalty=3.0)
+    ids = engine.tokenizer.encode("x = 1\nx = 1\nx = 1\n")  # greedily, it goes on like this
+    made = [
+        [piece.id for piece in engine.generate(ids, sampling, 12)] for sampling in (None, engine.sampling, Sampling())
+    ]
+    assert made[0] == made[1] != made[2]
 
 
 def test_chat_keeps_its_conversation(engine):
