@@ -29,7 +29,8 @@ class Conversation:
     system: the system message or None. sampling: sampling parameters, None: the model's defaults (may be replaced
     between turns). on_full: when the conversation exceeds the context, "error" raises ContextFull, "drop" removes the
     oldest turns but never the system message. thinking: a value of `chat_template.THINKING`, UserError for one that the
-    model's template has no switch for. format: how the model marks the parts of an answer. dropped: number of messages removed so far.
+    model's template has no switch for. format: how the model marks the parts of an answer. dropped: number of messages
+    removed so far.
     """
 
     def __init__(

@@ -48,12 +48,12 @@ def run(
         temperature: divides the logits before sampling; 0 always takes the most probable token (default: the model
             file's, else 0).
         top_k: sample from the k most probable tokens only; 0 disables (default: the model file's, else 0).
-        top_p: sample from the smallest set of most probable tokens with at least this total probability; 1 disables
-            (default: the model file's, else 1).
+        top_p: sample from the smallest set of most probable tokens with at least this total probability (default: the
+            model file's, else 1, which disables it).
         min_p: ignore tokens less probable than this fraction of the most probable one; 0 disables (default: the model
             file's, else 0).
-        repetition_penalty: above 1, lowers the probability of recent tokens; 1 disables (default: the model file's,
-            else 1).
+        repetition_penalty: above 1, lowers the probability of recent tokens (default: the model file's, else 1, which
+            disables it).
         repetition_window: number of recent tokens that the penalty applies to (default: the model file's, else 64).
         seed: seed of the random number generator (default: a new one each time).
         stop: end an answer before this text; may be repeated.

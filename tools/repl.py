@@ -128,7 +128,7 @@ class Session:
             display.stream(part.text)
         elif self.show_thinking:
             display.aside(part.text)
-        else:
+        elif part.kind != last:
             display.status("thinking ...")
 
     def _end_aside(self) -> None:
