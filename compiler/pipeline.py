@@ -20,7 +20,7 @@ import numpy as np
 import tvm
 
 from mlc_amd.compiler import plan as planning
-from mlc_amd.compiler import tokenizer
+from mlc_amd.compiler import sampling, tokenizer
 from mlc_amd.compiler.models.build import FunctionSpec, build_module
 from mlc_amd.compiler.models.graph import ONES, table_columns
 from mlc_amd.compiler.models.rope import position_table
@@ -113,6 +113,7 @@ def compile_model(
             "model": dataclasses.asdict(model.config),
             "target": backend.description,
             "context": ctx,
+            "sampling": sampling.defaults(model.metadata, ctx),
             "functions": {
                 f.name: {"tokens": f.m, "all_logits": f.all_logits, "launches": plan.functions[f.name]}
                 for f in functions

@@ -190,7 +190,7 @@ def _byte_pairs(metadata: Mapping[str, object], vocab: dict[str, int], pre: PreT
     # A pair that is listed twice has its first rank.
     pairs = dict.fromkeys(map(_split_merge, _list(metadata, "tokenizer.ggml.merges", str)))
     merges = [(left, right) for left, right in pairs if left in vocab and right in vocab and left + right in vocab]
-    splits = [pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in pre.splits]
+    splits: list[Any] = [pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in pre.splits]
     if pre.byte_level:
         tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges))
         tokenizer.normalizer = normalizers.Replace(FENCE, "")

@@ -2,17 +2,19 @@
 
 A turn renders the whole conversation through the model's chat template, and the engine prefills only what is not in the
 KV cache. The messages always match what was shown: an interrupted answer is kept as far as it was shown, and a turn
-that failed before its first word leaves the conversation unchanged.
+that failed before its first word leaves the conversation unchanged. What the model thinks before it answers is no part
+of the messages: chat templates leave it out of earlier turns, too.
 """
 
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeGuard
 
-from mlc_amd.runtime.engine import ContextFull, Engine, Stats
+from mlc_amd.runtime import reasoning
+from mlc_amd.runtime.engine import ContextFull, Engine, Piece, Stats
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.sampling import Sampling
 
@@ -24,9 +26,11 @@ _RESERVE_FRACTION, _RESERVE_MAX = 4, 512
 class Conversation:
     """Messages of the roles system, user and assistant, in order, and an engine that answers them.
 
-    system: the system message or None. sampling: sampling parameters (may be replaced between turns). on_full: when the
-    conversation exceeds the context, "error" raises ContextFull, "drop" removes the oldest turns but never the system
-    message. dropped: number of messages removed so far.
+    system: the system message or None. sampling: sampling parameters, None: the model's defaults (may be replaced
+    between turns). on_full: when the conversation exceeds the context, "error" raises ContextFull, "drop" removes the
+    oldest turns but never the system message. thinking: a value of `chat_template.THINKING`, UserError for one that the
+    model's template has no switch for. format: how the model marks the parts of an answer. dropped: number of messages
+    removed so far.
     """
 
     def __init__(
@@ -35,10 +39,13 @@ class Conversation:
         system: str | None = None,
         sampling: Sampling | None = None,
         on_full: Literal["error", "drop"] = "error",
+        thinking: str = "auto",
     ) -> None:
         if on_full not in ("error", "drop"):
             raise UserError(f"on_full is {on_full!r}: it must be error or drop")
-        self.engine, self.sampling, self.on_full = engine, sampling or Sampling(), on_full
+        self.engine, self.sampling, self.on_full = engine, sampling or engine.sampling, on_full
+        self.thinking = thinking
+        self.format = reasoning.detect(engine.tokenizer.has_token)
         self.messages: list[dict[str, str]] = []
         self.dropped = 0
         # The last prompt with its answer as rendered text, and its ids as they were generated.
@@ -56,6 +63,16 @@ class Conversation:
         self.messages = ([{"role": "system", "content": text}] if text else []) + turns
 
     @property
+    def thinking(self) -> str:
+        """Whether, or how much, the model thinks before it answers."""
+        return self._thinking
+
+    @thinking.setter
+    def thinking(self, value: str) -> None:
+        self._variables = self.engine.chat_template.switch(value)
+        self._thinking = value
+
+    @property
     def stats(self) -> Stats:
         """Statistics of the last answer, also while it is being generated; all zero before the first."""
         return self.engine.last
@@ -69,27 +86,42 @@ class Conversation:
         self.engine.reset()
 
     def ask(self, text: str, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Iterator[str]:
-        """Adds a user turn and yields the answer in pieces; closing the iterator stops it and keeps what was yielded.
+        """The answer of `stream` in pieces, without the model's thinking and calls."""
+        parts = self.stream(text, max_tokens, stop)
+        try:
+            for part in parts:
+                if part.kind == "final":
+                    yield part.text
+        finally:
+            parts.close()
+
+    def stream(
+        self, text: str, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Generator[reasoning.Part, None, None]:
+        """Adds a user turn and yields the answer in parts; closing the iterator stops it and keeps what was yielded.
 
         Raises ContextFull (a UserError) before anything is computed if the conversation does not fit, and UserError
-        for what the template or the engine rejects; the conversation is then unchanged.
+        for what the template or the engine rejects; the conversation is then unchanged. An answer that ends within the
+        thinking leaves it unchanged, too.
         """
         messages, prompt, ids = self._fit([*self.messages, {"role": "user", "content": text}], max_tokens)
-        template = self.engine.chat_template
-        shown, made, stopped = "", [], False
-        pieces = self.engine.generate(ids, self.sampling, max_tokens, (*template.stop_strings(), *stop))
+        template, parser = self.engine.chat_template, self.format.parser(prompt)
+        shown, hidden, made, stopped = "", False, [], False
+        stops = (*template.stop_strings(), *stop)
+        pieces = self.engine.generate(ids, self.sampling, max_tokens, stops, self.format.marks)
         try:
-            for piece in pieces:
-                made.append(piece.id)
+            for part in _parts(pieces, parser, made):
+                if part.kind != "final":
+                    hidden = True
+                    yield part
                 # In a plain dialogue the answer begins with the space that the template writes after "Assistant:".
-                out = piece.text.lstrip() if template.is_fallback and not shown else piece.text
-                if out:
+                elif out := part.text.lstrip() if template.is_fallback and not shown else part.text:
                     shown += out
-                    yield out
+                    yield reasoning.Part("final", out)
         except GeneratorExit:
             stopped = True
             pieces.close()
-        if stopped and not shown:
+        if not shown and (stopped or hidden):
             return
         self.dropped += len(self.messages) + 1 - len(messages)
         self.messages = [*messages, {"role": "assistant", "content": shown.rstrip() if template.is_fallback else shown}]
@@ -125,7 +157,7 @@ class Conversation:
     def _render(self, messages: list[dict[str, str]]) -> str:
         # User text must not produce control tokens.
         escaped = [{**message, "content": self.engine.tokenizer.escape(message["content"])} for message in messages]
-        return self.engine.chat_template.render(escaped, add_generation_prompt=True)
+        return self.engine.chat_template.render(escaped, **self._variables)
 
     def _encode(self, prompt: str) -> list[int]:
         """Token ids of the rendered conversation; generated ids are kept as they were generated.
@@ -175,6 +207,14 @@ class Conversation:
             raise UserError(f"{path} is not a saved conversation; give a file written by /save")
         self.reset()
         self.messages = messages
+
+
+def _parts(pieces: Iterator[Piece], parser: reasoning.Parser, made: list[int]) -> Iterator[reasoning.Part]:
+    """The parts of a generated text; its ids are appended to `made`."""
+    for piece in pieces:
+        made.append(piece.id)
+        yield from parser.feed(piece.text)
+    yield from parser.finish()
 
 
 def _is_conversation(messages: object) -> TypeGuard[list[dict[str, str]]]:

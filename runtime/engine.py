@@ -6,7 +6,7 @@ and for chunks of several sizes (prefill). Kernels read the position and the num
 """
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.chat_template import ChatTemplate
 from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.marks import split_at
 from mlc_amd.runtime.sampling import Sampler, Sampling
 from mlc_amd.runtime.tokenizer import Tokenizer
 
@@ -69,6 +70,7 @@ class Engine:
         self.vocab: int = self.config["vocab"]
         self.tokenizer = Tokenizer.load(artifact.path)
         self.chat_template = ChatTemplate.load(artifact.path)
+        self.sampling = Sampling(**artifact.manifest["sampling"])  # the model's own defaults
         self.tokens: list[int] = []
         self.last = Stats()
         self._conversation = None
@@ -193,14 +195,16 @@ class Engine:
         sampling: Sampling | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        shown: Collection[str] = (),
     ) -> Generator[Piece, None, None]:
         """Continues `ids`, one token at a time; a prefix that is in the cache is not computed again.
 
+        sampling: None: the model's defaults. shown: control tokens whose text is part of the result.
         Ends at an end token, a stop string (not part of the text), `max_tokens`, or a full context, as reported in
         `last.finish`.
         """
         begin = time.perf_counter()
-        sampler, decoder = Sampler(sampling or Sampling()), self.tokenizer.stream()
+        sampler, decoder = Sampler(sampling or self.sampling), self.tokenizer.stream(shown=shown)
         stats = self.last = Stats(prompt_tokens=len(ids))
         recent = list(ids)
         stats.cached_tokens = self.match(ids)
@@ -218,9 +222,9 @@ class Engine:
                 break
             stats.generated += 1
             recent.append(token)
-            text, held, stopped = _split_at_stop(held + decoder.push(token), stop)
+            text, stopped, held = split_at(held + decoder.push(token), stop)
             yield Piece(token, text)
-            if stopped:
+            if stopped is not None:
                 stats.finish = "stop"
                 return
             if self.position == self.context:
@@ -229,15 +233,15 @@ class Engine:
             logits = self.advance([token])
         else:
             stats.finish = "length"
-        text, _, stopped = _split_at_stop(held + decoder.flush(), stop, last=True)
+        text, _, _ = split_at(held + decoder.flush(), stop, last=True)
         if text:
             yield Piece(recent[-1], text)
 
     def chat(self, message: str | list[dict], **options) -> Iterator[str]:
-        """The answer's text, in pieces. A string is the next turn of the engine's conversation, a list of messages
-        starts a new one.
+        """The answer's text, in pieces, without what the model thinks. A string is the next turn of the engine's
+        conversation, a list of messages starts a new one.
 
-        `options`: sampling, max_tokens, stop, as in `generate`.
+        `options`: sampling, max_tokens, stop, as in `generate`; thinking, as in `Conversation`.
         """
         from mlc_amd.runtime.chat import Conversation  # which is built on this module
 
@@ -248,18 +252,6 @@ class Engine:
         else:
             *self._conversation.messages, final = message
             text = final["content"]
-        sampling = options.pop("sampling", None)
-        if sampling is not None:
-            self._conversation.sampling = sampling
+        for name in options.keys() & {"sampling", "thinking"}:
+            setattr(self._conversation, name, options.pop(name))
         return self._conversation.ask(text, **options)
-
-
-def _split_at_stop(text: str, stop: Sequence[str], last: bool = False) -> tuple[str, str, bool]:
-    """(text to emit, text to hold back, stopped); held back is the longest suffix that is a prefix of a stop string."""
-    places = [place for s in stop if s and (place := text.find(s)) >= 0]
-    if places:
-        return text[: min(places)], "", True
-    if last:
-        return text, "", False
-    hold = max((n for s in stop for n in range(min(len(s) - 1, len(text)), 0, -1) if text.endswith(s[:n])), default=0)
-    return text[: len(text) - hold], text[len(text) - hold :], False

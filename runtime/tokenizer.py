@@ -11,6 +11,7 @@ be joined without loss.
 import codecs
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +145,14 @@ class Tokenizer:
         stream = TextStream(self, skip_special, continues)
         return "".join([stream.push(i) for i in ids]) + stream.flush()
 
-    def stream(self, skip_special: bool = True, continues: bool = True) -> "TextStream":
-        """A decoder for ids that arrive one at a time; the arguments are those of `decode`."""
-        return TextStream(self, skip_special, continues)
+    def stream(self, skip_special: bool = True, continues: bool = True, shown: Collection[str] = ()) -> "TextStream":
+        """A decoder for ids that arrive one at a time; the arguments are those of `decode`. shown: control tokens that
+        have a text nevertheless."""
+        return TextStream(self, skip_special, continues, shown)
+
+    def has_token(self, text: str) -> bool:
+        """Whether the vocabulary has a token that is written like this."""
+        return self._backend.token_to_id(text) is not None
 
     def token_text(self, token: int) -> str:
         """The token as written in the vocabulary ("Ġthe", "▁the", "<0x0A>"). UserError for an id outside of it."""
@@ -182,9 +188,10 @@ class TextStream:
     The concatenation equals `decode` of the same ids. An incomplete character is held back.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool, continues: bool):
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, continues: bool, shown: Collection[str] = ()):
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        self._shown = frozenset(text.encode() for text in shown)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._after_prefix = tokenizer.add_space_prefix and not continues
 
@@ -194,7 +201,8 @@ class TextStream:
         if self._tokenizer.is_added(token):
             # `encode` adds a space before the text after such a token, too.
             self._after_prefix = self._tokenizer.add_space_prefix
-            return "" if self._skip_special and self._tokenizer.is_special(token) else self._utf8.decode(piece)
+            hidden = self._skip_special and self._tokenizer.is_special(token) and piece not in self._shown
+            return "" if hidden else self._utf8.decode(piece)
         if self._after_prefix:
             piece = piece.removeprefix(b" ")
             self._after_prefix = False

@@ -9,12 +9,13 @@ import mlc_amd
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.gguf.writer import write_gguf
 from mlc_amd.runtime.engine import Engine
+from mlc_amd.runtime.sampling import Sampling
 
 
 @pytest.fixture(scope="module")
 def gguf(tmp_path_factory):
     path = tmp_path_factory.mktemp("api") / "tiny.gguf"
-    with synthetic("tiny:q4_0") as model:
+    with synthetic("tiny:q4_0", keys={"general.sampling.temp": 0.6, "general.sampling.penalty_last_n": -1}) as model:
         write_gguf(model, path)
     return path
 
@@ -42,6 +43,7 @@ def test_compile_and_load(gguf, tmp_path, monkeypatch):
     cached = mlc_amd.load(gguf, ctx=64, threads=1)
     assert cached.artifact.path.parent == tmp_path / "cache" / "mlc-amd" and cached.context == compiled.context == 64
     assert (compiled.prefill([1, 2, 3]) == cached.prefill([1, 2, 3])).all()
+    assert compiled.sampling == Sampling(temperature=0.6, repetition_window=64)  # the file's; the window is the context
 
 
 def test_refusals(gguf, tmp_path):

@@ -89,6 +89,7 @@ def test_llama3():
         ("{{ enable_thinking }}", {"enable_thinking": False}, "False"),
         ("{{ bos_token }}", {"bos_token": "<other>"}, "<other>"),
         ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", {}, "01"),
+        ("{% for i in range(4) %}{% if i == 2 %}{% continue %}{% endif %}{{ i }}{% endfor %}", {}, "013"),
         ("{% generation %}{{ bos_token }}{% endgeneration %}", {}, "<s>"),
         ("{{ strftime_now('%Y') | int > 2000 }}", {}, "True"),
         (
@@ -101,6 +102,95 @@ def test_llama3():
 )
 def test_what_templates_expect_of_the_environment(source, variables, expected):
     assert ChatTemplate(source, TOKENS).render(CONVERSATION, **variables) == expected
+
+
+# What the templates of these models do, in short.
+QWEN3 = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1].lstrip('\n') }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{% endif %}"
+)
+LLAMA31 = (
+    "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "{% if not tools is defined %}{% set tools = none %}{% endif %}Today Date: {{ date_string }}\n"
+    "{% if tools is not none %}{% for t in tools %}{{ t | tojson(indent=4) }}\n{% endfor %}{% endif %}"
+    "{% for m in messages %}{% if 'tool_calls' in m %}{% if not m.tool_calls | length == 1 %}"
+    "{{ raise_exception('one call') }}{% endif %}{% set call = m.tool_calls[0].function %}"
+    "{{ '{\"name\": \"' + call.name + '\", ' }}{{ '\"parameters\": ' }}{{ call.arguments | tojson }}{{ '}' }}"
+    "{% else %}{{ m.role + ': ' + m['content'] | trim }}{% endif %}|{% endfor %}"
+)
+MISTRAL = (
+    "{% if messages[0].role == 'system' %}{% set system, turns = messages[0].content, messages[1:] %}"
+    "{% else %}{% set turns = messages %}{% endif %}{{ bos_token }}{% for m in turns %}{% if m.role == 'user' %}"
+    "[INST] {% if loop.last and system is defined %}{{ system + '\n\n' }}{% endif %}{{ m.content }}[/INST]"
+    "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+)
+GEMMA2 = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}"
+    "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+HARMONY = (
+    "{% macro effort() %}Reasoning: {{ reasoning_effort }}{% endmacro %}"
+    "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}"
+    "<|start|>system<|message|>{{ effort() }}<|end|>{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if '<|channel|>' in m.content %}{{ raise_exception('channels in content') }}{% endif %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": {"zone": "é"}}}]}
+
+
+@pytest.mark.parametrize(
+    ("thinking", "end"), [("auto", "assistant\n"), ("on", "assistant\n"), ("off", "<think>\n\n</think>\n\n")]
+)
+def test_thinking_is_switched(thinking, end):
+    template = ChatTemplate(QWEN3, TOKENS)
+    assert template.render(CONVERSATION, **template.switch(thinking)).endswith(end)
+    with pytest.raises(UserError, match="thinking cannot be low: with this model's chat template it is auto, on, off"):
+        template.switch("low")
+
+
+def test_the_name_of_the_switch_is_the_templates():
+    assert ChatTemplate("{{ thinking }}", TOKENS).switch("off") == {"thinking": False}
+    assert ChatTemplate("{{ m.thinking }}", TOKENS).switch("auto") == {}
+
+
+def test_effort_of_thinking():
+    template = ChatTemplate(HARMONY, TOKENS)
+    assert "Reasoning: high<" in template.render(CONVERSATION, **template.switch("high"))
+    assert "<|channel|>final<|message|>Hello.<|end|>" in template.render(CONVERSATION)
+    with pytest.raises(UserError, match="it is auto, low, medium, high"):
+        template.switch("off")
+
+
+def test_tools_and_calls():
+    messages = [{"role": "user", "content": "When?"}, CALL, {"role": "tool", "content": "now"}]
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
+    shown = ChatTemplate(LLAMA31, TOKENS).render(messages, tools=tools, date_string="1 May 2026")
+    assert shown.startswith('Today Date: 1 May 2026\n{\n    "type": "function",\n    "function": {')
+    assert shown.endswith('}\nuser: When?|{"name": "now", "parameters": {"zone": "é"}}|tool: now|')
+
+
+def test_a_system_message_where_the_template_puts_it():
+    assert ChatTemplate(MISTRAL, TOKENS).render(CONVERSATION) == (
+        "<s>[INST]  Hi & <b>bye</b> [/INST]Hello.</s>[INST] Be brief.\n\nWhy?\n[/INST]"
+    )
+
+
+IGNORANT = GEMMA2.replace("raise_exception('System role not supported')", "''").replace(
+    "in messages %}", "in messages if m.role != 'system' %}"
+)
+
+
+@pytest.mark.parametrize("source", [GEMMA2, IGNORANT])
+def test_a_system_message_that_the_template_rejects_begins_the_first_user_message(source):
+    prompt = ChatTemplate(source, {"bos_token": "<bos>"}).render(CONVERSATION)
+    assert prompt.startswith(
+        "<bos><start_of_turn>user\nBe brief.\n\n Hi & <b>bye</b><end_of_turn>\n<start_of_turn>model\n"
+    )
 
 
 def test_fallback():

@@ -166,7 +166,8 @@ def test_inspect_of_a_gguf_tells_its_tensors(mlc_amd, demo_gguf, artifact):
     assert report["formats"] == compiled["formats"]
     planes = (t["bytes"] for t in compiled["tensors"] if t["name"] != "rope.table")
     assert report["memory"]["weights"] == sum(planes)
-    assert "blk.0.attn_q.weight" in mlc_amd("inspect", demo_gguf, "--tensors").stdout
+    shown = mlc_amd("inspect", demo_gguf, "--tensors").stdout
+    assert "blk.0.attn_q.weight" in shown and "sampling  greedy" in shown
     assert "--plan" in error_of(mlc_amd("inspect", demo_gguf, "--plan"))
 
 

@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 
-from mlc_amd.runtime.engine import ContextFull, Engine, Piece, _split_at_stop
+from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.runtime.chat import Conversation
+from mlc_amd.runtime.devices import open_device
+from mlc_amd.runtime.engine import ContextFull, Engine, Piece
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.sampling import Sampling
 
@@ -111,6 +114,18 @@ def test_same_seed_same_text(engine):
     assert run(12) != first
 
 
+def test_the_models_sampling_parameters_are_the_default(demo_artifact):
+    artifact = Artifact.open(demo_artifact)
+    artifact.manifest["sampling"] = {"repetition_penalty": 3.0}
+    engine = Engine(artifact, open_device(artifact))
+    assert Conversation(engine).sampling == engine.sampling == Sampling(repetition_penalty=3.0)
+    ids = engine.tokenizer.encode("x = 1\nx = 1\nx = 1\n")  # greedily, it goes on like this
+    made = [
+        [piece.id for piece in engine.generate(ids, sampling, 12)] for sampling in (None, engine.sampling, Sampling())
+    ]
+    assert made[0] == made[1] != made[2]
+
+
 def test_chat_keeps_its_conversation(engine):
     answer = "".join(engine.chat("What does os.path.join do?", max_tokens=60))
     assert "Join two or more pathname components" in answer
@@ -118,20 +133,6 @@ def test_chat_keeps_its_conversation(engine):
     "".join(engine.chat("And os.path.split?", max_tokens=5))
     assert engine.last.cached_tokens >= held - 1
     assert "Join" in "".join(engine.chat([{"role": "user", "content": "What does os.path.join do?"}], max_tokens=30))
-
-
-@pytest.mark.parametrize(
-    ("text", "stop", "expected"),
-    [
-        ("hello", (), ("hello", "", False)),
-        ("hello", ("lo",), ("hel", "", True)),
-        ("hel", ("lo",), ("he", "l", False)),
-        ("a<|im", ("<|im_end|>",), ("a", "<|im", False)),
-        ("xyx", ("yx", "x"), ("", "", True)),
-    ],
-)
-def test_stop_strings(text, stop, expected):
-    assert _split_at_stop(text, stop) == expected
 
 
 def test_gguf_must_be_compiled(demo_gguf):

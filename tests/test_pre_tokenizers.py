@@ -49,6 +49,12 @@ def test_ids(build, family):
             assert tokenizer.decode(ids, skip_special=True) == text
 
 
+def test_a_text_of_gemma_4_begins_with_its_token_whatever_the_file_says(build):
+    metadata = cases.characters("gemma4", "gemma4") | {"tokenizer.ggml.add_bos_token": False}
+    del metadata["tokenizer.ggml.pre"]
+    assert pieces(build(metadata), "\n\n\n") == ["<begin>", "\n\n\n"]
+
+
 CUT = "I'LL pay 12345 HelloWorld été 1\n\n  x"
 CUTS = {
     "gpt-2": ["I", "'", "LL", " pay", " 12345", " HelloWorld", " été", " 1", "\n\n ", " x"],

@@ -184,6 +184,9 @@ def test_end_ids(build, demo, sentencepiece):
     tokenizer = build(byte_level_metadata(token_type=None, eos_token_id=256))
     assert {tokenizer.token_text(i) for i in tokenizer.end_ids} == {"<|im_end|>", "<|eot_id|>", "he"}
     assert tokenizer.decode([259, 263]) == "hello"
+    # So do the tokens that other keys name.
+    named = byte_level_metadata(eot_token_id=257, eom_token_id=258, fim_sep_token_id=260, fim_pad_token_id=9999)
+    assert {0, 257, 258, 260} & build(named).end_ids == {257, 258, 260}
 
 
 def test_a_vocabulary_whose_end_token_ends_only_a_message(build):

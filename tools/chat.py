@@ -2,6 +2,7 @@
 
 import io
 import sys
+from dataclasses import replace
 from typing import Literal
 
 from mlc_amd.runtime.errors import UserError
@@ -16,14 +17,16 @@ def run(
     prompt: str | None = None,
     system: str | None = None,
     max_tokens: int | None = None,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    repetition_window: int = 64,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    repetition_window: int | None = None,
     seed: int | None = None,
     stop: tuple[str, ...] = (),
+    thinking: Literal["auto", "on", "off", "low", "medium", "high"] = "auto",
+    show_thinking: bool = False,
     on_full: Literal["error", "drop"] = "error",
     target: str = "cpu",
     arch: str = "native",
@@ -42,14 +45,21 @@ def run(
         prompt: answer this prompt and exit.
         system: system message, placed before the conversation.
         max_tokens: maximum length of an answer in tokens.
-        temperature: divides the logits before sampling; 0 always takes the most probable token.
-        top_k: sample from the k most probable tokens only; 0 disables.
-        top_p: sample from the smallest set of most probable tokens with at least this total probability; 1 disables.
-        min_p: ignore tokens less probable than this fraction of the most probable one; 0 disables.
-        repetition_penalty: above 1, lowers the probability of recent tokens; 1 disables.
-        repetition_window: number of recent tokens that the penalty applies to.
+        temperature: divides the logits before sampling; 0 always takes the most probable token (default: the model
+            file's, else 0).
+        top_k: sample from the k most probable tokens only; 0 disables (default: the model file's, else 0).
+        top_p: sample from the smallest set of most probable tokens with at least this total probability (default: the
+            model file's, else 1, which disables it).
+        min_p: ignore tokens less probable than this fraction of the most probable one; 0 disables (default: the model
+            file's, else 0).
+        repetition_penalty: above 1, lowers the probability of recent tokens (default: the model file's, else 1, which
+            disables it).
+        repetition_window: number of recent tokens that the penalty applies to (default: the model file's, else 64).
         seed: seed of the random number generator (default: a new one each time).
         stop: end an answer before this text; may be repeated.
+        thinking: whether the model thinks before it answers, or how much, if its chat template has such a switch; auto
+            leaves it to the template.
+        show_thinking: print what the model thinks before it answers to stderr, dimmed on a terminal.
         on_full: what to do when the conversation exceeds the context: report an error, or drop its oldest turns.
         target: target that a GGUF file is compiled for: cpu, rocm or vulkan.
         arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
@@ -60,17 +70,23 @@ def run(
             else the best one).
         verify: also verify the checksum of the weights, which reads all of them.
     """
-    from mlc_amd.runtime.sampling import Sampling
-
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"--max-tokens is {max_tokens}: it must be at least 1")
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, repetition_window, seed)
+    changes = models.sampling_changes(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        repetition_window=repetition_window,
+        seed=seed,
+    )
     engine = models.load_engine(model, target=target, arch=arch, ctx=ctx, threads=threads, device=device, verify=verify)
     from mlc_amd.runtime.chat import Conversation
     from mlc_amd.tools import repl
 
-    conversation = Conversation(engine, system, sampling, on_full)
-    session = repl.Session(conversation, max_tokens, stop)
+    conversation = Conversation(engine, system, replace(engine.sampling, **changes), on_full, thinking)
+    session = repl.Session(conversation, max_tokens, stop, show_thinking)
     if prompt is not None:
         session.answer(prompt)
         if sys.stderr.isatty():

@@ -14,7 +14,10 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import fire
 import fire.decorators
@@ -93,7 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 still shows what it can
     try:
-        _dispatch([token for token in tokens[:end] if token != "--debug"], tokens[end:])
+        with warnings.catch_warnings():
+            warnings.showwarning = partial(_warn, warnings.showwarning)
+            _dispatch([token for token in tokens[:end] if token != "--debug"], tokens[end:])
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt:
@@ -144,6 +149,14 @@ def _dispatch(tokens: list[str], literal: list[str]) -> None:
         command=command,
         name=f"mlc-amd {verb}",
     )
+
+
+def _warn(show: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:
+    """Shows our own warnings as one line; others, which tell developers something, as usual."""
+    if category is UserWarning:
+        sys.stderr.write(f"warning: {' '.join(str(message).split())}\n")
+    else:
+        show(message, category, *where)
 
 
 def _os_error(error: OSError) -> str:

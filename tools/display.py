@@ -59,6 +59,20 @@ def stream(text: str) -> None:
     sys.stdout.flush()
 
 
+def aside(text: str) -> None:
+    """Writes a piece of what a model thinks to stderr at once, dimmed on a terminal."""
+    terminal = sys.stderr.isatty()
+    sys.stderr.write(f"\x1b[2m{_CONTROL.sub('', text)}\x1b[0m" if terminal else text)
+    sys.stderr.flush()
+
+
+def status(text: str) -> None:
+    """Replaces the current line of a terminal by `text`; "" removes it. Nothing happens without one."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K\x1b[2m{text}\x1b[0m" if text else "\r\x1b[K")
+        sys.stderr.flush()
+
+
 @contextmanager
 def compile_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
     """A progress(stage, done, total) for the compiler: bars when stderr is a terminal, otherwise two lines, one before

@@ -1,6 +1,7 @@
 """`mlc-amd generate`: continues a text, as it is, without a chat template."""
 
 import sys
+from dataclasses import replace
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import display, models
@@ -13,12 +14,12 @@ def run(
     *,
     prompt: str,
     max_tokens: int = 256,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    repetition_window: int = 64,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    repetition_window: int | None = None,
     seed: int | None = None,
     stop: tuple[str, ...] = (),
     target: str = "cpu",
@@ -34,12 +35,16 @@ def run(
         model: artifact folder or GGUF file (compiled on first use); the bundled demo model if omitted.
         prompt: text to continue; control tokens such as <|im_start|> are parsed.
         max_tokens: maximum number of tokens to generate.
-        temperature: divides the logits before sampling; 0 always takes the most probable token.
-        top_k: sample from the k most probable tokens only; 0 disables.
-        top_p: sample from the smallest set of most probable tokens with at least this total probability; 1 disables.
-        min_p: ignore tokens less probable than this fraction of the most probable one; 0 disables.
-        repetition_penalty: above 1, lowers the probability of recent tokens; 1 disables.
-        repetition_window: number of recent tokens that the penalty applies to.
+        temperature: divides the logits before sampling; 0 always takes the most probable token (default: the model
+            file's, else 0).
+        top_k: sample from the k most probable tokens only; 0 disables (default: the model file's, else 0).
+        top_p: sample from the smallest set of most probable tokens with at least this total probability (default: the
+            model file's, else 1, which disables it).
+        min_p: ignore tokens less probable than this fraction of the most probable one; 0 disables (default: the model
+            file's, else 0).
+        repetition_penalty: above 1, lowers the probability of recent tokens (default: the model file's, else 1, which
+            disables it).
+        repetition_window: number of recent tokens that the penalty applies to (default: the model file's, else 64).
         seed: seed of the random number generator (default: a new one each time).
         stop: end the text before this one; may be repeated.
         target: target that a GGUF file is compiled for: cpu, rocm or vulkan.
@@ -51,15 +56,21 @@ def run(
             else the best one).
         verify: also verify the checksum of the weights, which reads all of them.
     """
-    from mlc_amd.runtime.sampling import Sampling
-
     if max_tokens < 1:
         raise UserError(f"--max-tokens is {max_tokens}: it must be at least 1")
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, repetition_window, seed)
+    changes = models.sampling_changes(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        repetition_window=repetition_window,
+        seed=seed,
+    )
     engine = models.load_engine(model, target=target, arch=arch, ctx=ctx, threads=threads, device=device, verify=verify)
     ids = engine.tokenizer.encode(prompt, add_special=not engine.tokenizer.add_eos)
     try:
-        for piece in engine.generate(ids, sampling, max_tokens, stop):
+        for piece in engine.generate(ids, replace(engine.sampling, **changes), max_tokens, stop):
             display.stream(piece.text)
     finally:
         if sys.stdout.isatty():

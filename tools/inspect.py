@@ -78,6 +78,7 @@ def run(
 
 def _gguf(path: Path) -> dict[str, object]:
     from mlc_amd.compiler.gguf.reader import GGUFModel
+    from mlc_amd.compiler.sampling import defaults
 
     with GGUFModel.open(path) as model:
         formats: dict[str, dict[str, int]] = {}
@@ -99,6 +100,7 @@ def _gguf(path: Path) -> dict[str, object]:
             "file": str(path),
             "name": model.config.name,
             "model": config,
+            "sampling": defaults(model.metadata, model.config.context),
             "formats": shown,
             "memory": memory,
             "tensors": listing,
@@ -149,6 +151,7 @@ def _artifact(artifact) -> dict[str, object]:
         "target": manifest["target"],
         "context": manifest["context"],
         "model": manifest["model"],
+        "sampling": manifest["sampling"],
         "formats": _stored(manifest["formats"]),
         "memory": memory,
         "launches": launches,
@@ -216,6 +219,11 @@ def _by_layer(values: list) -> object:
     if len(found) == 1:
         return values[0]
     return "; ".join(f"{value} in layers {', '.join(places)}" for value, places in found.items())
+
+
+def _sampling(sampling: dict) -> str:
+    shown = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in sampling.items())
+    return f"{'sampling':10}{shown or 'greedy (the file recommends nothing)'}"
 
 
 def _formats(formats: dict) -> str:
@@ -298,6 +306,7 @@ _SECTIONS = {
     "target": lambda target: f"{'target':10}{target['kind']} {target['arch']}{_cpu(target)}",
     "context": _line("context"),
     "model": _model,
+    "sampling": _sampling,
     "formats": _formats,
     "memory": _memory,
     "launches": _launches,

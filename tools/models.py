@@ -16,7 +16,7 @@ import re
 from contextlib import AbstractContextManager, closing
 from importlib import metadata, resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlc_amd
 from mlc_amd.runtime.errors import UserError
@@ -140,6 +140,16 @@ def load_engine(
     from mlc_amd.runtime.engine import Engine
 
     return Engine.load(path, device=device, threads=threads, verify=verify)
+
+
+def sampling_changes(**flags: Any) -> dict[str, Any]:
+    """The sampling parameters that the user gives, for `dataclasses.replace` of the model's defaults; None means not
+    given. UserError for a value out of range, before a model is loaded."""
+    from mlc_amd.runtime.sampling import Sampling
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    Sampling(**given)
+    return given
 
 
 def check_compiler(source: Path | str | None) -> None:

@@ -9,10 +9,14 @@ import dataclasses
 import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
+from mlc_amd.runtime.chat import Conversation
+from mlc_amd.runtime.chat_template import THINKING
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.reasoning import Part
 from mlc_amd.runtime.sampling import Sampling
 from mlc_amd.tools import display
 
@@ -33,6 +37,14 @@ KEYS = (
     ("Ctrl-C", "stop the answer"),
     ("Up, Ctrl-R", "earlier messages"),
 )
+# What is said of an answer that ends with a part of this kind.
+_UNANSWERED = {
+    "thinking": "(no answer: the model was still thinking; the conversation is unchanged)",
+    "tool": "(no answer: the model called a tool, and chat has none; the conversation is unchanged)",
+}
+_SWITCH = ("off", "on")
+# Settings with names for values.
+_CHOICES = {"thinking": THINKING, "show_thinking": _SWITCH}
 _FENCES = ('"""', "```")
 
 
@@ -59,8 +71,15 @@ def unwrap(text: str) -> str:
 class Session:
     """A conversation, the limits of its answers, and the commands that change both."""
 
-    def __init__(self, conversation, max_tokens: int | None, stop: Sequence[str]) -> None:
+    def __init__(
+        self,
+        conversation: Conversation,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        show_thinking: bool = False,
+    ) -> None:
         self.conversation, self.max_tokens, self.stop = conversation, max_tokens, stop
+        self.show_thinking = show_thinking
         self._dropped = 0
 
     def handle(self, line: str, stoppable: bool = False) -> bool:
@@ -79,24 +98,44 @@ class Session:
         return True
 
     def answer(self, text: str, stoppable: bool = False) -> None:
-        """Streams the answer to `text` to stdout and ends it with a newline."""
-        pieces = self.conversation.ask(text, self.max_tokens, self.stop)
-        if not stoppable:
-            for piece in pieces:
-                display.stream(piece)
-        else:
-            with _interrupt_flag() as interrupted:
-                for piece in pieces:
-                    display.stream(piece)
-                    if interrupted():
-                        break
-                pieces.close()
+        """Streams the answer to `text` to stdout and ends it with a newline; what the model thinks goes to stderr, if
+        it is shown."""
+        parts = self.conversation.stream(text, self.max_tokens, self.stop)
+        last, answered = None, False
+        with _interrupt_flag() if stoppable else nullcontext(lambda: False) as interrupted:
+            for part in parts:
+                self._show(part, last)
+                last, answered = part.kind, answered or part.kind == "final"
+                if interrupted():
+                    break
+            parts.close()
+        if last in _UNANSWERED:
+            self._end_aside()
+            if not answered:
+                display.message(_UNANSWERED[last])
         display.stream("\n")
         if self.conversation.dropped > self._dropped:
             display.message(
                 f"(the context is full: the oldest {self.conversation.dropped - self._dropped} messages were removed)"
             )
             self._dropped = self.conversation.dropped
+
+    def _show(self, part: Part, last: str | None) -> None:
+        """Prints a part; last: the kind of the part before."""
+        if part.kind == "final":
+            if last in _UNANSWERED:
+                self._end_aside()
+            display.stream(part.text)
+        elif self.show_thinking:
+            display.aside(part.text)
+        elif part.kind != last:
+            display.status("thinking ...")
+
+    def _end_aside(self) -> None:
+        if self.show_thinking:
+            display.aside("\n\n")
+        else:
+            display.status("")
 
     def footer(self) -> str:
         """One line about the last answer."""
@@ -143,7 +182,11 @@ class Session:
         display.message(f"(loaded {len(self.conversation.messages)} messages)")
 
     def _set(self, text: str) -> None:
-        settings = dataclasses.asdict(self.conversation.sampling) | {"max_tokens": self.max_tokens}
+        settings = dataclasses.asdict(self.conversation.sampling) | {
+            "max_tokens": self.max_tokens,
+            "thinking": self.conversation.thinking,
+            "show_thinking": _SWITCH[self.show_thinking],
+        }
         if not text:
             display.message(
                 "\n".join(f"  {name.ljust(20)}{'-' if value is None else value}" for name, value in settings.items())
@@ -156,6 +199,10 @@ class Session:
         parsed = _setting(name, value.strip())
         if name == "max_tokens":
             self.max_tokens = parsed
+        elif name == "show_thinking":
+            self.show_thinking = parsed == "on"
+        elif name == "thinking":
+            self.conversation.thinking = parsed
         else:
             self.conversation.sampling = dataclasses.replace(self.conversation.sampling, **{name: parsed})
         display.message(f"({name} = {'-' if parsed is None else parsed})")
@@ -164,8 +211,12 @@ class Session:
         raise Leave
 
 
-def _setting(name: str, value: str) -> int | float | None:
+def _setting(name: str, value: str) -> Any:
     """The value of /set as the type its name has; "-" unsets what can be unset."""
+    if name in _CHOICES:
+        if value not in _CHOICES[name]:
+            raise UserError(f"{name} is one of {', '.join(_CHOICES[name])}, not {value!r}")
+        return value
     unsettable = name in ("seed", "max_tokens")
     if unsettable and value == "-":
         return None
