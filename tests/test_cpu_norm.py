@@ -15,7 +15,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.schedules.cpu.arch import resolve
 from mlc_amd.schedules.cpu.embed import embed
-from mlc_amd.schedules.cpu.norm import quantize, rms_norm
+from mlc_amd.schedules.cpu.norm import layer_norm, quantize, rms_norm
 from mlc_amd.schedules.formats import FORMATS
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
@@ -41,6 +41,8 @@ def kernels(arch):
             for row in ("all", "last")
             for q in (False, True)
         ]
+    for i, (m, k, p, _) in enumerate(CHUNKS):
+        funcs += [layer_norm(k, m, EPS, p, q, "all", q, isa, f"layer_norm{i}_{int(q)}") for q in (False, True)]
     funcs += [embed(fmt, VOCAB, COLUMNS, m, f"embed_{fmt}_{m}") for fmt in FORMATS for m in (1, EMBED_M)]
     funcs += [embed("f32", VOCAB, ODD_COLUMNS, EMBED_M, "embed_odd")]
     funcs += [embed("q4_k", VOCAB, COLUMNS, EMBED_M, "embed_scaled", scale=SCALE)]
@@ -111,6 +113,29 @@ def test_rms_norm(arch, chunk, row):
     A, S = planes(out_m, k, out_p)
     kernels(arch)[f"norm{chunk}_{row}_1"](state(live), tensor(x), tensor(g), A, S)
     check_planes(A, S, expected, out_live)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("chunk", range(len(CHUNKS)))
+def test_layer_norm(arch, chunk, quantized):
+    """With a mean beside which the deviation is small; with a bias where results are quantized."""
+    m, k, p, live = CHUNKS[chunk]
+    rng = np.random.default_rng(m)
+    x, g, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((m, k), k, k))
+    x += 5
+    z = x.astype(np.float64)
+    z -= z.mean(-1, keepdims=True)
+    expected = (z / np.sqrt((z * z).mean(-1, keepdims=True) + EPS) * g)[:live]
+    if quantized:
+        A, S = planes(m, k, p)
+        kernels(arch)[f"layer_norm{chunk}_1"](state(live), tensor(x), tensor(g), tensor(b), A, S)
+        check_planes(A, S, expected + b, live)
+        return
+    Y = tensor(np.full((m, k), LEFT, np.float32))
+    kernels(arch)[f"layer_norm{chunk}_0"](state(live), tensor(x), tensor(g), Y)
+    np.testing.assert_allclose(Y.numpy()[:live], expected, rtol=1e-5, atol=2e-5)
+    assert (Y.numpy()[live:] == LEFT).all()
 
 
 def table_bytes(fmt, rng):

@@ -11,6 +11,7 @@ import tvm_ffi
 
 from mlc_amd.compiler.codegen.cpu import CpuTarget, build_module
 from mlc_amd.runtime.host import cpu_flags
+from mlc_amd.runtime.measure.inputs import routes
 from mlc_amd.schedules.cpu.arch import resolve
 from mlc_amd.schedules.plans.space import space
 from mlc_amd.schedules.plans.workload import Workload
@@ -41,6 +42,15 @@ def attention(m, **attributes):
     return Workload("attention", args | attributes)
 
 
+def experts(op, m, **args):
+    layout, tile = ("", 1) if m == 1 else ("tiles", 16)
+    common = {"n": 256, "k": 256, "m": m, "experts": 4, "used": 2, "tile": tile, "layout": layout}
+    return Workload(op, args | common)
+
+
+GATES = {"gate": "q4_k", "up": "q4_k", "biases": True, "act": "silu", "layout_in": "tiles", "shared": True}
+DOWN = {"fmt": "q6_k", "bias": True}
+
 ATTRIBUTES = {"scale": 0.3, "window": 100, "softcap": 20.0, "sinks": True}
 
 
@@ -50,6 +60,10 @@ WORKLOADS = {
     k=102),
     "gate_up decode": gate_up(1, "q4_k"), "gate_up prefill": gate_up(128, "q4_0"),
     "gate_up gelu": gate_up(128, "f16", act_fn="gelu"),
+    "experts' gate_up decode": experts("expert_gate_up", 1, **GATES),
+    "experts' gate_up prefill": experts("expert_gate_up", 128, **GATES),
+    "experts' linear prefill": experts("expert_linear", 128, **DOWN),
+    "experts' down decode": experts("expert_down", 1, weighted=True, residual=False, **DOWN),
     "attention decode": attention(1), "attention prefill": attention(64),
     "attention decode attributes": attention(1, **ATTRIBUTES),
     "attention prefill attributes": attention(64, **ATTRIBUTES),
@@ -67,9 +81,11 @@ def spread(found):
     return list(dict.fromkeys(plans))
 
 
-def filled(param, m, rng):
+def filled(param, workload, rng):
     """An argument of a kernel of m tokens, most of which are live, by its type; scales and caches of moderate size."""
-    shape, dtype = [int(n) for n in param.shape], str(param.dtype)
+    shape, dtype, m = [int(n) for n in param.shape], str(param.dtype), workload.args["m"]
+    if param.name == "Groups":
+        return routes(**{key: workload.args[key] for key in ("m", "experts", "used", "tile")})["Groups"]
     if param.name == "state":
         return np.array([290, max(1, m - 4), 0, 0], np.int32)
     if dtype.startswith("float"):
@@ -90,7 +106,7 @@ def test_results_do_not_depend_on_the_plan(arch, name):
     assert tvm_ffi.structural_equal(kernels[0], untuned)
     module = build_module({f.attrs["global_symbol"]: f for f in kernels}, target.arch.target)
     rng = np.random.default_rng(5)
-    arrays = [filled(param, workload.args["m"], rng) for param in untuned.params]
+    arrays = [filled(param, workload, rng) for param in untuned.params]
     results = []
     for kernel in kernels:
         arguments = [tvm.runtime.tensor(array) for array in arrays]

@@ -6,10 +6,12 @@ import sys
 import numpy as np
 import pytest
 from candidates import ADD, STATE, made
+from experts_reference import order
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure import candidate, compare, inputs, timing
 from mlc_amd.runtime.measure.timing import Bench
+from mlc_amd.schedules.experts import Experts
 
 
 def test_gpus_are_measured_without_tvm():
@@ -68,6 +70,22 @@ def test_inputs_are_the_same_everywhere_and_sane(tmp_path):
     assert 0.9 < arrays["Kc"].astype(np.float32).std() < 1.1
     assert set(arrays["tokens"]) <= set(range(9))
     np.testing.assert_allclose(arrays["CS"][3, 2:4], [np.cos(0.3), np.sin(0.3)], rtol=1e-5)
+
+
+@pytest.mark.parametrize("m", [1, 37])
+def test_rows_are_routed_to_experts(m):
+    of = Experts(12, 3, 1 if m == 1 else 8)
+    found = inputs.routes(m, of.count, of.used, of.tile)
+    ids = found["Ids"]
+    assert ids.shape == (m, of.used) and all(len(set(row)) == of.used for row in ids)
+    if m == 1:
+        assert found["Groups"] is ids
+        return
+    slots, pairs, *groups = order(ids, of.count, of.tile, of.tiles(m))
+    np.testing.assert_array_equal(found["Slots"], slots)
+    np.testing.assert_array_equal(found["Pairs"], pairs)
+    np.testing.assert_array_equal(found["Groups"], np.concatenate(groups))
+    assert found["Groups"].shape == (of.groups(m),)
 
 
 def test_int8_activations_carry_their_own_sums():

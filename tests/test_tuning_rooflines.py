@@ -39,6 +39,20 @@ def attention(m):
     return Workload("attention", {"heads": 8, "kv_heads": 2, "d": 64, "ctx": 256, "m": m, "act": "tiles"})
 
 
+EXPERTS = {"experts": 8, "used": 2}
+
+
+def expert_gate_up(m, fmt):
+    args = {"gate": fmt, "up": fmt, "n": 512, "k": 512, "m": m} | EXPERTS | {"tile": min(m, 16), "biases": False}
+    args |= {"act": "silu", "layout_in": f"tiles:{min(m, 16)}", "layout": f"tiles:{min(m, 16)}", "shared": m == 1}
+    return Workload("expert_gate_up", args)
+
+
+def expert_down(fmt):
+    args = {"fmt": fmt, "n": 512, "k": 512, "m": 1} | EXPERTS | {"tile": 1, "bias": False, "weighted": True}
+    return Workload("expert_down", args | {"residual": False, "layout": "tiles:1"})
+
+
 def executed(stmt, kind, counts) -> float:
     """The sum of counts(node) over the nodes of a kind, each as often as it is executed: times the extents of the loops
     around."""
@@ -60,7 +74,14 @@ def kernels(workload, arch, folder):
 
 @pytest.mark.parametrize("arch", DOTS)
 @pytest.mark.parametrize(
-    "workload", [linear(64, ("q4_0", 1024)), linear(64, ("q4_k", 1024), ("q6_k", 512)), gate_up(64, "q5_k")], ids=str
+    "workload",
+    [
+        linear(64, ("q4_0", 1024)),
+        linear(64, ("q4_k", 1024), ("q6_k", 512)),
+        gate_up(64, "q5_k"),
+        expert_gate_up(64, "q4_0"),
+    ],
+    ids=str,
 )
 def test_the_products_of_int8_weights_are_all_there(workload, arch, tmp_path):
     name, products = DOTS[arch]
@@ -70,19 +91,24 @@ def test_the_products_of_int8_weights_are_all_there(workload, arch, tmp_path):
 
     (func,) = kernels(workload, arch, tmp_path)["multiplies"]
     segments = workload.args.get("segments") or [("", workload.args["n"])] * 2
-    wanted = sum(n for _, n in segments) * workload.args["k"] * workload.args["m"]
+    wanted = sum(n for _, n in segments) * workload.args["k"] * workload.args["m"] * workload.args.get("used", 1)
     assert executed(func.body, tvm.ir.Call, dots) == pytest.approx(wanted, rel=0.07), (
         "the rest of divisions is left out"
     )
 
 
 @pytest.mark.parametrize(
-    "workload", [linear(1, ("q4_k", 1536), ("q6_k", 1024)), linear(1, ("f16", 64), k=1030), gate_up(1, "q8_0")], ids=str
-)
+    "workload",
+    [
+        linear(1, ("q4_k", 1536), ("q6_k", 1024)), linear(1, ("f16", 64), k=1030), gate_up(1, "q8_0"),
+        expert_gate_up(1, "q4_k"),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_all_bytes_of_weights_are_read(workload, tmp_path):
     args = workload.args
     segments = args.get("segments") or [(args["gate"], args["n"]), (args["up"], args["n"])]
-    size = sum(plane_bytes(lookup(fmt), n, args["k"]) for fmt, n in segments)
+    size = sum(plane_bytes(lookup(fmt), n, args["k"]) for fmt, n in segments) * args.get("used", 1)
 
     def bytes_of(load):
         # parameters are seen as lines; what is prefetched is no vector
@@ -97,7 +123,7 @@ def test_all_bytes_of_weights_are_read(workload, tmp_path):
 
 WORKLOADS = (
     linear(1, ("q4_0", 256)), linear(32, ("iq4_nl", 256)), linear(32, ("q2_k", 256)), linear(4, ("bf16", 64), k=102),
-    gate_up(1, "q6_k"),
+    gate_up(1, "q6_k"), expert_gate_up(4, "q4_0"), expert_down("q8_0"),
     attention(1), attention(32),
 )  # fmt: skip
 

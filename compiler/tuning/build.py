@@ -21,6 +21,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
 from mlc_amd.runtime.measure.candidate import Candidate, write
 from mlc_amd.runtime.measure.child import Child, Died, serve
+from mlc_amd.runtime.measure.inputs import ROUTES
 from mlc_amd.schedules import operators
 from mlc_amd.schedules.plans.workload import Workload
 
@@ -128,6 +129,10 @@ def _facts(workload, param) -> dict:
         facts["vocab"] = workload.args["vocab"]
     if param.slot.columns:
         facts["columns"] = param.slot.columns
+    if param.slot.share < 1:
+        facts["share"] = param.slot.share
+    if param.name in ROUTES and param.role == "input":
+        facts["routes"] = {key: workload.args[key] for key in ("m", "experts", "used", "tile")}
     return facts
 
 

@@ -62,6 +62,11 @@ class Param:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.numpy.itemsize
 
+    @property
+    def share(self) -> float:
+        """Of a weight: how much of it a call reads."""
+        return self.facts.get("share", 1.0)
+
 
 @dataclass(frozen=True)
 class Candidate:

@@ -42,7 +42,7 @@ def _declare(params):
 
 def bounds(params, op, args, isa, name) -> dict[str, list[tirx.PrimFunc]]:
     """The kernels by kind. params: of the kernel of operator `op` (linear, gate_up_swiglu or attention) with these
-    arguments, each with name, shape, dtype, nbytes and the role that it has in a candidate."""
+    arguments, Params of a candidate."""
     return {
         "reads": [reads(params, args, ahead, name) for ahead in AHEAD],
         "multiplies": [multiplies(params, op, args, isa, name)],
@@ -59,7 +59,8 @@ def reads(params, args, ahead, name) -> tirx.PrimFunc:
         with T.attr(T.int32(0), "pragma_parallel_launch_point", 1):
             for p, view in zip(large, views, strict=True):
                 lines = p.nbytes // LINE
-                live = T.int32(lines) if p.role == "weight" else _live_keys(state, args) * (lines // args["ctx"])
+                weights = T.int32(int(lines * p.share))
+                live = weights if p.role == "weight" else _live_keys(state, args) * (lines // args["ctx"])
                 _emit_read(view, live, sink, ahead)
     return builder.get()
 
@@ -102,14 +103,21 @@ def multiplies(params, op, args, isa, name) -> tirx.PrimFunc:
             pairs = T.min(pairs, T.int32(m * args["window"])) if args.get("window") else pairs
             _emit_scores(T.Bind(pairs * heads // (isa.lanes * _chains(isa))), 2 * d, state, sink, isa)
         else:
-            segments = [(args[g], args["n"]) for g in ("gate", "up")] if op == "gate_up" else args["segments"]
+            rows = args["m"] * args.get("used", 1)  # of results: each row's experts have one each
             with T.attr(T.int32(0), "pragma_parallel_launch_point", 1):
-                for fmt, n in segments:
-                    _emit_weights(lookup(fmt), -(-n // isa.lanes) * args["m"], args["k"], state, acts, sink, isa)
-                if op == "gate_up":
-                    activation = ACTIVATIONS[args.get("act_fn", "silu")]
-                    _emit_activation(activation, args["n"] // isa.lanes * args["m"] // _chains(isa), state, sink, isa)
+                for fmt, n in _matrices(args):
+                    _emit_weights(lookup(fmt), -(-n // isa.lanes) * rows, args["k"], state, acts, sink, isa)
+                if "gate" in args:
+                    activation = ACTIVATIONS[args.get("act_fn") or args.get("act", "silu")]
+                    _emit_activation(activation, args["n"] // isa.lanes * rows // _chains(isa), state, sink, isa)
     return builder.get()
+
+
+def _matrices(args) -> list:
+    """(format, rows) of the matrices of a linear layer, a gate/up, an expert."""
+    if "gate" in args:
+        return [(args[which], args["n"]) for which in ("gate", "up")]
+    return args["segments"] if "segments" in args else [(args["fmt"], args["n"])]
 
 
 def _chains(isa):

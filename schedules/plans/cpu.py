@@ -55,6 +55,24 @@ def _gate_up(workload, arch) -> Space:
     return _rows_space(segments, args["k"], args["m"], arch.isa, lambda plan: (None, args["n"] // BLOCK))
 
 
+def _expert_gate_up(workload, arch) -> Space:
+    args = workload.args
+    segments = [(lookup(args[which]), args["n"]) for which in ("gate", "up")]
+    blocks = args["n"] // BLOCK * args["used"]  # of an expert, by a row's experts: of many rows at least that many
+    return _rows_space(segments, args["k"], args["m"], arch.isa, lambda plan: (None, blocks))
+
+
+def _expert_linear(workload, arch) -> Space:
+    args = workload.args
+    fmt, n, k = lookup(args["fmt"]), args["n"], args["k"]
+
+    def tasks(plan):
+        held = linear_plan.row_tiles(fmt, n, k, plan)
+        return held, n // ROWS // held
+
+    return _rows_space([(fmt, n)], k, args["m"], arch.isa, tasks)
+
+
 def _attention(workload, arch) -> Space:
     args, isa = workload.args, arch.isa
     group, kv_heads, d, m = args["heads"] // args["kv_heads"], args["kv_heads"], args["d"], args["m"]
@@ -81,4 +99,11 @@ def _attention(workload, arch) -> Space:
     )
 
 
-SPACES = {"linear": _linear, "gate_up": _gate_up, "attention": _attention}
+SPACES = {
+    "linear": _linear,
+    "gate_up": _gate_up,
+    "attention": _attention,
+    "expert_gate_up": _expert_gate_up,
+    "expert_linear": _expert_linear,
+    "expert_down": _expert_linear,
+}
