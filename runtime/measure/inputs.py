@@ -1,7 +1,8 @@
 """Inputs of candidates: arrays by role, name and dtype, equal on every machine and in every process.
 
 Numbers are what a model would hold: weights as `random_weights` draws them (the draw comes with the candidate), normal
-activations, int8 activations with their right scales and sums, a cache of normal keys and values, RoPE's own table.
+activations, int8 activations with their right scales and sums, a cache of normal keys and values, RoPE's own table,
+rows that go to random experts.
 """
 
 import math
@@ -9,6 +10,7 @@ import zlib
 
 import numpy as np
 
+from mlc_amd.runtime.measure import routing
 from mlc_amd.runtime.measure.candidate import ROLES, Candidate, Param
 from mlc_amd.runtime.random_weights import drawn
 
@@ -38,6 +40,8 @@ def _state(param: Param, state) -> np.ndarray:
 def _input(param: Param, state) -> np.ndarray:
     if param.name == "tokens":
         return _rng(param.name).integers(0, param.facts["vocab"], param.shape, np.int32)
+    if "experts" in param.facts:
+        return routing.tables(param.facts["experts"])[param.name].reshape(param.shape)
     values = _rng(param.name).standard_normal(param.shape, np.float32)
     if param.name == "Qo":  # rotated queries carry the softmax's scale, and its base is 2
         values *= np.float32(math.log2(math.e) / math.sqrt(param.shape[-1]))

@@ -263,7 +263,7 @@ def _copies(candidate: Candidate, rotating, cache: int) -> int:
     total = sum(p.nbytes for p in rotating)
     if not total:
         return 1
-    weights = sum(p.nbytes for p in rotating if p.role == "weight")
+    weights = int(sum(p.nbytes * p.facts.get("share", 1.0) for p in rotating if p.role == "weight"))
     read = min(total, max(weights, int(min(case["bytes"] for case in candidate.cases)), 1))
     return max(1, min(-(-cache // read), max(4 * cache // total, 2), MAX_COPIES))
 
