@@ -9,7 +9,7 @@ in place), output, work, zero (workspace, which is zero before and after each ca
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 BYTES = {
@@ -27,6 +27,7 @@ class Slot:
     rows      of a table of which a token needs one; 0: it is read whole
     share     of a packed matrix that a call reads: below 1 where rows choose some of its experts
     columns   of an output that are not padding; 0: all
+    slots     whether it tells where rows go in a mixture of experts, or has a row for each slot and is written
     optional  whether a kernel may lack it
     """
 
@@ -38,6 +39,7 @@ class Slot:
     rows: int = 0
     share: float = 1.0
     columns: int = 0
+    slots: bool = False
     optional: bool = False
 
     def takes(self, name: str) -> bool:
@@ -160,6 +162,7 @@ _STATE = Slot("state", ("state",))
 _ACT = Slot("input", ("A", "S", "X", "H"))  # in any layout of compiler/ops.py
 _OUT = Slot("output", ("A", "S", "X", "Y", "H", "O", "A_out", "S_out", "H_out"))
 _CACHE = Slot("cache", ("Kc", "Vc"))
+_GROUPS = Slot("input", ("Groups",), slots=True)
 
 
 def _linear(args: dict) -> Iterator[Slot]:
@@ -243,33 +246,33 @@ def _route(args: dict) -> Iterator[Slot]:
 def _gather(args: dict) -> Iterator[Slot]:
     yield from (_STATE, Slot("input", ("X",)))
     if args["m"] > 1:
-        yield Slot("input", ("Pairs",))
+        yield Slot("input", ("Pairs",), slots=True)
     if args["weighted"]:
         yield Slot("input", ("Weights",))
-    yield _OUT
+    yield replace(_OUT, slots=True)
 
 
 def _expert_gate_up(args: dict) -> Iterator[Slot]:
-    yield from (_STATE, _ACT, Slot("input", ("Groups",)))
+    yield from (_STATE, _ACT, _GROUPS)
     yield from (_stack("G_", args["gate"], args), _stack("U_", args["up"], args))
     if args["biases"]:
         yield Slot("weight", ("GB", "UB"), share=_share(args))
-    yield _OUT
+    yield replace(_OUT, slots=True)
 
 
 def _expert_linear(args: dict) -> Iterator[Slot]:
-    yield from (_STATE, _ACT, Slot("input", ("Groups",)), _stack("W_", args["fmt"], args))
+    yield from (_STATE, _ACT, _GROUPS, _stack("W_", args["fmt"], args))
     if args["bias"]:
         yield Slot("weight", ("WB",), share=_share(args))
     if args.get("weighted"):
         yield Slot("input", ("Weights",))
     if args.get("residual"):
         yield Slot("input", ("R",))
-    yield Slot("output", ("Y",), columns=args["n"])
+    yield Slot("output", ("Y",), columns=args["n"], slots=args["m"] > 1)
 
 
 def _combine(args: dict) -> Iterator[Slot]:
-    yield from (_STATE, Slot("input", ("X",)), Slot("input", ("Slots",)))
+    yield from (_STATE, Slot("input", ("X",)), Slot("input", ("Slots",), slots=True))
     if args["weighted"]:
         yield Slot("input", ("Weights",))
     if args["residual"]:
@@ -300,7 +303,7 @@ OPERATORS = {
     "rope_attention": Operator(_rope_attention, _scores, reads_cache=True),
     "route": Operator(_route),
     "expert_order": Operator(
-        lambda args: (_STATE, Slot("input", ("Ids",)), Slot("output", ("Slots", "Pairs", "Groups")))
+        lambda args: (_STATE, Slot("input", ("Ids",), slots=True), Slot("output", ("Slots", "Pairs", "Groups")))
     ),
     "gather": Operator(_gather),
     "expert_gate_up": Operator(_expert_gate_up, lambda args: _expert_products(args, 2)),

@@ -2,7 +2,7 @@
 plan first."""
 
 import os
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 import numpy as np
 import pytest
@@ -11,8 +11,9 @@ import tvm_ffi
 
 from mlc_amd.compiler.codegen.cpu import CpuTarget, build_module
 from mlc_amd.runtime.host import cpu_flags
-from mlc_amd.runtime.measure.inputs import routes
+from mlc_amd.runtime.measure import routing
 from mlc_amd.schedules.cpu.arch import resolve
+from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.plans.space import space
 from mlc_amd.schedules.plans.workload import Workload
 
@@ -85,7 +86,8 @@ def filled(param, workload, rng):
     """An argument of a kernel of m tokens, most of which are live, by its type; scales and caches of moderate size."""
     shape, dtype, m = [int(n) for n in param.shape], str(param.dtype), workload.args["m"]
     if param.name == "Groups":
-        return routes(**{key: workload.args[key] for key in ("m", "experts", "used", "tile")})["Groups"]
+        of = Experts(*(workload.args[key] for key in ("experts", "used", "tile")))
+        return routing.tables(asdict(of) | {"m": m, "tiles": of.tiles(m)})["Groups"]
     if param.name == "state":
         return np.array([290, max(1, m - 4), 0, 0], np.int32)
     if dtype.startswith("float"):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from candidates import ADD, STATE, made
 from experts_reference import order
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.measure import candidate, compare, inputs, timing
+from mlc_amd.runtime.measure import candidate, compare, inputs, routing, timing
 from mlc_amd.runtime.measure.timing import Bench
 from mlc_amd.schedules.experts import Experts
 
@@ -75,14 +76,14 @@ def test_inputs_are_the_same_everywhere_and_sane(tmp_path):
 @pytest.mark.parametrize("m", [1, 37])
 def test_rows_are_routed_to_experts(m):
     of = Experts(12, 3, 1 if m == 1 else 8)
-    found = inputs.routes(m, of.count, of.used, of.tile)
-    ids = found["Ids"]
+    found = routing.tables(asdict(of) | {"m": m, "tiles": of.tiles(m)})
+    ids = found["Ids"].reshape(m, of.used)
     assert ids.shape == (m, of.used) and all(len(set(row)) == of.used for row in ids)
     if m == 1:
-        assert found["Groups"] is ids
+        assert found["Groups"] is found["Ids"]
         return
     slots, pairs, *groups = order(ids, of.count, of.tile, of.tiles(m))
-    np.testing.assert_array_equal(found["Slots"], slots)
+    np.testing.assert_array_equal(found["Slots"].reshape(m, -1), slots)
     np.testing.assert_array_equal(found["Pairs"], pairs)
     np.testing.assert_array_equal(found["Groups"], np.concatenate(groups))
     assert found["Groups"].shape == (of.groups(m),)

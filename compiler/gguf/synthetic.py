@@ -68,8 +68,8 @@ def synthetic(
 ) -> GGUFModel:
     """The model of that spec, `preset:format`. UserError for an unknown preset or format, naming the known ones.
 
-    A matrix whose rows are not whole blocks of the format has FALLBACKS' instead, as llama-quantize does it. In a mixture
-    of experts mxfp4 is the format of these; all other matrices are then q8_0, as in the published files.
+    A matrix whose rows are not whole blocks of the format has FALLBACKS' instead, as llama-quantize does it. In a
+    mixture of experts mxfp4 is the format of these; all other matrices are then q8_0, as in the published files.
 
     keys: metadata instead of the preset's or besides it, without the architecture in front; "general.architecture"
     makes a model of another architecture with the preset's sizes. tensors: names of optional ones besides the preset's.

@@ -21,8 +21,8 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
 from mlc_amd.runtime.measure.candidate import Candidate, write
 from mlc_amd.runtime.measure.child import Child, Died, serve
-from mlc_amd.runtime.measure.inputs import ROUTES
 from mlc_amd.schedules import operators
+from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.plans.workload import Workload
 
 MODULE = "mlc_amd.compiler.tuning.build"
@@ -127,13 +127,19 @@ def _facts(workload, param) -> dict:
         facts["draw"] = _draws(*param.slot.matrix)[param.name.rpartition("_")[2]]
     if param.name == "tokens":
         facts["vocab"] = workload.args["vocab"]
-    if param.slot.columns:
-        facts["columns"] = param.slot.columns
     if param.slot.share < 1:
         facts["share"] = param.slot.share
-    if param.name in ROUTES and param.role == "input":
-        facts["routes"] = {key: workload.args[key] for key in ("m", "experts", "used", "tile")}
+    if param.slot.slots:
+        facts["experts"] = _experts(workload.args)
+    if param.slot.columns:
+        facts["columns"] = param.slot.columns
     return facts
+
+
+def _experts(args: dict) -> dict:
+    """Facts "experts" of runtime/measure/routing.py."""
+    experts = Experts(*(args[key] for key in ("experts", "used", "tile")))
+    return asdict(experts) | {"m": args["m"], "tiles": experts.tiles(args["m"])}
 
 
 @functools.lru_cache(maxsize=64)

@@ -3,11 +3,12 @@ operations explains.
 
 Float32 and float16 outputs are compared with the largest output as the scale. Int8 activations may differ by one step
 in few places, and their scales and sums must be those of their own steps. Only defined values are compared: live
-tokens' rows and the weight's own columns.
+tokens' rows, or used slots, and the weight's own columns.
 """
 
 import numpy as np
 
+from mlc_amd.runtime.measure import routing
 from mlc_amd.runtime.measure.candidate import Candidate, Param
 from mlc_amd.runtime.measure.inputs import BLOCK, SIGNATURE
 
@@ -56,7 +57,7 @@ def _used(param: Param, array: np.ndarray, live: int) -> np.ndarray:
     """The defined part of an output. Caches are compared whole: nothing may be written outside the live tokens."""
     if param.role == "cache":
         return array
-    rows = array[: min(live, len(array))]
+    rows = array[: routing.slots(param.facts["experts"]) if "experts" in param.facts else min(live, len(array))]
     return rows[..., : param.facts["columns"]] if "columns" in param.facts else rows
 
 

@@ -10,12 +10,12 @@ import zlib
 
 import numpy as np
 
+from mlc_amd.runtime.measure import routing
 from mlc_amd.runtime.measure.candidate import ROLES, Candidate, Param
 from mlc_amd.runtime.random_weights import drawn
 
 BLOCK = 32  # columns that share a scale of int8 activations
 LINE = 64  # bytes; where planes begin in what they are drawn from
-ROUTES = ("Ids", "Slots", "Pairs", "Groups")  # where a mixture of experts' rows go: schedules/experts.py
 SIGNATURE = 0xA5  # fill pattern of memory that must not be read, so that a read shows
 
 
@@ -40,33 +40,12 @@ def _state(param: Param, state) -> np.ndarray:
 def _input(param: Param, state) -> np.ndarray:
     if param.name == "tokens":
         return _rng(param.name).integers(0, param.facts["vocab"], param.shape, np.int32)
-    if param.name in ROUTES:
-        return routes(**param.facts["routes"])[param.name]
+    if "experts" in param.facts:
+        return routing.tables(param.facts["experts"])[param.name].reshape(param.shape)
     values = _rng(param.name).standard_normal(param.shape, np.float32)
     if param.name == "Qo":  # rotated queries carry the softmax's scale, and its base is 2
         values *= np.float32(math.log2(math.e) / math.sqrt(param.shape[-1]))
     return values.astype(param.numpy)
-
-
-def routes(m: int, experts: int, used: int, tile: int) -> dict[str, np.ndarray]:
-    """The arrays ROUTES of m rows that choose their experts at random."""
-    ids = np.argsort(_rng("Ids").random((m, experts)), 1)[:, :used].astype(np.int32)
-    if m == 1:
-        return {"Ids": ids, "Groups": ids}
-    numbers = np.bincount(ids.ravel(), minlength=experts)
-    needed = -(-numbers // tile)
-    first = np.concatenate([[0], np.cumsum(needed)])
-    tiles = min(m * used, (m * used + min(experts, m * used) * (tile - 1)) // tile)
-    order = np.argsort(ids.ravel(), kind="stable")
-    place = np.arange(m * used) - np.repeat(np.cumsum(numbers) - numbers, numbers)
-    slots = np.empty(m * used, np.int32)
-    slots[order] = np.repeat(first[:-1] * tile, numbers) + place
-    pairs = np.full(tiles * tile, -1, np.int32)
-    pairs[slots] = np.arange(m * used)
-    of_tile = np.full(tiles, -1)
-    of_tile[: first[-1]] = np.repeat(np.arange(experts), needed)
-    groups = np.concatenate([of_tile, first, numbers]).astype(np.int32)
-    return {"Ids": ids, "Slots": slots.reshape(m, used), "Pairs": pairs, "Groups": groups}
 
 
 def _weight(param: Param, state) -> np.ndarray:

@@ -24,11 +24,12 @@ from mlc_amd.schedules.gpu.step import kernel, state_arg
 
 
 class Split(NamedTuple):
-    """plan: as the kernel uses it. lanes: that share a row. side: slots side by side; steps: of a wave, each with a
-    slot. rows: of a workgroup. groups: workgroups."""
+    """plan: as the kernel uses it. lanes: that share a row. waves: of a workgroup. side: slots side by side; steps: of
+    a wave, each with a slot. rows: of a workgroup. groups: workgroups."""
 
     plan: gemv.Plan
     lanes: int
+    waves: int
     side: int
     steps: int
     rows: int
@@ -42,8 +43,9 @@ def down_split(fmt, n, k, used, arch, plan=None) -> Split:
     waves = min(plan.waves, arch.threads // arch.wave)
     steps = -(-used // waves)
     side = -(-used // steps)
+    waves -= waves % side
     rows = waves // side * (arch.wave // lanes) * plan.rows
-    return Split(plan, lanes, side, steps, rows, -(-n // rows))
+    return Split(plan, lanes, waves, side, steps, rows, -(-n // rows))
 
 
 def expert_down(fmt, n, k, of: Slots, weighted, residual, act, arch, name, plan=None):
@@ -54,8 +56,7 @@ def expert_down(fmt, n, k, of: Slots, weighted, residual, act, arch, name, plan=
     check_rows(n)
     gemv.check([fmt], of.m, act, "expert_down")
     split = down_split(fmt, n, k, used, arch, plan)
-    plan, lanes, side, steps, rows, groups = split
-    waves = rows // ((arch.wave // lanes) * plan.rows) * side
+    plan, lanes, waves, side, steps, rows, groups = split
     with kernel(name) as ir:
         state_arg()
         params, ids = act_args(used, k, act), ids_arg(of.experts, 1)

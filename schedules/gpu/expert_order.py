@@ -1,7 +1,7 @@
 """The order in which rows reach their experts: pairs (row, expert) sorted by expert, padded to whole tiles.
 
-In: `state` int32[4] and Ids int32 [m, used]. Out, for the live rows: Slots, Pairs and Groups as schedules/experts.py has
-them. One workgroup makes them by a counting sort, without atomic operations, so that pairs of an expert stay in order.
+In: `state` int32[4] and Ids int32 [m, used]. Out, for the live rows: Slots, Pairs and Groups as schedules/experts.py
+has them. One workgroup makes them by a counting sort, without atomic operations: an expert's pairs stay in order.
 
 SEGMENT neighbouring threads work through a segment of neighbouring pairs, SEGMENT at a time: a thread compares its
 pair's expert with those of the others, which gives its place among them. Each segment has its own counts, which become

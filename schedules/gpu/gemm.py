@@ -76,11 +76,11 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, tile=None):
 
     segments: list of (format name or Format, n); they share the activations (q, k and v of a layer) and the launch. k:
     a multiple of 32, m: tokens, a multiple of 16. act_in: layout of the activations: "half" or "" on matrix units,
-    "pairs" or "" on cooperative matrices (weights and activations become float16, except that float formats with "" are
-    multiplied in float32), else "rows" for int8 formats and "" for float formats. biases: one flag per segment. residual: Y = R + result, for one segment. tile: see `engine`.
-    Token tiles without live tokens (state[1]) are left as they are. npad = n rounded up to a multiple of 16; the
-    columns from n on are undefined. ValueError for what cannot share a launch or has no tiles, UserError for weights
-    too large.
+    "pairs" or "" on cooperative matrices (weights and activations become float16), else "rows" for int8 formats and ""
+    for float formats. Float formats with "" are multiplied in float32 everywhere. biases: one flag per segment.
+    residual: Y = R + result, for one segment. tile: see `engine`. Token tiles without live tokens (state[1]) are left
+    as they are. npad = n rounded up to a multiple of 16; the columns from n on are undefined. ValueError for what
+    cannot share a launch or has no tiles, UserError for weights too large.
     """
     segments = [(lookup(fmt), n) for fmt, n in segments]
     if len(biases) != len(segments) or (residual and len(segments) > 1):

@@ -8,6 +8,7 @@ A wave makes a row; its lanes have the experts lane, lane + wave, ...; each of `
 arithmetic is float32: a rounded logit would choose other experts.
 """
 
+import functools
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -48,7 +49,7 @@ def route(n, m, experts: Experts, routing: Routing, arch, name) -> tirx.PrimFunc
     """Kernel (state, L float32 [m, n], [B float32 [count, padded to 16]], [F as B], Ids int32 [m, used], Weights
     float32 [m, used]). ValueError for a gating that is not known, and for groups that do not fit."""
     count, used, wave = experts.count, experts.used, arch.wave
-    grouped = 1 < routing.groups and routing.groups_used < routing.groups
+    grouped = routing.groups > 1 and routing.groups_used < routing.groups
     if routing.gating not in GATINGS:
         raise ValueError(f"unknown gating {routing.gating!r}; known are {', '.join(GATINGS)}")
     if grouped and (count % routing.groups or used > count // routing.groups * routing.groups_used):
@@ -63,27 +64,27 @@ def route(n, m, experts: Experts, routing: Routing, arch, name) -> tirx.PrimFunc
             T.arg(which, T.buffer((m, used), dtype)) for which, dtype in (("Ids", "int32"), ("Weights", "float32"))
         )
         with launch((m,), (wave,)) as (row, lane):
-            chosen = T.alloc_buffer((used,), "float32", scope="shared")
-            ids = T.alloc_buffer((used,), "int32", scope="shared")
             held = _Held(arch, count, lane, routing, grouped)
+            places = [T.Bind(lane + first) for first in range(0, used, wave)]  # a lane's share of the chosen ones
+            ids, values = local(len(places), "int32"), local(len(places))
+            for i in range(len(places)):
+                put(ids, T.int32(0), i)
+                put(values, T.float32(TAKEN), i)
             with if_live(state, m, row):
                 held.load(L, row, B)
                 if grouped:
                     held.leave_groups()
                 with T.serial(used) as j:
                     expert, value = held.take()
-                    with T.If(lane == 0), T.Then():
-                        put(ids, expert, j)
-                        put(chosen, value, j)
-                barrier()
-                finish = _weigh(routing, chosen, used)
-                for first in range(0, used, wave):
-                    j = T.Bind(lane + first)
-                    with T.If(j < used), T.Then():
-                        expert = T.Bind(ids[j])
-                        weight = finish(T.Bind(chosen[j]))
-                        put(Ids, expert, row, j)
-                        put(Weights, weight * F[expert] if F is not None else weight, row, j)
+                    for i, place in enumerate(places):
+                        put(ids, T.Select(place == j, expert, ids[i]), i)
+                        put(values, T.Select(place == j, value, values[i]), i)
+                inside = [place < used for place in places]
+                weights = _weigh(arch, routing, [T.Bind(values[i]) for i in range(len(places))], inside)
+                for i, (place, weight) in enumerate(zip(places, weights, strict=True)):
+                    with T.If(inside[i]), T.Then():
+                        put(Ids, ids[i], row, place)
+                        put(Weights, weight * F[ids[i]] if F is not None else weight, row, place)
     return ir.get()
 
 
@@ -122,15 +123,9 @@ class _Held:
             put(self.scores, self._or(i, score, TAKEN), i)
 
     def _softmax(self, logits):
-        top = logits[0]
-        for x in logits[1:]:
-            top = maximum(top, x)
-        top = wave_max(self.arch, T.Bind(top))
+        top = wave_max(self.arch, functools.reduce(maximum, logits))
         parts = [self._or(i, exp2((x - top) * T.float32(LOG2E)), 0.0) for i, x in enumerate(logits)]
-        total = T.float32(0)
-        for x in parts:
-            total = total + x
-        inverse = rcp(wave_sum(self.arch, T.Bind(total)))
+        inverse = rcp(wave_sum(self.arch, T.Bind(functools.reduce(lambda x, y: x + y, parts))))
         return [T.Bind(x * inverse) for x in parts]
 
     def _sigmoid(self, logits):
@@ -172,10 +167,8 @@ class _Held:
 
     def take(self):
         """(the best expert left, its probability), the same in all lanes; it is not there any more afterwards."""
-        best = self.scores[0]
-        for i in range(1, self.steps):
-            best = maximum(best, self.scores[i])
-        best = wave_max(self.arch, T.Bind(best))
+        best = functools.reduce(maximum, [T.Bind(self.scores[i]) for i in range(self.steps)])
+        best = wave_max(self.arch, best)
         first = T.int32(NONE)
         for i in reversed(range(self.steps)):
             first = T.Select(self.scores[i] == best, self.numbers[i], first)
@@ -189,28 +182,17 @@ class _Held:
         return expert, wave_sum(self.arch, T.Bind(value))
 
 
-def _weigh(routing, chosen, used):
-    """What makes a weight of the probability of one of the chosen experts."""
-    scale = T.float32(routing.scale)
+def _weigh(arch, routing, values, inside):
+    """The weights of the chosen experts, of which a lane has those that are `inside`: their probabilities, or logits
+    for softmax_used."""
+    factor = T.float32(routing.scale)
     if routing.gating == "softmax_used":
-        top = chosen[0]
-        for j in range(1, used):
-            top = maximum(top, chosen[j])
-        top = T.Bind(top)
-
-        def part(x):
-            return exp2((x - top) * T.float32(LOG2E))
-
-        factor = T.Bind(scale * rcp(_sum([part(T.Bind(chosen[j])) for j in range(used)])))
-        return lambda x: T.Bind(part(x) * factor)
-    if routing.normalize:
-        total = maximum(_sum([chosen[j] for j in range(used)]), T.float32(MIN_SUM))
-        scale = T.Bind(scale * rcp(total))
-    return lambda x: T.Bind(x * scale)
-
-
-def _sum(values):
-    total = values[0]
-    for x in values[1:]:
-        total = total + x
-    return T.Bind(total)
+        top = wave_max(arch, functools.reduce(maximum, values))
+        values = [exp2((x - top) * T.float32(LOG2E)) for x in values]
+    if routing.gating == "softmax_used" or routing.normalize:
+        values = [T.Bind(T.Select(here, x, T.float32(0))) for x, here in zip(values, inside, strict=True)]
+        total = wave_sum(arch, T.Bind(functools.reduce(lambda x, y: x + y, values)))
+        if routing.gating != "softmax_used":
+            total = maximum(total, T.float32(MIN_SUM))
+        factor = T.Bind(factor * rcp(total))
+    return [T.Bind(x * factor) for x in values]

@@ -1,12 +1,16 @@
 """The plans of GPU kernels. The fields of a plan are described by its dataclass, in the kernel's module."""
 
+from functools import partial
+
 from mlc_amd.schedules.attention import Attention, Rope, described, padded_columns
+from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu import (
     attention_decode,
     attention_prefill,
     attention_prefill_coop,
     attention_prefill_dot,
+    expert_gemv,
     gemm_coop,
     gemm_dot,
     gemm_matrix,
@@ -15,6 +19,8 @@ from mlc_amd.schedules.gpu import (
     rope_kv_write,
 )
 from mlc_amd.schedules.gpu.attention_rows_vulkan import waves_of
+from mlc_amd.schedules.gpu.expert_gemm import expert_engine
+from mlc_amd.schedules.gpu.experts import Slots
 from mlc_amd.schedules.gpu.gemm import engine
 from mlc_amd.schedules.gpu.planes import padded
 from mlc_amd.schedules.plans.space import Kernel, Space
@@ -61,16 +67,30 @@ def _gemv_linear(args, arch) -> Space:
     return Space(gemv.Plan, GEMV, default, kernel)
 
 
-def _gemv_gate_up(args, arch) -> Space:
+def _gemv_gate_up(args, arch, slots=1) -> Space:
+    """slots: of as many experts."""
     fmts, f, k = [lookup(args["gate"]), lookup(args["up"])], args["n"], args["k"]
 
     def kernel(plan) -> Kernel:
         used = gemv.gate_up_plan(fmts, f, k, arch, plan)
         loads = _loads(fmts, k, used, plan)
         same = used.rows, used.waves, used.lanes, _unroll(fmts, k, used.lanes, used.unroll)
-        return Kernel(same, f // gemv.BLOCK, used.waves * arch.wave, loads)
+        return Kernel(same, f // gemv.BLOCK * slots, used.waves * arch.wave, loads)
 
-    return Space(gemv.Plan, GEMV, gemv.default_plan(arch, f, gemv.GATE_UP_PLANS), kernel)
+    return Space(gemv.Plan, GEMV, gemv.default_plan(arch, f * slots, gemv.GATE_UP_PLANS), kernel)
+
+
+def _expert_down(workload, arch) -> Space:
+    args = workload.args
+    fmt, n, k, used = lookup(args["fmt"]), args["n"], args["k"], args["used"]
+
+    def kernel(plan) -> Kernel:
+        split = expert_gemv.down_split(fmt, n, k, used, arch, plan)
+        loads = _loads([fmt], k, split.plan, plan)
+        same = split._replace(plan=(split.plan.rows, _unroll([fmt], k, split.lanes, split.plan.unroll)))
+        return Kernel(same, split.groups, split.waves * arch.wave, loads)
+
+    return Space(gemv.Plan, GEMV, gemv.default_plan(arch, n, gemv.DOWN_PLANS), kernel)
 
 
 def _loads(fmts, k, used, plan) -> float:
@@ -95,14 +115,19 @@ def _block_bytes(fmt) -> float:
 
 
 def _gemm(formats, rows, shares, args, arch, act) -> Space:
-    """rows: of each segment; shares: weights that share a tile's accumulators."""
+    """rows: of each segment; shares: weights that share a tile's accumulators. For workloads with experts, slots stand
+    in the place of tokens."""
     m, k, total = args["m"], args["k"], sum(rows)
-    default = engine(act, formats, m, k, arch, total, together=shares)
+    make = partial(engine, act, formats, m)
+    if "experts" in args:
+        experts = Experts(args["experts"], args["used"], args["tile"])
+        make, m = partial(expert_engine, Slots(experts, m, False, False), act, formats), experts.slots(m)
+    default = make(k, arch, total, together=shares)
 
     def kernel(tile) -> Kernel:
         if m % tile.tokens:
             raise ValueError(f"{tile} does not divide {m} tokens")
-        gemm = engine(act, formats, m, k, arch, total, tile, shares)
+        gemm = make(k, arch, total, tile, shares)
         loads = LIMITS[type(tile)](gemm, tile, formats, arch)
         return Kernel(tile, m // tile.tokens * sum(-(-n // tile.rows) for n in rows), gemm.threads, loads)
 
@@ -162,6 +187,18 @@ def _gate_up(workload, arch) -> Space:
     if args["m"] == 1:
         return _gemv_gate_up(args, arch)
     return _gemm([lookup(args["gate"]), lookup(args["up"])], [args["n"]], 2, args, arch, args["act_in"])
+
+
+def _expert_gate_up(workload, arch) -> Space:
+    args = workload.args
+    if args["m"] == 1:
+        return _gemv_gate_up(args, arch, args["used"])
+    return _gemm([lookup(args["gate"]), lookup(args["up"])], [args["n"]], 2, args, arch, args["layout_in"])
+
+
+def _expert_linear(workload, arch) -> Space:
+    args = workload.args
+    return _gemm([lookup(args["fmt"])], [args["n"]], 1, args, arch, args["layout"])
 
 
 def _attention(workload, arch) -> Space:
@@ -283,6 +320,10 @@ SPACES = {
     "attention": _attention,
     "rope_attention": _decode,
     "rms_norm": _rms_norm,
+    "layer_norm": _rms_norm,
+    "expert_gate_up": _expert_gate_up,
+    "expert_down": _expert_down,
+    "expert_linear": _expert_linear,
     "quantize": _columns(norm.WIDTH),
     "embed": _columns(1),
     "rope_kv_write": _rope_kv_write,
