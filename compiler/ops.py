@@ -19,6 +19,7 @@ import tvm_ffi
 from tvm import relax
 from tvm.ir import Op
 
+from mlc_amd.compiler.nodes import fields_of
 from mlc_amd.schedules.attention import Attention, Rope, padded_columns
 from mlc_amd.schedules.experts import Experts
 
@@ -68,7 +69,7 @@ def shape_of(value) -> list[int]:
 
 def rows_of(value) -> int:
     """Rows of activations in the layout "" or "rows", or of one row in any."""
-    ty = value.ty.fields[0] if isinstance(value.ty, relax.TupleType) else value.ty
+    ty = fields_of(value.ty)[0] if isinstance(value.ty, relax.TupleType) else value.ty
     return int(ty.shape.values[0])
 
 

@@ -257,7 +257,7 @@ class Target(ABC):
     def _gather(self, bb, call):
         m, k = shape_of(call.args[1])
         args = {"k": k, "m": m} | _experts(call) | {"weighted": bool(int(call.attrs["weighted"]))}
-        args["layout"] = str(call.attrs["layout"])
+        args |= {"layout": str(call.attrs["layout"])}
         return self._call(bb, call, f"gather_{k}_m{m}", Workload("gather", args))
 
     def _expert_gate_up(self, bb, call):

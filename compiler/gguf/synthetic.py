@@ -106,7 +106,7 @@ def _metadata(name: str, preset: Preset, keys: Mapping[str, object]) -> dict[str
     own = {"general.architecture": arch, "general.name": f"Synthetic {name}", "general.type": "model"}
     named = {
         key if key.startswith(("general.", "tokenizer.")) else f"{arch}.{key}": value
-        for key, value in (preset.keys | keys).items()
+        for key, value in (dict(preset.keys) | dict(keys)).items()
     }
     return own | named | _tokenizer(int(str(named[f"{arch}.vocab_size"])))
 

@@ -132,7 +132,8 @@ def decoder(g):
     for i, layer in enumerate(g.config.layers):
         x = residual_block(g, x, i, layer.attention_norms, attention_block)
         if layer.experts:
-            x = g.add(x, g.norm(dense_and_experts(g, x, i, layer), f"blk.{i}.{layer.feed_forward_norms.after}"))
+            y = dense_and_experts(g, x, i, layer, layer.experts)
+            x = g.add(x, g.norm(y, f"blk.{i}.{layer.feed_forward_norms.after}"))
         else:
             x = residual_block(g, x, i, layer.feed_forward_norms, feed_forward_block)
         if inputs is not None:
@@ -142,15 +143,15 @@ def decoder(g):
     return logits(g, x)
 
 
-def dense_and_experts(g, x, i: int, layer: LayerConfig):
+def dense_and_experts(g, x, i: int, layer: LayerConfig, experts: ExpertsConfig):
     """Both read x, each within norms of its own."""
     block, f = f"blk.{i}.", layer.feed_forward
     y = dense(g, g.norm(x, f"{block}{layer.feed_forward_norms.before}"), block + "ffn_{}", f.act)
     router = g.linear(g.rms_norm(x, block + "ffn_gate_inp.scale"), block + "ffn_gate_inp.weight", exact=True)
     router = g.scaled(router, 1 / sqrt(g.config.hidden))
-    terms = mixture(g, g.norm(x, block + "pre_ffw_norm_2"), i, layer.experts, router)
-    experts = g.norm(add_all(g, terms[0], terms[1:]), block + "post_ffw_norm_2")
-    return g.add(g.norm(y, block + "post_ffw_norm_1"), experts)
+    terms = mixture(g, g.norm(x, block + "pre_ffw_norm_2"), i, experts, router)
+    mixed = g.norm(add_all(g, terms[0], terms[1:]), block + "post_ffw_norm_2")
+    return g.add(g.norm(y, block + "post_ffw_norm_1"), mixed)
 
 
 def layer_inputs(g, x):

@@ -7,7 +7,7 @@ for each function parameter where the runtime finds it: ("io", "tokens"), ("weig
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tvm import relax, te
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mlc_amd.compiler.codegen.target import Target
     from mlc_amd.compiler.gguf import GGUFModel
 
+OPS: Any = relax.op  # TVM declares their arguments as expressions only
 ONES = "ones."  # prefix of the names of vectors of ones, before their length
 TEMPERATURES = "temperatures"  # name of the table of TemperatureConfig's factors
 BLOCK = 32  # columns: kernels of norms take whole blocks
@@ -126,17 +127,17 @@ class Graph:
 
     def columns(self, x, first: int, count: int) -> relax.Var:
         """Columns first .. of x."""
-        return self.bb.emit(relax.op.strided_slice(x, [1], [first], [first + count]))
+        return self.bb.emit(OPS.strided_slice(x, [1], [first], [first + count]))
 
     def number(self, name: str) -> relax.Var:
         """The one number of a tensor, float32 [1]."""
-        return self.bb.emit(relax.op.strided_slice(self.vector(name), [0], [0], [1]))
+        return self.bb.emit(OPS.strided_slice(self.vector(name), [0], [0], [1]))
 
     def grouped_rms_norm(self, x, name: str, groups: int, size: int) -> relax.Var:
         """RMS norm of each of `groups` parts of a row, `size` columns with the same weight."""
-        parts = self.bb.emit(relax.op.reshape(x, (self.m, groups, size)))
-        normed = self.bb.emit(relax.op.nn.rms_norm(parts, self.vector(name), -1, self.config.norm_eps))
-        return self.bb.emit(relax.op.reshape(normed, (self.m, groups * size)))
+        parts = self.bb.emit(OPS.reshape(x, (self.m, groups, size)))
+        normed = self.bb.emit(OPS.nn.rms_norm(parts, self.vector(name), -1, self.config.norm_eps))
+        return self.bb.emit(OPS.reshape(normed, (self.m, groups * size)))
 
     def times_sigmoid(self, x, logit) -> relax.Var:
         """x * sigmoid(column 0 of logit), row by row."""

@@ -4,6 +4,8 @@ In: `Keys`. Out: configurations; a `UserError` names the key of what is missing,
 and defaults are llama.cpp's (src/llama-arch.cpp, src/llama-model.cpp).
 """
 
+from typing import Any
+
 from mlc_amd.compiler.models.config import (
     AttentionConfig,
     ExpertsConfig,
@@ -53,11 +55,11 @@ def attention(keys: Keys, heads: int, kv_heads: int, head_dim: int, rope: str, *
             f"heads ({heads}) must be a multiple of KV heads ({kv_heads}) to be compiled; use another model"
         )
     check_multiple(keys, "head size", head_dim, 8)
-    biases = {
+    fields: dict[str, Any] = {
         "qkv_bias": not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(keys.tensors),
         "output_bias": "blk.0.attn_output.bias" in keys.tensors,
     }
-    return AttentionConfig(heads, kv_heads, head_dim, rope, **(biases | variant))
+    return AttentionConfig(heads, kv_heads, head_dim, rope, **(fields | variant))
 
 
 def local_layers(keys: Keys, layers: int, pattern: int) -> list[bool]:
@@ -85,7 +87,7 @@ def read_rope(keys: Keys, head_dim: int, neox: bool, scaled: bool = True, **vari
         raise keys.error(f"RoPE's frequency base is {base:g}, it must be above 1; convert the model again")
     if dim % 2 or dim > head_dim:
         raise keys.error(f"RoPE's dimensions ({dim}) must be even and <= {head_dim} to be compiled; use another model")
-    fields = {
+    fields: dict[str, Any] = {
         "dim": dim,
         "base": base,
         "neox": neox,
@@ -157,7 +159,7 @@ def read_model(keys: Keys, layers: list[LayerConfig], ropes: dict[str, RopeConfi
     hidden = keys.integer("embedding_length")
     check_multiple(keys, "hidden size", hidden)
     epsilon = "layer_norm_rms_epsilon" if variant.get("norm", "rms") == "rms" else "layer_norm_epsilon"
-    fields = {
+    fields: dict[str, Any] = {
         "architecture": keys.prefix,
         "name": keys.string("general.name", ""),
         "vocab": _vocabulary(keys),
