@@ -8,6 +8,7 @@ file, which pytest-xdist gives to one worker: test_emulator_gfx1100.py and so on
 import numpy as np
 import pytest
 import reference
+import test_gpu_experts
 import test_gpu_gemm
 import test_gpu_gemv
 import test_rocm_codegen
@@ -21,6 +22,7 @@ from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.devices.hip import HipDevice
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.schedules.attention import Attention
+from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.gpu.arch import resolve
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
@@ -32,6 +34,7 @@ from mlc_amd.tools.dev.quality import kl_divergence
 MAX_KL = 1e-3  # nats
 FORMATS = ("q4_0", "q4_k", "q6_k", "q8_0")
 MARGIN = 1.2  # how many times the instructions of `OnArch.today` a GEMV may take
+EXPERTS = ("q4_k", "rows q8_0")  # cases of test_gpu_experts: one row, several
 GEMM = (("mixed-matrix", "residual-matrix"), ("small-matrix",))  # linear and gate/up kernels of test_gpu_gemm
 
 
@@ -88,6 +91,21 @@ class OnArch:
 
     def test_gate_up_swiglu(self):
         test_gpu_gemm.check_swiglu(self.arch, "small-matrix", GEMM)
+
+    @pytest.mark.parametrize("name", EXPERTS)
+    def test_experts(self, name):
+        case = test_gpu_experts.CASES[name]
+        test_gpu_experts.check_gate_up(case, resolve(self.arch), self.execute)
+        test_gpu_experts.check_down(case, resolve(self.arch), self.execute)
+
+    def test_route_and_order(self):
+        test_gpu_experts.check_route("sigmoid", 4, 3, resolve(self.arch), self.execute)
+        test_gpu_experts.check_order(16, 13, Experts(9, 3, 8), resolve(self.arch), self.execute)
+
+    @staticmethod
+    def execute(kernel, arrays, arch):
+        name = str(kernel.attrs["global_symbol"])
+        emulate(compile_hsaco({name: kernel}, arch), name, {p.name: arrays[p.name] for p in kernel.params}, 3)
 
     def test_barrier_and_shuffles(self):
         test_rocm_codegen.test_barrier(resolve(self.arch), 3)

@@ -11,11 +11,14 @@ import test_gpu_gemm as gemm_cases
 from test_gpu_gemm import error
 from vulkan_harness import gpu, run
 
+from mlc_amd.compiler.tuning.build import experts_facts
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.measure import routing
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu import profiles
 from mlc_amd.schedules.gpu.kernels import BUILDERS
+from mlc_amd.schedules.gpu.pairs import from_pairs, in_pairs
 
 PROFILES = {name: profiles.resolve(name) for name in ("lavapipe", "generic")}
 TOLERANCE = 2e-5  # of the largest result
@@ -66,6 +69,11 @@ ROUTINGS = {
 @pytest.mark.parametrize("name", ROUTINGS)
 @pytest.mark.parametrize(("m", "live"), [(1, 1), (4, 3)])
 def test_route(profile, name, m, live):
+    check_route(name, m, live, profile, execute)
+
+
+def check_route(name, m, live, arch, run_kernel):
+    """run_kernel(kernel, arrays, arch)"""
     experts, rng = Experts(40, 6, 32), np.random.default_rng(m)
     options = {"normalize": False, "scale": 1.0, "bias": False, "factors": False, "groups": 1, "groups_used": 1}
     options |= ROUTINGS[name]
@@ -73,10 +81,10 @@ def test_route(profile, name, m, live):
     logits[:, 7] = logits[:, 3] = logits.max()  # of equal ones the lower is first
     B, F = (rng.uniform(0.1, 1, 48).astype(np.float32) for _ in "BF")
     B[7] = B[3]
-    kernel = build("route", profile, n=48, m=m, **of(experts), **options)
+    kernel = build("route", arch, n=48, m=m, **of(experts), **options)
     arrays = state(live) | {"L": logits, "B": B, "F": F}
     arrays |= {"Ids": left((m, 6), np.int32), "Weights": left((m, 6), np.float32)}
-    execute(kernel, arrays, profile)
+    run_kernel(kernel, arrays, arch)
     options |= {"bias": B[:40] if options["bias"] else None, "factors": F[:40] if options["factors"] else None}
     ids, weights = reference.route(logits[:live, :40], 6, **options)
     np.testing.assert_array_equal(arrays["Ids"][:live], ids)
@@ -105,11 +113,15 @@ def ordered(ids, live, experts):
     [(16, 13, Experts(9, 3, 8)), (200, 200, Experts(40, 6, 32)), (3, 3, Experts(300, 2, 4)), (8, 8, Experts(4, 1, 16))],
 )
 def test_expert_order(profile, m, live, experts):
+    check_order(m, live, experts, profile, execute)
+
+
+def check_order(m, live, experts, arch, run_kernel):
     ids = choices(m, experts)
     tiles, slots = experts.tiles(m), experts.slots(m)
     arrays = state(live) | {"Ids": ids, "Slots": left(ids.shape, np.int32), "Pairs": left(slots, np.int32)}
     arrays["Groups"] = left(tiles + experts.count + 1, np.int32)
-    execute(build("expert_order", profile, m=m, **of(experts)), arrays, profile)
+    run_kernel(build("expert_order", arch, m=m, **of(experts)), arrays, arch)
     for name, expected in zip(("Slots", "Pairs", "Groups"), ordered(ids, live, experts), strict=True):
         np.testing.assert_array_equal(arrays[name], expected, err_msg=name)
 
@@ -194,6 +206,8 @@ def problem(case, arch, rows, scale=1.0):
     matrix = bool(case.m > 1 and arch.matrix)
     act = "half" if matrix else "rows" if FORMATS[case.fmt].kind == "int8" else ""
     inputs, x, rounded = gemm_cases.problem(act, rows, case.k, matrix, scale)
+    if matrix and arch.matrix == "coop":
+        act, inputs = "pairs", {"H": in_pairs(inputs["H"])}
     limit = gemm_cases.TOLERANCE_MINIMUM if matrix and FORMATS[case.fmt].minimum else TOLERANCE
     return act, inputs, x, rounded, limit
 
@@ -208,7 +222,6 @@ def assigned(case):
 
 
 def check_gate_up(case, arch, run_kernel):
-    """run_kernel(kernel, arrays, arch)"""
     experts, n, k = case.experts, case.n, case.k
     (g_planes, g), (u_planes, u) = (stack(case.fmt, experts.count, n, k, seed) for seed in (1, 2))
     slots = experts.slots(case.m)
@@ -218,7 +231,7 @@ def check_gate_up(case, arch, run_kernel):
     groups, ids = assigned(case)
     rng = np.random.default_rng(4)
     biases = {name: rng.standard_normal(experts.count * n).astype(np.float32) for name in ("GB", "UB")}
-    layout = "half" if act == "half" and case.layout else case.layout
+    layout = act if act in ("half", "pairs") and case.layout else case.layout
     out = {"A_out": left((slots, n // 32, 32), np.int8), "S_out": left((slots, n // 32, 4), np.float32)}
     if layout != "rows":
         out = {"Y": left((slots, n), np.float32 if layout == "" else np.float16)}
@@ -234,8 +247,8 @@ def check_gate_up(case, arch, run_kernel):
     expected = reference.gate_up(x, ids, rounded(g), rounded(u), case.act, *b)
     used = ids >= 0
     if layout != "rows":
-        got = out["Y"]
-        assert error(got[used], expected[used]) < {"half": 6e-4, "": limit}[layout]
+        got = from_pairs(out["Y"]) if layout == "pairs" else out["Y"]
+        assert error(got[used], expected[used]) < limit + (6e-4 if layout else 0)
     else:
         A, S = out["A_out"], out["S_out"]
         blocks, d = expected.reshape(slots, -1, 32), S[..., 0]
@@ -281,6 +294,16 @@ def test_expert_gate_up(profile, name):
 @pytest.mark.parametrize("name", CASES)
 def test_expert_down_and_linear(profile, name):
     check_down(CASES[name], profile, execute)
+
+
+def test_tuning_inputs_are_valid():
+    """What the tuner makes of the facts that it gets is what `expert_order` would."""
+    experts, m = Experts(9, 3, 8), 16
+    found = routing.tables(experts_facts({"m": m, **of(experts)}))
+    ids = found["Ids"].reshape(m, experts.used)
+    assert all(len(set(row)) == experts.used for row in ids)
+    for name, expected in zip(("Slots", "Pairs", "Groups"), ordered(ids, m, experts), strict=True):
+        np.testing.assert_array_equal(found[name], expected.ravel())
 
 
 def test_experts_whose_matrices_do_not_begin_at_a_tile_are_refused():

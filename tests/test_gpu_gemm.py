@@ -56,6 +56,7 @@ LINEAR |= {
     "medium-dot": Case((("q4_1", 144),), 64, 64, "rows"),
     "large-matrix": Case((("q4_0", 144),), 160, 256),  # five steps: the last one has no partner
     "large-float": Case((("bf16", 48),), 64, 64, "", tile=DotTile(64, 128, 8)),
+    "exact-float": Case((("f32", 41),), 96, 32, "", (True,)),  # on matrix units, too: a router's
     "f32-activations-matrix": Case((("q4_0", 48),), 64, 16, ""),
 }
 # name -> (gate format, up format, f, m, act_in, act_out)
@@ -179,7 +180,7 @@ def run_linear(arch, name, live, wave_order, kernels=None):
     """Results of a linear kernel and what they should be: lists of [m, n]. Results start as NaN. kernels: names of the
     linear and the gate/up kernels of its code object; default those of EMULATED."""
     case, rng = LINEAR[name], np.random.default_rng(3)
-    inputs, x, rounded = problem(case.act, case.m, case.k, case.tile is None)
+    inputs, x, rounded = problem(case.act, case.m, case.k, not name.endswith("-float"))
     arrays, expected = {"state": state(live), **inputs}, []
     for i, ((fmt, n), bias) in enumerate(zip(case.segments, case.biases, strict=True)):
         planes, w = weights(fmt, n, case.k, i)
@@ -257,6 +258,13 @@ def test_all_formats_hold_everything_in_registers():
     no emulator."""
     linears = tuple(name for name in LINEAR if name != "large-float")
     check_resources(library("gfx1100", linears, tuple(SWIGLU)), len(linears) + len(SWIGLU))
+
+
+@pytest.mark.parametrize("arch_name", ["gfx1100", "gfx942"])
+def test_float32_products_use_no_matrix_units(arch_name):
+    """Rounded logits would choose other experts."""
+    module = library(arch_name, ("exact-float",), ())
+    assert not re.search("v_wmma|v_mfma|f16", module.assembly.split("s_endpgm")[0])
 
 
 # ---- at a model's size: what the compiler makes of the default tiles

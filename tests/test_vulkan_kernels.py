@@ -30,7 +30,7 @@ from mlc_amd.schedules.gpu.embed import embed
 from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu as gate_up_gemm
 from mlc_amd.schedules.gpu.gemm_dot import choose
 from mlc_amd.schedules.gpu.gemv import Plan
-from mlc_amd.schedules.gpu.norm import quantize, rms_norm
+from mlc_amd.schedules.gpu.norm import layer_norm, quantize, rms_norm
 from mlc_amd.schedules.gpu.planes import padded
 from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.step import kernel
@@ -248,6 +248,22 @@ def test_rms_norm(profile, act, row, chunk):
     kernel = rms_norm(k, m, norm_cases.EPS, act, row, profile, "norm")
     execute(kernel, norm_cases.state(live) | {"X": x, "G": g} | out, profile)
     norm_cases.check(out, expected if row == "all" else expected[-1:])
+
+
+@pytest.mark.parametrize(("act", "row", "chunk", "bias"), [("", "last", 1, True), ("rows", "all", 2, False)])
+def test_layer_norm(profile, act, row, chunk, bias):
+    m, k, live = norm_cases.CHUNKS[chunk]
+    x, (g, b) = norm_cases.rows_of(m, k) + 3, np.random.default_rng(9).standard_normal((2, k)).astype(np.float32)
+    wide = x.astype(np.float64)
+    wide -= wide.mean(-1, keepdims=True)
+    expected = (wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + norm_cases.EPS) * g + b * bias)[:live]
+    out = norm_cases.outputs(m if row == "all" else 1, k, act)
+    kernel = layer_norm(k, m, norm_cases.EPS, bias, act, row, profile, "norm")
+    execute(kernel, norm_cases.state(live) | {"X": x, "G": g, "B": b} | out, profile)
+    if act:
+        norm_cases.check(out, expected)
+    else:  # sums of which little is left
+        assert error(out["Y"], expected[-1:]) < 1e-6
 
 
 @pytest.mark.parametrize("fmt", ["q4_0", "q5_1", "q3_k", "q6_k", "iq4_xs", "bf16"])

@@ -130,13 +130,13 @@ def _facts(workload, param) -> dict:
     if param.slot.share < 1:
         facts["share"] = param.slot.share
     if param.slot.slots:
-        facts["experts"] = _experts(workload.args)
+        facts["experts"] = experts_facts(workload.args)
     if param.slot.columns:
         facts["columns"] = param.slot.columns
     return facts
 
 
-def _experts(args: dict) -> dict:
+def experts_facts(args: dict) -> dict:
     """Facts "experts" of runtime/measure/routing.py."""
     experts = Experts(*(args[key] for key in ("experts", "used", "tile")))
     return asdict(experts) | {"m": args["m"], "tiles": experts.tiles(args["m"])}

@@ -34,7 +34,7 @@ TASK = ("name", "calls", "weight", "bytes", "flops")  # what kit.json has of a T
 ASSEMBLY = "kernel.s"  # which builders add for readers
 KINDS = ("vulkan", "rocm")  # targets whose kernels run without TVM
 SOURCES = (
-    "__init__.py", "artifact.py", "errors.py", "host.py", "random_weights.py",
+    "__init__.py", "artifact.py", "errors.py", "gpus.py", "host.py", "random_weights.py",
     "devices/__init__.py", "devices/hip*.py", "devices/vulkan/*.py", "measure/*.py",
 )  # fmt: skip
 START = '''"""Measures the kernels of this folder: python3 run.py [--device NAME].

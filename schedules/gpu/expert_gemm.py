@@ -11,6 +11,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.formats import lookup
+from mlc_amd.schedules.gpu import gemm_coop, gemm_matrix
 from mlc_amd.schedules.gpu.device import launch
 from mlc_amd.schedules.gpu.experts import Slots, bias_args, check_rows, expert_at, ids_arg
 from mlc_amd.schedules.gpu.gemm import engine, span, views
@@ -21,6 +22,9 @@ from mlc_amd.schedules.gpu.step import kernel, state_arg
 
 def expert_engine(of: Slots, act, formats, k, arch, rows, tile=None, together=1):
     """`gemm.engine` for slots. ValueError also for a tile that an expert's tiles do not consist of."""
+    if tile is None and arch.matrix and act not in ("", "rows"):
+        family = gemm_coop if arch.matrix == "coop" else gemm_matrix
+        tile = family.choose_expert(arch, formats, of.experts.tile, k, together)
     gemm = engine(act, formats, of.experts.tile, k, arch, rows, tile, together)
     if of.experts.tile % gemm.tile.tokens:
         raise ValueError(f"experts' tiles of {of.experts.tile} slots do not divide into {gemm.tile}")

@@ -8,6 +8,7 @@ Slots side by side belong to different waves of a workgroup, whose sums meet in 
 the rows of a slot are computed as in `gemv.py`.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
@@ -21,6 +22,8 @@ from mlc_amd.schedules.gpu.planes import plane_args
 from mlc_amd.schedules.gpu.quantize import act_args
 from mlc_amd.schedules.gpu.registers import local, put
 from mlc_amd.schedules.gpu.step import kernel, state_arg
+
+FULL = 2  # workgroups for each compute unit: with fewer an H200 is slower
 
 
 class Split(NamedTuple):
@@ -36,9 +39,17 @@ class Split(NamedTuple):
     groups: int
 
 
+def down_default(fmt, n, k, used, arch) -> gemv.Plan:
+    """The arch's plan, with fewer rows at once where there would be too few workgroups to fill the GPU."""
+    plan = gemv.DOWN_PLANS[arch.family]
+    while plan.rows > 1 and down_split(fmt, n, k, used, arch, plan).groups < FULL * arch.units:
+        plan = replace(plan, rows=plan.rows // 2)
+    return plan
+
+
 def down_split(fmt, n, k, used, arch, plan=None) -> Split:
     """How `expert_down` is spread over the GPU; two plans that give the same make the same kernel."""
-    plan = gemv.fitted(plan or gemv.default_plan(arch, n, gemv.DOWN_PLANS), [fmt], k, arch)
+    plan = gemv.fitted(plan or down_default(fmt, n, k, used, arch), [fmt], k, arch)
     lanes = gemv.lanes_of(units_of([fmt], k), min(plan.lanes, arch.wave))
     waves = min(plan.waves, arch.threads // arch.wave)
     steps = -(-used // waves)

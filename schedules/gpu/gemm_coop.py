@@ -92,6 +92,33 @@ def choose(arch, formats, m, k, rows, weights=1):
     return min(times, key=times.get)
 
 
+# (whether AMD's, slots of a tile of one expert): tiles for one weight and for two. There are workgroups enough: many
+# rows share the activations. The fastest on an H200 for qwen3-30b-a3b.
+EXPERT_TILES = {
+    (False, 64): (CoopTile(64, 128, 64, 1, 4), CoopTile(64, 128, 64, 1, 4)),
+    (False, 32): (CoopTile(32, 128, 64, 1, 4), CoopTile(32, 64, 64, 1, 4)),
+    (False, 16): (CoopTile(16, 128, 64, 1, 4), CoopTile(16, 64, 64, 1, 4)),
+}
+EXPERT_HELD = 2  # times HELD: such tiles have fewer sums
+
+
+def choose_expert(arch, formats, slots, k, weights=1):
+    """The default CoopTile for `slots` slots of one expert, see `choose`; None if that has to find one."""
+    tiles = EXPERT_TILES.get((arch.amd, slots)) or EXPERT_TILES.get((False, slots))
+    if tiles is None:
+        return None
+    tile, held = tiles[weights - 1], EXPERT_HELD * (HELD_FLOAT if any(f.kind == "float" for f in formats) else HELD)
+    for columns in (tile.columns, BLOCK):
+        found = replace(tile, columns=columns)
+        try:
+            gemm = CoopGemm(arch, found, k, weights)
+        except ValueError:
+            continue
+        if weights * tile.rows * columns <= held * gemm.threads:
+            return found
+    return None
+
+
 def _fit(tile, arch, formats, k, weights):
     """The tile for `weights` weights with as many columns as k, shared memory and registers allow; None if there is
     none."""

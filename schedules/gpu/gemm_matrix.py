@@ -131,6 +131,25 @@ def choose(arch, m, k, weights=1):
     return replace(tile, rows=rows, columns=columns, waves_k=waves_k)
 
 
+# (kind of matrix unit, slots of a tile of one expert): tiles for one weight and for two. There are workgroups enough:
+# many rows share the activations. Ranked by the static model of gfx1100 and gfx942 for qwen3-30b-a3b.
+EXPERT_TILES = {
+    ("wmma", 32): (MatrixTile(32, 128, 32, 1, 4, 1), MatrixTile(32, 128, 32, 1, 4, 1)),
+    ("wmma", 16): (MatrixTile(16, 128, 64, 1, 4, 1), MatrixTile(16, 64, 64, 1, 4, 1)),
+    ("mfma", 32): (MatrixTile(32, 128, 32, 1, 4, 1), MatrixTile(32, 64, 64, 1, 4, 1)),
+    ("mfma", 16): (MatrixTile(16, 128, 64, 1, 4, 1), MatrixTile(16, 64, 64, 1, 4, 1)),
+}
+
+
+def choose_expert(arch, formats, slots, k, weights=1):
+    """The default MatrixTile for `slots` slots of one expert, see `choose`; None if that has to find one."""
+    tiles = EXPERT_TILES.get((arch.matrix[:4], slots))
+    if tiles is None or k % BLOCK:
+        return None
+    tile = tiles[weights - 1]
+    return tile if k % tile.columns == 0 else replace(tile, columns=BLOCK)
+
+
 def _shares(total, threads):
     """Numbers of the pieces that each thread stages, out of `total`: with fewer pieces than threads several threads
     stage the same."""

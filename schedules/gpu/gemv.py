@@ -61,6 +61,8 @@ PLANS = {
 # a workgroup has a block of 32 rows: as many waves as there can be
 GATE_UP_PLANS = {family: replace(plan, waves=BLOCK) for family, plan in PLANS.items()}
 GATE_UP_PLANS["nvidia"] = Plan(rows=4, waves=8, lanes=32, unroll=2)
+# of experts; the fastest on an H200 for qwen3-30b-a3b and the shapes of gpt-oss-20b
+EXPERT_PLANS = GATE_UP_PLANS | {"nvidia": Plan(rows=2, waves=8, lanes=16, unroll=4)}
 # waves that compute different slots' parts of the same rows
 DOWN_PLANS = {family: replace(plan, rows=2, waves=8) for family, plan in PLANS.items()}
 
@@ -194,10 +196,15 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, plan=None):
     return ir.get()
 
 
+def gate_up_default(arch, f, slots=1) -> Plan:
+    """The plan of `gate_up_swiglu`; slots: of as many experts."""
+    return default_plan(arch, f * slots, EXPERT_PLANS if slots > 1 else GATE_UP_PLANS)
+
+
 def gate_up_plan(fmts, f, k, arch, plan=None, slots=1) -> Plan:
     """The plan as `gate_up_swiglu` uses it: two plans that give the same make the same kernel. slots: of as many
     experts."""
-    plan = fitted(plan or default_plan(arch, f * slots, GATE_UP_PLANS), fmts, k, arch, weights=2)
+    plan = fitted(plan or gate_up_default(arch, f, slots), fmts, k, arch, weights=2)
     # all of a workgroup's groups of lanes have rows
     lanes = max(lanes_of(units_of(fmts, k), min(plan.lanes, arch.wave)), arch.wave // BLOCK)
     waves = min(plan.waves, arch.threads // arch.wave, BLOCK * lanes // arch.wave)

@@ -77,7 +77,7 @@ def _gemv_gate_up(args, arch, slots=1) -> Space:
         same = used.rows, used.waves, used.lanes, _unroll(fmts, k, used.lanes, used.unroll)
         return Kernel(same, f // gemv.BLOCK * slots, used.waves * arch.wave, loads)
 
-    return Space(gemv.Plan, GEMV, gemv.default_plan(arch, f * slots, gemv.GATE_UP_PLANS), kernel)
+    return Space(gemv.Plan, GEMV, gemv.gate_up_default(arch, f, slots), kernel)
 
 
 def _expert_down(workload, arch) -> Space:
@@ -90,7 +90,7 @@ def _expert_down(workload, arch) -> Space:
         same = split._replace(plan=(split.plan.rows, _unroll([fmt], k, split.lanes, split.plan.unroll)))
         return Kernel(same, split.groups, split.waves * arch.wave, loads)
 
-    return Space(gemv.Plan, GEMV, gemv.default_plan(arch, n, gemv.DOWN_PLANS), kernel)
+    return Space(gemv.Plan, GEMV, expert_gemv.down_default(fmt, n, k, used, arch), kernel)
 
 
 def _loads(fmts, k, used, plan) -> float:
