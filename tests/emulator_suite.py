@@ -41,14 +41,19 @@ GEMM = (("mixed-matrix", "residual-matrix"), ("small-matrix",))  # linear and ga
 def check_model(artifact, spec: str, arch: str, run_hsaco, wave_order) -> None:
     """Decode steps and a prefill chunk against the numpy reference: the rocm device itself, on AMD's calls answered by
     the emulator. MLC_AMD_GRAPH must be 0: the comparison of graphs at load would run everything six times."""
-    code = (artifact.path / artifact.manifest["libraries"][arch]).read_bytes()
-    kernels = emulated(artifact.manifest, arch, code, run_hsaco, wave_order)
-    device = HipDevice(artifact, bindings=Recorder(kernels, gpus=[{"gcnArchName": arch.encode()}]))
+    device = emulated_device(artifact, arch, run_hsaco, wave_order)
     ids = np.random.default_rng(7).integers(0, 1024, 12)
     exact = reference.forward(synthetic(spec), ids)
     engine = Engine(artifact, device)
     last = [engine.prefill(ids[:10]), *(engine.decode(int(i)) for i in ids[10:])]
     assert kl_divergence(exact[9:], np.stack(last)) < MAX_KL
+
+
+def emulated_device(artifact, arch: str, run_hsaco, wave_order=5) -> HipDevice:
+    """The rocm device with a GPU of that arch that the emulator stands in for."""
+    code = (artifact.path / artifact.manifest["libraries"][arch]).read_bytes()
+    kernels = emulated(artifact.manifest, arch, code, run_hsaco, wave_order)
+    return HipDevice(artifact, bindings=Recorder(kernels, gpus=[{"gcnArchName": arch.encode()}]))
 
 
 class OnArch:

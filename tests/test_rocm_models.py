@@ -3,14 +3,18 @@
 import gzip
 import re
 
+import architectures
+import numpy as np
 import pytest
-from emulator_suite import check_model
+from emulator_suite import MAX_KL, check_model, emulated_device
 
 from mlc_amd.compiler.codegen import hsaco
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools.dev.quality import kl_divergence
 
 pytestmark = pytest.mark.usefixtures("linker")
 
@@ -96,3 +100,21 @@ def test_in_the_emulator(rocm, emulator, spec, arch, wave_order, monkeypatch):
     artifact = rocm(spec, "gfx942" if arch == "gfx942" else "7900xtx,gfx1201")
     monkeypatch.setenv("MLC_AMD_GRAPH", "0")
     check_model(artifact, spec, arch, emulator, wave_order)
+
+
+@pytest.mark.emulator_full
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
+@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss", "gemma3", "gemma4"])
+def test_architecture_in_the_emulator(emulator, tmp_path, name, arch, monkeypatch):
+    """A prefill chunk and a decode step give the logits of target cpu; the last rows are beyond the first window."""
+    monkeypatch.setenv("MLC_AMD_GRAPH", "0")
+    ids, logits = np.random.default_rng(7).integers(0, 1024, 31), []
+    for target in ("cpu", "rocm"):
+        compile_model(architectures.tiny(name), target, "native" if target == "cpu" else arch, 64, tmp_path / target)
+        if target == "cpu":
+            engine = Engine.load(tmp_path / target)
+        else:
+            artifact = Artifact.open(tmp_path / target)
+            engine = Engine(artifact, emulated_device(artifact, arch, emulator))
+        logits.append([engine.prefill(ids[:30]), engine.decode(int(ids[30]))])
+    assert kl_divergence(*(np.stack(last) for last in logits)) < MAX_KL
