@@ -4,7 +4,7 @@ gguf-py)."""
 import functools
 import os
 
-import gguf
+import gguf_blocks
 import numpy as np
 import pytest
 import tvm
@@ -138,24 +138,11 @@ def test_layer_norm(arch, chunk, quantized):
     assert (Y.numpy()[live:] == LEFT).all()
 
 
-def table_bytes(fmt, rng):
-    """GGUF bytes [VOCAB, row bytes] of a random table, and its weights as gguf-py decodes them."""
-    kind = gguf.GGMLQuantizationType(FORMATS[fmt].gguf_type)
-    if FORMATS[fmt].kind == "float":
-        raw = gguf.quantize(rng.standard_normal((VOCAB, COLUMNS)).astype(np.float32), kind)
-        return raw, gguf.dequantize(raw, kind).reshape(VOCAB, COLUMNS)
-    raw = rng.integers(0, 256, (VOCAB, COLUMNS // FORMATS[fmt].block * FORMATS[fmt].block_bytes), np.uint8)
-    raw.reshape(-1, 2)[:, 1] &= (
-        0xBB  # no float16 with all exponent bits set: neither infinities nor NaNs, wherever scales lie
-    )
-    return raw, gguf.dequantize(raw, kind)
-
-
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_embed(arch, fmt):
-    raw, table = table_bytes(fmt, np.random.default_rng(3))
-    weights = [tensor(plane) for plane in repack(fmt, raw.view(np.uint8), COLUMNS).values()]
+    planes, table = gguf_blocks.weights(fmt, VOCAB, COLUMNS, 3, "tile16")
+    weights = [tensor(plane) for plane in planes.values()]
     for m, live, tokens in (
         (1, 1, [36]),
         (EMBED_M, 4, [0, 17, 36, 16, 5]),
@@ -176,8 +163,8 @@ def test_embed_of_a_float_table_takes_any_number_of_columns():
 
 
 def test_embed_scales_rows():
-    raw, table = table_bytes("q4_k", np.random.default_rng(5))
-    weights = [tensor(plane) for plane in repack("q4_k", raw.view(np.uint8), COLUMNS).values()]
+    planes, table = gguf_blocks.weights("q4_k", VOCAB, COLUMNS, 5, "tile16")
+    weights = [tensor(plane) for plane in planes.values()]
     X, tokens = tensor(np.zeros((EMBED_M, COLUMNS), np.float32)), np.array([3, 36, 0, 17, 16], np.int32)
     kernels(ARCHS[-1])["embed_scaled"](state(EMBED_M), tensor(tokens), *weights, X)
     np.testing.assert_allclose(X.numpy(), table[tokens] * np.float32(SCALE), rtol=1e-6)

@@ -2,9 +2,9 @@
 
 import re
 
+import gguf_blocks
 import numpy as np
 import pytest
-from test_quant_rows import oracle, random_rows
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.compiler.quant import repack
@@ -96,8 +96,7 @@ def test_rms_norm(arch, row, act, chunk):
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx942"])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_embed(arch, fmt):
-    raw = random_rows(fmt, VOCAB, COLUMNS, 3)
-    table, weights = oracle(fmt, raw), repack(fmt, raw, COLUMNS, "rows")
+    weights, table = gguf_blocks.weights(fmt, VOCAB, COLUMNS, 3, "rows")
     m, live, tokens = 5, 4, np.array([-1, VOCAB, 17, 36, 5], np.int32)
     X = np.full((m, COLUMNS), LEFT, np.float32)
     module = build(arch, embed=embed(fmt, VOCAB, COLUMNS, m, resolve(arch), "embed"))

@@ -10,6 +10,7 @@ import pytest
 import tvm
 from tvm import te
 
+from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.quant import repack
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu.planes import decode, dequantize, plane_bytes, planes
@@ -82,6 +83,16 @@ def test_extreme_blocks(name):
     raw = edge_rows(name)
     ours = decoded(name, repack(name, raw, K), 5)
     np.testing.assert_array_equal(ours.view(np.uint32), oracle(name, raw).view(np.uint32))
+
+
+def test_experts_are_one_matrix():
+    """A stack of matrices, in the type that mixtures of experts have, is packed as its rows one after the other."""
+    experts = {"expert_count": 2, "expert_used_count": 1, "expert_feed_forward_length": K}
+    model = synthetic("tiny:mxfp4", keys={"general.architecture": "qwen3moe"} | experts)
+    tensor = model.tensors["blk.0.ffn_down_exps.weight"]
+    assert (tensor.format, tensor.shape, model.tensors["blk.0.attn_q.weight"].format) == ("mxfp4", (2, 256, K), "q8_0")
+    ours = decoded("mxfp4", repack("mxfp4", tensor.blocks(), K), 512)
+    np.testing.assert_array_equal(ours.view(np.uint32), tensor.dequantize().view(np.uint32))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -14,11 +14,9 @@ import test_gpu_gemm as gemm_cases
 import test_gpu_norm as norm_cases
 from attention_cases import CTX, Case, check_attention, check_rope
 from test_gpu_gemm import error
-from test_quant_rows import oracle, random_rows
 from tvm.tirx.script import builder as T
 from vulkan_harness import gpu, run
 
-from mlc_amd.compiler.quant import repack
 from mlc_amd.schedules.attention import Rope
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu import gemm, gemv, profiles
@@ -266,15 +264,16 @@ def test_layer_norm(profile, act, row, chunk, bias):
         assert error(out["Y"], expected[-1:]) < 1e-6
 
 
-@pytest.mark.parametrize("fmt", ["q4_0", "q5_1", "q3_k", "q6_k", "iq4_xs", "bf16"])
+@pytest.mark.parametrize("fmt", ["q4_0", "q5_1", "q3_k", "q6_k", "iq4_xs", "mxfp4", "nvfp4", "iq1_m", "bf16"])
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_embed(profile, fmt, scale):
     vocab, columns, m, live = 37, 256, 5, 4
-    raw, tokens = random_rows(fmt, vocab, columns, 3), np.array([-1, vocab, 17, 36, 5], np.int32)
+    planes, table = gemm_cases.weights(fmt, vocab, columns, 3)
+    tokens = np.array([-1, vocab, 17, 36, 5], np.int32)
     X = np.full((m, columns), norm_cases.LEFT, np.float32)
-    arrays = norm_cases.state(live) | {"tokens": tokens, "X": X} | repack(fmt, raw, columns, "rows")
+    arrays = norm_cases.state(live) | {"tokens": tokens, "X": X} | planes
     execute(embed(fmt, vocab, columns, m, profile, "embed", scale=scale), arrays, profile)
-    np.testing.assert_array_equal(X[:live], oracle(fmt, raw)[np.clip(tokens, 0, vocab - 1)[:live]] * np.float32(scale))
+    np.testing.assert_array_equal(X[:live], table[np.clip(tokens, 0, vocab - 1)[:live]] * np.float32(scale))
     assert (X[live:] == norm_cases.LEFT).all()
 
 

@@ -18,10 +18,11 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import PLANE_BITS
 from mlc_amd.schedules.gpu import load
-from mlc_amd.schedules.gpu.device import fma, lookup
+from mlc_amd.schedules.gpu.device import fma
 from mlc_amd.schedules.gpu.pairs import RUN, RUN_COLUMNS, RUNS
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.registers import at, lane_of, vector
+from mlc_amd.schedules.gpu.tables import values
 
 EXPONENT = 0x64006400  # of 1024.0 as float16, in both halves of a word
 EXPONENT_VALUE = 1024
@@ -94,8 +95,7 @@ def _block(arch, fmt, fetched, block):
 def _unsigned(arch, fmt, codes):
     """(plane -> words of unsigned fields, the one that means 0)."""
     if fmt.table:
-        table = [v + 128 for v in fmt.table]
-        return {"Q8": [lookup(arch, table, word) for word in load.bytes_of(fmt, codes)]}, 128
+        return {"Q8": values(arch, fmt, codes.get("Q4"), lambda: load.bytes_of(codes), 0x80)}, 128
     if fmt.signed:
         return {"Q8": [T.Bind(word ^ T.uint32(SIGN)) for word in codes["Q8"]]}, 128
     return codes, fmt.zero

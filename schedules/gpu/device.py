@@ -13,10 +13,7 @@ from contextlib import ExitStack, contextmanager
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.formats import FP4_VALUES
-
 AXES = "xyz"
-BYTE_SELECT = 0x03020100
 COHERENT = (
     "mlc_amd.coherent"  # attribute of a kernel: names of parameters that workgroups of one launch exchange data through
 )
@@ -171,39 +168,6 @@ def rcp(x):
 def rint(x):
     """x rounded to a whole number, ties to even. float32."""
     return intrin("float32", "llvm.rint", x)
-
-
-def lookup(arch, table, x):
-    """The signed bytes table[code] of a uint32 word of four codes (bytes below the table's length); table: 8 or 16
-    ints, of which the low byte counts."""
-    table = bytes(v & 255 for v in table)
-    words = [T.uint32(int.from_bytes(table[i : i + 4], "little")) for i in range(0, len(table), 4)]
-    if arch.api == "vulkan":
-        flip = next((f for f in (0, 0x80) if table == bytes(v & 255 ^ f for v in FP4_VALUES)), None)
-        return _vk("uint32", "lookup", x, *words) if flip is None else _fp4(x, flip)
-    if len(table) == 8:  # a byte permute picks from eight bytes
-        return intrin("uint32", "llvm.amdgcn.perm", words[1], words[0], x)
-    # two of them; then byte i of `low`, or of `high` where bit 3 is set
-    low3 = T.Bind(x & T.uint32(0x07070707))
-    low, high = (intrin("uint32", "llvm.amdgcn.perm", words[i + 1], words[i], low3) for i in (0, 2))
-    pick = T.shift_right(x & T.uint32(0x08080808), T.uint32(1)) | T.uint32(BYTE_SELECT)
-    return intrin("uint32", "llvm.amdgcn.perm", high, low, pick)
-
-
-def _fp4(x, flip):
-    """FP4_VALUES of a word of four codes, each byte ^ flip, by arithmetic: half the instructions of a selection. Of the
-    code's bits 3..0 = s, c, b, a the magnitude is 4c+2b+a, for c = 1 plus 2b+a, and plus 2 if both."""
-
-    def bits(y, mask):
-        return y & T.uint32(0x01010101 * mask)
-
-    wide = T.Bind(bits(T.shift_right(x, T.uint32(2)), 1) | bits(T.shift_right(x, T.uint32(1)), 2))  # c, twice
-    more = T.Bind(bits(x, 3) & wide)
-    magnitude = T.Bind(bits(x, 7) + more + (T.shift_left(more, T.uint32(1)) & more))
-    top = T.Bind(bits(T.shift_left(x, T.uint32(4)), 0x80))
-    sign = T.Bind(T.shift_right(top, T.uint32(7)))
-    # 127 - magnitude, plus 1: never a carry into the next byte, also for 0
-    return T.Bind(((magnitude ^ (top - sign)) + sign) ^ (top ^ T.uint32(0x01010101 * flip)))
 
 
 # ---- lanes of a wave

@@ -18,9 +18,10 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.decode import minifloat
 from mlc_amd.schedules.formats import PLANE_BITS
-from mlc_amd.schedules.gpu.device import fma, intrin, lookup
+from mlc_amd.schedules.gpu.device import fma, intrin
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.registers import at, lane_of, vector
+from mlc_amd.schedules.gpu.tables import values
 
 PIECE = 16  # columns of a piece
 EXPONENT = 0x64646464  # of 1024.0 as float16, in every byte
@@ -86,11 +87,17 @@ def _codes(fmt, raw, part):
     return [T.Bind(word) for word in words]
 
 
+def _table_values(arch, fmt, raw, part, flip=0):
+    """`tables.values` of the four words."""
+    nibbles = [lane_of(raw["Q4"][0], i) for i in range(2)] if "Q4" in raw else None
+    return values(arch, fmt, nibbles, lambda: _codes(fmt, raw, part), flip)
+
+
 def _unsigned(arch, fmt, raw, part):
     """(four words of unsigned bytes, the byte that means 0)."""
-    words = _codes(fmt, raw, part)
     if fmt.table:
-        return [lookup(arch, [v + 128 for v in fmt.table], word) for word in words], 128
+        return _table_values(arch, fmt, raw, part, 0x80), 128
+    words = _codes(fmt, raw, part)
     if fmt.signed:
         return [word ^ T.uint32(0x80808080) for word in words], 128
     return words, fmt.zero
@@ -98,9 +105,9 @@ def _unsigned(arch, fmt, raw, part):
 
 def _signed(arch, fmt, raw, part):
     """Four words of signed bytes: the weights in units of the scale."""
-    words = _codes(fmt, raw, part)
     if fmt.table:
-        return [lookup(arch, fmt.table, word) for word in words]
+        return _table_values(arch, fmt, raw, part)
+    words = _codes(fmt, raw, part)
     if fmt.signed or not fmt.zero:
         return words
     top, zero = T.uint32(0x80808080), T.uint32(0x01010101 * fmt.zero)  # the top bits keep borrows inside their byte

@@ -17,9 +17,9 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.decode import minifloat
 from mlc_amd.schedules.formats import MINIFLOATS, PLANE_BITS
-from mlc_amd.schedules.gpu.device import lookup
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.registers import at, lane_of
+from mlc_amd.schedules.gpu.tables import values
 
 QUADS = 8  # words of four codes in a block
 LOAD_WORDS = 4  # of the widest load: 128 bits
@@ -116,11 +116,10 @@ def fetch_float(fmt, planes, row, unit, width) -> list:
 def codes(arch, fmt, unit: Unit, block) -> list:
     """The eight words of codes of a unit's block number `block`: columns 4*j .. 4*j+3 in word j, signed bytes."""
     words = {p: unit.codes[p][block * PLANE_BITS[p] : (block + 1) * PLANE_BITS[p]] for p in fmt.codes}
-    parts = bytes_of(fmt, words)
-    return [lookup(arch, fmt.table, x) for x in parts] if fmt.table else parts
+    return values(arch, fmt, words.get("Q4"), lambda: bytes_of(words)) if fmt.table else bytes_of(words)
 
 
-def bytes_of(fmt, codes) -> list:
+def bytes_of(codes) -> list:
     """The codes of a block as eight words of bytes, in the order of `codes`, from the words of its planes by name."""
     parts, filled = [None] * QUADS, 0
     for plane, words in codes.items():

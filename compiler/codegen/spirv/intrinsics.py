@@ -3,8 +3,8 @@ schedules/gpu/device.py.
 
 Externs (words: 32-bit scalars):
     vk.dot4(a, b)                   int32: the sum of the four products of the signed bytes of two words
-    vk.lookup(x, a, b, ..)          uint32: for each byte of x, 0..7 or 0..15, the byte of that number in the two or
-                                    four constants
+    vk.lookup(x, a, b, ..)          uint32: for the lowest two, three or four bits of each byte of x the byte of that
+                                    number in one, two or four constants
     vk.shuffle_xor(x, mask)         the word of the lane whose number differs by a constant mask
     vk.shuffle(x, lane)             the word of lane number `lane`
     vk.broadcast(x, lane)           the word of lane number `lane`, the same one in all lanes
