@@ -6,7 +6,8 @@ slots; those of other slots have no meaning.
 
 Several rows: a task is a block of rows of one expert's matrix, for all of its tiles of slots, so that weights are read
 once. An expert's tasks lie evenly in a range of numbers as long as its share of all tiles, so that threads which take
-equal shares of the numbers have equal work. A tile with few live slots is computed as a smaller one.
+equal shares of the numbers have equal work. Of a tile with few live slots only a part is computed; then memory is the
+bound, as for one row, and weights are prefetched.
 
 One row: a task is a block of rows of gate and up for one slot, or a tile of rows of down for all slots, which it adds
 up in the order of `combine`: results do not depend on the number of rows.
@@ -27,7 +28,7 @@ from mlc_amd.schedules.cpu.vector import at, f32, registers, splat, store
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.formats import lookup
 
-SMALLER = (4, 2)  # tiles with few live slots are computed as quarters and halves
+SMALLER = (16, 8, 4, 2)  # parts of a tile that are computed where they hold its live slots
 
 
 def _stack(fmt, of: Experts, n, k, prefix, rows=ROWS):
@@ -92,6 +93,7 @@ def expert_gate_up(fmt_gate, fmt_up, n, k, m, of, biases, act, quantize, shared,
     if fmt_gate.kind != fmt_up.kind:
         raise ValueError(f"gate {fmt_gate.name} and up {fmt_up.name} do not make one launch")
     plan = plan or default_plan(isa, m, of.tile, [(fmt_gate, n), (fmt_up, n)], k)
+    few = default_plan(isa, 1, 1, [(fmt_gate, n), (fmt_up, n)], k)
     shared, blocks = shared and m == 1, n // BLOCK
     with kernel(name) as (builder, _):
         params = act_params(1 if shared else of.slots(m), k, of.tile, fmt_gate.kind)
@@ -106,8 +108,10 @@ def expert_gate_up(fmt_gate, fmt_up, n, k, m, of, biases, act, quantize, shared,
 
             def products(sources):
                 def body(tile, slots):
-                    rows = T.int32(0) if shared else tile
-                    emit_block(weights, sources, acts, rows, output, tile, block, activation, bias, plan, isa, slots)
+                    rows, ahead = T.int32(0) if shared else tile, few if slots < of.tile else None
+                    emit_block(
+                        weights, sources, acts, rows, output, tile, block, activation, bias, plan, isa, slots, ahead
+                    )
 
                 each(body)
 
@@ -130,7 +134,7 @@ def expert_linear(fmt, n, k, m, of, biased, isa, name, plan=None):
     """
     fmt = lookup(fmt)
     plan = plan or default_plan(isa, m, of.tile, [(fmt, n)], k)
-    held = row_tiles(fmt, n, k, plan)
+    held, few = row_tiles(fmt, n, k, plan), default_plan(isa, 1, 1, [(fmt, n)], k)
     with kernel(name) as (builder, _):
         params, Groups = act_params(of.slots(m), k, of.tile, fmt.kind), _groups(of, m)
         bufs = _stack(fmt, of, n, k, "W_")
@@ -144,9 +148,10 @@ def expert_linear(fmt, n, k, m, of, biased, isa, name, plan=None):
 
             def products(sources):
                 def body(tile, slots):
+                    ahead = few if slots < of.tile else None
                     with T.serial(held) as t:
                         weights, rows = sources[0](t), T.Bind(first + t)
-                        emit_results(fmt, weights, bias, None, Y, acts, rows, tile, plan, isa, slots)
+                        emit_results(fmt, weights, bias, None, Y, acts, rows, tile, plan, isa, slots, ahead)
 
                 each(body)
 

@@ -28,11 +28,13 @@ from mlc_amd.schedules.formats import lookup
 TILES = BLOCK // ROWS  # tiles of a weight that make a block of the output
 
 
-def emit_block(weights, sources, acts, token_tile, output, tile, block, activation, biases, plan, isa, tokens=None):
+def emit_block(
+    weights, sources, acts, token_tile, output, tile, block, activation, biases, plan, isa, tokens=None, ahead=None
+):
     """A block of 32 columns of y for a tile of tokens, or for its first `tokens`: those after them become zeros.
 
     weights: [(format, planes)] of gate and up; sources: as `emit_weights` gives them; tile: of the output; biases: (c,
-    i) -> what is added to columns c .. c+15 of the block of gate (i = 0) or up (1), or None.
+    i) -> what is added to columns c .. c+15 of the block of gate (i = 0) or up (1), or None; ahead: as of `emit_tile`.
     """
     p = acts.p
     made = local(2, p, BLOCK)  # gate and up of the block
@@ -43,7 +45,7 @@ def emit_block(weights, sources, acts, token_tile, output, tile, block, activati
             def keep(token, row, x, i=i, half=half):
                 store(made, x, i, token, at(half * ROWS + row, isa.lanes))
 
-            emit_tile(fmt, source(half), acts, token_tile, plan, isa, keep, tokens)
+            emit_tile(fmt, source(half), acts, token_tile, plan, isa, keep, tokens, ahead)
     # Short loops: the processor overlaps several rows, as far as it looks ahead.
     with T.serial(tokens or p) as token:
         for c in range(0, BLOCK, LANES):

@@ -52,9 +52,9 @@ def _emit_segment(fmt, n, bufs, bias, residual, Y, acts, state, m, plan, isa):
         emit_weights([(fmt, bufs)], first, held, acts.k, plan, isa, tiles, emit)
 
 
-def emit_results(fmt, weights, bias, residual, Y, acts, tile, token_tile, plan, isa, tokens=None):
+def emit_results(fmt, weights, bias, residual, Y, acts, tile, token_tile, plan, isa, tokens=None, ahead=None):
     """A tile of rows, for a tile of tokens or its first `tokens`: columns 16*tile.. of Y. bias(column): of a register's
-    rows from there on, or None."""
+    rows from there on, or None. ahead: as of `emit_tile`."""
 
     def epilogue(i, row, x):
         token, column = token_tile * acts.p + i, tile * ROWS + row
@@ -74,7 +74,7 @@ def emit_results(fmt, weights, bias, residual, Y, acts, tile, token_tile, plan, 
     def keep(i, row, x):
         store(made, x, i, at(row, isa.lanes))
 
-    emit_tile(fmt, weights, acts, token_tile, plan, isa, keep, tokens)
+    emit_tile(fmt, weights, acts, token_tile, plan, isa, keep, tokens, ahead)
     with T.serial(opaque(T.int32(tokens or acts.p))) as i:
         for row in range(0, ROWS, isa.lanes):
             epilogue(i, row, made[i, at(row, isa.lanes)])

@@ -76,19 +76,32 @@ def token_tiles(state, m, p):
     return 1 if m == 1 else T.Bind((live_rows(state, m) + (p - 1)) // p)
 
 
-def emit_tile(fmt: Format, weights, acts: Acts, token_tile, plan, isa, epilogue, tokens=None):
+def emit_tile(fmt: Format, weights, acts: Acts, token_tile, plan, isa, epilogue, tokens=None, ahead=None):
     """16 rows by the first `tokens` of acts.p tokens (None: all). weights: Packed or Unpacked.at. Calls epilogue(i,
     row, x) per token i of the tile and register: x are the results of isa.lanes rows, from row `row` of the tile on.
-    Prefill makes one pass for each register of a tile, decode one for all."""
+    Prefill makes one pass for each register of a tile, decode one for all. ahead: a Plan, whose prefetches packed
+    weights get; decode's own."""
     registers = [r * isa.lanes for r in range(ROWS // isa.lanes)]
     passes, count = ([registers], 1) if acts.p == 1 else ([[r] for r in registers], plan.tokens)
     emit = {"int8": _emit_int8, "float": _emit_float}[fmt.kind]
     if fmt.kind == "float":
         count = min(count, FLOAT_TOKENS)
     tokens = tokens or acts.p
+    ahead = plan if acts.p == 1 else ahead if isinstance(weights, Packed) else None
     for rows in passes:
         for first in range(0, tokens, count):
-            emit(fmt, weights, acts, token_tile, range(first, min(first + count, tokens)), rows, plan, isa, epilogue)
+            emit(
+                fmt,
+                weights,
+                acts,
+                token_tile,
+                range(first, min(first + count, tokens)),
+                rows,
+                plan,
+                isa,
+                epilogue,
+                ahead,
+            )
 
 
 class Packed(NamedTuple):
@@ -149,13 +162,13 @@ def _prefetch(buf, tile, block, size, plan):
         prefetch(buf, tile, block, line, ahead=plan.ahead // width, locality=plan.locality)
 
 
-def _emit_int8(fmt, weights, acts, token_tile, tokens, rows, plan, isa, epilogue):
+def _emit_int8(fmt, weights, acts, token_tile, tokens, rows, plan, isa, epilogue, ahead):
     count, interleave = len(rows), 1 if acts.p == 1 else interleave_of(fmt, plan)
     sums = _Sums(len(tokens) * count, isa.lanes)
 
     def block(b):
-        if acts.p == 1:
-            weights.prefetch(b, plan)
+        if ahead:
+            weights.prefetch(b, ahead)
         blocks = [weights.load(row, b) for row in rows]
         for i in range(0, len(tokens), interleave):
             _emit_dots(fmt, blocks, acts, token_tile, b, tokens[i : i + interleave], sums, i * count, isa)
@@ -197,7 +210,7 @@ def _emit_dots(fmt, blocks, acts, token_tile, b, tokens, sums, first, isa):
             sums.put(first + t * len(blocks) + r, total)
 
 
-def _emit_float(fmt, weights, acts, token_tile, tokens, rows, plan, isa, epilogue):
+def _emit_float(fmt, weights, acts, token_tile, tokens, rows, plan, isa, epilogue, ahead):
     W, tile = weights.bufs["W"], weights.tile
     lanes, count = isa.lanes, len(rows)
     chains = FLOAT_UNROLL if acts.p == 1 else 1  # independent sums hide the latency of additions
@@ -215,8 +228,8 @@ def _emit_float(fmt, weights, acts, token_tile, tokens, rows, plan, isa, epilogu
 
     whole, rest = divmod(acts.k, FLOAT_UNROLL)
     with T.serial(whole) as b:
-        if acts.p == 1:
-            _prefetch(W, tile, b * FLOAT_UNROLL, FLOAT_UNROLL * ROWS, plan)
+        if ahead:
+            _prefetch(W, tile, b * FLOAT_UNROLL, FLOAT_UNROLL * ROWS, ahead)
         columns(b * FLOAT_UNROLL, FLOAT_UNROLL)
     columns(whole * FLOAT_UNROLL, rest)
     for i, token in enumerate(tokens):
