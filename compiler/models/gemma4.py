@@ -98,7 +98,6 @@ def _read_experts(keys: Keys) -> ExpertsConfig | None:
         keys.integer("expert_feed_forward_length"),
         gating="softmax",
         act="gelu",
-        merged=any(name.endswith("ffn_gate_up_exps.weight") for name in keys.tensors),
         output_scales=any(name.endswith("ffn_down_exps.scale") for name in keys.tensors),
     )
 

@@ -35,8 +35,8 @@ def read_layers(keys: Keys) -> int:
 
 
 def read_attention(keys: Keys, rope: str = ROPE, **variant) -> AttentionConfig:
-    """Head counts and sizes, the same in all layers. `variant`: further fields of AttentionConfig. Biases are those
-    that the first layer has."""
+    """Head counts and sizes, the same in all layers. `variant`: further fields of AttentionConfig. Biases, and whether
+    q, k and v are merged, are those of the first layer."""
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
     kv_heads = keys.integer("attention.head_count_kv", heads)
@@ -49,7 +49,7 @@ def read_attention(keys: Keys, rope: str = ROPE, **variant) -> AttentionConfig:
 
 
 def attention(keys: Keys, heads: int, kv_heads: int, head_dim: int, rope: str, **variant) -> AttentionConfig:
-    """Attention of these sizes, checked, with the biases of the first layer."""
+    """Attention of these sizes, checked, with the biases and the matrices of the first layer."""
     if heads % kv_heads:
         raise keys.error(
             f"heads ({heads}) must be a multiple of KV heads ({kv_heads}) to be compiled; use another model"
@@ -58,6 +58,7 @@ def attention(keys: Keys, heads: int, kv_heads: int, head_dim: int, rope: str, *
     fields: dict[str, Any] = {
         "qkv_bias": not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(keys.tensors),
         "output_bias": "blk.0.attn_output.bias" in keys.tensors,
+        "merged_qkv": "blk.0.attn_qkv.weight" in keys.tensors,
     }
     return AttentionConfig(heads, kv_heads, head_dim, rope, **(fields | variant))
 
@@ -139,7 +140,8 @@ def read_experts(keys: Keys, size: int, gating: str = "", **variant) -> ExpertsC
             )
         gating = GATINGS[number]
     check_multiple(keys, "experts' feed-forward size", size)
-    return ExpertsConfig(count, used, size, gating=gating, **variant)
+    merged = any(name.endswith("ffn_gate_up_exps.weight") for name in keys.tensors)
+    return ExpertsConfig(count, used, size, gating=gating, merged=merged, **variant)
 
 
 def shared_expert(keys: Keys, size: int, **variant) -> SharedExpertConfig:

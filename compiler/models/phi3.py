@@ -12,4 +12,4 @@ __all__ = ["decoder", "read", "tensors"]
 
 def read(keys: Keys) -> ModelConfig:
     block = read_feed_forward(keys, merged=True)
-    return read_uniform(keys, neox=True, feed_forward=block, merged_qkv="blk.0.attn_qkv.weight" in keys.tensors)
+    return read_uniform(keys, neox=True, feed_forward=block)
