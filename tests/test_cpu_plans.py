@@ -44,7 +44,7 @@ def attention(m, **attributes):
 
 
 def experts(op, m, **args):
-    layout, tile = ("", 1) if m == 1 else ("tiles", 16)
+    layout, tile = ("", 1) if m == 1 else ("tiles", m)
     common = {"n": 256, "k": 256, "m": m, "experts": 4, "used": 2, "tile": tile, "layout": layout}
     return Workload(op, args | common)
 
@@ -62,8 +62,8 @@ WORKLOADS = {
     "gate_up decode": gate_up(1, "q4_k"), "gate_up prefill": gate_up(128, "q4_0"),
     "gate_up gelu": gate_up(128, "f16", act_fn="gelu"),
     "experts' gate_up decode": experts("expert_gate_up", 1, **GATES),
-    "experts' gate_up prefill": experts("expert_gate_up", 128, **GATES),
-    "experts' linear prefill": experts("expert_linear", 128, **DOWN),
+    "experts' gate_up prefill": experts("expert_gate_up", 4, **GATES),
+    "experts' linear prefill": experts("expert_linear", 4, **DOWN),
     "experts' down decode": experts("expert_down", 1, weighted=True, residual=False, **DOWN),
     "attention decode": attention(1), "attention prefill": attention(64),
     "attention decode attributes": attention(1, **ATTRIBUTES),
