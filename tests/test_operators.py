@@ -1,10 +1,10 @@
 """The table of operators against the kernels: each kernel's parameters are those of its operator, in order."""
 
+import architectures
 import pytest
 
 from mlc_amd.compiler import ops, pipeline
 from mlc_amd.compiler.codegen.target import buffers
-from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.schedules.operators import OPERATORS, costs, parameters
 
 LINEAR = {"segments": [["q4_0", 40], ["q6_k", 8]], "k": 256, "m": 4, "biases": [False, True], "residual": False}
@@ -24,8 +24,8 @@ BUFFERS = [
 @pytest.mark.parametrize(("kind", "arch"), [("cpu", "x86-64-v3"), ("vulkan", "generic"), ("rocm", "gfx1100")])
 def test_every_kernel_has_the_parameters_of_its_operator(kind, arch):
     backend, seen = pipeline.make_target(kind, arch), set()
-    for name in ("tiny-qwen3:q4_k", "tiny-qwen2:f16"):
-        pipeline.lower(synthetic(name), backend, 64)
+    for name, form in (("qwen3", "q4_k"), ("starcoder2", "f16"), ("llama4", "q4_k")):
+        pipeline.lower(architectures.tiny(name, form), backend, 64)
     for name, workload in backend.workloads.items():
         found = parameters(workload.op, workload.args, buffers(backend.kernels[name]))
         seen.add(workload.op)
