@@ -1,4 +1,4 @@
-"""A tiny model of each architecture: metadata on top of the preset "tiny", and the optional tensors that it has.
+"""A tiny model of each architecture: metadata on top of the preset "tiny-qwen2", and the optional tensors that it has.
 
 They cover what an architecture can be: a window smaller than the prompt, shared experts, biases, layers of different
 kinds.
@@ -89,4 +89,4 @@ def tiny(name: str, form: str = "f16") -> GGUFModel:
     """The model of that name in MODELS, with random weights in that format."""
     keys, tensors = MODELS[name]
     architecture = {"general.architecture": name.removesuffix("-moe") if name == "llama-moe" else name}
-    return synthetic(f"tiny:{form}", keys=architecture | keys, tensors=tensors)
+    return synthetic(f"tiny-qwen2:{form}", keys=architecture | keys, tensors=tensors)
