@@ -21,6 +21,7 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     ),
     "exaone4": ({}, ("rope_freqs.weight",)),
     "gemma": ({}, ()),
+    "gemma": ({}, ()),
     "gemma2": ({"attention.sliding_window": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}, ()),
     "gemma3": (
         {"attention.sliding_window": 24, "attention.sliding_window_pattern": 2, "rope.freq_base_swa": 1000.0}
