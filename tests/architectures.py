@@ -72,6 +72,7 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     ),
     "olmo2": (ROPE_SCALED | {"attention.sliding_window": 24, "block_count": 4}, ("output.weight",)),
     "olmoe": (EXPERTS | {"feed_forward_length": 64}, ("output.weight",)),
+    "olmoe": (EXPERTS | {"feed_forward_length": 64, "attention.head_count_kv": 4}, ("output.weight",)),
     "phi3": (
         {"rope.dimension_count": 48, "rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.19},
         ("blk.0.attn_qkv.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
