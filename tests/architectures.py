@@ -15,6 +15,7 @@ QKV_BIAS, OUTPUT_BIAS = ("blk.0.attn_q.bias",), ("blk.0.attn_output.bias",)
 
 MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "cohere2": ({"attention.sliding_window": 24, "logit_scale": 0.25, "block_count": 4}, ()),
+    "ernie4_5": ({}, ()),
     "ernie4_5-moe": (
         EXPERTS | {"leading_dense_block_count": 1, "expert_shared_feed_forward_length": 128},
         ("blk.1.exp_probs_b.bias",),

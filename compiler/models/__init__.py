@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from mlc_amd.compiler.models import (
     cohere2,
+    ernie4_5,
     ernie4_5_moe,
     exaone4,
     gemma,
@@ -58,6 +59,7 @@ class Architecture(Protocol):
 
 ARCHITECTURES: dict[str, Architecture] = {
     "cohere2": cohere2,
+    "ernie4_5": ernie4_5,
     "ernie4_5-moe": ernie4_5_moe,
     "exaone4": exaone4,
     "gemma": gemma,
