@@ -22,7 +22,6 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     ),
     "exaone4": ({}, ("rope_freqs.weight",)),
     "gemma": ({}, ()),
-    "gemma": ({}, ()),
     "gemma2": ({"attention.sliding_window": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}, ()),
     "gemma3": (
         {"attention.sliding_window": 24, "attention.sliding_window_pattern": 2, "rope.freq_base_swa": 1000.0}
@@ -72,7 +71,6 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         (),
     ),
     "olmo2": (ROPE_SCALED | {"attention.sliding_window": 24, "block_count": 4}, ("output.weight",)),
-    "olmoe": (EXPERTS | {"feed_forward_length": 64}, ("output.weight",)),
     "olmoe": (EXPERTS | {"feed_forward_length": 64, "attention.head_count_kv": 4}, ("output.weight",)),
     "phi3": (
         {"rope.dimension_count": 48, "rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.19},
