@@ -56,7 +56,7 @@ LINEAR |= {
     "medium-dot": Case((("q4_1", 144),), 64, 64, "rows"),
     "large-matrix": Case((("q4_0", 144),), 160, 256),  # five steps: the last one has no partner
     "large-float": Case((("bf16", 48),), 64, 64, "", tile=DotTile(64, 128, 8)),
-    "exact-float": Case((("f32", 41),), 96, 32, "", (True,)),  # on matrix units, too: a router's
+    "exact-float": Case((("f32", 41),), 256, 32, "", (True,)),  # on matrix units, too: a router's
     "f32-activations-matrix": Case((("q4_0", 48),), 64, 16, ""),
 }
 # name -> (gate format, up format, f, m, act_in, act_out)

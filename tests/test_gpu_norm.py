@@ -12,7 +12,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.arch import ARCHS, resolve
 from mlc_amd.schedules.gpu.embed import embed
-from mlc_amd.schedules.gpu.norm import quantize, rms_norm
+from mlc_amd.schedules.gpu.norm import layer_norm, quantize, rms_norm
 from mlc_amd.tools.dev.gfxemu import emulate
 
 ARCH_NAMES = ("gfx1100", "gfx1201", "gfx942")
@@ -124,6 +124,7 @@ def test_every_family_compiles(arch):
         wide=rms_norm(4096, 512, EPS, "half", "all", target, "wide"),
         quantize=quantize(14336, 16, "rows", target, "quantize"),
         embed=embed("iq4_xs", VOCAB, 4096, 512, target, "embed"),
+        layer_norm=layer_norm(4096, 16, EPS, True, "half", "all", target, "layer_norm"),
     )
 
 

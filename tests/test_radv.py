@@ -18,6 +18,7 @@ from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu import profiles
 from mlc_amd.schedules.gpu.gemv import linear
+from mlc_amd.schedules.gpu.kernels import BUILDERS
 from mlc_amd.tools import inspect_vulkan
 
 ARCH = "vangogh"
@@ -95,6 +96,36 @@ def test_gemv_loads_wide(fmt, arch):
     assert DOT.search(compiled.assembly)
     before_use = DOT.split(compiled.assembly, maxsplit=1)[0]
     assert len(WIDE.findall(before_use)) >= 8
+
+
+QWEN3 = {"experts": 128, "used": 8}  # of qwen3-30b-a3b
+EXPERTS = {
+    "expert_gate_up": {"gate": "q4_k", "up": "q4_k", "n": 768, "k": 2048, "biases": False, "act": "silu"},
+    "expert_down": {"fmt": "q6_k", "n": 2048, "k": 768, "bias": False, "weighted": True, "residual": True},
+    "expert_linear": {"fmt": "q6_k", "n": 2048, "k": 768, "bias": False},
+}
+
+
+@pytest.mark.parametrize("arch", [ARCH, "rdna3:matrix=none"])
+def test_experts_use_no_scratch(arch):
+    profile, kernels = profiles.resolve(arch), {}
+    for op, m in (("expert_gate_up", 1), ("expert_down", 1), ("expert_gate_up", 512), ("expert_linear", 512)):
+        args = EXPERTS[op] | QWEN3 | {"tile": 1 if m == 1 else 32, "m": m, "layout": "rows"}
+        if op == "expert_gate_up":
+            args |= {"layout_in": "rows", "shared": m == 1}
+        name = f"{op}_{m}"
+        kernels[name] = BUILDERS[op](**args, arch=profile, name=name, plan=None)
+    modules = compile_spirv(kernels, profile).modules
+    shaders = [radv.Shader(name, one.binary, tuple(one.block), profile.push) for name, one in modules.items()]
+    try:
+        report = radv.statistics(shaders, profile)
+    except UserError as error:
+        pytest.skip(str(error))
+    assert len(report.kernels) == len(kernels), report.refused
+    for name, compiled in report.kernels.items():
+        kernel = compiled.kernel
+        assert kernel.scratch == kernel.vgpr_spills == 0 and kernel.vgprs <= 128, (name, kernel)
+        assert DOT.search(compiled.assembly) and WIDE.search(compiled.assembly), name
 
 
 def test_inspect_tables_and_assembly(inspect, artifact, code):

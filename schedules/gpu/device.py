@@ -170,6 +170,11 @@ def rint(x):
     return intrin("float32", "llvm.rint", x)
 
 
+def count_ones(x):
+    """How many bits of a uint32 are set, as int32."""
+    return T.Bind(T.cast(intrin("uint32", "llvm.ctpop", x), "int32"))
+
+
 # ---- lanes of a wave
 
 

@@ -5,20 +5,21 @@ has them. One workgroup makes them by a counting sort, without atomic operations
 
 SEGMENT neighbouring threads work through a segment of neighbouring pairs, SEGMENT at a time: a thread compares its
 pair's expert with those of the others, which gives its place among them. Each segment has its own counts, which become
-the places where its pairs of each expert begin.
+the places where its pairs of each expert begin. The experts of BATCH steps are loaded together.
 """
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.experts import Experts
-from mlc_amd.schedules.gpu.device import barrier, launch
+from mlc_amd.schedules.gpu.device import barrier, count_ones, launch
 from mlc_amd.schedules.gpu.experts import expert_at, flat
 from mlc_amd.schedules.gpu.registers import at, lane_of, put
 from mlc_amd.schedules.gpu.step import kernel, live_rows, state_arg
 
 SEGMENT = 32
 WIDTH = 4  # experts that a thread reads at once
+BATCH = 8
 NOBODY = -1  # the expert of a pair that does not exist
 
 
@@ -36,15 +37,17 @@ def expert_order(m, experts: Experts, arch, name) -> tirx.PrimFunc:
             live = T.Bind(live_rows(state, m) * experts.used)
             sort = _Sort(arch, experts, pairs, thread)
             sort.clear()
-            with T.serial(sort.steps) as step:
-                expert, before, total, _ = sort.compare(ids, live, step)
+
+            def count(pair, expert, before, total):
                 sort.add(expert, before, total)
                 barrier()
+
+            sort.each_pair(ids, live, count)
             used_tiles = sort.place(Groups, Pairs, experts.tiles(m))
             _fill_rest(Groups, used_tiles, experts.tiles(m), thread, threads)
             _fill_rest(Pairs, T.Bind(used_tiles * experts.tile), slots, thread, threads)
-            with T.serial(sort.steps) as step:
-                expert, before, total, pair = sort.compare(ids, live, step)
+
+            def place(pair, expert, before, total):
                 exists = expert >= 0
                 slot = T.Bind(T.Select(exists, sort.counts[sort.count_of(expert)] + before, T.int32(0)))
                 barrier()
@@ -53,6 +56,9 @@ def expert_order(m, experts: Experts, arch, name) -> tirx.PrimFunc:
                     put(slot_of, slot, pair)
                 with T.If(exists), T.Then():
                     put(Pairs, pair, slot)
+                barrier()
+
+            sort.each_pair(ids, live, place)
     return ir.get()
 
 
@@ -74,7 +80,8 @@ class _Sort:
         self.segment, self.lane = T.Bind(thread // SEGMENT), T.Bind(thread % SEGMENT)
         self.each = -(-experts.count // self.threads)
         self.row = self.each * self.threads
-        self.ids = T.alloc_buffer((self.threads,), "int32", scope="shared")
+        self.batch = min(BATCH, self.steps)
+        self.ids = T.alloc_buffer((self.batch * self.threads,), "int32", scope="shared")
         self.counts = T.alloc_buffer((self.segments * self.row,), "int32", scope="shared")
         self.tiles = T.alloc_buffer((self.threads,), "int32", scope="shared")
 
@@ -87,22 +94,32 @@ class _Sort:
             put(self.counts, T.int32(0), i * self.threads + self.thread)
         barrier()
 
-    def compare(self, ids, live, step):
-        """(expert, equal ones before it, equal ones, pair) of this thread's pair among those of a step. To be
-        followed by a barrier, when `counts` were read."""
-        pair = T.Bind((self.segment * self.steps + step) * SEGMENT + self.lane)
-        inside = T.Bind(T.min(pair, T.int32(int(ids.shape[0]) - 1)))
-        expert = T.Bind(T.Select(pair < live, expert_at(ids, [inside], self.experts), T.int32(NOBODY)))
-        put(self.ids, expert, self.thread)
-        barrier()
-        before = total = T.int32(0)
+    def each_pair(self, ids, live, work):
+        """work(pair, expert, equal ones before it, equal ones) of this thread's pair in each step; equal among the
+        pairs of the step. It ends with a barrier."""
+        with T.serial(-(-self.steps // self.batch)) as outer:
+            first = T.Bind((self.segment * self.steps + outer * self.batch) * SEGMENT + self.lane)
+            pairs = [T.Bind(first + i * SEGMENT) for i in range(self.batch)]
+            inside = [T.Bind(T.min(pair, T.int32(int(ids.shape[0]) - 1))) for pair in pairs]
+            experts = [expert_at(ids, [index], self.experts) for index in inside]
+            for i, (pair, expert) in enumerate(zip(pairs, experts, strict=True)):
+                # the last batch may reach into the next segment
+                mine = (pair < live) & (outer * self.batch + i < self.steps)
+                put(self.ids, T.Select(mine, expert, T.int32(NOBODY)), i * self.threads + self.thread)
+            barrier()
+            with T.serial(T.Bind(T.min(self.steps - outer * self.batch, T.int32(self.batch)))) as i:
+                work(T.Bind(first + i * SEGMENT), *self._compare(T.Bind(i * self.threads)))
+
+    def _compare(self, start):
+        """(expert, equal ones before it, equal ones) of this thread's pair, of experts from ids[start] on."""
+        expert, equal = T.Bind(self.ids[start + self.thread]), T.uint32(0)
         for first in range(0, SEGMENT, WIDTH):
-            four = T.Bind(self.ids[at(self.segment * SEGMENT + first, WIDTH)])
+            four = T.Bind(self.ids[at(start + self.segment * SEGMENT + first, WIDTH)])
             for i in range(WIDTH):
-                equal = T.Bind(T.cast(lane_of(four, i) == expert, "int32"))
-                total = total + equal
-                before = before + T.Select(self.lane > first + i, equal, T.int32(0))
-        return expert, T.Bind(before), T.Bind(total), pair
+                equal = equal | T.Select(lane_of(four, i) == expert, T.uint32(1 << (first + i)), T.uint32(0))
+            equal = T.Bind(equal)
+        below = T.Bind(T.shift_left(T.uint32(1), T.cast(self.lane, "uint32")) - T.uint32(1))
+        return expert, count_ones(equal & below), count_ones(equal)
 
     def add(self, expert, before, total):
         """Counts a step's pairs: the first one of each expert does."""

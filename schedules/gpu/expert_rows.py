@@ -21,8 +21,9 @@ def _threads(k, arch, plan):
 
 def gather(k, m, experts: Experts, weighted, act, arch, name, plan=None) -> tirx.PrimFunc:
     """Kernel (state, X float32 [m, k], [Pairs int32 [slots] unless m is 1], [Weights float32 [m, used]], then A, S | H
-    | Y of [slots, k], as `act` says): the row of each slot, times its pair's weight if `weighted`. Slots of padding
-    become zeros; tiles without pairs are left as they are. UserError if blocks cannot hold k columns."""
+    | Y of [slots, k], as `act` says): the row of each slot, times its pair's weight if `weighted`. Slots of
+    padding are left as they are: what is computed of them, numbers or not, nobody reads. UserError if blocks cannot
+    hold k columns."""
     slots, threads = experts.slots(m), _threads(k, arch, plan)
     step = threads * WIDTH
     with kernel(name) as ir:
@@ -32,20 +33,21 @@ def gather(k, m, experts: Experts, weighted, act, arch, name, plan=None) -> tirx
         Weights = weights_arg(experts, m) if weighted else None
         out = act_args(slots, k, act, None if act else ["Y"])
         weights = flat(Weights) if weighted else None
-        with launch((-(-k // step), slots), (threads,)) as (chunk, slot, thread):
-            used = 1 if Pairs is None else T.Bind(T.cast(Pairs[slot // experts.tile * experts.tile] >= 0, "int32"))
-            with T.serial(used):
-                pair = slot if Pairs is None else T.Bind(T.max(Pairs[slot], T.int32(0)))
-                column = T.Bind(chunk * step + thread * WIDTH)
-                inside = T.Bind(T.min(column, T.int32(k - WIDTH)))
-                x = load_columns(X, 0 if m == 1 else T.Bind(T.min(pair // experts.used, T.int32(m - 1))), inside)
-                factor = weights[pair] if weighted else T.float32(1)
-                if Pairs is not None:
-                    x = [T.Bind(T.Select(Pairs[slot] >= 0, v, T.float32(0))) for v in x]
-                if weighted:
-                    x = [T.Bind(v * factor) for v in x]
-                emit_store(arch, act, out, x, slot, inside, None if k % step == 0 else column < k)
+        with launch((-(-k // step), slots), (threads,)) as (chunk, slot, thread), _if_used(Pairs, slot):
+            pair = slot if Pairs is None else T.Bind(T.max(Pairs[slot], T.int32(0)))
+            column = T.Bind(chunk * step + thread * WIDTH)
+            inside = T.Bind(T.min(column, T.int32(k - WIDTH)))
+            x = load_columns(X, 0 if m == 1 else T.Bind(T.min(pair // experts.used, T.int32(m - 1))), inside)
+            if weighted:
+                x = [T.Bind(v * weights[pair]) for v in x]
+            emit_store(arch, act, out, x, slot, inside, None if k % step == 0 else column < k)
     return ir.get()
+
+
+def _if_used(pairs, slot):
+    """`with _if_used(..):` around what is done for slots with a pair: a loop of 0 or 1 steps, since lanes exchange
+    values."""
+    return T.serial(1 if pairs is None else T.Bind(T.cast(pairs[slot] >= 0, "int32")))
 
 
 def combine(n, m, experts: Experts, weighted, residual, arch, name, plan=None) -> tirx.PrimFunc:

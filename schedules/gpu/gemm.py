@@ -15,7 +15,7 @@ from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu import gemm_coop, gemm_dot, gemm_matrix
 from mlc_amd.schedules.gpu.device import launch
 from mlc_amd.schedules.gpu.gemm_coop import CoopGemm
-from mlc_amd.schedules.gpu.gemm_dot import DotGemm, FloatGemm
+from mlc_amd.schedules.gpu.gemm_dot import DotGemm, ExactGemm, FloatGemm
 from mlc_amd.schedules.gpu.gemm_matrix import MatrixGemm
 from mlc_amd.schedules.gpu.load import QUADS
 from mlc_amd.schedules.gpu.planes import BLOCK, padded, plane_args
@@ -41,8 +41,8 @@ def engine(act, formats, m, k, arch, rows, tile=None, together=1):
         return CoopGemm(arch, tile or gemm_coop.choose(arch, formats, m, k, rows, together), k, together)
     if matrix:
         return MatrixGemm(arch, tile or gemm_matrix.choose(arch, m, k, together), k, together)
-    if exact and arch.matrix and not tile:
-        tile = gemm_dot.choose_exact(arch, m, rows)
+    if exact and arch.matrix:
+        return ExactGemm(arch, tile or gemm_dot.choose_exact(arch, m, rows), k, together)
     return (DotGemm if act == "rows" else FloatGemm)(arch, tile or gemm_dot.choose(arch, m, together), k, together)
 
 

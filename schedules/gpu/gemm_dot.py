@@ -38,7 +38,8 @@ class DotTile:
 # The tiles that `choose` considers, largest first.
 TILES = (DotTile(64, 128, 8), DotTile(32, 64, 8), DotTile(16, 64, 4), DotTile(16, 32, 1))
 
-EXACT_TILES = (DotTile(64, 64, 8), DotTile(32, 64, 8), DotTile(16, 32, 8))
+EXACT_TILES = (DotTile(64, 64, 8), DotTile(32, 64, 8), DotTile(16, 32, 4))
+SPANS = (4, 2, 1)  # blocks of a step where few workgroups leave time to wait for loads
 
 
 def choose(arch, m, weights=1):
@@ -68,6 +69,7 @@ class _RegisterTile:
     width: int  # elements of an LDS row
     dtype: str  # of LDS rows
     factors = 0  # bytes of scales and the like beside an LDS row
+    span = 1  # blocks of 32 columns of a step
     rows_side_by_side = LANES  # rows that neighbouring lanes hold in the epilogue, one each
 
     def __init__(self, arch, tile, k, weights=1):
@@ -99,7 +101,7 @@ class _RegisterTile:
         self.first = first
         for i in range(self.weights * self.token_count * self.row_count):
             T.buffer_store(self.sums, T.float32(0), [i])
-        last = self.k // BLOCK - 1
+        last = self.k // (BLOCK * self.span) - 1
         self._stage(weights, self._fetch(acts, weights, token0, row0, T.int32(0)))
         barrier()
         with T.serial(last + 1) as block:
@@ -145,13 +147,14 @@ class _RegisterTile:
         for c in self._pieces(self.tile.rows * (BLOCK // PIECE)):
             yield c // 2, c % 2
 
-    def _fetch_weights(self, weights, row0, block):
-        def clamp(row, padded):
-            held = T.min(row0 + row, padded - 1) if padded % self.tile.rows else row0 + row
-            return T.Bind(held if self.first is None else self.first + held)
+    def _held(self, row0, row, padded):
+        """The row to load, of those that the weight has."""
+        held = T.min(row0 + row, padded - 1) if padded % self.tile.rows else row0 + row
+        return T.Bind(held if self.first is None else self.first + held)
 
+    def _fetch_weights(self, weights, row0, block):
         return [
-            [fetch(fmt, bufs, clamp(row, padded), block, part) for row, part in self._w_pieces()]
+            [fetch(fmt, bufs, self._held(row0, row, padded), block, part) for row, part in self._w_pieces()]
             for fmt, bufs, padded in weights
         ]
 
@@ -255,7 +258,7 @@ class FloatGemm(_RegisterTile):
                     T.buffer_store(self.w_lds[w], run, [at(row * self.ld + column, 8)])
 
     def _multiply(self, weights):
-        with T.serial(QUADS) as quad:
+        with T.serial(QUADS * self.span) as quad:
             for w in range(self.weights):
                 rows = [self._quad(self.w_lds[w], self.lane + i * LANES, quad) for i in range(self.row_count)]
                 for t in each(self.arch, self.token_count):
@@ -270,3 +273,46 @@ class FloatGemm(_RegisterTile):
         """Four neighbouring columns of a row of LDS."""
         four = T.Bind(lds[at(row * self.ld + quad * 4, 4)])
         return [lane_of(four, c) for c in range(4)]
+
+
+class ExactGemm(FloatGemm):
+    """The same in steps of several blocks: for few rows, whose workgroups do not fill the GPU."""
+
+    def __init__(self, arch, tile, k, weights=1):
+        for self.span in SPANS:
+            self.width = self.span * BLOCK
+            super().__init__(arch, tile, k, weights)
+            if k % self.width == 0 and self.lds_bytes <= arch.lds:
+                return
+        raise ValueError(f"{tile} takes {self.lds_bytes} bytes of LDS")
+
+    def _x_places(self):
+        """Token and first column of each run of eight activations that this thread stages."""
+        runs = self.width // 8
+        for c in self._pieces(self.tile.tokens * runs):
+            yield c // runs, c % runs * 8
+
+    def _w_places(self):
+        """Row, block and part of each piece of a weight that this thread stages."""
+        pieces = self.width // PIECE
+        for c in self._pieces(self.tile.rows * pieces):
+            yield c // pieces, c % pieces // 2, c % 2
+
+    def _fetch(self, acts, weights, token0, row0, block):
+        (X,) = acts
+        x = [T.Bind(X[token0 + token, at(block * self.width + column, 8)]) for token, column in self._x_places()]
+        return x, [
+            [
+                fetch(fmt, bufs, self._held(row0, row, padded), block * self.span + i, part)
+                for row, i, part in self._w_places()
+            ]
+            for fmt, bufs, padded in weights
+        ]
+
+    def _stage(self, weights, loaded):
+        for (token, column), x in zip(self._x_places(), loaded[0], strict=True):
+            T.buffer_store(self.x_lds, x, [at(token * self.ld + column, 8)])
+        for lds, (fmt, _, _), pieces in zip(self.w_lds, weights, loaded[1], strict=True):
+            for (row, i, part), raw in zip(self._w_places(), pieces, strict=True):
+                for column, run in zip(columns_of(part), float_piece(fmt, raw), strict=True):
+                    T.buffer_store(lds, run, [at(row * self.ld + i * BLOCK + column, 8)])

@@ -34,6 +34,7 @@ LLVM_MATH = {
 PACKED = {"Fma", "NMax", "NMin"}  # two float16 at a time
 # LLVM name, without its type -> method
 LLVM = {
+    "llvm.ctpop": "call_popcount",
     "llvm.amdgcn.rcp": "reciprocal",
     "llvm.amdgcn.perm": "byte_permute",
     "llvm.amdgcn.sched.barrier": "nothing",
