@@ -32,6 +32,7 @@ from mlc_amd.compiler.tuning.database import Lookup
 from mlc_amd.runtime import artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
+from mlc_amd.schedules.attention import PAGE
 
 # module and class, imported on demand
 TARGETS = {
@@ -40,7 +41,6 @@ TARGETS = {
     "vulkan": ("vulkan_target", "VulkanTarget"),
 }
 DEFAULT_CONTEXT = 4096  # tokens of KV cache by default
-CONTEXT_STEP = 64  # keys in a block of attention kernels
 CHUNK_BYTES = 4 << 20  # packed GGUF bytes that one worker repacks at a time
 
 
@@ -123,6 +123,7 @@ def compile_model(
             "arena_bytes": plan.arena_bytes,
             "io": _io(model.config, functions),
             "kv": kv,
+            "rings": [{"places": places, "span": span} for places, span in sorted(backend.rings(model.config, ctx))],
             "formats": _format_counts(model),
             "weights": "file" if weights else "random",
             "tensors": _drawn(model, specs),
@@ -195,7 +196,7 @@ def capacity(config, ctx: int | None) -> int:
             f"--ctx {ctx} is more than the {config.context} tokens this model was made for; use {config.context} or "
             "less"
         )
-    return -(-ctx // CONTEXT_STEP) * CONTEXT_STEP
+    return -(-ctx // PAGE) * PAGE
 
 
 def _functions(backend, ctx: int) -> list[FunctionSpec]:

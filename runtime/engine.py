@@ -3,6 +3,9 @@
 `tokens` are the tokens in the cache; all other state follows from them. The plan has functions for one token (decode)
 and for chunks of several sizes (prefill). Kernels read the position and the number of live tokens from the io buffer
 `state`, so the same launches serve every step.
+
+Layers that see only the last keys may keep no others: their cache is a ring, in which new keys replace old ones. Going
+back by more tokens than a ring has places to spare means to compute the remaining tokens again.
 """
 
 import time
@@ -77,6 +80,8 @@ class Engine:
         functions = artifact.manifest["functions"]
         self._sizes = sorted((f["tokens"], name) for name, f in functions.items() if not f["all_logits"])
         self._score = next((f["tokens"], name) for name, f in functions.items() if f["all_logits"])
+        self._rings = [(ring["places"], ring["span"]) for ring in artifact.manifest["rings"]]
+        self._end = 0  # of the positions that were written since the cache was empty
 
     @classmethod
     def load(
@@ -96,21 +101,36 @@ class Engine:
         return len(self.tokens)
 
     def reset(self) -> None:
-        self.tokens = []
+        self.tokens, self._end = [], 0
 
     def truncate(self, n: int) -> None:
-        """Keeps the first `n` tokens; later steps overwrite the rest of the cache."""
+        """Keeps the first `n` tokens; later steps overwrite the rest of the cache. The tokens are computed again where
+        a ring of the cache has lost keys that the next step needs."""
         if not 0 <= n <= len(self.tokens):
             raise ValueError(f"cannot keep {n} of {len(self.tokens)} tokens")
-        del self.tokens[n:]
+        if self._holds(n):
+            del self.tokens[n:]
+            return
+        kept = np.array(self.tokens[:n], np.int64)
+        self.reset()
+        self._prefill(kept)
 
     def match(self, ids: Sequence[int]) -> int:
         """Truncates the cache to the longest prefix that it shares with `ids`, leaving at least one id to prefill;
-        returns its length."""
+        returns its length. It is 0 where a ring of the cache has lost keys of that prefix."""
         limit = min(len(self.tokens), len(ids) - 1)
-        n = next((i for i in range(limit) if self.tokens[i] != ids[i]), limit)
-        self.truncate(max(n, 0))
+        n = max(next((i for i in range(limit) if self.tokens[i] != ids[i]), limit), 0)
+        if self._holds(n):
+            self.truncate(n)
+        else:
+            self.reset()
         return len(self.tokens)
+
+    def _holds(self, n: int) -> bool:
+        """Whether the cache has all keys that a step behind `n` tokens needs: the oldest one that a row sees there is
+        still in its place in every ring."""
+        oldest = [(max(n - span + 1, 0), places) for places, span in self._rings]
+        return all(self._end <= position + places for position, places in oldest)
 
     # ---- logits
 
@@ -120,9 +140,7 @@ class Engine:
 
         ContextFull leaves the cache unchanged.
         """
-        checked = self._check(ids)
-        for start, count, function in self._chunks(len(checked)):
-            self._step(function, checked[start : start + count])
+        self._prefill(self._check(ids))
         return self.device.read("logits", 1)[0, : self.vocab]
 
     def prefill(self, ids: Ids) -> np.ndarray:
@@ -178,12 +196,17 @@ class Engine:
             yield start, count, next(name for size, name in self._sizes if size >= count)
             start += count
 
+    def _prefill(self, ids: np.ndarray) -> None:
+        for start, count, function in self._chunks(len(ids)):
+            self._step(function, ids[start : start + count])
+
     def _step(self, function: str, ids: np.ndarray) -> None:
         self._write(ids)
         self.device.run(function)
         self.tokens.extend(ids.tolist())
 
     def _write(self, ids: np.ndarray) -> None:
+        self._end = max(self._end, self.position + len(ids))
         self.device.write("state", (self.position, len(ids)))
         self.device.write("tokens", ids)
 

@@ -8,7 +8,15 @@ import math
 from dataclasses import dataclass, fields
 
 LOG2E = math.log2(math.e)
+PAGE = 64  # keys: caches hold a multiple, and no block of an attention kernel crosses one
 STEP = 16  # columns: what vectors of the CPU and matrix units of GPUs take at once
+
+
+def ring_of(span: int, rows: int, ctx: int) -> int:
+    """Places of the ring of a layer whose rows see up to `span` keys, for steps of up to `rows` rows; 0: a ring would
+    not be smaller than ctx places."""
+    places = -(-(span + rows - 1) // PAGE) * PAGE
+    return places if span and places < ctx else 0
 
 
 def padded_columns(columns: int) -> int:
@@ -18,21 +26,42 @@ def padded_columns(columns: int) -> int:
 
 @dataclass(frozen=True)
 class Attention:
-    """One causal attention layer: grouped queries against a cache of `ctx` keys.
+    """One causal attention layer: grouped queries against a cache of keys and values.
 
-    A row at position p sees the keys 0 .. p, with a window only those above p - window. Its score of a key is s = scale
-    * (q . k), with a softcap softcap * tanh(s / softcap). With sinks, each query head has one more logit in the
-    softmax's denominator, which has no value and is not scaled (gpt-oss).
+    A row at position p sees the keys 0 .. p; with a window only those above p - window, with chunks only those from the
+    last multiple of `chunk` on. Its score of a key is s = scale * (q . k), with a softcap softcap * tanh(s / softcap).
+    With sinks, each query head has one more logit in the softmax's denominator, which has no value and is not scaled
+    (gpt-oss).
+
+    The cache has a place for each position, or it is a ring of fewer places: position p has place p % ring. A step of m
+    rows writes all of their keys before the first row looks at its own, so a ring holds m - 1 keys more than a row sees
+    at most (`ring_of`). ValueError for a ring that holds fewer keys than a row sees, and for a window with chunks.
     """
 
     heads: int  # query heads
     kv_heads: int  # divides heads
     d: int  # columns of a head of q, k and v, a multiple of 8
-    ctx: int  # keys that the cache holds
+    ctx: int  # positions that a sequence may have
     scale: float = 0.0  # of q . k; 0: 1/sqrt(d)
     window: int = 0  # keys that a row sees, its own included; 0: all
     softcap: float = 0.0  # 0: none
     sinks: bool = False
+    chunk: int = 0  # 0: none
+    ring: int = 0  # places of the cache; 0: ctx
+
+    def __post_init__(self):
+        if (self.window and self.chunk) or (self.ring and not self.span <= self.ring < self.ctx):
+            raise ValueError(f"{self} is no attention layer")
+
+    @property
+    def span(self) -> int:
+        """Keys that a row sees at most; 0: all."""
+        return self.window or self.chunk
+
+    @property
+    def places(self) -> int:
+        """Keys that the cache holds."""
+        return self.ring or self.ctx
 
     @property
     def group(self) -> int:

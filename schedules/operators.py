@@ -144,13 +144,14 @@ def costs(op: str, args: dict, params: list[Parameter]) -> Costs:
 
     inputs = sum(param.nbytes for param in of("input")) / (m if args.get("row") == "last" else 1)
     positions = args.get("ctx", 1)
+    places, span = args.get("ring") or positions, args.get("window") or args.get("chunk") or positions
     return Costs(
         weights=int(sum(param.nbytes * param.slot.share for param in of("weight") if not param.slot.rows)),
         rows=sum(param.nbytes * m / param.slot.rows for param in of("weight") if param.slot.rows),
         activations=inputs + sum(param.nbytes for param in of("output")),
-        position=sum(param.nbytes for param in of("cache")) / positions,
+        position=sum(param.nbytes for param in of("cache")) / places,
         reads=operator.reads_cache,
-        keys=min(args.get("window") or positions, positions),
+        keys=min(span, positions),
         fixed=operator.operations(args)[0],
         score=operator.operations(args)[1],
     )

@@ -1,13 +1,13 @@
 """Cases of GPU attention kernels and their check against numpy in float64, for the emulator and for Vulkan devices.
 
 Every case is a chunk in the middle of a sequence. The cache contains stale finite numbers behind the chunk and in front
-of the window of its first row, and queries of rows that are not live are not numbers: neither may matter nor change.
+of what its first row sees, and queries of rows that are not live are not numbers: neither may matter nor change.
 """
 
 from typing import NamedTuple
 
 import numpy as np
-from attention_reference import attention_reference, rope_reference, value_reference
+from attention_reference import attention_reference, first_seen, in_ring, rope_reference, value_reference
 
 from mlc_amd.schedules.attention import Attention, Rope
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
@@ -120,12 +120,11 @@ def stale_cache(rng, kv_heads, d, end, begin=0):
 
 
 def check_written(before, after, position, expected):
-    """before, after, as [kv_heads, CTX, d]; expected [tokens, kv_heads, d] from `position` on; the rest is
+    """before, after, as [kv_heads, places, d]; expected [tokens, kv_heads, d] from `position` on; the rest is
     unchanged."""
-    here = slice(position, position + len(expected))
+    here = np.arange(position, position + len(expected)) % before.shape[1]
     np.testing.assert_allclose(after[:, here].transpose(1, 0, 2), expected, rtol=1e-3, atol=2e-6)
-    gone = np.arange(position, position + len(expected))
-    assert (np.delete(after, gone, axis=1) == np.delete(before, gone, axis=1)).all()
+    assert (np.delete(after, here, axis=1) == np.delete(before, here, axis=1)).all()
 
 
 def check_attention(case, run, grow=0.0):
@@ -135,10 +134,11 @@ def check_attention(case, run, grow=0.0):
     joined = scratch(case)
     for position, live in case.states:
         end = position + live
-        begin = max(0, position + 1 - layer.window) if layer.window else 0
-        writes = case.rope is not None and case.rope.writes
-        k, v = stale_cache(rng, layer.kv_heads, d, position if writes else end, begin)
-        k[:, begin:end] *= (1 + grow * np.arange(begin, end) / CTX)[:, None].astype(np.float16)
+        begin, writes = first_seen(layer, position), case.rope is not None and case.rope.writes
+        written = position if writes else end
+        keys, values = stale_cache(rng, layer.kv_heads, d, written, begin)
+        keys[:, begin:end] *= (1 + grow * np.arange(begin, end) / CTX)[:, None].astype(np.float16)
+        k, v = (in_ring(layer, x, written) for x in (keys, values))
         Kc, Vc = pack(k, v)
         if case.rope:
             inputs, rotated = rope_inputs(rng, case)
@@ -156,9 +156,10 @@ def check_attention(case, run, grow=0.0):
         if writes:
             check_written(k, new_k, position, own_key)
             check_written(v, new_v, position, own_value)
+            keys[:, position], values[:, position] = (x[:, position % layer.places] for x in (new_k, new_v))
         else:
             assert (new_k == k).all() and (new_v == v).all()
-        keys, values = (x[:, :end].astype(np.float64) for x in (new_k, new_v))
+        keys, values = (x[:, :end].astype(np.float64) for x in (keys, values))
         check_output(out, case.act, live, attention_reference(layer, queries, keys, values, position, sinks))
         assert not joined["Arrived"].any()
 
@@ -168,7 +169,7 @@ def check_rope(case, run, states):
     rng, layer, m, d = np.random.default_rng(2), case.layer, case.m, case.d
     for position, live in states:
         written = min(live, CTX - position)
-        k, v = stale_cache(rng, layer.kv_heads, d, 0)
+        k, v = (in_ring(layer, x, 0) for x in stale_cache(rng, layer.kv_heads, d, 0))
         Kc, Vc = pack(k, v)
         inputs, rotated = rope_inputs(rng, case)
         Qo, state = np.full((m, layer.heads, layer.width), LEFT, np.float16), np.array([position, live, 0, 0], np.int32)

@@ -5,7 +5,8 @@ import numpy as np
 
 
 def attention_reference(layer, q, k, v, position, sinks=None):
-    """q [live, heads, d], in natural units; k, v [kv_heads, keys, d]; sinks [heads]: [live, heads * d], all float64."""
+    """q [live, heads, d], in natural units; k, v [kv_heads, keys, d], of all positions; sinks [heads]: [live, heads *
+    d], all float64."""
     live = len(q)
     scores = np.einsum("thgd,hnd->thgn", q.reshape(live, layer.kv_heads, -1, layer.d), k)
     scores = scores * (layer.scale or layer.d**-0.5)
@@ -13,6 +14,7 @@ def attention_reference(layer, q, k, v, position, sinks=None):
         scores = layer.softcap * np.tanh(scores / layer.softcap)
     own, keys = position + np.arange(live)[:, None, None, None], np.arange(k.shape[1])
     seen = (keys <= own) & (keys > own - (layer.window or k.shape[1]))
+    seen &= keys >= own // layer.chunk * layer.chunk if layer.chunk else True
     scores = np.where(seen, scores, -np.inf)
     top = scores.max(-1, keepdims=True)
     weights = np.exp(scores - top)
@@ -20,6 +22,20 @@ def attention_reference(layer, q, k, v, position, sinks=None):
     if sinks is not None:
         total += np.exp(sinks.reshape(1, layer.kv_heads, -1, 1) - top)
     return np.einsum("thgn,hnd->thgd", weights / total, v).reshape(live, -1)
+
+
+def first_seen(layer, position):
+    """The first key that a row at `position` sees."""
+    if layer.chunk:
+        return position // layer.chunk * layer.chunk
+    return max(0, position + 1 - layer.window) if layer.window else 0
+
+
+def in_ring(layer, x, end):
+    """x [kv_heads, ctx, d], of all positions, as the layer's cache holds it when the last position written is end - 1:
+    each place has the last position that it belongs to."""
+    places = np.arange(layer.places)
+    return x[:, places + np.maximum(0, end - 1 - places) // layer.places * layer.places]
 
 
 def rope_reference(x, cs, rope, weight):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import tvm
-from attention_reference import attention_reference, rope_reference, value_reference
+from attention_reference import attention_reference, first_seen, in_ring, rope_reference, value_reference
 
 from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.runtime.errors import UserError
@@ -96,6 +96,27 @@ ATTEND = {
         16,
         plan=(("min_rows", 256), ("max_rows", 256)),
     ),
+    # rings: behind several turns, at their edges, with a window as wide as the ring allows
+    "decode ring": Attend(
+        Attention(4, 2, 64, 1024, window=64, ring=64), tuple((n, 1) for n in (0, 63, 64, 100, 700, 1023))
+    ),
+    "decode ring of spans": Attend(Attention(2, 1, 64, 4096, window=700, ring=768), (*DEEP, (767, 1), (3071, 1))),
+    "few ring": Attend(Attention(4, 2, 48, 1024, window=61, ring=64), ((0, 4), (62, 4), (509, 4), (1020, 4)), m=4),
+    "prefill ring": Attend(
+        Attention(4, 2, 64, 1024, window=49, ring=64, sinks=True),
+        ((0, 16), (56, 16), (500, 9), (1008, 16)),
+        16,
+        8,
+        True,
+    ),
+    "prefill ring of blocks": Attend(Attention(2, 1, 64, 2048, window=200, ring=320), ((1800, 64), (290, 64)), 64, 8),
+    # chunks: within one, at its ends, rows of two chunks
+    "decode chunk": Attend(Attention(4, 2, 64, 512, chunk=40), tuple((n, 1) for n in (0, 39, 40, 79, 130, 511))),
+    "few chunk": Attend(Attention(4, 2, 64, 512, chunk=40), ((0, 4), (38, 4), (318, 4)), m=4),
+    "prefill chunk": Attend(Attention(4, 2, 64, 512, chunk=100), ((0, 64), (90, 64), (390, 50)), 64, 8),
+    "prefill chunk ring": Attend(
+        Attention(2, 2, 64, 1024, chunk=10, ring=64), ((0, 16), (60, 16), (995, 16)), 16, 8, True
+    ),
     # the other attributes
     "decode scale": Attend(Attention(4, 2, 64, 256, scale=0.3), ((200, 1),)),
     "decode softcap": Attend(Attention(8, 2, 64, 1024, softcap=4.0), LENGTHS),
@@ -111,7 +132,8 @@ ATTEND = {
 }
 OTHER_ARCHS = (
     "decode group 4", "decode group 1", "decode group 8", "prefill head 40", "prefill group 2", "prefill group 3",
-    "decode window 100", "few window 70", "prefill window 10", "decode all", "prefill all",
+    "decode window 100", "few window 70", "prefill ring", "prefill chunk ring", "prefill window 10",
+    "decode all", "prefill all",
 )  # fmt: skip
 
 
@@ -149,6 +171,7 @@ ROPE = {
     "prefill norm after": Write(heads(2, 1, 64), 4, Rope(True, 48, 1e-5, norm_after=True)),
     "decode norm after": Write(heads(2, 1, 40), 1, Rope(False, 24, 1e-5, norm_after=True)),
     "prefill value norm": Write(heads(2, 2, 24), 4, Rope(True, 24, 1e-5, value_norm=True)),
+    "prefill into a ring": Write(Attention(2, 1, 64, ROPE_CTX, ring=64), 16, Rope(True, 64)),
     "prefill reads": Write(heads(3, 1, 64), 4, Rope(True, 64, 1e-5, writes=False)),
     "decode reads": Write(heads(2, 1, 64), 1, Rope(True, 0, writes=False)),
 }
@@ -206,8 +229,10 @@ def test_attention(arch, name):
         exact = [x[:, : position + live].astype(np.float64) for x in (k, v)]
         k[:, position + live :] = STALE * 100
         v[:, position + live :] = STALE * 10000
-        unseen = max(0, position - spec.window + 1) // 64 * 64 if spec.window else 0
-        k[:, :unseen] = v[:, :unseen] = np.nan  # blocks that no row sees must not be read
+        unseen = first_seen(spec, position) // 64 * 64
+        # blocks that no row sees must not be read, unless the ring has seen keys in their places
+        k[:, :unseen] = v[:, :unseen] = STALE * 100 if spec.ring else np.nan
+        k, v = (in_ring(spec, x, position + live) for x in (k, v))
         queries = (q * (LOG2E * (spec.scale or 1 / np.sqrt(d)))).astype(np.float32)
         queries[live:] = np.nan
         columns = heads * d
@@ -286,7 +311,7 @@ def test_rope_kv_write(arch, name):
     }  # the last one has no room for more than one token
     for position, live in states:
         written = min(live, ROPE_CTX - position)
-        Kc, Vc = caches(*np.full((2, kv_heads, ROPE_CTX, d), STALE, np.float16))
+        Kc, Vc = caches(*np.full((2, kv_heads, spec.places, d), STALE, np.float16))
         Qo = tensor(np.full((m, n, spec.width), LEFT, np.float32))
         inputs = [widened(x) for x in ([q, k, v] if rope.writes else [q])] + [widened(x) for x in norms] + tables
         cache = [Kc, Vc] if rope.writes else []
@@ -297,14 +322,14 @@ def test_rope_kv_write(arch, name):
         assert (Qo.numpy()[written:] == LEFT).all()
         if not rope.writes:
             continue
-        got_k = Kc.numpy().transpose(0, 1, 3, 2).reshape(kv_heads, ROPE_CTX, spec.width)[..., :d]
+        got_k = Kc.numpy().transpose(0, 1, 3, 2).reshape(kv_heads, spec.places, spec.width)[..., :d]
         keys = rope_reference(k.reshape(m, kv_heads, d)[:written], rows, rope, kn)
-        here = slice(position, position + written)
+        here = np.arange(position, position + written) % spec.places
         np.testing.assert_allclose(got_k[:, here].transpose(1, 0, 2), keys, rtol=6e-4, atol=1e-6)
         got_v, values = Vc.numpy()[..., :d], value_reference(v.reshape(m, kv_heads, d)[:written], rope)
         np.testing.assert_allclose(got_v[:, here].transpose(1, 0, 2), values, rtol=6e-4, atol=1e-6)
         for cache in (got_k, got_v):
-            assert (np.delete(cache, np.arange(position, position + written), axis=1) == STALE).all()
+            assert (np.delete(cache, here, axis=1) == STALE).all()
 
 
 @pytest.mark.parametrize(("ctx", "d"), [(100, 64), (128, 20)])

@@ -4,18 +4,36 @@ import json
 import shutil
 
 import pytest
+from attention_cases import Case, check_attention
 from emulator_suite import OnArch
 from test_tuning_build import linear
 
+from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.compiler.tuning.build import build
 from mlc_amd.runtime.measure.candidate import read
+from mlc_amd.schedules.attention import Rope
 from mlc_amd.schedules.gpu import gemv
+from mlc_amd.schedules.gpu.arch import resolve
+from mlc_amd.schedules.gpu.attention_decode import attention_decode
 from mlc_amd.tools.dev import emulated
+from mlc_amd.tools.dev.gfxemu import emulate
 
 
 class TestGfx1100(OnArch):
     arch, spec = "gfx1100", "tiny:q4_0"
     today = (34.7, 39.4, 56.5, 23.7)
+
+    def test_attention_in_a_ring_takes_the_time_of_a_window(self):
+        """Decode with sinks, before the ring's end and behind many turns of it; the longer context takes no more
+        instructions."""
+        arch, counts = resolve(self.arch), []
+        case = Case(
+            2, 1, 64, rope=Rope(True, 64), states=((120, 1), (440, 1)),
+            attributes={"window": 100, "ring": 128, "sinks": True},
+        )  # fmt: skip
+        module = compile_hsaco({"a": attention_decode(case.layer, "", arch, "a", case.rope)}, arch)
+        check_attention(case, lambda arrays: counts.extend(step.total for step in emulate(module, "a", arrays)))
+        assert len(counts) == 2 and counts[1] <= 1.02 * counts[0], counts
 
 
 @pytest.mark.usefixtures("emulator")

@@ -24,6 +24,8 @@ CASES = {
     "normalized": Case(2, 1, 96, act="half", rope=Rope(True, 96, 1e-6), states=STATES),
     # windows that several splits share, of which the first begins within a block
     "window": Case(4, 1, 64, rope=Rope(True, 64), states=STATES, attributes={"window": 300, "sinks": True}),
+    "ring": Case(4, 1, 64, rope=Rope(True, 64), states=STATES, attributes={"window": 300, "ring": 320}),
+    "chunk": Case(2, 1, 64, states=STATES, attributes={"chunk": 300, "ring": 320}),
     "attributes": Case(
         4, 2, 64, states=STATES, attributes={"window": 200, "softcap": 4.0, "sinks": True, "scale": 0.2}
     ),
@@ -42,11 +44,11 @@ def profile():
 def test_splits(name):
     case = CASES[name]
     kernel = attention_decode(case.layer, case.act, profile(), "attention", case.rope)
-    assert splits_of(case.heads, case.kv_heads, case.d, CTX, profile(), window=case.layer.window).count > 1
+    assert splits_of(case.heads, case.kv_heads, case.d, CTX, profile(), span=case.layer.span).count > 1
     check_attention(case, lambda arrays: execute(kernel, arrays, profile()))
 
 
 def test_a_window_needs_fewer_splits():
     """What decode costs does not grow with the context: the grid is that of the window."""
     shape = (8, 2, 64)
-    assert splits_of(*shape, 16384, profile(), window=64).count == splits_of(*shape, 128, profile()).count
+    assert splits_of(*shape, 16384, profile(), span=64).count == splits_of(*shape, 128, profile()).count

@@ -295,15 +295,32 @@ ATTENTION = {
     "prefill group 4": Case(4, 1, 128, 16, "half", states=((100, 16),)),
     "prefill group 1": Case(2, 2, 96, 16, "", states=((57, 13), (CTX - 16, 16))),
     "prefill head 80": Case(2, 1, 80, 16, "", states=((57, 13),)),
+    "decode ring": Case(
+        2, 1, 64, rope=Rope(True, 64), states=((63, 1), (64, 1), (500, 1)),
+        attributes={"window": 64, "ring": 64, "sinks": True},
+    ),
+    "decode chunk": Case(2, 1, 48, states=((39, 1), (500, 1)), attributes={"chunk": 40, "ring": 64}),
+    "prefill ring": Case(
+        2, 1, 48, 16, "", states=((56, 16), (401, 13)), attributes={"window": 49, "ring": 64, "sinks": True}
+    ),
+    "prefill chunk": Case(2, 1, 32, 16, "", states=((393, 16),), attributes={"chunk": 100, "ring": 128}),
     "prefill window": Case(3, 1, 64, 16, "", states=((60, 16), (400, 13)), attributes=WINDOW | {"window": 9}),
-}
+}  # fmt: skip
 # the driver takes long over barriers in much code
-GENERIC_ATTENTION = ("decode group 4", "decode group 1", "decode group 2", "decode window", "prefill group 3")
+GENERIC_ATTENTION = (
+    "decode group 4",
+    "decode group 1",
+    "decode group 2",
+    "decode window",
+    "decode ring",
+    "prefill group 3",
+)
 ROPE = {
     "neox partial": Case(3, 1, 96, 4, rope=Rope(True, 48)),
     "interleaved": Case(2, 1, 64, 1, rope=Rope(False, 64)),
     "norm": Case(4, 2, 128, 4, rope=Rope(True, 128, 1e-6)),
     "head 24": Case(3, 1, 24, 4, rope=Rope(True, 12, 1e-6)),
+    "ring": Case(2, 1, 64, 4, rope=Rope(True, 64), attributes={"window": 40, "ring": 64}),
     "norm after": Case(3, 1, 48, 4, rope=Rope(True, 24, 1e-6, norm_after=True, value_norm=True)),
     "reads": Case(3, 1, 64, 4, rope=Rope(True, 64, 1e-6, writes=False)),
     "none": Case(2, 1, 64, 4, rope=Rope(True, 0), attributes={"scale": 0.3}),

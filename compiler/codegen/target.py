@@ -21,14 +21,14 @@ from mlc_amd.compiler.models.config import AttentionConfig, ModelConfig
 from mlc_amd.compiler.nodes import fields_of
 from mlc_amd.compiler.ops import shape_of
 from mlc_amd.schedules import operators
-from mlc_amd.schedules.attention import Attention, Rope
+from mlc_amd.schedules.attention import Attention, Rope, ring_of
 from mlc_amd.schedules.plans.workload import Workload
 
 # What kernels' builders take for arguments that a workload does not name.
 ATTENTION_DEFAULTS = {f.name: f.default for f in fields(Attention) if f.default is not MISSING}
 ROPE_DEFAULTS = {f.name: f.default for f in fields(Rope) if isinstance(f.default, bool)}
 EMBED_DEFAULTS, GATE_UP_DEFAULTS = {"scale": 1.0}, {"act_fn": "silu"}
-NOT_OF_ROPE = ("window", "softcap", "sinks")
+NOT_OF_ROPE = ("window", "chunk", "softcap", "sinks")
 DEFAULT = "default"  # where a plan comes from that nobody tuned
 GENERIC = "generic"  # the operator of kernels that no operator of ours has
 
@@ -75,8 +75,15 @@ class Target(ABC):
 
     def layer(self, attention: AttentionConfig, ctx: int) -> Attention:
         """What the kernels of a layer with that attention compute, at a capacity of `ctx` tokens."""
-        a = attention
-        return Attention(a.heads, a.kv_heads, a.head_dim, ctx, a.scale, a.window, a.softcap, a.sinks)
+        a, rows = attention, max(*self.prefill_sizes(ctx), self.score_size(ctx))
+        chunk = a.chunk if a.chunk < ctx else 0
+        ring = ring_of(a.window or chunk, rows, ctx)
+        return Attention(a.heads, a.kv_heads, a.head_dim, ctx, a.scale, a.window, a.softcap, a.sinks, chunk, ring)
+
+    def rings(self, config: ModelConfig, ctx: int) -> set[tuple[int, int]]:
+        """(places of its cache, keys that a row sees at most) of the layers that keep fewer than ctx keys."""
+        layers = [self.layer(layer.attention, ctx) for layer in config.layers]
+        return {(layer.ring, layer.span) for layer in layers if layer.ring}
 
     @abstractmethod
     def expert_tile(self, m: int) -> int:
@@ -293,7 +300,7 @@ class Target(ABC):
 
     def _rope_kv_write(self, bb, call):
         m, last = shape_of(call.args[1])[0], len(call.args)
-        # of attention's attributes only the scale counts here: queries are multiplied by it
+        # of attention's attributes only the scale counts here, as queries are multiplied by it, and where keys go
         shape = {key: value for key, value in self._attention_args(call).items() if key not in NOT_OF_ROPE}
         workload = Workload("rope_kv_write", shape | {"m": m} | self._rope(call))
         inplace = {1: last - 2, 2: last - 1} if int(call.attrs["writes"]) else None
@@ -339,8 +346,7 @@ def _label_of(args: dict) -> str:
 
 
 def _window(call) -> str:
-    window = int(call.attrs["window"])
-    return f"_window{window}" if window else ""
+    return "".join(f"_{key}{size}" for key in ("window", "chunk") if (size := int(call.attrs[key])))
 
 
 def _differing(args: dict, defaults: dict) -> dict:

@@ -66,7 +66,7 @@ class _Step:
         self.partial = [T.alloc_buffer((*shape, *rest), "float32") for rest in ((), (), (spec.width,))]
         first = row_position(args.state, 0)
         position = T.Bind(T.max(T.min(first, T.int32(spec.ctx - 1)), T.int32(0)))
-        self.rows, self.live, self.last = Rows(position, spec.window), T.int32(1), position
+        self.rows, self.live, self.last = Rows(position, spec), T.int32(1), position
         if m > 1:
             self.live = T.Bind(T.max(T.min(live_rows(args.state, m), spec.ctx - first), T.int32(0)))
             self.last = T.Bind(self.rows.position(T.max(self.live, T.int32(1))) - 1)
@@ -77,7 +77,7 @@ class _Step:
 
     def keys(self, r):
         """The KeyRange of query r. Rows that are not live see what the last one sees: their results are not used."""
-        return visible_keys(T.min(self.rows.position(r // self.group), self.last), self.spec.window)
+        return visible_keys(self.spec, T.min(self.rows.position(r // self.group), self.last))
 
     def prefetched(self, kv, block):
         """The CacheBlock that is used plan.ahead blocks after this one: after a head's last block comes the next
@@ -92,7 +92,7 @@ class _Step:
 def _most_spans(spec, m):
     """The largest number of spans with keys that m rows see."""
     span = SPAN * BLOCK
-    keys = min(spec.ctx, spec.window + m - 1) if spec.window else spec.ctx
+    keys = min(spec.ctx, spec.span + m - 1) if spec.span else spec.ctx
     return min(-(-spec.ctx // span), (keys - 2) // span + 2)
 
 

@@ -186,9 +186,9 @@ def _emit_task(spec, args, isa, plan, step_rows, task):
             key0 = opaque((begin + block) * BLOCK)
             operands.load(args.cache.block(task.kv, key0))
             following = args.cache.block(task.kv, key0 + BLOCK)
-            # Register blocks before `skip`, and with a window those after `left` more, see nothing of this block.
+            # Register blocks before `skip`, and those after `left` more, see nothing of this block.
             skip = opaque(rows.first_row(key0) * group // block_rows)
-            end = T.min(rows.end_row(key0) * group, count) if spec.window else count
+            end = T.min(rows.end_row(key0) * group, count) if spec.span else count
             left = opaque((end + block_rows - 1) // block_rows - skip)
             with T.serial((left + plan.blocks_per_pass - 1) // plan.blocks_per_pass) as step:
                 first = opaque((skip + step * plan.blocks_per_pass) * block_rows)
@@ -218,7 +218,7 @@ def _emit_task(spec, args, isa, plan, step_rows, task):
                     shrink,
                     first,
                     key0,
-                    keys=lambda r: visible_keys(opaque(rows.position((first + r) // group)), spec.window),
+                    keys=lambda r: visible_keys(spec, opaque(rows.position((first + r) // group))),
                     unmasked=rows.see_block(first // group, (first + now * block_rows - 1) // group, key0),
                 )
                 with T.serial(now) as i:
@@ -243,7 +243,7 @@ def _emit_task(spec, args, isa, plan, step_rows, task):
 def emit_attention(spec, m, args, isa, plan):
     """The body of the kernel of `attention.attention`."""
     tile = tile_tokens(plan, m, spec.group, spec.kv_heads)
-    rows = Rows(T.Bind(T.max(row_position(args.state, 0), T.int32(0))), spec.window)
+    rows = Rows(T.Bind(T.max(row_position(args.state, 0), T.int32(0))), spec)
     live = T.Bind(T.min(live_rows(args.state, m), spec.ctx - rows.start))
     tiles = T.Bind(T.max((live + tile - 1) // tile, T.int32(0)))
     with (

@@ -57,10 +57,11 @@ def reads(params, args, ahead, name) -> tirx.PrimFunc:
         sink = T.decl_buffer((1,), "int32", data=buffers[params[-1].name].data)
         views = [T.decl_buffer((p.nbytes // LINE, LINE // 4), "int32", data=buffers[p.name].data) for p in large]
         with T.attr(T.int32(0), "pragma_parallel_launch_point", 1):
+            places = args.get("ring") or args.get("ctx")
             for p, view in zip(large, views, strict=True):
                 lines = p.nbytes // LINE
                 weights = T.int32(int(lines * p.share))
-                live = weights if p.role == "weight" else _live_keys(state, args) * (lines // args["ctx"])
+                live = weights if p.role == "weight" else _live_keys(state, args) * (lines // places)
                 _emit_read(view, live, sink, ahead)
     return builder.get()
 
@@ -68,7 +69,8 @@ def reads(params, args, ahead, name) -> tirx.PrimFunc:
 def _live_keys(state, args):
     """Keys that any of the step's rows sees."""
     keys = row_position(state, args["m"])
-    return T.min(keys, T.int32(args["window"] + args["m"] - 1)) if args.get("window") else keys
+    span = args.get("window") or args.get("chunk")
+    return T.min(keys, T.int32(span + args["m"] - 1)) if span else keys
 
 
 def _emit_read(view, lines, sink, ahead):
@@ -100,7 +102,8 @@ def multiplies(params, op, args, isa, name) -> tirx.PrimFunc:
         if op == "attention":
             m, heads, d = (args[key] for key in ("m", "heads", "d"))
             pairs = row_position(state, 0) * m + m * (m + 1) // 2
-            pairs = T.min(pairs, T.int32(m * args["window"])) if args.get("window") else pairs
+            span = args.get("window") or args.get("chunk")
+            pairs = T.min(pairs, T.int32(m * span)) if span else pairs
             _emit_scores(T.Bind(pairs * heads // (isa.lanes * _chains(isa))), 2 * d, state, sink, isa)
         else:
             rows = args["m"] * args.get("used", 1)  # of results: each row's experts have one each

@@ -2,13 +2,15 @@
 
 No other module knows either. Kernels address the cache in blocks of 64 consecutive keys (`CacheBlock`):
 
-    Kc float16 [kv_heads, ctx/16, width, 16]    16 keys interleaved: a vector holds one element of each of up to 16 keys
-    Vc float16 [kv_heads, ctx, width]           a vector holds consecutive elements of one value
+    Kc float16 [kv_heads, places/16, width, 16]   16 keys interleaved: a vector holds one element of each of up to 16
+    Vc float16 [kv_heads, places, width]          a vector holds consecutive elements of one value
 
 width is d rounded up to whole vectors (`Attention.width`). The padding is never written; keys' is not read either.
 
-A row has a position in its sequence (`row_position`), where its key and value are stored. It attends to the keys up to
-its own, and with a window only to the last `window` of these (`visible_keys`).
+A row has a position in its sequence (`row_position`). Its key and value have the place of that number, in a ring of
+places that number modulo the ring's; a block of 64 positions is 64 places in either case. A row attends to the keys up
+to its own, with a window or chunks to the last ones of these (`visible_keys`). Masks go by position: a ring has older
+keys in places that a row does not see yet, or no more.
 """
 
 from typing import NamedTuple
@@ -17,9 +19,10 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.attention import PAGE
 from mlc_amd.schedules.cpu.vector import LINE, at, dtype, f32, opaque, prefetch, registers, splat, store
 
-BLOCK = 64  # keys of a block
+BLOCK = PAGE  # keys of a block
 _TILE = 16  # keys that are interleaved in Kc
 _HEAD = 8  # columns: head sizes are multiples
 _LINE = LINE // 2  # elements in a cache line
@@ -27,15 +30,15 @@ _DTYPE = "float16"
 
 
 def cache_types(spec):
-    """{"k": (shape, dtype), "v": (shape, dtype)} of the caches of an `Attention` layer. UserError unless 64 divides ctx
-    and 8 divides d, which the attention kernels require."""
-    kv_heads, ctx, width = spec.kv_heads, spec.ctx, spec.width
-    if ctx % BLOCK or spec.d % _HEAD:
+    """{"k": (shape, dtype), "v": (shape, dtype)} of the caches of an `Attention` layer. UserError unless 64 divides its
+    places and 8 divides d, which the attention kernels require."""
+    kv_heads, places, width = spec.kv_heads, spec.places, spec.width
+    if places % BLOCK or spec.d % _HEAD:
         raise UserError(
             f"attention on the CPU needs a context in multiples of {BLOCK} and heads in multiples of {_HEAD}, not "
-            f"{ctx} and {spec.d}"
+            f"{places} and {spec.d}"
         )
-    return {"k": ((kv_heads, ctx // _TILE, width, _TILE), _DTYPE), "v": ((kv_heads, ctx, width), _DTYPE)}
+    return {"k": ((kv_heads, places // _TILE, width, _TILE), _DTYPE), "v": ((kv_heads, places, width), _DTYPE)}
 
 
 def row_position(state, row):
@@ -65,16 +68,18 @@ class KeyRange(NamedTuple):
         return x
 
 
-def visible_keys(position, window):
-    """The KeyRange that a row at `position` attends to. window: 0 is none. `first` may be negative."""
-    return KeyRange(position - (window - 1) if window else None, position)
+def visible_keys(spec, position):
+    """The KeyRange that a row of an `Attention` layer at `position` attends to. `first` may be negative."""
+    if spec.chunk:
+        return KeyRange(T.Bind(position - T.truncmod(position, T.int32(spec.chunk))), position)
+    return KeyRange(position - (spec.window - 1) if spec.window else None, position)
 
 
 class Rows(NamedTuple):
-    """Consecutive rows of one sequence, the first of which stands at `start`; window: of their layer, 0: none."""
+    """Consecutive rows of one sequence and of the `Attention` layer `spec`, the first of which stands at `start`."""
 
     start: object
-    window: int
+    spec: object
 
     def position(self, row):
         """The position of row `row`."""
@@ -82,11 +87,11 @@ class Rows(NamedTuple):
 
     def tile(self, row):
         """The Rows from row `row` on."""
-        return Rows(opaque(self.position(row)), self.window)
+        return Rows(opaque(self.position(row)), self.spec)
 
     def first_block(self):
-        """The first block with a key that any row sees: the int 0 without a window, else bound to a register."""
-        first = visible_keys(self.start, self.window).first
+        """The first block with a key that any row sees: the int 0 if rows see all keys, else bound to a register."""
+        first = visible_keys(self.spec, self.start).first
         return 0 if first is None else T.Bind(T.max(first, T.int32(0)) // BLOCK)
 
     def first_row(self, key0):
@@ -94,8 +99,11 @@ class Rows(NamedTuple):
         return T.max(key0 - self.start, T.int32(0))
 
     def end_row(self, key0):
-        """The first row whose window begins after the keys key0 .. key0+63, as do those of the rows after it."""
-        return key0 + (BLOCK - 1 + self.window) - self.start
+        """The first row that sees keys after key0 .. key0+63 only, as do the rows after it. For rows that do not see
+        all keys."""
+        if chunk := self.spec.chunk:
+            return (T.truncdiv(key0 + (BLOCK - 1), T.int32(chunk)) + 1) * chunk - self.start
+        return key0 + (BLOCK - 1 + self.spec.window) - self.start
 
     def keys_in_block(self, row, key0):
         """How many leading keys of the block key0 .. key0+63 contain all that row `row` and the rows before it see."""
@@ -104,7 +112,7 @@ class Rows(NamedTuple):
     def see_block(self, first, last, key0):
         """A condition: the rows first .. last see all of the keys key0 .. key0+63."""
         causal = self.position(first) >= key0 + (BLOCK - 1)
-        oldest = visible_keys(self.position(last), self.window).first
+        oldest = visible_keys(self.spec, self.position(last)).first
         return causal if oldest is None else tirx.all(causal, oldest <= key0)
 
 
@@ -113,12 +121,16 @@ class Cache:
 
     def __init__(self, spec, isa):
         types = cache_types(spec)
-        self.width, self.isa = spec.width, isa
+        self.width, self.ring, self.isa = spec.width, spec.ring, isa
         self.K, self.V = (T.arg(name, T.buffer(*types[which])) for name, which in (("Kc", "k"), ("Vc", "v")))
 
-    def key_writer(self, head, position):
-        """write(e, n, y) stores elements e .. e+n-1 of a key, a float32 vector of n lanes."""
-        tile, lane = T.Bind(position // _TILE), T.Bind(position % _TILE)
+    def place(self, position):
+        """The place of a position, or of the first one of a block."""
+        return T.Bind(T.truncmod(position, T.int32(self.ring))) if self.ring else position
+
+    def key_writer(self, head, place):
+        """write(e, n, y) stores elements e .. e+n-1 of the key in a place, a float32 vector of n lanes."""
+        tile, lane = T.Bind(place // _TILE), T.Bind(place % _TILE)
 
         def write(e, n, y):
             y = T.Bind(T.cast(y, dtype(_DTYPE, n)))
@@ -127,9 +139,9 @@ class Cache:
 
         return write
 
-    def write_value(self, head, position, e, n, x):
-        """Stores elements e .. e+n-1 of a value, a float32 vector."""
-        store(self.V, T.cast(x, dtype(_DTYPE, n)), head, position, at(e, n))
+    def write_value(self, head, place, e, n, x):
+        """Stores elements e .. e+n-1 of the value in a place, a float32 vector."""
+        store(self.V, T.cast(x, dtype(_DTYPE, n)), head, place, at(e, n))
 
     def block(self, kv, key0):
         """The CacheBlock of the keys key0 .. key0+63 of a KV head, all of which may be read."""
@@ -143,28 +155,30 @@ class Cache:
 
 
 class CacheBlock:
-    """64 consecutive keys and values of a KV head.
+    """64 consecutive keys and values of a KV head, from position key0 on.
 
     live: how many of them, 1 .. 64, may be read, an expression; None: all. Loads of keys then need `clamp_to` first.
     """
 
     def __init__(self, cache, kv, key0, live):
         self.cache, self.kv, self.key0, self.live, self._tiles = cache, kv, key0, live, None
+        self.place0 = cache.place(key0)
 
     def clamp_to(self, last):
         """Makes `load_keys` give the keys around `last` wherever keys after it are asked for."""
         self._tiles = registers(BLOCK // _TILE, kind="int32")
         for i in range(BLOCK // _TILE):
-            store(self._tiles, T.min(self.key0 + i * _TILE, last) // _TILE, i)
+            near = T.min(self.key0 + i * _TILE, last)
+            store(self._tiles, (near - (self.key0 - self.place0) if self.cache.ring else near) // _TILE, i)
 
     def load_keys(self, c, key, n):
         """Element c of n keys from the block's key `key` on, as float32; n divides 16 and key."""
-        tile = (self.key0 + key) // _TILE if self._tiles is None else self._tiles[key // _TILE]
+        tile = (self.place0 + key) // _TILE if self._tiles is None else self._tiles[key // _TILE]
         return self.cache.isa.half(self.cache.K[self.kv, tile, c, at(key % _TILE, n)], n)
 
     def load_value(self, key, c, n):
         """Elements c .. c+n-1 of the value of the block's key `key`, as float32."""
-        return self.cache.isa.half(self.cache.V[self.kv, self.key0 + key, at(c, n)], n)
+        return self.cache.isa.half(self.cache.V[self.kv, self.place0 + key, at(c, n)], n)
 
     def prefetch_keys(self, part, locality):
         """Prefetches part `part` of `width` equal parts of the live keys, in the order of their addresses: the hardware
@@ -173,17 +187,17 @@ class CacheBlock:
         end = (self.live - 1) // _TILE * (_TILE * width) + (_TILE * width - _LINE)
         for line in range(0, BLOCK, _LINE):
             place = T.min(part * BLOCK + line, end)
-            prefetch(self.cache.K, self.kv, self.key0 // _TILE, 0, place, locality=locality)
+            prefetch(self.cache.K, self.kv, self.place0 // _TILE, 0, place, locality=locality)
 
     def prefetch_value(self, key, locality):
         """Prefetches the value of the block's key `key`, or of its last live one if that comes before."""
         for c in range(0, self.cache.width, _LINE):
-            prefetch(self.cache.V, self.kv, self.key0 + T.min(key, self.live - 1), c, locality=locality)
+            prefetch(self.cache.V, self.kv, self.place0 + T.min(key, self.live - 1), c, locality=locality)
 
     def prefetch_part(self, part, parts, locality):
         """Prefetches part `part` of `parts` equal parts (an int) of all keys and values."""
         lines = -(-BLOCK * self.cache.width // (_LINE * parts))
         with T.serial(lines) as i:
             place = opaque((part * lines + i) * _LINE)
-            prefetch(self.cache.K, self.kv, self.key0 // _TILE, 0, place, locality=locality)
-            prefetch(self.cache.V, self.kv, self.key0, place, locality=locality)
+            prefetch(self.cache.K, self.kv, self.place0 // _TILE, 0, place, locality=locality)
+            prefetch(self.cache.V, self.kv, self.place0, place, locality=locality)

@@ -119,13 +119,14 @@ def rope_kv_write(spec: Attention, rope: Rope, m, isa, name) -> tirx.PrimFunc:
                     for e, n, y in _rotated(rotation, load, d, rope, norms.get("QN")):
                         store(Qo, y * f32(spec.query_scale, n), row, h, at(e, n))
                 if cache:
+                    place = cache.place(position)
                     with T.serial(kv_heads) as h:
-                        write_key = cache.key_writer(h, position)
+                        write_key = cache.key_writer(h, place)
                         load = _loader(sources["K"], row, h, d)
                         for e, n, y in _rotated(rotation, load, d, rope, norms.get("KN")):
                             write_key(e, n, y)
                         value = _loader(sources["V"], row, h, d)
                         value = _normalized(value, d, rope.eps) if rope.value_norm else value
                         for e, n, y in _vectors(value, d):
-                            cache.write_value(h, position, e, n, y)
+                            cache.write_value(h, place, e, n, y)
     return builder.get()

@@ -72,7 +72,7 @@ def key_block(d, keys, threads, tid):
 
     def source(block, unit):
         key, c = place(unit)
-        return block.key(block.key0 + key, c)
+        return block.key(block.place0 + key, c)
 
     return Block(keys * d // UNIT, d // UNIT + 1, keys, threads, tid, source, place)
 

@@ -71,7 +71,7 @@ class Splits(NamedTuple):
         return T.Bind(T.max(T.min((steps + self.waves - 1) // self.waves, T.int32(self.count)), T.int32(1)))
 
 
-def splits_of(heads, kv_heads, d, ctx, arch, plan=None, window=0) -> Splits:
+def splits_of(heads, kv_heads, d, ctx, arch, plan=None, span=0) -> Splits:
     """The splits of a shape: no more than the visible keys have blocks for, than fill the GPU, than a wave has lanes to
     join them. ValueError for a plan that the arch cannot run."""
     group, plan = group_of(heads, kv_heads), plan or default_plan(arch)
@@ -80,7 +80,7 @@ def splits_of(heads, kv_heads, d, ctx, arch, plan=None, window=0) -> Splits:
     if plan.threads < arch.wave:
         raise ValueError(f"{plan.threads} threads are less than a wave of {arch.name}")
     waves = waves_of(arch, group, d, plan.threads)
-    keys = min(ctx, window + plan.step) if window else ctx  # a window may begin within a block
+    keys = min(ctx, span + plan.step) if span else ctx  # what a row sees may begin within a block
     count = min(-(-keys // (plan.step * waves)), -(-plan.fill * arch.units // kv_heads), MAX_SPLITS, arch.wave)
     return Splits(count, waves, waves * arch.wave, group, d, plan.step, min(plan.batch, arch.wave))
 
@@ -97,7 +97,7 @@ def attention_decode(
     `cache_types`, `rope_args`, `group_of` or `output_args` refuses.
     """
     heads, kv_heads, d, ctx = attention.heads, attention.kv_heads, attention.d, attention.ctx
-    splits = splits_of(heads, kv_heads, d, ctx, arch, plan, attention.window)
+    splits = splits_of(heads, kv_heads, d, ctx, arch, plan, attention.span)
     group = splits.group
     with kernel(name, coherent=("Parts", "Arrived")) as ir:
         state = state_arg()

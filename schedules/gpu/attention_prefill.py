@@ -132,9 +132,9 @@ class Wave:
                 lambda u, e, c=c: Q[self.token, self.head, T.ramp((c * 2 + u) * UNIT + e.base, 1, e.lanes)],
             )
             put(self.out, T.broadcast(T.float32(0), n), at(c * n, n))
-        # With a window a row may see no key of the wave's first blocks: until it sees one, its maximum is above the
-        # scores of masked keys, whose weights are 0 then. Otherwise every row sees key 0.
-        put(self.top, T.float32(LOWEST / 2 if self.attention.window else LOWEST), 0)
+        # A row that does not see all keys may see none of the wave's first blocks: until it sees one, its maximum is
+        # above the scores of masked keys, whose weights are 0 then. Otherwise every row sees key 0.
+        put(self.top, T.float32(LOWEST / 2 if self.attention.span else LOWEST), 0)
         put(self.total, T.float32(0), 0)
 
     def step(self, block, seen):
@@ -142,10 +142,10 @@ class Wave:
         row of the wave sees all of the block."""
         n = self.unit.results
         for j in range(self.blocks):
-            key = T.Bind(block.key0 + j * 16 + self.supplies)
+            place = T.Bind(block.place0 + j * 16 + self.supplies)
             put(self.scores, T.broadcast(T.float32(0), n), at(j * n, n))
             for c in range(self.parts):
-                self.load(self.operand, 0, lambda u, e, c=c, key=key: block.key(key, c * 2 + u, e))
+                self.load(self.operand, 0, lambda u, e, c=c, place=place: block.key(place, c * 2 + u, e))
                 self.multiply(self.operand, self.query, c * self.unit.words, self.scores, j * n)
         self._weigh(block.key0, seen)
         for j in range(self.blocks):
@@ -238,7 +238,7 @@ def attention_prefill(attention: Attention, m, act_out, arch, name, plan=None) -
                 last_token = T.min((first_row + ROWS - 1) // group, chunk.count - 1)
                 first, last = (visible(attention, chunk.position(token)) for token in (first_token, last_token))
                 steps = last.end_block(step)
-                if attention.window:  # few blocks, of which those at both ends need masks
+                if attention.span:  # few blocks, of which those at both ends need masks
                     whole = first.first_block(step)
                 else:
                     whole = T.Bind(T.min(first.end // step, steps))  # every row sees all of their keys

@@ -190,6 +190,8 @@ class Wave:
         needed = key0 + self.tile.own_keys - 1 > first
         if window:  # the last row does not see the first key
             needed = needed | (key0 <= self.chunk.position(self.tokens[-1]) + (self.m - 1 - window))
+        elif self.attention.chunk:
+            needed = needed | (key0 < self._begin(self.chunk.position(self.tokens[-1]) + (self.m - 1)))
         with T.If(needed), T.Then():
             self.other.load(0, self.numbers[0], 0, "row_major")  # the number of the column
             self.other.load(1, self.numbers[0], 0, "col_major")  # that of the row
@@ -201,8 +203,23 @@ class Wave:
                         seen = ahead <= own
                         if window:
                             seen = seen & (ahead > own - T.float32(window))
+                        elif self.attention.chunk:
+                            seen = seen & self._in_chunk(i, key0 + j * self.n, e)
                         score = self.scores.get(i * self.score_columns + j, e)
                         self.scores.set(i * self.score_columns + j, e, T.Select(seen, score, T.float32(LOWEST)))
+
+    def _begin(self, position):
+        """The first key that a row at `position` of a layer with chunks sees."""
+        return position - T.truncmod(position, T.int32(self.attention.chunk))
+
+    def _in_chunk(self, i, key0, e):
+        """Whether the key of element e, column 0 is key0, is not before the chunk of its row in fragment i. The rows
+        are in one chunk, or in two of which the second begins with row `border`."""
+        size, first = self.attention.chunk, self.chunk.position(self.tokens[i])
+        begin = T.Bind(self._begin(first))
+        border = T.cast(begin + size - first, "float32")
+        least = T.Select(self.other.get(1, e) < border, T.int32(0), T.int32(size)) + begin - key0
+        return self.other.get(0, e) >= T.cast(least, "float32")
 
     def renew_tops(self):
         """Rescales what came before if a weight would be too large."""
@@ -336,18 +353,23 @@ def attention_prefill_coop(attention: Attention, m, act_out, arch, name, plan=No
     heads*d] in the layout act_out, not "rows").
 
     Nothing is stored for rows that are not live. plan: a Tile instead of the arch's. UserError for shapes that
-    `cache_types`, `group_of` or `tile_of` refuses, for "rows", or m that the fragments' rows do not divide.
+    `cache_types`, `group_of` or `tile_of` refuses, for "rows", or m that the fragments' rows do not divide;
+    ValueError for a tile whose keys do not divide the cache.
     """
     if act_out == "rows":
         raise UserError(
             "attention on matrix units gives float32 or float16, not int8 blocks; quantize its output separately"
         )
     rows = arch.fragment[0]
+    if 0 < attention.chunk < rows:
+        raise UserError(f"attention in chunks of {attention.chunk} keys has no kernel for {arch.name}")
     if m % rows:
         raise UserError(f"attention on matrix units of {arch.name} takes chunks in multiples of {rows} tokens, not {m}")
     heads, kv_heads, width = attention.heads, attention.kv_heads, attention.width
     group, _ = group_of(heads, kv_heads), cache_types(attention)
     tile = plan or tile_of(m, heads, kv_heads, width, arch)
+    if attention.places % tile.keys:
+        raise ValueError(f"{tile} does not divide a cache of {attention.places} keys")
     fragments, per_tile = m // rows * group, tile.row_fragments
     tiles = workgroups(tile, m, heads, kv_heads, arch) // kv_heads
     with kernel(name) as ir:
@@ -374,10 +396,10 @@ def attention_prefill_coop(attention: Attention, m, act_out, arch, name, plan=No
                     + rows
                 )
                 begin = 0
-                if attention.window:
+                if attention.span:
                     begin = visible(attention, chunk.position(first // group * rows)).first_block(tile.keys)
                 end = visible(attention, chunk.position(T.min(last, chunk.count) - 1)).end_block(tile.keys)
-                keys.load(cache.block(kv, T.Bind(begin * tile.keys) if attention.window else T.int32(0)))
+                keys.load(cache.block(kv, T.Bind(begin * tile.keys) if attention.span else T.int32(0)))
                 keys.store()
                 barrier()
                 with T.serial(end - begin) as i:

@@ -13,7 +13,8 @@ wave keeps
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.cache import PAGE, UNIT
+from mlc_amd.schedules.attention import PAGE
+from mlc_amd.schedules.gpu.cache import UNIT
 from mlc_amd.schedules.gpu.device import (
     dot2,
     each,
@@ -62,7 +63,7 @@ class Rows:
                 put(self.out, T.float32(0), r * self.columns + x)
 
     def _lane_keys(self, key0):
-        """The keys of the block from key0 on that this lane scores."""
+        """The keys of the block from key0 on that this lane scores, or the places of these."""
         return [T.Bind(key0 + j * self.arch.wave + self.lane) for j in range(self.keys)]
 
     def _cap_scores(self, scores):
@@ -118,7 +119,8 @@ class WaveRows(Rows):
         registers that do not exist.
         """
         keys = self._lane_keys(block.key0)
-        self._score(block, keys, queries, zero)
+        places = self._lane_keys(block.place0) if self.attention.ring else keys
+        self._score(block, places, queries, zero)
         self._cap_scores(self.scores)
         self._load_values(block, 0)
         schedule_fence(LOADS)
@@ -128,13 +130,13 @@ class WaveRows(Rows):
                 self._load_values(block, first)
             self._add_values(first, words)
 
-    def _score(self, block, keys, queries, zero):
+    def _score(self, block, places, queries, zero):
         for i in range(self.count * self.keys):
             put(self.scores, T.float32(0), i)
         for first in range(0, self.d // UNIT, self.key_batch):
             for c in range(self.key_batch):
-                for j, key in enumerate(keys):
-                    unit = block.key(key, first + c)
+                for j, place in enumerate(places):
+                    unit = block.key(place, first + c)
                     put(self.key, T.reinterpret("uint32x4", unit), at((c * self.keys + j) * WORDS, WORDS))
             schedule_fence(LOADS)
             for c in range(self.key_batch):

@@ -92,10 +92,10 @@ class VulkanRows(Rows):
 
     def load_keys(self, block, first=0):
         """Loads a batch of the block's keys, units first .."""
-        keys = self._lane_keys(block.key0)
+        places = self._lane_keys(block.place0)
         for c in range(self.key_batch):
-            for j, key in enumerate(keys):
-                unit = block.key(key, first + c)
+            for j, place in enumerate(places):
+                unit = block.key(place, first + c)
                 put(self.key, T.reinterpret("uint32x4", unit), at((c * self.keys + j) * WORDS, WORDS))
 
     def step(self, block, queries, sees, zero, following=None):

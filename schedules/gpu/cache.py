@@ -1,16 +1,17 @@
 """The KV cache of an attention layer on a GPU: its layout, and which keys a row sees. No other module knows either.
 
-    Kc float16 [kv_heads, ctx/32, width/8, 32, 8]   units of 8 elements of a key: 32 lanes with a key each read 512
-                                                    consecutive bytes
-    Vc float16 [kv_heads, ctx/8, width, 8]          units of 8 consecutive keys of a column: lanes with a column each
-                                                    read consecutive bytes
+    Kc float16 [kv_heads, places/32, width/8, 32, 8]    units of 8 elements of a key: 32 lanes with a key each read
+                                                        512 consecutive bytes
+    Vc float16 [kv_heads, places/8, width, 8]           units of 8 consecutive keys of a column: lanes with a column
+                                                        each read consecutive bytes
 
 A unit has 16 bytes and is also what a lane of a matrix instruction takes of an operand. width is d rounded up to what
 matrix instructions take (`Attention.width`); the padding is never written, and read by matrix instructions only. Both
 must be allocated zeroed: attention multiplies padding, and values beyond the last key, by 0.
 
-Attention kernels process aligned blocks of at most PAGE keys (`KeyBlock`), which are contiguous in memory. A row at
-position p sees the keys 0 .. p, with a window only those above p - window (`visible`).
+The key of position p has place p, in a ring of places p % ring. Attention kernels process aligned blocks of at most
+PAGE keys (`KeyBlock`), which are contiguous in memory in either case. Which keys a row sees (`visible`) goes by
+position: a ring has older keys in places that a row does not see yet, or no more.
 """
 
 from typing import NamedTuple
@@ -18,11 +19,11 @@ from typing import NamedTuple
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.attention import PAGE
 from mlc_amd.schedules.gpu.registers import at
 from mlc_amd.schedules.gpu.step import live_rows
 
 DTYPE = "float16"
-PAGE = 64  # keys: no block of an attention kernel crosses a multiple of it
 KEYS, UNIT = 32, 8  # keys of a tile of Kc; elements of a unit
 
 
@@ -30,43 +31,45 @@ KEYS, UNIT = 32, 8  # keys of a tile of Kc; elements of a unit
 
 
 def cache_types(attention) -> dict:
-    """k, v -> (shape, dtype) of Kc and Vc of an `Attention` layer. UserError unless PAGE divides ctx and UNIT divides
-    d, as the attention kernels need."""
-    kv_heads, ctx, width = attention.kv_heads, attention.ctx, attention.width
-    if ctx % PAGE or attention.d % UNIT:
+    """k, v -> (shape, dtype) of Kc and Vc of an `Attention` layer. UserError unless PAGE divides its places and UNIT
+    divides d, as the attention kernels need."""
+    kv_heads, places, width = attention.kv_heads, attention.places, attention.width
+    if places % PAGE or attention.d % UNIT:
         raise UserError(
-            f"attention on the GPU needs a context in multiples of {PAGE} and heads in multiples of {UNIT}, not {ctx} "
-            f"and {attention.d}"
+            f"attention on the GPU needs a context in multiples of {PAGE} and heads in multiples of {UNIT}, not "
+            f"{places} and {attention.d}"
         )
     return {
-        "k": ((kv_heads, ctx // KEYS, width // UNIT, KEYS, UNIT), DTYPE),
-        "v": ((kv_heads, ctx // UNIT, width, UNIT), DTYPE),
+        "k": ((kv_heads, places // KEYS, width // UNIT, KEYS, UNIT), DTYPE),
+        "v": ((kv_heads, places // UNIT, width, UNIT), DTYPE),
     }
 
 
 class KeyBlock(NamedTuple):
-    """The keys of KV head `kv` from key0 on, a block of at most PAGE keys that is aligned to its size."""
+    """The keys of KV head `kv` from position key0 on, a block of at most PAGE keys that is aligned to its size. They
+    are in the places from place0 on."""
 
     cache: object
     kv: object
     key0: object
+    place0: object
 
-    def key(self, key, c, e=None):
-        """Unit c (elements 8*c ..) of key number `key`, which is in the block. e: instead of the whole unit, an index
-        within it."""
-        tile, place = self._split(key, KEYS)
-        return self.cache.Kc[self.kv, tile, c, place, at(0, UNIT) if e is None else e]
+    def key(self, place, c, e=None):
+        """Unit c (elements 8*c ..) of the key in a place of the block. e: instead of the whole unit, an index within
+        it."""
+        tile, inner = self._split(place, KEYS)
+        return self.cache.Kc[self.kv, tile, c, inner, at(0, UNIT) if e is None else e]
 
     def value(self, i, column, e=None):
-        """Unit i (keys key0 + 8*i ..) of a column of the values. e: as for `key`."""
-        first, _ = self._split(self.key0, UNIT)
+        """Unit i (places place0 + 8*i ..) of a column of the values. e: as for `key`."""
+        first, _ = self._split(self.place0, UNIT)
         return self.cache.Vc[self.kv, first + i, column, at(0, UNIT) if e is None else e]
 
-    def _split(self, key, size):
-        """key // size and key % size, for a power of two."""
+    def _split(self, place, size):
+        """place // size and place % size, for a power of two."""
         if self.cache.shifts:
-            return T.shift_right(key, T.int32(size.bit_length() - 1)), key & (size - 1)
-        return key // size, key % size
+            return T.shift_right(place, T.int32(size.bit_length() - 1)), place & (size - 1)
+        return place // size, place % size
 
 
 class Cache:
@@ -74,29 +77,33 @@ class Cache:
     alone, and not by divisions, which it simplifies; a kernel takes what makes less code."""
 
     def __init__(self, attention, shifts=False):
-        self.d, self.shifts = attention.d, shifts
+        self.d, self.ring, self.shifts = attention.d, attention.ring, shifts
         types = cache_types(attention)
         self.Kc, self.Vc = T.arg("Kc", T.buffer(*types["k"])), T.arg("Vc", T.buffer(*types["v"]))
 
+    def place(self, position):
+        """The place of a position, or of the first one of a block."""
+        return T.Bind(T.truncmod(position, T.int32(self.ring))) if self.ring else position
+
     def block(self, kv, key0) -> KeyBlock:
-        return KeyBlock(self, kv, key0)
+        return KeyBlock(self, kv, key0, self.place(key0))
 
     def store_key(self, kv, position, pairs):
         """Stores the key of one head at `position`. pairs: of (valid, ((element, value), ..)), the elements that this
         lane has; valid: a condition, or None."""
+        place = self.place(position)
         for valid, values in pairs:
-            places = [
-                ((kv, position // KEYS, e // UNIT, position % KEYS, e % UNIT), T.cast(y, DTYPE)) for e, y in values
-            ]
+            places = [((kv, place // KEYS, e // UNIT, place % KEYS, e % UNIT), T.cast(y, DTYPE)) for e, y in values]
             store_valid(valid, self.Kc, places)
 
     def store_value(self, arch, kv, position, V, row, lane, scale=None):
         """Stores the value of one head at `position`, V[row, kv*d ..] (float32) times `scale` (None: 1), by the lanes
         of a wave."""
+        there = self.place(position)
         for first in range(0, self.d, arch.wave):
             valid = None if first + arch.wave <= self.d else first + lane < self.d
             e = T.Bind(first + lane if valid is None else T.min(first + lane, T.int32(self.d - 1)))
-            place = (kv, position // UNIT, e, position % UNIT)
+            place = (kv, there // UNIT, e, there % UNIT)
             x = V[row, kv * self.d + e] if scale is None else V[row, kv * self.d + e] * scale
             store_valid(valid, self.Vc, [(place, T.cast(x, DTYPE))])
 
@@ -120,7 +127,8 @@ def row_position(state, row):
 
 
 def clamped_position(state, row, ctx):
-    """`row_position` limited to the cache, in a register: no kernel reads out of bounds, whatever the state says."""
+    """`row_position` limited to those of a sequence, in a register: no kernel reads out of bounds, whatever the state
+    says."""
     return T.Bind(T.max(T.min(row_position(state, row), T.int32(ctx - 1)), T.int32(0)))
 
 
@@ -162,5 +170,9 @@ class Visible(NamedTuple):
 
 def visible(attention, position, own=True) -> Visible:
     """The keys that a row at `position` sees. own: whether its own key is among them."""
-    first = T.Bind(T.max(position - (attention.window - 1), T.int32(0))) if attention.window else None
+    first = None
+    if attention.window:
+        first = T.Bind(T.max(position - (attention.window - 1), T.int32(0)))
+    elif attention.chunk:
+        first = T.Bind(position - T.truncmod(position, T.int32(attention.chunk)))
     return Visible(first, T.Bind(position + 1) if own else position)

@@ -205,11 +205,13 @@ def _attention(workload, arch) -> Space:
     args = workload.args
     if args["m"] == 1:
         return _decode(workload, arch)
-    spaces = {"coop": _attention_coop, "": _attention_dot}
-    return spaces.get(arch.matrix, _attention_matrix)(arch, *(args[name] for name in ("m", "heads", "kv_heads", "d")))
+    shape = [args[name] for name in ("m", "heads", "kv_heads", "d")]
+    if arch.matrix == "coop":
+        return _attention_coop(arch, *shape, described(Attention, args).places)
+    return (_attention_matrix if arch.matrix else _attention_dot)(arch, *shape)
 
 
-def _attention_coop(arch, m, heads, kv_heads, d) -> Space:
+def _attention_coop(arch, m, heads, kv_heads, d, places) -> Space:
     width = padded_columns(d)
 
     def kernel(tile) -> Kernel:
@@ -217,6 +219,7 @@ def _attention_coop(arch, m, heads, kv_heads, d) -> Space:
         own = tile.own_keys
         whole = tile.waves % tile.parts == 0 and tile.keys % tile.parts == 0 and own % columns == 0 and own % step == 0
         threads = _threads(arch, tile.waves * arch.wave)
+        whole = whole and places % tile.keys == 0
         if not whole or attention_prefill_coop.lds_bytes(tile, width, arch.fragment) > arch.lds:
             raise ValueError(f"{tile} does not fit {arch.name}")
         if tile.fragments * (own + width) * rows // arch.wave > SUMS:
@@ -255,9 +258,10 @@ def _attention_dot(arch, m, heads, kv_heads, d) -> Space:
 
 def _decode(workload, arch) -> Space:
     shape = [workload.args[name] for name in ("heads", "kv_heads", "d", "ctx")]
+    span = workload.args.get("window") or workload.args.get("chunk") or 0
 
     def kernel(plan) -> Kernel:
-        splits = attention_decode.splits_of(*shape, arch, plan)
+        splits = attention_decode.splits_of(*shape, arch, plan, span)
         return Kernel(splits, shape[1] * splits.count, splits.threads, splits.step * shape[2] * 2 / arch.wave)
 
     return Space(attention_decode.Plan, DECODE, attention_decode.default_plan(arch), kernel)
