@@ -2,19 +2,21 @@
 
 from collections import Counter
 
+import architectures
 import pytest
 from tvm import relax
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.codegen.cpu import CpuTarget
+from mlc_amd.compiler.codegen.vulkan_target import VulkanTarget
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.models.build import FunctionSpec, build_module
 from mlc_amd.compiler.passes import fuse
 
 
-def operators(model, m: int = 1) -> tuple[Counter, list]:
-    """Operator counts and calls of the fused function of m tokens."""
-    target = CpuTarget("x86-64-v3")
+def operators(model, m: int = 1, target=None) -> tuple[Counter, list]:
+    """Operator counts and calls of the fused function of m tokens, by default on the CPU."""
+    target = target or CpuTarget("x86-64-v3")
     module, _ = build_module(model, target, [FunctionSpec("main", m)], 64)
     calls = [
         b.value
@@ -38,6 +40,23 @@ def test_a_layer_is_eight_operators(spec, m):
     fused = [call for call in calls if ops.name_of(call) == "linear" and len(call.attrs["n"]) == 3]
     assert len(fused) == layers
     assert [int(b) for b in fused[0].attrs["biases"]] == [int(model.config.layers[0].attention.qkv_bias)] * 3
+
+
+def test_heads_that_are_not_whole_blocks_are_quantized_apart():
+    head = {"attention.key_length": 48, "attention.value_length": 48, "rope.dimension_count": 48}
+    model = synthetic("tiny:q4_0", keys=head)
+    counts, calls = operators(model)
+    assert counts["quantize"] == counts["attention"] == len(model.config.layers)
+    assert all(str(call.attrs["layout"]) == "" for call in calls if ops.name_of(call) == "attention")
+
+
+def test_layers_that_read_the_cache_of_another_one_write_none():
+    counts, calls = operators(architectures.tiny("gemma4"), target=VulkanTarget("generic"))
+    assert counts["rope_attention"] == 4 and not counts["rope_kv_write"]
+    attends = [call for call in calls if ops.name_of(call) == "rope_attention"]
+    assert [int(call.attrs["writes"]) for call in attends] == [1, 1, 0, 0]
+    caches = [[arg.name for arg in call.args if arg.name[:2] in ("k.", "v.")] for call in attends]
+    assert caches == [["k.0", "v.0"], ["k.1", "v.1"]] * 2
 
 
 def test_float_weights_take_float_activations():

@@ -19,7 +19,8 @@ from mlc_amd.compiler.codegen.spirv_reader import read
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.gpu.attention import attention
-from mlc_amd.schedules.gpu.attention_prefill_coop import Tile, attention_prefill_coop, lds_bytes, tile_of
+from mlc_amd.schedules.gpu.attention_coop_tiles import Tile, lds_bytes, tile_of
+from mlc_amd.schedules.gpu.attention_prefill_coop import attention_prefill_coop
 from mlc_amd.schedules.gpu.cache import cache_types
 from mlc_amd.schedules.gpu.pairs import from_pairs
 from mlc_amd.schedules.gpu.profiles import resolve

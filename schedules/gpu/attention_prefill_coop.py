@@ -18,14 +18,13 @@ is combined with another of the same type, element by element. Operations on row
                                 makes the largest weight 2**START.
 """
 
-from dataclasses import dataclass, replace
-
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.gpu.attention_coop_blocks import key_block, shared_units, value_block
+from mlc_amd.schedules.gpu.attention_coop_tiles import tile_of, wave_units, workgroups
 from mlc_amd.schedules.gpu.cache import UNIT, Cache, Chunk, cache_types, visible
 from mlc_amd.schedules.gpu.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier, exp2, launch, maximum, rcp, uniform, wave_barrier
@@ -35,85 +34,6 @@ from mlc_amd.schedules.gpu.softmax import LOWEST, group_of, output_args, sinks_a
 from mlc_amd.schedules.gpu.step import kernel, state_arg
 
 LIMIT, START = 15, 8  # powers of two: weights are normal float16 down to 2**-22 of the largest at least
-
-
-@dataclass(frozen=True)
-class Tile:
-    """waves     of a workgroup
-    fragments  of rows in a wave: each key and value that is read from shared memory serves them all
-    keys       of a block
-    parts      that a block's keys are dealt out to: so many waves have the same rows, and add up what they have at the
-               end
-    """
-
-    waves: int = 4
-    fragments: int = 1
-    keys: int = 64
-    parts: int = 1
-
-    @property
-    def own_keys(self) -> int:
-        """Keys of a block that a wave looks at."""
-        return self.keys // self.parts
-
-    @property
-    def row_fragments(self) -> int:
-        """Fragments of rows that a workgroup has."""
-        return self.waves // self.parts * self.fragments
-
-
-# family: (largest head size that it is for, tile), in ascending order
-NARROW, ANY = 64, 1 << 30
-TILES = {
-    "nvidia": ((NARROW, Tile(waves=8)), (ANY, Tile())),
-    "rdna3": ((NARROW, Tile(keys=32)), (ANY, Tile(waves=8, keys=16))),
-    "rdna4": ((NARROW, Tile(keys=32)), (ANY, Tile(waves=8, keys=16))),
-}
-OTHERS = ((ANY, Tile(keys=32)),)
-# Where those make fewer workgroups than the GPU has units (short chunks): measured on an H200, 1.5 to 1.8 times as fast
-# behind 2048 tokens.
-FEW = {"nvidia": Tile(parts=4)}
-
-
-def wave_units(tile, fragment) -> int:
-    """Units of shared memory for a wave's weights, or for one fragment of float32."""
-    m, n, _ = fragment
-    return max(tile.fragments * m * (tile.own_keys // UNIT + 1), m * n // WIDTH)
-
-
-def lds_bytes(tile, width, fragment) -> int:
-    """Bytes of shared memory that a workgroup uses. width: of a head, with padding."""
-    units = tile.keys * (width // UNIT + 1) + width * (tile.keys // UNIT + 1) + tile.waves * wave_units(tile, fragment)
-    return units * UNIT * 2 + max(fragment) * 4
-
-
-def tile_of(m, heads, kv_heads, width, arch) -> Tile:
-    """The arch's tile for a chunk of m tokens, with fewer keys where wide heads would not fit its shared memory.
-    UserError if none fits."""
-    tile, few = _largest_tile(width, arch), FEW.get(arch.family)
-    short = few and workgroups(tile, m, heads, kv_heads, arch) < arch.units
-    return few if short and lds_bytes(few, width, arch.fragment) <= arch.lds else tile
-
-
-def workgroups(tile, m, heads, kv_heads, arch) -> int:
-    """Of a chunk of m tokens."""
-    return kv_heads * -(-(m // arch.fragment[0] * (heads // kv_heads)) // tile.row_fragments)
-
-
-def _largest_tile(width, arch) -> Tile:
-    best = next(tile for limit, tile in TILES.get(arch.family, OTHERS) if width <= limit)
-    best = replace(best, waves=min(best.waves, arch.threads // arch.wave))
-    for keys in (64, 32, 16):
-        tile = replace(best, keys=keys)
-        if keys <= best.keys and lds_bytes(tile, width, arch.fragment) <= arch.lds:
-            return tile
-    raise UserError(
-        f"attention with heads of {width} does not fit the shared memory of {arch.name}; compile for "
-        f"{arch.name}:matrix=none"
-    )
-
-
-# ---- rows
 
 
 class Wave:

@@ -6,9 +6,9 @@ from mlc_amd.schedules.attention import Attention, Rope, described, padded_colum
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu import (
+    attention_coop_tiles,
     attention_decode,
     attention_prefill,
-    attention_prefill_coop,
     attention_prefill_dot,
     expert_gemv,
     gemm_coop,
@@ -220,17 +220,17 @@ def _attention_coop(arch, m, heads, kv_heads, d, places) -> Space:
         whole = tile.waves % tile.parts == 0 and tile.keys % tile.parts == 0 and own % columns == 0 and own % step == 0
         threads = _threads(arch, tile.waves * arch.wave)
         whole = whole and places % tile.keys == 0
-        if not whole or attention_prefill_coop.lds_bytes(tile, width, arch.fragment) > arch.lds:
+        if not whole or attention_coop_tiles.lds_bytes(tile, width, arch.fragment) > arch.lds:
             raise ValueError(f"{tile} does not fit {arch.name}")
         if tile.fragments * (own + width) * rows // arch.wave > SUMS:
             raise ValueError(f"{tile} takes more registers than {arch.name} has")
-        groups = attention_prefill_coop.workgroups(tile, m, heads, kv_heads, arch)
+        groups = attention_coop_tiles.workgroups(tile, m, heads, kv_heads, arch)
         return Kernel(tile, groups, threads, tile.keys * width * 4 / threads)
 
     return Space(
-        attention_prefill_coop.Tile,
+        attention_coop_tiles.Tile,
         ATTENTION_COOP,
-        attention_prefill_coop.tile_of(m, heads, kv_heads, width, arch),
+        attention_coop_tiles.tile_of(m, heads, kv_heads, width, arch),
         kernel,
     )
 
