@@ -4,16 +4,14 @@ of them."""
 import functools
 from typing import NamedTuple
 
-import gpu_experts_reference as reference
+import experts_reference as reference
 import numpy as np
 import pytest
 import test_gpu_gemm as gemm_cases
 from test_gpu_gemm import error
 from vulkan_harness import gpu, run
 
-from mlc_amd.compiler.tuning.build import experts_facts
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.measure import routing
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu import profiles
@@ -104,8 +102,11 @@ def choices(m, experts, seed=0):
 
 
 def ordered(ids, live, experts):
-    tiles = experts.tiles(len(ids))
-    return reference.order(ids, live, experts.count, experts.tile, tiles)
+    """(Slots, Pairs, Groups)"""
+    found, pairs, *groups = reference.order(ids[:live], experts.count, experts.tile, experts.tiles(len(ids)))
+    slots = np.zeros(ids.shape, np.int32)
+    slots[:live] = found
+    return slots, pairs.astype(np.int32), np.concatenate(groups).astype(np.int32)
 
 
 @pytest.mark.parametrize(
@@ -118,9 +119,8 @@ def test_expert_order(profile, m, live, experts):
 
 def check_order(m, live, experts, arch, run_kernel):
     ids = choices(m, experts)
-    tiles, slots = experts.tiles(m), experts.slots(m)
-    arrays = state(live) | {"Ids": ids, "Slots": left(ids.shape, np.int32), "Pairs": left(slots, np.int32)}
-    arrays["Groups"] = left(tiles + experts.count + 1, np.int32)
+    arrays = state(live) | {"Ids": ids, "Slots": left(ids.shape, np.int32), "Pairs": left(experts.slots(m), np.int32)}
+    arrays["Groups"] = left(experts.groups(m), np.int32)
     run_kernel(build("expert_order", arch, m=m, **of(experts)), arrays, arch)
     for name, expected in zip(("Slots", "Pairs", "Groups"), ordered(ids, live, experts), strict=True):
         np.testing.assert_array_equal(arrays[name], expected, err_msg=name)
@@ -187,9 +187,11 @@ CASES = {
     "q8_0": Case("q8_0"),
     "q4_k": Case("q4_k", biases=True, act="swiglu_oai", layout=""),
     "f16": Case("f16", shared=False, k=96),
+    "mxfp4": Case("mxfp4", biases=True, act="swiglu_oai", k=96),
     "seven": Case("q4_0", experts=Experts(9, 7), n=32, biases=True),
     "rows q8_0": Case("q8_0", 16, TILED, biases=True, act="swiglu_oai", layout=""),
     "rows q4_k": Case("q4_k", 16, TILED, n=96),
+    "rows mxfp4": Case("mxfp4", 16, TILED, n=96, k=96, biases=True, act="swiglu_oai"),
     "rows f16": Case("f16", 16, TILED, n=32, k=96, layout=""),
 }
 
@@ -221,6 +223,12 @@ def assigned(case):
     return groups, np.repeat(groups[: case.experts.tiles(case.m)], case.experts.tile)
 
 
+def by_slot(function, x, ids, *parts):
+    """function(a slot's row of x, what its expert has of each of the parts), slots one below the other."""
+    rows = [function(x[i : i + 1], *(part[expert] for part in parts)) for i, expert in enumerate(ids)]
+    return np.concatenate(rows)
+
+
 def check_gate_up(case, arch, run_kernel):
     experts, n, k = case.experts, case.n, case.k
     (g_planes, g), (u_planes, u) = (stack(case.fmt, experts.count, n, k, seed) for seed in (1, 2))
@@ -242,9 +250,13 @@ def check_gate_up(case, arch, run_kernel):
         act=case.act, layout_in=act, layout=layout, shared=rows == 1,
     )  # fmt: skip
     run_kernel(kernel, arrays, arch)
-    b = [biases[name].reshape(-1, n) if case.biases else None for name in ("GB", "UB")]
+    b = [biases[name].reshape(-1, n) for name in ("GB", "UB") if case.biases]
     x = np.broadcast_to(x, (slots, k))
-    expected = reference.gate_up(x, ids, rounded(g), rounded(u), case.act, *b)
+
+    def one(x, gate, up, *biases):
+        return reference.gate_up(x, gate, up, case.act, biases or (None, None))
+
+    expected = by_slot(one, x, ids, rounded(g), rounded(u), *b)
     used = ids >= 0
     if layout != "rows":
         got = from_pairs(out["Y"]) if layout == "pairs" else out["Y"]
@@ -272,7 +284,7 @@ def check_down(case, arch, run_kernel):
     arrays = state(case.m) | inputs | {"Groups": groups, "WB": bias, "Weights": weights, "R": r}
     arrays |= {f"W_{p}": a for p, a in planes.items()}
     args = {"fmt": case.fmt, "n": n, "k": k, "m": case.m, **of(experts), "bias": case.biases, "layout": act}
-    expected = reference.linear(x, ids, rounded(w), bias.reshape(-1, n) if case.biases else None)
+    expected = by_slot(reference.linear, x, ids, rounded(w), *([bias.reshape(-1, n)] if case.biases else []))
     if case.m == 1:
         arrays["Y"] = left((1, n), np.float32)
         weighted = residual = case.biases
@@ -289,7 +301,7 @@ def check_down(case, arch, run_kernel):
 # the driver takes long over barriers in much code
 @pytest.mark.parametrize(
     ("profile_name", "name"),
-    [(p, n) for p in PROFILES for n in CASES if p != "generic" or n not in ("rows q8_0", "rows q4_k")],
+    [(p, n) for p in PROFILES for n in CASES if p != "generic" or n not in ("rows q8_0", "rows q4_k", "rows mxfp4")],
 )
 def test_expert_gate_up(profile_name, name):
     gpu()
@@ -299,16 +311,6 @@ def test_expert_gate_up(profile_name, name):
 @pytest.mark.parametrize("name", CASES)
 def test_expert_down_and_linear(profile, name):
     check_down(CASES[name], profile, execute)
-
-
-def test_tuning_inputs_are_valid():
-    """What the tuner makes of the facts that it gets is what `expert_order` would."""
-    experts, m = Experts(9, 3, 8), 16
-    found = routing.tables(experts_facts({"m": m, **of(experts)}))
-    ids = found["Ids"].reshape(m, experts.used)
-    assert all(len(set(row)) == experts.used for row in ids)
-    for name, expected in zip(("Slots", "Pairs", "Groups"), ordered(ids, m, experts), strict=True):
-        np.testing.assert_array_equal(found[name], expected.ravel())
 
 
 def test_experts_whose_matrices_do_not_begin_at_a_tile_are_refused():

@@ -24,7 +24,7 @@ NOBODY = -1  # the expert of a pair that does not exist
 
 
 def expert_order(m, experts: Experts, arch, name) -> tirx.PrimFunc:
-    """Kernel (state, Ids int32 [m, used], Slots int32 [m, used], Pairs int32 [slots], Groups int32 [tiles + count +
+    """Kernel (state, Ids int32 [m, used], Slots int32 [m, used], Pairs int32 [slots], Groups int32 [tiles + 2 count +
     1])."""
     threads, pairs, slots = arch.threads, m * experts.used, experts.slots(m)
     with kernel(name) as ir:
@@ -128,8 +128,8 @@ class _Sort:
             put(self.counts, self.counts[index] + total, index)
 
     def place(self, Groups, Pairs, tiles):
-        """Counts become first slots; stores the experts of used tiles, first tiles, and -1 for padding. Returns the
-        number of used tiles."""
+        """Counts become first slots; stores all of Groups but its unused tiles, and -1 for padding. Returns the number
+        of used tiles."""
         count, tile = self.experts.count, self.experts.tile
         mine = [T.Bind(self.thread * self.each + i) for i in range(self.each)]  # a thread's experts
         totals, firsts = [], []
@@ -151,6 +151,7 @@ class _Sort:
                 put(self.counts, here + first * tile, place)
             with T.If(expert < count), T.Then():
                 put(Groups, first, tiles + expert)
+                put(Groups, total, tiles + count + 1 + expert)
                 with T.serial(wanted) as t:
                     put(Groups, expert, first + t)
                 with T.serial(T.Bind(wanted * tile - total)) as padding:
