@@ -1,25 +1,21 @@
 """How the splits of decode attention join in device memory, within one launch.
 
 Each split stores its rows' outputs, maxima and sums of weights into Parts and then increments the atomic counter
-Arrived of its KV head. The split that finds all others arrived joins the results and stores the output.
-
-A split's stores are complete, beyond the caches that workgroups do not share, before its increment (`device.Outbox`).
-The last split's loads have addresses that depend on what the counter returned, so neither compiler nor hardware can
-start them early; their cache lines belong to one split each and nothing reads them earlier in the launch, so no cache
-has an old copy. On Vulkan both buffers are coherent, and a memory barrier stands before the increment and after it.
+Arrived of its KV head. The split that finds all others arrived joins the results and stores the output. Why it reads
+what the others stored: `arrival.py`.
 """
 
 import math
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.device import Outbox, each, exp2, memory_barrier, rcp, uniform, wave_max, wave_sum
+from mlc_amd.schedules.gpu.arrival import LINE, arrive, zero_behind
+from mlc_amd.schedules.gpu.device import Outbox, each, exp2, rcp, wave_max, wave_sum
 from mlc_amd.schedules.gpu.quantize import WIDTH, emit_store
 from mlc_amd.schedules.gpu.registers import at, local, put
 from mlc_amd.schedules.gpu.softmax import LOWEST, group_of, with_sink
 
 MAX_SPLITS = 32
-LINE = 32  # float32 of a cache line
 
 
 def stride_of(group, d) -> int:
@@ -97,22 +93,11 @@ class Join:
 
     def arrive_and_join(self, active):
         """Counts this split; the last of the `active` ones joins them all and resets the counter."""
-        old = self._arrive()
+        old = arrive(self.arch, self.Arrived, self.kv, self.tid)
         with T.serial(T.cast(old == active - 1, "int32")):
-            later = T.Bind(T.shift_right(old, T.int32(16)))  # 0, and not known before `old` is
-            self._join_splits(active, later)
+            self._join_splits(active, zero_behind(old))
             with T.If(self.tid == 0), T.Then():
                 put(self.Arrived, T.int32(0), self.kv)
-
-    def _arrive(self):
-        """The number of splits of this KV head that arrived before, in a scalar register."""
-        arrived = T.alloc_buffer((1,), "int32", scope="shared")
-        T.evaluate(T.tvm_storage_sync("shared"))
-        with T.If(self.tid == 0), T.Then():
-            put(arrived, T.call_intrin("int32", "tirx.atomic_add", T.address_of(self.Arrived[self.kv]), T.int32(1)), 0)
-        old = uniform(self.arch, arrived[0])
-        memory_barrier(self.arch)
-        return old
 
     def _join_splits(self, active, later):
         """Joins the splits' results and stores the output. later: 0, known when they may be loaded."""

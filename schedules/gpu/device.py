@@ -14,6 +14,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import FP4_VALUES
+from mlc_amd.schedules.gpu.registers import at, vector
 
 AXES = "xyz"
 BYTE_SELECT = 0x03020100
@@ -336,7 +337,7 @@ class Outbox:
         their own hold; the first vector has no other. Of each width there is one."""
         for values, _, index in vectors:
             if self.volatile:
-                T.buffer_store(self.stages[len(values)], _vector(values), [self.thread, T.ramp(0, 1, len(values))])
+                T.buffer_store(self.stages[len(values)], _vector(values), [self.thread, at(0, len(values))])
             elif self._rewrites and self.first is None:
                 T.buffer_store(self.stages[1], values[0], [self.thread, 0])
                 self.first = condition, T.address_of(buffer[index])
@@ -346,7 +347,7 @@ class Outbox:
                     if self.volatile:
                         self._copy(T.address_of(buffer[index]), len(values))
                     else:
-                        T.buffer_store(buffer, _vector(values), [*index[:-1], T.ramp(index[-1], 1, len(values))])
+                        T.buffer_store(buffer, _vector(values), [*index[:-1], at(index[-1], len(values))])
 
     def publish(self):
         if self.arch.api == "vulkan":
@@ -375,7 +376,7 @@ def _where(condition):
 
 
 def _vector(values):
-    return T.Shuffle(values, [T.int32(i) for i in range(len(values))])
+    return vector(values) if len(values) > 1 else values[0]
 
 
 def memory_barrier(arch):
