@@ -19,7 +19,7 @@ import tvm_ffi
 from tvm import relax
 from tvm.ir import Op
 
-from mlc_amd.compiler.nodes import fields_of
+from mlc_amd.compiler.nodes import fields_of, parts_of
 from mlc_amd.schedules.attention import Attention, Rope, padded_columns
 from mlc_amd.schedules.experts import Experts
 
@@ -77,9 +77,16 @@ def _embed(call, bb):
     return tensor_type((shape_of(call.args[1])[0], int(call.attrs["k"])))
 
 
+def gives_both(call) -> bool:
+    """Whether a norm gives its float32 result, too."""
+    return "both" in call.attrs.keys()  # noqa: SIM118 (not a dict)
+
+
 def _rms_norm(call, bb):
     m, k = shape_of(call.args[1])
-    return layout_type(1 if call.attrs["rows"] == "last" else m, k, str(call.attrs["layout"]))
+    rows = 1 if call.attrs["rows"] == "last" else m
+    ty = layout_type(rows, k, str(call.attrs["layout"]))
+    return relax.TupleType([*parts_of(ty), tensor_type((rows, k))]) if gives_both(call) else ty
 
 
 def _quantize(call, bb):
@@ -123,8 +130,18 @@ def experts_of(call) -> Experts:
 
 
 def _route(call, bb):
-    m, used = shape_of(call.args[1])[0], int(call.attrs["used"])
-    return relax.TupleType([tensor_type((m, used), "int32"), tensor_type((m, used))])
+    return relax.TupleType(_choice(shape_of(call.args[1])[0], call))
+
+
+def _choice(m: int, call) -> list:
+    used = int(call.attrs["used"])
+    return [tensor_type((m, used), "int32"), tensor_type((m, used))]
+
+
+def _norm_route(call, bb):
+    k = shape_of(call.args[1])[1]
+    outputs = [*parts_of(layout_type(1, k, str(call.attrs["layout"]))), *([tensor_type((1, k))] * gives_both(call))]
+    return relax.TupleType([*outputs, *_choice(1, call)])
 
 
 def _expert_order(call, bb):
@@ -155,16 +172,21 @@ def _combine(call, bb):
 
 
 EXPERTS = ("experts", "used", "tile")  # attributes, as of schedules.experts.Experts
+ROUTING = ("gating", "normalize", "scale", "bias", "factors", "groups", "groups_used")  # attributes
 ATTENTION = tuple(field.name for field in fields(Attention))  # attributes
 ROPE = (*(field.name for field in fields(Rope)), "head_norm")  # attributes; without head_norm eps does not count
 
 # name: (type inference, what it computes; arguments after `state`; attributes)
 OPS = {
     "embed": (_embed, "rows of the embedding table times scale: (tokens int32[m], weight); format, vocab, k, scale"),
-    "rms_norm": (_rms_norm, "x / rms(x) * g: (x, g); eps, rows: all or the last live one, layout (of the result)"),
+    "rms_norm": (
+        _rms_norm,
+        "x / rms(x) * g: (x, g); eps, rows: all or the last live one, layout (of the result), both: behind its parts "
+        "there is the float32 result",
+    ),
     "layer_norm": (
         _layer_norm,
-        "(x - mean(x)) / deviation(x) * g + b: (x, g, [b]); eps, bias, rows and layout as of rms_norm",
+        "(x - mean(x)) / deviation(x) * g + b: (x, g, [b]); eps, bias, rows, layout and both as of rms_norm",
     ),
     "quantize": (_quantize, "x in a layout: (x,); layout"),
     "linear": (
@@ -190,8 +212,14 @@ OPS = {
     # of a mixture of experts: schedules/experts.py has the meaning of ids, slots, pairs and groups
     "route": (
         _route,
-        "experts of each row, and their weights: (logits, [selection bias], [experts' factors]) to (ids, weights); "
-        "EXPERTS and gating, normalize, scale, bias, factors, groups, groups_used",
+        "experts of each row, and their weights: (logits, [selection bias], [experts' factors], workspace..) to (ids, "
+        "weights); EXPERTS and ROUTING",
+    ),
+    "norm_route": (
+        _norm_route,
+        "a norm of one row, and route of its product with W: (x, g, W, [W's bias], [selection bias], [experts' "
+        "factors], workspace..) to (the norm's results.., ids, weights); EXPERTS, ROUTING, format and router_bias (of "
+        "W), eps, layout and both as of rms_norm",
     ),
     "expert_order": (_expert_order, "rows sorted by expert: (ids,) to (slots, pairs, groups); EXPERTS"),
     "gather": (

@@ -106,7 +106,7 @@ def compile_model(
         ]
         kept = backend.kv_types(model.config, ctx)
         for layer in model.config.layers:
-            kept |= backend.attention_workspace(layer.attention, ctx)
+            kept |= backend.workspace(layer, ctx)
         kv = [{"name": name, "dtype": dtype, "shape": list(shape)} for name, (shape, dtype) in kept.items()]
         manifest = {
             "name": model.config.name or Path(model.path).stem,

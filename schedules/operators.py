@@ -163,6 +163,7 @@ _STATE = Slot("state", ("state",))
 _ACT = Slot("input", ("A", "S", "X", "H"))  # in any layout of compiler/ops.py
 _OUT = Slot("output", ("A", "S", "X", "Y", "H", "O", "A_out", "S_out", "H_out"))
 _CACHE = Slot("cache", ("Kc", "Vc"))
+_CHOICE = Slot("output", ("Ids", "Weights"))
 _GROUPS = Slot("input", ("Groups",), slots=True)
 
 
@@ -237,11 +238,24 @@ def _stack(prefix: str, fmt: str, args: dict) -> Slot:
 
 def _route(args: dict) -> Iterator[Slot]:
     yield from (_STATE, Slot("input", ("L",), columns=args["experts"]))
+    yield from _routing(args)
+    yield _CHOICE
+
+
+def _norm_route(args: dict) -> Iterator[Slot]:
+    yield from (_STATE, Slot("input", ("X",)), Slot("weight", ("G",)))
+    yield Slot("weight", prefix="W_", matrix=(args["fmt"], args["k"]))
+    if args["router_bias"]:
+        yield Slot("weight", ("WB",))
+    yield from _routing(args)
+    yield from (Slot("work", ("Logits",)), Slot("zero", ("Arrived",)), _OUT, _CHOICE)
+
+
+def _routing(args: dict) -> Iterator[Slot]:
     if args.get("bias"):
         yield Slot("weight", ("B",))
     if args.get("factors"):
         yield Slot("weight", ("F",))
-    yield Slot("output", ("Ids", "Weights"))
 
 
 def _gather(args: dict) -> Iterator[Slot]:
@@ -303,6 +317,7 @@ OPERATORS = {
     "attention": Operator(_attention, _scores, reads_cache=True),
     "rope_attention": Operator(_rope_attention, _scores, reads_cache=True),
     "route": Operator(_route),
+    "norm_route": Operator(_norm_route, lambda args: (2 * args["k"] * args["experts"], 0)),
     "expert_order": Operator(
         lambda args: (_STATE, Slot("input", ("Ids",), slots=True), Slot("output", ("Slots", "Pairs", "Groups")))
     ),

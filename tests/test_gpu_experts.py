@@ -16,6 +16,7 @@ from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu import profiles
 from mlc_amd.schedules.gpu.kernels import BUILDERS
+from mlc_amd.schedules.gpu.norm_route import scratch_shapes
 from mlc_amd.schedules.gpu.pairs import from_pairs, in_pairs
 
 PROFILES = {name: profiles.resolve(name) for name in ("lavapipe", "generic")}
@@ -56,6 +57,8 @@ def left(shape, dtype):
 # ---- the router
 
 
+EXPERTS = Experts(40, 6, 32)
+OPTIONS = {"normalize": False, "scale": 1.0, "bias": False, "factors": False, "groups": 1, "groups_used": 1}
 ROUTINGS = {
     "softmax": {"gating": "softmax", "normalize": True},
     "sigmoid": {"gating": "sigmoid", "normalize": True, "scale": 2.5, "bias": True, "groups": 4, "groups_used": 2},
@@ -72,9 +75,7 @@ def test_route(profile, name, m, live):
 
 def check_route(name, m, live, arch, run_kernel):
     """run_kernel(kernel, arrays, arch)"""
-    experts, rng = Experts(40, 6, 32), np.random.default_rng(m)
-    options = {"normalize": False, "scale": 1.0, "bias": False, "factors": False, "groups": 1, "groups_used": 1}
-    options |= ROUTINGS[name]
+    experts, rng, options = EXPERTS, np.random.default_rng(m), OPTIONS | ROUTINGS[name]
     logits = (2 * rng.standard_normal((m, 48))).astype(np.float32)
     logits[:, 7] = logits[:, 3] = logits.max()  # of equal ones the lower is first
     B, F = (rng.uniform(0.1, 1, 48).astype(np.float32) for _ in "BF")
@@ -88,6 +89,58 @@ def check_route(name, m, live, arch, run_kernel):
     np.testing.assert_array_equal(arrays["Ids"][:live], ids)
     np.testing.assert_allclose(arrays["Weights"][:live], weights, rtol=3e-6)
     assert (arrays["Ids"][live:] == LEFT).all() and (arrays["Weights"][live:] == LEFT).all()
+
+
+# format of the router, hidden size, layout of the norm's result, whether float32 as well, bias
+NORM_ROUTES = {
+    "softmax": ("f32", 96, "rows", True, False),
+    "sigmoid": ("f16", 1056, "", False, True),
+    "softmax_used": ("bf16", 2592, "rows", True, True),
+    "plain": ("f32", 64, "rows", False, False),
+}
+
+
+def norm_route_case(name, arch, experts=EXPERTS):
+    """(kernel, arrays, check of what it wrote)"""
+    fmt, k, layout, both, biased = NORM_ROUTES[name]
+    options = OPTIONS | ROUTINGS[name]
+    rng, count, used = np.random.default_rng(k), experts.count, experts.used
+    x, g, WB, B, F = (rng.standard_normal(n).astype(np.float32) for n in (k, k, count, 48, 48))
+    planes, w = stack(fmt, 1, count, k, 5)
+    g *= np.float32(2 / np.linalg.norm(w[0], axis=1).mean())  # logits of a router's size
+    kernel = build(
+        "norm_route", arch, fmt=fmt, k=k, eps=1e-5, layout=layout, both=both, router_bias=biased, **of(experts),
+        **options,
+    )  # fmt: skip
+    out = {"A": left((1, k // 32, 32), np.int8), "S": left((1, k // 32, 4), np.float32)} if layout else {}
+    out |= {"Y": left((1, k), np.float32)} if both or not layout else {}
+    out |= {"Ids": left((1, used), np.int32), "Weights": left((1, used), np.float32)}
+    shapes = scratch_shapes(count)
+    scratch = {"Logits": np.full(shapes["Logits"][0], np.nan, np.float32), "Arrived": np.zeros(1, np.int32)}
+    arrays = state(1) | {"X": x[None], "G": g, "WB": WB, "B": B, "F": F} | scratch | out
+    arrays |= {f"W_{p}": a for p, a in planes.items()}
+
+    def check():
+        y = x / np.sqrt((x.astype(np.float64) ** 2).mean() + 1e-5) * g
+        logits = y @ w[0].T.astype(np.float64) + (WB if biased else 0)
+        more = {"bias": B[:count] if options["bias"] else None, "factors": F[:count] if options["factors"] else None}
+        ids, weights = reference.route(logits[None], used, **options | more)
+        np.testing.assert_array_equal(arrays["Ids"], ids)
+        np.testing.assert_allclose(arrays["Weights"], weights, rtol=2e-5)
+        assert not arrays["Arrived"].any()
+        if "Y" in out:
+            np.testing.assert_allclose(out["Y"][0], y, rtol=3e-6)
+        if layout:
+            assert (np.abs(out["A"] * out["S"][..., :1] - y.reshape(1, -1, 32)) <= 0.501 * out["S"][..., :1]).all()
+
+    return kernel, arrays, check
+
+
+@pytest.mark.parametrize("name", NORM_ROUTES)
+def test_norm_route(profile, name):
+    kernel, arrays, check = norm_route_case(name, profile)
+    execute(kernel, arrays, profile)
+    check()
 
 
 # ---- rows in slots

@@ -12,11 +12,12 @@ import tvm
 
 from mlc_amd.compiler import nodes
 from mlc_amd.compiler.codegen.target import Target
-from mlc_amd.compiler.models.config import AttentionConfig
+from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
 from mlc_amd.schedules.gpu.cache import cache_types
 from mlc_amd.schedules.gpu.kernels import BUILDERS
+from mlc_amd.schedules.gpu.norm_route import scratch_shapes as route_scratch
 from mlc_amd.schedules.gpu.planes import planes
 
 # Slots. With 128 experts, 8 used, the rows of a chunk of 512 fill tiles of 32 to two thirds, tiles of 64 to a half, but
@@ -33,6 +34,7 @@ class GpuTarget(Target):
     query_dtype = "float16"
     layout = "rows"
     fuses_rope = True
+    fuses_route = True
     planes = staticmethod(planes)
     builders = BUILDERS
     matrix_layout: str
@@ -65,6 +67,10 @@ class GpuTarget(Target):
         a = attention
         shapes = scratch_shapes(a.heads, a.kv_heads, a.head_dim)
         return {f"attention.{a.heads}x{a.kv_heads}x{a.head_dim}.{name.lower()}": of for name, of in shapes.items()}
+
+    def route_workspace(self, experts: ExpertsConfig) -> dict[str, tuple[tuple[int, ...], str]]:
+        """What the workgroups of `norm_route` meet in; layers of as many experts share it."""
+        return {f"route.{experts.count}.{name.lower()}": of for name, of in route_scratch(experts.count).items()}
 
     @property
     def description(self) -> dict:

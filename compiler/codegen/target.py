@@ -17,8 +17,8 @@ from tvm import relax
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.codegen import generic
-from mlc_amd.compiler.models.config import AttentionConfig, ModelConfig
-from mlc_amd.compiler.nodes import fields_of
+from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
+from mlc_amd.compiler.nodes import fields_of, parts_of
 from mlc_amd.compiler.ops import shape_of
 from mlc_amd.schedules import operators
 from mlc_amd.schedules.attention import Attention, Rope, ring_of
@@ -27,7 +27,7 @@ from mlc_amd.schedules.plans.workload import Workload
 # What kernels' builders take for arguments that a workload does not name.
 ATTENTION_DEFAULTS = {f.name: f.default for f in fields(Attention) if f.default is not MISSING}
 ROPE_DEFAULTS = {f.name: f.default for f in fields(Rope) if isinstance(f.default, bool)}
-EMBED_DEFAULTS, GATE_UP_DEFAULTS = {"scale": 1.0}, {"act_fn": "silu"}
+EMBED_DEFAULTS, GATE_UP_DEFAULTS, NORM_DEFAULTS = {"scale": 1.0}, {"act_fn": "silu"}, {"both": False}
 NOT_OF_ROPE = ("window", "chunk", "softcap", "sinks")
 DEFAULT = "default"  # where a plan comes from that nobody tuned
 GENERIC = "generic"  # the operator of kernels that no operator of ours has
@@ -104,10 +104,23 @@ class Target(ABC):
 
     fuses_rope = False  # decode attention rotates and writes the cache itself
 
+    fuses_route = False  # one kernel makes the norm, the logits and the choice of a token's experts
+
     def attention_workspace(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Further tensors that decode attention of that kind takes and that live as long as the cache: name to (shape,
         dtype). Zero at the start."""
         return {}
+
+    def route_workspace(self, experts: ExpertsConfig) -> dict[str, tuple[tuple[int, ...], str]]:
+        """The same of one token's choice among experts."""
+        return {}
+
+    def workspace(self, layer: LayerConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """All of a layer's."""
+        found = self.attention_workspace(layer.attention, ctx)
+        for part in (layer.feed_forward, layer.experts):
+            found |= self.route_workspace(part) if isinstance(part, ExpertsConfig) else {}
+        return found
 
     @property
     @abstractmethod
@@ -179,7 +192,7 @@ class Target(ABC):
         """A call of the workload's kernel: inputs (`args` where the kernel takes another order), flattened, then
         outputs. `inplace`: output index to input index."""
         inputs = [item for arg in (args or call.args) for item in _fields(bb, arg)]
-        outputs = list(fields_of(call.ty)) if isinstance(call.ty, relax.TupleType) else [call.ty]
+        outputs = parts_of(call.ty)
         key = (str(call.op.name), str(call.attrs), tuple(str(arg.ty) for arg in call.args))
         if key not in self._names:
             name = label if label not in self.kernels else f"{label}_{len(self.kernels)}"
@@ -205,18 +218,18 @@ class Target(ABC):
         return self._call(bb, call, f"embed_{a['format']}_m{m}", Workload("embed", args))
 
     def _rms_norm(self, bb, call):
-        a, (m, k) = call.attrs, shape_of(call.args[1])
-        layout, rows = str(a["layout"]), str(a["rows"])
-        label = f"rms_norm{'_quantize' if layout else ''}_{k}_m{m}{'_last' if rows == 'last' else ''}"
-        args = {"k": k, "m": m, "eps": float(a["eps"]), "act": layout, "row": rows}
-        return self._call(bb, call, label, Workload("rms_norm", args))
+        return self._norm(bb, call, {})
 
     def _layer_norm(self, bb, call):
-        a, (m, k) = call.attrs, shape_of(call.args[1])
-        layout, rows, bias = str(a["layout"]), str(a["rows"]), bool(int(a["bias"]))
-        args = {"k": k, "m": m, "eps": float(a["eps"]), "bias": bias, "act": layout, "row": rows}
-        label = f"layer_norm{'_quantize' if layout else ''}_{k}_m{m}{'_last' if rows == 'last' else ''}"
-        return self._call(bb, call, label, Workload("layer_norm", args))
+        return self._norm(bb, call, {"bias": bool(int(call.attrs["bias"]))})
+
+    def _norm(self, bb, call, more: dict):
+        a, (m, k), name = call.attrs, shape_of(call.args[1]), ops.name_of(call)
+        layout, rows, both = str(a["layout"]), str(a["rows"]), ops.gives_both(call)
+        args = {"k": k, "m": m, "eps": float(a["eps"])} | more | {"act": layout, "row": rows}
+        args |= _differing({"both": both}, NORM_DEFAULTS)
+        what = "_both" if both else "_quantize" if layout else ""
+        return self._call(bb, call, f"{name}{what}_{k}_m{m}{'_last' if rows == 'last' else ''}", Workload(name, args))
 
     def _quantize(self, bb, call):
         m, k = shape_of(call.args[1])
@@ -251,11 +264,18 @@ class Target(ABC):
         return self._call(bb, call, label, Workload("gate_up", args))
 
     def _route(self, bb, call):
-        a, (m, n) = call.attrs, shape_of(call.args[1])
-        args = {"n": n, "m": m} | _experts(call) | {"gating": str(a["gating"]), "scale": float(a["scale"])}
-        args |= {key: bool(int(a[key])) for key in ("normalize", "bias", "factors")}
-        args |= {key: int(a[key]) for key in ("groups", "groups_used")}
-        return self._call(bb, call, f"route_{args['experts']}_m{m}", Workload("route", args))
+        m, n = shape_of(call.args[1])
+        args = {"n": n, "m": m} | _experts(call) | _routing(call)
+        inputs = call.args[: 2 + args["bias"] + args["factors"]]  # the workspace is norm_route's
+        return self._call(bb, call, f"route_{args['experts']}_m{m}", Workload("route", args), args=inputs)
+
+    def _norm_route(self, bb, call):
+        a, k = call.attrs, shape_of(call.args[1])[1]
+        args = {"fmt": str(a["format"]), "k": k, "eps": float(a["eps"]), "layout": str(a["layout"])}
+        args |= {"both": ops.gives_both(call), "router_bias": bool(int(a["router_bias"]))}
+        args |= _experts(call) | _routing(call)
+        label = f"norm_route_{args['fmt']}_{args['experts']}x{k}_m1"
+        return self._call(bb, call, label, Workload("norm_route", args))
 
     def _expert_order(self, bb, call):
         args = {"m": shape_of(call.args[1])[0]} | _experts(call)
@@ -335,6 +355,13 @@ class Target(ABC):
 
 def _experts(call) -> dict[str, int]:
     return {key: int(call.attrs[key]) for key in ops.EXPERTS}
+
+
+def _routing(call) -> dict[str, str | float | bool | int]:
+    a = call.attrs
+    flags = {key: bool(int(a[key])) for key in ("normalize", "bias", "factors")}
+    groups = {key: int(a[key]) for key in ("groups", "groups_used")}
+    return {"gating": str(a["gating"]), "scale": float(a["scale"])} | flags | groups
 
 
 def _sizes(call) -> dict[str, int]:

@@ -194,8 +194,10 @@ class Graph:
         """(experts of each row, their weights); block: "blk.0.", in front of the tensors' names."""
         bias = [self.vector(block + "exp_probs_b.bias")] if experts.selection_bias else []
         factors = [self.vector(block + "ffn_down_exps.scale")] if experts.output_scales else []
+        workspace = self.target.route_workspace(experts) if self.m == 1 else {}
+        buffers = [self.parameter(name, "kv", tensor_type(*of)) for name, of in workspace.items()]
         routed = self.emit(
-            "route", [logits, *bias, *factors], **self._experts(experts),
+            "route", [logits, *bias, *factors, *buffers], **self._experts(experts),
             gating=experts.gating, normalize=int(experts.normalize), scale=experts.scale, bias=len(bias),
             factors=len(factors), groups=experts.groups, groups_used=experts.groups_used,
         )  # fmt: skip

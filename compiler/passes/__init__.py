@@ -3,9 +3,11 @@
 from tvm import relax
 
 from mlc_amd.compiler.passes.fuse_gate_up import fuse_gate_up
+from mlc_amd.compiler.passes.fuse_norms import fuse_norms
 from mlc_amd.compiler.passes.fuse_quantize import fuse_quantize
 from mlc_amd.compiler.passes.fuse_residual import fuse_residual
 from mlc_amd.compiler.passes.fuse_rope import fuse_rope
+from mlc_amd.compiler.passes.fuse_route import fuse_route
 from mlc_amd.compiler.passes.fuse_siblings import fuse_siblings
 from mlc_amd.compiler.passes.quantize_activations import quantize_activations
 
@@ -18,4 +20,6 @@ def fuse(mod, target):
     mod = fuse_siblings(mod)
     mod = fuse_residual(mod)
     mod = fuse_quantize(mod)
+    mod = fuse_norms(mod)
+    mod = fuse_route(mod, target)
     return fuse_rope(mod, target)

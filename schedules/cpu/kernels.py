@@ -27,12 +27,12 @@ def _embed(fmt, vocab, k, m, arch, name, plan, scale=1.0):
     return embed(fmt, vocab, k, m, name, scale)
 
 
-def _rms_norm(k, m, eps, act, row, arch, name, plan):
-    return rms_norm(k, m, eps, tile_rows(m, arch), bool(act), row, arch.isa, name)
+def _rms_norm(k, m, eps, act, row, arch, name, plan, both=False):
+    return rms_norm(k, m, eps, tile_rows(m, arch), bool(act), row, arch.isa, name, both)
 
 
-def _layer_norm(k, m, eps, bias, act, row, arch, name, plan):
-    return layer_norm(k, m, eps, tile_rows(m, arch), bool(act), row, bias, arch.isa, name)
+def _layer_norm(k, m, eps, bias, act, row, arch, name, plan, both=False):
+    return layer_norm(k, m, eps, tile_rows(m, arch), bool(act), row, bias, arch.isa, name, both)
 
 
 def _quantize(k, m, act, arch, name, plan):

@@ -1,6 +1,6 @@
 """Normalization and activation quantization of token vectors.
 
-    rms_norm    y = x * G / sqrt(mean(x*x) + eps), as float32 or straight to int8 blocks
+    rms_norm    y = x * G / sqrt(mean(x*x) + eps), as float32 or straight to int8 blocks, or both
     layer_norm  y = z * G / sqrt(mean(z*z) + eps) + B, z = x - mean(x), likewise
     quantize    x to int8 blocks
 
@@ -45,7 +45,7 @@ def _inverse_deviation(k, eps, value):
     return T.Bind(T.float32(1) / T.sqrt(_mean(k, square) + T.float32(eps)))
 
 
-def _norm(k, m, p, quantize, row, name, bias, emit):
+def _norm(k, m, p, quantize, row, name, bias, both, emit):
     """The kernel of a norm. emit(columns -> X of the row) gives (columns -> what is scaled, the row's scale)."""
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
@@ -53,7 +53,7 @@ def _norm(k, m, p, quantize, row, name, bias, emit):
     with kernel(name) as (builder, state):
         X, G = T.arg("X", T.buffer((m, k), "float32")), T.arg("G", T.buffer((k,), "float32"))
         B = T.arg("B", T.buffer((k,), "float32")) if bias else None
-        output = Output(out_m, k, out_p, quantize, "Y")
+        outputs = [Output(out_m, k, out_p, kind, "Y") for kind in ([quantize, False] if both else [quantize])]
         with row_loop(state, out_m) as i:
             source = i if row == "all" else T.Bind(live_rows(state, m) - 1)
             value, scale = emit(lambda columns: X[source, columns])
@@ -63,21 +63,24 @@ def _norm(k, m, p, quantize, row, name, bias, emit):
                 return y + B[columns] if bias else y
 
             with T.serial(k // BLOCK) as block:
-                output.store_block(*(result(at(block * BLOCK + half * LANES)) for half in range(2)), i, block)
+                y = [result(at(block * BLOCK + half * LANES)) for half in range(2)]
+                y = [T.Bind(values) for values in y] if both else y
+                for output in outputs:
+                    output.store_block(*y, i, block)
     return builder.get()
 
 
-def rms_norm(k, m, eps, p, quantize, row, isa, name) -> tirx.PrimFunc:
+def rms_norm(k, m, eps, p, quantize, row, isa, name, both=False) -> tirx.PrimFunc:
     """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S of [m, k] in tiles of p rows if `quantize`,
     else Y float32 [m, k]).
 
-    row: "all", or "last": only the last live row, X[live - 1]; the outputs then have the shapes of m = 1, p = 1.
-    UserError unless 32 divides k. `isa` is not used: vectors have 16 lanes and LLVM splits them.
+    both: Y behind A, S as well. row: "all", or "last": only the last live row, X[live - 1]; the outputs then have the
+    shapes of m = 1, p = 1. UserError unless 32 divides k. `isa` is not used: vectors have 16 lanes and LLVM splits them.
     """
-    return _norm(k, m, p, quantize, row, name, False, lambda x: (x, _inverse_deviation(k, eps, x)))
+    return _norm(k, m, p, quantize, row, name, False, both, lambda x: (x, _inverse_deviation(k, eps, x)))
 
 
-def layer_norm(k, m, eps, p, quantize, row, bias, isa, name) -> tirx.PrimFunc:
+def layer_norm(k, m, eps, p, quantize, row, bias, isa, name, both=False) -> tirx.PrimFunc:
     """As `rms_norm`; B float32 [k] behind G if `bias`."""
 
     def emit(x):
@@ -88,7 +91,7 @@ def layer_norm(k, m, eps, p, quantize, row, bias, isa, name) -> tirx.PrimFunc:
 
         return centered, _inverse_deviation(k, eps, centered)
 
-    return _norm(k, m, p, quantize, row, name, bias, emit)
+    return _norm(k, m, p, quantize, row, name, bias, both, emit)
 
 
 def quantize(k, m, p, isa, name) -> tirx.PrimFunc:

@@ -2,13 +2,13 @@
 same launch.
 
 In: the token's q, k, v rows as the projections left them (or queries that `rope_kv_write.py` rotated), and the cache.
-Out: the heads' outputs in an activation layout of `quantize.py`. A workgroup has a KV head and a split of its visible
-keys; it rotates the group's queries into LDS itself. A wave processes blocks of 32 or 64 keys and keeps its own softmax
-(`attention_rows.py`), so nothing waits in the loop; K and V are loaded once for the whole group. The waves join through
-LDS at the end.
+Out: the heads' outputs in an activation layout of `quantize.py`. A workgroup has a KV head, or a part of the query
+heads that share it, and a split of its visible keys; it rotates these queries into LDS itself. A wave processes
+blocks of 32 or 64 keys and keeps its own softmax (`attention_rows.py`), so nothing waits in the loop; K and V are
+loaded once for the whole group. The waves join through LDS at the end.
 
-Splits join in device memory (`attention_join.py`): the last one to finish joins them all, without a second launch. (On
-Vulkan a split that is alone stores the output itself.)
+Splits join in device memory (`attention_join.py`): the last one to finish joins them all, without a second launch.
+(On Vulkan a split that is alone stores the output itself.)
 
 The token's own key and value never come from the cache: the first wave's softmax starts with them.
 """
@@ -28,7 +28,7 @@ from mlc_amd.schedules.gpu.cache import Cache, clamped_position, is_at, store_va
 from mlc_amd.schedules.gpu.device import dot2, each, fma, launch, uniform
 from mlc_amd.schedules.gpu.registers import at, lane_of, put
 from mlc_amd.schedules.gpu.rope_kv_write import rope_args, rotated, value_scale
-from mlc_amd.schedules.gpu.softmax import P_SHIFT, group_of, output_args, sinks_arg, soft_cap
+from mlc_amd.schedules.gpu.softmax import MAX_GROUP, P_SHIFT, group_of, output_args, sinks_arg, soft_cap
 from mlc_amd.schedules.gpu.step import kernel, opaque_zero, state_arg
 
 
@@ -38,16 +38,18 @@ class Plan:
     fill     workgroups per compute unit that a long context is split into
     step     keys between two looks at the maximum; on "rocm" STEP
     batch    splits whose results are loaded at once
+    rows     query heads that a workgroup has, at least; where more share a KV head, several workgroups read its keys
     """
 
     threads: int
     fill: int
     step: int
     batch: int
+    rows: int
 
 
-PLANS = {"nvidia": Plan(threads=128, fill=2, step=32, batch=32)}
-DEFAULT_PLAN = Plan(threads=128, fill=2, step=STEP, batch=8)
+PLANS = {"nvidia": Plan(threads=128, fill=2, step=32, batch=32, rows=4)}
+DEFAULT_PLAN = Plan(threads=128, fill=2, step=STEP, batch=8, rows=MAX_GROUP)
 
 
 def default_plan(arch) -> Plan:
@@ -56,7 +58,8 @@ def default_plan(arch) -> Plan:
 
 class Splits(NamedTuple):
     """How a KV head's keys are distributed: `count` workgroups of `waves` waves, which take blocks of `step` keys round
-    robin. batch: splits whose results are loaded at once."""
+    robin, for each `group` of the query heads; `parts` such groups share a KV head. batch: splits whose results are
+    loaded at once."""
 
     count: int
     waves: int
@@ -65,6 +68,7 @@ class Splits(NamedTuple):
     d: int
     step: int
     batch: int
+    parts: int
 
     def active(self, steps):
         """The number of splits that have a block to process, at least one; `steps`: blocks in all."""
@@ -74,15 +78,19 @@ class Splits(NamedTuple):
 def splits_of(heads, kv_heads, d, ctx, arch, plan=None, span=0) -> Splits:
     """The splits of a shape: no more than the visible keys have blocks for, than fill the GPU, than a wave has lanes to
     join them. ValueError for a plan that the arch cannot run."""
-    group, plan = group_of(heads, kv_heads), plan or default_plan(arch)
+    shared, plan = group_of(heads, kv_heads), plan or default_plan(arch)
+    group = next(n for n in range(min(plan.rows, shared), shared + 1) if shared % n == 0)
+    parts = shared // group
     if plan.step != STEP and (arch.api == "rocm" or plan.step % arch.wave or plan.step > STEP):
         raise ValueError(f"{arch.name} takes steps of up to {STEP} keys, not of {plan.step}")
     if plan.threads < arch.wave:
         raise ValueError(f"{plan.threads} threads are less than a wave of {arch.name}")
     waves = waves_of(arch, group, d, plan.threads)
     keys = min(ctx, span + plan.step) if span else ctx  # what a row sees may begin within a block
-    count = min(-(-keys // (plan.step * waves)), -(-plan.fill * arch.units // kv_heads), MAX_SPLITS, arch.wave)
-    return Splits(count, waves, waves * arch.wave, group, d, plan.step, min(plan.batch, arch.wave))
+    count = min(
+        -(-keys // (plan.step * waves)), -(-plan.fill * arch.units // (kv_heads * parts)), MAX_SPLITS, arch.wave
+    )
+    return Splits(count, waves, waves * arch.wave, group, d, plan.step, min(plan.batch, arch.wave), parts)
 
 
 def attention_decode(
@@ -98,7 +106,7 @@ def attention_decode(
     """
     heads, kv_heads, d, ctx = attention.heads, attention.kv_heads, attention.d, attention.ctx
     splits = splits_of(heads, kv_heads, d, ctx, arch, plan, attention.span)
-    group = splits.group
+    group, parts = splits.group, splits.parts
     with kernel(name, coherent=("Parts", "Arrived")) as ir:
         state = state_arg()
         if rope:
@@ -106,9 +114,10 @@ def attention_decode(
         else:
             Qo = T.arg("Qo", T.buffer((1, heads, attention.width), "float16"))
         cache, sinks = Cache(attention, shifts=True), sinks_arg(attention)
-        scratch = scratch_args(heads, kv_heads, d)
+        scratch = scratch_args(kv_heads * parts, group, d)
         out = output_args(attention, 1, act_out)
-        with launch((kv_heads, splits.count), (arch.wave, splits.waves)) as (kv, split, lane, thread_wave):
+        with launch((kv_heads * parts, splits.count), (arch.wave, splits.waves)) as (part, split, lane, thread_wave):
+            kv = part if parts == 1 else T.Bind(part // parts)
             wave = uniform(arch, thread_wave)
             position = clamped_position(state, 0, ctx)
             own_apart = rope is not None and rope.writes  # its own key and value do not come from the cache
@@ -127,14 +136,16 @@ def attention_decode(
                     rows.load_keys(cache.block(kv, key0))
                 if rope:
                     own_key = T.alloc_buffer((d,), query_dtype(arch), scope="shared") if own_apart else None
-                    _rotate(arch, attention, splits, sources, rope, (queries, own_key), kv, position, wave, lane)
+                    _rotate(
+                        arch, attention, splits, sources, rope, (queries, own_key), (part, kv), position, wave, lane
+                    )
                     if own_apart:
                         first = T.Bind((wave == 0) & (split == 0))
                         with T.If(first), T.Then():
                             scale = value_scale(arch, sources.V, 0, kv, lane, d, rope)
                             _start_with_own(rows, queries, own_key, sources.V, scale, kv)
                 else:
-                    _load_queries(splits, Qo, queries, kv, wave * arch.wave + lane)
+                    _load_queries(splits, Qo, queries, part, wave * arch.wave + lane)
                 with T.serial(T.max((steps - first_step - stream + streams - 1) // streams, T.int32(0))) as i:
                     place = T.Bind(stream + i * streams + first_step)
                     following = {}
@@ -144,14 +155,15 @@ def attention_decode(
                     block = cache.block(kv, T.Bind(place * splits.step))
                     rows.step(block, queries, lambda r, key: seen.sees(key), opaque_zero(state, i), **following)
                 if own_apart:
-                    with T.If(first & is_at(state, 0, position)), T.Then():
+                    writes = first if parts == 1 else first & (part % parts == 0)
+                    with T.If(writes & is_at(state, 0, position)), T.Then():
                         key = rotated(arch, sources.K, 0, kv * d, sources.CS, position, sources.KN, lane, d, rope)
                         cache.store_key(kv, position, key)
                         scale = value_scale(arch, sources.V, 0, kv, lane, d, rope)
                         cache.store_value(arch, kv, position, sources.V, 0, lane, scale)
                 quad = rows.join_waves(wave, splits.waves)
                 tid = T.Bind(wave * arch.wave + lane)
-                join = Join(arch, splits, act_out, out, scratch, sinks, kv, wave, lane, tid)
+                join = Join(arch, splits, act_out, out, scratch, sinks, part, wave, lane, tid)
                 if arch.api == "vulkan":
                     with T.serial(T.cast(active == 1, "int32")):
                         join.store_alone(quad)
@@ -161,14 +173,14 @@ def attention_decode(
     return ir.get()
 
 
-def _rotate(arch, attention, splits, sources, rope, buffers, kv, position, wave, lane):
+def _rotate(arch, attention, splits, sources, rope, buffers, place, position, wave, lane):
     """Rotates the group's queries and the key, if there is one, into LDS; the waves take heads round robin."""
-    (Q, K, _, QN, KN, CS), (queries, own_key) = sources, buffers
+    (Q, K, _, QN, KN, CS), (queries, own_key), (part, kv) = sources, buffers, place
     group, d, scale = splits.group, splits.d, T.float32(attention.query_scale)
     for i in each(arch, -(-group // splits.waves)):
         row = T.Bind(i * splits.waves + wave)
         with T.If(row < group), T.Then():
-            for valid, values in rotated(arch, Q, 0, (kv * group + row) * d, CS, position, QN, lane, d, rope):
+            for valid, values in rotated(arch, Q, 0, (part * group + row) * d, CS, position, QN, lane, d, rope):
                 store_valid(valid, queries, [((row, e), _rounded(y * scale, queries)) for e, y in values])
     if own_key is None:
         return
@@ -183,7 +195,7 @@ def _rounded(x, buffer):
     return half if str(buffer.dtype) == "float16" else T.cast(half, "float32")
 
 
-def _load_queries(splits, Qo, queries, kv, tid):
+def _load_queries(splits, Qo, queries, part, tid):
     """Copies the group's rotated queries into LDS."""
     elements = splits.group * splits.d
     for first in range(0, elements, splits.threads):
@@ -194,7 +206,7 @@ def _load_queries(splits, Qo, queries, kv, tid):
             [
                 (
                     (e // splits.d, e % splits.d),
-                    T.cast(Qo[0, kv * splits.group + e // splits.d, e % splits.d], queries.dtype),
+                    T.cast(Qo[0, part * splits.group + e // splits.d, e % splits.d], queries.dtype),
                 )
             ],
         )

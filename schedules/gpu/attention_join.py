@@ -1,25 +1,21 @@
 """How the splits of decode attention join in device memory, within one launch.
 
 Each split stores its rows' outputs, maxima and sums of weights into Parts and then increments the atomic counter
-Arrived of its KV head. The split that finds all others arrived joins the results and stores the output.
-
-A split's stores are complete, beyond the caches that workgroups do not share, before its increment (`device.Outbox`).
-The last split's loads have addresses that depend on what the counter returned, so neither compiler nor hardware can
-start them early; their cache lines belong to one split each and nothing reads them earlier in the launch, so no cache
-has an old copy. On Vulkan both buffers are coherent, and a memory barrier stands before the increment and after it.
+Arrived of its rows. The split that finds all others arrived joins the results and stores the output. Why it reads
+what the others stored: `arrival.py`.
 """
 
 import math
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.device import Outbox, each, exp2, memory_barrier, rcp, uniform, wave_max, wave_sum
+from mlc_amd.schedules.gpu.arrival import LINE, arrive, zero_behind
+from mlc_amd.schedules.gpu.device import Outbox, each, exp2, rcp, wave_max, wave_sum
 from mlc_amd.schedules.gpu.quantize import WIDTH, emit_store
 from mlc_amd.schedules.gpu.registers import at, local, put
 from mlc_amd.schedules.gpu.softmax import LOWEST, group_of, with_sink
 
 MAX_SPLITS = 32
-LINE = 32  # float32 of a cache line
 
 
 def stride_of(group, d) -> int:
@@ -31,25 +27,29 @@ def stride_of(group, d) -> int:
 def scratch_shapes(heads, kv_heads, d) -> dict:
     """Parameter name -> (shape, dtype) of the buffers that splits join through, large enough for every plan. "Arrived"
     must be zero before the first launch and is zero after each; "Parts" may hold anything."""
-    return {
-        "Parts": ((kv_heads, MAX_SPLITS, stride_of(group_of(heads, kv_heads), d)), "float32"),
-        "Arrived": ((kv_heads,), "int32"),
-    }
+    group_of(heads, kv_heads)
+    return _shapes(heads, 1, d)
 
 
-def scratch_args(heads, kv_heads, d) -> list:
-    """Declares the parameters Parts and Arrived."""
-    return [T.arg(name, T.buffer(*shape)) for name, shape in scratch_shapes(heads, kv_heads, d).items()]
+def _shapes(parts, group, d) -> dict:
+    """For `parts` times `group` rows."""
+    return {"Parts": ((parts, MAX_SPLITS, stride_of(group, d)), "float32"), "Arrived": ((parts,), "int32")}
+
+
+def scratch_args(parts, group, d) -> list:
+    """Declares the parameters Parts and Arrived as `parts` times `group` rows need them: the first part of what
+    `scratch_shapes` says."""
+    return [T.arg(name, T.buffer(*shape)) for name, shape in _shapes(parts, group, d).items()]
 
 
 class Join:
-    """What a thread of a workgroup, number `tid`, needs to join KV head `kv`. splits: `attention_decode.Splits`;
-    scratch: of `scratch_args`; sinks: the parameter, or None."""
+    """What a thread of a workgroup, number `tid`, needs to join part `part` of the heads. splits:
+    `attention_decode.Splits`; scratch: of `scratch_args`; sinks: the parameter, or None."""
 
-    def __init__(self, arch, splits, act_out, out, scratch, sinks, kv, wave, lane, tid):
+    def __init__(self, arch, splits, act_out, out, scratch, sinks, part, wave, lane, tid):
         self.arch, self.splits, self.act_out, self.out, self.sinks = arch, splits, act_out, out, sinks
         self.Parts, self.Arrived = scratch
-        self.kv, self.wave, self.lane, self.tid = kv, wave, lane, tid
+        self.part, self.wave, self.lane, self.tid = part, wave, lane, tid
 
     def _quads(self):
         """Yields (valid, row, column) of the groups of four columns that this thread has; valid is None where all
@@ -64,7 +64,7 @@ class Join:
             yield valid, T.Bind(place // splits.d), T.Bind(place % splits.d)
 
     def _head(self, row):
-        return self.kv * self.splits.group + row
+        return self.part * self.splits.group + row
 
     def _emit(self, values, row, column, valid):
         column = self._head(row) * self.splits.d + column
@@ -90,42 +90,31 @@ class Join:
             outbox.send(
                 valid,
                 self.Parts,
-                (out, None, (self.kv, split, row * splits.d + column)),
-                (row_values, column == 0, (self.kv, split, tail)),
+                (out, None, (self.part, split, row * splits.d + column)),
+                (row_values, column == 0, (self.part, split, tail)),
             )
         outbox.publish()
 
     def arrive_and_join(self, active):
         """Counts this split; the last of the `active` ones joins them all and resets the counter."""
-        old = self._arrive()
+        old = arrive(self.arch, self.Arrived, self.part, self.tid)
         with T.serial(T.cast(old == active - 1, "int32")):
-            later = T.Bind(T.shift_right(old, T.int32(16)))  # 0, and not known before `old` is
-            self._join_splits(active, later)
+            self._join_splits(active, zero_behind(old))
             with T.If(self.tid == 0), T.Then():
-                put(self.Arrived, T.int32(0), self.kv)
-
-    def _arrive(self):
-        """The number of splits of this KV head that arrived before, in a scalar register."""
-        arrived = T.alloc_buffer((1,), "int32", scope="shared")
-        T.evaluate(T.tvm_storage_sync("shared"))
-        with T.If(self.tid == 0), T.Then():
-            put(arrived, T.call_intrin("int32", "tirx.atomic_add", T.address_of(self.Arrived[self.kv]), T.int32(1)), 0)
-        old = uniform(self.arch, arrived[0])
-        memory_barrier(self.arch)
-        return old
+                put(self.Arrived, T.int32(0), self.part)
 
     def _join_splits(self, active, later):
         """Joins the splits' results and stores the output. later: 0, known when they may be loaded."""
-        arch, splits, Parts, kv, lane = self.arch, self.splits, self.Parts, self.kv, self.lane
+        arch, splits, Parts, lane = self.arch, self.splits, self.Parts, self.lane
         group, d, size = splits.group, splits.d, splits.batch
         weights = T.alloc_buffer((group, math.ceil(splits.count / size) * size), "float32", scope="shared")
         for i in each(arch, -(-group // splits.waves)):
             row = T.Bind(T.min(i * splits.waves + self.wave, T.int32(group - 1)))
             split, tail = T.Bind(T.min(lane, active - 1) + later), group * d + row * WIDTH
-            top = T.Bind(T.Select(lane < active, Parts[kv, split, tail], T.float32(LOWEST)))
+            top = T.Bind(T.Select(lane < active, Parts[self.part, split, tail], T.float32(LOWEST)))
             largest = wave_max(arch, top)
             weight = exp2(top - largest)
-            total = wave_sum(arch, T.Bind(weight * Parts[kv, split, tail + 1]))
+            total = wave_sum(arch, T.Bind(weight * Parts[self.part, split, tail + 1]))
             with T.If(lane < weights.shape[1]), T.Then():
                 put(weights, weight * rcp(with_sink(self.sinks, self._head(row), total, largest)), row, lane)
         for valid, row, column in self._quads():
@@ -134,6 +123,6 @@ class Join:
             with T.serial((active + size - 1) // size) as batch:
                 for i in range(size):
                     split = T.Bind(batch * size + i)
-                    part = Parts[kv, T.min(split, active - 1) + later, at(row * d + column, WIDTH)]
-                    put(y, y[at(0, WIDTH)] + part * T.broadcast(weights[row, split], WIDTH), at(0, WIDTH))
+                    found = Parts[self.part, T.min(split, active - 1) + later, at(row * d + column, WIDTH)]
+                    put(y, y[at(0, WIDTH)] + found * T.broadcast(weights[row, split], WIDTH), at(0, WIDTH))
             self._emit([y[i] for i in range(WIDTH)], row, column, valid)

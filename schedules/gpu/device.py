@@ -13,6 +13,8 @@ from contextlib import ExitStack, contextmanager
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.gpu.registers import at, vector
+
 AXES = "xyz"
 COHERENT = (
     "mlc_amd.coherent"  # attribute of a kernel: names of parameters that workgroups of one launch exchange data through
@@ -305,7 +307,7 @@ class Outbox:
         their own hold; the first vector has no other. Of each width there is one."""
         for values, _, index in vectors:
             if self.volatile:
-                T.buffer_store(self.stages[len(values)], _vector(values), [self.thread, T.ramp(0, 1, len(values))])
+                T.buffer_store(self.stages[len(values)], _vector(values), [self.thread, at(0, len(values))])
             elif self._rewrites and self.first is None:
                 T.buffer_store(self.stages[1], values[0], [self.thread, 0])
                 self.first = condition, T.address_of(buffer[index])
@@ -315,7 +317,7 @@ class Outbox:
                     if self.volatile:
                         self._copy(T.address_of(buffer[index]), len(values))
                     else:
-                        T.buffer_store(buffer, _vector(values), [*index[:-1], T.ramp(index[-1], 1, len(values))])
+                        T.buffer_store(buffer, _vector(values), [*index[:-1], at(index[-1], len(values))])
 
     def publish(self):
         if self.arch.api == "vulkan":
@@ -344,7 +346,7 @@ def _where(condition):
 
 
 def _vector(values):
-    return T.Shuffle(values, [T.int32(i) for i in range(len(values))])
+    return vector(values) if len(values) > 1 else values[0]
 
 
 def memory_barrier(arch):

@@ -20,6 +20,7 @@ from mlc_amd.schedules.gpu.gemm import linear as gemm
 from mlc_amd.schedules.gpu.gemv import gate_up_swiglu as gate_up_gemv
 from mlc_amd.schedules.gpu.gemv import linear as gemv
 from mlc_amd.schedules.gpu.norm import layer_norm, quantize, rms_norm
+from mlc_amd.schedules.gpu.norm_route import norm_route
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.route import Routing, route
@@ -29,12 +30,12 @@ def _embed(fmt, vocab, k, m, arch, name, plan, scale=1.0):
     return embed(fmt, vocab, k, m, arch, name, plan, scale)
 
 
-def _rms_norm(k, m, eps, act, row, arch, name, plan):
-    return rms_norm(k, m, eps, act, row, arch, name, plan)
+def _rms_norm(k, m, eps, act, row, arch, name, plan, both=False):
+    return rms_norm(k, m, eps, act, row, arch, name, plan, both)
 
 
-def _layer_norm(k, m, eps, bias, act, row, arch, name, plan):
-    return layer_norm(k, m, eps, bias, act, row, arch, name, plan)
+def _layer_norm(k, m, eps, bias, act, row, arch, name, plan, both=False):
+    return layer_norm(k, m, eps, bias, act, row, arch, name, plan, both)
 
 
 def _quantize(k, m, act, arch, name, plan):
@@ -64,6 +65,11 @@ def _rope_attention(act, arch, name, plan, **layer):
 
 def _route(n, m, experts, used, tile, arch, name, plan, **routing):
     return route(n, m, Experts(experts, used, tile), Routing(**routing), arch, name)
+
+
+def _norm_route(fmt, k, eps, layout, both, router_bias, experts, used, tile, arch, name, plan, **routing):
+    of = Experts(experts, used, tile)
+    return norm_route(fmt, k, eps, layout, both, router_bias, of, Routing(**routing), arch, name)
 
 
 def _expert_order(m, experts, used, tile, arch, name, plan):
@@ -109,6 +115,7 @@ BUILDERS = {
     "attention": _attention,
     "rope_attention": _rope_attention,
     "route": _route,
+    "norm_route": _norm_route,
     "expert_order": _expert_order,
     "gather": _gather,
     "expert_gate_up": _expert_gate_up,

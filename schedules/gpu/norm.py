@@ -98,22 +98,22 @@ def _scaled(values, scale, factors):
     return [T.Bind(v * scale * f) for v, f in zip(values, factors, strict=True)]
 
 
-def rms_norm(k, m, eps, act_out, row, arch, name, plan=None) -> tirx.PrimFunc:
+def rms_norm(k, m, eps, act_out, row, arch, name, plan=None, both=False) -> tirx.PrimFunc:
     """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S | H | Y of [m, k], as `act_out` says). A
     workgroup a token.
 
-    row: "all", or "last": only the last live token, X[live - 1]; the outputs then have the shapes of m = 1. UserError
-    unless 32 divides k.
+    row: "all", or "last": only the last live token, X[live - 1]; the outputs then have the shapes of m = 1. both: Y
+    behind the outputs of another layout. UserError unless 32 divides k.
     """
-    return _norm(k, m, eps, act_out, row, arch, name, plan)
+    return _norm(k, m, eps, act_out, row, arch, name, plan, both)
 
 
-def layer_norm(k, m, eps, bias, act_out, row, arch, name, plan=None) -> tirx.PrimFunc:
+def layer_norm(k, m, eps, bias, act_out, row, arch, name, plan=None, both=False) -> tirx.PrimFunc:
     """As `rms_norm`, of x minus its mean. bias: behind G there is B float32 [k], which is added."""
-    return _norm(k, m, eps, act_out, row, arch, name, plan, True, bias)
+    return _norm(k, m, eps, act_out, row, arch, name, plan, both, True, bias)
 
 
-def _norm(k, m, eps, act_out, row, arch, name, plan, centered=False, bias=False) -> tirx.PrimFunc:
+def _norm(k, m, eps, act_out, row, arch, name, plan, both, centered=False, bias=False) -> tirx.PrimFunc:
     """Either; centered: the mean is subtracted."""
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
@@ -123,7 +123,8 @@ def _norm(k, m, eps, act_out, row, arch, name, plan, centered=False, bias=False)
         state = state_arg()
         X, G = T.arg("X", T.buffer((m, k), "float32")), T.arg("G", T.buffer((k,), "float32"))
         B = T.arg("B", T.buffer((k,), "float32")) if bias else None
-        out = act_args(out_m, k, act_out, None if act_out else ["Y"])
+        acts = [act_out, ""] if both else [act_out]
+        outs = [act_args(out_m, k, act, None if act else ["Y"]) for act in acts]
         with launch((out_m,), (arch.wave, waves)) as (token, lane, wave):
             part = T.alloc_buffer((waves,), "float32", scope="shared")
             means = T.alloc_buffer((waves,), "float32", scope="shared") if centered else None
@@ -138,7 +139,8 @@ def _norm(k, m, eps, act_out, row, arch, name, plan, centered=False, bias=False)
                     y = _scaled(values, scale, factors)
                     if offsets is not None:
                         y = [T.Bind(v + o) for v, o in zip(y, offsets, strict=True)]
-                    emit_store(arch, act_out, out, y, token, column, live)
+                    for act, out in zip(acts, outs, strict=True):
+                        emit_store(arch, act, out, y, token, column, live)
 
                 if arch.api == "rocm" or count <= MAX_STEPS:
                     steps = [_column(threads, k, thread, i) for i in range(count)]

@@ -45,33 +45,48 @@ class Routing:
     groups_used: int
 
 
-def route(n, m, experts: Experts, routing: Routing, arch, name) -> tirx.PrimFunc:
-    """Kernel (state, L float32 [m, n], [B float32 [count, padded to 16]], [F as B], Ids int32 [m, used], Weights
-    float32 [m, used]). ValueError for a gating that is not known, and for groups that do not fit."""
-    count, used, wave = experts.count, experts.used, arch.wave
-    grouped = routing.groups > 1 and routing.groups_used < routing.groups
+def check(experts: Experts, routing: Routing) -> bool:
+    """Whether some groups of experts are left out. ValueError for a gating that is not known, and for groups that do
+    not fit."""
+    count, used, groups = experts.count, experts.used, routing.groups
+    grouped = groups > 1 and routing.groups_used < groups
     if routing.gating not in GATINGS:
         raise ValueError(f"unknown gating {routing.gating!r}; known are {', '.join(GATINGS)}")
-    if grouped and (count % routing.groups or used > count // routing.groups * routing.groups_used):
-        raise ValueError(f"{routing.groups_used} of {routing.groups} groups of {count} experts do not give {used}")
+    if grouped and (count % groups or used > count // groups * routing.groups_used):
+        raise ValueError(f"{routing.groups_used} of {groups} groups of {count} experts do not give {used}")
+    return grouped
+
+
+def routing_args(experts: Experts, routing: Routing) -> list:
+    """Declares the parameters B and F, as far as there are any: [B or None, F or None]."""
+    wanted = (("B", routing.bias), ("F", routing.factors))
+    return [T.arg(which, T.buffer((padded(experts.count),), "float32")) if there else None for which, there in wanted]
+
+
+def choice_args(experts: Experts, m) -> list:
+    """Declares the parameters Ids and Weights."""
+    dtypes = {"Ids": "int32", "Weights": "float32"}
+    return [T.arg(which, T.buffer((m, experts.used), dtype)) for which, dtype in dtypes.items()]
+
+
+def route(n, m, experts: Experts, routing: Routing, arch, name) -> tirx.PrimFunc:
+    """Kernel (state, L float32 [m, n], [B float32 [count, padded to 16]], [F as B], Ids int32 [m, used], Weights
+    float32 [m, used]). ValueError as of `check`."""
+    count, used, wave = experts.count, experts.used, arch.wave
+    grouped = check(experts, routing)
     with kernel(name) as ir:
         state, L = state_arg(), T.arg("L", T.buffer((m, n), "float32"))
-        B, F = (
-            T.arg(which, T.buffer((padded(count),), "float32")) if wanted else None
-            for which, wanted in (("B", routing.bias), ("F", routing.factors))
-        )
-        Ids, Weights = (
-            T.arg(which, T.buffer((m, used), dtype)) for which, dtype in (("Ids", "int32"), ("Weights", "float32"))
-        )
+        B, F = routing_args(experts, routing)
+        Ids, Weights = choice_args(experts, m)
         with launch((m,), (wave,)) as (row, lane):
-            held = _Held(arch, count, lane, routing, grouped)
+            held = Held(arch, count, lane, routing, grouped)
             places = [T.Bind(lane + first) for first in range(0, used, wave)]  # a lane's share of the chosen ones
             ids, values = local(len(places), "int32"), local(len(places))
             for i in range(len(places)):
                 put(ids, T.int32(0), i)
                 put(values, T.float32(TAKEN), i)
             with if_live(state, m, row):
-                held.load(L, row, B)
+                held.load(lambda expert: L[row, expert], B)
                 if grouped:
                     held.leave_groups()
                 with T.serial(used) as j:
@@ -80,7 +95,7 @@ def route(n, m, experts: Experts, routing: Routing, arch, name) -> tirx.PrimFunc
                         put(ids, T.Select(place == j, expert, ids[i]), i)
                         put(values, T.Select(place == j, value, values[i]), i)
                 inside = [place < used for place in places]
-                weights = _weigh(arch, routing, [T.Bind(values[i]) for i in range(len(places))], inside)
+                weights = weigh(arch, routing, [T.Bind(values[i]) for i in range(len(places))], inside)
                 for i, (place, weight) in enumerate(zip(places, weights, strict=True)):
                     with T.If(inside[i]), T.Then():
                         put(Ids, ids[i], row, place)
@@ -88,7 +103,7 @@ def route(n, m, experts: Experts, routing: Routing, arch, name) -> tirx.PrimFunc
     return ir.get()
 
 
-class _Held:
+class Held:
     """What a wave holds of a row: for each of a lane's experts its number, its probability and the score that chooses
     it."""
 
@@ -114,8 +129,9 @@ class _Held:
         """The expert's number, inside the arrays in any case."""
         return self.numbers[i] if self._inside(i) is None else T.min(self.numbers[i], T.int32(self.count - 1))
 
-    def load(self, L, row, B):
-        logits = [self._or(i, L[row, self._index(i)], TAKEN) for i in range(self.steps)]
+    def load(self, logit, B):
+        """logit(expert): of the row. B: of `route`, or None."""
+        logits = [self._or(i, logit(self._index(i)), TAKEN) for i in range(self.steps)]
         values = {"softmax": self._softmax, "sigmoid": self._sigmoid, "softmax_used": list}[self.routing.gating](logits)
         for i, value in enumerate(values):
             put(self.p, value, i)
@@ -182,7 +198,7 @@ class _Held:
         return expert, wave_sum(self.arch, T.Bind(value))
 
 
-def _weigh(arch, routing, values, inside):
+def weigh(arch, routing, values, inside):
     """The weights of the chosen experts, of which a lane has those that are `inside`: their probabilities, or logits
     for softmax_used."""
     factor = T.float32(routing.scale)

@@ -43,7 +43,9 @@ DOT = {"tokens": (16, 32, 64, 128), "rows": (32, 64, 128), "threads_m": (1, 2, 4
 ATTENTION_COOP = {"waves": WAVES, "fragments": (1, 2), "keys": (16, 32, 64, 128), "parts": (1, 2, 4)}
 ATTENTION_MATRIX = {"threads": (32, 64, 128, 256), "blocks": (1, 2, 4)}
 ATTENTION_DOT = {"threads": (32, 64, 128, 256), "rows": (4, 8, 16)}
-DECODE = {"threads": (32, 64, 128, 256), "fill": (1, 2, 4, 8), "step": (32, 64), "batch": (4, 8, 16, 32)}
+DECODE = {
+    "threads": (32, 64, 128, 256), "fill": (1, 2, 4, 8), "step": (32, 64), "batch": (4, 8, 16, 32), "rows": (2, 4, 16),
+}  # fmt: skip
 THREADS = {"threads": (32, 64, 128, 256, 512, 1024)}
 STEPS = 16  # whose columns a thread of a norm holds at most
 
@@ -262,7 +264,8 @@ def _decode(workload, arch) -> Space:
 
     def kernel(plan) -> Kernel:
         splits = attention_decode.splits_of(*shape, arch, plan, span)
-        return Kernel(splits, shape[1] * splits.count, splits.threads, splits.step * shape[2] * 2 / arch.wave)
+        groups = shape[1] * splits.parts * splits.count
+        return Kernel(splits, groups, splits.threads, splits.step * shape[2] * 2 / arch.wave)
 
     return Space(attention_decode.Plan, DECODE, attention_decode.default_plan(arch), kernel)
 

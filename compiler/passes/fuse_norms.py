@@ -1,0 +1,55 @@
+"""Two norms of the same x that differ in the layout of their result, as experts and their router need it, become one
+with both results."""
+
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from mlc_amd.compiler import ops
+from mlc_amd.compiler.nodes import fields_of
+
+NORMS = ("rms_norm", "layer_norm")
+
+
+def _pairs(func) -> list[tuple[relax.Call, relax.Call]]:
+    """(norm with a layout, norm with the float32 result) of the same arguments and attributes."""
+    found = {}
+    for block in func.body.blocks:
+        for call in (binding.value for binding in block.bindings):
+            if ops.name_of(call) in NORMS and not ops.gives_both(call):
+                attrs = tuple(sorted((key, str(call.attrs[key])) for key in call.attrs.keys() if key != "layout"))  # noqa: SIM118
+                group = found.setdefault((ops.name_of(call), tuple(call.args), attrs), {})
+                group.setdefault(str(call.attrs["layout"]), call)
+    return [
+        (call, group[""]) for group in found.values() if len(group) == 2 and "" in group
+        for layout, call in group.items() if layout
+    ]  # fmt: skip
+
+
+@mutator
+class _Fuser(PyExprMutator):
+    """The fused call stands where the first of the two stood: both have the same arguments."""
+
+    def __init__(self, mod, pairs):
+        super().__init__(mod)
+        self.pair = {call: pair for pair in pairs for call in pair}
+        self.fused = {}
+
+    def visit_call_(self, call):
+        if call not in self.pair:
+            return super().visit_call_(call)
+        pair = self.pair[call]
+        if pair not in self.fused:
+            args = [self.visit_expr(arg) for arg in pair[0].args]
+            self.fused[pair] = self.builder_.emit(ops.with_attrs(pair[0], args, both=1))
+        both = self.fused[pair]
+        *parts, plain = (relax.TupleGetItem(both, i) for i in range(len(fields_of(both.ty))))
+        if call.same_as(pair[1]):
+            return plain
+        return relax.Tuple(parts) if len(parts) > 1 else parts[0]
+
+
+def fuse_norms(mod):
+    for gv, func in mod.functions.items():
+        if isinstance(func, relax.Function):
+            mod[gv] = _Fuser(mod, _pairs(func)).visit_expr(func)
+    return relax.transform.DeadCodeElimination()(mod)
