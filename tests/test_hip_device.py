@@ -351,8 +351,8 @@ def test_experts_in_host_memory(artifact):
     full = Recorder(KERNELS, fail={"hipHostGetDevicePointer": "hipErrorOutOfMemory"})
     with pytest.raises(UserError, match=r"out of host memory: --n-cpu-moe 1 needs .*ttm\.pages_limit"):
         HipDevice(model, bindings=full, n_cpu_moe=1)
-    with pytest.raises(UserError, match=r"this model needs .*; try --ctx 64 or --n-cpu-moe 1, or close"):
-        HipDevice(model, bindings=Recorder(KERNELS, memory=48 << 10))
+    with pytest.raises(UserError, match=r"this model needs .*; try --ctx 192 or --n-cpu-moe 1, or close"):
+        HipDevice(model, bindings=Recorder(KERNELS, memory=56 << 10))
 
 
 def test_apu_takes_its_carve_out_when_all_fits(artifact):

@@ -1,5 +1,6 @@
 """What a model needs of memory, what the commands say of it, and experts that stay in host memory."""
 
+import json
 import logging
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import CHIPS, MEMORY
 from mlc_amd.runtime.memory import Needs, of_manifest
-from mlc_amd.tools import inspect_memory
+from mlc_amd.tools import cli, inspect_memory
 
 GIB = 1 << 30
 IDS = [3, 17, 200, 5, 9, 41, 8, 77, 100, 2, 64, 30, 11, 250, 19, 6, 1]
