@@ -8,7 +8,6 @@ Memory stays small whatever the model's size: tensors are mapped, repacked and w
 
 import dataclasses
 import importlib
-import math
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +18,8 @@ from typing import Protocol
 import numpy as np
 import tvm
 
+from mlc_amd.compiler import memory, sampling, tokenizer
 from mlc_amd.compiler import plan as planning
-from mlc_amd.compiler import sampling, tokenizer
 from mlc_amd.compiler.models.build import FunctionSpec, build_module
 from mlc_amd.compiler.models.graph import ONES, table_columns
 from mlc_amd.compiler.models.rope import position_table
@@ -55,10 +54,7 @@ class Summary:
     path: Path
     kernels: int
     kernel_bytes: int
-    weight_bytes: int
     launches: dict[str, int]  # by function
-    arena_bytes: int
-    kv_bytes: int
     tuned: dict[str, int]  # kernels by where their plan comes from: default, shipped, user; one for each arch
     notes: list[str] = field(default_factory=list)  # tuned records that were ignored, and why
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
@@ -104,9 +100,7 @@ def compile_model(
             entry | backend.facts(entry["name"]) | {"tuned": backend.origins(entry["name"])}
             for entry in kernel_table(plan)
         ]
-        kept = backend.kv_types(model.config, ctx)
-        for layer in model.config.layers:
-            kept |= backend.workspace(layer, ctx)
+        kept = memory.kept(model.config, backend, ctx)
         kv = [{"name": name, "dtype": dtype, "shape": list(shape)} for name, (shape, dtype) in kept.items()]
         manifest = {
             "name": model.config.name or Path(model.path).stem,
@@ -127,18 +121,17 @@ def compile_model(
             "formats": _format_counts(model),
             "weights": "file" if weights else "random",
             "tensors": _drawn(model, specs),
+            "token_bytes": memory.token_bytes(model.config, backend, ctx),
             "weight_bytes": sum(spec.nbytes for planes in specs.values() for spec in planes),
         }
         artifact.write_manifest(directory, manifest)
         kernel_bytes = sum(file.stat().st_size for file in directory.glob("kernels*"))
         progress("write", 1, 1)
     clock.lap("write")
-    opened = artifact.Artifact(out, manifest)
     launches = {name: len(steps) for name, steps in plan.functions.items()}
-    sizes = kernel_bytes, opened.weight_bytes, launches, plan.arena_bytes, opened.kv_bytes
     origins = Counter(origin["from"] for entry in kernels for origin in entry["tuned"].values())
     notes = [note for lookup in lookups.values() for note in dict.fromkeys(lookup.notes)]
-    return Summary(Path(out), len(kernels), *sizes, dict(origins), notes, clock.laps)
+    return Summary(Path(out), len(kernels), kernel_bytes, launches, dict(origins), notes, clock.laps)
 
 
 def make_target(target: str, arch: str):
@@ -312,11 +305,8 @@ def _write_weights(model, layout: str, specs, path: Path, ctx: int, progress: Pr
 
 
 def _vector_size(model, name: str) -> int:
-    """Numbers of a norm or a bias, of all experts together; 0 for a matrix."""
-    if name.startswith(ONES):
-        return int(name.removeprefix(ONES))
-    shape = model.tensors[name].shape
-    return math.prod(shape) if len(shape) == 1 or name.endswith(".bias") else 0
+    """Numbers of a vector, that of ones included; 0 for a matrix."""
+    return int(name.removeprefix(ONES)) if name.startswith(ONES) else memory.vector_size(model, name)
 
 
 def _vector(model, name: str, spec: artifact.TensorSpec, ctx: int) -> np.ndarray:

@@ -44,6 +44,7 @@ def load(
     device: str | None = None,
     threads: int | None = None,
     verify: bool = False,
+    n_cpu_moe: int = 0,
 ) -> Engine:
     """Loads an artifact, or a GGUF file, which is compiled into the user's cache on first use.
 
@@ -56,6 +57,7 @@ def load(
         device: which GPU runs target vulkan: its number in `mlc-amd doctor` or a part of its name.
         threads: threads of target cpu; None: all cores.
         verify: verify the checksum of the weights, which reads all of them.
+        n_cpu_moe: of a GPU with its own memory, how many first layers' experts stay in host memory.
 
     Raises:
         UserError: the model cannot be compiled or run here; the message says why.
@@ -64,7 +66,15 @@ def load(
 
     name = None if model is None else str(model)
     return models.load_engine(
-        name, target=target, arch=arch, ctx=ctx, tuned=tuned, device=device, threads=threads, verify=verify
+        name,
+        target=target,
+        arch=arch,
+        ctx=ctx,
+        tuned=tuned,
+        device=device,
+        threads=threads,
+        verify=verify,
+        n_cpu_moe=n_cpu_moe,
     )
 
 

@@ -85,14 +85,19 @@ class Engine:
 
     @classmethod
     def load(
-        cls, path: str | Path, device: str | None = None, threads: int | None = None, verify: bool = False
+        cls,
+        path: str | Path,
+        device: str | None = None,
+        threads: int | None = None,
+        verify: bool = False,
+        n_cpu_moe: int = 0,
     ) -> "Engine":
-        """Loads an artifact folder. `verify` also verifies the checksum of the weights, which reads all of them.
-        UserError if it cannot run here."""
+        """Loads an artifact folder. `verify` also verifies the checksum of the weights, which reads all of them;
+        device, threads and n_cpu_moe: see `open_device`. UserError if it cannot run here."""
         if Path(path).suffix == ".gguf":
             raise UserError(f"{path} is not compiled yet; run: mlc-amd compile {path}")
         artifact = Artifact.open(path, verify)
-        return cls(artifact, open_device(artifact, device, threads))
+        return cls(artifact, open_device(artifact, device, threads, n_cpu_moe))
 
     # ---- the KV cache
 

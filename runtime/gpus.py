@@ -3,7 +3,8 @@
 All else derives from here: what kernels are built for (schedules/gpu/arch.py, profiles.py), which code object runs on
 which chip and which profile fits a device (runtime/devices), rooflines and the static model's machines (tools,
 compiler/tuning). Sources: LLVM's AMDGPUUsage (processors, features, ELF numbers); AMD's product pages (bandwidth,
-compute units, clocks); Vulkan's registry of required limits; reports of Mesa's and NVIDIA's drivers (gpuinfo.org).
+memory, compute units, clocks); Vulkan's registry of required limits; reports of Mesa's and NVIDIA's drivers
+(gpuinfo.org).
 """
 
 from dataclasses import dataclass
@@ -73,6 +74,19 @@ CHIPS = {
         Chip("gfx1200", "rdna4", "sudot4", 32, 322, 3.1, ("9060xt", "9060", "navi44"), mach=0x48),
         Chip("gfx1201", "rdna4", "sudot4", 64, 640, 2.9, ("9070xt", "9070", "9070gre", "r9700", "navi48"), mach=0x4e),
     )
+}  # fmt: skip
+
+# GiB of memory by product, all versions that are sold; of an MI250 that of one of its two dies. That of APUs is the
+# system's: only those are here that come with one size, and Strix Halo with its largest.
+MEMORY: dict[str, tuple[int, ...]] = {
+    "vii": (16,), "mi50": (16, 32), "mi60": (32,), "mi100": (32,), "mi210": (64,), "mi250": (64,), "mi250x": (64,),
+    "mi300x": (192,), "mi300a": (128,), "mi325x": (256,), "mi350x": (288,), "mi355x": (288,),
+    "5700xt": (8,), "5700": (8,), "5600xt": (6,), "v520": (8,), "5500xt": (4, 8), "5500": (4, 8),
+    "6950xt": (16,), "6900xt": (16,), "6800xt": (16,), "6800": (16,), "w6800": (32,), "6750xt": (12,), "6700xt": (12,),
+    "6700": (10,), "6650xt": (8,), "6600xt": (8,), "6600": (8,), "6500xt": (4, 8), "6400": (4,), "steamdeck": (16,),
+    "7900xtx": (24,), "7900xt": (20,), "7900gre": (16,), "w7900": (48,), "w7800": (32, 48), "7800xt": (16,),
+    "7700xt": (12,), "w7700": (16,), "7600xt": (16,), "7600": (8,), "8060s": (128,), "strixhalo": (128,),
+    "9070xt": (16,), "9070": (16,), "9070gre": (12,), "r9700": (32,), "9060xt": (8, 16), "9060": (8,),
 }  # fmt: skip
 
 

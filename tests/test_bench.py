@@ -196,6 +196,20 @@ def test_tables_follow_the_results(capsys, cache):
     assert "gaps between them" in tables[0] and "(waiting for the device)" in tables[2]
 
 
+def test_experts_in_host_memory_have_a_column_where_they_are_asked_for():
+    head, write, _ = bench._markdown(8)
+    result = dict.fromkeys(("model_type", "backends", "n_threads", "test", "machine_how"), "x")
+    result |= dict.fromkeys(("read_share", "peak_share", "machine_gbps", "peak_gbps", "n_gen"), 0)
+    result |= {"n_cpu_moe": 8, "model_size": 1 << 30, "avg_ts": 1.0, "stddev_ts": 0.0, "model_n_params": 1e9}
+    shown = dict(zip(cells(head.splitlines()[0]), cells(write(result)), strict=True))
+    assert (shown["n_cpu_moe"], shown["t/s"], shown["host us"]) == ("8", "1.00 ± 0.00", "")
+    assert "n_cpu_moe" not in bench._markdown()[0]
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
 def test_a_device_that_cannot_time_kernels_is_an_error(capsys, cache, monkeypatch):
     monkeypatch.delattr(CpuDevice, "time")
     assert cli.main(["bench", str(next(cache.iterdir())), "-p", "8", "-n", "2", "--per-kernel"]) == 1

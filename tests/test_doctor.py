@@ -17,6 +17,7 @@ DECK = {
     "vendor": "0x1002",
     "driver": "radv Mesa 25.1",
     "api": "1.4.311",
+    "host_memory": 0,
     "memory": 8 << 30,
     "profile": "vangogh",
     "lacks": ["cooperative matrices of 16x16x16"],
@@ -111,6 +112,8 @@ def test_a_device_is_told_with_driver_memory_and_profile():
         "target vulkan: device 0, APU AMD Custom GPU 0405 (RADV VANGOGH), 8.00 GiB, "
     )
     assert found[1].endswith("profile vangogh (radv Mesa 25.1, Vulkan 1.4.311)")
+    (card,) = doctor.judge(vulkan(devices=[DECK | {"type": "discrete", "host_memory": 31 << 30}]))
+    assert "8.00 GiB (and 31.00 GiB of the host's for experts), profile" in card[1]
 
 
 def test_where_only_compiled_models_run_it_leaves_compiling_out(monkeypatch, capsys):

@@ -19,6 +19,7 @@ from mlc_amd.schedules.gpu.norm import rms_norm
 from mlc_amd.tools.dev.hip_recorder import Recorder, emulated
 
 VOCAB, WIDTH, CTX = 96, 16, 256
+EXPERT = "blk.0.ffn_up_exps.weight/head"  # so that it may stay in host memory
 RNG = np.random.default_rng(7)
 TABLE = RNG.standard_normal((VOCAB, WIDTH), np.float32)
 HEAD = RNG.standard_normal((WIDTH, VOCAB), np.float32)
@@ -96,7 +97,7 @@ def function(tokens, head):
         "launches": [
             {"kernel": "embed", "args": [["io", "state"], ["io", "tokens"], ["weight", "table"], x]},
             {"kernel": "mix", "args": [["io", "state"], x, ["kv", "cache"], y]},
-            {"kernel": head, "args": [y, ["weight", "head"], ["io", "logits"], ["io", "state"]]},
+            {"kernel": head, "args": [y, ["weight", EXPERT], ["io", "logits"], ["io", "state"]]},
         ],
     }
 
@@ -109,15 +110,18 @@ def code_object(arch):
 def artifact(tmp_path):
     def make(*archs):
         odd = TensorSpec("odd", "uint8", (5,))  # so that what follows needs padding
-        specs = [TensorSpec("table", "float32", TABLE.shape), odd, TensorSpec("head", "float32", HEAD.shape)]
+        specs = [TensorSpec("table", "float32", TABLE.shape), odd, TensorSpec(EXPERT, "float32", HEAD.shape)]
         writer = WeightsWriter(tmp_path / "weights.safetensors", specs)
-        for name, array in (("table", TABLE), ("head", HEAD)):
+        for name, array in (("table", TABLE), (EXPERT, HEAD)):
             writer.write(name, 0, array)
         writer.close()
         for arch in archs:
             (tmp_path / f"{arch}.hsaco").write_bytes(code_object(arch))
         manifest = {
-            "model": {"vocab": VOCAB},
+            "model": {"vocab": VOCAB, "context": 2 * CTX, "layers": [{}, {}]},
+            "tensors": {EXPERT: {"dtype": "float32", "shape": HEAD.shape}},
+            "weight_bytes": TABLE.nbytes + HEAD.nbytes,
+            "token_bytes": 4 * WIDTH,
             "target": {"kind": "rocm", "archs": list(archs)},
             "context": CTX,
             "functions": {
@@ -186,9 +190,9 @@ def test_weights_arrive_whole_and_in_chunks(artifact, monkeypatch):
     model = artifact("gfx1100")
     device = HipDevice(model, bindings=bindings)
     start = model.weights.start
-    there = bindings.bytes_at(device._blocks["weights"][0], device._weight_bytes)
-    assert there.tobytes() == model.weights.map[start : start + device._weight_bytes]
-    chunks = -(-device._weight_bytes // 1000)
+    there = bindings.bytes_at(device._blocks["weights"][0], model.weights.total)
+    assert there.tobytes() == model.weights.map[start : start + model.weights.total]
+    chunks = -(-model.weights.total // 1000)
     assert bindings.calls.count("hipEventRecord") == chunks > 10
     assert bindings.used("host") < 1 << 20  # staging memory is given back
 
@@ -317,7 +321,7 @@ def test_graphs_can_be_switched_off(artifact, monkeypatch, caplog):
 def test_out_of_memory_says_what_fits(artifact):
     bindings = Recorder(KERNELS, memory=48 << 10)
     with pytest.raises(
-        UserError, match=r"needs .* GiB \(weights .*, KV cache .* at --ctx 256\).*compile with --ctx (64|128)$"
+        UserError, match=r"needs .* GiB \(weights .*, KV cache .* at --ctx 256\).*try --ctx (64|128), or close"
     ) as error:
         HipDevice(artifact("gfx1100"), bindings=bindings)
     assert error.tb is not None and bindings.leaks() == []  # although the traceback holds the device
@@ -328,10 +332,34 @@ def test_out_of_memory_with_the_weights_alone(artifact):
         HipDevice(artifact("gfx1100"), bindings=Recorder(KERNELS, memory=8 << 10))
 
 
+def test_experts_in_host_memory(artifact):
+    """They need no device memory and no staging, an APU ignores the flag, and too little host memory is an error."""
+    bindings, model = Recorder(KERNELS), artifact("gfx1100")
+    whole = HipDevice(model, bindings=bindings)
+    used = bindings.used("device")
+    whole.close()
+    device = HipDevice(model, bindings=bindings, n_cpu_moe=1)
+    check(device)
+    assert used - bindings.used("device") >= HEAD.nbytes
+    assert HEAD.tobytes() in [memory.tobytes() for memory, where in bindings.blocks.values() if where == "host"]
+    device.close()
+    assert bindings.leaks() == []
+    apu = Recorder(KERNELS, gpus=[{"integrated": 1}])
+    shared = HipDevice(model, bindings=apu, n_cpu_moe=1)
+    assert apu.used("device") == used
+    shared.close()
+    full = Recorder(KERNELS, fail={"hipHostGetDevicePointer": "hipErrorOutOfMemory"})
+    with pytest.raises(UserError, match=r"out of host memory: --n-cpu-moe 1 needs .*ttm\.pages_limit"):
+        HipDevice(model, bindings=full, n_cpu_moe=1)
+    with pytest.raises(UserError, match=r"this model needs .*; try --ctx 192 or --n-cpu-moe 1, or close"):
+        HipDevice(model, bindings=Recorder(KERNELS, memory=56 << 10))
+
+
 def test_apu_takes_its_carve_out_when_all_fits(artifact):
     bindings = Recorder(KERNELS, gpus=[{"integrated": 1}])
-    device = HipDevice(artifact("gfx1100"), bindings=bindings)
-    assert not device.host_memory and bindings.used("device") > device._weight_bytes
+    model = artifact("gfx1100")
+    device = HipDevice(model, bindings=bindings)
+    assert not device.host_memory and bindings.used("device") > model.weights.total
     check(device)
 
 

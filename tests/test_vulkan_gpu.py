@@ -184,6 +184,9 @@ def test_memory_types(lavapipe):
         assert first(radv, "discrete", "output")[0] == 3
         assert first(without_bar, "discrete", "device") == [0]
         assert first(without_bar, "discrete", "input")[0] == 1
+        assert first(radv, "discrete", "host") == [1, 3]  # never the card's own, and uncached before cached
+        assert first(without_bar, "discrete", "host") == [1, 2]
+        assert first(((local | mapped | cached, 0),), "discrete", "host") == []
 
 
 def test_no_loader(monkeypatch):

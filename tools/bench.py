@@ -64,6 +64,7 @@ def run(
     ctx: int | None = None,
     threads: int | None = None,
     device: str | None = None,
+    n_cpu_moe: int = 0,
     per_kernel: bool = False,
     profile_host: bool = False,
 ) -> None:
@@ -88,6 +89,8 @@ def run(
         threads: number of CPU threads (default: all cores).
         device: GPU for target vulkan: its number in `mlc-amd doctor`, or part of its name (default: $MLC_AMD_DEVICE,
             else the best one).
+        n_cpu_moe: keep the experts of the first N layers in host memory, where the GPU reads them across the bus: for
+            mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough).
         per_kernel: for each test, the time of every kernel of one step, with its memory and arithmetic throughput (md
             and json).
         profile_host: for decode, the time that the host spends on a token, sampling and detokenization included (md
@@ -99,7 +102,12 @@ def run(
     needed = max(test.n_depth + test.tokens for test in tests)
     compilation = {"target": target, "arch": arch, "synthetic": synthetic}
     engine = models.load_engine(
-        model, threads=threads, device=device, ctx=_context(model, synthetic, ctx, needed), **compilation
+        model,
+        threads=threads,
+        device=device,
+        ctx=_context(model, synthetic, ctx, needed),
+        n_cpu_moe=n_cpu_moe,
+        **compilation,
     )
     if needed > engine.context:
         raise UserError(
@@ -117,11 +125,11 @@ def run(
         display.message("this model fits into the CPU's cache: memory bandwidth says little about its speed")
     if engine.device.kind != "cpu":
         display.message(f"on {engine.device.name}")
-    begin, write, end = _WRITERS[output]()
+    begin, write, end = _WRITERS[output]() if output != "md" else _markdown(n_cpu_moe)
     sys.stdout.write(begin)
     tables = []
     for test in tests:
-        result = _result(engine, test, repetitions, per_kernel)
+        result = _result(engine, test, repetitions, per_kernel) | {"n_cpu_moe": n_cpu_moe}
         if per_kernel:
             result["per_kernel"] = _per_kernel(engine, test, result)
             tables.append(kernel_table.text(result["per_kernel"], _peak_words(result)))
@@ -278,48 +286,42 @@ def _parameters(formats: dict[str, dict[str, int]]) -> int:
 Writer = tuple[str, Callable[[dict], str], str]
 
 
-def _markdown() -> Writer:
-    header = (
-        "model",
-        "size",
-        "params",
-        "backend",
-        "threads",
-        "test",
-        "t/s",
-        "GB/s",
-        "of measured",
-        "of table",
-        "host us",
-    )
-    widths = (30, 10, 10, 10, 7, 15, 20, 8, 21, 12, 8)
-    right = {1, 2, 4, 5, 6, 7, 8, 9, 10}
+# (title, width, whether it aligns right, what it shows of a result)
+_COLUMNS: tuple[tuple[str, int, bool, Callable[[dict], object]], ...] = (
+    ("model", 30, False, lambda r: r["model_type"]),
+    ("size", 10, True, lambda r: display.size(r["model_size"])),
+    ("params", 10, True, lambda r: display.parameters(r["model_n_params"])),
+    ("backend", 10, False, lambda r: r["backends"]),
+    ("threads", 7, True, lambda r: r["n_threads"]),
+    ("n_cpu_moe", 9, True, lambda r: r["n_cpu_moe"]),
+    ("test", 15, True, lambda r: r["test"]),
+    ("t/s", 20, True, lambda r: f"{r['avg_ts']:.2f} ± {r['stddev_ts']:.2f}"),
+    ("GB/s", 8, True, lambda r: f"{r['read_gbps']:.2f}" if r["n_gen"] else ""),
+    ("of measured", 21, True, lambda r: _share(r, "read_share", f"{r['machine_gbps'] or 0:.1f} ({r['machine_how']})")),
+    ("of table", 12, True, lambda r: _share(r, "peak_share", f"{r['peak_gbps'] or 0:.0f}")),
+    ("host us", 8, True, lambda r: f"{r['host_us']:.1f}" if r["n_gen"] else ""),
+)  # fmt: skip
+
+
+def _share(result: dict, share: str, of: str) -> str:
+    return f"{result[share]:.0%} of {of}" if result[share] else ""
+
+
+def _markdown(n_cpu_moe: int = 0) -> Writer:
+    columns = [column for column in _COLUMNS if n_cpu_moe or column[0] != "n_cpu_moe"]  # as llama-bench
 
     def line(cells: Sequence[object]) -> str:
         aligned = (
-            str(c).rjust(w) if i in right else str(c).ljust(w)
-            for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+            str(cell).rjust(width) if right else str(cell).ljust(width)
+            for cell, (_, width, right, _) in zip(cells, columns, strict=True)
         )
         return "| " + " | ".join(aligned) + " |\n"
 
     def write(result: dict) -> str:
-        return line((
-            result["model_type"],
-            display.size(result["model_size"]),
-            display.parameters(result["model_n_params"]),
-            result["backends"],
-            result["n_threads"],
-            result["test"],
-            f"{result['avg_ts']:.2f} ± {result['stddev_ts']:.2f}",
-            f"{result['read_gbps']:.2f}" if result["n_gen"] else "",
-            f"{result['read_share']:.0%} of {result['machine_gbps']:.1f} "
-            f"({result['machine_how']})" if result["read_share"] else "",
-            f"{result['peak_share']:.0%} of {result['peak_gbps']:.0f}" if result["peak_share"] else "",
-            f"{result['host_us']:.1f}" if result["n_gen"] else "",
-        ))  # fmt: skip
+        return line([shown(result) for *_, shown in columns])
 
-    rule = "| " + " | ".join("-" * (w - 1) + (":" if i in right else "-") for i, w in enumerate(widths)) + " |\n"
-    return line(header) + rule, write, ""
+    rule = "| " + " | ".join("-" * (width - 1) + (":" if right else "-") for _, width, right, _ in columns) + " |\n"
+    return line([title for title, *_ in columns]) + rule, write, ""
 
 
 def _json() -> Writer:

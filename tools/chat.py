@@ -34,6 +34,7 @@ def run(
     threads: int | None = None,
     device: str | None = None,
     verify: bool = False,
+    n_cpu_moe: int = 0,
 ) -> None:
     """Talks with a model: type a message, Enter sends it, Ctrl-C stops an answer, Ctrl-D leaves; /help lists the rest.
 
@@ -69,6 +70,8 @@ def run(
         device: GPU for target vulkan: its number in `mlc-amd doctor`, or part of its name (default: $MLC_AMD_DEVICE,
             else the best one).
         verify: also verify the checksum of the weights, which reads all of them.
+        n_cpu_moe: keep the experts of the first N layers in host memory, where the GPU reads them across the bus: for
+            mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough).
     """
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"--max-tokens is {max_tokens}: it must be at least 1")
@@ -81,7 +84,16 @@ def run(
         repetition_window=repetition_window,
         seed=seed,
     )
-    engine = models.load_engine(model, target=target, arch=arch, ctx=ctx, threads=threads, device=device, verify=verify)
+    engine = models.load_engine(
+        model,
+        target=target,
+        arch=arch,
+        ctx=ctx,
+        threads=threads,
+        device=device,
+        verify=verify,
+        n_cpu_moe=n_cpu_moe,
+    )
     from mlc_amd.runtime.chat import Conversation
     from mlc_amd.tools import repl
 

@@ -3,7 +3,9 @@
 import time
 from typing import Literal
 
-from mlc_amd.tools import display, models
+from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.runtime.memory import of_manifest
+from mlc_amd.tools import display, inspect_memory, models
 
 SHORT = {"o": "output"}
 NOTES = 4  # of tuned records that were left aside, how many are told
@@ -53,18 +55,17 @@ def run(
     seconds = time.perf_counter() - start
     stages = ", ".join(f"{stage} {spent:.1f}" for stage, spent in summary.seconds.items())
     rows = [
-        ("artifact", summary.path),
         (
-            "weights",
-            display.size(summary.weight_bytes) + (" (random, made when it is loaded)" if weights == "none" else ""),
+            "artifact",
+            f"{summary.path}" + (" (weights are random, made when it is loaded)" if weights == "none" else ""),
         ),
         ("kernels", f"{summary.kernels} ({display.size(summary.kernel_bytes)})"),
         ("plans", ", ".join(f"{count} {source}" for source, count in sorted(summary.tuned.items()))),
         ("launches", ", ".join(f"{function} {count}" for function, count in summary.launches.items())),
-        ("KV cache", display.size(summary.kv_bytes)),
-        ("buffers", display.size(summary.arena_bytes)),
         ("time", f"{seconds:.1f} s ({stages})"),
     ]
+    manifest = Artifact.open(summary.path).manifest
+    rows += inspect_memory.lines(inspect_memory.plan(of_manifest(manifest), target, arch))
     for note in summary.notes[:NOTES]:
         display.message(note)
     if len(summary.notes) > NOTES:

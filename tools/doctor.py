@@ -237,7 +237,9 @@ def _vulkan(facts: dict) -> list[tuple[str, str, str]]:
 
 def _vulkan_device(device: dict) -> list[tuple[str, str, str]]:
     kind = _VULKAN_TYPES.get(device["type"], "GPU")
-    what = f"{kind} {device['name']}, {display.size(device['memory'])}, profile {device['profile']}"
+    what = f"{kind} {device['name']}, {display.size(device['memory'])}"
+    what += f" (and {display.size(device['host_memory'])} of the host's for experts)" if device["host_memory"] else ""
+    what += f", profile {device['profile']}"
     checks = [
         ("ok", f"target vulkan: device {device['index']}, {what} ({device['driver']}, Vulkan {device['api']})", "")
     ]

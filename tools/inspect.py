@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import display, inspect_kernels, inspect_vulkan, models
+from mlc_amd.runtime.memory import of_manifest, on_host
+from mlc_amd.tools import display, inspect_kernels, inspect_memory, inspect_vulkan, models
 
 
 def run(
@@ -17,12 +18,20 @@ def run(
     kernels: bool = False,
     asm: str | None = None,
     tensors: bool = False,
+    ctx: int | None = None,
+    target: str = "cpu",
+    arch: str = "native",
+    n_cpu_moe: int = 0,
 ) -> None:
     """Shows the contents of a GGUF file or an artifact: configuration, weights by type, memory, kernels and launches.
 
     For GPU code (artifacts for GPUs, and any .hsaco file) it shows registers, LDS, spills, occupancy, instructions
     and assembly of each kernel. For artifacts of target vulkan these come from Mesa's compiler for AMD GPUs, if it is
     installed.
+
+    Memory is what the model needs while it runs, and with how many tokens it fits the GPUs that its arch stands for. Of
+    a GPU's memory 1 GiB is left to the driver and other programs; of memory that an APU shares with the system it is
+    half, because Linux gives the other half to the GPU.
 
     Args:
         model: a GGUF file, an artifact's folder, or an AMD code object (.hsaco).
@@ -31,6 +40,11 @@ def run(
         kernels: also list the kernels, how often each function calls them, and what those for GPUs need (artifacts).
         asm: print the assembly of the kernel of this name instead; 'linear*' means several, '*' all (GPU code).
         tensors: also list every tensor.
+        ctx: KV cache size in tokens, for the memory that a GGUF file needs (default: the model's context length, at
+            most 4096).
+        target: target that this memory is for: cpu, rocm or vulkan.
+        arch: CPU, GPU or Vulkan profile likewise: native (this machine) or a name, see `mlc-amd compile --help`.
+        n_cpu_moe: count the experts of the first N layers as host memory.
     """
     path = Path(model).expanduser()
     report: dict[str, Any]
@@ -38,7 +52,9 @@ def run(
         from mlc_amd.runtime.artifact import Artifact
 
         artifact = Artifact.open(path)
-        report = _artifact(artifact)
+        if ctx is not None or (target, arch) != ("cpu", "native"):
+            raise UserError(f"{path} is compiled: --ctx, --target and --arch apply to GGUF files")
+        report = _artifact(artifact, n_cpu_moe)
         gpu_codes = _CODES.get(artifact.manifest["target"]["kind"])
         codes = gpu_codes(artifact) if gpu_codes and (json or kernels or asm is not None) else []
     elif inspect_kernels.is_code_object(path):
@@ -50,7 +66,7 @@ def run(
             f"{path} is a GGUF file: --plan, --kernels and --asm apply to artifacts (`mlc-amd compile` makes one)"
         )
     else:
-        report, codes = _gguf(path), []
+        report, codes = _gguf(path, ctx, target, arch, n_cpu_moe), []
     if asm is not None:
         if not codes:
             raise UserError(
@@ -76,8 +92,10 @@ def run(
             print(_SECTIONS[title](content))
 
 
-def _gguf(path: Path) -> dict[str, object]:
+def _gguf(path: Path, ctx: int | None, target: str, arch: str, n_cpu_moe: int) -> dict[str, object]:
     from mlc_amd.compiler.gguf.reader import GGUFModel
+    from mlc_amd.compiler.memory import needs
+    from mlc_amd.compiler.pipeline import capacity, make_target
     from mlc_amd.compiler.sampling import defaults
 
     with GGUFModel.open(path) as model:
@@ -91,18 +109,15 @@ def _gguf(path: Path) -> dict[str, object]:
             {"name": t.name, "dtype": t.format, "shape": list(t.shape), "bytes": t.nbytes}
             for t in model.tensors.values()
         ]
-        # Keys and values in float16, which is how artifacts keep them.
-        per_token = sum(2 * a.kv_heads * a.head_dim * 2 for a in (layer.attention for layer in model.config.layers))
-        shown = _stored(formats)
-        weights = sum(round(e["bytes"] * e["memory_bits"] / e["file_bits"]) for e in shown.values())
-        memory = {"weights": weights, "kv_per_token": per_token, "kv_full_context": per_token * model.config.context}
+        on_host(model.tensors, n_cpu_moe)
+        needed = needs(model, make_target(target, arch), capacity(model.config, ctx))
         return {
             "file": str(path),
             "name": model.config.name,
             "model": config,
             "sampling": defaults(model.metadata, model.config.context),
-            "formats": shown,
-            "memory": memory,
+            "formats": _stored(formats),
+            "memory": inspect_memory.plan(needed, target, arch, n_cpu_moe),
             "tensors": listing,
         }
 
@@ -123,8 +138,9 @@ def _stored(formats: dict[str, dict[str, int]]) -> dict[str, dict]:
     }
 
 
-def _artifact(artifact) -> dict[str, object]:
-    manifest = artifact.manifest
+def _artifact(artifact, n_cpu_moe: int) -> dict[str, object]:
+    manifest, target = artifact.manifest, artifact.manifest["target"]
+    on_host(manifest["tensors"], n_cpu_moe)
     listing = [
         {
             "name": name,
@@ -144,16 +160,15 @@ def _artifact(artifact) -> dict[str, object]:
         }
         for name, function in manifest["functions"].items()
     }
-    memory = {"weights": artifact.weight_bytes, "kv": artifact.kv_bytes, "arena": manifest["arena_bytes"]}
     return {
         "file": str(artifact.path),
         "name": manifest["name"],
-        "target": manifest["target"],
+        "target": target,
         "context": manifest["context"],
         "model": manifest["model"],
         "sampling": manifest["sampling"],
         "formats": _stored(manifest["formats"]),
-        "memory": memory,
+        "memory": inspect_memory.plan(of_manifest(manifest), target["kind"], target["arch"], n_cpu_moe),
         "launches": launches,
         "kernels": manifest["kernels"],
         "plan": {name: function["launches"] for name, function in manifest["functions"].items()},
@@ -243,11 +258,7 @@ def _formats(formats: dict) -> str:
 
 
 def _memory(memory: dict) -> str:
-    return (
-        "memory\n"
-        + "\n".join(f"  {name.replace('_', ' '):18}{display.size(count):>12}" for name, count in memory.items())
-        + "\n"
-    )
+    return "".join(f"{label:10}{text}\n" for label, text in inspect_memory.lines(memory))
 
 
 def _launches(launches: dict) -> str:

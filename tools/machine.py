@@ -229,6 +229,7 @@ def _vulkan_device(one: gpu.Gpu) -> dict[str, object]:
         "driver": one.driver,
         "api": ".".join(str(part) for part in (one.api >> 22 & 0x7F, one.api >> 12 & 0x3FF, one.api & 0xFFF)),
         "memory": sum(heap.size for heap in one.heaps if heap.device_local),
+        "host_memory": 0 if one.unified else sum(heap.size for heap in one.heaps if not heap.device_local),
         "profile": gpu.profile_of(one),
         "lacks": gpu.missing(one, _ALL | {"subgroup_size": one.subgroup[0]}),
     }

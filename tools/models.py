@@ -131,15 +131,17 @@ def load_engine(
     ctx: int | None = None,
     synthetic: str | None = None,
     tuned: str = "auto",
+    n_cpu_moe: int = 0,
 ) -> Engine:
     """An Engine for `model`. threads: of the cpu device (None: all cores); device: which GPU, for target vulkan
-    (open_device); verify: check the weights' checksum too; the rest are arguments of `artifact_path`."""
+    (open_device); verify: check the weights' checksum too; n_cpu_moe: layers whose experts stay in host memory;
+    the rest are arguments of `artifact_path`."""
     if threads is not None and threads < 1:
         raise UserError(f"--threads is {threads}: it must be at least 1")
     path = artifact_path(model, target=target, arch=arch, ctx=ctx, synthetic=synthetic, device=device, tuned=tuned)
     from mlc_amd.runtime.engine import Engine
 
-    return Engine.load(path, device=device, threads=threads, verify=verify)
+    return Engine.load(path, device=device, threads=threads, verify=verify, n_cpu_moe=n_cpu_moe)
 
 
 def sampling_changes(**flags: Any) -> dict[str, Any]:

@@ -28,6 +28,7 @@ def run(
     threads: int | None = None,
     device: str | None = None,
     verify: bool = False,
+    n_cpu_moe: int = 0,
 ) -> None:
     """Measures the perplexity of a model on the tokens of a text, in one window.
 
@@ -50,12 +51,23 @@ def run(
         device: GPU for target vulkan: its number in `mlc-amd doctor`, or part of its name (default: $MLC_AMD_DEVICE,
             else the best one).
         verify: also verify the checksum of the weights, which reads all of them.
+        n_cpu_moe: keep the experts of the first N layers in host memory, where the GPU reads them across the bus: for
+            mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough).
     """
     if (text is None) == (ids is None):
         raise UserError("give either --text FILE or --ids FILE.npz")
     read = read_text(text) if text is not None else None
     given = _read_ids(Path(ids).expanduser()) if ids is not None else np.empty(0, np.int64)
-    engine = models.load_engine(model, target=target, arch=arch, ctx=ctx, threads=threads, device=device, verify=verify)
+    engine = models.load_engine(
+        model,
+        target=target,
+        arch=arch,
+        ctx=ctx,
+        threads=threads,
+        device=device,
+        verify=verify,
+        n_cpu_moe=n_cpu_moe,
+    )
     sequence = given if read is None else np.asarray(engine.tokenizer.encode(read), dtype=np.int64)
     count = _count(len(sequence), tokens, engine.context)
     sequence = sequence[:count]

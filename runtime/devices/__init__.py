@@ -11,18 +11,24 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
 .copy_bandwidth()            optional: bytes per second, reads plus writes, of a copy in device memory; 0.0 if unknown
 """
 
+import logging
+
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.memory import on_host
 
 KINDS = ("cpu", "rocm", "vulkan")
 
+log = logging.getLogger("mlc_amd")
 
-def open_device(artifact, name: str | None = None, threads: int | None = None):
+
+def open_device(artifact, name: str | None = None, threads: int | None = None, n_cpu_moe: int = 0):
     """The device for an artifact's target. UserError if it cannot run here.
 
     name: the target's own kind; or, for target vulkan, which GPU: its number as `mlc-amd doctor` lists it, or a part of
-    its name.
+    its name. n_cpu_moe: of GPUs with their own memory, how many first layers' experts stay in host memory.
     """
     kind = artifact.manifest["target"]["kind"]
+    on_host(artifact.manifest["tensors"], n_cpu_moe)  # UserError for a number that makes no sense
     which = None if name == kind else name
     if which is not None and (which in KINDS or kind != "vulkan"):
         other = which if which in KINDS else "vulkan to choose a GPU"
@@ -30,13 +36,15 @@ def open_device(artifact, name: str | None = None, threads: int | None = None):
     if kind == "cpu":
         from mlc_amd.runtime.devices.cpu import CpuDevice  # loads tvm_ffi
 
+        if n_cpu_moe:
+            log.warning("--n-cpu-moe has no effect: target cpu has all weights in host memory")
         return CpuDevice(artifact, threads)
     if kind == "rocm":
         from mlc_amd.runtime.devices.hip import HipDevice
 
-        return HipDevice(artifact, threads)
+        return HipDevice(artifact, threads, n_cpu_moe=n_cpu_moe)
     if kind == "vulkan":
         from mlc_amd.runtime.devices.vulkan.device import VulkanDevice
 
-        return VulkanDevice(artifact, threads, which)
+        return VulkanDevice(artifact, threads, which, n_cpu_moe)
     raise UserError(f"this version has no device for target '{kind}'; compile the model with --target cpu")

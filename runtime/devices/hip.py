@@ -11,11 +11,13 @@ not used, with a warning. MLC_AMD_GRAPH=0 disables them.
 import ctypes
 import logging
 import os
+import sys
 import time
 import weakref
 from collections.abc import Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TypeVar
 
 import numpy as np
@@ -31,7 +33,9 @@ from mlc_amd.runtime.devices.hip_errors import (
     why_no_gpu,
 )
 from mlc_amd.runtime.devices.hip_gpus import Gpu, list_gpus, relabel, sibling
+from mlc_amd.runtime.devices.placement import cut, parts
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.memory import gib, host_shortage, nbytes, of_manifest, on_host, shortage
 
 ALIGN = 256  # bytes between buffers of one allocation, as hipMalloc aligns
 CHUNK = 16 << 20  # bytes of weights copied at a time
@@ -67,26 +71,19 @@ class Launch:
 def _places(sizes: dict[_Name, int]) -> tuple[dict[_Name, int], int]:
     """Offsets of buffers in one allocation, and its size."""
     offsets, end = {}, 0
-    for name, nbytes in sizes.items():
-        offsets[name], end = end, end + -(-nbytes // ALIGN) * ALIGN
+    for name, size in sizes.items():
+        offsets[name], end = end, end + -(-size // ALIGN) * ALIGN
     return offsets, max(end, ALIGN)
 
 
-def _nbytes(entry: dict) -> int:
-    return int(np.prod(entry["shape"], dtype=np.int64)) * np.dtype(entry["dtype"]).itemsize
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.1f} GiB"
-
-
 class HipDevice:
-    """See runtime/devices/__init__.py for the protocol. `threads` is for the cpu device only. `bindings`: a
+    """See runtime/devices/__init__.py for the protocol. `threads` is for the cpu device only. n_cpu_moe: layers whose
+    experts stay in host memory, where the GPU reads them across the bus; an APU has no use for it. `bindings`: a
     substitute for AMD's package."""
 
     kind = "rocm"
 
-    def __init__(self, artifact, threads: int | None = None, bindings=None):
+    def __init__(self, artifact, threads: int | None = None, bindings=None, n_cpu_moe: int = 0):
         self.artifact, self.manifest = artifact, artifact.manifest
         self.threads = 1  # host threads
         self._held = ExitStack()  # HIP resources, released in reverse order
@@ -100,7 +97,7 @@ class HipDevice:
             "hipStreamDestroy", self.hip("hipStreamCreateWithFlags", self.hip.names.hipStreamNonBlocking)
         )
         self._load_kernels()
-        self._allocate()
+        self._allocate(0 if self.gpu.integrated else n_cpu_moe)
         self._upload()
         self._launches = {name: self._bind(function) for name, function in self.manifest["functions"].items()}
         self._graphs = {}
@@ -170,115 +167,124 @@ class HipDevice:
 
     # ---- memory
 
-    def _allocate(self) -> None:
-        """One block each for weights, KV cache, arena, scratch and io, and pinned host memory for io."""
-        manifest = self.manifest
-        self._weights_at, self._weight_bytes = self.artifact.weights.places, self.artifact.weights.total
+    def _allocate(self, n_cpu_moe: int) -> None:
+        """One block each for weights, KV cache, arena, scratch and io, pinned host memory for io, and a block of host
+        memory for each range of weights that stays there."""
+        manifest, weights = self.manifest, self.artifact.weights
+        self._ranges = cut(weights.places, sys.maxsize, on_host(manifest["tensors"], n_cpu_moe) if n_cpu_moe else ())
+        offsets, weight_bytes = _places({one: one.nbytes for one in self._ranges if not one.host})
         # Kernels run one after the other, so they share one block of scratch memory.
         scratch = {name: _places(dict(enumerate(kernel["scratch"]))) for name, kernel in self._kernels.items()}
         self._scratch_at = {name: list(offsets.values()) for name, (offsets, _) in scratch.items()}
-        scratch_bytes = max((nbytes for _, nbytes in scratch.values()), default=0)
-        self._kv_at, kv_bytes = _places({entry["name"]: _nbytes(entry) for entry in manifest["kv"]})
+        scratch_bytes = max((size for _, size in scratch.values()), default=0)
+        self._kv_at, kv_bytes = _places({entry["name"]: nbytes(entry) for entry in manifest["kv"]})
         io = dict(
             sorted(manifest["io"].items(), key=lambda item: item[0] in OUTPUTS)
         )  # inputs first: they are copied at once
-        self._io_at, io_bytes = _places({name: _nbytes(entry) for name, entry in io.items()})
+        self._io_at, io_bytes = _places({name: nbytes(entry) for name, entry in io.items()})
         self._input_bytes = min(self._io_at[name] for name in OUTPUTS)
         sizes = {
-            "weights": self._weight_bytes,
+            "weights": weight_bytes,
             "kv": kv_bytes,
             "arena": manifest["arena_bytes"],
             "scratch": scratch_bytes,
             "io": io_bytes,
         }
-        self._sizes = {name: max(nbytes, ALIGN) for name, nbytes in sizes.items()}
+        self._sizes = {name: max(size, ALIGN) for name, size in sizes.items()}
         needed, (free, _) = sum(self._sizes.values()), self.hip("hipMemGetInfo")
         # An APU's carve-out has no other use, so it is used if everything fits; otherwise the GPU uses system memory.
         # Either way there is one copy of the weights.
         self.host_memory = self.gpu.integrated and free < needed
         try:
-            self._blocks = {name: self._block(nbytes) for name, nbytes in self._sizes.items()}
+            self._blocks = {name: self._block(size) for name, size in self._sizes.items()}
             self._pinned = self._host_block(io_bytes, 0)
         except HipError as e:
             if e.code not in NO_MEMORY:
                 raise
             self.close()
-            raise UserError(self._out_of_memory(needed, free)) from e
+            raise UserError(self._out_of_memory(needed, free, n_cpu_moe)) from e
+        try:
+            hosts = {one: self._mapped_block(one.nbytes) for one in self._ranges if one.host}
+        except HipError as e:
+            if e.code not in NO_MEMORY:
+                raise
+            self.close()
+            raise UserError(host_shortage(of_manifest(manifest), n_cpu_moe)) from e
+        device, host = self._blocks["weights"]
+        self._weights = hosts | {
+            one: (device + offset, None if host is None else host + offset) for one, offset in offsets.items()
+        }
+        self._weights_at = {
+            name: self._weights[one][0] + first - one.begin
+            for name, place in weights.places.items()
+            for one, first, _ in parts(self._ranges, *place)
+        }
         self._host = {name: self._view(self._pinned + self._io_at[name], entry) for name, entry in io.items()}
         for name in ("arena", "io"):  # stale NaN would spread from unused rows
             self.hip("hipMemsetAsync", self._blocks[name][0], 0, self._sizes[name], self.stream)
 
-    def _block(self, nbytes: int) -> tuple[int, int | None]:
+    def _block(self, size: int) -> tuple[int, int | None]:
         """(address for the GPU, address for the host or None)."""
         if not self.host_memory:
-            return int(self._own("hipFree", self.hip("hipMalloc", nbytes))), None
+            return int(self._own("hipFree", self.hip("hipMalloc", size))), None
+        return self._mapped_block(size)
+
+    def _mapped_block(self, size: int) -> tuple[int, int]:
+        """Host memory that the GPU reads: (address for the GPU, address for the host)."""
         # Non-coherent memory can be cached in the GPU's L2; the end of the stream makes writes visible.
         host = self._host_block(
-            nbytes, self.hip.names.hipHostMallocMapped | self.hip.names.hipHostMallocNonCoherent & 0xFFFFFFFF
+            size, self.hip.names.hipHostMallocMapped | self.hip.names.hipHostMallocNonCoherent & 0xFFFFFFFF
         )
         return int(self.hip("hipHostGetDevicePointer", host, 0)), host
 
-    def _host_block(self, nbytes: int, flags: int) -> int:
-        return int(self._own("hipHostFree", self.hip("hipHostMalloc", nbytes, flags)))
+    def _host_block(self, size: int, flags: int) -> int:
+        return int(self._own("hipHostFree", self.hip("hipHostMalloc", size, flags)))
 
     @staticmethod
     def _view(address: int, entry: dict) -> np.ndarray:
-        raw = (ctypes.c_uint8 * _nbytes(entry)).from_address(address)
+        raw = (ctypes.c_uint8 * nbytes(entry)).from_address(address)
         return np.ctypeslib.as_array(raw).view(entry["dtype"]).reshape(entry["shape"])
 
-    def _out_of_memory(self, needed: int, free: int) -> str:
-        """Message with the memory needed and available, and a change that makes the model fit."""
-        kv, ctx = self._sizes["kv"], self.manifest["context"]
-        weights = self._sizes["weights"]
-        what = (
-            f"out of GPU memory: this model needs {_gib(needed)} (weights {_gib(weights)}, KV cache {_gib(kv)} at "
-            f"--ctx {ctx})"
-        )
-        fits = (free - (needed - kv)) * ctx // kv // 64 * 64
-        smaller = "choose a smaller quantization or close other programs that use the GPU"
-        change = f"compile with --ctx {fits}" if 64 <= fits < ctx else smaller
+    def _out_of_memory(self, needed: int, free: int, n_cpu_moe: int) -> str:
+        """The error message, with a change that makes the model fit."""
         limits = gpu_memory(self.gpu.pci) if self.gpu.integrated else {}
-        if "gtt" in limits:
-            change += (
-                f", or give this APU more: it may use {_gib(limits.get('vram', 0))} carved out in the BIOS setup or "
-                f"{_gib(limits['gtt'])} of the system's memory (kernel parameter "
-                f"ttm.pages_limit={needed * 5 // 4 // 4096})"
-            )
-        return f"{what}, and {_gib(free)} of {self.gpu.name} are free; {change}"
+        message = shortage(of_manifest(self.manifest), free, self.gpu.name, n_cpu_moe, self.gpu.integrated)
+        if "gtt" not in limits:
+            return message
+        return message + (
+            f", or give this APU more: it may use {gib(limits.get('vram', 0))} carved out in the BIOS setup or "
+            f"{gib(limits['gtt'])} of the system's memory (kernel parameter ttm.pages_limit={needed * 5 // 4 // 4096})"
+        )
 
     def _upload(self) -> None:
-        """Copies the weights to the GPU in chunks: the next is read from the file while one is transferred."""
-        target, host = self._blocks["weights"]
-        chunks = self.artifact.weights.chunks(CHUNK)
-        if host is not None:
-            for at, piece in chunks:
-                ctypes.memmove(host + at, piece.ctypes.data, piece.nbytes)
-            return
-        hip = self.hip
+        """Copies the weights: in host memory at once, to the GPU in chunks, where the next is read from the file while
+        one is transferred."""
         with ExitStack() as held:
-            slots = []
-            for _ in range(2):
-                staging, event = (
-                    hip("hipHostMalloc", CHUNK, 0),
-                    hip("hipEventCreateWithFlags", hip.names.hipEventDisableTiming),
-                )
-                held.callback(hip, "hipHostFree", staging)
-                held.callback(hip, "hipEventDestroy", event)
-                slots.append((int(staging), event))
-            for i, (at, piece) in enumerate(chunks):
-                staging, event = slots[i % 2]
-                hip("hipEventSynchronize", event)  # returns at once if nothing was recorded yet
-                ctypes.memmove(staging, piece.ctypes.data, piece.nbytes)
-                hip(
-                    "hipMemcpyAsync",
-                    target + at,
-                    staging,
-                    piece.nbytes,
-                    hip.names.hipMemcpyKind.hipMemcpyHostToDevice,
-                    self.stream,
-                )
-                hip("hipEventRecord", event, self.stream)
-            hip("hipStreamSynchronize", self.stream)
+            staged = any(host is None for _, host in self._weights.values())
+            slots = cycle([self._slot(held) for _ in range(2)] if staged else [])
+            for at, piece in self.artifact.weights.chunks(CHUNK):
+                for one, first, last in parts(self._ranges, at, piece.nbytes):
+                    (target, host), source = self._weights[one], piece.ctypes.data + first - at
+                    if host is not None:
+                        ctypes.memmove(host + first - one.begin, source, last - first)
+                    else:
+                        self._send(*next(slots), source, target + first - one.begin, last - first)
+            self.hip("hipStreamSynchronize", self.stream)
+
+    def _slot(self, held: ExitStack) -> tuple[int, object]:
+        """(pinned memory for a chunk, event that says when it is free)."""
+        staging = int(self.hip("hipHostMalloc", CHUNK, 0))
+        held.callback(self.hip, "hipHostFree", staging)
+        event = self.hip("hipEventCreateWithFlags", self.hip.names.hipEventDisableTiming)
+        held.callback(self.hip, "hipEventDestroy", event)
+        return staging, event
+
+    def _send(self, staging: int, event, source: int, target: int, count: int) -> None:
+        hip = self.hip
+        hip("hipEventSynchronize", event)  # returns at once if nothing was recorded yet
+        ctypes.memmove(staging, source, count)
+        hip("hipMemcpyAsync", target, staging, count, hip.names.hipMemcpyKind.hipMemcpyHostToDevice, self.stream)
+        hip("hipEventRecord", event, self.stream)
 
     # ---- launches
 
@@ -299,7 +305,7 @@ class HipDevice:
         """GPU address of an argument of the plan; dist/README.md lists the kinds."""
         kind, where = arg[0], arg[1]
         if kind == "weight":
-            return self._blocks["weights"][0] + self._weights_at[where][0]
+            return self._weights_at[where]
         return self._blocks[kind][0] + (
             where if kind == "arena" else {"kv": self._kv_at, "io": self._io_at}[kind][where]
         )

@@ -75,7 +75,8 @@ def rms_norm(k, m, eps, p, quantize, row, isa, name, both=False) -> tirx.PrimFun
     else Y float32 [m, k]).
 
     both: Y behind A, S as well. row: "all", or "last": only the last live row, X[live - 1]; the outputs then have the
-    shapes of m = 1, p = 1. UserError unless 32 divides k. `isa` is not used: vectors have 16 lanes and LLVM splits them.
+    shapes of m = 1, p = 1. UserError unless 32 divides k. `isa` is not used: vectors have 16 lanes and LLVM splits
+    them.
     """
     return _norm(k, m, p, quantize, row, name, False, both, lambda x: (x, _inverse_deviation(k, eps, x)))
 

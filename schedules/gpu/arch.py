@@ -66,12 +66,16 @@ PRODUCTS = {product: arch for arch in ARCHS.values() for product in arch.product
 BRANDS = {"amd", "radeon", "rx", "pro", "instinct", "ryzen", "graphics"}
 
 
+def plain(name: str) -> str:
+    """A GPU's name as tables have it: "RX 7900 XTX" -> "7900xtx"."""
+    words = re.split(r"[\s_-]+|(?<=rx)(?=\d)", name.lower().split(":")[0])
+    return "".join(word for word in words if word not in BRANDS)
+
+
 def resolve(name: str) -> GpuArch:
     """The arch of a gfx name (features after a colon are ignored) or of a product ("RX 7900 XTX", "steam-deck").
     UserError if unknown."""
-    words = re.split(r"[\s_-]+|(?<=rx)(?=\d)", name.lower().split(":")[0])
-    plain = "".join(word for word in words if word not in BRANDS)
-    if (arch := ARCHS.get(plain) or PRODUCTS.get(plain)) is None:
+    if (arch := ARCHS.get(plain(name)) or PRODUCTS.get(plain(name))) is None:
         raise UserError(
             f"unknown AMD GPU {name!r}; known are {', '.join(ARCHS)} and product names such as 7900xtx, steamdeck, "
             "strixhalo"

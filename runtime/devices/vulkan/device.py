@@ -4,7 +4,8 @@ In: an artifact with what dist/README.md describes for target vulkan. Out: the p
 
 Each function of the plan is one command buffer, recorded at load and submitted for every run: state and tokens lie in
 memory that the host writes and kernels read (or that the command buffer copies first), the logits are copied to memory
-that the host reads fast. GPUs that work in the host's memory get the weights there, once.
+that the host reads fast. GPUs that work in the host's memory get the weights there, once; others may leave experts
+there (n_cpu_moe).
 """
 
 import ctypes
@@ -17,13 +18,15 @@ from itertools import pairwise
 
 import numpy as np
 
+from mlc_amd.runtime.devices.placement import Range, cut, parts
 from mlc_amd.runtime.devices.vulkan import api, timing
 from mlc_amd.runtime.devices.vulkan.commands import Launch, Recorder
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import VARIABLE, Instance, choose
-from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, CHUNK, Memory, OutOfMemory, places
+from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, CHUNK, Block, Memory, OutOfMemory, places
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines, cache_file
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.memory import gib, host_shortage, of_manifest, on_host, shortage
 
 OUTPUTS = ("logits",)  # io buffers that kernels write; the host writes the others
 RING = 4  # copies of the scratch buffers, as independent kernels may overlap
@@ -36,38 +39,23 @@ def _nbytes(dtype: str, shape) -> int:
     return int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.1f} GiB"
-
-
-def cut(tensors: dict[str, tuple[int, int]], limit: int) -> list[tuple[int, int]]:
-    """Ranges of at most `limit` bytes (more if one tensor alone is larger) that cut no tensor. tensors: {name: (offset,
-    bytes)}."""
-    ranges = []
-    for begin, nbytes in sorted(tensors.values()):
-        if ranges and begin + nbytes - ranges[-1][0] <= limit:
-            ranges[-1][1] = begin + nbytes
-        else:
-            ranges.append([begin, begin + nbytes])
-    return [(begin, end) for begin, end in ranges]
-
-
 class VulkanDevice:
     """See runtime/devices/__init__.py for the protocol. `threads` is for the cpu device only. index: number of
-    a GPU, or part of its name.
+    a GPU, or part of its name. n_cpu_moe: layers whose experts stay in host memory, where the GPU reads them across the
+    bus; GPUs that work in the host's memory have no use for it.
 
     `waited`: seconds spent waiting for the GPU in all runs. UserError if this machine cannot run the artifact.
     """
 
     kind = "vulkan"
 
-    def __init__(self, artifact, threads: int | None = None, index: str | int | None = None):
+    def __init__(self, artifact, threads: int | None = None, index: str | int | None = None, n_cpu_moe: int = 0):
         self.artifact, self.manifest = artifact, artifact.manifest
         self.threads = 1  # host threads
         self.waited = 0.0
         self._held = ExitStack()  # Vulkan objects, destroyed in reverse order
         self.close = weakref.finalize(self, self._held.close)  # also at interpreter exit
-        self._sizes: dict[str, int] = {}
+        self._n_cpu_moe = n_cpu_moe
         try:
             self._open(None if index is None else str(index))
             self._allocate()
@@ -122,24 +110,25 @@ class VulkanDevice:
 
     def _allocate(self) -> None:
         manifest, memory, weights = self.manifest, self.memory, self.artifact.weights
-        self._weights_at = weights.places
-        self._ranges = cut(self._weights_at, min(BLOCK, memory.limit))
+        host = frozenset() if self.gpu.unified else on_host(manifest["tensors"], self._n_cpu_moe)
+        self._ranges = cut(weights.places, min(BLOCK, memory.limit), host)
         kv = {entry["name"]: _nbytes(entry["dtype"], entry["shape"]) for entry in manifest["kv"]}
         io = {name: _nbytes(entry["dtype"], entry["shape"]) for name, entry in manifest["io"].items()}
         scratch = max((self._scratch_bytes(function) for function in manifest["functions"].values()), default=0)
         outputs = {name: nbytes for name, nbytes in io.items() if name in OUTPUTS}
         inputs = {name: nbytes for name, nbytes in io.items() if name not in OUTPUTS}
-        self._sizes = {
-            "weights": sum(end - begin for begin, end in self._ranges),
-            "kv": sum(kv.values()),
-            "arena": manifest["arena_bytes"],
-            "scratch": scratch,
-            "io": sum(io.values()) + sum(outputs.values()),
+        self._weights: dict[Range, tuple[Block, int]] = {}
+        for kind, at_host in (("device", False), ("host", True)):
+            sizes = {one: one.nbytes for one in self._ranges if one.host == at_host}
+            self._weights |= memory.spread(sizes, kind)[0] if sizes else {}
+        self._weights_at = {
+            name: (self._weights[one][0].address + self._weights[one][1] + first - one.begin, nbytes)
+            for name, (at, nbytes) in weights.places.items()
+            for one, first, _ in parts(self._ranges, at, nbytes)
         }
-        self._weights = [memory.block(end - begin, "device") for begin, end in self._ranges]
         self._kv, self._kv_blocks = memory.spread(kv, "device")
         self._arena, self._scratch = (
-            memory.block(max(self._sizes[name], ALIGN), "device") for name in ("arena", "scratch")
+            memory.block(max(nbytes, ALIGN), "device") for nbytes in (manifest["arena_bytes"], scratch)
         )
         results, (self._results,) = memory.spread(outputs, "device")
         written, (self._inputs,) = memory.spread(inputs, "input")
@@ -171,10 +160,9 @@ class VulkanDevice:
     def _upload(self) -> None:
         """Uploads the weights in pieces; reading one overlaps copying the one before."""
         for at, piece in self.artifact.weights.chunks(CHUNK):
-            for (begin, end), block in zip(self._ranges, self._weights, strict=True):
-                first, last = max(at, begin), min(at + piece.nbytes, end)
-                if first < last:
-                    self.memory.put(block, first - begin, piece[first - at : last - at])
+            for one, first, last in parts(self._ranges, at, piece.nbytes):
+                block, offset = self._weights[one]
+                self.memory.put(block, offset + first - one.begin, piece[first - at : last - at])
 
     # ---- recording
 
@@ -234,9 +222,7 @@ class VulkanDevice:
         """(address, end) of an argument of the plan; dist/README.md lists the kinds."""
         kind, where = arg[0], arg[1]
         if kind == "weight":
-            offset, nbytes = self._weights_at[where]
-            index = next(i for i, (begin, end) in enumerate(self._ranges) if begin <= offset < end)
-            address = self._weights[index].address + offset - self._ranges[index][0]
+            address, nbytes = self._weights_at[where]
         elif kind == "arena":
             address, nbytes = self._arena.address + where, _nbytes(arg[2], arg[3])
         else:
@@ -344,9 +330,9 @@ class VulkanDevice:
         """The exception to raise for an error after which the device is unusable; closes it."""
         message = None
         if isinstance(error, OutOfMemory):
-            message = self._out_of_memory(error.nbytes)
+            message = self._out_of_memory(error.nbytes, error.kind)
         elif error.code in api.NO_MEMORY:
-            message = self._out_of_memory(0)
+            message = self._out_of_memory(0, "device")
         elif error.code == api.DEVICE_LOST:
             message = (
                 f"{self.gpu.name} was reset while {doing} ({error}): a kernel ran too long, the driver failed, or "
@@ -356,20 +342,13 @@ class VulkanDevice:
         self.close()
         return UserError(message) if message else error
 
-    def _out_of_memory(self, wanted: int) -> str:
-        """Message with the memory needed and available, and a change that makes the model fit. wanted: bytes of the
-        failed allocation."""
-        limit = self.memory.limit
+    def _out_of_memory(self, wanted: int, kind: str) -> str:
+        """The error message for an allocation of `wanted` bytes of a kind that failed."""
+        limit, needs = self.memory.limit, of_manifest(self.manifest)
         if wanted > limit:
-            at_most = f"{self.gpu.driver} gives {_gib(limit)} at most"
-            return f"this model needs {_gib(wanted)} in one piece, and {at_most}; compile with a smaller --ctx"
-        needed, kv, ctx = sum(self._sizes.values()), self._sizes.get("kv", 0), self.manifest["context"]
-        there = sum(heap.free for heap in self.gpu.heaps if self.gpu.unified or heap.device_local)
-        fits = (there - (needed - kv)) * ctx // kv // 64 * 64 if kv else 0
-        smaller = "choose a smaller quantization or close other programs that use the GPU"
-        change = f"compile with --ctx {fits}" if 64 <= fits < ctx else smaller
-        return (
-            f"out of GPU memory: this model needs {_gib(needed)} (weights {_gib(self._sizes.get('weights', 0))}, KV "
-            f"cache {_gib(kv)} at "
-            f"--ctx {ctx}), and {_gib(there)} of {self.gpu.name} are free; {change}"
-        )
+            at_most = f"{self.gpu.driver} gives {gib(limit)} at most"
+            return f"this model needs {gib(wanted)} in one piece, and {at_most}; compile with a smaller --ctx"
+        if kind == "host":
+            return host_shortage(needs, self._n_cpu_moe)
+        free = sum(heap.free for heap in self.gpu.heaps if self.gpu.unified or heap.device_local)
+        return shortage(needs, free, self.gpu.name, self._n_cpu_moe, self.gpu.unified)

@@ -6,7 +6,7 @@ allocates blocks for many buffers, none of which is split. `put` and `fill` writ
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,23 +19,36 @@ BLOCK = (
 )  # bytes of one allocation, unless a single buffer needs more: large ones find no place in two half-empty heaps
 CHUNK = 16 << 20  # bytes of an upload at a time
 MAPPED = api.HOST_VISIBLE | api.HOST_COHERENT
-# Property flags of memory, the best first: of GPUs with their own memory, and of those that work in the host's. There
-# the memory that counts as local may be a carve-out that is too small, and the rest is as fast.
-KINDS = {
-    "device": ((api.DEVICE_LOCAL,), (api.DEVICE_LOCAL | MAPPED, MAPPED)),
-    "input": ((api.DEVICE_LOCAL | MAPPED, MAPPED), (api.DEVICE_LOCAL | MAPPED, MAPPED)),
-    "output": ((MAPPED | api.HOST_CACHED, api.HOST_VISIBLE | api.HOST_CACHED, MAPPED),) * 2,
-    "staging": ((MAPPED,),) * 2,
+
+
+class Want(NamedTuple):
+    """Property flags that memory must have, and those that it must not have."""
+
+    flags: int
+    without: int = 0
+
+
+# What memory each kind of block takes, the best first: of GPUs with their own memory, and of those that work in the
+# host's. There the memory that counts as local may be a carve-out that is too small, and the rest is as fast. "host" is
+# for what only the GPU reads, across the bus: best where its reads need not ask the CPU's caches.
+ANYWHERE, LOCAL = Want(MAPPED), Want(api.DEVICE_LOCAL | MAPPED)
+FOR_READING = (Want(MAPPED | api.HOST_CACHED), Want(api.HOST_VISIBLE | api.HOST_CACHED), ANYWHERE)
+KINDS: dict[str, tuple[tuple[Want, ...], tuple[Want, ...]]] = {
+    "device": ((Want(api.DEVICE_LOCAL),), (LOCAL, ANYWHERE)),
+    "host": ((Want(MAPPED, api.DEVICE_LOCAL | api.HOST_CACHED), Want(MAPPED, api.DEVICE_LOCAL)), (LOCAL, ANYWHERE)),
+    "input": ((LOCAL, ANYWHERE), (LOCAL, ANYWHERE)),
+    "output": (FOR_READING, FOR_READING),
+    "staging": ((ANYWHERE,), (ANYWHERE,)),
 }
 KNOWN_FLAGS = 0xF  # memory types with other properties are slow or need features of their own
 
 
 class OutOfMemory(RuntimeError):
-    """An allocation failed. nbytes: its size; free: the largest amount that one heap has left."""
+    """An allocation failed. nbytes: its size; kind: what for (KINDS)."""
 
-    def __init__(self, nbytes: int, free: int):
-        super().__init__(f"cannot allocate {nbytes} bytes, {free} are free")
-        self.nbytes, self.free = nbytes, free
+    def __init__(self, nbytes: int, kind: str):
+        super().__init__(f"cannot allocate {nbytes} bytes of {kind} memory")
+        self.nbytes, self.kind = nbytes, kind
 
 
 @dataclass(frozen=True)
@@ -97,7 +110,7 @@ class Memory:
         nbytes = -(-nbytes // ALIGN) * ALIGN
         free = self.free()
         if nbytes > self.limit:
-            raise OutOfMemory(nbytes, self.limit)
+            raise OutOfMemory(nbytes, kind)
         buffer = context.own(
             "vkDestroyBuffer", context.create("vkCreateBuffer", api.BufferInfo(size=nbytes, usage=api.USAGE))
         )
@@ -118,14 +131,18 @@ class Memory:
             self._used[heap] += needs.size
             calls.vkBindBufferMemory(device, buffer, memory, 0)
             return self._made(buffer, memory, nbytes, kind_flags, kind != "device" or self.gpu.unified)
-        raise OutOfMemory(nbytes, max(free))
+        raise OutOfMemory(nbytes, kind)
 
-    def _types(self, wanted: tuple[int, ...], allowed: int) -> list[int]:
+    def _types(self, wanted: tuple[Want, ...], allowed: int) -> list[int]:
         """Memory types, the best first."""
         kinds = [
             (i, flags) for i, (flags, _) in enumerate(self.gpu.memory) if allowed >> i & 1 and not flags & ~KNOWN_FLAGS
         ]
-        return list(dict.fromkeys(i for want in wanted for i, flags in kinds if flags & want == want))
+        return list(
+            dict.fromkeys(
+                i for want in wanted for i, flags in kinds if flags & (want.flags | want.without) == want.flags
+            )
+        )
 
     def _made(self, buffer: int, memory: int, nbytes: int, flags: int, mapped: bool) -> Block:
         calls, device, host = self.context.calls, self.context.device, None

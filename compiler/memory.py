@@ -1,0 +1,93 @@
+"""The memory that a model needs on a target, from its configuration and its tensors alone: nothing is compiled.
+
+In: a model (GGUFModel), a Target, a capacity in tokens. Out: `needs`, as runtime/memory.py has it of an artifact, where
+the buffers are an estimate; and what the cache takes (`kept`, `token_bytes`).
+"""
+
+import math
+
+import numpy as np
+
+from mlc_amd.compiler.models.config import ExpertsConfig, ModelConfig
+from mlc_amd.compiler.models.graph import table_columns
+from mlc_amd.compiler.ops import padded
+from mlc_amd.runtime.memory import EXPERTS, Needs
+from mlc_amd.schedules.attention import PAGE
+
+Types = dict[str, tuple[tuple[int, ...], str]]
+
+
+def needs(model, backend, ctx: int) -> Needs:
+    """What the model needs at a capacity of `ctx` tokens."""
+    config, experts, weights = model.config, [0] * len(model.config.layers), 0
+    for name, tensor in model.tensors.items():
+        if name in config.unused:
+            continue
+        vector = vector_size(model, name)
+        planes = {"": ((padded(vector),), "float32")} if vector else _planes(backend, tensor)
+        weights += _nbytes(planes)
+        if found := EXPERTS.match(name):
+            experts[int(found[1])] += _nbytes(planes)
+    return Needs(
+        weights=weights + ctx * _table_bytes(config),
+        experts=tuple(experts),
+        kv=_nbytes(kept(config, backend, ctx)),
+        token=token_bytes(config, backend, ctx),
+        buffers=_buffers(config, backend, ctx),
+        context=ctx,
+        longest=config.context,
+    )
+
+
+def kept(config: ModelConfig, backend, ctx: int) -> Types:
+    """What lives from step to step, name to (shape, dtype): the KV cache, and what attention keeps beside it."""
+    found = dict(backend.kv_types(config, ctx))
+    for layer in config.layers:
+        found |= backend.workspace(layer, ctx)
+    return found
+
+
+def token_bytes(config: ModelConfig, backend, ctx: int) -> int:
+    """What one more token of capacity takes, of the cache and of the tables by position."""
+    more = _nbytes(backend.kv_types(config, ctx + PAGE)) - _nbytes(backend.kv_types(config, ctx))
+    return more // PAGE + _table_bytes(config)
+
+
+def vector_size(model, name: str) -> int:
+    """Numbers of a norm or a bias, of all experts together; 0 for a matrix."""
+    shape = model.tensors[name].shape
+    return math.prod(shape) if len(shape) == 1 or name.endswith(".bias") else 0
+
+
+def _planes(backend, tensor) -> Types:
+    return backend.planes(tensor.format, tensor.rows, tensor.shape[-1])
+
+
+def _nbytes(types: Types) -> int:
+    return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in types.values())
+
+
+def _table_bytes(config: ModelConfig) -> int:
+    """Of all tables by position (RoPE's angles, in float32), what a token takes."""
+    return 4 * sum(table_columns(config).values())
+
+
+def _buffers(config: ModelConfig, backend, ctx: int) -> int:
+    """An estimate, to a third, of the intermediate tensors of the largest step, and of the logits: two rows of hidden
+    size are live, and the widest that a layer makes of one."""
+    m = max(backend.prefill_sizes(ctx))
+    widest = max(_row_bytes(layer, config.hidden, m, backend) for layer in config.layers)
+    return m * (2 * 4 * config.hidden + widest) + backend.score_size(ctx) * padded(config.vocab) * 4
+
+
+def _row_bytes(layer, hidden: int, m: int, backend) -> int:
+    """Bytes that a layer makes of one of m rows, at most."""
+    a, wide = layer.attention, []
+    for block in filter(None, (layer.feed_forward, layer.experts)):
+        if isinstance(block, ExpertsConfig):
+            # tiles of one expert are half empty; each slot has its input and activations (2 bytes) and its output
+            slots = block.used + block.count * backend.expert_tile(m) / m / 2
+            wide.append(int(slots * (6 * hidden + 2 * block.size)))
+        else:
+            wide.append(4 * block.size)
+    return max(4 * a.head_dim * (a.heads + 2 * a.kv_heads), *wide)
