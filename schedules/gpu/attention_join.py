@@ -28,18 +28,12 @@ def scratch_shapes(heads, kv_heads, d) -> dict:
     """Parameter name -> (shape, dtype) of the buffers that splits join through, large enough for every plan. "Arrived"
     must be zero before the first launch and is zero after each; "Parts" may hold anything."""
     group_of(heads, kv_heads)
-    return _shapes(heads, 1, d)
+    return {"Parts": ((heads, MAX_SPLITS, stride_of(1, d)), "float32"), "Arrived": ((heads,), "int32")}
 
 
-def _shapes(parts, group, d) -> dict:
-    """For `parts` times `group` rows."""
-    return {"Parts": ((parts, MAX_SPLITS, stride_of(group, d)), "float32"), "Arrived": ((parts,), "int32")}
-
-
-def scratch_args(parts, group, d) -> list:
-    """Declares the parameters Parts and Arrived as `parts` times `group` rows need them: the first part of what
-    `scratch_shapes` says."""
-    return [T.arg(name, T.buffer(*shape)) for name, shape in _shapes(parts, group, d).items()]
+def scratch_args(heads, kv_heads, d) -> list:
+    """Declares the parameters Parts and Arrived, of `scratch_shapes`."""
+    return [T.arg(name, T.buffer(*shape)) for name, shape in scratch_shapes(heads, kv_heads, d).items()]
 
 
 class Join:
@@ -48,7 +42,10 @@ class Join:
 
     def __init__(self, arch, splits, act_out, out, scratch, sinks, part, wave, lane, tid):
         self.arch, self.splits, self.act_out, self.out, self.sinks = arch, splits, act_out, out, sinks
-        self.Parts, self.Arrived = scratch
+        Parts, self.Arrived = scratch
+        parts = int(self.Arrived.shape[0]) // splits.group
+        shape = parts, MAX_SPLITS, stride_of(splits.group, splits.d)
+        self.Parts = T.decl_buffer(shape, "float32", data=Parts.data)  # by part of the heads, not by head
         self.part, self.wave, self.lane, self.tid = part, wave, lane, tid
 
     def _quads(self):
