@@ -34,7 +34,7 @@ LONG = (
     "test_cpu_linear.py",
     "test_tune_cli.py", "test_rocm_models.py", "test_gpu_attention.py", "test_gpu_gemv.py", "test_cli.py",
     "test_tuning_rpc.py",
-    "test_tuning_kit.py", "test_chat.py", "test_cpu_plans.py", "test_gpu_gemm.py",
+    "test_tuning_kit.py", "test_chat.py", "test_cpu_plans.py", "test_gpu_gemm.py", "test_gpu_experts.py",
     "test_tuning_search.py",
     "test_tuning_build.py", "test_bench.py", "test_bench_gpu.py",
 )  # fmt: skip

@@ -11,13 +11,16 @@ import test_gpu_gemm as gemm_cases
 from test_gpu_gemm import error
 from vulkan_harness import gpu, run
 
+from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu import profiles
+from mlc_amd.schedules.gpu.arch import resolve
 from mlc_amd.schedules.gpu.kernels import BUILDERS
 from mlc_amd.schedules.gpu.norm_route import scratch_shapes
 from mlc_amd.schedules.gpu.pairs import from_pairs, in_pairs
+from mlc_amd.tools.dev.gfxemu import emulate
 
 PROFILES = {name: profiles.resolve(name) for name in ("lavapipe", "generic")}
 TOLERANCE = 2e-5  # of the largest result
@@ -36,6 +39,12 @@ def execute(kernel, arrays, profile):
     results = run(kernel, [arrays[name] for name in names], profile)
     for name, result in zip(names, results, strict=True):
         arrays[name][...] = result
+
+
+def emulated(kernel, arrays, arch):
+    """The same in the ISA emulator, for AMD's own API."""
+    name = str(kernel.attrs["global_symbol"])
+    emulate(compile_hsaco({name: kernel}, arch), name, {p.name: arrays[p.name] for p in kernel.params}, wave_order=3)
 
 
 def build(op, arch, **args):
@@ -364,6 +373,14 @@ def test_expert_gate_up(profile_name, name):
 @pytest.mark.parametrize("name", CASES)
 def test_expert_down_and_linear(profile, name):
     check_down(CASES[name], profile, execute)
+
+
+@pytest.mark.emulator_full
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
+def test_route_and_order_of_amd_code(arch):
+    for name in ROUTINGS:
+        check_route(name, 4, 3, resolve(arch), emulated)
+    check_order(16, 13, Experts(9, 3, 8), resolve(arch), emulated)
 
 
 def test_experts_whose_matrices_do_not_begin_at_a_tile_are_refused():

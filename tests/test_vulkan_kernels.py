@@ -251,7 +251,9 @@ def test_rms_norm(profile, act, row, chunk):
 @pytest.mark.parametrize(("act", "row", "chunk", "bias"), [("", "last", 1, True), ("rows", "all", 2, False)])
 def test_layer_norm(profile, act, row, chunk, bias):
     m, k, live = norm_cases.CHUNKS[chunk]
-    x, (g, b) = norm_cases.rows_of(m, k) + 3, np.random.default_rng(9).standard_normal((2, k)).astype(np.float32)
+    rng = np.random.default_rng(9)
+    x, (g, b) = (rng.standard_normal((n, k)).astype(np.float32) for n in (m, 2))
+    x += 3  # a mean that counts
     wide = x.astype(np.float64)
     wide -= wide.mean(-1, keepdims=True)
     expected = (wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + norm_cases.EPS) * g + b * bias)[:live]
