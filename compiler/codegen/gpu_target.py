@@ -9,16 +9,19 @@ from dataclasses import asdict
 from pathlib import Path
 
 import tvm
+from tvm import relax, te
 
 from mlc_amd.compiler import nodes
 from mlc_amd.compiler.codegen.target import Target
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.decode import float_weight
+from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
 from mlc_amd.schedules.gpu.cache import cache_types
 from mlc_amd.schedules.gpu.kernels import BUILDERS
 from mlc_amd.schedules.gpu.norm_route import scratch_shapes as route_scratch
-from mlc_amd.schedules.gpu.planes import planes
+from mlc_amd.schedules.gpu.planes import BLOCK, padded, planes
 
 # Slots. With 128 experts, 8 used, the rows of a chunk of 512 fill tiles of 32 to two thirds, tiles of 64 to a half, but
 # those decode weights less often: 10 % faster on an H200, whose matrix units have time to spare. Few rows: of most
@@ -71,6 +74,36 @@ class GpuTarget(Target):
     def route_workspace(self, experts: ExpertsConfig) -> dict[str, tuple[tuple[int, ...], str]]:
         """What the workgroups of `norm_route` meet in; layers of as many experts share it."""
         return {f"route.{experts.count}.{name.lower()}": of for name, of in route_scratch(experts.count).items()}
+
+    def _linear(self, bb, call):
+        a = call.attrs
+        if int(a["m"]) == 1 or int(a["k"]) % BLOCK == 0:
+            return super()._linear(bb, call)
+        return self._product(bb, call)
+
+    @staticmethod
+    def _product(bb, call):
+        """A linear of several rows whose columns are not whole blocks, which GEMMs need, as a generic kernel."""
+        a = call.attrs
+        if len(a["n"]) > 1:
+            raise UserError(f"layers of {int(a['k'])} columns that share their input are not supported on GPUs")
+        fmt, n, m, k = lookup(str(a["formats"][0])), int(a["n"][0]), int(a["m"]), int(a["k"])
+
+        def product(x, w, *others):
+            def element(i, j):
+                column = te.reduce_axis((0, k), "k")
+                return te.sum(x[i, column] * float_weight(fmt, w[j, column]), axis=column)
+
+            y, rest = te.compute((m, padded(n)), element, "product"), list(others)
+            if int(a["biases"][0]):
+                bias = rest.pop(0)
+                y = te.compute(y.shape, lambda i, j, y=y: y[i, j] + bias[te.min(j, n - 1)], "biased")
+            if rest:
+                y = te.compute(y.shape, lambda i, j, y=y: y[i, j] + rest[0][i, j], "added")
+            return y
+
+        _, x, weight, *others = call.args
+        return bb.call_te(product, x, bb.emit(relax.TupleGetItem(weight, 0)), *others)
 
     @property
     def description(self) -> dict:

@@ -5,6 +5,7 @@ from mlc_amd.compiler import ops
 from mlc_amd.compiler.passes.rewrite import rewrite
 from mlc_amd.schedules.formats import FORMATS
 
+BLOCK = 32  # columns
 # operator: its attribute with the layout of x
 LINEARS = {"linear": "layout", "expert_gate_up": "layout_in", "expert_linear": "layout", "expert_down": "layout"}
 
@@ -14,6 +15,8 @@ def quantize_activations(mod, target):
         name, kind = ops.name_of(call), LINEARS.get(ops.name_of(call))
         if kind is None or (name == "linear" and int(call.attrs["exact"])):
             return None
+        if name == "linear" and int(call.attrs["k"]) % BLOCK:
+            return None  # float weights: no layout of ours has part of a block
         layout = target.act_layout(int(call.attrs["m"]), FORMATS[call.attrs["formats"][0]].kind)
         if not layout:
             return None
