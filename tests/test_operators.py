@@ -65,6 +65,8 @@ def test_costs_of_attention_with_a_window():
     assert found.position == 2 * 2 * 64 * 2
     assert found.bytes(4, 1000) - found.bytes(4, 0) == 128 * found.position
     assert found.operations(2, 1000) == 2 * 128 * 4 * 4 * 64
+    ring = [(name, (2, 256, 64) if name in ("Kc", "Vc") else shape, dtype) for name, shape, dtype in buffers]
+    assert costs("attention", args | {"ring": 256}, parameters("attention", args, ring)) == found
     whole = costs("attention", args | {"window": None}, parameters("attention", args, buffers))
     assert whole.operations(2, 1000) == (1001 + 1002) * 4 * 4 * 64
 
