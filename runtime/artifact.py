@@ -288,10 +288,6 @@ class Artifact:
         return self.manifest.get("weights", "file") == "random"
 
     @property
-    def weight_bytes(self) -> int:
-        return self.manifest["weight_bytes"]
-
-    @property
     def kv_bytes(self) -> int:
         return sum(
             int(np.prod(t["shape"], dtype=np.int64)) * np.dtype(t["dtype"]).itemsize for t in self.manifest["kv"]

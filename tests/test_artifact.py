@@ -40,7 +40,7 @@ def test_contents(demo_artifact):
         "tokenizer.json",
         "tokenizer_config.json",
     }
-    assert opened.weight_bytes == sum(
+    assert opened.manifest["weight_bytes"] == sum(
         opened.weights[name].nbytes for name in opened.weights.header if not name.startswith("__pad_")
     )
     assert opened.kv_bytes == 6 * 2 * 4 * 2048 * 64 * 2
