@@ -114,7 +114,7 @@ def attention_decode(
         else:
             Qo = T.arg("Qo", T.buffer((1, heads, attention.width), "float16"))
         cache, sinks = Cache(attention, shifts=True), sinks_arg(attention)
-        scratch = scratch_args(kv_heads * parts, group, d)
+        scratch = scratch_args(heads, kv_heads, d)
         out = output_args(attention, 1, act_out)
         with launch((kv_heads * parts, splits.count), (arch.wave, splits.waves)) as (part, split, lane, thread_wave):
             kv = part if parts == 1 else T.Bind(part // parts)

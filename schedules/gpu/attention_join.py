@@ -28,18 +28,12 @@ def scratch_shapes(heads, kv_heads, d) -> dict:
     """Parameter name -> (shape, dtype) of the buffers that splits join through, large enough for every plan. "Arrived"
     must be zero before the first launch and is zero after each; "Parts" may hold anything."""
     group_of(heads, kv_heads)
-    return _shapes(heads, 1, d)
+    return {"Parts": ((heads * MAX_SPLITS * stride_of(1, d),), "float32"), "Arrived": ((heads,), "int32")}
 
 
-def _shapes(parts, group, d) -> dict:
-    """For `parts` times `group` rows."""
-    return {"Parts": ((parts, MAX_SPLITS, stride_of(group, d)), "float32"), "Arrived": ((parts,), "int32")}
-
-
-def scratch_args(parts, group, d) -> list:
-    """Declares the parameters Parts and Arrived as `parts` times `group` rows need them: the first part of what
-    `scratch_shapes` says."""
-    return [T.arg(name, T.buffer(*shape)) for name, shape in _shapes(parts, group, d).items()]
+def scratch_args(heads, kv_heads, d) -> list:
+    """Declares the parameters Parts and Arrived."""
+    return [T.arg(name, T.buffer(*shape)) for name, shape in scratch_shapes(heads, kv_heads, d).items()]
 
 
 class Join:
@@ -66,6 +60,11 @@ class Join:
     def _head(self, row):
         return self.part * self.splits.group + row
 
+    def _place(self, split, element):
+        """Where a split's element is in Parts."""
+        stride = stride_of(self.splits.group, self.splits.d)
+        return self.part * (MAX_SPLITS * stride) + split * stride + element
+
     def _emit(self, values, row, column, valid):
         column = self._head(row) * self.splits.d + column
         emit_store(self.arch, self.act_out, self.out, [T.Bind(y) for y in values], 0, column, valid)
@@ -90,8 +89,8 @@ class Join:
             outbox.send(
                 valid,
                 self.Parts,
-                (out, None, (self.part, split, row * splits.d + column)),
-                (row_values, column == 0, (self.part, split, tail)),
+                (out, None, (self._place(split, row * splits.d + column),)),
+                (row_values, column == 0, (self._place(split, tail),)),
             )
         outbox.publish()
 
@@ -111,10 +110,10 @@ class Join:
         for i in each(arch, -(-group // splits.waves)):
             row = T.Bind(T.min(i * splits.waves + self.wave, T.int32(group - 1)))
             split, tail = T.Bind(T.min(lane, active - 1) + later), group * d + row * WIDTH
-            top = T.Bind(T.Select(lane < active, Parts[self.part, split, tail], T.float32(LOWEST)))
+            top = T.Bind(T.Select(lane < active, Parts[self._place(split, tail)], T.float32(LOWEST)))
             largest = wave_max(arch, top)
             weight = exp2(top - largest)
-            total = wave_sum(arch, T.Bind(weight * Parts[self.part, split, tail + 1]))
+            total = wave_sum(arch, T.Bind(weight * Parts[self._place(split, tail + 1)]))
             with T.If(lane < weights.shape[1]), T.Then():
                 put(weights, weight * rcp(with_sink(self.sinks, self._head(row), total, largest)), row, lane)
         for valid, row, column in self._quads():
@@ -123,6 +122,6 @@ class Join:
             with T.serial((active + size - 1) // size) as batch:
                 for i in range(size):
                     split = T.Bind(batch * size + i)
-                    found = Parts[self.part, T.min(split, active - 1) + later, at(row * d + column, WIDTH)]
+                    found = Parts[at(self._place(T.min(split, active - 1) + later, row * d + column), WIDTH)]
                     put(y, y[at(0, WIDTH)] + found * T.broadcast(weights[row, split], WIDTH), at(0, WIDTH))
             self._emit([y[i] for i in range(WIDTH)], row, column, valid)
