@@ -7,6 +7,7 @@ share its plan and its weights, so they must take activations in the same layout
 from abc import abstractmethod
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import tvm
 from tvm import relax, te
@@ -94,12 +95,13 @@ class GpuTarget(Target):
                 column = te.reduce_axis((0, k), "k")
                 return te.sum(x[i, column] * float_weight(fmt, w[j, column]), axis=column)
 
-            y, rest = te.compute((m, padded(n)), element, "product"), list(others)
+            shape, rest = (m, padded(n)), list(others)
+            y: Any = te.compute(shape, element, "product")
             if int(a["biases"][0]):
                 bias = rest.pop(0)
-                y = te.compute(y.shape, lambda i, j, y=y: y[i, j] + bias[te.min(j, n - 1)], "biased")
+                y = te.compute(shape, lambda i, j, y=y: y[i, j] + bias[te.min(j, n - 1)], "biased")
             if rest:
-                y = te.compute(y.shape, lambda i, j, y=y: y[i, j] + rest[0][i, j], "added")
+                y = te.compute(shape, lambda i, j, y=y: y[i, j] + rest[0][i, j], "added")
             return y
 
         _, x, weight, *others = call.args

@@ -265,8 +265,9 @@ class Target(ABC):
 
     def _route(self, bb, call):
         m, n = shape_of(call.args[1])
-        args = {"n": n, "m": m} | _experts(call) | _routing(call)
-        inputs = call.args[: 2 + args["bias"] + args["factors"]]  # the workspace is norm_route's
+        routing = _routing(call)
+        args = {"n": n, "m": m} | _experts(call) | routing
+        inputs = call.args[: 2 + int(routing["bias"]) + int(routing["factors"])]  # the workspace is norm_route's
         return self._call(bb, call, f"route_{args['experts']}_m{m}", Workload("route", args), args=inputs)
 
     def _norm_route(self, bb, call):

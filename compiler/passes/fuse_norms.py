@@ -45,7 +45,7 @@ class _Fuser(PyExprMutator):
         *parts, plain = (relax.TupleGetItem(both, i) for i in range(len(fields_of(both.ty))))
         if call.same_as(pair[1]):
             return plain
-        return relax.Tuple(parts) if len(parts) > 1 else parts[0]
+        return relax.Tuple(list[relax.Expr](parts)) if len(parts) > 1 else parts[0]
 
 
 def fuse_norms(mod):

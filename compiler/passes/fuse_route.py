@@ -1,6 +1,8 @@
 """route(linear(rms_norm(x))) of one token becomes one `norm_route`, which gives the norm's results as well, for targets
 that have such a kernel."""
 
+from typing import Any
+
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
@@ -11,7 +13,7 @@ from mlc_amd.schedules.formats import FORMATS
 
 def _chains(func) -> list[tuple[relax.Call, relax.Call, relax.Call]]:
     """(norm, linear, route) whose intermediate results are float32."""
-    bound = {binding.var: binding.value for block in func.body.blocks for binding in block.bindings}
+    bound: dict[Any, Any] = {binding.var: binding.value for block in func.body.blocks for binding in block.bindings}
     found = []
     for route in bound.values():
         if ops.name_of(route) != "route" or ops.shape_of(route.args[1])[0] != 1:
