@@ -1,7 +1,7 @@
 """route(linear(rms_norm(x))) of one token becomes one `norm_route`, which gives the norm's results as well, for targets
 that have such a kernel."""
 
-from typing import Any
+from typing import Any, cast
 
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
@@ -18,12 +18,16 @@ def _chains(func) -> list[tuple[relax.Call, relax.Call, relax.Call]]:
     for route in bound.values():
         if ops.name_of(route) != "route" or ops.shape_of(route.args[1])[0] != 1:
             continue
-        linear = bound.get(route.args[1])
+        linear: Any = bound.get(route.args[1])
         if ops.name_of(linear) != "linear" or not _is_plain(linear):
             continue
-        norm = bound.get(linear.args[1])
+        norm: Any = bound.get(linear.args[1])
         if isinstance(norm, relax.TupleGetItem):  # the float32 result is the last of both
-            norm = bound.get(norm.tuple_value) if norm.index == len(fields_of(norm.tuple_value.ty)) - 1 else None
+            norm = (
+                bound.get(norm.tuple_value)
+                if norm.index == len(fields_of(cast(relax.TupleType, norm.tuple_value.ty))) - 1
+                else None
+            )
         if ops.name_of(norm) == "rms_norm" and str(norm.attrs["rows"]) == "all" and _gives_float32(norm):
             found.append((norm, linear, route))
     return found
