@@ -28,11 +28,11 @@ def scratch_shapes(heads, kv_heads, d) -> dict:
     """Parameter name -> (shape, dtype) of the buffers that splits join through, large enough for every plan. "Arrived"
     must be zero before the first launch and is zero after each; "Parts" may hold anything."""
     group_of(heads, kv_heads)
-    return {"Parts": ((heads, MAX_SPLITS, stride_of(1, d)), "float32"), "Arrived": ((heads,), "int32")}
+    return {"Parts": ((heads * MAX_SPLITS * stride_of(1, d),), "float32"), "Arrived": ((heads,), "int32")}
 
 
 def scratch_args(heads, kv_heads, d) -> list:
-    """Declares the parameters Parts and Arrived, of `scratch_shapes`."""
+    """Declares the parameters Parts and Arrived."""
     return [T.arg(name, T.buffer(*shape)) for name, shape in scratch_shapes(heads, kv_heads, d).items()]
 
 
@@ -42,10 +42,7 @@ class Join:
 
     def __init__(self, arch, splits, act_out, out, scratch, sinks, part, wave, lane, tid):
         self.arch, self.splits, self.act_out, self.out, self.sinks = arch, splits, act_out, out, sinks
-        Parts, self.Arrived = scratch
-        parts = int(self.Arrived.shape[0]) // splits.group
-        shape = parts, MAX_SPLITS, stride_of(splits.group, splits.d)
-        self.Parts = T.decl_buffer(shape, "float32", data=Parts.data)  # by part of the heads, not by head
+        self.Parts, self.Arrived = scratch
         self.part, self.wave, self.lane, self.tid = part, wave, lane, tid
 
     def _quads(self):
@@ -62,6 +59,11 @@ class Join:
 
     def _head(self, row):
         return self.part * self.splits.group + row
+
+    def _place(self, split, element):
+        """Where a split's element is in Parts."""
+        stride = stride_of(self.splits.group, self.splits.d)
+        return self.part * (MAX_SPLITS * stride) + split * stride + element
 
     def _emit(self, values, row, column, valid):
         column = self._head(row) * self.splits.d + column
@@ -87,8 +89,8 @@ class Join:
             outbox.send(
                 valid,
                 self.Parts,
-                (out, None, (self.part, split, row * splits.d + column)),
-                (row_values, column == 0, (self.part, split, tail)),
+                (out, None, (self._place(split, row * splits.d + column),)),
+                (row_values, column == 0, (self._place(split, tail),)),
             )
         outbox.publish()
 
@@ -108,10 +110,10 @@ class Join:
         for i in each(arch, -(-group // splits.waves)):
             row = T.Bind(T.min(i * splits.waves + self.wave, T.int32(group - 1)))
             split, tail = T.Bind(T.min(lane, active - 1) + later), group * d + row * WIDTH
-            top = T.Bind(T.Select(lane < active, Parts[self.part, split, tail], T.float32(LOWEST)))
+            top = T.Bind(T.Select(lane < active, Parts[self._place(split, tail)], T.float32(LOWEST)))
             largest = wave_max(arch, top)
             weight = exp2(top - largest)
-            total = wave_sum(arch, T.Bind(weight * Parts[self.part, split, tail + 1]))
+            total = wave_sum(arch, T.Bind(weight * Parts[self._place(split, tail + 1)]))
             with T.If(lane < weights.shape[1]), T.Then():
                 put(weights, weight * rcp(with_sink(self.sinks, self._head(row), total, largest)), row, lane)
         for valid, row, column in self._quads():
@@ -120,6 +122,6 @@ class Join:
             with T.serial((active + size - 1) // size) as batch:
                 for i in range(size):
                     split = T.Bind(batch * size + i)
-                    found = Parts[self.part, T.min(split, active - 1) + later, at(row * d + column, WIDTH)]
+                    found = Parts[at(self._place(T.min(split, active - 1) + later, row * d + column), WIDTH)]
                     put(y, y[at(0, WIDTH)] + found * T.broadcast(weights[row, split], WIDTH), at(0, WIDTH))
             self._emit([y[i] for i in range(WIDTH)], row, column, valid)
