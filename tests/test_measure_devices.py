@@ -18,7 +18,7 @@ from vulkan_harness import gpu
 from mlc_amd.compiler.codegen.cpu import NATIVE, compile_c
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure import inputs, timing
-from mlc_amd.runtime.measure.candidate import FILE
+from mlc_amd.runtime.measure.candidate import FILE, read
 from mlc_amd.runtime.measure.child import Child, Died
 from mlc_amd.runtime.measure.hip import HipBackend
 from mlc_amd.runtime.measure.measurer import Measurer
@@ -295,7 +295,7 @@ def test_measures_on_a_vulkan_device(tmp_path, biases):
     assert one.steps[0]["table"] == (biases > 0)
     broken = tmp_path / "broken"
     shutil.copytree(two.folder, broken)
-    (broken / "kernel.spv").write_bytes(bytes(len((broken / "kernel.spv").read_bytes())))
+    read(broken).code.write_bytes(bytes(two.code.stat().st_size))
     with Measurer("llvmpipe") as session:
         results = session.measure([one.folder, broken, two.folder])
         assert results[0]["error"] is None and 0 < results[0]["seconds"] < 1 and results[2]["error"] is None

@@ -82,7 +82,7 @@ def test_a_stale_record_leaves_a_note(tasks, demo_gguf, tmp_path, monkeypatch):
     backend, found = tasks
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     task = next(t for t in found if t.workload.op == "linear" and t.workload.args["m"] == 1)
-    folder = databases.cache() / "vangogh"
+    folder = databases.folder_of(backend.archs[0])
     line = json.loads(task.workload.text) | {
         "version": 1,
         "tvm": "0.0",

@@ -174,7 +174,8 @@ def decode(ctx: int) -> Workload:
 
 def record_winner(folder, workload, plan, seconds=1.0) -> None:
     with Database(GFX, folder) as database:
-        session, task = TuningSession([Task(workload)], GFX, database), Task(workload)
+        session = TuningSession([Task(workload)], GFX, database)
+        (task,) = session.tasks
         session.report(task, space(workload, GFX).default, Measured(2.0))
         session.report(task, plan, Measured(seconds))
         session.check(task, plan, Checked("device", True, 0.0))

@@ -267,7 +267,7 @@ def test_candidates_travel_with_what_measuring_takes_only(tmp_path):
         folder = tmp_path / f"kernel-{i}"
         folder.mkdir()
         (folder / "kernel.hsaco").write_bytes(bytes([i]))
-        (folder / "kernel.s").write_text("; large")
+        (folder / "kernel.s.gz").write_text("; large")
         made.append(write(folder, {"code": "kernel.hsaco", "number": i}).folder)
     folders = rpc_server.unpack(rpc_server.pack(made), tmp_path / "there")
     assert [read(folder).facts["number"] for folder in folders] == list(range(11))

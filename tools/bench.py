@@ -163,7 +163,7 @@ def _context(model: str | None, synthetic: str | None, ctx: int | None, needed: 
     """
     if ctx is not None:
         return ctx
-    path = None if synthetic else models.Path(model).expanduser() if model else models.default_model()
+    path = models.source_path(model, synthetic)
     if path and models.is_artifact(path):
         return None
     with models.open_source(path, synthetic) as source:

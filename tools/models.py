@@ -84,6 +84,13 @@ def compile_artifact(
     return _compile(path, synthetic, target, arch, ctx, out, weights=weights, tuned=tuned)
 
 
+def source_path(model: str | None, synthetic: str | None) -> Path | None:
+    """Where a model lies, by default the bundled one; None for a synthetic one. UserError for both."""
+    if synthetic and model:
+        raise UserError("give a model or --synthetic, not both")
+    return None if synthetic else Path(model).expanduser() if model else default_model()
+
+
 def artifact_path(
     model: str | None,
     *,
@@ -99,14 +106,12 @@ def artifact_path(
     target, arch, ctx and tuned are arguments of that compilation; device is the GPU that target vulkan takes for
     "native". An artifact is already compiled, so asking for another context is a UserError.
     """
-    if synthetic and model:
-        raise UserError("give a model or --synthetic, not both")
-    path = None if synthetic else Path(model).expanduser() if model else default_model()
+    path = source_path(model, synthetic)
     if path and is_artifact(path):
         _check_context(path, ctx)
         return path
     check_compiler(synthetic or path)
-    arch = _arch_here(target, device) if arch in ("native", "auto") else arch
+    arch = arch_here(target, device) if arch in ("native", "auto") else arch
     name = f"{_file_name(_title(path, synthetic))}-{target}-{arch}-{_key(path, synthetic, target, arch, ctx, tuned)}"
     out = cache_directory() / name
     if (out / "manifest.json").exists():
@@ -188,7 +193,7 @@ def _compile(
         return compile_model(source, target, arch, ctx, out, progress, weights=weights, tuned=tuned)
 
 
-def _arch_here(target: str, device: str | None) -> str:
+def arch_here(target: str, device: str | None) -> str:
     """The name to cache this machine's arch under: the GPU's own, so that another GPU does not get its artifacts;
     "native" for a CPU, whose flags are part of the key, and where there is no GPU (compilation then says so)."""
     if target == "vulkan":

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,11 @@ from mlc_amd.tools import bandwidth, display, models
 SHORT = {"o": "output"}
 BUDGET = "10m"
 KIT_SIZE = 64  # candidates of a kit
+LEFT_OUT = {  # of a kit's candidates, by the names of `kit.feed`
+    "known": "were known",
+    "stale": "are no plans any more",
+    "missing": "are missing: run it again over there to continue",
+}
 
 
 def run(
@@ -76,7 +81,7 @@ def run(
         export_kit: write a kit into this folder instead of measuring here.
         import_kit: take a kit's measurements.
     """
-    until = limits(budget, trials)
+    seconds = time_limit(budget, trials)
     if seed < 1:
         raise UserError(f"--seed is {seed}: it must be at least 1")
     if output and not report:
@@ -110,18 +115,17 @@ def run(
         if plot:
             tune_report.plot(subject.shape, rows, plot)
     else:
-        _tune(subject, lambda: _runner(runner, subject, tracker, key, device), *until, seed)
+        _tune(subject, lambda: _runner(runner, subject, tracker, key, device), seconds, trials, seed)
 
 
-def limits(budget: str | None, trials: int | None) -> tuple[float | None, int | None]:
-    """(seconds, trials) after which to stop, None: no such limit. UserError for a budget that is no time, or nothing to
+def time_limit(budget: str | None, trials: int | None) -> float | None:
+    """Seconds after which to stop, None: when `trials` are done. UserError for a budget that is no time, or nothing to
     do."""
     if trials is not None and trials < 1:
         raise UserError(f"--trials is {trials}: it must be at least 1")
-    return None if trials and budget is None else _duration(budget or BUDGET), trials
-
-
-def _duration(text: str) -> float:
+    if trials and budget is None:
+        return None
+    text = budget or BUDGET
     parts = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip().lower())
     seconds = (
         sum(float(part or 0) * unit for part, unit in zip(parts.groups(), (3600, 60, 1), strict=True)) if parts else 0.0
@@ -147,15 +151,11 @@ class Subject:
         cls, model: str | None, synthetic: str | None, kind: str, arch: str, ctx: int | None, device: str | None
     ) -> "Subject":
         """UserError for what is not known, or more than one arch."""
-        if model and synthetic:
-            raise UserError("give a model or --synthetic, not both")
-        path = None if synthetic else Path(model).expanduser() if model else models.default_model()
+        path = models.source_path(model, synthetic)
         if path and models.is_artifact(path):
             raise UserError(f"{path} is a folder: give the GGUF file that it was made from")
         if kind == "vulkan" and arch in ("native", "auto"):
-            from mlc_amd.runtime.devices.vulkan.gpu import profile_here
-
-            arch = profile_here(device)
+            arch = models.arch_here(kind, device)
         with models.open_source(path, synthetic) as source:
             from mlc_amd.compiler.pipeline import make_target
             from mlc_amd.compiler.tuning.tasks import extract
@@ -214,9 +214,7 @@ class Subject:
             return {}
         with display.compile_progress("measuring rooflines") as progress:
             tasks = summary.measured(self.tasks, self.arch)
-            return rooflines.measure(
-                tasks, self.arch, str(self.threads), lambda done, total: progress("rooflines", done, total)
-            )
+            return rooflines.measure(tasks, self.arch, str(self.threads), partial(progress, "rooflines"))
 
 
 # ---- runners
@@ -300,9 +298,7 @@ def _import_kit(folder: Path, onward: Path | None, count: int, seed: int) -> Non
         fed = kits.feed(kit, session)
         parts = [f"{fed['measured']} measurements ({fed['failed']} failed)"]
         parts += [f"{fed['checked']} compared with untuned kernels ({fed['wrong']} wrong)"]
-        parts += [f"{fed['known']} were known"] if fed["known"] else []
-        parts += [f"{fed['stale']} are no plans any more"] if fed["stale"] else []
-        parts += [f"{fed['missing']} are missing: run it again over there to continue"] if fed["missing"] else []
+        parts += [f"{fed[name]} {what}" for name, what in LEFT_OUT.items() if fed[name]]
         device = kit.found["facts"].get("device", "no device")
         print(f"{subject.shape}, measured on {device}: {'; '.join(parts)}; {gain(subject.rows())}")
         if onward:
@@ -314,7 +310,7 @@ def _export_kit(subject: Subject, session, folder: Path, count: int) -> None:
 
     with display.compile_progress(f"building a kit for {subject.shape}") as progress:
         names = subject.kind, subject.arch.name, subject.name
-        made = kits.export(session, folder, *names, count, lambda done, of: progress("kernels", done, of))
+        made = kits.export(session, folder, *names, count, partial(progress, "kernels"))
     failed = f", {made.failed} could not be built" if made.failed else ""
     print(f"{made.folder}: {made.candidates} kernels, {display.size(made.nbytes)}{failed}")
     print(

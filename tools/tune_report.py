@@ -41,14 +41,12 @@ def table(shape: str, found: list[TaskRow]) -> str:
         if not row.history:
             continue
         gained, rates, of, checked, plan = "", ("", ""), "", "", ""
-        if row.best:
+        if row.best and row.winner:
             gained = f"{row.default / row.best:.2f}x" if row.default else ""
             rates = f"{row.task.bytes / row.best / 1e9:.1f}", f"{row.task.flops / row.best / 1e12:.2f}"
             of = f"{row.roofline / row.best:.0%}" if row.roofline else ""
-        if row.winner and row.winner.default:
-            plan = "default"
-        elif row.winner:
-            checked, plan = row.winner.checked, " ".join(f"{k}={v}" for k, v in row.winner.plan.items())
+            values = " ".join(f"{name}={value}" for name, value in row.winner.plan.items())
+            checked, plan = ("", "default") if row.winner.default else (row.winner.checked, values)
         times = _us(row.default), _us(row.best), gained, _us(row.roofline or None)
         counts = f"{len(row.history)}/{row.plans}"
         cells.append((row.task.name, f"{row.share:.1%}", *times, *rates, of, counts, checked, plan))

@@ -74,15 +74,25 @@ class CpuTarget(Target):
     def compile_kernels(self, mod: tvm.IRModule, directory: Path, progress, workers: int) -> dict:
         """One shared library: {"libraries": [file name]}."""
         kernels = {gv.name_hint: func for gv, func in functions(mod).items() if isinstance(func, tvm.tirx.PrimFunc)}
+        done = []
+
+        def step(name: str) -> None:
+            done.append(name)
+            progress("kernels", len(done), len(kernels))
+
+        library, _ = self.compile_arch(self.arch, kernels, directory, step, workers)
+        return {"libraries": [library]}
+
+    def compile_arch(self, arch, kernels, directory, step=lambda name: None, workers=1):
+        """As `Target.compile_arch`. Nothing is launched but the functions themselves."""
         names = sorted(kernels)
         batches = [names[i : i + BATCH] for i in range(0, len(names), BATCH)]
-        done = []
 
         def build(i: int) -> str:
             path = str(directory / f"kernels-{i}.o")
-            build_module({name: kernels[name] for name in batches[i]}, self.arch.target).write_to_file(path)
-            done.extend(batches[i])
-            progress("kernels", len(done), len(names))
+            build_module({name: kernels[name] for name in batches[i]}, arch.target).write_to_file(path)
+            for name in batches[i]:
+                step(name)
             return path
 
         with ThreadPoolExecutor(workers) as pool:
@@ -93,7 +103,8 @@ class CpuTarget(Target):
         link_shared(objects, directory / LIBRARY)
         for path in objects:
             Path(path).unlink()
-        return {"libraries": [LIBRARY]}
+        steps = {name: [{"symbol": name, "args": list(range(len(kernels[name].params)))}] for name in names}
+        return LIBRARY, {name: {"scratch": [], "steps": steps[name]} for name in names}
 
 
 # What kernels need of TVM's default pipeline. Most of that one's time goes into what LLVM does again (common

@@ -127,8 +127,7 @@ class GpuTarget(Target):
         a launch's entry in the manifest says besides symbol, grid, block and args."""
 
     def compile_kernels(self, mod: tvm.IRModule, directory: Path, progress, workers: int) -> dict:
-        """{"libraries": {arch: file}, "launches": {arch: {kernel: {"scratch": [bytes], "steps": [launch]}}}}; see
-        dist/README.md."""
+        """{"libraries": {arch: file}, "launches": {arch: launches}}, as of `compile_arch`."""
         names = sorted(gv.name_hint for gv, func in nodes.functions(mod).items() if isinstance(func, tvm.tirx.PrimFunc))
         libraries, launches, steps = {}, {}, []
 
@@ -139,13 +138,17 @@ class GpuTarget(Target):
 
         for arch in self.archs:
             kernels = {name: self.kernel(name, arch) for name in names} | (own := self.own_kernels(arch))
-            libraries[arch.name], functions, facts = self.compile_for(arch, kernels, directory, step)
-            launches[arch.name] = {
-                name: {
-                    "scratch": list(function.scratch),
-                    "steps": [asdict(launch) | facts.get(launch.symbol, {}) for launch in function.launches],
-                }
-                for name, function in functions.items()
-            }
+            libraries[arch.name], launches[arch.name] = self.compile_arch(arch, kernels, directory, step)
             step("")
         return {"libraries": libraries, "launches": launches}
+
+    def compile_arch(self, arch, kernels, directory, step=lambda name: None, workers=1):
+        """As `Target.compile_arch`."""
+        library, functions, facts = self.compile_for(arch, kernels, directory, step)
+        return library, {
+            name: {
+                "scratch": list(function.scratch),
+                "steps": [asdict(launch) | facts.get(launch.symbol, {}) for launch in function.launches],
+            }
+            for name, function in functions.items()
+        }

@@ -259,29 +259,45 @@ class Instructions:
     memory: Counter
 
 
-def instructions(assembly: str, kernel: str) -> Instructions:
-    """Counts the instructions between the kernel's label and the next function's, in LLVM's assembly text or
-    llvm-objdump's output. ValueError if there is no such label."""
-    counts, padding, inside, found = Counter(), [], False, False
+def lines_of(assembly: str, kernel: str) -> list[str]:
+    """The lines between the kernel's label and the next function's. ValueError if there is no such label."""
+    found: list[str] | None = None
     for line in assembly.splitlines():
-        if (label := LABEL.match(line)) and not LOCAL_LABEL.match(label[1]):
-            inside = label[1] == kernel
-            found, padding = found or inside, []
-        elif line.startswith(".Lfunc_end"):
-            inside = False
-        elif inside and (mnemonic := MNEMONIC.match(line)):
+        label = LABEL.match(line)
+        if label and not LOCAL_LABEL.match(label[1]):
+            if found is not None:
+                break
+            found = [] if label[1] == kernel else None
+        elif found is not None:
+            if line.startswith(".Lfunc_end"):
+                break
+            found.append(line)
+    if found is None:
+        raise ValueError(f"the assembly has no kernel {kernel}")
+    return found
+
+
+def memory_access(mnemonic: str) -> tuple[str, str, int] | None:
+    """(space, "load" or "store", bytes a lane) as `Instructions` has them; None for what is no memory operation."""
+    if not (match := MEMORY.match(mnemonic)):
+        return None
+    space, access, twice, width = match.groups()
+    size = WIDTHS.get(width) or int(width) // 8
+    return space, "load" if access in ("load", "read") else "store", size * (2 if twice else 1)
+
+
+def instructions(assembly: str, kernel: str) -> Instructions:
+    """Counts a kernel's instructions in LLVM's assembly text or llvm-objdump's output. ValueError as `lines_of`."""
+    counts, padding, memory = Counter(), [], Counter()
+    for line in lines_of(assembly, kernel):
+        if mnemonic := MNEMONIC.match(line):
             padding.append(mnemonic[1])
             if mnemonic[1] not in PADDING:
                 counts.update(padding)
                 padding = []
-    if not found:
-        raise ValueError(f"the assembly has no kernel {kernel}")
-    memory = Counter()
     for name, n in counts.items():
-        if match := MEMORY.match(name):
-            space, access, twice, width = match.groups()
-            size = WIDTHS.get(width) or int(width) // 8
-            memory[space, "load" if access in ("load", "read") else "store", size * (2 if twice else 1)] += n
+        if access := memory_access(name):
+            memory[access] += n
 
     def having(*prefixes):
         return sum(n for name, n in counts.items() if name.startswith(prefixes))

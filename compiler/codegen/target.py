@@ -132,6 +132,13 @@ class Target(ABC):
         """Builds the module's kernels into `directory`; returns what the device needs to find them, as manifest
         entries."""
 
+    @abstractmethod
+    def compile_arch(
+        self, arch, kernels: dict[str, tvm.tirx.PrimFunc], directory: Path, step=lambda name: None, workers: int = 1
+    ) -> tuple[str, dict[str, dict]]:
+        """Builds kernels for one of `archs`: the file in `directory`, and what a call of each launches, {kernel:
+        {"scratch": [bytes], "steps": [launch]}}, see dist/README.md. step(name): called when a kernel is done."""
+
     # ---- operators to kernels
 
     def select_kernels(self, mod: tvm.IRModule) -> tvm.IRModule:

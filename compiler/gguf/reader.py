@@ -20,6 +20,7 @@ from mlc_amd.compiler.gguf.check import check_tensors
 from mlc_amd.compiler.gguf.header import FETCH_AGAIN, Header, TensorEntry, parse_header
 from mlc_amd.compiler.models import merged_parts, read_config
 from mlc_amd.compiler.models.config import ModelConfig
+from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS, by_gguf_type
 
@@ -115,7 +116,7 @@ def row_bytes(format: str, columns: int) -> int:
     return columns // FORMATS[format].block * FORMATS[format].block_bytes
 
 
-class GGUFModel:
+class GGUFModel(Closing):
     """A model ready to be compiled. A context manager; `close` (or leaving it) releases the file.
 
     path: what was opened, for messages. metadata: GGUF keys as plain Python values (of the first part of a split file).
@@ -159,12 +160,6 @@ class GGUFModel:
     def close(self) -> None:
         """Releases the file. Existing views stay valid; new ones raise ValueError. May be called again."""
         self._release()
-
-    def __enter__(self) -> "GGUFModel":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def read_metadata(path: str | Path) -> dict[str, object]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from mlc_amd.compiler.codegen.target import buffers
+from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
 from mlc_amd.runtime.measure.candidate import Candidate, write
@@ -51,12 +52,18 @@ def build(workload, plan, kind: str, arch: str, folder: Path) -> Candidate:
     """Compiles a candidate into `folder`, which is made. plan: a plan's dataclass, None: the untuned kernel. Besides
     what `make` raises, ValueError for a kernel that the arch cannot run."""
     func = make(workload, plan, kind, arch)
-    folder.mkdir(parents=True, exist_ok=True)
-    code = _COMPILERS[kind](func, target(kind, arch).archs[0], folder)
+    code = _compile(func, kind, arch, folder)
     if any(0 in step.get("grid", ()) for step in code["steps"]):
         raise ValueError("the plan's tiles are larger than the work: there would be no workgroups")
-    about = {"workload": json.loads(workload.text), "api": kind, "arch": arch} | _plan_facts(plan)
-    return write(folder, about | code | work(workload, func))
+    return write(folder, {"workload": json.loads(workload.text)} | _plan_facts(plan) | code | work(workload, func))
+
+
+def _compile(func, kind: str, arch: str, folder: Path) -> dict:
+    """Compiles a kernel into `folder`, which is made: what a candidate.json has of its code."""
+    made_for = target(kind, arch)
+    folder.mkdir(parents=True, exist_ok=True)
+    library, launches = made_for.compile_arch(made_for.archs[0], {KERNEL: func}, folder)
+    return {"api": kind, "arch": arch, "code": library, "needs": made_for.archs[0].needs} | launches[KERNEL]
 
 
 def work(workload, func) -> dict:
@@ -75,27 +82,26 @@ def build_copy(arch: str, folder: Path) -> Candidate:
     from mlc_amd.compiler.codegen.vulkan_target import COPY_BYTES
     from mlc_amd.schedules.gpu.copy import copy
 
-    profile, words = target("vulkan", arch).archs[0], COPY_BYTES // 4
-    folder.mkdir(parents=True)
+    words = COPY_BYTES // 4
     params = [{"name": name, "shape": [words], "dtype": "uint32", "role": "work"} for name in "XY"]
     traffic = {"bytes": 2 * COPY_BYTES, "flops": 0}
     case = {"name": "d0", "state": [0, 1, 0, 0]} | traffic
-    about = {"workload": {"op": "copy", "args": {"words": words}}, "plan": None, "api": "vulkan", "arch": arch}
-    code = _spirv(copy(words, profile, KERNEL), profile, folder)
-    return write(folder, about | code | {"params": params, "cases": [case], "states": []} | traffic)
+    about = {"workload": {"op": "copy", "args": {"words": words}}, "plan": None, "params": params, "cases": [case]}
+    code = _compile(copy(words, target("vulkan", arch).archs[0], KERNEL), "vulkan", arch, folder)
+    return write(folder, about | code | {"states": []} | traffic)
 
 
 def build_bounds(workload, arch: str, folder: Path) -> tuple[Candidate, dict[str, list[Candidate]]]:
     """For target cpu: the untuned kernel, and by kind its measured lower bounds, see schedules/cpu/bound.py."""
     from mlc_amd.schedules.cpu.bound import bounds
 
-    untuned, cpu = build(workload, None, "cpu", arch, folder / "untuned"), target("cpu", arch).archs[0]
+    untuned = build(workload, None, "cpu", arch, folder / "untuned")
 
     def made(func, place: Path) -> Candidate:
-        place.mkdir()
-        return write(place, untuned.facts | _shared_library(func, cpu, place))
+        return write(place, untuned.facts | _compile(func, "cpu", arch, place))
 
-    found = bounds(untuned.params, workload.op, workload.args, cpu.isa, KERNEL)
+    isa = target("cpu", arch).archs[0].isa
+    found = bounds(untuned.params, workload.op, workload.args, isa, KERNEL)
     return untuned, {
         kind: [made(func, folder / f"{kind}-{i}") for i, func in enumerate(funcs)] for kind, funcs in found.items()
     }
@@ -177,64 +183,18 @@ def _states(workload, cases: list[dict]) -> list[list[int]]:
     return [list(state) for state in dict.fromkeys(map(tuple, [*(case["state"] for case in cases), *more]))]
 
 
-# ---- code
-
-
-def _spirv(func, profile, folder: Path) -> dict:
-    from mlc_amd.compiler.codegen.spirv import compile_spirv
-
-    module = compile_spirv({KERNEL: func}, profile)
-    (function,) = module.functions.values()
-    steps, place = [], 0
-    with open(folder / "kernel.spv", "wb") as file:
-        for launch in function.launches:
-            made = module.modules[launch.symbol]
-            file.write(made.binary)
-            facts = {"grid": made.grid, "block": made.block, "code": [place, len(made.binary)]}
-            steps.append(asdict(launch) | facts | {"writes": made.writes, "table": made.table})
-            place += len(made.binary)
-    return {"code": "kernel.spv", "steps": steps, "scratch": function.scratch, "needs": profile.needs}
-
-
-def _hsaco(func, arch, folder: Path) -> dict:
-    from mlc_amd.compiler.codegen.rocm import compile_hsaco
-
-    module = compile_hsaco({KERNEL: func}, arch)
-    (function,) = module.functions.values()
-    (folder / "kernel.hsaco").write_bytes(module.hsaco)
-    (folder / "kernel.s").write_text(module.assembly)
-    return {
-        "code": "kernel.hsaco",
-        "steps": [asdict(launch) for launch in function.launches],
-        "scratch": function.scratch,
-        "needs": {},
-    }
-
-
-def _shared_library(func, arch, folder: Path) -> dict:
-    from mlc_amd.compiler.codegen.cpu import build_module, link_shared
-
-    path, library = folder / "kernel.o", folder / "kernel.so"
-    build_module({KERNEL: func}, arch.target).write_to_file(str(path))
-    link_shared([str(path)], library)
-    path.unlink()
-    steps = [{"symbol": KERNEL, "args": list(range(len(func.params)))}]
-    return {"code": library.name, "steps": steps, "scratch": [], "needs": {"flags": list(arch.flags)}}
-
-
-_COMPILERS = {"vulkan": _spirv, "rocm": _hsaco, "cpu": _shared_library}
-
-
 # ---- in worker processes
 
 
 def folder_name(workload, plan) -> str:
     """A name for a candidate's folder."""
-    text = json.dumps(None if plan is None else asdict(plan), sort_keys=True)
-    return f"{workload.key}-{'untuned' if plan is None else hashlib.sha256(text.encode()).hexdigest()[:10]}"
+    if plan is None:
+        return f"{workload.key}-untuned"
+    text = json.dumps(asdict(plan), sort_keys=True)
+    return f"{workload.key}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
-class Builder:
+class Builder(Closing):
     """Worker processes that build candidates of one target and arch into `root`. A context manager.
 
     workers: default one for each core. timeout: seconds of a build. memory: bytes of a worker.
@@ -258,36 +218,29 @@ class Builder:
             self._idle.put(child)
         self._threads = ThreadPoolExecutor(count)
 
-    def __enter__(self) -> "Builder":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         for child in self._children:
             child.close()
 
-    def build(self, jobs, progress=lambda done, total: None) -> list[tuple[Path | None, str | None]]:
-        """(folder, None) or (None, why not) of each (workload, plan)."""
+    def build(self, jobs, progress=lambda done, total: None) -> list[Path | str]:
+        """The folder of each (workload, plan), or why there is none."""
         futures = [self._threads.submit(self._one, workload, plan) for workload, plan in jobs]
         for done, _ in enumerate(as_completed(futures), 1):
             progress(done, len(futures))
         return [future.result() for future in futures]
 
-    def _one(self, workload, plan) -> tuple[Path | None, str | None]:
+    def _one(self, workload, plan) -> Path | str:
         folder = self.root / folder_name(workload, plan)
         about = {"workload": json.loads(workload.text), "place": [self.kind, self.arch, str(folder)]}
         child = self._idle.get()
         try:
             child.send(about | _plan_facts(plan))
-            error = child.receive(self.timeout)["error"]
+            return child.receive(self.timeout)["error"] or folder
         except Died as e:
-            error = f"building it {e}"
+            return f"building it {e}"
         finally:
             self._idle.put(child)
-        return (None, error) if error else (folder, None)
 
 
 def _handle(request: dict, answer) -> None:

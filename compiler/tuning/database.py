@@ -24,6 +24,7 @@ from pathlib import Path
 
 import tvm
 
+from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.plans.space import Space, space
 from mlc_amd.schedules.plans.workload import VERSION, Workload
@@ -152,9 +153,10 @@ class Entry:
         return list(learned.items())
 
 
-def cache() -> Path:
-    """The user's folder of tuned plans."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlc-amd" / "tuned"
+def folder_of(arch) -> Path:
+    """The arch's among the user's folders of tuned plans."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "mlc-amd" / "tuned" / file_name(arch.name)
 
 
 def file_name(arch_name: str) -> str:
@@ -167,8 +169,7 @@ def plan_text(plan: dict) -> str:
 
 def entries(arch, folder: Path | None = None) -> dict[Workload, Entry]:
     """The valid entries of an arch's folder, by default of the user's, which may be open for tuning elsewhere."""
-    lines, _ = read_lines((folder or cache() / file_name(arch.name)) / LOG)
-    return {entry.workload: entry for entry in entries_of(lines) if not entry.stale}
+    return _valid(read_lines((folder or folder_of(arch)) / LOG)[0])
 
 
 def read_lines(path: Path) -> tuple[list[dict], bool]:
@@ -201,7 +202,11 @@ def entries_of(lines: Iterable[dict]) -> list[Entry]:
     return list(found.values())
 
 
-class Database:
+def _valid(lines: Iterable[dict]) -> dict[Workload, Entry]:
+    return {entry.workload: entry for entry in entries_of(lines) if not entry.stale}
+
+
+class Database(Closing):
     """One arch's measurements, open for tuning by one process at a time. A context manager.
 
     folder: default that of the arch in the user's cache. torn: an incomplete line was dropped. UserError if the folder
@@ -209,8 +214,7 @@ class Database:
     """
 
     def __init__(self, arch, folder: Path | None = None):
-        self.arch, self.folder = arch, folder or cache() / file_name(arch.name)
-        self._spaces: dict[Workload, Space | None] = {}
+        self.arch, self.folder = arch, folder or folder_of(arch)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = open(self.folder / LOCK, "w")  # noqa: SIM115 (closed by close())
         try:
@@ -221,7 +225,7 @@ class Database:
             self.torn = not whole
             if self.torn:
                 _write(self.folder / LOG, "".join(map(_line, lines)))
-            self.entries = {entry.workload: entry for entry in entries_of(lines) if not entry.stale}
+            self.entries = _valid(lines)
             self._file = os.open(self.folder / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except BaseException as e:
             self._lock.close()
@@ -230,25 +234,13 @@ class Database:
                 raise UserError(why) from None
             raise
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
     def close(self) -> None:
         os.close(self._file)
         self._lock.close()
 
     def entry(self, workload: Workload) -> Entry:
         """The workload's valid records, to which more are added."""
-        return self.entries.setdefault(workload, Entry(workload)).refresh(self.space(workload))
-
-    def space(self, workload: Workload) -> Space | None:
-        """The workload's space on this arch, None if there is only one plan; cached."""
-        if workload not in self._spaces:
-            self._spaces[workload] = space(workload, self.arch)
-        return self._spaces[workload]
+        return self.entries.setdefault(workload, Entry(workload)).refresh(space(workload, self.arch))
 
     def record(self, workload: Workload, plan: dict) -> Record:
         """KeyError for a plan that was not measured."""
@@ -261,7 +253,7 @@ class Database:
 
     def check(self, workload: Workload, plan: dict, found: Checked) -> None:
         """Keeps a plan's verification. KeyError for a plan without a measurement."""
-        record, choices = self.record(workload, plan), self.space(workload)
+        record, choices = self.record(workload, plan), space(workload, self.arch)
         facts = asdict(found) | {"over": asdict(choices.default) if choices and found.gain else None}
         self._append(workload, {"plan": plan} | facts)
         vars(record).update(facts)
@@ -304,7 +296,7 @@ class Lookup:
         self.arch, self.notes = arch, []
         self._found: dict[str, list[tuple[str, Entry]]] = {}
         if mode in ("user", "auto"):
-            self._add("user", self._user, user or cache() / file_name(arch.name))
+            self._add("user", self._user, user or folder_of(arch))
         if mode in ("shipped", "auto"):
             self._add("shipped", self._shipped, shipped or SHIPPED / f"{file_name(arch.name)}.json")
 

@@ -1,7 +1,7 @@
 """Costs of instructions, memory traffic and waits on AMD GPUs: the constants of `static.py`'s model.
 
-In: an arch or a profile, an instruction's name. Out: a `Machine`; the pipe that the instruction occupies, and for how
-many clocks.
+In: an arch or a profile, an instruction's name. Out: a `Machine`; the pipe that the instruction occupies ("valu",
+"matrix", "salu", "memory" or "lds"), and for how many clocks.
 
 Where the constants come from. [ISA] AMD's instruction set manuals; [WP] AMD's architecture whitepapers (RDNA, CDNA 3);
 [P] product pages: clocks, peak rates, from which those of matrix instructions follow: operations of the instruction /
@@ -17,7 +17,6 @@ from mlc_amd.compiler.codegen import hsaco, radv
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.arch import GpuArch
 
-PIPES = ("valu", "matrix", "salu", "memory", "lds")
 NONE = "none"  # what is no work: waits, hints
 
 
@@ -59,7 +58,7 @@ FAMILIES = {
     "rdna3": Family(2, 32, 1, 64, 64, ((r"", 32),)),
     "rdna4": Family(2, 32, 1, 64, 64, ((r"_iu?8|fp8|bf8", 8), (r"", 16))),
 }
-OLDER = {"gfx908": Family(4, 16, 4, 64, 128, _CDNA2, True), "gfx90a": Family(4, 16, 4, 64, 128, _CDNA2, True)}
+OLDER = dict.fromkeys(("gfx908", "gfx90a"), Family(4, 16, 4, 64, 128, _CDNA2, True))
 
 # Nanoseconds from a load of device memory to its use [E]; Profile "nvidia" is none of these.
 LATENCY = {"gcn5": 600.0, "cdna": 800.0, "rdna1": 400.0, "rdna2": 350.0, "rdna3": 400.0, "rdna4": 400.0}

@@ -45,7 +45,8 @@ class Trace:
     counts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, other: "Trace", factor: float) -> None:
-        """Adds the work of another one, so many times; not its clocks."""
+        """Adds another one, so many times."""
+        self.clocks += other.clocks * factor
         for total, part in ((self.busy, other.busy), (self.counts, other.counts)):
             for name, value in part.items():
                 total[name] += value * factor
@@ -88,7 +89,8 @@ class Program:
         self.exits = {i for i, to in self.jumps.items() if any(first <= i <= last < to for first, last in loops)}
 
     def _step(self, name: str, operands: list[str]) -> _Step:
-        pipe, clocks = self.machine.cost(name, self.wave, _bytes(name))
+        _, _, size = hsaco.memory_access(name) or ("", "", 4)
+        pipe, clocks = self.machine.cost(name, self.wave, size)
         waits, queue, latency = [], "", 0.0
         if name.startswith("s_load"):
             queue, latency = "lgkm", isa_costs.SCALAR_CLOCKS
@@ -145,23 +147,14 @@ class Program:
 
 
 def _instructions(assembly: str, kernel: str) -> tuple[list[tuple[str, list[str]]], dict[str, int]]:
-    code, labels, inside = [], {}, False
-    for line in assembly.splitlines():
+    """(mnemonic, operands) of a kernel's instructions, and the places among them that its labels name."""
+    code, labels = [], {}
+    for line in hsaco.lines_of(assembly, kernel):
         line = line.partition(";")[0].rstrip()
         if found := hsaco.LABEL.match(line):
-            local = hsaco.LOCAL_LABEL.match(found[1])
-            if not local and inside:
-                break
-            inside = inside or found[1] == kernel
-            if inside and local:
-                labels[found[1]] = len(code)
-        elif inside and line.startswith("\t.section"):
-            break
-        elif inside and (found := hsaco.MNEMONIC.match(line)):
-            operands = [part.strip() for part in line.strip()[len(found[1]) :].split(",")]
-            code.append((found[1], operands))
-    if not code:
-        raise ValueError(f"the assembly has no kernel {kernel}")
+            labels[found[1]] = len(code)
+        elif found := hsaco.MNEMONIC.match(line):
+            code.append((found[1], [part.strip() for part in line.strip()[len(found[1]) :].split(",")]))
     return code, labels
 
 
@@ -204,14 +197,6 @@ def _waits(name: str, operands: list[str]) -> list[tuple[str, int]]:
     queues = WAITS.get(name.removeprefix("s_wait_"), ())
     value = int(operands[0], 0) if queues else 0
     return list(zip(queues, (value >> 8, value & 0xFF) if len(queues) == 2 else (value,), strict=False))
-
-
-def _bytes(name: str) -> int:
-    """That a lane moves."""
-    if not (found := hsaco.MEMORY.match(name)):
-        return 4
-    width = found[4]
-    return (hsaco.WIDTHS.get(width) or int(width) // 8) * (2 if found[3] else 1)
 
 
 # ---- scalar instructions

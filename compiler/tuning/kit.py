@@ -17,6 +17,7 @@ import uuid
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import tvm
 
@@ -31,10 +32,10 @@ from mlc_amd.schedules.plans.workload import VERSION, Workload
 
 RUNNER = "kit"
 TASK = ("name", "calls", "weight", "bytes", "flops")  # what kit.json has of a Task besides its workload
-ASSEMBLY = "kernel.s"  # which builders add for readers
+ASSEMBLY = "*.s.gz"  # which targets add for readers
 KINDS = ("vulkan", "rocm")  # targets whose kernels run without TVM
 SOURCES = (
-    "__init__.py", "artifact.py", "errors.py", "gpus.py", "host.py", "random_weights.py",
+    "__init__.py", "artifact.py", "closing.py", "errors.py", "gpus.py", "host.py", "random_weights.py",
     "devices/__init__.py", "devices/hip*.py", "devices/vulkan/*.py", "measure/*.py",
 )  # fmt: skip
 START = '''"""Measures the kernels of this folder: python3 run.py [--device NAME].
@@ -69,8 +70,7 @@ sys.exit(main(Path(here), sys.argv[1:]))
 '''
 
 
-@dataclass
-class Exported:
+class Exported(NamedTuple):
     """A kit that was written. failed: candidates that could not be built; the database knows them."""
 
     folder: Path
@@ -120,14 +120,14 @@ def export(
     try:
         with Builder(kind, arch, folder / CANDIDATES) as builder:
             built = builder.build([(task.workload, plan) for task, plan in jobs], progress)
-        candidates, errors = {}, []
-        for (task, plan), (made, error) in zip(jobs, built, strict=True):
+        candidates, errors = {}, [made for made in built if isinstance(made, str)]
+        for (task, plan), made in zip(jobs, built, strict=True):
             used = plan or session.space(task).default
-            if made is None:
-                errors.append(error or "")
-                session.report(task, used, Measured(None, errors[-1], runner=RUNNER))
+            if isinstance(made, str):
+                session.report(task, used, Measured(None, made, runner=RUNNER))
                 continue
-            (made / ASSEMBLY).unlink(missing_ok=True)
+            for file in made.glob(ASSEMBLY):
+                file.unlink()
             reference = folder_name(task.workload, None) if plan else ""
             candidates[made.name] = {"task": task.workload.key, "plan": asdict(used), "reference": reference}
         # a plan without its reference cannot be verified

@@ -9,6 +9,7 @@ from pathlib import Path
 from mlc_amd.compiler.tuning.build import Builder, target
 from mlc_amd.compiler.tuning.database import Checked, Measured
 from mlc_amd.compiler.tuning.session import BATCH
+from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import read
 from mlc_amd.runtime.measure.measurer import Measurer
@@ -16,7 +17,7 @@ from mlc_amd.schedules.plans.space import space
 from mlc_amd.schedules.plans.workload import Workload
 
 
-class Local:
+class Local(Closing):
     """Builds, measures and verifies plans for one arch. A context manager.
 
     kind: "cpu", "rocm" or "vulkan"; arch: its name. device: as `Measurer` takes it. workers: processes that build.
@@ -41,14 +42,7 @@ class Local:
         self._temporary = root is None
         self.root = Path(root or tempfile.mkdtemp(prefix="mlc-amd-tune-"))
         self.builder, self.measurer = Builder(kind, arch, self.root, workers), measurer or Measurer(device)
-        self._untuned: dict[Workload, tuple[Path | None, str | None]] = {}
-        self._defaults: dict[Workload, object] = {}
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
+        self._untuned: dict[tuple, Path | str] = {}  # by (workload, None), as `Builder.build` gives them
 
     def close(self) -> None:
         self.builder.close()
@@ -68,10 +62,10 @@ class Local:
         """A Measured for each (workload, plan), in order; None for what was not measured. Each workload's plans are
         timed beside its untuned kernel, which is the default plan's. progress(jobs done, jobs) as they are."""
         built = self._build(jobs)
-        wanted = {str(folder) for folder, error in built if error is None}
-        references = [self._untuned[workload] for workload in dict.fromkeys(workload for workload, _ in jobs)]
-        folders = dict.fromkeys(str(folder) for folder, error in [*references, *built] if error is None)
-        found, failed = {}, sum(error is not None for _, error in built)
+        failed, found = sum(isinstance(made, str) for made in built), {}
+        wanted = {str(made) for made in built if isinstance(made, Path)}
+        references = [self._untuned[workload, None] for workload, _ in jobs]
+        folders = dict.fromkeys(str(made) for made in [*references, *built] if isinstance(made, Path))
 
         def note(folder: str, result: dict) -> None:
             if folder in wanted:
@@ -81,18 +75,20 @@ class Local:
         # references first: the other candidates of a workload are timed beside its first one
         results = dict(zip(folders, self.measurer.measure(folders, note), strict=True)) if wanted else {}
         measured = []
-        for folder, error in built:
-            result = {"error": error} if error else results.get(str(folder))
+        for made in built:
+            result = {"error": made} if isinstance(made, str) else results.get(str(made))
             measured.append(result and Measured.of(result, **self.measurer.facts, runner=self.runner))
-            self._drop(folder)
+            self._drop(made)
         return measured
 
     def verify(self, workload: Workload, plan) -> Checked:
         """Whether a plan's kernel computes what the untuned one does."""
-        (untuned, reason), (tuned, error) = self._build([(workload, None), (workload, plan)])
+        untuned, tuned = self._build([(workload, None), (workload, plan)])
         try:
-            if untuned is None or tuned is None:
-                return Checked("", False, error=error or f"the untuned kernel does not build: {reason}")
+            if isinstance(tuned, str):
+                return Checked("", False, error=tuned)
+            if isinstance(untuned, str):
+                return Checked("", False, error=f"the untuned kernel does not build: {untuned}")
             try:
                 self._open(tuned)
             except UserError as e:
@@ -105,25 +101,22 @@ class Local:
         """UserError if no device here runs that candidate."""
         self.measurer.start(read(folder))
 
-    def _build(self, jobs) -> list[tuple[Path | None, str | None]]:
+    def _build(self, jobs) -> list[Path | str]:
         """As `Builder.build`; the untuned kernels, which are the default plans', are built once and kept."""
-        missing = list(dict.fromkeys(workload for workload, _ in jobs if workload not in self._untuned))
-        others = [(workload, plan) for workload, plan in jobs if not self._is_default(workload, plan)]
-        built = self.builder.build([*((workload, None) for workload in missing), *others])
-        self._untuned |= zip(missing, built, strict=False)
-        tuned = iter(built[len(missing) :])
-        return [self._untuned[workload] if self._is_default(workload, plan) else next(tuned) for workload, plan in jobs]
+        jobs = [(workload, None if self._is_default(workload, plan) else plan) for workload, plan in jobs]
+        untuned = [(workload, None) for workload, _ in jobs]
+        missing = list(dict.fromkeys(job for job in [*untuned, *jobs] if job not in self._untuned))
+        built = self._untuned | dict(zip(missing, self.builder.build(missing), strict=True))
+        self._untuned |= {job: built[job] for job in untuned}
+        return [built[job] for job in jobs]
 
     def _is_default(self, workload: Workload, plan) -> bool:
-        if plan is not None and workload not in self._defaults:
-            try:
-                choices = space(workload, self.arch)
-            except (ValueError, UserError):  # it does not build either
-                choices = None
-            self._defaults[workload] = choices and choices.default
-        return plan is None or plan == self._defaults[workload]
+        try:
+            return plan is None or ((found := space(workload, self.arch)) is not None and plan == found.default)
+        except (ValueError, UserError):  # it does not build either
+            return False
 
-    def _drop(self, folder: Path | None) -> None:
+    def _drop(self, made: Path | str) -> None:
         """Thousands of candidates would fill a small disk. Untuned kernels stay."""
-        if folder and self._temporary and all(folder != kept for kept, _ in self._untuned.values()):
-            shutil.rmtree(folder, ignore_errors=True)
+        if self._temporary and isinstance(made, Path) and made not in self._untuned.values():
+            shutil.rmtree(made, ignore_errors=True)

@@ -24,6 +24,7 @@ from mlc_amd.compiler.tuning.database import Checked, Measured
 from mlc_amd.compiler.tuning.local import Local
 from mlc_amd.compiler.tuning.rpc_client import POLL, Client, name_of
 from mlc_amd.compiler.tuning.rpc_server import address
+from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import read
 
@@ -76,7 +77,7 @@ class _Part(NamedTuple):
     wanted: frozenset[str]
 
 
-class Servers:
+class Servers(Closing):
     """What runtime/measure/measurer.py's `Measurer` is for one device, for all servers of a key. A context manager.
 
     tracker: (host, port). wait: seconds without any server until NoServer. say(text): what a user may want to know.
@@ -90,12 +91,6 @@ class Servers:
         self._joining: set[Client] = set()  # with no server yet
         self._idle: list[Client] = []
         self._busy: dict[Client, _Part] = {}
-
-    def __enter__(self) -> "Servers":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
 
     def count(self) -> int:
         """Servers with that key, as far as the tracker tells; at least 1."""
@@ -123,8 +118,7 @@ class Servers:
         names, groups, results = [str(Path(folder)) for folder in folders], {}, {}
         for name in dict.fromkeys(names):
             groups.setdefault(read(name).group, []).append(name)
-        self._free()
-        size = min(max(math.ceil(len(names) / (2 * self.known)), 1), PART)
+        size = min(max(math.ceil(len(names) / (2 * self.count())), 1), PART)
         parts = []
         for reference, *others in groups.values():
             pieces = [others[i : i + size] for i in range(0, len(others), size)] or [[]]

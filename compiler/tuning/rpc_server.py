@@ -39,6 +39,7 @@ from tvm.rpc import server
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import FILE, Candidate, read
+from mlc_amd.runtime.measure.child import follow_parent
 from mlc_amd.runtime.measure.measurer import Measurer
 
 PREFIX = "mlc_amd.tune."
@@ -151,8 +152,7 @@ class Measuring:
         self._measurer, self._news, self._works = Measurer(device), SimpleQueue(), 0
 
     def hello(self) -> dict:
-        # ends with the server, also while it works
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        follow_parent()
         return {"host": platform.node(), "tvm": tvm.__version__, "devices": self.found}
 
     def work(self, request: str, blob: bytes) -> None:
@@ -198,12 +198,6 @@ class Measuring:
         }
         for name, function in functions.items():
             tvm_ffi.register_global_func(PREFIX + name, function, override=True)
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(AGAIN)
-    os._exit(1)
 
 
 # ---- the programs

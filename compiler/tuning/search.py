@@ -28,7 +28,6 @@ from tvm.s_tir.meta_schedule.postproc import PyPostproc
 from tvm.s_tir.meta_schedule.runner import RunnerResult
 from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
 
-from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.plans.space import Space
 from mlc_amd.schedules.plans.workload import Workload
 
@@ -93,67 +92,52 @@ def features(workload: Workload, space: Space, plan, arch) -> np.ndarray:
     derived = kernel.workgroups, kernel.threads, kernel.loads, waves, threads * kernel.loads
     idle = 1 - last / math.ceil(last)  # of the compute units, while the last workgroups run
     ratios = [math.log2((1 + a) / (1 + b)) for i, a in enumerate(values) for b in values[:i]]
-    args = workload.args
-    segments = args.get("segments", [])
-    rows = {"n": sum(n for _, n in segments)} if segments else {}
-    sizes = [(args | rows).get(name) or 0 for name in SIZES]
-    formats = [fmt for fmt, _ in segments] or [args[name] for name in ("gate", "up", "fmt") if name in args]
-    bits = [FORMATS[fmt].block_bytes * 8 / FORMATS[fmt].block for fmt in formats] or [0]
+    args = workload.args | {"n": sum(rows for _, rows in workload.weights)}
+    sizes = [args.get(name) or 0 for name in SIZES]
+    bits = [fmt.block_bytes * 8 / fmt.block for fmt, _ in workload.weights] or [0]
     logs = [math.log2(1 + value) for value in (*values, *derived, *sizes)]
-    return np.array([*logs, *ratios, idle, len(formats), max(bits), min(bits)], np.float32)
+    return np.array([*logs, *ratios, idle, len(workload.weights), max(bits), min(bits)], np.float32)
 
 
-class Models:
-    """The cost models of a tuning session, one for each type of plan. They are trained when they are used, not with
-    each measurement."""
+class Model:
+    """A cost model, which searches with the same type of plan share.
+
+    searches: by their workload's text. untrained: by search, (MetaSchedule's candidates, results) to be trained with.
+    """
 
     def __init__(self):
-        self._models = {}
-        self._untrained = defaultdict(list)  # by search: (MetaSchedule's candidate, result)
+        self.searches: dict[str, Search] = {}
+        self.untrained: dict[Search, list] = defaultdict(list)
+        config, extractor = ms.cost_model.xgb_model.XGBConfig(nthread=1, tree_method="hist"), _Extractor(self.searches)
+        self._model: Any = ms.cost_model.XGBModel(extractor=extractor, num_warmup_samples=WARMUP, config=config)
 
-    def register(self, search: "Search") -> None:
-        """Makes the model know the search's features."""
-        kind = search.space.plan_type
-        if kind not in self._models:
-            config = ms.cost_model.xgb_model.XGBConfig(nthread=1, tree_method="hist")
-            extractor: Any = _Extractor()
-            model = ms.cost_model.XGBModel(extractor=extractor, num_warmup_samples=WARMUP, config=config)
-            self._models[kind] = model
-        self._models[kind].extractor.searches[search.workload.text] = search
-
-    def add(self, search: "Search", results: list) -> None:
-        self._untrained[search] += results
-
-    def trained(self, plan_type: type):
-        """The model, trained with all results."""
-        model = self._models[plan_type]
-        for search in [search for search in self._untrained if search.space.plan_type is plan_type]:
-            model.update(search.context, *map(list, zip(*self._untrained.pop(search), strict=True)))
-        return model
+    def trained(self):
+        """MetaSchedule's model, trained with all results: when it is used, not with each measurement."""
+        for search, results in self.untrained.items():
+            self._model.update(search.context, *map(list, zip(*results, strict=True)))
+        self.untrained.clear()
+        return self._model
 
 
 class Search:
     """The search over one workload's space.
 
-    space: of the workload on `arch`. models: shared by the searches of a session. measured: [(plan, seconds or None)]
-    of earlier runs, all plans of the space. seed: 1 or more; the same seed and reports give the same proposals, except
-    for the cost model's random start.
+    space: of the workload on `arch`. model: shared with other searches. measured: [(plan, seconds or None)] of earlier
+    runs, all plans of the space. seed: 1 or more; the same seed and reports give the same proposals, except for the
+    cost model's random start.
 
     seconds: of each measured plan, None where it failed. since_best: measurements since the last improvement.
     """
 
-    def __init__(
-        self, workload: Workload, space: Space, arch, models: Models | None = None, measured=(), seed: int = 1
-    ):
+    def __init__(self, workload: Workload, space: Space, arch, model: Model | None = None, measured=(), seed: int = 1):
         self.workload, self.space, self.arch = workload, space, arch
         self.seconds: dict = {}
         self.since_best = 0
         self._open: set = set()  # proposed and not reported
         self._random = random.Random(seed)
-        self._models, self._database = models or Models(), ms.database.MemoryDatabase()
-        self._models.register(self)
+        self._model, self._database = model or Model(), ms.database.MemoryDatabase()
+        self._model.searches[workload.text] = self
         self._mod, self._batch, self._seed = reference(workload), None, seed
-        self._candidates: dict = {}  # plan: MetaSchedule's candidate
         self._workload = self._database.commit_workload(self._mod)
         if measured:
             self.report(measured)
@@ -213,7 +197,7 @@ class Search:
             candidates.append(candidate)
             outcomes.append(RunnerResult(times, None))
         if candidates:
-            self._models.add(self, list(zip(candidates, outcomes, strict=True)))
+            self._model.untrained[self] += zip(candidates, outcomes, strict=True)
             if self._batch:
                 self.context.notify_runner_results(candidates, outcomes)
 
@@ -250,7 +234,7 @@ class Search:
             )  # fmt: skip
 
     def _candidate(self, plan) -> MeasureCandidate:
-        return self._candidates.get(plan) or MeasureCandidate(schedule_of(self._mod, self.space, plan), [])
+        return MeasureCandidate(schedule_of(self._mod, self.space, plan), [])
 
     def _rank(self, count: int) -> list:
         """The `count` unmeasured plans, less EPSILON of them, that the cost model ranks first; of more than RANKED, a
@@ -258,14 +242,13 @@ class Search:
         plans = [plan for plan in self.space.plans if not self._known(plan)]
         if len(plans) > RANKED:
             plans = self._random.sample(plans, RANKED)
-        self._candidates = {plan: self._candidate(plan) for plan in plans}
-        scores = self._models.trained(self.space.plan_type).predict(self.context, list(self._candidates.values()))
+        scores = self._model.trained().predict(self.context, [self._candidate(plan) for plan in plans])
         wanted = sum(self._random.random() >= EPSILON for _ in range(count))
         return [plans[i] for i in np.argsort(-scores, kind="stable")[:wanted]]
 
     def _evolve(self, count: int) -> list:
         """Plans from evolution; none where too few random draws are plans that the arch can run."""
-        context, model = self.context, self._models.trained(self.space.plan_type)
+        context, model = self.context, self._model.trained()
         if self._batch != count:  # its batches have a fixed size
             if self._batch:
                 context.post_tuning()
@@ -337,9 +320,9 @@ class _Redraw(PyMutator):
 class _Extractor(PyFeatureExtractor):
     """Features of candidates. searches: by their workload's text."""
 
-    def __init__(self):
+    def __init__(self, searches: dict[str, Search]):
         super().__init__()
-        self.searches: dict[str, Search] = {}
+        self.searches = searches
 
     def extract_from(self, context: Any, candidates):
         search = self.searches[str(context.mod["main"].attrs[ATTRIBUTE])]

@@ -9,16 +9,15 @@ the same database resumes.
 import math
 import signal
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from mlc_amd.compiler.tuning.database import Checked, Database, Measured, Record
-from mlc_amd.compiler.tuning.search import Models, Search
+from mlc_amd.compiler.tuning.search import Model, Search
 from mlc_amd.compiler.tuning.tasks import Task
-from mlc_amd.schedules.plans.space import Space
-from mlc_amd.schedules.plans.workload import Workload
+from mlc_amd.schedules.plans.space import Space, space
 
 BATCH = 8  # plans that are measured together: what Ctrl-C may lose
 FIRST = 2  # measurements of a first batch, where there is a time limit
@@ -32,7 +31,7 @@ class TuningSession:
     best. seed: 1 or more.
 
     trials: measurements reported to this session. refuted: plans whose results were wrong. unverified: why plans could
-    not be verified, by (task's key, plan).
+    not be verified, by (task, plan).
     """
 
     def __init__(
@@ -40,20 +39,19 @@ class TuningSession:
     ):
         self.arch, self.database, self.roofline = arch, database, roofline
         self.trials = self.refuted = 0
-        self.unverified: dict[tuple[str, object], str] = {}
-        self._slower = Counter()  # by task's key: plans that were not faster than the default in interleaved rounds
-        self.tasks: list[Task] = []  # with more than one plan
-        self._searches: dict[Workload, Search] = {}
-        models = Models()
+        self.unverified: dict[tuple[Task, object], str] = {}
+        self._slower = Counter()  # by task: plans that were not faster than the default in interleaved rounds
+        self._searches: dict[Task, Search] = {}
+        models: dict[type, Model] = defaultdict(Model)
         for task in tasks:
-            if found := database.space(task.workload):
-                past = database.entry(task.workload).known(found)
-                self._searches[task.workload] = Search(task.workload, found, arch, models, past, seed + len(self.tasks))
-                self.tasks.append(task)
+            if found := space(task.workload, arch):
+                past, number = database.entry(task.workload).known(found), seed + len(self._searches)
+                self._searches[task] = Search(task.workload, found, arch, models[found.plan_type], past, number)
+        self.tasks = list(self._searches)
 
     def space(self, task: Task) -> Space:
         """Of one of `tasks`."""
-        return self._searches[task.workload].space
+        return self._searches[task].space
 
     # ---- what to measure
 
@@ -72,21 +70,21 @@ class TuningSession:
         worth = {task: math.sqrt(self.saving(task) or task.weight * task.bytes * 1e-15) for task in self.tasks}
         seats = Counter()
         for _ in range(count - len(chosen)):
-            free = [task for task in self.tasks if self._searches[task.workload].unmeasured > seats[task]]
+            free = [task for task, search in self._searches.items() if search.unmeasured > seats[task]]
             if free:
                 seats[max(free, key=lambda task: worth[task] / (seats[task] + 1))] += 1
         return chosen + [job for task in self.tasks for job in self._propose(task, seats[task])]
 
     def _new(self, count: int) -> list[tuple[Task, Any]]:
-        new = [task for task in self.tasks if not self._searches[task.workload].started]
+        new = [task for task, search in self._searches.items() if not search.started]
         return [job for task in new[:count] for job in self._propose(task, 1)]
 
     def _propose(self, task: Task, count: int) -> list[tuple[Task, Any]]:
-        return [(task, plan) for plan in self._searches[task.workload].propose(count)]
+        return [(task, plan) for plan in self._searches[task].propose(count)]
 
     def saving(self, task: Task) -> float:
         """Seconds, weighted, that another batch is expected to save."""
-        search = self._searches[task.workload]
+        search = self._searches[task]
         if not search.unmeasured:
             return 0.0
         reference = search.best[1] if search.best else 0.0
@@ -95,7 +93,7 @@ class TuningSession:
 
     def report(self, task: Task, plan, measured: Measured) -> None:
         """A measurement of a plan that `next` gave, or of any plan of the task's space."""
-        search = self._searches[task.workload]
+        search = self._searches[task]
         plan = search.space.equal(plan)
         record = Record(**asdict(measured), plan=asdict(plan), default=plan == search.space.default, at=time.time())
         self.database.add(task.workload, record)
@@ -104,7 +102,7 @@ class TuningSession:
 
     def withdraw(self, task: Task, plan) -> None:
         """A plan that `next` gave will not be measured now."""
-        self._searches[task.workload].withdraw(plan)
+        self._searches[task].withdraw(plan)
 
     # ---- verification
 
@@ -112,14 +110,13 @@ class TuningSession:
         """(task, plan) of each task's best plan if it is better than the default and not verified. A plan that could
         not be verified is passed over; its whole task is, where the same reason met another plan, too."""
         reasons = Counter(self.unverified.values())
-        hopeless = {key for (key, _), why in self.unverified.items() if reasons[why] > 1}
-        hopeless |= {key for key, count in self._slower.items() if count >= MAX_SLOWER}
+        hopeless = {task for (task, _), why in self.unverified.items() if reasons[why] > 1}
+        hopeless |= {task for task, count in self._slower.items() if count >= MAX_SLOWER}
         wanted = []
-        for task in self.tasks:
-            search = self._searches[task.workload]
-            key, default = task.workload.key, search.space.default
-            best = next((plan for plan, _ in search.ranked if (key, plan) not in self.unverified), default)
-            done = key in hopeless or best == default
+        for task, search in self._searches.items():
+            default = search.space.default
+            best = next((plan for plan, _ in search.ranked if (task, plan) not in self.unverified), default)
+            done = task in hopeless or best == default
             if not done and not self.database.record(task.workload, asdict(best)).checked:
                 wanted.append((task, best))
         return wanted
@@ -128,18 +125,18 @@ class TuningSession:
         """The verification of a measured plan. A wrong one is excluded, and one that was slower than it looked gets its
         new time: the next best plan may take its place. One that could not be verified is never used; a later session
         tries again."""
-        search, workload = self._searches[task.workload], task.workload
+        search, workload = self._searches[task], task.workload
         plan = search.space.equal(plan)
         self.database.check(workload, asdict(plan), checked)
         if not checked.checked:
-            self.unverified[workload.key, plan] = checked.error
+            self.unverified[task, plan] = checked.error
         elif not checked.passed:
             self.refuted += 1
             search.correct(plan, None)
         elif checked.gain:
             entry = self.database.entry(workload)
             search.correct(plan, entry.seconds(self.database.record(workload, asdict(plan))))
-            self._slower[workload.key] += checked.gain <= 1
+            self._slower[task] += checked.gain <= 1
 
 
 def run(

@@ -33,17 +33,18 @@ hence only plans with a predicted gain of 25 % (GEMV) or 40 % (others) are shipp
 keep the default plan's occupancy: the model overrates what a single wave per SIMD overlaps.
 """
 
+import gzip
 from dataclasses import dataclass
 from math import ceil, inf, prod
+from pathlib import Path
 
 from mlc_amd.compiler.codegen import hsaco, radv
 from mlc_amd.compiler.tuning import isa_costs
+from mlc_amd.compiler.tuning.build import target
 from mlc_amd.compiler.tuning.database import Measured
 from mlc_amd.compiler.tuning.isa_trace import Program, Trace
 from mlc_amd.compiler.tuning.local import Local
-from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import Candidate, read
-from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu import gemv
 from mlc_amd.schedules.gpu.profiles import ADDRESS
 from mlc_amd.schedules.plans.workload import Workload
@@ -52,6 +53,7 @@ POWER = 2
 SAMPLES = 12  # workgroups that are followed where they do different work: formats of q, k and v, say
 LINEAR = ("linear", "gate_up")
 MIN_WAVES = 2  # per SIMD, of a GEMM plan other than the default
+NO_ASSEMBLY = "the driver shows no assembly; install one that was built with a disassembler"
 
 
 @dataclass(frozen=True)
@@ -76,16 +78,15 @@ class Estimate:
 def run_of(workload, plan, arch) -> float:
     """Contiguous bytes among those that a wave of a GEMV loads at once; of several weights, the first. Infinite for
     other kernels."""
-    args = workload.args
-    if args.get("m") != 1 or workload.op not in LINEAR:
+    if workload.args.get("m") != 1 or workload.op not in LINEAR:
         return inf
+    weights, k = workload.weights, workload.args["k"]
+    fmt, rows = weights[0]
     if workload.op == "linear":
-        fmt, k = lookup(args["segments"][0][0]), args["k"]
-        (used, *_), (split, *_) = gemv.linear_plans([(lookup(name), n) for name, n in args["segments"]], k, arch, plan)
+        (used, *_), (split, *_) = gemv.linear_plans(weights, k, arch, plan)
         lanes = split.lanes
     else:
-        fmt, k = lookup(args["gate"]), args["k"]
-        used = gemv.gate_up_plan([fmt, lookup(args["up"])], args["n"], k, arch, plan)
+        used = gemv.gate_up_plan([fmt for fmt, _ in weights], rows, k, arch, plan)
         lanes = used.lanes
     row = k * fmt.block_bytes / fmt.block
     once = lanes * used.unroll * row / gemv.units_of([fmt], k)
@@ -127,9 +128,7 @@ def follow(code: Code, machine, kinds: int = 1) -> Trace:
     count = min(SAMPLES if kinds > 1 else 1, total)
     for i in range(count):
         number = int((i + 0.5) / count * total)
-        one = program.run((number % x, number // x % y, number // (x * y)))
-        mean.clocks += one.clocks / count
-        mean.add(one, 1 / count)
+        mean.add(program.run((number % x, number // x % y, number // (x * y))), 1 / count)
     return mean
 
 
@@ -157,31 +156,34 @@ def codes_of(candidates: list[Candidate], arch) -> list[list[Code] | str]:
     that it takes."""
     if arch.api == "rocm" or not candidates:
         return [_of_hsaco(candidate) for candidate in candidates]
-    shaders, places = [], []
-    for i, candidate in enumerate(candidates):
-        data = candidate.code.read_bytes()
-        for j, step in enumerate(candidate.steps):
-            first, size = step["code"]
-            push = ADDRESS if step["table"] else ADDRESS * len(step["args"])
-            shaders.append(radv.Shader(f"k{i}_{j}", data[first : first + size], tuple(step["block"]), push))
-            places.append((i, step))
-    report = radv.statistics(shaders, arch)
-    found: list = [[] for _ in candidates]
-    for shader, (i, step) in zip(shaders, places, strict=True):
+    shaders = [_shaders(f"k{i}", candidate) for i, candidate in enumerate(candidates)]
+    report = radv.statistics([shader for mine in shaders for shader in mine], arch)
+    return [_of_report(report, *pair) for pair in zip(shaders, candidates, strict=True)]
+
+
+def _shaders(name: str, candidate: Candidate) -> list[radv.Shader]:
+    """Of its launches."""
+    data, found = candidate.code.read_bytes(), []
+    for i, step in enumerate(candidate.steps):
+        first, size = step["code"]
+        push = ADDRESS if step["table"] else ADDRESS * len(step["args"])
+        found.append(radv.Shader(f"{name}_{i}", data[first : first + size], tuple(step["block"]), push))
+    return found
+
+
+def _of_report(report: radv.Report, shaders: list[radv.Shader], candidate: Candidate) -> list[Code] | str:
+    found = []
+    for shader, step in zip(shaders, candidate.steps, strict=True):
         compiled = report.kernels.get(shader.name)
-        if isinstance(found[i], str):
-            continue
         if compiled is None or not compiled.assembly:
-            found[i] = report.refused.get(
-                shader.name, "the driver shows no assembly; install one that was built with a disassembler"
-            )
-        else:
-            found[i].append(_code(step, compiled.kernel, compiled.assembly))
+            return report.refused.get(shader.name, NO_ASSEMBLY)
+        found.append(_code(step, compiled.kernel, compiled.assembly))
     return found
 
 
 def _of_hsaco(candidate: Candidate) -> list[Code]:
-    kernels, assembly = hsaco.parse(candidate.code.read_bytes()).kernels, candidate.code.with_suffix(".s").read_text()
+    kernels = hsaco.parse(candidate.code.read_bytes()).kernels
+    assembly = gzip.decompress(candidate.code.with_suffix(".s.gz").read_bytes()).decode()
     return [_code(step, kernels[step["symbol"]], assembly) for step in candidate.steps]
 
 
@@ -203,15 +205,9 @@ class Static(Local):
     runner = "static"
 
     def __init__(self, kind: str, arch: str, **options):
-        if kind not in ("rocm", "vulkan"):
-            raise UserError(f"static ranking is for AMD GPUs, not for target {kind}; measure on this machine instead")
+        self.machine = isa_costs.machine(target(kind, arch).archs[0])
         super().__init__(kind, arch, **options)
         self._estimated: dict[Workload, Estimate | str] = {}  # of the default plans
-        try:
-            self.machine = isa_costs.machine(self.arch)
-        except UserError:
-            self.close()
-            raise
 
     def serves(self, workload: Workload) -> bool:
         """All but attention's."""
@@ -219,23 +215,22 @@ class Static(Local):
 
     def estimates(self, jobs, progress=lambda done, total: None) -> list[Estimate | str]:
         """Of each (workload, plan), or why there is none."""
-        built = self._build(jobs)
-        candidates = [read(folder) for folder, _ in built if folder]
-        codes, found = iter(zip(candidates, codes_of(candidates, self.arch), strict=True)), []
-        for (workload, plan), (folder, error) in zip(jobs, built, strict=True):
-            if error is None:
-                candidate, code = next(codes)
-                try:
-                    if isinstance(code, str):
-                        raise ValueError(code)
-                    found.append(of_candidate(candidate, code, workload, plan, self.arch, self.machine))
-                except ValueError as e:
-                    found.append(str(e))
-            else:
-                found.append(error)
-            self._drop(folder)
+        built, found = self._build(jobs), []
+        candidates = [read(made) for made in built if isinstance(made, Path)]
+        codes = iter(zip(candidates, codes_of(candidates, self.arch), strict=True))
+        for job, made in zip(jobs, built, strict=True):
+            found.append(made if isinstance(made, str) else self._estimate(*next(codes), *job))
+            self._drop(made)
             progress(len(found), len(jobs))
         return found
+
+    def _estimate(self, candidate: Candidate, codes: list[Code] | str, workload: Workload, plan) -> Estimate | str:
+        if isinstance(codes, str):
+            return codes
+        try:
+            return of_candidate(candidate, codes, workload, plan, self.arch, self.machine)
+        except ValueError as e:
+            return str(e)
 
     def measure(self, jobs, progress=lambda done, total: None) -> list[Measured | None]:
         """As `Local.measure`."""

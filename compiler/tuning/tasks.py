@@ -5,6 +5,7 @@ In: a model and a target. Out: `Task`s. Kernels that several functions or layers
 formats, are one task.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from mlc_amd.compiler import pipeline
@@ -46,7 +47,7 @@ def extract(model, backend, ctx: int | None = None) -> list[Task]:
     table = {entry["name"]: entry["calls"] for entry in pipeline.kernel_table(lowered.plan)}
     tasks: dict[Workload, Task] = {}
     for name, workload in backend.workloads.items():
-        calls, weight = {}, 0.0
+        calls, weight = Counter(), 0.0
         for function, count in table[name].items():
             if function == "decode":
                 calls[function], weight = count, weight + count * ANSWER
@@ -56,8 +57,7 @@ def extract(model, backend, ctx: int | None = None) -> list[Task]:
         if not calls:  # of a function that only --verify uses
             continue
         if old := tasks.get(workload):
-            calls = {function: old.calls.get(function, 0) + calls.get(function, 0) for function in old.calls | calls}
-            name, weight = old.name, weight + old.weight
+            calls, name, weight = calls + Counter(old.calls), old.name, weight + old.weight
         about = work(workload, backend.kernels[name])
         tasks[workload] = Task(workload, name, calls, weight, about["bytes"], about["flops"])
     return sorted(tasks.values(), key=lambda task: -task.weight * task.bytes)

@@ -116,7 +116,7 @@ def serve(handle: Callable[[dict, Callable[[dict], None]], None]) -> None:
     does."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+    follow_parent()
 
     def answer(message: dict) -> None:
         out.write(json.dumps(message) + "\n")
@@ -129,8 +129,13 @@ def serve(handle: Callable[[dict, Callable[[dict], None]], None]) -> None:
             answer({"user_error": str(e)})
 
 
-def _follow(parent: int) -> None:
+def follow_parent() -> None:
     """Ends this process when its parent is gone, also while it is busy."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
+    parent = os.getppid()
+
+    def follow() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()

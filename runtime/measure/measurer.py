@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import Candidate, figures, read
 from mlc_amd.runtime.measure.child import Child, Died
@@ -23,7 +24,7 @@ MAX_DEATHS = 3  # of processes while several candidates load: then it is not the
 log = logging.getLogger("mlc_amd")
 
 
-class Measurer:
+class Measurer(Closing):
     """A device to measure on, in a child process. device: as the backends take it. timeout: seconds that a candidate
     may take without a message. A context manager.
 
@@ -33,12 +34,6 @@ class Measurer:
     def __init__(self, device: str | None = None, timeout: float = TIMEOUT, environment: dict[str, str] | None = None):
         self.device, self.timeout, self.facts = device, timeout, {}
         self._child, self._open, self._warned = Child(MODULE, environment=environment), None, False
-
-    def __enter__(self) -> "Measurer":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
 
     def close(self) -> None:
         self._child.close()

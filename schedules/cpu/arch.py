@@ -57,6 +57,11 @@ class Arch:
     api = "cpu"
 
     @property
+    def needs(self) -> dict:
+        """What a candidate asks of a machine."""
+        return {"flags": list(self.flags)}
+
+    @property
     def target(self) -> tvm.target.Target:
         return tvm.target.Target({"kind": "llvm", "mcpu": self.mcpu})
 

@@ -43,6 +43,11 @@ class GpuArch(Chip):
     amd = True  # scalar registers exist
 
     @property
+    def needs(self) -> dict:
+        """What a candidate asks of a device besides the arch: nothing."""
+        return {}
+
+    @property
     def wave(self) -> int:
         return FAMILIES[self.family][0]
 

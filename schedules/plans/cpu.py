@@ -8,13 +8,13 @@ from mlc_amd.schedules.cpu.attention import kernel_module
 from mlc_amd.schedules.cpu.attention_block import product_blocks
 from mlc_amd.schedules.cpu.cache import BLOCK as BLOCK_KEYS
 from mlc_amd.schedules.cpu.planes import BLOCK, ROWS
-from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.plans.space import Kernel, Space
 
 
-def _rows_space(segments, k, m, isa, tasks) -> Space:
+def _rows_space(workload, isa, tasks) -> Space:
     """The space of a kernel of weight rows. tasks(plan): what decides how its rows are shared out, and the number of
     tasks."""
+    segments, k, m = workload.weights, workload.args["k"], workload.args["m"]
     p = min(m, isa.tokens)
     default = linear_plan.default_plan(isa, m, p, segments, k)
     whole = segments[0][0].kind == "int8"
@@ -39,38 +39,20 @@ def _rows_space(segments, k, m, isa, tasks) -> Space:
 
 
 def _linear(workload, arch) -> Space:
-    args = workload.args
-    segments, k = [(lookup(fmt), n) for fmt, n in args["segments"]], args["k"]
+    segments, k = workload.weights, workload.args["k"]
 
     def tasks(plan):
         held = tuple(linear_plan.row_tiles(fmt, n, k, plan) for fmt, n in segments)
         return held, sum(-(-n // ROWS) // tiles for (_, n), tiles in zip(segments, held, strict=True))
 
-    return _rows_space(segments, k, args["m"], arch.isa, tasks)
+    return _rows_space(workload, arch.isa, tasks)
 
 
 def _gate_up(workload, arch) -> Space:
+    """Of experts, by a row's experts: of many rows at least that many."""
     args = workload.args
-    segments = [(lookup(args[which]), args["n"]) for which in ("gate", "up")]
-    return _rows_space(segments, args["k"], args["m"], arch.isa, lambda plan: (None, args["n"] // BLOCK))
-
-
-def _expert_gate_up(workload, arch) -> Space:
-    args = workload.args
-    segments = [(lookup(args[which]), args["n"]) for which in ("gate", "up")]
-    blocks = args["n"] // BLOCK * args["used"]  # of an expert, by a row's experts: of many rows at least that many
-    return _rows_space(segments, args["k"], args["m"], arch.isa, lambda plan: (None, blocks))
-
-
-def _expert_linear(workload, arch) -> Space:
-    args = workload.args
-    fmt, n, k = lookup(args["fmt"]), args["n"], args["k"]
-
-    def tasks(plan):
-        held = linear_plan.row_tiles(fmt, n, k, plan)
-        return held, n // ROWS // held
-
-    return _rows_space([(fmt, n)], k, args["m"], arch.isa, tasks)
+    blocks = args["n"] // BLOCK * args.get("used", 1)
+    return _rows_space(workload, arch.isa, lambda plan: (None, blocks))
 
 
 def _attention(workload, arch) -> Space:
@@ -103,7 +85,7 @@ SPACES = {
     "linear": _linear,
     "gate_up": _gate_up,
     "attention": _attention,
-    "expert_gate_up": _expert_gate_up,
-    "expert_linear": _expert_linear,
-    "expert_down": _expert_linear,
+    "expert_gate_up": _gate_up,
+    "expert_linear": _linear,
+    "expert_down": _linear,
 }

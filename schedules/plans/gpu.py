@@ -4,7 +4,6 @@ from functools import partial
 
 from mlc_amd.schedules.attention import Attention, Rope, described, padded_columns
 from mlc_amd.schedules.experts import Experts
-from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu import (
     attention_coop_tiles,
     attention_decode,
@@ -28,9 +27,8 @@ from mlc_amd.schedules.plans.space import Kernel, Space
 SUMS = 256  # float32 accumulators of a lane, at most: more leave no registers for anything else
 BLOCKS = 32  # of 32 columns that a lane has loaded, at most
 ACTIVATIONS = 128  # that a thread has on the way to shared memory, at most
-CODE = (
-    2  # how much more than the default tiles' limits a thread may hold and unroll: beyond that compilers take minutes
-)
+# How much more than the default tiles' limits a thread may hold and unroll: beyond that compilers take minutes.
+CODE = 2
 
 GEMV = {"rows": (1, 2, 4, 8, 16), "waves": (1, 2, 4, 8), "lanes": (8, 16, 32, 64), "unroll": (1, 2, 4, 8)}
 TOKENS = ROWS = (16, 32, 64, 128, 256)
@@ -53,8 +51,8 @@ STEPS = 16  # whose columns a thread of a norm holds at most
 # ---- one token
 
 
-def _gemv_linear(args, arch) -> Space:
-    segments, k = [(lookup(fmt), n) for fmt, n in args["segments"]], args["k"]
+def _gemv_linear(workload, arch) -> Space:
+    segments, k = workload.weights, workload.args["k"]
 
     def kernel(plan) -> Kernel:
         plans, splits = gemv.linear_plans(segments, k, arch, plan)
@@ -69,9 +67,10 @@ def _gemv_linear(args, arch) -> Space:
     return Space(gemv.Plan, GEMV, default, kernel)
 
 
-def _gemv_gate_up(args, arch, slots=1) -> Space:
-    """slots: of as many experts."""
-    fmts, f, k = [lookup(args["gate"]), lookup(args["up"])], args["n"], args["k"]
+def _gemv_gate_up(workload, arch) -> Space:
+    """Of one weight or, where there are experts, of those that a row uses."""
+    fmts, args = [fmt for fmt, _ in workload.weights], workload.args
+    f, k, slots = args["n"], args["k"], args.get("used", 1)
 
     def kernel(plan) -> Kernel:
         used = gemv.gate_up_plan(fmts, f, k, arch, plan)
@@ -83,8 +82,7 @@ def _gemv_gate_up(args, arch, slots=1) -> Space:
 
 
 def _expert_down(workload, arch) -> Space:
-    args = workload.args
-    fmt, n, k, used = lookup(args["fmt"]), args["n"], args["k"], args["used"]
+    ((fmt, n),), k, used = workload.weights, workload.args["k"], workload.args["used"]
 
     def kernel(plan) -> Kernel:
         split = expert_gemv.down_split(fmt, n, k, used, arch, plan)
@@ -116,9 +114,10 @@ def _block_bytes(fmt) -> float:
 # ---- several tokens
 
 
-def _gemm(formats, rows, shares, args, arch, act) -> Space:
+def _gemm(workload, arch, rows, shares, act) -> Space:
     """rows: of each segment; shares: weights that share a tile's accumulators. For workloads with experts, slots stand
     in the place of tokens."""
+    args, formats = workload.args, [fmt for fmt, _ in workload.weights]
     m, k, total = args["m"], args["k"], sum(rows)
     make = partial(engine, act, formats, m)
     if "experts" in args:
@@ -179,28 +178,17 @@ CHOICES = {gemm_coop.CoopTile: COOP, gemm_matrix.MatrixTile: MATRIX, gemm_dot.Do
 def _linear(workload, arch) -> Space:
     args = workload.args
     if args["m"] == 1:
-        return _gemv_linear(args, arch)
-    formats, rows = [lookup(fmt) for fmt, _ in args["segments"]], [padded(n) for _, n in args["segments"]]
-    return _gemm(formats, rows, 1, args, arch, args["act"])
+        return _gemv_linear(workload, arch)
+    act = args["layout" if workload.op == "expert_linear" else "act"]
+    return _gemm(workload, arch, [padded(n) for _, n in workload.weights], 1, act)
 
 
 def _gate_up(workload, arch) -> Space:
     args = workload.args
     if args["m"] == 1:
-        return _gemv_gate_up(args, arch)
-    return _gemm([lookup(args["gate"]), lookup(args["up"])], [args["n"]], 2, args, arch, args["act_in"])
-
-
-def _expert_gate_up(workload, arch) -> Space:
-    args = workload.args
-    if args["m"] == 1:
-        return _gemv_gate_up(args, arch, args["used"])
-    return _gemm([lookup(args["gate"]), lookup(args["up"])], [args["n"]], 2, args, arch, args["layout_in"])
-
-
-def _expert_linear(workload, arch) -> Space:
-    args = workload.args
-    return _gemm([lookup(args["fmt"])], [args["n"]], 1, args, arch, args["layout"])
+        return _gemv_gate_up(workload, arch)
+    act = args["layout_in" if workload.op == "expert_gate_up" else "act_in"]
+    return _gemm(workload, arch, [args["n"]], 2, act)
 
 
 def _attention(workload, arch) -> Space:
@@ -278,6 +266,10 @@ def _threads(arch, threads: int) -> int:
     return norm.threads_of(arch, norm.Plan(threads))
 
 
+def _threads_space(arch, kernel) -> Space:
+    return Space(norm.Plan, THREADS, norm.Plan(norm.threads_of(arch)), kernel)
+
+
 def _rms_norm(workload, arch) -> Space:
     args = workload.args
 
@@ -287,22 +279,18 @@ def _rms_norm(workload, arch) -> Space:
             raise ValueError(f"{plan.threads} threads hold {steps} steps each")
         return Kernel(plan, args["m"] if args["row"] == "all" else 1, plan.threads, steps * norm.WIDTH * 8)
 
-    return Space(norm.Plan, THREADS, norm.Plan(norm.threads_of(arch)), kernel)
+    return _threads_space(arch, kernel)
 
 
-def _columns(width: int):
-    """The spaces of kernels in which a thread has `width` columns of a token."""
+def _columns(width: int, workload, arch) -> Space:
+    """The space of a kernel in which a thread has `width` columns of a token."""
+    k, m = workload.args["k"], workload.args["m"]
 
-    def make(workload, arch) -> Space:
-        k, m = workload.args["k"], workload.args["m"]
+    def kernel(plan) -> Kernel:
+        threads = _threads(arch, plan.threads)
+        return Kernel(threads, -(-k // (threads * width)) * m, threads, width * 4)
 
-        def kernel(plan) -> Kernel:
-            threads = _threads(arch, plan.threads)
-            return Kernel(threads, -(-k // (threads * width)) * m, threads, width * 4)
-
-        return Space(norm.Plan, THREADS, norm.Plan(norm.threads_of(arch)), kernel)
-
-    return make
+    return _threads_space(arch, kernel)
 
 
 def _rope_kv_write(workload, arch) -> Space:
@@ -311,12 +299,7 @@ def _rope_kv_write(workload, arch) -> Space:
 
     def kernel(plan) -> Kernel:
         waves = min(plan.waves, arch.threads // arch.wave)
-        return Kernel(
-            waves,
-            -(-heads // waves) * args["m"],
-            waves * arch.wave,
-            args["d"] * 4 / arch.wave,
-        )
+        return Kernel(waves, -(-heads // waves) * args["m"], waves * arch.wave, args["d"] * 4 / arch.wave)
 
     return Space(rope_kv_write.Plan, {"waves": WAVES}, rope_kv_write.PLAN, kernel)
 
@@ -328,10 +311,10 @@ SPACES = {
     "rope_attention": _decode,
     "rms_norm": _rms_norm,
     "layer_norm": _rms_norm,
-    "expert_gate_up": _expert_gate_up,
+    "expert_gate_up": _gate_up,
     "expert_down": _expert_down,
-    "expert_linear": _expert_linear,
-    "quantize": _columns(norm.WIDTH),
-    "embed": _columns(1),
+    "expert_linear": _linear,
+    "quantize": partial(_columns, norm.WIDTH),
+    "embed": partial(_columns, 1),
     "rope_kv_write": _rope_kv_write,
 }

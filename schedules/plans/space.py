@@ -3,11 +3,11 @@
 Plans that the arch cannot run are left out, and all but one of those that make the same kernel.
 """
 
+import functools
 import importlib
 import itertools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import astuple, dataclass, fields
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from mlc_amd.runtime.errors import UserError
@@ -73,7 +73,7 @@ class Space:
             raise ValueError(reason)
         return plan
 
-    @cached_property
+    @functools.cached_property
     def plans(self) -> list:
         """Every plan worth measuring, the default first; of those that make the same kernel, the first one."""
         return list(self._by_kernel.values())
@@ -100,13 +100,15 @@ class Space:
         """The plan of `plans` that makes the same kernel as this one. KeyError if there is none."""
         return self._by_kernel[self.kernel(plan).same]
 
-    @cached_property
+    @functools.cached_property
     def _by_kernel(self) -> dict:
         return dict(self._distinct())
 
 
+@functools.cache
 def space(workload: Workload, arch) -> Space | None:
-    """The workload's space on an arch (a GpuArch, Profile or cpu Arch); None if there is only one plan."""
+    """The workload's space on an arch (a GpuArch, Profile or cpu Arch); None if there is only one plan. Cached, since
+    listing a space's plans takes long. ValueError or UserError for a workload without kernels."""
     spaces = importlib.import_module(f"mlc_amd.schedules.plans.{MODULES[arch.api]}").SPACES
     found = spaces[workload.op](workload, arch) if workload.op in spaces else None
     return found if found and found.open else None

@@ -5,6 +5,8 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 
+from mlc_amd.schedules.formats import Format, lookup
+
 VERSION = 1  # of the plans' meaning: records of another version are stale
 CAPACITY = "ctx"  # the argument that decides on buffers' extents only: records of one capacity serve all others
 
@@ -41,6 +43,16 @@ class Workload:
     def capacity(self) -> int:
         """Tokens that the KV cache holds; 1 where the kernel has none."""
         return self.args.get(CAPACITY, 1)
+
+    @cached_property
+    def weights(self) -> list[tuple[Format, int]]:
+        """(format, rows) of its weight matrices, of an expert where there are experts; empty for an operator without
+        any."""
+        args = self.args
+        segments = args.get("segments") or [
+            (args[name], args.get("n", args.get("vocab"))) for name in ("gate", "up", "fmt") if name in args
+        ]
+        return [(lookup(fmt), rows) for fmt, rows in segments]
 
     @classmethod
     def from_json(cls, data: dict) -> "Workload":

@@ -59,13 +59,13 @@ class Emulator:
         shutil.rmtree(self.root, ignore_errors=True)
 
     def __call__(self, workload: Workload, plan) -> Checked:
+        error = ""
         for small in dict.fromkeys(smaller(workload, tokens) for tokens in TOKENS):
-            built = self.builder.build([(small, None), (small, plan)])
-            if not (errors := [error for _, error in built if error]):
-                (untuned, _), (tuned, _) = built
-                assert untuned is not None and tuned is not None  # no errors
+            untuned, tuned = self.builder.build([(small, None), (small, plan)])
+            if isinstance(untuned, Path) and isinstance(tuned, Path):
                 return compared(untuned, tuned, self.where)
-        return Checked("", False, error=errors[0])
+            error = untuned if isinstance(untuned, str) else str(tuned)
+        return Checked("", False, error=error)
 
 
 def compared(untuned: Path, tuned: Path, where: str = "emulator") -> Checked:

@@ -109,8 +109,8 @@ def of_database(folder: Path, built: Path) -> tuple[str, str, list[Point]]:
             jobs += [(entry.workload, found.parse(record.plan), record) for record in records]
     with Builder(kind, arch, built) as builder:
         made = builder.build([(workload, plan) for workload, plan, _ in jobs])
-    for (workload, _, record), (path, _) in zip(jobs, made, strict=True):
-        if path is not None:
+    for (workload, _, record), path in zip(jobs, made, strict=True):
+        if isinstance(path, Path):
             points.append(Point(workload, _short(record.plan), record.seconds, path, record.default))
     return kind, arch, points
 

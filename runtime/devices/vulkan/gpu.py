@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.devices.hip_errors import join_group
 from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.profile import profile_of
@@ -112,7 +113,7 @@ class Gpu:
         return (since is not None and self.api >= since) or extension in self.extensions
 
 
-class Instance:
+class Instance(Closing):
     """Vulkan, open: `gpus`, and for each of them `handles`. A context manager; `close` may be called twice.
 
     UserError when there is no loader, no driver or no device.
@@ -145,12 +146,6 @@ class Instance:
 
     def close(self) -> None:
         self._held.close()
-
-    def __enter__(self) -> "Instance":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
 
     def features(self, handle: int, structures) -> list[ctypes.Structure]:
         """The features of a physical device: CoreFeatures, then one of each of `structures`, chained."""
