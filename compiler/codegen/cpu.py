@@ -15,7 +15,7 @@ from tvm import s_tir, tirx
 from mlc_amd.compiler.codegen.lower import has_blocks
 from mlc_amd.compiler.codegen.target import Target
 from mlc_amd.compiler.models.config import AttentionConfig
-from mlc_amd.compiler.nodes import functions
+from mlc_amd.compiler.nodes import functions, params
 from mlc_amd.runtime import devices
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu import arch as archs
@@ -103,7 +103,7 @@ class CpuTarget(Target):
         link_shared(objects, directory / LIBRARY)
         for path in objects:
             Path(path).unlink()
-        steps = {name: [{"symbol": name, "args": list(range(len(kernels[name].params)))}] for name in names}
+        steps = {name: [{"symbol": name, "args": list(range(len(params(kernels[name]))))}] for name in names}
         return LIBRARY, {name: {"scratch": [], "steps": steps[name]} for name in names}
 
 

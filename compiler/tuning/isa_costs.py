@@ -133,5 +133,5 @@ def machine(arch) -> Machine:
         )
     clock = gpu.clock * 1e9
     latency = LATENCY[gpu.family] * (UNIFIED if arch.unified else 1) * 1e-9 * clock
-    family = OLDER.get(gpu.name, FAMILIES[gpu.family])
+    family = OLDER[gpu.name] if gpu.name in OLDER else FAMILIES[gpu.family]
     return Machine(arch.name, family, arch.units, clock, latency, arch.bandwidth * 1e9 * EFFICIENCY, gpu)

@@ -108,7 +108,8 @@ class Model:
     def __init__(self):
         self.searches: dict[str, Search] = {}
         self.untrained: dict[Search, list] = defaultdict(list)
-        config, extractor = ms.cost_model.xgb_model.XGBConfig(nthread=1, tree_method="hist"), _Extractor(self.searches)
+        config = ms.cost_model.xgb_model.XGBConfig(nthread=1, tree_method="hist")
+        extractor: Any = _Extractor(self.searches)  # TVM takes any object with its method
         self._model: Any = ms.cost_model.XGBModel(extractor=extractor, num_warmup_samples=WARMUP, config=config)
 
     def trained(self):

@@ -47,7 +47,7 @@ def extract(model, backend, ctx: int | None = None) -> list[Task]:
     table = {entry["name"]: entry["calls"] for entry in pipeline.kernel_table(lowered.plan)}
     tasks: dict[Workload, Task] = {}
     for name, workload in backend.workloads.items():
-        calls, weight = Counter(), 0.0
+        calls, weight = Counter[str](), 0.0
         for function, count in table[name].items():
             if function == "decode":
                 calls[function], weight = count, weight + count * ANSWER
@@ -59,5 +59,5 @@ def extract(model, backend, ctx: int | None = None) -> list[Task]:
         if old := tasks.get(workload):
             calls, name, weight = calls + Counter(old.calls), old.name, weight + old.weight
         about = work(workload, backend.kernels[name])
-        tasks[workload] = Task(workload, name, calls, weight, about["bytes"], about["flops"])
+        tasks[workload] = Task(workload, name, dict(calls), weight, about["bytes"], about["flops"])
     return sorted(tasks.values(), key=lambda task: -task.weight * task.bytes)
