@@ -49,6 +49,9 @@ SLOW = {
 }  # fmt: skip
 
 
+FULL = ("emulator_full", "reference_full")  # markers of what no run selects by itself
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("emulator_full") and (why := gfxemu.missing()):
         pytest.skip(why)
@@ -57,7 +60,7 @@ def pytest_runtest_setup(item):
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.path.name in SLOW:
+        if item.path.name in SLOW or any(map(item.get_closest_marker, FULL)):
             item.add_marker("slow")
     place = {name: i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.name, len(LONG)))

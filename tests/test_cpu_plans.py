@@ -71,6 +71,16 @@ WORKLOADS = {
 }  # fmt: skip
 
 
+# On an instruction set besides the machine's own: those whose loops differ there. They compile slowly.
+OTHERS = (
+    "linear decode",
+    "linear prefill",
+    "linear float prefill",
+    "attention decode",
+    "attention prefill",
+)
+
+
 def spread(found):
     """The default, and for each field the plans in which it has its smallest and its largest value that the arch can
     run."""
@@ -96,9 +106,11 @@ def filled(param, workload, rng):
     return rng.integers(0, 256 if np.dtype(dtype).itemsize == 1 else 0x4000, shape).astype(np.uint16).astype(dtype)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_results_do_not_depend_on_the_plan(arch, name):
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [(name, arch) for arch in ARCHS for name in (WORKLOADS if arch == ARCHS[-1] else OTHERS)],
+)
+def test_results_do_not_depend_on_the_plan(name, arch):
     workload, target = WORKLOADS[name], CpuTarget(arch)
     found = space(workload, target.arch)
     plans = spread(found)

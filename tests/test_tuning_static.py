@@ -302,7 +302,7 @@ def test_shipped_gemm_plans_keep_the_occupancy():
 
 def test_formats_share_their_shapes(monkeypatch):
     """What `ship_tuned.tasks` makes of one format's tasks are the other's."""
-    monkeypatch.setitem(PRESETS["llama3-1b"], "layers", 2)
+    monkeypatch.setitem(PRESETS["llama3-1b"].keys, "block_count", 2)
     renamed, own = (
         ship_tuned.tasks(("llama3-1b",), formats, "rocm", "gfx1100") for formats in (("q4_0", "q6_k"), ("q6_k",))
     )

@@ -42,6 +42,12 @@ def device():
     gpu()
 
 
+def on_both(cases, some):
+    """(profile, case) of all cases on the driver's own profile, and of some on the small one, whose code Mesa compiles
+    slowly."""
+    return [*(("lavapipe", case) for case in cases), *(("generic", case) for case in some)]
+
+
 @pytest.fixture(params=PROFILES)
 def profile(request):
     return PROFILES[request.param]
@@ -120,12 +126,17 @@ def test_gemv_residual(profile, fmt):
     check_linear(profile, [(fmt, 37)], 256, act=act_of(fmt), biases=(True,), residual=True)
 
 
-@pytest.mark.parametrize("fmt", gguf_blocks.DISTINCT)
-def test_gemm_formats(profile, fmt):
+SAMPLE = ("q4_0", "q5_1", "q2_k", "q6_k", "iq4_xs", "mxfp4", "f16")  # each way to unpack weights
+
+
+@pytest.mark.parametrize(("profile_name", "fmt"), on_both(gguf_blocks.DISTINCT, SAMPLE))
+def test_gemm_formats(profile_name, fmt):
+    profile = PROFILES[profile_name]
     check_linear(profile, [(fmt, 48)], 256 if FORMATS[fmt].kind == "int8" else 96, 16, act_of(fmt))
 
 
-def test_gemm_segments_share_a_launch(profile):
+def test_gemm_segments_share_a_launch():
+    profile = PROFILES["lavapipe"]
     check_linear(profile, [("q4_1", 96), ("q6_k", 37), ("q8_0", 16)], 256, 32, biases=(True, True, False))
 
 
@@ -196,9 +207,11 @@ def check_gate_up(profile, case, act_fn="silu"):
     np.testing.assert_allclose(S, gemm_cases.sums(A, d), rtol=1e-6)
 
 
-@pytest.mark.parametrize("case", GATE_UP)
-def test_gate_up_swiglu(profile, case):
-    check_gate_up(profile, case)
+@pytest.mark.parametrize(
+    ("profile_name", "case"), on_both(GATE_UP, ("decode", "decode mixed", "chunk", "chunk float32"))
+)
+def test_gate_up_swiglu(profile_name, case):
+    check_gate_up(PROFILES[profile_name], case)
 
 
 @pytest.mark.parametrize("act_fn", list(ACTIVATIONS)[1:])
@@ -308,15 +321,6 @@ ATTENTION = {
     "prefill chunk": Case(2, 1, 32, 16, "", states=((393, 16),), attributes={"chunk": 100, "ring": 128}),
     "prefill window": Case(3, 1, 64, 16, "", states=((60, 16), (400, 13)), attributes=WINDOW | {"window": 9}),
 }  # fmt: skip
-# the driver takes long over barriers in much code
-GENERIC_ATTENTION = (
-    "decode group 4",
-    "decode group 1",
-    "decode group 2",
-    "decode window",
-    "decode ring",
-    "prefill group 3",
-)
 ROPE = {
     "neox partial": Case(3, 1, 96, 4, rope=Rope(True, 48)),
     "interleaved": Case(2, 1, 64, 1, rope=Rope(False, 64)),
@@ -338,7 +342,7 @@ def attention_kernel(profile, name):
 
 
 @pytest.mark.parametrize(
-    ("profile_name", "name"), [*(("lavapipe", n) for n in ATTENTION), *(("generic", n) for n in GENERIC_ATTENTION)]
+    ("profile_name", "name"), on_both(ATTENTION, ("decode group 4", "decode window", "decode ring", "prefill group 3"))
 )
 def test_attention(profile_name, name):
     profile = PROFILES[profile_name]
