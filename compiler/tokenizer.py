@@ -295,7 +295,7 @@ def _adds(
     wanted = _get(metadata, key, bool, default)
     if wanted and special[name] is None:
         raise UserError(
-            f"the model wants a {name} token ({key}) but tokenizer.ggml.{name}_token_id is not set: {_CONVERT}"
+            f"the model expects a {name} token ({key}) but tokenizer.ggml.{name}_token_id is not set: {_CONVERT}"
         )
     return wanted
 

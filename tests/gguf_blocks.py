@@ -3,35 +3,10 @@
 import gguf
 import numpy as np
 
+from mlc_amd.compiler.gguf.synthetic import SCALE_FIELDS, SPREAD_SCALE
 from mlc_amd.compiler.quant import repack
 from mlc_amd.schedules.formats import FORMATS
 
-# Byte offsets of the float16 numbers of a block: random bits there would be NaNs
-HALVES = {
-    "q4_0": (0,),
-    "q4_1": (0, 2),
-    "q5_0": (0,),
-    "q5_1": (0, 2),
-    "q8_0": (0,),
-    "q2_k": (80, 82),
-    "q3_k": (108,),
-    "q4_k": (0, 2),
-    "q5_k": (0, 2),
-    "q6_k": (208,),
-    "iq4_nl": (0,),
-    "iq4_xs": (0,),
-    "tq1_0": (52,),
-    "tq2_0": (64,),
-    "iq1_s": (0,),
-    "iq2_xxs": (0,),
-    "iq2_xs": (0,),
-    "iq2_s": (0,),
-    "iq3_xxs": (0,),
-    "iq3_s": (0,),
-}
-EXPONENTS = (118, 123)  # of mxfp4's scales, 2**-10 to 2**-6
-
-SPREAD = {"iq1_m": 48}  # byte offset of four uint16 whose top nibbles are one float16
 EXPONENTS = (118, 123)  # of mxfp4's scales, 2**-10 to 2**-6
 
 # The first of the types whose kernels differ in nothing but constants
@@ -45,10 +20,10 @@ DISTINCT = list(
 
 def set_halves(name: str, blocks: np.ndarray, bits) -> None:
     """Sets the float16 numbers of blocks [..., bytes]. bits(): their bits, uint16 [..., 1], called for each."""
-    for offset in HALVES.get(name, ()):
+    for offset in SCALE_FIELDS.get(name, ()):  # random bits there would be NaNs
         blocks[..., offset : offset + 2] = bits().view(np.uint8)
-    if name in SPREAD:
-        fields = blocks[..., SPREAD[name] :].view(np.uint16)
+    if name in SPREAD_SCALE:
+        fields = blocks[..., SPREAD_SCALE[name] :].view(np.uint16)
         fields[...] = fields & 0x0FFF | (bits() >> np.uint16([0, 4, 8, 12])) << 12
 
 

@@ -1,170 +1,34 @@
 """The rocm device without a GPU, on a stand-in for AMD's bindings that computes (hip_recorder)."""
 
 import gc
-import json
 from dataclasses import asdict
 
 import numpy as np
 import pytest
+from hip_model import (
+    HEAD,
+    IDS,
+    KERNELS,
+    RNG,
+    VOCAB,
+    artifact_in,
+    check,
+)
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
-from mlc_amd.runtime.artifact import Artifact, TensorSpec, WeightsWriter
+from mlc_amd.runtime.artifact import TensorSpec, WeightsWriter
 from mlc_amd.runtime.devices import hip as hip_module
 from mlc_amd.runtime.devices.hip import HipDevice
-from mlc_amd.runtime.devices.hip_gpus import SAME_ISA, relabel, sibling
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.arch import resolve
 from mlc_amd.schedules.gpu.embed import embed as gpu_embed
 from mlc_amd.schedules.gpu.norm import rms_norm
 from mlc_amd.tools.dev.hip_recorder import Recorder, emulated
 
-VOCAB, WIDTH, CTX = 96, 16, 256
-EXPERT = "blk.0.ffn_up_exps.weight/head"  # so that it may stay in host memory
-RNG = np.random.default_rng(7)
-TABLE = RNG.standard_normal((VOCAB, WIDTH), np.float32)
-HEAD = RNG.standard_normal((WIDTH, VOCAB), np.float32)
-
-# ---- a model of three kernels: embed; remember in the cache and average (two launches with a scratch buffer); project
-
-
-def f32(memory, *shape):
-    return memory[: 4 * int(np.prod(shape))].view(np.float32).reshape(shape)
-
-
-def state_of(memory):
-    return memory[:8].view(np.int32).tolist()
-
-
-def embed(state, tokens, table, x):
-    _, live = state_of(state)
-    f32(x, live, WIDTH)[:] = f32(table, VOCAB, WIDTH)[tokens[: 4 * live].view(np.int32)]
-
-
-def remember(state, x, cache, total):
-    position, live = state_of(state)
-    cache = f32(cache, CTX, WIDTH)
-    cache[position : position + live] = f32(x, live, WIDTH)
-    f32(total, CTX, WIDTH)[:] = np.cumsum(cache, 0)
-
-
-def average(state, total, y):
-    position, live = state_of(state)
-    count = np.arange(position + 1, position + live + 1, dtype=np.float32)[:, None]
-    f32(y, live, WIDTH)[:] = f32(total, CTX, WIDTH)[position : position + live] / count
-
-
-def project_last(state, y, head, logits):
-    live = state_of(state)[1]
-    f32(logits, 1, VOCAB)[:] = f32(y, live, WIDTH)[live - 1 :] @ f32(head, WIDTH, VOCAB)
-
-
-def project_all(state, y, head, logits):
-    live = state_of(state)[1]
-    f32(logits, live, VOCAB)[:] = f32(y, live, WIDTH) @ f32(head, WIDTH, VOCAB)
-
-
-KERNELS = {
-    "embed_k": (4, embed),
-    "mix_k": (4, remember),
-    "mix_k_1": (3, average),
-    "last_k": (4, project_last),
-    "all_k": (4, project_all),
-}
-
-
-def expected(ids):
-    x = TABLE[ids]
-    return np.cumsum(x, 0) / np.arange(1, len(ids) + 1, dtype=np.float32)[:, None] @ HEAD
-
-
-def step(symbol, *args):
-    return {"symbol": symbol, "grid": [4, 1, 1], "block": [64, 1, 1], "args": list(args)}
-
-
-LAUNCHES = {
-    "embed": {"scratch": [], "steps": [step("embed_k", 0, 1, 2, 3)]},
-    "mix": {"scratch": [64, CTX * WIDTH * 4], "steps": [step("mix_k", 0, 1, 2, 5), step("mix_k_1", 0, 5, 3)]},
-    "last": {"scratch": [], "steps": [step("last_k", 3, 0, 1, 2)]},  # the kernel's own order differs from the call's
-    "all": {"scratch": [], "steps": [step("all_k", 3, 0, 1, 2)]},
-}
-
-
-def function(tokens, head):
-    x, y = ["arena", 0, "float32", [tokens, WIDTH]], ["arena", 4096, "float32", [tokens, WIDTH]]
-    return {
-        "tokens": tokens,
-        "all_logits": head == "all",
-        "launches": [
-            {"kernel": "embed", "args": [["io", "state"], ["io", "tokens"], ["weight", "table"], x]},
-            {"kernel": "mix", "args": [["io", "state"], x, ["kv", "cache"], y]},
-            {"kernel": head, "args": [y, ["weight", EXPERT], ["io", "logits"], ["io", "state"]]},
-        ],
-    }
-
-
-def code_object(arch):
-    return b"\x7fELF".ljust(64, b"\0") + f"amdgcn-amd-amdhsa--{arch}".encode()
-
 
 @pytest.fixture
 def artifact(tmp_path):
-    def make(*archs):
-        odd = TensorSpec("odd", "uint8", (5,))  # so that what follows needs padding
-        specs = [TensorSpec("table", "float32", TABLE.shape), odd, TensorSpec(EXPERT, "float32", HEAD.shape)]
-        writer = WeightsWriter(tmp_path / "weights.safetensors", specs)
-        for name, array in (("table", TABLE), (EXPERT, HEAD)):
-            writer.write(name, 0, array)
-        writer.close()
-        for arch in archs:
-            (tmp_path / f"{arch}.hsaco").write_bytes(code_object(arch))
-        manifest = {
-            "model": {"vocab": VOCAB, "context": 2 * CTX, "layers": [{}, {}]},
-            "tensors": {EXPERT: {"dtype": "float32", "shape": HEAD.shape}},
-            "weight_bytes": TABLE.nbytes + HEAD.nbytes,
-            "token_bytes": 4 * WIDTH,
-            "target": {"kind": "rocm", "archs": list(archs)},
-            "context": CTX,
-            "functions": {
-                "decode": function(1, "last"),
-                "prefill_16": function(16, "last"),
-                "score_16": function(16, "all"),
-            },
-            "libraries": {arch: f"{arch}.hsaco" for arch in archs},
-            "launches": {arch: LAUNCHES for arch in archs},
-            "arena_bytes": 8192,
-            "io": {
-                "state": {"dtype": "int32", "shape": [4]},
-                "tokens": {"dtype": "int32", "shape": [16]},
-                "logits": {"dtype": "float32", "shape": [16, VOCAB]},
-            },
-            "kv": [
-                {"name": "other", "dtype": "float16", "shape": [3]},
-                {"name": "cache", "dtype": "float32", "shape": [CTX, WIDTH]},
-            ],
-        }
-        return Artifact(tmp_path, json.loads(json.dumps(manifest)))
-
-    return make
-
-
-def evaluate(device, ids):
-    """Logits after each of `ids`: chunks through score_16, then two tokens one by one."""
-    device.clear()
-    rows, position = [], 0
-    for name, count in (("score_16", 16), ("score_16", len(ids) - 18), ("decode", 1), ("decode", 1)):
-        device.write("state", (position, count))
-        device.write("tokens", ids[position : position + count])
-        device.run(name)
-        rows.append(device.read("logits", count).copy())
-        position += count
-    return np.concatenate(rows)
-
-
-IDS = np.arange(3, 3 + 2 * 30, 2)
-
-
-def check(device):
-    np.testing.assert_allclose(evaluate(device, IDS), expected(IDS), rtol=1e-4, atol=1e-5)
+    return artifact_in(tmp_path)
 
 
 # ---- computing
@@ -382,82 +246,3 @@ def test_apu_out_of_memory_explains_its_limits(artifact, monkeypatch):
         match=r"0\.5 GiB carved out in the BIOS setup or 8\.0 GiB of the system's memory .*ttm\.pages_limit=\d+",
     ):
         HipDevice(artifact("gfx1100"), bindings=bindings)
-
-
-# ---- which GPU, which code object
-
-
-@pytest.mark.parametrize(
-    "gpus, archs, index, arch",
-    [
-        ([{"gcnArchName": b"gfx942:sramecc+:xnack-"}], ["gfx1100", "gfx942"], 0, "gfx942"),
-        (
-            [{"gcnArchName": b"gfx1036", "integrated": 1}, {}],
-            ["gfx1036", "gfx1100"],
-            1,
-            "gfx1100",
-        ),  # not the processor's own GPU
-        ([{"gcnArchName": b"gfx1036", "integrated": 1}, {}], ["gfx1036"], 0, "gfx1036"),
-        ([{"totalGlobalMem": 8}, {"totalGlobalMem": 16}], ["gfx1100"], 1, "gfx1100"),
-        ([{"gcnArchName": b"gfx1032"}], ["gfx1030"], 0, "gfx1030"),
-        ([{"gcnArchName": b"gfx1201"}], ["gfx1100", "gfx1200"], 0, "gfx1200"),
-    ],
-)
-def test_choice(artifact, gpus, archs, index, arch):
-    bindings = Recorder(KERNELS, gpus=gpus)
-    bindings.gpus.insert(0, bindings.gpus[index])  # the stand-in loads code for its first GPU
-    bindings.hipGetDeviceCount = lambda: (0, len(gpus))
-    bindings.hipGetDeviceProperties = lambda i: (0, type("P", (), bindings.gpus[i + 1]))
-    device = HipDevice(artifact(*archs), bindings=bindings)
-    assert (device.gpu.index, device.code_arch) == (index, arch)
-    check(device)
-
-
-@pytest.mark.parametrize(
-    "have, compiled", [("gfx1201", "gfx1100"), ("gfx1102", "gfx1100"), ("gfx1010", "gfx1012"), ("gfx1030", "gfx1012")]
-)
-def test_no_code_for_this_gpu(artifact, have, compiled):
-    with pytest.raises(
-        UserError, match=f"compiled for {compiled}, but this machine has {have} .Radeon.; .*--arch {have}"
-    ):
-        HipDevice(artifact(compiled), bindings=Recorder(KERNELS, gpus=[{"gcnArchName": have.encode()}]))
-
-
-def test_sibling_prefers_its_own():
-    assert sibling("gfx1036", ["gfx1030", "gfx1036"]) == "gfx1036"
-    assert sibling("gfx1103", ["gfx1100"]) is None
-
-
-@pytest.mark.parametrize("group", SAME_ISA, ids=lambda group: next(iter(group)))
-def test_siblings_code_is_what_llvm_makes_for_them(group):
-    """Relabeled code for one chip of a group equals, byte for byte, code compiled for another."""
-    made = {
-        arch: compile_hsaco({"k": rms_norm(512, 4, 1e-6, "rows", "all", resolve(arch), "k")}, resolve(arch)).hsaco
-        for arch in group
-    }
-    first = next(iter(group))
-    for arch in group:
-        assert relabel(made[first], first, arch) == made[arch]
-
-
-def test_override_is_reported(artifact, monkeypatch):
-    monkeypatch.setenv("HSA_OVERRIDE_GFX_VERSION", "11.0.0")
-    monkeypatch.setattr(hip_module, "kfd_gpus", lambda: [{"arch": "gfx1103", "pci": "0000:03:00.0"}])
-    device = HipDevice(artifact("gfx1100"), bindings=Recorder(KERNELS))
-    assert device.name == "Radeon (gfx1100 by HSA_OVERRIDE_GFX_VERSION=11.0.0; the chip is gfx1103)"
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (
-            {"fail": {"hipModuleLoadData": "hipErrorNoBinaryForGpu"}},
-            "HIP 6.4 cannot load the kernels for gfx1100 .*newer ROCm",
-        ),
-        ({"kernels": {"embed_k": KERNELS["embed_k"]}}, "lacks a kernel of this model"),
-        ({"gpus": []}, "no /dev/kfd|no permission|no AMD GPU|does not use"),
-    ],
-)
-def test_errors_at_load(artifact, change, message):
-    with pytest.raises(UserError, match=message):
-        HipDevice(artifact("gfx1100"), bindings=Recorder(**({"kernels": KERNELS} | change)))

@@ -224,7 +224,7 @@ def _setting(name: str, value: str) -> Any:
     try:
         parsed = kind(value)
     except ValueError:
-        raise UserError(f"{name} wants {'a whole number' if kind is int else 'a number'}, not {value!r}") from None
+        raise UserError(f"{name} expects {'a whole number' if kind is int else 'a number'}, not {value!r}") from None
     if name == "max_tokens" and parsed < 1:
         raise UserError("max_tokens must be at least 1 ('-' for no limit)")
     return parsed

@@ -25,7 +25,7 @@ from mlc_amd.schedules.formats import FORMATS
 # float16 fields of a GGUF block: {byte offset: factor}. All other bytes are random (every code and sub-scale is
 # valid). The factors of minimums center the weights: minimum = mean(code) * mean(sub-scale) / mean(sub-minimum).
 # Layouts: ggml/src/ggml-common.h.
-_SCALE_FIELDS = {
+SCALE_FIELDS = {
     "q4_0": {0: 1.0},
     "q4_1": {0: 1.0, 2: -7.5},
     "q5_0": {0: 1.0},
@@ -47,7 +47,7 @@ _SCALE_FIELDS = {
     "iq3_xxs": {0: 1.0},
     "iq3_s": {0: 1.0},
 }
-_SPREAD_SCALE = {"iq1_m": 48}  # byte offset of four uint16, whose top nibbles are one float16
+SPREAD_SCALE = {"iq1_m": 48}  # byte offset of four uint16, whose top nibbles are one float16
 # Bytes at the beginning of a block that are its scales: how many, and the numbers that they stand for, ascending
 _BYTE_SCALES = {
     "mxfp4": (1, gguf.quants.MXFP4.e8m0_to_fp32_half(np.arange(0xFF, dtype=np.uint8)).tolist()),
@@ -197,10 +197,10 @@ def _rows(format: str, rows: int, columns: int, rng: np.random.Generator) -> np.
 
 def _set_scales(format: str, blocks: np.ndarray, scales: np.ndarray) -> None:
     """Sets the float16 fields of blocks to these scales."""
-    for offset, factor in _SCALE_FIELDS.get(format, {}).items():
+    for offset, factor in SCALE_FIELDS.get(format, {}).items():
         blocks[:, offset : offset + 2] = (scales * factor).astype(np.float16).view(np.uint8).reshape(-1, 2)
-    if format in _SPREAD_SCALE:
-        offset, bits = _SPREAD_SCALE[format], scales.astype(np.float16).view(np.uint16)
+    if format in SPREAD_SCALE:
+        offset, bits = SPREAD_SCALE[format], scales.astype(np.float16).view(np.uint16)
         fields = blocks[:, offset : offset + 8].view(np.uint16)
         fields[...] = fields & 0x0FFF | (bits[:, None] >> np.arange(0, 16, 4, dtype=np.uint16)) << 12
 

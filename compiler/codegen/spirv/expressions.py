@@ -1,5 +1,6 @@
 """TIR expressions to SPIR-V: `value(e)` is an id, or a list of ids for a vector."""
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from tvm import tirx
@@ -21,12 +22,12 @@ BITWISE = {
 SIGNS = {"float": "F", "int": "S", "uint": "U", "bool": "U"}
 
 
-class Expressions(Values):
+class Expressions(Values, ABC):
     """Part of the emitter."""
 
+    @abstractmethod
     def lane_indices(self, ramp) -> list[int]:
         """Ids of a Ramp's lanes (memory.py)."""
-        raise NotImplementedError
 
     def value(self, e) -> Any:
         """The id of an expression's value; a list of ids if it is a vector."""

@@ -5,6 +5,7 @@ all of them.
 """
 
 import functools
+from abc import abstractmethod
 
 from mlc_amd.compiler.codegen.spirv.intrinsics import Intrinsics
 from mlc_amd.compiler.codegen.spirv.opcodes import ACQUIRE_RELEASE, SUBGROUP, WORKGROUP_MEMORY
@@ -35,9 +36,9 @@ UNIFORM = {
 class Subgroup(Intrinsics):
     """Part of the emitter."""
 
+    @abstractmethod
     def thread(self, axis: str) -> int:
         """threadIdx of an axis (emitter.py)."""
-        raise NotImplementedError
 
     def lane_number(self, e, *_):
         return self.lane()

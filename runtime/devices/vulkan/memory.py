@@ -1,6 +1,6 @@
 """Memory of a Vulkan device: blocks that kernels reach by address, within the limits of heaps and drivers.
 
-`Memory.block(bytes, kind)` allocates; KINDS says which memory each kind of block wants. `Memory.spread(sizes, kind)`
+`Memory.block(bytes, kind)` allocates; KINDS says which memory each kind of block needs. `Memory.spread(sizes, kind)`
 allocates blocks for many buffers, none of which is split. `put` and `fill` write to them, `get` reads.
 """
 
