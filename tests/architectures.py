@@ -1,6 +1,6 @@
 """A tiny model of each architecture: metadata on top of the preset "tiny-qwen2", and the optional tensors that it has.
 
-They cover what an architecture can be: a window smaller than the prompt, shared experts, biases, layers of different
+The weights are such that no row's choice of experts is close. They cover what an architecture can be: a window smaller than the prompt, shared experts, biases, layers of different
 kinds.
 """
 
@@ -61,9 +61,13 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "hunyuan-dense": ({"rope.scaling.alpha": 1000.0}, ()),
     "llama": ({}, ("output.weight",)),
     "llama-moe": (EXPERTS | {"feed_forward_length": 64}, ()),
-    "llama4": (EXPERTS | {"block_count": 4, "interleave_moe_layer_step": 2}, ("rope_freqs.weight",)),
+    "llama4": (
+        EXPERTS | {"expert_used_count": 3, "block_count": 4, "interleave_moe_layer_step": 2},
+        ("rope_freqs.weight",),
+    ),
     "minimax-m2": (
-        EXPERTS | {"feed_forward_length": 64, "rope.dimension_count": 32, "expert_gating_func": 2},
+        EXPERTS
+        | {"expert_used_count": 3, "feed_forward_length": 64, "rope.dimension_count": 32, "expert_gating_func": 2},
         (),
     ),
     "mistral3": (
