@@ -1,7 +1,7 @@
 """A tiny model of each architecture: metadata on top of the preset "tiny-qwen2", and the optional tensors that it has.
 
-The weights are such that no row's choice of experts is close. They cover what an architecture can be: a window smaller than the prompt, shared experts, biases, layers of different
-kinds.
+They cover what an architecture can be: a window smaller than the prompt, shared experts, biases, layers of different
+kinds. No row's choice of experts is close.
 """
 
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
