@@ -11,7 +11,7 @@ from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.devices.cpu import CpuDevice
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import bandwidth, bench, cli, kernel_table
+from mlc_amd.tools import bandwidth, bench, bench_formats, cli, kernel_table
 from mlc_amd.tools.bench import Test as Case
 
 SPEC = "tiny:q4_0"
@@ -96,10 +96,10 @@ def test_each_repetition_starts_at_the_same_depth(cache, monkeypatch):
     positions = []
     advance = engine.advance
     monkeypatch.setattr(engine, "advance", lambda ids: (positions.append((engine.position, len(ids))), advance(ids))[1])
-    assert len(bench.measure(engine, Case(0, 2, 7), 2)) == 2
+    assert len(bench.measure(engine, Case(0, 2, 7), 2)[0]) == 2
     assert positions == [(0, 7), *[(7, 1), (8, 1)] * 3]
     positions.clear()
-    assert len(bench.measure(engine, Case(5, 0, 7), 1)) == 1
+    assert len(bench.measure(engine, Case(5, 0, 7), 1)[0]) == 1
     assert positions == [(0, 7), (7, 5), (7, 5)]
     assert engine.position == 12
 
@@ -197,13 +197,14 @@ def test_tables_follow_the_results(capsys, cache):
 
 
 def test_experts_in_host_memory_have_a_column_where_they_are_asked_for():
-    head, write, _ = bench._markdown(8)
+    head, write, _ = bench_formats.writer("md")
     result = dict.fromkeys(("model_type", "backends", "n_threads", "test", "machine_how"), "x")
     result |= dict.fromkeys(("read_share", "peak_share", "machine_gbps", "peak_gbps", "n_gen"), 0)
+    result |= dict.fromkeys(("power_w", "joules_per_token"))
     result |= {"n_cpu_moe": 8, "model_size": 1 << 30, "avg_ts": 1.0, "stddev_ts": 0.0, "model_n_params": 1e9}
     shown = dict(zip(cells(head.splitlines()[0]), cells(write(result)), strict=True))
     assert (shown["n_cpu_moe"], shown["t/s"], shown["host us"]) == ("8", "1.00 ± 0.00", "")
-    assert "n_cpu_moe" not in bench._markdown()[0]
+    assert "n_cpu_moe" not in bench_formats.writer("md", ("n_cpu_moe",))[0]
 
 
 def cells(line: str) -> list[str]:

@@ -2,22 +2,20 @@
 
 A test is `pp<n>` (prefill n tokens), `tg<n>` (decode n tokens, one at a time), or either `@ d<k>`, with k tokens in the
 KV cache before it. Tokens are random and only the engine is timed: no tokenizer, no sampling. Each test has one
-warm-up run, then r measured runs. A GPU is kept busy briefly before that, to raise its clocks.
+warm-up run, then r measured runs. A GPU is kept busy briefly before that, to raise its clocks. Sensors of power
+(tools/power.py) are read during the measured runs, and during more of them that are not timed if these are short.
 """
 
-import csv
-import io
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from json import dumps
 from typing import Literal
 
 import numpy as np
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import bandwidth, display, host_profile, kernel_table, models
+from mlc_amd.tools import bandwidth, bench_formats, display, host_profile, kernel_table, models, power
 
 SHORT = {"p": "n_prompt", "n": "n_gen", "d": "n_depth", "r": "repetitions", "o": "output", "t": "threads"}
 _MIN_CONTEXT = 512  # tokens; the minimum to compile for
@@ -30,6 +28,14 @@ class Repetition:
 
     seconds: float
     host: float
+
+
+@dataclass(frozen=True)
+class Power:
+    """Watts and joules per token of a test; None where no sensor tells."""
+
+    watts: float | None
+    per_token: float | None
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ def run(
 
     For decode it adds the memory traffic of weights and KV cache in GB/s, and as fractions of the read (cpu) or copy
     (GPU) bandwidth measured right before the test and of the bandwidth in the table of GPUs; and the host time per
-    token, without waiting.
+    token, without waiting. Where sensors tell the power of the device: watts, and joules per token.
 
     Args:
         model: artifact folder or GGUF file (compiled on first use); the bundled demo model if omitted.
@@ -125,11 +131,13 @@ def run(
         display.message("this model fits into the CPU's cache: memory bandwidth says little about its speed")
     if engine.device.kind != "cpu":
         display.message(f"on {engine.device.name}")
-    begin, write, end = _WRITERS[output]() if output != "md" else _markdown(n_cpu_moe)
+    sensors = _sensors(engine.device)
+    hidden = [*(["n_cpu_moe"] if not n_cpu_moe else []), *(["W", "J/token"] if not sensors else [])]  # as llama-bench
+    begin, write, end = bench_formats.writer(output, hidden)
     sys.stdout.write(begin)
     tables = []
     for test in tests:
-        result = _result(engine, test, repetitions, per_kernel) | {"n_cpu_moe": n_cpu_moe}
+        result = _result(engine, test, repetitions, per_kernel, sensors) | {"n_cpu_moe": n_cpu_moe}
         if per_kernel:
             result["per_kernel"] = _per_kernel(engine, test, result)
             tables.append(kernel_table.text(result["per_kernel"], _peak_words(result)))
@@ -170,23 +178,42 @@ def _context(model: str | None, synthetic: str | None, ctx: int | None, needed: 
         return min(max(_MIN_CONTEXT, 1 << (needed - 1).bit_length()), source.config.context)
 
 
-def measure(engine, test: Test, repetitions: int) -> list[Repetition]:
-    """The repetitions, after one that is not counted."""
+def measure(
+    engine, test: Test, repetitions: int, sensors: Sequence[power.Sensor] = ()
+) -> tuple[list[Repetition], Power]:
+    """The repetitions, after one that is not counted, and the power that the sensors told meanwhile."""
     random = np.random.default_rng(0)
-    engine.reset()
-    if test.n_depth:
-        engine.advance(random.integers(0, engine.vocab, test.n_depth))
-    warm(engine)
-    found = []
-    for _ in range(repetitions + 1):
+
+    def repeat() -> Repetition:
         engine.truncate(test.n_depth)
         ids = random.integers(0, engine.vocab, test.tokens)
         waited, start = engine.device.waited, time.perf_counter()
         for part in [ids] if test.n_prompt else ids[:, None]:
             engine.advance(part)
         seconds = time.perf_counter() - start
-        found.append(Repetition(seconds, seconds - (engine.device.waited - waited)))
-    return found[1:]
+        return Repetition(seconds, seconds - (engine.device.waited - waited))
+
+    engine.reset()
+    if test.n_depth:
+        engine.advance(random.integers(0, engine.vocab, test.n_depth))
+    warm(engine)
+    repeat()
+    with power.Meter(sensors) as meter:
+        found = [repeat() for _ in range(repetitions)]
+        runs = repetitions
+        while not meter.satisfied:
+            repeat()
+            runs += 1
+    return found, Power(meter.watts, meter.joules and meter.joules / (runs * test.tokens))
+
+
+def _sensors(device) -> list[power.Sensor]:
+    """The device's sensors of power; without any, says why."""
+    try:
+        return power.sensors(device)
+    except power.NoSensor as why:
+        display.message(f"no watts: {why}")
+        return []
 
 
 def warm(engine) -> None:
@@ -214,12 +241,14 @@ def _peak_words(result: dict) -> str:
     return f"{result['machine_gbps']:.1f} GB/s ({result['machine_how']})" if result["machine_gbps"] else ""
 
 
-def _result(engine, test: Test, repetitions: int, per_kernel: bool) -> dict[str, object]:
+def _result(
+    engine, test: Test, repetitions: int, per_kernel: bool, sensors: Sequence[power.Sensor]
+) -> dict[str, object]:
     """One test's measurements, under llama-bench's field names where it has them."""
     engine.reset()
     warm(engine)
     measured = bandwidth.of_device(engine.device) if test.n_gen or per_kernel else None
-    found = measure(engine, test, repetitions)
+    found, taken = measure(engine, test, repetitions, sensors)
     seconds = [one.seconds for one in found]
     rates = [test.tokens / s for s in seconds]
     manifest = engine.artifact.manifest
@@ -250,6 +279,9 @@ def _result(engine, test: Test, repetitions: int, per_kernel: bool) -> dict[str,
         "peak_gbps": _peak(engine),
         "peak_share": None,
         "host_us": None,
+        "power_sensor": ", ".join(sensor.name for sensor in sensors) or None,
+        "power_w": taken.watts,
+        "joules_per_token": taken.per_token,
     }
     if test.n_gen:
         read = (
@@ -279,81 +311,3 @@ def _parameters(formats: dict[str, dict[str, int]]) -> int:
     from mlc_amd.schedules.formats import FORMATS
 
     return sum(entry["bytes"] // FORMATS[name].block_bytes * FORMATS[name].block for name, entry in formats.items())
-
-
-# ---- output: each format is (what comes first, a function from a result to text, what comes last)
-
-Writer = tuple[str, Callable[[dict], str], str]
-
-
-# (title, width, whether it aligns right, what it shows of a result)
-_COLUMNS: tuple[tuple[str, int, bool, Callable[[dict], object]], ...] = (
-    ("model", 30, False, lambda r: r["model_type"]),
-    ("size", 10, True, lambda r: display.size(r["model_size"])),
-    ("params", 10, True, lambda r: display.parameters(r["model_n_params"])),
-    ("backend", 10, False, lambda r: r["backends"]),
-    ("threads", 7, True, lambda r: r["n_threads"]),
-    ("n_cpu_moe", 9, True, lambda r: r["n_cpu_moe"]),
-    ("test", 15, True, lambda r: r["test"]),
-    ("t/s", 20, True, lambda r: f"{r['avg_ts']:.2f} ± {r['stddev_ts']:.2f}"),
-    ("GB/s", 8, True, lambda r: f"{r['read_gbps']:.2f}" if r["n_gen"] else ""),
-    ("of measured", 21, True, lambda r: _share(r, "read_share", f"{r['machine_gbps'] or 0:.1f} ({r['machine_how']})")),
-    ("of table", 12, True, lambda r: _share(r, "peak_share", f"{r['peak_gbps'] or 0:.0f}")),
-    ("host us", 8, True, lambda r: f"{r['host_us']:.1f}" if r["n_gen"] else ""),
-)  # fmt: skip
-
-
-def _share(result: dict, share: str, of: str) -> str:
-    return f"{result[share]:.0%} of {of}" if result[share] else ""
-
-
-def _markdown(n_cpu_moe: int = 0) -> Writer:
-    columns = [column for column in _COLUMNS if n_cpu_moe or column[0] != "n_cpu_moe"]  # as llama-bench
-
-    def line(cells: Sequence[object]) -> str:
-        aligned = (
-            str(cell).rjust(width) if right else str(cell).ljust(width)
-            for cell, (_, width, right, _) in zip(cells, columns, strict=True)
-        )
-        return "| " + " | ".join(aligned) + " |\n"
-
-    def write(result: dict) -> str:
-        return line([shown(result) for *_, shown in columns])
-
-    rule = "| " + " | ".join("-" * (width - 1) + (":" if right else "-") for _, width, right, _ in columns) + " |\n"
-    return line([title for title, *_ in columns]) + rule, write, ""
-
-
-def _json() -> Writer:
-    count = 0
-
-    def write(result: dict) -> str:
-        nonlocal count
-        count += 1
-        return ("" if count == 1 else ",\n") + dumps(result, indent=1)
-
-    return "[\n", write, "\n]\n"
-
-
-def _jsonl() -> Writer:
-    return "", lambda result: dumps(result) + "\n", ""
-
-
-def _csv() -> Writer:
-    first = True
-
-    def write(result: dict) -> str:
-        nonlocal first
-        flat = {name: value for name, value in result.items() if not isinstance(value, list | dict)}
-        text = io.StringIO()
-        writer = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n")
-        if first:
-            writer.writerow(flat)
-        writer.writerow("" if value is None else value for value in flat.values())
-        first = False
-        return text.getvalue()
-
-    return "", write, ""
-
-
-_WRITERS: dict[str, Callable[[], Writer]] = {"md": _markdown, "json": _json, "jsonl": _jsonl, "csv": _csv}

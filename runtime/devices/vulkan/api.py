@@ -171,6 +171,7 @@ Maintenance4Properties = _chained("Maintenance4Properties", 1000413001, "u64 max
 DriverProperties = _chained(
     "DriverProperties", 1000196000, "u32 driverID, char*256 driverName, char*256 driverInfo, u8*4 conformance"
 )
+PciProperties = _chained("PciProperties", 1000212000, "u32 pciDomain, u32 pciBus, u32 pciDevice, u32 pciFunction")
 SubgroupSizeProperties = _chained(
     "SubgroupSizeProperties",
     1000225000,

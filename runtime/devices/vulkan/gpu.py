@@ -36,6 +36,7 @@ PROPERTIES = {
     api.Maintenance4Properties: (api.version(1, 3), "VK_KHR_maintenance4"),
     api.DotProperties: (api.version(1, 3), "VK_KHR_shader_integer_dot_product"),
     api.SubgroupSizeProperties: (api.version(1, 3), "VK_EXT_subgroup_size_control"),
+    api.PciProperties: (None, "VK_EXT_pci_bus_info"),
 }
 BUDGET = "VK_EXT_memory_budget"
 OLDEST = api.version(1, 1)  # physical devices below have none of the structures above
@@ -62,6 +63,7 @@ class Gpu:
     """One device as Vulkan shows it.
 
     type        "discrete", "integrated", "virtual", "cpu" or "other"
+    pci         its address as in /sys/bus/pci/devices; "" where the driver does not tell, None of a CPU
     driver      its name and version, in its own words
     features    names of Vulkan's features that it has, of those that kernels may need
     limits      shared_memory, threads, push_constants (bytes, invocations, bytes), groups (most of a launch, x, y, z),
@@ -76,6 +78,7 @@ class Gpu:
     index: int
     name: str
     type: str
+    pci: str | None
     vendor: int
     device: int
     driver: str
@@ -200,11 +203,12 @@ class Instance(Closing):
         driver = (
             b" ".join(facts.get(name, b"") for name in ("driverName", "driverInfo")).decode(errors="replace").strip()
         )
-        default = facts["subgroupSize"]
+        default, device_type = facts["subgroupSize"], api.DEVICE_TYPES[properties.deviceType]
         return Gpu(
             index=index,
             name=properties.deviceName.decode(errors="replace"),
-            type=api.DEVICE_TYPES[properties.deviceType],
+            type=device_type,
+            pci=None if device_type == "cpu" else _pci(facts),
             vendor=properties.vendorID,
             device=properties.deviceID,
             driver=driver,
@@ -264,6 +268,12 @@ class Instance(Closing):
         usable = [(i, family) for i, family in families if family.queueFlags & api.QUEUE_COMPUTE]
         usable.sort(key=lambda item: (item[1].timestampValidBits == 0, item[1].queueFlags & api.QUEUE_GRAPHICS))
         return (usable[0][0], usable[0][1].timestampValidBits) if usable else None
+
+
+def _pci(facts: dict[str, int]) -> str:
+    """The address of PciProperties; "" without."""
+    names = ("pciDomain", "pciBus", "pciDevice", "pciFunction")
+    return "{:04x}:{:02x}:{:02x}.{:x}".format(*(facts[name] for name in names)) if names[0] in facts else ""
 
 
 def _chain(kinds) -> list[ctypes.Structure]:
