@@ -202,8 +202,11 @@ def test_no_driver():
         "from mlc_amd.runtime.devices.vulkan.gpu import list_gpus\nfrom mlc_amd.runtime.errors import UserError\n"
         "try: list_gpus()\nexcept UserError as e: print(e)"
     )
-    nothing = {"VK_DRIVER_FILES": "/nothing.json", "VK_ICD_FILENAMES": "/nothing.json"}
-    assert "no Vulkan driver is installed: install mesa-vulkan-drivers" in _output(code, nothing)
+    named = {"VK_DRIVER_FILES": "/nothing.json", "VK_ICD_FILENAMES": "/nothing.json"}
+    assert "/nothing.json does not start: the file cannot be read" in _output(code, named)
+    empty = dict.fromkeys(("VK_DRIVER_FILES", "VK_ICD_FILENAMES"), "")
+    empty |= dict.fromkeys(("HOME", "XDG_DATA_HOME", "XDG_DATA_DIRS", "XDG_CONFIG_HOME", "XDG_CONFIG_DIRS"), "/nothing")
+    assert "no Vulkan driver is installed: install mesa-vulkan-drivers" in _output(code, empty)
 
 
 def _output(code: str, variables: dict[str, str]) -> str:

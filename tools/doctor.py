@@ -11,7 +11,7 @@ from json import dumps
 from pathlib import Path
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import bandwidth, display, machine, models
+from mlc_amd.tools import bandwidth, display, doctor_vulkan, machine, models
 
 _OLDEST_PYTHON = (3, 11)
 
@@ -217,82 +217,6 @@ def _rocm_linker(facts: dict) -> list[tuple[str, str, str]]:
     return [("missing", f"cannot compile for target rocm: {what}", advice)]
 
 
-def _vulkan(facts: dict) -> list[tuple[str, str, str]]:
-    found, hardware = facts["vulkan"], [gpu for gpu in facts.get("gpus", ()) if gpu["vendor"] in _VULKAN_DRIVERS]
-    vendor = hardware[0]["vendor"] if hardware else "AMD"
-    missing = "problem" if hardware else "missing"  # a problem only where there is a GPU that could be used
-    driver = _VULKAN_DRIVERS[vendor](facts.get("distribution", []))
-    if not found["loader"]:
-        return [(missing, "target vulkan cannot run here: no Vulkan loader (libvulkan.so.1)", driver)]
-    if not found["drivers"] and not found["devices"]:
-        return [(missing, "target vulkan cannot run here: no Vulkan driver", driver)]
-    if found["problem"]:
-        what, _, advice = found["problem"].partition("; ")
-        return [(missing, f"target vulkan cannot run here: {what}", advice or driver)]
-    checks = [check for device in found["devices"] for check in _vulkan_device(device)]
-    if hardware and all(device["type"] == "cpu" for device in found["devices"]):
-        checks.append(("problem", f"Vulkan does not show the {vendor} GPU, only the CPU", driver))
-    return checks
-
-
-def _vulkan_device(device: dict) -> list[tuple[str, str, str]]:
-    kind = _VULKAN_TYPES.get(device["type"], "GPU")
-    what = f"{kind} {device['name']}, {display.size(device['memory'])}"
-    what += f" (and {display.size(device['host_memory'])} of the host's for experts)" if device["host_memory"] else ""
-    what += f", profile {device['profile']}"
-    checks = [
-        ("ok", f"target vulkan: device {device['index']}, {what} ({device['driver']}, Vulkan {device['api']})", "")
-    ]
-    base, _, changes = device["profile"].partition(":")
-    # The chips of these profiles have what is missing: it is the driver that does not show it.
-    hidden = (
-        device["lacks"]
-        if device["vendor"] in _VULKAN_UPDATES and (base == "generic" or "matrix=none" in changes)
-        else []
-    )
-    if hidden:
-        checks.append(
-            ("missing", f"{device['name']} would be faster with {', '.join(hidden)}", _VULKAN_UPDATES[device["vendor"]])
-        )
-    return checks
-
-
-def _mesa(distribution: list[str]) -> str:
-    """The command that installs Vulkan's loader and Mesa's drivers."""
-    command = next((_MESA[name] for name in distribution if name in _MESA), None)
-    return (
-        command
-        or "install your distribution's packages of the Vulkan loader and of Mesa's Vulkan drivers (for AMD: RADV)"
-    )
-
-
-# os-release's name of a distribution -> what installs Vulkan there
-_MESA = {
-    "debian": "sudo apt install libvulkan1 mesa-vulkan-drivers",
-    "ubuntu": "sudo apt install libvulkan1 mesa-vulkan-drivers",
-    "fedora": "sudo dnf install vulkan-loader mesa-vulkan-drivers",
-    "rhel": "sudo dnf install vulkan-loader mesa-vulkan-drivers",
-    "arch": "sudo pacman -S vulkan-icd-loader vulkan-radeon (Intel: vulkan-intel)",
-    "suse": "sudo zypper install libvulkan1 libvulkan_radeon (Intel: libvulkan_intel)",
-    "alpine": "sudo apk add vulkan-loader mesa-vulkan-ati (Intel: mesa-vulkan-intel)",
-}
-# vendor of a GPU -> what gives it a Vulkan driver
-_VULKAN_DRIVERS = {
-    "AMD": _mesa,
-    "Intel": _mesa,
-    "NVIDIA": lambda distribution: (
-        "install NVIDIA's driver with its graphics part and the Vulkan loader; in a container, set "
-        "NVIDIA_DRIVER_CAPABILITIES=all"
-    ),
-}
-_VULKAN_TYPES = {"discrete": "GPU", "integrated": "APU", "virtual": "virtual GPU", "cpu": "CPU"}
-# vendor's PCI id -> the driver that shows matrix units and subgroups
-_VULKAN_UPDATES = {
-    "0x1002": "update Mesa: 23.3 or newer for RDNA3, a current one for RDNA4",
-    "0x10de": "update NVIDIA's driver: 550 or newer",
-}
-
-
 def _cache(facts: dict) -> list[tuple[str, str, str]]:
     cache = facts["cache"]
     return [
@@ -317,6 +241,6 @@ _PARTS = {
     "kfd": _kfd,
     "rocm": _rocm,
     "rocm_linker": _rocm_linker,
-    "vulkan": _vulkan,
+    "vulkan": doctor_vulkan.judge,
     "cache": _cache,
 }

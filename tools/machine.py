@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from mlc_amd.runtime.devices import hip_errors, hip_gpus
-from mlc_amd.runtime.devices.vulkan import api, gpu
+from mlc_amd.runtime.devices.vulkan import api, drivers, gpu
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
 
@@ -25,7 +25,6 @@ _ISA_FLAGS = {
     "AVX512-BF16": "avx512_bf16",
     "AMX-INT8": "amx_int8",
 }
-_VULKAN_PLACES = ("/usr/share/vulkan/icd.d", "/etc/vulkan/icd.d", "/usr/local/share/vulkan/icd.d")
 _VENDORS = {"0x1002": "AMD", "0x10de": "NVIDIA", "0x8086": "Intel", "0x1af4": "virtio"}
 # What Vulkan kernels make use of where a device has it, in the form of a profile's needs.
 _ALL = {
@@ -201,14 +200,14 @@ def vulkan() -> dict[str, object]:
     compile for.
 
     A device's `lacks` are the things that some profile makes use of and it has not. `problem` is the line that says why
-    there is no device (None: there is one).
+    there is no device (None: there is one). `failed` are the drivers that do not start, of drivers.Failure with the
+    whole message as `text`: where Vulkan shows no GPU, otherwise they do not matter.
     """
-    forced = os.environ.get("VK_DRIVER_FILES") or os.environ.get("VK_ICD_FILENAMES")
-    manifests = sorted(str(path) for place in _VULKAN_PLACES for path in Path(place).glob("*.json"))
     found = {
         "loader": False,
-        "drivers": forced.split(os.pathsep) if forced else manifests,
+        "drivers": [str(manifest) for manifest in drivers.manifests()],
         "devices": [],
+        "failed": [],
         "problem": None,
     }
     try:
@@ -217,6 +216,8 @@ def vulkan() -> dict[str, object]:
         found["devices"] = [_vulkan_device(one) for one in gpu.list_gpus()]
     except (UserError, api.VulkanError) as error:  # a driver without its hardware fails in its own ways
         found["problem"] = str(error)
+    if all(device["type"] == "cpu" for device in found["devices"]):
+        found["failed"] = [asdict(one) | {"text": str(one)} for one in drivers.failures()]
     return found
 
 

@@ -238,7 +238,7 @@ RequiredSubgroupSize = _chained("RequiredSubgroupSize", 1000225001, "u32 size")
 
 # ---- functions: their arguments; * before a result that is not a VkResult
 
-_GLOBAL = {"vkCreateInstance": "ptr ptr ptr"}
+GLOBAL = {"vkCreateInstance": "ptr ptr ptr"}
 INSTANCE = {
     "vkDestroyInstance": "*void ptr ptr",
     "vkEnumeratePhysicalDevices": "ptr ptr ptr",
@@ -369,4 +369,4 @@ def open_loader():
         raise UserError(f"cannot load Vulkan's loader {LIBRARY} ({e}); {INSTALL}") from e
     get = library.vkGetInstanceProcAddr
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]
-    return get, Calls(lambda name: get(None, name), _GLOBAL)
+    return get, Calls(lambda name: get(None, name), GLOBAL)

@@ -13,7 +13,7 @@ from typing import Any
 
 from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.devices.hip_errors import join_group
-from mlc_amd.runtime.devices.vulkan import api
+from mlc_amd.runtime.devices.vulkan import api, drivers
 from mlc_amd.runtime.devices.vulkan.profile import profile_of
 from mlc_amd.runtime.errors import UserError
 
@@ -130,7 +130,7 @@ class Instance(Closing):
             self.handle = api.create(library.vkCreateInstance, ctypes.byref(info), None, kind=ctypes.c_void_p)
         except api.VulkanError as e:
             if e.code == "VK_ERROR_INCOMPATIBLE_DRIVER":
-                raise UserError(NO_DRIVER) from e
+                raise UserError(_no_driver()) from e
             raise UserError(
                 f"Vulkan does not start ({e.code}); check it with vulkaninfo, of the package vulkan-tools"
             ) from e
@@ -282,6 +282,12 @@ def _chain(kinds) -> list[ctypes.Structure]:
     for kind in reversed(list(kinds)):
         chain.insert(0, kind(next=chain[0] if chain else None))
     return chain
+
+
+def _no_driver() -> str:
+    """The error message for a loader that finds no driver which starts."""
+    failed = drivers.failures()
+    return f"{failed[0]}; see `mlc-amd doctor`" if failed else NO_DRIVER
 
 
 def _no_device(nodes: Path = Path("/dev/dri")) -> str:
