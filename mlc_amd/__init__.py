@@ -19,11 +19,19 @@ if TYPE_CHECKING:
 
     from mlc_amd.runtime.engine import Engine
     from mlc_amd.runtime.errors import UserError
+    from mlc_amd.runtime.generation import ContextFull, EngineBusy
+    from mlc_amd.runtime.sampling import Sampling
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "UserError", "__version__", "compile", "load"]
+__all__ = ["ContextFull", "Engine", "EngineBusy", "Sampling", "UserError", "__version__", "compile", "load"]
 
-_MODULES = {"Engine": "mlc_amd.runtime.engine", "UserError": "mlc_amd.runtime.errors"}
+_MODULES = {
+    "ContextFull": "mlc_amd.runtime.generation",
+    "Engine": "mlc_amd.runtime.engine",
+    "EngineBusy": "mlc_amd.runtime.generation",
+    "Sampling": "mlc_amd.runtime.sampling",
+    "UserError": "mlc_amd.runtime.errors",
+}
 
 
 def __getattr__(name: str) -> Any:

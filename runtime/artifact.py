@@ -282,6 +282,10 @@ class Artifact:
                 self._weights = RandomWeights(self._weights, self.manifest["tensors"])
         return self._weights
 
+    def close(self) -> None:
+        """Lets go of the weights' mapping."""
+        self._weights = None
+
     @property
     def random_weights(self) -> bool:
         """Whether the artifact has no weights: devices fill in random ones, for measurements."""

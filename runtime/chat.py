@@ -9,15 +9,21 @@ of the messages: chat templates leave it out of earlier turns, too.
 import json
 import os
 import tempfile
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from mlc_amd.runtime import reasoning
-from mlc_amd.runtime.engine import ContextFull, Engine, Piece, Stats
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.sampling import Sampling
+from mlc_amd.runtime.generation import ContextFull, Piece, Progress, Stats, check_max_tokens, check_stop
+from mlc_amd.runtime.messages import Message, check_content, check_messages
+from mlc_amd.runtime.sampling import Sampling, SamplingChanges
 
+if TYPE_CHECKING:
+    from mlc_amd.runtime.engine import Engine  # which has conversations
+
+ON_FULL = ("error", "drop")
 _FORMAT = 1  # of saved conversations
 # Tokens that `drop` reserves for an answer without max_tokens: a fraction (1/4) of the context, and a maximum.
 _RESERVE_FRACTION, _RESERVE_MAX = 4, 512
@@ -35,18 +41,16 @@ class Conversation:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: "Engine",
         system: str | None = None,
         sampling: Sampling | None = None,
         on_full: Literal["error", "drop"] = "error",
         thinking: str = "auto",
     ) -> None:
-        if on_full not in ("error", "drop"):
-            raise UserError(f"on_full is {on_full!r}: it must be error or drop")
-        self.engine, self.sampling, self.on_full = engine, sampling or engine.sampling, on_full
-        self.thinking = thinking
+        self.engine, self.sampling = engine, sampling or engine.sampling
+        self.on_full, self.thinking = on_full, thinking
         self.format = reasoning.detect(engine.tokenizer.has_token)
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[Message] = []
         self.dropped = 0
         # The last prompt with its answer as rendered text, and its ids as they were generated.
         self._rendered, self._rendered_ids = "", []
@@ -60,7 +64,18 @@ class Conversation:
     @system.setter
     def system(self, text: str | None) -> None:
         turns = self.messages[1:] if self.system is not None else self.messages
-        self.messages = ([{"role": "system", "content": text}] if text else []) + turns
+        self.messages = ([Message(role="system", content=text)] if text else []) + turns
+
+    @property
+    def on_full(self) -> Literal["error", "drop"]:
+        """What happens when the conversation exceeds the context."""
+        return self._on_full
+
+    @on_full.setter
+    def on_full(self, value: Literal["error", "drop"]) -> None:
+        if value not in ON_FULL:
+            raise UserError(f"on_full is {value!r}: it must be {' or '.join(ON_FULL)}")
+        self._on_full: Literal["error", "drop"] = value
 
     @property
     def thinking(self) -> str:
@@ -83,32 +98,73 @@ class Conversation:
         self.messages, self.dropped = [], 0
         self.system = system
         self._rendered, self._rendered_ids = "", []
-        self.engine.reset()
+        self.engine.truncate(0)
 
-    def ask(self, text: str, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Iterator[str]:
-        """The answer of `stream` in pieces, without the model's thinking and calls."""
-        parts = self.stream(text, max_tokens, stop)
-        try:
-            for part in parts:
-                if part.kind == "final":
-                    yield part.text
-        finally:
-            parts.close()
+    def undo(self) -> str | None:
+        """Takes the last turn back: removes the user's last message and what follows it, and returns its text; None
+        where there is no turn."""
+        turn = max((i for i, message in enumerate(self.messages) if message["role"] == "user"), default=None)
+        if turn is None:
+            return None
+        text = self.messages[turn]["content"]
+        self.messages = self.messages[:turn]
+        return text
+
+    def ask(
+        self,
+        text: str | Sequence[Mapping[str, Any]],
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        *,
+        sampling: Sampling | None = None,
+        thinking: str | None = None,
+        progress: Progress | None = None,
+        **changes: Unpack[SamplingChanges],
+    ) -> Generator[str, None, None]:
+        """The answer of `stream`, with the same arguments, in pieces, without the model's thinking and calls."""
+        return _final(
+            self.stream(text, max_tokens, stop, sampling=sampling, thinking=thinking, progress=progress, **changes)
+        )
 
     def stream(
-        self, text: str, max_tokens: int | None = None, stop: Sequence[str] = ()
+        self,
+        text: str | Sequence[Mapping[str, Any]],
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        *,
+        sampling: Sampling | None = None,
+        thinking: str | None = None,
+        progress: Progress | None = None,
+        **changes: Unpack[SamplingChanges],
     ) -> Generator[reasoning.Part, None, None]:
         """Adds a user turn and yields the answer in parts; closing the iterator stops it and keeps what was yielded.
 
-        Raises ContextFull (a UserError) before anything is computed if the conversation does not fit, and UserError
-        for what the template or the engine rejects; the conversation is then unchanged. An answer that ends within the
-        thinking leaves it unchanged, too.
+        text: a text, or a list of text parts. sampling, thinking: for this turn, instead of the conversation's;
+        changes: single sampling parameters. max_tokens, stop, progress: as in `Engine.generate`.
+        Raises UserError for arguments out of range, at once; at the first step, ContextFull if the conversation does
+        not fit, before anything is computed, and UserError for what the template or the engine rejects. The
+        conversation is then unchanged, as it is if the answer is stopped before its first word or within the thinking.
         """
-        messages, prompt, ids = self._fit([*self.messages, {"role": "user", "content": text}], max_tokens)
+        template = self.engine.chat_template
+        variables = self._variables if thinking is None else template.switch(thinking)
+        chosen = (sampling or self.sampling).changed(**changes)
+        limit, stops = check_max_tokens(max_tokens), (*template.stop_strings(), *check_stop(stop))
+        return self._stream(check_content(text), chosen, limit, stops, variables, progress)
+
+    def _stream(
+        self,
+        text: str,
+        sampling: Sampling,
+        max_tokens: int | None,
+        stops: Sequence[str],
+        variables: Mapping[str, Any],
+        progress: Progress | None,
+    ) -> Generator[reasoning.Part, None, None]:
+        question = Message(role="user", content=text)
+        messages, prompt, ids = self._fit([*self.messages, question], max_tokens, variables)
         template, parser = self.engine.chat_template, self.format.parser(prompt)
-        shown, hidden, made, stopped = "", False, [], False
-        stops = (*template.stop_strings(), *stop)
-        pieces = self.engine.generate(ids, self.sampling, max_tokens, stops, self.format.marks)
+        shown, hidden, made = "", False, []
+        pieces = self.engine.generate(ids, sampling, max_tokens, stops, self.format.marks, progress)
         try:
             for part in _parts(pieces, parser, made):
                 if part.kind != "final":
@@ -119,9 +175,8 @@ class Conversation:
                     shown += out
                     yield reasoning.Part("final", out)
         except GeneratorExit:
-            stopped = True
             pieces.close()
-        if not shown and (stopped or hidden):
+        if not shown and (hidden or self.stats.finish == "interrupted"):
             return
         self.dropped += len(self.messages) + 1 - len(messages)
         self.messages = [*messages, {"role": "assistant", "content": shown.rstrip() if template.is_fallback else shown}]
@@ -130,15 +185,15 @@ class Conversation:
             self._rendered, self._rendered_ids = prompt + self.engine.tokenizer.escape(shown), ids + made
 
     def _fit(
-        self, messages: list[dict[str, str]], max_tokens: int | None
-    ) -> tuple[list[dict[str, str]], str, list[int]]:
+        self, messages: list[Message], max_tokens: int | None, variables: Mapping[str, Any]
+    ) -> tuple[list[Message], str, list[int]]:
         """The messages that are kept, their rendered prompt and its ids."""
         context = self.engine.context
         reserve = 1
         if self.on_full == "drop":
             reserve = max_tokens or min(context // _RESERVE_FRACTION, _RESERVE_MAX)
         while True:
-            prompt = self._render(messages)
+            prompt = self._render(messages, variables)
             ids = self._encode(prompt)
             first = 1 if messages[0]["role"] == "system" else 0
             if len(ids) + reserve <= context:
@@ -148,16 +203,18 @@ class Conversation:
                 if len(ids) < context and not later:
                     return messages, prompt, ids  # it fits alone, with less room for an answer than reserved
                 what = "the conversation with this message" if later else "this message"
-                advice = (
-                    "start over, use --on-full drop or a larger --ctx" if later else "shorten it or use a larger --ctx"
+                advice = 'begin a new one, use on_full="drop", or' if later else "shorten it, or"
+                raise ContextFull(
+                    f"{what} is {len(ids)} tokens, the context holds {context}",
+                    f"{advice} load the model with a larger context",
+                    turns=bool(later),
                 )
-                raise ContextFull(f"{what} is {len(ids)} tokens, the context holds {context}: {advice}")
             messages = messages[:first] + messages[later[0] :]
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
+    def _render(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
         # User text must not produce control tokens.
         escaped = [{**message, "content": self.engine.tokenizer.escape(message["content"])} for message in messages]
-        return self.engine.chat_template.render(escaped, **self._variables)
+        return self.engine.chat_template.render(escaped, **variables)
 
     def _encode(self, prompt: str) -> list[int]:
         """Token ids of the rendered conversation; generated ids are kept as they were generated.
@@ -171,7 +228,7 @@ class Conversation:
             # Only an added token separates safely: elsewhere, the text on both sides may form one token.
             if rest and tokenizer.is_added(rest[0]):
                 return self._rendered_ids + rest
-        return tokenizer.encode(prompt, add_special=not tokenizer.add_eos)
+        return tokenizer.encode_prompt(prompt)
 
     def save(self, path: str | Path) -> None:
         """Writes the messages as JSON, atomically."""
@@ -199,14 +256,29 @@ class Conversation:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}; give a file written by /save") from error
+            raise UserError(f"cannot read {path}: {error.strerror}; give the file of a saved conversation") from error
         except ValueError as error:
-            raise UserError(f"{path} is not a saved conversation (not JSON); give a file written by /save") from error
-        messages = content.get("messages") if isinstance(content, dict) and content.get("format") == _FORMAT else None
-        if not _is_conversation(messages):
-            raise UserError(f"{path} is not a saved conversation; give a file written by /save")
+            raise UserError(f"{path} is not a saved conversation: it is not JSON") from error
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise UserError(f"{path} is not a saved conversation of format {_FORMAT}")
+        try:
+            messages = check_messages(content.get("messages"))
+        except UserError as error:
+            raise UserError(f"{path} is not a saved conversation: {error}") from error
+        roles = [message["role"] for message in messages]
+        turns = roles[1:] if roles[:1] == ["system"] else roles
+        if turns != ["user", "assistant"] * (len(turns) // 2):
+            raise UserError(f"{path} is not a saved conversation: it has messages without an answer")
         self.reset()
         self.messages = messages
+
+
+def _final(parts: Generator[reasoning.Part, None, None]) -> Generator[str, None, None]:
+    """The text of the answer itself; closing this closes `parts`."""
+    with closing(parts):
+        for part in parts:
+            if part.kind == "final":
+                yield part.text
 
 
 def _parts(pieces: Iterator[Piece], parser: reasoning.Parser, made: list[int]) -> Iterator[reasoning.Part]:
@@ -215,16 +287,3 @@ def _parts(pieces: Iterator[Piece], parser: reasoning.Parser, made: list[int]) -
         made.append(piece.id)
         yield from parser.feed(piece.text)
     yield from parser.finish()
-
-
-def _is_conversation(messages: object) -> TypeGuard[list[dict[str, str]]]:
-    """Whether this is a list of messages: an optional system message, then pairs of user and assistant messages."""
-    if not isinstance(messages, list):
-        return False
-    if not all(
-        isinstance(m, dict) and m.keys() == {"role", "content"} and isinstance(m["content"], str) for m in messages
-    ):
-        return False
-    roles = [m["role"] for m in messages]
-    turns = roles[1:] if roles[:1] == ["system"] else roles
-    return turns == ["user", "assistant"] * (len(turns) // 2)

@@ -11,11 +11,13 @@ candidates kept.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import TypedDict, Unpack
 
 import numpy as np
 
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UserError, shorten
 
 # How many of the largest logits the top-p search looks at first; multiplied by 8 until they hold enough probability.
 _FIRST_CANDIDATES = 128
@@ -23,6 +25,29 @@ _FIRST_CANDIDATES = 128
 # so.
 _COLDEST = 1e-5
 _SLICE = 512
+# Of each parameter: its kind, the smallest and the largest value.
+_LIMITS = {
+    "temperature": (Real, 0, math.inf),
+    "top_k": (Integral, 0, math.inf),
+    "top_p": (Real, 0, 1),
+    "min_p": (Real, 0, 1),
+    "repetition_penalty": (Real, 0, math.inf),
+    "repetition_window": (Integral, 0, math.inf),
+    "seed": (Integral, 0, math.inf),
+}
+_KINDS = {Real: "a number", Integral: "a whole number"}
+
+
+class SamplingChanges(TypedDict, total=False):
+    """Parameters of `Sampling`, as keyword arguments of what samples: those that are given replace others."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    repetition_window: int
+    seed: int | None
 
 
 @dataclass(frozen=True)
@@ -48,22 +73,23 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("temperature", 0.0, math.inf),
-            ("top_k", 0, math.inf),
-            ("top_p", 0.0, 1.0),
-            ("min_p", 0.0, 1.0),
-            ("repetition_penalty", 0.0, math.inf),
-            ("repetition_window", 0, math.inf),
-        ):
+        for name, (kind, low, high) in _LIMITS.items():
             value = getattr(self, name)
-            if not math.isfinite(value) or not low <= value <= high:
-                limits = f"between {low:g} and {high:g}" if math.isfinite(high) else f"{low:g} or more"
-                raise UserError(f"{name} is {value}: it must be {limits}")
+            if name == "seed" and value is None:
+                continue
+            if not isinstance(value, kind):
+                raise UserError(f"{name} is {shorten(value)}: it must be {_KINDS[kind]}")
+            if not low <= value <= high or value == math.inf:
+                limits = f"between {low} and {high}" if high < math.inf else f"{low} or more"
+                raise UserError(f"{name} is {shorten(value)}: it must be {limits}")
         if self.repetition_penalty == 0:
             raise UserError("repetition_penalty is 0: it must be greater than 0 (1 = off)")
-        if self.seed is not None and self.seed < 0:
-            raise UserError(f"seed is {self.seed}: it must be 0 or more")
+
+    def changed(self, **changes: Unpack[SamplingChanges]) -> "Sampling":
+        """A copy with other values of some parameters. UserError for an unknown name and a value out of range."""
+        if unknown := sorted(changes.keys() - _LIMITS.keys()):
+            raise UserError(f"there is no sampling parameter {unknown[0]}: choose from {', '.join(_LIMITS)}")
+        return replace(self, **changes)
 
 
 class Sampler:

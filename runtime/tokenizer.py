@@ -127,6 +127,10 @@ class Tokenizer:
             ids.append(self.eos_id)
         return ids
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a text that a model shall continue: `encode`, but never with an end-of-text token behind it."""
+        return self.encode(text, add_special=not self.add_eos)
+
     def escape(self, text: str) -> str:
         """`text` changed such that `encode` with parse_special finds no control tokens in it, and otherwise the same
         tokens.

@@ -17,8 +17,9 @@ import pytest
 
 from mlc_amd.runtime.chat import Conversation
 from mlc_amd.runtime.chat_template import ChatTemplate
-from mlc_amd.runtime.engine import ContextFull, Engine
+from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.generation import ContextFull
 from mlc_amd.runtime.sampling import Sampling
 from mlc_amd.tools import repl
 

@@ -6,8 +6,9 @@ import pytest
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.chat import Conversation
 from mlc_amd.runtime.devices import open_device
-from mlc_amd.runtime.engine import ContextFull, Engine, Piece
+from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.generation import ContextFull, Piece
 from mlc_amd.runtime.sampling import Sampling
 
 IDS = np.random.default_rng(3).integers(0, 8000, 150).tolist()

@@ -6,6 +6,7 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
 .run(function)               runs one function of the plan and waits
 .read(name, rows)            the first rows of an io buffer as a NumPy array, valid until the next run
 .clear()                     zeros the KV cache
+.close()                     releases memory and the device; nothing else may be called afterwards
 .time(function)              optional: runs a function; (kernel, seconds, gap before it in seconds) of each launch
 .waited                      seconds that all runs spent waiting for the device
 .copy_bandwidth()            optional: bytes per second, reads plus writes, of a copy in device memory; 0.0 if unknown

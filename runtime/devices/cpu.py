@@ -214,3 +214,8 @@ class CpuDevice:
     def clear(self) -> None:
         for array in self.kv.values():
             array[:] = 0
+
+    def close(self) -> None:
+        """Lets go of all memory; kernels stay loaded."""
+        self._replays, self._launches, self.kv, self.io = {}, {}, {}, {}
+        self.arena = np.empty(0, np.uint8)

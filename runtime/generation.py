@@ -1,0 +1,96 @@
+"""What a generation is asked for and what it reports: the vocabulary that engines, conversations and commands share.
+
+In:  token ids, `max_tokens` and `stop`, as a caller gives them (sampling parameters: sampling.py; messages:
+     messages.py).
+Out: the same, checked; `Piece` and `Stats` of a generation; its errors.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+
+import numpy as np
+
+from mlc_amd.runtime.errors import UserError, shorten
+
+Ids = Sequence[int] | np.ndarray  # token ids
+Progress = Callable[[int, int], None]  # (tokens of the prompt that are computed, tokens to compute)
+
+
+class ContextFull(UserError):
+    """More tokens than the KV cache holds.
+
+    what: the fact, without the advice of the message. turns: whether a conversation has earlier turns that could be
+    forgotten.
+    """
+
+    def __init__(self, what: str, advice: str, turns: bool = False) -> None:
+        super().__init__(f"{what}: {advice}")
+        self.what, self.turns = what, turns
+
+
+class EngineBusy(UserError):
+    """The engine is used for something else at the moment."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One generated token and the text that it completed (may be empty, may hold several tokens' text)."""
+
+    id: int
+    text: str
+
+
+@dataclass
+class Stats:
+    """Statistics of one generation, in tokens and seconds; updated while it runs."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, found in the KV cache
+    prefill_s: float = 0.0
+    ttft_s: float = 0.0  # time to first token, from the call
+    generated: int = 0
+    decode_s: float = 0.0
+    finish: str = "interrupted"  # "stop", "length", "context" or "interrupted"
+
+    @property
+    def prefill_rate(self) -> float:
+        """Tokens per second."""
+        return (self.prompt_tokens - self.cached_tokens) / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second, without the first one."""
+        return (self.generated - 1) / self.decode_s if self.decode_s and self.generated > 1 else 0.0
+
+
+def check_ids(ids: Ids) -> np.ndarray:
+    """Token ids as a vector of integers, not empty. UserError for anything else."""
+    try:
+        given = np.asarray(ids)
+    except ValueError:  # lists of different lengths
+        given = np.empty((0, 0))
+    if given.ndim == 1 and not given.size:
+        raise UserError("nothing to evaluate: the prompt has no tokens")
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        raise UserError(f"token ids are {shorten(ids)}: they must be a list of whole numbers")
+    return given
+
+
+def check_max_tokens(value: object) -> int | None:
+    """`value`, which is None for "no limit". UserError if it is no whole number of at least 1."""
+    if value is None:
+        return None
+    if not isinstance(value, Integral) or value < 1:
+        raise UserError(f"max_tokens is {shorten(value)}: it must be a whole number of at least 1")
+    return int(value)
+
+
+def check_stop(value: object) -> tuple[str, ...]:
+    """The texts that end a generation: one text, or several. UserError for anything else, and for an empty text."""
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"stop is {shorten(value)}: it must be a text or a list of texts")
+    if "" in texts:
+        raise UserError("a stop text is empty: leave it out")
+    return tuple(texts)

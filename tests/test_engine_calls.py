@@ -1,0 +1,240 @@
+"""The engine from Python: what its options mean and refuse, who may use it when, how it ends."""
+
+import threading
+
+import pytest
+
+import mlc_amd
+from mlc_amd.runtime.engine import Engine
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.generation import ContextFull, EngineBusy
+from mlc_amd.runtime.sampling import Sampling
+
+QUESTION = "What does os.path.join do?"
+PROMPT = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+IDS = list(range(1000, 2100))  # three chunks
+
+
+@pytest.fixture(scope="module")
+def loaded(demo_artifact):
+    with mlc_amd.load(demo_artifact) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(loaded) -> Engine:
+    loaded.reset()
+    return loaded
+
+
+def text_of(pieces) -> str:
+    return "".join(piece if isinstance(piece, str) else piece.text for piece in pieces)
+
+
+# ---- options
+
+
+def test_a_prompt_is_a_text_or_ids(engine):
+    by_ids = list(engine.generate(engine.tokenizer.encode_prompt(PROMPT), max_tokens=12))
+    assert list(engine.generate(PROMPT, max_tokens=12)) == by_ids
+
+
+def test_a_stop_text_is_taken_whole(engine):
+    whole = text_of(engine.generate(PROMPT, max_tokens=24))
+    assert text_of(engine.generate(PROMPT, max_tokens=24, stop="pathname")) == whole[: whole.index("pathname")]
+    assert text_of(engine.chat(QUESTION, max_tokens=24, stop="pathname")) == whole[: whole.index("pathname")]
+
+
+def test_sampling_parameters_are_those_of_one_call(engine):
+    greedy = text_of(engine.chat(QUESTION, max_tokens=12))
+    hot = []
+    for _ in range(2):
+        engine.reset()
+        hot.append(text_of(engine.chat(QUESTION, max_tokens=12, temperature=3.0, seed=7)))
+    assert hot[0] == hot[1] != greedy
+    assert hot[0] == text_of(engine.generate(PROMPT, Sampling(temperature=3.0), 12, seed=7))
+    assert text_of(engine.chat([{"role": "user", "content": QUESTION}], max_tokens=12)) == greedy
+    engine.reset()
+    text_of(engine.chat(QUESTION, max_tokens=4, sampling=Sampling(temperature=3.0, seed=7)))
+    first = text_of(engine.chat(QUESTION, max_tokens=12))
+    history = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": text_of(
+        engine.chat([{"role": "user", "content": QUESTION}], max_tokens=4, temperature=3.0, seed=7)
+    )}]  # fmt: skip
+    assert first == text_of(engine.chat([*history, {"role": "user", "content": QUESTION}], max_tokens=12))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"max_tokens": -1}, "max_tokens is -1"),
+        ({"top_k": 5.5}, "top_k is 5.5"),
+        ({"stop": [""]}, "a stop text is empty"),
+        ({"warmth": 1}, "no sampling parameter warmth"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_runs(engine, options, error):
+    for call, argument in ((engine.generate, PROMPT), (engine.chat, QUESTION), (engine.conversation().ask, QUESTION)):
+        with pytest.raises(UserError, match=error):
+            call(argument, **options)
+    assert engine.position == 0
+
+
+@pytest.mark.parametrize("ids", [[1.5], [], [[1]], [8192], "x"])
+def test_bad_ids_are_refused(engine, ids):
+    with pytest.raises(UserError):
+        engine.prefill(ids)
+    assert engine.position == 0
+
+
+def test_messages_of_the_api_name_no_flags(engine):
+    with pytest.raises(ContextFull, match=r"2100 tokens do not fit the context of 2048: [^-]*$"):
+        engine.generate([1] * 2100)
+    conversation = engine.conversation()
+    text_of(conversation.ask(QUESTION, max_tokens=2))
+    for text, rest in (("word " * 2040, 'on_full="drop"'), ("word " * 2100, "shorten it")):
+        with pytest.raises(ContextFull) as caught:
+            text_of(conversation.ask(text))
+        assert "--" not in str(caught.value)
+        assert rest in str(caught.value) or caught.value.turns
+        assert str(caught.value).startswith(caught.value.what)
+        conversation.reset()
+
+
+# ---- messages
+
+
+def test_a_list_of_messages_is_a_conversation(engine):
+    parts = [{"type": "text", "text": QUESTION[:8]}, {"type": "text", "text": QUESTION[8:]}]
+    expected = text_of(engine.generate(PROMPT, max_tokens=12))
+    assert text_of(engine.chat([{"role": "user", "content": parts}], max_tokens=12)) == expected
+    assert text_of(engine.conversation().ask(parts, max_tokens=12)) == expected
+    cases = (
+        [],
+        [{}],
+        [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "Join"}],
+        [{"role": "tool", "content": "5"}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+    )
+    for messages in cases:
+        with pytest.raises(UserError):
+            engine.chat(messages)
+    assert text_of(engine.chat("And os.path.split?", max_tokens=2))  # the conversation before goes on
+    assert engine.last.cached_tokens > 20
+
+
+def test_reset_ends_the_conversation(engine):
+    text_of(engine.chat(QUESTION, max_tokens=5))
+    engine.reset()
+    assert engine.position == 0
+    text_of(engine.chat(QUESTION, max_tokens=1))
+    assert engine.last.prompt_tokens == len(engine.tokenizer.encode(PROMPT))
+
+
+def test_conversations_take_turns(engine):
+    brief = engine.conversation("Be brief.", temperature=0.5)
+    assert brief.sampling.temperature == 0.5
+    other = engine.conversation()
+    text_of(brief.ask(QUESTION, max_tokens=3))
+    text_of(other.ask(QUESTION, max_tokens=3))
+    text_of(engine.chat("Hello", max_tokens=3))
+    other.reset()  # ends neither of the others
+    assert [m["role"] for m in brief.messages] == ["system", "user", "assistant"] and other.messages == []
+    text_of(engine.chat(QUESTION, max_tokens=1))
+    assert engine.last.prompt_tokens > len(engine.tokenizer.encode(PROMPT))
+
+
+def test_the_last_turn_is_taken_back(engine):
+    conversation = engine.conversation("Be brief.")
+    assert conversation.undo() is None
+    text_of(conversation.ask(QUESTION, max_tokens=3))
+    before = list(conversation.messages)
+    text_of(conversation.ask("And os.path.split?", max_tokens=3))
+    assert conversation.undo() == "And os.path.split?" and conversation.messages == before
+    assert text_of(conversation.ask("And os.path.split?", max_tokens=3))
+    assert engine.last.cached_tokens > 20
+
+
+# ---- one caller at a time
+
+
+def test_two_iterators_cannot_take_turns(engine):
+    first = engine.generate(PROMPT, max_tokens=8)
+    begun = next(first)
+    second = engine.generate(IDS[:5], max_tokens=8)
+    with pytest.raises(EngineBusy, match="one caller at a time"):
+        next(second)
+    for use in (engine.reset, engine.close, lambda: engine.prefill([1]), lambda: engine.truncate(0)):
+        with pytest.raises(EngineBusy):
+            use()
+    rest = list(first)  # as if nobody had tried
+    assert [begun, *rest] == list(engine.generate(PROMPT, max_tokens=8))
+    third = engine.chat(QUESTION)
+    next(third)
+    third.close()
+    assert len(list(engine.generate(IDS[:5], max_tokens=2))) >= 1
+
+
+def test_two_threads_cannot_use_an_engine_at_once(engine):
+    refused, chunks = [], threading.Semaphore(0)
+
+    def other() -> None:
+        chunks.acquire()
+        try:
+            engine.prefill([1, 2, 3])
+        except UserError as error:
+            refused.append(error)
+        finally:
+            done.set()
+
+    done, thread = threading.Event(), threading.Thread(target=other)
+    thread.start()
+
+    def progress(computed: int, total: int) -> None:
+        chunks.release()
+        done.wait(20)
+
+    pieces = list(engine.generate(IDS, max_tokens=2, progress=progress))
+    thread.join()
+    assert isinstance(refused[0], EngineBusy) and len(pieces) == 2 and engine.tokens[: len(IDS)] == IDS
+
+
+def test_a_generation_can_be_cancelled(engine):
+    conversation, shown = engine.conversation(), ""
+    for text in conversation.ask(QUESTION):
+        shown += text
+        if len(shown) > 20:
+            engine.cancel()
+    assert engine.last.finish == "interrupted" and conversation.messages[-1]["content"] == shown
+    assert text_of(conversation.ask(QUESTION, max_tokens=2))  # a cancellation is that of one generation
+
+
+def test_a_prompt_is_cancelled_between_two_chunks_and_goes_on_there(engine):
+    seen = []
+
+    def progress(done: int, total: int) -> None:
+        seen.append((done, total))
+        if done:
+            engine.cancel()
+
+    assert list(engine.generate(IDS, progress=progress)) == []
+    assert seen == [(0, 1100), (512, 1100)] and engine.tokens == IDS[:512] and engine.last.finish == "interrupted"
+    made = [piece.id for piece in engine.generate(IDS, max_tokens=3)]
+    assert engine.last.cached_tokens == 512
+    engine.reset()
+    assert [piece.id for piece in engine.generate(IDS, max_tokens=3)] == made
+    conversation = engine.conversation()
+    assert text_of(conversation.ask("word " * 1100, progress=progress)) == "" and conversation.messages == []
+
+
+# ---- the end
+
+
+def test_a_closed_engine_says_so(demo_artifact):
+    with Engine.load(demo_artifact, threads=1) as engine:
+        engine.prefill([1, 2, 3])
+        assert "Llama" in repr(engine) and "cpu" in repr(engine) and "3 of 2048 tokens" in repr(engine)
+    assert "closed" in repr(engine)
+    engine.close()
+    for use in (engine.reset, lambda: engine.prefill([1]), lambda: next(engine.chat("Hello"))):
+        with pytest.raises(UserError, match="this engine is closed"):
+            use()
