@@ -40,7 +40,7 @@ def open_device(artifact, name: str | None = None, threads: int | None = None, n
             log.warning("--n-cpu-moe has no effect: target cpu has all weights in host memory")
         return CpuDevice(artifact, threads)
     if kind == "rocm":
-        from mlc_amd.runtime.devices.hip import HipDevice
+        from mlc_amd.runtime.devices.hip.device import HipDevice
 
         return HipDevice(artifact, threads, n_cpu_moe=n_cpu_moe)
     if kind == "vulkan":

@@ -3,11 +3,14 @@ kernels; HIP's events tell the time."""
 
 import ctypes
 from contextlib import ExitStack
+from itertools import chain
 
 import numpy as np
 
-from mlc_amd.runtime.devices.hip import CANNOT_LOAD, NO_MEMORY, Launch, list_gpus, relabel, sibling
-from mlc_amd.runtime.devices.hip_errors import Hip, HipError, open_bindings, runtime_version, why_no_gpu
+from mlc_amd.runtime.devices.hip.api import CANNOT_LOAD, NO_MEMORY, Hip, HipError, open_bindings, runtime_version
+from mlc_amd.runtime.devices.hip.diagnosis import why_no_gpu
+from mlc_amd.runtime.devices.hip.gpu import list_gpus, relabel, sibling
+from mlc_amd.runtime.devices.hip.launches import Launch, capture, enqueue, prepare
 from mlc_amd.runtime.errors import UserError
 
 ALIGN = 256
@@ -105,28 +108,8 @@ class HipBackend:
             return e
 
     def bind(self, handle, candidate, keys) -> list[Launch]:
-        launches = []
-        for step in candidate.steps:
-            values = (ctypes.c_uint64 * len(step["args"]))(*(self._base + self._at[keys[i]] for i in step["args"]))
-            params = (ctypes.c_void_p * len(values))(*(ctypes.addressof(values) + 8 * i for i in range(len(values))))
-            launches.append(
-                Launch(handle[1][step["symbol"]], tuple(step["grid"]), tuple(step["block"]), values, params)
-            )
-        return launches
-
-    def _enqueue(self, calls) -> None:
-        for launches in calls:
-            for one in launches:
-                self.hip(
-                    "hipModuleLaunchKernel",
-                    one.function,
-                    *one.grid,
-                    *one.block,
-                    0,
-                    self.stream,
-                    ctypes.addressof(one.params),
-                    None,
-                )
+        addresses = [self._base + self._at[key] for key in keys]
+        return [prepare(step["symbol"], handle[1][step["symbol"]], step, addresses) for step in candidate.steps]
 
     def run(self, calls) -> float:
         if len(calls) > 1 and (made_of := [id(call) for call in calls]) != self._captured_of:
@@ -138,24 +121,14 @@ class HipBackend:
         if len(calls) > 1:
             self.hip("hipGraphLaunch", self._graph, self.stream)
         else:
-            self._enqueue(calls)
+            enqueue(self.hip, self.stream, chain.from_iterable(calls))
         self.hip("hipEventRecord", end, self.stream)
         self.hip("hipEventSynchronize", end)
         self.hip("hipStreamSynchronize", self.stream)
         return self.hip("hipEventElapsedTime", begin, end) * 1e-3
 
     def _capture(self, calls):
-        self.hip(
-            "hipStreamBeginCapture", self.stream, self.hip.names.hipStreamCaptureMode.hipStreamCaptureModeThreadLocal
-        )
-        try:
-            self._enqueue(calls)
-        finally:
-            graph = self.hip("hipStreamEndCapture", self.stream)
-            self._captured.callback(self.hip, "hipGraphDestroy", graph)
-        made = self.hip("hipGraphInstantiate", graph, 0)[0]
-        self._captured.callback(self.hip, "hipGraphExecDestroy", made)
-        return made
+        return capture(self.hip, self.stream, chain.from_iterable(calls), self._captured)
 
     def close(self) -> None:
         self._captured.close()

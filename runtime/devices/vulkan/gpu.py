@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mlc_amd.runtime.closing import Closing
-from mlc_amd.runtime.devices.hip_errors import join_group
 from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.profile import profile_of
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.host import join_group
 
 # Structures of features: the version of Vulkan that took them in, and the extension that has them before.
 FEATURES = {

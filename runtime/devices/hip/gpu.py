@@ -1,19 +1,24 @@
-"""The GPUs that HIP reports, and which code objects run on them.
+"""The GPUs that HIP reports, which code objects run on them, and the choice of one for an artifact.
 
-`list_gpus(hip)` -> list of Gpu. `sibling` finds the code object for a GPU among those of an artifact; `relabel` makes a
-code object loadable on another chip with the same instruction set.
+`list_gpus(hip)` -> list of Gpu. `choose` takes one. `sibling` finds the code object for a GPU among those of an
+artifact; `relabel` makes a code object loadable on another chip with the same instruction set.
 """
 
+import logging
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from mlc_amd.runtime.devices.hip_errors import Hip
+from mlc_amd.runtime.devices.hip.api import Hip, HipError, runtime_version
+from mlc_amd.runtime.devices.hip.diagnosis import why_no_gpu
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import same_isa
 
 # Chips with the same instruction set. HIP loads a code object only if its ELF header names the exact chip.
 SAME_ISA = same_isa()
 E_FLAGS = 0x30  # offset in a 64-bit ELF header; the low byte is EF_AMDGPU_MACH
+
+log = logging.getLogger("mlc_amd")
 
 
 @dataclass(frozen=True)
@@ -58,3 +63,26 @@ def relabel(code: bytes, old: str, new: str) -> bytes:
     changed = bytearray(code.replace(f"-{old}".encode(), f"-{new}".encode()))
     changed[E_FLAGS] = group[new]
     return bytes(changed)
+
+
+def choose(hip: Hip, archs: Collection[str]) -> tuple[Gpu, str]:
+    """The best GPU for code objects of these archs (the exact one, discrete, largest memory), and the arch of the code
+    object to load. UserError where there is none."""
+    version = runtime_version(hip.names)
+    try:
+        gpus = list_gpus(hip)
+    except HipError as e:
+        raise UserError(why_no_gpu(e.code, version)) from e
+    if not gpus:
+        raise UserError(why_no_gpu("hipErrorNoDevice", version))
+    usable = [(gpu, code) for gpu in gpus if (code := sibling(gpu.arch, archs))]
+    if not usable:
+        here = ", ".join(f"{gpu.arch} ({gpu.name})" for gpu in gpus)
+        raise UserError(
+            f"this model was compiled for {', '.join(archs)}, but this machine has {here}; "
+            f"compile it with --target rocm --arch {gpus[0].arch}"
+        )
+    gpu, code = min(usable, key=lambda u: (u[0].arch != u[1], u[0].integrated, -u[0].memory, u[0].index))
+    if gpu.arch != code:
+        log.warning("using the kernels for %s on %s, which has the same instruction set", code, gpu.arch)
+    return gpu, code
