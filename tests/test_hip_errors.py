@@ -154,14 +154,14 @@ def test_missing_library(monkeypatch):
 
 
 ROCM = {"bindings": "10.0", "runtime": "6.4", "problem": None, "override": None, "chips": [{"arch": "gfx1100"}]}
-ROCM["gpus"] = [{"name": "Radeon", "arch": "gfx1100", "memory": 24 << 30, "integrated": False}]
+ROCM["gpus"] = [{"name": "Radeon", "index": 0, "arch": "gfx1100", "memory": 24 << 30, "integrated": False}]
 BROKEN = {"gpus": [], "problem": "no permission on /dev/kfd; join its group: sudo usermod"}
 
 
 @pytest.mark.parametrize(
     "facts, status, what, advice",
     [
-        ({"rocm": ROCM}, "ok", "GPU Radeon, gfx1100", ""),
+        ({"rocm": ROCM}, "ok", "device 0, GPU Radeon, gfx1100", ""),
         ({"rocm": ROCM | BROKEN}, "problem", "no permission on /dev/kfd", "join its group: sudo usermod"),
         (
             {"rocm": ROCM | BROKEN | {"chips": []}},

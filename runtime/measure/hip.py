@@ -8,8 +8,7 @@ from itertools import chain
 import numpy as np
 
 from mlc_amd.runtime.devices.hip.api import CANNOT_LOAD, NO_MEMORY, Hip, HipError, open_bindings, runtime_version
-from mlc_amd.runtime.devices.hip.diagnosis import why_no_gpu
-from mlc_amd.runtime.devices.hip.gpu import list_gpus, relabel, sibling
+from mlc_amd.runtime.devices.hip.gpu import choose, relabel
 from mlc_amd.runtime.devices.hip.launches import Launch, capture, enqueue, prepare
 from mlc_amd.runtime.errors import UserError
 
@@ -19,7 +18,8 @@ SHARE = 8  # of the GPU's memory, what that may be
 
 
 class HipBackend:
-    """See `timing.py`. device: None, or a GPU's number. bindings: what to use instead of AMD's package."""
+    """See `timing.py`. device: None, or a GPU's number or part of its name. bindings: what to use instead of AMD's
+    package."""
 
     target, noise = 0.004, 0.0  # other programs on the GPU show as drift
 
@@ -27,7 +27,7 @@ class HipBackend:
         # until the end, the next group, the next graph; an ExitStack may be used again after it was closed
         self._held, self._group, self._captured = ExitStack(), ExitStack(), ExitStack()
         self.hip = Hip(open_bindings() if bindings is None else bindings)
-        self.gpu = self._choose(device, candidate.facts["arch"])
+        self.gpu, _ = choose(self.hip, [candidate.facts["arch"]], device)
         version = ".".join(map(str, runtime_version(self.hip.names)))
         self.name, self.code_arch = f"{self.gpu.name} ({self.gpu.arch})", candidate.facts["arch"]
         self.facts = {"device": self.name, "driver": f"HIP {version}"}
@@ -39,16 +39,6 @@ class HipBackend:
             self._held.callback(self.hip, "hipEventDestroy", event)
         free, _ = self.hip("hipMemGetInfo")
         self.cache = min(CACHE, free // SHARE)
-
-    def _choose(self, device: str | None, arch: str):
-        try:
-            gpus = list_gpus(self.hip)
-        except HipError as e:
-            raise UserError(why_no_gpu(e.code, runtime_version(self.hip.names))) from e
-        fitting = [gpu for gpu in gpus if sibling(gpu.arch, [arch]) and device in (None, str(gpu.index))]
-        if not fitting:
-            raise UserError(f"these kernels are for {arch}; this machine has {', '.join(gpu.arch for gpu in gpus)}")
-        return fitting[0]
 
     def open(self, sizes: dict) -> None:
         self._captured.close()

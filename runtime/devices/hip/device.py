@@ -15,6 +15,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from mlc_amd.runtime.devices.hip import timing
 from mlc_amd.runtime.devices.hip.api import CANNOT_LOAD, Hip, HipError, open_bindings, runtime_version
 from mlc_amd.runtime.devices.hip.diagnosis import OVERRIDE
 from mlc_amd.runtime.devices.hip.gpu import choose, relabel
@@ -32,13 +33,15 @@ log = logging.getLogger("mlc_amd")
 
 
 class HipDevice:
-    """See runtime/devices/__init__.py for the protocol. `threads` is for the cpu device only. n_cpu_moe: layers whose
-    experts stay in host memory, where the GPU reads them across the bus; an APU has no use for it. `bindings`: a
-    substitute for AMD's package."""
+    """See runtime/devices/__init__.py for the protocol. `threads` is for the cpu device only. index: number of a GPU,
+    or part of its name. n_cpu_moe: layers whose experts stay in host memory, where the GPU reads them across the bus;
+    an APU has no use for it. `bindings`: a substitute for AMD's package."""
 
     kind = "rocm"
 
-    def __init__(self, artifact, threads: int | None = None, bindings=None, n_cpu_moe: int = 0):
+    def __init__(
+        self, artifact, threads: int | None = None, index: str | None = None, n_cpu_moe: int = 0, bindings=None
+    ):
         self.artifact, self.manifest = artifact, artifact.manifest
         self.threads = 1  # host threads
         self.waited = 0.0
@@ -46,7 +49,7 @@ class HipDevice:
         self.close = weakref.finalize(self, self._held.close)  # also at interpreter exit, while the library is loaded
         self.hip = Hip(open_bindings() if bindings is None else bindings)
         self.version = runtime_version(self.hip.names)
-        self.gpu, self.code_arch = choose(self.hip, self.manifest["libraries"])
+        self.gpu, self.code_arch = choose(self.hip, self.manifest["libraries"], index)
         self.name = f"{self.gpu.name} ({self.gpu.arch}{self._override()})"
         self.hip("hipSetDevice", self.gpu.index)
         stream = self.hip("hipStreamCreateWithFlags", self.hip.names.hipStreamNonBlocking)
@@ -62,6 +65,7 @@ class HipDevice:
         self.memory.upload()
         self._launches = {name: self._bind(function) for name, function in self.manifest["functions"].items()}
         self._graphs = {}
+        self._marks: dict[str, list] = {}  # events that time a function's launches
         if os.environ.get(GRAPH_VARIABLE) != "0":
             self._make_graphs()
         self.clear()
@@ -154,6 +158,21 @@ class HipDevice:
         else:
             enqueue(self.hip, self.stream, self._launches[function])
         self._wait()
+
+    def time(self, function: str) -> list[tuple[str, float, float]]:
+        """Runs a function with an event before and behind each launch; (kernel, seconds, seconds since the end of the
+        launch before) of each. The gaps are longer than those of a graph: launches come one by one."""
+        launches = self._launches[function]
+        if function not in self._marks:
+            self._marks[function] = timing.events(self.hip, self._held, 2 * len(launches))
+        self.memory.send_inputs()
+        timing.enqueue_timed(self.hip, self.stream, launches, self._marks[function])
+        self._wait()
+        return timing.spans(self.hip, launches, self._marks[function])
+
+    def copy_bandwidth(self) -> float:
+        """Bytes per second, reads plus writes, of a copy in the GPU's memory; 0.0 without enough of it."""
+        return timing.copy_bandwidth(self.hip, self.stream)
 
     def _wait(self) -> None:
         start = time.perf_counter()

@@ -9,10 +9,12 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from mlc_amd.runtime.devices.hip.api import Hip, HipError, runtime_version
+from mlc_amd.runtime.devices.choice import asked, asked_for
+from mlc_amd.runtime.devices.hip.api import Hip, HipError, open_bindings, runtime_version
 from mlc_amd.runtime.devices.hip.diagnosis import why_no_gpu
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import same_isa
+from mlc_amd.runtime.host import kfd_gpus
 
 # Chips with the same instruction set. HIP loads a code object only if its ELF header names the exact chip.
 SAME_ISA = same_isa()
@@ -65,9 +67,8 @@ def relabel(code: bytes, old: str, new: str) -> bytes:
     return bytes(changed)
 
 
-def choose(hip: Hip, archs: Collection[str]) -> tuple[Gpu, str]:
-    """The best GPU for code objects of these archs (the exact one, discrete, largest memory), and the arch of the code
-    object to load. UserError where there is none."""
+def usable_gpus(hip: Hip, wanted: str | None) -> list[Gpu]:
+    """The GPUs that the user asks for. wanted: as in `choice.asked_for`. UserError where there is none."""
     version = runtime_version(hip.names)
     try:
         gpus = list_gpus(hip)
@@ -75,6 +76,23 @@ def choose(hip: Hip, archs: Collection[str]) -> tuple[Gpu, str]:
         raise UserError(why_no_gpu(e.code, version)) from e
     if not gpus:
         raise UserError(why_no_gpu("hipErrorNoDevice", version))
+    return asked_for(gpus, wanted, "HIP")
+
+
+def arch_here(wanted: str | None = None, bindings=None) -> str:
+    """The arch of the GPU that the user asks for, else of the first one that the kernel shows; "native" where there is
+    none. bindings: a substitute for AMD's package."""
+    if asked(wanted):
+        return usable_gpus(Hip(open_bindings() if bindings is None else bindings), wanted)[0].arch
+    found = kfd_gpus()
+    return found[0]["arch"] if found else "native"
+
+
+def choose(hip: Hip, archs: Collection[str], wanted: str | None = None) -> tuple[Gpu, str]:
+    """The best GPU for code objects of these archs (the exact one, discrete, largest memory) of those that the user
+    asks for, and the arch of the code object to load. wanted: as in `choice.asked_for`. UserError where there is
+    none."""
+    gpus = usable_gpus(hip, wanted)
     usable = [(gpu, code) for gpu in gpus if (code := sibling(gpu.arch, archs))]
     if not usable:
         here = ", ".join(f"{gpu.arch} ({gpu.name})" for gpu in gpus)
