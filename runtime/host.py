@@ -65,3 +65,15 @@ def kfd_gpus(topology: Path = TOPOLOGY) -> list[dict]:
                 "pci": f"{int(facts.get('domain', 0)):04x}:{place >> 8 & 255:02x}:{place >> 3 & 31:02x}.{place & 7}",
             })  # fmt: skip
     return found
+
+
+def join_group(file: Path) -> str:
+    """How to get permission for a device file."""
+    import grp  # not on Windows
+
+    try:
+        group = grp.getgrgid(file.stat().st_gid).gr_name
+    except (KeyError, OSError):  # a group of the host that the container does not know
+        return "in a container, pass --group-add with the group number of the host's render group"
+    group = "render" if group == "root" else group
+    return f"join its group: sudo usermod -aG {group} $USER, then log in again"

@@ -19,7 +19,7 @@ from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact import Artifact
-from mlc_amd.runtime.devices.hip import HipDevice
+from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.gpu.arch import resolve

@@ -4,9 +4,9 @@ import pytest
 from hip_model import KERNELS, artifact_in, check
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
-from mlc_amd.runtime.devices import hip as hip_module
-from mlc_amd.runtime.devices.hip import HipDevice
-from mlc_amd.runtime.devices.hip_gpus import SAME_ISA, relabel, sibling
+from mlc_amd.runtime.devices.hip import device as hip_device
+from mlc_amd.runtime.devices.hip.device import HipDevice
+from mlc_amd.runtime.devices.hip.gpu import SAME_ISA, relabel, sibling
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.arch import resolve
 from mlc_amd.schedules.gpu.norm import rms_norm
@@ -73,7 +73,7 @@ def test_siblings_code_is_what_llvm_makes_for_them(group):
 
 def test_override_is_reported(artifact, monkeypatch):
     monkeypatch.setenv("HSA_OVERRIDE_GFX_VERSION", "11.0.0")
-    monkeypatch.setattr(hip_module, "kfd_gpus", lambda: [{"arch": "gfx1103", "pci": "0000:03:00.0"}])
+    monkeypatch.setattr(hip_device, "kfd_gpus", lambda: [{"arch": "gfx1103", "pci": "0000:03:00.0"}])
     device = HipDevice(artifact("gfx1100"), bindings=Recorder(KERNELS))
     assert device.name == "Radeon (gfx1100 by HSA_OVERRIDE_GFX_VERSION=11.0.0; the chip is gfx1103)"
 

@@ -17,8 +17,8 @@ from hip_model import (
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.artifact import TensorSpec, WeightsWriter
-from mlc_amd.runtime.devices import hip as hip_module
-from mlc_amd.runtime.devices.hip import HipDevice
+from mlc_amd.runtime.devices.hip import memory as hip_memory
+from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.arch import resolve
 from mlc_amd.schedules.gpu.embed import embed as gpu_embed
@@ -35,7 +35,7 @@ def artifact(tmp_path):
 
 
 def test_computes_by_replaying_graphs(artifact, monkeypatch):
-    monkeypatch.setattr(hip_module, "CHUNK", 1000)  # several chunks, and none that tensors begin at
+    monkeypatch.setattr(hip_memory, "CHUNK", 1000)  # several chunks, and none that tensors begin at
     bindings = Recorder(KERNELS)
     device = HipDevice(artifact("gfx1100"), bindings=bindings)
     assert device.name == "Radeon (gfx1100)"
@@ -49,12 +49,12 @@ def test_computes_by_replaying_graphs(artifact, monkeypatch):
 
 
 def test_weights_arrive_whole_and_in_chunks(artifact, monkeypatch):
-    monkeypatch.setattr(hip_module, "CHUNK", 1000)
+    monkeypatch.setattr(hip_memory, "CHUNK", 1000)
     bindings = Recorder(KERNELS)
     model = artifact("gfx1100")
     device = HipDevice(model, bindings=bindings)
     start = model.weights.start
-    there = bindings.bytes_at(device._blocks["weights"][0], model.weights.total)
+    there = bindings.bytes_at(device.memory.blocks["weights"][0], model.weights.total)
     assert there.tobytes() == model.weights.map[start : start + model.weights.total]
     chunks = -(-model.weights.total // 1000)
     assert bindings.calls.count("hipEventRecord") == chunks > 10
@@ -64,7 +64,7 @@ def test_weights_arrive_whole_and_in_chunks(artifact, monkeypatch):
 def test_cache_starts_and_clears_to_zero(artifact):
     bindings = Recorder(KERNELS)
     device = HipDevice(artifact("gfx1100"), bindings=bindings)
-    address, size = device._blocks["kv"][0], device._sizes["kv"]
+    address, size = device.memory.blocks["kv"][0], device.memory.sizes["kv"]
     assert not bindings.bytes_at(address, size).any()
     check(device)
     assert bindings.bytes_at(address, size).any()
@@ -174,7 +174,7 @@ def test_graphs_can_be_switched_off(artifact, monkeypatch, caplog):
     bindings = Recorder(KERNELS)
     device = HipDevice(artifact("gfx1100"), bindings=bindings)
     for name in ("kv", "arena", "io"):
-        assert not bindings.bytes_at(device._blocks[name][0], device._sizes[name]).any()
+        assert not bindings.bytes_at(device.memory.blocks[name][0], device.memory.sizes[name]).any()
     check(device)
     assert "hipStreamBeginCapture" not in bindings.calls and not caplog.text
 
@@ -223,21 +223,22 @@ def test_apu_takes_its_carve_out_when_all_fits(artifact):
     bindings = Recorder(KERNELS, gpus=[{"integrated": 1}])
     model = artifact("gfx1100")
     device = HipDevice(model, bindings=bindings)
-    assert not device.host_memory and bindings.used("device") > model.weights.total
+    assert not device.memory.host_memory and bindings.used("device") > model.weights.total
     check(device)
 
 
 def test_apu_works_in_host_memory_without_a_copy(artifact):
     bindings = Recorder(KERNELS, gpus=[{"integrated": 1}], memory=8 << 10)
     device = HipDevice(artifact("gfx1100"), bindings=bindings)
-    assert device.host_memory and bindings.used("device") == 0
-    assert bindings.used("host") < sum(device._sizes.values()) + device._sizes["io"] + 1  # no staging, no second copy
+    assert device.memory.host_memory and bindings.used("device") == 0
+    # no staging, no second copy
+    assert bindings.used("host") < sum(device.memory.sizes.values()) + device.memory.sizes["io"] + 1
     assert "hipEventRecord" not in bindings.calls
     check(device)
 
 
 def test_apu_out_of_memory_explains_its_limits(artifact, monkeypatch):
-    monkeypatch.setattr(hip_module, "gpu_memory", lambda pci: {"vram": 512 << 20, "gtt": 8 << 30})
+    monkeypatch.setattr(hip_memory, "gpu_memory", lambda pci: {"vram": 512 << 20, "gtt": 8 << 30})
     bindings = Recorder(
         KERNELS, gpus=[{"integrated": 1}], memory=8 << 10, fail={"hipHostMalloc": "hipErrorOutOfMemory"}
     )

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from mlc_amd.runtime.devices import hip_errors, hip_gpus
+from mlc_amd.runtime.devices.hip import api as hip
+from mlc_amd.runtime.devices.hip import diagnosis
+from mlc_amd.runtime.devices.hip.gpu import list_gpus
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.host import kfd_gpus
 from mlc_amd.tools import doctor
 from mlc_amd.tools import machine as this_machine
 from mlc_amd.tools.dev.hip_recorder import Recorder
@@ -29,7 +32,7 @@ def machine(tmp_path, monkeypatch):
         "simd_count 96\ngfx_target_version 110501\ndrm_render_minor 128\nlocation_id 50432\ndomain 0\n"
     )
     (tmp_path / "kfd").touch()
-    for name in hip_errors.HIDING:
+    for name in diagnosis.HIDING:
         monkeypatch.delenv(name, raising=False)
     return {"kfd": tmp_path / "kfd", "topology": tmp_path / "nodes"}
 
@@ -39,9 +42,7 @@ def forbid(monkeypatch, *words):
 
 
 def test_topology(machine):
-    assert hip_errors.kfd_gpus(machine["topology"]) == [
-        {"arch": "gfx1151", "node": "/dev/dri/renderD128", "pci": "0000:c5:00.0"}
-    ]
+    assert kfd_gpus(machine["topology"]) == [{"arch": "gfx1151", "node": "/dev/dri/renderD128", "pci": "0000:c5:00.0"}]
 
 
 @pytest.mark.parametrize(
@@ -63,18 +64,18 @@ def test_reasons(machine, monkeypatch, forbidden, code, env, message):
     forbid(monkeypatch, *forbidden)
     if env:
         monkeypatch.setenv(env, "")
-    reason = hip_errors.why_no_gpu(code, (6, 0), **machine)
+    reason = diagnosis.why_no_gpu(code, (6, 0), **machine)
     assert re.search(message, reason) and "\n" not in reason
 
 
 def test_no_driver(machine, tmp_path):
-    assert "modprobe amdgpu" in hip_errors.why_no_gpu(
+    assert "modprobe amdgpu" in diagnosis.why_no_gpu(
         "hipErrorNoDevice", (6, 0), tmp_path / "absent", machine["topology"]
     )
 
 
 def test_driver_without_gpu(machine, tmp_path):
-    assert "no AMD GPU for compute" in hip_errors.why_no_gpu(
+    assert "no AMD GPU for compute" in diagnosis.why_no_gpu(
         "hipErrorNoDevice", (6, 0), machine["kfd"], tmp_path / "absent"
     )
 
@@ -86,7 +87,7 @@ def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "rocm", None)  # makes importing it fail
     monkeypatch.setitem(sys.modules, "rocm.bindings.hip", None)
     with pytest.raises(UserError, match=r"pip install 'mlc-amd\[rocm\]'"):
-        hip_errors.open_bindings()
+        hip.open_bindings()
 
 
 def test_stand_in_has_the_bindings_signatures_and_constants():
@@ -117,17 +118,17 @@ def library():
 
 
 def test_old_library(library, monkeypatch):
-    monkeypatch.setattr(hip_errors, "OLDEST_RUNTIME", (1000, 0))
+    monkeypatch.setattr(hip, "OLDEST_RUNTIME", (1000, 0))
     with pytest.raises(UserError, match=r"AMD's HIP runtime here is version \d+\.\d+, which is too old; install ROCm"):
-        hip_errors.open_bindings()
+        hip.open_bindings()
 
 
 @pytest.mark.skipif(Path("/dev/kfd").exists(), reason="there is a GPU")
 def test_library_without_a_gpu(library, monkeypatch):
-    monkeypatch.setattr(hip_errors, "OLDEST_RUNTIME", (5, 0))  # Debian 12 has 5.2
-    bindings = hip_errors.open_bindings()
-    with pytest.raises(hip_errors.HipError) as error:
-        hip_gpus.list_gpus(hip_errors.Hip(bindings))
+    monkeypatch.setattr(hip, "OLDEST_RUNTIME", (5, 0))  # Debian 12 has 5.2
+    bindings = hip.open_bindings()
+    with pytest.raises(hip.HipError) as error:
+        list_gpus(hip.Hip(bindings))
     assert error.value.code == "hipErrorNoDevice"
     found = this_machine.rocm()
     assert found["gpus"] == [] and re.match(r"no /dev/kfd: .*; load the kernel driver", found["problem"])
@@ -138,10 +139,10 @@ def test_missing_library(monkeypatch):
     pytest.importorskip("rocm.bindings.hip")
     code = (
         "import ctypes.util; ctypes.util.find_library = lambda name: None\n"
-        "from mlc_amd.runtime.devices import hip_errors\n"
+        "from mlc_amd.runtime.devices.hip import api as hip\n"
         "from rocm.bindings.util import paths; paths.get_library_path = lambda *a: b'libamdhip64-absent.so'\n"
-        "try: hip_errors.open_bindings()\n"
-        "except hip_errors.UserError as e: print(e)"
+        "try: hip.open_bindings()\n"
+        "except hip.UserError as e: print(e)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert re.match(
@@ -153,14 +154,14 @@ def test_missing_library(monkeypatch):
 
 
 ROCM = {"bindings": "10.0", "runtime": "6.4", "problem": None, "override": None, "chips": [{"arch": "gfx1100"}]}
-ROCM["gpus"] = [{"name": "Radeon", "arch": "gfx1100", "memory": 24 << 30, "integrated": False}]
+ROCM["gpus"] = [{"name": "Radeon", "index": 0, "arch": "gfx1100", "memory": 24 << 30, "integrated": False}]
 BROKEN = {"gpus": [], "problem": "no permission on /dev/kfd; join its group: sudo usermod"}
 
 
 @pytest.mark.parametrize(
     "facts, status, what, advice",
     [
-        ({"rocm": ROCM}, "ok", "GPU Radeon, gfx1100", ""),
+        ({"rocm": ROCM}, "ok", "device 0, GPU Radeon, gfx1100", ""),
         ({"rocm": ROCM | BROKEN}, "problem", "no permission on /dev/kfd", "join its group: sudo usermod"),
         (
             {"rocm": ROCM | BROKEN | {"chips": []}},

@@ -267,7 +267,7 @@ def test_hip_times_graphs_and_reads_results(tmp_path):
     np.testing.assert_array_equal(group.outputs(0, STATE)["Y"], expected["X"] + expected["G"])
     backend.close()
     assert recorder.leaks() == []
-    with pytest.raises(UserError, match="these kernels are for gfx942; this machine has gfx1100"):
+    with pytest.raises(UserError, match="compiled for gfx942, but this machine has gfx1100"):
         HipBackend(None, made(tmp_path, api="rocm", arch="gfx942"), Events({}))
 
 

@@ -67,8 +67,8 @@ def run(
             `mlc-amd compile --help`.
         ctx: KV cache size in tokens, for a GGUF file (default: the model's context length, at most 4096).
         threads: number of CPU threads (default: all cores).
-        device: GPU for target vulkan: its number in `mlc-amd doctor`, or part of its name (default: $MLC_AMD_DEVICE,
-            else the best one).
+        device: GPU for targets rocm and vulkan: its number in `mlc-amd doctor`, or part of its name (default:
+            $MLC_AMD_DEVICE, else the best one).
         verify: also verify the checksum of the weights, which reads all of them.
         n_cpu_moe: keep the experts of the first N layers in host memory, where the GPU reads them across the bus: for
             mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough).

@@ -201,8 +201,8 @@ def _rocm(facts: dict) -> list[tuple[str, str, str]]:
         what, _, advice = rocm["problem"].partition("; ")
         checks.append(("problem" if rocm["chips"] else "missing", f"target rocm cannot run here: {what}", advice))
     for gpu in rocm["gpus"]:
-        kind = "APU" if gpu["integrated"] else "GPU"
-        checks.append(("ok", f"target rocm: {kind} {gpu['name']}, {gpu['arch']}, {display.size(gpu['memory'])}", ""))
+        what = f"{'APU' if gpu['integrated'] else 'GPU'} {gpu['name']}, {gpu['arch']}, {display.size(gpu['memory'])}"
+        checks.append(("ok", f"target rocm: device {gpu['index']}, {what}", ""))
     if rocm["override"]:
         chips = ", ".join(chip["arch"] for chip in rocm["chips"]) or "unknown"
         checks.append(("ok", f"HSA_OVERRIDE_GFX_VERSION={rocm['override']} is set; the chip is {chips}", ""))

@@ -6,9 +6,10 @@ data (`plan`), which JSON output holds, and lines (`lines`).
 
 from dataclasses import asdict
 
-from mlc_amd.runtime.devices import hip_errors
+from mlc_amd.runtime.devices.hip.diagnosis import gpu_memory
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import CHIPS, MEMORY, Chip
+from mlc_amd.runtime.host import kfd_gpus
 from mlc_amd.runtime.memory import RESERVE, SHARED_PART, Needs, Room
 from mlc_amd.tools import display, machine
 
@@ -77,8 +78,8 @@ def _this_vulkan_gpu() -> list[Room]:
 
 
 def _this_rocm_gpu() -> list[Room]:
-    gpus = hip_errors.kfd_gpus()
-    limits = hip_errors.gpu_memory(gpus[0]["pci"]) if gpus else {}
+    gpus = kfd_gpus()
+    limits = gpu_memory(gpus[0]["pci"]) if gpus else {}
     if not limits:
         return []
     chip = CHIPS.get(gpus[0]["arch"])

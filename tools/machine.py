@@ -9,10 +9,12 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
-from mlc_amd.runtime.devices import hip_errors, hip_gpus
+from mlc_amd.runtime.devices.hip import api as hip
+from mlc_amd.runtime.devices.hip import diagnosis
+from mlc_amd.runtime.devices.hip.gpu import list_gpus as hip_gpus
 from mlc_amd.runtime.devices.vulkan import api, drivers, gpu
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.host import cpu_flags
+from mlc_amd.runtime.host import cpu_flags, kfd_gpus
 
 # Name in LLVM and in llama.cpp's words -> flag in /proc/cpuinfo: what the cpu kernels can make use of.
 _ISA_FLAGS = {
@@ -156,21 +158,21 @@ def rocm() -> dict[str, object]:
         "bindings": None,
         "runtime": None,
         "gpus": [],
-        "chips": hip_errors.kfd_gpus(),
+        "chips": kfd_gpus(),
         "problem": None,
     }
-    found["override"] = os.environ.get(hip_errors.OVERRIDE)
+    found["override"] = os.environ.get(diagnosis.OVERRIDE)
     found["bindings"] = next((d.version for d in metadata.distributions(name="rocm-bindings-hip")), None)
     try:
-        bindings = hip_errors.open_bindings()
+        bindings = hip.open_bindings()
     except UserError as error:
         return found | {"problem": str(error)}
-    version = hip_errors.runtime_version(bindings)
+    version = hip.runtime_version(bindings)
     found["runtime"] = ".".join(map(str, version))
     try:
-        found["gpus"] = [asdict(gpu) for gpu in hip_gpus.list_gpus(hip_errors.Hip(bindings))]
-    except hip_errors.HipError as error:
-        found["problem"] = hip_errors.why_no_gpu(error.code, version)
+        found["gpus"] = [asdict(gpu) for gpu in hip_gpus(hip.Hip(bindings))]
+    except hip.HipError as error:
+        found["problem"] = diagnosis.why_no_gpu(error.code, version)
     return found
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlc_amd
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.host import cpu_flags, kfd_gpus
+from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.tools import display
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ def artifact_path(
 ) -> Path:
     """The artifact folder for `model` (None: the demo) or for a `synthetic` spec, compiled into the cache if necessary.
 
-    target, arch, ctx and tuned are arguments of that compilation; device is the GPU that target vulkan takes for
-    "native". An artifact is already compiled, so asking for another context is a UserError.
+    target, arch, ctx and tuned are arguments of that compilation; device is the GPU that targets rocm and vulkan take
+    for "native". An artifact is already compiled, so asking for another context is a UserError.
     """
     path = source_path(model, synthetic)
     if path and is_artifact(path):
@@ -138,8 +138,8 @@ def load_engine(
     tuned: str = "auto",
     n_cpu_moe: int = 0,
 ) -> Engine:
-    """An Engine for `model`. threads: of the cpu device (None: all cores); device: which GPU, for target vulkan
-    (open_device); verify: check the weights' checksum too; n_cpu_moe: layers whose experts stay in host memory;
+    """An Engine for `model`. threads: of the cpu device (None: all cores); device: which GPU, for targets rocm and
+    vulkan (open_device); verify: check the weights' checksum too; n_cpu_moe: layers whose experts stay in host memory;
     the rest are arguments of `artifact_path`."""
     if threads is not None and threads < 1:
         raise UserError(f"--threads is {threads}: it must be at least 1")
@@ -200,8 +200,11 @@ def arch_here(target: str, device: str | None) -> str:
         from mlc_amd.runtime.devices.vulkan.gpu import profile_here  # queries the driver, so only when needed
 
         return profile_here(device)
-    gpus = kfd_gpus() if target == "rocm" else []
-    return gpus[0]["arch"] if gpus else "native"
+    if target == "rocm":
+        from mlc_amd.runtime.devices.hip.gpu import arch_here as rocm_arch
+
+        return rocm_arch(device)
+    return "native"
 
 
 def _check_context(path: Path, ctx: int | None) -> None:

@@ -25,14 +25,14 @@ log = logging.getLogger("mlc_amd")
 def open_device(artifact, name: str | None = None, threads: int | None = None, n_cpu_moe: int = 0):
     """The device for an artifact's target. UserError if it cannot run here.
 
-    name: the target's own kind; or, for target vulkan, which GPU: its number as `mlc-amd doctor` lists it, or a part of
-    its name. n_cpu_moe: of GPUs with their own memory, how many first layers' experts stay in host memory.
+    name: the target's own kind; or, for targets rocm and vulkan, which GPU: its number as `mlc-amd doctor` lists it, or
+    a part of its name. n_cpu_moe: of GPUs with their own memory, how many first layers' experts stay in host memory.
     """
     kind = artifact.manifest["target"]["kind"]
     on_host(artifact.manifest["tensors"], n_cpu_moe)  # UserError for a number that makes no sense
     which = None if name == kind else name
-    if which is not None and (which in KINDS or kind != "vulkan"):
-        other = which if which in KINDS else "vulkan to choose a GPU"
+    if which is not None and (which in KINDS or kind == "cpu"):
+        other = which if which in KINDS else "rocm or vulkan to choose a GPU"
         raise UserError(f"this model was compiled for target '{kind}', not '{which}'; compile it with --target {other}")
     if kind == "cpu":
         from mlc_amd.runtime.devices.cpu import CpuDevice  # loads tvm_ffi
@@ -41,9 +41,9 @@ def open_device(artifact, name: str | None = None, threads: int | None = None, n
             log.warning("--n-cpu-moe has no effect: target cpu has all weights in host memory")
         return CpuDevice(artifact, threads)
     if kind == "rocm":
-        from mlc_amd.runtime.devices.hip import HipDevice
+        from mlc_amd.runtime.devices.hip.device import HipDevice
 
-        return HipDevice(artifact, threads, n_cpu_moe=n_cpu_moe)
+        return HipDevice(artifact, threads, which, n_cpu_moe)
     if kind == "vulkan":
         from mlc_amd.runtime.devices.vulkan.device import VulkanDevice
 

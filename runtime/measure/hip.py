@@ -3,11 +3,13 @@ kernels; HIP's events tell the time."""
 
 import ctypes
 from contextlib import ExitStack
+from itertools import chain
 
 import numpy as np
 
-from mlc_amd.runtime.devices.hip import CANNOT_LOAD, NO_MEMORY, Launch, list_gpus, relabel, sibling
-from mlc_amd.runtime.devices.hip_errors import Hip, HipError, open_bindings, runtime_version, why_no_gpu
+from mlc_amd.runtime.devices.hip.api import CANNOT_LOAD, NO_MEMORY, Hip, HipError, open_bindings, runtime_version
+from mlc_amd.runtime.devices.hip.gpu import choose, relabel
+from mlc_amd.runtime.devices.hip.launches import Launch, capture, enqueue, prepare
 from mlc_amd.runtime.errors import UserError
 
 ALIGN = 256
@@ -16,7 +18,8 @@ SHARE = 8  # of the GPU's memory, what that may be
 
 
 class HipBackend:
-    """See `timing.py`. device: None, or a GPU's number. bindings: what to use instead of AMD's package."""
+    """See `timing.py`. device: None, or a GPU's number or part of its name. bindings: what to use instead of AMD's
+    package."""
 
     target, noise = 0.004, 0.0  # other programs on the GPU show as drift
 
@@ -24,7 +27,7 @@ class HipBackend:
         # until the end, the next group, the next graph; an ExitStack may be used again after it was closed
         self._held, self._group, self._captured = ExitStack(), ExitStack(), ExitStack()
         self.hip = Hip(open_bindings() if bindings is None else bindings)
-        self.gpu = self._choose(device, candidate.facts["arch"])
+        self.gpu, _ = choose(self.hip, [candidate.facts["arch"]], device)
         version = ".".join(map(str, runtime_version(self.hip.names)))
         self.name, self.code_arch = f"{self.gpu.name} ({self.gpu.arch})", candidate.facts["arch"]
         self.facts = {"device": self.name, "driver": f"HIP {version}"}
@@ -36,16 +39,6 @@ class HipBackend:
             self._held.callback(self.hip, "hipEventDestroy", event)
         free, _ = self.hip("hipMemGetInfo")
         self.cache = min(CACHE, free // SHARE)
-
-    def _choose(self, device: str | None, arch: str):
-        try:
-            gpus = list_gpus(self.hip)
-        except HipError as e:
-            raise UserError(why_no_gpu(e.code, runtime_version(self.hip.names))) from e
-        fitting = [gpu for gpu in gpus if sibling(gpu.arch, [arch]) and device in (None, str(gpu.index))]
-        if not fitting:
-            raise UserError(f"these kernels are for {arch}; this machine has {', '.join(gpu.arch for gpu in gpus)}")
-        return fitting[0]
 
     def open(self, sizes: dict) -> None:
         self._captured.close()
@@ -105,28 +98,8 @@ class HipBackend:
             return e
 
     def bind(self, handle, candidate, keys) -> list[Launch]:
-        launches = []
-        for step in candidate.steps:
-            values = (ctypes.c_uint64 * len(step["args"]))(*(self._base + self._at[keys[i]] for i in step["args"]))
-            params = (ctypes.c_void_p * len(values))(*(ctypes.addressof(values) + 8 * i for i in range(len(values))))
-            launches.append(
-                Launch(handle[1][step["symbol"]], tuple(step["grid"]), tuple(step["block"]), values, params)
-            )
-        return launches
-
-    def _enqueue(self, calls) -> None:
-        for launches in calls:
-            for one in launches:
-                self.hip(
-                    "hipModuleLaunchKernel",
-                    one.function,
-                    *one.grid,
-                    *one.block,
-                    0,
-                    self.stream,
-                    ctypes.addressof(one.params),
-                    None,
-                )
+        addresses = [self._base + self._at[key] for key in keys]
+        return [prepare(step["symbol"], handle[1][step["symbol"]], step, addresses) for step in candidate.steps]
 
     def run(self, calls) -> float:
         if len(calls) > 1 and (made_of := [id(call) for call in calls]) != self._captured_of:
@@ -138,24 +111,14 @@ class HipBackend:
         if len(calls) > 1:
             self.hip("hipGraphLaunch", self._graph, self.stream)
         else:
-            self._enqueue(calls)
+            enqueue(self.hip, self.stream, chain.from_iterable(calls))
         self.hip("hipEventRecord", end, self.stream)
         self.hip("hipEventSynchronize", end)
         self.hip("hipStreamSynchronize", self.stream)
         return self.hip("hipEventElapsedTime", begin, end) * 1e-3
 
     def _capture(self, calls):
-        self.hip(
-            "hipStreamBeginCapture", self.stream, self.hip.names.hipStreamCaptureMode.hipStreamCaptureModeThreadLocal
-        )
-        try:
-            self._enqueue(calls)
-        finally:
-            graph = self.hip("hipStreamEndCapture", self.stream)
-            self._captured.callback(self.hip, "hipGraphDestroy", graph)
-        made = self.hip("hipGraphInstantiate", graph, 0)[0]
-        self._captured.callback(self.hip, "hipGraphExecDestroy", made)
-        return made
+        return capture(self.hip, self.stream, chain.from_iterable(calls), self._captured)
 
     def close(self) -> None:
         self._captured.close()

@@ -4,8 +4,8 @@ and lifetimes.
 Device memory is host memory with real addresses. Kernels are Python functions, `kernels[symbol] = (number of arguments,
 function)`; the function gets, for each pointer, the bytes from there to the end of its allocation as a writable numpy
 array. As on a GPU, nothing happens when it is enqueued: copies, fills, launches and replays run when the stream or an
-event is waited for, so a host buffer that is changed or freed too early shows. `calls` lists every call's name; a wrong
-use is an AssertionError.
+event is waited for, so a host buffer that is changed or freed too early shows. Events take the time of `clock`, which
+that work moves on. `calls` lists every call's name; a wrong use is an AssertionError.
 """
 
 import ctypes
@@ -17,6 +17,8 @@ import numpy as np
 
 ELF = b"\x7fELF"
 GIB = 1 << 30
+# What `clock` says that work takes, so that what a device reports can be computed.
+LAUNCH_MS, EVENT_MS, BYTES_PER_MS = 0.010, 0.001, 1e9
 
 
 class hipError_t(IntEnum):
@@ -32,6 +34,7 @@ class hipError_t(IntEnum):
 class hipMemcpyKind(IntEnum):
     hipMemcpyHostToDevice = 1
     hipMemcpyDeviceToHost = 2
+    hipMemcpyDeviceToDevice = 3
 
 
 class hipStreamCaptureMode(IntEnum):
@@ -73,6 +76,7 @@ class Recorder:
         self.blocks: dict[int, tuple[np.ndarray, str]] = {}  # address: (bytes, "device" or "host")
         self.queue: list[Callable] = []
         self.captured: list[Callable] | None = None
+        self.clock = 0.0  # milliseconds: of work that is done
 
     def __getattribute__(self, name):
         value = super().__getattribute__(name)
@@ -186,11 +190,20 @@ class Recorder:
         return self._flush()
 
     def hipEventCreateWithFlags(self, flags):
-        return *OK, self._handle("event", pending=False)
+        return *OK, self._handle("event", pending=False, timed=flags != self.hipEventDisableTiming, at=None)
 
     def hipEventRecord(self, event, stream):
         event.pending = True
-        return self._enqueue(stream, lambda: setattr(event, "pending", False))
+
+        def work():
+            self.clock += EVENT_MS
+            event.pending, event.at = False, self.clock
+
+        return self._enqueue(stream, work)
+
+    def hipEventElapsedTime(self, begin, end):
+        assert begin.timed and end.timed and begin.at is not None and end.at is not None
+        return *OK, end.at - begin.at
 
     def hipEventSynchronize(self, event):
         assert event.alive
@@ -202,11 +215,16 @@ class Recorder:
         return self._destroy(event, "event")
 
     def hipMemcpyAsync(self, target, source, nbytes, kind, stream):
-        sides = {1: ("host", "device"), 2: ("device", "host")}[kind]
+        sides = {1: ("host", "device"), 2: ("device", "host"), 3: ("device", "device")}[kind]
         if not any(where == "device" for _, where in self.blocks.values()):  # an APU that works in the host's memory
             sides = ("host", "host")
         read, written = self.bytes_at(source, nbytes, sides[0]), self.bytes_at(target, nbytes, sides[1])
-        return self._enqueue(stream, lambda: written.__setitem__(slice(None), read))
+
+        def work():
+            self.clock += nbytes / BYTES_PER_MS
+            written[:] = read
+
+        return self._enqueue(stream, work)
 
     def hipMemsetAsync(self, target, value, nbytes, stream):
         array = self.bytes_at(target, nbytes)
@@ -242,6 +260,7 @@ class Recorder:
         def work():
             assert function.module.alive
             self.launched.append((function.symbol, (gx, gy, gz), (bx, by, bz)))
+            self.clock += LAUNCH_MS
             compute(*(self.bytes_at(p) for p in pointers))
 
         work.pointers = pointers

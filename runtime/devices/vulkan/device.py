@@ -10,7 +10,6 @@ there (n_cpu_moe).
 
 import ctypes
 import logging
-import os
 import time
 import weakref
 from contextlib import ExitStack
@@ -18,11 +17,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from mlc_amd.runtime.devices.choice import asked
 from mlc_amd.runtime.devices.placement import Range, cut, parts
 from mlc_amd.runtime.devices.vulkan import api, timing
 from mlc_amd.runtime.devices.vulkan.commands import Launch, Recorder
 from mlc_amd.runtime.devices.vulkan.context import Context
-from mlc_amd.runtime.devices.vulkan.gpu import VARIABLE, Instance, choose
+from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
 from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, CHUNK, Block, Memory, OutOfMemory, places
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines, cache_file
 from mlc_amd.runtime.errors import UserError
@@ -75,7 +75,7 @@ class VulkanDevice:
         needs = {profile: target["needs"][profile] for profile in target["archs"]}
         self.gpu, self.code_arch = choose(instance.gpus, needs, index)
         self.name = f"{self.gpu.name} ({self.code_arch})"
-        if self.gpu.type == "cpu" and index is None and VARIABLE not in os.environ:
+        if self.gpu.type == "cpu" and not asked(index):
             log.warning(
                 "no GPU that can run this model: %s runs on the CPU, slowly; see `mlc-amd doctor`", self.gpu.name
             )

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from mlc_amd.runtime.closing import Closing
-from mlc_amd.runtime.devices.hip_errors import join_group
+from mlc_amd.runtime.devices.choice import asked_for
 from mlc_amd.runtime.devices.vulkan import api, drivers
 from mlc_amd.runtime.devices.vulkan.profile import profile_of
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.host import join_group
 
 # Structures of features: the version of Vulkan that took them in, and the extension that has them before.
 FEATURES = {
@@ -41,7 +42,6 @@ PROPERTIES = {
 BUDGET = "VK_EXT_memory_budget"
 OLDEST = api.version(1, 1)  # physical devices below have none of the structures above
 RANK = {"discrete": 0, "integrated": 1, "virtual": 2, "other": 3, "cpu": 4}  # which type of device is tried first
-VARIABLE = "MLC_AMD_DEVICE"
 NO_DRIVER = (
     "no Vulkan driver is installed: install mesa-vulkan-drivers (Debian, Ubuntu, Fedora) or vulkan-radeon (Arch) for "
     "AMD GPUs, "
@@ -336,22 +336,10 @@ def preferred(gpus: list[Gpu], wanted: str | None = None) -> list[Gpu]:
 
     UserError when there is no such GPU.
     """
-    asked = VARIABLE if wanted is None else "--device"
-    wanted = os.environ.get(VARIABLE, "") if wanted is None else wanted
     order = sorted(
         gpus, key=lambda gpu: (RANK[gpu.type], -sum(heap.size for heap in gpu.heaps if heap.device_local), gpu.index)
     )
-    if wanted:
-        order = [
-            gpu
-            for gpu in order
-            if (gpu.index == int(wanted) if wanted.isdecimal() else wanted.lower() in gpu.name.lower())
-        ]
-    if not order:
-        raise UserError(
-            f"{asked} {wanted}: no such Vulkan device here; there are {', '.join(gpu.label for gpu in gpus)}"
-        )
-    return order
+    return asked_for(order, wanted, "Vulkan")
 
 
 def choose(gpus: list[Gpu], needs: dict[str, dict], wanted: str | None = None) -> tuple[Gpu, str]:

@@ -1,30 +1,31 @@
-"""AMD's HIP runtime from Python: opens it, turns error codes into exceptions, and diagnoses missing GPUs.
+"""AMD's HIP runtime from Python.
 
 `open_bindings()` gives the module `rocm.bindings.hip` of AMD's package rocm-bindings-hip, which opens libamdhip64.so at
-its first call. `Hip(bindings)` calls its functions and raises HipError. `why_no_gpu()` inspects the
-system and says in one line what is wrong: the driver, permissions, a variable that hides GPUs, or a runtime that does
-not support the chip.
+its first call. `Hip(bindings)` calls its functions and raises HipError.
 """
 
-import ctypes
 import ctypes.util
 import importlib
 import os
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.host import TOPOLOGY, kfd_gpus
 
 OLDEST_RUNTIME = (6, 0)  # HIP version with hipGetDevicePropertiesR0600, the layout of properties that the bindings read
-KFD, WSL = Path("/dev/kfd"), Path("/dev/dxg")
-HIDING = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
-OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
 INSTALL = (
     "install ROCm's HIP runtime, {}.{} or newer (https://rocm.docs.amd.com), or set ROCM_PATH to its location".format(
         *OLDEST_RUNTIME
     )
 )
+# HIP's names of what goes wrong: when code is loaded, when memory is allocated
+CANNOT_LOAD = (
+    "hipErrorNoBinaryForGpu",
+    "hipErrorInvalidImage",
+    "hipErrorInvalidKernelFile",
+    "hipErrorSharedObjectInitFailed",
+)
+NO_MEMORY = ("hipErrorOutOfMemory", "hipErrorMemoryAllocation")
 
 
 class HipError(RuntimeError):
@@ -47,6 +48,11 @@ class Hip:
         if code != 0:
             raise HipError(name, getattr(code, "name", str(code)))
         return (values[0] if len(values) == 1 else tuple(values)) if values else None
+
+    def own(self, held: ExitStack, release: str, handle):
+        """`handle`, to be released with the HIP function `release` when `held` closes."""
+        held.callback(getattr(self.names, release), handle)
+        return handle
 
 
 def open_bindings():
@@ -95,57 +101,3 @@ def _find_versioned_library(paths) -> None:
 def _reason(error: Exception) -> str:
     """The message of dlopen in that of the bindings: failed to dlopen 'b'NAME'': b'REASON'."""
     return str(error).rsplit(": b", 1)[-1].strip("'\"")
-
-
-# ---- diagnosis
-
-
-def gpu_memory(pci: str, devices: Path = Path("/sys/bus/pci/devices")) -> dict[str, int]:
-    """Bytes of a GPU's dedicated memory ("vram"; an APU's carve-out) and of system memory that it may use ("gtt");
-    empty if unknown."""
-    sizes = {}
-    for kind in ("vram", "gtt"):
-        file = devices / pci / f"mem_info_{kind}_total"
-        if file.exists():
-            sizes[kind] = int(file.read_text())
-    return sizes
-
-
-def why_no_gpu(code: str, version: tuple[int, int], kfd: Path = KFD, topology: Path = TOPOLOGY) -> str:
-    """One line for a HIP runtime that finds no GPU and reports `code`: what is wrong, what to do."""
-    gpus, hiding = kfd_gpus(topology), [name for name in HIDING if name in os.environ]
-    blocked = [gpu["node"] for gpu in gpus if not os.access(gpu["node"], os.R_OK | os.W_OK)]
-    archs = ", ".join(gpu["arch"] for gpu in gpus)
-    driver = "load the kernel driver (modprobe amdgpu); in a container, pass --device /dev/kfd --device /dev/dri"
-    reasons = (  # the first that applies
-        (
-            code == "hipErrorInsufficientDriver",
-            "the kernel driver is too old for this HIP runtime; install a newer kernel or amdgpu-dkms",
-        ),
-        (
-            WSL.exists() and not kfd.exists(),
-            "no GPU for ROCm in WSL; install AMD's WSL driver and librocdxg, or run on Linux itself",
-        ),
-        (not kfd.exists(), f"no {kfd}: no AMD GPU for ROCm; {driver}"),
-        (not os.access(kfd, os.R_OK | os.W_OK), f"no permission on {kfd}; {join_group(kfd)}"),
-        (not gpus, f"the kernel driver reports no AMD GPU for compute; check that one is installed, then {driver}"),
-        (blocked, f"no permission on {', '.join(blocked)}; {join_group(Path(blocked[0])) if blocked else ''}"),
-        (hiding, f"the GPU ({archs}) may be hidden by {' and '.join(hiding)}; unset it"),
-    )
-    unknown = (
-        f"HIP {version[0]}.{version[1]} does not support this GPU ({archs}, {code}); install a newer ROCm, or try "
-        f"{OVERRIDE} (README)"
-    )
-    return next((text for holds, text in reasons if holds), unknown)
-
-
-def join_group(file: Path) -> str:
-    """How to get permission for a device file."""
-    import grp  # not on Windows
-
-    try:
-        group = grp.getgrgid(file.stat().st_gid).gr_name
-    except (KeyError, OSError):  # a group of the host that the container does not know
-        return "in a container, pass --group-add with the group number of the host's render group"
-    group = "render" if group == "root" else group
-    return f"join its group: sudo usermod -aG {group} $USER, then log in again"

@@ -1,0 +1,189 @@
+"""HipDevice: runs the code objects of an artifact on an AMD GPU.
+
+In: an artifact for target rocm, as specified in dist/README.md. Out: the protocol of runtime/devices/__init__.py.
+
+Everything runs on one stream. The launches of each function are captured once in a HIP graph and replayed. Some drivers
+replay stale data (ROCm/hip issues 3887 and 3902), so at load a few steps are computed with and without graphs and
+compared bit by bit; if they differ, graphs are not used, with a warning. MLC_AMD_GRAPH=0 disables them.
+"""
+
+import logging
+import os
+import time
+import weakref
+from contextlib import ExitStack
+
+import numpy as np
+
+from mlc_amd.runtime.devices.hip import timing
+from mlc_amd.runtime.devices.hip.api import CANNOT_LOAD, Hip, HipError, open_bindings, runtime_version
+from mlc_amd.runtime.devices.hip.diagnosis import OVERRIDE
+from mlc_amd.runtime.devices.hip.gpu import choose, relabel
+from mlc_amd.runtime.devices.hip.launches import Launch, capture, enqueue, prepare
+from mlc_amd.runtime.devices.hip.memory import Memory
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.host import kfd_gpus
+
+CHECK_STEPS = 3  # replays compared at load; stale data shows up from the second on
+GRAPH_VARIABLE = "MLC_AMD_GRAPH"
+
+_NO_GRAPHS = "HIP graphs do not work with this driver (%s); continuing without them, which is slower"
+
+log = logging.getLogger("mlc_amd")
+
+
+class HipDevice:
+    """See runtime/devices/__init__.py for the protocol. `threads` is for the cpu device only. index: number of a GPU,
+    or part of its name. n_cpu_moe: layers whose experts stay in host memory, where the GPU reads them across the bus;
+    an APU has no use for it. `bindings`: a substitute for AMD's package."""
+
+    kind = "rocm"
+
+    def __init__(
+        self, artifact, threads: int | None = None, index: str | None = None, n_cpu_moe: int = 0, bindings=None
+    ):
+        self.artifact, self.manifest = artifact, artifact.manifest
+        self.threads = 1  # host threads
+        self.waited = 0.0
+        self._held = ExitStack()  # HIP resources, released in reverse order
+        self.close = weakref.finalize(self, self._held.close)  # also at interpreter exit, while the library is loaded
+        self.hip = Hip(open_bindings() if bindings is None else bindings)
+        self.version = runtime_version(self.hip.names)
+        self.gpu, self.code_arch = choose(self.hip, self.manifest["libraries"], index)
+        self.name = f"{self.gpu.name} ({self.gpu.arch}{self._override()})"
+        self.hip("hipSetDevice", self.gpu.index)
+        stream = self.hip("hipStreamCreateWithFlags", self.hip.names.hipStreamNonBlocking)
+        self.stream = self.hip.own(self._held, "hipStreamDestroy", stream)
+        self._load_kernels()
+        scratch = {name: kernel["scratch"] for name, kernel in self._kernels.items()}
+        experts = 0 if self.gpu.integrated else n_cpu_moe
+        try:
+            self.memory = Memory(self.hip, self._held, self.stream, artifact, self.gpu, scratch, experts)
+        except UserError:
+            self.close()
+            raise
+        self.memory.upload()
+        self._launches = {name: self._bind(function) for name, function in self.manifest["functions"].items()}
+        self._graphs = {}
+        self._marks: dict[str, list] = {}  # events that time a function's launches
+        if os.environ.get(GRAPH_VARIABLE) != "0":
+            self._make_graphs()
+        self.clear()
+
+    def _override(self) -> str:
+        """A note that the arch is overridden; "" if it is not."""
+        if OVERRIDE not in os.environ:
+            return ""
+        chip = next((f"; the chip is {gpu['arch']}" for gpu in kfd_gpus() if gpu["pci"] == self.gpu.pci), "")
+        return f" by {OVERRIDE}={os.environ[OVERRIDE]}{chip}"
+
+    def _load_kernels(self) -> None:
+        file = self.artifact.path / self.manifest["libraries"][self.code_arch]
+        self._code = file.read_bytes()  # HIP may read it until the module is unloaded
+        if self.gpu.arch != self.code_arch:
+            self._code = relabel(self._code, self.code_arch, self.gpu.arch)
+        try:
+            module = self.hip.own(self._held, "hipModuleUnload", self.hip("hipModuleLoadData", self._code))
+        except HipError as e:
+            if e.code not in CANNOT_LOAD:
+                raise
+            version = ".".join(map(str, self.version))
+            raise UserError(
+                f"HIP {version} cannot load the kernels for {self.gpu.arch} ({e.code}); install a newer ROCm, or "
+                "compile the model again"
+            ) from e
+        self._kernels = self.manifest["launches"][self.code_arch]
+        symbols = {step["symbol"] for kernel in self._kernels.values() for step in kernel["steps"]}
+        try:
+            self._functions = {
+                symbol: self.hip("hipModuleGetFunction", module, symbol.encode()) for symbol in sorted(symbols)
+            }
+        except HipError as e:
+            raise UserError(f"{file} lacks a kernel of this model ({e.code}); compile the model again") from e
+
+    def _bind(self, function: dict) -> list[Launch]:
+        """Every kernel launch of a function, in order."""
+        found = []
+        for call in function["launches"]:
+            kernel = call["kernel"]
+            addresses = [self.memory.address(arg) for arg in call["args"]] + self.memory.scratch(kernel)
+            steps = self._kernels[kernel]["steps"]
+            found += [prepare(kernel, self._functions[step["symbol"]], step, addresses) for step in steps]
+        return found
+
+    # ---- graphs
+
+    def _make_graphs(self) -> None:
+        """Captures all functions and compares replays with launches; graphs are not used if they differ or fail."""
+        expected = {name: self._trial(name, {}) for name in self._launches}
+        try:
+            graphs = {
+                name: capture(self.hip, self.stream, launches, self._held) for name, launches in self._launches.items()
+            }
+            wrong = [name for name in graphs if self._trial(name, graphs) != expected[name]]
+        except HipError as e:
+            log.warning(_NO_GRAPHS, e)
+            return
+        if wrong:
+            log.warning(_NO_GRAPHS, f"replays of {', '.join(wrong)} differ from launches")
+            return
+        self._graphs = graphs
+
+    def _trial(self, function: str, graphs: dict) -> list[bytes]:
+        """The logits of a few steps with different tokens and positions, computed with `graphs` or by launches."""
+        entry, vocab = self.manifest["functions"][function], self.manifest["model"]["vocab"]
+        results, position = [], 0
+        self.clear()
+        for step in range(CHECK_STEPS):
+            live = min(1 + step, entry["tokens"], self.manifest["context"] - position)
+            self.write("state", (position, live))
+            self.write("tokens", (np.arange(entry["tokens"]) + 7 * step + 1) % vocab)
+            self._run(function, graphs)
+            results.append(self.read("logits", live if entry["all_logits"] else 1).tobytes())
+            position += live
+        return results
+
+    # ---- the protocol
+
+    def write(self, name: str, values) -> None:
+        self.memory.host[name][: len(values)] = values
+
+    def run(self, function: str) -> None:
+        self._run(function, self._graphs)
+
+    def _run(self, function: str, graphs: dict) -> None:
+        self.memory.send_inputs()
+        if function in graphs:
+            self.hip("hipGraphLaunch", graphs[function], self.stream)
+        else:
+            enqueue(self.hip, self.stream, self._launches[function])
+        self._wait()
+
+    def time(self, function: str) -> list[tuple[str, float, float]]:
+        """Runs a function with an event before and behind each launch; (kernel, seconds, seconds since the end of the
+        launch before) of each. The gaps are longer than those of a graph: launches come one by one."""
+        launches = self._launches[function]
+        if function not in self._marks:
+            self._marks[function] = timing.events(self.hip, self._held, 2 * len(launches))
+        self.memory.send_inputs()
+        timing.enqueue_timed(self.hip, self.stream, launches, self._marks[function])
+        self._wait()
+        return timing.spans(self.hip, launches, self._marks[function])
+
+    def copy_bandwidth(self) -> float:
+        """Bytes per second, reads plus writes, of a copy in the GPU's memory; 0.0 without enough of it."""
+        return timing.copy_bandwidth(self.hip, self.stream)
+
+    def _wait(self) -> None:
+        start = time.perf_counter()
+        self.hip("hipStreamSynchronize", self.stream)
+        self.waited += time.perf_counter() - start
+
+    def read(self, name: str, rows: int) -> np.ndarray:
+        array = self.memory.fetch(name, rows)
+        self._wait()
+        return array
+
+    def clear(self) -> None:
+        self.memory.clear("kv")
+        self.hip("hipStreamSynchronize", self.stream)

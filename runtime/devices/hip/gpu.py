@@ -1,0 +1,106 @@
+"""The GPUs that HIP reports, which code objects run on them, and the choice of one for an artifact.
+
+`list_gpus(hip)` -> list of Gpu. `choose` takes one. `sibling` finds the code object for a GPU among those of an
+artifact; `relabel` makes a code object loadable on another chip with the same instruction set.
+"""
+
+import logging
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from mlc_amd.runtime.devices.choice import asked, asked_for
+from mlc_amd.runtime.devices.hip.api import Hip, HipError, open_bindings, runtime_version
+from mlc_amd.runtime.devices.hip.diagnosis import why_no_gpu
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.gpus import same_isa
+from mlc_amd.runtime.host import kfd_gpus
+
+# Chips with the same instruction set. HIP loads a code object only if its ELF header names the exact chip.
+SAME_ISA = same_isa()
+E_FLAGS = 0x30  # offset in a 64-bit ELF header; the low byte is EF_AMDGPU_MACH
+
+log = logging.getLogger("mlc_amd")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as reported by HIP. memory: bytes; integrated: an APU, which shares the host's memory; pci: its address."""
+
+    index: int
+    name: str
+    arch: str
+    memory: int
+    integrated: bool
+    pci: str
+
+
+def list_gpus(hip: Hip) -> list[Gpu]:
+    """The GPUs that HIP can use. HipError if it finds none."""
+    return [_gpu(hip, index) for index in range(hip("hipGetDeviceCount"))]
+
+
+def _gpu(hip: Hip, index: int) -> Gpu:
+    facts = hip("hipGetDeviceProperties", index)
+    arch, name = (os.fsdecode(text).split("\0")[0] for text in (facts.gcnArchName, facts.name))
+    pci = f"{facts.pciDomainID:04x}:{facts.pciBusID:02x}:{facts.pciDeviceID:02x}.0"
+    return Gpu(
+        index, name, arch.split(":")[0], facts.totalGlobalMem, bool(facts.integrated), pci
+    )  # without ":sramecc+:xnack-"
+
+
+def sibling(arch: str, available: Collection[str]) -> str | None:
+    """The arch in `available` whose code object runs on `arch`: `arch` itself, or one with the same instruction set;
+    None if there is none."""
+    if arch in available:
+        return arch
+    group = next((group for group in SAME_ISA if arch in group), {})
+    return next((name for name in group if name in available), None)
+
+
+def relabel(code: bytes, old: str, new: str) -> bytes:
+    """A code object for `old`, changed to one for `new` of the same SAME_ISA group: the chip in the ELF header and in
+    the metadata."""
+    group = next(group for group in SAME_ISA if old in group)
+    changed = bytearray(code.replace(f"-{old}".encode(), f"-{new}".encode()))
+    changed[E_FLAGS] = group[new]
+    return bytes(changed)
+
+
+def usable_gpus(hip: Hip, wanted: str | None) -> list[Gpu]:
+    """The GPUs that the user asks for. wanted: as in `choice.asked_for`. UserError where there is none."""
+    version = runtime_version(hip.names)
+    try:
+        gpus = list_gpus(hip)
+    except HipError as e:
+        raise UserError(why_no_gpu(e.code, version)) from e
+    if not gpus:
+        raise UserError(why_no_gpu("hipErrorNoDevice", version))
+    return asked_for(gpus, wanted, "HIP")
+
+
+def arch_here(wanted: str | None = None, bindings=None) -> str:
+    """The arch of the GPU that the user asks for, else of the first one that the kernel shows; "native" where there is
+    none. bindings: a substitute for AMD's package."""
+    if asked(wanted):
+        return usable_gpus(Hip(open_bindings() if bindings is None else bindings), wanted)[0].arch
+    found = kfd_gpus()
+    return found[0]["arch"] if found else "native"
+
+
+def choose(hip: Hip, archs: Collection[str], wanted: str | None = None) -> tuple[Gpu, str]:
+    """The best GPU for code objects of these archs (the exact one, discrete, largest memory) of those that the user
+    asks for, and the arch of the code object to load. wanted: as in `choice.asked_for`. UserError where there is
+    none."""
+    gpus = usable_gpus(hip, wanted)
+    usable = [(gpu, code) for gpu in gpus if (code := sibling(gpu.arch, archs))]
+    if not usable:
+        here = ", ".join(f"{gpu.arch} ({gpu.name})" for gpu in gpus)
+        raise UserError(
+            f"this model was compiled for {', '.join(archs)}, but this machine has {here}; "
+            f"compile it with --target rocm --arch {gpus[0].arch}"
+        )
+    gpu, code = min(usable, key=lambda u: (u[0].arch != u[1], u[0].integrated, -u[0].memory, u[0].index))
+    if gpu.arch != code:
+        log.warning("using the kernels for %s on %s, which has the same instruction set", code, gpu.arch)
+    return gpu, code

@@ -1,0 +1,204 @@
+"""Memory of a loaded artifact on an AMD GPU: one block each for weights, KV cache, arena, scratch and io.
+
+In: an artifact, the GPU, the scratch buffers of its kernels. Out: `Memory`: addresses for kernels (`address`,
+`scratch`), host arrays for io (`host`), the upload of the weights.
+"""
+
+import ctypes
+import sys
+from collections.abc import Hashable
+from contextlib import ExitStack
+from itertools import cycle
+from typing import TypeVar
+
+import numpy as np
+
+from mlc_amd.runtime.devices.hip.api import NO_MEMORY, Hip, HipError
+from mlc_amd.runtime.devices.hip.diagnosis import gpu_memory
+from mlc_amd.runtime.devices.hip.gpu import Gpu
+from mlc_amd.runtime.devices.placement import cut, parts
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.memory import gib, host_shortage, nbytes, of_manifest, on_host, shortage
+
+ALIGN = 256  # bytes between buffers of one allocation, as hipMalloc aligns
+CHUNK = 16 << 20  # bytes of weights copied at a time
+OUTPUTS = ("logits",)  # io buffers that kernels write; the host writes the others
+
+_Name = TypeVar("_Name", bound=Hashable)
+
+
+def places(sizes: dict[_Name, int]) -> tuple[dict[_Name, int], int]:
+    """Offsets of buffers in one allocation, and its size."""
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name], end = end, end + -(-size // ALIGN) * ALIGN
+    return offsets, max(end, ALIGN)
+
+
+class Memory:
+    """blocks: (address for the GPU, address for the host or None) of "weights", "kv", "arena", "scratch" and "io";
+    sizes: their bytes; pinned: host memory of io, whose first `input_bytes` are the inputs; host: its buffers as
+    arrays.
+
+    All of it lives until `held` closes. scratch: bytes of each scratch buffer, by kernel. n_cpu_moe: layers whose
+    experts stay in host memory. UserError if it does not fit.
+    """
+
+    def __init__(
+        self, hip: Hip, held: ExitStack, stream, artifact, gpu: Gpu, scratch: dict[str, list[int]], n_cpu_moe: int
+    ):
+        self.hip, self.stream, self.artifact, self.gpu = hip, stream, artifact, gpu
+        self._held, self._n_cpu_moe = held, n_cpu_moe
+        manifest, weights = artifact.manifest, artifact.weights
+        self._ranges = cut(weights.places, sys.maxsize, on_host(manifest["tensors"], n_cpu_moe) if n_cpu_moe else ())
+        offsets, weight_bytes = places({one: one.nbytes for one in self._ranges if not one.host})
+        # Kernels run one after the other, so they share one block of scratch memory.
+        found = {name: places(dict(enumerate(sizes))) for name, sizes in scratch.items()}
+        self._scratch_at = {name: list(offsets.values()) for name, (offsets, _) in found.items()}
+        self._kv_at, kv_bytes = places({entry["name"]: nbytes(entry) for entry in manifest["kv"]})
+        io = dict(
+            sorted(manifest["io"].items(), key=lambda item: item[0] in OUTPUTS)
+        )  # inputs first: they are copied at once
+        self._io_at, io_bytes = places({name: nbytes(entry) for name, entry in io.items()})
+        self.input_bytes = min(self._io_at[name] for name in OUTPUTS)
+        sizes = {
+            "weights": weight_bytes,
+            "kv": kv_bytes,
+            "arena": manifest["arena_bytes"],
+            "scratch": max((size for _, size in found.values()), default=0),
+            "io": io_bytes,
+        }
+        self.sizes = {name: max(size, ALIGN) for name, size in sizes.items()}
+        self._allocate(io_bytes)
+        self._place(offsets, n_cpu_moe)
+        self.host = {name: self._view(self.pinned + self._io_at[name], entry) for name, entry in io.items()}
+        for name in ("arena", "io"):  # stale NaN would spread from unused rows
+            self.clear(name)
+
+    def _allocate(self, io_bytes: int) -> None:
+        needed, (free, _) = sum(self.sizes.values()), self.hip("hipMemGetInfo")
+        # An APU's carve-out has no other use, so it is used if everything fits; otherwise the GPU uses system memory.
+        # Either way there is one copy of the weights.
+        self.host_memory = self.gpu.integrated and free < needed
+        try:
+            self.blocks = {name: self._block(size) for name, size in self.sizes.items()}
+            self.pinned = self._host_block(io_bytes, 0)
+        except HipError as e:
+            if e.code not in NO_MEMORY:
+                raise
+            raise UserError(self._out_of_memory(needed, free)) from e
+
+    def _place(self, offsets: dict, n_cpu_moe: int) -> None:
+        """Where each tensor of the weights lies, in their block or in host memory. offsets: of ranges in the block."""
+        try:
+            hosts = {one: self._mapped_block(one.nbytes) for one in self._ranges if one.host}
+        except HipError as e:
+            if e.code not in NO_MEMORY:
+                raise
+            raise UserError(host_shortage(of_manifest(self.artifact.manifest), n_cpu_moe)) from e
+        device, host = self.blocks["weights"]
+        self._weights = hosts | {
+            one: (device + offset, None if host is None else host + offset) for one, offset in offsets.items()
+        }
+        self._weights_at = {
+            name: self._weights[one][0] + first - one.begin
+            for name, place in self.artifact.weights.places.items()
+            for one, first, _ in parts(self._ranges, *place)
+        }
+
+    def _block(self, size: int) -> tuple[int, int | None]:
+        """(address for the GPU, address for the host or None)."""
+        if not self.host_memory:
+            return int(self.hip.own(self._held, "hipFree", self.hip("hipMalloc", size))), None
+        return self._mapped_block(size)
+
+    def _mapped_block(self, size: int) -> tuple[int, int]:
+        """Host memory that the GPU reads: (address for the GPU, address for the host)."""
+        # Non-coherent memory can be cached in the GPU's L2; the end of the stream makes writes visible.
+        host = self._host_block(
+            size, self.hip.names.hipHostMallocMapped | self.hip.names.hipHostMallocNonCoherent & 0xFFFFFFFF
+        )
+        return int(self.hip("hipHostGetDevicePointer", host, 0)), host
+
+    def _host_block(self, size: int, flags: int) -> int:
+        return int(self.hip.own(self._held, "hipHostFree", self.hip("hipHostMalloc", size, flags)))
+
+    @staticmethod
+    def _view(address: int, entry: dict) -> np.ndarray:
+        raw = (ctypes.c_uint8 * nbytes(entry)).from_address(address)
+        return np.ctypeslib.as_array(raw).view(entry["dtype"]).reshape(entry["shape"])
+
+    def _out_of_memory(self, needed: int, free: int) -> str:
+        """The error message, with a change that makes the model fit."""
+        limits = gpu_memory(self.gpu.pci) if self.gpu.integrated else {}
+        needs = of_manifest(self.artifact.manifest)
+        message = shortage(needs, free, self.gpu.name, self._n_cpu_moe, self.gpu.integrated)
+        if "gtt" not in limits:
+            return message
+        return message + (
+            f", or give this APU more: it may use {gib(limits.get('vram', 0))} carved out in the BIOS setup or "
+            f"{gib(limits['gtt'])} of the system's memory (kernel parameter ttm.pages_limit={needed * 5 // 4 // 4096})"
+        )
+
+    # ---- addresses
+
+    def address(self, arg: list) -> int:
+        """GPU address of an argument of the plan; dist/README.md lists the kinds."""
+        kind, where = arg[0], arg[1]
+        if kind == "weight":
+            return self._weights_at[where]
+        return self.blocks[kind][0] + (
+            where if kind == "arena" else {"kv": self._kv_at, "io": self._io_at}[kind][where]
+        )
+
+    def scratch(self, kernel: str) -> list[int]:
+        """GPU addresses of a kernel's scratch buffers."""
+        return [self.blocks["scratch"][0] + at for at in self._scratch_at[kernel]]
+
+    # ---- contents
+
+    def clear(self, name: str) -> None:
+        """Enqueues zeros for a block."""
+        self.hip("hipMemsetAsync", self.blocks[name][0], 0, self.sizes[name], self.stream)
+
+    def send_inputs(self) -> None:
+        """Enqueues the copy of the host's io inputs to the GPU."""
+        kind = self.hip.names.hipMemcpyKind.hipMemcpyHostToDevice
+        self.hip("hipMemcpyAsync", self.blocks["io"][0], self.pinned, self.input_bytes, kind, self.stream)
+
+    def fetch(self, name: str, rows: int) -> np.ndarray:
+        """Enqueues the copy of the first rows of an io buffer to the host; the array that they will be in."""
+        array, kind = self.host[name][:rows], self.hip.names.hipMemcpyKind.hipMemcpyDeviceToHost
+        source = self.blocks["io"][0] + self._io_at[name]
+        self.hip("hipMemcpyAsync", array.ctypes.data, source, array.nbytes, kind, self.stream)
+        return array
+
+    def upload(self) -> None:
+        """Copies the weights: in host memory at once, to the GPU in chunks, where the next is read from the file while
+        one is transferred."""
+        with ExitStack() as held:
+            staged = any(host is None for _, host in self._weights.values())
+            slots = cycle([self._slot(held) for _ in range(2)] if staged else [])
+            for at, piece in self.artifact.weights.chunks(CHUNK):
+                for one, first, last in parts(self._ranges, at, piece.nbytes):
+                    (target, host), source = self._weights[one], piece.ctypes.data + first - at
+                    if host is not None:
+                        ctypes.memmove(host + first - one.begin, source, last - first)
+                    else:
+                        self._send(*next(slots), source, target + first - one.begin, last - first)
+            self.hip("hipStreamSynchronize", self.stream)
+
+    def _slot(self, held: ExitStack) -> tuple[int, object]:
+        """(pinned memory for a chunk, event that says when it is free)."""
+        staging = int(self.hip("hipHostMalloc", CHUNK, 0))
+        held.callback(self.hip, "hipHostFree", staging)
+        event = self.hip("hipEventCreateWithFlags", self.hip.names.hipEventDisableTiming)
+        held.callback(self.hip, "hipEventDestroy", event)
+        return staging, event
+
+    def _send(self, staging: int, event, source: int, target: int, count: int) -> None:
+        hip = self.hip
+        hip("hipEventSynchronize", event)  # returns at once if nothing was recorded yet
+        ctypes.memmove(staging, source, count)
+        hip("hipMemcpyAsync", target, staging, count, hip.names.hipMemcpyKind.hipMemcpyHostToDevice, self.stream)
+        hip("hipEventRecord", event, self.stream)
