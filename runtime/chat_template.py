@@ -6,9 +6,12 @@ Out: `ChatTemplate.render`, the prompt's text, to be encoded with control tokens
      `Tokenizer.escape` before it goes into a message, or it can inject control tokens and thereby turns of other roles.
 
 A template is untrusted code: it runs in Jinja's sandbox, which hides Python's internals and bounds ranges. The
-environment is that of Hugging Face transformers (`chat_template_utils.py`), which templates are written for.
+environment is that of Hugging Face transformers (`chat_template_utils.py`), which templates are written for, except
+that lists and dicts can be changed, as in llama.cpp (Kimi K2's template for GGUF files keeps a list of tool calls):
+each rendering gets copies of all variables.
 """
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -21,7 +24,7 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import SandboxedEnvironment
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.tokenizer import read_config
@@ -66,8 +69,8 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> SandboxedEnvironment:
+    environment = SandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.filters["tojson"] = _tojson
@@ -152,7 +155,7 @@ class ChatTemplate:
             "documents": None,
         }
         try:
-            return self._template.render(**{**self._tokens, **standard, **variables})
+            return self._template.render(**copy.deepcopy({**self._tokens, **standard, **variables}))
         except Exception as error:  # a template can raise whatever the Python operations in it raise
             raise UserError(
                 f"the model's chat template failed ({_one_line(error)}): change the messages or the template"

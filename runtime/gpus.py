@@ -63,7 +63,7 @@ CHIPS = {
         Chip("gfx1035", "rdna2", "sdot4", 12, 102, 2.4, ("680m", "660m", "rembrandt"), unified=True, mach=0x3d),
         Chip("gfx1036", "rdna2", "sdot4", 2, 83, 2.2, ("610m", "raphael", "graniteridge"), unified=True, mach=0x45),
         Chip("gfx1100", "rdna3", "sudot4", 96, 960, 2.4, ("7900xtx", "7900xt", "7900gre", "w7900", "w7800", "navi31")),
-        Chip("gfx1101", "rdna3", "sudot4", 60, 624, 2.4, ("7800xt", "7700xt", "w7700", "navi32")),
+        Chip("gfx1101", "rdna3", "sudot4", 60, 624, 2.4, ("7800xt", "7700xt", "7700", "w7700", "navi32")),
         Chip("gfx1102", "rdna3", "sudot4", 32, 288, 2.6, ("7600", "7600xt", "navi33")),
         Chip("gfx1103", "rdna3", "sudot4", 12, 120, 2.7, ("780m", "760m", "740m", "phoenix", "hawkpoint", "z1extreme"),
         unified=True),
@@ -77,7 +77,9 @@ CHIPS = {
 }  # fmt: skip
 
 # GiB of memory by product, all versions that are sold; of an MI250 that of one of its two dies. That of APUs is the
-# system's: only those are here that come with one size, and Strix Halo with its largest.
+# system's: only those are here that come with one size, and Strix Halo with its largest. Source: "AMD GPU
+# specifications" of ROCm's documentation (7.13), product pages for what is not there. It says 16 for the 9070 GRE,
+# whose bus of 192 bits has 12.
 MEMORY: dict[str, tuple[int, ...]] = {
     "vii": (16,), "mi50": (16, 32), "mi60": (32,), "mi100": (32,), "mi210": (64,), "mi250": (64,), "mi250x": (64,),
     "mi300x": (192,), "mi300a": (128,), "mi325x": (256,), "mi350x": (288,), "mi355x": (288,),
@@ -85,7 +87,7 @@ MEMORY: dict[str, tuple[int, ...]] = {
     "6950xt": (16,), "6900xt": (16,), "6800xt": (16,), "6800": (16,), "w6800": (32,), "6750xt": (12,), "6700xt": (12,),
     "6700": (10,), "6650xt": (8,), "6600xt": (8,), "6600": (8,), "6500xt": (4, 8), "6400": (4,), "steamdeck": (16,),
     "7900xtx": (24,), "7900xt": (20,), "7900gre": (16,), "w7900": (48,), "w7800": (32, 48), "7800xt": (16,),
-    "7700xt": (12,), "w7700": (16,), "7600xt": (16,), "7600": (8,), "8060s": (128,), "strixhalo": (128,),
+    "7700xt": (12,), "7700": (16,), "w7700": (16,), "7600xt": (16,), "7600": (8,), "8060s": (128,), "strixhalo": (128,),
     "9070xt": (16,), "9070": (16,), "9070gre": (12,), "r9700": (32,), "9060xt": (8, 16), "9060": (8,),
 }  # fmt: skip
 

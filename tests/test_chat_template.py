@@ -208,7 +208,6 @@ def test_fallback():
     ("source", "message"),
     [
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
         ("{{ raise_exception.__globals__['json'] }}", "unsafe"),
         ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
         ("{{ raise_exception('no\n system role') }}", "no system role"),
@@ -222,6 +221,21 @@ def test_hostile_and_failing_templates(source, message):
     with pytest.raises(UserError, match=message) as caught:
         ChatTemplate(source, TOKENS).render(CONVERSATION)
     assert "\n" not in str(caught.value)
+
+
+def test_lists_of_a_template():
+    """As Kimi K2's: tool calls wait in a list for their results. What the caller passed stays as it is."""
+    source = (
+        "{% set waiting = namespace(ids=[]) %}{% for message in messages %}{% for call in message.calls or [] %}"
+        "{% set _ = waiting.ids.append(call) %}{% endfor %}"
+        "{% if message.role == 'tool' %}{{ waiting.ids.pop(0) }}: {{ message.content }}.{% endif %}{% endfor %}"
+        "{% set _ = messages[0].calls.clear() %}{% set _ = messages.pop() %}"
+    )
+    results = [{"role": "tool", "content": text} for text in "xy"]
+    messages = [{"role": "assistant", "calls": ["a", "b"]}, *results]
+    template = ChatTemplate(source, TOKENS)
+    assert template.render(messages) == template.render(messages) == "a: x.b: y."
+    assert len(messages) == 3 and messages[0]["calls"] == ["a", "b"]
 
 
 def test_roles_that_the_template_rejects():

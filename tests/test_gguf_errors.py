@@ -116,17 +116,9 @@ def test_the_file_that_the_errors_are_made_of_is_right(tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(make())
     with GGUFModel.open(path) as model:
-        assert (
-            len(model.config.layers),
-            model.config.layers[0].attention.head_dim,
-            model.config.vocab,
-            model.config.tied,
-        ) == (
-            1,
-            32,
-            40,
-            True,
-        )
+        config = model.config
+        found = len(config.layers), config.layers[0].attention.head_dim, config.vocab, config.tied
+        assert found == (1, 32, 40, True)
 
 
 LLAMA_KEYS = [key for key in METADATA if key not in ("general.architecture", "llama.attention.head_count_kv")]
@@ -218,6 +210,7 @@ CASES = {
         tensor("blk.0.ffn_gate.bias", (96,), F32_TYPE),
         "'blk.0.ffn_gate.bias' is not part of a llama model",
     ),
+    "scale of a matrix": (tensor("blk.0.attn_q.scale", (1,), F32_TYPE), "'blk.0.attn_q.scale' is .* NVFP4 .*not supp"),
     "half of a bias": (tensor("blk.0.attn_q.bias", (64,), F32_TYPE), "blk.0.attn_k.bias is missing"),
     "layer too many": (having("llama.block_count", U32, 2), "blk.1.attn_norm.weight is missing"),
     "absurd layers": (

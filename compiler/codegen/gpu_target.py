@@ -84,7 +84,8 @@ class GpuTarget(Target):
 
     @staticmethod
     def _product(bb, call):
-        """A linear of several rows whose columns are not whole blocks, which GEMMs need, as a generic kernel."""
+        """A linear of several rows whose columns are not whole blocks, which GEMMs need, as a generic kernel. Only
+        float weights have such columns: the blocks of all other formats are of 32 or more."""
         a = call.attrs
         if len(a["n"]) > 1:
             raise UserError(f"layers of {int(a['k'])} columns that share their input are not supported on GPUs")

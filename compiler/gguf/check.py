@@ -9,6 +9,8 @@ from mlc_amd.compiler.models.config import ModelConfig
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 
+MATRIX_SCALES = (".scale", ".input_scale")  # beside a matrix' .weight: llama.cpp's src/llama-model.cpp
+
 
 class TensorLike(Protocol):
     format: str
@@ -36,6 +38,11 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorLike], path: 
             )
         known.add(name)
     extra = next((name for name in tensors if name not in known.union(config.unused)), None)
+    if extra is not None and extra.endswith(MATRIX_SCALES):
+        raise UserError(
+            f"{path}: tensor {extra!r} is a scale of a whole matrix, as files converted from NVFP4 checkpoints have: "
+            "these are not supported; use another quantization of this model"
+        )
     if extra is not None:
         raise UserError(
             f"{path}: tensor {extra!r} is not part of a {config.architecture} model as supported here; "
