@@ -57,7 +57,8 @@ def load(
     """Loads an artifact, or a GGUF file, which is compiled into the user's cache on first use.
 
     Args:
-        model: an artifact folder or a GGUF file; None: the bundled demo model.
+        model: an artifact folder, a GGUF file, or the name of a model of huggingface.co, "OWNER/REPO:QUANT", which is
+            downloaded on first use; None: the bundled demo model.
         target: what a GGUF file is compiled for.
         arch: the CPU, GPU or Vulkan profile that a GGUF file is compiled for; "native": this machine's.
         ctx: tokens that the KV cache of a GGUF file holds; None: the model's maximum, at most 4096.

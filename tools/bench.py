@@ -81,7 +81,8 @@ def run(
     token, without waiting. Where sensors tell the power of the device: watts, and joules per token.
 
     Args:
-        model: artifact folder or GGUF file (compiled on first use); the bundled demo model if omitted.
+        model: artifact folder, GGUF file, or OWNER/REPO:QUANT of huggingface.co (compiled on first use); the bundled
+            demo model if omitted.
         n_prompt: number of tokens to prefill; 0 skips prefill.
         n_gen: number of tokens to decode; 0 skips decode.
         n_depth: number of tokens in the KV cache before each test.

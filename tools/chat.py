@@ -42,7 +42,8 @@ def run(
     a message and only answers go to stdout.
 
     Args:
-        model: artifact folder or GGUF file (compiled on first use); the bundled demo model if omitted.
+        model: artifact folder, GGUF file, or OWNER/REPO:QUANT of huggingface.co (compiled on first use); the bundled
+            demo model if omitted.
         prompt: answer this prompt and exit.
         system: system message, placed before the conversation.
         max_tokens: maximum length of an answer in tokens.

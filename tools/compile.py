@@ -28,7 +28,7 @@ def run(
     runs with `mlc-amd chat FOLDER`, also on other machines of the same kind.
 
     Args:
-        model: GGUF file; any part of a split model.
+        model: GGUF file, any part of a split model, or OWNER/REPO:QUANT of huggingface.co.
         target: target to compile for: cpu, rocm or vulkan.
         arch: native (or auto) for this machine; for cpu x86-64-v2, x86-64-v3, x86-64-v4, znver4 or another LLVM CPU
             name; for rocm gfx1100, 7900xtx or another GPU; for vulkan a GPU such as 7900xtx, or one of the profiles

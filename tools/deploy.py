@@ -34,7 +34,10 @@ SUFFIX = ".tar.zst"
 SOURCES = {
     "runtime": (("**/*.py",), ()),
     "schedules": (("__init__.py", "formats.py"), ()),
-    "tools": (("*.py",), ("archive.py", "compile.py", "deploy.py", "inspect*.py", "tune*.py", "wheels.py")),
+    "tools": (
+        ("*.py",),
+        ("archive.py", "compile.py", "deploy.py", "hub*.py", "inspect*.py", "pull.py", "tune*.py", "wheels.py"),
+    ),
 }
 PACKAGES = (
     "numpy",

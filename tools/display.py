@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 _STAGES = {"import": "import graph", "kernels": "compile kernels", "weights": "pack weights", "write": "write"}
 # Everything below space but tab and newline, and DEL, and the C1 codes: model output must not control the terminal.
@@ -97,6 +105,33 @@ def compile_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
             if stage not in tasks:
                 tasks[stage] = bars.add_task(_STAGES.get(stage, stage), total=total)
             bars.update(tasks[stage], completed=done, total=total)
+
+        yield progress
+
+
+@contextmanager
+def transfer_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress(stage, done, total) in bytes: a bar for each stage, with speed and time left, when stderr is a
+    terminal, otherwise one line before."""
+    if not sys.stderr.isatty():
+        message(f"{title} ...")
+        yield lambda stage, done, total: None
+        return
+    columns = (
+        TextColumn("{task.description:16}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    message(title)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks = {}
+
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total, completed=done)
+            bars.update(tasks[stage], completed=done)
 
         yield progress
 

@@ -33,7 +33,8 @@ def run(
     """Continues a text. Only the continuation goes to stdout, as it is made.
 
     Args:
-        model: artifact folder or GGUF file (compiled on first use); the bundled demo model if omitted.
+        model: artifact folder, GGUF file, or OWNER/REPO:QUANT of huggingface.co (compiled on first use); the bundled
+            demo model if omitted.
         prompt: text to continue; control tokens such as <|im_start|> are parsed.
         max_tokens: maximum number of tokens to generate.
         temperature: divides the logits before sampling; 0 always takes the most probable token (default: the model

@@ -34,7 +34,7 @@ def run(
     half, because Linux gives the other half to the GPU.
 
     Args:
-        model: a GGUF file, an artifact's folder, or an AMD code object (.hsaco).
+        model: a GGUF file, OWNER/REPO:QUANT of huggingface.co, an artifact's folder, or an AMD code object (.hsaco).
         json: print everything as one JSON object.
         plan: also list the launches of one token, in order (artifacts).
         kernels: also list the kernels, how often each function calls them, and what those for GPUs need (artifacts).
@@ -46,7 +46,7 @@ def run(
         arch: CPU, GPU or Vulkan profile likewise: native (this machine) or a name, see `mlc-amd compile --help`.
         n_cpu_moe: count the experts of the first N layers as host memory.
     """
-    path = Path(model).expanduser()
+    path = models.find(model)
     report: dict[str, Any]
     if models.is_artifact(path):
         from mlc_amd.runtime.artifact import Artifact

@@ -1,8 +1,9 @@
 """What the user calls a model -> an artifact or a running engine.
 
-A model is an artifact folder, a GGUF file, or nothing ($MLC_AMD_MODEL, else the bundled demo). GGUF files and synthetic
-models are compiled on first use into `$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`), under a key of everything that
-shapes the result, and found there later.
+A model is an artifact folder, a GGUF file, the name of a hub's model (OWNER/REPO or OWNER/REPO:QUANT, downloaded on
+first use), or nothing ($MLC_AMD_MODEL, else the bundled demo). GGUF files and synthetic models are compiled on first
+use into `$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`), under a key of everything that shapes the result, and found
+there later.
 """
 
 from __future__ import annotations
@@ -32,7 +33,24 @@ if TYPE_CHECKING:
 def default_model() -> Path:
     """The model when none is given: the value of $MLC_AMD_MODEL (a bundle sets it), else the bundled demo."""
     named = os.environ.get("MLC_AMD_MODEL")
-    return Path(named) if named else Path(str(resources.files("mlc_amd.dist").joinpath("demo", "llama-q4_k_m.gguf")))
+    return find(named) if named else Path(str(resources.files("mlc_amd.dist").joinpath("demo", "llama-q4_k_m.gguf")))
+
+
+def find(model: str) -> Path:
+    """Where the model of that name lies: that path, else, if it reads as a hub's model (OWNER/REPO[:QUANT]), its file
+    in the hub's cache, downloaded on first use. UserError if the hub's model cannot be had; a path is not checked."""
+    path = Path(model).expanduser()
+    if path.exists() or not _has_compiler():  # only a compiler can do something with GGUF files
+        return path
+    from mlc_amd.tools import hub, hub_files
+
+    name = hub_files.parse(model)
+    if name is None:
+        return path
+    try:
+        return hub.find(name)
+    except hub.NotHere as error:
+        raise UserError(f"{model}: no such file or folder here; {error}") from error
 
 
 def cache_directory() -> Path:
@@ -75,7 +93,7 @@ def compile_artifact(
     dist/MODEL-TARGET-ARCH in the current directory)."""
     if (model is None) == (synthetic is None):
         raise UserError("give either a GGUF file or --synthetic PRESET:FORMAT")
-    path = Path(model).expanduser() if model else None
+    path = find(model) if model else None
     if path and is_artifact(path):
         raise UserError(f"{path} is a folder: give a GGUF file")
     out = (
@@ -88,7 +106,7 @@ def source_path(model: str | None, synthetic: str | None) -> Path | None:
     """Where a model lies, by default the bundled one; None for a synthetic one. UserError for both."""
     if synthetic and model:
         raise UserError("give a model or --synthetic, not both")
-    return None if synthetic else Path(model).expanduser() if model else default_model()
+    return None if synthetic else find(model) if model else default_model()
 
 
 def artifact_path(
@@ -161,10 +179,14 @@ def sampling_changes(**flags: Any) -> dict[str, Any]:
 
 def check_compiler(source: Path | str | None) -> None:
     """UserError in a bundle (tools/deploy.py), which has no compiler."""
-    if importlib.util.find_spec("mlc_amd.compiler") is None:
+    if not _has_compiler():
         raise UserError(
             f"cannot compile {source} here: a bundle has no compiler; give a folder made by `mlc-amd compile`"
         )
+
+
+def _has_compiler() -> bool:
+    return importlib.util.find_spec("mlc_amd.compiler") is not None
 
 
 def _title(path: Path | None, synthetic: str | None) -> str:

@@ -37,7 +37,7 @@ def run(
     the same tokens.
 
     Args:
-        model: artifact folder or GGUF file (compiled on first use).
+        model: artifact folder, GGUF file, or OWNER/REPO:QUANT of huggingface.co (compiled on first use).
         text: UTF-8 text file.
         ids: instead of a text, an .npz file with the token ids in its array `ids`.
         tokens: use only the first N tokens (default: as many as the context holds).

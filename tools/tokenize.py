@@ -23,7 +23,8 @@ def run(
     """Shows the tokens of a text, one a line: id and what the vocabulary calls it.
 
     Args:
-        model: an artifact's folder or a GGUF file (a vocabulary-only one will do; nothing is compiled).
+        model: an artifact's folder, a GGUF file (a vocabulary-only one will do; nothing is compiled), or
+            OWNER/REPO:QUANT of huggingface.co.
         text: the text.
         file: read the text from this UTF-8 file instead.
         ids_only: print the ids alone, separated by spaces.
@@ -34,7 +35,7 @@ def run(
         raise UserError("give either a TEXT (in quotes) or --file FILE")
     if ids_only and json:
         raise UserError("give --ids-only or --json, not both")
-    tokenizer = load_tokenizer(Path(model).expanduser())
+    tokenizer = load_tokenizer(models.find(model))
     given = read_text(file) if file is not None else text or ""
     ids = tokenizer.encode(given, add_special=not no_special, parse_special=not no_special)
     names = [tokenizer.token_text(token) for token in ids]

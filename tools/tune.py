@@ -60,7 +60,7 @@ def run(
         --import-kit DIR (and --export-kit DIR2 for another round).
 
     Args:
-        model: the GGUF file (default: the bundled demo model).
+        model: the GGUF file, or OWNER/REPO:QUANT of huggingface.co (default: the bundled demo model).
         target: what to tune for: cpu, rocm or vulkan.
         arch: native (this machine's) or a name, see `mlc-amd compile --help`.
         ctx: tokens that the KV cache holds, as for compile: attention is timed within it.
