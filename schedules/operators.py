@@ -142,7 +142,7 @@ def costs(op: str, args: dict, params: list[Parameter]) -> Costs:
     def of(role: str) -> list[Parameter]:
         return [param for param in params if param.role == role]
 
-    inputs = sum(param.nbytes for param in of("input")) / (m if args.get("row") == "last" else 1)
+    inputs = sum(param.nbytes for param in of("input")) / (m if args.get("rows") == "last" else 1)
     positions = args.get("ctx", 1)
     places, span = args.get("ring") or positions, args.get("window") or args.get("chunk") or positions
     return Costs(

@@ -23,7 +23,7 @@ class Case(NamedTuple):
     kv_heads: int
     d: int
     m: int = 1
-    act: str = ""
+    layout: str = ""
     rope: Rope | None = None
     states: tuple = tuple((length - 1, 1) for length in (1, 7, 33, 64, 65, 300))
     attributes: tuple | dict = ()
@@ -74,9 +74,9 @@ def scratch(case):
     }
 
 
-def check_output(out, act, live, expected):
+def check_output(out, layout, live, expected):
     scale = np.abs(expected).max()
-    if act == "rows":
+    if layout == "rows":
         q, d = out["A"][:live].astype(np.int64), out["S"][:live, :, 0].astype(np.float64)
         got = (q * d[:, :, None]).reshape(live, -1)
         sums = np.stack([q.sum(-1), q[..., :16].sum(-1), q[..., 16:].sum(-1)], -1) * d[:, :, None]
@@ -85,7 +85,7 @@ def check_output(out, act, live, expected):
         assert d.max() < scale / 100
         assert (out["S"][live:] == LEFT).all()
     else:
-        got = out["H" if act == "half" else "X"]
+        got = out["H" if layout == "half" else "X"]
         assert np.abs(got[:live] - expected).max() <= scale * 2e-3
         assert (got[live:] == LEFT).all()
 
@@ -160,7 +160,7 @@ def check_attention(case, run, grow=0.0):
         else:
             assert (new_k == k).all() and (new_v == v).all()
         keys, values = (x[:, :end].astype(np.float64) for x in (keys, values))
-        check_output(out, case.act, live, attention_reference(layer, queries, keys, values, position, sinks))
+        check_output(out, case.layout, live, attention_reference(layer, queries, keys, values, position, sinks))
         assert not joined["Arrived"].any()
 
 

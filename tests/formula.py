@@ -15,9 +15,9 @@ GEMV = {"rows": 2, "waves": 8, "lanes": 16, "unroll": 4}
 WANTED = GEMV | {"tokens": 128, "columns": 64, "waves_m": 2, "waves_n": 2, "waves_k": 1, "span": 2}
 
 
-def linear(n=4096, m=1, fmt="q4_0", act="rows") -> Workload:
+def linear(n=4096, m=1, fmt="q4_0", layout="rows") -> Workload:
     return Workload(
-        "linear", {"segments": [(fmt, n)], "k": 4096, "m": m, "act": act, "biases": [False], "residual": False}
+        "linear", {"segments": [(fmt, n)], "k": 4096, "m": m, "layout": layout, "biases": [False], "residual": False}
     )
 
 

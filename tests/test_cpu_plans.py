@@ -30,16 +30,16 @@ ARCHS = list(
 def linear(m, *segments, k=512):
     """A workload; k: the columns."""
     rest = {"biases": [False] * len(segments), "residual": len(segments) == 1}
-    return Workload("linear", {"segments": [list(s) for s in segments], "k": k, "m": m, "act": "", **rest})
+    return Workload("linear", {"segments": [list(s) for s in segments], "k": k, "m": m, "layout": "", **rest})
 
 
 def gate_up(m, fmt, **attributes):
-    args = {"gate": fmt, "up": fmt, "n": 96, "k": 256, "m": m, "act_in": "", "act_out": "tiles"}
+    args = {"gate": fmt, "up": fmt, "n": 96, "k": 256, "m": m, "layout_in": "", "layout": "tiles"}
     return Workload("gate_up", args | attributes)
 
 
 def attention(m, **attributes):
-    args = {"heads": 14, "kv_heads": 2, "d": 64, "ctx": 384, "m": m, "act": "tiles"}
+    args = {"heads": 14, "kv_heads": 2, "d": 64, "ctx": 384, "m": m, "layout": "tiles"}
     return Workload("attention", args | attributes)
 
 
@@ -60,7 +60,7 @@ WORKLOADS = {
     "linear prefill": linear(128, ("q4_k", 4096), ("q6_k", 2048)), "linear float prefill": linear(32, ("bf16", 2048),
     k=102),
     "gate_up decode": gate_up(1, "q4_k"), "gate_up prefill": gate_up(128, "q4_0"),
-    "gate_up gelu": gate_up(128, "f16", act_fn="gelu"),
+    "gate_up gelu": gate_up(128, "f16", act="gelu"),
     "experts' gate_up decode": experts("expert_gate_up", 1, **GATES),
     "experts' gate_up prefill": experts("expert_gate_up", 4, **GATES),
     "experts' linear prefill": experts("expert_linear", 4, **DOWN),

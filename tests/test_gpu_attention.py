@@ -28,9 +28,9 @@ WAVE_ORDER = 3  # a seed: shuffled
 NEAR, FAR = ((0, 1), (63, 1), (103, 1)), ((64, 1), (500, 1))
 DECODE = {
     "decode_group_4": Case(8, 2, 64),
-    "decode_group_1": Case(2, 2, 96, act="half", rope=Rope(True, 48)),
-    "decode_group_2": Case(2, 1, 128, act="rows", rope=Rope(True, 128, 1e-6)),
-    "decode_group_7": Case(7, 1, 64, act="rows", rope=Rope(False, 64)),
+    "decode_group_1": Case(2, 2, 96, layout="half", rope=Rope(True, 48)),
+    "decode_group_2": Case(2, 1, 128, layout="rows", rope=Rope(True, 128, 1e-6)),
+    "decode_group_7": Case(7, 1, 64, layout="rows", rope=Rope(False, 64)),
     "decode_head_24": Case(2, 1, 24, rope=Rope(True, 24, 1e-6), states=NEAR),
     "decode_window": Case(2, 1, 64, rope=Rope(True, 64), states=NEAR + FAR, attributes={"window": 40}),
     "decode_ring": Case(
@@ -106,10 +106,10 @@ def build(arch, name):
     if name in ROPE:
         return rope_kv_write(case.layer, case.m, case.rope, arch, name)
     if name in DOT:
-        return attention_prefill_dot(case.layer, case.m, case.act, arch, name)
+        return attention_prefill_dot(case.layer, case.m, case.layout, arch, name)
     if case.rope:
-        return attention_decode(case.layer, case.act, arch, name, case.rope)
-    return attention(case.layer, case.m, case.act, arch, name)
+        return attention_decode(case.layer, case.layout, arch, name, case.rope)
+    return attention(case.layer, case.m, case.layout, arch, name)
 
 
 @functools.cache

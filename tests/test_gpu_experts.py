@@ -268,12 +268,12 @@ def stack(fmt, count, n, k, seed):
 def problem(case, arch, rows, scale=1.0):
     """(layout of activations, parameters, values [rows, k], what rounds weights, error that is allowed)"""
     matrix = bool(case.m > 1 and arch.matrix)
-    act = "half" if matrix else "rows" if FORMATS[case.fmt].kind == "int8" else ""
-    inputs, x, rounded = gemm_cases.problem(act, rows, case.k, matrix, scale)
+    layout = "half" if matrix else "rows" if FORMATS[case.fmt].kind == "int8" else ""
+    inputs, x, rounded = gemm_cases.problem(layout, rows, case.k, matrix, scale)
     if matrix and arch.matrix == "coop":
-        act, inputs = "pairs", {"H": in_pairs(inputs["H"])}
+        layout, inputs = "pairs", {"H": in_pairs(inputs["H"])}
     limit = gemm_cases.TOLERANCE_MINIMUM if matrix and FORMATS[case.fmt].minimum else TOLERANCE
-    return act, inputs, x, rounded, limit
+    return layout, inputs, x, rounded, limit
 
 
 def assigned(case):
@@ -297,11 +297,13 @@ def check_gate_up(case, arch, run_kernel):
     slots = experts.slots(case.m)
     rows = 1 if case.m == 1 and case.shared else slots
     # gates of a size at which the activation bends
-    act, inputs, x, rounded, limit = problem(case, arch, rows, 3 / np.sqrt((g.astype(np.float64) ** 2).sum(-1).mean()))
+    layout_in, inputs, x, rounded, limit = problem(
+        case, arch, rows, 3 / np.sqrt((g.astype(np.float64) ** 2).sum(-1).mean())
+    )
     groups, ids = assigned(case)
     rng = np.random.default_rng(4)
     biases = {name: rng.standard_normal(experts.count * n).astype(np.float32) for name in ("GB", "UB")}
-    layout = act if act in ("half", "pairs") and case.layout else case.layout
+    layout = layout_in if layout_in in ("half", "pairs") and case.layout else case.layout
     out = {"A_out": left((slots, n // 32, 32), np.int8), "S_out": left((slots, n // 32, 4), np.float32)}
     if layout != "rows":
         out = {"Y": left((slots, n), np.float32 if layout == "" else np.float16)}
@@ -309,7 +311,7 @@ def check_gate_up(case, arch, run_kernel):
     arrays |= {prefix + p: a for prefix, planes in (("G_", g_planes), ("U_", u_planes)) for p, a in planes.items()}
     kernel = build(
         "expert_gate_up", arch, gate=case.fmt, up=case.fmt, n=n, k=k, m=case.m, **of(experts), biases=case.biases,
-        act=case.act, layout_in=act, layout=layout, shared=rows == 1,
+        act=case.act, layout_in=layout_in, layout=layout, shared=rows == 1,
     )  # fmt: skip
     run_kernel(kernel, arrays, arch)
     b = [biases[name].reshape(-1, n) for name in ("GB", "UB") if case.biases]
@@ -338,14 +340,14 @@ def check_down(case, arch, run_kernel):
     """`expert_down` of one row, `expert_linear` of several."""
     experts, n, k, slots = case.experts, case.n, case.k, case.experts.slots(case.m)
     planes, w = stack(case.fmt, experts.count, n, k, 3)
-    act, inputs, x, rounded, limit = problem(case, arch, slots)
+    layout, inputs, x, rounded, limit = problem(case, arch, slots)
     groups, ids = assigned(case)
     rng = np.random.default_rng(4)
     bias, r = rng.standard_normal(experts.count * n).astype(np.float32), rng.standard_normal((1, n), np.float32)
     weights = rng.random((1, experts.used), np.float32)
     arrays = state(case.m) | inputs | {"Groups": groups, "WB": bias, "Weights": weights, "R": r}
     arrays |= {f"W_{p}": a for p, a in planes.items()}
-    args = {"fmt": case.fmt, "n": n, "k": k, "m": case.m, **of(experts), "bias": case.biases, "layout": act}
+    args = {"fmt": case.fmt, "n": n, "k": k, "m": case.m, **of(experts), "bias": case.biases, "layout": layout}
     expected = by_slot(reference.linear, x, ids, rounded(w), *([bias.reshape(-1, n)] if case.biases else []))
     if case.m == 1:
         arrays["Y"] = left((1, n), np.float32)

@@ -35,7 +35,7 @@ class Case(NamedTuple):
     segments: tuple
     k: int = 256
     m: int = 16
-    act: str = "half"
+    layout: str = "half"
     biases: tuple = (False,)
     residual: bool = False
     tile: object = None
@@ -44,8 +44,8 @@ class Case(NamedTuple):
 SMALL_DOT = DotTile(16, 64, 4)
 MIXED = (("q4_k", 96), ("q6_k", 37), ("q8_0", 16))
 LINEAR = {f"{name}-matrix": Case(((name, 48),), 512 if i % 2 else 256) for i, name in enumerate(gguf_blocks.DISTINCT)}
-LINEAR |= {f"{name}-dot": Case(((name, 48),), 512 if i % 2 else 256, act="rows") for i, name in enumerate(INT8)}
-LINEAR |= {f"{name}-float": Case(((name, 48),), 96, act="", tile=SMALL_DOT) for name in FLOAT}
+LINEAR |= {f"{name}-dot": Case(((name, 48),), 512 if i % 2 else 256, layout="rows") for i, name in enumerate(INT8)}
+LINEAR |= {f"{name}-float": Case(((name, 48),), 96, layout="", tile=SMALL_DOT) for name in FLOAT}
 LINEAR |= {
     "mixed-matrix": Case(MIXED, 256, 32, "half", (True, True, False)),
     "mixed-dot": Case(MIXED, 256, 32, "rows", (True, True, False)),
@@ -59,7 +59,7 @@ LINEAR |= {
     "exact-float": Case((("f32", 41),), 256, 32, "", (True,)),  # on matrix units, too: a router's
     "f32-activations-matrix": Case((("q4_0", 48),), 64, 16, ""),
 }
-# name -> (gate format, up format, f, m, act_in, act_out)
+# name -> (gate format, up format, f, m, layout_in, layout)
 SWIGLU = {
     "small-matrix": ("q4_k", "q6_k", 96, 16, "half", "half"),
     "large-matrix": ("q4_0", "q4_0", 96, 128, "half", "half"),
@@ -116,7 +116,7 @@ def library(arch_name, linears, swiglus):
             case.segments,
             case.k,
             case.m,
-            case.act,
+            case.layout,
             case.biases,
             case.residual,
             arch,
@@ -124,10 +124,10 @@ def library(arch_name, linears, swiglus):
             case.tile,
         )
     for name in swiglus:
-        gate, up, f, m, act_in, act_out = SWIGLU[name]
+        gate, up, f, m, layout_in, layout = SWIGLU[name]
         tile = DotTile(16, 32, 4) if name.endswith("-float") else None
         label = kernel_name("swiglu", name)
-        kernels[label] = gate_up_swiglu(gate, up, f, SWIGLU_K, m, act_in, act_out, arch, label, tile)
+        kernels[label] = gate_up_swiglu(gate, up, f, SWIGLU_K, m, layout_in, layout, arch, label, tile)
     return compile_hsaco(kernels, arch)
 
 
@@ -150,13 +150,13 @@ def sums(q, d):
     return np.stack([(d * part).astype(np.float32) for part in parts], -1)
 
 
-def problem(act, m, k, matrix, scale=1):
+def problem(layout, m, k, matrix, scale=1):
     """(parameters of random activations, the values that count, what rounds the weights)."""
     x = np.random.default_rng(1).standard_normal((m, k), np.float32) * np.float32(scale)
-    if act == "rows":
+    if layout == "rows":
         return *quantized(x), lambda w: w.astype(np.float64)
     half = x.astype(np.float16)
-    if act == "half":
+    if layout == "half":
         return {"H": half}, half.astype(np.float64), lambda w: w.astype(np.float16).astype(np.float64)
     return (
         {"X": x},
@@ -180,7 +180,7 @@ def run_linear(arch, name, live, wave_order, kernels=None):
     """Results of a linear kernel and what they should be: lists of [m, n]. Results start as NaN. kernels: names of the
     linear and the gate/up kernels of its code object; default those of EMULATED."""
     case, rng = LINEAR[name], np.random.default_rng(3)
-    inputs, x, rounded = problem(case.act, case.m, case.k, not name.endswith("-float"))
+    inputs, x, rounded = problem(case.layout, case.m, case.k, not name.endswith("-float"))
     arrays, expected = {"state": state(live), **inputs}, []
     for i, ((fmt, n), bias) in enumerate(zip(case.segments, case.biases, strict=True)):
         planes, w = weights(fmt, n, case.k, i)
@@ -230,21 +230,21 @@ def test_gate_up_swiglu(arch, name):
 
 
 def check_swiglu(arch, name, kernels=None):
-    gate, up, f, m, act_in, act_out = SWIGLU[name]
+    gate, up, f, m, layout_in, layout = SWIGLU[name]
     (gate_planes, g), (up_planes, u) = weights(gate, f, SWIGLU_K, 1), weights(up, f, SWIGLU_K, 2)
     # gates of a size at which the sigmoid bends
-    inputs, x, rounded = problem(act_in, m, SWIGLU_K, name.endswith("-matrix"), 3 / np.sqrt((g**2).sum(1).mean()))
+    inputs, x, rounded = problem(layout_in, m, SWIGLU_K, name.endswith("-matrix"), 3 / np.sqrt((g**2).sum(1).mean()))
     g, u = (x @ rounded(w).T for w in (g, u))
     expected = g / (1 + np.exp(-g)) * u
     outputs = {"A_out": np.zeros((m, f // 32, 32), np.int8), "S_out": np.full((m, f // 32, 4), np.nan, np.float32)}
-    if act_out != "rows":
-        outputs = {"Y": np.full((m, f), np.nan, {"half": np.float16, "": np.float32}[act_out])}
+    if layout != "rows":
+        outputs = {"Y": np.full((m, f), np.nan, {"half": np.float16, "": np.float32}[layout])}
     arrays = {"state": state(m), **inputs, **outputs}
     arrays |= {prefix + p: a for prefix, planes in (("G_", gate_planes), ("U_", up_planes)) for p, a in planes.items()}
     module = library(arch, *map(tuple, kernels or EMULATED[arch]))
     emulate(module, kernel_name("swiglu", name), arrays, wave_order=2)
-    if act_out != "rows":
-        assert error(arrays["Y"], expected) < {"half": 6e-4, "": TOLERANCE}[act_out]
+    if layout != "rows":
+        assert error(arrays["Y"], expected) < {"half": 6e-4, "": TOLERANCE}[layout]
         return
     A, S = arrays["A_out"], arrays["S_out"]
     blocks, d = expected.reshape(m, -1, 32), S[..., 0]
@@ -300,8 +300,8 @@ def test_matrix_kernels_hold_everything_in_registers(arch_name):
 def test_dot_kernels_hold_everything_in_registers(arch_name):
     arch, kernels = resolve(arch_name), {}
     for fmt in HEAVY:
-        act, m = ("", 64) if FORMATS[fmt].kind == "float" else ("rows", 512)
-        kernels[f"linear_{fmt}"] = linear([(fmt, N)], K, m, act, (True,), False, arch, f"linear_{fmt}")
+        layout, m = ("", 64) if FORMATS[fmt].kind == "float" else ("rows", 512)
+        kernels[f"linear_{fmt}"] = linear([(fmt, N)], K, m, layout, (True,), False, arch, f"linear_{fmt}")
     kernels["swiglu"] = gate_up_swiglu("q4_k", "q6_k", N, K, 512, "rows", "rows", arch, "swiglu")
     module = compile_hsaco(kernels, arch)
     check_resources(module, len(kernels))

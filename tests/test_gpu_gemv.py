@@ -147,9 +147,9 @@ GATE_UP = {
 @pytest.mark.parametrize("arch", ARCH_NAMES)
 @pytest.mark.parametrize("case", GATE_UP)
 def test_gate_up_swiglu(arch, case):
-    gate, up, f, k, act_out = GATE_UP[case]
+    gate, up, f, k, layout = GATE_UP[case]
     kind = FORMATS[gate].kind
-    kernel = gate_up_swiglu(gate, up, f, k, 1, "rows" if kind == "int8" else "", act_out, resolve(arch), "gate_up")
+    kernel = gate_up_swiglu(gate, up, f, k, 1, "rows" if kind == "int8" else "", layout, resolve(arch), "gate_up")
     module = compile_hsaco({"gate_up": kernel}, resolve(arch))
     check_no_spills(module)
     x, arrays = activations(k, kind)
@@ -163,14 +163,14 @@ def test_gate_up_swiglu(arch, case):
     a, b = g @ x, u @ x
     y = a / (1 + np.exp(-a)) * b
     outputs = (
-        {"Y": np.full((1, f), np.nan, np.float32)} if act_out == "" else {"H_out": np.full((1, f), np.nan, np.float16)}
+        {"Y": np.full((1, f), np.nan, np.float32)} if layout == "" else {"H_out": np.full((1, f), np.nan, np.float16)}
     )
-    if act_out == "rows":
+    if layout == "rows":
         outputs = {"A_out": np.zeros((1, f // 32, 32), np.int8), "S_out": np.full((1, f // 32, 4), np.nan, np.float32)}
     emulate(module, "gate_up", arrays | outputs, wave_order=2)
-    if act_out == "":
+    if layout == "":
         assert np.abs(outputs["Y"][0] - y).max() <= TOLERANCE * np.abs(y).max()
-    elif act_out == "half":
+    elif layout == "half":
         expected = np.clip(y, -65504, 65504)
         assert np.abs(outputs["H_out"][0] - expected).max() <= 1e-3 * np.abs(expected).max()
     else:
@@ -202,17 +202,17 @@ def test_all_formats_hold_everything_in_registers(arch):
     """Besides the emulator's tests, which see fewer of them in a usual run."""
     target, kernels = resolve(arch), {}
     for fmt in gguf_blocks.DISTINCT:
-        act = "rows" if FORMATS[fmt].kind == "int8" else ""
-        kernels[fmt] = linear([(fmt, 40)], 1024, 1, act, (False,), False, target, fmt)
-    for case, (gate, up, f, k, act_out) in GATE_UP.items():
-        name, act = case.replace(" ", "_"), "rows" if FORMATS[gate].kind == "int8" else ""
-        kernels[name] = gate_up_swiglu(gate, up, f, k, 1, act, act_out, target, name)
+        layout = "rows" if FORMATS[fmt].kind == "int8" else ""
+        kernels[fmt] = linear([(fmt, 40)], 1024, 1, layout, (False,), False, target, fmt)
+    for case, (gate, up, f, k, layout) in GATE_UP.items():
+        name, layout_in = case.replace(" ", "_"), "rows" if FORMATS[gate].kind == "int8" else ""
+        kernels[name] = gate_up_swiglu(gate, up, f, k, 1, layout_in, layout, target, name)
     check_no_spills(compile_hsaco(kernels, target))
 
 
 def test_what_is_no_gemv_is_refused():
     arch = resolve("gfx1100")
-    for segments, m, act, biases, residual in (
+    for segments, m, layout, biases, residual in (
         ([("q4_0", 16)], 2, "rows", (False,), False),
         ([("q4_0", 16)], 1, "half", (False,), False),
         ([("q4_0", 16), ("f16", 16)], 1, "rows", (False, False), False),
@@ -220,7 +220,7 @@ def test_what_is_no_gemv_is_refused():
         ([("q4_0", 16)], 1, "rows", (), False),
     ):
         with pytest.raises(ValueError):
-            linear(segments, 256, m, act, biases, residual, arch, "linear")
+            linear(segments, 256, m, layout, biases, residual, arch, "linear")
     with pytest.raises(ValueError, match="whole blocks"):
         gate_up_swiglu("q4_0", "q4_0", 48, 256, 1, "rows", "rows", arch, "gate_up")
     with pytest.raises(UserError, match="too large"):

@@ -26,11 +26,11 @@ def state(live):
     return {"state": np.array([3, live, 0, 0], np.int32)}
 
 
-def outputs(m, k, act, name="Y"):
-    """Parameters of a token vector in the layout `act`."""
-    if act == "rows":
+def outputs(m, k, layout, name="Y"):
+    """Parameters of a token vector in that layout."""
+    if layout == "rows":
         return {"A": np.full((m, k // 32, 32), LEFT, np.int8), "S": np.full((m, k // 32, 4), LEFT, np.float32)}
-    return {"half": {"H": np.full((m, k), LEFT, np.float16)}, "": {name: np.full((m, k), LEFT, np.float32)}}[act]
+    return {"half": {"H": np.full((m, k), LEFT, np.float16)}, "": {name: np.full((m, k), LEFT, np.float32)}}[layout]
 
 
 def check(out, expected):
@@ -65,31 +65,33 @@ def build(arch, **kernels):
 
 @pytest.mark.emulator_full
 @pytest.mark.parametrize("arch", ARCH_NAMES)
-@pytest.mark.parametrize("act", ["rows", "half"])
+@pytest.mark.parametrize("layout", ["rows", "half"])
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_quantize(arch, act, chunk):
+def test_quantize(arch, layout, chunk):
     m, k, live = chunk
-    x, out = rows_of(m, k), outputs(m, k, act)
+    x, out = rows_of(m, k), outputs(m, k, layout)
     emulate(
-        build(arch, quantize=quantize(k, m, act, resolve(arch), "quantize")), "quantize", state(live) | {"X": x} | out
+        build(arch, quantize=quantize(k, m, layout, resolve(arch), "quantize")),
+        "quantize",
+        state(live) | {"X": x} | out,
     )
     check(out, x[:live].astype(np.float64))
 
 
 @pytest.mark.emulator_full
 @pytest.mark.parametrize("arch", ARCH_NAMES)
-@pytest.mark.parametrize("row", ["all", "last"])
-@pytest.mark.parametrize("act", ["", "rows", "half"])
+@pytest.mark.parametrize("rows", ["all", "last"])
+@pytest.mark.parametrize("layout", ["", "rows", "half"])
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_rms_norm(arch, row, act, chunk):
+def test_rms_norm(arch, rows, layout, chunk):
     m, k, live = chunk
     x, g = rows_of(m, k), np.random.default_rng(9).standard_normal(k).astype(np.float32)
     wide = x.astype(np.float64)
     expected = (wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + EPS) * g)[:live]
-    out = outputs(m if row == "all" else 1, k, act)
-    module = build(arch, norm=rms_norm(k, m, EPS, act, row, resolve(arch), "norm"))
+    out = outputs(m if rows == "all" else 1, k, layout)
+    module = build(arch, norm=rms_norm(k, m, EPS, layout, rows, resolve(arch), "norm"))
     emulate(module, "norm", state(live) | {"X": x, "G": g} | out, wave_order=2)
-    check(out, expected if row == "all" else expected[-1:])
+    check(out, expected if rows == "all" else expected[-1:])
 
 
 @pytest.mark.emulator_full

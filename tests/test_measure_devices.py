@@ -286,7 +286,7 @@ def test_measures_on_a_vulkan_device(tmp_path, biases):
         "segments": [["q4_0", 64]] * count,
         "k": 256,
         "m": 1,
-        "act": "rows",
+        "layout": "rows",
         "biases": [biases > 0] * count,
         "residual": False,
     }

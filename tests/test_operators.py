@@ -59,7 +59,7 @@ def test_costs_of_a_linear_layer():
 
 
 def test_costs_of_attention_with_a_window():
-    args = {"heads": 4, "kv_heads": 2, "d": 64, "ctx": 1024, "m": 4, "act": "", "window": 128}
+    args = {"heads": 4, "kv_heads": 2, "d": 64, "ctx": 1024, "m": 4, "layout": "", "window": 128}
     cache = [(name, (2, 1024, 64), "float16") for name in ("Kc", "Vc")]
     buffers = [("state", (4,), "int32"), ("Qo", (4, 4, 64), "float16"), *cache, ("X", (4, 256), "float32")]
     found = costs("attention", args, parameters("attention", args, buffers))

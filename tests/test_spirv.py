@@ -236,18 +236,20 @@ def test_the_last_workgroup_sees_what_all_wrote(profile):
 
 def builders(profile):
     """Kernels of all kinds, by name."""
-    act, layer, rope = "rows", Attention(8, 2, 64, 512), Rope(True, 64, 0)
+    layout, layer, rope = "rows", Attention(8, 2, 64, 512), Rope(True, 64, 0)
     return {
         "embed": lambda: embed("q4_k", 100, 512, 4, profile, "embed"),
-        "rms_norm": lambda: rms_norm(512, 1, 1e-5, act, "all", profile, "rms_norm"),
-        "quantize": lambda: quantize(512, 4, act, profile, "quantize"),
-        "gemv": lambda: gemv.linear([("q4_k", 64), ("q6_k", 32)], 512, 1, act, (False, True), False, profile, "gemv"),
-        "gate_up": lambda: gemv.gate_up_swiglu("q4_0", "iq4_nl", 64, 512, 1, act, act, profile, "gate_up"),
-        "gemm": lambda: gemm.linear([("q5_k", 128)], 512, 16, act, (False,), True, profile, "gemm"),
+        "rms_norm": lambda: rms_norm(512, 1, 1e-5, layout, "all", profile, "rms_norm"),
+        "quantize": lambda: quantize(512, 4, layout, profile, "quantize"),
+        "gemv": lambda: gemv.linear(
+            [("q4_k", 64), ("q6_k", 32)], 512, 1, layout, (False, True), False, profile, "gemv"
+        ),
+        "gate_up": lambda: gemv.gate_up_swiglu("q4_0", "iq4_nl", 64, 512, 1, layout, layout, profile, "gate_up"),
+        "gemm": lambda: gemm.linear([("q5_k", 128)], 512, 16, layout, (False,), True, profile, "gemm"),
         "gemm_float": lambda: gemm.linear([("bf16", 128)], 512, 16, "", (False,), False, profile, "gemm_float"),
         "rope": lambda: rope_kv_write(Attention(8, 2, 64, 128), 4, rope, profile, "rope"),
-        "decode": lambda: attention_decode(layer, act, profile, "decode", rope),
-        "prefill": lambda: attention_prefill_dot(layer, 16, act, profile, "prefill"),
+        "decode": lambda: attention_decode(layer, layout, profile, "decode", rope),
+        "prefill": lambda: attention_prefill_dot(layer, 16, layout, profile, "prefill"),
     }
 
 

@@ -25,13 +25,15 @@ CPU = "x86-64-v2"  # of what every machine that runs tests can run
 def linear(
     kind: str, n: int = 64, k: int = 256, m: int = 1, fmt: str = "q4_0", bias: bool = False, arch: str | None = None
 ) -> Workload:
-    act = target(kind, arch or {"cpu": CPU, "vulkan": "lavapipe", "rocm": "gfx1100"}[kind]).act_layout(m, "int8")
-    return Workload("linear", {"segments": [[fmt, n]], "k": k, "m": m, "act": act, "biases": [bias], "residual": False})
+    layout = target(kind, arch or {"cpu": CPU, "vulkan": "lavapipe", "rocm": "gfx1100"}[kind]).act_layout(m, "int8")
+    return Workload(
+        "linear", {"segments": [[fmt, n]], "k": k, "m": m, "layout": layout, "biases": [bias], "residual": False}
+    )
 
 
 def norm(eps: float, k: int = 256) -> Workload:
     return Workload(
-        "rms_norm", {"k": k, "m": 4, "eps": eps, "act": target("cpu", CPU).act_layout(4, "int8"), "row": "all"}
+        "rms_norm", {"k": k, "m": 4, "eps": eps, "layout": target("cpu", CPU).act_layout(4, "int8"), "rows": "all"}
     )
 
 
@@ -40,22 +42,24 @@ ROPE = {"neox": True, "rotary": 64, "eps": 1e-6}
 # operator: (arguments, roles of its parameters on the GPU, state)
 OPERATORS = {
     "linear": (
-        {"segments": [["q6_k", 40]], "k": 256, "m": 1, "act": "rows", "biases": [True], "residual": True},
+        {"segments": [["q6_k", 40]], "k": 256, "m": 1, "layout": "rows", "biases": [True], "residual": True},
         "state input input weight weight weight weight weight input output", [0, 1, 0, 0],
     ),
     "gate_up": (
-        {"gate": "q4_0", "up": "q8_0", "n": 64, "k": 256, "m": 1, "act_in": "rows", "act_out": "rows"},
+        {"gate": "q4_0", "up": "q8_0", "n": 64, "k": 256, "m": 1, "layout_in": "rows", "layout": "rows"},
         "state input input weight weight weight weight output output", [0, 1, 0, 0],
     ),
-    "rms_norm": ({"k": 256, "m": 16, "eps": 1e-5, "act": "rows", "row": "all"}, "state input weight output output", [0,
-    16, 0, 0]),
-    "quantize": ({"k": 256, "m": 1, "act": "rows"}, "state input output output", [0, 1, 0, 0]),
+    "rms_norm": (
+        {"k": 256, "m": 16, "eps": 1e-5, "layout": "rows", "rows": "all"},
+        "state input weight output output", [0, 16, 0, 0],
+    ),
+    "quantize": ({"k": 256, "m": 1, "layout": "rows"}, "state input output output", [0, 1, 0, 0]),
     "embed": ({"fmt": "q4_0", "vocab": 100, "k": 256, "m": 16}, "state input weight weight output", [0, 16, 0, 0]),
     "rope_kv_write": (HEADS | {"m": 16} | ROPE, "state input input input weight weight weight cache cache output",
     [512, 16, 0, 0]),
-    "attention": (HEADS | {"m": 16, "act": "rows"}, "state input cache cache output output", [0, 16, 0, 0]),
+    "attention": (HEADS | {"m": 16, "layout": "rows"}, "state input cache cache output output", [0, 16, 0, 0]),
     "rope_attention": (
-        HEADS | ROPE | {"act": "rows"},
+        HEADS | ROPE | {"layout": "rows"},
         "state input input input weight weight weight cache cache work zero output output", [512, 1, 0, 0],
     ),
 }  # fmt: skip
@@ -86,7 +90,7 @@ def test_what_a_kernel_must_move(tmp_path):
     one = build(linear("vulkan"), None, "vulkan", "lavapipe", tmp_path / "a")
     weights, activations, result = 64 * 256 // 2 + 64 * 8 * 2, 256 + 8 * 4 * 4, 64 * 4
     assert one.facts["bytes"] == weights + activations + result and one.facts["flops"] == 2 * 64 * 256
-    args = HEADS | ROPE | {"act": "rows"}
+    args = HEADS | ROPE | {"layout": "rows"}
     decode = build(Workload("rope_attention", args | {"ctx": 8192}), None, "vulkan", "lavapipe", tmp_path / "b")
     assert [case["state"][0] for case in decode.cases] == [512, 4096]
     cache = 2 * 2 * 64 * 2 * np.array([513, 4097])
@@ -161,7 +165,7 @@ def test_another_kernel_is_rejected(tmp_path):
 
 
 def test_states_have_dead_tokens_and_stay_in_the_context(tmp_path):
-    one = build(Workload("attention", HEADS | {"m": 16, "act": "rows"}), None, "vulkan", "lavapipe", tmp_path)
+    one = build(Workload("attention", HEADS | {"m": 16, "layout": "rows"}), None, "vulkan", "lavapipe", tmp_path)
     found = one.facts["states"]
     assert [37, 13, 0, 0] in found and [0, 16, 0, 0] in found
     assert all(position + live <= 1024 for position, live, *_ in found)

@@ -164,11 +164,11 @@ def test_stale_records_are_ignored_with_a_note(tmp_path, change, reason):
 
 
 def attention(ctx: int) -> Workload:
-    return Workload("attention", {"heads": 8, "kv_heads": 2, "d": 64, "ctx": ctx, "m": 64, "act": "half"})
+    return Workload("attention", {"heads": 8, "kv_heads": 2, "d": 64, "ctx": ctx, "m": 64, "layout": "half"})
 
 
 def decode(ctx: int) -> Workload:
-    args = {"heads": 8, "kv_heads": 2, "d": 64, "ctx": ctx, "neox": True, "rotary": 64, "eps": None, "act": "rows"}
+    args = {"heads": 8, "kv_heads": 2, "d": 64, "ctx": ctx, "neox": True, "rotary": 64, "eps": None, "layout": "rows"}
     return Workload("rope_attention", args)
 
 

@@ -26,17 +26,17 @@ DOTS = {
 
 def linear(m, *segments, k=512):
     rest = {"biases": [False] * len(segments), "residual": False}
-    return Workload("linear", {"segments": [list(s) for s in segments], "k": k, "m": m, "act": "tiles", **rest})
+    return Workload("linear", {"segments": [list(s) for s in segments], "k": k, "m": m, "layout": "tiles", **rest})
 
 
 def gate_up(m, fmt):
     return Workload(
-        "gate_up", {"gate": fmt, "up": fmt, "n": 512, "k": 512, "m": m, "act_in": "tiles", "act_out": "tiles"}
+        "gate_up", {"gate": fmt, "up": fmt, "n": 512, "k": 512, "m": m, "layout_in": "tiles", "layout": "tiles"}
     )
 
 
 def attention(m):
-    return Workload("attention", {"heads": 8, "kv_heads": 2, "d": 64, "ctx": 256, "m": m, "act": "tiles"})
+    return Workload("attention", {"heads": 8, "kv_heads": 2, "d": 64, "ctx": 256, "m": m, "layout": "tiles"})
 
 
 EXPERTS = {"experts": 8, "used": 2}

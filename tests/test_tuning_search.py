@@ -40,7 +40,7 @@ def test_keys_are_the_same_in_another_process():
 
 
 def test_search_finds_a_better_plan_than_random_draws_do():
-    workload, arch = linear(m=512, act="pairs"), NVIDIA
+    workload, arch = linear(m=512, layout="pairs"), NVIDIA
     found = space(workload, arch)
     search = Search(workload, found, arch, seed=3)
     for _ in range(6):
@@ -58,7 +58,7 @@ import sys
 from mlc_amd.schedules.gpu import arch as archs
 from mlc_amd.compiler.tuning import search
 from mlc_amd.schedules.plans import Workload, space
-args = {"gate": "q4_0", "up": "q4_0", "n": 256, "k": 256, "m": 64, "act_in": "half", "act_out": "half"}
+args = {"gate": "q4_0", "up": "q4_0", "n": 256, "k": 256, "m": 64, "layout_in": "half", "layout": "half"}
 workload, arch = Workload("gate_up", args), archs.resolve("gfx1100")
 found = space(workload, arch)
 fastest = 1e-3 * (1 + min(p.tokens / p.columns for p in found.plans))
@@ -96,7 +96,7 @@ def test_search_proposes_the_default_first_and_nothing_twice_and_ends():
 
 
 def test_proposed_plans_all_fit_the_arch():
-    workload = linear(m=64, act="half")
+    workload = linear(m=64, layout="half")
     found = space(workload, GFX)
     search = Search(workload, found, GFX)
     for _ in range(4):
@@ -125,7 +125,7 @@ def test_plans_of_a_space_make_different_kernels():
     import tvm_ffi
 
     workload = Workload(
-        "linear", {"segments": [("q4_k", 64)], "k": 512, "m": 1, "act": "rows", "biases": [False], "residual": False}
+        "linear", {"segments": [("q4_k", 64)], "k": 512, "m": 1, "layout": "rows", "biases": [False], "residual": False}
     )
     plans = space(workload, NVIDIA).plans
     made = [gemv.linear([("q4_k", 64)], 512, 1, "rows", (False,), False, NVIDIA, "k", plan=plan) for plan in plans]

@@ -49,8 +49,10 @@ def program(text, grid=(16, 1, 1)):
     return Program(text, "kernel", GFX1100, 32, grid)
 
 
-def linear_task(fmt="q4_0", n=4096, k=4096, m=1, act="rows"):
-    return Workload("linear", {"segments": [[fmt, n]], "k": k, "m": m, "act": act, "biases": [False], "residual": True})
+def linear_task(fmt="q4_0", n=4096, k=4096, m=1, layout="rows"):
+    return Workload(
+        "linear", {"segments": [[fmt, n]], "k": k, "m": m, "layout": layout, "biases": [False], "residual": True}
+    )
 
 
 # ---- following a wave
@@ -222,7 +224,7 @@ def test_measure():
 
 def test_gemm_plans_with_low_occupancy_are_not_preferred():
     """More shared memory than the default's, so that a compute unit holds one workgroup instead of three."""
-    args = {"segments": [["q4_0", 2048], ["q4_0", 1024], ["q4_0", 1024]], "k": 1024, "m": 512, "act": "half"}
+    args = {"segments": [["q4_0", 2048], ["q4_0", 1024], ["q4_0", 1024]], "k": 1024, "m": 512, "layout": "half"}
     workload = Workload("linear", args | {"biases": [False] * 3, "residual": False})
     found = space(workload, archs.resolve("gfx942"))
     plan = found.plan_type(128, 128, 64, 2, 2, 1, 1)
@@ -240,7 +242,7 @@ def test_gemm_plans_with_low_occupancy_are_not_preferred():
 
 
 def test_attention_is_not_modelled():
-    args = {"heads": 8, "kv_heads": 2, "d": 64, "ctx": 1024, "m": 64, "act": "half"}
+    args = {"heads": 8, "kv_heads": 2, "d": 64, "ctx": 1024, "m": 64, "layout": "half"}
     workload = Workload("attention", args)
     with Static("rocm", "gfx1100", workers=1) as static:
         assert not static.serves(workload) and static.serves(linear_task())
@@ -282,6 +284,18 @@ def test_shipped_records_are_used(path):
         assert record["seconds"] * (1 + ship_tuned.margin(workload)) < record["default_seconds"]
         assert "attention" not in workload.op
     assert data["records"] and not shipped.notes
+
+
+def test_a_compile_finds_shipped_records(monkeypatch):
+    """The workloads that a model's operators become are those of the records: names and order of the arguments too."""
+    monkeypatch.setitem(PRESETS["llama2-7b"].keys, "block_count", 2)
+    found = {
+        (path.stem, workload.op)
+        for path in FILES
+        for workload in ship_tuned.tasks(("llama2-7b",), ("q4_k", "q8_0"), "rocm", path.stem)
+        if Lookup(archs.resolve(path.stem), "shipped").find(workload)[1] == "shipped"
+    }
+    assert found == {("gfx1100", "linear"), ("gfx942", "linear"), ("gfx942", "gate_up")}
 
 
 def test_kernels_without_a_record_have_the_default():

@@ -70,11 +70,11 @@ def device():
 def runner(name):
     """Runs the case's kernel on arrays by name; "pairs" come back in the order of "half"."""
     case, profile = CASES[name], device()
-    kernel = attention_prefill_coop(case.layer, case.m, case.act, profile, "k", TILES.get(name))
+    kernel = attention_prefill_coop(case.layer, case.m, case.layout, profile, "k", TILES.get(name))
 
     def run(arrays):
         execute(kernel, arrays, profile)
-        if case.act == "pairs":
+        if case.layout == "pairs":
             arrays["H"][...] = from_pairs(arrays["H"])
 
     return run
@@ -82,7 +82,7 @@ def runner(name):
 
 def compare(name, **how):
     case = CASES[name]
-    check_attention(case._replace(act="half" if case.act else ""), runner(name), **how)
+    check_attention(case._replace(layout="half" if case.layout else ""), runner(name), **how)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -132,7 +132,7 @@ def test_short_chunks_share_out_their_keys():
 
 
 @pytest.mark.parametrize(
-    "m, d, act, message",
+    "m, d, layout, message",
     [
         (24, 64, "", "multiples of 16 tokens"),
         (16, 64, "rows", "int8"),
@@ -140,6 +140,6 @@ def test_short_chunks_share_out_their_keys():
         (16, 20, "", "multiples of 8"),
     ],
 )
-def test_what_does_not_fit_is_refused(m, d, act, message):
+def test_what_does_not_fit_is_refused(m, d, layout, message):
     with pytest.raises(UserError, match=message):
-        attention_prefill_coop(Attention(4, 2, d, 128), m, act, resolve("nvidia"), "k")
+        attention_prefill_coop(Attention(4, 2, d, 128), m, layout, resolve("nvidia"), "k")

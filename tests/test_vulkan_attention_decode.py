@@ -20,10 +20,10 @@ from mlc_amd.schedules.gpu.profiles import resolve
 STATES = tuple((position, 1) for position in (0, 127, 128, CTX - 1))
 CASES = {
     "queries": Case(8, 2, 128, states=STATES),
-    "rope": Case(4, 1, 64, act="rows", rope=Rope(False, 64), states=STATES),
+    "rope": Case(4, 1, 64, layout="rows", rope=Rope(False, 64), states=STATES),
     # two workgroups have four of the query heads each; one of them writes the cache
-    "parts": Case(8, 1, 64, act="rows", rope=Rope(True, 64, 1e-6), states=STATES, attributes={"sinks": True}),
-    "normalized": Case(2, 1, 96, act="half", rope=Rope(True, 96, 1e-6), states=STATES),
+    "parts": Case(8, 1, 64, layout="rows", rope=Rope(True, 64, 1e-6), states=STATES, attributes={"sinks": True}),
+    "normalized": Case(2, 1, 96, layout="half", rope=Rope(True, 96, 1e-6), states=STATES),
     # windows that several splits share, of which the first begins within a block
     "window": Case(4, 1, 64, rope=Rope(True, 64), states=STATES, attributes={"window": 300, "sinks": True}),
     "ring": Case(4, 1, 64, rope=Rope(True, 64), states=STATES, attributes={"window": 300, "ring": 320}),
@@ -45,7 +45,7 @@ def profile():
 @pytest.mark.parametrize("name", CASES)
 def test_splits(name):
     case = CASES[name]
-    kernel = attention_decode(case.layer, case.act, profile(), "attention", case.rope)
+    kernel = attention_decode(case.layer, case.layout, profile(), "attention", case.rope)
     assert splits_of(case.heads, case.kv_heads, case.d, CTX, profile(), span=case.layer.span).count > 1
     check_attention(case, lambda arrays: execute(kernel, arrays, profile()))
 

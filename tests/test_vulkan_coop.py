@@ -102,7 +102,7 @@ class Case(NamedTuple):
     segments: tuple
     k: int = 256
     m: int = 16
-    act: str = "pairs"
+    layout: str = "pairs"
     biases: tuple = (False,)
     residual: bool = False
     tile: object = None
@@ -133,7 +133,7 @@ def run_linear(name, live=None):
     case, rng, profile = LINEAR[name], np.random.default_rng(3), device()
     x = rng.standard_normal((case.m, case.k), np.float32)
     half = x.astype(np.float16)
-    arrays, expected = [state(case.m if live is None else live), in_pairs(half) if case.act == "pairs" else x], []
+    arrays, expected = [state(case.m if live is None else live), in_pairs(half) if case.layout == "pairs" else x], []
     for i, ((fmt, n), bias) in enumerate(zip(case.segments, case.biases, strict=True)):
         planes, w = weights(fmt, n, case.k, i)
         arrays += planes.values()
@@ -146,7 +146,7 @@ def run_linear(name, live=None):
     if case.residual:
         arrays.append(rng.standard_normal(outputs[0].shape, np.float32))
         expected[0] = expected[0] + arrays[-1][:, : expected[0].shape[1]]
-    kernel = linear(case.segments, case.k, case.m, case.act, case.biases, case.residual, profile, "k", case.tile)
+    kernel = linear(case.segments, case.k, case.m, case.layout, case.biases, case.residual, profile, "k", case.tile)
     results = run(kernel, [*arrays, *outputs], profile)[-len(outputs) :]
     return [y[:, : e.shape[1]] for y, e in zip(results, expected, strict=True)], expected
 
@@ -166,9 +166,9 @@ def test_linear_leaves_tiles_without_live_tokens(live):
     assert np.isnan(got[tokens:]).all()
 
 
-@pytest.mark.parametrize("act_out", ["pairs", ""])
+@pytest.mark.parametrize("layout", ["pairs", ""])
 @pytest.mark.parametrize("gate, up, tile", [("q4_k", "q6_k", WIDE), ("q4_0", "q4_0", SPLIT)])
-def test_gate_up_swiglu(gate, up, tile, act_out):
+def test_gate_up_swiglu(gate, up, tile, layout):
     f, k, m, profile = 96, 256, 16, device()
     (gate_planes, g), (up_planes, u) = weights(gate, f, k, 1), weights(up, f, k, 2)
     # gates of a size at which the sigmoid bends
@@ -176,12 +176,12 @@ def test_gate_up_swiglu(gate, up, tile, act_out):
     half = x.astype(np.float16)
     g, u = (half.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T for w in (g, u))
     expected = g / (1 + np.exp(-g)) * u
-    out = np.full((m, f), np.nan, np.float16 if act_out else np.float32)
-    kernel = gate_up_swiglu(gate, up, f, k, m, "pairs", act_out, profile, "k", tile)
+    out = np.full((m, f), np.nan, np.float16 if layout else np.float32)
+    kernel = gate_up_swiglu(gate, up, f, k, m, "pairs", layout, profile, "k", tile)
     got = run(kernel, [state(m), in_pairs(half), *gate_planes.values(), *up_planes.values(), out], profile)[-1]
     # both factors have that error, and the result may be float16
-    assert error(from_pairs(got) if act_out else got, expected) < 2 * max(tolerance(gate), tolerance(up)) + (
-        6e-4 if act_out else 0
+    assert error(from_pairs(got) if layout else got, expected) < 2 * max(tolerance(gate), tolerance(up)) + (
+        6e-4 if layout else 0
     )
 
 

@@ -64,10 +64,10 @@ def execute(kernel, arrays, profile):
 # ---- linear layers
 
 
-def check_linear(profile, segments, k, m=1, act="rows", biases=None, residual=False, plan=None):
+def check_linear(profile, segments, k, m=1, layout="rows", biases=None, residual=False, plan=None):
     """Runs a linear layer on random weights and checks its outputs; they start as NaN."""
     biases, rng = biases or (False,) * len(segments), np.random.default_rng(5)
-    inputs, x, _ = gemm_cases.problem(act, m, k, False)
+    inputs, x, _ = gemm_cases.problem(layout, m, k, False)
     arrays, expected = {"state": gemm_cases.state(m), **inputs}, []
     for i, ((fmt, n), bias) in enumerate(zip(segments, biases, strict=True)):
         planes, w = gemm_cases.weights(fmt, n, k, i)
@@ -83,7 +83,7 @@ def check_linear(profile, segments, k, m=1, act="rows", biases=None, residual=Fa
             y = y + arrays["R"][:, :n]
         expected.append(y)
     execute(
-        (gemv if m == 1 else gemm).linear(list(segments), k, m, act, biases, residual, profile, "linear", plan),
+        (gemv if m == 1 else gemm).linear(list(segments), k, m, layout, biases, residual, profile, "linear", plan),
         arrays,
         profile,
     )
@@ -92,7 +92,7 @@ def check_linear(profile, segments, k, m=1, act="rows", biases=None, residual=Fa
     return arrays
 
 
-def act_of(fmt):
+def layout_of(fmt):
     return "rows" if FORMATS[fmt].kind == "int8" else ""
 
 
@@ -103,7 +103,7 @@ def test_gemv_formats(profile, fmt):
         profile,
         [(fmt, 40)],
         512,
-        act=act_of(fmt),
+        layout=layout_of(fmt),
         plan=Plan(rows=2 if profile.subgroups else 1, waves=4, lanes=64, unroll=1),
     )
 
@@ -112,7 +112,7 @@ def test_gemv_formats(profile, fmt):
     ("fmt", "k"), [("q4_0", 32), ("q8_0", 96), ("q4_k", 2304), ("f32", 33), ("bf16", 1000), ("f16", 4096)]
 )
 def test_gemv_columns(profile, fmt, k):
-    check_linear(profile, [(fmt, 16)], k, act=act_of(fmt))
+    check_linear(profile, [(fmt, 16)], k, layout=layout_of(fmt))
 
 
 def test_gemv_segments_share_a_launch(profile):
@@ -123,7 +123,7 @@ def test_gemv_segments_share_a_launch(profile):
 
 @pytest.mark.parametrize("fmt", ["q4_0", "bf16"])
 def test_gemv_residual(profile, fmt):
-    check_linear(profile, [(fmt, 37)], 256, act=act_of(fmt), biases=(True,), residual=True)
+    check_linear(profile, [(fmt, 37)], 256, layout=layout_of(fmt), biases=(True,), residual=True)
 
 
 SAMPLE = ("q4_0", "q5_1", "q2_k", "q6_k", "iq4_xs", "mxfp4", "f16")  # each way to unpack weights
@@ -132,7 +132,7 @@ SAMPLE = ("q4_0", "q5_1", "q2_k", "q6_k", "iq4_xs", "mxfp4", "f16")  # each way 
 @pytest.mark.parametrize(("profile_name", "fmt"), on_both(gguf_blocks.DISTINCT, SAMPLE))
 def test_gemm_formats(profile_name, fmt):
     profile = PROFILES[profile_name]
-    check_linear(profile, [(fmt, 48)], 256 if FORMATS[fmt].kind == "int8" else 96, 16, act_of(fmt))
+    check_linear(profile, [(fmt, 48)], 256 if FORMATS[fmt].kind == "int8" else 96, 16, layout_of(fmt))
 
 
 def test_gemm_segments_share_a_launch():
@@ -142,7 +142,7 @@ def test_gemm_segments_share_a_launch():
 
 @pytest.mark.parametrize("fmt", ["q4_0", "f16"])
 def test_gemm_residual(profile, fmt):
-    check_linear(profile, [(fmt, 41)], 64, 32, act_of(fmt), (True,), True)
+    check_linear(profile, [(fmt, 41)], 64, 32, layout_of(fmt), (True,), True)
 
 
 def test_gemm_leaves_tiles_without_live_tokens(profile):
@@ -157,7 +157,7 @@ def test_gemm_leaves_tiles_without_live_tokens(profile):
     assert np.isnan(arrays["Y0"][-(-live // tokens) * tokens :]).all() and tokens < m
 
 
-# m, gate format, up format, f, k, act_out
+# m, gate format, up format, f, k, layout
 GATE_UP = {
     "decode": (1, "q4_0", "q4_0", 64, 512, "rows"),
     "decode mixed": (1, "q4_k", "q6_k", 64, 768, "rows"),
@@ -181,24 +181,24 @@ ACTIVATIONS = {
 }
 
 
-def check_gate_up(profile, case, act_fn="silu"):
-    m, gate, up, f, k, act_out = GATE_UP[case]
-    act_in = act_of(gate)
+def check_gate_up(profile, case, act="silu"):
+    m, gate, up, f, k, layout = GATE_UP[case]
+    layout_in = layout_of(gate)
     (gate_planes, g), (up_planes, u) = gemm_cases.weights(gate, f, k, 1), gemm_cases.weights(up, f, k, 2)
     # gates of a size at which the sigmoid bends
-    inputs, x, _ = gemm_cases.problem(act_in, m, k, False, 3 / np.sqrt((g.astype(np.float64) ** 2).sum(1).mean()))
+    inputs, x, _ = gemm_cases.problem(layout_in, m, k, False, 3 / np.sqrt((g.astype(np.float64) ** 2).sum(1).mean()))
     g, u = (x @ w.astype(np.float64).T for w in (g, u))
-    expected = ACTIVATIONS[act_fn](g) * u
+    expected = ACTIVATIONS[act](g) * u
     outputs = {"A_out": np.zeros((m, f // 32, 32), np.int8), "S_out": np.full((m, f // 32, 4), np.nan, np.float32)}
-    if act_out != "rows":
-        name = "H_out" if act_out == "half" and m == 1 else "Y"
-        outputs = {name: np.full((m, f), np.nan, {"half": np.float16, "": np.float32}[act_out])}
+    if layout != "rows":
+        name = "H_out" if layout == "half" and m == 1 else "Y"
+        outputs = {name: np.full((m, f), np.nan, {"half": np.float16, "": np.float32}[layout])}
     arrays = {"state": gemm_cases.state(m), **inputs, **outputs}
     arrays |= {prefix + p: a for prefix, planes in (("G_", gate_planes), ("U_", up_planes)) for p, a in planes.items()}
     make = gemv.gate_up_swiglu if m == 1 else gate_up_gemm
-    execute(make(gate, up, f, k, m, act_in, act_out, profile, "gate_up", act_fn=act_fn), arrays, profile)
-    if act_out != "rows":
-        assert error(next(iter(outputs.values())), expected) < {"half": 6e-4, "": TOLERANCE}[act_out]
+    execute(make(gate, up, f, k, m, layout_in, layout, profile, "gate_up", act=act), arrays, profile)
+    if layout != "rows":
+        assert error(next(iter(outputs.values())), expected) < {"half": 6e-4, "": TOLERANCE}[layout]
         return
     A, S = arrays["A_out"], arrays["S_out"]
     blocks, d = expected.reshape(m, -1, 32), S[..., 0]
@@ -214,10 +214,10 @@ def test_gate_up_swiglu(profile_name, case):
     check_gate_up(PROFILES[profile_name], case)
 
 
-@pytest.mark.parametrize("act_fn", list(ACTIVATIONS)[1:])
+@pytest.mark.parametrize("act", list(ACTIVATIONS)[1:])
 @pytest.mark.parametrize("case", [next(case for case in GATE_UP if (GATE_UP[case][0] == 1) == one) for one in (1, 0)])
-def test_activations(case, act_fn):
-    check_gate_up(PROFILES["lavapipe"], case, act_fn)
+def test_activations(case, act):
+    check_gate_up(PROFILES["lavapipe"], case, act)
 
 
 def test_activations_of_large_numbers():
@@ -238,31 +238,31 @@ def test_activations_of_large_numbers():
 # ---- token vectors
 
 
-@pytest.mark.parametrize("act", ["rows", "half"])
+@pytest.mark.parametrize("layout", ["rows", "half"])
 @pytest.mark.parametrize("chunk", norm_cases.CHUNKS[1:3])
-def test_quantize(profile, act, chunk):
+def test_quantize(profile, layout, chunk):
     m, k, live = chunk
-    x, out = norm_cases.rows_of(m, k), norm_cases.outputs(m, k, act)
-    execute(quantize(k, m, act, profile, "quantize"), norm_cases.state(live) | {"X": x} | out, profile)
+    x, out = norm_cases.rows_of(m, k), norm_cases.outputs(m, k, layout)
+    execute(quantize(k, m, layout, profile, "quantize"), norm_cases.state(live) | {"X": x} | out, profile)
     norm_cases.check(out, x[:live].astype(np.float64))
 
 
 @pytest.mark.parametrize(
-    ("act", "row", "chunk"), [("", "last", 1), ("rows", "all", 2), ("half", "all", 1), ("rows", "all", 0)]
+    ("layout", "rows", "chunk"), [("", "last", 1), ("rows", "all", 2), ("half", "all", 1), ("rows", "all", 0)]
 )
-def test_rms_norm(profile, act, row, chunk):
+def test_rms_norm(profile, layout, rows, chunk):
     m, k, live = norm_cases.CHUNKS[chunk]
     x, g = norm_cases.rows_of(m, k), np.random.default_rng(9).standard_normal(k).astype(np.float32)
     wide = x.astype(np.float64)
     expected = (wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + norm_cases.EPS) * g)[:live]
-    out = norm_cases.outputs(m if row == "all" else 1, k, act)
-    kernel = rms_norm(k, m, norm_cases.EPS, act, row, profile, "norm")
+    out = norm_cases.outputs(m if rows == "all" else 1, k, layout)
+    kernel = rms_norm(k, m, norm_cases.EPS, layout, rows, profile, "norm")
     execute(kernel, norm_cases.state(live) | {"X": x, "G": g} | out, profile)
-    norm_cases.check(out, expected if row == "all" else expected[-1:])
+    norm_cases.check(out, expected if rows == "all" else expected[-1:])
 
 
-@pytest.mark.parametrize(("act", "row", "chunk", "bias"), [("", "last", 1, True), ("rows", "all", 2, False)])
-def test_layer_norm(profile, act, row, chunk, bias):
+@pytest.mark.parametrize(("layout", "rows", "chunk", "bias"), [("", "last", 1, True), ("rows", "all", 2, False)])
+def test_layer_norm(profile, layout, rows, chunk, bias):
     m, k, live = norm_cases.CHUNKS[chunk]
     rng = np.random.default_rng(9)
     x, (g, b) = (rng.standard_normal((n, k)).astype(np.float32) for n in (m, 2))
@@ -270,10 +270,10 @@ def test_layer_norm(profile, act, row, chunk, bias):
     wide = x.astype(np.float64)
     wide -= wide.mean(-1, keepdims=True)
     expected = (wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + norm_cases.EPS) * g + b * bias)[:live]
-    out = norm_cases.outputs(m if row == "all" else 1, k, act)
-    kernel = layer_norm(k, m, norm_cases.EPS, bias, act, row, profile, "norm")
+    out = norm_cases.outputs(m if rows == "all" else 1, k, layout)
+    kernel = layer_norm(k, m, norm_cases.EPS, bias, layout, rows, profile, "norm")
     execute(kernel, norm_cases.state(live) | {"X": x, "G": g, "B": b} | out, profile)
-    if act:
+    if layout:
         norm_cases.check(out, expected)
     else:  # sums of which little is left
         assert error(out["Y"], expected[-1:]) < 1e-6
@@ -298,9 +298,9 @@ TWO = ((0, 1), (130, 1))
 WINDOW = {"window": 40, "softcap": 4.0, "sinks": True, "scale": 0.2}
 ATTENTION = {
     "decode group 4": Case(8, 2, 64, states=((0, 1), (63, 1), (64, 1), (299, 1), (CTX - 1, 1))),
-    "decode group 1": Case(2, 2, 96, act="half", rope=Rope(True, 48), states=TWO),
-    "decode group 2": Case(2, 1, 128, act="rows", rope=Rope(True, 128, 1e-6), states=TWO),
-    "decode group 7": Case(7, 1, 64, act="rows", rope=Rope(False, 64), states=TWO),
+    "decode group 1": Case(2, 2, 96, layout="half", rope=Rope(True, 48), states=TWO),
+    "decode group 2": Case(2, 1, 128, layout="rows", rope=Rope(True, 128, 1e-6), states=TWO),
+    "decode group 7": Case(7, 1, 64, layout="rows", rope=Rope(False, 64), states=TWO),
     "decode group 9": Case(9, 1, 32, states=((299, 1),)),
     "decode head 24": Case(2, 1, 24, rope=Rope(True, 24, 1e-6), states=TWO),
     "decode norm after": Case(2, 1, 64, rope=Rope(False, 48, 1e-6, norm_after=True, value_norm=True), states=TWO),
@@ -337,8 +337,8 @@ ROPE = {
 def attention_kernel(profile, name):
     case = ATTENTION[name]
     if case.m > 1:
-        return attention_prefill_dot(case.layer, case.m, case.act, profile, "attention")
-    return attention_decode(case.layer, case.act, profile, "attention", case.rope)
+        return attention_prefill_dot(case.layer, case.m, case.layout, profile, "attention")
+    return attention_decode(case.layer, case.layout, profile, "attention", case.rope)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from mlc_amd.schedules.plans.workload import Workload
 # What kernels' builders take for arguments that a workload does not name.
 ATTENTION_DEFAULTS = {f.name: f.default for f in fields(Attention) if f.default is not MISSING}
 ROPE_DEFAULTS = {f.name: f.default for f in fields(Rope) if isinstance(f.default, bool)}
-EMBED_DEFAULTS, GATE_UP_DEFAULTS, NORM_DEFAULTS = {"scale": 1.0}, {"act_fn": "silu"}, {"both": False}
+EMBED_DEFAULTS, GATE_UP_DEFAULTS, NORM_DEFAULTS = {"scale": 1.0}, {"act": "silu"}, {"both": False}
 NOT_OF_ROPE = ("window", "chunk", "softcap", "sinks")
 DEFAULT = "default"  # where a plan comes from that nobody tuned
 GENERIC = "generic"  # the operator of kernels that no operator of ours has
@@ -233,14 +233,14 @@ class Target(ABC):
     def _norm(self, bb, call, more: dict):
         a, (m, k), name = call.attrs, shape_of(call.args[1]), ops.name_of(call)
         layout, rows, both = str(a["layout"]), str(a["rows"]), ops.gives_both(call)
-        args = {"k": k, "m": m, "eps": float(a["eps"])} | more | {"act": layout, "row": rows}
+        args = {"k": k, "m": m, "eps": float(a["eps"])} | more | {"layout": layout, "rows": rows}
         args |= _differing({"both": both}, NORM_DEFAULTS)
         what = "_both" if both else "_quantize" if layout else ""
         return self._call(bb, call, f"{name}{what}_{k}_m{m}{'_last' if rows == 'last' else ''}", Workload(name, args))
 
     def _quantize(self, bb, call):
         m, k = shape_of(call.args[1])
-        workload = Workload("quantize", {"k": k, "m": m, "act": str(call.attrs["layout"])})
+        workload = Workload("quantize", {"k": k, "m": m, "layout": str(call.attrs["layout"])})
         return self._call(bb, call, f"quantize_{k}_m{m}", workload)
 
     def _linear(self, bb, call):
@@ -257,7 +257,7 @@ class Target(ABC):
             for value in ([weight, rest.pop(0)] if bias else [weight])
         ]
         label = f"linear_{'_'.join(dict.fromkeys(f for f, _ in segments))}_{sum(n for _, n in segments)}x{k}_m{m}"
-        args = {"segments": segments, "k": k, "m": m, "act": layout, "biases": biases, "residual": residual}
+        args = {"segments": segments, "k": k, "m": m, "layout": layout, "biases": biases, "residual": residual}
         return self._call(bb, call, label, Workload("linear", args), args=[state, x, *ordered, *rest])
 
     def _gate_up(self, bb, call):
@@ -266,8 +266,8 @@ class Target(ABC):
         gate, up = (str(f) for f in a["formats"])
         label = f"gate_up_{'_'.join(dict.fromkeys((gate, up)))}_{n}x{k}_m{m}"
         args = {"gate": gate, "up": up, "n": n, "k": k, "m": m}
-        args |= {"act_in": str(a["layout_in"]), "act_out": str(a["layout"])}
-        args |= _differing({"act_fn": str(a["act"])}, GATE_UP_DEFAULTS)
+        args |= {"layout_in": str(a["layout_in"]), "layout": str(a["layout"])}
+        args |= _differing({"act": str(a["act"])}, GATE_UP_DEFAULTS)
         return self._call(bb, call, label, Workload("gate_up", args))
 
     def _route(self, bb, call):
@@ -335,12 +335,12 @@ class Target(ABC):
         return self._call(bb, call, f"rope_kv_write_m{m}", workload, inplace)
 
     def _rope_attention(self, bb, call):
-        args = self._attention_args(call) | self._rope(call) | {"act": str(call.attrs["layout"])}
+        args = self._attention_args(call) | self._rope(call) | {"layout": str(call.attrs["layout"])}
         return self._call(bb, call, f"rope_attention{_window(call)}_m1", Workload("rope_attention", args))
 
     def _attention(self, bb, call):
         m = shape_of(call.args[1])[0]
-        args = self._attention_args(call) | {"m": m, "act": str(call.attrs["layout"])}
+        args = self._attention_args(call) | {"m": m, "layout": str(call.attrs["layout"])}
         return self._call(bb, call, f"attention{_window(call)}_m{m}", Workload("attention", args))
 
     @staticmethod

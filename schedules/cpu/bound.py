@@ -111,7 +111,7 @@ def multiplies(params, op, args, isa, name) -> tirx.PrimFunc:
                 for fmt, n in _matrices(args):
                     _emit_weights(lookup(fmt), -(-n // isa.lanes) * rows, args["k"], state, acts, sink, isa)
                 if "gate" in args:
-                    activation = ACTIVATIONS[args.get("act_fn") or args.get("act", "silu")]
+                    activation = ACTIVATIONS[args.get("act", "silu")]
                     _emit_activation(activation, args["n"] // isa.lanes * rows // _chains(isa), state, sink, isa)
     return builder.get()
 

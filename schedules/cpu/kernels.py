@@ -27,32 +27,32 @@ def _embed(fmt, vocab, k, m, arch, name, plan, scale=1.0):
     return embed(fmt, vocab, k, m, name, scale)
 
 
-def _rms_norm(k, m, eps, act, row, arch, name, plan, both=False):
-    return rms_norm(k, m, eps, tile_rows(m, arch), bool(act), row, arch.isa, name, both)
+def _rms_norm(k, m, eps, layout, rows, arch, name, plan, both=False):
+    return rms_norm(k, m, eps, tile_rows(m, arch), bool(layout), rows, arch.isa, name, both)
 
 
-def _layer_norm(k, m, eps, bias, act, row, arch, name, plan, both=False):
-    return layer_norm(k, m, eps, tile_rows(m, arch), bool(act), row, bias, arch.isa, name, both)
+def _layer_norm(k, m, eps, bias, layout, rows, arch, name, plan, both=False):
+    return layer_norm(k, m, eps, tile_rows(m, arch), bool(layout), rows, bias, arch.isa, name, both)
 
 
-def _quantize(k, m, act, arch, name, plan):
+def _quantize(k, m, layout, arch, name, plan):
     return quantize(k, m, tile_rows(m, arch), arch.isa, name)
 
 
-def _linear(segments, k, m, act, biases, residual, arch, name, plan):
+def _linear(segments, k, m, layout, biases, residual, arch, name, plan):
     return linear(segments, k, m, tile_rows(m, arch), biases, residual, arch.isa, name, plan)
 
 
-def _gate_up(gate, up, n, k, m, act_in, act_out, arch, name, plan, act_fn="silu"):
-    return gate_up_swiglu(gate, up, n, k, m, tile_rows(m, arch), bool(act_out), arch.isa, name, plan, act_fn)
+def _gate_up(gate, up, n, k, m, layout_in, layout, arch, name, plan, act="silu"):
+    return gate_up_swiglu(gate, up, n, k, m, tile_rows(m, arch), bool(layout), arch.isa, name, plan, act)
 
 
 def _rope_kv_write(m, arch, name, plan, **layer):
     return rope_kv_write(described(Attention, layer), described(Rope, layer), m, arch.isa, name)
 
 
-def _attention(m, act, arch, name, plan, **layer):
-    return attention(described(Attention, layer), m, tile_rows(m, arch), bool(act), arch.isa, name, plan)
+def _attention(m, layout, arch, name, plan, **layer):
+    return attention(described(Attention, layer), m, tile_rows(m, arch), bool(layout), arch.isa, name, plan)
 
 
 def _route(n, m, experts, used, tile, arch, name, plan, **attributes):

@@ -45,17 +45,17 @@ def _inverse_deviation(k, eps, value):
     return T.Bind(T.float32(1) / T.sqrt(_mean(k, square) + T.float32(eps)))
 
 
-def _norm(k, m, p, quantize, row, name, bias, both, emit):
+def _norm(k, m, p, quantize, rows, name, bias, both, emit):
     """The kernel of a norm. emit(columns -> X of the row) gives (columns -> what is scaled, the row's scale)."""
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
-    out_m, out_p = {"all": (m, p), "last": (1, 1)}[row]
+    out_m, out_p = {"all": (m, p), "last": (1, 1)}[rows]
     with kernel(name) as (builder, state):
         X, G = T.arg("X", T.buffer((m, k), "float32")), T.arg("G", T.buffer((k,), "float32"))
         B = T.arg("B", T.buffer((k,), "float32")) if bias else None
         outputs = [Output(out_m, k, out_p, kind, "Y") for kind in ([quantize, False] if both else [quantize])]
         with row_loop(state, out_m) as i:
-            source = i if row == "all" else T.Bind(live_rows(state, m) - 1)
+            source = i if rows == "all" else T.Bind(live_rows(state, m) - 1)
             value, scale = emit(lambda columns: X[source, columns])
 
             def result(columns):
@@ -70,18 +70,18 @@ def _norm(k, m, p, quantize, row, name, bias, both, emit):
     return builder.get()
 
 
-def rms_norm(k, m, eps, p, quantize, row, isa, name, both=False) -> tirx.PrimFunc:
+def rms_norm(k, m, eps, p, quantize, rows, isa, name, both=False) -> tirx.PrimFunc:
     """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S of [m, k] in tiles of p rows if `quantize`,
     else Y float32 [m, k]).
 
-    both: Y behind A, S as well. row: "all", or "last": only the last live row, X[live - 1]; the outputs then have the
+    both: Y behind A, S as well. rows: "all", or "last": only the last live row, X[live - 1]; the outputs then have the
     shapes of m = 1, p = 1. UserError unless 32 divides k. `isa` is not used: vectors have 16 lanes and LLVM splits
     them.
     """
-    return _norm(k, m, p, quantize, row, name, False, both, lambda x: (x, _inverse_deviation(k, eps, x)))
+    return _norm(k, m, p, quantize, rows, name, False, both, lambda x: (x, _inverse_deviation(k, eps, x)))
 
 
-def layer_norm(k, m, eps, p, quantize, row, bias, isa, name, both=False) -> tirx.PrimFunc:
+def layer_norm(k, m, eps, p, quantize, rows, bias, isa, name, both=False) -> tirx.PrimFunc:
     """As `rms_norm`; B float32 [k] behind G if `bias`."""
 
     def emit(x):
@@ -92,7 +92,7 @@ def layer_norm(k, m, eps, p, quantize, row, bias, isa, name, both=False) -> tirx
 
         return centered, _inverse_deviation(k, eps, centered)
 
-    return _norm(k, m, p, quantize, row, name, bias, both, emit)
+    return _norm(k, m, p, quantize, rows, name, bias, both, emit)
 
 
 def quantize(k, m, p, isa, name) -> tirx.PrimFunc:

@@ -41,10 +41,10 @@ ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "relu": _relu, "relu_sq": _relu_sq}
 GATED = {"swiglu_oai": _swiglu_oai}  # those that are more than f(gate) * up
 
 
-def gated(act_fn, gate, up):
+def gated(act, gate, up):
     """f(gate) * up, in a register. ValueError for a name that neither ACTIVATIONS nor GATED has."""
-    if act_fn in GATED:
-        return T.Bind(GATED[act_fn](gate, up))
-    if act_fn not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {act_fn!r}; known are {', '.join([*ACTIVATIONS, *GATED])}")
-    return T.Bind(ACTIVATIONS[act_fn](gate) * up)
+    if act in GATED:
+        return T.Bind(GATED[act](gate, up))
+    if act not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {act!r}; known are {', '.join([*ACTIVATIONS, *GATED])}")
+    return T.Bind(ACTIVATIONS[act](gate) * up)

@@ -15,9 +15,9 @@ from mlc_amd.schedules.gpu.attention_prefill_dot import attention_prefill_dot
 PREFILL = {"": attention_prefill_dot, "coop": attention_prefill_coop}
 
 
-def attention(layer: Attention, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
+def attention(layer: Attention, m, layout, arch, name, plan=None) -> tirx.PrimFunc:
     """Kernel (state int32[4], Qo float16 [m, heads, width], Kc, Vc of `cache.py`, [Sinks float32 [heads]], [Parts,
-    Arrived of `attention_join.scratch_shapes` when m is 1], then the output [m, heads*d] in the layout act_out).
+    Arrived of `attention_join.scratch_shapes` when m is 1], then the output [m, heads*d] in that `layout`).
 
     Qo is rotated and scaled (`Attention.query_scale`) and the cache contains the rows' own keys. Row i has the position
     that `cache.row_position` says and sees the keys that `cache.visible` says. UserError for shapes that `cache_types`,
@@ -25,6 +25,6 @@ def attention(layer: Attention, m, act_out, arch, name, plan=None) -> tirx.PrimF
     module, instead of the arch's.
     """
     if m == 1:
-        return attention_decode(layer, act_out, arch, name, plan=plan)
+        return attention_decode(layer, layout, arch, name, plan=plan)
     prefill = PREFILL.get(arch.matrix, attention_prefill)
-    return prefill(layer, m, act_out, arch, name, plan)
+    return prefill(layer, m, layout, arch, name, plan)

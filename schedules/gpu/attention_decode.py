@@ -94,11 +94,11 @@ def splits_of(heads, kv_heads, d, ctx, arch, plan=None, span=0) -> Splits:
 
 
 def attention_decode(
-    attention: Attention, act_out, arch, name, rope: Rope | None = None, plan: Plan | None = None
+    attention: Attention, layout, arch, name, rope: Rope | None = None, plan: Plan | None = None
 ) -> tirx.PrimFunc:
     """Kernel (state int32[4], then with `rope`: Q, K, V, [QN, KN], [CS] as for `rope_kv_write` with m = 1; without: Qo
     float16 [1, heads, width]; then Kc, Vc (with `rope` in place), [Sinks float32 [heads]], Parts, Arrived of
-    `attention_join.scratch_shapes`, then the output [1, heads*d] in the layout act_out).
+    `attention_join.scratch_shapes`, then the output [1, heads*d] in that `layout`).
 
     One row, at its position in `state`; with `rope.writes` its own key and value are written there, else they must be
     there already. One launch. plan: instead of the arch's; ValueError as for `splits_of`. UserError for shapes that
@@ -115,7 +115,7 @@ def attention_decode(
             Qo = T.arg("Qo", T.buffer((1, heads, attention.width), "float16"))
         cache, sinks = Cache(attention, shifts=True), sinks_arg(attention)
         scratch = scratch_args(heads, kv_heads, d)
-        out = output_args(attention, 1, act_out)
+        out = output_args(attention, 1, layout)
         with launch((kv_heads * parts, splits.count), (arch.wave, splits.waves)) as (part, split, lane, thread_wave):
             kv = part if parts == 1 else T.Bind(part // parts)
             wave = uniform(arch, thread_wave)
@@ -163,7 +163,7 @@ def attention_decode(
                         cache.store_value(arch, kv, position, sources.V, 0, lane, scale)
                 quad = rows.join_waves(wave, splits.waves)
                 tid = T.Bind(wave * arch.wave + lane)
-                join = Join(arch, splits, act_out, out, scratch, sinks, part, wave, lane, tid)
+                join = Join(arch, splits, layout, out, scratch, sinks, part, wave, lane, tid)
                 if arch.api == "vulkan":
                     with T.serial(T.cast(active == 1, "int32")):
                         join.store_alone(quad)

@@ -40,8 +40,8 @@ class Join:
     """What a thread of a workgroup, number `tid`, needs to join part `part` of the heads. splits:
     `attention_decode.Splits`; scratch: of `scratch_args`; sinks: the parameter, or None."""
 
-    def __init__(self, arch, splits, act_out, out, scratch, sinks, part, wave, lane, tid):
-        self.arch, self.splits, self.act_out, self.out, self.sinks = arch, splits, act_out, out, sinks
+    def __init__(self, arch, splits, layout, out, scratch, sinks, part, wave, lane, tid):
+        self.arch, self.splits, self.layout, self.out, self.sinks = arch, splits, layout, out, sinks
         self.Parts, self.Arrived = scratch
         self.part, self.wave, self.lane, self.tid = part, wave, lane, tid
 
@@ -67,7 +67,7 @@ class Join:
 
     def _emit(self, values, row, column, valid):
         column = self._head(row) * self.splits.d + column
-        emit_store(self.arch, self.act_out, self.out, [T.Bind(y) for y in values], 0, column, valid)
+        emit_store(self.arch, self.layout, self.out, [T.Bind(y) for y in values], 0, column, valid)
 
     def store_alone(self, quad):
         """Stores the output where one split has all keys. quad(row, column): the workgroup's results, of

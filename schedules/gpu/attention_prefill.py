@@ -193,7 +193,7 @@ class Wave:
                 put(packed, T.Select(self.part == 0, other[i], own[i]), n // 2 + i)
         return packed
 
-    def finish(self, sinks, act_out, out):
+    def finish(self, sinks, layout, out):
         """Stores the outputs. A lane has 4 or 8 consecutive columns of its row."""
         n = self.unit.results
         total = self.across(self.total[0], lambda x, y: x + y)
@@ -205,17 +205,17 @@ class Wave:
                     y = [opaque(self.out[x * n + i + e] * inverse) for e in range(WIDTH)]
                     column = T.Bind(self.head * d + x * 16 + self.part * n + i)
                     live = None if (x + 1) * 16 <= d else x * 16 + self.part * n + i < d
-                    emit_store(self.arch, act_out, out, y, self.token, column, live)
+                    emit_store(self.arch, layout, out, y, self.token, column, live)
 
 
-def attention_prefill(attention: Attention, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
+def attention_prefill(attention: Attention, m, layout, arch, name, plan=None) -> tirx.PrimFunc:
     """Kernel (state int32[4], Qo float16 [m, heads, width], Kc, Vc, [Sinks float32 [heads]], then the output [m,
-    heads*d] in the layout act_out, "" or "half").
+    heads*d] in that `layout`, "" or "half").
 
     Nothing is stored for rows that are not live. UserError for shapes that `cache_types` or `group_of` refuses, or for
     "rows".
     """
-    if act_out == "rows":
+    if layout == "rows":
         raise UserError(
             "attention on matrix units gives float32 or float16, not int8 blocks; quantize its output separately"
         )
@@ -227,7 +227,7 @@ def attention_prefill(attention: Attention, m, act_out, arch, name, plan=None) -
         state = state_arg()
         Q = T.arg("Qo", T.buffer((m, heads, attention.width), "float16"))
         cache, sinks = Cache(attention), sinks_arg(attention)
-        out = output_args(attention, m, act_out)
+        out = output_args(attention, m, layout)
         with launch((kv_heads, tiles), (arch.wave, waves)) as (kv, tile, tx, thread_wave):
             chunk = Chunk(state, m, attention)
             first_row = T.Bind(((tiles - 1 - tile) * waves + uniform(arch, thread_wave)) * ROWS)  # the longest first
@@ -247,5 +247,5 @@ def attention_prefill(attention: Attention, m, act_out, arch, name, plan=None) -
                 with T.serial(steps - whole) as i:
                     key0 = T.Bind((whole + i) * step)
                     wave.step(cache.block(kv, key0), visible(attention, chunk.position(wave.token)))
-                wave.finish(sinks, act_out, out)
+                wave.finish(sinks, layout, out)
     return ir.get()

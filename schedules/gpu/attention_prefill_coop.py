@@ -241,7 +241,7 @@ class Wave:
             for place in range(i * count, (i + 1) * count):
                 fragments.set(place, e, fragments.get(place, e) * factor)
 
-    def finish(self, lane, sinks, act_out, out):
+    def finish(self, lane, sinks, layout, out):
         """Stores the outputs of the live rows, a fragment at a time through shared memory."""
         quads, d = self.n // WIDTH, self.attention.d  # quads: of a row
         for i in range(self.tile.fragments):
@@ -264,19 +264,19 @@ class Wave:
                         live = tirx.all(live, x * self.n + column < d)
                     y = [T.Bind(T.Shuffle([y], [c])) for c in range(WIDTH)]
                     place = T.Bind(self.heads[i] * d + x * self.n + column)
-                    emit_store(self.arch, act_out, out, y, token, place, live)
+                    emit_store(self.arch, layout, out, y, token, place, live)
                 wave_barrier()
 
 
-def attention_prefill_coop(attention: Attention, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
+def attention_prefill_coop(attention: Attention, m, layout, arch, name, plan=None) -> tirx.PrimFunc:
     """Kernel (state int32[4], Qo float16 [m, heads, width], Kc, Vc, [Sinks float32 [heads]], then the output [m,
-    heads*d] in the layout act_out, not "rows").
+    heads*d] in that `layout`, not "rows").
 
     Nothing is stored for rows that are not live. plan: a Tile instead of the arch's. UserError for shapes that
     `cache_types`, `group_of` or `tile_of` refuses, for "rows", or m that the fragments' rows do not divide;
     ValueError for a tile whose keys do not divide the cache.
     """
-    if act_out == "rows":
+    if layout == "rows":
         raise UserError(
             "attention on matrix units gives float32 or float16, not int8 blocks; quantize its output separately"
         )
@@ -296,7 +296,7 @@ def attention_prefill_coop(attention: Attention, m, act_out, arch, name, plan=No
         state = state_arg()
         Q = T.arg("Qo", T.buffer((m, heads, width), "float16"))
         cache, sinks = Cache(attention), sinks_arg(attention)
-        out = output_args(attention, m, act_out)
+        out = output_args(attention, m, layout)
         with launch((kv_heads, tiles), (arch.wave, tile.waves)) as (kv, reverse, lane, thread_wave):
             number = uniform(arch, thread_wave)
             tid, threads = T.Bind(number * arch.wave + lane), tile.waves * arch.wave
@@ -338,5 +338,5 @@ def attention_prefill_coop(attention: Attention, m, act_out, arch, name, plan=No
                     keys.store()
                     barrier()
                 wave.join_parts()
-                wave.finish(lane, sinks, act_out, out)
+                wave.finish(lane, sinks, layout, out)
     return ir.get()

@@ -35,9 +35,9 @@ class Plan:
     rows: int = 8
 
 
-def attention_prefill_dot(attention: Attention, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
+def attention_prefill_dot(attention: Attention, m, layout, arch, name, plan=None) -> tirx.PrimFunc:
     """Kernel (state int32[4], Qo float16 [m, heads, width], Kc, Vc, [Sinks float32 [heads]], then the output [m,
-    heads*d] in the layout act_out).
+    heads*d] in that `layout`).
 
     Nothing is stored for rows that are not live. UserError for shapes that `cache_types`, `group_of` or `output_args`
     refuses.
@@ -51,7 +51,7 @@ def attention_prefill_dot(attention: Attention, m, act_out, arch, name, plan=Non
         state = state_arg()
         Q = T.arg("Qo", T.buffer((m, heads, attention.width), "float16"))
         cache, sinks = Cache(attention, shifts=True), sinks_arg(attention)
-        out = output_args(attention, m, act_out)
+        out = output_args(attention, m, layout)
         with launch((kv_heads, tiles), (arch.wave, waves)) as (kv, tile, lane, thread_wave):
             wave = uniform(arch, thread_wave)
             tid = T.Bind(wave * arch.wave + lane)
@@ -84,7 +84,7 @@ def attention_prefill_dot(attention: Attention, m, act_out, arch, name, plan=Non
                     inverse = opaque(rcp(with_sink(sinks, head, total, top)))
                     valid = tirx.all(row // group < chunk.count, first + tid < count * d // WIDTH)
                     values = [opaque(v * inverse) for v in values]
-                    emit_store(arch, act_out, out, values, T.Bind(token(r)), T.Bind(head * d + column), valid)
+                    emit_store(arch, layout, out, values, T.Bind(token(r)), T.Bind(head * d + column), valid)
     return ir.get()
 
 

@@ -20,12 +20,12 @@ from mlc_amd.schedules.gpu.quantize import act_args
 from mlc_amd.schedules.gpu.step import kernel, state_arg
 
 
-def expert_engine(of: Slots, act, formats, k, arch, rows, tile=None, together=1):
+def expert_engine(of: Slots, layout, formats, k, arch, rows, tile=None, together=1):
     """`gemm.engine` for slots. ValueError also for a tile that an expert's tiles do not consist of."""
-    if tile is None and arch.matrix and act not in ("", "rows"):
+    if tile is None and arch.matrix and layout not in ("", "rows"):
         family = gemm_coop if arch.matrix == "coop" else gemm_matrix
         tile = family.choose_expert(arch, formats, of.experts.tile, k, together)
-    gemm = engine(act, formats, of.experts.tile, k, arch, rows, tile, together)
+    gemm = engine(layout, formats, of.experts.tile, k, arch, rows, tile, together)
     if of.experts.tile % gemm.tile.tokens:
         raise ValueError(f"experts' tiles of {of.experts.tile} slots do not divide into {gemm.tile}")
     return gemm
@@ -37,20 +37,20 @@ def tile_expert(groups, slot0, n, experts: Experts):
     return T.Bind(expert_at(groups, [index], experts) * n), T.Bind(groups[index]) >= 0
 
 
-def expert_linear(fmt, n, k, of: Slots, act, arch, name, tile=None):
+def expert_linear(fmt, n, k, of: Slots, layout, arch, name, tile=None):
     """PrimFunc (state, A, S | H | X of [slots, k], Groups, planes of the [count * n, k] stack, [WB float32 [count *
     n]], Y float32 [slots, n]). tile: see `gemm.engine`. UserError unless n is a multiple of 16 or for weights too
     large, ValueError for what has no tiles."""
     fmt, slots = lookup(fmt), of.experts.slots(of.m)
     check_rows(n)
-    gemm = expert_engine(of, act, [fmt], k, arch, n, tile)
+    gemm = expert_engine(of, layout, [fmt], k, arch, n, tile)
     with kernel(name) as ir:
         state_arg()
-        params, groups = act_args(slots, k, act), ids_arg(of.experts, of.m)
+        params, groups = act_args(slots, k, layout), ids_arg(of.experts, of.m)
         bufs = plane_args(fmt, of.experts.count * n, k, "W_")
         biases = bias_args(of, n, ("WB",))
         Y = T.arg("Y", T.buffer((slots, n), "float32"))
-        acts = views(params, act, slots, k)
+        acts = views(params, layout, slots, k)
         with launch((slots // gemm.tile.tokens, -(-n // gemm.tile.rows)), (gemm.threads,)) as (slot_tile, row_tile, t):
             gemm.allocate(t)
             slot0, row0 = T.Bind(slot_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)

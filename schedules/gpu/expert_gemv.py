@@ -59,18 +59,18 @@ def down_split(fmt, n, k, used, arch, plan=None) -> Split:
     return Split(plan, lanes, waves, side, steps, rows, -(-n // rows))
 
 
-def expert_down(fmt, n, k, of: Slots, weighted, residual, act, arch, name, plan=None):
+def expert_down(fmt, n, k, of: Slots, weighted, residual, layout, arch, name, plan=None):
     """PrimFunc (state, A, S | X of `used` rows, Groups int32 [1, used], planes of the [count * n, k] stack, [WB float32
     [count * n]], [Weights float32 [1, used]], [R float32 [1, n]], Y float32 [1, n]). UserError unless n is a multiple
     of 16, ValueError for activations in another layout than the format's."""
     fmt, used = lookup(fmt), of.experts.used
     check_rows(n)
-    gemv.check([fmt], of.m, act, "expert_down")
+    gemv.check([fmt], of.m, layout, "expert_down")
     split = down_split(fmt, n, k, used, arch, plan)
     plan, lanes, waves, side, steps, rows, groups = split
     with kernel(name) as ir:
         state_arg()
-        params, ids = act_args(used, k, act), ids_arg(of.experts, 1)
+        params, ids = act_args(used, k, layout), ids_arg(of.experts, 1)
         bufs = plane_args(fmt, of.experts.count * n, k, "W_")
         biases = bias_args(of, n, ("WB",))
         Weights = weights_arg(of.experts, 1) if weighted else None

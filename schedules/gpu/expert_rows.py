@@ -19,9 +19,9 @@ def _threads(k, arch, plan):
     return threads_of(arch, plan) if plan else min(arch.threads, -(-k // (WIDTH * arch.wave)) * arch.wave)
 
 
-def gather(k, m, experts: Experts, weighted, act, arch, name, plan=None) -> tirx.PrimFunc:
+def gather(k, m, experts: Experts, weighted, layout, arch, name, plan=None) -> tirx.PrimFunc:
     """Kernel (state, X float32 [m, k], [Pairs int32 [slots] unless m is 1], [Weights float32 [m, used]], then A, S | H
-    | Y of [slots, k], as `act` says): the row of each slot, times its pair's weight if `weighted`. Slots of
+    | Y of [slots, k], as `layout` says): the row of each slot, times its pair's weight if `weighted`. Slots of
     padding are left as they are: what is computed of them, numbers or not, nobody reads. UserError if blocks cannot
     hold k columns."""
     slots, threads = experts.slots(m), _threads(k, arch, plan)
@@ -31,7 +31,7 @@ def gather(k, m, experts: Experts, weighted, act, arch, name, plan=None) -> tirx
         X = T.arg("X", T.buffer((m, k), "float32"))
         Pairs = T.arg("Pairs", T.buffer((slots,), "int32")) if m > 1 else None
         Weights = weights_arg(experts, m) if weighted else None
-        out = act_args(slots, k, act, None if act else ["Y"])
+        out = act_args(slots, k, layout, None if layout else ["Y"])
         weights = flat(Weights) if weighted else None
         with launch((-(-k // step), slots), (threads,)) as (chunk, slot, thread), _if_used(Pairs, slot):
             pair = slot if Pairs is None else T.Bind(T.max(Pairs[slot], T.int32(0)))
@@ -40,7 +40,7 @@ def gather(k, m, experts: Experts, weighted, act, arch, name, plan=None) -> tirx
             x = load_columns(X, 0 if m == 1 else T.Bind(T.min(pair // experts.used, T.int32(m - 1))), inside)
             if weighted:
                 x = [T.Bind(v * weights[pair]) for v in x]
-            emit_store(arch, act, out, x, slot, inside, None if k % step == 0 else column < k)
+            emit_store(arch, layout, out, x, slot, inside, None if k % step == 0 else column < k)
     return ir.get()
 
 

@@ -26,11 +26,11 @@ def _elements(x):
     return [lane_of(x, i) for i in range(count)] if count > 1 else [x]
 
 
-def _store_floats(act, out, token, row, y):
+def _store_floats(layout, out, token, row, y):
     """y, float32 elements of consecutive rows, in the layout "", "half" or, four of them, "pairs"."""
-    if act in ("half", "pairs"):
+    if layout in ("half", "pairs"):
         y = [T.cast(clamped(x), "float16") for x in y]
-    if act == "pairs":
+    if layout == "pairs":
         store_pairs(out, token, row, y)
         return
     value = vector(y) if len(y) > 1 else y[0]
@@ -82,12 +82,12 @@ class _Staged:
             )
 
 
-def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, tile=None, act_fn="silu", of=None):
+def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, tile=None, act="silu", of=None):
     """PrimFunc (state, A, S | H | X, [Groups], planes of gate, planes of up, [GB, UB], then A, S | H | X of [m, f],
     named with "_out").
 
-    The weights are f x k, f a multiple of 32. act_in, k, m and tile: as for `gemm.linear`. act_out: "half", "pairs"
-    (after cooperative matrices), "" or, where act_in does not mean matrix units, "rows". act_fn: a name of
+    The weights are f x k, f a multiple of 32. layout_in, k, m and tile: as for `gemm.linear`. layout: "half", "pairs"
+    (after cooperative matrices), "" or, where layout_in does not mean matrix units, "rows". act: a name of
     `activations.py`. Token tiles without live tokens are left as they are. ValueError for what cannot share a launch.
 
     of: a `Slots` of experts.py; the weights are stacks, and its slots stand in the place of tokens. Tiles without an
@@ -95,21 +95,23 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, tile=
     """
     formats = [lookup(fmt_gate), lookup(fmt_up)]
     gemm = (
-        expert_engine(of, act_in, formats, k, arch, f, tile, 2)
+        expert_engine(of, layout_in, formats, k, arch, f, tile, 2)
         if of
-        else engine(act_in, formats, m, k, arch, f, tile, 2)
+        else engine(layout_in, formats, m, k, arch, f, tile, 2)
     )
-    if f % BLOCK or gemm.rows_side_by_side != {"rows": BLOCK, "pairs": 1}.get(act_out, gemm.rows_side_by_side):
-        raise ValueError(f"{f} rows in layout {act_out!r} from activations in layout {act_in!r} do not make one launch")
+    if f % BLOCK or gemm.rows_side_by_side != {"rows": BLOCK, "pairs": 1}.get(layout, gemm.rows_side_by_side):
+        raise ValueError(
+            f"{f} rows in layout {layout!r} from activations in layout {layout_in!r} do not make one launch"
+        )
     with kernel(name) as ir:
-        state, params, count = state_arg(), act_args(m, k, act_in), of.experts.count if of else 1
+        state, params, count = state_arg(), act_args(m, k, layout_in), of.experts.count if of else 1
         groups = ids_arg(of.experts, of.m) if of else None
         weights = [
             (fmt, plane_args(fmt, count * f, k, prefix), f) for fmt, prefix in zip(formats, ("G_", "U_"), strict=True)
         ]
         biases = bias_args(of, f, ("GB", "UB"))
-        out = act_args(m, f, act_out, ["A_out", "S_out"] if act_out == "rows" else ["Y"])
-        acts = views(params, act_in, m, k)
+        out = act_args(m, f, layout, ["A_out", "S_out"] if layout == "rows" else ["Y"])
+        acts = views(params, layout_in, m, k)
         with launch((m // gemm.tile.tokens, -(-f // gemm.tile.rows)), (gemm.threads,)) as (
             token_tile,
             row_tile,
@@ -118,19 +120,19 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, tile=
             gemm.allocate(thread)
             token0, row0 = T.Bind(token_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)
             first, mine = tile_expert(groups, token0, f, of.experts) if of else (None, None)
-            staged = _Staged(gemm.tile) if act_out == "rows" and (arch.wave < BLOCK or not arch.subgroups) else None
+            staged = _Staged(gemm.tile) if layout == "rows" and (arch.wave < BLOCK or not arch.subgroups) else None
 
             def store(token, row, values):
                 if biases:
                     index = span(T.Bind(first + row), values[0])
                     values = [T.Bind(x + bias[index]) for x, bias in zip(values, biases, strict=True)]
-                y = [gated(act_fn, g, u) for g, u in zip(*map(_elements, values), strict=True)]
+                y = [gated(act, g, u) for g, u in zip(*map(_elements, values), strict=True)]
                 if staged:
                     staged.keep(token - token0, row - row0, *y)
-                elif act_out == "rows":
+                elif layout == "rows":
                     _store_block(arch, out, token, row, *y)
                 else:
-                    _store_floats(act_out, out[0], token, row, y)
+                    _store_floats(layout, out[0], token, row, y)
 
             # a loop of 0 or 1 steps: barriers may not stand inside an if
             mine = token0 < live_rows(state, m) if mine is None else mine

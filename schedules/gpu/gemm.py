@@ -24,18 +24,18 @@ from mlc_amd.schedules.gpu.registers import at, vector
 from mlc_amd.schedules.gpu.step import kernel, live_rows, state_arg
 
 
-def engine(act, formats, m, k, arch, rows, tile=None, together=1):
-    """The tile routine for activations in layout `act` and weights of these formats, `together` of which share a tile;
+def engine(layout, formats, m, k, arch, rows, tile=None, together=1):
+    """The tile routine for activations in that `layout` and weights of these formats, `together` of which share a tile;
     `rows`: of all segments. `tile`: MatrixTile, CoopTile or DotTile, by default the one for the arch and shape.
     Float32 activations and float weights stay float32. ValueError for what does not fit."""
-    exact = act == "" and all(fmt.kind == "float" for fmt in formats)
-    matrix = arch.matrix and act != "rows" and not exact
-    kind = {"rows": "int8", "": "float"}.get(act)
-    layouts = {"": (), "coop": ("", "pairs")}.get(arch.matrix, ("", "half"))
-    if act not in layouts if matrix else {fmt.kind for fmt in formats} != {kind}:
+    exact = layout == "" and all(fmt.kind == "float" for fmt in formats)
+    matrix = arch.matrix and layout != "rows" and not exact
+    kind = {"rows": "int8", "": "float"}.get(layout)
+    known = {"": (), "coop": ("", "pairs")}.get(arch.matrix, ("", "half"))
+    if layout not in known if matrix else {fmt.kind for fmt in formats} != {kind}:
         raise ValueError(
             f"{arch.name} cannot multiply weights of {sorted(fmt.name for fmt in formats)} with activations in layout "
-            f"{act!r}"
+            f"{layout!r}"
         )
     if matrix and arch.matrix == "coop":
         return CoopGemm(arch, tile or gemm_coop.choose(arch, formats, m, k, rows, together), k, together)
@@ -43,13 +43,13 @@ def engine(act, formats, m, k, arch, rows, tile=None, together=1):
         return MatrixGemm(arch, tile or gemm_matrix.choose(arch, m, k, together), k, together)
     if exact and arch.matrix:
         return ExactGemm(arch, tile or gemm_dot.choose_exact(arch, m, rows), k, together)
-    return (DotGemm if act == "rows" else FloatGemm)(arch, tile or gemm_dot.choose(arch, m, together), k, together)
+    return (DotGemm if layout == "rows" else FloatGemm)(arch, tile or gemm_dot.choose(arch, m, together), k, together)
 
 
-def views(acts, act, m, k):
+def views(acts, layout, m, k):
     """The activations' buffers as the tile routine reads them, from the parameters of `act_args`. To be called after
     the last parameter: it may declare a view."""
-    if act == "rows":
+    if layout == "rows":
         A, S = acts
         return T.decl_buffer((m, k // BLOCK, QUADS), "int32", data=A.data), S
     return acts
@@ -70,14 +70,14 @@ def _bias(bias, index, n):
     return vector([bias[T.min(index.base + i, T.int32(n - 1))] for i in range(lanes)])
 
 
-def linear(segments, k, m, act_in, biases, residual, arch, name, tile=None):
+def linear(segments, k, m, layout, biases, residual, arch, name, tile=None):
     """PrimFunc (state, A, S | H | X, planes of segment 0, [bias f32 [n]], planes of segment 1, ..., [R f32 [m, npad]],
     Y_0 f32 [m, npad], ...).
 
     segments: list of (format name or Format, n); they share the activations (q, k and v of a layer) and the launch. k:
-    a multiple of 32, m: tokens, a multiple of 16. act_in: layout of the activations: "half" or "" on matrix units,
-    "pairs" or "" on cooperative matrices (weights and activations become float16), else "rows" for int8 formats and ""
-    for float formats. Float formats with "" are multiplied in float32 everywhere. biases: one flag per segment.
+    a multiple of 32, m: tokens, a multiple of 16. layout: of the activations, "half" or "" on matrix units, "pairs"
+    or "" on cooperative matrices (weights and activations become float16), else "rows" for int8 formats and "" for
+    float formats. Float formats with "" are multiplied in float32 everywhere. biases: one flag per segment.
     residual: Y = R + result, for one segment. tile: see `engine`. Token tiles without live tokens (state[1]) are left
     as they are. npad = n rounded up to a multiple of 16; the columns from n on are undefined. ValueError for what
     cannot share a launch or has no tiles, UserError for weights too large.
@@ -88,17 +88,17 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, tile=None):
             f"segments {[(f.name, n) for f, n in segments]}, biases {biases}, residual {residual} do not make one "
             "launch"
         )
-    gemm = engine(act_in, [fmt for fmt, _ in segments], m, k, arch, sum(padded(n) for _, n in segments), tile)
+    gemm = engine(layout, [fmt for fmt, _ in segments], m, k, arch, sum(padded(n) for _, n in segments), tile)
     counts = [-(-padded(n) // gemm.tile.rows) for _, n in segments]
     with kernel(name) as ir:
-        state, params = state_arg(), act_args(m, k, act_in)
+        state, params = state_arg(), act_args(m, k, layout)
         weights = []
         for i, ((fmt, n), has_bias) in enumerate(zip(segments, biases, strict=True)):
             bufs = plane_args(fmt, n, k, f"W{i}_")
             weights.append((bufs, T.arg(f"bias{i}", T.buffer((n,), "float32")) if has_bias else None))
         R = T.arg("R", T.buffer((m, padded(segments[0][1])), "float32")) if residual else None
         outputs = [T.arg(f"Y{i}", T.buffer((m, padded(n)), "float32")) for i, (_, n) in enumerate(segments)]
-        acts = views(params, act_in, m, k)
+        acts = views(params, layout, m, k)
         with launch((m // gemm.tile.tokens, sum(counts)), (gemm.threads,)) as (token_tile, row_tile, thread):
             gemm.allocate(thread)
             token0, live, first = T.Bind(token_tile * gemm.tile.tokens), live_rows(state, m), 0

@@ -97,15 +97,15 @@ def lanes_of(units, maximum) -> int:
 # ---- kernels
 
 
-def _act_kind(kind):
+def _layout_of(kind):
     """Layout of the activations for formats of that kind."""
     return "rows" if kind == "int8" else ""
 
 
-def check(fmts, m, act_in, what):
+def check(fmts, m, layout, what):
     kinds = {fmt.kind for fmt in fmts}
-    if m != 1 or len(kinds) != 1 or act_in != _act_kind(fmts[0].kind):
-        raise ValueError(f"{what} of {m} tokens in the layout {act_in!r} with {[fmt.name for fmt in fmts]} is no GEMV")
+    if m != 1 or len(kinds) != 1 or layout != _layout_of(fmts[0].kind):
+        raise ValueError(f"{what} of {m} tokens in the layout {layout!r} with {[fmt.name for fmt in fmts]} is no GEMV")
 
 
 class _Split(NamedTuple):
@@ -155,17 +155,17 @@ def linear_plans(segments, k, arch, plan=None):
     return plans, [_split(fmt, n, k, used, arch) for (fmt, n), used in zip(segments, plans, strict=True)]
 
 
-def linear(segments, k, m, act_in, biases, residual, arch, name, plan=None):
+def linear(segments, k, m, layout, biases, residual, arch, name, plan=None):
     """PrimFunc (state, A, S | X, planes of segment 0, [bias f32 [n]], planes of segment 1, ..., [R f32 [1, npad]], Y_0
     f32 [1, npad], ...).
 
-    segments: list of (format name or Format, n), all int8 (act_in "rows") or all float (act_in ""); they share the
+    segments: list of (format name or Format, n), all int8 (layout "rows") or all float (layout ""); they share the
     activations (q, k and v of a layer) and the launch. m: 1. biases: one flag per segment. residual: Y = R + result,
     for one segment. npad = n rounded up to a multiple of 16; the columns from n on are undefined. ValueError for
     segments that cannot share a launch.
     """
     segments = [(lookup(fmt), n) for fmt, n in segments]
-    check([fmt for fmt, _ in segments], m, act_in, "linear")
+    check([fmt for fmt, _ in segments], m, layout, "linear")
     if len(biases) != len(segments) or (residual and len(segments) > 1):
         raise ValueError(
             f"segments {[(f.name, n) for f, n in segments]}, biases {biases}, residual {residual} do not make one "
@@ -175,7 +175,7 @@ def linear(segments, k, m, act_in, biases, residual, arch, name, plan=None):
     plan = plans[0]
     with kernel(name) as ir:
         state_arg()
-        params, weights = act_args(1, k, act_in), []
+        params, weights = act_args(1, k, layout), []
         for i, ((fmt, n), has_bias) in enumerate(zip(segments, biases, strict=True)):
             bufs = plane_args(fmt, n, k, f"W{i}_")
             weights.append((bufs, T.arg(f"bias{i}", T.buffer((n,), "float32")) if has_bias else None))
@@ -211,18 +211,18 @@ def gate_up_plan(fmts, f, k, arch, plan=None, slots=1) -> Plan:
     return Plan(min(plan.rows, BLOCK * lanes // (waves * arch.wave)), waves, lanes, plan.unroll)
 
 
-def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, plan=None, act_fn="silu", of=None):
+def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, plan=None, act="silu", of=None):
     """PrimFunc (state, A, S | X, [Groups], planes of gate, planes of up, [GB, UB], then A_out, S_out | H_out | Y of [1,
-    f] in the layout act_out).
+    f] in that `layout`).
 
-    y = f(gate * x) * (up * x), f being `act_fn` of `activations.py`. The weights are f x k, f a multiple of 32, both
-    int8 (act_in "rows") or both float (act_in ""). m: 1. A workgroup makes one block of 32 columns of y. ValueError for
-    weights that cannot share a launch.
+    y = f(gate * x) * (up * x), f being `act` of `activations.py`. The weights are f x k, f a multiple of 32, both
+    int8 (layout_in "rows") or both float (layout_in ""). m: 1. A workgroup makes one block of 32 columns of y.
+    ValueError for weights that cannot share a launch.
 
     of: a `Slots` of experts.py; the weights are stacks, and the outputs have a row for each slot.
     """
     fmts = [lookup(fmt_gate), lookup(fmt_up)]
-    check(fmts, m, act_in, "gate_up")
+    check(fmts, m, layout_in, "gate_up")
     if f % BLOCK:
         raise ValueError(f"a feed-forward layer of {f} columns does not make whole blocks of {BLOCK}")
     slots, x_rows, count = (of.experts.used, of.x_rows, of.experts.count) if of else (1, 1, 1)
@@ -230,11 +230,11 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, plan=
     groups = waves * arch.wave // lanes
     with kernel(name) as ir:
         state_arg()
-        params = act_args(x_rows, k, act_in)
+        params = act_args(x_rows, k, layout_in)
         ids = ids_arg(of.experts, 1) if of else None
         weights = [plane_args(fmt, count * f, k, prefix) for fmt, prefix in zip(fmts, ("G_", "U_"), strict=True)]
         biases = bias_args(of, f, ("GB", "UB"))
-        out = act_args(slots, f, act_out, {"": ["Y"], "half": ["H_out"], "rows": ["A_out", "S_out"]}[act_out])
+        out = act_args(slots, f, layout, {"": ["Y"], "half": ["H_out"], "rows": ["A_out", "S_out"]}[layout])
         grid = (f // BLOCK, slots) if of else (f // BLOCK,)
         with launch(grid, (arch.wave, waves)) as (block, *slot, lane, wave):
             acts = emit_acts(params, k, x_rows)
@@ -268,8 +268,8 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, act_in, act_out, arch, name, plan=
                     [T.Bind(v + lane_of(b, i)) for i, v in enumerate(values)]
                     for values, b in zip((gate, up), [T.Bind(b[columns(first + column)]) for b in biases], strict=True)
                 )
-            y = [gated(act_fn, g, u) for g, u in zip(gate, up, strict=True)]
+            y = [gated(act, g, u) for g, u in zip(gate, up, strict=True)]
             token = slot[0] if of else 0
             live = (wave == 0) & (lane < LANES)
-            emit_store(arch, act_out, out, y, token, T.Bind(block * BLOCK + column), live)
+            emit_store(arch, layout, out, y, token, T.Bind(block * BLOCK + column), live)
     return ir.get()

@@ -30,37 +30,37 @@ def _embed(fmt, vocab, k, m, arch, name, plan, scale=1.0):
     return embed(fmt, vocab, k, m, arch, name, plan, scale)
 
 
-def _rms_norm(k, m, eps, act, row, arch, name, plan, both=False):
-    return rms_norm(k, m, eps, act, row, arch, name, plan, both)
+def _rms_norm(k, m, eps, layout, rows, arch, name, plan, both=False):
+    return rms_norm(k, m, eps, layout, rows, arch, name, plan, both)
 
 
-def _layer_norm(k, m, eps, bias, act, row, arch, name, plan, both=False):
-    return layer_norm(k, m, eps, bias, act, row, arch, name, plan, both)
+def _layer_norm(k, m, eps, bias, layout, rows, arch, name, plan, both=False):
+    return layer_norm(k, m, eps, bias, layout, rows, arch, name, plan, both)
 
 
-def _quantize(k, m, act, arch, name, plan):
-    return quantize(k, m, act, arch, name, plan)
+def _quantize(k, m, layout, arch, name, plan):
+    return quantize(k, m, layout, arch, name, plan)
 
 
-def _linear(segments, k, m, act, biases, residual, arch, name, plan):
-    return (gemv if m == 1 else gemm)(segments, k, m, act, biases, residual, arch, name, plan)
+def _linear(segments, k, m, layout, biases, residual, arch, name, plan):
+    return (gemv if m == 1 else gemm)(segments, k, m, layout, biases, residual, arch, name, plan)
 
 
-def _gate_up(gate, up, n, k, m, act_in, act_out, arch, name, plan, act_fn="silu"):
+def _gate_up(gate, up, n, k, m, layout_in, layout, arch, name, plan, act="silu"):
     build = gate_up_gemv if m == 1 else gate_up_gemm
-    return build(gate, up, n, k, m, act_in, act_out, arch, name, plan, act_fn)
+    return build(gate, up, n, k, m, layout_in, layout, arch, name, plan, act)
 
 
 def _rope_kv_write(m, arch, name, plan, **layer):
     return rope_kv_write(described(Attention, layer), m, described(Rope, layer), arch, name, plan)
 
 
-def _attention(m, act, arch, name, plan, **layer):
-    return attention(described(Attention, layer), m, act, arch, name, plan)
+def _attention(m, layout, arch, name, plan, **layer):
+    return attention(described(Attention, layer), m, layout, arch, name, plan)
 
 
-def _rope_attention(act, arch, name, plan, **layer):
-    return attention_decode(described(Attention, layer), act, arch, name, described(Rope, layer), plan)
+def _rope_attention(layout, arch, name, plan, **layer):
+    return attention_decode(described(Attention, layer), layout, arch, name, described(Rope, layer), plan)
 
 
 def _route(n, m, experts, used, tile, arch, name, plan, **routing):

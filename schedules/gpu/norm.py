@@ -98,38 +98,38 @@ def _scaled(values, scale, factors):
     return [T.Bind(v * scale * f) for v, f in zip(values, factors, strict=True)]
 
 
-def rms_norm(k, m, eps, act_out, row, arch, name, plan=None, both=False) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S | H | Y of [m, k], as `act_out` says). A
+def rms_norm(k, m, eps, layout, rows, arch, name, plan=None, both=False) -> tirx.PrimFunc:
+    """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S | H | Y of [m, k], as `layout` says). A
     workgroup a token.
 
-    row: "all", or "last": only the last live token, X[live - 1]; the outputs then have the shapes of m = 1. both: Y
+    rows: "all", or "last": only the last live token, X[live - 1]; the outputs then have the shapes of m = 1. both: Y
     behind the outputs of another layout. UserError unless 32 divides k.
     """
-    return _norm(k, m, eps, act_out, row, arch, name, plan, both)
+    return _norm(k, m, eps, layout, rows, arch, name, plan, both)
 
 
-def layer_norm(k, m, eps, bias, act_out, row, arch, name, plan=None, both=False) -> tirx.PrimFunc:
+def layer_norm(k, m, eps, bias, layout, rows, arch, name, plan=None, both=False) -> tirx.PrimFunc:
     """As `rms_norm`, of x minus its mean. bias: behind G there is B float32 [k], which is added."""
-    return _norm(k, m, eps, act_out, row, arch, name, plan, both, True, bias)
+    return _norm(k, m, eps, layout, rows, arch, name, plan, both, True, bias)
 
 
-def _norm(k, m, eps, act_out, row, arch, name, plan, both, centered=False, bias=False) -> tirx.PrimFunc:
+def _norm(k, m, eps, layout, rows, arch, name, plan, both, centered=False, bias=False) -> tirx.PrimFunc:
     """Either; centered: the mean is subtracted."""
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
-    out_m, threads = m if row == "all" else 1, threads_of(arch, plan)
+    out_m, threads = m if rows == "all" else 1, threads_of(arch, plan)
     waves = threads // arch.wave
     with kernel(name) as ir:
         state = state_arg()
         X, G = T.arg("X", T.buffer((m, k), "float32")), T.arg("G", T.buffer((k,), "float32"))
         B = T.arg("B", T.buffer((k,), "float32")) if bias else None
-        acts = [act_out, ""] if both else [act_out]
-        outs = [act_args(out_m, k, act, None if act else ["Y"]) for act in acts]
+        layouts = [layout, ""] if both else [layout]
+        outs = [act_args(out_m, k, each, None if each else ["Y"]) for each in layouts]
         with launch((out_m,), (arch.wave, waves)) as (token, lane, wave):
             part = T.alloc_buffer((waves,), "float32", scope="shared")
             means = T.alloc_buffer((waves,), "float32", scope="shared") if centered else None
             with if_live(state, out_m, token):
-                source = token if row == "all" else T.Bind(live_rows(state, m) - 1)
+                source = token if rows == "all" else T.Bind(live_rows(state, m) - 1)
                 thread, count = wave * arch.wave + lane, -(-k // (threads * WIDTH))
 
                 def mean_of(total):
@@ -139,8 +139,8 @@ def _norm(k, m, eps, act_out, row, arch, name, plan, both, centered=False, bias=
                     y = _scaled(values, scale, factors)
                     if offsets is not None:
                         y = [T.Bind(v + o) for v, o in zip(y, offsets, strict=True)]
-                    for act, out in zip(acts, outs, strict=True):
-                        emit_store(arch, act, out, y, token, column, live)
+                    for each, out in zip(layouts, outs, strict=True):
+                        emit_store(arch, each, out, y, token, column, live)
 
                 if arch.api == "rocm" or count <= MAX_STEPS:
                     steps = [_column(threads, k, thread, i) for i in range(count)]
@@ -186,14 +186,14 @@ def _sum_of(what, x, steps):
     return total
 
 
-def quantize(k, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
+def quantize(k, m, layout, arch, name, plan=None) -> tirx.PrimFunc:
     """Kernel (state int32[4], X float32 [m, k], then A, S or H of [m, k]): the live tokens' rows in the layout "rows",
     "half" or "pairs".
 
     UserError unless 32 divides k, ValueError for another layout.
     """
-    if act_out not in ("rows", "half", "pairs"):
-        raise ValueError(f"nothing to convert to the layout {act_out!r}")
+    if layout not in ("rows", "half", "pairs"):
+        raise ValueError(f"nothing to convert to the layout {layout!r}")
     if k % BLOCK:
         raise UserError(
             f"activations need a multiple of {BLOCK} columns, not {k}; use a float weight format for this layer"
@@ -202,11 +202,11 @@ def quantize(k, m, act_out, arch, name, plan=None) -> tirx.PrimFunc:
     step = threads * WIDTH
     with kernel(name) as ir:
         state, X = state_arg(), T.arg("X", T.buffer((m, k), "float32"))
-        out = act_args(m, k, act_out)
+        out = act_args(m, k, layout)
         with launch((-(-k // step), m), (threads,)) as (chunk, token, thread), if_live(state, m, token):
             column = T.Bind(chunk * step + thread * WIDTH)
             inside = T.Bind(T.min(column, T.int32(k - WIDTH)))
             emit_store(
-                arch, act_out, out, load_columns(X, token, inside), token, inside, None if k % step == 0 else column < k
+                arch, layout, out, load_columns(X, token, inside), token, inside, None if k % step == 0 else column < k
             )
     return ir.get()

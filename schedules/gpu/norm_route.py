@@ -60,7 +60,7 @@ def norm_route(
         B, F = routing_args(experts, routing)
         Logits, Arrived = (T.arg(which, T.buffer(*of)) for which, of in scratch_shapes(count).items())
         layouts = [layout, ""] if both else [layout]
-        outs = [act_args(1, k, act, None if act else ["Y"]) for act in layouts]
+        outs = [act_args(1, k, each, None if each else ["Y"]) for each in layouts]
         Ids, Weights = choice_args(experts, 1)
         with launch((count,), (arch.wave, waves)) as (expert, lane, wave):
             tid, weights = T.Bind(wave * arch.wave + lane), load.views(fmt, planes, WIDTH)
@@ -122,8 +122,8 @@ def norm_route(
 
             for x, g, unit, mine, live in own:
                 y = [T.Bind(xi * scale * gi) for xi, gi in zip(x, g, strict=True)]
-                for act, out in zip(layouts, outs, strict=True):
-                    emit_store(arch, act, out, y, 0, T.Bind(unit * WIDTH), mine if live is None else mine & live)
+                for each, out in zip(layouts, outs, strict=True):
+                    emit_store(arch, each, out, y, 0, T.Bind(unit * WIDTH), mine if live is None else mine & live)
     return ir.get()
 
 

@@ -29,10 +29,10 @@ TINY = 1e-30
 HALF_MAX = 65504.0
 
 
-def act_shapes(m, k, act):
-    """Parameter name -> (shape, dtype) of m tokens of k columns in the layout `act`. UserError when its blocks cannot
+def act_shapes(m, k, layout):
+    """Parameter name -> (shape, dtype) of m tokens of k columns in that `layout`. UserError when its blocks cannot
     hold k columns."""
-    if act in ("rows", "pairs") and k % BLOCK:
+    if layout in ("rows", "pairs") and k % BLOCK:
         raise UserError(
             f"activations in blocks need a multiple of {BLOCK} columns, not {k}; use a float weight format for this "
             "layer"
@@ -42,12 +42,12 @@ def act_shapes(m, k, act):
         "half": {"H": ((m, k), "float16")},
         "pairs": {"H": ((m, k), "float16")},
         "rows": {"A": ((m, k // BLOCK, BLOCK), "int8"), "S": ((m, k // BLOCK, FIELDS), "float32")},
-    }[act]
+    }[layout]
 
 
-def act_args(m, k, act, names=None):
+def act_args(m, k, layout, names=None):
     """Declares the kernel parameters of that layout and returns the buffers. names: instead of X, H or A and S."""
-    shapes = act_shapes(m, k, act)
+    shapes = act_shapes(m, k, layout)
     return [T.arg(name, T.buffer(*shape)) for name, shape in zip(names or shapes, shapes.values(), strict=True)]
 
 
@@ -61,23 +61,23 @@ def clamped(x):
     return minimum(maximum(x, T.float32(-HALF_MAX)), T.float32(HALF_MAX))
 
 
-def emit_store(arch, act, out, x, token, column, live=None):
-    """Writes a lane's columns of a token in the layout `act`.
+def emit_store(arch, layout, out, x, token, column, live=None):
+    """Writes a lane's columns of a token in that `layout`.
 
     x: four float32 registers, columns `column`.. (a multiple of 4). For "rows" eight neighbouring lanes hold a block,
     and all lanes of the wave must call this. live: a condition (the same in all lanes of a block), without which
     nothing is written.
     """
-    if act == "rows":
+    if layout == "rows":
         word, fields = _quantize(arch, x)
     with nullcontext() if live is None else T.If(live), nullcontext() if live is None else T.Then():
-        if act == "":
+        if layout == "":
             T.buffer_store(out[0], vector(x), [token, columns(column)])
-        elif act == "half":
+        elif layout == "half":
             T.buffer_store(
                 out[0], T.cast(vector([clamped(v) for v in x]), f"float16x{WIDTH}"), [token, columns(column)]
             )
-        elif act == "pairs":
+        elif layout == "pairs":
             store_pairs(out[0], token, column, [T.cast(clamped(v), "float16") for v in x])
         else:
             block = T.Bind(T.shift_right(column, T.int32(5)))

@@ -57,14 +57,14 @@ def with_sink(sinks, head, total, top, shift=P_SHIFT):
     return T.Bind(total + exp2(minimum(exponent, T.float32(MAX_EXPONENT))))
 
 
-def output_args(attention: Attention, m, act) -> list:
-    """Declares the output [m, heads*d] in the layout `act`. UserError for int8 blocks if heads are not whole blocks."""
-    if act == "rows" and attention.d % BLOCK:
+def output_args(attention: Attention, m, layout) -> list:
+    """Declares the output [m, heads*d] in that `layout`. UserError for int8 blocks if heads are not whole blocks."""
+    if layout == "rows" and attention.d % BLOCK:
         raise UserError(
             f"attention gives int8 blocks of {BLOCK} columns, not of heads of {attention.d}; quantize its output "
             "separately"
         )
-    return act_args(m, attention.heads * attention.d, act)
+    return act_args(m, attention.heads * attention.d, layout)
 
 
 class Joined(NamedTuple):

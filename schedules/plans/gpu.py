@@ -114,15 +114,15 @@ def _block_bytes(fmt) -> float:
 # ---- several tokens
 
 
-def _gemm(workload, arch, rows, shares, act) -> Space:
+def _gemm(workload, arch, rows, shares, layout) -> Space:
     """rows: of each segment; shares: weights that share a tile's accumulators. For workloads with experts, slots stand
     in the place of tokens."""
     args, formats = workload.args, [fmt for fmt, _ in workload.weights]
     m, k, total = args["m"], args["k"], sum(rows)
-    make = partial(engine, act, formats, m)
+    make = partial(engine, layout, formats, m)
     if "experts" in args:
         experts = Experts(args["experts"], args["used"], args["tile"])
-        make, m = partial(expert_engine, Slots(experts, m, False, False), act, formats), experts.slots(m)
+        make, m = partial(expert_engine, Slots(experts, m, False, False), layout, formats), experts.slots(m)
     default = make(k, arch, total, together=shares)
 
     def kernel(tile) -> Kernel:
@@ -179,16 +179,14 @@ def _linear(workload, arch) -> Space:
     args = workload.args
     if args["m"] == 1:
         return _gemv_linear(workload, arch)
-    act = args["layout" if workload.op == "expert_linear" else "act"]
-    return _gemm(workload, arch, [padded(n) for _, n in workload.weights], 1, act)
+    return _gemm(workload, arch, [padded(n) for _, n in workload.weights], 1, args["layout"])
 
 
 def _gate_up(workload, arch) -> Space:
     args = workload.args
     if args["m"] == 1:
         return _gemv_gate_up(workload, arch)
-    act = args["layout_in" if workload.op == "expert_gate_up" else "act_in"]
-    return _gemm(workload, arch, [args["n"]], 2, act)
+    return _gemm(workload, arch, [args["n"]], 2, args["layout_in"])
 
 
 def _attention(workload, arch) -> Space:
@@ -277,7 +275,7 @@ def _rms_norm(workload, arch) -> Space:
         steps = -(-args["k"] // (_threads(arch, plan.threads) * norm.WIDTH))
         if steps > STEPS and plan.threads < arch.threads:
             raise ValueError(f"{plan.threads} threads hold {steps} steps each")
-        return Kernel(plan, args["m"] if args["row"] == "all" else 1, plan.threads, steps * norm.WIDTH * 8)
+        return Kernel(plan, args["m"] if args["rows"] == "all" else 1, plan.threads, steps * norm.WIDTH * 8)
 
     return _threads_space(arch, kernel)
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from mlc_amd.schedules.formats import Format, lookup
 
-VERSION = 1  # of the plans' meaning: records of another version are stale
+VERSION = 2  # of the plans' meaning and of the arguments' names: records of another version are stale
 CAPACITY = "ctx"  # the argument that decides on buffers' extents only: records of one capacity serve all others
 
 

@@ -60,17 +60,17 @@ def say(text: str) -> None:
     print(f"# {text}", file=sys.stderr, flush=True)
 
 
-def linear(fmt: str, rows, k: int, m: int, act: str, residual: bool) -> Workload:
+def linear(fmt: str, rows, k: int, m: int, layout: str, residual: bool) -> Workload:
     segments = [[fmt, n] for n in rows]
-    args = {"segments": segments, "k": k, "m": m, "act": act, "biases": [False] * len(rows), "residual": residual}
+    args = {"segments": segments, "k": k, "m": m, "layout": layout, "biases": [False] * len(rows), "residual": residual}
     return Workload("linear", args)
 
 
-def gate_up(fmt: str, n: int, k: int, m: int, act: str) -> Workload:
-    return Workload("gate_up", {"gate": fmt, "up": fmt, "n": n, "k": k, "m": m, "act_in": act, "act_out": act})
+def gate_up(fmt: str, n: int, k: int, m: int, layout: str) -> Workload:
+    return Workload("gate_up", {"gate": fmt, "up": fmt, "n": n, "k": k, "m": m, "layout_in": layout, "layout": layout})
 
 
-def act_of(arch, m: int) -> str:
+def layout_of(arch, m: int) -> str:
     """The layout of activations, as targets choose it for int8 formats."""
     return {"rocm": "half", "vulkan": "pairs"}[arch.api] if m > 1 and arch.matrix else "rows"
 
@@ -98,11 +98,11 @@ def margin(workload: Workload) -> float:
 
 def surveyed(op: str, fmt: str, m: int, arch) -> Workload:
     """The shape whose traces stand for others."""
-    sizes, act = SURVEYED[op], act_of(arch, m)
+    sizes, layout = SURVEYED[op], layout_of(arch, m)
     return (
-        linear(fmt, [sizes["n"]], sizes["k"], m, act, True)
+        linear(fmt, [sizes["n"]], sizes["k"], m, layout, True)
         if op == "linear"
-        else gate_up(fmt, sizes["n"], sizes["k"], m, act)
+        else gate_up(fmt, sizes["n"], sizes["k"], m, layout)
     )
 
 

@@ -214,7 +214,7 @@ def name_of(workload: Workload) -> str:
     args = workload.args
     if "segments" in args:
         return f"linear {' '.join(f'{fmt}:{n}' for fmt, n in args['segments'])} k={args['k']} m={args['m']}"
-    names = ("gate", "fmt", "n", "k", "m", "heads", "d", "ctx", "row")
+    names = ("gate", "fmt", "n", "k", "m", "heads", "d", "ctx", "rows")
     return f"{workload.op} {' '.join(f'{key}={args[key]}' for key in names if key in args)}"
 
 
