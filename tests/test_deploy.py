@@ -59,15 +59,13 @@ def bundle(model, tmp_path_factory) -> Path:
     """The model's bundle in a folder, for the Pythons that are here and one more. Skips where wheels cannot be had."""
     if sys.platform != "linux":
         pytest.skip("bundles are for Linux")
-    with pytest.MonkeyPatch.context() as patch:
-        here = {f"3.{name.removeprefix('cpython-3')}" for name in PYTHONS}
-        patch.setattr(deploy, "PYTHONS", tuple(sorted(here | {"3.13"})))
-        try:
-            wheels.fetch(deploy.PACKAGES, deploy.PYTHONS, models.cache_directory() / "wheels")
-        except UserError as error:
-            pytest.skip(str(error))
-        out = tmp_path_factory.mktemp("deployed") / "my models"
-        deploy.run(str(model), to="linux", output=str(out))
+    pythons = sorted({f"3.{name.removeprefix('cpython-3')}" for name in PYTHONS} | {"3.13"})
+    try:
+        wheels.fetch(deploy.PACKAGES, pythons, models.cache_directory() / "wheels")
+    except UserError as error:
+        pytest.skip(str(error))
+    out = tmp_path_factory.mktemp("deployed") / "my models"
+    deploy.run(str(model), to="linux", output=str(out), python=",".join(pythons))
     for path in (*out.rglob("*"), out):
         path.chmod(0o555 if path.is_dir() or os.access(path, os.X_OK) else 0o444)
     yield out
@@ -133,7 +131,9 @@ def test_bundle_has_what_it_imports_and_no_more(bundle):
     assert not list(bundle.rglob("*.pyi")) and not list(bundle.rglob("tests"))
     assert list(lib.glob("numpy-*.dist-info/METADATA")) and list(lib.glob("numpy-*.dist-info/licenses/*"))
     assert len(list(bundle.glob("lib/numpy.libs/*openblas*"))) == 1
-    assert len(list(bundle.glob("lib/numpy/_core/_multiarray_umath.*.so"))) >= 2
+    pythons = json.loads((bundle / "bundle.json").read_text())["pythons"]
+    native = [path.name.split(".")[1][:11] for path in bundle.glob("lib/numpy/_core/_multiarray_umath.*.so")]
+    assert sorted(native) == [f"cpython-{python.replace('.', '')}" for python in pythons]
 
 
 def test_bundled_model_is_the_artifact(bundle, model):
@@ -194,7 +194,8 @@ def test_verbs(start):
     assert listed == VERBS
     for verb in VERBS:
         done = start(verb, "--help")
-        assert done.returncode == 0 and done.stdout.startswith(f"usage: mlc-amd {verb}"), done.stderr
+        assert done.returncode == 0 and done.stdout.startswith(f"usage: run.sh {verb}"), done.stderr
+    assert "unknown flag --promt: did you mean --prompt?" in start("--promt", "hello").stderr  # of chat
     assert "unknown command 'compile'" in start("compile", "x.gguf").stderr
 
 
@@ -204,6 +205,12 @@ def test_cannot_compile(start, tmp_path):
     for tokens in (("chat", "x.gguf"), ("tokenize", "x.gguf", "hello"), ("bench", "--synthetic", "tiny:q4_0")):
         done = start(*tokens)
         assert done.returncode == 1 and "a bundle has no compiler" in done.stderr and done.stderr.count("\n") == 1
+
+
+@needs_python
+def test_an_artifact_for_the_cpu_is_refused(start, compiled):
+    done = start("chat", str(compiled("tiny:q4_0", 64)), "--prompt", "hello")
+    assert done.returncode == 1 and done.stderr.startswith("error: this model was compiled for target 'cpu', which")
 
 
 @needs_python

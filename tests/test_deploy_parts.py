@@ -1,6 +1,9 @@
-"""What bundles are made with: archives, folders that are whole or not there, wheels of several Pythons."""
+"""What bundles are made with: archives, folders that are whole or not there, wheels of several Pythons, their command
+line."""
 
+import importlib.util
 import io
+import runpy
 import sys
 import tarfile
 import zipfile
@@ -9,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import archive, wheels
+from mlc_amd.tools import archive, cli, deploy, wheels
 from mlc_amd.tools.archive import Entry
 
 # ---- archives
@@ -110,3 +115,50 @@ def test_no_network(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"cannot download termcolor==3.3.0 \(.*; with a network, deploy once") as error:
         wheels.fetch(["termcolor"], ["3.11"], tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_the_user_chooses_the_pythons():
+    assert deploy.pythons_of("3.13, 3.11") == ("3.11", "3.13")
+    for text, bad in (("3.9", "3.9"), ("3.12,python3", "python3"), ("", "")):
+        with pytest.raises(UserError, match=rf"--python {bad}: bundles can be made for 3.11, 3.12, "):
+            deploy.pythons_of(text)
+
+
+# ---- the command line of a bundle
+
+
+@pytest.fixture
+def bundled(monkeypatch):
+    """As in a bundle: no compiler, no commands that need it, nothing of TVM."""
+    absent = {f"mlc_amd.tools.{name}" for name in ("compile", "tune", "deploy")} | {"mlc_amd.compiler", "tvm_ffi"}
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in absent else find(name, *more))
+    monkeypatch.setenv("MLC_AMD_PROGRAM", "run.sh")
+
+
+def test_help_and_advice_name_the_commands_as_they_are_typed_there(bundled, capsys):
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "usage: run.sh COMMAND" in shown and "`run.sh chat`" in shown and "mlc-amd" not in shown
+    assert cli.main(["bench", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: run.sh bench") and "`run.sh doctor`" in " ".join(shown.split())
+    assert cli.main(["chat", "/no/such/model"]) == 1
+    assert "made by `mlc-amd compile`" in capsys.readouterr().err  # on another machine
+
+
+def test_a_bundle_chats_where_no_command_is_named(monkeypatch):
+    for variable in ("MLC_AMD_MODEL", "MLC_AMD_PROGRAM"):
+        monkeypatch.setenv(variable, "")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    start = runpy.run_path(str(Path(__file__).parent.parent / "dist" / "bundle" / "start.py"), run_name="start")
+    for words in ([], ["--prompt", "hello"], ["-n", "8"], ["--debug"], ["--debug", "--prompt", "hello"]):
+        assert start["command"](words) == ["chat", *words]
+    for words in (["doctor"], ["--help"], ["-h"], ["--version"], ["--debug", "bench", "-n", "8"]):
+        assert start["command"](words) == words
+
+
+def test_a_bundle_cannot_run_an_artifact_for_the_cpu(bundled):
+    artifact = Artifact(Path("m"), {"target": {"kind": "cpu"}, "tensors": {}})
+    with pytest.raises(UserError, match=r"target 'cpu', which needs the package apache-tvm-ffi.*--target vulkan"):
+        open_device(artifact)

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import io
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -67,13 +68,24 @@ def verbs() -> dict[str, str]:
     return {verb: what for verb, what in VERBS.items() if importlib.util.find_spec(module_of(verb))}
 
 
+def program() -> str:
+    """What the user types to start this program: $MLC_AMD_PROGRAM (a bundle sets it), else mlc-amd."""
+    return os.environ.get("MLC_AMD_PROGRAM") or "mlc-amd"
+
+
+def spoken(text: str) -> str:
+    """A text that names commands, such as `mlc-amd doctor`, with the name that this program has here. Commands that are
+    not here keep theirs: they are for another machine."""
+    return re.sub(rf"\bmlc-amd (?=(?:COMMAND|{'|'.join(verbs())})\b)", f"{program()} ", text)
+
+
 def overview() -> str:
     """The text of `mlc-amd --help`."""
-    width = max(map(len, verbs())) + 2
+    width, compiles = max(map(len, verbs())) + 2, "compile" in verbs()
     lines = [
         "usage: mlc-amd COMMAND [arguments] [flags]",
         "",
-        "Compiles GGUF language models with TVM and runs them.",
+        "Compiles GGUF language models with TVM and runs them." if compiles else "Runs compiled language models.",
         "",
         "commands:",
     ]
@@ -84,8 +96,9 @@ def overview() -> str:
         "version.",
         "",
     ]
-    lines += ["Start with `mlc-amd chat`: it runs a small bundled model.", ""]
-    return "\n".join(lines)
+    default = "a small bundled model" if compiles else "the model of this folder"
+    lines += [f"Start with `mlc-amd chat`: it runs {default}.", ""]
+    return spoken("\n".join(lines))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,20 +155,20 @@ def _dispatch(tokens: list[str], literal: list[str]) -> None:
     module = importlib.import_module(module_of(verb))
     short = getattr(module, "SHORT", {})
     if "--help" in rest or "-h" in rest:
-        sys.stdout.write(arguments.help_page(verb, module.run, short))
+        sys.stdout.write(spoken(arguments.help_page(verb, module.run, short)))
         return
     command = arguments.normalize(module.run, short, rest + literal)
     fire.Fire(
         fire.decorators.SetParseFns(**arguments.parse_functions(module.run))(module.run),
         command=command,
-        name=f"mlc-amd {verb}",
+        name=f"{program()} {verb}",
     )
 
 
 def _warn(show: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:
     """Shows our own warnings as one line; others, which tell developers something, as usual."""
     if category is UserWarning:
-        sys.stderr.write(f"warning: {' '.join(str(message).split())}\n")
+        sys.stderr.write(f"warning: {spoken(' '.join(str(message).split()))}\n")
     else:
         show(message, category, *where)
 
@@ -167,7 +180,7 @@ def _os_error(error: OSError) -> str:
 
 def _fail(message: str, debug: bool) -> int:
     _report_traceback(debug)
-    sys.stderr.write(f"error: {' '.join(message.split())}\n")
+    sys.stderr.write(f"error: {spoken(' '.join(message.split()))}\n")
     return 1
 
 

@@ -2,7 +2,7 @@
 was installed.
 
 A bundle holds the artifact, the runtime's and the tools' sources, and the Python packages that they import, for every
-Python that the machine may have. What it does not hold: TVM, the compiler. Its layout:
+Python that the machine may have, or those that the user names. What it does not hold: TVM, the compiler. Its layout:
 
     run.sh              finds a Python and runs `start.py`; README.md tells how to use it
     start.py            the command line, with the bundle's own model as the default one
@@ -87,25 +87,27 @@ def run(
     to: Literal["steamdeck", "linux"],
     output: str | None = None,
     weights: Literal["file", "none"] = "file",
+    python: str = ",".join(PYTHONS),
 ) -> None:
     """Packs a compiled model with all that runs it, for a machine where nothing needs to be installed: no pip, no TVM,
     no root.
 
-    The machine needs Python 3.11 to 3.14, x86-64 Linux and a Vulkan driver (or, for rocm, AMD's HIP runtime). Wheels of
-    the packages come from the package index, once; they are kept in the cache.
+    The machine needs one of these Pythons, x86-64 Linux and a Vulkan driver (or, for rocm, AMD's HIP runtime). Wheels
+    of the packages come from the package index, once; they are kept in the cache.
 
     Args:
         artifact: a folder made by `mlc-amd compile` for target vulkan or rocm.
         to: steamdeck, or linux for any PC.
         output: a folder, or a file that ends with .tar.zst (default: dist/ARTIFACT-TO.tar.zst here).
         weights: none leaves the weights out, for benchmarks: the bundle is small, and the model is random.
+        python: the Pythons that it runs with; fewer make it smaller.
     """
-    destination, model = DESTINATIONS[to], Artifact.open(Path(artifact).expanduser())
+    destination, pythons, model = DESTINATIONS[to], pythons_of(python), Artifact.open(Path(artifact).expanduser())
     check(model, destination, weights)
     out = Path(output).expanduser() if output else Path("dist") / f"{model.path.resolve().name}-{to}{SUFFIX}"
     check_output(out)
     entries = sorted(
-        contents(model, destination, weights == "none"), key=lambda e: (e.path == f"model/{WEIGHTS}", e.path)
+        contents(model, destination, weights == "none", pythons), key=lambda e: (e.path == f"model/{WEIGHTS}", e.path)
     )
     total = sum(entry.nbytes for entry in entries)
     with display.compile_progress(f"writing {out}") as progress:
@@ -129,6 +131,14 @@ def run(
     sizes = ("size", display.size(packed)), ("weights", display.size(held))
     for left, right in (("bundle", out), *sizes, ("files", len(entries)), ("for", destination.title)):
         print(f"{left:10}{right}")
+
+
+def pythons_of(text: str) -> tuple[str, ...]:
+    """The Pythons of a list such as "3.12,3.13". UserError for one that bundles cannot be made for."""
+    asked = [part.strip() for part in text.split(",")]
+    if unknown := [name for name in asked if name not in PYTHONS]:
+        raise UserError(f"--python {unknown[0]}: bundles can be made for {', '.join(PYTHONS)}")
+    return tuple(name for name in PYTHONS if name in asked)
 
 
 _REFUSED = {
@@ -168,13 +178,13 @@ def check_output(out: Path) -> None:
         raise UserError(f"{out} exists and is not a bundle; choose another output with -o")
 
 
-def contents(model: Artifact, destination: Destination, weightless: bool) -> Iterator[Entry]:
+def contents(model: Artifact, destination: Destination, weightless: bool, pythons: tuple[str, ...]) -> Iterator[Entry]:
     """Every file of the bundle."""
     kind = model.manifest["target"]["kind"]
     names = (*PACKAGES, *TARGET_PACKAGES[kind])
     cache = models.cache_directory() / "wheels"
-    wheels.fetch(names, PYTHONS, cache)
-    library = {**wheels.site_packages(names, PYTHONS, cache), **_sources(names)}
+    wheels.fetch(names, pythons, cache)
+    library = {**wheels.site_packages(names, pythons, cache), **_sources(names)}
     digest = hashlib.sha256()
     for path, content in sorted(library.items()):
         digest.update(f"{path}\0{len(content)}\0".encode() + content)
@@ -185,7 +195,7 @@ def contents(model: Artifact, destination: Destination, weightless: bool) -> Ite
         "for": destination.title,
         "model": model.manifest["name"],
         "target": kind,
-        "pythons": PYTHONS,
+        "pythons": pythons,
         "packages": {name: wheels.VENDORED[name].version for name in names},
         "lib": digest.hexdigest(),
     }
@@ -193,8 +203,8 @@ def contents(model: Artifact, destination: Destination, weightless: bool) -> Ite
     known = {
         "MODEL": " ".join(model.manifest["name"].split()),
         "TITLE": destination.title,
-        "PYTHONS": " ".join(PYTHONS),
-        "TAGS": " ".join(f"cpython-{python.replace('.', '')}" for python in PYTHONS),
+        "PYTHONS": " ".join(pythons),
+        "TAGS": " ".join(f"cpython-{python.replace('.', '')}" for python in pythons),
         "DIGEST": digest.hexdigest()[:12],
         "RANDOM": _RANDOM if weightless or model.random_weights else "",
     }

@@ -1,5 +1,5 @@
-"""The command line of a bundle: `mlc-amd` from the folder beside this file, with the bundle's model as the default one.
-See run.sh."""
+"""The command line of a bundle: `mlc-amd` from the folder beside this file, with the bundle's model as the default one,
+and `chat` as the default command. See run.sh."""
 
 import os
 import sys
@@ -8,8 +8,16 @@ from pathlib import Path
 here = Path(__file__).resolve().parent
 sys.path.insert(0, str(here / "lib"))
 os.environ.setdefault("MLC_AMD_MODEL", str(here / "model"))
+os.environ["MLC_AMD_PROGRAM"] = "run.sh"
+
+
+def command(words: list[str]) -> list[str]:
+    """The command line for these words: a chat where they name no command."""
+    first = next((word for word in words if word != "--debug"), "--")
+    return ["chat", *words] if first.startswith("-") and first not in ("-h", "--help", "--version") else words
+
 
 if __name__ == "__main__":
     from mlc_amd.tools.cli import main
 
-    sys.exit(main(sys.argv[1:] or ["chat"]))
+    sys.exit(main(command(sys.argv[1:])))

@@ -12,6 +12,7 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
 .copy_bandwidth()            optional: bytes per second, reads plus writes, of a copy in device memory; 0.0 if unknown
 """
 
+import importlib.util
 import logging
 
 from mlc_amd.runtime.errors import UserError
@@ -35,6 +36,11 @@ def open_device(artifact, name: str | None = None, threads: int | None = None, n
         other = which if which in KINDS else "rocm or vulkan to choose a GPU"
         raise UserError(f"this model was compiled for target '{kind}', not '{which}'; compile it with --target {other}")
     if kind == "cpu":
+        if importlib.util.find_spec("tvm_ffi") is None:
+            raise UserError(
+                "this model was compiled for target 'cpu', which needs the package apache-tvm-ffi: install it with pip "
+                "(a bundle cannot have it: compile the model with --target vulkan)"
+            )
         from mlc_amd.runtime.devices.cpu import CpuDevice  # loads tvm_ffi
 
         if n_cpu_moe:
