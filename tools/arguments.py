@@ -15,6 +15,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from fire import docstrings
 
@@ -161,11 +162,54 @@ def _named(flag: str, short: dict[str, str], parameters: dict[str, inspect.Param
     raise UserError(f"unknown flag {flag}" + (f": did you mean {near[0]}?" if near else ": see --help"))
 
 
+@dataclass(frozen=True)
+class Option:
+    """A flag, for completion. flags: as typed, all spellings. value: whether it takes one; choices: those that are
+    possible, if they can be listed."""
+
+    flags: tuple[str, ...]
+    help: str
+    value: bool
+    choices: tuple[str, ...]
+
+
+def options(run: Callable, short: dict[str, str]) -> list[Option]:
+    """The flags of a verb, those that all verbs have included."""
+    letters, described, found = {name: letter for letter, name in short.items()}, _described(run), []
+    for name, parameter in _parameters(run).items():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            flags = (_spelling(name), *((f"-{letters[name]}",) if name in letters else ()))
+            value = _plain(parameter.annotation) is not bool
+            found.append(Option(flags, described[name], value, _choices(parameter)))
+    return [
+        *found,
+        Option(("--debug",), "show the traceback of an error", False, ()),
+        Option(("--help", "-h"), "explain the command", False, ()),
+    ]
+
+
+def operand_choices(run: Callable) -> tuple[str, ...]:
+    """The possible values of a verb's first argument, if they can be listed."""
+    first = next(iter(_parameters(run).values()), None)
+    return () if first is None or first.kind is inspect.Parameter.KEYWORD_ONLY else _choices(first)
+
+
+def _choices(parameter: inspect.Parameter) -> tuple[str, ...]:
+    annotation = _plain(parameter.annotation)
+    return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
+
+
+def _described(run: Callable) -> dict[str, str]:
+    """What the docstring says of each parameter."""
+    found = docstrings.parse(inspect.getdoc(run)).args or ()
+    return {argument.name: " ".join(argument.description.split()).removesuffix(".") for argument in found}
+
+
 def help_page(verb: str, run: Callable, short: dict[str, str]) -> str:
     """The text of `mlc-amd VERB --help`, from the docstring and the signature of `run`."""
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)
     doc = docstrings.parse(inspect.getdoc(run))
-    described = {argument.name: " ".join(argument.description.split()).removesuffix(".") for argument in doc.args or ()}
+    described = _described(run)
     letters = {name: letter for letter, name in short.items()}
     usage, rows = [f"mlc-amd {verb}"], {"arguments": [], "flags": []}
     for name, parameter in _parameters(run).items():

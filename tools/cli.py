@@ -23,7 +23,6 @@ from typing import Any
 import fire
 import fire.decorators
 
-import mlc_amd
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import arguments
 
@@ -41,6 +40,7 @@ VERBS = {
     "tune-server": "measure for tuning runs on other machines",
     "deploy": "pack an artifact with all that runs it on another machine",
     "doctor": "show what this machine can compile for and run on",
+    "completion": "print a script that completes command lines in a shell",
 }
 
 _EXIT_INTERRUPTED, _EXIT_BUG, _EXIT_BROKEN_PIPE = 130, 70, 141
@@ -93,7 +93,7 @@ def overview() -> str:
     lines += [
         "",
         "`mlc-amd COMMAND --help` explains a command. `--debug` shows the traceback of an error; `--version` the "
-        "version.",
+        "versions of mlc-amd, TVM and drivers.",
         "",
     ]
     default = "a small bundled model" if compiles else "the model of this folder"
@@ -144,7 +144,9 @@ def _dispatch(tokens: list[str], literal: list[str]) -> None:
         sys.stdout.write(overview())
         return
     if verb == "--version":
-        sys.stdout.write(f"mlc-amd {mlc_amd.__version__}\n")
+        from mlc_amd.tools import version
+
+        sys.stdout.write(version.text())
         return
     if verb not in verbs():
         near = difflib.get_close_matches(verb, verbs(), 1)

@@ -36,7 +36,10 @@ SOURCES = {
     "schedules": (("__init__.py", "formats.py"), ()),
     "tools": (
         ("*.py",),
-        ("archive.py", "compile.py", "deploy.py", "hub*.py", "inspect*.py", "pull.py", "tune*.py", "wheels.py"),
+        (
+            *("archive.py", "compile.py", "completion.py", "deploy.py", "hub*.py", "inspect*.py", "pull.py"),
+            *("tune*.py", "wheels.py"),
+        ),
     ),
 }
 PACKAGES = (

@@ -230,7 +230,7 @@ def _vulkan_device(one: gpu.Gpu) -> dict[str, object]:
         "type": one.type,
         "vendor": f"0x{one.vendor:04x}",
         "driver": one.driver,
-        "api": ".".join(str(part) for part in (one.api >> 22 & 0x7F, one.api >> 12 & 0x3FF, one.api & 0xFFF)),
+        "api": api.version_text(one.api),
         "memory": sum(heap.size for heap in one.heaps if heap.device_local),
         "host_memory": 0 if one.unified else sum(heap.size for heap in one.heaps if not heap.device_local),
         "profile": gpu.profile_of(one),

@@ -1,0 +1,107 @@
+"""`mlc-amd completion`: a script that completes command lines in a shell, made from the commands' signatures."""
+
+import importlib
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from mlc_amd.tools import arguments, cli
+
+
+def run(shell: Literal["bash", "zsh", "fish"]) -> None:
+    """Prints a script for a shell that completes the commands, flags and values of mlc-amd. To install it:
+
+    bash: mlc-amd completion bash > ~/.local/share/bash-completion/completions/mlc-amd
+
+    zsh: mlc-amd completion zsh > ~/.mlc-amd.zsh, and after compinit in ~/.zshrc: source ~/.mlc-amd.zsh
+
+    fish: mlc-amd completion fish > ~/.config/fish/completions/mlc-amd.fish
+
+    Args:
+        shell: bash, zsh or fish.
+    """
+    print("\n".join(_SHELLS[shell](list(_verbs()))))
+
+
+@dataclass(frozen=True)
+class _Verb:
+    """choices: values of its first argument, if these are known."""
+
+    name: str
+    summary: str
+    options: list[arguments.Option]
+    choices: tuple[str, ...]
+
+
+def _verbs() -> Iterator[_Verb]:
+    for name, summary in cli.verbs().items():
+        module = importlib.import_module(cli.module_of(name))
+        options = arguments.options(module.run, getattr(module, "SHORT", {}))
+        yield _Verb(name, summary, options, arguments.operand_choices(module.run))
+
+
+def _bash(verbs: list[_Verb]) -> list[str]:
+    # bash divides --flag=value at the "=", which is a word of its own then.
+    lines = [
+        "_mlc_amd() {",
+        "    local current=${COMP_WORDS[COMP_CWORD]} index=$((COMP_CWORD - 1)) verb=${COMP_WORDS[1]} words=",
+        '    [ "$current" = "=" ] && { current=; index=$COMP_CWORD; }',
+        '    [ "${COMP_WORDS[index]}" = "=" ] && index=$((index - 1))',
+        '    if [ "$COMP_CWORD" -eq 1 ]; then',
+        f"        words={shlex.quote(' '.join(verb.name for verb in verbs))}",
+        "    else",
+        '        case "$verb ${COMP_WORDS[index]}" in',
+    ]
+    for verb in verbs:
+        by_choices: dict[tuple[str, ...], list[str]] = {}
+        for option in verb.options:
+            if option.value:
+                by_choices.setdefault(option.choices, []).extend(option.flags)
+        for choices, flags in by_choices.items():
+            patterns = "|".join(f'"{verb.name} {flag}"' for flag in flags)
+            lines.append(f"        {patterns}) words={shlex.quote(' '.join(choices))} ;;")
+    lines += ["        *)", '            case "$verb $current" in']
+    for verb in verbs:
+        flags = " ".join(flag for option in verb.options for flag in option.flags if flag.startswith("--"))
+        lines.append(f'            "{verb.name} -"*) words={shlex.quote(flags)} ;;')
+        if verb.choices:
+            lines.append(f'            "{verb.name} "*) words={shlex.quote(" ".join(verb.choices))} ;;')
+    return [
+        *lines,
+        "            esac ;;",
+        "        esac",
+        "    fi",
+        '    COMPREPLY=($(compgen -W "$words" -- "$current"))',
+        "}",
+        "complete -o bashdefault -o default -F _mlc_amd mlc-amd",  # files where nothing else fits
+    ]
+
+
+def _zsh(verbs: list[_Verb]) -> list[str]:
+    return ["autoload -U +X bashcompinit && bashcompinit", *_bash(verbs)]
+
+
+def _fish(verbs: list[_Verb]) -> list[str]:
+    def line(condition: str, *words: str) -> str:
+        quoted = (word if word.startswith("-") else shlex.quote(word) for word in words)
+        return " ".join(["complete -c mlc-amd", "-n", shlex.quote(condition), *quoted])
+
+    lines = []
+    for verb in verbs:
+        lines.append(line("__fish_use_subcommand", "-f", "-a", verb.name, "-d", verb.summary))
+        inside = f"__fish_seen_subcommand_from {verb.name}"
+        if verb.choices:
+            lines.append(line(inside, "-f", "-a", " ".join(verb.choices)))
+        for option in verb.options:
+            names = [
+                word
+                for flag in option.flags
+                for word in (("-l", flag[2:]) if flag.startswith("--") else ("-s", flag[1:]))
+            ]
+            value = ["-x", "-a", " ".join(option.choices)] if option.choices else ["-r"] if option.value else []
+            lines.append(line(inside, *names, *value, "-d", option.help))
+    return lines
+
+
+_SHELLS = {"bash": _bash, "zsh": _zsh, "fish": _fish}
