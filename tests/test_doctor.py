@@ -26,6 +26,7 @@ LLVMPIPE = DECK | {"name": "llvmpipe", "type": "cpu", "vendor": "0x10005", "prof
 FACTS = {
     "python": "3.11.7",
     "packages": [{"name": "numpy", "wanted": "", "found": "2.0", "ok": True}],
+    "extras": [{"extra": "rocm", "packages": ["ziglang"], "missing": {}}],
     "tvm": {"version": "0.27", "llvm": 22, "amdgpu": True, "x86": True, "seconds": 1.0},
     "linkers": {"cc": None, "gcc": "/usr/bin/gcc", "clang": None, "ld.lld": None, "ziglang": None},
     "cpu": {
@@ -66,6 +67,11 @@ def vulkan(**changes) -> dict:
             {"packages": [{"name": "numpy", "wanted": ">=2", "found": "1.26", "ok": False}]},
             "problem",
             "pip install 'numpy>=2'",
+        ),
+        (
+            {"extras": [{"extra": "tune", "packages": [], "missing": {"xgboost": "the search"}}]},
+            "missing",
+            "pip install 'mlc-amd[tune]'",
         ),
         ({"tvm": {"error": "OSError: libz"}}, "problem", "reinstall apache-tvm"),
         ({"tvm": {}}, "missing", "pip install mlc-amd"),

@@ -253,9 +253,3 @@ def test_the_plot(recorded, tmp_path, suffix):
     assert data.startswith(b"\x89PNG") if suffix == ".png" else b"<svg" in data
     with pytest.raises(UserError, match="nothing was measured"):
         tune_report.plot(recorded.shape, [row._replace(history=[]) for row in recorded.rows()], path)
-
-
-def test_a_plot_without_matplotlib(monkeypatch, tmp_path):
-    monkeypatch.setattr(tune_report.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install"):
-        tune_report.check_output(tmp_path / "plot.svg")

@@ -10,6 +10,7 @@ import tempfile
 from json import dumps
 from pathlib import Path
 
+from mlc_amd.runtime import extras
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import bandwidth, display, doctor_vulkan, machine, models
 
@@ -36,7 +37,7 @@ def run(*, json: bool = False) -> None:
         "cache": _cache_facts(),
     }
     if facts["tvm"]:
-        facts["linkers"] = machine.linkers()
+        facts |= {"extras": extras.extras(), "linkers": machine.linkers()}
     if "error" in facts["tvm"]:
         facts["cpu_target"] = "TVM does not load"
     elif facts["tvm"]:
@@ -115,6 +116,17 @@ def _packages(facts: dict) -> list[tuple[str, str, str]]:
         )
         for p in bad
     ]
+
+
+def _extras(facts: dict) -> list[tuple[str, str, str]]:
+    checks = []
+    for found in facts["extras"]:
+        if not found["missing"]:
+            checks.append(("ok", f"extra {found['extra']} is installed: {', '.join(found['packages'])}", ""))
+            continue
+        lacks = ", ".join(f"{name} (for {purpose})" for name, purpose in found["missing"].items())
+        checks.append(("missing", f"extra {found['extra']} lacks {lacks}", extras.install(found["extra"])))
+    return checks
 
 
 def _tvm(facts: dict) -> list[tuple[str, str, str]]:
@@ -233,6 +245,7 @@ def _cache(facts: dict) -> list[tuple[str, str, str]]:
 _PARTS = {
     "python": _python,
     "packages": _packages,
+    "extras": _extras,
     "tvm": _tvm,
     "linkers": _linker,
     "cpu": _cpu,

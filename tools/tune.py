@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
+from mlc_amd.runtime import extras
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags, threads_asked
 from mlc_amd.tools import bandwidth, display, models
@@ -93,6 +94,12 @@ def run(
     if runner == "rpc" and not tracker and not (list or report or export_kit or import_kit):
         raise UserError("--runner rpc needs --tracker HOST:PORT, where `mlc-amd tune-server` has announced machines")
     kit, plot = (Path(path).expanduser() if path else None for path in (export_kit, output))
+    if kit or not (list or report or import_kit):  # what searches
+        extras.require("xgboost")
+    if plot:
+        from mlc_amd.tools import tune_report  # loads TVM
+
+        tune_report.check_output(plot)
     if import_kit:
         if model or synthetic:
             raise UserError("--import-kit knows its model from the kit: leave the model out")
@@ -108,8 +115,6 @@ def run(
     elif list or report:
         from mlc_amd.tools import tune_report
 
-        if plot:
-            tune_report.check_output(plot)
         rows = subject.rows(subject.bounds() if report else None)
         print((tune_report.listing if list else tune_report.table)(subject.shape, rows))
         if plot:

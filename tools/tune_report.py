@@ -1,15 +1,14 @@
 """Tables of a model's tasks, and a plot of how tuning went."""
 
-import importlib.util
 from pathlib import Path
 
 from mlc_amd.compiler.tuning.summary import TaskRow, gain, progress
+from mlc_amd.runtime import extras
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import display
 
 FORMATS = (".svg", ".png", ".pdf")
 PLOTTED = 12  # tasks, those with the largest share of the time
-MISSING = "the plot needs matplotlib; install it with: pip install 'mlc-amd[tune]'"
 
 
 def listing(shape: str, found: list[TaskRow]) -> str:
@@ -69,8 +68,7 @@ def check_output(path: Path) -> None:
     """UserError for a plot that cannot be made: before the work."""
     if path.suffix.lower() not in FORMATS:
         raise UserError(f"{path}: the plot's name must end with one of {', '.join(FORMATS)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError(MISSING)
+    extras.require("matplotlib")
 
 
 def plot(shape: str, found: list[TaskRow], path: Path) -> None:

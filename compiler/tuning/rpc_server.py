@@ -37,6 +37,7 @@ import tvm
 import tvm_ffi
 from tvm.rpc import server
 
+from mlc_amd.runtime import extras
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import FILE, Candidate, read
 from mlc_amd.runtime.measure.child import follow_parent
@@ -237,10 +238,9 @@ def serve(tracker: tuple[str, int], key: str, device: str | None, host: str | No
 def track(place: tuple[str, int], say: Callable[[str], None]) -> None:
     """Is a tracker until it is ended. UserError without the package that TVM's tracker needs, or if the address is
     taken."""
-    try:
-        from tvm.rpc import tracker
-    except ImportError as e:
-        raise UserError("TVM's tracker needs the package tornado: pip install tornado") from e
+    extras.require("tornado")
+    from tvm.rpc import tracker
+
     listening = listen(place[0], range(place[1], place[1] + 1))
     asyncio.set_event_loop(asyncio.new_event_loop())
     handler = tracker.TrackerServerHandler(listening, tracker.base.random_key("stop"))

@@ -1,0 +1,63 @@
+"""The optional packages: which extra of `pip install 'mlc-amd[EXTRA]'` installs each, and what for. pyproject.toml has
+their versions.
+
+`require(module)` before work begins that needs one; `extras()` lists all, for `mlc-amd doctor`.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+
+from mlc_amd.runtime.errors import UserError
+
+
+@dataclass(frozen=True)
+class Package:
+    """An optional package: its extra, its name in the package index, what needs it."""
+
+    extra: str
+    name: str
+    purpose: str
+
+
+# by module
+PACKAGES = {
+    "xgboost": Package("tune", "xgboost", "the search of `mlc-amd tune`"),
+    "matplotlib": Package("tune", "matplotlib", "the plot of `mlc-amd tune --report`"),
+    "tornado": Package("tune", "tornado", "the tracker of `mlc-amd tune-server`"),
+    "rocm.bindings.hip": Package("rocm", "rocm-bindings-hip", "running target rocm"),
+    "ziglang": Package("rocm", "ziglang", "linking GPU code where no lld is installed"),
+}
+
+
+def installed(module: str) -> bool:
+    """Whether a module can be found; it is not imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package that it is in
+        return False
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra."""
+    return f"pip install 'mlc-amd[{extra}]'"
+
+
+def require(module: str) -> None:
+    """UserError when the package of this module is not installed."""
+    if not installed(module):
+        package = PACKAGES[module]
+        raise UserError(
+            f"{package.purpose} needs the package {package.name}; install it with: {install(package.extra)}"
+        )
+
+
+def extras() -> list[dict[str, object]]:
+    """For each extra: `extra`, its name; `packages`: those that are installed; `missing`: the purposes of the others by
+    name."""
+    found = []
+    for extra in dict.fromkeys(package.extra for package in PACKAGES.values()):
+        its = {module: package for module, package in PACKAGES.items() if package.extra == extra}
+        missing = {package.name: package.purpose for module, package in its.items() if not installed(module)}
+        present = [package.name for package in its.values() if package.name not in missing]
+        found.append({"extra": extra, "packages": present, "missing": missing})
+    return found
