@@ -66,6 +66,10 @@ def test_a_radeon_has_the_sensor_at_its_address(tree):
         assert (mean.name, mean.read(), mean.counter) == ("amdgpu power1_average", 101, False)
     (moment,) = power.sensors(device("0000:83:00.0"), tree)
     assert (moment.name, moment.read()) == ("amdgpu power1_input", 37)
+    mean = tree / "bus/pci/devices" / ADDRESS / "hwmon/hwmon5/power1_average"
+    mean.unlink()
+    mean.mkdir()  # a file that cannot be read
+    assert [sensor.name for sensor in power.sensors(device(), tree)] == ["amdgpu power1_input"]
 
 
 @pytest.mark.parametrize("one", [CPU, device(None, "vulkan")])

@@ -133,7 +133,8 @@ def run(
     if engine.device.kind != "cpu":
         display.message(f"on {engine.device.name}")
     sensors = _sensors(engine.device)
-    hidden = [*(["n_cpu_moe"] if not n_cpu_moe else []), *(["W", "J/token"] if not sensors else [])]  # as llama-bench
+    hidden = [] if n_cpu_moe else ["n_cpu_moe"]  # as llama-bench
+    hidden += [] if sensors else ["W", "J/token"]
     begin, write, end = bench_formats.writer(output, hidden)
     sys.stdout.write(begin)
     tables = []

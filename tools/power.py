@@ -42,24 +42,23 @@ class Sensor:
 
 @dataclass(frozen=True)
 class _Files:
-    """A kind of sensor that Linux shows as files. device: "gpu" or "cpu"; pattern: of the files below /sys; label: a
-    file beside it that names what is measured; begins: what that name must begin with; range: a file beside it with the
-    largest value of a counter, None for power. All values are in micro-watts or micro-joules."""
+    """A kind of sensor that Linux shows as files. device: "gpu" or "cpu"; pattern: of the files below /sys; begins: the
+    beginning of the name in the file `name` beside it; range: a file beside it with the largest value of a counter,
+    None for power. All values are in microwatts or microjoules."""
 
     device: str
     pattern: str
-    label: str
     begins: str = ""
     range: str | None = None
 
 
-# Of each device, the first kind with files is used. Sources: docs.kernel.org, "amdgpu: hwmon" and "Power Capping
+# Of each device, the first kind that can be read is used. Sources: docs.kernel.org, "amdgpu: hwmon" and "Power Capping
 # Framework". amdgpu has one of its two files or both, depending on the GPU. A CPU's packages are without memory; other
 # zones are parts of them.
 _KINDS = (
-    _Files("gpu", "bus/pci/devices/{pci}/hwmon/hwmon*/power1_average", "name"),
-    _Files("gpu", "bus/pci/devices/{pci}/hwmon/hwmon*/power1_input", "name"),
-    _Files("cpu", "class/powercap/intel-rapl:*/energy_uj", "name", "package-", "max_energy_range_uj"),
+    _Files("gpu", "bus/pci/devices/{pci}/hwmon/hwmon*/power1_average"),
+    _Files("gpu", "bus/pci/devices/{pci}/hwmon/hwmon*/power1_input"),
+    _Files("cpu", "class/powercap/intel-rapl:*/energy_uj", "package-", "max_energy_range_uj"),
 )
 # NVML's functions (nvml.h), in order of preference: type of the result, its unit in joules or watts, counter
 _NVML: dict[str, tuple[Any, float, bool]] = {
@@ -77,10 +76,17 @@ def sensors(device, root: Path = SYS, nvml: str = NVML) -> list[Sensor]:
     pci = None if device.kind == "cpu" else device.gpu.pci
     if pci == "":
         raise NoSensor(f"the driver of {device.gpu.name} does not tell its PCI address")
-    kinds = [kind for kind in _KINDS if kind.device == ("cpu" if pci is None else "gpu")]
-    for kind in kinds:
-        if files := [file for file in sorted(root.glob(kind.pattern.format(pci=pci))) if _suits(kind, file)]:
-            return [_of_file(kind, file) for file in files]
+    for kind in (kind for kind in _KINDS if kind.device == ("cpu" if pci is None else "gpu")):
+        matching = sorted(root.glob(kind.pattern.format(pci=pci)))
+        files = [file for file in matching if _name(file).startswith(kind.begins)]
+        try:
+            found = [_of_file(kind, file) for file in files]
+        except PermissionError as e:
+            raise NoSensor(f"no permission on {files[0]}; run as root, or: sudo chmod o+r {files[0]}") from e
+        except OSError:  # amdgpu has files whose value some GPUs do not have
+            continue
+        if found:
+            return found
     if pci is None:
         raise NoSensor(
             f"no energy counter of the CPU in {root / 'class/powercap'} (RAPL); try: sudo modprobe intel_rapl_msr; "
@@ -91,23 +97,21 @@ def sensors(device, root: Path = SYS, nvml: str = NVML) -> list[Sensor]:
     raise NoSensor(f"no power sensor in {root / 'bus/pci/devices' / pci / 'hwmon'}, nor through {nvml}")
 
 
-def _suits(kind: _Files, file: Path) -> bool:
-    label = file.with_name(kind.label)
-    return label.exists() and label.read_text().startswith(kind.begins)
+def _name(file: Path) -> str:
+    """What a sensor calls itself, in the file `name` beside it."""
+    label = file.with_name("name")
+    return label.read_text().strip() if label.exists() else ""
 
 
 def _of_file(kind: _Files, file: Path) -> Sensor:
+    """OSError for a file that cannot be read."""
+
     def read(path: Path = file) -> float:
         return int(path.read_text()) * 1e-6
 
-    try:
-        read()
-    except PermissionError as e:
-        raise NoSensor(f"no permission on {file}; run as root, or: sudo chmod o+r {file}") from e
-    except OSError as e:
-        raise NoSensor(f"{file} cannot be read ({e.strerror})") from e
-    name = f"{file.with_name(kind.label).read_text().strip()} {file.name}"
-    return Sensor(name, read, bool(kind.range), read(file.with_name(kind.range)) if kind.range else None)
+    read()
+    limit = read(file.with_name(kind.range)) if kind.range else None
+    return Sensor(f"{_name(file)} {file.name}", read, kind.range is not None, limit)
 
 
 def _of_nvml(pci: str, library: str) -> Sensor | None:
