@@ -42,13 +42,16 @@ def install(extra: str) -> str:
     return f"pip install 'mlc-amd[{extra}]'"
 
 
+def absence(module: str) -> UserError:
+    """The error for a package that is not installed."""
+    package = PACKAGES[module]
+    return UserError(f"{package.purpose} needs the package {package.name}; install it with: {install(package.extra)}")
+
+
 def require(module: str) -> None:
     """UserError when the package of this module is not installed."""
     if not installed(module):
-        package = PACKAGES[module]
-        raise UserError(
-            f"{package.purpose} needs the package {package.name}; install it with: {install(package.extra)}"
-        )
+        raise absence(module)
 
 
 def extras() -> list[dict[str, object]]:

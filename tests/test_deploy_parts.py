@@ -139,7 +139,7 @@ def bundled(monkeypatch):
 def test_help_and_advice_name_the_commands_as_they_are_typed_there(bundled, capsys):
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert "usage: run.sh COMMAND" in shown and "`run.sh chat`" in shown and "mlc-amd" not in shown
+    assert "usage: run.sh COMMAND" in shown and "`run.sh chat`" in shown and "`mlc-amd" not in shown
     assert cli.main(["bench", "--help"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("usage: run.sh bench") and "`run.sh doctor`" in " ".join(shown.split())

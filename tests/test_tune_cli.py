@@ -95,7 +95,8 @@ def test_an_artifact_is_no_model_to_tune(compiled, cache, capsys):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "text"), [((), "no Vulkan"), (("--runner", "rpc", "--tracker", "127.0.0.1:9"), "127.0.0.1:9")]
+    ("tokens", "text"),
+    [((), "nothing.json does not start"), (("--runner", "rpc", "--tracker", "127.0.0.1:9"), "127.0.0.1:9")],
 )
 def test_without_a_device_or_a_tracker(cache, capsys, monkeypatch, one_worker, tokens, text):
     for name in ("VK_DRIVER_FILES", "VK_ICD_FILENAMES"):

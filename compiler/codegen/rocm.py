@@ -28,6 +28,7 @@ from tvm.tirx.op import call_llvm_intrin
 from mlc_amd.compiler.codegen.functions import expand
 from mlc_amd.compiler.codegen.lower import Function, lower
 from mlc_amd.compiler.nodes import span
+from mlc_amd.runtime import extras
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.arch import MAX_THREADS, GpuArch
 
@@ -201,9 +202,7 @@ def find_linker() -> list[str]:
     if linker := next((command for command in candidates if linker_version(tuple(command)) >= OLDEST_LINKER), None):
         return linker
     found = "ld.lld is too old" if candidates else "no ld.lld found"
-    raise UserError(
-        f"{found} to link GPU code; install the linker: pip install 'mlc-amd[rocm]', or lld {OLDEST_LINKER} or newer"
-    )
+    raise UserError(f"{found} to link GPU code; install one: {extras.install('rocm')}, or lld {OLDEST_LINKER} or newer")
 
 
 @functools.cache

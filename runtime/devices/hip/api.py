@@ -10,6 +10,7 @@ import os
 from contextlib import ExitStack
 from typing import Any
 
+from mlc_amd.runtime import extras
 from mlc_amd.runtime.errors import UserError
 
 OLDEST_RUNTIME = (6, 0)  # HIP version with hipGetDevicePropertiesR0600, the layout of properties that the bindings read
@@ -64,9 +65,7 @@ def open_bindings():
             importlib.import_module("rocm.bindings.util.paths"),
         )
     except ImportError as e:
-        raise UserError(
-            "target rocm needs the package rocm-bindings-hip; install it with: pip install 'mlc-amd[rocm]'"
-        ) from e
+        raise extras.absence("rocm.bindings.hip") from e
     _find_versioned_library(paths)
     try:
         version = runtime_version(bindings)
