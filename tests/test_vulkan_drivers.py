@@ -154,6 +154,11 @@ def test_a_driver_that_fails_is_named_with_what_it_lacks(failure, distribution, 
     assert (status, what) == ("problem", f"target vulkan: {failure}") and advice in found and "mesa" not in found
 
 
+def test_without_a_visible_gpu_the_manifest_tells_the_vendor():
+    *_, (status, _, advice) = doctor.judge(facts([failed("vkCreateInstance failed")], DEBIAN) | {"gpus": []})
+    assert status == "missing" and "nvidia-smi" in advice
+
+
 def test_only_the_driver_of_the_gpu_matters():
     llvmpipe = {"index": 0, "name": "llvmpipe", "type": "cpu", "vendor": "0x10005", "driver": "lvp", "api": "1.3.0"}
     llvmpipe |= {"memory": 1 << 30, "host_memory": 0, "profile": "lavapipe", "lacks": []}

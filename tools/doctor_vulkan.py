@@ -59,9 +59,10 @@ def _device(device: dict) -> list[Check]:
 
 
 def _advice(failure: dict, vendor: str, distribution: list[str]) -> str:
-    """What to do about a driver that does not start."""
+    """What to do about a driver that does not start. vendor: of the GPU, where the manifest's name tells none."""
     if not failure["library"]:
         return "correct that file, or the variable that names it (VK_DRIVER_FILES, VK_ICD_FILENAMES)"
+    vendor = next((name for name, its in _DRIVERS.items() if its.names(failure["manifest"])), vendor)
     if not failure["missing"]:
         return f"{_DRIVERS[vendor].broken}; {_DEBUG}"
     if failure["missing"] == failure["library"]:
