@@ -5,10 +5,12 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import huggingface_hub
 import pytest
+from filelock import FileLock
 from hub_server import COMMIT, Hub, sha256
 from huggingface_hub import constants
 
@@ -81,6 +83,30 @@ def test_all_parts_are_downloaded(pull):
     first = Path(out.strip())
     assert code == 0 and first.name == "x-BF16-00001-of-00002.gguf"
     assert {f"BF16/{path.name}": path.read_bytes() for path in first.parent.iterdir()} == PARTS
+
+
+def test_a_small_file_may_be_in_git_itself(server, pull):
+    server.plain.add("x-Q4_K_M.gguf")
+    code, out, _ = pull(REPO)
+    assert code == 0 and Path(out.strip()).read_bytes() == SMALL
+
+
+def test_a_file_that_is_too_large_for_http(pull, monkeypatch):
+    monkeypatch.setattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", 1000)
+    assert "too large" in error_of(pull(REPO)) and blobs() == []
+
+
+def test_two_processes_download_a_file_once(server, pull):
+    place = hub.cache() / ".locks" / "models--someone--Model-GGUF" / f"{sha256(SMALL)}.lock"
+    place.parent.mkdir(parents=True)
+    other = FileLock(place, thread_local=False)
+    other.acquire()
+    release = threading.Timer(2 * hub._PATIENCE, other.release)
+    release.start()
+    code, out, err = pull(REPO)
+    release.join()
+    assert code == 0 and Path(out.strip()).read_bytes() == SMALL
+    assert err.startswith("waiting for another process, which downloads x-Q4_K_M.gguf\ndownloading ")
 
 
 def test_the_list(pull):
@@ -183,6 +209,11 @@ def test_a_part_is_missing(server, pull):
     del server.repos[REPO]["BF16/x-BF16-00002-of-00002.gguf"]
     assert "of the 2 parts of BF16/x-BF16, it lacks 2" in error_of(pull(f"{REPO}:BF16"))
     assert server.downloads() == []
+
+
+def test_a_hash_becomes_a_name_of_a_file_only_if_it_is_one(server, monkeypatch):
+    monkeypatch.setattr("hub_server.sha256", lambda data: "../../../outside")
+    assert {file.sha256 for model in hub.listing(REPO) for file in model.parts.values()} == {None}
 
 
 def test_a_full_disk_is_noticed_before(server, pull, monkeypatch):
