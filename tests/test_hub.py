@@ -1,7 +1,9 @@
 """Models of a hub: download, cache and errors, against a server of the hub's API on this machine."""
 
+import contextlib
 import importlib
 import os
+import pty
 import random
 import subprocess
 import sys
@@ -306,6 +308,21 @@ def test_the_command_reads_the_environment(server, tmp_path):
     path = Path(done.stdout.removesuffix("\n"))
     assert path.is_relative_to(tmp_path / "home" / "hub") and path.read_bytes() == OTHER
     assert done.stderr == f"downloading x-Q8_0.gguf (292.97 KiB) from {REPO} ...\n"
+
+
+def test_a_terminal_shows_the_progress(server, tmp_path):
+    terminal, end = pty.openpty()
+    command = [str(Path(sys.executable).with_name("mlc-amd")), "pull", REPO]
+    variables = {**os.environ, **environment(server, tmp_path / "home"), "TERM": "xterm", "COLUMNS": "80"}
+    process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=end)
+    os.close(end)
+    shown = b""
+    with open(terminal, "rb", buffering=0) as screen, contextlib.suppress(OSError):  # EIO: the other end is closed
+        while piece := screen.read(4096):
+            shown += piece
+    out, _ = process.communicate(timeout=60)
+    assert Path(out.decode().strip()).read_bytes() == SMALL
+    assert all(word in shown.decode() for word in (f"from {REPO}", "download ", "verify ", "293.0/293.0 KiB"))
 
 
 def test_a_local_file_does_not_wait_for_the_hub(demo_gguf):
