@@ -28,13 +28,14 @@ def sha256(data: bytes) -> str:
 @dataclass
 class Hub:
     """repos: OWNER/REPO -> path -> content. stored: content by hash that the store has instead of the announced one.
-    gated: repositories that need `token`. cuts: of the next answers of the store, after how many bytes the connection
-    is reset. closes: likewise, but closed as if all had been sent. status: what the API answers instead. ranges:
-    whether the store serves parts. log: (method, path, Range) of each request; tokens: (path, token) of those that had
-    one."""
+    plain: paths of files that are in git itself, and whose hash is no SHA-256. gated: repositories that need `token`.
+    cuts: of the next answers of the store, after how many bytes the connection is reset. closes: likewise, but closed
+    as if all had been sent. status: what the API answers instead. ranges: whether the store serves parts. log: (method,
+    path, Range) of each request; tokens: (path, token) of those that had one."""
 
     repos: dict[str, dict[str, bytes]]
     stored: dict[str, bytes] = field(default_factory=dict)
+    plain: set[str] = field(default_factory=set)
     gated: set[str] = field(default_factory=set)
     token: str = "hf_right"
     cuts: list[int] = field(default_factory=list)
@@ -115,8 +116,12 @@ class _Handler(BaseHTTPRequestHandler):
                     "rfilename": path,
                     "size": len(data),
                     "blobId": "0" * 40,
-                    "lfs": {"sha256": sha256(data), "size": len(data), "pointerSize": 134},
                 }
+                | (
+                    {}
+                    if path in self.hub.plain
+                    else {"lfs": {"sha256": sha256(data), "size": len(data), "pointerSize": 134}}
+                )
                 for path, data in sorted(self.hub.repos[repo].items())
             ]
             body = json.dumps({"id": repo, "modelId": repo, "sha": COMMIT, "siblings": siblings})
@@ -129,6 +134,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, {"X-Error-Code": "EntryNotFound"})
         else:
             data = self.hub.repos[repo][path]
+            if path in self.hub.plain:
+                self._send(200, {"X-Repo-Commit": COMMIT, "ETag": f'"{"0" * 40}"'}, data)
+                return
             digest = sha256(data)
             headers = {
                 "X-Repo-Commit": COMMIT,

@@ -1,14 +1,18 @@
 """Models of a hub: download, cache and errors, against a server of the hub's API on this machine."""
 
+import contextlib
 import importlib
 import os
+import pty
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import huggingface_hub
 import pytest
+from filelock import FileLock
 from hub_server import COMMIT, Hub, sha256
 from huggingface_hub import constants
 
@@ -81,6 +85,30 @@ def test_all_parts_are_downloaded(pull):
     first = Path(out.strip())
     assert code == 0 and first.name == "x-BF16-00001-of-00002.gguf"
     assert {f"BF16/{path.name}": path.read_bytes() for path in first.parent.iterdir()} == PARTS
+
+
+def test_a_small_file_may_be_in_git_itself(server, pull):
+    server.plain.add("x-Q4_K_M.gguf")
+    code, out, _ = pull(REPO)
+    assert code == 0 and Path(out.strip()).read_bytes() == SMALL
+
+
+def test_a_file_that_is_too_large_for_http(pull, monkeypatch):
+    monkeypatch.setattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", 1000)
+    assert "too large" in error_of(pull(REPO)) and blobs() == []
+
+
+def test_two_processes_download_a_file_once(server, pull):
+    place = hub.cache() / ".locks" / "models--someone--Model-GGUF" / f"{sha256(SMALL)}.lock"
+    place.parent.mkdir(parents=True)
+    other = FileLock(place, thread_local=False)
+    other.acquire()
+    release = threading.Timer(2 * hub._PATIENCE, other.release)
+    release.start()
+    code, out, err = pull(REPO)
+    release.join()
+    assert code == 0 and Path(out.strip()).read_bytes() == SMALL
+    assert err.startswith("waiting for another process, which downloads x-Q4_K_M.gguf\ndownloading ")
 
 
 def test_the_list(pull):
@@ -185,6 +213,11 @@ def test_a_part_is_missing(server, pull):
     assert server.downloads() == []
 
 
+def test_a_hash_becomes_a_name_of_a_file_only_if_it_is_one(server, monkeypatch):
+    monkeypatch.setattr("hub_server.sha256", lambda data: "../../../outside")
+    assert {file.sha256 for model in hub.listing(REPO) for file in model.parts.values()} == {None}
+
+
 def test_a_full_disk_is_noticed_before(server, pull, monkeypatch):
     usage = type("Usage", (), {"free": 299_999})
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: usage)
@@ -275,6 +308,21 @@ def test_the_command_reads_the_environment(server, tmp_path):
     path = Path(done.stdout.removesuffix("\n"))
     assert path.is_relative_to(tmp_path / "home" / "hub") and path.read_bytes() == OTHER
     assert done.stderr == f"downloading x-Q8_0.gguf (292.97 KiB) from {REPO} ...\n"
+
+
+def test_a_terminal_shows_the_progress(server, tmp_path):
+    terminal, end = pty.openpty()
+    command = [str(Path(sys.executable).with_name("mlc-amd")), "pull", REPO]
+    variables = {**os.environ, **environment(server, tmp_path / "home"), "TERM": "xterm", "COLUMNS": "80"}
+    process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=end)
+    os.close(end)
+    shown = b""
+    with open(terminal, "rb", buffering=0) as screen, contextlib.suppress(OSError):  # EIO: the other end is closed
+        while piece := screen.read(4096):
+            shown += piece
+    out, _ = process.communicate(timeout=60)
+    assert Path(out.decode().strip()).read_bytes() == SMALL
+    assert all(word in shown.decode() for word in (f"from {REPO}", "download ", "verify ", "293.0/293.0 KiB"))
 
 
 def test_a_local_file_does_not_wait_for_the_hub(demo_gguf):

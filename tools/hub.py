@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,17 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import display
 from mlc_amd.tools.hub_files import File, Model, Name, candidates, choose, models
 
+_SHA256 = re.compile(r"[0-9a-f]{64}")  # it becomes a file's name
 _CHUNK = 8 << 20  # bytes that are hashed at a time
+_PATIENCE = 1.0  # seconds of waiting for another process's download, until that is told
 _CLIENT: dict[str, Any] = {"library_name": "mlc-amd", "library_version": mlc_amd.__version__}
 
 
-class NotHere(UserError):
-    """The hub has no such repository."""
+class Unavailable(UserError):
+    """The hub has no such repository, or cannot be asked."""
 
 
-class Unreachable(NotHere):
+class Unreachable(Unavailable):
     """The hub cannot be asked: there is no network, or HF_HUB_OFFLINE forbids it."""
 
 
@@ -63,7 +66,7 @@ def pull(name: Name) -> Path:
     cannot be asked, what the cache has is taken.
 
     Raises:
-        NotHere: the hub has no such repository, or cannot be asked.
+        Unavailable: the hub has no such repository, or cannot be asked.
         UserError: the name fits no model or several, parts of it are missing, access is denied, the disk is full, the
             connection broke (another call continues), or the hub's file is damaged.
     """
@@ -88,7 +91,7 @@ def pull(name: Name) -> Path:
 
 
 def listing(repo: str) -> list[Model]:
-    """The models that the hub has in that repository. Raises NotHere, Unreachable, or UserError for other answers."""
+    """The models that the hub has in that repository. Raises Unavailable, or UserError for other answers."""
     from huggingface_hub import HfApi, constants
 
     try:
@@ -97,7 +100,9 @@ def listing(repo: str) -> list[Model]:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{constants.ENDPOINT} does not answer as a hub does: check HF_ENDPOINT and proxies") from error
     return models(
-        File(one.rfilename, one.size or 0, one.lfs.sha256 if one.lfs else None) for one in info.siblings or ()
+        File(one.rfilename, one.size or 0, one.lfs.sha256 if one.lfs and _SHA256.fullmatch(one.lfs.sha256) else None)
+        for one in info.siblings or ()
+        if one.rfilename.isprintable()
     )
 
 
@@ -137,6 +142,7 @@ def _check_space(repo: str, files: list[File]) -> None:
 
 def _fetch(repo: str, file: File) -> Path:
     """One file in the cache, complete and verified."""
+    from filelock import Timeout  # of what huggingface_hub locks with
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.utils import WeakFileLock, disable_progress_bars, enable_progress_bars
 
@@ -149,12 +155,20 @@ def _fetch(repo: str, file: File) -> Path:
             blob.parent.mkdir(parents=True, exist_ok=True)
             lock.parent.mkdir(parents=True, exist_ok=True)
             disable_progress_bars()
-            with WeakFileLock(lock):
+            with ExitStack() as held:
+                try:
+                    held.enter_context(WeakFileLock(lock, timeout=_PATIENCE))
+                except Timeout:
+                    display.message(f"waiting for another process, which downloads {file.path}")
+                    held.enter_context(WeakFileLock(lock))
                 if not blob.exists():
                     _download(repo, file, blob)
         elif not ours and sys.stderr.isatty():
             enable_progress_bars()
-        return Path(hf_hub_download(repo, file.path, **_CLIENT))  # links what is there
+        try:
+            return Path(hf_hub_download(repo, file.path, **_CLIENT))  # links what is there
+        except ValueError as error:  # a file that is too large for HTTP, where Xet's package is missing
+            raise UserError(f"{file.path} of {repo}: {_words(error)}") from error
 
 
 def _download(repo: str, file: File, blob: Path) -> None:
@@ -247,7 +261,7 @@ def _explained(repo: str) -> Iterator[None]:
             f"({endpoint}/settings/tokens)"
         ) from error
     except errors.RepositoryNotFoundError as error:
-        raise NotHere(f"{endpoint} has no model {repo}; if it is private, set HF_TOKEN") from error
+        raise Unavailable(f"{endpoint} has no model {repo}; if it is private, set HF_TOKEN") from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
         raise UserError(f"{endpoint} answers {status} for {repo}: {_STATUS.get(status, _words(error))}") from error

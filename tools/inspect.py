@@ -3,11 +3,14 @@
 import dataclasses
 from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.memory import of_manifest, on_host
-from mlc_amd.tools import display, inspect_kernels, inspect_memory, inspect_vulkan, models
+from mlc_amd.tools import display, inspect_header, inspect_kernels, inspect_memory, inspect_vulkan, models
+
+if TYPE_CHECKING:
+    from mlc_amd.compiler.gguf.reader import GGUFModel
 
 
 def run(
@@ -28,6 +31,8 @@ def run(
     For GPU code (artifacts for GPUs, and any .hsaco file) it shows registers, LDS, spills, occupancy, instructions
     and assembly of each kernel. For artifacts of target vulkan these come from Mesa's compiler for AMD GPUs, if it is
     installed.
+
+    Of a GGUF file of an architecture that is not supported it shows metadata, tokenizer and tensors.
 
     Memory is what the model needs while it runs, and with how many tokens it fits the GPUs that its arch stands for. Of
     a GPU's memory 1 GiB is left to the driver and other programs; of memory that an APU shares with the system it is
@@ -94,32 +99,40 @@ def run(
 
 def _gguf(path: Path, ctx: int | None, target: str, arch: str, n_cpu_moe: int) -> dict[str, object]:
     from mlc_amd.compiler.gguf.reader import GGUFModel
+
+    try:
+        opened = GGUFModel.open(path)
+    except UserError as error:
+        return inspect_header.report(path, error)
+    with opened as model:
+        return _model_file(model, ctx, target, arch, n_cpu_moe)
+
+
+def _model_file(model: "GGUFModel", ctx: int | None, target: str, arch: str, n_cpu_moe: int) -> dict[str, object]:
     from mlc_amd.compiler.memory import needs
     from mlc_amd.compiler.pipeline import capacity, make_target
     from mlc_amd.compiler.sampling import defaults
 
-    with GGUFModel.open(path) as model:
-        formats: dict[str, dict[str, int]] = {}
-        for tensor in model.tensors.values():
-            entry = formats.setdefault(tensor.format, {"tensors": 0, "bytes": 0})
-            entry["tensors"] += 1
-            entry["bytes"] += tensor.nbytes
-        config = dataclasses.asdict(model.config)
-        listing = [
-            {"name": t.name, "dtype": t.format, "shape": list(t.shape), "bytes": t.nbytes}
-            for t in model.tensors.values()
-        ]
-        on_host(model.tensors, n_cpu_moe)
-        needed = needs(model, make_target(target, arch), capacity(model.config, ctx))
-        return {
-            "file": str(path),
-            "name": model.config.name,
-            "model": config,
-            "sampling": defaults(model.metadata, model.config.context),
-            "formats": _stored(formats),
-            "memory": inspect_memory.plan(needed, target, arch, n_cpu_moe),
-            "tensors": listing,
-        }
+    formats: dict[str, dict[str, int]] = {}
+    for tensor in model.tensors.values():
+        entry = formats.setdefault(tensor.format, {"tensors": 0, "bytes": 0})
+        entry["tensors"] += 1
+        entry["bytes"] += tensor.nbytes
+    config = dataclasses.asdict(model.config)
+    listing = [
+        {"name": t.name, "dtype": t.format, "shape": list(t.shape), "bytes": t.nbytes} for t in model.tensors.values()
+    ]
+    on_host(model.tensors, n_cpu_moe)
+    needed = needs(model, make_target(target, arch), capacity(model.config, ctx))
+    return {
+        "file": model.path,
+        "name": model.config.name,
+        "model": config,
+        "sampling": defaults(model.metadata, model.config.context),
+        "formats": _stored(formats),
+        "memory": inspect_memory.plan(needed, target, arch, n_cpu_moe),
+        "tensors": listing,
+    }
 
 
 def _stored(formats: dict[str, dict[str, int]]) -> dict[str, dict]:
@@ -306,7 +319,10 @@ def _argument(argument: list) -> str:
 
 
 def _tensors(listing: list) -> str:
-    rows = [(t["name"], t["dtype"], "x".join(map(str, t["shape"])), display.size(t["bytes"])) for t in listing]
+    sizes = ("?" if t["bytes"] is None else display.size(t["bytes"]) for t in listing)
+    rows = [
+        (t["name"], t["dtype"], "x".join(map(str, t["shape"])), size) for t, size in zip(listing, sizes, strict=True)
+    ]
     return display.table(("tensor", "type", "shape", "size"), rows, right=(3,))
 
 
@@ -325,4 +341,4 @@ _SECTIONS = {
     "plan": _plan,
     "tensors": _tensors,
     "code": _code,
-}
+} | inspect_header.SECTIONS

@@ -49,7 +49,7 @@ def find(model: str) -> Path:
         return path
     try:
         return hub.find(name)
-    except hub.NotHere as error:
+    except hub.Unavailable as error:
         raise UserError(f"{model}: no such file or folder here; {error}") from error
 
 

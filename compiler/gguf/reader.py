@@ -170,6 +170,15 @@ def read_metadata(path: str | Path) -> dict[str, object]:
     return file.header.metadata
 
 
+def read_header(path: str | Path) -> tuple[dict[str, object], list[TensorEntry]]:
+    """The metadata and the tensor directory of any valid GGUF file, of all parts of a split one, whatever its
+    architecture."""
+    files = _open_parts(str(path))
+    for file in files:
+        file.close()
+    return files[0].header.metadata, [entry for file in files for entry in file.header.tensors]
+
+
 class _File:
     """One mapped file and its header."""
 
