@@ -19,7 +19,7 @@ from fire import docstrings
 
 from mlc_amd.compiler.gguf import synthetic, write_gguf
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import arguments, chat, cli, display, inspect, perplexity
+from mlc_amd.tools import arguments, chat, cli, inspect, perplexity, terminal
 
 MLC_AMD = str(Path(sys.executable).with_name("mlc-amd"))
 QUESTION = "What does os.path.join do?"
@@ -382,9 +382,9 @@ def test_a_model_cannot_steer_the_terminal(monkeypatch):
             return True
 
     text = "\x1b[2Jclear\r\tkept\n\x9b31m\x07"
-    assert display.printable(text) == text
+    assert terminal.printable(text) == text
     monkeypatch.setattr("sys.stdout", Screen())
-    assert display.printable(text) == "[2Jclear\tkept\n31m"
+    assert terminal.printable(text) == "[2Jclear\tkept\n31m"
 
 
 def test_integers_accept_what_people_type():

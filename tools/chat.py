@@ -2,7 +2,6 @@
 
 import io
 import sys
-from dataclasses import replace
 from typing import Literal
 
 from mlc_amd.runtime.errors import UserError
@@ -98,7 +97,7 @@ def run(
     from mlc_amd.runtime.chat import Conversation
     from mlc_amd.tools import repl
 
-    conversation = Conversation(engine, system, replace(engine.sampling, **changes), on_full, thinking)
+    conversation = Conversation(engine, system, engine.sampling.changed(**changes), on_full, thinking)
     session = repl.Session(conversation, max_tokens, stop, show_thinking)
     if prompt is not None:
         session.answer(prompt)

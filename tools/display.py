@@ -1,6 +1,5 @@
-"""Output for humans: sizes, tables, progress on stderr, model text made safe for a terminal."""
+"""Output for humans: sizes, tables, progress on stderr."""
 
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +17,6 @@ from rich.progress import (
 )
 
 _STAGES = {"import": "import graph", "kernels": "compile kernels", "weights": "pack weights", "write": "write"}
-# Everything below space but tab and newline, and DEL, and the C1 codes: model output must not control the terminal.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def message(text: str) -> None:
@@ -54,31 +51,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], right: Sequen
         ]
         lines.append("  ".join(aligned).rstrip())
     return "\n".join(lines) + "\n"
-
-
-def printable(text: str) -> str:
-    """Model output for stdout: unchanged for files and pipes, without control characters for a terminal."""
-    return _CONTROL.sub("", text) if sys.stdout.isatty() else text
-
-
-def stream(text: str) -> None:
-    """Writes a piece of an answer to stdout at once."""
-    sys.stdout.write(printable(text))
-    sys.stdout.flush()
-
-
-def aside(text: str) -> None:
-    """Writes a piece of what a model thinks to stderr at once, dimmed on a terminal."""
-    terminal = sys.stderr.isatty()
-    sys.stderr.write(f"\x1b[2m{_CONTROL.sub('', text)}\x1b[0m" if terminal else text)
-    sys.stderr.flush()
-
-
-def status(text: str) -> None:
-    """Replaces the current line of a terminal by `text`; "" removes it. Nothing happens without one."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K\x1b[2m{text}\x1b[0m" if text else "\r\x1b[K")
-        sys.stderr.flush()
 
 
 @contextmanager

@@ -1,10 +1,10 @@
 """`mlc-amd generate`: continues a text, as it is, without a chat template."""
 
 import sys
-from dataclasses import replace
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import display, models
+from mlc_amd.tools import display, models, terminal
+from mlc_amd.tools.monitor import Monitor
 
 SHORT = {"p": "prompt", "n": "max_tokens"}
 
@@ -81,12 +81,15 @@ def run(
         verify=verify,
         n_cpu_moe=n_cpu_moe,
     )
-    ids = engine.tokenizer.encode(prompt, add_special=not engine.tokenizer.add_eos)
     try:
-        for piece in engine.generate(ids, replace(engine.sampling, **changes), max_tokens, stop):
-            display.stream(piece.text)
+        with Monitor(engine) as monitor:
+            for piece in engine.generate(prompt, None, max_tokens, stop, progress=monitor.progress, **changes):
+                monitor.begin()
+                terminal.stream(piece.text)
     finally:
         if sys.stdout.isatty():
-            display.stream("\n")
+            terminal.stream("\n")
+    if monitor.stopped:
+        raise KeyboardInterrupt
     if sys.stderr.isatty():
         display.message(display.footer(engine.last, engine.position, engine.context))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.memory import of_manifest, on_host
-from mlc_amd.tools import display, inspect_header, inspect_kernels, inspect_memory, inspect_vulkan, models
+from mlc_amd.tools import display, inspect_header, inspect_kernels, inspect_memory, inspect_vulkan, models, terminal
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.gguf.reader import GGUFModel
@@ -81,7 +81,7 @@ def run(
         report["assembly"] = {code.machine: code.assembly(asm) for code in codes}
         if not json:
             for machine, functions in report["assembly"].items():
-                print(f"; {machine}\n" + display.printable("\n".join(functions.values())))
+                print(f"; {machine}\n" + terminal.printable("\n".join(functions.values())))
             return
     for code in codes:
         if code.missing:

@@ -7,9 +7,7 @@ else to stderr.
 
 import dataclasses
 import os
-import signal
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,8 @@ from mlc_amd.runtime.chat_template import THINKING
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.reasoning import Part
 from mlc_amd.runtime.sampling import Sampling
-from mlc_amd.tools import display
+from mlc_amd.tools import display, terminal
+from mlc_amd.tools.monitor import Monitor
 
 # command -> (its arguments, what it does); the method is `Session._<command>`.
 COMMANDS = {
@@ -100,42 +99,43 @@ class Session:
     def answer(self, text: str, stoppable: bool = False) -> None:
         """Streams the answer to `text` to stdout and ends it with a newline; what the model thinks goes to stderr, if
         it is shown."""
-        parts = self.conversation.stream(text, self.max_tokens, self.stop)
         last, answered = None, False
-        with _interrupt_flag() if stoppable else nullcontext(lambda: False) as interrupted:
+        with Monitor(self.conversation.engine) as monitor:
+            parts = self.conversation.stream(text, self.max_tokens, self.stop, progress=monitor.progress)
             for part in parts:
-                self._show(part, last)
+                self._show(part, last, monitor)
                 last, answered = part.kind, answered or part.kind == "final"
-                if interrupted():
+                if monitor.stopped:
                     break
             parts.close()
-        if last in _UNANSWERED:
-            self._end_aside()
-            if not answered:
-                display.message(_UNANSWERED[last])
-        display.stream("\n")
+            if last in _UNANSWERED and self.show_thinking:
+                terminal.aside("\n\n")
+        if last in _UNANSWERED and not answered:
+            display.message(_UNANSWERED[last])
+        if last or not monitor.stopped:
+            terminal.stream("\n")
+        else:
+            display.message("(stopped: the conversation is unchanged)")
+        if monitor.stopped and not stoppable:
+            raise KeyboardInterrupt
         if self.conversation.dropped > self._dropped:
             display.message(
                 f"(the context is full: the oldest {self.conversation.dropped - self._dropped} messages were removed)"
             )
             self._dropped = self.conversation.dropped
 
-    def _show(self, part: Part, last: str | None) -> None:
+    def _show(self, part: Part, last: str | None, monitor: Monitor) -> None:
         """Prints a part; last: the kind of the part before."""
         if part.kind == "final":
-            if last in _UNANSWERED:
-                self._end_aside()
-            display.stream(part.text)
+            monitor.begin()
+            if last in _UNANSWERED and self.show_thinking:
+                terminal.aside("\n\n")
+            terminal.stream(part.text)
         elif self.show_thinking:
-            display.aside(part.text)
+            monitor.begin()
+            terminal.aside(part.text)
         elif part.kind != last:
-            display.status("thinking ...")
-
-    def _end_aside(self) -> None:
-        if self.show_thinking:
-            display.aside("\n\n")
-        else:
-            display.status("")
+            monitor.wait("thinking ...")
 
     def footer(self) -> str:
         """One line about the last answer."""
@@ -228,25 +228,6 @@ def _setting(name: str, value: str) -> Any:
     if name == "max_tokens" and parsed < 1:
         raise UserError("max_tokens must be at least 1 ('-' for no limit)")
     return parsed
-
-
-@contextmanager
-def _interrupt_flag():
-    """Within the block the first Ctrl-C only sets a flag, so that a step of the model ends cleanly; a second one
-    interrupts at once."""
-    pressed = False
-
-    def handler(signum, frame) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def follow(session: Session, lines: Iterable[str]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.tokenizer import Tokenizer
-from mlc_amd.tools import display, models
+from mlc_amd.tools import display, models, terminal
 
 SHORT = {"f": "file"}
 
@@ -45,7 +45,7 @@ def run(
         print(*ids)
     else:
         for token, name in zip(ids, names, strict=True):
-            print(f"{token:>7} {display.printable(name)!r}")
+            print(f"{token:>7} {terminal.printable(name)!r}")
         display.message(f"{len(ids)} tokens")
 
 

@@ -1,0 +1,102 @@
+"""What is written to a terminal, and to files and pipes in its place: text of a model, dimmed text, a line of progress.
+
+Text of a model goes to stdout; all else goes to stderr. Escape sequences are written only to terminals that have them
+(not TERM=dumb) and whose user wants them (https://no-color.org).
+"""
+
+import os
+import re
+import shutil
+import sys
+import termios
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+# Everything below space but tab and newline, and DEL, and the C1 codes: model output must not control the terminal.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a standard stream is a terminal; one that is closed is None."""
+    return stream is not None and stream.isatty()
+
+
+def dumb() -> bool:
+    """Whether the terminal can do nothing but print lines."""
+    return os.environ.get("TERM", "dumb") in ("dumb", "unknown")
+
+
+def dim(text: str) -> str:
+    """Text for stderr, dimmed where that is possible."""
+    plain = not is_terminal(sys.stderr) or dumb() or os.environ.get("NO_COLOR")
+    return text if plain else f"{_DIM}{text}{_PLAIN}"
+
+
+def width() -> int:
+    """Columns of the terminal."""
+    return shutil.get_terminal_size((80, 24)).columns
+
+
+def printable(text: str) -> str:
+    """Model output for stdout: unchanged for files and pipes, without control characters for a terminal."""
+    return _CONTROL.sub("", text) if is_terminal(sys.stdout) else text
+
+
+def stream(text: str) -> None:
+    """Writes a piece of an answer to stdout at once."""
+    sys.stdout.write(printable(text))
+    sys.stdout.flush()
+
+
+def aside(text: str) -> None:
+    """Writes a piece of what a model thinks to stderr at once, dimmed on a terminal."""
+    sys.stderr.write(dim(_CONTROL.sub("", text)) if is_terminal(sys.stderr) else text)
+    sys.stderr.flush()
+
+
+class Status:
+    """A line on stderr that is replaced, for what happens at the moment; nothing happens without a terminal that has
+    such lines. It must be cleared before anything else is written. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._shown, self._lock = 0, threading.Lock()
+
+    @property
+    def possible(self) -> bool:
+        return is_terminal(sys.stderr) and not dumb()
+
+    def show(self, text: str) -> None:
+        """Replaces the line by `text`, cut to the terminal's width."""
+        if self.possible:
+            with self._lock:
+                text = text[: width() - 1]
+                sys.stderr.write(f"\r{' ' * self._shown}\r{dim(text)}")  # no escape sequence is needed to erase it
+                sys.stderr.flush()
+                self._shown = len(text)
+
+    def clear(self) -> None:
+        """Removes the line, if there is one."""
+        with self._lock:
+            if self._shown:
+                sys.stderr.write(f"\r{' ' * self._shown}\r")
+                sys.stderr.flush()
+                self._shown = 0
+
+
+@contextmanager
+def silent_keyboard() -> Iterator[None]:
+    """Within the block the terminal does not show what is typed, which is kept for whoever reads next."""
+    if not is_terminal(sys.stdin):
+        yield
+        return
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(keyboard, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
