@@ -43,10 +43,10 @@ def _vulkan() -> list[str]:
 
 
 def _hip() -> list[str]:
-    from mlc_amd.runtime.devices import hip_errors
+    from mlc_amd.runtime.devices.hip import api
 
     try:
-        version = hip_errors.runtime_version(hip_errors.open_bindings())
+        version = api.runtime_version(api.open_bindings())
     except UserError:  # not installed
         return []
     return [f"HIP {'.'.join(map(str, version))}"]
