@@ -34,7 +34,7 @@ LONG = (
     "test_cpu_linear.py",
     "test_tune_cli.py", "test_rocm_models.py", "test_gpu_attention.py", "test_gpu_gemv.py", "test_cli.py",
     "test_tuning_rpc.py",
-    "test_tuning_kit.py", "test_chat.py", "test_cpu_plans.py", "test_gpu_gemm.py", "test_gpu_experts.py",
+    "test_tuning_kit.py", "test_repl.py", "test_cpu_plans.py", "test_gpu_gemm.py", "test_gpu_experts.py",
     "test_tuning_search.py",
     "test_tuning_build.py", "test_bench.py", "test_bench_gpu.py",
 )  # fmt: skip
@@ -42,8 +42,8 @@ LONG = (
 
 # Those that compile models or many kernels, besides: `make test-fast` leaves all of them out.
 SLOW = {
-    *LONG, "test_api.py", "test_artifact.py", "test_cpu_attention.py", "test_cpu_norm.py", "test_deploy.py",
-    "test_engine.py", "test_engine_calls.py",
+    *LONG, "test_api.py", "test_artifact.py", "test_chat.py", "test_cpu_attention.py", "test_cpu_norm.py",
+    "test_deploy.py", "test_engine.py", "test_engine_calls.py",
     "test_inspect_kernels.py", "test_measure.py", "test_monitor.py", "test_radv.py", "test_random_weights.py",
     "test_tuning_compile.py", "test_tuning_rooflines.py", "test_tuning_static.py", "test_vulkan_attention_coop.py",
     "test_vulkan_attention_decode.py", "test_vulkan_coop.py", "test_wheel.py",

@@ -1,17 +1,7 @@
 """Conversations on the bundled model: what the cache saves, what the messages hold after whatever happens, saving,
-running full; and the chat line on a pseudo-terminal, with keys pressed as a person would."""
+running full."""
 
-import fcntl
 import json
-import os
-import pty
-import re
-import select
-import subprocess
-import sys
-import termios
-import time
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +11,6 @@ from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.generation import ContextFull
 from mlc_amd.runtime.sampling import Sampling
-from mlc_amd.tools import repl
 
 QUESTION = "What does os.path.join do?"
 CONTEXT = 2048
@@ -215,129 +204,3 @@ def test_saving_replaces_a_file_whole_or_not_at_all(engine, tmp_path):
 def test_an_unknown_way_to_handle_a_full_context_is_an_error(engine):
     with pytest.raises(UserError, match="error or drop"):
         Conversation(engine, on_full="forget")
-
-
-# ---- the terminal
-
-MLC_AMD = Path(sys.executable).with_name("mlc-amd")
-PROMPT = r">\S*\x1b\[\?25h"  # drawn, and the cursor shown again
-
-
-class Terminal:
-    """A process on a pseudo-terminal, driven like a person would: wait for a text, type, press Ctrl-C."""
-
-    def __init__(self, tokens, env):
-        self.master, slave = pty.openpty()
-        env = env | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
-        # A session of its own, whose terminal this is: then Ctrl-C typed on it reaches the process as SIGINT.
-        command = [str(MLC_AMD), *map(str, tokens)]
-        streams = {"stdin": slave, "stdout": slave, "stderr": slave}
-        self.process = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=_own_terminal, **streams)
-        os.close(slave)
-        self.seen = ""
-
-    def wait_for(self, pattern: str, seconds: float = 90) -> str:
-        """Reads until the pattern matches what came since the last match; returns that text."""
-        end = time.monotonic() + seconds
-        while not (match := re.search(pattern, self.seen, re.DOTALL)):
-            assert time.monotonic() < end, f"no {pattern!r} in {self.seen!r}"
-            if select.select([self.master], [], [], 0.1)[0]:
-                self.seen += os.read(self.master, 65536).decode(errors="replace")
-        found, self.seen = self.seen[: match.end()], self.seen[match.end() :]
-        return found
-
-    def type(self, text: str) -> None:
-        os.write(self.master, text.encode())
-
-    def at_prompt(self, text: str) -> None:
-        """Types once the line editor is ready."""
-        self.wait_for(PROMPT)
-        self.type(text)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        os.close(self.master)
-
-
-def _own_terminal() -> None:
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
-@pytest.fixture
-def terminal(loaded, tmp_path):
-    """Starts a chat with the compiled bundled model on a terminal of its own; its history goes to tmp_path."""
-    opened = []
-
-    def start(*tokens) -> Terminal:
-        opened.append(Terminal(["chat", loaded.artifact.path, *tokens], os.environ | {"XDG_STATE_HOME": str(tmp_path)}))
-        return opened[-1]
-
-    yield start
-    for one in opened:
-        one.close()
-
-
-def test_the_chat_line_streams_edits_and_leaves(terminal, tmp_path):
-    session = terminal("--temperature", "1.5", "--seed", "3", "--max-tokens", "40")
-    session.wait_for(r"2048 tokens of context")
-    session.at_prompt(QUESTION + "\r")
-    session.wait_for(r"\d+ new \+ 0 cached")
-    session.at_prompt("/set max_tokens 6\r")
-    session.wait_for(r"max_tokens = 6")
-    session.at_prompt("And os.path.spli?\x1b[Dt\r")  # the left arrow mends a word
-    assert int(re.search(r"(\d+) new", session.wait_for(r"\d+ new \+ [1-9]\d+ cached"))[1]) < 25
-    session.at_prompt("\x12path.spl")  # Ctrl-R finds it again; the first Enter takes it, the second sends it
-    session.wait_for(r"it\?.*I-search backward.*path\.spl")
-    session.type("\r\r")
-    session.wait_for(r"\d+ new \+ [1-9]\d+ cached")
-    session.at_prompt("one\\\rtwo\x1b\rthree\r")  # a backslash and Alt-Enter go on in the next line
-    session.wait_for(r"\d+ new \+ [1-9]\d+ cached")
-    session.at_prompt(f"/save {tmp_path / 'talk.json'}\r")
-    session.wait_for(r"saved to")
-    session.at_prompt("/nonsense\r")
-    session.wait_for("error: unknown command /nonsense")
-    session.at_prompt("\x03")
-    session.wait_for("/exit to leave")
-    session.at_prompt("\x04")
-    assert session.process.wait(10) == 0
-    history = (tmp_path / "mlc-amd" / "history").read_text()
-    assert QUESTION in history and "And os.path.split?" in history
-    said = [m["content"] for m in json.loads((tmp_path / "talk.json").read_text())["messages"] if m["role"] == "user"]
-    assert said == [QUESTION, "And os.path.split?", "And os.path.split?", "one\ntwo\nthree"]
-
-
-def test_ctrl_c_stops_the_answer_and_not_the_program(terminal):
-    # So hot that it does not end by itself before the context does.
-    session = terminal("--temperature", "30", "--seed", "1")
-    session.at_prompt("Tell me everything.\r")
-    session.wait_for(r"\x1b\[\?2004l.{30}")  # the line editor is gone, the answer has begun
-    session.type("\x03")
-    session.wait_for("interrupted")
-    session.at_prompt("/set temperature 0\r")
-    session.wait_for(r"temperature = 0")
-    session.at_prompt("/set max_tokens 5\r")
-    session.wait_for("max_tokens = 5")
-    session.at_prompt(QUESTION + "\r")
-    session.wait_for(r"5 tokens out")
-    session.at_prompt("/exit\r")
-    assert session.process.wait(10) == 0
-
-
-@pytest.mark.parametrize(
-    ("typed", "sent"),
-    [
-        ("hello", "hello"),
-        ("one\\\ntwo", "one\ntwo"),
-        ('"""\na\n\nb\n"""', "a\n\nb"),
-        ("```\nx = 1\n```", "```\nx = 1\n```"),
-    ],
-)
-def test_several_lines_make_one_message(typed, sent):
-    partial = ""
-    for line in typed.split("\n")[:-1]:
-        partial += line
-        assert not repl.complete(partial)
-        partial += "\n"
-    assert repl.complete(typed) and repl.unwrap(typed) == sent

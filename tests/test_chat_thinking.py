@@ -8,7 +8,7 @@ from mlc_amd.runtime.chat_template import ChatTemplate
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.reasoning import FORMATS, Tags
-from mlc_amd.tools import repl
+from mlc_amd.tools.session import Session
 
 QUESTION = "What does os.path.join do?"
 MARK = "<|im_start|>assistant"
@@ -56,7 +56,7 @@ def test_history_holds_only_the_answer(thinker, whole):
 
 
 def test_an_answer_that_ends_within_the_thinking_changes_nothing(thinker, capsys):
-    session = repl.Session(thinker, max_tokens=2)
+    session = Session(thinker, max_tokens=2)
     session.answer(QUESTION)
     shown = capsys.readouterr()
     assert shown.out == "\n" and "still thinking" in shown.err and thinker.messages == []
@@ -69,10 +69,10 @@ def test_an_answer_that_ends_within_the_thinking_changes_nothing(thinker, capsys
 @pytest.mark.parametrize("show", [False, True])
 def test_thinking_goes_to_stderr_if_it_is_shown(thinker, whole, capsys, show):
     thought, final = (text.strip() for text in whole.split(whole.split()[3], 1))
-    repl.Session(thinker, max_tokens=24, show_thinking=show).answer(QUESTION)
+    Session(thinker, max_tokens=24, show_thinking=show).answer(QUESTION)
     shown = capsys.readouterr()
     assert shown.out.strip() == final
-    assert shown.err == (f"{thought}\n\n" if show else "")
+    assert shown.err == (f"{thought}\n\n" if show else "") + "(cut off: max_tokens is 24)\n"
 
 
 def test_marks_that_are_control_tokens_are_found(engine):
@@ -90,13 +90,16 @@ def test_switches(engine, monkeypatch, capsys):
         Conversation(engine, thinking="off")
     source = engine.chat_template.source + "{% if enable_thinking is false %}None.{% endif %}"
     monkeypatch.setattr(engine, "chat_template", ChatTemplate(source, {}))
-    session = repl.Session(Conversation(engine), max_tokens=1)
+    session = Session(Conversation(engine), max_tokens=1)
     for command in ("/set thinking off", "/set show_thinking on", "/set"):
         session.handle(command)
-    assert "thinking            off\n  show_thinking       on\n" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "  thinking            off\n" in shown and "  show_thinking       on\n" in shown
     session.answer(QUESTION)
     assert engine.tokenizer.decode(engine.tokens).endswith("assistant\nNone.")
-    with pytest.raises(UserError, match="thinking is one of auto, on, off"):
+    with pytest.raises(
+        UserError, match="thinking cannot be maybe: with this model's chat template it is auto, on, off"
+    ):
         session.handle("/set thinking maybe")
     with pytest.raises(UserError, match="thinking cannot be low"):
         session.handle("/set thinking low")

@@ -1,19 +1,19 @@
 """`mlc-amd chat`: a conversation, on a terminal, through pipes, or of one question."""
 
-import io
 import sys
 from typing import Literal
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import display, models
+from mlc_amd.tools import models, terminal, texts
 
-SHORT = {"p": "prompt", "s": "system", "n": "max_tokens"}
+SHORT = {"p": "prompt", "f": "file", "q": "quiet", "s": "system", "n": "max_tokens"}
 
 
 def run(
     model: str | None = None,
     *,
     prompt: str | None = None,
+    file: str | None = None,
     system: str | None = None,
     max_tokens: int | None = None,
     temperature: float | None = None,
@@ -26,6 +26,7 @@ def run(
     stop: tuple[str, ...] = (),
     thinking: Literal["auto", "on", "off", "low", "medium", "high"] = "auto",
     show_thinking: bool = False,
+    quiet: bool = False,
     on_full: Literal["error", "drop"] = "error",
     target: str = "cpu",
     arch: str = "native",
@@ -38,12 +39,13 @@ def run(
     """Talks with a model: type a message, Enter sends it, Ctrl-C stops an answer, Ctrl-D leaves; /help lists the rest.
 
     Each turn computes only what is new: the KV cache keeps the conversation. Without a terminal every line of stdin is
-    a message and only answers go to stdout.
+    a message and only answers go to stdout; a line that cannot be answered is an error, and the next one follows.
 
     Args:
         model: artifact folder, GGUF file, or OWNER/REPO:QUANT of huggingface.co (compiled on first use); the bundled
             demo model if omitted.
-        prompt: answer this prompt and exit.
+        prompt: answer this prompt and exit; "-" reads it from stdin.
+        file: answer the text of this file and exit; "-" is stdin.
         system: system message, placed before the conversation.
         max_tokens: maximum length of an answer in tokens.
         temperature: divides the logits before sampling; 0 always takes the most probable token (default: the model
@@ -61,6 +63,7 @@ def run(
         thinking: whether the model thinks before it answers, or how much, if its chat template has such a switch; auto
             leaves it to the template.
         show_thinking: print what the model thinks before it answers to stderr, dimmed on a terminal.
+        quiet: print no greeting and no notes or statistics about answers.
         on_full: what to do when the conversation exceeds the context: report an error, or drop its oldest turns.
         target: target that a GGUF file is compiled for: cpu, rocm or vulkan.
         arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
@@ -75,6 +78,7 @@ def run(
     """
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"--max-tokens is {max_tokens}: it must be at least 1")
+    text = texts.given(prompt, file)
     changes = models.sampling_changes(
         temperature=temperature,
         top_k=top_k,
@@ -94,18 +98,15 @@ def run(
         verify=verify,
         n_cpu_moe=n_cpu_moe,
     )
-    from mlc_amd.runtime.chat import Conversation
     from mlc_amd.tools import repl
+    from mlc_amd.tools.session import Session
 
-    conversation = Conversation(engine, system, engine.sampling.changed(**changes), on_full, thinking)
-    session = repl.Session(conversation, max_tokens, stop, show_thinking)
-    if prompt is not None:
-        session.answer(prompt)
-        if sys.stderr.isatty():
-            display.message(session.footer())
-    elif sys.stdin.isatty() and sys.stdout.isatty():
+    conversation = engine.conversation(system, None, on_full, thinking, **changes)
+    interactive = text is None and terminal.is_terminal(sys.stdin) and terminal.is_terminal(sys.stdout)
+    session = Session(conversation, max_tokens, stop, show_thinking, interactive, quiet)
+    if interactive:
         repl.interact(session)
+    elif text is None:
+        repl.follow(session, texts.stdin())
     else:
-        if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(encoding="utf-8", errors="replace")
-        repl.follow(session, sys.stdin)
+        session.answer(text)

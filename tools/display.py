@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -15,6 +16,11 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+
+from mlc_amd.tools import terminal
+
+if TYPE_CHECKING:
+    from mlc_amd.runtime.generation import Stats
 
 _STAGES = {"import": "import graph", "kernels": "compile kernels", "weights": "pack weights", "write": "write"}
 
@@ -70,7 +76,7 @@ def compile_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
         TimeElapsedColumn(),
     )
     message(title)
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with terminal.silent_keyboard(), Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks = {}
 
         def progress(stage: str, done: int, total: int) -> None:
@@ -97,7 +103,7 @@ def transfer_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
         TimeRemainingColumn(),
     )
     message(title)
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with terminal.silent_keyboard(), Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks = {}
 
         def progress(stage: str, done: int, total: int) -> None:
@@ -154,7 +160,7 @@ def budget_progress(title: str, seconds: float | None, count: int | None) -> Ite
         TextColumn("{task.percentage:>3.0f} %"),
         TextColumn("{task.fields[left]}"),
     )
-    with _Clocked(*columns, share=share) as bars:
+    with terminal.silent_keyboard(), _Clocked(*columns, share=share) as bars:
         task = bars.add_task(title, total=1.0, left=left())
         yield progress
 
@@ -165,24 +171,32 @@ def clock(seconds: float) -> str:
 
 
 def speed(tokens: int, seconds: float) -> str:
-    """Tokens per second: "41.2 tok/s"; "-" when nothing was measured."""
-    return f"{tokens / seconds:.1f} tok/s" if tokens and seconds > 0 else "-"
+    """Tokens per second: "41.2 tok/s", "2654 tok/s"; "-" when nothing was measured."""
+    if tokens <= 0 or seconds <= 0:
+        return "-"
+    rate = tokens / seconds
+    return f"{rate:.{0 if rate >= 100 else 1}f} tok/s"
 
 
-def footer(stats, used: int, context: int) -> str:
-    """One line of statistics of an answer."""
+_FINISH = {"length": "max_tokens reached", "context": "the context is full", "interrupted": "interrupted"}
+
+
+def statistics(stats: "Stats", used: int, context: int) -> list[str]:
+    """What there is to say of an answer, the most important first."""
     new = stats.prompt_tokens - stats.cached_tokens
-    parts = [
-        f"{new} new + {stats.cached_tokens} cached tokens in",
-        f"first token {stats.ttft_s * 1000:.0f} ms",
-        f"prefill {speed(new, stats.prefill_s)}",
-        f"{stats.generated} tokens out, decode {speed(stats.generated - 1, stats.decode_s)}",
+    return [
+        *([_FINISH[stats.finish]] if stats.finish in _FINISH else []),
+        f"{stats.generated} out, {speed(stats.generated - 1, stats.decode_s)}",
+        f"{new} new + {stats.cached_tokens} cached in, {speed(new, stats.prefill_s)}",
         f"context {used}/{context}",
+        f"first token {stats.ttft_s * 1000:.0f} ms",
     ]
-    if stats.finish in ("length", "context", "interrupted"):
-        parts.append(
-            {"length": "stopped at --max-tokens", "context": "the context is full", "interrupted": "interrupted"}[
-                stats.finish
-            ]
-        )
-    return " | ".join(parts)
+
+
+def footer(parts: Sequence[str], width: int) -> str:
+    """The first of `parts`, and those of the others that fit a line of that width."""
+    line, *others = parts
+    for part in others:
+        longer = f"{line} | {part}"
+        line = longer if len(longer) <= width else line
+    return line

@@ -3,16 +3,17 @@
 import sys
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import display, models, terminal
+from mlc_amd.tools import display, models, terminal, texts
 from mlc_amd.tools.monitor import Monitor
 
-SHORT = {"p": "prompt", "n": "max_tokens"}
+SHORT = {"p": "prompt", "f": "file", "q": "quiet", "n": "max_tokens"}
 
 
 def run(
     model: str | None = None,
     *,
-    prompt: str,
+    prompt: str | None = None,
+    file: str | None = None,
     max_tokens: int = 256,
     temperature: float | None = None,
     top_k: int | None = None,
@@ -22,6 +23,7 @@ def run(
     repetition_window: int | None = None,
     seed: int | None = None,
     stop: tuple[str, ...] = (),
+    quiet: bool = False,
     target: str = "cpu",
     arch: str = "native",
     ctx: int | None = None,
@@ -35,7 +37,9 @@ def run(
     Args:
         model: artifact folder, GGUF file, or OWNER/REPO:QUANT of huggingface.co (compiled on first use); the bundled
             demo model if omitted.
-        prompt: text to continue; control tokens such as <|im_start|> are parsed.
+        prompt: text to continue; control tokens such as <|im_start|> are parsed; "-" reads it from stdin, as does a
+            command without a prompt in a pipe. A newline at the end of stdin or of a file is no part of it.
+        file: continue the text of this file; "-" is stdin.
         max_tokens: maximum number of tokens to generate.
         temperature: divides the logits before sampling; 0 always takes the most probable token (default: the model
             file's, else 0).
@@ -49,6 +53,7 @@ def run(
         repetition_window: number of recent tokens that the penalty applies to (default: the model file's, else 64).
         seed: seed of the random number generator (default: a new one each time).
         stop: end the text before this one; may be repeated.
+        quiet: print no statistics.
         target: target that a GGUF file is compiled for: cpu, rocm or vulkan.
         arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
             `mlc-amd compile --help`.
@@ -62,6 +67,7 @@ def run(
     """
     if max_tokens < 1:
         raise UserError(f"--max-tokens is {max_tokens}: it must be at least 1")
+    text = texts.required(prompt, file)
     changes = models.sampling_changes(
         temperature=temperature,
         top_k=top_k,
@@ -81,15 +87,22 @@ def run(
         verify=verify,
         n_cpu_moe=n_cpu_moe,
     )
+    from mlc_amd.runtime.generation import ContextFull
+
     try:
         with Monitor(engine) as monitor:
-            for piece in engine.generate(prompt, None, max_tokens, stop, progress=monitor.progress, **changes):
+            for piece in engine.generate(text, None, max_tokens, stop, progress=monitor.progress, **changes):
                 monitor.begin()
                 terminal.stream(piece.text)
+    except ContextFull as error:
+        raise UserError(f"{error.what}: shorten the prompt, or use a larger --ctx") from error
     finally:
-        if sys.stdout.isatty():
+        if terminal.is_terminal(sys.stdout):
             terminal.stream("\n")
     if monitor.stopped:
         raise KeyboardInterrupt
-    if sys.stderr.isatty():
-        display.message(display.footer(engine.last, engine.position, engine.context))
+    if terminal.is_terminal(sys.stderr) and not quiet:
+        parts = display.statistics(engine.last, engine.position, engine.context)
+        display.message(terminal.dim(display.footer(parts, terminal.width() - 1)))
+    if engine.last.finish == "context":
+        raise UserError(f"the text was cut off: the context of {engine.context} tokens is full; use a larger --ctx")

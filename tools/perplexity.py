@@ -9,7 +9,7 @@ import numpy as np
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import display, models
-from mlc_amd.tools.tokenize import read_text
+from mlc_amd.tools.texts import read_text
 
 _CHUNK = 256  # tokens scored at a time: their logits are [_CHUNK, vocab] float32
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.tokenizer import Tokenizer
 from mlc_amd.tools import display, models, terminal
+from mlc_amd.tools.texts import read_text
 
 SHORT = {"f": "file"}
 
@@ -60,11 +61,3 @@ def load_tokenizer(path: Path) -> Tokenizer:
     with tempfile.TemporaryDirectory(prefix="mlc-amd-") as directory:
         tokenizer.export(read_metadata(path), Path(directory))
         return Tokenizer.load(directory)
-
-
-def read_text(path: str) -> str:
-    """The UTF-8 text of a file. UserError when it is something else."""
-    try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text (byte {error.start}): convert it, or give another file") from error
