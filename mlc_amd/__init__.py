@@ -69,7 +69,8 @@ def load(
         n_cpu_moe: of a GPU with its own memory, how many first layers' experts stay in host memory.
 
     Raises:
-        UserError: the model cannot be compiled or run here; the message says why.
+        UserError: the model cannot be compiled or run here; the message says why. Where it names a flag of the
+            commands, such as --n-cpu-moe, it means the argument of that name.
     """
     from mlc_amd.tools import models
 

@@ -47,11 +47,10 @@ PROMPT = r">\S*\x1b\[\?25h"  # drawn, and the cursor shown again
 class Terminal:
     """A process on a pseudo-terminal, driven like a person would: wait for a text, type, press Ctrl-C."""
 
-    def __init__(self, tokens, env):
+    def __init__(self, command, env):
         self.master, slave = pty.openpty()
         env = env | {"PROMPT_TOOLKIT_NO_CPR": "1"}
         # A session of its own, whose terminal this is: then Ctrl-C typed on it reaches the process as SIGINT.
-        command = [str(MLC_AMD), *map(str, tokens)]
         streams = {"stdin": slave, "stdout": slave, "stderr": slave}
         self.process = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=_own_terminal, **streams)
         os.close(slave)
@@ -95,7 +94,7 @@ def chat(loaded, tmp_path):
 
     def start(*tokens, **variables) -> Terminal:
         env = os.environ | {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"} | variables
-        opened.append(Terminal(["chat", loaded.artifact.path, *tokens], env))
+        opened.append(Terminal([MLC_AMD, "chat", loaded.artifact.path, *tokens], env))
         return opened[-1]
 
     yield start
@@ -318,6 +317,22 @@ def test_a_footer_fits_the_terminal(finish):
         line = display.footer(parts, width)
         assert line.startswith(parts[0]) and (len(line) <= width or line == parts[0])
     assert display.footer(parts, 1000) == " | ".join(parts) and "context 130000/131072" in parts
+
+
+def test_a_command_in_the_background_leaves_the_terminal_alone():
+    # The system stops a background process that changes its terminal, and the waiting parent would hear of that.
+    code = """if True:
+        import os
+        from mlc_amd.tools import terminal
+        if (child := os.fork()) == 0:
+            os.setpgid(0, 0)
+            with terminal.silent_keyboard():
+                os._exit(0)
+        print("stopped" if os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1]) else "ran", flush=True)
+        """
+    parent = Terminal([sys.executable, "-c", code], os.environ)
+    assert parent.wait_for("ran|stopped") == "ran"
+    parent.close()
 
 
 def test_typing_during_progress_is_not_shown_and_not_lost(monkeypatch):

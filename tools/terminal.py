@@ -89,14 +89,25 @@ class Status:
 @contextmanager
 def silent_keyboard() -> Iterator[None]:
     """Within the block the terminal does not show what is typed, which is kept for whoever reads next."""
-    if not is_terminal(sys.stdin):
+    if not _has_keyboard():
         yield
         return
     keyboard = sys.stdin.fileno()
     before = termios.tcgetattr(keyboard)
-    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
-    termios.tcsetattr(keyboard, termios.TCSADRAIN, silent)
+    termios.tcsetattr(keyboard, termios.TCSADRAIN, [*before[:3], before[3] & ~termios.ECHO, *before[4:]])
     try:
         yield
     finally:
-        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+        if _has_keyboard():
+            termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+
+
+def _has_keyboard() -> bool:
+    """Whether what is typed on a terminal goes to this process: the system stops a job in a shell's background that
+    changes its terminal."""
+    if not is_terminal(sys.stdin):
+        return False
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except OSError:  # not the terminal that controls this process
+        return True

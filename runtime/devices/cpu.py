@@ -99,7 +99,7 @@ class Replay:
 def start_threads(threads: int) -> None:
     """Resizes the thread pool; needs a `Kernels` first. UserError if the system grants fewer threads."""
     if (started := _threads().mlc_amd_start_threads(threads)) < threads:
-        raise UserError(f"the system grants this process only {started} of {threads} threads; use fewer (--threads)")
+        raise UserError(f"the system grants this process only {started} of {threads} threads; use fewer")
 
 
 def _zeros(shape, dtype) -> np.ndarray:
@@ -119,7 +119,7 @@ class CpuDevice:
         self.name = f"cpu ({target['mcpu']})"
         self.threads = available_threads() if threads is None else threads
         if self.threads < 1:
-            raise UserError(f"--threads must be at least 1, not {self.threads}")
+            raise UserError(f"threads is {self.threads}: it must be at least 1")
         missing = set(target["flags"]) - cpu_flags()
         if missing and cpu_flags():
             raise UserError(
