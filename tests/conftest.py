@@ -30,10 +30,10 @@ os.environ.setdefault("PYTHONPYCACHEPREFIX", str(REPO / ".pytest_cache" / "bytec
 SHADERS = REPO / ".pytest_cache" / "mesa"
 SHADERS.mkdir(parents=True, exist_ok=True)
 os.environ.setdefault("MESA_SHADER_CACHE_DIR", str(SHADERS))
-# Its CPU driver's compiler takes a quarter less time when it does not optimize, which gains nothing on small kernels.
-os.environ.setdefault("GALLIVM_PERF", "nopt")
 # So do the ISA emulator's compiled operations; a file for each worker, since they would wait for each other's locks.
 os.environ.setdefault("CACHEDB", str(SHADERS.parent / f"emulator-{os.environ.get('PYTEST_XDIST_WORKER', 'one')}.db"))
+# Mesa's CPU driver compiles in a quarter less time when it does not optimize, which gains nothing on small kernels.
+os.environ.setdefault("GALLIVM_PERF", "nopt")
 # The files that take longest run first, which leaves short ones for workers that finish early.
 LONG = (
     "test_architectures.py", "test_vulkan_kernels.py", "test_models.py", "test_vulkan_models.py",

@@ -39,11 +39,10 @@ def mlc_amd(home, capsys, monkeypatch):
     def run(*tokens, stdin: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess:
         line = [*map(str, tokens)]
         with monkeypatch.context() as patch:
-            for name, value in home.items():
-                patch.setenv(name, value)
+            for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "COLUMNS"):
+                patch.setenv(name, home[name])
             patch.setattr("sys.stdin", io.StringIO(stdin))
-            if cwd:
-                patch.chdir(cwd)
+            patch.chdir(cwd or ".")
             capsys.readouterr()
             code = cli.main(line)
         return subprocess.CompletedProcess(line, code, *capsys.readouterr())
