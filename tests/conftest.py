@@ -2,6 +2,7 @@
 tests."""
 
 import fcntl
+import gc
 import json
 import os
 import subprocess
@@ -20,6 +21,10 @@ from mlc_amd.tools.dev import gfxemu
 pytest.register_assert_rewrite("emulator_suite")
 
 REPO = Path(__file__).resolve().parent.parent
+# Of the many processes that tests start, each would compile TVM's Python code anew, a second of CPU time, where
+# containers switch bytecode files off. These lie in a folder of their own.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.setdefault("PYTHONPYCACHEPREFIX", str(REPO / ".pytest_cache" / "bytecode"))
 # What Mesa's drivers made of a shader serves all tests, also those with an empty cache of the user's. Mesa makes no
 # folder's parents.
 SHADERS = REPO / ".pytest_cache" / "mesa"
@@ -27,26 +32,27 @@ SHADERS.mkdir(parents=True, exist_ok=True)
 os.environ.setdefault("MESA_SHADER_CACHE_DIR", str(SHADERS))
 # So do the ISA emulator's compiled operations; a file for each worker, since they would wait for each other's locks.
 os.environ.setdefault("CACHEDB", str(SHADERS.parent / f"emulator-{os.environ.get('PYTEST_XDIST_WORKER', 'one')}.db"))
+# Mesa's CPU driver compiles in a quarter less time when it does not optimize, which gains nothing on small kernels.
+os.environ.setdefault("GALLIVM_PERF", "nopt")
 # The files that take longest run first, which leaves short ones for workers that finish early.
 LONG = (
+    "test_architectures.py", "test_vulkan_kernels.py", "test_models.py", "test_vulkan_models.py",
     "test_emulator_gfx1100.py", "test_emulator_gfx1201.py", "test_emulator_gfx942.py",
-    "test_vulkan_models.py", "test_quality.py", "test_vulkan_device.py", "test_vulkan_kernels.py", "test_models.py",
-    "test_cpu_linear.py",
-    "test_tune_cli.py", "test_rocm_models.py", "test_gpu_attention.py", "test_gpu_gemv.py", "test_cli.py",
-    "test_tuning_rpc.py",
-    "test_tuning_kit.py", "test_repl.py", "test_cpu_plans.py", "test_gpu_gemm.py", "test_gpu_experts.py",
-    "test_tuning_search.py",
+    "test_vulkan_device.py", "test_quality.py", "test_cpu_linear.py",
+    "test_tune_cli.py", "test_generic.py", "test_rocm_models.py", "test_gpu_attention.py", "test_gpu_gemv.py",
+    "test_cli.py", "test_tuning_rpc.py", "test_vulkan_attention_decode.py", "test_cpu_experts.py",
+    "test_vulkan_coop.py", "test_tuning_kit.py", "test_repl.py", "test_chat.py", "test_cpu_plans.py", "test_gpu_gemm.py",
+    "test_tuning_compile.py", "test_gpu_experts.py", "test_tuning_search.py",
     "test_tuning_build.py", "test_bench.py", "test_bench_gpu.py",
 )  # fmt: skip
 
 
 # Those that compile models or many kernels, besides: `make test-fast` leaves all of them out.
 SLOW = {
-    *LONG, "test_api.py", "test_artifact.py", "test_chat.py", "test_cpu_attention.py", "test_cpu_norm.py",
-    "test_deploy.py", "test_engine.py", "test_engine_calls.py",
-    "test_inspect_kernels.py", "test_measure.py", "test_monitor.py", "test_radv.py", "test_random_weights.py",
-    "test_tuning_compile.py", "test_tuning_rooflines.py", "test_tuning_static.py", "test_vulkan_attention_coop.py",
-    "test_vulkan_attention_decode.py", "test_vulkan_coop.py", "test_wheel.py",
+    *LONG, "test_api.py", "test_artifact.py", "test_cpu_attention.py", "test_cpu_norm.py", "test_deploy.py",
+    "test_engine.py", "test_engine_calls.py", "test_inspect_kernels.py", "test_measure.py", "test_monitor.py",
+    "test_radv.py", "test_random_weights.py", "test_tuning_rooflines.py", "test_tuning_static.py",
+    "test_vulkan_attention_coop.py", "test_wheel.py",
 }  # fmt: skip
 
 
@@ -65,6 +71,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker("slow")
     place = {name: i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
+
+
+def pytest_collection_finish():
+    """What was imported stays: the garbage collector need not look at it again and again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

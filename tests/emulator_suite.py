@@ -8,6 +8,7 @@ file, which pytest-xdist gives to one worker: test_emulator_gfx1100.py and so on
 import numpy as np
 import pytest
 import reference
+import test_generic
 import test_gpu_experts
 import test_gpu_gemm
 import test_gpu_gemv
@@ -101,6 +102,16 @@ class OnArch:
         case = test_gpu_experts.CASES[name]
         test_gpu_experts.check_gate_up(case, resolve(self.arch), test_gpu_experts.emulated)
         test_gpu_experts.check_down(case, resolve(self.arch), test_gpu_experts.emulated)
+
+    def test_operators_without_a_kernel_of_their_own(self, tmp_path):
+        """Functions, their limits, casts and indices, and reductions of every size, as `generic.py` schedules them."""
+        target = ("rocm", self.arch)
+        test_generic.test_functions_of_one_number(target, tmp_path)
+        test_generic.test_limits(target, tmp_path)
+        test_generic.test_halves_and_integers(target, tmp_path)
+        test_generic.test_softmax(target, (7, 129), tmp_path)
+        test_generic.test_large_reductions(target, (3, 8, 300), tmp_path)
+        test_generic.test_between_kernels_of_ours(target, tmp_path)
 
     def test_barrier_and_shuffles(self):
         test_rocm_codegen.test_barrier(resolve(self.arch), 3)

@@ -50,7 +50,7 @@ def test_every_architecture_is_tested():
 REFERENCES = sorted(
     set(ARCHITECTURES) - {"ernie4_5", "gemma", "granitemoe", "olmoe", "qwen2", "qwen3"}
 )  # that ../shared/archs has
-SAMPLE = ("gemma4", "gpt-oss", "qwen3moe")  # that every run compares
+SAMPLE = ("gpt-oss",)  # that every run compares
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""The commands as a user runs them: real processes on the bundled model; what goes to stdout, what to stderr, exit
-codes, errors."""
+"""The commands as a user runs them, on the bundled model: what goes to stdout, what to stderr, exit codes, errors. Most
+run in this process; what only a process shows (signals, pipes, imports) in one of its own."""
 
 import functools
 import io
@@ -32,21 +32,20 @@ def home(first_chat, tmp_path_factory) -> dict[str, str]:
     return os.environ | {"XDG_CACHE_HOME": str(first_chat[1]), "XDG_STATE_HOME": str(root / "state"), "COLUMNS": "100"}
 
 
-@pytest.fixture(scope="session")
-def mlc_amd(home):
-    """Runs a command line and returns the finished process."""
+@pytest.fixture
+def mlc_amd(home, capsys, monkeypatch):
+    """Runs a command line in this process and returns what a process of its own would have come to."""
 
-    def run(*tokens, stdin: str = "", cwd: Path | None = None, **more) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [MLC_AMD, *map(str, tokens)],
-            input=stdin,
-            cwd=cwd,
-            env=home | more,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+    def run(*tokens, stdin: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess:
+        line = [*map(str, tokens)]
+        with monkeypatch.context() as patch:
+            for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "COLUMNS"):
+                patch.setenv(name, home[name])
+            patch.setattr("sys.stdin", io.StringIO(stdin))
+            patch.chdir(cwd or ".")
+            capsys.readouterr()
+            code = cli.main(line)
+        return subprocess.CompletedProcess(line, code, *capsys.readouterr())
 
     return run
 

@@ -18,8 +18,9 @@ TARGETS = [
     ("cpu", "x86-64-v2"),
     ("vulkan", "lavapipe"),
     ("vulkan", "generic"),
-    ("rocm", "gfx1100"),
-    ("rocm", "gfx942"),
+    # a sample of them in each run: emulator_suite.py
+    pytest.param(("rocm", "gfx1100"), marks=pytest.mark.emulator_full),
+    pytest.param(("rocm", "gfx942"), marks=pytest.mark.emulator_full),
 ]
 
 

@@ -188,11 +188,17 @@ def test_gate_up_swiglu(gate, up, tile, layout):
 # ---- at a model's size: default tiles, compiled for real devices
 
 
-@pytest.mark.parametrize("arch", ["nvidia", "rdna3", "rdna4"])
-@pytest.mark.parametrize("fmt", gguf_blocks.DISTINCT)
-def test_default_tiles_fit(fmt, arch):
+DEVICES = ("nvidia", "rdna3", "rdna4")
+SIZES = (16, 64, 512)  # tokens
+SAMPLE = ("q4_0", "q4_k", "q6_k", "f32")  # on each device for each size, all others on one device for one size
+FITS = [(arch, fmt, SIZES) for arch in DEVICES for fmt in SAMPLE]
+FITS += [(DEVICES[i % 3], fmt, (64,)) for i, fmt in enumerate(gguf_blocks.DISTINCT) if fmt not in SAMPLE]
+
+
+@pytest.mark.parametrize(("arch", "fmt", "sizes"), FITS)
+def test_default_tiles_fit(arch, fmt, sizes):
     profile, kernels = resolve(arch), {}
-    for m in (16, 64, 512):
+    for m in sizes:
         kernels[f"linear_{m}"] = linear([(fmt, 4096)], 4096, m, "pairs", (True,), False, profile, f"linear_{m}")
         kernels[f"swiglu_{m}"] = gate_up_swiglu(fmt, fmt, 4096, 4096, m, "pairs", "pairs", profile, f"swiglu_{m}")
     for kernel in compile_spirv(kernels, profile).modules.values():

@@ -15,11 +15,11 @@ import test_gpu_norm as norm_cases
 from attention_cases import CTX, Case, check_attention, check_rope
 from test_gpu_gemm import error
 from tvm.tirx.script import builder as T
-from vulkan_harness import gpu, run
+from vulkan_harness import PROFILES, gpu, on_both, run
 
 from mlc_amd.schedules.attention import Rope
 from mlc_amd.schedules.formats import FORMATS
-from mlc_amd.schedules.gpu import gemm, gemv, profiles
+from mlc_amd.schedules.gpu import gemm, gemv
 from mlc_amd.schedules.gpu.activations import gated
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention_prefill_dot import attention_prefill_dot
@@ -33,19 +33,12 @@ from mlc_amd.schedules.gpu.planes import padded
 from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.step import kernel
 
-PROFILES = {name: profiles.resolve(name) for name in ("lavapipe", "generic")}
 TOLERANCE = 2e-5  # of the largest result
 
 
 @pytest.fixture(autouse=True, scope="module")
 def device():
     gpu()
-
-
-def on_both(cases, some):
-    """(profile, case) of all cases on the driver's own profile, and of some on the small one, whose code Mesa compiles
-    slowly."""
-    return [*(("lavapipe", case) for case in cases), *(("generic", case) for case in some)]
 
 
 @pytest.fixture(params=PROFILES)
@@ -92,20 +85,19 @@ def check_linear(profile, segments, k, m=1, layout="rows", biases=None, residual
     return arrays
 
 
+SAMPLE = ("q4_0", "q5_1", "q2_k", "q6_k", "iq4_xs", "mxfp4", "f16")  # each way to unpack weights
+
+
 def layout_of(fmt):
     return "rows" if FORMATS[fmt].kind == "int8" else ""
 
 
-@pytest.mark.parametrize("fmt", gguf_blocks.DISTINCT)
-def test_gemv_formats(profile, fmt):
-    # a plan of another size for each profile, as the small one's driver takes long over much code
-    check_linear(
-        profile,
-        [(fmt, 40)],
-        512,
-        layout=layout_of(fmt),
-        plan=Plan(rows=2 if profile.subgroups else 1, waves=4, lanes=64, unroll=1),
-    )
+@pytest.mark.parametrize(("profile_name", "fmt"), on_both(gguf_blocks.DISTINCT, SAMPLE))
+def test_gemv_formats(profile_name, fmt):
+    profile = PROFILES[profile_name]
+    # a plan of another size for each profile, as the driver takes long over much code of the small one
+    plan = Plan(rows=2 if profile.subgroups else 1, waves=4, lanes=64, unroll=1)
+    check_linear(profile, [(fmt, 40)], 512, layout=layout_of(fmt), plan=plan)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +116,6 @@ def test_gemv_segments_share_a_launch(profile):
 @pytest.mark.parametrize("fmt", ["q4_0", "bf16"])
 def test_gemv_residual(profile, fmt):
     check_linear(profile, [(fmt, 37)], 256, layout=layout_of(fmt), biases=(True,), residual=True)
-
-
-SAMPLE = ("q4_0", "q5_1", "q2_k", "q6_k", "iq4_xs", "mxfp4", "f16")  # each way to unpack weights
 
 
 @pytest.mark.parametrize(("profile_name", "fmt"), on_both(gguf_blocks.DISTINCT, SAMPLE))
@@ -279,9 +268,16 @@ def test_layer_norm(profile, layout, rows, chunk, bias):
         assert error(out["Y"], expected[-1:]) < 1e-6
 
 
-@pytest.mark.parametrize("fmt", ["q4_0", "q5_1", "q3_k", "q6_k", "iq4_xs", "mxfp4", "nvfp4", "iq1_m", "bf16"])
-@pytest.mark.parametrize("scale", [1.0, 0.25])
-def test_embed(profile, fmt, scale):
+# format of the table, scale
+EMBEDS = [
+    *((fmt, 1.0) for fmt in ("q4_0", "q5_1", "q3_k", "q6_k", "iq4_xs", "mxfp4", "nvfp4", "iq1_m", "bf16")),
+    ("q4_0", 0.25), ("bf16", 0.25),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("profile_name", "case"), on_both(EMBEDS, (("q6_k", 1.0), ("bf16", 0.25))))
+def test_embed(profile_name, case):
+    profile, (fmt, scale) = PROFILES[profile_name], case
     vocab, columns, m, live = 37, 256, 5, 4
     planes, table = gemm_cases.weights(fmt, vocab, columns, 3)
     tokens = np.array([-1, vocab, 17, 36, 5], np.int32)

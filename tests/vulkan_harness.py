@@ -10,19 +10,23 @@ there is no device.
 import ctypes
 import os
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.runtime.devices.vulkan.commands import Launch, Recorder
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
 from mlc_amd.runtime.devices.vulkan.memory import ALIGN, Memory
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.gpu import profiles
 
+# What runs on Mesa's CPU driver: its own profile, and one without subgroups, with workgroups of one wave.
+PROFILES = {name: profiles.resolve(name) for name in ("lavapipe", "generic")}
 GUARD = 4096  # bytes after each array that a kernel must leave alone
 
 
@@ -58,23 +62,31 @@ def gpu(name: str | None = None):
     return choose(instance.gpus, {"any": none}, name)[0]
 
 
+def on_both(cases, some) -> list[tuple]:
+    """(name of a profile, case) of all cases on the driver's own profile, and of some on the small one, whose code Mesa
+    compiles slowly."""
+    return [*(("lavapipe", case) for case in cases), *(("generic", case) for case in some)]
+
+
 def run(func, arrays, profile="lavapipe", gpu_name: str | None = None) -> list[np.ndarray]:
     """One compiled PrimFunc on numpy arrays -> copies of all of them after the run.
 
     profile: a name or a Profile of schedules/gpu/profiles.py; its needs are checked, and a device that lacks something
     fails the test.
     """
-    from mlc_amd.compiler.codegen.spirv import compile_spirv
-    from mlc_amd.schedules.gpu.profiles import resolve
-
-    profile = resolve(profile) if isinstance(profile, str) else profile
-    module = compile_spirv({"kernel": func}, profile)
+    profile = profiles.resolve(profile) if isinstance(profile, str) else profile
+    module = _module(func, profile)
     (function,) = module.functions.values()
     steps = []
     for launch in function.launches:
         kernel = module.modules[launch.symbol]
         steps.append((kernel.binary, kernel.grid, kernel.block, tuple(launch.args), tuple(kernel.writes), kernel.table))
     return run_spirv(steps, arrays, function.scratch, profile.wave if profile.subgroups else 0, profile.push, gpu_name)
+
+
+@lru_cache(maxsize=8)  # tests run a kernel on several inputs, one after the other
+def _module(func, profile):
+    return compile_spirv({"kernel": func}, profile)
 
 
 def run_spirv(
