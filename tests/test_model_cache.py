@@ -3,6 +3,7 @@
 import pytest
 
 from mlc_amd.compiler import pipeline
+from mlc_amd.runtime.devices.hip import gpu
 from mlc_amd.tools import models
 
 SPEC = "tiny:q4_0"
@@ -25,10 +26,10 @@ def builds(monkeypatch, tmp_path) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("arch", ["native", "auto"])
 def test_rocm_follows_the_gpu(builds, monkeypatch, arch):
-    monkeypatch.setattr(models, "kfd_gpus", lambda: [{"arch": "gfx1100"}])
+    monkeypatch.setattr(gpu, "kfd_gpus", lambda: [{"arch": "gfx1100"}])
     first = models.artifact_path(None, synthetic=SPEC, target="rocm", arch=arch)
     assert models.artifact_path(None, synthetic=SPEC, target="rocm", arch=arch) == first
-    monkeypatch.setattr(models, "kfd_gpus", lambda: [{"arch": "gfx1201"}])
+    monkeypatch.setattr(gpu, "kfd_gpus", lambda: [{"arch": "gfx1201"}])
     assert models.artifact_path(None, synthetic=SPEC, target="rocm", arch=arch) != first
     assert builds == [("rocm", "gfx1100"), ("rocm", "gfx1201")]
 
@@ -36,7 +37,7 @@ def test_rocm_follows_the_gpu(builds, monkeypatch, arch):
 @pytest.mark.parametrize("arch", ["native", "auto"])
 def test_cpu_follows_the_flags(builds, monkeypatch, arch):
     monkeypatch.setattr(models, "cpu_flags", lambda: frozenset({"avx2"}))
-    first = models.artifact_path(None, synthetic=SPEC, arch=arch)
+    first = models.artifact_path(None, synthetic=SPEC, target="cpu", arch=arch)
     monkeypatch.setattr(models, "cpu_flags", lambda: frozenset({"avx2", "avx512_vnni"}))
-    assert models.artifact_path(None, synthetic=SPEC, arch=arch) != first
+    assert models.artifact_path(None, synthetic=SPEC, target="cpu", arch=arch) != first
     assert builds == [("cpu", "native")] * 2

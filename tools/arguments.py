@@ -14,6 +14,7 @@ import shutil
 import textwrap
 import types
 import typing
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,42 @@ _READERS: dict[object, tuple[Callable[[str], object], str]] = {
     tuple[int, ...]: (lambda text: tuple(_integer(part) for part in text.split(",")), "N,N,..."),
     tuple[str, ...]: (lambda text: tuple(json.loads(text)), "TEXT"),
 }
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Another program's name for a parameter of ours. read: its value in our words, None for one that has no effect;
+    then `note` says why."""
+
+    parameter: str
+    read: Callable[[str], str | None] = str
+    note: str = ""
+
+
+_LAYERS = Alias(
+    "target",
+    lambda text: "cpu" if text == "0" else None,
+    "a GPU takes all layers of a model that fits it (--n-cpu-moe leaves experts in host memory; 0 means --target cpu)",
+)
+# Flags as llama.cpp's programs have them, for each verb that has such a parameter.
+ALIASES = {
+    "-m": Alias("model"),
+    "-c": Alias("ctx"),
+    "--ctx-size": Alias("ctx"),
+    "-t": Alias("threads"),
+    "--temp": Alias("temperature"),
+    "--repeat-penalty": Alias("repetition_penalty"),
+    "--repeat-last-n": Alias("repetition_window"),
+    "--n-predict": Alias("max_tokens"),
+    "-ngl": _LAYERS,
+    "--n-gpu-layers": _LAYERS,
+}
+
+
+def _aliases(run: Callable) -> dict[str, Alias]:
+    """Those that a verb has."""
+    parameters = _parameters(run)
+    return {flag: alias for flag, alias in ALIASES.items() if alias.parameter in parameters}
 
 
 def _plain(annotation: object) -> object:
@@ -99,7 +136,7 @@ def normalize(run: Callable, short: dict[str, str], tokens: Sequence[str]) -> li
     flags stand alone; `tuple[str, ...]` flags may be repeated; after `--` everything is positional. Raises UserError
     for whatever does not fit.
     """
-    parameters = _parameters(run)
+    parameters, aliases = _parameters(run), _aliases(run)
     positional = [
         name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
     ]
@@ -118,7 +155,8 @@ def normalize(run: Callable, short: dict[str, str], tokens: Sequence[str]) -> li
             values[free[0]] = [token]
             continue
         flag, equals, value = token.partition("=")
-        name = _named(flag, short, parameters)
+        alias = aliases.get(flag)
+        name = alias.parameter if alias else _named(flag, short, parameters, aliases)
         if not equals:
             if _plain(parameters[name].annotation) is bool:
                 value = "true"
@@ -126,6 +164,12 @@ def normalize(run: Callable, short: dict[str, str], tokens: Sequence[str]) -> li
                 raise UserError(f"{flag} needs a value (write {flag}=VALUE for one that begins with a dash)")
             else:
                 value = waiting.pop(0)
+        if alias:
+            meant = alias.read(value)
+            if meant is None:
+                warnings.warn(f"{flag} {value} has no effect: {alias.note}", stacklevel=2)
+                continue
+            value = meant
         repeatable = _plain(parameters[name].annotation) == tuple[str, ...]
         if name in values and not repeatable:
             raise UserError(f"{flag} is given twice")
@@ -149,7 +193,7 @@ def _is_number(token: str) -> bool:
     return True
 
 
-def _named(flag: str, short: dict[str, str], parameters: dict[str, inspect.Parameter]) -> str:
+def _named(flag: str, short: dict[str, str], parameters: dict[str, inspect.Parameter], aliases: dict) -> str:
     """The parameter that `flag` (as typed, dashes included) means. Raises UserError with the nearest flag when there is
     none."""
     if not flag.startswith("--"):
@@ -157,7 +201,7 @@ def _named(flag: str, short: dict[str, str], parameters: dict[str, inspect.Param
             return short[flag[1:]]
     elif flag[2:].replace("-", "_") in parameters:
         return flag[2:].replace("-", "_")
-    known = [_spelling(name) for name in parameters] + ["-" + letter for letter in short]
+    known = [_spelling(name) for name in parameters] + ["-" + letter for letter in short] + list(aliases)
     near = difflib.get_close_matches(flag, known, 1)
     raise UserError(f"unknown flag {flag}" + (f": did you mean {near[0]}?" if near else ": see --help"))
 
@@ -178,7 +222,8 @@ def options(run: Callable, short: dict[str, str]) -> list[Option]:
     letters, described, found = {name: letter for letter, name in short.items()}, _described(run), []
     for name, parameter in _parameters(run).items():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            flags = (_spelling(name), *((f"-{letters[name]}",) if name in letters else ()))
+            own = (_spelling(name), *((f"-{letters[name]}",) if name in letters else ()))
+            flags = (*own, *(flag for flag, alias in _aliases(run).items() if alias.parameter == name))
             value = _plain(parameter.annotation) is not bool
             found.append(Option(flags, described[name], value, _choices(parameter)))
     return [
@@ -211,6 +256,13 @@ def help_page(verb: str, run: Callable, short: dict[str, str]) -> str:
     doc = docstrings.parse(inspect.getdoc(run))
     described = _described(run)
     letters = {name: letter for letter, name in short.items()}
+    others: dict[str, list[str]] = {}
+    for flag, alias in _aliases(run).items():
+        if len(flag) == 2 and _parameters(run)[alias.parameter].kind is inspect.Parameter.KEYWORD_ONLY:
+            letters.setdefault(alias.parameter, flag[1])
+        else:
+            others.setdefault(alias.parameter, []).append(flag)
+    described |= {name: f"{described[name]}; also {', '.join(flags)}" for name, flags in others.items()}
     usage, rows = [f"mlc-amd {verb}"], {"arguments": [], "flags": []}
     for name, parameter in _parameters(run).items():
         annotation = _plain(parameter.annotation)

@@ -17,7 +17,7 @@ import numpy as np
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import bandwidth, bench_formats, display, host_profile, kernel_table, models, power
 
-SHORT = {"p": "n_prompt", "n": "n_gen", "d": "n_depth", "r": "repetitions", "o": "output", "t": "threads"}
+SHORT = {"p": "n_prompt", "n": "n_gen", "d": "n_depth", "r": "repetitions", "o": "output"}
 _MIN_CONTEXT = 512  # tokens; the minimum to compile for
 _WARM_SECONDS = 0.25
 
@@ -65,7 +65,7 @@ def run(
     repetitions: int = 5,
     output: Literal["md", "json", "jsonl", "csv"] = "md",
     synthetic: str | None = None,
-    target: str = "cpu",
+    target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
     threads: int | None = None,
@@ -89,7 +89,8 @@ def run(
         repetitions: number of measured runs of each test.
         output: format of the result.
         synthetic: instead of a file, a model of that shape with random weights: PRESET:FORMAT, such as llama3-8b:q4_0.
-        target: target that a GGUF file is compiled for: cpu, rocm or vulkan.
+        target: target that a GGUF file is compiled for: auto (rocm if AMD's HIP runtime works, else vulkan on a GPU,
+            else cpu), cpu, rocm or vulkan.
         arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
             `mlc-amd compile --help`.
         ctx: KV cache size in tokens, for a GGUF file (default: what the tests need).

@@ -27,7 +27,7 @@ def run(
     thinking: Literal["auto", "on", "off", "low", "medium", "high"] = "auto",
     show_thinking: bool = False,
     on_full: Literal["error", "drop"] = "error",
-    target: str = "cpu",
+    target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
     threads: int | None = None,
@@ -62,7 +62,8 @@ def run(
             leaves it to the template.
         show_thinking: print what the model thinks before it answers to stderr, dimmed on a terminal.
         on_full: what to do when the conversation exceeds the context: report an error, or drop its oldest turns.
-        target: target that a GGUF file is compiled for: cpu, rocm or vulkan.
+        target: target that a GGUF file is compiled for: auto (rocm if AMD's HIP runtime works, else vulkan on a GPU,
+            else cpu), cpu, rocm or vulkan.
         arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
             `mlc-amd compile --help`.
         ctx: KV cache size in tokens, for a GGUF file (default: the model's context length, at most 4096).

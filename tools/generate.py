@@ -22,7 +22,7 @@ def run(
     repetition_window: int | None = None,
     seed: int | None = None,
     stop: tuple[str, ...] = (),
-    target: str = "cpu",
+    target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
     threads: int | None = None,
@@ -49,7 +49,8 @@ def run(
         repetition_window: number of recent tokens that the penalty applies to (default: the model file's, else 64).
         seed: seed of the random number generator (default: a new one each time).
         stop: end the text before this one; may be repeated.
-        target: target that a GGUF file is compiled for: cpu, rocm or vulkan.
+        target: target that a GGUF file is compiled for: auto (rocm if AMD's HIP runtime works, else vulkan on a GPU,
+            else cpu), cpu, rocm or vulkan.
         arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
             `mlc-amd compile --help`.
         ctx: KV cache size in tokens, for a GGUF file (default: the model's context length, at most 4096).

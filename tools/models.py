@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 import mlc_amd
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
+from mlc_amd.runtime.memory import CONTEXT_STEP
 from mlc_amd.tools import display
+from mlc_amd.tools import target as targets
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.gguf.reader import GGUFModel
@@ -83,7 +85,7 @@ def compile_artifact(
     output: str | None = None,
     *,
     synthetic: str | None = None,
-    target: str = "cpu",
+    target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
     weights: bool = True,
@@ -96,10 +98,10 @@ def compile_artifact(
     path = find(model) if model else None
     if path and is_artifact(path):
         raise UserError(f"{path} is a folder: give a GGUF file")
-    out = (
-        Path(output).expanduser() if output else Path("dist") / _file_name(f"{_title(path, synthetic)}-{target}-{arch}")
-    )
-    return _compile(path, synthetic, target, arch, ctx, out, weights=weights, tuned=tuned)
+    resolved, arch_here = targets.resolve(target, arch)
+    named = _file_name(f"{_title(path, synthetic)}-{resolved}-{arch}")
+    out = Path(output).expanduser() if output else Path("dist") / named
+    return _compile(path, synthetic, resolved, arch_here, ctx, out, weights=weights, tuned=tuned)
 
 
 def source_path(model: str | None, synthetic: str | None) -> Path | None:
@@ -112,7 +114,7 @@ def source_path(model: str | None, synthetic: str | None) -> Path | None:
 def artifact_path(
     model: str | None,
     *,
-    target: str = "cpu",
+    target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
     synthetic: str | None = None,
@@ -122,14 +124,14 @@ def artifact_path(
     """The artifact folder for `model` (None: the demo) or for a `synthetic` spec, compiled into the cache if necessary.
 
     target, arch, ctx and tuned are arguments of that compilation; device is the GPU that targets rocm and vulkan take
-    for "native". An artifact is already compiled, so asking for another context is a UserError.
+    for "native". An artifact is already compiled, so asking for another target, arch or context is a UserError.
     """
     path = source_path(model, synthetic)
     if path and is_artifact(path):
-        _check_context(path, ctx)
+        _check_settings(path, target, arch, ctx)
         return path
     check_compiler(synthetic or path)
-    arch = arch_here(target, device) if arch in ("native", "auto") else arch
+    target, arch = targets.resolve(target, arch, device)
     name = f"{_file_name(_title(path, synthetic))}-{target}-{arch}-{_key(path, synthetic, target, arch, ctx, tuned)}"
     out = cache_directory() / name
     if (out / "manifest.json").exists():
@@ -149,7 +151,7 @@ def load_engine(
     threads: int | None = None,
     device: str | None = None,
     verify: bool = False,
-    target: str = "cpu",
+    target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
     synthetic: str | None = None,
@@ -215,28 +217,29 @@ def _compile(
         return compile_model(source, target, arch, ctx, out, progress, weights=weights, tuned=tuned)
 
 
-def arch_here(target: str, device: str | None) -> str:
-    """The name to cache this machine's arch under: the GPU's own, so that another GPU does not get its artifacts;
-    "native" for a CPU, whose flags are part of the key, and where there is no GPU (compilation then says so)."""
-    if target == "vulkan":
-        from mlc_amd.runtime.devices.vulkan.gpu import profile_here  # queries the driver, so only when needed
-
-        return profile_here(device)
-    if target == "rocm":
-        from mlc_amd.runtime.devices.hip.gpu import arch_here as rocm_arch
-
-        return rocm_arch(device)
-    return "native"
-
-
-def _check_context(path: Path, ctx: int | None) -> None:
+def _check_settings(path: Path, target: str, arch: str, ctx: int | None) -> None:
+    """UserError where an artifact was not compiled with the settings that the user gives."""
+    given = {
+        "--target": None if target == targets.AUTO else target,
+        "--arch": None if arch in targets.HERE else arch,
+        "--ctx": ctx and -(-ctx // CONTEXT_STEP) * CONTEXT_STEP,
+    }
+    if not any(given.values()):
+        return
     from mlc_amd.runtime.artifact import Artifact
 
-    if ctx is not None and (has := Artifact.open(path).manifest["context"]) != ctx:
-        raise UserError(
-            f"--ctx {ctx}: {path} was compiled for a context of {has}; compile it again with --ctx {ctx}, or leave "
-            "--ctx out"
-        )
+    manifest = Artifact.open(path).manifest
+    kind = manifest["target"]["kind"]
+    archs = [manifest["target"]["arch"]] if kind == "cpu" else list(manifest["libraries"])
+    for flag, has in (("--target", [kind]), ("--arch", archs), ("--ctx", [manifest["context"]])):
+        if given[flag] is not None and given[flag] not in has:
+            raise UserError(
+                f"{flag} {given[flag]}: {path} was compiled for {_COMPILED[flag]} {', '.join(map(str, has))}; compile "
+                f"the GGUF file again with {flag} {given[flag]}, or leave {flag} out"
+            )
+
+
+_COMPILED = {"--target": "target", "--arch": "arch", "--ctx": "a context of"}  # what messages call a setting
 
 
 def _key(path: Path | None, synthetic: str | None, target: str, arch: str, ctx: int | None, tuned: str) -> str:

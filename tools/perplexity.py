@@ -22,7 +22,7 @@ def run(
     tokens: int | None = None,
     logits: str | None = None,
     json: bool = False,
-    target: str = "cpu",
+    target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
     threads: int | None = None,
@@ -43,7 +43,8 @@ def run(
         tokens: use only the first N tokens (default: as many as the context holds).
         logits: write `logits` (float32 [tokens, vocab]) and `ids` to this .npz file.
         json: print the result as JSON.
-        target: target that a GGUF file is compiled for: cpu, rocm or vulkan.
+        target: target that a GGUF file is compiled for: auto (rocm if AMD's HIP runtime works, else vulkan on a GPU,
+            else cpu), cpu, rocm or vulkan.
         arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
             `mlc-amd compile --help`.
         ctx: KV cache size in tokens, for a GGUF file (default: the model's context length, at most 4096).

@@ -19,6 +19,7 @@ from mlc_amd.runtime import extras
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags, threads_asked
 from mlc_amd.tools import bandwidth, display, models
+from mlc_amd.tools import target as targets
 
 SHORT = {"o": "output"}
 BUDGET = "10m"
@@ -33,7 +34,7 @@ LEFT_OUT = {  # of a kit's candidates, by the names of `kit.feed`
 def run(
     model: str | None = None,
     *,
-    target: str = "cpu",
+    target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
     synthetic: str | None = None,
@@ -62,7 +63,8 @@ def run(
 
     Args:
         model: the GGUF file, or OWNER/REPO:QUANT of huggingface.co (default: the bundled demo model).
-        target: what to tune for: cpu, rocm or vulkan.
+        target: what to tune for: auto (rocm if AMD's HIP runtime works here, else vulkan on a GPU, else cpu), cpu, rocm
+            or vulkan.
         arch: native (this machine's) or a name, see `mlc-amd compile --help`.
         ctx: tokens that the KV cache holds, as for compile: attention is timed within it.
         synthetic: instead of a file, a model of that shape: PRESET:FORMAT as llama3-8b:q4_0
@@ -159,8 +161,7 @@ class Subject:
         path = models.source_path(model, synthetic)
         if path and models.is_artifact(path):
             raise UserError(f"{path} is a folder: give the GGUF file that it was made from")
-        if kind == "vulkan" and arch in ("native", "auto"):
-            arch = models.arch_here(kind, device)
+        kind, arch = targets.resolve(kind, arch, device)
         with models.open_source(path, synthetic) as source:
             from mlc_amd.compiler.pipeline import make_target
             from mlc_amd.compiler.tuning.tasks import extract
