@@ -104,6 +104,12 @@ def once(tmp_path_factory):
     return make_once
 
 
+def only_model(caches: Path) -> Path:
+    """The one artifact in a folder of a user's caches."""
+    (manifest,) = (caches / "mlc-amd" / "models").glob("*/manifest.json")
+    return manifest.parent
+
+
 @pytest.fixture(scope="session")
 def compiled(once):
     """compiled(GGUF path or synthetic spec, ctx) -> artifact folder, for this CPU, in a user's cache that holds nothing
@@ -119,8 +125,7 @@ def compiled(once):
                 model, spec = (str(source), None) if isinstance(source, Path) else (None, source)
                 models.artifact_path(model, synthetic=spec, ctx=ctx)
 
-        (path,) = (once(f"{source}-{ctx}", make) / "mlc-amd").iterdir()
-        return path
+        return only_model(once(f"{source}-{ctx}", make))
 
     return compile_once
 
@@ -159,8 +164,7 @@ def demo_artifact(first_chat) -> Path:
     """The bundled model with its whole context, 2048 tokens, as the command compiled it."""
     done, caches = first_chat
     assert done.returncode == 0, done.stderr
-    (path,) = (caches / "mlc-amd").iterdir()
-    return path
+    return only_model(caches)
 
 
 @pytest.fixture(scope="session")

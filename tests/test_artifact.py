@@ -36,6 +36,7 @@ def test_contents(demo_artifact):
     opened = Artifact.open(demo_artifact, verify=True)
     assert set(opened.manifest["files"]) == {
         "kernels.so",
+        "tables.safetensors",
         "weights.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
@@ -119,7 +120,7 @@ except UserError as e:
         (lambda p: shutil.rmtree(p), "no such compiled model"),
         (lambda p: (p / "manifest.json").unlink(), "not a compiled model"),
         (lambda p: (p / "manifest.json").write_text("{"), "is damaged"),
-        (lambda p: manifest_with(p, format=0), "artifact format 0, this version reads 4"),
+        (lambda p: manifest_with(p, format=0), "artifact format 0, this version reads 5"),
         (lambda p: (p / "kernels.so").unlink(), "kernels.so is missing"),
         (lambda p: (p / "kernels.so").write_bytes(b"\0" * (p / "kernels.so").stat().st_size), "corrupted"),
         (lambda p: os.truncate(p / "kernels.so", 100), "has 100 bytes instead of"),
