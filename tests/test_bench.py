@@ -71,8 +71,9 @@ def test_markdown_csv_and_json_hold_the_same_numbers_of_rows(capsys):
 
 
 def test_too_small_a_context_is_an_error(capsys, folder):
-    assert cli.main(["bench", str(folder), "-d", "100000"]) == 1
-    assert "larger --ctx" in capsys.readouterr().err
+    for depth, advice in (("1000", "compile it with --ctx 1512"), ("100000", "was made for 2048 at most")):
+        assert cli.main(["bench", str(folder), "-d", depth]) == 1
+        assert advice in capsys.readouterr().err
 
 
 def test_decoding_reads_all_matrices_but_the_embedding_and_the_cache_so_far(folder):

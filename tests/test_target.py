@@ -1,5 +1,4 @@
-"""--target auto: which target a machine gets, with a stand-in for AMD's bindings and with what drivers tell of GPUs;
-and llama.cpp's names of flags."""
+"""--target auto: which target a machine gets, with a stand-in for AMD's bindings and with what drivers tell of GPUs."""
 
 from dataclasses import replace
 
@@ -9,7 +8,7 @@ import vulkan_harness
 from mlc_amd.runtime.devices.hip import api as hip_api
 from mlc_amd.runtime.devices.vulkan import gpu as vulkan
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import arguments, bench, chat, cli, machine, target
+from mlc_amd.tools import machine, target
 from mlc_amd.tools.dev.hip_recorder import Recorder
 
 NO_HIP = UserError("target rocm needs the package rocm-bindings-hip; install it")
@@ -111,30 +110,3 @@ def test_vulkan_on_the_cpu_is_told(here, gpus, capsys):
     here(gpus=[gpus["cpu"], gpus["radeon"]])
     assert target.resolve("vulkan", "native") == ("vulkan", "rdna3:matrix=none")
     assert capsys.readouterr().err == ""
-
-
-# ---- flags as llama.cpp has them
-
-
-@pytest.mark.parametrize(
-    ("run", "tokens", "expected"),
-    [
-        (chat.run, ["-m", "x.gguf", "-c", "512", "-t", "2"], ["--model=x.gguf", "--ctx=512", "--threads=2"]),
-        (chat.run, ["--temp", "0.5", "--repeat-penalty=1.1"], ["--temperature=0.5", "--repetition_penalty=1.1"]),
-        (chat.run, ["-ngl", "0"], ["--target=cpu"]),
-        (bench.run, ["--n-gpu-layers", "0", "-t", "4"], ["--target=cpu", "--threads=4"]),
-    ],
-)
-def test_familiar_flags(run, tokens, expected):
-    assert sorted(arguments.normalize(run, {}, tokens)) == sorted(expected)
-
-
-def test_layers_on_a_gpu_are_noted(capsys):
-    assert cli.main(["chat", "-ngl", "99", "-m", "/nowhere.gguf"]) != 0
-    note, error = capsys.readouterr().err.splitlines()
-    assert note.startswith("warning: -ngl 99 has no effect") and "/nowhere.gguf: no such file" in error
-
-
-def test_familiar_flags_are_in_the_help():
-    page = arguments.help_page("chat", chat.run, chat.SHORT)
-    assert "-c, --ctx N" in page and "-t, --threads N" in page and "also --temp" in page and "-ngl" in page

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from fire import docstrings
 
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UsageError
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -89,6 +89,10 @@ def _aliases(run: Callable) -> dict[str, Alias]:
     return {flag: alias for flag, alias in ALIASES.items() if alias.parameter in parameters}
 
 
+# The least value of parameters of these names, in every verb.
+_LEAST = {"max_tokens": 1, "ctx": 1, "repetitions": 1, "trials": 1}
+
+
 def _plain(annotation: object) -> object:
     """`T | None` without the None."""
     if isinstance(annotation, types.UnionType):
@@ -112,7 +116,7 @@ def _spelling(name: str) -> str:
 
 
 def parse_functions(run: Callable) -> dict[str, Callable[[str], object]]:
-    """For fire's SetParseFns: how the text of each parameter of `run` is read. They raise UserError on text that does
+    """For fire's SetParseFns: how the text of each parameter of `run` is read. They raise UsageError on text that does
     not fit."""
 
     def function(name: str, annotation: object) -> Callable[[str], object]:
@@ -120,9 +124,12 @@ def parse_functions(run: Callable) -> dict[str, Callable[[str], object]]:
 
         def parse(text: str) -> object:
             try:
-                return read(text)
+                value = read(text)
             except (ValueError, OverflowError):
-                raise UserError(f"{_spelling(name)} must be {what}, not {text!r}") from None
+                raise UsageError(f"{_spelling(name)} must be {what}, not {text!r}") from None
+            if name in _LEAST and isinstance(value, int) and value < _LEAST[name]:
+                raise UsageError(f"{_spelling(name)} is {text}: it must be at least {_LEAST[name]}")
+            return value
 
         return parse
 
@@ -133,7 +140,7 @@ def normalize(run: Callable, short: dict[str, str], tokens: Sequence[str]) -> li
     """Rewrites what was typed after the verb as one `--name=text` per parameter of `run`.
 
     `short` maps one-letter flags to parameter names. Flags take their value after `=` or as the next token; boolean
-    flags stand alone; `tuple[str, ...]` flags may be repeated; after `--` everything is positional. Raises UserError
+    flags stand alone; `tuple[str, ...]` flags may be repeated; after `--` everything is positional. Raises UsageError
     for whatever does not fit.
     """
     parameters, aliases = _parameters(run), _aliases(run)
@@ -151,7 +158,7 @@ def normalize(run: Callable, short: dict[str, str], tokens: Sequence[str]) -> li
         if only_positional or token == "-" or not token.startswith("-") or _is_number(token):
             free = [name for name in positional if name not in values]
             if not free:
-                raise UserError(f"unexpected argument {token!r}: see --help (text with spaces needs quotes)")
+                raise UsageError(f"unexpected argument {token!r}: see --help (text with spaces needs quotes)")
             values[free[0]] = [token]
             continue
         flag, equals, value = token.partition("=")
@@ -161,7 +168,7 @@ def normalize(run: Callable, short: dict[str, str], tokens: Sequence[str]) -> li
             if _plain(parameters[name].annotation) is bool:
                 value = "true"
             elif not waiting or (waiting[0].startswith("--") and waiting[0] != "--"):
-                raise UserError(f"{flag} needs a value (write {flag}=VALUE for one that begins with a dash)")
+                raise UsageError(f"{flag} needs a value (write {flag}=VALUE for one that begins with a dash)")
             else:
                 value = waiting.pop(0)
         if alias:
@@ -172,12 +179,12 @@ def normalize(run: Callable, short: dict[str, str], tokens: Sequence[str]) -> li
             value = meant
         repeatable = _plain(parameters[name].annotation) == tuple[str, ...]
         if name in values and not repeatable:
-            raise UserError(f"{flag} is given twice")
+            raise UsageError(f"{flag} is given twice")
         values.setdefault(name, []).append(value)
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in values:
             what = name.upper() if name in positional else _spelling(name)
-            raise UserError(f"{what} is missing: see --help")
+            raise UsageError(f"{what} is missing: see --help")
     texts = {
         name: json.dumps(v) if _plain(parameters[name].annotation) == tuple[str, ...] else v[0]
         for name, v in values.items()
@@ -194,7 +201,7 @@ def _is_number(token: str) -> bool:
 
 
 def _named(flag: str, short: dict[str, str], parameters: dict[str, inspect.Parameter], aliases: dict) -> str:
-    """The parameter that `flag` (as typed, dashes included) means. Raises UserError with the nearest flag when there is
+    """The parameter that `flag` (as typed, dashes included) means. UsageError with the nearest flag when there is
     none."""
     if not flag.startswith("--"):
         if flag[1:] in short:
@@ -203,7 +210,7 @@ def _named(flag: str, short: dict[str, str], parameters: dict[str, inspect.Param
         return flag[2:].replace("-", "_")
     known = [_spelling(name) for name in parameters] + ["-" + letter for letter in short] + list(aliases)
     near = difflib.get_close_matches(flag, known, 1)
-    raise UserError(f"unknown flag {flag}" + (f": did you mean {near[0]}?" if near else ": see --help"))
+    raise UsageError(f"unknown flag {flag}" + (f": did you mean {near[0]}?" if near else ": see --help"))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from json import dumps
 from typing import Literal
 
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.tools import display, model_cache
 from mlc_amd.tools.model_cache import Entry
 
@@ -51,7 +51,7 @@ def run(
         ("--json", json, "ls"),
     ):
         if given and action != of:
-            raise UserError(f"{flag} is for `mlc-amd cache {of}`")
+            raise UsageError(f"{flag} is for `mlc-amd cache {of}`")
     age, limit = _number(older, "--older", _TIMES, "30d"), _number(max_size, "--max-size", _SIZES, "20G")
     found = model_cache.entries()
     if action == "ls":
@@ -69,13 +69,13 @@ def _number(text: str | None, flag: str, units: dict[str, int], example: str) ->
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]?)(?:i?[bB])?", text.strip())
     scale = next((value for unit, value in units.items() if parts and parts[2].lower() == unit.lower()), None)
     if parts is None or scale is None:
-        raise UserError(f"{flag} {text!r}: give a number and a unit, as {example}")
+        raise UsageError(f"{flag} {text!r}: give a number and a unit, as {example}")
     return float(parts[1]) * scale
 
 
 def _named(found: list[Entry], name: str | None, all: bool) -> list[Entry]:
     if all == (name is not None):
-        raise UserError("give the NAME of a model as `mlc-amd cache ls` shows it, or --all")
+        raise UsageError("give the NAME of a model as `mlc-amd cache ls` shows it, or --all")
     chosen = [entry for entry in found if all or fnmatch(entry.name, name or "")]
     if not chosen and not all:
         raise UserError(f"no model in the cache is called {name}; `mlc-amd cache ls` lists them")

@@ -4,7 +4,6 @@ import io
 import sys
 from typing import Literal
 
-from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import display, models
 
 SHORT = {"p": "prompt", "s": "system", "n": "max_tokens"}
@@ -74,8 +73,6 @@ def run(
         n_cpu_moe: keep the experts of the first N layers in host memory, where the GPU reads them across the bus: for
             mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough).
     """
-    if max_tokens is not None and max_tokens < 1:
-        raise UserError(f"--max-tokens is {max_tokens}: it must be at least 1")
     changes = models.sampling_changes(
         temperature=temperature,
         top_k=top_k,

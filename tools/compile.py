@@ -4,7 +4,7 @@ import time
 from typing import Literal
 
 from mlc_amd.runtime.artifact import Artifact
-from mlc_amd.runtime.memory import of_manifest
+from mlc_amd.runtime.memory import CONTEXT_STEP, of_manifest
 from mlc_amd.tools import display, inspect_memory, models
 
 SHORT = {"o": "output"}
@@ -66,6 +66,8 @@ def run(
         ("time", f"{seconds:.1f} s ({stages})"),
     ]
     manifest = Artifact.open(summary.path).manifest
+    if ctx is not None and ctx != manifest["context"]:
+        display.message(f"--ctx {ctx} is rounded up to {manifest['context']}: caches hold a multiple of {CONTEXT_STEP}")
     rows += inspect_memory.lines(inspect_memory.plan(of_manifest(manifest), manifest["target"]["kind"], arch))
     for note in summary.notes[:NOTES]:
         display.message(note)

@@ -2,7 +2,6 @@
 
 import sys
 
-from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import display, models, terminal
 from mlc_amd.tools.monitor import Monitor
 
@@ -61,8 +60,6 @@ def run(
         n_cpu_moe: keep the experts of the first N layers in host memory, where the GPU reads them across the bus: for
             mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough).
     """
-    if max_tokens < 1:
-        raise UserError(f"--max-tokens is {max_tokens}: it must be at least 1")
     changes = models.sampling_changes(
         temperature=temperature,
         top_k=top_k,

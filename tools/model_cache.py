@@ -44,8 +44,8 @@ def weights_directory() -> Path:
 
 
 def file_name(text: str) -> str:
-    """Text without what file names must not have."""
-    return re.sub(r"[^\w.-]", "-", text)
+    """Text without what file names must not have, and not longer than they may be with what is put around it."""
+    return re.sub(r"[^\w.-]", "-", text)[-160:]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlc_amd.runtime.artifact import CannotWrite, source_id
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.memory import CONTEXT_STEP
 from mlc_amd.tools import display, model_cache
 from mlc_amd.tools import target as targets
@@ -85,12 +85,12 @@ def compile_artifact(
     """Compiles a GGUF file, or the `synthetic` model of that spec, into the folder `output` (None:
     dist/MODEL-TARGET-ARCH in the current directory)."""
     if (model is None) == (synthetic is None):
-        raise UserError("give either a GGUF file or --synthetic PRESET:FORMAT")
+        raise UsageError("give either a GGUF file or --synthetic PRESET:FORMAT")
+    if output == "":
+        raise UsageError("-o is empty: give the folder to write, or leave it out")
     path = find(model) if model else None
     if path and is_artifact(path):
         raise UserError(f"{path} is a folder: give a GGUF file")
-    if output == "":
-        raise UserError("-o is empty: give the folder to write, or leave it out")
     resolved, arch_here = targets.resolve(target, arch)
     out = Path(output).expanduser() if output else _default_output(path, synthetic, f"{resolved}-{arch}")
     store = _store(keep=False, verify=True)
@@ -117,7 +117,7 @@ def _made_from(artifact: Path) -> str | None:
 def source_path(model: str | None, synthetic: str | None) -> Path | None:
     """Where a model lies, by default the bundled one; None for a synthetic one. UserError for both."""
     if synthetic and model:
-        raise UserError("give a model or --synthetic, not both")
+        raise UsageError("give a model or --synthetic, not both")
     return None if synthetic else find(model) if model else default_model()
 
 
@@ -170,7 +170,7 @@ def load_engine(
     vulkan (open_device); verify: check the weights' checksum too; n_cpu_moe: layers whose experts stay in host memory;
     the rest are arguments of `artifact_path`."""
     if threads is not None and threads < 1:
-        raise UserError(f"--threads is {threads}: it must be at least 1")
+        raise UsageError(f"--threads is {threads}: it must be at least 1")
     path = artifact_path(model, target=target, arch=arch, ctx=ctx, synthetic=synthetic, device=device, tuned=tuned)
     from mlc_amd.runtime.engine import Engine
 
@@ -179,11 +179,14 @@ def load_engine(
 
 def sampling_changes(**flags: Any) -> dict[str, Any]:
     """The sampling parameters that the user gives, for `dataclasses.replace` of the model's defaults; None means not
-    given. UserError for a value out of range, before a model is loaded."""
+    given. UsageError for a value out of range, before a model is loaded."""
     from mlc_amd.runtime.sampling import Sampling
 
     given = {name: value for name, value in flags.items() if value is not None}
-    Sampling(**given)
+    try:
+        Sampling(**given)
+    except UserError as error:
+        raise UsageError(str(error)) from error
     return given
 
 

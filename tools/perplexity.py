@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.tools import display, models
 from mlc_amd.tools.tokenize import read_text
 
@@ -56,7 +56,7 @@ def run(
             mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough).
     """
     if (text is None) == (ids is None):
-        raise UserError("give either --text FILE or --ids FILE.npz")
+        raise UsageError("give either --text FILE or --ids FILE.npz")
     read = read_text(text) if text is not None else None
     given = _read_ids(Path(ids).expanduser()) if ids is not None else np.empty(0, np.int64)
     engine = models.load_engine(
