@@ -10,24 +10,20 @@ import dataclasses
 import importlib
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import tvm
 
 from mlc_amd.compiler import memory, sampling, tokenizer
 from mlc_amd.compiler import plan as planning
+from mlc_amd.compiler import weights as packing
 from mlc_amd.compiler.models.build import FunctionSpec, build_module
-from mlc_amd.compiler.models.graph import ONES, table_columns
-from mlc_amd.compiler.models.rope import position_table
 from mlc_amd.compiler.ops import padded
 from mlc_amd.compiler.passes import fuse
-from mlc_amd.compiler.quant import repack
-from mlc_amd.compiler.quant.draws import draws
 from mlc_amd.compiler.tuning.database import Lookup
+from mlc_amd.compiler.weight_store import WeightStore
 from mlc_amd.runtime import artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
@@ -40,7 +36,6 @@ TARGETS = {
     "vulkan": ("vulkan_target", "VulkanTarget"),
 }
 DEFAULT_CONTEXT = 4096  # tokens of KV cache by default
-CHUNK_BYTES = 4 << 20  # packed GGUF bytes that one worker repacks at a time
 
 
 class Progress(Protocol):
@@ -69,12 +64,14 @@ def compile_model(
     progress: Progress | None = None,
     weights: bool = True,
     tuned: str = "auto",
+    store: WeightStore | None = None,
 ) -> Summary:
     """Compiles `model` (a GGUFModel or a synthetic one) into the folder `out`.
 
     `ctx`: KV cache capacity in tokens, default the model's context up to 4096. `weights=False` leaves the matrices out:
     the manifest lists them, and a device fills them at random. `tuned`: source of tuned plans, one of
-    `compiler.tuning.database.MODES`. UserError for everything that the user can fix.
+    `compiler.tuning.database.MODES`. `store`: where packed weights may be that need not
+    be made again. UserError for everything that the user can fix.
     """
     progress = progress or (lambda stage, done, total: None)
     clock = _Clock()
@@ -92,8 +89,7 @@ def compile_model(
         libraries = backend.compile_kernels(lowered.module, directory, progress, workers)
         clock.lap("kernels")
         tokenizer.export(model.metadata, directory)
-        stored = specs if weights else {name: planes for name, planes in specs.items() if not _is_matrix(planes)}
-        _write_weights(model, backend.layout, stored, directory / artifact.WEIGHTS, ctx, progress, workers)
+        known = _write_weights(model, backend.layout, specs, directory, ctx, progress, workers, weights, store)
         clock.lap("weights")
         progress("write", 0, 1)
         kernels = [
@@ -104,6 +100,7 @@ def compile_model(
         kv = [{"name": name, "dtype": dtype, "shape": list(shape)} for name, (shape, dtype) in kept.items()]
         manifest = {
             "name": model.config.name or Path(model.path).stem,
+            "source": {"file": Path(model.path).name, "id": artifact.source_id(model.path)},
             "model": dataclasses.asdict(model.config),
             "target": backend.description,
             "context": ctx,
@@ -120,11 +117,11 @@ def compile_model(
             "rings": [{"places": places, "span": span} for places, span in sorted(backend.rings(model.config, ctx))],
             "formats": _format_counts(model),
             "weights": "file" if weights else "random",
-            "tensors": _drawn(model, specs),
+            "tensors": packing.drawn(model, specs),
             "token_bytes": memory.token_bytes(model.config, backend, ctx),
             "weight_bytes": sum(spec.nbytes for planes in specs.values() for spec in planes),
         }
-        artifact.write_manifest(directory, manifest)
+        artifact.write_manifest(directory, manifest, known)
         kernel_bytes = sum(file.stat().st_size for file in directory.glob("kernels*"))
         progress("write", 1, 1)
     clock.lap("write")
@@ -153,7 +150,7 @@ class Lowered:
     functions: list[FunctionSpec]
     module: tvm.IRModule
     parameters: dict[str, list]
-    specs: dict[str, list[artifact.TensorSpec]]
+    specs: packing.Specs
     plan: planning.Plan
 
 
@@ -162,7 +159,7 @@ def lower(model, backend, ctx: int) -> Lowered:
     functions = _functions(backend, ctx)
     module, parameters = build_module(model, backend, functions, ctx)
     module = backend.select_kernels(fuse(module, backend))
-    specs = _weight_specs(model, backend, parameters, ctx)
+    specs = packing.specs(model, backend, parameters, ctx)
     plan = planning.make_plan(
         module, parameters, {name: [spec.name for spec in planes] for name, planes in specs.items()}
     )
@@ -230,89 +227,20 @@ def _format_counts(model) -> dict[str, dict[str, int]]:
     return counts
 
 
-# ---- weights
-
-
-def _weight_specs(model, backend, parameters, ctx: int) -> dict[str, list[artifact.TensorSpec]]:
-    """Source tensor (or a RoPE table) to the tensors of the weights file that are made of it, in the order of the
-    functions' parameters."""
-    names = dict.fromkeys(name for function in parameters.values() for kind, name in function if kind == "weight")
-    specs, tables = {}, table_columns(model.config)
-    for name in names:
-        if name in tables:
-            specs[name] = [artifact.TensorSpec(name, "float32", (ctx, tables[name]))]
-        elif size := _vector_size(model, name):
-            specs[name] = [artifact.TensorSpec(name, "float32", (padded(size),))]
-        else:
-            tensor = model.tensors[name]
-            planes = backend.planes(tensor.format, tensor.rows, tensor.shape[-1])
-            specs[name] = [
-                artifact.TensorSpec(f"{name}/{plane}", dtype, shape) for plane, (shape, dtype) in planes.items()
-            ]
-    return specs
-
-
-def _is_matrix(planes: list[artifact.TensorSpec]) -> bool:
-    return "/" in planes[0].name
-
-
-def _drawn(model, specs: dict[str, list[artifact.TensorSpec]]) -> dict[str, dict]:
-    """The planes of all matrices, with how to draw them, as runtime/random_weights.py reads them."""
-    listed = {}
-    for name, planes in specs.items():
-        if _is_matrix(planes):
-            kinds = draws(model.tensors[name].format, model.tensors[name].shape[-1])
-            for spec in planes:
-                listed[spec.name] = {
-                    "dtype": spec.dtype,
-                    "shape": list(spec.shape),
-                    "draw": kinds[spec.name.split("/")[1]],
-                }
-    return listed
-
-
-def _write_weights(model, layout: str, specs, path: Path, ctx: int, progress: Progress, workers: int) -> None:
-    writer = artifact.WeightsWriter(path, (spec for planes in specs.values() for spec in planes))
-    total, done = sum(spec.nbytes for planes in specs.values() for spec in planes), [0]
-
-    def repack_chunk(name: str, start: int, stop: int) -> None:
-        tensor = model.tensors[name]
-        planes = repack(tensor.format, tensor.blocks(start, stop), tensor.shape[-1], layout)
-        for spec, plane in zip(specs[name], planes.values(), strict=True):
-            writer.write(spec.name, spec.nbytes * start // padded(tensor.rows), plane)
-            done[0] += plane.nbytes
-        progress("weights", min(done[0], total), total)
-
-    try:
-        with ThreadPoolExecutor(workers) as pool:
-            jobs = []
-            for name, planes in specs.items():
-                if not _is_matrix(planes):
-                    writer.write(name, 0, _vector(model, name, planes[0], ctx))
-                    done[0] += planes[0].nbytes
-                    continue
-                tensor = model.tensors[name]
-                rows = max(16, CHUNK_BYTES // max(1, tensor.row_bytes) // 16 * 16)
-                for start in range(0, tensor.rows, rows):
-                    jobs.append(pool.submit(repack_chunk, name, start, min(start + rows, tensor.rows)))
-            try:
-                for job in jobs:
-                    job.result()
-            finally:  # after an error or Ctrl-C, what has not begun is not wanted
-                pool.shutdown(wait=True, cancel_futures=True)
-    finally:
-        writer.close()
-
-
-def _vector_size(model, name: str) -> int:
-    """Numbers of a vector, that of ones included; 0 for a matrix."""
-    return int(name.removeprefix(ONES)) if name.startswith(ONES) else memory.vector_size(model, name)
-
-
-def _vector(model, name: str, spec: artifact.TensorSpec, ctx: int) -> np.ndarray:
-    """The values of a table by position, or those of a norm or a bias, padded with zeros."""
-    if name in table_columns(model.config):
-        return position_table(model.config, name, ctx, lambda name: model.tensors[name].dequantize())
-    size = _vector_size(model, name)
-    values = np.ones(size) if name.startswith(ONES) else model.tensors[name].dequantize().reshape(-1)
-    return np.pad(values.astype(np.float32), (0, spec.shape[0] - size))
+def _write_weights(
+    model, layout: str, specs, directory: Path, ctx: int, progress: Progress, workers: int, matrices: bool, store
+) -> dict[str, dict]:
+    """Writes the weights and the tables by position into `directory`. matrices: whether the matrices, too; they then
+    come from the store if it has them. Returns what is already known of the files, as `write_manifest` takes it."""
+    same, tables = packing.by_context(model, specs)
+    if tables:
+        packing.write(model, layout, tables, directory / artifact.TABLES, ctx, progress, workers)
+    if not matrices:
+        same = {name: planes for name, planes in same.items() if not packing.is_matrix(planes)}
+        store = None
+    place = directory / artifact.WEIGHTS
+    key = packing.key(model, layout, same) if store else ""
+    if store and (facts := store.take(key, place)):
+        return {artifact.WEIGHTS: facts}
+    packing.write(model, layout, same, place, ctx, progress, workers)
+    return {artifact.WEIGHTS: store.put(key, place)} if store else {}

@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
 def load(
     model: str | os.PathLike[str] | None = None,
     *,
-    target: Literal["cpu", "rocm", "vulkan"] = "cpu",
+    target: Literal["auto", "cpu", "rocm", "vulkan"] = "auto",
     arch: str = "native",
     ctx: int | None = None,
     tuned: Literal["none", "shipped", "user", "auto"] = "auto",
@@ -59,7 +59,8 @@ def load(
     Args:
         model: an artifact folder, a GGUF file, or the name of a model of huggingface.co, "OWNER/REPO:QUANT", which is
             downloaded on first use; None: the bundled demo model.
-        target: what a GGUF file is compiled for.
+        target: what a GGUF file is compiled for; "auto": rocm if AMD's HIP runtime works, else vulkan on a GPU, else
+            cpu.
         arch: the CPU, GPU or Vulkan profile that a GGUF file is compiled for; "native": this machine's.
         ctx: tokens that the KV cache of a GGUF file holds; None: the model's maximum, at most 4096.
         tuned: which tuned plans a GGUF file is compiled with.
@@ -92,7 +93,7 @@ def compile(
     model: str | os.PathLike[str],
     output: str | os.PathLike[str],
     *,
-    target: Literal["cpu", "rocm", "vulkan"] = "cpu",
+    target: Literal["auto", "cpu", "rocm", "vulkan"] = "auto",
     arch: str = "native",
     ctx: int | None = None,
     tuned: Literal["none", "shipped", "user", "auto"] = "auto",

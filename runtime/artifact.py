@@ -4,7 +4,8 @@ dist/README.md.
     manifest.json         model, target, context, plan, KV cache, checksums
     kernels.so            compiled kernels (cpu)
     weights.safetensors   packed weights, every tensor aligned to 64 bytes, mapped and never copied; only the vectors
-                          in an artifact without weights
+                          in an artifact without weights. The same at every context: artifacts may share the file.
+    tables.safetensors    tables by position
     tokenizer.json, tokenizer_config.json
 
 A new artifact is written to a temporary folder beside the destination, which is renamed when it is complete: an
@@ -15,21 +16,22 @@ import hashlib
 import json
 import mmap
 import os
-import shutil
 import struct
-import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.folders import lock, scratch
 
-FORMAT_VERSION = 4
-MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
+FORMAT_VERSION = 5
+MANIFEST, WEIGHTS, TABLES = "manifest.json", "weights.safetensors", "tables.safetensors"
+_FILES = (MANIFEST, WEIGHTS, TABLES, "kernels[.-]*", "tokenizer.json", "tokenizer_config.json")  # all that there may be
 ALIGN = 64  # bytes: alignment for vector loads
 PAD = "__pad_"  # prefix of the names of tensors that only fill gaps
 # names in safetensors
@@ -137,18 +139,15 @@ class WeightBlock(ABC):
         """
 
     @abstractmethod
-    def block(self) -> tuple[mmap.mmap, int]:
-        """Memory that holds the block, and its offset there."""
-
     def __getitem__(self, name: str) -> np.ndarray:
-        memory, start = self.block()
+        """A tensor, for devices that work in this memory."""
+
+    def _view(self, memory: mmap.mmap, start: int, name: str) -> np.ndarray:
+        """A tensor in memory that has the block at `start`."""
         entry = self.header[name]
         begin, end = entry["data_offsets"]
-        return (
-            np.frombuffer(memory, np.uint8, end - begin, start + begin)
-            .view(NUMPY[entry["dtype"]])
-            .reshape(entry["shape"])
-        )
+        raw = np.frombuffer(memory, np.uint8, end - begin, start + begin)
+        return raw.view(NUMPY[entry["dtype"]]).reshape(entry["shape"])
 
     def __contains__(self, name: str) -> bool:
         return name in self.header
@@ -182,11 +181,49 @@ class Weights(WeightBlock):
             page = (self.start + at) // mmap.PAGESIZE * mmap.PAGESIZE
             self.map.madvise(mmap.MADV_DONTNEED, page, min(nbytes, len(self.map) - page))
 
-    def block(self) -> tuple[mmap.mmap, int]:
-        return self.map, self.start
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._view(self.map, self.start, name)
+
+
+class Joined(WeightBlock):
+    """Blocks one after the other."""
+
+    def __init__(self, parts: Sequence[WeightBlock]):
+        header, starts, end = {}, [], 0
+        for part in parts:
+            start = -(-end // ALIGN) * ALIGN
+            starts.append(start)
+            for name, entry in part.header.items():
+                begin, stop = entry["data_offsets"]
+                if not name.startswith(PAD):
+                    header[name] = entry | {"data_offsets": [start + begin, start + stop]}
+            end = start + part.total
+        super().__init__(header)
+        self._parts = list(zip(starts, parts, strict=True))
+
+    def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
+        for start, part in self._parts:
+            for at, piece in part.chunks(nbytes):
+                yield start + at, piece
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return next(part for _, part in self._parts if name in part)[name]
 
 
 # ---- the folder
+
+
+def source_id(path: str | Path) -> str:
+    """What tells a source file from others of the same name, in the manifest's `source`: a digest of where it lies."""
+    return hashlib.sha256(str(Path(path).resolve()).encode()).hexdigest()[:16]
+
+
+class CannotWrite(UserError):
+    """An artifact cannot be written to `path`; `reason` is the system's."""
+
+    def __init__(self, path: Path, reason: str):
+        super().__init__(f"cannot write {path}: {reason}; free some space or choose another output with -o")
+        self.path, self.reason = path, reason
 
 
 def sha256(path: Path) -> str:
@@ -197,30 +234,54 @@ def sha256(path: Path) -> str:
 @contextmanager
 def new_artifact(path: Path) -> Iterator[Path]:
     """A temporary folder that becomes `path` if the `with` block succeeds, and is deleted otherwise. Only an older
-    artifact is replaced."""
+    artifact is replaced. CannotWrite where the folder or the disk does not take it."""
     path = Path(path)
-    if path.exists() and not (path / MANIFEST).exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(f"{path} exists and is not a compiled model; choose another output with -o")
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    _check_output(path)
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        old = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")
-        if path.exists():
-            path.rename(old)
-        temporary.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
+        with scratch(path.parent, path.name) as temporary:
+            yield temporary
+            _replace(path, temporary)
     except OSError as e:
+        raise CannotWrite(path, e.strerror or str(e)) from e
+
+
+def _replace(path: Path, new: Path) -> None:
+    """Renames `new` to `path`; what was there is deleted."""
+    if not path.exists():
+        new.rename(path)
+        return
+    with scratch(path.parent, path.name) as temporary:
+        old = path.rename(temporary / path.name)
+        try:
+            new.rename(path)
+        except OSError:
+            old.rename(path)
+            raise
+
+
+def _check_output(path: Path) -> None:
+    """UserError where an artifact must not be written: only what an earlier compilation made is replaced."""
+    if not path.exists():
+        return
+    if not path.is_dir() or (not (path / MANIFEST).exists() and any(path.iterdir())):
+        raise UserError(f"{path} exists and is not a compiled model; choose another output with -o")
+    if Path.cwd().is_relative_to(path.resolve()):
+        raise UserError(f"{path} is the current directory or one above it; choose a new folder with -o")
+    others = sorted(file.name for file in path.iterdir() if not any(map(file.match, _FILES)))
+    if others:
         raise UserError(
-            f"cannot write {path}: {e.strerror or e}; free some space or choose another output with -o"
-        ) from e
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            f"{path} also holds {', '.join(others[:3])}{' ..' if len(others) > 3 else ''}, which no compilation made; "
+            "move that away, or choose another output with -o"
+        )
 
 
-def write_manifest(directory: Path, manifest: dict) -> None:
-    """Adds size and checksum of every file in `directory`, then writes manifest.json."""
-    files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in sorted(directory.iterdir())}
+def write_manifest(directory: Path, manifest: dict, known: Mapping[str, dict] = MappingProxyType({})) -> None:
+    """Adds size and checksum of every file in `directory`, then writes manifest.json. known: those that need not be
+    computed, as in the manifest's `files`."""
+    files = {
+        file.name: known.get(file.name) or {"bytes": file.stat().st_size, "sha256": sha256(file)}
+        for file in sorted(directory.iterdir())
+    }
     (directory / MANIFEST).write_text(manifest_text(manifest, files))
 
 
@@ -235,6 +296,7 @@ class Artifact:
     def __init__(self, path: Path, manifest: dict):
         self.path, self.manifest = path, manifest
         self._weights: WeightBlock | None = None
+        self._lock = lock(path)  # nobody removes it from the cache while it is in use
 
     @classmethod
     def open(cls, path: str | Path, verify: bool = False) -> "Artifact":
@@ -253,7 +315,11 @@ class Artifact:
             raise UserError(
                 f"{path} is not a compiled model (no {MANIFEST}); make one with: mlc-amd compile MODEL.gguf"
             ) from e
-        except (OSError, ValueError, KeyError, TypeError) as e:
+        except OSError as e:
+            raise UserError(
+                f"{path / MANIFEST} cannot be read ({e.strerror}); check its permissions and the disk"
+            ) from e
+        except (ValueError, KeyError, TypeError) as e:
             raise UserError(f"{path / MANIFEST} is damaged ({e}); compile the model again") from e
         if version != FORMAT_VERSION:
             raise UserError(
@@ -275,16 +341,20 @@ class Artifact:
     def weights(self) -> WeightBlock:
         """The weights file, or random weights for an artifact without weights."""
         if self._weights is None:
-            self._weights = Weights(self.path / WEIGHTS)
+            held: WeightBlock = Weights(self.path / WEIGHTS)
             if self.random_weights:
                 from mlc_amd.runtime.random_weights import RandomWeights  # imports this module
 
-                self._weights = RandomWeights(self._weights, self.manifest["tensors"])
+                held = RandomWeights(held, self.manifest["tensors"])
+            tables = [Weights(self.path / TABLES)] if (self.path / TABLES).exists() else []
+            self._weights = Joined([held, *tables])
         return self._weights
 
     def close(self) -> None:
-        """Lets go of the weights' mapping."""
+        """Lets go of the weights' mapping and of the folder."""
         self._weights = None
+        if self._lock:
+            self._lock.close()
 
     @property
     def random_weights(self) -> bool:

@@ -1,13 +1,17 @@
 """The one exception that a user is meant to read.
 
 Every module raises `UserError` for what the user (not the program) got wrong or must change: the message says in one
-line what is wrong and what to do. `tools/cli.py` prints it on stderr and exits with 1; any other exception is a bug and
-keeps its traceback under `--debug`.
+line what is wrong and what to do. `tools/cli.py` prints it on stderr and exits with 1, or 2 for a `UsageError`; any
+other exception is a bug and keeps its traceback under `--debug`.
 """
 
 
 class UserError(Exception):
     """A one-line message: what is wrong, then what to do about it."""
+
+
+class UsageError(UserError):
+    """A command line with an unknown command or flag, or a value that none can have."""
 
 
 def shorten(value: object) -> str:

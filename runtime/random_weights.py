@@ -1,8 +1,8 @@
 """Random weights for artifacts without weights: benchmarks need the right shapes and finite numbers, not a
 trained model.
 
-In: the manifest's `tensors`, {name: {"dtype", "shape", "draw"}}, and the file with the vectors (norms, biases, the RoPE
-table). Out: `RandomWeights`, which devices use like the weights file. A draw says what a plane is filled with:
+In: the manifest's `tensors`, {name: {"dtype", "shape", "draw"}}, and the file with the vectors (norms,
+biases). Out: `RandomWeights`, which devices use like the weights file. A draw says what a plane is filled with:
 
     ["bits"]                      every bit at random
     ["integers", low, count]      low .. low + count - 1 evenly; count is a power of two
@@ -61,14 +61,14 @@ class RandomWeights(WeightBlock):
                 yield at, pattern[source : source + count]
                 at, source = at + count, (source + count) % pattern.nbytes
 
-    def block(self) -> tuple[mmap.mmap, int]:
-        """For devices that work in this memory: filled when first asked for."""
+    def __getitem__(self, name: str) -> np.ndarray:
+        """All are drawn when the first is asked for."""
         if self._filled is None:
             self._filled = mmap.mmap(-1, max(self.total, 1))
             target = np.frombuffer(self._filled, np.uint8)
             for at, piece in self.chunks(self.total):
                 target[at : at + piece.nbytes] = piece
-        return self._filled, 0
+        return self._view(self._filled, 0, name)
 
 
 @functools.cache

@@ -41,7 +41,10 @@ def test_compile_and_load(gguf, tmp_path, monkeypatch):
     assert path == tmp_path / "artifact"
     compiled = mlc_amd.load(path, threads=1)
     cached = mlc_amd.load(gguf, ctx=64, threads=1)
-    assert cached.artifact.path.parent == tmp_path / "cache" / "mlc-amd" and cached.context == compiled.context == 64
+    assert (
+        cached.artifact.path.parent == tmp_path / "cache" / "mlc-amd" / "models"
+        and cached.context == compiled.context == 64
+    )
     assert (compiled.prefill([1, 2, 3]) == cached.prefill([1, 2, 3])).all()
     assert compiled.sampling == Sampling(temperature=0.6, repetition_window=64)  # the file's; the window is the context
 

@@ -7,11 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors import safe_open
 
+from mlc_amd.compiler.codegen.cpu import compile_c
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime import artifact
@@ -36,6 +38,7 @@ def test_contents(demo_artifact):
     opened = Artifact.open(demo_artifact, verify=True)
     assert set(opened.manifest["files"]) == {
         "kernels.so",
+        "tables.safetensors",
         "weights.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
@@ -87,6 +90,49 @@ def test_other_folders_are_not_overwritten(tmp_path):
     assert (tmp_path / "letters" / "mother.txt").read_text() == "dear"
 
 
+def test_only_files_of_an_earlier_compile_are_replaced(tmp_path, monkeypatch):
+    out = tmp_path / "model"
+    with new_artifact(out) as directory:
+        artifact.write_manifest(directory, {"name": "first"})
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"also holds notes.txt, which no compilation made; move that away"):
+        new_artifact(out).__enter__()
+    assert (out / "notes.txt").read_text() == "mine"
+    (out / "notes.txt").unlink()
+    with new_artifact(out) as directory:
+        artifact.write_manifest(directory, {"name": "second"})
+    assert json.loads((out / "manifest.json").read_text())["name"] == "second"
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(UserError, match=r"\. is the current directory"):
+        new_artifact(Path(".")).__enter__()
+
+
+def test_a_killed_compile_leaves_nothing_for_long(tmp_path):
+    code = (
+        "import os, sys; from pathlib import Path; from mlc_amd.runtime.artifact import new_artifact\n"
+        "with new_artifact(Path(sys.argv[1])) as d: (d / 'weights').write_text('x'); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "a")], check=False).returncode == -9
+    (hidden,) = tmp_path.iterdir()
+    with new_artifact(tmp_path / "b") as directory:
+        assert not hidden.exists()
+        artifact.write_manifest(directory, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]
+
+
+def test_a_linker_without_space_says_so(tmp_path, monkeypatch):
+    (tmp_path / "cc").write_text(
+        "#!/bin/sh\necho '/usr/bin/ld: final link failed: No space left on device' >&2\n"
+        "echo 'collect2: error: ld returned 1 exit status' >&2\nexit 1\n"
+    )
+    (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="No space left on device; free some space there or set TMPDIR"):
+        compile_c("x.o")
+
+
 def test_full_disk(tmp_path):
     """A limit on file size stands in for the full disk: the same error path, without mounting anything. The weights
     meet it."""
@@ -119,7 +165,8 @@ except UserError as e:
         (lambda p: shutil.rmtree(p), "no such compiled model"),
         (lambda p: (p / "manifest.json").unlink(), "not a compiled model"),
         (lambda p: (p / "manifest.json").write_text("{"), "is damaged"),
-        (lambda p: manifest_with(p, format=0), "artifact format 0, this version reads 4"),
+        (lambda p: ((p / "manifest.json").unlink(), (p / "manifest.json").mkdir()), "cannot be read"),
+        (lambda p: manifest_with(p, format=0), "artifact format 0, this version reads 5"),
         (lambda p: (p / "kernels.so").unlink(), "kernels.so is missing"),
         (lambda p: (p / "kernels.so").write_bytes(b"\0" * (p / "kernels.so").stat().st_size), "corrupted"),
         (lambda p: os.truncate(p / "kernels.so", 100), "has 100 bytes instead of"),

@@ -27,11 +27,11 @@ def shapes_of(artifact: Artifact) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(compiled):
-    """The user's cache, where the model is found compiled."""
-    path = compiled(SPEC, 64).parent
+def folder(compiled):
+    """The model, compiled, in the user's cache."""
+    path = compiled(SPEC, 64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(path.parent))
+        patch.setenv("XDG_CACHE_HOME", str(path.parents[2]))
         yield path
 
 
@@ -42,7 +42,7 @@ def test_tests_come_in_llama_benchs_order_and_names():
         bench.plan_tests((-1,), (1,), (0,))
 
 
-def test_one_line_of_json_per_test_with_llama_benchs_names(capsys, cache):
+def test_one_line_of_json_per_test_with_llama_benchs_names(capsys, folder):
     assert cli.main(["bench", *TINY, "-p", "16", "-n", "4", "-d", "0,32", "-r", "3", "-o", "jsonl"]) == 0
     results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [r["test"] for r in results] == ["pp16", "tg4", "pp16 @ d32", "tg4 @ d32"]
@@ -53,7 +53,7 @@ def test_one_line_of_json_per_test_with_llama_benchs_names(capsys, cache):
         assert result["model_type"] == "Synthetic tiny Q4_0" and result["backends"] == "CPU"
     assert results[0]["read_gbps"] is None
     assert results[1]["read_share"] == pytest.approx(results[1]["read_gbps"] / results[1]["machine_gbps"])
-    assert len(list(cache.iterdir())) == 1
+    assert len(list(folder.parent.glob("*/manifest.json"))) == 1
 
 
 def test_markdown_csv_and_json_hold_the_same_numbers_of_rows(capsys):
@@ -70,14 +70,14 @@ def test_markdown_csv_and_json_hold_the_same_numbers_of_rows(capsys):
     assert [entry["test"] for entry in json.loads(capsys.readouterr().out)] == ["pp8", "tg2"]
 
 
-def test_too_small_a_context_is_an_error(capsys, cache):
-    folder = next(cache.iterdir())
-    assert cli.main(["bench", str(folder), "-d", "100000"]) == 1
-    assert "larger --ctx" in capsys.readouterr().err
+def test_too_small_a_context_is_an_error(capsys, folder):
+    for depth, advice in (("1000", "compile it with --ctx 1512"), ("100000", "was made for 2048 at most")):
+        assert cli.main(["bench", str(folder), "-d", depth]) == 1
+        assert advice in capsys.readouterr().err
 
 
-def test_decoding_reads_all_matrices_but_the_embedding_and_the_cache_so_far(cache):
-    artifact = Artifact.open(next(cache.iterdir()))
+def test_decoding_reads_all_matrices_but_the_embedding_and_the_cache_so_far(folder):
+    artifact = Artifact.open(folder)
     model = shapes_of(artifact)
     per_position = 2 * model["layers"] * model["kv_heads"] * model["head_dim"] * 2
     assert kernel_table.decode_bytes(artifact, 9) - kernel_table.decode_bytes(artifact, 4) == 5 * per_position
@@ -91,8 +91,8 @@ def test_decoding_reads_all_matrices_but_the_embedding_and_the_cache_so_far(cach
     assert kernel_table.decode_bytes(artifact, 0) == pytest.approx(matrices * q4_0 + norms + per_position, rel=0.01)
 
 
-def test_each_repetition_starts_at_the_same_depth(cache, monkeypatch):
-    engine = Engine.load(next(cache.iterdir()))
+def test_each_repetition_starts_at_the_same_depth(folder, monkeypatch):
+    engine = Engine.load(folder)
     positions = []
     advance = engine.advance
     monkeypatch.setattr(engine, "advance", lambda ids: (positions.append((engine.position, len(ids))), advance(ids))[1])
@@ -104,8 +104,7 @@ def test_each_repetition_starts_at_the_same_depth(cache, monkeypatch):
     assert engine.position == 12
 
 
-def test_a_step_is_timed_kernel_by_kernel(capsys, cache):
-    folder = next(cache.iterdir())
+def test_a_step_is_timed_kernel_by_kernel(capsys, folder):
     assert (
         cli.main(["bench", str(folder), "-p", "40", "-n", "2", "-d", "16", "-r", "1", "--per-kernel", "-o", "json"])
         == 0
@@ -130,8 +129,8 @@ def test_a_step_is_timed_kernel_by_kernel(capsys, cache):
         assert all(k["gbps"] is None for k in kernels if k["kernel"].startswith("embed"))
 
 
-def test_operations_are_two_per_weight_and_token(cache):
-    artifact = Artifact.open(next(cache.iterdir()))
+def test_operations_are_two_per_weight_and_token(folder):
+    artifact = Artifact.open(folder)
     model = shapes_of(artifact)
     hidden, heads = model["hidden"], model["head_dim"] * (model["heads"] + 2 * model["kv_heads"])
     layer = hidden * heads + model["heads"] * model["head_dim"] * hidden + 3 * hidden * model["ffn"]
@@ -153,9 +152,9 @@ def test_a_window_bounds_what_is_read_and_computed():
     assert [kernel_table.operations(kernel, 2, depth) for depth in (0, 3, 100)] == [31, 81, 81]
 
 
-def test_the_manifest_says_what_each_argument_is(cache):
+def test_the_manifest_says_what_each_argument_is(folder):
     """What is a weight or a part of the cache by its place is one by its role, and the other way round."""
-    manifest = Artifact.open(next(cache.iterdir())).manifest
+    manifest = Artifact.open(folder).manifest
     kernels = {entry["name"]: entry for entry in manifest["kernels"]}
     for function in manifest["functions"].values():
         for launch in function["launches"]:
@@ -164,8 +163,8 @@ def test_the_manifest_says_what_each_argument_is(cache):
                 assert role == wanted if wanted else role in ("input", "output")
 
 
-def test_timing_leaves_the_cache_as_it_is(cache):
-    engine = Engine.load(next(cache.iterdir()))
+def test_timing_leaves_the_cache_as_it_is(folder):
+    engine = Engine.load(folder)
     ids = [3, 1, 4, 1, 5]
     engine.prefill(ids)
     expected = engine.decode(9)
@@ -175,8 +174,7 @@ def test_timing_leaves_the_cache_as_it_is(cache):
     assert (engine.decode(9) == expected).all()
 
 
-def test_the_host_profile_accounts_for_all_time(capsys, cache):
-    folder = next(cache.iterdir())
+def test_the_host_profile_accounts_for_all_time(capsys, folder):
     assert cli.main(["bench", str(folder), "-p", "0", "-n", "8", "-r", "1", "--profile-host", "-o", "jsonl"]) == 0
     result = json.loads(capsys.readouterr().out)
     parts = result["host_profile"]
@@ -186,8 +184,8 @@ def test_the_host_profile_accounts_for_all_time(capsys, cache):
     assert sum(own) == pytest.approx(parts["total"])
 
 
-def test_tables_follow_the_results(capsys, cache):
-    command = ["bench", str(next(cache.iterdir())), "-p", "8", "-n", "2", "-r", "1", "--per-kernel", "--profile-host"]
+def test_tables_follow_the_results(capsys, folder):
+    command = ["bench", str(folder), "-p", "8", "-n", "2", "-r", "1", "--per-kernel", "--profile-host"]
     assert cli.main(command) == 0
     shown = capsys.readouterr().out
     results, *tables = shown.split("\n\n")
@@ -211,9 +209,9 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
-def test_a_device_that_cannot_time_kernels_is_an_error(capsys, cache, monkeypatch):
+def test_a_device_that_cannot_time_kernels_is_an_error(capsys, folder, monkeypatch):
     monkeypatch.delattr(CpuDevice, "time")
-    assert cli.main(["bench", str(next(cache.iterdir())), "-p", "8", "-n", "2", "--per-kernel"]) == 1
+    assert cli.main(["bench", str(folder), "-p", "8", "-n", "2", "--per-kernel"]) == 1
     assert "--per-kernel" in capsys.readouterr().err
 
 

@@ -63,15 +63,24 @@ def test_bash_leaves_files_to_itself(scripts, words):
     assert run("bash", "-c", COMPLETE, "bash", scripts / "bash", "mlc-amd", *words) == []
 
 
-@pytest.mark.skipif(not shutil.which("fish"), reason="no fish here")
-@pytest.mark.parametrize(("words", "offered"), CASES)
-def test_fish(scripts, words, offered):
-    line = " ".join(("mlc-amd", *words))
+def fish(scripts: Path, line: str) -> list[str]:
     done = subprocess.run(
         ["fish", "--no-config", "-c", f"source {scripts / 'fish'}; complete -C '{line}'"],
         capture_output=True, text=True, timeout=30, check=True,
     )  # fmt: skip
-    assert sorted(row.partition("\t")[0] for row in done.stdout.splitlines()) == offered
+    assert done.stderr == ""
+    return sorted(row.partition("\t")[0] for row in done.stdout.splitlines())
+
+
+@pytest.mark.skipif(not shutil.which("fish"), reason="no fish here")
+@pytest.mark.parametrize(("words", "offered"), CASES)
+def test_fish(scripts, words, offered):
+    assert fish(scripts, " ".join(("mlc-amd", *words))) == offered
+
+
+@pytest.mark.skipif(not shutil.which("fish"), reason="no fish here")
+def test_fish_tells_letters_from_words_after_one_dash(scripts):
+    assert {"-n", "-ngl", "--max-tokens"} <= set(fish(scripts, "mlc-amd chat -"))
 
 
 @pytest.mark.skipif(not shutil.which("zsh"), reason="no zsh here")

@@ -16,7 +16,7 @@ from mlc_amd.compiler.gguf.synthetic import synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import archive, deploy, models, wheels
+from mlc_amd.tools import archive, deploy, model_cache, wheels
 from mlc_amd.tools.archive import Entry
 
 REPO = Path(__file__).resolve().parent.parent
@@ -61,7 +61,7 @@ def bundle(model, tmp_path_factory) -> Path:
         pytest.skip("bundles are for Linux")
     pythons = sorted({f"3.{name.removeprefix('cpython-3')}" for name in PYTHONS} | {"3.13"})
     try:
-        wheels.fetch(deploy.PACKAGES, pythons, models.cache_directory() / "wheels")
+        wheels.fetch(deploy.PACKAGES, pythons, model_cache.cache_directory() / "wheels")
     except UserError as error:
         pytest.skip(str(error))
     out = tmp_path_factory.mktemp("deployed") / "my models"
@@ -141,7 +141,12 @@ def test_bundled_model_is_the_artifact(bundle, model):
     for key in theirs.manifest.keys() - {"files"}:
         assert ours.manifest[key] == theirs.manifest[key]
     kernels = set(theirs.manifest["libraries"].values())
-    assert set(ours.manifest["files"]) == kernels | {"weights.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert set(ours.manifest["files"]) == kernels | {
+        "weights.safetensors",
+        "tables.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     assert {path.name for path in (bundle / "model").iterdir()} == {*ours.manifest["files"], "manifest.json"}
 
 
@@ -349,4 +354,4 @@ def test_outputs(tmp_path):
 def test_the_command_names_its_destinations():
     command = [sys.executable, "-m", "mlc_amd.tools.cli", "deploy", "x", "--to", "xbox"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and done.stderr == "error: --to must be steamdeck|linux, not 'xbox'\n"
+    assert done.returncode == 2 and done.stderr == "error: --to must be steamdeck|linux, not 'xbox'\n"

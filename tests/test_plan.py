@@ -12,7 +12,7 @@ from mlc_amd.compiler.codegen.cpu import CpuTarget
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.models.build import FunctionSpec, build_module
 from mlc_amd.compiler.passes import fuse
-from mlc_amd.compiler.pipeline import _weight_specs
+from mlc_amd.compiler.weights import specs as weight_specs
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def planned():
     model, backend = synthetic("tiny-qwen3:q4_k"), CpuTarget("x86-64-v3")
     module, parameters = build_module(model, backend, [FunctionSpec("decode", 1), FunctionSpec("prefill_64", 64)], 64)
     module = backend.select_kernels(fuse(module, backend))
-    specs = _weight_specs(model, backend, parameters, 64)
+    specs = weight_specs(model, backend, parameters, 64)
     tensors = {name: [spec.name for spec in planes] for name, planes in specs.items()}
     return planning.make_plan(module, parameters, tensors), backend, model, specs
 

@@ -287,5 +287,5 @@ def test_the_commands(measured, monkeypatch, tmp_path, capsys):
     assert (tmp_path / "next" / "run.py").is_file()
     assert cli.main(["tune", "--import-kit", str(tmp_path / "next")]) == 1
     assert capsys.readouterr().err.startswith("error: ")
-    assert cli.main(["tune", "some.gguf", "--import-kit", str(measured[0])]) == 1
+    assert cli.main(["tune", "some.gguf", "--import-kit", str(measured[0])]) == 2
     assert "leave the model out" in capsys.readouterr().err

@@ -14,12 +14,13 @@ import shutil
 import textwrap
 import types
 import typing
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fire import docstrings
 
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UsageError
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -52,6 +53,46 @@ _READERS: dict[object, tuple[Callable[[str], object], str]] = {
 }
 
 
+@dataclass(frozen=True)
+class Alias:
+    """Another program's name for a parameter of ours. read: its value in our words, None for one that has no effect;
+    then `note` says why."""
+
+    parameter: str
+    read: Callable[[str], str | None] = str
+    note: str = ""
+
+
+_LAYERS = Alias(
+    "target",
+    lambda text: "cpu" if text == "0" else None,
+    "a GPU takes all layers of a model that fits it (--n-cpu-moe leaves experts in host memory; 0 means --target cpu)",
+)
+# Flags as llama.cpp's programs have them, for each verb that has such a parameter.
+ALIASES = {
+    "-m": Alias("model"),
+    "-c": Alias("ctx"),
+    "--ctx-size": Alias("ctx"),
+    "-t": Alias("threads"),
+    "--temp": Alias("temperature"),
+    "--repeat-penalty": Alias("repetition_penalty"),
+    "--repeat-last-n": Alias("repetition_window"),
+    "--n-predict": Alias("max_tokens"),
+    "-ngl": _LAYERS,
+    "--n-gpu-layers": _LAYERS,
+}
+
+
+def _aliases(run: Callable) -> dict[str, Alias]:
+    """Those that a verb has."""
+    parameters = _parameters(run)
+    return {flag: alias for flag, alias in ALIASES.items() if alias.parameter in parameters}
+
+
+# The least value of parameters of these names, in every verb.
+_LEAST = {"max_tokens": 1, "ctx": 1, "repetitions": 1, "trials": 1}
+
+
 def _plain(annotation: object) -> object:
     """`T | None` without the None."""
     if isinstance(annotation, types.UnionType):
@@ -75,7 +116,7 @@ def _spelling(name: str) -> str:
 
 
 def parse_functions(run: Callable) -> dict[str, Callable[[str], object]]:
-    """For fire's SetParseFns: how the text of each parameter of `run` is read. They raise UserError on text that does
+    """For fire's SetParseFns: how the text of each parameter of `run` is read. They raise UsageError on text that does
     not fit."""
 
     def function(name: str, annotation: object) -> Callable[[str], object]:
@@ -83,9 +124,12 @@ def parse_functions(run: Callable) -> dict[str, Callable[[str], object]]:
 
         def parse(text: str) -> object:
             try:
-                return read(text)
+                value = read(text)
             except (ValueError, OverflowError):
-                raise UserError(f"{_spelling(name)} must be {what}, not {text!r}") from None
+                raise UsageError(f"{_spelling(name)} must be {what}, not {text!r}") from None
+            if name in _LEAST and isinstance(value, int) and value < _LEAST[name]:
+                raise UsageError(f"{_spelling(name)} is {text}: it must be at least {_LEAST[name]}")
+            return value
 
         return parse
 
@@ -96,10 +140,10 @@ def normalize(run: Callable, short: dict[str, str], tokens: Sequence[str]) -> li
     """Rewrites what was typed after the verb as one `--name=text` per parameter of `run`.
 
     `short` maps one-letter flags to parameter names. Flags take their value after `=` or as the next token; boolean
-    flags stand alone; `tuple[str, ...]` flags may be repeated; after `--` everything is positional. Raises UserError
+    flags stand alone; `tuple[str, ...]` flags may be repeated; after `--` everything is positional. Raises UsageError
     for whatever does not fit.
     """
-    parameters = _parameters(run)
+    parameters, aliases = _parameters(run), _aliases(run)
     positional = [
         name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
     ]
@@ -114,26 +158,33 @@ def normalize(run: Callable, short: dict[str, str], tokens: Sequence[str]) -> li
         if only_positional or token == "-" or not token.startswith("-") or _is_number(token):
             free = [name for name in positional if name not in values]
             if not free:
-                raise UserError(f"unexpected argument {token!r}: see --help (text with spaces needs quotes)")
+                raise UsageError(f"unexpected argument {token!r}: see --help (text with spaces needs quotes)")
             values[free[0]] = [token]
             continue
         flag, equals, value = token.partition("=")
-        name = _named(flag, short, parameters)
+        alias = aliases.get(flag)
+        name = alias.parameter if alias else _named(flag, short, parameters, aliases)
         if not equals:
             if _plain(parameters[name].annotation) is bool:
                 value = "true"
             elif not waiting or (waiting[0].startswith("--") and waiting[0] != "--"):
-                raise UserError(f"{flag} needs a value (write {flag}=VALUE for one that begins with a dash)")
+                raise UsageError(f"{flag} needs a value (write {flag}=VALUE for one that begins with a dash)")
             else:
                 value = waiting.pop(0)
+        if alias:
+            meant = alias.read(value)
+            if meant is None:
+                warnings.warn(f"{flag} {value} has no effect: {alias.note}", stacklevel=2)
+                continue
+            value = meant
         repeatable = _plain(parameters[name].annotation) == tuple[str, ...]
         if name in values and not repeatable:
-            raise UserError(f"{flag} is given twice")
+            raise UsageError(f"{flag} is given twice")
         values.setdefault(name, []).append(value)
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in values:
             what = name.upper() if name in positional else _spelling(name)
-            raise UserError(f"{what} is missing: see --help")
+            raise UsageError(f"{what} is missing: see --help")
     texts = {
         name: json.dumps(v) if _plain(parameters[name].annotation) == tuple[str, ...] else v[0]
         for name, v in values.items()
@@ -149,17 +200,17 @@ def _is_number(token: str) -> bool:
     return True
 
 
-def _named(flag: str, short: dict[str, str], parameters: dict[str, inspect.Parameter]) -> str:
-    """The parameter that `flag` (as typed, dashes included) means. Raises UserError with the nearest flag when there is
+def _named(flag: str, short: dict[str, str], parameters: dict[str, inspect.Parameter], aliases: dict) -> str:
+    """The parameter that `flag` (as typed, dashes included) means. UsageError with the nearest flag when there is
     none."""
     if not flag.startswith("--"):
         if flag[1:] in short:
             return short[flag[1:]]
     elif flag[2:].replace("-", "_") in parameters:
         return flag[2:].replace("-", "_")
-    known = [_spelling(name) for name in parameters] + ["-" + letter for letter in short]
+    known = [_spelling(name) for name in parameters] + ["-" + letter for letter in short] + list(aliases)
     near = difflib.get_close_matches(flag, known, 1)
-    raise UserError(f"unknown flag {flag}" + (f": did you mean {near[0]}?" if near else ": see --help"))
+    raise UsageError(f"unknown flag {flag}" + (f": did you mean {near[0]}?" if near else ": see --help"))
 
 
 @dataclass(frozen=True)
@@ -178,7 +229,8 @@ def options(run: Callable, short: dict[str, str]) -> list[Option]:
     letters, described, found = {name: letter for letter, name in short.items()}, _described(run), []
     for name, parameter in _parameters(run).items():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            flags = (_spelling(name), *((f"-{letters[name]}",) if name in letters else ()))
+            own = (_spelling(name), *((f"-{letters[name]}",) if name in letters else ()))
+            flags = (*own, *(flag for flag, alias in _aliases(run).items() if alias.parameter == name))
             value = _plain(parameter.annotation) is not bool
             found.append(Option(flags, described[name], value, _choices(parameter)))
     return [
@@ -211,6 +263,13 @@ def help_page(verb: str, run: Callable, short: dict[str, str]) -> str:
     doc = docstrings.parse(inspect.getdoc(run))
     described = _described(run)
     letters = {name: letter for letter, name in short.items()}
+    others: dict[str, list[str]] = {}
+    for flag, alias in _aliases(run).items():
+        if len(flag) == 2 and _parameters(run)[alias.parameter].kind is inspect.Parameter.KEYWORD_ONLY:
+            letters.setdefault(alias.parameter, flag[1])
+        else:
+            others.setdefault(alias.parameter, []).append(flag)
+    described |= {name: f"{described[name]}; also {', '.join(flags)}" for name, flags in others.items()}
     usage, rows = [f"mlc-amd {verb}"], {"arguments": [], "flags": []}
     for name, parameter in _parameters(run).items():
         annotation = _plain(parameter.annotation)

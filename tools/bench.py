@@ -14,10 +14,10 @@ from typing import Literal
 
 import numpy as np
 
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.tools import bandwidth, bench_formats, display, host_profile, kernel_table, models, power
 
-SHORT = {"p": "n_prompt", "n": "n_gen", "d": "n_depth", "r": "repetitions", "o": "output", "t": "threads"}
+SHORT = {"p": "n_prompt", "n": "n_gen", "d": "n_depth", "r": "repetitions", "o": "output"}
 _MIN_CONTEXT = 512  # tokens; the minimum to compile for
 _WARM_SECONDS = 0.25
 
@@ -65,7 +65,7 @@ def run(
     repetitions: int = 5,
     output: Literal["md", "json", "jsonl", "csv"] = "md",
     synthetic: str | None = None,
-    target: str = "cpu",
+    target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
     threads: int | None = None,
@@ -89,7 +89,8 @@ def run(
         repetitions: number of measured runs of each test.
         output: format of the result.
         synthetic: instead of a file, a model of that shape with random weights: PRESET:FORMAT, such as llama3-8b:q4_0.
-        target: target that a GGUF file is compiled for: cpu, rocm or vulkan.
+        target: target that a GGUF file is compiled for: auto (rocm if AMD's HIP runtime works, else vulkan on a GPU,
+            else cpu), cpu, rocm or vulkan.
         arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
             `mlc-amd compile --help`.
         ctx: KV cache size in tokens, for a GGUF file (default: what the tests need).
@@ -104,8 +105,6 @@ def run(
             and json).
     """
     tests = plan_tests(n_prompt, n_gen, n_depth)
-    if repetitions < 1:
-        raise UserError(f"--repetitions is {repetitions}: it must be at least 1")
     needed = max(test.n_depth + test.tokens for test in tests)
     compilation = {"target": target, "arch": arch, "synthetic": synthetic}
     engine = models.load_engine(
@@ -117,9 +116,10 @@ def run(
         **compilation,
     )
     if needed > engine.context:
+        longest = engine.config["context"]
         raise UserError(
-            f"the tests need a context of {needed} tokens, this model has {engine.context}: compile it with a larger "
-            "--ctx"
+            f"the tests need a context of {needed} tokens, this artifact has {engine.context}: "
+            + (f"compile it with --ctx {needed}" if needed <= longest else f"the model was made for {longest} at most")
         )
     if per_kernel and not hasattr(engine.device, "time"):
         raise UserError(f"--per-kernel: the device of target '{engine.device.kind}' cannot time single kernels")
@@ -157,27 +157,33 @@ def run(
 def plan_tests(n_prompt: Sequence[int], n_gen: Sequence[int], n_depth: Sequence[int]) -> list[Test]:
     """The tests in llama-bench's order: for each depth the prefills, then the decodings."""
     if min((*n_prompt, *n_gen, *n_depth)) < 0:
-        raise UserError("-p, -n and -d must not be negative")
+        raise UsageError("-p, -n and -d must not be negative")
     tests = [
         t for d in n_depth for t in (*(Test(p, 0, d) for p in n_prompt if p), *(Test(0, n, d) for n in n_gen if n))
     ]
     if not tests:
-        raise UserError("nothing to measure: give -p or -n a number above 0")
+        raise UsageError("nothing to measure: give -p or -n a number above 0")
     return tests
 
 
 def _context(model: str | None, synthetic: str | None, ctx: int | None, needed: int) -> int | None:
-    """The context to compile for; None for an artifact, which has one.
+    """The context to compile for; what is given for an artifact, which has one.
 
     A power of two, so that few different copies of a model fill the cache, or the model's own when that is less.
+    UserError where the tests need more than that, or than the user gives: before anything is compiled.
     """
-    if ctx is not None:
-        return ctx
     path = models.source_path(model, synthetic)
     if path and models.is_artifact(path):
-        return None
+        return ctx
     with models.open_source(path, synthetic) as source:
-        return min(max(_MIN_CONTEXT, 1 << (needed - 1).bit_length()), source.config.context)
+        longest = source.config.context
+    if needed > longest:
+        raise UserError(
+            f"the tests need a context of {needed} tokens, this model was made for {longest}: give smaller -d, -p or -n"
+        )
+    if ctx is not None and needed > ctx:
+        raise UserError(f"the tests need a context of {needed} tokens: give --ctx {needed} or more, or leave it out")
+    return ctx or min(max(_MIN_CONTEXT, 1 << (needed - 1).bit_length()), longest)
 
 
 def measure(

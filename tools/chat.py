@@ -3,7 +3,6 @@
 import sys
 from typing import Literal
 
-from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import models, terminal, texts
 
 SHORT = {"p": "prompt", "f": "file", "q": "quiet", "s": "system", "n": "max_tokens"}
@@ -28,7 +27,7 @@ def run(
     show_thinking: bool = False,
     quiet: bool = False,
     on_full: Literal["error", "drop"] = "error",
-    target: str = "cpu",
+    target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
     threads: int | None = None,
@@ -65,7 +64,8 @@ def run(
         show_thinking: print what the model thinks before it answers to stderr, dimmed on a terminal.
         quiet: print no greeting and no notes or statistics about answers.
         on_full: what to do when the conversation exceeds the context: report an error, or drop its oldest turns.
-        target: target that a GGUF file is compiled for: cpu, rocm or vulkan.
+        target: target that a GGUF file is compiled for: auto (rocm if AMD's HIP runtime works, else vulkan on a GPU,
+            else cpu), cpu, rocm or vulkan.
         arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
             `mlc-amd compile --help`.
         ctx: KV cache size in tokens, for a GGUF file (default: the model's context length, at most 4096).
@@ -76,8 +76,6 @@ def run(
         n_cpu_moe: keep the experts of the first N layers in host memory, where the GPU reads them across the bus: for
             mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough).
     """
-    if max_tokens is not None and max_tokens < 1:
-        raise UserError(f"--max-tokens is {max_tokens}: it must be at least 1")
     text = texts.given(prompt, file)
     changes = models.sampling_changes(
         temperature=temperature,

@@ -2,8 +2,8 @@
 line.
 
 Results go to stdout; messages, progress and errors go to stderr. Exit codes: 0 done, 1 the user must change something
-(`error: ...`), 70 a bug of ours, 130 interrupted with Ctrl-C, 141 the reader of stdout went away. `--debug` anywhere
-adds the traceback.
+(`error: ...`), 2 it is the command line (`UsageError`), 70 a bug of ours, 130 interrupted with Ctrl-C, 141 the reader
+of stdout went away. `--debug` anywhere adds the traceback.
 """
 
 import difflib
@@ -23,7 +23,7 @@ from typing import Any
 import fire
 import fire.decorators
 
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.tools import arguments
 
 # verb -> what it does. Each is the function `run` of its module, imported only when it is asked for.
@@ -39,11 +39,12 @@ VERBS = {
     "inspect": "show what is in a GGUF file, an artifact or GPU code",
     "tune-server": "measure for tuning runs on other machines",
     "deploy": "pack an artifact with all that runs it on another machine",
+    "cache": "list or remove compiled models",
     "doctor": "show what this machine can compile for and run on",
     "completion": "print a script that completes command lines in a shell",
 }
 
-_EXIT_INTERRUPTED, _EXIT_BUG, _EXIT_BROKEN_PIPE = 130, 70, 141
+_EXIT_USAGE, _EXIT_BUG, _EXIT_INTERRUPTED, _EXIT_BROKEN_PIPE = 2, 70, 130, 141
 
 _ADVICE = {
     errno.ENOSPC: "the disk is full: free some space or choose another place",
@@ -103,6 +104,7 @@ def overview() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (default: the process's own) and returns the exit code."""
+    _open_closed()
     tokens = list(sys.argv[1:] if argv is None else argv)
     # After "--" nothing is a flag.
     end = tokens.index("--") if "--" in tokens else len(tokens)
@@ -123,6 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python flushes stdout once more at exit; the pipe is gone, so let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_BROKEN_PIPE
+    except UsageError as error:
+        _fail(str(error), debug)
+        return _EXIT_USAGE
     except UserError as error:
         return _fail(str(error), debug)
     except OSError as error:
@@ -133,6 +138,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = "" if debug else " (run with --debug for the traceback)"
         _fail(f"this is a bug in mlc-amd: {type(error).__name__}: {error}{hint}", debug)
         return _EXIT_BUG
+
+
+def _open_closed() -> None:
+    """Gives a process that was started without stdin, stdout or stderr (`<&-`) empty ones. Files that it opens must not
+    get these numbers: what is printed would go into them."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (for the process's life)
 
 
 def _dispatch(tokens: list[str], literal: list[str]) -> None:
@@ -150,7 +166,7 @@ def _dispatch(tokens: list[str], literal: list[str]) -> None:
         return
     if verb not in verbs():
         near = difflib.get_close_matches(verb, verbs(), 1)
-        raise UserError(
+        raise UsageError(
             f"unknown command {verb!r}: "
             + (f"did you mean {near[0]}?" if near else f"choose from {', '.join(verbs())}")
         )

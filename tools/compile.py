@@ -4,7 +4,7 @@ import time
 from typing import Literal
 
 from mlc_amd.runtime.artifact import Artifact
-from mlc_amd.runtime.memory import of_manifest
+from mlc_amd.runtime.memory import CONTEXT_STEP, of_manifest
 from mlc_amd.tools import display, inspect_memory, models
 
 SHORT = {"o": "output"}
@@ -14,7 +14,7 @@ NOTES = 4  # of tuned records that were left aside, how many are told
 def run(
     model: str | None = None,
     *,
-    target: str = "cpu",
+    target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
     output: str | None = None,
@@ -29,7 +29,8 @@ def run(
 
     Args:
         model: GGUF file, any part of a split model, or OWNER/REPO:QUANT of huggingface.co.
-        target: target to compile for: cpu, rocm or vulkan.
+        target: target to compile for: auto (rocm if AMD's HIP runtime works here, else vulkan on a GPU, else cpu), cpu,
+            rocm or vulkan.
         arch: native (or auto) for this machine; for cpu x86-64-v2, x86-64-v3, x86-64-v4, znver4 or another LLVM CPU
             name; for rocm gfx1100, 7900xtx or another GPU; for vulkan a GPU such as 7900xtx, or one of the profiles
             vangogh (Steam Deck), rdna2, rdna3, rdna4, gfx90c, nvidia, lavapipe and generic (any device). Several GPUs
@@ -65,7 +66,9 @@ def run(
         ("time", f"{seconds:.1f} s ({stages})"),
     ]
     manifest = Artifact.open(summary.path).manifest
-    rows += inspect_memory.lines(inspect_memory.plan(of_manifest(manifest), target, arch))
+    if ctx is not None and ctx != manifest["context"]:
+        display.message(f"--ctx {ctx} is rounded up to {manifest['context']}: caches hold a multiple of {CONTEXT_STEP}")
+    rows += inspect_memory.lines(inspect_memory.plan(of_manifest(manifest), manifest["target"]["kind"], arch))
     for note in summary.notes[:NOTES]:
         display.message(note)
     if len(summary.notes) > NOTES:

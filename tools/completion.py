@@ -94,14 +94,15 @@ def _fish(verbs: list[_Verb]) -> list[str]:
         if verb.choices:
             lines.append(line(inside, "-f", "-a", " ".join(verb.choices)))
         for option in verb.options:
-            names = [
-                word
-                for flag in option.flags
-                for word in (("-l", flag[2:]) if flag.startswith("--") else ("-s", flag[1:]))
-            ]
+            names = [word for flag in option.flags for word in _fish_flag(flag)]
             value = ["-x", "-a", " ".join(option.choices)] if option.choices else ["-r"] if option.value else []
             lines.append(line(inside, *names, *value, "-d", option.help))
     return lines
+
+
+def _fish_flag(flag: str) -> tuple[str, str]:
+    """A flag for fish's `complete`, which tells long ones, letters, and words after a single dash apart."""
+    return ("-l", flag[2:]) if flag.startswith("--") else ("-s" if len(flag) == 2 else "-o", flag[1:])
 
 
 _SHELLS = {"bash": _bash, "zsh": _zsh, "fish": _fish}

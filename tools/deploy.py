@@ -21,9 +21,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mlc_amd
-from mlc_amd.runtime.artifact import MANIFEST, WEIGHTS, Artifact, TensorSpec, WeightsWriter, manifest_text
+from mlc_amd.runtime.artifact import (
+    MANIFEST,
+    TABLES,
+    WEIGHTS,
+    Artifact,
+    TensorSpec,
+    Weights,
+    WeightsWriter,
+    manifest_text,
+)
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import archive, display, models, wheels
+from mlc_amd.tools import archive, display, model_cache, wheels
 from mlc_amd.tools.archive import Entry
 
 SHORT = {"o": "output"}
@@ -37,7 +46,16 @@ SOURCES = {
     "tools": (
         ("*.py",),
         (
-            *("archive.py", "compile.py", "completion.py", "deploy.py", "hub*.py", "inspect*.py", "pull.py"),
+            *(
+                "archive.py",
+                "cache.py",
+                "compile.py",
+                "completion.py",
+                "deploy.py",
+                "hub*.py",
+                "inspect*.py",
+                "pull.py",
+            ),
             *("tune*.py", "wheels.py"),
         ),
     ),
@@ -185,7 +203,7 @@ def contents(model: Artifact, destination: Destination, weightless: bool, python
     """Every file of the bundle."""
     kind = model.manifest["target"]["kind"]
     names = (*PACKAGES, *TARGET_PACKAGES[kind])
-    cache = models.cache_directory() / "wheels"
+    cache = model_cache.cache_directory() / "wheels"
     wheels.fetch(names, pythons, cache)
     library = {**wheels.site_packages(names, pythons, cache), **_sources(names)}
     digest = hashlib.sha256()
@@ -244,7 +262,8 @@ def model_files(model: Artifact, weightless: bool) -> dict[str, bytes | Path]:
     weights."""
     manifest: dict[str, Any] = model.manifest | ({"weights": "random"} if weightless else {})
     libraries: dict[str, str] = model.manifest["libraries"]
-    names = (*libraries.values(), "tokenizer.json", "tokenizer_config.json", WEIGHTS)
+    tables = (TABLES,) if TABLES in manifest["files"] else ()
+    names = (*libraries.values(), "tokenizer.json", "tokenizer_config.json", WEIGHTS, *tables)
     files: dict[str, bytes | Path] = {name: model.path / name for name in names}
     listed = {name: manifest["files"][name] for name in names}
     if weightless and not model.random_weights:
@@ -257,7 +276,8 @@ def _vectors(model: Artifact) -> bytes:
     """The weights file without the matrices."""
     with tempfile.TemporaryDirectory(prefix="mlc-amd-") as directory:
         place = Path(directory) / WEIGHTS
-        arrays = {name: model.weights[name] for name in model.weights.places if name not in model.manifest["tensors"]}
+        held = Weights(model.path / WEIGHTS)
+        arrays = {name: held[name] for name in held.places if name not in model.manifest["tensors"]}
         writer = WeightsWriter(
             place, [TensorSpec(name, array.dtype.name, array.shape) for name, array in arrays.items()]
         )

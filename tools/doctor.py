@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mlc_amd.runtime import extras
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import bandwidth, display, doctor_vulkan, machine, models
+from mlc_amd.tools import bandwidth, display, doctor_vulkan, machine, model_cache
 
 _OLDEST_PYTHON = (3, 11)
 
@@ -90,7 +90,7 @@ def _try_cpu_target() -> str | None:
 
 
 def _cache_facts() -> dict[str, object]:
-    place = models.cache_directory()
+    place = model_cache.cache_directory()
     return {"path": str(place), "bytes": sum(file.stat().st_size for file in place.rglob("*") if file.is_file())}
 
 

@@ -24,7 +24,7 @@ def run(
     seed: int | None = None,
     stop: tuple[str, ...] = (),
     quiet: bool = False,
-    target: str = "cpu",
+    target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
     threads: int | None = None,
@@ -54,7 +54,8 @@ def run(
         seed: seed of the random number generator (default: a new one each time).
         stop: end the text before this one; may be repeated.
         quiet: print no statistics.
-        target: target that a GGUF file is compiled for: cpu, rocm or vulkan.
+        target: target that a GGUF file is compiled for: auto (rocm if AMD's HIP runtime works, else vulkan on a GPU,
+            else cpu), cpu, rocm or vulkan.
         arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
             `mlc-amd compile --help`.
         ctx: KV cache size in tokens, for a GGUF file (default: the model's context length, at most 4096).
@@ -65,8 +66,6 @@ def run(
         n_cpu_moe: keep the experts of the first N layers in host memory, where the GPU reads them across the bus: for
             mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough).
     """
-    if max_tokens < 1:
-        raise UserError(f"--max-tokens is {max_tokens}: it must be at least 1")
     text = texts.required(prompt, file)
     changes = models.sampling_changes(
         temperature=temperature,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.memory import of_manifest, on_host
 from mlc_amd.tools import display, inspect_header, inspect_kernels, inspect_memory, inspect_vulkan, models, terminal
+from mlc_amd.tools import target as targets
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.gguf.reader import GGUFModel
@@ -22,7 +23,7 @@ def run(
     asm: str | None = None,
     tensors: bool = False,
     ctx: int | None = None,
-    target: str = "cpu",
+    target: str = "auto",
     arch: str = "native",
     n_cpu_moe: int = 0,
 ) -> None:
@@ -47,7 +48,7 @@ def run(
         tensors: also list every tensor.
         ctx: KV cache size in tokens, for the memory that a GGUF file needs (default: the model's context length, at
             most 4096).
-        target: target that this memory is for: cpu, rocm or vulkan.
+        target: target that this memory is for: auto (the best one here), cpu, rocm or vulkan.
         arch: CPU, GPU or Vulkan profile likewise: native (this machine) or a name, see `mlc-amd compile --help`.
         n_cpu_moe: count the experts of the first N layers as host memory.
     """
@@ -57,7 +58,7 @@ def run(
         from mlc_amd.runtime.artifact import Artifact
 
         artifact = Artifact.open(path)
-        if ctx is not None or (target, arch) != ("cpu", "native"):
+        if ctx is not None or (target, arch) != ("auto", "native"):
             raise UserError(f"{path} is compiled: --ctx, --target and --arch apply to GGUF files")
         report = _artifact(artifact, n_cpu_moe)
         gpu_codes = _CODES.get(artifact.manifest["target"]["kind"])
@@ -123,14 +124,15 @@ def _model_file(model: "GGUFModel", ctx: int | None, target: str, arch: str, n_c
         {"name": t.name, "dtype": t.format, "shape": list(t.shape), "bytes": t.nbytes} for t in model.tensors.values()
     ]
     on_host(model.tensors, n_cpu_moe)
-    needed = needs(model, make_target(target, arch), capacity(model.config, ctx))
+    kind, name = targets.resolve(target, arch)
+    needed = needs(model, make_target(kind, name), capacity(model.config, ctx))
     return {
         "file": model.path,
         "name": model.config.name,
         "model": config,
         "sampling": defaults(model.metadata, model.config.context),
         "formats": _stored(formats),
-        "memory": inspect_memory.plan(needed, target, arch, n_cpu_moe),
+        "memory": inspect_memory.plan(needed, kind, arch, n_cpu_moe),
         "tensors": listing,
     }
 

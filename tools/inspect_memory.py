@@ -12,8 +12,7 @@ from mlc_amd.runtime.gpus import CHIPS, MEMORY, Chip
 from mlc_amd.runtime.host import kfd_gpus
 from mlc_amd.runtime.memory import RESERVE, SHARED_PART, Needs, Room
 from mlc_amd.tools import display, machine
-
-HERE = ("native", "auto")  # --arch for this machine
+from mlc_amd.tools.target import HERE
 
 
 def plan(needs: Needs, kind: str, arch: str, layers: int = 0) -> dict:

@@ -2,31 +2,30 @@
 
 A model is an artifact folder, a GGUF file, the name of a hub's model (OWNER/REPO or OWNER/REPO:QUANT, downloaded on
 first use), or nothing ($MLC_AMD_MODEL, else the bundled demo). GGUF files and synthetic models are compiled on first
-use into `$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`), under a key of everything that shapes the result, and found
-there later.
+use into the user's cache (model_cache.py), and found there later.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
-import platform
-import re
 from contextlib import AbstractContextManager, closing
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import mlc_amd
-from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.host import cpu_flags
-from mlc_amd.tools import display
+from mlc_amd.runtime.artifact import CannotWrite, source_id
+from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.memory import CONTEXT_STEP
+from mlc_amd.tools import display, model_cache
+from mlc_amd.tools import target as targets
+from mlc_amd.tools.model_cache import Recipe
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.gguf.reader import GGUFModel
     from mlc_amd.compiler.pipeline import Summary
+    from mlc_amd.compiler.weight_store import WeightStore
     from mlc_amd.runtime.engine import Engine
 
 
@@ -53,12 +52,6 @@ def find(model: str) -> Path:
         raise UserError(f"{model}: no such file or folder here; {error}") from error
 
 
-def cache_directory() -> Path:
-    """Where compiled models are cached."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "mlc-amd"
-
-
 def is_artifact(path: Path) -> bool:
     """Folders are taken for artifacts, files for GGUF; UserError when there is neither."""
     if not path.exists():
@@ -83,7 +76,7 @@ def compile_artifact(
     output: str | None = None,
     *,
     synthetic: str | None = None,
-    target: str = "cpu",
+    target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
     weights: bool = True,
@@ -92,27 +85,46 @@ def compile_artifact(
     """Compiles a GGUF file, or the `synthetic` model of that spec, into the folder `output` (None:
     dist/MODEL-TARGET-ARCH in the current directory)."""
     if (model is None) == (synthetic is None):
-        raise UserError("give either a GGUF file or --synthetic PRESET:FORMAT")
+        raise UsageError("give either a GGUF file or --synthetic PRESET:FORMAT")
+    if output == "":
+        raise UsageError("-o is empty: give the folder to write, or leave it out")
     path = find(model) if model else None
     if path and is_artifact(path):
         raise UserError(f"{path} is a folder: give a GGUF file")
-    out = (
-        Path(output).expanduser() if output else Path("dist") / _file_name(f"{_title(path, synthetic)}-{target}-{arch}")
-    )
-    return _compile(path, synthetic, target, arch, ctx, out, weights=weights, tuned=tuned)
+    resolved, arch_here = targets.resolve(target, arch)
+    out = Path(output).expanduser() if output else _default_output(path, synthetic, f"{resolved}-{arch}")
+    store = _store(keep=False, verify=True)
+    return _compile(path, synthetic, resolved, arch_here, ctx, out, store, weights=weights, tuned=tuned)
+
+
+def _default_output(path: Path | None, synthetic: str | None, settings: str) -> Path:
+    """dist/MODEL-TARGET-ARCH. UserError where that was made from another file of the same name."""
+    out = Path("dist") / model_cache.file_name(f"{synthetic or (path and path.stem)}-{settings}")
+    made_from = _made_from(out)
+    if path and made_from not in (None, source_id(path)):
+        raise UserError(f"{out} was made from another {path.name}; choose another output with -o")
+    return out
+
+
+def _made_from(artifact: Path) -> str | None:
+    """`source_id` of the file that an artifact was made from; None where there is none, or it does not say."""
+    try:
+        return json.loads((artifact / "manifest.json").read_text())["source"]["id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def source_path(model: str | None, synthetic: str | None) -> Path | None:
     """Where a model lies, by default the bundled one; None for a synthetic one. UserError for both."""
     if synthetic and model:
-        raise UserError("give a model or --synthetic, not both")
+        raise UsageError("give a model or --synthetic, not both")
     return None if synthetic else find(model) if model else default_model()
 
 
 def artifact_path(
     model: str | None,
     *,
-    target: str = "cpu",
+    target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
     synthetic: str | None = None,
@@ -122,25 +134,23 @@ def artifact_path(
     """The artifact folder for `model` (None: the demo) or for a `synthetic` spec, compiled into the cache if necessary.
 
     target, arch, ctx and tuned are arguments of that compilation; device is the GPU that targets rocm and vulkan take
-    for "native". An artifact is already compiled, so asking for another context is a UserError.
+    for "native". An artifact is already compiled, so asking for another target, arch or context is a UserError.
     """
     path = source_path(model, synthetic)
     if path and is_artifact(path):
-        _check_context(path, ctx)
+        _check_settings(path, target, arch, ctx)
         return path
     check_compiler(synthetic or path)
-    arch = arch_here(target, device) if arch in ("native", "auto") else arch
-    name = f"{_file_name(_title(path, synthetic))}-{target}-{arch}-{_key(path, synthetic, target, arch, ctx, tuned)}"
-    out = cache_directory() / name
-    if (out / "manifest.json").exists():
+    recipe = Recipe(path and str(path), synthetic, *targets.resolve(target, arch, device), ctx, tuned)
+    if out := model_cache.find(recipe):
         return out
+    model_cache.check_writable()
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        advice = "set XDG_CACHE_HOME to a writable folder, or use `mlc-amd compile -o` and run its result"
-        raise UserError(f"cannot make the cache folder {out.parent}: {error.strerror}; {advice}") from error
-    _compile(path, synthetic, target, arch, ctx, out, tuned=tuned)
-    return out
+        _compile(path, synthetic, recipe.target, recipe.arch, ctx, recipe.folder, _store(), tuned=tuned)
+    except CannotWrite as error:
+        raise UserError(f"cannot write {error.path}: {error.reason}; {model_cache.ADVICE}") from error
+    model_cache.record(recipe)
+    return recipe.folder
 
 
 def load_engine(
@@ -149,7 +159,7 @@ def load_engine(
     threads: int | None = None,
     device: str | None = None,
     verify: bool = False,
-    target: str = "cpu",
+    target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
     synthetic: str | None = None,
@@ -160,7 +170,7 @@ def load_engine(
     vulkan (open_device); verify: check the weights' checksum too; n_cpu_moe: layers whose experts stay in host memory;
     the rest are arguments of `artifact_path`."""
     if threads is not None and threads < 1:
-        raise UserError(f"--threads is {threads}: it must be at least 1")
+        raise UsageError(f"--threads is {threads}: it must be at least 1")
     path = artifact_path(model, target=target, arch=arch, ctx=ctx, synthetic=synthetic, device=device, tuned=tuned)
     from mlc_amd.runtime.engine import Engine
 
@@ -169,11 +179,14 @@ def load_engine(
 
 def sampling_changes(**flags: Any) -> dict[str, Any]:
     """The sampling parameters that the user gives, for `dataclasses.replace` of the model's defaults; None means not
-    given. UserError for a value out of range, before a model is loaded."""
+    given. UsageError for a value out of range, before a model is loaded."""
     from mlc_amd.runtime.sampling import Sampling
 
     given = {name: value for name, value in flags.items() if value is not None}
-    Sampling(**given)
+    try:
+        Sampling(**given)
+    except UserError as error:
+        raise UsageError(str(error)) from error
     return given
 
 
@@ -189,12 +202,11 @@ def _has_compiler() -> bool:
     return importlib.util.find_spec("mlc_amd.compiler") is not None
 
 
-def _title(path: Path | None, synthetic: str | None) -> str:
-    return synthetic or (path.stem if path else "")
+def _store(keep: bool = True, verify: bool = False) -> WeightStore:
+    """Packed weights in the user's cache."""
+    from mlc_amd.compiler.weight_store import WeightStore
 
-
-def _file_name(text: str) -> str:
-    return re.sub(r"[^\w.-]", "-", text)
+    return WeightStore(model_cache.weights_directory(), keep, verify)
 
 
 def _compile(
@@ -204,6 +216,7 @@ def _compile(
     arch: str,
     ctx: int | None,
     out: Path,
+    store: WeightStore,
     *,
     weights: bool = True,
     tuned: str = "auto",
@@ -212,82 +225,29 @@ def _compile(
     with open_source(path, synthetic) as source, display.compile_progress(title) as progress:
         from mlc_amd.compiler.pipeline import compile_model  # takes a second to import: only once the model is readable
 
-        return compile_model(source, target, arch, ctx, out, progress, weights=weights, tuned=tuned)
+        return compile_model(source, target, arch, ctx, out, progress, weights=weights, tuned=tuned, store=store)
 
 
-def arch_here(target: str, device: str | None) -> str:
-    """The name to cache this machine's arch under: the GPU's own, so that another GPU does not get its artifacts;
-    "native" for a CPU, whose flags are part of the key, and where there is no GPU (compilation then says so)."""
-    if target == "vulkan":
-        from mlc_amd.runtime.devices.vulkan.gpu import profile_here  # queries the driver, so only when needed
-
-        return profile_here(device)
-    if target == "rocm":
-        from mlc_amd.runtime.devices.hip.gpu import arch_here as rocm_arch
-
-        return rocm_arch(device)
-    return "native"
-
-
-def _check_context(path: Path, ctx: int | None) -> None:
+def _check_settings(path: Path, target: str, arch: str, ctx: int | None) -> None:
+    """UserError where an artifact was not compiled with the settings that the user gives."""
+    given = {
+        "--target": None if target == targets.AUTO else target,
+        "--arch": None if arch in targets.HERE else arch,
+        "--ctx": ctx and -(-ctx // CONTEXT_STEP) * CONTEXT_STEP,
+    }
+    if not any(given.values()):
+        return
     from mlc_amd.runtime.artifact import Artifact
 
-    if ctx is not None and (has := Artifact.open(path).manifest["context"]) != ctx:
-        raise UserError(
-            f"--ctx {ctx}: {path} was compiled for a context of {has}; compile it again with --ctx {ctx}, or leave "
-            "--ctx out"
-        )
+    manifest = Artifact.open(path).manifest
+    kind = manifest["target"]["kind"]
+    archs = [manifest["target"]["arch"]] if kind == "cpu" else list(manifest["libraries"])
+    for flag, has in (("--target", [kind]), ("--arch", archs), ("--ctx", [manifest["context"]])):
+        if given[flag] is not None and given[flag] not in has:
+            raise UserError(
+                f"{flag} {given[flag]}: {path} was compiled for {_COMPILED[flag]} {', '.join(map(str, has))}; compile "
+                f"the GGUF file again with {flag} {given[flag]}, or leave {flag} out"
+            )
 
 
-def _key(path: Path | None, synthetic: str | None, target: str, arch: str, ctx: int | None, tuned: str) -> str:
-    """Changes whenever the compiled result might: the file, the settings, this program and its compiler, the tuned
-    records, and for "native" the CPU."""
-    parts: list[object] = [
-        synthetic,
-        target,
-        arch,
-        ctx,
-        mlc_amd.__version__,
-        metadata.version("apache-tvm"),
-        _sources(),
-    ]
-    parts += [tuned, _tuned(target) if tuned != "none" else []]
-    if path:
-        status = path.stat()
-        parts += [str(path.resolve()), status.st_size, status.st_mtime_ns]
-    if arch == "native":
-        parts += [platform.machine(), sorted(cpu_flags())]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
-
-
-def _tuned(target: str) -> list[tuple[str, int, int]]:
-    """Size and time of the tuned records that a compilation for this target may use. The file names are those of
-    compiler/tuning/database.py, which imports TVM: too slow for a model that is already compiled."""
-    found = []
-    shipped = Path(str(resources.files("mlc_amd.dist"))) / "tuned"
-    for file in sorted([*(cache_directory() / "tuned").glob("*/measurements.jsonl"), *shipped.glob("*.json")]):
-        header = file.with_name("arch.json")
-        try:
-            other = header.exists() and json.loads(header.read_text()).get("api") != target
-        except (OSError, ValueError):  # the database reports what is wrong with it
-            other = False
-        if not other:
-            status = file.stat()
-            found.append((str(file), status.st_size, status.st_mtime_ns))
-    return found
-
-
-def _sources() -> list[tuple[str, int, int]]:
-    """Size and time of the files that kernels are made from: who changes them must not get cached kernels of older
-    ones."""
-    found = []
-    for package, pattern in (
-        ("mlc_amd.compiler", "*.py"),
-        ("mlc_amd.schedules", "*.py"),
-        ("mlc_amd.runtime.devices", "*.c"),
-    ):
-        root = Path(str(resources.files(package)))
-        for file in sorted(root.rglob(pattern)):
-            status = file.stat()
-            found.append((str(file.relative_to(root)), status.st_size, status.st_mtime_ns))
-    return found
+_COMPILED = {"--target": "target", "--arch": "arch", "--ctx": "a context of"}  # what messages call a setting

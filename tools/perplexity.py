@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.tools import display, models
 from mlc_amd.tools.texts import read_text
 
@@ -22,7 +22,7 @@ def run(
     tokens: int | None = None,
     logits: str | None = None,
     json: bool = False,
-    target: str = "cpu",
+    target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
     threads: int | None = None,
@@ -43,7 +43,8 @@ def run(
         tokens: use only the first N tokens (default: as many as the context holds).
         logits: write `logits` (float32 [tokens, vocab]) and `ids` to this .npz file.
         json: print the result as JSON.
-        target: target that a GGUF file is compiled for: cpu, rocm or vulkan.
+        target: target that a GGUF file is compiled for: auto (rocm if AMD's HIP runtime works, else vulkan on a GPU,
+            else cpu), cpu, rocm or vulkan.
         arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
             `mlc-amd compile --help`.
         ctx: KV cache size in tokens, for a GGUF file (default: the model's context length, at most 4096).
@@ -55,7 +56,7 @@ def run(
             mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough).
     """
     if (text is None) == (ids is None):
-        raise UserError("give either --text FILE or --ids FILE.npz")
+        raise UsageError("give either --text FILE or --ids FILE.npz")
     read = read_text(text) if text is not None else None
     given = _read_ids(Path(ids).expanduser()) if ids is not None else np.empty(0, np.int64)
     engine = models.load_engine(

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.tools import terminal
 
 
@@ -28,7 +28,7 @@ def given(prompt: str | None, file: str | None) -> str | None:
     """The text of the flags --prompt and --file: "-" is stdin; None without either. Of stdin and of files, a newline at
     the end is no part of the text."""
     if prompt is not None and file is not None:
-        raise UserError("give --prompt or --file, not both")
+        raise UsageError("give --prompt or --file, not both")
     if "-" in (prompt, file):
         return stdin().read().removesuffix("\n")
     return prompt if file is None else read_text(file).removesuffix("\n")
@@ -40,5 +40,5 @@ def required(prompt: str | None, file: str | None) -> str:
     if text is None and not terminal.is_terminal(sys.stdin):
         text = given("-", None) or None
     if text is None:
-        raise UserError("--prompt is missing: give --prompt TEXT or --file FILE, or pipe a text into this command")
+        raise UsageError("--prompt is missing: give --prompt TEXT or --file FILE, or pipe a text into this command")
     return text

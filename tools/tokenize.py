@@ -4,7 +4,7 @@ import tempfile
 from json import dumps
 from pathlib import Path
 
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UsageError
 from mlc_amd.runtime.tokenizer import Tokenizer
 from mlc_amd.tools import display, models, terminal
 from mlc_amd.tools.texts import read_text
@@ -33,9 +33,9 @@ def run(
         no_special: do not add the beginning-of-text token and take texts like <|im_end|> literally.
     """
     if (text is None) == (file is None):
-        raise UserError("give either a TEXT (in quotes) or --file FILE")
+        raise UsageError("give either a TEXT (in quotes) or --file FILE")
     if ids_only and json:
-        raise UserError("give --ids-only or --json, not both")
+        raise UsageError("give --ids-only or --json, not both")
     tokenizer = load_tokenizer(models.find(model))
     given = read_text(file) if file is not None else text or ""
     ids = tokenizer.encode(given, add_special=not no_special, parse_special=not no_special)

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mlc_amd.runtime import extras
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.host import cpu_flags, threads_asked
 from mlc_amd.tools import bandwidth, display, models
+from mlc_amd.tools import target as targets
 
 SHORT = {"o": "output"}
 BUDGET = "10m"
@@ -33,7 +34,7 @@ LEFT_OUT = {  # of a kit's candidates, by the names of `kit.feed`
 def run(
     model: str | None = None,
     *,
-    target: str = "cpu",
+    target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
     synthetic: str | None = None,
@@ -62,7 +63,8 @@ def run(
 
     Args:
         model: the GGUF file, or OWNER/REPO:QUANT of huggingface.co (default: the bundled demo model).
-        target: what to tune for: cpu, rocm or vulkan.
+        target: what to tune for: auto (rocm if AMD's HIP runtime works here, else vulkan on a GPU, else cpu), cpu, rocm
+            or vulkan.
         arch: native (this machine's) or a name, see `mlc-amd compile --help`.
         ctx: tokens that the KV cache holds, as for compile: attention is timed within it.
         synthetic: instead of a file, a model of that shape: PRESET:FORMAT as llama3-8b:q4_0
@@ -84,15 +86,15 @@ def run(
     """
     seconds = time_limit(budget, trials)
     if seed < 1:
-        raise UserError(f"--seed is {seed}: it must be at least 1")
+        raise UsageError(f"--seed is {seed}: it must be at least 1")
     if output and not report:
-        raise UserError(
+        raise UsageError(
             "-o is the plot's file, for --report; results of tuning need none: `mlc-amd compile` finds them"
         )
     if (tracker or key) and runner != "rpc":
-        raise UserError("--tracker and --key are for --runner rpc")
+        raise UsageError("--tracker and --key are for --runner rpc")
     if runner == "rpc" and not tracker and not (list or report or export_kit or import_kit):
-        raise UserError("--runner rpc needs --tracker HOST:PORT, where `mlc-amd tune-server` has announced machines")
+        raise UsageError("--runner rpc needs --tracker HOST:PORT, where `mlc-amd tune-server` has announced machines")
     kit, plot = (Path(path).expanduser() if path else None for path in (export_kit, output))
     if kit or not (list or report or import_kit):  # what searches
         extras.require("xgboost")
@@ -102,7 +104,7 @@ def run(
         tune_report.check_output(plot)
     if import_kit:
         if model or synthetic:
-            raise UserError("--import-kit knows its model from the kit: leave the model out")
+            raise UsageError("--import-kit knows its model from the kit: leave the model out")
         _import_kit(Path(import_kit).expanduser(), kit, trials or KIT_SIZE, seed)
         return
     subject = Subject.of(model, synthetic, target, arch, ctx, device)
@@ -126,8 +128,6 @@ def run(
 def time_limit(budget: str | None, trials: int | None) -> float | None:
     """Seconds after which to stop, None: when `trials` are done. UserError for a budget that is no time, or nothing to
     do."""
-    if trials is not None and trials < 1:
-        raise UserError(f"--trials is {trials}: it must be at least 1")
     if trials and budget is None:
         return None
     text = budget or BUDGET
@@ -136,7 +136,7 @@ def time_limit(budget: str | None, trials: int | None) -> float | None:
         sum(float(part or 0) * unit for part, unit in zip(parts.groups(), (3600, 60, 1), strict=True)) if parts else 0.0
     )
     if seconds <= 0:
-        raise UserError(f"--budget {text!r} is not a time: write 90s, 10m or 1h30m")
+        raise UsageError(f"--budget {text!r} is not a time: write 90s, 10m or 1h30m")
     return seconds
 
 
@@ -159,8 +159,7 @@ class Subject:
         path = models.source_path(model, synthetic)
         if path and models.is_artifact(path):
             raise UserError(f"{path} is a folder: give the GGUF file that it was made from")
-        if kind == "vulkan" and arch in ("native", "auto"):
-            arch = models.arch_here(kind, device)
+        kind, arch = targets.resolve(kind, arch, device)
         with models.open_source(path, synthetic) as source:
             from mlc_amd.compiler.pipeline import make_target
             from mlc_amd.compiler.tuning.tasks import extract

@@ -2,10 +2,10 @@
 
 import functools
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from mlc_amd.compiler.models.config import AttentionConfig
 from mlc_amd.compiler.nodes import functions, params
 from mlc_amd.runtime import devices
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.folders import temporary
 from mlc_amd.schedules.cpu import arch as archs
 from mlc_amd.schedules.cpu.cache import cache_types
 from mlc_amd.schedules.cpu.kernels import BUILDERS, tile_rows
@@ -148,17 +149,17 @@ def build_module(kernels: dict[str, tirx.PrimFunc], target: tvm.target.Target) -
 
 def link_shared(objects: list[str], output: Path) -> None:
     """Links object files of kernels, and what they run on, to a shared library. UserError without a C compiler."""
-    with tempfile.NamedTemporaryFile(suffix=".o") as native:
-        native.write(_native())
-        native.flush()
-        compile_c("-shared", "-pthread", "-o", str(output), *objects, native.name, "-lm")
+    with temporary("link") as folder:
+        native = folder / "native.o"
+        native.write_bytes(_native())
+        compile_c("-shared", "-pthread", "-o", str(output), *objects, str(native), "-lm")
 
 
 @functools.lru_cache(maxsize=1)
 def _native() -> bytes:
     """runtime/devices/cpu.c, compiled."""
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "native.o"
+    with temporary("compile") as folder:
+        made = folder / "native.o"
         compile_c("-O2", "-fPIC", "-pthread", "-c", "-o", str(made), str(NATIVE))
         return made.read_bytes()
 
@@ -175,4 +176,13 @@ def compile_c(*arguments: str) -> None:
         )
     result = subprocess.run([*compiler, *arguments], capture_output=True, text=True)
     if result.returncode:
-        raise UserError(f"linking the kernels with {compiler[0]} failed: {result.stderr.strip().splitlines()[-1:]}")
+        raise UserError(f"linking the kernels with {compiler[0]} failed: {_reason(result.stderr)}")
+
+
+def _reason(said: str) -> str:
+    """Of a compiler's messages the one that says why it failed: not the last, which says that it did."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    full = [line for line in lines if "No space left" in line]
+    errors = [line for line in lines if re.search(r"\berror\b|undefined|cannot", line)]
+    advice = "; free some space there or set TMPDIR" if full else ""
+    return next(iter([*full, *errors, *lines[-1:]]), "it does not say why") + advice

@@ -10,7 +10,7 @@ import math
 import mmap
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import gguf
@@ -119,7 +119,8 @@ def row_bytes(format: str, columns: int) -> int:
 class GGUFModel(Closing):
     """A model ready to be compiled. A context manager; `close` (or leaving it) releases the file.
 
-    path: what was opened, for messages. metadata: GGUF keys as plain Python values (of the first part of a split file).
+    path: what was opened, for messages; a synthetic model's spec. files: all parts of it; none for a synthetic model.
+    metadata: GGUF keys as plain Python values (of the first part of a split file).
     stored: the file's tensors by name, in its order. tensors: those that the graph refers to, the same but for merged
     ones. config: the typed hyperparameters."""
 
@@ -130,8 +131,10 @@ class GGUFModel(Closing):
         tensors: dict[str, Tensor],
         config: ModelConfig,
         release: Callable[[], None] = lambda: None,
+        files: Sequence[Path] = (),
     ):
         self.path, self.metadata, self.config, self._release = path, metadata, config, release
+        self.files = tuple(files)
         self.stored, self.tensors = tensors, _with_parts(config, tensors)
 
     @classmethod
@@ -155,7 +158,7 @@ class GGUFModel(Closing):
             for file in files:
                 file.close()
 
-        return cls(str(path), metadata, tensors, config, release)
+        return cls(str(path), metadata, tensors, config, release, [Path(file.path) for file in files])
 
     def close(self) -> None:
         """Releases the file. Existing views stay valid; new ones raise ValueError. May be called again."""

@@ -2,8 +2,8 @@
 that runs. The other runners have its interface."""
 
 import shutil
-import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from mlc_amd.compiler.tuning.build import Builder, target
@@ -11,6 +11,7 @@ from mlc_amd.compiler.tuning.database import Checked, Measured
 from mlc_amd.compiler.tuning.session import BATCH
 from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.folders import temporary
 from mlc_amd.runtime.measure.candidate import read
 from mlc_amd.runtime.measure.measurer import Measurer
 from mlc_amd.schedules.plans.space import space
@@ -40,15 +41,15 @@ class Local(Closing):
     ):
         self.kind, self.arch, self.emulate = kind, target(kind, arch).archs[0], emulate
         self._temporary = root is None
-        self.root = Path(root or tempfile.mkdtemp(prefix="mlc-amd-tune-"))
+        self._held = ExitStack()
+        self.root = Path(root) if root else self._held.enter_context(temporary("tune"))
         self.builder, self.measurer = Builder(kind, arch, self.root, workers), measurer or Measurer(device)
         self._untuned: dict[tuple, Path | str] = {}  # by (workload, None), as `Builder.build` gives them
 
     def close(self) -> None:
         self.builder.close()
         self.measurer.close()
-        if self._temporary:
-            shutil.rmtree(self.root, ignore_errors=True)
+        self._held.close()
 
     def serves(self, workload: Workload) -> bool:
         """Whether it can time that workload's plans."""

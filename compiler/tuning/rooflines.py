@@ -5,12 +5,11 @@ bounds, timed in interleaved rounds.
 """
 
 import shutil
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 from mlc_amd.compiler.tuning.build import build_bounds
 from mlc_amd.compiler.tuning.tasks import Task
+from mlc_amd.runtime.folders import temporary
 from mlc_amd.runtime.gpus import COOP_OPS, ROOFLINE_CLOCK, UNIT_OPS
 from mlc_amd.runtime.measure.measurer import Measurer
 
@@ -47,16 +46,13 @@ def roofline(bandwidth: float, peak: float = 0.0, floats: float = 0.0) -> Callab
 def measure(tasks, arch, device: str | None = None, progress=lambda done, total: None) -> dict[str, float]:
     """By workload's key, the lower bound as a share of the default kernel's time, for tasks of linear layers and
     attention on a CPU. device: as for `Local`. UserError if a kernel does not run."""
-    found, root = {}, Path(tempfile.mkdtemp(prefix="mlc-amd-rooflines-"))
-    try:
-        with Measurer(device) as measurer:
-            for task in tasks:
-                folder = root / task.workload.key
-                found[task.workload.key] = _share(measurer, *build_bounds(task.workload, arch.name, folder))
-                shutil.rmtree(folder)
-                progress(len(found), len(tasks))
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+    found = {}
+    with temporary("rooflines") as root, Measurer(device) as measurer:
+        for task in tasks:
+            folder = root / task.workload.key
+            found[task.workload.key] = _share(measurer, *build_bounds(task.workload, arch.name, folder))
+            shutil.rmtree(folder)
+            progress(len(found), len(tasks))
     return found
 
 

@@ -1,0 +1,106 @@
+"""Folders that belong to running processes, by locks on the folders themselves (flock(2)): no further files, and a
+process that is killed leaves no lock behind.
+
+`lock` takes a lock, `scratch` makes a temporary folder that is removed at its end, and `sweep` removes those of
+processes that were killed.
+"""
+
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+import uuid
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mlc_amd.runtime.errors import UserError
+
+SUFFIX = ".mlc-amd-tmp"  # of the names of temporary folders
+
+
+class Lock:
+    """A lock of a folder, held until `close`, or until nothing refers to it; `close` may be called twice. kind: of
+    flock(2). OSError where it cannot be had."""
+
+    def __init__(self, folder: Path, kind: int):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, kind)
+        except OSError:
+            os.close(descriptor)
+            raise
+        self.close = weakref.finalize(self, os.close, descriptor)
+
+
+def lock(folder: Path, exclusive: bool = False) -> Lock | None:
+    """A lock that others may share, or an exclusive one. An exclusive one is not waited for: None while somebody has
+    another, and on file systems without locks."""
+    try:
+        return Lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
+    except OSError:
+        return None
+
+
+@contextmanager
+def scratch(parent: Path, name: str) -> Iterator[Path]:
+    """A new hidden folder in `parent`, which is made; removed at the end, unless it was renamed. Those that killed
+    processes left there are removed, too."""
+    parent.mkdir(parents=True, exist_ok=True)
+    sweep(parent)
+    folder, held = _owned(parent, name)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if held:
+            held.close()
+
+
+def _owned(parent: Path, name: str) -> tuple[Path, Lock | None]:
+    """A new folder, locked before another process could sweep it away."""
+    while True:
+        folder = parent / f".{name}.{uuid.uuid4().hex[:8]}{SUFFIX}"
+        folder.mkdir()
+        try:
+            return folder, Lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, FileNotFoundError):
+            continue  # swept between the two calls
+        except OSError:
+            return folder, None  # a file system without locks: nobody sweeps there
+
+
+def sweep(parent: Path) -> int:
+    """Removes the temporary folders in `parent` that no living process owns; returns how many."""
+    removed = 0
+    for folder in parent.glob(f".*{SUFFIX}"):
+        if held := lock(folder, exclusive=True):
+            shutil.rmtree(folder, ignore_errors=True)
+            held.close()
+            removed += not folder.exists()  # another user's cannot be
+    return removed
+
+
+@contextmanager
+def temporary(name: str) -> Iterator[Path]:
+    """`scratch` in the system's folder for temporary files. UserError when that is full."""
+    try:
+        parent = Path(tempfile.gettempdir())
+    except FileNotFoundError as error:  # it tries to write, so that is what a full disk looks like
+        raise UserError(f"{error.strerror}; free some space there or set TMPDIR") from error
+    try:
+        with scratch(parent, name) as folder:
+            yield folder
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not _within(error.filename, parent):
+            raise
+        raise UserError(
+            f"cannot write temporary files to {parent}: {error.strerror}; free some space there or set TMPDIR"
+        ) from error
+
+
+def _within(file: object, parent: Path) -> bool:
+    """Whether an OSError's file is below a folder; an error of a write names none."""
+    return file is None or Path(str(file)).is_relative_to(parent)

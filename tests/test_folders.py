@@ -1,0 +1,68 @@
+"""Temporary folders: those of killed processes are removed, those of living ones stay."""
+
+import errno
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from mlc_amd.runtime import folders
+from mlc_amd.runtime.errors import UserError
+
+HOLD = (
+    "import sys; from pathlib import Path; from mlc_amd.runtime.folders import scratch\n"
+    "with scratch(Path(sys.argv[1]), 'work') as folder: print(folder, flush=True); sys.stdin.read()"
+)
+
+
+@pytest.fixture
+def other(tmp_path):
+    """A process that holds a temporary folder, and that folder's name."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], **pipes) as process:
+        yield process, process.stdout.readline().strip()
+        process.kill()
+
+
+def names(place) -> list[str]:
+    return [str(path) for path in place.iterdir()]
+
+
+def test_folders_of_living_processes_stay(tmp_path, other):
+    process, folder = other
+    with folders.scratch(tmp_path, "mine") as mine:
+        assert sorted(names(tmp_path)) == sorted([folder, str(mine)])
+    assert folders.sweep(tmp_path) == 0 and names(tmp_path) == [folder]
+    process.stdin.close()
+    process.wait()
+    assert names(tmp_path) == []
+
+
+def test_folders_of_killed_processes_are_removed(tmp_path, other):
+    process, folder = other
+    process.kill()
+    process.wait()
+    assert names(tmp_path) == [folder]
+    with folders.scratch(tmp_path, "mine") as mine:
+        assert names(tmp_path) == [str(mine)]
+
+
+def test_locks_are_shared_or_exclusive(tmp_path):
+    first, second = folders.lock(tmp_path), folders.lock(tmp_path)
+    assert first and second and folders.lock(tmp_path, exclusive=True) is None
+    first.close()
+    del second
+    alone = folders.lock(tmp_path, exclusive=True)
+    assert alone
+    alone.close()
+    assert folders.lock(tmp_path / "nothing") is None
+
+
+def test_a_full_temporary_disk_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(UserError, match=r"cannot write temporary files to .*TMPDIR"), folders.temporary("work"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError), folders.temporary("work"):
+        raise OSError(errno.ENOSPC, "No space left on device", "/elsewhere/model")
+    assert names(tmp_path) == []

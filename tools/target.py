@@ -1,0 +1,118 @@
+"""Which target and arch a model is compiled for on this machine.
+
+In: --target, --arch and --device as the user gives them. Out: a target without "auto", and an arch without "native" but
+for CPUs, whose flags are part of the cache's key. One line on stderr says what "auto" found, if there is a GPU.
+"""
+
+from collections.abc import Callable
+
+from mlc_amd.runtime.devices import KINDS
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.host import kfd_gpus
+from mlc_amd.tools import display
+
+AUTO = "auto"
+HERE = ("native", "auto")  # --arch for this machine
+
+
+def resolve(target: str, arch: str, device: str | None = None) -> tuple[str, str]:
+    """(target, arch) to compile for. device: as `open_device` takes it: which GPU. UserError for a GPU that
+    is not here, and for an arch that does not tell its target."""
+    if target == AUTO and device in KINDS:
+        target = device
+    if target == AUTO:
+        target = _target_of(arch)
+    if target == AUTO:
+        return _here(device)
+    return target, arch_here(target, device) if arch in HERE else arch
+
+
+def arch_here(target: str, device: str | None = None) -> str:
+    """The name of this machine's arch: the GPU's own, so that another GPU does not get its artifacts; "native" for a
+    CPU, and for rocm where there is no GPU (compilation then says so). UserError where there is no Vulkan device."""
+    if target == "vulkan":
+        from mlc_amd.runtime.devices.vulkan.gpu import list_gpus, preferred  # queries the driver, so only when needed
+        from mlc_amd.runtime.devices.vulkan.profile import profile_of
+
+        gpu = preferred(list_gpus(), device)[0]
+        if gpu.type == "cpu":
+            display.message(f"target vulkan runs on the CPU here: {gpu.name} is no GPU ({gpu.driver})")
+        return profile_of(gpu)
+    if target == "rocm":
+        from mlc_amd.runtime.devices.hip.gpu import arch_here as rocm_arch
+
+        return rocm_arch(device)
+    return "native"
+
+
+def _target_of(arch: str) -> str:
+    """The target that an arch belongs to; "auto" for this machine's."""
+    if arch in HERE:
+        return AUTO
+    from mlc_amd.schedules.gpu import arch as gpus
+    from mlc_amd.schedules.gpu import profiles
+
+    def known(look_up: Callable[[str], object]) -> bool:
+        try:
+            return all(map(look_up, arch.split(",")))
+        except UserError:
+            return False
+
+    found = [target for target, of in (("rocm", gpus.resolve), ("vulkan", profiles.resolve)) if known(of)]
+    if len(found) > 1:
+        raise UserError(f"--arch {arch}: such a GPU runs two targets; add --target rocm or --target vulkan")
+    return found[0] if found else "cpu"
+
+
+def _here(device: str | None) -> tuple[str, str]:
+    """The best target that works here, with its arch: rocm, else vulkan on a GPU, else cpu."""
+    reasons = []
+    for target, find in (("rocm", _rocm), ("vulkan", _vulkan)):
+        try:
+            name, arch = find(device)
+        except UserError as error:
+            reasons.append(f"{target}: {error}")
+            continue
+        # why AMD's own target is not taken interests only those who have its GPU
+        why = f"; not {reasons[0]}" if reasons and kfd_gpus() else ""
+        display.message(f"target {target}: {name}{why}")
+        return target, arch
+    from mlc_amd.tools import machine
+
+    if machine.gpus():
+        display.message(f"target cpu: no GPU of this machine can be used ({'; '.join(reasons)})")
+    return "cpu", "native"
+
+
+def _rocm(device: str | None) -> tuple[str, str]:
+    """(name, arch) of the best GPU that HIP finds. UserError where there is none that kernels are built for."""
+    from mlc_amd.runtime.devices.hip.api import Hip, open_bindings
+    from mlc_amd.runtime.devices.hip.gpu import usable_gpus
+    from mlc_amd.runtime.gpus import CHIPS
+
+    gpus = usable_gpus(Hip(open_bindings()), device)
+    usable = [gpu for gpu in gpus if gpu.arch in CHIPS]
+    if not usable:
+        raise UserError(f"there are no kernels for {', '.join(gpu.arch for gpu in gpus)}")
+    best = min(usable, key=lambda gpu: (gpu.integrated, -gpu.memory, gpu.index))
+    return f"{best.name} ({best.arch})", best.arch
+
+
+def _vulkan(device: str | None) -> tuple[str, str]:
+    """(name, profile) of the best GPU that Vulkan shows. UserError where it shows none."""
+    from mlc_amd.runtime.devices.vulkan.api import VulkanError
+    from mlc_amd.runtime.devices.vulkan.gpu import list_gpus, missing, preferred
+    from mlc_amd.runtime.devices.vulkan.profile import profile_of
+    from mlc_amd.schedules.gpu import profiles
+
+    try:
+        gpus = [gpu for gpu in list_gpus() if gpu.type != "cpu"]
+    except VulkanError as error:  # a driver without its hardware fails in its own ways
+        raise UserError(str(error)) from error
+    if not gpus:
+        raise UserError("its only driver here runs on the CPU")
+    best = preferred(gpus, device)[0]
+    profile = profile_of(best)
+    if lacks := missing(best, profiles.resolve(profile).needs):
+        raise UserError(f"{best.name} ({best.driver}) lacks {', '.join(lacks)}")
+    return f"{best.name} ({profile})", profile
