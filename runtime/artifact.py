@@ -28,7 +28,7 @@ import numpy as np
 
 from mlc_amd.runtime.errors import UserError
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 ALIGN = 64  # bytes: alignment for vector loads
 PAD = "__pad_"  # prefix of the names of tensors that only fill gaps
