@@ -39,6 +39,7 @@ VERBS = {
     "inspect": "show what is in a GGUF file, an artifact or GPU code",
     "tune-server": "measure for tuning runs on other machines",
     "deploy": "pack an artifact with all that runs it on another machine",
+    "selftest": "compare every kernel with reference results on this machine's device",
     "doctor": "show what this machine can compile for and run on",
     "completion": "print a script that completes command lines in a shell",
 }

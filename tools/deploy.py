@@ -33,9 +33,9 @@ SUFFIX = ".tar.zst"
 # folder.
 SOURCES = {
     "runtime": (("**/*.py",), ()),
-    "schedules": (("__init__.py", "formats.py"), ()),
+    "schedules": (("__init__.py", "attention.py", "formats.py"), ()),
     "tools": (
-        ("*.py",),
+        ("*.py", "reference/*.py"),
         (
             *("archive.py", "compile.py", "completion.py", "deploy.py", "hub*.py", "inspect*.py", "pull.py"),
             *("tune*.py", "wheels.py"),
