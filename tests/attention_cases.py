@@ -7,10 +7,10 @@ of what its first row sees, and queries of rows that are not live are not number
 from typing import NamedTuple
 
 import numpy as np
-from attention_reference import attention_reference, first_seen, in_ring, rope_reference, value_reference
 
 from mlc_amd.schedules.attention import Attention, Rope
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
+from mlc_amd.tools.reference.attention import attention_reference, first_seen, in_ring, rope_reference, value_reference
 
 CTX = 512
 STALE_K, STALE_V, LEFT = 300.0, 30000.0, 7.0

@@ -14,7 +14,6 @@ import test_gpu_gemm
 import test_gpu_gemv
 import test_rocm_codegen
 from attention_cases import check_output, outputs, pack
-from attention_reference import attention_reference
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.compiler.gguf import synthetic
@@ -30,6 +29,7 @@ from mlc_amd.schedules.gpu.gemv import default_plan
 from mlc_amd.tools.dev.gfxemu import emulate, emulate_interleaved
 from mlc_amd.tools.dev.hip_recorder import Recorder, emulated
 from mlc_amd.tools.dev.quality import kl_divergence
+from mlc_amd.tools.reference.attention import attention_reference
 
 MAX_KL = 1e-3  # nats
 FORMATS = ("q4_0", "q4_k", "q6_k", "q8_0")

@@ -158,8 +158,9 @@ def test_the_manifest_says_what_each_argument_is(folder):
     kernels = {entry["name"]: entry for entry in manifest["kernels"]}
     for function in manifest["functions"].values():
         for launch in function["launches"]:
-            for role, (place, name, *_) in zip(kernels[launch["kernel"]]["roles"], launch["args"], strict=True):
+            for param, (place, name, *_) in zip(kernels[launch["kernel"]]["params"], launch["args"], strict=True):
                 wanted = {"weight": "weight", "kv": "cache"}.get(place, "state" if name == "state" else None)
+                role = param["role"]
                 assert role == wanted if wanted else role in ("input", "output")
 
 

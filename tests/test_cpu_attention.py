@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import tvm
-from attention_reference import attention_reference, first_seen, in_ring, rope_reference, value_reference
 
 from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.runtime.errors import UserError
@@ -24,6 +23,7 @@ from mlc_amd.schedules.cpu.arch import resolve
 from mlc_amd.schedules.cpu.attention import attention
 from mlc_amd.schedules.cpu.cache import cache_types
 from mlc_amd.schedules.cpu.rope_kv_write import rope_kv_write
+from mlc_amd.tools.reference.attention import attention_reference, first_seen, in_ring, rope_reference, value_reference
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
 

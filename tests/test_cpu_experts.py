@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import tvm
-from experts_reference import gate_up, linear, order, route
 from test_cpu_linear import error, weights
 
 from mlc_amd.compiler.codegen.cpu import build_module
@@ -19,6 +18,7 @@ from mlc_amd.schedules.cpu.isa import Avx2, Portable
 from mlc_amd.schedules.cpu.kernels import BUILDERS, tile_rows
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.formats import FORMATS
+from mlc_amd.tools.reference.experts import gate_up, linear, order, route
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
 

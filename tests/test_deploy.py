@@ -21,7 +21,7 @@ from mlc_amd.tools.archive import Entry
 
 REPO = Path(__file__).resolve().parent.parent
 SYSTEM = "/usr/bin:/bin"
-VERBS = {"chat", "generate", "bench", "perplexity", "tokenize", "doctor"}
+VERBS = {"chat", "generate", "bench", "perplexity", "tokenize", "selftest", "doctor"}
 
 
 def tag(python: str) -> str:
@@ -267,6 +267,14 @@ def test_chats(start, vulkan):
 
 
 @needs_python
+def test_tests_itself(start, vulkan, tmp_path):
+    done = start("selftest", "--runs", "3", "-o", "found.json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["passed"] and done.stdout.splitlines()[-1].split() == ["all", "passed"]
+    assert found["logits"]["steps"] and not any(kernel["problem"] for kernel in found["kernels"])
+
+
 def test_measures_without_weights(start, vulkan, weightless):
     measured = start("bench", str(weightless), "-p", "16", "-n", "4", "-r", "1", "--output", "json")
     assert [test["test"] for test in json.loads(measured.stdout)] == ["pp16", "tg4"], measured.stderr

@@ -271,7 +271,8 @@ def test_each_arch_of_an_artifact_has_its_own(tmp_path):
     assert [len(steps) for steps in launches.values()] == [1, 1]
     assert [steps[0]["block"][0] for steps in launches.values()] == [32, 256]
     facts = made.backend.facts(name)
-    assert (facts["operator"], facts["roles"], facts["bytes"]["call"]) == ("generic", ["input", "output"], 0)
+    roles = [param["role"] for param in facts["params"]]
+    assert (facts["operator"], roles, facts["bytes"]["call"]) == ("generic", ["input", "output"], 0)
 
 
 def test_what_has_no_kernel_is_refused(tmp_path):

@@ -4,7 +4,6 @@ of them."""
 import functools
 from typing import NamedTuple
 
-import experts_reference as reference
 import numpy as np
 import pytest
 import test_gpu_gemm as gemm_cases
@@ -20,6 +19,7 @@ from mlc_amd.schedules.gpu.kernels import BUILDERS
 from mlc_amd.schedules.gpu.norm_route import scratch_shapes
 from mlc_amd.schedules.gpu.pairs import from_pairs, in_pairs
 from mlc_amd.tools.dev.gfxemu import emulate
+from mlc_amd.tools.reference import experts as reference
 
 TOLERANCE = 2e-5  # of the largest result
 LEFT = 7  # what outputs hold before a kernel runs

@@ -7,12 +7,12 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 from candidates import ADD, STATE, made
-from experts_reference import order
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure import candidate, compare, inputs, routing, timing
 from mlc_amd.runtime.measure.timing import Bench
 from mlc_amd.schedules.experts import Experts
+from mlc_amd.tools.reference.experts import order
 
 
 def test_gpus_are_measured_without_tvm():

@@ -256,12 +256,12 @@ def test_hip_times_graphs_and_reads_results(tmp_path):
     backend.cache = 1 << 14
     group = Bench(backend, [one])
     assert group.copies == 16 and not group.failures
-    assert backend.run([group._call(0, copy) for copy in range(3)]) == pytest.approx(1.5e-3)
+    assert backend.run([group.call(0, copy) for copy in range(3)]) == pytest.approx(1.5e-3)
     assert len(recorder.launched) == 3 and recorder.calls.count("hipGraphLaunch") == 1
     for _ in range(2):
-        backend.run([group._call(0, copy) for copy in range(3)])
+        backend.run([group.call(0, copy) for copy in range(3)])
     assert recorder.calls.count("hipGraphInstantiate") == 1 and len(recorder.launched) == 9  # captured once
-    backend.run([group._call(0, copy) for copy in (3, 4, 5)])
+    backend.run([group.call(0, copy) for copy in (3, 4, 5)])
     assert recorder.calls.count("hipGraphInstantiate") == 2
     expected = inputs.fill(one, STATE)
     np.testing.assert_array_equal(group.outputs(0, STATE)["Y"], expected["X"] + expected["G"])

@@ -4,7 +4,7 @@ import architectures
 import pytest
 
 from mlc_amd.compiler import ops, pipeline
-from mlc_amd.compiler.codegen.target import buffers
+from mlc_amd.compiler.work import buffers
 from mlc_amd.schedules.operators import OPERATORS, costs, parameters
 
 LINEAR = {"segments": [["q4_0", 40], ["q6_k", 8]], "k": 256, "m": 4, "biases": [False, True], "residual": False}
@@ -30,7 +30,7 @@ def test_every_kernel_has_the_parameters_of_its_operator(kind, arch):
         found = parameters(workload.op, workload.args, buffers(backend.kernels[name]))
         seen.add(workload.op)
         assert found[0].role == "state" and found[-1].role == "output"
-        roles = backend.facts(name)["roles"]
+        roles = [param["role"] for param in backend.facts(name)["params"]]
         assert roles == [param.role for param in found]
     of_gpus = {"norm_route", "rope_attention"}
     assert seen >= OPERATORS.keys() - {"quantize"} - (of_gpus if kind == "cpu" else set())

@@ -40,6 +40,7 @@ VERBS = {
     "tune-server": "measure for tuning runs on other machines",
     "deploy": "pack an artifact with all that runs it on another machine",
     "cache": "list or remove compiled models",
+    "selftest": "compare every kernel with reference results on this machine's device",
     "doctor": "show what this machine can compile for and run on",
     "completion": "print a script that completes command lines in a shell",
 }

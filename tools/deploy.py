@@ -42,9 +42,9 @@ SUFFIX = ".tar.zst"
 # folder.
 SOURCES = {
     "runtime": (("**/*.py",), ()),
-    "schedules": (("__init__.py", "formats.py"), ()),
+    "schedules": (("__init__.py", "attention.py", "formats.py"), ()),
     "tools": (
-        ("*.py",),
+        ("*.py", "reference/*.py"),
         (
             *(
                 "archive.py",

@@ -8,12 +8,13 @@ layers and attention. The manifest has both for each kernel (dist/README.md).
 """
 
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 
 from mlc_amd.tools import display
 
-ROUNDS = 7  # timings of a step, of which each launch takes its median
+ROUNDS = 7
 
 
 def decode_bytes(artifact, depth: float) -> float:
@@ -45,16 +46,17 @@ def operations(kernel: dict, tokens: int, depth: int) -> int:
     return kernel["operations"]["call"] + kernel["operations"]["score"] * seen
 
 
-def measure(engine, ids, peak: float | None) -> dict[str, object]:
+def measure(engine, ids, peak: float | None, rounds: int = ROUNDS) -> dict[str, Any]:
     """Times the kernels of the first step of `engine.prefill(ids)`, at the engine's position, which stays.
 
-    peak: bytes per second that shares are of. Returns function, tokens, depth, `kernels` (each a dict: kernel, calls,
-    us of one call, share of the kernels' time, gbps, tops, peak_share; None where there is nothing to tell), and over
-    all launches: launches, kernels_us, gaps_us, gap_us (the mean gap). UserError if the device cannot time kernels.
+    peak: bytes per second that shares are of. rounds: timings of the step, of which each launch takes its median.
+    Returns function, tokens, depth, `kernels` (each a dict: kernel, calls, us of one call, share of the kernels' time,
+    gbps, tops, peak_share; None where there is nothing to tell), and over all launches: launches, kernels_us, gaps_us,
+    gap_us (the mean gap). UserError if the device cannot time kernels.
     """
-    rounds = [engine.time(ids) for _ in range(ROUNDS)]
-    name, tokens, steps = rounds[0]
-    seconds = np.median([[step[1:] for step in timed] for _, _, timed in rounds], axis=0)  # [steps, (kernel, gap)]
+    found = [engine.time(ids) for _ in range(rounds)]
+    name, tokens, steps = found[0]
+    seconds = np.median([[step[1:] for step in timed] for _, _, timed in found], axis=0)  # [steps, (kernel, gap)]
     total, gaps = (float(s) for s in seconds.sum(axis=0))
     spent: dict[str, float] = defaultdict(float)  # a kernel's call may be several steps
     for (kernel, *_), (took, _) in zip(steps, seconds, strict=True):

@@ -20,6 +20,7 @@ from mlc_amd.compiler.codegen import generic
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
 from mlc_amd.compiler.nodes import fields_of, parts_of
 from mlc_amd.compiler.ops import shape_of
+from mlc_amd.compiler.work import buffers, work
 from mlc_amd.schedules import operators
 from mlc_amd.schedules.attention import Attention, Rope, ring_of
 from mlc_amd.schedules.plans.workload import Workload
@@ -173,18 +174,20 @@ class Target(ABC):
         return self.build(workload, arch, name, self.plan(workload, arch)[0])
 
     def facts(self, name: str) -> dict:
-        """What a kernel's entry in the manifest says of its operator: see dist/README.md. A generic kernel's roles are
-        those of its buffers; bytes and operations are not counted."""
+        """What a kernel's entry in the manifest says of its operator: see dist/README.md. A generic kernel's bytes and
+        operations are not counted."""
+        found = buffers(self.kernels[name])
         if name in self.generic:
-            return {
-                "operator": GENERIC,
-                "args": {},
-                "roles": generic.roles(self.generic[name]),
-            } | operators.FREE.manifest
+            roles = generic.roles(self.generic[name])
+            params = [
+                {"name": param, "shape": shape, "dtype": dtype, "role": role}
+                for (param, shape, dtype), role in zip(found, roles, strict=True)
+            ]
+            return {"operator": GENERIC, "args": {}, "params": params, "states": []} | operators.FREE.manifest
         workload = self.workloads[name]
-        params = operators.parameters(workload.op, workload.args, buffers(self.kernels[name]))
-        costs = operators.costs(workload.op, workload.args, params)
-        about = {"operator": workload.op, "args": workload.args, "roles": [param.role for param in params]}
+        made = work(workload, self.kernels[name])
+        costs = operators.costs(workload.op, workload.args, operators.parameters(workload.op, workload.args, found))
+        about = {"operator": workload.op, "args": workload.args, "params": made["params"], "states": made["states"]}
         return about | costs.manifest
 
     def origins(self, name: str) -> dict[str, dict]:
@@ -394,8 +397,3 @@ def _fields(bb, arg) -> list:
     if not isinstance(arg.ty, relax.TupleType):
         return [arg]
     return [bb.emit(relax.TupleGetItem(arg, i)) for i in range(len(fields_of(arg.ty)))]
-
-
-def buffers(func) -> list[tuple[str, tuple[int, ...], str]]:
-    """(name, shape, dtype) of a kernel's parameters."""
-    return [(param.name, tuple(map(int, param.ty.shape)), str(param.ty.dtype)) for param in func.params]

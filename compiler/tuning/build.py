@@ -16,21 +16,18 @@ from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 
-from mlc_amd.compiler.codegen.target import buffers
+from mlc_amd.compiler.work import work
 from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
 from mlc_amd.runtime.measure.candidate import Candidate, write
 from mlc_amd.runtime.measure.child import Child, Died, serve
-from mlc_amd.schedules import operators
-from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.plans.workload import Workload
 
 MODULE = "mlc_amd.compiler.tuning.build"
 TIMEOUT = 180.0  # seconds of one build
 MEMORY = 8 << 30  # bytes of address space that a worker may take
 KERNEL = "kernel"
-DEPTHS = {True: (512, 4096), False: (0, 2048)}  # tokens in the cache when attention is timed: decoding, prefill
 
 
 @functools.lru_cache(maxsize=8)
@@ -64,16 +61,6 @@ def _compile(func, kind: str, arch: str, folder: Path) -> dict:
     folder.mkdir(parents=True, exist_ok=True)
     library, launches = made_for.compile_arch(made_for.archs[0], {KERNEL: func}, folder)
     return {"api": kind, "arch": arch, "code": library, "needs": made_for.archs[0].needs} | launches[KERNEL]
-
-
-def work(workload, func) -> dict:
-    """What a candidate.json has of a kernel's work: "params", "cases", "states", and "bytes" and "flops" of a call,
-    the mean of the cases."""
-    found = operators.parameters(workload.op, workload.args, buffers(func))
-    cases = _cases(workload, found)
-    means = {key: sum(case[key] for case in cases) / len(cases) for key in ("bytes", "flops")}
-    params = [_facts(workload, param) for param in found]
-    return {"params": params, "cases": cases, "states": _states(workload, cases)} | means
 
 
 def build_copy(arch: str, folder: Path) -> Candidate:
@@ -121,66 +108,6 @@ def plan_of(facts: dict):
         return None
     module, name = facts["plan_type"]
     return getattr(importlib.import_module(module), name)(**facts["plan"])
-
-
-# ---- what the kernel takes
-
-
-def _facts(workload, param) -> dict:
-    """A parameter as candidate.json has it."""
-    facts = {"name": param.name, "shape": list(param.shape), "dtype": param.dtype, "role": param.role}
-    if param.slot.matrix:
-        facts["draw"] = _draws(*param.slot.matrix)[param.name.rpartition("_")[2]]
-    if param.name == "tokens":
-        facts["vocab"] = workload.args["vocab"]
-    if param.slot.share < 1:
-        facts["share"] = param.slot.share
-    if param.slot.slots:
-        facts["experts"] = experts_facts(workload.args)
-    if param.slot.columns:
-        facts["columns"] = param.slot.columns
-    return facts
-
-
-def experts_facts(args: dict) -> dict:
-    """Facts "experts" of runtime/measure/routing.py."""
-    experts = Experts(*(args[key] for key in ("experts", "used", "tile")))
-    return asdict(experts) | {"m": args["m"], "tiles": experts.tiles(args["m"])}
-
-
-@functools.lru_cache(maxsize=64)
-def _draws(fmt: str, columns: int) -> dict[str, list]:
-    from mlc_amd.compiler.quant.draws import draws
-
-    return draws(fmt, columns)
-
-
-def _cases(workload, params: list[operators.Parameter]) -> list[dict]:
-    """The states that a kernel is timed in, and what it must do there."""
-    args = workload.args
-    m = args.get("m", 1)
-    positions = [0]
-    if "attention" in workload.op:
-        positions = list(dict.fromkeys(min(depth, args["ctx"] - m) for depth in DEPTHS[m == 1]))
-    elif workload.op == "rope_kv_write":
-        positions = [min(DEPTHS[True][0], args["ctx"] - m)]
-    costs = operators.costs(workload.op, args, params)
-    return [
-        {
-            "name": f"d{position}",
-            "state": [position, m, 0, 0],
-            "bytes": costs.bytes(m, position),
-            "flops": costs.operations(m, position),
-        }
-        for position in positions
-    ]
-
-
-def _states(workload, cases: list[dict]) -> list[list[int]]:
-    """What kernels are verified in: their cases, and fewer live tokens than there is room for, after others."""
-    m, ctx = workload.args.get("m", 1), workload.args.get("ctx", 1 << 30)
-    more = [[min(37, ctx - m), max(1, m - 3), 0, 0]] + ([[0, 1, 0, 0]] if "ctx" in workload.args else [])
-    return [list(state) for state in dict.fromkeys(map(tuple, [*(case["state"] for case in cases), *more]))]
 
 
 # ---- in worker processes

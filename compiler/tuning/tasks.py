@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from mlc_amd.compiler import pipeline
-from mlc_amd.compiler.tuning.build import work
+from mlc_amd.compiler.work import work
 from mlc_amd.schedules.plans.workload import Workload
 
 CHUNK = 512  # tokens that a prefill function's calls are counted for

@@ -4,6 +4,7 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
                              and arena
 .write(name, values)         fills the first part of an io buffer ("state", "tokens")
 .run(function)               runs one function of the plan and waits
+.run_plain(function)         the same launch by launch, without what was recorded or captured at load: to compare with
 .read(name, rows)            the first rows of an io buffer as a NumPy array, valid until the next run
 .clear()                     zeros the KV cache
 .close()                     releases memory and the device; nothing else may be called afterwards

@@ -198,6 +198,10 @@ class CpuDevice:
         self._replays[function]()
         self.waited += time.perf_counter() - start
 
+    def run_plain(self, function: str) -> None:
+        for call in self._launches[function]:
+            call()
+
     def time(self, function: str) -> list[tuple[str, float, float]]:
         times, last, plan = [], None, self.artifact.manifest["functions"][function]["launches"]
         for step, call in zip(plan, self._launches[function], strict=True):

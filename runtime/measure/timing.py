@@ -33,7 +33,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mlc_amd.runtime.measure.candidate import PRIVATE, ROLES, ROTATING, WRITTEN, Candidate
+from mlc_amd.runtime.measure.candidate import PRIVATE, ROLES, ROTATING, WRITTEN, Candidate, Param
 from mlc_amd.runtime.measure.inputs import fill
 
 REPEATS = 7
@@ -91,11 +91,16 @@ class Bench:
             elif param.role == "state":
                 self.backend.put(("shared", param.name), np.array(state, np.int32).view(np.uint8))
 
-    def _call(self, index: int, copy: int):
+    @staticmethod
+    def key(param: Param, copy: int = 0):
+        """Of a parameter's memory, for the backend."""
+        return (copy if param.role in ROTATING else "own" if param.role in PRIVATE else "shared", param.name)
+
+    def call(self, index: int, copy: int = 0):
+        """A candidate's call on that copy of what rotates, for the backend."""
         if (index, copy) not in self._calls:
             candidate = self.candidates[index]
-            places = {p.role: copy for p in candidate.params if p.role in ROTATING} | dict.fromkeys(PRIVATE, "own")
-            keys = [(places.get(p.role, "shared"), p.name) for p in candidate.params]
+            keys = [self.key(p, copy) for p in candidate.params]
             keys += [("own", i) for i in range(len(candidate.facts["scratch"]))]
             self._calls[index, copy] = self.backend.bind(self._handles[index], candidate, keys)
         return self._calls[index, copy]
@@ -105,7 +110,7 @@ class Bench:
         # Sequences over all copies are equal each time, which backends cache. Shorter ones continue where the last
         # one ended.
         self._copy = 0 if count >= self.copies else self._copy
-        calls = [self._call(index, (self._copy + i) % self.copies) for i in range(count)]
+        calls = [self.call(index, (self._copy + i) % self.copies) for i in range(count)]
         self._copy = (self._copy + count) % self.copies
         seconds = self.backend.run(calls) / count
         self._busy_until = time.perf_counter()
@@ -232,9 +237,9 @@ class Bench:
         state, too, and its inputs, which no kernel may write, are taken as it left them, in less time."""
         self._fill(state, range(1), WRITTEN if again else ROLES)
         self._prepare(index, state)
-        self.backend.run([self._call(index, 0)])
+        self.backend.run([self.call(index, 0)])
         written = [p for p in self.candidates[index].params if p.role in WRITTEN]
-        raw = {p.name: self.backend.get((0 if p.role in ROTATING else "shared", p.name), p.nbytes) for p in written}
+        raw = {p.name: self.backend.get(self.key(p), p.nbytes) for p in written}
         return {p.name: np.frombuffer(raw[p.name], np.uint8).view(p.numpy).reshape(p.shape) for p in written}
 
 

@@ -28,10 +28,11 @@ import tvm
 
 from mlc_amd.compiler.gguf.synthetic import synthetic
 from mlc_amd.compiler.pipeline import make_target
-from mlc_amd.compiler.tuning.build import make, work
+from mlc_amd.compiler.tuning.build import make
 from mlc_amd.compiler.tuning.database import SHIPPED, Checked, Database, Measured, Record, file_name, plan_text
 from mlc_amd.compiler.tuning.static import Static, combine, run_of
 from mlc_amd.compiler.tuning.tasks import CHUNK, extract
+from mlc_amd.compiler.work import work
 from mlc_amd.schedules.gpu.gemv import Plan
 from mlc_amd.schedules.plans.space import Space, space
 from mlc_amd.schedules.plans.workload import VERSION, Workload

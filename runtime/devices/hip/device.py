@@ -113,6 +113,11 @@ class HipDevice:
 
     # ---- graphs
 
+    @property
+    def graphs(self) -> bool:
+        """Whether functions run as graphs."""
+        return bool(self._graphs)
+
     def _make_graphs(self) -> None:
         """Captures all functions and compares replays with launches; graphs are not used if they differ or fail."""
         expected = {name: self._trial(name, {}) for name in self._launches}
@@ -150,6 +155,9 @@ class HipDevice:
 
     def run(self, function: str) -> None:
         self._run(function, self._graphs)
+
+    def run_plain(self, function: str) -> None:
+        self._run(function, {})
 
     def _run(self, function: str, graphs: dict) -> None:
         self.memory.send_inputs()

@@ -101,6 +101,10 @@ class Context:
         info.handles = handles  # lives as long as the structure
         return info
 
+    def release(self, submission: ctypes.Structure) -> None:
+        """Gives the command buffer of a submission back, which is done."""
+        self.calls.vkFreeCommandBuffers(self.device, self.pool, 1, submission.handles)
+
     def submit(self, submission: ctypes.Structure) -> None:
         """Starts a command buffer, when the one before is done."""
         if self._busy:  # without a wait, or after an interrupted one

@@ -268,6 +268,16 @@ class VulkanDevice:
         except api.VulkanError as e:
             raise self._failure(e, f"running {function}") from e
 
+    def run_plain(self, function: str) -> None:
+        """Records the function for this run alone."""
+        self._alive()
+        submission = self._commands(function)
+        try:
+            self._run(submission)
+        except api.VulkanError as e:
+            raise self._failure(e, f"running {function}") from e
+        self.context.release(submission)
+
     def _run(self, submission: ctypes.Structure) -> None:
         self.context.submit(submission)
         start = time.perf_counter()

@@ -98,6 +98,7 @@ class Memory:
         self.limit = min(self.gpu.limits["allocation"], self.gpu.limits["buffer"])
         self._used = [0] * len(self.gpu.heaps)
         self._staging: list[tuple[Block, int]] = []  # with the command buffer that copies from it
+        self._read: Block | None = None
 
     def free(self) -> list[int]:
         """Bytes of each heap that this process may still take."""
@@ -189,8 +190,10 @@ class Memory:
         self.context.submit(self.context.submission(commands))  # waits for the one before
 
     def get(self, block: Block, offset: int, nbytes: int) -> bytes:
-        """Bytes of a block, through host memory."""
-        staging = self.block(nbytes, "output")
+        """Bytes of a block, through host memory, which the next call uses again."""
+        if self._read is None or self._read.nbytes < nbytes:
+            self._read = self.block(nbytes, "output")
+        staging = self._read
 
         def record(commands: int) -> None:
             region = api.BufferCopy(offset, 0, nbytes)

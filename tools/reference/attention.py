@@ -1,18 +1,18 @@
-"""Attention and RoPE in numpy, float64, as `schedules.attention` describes them: what the kernels of all targets are
-compared with."""
+"""Attention and RoPE in float64, as `schedules.attention` describes them, and the layouts of the KV cache."""
 
 import numpy as np
 
 
 def attention_reference(layer, q, k, v, position, sinks=None):
-    """q [live, heads, d], in natural units; k, v [kv_heads, keys, d], of all positions; sinks [heads]: [live, heads *
-    d], all float64."""
+    """q [rows, heads, d], in natural units; k, v [kv_heads, keys, d], of all positions; position: of the first row,
+    which others follow, or of each row; sinks [heads]: [rows, heads * d], all float64."""
     live = len(q)
     scores = np.einsum("thgd,hnd->thgn", q.reshape(live, layer.kv_heads, -1, layer.d), k)
     scores = scores * (layer.scale or layer.d**-0.5)
     if layer.softcap:
         scores = layer.softcap * np.tanh(scores / layer.softcap)
-    own, keys = position + np.arange(live)[:, None, None, None], np.arange(k.shape[1])
+    positions = position + np.arange(live) if np.ndim(position) == 0 else position
+    own, keys = positions[:, None, None, None], np.arange(k.shape[1])
     seen = (keys <= own) & (keys > own - (layer.window or k.shape[1]))
     seen &= keys >= own // layer.chunk * layer.chunk if layer.chunk else True
     scores = np.where(seen, scores, -np.inf)
@@ -59,3 +59,33 @@ def value_reference(v, rope):
 
 def _normalized(x, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+
+
+# ---- the KV cache: layouts of schedules/cpu/cache.py ("cpu") and schedules/gpu/cache.py ("gpu")
+
+
+def keys_of(layout, Kc):
+    """float32 [kv_heads, places, width]: a view where the layout allows one."""
+    heads = len(Kc)
+    if layout == "cpu":  # [kv_heads, places/16, width, 16]
+        return Kc.transpose(0, 1, 3, 2).reshape(heads, -1, Kc.shape[2])
+    return Kc.transpose(0, 1, 3, 2, 4).reshape(heads, -1, Kc.shape[2] * 8)  # [kv_heads, places/32, width/8, 32, 8]
+
+
+def values_of(layout, Vc):
+    """As `keys_of`."""
+    return Vc if layout == "cpu" else Vc.transpose(0, 1, 3, 2).reshape(len(Vc), -1, Vc.shape[2])  # [.., width, 8]
+
+
+def stored(layout, Kc, Vc, places, k, v):
+    """Copies of the caches with k and v [rows, kv_heads, d] in these places."""
+    Kc, Vc, head = Kc.copy(), Vc.copy(), np.arange(len(Kc))[:, None, None]
+    place, column = np.asarray(places)[:, None], np.arange(k.shape[-1])
+    k, v = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
+    if layout == "cpu":
+        Kc[head, place // 16, column, place % 16] = k
+        Vc[head, place, column] = v
+    else:
+        Kc[head, place // 32, column // 8, place % 32, column % 8] = k
+        Vc[head, place // 8, column, place % 8] = v
+    return Kc, Vc

@@ -1,4 +1,4 @@
-"""A mixture of experts in NumPy: the router, the order of rows by expert, gate/up and down of one expert.
+"""A mixture of experts: the router, the order of rows by expert, gate/up and down of one expert; and activations.
 
 Arrays are float64 or int; nothing here knows how kernels lay out slots, except `order`, which follows the description
 in schedules/experts.py.
@@ -68,6 +68,8 @@ def _swiglu_oai(gate, up):
 ACTIVATIONS = {
     "silu": lambda gate, up: gate * sigmoid(gate) * up,
     "gelu": lambda gate, up: _gelu(gate) * up,
+    "relu": lambda gate, up: np.maximum(gate, 0) * up,
+    "relu_sq": lambda gate, up: np.maximum(gate, 0) ** 2 * up,
     "swiglu_oai": _swiglu_oai,
 }
 

@@ -1,0 +1,209 @@
+"""`mlc-amd selftest`: what it prints and writes, and that it finds damaged kernels, joins, replays and weights, each by
+its name."""
+
+import hashlib
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hip_model import KERNELS, artifact_in
+from vulkan_harness import gpu
+
+from mlc_amd.compiler.gguf.synthetic import synthetic
+from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.runtime.devices import open_device
+from mlc_amd.runtime.devices.hip.device import HipDevice
+from mlc_amd.runtime.measure.vulkan import VulkanBackend
+from mlc_amd.tools import amdgpu, cli, selftest_kernels, selftest_model
+from mlc_amd.tools.dev.hip_recorder import Recorder
+
+PROFILE = "lavapipe"
+
+
+@pytest.fixture(scope="module")
+def artifact(once) -> Path:
+    gpu("llvmpipe")
+
+    def make(out: Path) -> None:
+        with synthetic("tiny:q4_0") as model:
+            compile_model(model, "vulkan", PROFILE, 128, out)
+
+    return once("selftest", make)
+
+
+@pytest.fixture
+def damaged(artifact, tmp_path):
+    """damaged(change(folder, manifest)) -> the artifact with a change, whose checksums are right again."""
+
+    def make(change) -> Artifact:
+        copy = shutil.copytree(artifact, tmp_path / "damaged")
+        manifest = json.loads((copy / "manifest.json").read_text())
+        change(copy, manifest)
+        for name, entry in manifest["files"].items():
+            entry["sha256"] = hashlib.sha256((copy / name).read_bytes()).hexdigest()
+        (copy / "manifest.json").write_text(json.dumps(manifest))
+        return Artifact.open(copy)
+
+    return make
+
+
+def wrong(artifact: Artifact, runs: int = 0) -> dict[str, str]:
+    found = selftest_kernels.check_all(artifact, PROFILE, None, runs)
+    return {one["kernel"]: one["problem"] for one in found if one["problem"]}
+
+
+def test_passes_and_writes_its_file(artifact, tmp_path, capsys):
+    out = tmp_path / "found.json"
+    assert cli.main(["selftest", str(artifact), "--runs", "30", "-o", str(out)]) == 0
+    shown, found = capsys.readouterr().out, json.loads(out.read_text())
+    manifest = json.loads((artifact / "manifest.json").read_text())
+    assert [one["kernel"] for one in found["kernels"]] == [entry["name"] for entry in manifest["kernels"]]
+    assert found["passed"] and found["problems"] == [] and all(entry["name"] in shown for entry in manifest["kernels"])
+    assert found["device"]["kind"] == "vulkan" and "Mesa" in found["device"]["driver"]
+    joins = [join for one in found["kernels"] for join in one.get("joins", ())]
+    assert len({join["depth"] for join in joins}) == len(joins) >= 3 and not any(join["failed"] for join in joins)
+    steps = {step["function"] for step in found["logits"]["steps"]}
+    assert steps == set(manifest["functions"]) == set(found["replays"]["functions"])
+    timed = [one for one in found["kernels"] if "us" in one]
+    assert len(timed) > len(manifest["kernels"]) // 2 and all(one["us"] > 0 for one in timed)
+    assert (
+        "all             passed" in " ".join(shown.split("\n")).replace("     passed", " passed") or "passed" in shown
+    )
+
+
+def test_swapped_kernels_are_named(damaged, capsys, tmp_path):
+    """Two kernels with equal parameters and other code: both are wrong, no other is, and the command fails."""
+    names = []
+
+    def swap(folder: Path, manifest: dict) -> None:
+        launches = manifest["launches"][PROFILE]
+        names.extend(name for name in launches if name.startswith("rms_norm_quantize_") and name.endswith("_m16"))
+        names.extend(name for name in launches if name.startswith("rms_norm_quantize_") and name.endswith("_m16_last"))
+        first, second = (launches[name]["steps"][0] for name in names)
+        first["code"], second["code"] = second["code"], first["code"]
+        first["block"], second["block"] = second["block"], first["block"]
+
+    made = damaged(swap)
+    assert len(names) == 2
+    assert wrong(made).keys() == set(names)
+    out = tmp_path / "found.json"
+    assert cli.main(["selftest", str(made.path), "--runs", "0", "-o", str(out)]) == 1
+    shown = capsys.readouterr()
+    assert shown.err.splitlines()[-1].startswith("error: llvmpipe") and names[0] in shown.err
+    assert sum("WRONG" in line for line in shown.out.splitlines()) == 2
+    assert not json.loads(out.read_text())["passed"]
+
+
+def test_a_changed_constant_is_found(damaged):
+    """One bit of one constant of one module: the epsilon of a norm becomes a large number."""
+    name = "rms_norm_quantize_256_m1"
+
+    def change(folder: Path, manifest: dict) -> None:
+        offset, nbytes = manifest["launches"][PROFILE][name]["steps"][0]["code"]
+        file = folder / manifest["libraries"][PROFILE]
+        code = bytearray(file.read_bytes())
+        words = np.frombuffer(code, np.uint32, nbytes // 4, offset)
+        entry = next(entry for entry in manifest["kernels"] if entry["name"] == name)
+        (bits,) = struct.unpack("<I", struct.pack("<f", entry["args"]["eps"]))
+        (place,) = np.flatnonzero(words == bits)
+        struct.pack_into("<f", code, offset + 4 * int(place), 8.0)
+        file.write_bytes(code)
+
+    assert list(wrong(damaged(change))) == [name]
+
+
+def test_workgroups_that_do_not_meet_are_found(artifact, monkeypatch):
+    """A counter that is off before some of the runs."""
+    made, count, run = Artifact.open(artifact), [0], VulkanBackend.run
+
+    def sometimes(self, calls):
+        count[0] += 1
+        if count[0] % 10 == 9:
+            for key in self._sizes:
+                if key[1] == "Arrived":
+                    self.put(key, np.full(self._sizes[key], 1, np.uint8))
+        return run(self, calls)
+
+    monkeypatch.setattr(VulkanBackend, "run", sometimes)
+    (problem,) = wrong(made, runs=20).values()
+    assert "its workgroups do not meet: " in problem
+
+
+def test_stale_replays_are_found(artifact, monkeypatch):
+    """Vulkan: what was recorded reads an older state; rocm: a graph that goes wrong after it was verified at load."""
+    made = Artifact.open(artifact)
+    device = open_device(made)
+    run = device.run
+
+    def stale(function):
+        device.write("state", (0, 1))
+        run(function)
+
+    assert selftest_model.replays(device, made, 1)["wrong"] == []
+    monkeypatch.setattr(device, "run", stale)
+    assert "decode" in selftest_model.replays(device, made, 1)["wrong"]
+
+
+def test_graphs_that_fail_later_are_found(tmp_path):
+    made = artifact_in(tmp_path)("gfx1100")
+    bindings = Recorder(KERNELS)
+    device = HipDevice(made, bindings=bindings)
+    assert device.graphs and selftest_model.replays(device, made, 2)["wrong"] == []
+    bindings.before_replay = lambda count, arguments: count % 5 > 0
+    assert selftest_model.replays(device, made, 2)["wrong"]
+
+
+def test_other_weights_are_found(artifact, damaged):
+    """The device has other weights than the file: logits are wrong, though all kernels are right."""
+
+    def change(folder: Path, manifest: dict) -> None:
+        file = folder / "weights.safetensors"
+        raw = bytearray(file.read_bytes())
+        (header,) = struct.unpack_from("<Q", raw)
+        begin, end = json.loads(raw[8 : 8 + header])["blk.0.ffn_down.weight/D"]["data_offsets"]
+        raw[8 + header + begin : 8 + header + end] = bytes(end - begin)
+        file.write_bytes(raw)
+
+    made = Artifact.open(artifact)
+    device = open_device(made)
+    fine, other = (selftest_model.logits(device, one) for one in (made, damaged(change)))
+    assert fine["problem"] is None and other["problem"].startswith("logits of ")
+
+
+def test_on_the_cpu(compiled, capsys):
+    assert cli.main(["selftest", str(compiled("tiny:q4_k", 128)), "-t", "2"]) == 0
+    assert "none here" in capsys.readouterr().out
+
+
+def test_refused_flags(artifact, capsys):
+    assert cli.main(["selftest", str(artifact), "--runs", "-1"]) == 1
+    assert cli.main(["selftest", str(artifact), "-o", "/nowhere/found.json"]) == 1
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_clocks_and_firmware(tmp_path):
+    """A made-up tree as amdgpu shows it; another vendor's card, a connector and missing files do not count."""
+    device = tmp_path / "card1" / "device"
+    (device / "fw_version").mkdir(parents=True)
+    (tmp_path / "card1-DP-1").mkdir()
+    (tmp_path / "card0" / "device").mkdir(parents=True)
+    (tmp_path / "card0" / "device" / "vendor").write_text("0x8086\n")
+    for name, text in {
+        "vendor": "0x1002\n",
+        "device": "0x744c\n",
+        "vbios_version": "113-D70401XT\n",
+        "power_dpm_force_performance_level": "auto\n",
+        "pp_dpm_sclk": "0: 500Mhz\n1: 2124Mhz *\n2: 2482Mhz\n",
+        "fw_version/mec_fw_version": "0x00000216\n",
+        "fw_version/smc_fw_version": "0x004e8100\n",
+    }.items():
+        (device / name).write_text(text)
+    (card,) = amdgpu.cards(tmp_path)
+    assert card["clocks"] == {"sclk": {"levels": [500, 2124, 2482], "now": 2124}}
+    assert card["firmware"] == {"mec": "0x00000216", "smc": "0x004e8100"}
+    assert (card["card"], card["id"], card["vbios"], card["level"]) == ("card1", "0x744c", "113-D70401XT", "auto")
+    assert amdgpu.cards(tmp_path / "none") == []

@@ -1,0 +1,63 @@
+"""Rows of numbers between kernels: read from the layouts in which kernels hand them over (compiler/ops.py: LAYOUTS),
+and written in them.
+
+    ""       float32 [m, k]
+    "half"   float16 [m, k]
+    "pairs"  float16 [m, k] in another order of columns within a block: schedules/gpu/pairs.py
+    "rows"   A int8 [m, blocks, 32], S float32 [m, blocks, 4]: schedules/gpu/quantize.py
+    "tiles"  A int8 [tiles, blocks, p, 32], S float32 [tiles, blocks, 8, p]: schedules/cpu/quantize.py
+"""
+
+import numpy as np
+
+BLOCK = 32
+# The columns of a block as "pairs" stores them: runs of eight, of which run j has 4*j .. 4*j + 3 and those 16 behind.
+PAIRS = np.array([4 * j + 16 * (i // 2 % 2) + 2 * (i % 2) + i // 4 for j in range(4) for i in range(8)])
+HALF_MAX = 65504.0
+
+
+def quantized(a: np.ndarray, s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(q int32 [m, blocks, 32], d float32 [m, blocks], d times the sums of q, of its first and its last half
+    [m, blocks, 3]) of either layout."""
+    if a.ndim == 4:
+        tiles, blocks, p, _ = a.shape
+        a = a.transpose(0, 2, 1, 3).reshape(tiles * p, blocks, BLOCK)
+        s = s.transpose(0, 3, 1, 2).reshape(tiles * p, blocks, 8)[..., [0, 1, 3, 4]]
+    return a.astype(np.int32), s[..., 0], s[..., 1:4]
+
+
+def read(layout: str, arrays: dict[str, np.ndarray], suffix: str = "") -> np.ndarray:
+    """Rows float32 [m, k], from the parameters A and S, H, or X or Y or O, whichever there are."""
+    if layout.partition(":")[0] in ("rows", "tiles"):
+        q, d, _ = quantized(arrays["A" + suffix], arrays["S" + suffix])
+        return (q * d[..., None]).reshape(len(q), -1)
+    x = next(arrays[name + suffix] for name in ("H", "X", "Y", "O") if name + suffix in arrays)
+    if layout != "pairs":
+        return x.astype(np.float32)
+    blocks = x.reshape(len(x), -1, BLOCK)
+    found = np.empty(blocks.shape, np.float32)
+    found[..., PAIRS] = blocks
+    return found.reshape(x.shape)
+
+
+def write(layout: str, x: np.ndarray, arrays: dict[str, np.ndarray], suffix: str, rows: np.ndarray) -> None:
+    """Writes x [len(rows), k] to these rows of the parameters A and S; of S the scales, which is all that `read`
+    needs."""
+    name, _, number = layout.partition(":")
+    blocks = x.reshape(len(x), -1, BLOCK).astype(np.float32)
+    d = np.abs(blocks).max(-1) / np.float32(127)
+    q = np.rint(np.divide(blocks, d[..., None], out=np.zeros_like(blocks), where=d[..., None] > 1e-32)).astype(np.int8)
+    if name == "rows":
+        arrays["A" + suffix][rows], arrays["S" + suffix][rows, :, 0] = q, d
+    else:
+        p = int(number)
+        arrays["A" + suffix][rows // p, :, rows % p] = q
+        arrays["S" + suffix][rows // p, :, 0, rows % p] = d
+
+
+def in_layout(layout: str, x: np.ndarray) -> np.ndarray:
+    """x [m, k] as the one array of the layouts "", "half" and "pairs"."""
+    if layout == "":
+        return x.astype(np.float32)
+    x = np.clip(x, -HALF_MAX, HALF_MAX).astype(np.float16)
+    return x if layout == "half" else x.reshape(len(x), -1, BLOCK)[..., PAIRS].reshape(x.shape)

@@ -1,0 +1,290 @@
+"""What a call of each operator gives, as numbers: the table of schedules/operators.py, a second time.
+
+In: a `Case`: the operator's arguments, its kernel's parameters by name, as arrays before the call, and which rows and
+columns are wanted. Out: for each output a `Result`. The activations that a kernel hands over in a layout have the name
+"", as the numbers before they are put in it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mlc_amd.schedules.attention import Attention, Rope, described
+from mlc_amd.tools.reference import activations, experts, weights
+from mlc_amd.tools.reference.attention import (
+    attention_reference,
+    keys_of,
+    rope_reference,
+    stored,
+    value_reference,
+    values_of,
+)
+
+SLOTS = ("gather", "expert_gate_up", "expert_linear")  # their rows are slots of schedules/experts.py
+
+
+@dataclass(frozen=True)
+class Result:
+    """value: of the given rows and columns (None: the first ones, as many as it has) of an output; of all of it, where
+    rows is None."""
+
+    value: np.ndarray
+    rows: np.ndarray | None = None
+    columns: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """layout: of weights and caches, "cpu" or "gpu". state: position, live rows. rows: which rows are wanted, live ones
+    or used slots. pick(n): which of n columns. decoded: keeps whole matrices as numbers between calls; None: does not.
+    """
+
+    op: str
+    args: dict
+    arrays: dict[str, np.ndarray]
+    layout: str
+    state: tuple[int, int]
+    rows: np.ndarray
+    pick: Callable[[int], np.ndarray] = np.arange
+    decoded: dict | None = field(default=None, compare=False)
+
+    @property
+    def position(self) -> int:
+        return self.state[0]
+
+    def read(self) -> np.ndarray:
+        """The activations that the operator reads, all rows."""
+        return activations.read(self.args.get("layout_in", self.args["layout"]), self.arrays)
+
+    def matrix(self, prefix: str, fmt: str, rows: np.ndarray) -> np.ndarray:
+        """Rows of a packed matrix whose planes' names have this prefix."""
+        planes = {name.removeprefix(prefix): array for name, array in self.arrays.items() if name.startswith(prefix)}
+        if self.decoded is None:
+            return weights.rows_of(self.layout, fmt, planes, rows)
+        first = next(iter(planes.values()))
+        if (key := first.ctypes.data) not in self.decoded:
+            count = first.shape[0] * (weights.TILE if self.layout == "cpu" else 1)
+            self.decoded[key] = weights.rows_of(self.layout, fmt, planes, np.arange(count))
+        return self.decoded[key][rows]
+
+
+def results(case: Case) -> dict[str, Result]:
+    """Of each output, by name. KeyError for an operator that the table lacks."""
+    with np.errstate(invalid="ignore", over="ignore"):  # rows and slots that nobody uses may hold anything
+        return OPERATORS[case.op](case)
+
+
+# ---- rows of numbers
+
+
+def _embed(c: Case) -> dict[str, Result]:
+    ids = np.clip(c.arrays["tokens"][c.rows], 0, c.args["vocab"] - 1)
+    planes = {name: array for name, array in c.arrays.items() if name not in ("state", "tokens", "X")}
+    x = weights.rows_of(c.layout, c.args["fmt"], planes, ids)
+    return {"": Result(x * np.float32(c.args.get("scale", 1.0)), c.rows)}
+
+
+def _rms(x: np.ndarray, eps: float) -> np.ndarray:
+    x = x.astype(np.float64)
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+
+
+def _norm_rows(c: Case) -> tuple[np.ndarray, np.ndarray]:
+    """(rows that a norm reads, rows that it writes)."""
+    return (np.array([c.state[1] - 1]), np.array([0])) if c.args["rows"] == "last" else (c.rows, c.rows)
+
+
+def _rms_norm(c: Case) -> dict[str, Result]:
+    (source, target), k = _norm_rows(c), c.args["k"]
+    return {"": Result(_rms(c.arrays["X"][source], c.args["eps"]) * c.arrays["G"][:k], target)}
+
+
+def _layer_norm(c: Case) -> dict[str, Result]:
+    (source, target), k = _norm_rows(c), c.args["k"]
+    x = c.arrays["X"][source].astype(np.float64)
+    y = _rms(x - x.mean(-1, keepdims=True), c.args["eps"]) * c.arrays["G"][:k]
+    return {"": Result(y + c.arrays["B"][:k] if c.args["bias"] else y, target)}
+
+
+def _quantize(c: Case) -> dict[str, Result]:
+    return {"": Result(c.arrays["X"][c.rows], c.rows)}
+
+
+def _linear(c: Case) -> dict[str, Result]:
+    x, found = c.read()[c.rows], {}
+    for i, ((fmt, n), biased) in enumerate(zip(c.args["segments"], c.args["biases"], strict=True)):
+        columns = c.pick(n)
+        y = x @ c.matrix(f"W{i}_", fmt, columns).T
+        y = y + c.arrays[f"bias{i}"][columns] if biased else y
+        y = y + c.arrays["R"][c.rows][:, columns] if c.args.get("residual") else y
+        found[f"Y{i}"] = Result(y, c.rows, columns)
+    return found
+
+
+def _gate_up(c: Case) -> dict[str, Result]:
+    x, columns = c.read()[c.rows], c.pick(c.args["n"])
+    gate, up = (x @ c.matrix(prefix, c.args[which], columns).T for prefix, which in (("G_", "gate"), ("U_", "up")))
+    return {"": Result(experts.ACTIVATIONS[c.args.get("act", "silu")](gate, up), c.rows, columns)}
+
+
+# ---- attention
+
+
+def _heads(c: Case, name: str, rows: np.ndarray, d: int, count: int) -> np.ndarray:
+    return c.arrays[name][rows][:, : count * d].reshape(len(rows), count, d)
+
+
+def _rotated(c: Case, rows: np.ndarray, layer: Attention, rope: Rope, name: str, count: int) -> np.ndarray:
+    """Q or K of these rows: normalized and rotated heads."""
+    cs = c.arrays["CS"][c.position + rows] if rope.rotary else np.zeros((len(rows), 0))
+    weight = c.arrays[name + "N"][: layer.d] if rope.eps is not None else None
+    return rope_reference(_heads(c, name, rows, layer.d, count), cs, rope, weight)
+
+
+def _written(c: Case, layer: Attention, rope: Rope) -> tuple[np.ndarray, np.ndarray, dict[str, Result]]:
+    """(keys, values, the caches with them) of all live rows."""
+    rows = np.arange(c.state[1])
+    k = _rotated(c, rows, layer, rope, "K", layer.kv_heads)
+    v = value_reference(_heads(c, "V", rows, layer.d, layer.kv_heads), rope)
+    places = (c.position + rows) % layer.places
+    caches = stored(c.layout, c.arrays["Kc"], c.arrays["Vc"], places, k, v)
+    return k, v, {name: Result(cache) for name, cache in zip(("Kc", "Vc"), caches, strict=True)}
+
+
+def _rope_kv_write(c: Case) -> dict[str, Result]:
+    layer, rope = described(Attention, c.args), described(Rope, c.args)
+    q = _rotated(c, c.rows, layer, rope, "Q", layer.heads) * layer.query_scale
+    return {"Qo": Result(q, c.rows)} | (_written(c, layer, rope)[2] if rope.writes else {})
+
+
+def _cached(c: Case, layer: Attention, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values of the positions before `end`, as far as the cache has them."""
+    places = np.arange(end) % layer.places
+    k, v = keys_of(c.layout, c.arrays["Kc"]), values_of(c.layout, c.arrays["Vc"])
+    k, v = (x[:, places, : layer.d].astype(np.float64) for x in (k, v))
+    return k, v
+
+
+def _sinks(c: Case, layer: Attention) -> np.ndarray | None:
+    return c.arrays["Sinks"][: layer.heads].astype(np.float64) if layer.sinks else None
+
+
+def _attention(c: Case) -> dict[str, Result]:
+    layer = described(Attention, c.args)
+    q = c.arrays["Qo"][c.rows][..., : layer.d].astype(np.float64) / layer.query_scale
+    k, v = _cached(c, layer, c.position + c.state[1])
+    return {"": Result(attention_reference(layer, q, k, v, c.position + c.rows, _sinks(c, layer)), c.rows)}
+
+
+def _rope_attention(c: Case) -> dict[str, Result]:
+    layer, rope = described(Attention, c.args), described(Rope, c.args)
+    q = _rotated(c, c.rows, layer, rope, "Q", layer.heads)
+    k, v = _cached(c, layer, c.position + (not rope.writes))
+    caches = {}
+    if rope.writes:
+        own_k, own_v, caches = _written(c, layer, rope)
+        k, v = (np.concatenate([x, own.transpose(1, 0, 2)], 1) for x, own in ((k, own_k), (v, own_v)))
+    return {"": Result(attention_reference(layer, q, k, v, c.position, _sinks(c, layer)), c.rows)} | caches
+
+
+# ---- mixtures of experts
+
+
+def _chosen(c: Case, logits: np.ndarray) -> dict[str, Result]:
+    a, count = c.args, c.args["experts"]
+    options = {name: a[name] for name in ("gating", "normalize", "scale", "groups", "groups_used")}
+    for name, key in (("bias", "B"), ("factors", "F")):
+        options[name] = c.arrays[key][:count] if a[name] else None
+    ids, factors = experts.route(logits, a["used"], **options)
+    return {"Ids": Result(ids, c.rows), "Weights": Result(factors, c.rows)}
+
+
+def _route(c: Case) -> dict[str, Result]:
+    return _chosen(c, c.arrays["L"][c.rows][:, : c.args["experts"]])
+
+
+def _norm_route(c: Case) -> dict[str, Result]:
+    a = c.args
+    y = _rms(c.arrays["X"][c.rows], a["eps"]) * c.arrays["G"][: a["k"]]
+    logits = y @ c.matrix("W_", a["fmt"], np.arange(a["experts"])).T
+    logits = logits + c.arrays["WB"][: a["experts"]] if a["router_bias"] else logits
+    return {"": Result(y, c.rows)} | _chosen(c, logits)
+
+
+def _expert_order(c: Case) -> dict[str, Result]:
+    rows, a = np.arange(c.state[1]), c.args
+    tiles = len(c.arrays["Pairs"]) // a["tile"]
+    slots, pairs, *groups = experts.order(c.arrays["Ids"][rows], a["experts"], a["tile"], tiles)
+    return {"Slots": Result(slots, rows), "Pairs": Result(pairs), "Groups": Result(np.concatenate(groups))}
+
+
+def used_slots(arrays: dict[str, np.ndarray], args: dict) -> np.ndarray:
+    """The slots that hold a row, of the parameters of an operator of SLOTS."""
+    if args["m"] == 1:
+        return np.arange(args["used"])
+    if "Pairs" in arrays:
+        return np.flatnonzero(arrays["Pairs"] >= 0)
+    tiles = arrays["Groups"].size - 2 * args["experts"] - 1
+    first, numbers = arrays["Groups"][tiles : tiles + args["experts"]], arrays["Groups"][-args["experts"] :]
+    tile = args["tile"]
+    return np.concatenate([np.arange(n) + at * tile for at, n in zip(first, numbers, strict=True)])
+
+
+def _of_slots(c: Case) -> np.ndarray:
+    """The expert of each wanted slot."""
+    groups = c.arrays["Groups"].reshape(-1)
+    return groups[c.rows] if c.args["m"] == 1 else groups[c.rows // c.args["tile"]]
+
+
+def _gather(c: Case) -> dict[str, Result]:
+    pairs = c.rows if c.args["m"] == 1 else c.arrays["Pairs"][c.rows]
+    x = c.arrays["X"][pairs // c.args["used"]].astype(np.float64)
+    return {"": Result(x * c.arrays["Weights"].reshape(-1)[pairs, None] if c.args["weighted"] else x, c.rows)}
+
+
+def _products(c: Case, x: np.ndarray, chosen: np.ndarray, prefix: str, fmt: str, bias: str, columns: np.ndarray):
+    """Rows of x, each by these columns of its expert's matrix, plus the expert's bias where there is one (name)."""
+    found = np.empty((len(x), len(columns)))
+    for expert in np.unique(chosen):
+        rows, places = chosen == expert, expert * c.args["n"] + columns
+        found[rows] = x[rows] @ c.matrix(prefix, fmt, places).T + (c.arrays[bias][places] if bias else 0)
+    return found
+
+
+def _expert_gate_up(c: Case) -> dict[str, Result]:
+    a, columns = c.args, c.pick(c.args["n"])
+    x, chosen = c.read()[c.rows * (not a["shared"])], _of_slots(c)
+    both = (("G_", a["gate"], "GB"), ("U_", a["up"], "UB"))
+    gate, up = (_products(c, x, chosen, p, fmt, b if a["biases"] else "", columns) for p, fmt, b in both)
+    return {"": Result(experts.ACTIVATIONS[a["act"]](gate, up), c.rows, columns)}
+
+
+def _expert_linear(c: Case) -> dict[str, Result]:
+    a, columns = c.args, c.pick(c.args["n"])
+    y = _products(c, c.read()[c.rows], _of_slots(c), "W_", a["fmt"], "WB" if a["bias"] else "", columns)
+    return {"Y": Result(y, c.rows, columns)}
+
+
+def _expert_down(c: Case) -> dict[str, Result]:
+    a, columns, slots = c.args, c.pick(c.args["n"]), np.arange(c.args["used"])
+    chosen, bias = c.arrays["Groups"].reshape(-1)[slots], "WB" if a["bias"] else ""
+    y = _products(c, c.read()[slots], chosen, "W_", a["fmt"], bias, columns)
+    y = (y * c.arrays["Weights"].reshape(-1)[:, None] if a["weighted"] else y).sum(0, keepdims=True)
+    return {"Y": Result(y + c.arrays["R"][:1, columns] if a["residual"] else y, c.rows, columns)}
+
+
+def _combine(c: Case) -> dict[str, Result]:
+    a = c.args
+    x = c.arrays["X"][c.arrays["Slots"][c.rows]][..., : a["n"]].astype(np.float64)
+    y = (x * c.arrays["Weights"][c.rows][..., None] if a["weighted"] else x).sum(1)
+    return {"": Result(y + c.arrays["R"][c.rows][:, : a["n"]] if a["residual"] else y, c.rows)}
+
+
+OPERATORS: dict[str, Callable[[Case], dict[str, Result]]] = {
+    "embed": _embed, "rms_norm": _rms_norm, "layer_norm": _layer_norm, "quantize": _quantize, "linear": _linear,
+    "gate_up": _gate_up, "rope_kv_write": _rope_kv_write, "attention": _attention, "rope_attention": _rope_attention,
+    "route": _route, "norm_route": _norm_route, "expert_order": _expert_order, "gather": _gather,
+    "expert_gate_up": _expert_gate_up, "expert_linear": _expert_linear, "expert_down": _expert_down,
+    "combine": _combine,
+}  # fmt: skip
