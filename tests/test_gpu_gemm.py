@@ -19,6 +19,7 @@ from mlc_amd.schedules.gpu.arch import resolve
 from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu
 from mlc_amd.schedules.gpu.gemm import linear
 from mlc_amd.schedules.gpu.gemm_dot import DotTile
+from mlc_amd.schedules.gpu.gemm_matrix import MatrixTile, choose, lds_bytes
 from mlc_amd.tools.dev.gfxemu import emulate
 
 INT8 = [name for name in gguf_blocks.DISTINCT if FORMATS[name].kind == "int8"]
@@ -55,6 +56,7 @@ LINEAR |= {
     "medium-matrix": Case((("q4_0", 80),), 192, 64),
     "medium-dot": Case((("q4_1", 144),), 64, 64, "rows"),
     "large-matrix": Case((("q4_0", 144),), 160, 256),  # five steps: the last one has no partner
+    "shared-matrix": Case((("q4_0", 48),), 192, 32, tile=MatrixTile(16, 16, 64, 1, 1, 2, 2)),  # three steps, two waves
     "large-float": Case((("bf16", 48),), 64, 64, "", tile=DotTile(64, 128, 8)),
     "exact-float": Case((("f32", 41),), 256, 32, "", (True,)),  # on matrix units, too: a router's
     "f32-activations-matrix": Case((("q4_0", 48),), 64, 16, ""),
@@ -83,6 +85,7 @@ SAMPLE = [
     "residual-matrix",
     "medium-matrix",
     "large-matrix",
+    "shared-matrix",
 ]
 MATRIX_SWIGLU = [name for name in SWIGLU if name.endswith("-matrix")]
 DOT = [name for name in LINEAR if name.endswith(("-dot", "-float"))]
@@ -294,6 +297,17 @@ def test_matrix_kernels_hold_everything_in_registers(arch_name):
     module = compile_hsaco(kernels, arch)
     check_resources(module, len(kernels))
     assert len(re.findall("v_wmma_f32|v_mfma_f32", module.assembly)) >= 8 * len(kernels)
+
+
+@pytest.mark.parametrize("arch_name", ["gfx908", "gfx90a", "gfx942"])
+@pytest.mark.parametrize("m", [16, 64, 512])
+def test_two_workgroups_fit_a_compute_unit(arch_name, m):
+    """Of one, a SIMD has a single wave. Where there are fewer workgroups than compute units nothing is to be gained."""
+    arch = resolve(arch_name)
+    for rows, count in ((4096, 1), (6144, 1), (12288, 1), (8192, 2), (14336, 2)):
+        tile = choose(arch, m, 4096, rows, count)
+        few = m // tile.tokens * (rows // tile.rows) <= arch.units
+        assert few or 2 * lds_bytes(tile, count) <= arch.lds
 
 
 @pytest.mark.parametrize("arch_name", DOT_MNEMONICS)

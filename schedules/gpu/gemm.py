@@ -40,7 +40,7 @@ def engine(layout, formats, m, k, arch, rows, tile=None, together=1):
     if matrix and arch.matrix == "coop":
         return CoopGemm(arch, tile or gemm_coop.choose(arch, formats, m, k, rows, together), k, together)
     if matrix:
-        return MatrixGemm(arch, tile or gemm_matrix.choose(arch, m, k, together), k, together)
+        return MatrixGemm(arch, tile or gemm_matrix.choose(arch, m, k, rows, together), k, together)
     if exact and arch.matrix:
         return ExactGemm(arch, tile or gemm_dot.choose_exact(arch, m, rows), k, together)
     return (DotGemm if layout == "rows" else FloatGemm)(arch, tile or gemm_dot.choose(arch, m, together), k, together)

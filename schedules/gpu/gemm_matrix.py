@@ -102,7 +102,8 @@ class MatrixTile:
 
 # (kind of matrix unit, tokens): the tile that `choose` starts from. Few tokens: few rows, or too few workgroups to fill
 # the GPU, and many columns, so that enough bytes of weights are on their way: 512 columns of 4096 rows of 4 bits are 1
-# MB.
+# MB. Where there is no more than one workgroup per compute unit, and so one wave per SIMD (16 tokens by 4096 rows on
+# gfx942), only the next step's loads hide latency: half the columns would take twice as many steps of the same latency.
 TILES = {
     ("wmma", 128): MatrixTile(128, 128, 32, 4, 2, 2),
     ("wmma", 64): MatrixTile(64, 32, 128, 2, 2, 1, 2),
@@ -115,20 +116,30 @@ TILES = {
 }
 
 
-def choose(arch, m, k, weights=1):
-    """The default MatrixTile for m tokens and k columns on an arch; `weights` share the accumulators (gate and up: 2).
-    ValueError unless m is a multiple of 16 and k of 32."""
+def lds_bytes(tile, weights=1) -> int:
+    """LDS of a workgroup: what is staged, or later in the same place the sums of the waves along the columns."""
+    staged = tile.buffers * (tile.tokens + weights * tile.rows) * (tile.columns + PAD) * 2
+    return max(staged, (tile.waves_k - 1) * weights * tile.tokens * tile.rows * 4)
+
+
+def choose(arch, m, k, rows, weights=1):
+    """The default MatrixTile for m tokens, k columns and `rows` rows on an arch; `weights` share the accumulators (gate
+    and up: 2). ValueError unless m is a multiple of 16 and k of 32."""
     tokens = next((t for t in (128, 64, 32, 16) if m % t == 0), None)
     if tokens is None or k % BLOCK:
         raise ValueError(f"{m} tokens of {k} columns are no tiles of 16 x {BLOCK}")
     tile = TILES[arch.matrix[:4], tokens]
     # what a thread holds of several weights is to be what it would of one: fewer rows of each, or else fewer columns
-    rows, limit = tile.rows // weights, tile.columns
-    if rows < 16 * tile.waves_n:
-        rows, limit = tile.rows, max(BLOCK, tile.columns // weights)
+    held, limit = tile.rows // weights, tile.columns
+    if held < 16 * tile.waves_n:
+        held, limit = tile.rows, max(BLOCK, tile.columns // weights)
+    # more than one workgroup per compute unit: two run at once with half the columns, else one after the other
+    taken = lds_bytes(replace(tile, rows=held, columns=limit), weights)
+    if m // tokens * -(-rows // held) > arch.units and taken > arch.lds // 2:
+        limit = max(BLOCK, limit // 2)
     columns = next(c for c in (512, 256, 128, 64, 32) if c <= limit and k % c == 0)
     waves_k = min(tile.waves_k, columns // UNITS[arch.matrix].columns)
-    return replace(tile, rows=rows, columns=columns, waves_k=waves_k)
+    return replace(tile, rows=held, columns=columns, waves_k=waves_k)
 
 
 # (kind of matrix unit, slots of a tile of one expert): tiles for one weight and for two. There are workgroups enough:
@@ -159,9 +170,9 @@ def _shares(total, threads):
 
 
 class MatrixGemm:
-    """The tile routine of one kernel: launch the grid with `threads` threads, `allocate` there, then `emit` any number
-    of tiles, one after the other. `weights`: how many weights of one shape share a tile (gate and up: 2). ValueError
-    for a tile that does not fit."""
+    """The tile routine of one kernel: launch the grid with `threads` threads, `allocate` there, then `emit` the code of
+    any number of tiles, of which a workgroup computes one. `weights`: how many weights of one shape share a tile (gate
+    and up: 2). ValueError for a tile that does not fit."""
 
     rows_side_by_side = 1  # rows that neighbouring lanes hold in the epilogue
 
@@ -178,10 +189,7 @@ class MatrixGemm:
         self.ld, side = tile.columns + PAD, self.unit.side
         self.tiles_m, self.tiles_n = tile.tokens // tile.waves_m // side, tile.rows // tile.waves_n // side
         self.steps, self.share = k // tile.columns, tile.columns // tile.waves_k
-        size = (
-            tile.buffers * (tile.tokens + weights * tile.rows) * self.ld * 2
-            + (tile.waves_k - 1) * weights * tile.tokens * tile.rows * 4
-        )
+        size = lds_bytes(tile, weights)
         if (
             self.tiles_m * tile.waves_m * side != tile.tokens
             or self.tiles_n * tile.waves_n * side != tile.rows
@@ -201,14 +209,19 @@ class MatrixGemm:
         self.wave_n = T.Bind(wave // tile.waves_m % tile.waves_n * (self.tiles_n * unit.side))
         self.wave_k = T.Bind(wave // (tile.waves_m * tile.waves_n))
 
-        def shared(rows):
-            return [T.alloc_buffer((rows * self.ld,), "float16", scope="shared") for _ in range(tile.buffers)]
-
-        self.x_lds, self.w_lds = shared(tile.tokens), [shared(tile.rows) for _ in range(self.weights)]
         self.sums = T.alloc_buffer((self._count() * unit.acc,), "float32", scope="local")
-        if tile.waves_k > 1:
-            shape = ((tile.waves_k - 1) * self.weights * tile.tokens * tile.rows,)
-            self.partial = T.alloc_buffer(shape, "float32", scope="shared")
+        # (buffer, first element) of each step's activations and weights. Separate buffers let LLVM move the stores of
+        # one step between the loads of another; sums of several waves need all of the place.
+        counts = [rows * self.ld for rows in [tile.tokens] + [tile.rows] * self.weights]
+        if tile.waves_k == 1:
+            self.staged = [
+                [(T.alloc_buffer((n,), "float16", scope="shared"), 0) for n in counts] for _ in range(tile.buffers)
+            ]
+            return
+        self.partial = T.alloc_buffer((lds_bytes(tile, self.weights) // 2,), "float16", scope="shared")
+        self.staged = [
+            [(self.partial, i * sum(counts) + sum(counts[:j])) for j in range(len(counts))] for i in range(tile.buffers)
+        ]
 
     def emit(self, acts, weights, token0, row0, epilogue, first=None):
         """One tile: tokens token0.. of the activations (X [m, k],), float16 or float32; rows row0.. of the weights, a
@@ -238,15 +251,18 @@ class MatrixGemm:
         if self.tile.waves_k == 1:
             self._finish(weights, token0, row0, epilogue)
             return
+        if self.steps % count:
+            barrier()  # the sums go where operands are still read
         with T.If(self.wave_k > 0), T.Then():
             for i in range(self._count()):
-                T.buffer_store(self.partial, self.sums[self._slice(i)], [self._partial(self.wave_k - 1, i)])
+                halves = T.reinterpret(f"float16x{2 * self.unit.acc}", self.sums[self._slice(i)])
+                T.buffer_store(self.partial, halves, [self._partial(self.wave_k - 1, i)])
         barrier()
         with T.If(self.wave_k == 0), T.Then():
             for i in range(self._count()):
                 total = self.sums[self._slice(i)]
                 for w in range(self.tile.waves_k - 1):
-                    total = total + self.partial[self._partial(w, i)]
+                    total = total + T.reinterpret(f"float32x{self.unit.acc}", self.partial[self._partial(w, i)])
                 T.buffer_store(self.sums, total, [self._slice(i)])
             self._finish(weights, token0, row0, epilogue)
 
@@ -255,12 +271,10 @@ class MatrixGemm:
         return self.weights * self.tiles_m * self.tiles_n
 
     def _partial(self, wave_k, i):
-        """Where the accumulator tile i of the waves along k lies for this lane: lanes side by side."""
+        """Where the accumulator tile i of the waves along k lies for this lane, in halves: lanes side by side."""
         part = self.thread % (self.threads // self.tile.waves_k) // self.wave
-        waves = self.threads // self.tile.waves_k // self.wave
-        return at(
-            (((wave_k * waves + part) * self._count() + i) * self.wave + self.lane) * self.unit.acc, self.unit.acc
-        )
+        waves, halves = self.threads // self.tile.waves_k // self.wave, 2 * self.unit.acc
+        return at((((wave_k * waves + part) * self._count() + i) * self.wave + self.lane) * halves, halves)
 
     def _slice(self, i):
         """The accumulators of tile i."""
@@ -298,14 +312,16 @@ class MatrixGemm:
 
     def _stage(self, buffer, weights, loaded):
         """Registers to LDS buffer number `buffer`, as float16."""
+        (lds, start), *places = self.staged[buffer]
         for (row, column), x in zip(self._x_pieces(), loaded[0], strict=True):
-            T.buffer_store(self.x_lds[buffer], T.cast(x, "float16x8"), [at(row * self.ld + column, 8)])
+            T.buffer_store(lds, T.cast(x, "float16x8"), [at(start + row * self.ld + column, 8)])
         side = self.unit.side
-        for (fmt, _, _), lds, pieces in zip(weights, self.w_lds, loaded[1], strict=True):
+        for (fmt, _, _), (lds, start), pieces in zip(weights, places, loaded[1], strict=True):
             for (row, block, part), raw in zip(self._w_pieces(), pieces, strict=True):
-                base = T.Bind((row // side * side + self.unit.slot(row % side)) * self.ld + block * BLOCK)
+                place = row // side * side + self.unit.slot(row % side)
+                base = T.Bind(start + place * self.ld + block * BLOCK)
                 for column, run in zip(columns_of(part), half_piece(self.arch, fmt, raw, part), strict=True):
-                    T.buffer_store(lds[buffer], run, [at(base + column, 8)])
+                    T.buffer_store(lds, run, [at(base + column, 8)])
 
     def _multiply(self, buffer):
         """LDS buffer number `buffer` into the accumulators. LLVM would start so many tiles, or load so many operands
@@ -315,12 +331,14 @@ class MatrixGemm:
             if column:
                 schedule_fence(MATRIX_MAY_NOT_CROSS)
 
-            def operands(lds, row, tiles, column=column):
-                first = self.wave_k * self.share + column
-                return [unit.load(lds[buffer], row + i * unit.side, self.ld, first, self.lane) for i in range(tiles)]
+            def operands(place, row, tiles, column=column):
+                lds, start = place
+                first = start + self.wave_k * self.share + column
+                return [unit.load(lds, row + i * unit.side, self.ld, first, self.lane) for i in range(tiles)]
 
-            a = [operand for lds in self.w_lds for operand in operands(lds, self.wave_n, self.tiles_n)]
-            b = operands(self.x_lds, self.wave_m, self.tiles_m)
+            x_place, *w_places = self.staged[buffer]
+            a = [operand for place in w_places for operand in operands(place, self.wave_n, self.tiles_n)]
+            b = operands(x_place, self.wave_m, self.tiles_m)
             for part in range(len(b[0])):
                 for i in range(self.tiles_m):
                     for j, weight in enumerate(a):
