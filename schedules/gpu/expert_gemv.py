@@ -91,7 +91,7 @@ def expert_down(fmt, n, k, of: Slots, weighted, residual, layout, arch, name, pl
                 slot = T.Bind(step * side + beside)
                 first = T.Bind(expert_at(ids, [0, slot], of.experts) * n)
                 strips = [Strip(fmt, views, first + row + i) for i in range(plan.rows)]
-                found = emit_sums(strips, acts.of(slot), part, lanes, plan.unroll, arch)
+                found = emit_sums(strips, [acts.of(slot)], part, lanes, plan.unroll, arch)
                 for i in range(plan.rows):
                     weight = Weights[0, slot] if weighted else T.float32(1)
                     put(sums, fma(T.Bind(found[i]), weight, sums[i]), i)
