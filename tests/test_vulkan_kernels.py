@@ -83,7 +83,9 @@ def check_linear(profile, segments, k, m=1, layout="rows", biases=None, residual
             y = y + arrays["R"][:, :n]
         expected.append(y)
     execute(
-        (gemv if m <= gemv.FEW else gemm).linear(list(segments), k, m, layout, biases, residual, profile, "linear", plan),
+        (gemv if m <= gemv.FEW else gemm).linear(
+            list(segments), k, m, layout, biases, residual, profile, "linear", plan
+        ),
         arrays,
         profile,
     )

@@ -12,7 +12,7 @@ bound: what matters is that enough 128-bit loads are in flight. So are a few tok
 once, then multiplied with each token's activations, which caches keep. All m tokens are computed, live or not.
 """
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
@@ -27,12 +27,10 @@ from mlc_amd.schedules.gpu.gemv_rows import Strip, emit_acts, emit_rows, emit_sp
 from mlc_amd.schedules.gpu.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.quantize import LANES, WIDTH, act_args, columns, emit_store
 from mlc_amd.schedules.gpu.registers import lane_of
-from mlc_amd.schedules.gpu.step import kernel, state_arg
+from mlc_amd.schedules.gpu.step import FEW, if_live, kernel, state_arg
 
 FULL = 6  # groups of lanes for each compute unit, as many as hide the latency of memory
 MIN_USE = 0.9  # of the lanes, over all steps of a row
-# Tokens of a step whose linear layers are GEMVs; a power of two. Beyond it the products take longer than the weights.
-FEW = 8
 MAX_SUMS = 32  # products that a group of lanes adds up at once: as many registers
 
 
@@ -224,6 +222,19 @@ def gate_up_plan(fmts, f, k, arch, plan=None, slots=1, m=1) -> Plan:
     return Plan(min(plan.rows, BLOCK * lanes // (waves * arch.wave)), waves, lanes, plan.unroll)
 
 
+@contextmanager
+def _of_live(state, of, index):
+    """`with _of_live(..) as (slot, token):` around what is done for slots of live tokens; (None, 0) without experts.
+    index: of the slot, of a workgroup."""
+    if not of:
+        yield None, 0
+        return
+    (slot,) = index
+    token = slot if of.m == 1 else T.Bind(slot // of.experts.used)
+    with if_live(state, of.m, token):
+        yield slot, token
+
+
 def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, plan=None, act="silu", of=None):
     """PrimFunc (state, A, S | X, [Groups], planes of gate, planes of up, [GB, UB], then A_out, S_out | H_out | Y of [m,
     f] in that `layout`).
@@ -232,32 +243,34 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, pla
     int8 (layout_in "rows") or both float (layout_in ""). m: 1, 2, 4 or FEW. A workgroup makes one block of 32 columns
     of y. ValueError for weights that cannot share a launch.
 
-    of: a `Slots` of experts.py, for m = 1; the weights are stacks, and the outputs have a row for each slot.
+    of: a `Slots` of experts.py, not sorted, with m = 1: the weights are stacks, and each slot is a GEMV of one token
+    and a row of the outputs.
     """
     fmts = [lookup(fmt_gate), lookup(fmt_up)]
     check(fmts, m, layout_in, "gate_up")
     if f % BLOCK:
         raise ValueError(f"a feed-forward layer of {f} columns does not make whole blocks of {BLOCK}")
-    slots, x_rows, count = (of.experts.used, of.x_rows, of.experts.count) if of else (1, m, 1)
+    slots, x_rows, count = (of.experts.slots(of.m), of.x_rows, of.experts.count) if of else (1, m, 1)
     rows, waves, lanes, unroll = astuple(gate_up_plan(fmts, f, k, arch, plan, slots, m))
     groups = waves * arch.wave // lanes
     with kernel(name) as ir:
-        state_arg()
+        state = state_arg()
         params = act_args(x_rows, k, layout_in)
-        ids = ids_arg(of.experts, 1) if of else None
+        ids = ids_arg(of.experts, of.m) if of else None
         weights = [plane_args(fmt, count * f, k, prefix) for fmt, prefix in zip(fmts, ("G_", "U_"), strict=True)]
         biases = bias_args(of, f, ("GB", "UB"))
         out = act_args(slots * m, f, layout, {"": ["Y"], "half": ["H_out"], "rows": ["A_out", "S_out"]}[layout])
         grid = (f // BLOCK, slots) if of else (f // BLOCK,)
-        with launch(grid, (arch.wave, waves)) as (block, *slot, lane, wave):
+        with launch(grid, (arch.wave, waves)) as (block, *rest, lane, wave), _of_live(state, of, rest) as (slot, token):
             acts = emit_acts(params, k, x_rows)
             views = [load.views(fmt, bufs, span_of(fmts, k)) for fmt, bufs in zip(fmts, weights, strict=True)]
             made = T.alloc_buffer((2 * m, BLOCK), "float32", scope="shared")  # gate and up of each token
             group, part = _group(wave, lane, lanes, arch, waves), T.Bind(lane % lanes)
             first = block * BLOCK
             if of:
-                first = T.Bind(expert_at(ids, [0, *slot], of.experts) * f + first)
-                acts = acts if of.shared else acts.of(*slot)
+                own = [0, slot] if of.m == 1 else [token, T.Bind(slot % of.experts.used)]
+                first = T.Bind(expert_at(ids, own, of.experts) * f + first)
+                acts = acts if x_rows == 1 else acts.of(token if of.shared else slot)
             with T.serial(BLOCK // (groups * rows)) as i:
                 row = T.Bind((i * groups + group) * rows)
                 strips = [
@@ -293,6 +306,6 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, pla
                         )
                     )
                 y = [gated(act, g, u) for g, u in zip(gate, up, strict=True)]
-                out_row = slot[0] if of else token
+                out_row = slot if of else token
                 emit_store(arch, layout, out, y, out_row, T.Bind(block * BLOCK + column), live)
     return ir.get()
