@@ -196,7 +196,7 @@ def _linear(workload, arch) -> Space:
 
 def _gate_up(workload, arch) -> Space:
     args = workload.args
-    if args.get("tile", args["m"] > FEW) <= 1:
+    if args["tile"] == 1 if "tile" in args else args["m"] <= FEW:
         return _gemv_gate_up(workload, arch)
     return _gemm(workload, arch, [args["n"]], 2, args["layout_in"])
 
