@@ -53,8 +53,10 @@ class GpuTarget(Target):
                 raise UserError(f"{first.name} and {other.name} need different layouts; compile an artifact for each")
 
     def prefill_sizes(self, ctx: int) -> list[int]:
-        # kernels without dot products take LLVM several times as long: one size fewer
-        sizes = (FEW, 64, 512) if all(arch.dot for arch in self.archs) else (64, 512)
+        # Few rows are GEMVs. On an H200 matrix units compute 16 rows in less time than two such steps take. Kernels
+        # without dot products take LLVM several times as long: fewer sizes.
+        few = (FEW, 16) if self.archs[0].matrix else (FEW,)
+        sizes = (*(few if all(arch.dot for arch in self.archs) else ()), 64, 512)
         return [m for m in sizes if m <= max(ctx, 64)]
 
     def act_layout(self, m: int, kind: str) -> str:
