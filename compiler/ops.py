@@ -164,7 +164,7 @@ def _expert_linear(call, bb):
 
 
 def _expert_down(call, bb):
-    return tensor_type((1, padded(int(call.attrs["n"]))))
+    return tensor_type((int(call.attrs["m"]), padded(int(call.attrs["n"]))))
 
 
 def _combine(call, bb):
@@ -224,13 +224,13 @@ OPS = {
     "expert_order": (_expert_order, "rows sorted by expert: (ids,) to (slots, pairs, groups); EXPERTS"),
     "gather": (
         _gather,
-        "the rows of x in slots, times their weights: (x, [pairs], [weights]); EXPERTS and weighted, layout. One row "
-        "has no pairs",
+        "the rows of x in slots, times their weights: (x, [pairs], [weights]); EXPERTS and weighted, layout. Without "
+        "pairs they are not sorted",
     ),
     "expert_gate_up": (
         _expert_gate_up,
         "act(x G^T) * (x U^T) of each slot's expert: (x, groups, G, U, [G's and U's biases]); EXPERTS and formats, n, "
-        "k, m, act, biases, layout_in, layout. x has a row for each slot, or one for all",
+        "k, m, act, biases, layout_in, layout. x has a row for each slot, or for all slots of a row",
     ),
     "expert_linear": (
         _expert_linear,
@@ -243,8 +243,8 @@ OPS = {
     ),
     "expert_down": (
         _expert_down,
-        "combine(expert_linear) of one row: (x, ids, W, [bias], [weights], [residual]); EXPERTS and formats, n, k, m, "
-        "biases, weighted, residual, layout (of x)",
+        "combine(expert_linear) of rows that are not sorted: (x, ids, W, [bias], [weights], [residual]); EXPERTS and "
+        "formats, n, k, m, biases, weighted, residual, layout (of x)",
     ),
 }
 

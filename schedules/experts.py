@@ -3,9 +3,10 @@
 A router gives each live row `used` of `count` experts: a pair (row, j) is number row * used + j. An expert's weights
 are n rows of a stack of matrices: row e * n + i of a packed matrix of count * n rows.
 
-One row (decode): pair j is slot j, and the kernels take the expert of each slot from `Ids` [1, used].
+Few rows (tiles of one slot): the number of a pair is that of its slot, and the kernels take the expert of each slot
+from `Ids` [m, used].
 
-Several rows: pairs are sorted by expert, and each expert's pairs padded to whole tiles of `tile` slots, so that a tile
+Many rows: pairs are sorted by expert, and each expert's pairs padded to whole tiles of `tile` slots, so that a tile
 needs one expert. `expert_order` makes
 
     Slots   int32 [m, used]             slot of each pair
@@ -28,7 +29,7 @@ MIN_SUM = 6.103515625e-5  # lower bound of the sum that weights are divided by: 
 
 @dataclass(frozen=True)
 class Experts:
-    """count: experts of a layer; used: of them by a row; tile: slots of a tile (1 for one row)."""
+    """count: experts of a layer; used: of them by a row; tile: slots of a tile; 1: pairs are not sorted."""
 
     count: int
     used: int
@@ -43,5 +44,5 @@ class Experts:
         return self.tiles(m) * self.tile
 
     def groups(self, m: int) -> int:
-        """Entries of `Groups` (of `Ids` for one row)."""
-        return self.used if m == 1 else self.tiles(m) + 2 * self.count + 1
+        """Entries of `Groups`."""
+        return self.tiles(m) + 2 * self.count + 1

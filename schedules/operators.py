@@ -260,7 +260,7 @@ def _routing(args: dict) -> Iterator[Slot]:
 
 def _gather(args: dict) -> Iterator[Slot]:
     yield from (_STATE, Slot("input", ("X",)))
-    if args["m"] > 1:
+    if args["tile"] > 1:
         yield Slot("input", ("Pairs",), slots=True)
     if args["weighted"]:
         yield Slot("input", ("Weights",))
@@ -283,7 +283,7 @@ def _expert_linear(args: dict) -> Iterator[Slot]:
         yield Slot("input", ("Weights",))
     if args.get("residual"):
         yield Slot("input", ("R",))
-    yield Slot("output", ("Y",), columns=args["n"], slots=args["m"] > 1)
+    yield Slot("output", ("Y",), columns=args["n"], slots=args["tile"] > 1)
 
 
 def _combine(args: dict) -> Iterator[Slot]:

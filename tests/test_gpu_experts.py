@@ -234,7 +234,7 @@ def test_combine(profile, weighted):
 
 
 class Case(NamedTuple):
-    """m rows; n: rows of an expert's matrix."""
+    """m rows, sorted by expert where its tiles have several slots; n: rows of an expert's matrix."""
 
     fmt: str
     m: int = 1
@@ -246,6 +246,10 @@ class Case(NamedTuple):
     shared: bool = True
     layout: str = "rows"
 
+    @property
+    def sorted(self) -> bool:
+        return self.experts.tile > 1
+
 
 TILED = Experts(5, 3, 32)
 CASES = {
@@ -253,6 +257,8 @@ CASES = {
     "q4_k": Case("q4_k", biases=True, act="swiglu_oai", layout=""),
     "f16": Case("f16", shared=False, k=96),
     "mxfp4": Case("mxfp4", biases=True, act="swiglu_oai", k=96),
+    "few q4_k": Case("q4_k", 4, biases=True, act="swiglu_oai", k=512),
+    "few f16": Case("f16", 8, shared=False, k=96),
     "seven": Case("q4_0", experts=Experts(9, 7), n=32, biases=True),
     "rows q8_0": Case("q8_0", 16, TILED, biases=True, act="swiglu_oai", layout=""),
     "rows q4_k": Case("q4_k", 16, TILED, n=96),
@@ -270,7 +276,7 @@ def stack(fmt, count, n, k, seed):
 
 def problem(case, arch, rows, scale=1.0):
     """(layout of activations, parameters, values [rows, k], what rounds weights, error that is allowed)"""
-    matrix = bool(case.m > 1 and arch.matrix)
+    matrix = bool(case.sorted and arch.matrix)
     layout = "half" if matrix else "rows" if FORMATS[case.fmt].kind == "int8" else ""
     inputs, x, rounded = gemm_cases.problem(layout, rows, case.k, matrix, scale)
     if matrix and arch.matrix == "coop":
@@ -282,8 +288,8 @@ def problem(case, arch, rows, scale=1.0):
 def assigned(case):
     """(Groups, the expert of each slot or -1)"""
     ids = choices(case.m, case.experts)
-    if case.m == 1:
-        return ids, ids[0]
+    if not case.sorted:
+        return ids, ids.ravel()
     _, _, groups = ordered(ids, case.m, case.experts)
     return groups, np.repeat(groups[: case.experts.tiles(case.m)], case.experts.tile)
 
@@ -298,7 +304,8 @@ def check_gate_up(case, arch, run_kernel):
     experts, n, k = case.experts, case.n, case.k
     (g_planes, g), (u_planes, u) = (stack(case.fmt, experts.count, n, k, seed) for seed in (1, 2))
     slots = experts.slots(case.m)
-    rows = 1 if case.m == 1 and case.shared else slots
+    shared = case.shared and not case.sorted
+    rows = case.m if shared else slots
     # gates of a size at which the activation bends
     layout_in, inputs, x, rounded, limit = problem(
         case, arch, rows, 3 / np.sqrt((g.astype(np.float64) ** 2).sum(-1).mean())
@@ -314,11 +321,11 @@ def check_gate_up(case, arch, run_kernel):
     arrays |= {prefix + p: a for prefix, planes in (("G_", g_planes), ("U_", u_planes)) for p, a in planes.items()}
     kernel = build(
         "expert_gate_up", arch, gate=case.fmt, up=case.fmt, n=n, k=k, m=case.m, **of(experts), biases=case.biases,
-        act=case.act, layout_in=layout_in, layout=layout, shared=rows == 1,
+        act=case.act, layout_in=layout_in, layout=layout, shared=shared,
     )  # fmt: skip
     run_kernel(kernel, arrays, arch)
     b = [biases[name].reshape(-1, n) for name in ("GB", "UB") if case.biases]
-    x = np.broadcast_to(x, (slots, k))
+    x = x.repeat(slots // rows, axis=0)
 
     def one(x, gate, up, *biases):
         return reference.gate_up(x, gate, up, case.act, biases or (None, None))
@@ -335,29 +342,29 @@ def check_gate_up(case, arch, run_kernel):
         assert (np.abs(A * d[..., None] - blocks) < 0.502 * d[..., None])[used].all()
         np.testing.assert_allclose(S[used], gemm_cases.sums(A, d)[used], rtol=1e-6)
         got = S
-    if case.m > 1:
+    if case.sorted:
         assert not used.all() and (got[~used] == LEFT).all()
 
 
 def check_down(case, arch, run_kernel):
-    """`expert_down` of one row, `expert_linear` of several."""
+    """`expert_linear` of sorted rows, else `expert_down`."""
     experts, n, k, slots = case.experts, case.n, case.k, case.experts.slots(case.m)
     planes, w = stack(case.fmt, experts.count, n, k, 3)
     layout, inputs, x, rounded, limit = problem(case, arch, slots)
     groups, ids = assigned(case)
     rng = np.random.default_rng(4)
-    bias, r = rng.standard_normal(experts.count * n).astype(np.float32), rng.standard_normal((1, n), np.float32)
-    weights = rng.random((1, experts.used), np.float32)
+    bias, r = rng.standard_normal(experts.count * n).astype(np.float32), rng.standard_normal((case.m, n), np.float32)
+    weights = rng.random((case.m, experts.used), np.float32)
     arrays = state(case.m) | inputs | {"Groups": groups, "WB": bias, "Weights": weights, "R": r}
     arrays |= {f"W_{p}": a for p, a in planes.items()}
     args = {"fmt": case.fmt, "n": n, "k": k, "m": case.m, **of(experts), "bias": case.biases, "layout": layout}
     expected = by_slot(reference.linear, x, ids, rounded(w), *([bias.reshape(-1, n)] if case.biases else []))
-    if case.m == 1:
-        arrays["Y"] = left((1, n), np.float32)
+    if not case.sorted:
+        arrays["Y"] = left((case.m, n), np.float32)
         weighted = residual = case.biases
         run_kernel(build("expert_down", arch, **args, weighted=weighted, residual=residual), arrays, arch)
-        expected = (expected * (weights[0][:, None] if weighted else 1)).sum(0) + (r[0] if residual else 0)
-        assert error(arrays["Y"][0], expected) < limit
+        expected = expected.reshape(case.m, -1, n) * (weights[..., None] if weighted else 1)
+        assert error(arrays["Y"], expected.sum(1) + (r if residual else 0)) < limit
         return
     arrays["Y"], used = left((slots, n), np.float32), ids >= 0
     run_kernel(build("expert_linear", arch, **args), arrays, arch)

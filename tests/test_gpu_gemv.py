@@ -1,5 +1,5 @@
-"""Decode kernels of the GPU, run in the ISA emulator: linear layers and gate/up with SwiGLU of one token, against
-numpy.
+"""Decode kernels of the GPU, run in the ISA emulator: linear layers of one and of a few tokens, and gate/up with SwiGLU
+of one, against numpy.
 
 The oracle: gguf-py's dequantized weights times the dequantized activations in float64.
 """
@@ -15,7 +15,7 @@ from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.arch import ARCHS, resolve
-from mlc_amd.schedules.gpu.gemv import GATE_UP_PLANS, Plan, default_plan, gate_up_swiglu, linear
+from mlc_amd.schedules.gpu.gemv import FEW, GATE_UP_PLANS, Plan, default_plan, gate_up_swiglu, linear
 from mlc_amd.schedules.gpu.planes import padded
 from mlc_amd.tools.dev.gfxemu import emulate
 
@@ -35,17 +35,17 @@ def weights(fmt, n, k, seed, prefix):
     return w.astype(np.float64), {prefix + p: plane for p, plane in planes.items()}
 
 
-def activations(k, kind, seed=0):
-    """(exact x float64 [k], parameters)."""
-    x = np.random.default_rng(seed).standard_normal(k).astype(np.float32)
+def activations(k, kind, m=1):
+    """(exact x float64 [m, k], parameters)."""
+    x = np.random.default_rng(0).standard_normal((m, k)).astype(np.float32)
     if kind == "float":
-        return x.astype(np.float64), {"X": x[None]}
-    blocks = x.reshape(-1, 32)
-    d = np.abs(blocks).max(1, keepdims=True) / np.float32(127)
+        return x.astype(np.float64), {"X": x}
+    blocks = x.reshape(m, -1, 32)
+    d = np.abs(blocks).max(2, keepdims=True) / np.float32(127)
     q = np.rint(blocks / d).astype(np.int8)
-    total = [q.sum(1, dtype=np.int32), q[:, :16].sum(1, dtype=np.int32), q[:, 16:].sum(1, dtype=np.int32)]
-    s = np.stack([d[:, 0], *(d[:, 0] * t for t in total)], 1).astype(np.float32)
-    return (q * d.astype(np.float64)).ravel(), {"A": q[None], "S": s[None]}
+    total = [q.sum(2, dtype=np.int32), q[..., :16].sum(2, dtype=np.int32), q[..., 16:].sum(2, dtype=np.int32)]
+    s = np.stack([d[..., 0], *(d[..., 0] * t for t in total)], 2).astype(np.float32)
+    return (q * d.astype(np.float64)).reshape(m, k), {"A": q, "S": s}
 
 
 def state():
@@ -57,30 +57,30 @@ def check_no_spills(module):
         assert set(re.findall(rf"\.{what}:\s+(\d+)", module.assembly)) == {"0"}, what
 
 
-def run_linear(arch, segments, k, biases, residual, plan=None, wave_order="fwd"):
+def run_linear(arch, segments, k, biases, residual, plan=None, wave_order="fwd", m=1):
     """Compiles and runs a kernel, checks its outputs and returns the emulator's result."""
     kind = FORMATS[segments[0][0]].kind
-    kernel = linear(segments, k, 1, "rows" if kind == "int8" else "", biases, residual, resolve(arch), "linear", plan)
+    kernel = linear(segments, k, m, "rows" if kind == "int8" else "", biases, residual, resolve(arch), "linear", plan)
     module = compile_hsaco({"linear": kernel}, resolve(arch))
     check_no_spills(module)
-    x, arrays = activations(k, kind)
+    x, arrays = activations(k, kind, m)
     arrays |= state()
     expected, rng = [], np.random.default_rng(5)
     for i, ((fmt, n), bias) in enumerate(zip(segments, biases, strict=True)):
         w, parts = weights(fmt, n, k, i, f"W{i}_")
-        arrays |= parts | {f"Y{i}": np.full((1, padded(n)), np.nan, np.float32)}
-        y = w @ x
+        arrays |= parts | {f"Y{i}": np.full((m, padded(n)), np.nan, np.float32)}
+        y = x @ w.T
         scale = np.abs(y).max()
         if bias:
             arrays[f"bias{i}"] = (rng.standard_normal(n) * scale).astype(np.float32)
             y = y + arrays[f"bias{i}"]
         if residual:
-            arrays["R"] = (rng.standard_normal((1, padded(n))) * scale).astype(np.float32)
-            y = y + arrays["R"][0, :n]
+            arrays["R"] = (rng.standard_normal((m, padded(n))) * scale).astype(np.float32)
+            y = y + arrays["R"][:, :n]
         expected.append(y)
     [result] = emulate(module, "linear", arrays, wave_order)
     for i, y in enumerate(expected):
-        assert np.abs(arrays[f"Y{i}"][0, : len(y)] - y).max() <= TOLERANCE * np.abs(y).max()
+        assert np.abs(arrays[f"Y{i}"][:, : y.shape[1]] - y).max() <= TOLERANCE * np.abs(y).max()
     return result
 
 
@@ -152,7 +152,7 @@ def test_gate_up_swiglu(arch, case):
     kernel = gate_up_swiglu(gate, up, f, k, 1, "rows" if kind == "int8" else "", layout, resolve(arch), "gate_up")
     module = compile_hsaco({"gate_up": kernel}, resolve(arch))
     check_no_spills(module)
-    x, arrays = activations(k, kind)
+    (x,), arrays = activations(k, kind)
     (g, gate_planes), (u, up_planes) = weights(gate, f, k, 1, "G_"), weights(up, f, k, 2, "U_")
     # so that silu is neither 0 nor the identity
     shrink = np.float32(2.0 ** -np.ceil(np.log2(np.abs(g @ x).max() / 8)))
@@ -213,7 +213,8 @@ def test_all_formats_hold_everything_in_registers(arch):
 def test_what_is_no_gemv_is_refused():
     arch = resolve("gfx1100")
     for segments, m, layout, biases, residual in (
-        ([("q4_0", 16)], 2, "rows", (False,), False),
+        ([("q4_0", 16)], 3, "rows", (False,), False),
+        ([("q4_0", 16)], 2 * FEW, "rows", (False,), False),
         ([("q4_0", 16)], 1, "half", (False,), False),
         ([("q4_0", 16), ("f16", 16)], 1, "rows", (False, False), False),
         ([("q4_0", 16), ("q4_0", 16)], 1, "rows", (False, False), True),

@@ -115,7 +115,7 @@ def test_table_of_an_artifact(inspect, artifact, code):
         assert [int(row[title]) for title in ("VGPRs", "SGPRs", "AGPRs", "LDS", "scratch", "code")] == [
             kernel.vgprs, kernel.sgprs, kernel.agprs, kernel.lds, kernel.scratch, kernel.code,
         ]  # fmt: skip
-    gemv, gemm = table["linear_q4_0_256x256_m1_kernel"], table["linear_q4_0_256x256_m16_kernel"]
+    gemv, gemm = table["linear_q4_0_256x256_m1_kernel"], table["linear_q4_0_256x256_m64_kernel"]
     assert int(gemv["dot"]) > 0 and gemv["matrix"] == "0" and gemv["LDS loads"] == "0"
     assert int(gemm["matrix"]) > 0 and "x16" in gemm["loads"] and "x16" in gemm["LDS loads"]
     assert "VGPRs" not in inspect(artifact).out

@@ -20,6 +20,8 @@ from mlc_amd.schedules.gpu.profiles import resolve
 STATES = tuple((position, 1) for position in (0, 127, 128, CTX - 1))
 CASES = {
     "queries": Case(8, 2, 128, states=STATES),
+    "rows": Case(8, 2, 64, m=8, layout="rows", states=((0, 8), (0, 3), (250, 5), (CTX - 8, 8))),
+    "rows of a window": Case(2, 1, 64, m=4, states=((0, 4), (CTX - 3, 3)), attributes={"window": 300, "ring": 320}),
     "rope": Case(4, 1, 64, layout="rows", rope=Rope(False, 64), states=STATES),
     # two workgroups have four of the query heads each; one of them writes the cache
     "parts": Case(8, 1, 64, layout="rows", rope=Rope(True, 64, 1e-6), states=STATES, attributes={"sinks": True}),
@@ -45,8 +47,8 @@ def profile():
 @pytest.mark.parametrize("name", CASES)
 def test_splits(name):
     case = CASES[name]
-    kernel = attention_decode(case.layer, case.layout, profile(), "attention", case.rope)
-    assert splits_of(case.heads, case.kv_heads, case.d, CTX, profile(), span=case.layer.span).count > 1
+    kernel = attention_decode(case.layer, case.layout, profile(), "attention", case.rope, m=case.m)
+    assert splits_of(case.heads, case.kv_heads, case.d, CTX, profile(), span=case.layer.span, m=case.m).count > 1
     check_attention(case, lambda arrays: execute(kernel, arrays, profile()))
 
 

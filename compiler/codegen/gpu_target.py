@@ -23,12 +23,13 @@ from mlc_amd.schedules.gpu.cache import cache_types
 from mlc_amd.schedules.gpu.kernels import BUILDERS
 from mlc_amd.schedules.gpu.norm_route import scratch_shapes as route_scratch
 from mlc_amd.schedules.gpu.planes import BLOCK, padded, planes
+from mlc_amd.schedules.gpu.step import FEW
 
 # Slots. With 128 experts, 8 used, the rows of a chunk of 512 fill tiles of 32 to two thirds, tiles of 64 to a half, but
 # those decode weights less often: 10 % faster on an H200, whose matrix units have time to spare. Few rows: of most
 # experts one or two.
 EXPERT_TILE, EXPERT_TILES = 32, {"nvidia": 64}
-FEW, FEW_TILE = 64, 16  # rows of a step, and the tile up to there
+SOME, SOME_TILE = 64, 16  # rows of a step, and the tile up to there
 
 
 class GpuTarget(Target):
@@ -37,6 +38,7 @@ class GpuTarget(Target):
 
     query_dtype = "float16"
     layout = "rows"
+    few = FEW
     fuses_rope = True
     fuses_route = True
     planes = staticmethod(planes)
@@ -51,17 +53,21 @@ class GpuTarget(Target):
                 raise UserError(f"{first.name} and {other.name} need different layouts; compile an artifact for each")
 
     def prefill_sizes(self, ctx: int) -> list[int]:
-        # kernels without dot products take LLVM several times as long: one size fewer
-        sizes = (16, 64, 512) if all(arch.dot for arch in self.archs) else (64, 512)
+        # Few rows are GEMVs. On an H200 matrix units compute 16 rows in less time than two such steps take. Kernels
+        # without dot products take LLVM several times as long: fewer sizes.
+        few = (FEW, 16) if self.archs[0].matrix else (FEW,)
+        sizes = (*(few if all(arch.dot for arch in self.archs) else ()), 64, 512)
         return [m for m in sizes if m <= max(ctx, 64)]
 
     def act_layout(self, m: int, kind: str) -> str:
-        if m > 1 and self.archs[0].matrix:
+        if m > FEW and self.archs[0].matrix:
             return self.matrix_layout
         return "rows" if kind == "int8" else ""
 
     def expert_tile(self, m: int) -> int:
-        return FEW_TILE if m <= FEW else EXPERT_TILES.get(self.archs[0].family, EXPERT_TILE)
+        if m <= FEW:
+            return 1
+        return SOME_TILE if m <= SOME else EXPERT_TILES.get(self.archs[0].family, EXPERT_TILE)
 
     def cache_types(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
         return cache_types(self.layer(attention, ctx))
@@ -78,7 +84,7 @@ class GpuTarget(Target):
 
     def _linear(self, bb, call):
         a = call.attrs
-        if int(a["m"]) == 1 or int(a["k"]) % BLOCK == 0:
+        if int(a["m"]) <= FEW or int(a["k"]) % BLOCK == 0:
             return super()._linear(bb, call)
         return self._product(bb, call)
 

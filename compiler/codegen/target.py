@@ -88,7 +88,8 @@ class Target(ABC):
 
     @abstractmethod
     def expert_tile(self, m: int) -> int:
-        """Slots of a tile of one expert in a step of m > 1 rows: rows that its matrix products take at once."""
+        """Slots of a tile of one expert in a step of m rows: rows that its matrix products take at once. 1: the rows
+        are few enough to be computed slot by slot, without sorting them."""
 
     @abstractmethod
     def cache_types(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -107,9 +108,11 @@ class Target(ABC):
 
     fuses_route = False  # one kernel makes the norm, the logits and the choice of a token's experts
 
+    few = 1  # rows of a step, at most, for which attention and experts take the kernels of decode
+
     def attention_workspace(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Further tensors that decode attention of that kind takes and that live as long as the cache: name to (shape,
-        dtype). Zero at the start."""
+        """Further tensors that decode attention of that kind takes, for `few` rows at most, and that live as long as
+        the cache: name to (shape, dtype). Zero at the start."""
         return {}
 
     def route_workspace(self, experts: ExpertsConfig) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -304,8 +307,8 @@ class Target(ABC):
         args = {"gate": gate, "up": up} | _sizes(call) | _experts(call)
         args |= {"biases": bool(int(a["biases"])), "act": str(a["act"])}
         args |= {"layout_in": str(a["layout_in"]), "layout": str(a["layout"])}
-        # one row for all slots, or a row for each
-        args["shared"] = ops.rows_of(call.args[1]) == 1
+        # one row for all slots of a token, or a row for each
+        args["shared"] = args["tile"] == 1 and ops.rows_of(call.args[1]) == args["m"]
         label = f"expert_gate_up_{'_'.join(dict.fromkeys((gate, up)))}_{_label_of(args)}"
         return self._call(bb, call, label, Workload("expert_gate_up", args))
 

@@ -178,7 +178,7 @@ class Graph:
         # Another layer's cache is written when its output, which this layer's input depends on, is computed.
         q, *cache = (self.bb.emit(relax.TupleGetItem(rotated, i)) for i in range(3)) if writes else (rotated, *cache)
         sinks = [self.vector(f"{block}attn_sinks.weight", exact=True)] if a.sinks else []
-        workspace = self.target.attention_workspace(a, self.ctx) if self.m == 1 else {}
+        workspace = self.target.attention_workspace(a, self.ctx) if self.m <= self.target.few else {}
         buffers = [self.parameter(name, "kv", tensor_type(*of)) for name, of in workspace.items()]
         return self.emit("attention", [q, *cache, *sinks, *buffers], **shape, layout="")
 
@@ -212,11 +212,11 @@ class Graph:
         bias = {name: [self.vector(f"{block}ffn_{name}_exps.bias")] if experts.biases else [] for name in stacks}
         before, after = ([weights], []) if experts.weigh_input else ([], [weights])
         slots, pairs, groups = None, [], ids
-        if m > 1:
+        if of["tile"] > 1:
             ordered = self.emit("expert_order", [ids], **of)
             slots, pair_of, groups = (self.bb.emit(relax.TupleGetItem(ordered, i)) for i in range(3))
             pairs = [pair_of]
-        if m > 1 or before:
+        if pairs or before:
             x = self.emit("gather", [x, *pairs, *before], **of, weighted=len(before), layout="")
         h = self.emit(
             "expert_gate_up", [x, groups, weight["gate"], weight["up"], *bias["gate"], *bias["up"]], **of,
@@ -226,14 +226,14 @@ class Graph:
         down = [h, groups, weight["down"], *bias["down"]]
         attrs = of | {"formats": [stacks["down"].format], "n": k, "k": experts.size, "m": m, "layout": ""}
         attrs["biases"] = int(experts.biases)
-        if m == 1:
+        if not pairs:
             return self.emit("expert_down", [*down, *after], **attrs, weighted=len(after), residual=0)
         y = self.emit("expert_linear", down, **attrs)
         return self.emit("combine", [y, slots, *after], **of, weighted=len(after), m=m, residual=0)
 
     def _experts(self, experts: ExpertsConfig) -> dict[str, int]:
-        tile = 1 if self.m == 1 else self.target.expert_tile(self.m)
-        return dict(zip(ops.EXPERTS, (experts.count, experts.used, tile), strict=True))
+        sizes = experts.count, experts.used, self.target.expert_tile(self.m)
+        return dict(zip(ops.EXPERTS, sizes, strict=True))
 
 
 def table_columns(config: ModelConfig) -> dict[str, int]:

@@ -1,11 +1,11 @@
-"""Attention of one token against the cache on a GPU: split-KV ("flash decoding"), with RoPE and the cache write in the
-same launch.
+"""Attention of one to FEW tokens against the cache on a GPU: split-KV ("flash decoding"), of one token with RoPE and
+the cache write in the same launch.
 
-In: the token's q, k, v rows as the projections left them (or queries that `rope_kv_write.py` rotated), and the cache.
-Out: the heads' outputs in an activation layout of `quantize.py`. A workgroup has a KV head, or a part of the query
-heads that share it, and a split of its visible keys; it rotates these queries into LDS itself. A wave processes
-blocks of 32 or 64 keys and keeps its own softmax (`attention_rows.py`), so nothing waits in the loop; K and V are
-loaded once for the whole group. The waves join through LDS at the end.
+In: the token's q, k, v rows as the projections left them, or tokens' queries that `rope_kv_write.py` rotated, and the
+cache. Out: the heads' outputs in an activation layout of `quantize.py`. A workgroup has a token's KV head, or a part of
+the query heads that share it, and a split of its visible keys; it rotates these queries into LDS itself. A wave
+processes blocks of 32 or 64 keys and keeps its own softmax (`attention_rows.py`), so nothing waits in the loop; K and V
+are loaded once for the whole group. The waves join through LDS at the end.
 
 Splits join in device memory (`attention_join.py`): the last one to finish joins them all, without a second launch.
 (On Vulkan a split that is alone stores the output itself.)
@@ -29,7 +29,7 @@ from mlc_amd.schedules.gpu.device import dot2, each, fma, launch, uniform
 from mlc_amd.schedules.gpu.registers import at, lane_of, put
 from mlc_amd.schedules.gpu.rope_kv_write import rope_args, rotated, value_scale
 from mlc_amd.schedules.gpu.softmax import MAX_GROUP, P_SHIFT, group_of, output_args, sinks_arg, soft_cap
-from mlc_amd.schedules.gpu.step import kernel, opaque_zero, state_arg
+from mlc_amd.schedules.gpu.step import FEW, is_live, kernel, opaque_zero, state_arg
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def default_plan(arch) -> Plan:
 class Splits(NamedTuple):
     """How a KV head's keys are distributed: `count` workgroups of `waves` waves, which take blocks of `step` keys round
     robin, for each `group` of the query heads; `parts` such groups share a KV head. batch: splits whose results are
-    loaded at once."""
+    loaded at once. maximum: splits for which there is memory."""
 
     count: int
     waves: int
@@ -69,15 +69,16 @@ class Splits(NamedTuple):
     step: int
     batch: int
     parts: int
+    maximum: int
 
     def active(self, steps):
         """The number of splits that have a block to process, at least one; `steps`: blocks in all."""
         return T.Bind(T.max(T.min((steps + self.waves - 1) // self.waves, T.int32(self.count)), T.int32(1)))
 
 
-def splits_of(heads, kv_heads, d, ctx, arch, plan=None, span=0) -> Splits:
-    """The splits of a shape: no more than the visible keys have blocks for, than fill the GPU, than a wave has lanes to
-    join them. ValueError for a plan that the arch cannot run."""
+def splits_of(heads, kv_heads, d, ctx, arch, plan=None, span=0, m=1) -> Splits:
+    """The splits of a shape for m tokens: no more than the visible keys have blocks for, than fill the GPU, than a wave
+    has lanes to join them. ValueError for a plan that the arch cannot run."""
     shared, plan = group_of(heads, kv_heads), plan or default_plan(arch)
     group = next(n for n in range(min(plan.rows, shared), shared + 1) if shared % n == 0)
     parts = shared // group
@@ -87,44 +88,50 @@ def splits_of(heads, kv_heads, d, ctx, arch, plan=None, span=0) -> Splits:
         raise ValueError(f"{plan.threads} threads are less than a wave of {arch.name}")
     waves = waves_of(arch, group, d, plan.threads)
     keys = min(ctx, span + plan.step) if span else ctx  # what a row sees may begin within a block
-    count = min(
-        -(-keys // (plan.step * waves)), -(-plan.fill * arch.units // (kv_heads * parts)), MAX_SPLITS, arch.wave
-    )
-    return Splits(count, waves, waves * arch.wave, group, d, plan.step, min(plan.batch, arch.wave), parts)
+    fill, maximum = -(-plan.fill * arch.units // (m * kv_heads * parts)), MAX_SPLITS // m
+    count = min(-(-keys // (plan.step * waves)), fill, maximum, arch.wave)
+    return Splits(count, waves, waves * arch.wave, group, d, plan.step, min(plan.batch, arch.wave), parts, maximum)
 
 
 def attention_decode(
-    attention: Attention, layout, arch, name, rope: Rope | None = None, plan: Plan | None = None
+    attention: Attention, layout, arch, name, rope: Rope | None = None, plan: Plan | None = None, m: int = 1
 ) -> tirx.PrimFunc:
     """Kernel (state int32[4], then with `rope`: Q, K, V, [QN, KN], [CS] as for `rope_kv_write` with m = 1; without: Qo
-    float16 [1, heads, width]; then Kc, Vc (with `rope` in place), [Sinks float32 [heads]], Parts, Arrived of
-    `attention_join.scratch_shapes`, then the output [1, heads*d] in that `layout`).
+    float16 [m, heads, width]; then Kc, Vc (with `rope` in place), [Sinks float32 [heads]], Parts, Arrived of
+    `attention_join.scratch_shapes`, then the output [m, heads*d] in that `layout`).
 
-    One row, at its position in `state`; with `rope.writes` its own key and value are written there, else they must be
-    there already. One launch. plan: instead of the arch's; ValueError as for `splits_of`. UserError for shapes that
-    `cache_types`, `rope_args`, `group_of` or `output_args` refuses.
+    m rows (FEW at most, one with `rope`), at their positions in `state`; with `rope.writes` its own key and value are
+    written there, else they must be there already. One launch. plan: instead of the arch's; ValueError as for
+    `splits_of`. UserError for shapes that `cache_types`, `rope_args`, `group_of` or `output_args` refuses.
     """
     heads, kv_heads, d, ctx = attention.heads, attention.kv_heads, attention.d, attention.ctx
-    splits = splits_of(heads, kv_heads, d, ctx, arch, plan, attention.span)
+    if m > FEW or (rope and m > 1):
+        raise ValueError(f"decode attention of {m} rows{' with RoPE' if rope else ''}")
+    splits = splits_of(heads, kv_heads, d, ctx, arch, plan, attention.span, m)
     group, parts = splits.group, splits.parts
     with kernel(name, coherent=("Parts", "Arrived")) as ir:
         state = state_arg()
         if rope:
             sources = rope_args(attention, 1, rope)
         else:
-            Qo = T.arg("Qo", T.buffer((1, heads, attention.width), "float16"))
+            Qo = T.arg("Qo", T.buffer((m, heads, attention.width), "float16"))
         cache, sinks = Cache(attention, shifts=True), sinks_arg(attention)
         scratch = scratch_args(heads, kv_heads, d)
-        out = output_args(attention, 1, layout)
-        with launch((kv_heads * parts, splits.count), (arch.wave, splits.waves)) as (part, split, lane, thread_wave):
+        out = output_args(attention, m, layout)
+        grid = (kv_heads * parts, splits.count)
+        with launch(grid if m == 1 else (*grid, m), (arch.wave, splits.waves)) as (
+            part, split, *row, lane, thread_wave,
+        ):  # fmt: skip
+            token = row[0] if row else 0
             kv = part if parts == 1 else T.Bind(part // parts)
             wave = uniform(arch, thread_wave)
-            position = clamped_position(state, 0, ctx)
+            position = clamped_position(state, token, ctx)
             own_apart = rope is not None and rope.writes  # its own key and value do not come from the cache
             seen = visible(attention, position, own=not own_apart)
             steps, first_step = seen.end_block(splits.step), seen.first_block(splits.step)
             active = splits.active(steps - first_step)
-            with T.serial(T.cast(split < active, "int32")):
+            works = split < active
+            with T.serial(T.cast(works if m == 1 else works & is_live(state, token), "int32")):
                 queries = T.alloc_buffer((group, d), query_dtype(arch), scope="shared")
                 rows = rows_of(arch, attention, group, lane, wave, splits.waves, splits.step)
                 rows.start()
@@ -145,7 +152,7 @@ def attention_decode(
                             scale = value_scale(arch, sources.V, 0, kv, lane, d, rope)
                             _start_with_own(rows, queries, own_key, sources.V, scale, kv)
                 else:
-                    _load_queries(splits, Qo, queries, part, wave * arch.wave + lane)
+                    _load_queries(splits, Qo, queries, token, part, wave * arch.wave + lane)
                 with T.serial(T.max((steps - first_step - stream + streams - 1) // streams, T.int32(0))) as i:
                     place = T.Bind(stream + i * streams + first_step)
                     following = {}
@@ -163,7 +170,7 @@ def attention_decode(
                         cache.store_value(arch, kv, position, sources.V, 0, lane, scale)
                 quad = rows.join_waves(wave, splits.waves)
                 tid = T.Bind(wave * arch.wave + lane)
-                join = Join(arch, splits, layout, out, scratch, sinks, part, wave, lane, tid)
+                join = Join(arch, splits, layout, out, scratch, sinks, token, part, kv_heads * parts, wave, lane, tid)
                 if arch.api == "vulkan":
                     with T.serial(T.cast(active == 1, "int32")):
                         join.store_alone(quad)
@@ -195,8 +202,8 @@ def _rounded(x, buffer):
     return half if str(buffer.dtype) == "float16" else T.cast(half, "float32")
 
 
-def _load_queries(splits, Qo, queries, part, tid):
-    """Copies the group's rotated queries into LDS."""
+def _load_queries(splits, Qo, queries, token, part, tid):
+    """Copies a token's rotated queries of the group into LDS."""
     elements = splits.group * splits.d
     for first in range(0, elements, splits.threads):
         e = T.Bind(first + tid)
@@ -206,7 +213,7 @@ def _load_queries(splits, Qo, queries, part, tid):
             [
                 (
                     (e // splits.d, e % splits.d),
-                    T.cast(Qo[0, part * splits.group + e // splits.d, e % splits.d], queries.dtype),
+                    T.cast(Qo[token, part * splits.group + e // splits.d, e % splits.d], queries.dtype),
                 )
             ],
         )

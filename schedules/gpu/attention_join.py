@@ -14,6 +14,7 @@ from mlc_amd.schedules.gpu.device import Outbox, each, exp2, rcp, wave_max, wave
 from mlc_amd.schedules.gpu.quantize import WIDTH, emit_store
 from mlc_amd.schedules.gpu.registers import at, local, put
 from mlc_amd.schedules.gpu.softmax import LOWEST, group_of, with_sink
+from mlc_amd.schedules.gpu.step import FEW
 
 MAX_SPLITS = 32
 
@@ -25,10 +26,10 @@ def stride_of(group, d) -> int:
 
 
 def scratch_shapes(heads, kv_heads, d) -> dict:
-    """Parameter name -> (shape, dtype) of the buffers that splits join through, large enough for every plan. "Arrived"
-    must be zero before the first launch and is zero after each; "Parts" may hold anything."""
+    """Parameter name -> (shape, dtype) of the buffers that splits join through, large enough for every plan and FEW
+    rows. "Arrived" must be zero before the first launch and is zero after each; "Parts" may hold anything."""
     group_of(heads, kv_heads)
-    return {"Parts": ((heads * MAX_SPLITS * stride_of(1, d),), "float32"), "Arrived": ((heads,), "int32")}
+    return {"Parts": ((heads * MAX_SPLITS * stride_of(1, d),), "float32"), "Arrived": ((FEW * heads,), "int32")}
 
 
 def scratch_args(heads, kv_heads, d) -> list:
@@ -37,13 +38,14 @@ def scratch_args(heads, kv_heads, d) -> list:
 
 
 class Join:
-    """What a thread of a workgroup, number `tid`, needs to join part `part` of the heads. splits:
-    `attention_decode.Splits`; scratch: of `scratch_args`; sinks: the parameter, or None."""
+    """What a thread of a workgroup, number `tid`, needs to join part `part` of the heads of a token. splits:
+    `attention_decode.Splits`; scratch: of `scratch_args`; sinks: the parameter, or None; parts: of a token, in all."""
 
-    def __init__(self, arch, splits, layout, out, scratch, sinks, part, wave, lane, tid):
+    def __init__(self, arch, splits, layout, out, scratch, sinks, token, part, parts, wave, lane, tid):
         self.arch, self.splits, self.layout, self.out, self.sinks = arch, splits, layout, out, sinks
         self.Parts, self.Arrived = scratch
-        self.part, self.wave, self.lane, self.tid = part, wave, lane, tid
+        self.token, self.part, self.wave, self.lane, self.tid = token, part, wave, lane, tid
+        self.place = part if isinstance(token, int) else T.Bind(token * parts + part)  # of all parts of all tokens
 
     def _quads(self):
         """Yields (valid, row, column) of the groups of four columns that this thread has; valid is None where all
@@ -63,11 +65,11 @@ class Join:
     def _place(self, split, element):
         """Where a split's element is in Parts."""
         stride = stride_of(self.splits.group, self.splits.d)
-        return self.part * (MAX_SPLITS * stride) + split * stride + element
+        return self.place * (self.splits.maximum * stride) + split * stride + element
 
     def _emit(self, values, row, column, valid):
         column = self._head(row) * self.splits.d + column
-        emit_store(self.arch, self.layout, self.out, [T.Bind(y) for y in values], 0, column, valid)
+        emit_store(self.arch, self.layout, self.out, [T.Bind(y) for y in values], self.token, column, valid)
 
     def store_alone(self, quad):
         """Stores the output where one split has all keys. quad(row, column): the workgroup's results, of
@@ -96,11 +98,11 @@ class Join:
 
     def arrive_and_join(self, active):
         """Counts this split; the last of the `active` ones joins them all and resets the counter."""
-        old = arrive(self.arch, self.Arrived, self.part, self.tid)
+        old = arrive(self.arch, self.Arrived, self.place, self.tid)
         with T.serial(T.cast(old == active - 1, "int32")):
             self._join_splits(active, zero_behind(old))
             with T.If(self.tid == 0), T.Then():
-                put(self.Arrived, T.int32(0), self.part)
+                put(self.Arrived, T.int32(0), self.place)
 
     def _join_splits(self, active, later):
         """Joins the splits' results and stores the output. later: 0, known when they may be loaded."""

@@ -1,8 +1,9 @@
-"""The second half of a mixture of experts for one token on the GPU, in one launch: y = R + the sum over the token's
-slots of weight * (D h + bias), D being the down projection of the slot's expert.
+"""The second half of a mixture of experts for one to FEW tokens on the GPU, in one launch: y = R + the sum over a
+token's slots of weight * (D h + bias), D being the down projection of the slot's expert.
 
-In: `state` int32[4], activations with a row for each slot (as in `gemv.py`), Groups int32 [1, used], the planes of a
-stack of matrices, biases of its rows. Out: Y float32 [1, n].
+In: `state` int32[4], activations with a row for each slot (as in `gemv.py`), Groups int32 [m, used], the planes of a
+stack of matrices, biases of its rows. Out: Y float32 [m, n]. Each token has workgroups of its own: the experts of a few
+tokens are different ones, mostly.
 
 Slots side by side belong to different waves of a workgroup, whose sums meet in LDS and are added in the order of slots;
 the rows of a slot are computed as in `gemv.py`.
@@ -21,7 +22,7 @@ from mlc_amd.schedules.gpu.gemv_rows import Strip, emit_acts, emit_sums, span_of
 from mlc_amd.schedules.gpu.planes import plane_args
 from mlc_amd.schedules.gpu.quantize import act_args
 from mlc_amd.schedules.gpu.registers import local, put
-from mlc_amd.schedules.gpu.step import kernel, state_arg
+from mlc_amd.schedules.gpu.step import if_live, kernel, state_arg
 
 FULL = 2  # workgroups for each compute unit: with fewer an H200 is slower
 
@@ -60,24 +61,33 @@ def down_split(fmt, n, k, used, arch, plan=None) -> Split:
 
 
 def expert_down(fmt, n, k, of: Slots, weighted, residual, layout, arch, name, plan=None):
-    """PrimFunc (state, A, S | X of `used` rows, Groups int32 [1, used], planes of the [count * n, k] stack, [WB float32
-    [count * n]], [Weights float32 [1, used]], [R float32 [1, n]], Y float32 [1, n]). UserError unless n is a multiple
-    of 16, ValueError for activations in another layout than the format's."""
-    fmt, used = lookup(fmt), of.experts.used
+    """PrimFunc (state, A, S | X of m * used rows, Groups int32 [m, used], planes of the [count * n, k] stack, [WB
+    float32 [count * n]], [Weights float32 [m, used]], [R float32 [m, n]], Y float32 [m, n]). UserError unless n is a
+    multiple of 16, ValueError for activations in another layout than the format's."""
+    fmt, used, m = lookup(fmt), of.experts.used, of.m
     check_rows(n)
-    gemv.check([fmt], of.m, layout, "expert_down")
+    gemv.check([fmt], m, layout, "expert_down")
     split = down_split(fmt, n, k, used, arch, plan)
     plan, lanes, waves, side, steps, rows, groups = split
     with kernel(name) as ir:
-        state_arg()
-        params, ids = act_args(used, k, layout), ids_arg(of.experts, 1)
+        state = state_arg()
+        params, ids = act_args(m * used, k, layout), ids_arg(of.experts, m)
         bufs = plane_args(fmt, of.experts.count * n, k, "W_")
         biases = bias_args(of, n, ("WB",))
-        Weights = weights_arg(of.experts, 1) if weighted else None
-        R = T.arg("R", T.buffer((1, n), "float32")) if residual else None
-        Y = T.arg("Y", T.buffer((1, n), "float32"))
-        with launch((groups,), (arch.wave, waves)) as (workgroup, lane, wave):
-            acts, views = emit_acts(params, k, used), load.views(fmt, bufs, span_of([fmt], k))
+        Weights = weights_arg(of.experts, m) if weighted else None
+        R = T.arg("R", T.buffer((m, n), "float32")) if residual else None
+        Y = T.arg("Y", T.buffer((m, n), "float32"))
+        with (
+            launch((groups, m) if m > 1 else (groups,), (arch.wave, waves)) as (
+                workgroup,
+                *rest,
+                lane,
+                wave,
+            ),
+            if_live(state, m, *rest or [0]),
+        ):
+            token = rest[0] if rest else 0
+            acts, views = emit_acts(params, k, m * used), load.views(fmt, bufs, span_of([fmt], k))
             wave = uniform(arch, wave) if waves > 1 else T.int32(0)
             beside = T.Bind(wave % side)
             group = T.Bind(wave // side * (arch.wave // lanes) + lane // lanes)
@@ -89,11 +99,11 @@ def expert_down(fmt, n, k, of: Slots, weighted, residual, layout, arch, name, pl
             count = steps if side * steps == used else T.Bind((used - 1 - beside) // side + 1)
             with T.serial(count) as step:
                 slot = T.Bind(step * side + beside)
-                first = T.Bind(expert_at(ids, [0, slot], of.experts) * n)
+                first = T.Bind(expert_at(ids, [token, slot], of.experts) * n)
                 strips = [Strip(fmt, views, first + row + i) for i in range(plan.rows)]
-                found = emit_sums(strips, acts.of(slot), part, lanes, plan.unroll, arch)
+                found = emit_sums(strips, [acts.of(token * used + slot)], part, lanes, plan.unroll, arch)
                 for i in range(plan.rows):
-                    weight = Weights[0, slot] if weighted else T.float32(1)
+                    weight = Weights[token, slot] if weighted else T.float32(1)
                     put(sums, fma(T.Bind(found[i]), weight, sums[i]), i)
             totals = [wave_sum(arch, T.Bind(sums[i]), lanes) for i in range(plan.rows)]
 
@@ -101,9 +111,9 @@ def expert_down(fmt, n, k, of: Slots, weighted, residual, layout, arch, name, pl
                 """One row's result."""
                 for bias in biases:
                     for j in range(used):
-                        own = bias[expert_at(ids, [0, j], of.experts) * n + row]
-                        total = fma(own, Weights[0, j], total) if weighted else T.Bind(total + own)
-                T.buffer_store(Y, total if R is None else R[0, row] + total, [0, row])
+                        own = bias[expert_at(ids, [token, j], of.experts) * n + row]
+                        total = fma(own, Weights[token, j], total) if weighted else T.Bind(total + own)
+                T.buffer_store(Y, total if R is None else R[token, row] + total, [token, row])
 
             if side == 1:
                 with T.If(part == 0), T.Then():

@@ -20,7 +20,7 @@ def _threads(k, arch, plan):
 
 
 def gather(k, m, experts: Experts, weighted, layout, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state, X float32 [m, k], [Pairs int32 [slots] unless m is 1], [Weights float32 [m, used]], then A, S | H
+    """Kernel (state, X float32 [m, k], [Pairs int32 [slots] of sorted ones], [Weights float32 [m, used]], then A, S | H
     | Y of [slots, k], as `layout` says): the row of each slot, times its pair's weight if `weighted`. Slots of
     padding are left as they are: what is computed of them, numbers or not, nobody reads. UserError if blocks cannot
     hold k columns."""
@@ -29,7 +29,7 @@ def gather(k, m, experts: Experts, weighted, layout, arch, name, plan=None) -> t
     with kernel(name) as ir:
         state_arg()
         X = T.arg("X", T.buffer((m, k), "float32"))
-        Pairs = T.arg("Pairs", T.buffer((slots,), "int32")) if m > 1 else None
+        Pairs = T.arg("Pairs", T.buffer((slots,), "int32")) if experts.tile > 1 else None
         Weights = weights_arg(experts, m) if weighted else None
         out = act_args(slots, k, layout, None if layout else ["Y"])
         weights = flat(Weights) if weighted else None

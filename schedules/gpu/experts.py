@@ -44,7 +44,7 @@ class Slots(NamedTuple):
     @property
     def x_rows(self) -> int:
         """Rows of the activations."""
-        return 1 if self.shared else self.experts.slots(self.m)
+        return self.m if self.shared else self.experts.slots(self.m)
 
 
 def bias_args(of: Slots | None, n, names):
@@ -55,9 +55,9 @@ def bias_args(of: Slots | None, n, names):
 
 
 def ids_arg(experts: Experts, m):
-    """Declares the parameter Groups: the experts of one row's slots [1, used], or of the tiles of m rows (see
+    """Declares the parameter Groups: the experts of the rows' slots [m, used], or of the tiles of sorted ones (see
     schedules/experts.py)."""
-    shape = (1, experts.used) if m == 1 else (experts.groups(m),)
+    shape = (m, experts.used) if experts.tile == 1 else (experts.groups(m),)
     return T.arg("Groups", T.buffer(shape, "int32"))
 
 

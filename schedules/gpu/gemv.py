@@ -1,17 +1,18 @@
-"""Linear layers of one token on the GPU: y[n] = sum over k of w[n, k] * x[k], and the first half of a feed-forward
-layer.
+"""Linear layers of one to FEW tokens on the GPU: y[m, n] = sum over k of w[n, k] * x[m, k], and the first half of a
+feed-forward layer.
 
-In: `state` int32[4], activations (int8 formats: A and S of `quantize.py`'s layout "rows"; float formats: X float32 [1,
-k]), weights in the layout "rows" (`planes.py`). Out: Y float32 [1, n padded to 16], bias and residual added; or
+In: `state` int32[4], activations (int8 formats: A and S of `quantize.py`'s layout "rows"; float formats: X float32 [m,
+k]), weights in the layout "rows" (`planes.py`). Out: Y float32 [m, n padded to 16], bias and residual added; or
 f(gate) * up, quantized on request.
 
 `lanes` lanes of a wave process a row's units (`load.py`) interleaved, so that a load instruction reads contiguous
 memory; their sums are reduced by lane shuffles at the end. A group of lanes works on several rows at once, which share
 the activations' registers. Nothing goes through LDS but the block of results that `gate_up_swiglu` quantizes. Memory
-bound: what matters is that enough 128-bit loads are in flight.
+bound: what matters is that enough 128-bit loads are in flight. So are a few tokens: weights are loaded and decoded
+once, then multiplied with each token's activations, which caches keep. All m tokens are computed, live or not.
 """
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
@@ -22,14 +23,15 @@ from mlc_amd.schedules.gpu import load
 from mlc_amd.schedules.gpu.activations import gated
 from mlc_amd.schedules.gpu.device import barrier, launch, uniform
 from mlc_amd.schedules.gpu.experts import bias_args, expert_at, ids_arg
-from mlc_amd.schedules.gpu.gemv_rows import Strip, emit_acts, emit_rows, span_of, units_of
+from mlc_amd.schedules.gpu.gemv_rows import Strip, emit_acts, emit_rows, emit_spread, span_of, units_of
 from mlc_amd.schedules.gpu.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.quantize import LANES, WIDTH, act_args, columns, emit_store
 from mlc_amd.schedules.gpu.registers import lane_of
-from mlc_amd.schedules.gpu.step import kernel, state_arg
+from mlc_amd.schedules.gpu.step import FEW, if_live, kernel, state_arg
 
 FULL = 6  # groups of lanes for each compute unit, as many as hide the latency of memory
 MIN_USE = 0.9  # of the lanes, over all steps of a row
+MAX_SUMS = 32  # products that a group of lanes adds up at once: as many registers
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,19 @@ EXPERT_PLANS = GATE_UP_PLANS | {"nvidia": Plan(rows=2, waves=8, lanes=16, unroll
 DOWN_PLANS = {family: replace(plan, rows=2, waves=8) for family, plan in PLANS.items()}
 
 
-def default_plan(arch, rows: int, plans=PLANS) -> Plan:
-    """The plan for `rows` rows in all: the arch's, with fewer rows at once where there would be too few groups to fill
-    the GPU."""
-    plan = plans[arch.family]
+def default_plan(arch, rows: int, plans=PLANS, m=1, weights=1) -> Plan:
+    """The plan for `rows` rows in all of as many weights, and m tokens: the arch's, with fewer rows at once where there
+    would be too few groups to fill the GPU."""
+    plan = plans[arch.family] if m == 1 else few_plan(plans[arch.family], m, weights)
     while plan.rows > 1 and rows // plan.rows < FULL * arch.units:
         plan = replace(plan, rows=plan.rows // 2)
     return plan
+
+
+def few_plan(plan: Plan, m: int, weights: int) -> Plan:
+    """The plan of one token for m > 1: at least four rows, which share the loads of activations, as far as there are
+    registers."""
+    return replace(plan, rows=min(max(plan.rows, 4), MAX_SUMS // (m * weights)), unroll=1)
 
 
 def fitted(plan: Plan, fmts, k, arch, weights=1) -> Plan:
@@ -104,7 +112,7 @@ def _layout_of(kind):
 
 def check(fmts, m, layout, what):
     kinds = {fmt.kind for fmt in fmts}
-    if m != 1 or len(kinds) != 1 or layout != _layout_of(fmts[0].kind):
+    if m > FEW or m & (m - 1) or len(kinds) != 1 or layout != _layout_of(fmts[0].kind):
         raise ValueError(f"{what} of {m} tokens in the layout {layout!r} with {[fmt.name for fmt in fmts]} is no GEMV")
 
 
@@ -128,41 +136,44 @@ def _group(wave, lane, lanes, arch, waves):
     return wave if lanes == arch.wave else T.Bind(wave * (arch.wave // lanes) + lane // lanes)
 
 
-def _emit_segment(fmt, n, views, bias, residual, Y, acts, split, workgroup, lane, wave, plan, arch):
+def _emit_segment(fmt, n, views, bias, residual, Y, tokens, split, workgroup, lane, wave, plan, arch):
     rows = padded(n)
     first = T.Bind(workgroup * split.rows + _group(wave, lane, split.lanes, arch, plan.waves) * plan.rows)
     inside = None if rows % split.rows == 0 else first < rows
     row = first if inside is None else T.Bind(T.min(first, T.int32(rows - plan.rows)))
     part = T.Bind(lane % split.lanes)
     strips = [Strip(fmt, views, row + i) for i in range(plan.rows)]
-    y = emit_rows(strips, acts, part, split.lanes, plan.unroll, arch)
-    writes = part == 0 if inside is None else (part == 0) & inside
-    with T.If(writes), T.Then():
-        for i, total in enumerate(y):
+    if len(tokens) == 1:
+        sums = emit_rows(strips, tokens[0], part, split.lanes, plan.unroll, arch)
+        y, writes = [(0, i, total) for i, total in enumerate(sums)], part == 0
+    else:
+        y, writes = emit_spread(strips, tokens, part, split.lanes, plan.unroll, arch)
+    with T.If(writes if inside is None else writes & inside), T.Then():
+        for token, i, total in y:
             if bias is not None:
                 total = total + bias[row + i if n % plan.rows == 0 and n == rows else T.min(row + i, T.int32(n - 1))]
             if residual is not None:
-                total = residual[0, row + i] + total
-            T.buffer_store(Y, total, [0, row + i])
+                total = residual[token, row + i] + total
+            T.buffer_store(Y, total, [token, row + i])
 
 
-def linear_plans(segments, k, arch, plan=None):
+def linear_plans(segments, k, arch, plan=None, m=1):
     """(plan, split) of each segment [(Format, n)] as `linear` uses them: two lists. Two plans that give the same make
     the same kernel."""
-    plan = plan or default_plan(arch, sum(padded(n) for _, n in segments))
+    plan = plan or default_plan(arch, sum(padded(n) for _, n in segments), m=m)
     plan = replace(plan, waves=min(plan.waves, arch.threads // arch.wave))
     plans = [fitted(plan, [fmt], k, arch) for fmt, _ in segments]
     return plans, [_split(fmt, n, k, used, arch) for (fmt, n), used in zip(segments, plans, strict=True)]
 
 
 def linear(segments, k, m, layout, biases, residual, arch, name, plan=None):
-    """PrimFunc (state, A, S | X, planes of segment 0, [bias f32 [n]], planes of segment 1, ..., [R f32 [1, npad]], Y_0
-    f32 [1, npad], ...).
+    """PrimFunc (state, A, S | X, planes of segment 0, [bias f32 [n]], planes of segment 1, ..., [R f32 [m, npad]], Y_0
+    f32 [m, npad], ...).
 
     segments: list of (format name or Format, n), all int8 (layout "rows") or all float (layout ""); they share the
-    activations (q, k and v of a layer) and the launch. m: 1. biases: one flag per segment. residual: Y = R + result,
-    for one segment. npad = n rounded up to a multiple of 16; the columns from n on are undefined. ValueError for
-    segments that cannot share a launch.
+    activations (q, k and v of a layer) and the launch. m: 1, 2, 4 or FEW. biases: one flag per segment. residual: Y = R
+    + result, for one segment. npad = n rounded up to a multiple of 16; the columns from n on are undefined. ValueError
+    for segments that cannot share a launch.
     """
     segments = [(lookup(fmt), n) for fmt, n in segments]
     check([fmt for fmt, _ in segments], m, layout, "linear")
@@ -171,18 +182,18 @@ def linear(segments, k, m, layout, biases, residual, arch, name, plan=None):
             f"segments {[(f.name, n) for f, n in segments]}, biases {biases}, residual {residual} do not make one "
             "launch"
         )
-    plans, splits = linear_plans(segments, k, arch, plan)
+    plans, splits = linear_plans(segments, k, arch, plan, m)
     plan = plans[0]
     with kernel(name) as ir:
         state_arg()
-        params, weights = act_args(1, k, layout), []
+        params, weights = act_args(m, k, layout), []
         for i, ((fmt, n), has_bias) in enumerate(zip(segments, biases, strict=True)):
             bufs = plane_args(fmt, n, k, f"W{i}_")
             weights.append((bufs, T.arg(f"bias{i}", T.buffer((n,), "float32")) if has_bias else None))
-        R = T.arg("R", T.buffer((1, padded(segments[0][1])), "float32")) if residual else None
-        outputs = [T.arg(f"Y{i}", T.buffer((1, padded(n)), "float32")) for i, (_, n) in enumerate(segments)]
+        R = T.arg("R", T.buffer((m, padded(segments[0][1])), "float32")) if residual else None
+        outputs = [T.arg(f"Y{i}", T.buffer((m, padded(n)), "float32")) for i, (_, n) in enumerate(segments)]
         with launch((sum(s.groups for s in splits),), (arch.wave, plan.waves)) as (workgroup, lane, wave):
-            acts, first = emit_acts(params, k), 0
+            tokens, first = emit_acts(params, k, m).first(m), 0
             for (fmt, n), (bufs, bias), Y, split, used in zip(segments, weights, outputs, splits, plans, strict=True):
                 last = first + split.groups
                 views = load.views(fmt, bufs, span_of([fmt], k))
@@ -191,60 +202,75 @@ def linear(segments, k, m, layout, biases, residual, arch, name, plan=None):
                     T.If(here) if len(segments) > 1 else nullcontext(),
                     T.Then() if len(segments) > 1 else nullcontext(),
                 ):
-                    _emit_segment(fmt, n, views, bias, R, Y, acts, split, workgroup - first, lane, wave, used, arch)
+                    _emit_segment(fmt, n, views, bias, R, Y, tokens, split, workgroup - first, lane, wave, used, arch)
                 first = last
     return ir.get()
 
 
-def gate_up_default(arch, f, slots=1) -> Plan:
-    """The plan of `gate_up_swiglu`; slots: of as many experts."""
-    return default_plan(arch, f * slots, EXPERT_PLANS if slots > 1 else GATE_UP_PLANS)
+def gate_up_default(arch, f, slots=1, m=1) -> Plan:
+    """The plan of `gate_up_swiglu` for m tokens; slots: of as many experts."""
+    return default_plan(arch, f * slots, EXPERT_PLANS if slots > 1 else GATE_UP_PLANS, m, 2)
 
 
-def gate_up_plan(fmts, f, k, arch, plan=None, slots=1) -> Plan:
+def gate_up_plan(fmts, f, k, arch, plan=None, slots=1, m=1) -> Plan:
     """The plan as `gate_up_swiglu` uses it: two plans that give the same make the same kernel. slots: of as many
     experts."""
-    plan = fitted(plan or gate_up_default(arch, f, slots), fmts, k, arch, weights=2)
+    plan = fitted(plan or gate_up_default(arch, f, slots, m), fmts, k, arch, weights=2)
     # all of a workgroup's groups of lanes have rows
     lanes = max(lanes_of(units_of(fmts, k), min(plan.lanes, arch.wave)), arch.wave // BLOCK)
     waves = min(plan.waves, arch.threads // arch.wave, BLOCK * lanes // arch.wave)
     return Plan(min(plan.rows, BLOCK * lanes // (waves * arch.wave)), waves, lanes, plan.unroll)
 
 
+@contextmanager
+def _of_live(state, of, index):
+    """`with _of_live(..) as (slot, token):` around what is done for slots of live tokens; (None, 0) without experts.
+    index: of the slot, of a workgroup."""
+    if not of:
+        yield None, 0
+        return
+    (slot,) = index
+    token = slot if of.m == 1 else T.Bind(slot // of.experts.used)
+    with if_live(state, of.m, token):
+        yield slot, token
+
+
 def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, plan=None, act="silu", of=None):
-    """PrimFunc (state, A, S | X, [Groups], planes of gate, planes of up, [GB, UB], then A_out, S_out | H_out | Y of [1,
+    """PrimFunc (state, A, S | X, [Groups], planes of gate, planes of up, [GB, UB], then A_out, S_out | H_out | Y of [m,
     f] in that `layout`).
 
     y = f(gate * x) * (up * x), f being `act` of `activations.py`. The weights are f x k, f a multiple of 32, both
-    int8 (layout_in "rows") or both float (layout_in ""). m: 1. A workgroup makes one block of 32 columns of y.
-    ValueError for weights that cannot share a launch.
+    int8 (layout_in "rows") or both float (layout_in ""). m: 1, 2, 4 or FEW. A workgroup makes one block of 32 columns
+    of y. ValueError for weights that cannot share a launch.
 
-    of: a `Slots` of experts.py; the weights are stacks, and the outputs have a row for each slot.
+    of: a `Slots` of experts.py, not sorted, with m = 1: the weights are stacks, and each slot is a GEMV of one token
+    and a row of the outputs.
     """
     fmts = [lookup(fmt_gate), lookup(fmt_up)]
     check(fmts, m, layout_in, "gate_up")
     if f % BLOCK:
         raise ValueError(f"a feed-forward layer of {f} columns does not make whole blocks of {BLOCK}")
-    slots, x_rows, count = (of.experts.used, of.x_rows, of.experts.count) if of else (1, 1, 1)
-    rows, waves, lanes, unroll = astuple(gate_up_plan(fmts, f, k, arch, plan, slots))
+    slots, x_rows, count = (of.experts.slots(of.m), of.x_rows, of.experts.count) if of else (1, m, 1)
+    rows, waves, lanes, unroll = astuple(gate_up_plan(fmts, f, k, arch, plan, slots, m))
     groups = waves * arch.wave // lanes
     with kernel(name) as ir:
-        state_arg()
+        state = state_arg()
         params = act_args(x_rows, k, layout_in)
-        ids = ids_arg(of.experts, 1) if of else None
+        ids = ids_arg(of.experts, of.m) if of else None
         weights = [plane_args(fmt, count * f, k, prefix) for fmt, prefix in zip(fmts, ("G_", "U_"), strict=True)]
         biases = bias_args(of, f, ("GB", "UB"))
-        out = act_args(slots, f, layout, {"": ["Y"], "half": ["H_out"], "rows": ["A_out", "S_out"]}[layout])
+        out = act_args(slots * m, f, layout, {"": ["Y"], "half": ["H_out"], "rows": ["A_out", "S_out"]}[layout])
         grid = (f // BLOCK, slots) if of else (f // BLOCK,)
-        with launch(grid, (arch.wave, waves)) as (block, *slot, lane, wave):
+        with launch(grid, (arch.wave, waves)) as (block, *rest, lane, wave), _of_live(state, of, rest) as (slot, token):
             acts = emit_acts(params, k, x_rows)
             views = [load.views(fmt, bufs, span_of(fmts, k)) for fmt, bufs in zip(fmts, weights, strict=True)]
-            made = T.alloc_buffer((2, BLOCK), "float32", scope="shared")
+            made = T.alloc_buffer((2 * m, BLOCK), "float32", scope="shared")  # gate and up of each token
             group, part = _group(wave, lane, lanes, arch, waves), T.Bind(lane % lanes)
             first = block * BLOCK
             if of:
-                first = T.Bind(expert_at(ids, [0, *slot], of.experts) * f + first)
-                acts = acts if x_rows == 1 else acts.of(*slot)
+                own = [0, slot] if of.m == 1 else [token, T.Bind(slot % of.experts.used)]
+                first = T.Bind(expert_at(ids, own, of.experts) * f + first)
+                acts = acts if x_rows == 1 else acts.of(token if of.shared else slot)
             with T.serial(BLOCK // (groups * rows)) as i:
                 row = T.Bind((i * groups + group) * rows)
                 strips = [
@@ -252,24 +278,34 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, pla
                     for fmt, bufs in zip(fmts, views, strict=True)
                     for i in range(rows)
                 ]
-                sums = emit_rows(strips, acts, part, lanes, unroll, arch)
-                with T.If(part == 0), T.Then():
-                    for i, total in enumerate(sums):
-                        T.buffer_store(made, total, [i // rows, row + i % rows])
+                if m == 1:
+                    sums = emit_rows(strips, acts, part, lanes, unroll, arch)
+                    found, writes = [(0, i, total) for i, total in enumerate(sums)], part == 0
+                else:
+                    found, writes = emit_spread(strips, acts.first(m), part, lanes, unroll, arch)
+                with T.If(writes), T.Then():
+                    for token, i, total in found:
+                        T.buffer_store(made, total, [token * 2 + i // rows, row + i % rows])
             barrier()
-            # the block's eight lanes repeat themselves over the first wave
+            # eight lanes have a token's block; behind the last token they repeat it
             column = T.Bind(lane % LANES * WIDTH)
-            gate, up = (
-                [T.Bind(lane_of(x, i)) for i in range(WIDTH)]
-                for x in (T.Bind(made[i, columns(column)]) for i in range(2))
-            )
-            if biases:
+            for thread in range(0, m * LANES, waves * arch.wave):
+                token, live = 0, (wave == 0) & (lane < LANES)
+                if m > 1:
+                    token = T.Bind((thread + wave * arch.wave + lane) // LANES)
+                    live, token = T.Bind(token < m), T.Bind(T.min(token, T.int32(m - 1)))
                 gate, up = (
-                    [T.Bind(v + lane_of(b, i)) for i, v in enumerate(values)]
-                    for values, b in zip((gate, up), [T.Bind(b[columns(first + column)]) for b in biases], strict=True)
+                    [T.Bind(lane_of(x, i)) for i in range(WIDTH)]
+                    for x in (T.Bind(made[token * 2 + i, columns(column)]) for i in range(2))
                 )
-            y = [gated(act, g, u) for g, u in zip(gate, up, strict=True)]
-            token = slot[0] if of else 0
-            live = (wave == 0) & (lane < LANES)
-            emit_store(arch, layout, out, y, token, T.Bind(block * BLOCK + column), live)
+                if biases:
+                    gate, up = (
+                        [T.Bind(v + lane_of(b, i)) for i, v in enumerate(values)]
+                        for values, b in zip(
+                            (gate, up), [T.Bind(b[columns(first + column)]) for b in biases], strict=True
+                        )
+                    )
+                y = [gated(act, g, u) for g, u in zip(gate, up, strict=True)]
+                out_row = slot if of else token
+                emit_store(arch, layout, out, y, out_row, T.Bind(block * BLOCK + column), live)
     return ir.get()

@@ -1,15 +1,18 @@
-"""Rows of weights times one token's activations, by the lanes of a wave: the inner part of `gemv.py`.
+"""Rows of weights times the activations of a few tokens, by the lanes of a wave: the inner part of `gemv.py`.
 
 A group of lanes processes the units (`load.py`) of several rows of weights, interleaved, so that a load instruction
-reads contiguous memory; the lanes' sums are reduced by lane shuffles at the end.
+reads contiguous memory; the lanes' sums are reduced by lane shuffles at the end. Each weight is loaded and decoded once
+for all tokens.
 """
 
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu import load
-from mlc_amd.schedules.gpu.device import dot4, fma, wave_sum
+from mlc_amd.schedules.gpu.device import dot4, fma, shuffle_xor, wave_sum
 from mlc_amd.schedules.gpu.load import QUADS
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.quantize import FIELDS
@@ -36,8 +39,13 @@ class Acts(NamedTuple):
     first_block: Any = None
 
     def of(self, token) -> "Acts":
-        """Those of another token."""
-        return self._replace(token=token, first_block=T.Bind(token * (self.k // BLOCK)))
+        """Those of another token: an int or a register."""
+        first = token * (self.k // BLOCK)
+        return self._replace(token=token, first_block=first if isinstance(token, int) else T.Bind(first))
+
+    def first(self, count: int) -> list["Acts"]:
+        """Those of the tokens 0 .. count-1."""
+        return [self, *(self.of(token) for token in range(1, count))]
 
 
 class Block(NamedTuple):
@@ -72,22 +80,50 @@ def units_of(fmts, k) -> int:
 
 
 def emit_rows(strips, acts: Acts, lane, lanes, unroll, arch):
-    """The products of each strip's row with the activations, a float32 register per strip, the same in all lanes of the
-    group.
+    """The products of each strip's row with one token's activations, a float32 register per strip, the same in all
+    lanes of the group.
 
     lane: this lane's number in its group of `lanes`. Strips are all int8 or all float.
     """
-    sums = emit_sums(strips, acts, lane, lanes, unroll, arch)
+    sums = emit_sums(strips, [acts], lane, lanes, unroll, arch)
     return [wave_sum(arch, T.Bind(sums[i]), lanes) for i in range(len(strips))]
 
 
-def emit_sums(strips, acts: Acts, lane, lanes, unroll, arch):
-    """As `emit_rows`, this lane's part of them: a local buffer."""
-    fmts = [strip.fmt for strip in strips]
-    span, units = span_of(fmts, acts.k), units_of(fmts, acts.k)
+def emit_spread(strips, tokens: Sequence[Acts], lane, lanes, unroll, arch) -> tuple[list, Any]:
+    """The products of each strip's row with each token's activations, spread over the group's lanes: [(token, strip,
+    float32 register)] of this lane, and whether it is the first of the lanes that have the same ones.
+
+    The numbers of strips and tokens are powers of two. Lanes exchange halves of their sums, so that c sums over l lanes
+    take about c shuffles, and c * log2(l) where every lane is to have all of them (`emit_rows`).
+    """
+    sums = emit_sums(strips, tokens, lane, lanes, unroll, arch)
+    values = [T.Bind(sums[i]) for i in range(len(strips) * len(tokens))]
+    width, first = lanes, T.int32(0)
+    while width > 1 and len(values) > 1:
+        width, half = width // 2, len(values) // 2
+        upper = T.Bind((lane & width) != 0)
+        pairs = list(zip(values[:half], values[half:], strict=True))
+        given = [T.Bind(T.Select(upper, low, high)) for low, high in pairs]
+        kept = [T.Bind(T.Select(upper, high, low)) for low, high in pairs]
+        values = [T.Bind(own + shuffle_xor(arch, x, width)) for own, x in zip(kept, given, strict=True)]
+        first = T.Bind(first + T.Select(upper, T.int32(half), T.int32(0)))
+    if width > 1:
+        values = [wave_sum(arch, x, width) for x in values]
+    places = [T.Bind(first + i) for i in range(len(values))]
+    count = len(strips)
+    return [(T.Bind(i // count), T.Bind(i % count), x) for i, x in zip(places, values, strict=True)], (
+        lane & (width - 1)
+    ) == 0
+
+
+def emit_sums(strips, tokens: Sequence[Acts], lane, lanes, unroll, arch):
+    """This lane's part of the products of each strip's row with each token's activations: a local buffer, all strips of
+    a token side by side."""
+    fmts, k = [strip.fmt for strip in strips], tokens[0].k
+    span, units = span_of(fmts, k), units_of(fmts, k)
     multiply = _multiply_int8 if fmts[0].kind == "int8" else _multiply_float
-    sums = T.alloc_buffer((len(strips),), "float32", scope="local")
-    for i in range(len(strips)):
+    sums = T.alloc_buffer((len(strips) * len(tokens),), "float32", scope="local")
+    for i in range(len(strips) * len(tokens)):
         T.buffer_store(sums, T.float32(0), [i])
 
     def steps(first, count, partial):
@@ -97,7 +133,7 @@ def emit_sums(strips, acts: Acts, lane, lanes, unroll, arch):
             unit = (first + i) * lanes + lane
             whole = not partial or i < count - 1
             places.append((T.Bind(unit if whole else T.min(unit, T.int32(units - 1))), None if whole else unit < units))
-        multiply(strips, acts, places, span, sums, arch)
+        multiply(strips, tokens, places, span, sums, arch)
 
     total = -(-units // lanes)
     partial = units % lanes != 0
@@ -131,34 +167,57 @@ def _act_blocks(acts, unit, live, span, halves) -> list[Block]:
     return out
 
 
-def _multiply_int8(strips, acts, places, span, sums, arch):
-    """Adds to sums[i] what strip i makes of the units of `places`: (unit, condition or None)."""
+def _multiply_int8(strips, tokens, places, span, sums, arch):
+    """Adds to `sums` what strips and tokens make of the units of `places`: (unit, condition or None)."""
     fmts = [strip.fmt for strip in strips]
     halves = any(load.groups(fmt) == 2 for fmt in fmts)
+
+    def acts_of(token, unit, live):
+        return _act_blocks(token, unit, live, span, halves)
+
+    # One token's activations are loaded with the weights; those of several would take too many registers.
     loaded = [
-        ([load.fetch(s.fmt, s.planes, s.row, unit, span) for s in strips], _act_blocks(acts, unit, live, span, halves))
+        (
+            [load.fetch(s.fmt, s.planes, s.row, unit, span) for s in strips],
+            acts_of(tokens[0], unit, live) if len(tokens) == 1 else None,
+        )
         for unit, live in places
     ]
-    for units, blocks in loaded:
-        # d * dot - zero * d * sum(q): the products are shared by all rows
-        zeros = {
-            fmt.name: [[T.Bind(x * T.float32(-fmt.zero)) for x in block.sums[load.groups(fmt)]] for block in blocks]
-            for fmt in fmts
-            if fmt.zero
-        }
-        for i, (strip, unit) in enumerate(zip(strips, units, strict=True)):
-            total = sums[i]
-            for term in _terms(strip.fmt, unit, blocks, zeros.get(strip.fmt.name), arch):
-                total = fma(*term, total)
-            T.buffer_store(sums, total, [i])
+    for (unit, live), (units, ready) in zip(places, loaded, strict=True):
+        decoded = [_decoder(strip.fmt, fetched, arch) for strip, fetched in zip(strips, units, strict=True)]
+        for t, token in enumerate(tokens):
+            blocks = ready or acts_of(token, unit, live)
+            # d * dot - zero * d * sum(q): the products are shared by all rows
+            zeros = {
+                fmt.name: [[T.Bind(x * T.float32(-fmt.zero)) for x in block.sums[load.groups(fmt)]] for block in blocks]
+                for fmt in fmts
+                if fmt.zero
+            }
+            for i, (strip, block) in enumerate(zip(strips, decoded, strict=True)):
+                place = t * len(strips) + i
+                total = sums[place]
+                for term in _terms(strip.fmt, block, blocks, zeros.get(strip.fmt.name), arch):
+                    total = fma(*term, total)
+                T.buffer_store(sums, total, [place])
 
 
-def _terms(fmt, unit, blocks, zeros, arch):
-    """The pairs of factors whose products a unit of a row adds to its sum. Blocks of one super-block share them."""
+def _decoder(fmt, unit, arch) -> Callable:
+    """Number of a block of the unit -> (words of codes, scales), decoded when they are first used."""
+
+    @cache
+    def block(b):
+        return load.codes(arch, fmt, unit, b), load.scales(fmt, unit, b)
+
+    return block
+
+
+def _terms(fmt, decoded, blocks, zeros, arch):
+    """The pairs of factors whose products a unit of a row adds to its sum. Blocks of one super-block share them.
+    decoded: of `_decoder`."""
     count, out = load.groups(fmt), []
     value = minimum = None
     for b, block in enumerate(blocks):
-        words, scales = load.codes(arch, fmt, unit, b), load.scales(fmt, unit, b)
+        words, scales = decoded(b)
         if fmt.block == BLOCK:
             value = minimum = None
         for g in range(count):
@@ -184,18 +243,27 @@ def _add(scale, x, total):
     return T.Bind(scale * x) if total is None else fma(scale, x, total)
 
 
-def _multiply_float(strips, acts, places, width, sums, arch):
+def _multiply_float(strips, tokens, places, width, sums, arch):
     """As `_multiply_int8`, for float formats."""
-    loaded = []
-    for unit, live in places:
-        weights = [load.fetch_float(s.fmt, s.planes, s.row, unit, width) for s in strips]
-        step = min(width, load.LOAD_WORDS)
-        x = [T.Bind(acts.x[acts.token, at(unit * width + j, step)]) for j in range(0, width, step)]
-        x = [_zero_unless(live, lane_of(v, j) if step > 1 else v) for v in x for j in range(step)]
-        loaded.append((weights, x))
-    for weights, x in loaded:
-        for i, w in enumerate(weights):
-            total = sums[i]
-            for a, b in zip(w, x, strict=True):
-                total = fma(a, b, total)
-            T.buffer_store(sums, total, [i])
+    step = min(width, load.LOAD_WORDS)
+
+    def acts_of(token, unit, live):
+        x = [T.Bind(token.x[token.token, at(unit * width + j, step)]) for j in range(0, width, step)]
+        return [_zero_unless(live, lane_of(v, j) if step > 1 else v) for v in x for j in range(step)]
+
+    loaded = [
+        (
+            [load.fetch_float(s.fmt, s.planes, s.row, unit, width) for s in strips],
+            acts_of(tokens[0], unit, live) if len(tokens) == 1 else None,
+        )
+        for unit, live in places
+    ]
+    for (unit, live), (weights, ready) in zip(places, loaded, strict=True):
+        for t, token in enumerate(tokens):
+            x = ready or acts_of(token, unit, live)
+            for i, w in enumerate(weights):
+                place = t * len(strips) + i
+                total = sums[place]
+                for a, b in zip(w, x, strict=True):
+                    total = fma(a, b, total)
+                T.buffer_store(sums, total, [place])

@@ -24,6 +24,7 @@ from mlc_amd.schedules.gpu.norm_route import norm_route
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.route import Routing, route
+from mlc_amd.schedules.gpu.step import FEW
 
 
 def _embed(fmt, vocab, k, m, arch, name, plan, scale=1.0):
@@ -43,11 +44,11 @@ def _quantize(k, m, layout, arch, name, plan):
 
 
 def _linear(segments, k, m, layout, biases, residual, arch, name, plan):
-    return (gemv if m == 1 else gemm)(segments, k, m, layout, biases, residual, arch, name, plan)
+    return (gemv if m <= FEW else gemm)(segments, k, m, layout, biases, residual, arch, name, plan)
 
 
 def _gate_up(gate, up, n, k, m, layout_in, layout, arch, name, plan, act="silu"):
-    build = gate_up_gemv if m == 1 else gate_up_gemm
+    build = gate_up_gemv if m <= FEW else gate_up_gemm
     return build(gate, up, n, k, m, layout_in, layout, arch, name, plan, act)
 
 
@@ -85,7 +86,7 @@ def _expert_gate_up(
 ):  # fmt: skip
     of = Slots(Experts(experts, used, tile), m, shared, biases)
     check_rows(n, BLOCK)
-    if m == 1:
+    if tile == 1:
         return gate_up_gemv(gate, up, n, k, 1, layout_in, layout, arch, name, plan, act, of)
     return gate_up_gemm(gate, up, n, k, of.x_rows, layout_in, layout, arch, name, plan, act, of)
 

@@ -12,6 +12,10 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.device import COHERENT
 
+# Rows of a step, at most, in which each weight is loaded once and multiplied with every row (GEMV); a power of two.
+# With more rows the products take longer than the weights, and GEMMs take over.
+FEW = 8
+
 
 @contextmanager
 def kernel(name, coherent=()):

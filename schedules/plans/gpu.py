@@ -22,8 +22,10 @@ from mlc_amd.schedules.gpu.expert_gemm import expert_engine
 from mlc_amd.schedules.gpu.experts import Slots
 from mlc_amd.schedules.gpu.gemm import engine
 from mlc_amd.schedules.gpu.planes import padded
+from mlc_amd.schedules.gpu.step import FEW
 from mlc_amd.schedules.plans.space import Kernel, Space
 
+MAX_SUMS = 64  # of a GEMV, likewise
 SUMS = 256  # float32 accumulators of a lane, at most: more leave no registers for anything else
 BLOCKS = 32  # of 32 columns that a lane has loaded, at most
 ACTIVATIONS = 128  # that a thread has on the way to shared memory, at most
@@ -48,14 +50,15 @@ THREADS = {"threads": (32, 64, 128, 256, 512, 1024)}
 STEPS = 16  # whose columns a thread of a norm holds at most
 
 
-# ---- one token
+# ---- few tokens
 
 
 def _gemv_linear(workload, arch) -> Space:
-    segments, k = workload.weights, workload.args["k"]
+    segments, k, m = workload.weights, workload.args["k"], workload.args["m"]
 
     def kernel(plan) -> Kernel:
-        plans, splits = gemv.linear_plans(segments, k, arch, plan)
+        plans, splits = gemv.linear_plans(segments, k, arch, plan, m)
+        _check_sums(m * plans[0].rows, plan)
         parts = [([fmt], used, split) for (fmt, _), used, split in zip(segments, plans, splits, strict=True)]
         loads = max(_loads(fmts, k, used, plan) for fmts, used, _ in parts)
         same = tuple(
@@ -63,22 +66,25 @@ def _gemv_linear(workload, arch) -> Space:
         )
         return Kernel(same, sum(split.groups for split in splits), plans[0].waves * arch.wave, loads)
 
-    default = gemv.default_plan(arch, sum(padded(n) for _, n in segments))
+    default = gemv.default_plan(arch, sum(padded(n) for _, n in segments), m=m)
     return Space(gemv.Plan, GEMV, default, kernel)
 
 
 def _gemv_gate_up(workload, arch) -> Space:
     """Of one weight or, where there are experts, of those that a row uses."""
     fmts, args = [fmt for fmt, _ in workload.weights], workload.args
-    f, k, slots = args["n"], args["k"], args.get("used", 1)
+    f, k, m, slots = args["n"], args["k"], args["m"], 1
+    if "experts" in args:
+        m, slots = 1, args["used"] * m
 
     def kernel(plan) -> Kernel:
-        used = gemv.gate_up_plan(fmts, f, k, arch, plan)
+        used = gemv.gate_up_plan(fmts, f, k, arch, plan, m=m)
+        _check_sums(2 * m * used.rows, plan)
         loads = _loads(fmts, k, used, plan)
         same = used.rows, used.waves, used.lanes, _unroll(fmts, k, used.lanes, used.unroll)
         return Kernel(same, f // gemv.BLOCK * slots, used.waves * arch.wave, loads)
 
-    return Space(gemv.Plan, GEMV, gemv.gate_up_default(arch, f, slots), kernel)
+    return Space(gemv.Plan, GEMV, gemv.gate_up_default(arch, f, slots, m), kernel)
 
 
 def _expert_down(workload, arch) -> Space:
@@ -88,7 +94,7 @@ def _expert_down(workload, arch) -> Space:
         split = expert_gemv.down_split(fmt, n, k, used, arch, plan)
         loads = _loads([fmt], k, split.plan, plan)
         same = split._replace(plan=(split.plan.rows, _unroll([fmt], k, split.lanes, split.plan.unroll)))
-        return Kernel(same, split.groups, split.waves * arch.wave, loads)
+        return Kernel(same, split.groups * workload.args["m"], split.waves * arch.wave, loads)
 
     return Space(gemv.Plan, GEMV, expert_gemv.down_default(fmt, n, k, used, arch), kernel)
 
@@ -101,6 +107,12 @@ def _loads(fmts, k, used, plan) -> float:
     return blocks * _block_bytes(fmts[0])
 
 
+def _check_sums(count, plan) -> None:
+    """ValueError if a lane would add up too many products at once: compilers take minutes."""
+    if count > MAX_SUMS:
+        raise ValueError(f"{plan}: {count} sums of a lane are too many")
+
+
 def _unroll(fmts, k, lanes, unroll) -> int:
     """Steps of a row that really come together: there may be fewer."""
     return min(unroll, -(-gemv.units_of(fmts, k) // lanes))
@@ -111,7 +123,7 @@ def _block_bytes(fmt) -> float:
     return fmt.block_bytes * gemv.BLOCK / fmt.block
 
 
-# ---- several tokens
+# ---- many tokens
 
 
 def _gemm(workload, arch, rows, shares, layout) -> Space:
@@ -177,21 +189,21 @@ CHOICES = {gemm_coop.CoopTile: COOP, gemm_matrix.MatrixTile: MATRIX, gemm_dot.Do
 
 def _linear(workload, arch) -> Space:
     args = workload.args
-    if args["m"] == 1:
+    if args["m"] <= FEW:
         return _gemv_linear(workload, arch)
     return _gemm(workload, arch, [padded(n) for _, n in workload.weights], 1, args["layout"])
 
 
 def _gate_up(workload, arch) -> Space:
     args = workload.args
-    if args["m"] == 1:
+    if args["tile"] == 1 if "tile" in args else args["m"] <= FEW:
         return _gemv_gate_up(workload, arch)
     return _gemm(workload, arch, [args["n"]], 2, args["layout_in"])
 
 
 def _attention(workload, arch) -> Space:
     args = workload.args
-    if args["m"] == 1:
+    if args["m"] <= FEW:
         return _decode(workload, arch)
     shape = [args[name] for name in ("m", "heads", "kv_heads", "d")]
     if arch.matrix == "coop":
@@ -246,11 +258,11 @@ def _attention_dot(arch, m, heads, kv_heads, d) -> Space:
 
 def _decode(workload, arch) -> Space:
     shape = [workload.args[name] for name in ("heads", "kv_heads", "d", "ctx")]
-    span = workload.args.get("window") or workload.args.get("chunk") or 0
+    span, m = workload.args.get("window") or workload.args.get("chunk") or 0, workload.args.get("m", 1)
 
     def kernel(plan) -> Kernel:
-        splits = attention_decode.splits_of(*shape, arch, plan, span)
-        groups = shape[1] * splits.parts * splits.count
+        splits = attention_decode.splits_of(*shape, arch, plan, span, m)
+        groups = m * shape[1] * splits.parts * splits.count
         return Kernel(splits, groups, splits.threads, splits.step * shape[2] * 2 / arch.wave)
 
     return Space(attention_decode.Plan, DECODE, attention_decode.default_plan(arch), kernel)
