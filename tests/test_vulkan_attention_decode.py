@@ -20,18 +20,17 @@ from mlc_amd.schedules.gpu.profiles import resolve
 STATES = tuple((position, 1) for position in (0, 127, 128, CTX - 1))
 CASES = {
     "queries": Case(8, 2, 128, states=STATES),
-    "rope": Case(4, 1, 64, layout="rows", rope=Rope(False, 64), states=STATES),
     # two workgroups have four of the query heads each; one of them writes the cache
     "parts": Case(8, 1, 64, layout="rows", rope=Rope(True, 64, 1e-6), states=STATES, attributes={"sinks": True}),
     "normalized": Case(2, 1, 96, layout="half", rope=Rope(True, 96, 1e-6), states=STATES),
     # windows that several splits share, of which the first begins within a block
-    "window": Case(4, 1, 64, rope=Rope(True, 64), states=STATES, attributes={"window": 300, "sinks": True}),
+    "window": Case(
+        4, 1, 64, rope=Rope(True, 64), states=STATES,
+        attributes={"window": 300, "softcap": 4.0, "sinks": True, "scale": 0.2},
+    ),
     "ring": Case(4, 1, 64, rope=Rope(True, 64), states=STATES, attributes={"window": 300, "ring": 320}),
     "chunk": Case(2, 1, 64, states=STATES, attributes={"chunk": 300, "ring": 320}),
-    "attributes": Case(
-        4, 2, 64, states=STATES, attributes={"window": 200, "softcap": 4.0, "sinks": True, "scale": 0.2}
-    ),
-}
+}  # fmt: skip
 
 
 @functools.cache
