@@ -22,18 +22,17 @@ CASES = {
     "queries": Case(8, 2, 128, states=STATES),
     "rows": Case(8, 2, 64, m=8, layout="rows", states=((0, 8), (0, 3), (250, 5), (CTX - 8, 8))),
     "rows of a window": Case(2, 1, 64, m=4, states=((0, 4), (CTX - 3, 3)), attributes={"window": 300, "ring": 320}),
-    "rope": Case(4, 1, 64, layout="rows", rope=Rope(False, 64), states=STATES),
     # two workgroups have four of the query heads each; one of them writes the cache
     "parts": Case(8, 1, 64, layout="rows", rope=Rope(True, 64, 1e-6), states=STATES, attributes={"sinks": True}),
     "normalized": Case(2, 1, 96, layout="half", rope=Rope(True, 96, 1e-6), states=STATES),
     # windows that several splits share, of which the first begins within a block
-    "window": Case(4, 1, 64, rope=Rope(True, 64), states=STATES, attributes={"window": 300, "sinks": True}),
+    "window": Case(
+        4, 1, 64, rope=Rope(True, 64), states=STATES,
+        attributes={"window": 300, "softcap": 4.0, "sinks": True, "scale": 0.2},
+    ),
     "ring": Case(4, 1, 64, rope=Rope(True, 64), states=STATES, attributes={"window": 300, "ring": 320}),
     "chunk": Case(2, 1, 64, states=STATES, attributes={"chunk": 300, "ring": 320}),
-    "attributes": Case(
-        4, 2, 64, states=STATES, attributes={"window": 200, "softcap": 4.0, "sinks": True, "scale": 0.2}
-    ),
-}
+}  # fmt: skip
 
 
 @functools.cache

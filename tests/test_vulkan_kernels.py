@@ -314,7 +314,7 @@ ATTENTION = {
     "decode group 4": Case(8, 2, 64, states=((0, 1), (63, 1), (64, 1), (299, 1), (CTX - 1, 1))),
     "decode group 1": Case(2, 2, 96, layout="half", rope=Rope(True, 48), states=TWO),
     "decode group 2": Case(2, 1, 128, layout="rows", rope=Rope(True, 128, 1e-6), states=TWO),
-    "decode group 7": Case(7, 1, 64, layout="rows", rope=Rope(False, 64), states=TWO),
+    "decode group 7": Case(7, 1, 32, layout="rows", rope=Rope(False, 32), states=TWO),
     "decode group 9": Case(9, 1, 32, states=((299, 1),)),
     "decode head 24": Case(2, 1, 24, rope=Rope(True, 24, 1e-6), states=TWO),
     "decode norm after": Case(2, 1, 64, rope=Rope(False, 48, 1e-6, norm_after=True, value_norm=True), states=TWO),
