@@ -27,7 +27,7 @@ from types import MappingProxyType
 import numpy as np
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.folders import lock, scratch
+from mlc_amd.runtime.folders import Lock, lock, scratch
 
 FORMAT_VERSION = 5
 MANIFEST, WEIGHTS, TABLES = "manifest.json", "weights.safetensors", "tables.safetensors"
@@ -293,10 +293,10 @@ def manifest_text(manifest: dict, files: dict[str, dict]) -> str:
 class Artifact:
     """A verified artifact on disk. `manifest` is the parsed manifest.json (see dist/README.md)."""
 
-    def __init__(self, path: Path, manifest: dict):
-        self.path, self.manifest = path, manifest
+    def __init__(self, path: Path, manifest: dict, held: Lock | None = None):
+        """held: the lock of the folder, which lasts until `close`: nobody removes it from the cache meanwhile."""
+        self.path, self.manifest, self._lock = path, manifest, held
         self._weights: WeightBlock | None = None
-        self._lock = lock(path)  # nobody removes it from the cache while it is in use
 
     @classmethod
     def open(cls, path: str | Path, verify: bool = False) -> "Artifact":
@@ -308,6 +308,7 @@ class Artifact:
         path = Path(path)
         if not path.is_dir():
             raise UserError(f"{path}: no such compiled model; make one with: mlc-amd compile MODEL.gguf")
+        held = lock(path)
         try:
             manifest = json.loads((path / MANIFEST).read_text())
             version, files = manifest["format"], manifest["files"]
@@ -335,7 +336,7 @@ class Artifact:
                 )
             if (name != WEIGHTS or verify) and sha256(file) != entry["sha256"]:
                 raise UserError(f"{file} is corrupted (checksum differs); compile the model again")
-        return cls(path, manifest)
+        return cls(path, manifest, held)
 
     @property
     def weights(self) -> WeightBlock:

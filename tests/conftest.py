@@ -134,7 +134,7 @@ def compiled(once):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("XDG_CACHE_HOME", str(out))
                 model, spec = (str(source), None) if isinstance(source, Path) else (None, source)
-                models.artifact_path(model, synthetic=spec, ctx=ctx)
+                models.artifact_path(model, synthetic=spec, target="cpu", ctx=ctx)
 
         return only_model(once(f"{source}-{ctx}", make))
 
@@ -155,6 +155,8 @@ def first_chat(once) -> tuple[subprocess.CompletedProcess, Path]:
             "What does os.path.join do?",
             "-n",
             "8",
+            "--target",  # also on a machine with a GPU
+            "cpu",
         ]
         environment = os.environ | {
             "XDG_CACHE_HOME": str(out / "cache"),

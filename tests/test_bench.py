@@ -15,7 +15,7 @@ from mlc_amd.tools import bandwidth, bench, bench_formats, cli, kernel_table
 from mlc_amd.tools.bench import Test as Case
 
 SPEC = "tiny:q4_0"
-TINY = ("--synthetic", SPEC, "--ctx", "64")
+TINY = ("--synthetic", SPEC, "--ctx", "64", "--target", "cpu")
 
 
 def shapes_of(artifact: Artifact) -> dict[str, int]:

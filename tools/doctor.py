@@ -91,7 +91,9 @@ def _try_cpu_target() -> str | None:
 
 def _cache_facts() -> dict[str, object]:
     place = model_cache.cache_directory()
-    return {"path": str(place), "bytes": sum(file.stat().st_size for file in place.rglob("*") if file.is_file())}
+    files = [file.stat() for file in place.rglob("*") if file.is_file()]
+    # models share weights by links to one file
+    return {"path": str(place), "bytes": sum({status.st_ino: status.st_size for status in files}.values())}
 
 
 def _python(facts: dict) -> list[tuple[str, str, str]]:
