@@ -263,10 +263,10 @@ def wave_sum(arch, x, width=None):
 
 
 def wave_max(arch, x, width=None):
-    """The largest float32 of `width` neighbouring lanes (default: the wave), in all of them."""
+    """The largest float32 or int32 of `width` neighbouring lanes (default: the wave), in all of them."""
     if arch.api == "vulkan" and width in (None, arch.wave):
         return _vk_across(x, "reduce_max")
-    return wave_reduce(arch, x, maximum, width)
+    return wave_reduce(arch, x, T.max if str(x.ty) == "int32" else maximum, width)
 
 
 def wave_min(arch, x):
