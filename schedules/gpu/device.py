@@ -55,8 +55,8 @@ def launch(grid, block):
 
 def each(arch, count):
     """`for i in each(arch, n):` 0, .., n-1: n copies of the body, or on Vulkan a loop that the driver may unroll (small
-    code, in any case for it to read)."""
-    if arch.api == "rocm":
+    code, in any case for it to read). Not for NVIDIA's: it keeps such loops, and arrays that they index in memory."""
+    if arch.api == "rocm" or arch.family == "nvidia":
         yield from range(count)
         return
     with T.serial(count) as i:
