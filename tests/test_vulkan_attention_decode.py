@@ -2,7 +2,7 @@
 float64.
 
 The plan of such a GPU on a small one: short steps, splits that meet in device memory, and one split alone where there
-are few keys.
+are few keys, a block or two for each of its waves.
 """
 
 import functools
@@ -14,15 +14,16 @@ from test_vulkan_kernels import execute
 from vulkan_harness import gpu
 
 from mlc_amd.schedules.attention import Rope
-from mlc_amd.schedules.gpu.attention_decode import attention_decode, splits_of
+from mlc_amd.schedules.gpu import attention_decode
+from mlc_amd.schedules.gpu.attention_decode import splits_of
 from mlc_amd.schedules.gpu.profiles import resolve
 
-STATES = tuple((position, 1) for position in (0, 127, 128, CTX - 1))
+STATES = tuple((position, 1) for position in (0, 128, 256, 257, CTX - 1))
 CASES = {
     "queries": Case(8, 2, 128, states=STATES),
     "rows": Case(8, 2, 64, m=8, layout="rows", states=((0, 8), (0, 3), (250, 5), (CTX - 8, 8))),
     "rows of a window": Case(2, 1, 64, m=4, states=((0, 4), (CTX - 3, 3)), attributes={"window": 300, "ring": 320}),
-    # two workgroups have four of the query heads each; one of them writes the cache
+    # four workgroups have two of the query heads each; one of them writes the cache
     "parts": Case(8, 1, 64, layout="rows", rope=Rope(True, 64, 1e-6), states=STATES, attributes={"sinks": True}),
     "normalized": Case(2, 1, 96, layout="half", rope=Rope(True, 96, 1e-6), states=STATES),
     # windows that several splits share, of which the first begins within a block
@@ -44,9 +45,10 @@ def profile():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_splits(name):
+def test_splits(name, monkeypatch):
+    monkeypatch.setitem(attention_decode.ALONE, "nvidia", 2)
     case = CASES[name]
-    kernel = attention_decode(case.layer, case.layout, profile(), "attention", case.rope, m=case.m)
+    kernel = attention_decode.attention_decode(case.layer, case.layout, profile(), "attention", case.rope, m=case.m)
     assert splits_of(case.heads, case.kv_heads, case.d, CTX, profile(), span=case.layer.span, m=case.m).count > 1
     check_attention(case, lambda arrays: execute(kernel, arrays, profile()))
 
@@ -55,3 +57,24 @@ def test_a_window_needs_fewer_splits():
     """What decode costs does not grow with the context: the grid is that of the window."""
     shape = (8, 2, 64)
     assert splits_of(*shape, 16384, profile(), span=64).count == splits_of(*shape, 128, profile()).count
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "span", "groups", "splits"),
+    [
+        (32, 8, 128, 0, 8, 32),  # Llama 3 8B
+        (32, 4, 128, 0, 8, 32),  # Qwen3 30B A3B: half the KV heads, as many workgroups
+        (64, 8, 64, 0, 32, 32),  # gpt-oss 20B
+        (64, 8, 64, 128, 64, 2),  # its windows
+    ],
+)
+def test_workgroups_fill_the_gpu(heads, kv_heads, d, span, groups, splits):
+    """Whatever the number of KV heads: there are more workgroups than compute units at full context. A window has them
+    from its heads alone: one split processes all of its keys, without meeting others."""
+    arch = resolve("nvidia")
+    found = splits_of(heads, kv_heads, d, 16384, arch, span=span)
+    assert (kv_heads * found.parts, found.count) == (groups, splits)
+    if span:
+        assert found.waves * found.alone * found.step >= span + found.step
+    else:
+        assert groups * splits > arch.units

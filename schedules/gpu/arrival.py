@@ -4,7 +4,8 @@ Each workgroup stores its results into a COHERENT parameter, complete beyond the
 (`device.Outbox`), and then increments an atomic counter. The one that finds all others arrived loads them, at addresses
 that depend on what the counter returned, so neither compiler nor hardware can start the loads early. Results of
 different workgroups lie in different cache lines, which nothing reads earlier in the launch, so no cache has an old
-copy. On Vulkan results and counter are coherent, and a memory barrier stands before the increment and after it.
+copy. On Vulkan results and counter are coherent, and memory barriers stand before the increment and before the loads;
+so the increment itself orders nothing.
 """
 
 from tvm.tirx.script import builder as T
@@ -22,11 +23,11 @@ def arrive(arch, counter, index, tid):
     T.evaluate(T.tvm_storage_sync("shared"))
     with T.If(tid == 0), T.Then():
         put(arrived, T.call_intrin("int32", "tirx.atomic_add", T.address_of(counter[index]), T.int32(1)), 0)
-    old = uniform(arch, arrived[0])
+    return uniform(arch, arrived[0])
+
+
+def zero_behind(arch, old):
+    """0, which is not known before `old` is: part of the addresses of what other workgroups stored, which the caller
+    may load from here on."""
     memory_barrier(arch)
-    return old
-
-
-def zero_behind(old):
-    """0, which is not known before `old` is: part of the addresses of what other workgroups stored."""
     return T.Bind(T.shift_right(old, T.int32(16)))

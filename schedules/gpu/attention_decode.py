@@ -48,18 +48,33 @@ class Plan:
     rows: int
 
 
-PLANS = {"nvidia": Plan(threads=128, fill=2, step=32, batch=32, rows=4)}
+# By family and `_kind` of the layer: what takes least time on an H200 with 0 to 16384 tokens in the cache. Several
+# workgroups that read the same keys are faster than one with more rows, until reading counts.
+PLANS = {
+    ("nvidia", "wide"): Plan(threads=128, fill=2, step=32, batch=32, rows=4),
+    ("nvidia", "narrow"): Plan(threads=128, fill=8, step=32, batch=32, rows=2),
+    ("nvidia", "window"): Plan(threads=128, fill=4, step=32, batch=32, rows=1),
+}
 DEFAULT_PLAN = Plan(threads=128, fill=2, step=STEP, batch=8, rows=MAX_GROUP)
+NARROW = 64  # columns of a head, at most
+# family: blocks of keys that each wave of a workgroup processes before there are splits, since joining them in device
+# memory takes as long. Others: one.
+ALONE = {"nvidia": 4}
 
 
-def default_plan(arch) -> Plan:
-    return PLANS.get(arch.family, DEFAULT_PLAN)
+def default_plan(arch, d, span) -> Plan:
+    """For heads of d columns and rows that see `span` keys at most (0: all)."""
+    return PLANS.get((arch.family, _kind(d, span)), DEFAULT_PLAN)
+
+
+def _kind(d, span) -> str:
+    return "window" if span else "narrow" if d <= NARROW else "wide"
 
 
 class Splits(NamedTuple):
     """How a KV head's keys are distributed: `count` workgroups of `waves` waves, which take blocks of `step` keys round
     robin, for each `group` of the query heads; `parts` such groups share a KV head. batch: splits whose results are
-    loaded at once. maximum: splits for which there is memory."""
+    loaded at once. maximum: splits for which there is memory. alone: of `ALONE`."""
 
     count: int
     waves: int
@@ -70,16 +85,31 @@ class Splits(NamedTuple):
     batch: int
     parts: int
     maximum: int
+    alone: int
 
     def active(self, steps):
         """The number of splits that have a block to process, at least one; `steps`: blocks in all."""
-        return T.Bind(T.max(T.min((steps + self.waves - 1) // self.waves, T.int32(self.count)), T.int32(1)))
+        count = T.max(T.min((steps + self.waves - 1) // self.waves, T.int32(self.count)), T.int32(1))
+        return T.Bind(count if self.alone == 1 else T.Select(steps <= self.waves * self.alone, T.int32(1), count))
+
+    def share(self, steps, split, wave, active):
+        """(the first block of a wave, the distance to its next one, how many it has) of `steps` blocks."""
+
+        def rest(streams):
+            return T.max((steps - stream + streams - 1) // streams, T.int32(0))
+
+        stream, streams = T.Bind(split * self.waves + wave), self.count * self.waves
+        if self.alone == 1:
+            return stream, streams, rest(streams)
+        one = active == 1
+        distance = T.Bind(T.Select(one, T.int32(self.waves), T.int32(streams)))
+        return stream, distance, T.Select(one, rest(self.waves), rest(streams))
 
 
 def splits_of(heads, kv_heads, d, ctx, arch, plan=None, span=0, m=1) -> Splits:
     """The splits of a shape for m tokens: no more than the visible keys have blocks for, than fill the GPU, than a wave
     has lanes to join them. ValueError for a plan that the arch cannot run."""
-    shared, plan = group_of(heads, kv_heads), plan or default_plan(arch)
+    shared, plan = group_of(heads, kv_heads), plan or default_plan(arch, d, span)
     group = next(n for n in range(min(plan.rows, shared), shared + 1) if shared % n == 0)
     parts = shared // group
     if plan.step != STEP and (arch.api == "rocm" or plan.step % arch.wave or plan.step > STEP):
@@ -90,7 +120,8 @@ def splits_of(heads, kv_heads, d, ctx, arch, plan=None, span=0, m=1) -> Splits:
     keys = min(ctx, span + plan.step) if span else ctx  # what a row sees may begin within a block
     fill, maximum = -(-plan.fill * arch.units // (m * kv_heads * parts)), MAX_SPLITS // m
     count = min(-(-keys // (plan.step * waves)), fill, maximum, arch.wave)
-    return Splits(count, waves, waves * arch.wave, group, d, plan.step, min(plan.batch, arch.wave), parts, maximum)
+    batch, alone = min(plan.batch, arch.wave), ALONE.get(arch.family, 1)
+    return Splits(count, waves, waves * arch.wave, group, d, plan.step, batch, parts, maximum, alone)
 
 
 def attention_decode(
@@ -135,8 +166,7 @@ def attention_decode(
                 queries = T.alloc_buffer((group, d), query_dtype(arch), scope="shared")
                 rows = rows_of(arch, attention, group, lane, wave, splits.waves, splits.step)
                 rows.start()
-                stream = T.Bind(split * splits.waves + wave)
-                streams = splits.count * splits.waves
+                stream, streams, mine = splits.share(steps - first_step, split, wave, active)
                 prefetches = arch.api == "vulkan" and rows.prefetches
                 if prefetches:  # before the queries arrive
                     key0 = T.Bind(T.min((stream + first_step) * splits.step, T.int32(ctx - splits.step)))
@@ -153,7 +183,7 @@ def attention_decode(
                             _start_with_own(rows, queries, own_key, sources.V, scale, kv)
                 else:
                     _load_queries(splits, Qo, queries, token, part, wave * arch.wave + lane)
-                with T.serial(T.max((steps - first_step - stream + streams - 1) // streams, T.int32(0))) as i:
+                with T.serial(mine) as i:
                     place = T.Bind(stream + i * streams + first_step)
                     following = {}
                     if prefetches:  # the last block's successor is loaded without being used

@@ -100,7 +100,7 @@ class Join:
         """Counts this split; the last of the `active` ones joins them all and resets the counter."""
         old = arrive(self.arch, self.Arrived, self.place, self.tid)
         with T.serial(T.cast(old == active - 1, "int32")):
-            self._join_splits(active, zero_behind(old))
+            self._join_splits(active, zero_behind(self.arch, old))
             with T.If(self.tid == 0), T.Then():
                 put(self.Arrived, T.int32(0), self.place)
 

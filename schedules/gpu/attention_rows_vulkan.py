@@ -3,7 +3,7 @@
 The distribution of the work is the same: a wave processes a block of keys, a lane scores one key (several in a small
 wave) and sums one column (or several) of the outputs. Weights reach the lanes through shared memory, of which each wave
 has its own part, so that two loads read eight of them; products are float32 multiply-adds of values that are converted
-once for all rows; and loops over rows stay loops, which the driver may unroll.
+once for all rows; and loops over rows stay loops for most drivers (`device.each`).
 """
 
 from math import gcd
@@ -16,6 +16,7 @@ from mlc_amd.schedules.gpu.cache import UNIT
 from mlc_amd.schedules.gpu.device import (
     WAVE_SHARED,
     barrier,
+    each,
     exp2,
     fma,
     halves,
@@ -120,7 +121,7 @@ class VulkanRows(Rows):
         wave_barrier()
 
     def _score(self, block, queries, loaded):
-        with T.serial(self.count) as r:
+        for r in each(self.arch, self.count):
             for j in range(self.keys):
                 put(self.scores, T.float32(0), r * self.keys + j)
         with T.serial(self.d // UNIT // self.key_batch) as b:
@@ -128,7 +129,7 @@ class VulkanRows(Rows):
                 self.load_keys(block, b * self.key_batch)
             for c in range(self.key_batch):
                 reals = self._reals(self.key, c * self.keys, self.keys)
-                with T.serial(self.count) as r:
+                for r in each(self.arch, self.count):
                     first = (b * self.key_batch + c) * UNIT
                     query = [T.Bind(T.cast(queries[r, first + e], "float32")) for e in range(UNIT)]
                     self._multiply(self.scores, r * self.keys, reals, query)
@@ -189,7 +190,7 @@ class VulkanRows(Rows):
         """Adds the loaded batch of values, weighted; `first`: its first unit of the step."""
         for i in range(self.batch):
             reals = self._reals(self.value, i * self.columns, self.columns)
-            with T.serial(self.count) as r:
+            for r in each(self.arch, self.count):
                 place = T.Bind(self.place + r * self.stride + (first + i) * UNIT)
                 weights = [T.Bind(self.shared[place + e]) for e in range(UNIT)]
                 self._multiply(self.out, r * self.columns, reals, weights)

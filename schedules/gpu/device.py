@@ -55,8 +55,8 @@ def launch(grid, block):
 
 def each(arch, count):
     """`for i in each(arch, n):` 0, .., n-1: n copies of the body, or on Vulkan a loop that the driver may unroll (small
-    code, in any case for it to read)."""
-    if arch.api == "rocm":
+    code, in any case for it to read). Not for NVIDIA's: it keeps such loops, and arrays that they index in memory."""
+    if arch.api == "rocm" or arch.family == "nvidia":
         yield from range(count)
         return
     with T.serial(count) as i:
@@ -263,10 +263,10 @@ def wave_sum(arch, x, width=None):
 
 
 def wave_max(arch, x, width=None):
-    """The largest float32 of `width` neighbouring lanes (default: the wave), in all of them."""
+    """The largest float32 or int32 of `width` neighbouring lanes (default: the wave), in all of them."""
     if arch.api == "vulkan" and width in (None, arch.wave):
         return _vk_across(x, "reduce_max")
-    return wave_reduce(arch, x, maximum, width)
+    return wave_reduce(arch, x, T.max if str(x.ty) == "int32" else maximum, width)
 
 
 def wave_min(arch, x):

@@ -6,11 +6,8 @@ In: `state` int32[4], X float32 [1, k], G float32 [k], W in a float format. Out:
 and Weights [1, used].
 
 A workgroup makes one expert's logit: 1 / sqrt(..) is a factor of the sum of x * G * W, so both sums are made together.
-Its logit goes to Logits; the last workgroup to arrive (`arrival.py`) chooses. There each wave has all experts' scores,
-and each thread finds the ranks of its own ones, for all experts at once; no step waits for the one before.
+Its logit goes to Logits; in the last workgroup to arrive (`arrival.py`) a wave chooses, as in `route.py`.
 """
-
-from math import gcd
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
@@ -20,12 +17,12 @@ from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu import load
 from mlc_amd.schedules.gpu.arrival import LINE, arrive, zero_behind
-from mlc_amd.schedules.gpu.device import Outbox, barrier, fma, launch, rsqrt, wave_sum
+from mlc_amd.schedules.gpu.device import Outbox, barrier, fma, launch, rsqrt, uniform, wave_sum
 from mlc_amd.schedules.gpu.norm import load_columns
 from mlc_amd.schedules.gpu.planes import BLOCK, plane_args
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, emit_store
 from mlc_amd.schedules.gpu.registers import local, put
-from mlc_amd.schedules.gpu.route import TAKEN, Held, Routing, check, choice_args, routing_args, weigh
+from mlc_amd.schedules.gpu.route import Held, Routing, choice_args, routing_args
 from mlc_amd.schedules.gpu.step import kernel, state_arg
 
 THREADS = 256  # of a workgroup, at most: of 2048 columns each thread has two loads
@@ -47,7 +44,7 @@ def norm_route(
     ValueError for a format that is not float, and as of `route`; UserError unless 32 divides k.
     """
     fmt, count, threads = lookup(fmt), experts.count, min(THREADS, arch.threads)
-    grouped, waves = check(experts, routing), threads // arch.wave
+    waves = threads // arch.wave
     if fmt.kind != "float":
         raise ValueError(f"a router in {fmt.name} does not take float32")
     if k % BLOCK:
@@ -65,6 +62,8 @@ def norm_route(
         with launch((count,), (arch.wave, waves)) as (expert, lane, wave):
             tid, weights = T.Bind(wave * arch.wave + lane), load.views(fmt, planes, WIDTH)
             units, steps = k // WIDTH, -(-k // (threads * WIDTH))
+            # what is needed at the end and known now: its loads wait with the others
+            held, own_bias = Held(arch, experts, routing, lane, B, F), None if WB is None else T.Bind(WB[expert])
 
             def unit_of(step):
                 """(unit of this thread in that step, live); live is None where all threads have one."""
@@ -105,18 +104,19 @@ def norm_route(
             squares, products = _workgroup_sums(arch, waves, (square, product), wave, lane)
             scale = rsqrt(fma(squares, T.float32(1 / k), T.float32(eps)))
 
-            logit = T.Bind(products * scale)
+            logit = T.Bind(products * scale if own_bias is None else products * scale + own_bias)
             outbox = Outbox(arch, tid, threads, (1,))
-            outbox.send(tid == 0, Logits, ([logit if WB is None else T.Bind(logit + WB[expert])], None, (expert, 0)))
+            outbox.send(tid == 0, Logits, ([logit], None, (expert, 0)))
             outbox.publish()
             old = arrive(arch, Arrived, 0, tid)
-            with T.serial(T.cast(old == count - 1, "int32")):
-                later = zero_behind(old)
-                held = Held(arch, count, lane, routing, grouped)
-                held.load(lambda index: Logits[index, later], B)
-                if grouped:
-                    held.leave_groups()
-                _choose(arch, experts, routing, held, F, Ids, Weights, (tid, wave, threads))
+            chooses = T.Bind(uniform(arch, wave) == 0)
+            last = old == count - 1
+            with T.serial(T.cast(last if held.grouped else last & chooses, "int32")):
+                later = zero_behind(arch, old)
+                held.load(lambda index: Logits[index, later])
+                with T.serial(T.cast(chooses, "int32")):
+                    held.choose()
+                    held.store(0, Ids, Weights)
                 with T.If(tid == 0), T.Then():
                     put(Arrived, T.int32(0), 0)
 
@@ -142,49 +142,3 @@ def _workgroup_sums(arch, waves, totals, wave, lane) -> list:
             total = total + parts[i, w]
         found.append(T.Bind(total))
     return found
-
-
-def _choose(arch, experts, routing, held, F, Ids, Weights, thread):
-    """Stores the experts of the best scores that each wave holds, and their weights. An expert's place is its rank: the
-    number of experts with a better score, or with the same and a lower number."""
-    count, used, (tid, wave, threads) = experts.count, experts.used, thread
-    scores, values = (T.alloc_buffer((count,), "float32", scope="shared") for _ in range(2))
-    chosen, taken = (T.alloc_buffer((used,), dtype, scope="shared") for dtype in ("int32", "float32"))
-    for i, number in enumerate(held.numbers):
-        with T.If((wave == 0) & (number < count)), T.Then():
-            put(scores, held.scores[i], number)
-            put(values, held.p[i], number)
-    # scores that are no numbers leave places that no expert takes
-    for first in range(0, used, threads):
-        place = T.Bind(tid + first)
-        with T.If(place < used), T.Then():
-            put(chosen, place, place)
-            put(taken, T.float32(0), place)
-    barrier()
-    together = gcd(count, 8)
-    for first in range(0, count, threads):
-        number = T.Bind(T.min(tid + first, T.int32(count - 1)))
-        mine, rank = T.Bind(scores[number]), local(1, "int32")
-        put(rank, T.int32(0), 0)
-        with T.serial(count // together) as chunk:
-            before = T.int32(0)
-            for i in range(together):
-                other = T.Bind(chunk * together + i)
-                x = T.Bind(scores[other])
-                before = before + T.cast((x > mine) | ((x == mine) & (other < number)), "int32")
-            put(rank, rank[0] + before, 0)
-        with T.If((tid + first < count) & (rank[0] < used)), T.Then():
-            put(chosen, number, rank[0])
-            put(taken, values[number], rank[0])
-    barrier()
-    places = [T.Bind(held.lane + first) for first in range(0, used, arch.wave)]
-    inside = [place < used for place in places]
-    within = [T.Bind(T.min(place, T.int32(used - 1))) for place in places]
-    ids = [T.Bind(chosen[place]) for place in within]
-    held_values = zip(inside, within, strict=True)
-    of_lane = [T.Bind(T.Select(here, taken[place], T.float32(TAKEN))) for here, place in held_values]
-    weights = weigh(arch, routing, of_lane, inside)
-    for place, here, number, weight in zip(places, inside, ids, weights, strict=True):
-        with T.If(here & (wave == 0)), T.Then():
-            put(Ids, number, 0, place)
-            put(Weights, weight * F[number] if F is not None else weight, 0, place)

@@ -265,7 +265,7 @@ def _decode(workload, arch) -> Space:
         groups = m * shape[1] * splits.parts * splits.count
         return Kernel(splits, groups, splits.threads, splits.step * shape[2] * 2 / arch.wave)
 
-    return Space(attention_decode.Plan, DECODE, attention_decode.default_plan(arch), kernel)
+    return Space(attention_decode.Plan, DECODE, attention_decode.default_plan(arch, shape[2], span), kernel)
 
 
 # ---- token vectors

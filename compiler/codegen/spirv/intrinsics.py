@@ -153,7 +153,7 @@ class Intrinsics(Memory):
     # ---- memory that workgroups share
 
     def call_atomic_add(self, e, address, value):
-        """The value before; int32 or uint32 in a parameter."""
+        """The value before; int32 or uint32 in a parameter. It orders no other accesses: `memory_barrier` does."""
         load = address.args[0]
         ty = parse(e.ty)
         if load.source in self.arrays or ty.bits != 32 or ty.code == "float":
@@ -161,8 +161,8 @@ class Intrinsics(Memory):
                 f"atomic addition of {e.ty} in a {'shared' if load.source in self.arrays else 'global'} buffer"
             )
         pointer = self.pointer(load.source, "i32", load.indices[0], 0, 1)
-        semantics = self.int_const(self.ordering(opcodes.ACQUIRE_RELEASE | opcodes.BUFFER_MEMORY))
-        return self.asm.op("AtomicIAdd", "i32", pointer, self.device_scope(), semantics, self.value(value), pure=False)
+        scope, relaxed = self.device_scope(), self.int_const(opcodes.RELAXED)
+        return self.asm.op("AtomicIAdd", "i32", pointer, scope, relaxed, self.value(value), pure=False)
 
     def memory_barrier(self, e):
         semantics = self.ordering(opcodes.ACQUIRE_RELEASE | opcodes.BUFFER_MEMORY)
