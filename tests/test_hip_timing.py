@@ -10,7 +10,7 @@ from mlc_amd.runtime.devices.hip import gpu as hip_gpu
 from mlc_amd.runtime.devices.hip import timing
 from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import bandwidth, models
+from mlc_amd.tools import bandwidth, target
 from mlc_amd.tools.dev import hip_recorder
 from mlc_amd.tools.dev.hip_recorder import BYTES_PER_MS, EVENT_MS, LAUNCH_MS, Recorder
 
@@ -79,7 +79,7 @@ def test_the_gpu_is_chosen_by_number_or_name(artifact, monkeypatch, wanted, inde
     given = None if environment else wanted
     device = open_device(artifact("gfx1100", "gfx1102"), given)
     assert (device.gpu.index, device.code_arch) == (index, ("gfx1100", "gfx1102")[index])
-    assert models.arch_here("rocm", given) == ("gfx1100", "gfx1102")[index]
+    assert target.arch_here("rocm", given) == ("gfx1100", "gfx1102")[index]
     check(device)
 
 

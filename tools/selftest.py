@@ -14,7 +14,7 @@ from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import amdgpu, bandwidth, display, machine, models, selftest_kernels, selftest_model, terminal
 
-SHORT = {"o": "output", "t": "threads"}
+SHORT = {"o": "output"}
 FORMAT = 1  # of the file
 # How often each function is replayed, and timed: by the type of device. Mesa's CPU driver needs seconds for a prompt.
 ROUNDS = {"cpu": (2, 1)}
@@ -27,7 +27,7 @@ def run(
     output: str | None = None,
     runs: int = 1000,
     whole_model: bool = False,
-    target: str = "cpu",
+    target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
     threads: int | None = None,
@@ -45,7 +45,8 @@ def run(
         output: a file for the results, the machine and its drivers, as JSON: what a report should contain.
         runs: how often each kernel runs whose workgroups wait for one another, at each of several depths; 0 skips this.
         whole_model: compare the logits also of a large model, which takes minutes.
-        target: target that a GGUF file is compiled for: cpu, rocm or vulkan.
+        target: target that a GGUF file is compiled for: auto (rocm if AMD's HIP runtime works, else vulkan on a GPU,
+            else cpu), cpu, rocm or vulkan.
         arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name.
         ctx: KV cache size in tokens, for a GGUF file (default: the model's context length, at most 4096).
         threads: number of CPU threads (default: all cores).
