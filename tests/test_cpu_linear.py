@@ -108,32 +108,39 @@ ACTIVATIONS = {
     "relu_sq": lambda x: np.maximum(x, 0) ** 2,
 }
 F, SWIGLU_K = 96, 256
-# Where kernels are only compiled, those of a sample of formats are. AvxVnni's two machines share them: each compiles
-# what the other leaves out.
+# AvxVnni's two machines share its kernels: each has those that the other leaves out.
 HALVES_OF_KERNELS = {"avxvnni": 0, "vnni512vl": 1}
+
+
+def kernels_of(machine) -> list[str]:
+    """Names of the kernels to test on a machine; where they are only compiled, linear ones of a sample of formats."""
+    rest = set() if machine in RUNNABLE else set(INT8) - set(SAMPLE)
+    names = [name for name in _cases(MACHINES[machine].isa) if name.rpartition("-")[0] not in rest]
+    names += [f"swiglu-{name}" for name in SWIGLU]
+    half = HALVES_OF_KERNELS.get(machine)
+    # decode and prefill alternate: of one format the one, of the next the other
+    return [name for i, name in enumerate(names) if half in (None, (i + i // 2) % 2)]
 
 
 @functools.cache
 def library(machine):
-    """All kernels of a machine in one module, ready to call; of one that cannot run here only some."""
+    """All kernels of a machine in one module, ready to call."""
     isa, mcpu, _ = MACHINES[machine]
-    rest = (
-        ()
-        if machine in RUNNABLE
-        else {f"{name}-{step}" for name in set(INT8) - set(SAMPLE) for step in ("decode", "prefill")}
-    )
-    kernels = {n: case.kernel(isa, n.replace("-", "_")) for n, case in _cases(isa).items() if n not in rest}
-    for n, (gate, up, m, p, quantize, act) in SWIGLU.items():
-        p = min(p, isa.tokens)
-        kernels[f"swiglu-{n}"] = gate_up_swiglu(
-            gate, up, F, SWIGLU_K, m, p, quantize, isa, f"swiglu-{n}".replace("-", "_"), act=act
-        )
-    if machine in COMPILE_ONLY and machine in HALVES_OF_KERNELS:
-        # decode and prefill alternate: of one format the one, of the next the other
-        kernels = {n: f for i, (n, f) in enumerate(kernels.items()) if (i + i // 2) % 2 == HALVES_OF_KERNELS[machine]}
-    return build_module(
-        {n.replace("-", "_"): f for n, f in kernels.items()}, tvm.target.Target({"kind": "llvm", "mcpu": mcpu})
-    )
+    cases, kernels = _cases(isa), {}
+    for name in kernels_of(machine):
+        label = name.replace("-", "_")
+        if name in cases:
+            kernels[label] = cases[name].kernel(isa, label)
+        else:
+            gate, up, m, p, quantize, act = SWIGLU[name.removeprefix("swiglu-")]
+            p = min(p, isa.tokens)
+            kernels[label] = gate_up_swiglu(gate, up, F, SWIGLU_K, m, p, quantize, isa, label, act=act)
+    return build_module(kernels, tvm.target.Target({"kind": "llvm", "mcpu": mcpu}))
+
+
+def on_machines(names, prefix="") -> list[tuple[str, str]]:
+    """(machine that runs here, name) of all `names` whose kernels it has."""
+    return [(machine, name) for machine in RUNNABLE for name in names if prefix + name in kernels_of(machine)]
 
 
 def weights(name, n, k, seed):
@@ -208,7 +215,8 @@ def error(got, expected):
 
 
 @pytest.mark.parametrize(
-    ("machine", "name"), [(machine, name) for machine in RUNNABLE for name in _cases(MACHINES[machine].isa)]
+    ("machine", "name"),
+    [(machine, name) for machine in RUNNABLE for name in kernels_of(machine) if not name.startswith("swiglu")],
 )
 def test_linear(machine, name):
     for got, expected in zip(*run_linear(machine, name, live=16), strict=True):
@@ -216,8 +224,9 @@ def test_linear(machine, name):
 
 
 @pytest.mark.parametrize("live", [1, 4, 9])
-@pytest.mark.parametrize("name", ["q4_k-prefill", "q6_k-prefill", "f16-prefill", "mixed-prefill"])
-@pytest.mark.parametrize("machine", RUNNABLE)
+@pytest.mark.parametrize(
+    ("machine", "name"), on_machines(["q4_k-prefill", "q6_k-prefill", "f16-prefill", "mixed-prefill"])
+)
 def test_linear_computes_live_tiles_only(machine, name, live):
     p = _cases(MACHINES[machine].isa)[name].p
     computed = -(-live // p) * p
@@ -226,8 +235,7 @@ def test_linear_computes_live_tiles_only(machine, name, live):
         assert np.isnan(got[computed:]).all()
 
 
-@pytest.mark.parametrize("name", SWIGLU)
-@pytest.mark.parametrize("machine", RUNNABLE)
+@pytest.mark.parametrize(("machine", "name"), on_machines(SWIGLU, "swiglu-"))
 def test_gate_up_swiglu(machine, name):
     gate, up, m, p, quantize, act = SWIGLU[name]
     p = min(p, MACHINES[machine].isa.tokens)
