@@ -55,7 +55,7 @@ def test_every_operator_has_a_reference():
 def artifact(once):
     def make(name: str, form: str, kind: str, arch: str) -> Artifact:
         def compile_tiny(out):
-            compile_model(architectures.tiny(name, form), kind, arch, 128, out)
+            compile_model(architectures.tiny(name, form), kind, arch, 64, out)
 
         return Artifact.open(once(f"reference-{name}-{form}-{arch}", compile_tiny))
 

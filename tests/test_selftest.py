@@ -116,6 +116,21 @@ def test_a_changed_constant_is_found(damaged):
     assert list(wrong(damaged(change))) == [name]
 
 
+def test_a_race_is_found(artifact, monkeypatch):
+    """One number of one output is another one in the second run."""
+    made, get, seen = Artifact.open(artifact), VulkanBackend.get, []
+
+    def racing(self, key, nbytes):
+        raw = get(self, key, nbytes)
+        if key[1] == "X":  # of the embedding
+            seen.append(key)
+        return raw[:-1] + b"\1" if key[1] == "X" and len(seen) == 2 else raw
+
+    monkeypatch.setattr(VulkanBackend, "get", racing)
+    (problem,) = wrong(made).values()
+    assert "its results differ between 3 runs" in problem
+
+
 def test_workgroups_that_do_not_meet_are_found(artifact, monkeypatch):
     """A counter that is off before some of the runs."""
     made, count, run = Artifact.open(artifact), [0], VulkanBackend.run
@@ -174,13 +189,13 @@ def test_other_weights_are_found(artifact, damaged):
     assert fine["problem"] is None and other["problem"].startswith("logits of ")
 
 
-def test_on_the_cpu(compiled, capsys):
-    assert cli.main(["selftest", str(compiled("tiny:q4_k", 128)), "-t", "2"]) == 0
+def test_the_bundled_model_on_the_cpu(demo_artifact, capsys):
+    assert cli.main(["selftest", str(demo_artifact), "-t", "2"]) == 0
     assert "none here" in capsys.readouterr().out
 
 
 def test_refused_flags(artifact, capsys):
-    assert cli.main(["selftest", str(artifact), "--runs", "-1"]) == 1
+    assert cli.main(["selftest", str(artifact), "--runs", "-1"]) == 2
     assert cli.main(["selftest", str(artifact), "-o", "/nowhere/found.json"]) == 1
     assert "no such folder" in capsys.readouterr().err
 

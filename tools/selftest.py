@@ -11,7 +11,7 @@ from pathlib import Path
 
 import mlc_amd
 from mlc_amd.runtime.engine import Engine
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.tools import amdgpu, bandwidth, display, machine, models, selftest_kernels, selftest_model, terminal
 
 SHORT = {"o": "output"}
@@ -22,7 +22,7 @@ GPU_ROUNDS = (20, 7)
 
 
 def run(
-    artifact: str | None = None,
+    model: str | None = None,
     *,
     output: str | None = None,
     runs: int = 1000,
@@ -41,24 +41,26 @@ def run(
     a compiled model.
 
     Args:
-        artifact: artifact folder or GGUF file (compiled on first use); the bundled demo model if omitted.
+        model: artifact folder, GGUF file, or OWNER/REPO:QUANT of huggingface.co (compiled on first use); the bundled
+            demo model if omitted.
         output: a file for the results, the machine and its drivers, as JSON: what a report should contain.
         runs: how often each kernel runs whose workgroups wait for one another, at each of several depths; 0 skips this.
         whole_model: compare the logits also of a large model, which takes minutes.
         target: target that a GGUF file is compiled for: auto (rocm if AMD's HIP runtime works, else vulkan on a GPU,
             else cpu), cpu, rocm or vulkan.
-        arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name.
+        arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
+            `mlc-amd compile --help`.
         ctx: KV cache size in tokens, for a GGUF file (default: the model's context length, at most 4096).
         threads: number of CPU threads (default: all cores).
         device: GPU for targets rocm and vulkan: its number in `mlc-amd doctor`, or part of its name (default:
             $MLC_AMD_DEVICE, else the best one).
     """
     if runs < 0:
-        raise UserError(f"--runs is {runs}: it must not be negative")
+        raise UsageError(f"--runs is {runs}: it must not be negative")
     out = Path(output).expanduser() if output else None
     if out and not out.parent.is_dir():
         raise UserError(f"{out.parent}: no such folder for --output")
-    engine = models.load_engine(artifact, threads=threads, device=device, target=target, arch=arch, ctx=ctx)
+    engine = models.load_engine(model, threads=threads, device=device, target=target, arch=arch, ctx=ctx)
     display.message(f"on {engine.device.name}")
     found = measure(engine, device, runs, whole_model)
     print(text(found), end="")
