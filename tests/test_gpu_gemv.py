@@ -11,6 +11,7 @@ import gguf_blocks
 import numpy as np
 import pytest
 
+from mlc_amd.compiler.codegen import hsaco
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
@@ -208,6 +209,17 @@ def test_all_formats_hold_everything_in_registers(arch):
         name, layout_in = case.replace(" ", "_"), "rows" if FORMATS[gate].kind == "int8" else ""
         kernels[name] = gate_up_swiglu(gate, up, f, k, 1, layout_in, layout, target, name)
     check_no_spills(compile_hsaco(kernels, target))
+
+
+def test_no_fewer_than_eight_waves_fit_a_simd_of_gfx1030():
+    """At a model's size: q, k and v of one launch, whose steps LLVM would mix."""
+    arch, layer = resolve("gfx1030"), (4096, 1024, 1024)
+    kernels = {
+        fmt: linear([(fmt, n) for n in layer], 4096, 1, "rows", [False] * 3, False, arch, fmt)
+        for fmt in ("q4_k", "q6_k")
+    }
+    found = hsaco.parse(compile_hsaco(kernels, arch).hsaco).kernels.values()
+    assert len(found) == 2 and min(hsaco.occupancy(kernel, arch, 128)[0] for kernel in found) >= 8
 
 
 def test_what_is_no_gemv_is_refused():

@@ -357,6 +357,9 @@ def memory_barrier(arch):
         T.evaluate(T.call_extern("void", "vk.memory_barrier"))
 
 
+IN_ORDER = 0x94  # for `schedule_fence`: scalar, LDS and global memory instructions may cross, vector and matrix may not
+
+
 def schedule_fence(mask):
     """Tells LLVM's scheduler for AMD what may move across here (bits of llvm.amdgcn.sched.barrier)."""
     T.evaluate(T.call_llvm_intrin("void", "llvm.amdgcn.sched.barrier", T.int32(mask)))

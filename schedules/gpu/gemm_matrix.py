@@ -14,15 +14,12 @@ from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.device import barrier, schedule_fence
+from mlc_amd.schedules.gpu.device import IN_ORDER, barrier, schedule_fence
 from mlc_amd.schedules.gpu.gemm_load import PIECE, columns_of, fetch, half_piece
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.registers import at
 
 PAD = 8  # halves added to each row of LDS: eight consecutive rows are then in different banks
-MATRIX_MAY_NOT_CROSS = (
-    0x94  # llvm.amdgcn.sched.barrier: scalar, LDS and global memory instructions may, vector and matrix ones may not
-)
 
 
 # ---- matrix units: 16 x 16 tiles; `load` gives the operands of `columns` columns as a list, one per instruction
@@ -329,7 +326,7 @@ class MatrixGemm:
         unit = self.unit
         for column in range(0, self.share, unit.columns):
             if column:
-                schedule_fence(MATRIX_MAY_NOT_CROSS)
+                schedule_fence(IN_ORDER)
 
             def operands(place, row, tiles, column=column):
                 lds, start = place
