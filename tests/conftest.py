@@ -50,7 +50,8 @@ LONG = (
 # Those that compile models or many kernels, besides: `make test-fast` leaves all of them out.
 SLOW = {
     *LONG, "test_api.py", "test_artifact.py", "test_cpu_attention.py", "test_cpu_norm.py", "test_deploy.py",
-    "test_engine.py", "test_engine_calls.py", "test_inspect_kernels.py", "test_measure.py", "test_monitor.py",
+    "test_engine.py", "test_engine_calls.py", "test_inspect_kernels.py", "test_measure.py",
+    "test_model_cache.py", "test_monitor.py",
     "test_radv.py", "test_random_weights.py", "test_reference.py", "test_selftest.py",
     "test_tuning_rooflines.py", "test_tuning_static.py", "test_vulkan_attention_coop.py", "test_wheel.py",
 }  # fmt: skip
