@@ -65,7 +65,8 @@ def test_passes_and_writes_its_file(artifact, tmp_path, capsys):
     assert found["passed"] and found["problems"] == [] and all(entry["name"] in shown for entry in manifest["kernels"])
     assert found["device"]["kind"] == "vulkan" and "Mesa" in found["device"]["driver"]
     joins = [join for one in found["kernels"] for join in one.get("joins", ())]
-    assert len({join["depth"] for join in joins}) == len(joins) >= 3 and not any(join["failed"] for join in joins)
+    assert {join["depth"] for join in joins} >= {0, 70} and len(joins) >= 3
+    assert not any(join["failed"] for join in joins)
     steps = {step["function"] for step in found["logits"]["steps"]}
     assert steps == set(manifest["functions"]) == set(found["replays"]["functions"])
     timed = [one for one in found["kernels"] if "us" in one]
@@ -81,8 +82,8 @@ def test_swapped_kernels_are_named(damaged, capsys, tmp_path):
 
     def swap(folder: Path, manifest: dict) -> None:
         launches = manifest["launches"][PROFILE]
-        names.extend(name for name in launches if name.startswith("rms_norm_quantize_") and name.endswith("_m16"))
-        names.extend(name for name in launches if name.startswith("rms_norm_quantize_") and name.endswith("_m16_last"))
+        names.extend([next(name for name in launches if name + "_last" in launches and not name.endswith("_m1"))])
+        names.append(names[0] + "_last")
         first, second = (launches[name]["steps"][0] for name in names)
         first["code"], second["code"] = second["code"], first["code"]
         first["block"], second["block"] = second["block"], first["block"]
@@ -94,7 +95,7 @@ def test_swapped_kernels_are_named(damaged, capsys, tmp_path):
     assert cli.main(["selftest", str(made.path), "--runs", "0", "-o", str(out)]) == 1
     shown = capsys.readouterr()
     assert shown.err.splitlines()[-1].startswith("error: llvmpipe") and names[0] in shown.err
-    assert sum("WRONG" in line for line in shown.out.splitlines()) == 2
+    assert {line.split()[0] for line in shown.out.splitlines() if "WRONG" in line} - {"replays"} == set(names)
     assert not json.loads(out.read_text())["passed"]
 
 
@@ -127,8 +128,7 @@ def test_a_race_is_found(artifact, monkeypatch):
         return raw[:-1] + b"\1" if key[1] == "X" and len(seen) == 2 else raw
 
     monkeypatch.setattr(VulkanBackend, "get", racing)
-    (problem,) = wrong(made).values()
-    assert "its results differ between 3 runs" in problem
+    assert "its results differ between 3 runs" in next(iter(wrong(made).values()))
 
 
 def test_workgroups_that_do_not_meet_are_found(artifact, monkeypatch):
@@ -144,8 +144,9 @@ def test_workgroups_that_do_not_meet_are_found(artifact, monkeypatch):
         return run(self, calls)
 
     monkeypatch.setattr(VulkanBackend, "run", sometimes)
-    (problem,) = wrong(made, runs=20).values()
-    assert "its workgroups do not meet: " in problem
+    problems = wrong(made, runs=20)
+    assert problems and all("attention" in name for name in problems)
+    assert all("its workgroups do not meet: " in problem for problem in problems.values())
 
 
 def test_stale_replays_are_found(artifact, monkeypatch):

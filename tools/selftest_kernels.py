@@ -98,7 +98,7 @@ def _deviation(bench: Bench, candidate: Candidate, layout: str) -> tuple[float, 
         found, *others = (bench.outputs(0, state, again=True) for _ in range(TIMES))
         arrays = fill(candidate, state)
         live = min(state[1], work["args"].get("m", 1))
-        rows = used_slots(arrays, work["args"]) if work["op"] in SLOTS else np.arange(live)
+        rows = used_slots(arrays, work["args"], live) if work["op"] in SLOTS else np.arange(live)
         case = Case(work["op"], work["args"], arrays, layout, (state[0], live), _some(rows, ROWS), _columns)
         share, why = difference(work["args"], candidate.facts["params"], found, results(case))
         if not why and any(found[name].tobytes() != other[name].tobytes() for other in others for name in found):
@@ -126,7 +126,7 @@ def _columns(n: int) -> np.ndarray:
 
 def _depths(candidate: Candidate) -> list[int]:
     args = candidate.facts["workload"]["args"]
-    last = args["ctx"] - 1 if "ctx" in args else 0
+    last = args["ctx"] - args.get("m", 1) if "ctx" in args else 0
     return list(dict.fromkeys(min(depth, last) for depth in DEPTHS))
 
 
@@ -135,7 +135,7 @@ def _join(bench: Bench, candidate: Candidate, depth: int, runs: int) -> dict:
     only. depth: tokens in the cache; failed: runs whose results are not bit for bit the first one's, or that leave a
     counter other than zero. The last workgroup joins all parts in their order, so results do not depend on who is
     last."""
-    state = [depth, 1, 0, 0]
+    state = [depth, candidate.facts["workload"]["args"].get("m", 1), 0, 0]
     first = {name: array.tobytes() for name, array in bench.outputs(0, state, again=True).items()}
     outputs = [param for param in candidate.params if param.role == "output"]
     zeros = [param for param in candidate.params if param.role == "zero"]

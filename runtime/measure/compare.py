@@ -57,7 +57,7 @@ def _used(param: Param, array: np.ndarray, live: int) -> np.ndarray:
     """The defined part of an output. Caches are compared whole: nothing may be written outside the live tokens."""
     if param.role == "cache":
         return array
-    rows = array[: routing.slots(param.facts["experts"]) if "experts" in param.facts else min(live, len(array))]
+    rows = array[: routing.slots(param.facts["experts"], live) if "experts" in param.facts else min(live, len(array))]
     return rows[..., : param.facts["columns"]] if "columns" in param.facts else rows
 
 

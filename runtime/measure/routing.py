@@ -10,14 +10,14 @@ import numpy as np
 
 
 def tables(facts: dict) -> dict[str, np.ndarray]:
-    """Ids, Slots, Pairs and Groups, flat int32; Groups are the experts of slots where m is 1."""
+    """Ids, Slots, Pairs and Groups, flat int32; Groups are the experts of slots where tiles have one slot."""
     return _tables(*(facts[key] for key in ("count", "used", "tile", "m", "tiles")))
 
 
-def slots(facts: dict) -> int:
-    """Slots from the first to the last that kernels write."""
-    if facts["m"] == 1:
-        return facts["used"]
+def slots(facts: dict, live: int) -> int:
+    """Slots from the first to the last that kernels write. live: rows; sorted slots are those of all rows."""
+    if facts["tile"] == 1:
+        return facts["used"] * min(live, facts["m"])
     return int(tables(facts)["Groups"][facts["tiles"] + facts["count"]]) * facts["tile"]
 
 
@@ -25,7 +25,7 @@ def slots(facts: dict) -> int:
 def _tables(count: int, used: int, tile: int, m: int, tiles: int) -> dict[str, np.ndarray]:
     rng = np.random.Generator(np.random.SFC64(count))
     ids = np.argsort(rng.random((m, count)), -1)[:, :used].astype(np.int32).ravel()
-    if m == 1:
+    if tile == 1:
         return {"Ids": ids, "Groups": ids}
     counts = np.bincount(ids, minlength=count)
     wanted = -(-counts // tile)

@@ -180,12 +180,12 @@ def _attention(c: Case) -> dict[str, Result]:
 def _rope_attention(c: Case) -> dict[str, Result]:
     layer, rope = described(Attention, c.args), described(Rope, c.args)
     q = _rotated(c, c.rows, layer, rope, "Q", layer.heads)
-    k, v = _cached(c, layer, c.position + (not rope.writes))
+    k, v = _cached(c, layer, c.position + (0 if rope.writes else c.state[1]))
     caches = {}
     if rope.writes:
         own_k, own_v, caches = _written(c, layer, rope)
         k, v = (np.concatenate([x, own.transpose(1, 0, 2)], 1) for x, own in ((k, own_k), (v, own_v)))
-    return {"": Result(attention_reference(layer, q, k, v, c.position, _sinks(c, layer)), c.rows)} | caches
+    return {"": Result(attention_reference(layer, q, k, v, c.position + c.rows, _sinks(c, layer)), c.rows)} | caches
 
 
 # ---- mixtures of experts
@@ -219,10 +219,10 @@ def _expert_order(c: Case) -> dict[str, Result]:
     return {"Slots": Result(slots, rows), "Pairs": Result(pairs), "Groups": Result(np.concatenate(groups))}
 
 
-def used_slots(arrays: dict[str, np.ndarray], args: dict) -> np.ndarray:
-    """The slots that hold a row, of the parameters of an operator of SLOTS."""
-    if args["m"] == 1:
-        return np.arange(args["used"])
+def used_slots(arrays: dict[str, np.ndarray], args: dict, live: int) -> np.ndarray:
+    """The slots that hold one of the live rows, of the parameters of an operator of SLOTS."""
+    if args["tile"] == 1:
+        return np.arange(args["used"] * min(live, args["m"]))
     if "Pairs" in arrays:
         return np.flatnonzero(arrays["Pairs"] >= 0)
     tiles = arrays["Groups"].size - 2 * args["experts"] - 1
@@ -234,11 +234,11 @@ def used_slots(arrays: dict[str, np.ndarray], args: dict) -> np.ndarray:
 def _of_slots(c: Case) -> np.ndarray:
     """The expert of each wanted slot."""
     groups = c.arrays["Groups"].reshape(-1)
-    return groups[c.rows] if c.args["m"] == 1 else groups[c.rows // c.args["tile"]]
+    return groups[c.rows // c.args["tile"]]
 
 
 def _gather(c: Case) -> dict[str, Result]:
-    pairs = c.rows if c.args["m"] == 1 else c.arrays["Pairs"][c.rows]
+    pairs = c.rows if c.args["tile"] == 1 else c.arrays["Pairs"][c.rows]
     x = c.arrays["X"][pairs // c.args["used"]].astype(np.float64)
     return {"": Result(x * c.arrays["Weights"].reshape(-1)[pairs, None] if c.args["weighted"] else x, c.rows)}
 
@@ -254,7 +254,7 @@ def _products(c: Case, x: np.ndarray, chosen: np.ndarray, prefix: str, fmt: str,
 
 def _expert_gate_up(c: Case) -> dict[str, Result]:
     a, columns = c.args, c.pick(c.args["n"])
-    x, chosen = c.read()[c.rows * (not a["shared"])], _of_slots(c)
+    x, chosen = c.read()[c.rows // a["used"] if a["shared"] else c.rows], _of_slots(c)
     both = (("G_", a["gate"], "GB"), ("U_", a["up"], "UB"))
     gate, up = (_products(c, x, chosen, p, fmt, b if a["biases"] else "", columns) for p, fmt, b in both)
     return {"": Result(experts.ACTIVATIONS[a["act"]](gate, up), c.rows, columns)}
@@ -267,11 +267,13 @@ def _expert_linear(c: Case) -> dict[str, Result]:
 
 
 def _expert_down(c: Case) -> dict[str, Result]:
-    a, columns, slots = c.args, c.pick(c.args["n"]), np.arange(c.args["used"])
+    a, columns = c.args, c.pick(c.args["n"])
+    slots = (c.rows[:, None] * a["used"] + np.arange(a["used"])).reshape(-1)
     chosen, bias = c.arrays["Groups"].reshape(-1)[slots], "WB" if a["bias"] else ""
     y = _products(c, c.read()[slots], chosen, "W_", a["fmt"], bias, columns)
-    y = (y * c.arrays["Weights"].reshape(-1)[:, None] if a["weighted"] else y).sum(0, keepdims=True)
-    return {"Y": Result(y + c.arrays["R"][:1, columns] if a["residual"] else y, c.rows, columns)}
+    y = y * c.arrays["Weights"].reshape(-1)[slots, None] if a["weighted"] else y
+    y = y.reshape(len(c.rows), a["used"], -1).sum(1)
+    return {"Y": Result(y + c.arrays["R"][c.rows][:, columns] if a["residual"] else y, c.rows, columns)}
 
 
 def _combine(c: Case) -> dict[str, Result]:

@@ -46,7 +46,7 @@ class Plan:
     def _call(self, kernel: dict, args: list, state: tuple[int, int]) -> None:
         arrays = {p["name"]: self._array(p, arg) for p, arg in zip(kernel["params"], args, strict=True)}
         op, own = kernel["operator"], kernel["args"]
-        rows = used_slots(arrays, own) if op in SLOTS else np.arange(min(state[1], own.get("m", 1)))
+        rows = used_slots(arrays, own, state[1]) if op in SLOTS else np.arange(min(state[1], own.get("m", 1)))
         case = Case(op, own, arrays, layout_of(self.artifact), state, rows, decoded=self._decoded)
         found, layout = results(case), own.get("layout", "")
         for param in kernel["params"]:
