@@ -12,7 +12,7 @@ from typing import Any
 import tvm
 from tvm import relax, te
 
-from mlc_amd.compiler import nodes
+from mlc_amd.compiler import nodes, ops
 from mlc_amd.compiler.codegen.target import Target
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig
 from mlc_amd.runtime.errors import UserError
@@ -82,11 +82,10 @@ class GpuTarget(Target):
         """What the workgroups of `norm_route` meet in; layers of as many experts share it."""
         return {f"route.{experts.count}.{name.lower()}": of for name, of in route_scratch(experts.count).items()}
 
-    def _linear(self, bb, call):
-        a = call.attrs
-        if int(a["m"]) <= FEW or int(a["k"]) % BLOCK == 0:
-            return super()._linear(bb, call)
-        return self._product(bb, call)
+    def _call(self, bb, call):
+        if ops.name_of(call) == "linear" and int(call.attrs["m"]) > FEW and int(call.attrs["k"]) % BLOCK:
+            return self._product(bb, call)
+        return super()._call(bb, call)
 
     @staticmethod
     def _product(bb, call):
