@@ -53,6 +53,14 @@ def test_search_finds_a_better_plan_than_random_draws_do():
     assert search.best[1] < cost(workload, found.default)
 
 
+@pytest.mark.parametrize(
+    ("fmt", "spans"), [("q4_k", {1, 2, 4}), ("q6_k", {1, 2}), ("q2_k", {1, 2}), ("q4_0", {1, 2, 4})]
+)
+def test_the_scales_that_a_thread_takes_fit_a_word(fmt, spans):
+    """Of 16 columns each, or 32."""
+    assert {plan.span for plan in space(linear(m=512, fmt=fmt, layout="pairs"), NVIDIA).plans} == spans
+
+
 SPARSE = """
 import sys
 from mlc_amd.schedules.gpu import arch as archs

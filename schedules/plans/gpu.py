@@ -29,6 +29,7 @@ MAX_SUMS = 64  # of a GEMV, likewise
 SUMS = 256  # float32 accumulators of a lane, at most: more leave no registers for anything else
 BLOCKS = 32  # of 32 columns that a lane has loaded, at most
 ACTIVATIONS = 128  # that a thread has on the way to shared memory, at most
+SCALES = 4  # of a byte each that a thread takes at once, at most: a word (schedules/gpu/load.py)
 # How much more than the default tiles' limits a thread may hold and unroll: beyond that compilers take minutes.
 CODE = 2
 
@@ -149,6 +150,9 @@ def _gemm(workload, arch, rows, shares, layout) -> Space:
 
 def _coop_limits(gemm, tile, formats, arch) -> float:
     held = gemm_coop.HELD_FLOAT if any(fmt.kind == "float" for fmt in formats) else gemm_coop.HELD
+    scales = max((tile.span * gemm_coop.BLOCK // fmt.group for fmt in formats if "S" in fmt.scales), default=0)
+    if scales > SCALES:
+        raise ValueError(f"{tile}: {scales} bytes of scales of a thread's blocks do not fit a word")
     fm, fn, fk = arch.fragment
     return _held(gemm, tile, formats, max(CODE * held, gemm.weights * gemm_coop.BLOCK), fm * fn // arch.wave, fk)
 
