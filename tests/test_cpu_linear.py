@@ -29,6 +29,7 @@ os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
 INT8 = [name for name in gguf_blocks.DISTINCT if FORMATS[name].kind == "int8"]
 # each way in which weights come to a dot product
 SAMPLE = ("q4_0", "q5_1", "q8_0", "q2_k", "q4_k", "q6_k", "iq4_xs", "mxfp4", "iq1_m")
+SAMPLES = {Portable: ("q4_0", "q8_0", "q4_k", "q6_k", "mxfp4")}  # its code is long and compiles slowly
 FLOAT = [name for name, fmt in FORMATS.items() if fmt.kind == "float"]
 TOLERANCE = 1e-5  # of the largest result
 
@@ -72,7 +73,8 @@ class Case(NamedTuple):
 
 def _cases(isa):
     cases = {}
-    for i, name in enumerate(INT8 if isa is MACHINES[RUNNABLE[0]].isa else SAMPLE):
+    sample = SAMPLES.get(isa, SAMPLE)
+    for i, name in enumerate(INT8 if isa is MACHINES[RUNNABLE[0]].isa else sample):
         cases[f"{name}-decode"] = Case(((name, 37),), 512)
         p = min((4, 8, 16)[i % 3], isa.tokens)
         cases[f"{name}-prefill"] = Case(((name, 48),), 256 if i % 2 else 512, 16, p, unpack=1)
