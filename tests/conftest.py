@@ -38,22 +38,22 @@ os.environ.setdefault("GALLIVM_PERF", "nopt")
 LONG = (
     "test_architectures.py", "test_vulkan_kernels.py", "test_models.py", "test_vulkan_models.py",
     "test_emulator_gfx1100.py", "test_emulator_gfx1201.py", "test_emulator_gfx942.py",
-    "test_vulkan_device.py", "test_quality.py", "test_cpu_linear.py",
-    "test_tune_cli.py", "test_generic.py", "test_rocm_models.py", "test_gpu_attention.py", "test_gpu_gemv.py",
-    "test_cli.py", "test_tuning_rpc.py", "test_vulkan_attention_decode.py", "test_cpu_experts.py",
-    "test_vulkan_coop.py", "test_tuning_kit.py", "test_repl.py", "test_chat.py", "test_cpu_plans.py",
-    "test_gpu_gemm.py", "test_tuning_compile.py", "test_gpu_experts.py", "test_tuning_search.py",
-    "test_tuning_build.py", "test_bench.py", "test_bench_gpu.py",
+    "test_vulkan_device.py", "test_tune_cli.py", "test_cpu_attention.py", "test_cpu_linear.py", "test_gpu_gemm.py",
+    "test_quality.py", "test_tuning_rpc.py", "test_tuning_kit.py", "test_wheel.py", "test_vulkan_attention_decode.py",
+    "test_rocm_models.py", "test_gpu_attention.py", "test_cpu_experts.py", "test_tuning_compile.py",
+    "test_gpu_gemv.py", "test_cli.py", "test_repl.py", "test_chat.py", "test_vulkan_coop.py", "test_gpu_experts.py",
+    "test_cpu_plans.py", "test_tuning_search.py", "test_tuning_build.py", "test_generic.py",
+    "test_bench.py", "test_bench_gpu.py",
 )  # fmt: skip
 
 
 # Those that compile models or many kernels, besides: `make test-fast` leaves all of them out.
 SLOW = {
-    *LONG, "test_api.py", "test_artifact.py", "test_cpu_attention.py", "test_cpu_norm.py", "test_deploy.py",
+    *LONG, "test_api.py", "test_artifact.py", "test_cpu_norm.py", "test_deploy.py",
     "test_engine.py", "test_engine_calls.py", "test_inspect_kernels.py", "test_measure.py",
     "test_model_cache.py", "test_monitor.py",
     "test_radv.py", "test_random_weights.py", "test_reference.py", "test_selftest.py",
-    "test_tuning_rooflines.py", "test_tuning_static.py", "test_vulkan_attention_coop.py", "test_wheel.py",
+    "test_tuning_rooflines.py", "test_tuning_static.py", "test_vulkan_attention_coop.py",
 }  # fmt: skip
 
 
