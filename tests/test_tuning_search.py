@@ -66,7 +66,7 @@ import sys
 from mlc_amd.schedules.gpu import arch as archs
 from mlc_amd.compiler.tuning import search
 from mlc_amd.schedules.plans import Workload, space
-args = {"gate": "q4_0", "up": "q4_0", "n": 256, "k": 256, "m": 64, "layout_in": "half", "layout": "half"}
+args = {"gate": "q4_0", "up": "q4_0", "n": 256, "k": 256, "m": 32, "layout_in": "half", "layout": "half"}
 workload, arch = Workload("gate_up", args), archs.resolve("gfx1100")
 found = space(workload, arch)
 fastest = 1e-3 * (1 + min(p.tokens / p.columns for p in found.plans))
@@ -82,7 +82,7 @@ for search.RANKED in map(int, sys.argv[1:]):
 
 
 def test_where_few_draws_fit_plans_are_ranked_and_nothing_is_printed():
-    """Of 12000 draws 485 are plans: evolution fails, and TVM's C++ code says so. RANKED is 512, then 16."""
+    """Of 12000 draws 337 are plans: evolution fails, and TVM's C++ code says so. RANKED is 512, then 16."""
     done = subprocess.run([sys.executable, "-c", SPARSE, "512", "16"], capture_output=True, text=True, check=True)
     assert (done.stdout.splitlines(), done.stderr) == (["45 0 False True", "45 14 True True"], "")
 
