@@ -110,13 +110,14 @@ def _listing(found: list[Entry]) -> str:
         shared = f" (shared by {links[entry.inode]})" if links[entry.inode] > 1 else ""
         state = ", ".join(word for word, holds in (("in use", entry.in_use), ("outdated", entry.outdated)) if holds)
         used = datetime.fromtimestamp(entry.used).strftime("%Y-%m-%d %H:%M")
-        ctx = (entry.recipe and entry.recipe.ctx) or ""
+        ctx = entry.recipe.ctx or "default" if entry.recipe else ""
         weights = display.size(entry.shared) + shared
         rows.append([entry.name, ctx, weights, display.size(entry.nbytes), used, state])
     table = display.table(["model", "ctx", "weights", "kernels etc.", "last use", ""], rows, right=(1, 3))
     unused = sum(nbytes for _, nbytes in model_cache.unused_weights())
     more = f", {display.size(unused)} of weights that no model has (prune removes them)" if unused else ""
-    return f"{table}{len(found)} models, {display.size(model_cache.total(found))}{more}, in {place}"
+    models = f"{len(found)} model{'s' * (len(found) > 1)}"
+    return f"{table}{models}, {display.size(model_cache.total(found))}{more}, in {place}"
 
 
 # ---- rm, prune
