@@ -216,7 +216,7 @@ def test_measure():
     slow = Plan(16, 8, 8, 1)
     with Static("rocm", "gfx1100", workers=1) as static:
         default, other, wrong = static.measure(
-            [(workload, found.default), (workload, slow), (linear_task(m=2), found.default)]
+            [(workload, found.default), (workload, slow), (linear_task(m=3), found.default)]
         )
         assert default.runner == "static" and default.error == "" and 0 < default.seconds < other.seconds < 1e-3
         assert wrong.seconds is None and wrong.error

@@ -228,7 +228,7 @@ def test_the_device_argument(artifact, demo_artifact):
     with pytest.raises(UserError, match="compiled for target 'vulkan', not 'cpu'; compile it with --target cpu"):
         open_device(Artifact.open(artifact), "cpu")
     with pytest.raises(
-        UserError, match="compiled for target 'cpu', not '0'; compile it with --target vulkan to choose a GPU"
+        UserError, match="compiled for target 'cpu', not '0'; compile it with --target rocm or vulkan to choose a GPU"
     ):
         open_device(Artifact.open(demo_artifact), "0")
 
