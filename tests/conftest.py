@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 
 from mlc_amd.compiler.codegen.rocm import find_linker
+from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import cli, models
 from mlc_amd.tools.dev import gfxemu
@@ -178,6 +179,20 @@ def demo_artifact(first_chat) -> Path:
     done, caches = first_chat
     assert done.returncode == 0, done.stderr
     return only_model(caches)
+
+
+@pytest.fixture(scope="module")
+def loaded(demo_artifact) -> Iterator[Engine]:
+    """The bundled model on the CPU, as the tests before left it."""
+    with Engine.load(demo_artifact) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(loaded) -> Engine:
+    """The same with an empty cache."""
+    loaded.reset()
+    return loaded
 
 
 @pytest.fixture(scope="session")

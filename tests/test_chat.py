@@ -7,24 +7,12 @@ import pytest
 
 from mlc_amd.runtime.chat import Conversation
 from mlc_amd.runtime.chat_template import ChatTemplate
-from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.generation import ContextFull
 from mlc_amd.runtime.sampling import Sampling
 
 QUESTION = "What does os.path.join do?"
 CONTEXT = 2048
-
-
-@pytest.fixture(scope="module")
-def loaded(demo_artifact) -> Engine:
-    return Engine.load(demo_artifact)
-
-
-@pytest.fixture
-def engine(loaded) -> Engine:
-    loaded.reset()
-    return loaded
 
 
 def say(conversation: Conversation, text: str, tokens: int = 16, **options) -> str:

@@ -5,24 +5,12 @@ import pytest
 
 from mlc_amd.runtime.chat import Conversation
 from mlc_amd.runtime.chat_template import ChatTemplate
-from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.reasoning import FORMATS, Tags
 from mlc_amd.tools.session import Session
 
 QUESTION = "What does os.path.join do?"
 MARK = "<|im_start|>assistant"
-
-
-@pytest.fixture(scope="module")
-def loaded(demo_artifact) -> Engine:
-    return Engine.load(demo_artifact)
-
-
-@pytest.fixture
-def engine(loaded) -> Engine:
-    loaded.reset()
-    return loaded
 
 
 @pytest.fixture

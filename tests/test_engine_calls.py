@@ -4,7 +4,6 @@ import threading
 
 import pytest
 
-import mlc_amd
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.generation import ContextFull, EngineBusy
@@ -13,18 +12,6 @@ from mlc_amd.runtime.sampling import Sampling
 QUESTION = "What does os.path.join do?"
 PROMPT = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
 IDS = list(range(1000, 2100))  # three chunks
-
-
-@pytest.fixture(scope="module")
-def loaded(demo_artifact):
-    with mlc_amd.load(demo_artifact) as engine:
-        yield engine
-
-
-@pytest.fixture
-def engine(loaded) -> Engine:
-    loaded.reset()
-    return loaded
 
 
 def text_of(pieces) -> str:

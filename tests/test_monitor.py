@@ -10,7 +10,6 @@ import time
 
 import pytest
 
-from mlc_amd.runtime.engine import Engine
 from mlc_amd.tools import cli, monitor, terminal
 
 IDS = list(range(1000, 2100))  # three chunks
@@ -19,17 +18,6 @@ IDS = list(range(1000, 2100))  # three chunks
 class Screen(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-@pytest.fixture(scope="module")
-def loaded(demo_artifact) -> Engine:
-    return Engine.load(demo_artifact)
-
-
-@pytest.fixture
-def engine(loaded) -> Engine:
-    loaded.reset()
-    return loaded
 
 
 def watched(monkeypatch) -> Screen:

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.generation import Stats
 from mlc_amd.tools import cli, display, line_editor, terminal
@@ -25,17 +24,6 @@ from mlc_amd.tools.session import Session
 
 QUESTION = "What does os.path.join do?"
 CONTEXT = 2048
-
-
-@pytest.fixture(scope="module")
-def loaded(demo_artifact) -> Engine:
-    return Engine.load(demo_artifact)
-
-
-@pytest.fixture
-def engine(loaded) -> Engine:
-    loaded.reset()
-    return loaded
 
 
 # ---- the terminal

@@ -23,7 +23,7 @@ from mlc_amd.schedules.gpu import load
 from mlc_amd.schedules.gpu.activations import gated
 from mlc_amd.schedules.gpu.device import barrier, launch, uniform
 from mlc_amd.schedules.gpu.experts import bias_args, expert_at, ids_arg
-from mlc_amd.schedules.gpu.gemv_rows import Strip, emit_acts, emit_rows, emit_spread, span_of, units_of
+from mlc_amd.schedules.gpu.gemv_rows import Strip, emit_acts, emit_products, span_of, units_of
 from mlc_amd.schedules.gpu.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.quantize import LANES, WIDTH, act_args, columns, emit_store
 from mlc_amd.schedules.gpu.registers import lane_of
@@ -143,11 +143,7 @@ def _emit_segment(fmt, n, views, bias, residual, Y, tokens, split, workgroup, la
     row = first if inside is None else T.Bind(T.min(first, T.int32(rows - plan.rows)))
     part = T.Bind(lane % split.lanes)
     strips = [Strip(fmt, views, row + i) for i in range(plan.rows)]
-    if len(tokens) == 1:
-        sums = emit_rows(strips, tokens[0], part, split.lanes, plan.unroll, arch)
-        y, writes = [(0, i, total) for i, total in enumerate(sums)], part == 0
-    else:
-        y, writes = emit_spread(strips, tokens, part, split.lanes, plan.unroll, arch)
+    y, writes = emit_products(strips, tokens, part, split.lanes, plan.unroll, arch)
     with T.If(writes if inside is None else writes & inside), T.Then():
         for token, i, total in y:
             if bias is not None:
@@ -278,11 +274,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, pla
                     for fmt, bufs in zip(fmts, views, strict=True)
                     for i in range(rows)
                 ]
-                if m == 1:
-                    sums = emit_rows(strips, acts, part, lanes, unroll, arch)
-                    found, writes = [(0, i, total) for i, total in enumerate(sums)], part == 0
-                else:
-                    found, writes = emit_spread(strips, acts.first(m), part, lanes, unroll, arch)
+                found, writes = emit_products(strips, acts.first(m), part, lanes, unroll, arch)
                 with T.If(writes), T.Then():
                     for token, i, total in found:
                         T.buffer_store(made, total, [token * 2 + i // rows, row + i % rows])

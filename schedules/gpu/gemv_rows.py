@@ -84,24 +84,17 @@ def units_of(fmts, k) -> int:
     return k // (span_of(fmts, k) * (BLOCK if fmts[0].kind == "int8" else 1))
 
 
-def emit_rows(strips, acts: Acts, lane, lanes, unroll, arch):
-    """The products of each strip's row with one token's activations, a float32 register per strip, the same in all
-    lanes of the group.
+def emit_products(strips, tokens: Sequence[Acts], lane, lanes, unroll, arch) -> tuple[list, Any]:
+    """The products of each strip's row with each token's activations: [(token, strip, float32 register)] of this lane,
+    and whether it is the first of the lanes that have the same ones.
 
-    lane: this lane's number in its group of `lanes`. Strips are all int8 or all float.
-    """
-    sums = emit_sums(strips, [acts], lane, lanes, unroll, arch)
-    return [wave_sum(arch, T.Bind(sums[i]), lanes) for i in range(len(strips))]
-
-
-def emit_spread(strips, tokens: Sequence[Acts], lane, lanes, unroll, arch) -> tuple[list, Any]:
-    """The products of each strip's row with each token's activations, spread over the group's lanes: [(token, strip,
-    float32 register)] of this lane, and whether it is the first of the lanes that have the same ones.
-
-    The numbers of strips and tokens are powers of two. Lanes exchange halves of their sums, so that c sums over l lanes
-    take about c shuffles, and c * log2(l) where every lane is to have all of them (`emit_rows`).
+    lane: this lane's number in its group of `lanes`. Strips are all int8 or all float. Of one token every lane has all
+    products. Those of several are spread over the lanes, which exchange halves of their sums: c sums over l lanes take
+    about c shuffles instead of c * log2(l). The numbers of strips and tokens are then powers of two.
     """
     sums = emit_sums(strips, tokens, lane, lanes, unroll, arch)
+    if len(tokens) == 1:
+        return [(0, i, wave_sum(arch, T.Bind(sums[i]), lanes)) for i in range(len(strips))], lane == 0
     values = [T.Bind(sums[i]) for i in range(len(strips) * len(tokens))]
     width, first = lanes, T.int32(0)
     while width > 1 and len(values) > 1:
