@@ -83,7 +83,8 @@ def test_ctrl_c_ends_generate_with_what_was_written(demo_artifact, monkeypatch, 
             return super().write(text)
 
     monkeypatch.setattr(sys, "stdout", Reader())
-    assert cli.main(["generate", str(demo_artifact), "-p", "import", "--temperature", "30", "-n", "1500"]) == 130
+    arguments = ["-p", "import", "--temperature", "30", "--seed", "1", "-n", "1500"]
+    assert cli.main(["generate", str(demo_artifact), *arguments]) == 130
     assert sys.stdout.getvalue()
     assert capsys.readouterr().err == "(stopping)\n"
 
