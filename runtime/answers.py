@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from mlc_amd.runtime.generation import Piece, Stats
+from mlc_amd.runtime.generation import Piece, Progress, Stats
 from mlc_amd.runtime.marks import split_at
 from mlc_amd.runtime.requests import Request
 from mlc_amd.runtime.sampling import Sampler, Sampling
@@ -19,7 +19,8 @@ from mlc_amd.runtime.tokenizer import Tokenizer
 
 class Answer:
     """stop: texts that end it, before them. shown: control tokens with a text. index: its number among the answers of a
-    call. listener: called, by the computing thread, when there is something new.
+    call. listener, progress: called, by the computing thread, when there is something new, and between chunks of the
+    prompt.
 
     error: why it failed, if it did; done: no more pieces are added.
     """
@@ -32,6 +33,7 @@ class Answer:
         stop: Sequence[str] = (),
         shown: Collection[str] = (),
         index: int = 0,
+        progress: Progress | None = None,
     ) -> None:
         self.request, self.sampler, self.index = request, Sampler(sampling), index
         self.stats = Stats(prompt_tokens=len(request.prompt))
@@ -45,7 +47,7 @@ class Answer:
         self._last = 0  # token
         self._tokens: deque[int] = deque()  # whose text is not decoded yet
         self._pieces: deque[Piece] = deque()
-        self._progress = (0, 0)
+        self._progress = progress
         self._begun = time.perf_counter()
         self._first: float | None = None
 
@@ -60,8 +62,8 @@ class Answer:
 
     def prefilled(self, done: int) -> None:
         """So many tokens of what was not cached of the prompt are computed."""
-        self._progress = done, self.stats.prompt_tokens - self.stats.cached_tokens
-        self._notify()
+        if self._progress:
+            self._progress(done, self.stats.prompt_tokens - self.stats.cached_tokens)
 
     def sample(self, logits: np.ndarray) -> int:
         """Its next token. UserError for logits that are no numbers."""
@@ -122,11 +124,6 @@ class Answer:
     def complete(self) -> bool:
         """Whether it is done and all its pieces, or its error, are taken."""
         return self.done and not (self._tokens or self._pieces or self.error)
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """(computed, in all): tokens of the prompt that were not cached."""
-        return self._progress
 
     def take(self) -> list[Piece]:
         """The pieces since the last call. The error that ended it, once all are taken."""

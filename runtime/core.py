@@ -99,13 +99,11 @@ class Core:
     def cancel_all(self) -> None:
         self.cancel(list(self._answers.values()))
 
-    def wait(self, answers: SequenceOf[Answer], seen: SequenceOf[tuple[int, int]] = ()) -> None:
-        """Returns when one of `answers` is ready, or its progress is not what was `seen`. Computes meanwhile."""
+    def wait(self, answers: SequenceOf[Answer]) -> None:
+        """Returns when one of `answers` is ready. Computes meanwhile."""
 
         def ready() -> bool:
-            if any(answer.ready for answer in answers):
-                return True
-            return any(answer.progress != old for answer, old in zip(answers, seen, strict=False))
+            return any(answer.ready for answer in answers)
 
         while True:
             with self._changed:

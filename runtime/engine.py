@@ -265,14 +265,15 @@ class Engine(Closing):
         prompt: several texts, or several lists of ids, are continued together: `Piece.index` says whose piece it is.
         sampling: None: the model's defaults. changes: single parameters of it, such as temperature=0.7. stop: texts
         that end the text before them. shown: control tokens whose text is part of the result. progress: is told how
-        much of the (first) prompt is computed: before the first chunk, and after each one. n: answers to each prompt;
+        much of the (first) prompt is computed: before the first chunk, and after each one, by the thread that computes:
+        it must not use the engine, but may `cancel`. n: answers to each prompt;
         with a seed, answer j takes seed + j. client: whoever asks; the scheduler is fair between clients.
         An answer ends at an end token, a stop text, `max_tokens`, a full context or `cancel`: `Stats.finish`.
 
         Raises UserError for arguments out of range and ContextFull at once, QueueFull at the first step.
         """
-        make = self._maker(prompt, sampling, max_tokens, stop, shown, n, client, changes)
-        self._last = Generation(self._core, make, progress)
+        make = self._maker(prompt, sampling, max_tokens, stop, shown, n, client, changes, progress)
+        self._last = Generation(self._core, make)
         return self._last
 
     def agenerate(
@@ -291,7 +292,7 @@ class Engine(Closing):
         self._last = Generation(self._core, make)
         return self._last.stream()
 
-    def _maker(self, prompt, sampling, max_tokens, stop, shown, n, client, changes):
+    def _maker(self, prompt, sampling, max_tokens, stop, shown, n, client, changes, progress=None):
         """What makes the answers of a generation. Raises what `generate` raises at once."""
         prompts = [self._check(ids, 0) for ids in self._prompts(prompt)]
         chosen = (sampling or self.sampling).changed(**changes)
@@ -306,7 +307,9 @@ class Engine(Closing):
                 first = Request(ids.tolist(), limit if limit and limit <= most else None, client)
                 for j, request in enumerate([first, *(first.fork() for _ in range(n - 1))]):
                     own = chosen if chosen.seed is None else chosen.changed(seed=chosen.seed + j)
-                    answers.append(Answer(self.tokenizer, request, own, stops, shown, len(answers)))
+                    index = len(answers)
+                    told = None if index else progress
+                    answers.append(Answer(self.tokenizer, request, own, stops, shown, index, told))
             return answers
 
         return make

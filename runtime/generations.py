@@ -6,18 +6,18 @@ the engine. Closing the iterator, or dropping it, ends the ones that are not com
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 
 from mlc_amd.runtime.answers import Answer
 from mlc_amd.runtime.core import Core
-from mlc_amd.runtime.generation import Piece, Progress, Stats
+from mlc_amd.runtime.generation import Piece, Stats
 
 
 class Generation(Iterator[Piece]):
-    """See the module's docstring. make: gives the answers, when they are to be queued. progress: is told how far the
-    prompt of the first answer is computed."""
+    """See the module's docstring. make: gives the answers, when they are to be queued."""
 
-    def __init__(self, core: Core, make: Callable[[], Sequence[Answer]], progress: Progress | None = None) -> None:
-        self._core, self._make, self._progress = core, make, progress
+    def __init__(self, core: Core, make: Callable[[], Sequence[Answer]]) -> None:
+        self._core, self._make = core, make
         self._answers: Sequence[Answer] = ()
         self._pieces: Iterator[Piece] = self._run()
 
@@ -53,12 +53,8 @@ class Generation(Iterator[Piece]):
         self._core.start(self._answers)
         left = list(self._answers)
         try:
-            seen: list[tuple[int, int]] = []
             while left:
-                self._core.wait(left, seen)
-                if self._progress and left[0].progress[1] and left[0].progress != (seen or [None])[0]:
-                    self._progress(*left[0].progress)
-                seen = [left[0].progress] if self._progress else []
+                self._core.wait(left)
                 for answer in list(left):
                     yield from answer.take()
                     if answer.complete:
@@ -72,7 +68,7 @@ class Generation(Iterator[Piece]):
         self._answers = self._make()
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         for answer in self._answers:
-            answer.listener = lambda: loop.call_soon_threadsafe(news.set)
+            answer.listener = partial(loop.call_soon_threadsafe, news.set)
         await asyncio.to_thread(self._core.start, self._answers, True)
         left = list(self._answers)
         try:
