@@ -140,10 +140,11 @@ class Core:
         except BaseException:
             self.scheduler.abandon(step)
             raise
+        computed = step.singles + ([(step.chunk.request, step.chunk.sequence)] if step.chunk else [])
+        prompts = [(self._answers[request], sequence) for request, sequence in computed if not request.generated]
         self.scheduler.complete(step, [max(token, 0) for token in tokens])
-        if step.chunk and not step.chunk.answers and not step.chunk.request.generated:
-            answer = self._answers[step.chunk.request]
-            answer.prefilled(step.chunk.sequence.computed - answer.stats.cached_tokens)
+        for answer, sequence in prompts:
+            answer.prefilled(sequence.computed - answer.stats.cached_tokens)
         for request, token in zip(step.answers, tokens, strict=True):
             answer = self._answers[request]
             reason = "failed" if answer.done else answer.push(token)
