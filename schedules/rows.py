@@ -1,8 +1,8 @@
 """Which rows of a step a norm gives, an attribute of norms:
 
-    all         all of them
-    last        the last live one
-    answers:N   those whose logits are wanted, at most N: the single rows, then the last row of the chunk
+all         all of them
+last        the last live one
+answers:N   those whose logits are wanted, at most N: the single rows, then the last row of the chunk
 """
 
 
