@@ -31,12 +31,12 @@ def _embed(fmt, vocab, k, m, arch, name, plan, scale=1.0):
     return embed(fmt, vocab, k, m, arch, name, plan, scale)
 
 
-def _rms_norm(k, m, eps, layout, rows, arch, name, plan, both=False):
-    return rms_norm(k, m, eps, layout, rows, arch, name, plan, both)
+def _rms_norm(k, m, eps, layout, rows, arch, name, plan, both=False, answers=0):
+    return rms_norm(k, m, eps, layout, rows, arch, name, plan, both, answers)
 
 
-def _layer_norm(k, m, eps, bias, layout, rows, arch, name, plan, both=False):
-    return layer_norm(k, m, eps, bias, layout, rows, arch, name, plan, both)
+def _layer_norm(k, m, eps, bias, layout, rows, arch, name, plan, both=False, answers=0):
+    return layer_norm(k, m, eps, bias, layout, rows, arch, name, plan, both, answers)
 
 
 def _quantize(k, m, layout, arch, name, plan):
@@ -56,8 +56,8 @@ def _rope_kv_write(m, arch, name, plan, **layer):
     return rope_kv_write(described(Attention, layer), m, described(Rope, layer), arch, name, plan)
 
 
-def _attention(m, layout, arch, name, plan, **layer):
-    return attention(described(Attention, layer), m, layout, arch, name, plan)
+def _attention(m, layout, arch, name, plan, single=0, **layer):
+    return attention(described(Attention, layer), m, layout, arch, name, plan, single)
 
 
 def _rope_attention(layout, arch, name, plan, **layer):

@@ -4,8 +4,8 @@
     layer_norm  y = z * G / sqrt(mean(z*z) + eps) + B, z = x - mean(x)
     quantize    y = x
 
-In: X float32 [m, k], one row a token; `state` int32[4], of which state[1] is the number of tokens that count. Out: y in
-a layout of `quantize.py`. Rows beyond the live tokens are left as they were. A lane holds four columns of each step,
+In: X float32 [m, k], one row a token; `state` of `step.py`. Out: y in a layout of `quantize.py`. Rows beyond the live
+tokens are left as they were. A lane holds four columns of each step,
 eight lanes a block of 32.
 """
 
@@ -98,26 +98,44 @@ def _scaled(values, scale, factors):
     return [T.Bind(v * scale * f) for v, f in zip(values, factors, strict=True)]
 
 
-def rms_norm(k, m, eps, layout, rows, arch, name, plan=None, both=False) -> tirx.PrimFunc:
+def rms_norm(k, m, eps, layout, rows, arch, name, plan=None, both=False, answers=0) -> tirx.PrimFunc:
     """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S | H | Y of [m, k], as `layout` says). A
     workgroup a token.
 
-    rows: "all", or "last": only the last live token, X[live - 1]; the outputs then have the shapes of m = 1. both: Y
-    behind the outputs of another layout. UserError unless 32 divides k.
+    rows: "all"; "last": only the last live token, X[live - 1]; or "answers": the single rows and behind them, if there
+    is a chunk, its last token; of these the first `answers`. That is how many rows the outputs have then, with "last"
+    one. both: Y behind the outputs of another layout. UserError unless 32 divides k.
     """
-    return _norm(k, m, eps, layout, rows, arch, name, plan, both)
+    return _norm(k, m, eps, layout, rows, arch, name, plan, both, answers)
 
 
-def layer_norm(k, m, eps, bias, layout, rows, arch, name, plan=None, both=False) -> tirx.PrimFunc:
+def layer_norm(k, m, eps, bias, layout, rows, arch, name, plan=None, both=False, answers=0) -> tirx.PrimFunc:
     """As `rms_norm`, of x minus its mean. bias: behind G there is B float32 [k], which is added."""
-    return _norm(k, m, eps, layout, rows, arch, name, plan, both, True, bias)
+    return _norm(k, m, eps, layout, rows, arch, name, plan, both, answers, True, bias)
 
 
-def _norm(k, m, eps, layout, rows, arch, name, plan, both, centered=False, bias=False) -> tirx.PrimFunc:
+def rows_out(m, rows, answers) -> int:
+    """Rows of a norm's outputs."""
+    return {"all": m, "last": 1, "answers": answers}[rows]
+
+
+def _source(state, m, rows, token):
+    """(the row of X that becomes row `token` of the outputs, `with` that: what is around the work on it)."""
+    if rows == "all":
+        return token, if_live(state, m, token)
+    last = T.Bind(live_rows(state, m) - 1)
+    if rows == "last":
+        return last, if_live(state, 1, token)
+    exists = token < T.min(state[0] + 1, live_rows(state, m, minimum=0))
+    # a loop of 0 or 1 iterations: TVM refuses barriers in an `if`
+    return T.Bind(T.Select(token < state[0], token, last)), T.serial(T.cast(exists, "int32"))
+
+
+def _norm(k, m, eps, layout, rows, arch, name, plan, both, answers, centered=False, bias=False) -> tirx.PrimFunc:
     """Either; centered: the mean is subtracted."""
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
-    out_m, threads = m if rows == "all" else 1, threads_of(arch, plan)
+    out_m, threads = rows_out(m, rows, answers), threads_of(arch, plan)
     waves = threads // arch.wave
     with kernel(name) as ir:
         state = state_arg()
@@ -128,8 +146,8 @@ def _norm(k, m, eps, layout, rows, arch, name, plan, both, centered=False, bias=
         with launch((out_m,), (arch.wave, waves)) as (token, lane, wave):
             part = T.alloc_buffer((waves,), "float32", scope="shared")
             means = T.alloc_buffer((waves,), "float32", scope="shared") if centered else None
-            with if_live(state, out_m, token):
-                source = token if rows == "all" else T.Bind(live_rows(state, m) - 1)
+            source, where = _source(state, m, rows, token)
+            with where:
                 thread, count = wave * arch.wave + lane, -(-k // (threads * WIDTH))
 
                 def mean_of(total):
