@@ -75,9 +75,10 @@ def _table_bytes(config: ModelConfig) -> int:
 def _buffers(config: ModelConfig, backend, ctx: int) -> int:
     """An estimate, to a third, of the intermediate tensors of the largest step, and of the logits: two rows of hidden
     size are live, and the widest that a layer makes of one."""
-    m = max(backend.prefill_sizes(ctx))
+    functions = backend.functions(ctx)
+    m, logits = max(f.m for f in functions), max(f.logits for f in functions)
     widest = max(_row_bytes(layer, config.hidden, m, backend) for layer in config.layers)
-    return m * (2 * 4 * config.hidden + widest) + backend.score_size(ctx) * padded(config.vocab) * 4
+    return m * (2 * 4 * config.hidden + widest) + logits * padded(config.vocab) * 4
 
 
 def _row_bytes(layer, hidden: int, m: int, backend) -> int:

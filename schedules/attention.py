@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 LOG2E = math.log2(math.e)
 PAGE = 64  # keys of a page of the cache; no block of an attention kernel crosses one
-SLOTS = 64  # sequences that a step may have rows of, and that page tables have entries for
+SLOTS = 64  # rows of a page table: sequences that may take part in one step
 STEP = 16  # columns: what vectors of the CPU and matrix units of GPUs take at once
 
 
@@ -27,8 +27,8 @@ class Attention:
     With sinks, each query head has one more logit in the softmax's denominator, which has no value and is not scaled
     (gpt-oss).
 
-    Keys and values lie in pages of PAGE positions; a page table says which page a block of a sequence has. ValueError for
-    a window with chunks.
+    Keys and values are in pages of PAGE positions; a page table says for each slot (a sequence) and each block of PAGE
+    positions which page has them. Layers of the same `span` share the tables. ValueError for a window with chunks.
     """
 
     heads: int  # query heads
@@ -49,6 +49,11 @@ class Attention:
     def span(self) -> int:
         """Keys that a row sees at most; 0: all."""
         return self.window or self.chunk
+
+    @property
+    def blocks(self) -> int:
+        """Pages that a sequence may have: rows of `ctx` positions have so many entries in a page table."""
+        return self.ctx // PAGE
 
     @property
     def group(self) -> int:

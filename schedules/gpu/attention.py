@@ -13,20 +13,13 @@ from mlc_amd.schedules.gpu import (
     attention_prefill_dot,
 )
 from mlc_amd.schedules.gpu.attention_step import attention_step
-from mlc_amd.schedules.gpu.step import FEW
 
 # by the arch's matrix units; AMD's own kinds share one
 PREFILL = {"": attention_prefill_dot, "coop": attention_prefill_coop}
 
 
-def decodes(m, single) -> bool:
-    """Whether all of m rows, of which the first `single` are single rows, take the kernel for single rows: those of a
-    short chunk do, too."""
-    return m == single or m <= FEW
-
-
 def attention(layer: Attention, m, layout, arch, name, plan=None, single=0) -> tirx.PrimFunc:
-    """Kernel of `attention_step`, with `splits` if there are single rows or m is at most FEW.
+    """Kernel of `attention_step`, with `splits` if there are single rows.
 
     single: rows at the front of the step that may be single rows, at most: all of them, none, or fewer, for which there
     are two launches then. Qo is rotated and scaled (`Attention.query_scale`) and the cache contains the rows' own keys.
@@ -34,7 +27,7 @@ def attention(layer: Attention, m, layout, arch, name, plan=None, single=0) -> t
     refuses, and for "rows" with more rows on an arch with matrix units. plan: of the kernel's module (with two, of the
     chunk's), instead of the arch's.
     """
-    if decodes(m, single):
+    if m == single:
         return attention_decode.attention_decode(layer, layout, arch, name, plan=plan, m=m)
     prefill = PREFILL.get(arch.matrix, attention_prefill)
     with attention_step(layer, m, layout, name, splits=single > 0) as (ir, step):

@@ -292,7 +292,7 @@ def attention_prefill_coop(attention: Attention, m, layout, arch, name, plan=Non
 
 def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0) -> None:
     """The launch for the chunk of a step of m rows, of which the first `single` may be single rows. Nothing is stored
-    for rows that are not live. Errors: of `attention_prefill_coop`; UserError for too many single rows."""
+    for rows that are not live. Errors: of `attention_prefill_coop`."""
     if layout == "rows":
         raise UserError(
             "attention on matrix units gives float32 or float16, not int8 blocks; quantize its output separately"
@@ -302,8 +302,6 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0)
         raise UserError(f"attention in chunks of {attention.chunk} keys has no kernel for {arch.name}")
     if m % rows:
         raise UserError(f"attention on matrix units of {arch.name} takes chunks in multiples of {rows} tokens, not {m}")
-    if single > m - rows:
-        raise UserError(f"attention on matrix units of {arch.name} needs {rows} rows for a chunk, not {m - single}")
     heads, kv_heads, width = attention.heads, attention.kv_heads, attention.width
     group, tile, cache = group_of(heads, kv_heads), plan or tile_of(m, heads, kv_heads, width, arch), step.cache
     if PAGE % tile.keys:

@@ -57,7 +57,7 @@ def rows_arg(m):
 
 def pages_arg(attention):
     """Declares the parameter `pages`."""
-    return T.arg("pages", T.buffer((SLOTS, attention.ctx // PAGE), "int32"))
+    return T.arg("pages", T.buffer((SLOTS, attention.blocks), "int32"))
 
 
 class KeyBlock(NamedTuple):

@@ -31,12 +31,12 @@ def _embed(fmt, vocab, k, m, arch, name, plan, scale=1.0):
     return embed(fmt, vocab, k, m, arch, name, plan, scale)
 
 
-def _rms_norm(k, m, eps, layout, rows, arch, name, plan, both=False, answers=0):
-    return rms_norm(k, m, eps, layout, rows, arch, name, plan, both, answers)
+def _rms_norm(k, m, eps, layout, rows, arch, name, plan, both=False):
+    return rms_norm(k, m, eps, layout, rows, arch, name, plan, both)
 
 
-def _layer_norm(k, m, eps, bias, layout, rows, arch, name, plan, both=False, answers=0):
-    return layer_norm(k, m, eps, bias, layout, rows, arch, name, plan, both, answers)
+def _layer_norm(k, m, eps, bias, layout, rows, arch, name, plan, both=False):
+    return layer_norm(k, m, eps, bias, layout, rows, arch, name, plan, both)
 
 
 def _quantize(k, m, layout, arch, name, plan):

@@ -20,6 +20,7 @@ from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, columns, emit_store
 from mlc_amd.schedules.gpu.registers import lane_of
 from mlc_amd.schedules.gpu.step import if_live, kernel, live_rows, state_arg
+from mlc_amd.schedules.rows import output_rows
 
 MAX_STEPS = 8  # whose columns stay in registers; on Vulkan, where workgroups may be small, longer rows are read twice
 
@@ -98,25 +99,19 @@ def _scaled(values, scale, factors):
     return [T.Bind(v * scale * f) for v, f in zip(values, factors, strict=True)]
 
 
-def rms_norm(k, m, eps, layout, rows, arch, name, plan=None, both=False, answers=0) -> tirx.PrimFunc:
+def rms_norm(k, m, eps, layout, rows, arch, name, plan=None, both=False) -> tirx.PrimFunc:
     """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S | H | Y of [m, k], as `layout` says). A
     workgroup a token.
 
-    rows: "all"; "last": only the last live token, X[live - 1]; or "answers": the single rows and behind them, if there
-    is a chunk, its last token; of these the first `answers`. That is how many rows the outputs have then, with "last"
-    one. both: Y behind the outputs of another layout. UserError unless 32 divides k.
+    rows: of the outputs, of `schedules.rows`. both: Y behind the outputs of another layout. UserError unless 32 divides
+    k.
     """
-    return _norm(k, m, eps, layout, rows, arch, name, plan, both, answers)
+    return _norm(k, m, eps, layout, rows, arch, name, plan, both)
 
 
-def layer_norm(k, m, eps, bias, layout, rows, arch, name, plan=None, both=False, answers=0) -> tirx.PrimFunc:
+def layer_norm(k, m, eps, bias, layout, rows, arch, name, plan=None, both=False) -> tirx.PrimFunc:
     """As `rms_norm`, of x minus its mean. bias: behind G there is B float32 [k], which is added."""
-    return _norm(k, m, eps, layout, rows, arch, name, plan, both, answers, True, bias)
-
-
-def rows_out(m, rows, answers) -> int:
-    """Rows of a norm's outputs."""
-    return {"all": m, "last": 1, "answers": answers}[rows]
+    return _norm(k, m, eps, layout, rows, arch, name, plan, both, True, bias)
 
 
 def _source(state, m, rows, token):
@@ -131,11 +126,11 @@ def _source(state, m, rows, token):
     return T.Bind(T.Select(token < state[0], token, last)), T.serial(T.cast(exists, "int32"))
 
 
-def _norm(k, m, eps, layout, rows, arch, name, plan, both, answers, centered=False, bias=False) -> tirx.PrimFunc:
+def _norm(k, m, eps, layout, rows, arch, name, plan, both, centered=False, bias=False) -> tirx.PrimFunc:
     """Either; centered: the mean is subtracted."""
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
-    out_m, threads = rows_out(m, rows, answers), threads_of(arch, plan)
+    out_m, threads = output_rows(rows, m), threads_of(arch, plan)
     waves = threads // arch.wave
     with kernel(name) as ir:
         state = state_arg()

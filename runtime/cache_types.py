@@ -1,0 +1,42 @@
+"""The tensors that live from step to step, with the pages that an engine gives them: shapes and bytes.
+
+In: a manifest, whose `kv` has every tensor as for one sequence of full length; those with a "span" are caches, whose
+first dimension is the page. Out: name to (shape, dtype).
+"""
+
+from collections.abc import Mapping
+from math import prod
+
+import numpy as np
+
+KvTypes = dict[str, tuple[tuple[int, ...], str]]
+
+
+def spans(manifest: Mapping) -> tuple[int, ...]:
+    """The spans of the model's attention layers, ascending; 0: layers that see all keys. Layers of the same span share
+    pages."""
+    return tuple(sorted({entry["span"] for entry in manifest["kv"] if "span" in entry}))
+
+
+def kv_types(manifest: Mapping, pages: Mapping[int, int] | None = None) -> KvTypes:
+    """pages: how many there are, by span; None: as many as one sequence of full length takes."""
+    found = {}
+    for entry in manifest["kv"]:
+        shape = tuple(entry["shape"])
+        if pages is not None and "span" in entry:
+            shape = (pages[entry["span"]], *shape[1:])
+        found[entry["name"]] = shape, entry["dtype"]
+    return found
+
+
+def kv_bytes(types: KvTypes) -> int:
+    return sum(prod(shape) * np.dtype(dtype).itemsize for shape, dtype in types.values())
+
+
+def page_bytes(manifest: Mapping) -> dict[int, int]:
+    """Bytes of a page, in all layers that share it, by span."""
+    found = dict.fromkeys(spans(manifest), 0)
+    for entry in manifest["kv"]:
+        if "span" in entry:
+            found[entry["span"]] += prod(entry["shape"][1:]) * np.dtype(entry["dtype"]).itemsize
+    return found
