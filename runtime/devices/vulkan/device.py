@@ -2,9 +2,10 @@
 
 In: an artifact with what dist/README.md describes for target vulkan. Out: the protocol of runtime/devices/__init__.py.
 
-Each function of the plan is one command buffer, recorded at load and submitted for every run: state and tokens lie in
-memory that the host writes and kernels read (or that the command buffer copies first), the logits are copied to memory
-that the host reads fast. GPUs that work in the host's memory get the weights there, once; others may leave experts
+Each function of the plan is one command buffer, recorded at load and submitted for every run: what describes the step's
+rows lies in memory that the host writes and kernels read (or that the command buffer copies first), small results are
+copied to memory that the host reads fast, and of large ones the rows that `read` asks for. Page tables that kernels
+cannot read in place are copied when they changed. GPUs that work in the host's memory get the weights there, once; others may leave experts
 there (n_cpu_moe).
 """
 
@@ -12,11 +13,14 @@ import ctypes
 import logging
 import time
 import weakref
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
+from mlc_amd.runtime.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.devices.choice import asked
 from mlc_amd.runtime.devices.placement import Range, cut, parts
 from mlc_amd.runtime.devices.vulkan import api, timing
@@ -26,9 +30,11 @@ from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
 from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, CHUNK, Block, Memory, OutOfMemory, places
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines, cache_file
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.memory import gib, host_shortage, of_manifest, on_host, shortage
+from mlc_amd.runtime.memory import Needs, gib, host_shortage, of_manifest, on_host, shortage
 
 OUTPUTS = ("logits",)  # io buffers that kernels write; the host writes the others
+RECORDED = 2 << 20  # bytes of an output, at most, that every run of a function copies to the host
+TABLES = "pages."  # how the names of page tables begin
 RING = 4  # copies of the scratch buffers, as independent kernels may overlap
 CLOSED = "this device is closed; load the model again"
 
@@ -42,15 +48,23 @@ def _nbytes(dtype: str, shape) -> int:
 class VulkanDevice:
     """See runtime/devices/__init__.py for the protocol. `threads` is for the cpu device only. index: number of
     a GPU, or part of its name. n_cpu_moe: layers whose experts stay in host memory, where the GPU reads them across the
-    bus; GPUs that work in the host's memory have no use for it.
+    bus; GPUs that work in the host's memory have no use for it. pages: of the caches, by span (runtime/cache_types.py).
 
     `waited`: seconds spent waiting for the GPU in all runs. UserError if this machine cannot run the artifact.
     """
 
     kind = "vulkan"
 
-    def __init__(self, artifact, threads: int | None = None, index: str | int | None = None, n_cpu_moe: int = 0):
+    def __init__(
+        self,
+        artifact,
+        threads: int | None = None,
+        index: str | int | None = None,
+        n_cpu_moe: int = 0,
+        pages: Mapping[int, int] | None = None,
+    ):
         self.artifact, self.manifest = artifact, artifact.manifest
+        self.kv_types = kv_types(artifact.manifest, pages)
         self.threads = 1  # host threads
         self.waited = 0.0
         self._held = ExitStack()  # Vulkan objects, destroyed in reverse order
@@ -112,11 +126,12 @@ class VulkanDevice:
         manifest, memory, weights = self.manifest, self.memory, self.artifact.weights
         host = frozenset() if self.gpu.unified else on_host(manifest["tensors"], self._n_cpu_moe)
         self._ranges = cut(weights.places, min(BLOCK, memory.limit), host)
-        kv = {entry["name"]: _nbytes(entry["dtype"], entry["shape"]) for entry in manifest["kv"]}
+        kv = {name: _nbytes(dtype, shape) for name, (shape, dtype) in self.kv_types.items()}
         io = {name: _nbytes(entry["dtype"], entry["shape"]) for name, entry in manifest["io"].items()}
         scratch = max((self._scratch_bytes(function) for function in manifest["functions"].values()), default=0)
         outputs = {name: nbytes for name, nbytes in io.items() if name in OUTPUTS}
-        inputs = {name: nbytes for name, nbytes in io.items() if name not in OUTPUTS}
+        tables = {name: nbytes for name, nbytes in io.items() if name.startswith(TABLES)}
+        inputs = {name: nbytes for name, nbytes in io.items() if name not in OUTPUTS and name not in tables}
         self._weights: dict[Range, tuple[Block, int]] = {}
         for kind, at_host in (("device", False), ("host", True)):
             sizes = {one: one.nbytes for one in self._ranges if one.host == at_host}
@@ -132,22 +147,34 @@ class VulkanDevice:
         )
         results, (self._results,) = memory.spread(outputs, "device")
         written, (self._inputs,) = memory.spread(inputs, "input")
+        paged, (self._tables,) = memory.spread(tables, "input") if tables else ({}, (None,))
         read, (self._outputs,) = memory.spread(outputs, "output")
         # Kernels read inputs in place, unless they are across the bus.
-        self._input_copy = None
+        self._input_copy, copies = None, {}
+        self._stale: set[str] = set()  # tables that the GPU has an old copy of
+        self._table_copies: dict[str, ctypes.Structure] = {}  # what renews them
         if not self.gpu.unified and not self._inputs.flags & api.DEVICE_LOCAL:
-            self._input_copy = memory.block(self._inputs.nbytes, "device")
-        self._io = results | {name: (self._input_copy or block, offset) for name, (block, offset) in written.items()}
+            self._input_copy = copies[self._inputs] = memory.block(self._inputs.nbytes, "device")
+            if self._tables:
+                copies[self._tables] = memory.block(self._tables.nbytes, "device")
+                self._table_copies = {
+                    name: self._copy(block, offset, copies[block], offset, tables[name])
+                    for name, (block, offset) in paged.items()
+                }
+        self._io = results | {
+            name: (copies.get(block, block), offset) for name, (block, offset) in (written | paged).items()
+        }
         entries = manifest["io"]
         self._host = {
             name: block.view(offset, entries[name]["dtype"], entries[name]["shape"])
-            for name, (block, offset) in (written | read).items()
+            for name, (block, offset) in (written | paged | read).items()
         }
         self._output_at = {name: offset for name, (_, offset) in read.items()}
-        for name in inputs:
+        self._current: dict[str, int] = {}  # rows of outputs that the host has
+        for name in (*inputs, *tables):
             self._host[name][...] = 0
         # Stale NaN would spread from unused rows.
-        memory.fill([self._arena, self._scratch, self._results, *([self._input_copy] if self._input_copy else [])])
+        memory.fill([self._arena, self._scratch, self._results, *copies.values()])
 
     def _scratch_bytes(self, function: dict) -> int:
         """RING times the largest scratch memory of the kernels of a function."""
@@ -170,6 +197,7 @@ class VulkanDevice:
         functions = self.manifest["functions"]
         self._plan = {name: self._bind(function) for name, function in functions.items()}
         self._submissions = {name: self._commands(name) for name in functions}
+        self._on_host = {name: self._recorded(function) for name, function in functions.items()}
         self._timed: dict[str, tuple[ctypes.Structure, int]] = {}
 
     def _bind(self, function: dict) -> list[Launch]:
@@ -233,12 +261,14 @@ class VulkanDevice:
     def _bytes(self, kind: str, name: str, function: dict) -> int:
         """Of a cache tensor, or of the rows of an io buffer that a function uses."""
         if kind == "kv":
-            entry = next(entry for entry in self.manifest["kv"] if entry["name"] == name)
-            return _nbytes(entry["dtype"], entry["shape"])
+            shape, dtype = self.kv_types[name]
+            return _nbytes(dtype, shape)
+        rows = {"tokens": function["rows"], "rows": function["rows"], "logits": function["logits"]}
+        return self._row_bytes(name, rows.get(name, self.manifest["io"][name]["shape"][0]))
+
+    def _row_bytes(self, name: str, rows: int) -> int:
+        """Of the first rows of an io buffer."""
         entry = self.manifest["io"][name]
-        rows = {"tokens": function["tokens"], "logits": function["tokens"] if function["all_logits"] else 1}.get(
-            name, entry["shape"][0]
-        )
         return _nbytes(entry["dtype"], [rows, *entry["shape"][1:]])
 
     def _commands(self, name: str, queries: tuple[int, int] | None = None) -> ctypes.Structure:
@@ -249,9 +279,23 @@ class VulkanDevice:
             recorder.copy(self._inputs, 0, self._input_copy, 0, self._inputs.nbytes)
         for launch in self._plan[name]:
             recorder.launch(launch)
-        for output, at in self._output_at.items():
+        for output in self._recorded(function):
             block, offset = self._io[output]
-            recorder.copy(block, offset, self._outputs, at, self._bytes("io", output, function))
+            nbytes = self._bytes("io", output, function)
+            recorder.copy(block, offset, self._outputs, self._output_at[output], nbytes)
+        recorder.end()
+        return self.context.submission(recorder.commands)
+
+    def _recorded(self, function: dict) -> dict[str, int]:
+        """The outputs that each run of a function copies to the host, with their rows."""
+        sizes = {name: self._bytes("io", name, function) for name in self._output_at}
+        return {name: size // self._row_bytes(name, 1) for name, size in sizes.items() if size <= RECORDED}
+
+    def _copy(self, source: Block, source_at: int, target: Block, target_at: int, nbytes: int) -> ctypes.Structure:
+        """Records a copy."""
+        recorder = Recorder(self.context, 0)
+        recorder.begin()
+        recorder.copy(source, source_at, target, target_at, nbytes)
         recorder.end()
         return self.context.submission(recorder.commands)
 
@@ -260,11 +304,13 @@ class VulkanDevice:
     def write(self, name: str, values) -> None:
         self._alive()
         self._host[name][: len(values)] = values
+        if name in self._table_copies:
+            self._stale.add(name)
 
     def run(self, function: str) -> None:
         self._alive()
         try:
-            self._run(self._submissions[function])
+            self._run(function, self._submissions[function])
         except api.VulkanError as e:
             raise self._failure(e, f"running {function}") from e
 
@@ -273,12 +319,15 @@ class VulkanDevice:
         self._alive()
         submission = self._commands(function)
         try:
-            self._run(submission)
+            self._run(function, submission)
         except api.VulkanError as e:
             raise self._failure(e, f"running {function}") from e
         self.context.release(submission)
 
-    def _run(self, submission: ctypes.Structure) -> None:
+    def _run(self, function: str, submission: ctypes.Structure) -> None:
+        while self._stale:
+            self.context.submit(self._table_copies[self._stale.pop()])
+        self._current = self._on_host[function]
         self.context.submit(submission)
         start = time.perf_counter()
         self.context.wait()
@@ -286,6 +335,16 @@ class VulkanDevice:
 
     def read(self, name: str, rows: int) -> np.ndarray:
         self._alive()
+        if name in self._output_at and rows > self._current.get(name, 0):
+            block, offset = self._io[name]
+            try:
+                copy = self._copy(block, offset, self._outputs, self._output_at[name], self._row_bytes(name, rows))
+                self.context.submit(copy)
+                self.context.wait()
+            except api.VulkanError as e:
+                raise self._failure(e, f"reading {name}") from e
+            self.context.release(copy)
+            self._current = self._current | {name: rows}
         self.memory.invalidate(self._outputs)
         return self._host[name][:rows]
 
@@ -310,7 +369,7 @@ class VulkanDevice:
                 pool = timing.query_pool(self.context, count)
                 self._timed[function] = self._commands(function, (pool, count)), pool
             submission, pool = self._timed[function]
-            self._run(submission)
+            self._run(function, submission)
             stamps = timing.results(self.context, pool, count)
         except api.VulkanError as e:
             raise self._failure(e, f"timing {function}") from e
@@ -352,9 +411,12 @@ class VulkanDevice:
         self.close()
         return UserError(message) if message else error
 
+    def _needs(self) -> Needs:
+        return replace(of_manifest(self.manifest), kv=kv_bytes(self.kv_types))
+
     def _out_of_memory(self, wanted: int, kind: str) -> str:
         """The error message for an allocation of `wanted` bytes of a kind that failed."""
-        limit, needs = self.memory.limit, of_manifest(self.manifest)
+        limit, needs = self.memory.limit, self._needs()
         if wanted > limit:
             at_most = f"{self.gpu.driver} gives {gib(limit)} at most"
             return f"this model needs {gib(wanted)} in one piece, and {at_most}; compile with a smaller --ctx"
