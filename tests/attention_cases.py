@@ -193,8 +193,8 @@ def state_of(run: Rows):
 
 
 def check_attention(case, run, grow=0.0):
-    """One run for each of the case's: run(arrays by parameter name) executes the kernel on them in place. grow: how much
-    larger the last key of the cache is than the first."""
+    """One run for each of the case's: run(arrays by parameter name) executes the kernel on them in place. grow: how
+    much larger the last key of the cache is than the first."""
     rng, layer, d = np.random.default_rng(1), case.layer, case.d
     joined = scratch(case)
     writes = case.rope is not None and case.rope.writes

@@ -276,7 +276,8 @@ def test_norm_of_answers(profile, single, live, picked):
     wide = x.astype(np.float64)
     expected = wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + norm_cases.EPS) * g
     out, state = norm_cases.outputs(4, k, "rows"), {"state": np.array([single, live, 0, 0], np.int32)}
-    execute(rms_norm(k, m, norm_cases.EPS, "rows", "answers:4", profile, "norm"), state | {"X": x, "G": g} | out, profile)
+    kernel = rms_norm(k, m, norm_cases.EPS, "rows", "answers:4", profile, "norm")
+    execute(kernel, state | {"X": x, "G": g} | out, profile)
     norm_cases.check(out, expected[picked])
 
 
@@ -376,7 +377,8 @@ def attention_kernel(profile, name):
 
 
 @pytest.mark.parametrize(
-    ("profile_name", "name"), on_both(ATTENTION, ("decode group 4", "decode window", "decode chunk", "prefill group 3", "rows", "mixed"))
+    ("profile_name", "name"),
+    on_both(ATTENTION, ("decode group 4", "decode window", "decode chunk", "prefill group 3", "rows", "mixed")),
 )
 def test_attention(profile_name, name):
     profile = PROFILES[profile_name]

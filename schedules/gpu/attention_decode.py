@@ -86,8 +86,8 @@ def _kind(d, span) -> str:
 class Splits(NamedTuple):
     """How a KV head's keys are distributed: up to `count` workgroups of `waves` waves, which take blocks of `step` keys
     round robin, for each `group` of the query heads; `parts` such groups share a KV head. batch: splits whose results
-    are loaded at once. maximum: splits for which there is memory. alone: of `ALONE`. fill: splits that all rows together
-    should have."""
+    are loaded at once. maximum: splits for which there is memory. alone: of `ALONE`. fill: splits that all rows
+    together should have."""
 
     count: int
     waves: int

@@ -37,9 +37,9 @@ LIMIT, START = 15, 8  # powers of two: weights are normal float16 down to 2**-22
 
 
 class Wave:
-    """The rows of one wave: fragment i has the tokens tokens[i].. of head heads[i], which are rows step_rows[i].. of the
-    step. Behind single rows, the last fragment may begin with tokens of the one before: it stores those from fresh[i]
-    on."""
+    """The rows of one wave: fragment i has the tokens tokens[i].. of head heads[i], which are rows step_rows[i].. of
+    the step. Behind single rows, the last fragment may begin with tokens of the one before: it stores those from
+    fresh[i] on."""
 
     def __init__(self, arch, attention, tile, kv, number, first, count, Q, chunk, numbers, weights):
         """number: of the wave; first: of the workgroup's fragments among the KV head's `count`. numbers: shared memory

@@ -37,8 +37,8 @@ class Plan:
 
 
 def attention_prefill_dot(attention: Attention, m, layout, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel of `attention_step`, of a chunk of m tokens at most. UserError for shapes that `cache_types`, `group_of` or
-    `output_args` refuses."""
+    """Kernel of `attention_step`, of a chunk of m tokens at most. UserError for shapes that `cache_types`, `group_of`
+    or `output_args` refuses."""
     with attention_step(attention, m, layout, name) as (ir, step):
         emit(attention, m, layout, arch, step, plan)
     return ir.get()

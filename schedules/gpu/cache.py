@@ -1,5 +1,5 @@
-"""The KV cache of an attention layer on a GPU: its layout, where the keys of a sequence are, and which of them a row sees.
-No other module knows any of it.
+"""The KV cache of an attention layer on a GPU: its layout, where the keys of a sequence are, and which of them a row
+sees. No other module knows any of it.
 
     Kc float16 [pages, kv_heads, PAGE/32, width/8, 32, 8]   units of 8 elements of a key: 32 lanes with a key each read
                                                             512 consecutive bytes
@@ -11,9 +11,9 @@ matrix instructions take (`Attention.width`); the padding is never written, and 
 must be allocated zeroed: attention multiplies padding, and values beyond the last key, by 0. Kernels are declared for
 ctx/PAGE pages, but there may be any number, of fewer than 2**31 elements.
 
-A row of a step has a position in its sequence and a slot, which names the sequence: `rows` int32[m, 2]. The page with the
-keys of the positions PAGE*i .. of a slot is `pages` int32[SLOTS, ctx/PAGE] [slot, i]. Entries behind the last key are
-valid page numbers, too: masked keys are read. Attention kernels process aligned blocks of at most PAGE keys
+A row of a step has a position in its sequence and a slot, which names the sequence: `rows` int32[m, 2]. The page with
+the keys of the positions PAGE*i .. of a slot is `pages` int32[SLOTS, ctx/PAGE] [slot, i]. Entries behind the last key
+are valid page numbers, too: masked keys are read. Attention kernels process aligned blocks of at most PAGE keys
 (`KeyBlock`), which are in one page. Which keys a row sees (`visible`) goes by position.
 """
 
@@ -97,8 +97,8 @@ class Cache:
         self.Kc, self.Vc = T.arg("Kc", T.buffer(*types["k"])), T.arg("Vc", T.buffer(*types["v"]))
 
     def by_shifts(self):
-        """The same with index arithmetic by shifts, which TVM leaves alone, and not by divisions, which it simplifies; a
-        kernel takes what makes less code."""
+        """The same with index arithmetic by shifts, which TVM leaves alone, and not by divisions, which it simplifies;
+        a kernel takes what makes less code."""
         found = copy(self)
         found.shifts = True
         return found

@@ -1,8 +1,8 @@
 """Rotary position embedding, and the new keys and values into the cache: what stands between the q/k/v projections and
 attention.
 
-In: the float32 rows of Q, K, V of a step's tokens, their places in sequences, a table of cosines and sines. Out: the rotated queries as
-float16, times `Attention.query_scale`, and the cache, updated in place for live rows.
+In: the float32 rows of Q, K, V of a step's tokens, their places in sequences, a table of cosines and sines. Out: the
+rotated queries as float16, times `Attention.query_scale`, and the cache, updated in place for live rows.
 
 Models differ (`Rope`) in which elements form a pair, how many elements of a head rotate (the rest passes through, none
 is possible), and which heads are normalized, before or after that. A wave has one head of one row. Decode does without
@@ -158,8 +158,8 @@ def rope_kv_write(attention: Attention, m, rope: Rope, arch, name, plan=None) ->
     [ctx, rotary] with CS[pos, 2i] = cos, CS[pos, 2i+1] = sin of pair i, unless rotary is 0], Kc, Vc (in place), Qo
     float16 [m, heads, width], whose padding becomes 0).
 
-    Without rope.writes there are no pages, K, V, KN, Kc, Vc. Q, K, V and the norms' weights are padded to multiples of 16
-    columns, as linear layers and vectors are. Rows that are not live, or whose position is at or beyond ctx, write
+    Without rope.writes there are no pages, K, V, KN, Kc, Vc. Q, K, V and the norms' weights are padded to multiples of
+    16 columns, as linear layers and vectors are. Rows that are not live, or whose position is at or beyond ctx, write
     nothing. UserError for shapes that `cache_types` or `rope_args` refuses.
     """
     heads, kv_heads, d = attention.heads, attention.kv_heads, attention.d

@@ -1,7 +1,7 @@
 """What the kernels of a step share: their declaration, and the buffer `state` that describes the step's rows.
 
-A step computes m rows of activations. `state` int32[4] = {single, live, 0, 0} is the first parameter of every kernel and
-read at run time, so that one recorded launch list serves every step. Rows 0 .. live-1 are live. Of these, rows 0 ..
+A step computes m rows of activations. `state` int32[4] = {single, live, 0, 0} is the first parameter of every kernel
+and read at run time, so that one recorded launch list serves every step. Rows 0 .. live-1 are live. Of these, rows 0 ..
 single-1 are single rows: each is the newest token of another sequence. Rows single .. live-1 are a chunk: consecutive
 tokens of one sequence. Positions and sequences of rows are `cache.py`'s.
 

@@ -2,11 +2,8 @@
 
 In: an artifact with what dist/README.md describes for target vulkan. Out: the protocol of runtime/devices/__init__.py.
 
-Each function of the plan is one command buffer, recorded at load and submitted for every run: what describes the step's
-rows lies in memory that the host writes and kernels read (or that the command buffer copies first), small results are
-copied to memory that the host reads fast, and of large ones the rows that `read` asks for. Page tables that kernels
-cannot read in place are copied when they changed. GPUs that work in the host's memory get the weights there, once; others may leave experts
-there (n_cpu_moe).
+Each function of the plan is one command buffer, recorded at load and submitted for every run. GPUs that work in the
+host's memory get the weights there, once; others may leave experts there (n_cpu_moe).
 """
 
 import ctypes
@@ -27,22 +24,16 @@ from mlc_amd.runtime.devices.vulkan import api, timing
 from mlc_amd.runtime.devices.vulkan.commands import Launch, Recorder
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
+from mlc_amd.runtime.devices.vulkan.io import Io, nbytes
 from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, CHUNK, Block, Memory, OutOfMemory, places
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines, cache_file
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.memory import Needs, gib, host_shortage, of_manifest, on_host, shortage
+from mlc_amd.runtime.memory import gib, host_shortage, of_manifest, on_host, shortage
 
-OUTPUTS = ("logits",)  # io buffers that kernels write; the host writes the others
-RECORDED = 2 << 20  # bytes of an output, at most, that every run of a function copies to the host
-TABLES = "pages."  # how the names of page tables begin
 RING = 4  # copies of the scratch buffers, as independent kernels may overlap
 CLOSED = "this device is closed; load the model again"
 
 log = logging.getLogger("mlc_amd")
-
-
-def _nbytes(dtype: str, shape) -> int:
-    return int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
 
 
 class VulkanDevice:
@@ -126,12 +117,8 @@ class VulkanDevice:
         manifest, memory, weights = self.manifest, self.memory, self.artifact.weights
         host = frozenset() if self.gpu.unified else on_host(manifest["tensors"], self._n_cpu_moe)
         self._ranges = cut(weights.places, min(BLOCK, memory.limit), host)
-        kv = {name: _nbytes(dtype, shape) for name, (shape, dtype) in self.kv_types.items()}
-        io = {name: _nbytes(entry["dtype"], entry["shape"]) for name, entry in manifest["io"].items()}
+        self._kv_bytes = {name: nbytes(dtype, shape) for name, (shape, dtype) in self.kv_types.items()}
         scratch = max((self._scratch_bytes(function) for function in manifest["functions"].values()), default=0)
-        outputs = {name: nbytes for name, nbytes in io.items() if name in OUTPUTS}
-        tables = {name: nbytes for name, nbytes in io.items() if name.startswith(TABLES)}
-        inputs = {name: nbytes for name, nbytes in io.items() if name not in OUTPUTS and name not in tables}
         self._weights: dict[Range, tuple[Block, int]] = {}
         for kind, at_host in (("device", False), ("host", True)):
             sizes = {one: one.nbytes for one in self._ranges if one.host == at_host}
@@ -141,40 +128,13 @@ class VulkanDevice:
             for name, (at, nbytes) in weights.places.items()
             for one, first, _ in parts(self._ranges, at, nbytes)
         }
-        self._kv, self._kv_blocks = memory.spread(kv, "device")
+        self._kv, self._kv_blocks = memory.spread(self._kv_bytes, "device")
         self._arena, self._scratch = (
             memory.block(max(nbytes, ALIGN), "device") for nbytes in (manifest["arena_bytes"], scratch)
         )
-        results, (self._results,) = memory.spread(outputs, "device")
-        written, (self._inputs,) = memory.spread(inputs, "input")
-        paged, (self._tables,) = memory.spread(tables, "input") if tables else ({}, (None,))
-        read, (self._outputs,) = memory.spread(outputs, "output")
-        # Kernels read inputs in place, unless they are across the bus.
-        self._input_copy, copies = None, {}
-        self._stale: set[str] = set()  # tables that the GPU has an old copy of
-        self._table_copies: dict[str, ctypes.Structure] = {}  # what renews them
-        if not self.gpu.unified and not self._inputs.flags & api.DEVICE_LOCAL:
-            self._input_copy = copies[self._inputs] = memory.block(self._inputs.nbytes, "device")
-            if self._tables:
-                copies[self._tables] = memory.block(self._tables.nbytes, "device")
-                self._table_copies = {
-                    name: self._copy(block, offset, copies[block], offset, tables[name])
-                    for name, (block, offset) in paged.items()
-                }
-        self._io = results | {
-            name: (copies.get(block, block), offset) for name, (block, offset) in (written | paged).items()
-        }
-        entries = manifest["io"]
-        self._host = {
-            name: block.view(offset, entries[name]["dtype"], entries[name]["shape"])
-            for name, (block, offset) in (written | paged | read).items()
-        }
-        self._output_at = {name: offset for name, (_, offset) in read.items()}
-        self._current: dict[str, int] = {}  # rows of outputs that the host has
-        for name in (*inputs, *tables):
-            self._host[name][...] = 0
+        self.io = Io(self.context, memory, manifest["io"])
         # Stale NaN would spread from unused rows.
-        memory.fill([self._arena, self._scratch, self._results, *copies.values()])
+        memory.fill([self._arena, self._scratch, *self.io.blocks])
 
     def _scratch_bytes(self, function: dict) -> int:
         """RING times the largest scratch memory of the kernels of a function."""
@@ -197,7 +157,6 @@ class VulkanDevice:
         functions = self.manifest["functions"]
         self._plan = {name: self._bind(function) for name, function in functions.items()}
         self._submissions = {name: self._commands(name) for name in functions}
-        self._on_host = {name: self._recorded(function) for name, function in functions.items()}
         self._timed: dict[str, tuple[ctypes.Structure, int]] = {}
 
     def _bind(self, function: dict) -> list[Launch]:
@@ -250,52 +209,23 @@ class VulkanDevice:
         """(address, end) of an argument of the plan; dist/README.md lists the kinds."""
         kind, where = arg[0], arg[1]
         if kind == "weight":
-            address, nbytes = self._weights_at[where]
+            address, count = self._weights_at[where]
         elif kind == "arena":
-            address, nbytes = self._arena.address + where, _nbytes(arg[2], arg[3])
+            address, count = self._arena.address + where, nbytes(arg[2], arg[3])
         else:
-            block, offset = (self._kv if kind == "kv" else self._io)[where]
-            address, nbytes = block.address + offset, self._bytes(kind, where, function)
-        return address, address + nbytes
-
-    def _bytes(self, kind: str, name: str, function: dict) -> int:
-        """Of a cache tensor, or of the rows of an io buffer that a function uses."""
-        if kind == "kv":
-            shape, dtype = self.kv_types[name]
-            return _nbytes(dtype, shape)
-        rows = {"tokens": function["rows"], "rows": function["rows"], "logits": function["logits"]}
-        return self._row_bytes(name, rows.get(name, self.manifest["io"][name]["shape"][0]))
-
-    def _row_bytes(self, name: str, rows: int) -> int:
-        """Of the first rows of an io buffer."""
-        entry = self.manifest["io"][name]
-        return _nbytes(entry["dtype"], [rows, *entry["shape"][1:]])
+            block, offset = (self._kv if kind == "kv" else self.io.places)[where]
+            count = self._kv_bytes[where] if kind == "kv" else self.io.nbytes(where, function)
+            address = block.address + offset
+        return address, address + count
 
     def _commands(self, name: str, queries: tuple[int, int] | None = None) -> ctypes.Structure:
         """Records a function."""
         function, recorder = self.manifest["functions"][name], Recorder(self.context, self._layout, queries)
         recorder.begin()
-        if self._input_copy:
-            recorder.copy(self._inputs, 0, self._input_copy, 0, self._inputs.nbytes)
+        self.io.record_inputs(recorder)
         for launch in self._plan[name]:
             recorder.launch(launch)
-        for output in self._recorded(function):
-            block, offset = self._io[output]
-            nbytes = self._bytes("io", output, function)
-            recorder.copy(block, offset, self._outputs, self._output_at[output], nbytes)
-        recorder.end()
-        return self.context.submission(recorder.commands)
-
-    def _recorded(self, function: dict) -> dict[str, int]:
-        """The outputs that each run of a function copies to the host, with their rows."""
-        sizes = {name: self._bytes("io", name, function) for name in self._output_at}
-        return {name: size // self._row_bytes(name, 1) for name, size in sizes.items() if size <= RECORDED}
-
-    def _copy(self, source: Block, source_at: int, target: Block, target_at: int, nbytes: int) -> ctypes.Structure:
-        """Records a copy."""
-        recorder = Recorder(self.context, 0)
-        recorder.begin()
-        recorder.copy(source, source_at, target, target_at, nbytes)
+        self.io.record_outputs(recorder, function)
         recorder.end()
         return self.context.submission(recorder.commands)
 
@@ -303,9 +233,7 @@ class VulkanDevice:
 
     def write(self, name: str, values) -> None:
         self._alive()
-        self._host[name][: len(values)] = values
-        if name in self._table_copies:
-            self._stale.add(name)
+        self.io.write(name, values)
 
     def run(self, function: str) -> None:
         self._alive()
@@ -325,9 +253,7 @@ class VulkanDevice:
         self.context.release(submission)
 
     def _run(self, function: str, submission: ctypes.Structure) -> None:
-        while self._stale:
-            self.context.submit(self._table_copies[self._stale.pop()])
-        self._current = self._on_host[function]
+        self.io.before(self.manifest["functions"][function])
         self.context.submit(submission)
         start = time.perf_counter()
         self.context.wait()
@@ -335,18 +261,10 @@ class VulkanDevice:
 
     def read(self, name: str, rows: int) -> np.ndarray:
         self._alive()
-        if name in self._output_at and rows > self._current.get(name, 0):
-            block, offset = self._io[name]
-            try:
-                copy = self._copy(block, offset, self._outputs, self._output_at[name], self._row_bytes(name, rows))
-                self.context.submit(copy)
-                self.context.wait()
-            except api.VulkanError as e:
-                raise self._failure(e, f"reading {name}") from e
-            self.context.release(copy)
-            self._current = self._current | {name: rows}
-        self.memory.invalidate(self._outputs)
-        return self._host[name][:rows]
+        try:
+            return self.io.read(name, rows)
+        except api.VulkanError as e:
+            raise self._failure(e, f"reading {name}") from e
 
     def clear(self) -> None:
         self._alive()
@@ -411,12 +329,9 @@ class VulkanDevice:
         self.close()
         return UserError(message) if message else error
 
-    def _needs(self) -> Needs:
-        return replace(of_manifest(self.manifest), kv=kv_bytes(self.kv_types))
-
     def _out_of_memory(self, wanted: int, kind: str) -> str:
         """The error message for an allocation of `wanted` bytes of a kind that failed."""
-        limit, needs = self.memory.limit, self._needs()
+        limit, needs = self.memory.limit, replace(of_manifest(self.manifest), kv=kv_bytes(self.kv_types))
         if wanted > limit:
             at_most = f"{self.gpu.driver} gives {gib(limit)} at most"
             return f"this model needs {gib(wanted)} in one piece, and {at_most}; compile with a smaller --ctx"
