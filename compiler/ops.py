@@ -2,8 +2,8 @@
 
 The models emit the plain ones; the passes rewrite them into fused forms (more inputs or attributes, never other names);
 each target turns them into TensorIR kernels. Every operator takes `state` first: int32[4] = (single rows, live rows, 0,
-0). A step computes m rows, of which the first ones are live. Of these the first `single` are the newest tokens of as many
-sequences, and the others are a chunk: consecutive tokens of one sequence.
+0). A step computes m rows, of which the first ones are live. Of these the first `single` are the newest tokens of as
+many sequences, and the others are a chunk: consecutive tokens of one sequence.
 
 Values
     x          float32 [m, k]
@@ -187,8 +187,8 @@ OPS = {
     "embed": (_embed, "rows of the embedding table times scale: (tokens int32[m], weight); format, vocab, k, scale"),
     "rms_norm": (
         _rms_norm,
-        "x / rms(x) * g: (x, g); eps, rows (of the result: schedules/rows.py), layout (of the result), both: behind its "
-        "parts there is the float32 result",
+        "x / rms(x) * g: (x, g); eps, rows (of the result: schedules/rows.py), layout (of the result), both: behind "
+        "its parts there is the float32 result",
     ),
     "layer_norm": (
         _layer_norm,
@@ -208,8 +208,8 @@ OPS = {
     ),
     "attention": (
         _attention,
-        "causal attention: (rows, pages, q, K, V, [sinks], workspace..); ATTENTION, layout (of the result) and single: how "
-        "many rows may be single ones",
+        "causal attention: (rows, pages, q, K, V, [sinks], workspace..); ATTENTION, layout (of the result) and single: "
+        "how many rows may be single ones",
     ),
     "rope_attention": (
         _rope_attention,

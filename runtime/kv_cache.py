@@ -40,6 +40,10 @@ class Cache:
         changed, self._changed = self._changed, set()
         return changed
 
+    def mark_changed(self) -> None:
+        """All page tables count as changed."""
+        self._changed = set(self.pools)
+
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that the cache can hold if there are no others."""

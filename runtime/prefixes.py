@@ -122,6 +122,16 @@ class PrefixIndex:
 
     # ---- eviction
 
+    def clear(self) -> None:
+        """Forgets all pages and tails."""
+        for parent, tails in list(self._tails.items()):
+            for tail in list(tails):
+                self._drop_tail((parent, tail))
+        for pages in self._complete.values():
+            for span, page in pages.items():
+                self._forget(span, page)
+        self._complete.clear()
+
     def _evict(self, span: int, page: int) -> None:
         """Forgets an idle page, and the pages of other groups that are of no use without it."""
         if page in self._tail_of[span]:
@@ -130,11 +140,11 @@ class PrefixIndex:
         known = self._digests[span][page]
         pages = self._complete[known]
         for other in list(pages) if span == 0 else [span]:
-            self._forget(known, other, pages.pop(other))
+            self._forget(other, pages.pop(other))
         if not pages:
             del self._complete[known]
 
-    def _forget(self, known: Digest, span: int, page: int) -> None:
+    def _forget(self, span: int, page: int) -> None:
         del self._digests[span][page]
         self._pools[span].forget(page)
 

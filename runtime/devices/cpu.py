@@ -158,8 +158,7 @@ class CpuDevice:
 
     def _bind(self, function: dict) -> list[Call]:
         return [
-            self._call(step["kernel"], [self._tensor(arg) for arg in step["args"]])
-            for step in function["launches"]
+            self._call(step["kernel"], [self._tensor(arg) for arg in step["args"]]) for step in function["launches"]
         ]
 
     def _call(self, name: str, tensors: list) -> Call:

@@ -1,10 +1,10 @@
 """Attention of single rows, each the newest one of its sequence, against the cache: split-KV ("flash decoding") for x86
 CPUs.
 
-The queries of a row and a KV head are those of the group's heads, which share each key and value that is loaded. Keys go
-in spans of 256, which leave (top, total, unscaled output) to be joined in order. A step of one row has a task for each
-KV head and span, and a second loop joins their results; a step of several rows has a task for each row and KV head. No
-sum crosses lanes: a lane is a key in the scores and a column in the outputs.
+The queries of a row and a KV head are those of the group's heads, which share each key and value that is loaded. Keys
+go in spans of 256, which leave (top, total, unscaled output) to be joined in order. A step of one row has a task for
+each KV head and span, and a second loop joins their results; a step of several rows has a task for each row and KV
+head. No sum crosses lanes: a lane is a key in the scores and a column in the outputs.
 """
 
 from dataclasses import dataclass

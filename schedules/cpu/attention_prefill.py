@@ -1,10 +1,10 @@
 """Attention of a chunk of rows against the cache: blocked, with online softmax ("flash attention"), for x86 CPUs. The
 caches already hold the chunk's own keys and values.
 
-A task is one KV head and a tile of the chunk's tokens; its queries are those of the tile's tokens and of the group's heads. For
-each block of 64 keys it goes through its queries in register blocks of a few queries by as many vectors as fit: scores,
-softmax, outputs; meanwhile it prefetches the next block. Blocks of keys that no query of a register block sees are
-skipped. Tasks of later tiles see more keys, so the tasks are interleaved over the threads, the longest first.
+A task is one KV head and a tile of the chunk's tokens; its queries are those of the tile's tokens and of the group's
+heads. For each block of 64 keys it goes through its queries in register blocks of a few queries by as many vectors as
+fit: scores, softmax, outputs; meanwhile it prefetches the next block. Blocks of keys that no query of a register block
+sees are skipped. Tasks of later tiles see more keys, so the tasks are interleaved over the threads, the longest first.
 """
 
 import math
@@ -243,7 +243,8 @@ def _emit_task(spec, args, isa, plan, step_rows, task):
 
 
 def emit_attention(spec, m, args, isa, plan, chunk_behind_single):
-    """The part of `attention.attention` for a chunk: all live rows or, with chunk_behind_single, those from state[0] on."""
+    """The part of `attention.attention` for a chunk: all live rows or, with chunk_behind_single, those from state[0]
+    on."""
     tile = tile_tokens(plan, m, spec.group, spec.kv_heads)
     first, live = T.int32(0), live_rows(args.state, m)
     if chunk_behind_single:

@@ -51,7 +51,7 @@ def bounds(params, op, args, isa, name) -> dict[str, list[tirx.PrimFunc]]:
 def reads(params, args, ahead, name) -> tirx.PrimFunc:
     """Reads all weights, and of caches the share of the keys that are seen. ahead: one of AHEAD."""
     large = [p for p in params if p.role in ("weight", "cache") and p.nbytes >= PAGE]
-    with kernel(name) as (builder, state):
+    with kernel(name) as (builder, _):
         buffers = _declare(params)
         sink = T.decl_buffer((1,), "int32", data=buffers[params[-1].name].data)
         views = [T.decl_buffer((p.nbytes // LINE, LINE // 4), "int32", data=buffers[p.name].data) for p in large]

@@ -130,8 +130,8 @@ class Rows(NamedTuple):
 
 
 class Cache:
-    """The cache of an `Attention` layer in a kernel. `declare_pages` declares the parameter pages; Kc and Vc follow where
-    `declare` is called."""
+    """The cache of an `Attention` layer in a kernel. `declare_pages` declares the parameter pages; Kc and Vc follow
+    where `declare` is called."""
 
     def __init__(self, spec, isa):
         self.spec, self.width, self.isa = spec, spec.width, isa

@@ -59,7 +59,8 @@ def answer_count(state, m, most):
 
 
 def _norm(k, m, tile, quantize, rows, name, bias, both, emit):
-    """The kernel of a norm. tile(n): rows of a tile of n rows. emit(columns -> X of the row) gives (columns -> what is scaled, the row's scale)."""
+    """The kernel of a norm. tile(n): rows of a tile of n rows. emit(columns -> X of the row) gives (columns -> what is
+    scaled, the row's scale)."""
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
     out_m = output_rows(rows, m)

@@ -90,13 +90,13 @@ def _rotated(rotation, load, d, rope, weight):
 
 
 def rope_kv_write(spec: Attention, rope: Rope, m, isa, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32 [m, 2], pages as in `cache.py`, Q float32 [m, heads*d], K float32 [m, kv_heads*d], V float32 [m, kv_heads*d], [QN float32
-    [d], KN float32 [d] unless rope.eps is None], [CS float32 [ctx, rotary] if rope.rotary, with CS[pos, 2i] = cos,
-    CS[pos, 2i+1] = sin of pair i], Kc, Vc as in `cache.py` (in place), Qo float32 [m, heads, width], which is scaled by
-    spec.query_scale and whose padding is not written).
+    """Kernel (state int32[4], rows int32 [m, 2], pages as in `cache.py`, Q float32 [m, heads*d], K float32 [m,
+    kv_heads*d], V float32 [m, kv_heads*d], [QN float32 [d], KN float32 [d] unless rope.eps is None], [CS float32 [ctx,
+    rotary] if rope.rotary, with CS[pos, 2i] = cos, CS[pos, 2i+1] = sin of pair i], Kc, Vc as in `cache.py` (in place),
+    Qo float32 [m, heads, width], which is scaled by spec.query_scale and whose padding is not written).
 
-    Without rope.writes there are no pages, K, V, KN, Kc, Vc. Q, K, V and the norms' weights are padded to multiples of 16
-    columns, as linear layers and vectors are. Rows that are not live, or have no place in the cache, write nothing.
+    Without rope.writes there are no pages, K, V, KN, Kc, Vc. Q, K, V and the norms' weights are padded to multiples of
+    16 columns, as linear layers and vectors are. Rows that are not live, or have no place in the cache, write nothing.
     UserError for shapes that `cache_types` refuses and for an odd number of rotated elements.
     """
     heads, kv_heads, d, ctx = spec.heads, spec.kv_heads, spec.d, spec.ctx
