@@ -25,7 +25,8 @@ def nbytes(dtype: str, shape) -> int:
 
 
 class Io:
-    """places: name -> (block, offset) of each buffer, for kernels. blocks: those that must be zeroed before use."""
+    """places: name -> (block, offset) of each buffer, for kernels. blocks: those that must be zeroed before use. copies:
+    whether what the host writes is copied for kernels."""
 
     def __init__(self, context: Context, memory: Memory, entries: Mapping[str, Mapping]):
         self.context, self.memory, self.entries = context, memory, entries
@@ -37,10 +38,11 @@ class Io:
         read, (self._outputs,) = memory.spread(outputs, "output")
         written, (self._inputs,) = memory.spread(inputs, "input")
         paged, (self._tables,) = memory.spread(tables, "input")
+        self.copies = not context.gpu.unified and not self._inputs.flags & api.DEVICE_LOCAL
         self._input_copy, table_copy = None, None
         self._renew: dict[str, ctypes.Structure] = {}  # what copies a table
         self._stale: set[str] = set()  # tables that the GPU has an old copy of
-        if not context.gpu.unified and not self._inputs.flags & api.DEVICE_LOCAL:
+        if self.copies:
             self._input_copy, table_copy = (
                 memory.block(block.nbytes, "device") for block in (self._inputs, self._tables)
             )
