@@ -56,8 +56,8 @@ def _rope_kv_write(m, arch, name, plan, **layer):
     return rope_kv_write(described(Attention, layer), m, described(Rope, layer), arch, name, plan)
 
 
-def _attention(m, layout, arch, name, plan, **layer):
-    return attention(described(Attention, layer), m, layout, arch, name, plan)
+def _attention(m, layout, arch, name, plan, single=0, **layer):
+    return attention(described(Attention, layer), m, layout, arch, name, plan, single)
 
 
 def _rope_attention(layout, arch, name, plan, **layer):

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from mlc_amd.schedules.attention import Attention, Rope, described, padded_columns
+from mlc_amd.schedules.attention import PAGE, Attention, Rope, described, padded_columns
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.gpu import (
     attention_coop_tiles,
@@ -24,6 +24,7 @@ from mlc_amd.schedules.gpu.gemm import engine
 from mlc_amd.schedules.gpu.planes import padded
 from mlc_amd.schedules.gpu.step import FEW
 from mlc_amd.schedules.plans.space import Kernel, Space
+from mlc_amd.schedules.rows import output_rows
 
 MAX_SUMS = 64  # of a GEMV, likewise
 SUMS = 256  # float32 accumulators of a lane, at most: more leave no registers for anything else
@@ -41,7 +42,7 @@ TILE = {"tokens": TOKENS, "rows": ROWS, "columns": COLUMNS, "waves_m": WAVES, "w
 COOP = TILE | {"waves_k": (1, 2, 4), "span": (1, 2, 4)}
 MATRIX = TILE | {"buffers": (1, 2), "waves_k": (1, 2, 4)}
 DOT = {"tokens": (16, 32, 64, 128), "rows": (32, 64, 128), "threads_m": (1, 2, 4, 8)}
-ATTENTION_COOP = {"waves": WAVES, "fragments": (1, 2), "keys": (16, 32, 64, 128), "parts": (1, 2, 4)}
+ATTENTION_COOP = {"waves": WAVES, "fragments": (1, 2), "keys": (16, 32, 64), "parts": (1, 2, 4)}
 ATTENTION_MATRIX = {"threads": (32, 64, 128, 256), "blocks": (1, 2, 4)}
 ATTENTION_DOT = {"threads": (32, 64, 128, 256), "rows": (4, 8, 16)}
 DECODE = {
@@ -207,15 +208,15 @@ def _gate_up(workload, arch) -> Space:
 
 def _attention(workload, arch) -> Space:
     args = workload.args
-    if args["m"] <= FEW:
+    if args["m"] == args["single"]:
         return _decode(workload, arch)
     shape = [args[name] for name in ("m", "heads", "kv_heads", "d")]
     if arch.matrix == "coop":
-        return _attention_coop(arch, *shape, described(Attention, args).places)
+        return _attention_coop(arch, *shape)
     return (_attention_matrix if arch.matrix else _attention_dot)(arch, *shape)
 
 
-def _attention_coop(arch, m, heads, kv_heads, d, places) -> Space:
+def _attention_coop(arch, m, heads, kv_heads, d) -> Space:
     width = padded_columns(d)
 
     def kernel(tile) -> Kernel:
@@ -223,7 +224,7 @@ def _attention_coop(arch, m, heads, kv_heads, d, places) -> Space:
         own = tile.own_keys
         whole = tile.waves % tile.parts == 0 and tile.keys % tile.parts == 0 and own % columns == 0 and own % step == 0
         threads = _threads(arch, tile.waves * arch.wave)
-        whole = whole and places % tile.keys == 0
+        whole = whole and PAGE % tile.keys == 0
         if not whole or attention_coop_tiles.lds_bytes(tile, width, arch.fragment) > arch.lds:
             raise ValueError(f"{tile} does not fit {arch.name}")
         if tile.fragments * (own + width) * rows // arch.wave > SUMS:
@@ -291,7 +292,7 @@ def _rms_norm(workload, arch) -> Space:
         steps = -(-args["k"] // (_threads(arch, plan.threads) * norm.WIDTH))
         if steps > STEPS and plan.threads < arch.threads:
             raise ValueError(f"{plan.threads} threads hold {steps} steps each")
-        return Kernel(plan, args["m"] if args["rows"] == "all" else 1, plan.threads, steps * norm.WIDTH * 8)
+        return Kernel(plan, output_rows(args["rows"], args["m"]), plan.threads, steps * norm.WIDTH * 8)
 
     return _threads_space(arch, kernel)
 
