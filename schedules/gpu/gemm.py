@@ -16,6 +16,7 @@ from mlc_amd.schedules.gpu import gemm_coop, gemm_dot, gemm_matrix
 from mlc_amd.schedules.gpu.device import launch
 from mlc_amd.schedules.gpu.gemm_coop import CoopGemm
 from mlc_amd.schedules.gpu.gemm_dot import DotGemm, ExactGemm, FloatGemm
+from mlc_amd.schedules.gpu.gemm_few import FewGemm, FewTile
 from mlc_amd.schedules.gpu.gemm_matrix import MatrixGemm
 from mlc_amd.schedules.gpu.load import QUADS
 from mlc_amd.schedules.gpu.planes import BLOCK, padded, plane_args
@@ -37,6 +38,8 @@ def engine(layout, formats, m, k, arch, rows, tile=None, together=1):
             f"{arch.name} cannot multiply weights of {sorted(fmt.name for fmt in formats)} with activations in layout "
             f"{layout!r}"
         )
+    if isinstance(tile, FewTile):
+        return FewGemm(arch, tile, m, k, together)
     if matrix and arch.matrix == "coop":
         return CoopGemm(arch, tile or gemm_coop.choose(arch, formats, m, k, rows, together), k, together)
     if matrix:
@@ -99,7 +102,7 @@ def linear(segments, k, m, layout, biases, residual, arch, name, tile=None):
         R = T.arg("R", T.buffer((m, padded(segments[0][1])), "float32")) if residual else None
         outputs = [T.arg(f"Y{i}", T.buffer((m, padded(n)), "float32")) for i, (_, n) in enumerate(segments)]
         acts = views(params, layout, m, k)
-        with launch((m // gemm.tile.tokens, sum(counts)), (gemm.threads,)) as (token_tile, row_tile, thread):
+        with launch((-(-m // gemm.tile.tokens), sum(counts)), (gemm.threads,)) as (token_tile, row_tile, thread):
             gemm.allocate(thread)
             token0, live, first = T.Bind(token_tile * gemm.tile.tokens), live_rows(state, m), 0
             for (fmt, n), (bufs, bias), Y, count in zip(segments, weights, outputs, counts, strict=True):
