@@ -29,6 +29,8 @@ def engine(layout, formats, m, k, arch, rows, tile=None, together=1):
     """The tile routine for activations in that `layout` and weights of these formats, `together` of which share a tile;
     `rows`: of all segments. `tile`: MatrixTile, CoopTile or DotTile, by default the one for the arch and shape.
     Float32 activations and float weights stay float32. ValueError for what does not fit."""
+    if isinstance(tile, FewTile):
+        return FewGemm(arch, tile, m, k, together)
     exact = layout == "" and all(fmt.kind == "float" for fmt in formats)
     matrix = arch.matrix and layout != "rows" and not exact
     kind = {"rows": "int8", "": "float"}.get(layout)
@@ -38,8 +40,6 @@ def engine(layout, formats, m, k, arch, rows, tile=None, together=1):
             f"{arch.name} cannot multiply weights of {sorted(fmt.name for fmt in formats)} with activations in layout "
             f"{layout!r}"
         )
-    if isinstance(tile, FewTile):
-        return FewGemm(arch, tile, m, k, together)
     if matrix and arch.matrix == "coop":
         return CoopGemm(arch, tile or gemm_coop.choose(arch, formats, m, k, rows, together), k, together)
     if matrix:
