@@ -49,20 +49,33 @@ class GpuTarget(Target):
         super().__init__(list(dict.fromkeys(archs)))
         first, *others = self.archs
         for other in others:
-            if bool(other.matrix) != bool(first.matrix):
+            if (bool(other.matrix), bool(other.few)) != (bool(first.matrix), bool(first.few)):
                 raise UserError(f"{first.name} and {other.name} need different layouts; compile an artifact for each")
 
     def prefill_sizes(self, ctx: int) -> list[int]:
         # Few rows are GEMVs. On an H200 matrix units compute 16 rows in less time than two such steps take. Kernels
         # without dot products take LLVM several times as long: fewer sizes.
-        few = (FEW, 16) if self.archs[0].matrix else (FEW,)
-        sizes = (*(few if all(arch.dot for arch in self.archs) else ()), 64, 512)
+        if self._few_on_matrices:  # whose time grows with every size
+            sizes = (FEW, 16, 32, 64, 128, 512)
+        else:
+            few = (FEW, 16) if self.archs[0].matrix else (FEW,)
+            sizes = (*(few if all(arch.dot for arch in self.archs) else ()), 64, 512)
         return [m for m in sizes if m <= max(ctx, 64)]
 
     def act_layout(self, m: int, kind: str) -> str:
-        if m > FEW and self.archs[0].matrix:
+        if m > (1 if self._few_on_matrices else FEW) and self.archs[0].matrix:
             return self.matrix_layout
         return "rows" if kind == "int8" else ""
+
+    def expert_layout(self, m: int, kind: str) -> str:
+        if self.expert_tile(m) == 1:
+            return "rows" if kind == "int8" else ""
+        return self.act_layout(m, kind)
+
+    @property
+    def _few_on_matrices(self) -> bool:
+        """Whether linears of two tokens and more take matrix units; else those of more than FEW, if there are any."""
+        return all(arch.few for arch in self.archs)
 
     def expert_tile(self, m: int) -> int:
         if m <= FEW:

@@ -12,7 +12,7 @@ the row tiles of all segments. What a workgroup does to its tile is up to `gemm_
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import lookup
-from mlc_amd.schedules.gpu import gemm_coop, gemm_dot, gemm_matrix
+from mlc_amd.schedules.gpu import gemm_coop, gemm_dot, gemm_few, gemm_matrix
 from mlc_amd.schedules.gpu.device import launch
 from mlc_amd.schedules.gpu.gemm_coop import CoopGemm
 from mlc_amd.schedules.gpu.gemm_dot import DotGemm, ExactGemm, FloatGemm
@@ -29,6 +29,8 @@ def engine(layout, formats, m, k, arch, rows, tile=None, together=1):
     """The tile routine for activations in that `layout` and weights of these formats, `together` of which share a tile;
     `rows`: of all segments. `tile`: MatrixTile, CoopTile or DotTile, by default the one for the arch and shape.
     Float32 activations and float weights stay float32. ValueError for what does not fit."""
+    if tile is None and layout == "pairs":
+        tile = gemm_few.choose(arch, formats, m, k, rows, together)
     if isinstance(tile, FewTile):
         return FewGemm(arch, tile, m, k, together)
     exact = layout == "" and all(fmt.kind == "float" for fmt in formats)

@@ -13,7 +13,7 @@ read in 16 bytes a lane, and so are activations.
 The subgroups of a workgroup share out its rows, its tokens and the columns; at the end the sums meet in shared memory.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
@@ -47,6 +47,61 @@ class FewTile:
     unroll: int = 1
 
 
+MOST = 128  # tokens: of more, the multiplications take most of the time, which `gemm_coop.py` does faster
+SUMS = 128  # of a lane, at most
+UNROLLED = 4, 24  # rows of matrices of weights, and bytes of a block, for which two groups of columns fit registers
+# maximum of tokens of a tile: tiles for one weight; of two each has half of the rows
+TILES = {
+    8: (FewTile(8, 16, 1, 1, 8), FewTile(8, 32, 1, 1, 8), FewTile(8, 48, 1, 1, 8), FewTile(8, 64, 1, 1, 8)),
+    16: (FewTile(16, 32, 1, 1, 8), FewTile(16, 48, 1, 1, 8), FewTile(16, 64, 1, 2, 4), FewTile(16, 96, 1, 2, 4)),
+    32: (FewTile(32, 32, 1, 1, 8), FewTile(32, 64, 1, 2, 4), FewTile(32, 96, 1, 2, 4), FewTile(32, 128, 1, 4, 2)),
+    64: (FewTile(64, 32, 2, 1, 4), FewTile(64, 64, 2, 2, 2), FewTile(64, 96, 2, 2, 2), FewTile(64, 128, 2, 4, 1)),
+    128: (FewTile(128, 64, 4, 2, 1), FewTile(128, 96, 4, 2, 1), FewTile(128, 128, 4, 2, 1), FewTile(64, 64, 2, 2, 2)),
+}
+# Of a compute unit, per clock: bytes of weights and activations from the L2, bytes that subgroups load, products
+FROM_L2, LOADED, PRODUCTS = 40, 100, 600
+
+
+def choose(arch, formats, m, k, rows, weights=1):
+    """The default FewTile, see `gemm_coop.choose`; None if there is no tile for so many tokens, or for these columns
+    or that arch."""
+    size = next((tokens for tokens in TILES if m <= tokens), None)
+    if size is None or not arch.few:
+        return None
+    times = {}
+    for tile in TILES[size]:
+        found = _fit(tile, arch, formats, m, k, weights)
+        if found:
+            workgroups = -(-m // found.tokens) * -(-rows // found.rows)
+            times.setdefault(found, -(-workgroups // arch.units) * _clocks(found, formats, weights))
+    return min(times, key=times.get) if times else None
+
+
+def _fit(tile, arch, formats, m, k, weights):
+    """The tile for so many weights, unrolled as far as registers and columns allow; None if it does not fit."""
+    tile = replace(tile, rows=max(tile.rows // weights // (ROWS * tile.waves_n), 1) * ROWS * tile.waves_n)
+    most_rows, most_bytes = UNROLLED
+    size = max(fmt.block_bytes * BLOCK / fmt.block for fmt in formats)
+    unrolls = (2, 1) if weights * tile.rows <= most_rows * ROWS * tile.waves_n and size <= most_bytes else (1,)
+    for unroll in unrolls:
+        try:
+            return FewGemm(arch, replace(tile, unroll=unroll), m, k, weights).tile
+        except ValueError:
+            continue
+    return None
+
+
+def _clocks(tile, formats, weights):
+    """Of a column of the tile, roughly."""
+    loaded = weights * tile.rows * formats[0].memory_bits / 8
+    activations = 2 * tile.tokens
+    return max(
+        (loaded + activations) / FROM_L2,
+        (loaded * tile.waves_m + activations * tile.waves_n) / LOADED,
+        weights * tile.rows * tile.tokens / PRODUCTS,
+    )
+
+
 class FewGemm:
     """The tile routine of one kernel: use as `gemm_matrix.MatrixGemm`. ValueError for a tile that does not fit."""
 
@@ -57,13 +112,15 @@ class FewGemm:
         self.waves = tile.waves_m * tile.waves_n * tile.waves_k
         self.threads = self.waves * WAVE
         self.tiles_m, self.tiles_n = tile.tokens // tile.waves_m // TOKENS, tile.rows // tile.waves_n // ROWS
-        self.groups = k // (GROUP * BLOCK)
+        self.groups = -(-k // (GROUP * BLOCK))
         if (
             self.tiles_m * tile.waves_m * TOKENS != tile.tokens
             or self.tiles_n * tile.waves_n * ROWS != tile.rows
-            or k % (GROUP * BLOCK)
+            or k % BLOCK
         ):
             raise ValueError(f"{tile} does not divide into {ROWS} x {TOKENS} matrices of {k} columns")
+        if self.weights * self.tiles_n * self.tiles_m * (ROWS * TOKENS // WAVE) > SUMS:
+            raise ValueError(f"{tile} has more than {SUMS} sums of a lane")
         if tile.unroll > 1 and self.groups % (tile.waves_k * tile.unroll):
             raise ValueError(f"the {k} columns of {tile} do not divide among its subgroups")
         # row tiles of all weights for as many token tiles at once as fit
@@ -96,9 +153,9 @@ class FewGemm:
         (X,) = acts
         tile = self.tile
         weights = [(fmt, coop_load.views(fmt, bufs, 1), padded) for fmt, bufs, padded in weights]
-        for fragments, value in ((self.a, 0), (self.b, 0), (self.sums, 0)):
+        for fragments in (self.a, self.b, self.sums):
             for i in range(fragments.count):
-                fragments.fill(i, value)
+                fragments.fill(i, 0)
         row, block = T.Bind(self.lane // GROUP), T.Bind(self.lane % GROUP)
         rows = [
             [self._row(row0, i * ROWS + half * (ROWS // 2) + row, padded, first) for i in range(self.tiles_n)
@@ -111,19 +168,16 @@ class FewGemm:
             T.Bind((self.groups - self.wave_k + (tile.waves_k - 1)) // tile.waves_k)
         )
         with T.serial(steps) as step:
-            units = [
-                T.Bind(((step * tile.unroll + u) * tile.waves_k + self.wave_k) * GROUP + block)
-                for u in range(tile.unroll)
-            ]
+            units = [self._unit(step * tile.unroll + u, block) for u in range(tile.unroll)]
             loaded = [
                 [
                     [coop_load.fetch(fmt, planes, r, unit, 1) for r in own]
                     for (fmt, planes, _), own in zip(weights, rows, strict=True)
                 ]
-                for unit in units
+                for unit, _ in units
             ]
-            for unit, fetched in zip(units, loaded, strict=True):
-                self._multiply(X, [fmt for fmt, _, _ in weights], fetched, tokens, unit)
+            for (unit, live), fetched in zip(units, loaded, strict=True):
+                self._multiply(X, [fmt for fmt, _, _ in weights], fetched, tokens, unit, live)
         for i in range(self.tiles_n):
             for j in range(0, self.tiles_m, self.at_once):
                 self._hand_over(i, j)
@@ -137,11 +191,20 @@ class FewGemm:
         row = T.min(row, padded - 1) if padded % self.tile.rows else row
         return T.Bind(row if first is None else first + row)
 
+    def _unit(self, step, block):
+        """(block of a row that a lane takes in that step, whether it counts or None: it does). A lane without a block
+        reads the last one."""
+        unit = (step * self.tile.waves_k + self.wave_k) * GROUP + block
+        if self.k % (GROUP * BLOCK) == 0:
+            return T.Bind(unit), None
+        last = self.k // BLOCK - 1
+        return T.Bind(T.min(unit, T.int32(last))), T.Bind(unit <= last)
+
     def _token(self, token0, i, row):
         token = token0 + (self.wave_m * self.tiles_m + i) * TOKENS + row
         return T.Bind(T.min(token, T.int32(self.m - 1)) if self.m % self.tile.tokens else token)
 
-    def _multiply(self, X, formats, fetched, tokens, unit):
+    def _multiply(self, X, formats, fetched, tokens, unit, live):
         """Adds the products of a group of columns to the sums."""
         runs = [
             [coop_load.runs(self.arch, fmt, raw, 1) for raw in each]
@@ -149,6 +212,9 @@ class FewGemm:
         ]  # fmt: skip
         for j in range(RUNS):
             x = [T.Bind(X[token, at(unit * BLOCK + j * RUN, RUN)]) for token in tokens]
+            if live is not None:
+                zero = T.broadcast(T.float16(0), RUN)
+                x = [T.Bind(T.Select(T.broadcast(live, RUN), of, zero)) for of in x]
             for half in range(2):  # of a run: two pairs of columns
                 pairs = [4 * half, 4 * half + 2]
                 for w in range(self.weights):
