@@ -12,6 +12,7 @@ from test_gpu_gemm import error, state, weights
 from test_vulkan_coop import tolerance
 from vulkan_harness import run
 
+from mlc_amd.runtime.devices.vulkan import fragments
 from mlc_amd.schedules.gpu import gemm, gemm_few
 from mlc_amd.schedules.gpu.gemm_few import FewGemm, FewTile
 from mlc_amd.schedules.gpu.pairs import in_pairs
@@ -51,3 +52,27 @@ def test_linear(name, modelled):
     kernel = gemm.linear([(fmt, n)], k, m, "pairs", (False,), False, LAVAPIPE, "k", tile)
     got = run(kernel, [state(m), in_pairs(x), *planes.values(), out], LAVAPIPE)[-1]
     assert error(got[:, :n], expected) < tolerance(fmt)
+
+
+# ---- which lane has what
+
+
+def distribution():
+    """(a, b) of `fragments.is_known` as FragmentModel distributes matrices."""
+    lane, e = np.arange(32)[:, None], np.arange(8)
+    columns = lane % 4 * 2 + e % 2 + e // 4 * 8
+    a = (lane // 4 + e // 2 % 2 * 8) * fragments.DEPTH + columns
+    return a, columns[:, e // 2 % 2 == 0] * fragments.COLUMNS + lane // 4
+
+
+def test_known_orders():
+    a, b = distribution()
+    assert fragments.is_known(a, b)
+    # operands may agree on another order of columns
+    order = np.random.default_rng(0).permutation(16)
+    other_a = a // 16 * 16 + order[a % 16]
+    other_b = order[b // 8] * 8 + b % 8
+    assert fragments.is_known(other_a, other_b)
+    assert not fragments.is_known(other_a, b)
+    assert not fragments.is_known(a[:, [0, 1, 4, 5, 2, 3, 6, 7]], b)  # rows
+    assert not fragments.is_known(a, b // 8 * 8 + np.arange(32)[:, None] % 8)  # tokens

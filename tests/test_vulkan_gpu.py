@@ -118,7 +118,7 @@ NEEDS = {
     "generic": {
         "features": [],
         "subgroup_size": 0,
-        "fragment": [],
+        "fragments": [],
         "shared_memory": 0,
         "threads": 32,
         "push_constants": 128,
@@ -156,7 +156,7 @@ def test_errors_of_the_choice(lavapipe, monkeypatch):
         "shared_memory": 1 << 20,
         "threads": 4096,
         "push_constants": 512,
-        "fragment": [16, 16, 16],
+        "fragments": [[16, 16, 16]],
     }
     with pytest.raises(
         UserError, match="matrices of 16x16x16, 1048576 bytes of shared memory, workgroups of 4096, 512 bytes of push"

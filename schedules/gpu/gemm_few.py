@@ -3,7 +3,7 @@
 As in `gemm_coop.py`, operands are float16 and sums float32, but weights are operand A (rows x columns) and activations
 operand B (columns x tokens), and nothing is staged in shared memory: each lane decodes just those weights that are its
 components of the matrices, and loads just those activations. That takes a driver that distributes matrices over the
-lanes in the known way `FRAGMENT` says, which the runtime checks (`fragment_probe.py`).
+lanes in a known way, which the runtime checks (runtime/devices/vulkan/fragments.py).
 
 The columns are taken in an order of our own, which a sum over them allows. A subgroup takes `GROUP` blocks of 32
 columns at a time. Of its lanes lane 4*r + q has block q of rows r and r + 8 of every 16, and block q of the token r of
@@ -164,8 +164,10 @@ class FewGemm:
         ]  # fmt: skip
         tokens = [self._token(token0, i, row) for i in range(self.tiles_m)]
         share = tile.waves_k * tile.unroll
-        steps = self.groups // share if self.groups % share == 0 else (
-            T.Bind((self.groups - self.wave_k + (tile.waves_k - 1)) // tile.waves_k)
+        steps = (
+            self.groups // share
+            if self.groups % share == 0
+            else (T.Bind((self.groups - self.wave_k + (tile.waves_k - 1)) // tile.waves_k))
         )
         with T.serial(steps) as step:
             units = [self._unit(step * tile.unroll + u, block) for u in range(tile.unroll)]
@@ -241,9 +243,7 @@ class FewGemm:
         for w in range(self.weights):
             for t in range(self.at_once):
                 place = self.lds[self._sums_unit(self.wave, w, t)]
-                self.sums.store(
-                    (w * self.tiles_n + i) * self.tiles_m + first + t, place, self.ld * QUAD, "col_major"
-                )
+                self.sums.store((w * self.tiles_n + i) * self.tiles_m + first + t, place, self.ld * QUAD, "col_major")
 
     def _finish(self, i, first, padded, token0, row0, epilogue):
         """Hands these sums to the epilogue; rows beyond the weight's and tokens beyond the m are left out."""

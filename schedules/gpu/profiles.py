@@ -51,8 +51,7 @@ class Profile(DeviceKind):
         return {
             "features": features + [name for name, wanted in optional.items() if wanted],
             "subgroup_size": self.wave if self.subgroups else 0,
-            "fragment": list(self.fragment) if self.matrix else [],
-            "few": list(self.few),
+            "fragments": [list(shape) for shape in (self.fragment, self.few) if shape] if self.matrix else [],
             "shared_memory": self.lds,
             "threads": self.threads,
             "push_constants": self.push,
