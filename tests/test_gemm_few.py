@@ -4,7 +4,6 @@ It takes matrices of a shape and a distribution over lanes that only NVIDIA's dr
 them (fragment_model.py); kernels for the real ones are compiled and looked at.
 """
 
-import gguf_blocks
 import numpy as np
 import pytest
 from fragment_model import FragmentModel
@@ -33,11 +32,12 @@ def modelled(monkeypatch):
     monkeypatch.setattr(gemm, "FewGemm", Modelled)
 
 
-# name: (format, rows, columns, tokens, tile)
-CASES = {name: (name, 16, 256, 8, FewTile(8, 16, 1, 1, 1)) for name in gguf_blocks.DISTINCT} | {
+# name: (format, rows, columns, tokens, tile). Few and small ones: Mesa takes half a minute for one. What decodes
+# weights is tested in test_vulkan_coop.py for all formats.
+CASES = {
     "padding": ("q4_0", 41, 128, 3, FewTile(8, 32, 1, 1, 1)),
     "waves": ("q4_0", 64, 256, 32, FewTile(32, 64, 2, 2, 2)),
-    "unroll": ("q4_0", 16, 512, 8, FewTile(8, 16, 1, 1, 2, 2)),
+    "part": ("q4_0", 16, 192, 8, FewTile(8, 16, 1, 1, 2)),  # of a group of columns
     "tiles": ("q4_0", 32, 128, 24, FewTile(16, 32, 1, 1, 1)),
 }
 
