@@ -12,6 +12,7 @@ from mlc_amd.schedules.gpu import (
     expert_gemv,
     gemm_coop,
     gemm_dot,
+    gemm_few,
     gemm_matrix,
     gemv,
     norm,
@@ -41,6 +42,10 @@ WAVES = (1, 2, 4, 8)
 TILE = {"tokens": TOKENS, "rows": ROWS, "columns": COLUMNS, "waves_m": WAVES, "waves_n": WAVES}
 COOP = TILE | {"waves_k": (1, 2, 4), "span": (1, 2, 4)}
 MATRIX = TILE | {"buffers": (1, 2), "waves_k": (1, 2, 4)}
+FEW_TILE = {
+    "tokens": (8, 16, 32, 64, 128), "rows": (16, 32, 48, 64, 96, 128), "waves_m": (1, 2, 4), "waves_n": (1, 2, 4),
+    "waves_k": (1, 2, 4, 8), "unroll": (1, 2, 4),
+}  # fmt: skip
 DOT = {"tokens": (16, 32, 64, 128), "rows": (32, 64, 128), "threads_m": (1, 2, 4, 8)}
 ATTENTION_COOP = {"waves": WAVES, "fragments": (1, 2), "keys": (16, 32, 64), "parts": (1, 2, 4)}
 ATTENTION_MATRIX = {"threads": (32, 64, 128, 256), "blocks": (1, 2, 4)}
@@ -140,11 +145,11 @@ def _gemm(workload, arch, rows, shares, layout) -> Space:
     default = make(k, arch, total, together=shares)
 
     def kernel(tile) -> Kernel:
-        if m % tile.tokens:
+        if m % tile.tokens and m > gemm_few.TOKENS:
             raise ValueError(f"{tile} does not divide {m} tokens")
         gemm = make(k, arch, total, tile, shares)
         loads = LIMITS[type(tile)](gemm, tile, formats, arch)
-        return Kernel(tile, m // tile.tokens * sum(-(-n // tile.rows) for n in rows), gemm.threads, loads)
+        return Kernel(tile, -(-m // tile.tokens) * sum(-(-n // tile.rows) for n in rows), gemm.threads, loads)
 
     return Space(type(default.tile), CHOICES[type(default.tile)], default.tile, kernel)
 
@@ -185,8 +190,17 @@ def _dot_limits(gemm, tile, formats, arch) -> float:
     return (gemm.weights * tile.rows * _block_bytes(formats[0]) + tile.tokens * gemm_dot.BLOCK) / gemm.threads
 
 
+def _few_limits(gemm, tile, formats, arch) -> float:
+    blocks = gemm.weights * gemm.tiles_n * 2 * tile.unroll
+    if blocks > BLOCKS // 2:
+        raise ValueError(f"{tile}: a lane would load {blocks} blocks at once")
+    return blocks * _block_bytes(formats[0])
+
+
 LIMITS = {gemm_coop.CoopTile: _coop_limits, gemm_matrix.MatrixTile: _matrix_limits, gemm_dot.DotTile: _dot_limits}
+LIMITS[gemm_few.FewTile] = _few_limits
 CHOICES = {gemm_coop.CoopTile: COOP, gemm_matrix.MatrixTile: MATRIX, gemm_dot.DotTile: DOT}
+CHOICES[gemm_few.FewTile] = FEW_TILE
 
 
 # ---- operators
@@ -194,14 +208,15 @@ CHOICES = {gemm_coop.CoopTile: COOP, gemm_matrix.MatrixTile: MATRIX, gemm_dot.Do
 
 def _linear(workload, arch) -> Space:
     args = workload.args
-    if args["m"] <= FEW:
+    if args["m"] <= FEW and args["layout"] in gemv.VECTORS:
         return _gemv_linear(workload, arch)
     return _gemm(workload, arch, [padded(n) for _, n in workload.weights], 1, args["layout"])
 
 
 def _gate_up(workload, arch) -> Space:
     args = workload.args
-    if args["tile"] == 1 if "tile" in args else args["m"] <= FEW:
+    few = args["m"] <= FEW and args["layout_in"] in gemv.VECTORS
+    if args["tile"] == 1 if "tile" in args else few:
         return _gemv_gate_up(workload, arch)
     return _gemm(workload, arch, [args["n"]], 2, args["layout_in"])
 

@@ -20,7 +20,7 @@ import numpy as np
 from mlc_amd.runtime.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.devices.choice import asked
 from mlc_amd.runtime.devices.placement import Range, cut, parts
-from mlc_amd.runtime.devices.vulkan import api, timing
+from mlc_amd.runtime.devices.vulkan import api, fragments, timing
 from mlc_amd.runtime.devices.vulkan.commands import Launch, Recorder
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
@@ -110,6 +110,14 @@ class VulkanDevice:
                 "with --arch generic"
             ) from e
         self._layout = builder.layout
+        if "fragment_probe" in self._kernels:
+            (step,) = self._kernels["fragment_probe"]["steps"]
+            if not fragments.known_order(self.context, needs, step, self._module(step)):
+                arch = f"{self.code_arch}{'+' if ':' in self.code_arch else ':'}few=none"
+                raise UserError(
+                    f"the driver {self.gpu.driver} distributes cooperative matrices in another way than these kernels "
+                    f"expect; compile the model with --arch {arch}"
+                )
 
     # ---- memory
 
