@@ -4,7 +4,7 @@ that decide what is kept."""
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from paged_model import PagedModel
 
 from mlc_amd.runtime.kv_cache import Cache, seen_pages
@@ -16,6 +16,7 @@ GROUPS = [{0: 24}, {0: 30, 40: 9}, {0: 26, 64: 14, 200: 12}, {100: 8}, {1: 12, 0
 # Runs of one token: few different ones, so that sequences have prefixes in common.
 RUNS = st.tuples(st.integers(0, 1), st.sampled_from([1, 20, 40, 63, 64, 65, 130]))
 TOKENS = st.lists(RUNS, min_size=1, max_size=3).map(lambda runs: [token for token, n in runs for _ in range(n)])
+WHICH = st.integers(0, 11)
 
 
 def compute(cache, sequence, count=None):
@@ -26,31 +27,37 @@ def compute(cache, sequence, count=None):
 
 
 class Histories(RuleBasedStateMachine):
-    sequences = Bundle("sequences")
-
     @initialize(groups=st.sampled_from(GROUPS), slots=st.integers(2, 4))
     def begin(self, groups, slots):
         self.cache = Cache(groups, context=640, slots=slots)
         self.model, self.live = PagedModel(self.cache), []
 
-    @rule(target=sequences, tokens=TOKENS)
+    @rule(tokens=TOKENS)
     def new(self, tokens):
         sequence = self.cache.sequence(tokens)
         assert sequence.match() < len(tokens)
         self.live.append(sequence)
-        return sequence
 
-    @rule(sequence=sequences)
-    def match(self, sequence):
+    def pick(self, which):
+        """One of the live sequences; the first is made when there is none."""
+        if not self.live:
+            self.live.append(self.cache.sequence([0] * 150))
+        return self.live[which % len(self.live)]
+
+    @rule(which=WHICH)
+    def match(self, which):
+        sequence = self.pick(which)
         before = sequence.computed
         assert sequence.match() == sequence.computed >= before
 
-    @rule(sequence=sequences, tokens=TOKENS)
-    def append(self, sequence, tokens):
+    @rule(which=WHICH, tokens=TOKENS)
+    def append(self, which, tokens):
+        sequence = self.pick(which)
         sequence.append(tokens[: self.cache.context - len(sequence.tokens)])
 
-    @rule(sequence=sequences, count=st.sampled_from([1, 2, 31, 64, 100, 640]))
-    def chunk(self, sequence, count):
+    @rule(which=WHICH, count=st.sampled_from([1, 2, 31, 64, 100, 640]))
+    def chunk(self, which, count):
+        sequence = self.pick(which)
         count = min(count, sequence.pending)
         room, available = sequence.room, [pool.available for pool in self.cache.pools.values()]
         assert sequence.reserve(count) == (count <= room)
@@ -72,28 +79,31 @@ class Histories(RuleBasedStateMachine):
         for sequence in step:
             sequence.advance(1)
 
-    @rule(target=sequences, sequence=sequences)
-    def fork(self, sequence):
+    @rule(which=WHICH)
+    def fork(self, which):
+        sequence = self.pick(which)
         other = sequence.fork()
         assert other.tokens == sequence.tokens and other.computed == sequence.computed // PAGE * PAGE
         self.live.append(other)
-        return other
 
-    @rule(sequence=sequences, part=st.floats(0, 1))
-    def truncate(self, sequence, part):
+    @rule(which=WHICH, part=st.floats(0, 1))
+    def truncate(self, which, part):
+        sequence = self.pick(which)
         n, before = round(part * len(sequence.tokens)), sequence.computed
         sequence.truncate(n)
         assert len(sequence.tokens) == n and sequence.computed <= n
         if not any(self.cache.pools):
             assert sequence.computed >= min(n // PAGE * PAGE, before)
 
-    @rule(sequence=sequences)
-    def preempt(self, sequence):
+    @rule(which=WHICH)
+    def preempt(self, which):
+        sequence = self.pick(which)
         sequence.free()
         assert sequence.computed == 0
 
-    @rule(sequence=consumes(sequences))
-    def free(self, sequence):
+    @rule(which=WHICH)
+    def free(self, which):
+        sequence = self.pick(which)
         sequence.free()
         self.live.remove(sequence)
 
