@@ -39,8 +39,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Case:
-    """layout: of weights and caches, "cpu" or "gpu". rows: which rows are wanted, live ones or used slots (`wanted_rows`
-    has all). pick(n): which of n columns. decoded: keeps whole matrices as numbers between calls; None: does not.
+    """layout: of weights and caches, "cpu" or "gpu". rows: which rows are wanted, live ones or used slots
+    (`wanted_rows` has all). pick(n): which of n columns. decoded: keeps whole matrices as numbers between calls; None:
+    does not.
     """
 
     op: str

@@ -25,8 +25,8 @@ def nbytes(dtype: str, shape) -> int:
 
 
 class Io:
-    """places: name -> (block, offset) of each buffer, for kernels. blocks: those that must be zeroed before use. copies:
-    whether what the host writes is copied for kernels."""
+    """places: name -> (block, offset) of each buffer, for kernels. blocks: those that must be zeroed before use.
+    copies: whether what the host writes is copied for kernels."""
 
     def __init__(self, context: Context, memory: Memory, entries: Mapping[str, Mapping]):
         self.context, self.memory, self.entries = context, memory, entries
