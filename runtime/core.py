@@ -154,8 +154,9 @@ class Core:
 
     def _run(self, step: Step) -> list[int]:
         """The token of each of the step's answers; -1 for one that failed."""
-        singles = [(sequence.tokens[sequence.computed], sequence.computed, _slot(sequence)) for _, sequence in
-        step.singles] chunk = None if step.chunk:
+        singles = [(seq.tokens[seq.computed], seq.computed, _slot(seq)) for _, seq in step.singles]
+        chunk = None
+        if step.chunk:
             sequence, start = step.chunk.sequence, step.chunk.start
             chunk = sequence.tokens[start : start + step.chunk.count], start, _slot(sequence)
         logits = self.runner.run(singles, chunk)

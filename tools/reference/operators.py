@@ -179,7 +179,7 @@ def _rotated(c: Case, rows: np.ndarray, layer: Attention, rope: Rope, name: str,
     return rope_reference(_heads(c, name, rows, layer.d, count), cs, rope, weight)
 
 
-def _written(c: Case, layer: Attention, rope: Rope) -> tuple[np.ndarray, np.ndarray]:
+def _written(c: Case, layer: Attention, rope: Rope) -> tuple[np.ndarray, ...]:
     """The caches with the keys and values of all live rows."""
     rows = _placed(c, layer, np.arange(c.live))
     k = _rotated(c, rows, layer, rope, "K", layer.kv_heads)
@@ -187,7 +187,7 @@ def _written(c: Case, layer: Attention, rope: Rope) -> tuple[np.ndarray, np.ndar
     return stored(c.layout, c.arrays["Kc"], c.arrays["Vc"], places_of(c.arrays["pages"], *c.places(rows)), k, v)
 
 
-def _of_caches(caches: tuple[np.ndarray, np.ndarray]) -> dict[str, Result]:
+def _of_caches(caches: tuple[np.ndarray, ...]) -> dict[str, Result]:
     return {name: Result(cache) for name, cache in zip(("Kc", "Vc"), caches, strict=True)}
 
 
