@@ -154,11 +154,11 @@ class Core:
 
     def _run(self, step: Step) -> list[int]:
         """The token of each of the step's answers; -1 for one that failed."""
-        singles = [(seq.tokens[seq.computed], seq.computed, _slot(seq)) for _, seq in step.singles]
+        singles = [(seq.tokens[seq.computed], seq.computed, seq.table_row) for _, seq in step.singles]
         chunk = None
         if step.chunk:
             sequence, start = step.chunk.sequence, step.chunk.start
-            chunk = sequence.tokens[start : start + step.chunk.count], start, _slot(sequence)
+            chunk = sequence.tokens[start : start + step.chunk.count], start, sequence.table_row
         logits = self.runner.run(singles, chunk)
         return [self._sample(self._answers[request], row) for request, row in zip(step.answers, logits, strict=False)]
 
@@ -219,8 +219,3 @@ class Core:
             self.closed = True
         if self._background and self._background is not threading.current_thread():
             self._background.join()
-
-
-def _slot(sequence: Sequence) -> int:
-    assert sequence.slot is not None, "the scheduler seats the sequences of a step"
-    return sequence.slot
