@@ -165,23 +165,29 @@ class Sampler:
 
         Raises UserError when a logit is NaN or infinite: the model's numbers are broken, no choice would mean anything.
         """
-        s, position = self.sampling, self._samples if position is None else position
+        position = self._samples if position is None else position
         self._samples += 1
         best = int(np.argmax(logits))  # the first NaN, if there is one
         if not (np.isfinite(logits[best]) and np.isfinite(logits.min())):
             raise not_finite(best)
-        changed = _changed(logits, s, recent, allowed)
-        if changed is not logits:
-            logits, best = changed, int(np.argmax(changed))
-        if s.greedy:
-            return best
-        ids, kept = self._candidates(logits, logits[best])
+        if self.sampling.greedy:
+            return int(np.argmax(_changed(logits, self.sampling, recent, allowed)))
+        ids, weights = self.left(logits, recent, allowed)
+        index = _draw(weights, uniform(self.seed, position))
+        return index if ids is None else int(ids[index])
+
+    def left(
+        self, logits: np.ndarray, recent: Sequence[int] = (), allowed: np.ndarray | None = None
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        """What a token is drawn from: (ids in their order, None: all; how likely they are, 1 being the largest)."""
+        logits = _changed(logits, self.sampling, recent, allowed)
+        largest = logits.max()
+        ids, kept = self._candidates(logits, largest)
         # Divided after the largest is taken off: exp stays in range however small the temperature. In place: new pages
         # take as long.
-        weights = kept - logits[best]
-        weights /= np.float32(s.temperature)
-        index = _draw(np.exp(weights, out=weights), uniform(self.seed, position))
-        return index if ids is None else int(ids[index])
+        weights = kept - largest
+        weights /= np.float32(self.sampling.temperature)
+        return ids, np.exp(weights, out=weights)
 
     def _candidates(self, logits: np.ndarray, largest: float) -> tuple[np.ndarray | None, np.ndarray]:
         """The tokens left by top-k, top-p and min-p: (ids, their logits) in the order of ids, or (None, all logits)

@@ -1,14 +1,14 @@
 """How a row's token is drawn from its logits on a device: top-k, top-p, min-p and the draw, without sorting.
 
 The tokens that are left are always those whose logit is above a threshold, and of those at the threshold the first
-ones. So each filter looks for one number, and so does the draw, which goes through tokens in the order of their ids: the
-largest number x such that the tokens from x on have a count, or a probability mass, of at least some target. It is
+ones. So each filter looks for one number, and so does the draw, which goes through tokens in the order of their ids:
+the largest number x such that the tokens from x on have a count, or a probability mass, of at least some target. It is
 found RADIX bits at a time with histograms. The mass is counted in whole numbers, of which all tokens together have
 about MASS: sums do not depend on their order, so neither threads nor workgroups change what is chosen.
 
-Tokens near the largest logit, which the thresholds mostly are among, are first gathered in a list; if there are too many
-or too few, the window around the largest logit is changed and the row is read again. Without a list all goes through
-the whole row. Stages, each of which may have nothing to do:
+Tokens near the largest logit, which the thresholds mostly are among, are first gathered in a list; if there are too
+many or too few, the window around the largest logit is changed and the row is read again. Without a list all goes
+through the whole row. Stages, each of which may have nothing to do:
 
     0  top-k: the threshold                      1  of the tokens at it, the last one that stays
     2  top-p: the threshold, likewise            3  of the tokens at it, the last one that stays
@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.philox import MULTIPLIERS, ROUNDS, WEYL
@@ -106,6 +107,10 @@ class Var:
         put(self.buffer, value, 0)
 
 
+def no(condition):
+    return tirx.Not(condition)
+
+
 def when(condition):
     """`with when(c):` an `if` with a uniform condition, in which there may be barriers."""
     return T.serial(T.Select(condition, T.int32(1), T.int32(0)))
@@ -123,7 +128,12 @@ def value_of(key):
 
 
 def unsigned(x):
-    return T.cast(x, "uint32")
+    """The bits of an int32 as uint32; TVM's analyzer refuses a cast of what may be negative."""
+    return T.reinterpret("uint32", x)
+
+
+def signed(x):
+    return T.reinterpret("int32", x)
 
 
 def high_product(a, b):
@@ -214,24 +224,24 @@ class Draw:
             with when(draw & self.has_m & (self.least > self.threshold.get())):
                 self.threshold.set(self.least)
                 self.last.set(T.int32(LARGEST))
-            fits = ~(self.has_k & (self.top_k > self.m.size))
+            fits = no(self.has_k & (self.top_k > self.m.size))
             windows = T.Select(self.has_k | self.has_p, T.int32(WINDOWS), T.int32(1))
-            tries = T.Select(first, T.Select(filters & fits, windows, T.int32(0)), T.cast(~odd, "int32"))
-            tries = T.Select((stage == 2) & ~self.has_p, T.int32(0), tries)
+            tries = T.Select(first, T.Select(filters & fits, windows, T.int32(0)), T.cast(no(odd), "int32"))
+            tries = T.Select((stage == 2) & no(self.has_p), T.int32(0), tries)
             self._gather(first, draw, T.Bind(tries), filters)
             active = T.Select(first, self.has_k, T.Select(draw, T.bool(True), self.has_p))
             active = T.Bind(T.Select(odd, self.ties.get() > 0, active))
-            with when(active & ~odd):
+            with when(active & no(odd)):
                 self.target.set(T.Select(first, self.top_k, self._mass_wanted()))
             with when(active & draw):
                 point = high_product(random_word(self.m, self.words), T.Bind(unsigned(self.sum.get())))
-                self.target.set(T.cast(point, "int32") + 1)
+                self.target.set(signed(point) + 1)
             with when(active):
                 self._search(stage, odd, draw)
 
     def _mass_wanted(self):
         """By top-p, of `sum`, or of MASS if there is a list of the row's tokens."""
-        all_of = T.Select((self.listed.get() > 0) & ~self.has_k, T.float32(MASS), T.cast(self.sum.get(), "float32"))
+        all_of = T.Select((self.listed.get() > 0) & no(self.has_k), T.float32(MASS), T.cast(self.sum.get(), "float32"))
         return T.max(T.cast(T.ceil(self.top_p * all_of), "int32"), T.int32(1))
 
     def _gather(self, first, draw, tries, filters):
@@ -244,14 +254,16 @@ class Draw:
             with when(makes):
                 near = T.Select(self.has_k | self.has_p, key_of(T.Bind(self.top - width.get())), self.least)
                 self._list(T.Bind(T.Select(first, near, T.int32(SMALLEST))))
-                enough = T.bool(True) if False else T.Select(first & self.has_k, self.count.get() >= self.top_k, True)
-                self.listed.set(T.cast((self.count.get() <= self.m.size) & enough, "int32"))
-            few = T.Select(self.has_k, T.cast(self.top_k, "float32"), T.float32(-LOWEST))
-            few = T.Select(draw, T.Select(self.listed.get() > 0, T.cast(self.count.get(), "float32"), -LOWEST), few)
+                count = self.count.get()
+                enough = no(first & self.has_k) | (count >= self.top_k)
+                self.listed.set(T.cast((count <= self.m.size) & enough, "int32"))
+            # what is left has no more mass than tokens, as the largest one has the mass 1
+            tokens = T.Select(draw, T.Select(self.listed.get() > 0, self.count.get(), T.int32(LARGEST)), self.top_k)
+            few = T.Select(draw | self.has_k, T.cast(tokens, "float32"), T.float32(-LOWEST))
             self.factor.set(T.Select(draw, self.heat, T.float32(LOG2E)))
             self.scale.set(T.float32(MASS) / T.min(T.Select(draw, self.sums[1], self.sums[0]), few))
-            checks = T.Bind(first & makes & self.has_p & ~self.has_k & (self.listed.get() > 0))
-            with when(~first | checks):
+            checks = T.Bind(first & makes & self.has_p & no(self.has_k) & (self.listed.get() > 0))
+            with when(no(first) | checks):
                 self._add_up()
             with when(checks):
                 self.listed.set(T.cast(self.sum.get() >= self._mass_wanted(), "int32"))
@@ -300,8 +312,8 @@ class Draw:
         """Of the tokens that are left (odd stages: of those at `tie`), the largest key, or in odd stages and the draw
         the smallest id, with which the target is reached."""
         m, by_id = self.m, T.Bind(odd | draw)
-        start = T.Bind(T.max(T.Select(self.listed.get() > 0, self.floor.get(), T.int32(SMALLEST)), self.threshold.get()))
-        start, tie = T.Bind(unsigned(start)), self.tie.get()
+        lowest = T.Select(self.listed.get() > 0, self.floor.get(), T.int32(SMALLEST))
+        start, tie = T.Bind(unsigned(T.max(lowest, self.threshold.get()))), self.tie.get()
         reach = T.Bind(T.Select(by_id, T.uint32(self.vocab - 1), unsigned(self.largest) - start))
         passes = T.int32(1)
         for i in (1, 2, 3):
@@ -321,9 +333,9 @@ class Draw:
                 number = T.Select(by_id, unsigned(self.vocab - 1 - token), unsigned(key) - start)
                 number = T.Bind(number)
                 here = inside & ((i == 0) | (T.shift_right(number, upper) == known))
-                here = here & (~odd | (key == tie)) & self._left(token, key)
+                here = here & (no(odd) | (key == tie)) & self._left(token, key)
                 with T.If(here), T.Then():
-                    place = T.Bind(T.cast(T.shift_right(number, shift) & T.uint32(BINS - 1), "int32"))
+                    place = T.Bind(signed(T.shift_right(number, shift) & T.uint32(BINS - 1)))
                     m.add(self.hist, place, T.Select(stage < 2, T.int32(1), self._mass(value)))
 
             self._each(visit)
@@ -335,12 +347,12 @@ class Draw:
             equal.set(self.found[2])
             m.barrier()
         with when(by_id):
-            token = T.Bind(T.cast(T.uint32(self.vocab - 1) - prefix.get(), "int32"))
+            token = T.Bind(T.int32(self.vocab - 1) - signed(prefix.get()))
             with when(draw):
                 self.chosen.set(token)
             self.last.set(token)
-        with when(~by_id):
-            key = T.Bind(T.cast(prefix.get() + start, "int32"))
+        with when(no(by_id)):
+            key = T.Bind(signed(prefix.get() + start))
             self.last.set(T.Select(key > self.threshold.get(), T.int32(LARGEST), self.last.get()))
             self.threshold.set(key)
             self.tie.set(key)

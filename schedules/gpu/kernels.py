@@ -24,6 +24,7 @@ from mlc_amd.schedules.gpu.norm_route import norm_route
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.route import Routing, route
+from mlc_amd.schedules.gpu.sample import sample
 from mlc_amd.schedules.gpu.step import FEW
 
 
@@ -105,6 +106,10 @@ def _combine(n, m, experts, used, tile, weighted, residual, arch, name, plan):
     return combine(n, m, Experts(experts, used, tile), weighted, residual, arch, name, plan)
 
 
+def _sample(n, vocab, columns, arch, name, plan):
+    return sample(n, vocab, columns, arch, name)
+
+
 BUILDERS = {
     "embed": _embed,
     "rms_norm": _rms_norm,
@@ -123,4 +128,5 @@ BUILDERS = {
     "expert_linear": _expert_linear,
     "expert_down": _expert_down,
     "combine": _combine,
+    "sample": _sample,
 }
