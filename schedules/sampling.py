@@ -119,7 +119,8 @@ def when(condition):
 def key_of(x):
     """An int32 that sorts as the float32 x does; the same for 0.0 and -0.0."""
     bits = T.Bind(T.reinterpret("int32", x))
-    return T.Select(bits == T.int32(SMALLEST), T.int32(0), bits ^ (T.shift_right(bits, T.int32(31)) & T.int32(LARGEST)))
+    key = bits ^ (T.shift_right(bits, T.int32(31)) & T.int32(LARGEST))
+    return T.Select(x == T.float32(0), T.int32(0), key)
 
 
 def value_of(key):
