@@ -40,16 +40,29 @@ def needs(model, backend, ctx: int) -> Needs:
 
 
 def kept(config: ModelConfig, backend, ctx: int) -> Types:
-    """What lives from step to step, name to (shape, dtype): the KV cache, and what attention keeps beside it."""
-    found = dict(backend.kv_types(config, ctx))
+    """What lives from step to step, name to (shape, dtype): the KV cache with pages for one sequence, and what
+    attention keeps beside it."""
+    spans, longest = backend.spans(config, ctx), max(f.m for f in backend.functions(ctx))
+    found = {
+        name: ((sequence_pages(spans[name], ctx, longest), *shape[1:]), dtype)
+        for name, (shape, dtype) in backend.kv_types(config, ctx).items()
+    }
     for layer in config.layers:
         found |= backend.workspace(layer, ctx)
     return found
 
 
+def sequence_pages(span: int, ctx: int, rows: int) -> int:
+    """Pages that one sequence of up to `ctx` tokens needs in layers of that span, for steps of up to `rows` rows. With
+    a window these are the pages that the next row sees and those of the step's own keys, both with a part of a page at
+    each end."""
+    window = -(-(span - 1) // PAGE) + 1 + -(-rows // PAGE) + 1
+    return min(ctx // PAGE, window) if span else ctx // PAGE
+
+
 def token_bytes(config: ModelConfig, backend, ctx: int) -> int:
     """What one more token of capacity takes, of the cache and of the tables by position."""
-    more = _nbytes(backend.kv_types(config, ctx + PAGE)) - _nbytes(backend.kv_types(config, ctx))
+    more = _nbytes(kept(config, backend, ctx + PAGE)) - _nbytes(kept(config, backend, ctx))
     return more // PAGE + _table_bytes(config)
 
 
@@ -75,9 +88,10 @@ def _table_bytes(config: ModelConfig) -> int:
 def _buffers(config: ModelConfig, backend, ctx: int) -> int:
     """An estimate, to a third, of the intermediate tensors of the largest step, and of the logits: two rows of hidden
     size are live, and the widest that a layer makes of one."""
-    m = max(backend.prefill_sizes(ctx))
+    functions = backend.functions(ctx)
+    m, logits = max(f.m for f in functions), max(f.logits for f in functions)
     widest = max(_row_bytes(layer, config.hidden, m, backend) for layer in config.layers)
-    return m * (2 * 4 * config.hidden + widest) + backend.score_size(ctx) * padded(config.vocab) * 4
+    return m * (2 * 4 * config.hidden + widest) + logits * padded(config.vocab) * 4
 
 
 def _row_bytes(layer, hidden: int, m: int, backend) -> int:

@@ -1,13 +1,16 @@
 """The decoder's operators as Relax operators of our own: `mlc_amd.<name>`, with attributes and type inference.
 
 The models emit the plain ones; the passes rewrite them into fused forms (more inputs or attributes, never other names);
-each target turns them into TensorIR kernels. Every operator takes `state` first: int32[4] = (tokens already in the
-cache, live tokens of this chunk, 0, 0).
+each target turns them into TensorIR kernels. Every operator takes `state` first: int32[4] = (single rows, live rows, 0,
+0). A step computes m rows, of which the first ones are live. Of these the first `single` are the newest tokens of as
+many sequences, and the others are a chunk: consecutive tokens of one sequence.
 
 Values
     x          float32 [m, k]
     layout     how x is stored where a linear reads it: a name of LAYOUTS, which the target chooses
     weight     tuple of planes, the packed form of one GGUF tensor (schedules' `planes`)
+    rows       int32 [m, 2]: the position of each row in its sequence, and its slot
+    pages      int32 [SLOTS, ctx/64]: the page of each slot's block of 64 positions
 """
 
 import math
@@ -22,6 +25,7 @@ from tvm.ir import Op
 from mlc_amd.compiler.nodes import fields_of, parts_of
 from mlc_amd.schedules.attention import Attention, Rope, padded_columns
 from mlc_amd.schedules.experts import Experts
+from mlc_amd.schedules.rows import output_rows
 
 PREFIX = "mlc_amd."
 
@@ -84,7 +88,7 @@ def gives_both(call) -> bool:
 
 def _rms_norm(call, bb):
     m, k = shape_of(call.args[1])
-    rows = 1 if call.attrs["rows"] == "last" else m
+    rows = output_rows(str(call.attrs["rows"]), m)
     ty = layout_type(rows, k, str(call.attrs["layout"]))
     return relax.TupleType([*parts_of(ty), tensor_type((rows, k))]) if gives_both(call) else ty
 
@@ -105,15 +109,17 @@ def _gate_up(call, bb):
 
 def _rope_kv_write(call, bb):
     heads, width = int(call.attrs["heads"]), padded_columns(int(call.attrs["d"]))
-    q = tensor_type((shape_of(call.args[1])[0], heads, width), str(call.attrs["query_dtype"]))
-    if not int(call.attrs["writes"]):
+    writes = int(call.attrs["writes"])
+    m = shape_of(call.args[3 if writes else 2])[0]
+    q = tensor_type((m, heads, width), str(call.attrs["query_dtype"]))
+    if not writes:
         return q
     return relax.TupleType([q, call.args[-2].ty, call.args[-1].ty])
 
 
 def _attention(call, bb):
     columns = int(call.attrs["heads"]) * int(call.attrs["d"])
-    return layout_type(shape_of(call.args[1])[0], columns, str(call.attrs["layout"]))
+    return layout_type(shape_of(call.args[3])[0], columns, str(call.attrs["layout"]))
 
 
 def _rope_attention(call, bb):
@@ -181,8 +187,8 @@ OPS = {
     "embed": (_embed, "rows of the embedding table times scale: (tokens int32[m], weight); format, vocab, k, scale"),
     "rms_norm": (
         _rms_norm,
-        "x / rms(x) * g: (x, g); eps, rows: all or the last live one, layout (of the result), both: behind its parts "
-        "there is the float32 result",
+        "x / rms(x) * g: (x, g); eps, rows (of the result: schedules/rows.py), layout (of the result), both: behind "
+        "its parts there is the float32 result",
     ),
     "layer_norm": (
         _layer_norm,
@@ -197,16 +203,18 @@ OPS = {
     "gate_up": (_gate_up, "act(x G^T) * (x U^T): (x, G, U); formats, n, k, m, act, layout_in (of x), layout (result)"),
     "rope_kv_write": (
         _rope_kv_write,
-        "head norms, RoPE, KV write in place: (q, k, v, [qn, kn], [cos_sin], K, V) to (q, K, V), without `writes` (q, "
-        "[qn], [cos_sin]) to q; ATTENTION, ROPE and query_dtype",
+        "head norms, RoPE, KV write in place: (rows, pages, q, k, v, [qn, kn], [cos_sin], K, V) to (q, K, V), without "
+        "`writes` (rows, q, [qn], [cos_sin]) to q; ATTENTION, ROPE and query_dtype",
     ),
     "attention": (
         _attention,
-        "causal attention: (q, K, V, [sinks], workspace..); ATTENTION and layout (of the result)",
+        "causal attention: (rows, pages, q, K, V, [sinks], workspace..); ATTENTION, layout (of the result) and single: "
+        "how many rows may be single ones",
     ),
     "rope_attention": (
         _rope_attention,
-        "both of one token, the cache written in place: (q, k, v, [qn, kn], [cos_sin], K, V, [sinks], workspace..), "
+        "both of one token, the cache written in place: (rows, pages, q, k, v, [qn, kn], [cos_sin], K, V, [sinks], "
+        "workspace..), "
         "without `writes` no k, v, kn; ATTENTION, ROPE and layout",
     ),
     # of a mixture of experts: schedules/experts.py has the meaning of ids, slots, pairs and groups

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +21,7 @@ from mlc_amd.compiler import memory, sampling, tokenizer
 from mlc_amd.compiler import plan as planning
 from mlc_amd.compiler import weights as packing
 from mlc_amd.compiler.models.build import FunctionSpec, build_module
+from mlc_amd.compiler.models.graph import pages_of
 from mlc_amd.compiler.ops import padded
 from mlc_amd.compiler.passes import fuse
 from mlc_amd.compiler.tuning.database import Lookup
@@ -27,7 +29,7 @@ from mlc_amd.compiler.weight_store import WeightStore
 from mlc_amd.runtime import artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
-from mlc_amd.schedules.attention import PAGE
+from mlc_amd.schedules.attention import PAGE, SLOTS
 
 # module and class, imported on demand
 TARGETS = {
@@ -97,7 +99,11 @@ def compile_model(
             for entry in kernel_table(plan)
         ]
         kept = memory.kept(model.config, backend, ctx)
-        kv = [{"name": name, "dtype": dtype, "shape": list(shape)} for name, (shape, dtype) in kept.items()]
+        spans = backend.spans(model.config, ctx)
+        kv = [
+            {"name": name, "dtype": dtype, "shape": list(shape)} | ({"span": spans[name]} if name in spans else {})
+            for name, (shape, dtype) in kept.items()
+        ]
         manifest = {
             "name": model.config.name or Path(model.path).stem,
             "source": {"file": Path(model.path).name, "id": artifact.source_id(model.path)},
@@ -106,15 +112,15 @@ def compile_model(
             "context": ctx,
             "sampling": sampling.defaults(model.metadata, ctx),
             "functions": {
-                f.name: {"tokens": f.m, "all_logits": f.all_logits, "launches": plan.functions[f.name]}
+                f.name: {"rows": f.m, "single": f.single, "logits": f.logits, "launches": plan.functions[f.name]}
                 for f in functions
             },
             "kernels": kernels,
             **libraries,
             "arena_bytes": plan.arena_bytes,
-            "io": _io(model.config, functions),
+            "io": _io(model.config, functions, ctx, set(spans.values())),
             "kv": kv,
-            "rings": [{"places": places, "span": span} for places, span in sorted(backend.rings(model.config, ctx))],
+            "page": PAGE,
             "formats": _format_counts(model),
             "weights": "file" if weights else "random",
             "tensors": packing.drawn(model, specs),
@@ -156,7 +162,7 @@ class Lowered:
 
 def lower(model, backend, ctx: int) -> Lowered:
     """Builds, fuses and plans the functions of `model` with kernels of `backend`, a Target. ctx: of `capacity`."""
-    functions = _functions(backend, ctx)
+    functions = backend.functions(ctx)
     module, parameters = build_module(model, backend, functions, ctx)
     module = backend.select_kernels(fuse(module, backend))
     specs = packing.specs(model, backend, parameters, ctx)
@@ -189,22 +195,18 @@ def capacity(config, ctx: int | None) -> int:
     return -(-ctx // PAGE) * PAGE
 
 
-def _functions(backend, ctx: int) -> list[FunctionSpec]:
-    sizes = backend.prefill_sizes(ctx)
-    prefill = [FunctionSpec(f"prefill_{m}", m) for m in sizes]
-    m = backend.score_size(ctx)
-    return [FunctionSpec("decode", 1), *prefill, FunctionSpec(f"score_{m}", m, all_logits=True)]
-
-
-def _io(config, functions: list[FunctionSpec]) -> dict[str, dict]:
-    """The buffers between host and plan. A function uses the first part of `tokens` and `logits` that its size asks
-    for."""
-    longest = max(f.m for f in functions)
-    rows = max(f.m if f.all_logits else 1 for f in functions)
+def _io(config, functions: list[FunctionSpec], ctx: int, spans: Iterable[int]) -> dict[str, dict]:
+    """The buffers between host and plan. A function uses the first part of `tokens`, `rows` and `logits` that its size
+    asks for."""
+    longest, logits = max(f.m for f in functions), max(f.logits for f in functions)
+    tables = {pages_of(span): {"dtype": "int32", "shape": [SLOTS, ctx // PAGE]} for span in sorted(spans)}
     return {
         "state": {"dtype": "int32", "shape": [4]},
+        "answers": {"dtype": "int32", "shape": [4]},
         "tokens": {"dtype": "int32", "shape": [longest]},
-        "logits": {"dtype": "float32", "shape": [rows, padded(config.vocab)]},
+        "rows": {"dtype": "int32", "shape": [longest, 2]},
+        **tables,
+        "logits": {"dtype": "float32", "shape": [logits, padded(config.vocab)]},
     }
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from mlc_amd.schedules import operators
 from mlc_amd.schedules.experts import Experts
+from mlc_amd.schedules.rows import output_rows
 
 DEPTHS = {True: (512, 4096), False: (0, 2048)}  # tokens in the cache when attention is timed: decoding, prefill
 
@@ -57,22 +58,35 @@ def _draws(fmt: str, columns: int) -> dict[str, list]:
     return draws(fmt, columns)
 
 
+def _single(workload, live: int) -> int:
+    """Single rows of a step with so many live ones, as many as the kernel allows; half of them where a chunk may
+    follow."""
+    args, m = workload.args, workload.args.get("m", 1)
+    rows = str(args.get("rows", "all"))
+    most = args.get("single", m if workload.op == "rope_attention" else 0)
+    if rows.startswith("answers"):
+        most = output_rows(rows, m) - 1
+    return live if most == m else min(most, live // 2)
+
+
 def _cases(workload, params: list[operators.Parameter]) -> list[dict]:
     """The states that a kernel is timed in, and what it must do there."""
     args = workload.args
     m = args.get("m", 1)
+    single = _single(workload, m)
     positions = [0]
     if "attention" in workload.op:
-        positions = list(dict.fromkeys(min(depth, args["ctx"] - m) for depth in DEPTHS[m == 1]))
+        room = args["ctx"] - 1 if m == single else args["ctx"] - m
+        positions = list(dict.fromkeys(min(depth, room) for depth in DEPTHS[m == single]))
     elif workload.op == "rope_kv_write":
         positions = [min(DEPTHS[True][0], args["ctx"] - m)]
     costs = operators.costs(workload.op, args, params)
     return [
         {
             "name": f"d{position}",
-            "state": [position, m, 0, 0],
-            "bytes": costs.bytes(m, position),
-            "flops": costs.operations(m, position),
+            "state": [position, m, single, 0],
+            "bytes": costs.bytes(m, position, single),
+            "flops": costs.operations(m, position, single),
         }
         for position in positions
     ]
@@ -81,5 +95,8 @@ def _cases(workload, params: list[operators.Parameter]) -> list[dict]:
 def _states(workload, cases: list[dict]) -> list[list[int]]:
     """What kernels are verified in: their cases, and fewer live tokens than there is room for, after others."""
     m, ctx = workload.args.get("m", 1), workload.args.get("ctx", 1 << 30)
-    more = [[min(37, ctx - m), max(1, m - 3), 0, 0]] + ([[0, 1, 0, 0]] if "ctx" in workload.args else [])
+    few = max(1, m - 3)
+    more = [[min(37, ctx - m), few, _single(workload, few), 0]]
+    if "ctx" in workload.args:
+        more.append([0, 1, _single(workload, 1), 0])
     return [list(state) for state in dict.fromkeys(map(tuple, [*(case["state"] for case in cases), *more]))]

@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 
     from mlc_amd.runtime.engine import Engine
     from mlc_amd.runtime.errors import UserError
-    from mlc_amd.runtime.generation import ContextFull, EngineBusy
+    from mlc_amd.runtime.generation import ContextFull
     from mlc_amd.runtime.sampling import Sampling
+    from mlc_amd.runtime.scheduler import QueueFull
 
 __version__ = "0.1.0"
-__all__ = ["ContextFull", "Engine", "EngineBusy", "Sampling", "UserError", "__version__", "compile", "load"]
+__all__ = ["ContextFull", "Engine", "QueueFull", "Sampling", "UserError", "__version__", "compile", "load"]
 
 _MODULES = {
     "ContextFull": "mlc_amd.runtime.generation",
     "Engine": "mlc_amd.runtime.engine",
-    "EngineBusy": "mlc_amd.runtime.generation",
+    "QueueFull": "mlc_amd.runtime.scheduler",
     "Sampling": "mlc_amd.runtime.sampling",
     "UserError": "mlc_amd.runtime.errors",
 }

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from mlc_amd.runtime import reasoning
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.generation import ContextFull, Piece, Progress, Stats, check_max_tokens, check_stop
+from mlc_amd.runtime.generations import Generation
 from mlc_amd.runtime.messages import Message, check_content, check_messages
 from mlc_amd.runtime.sampling import Sampling, SamplingChanges
 
@@ -52,6 +53,7 @@ class Conversation:
         self.format = reasoning.detect(engine.tokenizer.has_token)
         self.messages: list[Message] = []
         self.dropped = 0
+        self._generation: Generation | None = None  # of the last answer
         # The last prompt with its answer as rendered text, and its ids as they were generated.
         self._rendered, self._rendered_ids = "", []
         self.system = system
@@ -90,7 +92,7 @@ class Conversation:
     @property
     def stats(self) -> Stats:
         """Statistics of the last answer, also while it is being generated; all zero before the first."""
-        return self.engine.last
+        return self._generation.stats if self._generation else Stats()
 
     def reset(self) -> None:
         """Removes all turns; the system message stays."""
@@ -98,7 +100,6 @@ class Conversation:
         self.messages, self.dropped = [], 0
         self.system = system
         self._rendered, self._rendered_ids = "", []
-        self.engine.truncate(0)
 
     def undo(self) -> str | None:
         """Takes the last turn back: removes the user's last message and what follows it, and returns its text; None
@@ -164,7 +165,7 @@ class Conversation:
         messages, prompt, ids = self._fit([*self.messages, question], max_tokens, variables)
         template, parser = self.engine.chat_template, self.format.parser(prompt)
         shown, hidden, made = "", False, []
-        pieces = self.engine.generate(ids, sampling, max_tokens, stops, self.format.marks, progress)
+        pieces = self._generation = self.engine.generate(ids, sampling, max_tokens, stops, self.format.marks, progress)
         try:
             for part in _parts(pieces, parser, made):
                 if part.kind != "final":

@@ -1,30 +1,27 @@
-"""The engine: token ids in, logits or text out, with the KV cache kept between calls.
+"""The engine: token ids in, logits or text out, for many callers at once.
 
-`tokens` are the tokens in the cache; all other state follows from them. The plan has functions for one token (decode)
-and for chunks of several sizes (prefill). Kernels read the position and the number of live tokens from the io buffer
-`state`, so the same launches serve every step.
+An engine has a pool of cache pages (`Cache`), a scheduler of requests (`Core`), and one sequence of its own, for those
+who want logits: `tokens` are its tokens; `prefill`, `decode`, `score`, `truncate` and `match` work on it.
 
-Layers that see only the last keys may keep no others: their cache is a ring, in which new keys replace old ones. Going
-back by more tokens than a ring has places to spare means to compute the remaining tokens again.
-
-There is one cache, so an engine serves one caller at a time: a generation holds it until its iterator ends, and
-whatever else would use the cache meanwhile, from the same thread or another one, is refused (EngineBusy).
+`generate` is for text: any number of generations, from any number of threads, share steps. What their prompts have in
+common, with one another and with earlier ones, is computed once.
 """
 
-import time
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import numpy as np
 
+from mlc_amd.runtime.answers import Answer
 from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.runtime.cache_types import pool_pages
 from mlc_amd.runtime.chat import Conversation
 from mlc_amd.runtime.chat_template import ChatTemplate
 from mlc_amd.runtime.closing import Closing
+from mlc_amd.runtime.core import Core
 from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.exclusive import Exclusive
 from mlc_amd.runtime.generation import (
     ContextFull,
     Ids,
@@ -35,18 +32,21 @@ from mlc_amd.runtime.generation import (
     check_max_tokens,
     check_stop,
 )
-from mlc_amd.runtime.marks import split_at
+from mlc_amd.runtime.generations import Generation
+from mlc_amd.runtime.kv_cache import Cache
 from mlc_amd.runtime.messages import check_question
-from mlc_amd.runtime.sampling import Sampler, Sampling, SamplingChanges
+from mlc_amd.runtime.requests import Request
+from mlc_amd.runtime.runner import Runner
+from mlc_amd.runtime.sampling import Sampling, SamplingChanges
+from mlc_amd.runtime.scheduler import Limits
 from mlc_amd.runtime.tokenizer import Tokenizer
-
-_SCORED = 64  # tokens per call of a score function: with a large vocabulary, the logits of one take half a megabyte
 
 
 class Engine(Closing):
-    """A loaded model on a device, a context manager that closes it. One caller at a time: others get EngineBusy."""
+    """A loaded model on a device, a context manager that closes it. May be used from several threads."""
 
-    def __init__(self, artifact: Artifact, device):
+    def __init__(self, artifact: Artifact, device, limits: Limits | None = None):
+        """device: of `open_device`. limits: of steps and of the queue, None: what the functions can compute."""
         self.artifact, self.device = artifact, device
         self.config: dict = artifact.manifest["model"]
         self.context: int = artifact.manifest["context"]
@@ -54,19 +54,28 @@ class Engine(Closing):
         self.tokenizer = Tokenizer.load(artifact.path)
         self.chat_template = ChatTemplate.load(artifact.path)
         self.sampling = Sampling(**artifact.manifest["sampling"])  # the model's own defaults
-        self.tokens: list[int] = []
-        self.last = Stats()
         self._conversation: Conversation | None = None
-        functions = artifact.manifest["functions"]
-        self._sizes = sorted((f["tokens"], name) for name, f in functions.items() if not f["all_logits"])
-        self._score = next((f["tokens"], name) for name, f in functions.items() if f["all_logits"])
-        self._rings = [(ring["places"], ring["span"]) for ring in artifact.manifest["rings"]]
-        self._end = 0  # of the positions that were written since the cache was empty
-        self._use, self._cancelled = Exclusive(), False
+        self._limits = limits
+        self._last: Generation | None = None
+        self._open()
+
+    def _open(self) -> None:
+        """A cache without contents, and what works with it."""
+        pages = {
+            entry["span"]: self.device.kv_types[entry["name"]][0][0]
+            for entry in self.artifact.manifest["kv"]
+            if "span" in entry
+        }
+        self.cache = Cache(pages, self.context)
+        self._runner = Runner(self.artifact, self.device, self.cache)
+        functions = self._runner.functions
+        limits = self._limits or Limits(functions.single_rows, functions.chunk_rows, functions.mixed_rows)
+        self._core = Core(self._runner, self.cache, limits)
+        self._own = self._core.private = self.cache.sequence()
 
     def __repr__(self) -> str:
         name, state = self.artifact.manifest["name"], f"{self.position} of {self.context} tokens"
-        return f"<Engine {name} on {self.device.name}, {'closed' if self._use.closed else state}>"
+        return f"<Engine {name} on {self.device.name}, {'closed' if self._core.closed else state}>"
 
     @classmethod
     def load(
@@ -76,88 +85,100 @@ class Engine(Closing):
         threads: int | None = None,
         verify: bool = False,
         n_cpu_moe: int = 0,
+        kv_tokens: int | None = None,
     ) -> "Engine":
         """Loads an artifact folder. `verify` also verifies the checksum of the weights, which reads all of them;
+        kv_tokens: how many tokens the cache holds, of all sequences together; None: one sequence of full length.
         device, threads and n_cpu_moe: see `open_device`. UserError if it cannot run here."""
         if Path(path).suffix == ".gguf":
             raise UserError(f"{path} is not compiled yet: mlc_amd.load() and `mlc-amd compile` do that")
         artifact = Artifact.open(path, verify)
-        return cls(artifact, open_device(artifact, device, threads, n_cpu_moe))
+        pages = pool_pages(artifact.manifest, kv_tokens)
+        return cls(artifact, open_device(artifact, device, threads, n_cpu_moe, pages))
 
     def close(self) -> None:
-        """Releases the device and all memory. EngineBusy while a generation is in progress."""
-        if not self._use.closed:
-            with self._use:
-                self._use.closed = True
-                self.device.close()
-                self.artifact.close()
+        """Ends all generations, and releases the device and all memory."""
+        if not self._core.closed:
+            self._core.close()
+            self.device.close()
+            self.artifact.close()
 
-    # ---- the KV cache
+    # ---- the engine's own sequence
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of the engine's own sequence."""
+        return self._own.tokens
 
     @property
     def position(self) -> int:
-        """Number of tokens in the cache."""
-        return len(self.tokens)
+        """Number of tokens of the engine's own sequence."""
+        return len(self._own.tokens)
 
     def reset(self) -> None:
-        """Empties the cache and ends the conversation of `chat`."""
-        with self._use:
-            self._conversation = None
-            self._clear()
+        """Empties the cache, unless generations are using it, and ends the conversation of `chat`."""
+        self._conversation = None
+        with self._core.turn():
+            self._own.truncate(0)
+            if not self._core.busy:
+                self._own.free()
+                self.cache.index.clear()
 
     def truncate(self, n: int) -> None:
-        """Keeps the first `n` tokens; later steps overwrite the rest of the cache. The tokens are computed again where
-        a ring of the cache has lost keys that the next step needs."""
-        with self._use:
-            if not 0 <= n <= len(self.tokens):
-                raise ValueError(f"cannot keep {n} of {len(self.tokens)} tokens")
-            if self._holds(n):
-                del self.tokens[n:]
-                return
-            kept = np.array(self.tokens[:n], np.int64)
-            self._clear()
-            if n:
-                self._advance(kept)
+        """Keeps the first `n` tokens; later steps overwrite the rest. Up to a page of tokens is computed again by the
+        next step, more where layers with a window have lost keys that it needs."""
+        with self._core.turn():
+            self._own.truncate(n)
 
     def match(self, ids: Sequence[int]) -> int:
-        """Truncates the cache to the longest prefix that it shares with `ids`, leaving at least one id to prefill;
-        returns its length. It is 0 where a ring of the cache has lost keys of that prefix."""
-        with self._use:
-            return self._match(ids)
-
-    def _match(self, ids: Sequence[int]) -> int:
-        limit = min(len(self.tokens), len(ids) - 1)
-        n = max(next((i for i in range(limit) if self.tokens[i] != ids[i]), limit), 0)
-        if self._holds(n):
-            del self.tokens[n:]
-        else:
-            self._clear()
-        return len(self.tokens)
-
-    def _clear(self) -> None:
-        self.tokens, self._end = [], 0
-
-    def _holds(self, n: int) -> bool:
-        """Whether the cache has all keys that a step behind `n` tokens needs: the oldest one that a row sees there is
-        still in its place in every ring."""
-        oldest = [(max(n - span + 1, 0), places) for places, span in self._rings]
-        return all(self._end <= position + places for position, places in oldest)
+        """Keeps the longest prefix that the own sequence shares with `ids`, leaving at least one id to compute; returns
+        its length."""
+        with self._core.turn():
+            limit = min(self.position, len(ids) - 1)
+            n = max(next((i for i in range(limit) if self.tokens[i] != ids[i]), limit), 0)
+            self._own.truncate(n)
+            return n
 
     # ---- logits
 
     def advance(self, ids: Ids) -> np.ndarray:
-        """Appends `ids` to the cache. Returns the logits of the last one, float32 [vocab], in memory that the next step
+        """Appends `ids`. Returns the logits of the last one, float32 [vocab], in memory that the next step
         overwrites.
 
-        ContextFull leaves the cache unchanged.
+        ContextFull leaves the sequence unchanged.
         """
-        with self._use:
+        with self._core.turn():
             return self._advance(self._check(ids, self.position))
 
     def _advance(self, ids: np.ndarray) -> np.ndarray:
-        for _ in self._prefill(ids):
-            pass
-        return self.device.read("logits", 1)[0, : self.vocab]
+        before = self.position
+        self._own.append(ids.tolist())
+        try:
+            return self._compute()
+        except BaseException:
+            self._own.truncate(before)
+            raise
+
+    def _compute(self) -> np.ndarray:
+        """Computes the pending tokens of the own sequence, in chunks. Returns the logits of the last one."""
+        while True:
+            chunk = self._chunk(min(self._own.pending, self._runner.functions.chunk_rows))
+            logits = self._runner.run((), chunk)
+            self._own.advance(len(chunk[0]))
+            if not self._own.pending:
+                return logits[0]
+
+    def _chunk(self, count: int) -> tuple[list[int], int, int]:
+        """The next `count` tokens of the own sequence, which then has pages for them and a slot."""
+        own = self._own
+        if not own.reserve(count):
+            raise ContextFull(
+                f"the KV cache has no room for {count} more tokens beside those of other sequences",
+                "wait until they are complete, or load the model with a larger cache (kv_tokens)",
+            )
+        self.cache.seat([own])
+        assert own.slot is not None, "a seated sequence has a slot"
+        return own.tokens[own.computed : own.computed + count], own.computed, own.slot
 
     def prefill(self, ids: Ids) -> np.ndarray:
         """`advance`, with a copy of the logits; copying takes longer than greedy sampling."""
@@ -169,31 +190,46 @@ class Engine(Closing):
 
     def score(self, ids: Ids) -> np.ndarray:
         """Appends `ids`. Returns the logits of all of them, float32 [len(ids), vocab]."""
-        with self._use:
-            checked, (size, function) = self._check(ids, self.position), self._score
-            size = min(size, _SCORED)
+        with self._core.turn():
+            checked = self._check(ids, self.position)
+            if self._own.pending:  # tokens before these that are to be computed again
+                self._compute()
+            before = self.position
+            self._own.append(checked.tolist())
             logits = np.empty((len(checked), self.vocab), np.float32)
-            for start in range(0, len(checked), size):
-                part = checked[start : start + size]
-                self._step(function, part)
-                logits[start : start + len(part)] = self.device.read("logits", len(part))[:, : self.vocab]
+            try:
+                while self._own.pending:
+                    chunk = self._chunk(min(self._own.pending, self._runner.scored))
+                    start = self._own.computed - before
+                    logits[start : start + len(chunk[0])] = self._runner.score(chunk)
+                    self._own.advance(len(chunk[0]))
+            except BaseException:
+                self._own.truncate(before)
+                raise
             return logits
 
     def time(self, ids: Ids) -> tuple[str, int, list[tuple[str, float, float]]]:
         """Times the kernels of the first step of `prefill(ids)`: (function, tokens, [(kernel, seconds, gap before)]).
 
-        Cache and position are unchanged. UserError if the device cannot time kernels.
+        The sequence is unchanged. UserError if the device cannot time kernels.
         """
-        with self._use:
+        with self._core.turn():
             checked = self._check(ids, self.position)
             if not hasattr(self.device, "time"):
                 raise UserError(f"the device of target '{self.device.kind}' cannot time single kernels")
-            _, count, function = next(self._chunks(len(checked)))
-            self._write(checked[:count])
-            return function, count, self.device.time(function)
+            if self._own.pending:
+                self._compute()
+            before = self.position
+            self._own.append(checked.tolist())
+            try:
+                count = min(len(checked), self._runner.functions.chunk_rows)
+                function = self._runner.prepare_chunk(self._chunk(count))
+                return function, count, self.device.time(function)
+            finally:
+                self._own.truncate(before)
 
     def _check(self, ids: Ids, kept: int) -> np.ndarray:
-        """Ids as int64, which fit the vocabulary, and the cache behind its first `kept` tokens."""
+        """Ids as int64, which fit the vocabulary, and the context behind `kept` tokens."""
         checked = check_ids(ids)
         if checked.min() < 0 or checked.max() >= self.vocab:
             bad = checked[(checked < 0) | (checked >= self.vocab)][0]
@@ -205,112 +241,95 @@ class Engine(Closing):
             )
         return checked.astype(np.int64)
 
-    def _chunks(self, n: int) -> Iterator[tuple[int, int, str]]:
-        """(start, count, function): the largest size while it is filled, then the smallest that holds the rest."""
-        start, largest = 0, self._sizes[-1][0]
-        while start < n:
-            count = min(n - start, largest)
-            yield start, count, next(name for size, name in self._sizes if size >= count)
-            start += count
-
-    def _prefill(self, ids: np.ndarray) -> Iterator[int]:
-        """Appends `ids`, chunk by chunk; yields how many are computed: 0, then after each chunk."""
-        yield 0
-        for start, count, function in self._chunks(len(ids)):
-            self._step(function, ids[start : start + count])
-            yield start + count
-
-    def _step(self, function: str, ids: np.ndarray) -> None:
-        self._write(ids)
-        self.device.run(function)
-        self.tokens.extend(ids.tolist())
-
-    def _write(self, ids: np.ndarray) -> None:
-        self._end = max(self._end, self.position + len(ids))
-        self.device.write("state", (self.position, len(ids)))
-        self.device.write("tokens", ids)
-
     # ---- text
+
+    @property
+    def last(self) -> Stats:
+        """Statistics of the generation that was begun last, also while it is going on; all zero before the first."""
+        return self._last.stats if self._last else Stats()
 
     def generate(
         self,
-        prompt: str | Ids,
+        prompt: str | Ids | Sequence[str] | Sequence[Ids],
         sampling: Sampling | None = None,
         max_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         shown: Collection[str] = (),
         progress: Progress | None = None,
+        n: int = 1,
+        client: object = None,
         **changes: Unpack[SamplingChanges],
-    ) -> Generator[Piece, None, None]:
+    ) -> Generation:
         """Continues a text, or token ids, one token at a time; a prefix that is in the cache is not computed again.
 
+        prompt: several texts, or several lists of ids, are continued together: `Piece.index` says whose piece it is.
         sampling: None: the model's defaults. changes: single parameters of it, such as temperature=0.7. stop: texts
         that end the text before them. shown: control tokens whose text is part of the result. progress: is told how
-        much of the prompt is computed: before the first chunk, and after each one.
-        Ends at an end token, a stop text, `max_tokens`, a full context or `cancel`, as reported in `last.finish`.
+        much of the (first) prompt is computed: before the first chunk, and after each one, by the thread that computes:
+        it must not use the engine, but may `cancel`. n: answers to each prompt;
+        with a seed, answer j takes seed + j. client: whoever asks; the scheduler is fair between clients.
+        An answer ends at an end token, a stop text, `max_tokens`, a full context or `cancel`: `Stats.finish`.
 
-        Raises UserError for arguments out of range and ContextFull at once, EngineBusy at the first step, from which on
-        the engine is in use until the iterator ends or is closed.
+        Raises UserError for arguments out of range and ContextFull at once, QueueFull at the first step.
         """
-        ids = self._check(self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt, 0)
-        sampler = Sampler((sampling or self.sampling).changed(**changes))
-        return self._generate(ids, sampler, check_max_tokens(max_tokens), check_stop(stop), shown, progress)
+        make = self._maker(prompt, sampling, max_tokens, stop, shown, n, client, changes, progress)
+        self._last = Generation(self._core, make)
+        return self._last
+
+    def agenerate(
+        self,
+        prompt: str | Ids | Sequence[str] | Sequence[Ids],
+        sampling: Sampling | None = None,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        shown: Collection[str] = (),
+        n: int = 1,
+        client: object = None,
+        **changes: Unpack[SamplingChanges],
+    ) -> AsyncIterator[Piece]:
+        """`generate` for asyncio: `async for piece in engine.agenerate(..)`. A thread of the engine computes."""
+        make = self._maker(prompt, sampling, max_tokens, stop, shown, n, client, changes)
+        self._last = Generation(self._core, make)
+        return self._last.stream()
+
+    def _maker(self, prompt, sampling, max_tokens, stop, shown, n, client, changes, progress=None):
+        """What makes the answers of a generation. Raises what `generate` raises at once."""
+        prompts = [self._check(ids, 0) for ids in self._prompts(prompt)]
+        chosen = (sampling or self.sampling).changed(**changes)
+        limit, stops = check_max_tokens(max_tokens), check_stop(stop)
+        if not isinstance(n, int) or n < 1:
+            raise UserError(f"n is {n!r}: it must be a whole number of at least 1")
+
+        def make() -> list[Answer]:
+            answers = []
+            for ids in prompts:
+                most = self.cache.longest - len(ids) + 1
+                first = Request(ids.tolist(), limit if limit and limit <= most else None, client)
+                for j, request in enumerate([first, *(first.fork() for _ in range(n - 1))]):
+                    own = chosen if chosen.seed is None else chosen.changed(seed=chosen.seed + j)
+                    index = len(answers)
+                    told = None if index else progress
+                    answers.append(Answer(self.tokenizer, request, own, stops, shown, index, told))
+            return answers
+
+        return make
+
+    def _prompts(self, prompt) -> list[Ids]:
+        """The ids of each prompt."""
+        if isinstance(prompt, str):
+            return [self.tokenizer.encode_prompt(prompt)]
+        if (
+            isinstance(prompt, Sequence)
+            and prompt
+            and all(isinstance(one, (str, Sequence, np.ndarray)) for one in prompt)
+        ):
+            return [ids for one in prompt for ids in self._prompts(one)]
+        return [prompt]
 
     def cancel(self) -> None:
-        """Ends the generation in progress, if there is one, after its current step: a token, or a chunk of the prompt.
-        Its iterator then ends as if it were complete. May be called from any thread and from signal handlers."""
-        self._cancelled = True
-
-    def _generate(
-        self,
-        ids: np.ndarray,
-        sampler: Sampler,
-        max_tokens: int | None,
-        stop: Sequence[str],
-        shown: Collection[str],
-        progress: Progress | None,
-    ) -> Generator[Piece, None, None]:
-        with self._use:
-            self._cancelled, begin = False, time.perf_counter()
-            decoder, recent = self.tokenizer.stream(shown=shown), ids.tolist()
-            stats = self.last = Stats(prompt_tokens=len(ids))
-            stats.cached_tokens = self._match(recent)
-            new = ids[stats.cached_tokens :]
-            for done in self._prefill(new):
-                if progress:
-                    progress(done, len(new))
-                if self._cancelled:
-                    return
-            logits = self.device.read("logits", 1)[0, : self.vocab]
-            stats.prefill_s = time.perf_counter() - begin
-            held = ""  # text that may be the beginning of a stop text
-            first = None
-            while max_tokens is None or stats.generated < max_tokens:
-                token = sampler.sample(logits, recent)
-                now = time.perf_counter()
-                first = first or now
-                stats.ttft_s, stats.decode_s = first - begin, now - first
-                if token in self.tokenizer.end_ids:
-                    stats.finish = "stop"
-                    break
-                stats.generated += 1
-                recent.append(token)
-                text, stopped, held = split_at(held + decoder.push(token), stop)
-                yield Piece(token, text)
-                if stopped is not None:
-                    stats.finish = "stop"
-                    return
-                if self._cancelled:
-                    return
-                if self.position == self.context:
-                    stats.finish = "context"
-                    break
-                logits = self._advance(np.array([token]))
-            else:
-                stats.finish = "length"
-            text, _, _ = split_at(held + decoder.flush(), stop, last=True)
-            if text:
-                yield Piece(recent[-1], text)
+        """Ends the generations in progress after the current step: a token of each, or a chunk of a prompt. Their
+        iterators then end as if they were complete. May be called from any thread and from signal handlers."""
+        self._core.cancel_all()
 
     # ---- conversations
 

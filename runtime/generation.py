@@ -29,16 +29,14 @@ class ContextFull(UserError):
         self.what, self.turns = what, turns
 
 
-class EngineBusy(UserError):
-    """The engine is used for something else at the moment."""
-
-
 @dataclass(frozen=True)
 class Piece:
-    """One generated token and the text that it completed (may be empty, may hold several tokens' text)."""
+    """One generated token and the text that it completed (may be empty, may hold several tokens' text). index: of which
+    answer, where a call asks for several: answer j of prompt i has the index i * n + j."""
 
     id: int
     text: str
+    index: int = 0
 
 
 @dataclass

@@ -8,15 +8,9 @@ import math
 from dataclasses import dataclass, fields
 
 LOG2E = math.log2(math.e)
-PAGE = 64  # keys: caches hold a multiple, and no block of an attention kernel crosses one
+PAGE = 64  # keys of a page of the cache; no block of an attention kernel crosses one
+SLOTS = 64  # rows of a page table: sequences that may take part in one step
 STEP = 16  # columns: what vectors of the CPU and matrix units of GPUs take at once
-
-
-def ring_of(span: int, rows: int, ctx: int) -> int:
-    """Places of the ring of a layer whose rows see up to `span` keys, for steps of up to `rows` rows; 0: a ring would
-    not be smaller than ctx places."""
-    places = -(-(span + rows - 1) // PAGE) * PAGE
-    return places if span and places < ctx else 0
 
 
 def padded_columns(columns: int) -> int:
@@ -33,9 +27,8 @@ class Attention:
     With sinks, each query head has one more logit in the softmax's denominator, which has no value and is not scaled
     (gpt-oss).
 
-    The cache has a place for each position, or it is a ring of fewer places: position p has place p % ring. A step of m
-    rows writes all of their keys before the first row looks at its own, so a ring holds m - 1 keys more than a row sees
-    at most (`ring_of`). ValueError for a ring that holds fewer keys than a row sees, and for a window with chunks.
+    Keys and values are in pages of PAGE positions; a page table says for each slot (a sequence) and each block of PAGE
+    positions which page has them. Layers of the same `span` share the tables. ValueError for a window with chunks.
     """
 
     heads: int  # query heads
@@ -47,10 +40,9 @@ class Attention:
     softcap: float = 0.0  # 0: none
     sinks: bool = False
     chunk: int = 0  # 0: none
-    ring: int = 0  # places of the cache; 0: ctx
 
     def __post_init__(self):
-        if (self.window and self.chunk) or (self.ring and not self.span <= self.ring < self.ctx):
+        if self.window and self.chunk:
             raise ValueError(f"{self} is no attention layer")
 
     @property
@@ -59,9 +51,9 @@ class Attention:
         return self.window or self.chunk
 
     @property
-    def places(self) -> int:
-        """Keys that the cache holds."""
-        return self.ring or self.ctx
+    def blocks(self) -> int:
+        """Pages that a sequence may have: rows of `ctx` positions have so many entries in a page table."""
+        return self.ctx // PAGE
 
     @property
     def group(self) -> int:

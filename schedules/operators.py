@@ -4,13 +4,16 @@ artifact's manifest the figures that `bench` and `inspect` show.
 In: an operator's name, and its workload's arguments (a target's `make_<operator>` takes the same). Out: its kernel's
 parameters in order, with roles, and `Costs`. Arguments that a workload lacks have their usual value.
 
-Roles are those of runtime/measure/candidate.py: state, input, weight (planes, vectors, tables), cache (read or written
+Roles are those of runtime/measure/candidate.py: state, rows and pages (where rows are in sequences, where sequences are
+in the cache), input, weight (planes, vectors, tables), cache (read or written
 in place), output, work, zero (workspace, which is zero before and after each call).
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
+
+from mlc_amd.schedules.rows import output_rows
 
 BYTES = {
     "int8": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "uint16": 2, "int16": 2, "int32": 4, "uint32": 4, "float32": 4,
@@ -89,13 +92,16 @@ class Costs:
     fixed: int
     score: int
 
-    def bytes(self, tokens: int, depth: int) -> float:
-        """Of a call with so many live tokens behind `depth` others."""
-        seen = (min(depth, self.keys) if self.reads else 0) + tokens
+    def bytes(self, tokens: int, depth: int, single: int = 0) -> float:
+        """Of a call with so many live rows, of which `single` are of sequences of their own, each sequence behind
+        `depth` tokens."""
+        sequences = single + (tokens > single)
+        seen = sequences * (min(depth, self.keys) if self.reads else 0) + tokens
         return self.weights + self.rows + self.activations + self.position * seen
 
-    def operations(self, tokens: int, depth: int) -> int:
-        return self.fixed + self.score * sum(min(depth + i + 1, self.keys) for i in range(tokens))
+    def operations(self, tokens: int, depth: int, single: int = 0) -> int:
+        chunk = sum(min(depth + i + 1, self.keys) for i in range(tokens - single))
+        return self.fixed + self.score * (single * min(depth + 1, self.keys) + chunk)
 
     @property
     def manifest(self) -> dict:
@@ -142,14 +148,14 @@ def costs(op: str, args: dict, params: list[Parameter]) -> Costs:
     def of(role: str) -> list[Parameter]:
         return [param for param in params if param.role == role]
 
-    inputs = sum(param.nbytes for param in of("input")) / (m if args.get("rows") == "last" else 1)
+    inputs = sum(param.nbytes for param in of("input")) * output_rows(args.get("rows", "all"), m) / m
     positions = args.get("ctx", 1)
-    places, span = args.get("ring") or positions, args.get("window") or args.get("chunk") or positions
+    span = args.get("window") or args.get("chunk") or positions
     return Costs(
         weights=int(sum(param.nbytes * param.slot.share for param in of("weight") if not param.slot.rows)),
         rows=sum(param.nbytes * m / param.slot.rows for param in of("weight") if param.slot.rows),
         activations=inputs + sum(param.nbytes for param in of("output")),
-        position=sum(param.nbytes for param in of("cache")) / places,
+        position=sum(param.nbytes for param in of("cache")) / positions,
         reads=operator.reads_cache,
         keys=min(span, positions),
         fixed=operator.operations(args)[0],
@@ -160,6 +166,7 @@ def costs(op: str, args: dict, params: list[Parameter]) -> Costs:
 # ---- the table
 
 _STATE = Slot("state", ("state",))
+_ROWS, _PAGES = Slot("rows", ("rows",)), Slot("pages", ("pages",))
 _ACT = Slot("input", ("A", "S", "X", "H"))  # in any layout of compiler/ops.py
 _OUT = Slot("output", ("A", "S", "X", "Y", "H", "O", "A_out", "S_out", "H_out"))
 _CACHE = Slot("cache", ("Kc", "Vc"))
@@ -202,9 +209,10 @@ def _rope(args: dict) -> Iterator[Slot]:
 
 
 def _rope_kv_write(args: dict) -> Iterator[Slot]:
-    yield _STATE
+    writes = args.get("writes", True)
+    yield from (_STATE, _ROWS, _PAGES) if writes else (_STATE, _ROWS)
     yield from _rope(args)
-    if args.get("writes", True):
+    if writes:
         yield _CACHE
     yield Slot("output", ("Qo",))
 
@@ -217,12 +225,12 @@ def _attention_end(args: dict) -> Iterator[Slot]:
 
 
 def _attention(args: dict) -> Iterator[Slot]:
-    yield from (_STATE, Slot("input", ("Qo",)))
+    yield from (_STATE, _ROWS, _PAGES, Slot("input", ("Qo",)))
     yield from _attention_end(args)
 
 
 def _rope_attention(args: dict) -> Iterator[Slot]:
-    yield _STATE
+    yield from (_STATE, _ROWS, _PAGES)
     yield from _rope(args)
     yield from _attention_end(args)
 

@@ -90,7 +90,9 @@ def test_generate_streams_what_greedy_decoding_gives(engine):
     assert all(isinstance(piece, Piece) for piece in pieces)
     again = list(engine.generate(prompt, max_tokens=20))
     assert again == pieces
-    assert engine.last.cached_tokens == len(prompt) - 1
+    longer = prompt + [piece.id for piece in pieces]
+    list(engine.generate(longer, max_tokens=1))
+    assert engine.last.cached_tokens == len(longer) - 1
 
 
 def test_generate_ends(engine):
@@ -130,7 +132,7 @@ def test_the_models_sampling_parameters_are_the_default(demo_artifact):
 def test_chat_keeps_its_conversation(engine):
     answer = "".join(engine.chat("What does os.path.join do?", max_tokens=60))
     assert "Join two or more pathname components" in answer
-    held = engine.position
+    held = engine.last.prompt_tokens + engine.last.generated
     "".join(engine.chat("And os.path.split?", max_tokens=5))
     assert engine.last.cached_tokens >= held - 1
     assert "Join" in "".join(engine.chat([{"role": "user", "content": "What does os.path.join do?"}], max_tokens=30))

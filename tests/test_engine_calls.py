@@ -1,12 +1,13 @@
 """The engine from Python: what its options mean and refuse, who may use it when, how it ends."""
 
+import asyncio
 import threading
 
 import pytest
 
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.generation import ContextFull, EngineBusy
+from mlc_amd.runtime.generation import ContextFull
 from mlc_amd.runtime.sampling import Sampling
 
 QUESTION = "What does os.path.join do?"
@@ -141,48 +142,71 @@ def test_the_last_turn_is_taken_back(engine):
     assert engine.last.cached_tokens > 20
 
 
-# ---- one caller at a time
+# ---- several callers
 
 
-def test_two_iterators_cannot_take_turns(engine):
-    first = engine.generate(PROMPT, max_tokens=8)
-    begun = next(first)
-    second = engine.generate(IDS[:5], max_tokens=8)
-    with pytest.raises(EngineBusy, match="one caller at a time"):
-        next(second)
-    for use in (engine.reset, engine.close, lambda: engine.prefill([1]), lambda: engine.truncate(0)):
-        with pytest.raises(EngineBusy):
-            use()
-    rest = list(first)  # as if nobody had tried
-    assert [begun, *rest] == list(engine.generate(PROMPT, max_tokens=8))
+def test_iterators_take_turns(engine):
+    alone = [list(engine.generate(ids, max_tokens=8)) for ids in (PROMPT, IDS[:5])]
+    first, second = engine.generate(PROMPT, max_tokens=8), engine.generate(IDS[:5], max_tokens=8)
+    made = [[next(first)], [next(second), next(second)]]
+    logits = engine.prefill([1, 2, 3])  # the engine's own sequence beside them
+    assert [made[0] + list(first), made[1] + list(second)] == alone
+    engine.reset()
+    assert (engine.prefill([1, 2, 3]) == logits).all()
     third = engine.chat(QUESTION)
     next(third)
     third.close()
-    assert len(list(engine.generate(IDS[:5], max_tokens=2))) >= 1
+    assert not engine._core.busy
 
 
-def test_two_threads_cannot_use_an_engine_at_once(engine):
-    refused, chunks = [], threading.Semaphore(0)
+def test_threads_share_an_engine(engine):
+    prompts = [
+        f"<|im_start|>user\n{name}?<|im_end|>\n<|im_start|>assistant\n" for name in ("join", "split", "walk", "")
+    ]
+    alone = [text_of(engine.generate(prompt, max_tokens=16)) for prompt in prompts]
+    found: dict[int, str] = {}
 
-    def other() -> None:
-        chunks.acquire()
-        try:
-            engine.prefill([1, 2, 3])
-        except UserError as error:
-            refused.append(error)
-        finally:
-            done.set()
+    def ask(i: int) -> None:
+        found[i] = text_of(engine.generate(prompts[i], max_tokens=16))
 
-    done, thread = threading.Event(), threading.Thread(target=other)
-    thread.start()
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(len(prompts))] == alone
 
-    def progress(computed: int, total: int) -> None:
-        chunks.release()
-        done.wait(20)
 
-    pieces = list(engine.generate(IDS, max_tokens=2, progress=progress))
-    thread.join()
-    assert isinstance(refused[0], EngineBusy) and len(pieces) == 2 and engine.tokens[: len(IDS)] == IDS
+def test_a_list_of_prompts_is_answered_together(engine):
+    alone = [list(engine.generate(prompt, max_tokens=6)) for prompt in (PROMPT, IDS[:70])]
+    pieces = list(engine.generate([PROMPT, engine.tokenizer.decode(IDS[:70])], max_tokens=6, n=2))
+    assert {piece.index for piece in pieces} == {0, 1, 2, 3} and len(engine._last.answers) == 4
+    for i in (0, 1):
+        assert [piece.id for piece in pieces if piece.index == i] == [piece.id for piece in alone[0]]
+    ids = [[1, 2, 3], [4]]
+    assert {piece.index for piece in engine.generate(ids, max_tokens=1)} <= {0, 1}
+    seeded = list(engine.generate(PROMPT, max_tokens=8, n=2, temperature=3.0, seed=5))
+    other = [piece.id for piece in engine.generate(PROMPT, max_tokens=8, temperature=3.0, seed=6)]
+    assert [piece.id for piece in seeded if piece.index == 1] == other
+    with pytest.raises(UserError, match="n is 0"):
+        engine.generate(PROMPT, n=0)
+
+
+def test_asyncio(engine):
+    alone = [text_of(engine.generate(prompt, max_tokens=12)) for prompt in (PROMPT, "import ", "def ")]
+
+    async def ask(prompt: str) -> str:
+        return "".join([piece.text async for piece in engine.agenerate(prompt, max_tokens=12)])
+
+    async def left() -> None:
+        async for _ in engine.agenerate(PROMPT):
+            return
+
+    async def all_of_them() -> list:
+        return await asyncio.gather(ask(PROMPT), ask("import "), ask("def "), left())
+
+    assert asyncio.run(all_of_them())[:3] == alone
+    assert text_of(engine.generate(PROMPT, max_tokens=12)) == alone[0]
 
 
 def test_a_generation_can_be_cancelled(engine):
@@ -204,7 +228,7 @@ def test_a_prompt_is_cancelled_between_two_chunks_and_goes_on_there(engine):
             engine.cancel()
 
     assert list(engine.generate(IDS, progress=progress)) == []
-    assert seen == [(0, 1100), (512, 1100)] and engine.tokens == IDS[:512] and engine.last.finish == "interrupted"
+    assert seen == [(0, 1100), (512, 1100)] and engine.last.finish == "interrupted"
     made = [piece.id for piece in engine.generate(IDS, max_tokens=3)]
     assert engine.last.cached_tokens == 512
     engine.reset()

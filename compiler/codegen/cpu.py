@@ -14,11 +14,13 @@ from tvm import s_tir, tirx
 
 from mlc_amd.compiler.codegen.lower import has_blocks
 from mlc_amd.compiler.codegen.target import Target
+from mlc_amd.compiler.models.build import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig
 from mlc_amd.compiler.nodes import functions, params
 from mlc_amd.runtime import devices
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import temporary
+from mlc_amd.schedules.attention import SLOTS
 from mlc_amd.schedules.cpu import arch as archs
 from mlc_amd.schedules.cpu.cache import cache_types
 from mlc_amd.schedules.cpu.kernels import BUILDERS, tile_rows
@@ -27,6 +29,7 @@ from mlc_amd.schedules.cpu.planes import planes
 COMPILERS = ("cc", "gcc", "clang")  # any of them will do; else the ziglang package's
 NATIVE = Path(devices.__file__).parent / "cpu.c"
 LIBRARY = "kernels.so"
+LONG = 512  # rows of a chunk
 BATCH = 4  # kernels compiled at a time by one worker
 
 
@@ -42,14 +45,18 @@ class CpuTarget(Target):
         self.arch = archs.resolve(arch)
         super().__init__([self.arch])
 
-    def prefill_sizes(self, ctx: int) -> list[int]:
-        """Kernels loop over live tokens only, in steps of their tile: one size for long chunks, and one whose tile is
+    def functions(self, ctx: int) -> list[FunctionSpec]:
+        """Kernels loop over live rows only, in steps of their tile: one size for long chunks, and one whose tile is
         small."""
-        return [4, min(512, max(ctx, 64))]
-
-    def score_size(self, ctx: int) -> int:
-        """That of long chunks, whose kernels it shares."""
-        return self.prefill_sizes(ctx)[-1]
+        m = min(LONG, max(ctx, 64))
+        answers = f"answers:{min(SLOTS, m)}"
+        return [
+            FunctionSpec("decode", 1, 1, "all"),
+            FunctionSpec("step_4", 4, 4, "all"),
+            FunctionSpec(f"prefill_{m}", m, 0, "last"),
+            FunctionSpec(f"mixed_{m}", m, min(SLOTS, m - 1), answers),
+            FunctionSpec(f"score_{m}", m, 0, "all"),
+        ]
 
     def act_layout(self, m: int, kind: str) -> str:
         return f"tiles:{tile_rows(m, self.arch)}" if kind == "int8" else ""

@@ -14,8 +14,10 @@ from tvm import relax, te
 
 from mlc_amd.compiler import nodes, ops
 from mlc_amd.compiler.codegen.target import Target
+from mlc_amd.compiler.models.build import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.attention import SLOTS
 from mlc_amd.schedules.decode import float_weight
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
@@ -52,12 +54,20 @@ class GpuTarget(Target):
             if bool(other.matrix) != bool(first.matrix):
                 raise UserError(f"{first.name} and {other.name} need different layouts; compile an artifact for each")
 
-    def prefill_sizes(self, ctx: int) -> list[int]:
+    def functions(self, ctx: int) -> list[FunctionSpec]:
         # Few rows are GEMVs. On an H200 matrix units compute 16 rows in less time than two such steps take. Kernels
         # without dot products take LLVM several times as long: fewer sizes.
-        few = (FEW, 16) if self.archs[0].matrix else (FEW,)
-        sizes = (*(few if all(arch.dot for arch in self.archs) else ()), 64, 512)
-        return [m for m in sizes if m <= max(ctx, 64)]
+        dot, matrix = all(arch.dot for arch in self.archs), bool(self.archs[0].matrix)
+        steps = [*([FEW] if dot else []), *([16] if matrix else []), SLOTS]
+        chunks = [m for m in (64, 512) if m <= max(ctx, 64)]
+        longest = chunks[-1]
+        return [
+            FunctionSpec("decode", 1, 1, "all"),
+            *(FunctionSpec(f"step_{m}", m, m, "all") for m in steps),
+            *(FunctionSpec(f"prefill_{m}", m, 0, "last") for m in chunks),
+            FunctionSpec(f"mixed_{longest}", longest, min(SLOTS, longest - 1), f"answers:{SLOTS}"),
+            FunctionSpec("score_64", 64, 0, "all"),
+        ]
 
     def act_layout(self, m: int, kind: str) -> str:
         if m > FEW and self.archs[0].matrix:
@@ -72,8 +82,12 @@ class GpuTarget(Target):
     def cache_types(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
         return cache_types(self.layer(attention, ctx))
 
-    def attention_workspace(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    def attention_workspace(
+        self, attention: AttentionConfig, ctx: int, single: int
+    ) -> dict[str, tuple[tuple[int, ...], str]]:
         """What the splits of decode attention join through; layers of the same shape share it."""
+        if not single:
+            return {}
         a = attention
         shapes = scratch_shapes(a.heads, a.kv_heads, a.head_dim)
         return {f"attention.{a.heads}x{a.kv_heads}x{a.head_dim}.{name.lower()}": of for name, of in shapes.items()}

@@ -57,7 +57,8 @@ def _norm(call, more: dict) -> KernelCall:
     args = {"k": k, "m": m, "eps": float(a["eps"])} | more | {"layout": layout, "rows": rows}
     args |= _differing({"both": both}, NORM_DEFAULTS)
     what = "_both" if both else "_quantize" if layout else ""
-    return KernelCall(f"{name}{what}_{k}_m{m}{'_last' if rows == 'last' else ''}", Workload(name, args))
+    which = "" if rows == "all" else f"_{rows.partition(':')[0]}"
+    return KernelCall(f"{name}{what}_{k}_m{m}{which}", Workload(name, args))
 
 
 def _quantize(call) -> KernelCall:
@@ -160,11 +161,12 @@ def _combine(call) -> KernelCall:
 
 
 def _rope_kv_write(call) -> KernelCall:
-    m, last = shape_of(call.args[1])[0], len(call.args)
+    writes, last = int(call.attrs["writes"]), len(call.args)
+    m = shape_of(call.args[3 if writes else 2])[0]
     # of attention's attributes only the scale counts here, as queries are multiplied by it, and where keys go
     shape = {key: value for key, value in _attention_args(call).items() if key not in NOT_OF_ROPE}
     workload = Workload("rope_kv_write", shape | {"m": m} | _rope(call))
-    inplace = {1: last - 2, 2: last - 1} if int(call.attrs["writes"]) else None
+    inplace = {1: last - 2, 2: last - 1} if writes else None
     return KernelCall(f"rope_kv_write_m{m}", workload, inplace=inplace)
 
 
@@ -174,9 +176,10 @@ def _rope_attention(call) -> KernelCall:
 
 
 def _attention(call) -> KernelCall:
-    m = shape_of(call.args[1])[0]
-    args = _attention_args(call) | {"m": m, "layout": str(call.attrs["layout"])}
-    return KernelCall(f"attention{_window(call)}_m{m}", Workload("attention", args))
+    m, single = shape_of(call.args[3])[0], int(call.attrs["single"])
+    args = _attention_args(call) | {"m": m, "single": single, "layout": str(call.attrs["layout"])}
+    what = "attention_rows" if m == single else "attention_mixed" if single else "attention"
+    return KernelCall(f"{what}{_window(call)}_m{m}", Workload("attention", args))
 
 
 def _attention_args(call) -> dict[str, int | float | bool]:

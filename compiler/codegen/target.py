@@ -18,11 +18,12 @@ from tvm import relax
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.codegen import generic
 from mlc_amd.compiler.codegen.kernel_calls import kernel_call
+from mlc_amd.compiler.models.build import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
 from mlc_amd.compiler.nodes import fields_of, parts_of
 from mlc_amd.compiler.work import buffers, work
 from mlc_amd.schedules import operators
-from mlc_amd.schedules.attention import Attention, ring_of
+from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.plans.workload import Workload
 
 DEFAULT = "default"  # where a plan comes from that nobody tuned
@@ -57,12 +58,8 @@ class Target(ABC):
         """Plane name to (shape, dtype) of a packed n x k weight, in the order in which kernels take them."""
 
     @abstractmethod
-    def prefill_sizes(self, ctx: int) -> list[int]:
-        """Tokens of the prefill functions."""
-
-    def score_size(self, ctx: int) -> int:
-        """Tokens of the function that gives the logits of every position."""
-        return 64
+    def functions(self, ctx: int) -> list[FunctionSpec]:
+        """The functions of a model for sequences of up to `ctx` tokens: "decode" of one row, and those of more rows."""
 
     @abstractmethod
     def act_layout(self, m: int, kind: str) -> str:
@@ -71,15 +68,14 @@ class Target(ABC):
 
     def layer(self, attention: AttentionConfig, ctx: int) -> Attention:
         """What the kernels of a layer with that attention compute, at a capacity of `ctx` tokens."""
-        a, rows = attention, max(*self.prefill_sizes(ctx), self.score_size(ctx))
-        chunk = a.chunk if a.chunk < ctx else 0
-        ring = ring_of(a.window or chunk, rows, ctx)
-        return Attention(a.heads, a.kv_heads, a.head_dim, ctx, a.scale, a.window, a.softcap, a.sinks, chunk, ring)
+        a = attention
+        window, chunk = (size if size < ctx else 0 for size in (a.window, a.chunk))
+        return Attention(a.heads, a.kv_heads, a.head_dim, ctx, a.scale, window, a.softcap, a.sinks, chunk)
 
-    def rings(self, config: ModelConfig, ctx: int) -> set[tuple[int, int]]:
-        """(places of its cache, keys that a row sees at most) of the layers that keep fewer than ctx keys."""
-        layers = [self.layer(layer.attention, ctx) for layer in config.layers]
-        return {(layer.ring, layer.span) for layer in layers if layer.ring}
+    def spans(self, config: ModelConfig, ctx: int) -> dict[str, int]:
+        """Cache tensor to the span of its layer: those of the same span share pages."""
+        layers = {i: layer.attention for i, layer in enumerate(config.layers) if layer.attention.kv_layer is None}
+        return {f"{which}.{i}": self.layer(a, ctx).span for i, a in layers.items() for which in "kv"}
 
     @abstractmethod
     def expert_tile(self, m: int) -> int:
@@ -103,10 +99,12 @@ class Target(ABC):
 
     fuses_route = False  # one kernel makes the norm, the logits and the choice of a token's experts
 
-    few = 1  # rows of a step, at most, for which attention and experts take the kernels of decode
+    few = 1  # rows of a step, at most, for which experts take the kernels of decode
 
-    def attention_workspace(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Further tensors that decode attention of that kind takes, for `few` rows at most, and that live as long as
+    def attention_workspace(
+        self, attention: AttentionConfig, ctx: int, single: int
+    ) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Further tensors that attention of that kind takes for up to `single` single rows, and that live as long as
         the cache: name to (shape, dtype). Zero at the start."""
         return {}
 
@@ -115,8 +113,11 @@ class Target(ABC):
         return {}
 
     def workspace(self, layer: LayerConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """All of a layer's."""
-        found = self.attention_workspace(layer.attention, ctx)
+        """All of a layer's, in all functions: the largest of each name."""
+        found: dict[str, tuple[tuple[int, ...], str]] = {}
+        for spec in self.functions(ctx):
+            for name, of in self.attention_workspace(layer.attention, ctx, spec.single).items():
+                found[name] = max(found.get(name, of), of)
         for part in (layer.feed_forward, layer.experts):
             found |= self.route_workspace(part) if isinstance(part, ExpertsConfig) else {}
         return found

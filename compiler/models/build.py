@@ -7,15 +7,26 @@ from tvm import relax
 
 from mlc_amd.compiler.models import ARCHITECTURES
 from mlc_amd.compiler.models.graph import Graph
+from mlc_amd.schedules.rows import output_rows
 
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """One entry point of the compiled model: how many tokens a call takes, and whose logits it gives."""
+    """One entry point of the compiled model.
+
+    m: rows of a step. single: how many of them, at the front, may be of sequences of their own; the others are a chunk.
+    answers: of which rows it gives the logits, see `schedules.rows`.
+    """
 
     name: str
     m: int
-    all_logits: bool = False
+    single: int
+    answers: str
+
+    @property
+    def logits(self) -> int:
+        """Rows of logits."""
+        return output_rows(self.answers, self.m)
 
 
 def build_module(
@@ -27,7 +38,7 @@ def build_module(
     parameters = {}
     for spec in functions:
         with bb.function(spec.name):
-            g = Graph(model, target, spec.m, ctx, spec.all_logits, bb)
+            g = Graph(model, target, spec, ctx, bb)
             with bb.dataflow():
                 out = bb.emit_output(ARCHITECTURES[model.config.architecture].decoder(g))
             bb.emit_func_output(out, params=[var for var, _ in g.parameters.values()])

@@ -14,11 +14,14 @@ from tvm import relax, te
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, ModelConfig
 from mlc_amd.compiler.ops import shape_of, tensor_type
+from mlc_amd.schedules.attention import PAGE, SLOTS
 from mlc_amd.schedules.formats import FORMATS
+from mlc_amd.schedules.rows import output_rows
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.codegen.target import Target
     from mlc_amd.compiler.gguf import GGUFModel
+    from mlc_amd.compiler.models.build import FunctionSpec
 
 OPS: Any = relax.op  # TVM declares their arguments as expressions only
 ONES = "ones."  # prefix of the names of vectors of ones, before their length
@@ -29,21 +32,21 @@ ACTIVATIONS = {"silu": relax.op.nn.silu, "gelu": relax.op.nn.gelu_tanh}  # of Fe
 
 @dataclass
 class Graph:
-    """One function under construction: `m` tokens a call, KV capacity `ctx`, logits of the last live token or of
-    all."""
+    """One function under construction, for sequences of up to `ctx` tokens."""
 
     model: "GGUFModel"  # GGUFModel: config and tensors
     target: "Target"  # layouts: planes(format, n, k), kv_types(config, ctx)
-    m: int
+    spec: "FunctionSpec"
     ctx: int
-    all_logits: bool
     bb: relax.BlockBuilder
     parameters: dict[str, tuple] = field(default_factory=dict)  # name: (Var, kind)
 
     def __post_init__(self):
         self.config: ModelConfig = self.model.config
+        self.m = self.spec.m
         self.state = self.parameter("state", "io", tensor_type((4,), "int32"))
         self.tokens = self.parameter("tokens", "io", tensor_type((self.m,), "int32"))
+        self.rows = self.parameter("rows", "io", tensor_type((self.m, 2), "int32"))
         for name, (shape, dtype) in self.target.kv_types(self.config, self.ctx).items():
             self.parameter(name, "kv", tensor_type(shape, dtype))
         for name, columns in table_columns(self.config).items():
@@ -90,6 +93,13 @@ class Graph:
             "layer_norm", [x, self.vector(name + ".weight"), *bias],
             eps=self.config.norm_eps, bias=len(bias), rows=rows, layout="",
         )  # fmt: skip
+
+    def answers(self, x, name: str) -> relax.Var:
+        """The last norm, which keeps the rows whose logits the function gives: what follows computes no others."""
+        y = self.norm(x, name, rows=self.spec.answers)
+        if output_rows(self.spec.answers, self.m) not in (1, self.m):
+            self.state = self.parameter("answers", "io", tensor_type((4,), "int32"))
+        return y
 
     def rms_norm(self, x, name: str, rows: str = "all") -> relax.Var:
         k = shape_of(x)[1]
@@ -146,14 +156,14 @@ class Graph:
     def scaled_by_position(self, x, table: str) -> relax.Var:
         """x times the entry of its position in a table float32 [ctx, 1]."""
 
-        def times_factor(state, x, factors):
+        def times_factor(rows, x, factors):
             def element(row, column):
-                position = te.max(te.min(state[0] + row, factors.shape[0] - 1), 0)
+                position = te.max(te.min(rows[row, 0], factors.shape[0] - 1), 0)
                 return x[row, column] * factors[position, 0]
 
             return te.compute(x.shape, element, "scaled_by_position")
 
-        arguments = self.state, x, self.parameters[table][0]
+        arguments = self.rows, x, self.parameters[table][0]
         return self.bb.emit_te(times_factor, *arguments, primfunc_name_hint="scale_by_position")
 
     def attention(self, q, k, v, layer: int) -> relax.Var:
@@ -168,7 +178,8 @@ class Graph:
         writes = a.kv_layer is None
         norms = [self.head_norm(block, which, a) for which in ("qk" if writes else "q")] if a.head_norms else []
         cache = [self.parameters[f"{which}.{layer if writes else a.kv_layer}"][0] for which in "kv"]
-        sources = [q, k, v, *norms, *table, *cache] if writes else [q, *norms, *table]
+        pages = self.pages(self.target.layer(a, self.ctx).span)
+        sources = [self.rows, pages, q, k, v, *norms, *table, *cache] if writes else [self.rows, q, *norms, *table]
         rotated = self.emit(
             "rope_kv_write", sources, **shape,
             neox=int(rope.neox) if rope else 0, rotary=rope.dim if rope else 0, head_norm=int(a.head_norms),
@@ -178,9 +189,14 @@ class Graph:
         # Another layer's cache is written when its output, which this layer's input depends on, is computed.
         q, *cache = (self.bb.emit(relax.TupleGetItem(rotated, i)) for i in range(3)) if writes else (rotated, *cache)
         sinks = [self.vector(f"{block}attn_sinks.weight", exact=True)] if a.sinks else []
-        workspace = self.target.attention_workspace(a, self.ctx) if self.m <= self.target.few else {}
+        workspace = self.target.attention_workspace(a, self.ctx, self.spec.single)
         buffers = [self.parameter(name, "kv", tensor_type(*of)) for name, of in workspace.items()]
-        return self.emit("attention", [q, *cache, *sinks, *buffers], **shape, layout="")
+        inputs = [self.rows, pages, q, *cache, *sinks, *buffers]
+        return self.emit("attention", inputs, **shape, single=self.spec.single, layout="")
+
+    def pages(self, span: int) -> relax.Var:
+        """The page tables of the layers whose rows see up to `span` keys (0: all)."""
+        return self.parameter(pages_of(span), "io", tensor_type((SLOTS, self.ctx // PAGE), "int32"))
 
     def head_norm(self, block: str, which: str, a: AttentionConfig) -> relax.Var:
         """The weight of the norm over a head of q or k; ones for a norm without weights."""
@@ -234,6 +250,11 @@ class Graph:
     def _experts(self, experts: ExpertsConfig) -> dict[str, int]:
         sizes = experts.count, experts.used, self.target.expert_tile(self.m)
         return dict(zip(ops.EXPERTS, sizes, strict=True))
+
+
+def pages_of(span: int) -> str:
+    """The io buffer of the page tables of layers of that span."""
+    return f"pages.{span}"
 
 
 def table_columns(config: ModelConfig) -> dict[str, int]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def decoder(g: Graph):
-    """The whole model: logits of every token or of the last live one."""
+    """The whole model: logits of the rows that the function answers."""
     x = g.embed("token_embd.weight", g.config.embedding_scale)
     for i, layer in enumerate(g.config.layers):
         x = decoder_layer(g, x, i, layer)
@@ -95,7 +95,7 @@ def mixture(g: Graph, h, i: int, e: ExpertsConfig, router=None) -> list:
 def logits(g: Graph, x):
     """The embedding serves as output where the file has no output.weight (tied)."""
     c = g.config
-    h = g.norm(x, "output_norm", rows="all" if g.all_logits else "last")
+    h = g.answers(x, "output_norm")
     y = g.linear(h, "token_embd.weight" if c.tied else "output.weight")
     y = g.scaled(y, c.logit_scale) if c.logit_scale != 1.0 else y
     return g.softcap(y, c.logit_softcap) if c.logit_softcap else y

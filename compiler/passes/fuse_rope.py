@@ -7,15 +7,17 @@ from mlc_amd.compiler.passes.rewrite import rewrite
 
 def fuse_rope(mod, target):
     def rule(call, producer):
-        if ops.name_of(call) != "attention" or ops.shape_of(call.args[1])[0] != 1 or not target.fuses_rope:
+        if ops.name_of(call) != "attention" or ops.shape_of(call.args[3])[0] != 1 or not target.fuses_rope:
             return None
-        state, rotated, keys, values, *rest = call.args  # [sinks], workspace
+        state, rows, pages, rotated, keys, values, *rest = call.args  # [sinks], workspace
         rope = producer(rotated)
-        caches = [keys, values]
-        if ops.name_of(rope) != "rope_kv_write":  # q is the first of its outputs, and the caches are its last inputs
-            rope, caches = producer(rope.tuple_value), []
+        if ops.name_of(rope) == "rope_kv_write":
+            inputs = [*rope.args[2:], keys, values]
+        else:  # q is the first of its outputs, and the caches are its last inputs
+            rope = producer(rope.tuple_value)
+            inputs = rope.args[3:]
         attrs = {key: rope.attrs[key] for key in ops.ROPE}
         attrs |= {key: call.attrs[key] for key in (*ops.ATTENTION, "layout")}
-        return ops.call("rope_attention", [state, *rope.args[1:], *caches, *rest], **attrs)
+        return ops.call("rope_attention", [state, rows, pages, *inputs, *rest], **attrs)
 
     return rewrite(mod, rule)

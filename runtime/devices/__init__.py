@@ -2,7 +2,8 @@
 
 Device(artifact, threads) -> checks that this machine can run the artifact, maps or uploads weights, allocates KV cache
                              and arena
-.write(name, values)         fills the first part of an io buffer ("state", "tokens")
+.kv_types                    shapes and types of the cache's tensors, with the pages that they have
+.write(name, values)         fills the first part of an io buffer ("state", "tokens" ..)
 .run(function)               runs one function of the plan and waits
 .run_plain(function)         the same launch by launch, without what was recorded or captured at load: to compare with
 .read(name, rows)            the first rows of an io buffer as a NumPy array, valid until the next run
@@ -15,6 +16,7 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
 
 import importlib.util
 import logging
+from collections.abc import Mapping
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.memory import on_host
@@ -24,11 +26,18 @@ KINDS = ("cpu", "rocm", "vulkan")
 log = logging.getLogger("mlc_amd")
 
 
-def open_device(artifact, name: str | None = None, threads: int | None = None, n_cpu_moe: int = 0):
+def open_device(
+    artifact,
+    name: str | None = None,
+    threads: int | None = None,
+    n_cpu_moe: int = 0,
+    pages: Mapping[int, int] | None = None,
+):
     """The device for an artifact's target. UserError if it cannot run here.
 
     name: the target's own kind; or, for targets rocm and vulkan, which GPU: its number as `mlc-amd doctor` lists it, or
-    a part of its name. n_cpu_moe: of GPUs with their own memory, how many first layers' experts stay in host memory.
+    a part of its name. pages: of the cache, by span; None: what one sequence of full length needs. n_cpu_moe: of GPUs
+    with their own memory, how many first layers' experts stay in host memory.
     """
     kind = artifact.manifest["target"]["kind"]
     on_host(artifact.manifest["tensors"], n_cpu_moe)  # UserError for a number that makes no sense
@@ -46,13 +55,13 @@ def open_device(artifact, name: str | None = None, threads: int | None = None, n
 
         if n_cpu_moe:
             log.warning("--n-cpu-moe has no effect: target cpu has all weights in host memory")
-        return CpuDevice(artifact, threads)
+        return CpuDevice(artifact, threads, pages)
     if kind == "rocm":
         from mlc_amd.runtime.devices.hip.device import HipDevice
 
-        return HipDevice(artifact, threads, which, n_cpu_moe)
+        return HipDevice(artifact, threads, which, n_cpu_moe, pages=pages)
     if kind == "vulkan":
         from mlc_amd.runtime.devices.vulkan.device import VulkanDevice
 
-        return VulkanDevice(artifact, threads, which, n_cpu_moe)
+        return VulkanDevice(artifact, threads, which, n_cpu_moe, pages=pages)
     raise UserError(f"this version has no device for target '{kind}'; compile the model with --target cpu")

@@ -7,11 +7,13 @@ Of TVM it needs only the function interface (apache-tvm-ffi).
 import ctypes
 import mmap
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import tvm_ffi
 
+from mlc_amd.runtime.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads, cpu_flags
 
@@ -114,7 +116,7 @@ class CpuDevice:
 
     kind = "cpu"
 
-    def __init__(self, artifact, threads: int | None = None):
+    def __init__(self, artifact, threads: int | None = None, pages: Mapping[int, int] | None = None):
         target = artifact.manifest["target"]
         self.name = f"cpu ({target['mcpu']})"
         self.threads = available_threads() if threads is None else threads
@@ -126,11 +128,11 @@ class CpuDevice:
                 f"this model was compiled for '{target['arch']}', but this CPU lacks {', '.join(sorted(missing))}; "
                 "compile it here with --arch native, or with --arch x86-64-v2 for any machine"
             )
-        self.artifact = artifact
+        self.artifact, self.kv_types = artifact, kv_types(artifact.manifest, pages)
         self._load_kernels()
         start_threads(self.threads)
         self.io = {name: _zeros(entry["shape"], entry["dtype"]) for name, entry in artifact.manifest["io"].items()}
-        self._allocate(artifact.kv_bytes + artifact.manifest["arena_bytes"])
+        self._allocate()
         self._launches = {name: self._bind(function) for name, function in artifact.manifest["functions"].items()}
         self._replays = {name: Replay(calls) for name, calls in self._launches.items()}
         self.waited = 0.0
@@ -143,19 +145,20 @@ class CpuDevice:
                 f"cannot load the kernels of {self.artifact.path} ({str(e).splitlines()[0]}); compile the model again"
             ) from e
 
-    def _allocate(self, nbytes: int) -> None:
+    def _allocate(self) -> None:
         try:
-            self.kv = {entry["name"]: _zeros(entry["shape"], entry["dtype"]) for entry in self.artifact.manifest["kv"]}
+            self.kv = {name: _zeros(*of) for name, of in self.kv_types.items()}
             self.arena = _zeros((self.artifact.manifest["arena_bytes"],), "uint8")
         except (OSError, ValueError, MemoryError) as e:
+            nbytes = kv_bytes(self.kv_types) + self.artifact.manifest["arena_bytes"]
             raise UserError(
-                f"not enough memory for the KV cache and buffers ({nbytes >> 20} MiB); compile with a smaller --ctx"
+                f"not enough memory for the KV cache and buffers ({nbytes >> 20} MiB); give the cache less memory or "
+                "compile with a smaller --ctx"
             ) from e
 
     def _bind(self, function: dict) -> list[Call]:
         return [
-            self._call(step["kernel"], [self._tensor(arg, function) for arg in step["args"]])
-            for step in function["launches"]
+            self._call(step["kernel"], [self._tensor(arg) for arg in step["args"]]) for step in function["launches"]
         ]
 
     def _call(self, name: str, tensors: list) -> Call:
@@ -164,7 +167,7 @@ class CpuDevice:
                 return call
         raise UserError(f"{self.artifact.path} lacks the kernel {name}; compile the model again")
 
-    def _tensor(self, arg: list, function: dict):
+    def _tensor(self, arg: list):
         kind, where = arg[0], arg[1]
         if kind == "arena":
             dtype, shape = np.dtype(arg[2]), arg[3]
@@ -175,12 +178,7 @@ class CpuDevice:
         elif kind == "kv":
             array = self.kv[where]
         else:
-            rows = {
-                "state": 4,
-                "tokens": function["tokens"],
-                "logits": function["tokens"] if function["all_logits"] else 1,
-            }[where]
-            array = self.io[where][:rows]
+            array = self.io[where]
         if array.ctypes.data % ALIGNMENT:  # kernels rely on it without checking
             raise UserError(
                 f"{self.artifact.path} has {where} at an address that is no multiple of {ALIGNMENT}; compile the "

@@ -10,9 +10,8 @@
                     "args"}]
         scratch     bytes of each buffer that the steps hand to one another
         params      [{"name", "shape", "dtype", "role", ..}] in the order of the kernel's parameters; see ROLES
-        states      [[4 int], ..] that it is verified in
-    cases       [{"name", "state": [position, live tokens, 0, 0], "bytes", "flops"}]: the conditions that it is
-                    timed under
+        states      [[position, live rows, single rows, 0], ..] that it is verified in (`inputs.py`)
+        cases       [{"name", "state", "bytes", "flops"}]: the conditions that it is timed under
         bytes       that a call must move (weights and cache), flops: operations; both the mean of the cases
 
 A role says how a parameter is filled (`inputs.py`), whether copies of it rotate, and whether it is compared.
@@ -31,7 +30,9 @@ from mlc_amd.runtime.errors import UserError
 FORMAT = 2
 FILE = "candidate.json"
 ROLES = {
-    "state": "the int32[4] of the case",
+    "state": "the int32[4] of a step's rows",
+    "rows": "position and slot of each row",
+    "pages": "page of each slot's block of positions",
     "input": "activations of the kernel before",
     "weight": "read from memory once per call: weights, norm factors, biases, the table of RoPE",
     "cache": "keys or values; read, maybe written",

@@ -20,7 +20,10 @@ SIGNATURE = 0xA5  # fill pattern of memory that must not be read, so that a read
 
 
 def fill(candidate: Candidate, state, roles=ROLES) -> dict[str, np.ndarray]:
-    """Name -> array of every parameter that has one of the roles, contiguous. state: four int32."""
+    """Name -> array of every parameter that has one of the roles, contiguous.
+
+    state: (position, live rows, single rows, 0). Single row i has position - i, so that no two rows have the same place
+    in their pages; the chunk behind them begins at position."""
     arrays = {param.name: _MAKERS[param.role](param, state) for param in candidate.params if param.role in roles}
     pair = {"A", "S"} & {p.name for p in candidate.params if p.role == "input"}
     if len(pair) == 2 and "input" in roles:
@@ -34,7 +37,23 @@ def _rng(name: str) -> np.random.Generator:
 
 
 def _state(param: Param, state) -> np.ndarray:
-    return np.array(state, np.int32)
+    _, live, single, _ = state
+    return np.array((single, live, 0, 0), np.int32)
+
+
+def _rows(param: Param, state) -> np.ndarray:
+    position, _, single, _ = state
+    row = np.arange(param.shape[0])
+    chunk = row >= single
+    return np.stack(
+        [np.where(chunk, position + row - single, np.maximum(position - row, 0)), np.where(chunk, single, row)], 1
+    ).astype(np.int32)
+
+
+def _pages(param: Param, state) -> np.ndarray:
+    """Each slot has all pages of the cache, in another order."""
+    slots, blocks = param.shape
+    return ((np.arange(blocks) + np.arange(slots)[:, None]) % blocks).astype(np.int32)
 
 
 def _input(param: Param, state) -> np.ndarray:
@@ -87,8 +106,8 @@ def _zero(param: Param, state) -> np.ndarray:
 
 
 _MAKERS = {
-    "state": _state, "input": _input, "weight": _weight, "cache": _cache, "output": _unwritten, "work": _unwritten,
-    "zero": _zero,
+    "state": _state, "rows": _rows, "pages": _pages, "input": _input, "weight": _weight, "cache": _cache, "output":
+    _unwritten, "work": _unwritten, "zero": _zero,
 }  # fmt: skip
 
 

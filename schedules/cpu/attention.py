@@ -1,7 +1,7 @@
-"""Attention on the CPU: the kernel for one row or a few (`attention_decode.py`) or for a chunk
-(`attention_prefill.py`).
+"""Attention on the CPU: the kernel of a step's single rows, each of a sequence of its own (`attention_decode.py`), of a
+chunk of rows of one sequence (`attention_prefill.py`), or of both.
 
-Both take the rotated and scaled queries and the caches that `rope_kv_write.py` wrote, and give the heads' outputs,
+They take the rotated and scaled queries and the caches that `rope_kv_write.py` wrote, and give the heads' outputs,
 float32 or int8 blocks.
 """
 
@@ -13,47 +13,58 @@ from tvm.tirx.script import builder as T
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.cpu import attention_decode, attention_prefill
-from mlc_amd.schedules.cpu.cache import Cache
+from mlc_amd.schedules.cpu.cache import Cache, RowTable
 from mlc_amd.schedules.cpu.kernel import kernel
 from mlc_amd.schedules.cpu.quantize import BLOCK as QUANT
 from mlc_amd.schedules.cpu.quantize import Output
-
-# Limits of the decode kernel, whose products are unrolled over its queries: rows, and rows times heads of a group.
-DECODE_ROWS, DECODE_QUERIES = 4, 64
 
 
 class Args(NamedTuple):
     """A kernel's parameters as buffers."""
 
     state: object  # int32 [4]
+    rows: RowTable
     Q: object  # float32 [m, heads, width]: rotated, scaled by Attention.query_scale
     cache: Cache
     sinks: object  # float32 [heads], or None
     output: Output  # [m, heads*d]
 
 
-def kernel_module(m, group):
-    """The module of the kernel for m rows and groups of so many heads."""
-    return attention_decode if m == 1 or (m <= DECODE_ROWS and m * group <= DECODE_QUERIES) else attention_prefill
+def kernel_module(m, single):
+    """The module whose plan the kernel of m rows takes, of which up to `single` may be single rows."""
+    return attention_decode if m == single else attention_prefill
 
 
-def attention(spec: Attention, m, p, quantize, isa, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], Qo float32 [m, heads, width], Kc, Vc as in `cache.py`, [Sinks float32 [heads] if
-    spec.sinks], then A, S of [m, heads*d] in tiles of p rows if `quantize`, else O float32 [m, heads*d]).
+def attention(spec: Attention, m, single, p, quantize, isa, name, plan=None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], rows int32 [m, 2], pages as in `cache.py`, Qo float32 [m, heads, width], Kc, Vc,
+    [Sinks float32 [heads] if spec.sinks], then A, S of [m, heads*d] in tiles of p rows if `quantize`, else O float32
+    [m, heads*d]).
 
-    Rows that are not live, or have no place in the cache, are left out (a single row of m = 1 takes the last place).
-    plan: of the `kernel_module`'s type; None: its default. UserError for shapes that `cache_types` refuses,
-    and for int8 blocks of heads that are not whole blocks.
+    single: how many rows at the front may be of different sequences; the rows behind state[0] are then a chunk. With
+    single = 0 all rows are, with single = m none. Rows that are not live, or have no place in the cache, are left out
+    (a single row of m = 1 takes the last place). plan: of the `kernel_module`'s type; None: its default. UserError for
+    shapes that `cache_types` refuses, and for int8 blocks of heads that are not whole blocks.
     """
     if quantize and spec.d % QUANT:
         raise UserError(
             f"attention gives int8 blocks of {QUANT} columns, not of heads of {spec.d}; quantize separately"
         )
-    module = kernel_module(m, spec.group)
     with kernel(name) as (builder, state):
+        rows, cache = RowTable(m), Cache(spec, isa).declare_pages()
         Q = T.arg("Qo", T.buffer((m, spec.heads, spec.width), "float32"))
-        cache = Cache(spec, isa)
+        cache.declare()
         sinks = T.arg("Sinks", T.buffer((spec.heads,), "float32")) if spec.sinks else None
-        args = Args(state, Q, cache, sinks, Output(m, spec.heads * spec.d, p, quantize, "O"))
-        module.emit_attention(spec, m, args, isa, plan or module.default_plan(isa))
+        args = Args(state, rows, Q, cache, sinks, Output(m, spec.heads * spec.d, p, quantize, "O"))
+        plan = plan or kernel_module(m, single).default_plan(isa)
+        if m == single == 1:
+            attention_decode.emit_attention(spec, args, isa, plan)
+        elif single:
+            attention_decode.emit_single_rows(spec, m, args, isa, plan if m == single else default_of_rows(isa))
+        if m > single:
+            attention_prefill.emit_attention(spec, m, args, isa, plan, chunk_behind_single=single > 0)
     return builder.get()
+
+
+def default_of_rows(isa):
+    """The plan of single rows in a kernel whose plan is that of its chunk."""
+    return attention_decode.default_plan(isa)

@@ -1,8 +1,10 @@
-"""Attention of one row, or a few, against the cache: split-KV ("flash decoding") for x86 CPUs.
+"""Attention of single rows, each the newest one of its sequence, against the cache: split-KV ("flash decoding") for x86
+CPUs.
 
-A task is one KV head and one span of 256 of the keys that any row sees; its queries are those of all rows and of the
-group's heads, which share each key and value that is loaded. Tasks leave (top, total, unscaled output), and a second
-loop joins those of each query. No sum crosses lanes: a lane is a key in the scores and a column in the outputs.
+The queries of a row and a KV head are those of the group's heads, which share each key and value that is loaded. Keys
+go in spans of 256, which leave (top, total, unscaled output) to be joined in order. A step of one row has a task for
+each KV head and span, and a second loop joins their results; a step of several rows has a task for each row and KV
+head. No sum crosses lanes: a lane is a key in the scores and a column in the outputs.
 """
 
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from mlc_amd.schedules.cpu.attention_block import (
     emit_total,
     span_blocks,
 )
-from mlc_amd.schedules.cpu.cache import Rows, row_position, visible_keys
+from mlc_amd.schedules.cpu.cache import Rows, visible_keys
 from mlc_amd.schedules.cpu.kernel import live_rows
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, opaque, registers, splat, store
 
@@ -52,73 +54,68 @@ def choices(isa):
     return {"registers": accumulator_choices(isa), "ahead": (0, 1, 2), "locality": (2, 3)}
 
 
-class _Step:
-    """What all tasks share. Query r is that of row r // group and of the group's head r % group.
+class _Row:
+    """Row number `row` of the step. Query r is that of the group's head r.
 
-    live: rows to compute; last: the newest key that any row sees; the blocks first_block .. blocks-1 and the live_spans
-    spans from first_span on hold all keys that any row sees.
+    last: its position, which is clamped to those of a sequence; the blocks first_block .. blocks-1 and the live_spans
+    spans from first_span on hold all keys that it sees.
     """
 
-    def __init__(self, spec, m, args, isa, plan):
-        self.spec, self.args, self.isa, self.plan = spec, args, isa, plan
-        self.group, self.queries = spec.group, m * spec.group
-        shape = (spec.kv_heads, _most_spans(spec, m), self.queries)
-        self.partial = [T.alloc_buffer((*shape, *rest), "float32") for rest in ((), (), (spec.width,))]
-        first = row_position(args.state, 0)
-        position = T.Bind(T.max(T.min(first, T.int32(spec.ctx - 1)), T.int32(0)))
-        self.rows, self.live, self.last = Rows(position, spec), T.int32(1), position
-        if m > 1:
-            self.live = T.Bind(T.max(T.min(live_rows(args.state, m), spec.ctx - first), T.int32(0)))
-            self.last = T.Bind(self.rows.position(T.max(self.live, T.int32(1))) - 1)
+    def __init__(self, spec, args, isa, plan, row):
+        self.spec, self.args, self.isa, self.plan, self.row = spec, args, isa, plan, row
+        self.last = T.Bind(T.max(T.min(args.rows.position(row), T.int32(spec.ctx - 1)), T.int32(0)))
+        self.slot = T.Bind(args.rows.slot(row))
+        self.keys = visible_keys(spec, self.last)
         self.blocks = T.Bind(self.last // BLOCK + 1)
-        self.first_block = self.rows.first_block()
+        self.first_block = Rows(self.last, self.slot, spec).first_block()
         self.first_span = self.first_block // SPAN
         self.live_spans = T.Bind((self.blocks + SPAN - 1) // SPAN - self.first_span)
-
-    def keys(self, r):
-        """The KeyRange of query r. Rows that are not live see what the last one sees: their results are not used."""
-        return visible_keys(self.spec, T.min(self.rows.position(r // self.group), self.last))
 
     def prefetched(self, kv, block):
         """The CacheBlock that is used plan.ahead blocks after this one: after a head's last block comes the next
         head."""
         block = T.Bind(block + self.plan.ahead)
         next_head = block >= self.blocks
-        kv = opaque(kv + T.Select(next_head, T.int32(1), T.int32(0)))
+        kv = opaque(T.min(kv + T.Select(next_head, T.int32(1), T.int32(0)), T.int32(self.spec.kv_heads - 1)))
         block = opaque(T.Select(next_head, block - self.blocks + self.first_block, block))
-        return self.args.cache.block_until(kv, block, self.last)
+        return self.args.cache.block_until(kv, self.slot, block, self.last)
+
+    def sinks(self, head0):
+        """The logits of the sinks of heads head0 .., as `emit_join_start` takes them."""
+        sinks = self.args.sinks
+        return None if sinks is None else lambda r: sinks[head0 + r]
 
 
-def _most_spans(spec, m):
-    """The largest number of spans with keys that m rows see."""
+def _most_spans(spec):
+    """The largest number of spans with keys that a row sees."""
     span = SPAN * BLOCK
-    keys = min(spec.ctx, spec.span + m - 1) if spec.span else spec.ctx
+    keys = min(spec.ctx, spec.span) if spec.span else spec.ctx
     return min(-(-spec.ctx // span), (keys - 2) // span + 2)
 
 
-def _emit_span(step, kv, slot):
-    """One task: the live span number `slot` of a KV head. Results go to step.partial (tops, totals, outs) at [kv,
-    slot]."""
-    isa, plan, cache, group, queries = step.isa, step.plan, step.args.cache, step.group, step.queries
-    width, lanes, locality = step.spec.width, isa.lanes, plan.locality
+def _emit_span(row, kv, number):
+    """The live span `number` of a row's KV head. Returns (top, total, out) of its queries: registers [group], [group,
+    lanes], [group, width]."""
+    isa, plan, cache, queries = row.isa, row.plan, row.args.cache, row.spec.group
+    width, lanes, locality = row.spec.width, isa.lanes, plan.locality
     top, total, out, scores, shrink = (
         registers(*shape) for shape in ((queries,), (queries, lanes), (queries, width), (queries, BLOCK), (queries,))
     )
     emit_start(top, total, out, queries, width, lanes)
     if plan.ahead:
         # A span's first block has been prefetched by the span before it.
-        with T.If(slot == 0), T.Then():
-            first = cache.block_until(kv, step.first_block, step.last)
+        with T.If(number == 0), T.Then():
+            first = cache.block_until(kv, row.slot, row.first_block, row.last)
             with T.serial(width) as c:
                 first.prefetch_keys(c, locality)
             with T.serial(first.live) as key:
                 first.prefetch_value(key, locality)
-    first, count = span_blocks(step.first_span + slot, step.first_block, step.blocks)
+    first, count = span_blocks(row.first_span + number, row.first_block, row.blocks)
     with T.serial(count) as i:
-        number = T.Bind(first + i)
-        block = cache.block_until(kv, number, step.last)
-        later = step.prefetched(kv, number) if plan.ahead else None
-        block.clamp_to(step.last)
+        place = T.Bind(first + i)
+        block = cache.block_until(kv, row.slot, place, row.last)
+        later = row.prefetched(kv, place) if plan.ahead else None
+        block.clamp_to(row.last)
 
         def load_keys(c, keys):
             if later:
@@ -135,13 +132,13 @@ def _emit_span(step, kv, slot):
             plan.registers,
             queries,
             BLOCK,
-            step.spec.d,
-            left=lambda r, c: step.args.Q[r // group, kv * group + r % group, c],
+            row.spec.d,
+            left=lambda r, c: row.args.Q[row.row, kv * queries + r, c],
             right=load_keys,
             start=lambda r, key: f32(0.0, lanes),
-            finish=lambda r, key, x: store(scores, capped(x, step.spec.softcap, isa), r, at(key, lanes)),
+            finish=lambda r, key, x: store(scores, capped(x, row.spec.softcap, isa), r, at(key, lanes)),
         )
-        emit_softmax(isa, scores, queries, top, total, shrink, 0, block.key0, step.keys)
+        emit_softmax(isa, scores, queries, top, total, shrink, 0, block.key0, lambda r: row.keys)
         emit_product(
             isa,
             plan.registers,
@@ -153,34 +150,55 @@ def _emit_span(step, kv, slot):
             start=lambda r, c: out[r, at(c, lanes)] * splat(shrink[r], lanes),
             finish=lambda r, c, x: store(out, x, r, at(c, lanes)),
         )
-    tops, totals, outs = step.partial
-    with T.serial(queries) as r:
-        store(tops, top[r], kv, slot, r)
-        store(totals, emit_total(total, r, lanes), kv, slot, r)
-        with T.serial(width // LANES) as i:
-            store(outs, out[r, at(i * LANES)], kv, slot, r, at(i * LANES))
+    return top, total, out
 
 
-def _emit_head(step, row, head):
-    """A row's output of one head from its spans' results."""
-    (tops, totals, outs), width, group, sinks = step.partial, step.spec.width, step.group, step.args.sinks
-    kv, r = T.Bind(head // group), T.Bind(row * group + head % group)
-    joined = tuple(registers(*shape) for shape in ((1,), (1,), (1, width)))
-    emit_join_start(joined, 1, width, None if sinks is None else lambda _: sinks[head])
-    with T.serial(step.live_spans) as i:
-        emit_join(joined, 0, T.Bind(tops[kv, i, r]), T.Bind(totals[kv, i, r]), lambda c: outs[kv, i, r, at(c)], width)
+def _emit_output(row, head, joined, r=0):
+    """Stores a head's output, `joined` divided by its total."""
     _, total, out = joined
-    inverse = T.Bind(T.float32(1) / total[0])
-    step.args.output.store_head(lambda c, n: out[0, at(c, n)] * splat(inverse, n), row, head, step.spec.d)
+    inverse = T.Bind(T.float32(1) / total[r])
+    row.args.output.store_head(lambda c, n: out[r, at(c, n)] * splat(inverse, n), row.row, head, row.spec.d)
 
 
-def emit_attention(spec, m, args, isa, plan):
-    """The body of the kernel of `attention.attention`."""
-    step = _Step(spec, m, args, isa, plan)
-    with T.parallel(spec.kv_heads * step.live_spans) as task:
+def emit_attention(spec, args, isa, plan):
+    """The body of the kernel of `attention.attention` for one row, whose spans are computed in parallel."""
+    group, width = spec.group, spec.width
+    shape = (spec.kv_heads, _most_spans(spec), group)
+    tops, totals, outs = (T.alloc_buffer((*shape, *rest), "float32") for rest in ((), (), (width,)))
+    row = _Row(spec, args, isa, plan, 0)
+    with T.parallel(spec.kv_heads * row.live_spans) as task:
         # truncdiv and opaque: TVM lowers `//` by a variable to selections, and simplifies for minutes where several of
         # them nest.
-        kv, slot = (opaque(f(task, step.live_spans)) for f in (T.truncdiv, T.truncmod))
-        _emit_span(step, kv, slot)
-    with T.parallel(spec.heads * step.live) as i:
-        _emit_head(step, i // spec.heads, i % spec.heads)
+        kv, span = (opaque(f(task, row.live_spans)) for f in (T.truncdiv, T.truncmod))
+        top, total, out = _emit_span(row, kv, span)
+        with T.serial(group) as r:
+            store(tops, top[r], kv, span, r)
+            store(totals, emit_total(total, r, isa.lanes), kv, span, r)
+            with T.serial(width // LANES) as i:
+                store(outs, out[r, at(i * LANES)], kv, span, r, at(i * LANES))
+    with T.parallel(spec.heads) as head:
+        kv, r = T.Bind(head // group), T.Bind(head % group)
+        joined = tuple(registers(*shape) for shape in ((1,), (1,), (1, width)))
+        emit_join_start(joined, 1, width, row.sinks(head))
+        with T.serial(row.live_spans) as i:
+            result = T.Bind(tops[kv, i, r]), T.Bind(totals[kv, i, r])
+            emit_join(joined, 0, *result, lambda c: outs[kv, i, r, at(c)], width)
+        _emit_output(row, head, joined)
+
+
+def emit_single_rows(spec, m, args, isa, plan):
+    """The part of `attention.attention` for the single rows of a step of m: rows 0 .. state[0]-1."""
+    group, width = spec.group, spec.width
+    count = T.Bind(T.max(T.min(args.state[0], live_rows(args.state, m)), T.int32(0)))
+    with T.parallel(count * spec.kv_heads) as task:
+        kv = opaque(task % spec.kv_heads)
+        row = _Row(spec, args, isa, plan, opaque(task // spec.kv_heads))
+        joined = tuple(registers(*shape) for shape in ((group,), (group,), (group, width)))
+        emit_join_start(joined, group, width, row.sinks(kv * group))
+        with T.serial(row.live_spans) as span:
+            top, total, out = _emit_span(row, kv, opaque(span))
+            with T.serial(group) as r:
+                result = T.Bind(top[r]), emit_total(total, r, isa.lanes)
+                emit_join(joined, r, *result, lambda c: out[r, at(c)], width)
+        with T.serial(group) as r:
+            _emit_output(row, T.Bind(kv * group + r), joined, r)

@@ -1,10 +1,10 @@
 """Attention of a chunk of rows against the cache: blocked, with online softmax ("flash attention"), for x86 CPUs. The
 caches already hold the chunk's own keys and values.
 
-A task is one KV head and a tile of tokens; its queries are those of the tile's tokens and of the group's heads. For
-each block of 64 keys it goes through its queries in register blocks of a few queries by as many vectors as fit: scores,
-softmax, outputs; meanwhile it prefetches the next block. Blocks of keys that no query of a register block sees are
-skipped. Tasks of later tiles see more keys, so the tasks are interleaved over the threads, the longest first.
+A task is one KV head and a tile of the chunk's tokens; its queries are those of the tile's tokens and of the group's
+heads. For each block of 64 keys it goes through its queries in register blocks of a few queries by as many vectors as
+fit: scores, softmax, outputs; meanwhile it prefetches the next block. Blocks of keys that no query of a register block
+sees are skipped. Tasks of later tiles see more keys, so the tasks are interleaved over the threads, the longest first.
 """
 
 import math
@@ -26,7 +26,7 @@ from mlc_amd.schedules.cpu.attention_block import (
     scratch,
     span_blocks,
 )
-from mlc_amd.schedules.cpu.cache import Rows, row_position, visible_keys
+from mlc_amd.schedules.cpu.cache import Rows, visible_keys
 from mlc_amd.schedules.cpu.kernel import live_rows
 from mlc_amd.schedules.cpu.quantize import BLOCK as QUANT
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, opaque, registers, splat, store
@@ -84,10 +84,12 @@ def tile_tokens(plan, m, group, kv_heads):
 
 
 class _Task(NamedTuple):
-    """One KV head and the `tokens` live rows of the step from row `token0` on, of at most `tile`."""
+    """One KV head and the `tokens` live rows of the step from row `token0` on, of at most `tile`. chunk0: the number of
+    the first of them in its chunk."""
 
     kv: object
     token0: object
+    chunk0: object
     tokens: object
     tile: int
 
@@ -136,7 +138,7 @@ def _emit_results(output, out, total, task, group, d):
     """Divides each query's output by its total and stores it as row token0 + r // group, head kv*group + r % group."""
     head0, p, done = task.kv * group, output.p, 0
     if output.quantized and task.tile % p == 0:
-        tiles = opaque(task.tokens // p)
+        tiles = opaque(T.Select(task.token0 % p == 0, task.tokens // p, T.int32(0)))
         _emit_output_tiles(output, out, total, head0, task.token0, tiles, group, d)
         done = opaque(tiles * (p * group))
     with T.serial(task.tokens * group - done) as i:
@@ -175,7 +177,7 @@ def _emit_task(spec, args, isa, plan, step_rows, task):
     count = opaque(task.tokens * group)
     _load_queries(args.Q, queries, task, count, group, width)
     emit_join_start(joined, padded, width, None if sinks is None else lambda r: sinks[task.kv * group + r % group])
-    rows = step_rows.tile(task.token0)
+    rows = step_rows.tile(task.chunk0)
     blocks = opaque((rows.position(task.tokens) - 1) // BLOCK + 1)
     first_block = rows.first_block()
     first_span = first_block // SPAN
@@ -184,8 +186,8 @@ def _emit_task(spec, args, isa, plan, step_rows, task):
         begin, number = span_blocks(first_span + slot, first_block, blocks)
         with T.serial(number) as block:
             key0 = opaque((begin + block) * BLOCK)
-            operands.load(args.cache.block(task.kv, key0))
-            following = args.cache.block(task.kv, key0 + BLOCK)
+            operands.load(args.cache.block(task.kv, rows.slot, begin + block))
+            following = args.cache.block(task.kv, rows.slot, begin + block + 1)
             # Register blocks before `skip`, and those after `left` more, see nothing of this block.
             skip = opaque(rows.first_row(key0) * group // block_rows)
             end = T.min(rows.end_row(key0) * group, count) if spec.span else count
@@ -240,17 +242,24 @@ def _emit_task(spec, args, isa, plan, step_rows, task):
     _emit_results(args.output, joined[2], joined[1], task, group, spec.d)
 
 
-def emit_attention(spec, m, args, isa, plan):
-    """The body of the kernel of `attention.attention`."""
+def emit_attention(spec, m, args, isa, plan, chunk_behind_single):
+    """The part of `attention.attention` for a chunk: all live rows or, with chunk_behind_single, those from state[0]
+    on."""
     tile = tile_tokens(plan, m, spec.group, spec.kv_heads)
-    rows = Rows(T.Bind(T.max(row_position(args.state, 0), T.int32(0))), spec)
-    live = T.Bind(T.min(live_rows(args.state, m), spec.ctx - rows.start))
-    tiles = T.Bind(T.max((live + tile - 1) // tile, T.int32(0)))
+    first, live = T.int32(0), live_rows(args.state, m)
+    if chunk_behind_single:
+        first = T.Bind(T.max(T.min(args.state[0], live), T.int32(0)))
+    begin = T.min(first, T.int32(m - 1))
+    slot, position = (T.Bind(of(begin)) for of in (args.rows.slot, args.rows.position))
+    rows = Rows(T.Bind(T.max(position, T.int32(0))), slot, spec)
+    count = T.Bind(T.min(live - first, spec.ctx - rows.start))
+    tiles = T.Bind(T.max((count + tile - 1) // tile, T.int32(0)))
     with (
         T.attr(T.int32(0), "pragma_parallel_launch_point", 1),
         T.attr(T.int32(0), "pragma_parallel_stride_pattern", 1),
         T.parallel(tiles * spec.kv_heads) as i,
     ):
         token0 = opaque((tiles - 1 - i // spec.kv_heads) * tile)
-        tokens = opaque(T.min(live - token0, T.int32(tile)))
-        _emit_task(spec, args, isa, plan, rows, _Task(opaque(i % spec.kv_heads), token0, tokens, tile))
+        tokens = opaque(T.min(count - token0, T.int32(tile)))
+        task = _Task(opaque(i % spec.kv_heads), opaque(first + token0), token0, tokens, tile)
+        _emit_task(spec, args, isa, plan, rows, task)

@@ -19,7 +19,6 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.activation import ACTIVATIONS
-from mlc_amd.schedules.cpu.cache import row_position
 from mlc_amd.schedules.cpu.isa import QUADS
 from mlc_amd.schedules.cpu.kernel import kernel
 from mlc_amd.schedules.cpu.load import groups, step
@@ -52,23 +51,22 @@ def bounds(params, op, args, isa, name) -> dict[str, list[tirx.PrimFunc]]:
 def reads(params, args, ahead, name) -> tirx.PrimFunc:
     """Reads all weights, and of caches the share of the keys that are seen. ahead: one of AHEAD."""
     large = [p for p in params if p.role in ("weight", "cache") and p.nbytes >= PAGE]
-    with kernel(name) as (builder, state):
+    with kernel(name) as (builder, _):
         buffers = _declare(params)
         sink = T.decl_buffer((1,), "int32", data=buffers[params[-1].name].data)
         views = [T.decl_buffer((p.nbytes // LINE, LINE // 4), "int32", data=buffers[p.name].data) for p in large]
         with T.attr(T.int32(0), "pragma_parallel_launch_point", 1):
-            places = args.get("ring") or args.get("ctx")
             for p, view in zip(large, views, strict=True):
                 lines = p.nbytes // LINE
                 weights = T.int32(int(lines * p.share))
-                live = weights if p.role == "weight" else _live_keys(state, args) * (lines // places)
+                live = weights if p.role == "weight" else _live_keys(buffers["rows"], args) * (lines // args["ctx"])
                 _emit_read(view, live, sink, ahead)
     return builder.get()
 
 
-def _live_keys(state, args):
-    """Keys that any of the step's rows sees."""
-    keys = row_position(state, args["m"])
+def _live_keys(rows, args):
+    """Keys that any of the step's rows sees, consecutive tokens of one sequence."""
+    keys = rows[0, 0] + args["m"]
     span = args.get("window") or args.get("chunk")
     return T.min(keys, T.int32(span + args["m"] - 1)) if span else keys
 
@@ -101,7 +99,7 @@ def multiplies(params, op, args, isa, name) -> tirx.PrimFunc:
         acts = next(((p, buffers[p.name]) for p in params if p.name == "A"), None)  # of int8 formats
         if op == "attention":
             m, heads, d = (args[key] for key in ("m", "heads", "d"))
-            pairs = row_position(state, 0) * m + m * (m + 1) // 2
+            pairs = buffers["rows"][0, 0] * m + m * (m + 1) // 2
             span = args.get("window") or args.get("chunk")
             pairs = T.min(pairs, T.int32(m * span)) if span else pairs
             _emit_scores(T.Bind(pairs * heads // (isa.lanes * _chains(isa))), 2 * d, state, sink, isa)

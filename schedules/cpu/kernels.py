@@ -28,11 +28,11 @@ def _embed(fmt, vocab, k, m, arch, name, plan, scale=1.0):
 
 
 def _rms_norm(k, m, eps, layout, rows, arch, name, plan, both=False):
-    return rms_norm(k, m, eps, tile_rows(m, arch), bool(layout), rows, arch.isa, name, both)
+    return rms_norm(k, m, eps, lambda rows: tile_rows(rows, arch), bool(layout), rows, arch.isa, name, both)
 
 
 def _layer_norm(k, m, eps, bias, layout, rows, arch, name, plan, both=False):
-    return layer_norm(k, m, eps, tile_rows(m, arch), bool(layout), rows, bias, arch.isa, name, both)
+    return layer_norm(k, m, eps, lambda rows: tile_rows(rows, arch), bool(layout), rows, bias, arch.isa, name, both)
 
 
 def _quantize(k, m, layout, arch, name, plan):
@@ -51,8 +51,8 @@ def _rope_kv_write(m, arch, name, plan, **layer):
     return rope_kv_write(described(Attention, layer), described(Rope, layer), m, arch.isa, name)
 
 
-def _attention(m, layout, arch, name, plan, **layer):
-    return attention(described(Attention, layer), m, tile_rows(m, arch), bool(layout), arch.isa, name, plan)
+def _attention(m, single, layout, arch, name, plan, **layer):
+    return attention(described(Attention, layer), m, single, tile_rows(m, arch), bool(layout), arch.isa, name, plan)
 
 
 def _route(n, m, experts, used, tile, arch, name, plan, **attributes):

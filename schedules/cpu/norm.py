@@ -16,6 +16,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu.kernel import kernel, live_rows, row_loop
 from mlc_amd.schedules.cpu.quantize import BLOCK, Output
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, splat, store, tree_add
+from mlc_amd.schedules.rows import output_rows
 
 
 def _mean(k, term):
@@ -45,17 +46,32 @@ def _inverse_deviation(k, eps, value):
     return T.Bind(T.float32(1) / T.sqrt(_mean(k, square) + T.float32(eps)))
 
 
-def _norm(k, m, p, quantize, rows, name, bias, both, emit):
-    """The kernel of a norm. emit(columns -> X of the row) gives (columns -> what is scaled, the row's scale)."""
+def answer_source(state, m, i):
+    """The row of a step of m that answer i comes from: of the single rows the i-th, then the chunk's last one."""
+    return T.Bind(T.Select(i < state[0], i, live_rows(state, m) - 1))
+
+
+def answer_count(state, m, most):
+    """Answers of a step of m, at most `most`: one for each single row, and one for the chunk if there is one."""
+    live = live_rows(state, m)
+    single = T.Bind(T.max(T.min(state[0], live), T.int32(0)))
+    return T.Bind(T.min(single + T.Select(single < live, T.int32(1), T.int32(0)), T.int32(most)))
+
+
+def _norm(k, m, tile, quantize, rows, name, bias, both, emit):
+    """The kernel of a norm. tile(n): rows of a tile of n rows. emit(columns -> X of the row) gives (columns -> what is
+    scaled, the row's scale)."""
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
-    out_m, out_p = {"all": (m, p), "last": (1, 1)}[rows]
+    out_m = output_rows(rows, m)
+    out_p = tile(out_m)
     with kernel(name) as (builder, state):
         X, G = T.arg("X", T.buffer((m, k), "float32")), T.arg("G", T.buffer((k,), "float32"))
         B = T.arg("B", T.buffer((k,), "float32")) if bias else None
         outputs = [Output(out_m, k, out_p, kind, "Y") for kind in ([quantize, False] if both else [quantize])]
-        with row_loop(state, out_m) as i:
-            source = i if rows == "all" else T.Bind(live_rows(state, m) - 1)
+        loop = row_loop(state, out_m) if rows == "all" or out_m == 1 else T.parallel(answer_count(state, m, out_m))
+        with loop as i:
+            source = i if rows == "all" else answer_source(state, m, i)
             value, scale = emit(lambda columns: X[source, columns])
 
             def result(columns):
@@ -70,18 +86,18 @@ def _norm(k, m, p, quantize, rows, name, bias, both, emit):
     return builder.get()
 
 
-def rms_norm(k, m, eps, p, quantize, rows, isa, name, both=False) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S of [m, k] in tiles of p rows if `quantize`,
-    else Y float32 [m, k]).
+def rms_norm(k, m, eps, tile, quantize, rows, isa, name, both=False) -> tirx.PrimFunc:
+    """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S of [n, k] in tiles of tile(n) rows if
+    `quantize`, else Y float32 [n, k]).
 
-    both: Y behind A, S as well. rows: "all", or "last": only the last live row, X[live - 1]; the outputs then have the
-    shapes of m = 1, p = 1. UserError unless 32 divides k. `isa` is not used: vectors have 16 lanes and LLVM splits
+    both: Y behind A, S as well. rows: which rows are given, and so n: see `schedules.rows`. UserError unless 32 divides
+    k. `isa` is not used: vectors have 16 lanes and LLVM splits
     them.
     """
-    return _norm(k, m, p, quantize, rows, name, False, both, lambda x: (x, _inverse_deviation(k, eps, x)))
+    return _norm(k, m, tile, quantize, rows, name, False, both, lambda x: (x, _inverse_deviation(k, eps, x)))
 
 
-def layer_norm(k, m, eps, p, quantize, rows, bias, isa, name, both=False) -> tirx.PrimFunc:
+def layer_norm(k, m, eps, tile, quantize, rows, bias, isa, name, both=False) -> tirx.PrimFunc:
     """As `rms_norm`; B float32 [k] behind G if `bias`."""
 
     def emit(x):
@@ -92,7 +108,7 @@ def layer_norm(k, m, eps, p, quantize, rows, bias, isa, name, both=False) -> tir
 
         return centered, _inverse_deviation(k, eps, centered)
 
-    return _norm(k, m, p, quantize, rows, name, bias, both, emit)
+    return _norm(k, m, tile, quantize, rows, name, bias, both, emit)
 
 
 def quantize(k, m, p, isa, name) -> tirx.PrimFunc:

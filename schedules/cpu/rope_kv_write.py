@@ -12,7 +12,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.attention import Attention, Rope, padded_columns
-from mlc_amd.schedules.cpu.cache import Cache, is_position, row_position
+from mlc_amd.schedules.cpu.cache import Cache, RowTable, is_position
 from mlc_amd.schedules.cpu.kernel import kernel, row_loop
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, splat, store, tree_add
 
@@ -90,28 +90,31 @@ def _rotated(rotation, load, d, rope, weight):
 
 
 def rope_kv_write(spec: Attention, rope: Rope, m, isa, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], Q float32 [m, heads*d], K float32 [m, kv_heads*d], V float32 [m, kv_heads*d], [QN float32
-    [d], KN float32 [d] unless rope.eps is None], [CS float32 [ctx, rotary] if rope.rotary, with CS[pos, 2i] = cos,
-    CS[pos, 2i+1] = sin of pair i], Kc, Vc as in `cache.py` (in place), Qo float32 [m, heads, width], which is scaled by
-    spec.query_scale and whose padding is not written).
+    """Kernel (state int32[4], rows int32 [m, 2], pages as in `cache.py`, Q float32 [m, heads*d], K float32 [m,
+    kv_heads*d], V float32 [m, kv_heads*d], [QN float32 [d], KN float32 [d] unless rope.eps is None], [CS float32 [ctx,
+    rotary] if rope.rotary, with CS[pos, 2i] = cos, CS[pos, 2i+1] = sin of pair i], Kc, Vc as in `cache.py` (in place),
+    Qo float32 [m, heads, width], which is scaled by spec.query_scale and whose padding is not written).
 
-    Without rope.writes there are no K, V, KN, Kc, Vc. Q, K, V and the norms' weights are padded to multiples of 16
-    columns, as linear layers and vectors are. Rows that are not live, or have no place in the cache, write nothing.
+    Without rope.writes there are no pages, K, V, KN, Kc, Vc. Q, K, V and the norms' weights are padded to multiples of
+    16 columns, as linear layers and vectors are. Rows that are not live, or have no place in the cache, write nothing.
     UserError for shapes that `cache_types` refuses and for an odd number of rotated elements.
     """
     heads, kv_heads, d, ctx = spec.heads, spec.kv_heads, spec.d, spec.ctx
     if rope.rotary % 2 or not 0 <= rope.rotary <= d:
         raise UserError(f"rotary embedding needs an even number of elements, at most the head's {d}, not {rope.rotary}")
     with kernel(name) as (builder, state):
+        table = RowTable(m)
+        cache = Cache(spec, isa).declare_pages() if rope.writes else None
         written = (("K", kv_heads), ("V", kv_heads)) if rope.writes else ()
         sources = {n: T.arg(n, T.buffer((m, padded_columns(h * d)), "float32")) for n, h in (("Q", heads), *written)}
         normed = () if rope.eps is None else ("QN", "KN") if rope.writes else ("QN",)
         norms = {n: T.arg(n, T.buffer((padded_columns(d),), "float32")) for n in normed}
         CS = T.arg("CS", T.buffer((ctx, rope.rotary), "float32")) if rope.rotary else None
-        cache = Cache(spec, isa) if rope.writes else None
+        if cache:
+            cache.declare()
         Qo = T.arg("Qo", T.buffer((m, heads, spec.width), "float32"))
         with row_loop(state, m) as row:
-            position = T.Bind(row_position(state, row))
+            position = T.Bind(table.position(row))
             with T.If(is_position(spec, position)), T.Then():
                 rotation = _Rotation(CS, position, d, rope)
                 with T.serial(heads) as h:
@@ -119,7 +122,7 @@ def rope_kv_write(spec: Attention, rope: Rope, m, isa, name) -> tirx.PrimFunc:
                     for e, n, y in _rotated(rotation, load, d, rope, norms.get("QN")):
                         store(Qo, y * f32(spec.query_scale, n), row, h, at(e, n))
                 if cache:
-                    place = cache.place(position)
+                    place = cache.place(table.slot(row), position)
                     with T.serial(kv_heads) as h:
                         write_key = cache.key_writer(h, place)
                         load = _loader(sources["K"], row, h, d)

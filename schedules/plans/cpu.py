@@ -64,7 +64,7 @@ def _attention(workload, arch) -> Space:
         return tuple((len(mine), vectors) for cut in cuts for mine, vectors in cut)
 
     def decode(plan) -> Kernel:
-        return Kernel((products(plan, m * group), plan.ahead and (plan.ahead, plan.locality)), kv_heads, 1, plan.ahead)
+        return Kernel((products(plan, group), plan.ahead and (plan.ahead, plan.locality)), kv_heads, 1, plan.ahead)
 
     def prefill(plan) -> Kernel:
         tokens = attention_prefill.tile_tokens(plan, m, group, kv_heads)
@@ -75,7 +75,7 @@ def _attention(workload, arch) -> Space:
             plan.rows,
         )
 
-    module = kernel_module(m, group)
+    module = kernel_module(m, args["single"])
     return Space(
         module.Plan, module.choices(isa), module.default_plan(isa), decode if module is attention_decode else prefill
     )

@@ -1,0 +1,69 @@
+"""The functions of an artifact's plan, and which of them computes a step.
+
+In: the manifest's `functions`. Out: for a number of single rows and of rows of a chunk, the smallest function that
+holds them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Function:
+    """rows: of a step; single: how many of them may be of different sequences; logits: rows of these that it gives."""
+
+    name: str
+    rows: int
+    single: int
+    logits: int
+
+    @property
+    def steps(self) -> bool:
+        """All rows may be of different sequences, and each has logits."""
+        return self.single == self.rows
+
+    @property
+    def scores(self) -> bool:
+        """All rows are of one sequence, and each has logits."""
+        return not self.single and self.logits == self.rows
+
+    @property
+    def mixes(self) -> bool:
+        """There may be single rows, and a chunk behind them."""
+        return 0 < self.single < self.rows
+
+    def holds(self, singles: int, chunk: int) -> bool:
+        """Whether it computes steps of so many single rows and so many rows of a chunk. Rows of one sequence may stand
+        where rows may be of different ones."""
+        if singles + chunk > self.rows or self.scores:
+            return False
+        return self.steps or singles <= self.single
+
+
+class Functions:
+    """See the module's docstring. score: the function that gives the logits of all rows of a chunk."""
+
+    def __init__(self, manifest: Mapping) -> None:
+        found = [Function(name, of["rows"], of["single"], of["logits"]) for name, of in manifest["functions"].items()]
+        self.score = next(f for f in found if f.scores)
+        # The smallest first; of the same size the one that computes fewest logits.
+        self._steps = sorted((f for f in found if not f.scores), key=lambda f: (f.rows, f.logits))
+
+    def of(self, singles: int, chunk: int) -> Function:
+        """The function for such a step. StopIteration beyond `chunk_rows` and `mixed_rows`."""
+        return next(f for f in self._steps if f.holds(singles, chunk))
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of a chunk without single rows, at most."""
+        return max(f.rows for f in self._steps if not f.mixes)
+
+    @property
+    def mixed_rows(self) -> int:
+        """Rows of a step with single rows and a chunk, at most."""
+        return max(f.rows for f in self._steps if f.single)
+
+    @property
+    def single_rows(self) -> int:
+        """Single rows of a step, at most."""
+        return max(f.single for f in self._steps)

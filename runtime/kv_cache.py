@@ -1,0 +1,107 @@
+"""The paged KV cache as the host sees it: pools of pages, the index of prefixes, slots and page tables.
+
+The layers of a model form groups by the span of keys that their rows see (0: all of them). The caches of a group's
+layers have the same pages. A slot is a row of the page tables: a sequence has one while it takes part in a step.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+
+from mlc_amd.runtime.pages import PAGE, PagePool
+from mlc_amd.runtime.prefixes import PrefixIndex
+from mlc_amd.runtime.sequence import GONE, Sequence
+
+
+class Cache:
+    """Pools of `groups` ({span: number of pages}) for sequences of up to `context` tokens, `slots` of them in a step.
+
+    page_tables   span -> int32 [slots, ceil(context / PAGE)]: [slot, position // PAGE] is a page. Entries that no row
+                  looks at hold any valid page
+    """
+
+    def __init__(self, groups: dict[int, int], context: int, slots: int = 64) -> None:
+        self.context, self.slots = context, slots
+        self.pools = {span: PagePool(pages) for span, pages in groups.items()}
+        self.index = PrefixIndex(self.pools)
+        self.page_tables = {span: np.zeros((slots, -(-context // PAGE)), np.int32) for span in groups}
+        self._changed = set(groups)
+        self._seated: list[Sequence | None] = [None] * slots
+        self._last_step = [0] * slots  # of each slot
+        self._step = 0
+
+    def sequence(self, tokens: Iterable[int] = ()) -> Sequence:
+        """A sequence without pages: see `Sequence.match`."""
+        return Sequence(self, tokens)
+
+    def changed(self) -> set[int]:
+        """The spans whose page tables changed since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
+
+    def mark_changed(self) -> None:
+        """All page tables count as changed."""
+        self._changed = set(self.pools)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the cache can hold if there are no others."""
+        return min(self.context, *(self._longest(span) for span in self.pools))
+
+    def _longest(self, span: int) -> int:
+        pages = self.pools[span].pages
+        return self.context if span and pages >= seen_pages(span) else pages * PAGE
+
+    def has_room(self, sequence: Sequence, spare: int) -> bool:
+        """Whether the pools have pages for all tokens of `sequence`, as many at a time as it needs at least, and
+        `spare` pages more."""
+        pages = -(-len(sequence.tokens) // PAGE)
+        for span, pool in self.pools.items():
+            more = pages - len(sequence.pages[span])
+            if pool.available < (min(more, seen_pages(span)) if span else more) + spare:
+                return False
+        return True
+
+    # ---- slots
+
+    def seat(self, sequences: SequenceOf[Sequence]) -> None:
+        """Gives each sequence of a step a slot, which may be that of a sequence outside the step. ValueError for more
+        sequences than slots."""
+        if len(sequences) > self.slots:
+            raise ValueError(f"a step of {len(sequences)} sequences has {self.slots} slots")
+        self._step += 1
+        waiting = []
+        for sequence in sequences:
+            if sequence.slot is None:
+                waiting.append(sequence)
+            else:
+                self._last_step[sequence.slot] = self._step
+        if not waiting:
+            return
+        order = sorted(range(self.slots), key=lambda slot: (self._seated[slot] is not None, self._last_step[slot]))
+        for slot, sequence in zip(order, waiting, strict=False):
+            if (other := self._seated[slot]) is not None:
+                other.slot = None
+            self._seated[slot], sequence.slot = sequence, slot
+            self._last_step[slot] = self._step
+            for span in self.pools:
+                self.write_table(sequence, span, 0)
+
+    def unseat(self, sequence: Sequence) -> None:
+        """The sequence needs no slot any more."""
+        if sequence.slot is not None:
+            self._seated[sequence.slot] = sequence.slot = None
+
+    def write_table(self, sequence: Sequence, span: int, at: int) -> None:
+        """Writes the sequence's pages from number `at` on to the row of its slot."""
+        if pages := sequence.pages[span][at:]:
+            row = self.page_tables[span][sequence.slot, at : at + len(pages)]
+            row[:] = pages
+            row[row == GONE] = 0
+            self._changed.add(span)
+
+
+def seen_pages(span: int) -> int:
+    """Pages that a sequence of a windowed group holds at least to compute one more token, however long it is."""
+    return -(-(span - 1) // PAGE) + 1

@@ -1,0 +1,94 @@
+"""The pages of one group of paged caches: who holds them, and which are given out next.
+
+A group is all attention layers that see the same span of keys; its caches have the same number of pages, each with the
+keys and values of PAGE positions, and one page id stands for that page in every one of them. Nothing here touches a
+device.
+
+A page is *free*, *held* by one or more sequences, or *idle*: no sequence holds it, but it is indexed, that is, the
+index of prefixes knows what it contains. Idle pages are given out when no free ones are left.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+PAGE = 64  # positions
+
+
+class PagePool:
+    """Pages 0 .. pages-1, all of them free at first.
+
+    evicted: called with an idle page before it is given out; the index must have forgotten the page on return. It may
+    `forget` other pages.
+    """
+
+    def __init__(self, pages: int, evicted: Callable[[int], None] | None = None) -> None:
+        self.pages = pages
+        self.evicted = evicted
+        self._holders = [0] * pages
+        self._indexed = [False] * pages
+        self._free = list(range(pages - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # the next one to be given out first
+
+    @property
+    def free(self) -> int:
+        """Number of pages whose contents nobody knows or needs."""
+        return len(self._free)
+
+    @property
+    def idle(self) -> int:
+        """Number of pages that only the index knows."""
+        return len(self._idle)
+
+    @property
+    def available(self) -> int:
+        """How many calls of `allocate` in a row succeed."""
+        return len(self._free) + len(self._idle)
+
+    def holders(self, page: int) -> int:
+        """Number of sequences that hold the page."""
+        return self._holders[page]
+
+    def allocate(self) -> int:
+        """A page, now held once and not indexed: a free one, else the idle one that was released first. IndexError if
+        there is none."""
+        if not self._free:
+            if not self._idle:
+                raise IndexError(f"all {self.pages} pages are held")
+            page = next(iter(self._idle))
+            if self.evicted:
+                self.evicted(page)
+            else:
+                self.forget(page)
+        page = self._free.pop()
+        self._holders[page] = 1
+        return page
+
+    def retain(self, page: int) -> None:
+        """One more holder of a held or idle page."""
+        if not self._holders[page]:
+            del self._idle[page]
+        self._holders[page] += 1
+
+    def release(self, page: int, soon: bool = False) -> None:
+        """One holder less. The last one leaves the page free, or idle if it is indexed: to be given out after all other
+        idle pages, or `soon`: before them."""
+        self._holders[page] -= 1
+        if self._holders[page]:
+            return
+        if not self._indexed[page]:
+            self._free.append(page)
+            return
+        self._idle[page] = None
+        if soon:
+            self._idle.move_to_end(page, last=False)
+
+    def index(self, page: int) -> None:
+        """The index knows the page from now on. It is held, and written no more."""
+        self._indexed[page] = True
+
+    def forget(self, page: int) -> None:
+        """The index does not know the page any more."""
+        self._indexed[page] = False
+        if not self._holders[page]:
+            del self._idle[page]
+            self._free.append(page)

@@ -1,0 +1,71 @@
+"""Runs steps on a device: chooses the function of the plan, fills the io buffers, gives the answers' logits.
+
+In: the tokens of a step's rows with their positions and slots, and the page tables. Out: float32 [answers, vocab]: of
+each single row, in order, then of the chunk's last row.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mlc_amd.runtime.functions import Function, Functions
+from mlc_amd.runtime.kv_cache import Cache
+from mlc_amd.runtime.steps import TABLES, Chunk, Single, write_step
+
+_SCORED = 64  # rows whose logits are read at once: with a large vocabulary, those of one take half a megabyte
+
+
+class Runner:
+    """Runs steps of an artifact on `device`, whose pages `cache` hands out."""
+
+    def __init__(self, artifact, device, cache: Cache) -> None:
+        self.device, self.cache, self.functions = device, cache, Functions(artifact.manifest)
+        self.vocab = artifact.manifest["model"]["vocab"]
+        self._entries = artifact.manifest["functions"]
+
+    @property
+    def scored(self) -> int:
+        """Rows of a call of `score`, at most."""
+        return min(self.functions.score.rows, _SCORED)
+
+    def prepare(self, function: Function, singles: Sequence[Single], chunk: Chunk | None) -> int:
+        """Fills the buffers of a step of that function. Returns how many rows of logits it gives."""
+        changed = self.cache.changed()
+        try:
+            for span in changed:
+                self.device.write(f"{TABLES}{span}", self.cache.page_tables[span])
+        except BaseException:
+            self.cache.mark_changed()
+            raise
+        return write_step(self.device, self._entries[function.name], singles, chunk)
+
+    def prepare_chunk(self, chunk: Chunk) -> str:
+        """Fills the buffers of a step with nothing but a chunk. Returns the name of its function."""
+        function = self.functions.of(0, len(chunk[0]))
+        self._prepare_rows(function, (), chunk)
+        return function.name
+
+    def _prepare_rows(self, function: Function, singles: Sequence[Single], chunk: Chunk | None) -> int:
+        """`prepare` of any function; rows of a chunk may stand where single rows may. Returns how many rows of logits
+        it gives."""
+        if not (function.steps and chunk):
+            return self.prepare(function, singles, chunk)
+        ids, position, slot = chunk
+        return self.prepare(
+            function, [*singles, *((int(token), position + i, slot) for i, token in enumerate(ids))], None
+        )
+
+    def run(self, singles: Sequence[Single], chunk: Chunk | None = None) -> np.ndarray:
+        """Computes a step. The result is in memory that the next step may overwrite."""
+        function = self.functions.of(len(singles), len(chunk[0]) if chunk else 0)
+        rows = self._prepare_rows(function, singles, chunk)
+        self.device.run(function.name)
+        logits = self.device.read("logits", rows)[:, : self.vocab]
+        answers = len(singles) + bool(chunk)
+        return logits if rows == answers else logits[[*range(len(singles)), rows - 1]]
+
+    def score(self, chunk: Chunk) -> np.ndarray:
+        """The logits of all rows of a chunk of at most `scored`, like `run`."""
+        rows = self.prepare(self.functions.score, (), chunk)
+        self.device.run(self.functions.score.name)
+        return self.device.read("logits", rows)[:, : self.vocab]

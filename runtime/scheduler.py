@@ -1,0 +1,312 @@
+"""Which tokens of which requests the next step computes: continuous batching with chunked prefill.
+
+A driver loop calls `plan`, runs the step on the device, calls `complete` with the sampled tokens, and `finish` for each
+request that is at its end. All methods but `cancel` are called by one thread.
+
+Every running answer has a row in every step; if there are more than rows, clients and their requests take turns. One
+chunk of a prompt rides along; clients take turns with chunks. The pages of a step are reserved before it runs. Where
+the pools have not enough, the youngest running request is preempted: it gives up its pages and waits; what the index
+has lost of it when its turn comes is computed again. So the oldest running request is never kept from going on.
+
+The scheduler assumes that no other sequence of the cache holds pages for long: requests wait for those.
+"""
+
+from bisect import insort
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.generation import ContextFull
+from mlc_amd.runtime.kv_cache import Cache
+from mlc_amd.runtime.requests import Request
+from mlc_amd.runtime.sequence import Sequence
+
+
+class QueueFull(UserError):
+    """As many requests wait as may wait."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """At most. singles: answers of a step; chunk: tokens of a chunk; rows: tokens of a step with a chunk and single
+    rows; running: requests that hold pages; queue: requests that wait."""
+
+    singles: int = 64
+    chunk: int = 512
+    rows: int = 512
+    running: int = 128
+    queue: int = 1024
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The tokens start .. start+count-1 of a sequence; `answers`: the row of the last one gives a token, as no further
+    one is known."""
+
+    request: Request
+    sequence: Sequence
+    start: int
+    count: int
+    answers: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rows: for each of `singles` the token sequence.tokens[sequence.computed], then the chunk. All sequences have
+    slots and pages."""
+
+    singles: list[tuple[Request, Sequence]]
+    chunk: Chunk | None = None
+
+    @property
+    def answers(self) -> list[Request]:
+        """The requests that get a token of the step, in the order of its rows."""
+        last = [self.chunk.request] if self.chunk and self.chunk.answers else []
+        return [request for request, _ in self.singles] + last
+
+
+@dataclass
+class _Client:
+    unfinished: int = 0
+    waiting: list[Request] = field(default_factory=list)  # in the order of their numbers
+
+
+class Scheduler:
+    """Requests on one cache. `running`: in the order in which they were added."""
+
+    def __init__(self, cache: Cache, limits: Limits | None = None) -> None:
+        self.cache, self.limits = cache, limits or Limits()
+        self.running: list[Request] = []
+        self._clients: OrderedDict[Hashable, _Client] = OrderedDict()  # the one whose turn it is first
+        self._waiting = 0
+        self._number = 0
+        self._step: Step | None = None  # planned, not completed
+        self._steps = 0
+        self._cancels: deque[Request] = deque()
+        self._ended: list[Sequence] = []  # which the step in progress may use
+        self._blocked = False  # no request fits in besides the running ones until pages are released
+
+    @property
+    def unfinished(self) -> int:
+        """Number of requests that are waiting or running."""
+        return self._waiting + len(self.running)
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that are waiting."""
+        return self._waiting
+
+    # ---- requests
+
+    def add(self, request: Request) -> None:
+        """Queues a new request. QueueFull; ContextFull if it needs more tokens than the cache could ever hold for it;
+        UserError for an empty prompt."""
+        if not request.prompt:
+            raise UserError("nothing to evaluate: the prompt has no tokens")
+        if self._waiting >= self.limits.queue:
+            raise QueueFull(f"{self._waiting} requests are waiting already: try again later")
+        longest, given = self.cache.longest, len(request.prompt)
+        most = longest - given + 1  # the last token is not computed
+        if most < (request.max_tokens or 1):
+            raise ContextFull(
+                f"{given} tokens of prompt and {request.max_tokens or 1} to generate do not fit the KV cache, which "
+                f"holds {longest} tokens of one sequence",
+                "shorten the prompt, ask for fewer tokens, or load the model with a larger context",
+            )
+        request.limit = request.max_tokens or most
+        request.sequence = self.cache.sequence(request.prompt)
+        request.number, self._number = self._number, self._number + 1
+        client = self._clients.setdefault(request.client, _Client())
+        client.unfinished += 1
+        self._wait(request)
+        if request.cancelled:
+            self._cancels.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """The next `plan` finishes the request with the reason "cancelled", if it is not done then. Any thread may call
+        this, also before `add`."""
+        request.cancelled = True
+        self._cancels.append(request)
+
+    def finish(self, request: Request, reason: str) -> None:
+        """Ends a request: it is computed no further, and its pages are released, after the step in progress if there
+        is one. Does nothing if it is done."""
+        if request.state == "done" or request.sequence is None:
+            return
+        client = self._clients[request.client]
+        if request.state == "running":
+            self.running.remove(request)
+        else:
+            client.waiting.remove(request)
+            self._waiting -= 1
+        client.unfinished -= 1
+        if not client.unfinished:
+            del self._clients[request.client]
+        request.state, request.finish = "done", reason
+        if self._step is None:
+            request.sequence.free()
+        else:
+            self._ended.append(request.sequence)
+        self._blocked = False
+
+    # ---- steps
+
+    def plan(self) -> Step | None:
+        """The next step, or None if there is nothing to compute now. Each is completed or abandoned before the next."""
+        if self._step is not None:
+            raise RuntimeError("the last step is neither completed nor abandoned")
+        while self._cancels:
+            self.finish(self._cancels.popleft(), "cancelled")
+        singles, prefilling = [], {}
+        for request in self.running:
+            pending = _sequence(request).pending
+            if len(request.generated) >= request.limit:
+                continue  # the driver has not finished it
+            if pending == 1:
+                singles.append(request)
+            else:
+                prefilling.setdefault(request.client, request)
+        most = min(self.limits.singles, self.cache.slots, self.limits.rows)
+        planned = self._reserve_singles(singles, max(most - bool(prefilling or self._waiting), 1))
+        chunk = self._plan_chunk(planned, prefilling) if len(planned) < most else None
+        if chunk and chunk.answers and chunk.count == 1:
+            planned.append(chunk.request)
+            chunk = None
+        if not planned and not chunk:
+            return None
+        self._steps += 1
+        rows = []
+        for request in planned:
+            request.last_step = self._steps
+            rows.append((request, request.sequence))
+        self._step = Step(rows, chunk)
+        self.cache.seat([sequence for _, sequence in rows] + ([chunk.sequence] if chunk else []))
+        return self._step
+
+    def complete(self, step: Step, tokens: Iterable[int]) -> None:
+        """The step has run; `tokens`: one for each of step.answers, of which those of finished requests are ignored."""
+        self._end(step)
+        for _, sequence in step.singles:
+            sequence.advance(1)
+        if step.chunk:
+            step.chunk.sequence.advance(step.chunk.count)
+        for request, token in zip(step.answers, tokens, strict=True):
+            if request.state != "done":
+                _sequence(request).tokens.append(token)
+                request.generated.append(token)
+        self._free_ended()
+
+    def abandon(self, step: Step) -> None:
+        """The step has failed: nothing of it counts as computed. Its requests are as before `plan`."""
+        self._end(step)
+        self._free_ended()
+
+    def _end(self, step: Step) -> None:
+        if step is not self._step:
+            raise RuntimeError("this is not the step in progress")
+        self._step = None
+
+    def _free_ended(self) -> None:
+        for sequence in self._ended:
+            sequence.free()
+        self._ended.clear()
+
+    # ---- single rows
+
+    def _reserve_singles(self, ready: list[Request], most: int) -> list[Request]:
+        """The requests that get a row, at most `most`, with pages for it."""
+        if len(ready) > most:
+            ready = sorted(_take_turns(ready)[:most], key=_number)
+        rows = []
+        for request in ready:
+            # A victim is younger than the request that needs its pages: it comes later here, or not at all.
+            while request.state == "running" and not _sequence(request).reserve(1):
+                self._preempt(self.running[-1])
+            if request.state == "running":
+                rows.append(request)
+        return rows
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        _sequence(request).free()
+        self._wait(request)
+        self._blocked = False
+
+    def _wait(self, request: Request) -> None:
+        request.state = "waiting"
+        insort(self._clients[request.client].waiting, request, key=_number)
+        self._waiting += 1
+
+    # ---- the chunk
+
+    def _plan_chunk(self, singles: list[Request], prefilling: dict[Hashable, Request]) -> Chunk | None:
+        """The chunk of the client whose turn it is; of the next one if there is no room for it. Takes requests out of
+        `singles` whose pages an older request needs."""
+        most = min(self.limits.chunk, self.limits.rows - len(singles))
+        for key, client in self._clients.items():
+            request, waiting = prefilling.get(key), self._first(client)
+            if request is None or request.state != "running" or (waiting and waiting.number < request.number):
+                request = waiting
+            if request is None:
+                continue
+            if not (self._admit(request) if request is waiting else self._make_room(request, singles)):
+                continue
+            sequence = _sequence(request)
+            start, count = sequence.computed, min(sequence.pending, sequence.room, most)
+            sequence.reserve(count)
+            self._clients.move_to_end(key)
+            return Chunk(request, sequence, start, count, count == sequence.pending)
+        return None
+
+    def _first(self, client: _Client) -> Request | None:
+        """The client's first request that could begin."""
+        if self.running and (self._blocked or len(self.running) >= self.limits.running):
+            return None
+        return next((request for request in client.waiting if request.ready), None)
+
+    def _admit(self, request: Request) -> bool:
+        """Begins a waiting request, unless that would soon mean to preempt one."""
+        sequence = _sequence(request)
+        sequence.match()
+        if sequence.room < 1 or (self.running and not self.cache.has_room(sequence, spare=len(self.running))):
+            sequence.free()
+            self._blocked = True
+            return False
+        if request.cached is None:
+            request.cached = sequence.computed
+        self._clients[request.client].waiting.remove(request)
+        self._waiting -= 1
+        insort(self.running, request, key=_number)
+        request.state = "running"
+        return True
+
+    def _make_room(self, request: Request, singles: list[Request]) -> bool:
+        """Room for a chunk of a running request: at the cost of younger ones if there is none."""
+        sequence = _sequence(request)
+        sequence.match()
+        while sequence.room < 1 and (victim := self.running[-1]) is not request:
+            self._preempt(victim)
+            if victim in singles:
+                singles.remove(victim)
+        return sequence.room >= 1
+
+
+def _number(request: Request) -> int:
+    return request.number
+
+
+def _sequence(request: Request) -> Sequence:
+    assert request.sequence is not None, "the request was never added"
+    return request.sequence
+
+
+def _take_turns(requests: list[Request]) -> list[Request]:
+    """In the order in which they get a row: clients take turns, and the requests of each client."""
+    ranks: dict[Hashable, int] = {}
+    order = []
+    for request in sorted(requests, key=lambda request: request.last_step):
+        rank = ranks[request.client] = ranks.get(request.client, -1) + 1
+        order.append((rank, request.last_step, request.number, request))
+    order.sort(key=lambda entry: entry[:3])
+    return [request for *_, request in order]

@@ -1,0 +1,239 @@
+"""A sequence of tokens, and which of them have their keys and values in the paged cache.
+
+Pages are never copied. Complete pages are indexed as soon as they are computed, and shared; an incomplete page belongs
+to one sequence, which writes it. So whatever ends inside a complete page goes back to the page's beginning, and up to
+PAGE - 1 tokens are computed again.
+
+Rows of a group with a span see the last keys only: a sequence holds the pages that rows behind its last complete page
+see, and releases older ones.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from mlc_amd.runtime.pages import PAGE
+from mlc_amd.runtime.prefixes import ROOT, Digest, digest, first_page
+
+if TYPE_CHECKING:
+    from mlc_amd.runtime.kv_cache import Cache
+
+GONE = -1  # in place of a page that was released because no later row sees it
+
+
+class Sequence:
+    """Made by `Cache.sequence` and `fork`.
+
+    tokens      all ids
+    computed    the first `computed` of them have keys in the cache
+    pages       span -> the page of each block of PAGE positions, or GONE; pages beyond `computed` are reserved
+    slot        the row of the page tables, while the sequence has one: see `Cache.seat`
+
+    A step for its next `count` tokens: `reserve(count)`, `Cache.seat`, then the device writes their keys to the
+    positions from `computed` on, then `advance(count)`.
+    """
+
+    __slots__ = (
+        "_capacity",
+        "_complete",
+        "_digests",
+        "_gone",
+        "_matched",
+        "cache",
+        "computed",
+        "pages",
+        "slot",
+        "tokens",
+    )
+
+    def __init__(self, cache: "Cache", tokens: Iterable[int] = ()) -> None:
+        self.cache = cache
+        self.tokens: list[int] = list(tokens)
+        self.computed = 0
+        self.pages: dict[int, list[int]] = {span: [] for span in cache.pools}
+        self.slot: int | None = None
+        self._capacity = 0  # positions that have pages
+        self._complete = 0  # complete pages, all of them indexed: computed // PAGE
+        self._matched = 0  # of these, found in the index
+        self._gone = dict.fromkeys(cache.pools, 0)  # how many first pages are released
+        self._digests: list[Digest] = []  # of the first complete pages of `tokens`, as far as they were needed
+
+    @property
+    def pending(self) -> int:
+        """Tokens that have no keys yet."""
+        return len(self.tokens) - self.computed
+
+    def append(self, ids: Iterable[int]) -> None:
+        """Further tokens, to be computed."""
+        self.tokens.extend(ids)
+
+    # ---- a step
+
+    def reserve(self, count: int) -> bool:
+        """Pages for the next `count` positions in every group; False, and nothing is changed, if the pools have not
+        enough. ValueError beyond the context."""
+        end = self.computed + count
+        if end <= self._capacity:
+            return True
+        if end > self.cache.context:
+            raise ValueError(f"position {end - 1} is beyond the context of {self.cache.context}")
+        more = -(-(end - self._capacity) // PAGE)
+        if any(pool.available < more for pool in self.cache.pools.values()):
+            return False
+        for span, pool in self.cache.pools.items():
+            self._set(span, [pool.allocate() for _ in range(more)])
+        self._capacity += more * PAGE
+        return True
+
+    @property
+    def room(self) -> int:
+        """The largest `count` for which `reserve` succeeds."""
+        more = min(pool.available for pool in self.cache.pools.values()) * PAGE
+        return min(self._capacity + more, self.cache.context) - self.computed
+
+    def advance(self, count: int) -> None:
+        """The keys of the next `count` tokens are in the cache."""
+        self.computed += count
+        if self.computed // PAGE > self._complete:
+            self._share()
+
+    def _share(self) -> None:
+        """Indexes the pages that are complete now, or takes pages with the same contents in their place."""
+        complete, index = self.computed // PAGE, self.cache.index
+        for i in range(self._complete, complete):
+            known = self._chain(i + 1)[i]
+            for span, pages in self.pages.items():
+                other = index.page(known, span)
+                if other is None:
+                    index.add(known, span, pages[i])
+                else:
+                    pool = self.cache.pools[span]
+                    pool.retain(other)
+                    pool.release(pages[i])
+                    self._set(span, [other], i)
+        self._complete = complete
+        for span, pages in self.pages.items():
+            first = first_page(span, complete)
+            for i in range(self._gone[span], first):
+                # A page that more than one sequence began with may be needed again: keep it longer than others.
+                self.cache.pools[span].release(pages[i], soon=i >= self._matched)
+                pages[i] = GONE
+            self._gone[span] = first
+
+    # ---- prefixes
+
+    def match(self) -> int:
+        """Takes from the index the pages of as many of the first tokens as it knows, if these are more than `computed`.
+        Returns `computed`, which leaves at least one token to compute, whose row gives an answer. May be called at any
+        time outside a step: other sequences may have computed the next tokens meanwhile."""
+        self._match(len(self.tokens) - 1)
+        return self.computed
+
+    def _match(self, limit: int) -> None:
+        """At most `limit` tokens."""
+        chain, index = self._chain(max(limit, 0) // PAGE), self.cache.index
+        if self._complete == 0 or (len(chain) > self._complete and chain[self._complete] in index):
+            self._take(chain, index.usable(chain))
+        end = self._complete * PAGE
+        if self.computed != end or limit <= end:
+            return
+        parent = self._digests[self._complete - 1] if self._complete else ROOT
+        n, pages = index.take_tail(parent, self.tokens[end : min(limit, end + PAGE)])
+        if n:
+            self._cut(self._complete)
+            for span, page in pages.items():
+                self._set(span, [page])
+            self._capacity += PAGE
+            self.computed += n
+
+    def _take(self, chain: list[Digest], n: int) -> None:
+        """The indexed pages of chain[:n] in place of those held, if they are more than are complete."""
+        if n <= self._complete:
+            return
+        pages = {}
+        for span, pool in self.cache.pools.items():
+            first = first_page(span, n)
+            found = [self.cache.index.page(known, span) for known in chain[first:n]]
+            pages[span] = [page for page in found if page is not None]
+            for page in pages[span]:
+                pool.retain(page)
+        self._cut(0)
+        for span, found in pages.items():
+            self._gone[span] = n - len(found)
+            self._set(span, [GONE] * self._gone[span] + found)
+        self._complete = self._matched = n
+        self.computed = self._capacity = n * PAGE
+
+    def fork(self) -> "Sequence":
+        """A sequence with the same tokens that shares the complete pages."""
+        other = Sequence(self.cache, self.tokens)
+        n = other._complete = other._matched = self._complete
+        for span, pages in self.pages.items():
+            other._gone[span] = self._gone[span]
+            other._set(span, pages[:n])
+            for page in other.pages[span][self._gone[span] :]:
+                self.cache.pools[span].retain(page)
+        other.computed = other._capacity = n * PAGE
+        other._digests = self._digests[:]
+        return other
+
+    # ---- going back
+
+    def truncate(self, n: int) -> None:
+        """Keeps the first `n` tokens. `computed` goes back to what is still whole: to the beginning of a page if `n`
+        ends inside a complete one, or further where pages are gone that the next row sees."""
+        if not 0 <= n <= len(self.tokens):
+            raise ValueError(f"cannot keep {n} of {len(self.tokens)} tokens")
+        del self.tokens[n:]
+        del self._digests[n // PAGE :]
+        if n >= self.computed:
+            self._cut(-(-self.computed // PAGE))
+            return
+        kept = n if n >= self._complete * PAGE else n // PAGE * PAGE
+        complete = kept // PAGE
+        whole = all(self._gone[span] <= first_page(span, complete) for span in self.pages)
+        self._cut(-(-kept // PAGE) if whole else 0)
+        if whole:
+            self.computed, self._complete, self._matched = kept, complete, min(self._matched, complete)
+        else:
+            self._match(kept)
+
+    def free(self) -> None:
+        """Gives up all pages and the slot. The index keeps what is computed as long as pages are left, so `match` finds
+        it again, also for this sequence."""
+        begin = self._complete * PAGE
+        if self.computed > begin:
+            parent = self._chain(self._complete)[-1] if self._complete else ROOT
+            tail = {span: pages[self._complete] for span, pages in self.pages.items()}
+            self.cache.index.add_tail(parent, self.tokens[begin : self.computed], tail)
+        self._cut(0)
+        self.cache.unseat(self)
+
+    def _cut(self, n: int) -> None:
+        """Releases all pages but the first n; n = 0 leaves nothing computed."""
+        for span, pages in self.pages.items():
+            pool = self.cache.pools[span]
+            # The last page first: it is of no use without those before it, so it is to be given out before them.
+            for i in range(len(pages) - 1, max(n, self._gone[span]) - 1, -1):
+                pool.release(pages[i])
+            del pages[n:]
+        self._capacity = min(self._capacity, n * PAGE)
+        if n == 0:
+            self.computed = self._complete = self._matched = 0
+            self._gone = dict.fromkeys(self._gone, 0)
+
+    # ---- helpers
+
+    def _chain(self, n: int) -> list[Digest]:
+        """The digests of the first n pages of tokens, which are complete."""
+        known = self._digests
+        for i in range(len(known), n):
+            known.append(digest(known[-1] if known else ROOT, self.tokens[i * PAGE : (i + 1) * PAGE]))
+        return known[:n]
+
+    def _set(self, span: int, pages: list[int], at: int | None = None) -> None:
+        """Pages from number `at` on; None: behind the last one."""
+        own = self.pages[span]
+        at = len(own) if at is None else at
+        own[at : at + len(pages)] = pages
+        if self.slot is not None:
+            self.cache.write_table(self, span, at)
