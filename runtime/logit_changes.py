@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mlc_amd.runtime.sampling_layout import CHANGES
+
 if TYPE_CHECKING:
     from mlc_amd.runtime.sampling import Sampling
-
-CHANGES = 256  # tokens whose logits one choice may change
 
 
 @dataclass(frozen=True)

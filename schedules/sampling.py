@@ -14,7 +14,7 @@ through the whole row. Stages, each of which may have nothing to do:
     2  top-p: the threshold, likewise            3  of the tokens at it, the last one that stays
     4  the draw: the token where the running sum of the masses passes the random number
 
-`Machine` is what differs between targets. `LAYOUT` of words and flags: runtime/sampling_rows.py.
+`Machine` is what differs between targets. `LAYOUT` of words and flags: runtime/sampling_layout.py.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.philox import MULTIPLIERS, ROUNDS, WEYL
-from mlc_amd.runtime.sampling_rows import FIELDS
+from mlc_amd.runtime.sampling_layout import FIELDS
 from mlc_amd.schedules.attention import LOG2E
 
 RADIX = 10
@@ -41,7 +41,7 @@ Cell = Any  # a number in a register that changes: `Machine.cell`
 
 
 class Words:
-    """The words of a row of the io buffer `sampling`, by the names of sampling_rows.FIELDS."""
+    """The words of a row of the io buffer `sampling`, by the names of sampling_layout.FIELDS."""
 
     def __init__(self, buffer, row):
         self.buffer, self.row = buffer, row

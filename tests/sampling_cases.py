@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.logit_changes import CHANGES
 from mlc_amd.runtime.philox import uniform
 from mlc_amd.runtime.sampling import Sampler, Sampling
-from mlc_amd.runtime.sampling_rows import WORDS, mask_words, write_row
+from mlc_amd.runtime.sampling_layout import row_shapes
+from mlc_amd.runtime.sampling_rows import mask_words, write_row
 
 SEED = 77  # of rows whose sampling has none
 MARGIN = 1e-6  # of the probability mass: how far rounding may move the borders between tokens
@@ -51,13 +51,12 @@ class Row:
 
 def inputs(rows: list[Row], columns: int, n: int | None = None) -> dict[str, np.ndarray]:
     """The kernel's inputs by name, for n rows (those beyond the given ones hold nonsense)."""
-    n, words = n or len(rows), -(-columns // 32)
-    logits = np.full((n, columns), 1e5, np.float32)  # the padding must not be chosen
-    arrays = {"Logits": logits, "sampling": np.full((n, WORDS), -1, np.int32)}
-    arrays |= {"changes": np.full((n, CHANGES, 2), -1, np.int32), "allowed": np.zeros((n, words), np.int32)}
+    n = n or len(rows)
+    arrays = {"Logits": np.full((n, columns), 1e5, np.float32)}  # the padding must not be chosen
+    arrays |= {name: np.full(shape, -1, np.int32) for name, shape in row_shapes(n, columns).items()}
     for i, row in enumerate(rows):
         vocab = len(row.logits)
-        logits[i, :vocab] = row.logits
+        arrays["Logits"][i, :vocab] = row.logits
         if row.allowed is not None:
             bits = mask_words(row.allowed)
             arrays["allowed"][i, : len(bits)] = bits

@@ -18,7 +18,7 @@ VOCAB = 5003
 @functools.cache
 def kernel_of(n, vocab, name):
     arch = resolve(name)
-    func = BUILDERS["sample"](n=n, vocab=vocab, columns=-(-vocab // 16) * 16, arch=arch, name="sample", plan=None)
+    func = BUILDERS["sample"](m=n, vocab=vocab, columns=-(-vocab // 16) * 16, arch=arch, name="sample", plan=None)
     return build_module({"sample": func}, arch.target)["sample"]
 
 

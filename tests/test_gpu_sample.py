@@ -13,7 +13,7 @@ VOCAB = 5003
 
 @functools.cache
 def kernel_of(n, vocab, arch):
-    return build("sample", arch, n=n, vocab=vocab, columns=-(-vocab // 16) * 16)
+    return build("sample", arch, m=n, vocab=vocab, columns=-(-vocab // 16) * 16)
 
 
 def sampled(rows, vocab, arch, run_kernel, n=None):

@@ -1,6 +1,6 @@
 """The choice of a token for each row of logits, on the CPU; a thread makes a row.
 
-In: logits float32 [n, columns], of which `vocab` count, and the io buffers of runtime/sampling_rows.py. Out: token ids,
+In: logits float32 [n, columns], of which `vocab` count, and the buffers of runtime/sampling_layout.py. Out: token ids,
 and the logarithm of the probability that the logits as they are give them. A row with a logit that is NaN or infinite
 gets the id -1. A row of which the largest logit is wanted is read twice, the second time from the cache.
 """
@@ -8,8 +8,7 @@ gets the id -1. A row of which the largest logit is wanted is read twice, the se
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.runtime.logit_changes import CHANGES
-from mlc_amd.runtime.sampling_rows import ADJUST, DRAW, LOGPROB, MASK, RECENT, TOKEN, WORDS
+from mlc_amd.runtime.sampling_layout import ADJUST, CHANGES, DRAW, LOGPROB, MASK, RECENT, TOKEN, WORDS
 from mlc_amd.schedules.attention import LOG2E
 from mlc_amd.schedules.cpu.kernel import kernel, row_loop
 from mlc_amd.schedules.cpu.vector import LANES, at, exp2, f32, i32, local, reduce, registers, splat, store

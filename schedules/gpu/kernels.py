@@ -106,8 +106,8 @@ def _combine(n, m, experts, used, tile, weighted, residual, arch, name, plan):
     return combine(n, m, Experts(experts, used, tile), weighted, residual, arch, name, plan)
 
 
-def _sample(n, vocab, columns, arch, name, plan):
-    return sample(n, vocab, columns, arch, name)
+def _sample(m, vocab, columns, arch, name, plan):
+    return sample(m, vocab, columns, arch, name)
 
 
 BUILDERS = {

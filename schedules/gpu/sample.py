@@ -1,6 +1,6 @@
 """The choice of a token for each row of logits, on the GPU.
 
-In: logits float32 [n, columns], of which `vocab` count, and the io buffers of runtime/sampling_rows.py. Out: token ids,
+In: logits float32 [n, columns], of which `vocab` count, and the buffers of runtime/sampling_layout.py. Out: token ids,
 and the logarithm of the probability that the logits as they are give them. A row with a logit that is NaN or infinite
 gets the id -1.
 
@@ -15,8 +15,7 @@ import math
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.runtime.logit_changes import CHANGES
-from mlc_amd.runtime.sampling_rows import ADJUST, DRAW, LOGPROB, MASK, RECENT, TOKEN, WORDS
+from mlc_amd.runtime.sampling_layout import ADJUST, CHANGES, DRAW, LOGPROB, MASK, RECENT, TOKEN, WORDS
 from mlc_amd.schedules.attention import LOG2E
 from mlc_amd.schedules.gpu.device import barrier, exp2, intrin, launch, maximum, wave_max, wave_min, wave_sum
 from mlc_amd.schedules.gpu.registers import at, lane_of, local, put, vector
