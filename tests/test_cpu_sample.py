@@ -9,6 +9,7 @@ import tvm
 from test_cpu_experts import ARCHS
 
 from mlc_amd.compiler.codegen.cpu import build_module
+from mlc_amd.runtime.sampling import Sampling
 from mlc_amd.schedules.cpu.arch import resolve
 from mlc_amd.schedules.cpu.kernels import BUILDERS
 
@@ -46,3 +47,20 @@ def test_as_the_host(arch, group):
 def test_small_vocabularies(vocab):
     rows = cases.greedy(max(vocab, 2))[:3] + cases.filtered(max(vocab, 2))[:9]
     cases.check(rows, *sampled(rows, max(vocab, 2), ARCHS[0]))
+
+
+def test_draws_follow_the_probabilities():
+    """Chi-square of 4000 positions over twelve tokens: below 30 in all but one of 600 tries."""
+    vocab, draws = 12, 4000
+    logits = cases.gaussian(vocab, 3, 1.0)
+    rows = [cases.Row(logits, Sampling(temperature=1.0, seed=1), position=i) for i in range(draws)]
+    counts = np.bincount(sampled(rows, vocab, ARCHS[0])[0], minlength=vocab)
+    expected = np.exp(logits - logits.max()) * draws / np.exp(logits - logits.max()).sum()
+    assert ((counts - expected) ** 2 / expected).sum() < 30
+
+
+def test_other_rows_do_not_matter():
+    rows = cases.filtered(VOCAB)[:20]
+    together = sampled(rows, VOCAB, ARCHS[0], n=32)[0][:20]
+    for i in (0, 7, 19):
+        assert sampled([rows[i]], VOCAB, ARCHS[0])[0][0] == together[i]
