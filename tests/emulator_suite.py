@@ -12,6 +12,7 @@ import test_generic
 import test_gpu_experts
 import test_gpu_gemm
 import test_gpu_gemv
+import test_gpu_sample
 import test_rocm_codegen
 from attention_cases import check_output, outputs, pack
 
@@ -102,6 +103,9 @@ class OnArch:
         case = test_gpu_experts.CASES[name]
         test_gpu_experts.check_gate_up(case, resolve(self.arch), test_gpu_experts.emulated)
         test_gpu_experts.check_down(case, resolve(self.arch), test_gpu_experts.emulated)
+
+    def test_sampling(self):
+        test_gpu_sample.check_emulated(self.arch)
 
     def test_operators_without_a_kernel_of_their_own(self, tmp_path):
         """Functions, their limits, casts and indices, and reductions of every size, as `generic.py` schedules them."""

@@ -25,6 +25,7 @@ from mlc_amd.schedules.gpu.norm_route import norm_route
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.route import Routing, route
+from mlc_amd.schedules.gpu.sample import sample
 from mlc_amd.schedules.gpu.step import FEW
 
 
@@ -108,6 +109,10 @@ def _combine(n, m, experts, used, tile, weighted, residual, arch, name, plan):
     return combine(n, m, Experts(experts, used, tile), weighted, residual, arch, name, plan)
 
 
+def _sample(m, vocab, columns, arch, name, plan):
+    return sample(m, vocab, columns, arch, name)
+
+
 BUILDERS = {
     "embed": _embed,
     "rms_norm": _rms_norm,
@@ -126,4 +131,5 @@ BUILDERS = {
     "expert_linear": _expert_linear,
     "expert_down": _expert_down,
     "combine": _combine,
+    "sample": _sample,
 }
