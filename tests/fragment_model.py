@@ -1,5 +1,5 @@
 """Cooperative matrices without a device that has them: the operations of `coop_fragments.Fragments` for 16x8x16 in
-shared memory, distributed over 32 lanes as NVIDIA's driver does it (PTX: mma.m16n8k16).
+shared memory, distributed over 32 lanes as NVIDIA's driver does it (seen on an H200, driver 580).
 
     monkeypatch.setattr(gemm_few, "Fragments", FragmentModel); FragmentModel.thread = threadIdx.x
 
@@ -45,7 +45,7 @@ class FragmentModel:
         for e in range(self.own):
             row, column = lane // 4 + e // 2 * 8, lane % 4 * 2 + e % 2
             with T.serial(K) as k:
-                left = a.shared[(wave + row % 8 * 4 + k % 8 // 2) * a.own + k % 2 + row // 8 * 2 + k // 8 * 4]
+                left = a.shared[(wave + row % 8 * 4 + k % 8 // 2) * a.own + k % 2 + k // 8 * 2 + row // 8 * 4]
                 right = b.shared[(wave + column * 4 + k % 8 // 2) * b.own + k % 2 + k // 8 * 2]
                 T.buffer_store(self.values, self.values[i * self.own + e] + left * right, [i * self.own + e])
         barrier()

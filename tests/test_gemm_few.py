@@ -60,9 +60,9 @@ def test_linear(name, modelled):
 def distribution():
     """(a, b) of `fragments.is_known` as FragmentModel distributes matrices."""
     lane, e = np.arange(32)[:, None], np.arange(8)
-    columns = lane % 4 * 2 + e % 2 + e // 4 * 8
-    a = (lane // 4 + e // 2 % 2 * 8) * fragments.DEPTH + columns
-    return a, columns[:, e // 2 % 2 == 0] * fragments.COLUMNS + lane // 4
+    columns = lane % 4 * 2 + e % 2 + e // 2 % 2 * 8
+    a = (lane // 4 + e // 4 * 8) * fragments.DEPTH + columns
+    return a, columns[:, :4] * fragments.COLUMNS + lane // 4
 
 
 def test_known_orders():

@@ -50,13 +50,22 @@ class FewTile:
 MOST = 128  # tokens: of more, the multiplications take most of the time, which `gemm_coop.py` does faster
 SUMS = 128  # of a lane, at most
 UNROLLED = 4, 24  # rows of matrices of weights, and bytes of a block, for which two groups of columns fit registers
-# maximum of tokens of a tile: tiles for one weight; of two each has half of the rows
+# number of weights of a kernel, maximum of tokens: what takes least time on an H200 for some shape of an 8B model
 TILES = {
-    8: (FewTile(8, 16, 1, 1, 8), FewTile(8, 32, 1, 1, 8), FewTile(8, 48, 1, 1, 8), FewTile(8, 64, 1, 1, 8)),
-    16: (FewTile(16, 32, 1, 1, 8), FewTile(16, 48, 1, 1, 8), FewTile(16, 64, 1, 2, 4), FewTile(16, 96, 1, 2, 4)),
-    32: (FewTile(32, 32, 1, 1, 8), FewTile(32, 64, 1, 2, 4), FewTile(32, 96, 1, 2, 4), FewTile(32, 128, 1, 4, 2)),
-    64: (FewTile(64, 32, 2, 1, 4), FewTile(64, 64, 2, 2, 2), FewTile(64, 96, 2, 2, 2), FewTile(64, 128, 2, 4, 1)),
-    128: (FewTile(128, 64, 4, 2, 1), FewTile(128, 96, 4, 2, 1), FewTile(128, 128, 4, 2, 1), FewTile(64, 64, 2, 2, 2)),
+    1: {
+        8: (FewTile(8, 16, 1, 1, 8), FewTile(8, 32, 1, 1, 8), FewTile(8, 64, 1, 1, 8)),
+        16: (FewTile(16, 16, 1, 1, 8), FewTile(16, 32, 1, 1, 8), FewTile(16, 64, 1, 1, 8)),
+        32: (FewTile(32, 32, 1, 1, 8), FewTile(32, 64, 1, 1, 8)),
+        64: (FewTile(64, 32, 2, 1, 4), FewTile(64, 64, 2, 1, 4)),
+        128: (FewTile(128, 64, 4, 1, 2), FewTile(64, 64, 2, 2, 2)),
+    },
+    2: {
+        8: (FewTile(8, 16, 1, 1, 4), FewTile(8, 32, 1, 1, 4)),
+        16: (FewTile(16, 16, 1, 1, 8), FewTile(16, 32, 1, 1, 4)),
+        32: (FewTile(32, 32, 1, 1, 4), FewTile(32, 64, 1, 2, 2)),
+        64: (FewTile(64, 32, 2, 1, 4), FewTile(64, 64, 2, 2, 2)),
+        128: (FewTile(128, 32, 4, 1, 2), FewTile(64, 64, 2, 2, 2)),
+    },
 }
 # Of a compute unit, per clock: bytes of weights and activations from the L2, bytes that subgroups load, products
 FROM_L2, LOADED, PRODUCTS = 40, 100, 600
@@ -65,11 +74,11 @@ FROM_L2, LOADED, PRODUCTS = 40, 100, 600
 def choose(arch, formats, m, k, rows, weights=1):
     """The default FewTile, see `gemm_coop.choose`; None if there is no tile for so many tokens, or for these columns
     or that arch."""
-    size = next((tokens for tokens in TILES if m <= tokens), None)
+    size = next((tokens for tokens in TILES[weights] if m <= tokens), None)
     if size is None or not arch.few:
         return None
     times = {}
-    for tile in TILES[size]:
+    for tile in TILES[weights][size]:
         found = _fit(tile, arch, formats, m, k, weights)
         if found:
             workgroups = -(-m // found.tokens) * -(-rows // found.rows)
@@ -79,7 +88,6 @@ def choose(arch, formats, m, k, rows, weights=1):
 
 def _fit(tile, arch, formats, m, k, weights):
     """The tile for so many weights, unrolled as far as registers and columns allow; None if it does not fit."""
-    tile = replace(tile, rows=max(tile.rows // weights // (ROWS * tile.waves_n), 1) * ROWS * tile.waves_n)
     most_rows, most_bytes = UNROLLED
     size = max(fmt.block_bytes * BLOCK / fmt.block for fmt in formats)
     unrolls = (2, 1) if weights * tile.rows <= most_rows * ROWS * tile.waves_n and size <= most_bytes else (1,)
@@ -222,7 +230,7 @@ class FewGemm:
                 for w in range(self.weights):
                     for i in range(self.tiles_n):
                         low, high = runs[w][2 * i][j], runs[w][2 * i + 1][j]
-                        parts = [lane_of(of, p + e) for p in pairs for of in (low, high) for e in (0, 1)]
+                        parts = [lane_of(of, p + e) for of in (low, high) for p in pairs for e in (0, 1)]
                         for e, part in enumerate(parts):
                             self.a.set(w * self.tiles_n + i, e, part)
                 for t, of in enumerate(x):

@@ -45,15 +45,15 @@ def is_known(a: np.ndarray, b: np.ndarray) -> bool:
     """a [lane, 8], b [lane, 4]: for the components that a lane has, in order, row * DEPTH + column of A and row *
     COLUMNS + column of B.
 
-    Lane 4*r + q has four columns of A's rows r and r + 8, two of the one, two of the other, and again; and the same
-    four rows of B's column r, in the same order. Which four depends on q alone.
+    Lane 4*r + q has four columns of A's row r, then the same ones of row r + 8; and the same four rows of B's column r,
+    in the same order. Which four depends on q alone.
     """
     lanes = np.arange(LANES)[:, None]
     order = np.arange(2 * QUAD)
     (a_row, a_column), (b_row, b_column) = divmod(a, DEPTH), divmod(b, COLUMNS)
-    low, high = a_column[:, order // 2 % 2 == 0], a_column[:, order // 2 % 2 == 1]
+    low, high = a_column[:, :QUAD], a_column[:, QUAD:]
     return bool(
-        (a_row == lanes // QUAD + ROWS // 2 * (order // 2 % 2)).all()
+        (a_row == lanes // QUAD + ROWS // 2 * (order // QUAD)).all()
         and (b_column == lanes // QUAD).all()
         and (low == b_row).all()
         and (high == b_row).all()
