@@ -52,14 +52,16 @@ def answer_rows(function: Mapping, single: int, live: int) -> int:
     return 1 if function["logits"] == 1 else single + (live > single)
 
 
-def write_private_pages(device, manifest: Mapping, slots: int = 1) -> None:
-    """Page tables for a device that is used without an engine: the pages of each span are divided among the first
-    `slots` slots, which have them in order. A sequence that is longer than its share begins with it again, which layers
-    with a window bear if the share holds the window and a step's rows."""
-    counts = {entry["span"]: device.kv_types[entry["name"]][0][0] for entry in manifest["kv"] if "span" in entry}
-    for span, pages in counts.items():
+def pages_of(device, manifest: Mapping) -> dict[int, int]:
+    """How many pages the device has for the layers of each span."""
+    return {entry["span"]: device.kv_types[entry["name"]][0][0] for entry in manifest["kv"] if "span" in entry}
+
+
+def write_private_pages(device, manifest: Mapping, short: int = 0) -> None:
+    """Page tables for a device that is used without an engine: the first `short` slots have one page each, the next
+    one all others. A sequence that is longer than what it has begins with its first page again."""
+    for span, pages in pages_of(device, manifest).items():
         name = f"{TABLES}{span}"
-        all_slots, blocks = manifest["io"][name]["shape"]
-        share = pages // slots
-        slot = np.minimum(np.arange(all_slots), slots - 1)[:, None]
-        device.write(name, (slot * share + np.arange(blocks) % share).astype(np.int32))
+        slots, blocks = manifest["io"][name]["shape"]
+        slot, block = np.arange(slots)[:, None], np.arange(blocks)
+        device.write(name, np.where(slot < short, slot, short + block % (pages - short)).astype(np.int32))

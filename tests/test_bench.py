@@ -138,9 +138,7 @@ def test_operations_are_two_per_weight_and_token(folder):
         function = artifact.manifest["functions"][name]
         kernels = [entry for entry in artifact.manifest["kernels"] if name in entry["calls"]]
         total = sum(entry["calls"][name] * entry["operations"]["call"] for entry in kernels)
-        assert total == 2 * (
-            rows * model["layers"] * layer + (rows if function["all_logits"] else 1) * model["vocab"] * hidden
-        )
+        assert total == 2 * (rows * model["layers"] * layer + function["logits"] * model["vocab"] * hidden)
         scores = model["layers"] * model["heads"] * model["head_dim"] * 4
         asked = sum(entry["calls"][name] * kernel_table.operations(entry, rows, 0) for entry in kernels)
         assert asked - total == scores * sum(range(1, rows + 1))

@@ -1,12 +1,14 @@
 """RoPE with cache writes, and attention, on the CPU against numpy in float64.
 
-Every case is a chunk in the middle of a sequence. The caches start with stale finite numbers, which must neither matter
-nor change; blocks of keys that a window leaves out hold NaNs, so that reading them shows. All
-cases of an architecture are compiled together.
+A state says how many keys the single rows' sequences have, and where the chunk behind them is. Sequences are in slots
+and pages in no order. Pages begin with stale finite numbers, which must neither matter nor change; pages of keys that a
+window leaves out, and those of no sequence, hold NaNs, so that reading them shows. All cases of an architecture are
+compiled together.
 """
 
 import functools
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,13 +19,20 @@ import tvm
 from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
-from mlc_amd.schedules.attention import Attention, Rope
-from mlc_amd.schedules.cpu import attention_prefill
+from mlc_amd.schedules.attention import PAGE, SLOTS, Attention, Rope
 from mlc_amd.schedules.cpu.arch import resolve
-from mlc_amd.schedules.cpu.attention import attention
+from mlc_amd.schedules.cpu.attention import attention, kernel_module
 from mlc_amd.schedules.cpu.cache import cache_types
 from mlc_amd.schedules.cpu.rope_kv_write import rope_kv_write
-from mlc_amd.tools.reference.attention import attention_reference, first_seen, in_ring, rope_reference, value_reference
+from mlc_amd.tools.reference.attention import (
+    attention_reference,
+    first_seen,
+    keys_of,
+    packed,
+    places_of,
+    rope_reference,
+    value_reference,
+)
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
 
@@ -33,107 +42,145 @@ LEFT = 7.0  # what outputs hold before a kernel runs
 LOG2E = np.log2(np.e)
 
 
+class State(NamedTuple):
+    """A step: the positions of its single rows, and (position of the first row, rows) of its chunk."""
+
+    single: tuple[int, ...] = ()
+    chunk: tuple[int, int] = (0, 0)
+
+    @property
+    def live(self) -> int:
+        return len(self.single) + self.chunk[1]
+
+
 class Attend(NamedTuple):
-    """One attention kernel and the (position, live) states that it is run with."""
+    """One attention kernel of m rows, up to `single` of which may be single ones, and the states that it is run
+    with."""
 
     spec: Attention
-    states: tuple
+    states: tuple[State, ...]
     m: int = 1
+    single: int = 1
     p: int = 1
     quantize: bool = False
-    plan: tuple = ()  # (field, value) of prefill's plan that differ from the default
+    plan: tuple = ()  # (field, value) of the kernel's plan that differ from the default
 
     def kernel(self, isa, name):
-        plan = replace(attention_prefill.default_plan(isa), **dict(self.plan)) if self.plan else None
-        return attention(self.spec, self.m, self.p, self.quantize, isa, name, plan)
+        plan = replace(kernel_module(self.m, self.single).default_plan(isa), **dict(self.plan)) if self.plan else None
+        return attention(self.spec, self.m, self.single, self.p, self.quantize, isa, name, plan)
 
 
-LENGTHS = tuple((length - 1, 1) for length in (1, 7, 64, 65, 1000, 1024))
-DEEP = ((4000, 1), (4095, 1), (70, 1), (0, 1))
+def one(*positions):
+    """States of one single row each."""
+    return tuple(State((position,)) for position in positions)
+
+
+def decode(spec, states, **more):
+    return Attend(spec, states, **more)
+
+
+def rows(spec, states, m, **more):
+    """All rows are single."""
+    return Attend(spec, tuple(State(positions) for positions in states), m, m, **more)
+
+
+def chunk(spec, states, m, p=1, quantize=False, **more):
+    """All rows are a chunk. states: (position, rows) of it."""
+    return Attend(spec, tuple(State((), state) for state in states), m, 0, p, quantize, **more)
+
+
+def mixed(spec, states, m, single, p=1, quantize=False, **more):
+    """states: (positions of the single rows, (position, rows) of the chunk)."""
+    return Attend(spec, tuple(State(*state) for state in states), m, single, p, quantize, **more)
+
+
+LENGTHS = one(0, 6, 63, 64, 999, 1023)
+DEEP = one(4000, 4095, 70, 0)
+# Single rows and a chunk behind them: none, one of them, all that there may be; a chunk that begins in a tile.
+MIXED = (
+    ((), (0, 16)),
+    ((500,), (61, 9)),
+    ((0, 63, 64, 200, 511), (250, 11)),
+    ((5, 300, 17), (0, 1)),
+    ((7, 70, 511, 0), (0, 0)),
+)
 ATTEND = {
-    "decode group 4": Attend(Attention(8, 2, 64, 1024), LENGTHS),
-    "decode group 1": Attend(Attention(3, 3, 96, 1024), LENGTHS),
-    "decode group 2": Attend(Attention(4, 2, 128, 1024), LENGTHS, quantize=True),
-    "decode group 7": Attend(Attention(14, 2, 64, 1024), LENGTHS, quantize=True),
-    "decode group 8": Attend(Attention(8, 1, 32, 1024), LENGTHS),
-    "decode group 32": Attend(Attention(32, 1, 64, 128), ((99, 1),)),
-    "few group 2": Attend(
-        Attention(4, 2, 64, 320), ((0, 4), (61, 4), (250, 2), (316, 4), (63, 1)), m=4, p=4, quantize=True
+    "decode group 4": decode(Attention(8, 2, 64, 1024), LENGTHS),
+    "decode group 1": decode(Attention(3, 3, 96, 1024), LENGTHS),
+    "decode group 2": decode(Attention(4, 2, 128, 1024), LENGTHS, quantize=True),
+    "decode group 7": decode(Attention(14, 2, 64, 1024), LENGTHS, quantize=True),
+    "decode group 8": decode(Attention(8, 1, 32, 1024), LENGTHS),
+    "decode group 32": decode(Attention(32, 1, 64, 128), one(99)),
+    "rows group 2": rows(
+        Attention(4, 2, 64, 320), ((0, 1, 200, 319), (61, 62, 63, 64), (250, 3), (319,)), 4, p=4, quantize=True
     ),
-    "few group 7": Attend(Attention(7, 1, 96, 576), ((0, 3), (255, 3), (574, 2), (300, 1)), m=3),
-    "prefill group 1": Attend(Attention(2, 2, 128, 192), ((0, 8), (57, 3), (184, 8)), m=8, p=16, quantize=True),
-    "prefill group 2": Attend(
-        Attention(4, 2, 96, 192), ((0, 16), (63, 15), (64, 1), (176, 16)), m=16, p=4, quantize=True
+    "rows group 7": rows(Attention(7, 1, 96, 576), ((0, 300, 575), (255, 256, 257), (574, 2)), 3),
+    "rows 64": rows(Attention(2, 2, 32, 320), (tuple(range(0, 320, 5)), tuple(range(300, 240, -3))), 64, p=16),
+    "chunk group 1": chunk(Attention(2, 2, 128, 192), ((0, 8), (57, 3), (184, 8)), 8, 16, True),
+    "chunk group 2": chunk(Attention(4, 2, 96, 192), ((0, 16), (63, 15), (64, 1), (176, 16)), 16, 4, True),
+    "chunk group 3": chunk(Attention(3, 1, 32, 256), ((0, 64), (130, 64), (192, 64), (1, 33)), 64, 8, True),
+    "chunk group 4": chunk(Attention(8, 2, 64, 1024), ((0, 64), (65, 50), (960, 64)), 64, 8),
+    "chunk group 8": chunk(Attention(16, 2, 64, 320), ((0, 128), (190, 128), (3, 100)), 128, 16),
+    "mixed group 2": mixed(Attention(4, 2, 64, 512), MIXED, 16, 5, 8),
+    "mixed group 4 int8": mixed(Attention(8, 2, 32, 512), MIXED, 16, 5, 8, True),
+    "mixed 64": mixed(
+        Attention(2, 1, 64, 320),
+        ((tuple(range(5, 320, 5)), (13, 60)), (tuple(range(40, 80)), (250, 70)), ((0,), (100, 127))),
+        128,
+        64,
+        16,
     ),
-    "prefill group 3": Attend(
-        Attention(3, 1, 32, 256), ((0, 64), (130, 64), (192, 64), (1, 33)), m=64, p=8, quantize=True
-    ),
-    "prefill group 4": Attend(Attention(8, 2, 64, 1024), ((0, 64), (65, 50), (960, 64)), m=64, p=8),
-    "prefill group 8": Attend(Attention(16, 2, 64, 320), ((0, 128), (190, 128), (3, 100)), m=128, p=16),
     # heads that are not whole blocks, or not even whole vectors
-    "decode head 24": Attend(Attention(4, 2, 24, 512), ((0, 1), (64, 1), (511, 1))),
-    "few head 80": Attend(Attention(2, 1, 80, 320), ((0, 3), (300, 3)), m=3),
-    "prefill head 40": Attend(Attention(6, 2, 40, 192), ((0, 16), (63, 15), (176, 16)), m=16, p=4),
+    "decode head 24": decode(Attention(4, 2, 24, 512), one(0, 64, 511)),
+    "rows head 80": rows(Attention(2, 1, 80, 320), ((0, 1, 2), (300, 302, 40)), 3),
+    "chunk head 40": chunk(Attention(6, 2, 40, 192), ((0, 16), (63, 15), (176, 16)), 16, 4),
+    "mixed head 40": mixed(Attention(6, 2, 40, 512), MIXED, 16, 5, 4),
     # a window that lies in one block, that spans blocks, and at depths of many windows
-    "decode window 5": Attend(
-        Attention(4, 2, 64, 256, window=5), tuple((n, 1) for n in (0, 3, 4, 5, 40, 63, 64, 66, 255))
+    "decode window 5": decode(Attention(4, 2, 64, 256, window=5), one(0, 3, 4, 5, 40, 63, 64, 66, 255)),
+    "decode window 1": decode(Attention(2, 1, 32, 128, window=1), one(0, 63, 64, 100)),
+    "decode window 100": decode(Attention(8, 2, 64, 4096, window=100), DEEP, quantize=True),
+    "decode window 700": decode(Attention(4, 1, 64, 4096, window=700), (*DEEP, *one(700, 767, 768, 3071))),
+    "rows window 3": rows(Attention(4, 2, 64, 320, window=3), ((0, 1, 2), (62, 64, 63), (255, 256), (317, 4, 319)), 3),
+    "rows window 70": rows(
+        Attention(4, 2, 64, 1024, window=70), ((0, 3, 68, 71), (132, 135, 326, 1023)), 4, p=4, quantize=True
     ),
-    "decode window 1": Attend(Attention(2, 1, 32, 128, window=1), ((0, 1), (63, 1), (64, 1), (100, 1))),
-    "decode window 100": Attend(Attention(8, 2, 64, 4096, window=100), DEEP, quantize=True),
-    "decode window 700": Attend(Attention(4, 1, 64, 4096, window=700), (*DEEP, (700, 1), (767, 1))),
-    "few window 3": Attend(Attention(4, 2, 64, 320, window=3), ((0, 3), (62, 3), (255, 2), (317, 3)), m=3),
-    "few window 70": Attend(
-        Attention(4, 2, 64, 1024, window=70), ((0, 4), (68, 4), (132, 4), (326, 4), (1020, 4)), m=4, p=4, quantize=True
-    ),
-    "prefill window 10": Attend(
+    "chunk window 10": chunk(
         Attention(4, 2, 64, 512, window=10), ((0, 16), (4, 16), (60, 16), (250, 9), (496, 16)), 16, 8, True
     ),
-    "prefill window 100": Attend(Attention(8, 2, 64, 1024, window=100), ((0, 64), (90, 64), (960, 64)), 64, 8),
-    "prefill window in a tile": Attend(
+    "chunk window 49": chunk(
+        Attention(4, 2, 64, 1024, window=49, sinks=True), ((0, 16), (56, 16), (500, 9), (1008, 16)), 16, 8, True
+    ),
+    "chunk window 100": chunk(Attention(8, 2, 64, 1024, window=100), ((0, 64), (90, 64), (960, 64)), 64, 8),
+    "chunk window in a tile": chunk(
         Attention(2, 2, 32, 1024, window=40),
         ((0, 256), (700, 256)),
         256,
         16,
         plan=(("min_rows", 256), ("max_rows", 256)),
     ),
-    # rings: behind several turns, at their edges, with a window as wide as the ring allows
-    "decode ring": Attend(
-        Attention(4, 2, 64, 1024, window=64, ring=64), tuple((n, 1) for n in (0, 63, 64, 100, 700, 1023))
-    ),
-    "decode ring of spans": Attend(Attention(2, 1, 64, 4096, window=700, ring=768), (*DEEP, (767, 1), (3071, 1))),
-    "few ring": Attend(Attention(4, 2, 48, 1024, window=61, ring=64), ((0, 4), (62, 4), (509, 4), (1020, 4)), m=4),
-    "prefill ring": Attend(
-        Attention(4, 2, 64, 1024, window=49, ring=64, sinks=True),
-        ((0, 16), (56, 16), (500, 9), (1008, 16)),
-        16,
-        8,
-        True,
-    ),
-    "prefill ring of blocks": Attend(Attention(2, 1, 64, 2048, window=200, ring=320), ((1800, 64), (290, 64)), 64, 8),
-    # chunks: within one, at its ends, rows of two chunks
-    "decode chunk": Attend(Attention(4, 2, 64, 512, chunk=40), tuple((n, 1) for n in (0, 39, 40, 79, 130, 511))),
-    "few chunk": Attend(Attention(4, 2, 64, 512, chunk=40), ((0, 4), (38, 4), (318, 4)), m=4),
-    "prefill chunk": Attend(Attention(4, 2, 64, 512, chunk=100), ((0, 64), (90, 64), (390, 50)), 64, 8),
-    "prefill chunk ring": Attend(
-        Attention(2, 2, 64, 1024, chunk=10, ring=64), ((0, 16), (60, 16), (995, 16)), 16, 8, True
-    ),
+    "mixed window 70": mixed(Attention(4, 2, 64, 512, window=70), MIXED, 16, 5, 8, True),
+    # chunks of keys: within one, at its ends, rows of two of them
+    "decode keys of 40": decode(Attention(4, 2, 64, 512, chunk=40), one(0, 39, 40, 79, 130, 511)),
+    "rows keys of 40": rows(Attention(4, 2, 64, 512, chunk=40), ((0, 39, 40, 41), (38, 318, 319, 320)), 4),
+    "chunk keys of 100": chunk(Attention(4, 2, 64, 512, chunk=100), ((0, 64), (90, 64), (390, 50)), 64, 8),
+    "chunk keys of 10": chunk(Attention(2, 2, 64, 1024, chunk=10), ((0, 16), (60, 16), (995, 16)), 16, 8, True),
+    "mixed keys of 40": mixed(Attention(4, 2, 64, 512, chunk=40), MIXED, 16, 5, 8),
     # the other attributes
-    "decode scale": Attend(Attention(4, 2, 64, 256, scale=0.3), ((200, 1),)),
-    "decode softcap": Attend(Attention(8, 2, 64, 1024, softcap=4.0), LENGTHS),
-    "decode sinks": Attend(Attention(8, 2, 64, 1024, sinks=True), LENGTHS),
-    "few sinks": Attend(Attention(8, 2, 64, 1024, sinks=True), ((0, 3), (640, 3)), 3, 3, True),
-    "prefill softcap": Attend(Attention(4, 1, 64, 512, softcap=4.0), ((0, 16), (400, 16)), 16, 8),
-    "prefill sinks": Attend(Attention(8, 2, 64, 1024, sinks=True), ((0, 16), (900, 13)), 16, 8, True),
-    "decode all": Attend(Attention(6, 2, 64, 1024, 0.2, 300, 6.0, True), LENGTHS, quantize=True),
-    "few all": Attend(Attention(6, 2, 64, 1024, 0.2, 300, 6.0, True), ((0, 4), (297, 4), (1020, 4)), 4, 4),
-    "prefill all": Attend(
-        Attention(6, 2, 64, 1024, 0.2, 300, 6.0, True), ((0, 16), (290, 16), (1008, 16)), 16, 8, True
-    ),
+    "decode scale": decode(Attention(4, 2, 64, 256, scale=0.3), one(200)),
+    "decode softcap": decode(Attention(8, 2, 64, 1024, softcap=4.0), LENGTHS),
+    "decode sinks": decode(Attention(8, 2, 64, 1024, sinks=True), LENGTHS),
+    "rows sinks": rows(Attention(8, 2, 64, 1024, sinks=True), ((0, 1, 2), (640, 642, 5)), 3, p=3, quantize=True),
+    "chunk softcap": chunk(Attention(4, 1, 64, 512, softcap=4.0), ((0, 16), (400, 16)), 16, 8),
+    "chunk sinks": chunk(Attention(8, 2, 64, 1024, sinks=True), ((0, 16), (900, 13)), 16, 8, True),
+    "decode all": decode(Attention(6, 2, 64, 1024, 0.2, 300, 6.0, True), LENGTHS, quantize=True),
+    "rows all": rows(Attention(6, 2, 64, 1024, 0.2, 300, 6.0, True), ((0, 3, 297, 300), (1020, 1023)), 4, p=4),
+    "chunk all": chunk(Attention(6, 2, 64, 1024, 0.2, 300, 6.0, True), ((0, 16), (290, 16), (1008, 16)), 16, 8, True),
+    "mixed all": mixed(Attention(6, 2, 64, 512, 0.2, 300, 6.0, True), MIXED, 16, 5, 8, True),
 }
 OTHER_ARCHS = (
-    "decode group 4", "decode group 1", "decode group 8", "prefill head 40", "prefill group 2", "prefill group 3",
-    "decode window 100", "few window 70", "prefill ring", "prefill chunk ring", "prefill window 10",
-    "decode all", "prefill all",
+    "decode group 4", "decode group 1", "decode group 8", "chunk head 40", "chunk group 2", "chunk group 3",
+    "decode window 100", "rows window 70", "chunk window 49", "chunk keys of 10", "chunk window 10", "mixed group 2",
+    "decode all", "mixed all",
 )  # fmt: skip
 
 
@@ -171,7 +218,6 @@ ROPE = {
     "prefill norm after": Write(heads(2, 1, 64), 4, Rope(True, 48, 1e-5, norm_after=True)),
     "decode norm after": Write(heads(2, 1, 40), 1, Rope(False, 24, 1e-5, norm_after=True)),
     "prefill value norm": Write(heads(2, 2, 24), 4, Rope(True, 24, 1e-5, value_norm=True)),
-    "prefill into a ring": Write(Attention(2, 1, 64, ROPE_CTX, ring=64), 16, Rope(True, 64)),
     "prefill reads": Write(heads(3, 1, 64), 4, Rope(True, 64, 1e-5, writes=False)),
     "decode reads": Write(heads(2, 1, 64), 1, Rope(True, 0, writes=False)),
 }
@@ -196,10 +242,6 @@ def tensor(x):
     return tvm.runtime.tensor(np.ascontiguousarray(x))
 
 
-def state(position, live):
-    return tensor(np.array([position, live, 0, 0], np.int32))
-
-
 def dequantize(A, S, m):
     """The first m tokens [m, k] of the activation planes, and a step of the quantization for each value."""
     blocks = A.transpose(0, 2, 1, 3).reshape(-1, A.shape[1], 32)[:m]
@@ -212,28 +254,60 @@ def widened(x):
     return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 16)], constant_values=STALE)
 
 
-def caches(k, v):
-    """Kc and Vc of k, v [kv_heads, ctx, d]."""
-    k, v = widened(k), widened(v)
-    kv_heads, ctx, width = k.shape
-    return tensor(k.reshape(kv_heads, ctx // 16, 16, width).transpose(0, 1, 3, 2)), tensor(v)
+class Pool:
+    """Pages of the sequences of a step, in no order, and two more. slots: of the single rows, and of the chunk."""
+
+    def __init__(self, spec, sequences, rng):
+        self.spec, self.count = spec, sequences * spec.blocks + 2
+        self.slots = rng.permutation(SLOTS)[:sequences]
+        order = rng.permutation(self.count)
+        self.pages = np.full((SLOTS, spec.blocks), order[-1], np.int32)
+        self.pages[self.slots] = order[: sequences * spec.blocks].reshape(sequences, -1)
+
+    def caches(self, k, v):
+        """Kc and Vc of k, v [sequences, kv_heads, ctx, d]; NaNs in pages of no sequence."""
+        pooled = []
+        for x in map(widened, (k, v)):
+            sequences, kv_heads, _, width = x.shape
+            pool = np.full((self.count, kv_heads, PAGE, width), np.nan, np.float16)
+            blocks = x.reshape(sequences, kv_heads, self.spec.blocks, PAGE, width).transpose(0, 2, 1, 3, 4)
+            pool[self.pages[self.slots]] = blocks
+            pooled.append(pool)
+        return tuple(map(tensor, packed("cpu", *pooled)))
+
+    def step(self, single: Sequence[int], first: int, chunk: int, m: int):
+        """The parameters state, rows and pages of a step: positions of single rows, and a chunk. Sequences are in the
+        order of the slots. Rows that are not live hold what must not matter."""
+        table = np.full((m, 2), 1 << 30, np.int32)
+        live = len(single) + chunk
+        table[:live, 0] = [*single, *range(first, first + chunk)]
+        table[:live, 1] = [*self.slots[: len(single)], *[self.slots[-1]] * chunk]
+        state = np.array([len(single), live, 0, 0], np.int32)
+        return tensor(state), tensor(table), tensor(self.pages)
 
 
 @pytest.mark.parametrize(("arch", "name"), ATTEND_CASES)
 def test_attention(arch, name):
-    spec, states, m, p, quantize, _ = ATTEND[name]
+    spec, states, m, _, p, quantize, _ = ATTEND[name]
     heads, d, rng = spec.heads, spec.d, np.random.default_rng(1)
     q = rng.standard_normal((m, heads, d)).astype(np.float32) * 2
     sinks = (rng.standard_normal(heads) * 2 + 5).astype(np.float32)
-    for position, live in states:
-        k, v = (rng.standard_normal((spec.kv_heads, spec.ctx, d)).astype(np.float16) for _ in "kv")
-        exact = [x[:, : position + live].astype(np.float64) for x in (k, v)]
-        k[:, position + live :] = STALE * 100
-        v[:, position + live :] = STALE * 10000
-        unseen = first_seen(spec, position) // 64 * 64
-        # blocks that no row sees must not be read, unless the ring has seen keys in their places
-        k[:, :unseen] = v[:, :unseen] = STALE * 100 if spec.ring else np.nan
-        k, v = (in_ring(spec, x, position + live) for x in (k, v))
+    for state in states:
+        (single, (first, count)), live = state, state.live
+        # (first position, rows) of each sequence in the step
+        steps = [*((position, 1) for position in single), *([(first, count)] if count else [])]
+        pool = Pool(spec, len(steps), rng)
+        k, v = (rng.standard_normal((len(steps), spec.kv_heads, spec.ctx, d)).astype(np.float16) for _ in "kv")
+        expected = []
+        for sequence, (position, taken) in enumerate(steps):
+            end, unseen = position + taken, first_seen(spec, position) // PAGE * PAGE
+            exact = [x[sequence, :, :end].astype(np.float64) for x in (k, v)]
+            queries = q[len(expected) : len(expected) + taken].astype(np.float64)
+            own_sinks = sinks.astype(np.float64) if spec.sinks else None
+            expected.extend(attention_reference(spec, queries, *exact, position, own_sinks))
+            k[sequence, :, end:], v[sequence, :, end:] = STALE * 100, STALE * 10000
+            k[sequence, :, :unseen] = v[sequence, :, :unseen] = np.nan  # blocks that no row sees must not be read
+        expected = np.array(expected)
         queries = (q * (LOG2E * (spec.scale or 1 / np.sqrt(d)))).astype(np.float32)
         queries[live:] = np.nan
         columns = heads * d
@@ -246,11 +320,8 @@ def test_attention(arch, name):
             out = (A, S)
         else:
             out = (tensor(np.full((m, columns), LEFT, np.float32)),)
-        inputs = [tensor(widened(queries)), *caches(k, v), *([tensor(sinks)] if spec.sinks else [])]
-        kernels(arch)[name](state(position, live), *inputs, *out)
-        expected = attention_reference(
-            spec, q[:live].astype(np.float64), *exact, position, sinks.astype(np.float64) if spec.sinks else None
-        )
+        inputs = [tensor(widened(queries)), *pool.caches(k, v), *([tensor(sinks)] if spec.sinks else [])]
+        kernels(arch)[name](*pool.step(single, first, count, m), *inputs, *out)
         scale = np.abs(expected).max()
         if quantize:
             got, step = dequantize(A.numpy(), S.numpy(), live)
@@ -264,35 +335,52 @@ def test_attention(arch, name):
             assert (got[live:] == LEFT).all()
 
 
-CHUNKS = {  # attributes, position of the first token
+SAME = {  # attributes, position of the first token
     "causal": ({}, 505),
     # the windows of a chunk of 16 begin in one span, those of its last rows in the next
     "window": ({"window": 189}, 690),
     "all": ({"window": 189, "softcap": 5.0, "sinks": True}, 690),
 }
+KINDS = {  # (m, single) of kernels, and how they take 16 rows: those of each step, the first of which are single ones
+    "decode": ((1, 1), [(1, 1)] * 16),
+    "rows": ((4, 4), [(4, 4)] * 4),
+    "chunk": ((16, 0), [(16, 0)]),
+    "chunks": ((16, 0), [(5, 0), (11, 0)]),
+    "mixed": ((16, 7), [(16, 7)]),
+    "mixed, few": ((16, 7), [(3, 1), (7, 7), (6, 0)]),
+}
 
 
 @pytest.mark.parametrize(
-    ("arch", "name"), [(arch, name) for arch in ARCHS for name in (CHUNKS if arch == ARCHS[0] else ("all",))]
+    ("arch", "name"), [(arch, name) for arch in ARCHS for name in (SAME if arch == ARCHS[0] else ("all",))]
 )
-def test_a_token_gets_the_same_bits_in_any_chunk(arch, name):
-    attributes, position = CHUNKS[name]
-    spec, tokens, chunks = Attention(4, 2, 64, 768, **attributes), 16, (1, 4, 16)
+def test_a_row_gets_the_same_bits_in_any_function(arch, name):
+    """The rows are consecutive ones of a sequence; as single rows, each is in a slot of its own, with the same
+    pages."""
+    attributes, position = SAME[name]
+    spec, tokens = Attention(4, 2, 64, 768, **attributes), 16
     isa, target = resolve(arch).isa, resolve(arch).target
-    module = build_module({f"chunk_{m}": attention(spec, m, m, False, isa, f"chunk_{m}") for m in chunks}, target)
-    rng = np.random.default_rng(3)
+    shapes = {shape: "attend_" + "_".join(map(str, shape)) for shape, _ in KINDS.values()}
+    made = {of: attention(spec, *shape, shape[0], False, isa, of) for shape, of in shapes.items()}
+    module, rng = build_module(made, target), np.random.default_rng(3)
     q = rng.standard_normal((tokens, spec.heads, spec.d)).astype(np.float32)
-    inputs = [*caches(*rng.standard_normal((2, spec.kv_heads, spec.ctx, spec.d)).astype(np.float16))]
+    pool = Pool(spec, 1, rng)
+    inputs = [*pool.caches(*rng.standard_normal((2, 1, spec.kv_heads, spec.ctx, spec.d)).astype(np.float16))]
+    pool.slots = np.concatenate([rng.permutation(np.delete(np.arange(SLOTS), pool.slots))[:tokens], pool.slots])
+    pool.pages[pool.slots[:-1]] = pool.pages[pool.slots[-1]]
     if spec.sinks:
         inputs.append(tensor(np.array([-np.inf, 0.3, 1.7, 30], np.float32)))
     results = []
-    for m in chunks:
-        rows = []
-        for first in range(0, tokens, m):
-            out = tensor(np.zeros((m, spec.heads * spec.d), np.float32))
-            module[f"chunk_{m}"](state(position + first, m), tensor(q[first : first + m]), *inputs, out)
-            rows.append(out.numpy())
-        results.append(np.concatenate(rows))
+    for (m, single), steps in KINDS.values():
+        found, at = [], 0
+        for live, alone in steps:
+            out, own = tensor(np.zeros((m, spec.heads * spec.d), np.float32)), np.zeros((m, *q.shape[1:]), np.float32)
+            own[:live], first = q[at : at + live], position + at
+            step = pool.step(range(first, first + alone), first + alone, live - alone, m)
+            module[shapes[m, single]](*step, tensor(own), *inputs, out)
+            found.append(out.numpy()[:live])
+            at += live
+        results.append(np.concatenate(found))
     assert all(np.array_equal(result, results[0]) for result in results) and np.abs(results[0]).min() > 0
 
 
@@ -308,33 +396,39 @@ def test_rope_kv_write(arch, name):
     qn, kn = (rng.standard_normal(d).astype(np.float32) for _ in range(2))
     norms = [] if rope.eps is None else [qn, kn] if rope.writes else [qn]
     tables = [cs] if rope.rotary else []
-    states = {
-        (0, m),
-        (5, max(1, m - 3)),
-        (ROPE_CTX - m, m),
-        (ROPE_CTX - 1, m),
-    }  # the last one has no room for more than one token
-    for position, live in states:
-        written = min(live, ROPE_CTX - position)
-        Kc, Vc = caches(*np.full((2, kv_heads, spec.places, d), STALE, np.float16))
+    starts = {(0, m), (5, max(1, m - 3)), (ROPE_CTX - m, m), (ROPE_CTX - 1, m)}  # the last one has room for one token
+    for start, live in starts:
+        pool = Pool(spec, 3, rng)
+        # two single rows, and a chunk, whose rows behind the last position have no place
+        alone = 2 if m > 4 else 0
+        single = (ROPE_CTX - 1, 40)[:alone]
+        step = pool.step(single, start, live - alone, m)
+        places = step[1].numpy()[:live]
+        here = np.flatnonzero(places[:, 0] < ROPE_CTX)
+        positions, slots = places[here].T
+        Kc, Vc = pool.caches(*np.full((2, 3, kv_heads, ROPE_CTX, d), STALE, np.float16))
+        before = [x.numpy().copy() for x in (Kc, Vc)]
         Qo = tensor(np.full((m, n, spec.width), LEFT, np.float32))
         inputs = [widened(x) for x in ([q, k, v] if rope.writes else [q])] + [widened(x) for x in norms] + tables
-        cache = [Kc, Vc] if rope.writes else []
-        kernels(arch)[name](state(position, live), *map(tensor, inputs), *cache, Qo)
-        rows = cs[position : position + written]
-        expected = rope_reference(q.reshape(m, n, d)[:written], rows, rope, qn) * spec.query_scale
-        np.testing.assert_allclose(Qo.numpy()[:written, :, :d], expected, rtol=0, atol=4e-6)
-        assert (Qo.numpy()[written:] == LEFT).all()
+        head = step if rope.writes else step[:2]
+        kernels(arch)[name](*head, *map(tensor, inputs), *([Kc, Vc] if rope.writes else []), Qo)
+        angle = cs[positions]
+        expected = rope_reference(q.reshape(m, n, d)[here], angle, rope, qn) * spec.query_scale
+        np.testing.assert_allclose(Qo.numpy()[here, :, :d], expected, rtol=0, atol=4e-6)
+        assert (np.delete(Qo.numpy(), here, axis=0) == LEFT).all()
         if not rope.writes:
             continue
-        got_k = Kc.numpy().transpose(0, 1, 3, 2).reshape(kv_heads, spec.places, spec.width)[..., :d]
-        keys = rope_reference(k.reshape(m, kv_heads, d)[:written], rows, rope, kn)
-        here = np.arange(position, position + written) % spec.places
-        np.testing.assert_allclose(got_k[:, here].transpose(1, 0, 2), keys, rtol=6e-4, atol=1e-6)
-        got_v, values = Vc.numpy()[..., :d], value_reference(v.reshape(m, kv_heads, d)[:written], rope)
-        np.testing.assert_allclose(got_v[:, here].transpose(1, 0, 2), values, rtol=6e-4, atol=1e-6)
-        for cache in (got_k, got_v):
-            assert (np.delete(cache, here, axis=1) == STALE).all()
+        page, key = places_of(pool.pages, positions, slots)
+        keys = rope_reference(k.reshape(m, kv_heads, d)[here], angle, rope, kn)
+        values = value_reference(v.reshape(m, kv_heads, d)[here], rope)
+        for found, old, wanted in (
+            (keys_of("cpu", Kc.numpy()), keys_of("cpu", before[0]), keys),
+            (Vc.numpy(), before[1], values),
+        ):
+            np.testing.assert_allclose(found[page, :, key, :d], wanted, rtol=6e-4, atol=1e-6)
+            changed = found.copy()
+            changed[page, :, key, :d] = old[page, :, key, :d]
+            np.testing.assert_array_equal(changed, old)
 
 
 @pytest.mark.parametrize(("ctx", "d"), [(100, 64), (128, 20)])

@@ -26,12 +26,18 @@ ARCHS = list({resolve(name).isa: name for name in RUNNABLE}.values())
 EPS, LEFT = 1e-5, 7.0  # LEFT: what outputs hold before a kernel runs
 #        m, k, p, live
 CHUNKS = ((1, 2048, 1, 1), (16, 256, 4, 16), (16, 96, 8, 5), (8, 64, 16, 8))
+ANSWERS, SINGLE = 4, (0, 2, 3, 4)  # answers at most, and single rows of steps
 VOCAB, COLUMNS, ODD_COLUMNS = 37, 512, 100
 # Lookups are the same TensorIR everywhere: archs other than this machine's own compile those of a few formats.
 SAMPLE = ("q4_0", "q6_k", "mxfp4", "bf16")
 ONE_TOKEN = ("q4_0", "f16")  # formats whose lookups are tested for a single token
 EMBEDS = [(arch, fmt) for arch in ARCHS for fmt in (FORMATS if arch == ARCHS[-1] else SAMPLE)]
 EMBED_M, SCALE = 5, 45.25
+
+
+def tiles_of(m, p):
+    """Rows of a tile, by rows: p for m, others for fewer."""
+    return lambda rows: p if rows == m else 2 if rows > 1 else 1
 
 
 @functools.cache
@@ -41,12 +47,14 @@ def kernels(arch):
     for i, (m, k, p, _) in enumerate(CHUNKS):
         funcs += [quantize(k, m, p, isa, f"quantize{i}")]
         funcs += [
-            rms_norm(k, m, EPS, p, q, row, isa, f"norm{i}_{row}_{int(q)}")
-            for row in ("all", "last")
+            rms_norm(k, m, EPS, tiles_of(m, p), q, row, isa, f"norm{i}_{row.partition(':')[0]}_{int(q)}")
+            for row in ("all", "last", *([f"answers:{ANSWERS}"] if m > 1 else []))
             for q in (False, True)
         ]
     for i, (m, k, p, _) in enumerate(CHUNKS):
-        funcs += [layer_norm(k, m, EPS, p, q, "all", q, isa, f"layer_norm{i}_{int(q)}") for q in (False, True)]
+        funcs += [
+            layer_norm(k, m, EPS, tiles_of(m, p), q, "all", q, isa, f"layer_norm{i}_{int(q)}") for q in (False, True)
+        ]
     for fmt in (fmt for of, fmt in EMBEDS if of == arch):
         sizes = (1, EMBED_M) if fmt in ONE_TOKEN else (EMBED_M,)
         funcs += [embed(fmt, VOCAB, COLUMNS, m, f"embed_{fmt}_{m}") for m in sizes]
@@ -60,8 +68,8 @@ def tensor(x):
     return tvm.runtime.tensor(np.ascontiguousarray(x))
 
 
-def state(live):
-    return tensor(np.array([3, live, 0, 0], np.int32))
+def state(live, single=0):
+    return tensor(np.array([single, live, 0, 0], np.int32))
 
 
 def planes(m, k, p):
@@ -123,6 +131,37 @@ def test_rms_norm(arch, chunk, row):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("single", SINGLE)
+@pytest.mark.parametrize("chunk", range(1, len(CHUNKS)))
+def test_norm_of_answers(arch, chunk, single):
+    """The single rows, and the last row of the chunk behind them, as far as there is room."""
+    m, k, _, most = CHUNKS[chunk]
+    x, g = rows_of(m, k), np.random.default_rng(9).standard_normal(k).astype(np.float32)
+    wide = x.astype(np.float64)
+    normed = wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + EPS) * g
+    for live in (single + 1, most):
+        expected = normed[[*range(single), live - 1]][:ANSWERS]
+        Y = tensor(np.full((ANSWERS, k), LEFT, np.float32))
+        kernels(arch)[f"norm{chunk}_answers_0"](state(live, single), tensor(x), tensor(g), Y)
+        np.testing.assert_allclose(Y.numpy()[: len(expected)], expected, rtol=3e-6, atol=1e-9)
+        assert (Y.numpy()[len(expected) :] == LEFT).all()
+        A, S = planes(ANSWERS, k, 2)
+        kernels(arch)[f"norm{chunk}_answers_1"](state(live, single), tensor(x), tensor(g), A, S)
+        check_planes(A, S, expected, len(expected))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_single_rows_without_a_chunk(arch):
+    x, g, single = rows_of(16, 256), np.ones(256, np.float32), 3
+    Y = tensor(np.full((ANSWERS, 256), LEFT, np.float32))
+    kernels(arch)["norm1_answers_0"](state(single, single), tensor(x), tensor(g), Y)
+    wide = x[:single].astype(np.float64)
+    expected = wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + EPS)
+    np.testing.assert_allclose(Y.numpy()[:single], expected, rtol=3e-6, atol=1e-9)
+    assert (Y.numpy()[single:] == LEFT).all()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("chunk", range(len(CHUNKS)))
 def test_layer_norm(arch, chunk, quantized):
@@ -177,4 +216,4 @@ def test_columns_that_do_not_fit_are_refused():
     with pytest.raises(UserError, match="multiple of 32"):
         quantize(40, 1, 1, None, "quantize")
     with pytest.raises(UserError, match="multiple of 32"):
-        rms_norm(40, 1, EPS, 1, False, "all", None, "norm")
+        rms_norm(40, 1, EPS, tiles_of(1, 1), False, "all", None, "norm")

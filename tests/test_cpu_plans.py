@@ -38,8 +38,8 @@ def gate_up(m, fmt, **attributes):
     return Workload("gate_up", args | attributes)
 
 
-def attention(m, **attributes):
-    args = {"heads": 14, "kv_heads": 2, "d": 64, "ctx": 384, "m": m, "layout": "tiles"}
+def attention(m, single, **attributes):
+    args = {"heads": 14, "kv_heads": 2, "d": 64, "ctx": 384, "m": m, "single": single, "layout": "tiles"}
     return Workload("attention", args | attributes)
 
 
@@ -65,9 +65,10 @@ WORKLOADS = {
     "experts' gate_up prefill": experts("expert_gate_up", 4, **GATES),
     "experts' linear prefill": experts("expert_linear", 4, **DOWN),
     "experts' down decode": experts("expert_down", 1, weighted=True, residual=False, **DOWN),
-    "attention decode": attention(1), "attention prefill": attention(64),
-    "attention decode attributes": attention(1, **ATTRIBUTES),
-    "attention prefill attributes": attention(64, **ATTRIBUTES),
+    "attention decode": attention(1, 1), "attention rows": attention(4, 4), "attention prefill": attention(64, 0),
+    "attention mixed": attention(64, 8),
+    "attention decode attributes": attention(1, 1, **ATTRIBUTES),
+    "attention prefill attributes": attention(64, 0, **ATTRIBUTES),
 }  # fmt: skip
 
 
@@ -98,8 +99,15 @@ def filled(param, workload, rng):
     if param.name == "Groups":
         of = Experts(*(workload.args[key] for key in ("experts", "used", "tile")))
         return routing.tables(asdict(of) | {"m": m, "tiles": of.tiles(m)})["Groups"]
+    live, single = max(1, m - 4), workload.args.get("single", 0)
     if param.name == "state":
-        return np.array([290, max(1, m - 4), 0, 0], np.int32)
+        return np.array([min(single, live), live, 0, 0], np.int32)
+    if param.name == "rows":  # single rows at several depths, then a chunk
+        row = np.arange(m)
+        place = np.where(row < single, 290 - 40 * row, 290 + row - single)
+        return np.stack([place, np.minimum(row, single)], 1).astype(np.int32)
+    if param.name == "pages":
+        return rng.permuted(np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)), axis=1)
     if dtype.startswith("float"):
         return rng.standard_normal(shape).astype(dtype)
     # bf16 comes as its bits, uint16: small ones, to be finite

@@ -38,10 +38,10 @@ def test_rows_of_a_step(device, kind, singles, chunk):
     name = next(name for name in manifest["functions"] if name.startswith(kind))
     function, vocab, rng = manifest["functions"][name], manifest["model"]["vocab"], np.random.default_rng(1)
     assert function["samples"]
-    write_private_pages(device, manifest, slots=4)
+    write_private_pages(device, manifest, singles)
     ids = rng.integers(0, vocab, singles + chunk)
     rows = [(int(token), 0, slot) for slot, token in enumerate(ids[:singles])]
-    n = write_step(device, function, rows, (ids[singles:], 0, singles % 4) if chunk else None)
+    n = write_step(device, function, rows, (ids[singles:], 0, singles) if chunk else None)
     recent = tuple(int(t) for t in ids)
     zeros = [cases.Row(np.zeros(vocab, np.float32), s, recent) for s in SAMPLINGS[-n:]]
     arrays = cases.inputs(zeros, manifest["io"]["logits"]["shape"][1])

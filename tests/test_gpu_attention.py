@@ -35,11 +35,11 @@ DECODE = {
     "decode_window": Case(2, 1, 64, rope=Rope(True, 64), states=NEAR + FAR, attributes={"window": 40}),
     "decode_ring": Case(
         2, 1, 64, rope=Rope(True, 64), states=(*NEAR, (64, 1), (500, 1)),
-        attributes={"window": 64, "ring": 64, "sinks": True},
+        attributes={"window": 64, "sinks": True},
     ),
-    "decode_ring_300": Case(2, 1, 64, states=((10, 1), (450, 1)), attributes={"window": 300, "ring": 320}),
+    "decode_ring_300": Case(2, 1, 64, states=((10, 1), (450, 1)), attributes={"window": 300}),
     "decode_chunk": Case(
-        2, 1, 64, rope=Rope(True, 64), states=((39, 1), (40, 1), (500, 1)), attributes={"chunk": 40, "ring": 64}
+        2, 1, 64, rope=Rope(True, 64), states=((39, 1), (40, 1), (500, 1)), attributes={"chunk": 40}
     ),
     "decode_attributes": Case(
         4, 1, 64, states=((5, 1), (500, 1)),
@@ -63,9 +63,9 @@ PREFILL = {
         1, 1, 32, 64, "", states=((0, 64), (70, 64), (400, 45)), attributes={"window": 5, "sinks": True}
     ),
     "prefill_ring": Case(
-        2, 1, 64, 16, "", states=((0, 16), (56, 16), (401, 13)), attributes={"window": 49, "ring": 64, "sinks": True}
+        2, 1, 64, 16, "", states=((0, 16), (56, 16), (401, 13)), attributes={"window": 49, "sinks": True}
     ),
-    "prefill_chunk": Case(2, 1, 64, 16, "", states=((30, 16), (393, 16)), attributes={"chunk": 100, "ring": 128}),
+    "prefill_chunk": Case(2, 1, 64, 16, "", states=((30, 16), (393, 16)), attributes={"chunk": 100}),
     "prefill_attributes": Case(
         4, 1, 64, 16, "half", states=((30, 16), (300, 16)),
         attributes={"window": 100, "softcap": 4.0, "sinks": True, "scale": 0.2},
@@ -74,8 +74,8 @@ PREFILL = {
 DOT = {
     "prefill_dot": Case(3, 1, 64, 16, "rows", states=((0, 16), (57, 13))),
     "prefill_dot_head_80": Case(2, 1, 80, 16, "", states=((57, 13),)),
-    "prefill_dot_ring": Case(2, 1, 48, 16, "", states=((401, 13),), attributes={"window": 49, "ring": 64}),
-    "prefill_dot_chunk": Case(2, 1, 32, 16, "", states=((393, 16),), attributes={"chunk": 100, "ring": 128}),
+    "prefill_dot_ring": Case(2, 1, 48, 16, "", states=((401, 13),), attributes={"window": 49}),
+    "prefill_dot_chunk": Case(2, 1, 32, 16, "", states=((393, 16),), attributes={"chunk": 100}),
     "prefill_dot_attributes": Case(
         3, 1, 64, 16, "", states=((60, 16), (400, 13)),
         attributes={"window": 9, "softcap": 4.0, "sinks": True, "scale": 0.2},
@@ -88,7 +88,7 @@ ROPE = {
     "rope_head_24": Case(3, 1, 24, 4, rope=Rope(True, 12, 1e-6)),
     "rope_norm_after": Case(3, 1, 24, 4, rope=Rope(True, 12, 1e-6, norm_after=True, value_norm=True)),
     "rope_reads": Case(3, 1, 64, 4, rope=Rope(True, 64, 1e-6, writes=False)),
-    "rope_ring": Case(2, 1, 64, 16, rope=Rope(True, 64), attributes={"window": 40, "ring": 64}),
+    "rope_ring": Case(2, 1, 64, 16, rope=Rope(True, 64), attributes={"window": 40}),
     "rope_none": Case(2, 1, 64, 1, rope=Rope(True, 0, 1e-6), attributes={"scale": 0.3}),
 }
 CASES = DECODE | PREFILL | DOT | ROPE

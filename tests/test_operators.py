@@ -60,16 +60,18 @@ def test_costs_of_a_linear_layer():
 
 def test_costs_of_attention_with_a_window():
     args = {"heads": 4, "kv_heads": 2, "d": 64, "ctx": 1024, "m": 4, "layout": "", "window": 128}
-    cache = [(name, (2, 1024, 64), "float16") for name in ("Kc", "Vc")]
-    buffers = [("state", (4,), "int32"), ("Qo", (4, 4, 64), "float16"), *cache, ("X", (4, 256), "float32")]
+    cache = [(name, (16, 2, 64, 64), "float16") for name in ("Kc", "Vc")]
+    tables = [("rows", (4, 2), "int32"), ("pages", (64, 16), "int32")]
+    buffers = [("state", (4,), "int32"), *tables, ("Qo", (4, 4, 64), "float16"), *cache, ("X", (4, 256), "float32")]
     found = costs("attention", args, parameters("attention", args, buffers))
     assert found.position == 2 * 2 * 64 * 2
     assert found.bytes(4, 1000) - found.bytes(4, 0) == 128 * found.position
     assert found.operations(2, 1000) == 2 * 128 * 4 * 4 * 64
-    ring = [(name, (2, 256, 64) if name in ("Kc", "Vc") else shape, dtype) for name, shape, dtype in buffers]
-    assert costs("attention", args | {"ring": 256}, parameters("attention", args, ring)) == found
     whole = costs("attention", args | {"window": None}, parameters("attention", args, buffers))
     assert whole.operations(2, 1000) == (1001 + 1002) * 4 * 4 * 64
+    # three sequences of 1000 tokens: two single rows, and a chunk of one row
+    assert whole.bytes(3, 1000, 2) - whole.bytes(3, 0, 2) == 3 * 1000 * whole.position
+    assert whole.operations(3, 1000, 2) == 3 * 1001 * 4 * 4 * 64
 
 
 def test_an_operator_of_ours_has_an_entry():

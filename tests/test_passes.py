@@ -17,7 +17,7 @@ from mlc_amd.compiler.passes import fuse
 def operators(model, m: int = 1, target=None) -> tuple[Counter, list]:
     """Operator counts and calls of the fused function of m tokens, by default on the CPU."""
     target = target or CpuTarget("x86-64-v3")
-    module, _ = build_module(model, target, [FunctionSpec("main", m)], 64)
+    module, _ = build_module(model, target, [FunctionSpec("main", m, int(m == 1), "last")], 64)
     calls = [
         b.value
         for block in fuse(module, target)["main"].body.blocks

@@ -17,9 +17,10 @@ from mlc_amd.compiler.weights import specs as weight_specs
 
 @pytest.fixture(scope="module")
 def planned():
-    """(plan, backend, model) of the decode and a prefill function."""
+    """(plan, backend, model, specs) of functions of one row, and of single rows with a chunk."""
     model, backend = synthetic("tiny-qwen3:q4_k"), CpuTarget("x86-64-v3")
-    module, parameters = build_module(model, backend, [FunctionSpec("decode", 1), FunctionSpec("prefill_64", 64)], 64)
+    functions = [FunctionSpec("decode", 1, 1, "all"), FunctionSpec("mixed_64", 64, 8, "answers:8")]
+    module, parameters = build_module(model, backend, functions, 64)
     module = backend.select_kernels(fuse(module, backend))
     specs = weight_specs(model, backend, parameters, 64)
     tensors = {name: [spec.name for spec in planes] for name, planes in specs.items()}
@@ -33,11 +34,23 @@ def arena_range(arg) -> range:
 
 def test_launches(planned):
     plan, backend, model, _ = planned
-    assert len(plan.functions["decode"]) == len(plan.functions["prefill_64"]) == 8 * len(model.config.layers) + 3
+    assert len(plan.functions["decode"]) == len(plan.functions["mixed_64"]) == 8 * len(model.config.layers) + 4
     for launches in plan.functions.values():
         assert {launch["kernel"] for launch in launches} <= set(backend.kernels)
-        assert launches[-1]["args"][-1] == ["io", "logits"]
-        assert all(launch["args"][0] == ["io", "state"] for launch in launches)
+        assert launches[-2]["args"][-1] == launches[-1]["args"][1] == ["io", "logits"]
+        assert launches[-1]["args"][-3:-1] == [["io", "sampled"], ["io", "logprobs"]]
+    first = {name: [launch["args"][0] for launch in launches] for name, launches in plan.functions.items()}
+    assert all(arg == ["io", "state"] for arg in [*first["decode"], *first["mixed_64"][:-2]])
+    assert first["mixed_64"][-2:] == [["io", "answers"]] * 2  # the rows that the last norm kept
+
+
+def test_rows_and_pages_go_to_the_cache(planned):
+    plan, *_ = planned
+    for launches in plan.functions.values():
+        for launch in launches:
+            uses_cache = any(arg[0] == "kv" for arg in launch["args"])
+            tables = [["io", "rows"], ["io", "pages.0"]]
+            assert launch["args"][1:3] == tables if uses_cache else not any(arg in launch["args"] for arg in tables)
 
 
 def test_every_weight_is_used_and_none_invented(planned):
@@ -57,7 +70,7 @@ def test_cache_is_written_and_read_in_place(planned):
     for launches in plan.functions.values():
         for layer in range(len(model.config.layers)):
             users = [launch["kernel"] for launch in launches if ["kv", f"k.{layer}"] in launch["args"]]
-            assert [name.split("_m")[0] for name in users] == ["rope_kv_write", "attention"]
+            assert [name.split("_m")[0].split("_rows")[0] for name in users] == ["rope_kv_write", "attention"]
 
 
 def test_arena_is_aligned_and_inside(planned):
@@ -84,7 +97,7 @@ def test_what_is_read_is_what_was_written_last(planned):
         for step, launch in enumerate(launches):
             outputs = written_parameters(backend.kernels[launch["kernel"]])
             ranges = {i: arena_range(arg) for i, arg in enumerate(launch["args"]) if arg[0] == "arena"}
-            assert outputs & ranges.keys() or step == len(launches) - 1
+            assert outputs & ranges.keys() or ["io", "logits"] in launch["args"]
             for i in ranges.keys() - outputs:
                 assert len(set(owner[ranges[i].start : ranges[i].stop])) == 1, "overwritten in part"
                 assert owner[ranges[i].start] >= 0, "never written"

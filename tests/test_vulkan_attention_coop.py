@@ -39,10 +39,10 @@ CASES = {
     # smaller than a chunk; larger than a block of keys
     "window": Case(2, 1, 32, 64, "", states=((0, 64), (70, 64), (400, 45)), attributes={"window": 9, "sinks": True}),
     "ring": Case(
-        3, 1, 32, 16, "", states=((0, 16), (56, 16), (401, 13)), attributes={"window": 49, "ring": 64, "sinks": True}
+        3, 1, 32, 16, "", states=((0, 16), (56, 16), (401, 13)), attributes={"window": 49, "sinks": True}
     ),
-    "ring_of_blocks": Case(2, 1, 64, 64, "", states=((290, 64), (440, 50)), attributes={"window": 200, "ring": 320}),
-    "chunk": Case(2, 1, 32, 64, "", states=((30, 64), (393, 64)), attributes={"chunk": 100, "ring": 192}),
+    "ring_of_blocks": Case(2, 1, 64, 64, "", states=((290, 64), (440, 50)), attributes={"window": 200}),
+    "chunk": Case(2, 1, 32, 64, "", states=((30, 64), (393, 64)), attributes={"chunk": 100}),
     "attributes": Case(
         3, 1, 32, 64, "half", states=((60, 64), (400, 64)),
         attributes={"window": 100, "softcap": 4.0, "sinks": True, "scale": 0.2},

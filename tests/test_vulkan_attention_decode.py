@@ -22,7 +22,7 @@ STATES = tuple((position, 1) for position in (0, 128, 256, 257, CTX - 1))
 CASES = {
     "queries": Case(8, 2, 128, states=STATES),
     "rows": Case(8, 2, 64, m=8, layout="rows", states=((0, 8), (0, 3), (250, 5), (CTX - 8, 8))),
-    "rows of a window": Case(2, 1, 64, m=4, states=((0, 4), (CTX - 3, 3)), attributes={"window": 300, "ring": 320}),
+    "rows of a window": Case(2, 1, 64, m=4, states=((0, 4), (CTX - 3, 3)), attributes={"window": 300}),
     # four workgroups have two of the query heads each; one of them writes the cache
     "parts": Case(8, 1, 64, layout="rows", rope=Rope(True, 64, 1e-6), states=STATES, attributes={"sinks": True}),
     "normalized": Case(2, 1, 96, layout="half", rope=Rope(True, 96, 1e-6), states=STATES),
@@ -31,8 +31,8 @@ CASES = {
         4, 1, 64, rope=Rope(True, 64), states=STATES,
         attributes={"window": 300, "softcap": 4.0, "sinks": True, "scale": 0.2},
     ),
-    "ring": Case(4, 1, 64, rope=Rope(True, 64), states=STATES, attributes={"window": 300, "ring": 320}),
-    "chunk": Case(2, 1, 64, states=STATES, attributes={"chunk": 300, "ring": 320}),
+    "ring": Case(4, 1, 64, rope=Rope(True, 64), states=STATES, attributes={"window": 300}),
+    "chunk": Case(2, 1, 64, states=STATES, attributes={"chunk": 300}),
 }  # fmt: skip
 
 

@@ -169,7 +169,9 @@ def _artifact(artifact, n_cpu_moe: int) -> dict[str, object]:
     layers = len(manifest["model"]["layers"])
     launches = {
         name: {
-            "tokens": function["tokens"],
+            "rows": function["rows"],
+            "single": function["single"],
+            "logits": function["logits"],
             "launches": len(function["launches"]),
             "per_layer": per_layer(function["launches"], layers),
         }
@@ -277,8 +279,10 @@ def _memory(memory: dict) -> str:
 
 
 def _launches(launches: dict) -> str:
-    rows = [(name, entry["tokens"], entry["launches"], entry["per_layer"]) for name, entry in launches.items()]
-    return display.table(("function", "tokens", "launches", "per layer"), rows, right=(1, 2, 3))
+    keys = ("rows", "single", "logits", "launches", "per_layer")
+    rows = [(name, *(entry[key] for key in keys)) for name, entry in launches.items()]
+    header = ("function", "rows", "of sequences", "logits", "launches", "per layer")
+    return display.table(header, rows, right=range(1, 6))
 
 
 def _kernels(kernels: list) -> str:

@@ -81,10 +81,11 @@ def measure(engine: Engine, device: str | None, runs: int, whole_model: bool) ->
     status = terminal.Status()
     status.show("whole model")
     found = {
-        "replays": selftest_model.replays(used, artifact, replayed),
-        "times": selftest_model.times(engine, timed),  # drivers may have work with what runs first
-        "logits": selftest_model.logits(used, artifact, whole_model),
         "agreement": selftest_model.agreement(engine),
+        "times": selftest_model.times(engine, timed),  # drivers may have work with what runs first
+        # From here on, the device's pages are no longer the engine's.
+        "replays": selftest_model.replays(used, artifact, replayed),
+        "logits": selftest_model.logits(used, artifact, whole_model),
     }
     measured = bandwidth.of_device(used)
     where = getattr(used, "code_arch", artifact.manifest["target"]["arch"])

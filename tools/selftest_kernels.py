@@ -19,7 +19,7 @@ from mlc_amd.runtime.measure.program import open_backend
 from mlc_amd.runtime.measure.timing import Bench
 from mlc_amd.tools.reference.activations import BLOCK
 from mlc_amd.tools.reference.compare import difference
-from mlc_amd.tools.reference.operators import OPERATORS, SLOTS, Case, results, used_slots
+from mlc_amd.tools.reference.operators import OPERATORS, Case, results, wanted_rows
 from mlc_amd.tools.reference.plan import layout_of
 
 ROWS, BLOCKS = 8, 8  # at most, that are compared of an output
@@ -97,13 +97,12 @@ def _deviation(bench: Bench, candidate: Candidate, layout: str) -> tuple[float, 
     for state in candidate.facts["states"]:
         found, *others = (bench.outputs(0, state, again=True) for _ in range(TIMES))
         arrays = fill(candidate, state)
-        live = min(state[1], work["args"].get("m", 1))
-        rows = used_slots(arrays, work["args"], live) if work["op"] in SLOTS else np.arange(live)
-        case = Case(work["op"], work["args"], arrays, layout, (state[0], live), _some(rows, ROWS), _columns)
+        rows = wanted_rows(work["op"], work["args"], arrays)
+        case = Case(work["op"], work["args"], arrays, layout, _some(rows, ROWS), _columns)
         share, why = difference(work["args"], candidate.facts["params"], found, results(case))
         if not why and any(found[name].tobytes() != other[name].tobytes() for other in others for name in found):
             why = f"its results differ between {TIMES} runs: a race?"
-        worst, wrong = max(worst, share), wrong or (f"{why} (state {state[:2]})" if why else "")
+        worst, wrong = max(worst, share), wrong or (f"{why} (state {state[:3]})" if why else "")
     return worst, wrong
 
 

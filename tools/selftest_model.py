@@ -6,10 +6,12 @@ functions (`agreement`), and the times of kernels (`times`).
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.steps import Single, pages_of, write_private_pages, write_step
 from mlc_amd.tools import kernel_table
 from mlc_amd.tools.reference.plan import Plan, without_reference
 
@@ -24,52 +26,88 @@ TIMED_DEPTH = 64  # tokens in the cache when kernels are timed
 
 ROUTERS = ("route", "norm_route")
 
-Step = tuple[str, int, np.ndarray]  # function, position, ids
+
+class Step(NamedTuple):
+    """What `write_step` takes. The long sequence is the chunk, or the first single row of a step without one."""
+
+    function: str
+    singles: list[Single]
+    chunk: tuple[np.ndarray, int, int] | None
+
+    @property
+    def rows(self) -> int:
+        return len(self.singles) + (len(self.chunk[0]) if self.chunk else 0)
+
+    @property
+    def position(self) -> int:
+        """Of the long sequence."""
+        return self.chunk[1] if self.chunk else self.singles[0][1]
 
 
-def steps(artifact, most: int) -> list[Step]:
-    """A sequence in which each function has its turn: prompts of at most `most` tokens, a few single tokens, all
-    logits. Where the context is full, positions are written again."""
-    manifest, random = artifact.manifest, np.random.default_rng(1)
-    functions, found, position = manifest["functions"], [], 0
-    for name in sorted(functions, key=lambda name: (functions[name]["all_logits"], -functions[name]["tokens"])):
-        count = min(functions[name]["tokens"], most)
-        for _ in range(DECODED if count == 1 else 1):
-            position = min(position, manifest["context"] - count)
-            found.append((name, position, random.integers(0, manifest["model"]["vocab"], count)))
-            position += count
-    return found
+class Sequences:
+    """Sequences that share the pages of a device: short ones of up to a page in slots 0 .. short-1, and a long one in
+    the next slot, which has at least half of the pages."""
+
+    def __init__(self, device, manifest: dict):
+        self.manifest = manifest
+        pages = min(pages_of(device, manifest).values())
+        single = max(function["single"] for function in manifest["functions"].values())
+        self.short = min(single, pages // 2)
+        self.room = min(manifest["context"], (pages - self.short) * manifest["page"])  # for the long one
+
+    def steps(self, most: int) -> list[Step]:
+        """Steps in which each function has its turn: chunks of at most `most` tokens, single tokens, mixtures. Where a
+        sequence is full, positions are written again."""
+        random, vocab = np.random.default_rng(1), self.manifest["model"]["vocab"]
+        functions = self.manifest["functions"]
+        found, position, age = [], 0, 0
+        for name in sorted(functions, key=lambda name: (_scores(functions[name]), -functions[name]["rows"])):
+            rows, single = functions[name]["rows"], functions[name]["single"]
+            for _ in range(DECODED if rows == 1 else 1):
+                count = min(rows - min(single, self.short), most, self.room) if rows > single else 1
+                position = min(position, self.room - count)
+                ids = random.integers(0, vocab, count)
+                long = [(int(ids[0]), position, self.short)] if rows == single else []
+                others = range(min(single - len(long), self.short))
+                singles = [*long, *((int(random.integers(vocab)), age, slot) for slot in others)]
+                found.append(Step(name, singles, None if long else (ids, position, self.short)))
+                position, age = position + count, min(age + bool(others), self.manifest["page"] - 1)
+        return found
+
+    def run(self, device, sequence: list[Step], run: Callable[[str], None]) -> list[np.ndarray]:
+        """Logits of each step, from an empty cache. run: the device's `run` or `run_plain`."""
+        device.clear()
+        write_private_pages(device, self.manifest, self.short)
+        found = []
+        for step in sequence:
+            rows = write_step(device, self.manifest["functions"][step.function], step.singles, step.chunk)
+            run(step.function)
+            found.append(device.read("logits", rows).copy())
+        return found
 
 
-def _run(device, functions: dict, sequence: list[Step], run: Callable[[str], None]) -> list[np.ndarray]:
-    """Logits of each step, from an empty cache. run: the device's `run` or `run_plain`."""
-    device.clear()
-    found = []
-    for function, position, ids in sequence:
-        device.write("state", (position, len(ids)))
-        device.write("tokens", ids)
-        run(function)
-        found.append(device.read("logits", len(ids) if functions[function]["all_logits"] else 1).copy())
-    return found
+def _scores(function: dict) -> bool:
+    """Whether it gives the logits of all tokens of a chunk."""
+    return function["logits"] > 1 and not function["single"]
 
 
 def replays(device, artifact, rounds: int) -> dict:
     """{"rounds", "functions", "wrong"}: functions whose replays differ, bit for bit, from launches one by one, in any
     of the rounds of the same sequence of steps.
 
-    Steps have as many tokens as their function takes. Rows that are not in use hold what is left of other steps, and
-    they may decide with the others when attention rescales its sums, which changes how these round.
+    Rows that are not in use hold what is left of other steps, and they may decide with the others when attention
+    rescales its sums, which changes how these round: the sequence runs once before results count.
     """
     functions = artifact.manifest["functions"]
-    sequence = steps(artifact, max(function["tokens"] for function in functions.values()))
-    expected, wrong = _run(device, functions, sequence, device.run_plain), set()
+    sequences = Sequences(device, artifact.manifest)
+    sequence = sequences.steps(max(function["rows"] for function in functions.values()))
+    _, expected = (sequences.run(device, sequence, device.run_plain) for _ in range(2))
+    wrong = set()
     for _ in range(rounds):
-        for (function, *_), found, wanted in zip(
-            sequence, _run(device, functions, sequence, device.run), expected, strict=True
-        ):
+        for step, found, wanted in zip(sequence, sequences.run(device, sequence, device.run), expected, strict=True):
             if found.tobytes() != wanted.tobytes():
-                wrong.add(function)
-    return {"rounds": rounds, "functions": sorted({function for function, *_ in sequence}), "wrong": sorted(wrong)}
+                wrong.add(step.function)
+    return {"rounds": rounds, "functions": sorted({step.function for step in sequence}), "wrong": sorted(wrong)}
 
 
 def logits(device, artifact, always: bool = False) -> dict:
@@ -81,11 +119,19 @@ def logits(device, artifact, always: bool = False) -> dict:
         return none | {"note": f"no reference for {', '.join(missing[:3])}"}
     if artifact.manifest["weight_bytes"] > LARGEST and not always:
         return none | {"note": "the model is large: --whole-model compares its logits, which takes minutes"}
-    plan, sequence, vocab = Plan(artifact), steps(artifact, PROMPT), artifact.manifest["model"]["vocab"]
-    found, told = _run(device, artifact.manifest["functions"], sequence, device.run), []
-    for (function, position, ids), rows in zip(sequence, found, strict=True):
-        deviation = _apart(rows[:, :vocab], plan.run(function, position, ids))
-        told.append({"function": function, "position": position, "tokens": len(ids), "deviation": deviation})
+    sequences, vocab = Sequences(device, artifact.manifest), artifact.manifest["model"]["vocab"]
+    plan, sequence = Plan(artifact, pages_of(device, artifact.manifest)), sequences.steps(PROMPT)
+    found = sequences.run(device, sequence, device.run)
+    expected = sequences.run(plan, sequence, plan.run)
+    told = [
+        {
+            "function": step.function,
+            "position": step.position,
+            "tokens": step.rows,
+            "deviation": _apart(rows[:, :vocab], wanted[:, :vocab]),
+        }
+        for step, rows, wanted in zip(sequence, found, expected, strict=True)
+    ]
     wrong = _wrong(told, mixture=any(entry["operator"] in ROUTERS for entry in artifact.manifest["kernels"]))
     problem = f"logits of {', '.join(wrong)} are wrong" if wrong else None
     return {"steps": told, "problem": problem, "note": None}
@@ -132,7 +178,7 @@ def times(engine, rounds: int) -> dict[str, dict]:
     where the device cannot time kernels."""
     found: dict[str, dict] = {}
     functions = engine.artifact.manifest["functions"]
-    for size in sorted(f["tokens"] for f in functions.values() if not f["all_logits"]):
+    for size in sorted({f["rows"] for f in functions.values() if f["logits"] == 1}):
         depth = min(TIMED_DEPTH, engine.context - size)
         engine.reset()
         if depth:

@@ -13,6 +13,7 @@ import tvm
 from tvm import s_tir, tirx
 
 from mlc_amd.compiler.codegen.lower import has_blocks
+from mlc_amd.compiler.codegen.object_cache import ObjectCache
 from mlc_amd.compiler.codegen.target import Target
 from mlc_amd.compiler.models.build import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig
@@ -30,7 +31,7 @@ COMPILERS = ("cc", "gcc", "clang")  # any of them will do; else the ziglang pack
 NATIVE = Path(devices.__file__).parent / "cpu.c"
 LIBRARY = "kernels.so"
 LONG = 512  # rows of a chunk
-BATCH = 4  # kernels compiled at a time by one worker
+OBJECTS = ObjectCache()
 
 
 class CpuTarget(Target):
@@ -94,18 +95,21 @@ class CpuTarget(Target):
     def compile_arch(self, arch, kernels, directory, step=lambda name: None, workers=1):
         """As `Target.compile_arch`. Nothing is launched but the functions themselves."""
         names = sorted(kernels)
-        batches = [names[i : i + BATCH] for i in range(0, len(names), BATCH)]
 
-        def build(i: int) -> str:
-            path = str(directory / f"kernels-{i}.o")
-            build_module({name: kernels[name] for name in batches[i]}, arch.target).write_to_file(path)
-            for name in batches[i]:
-                step(name)
-            return path
+        def build(name: str) -> str:
+            path = directory / f"{name}.o"
+
+            def compiled() -> bytes:
+                build_module({name: kernels[name]}, arch.target).write_to_file(str(path))
+                return path.read_bytes()
+
+            path.write_bytes(OBJECTS.get(name, kernels[name], arch.target, compiled))
+            step(name)
+            return str(path)
 
         with ThreadPoolExecutor(workers) as pool:
             try:
-                objects = list(pool.map(build, range(len(batches))))
+                objects = list(pool.map(build, names))
             finally:  # after an error or Ctrl-C, what has not begun is not wanted
                 pool.shutdown(wait=True, cancel_futures=True)
         link_shared(objects, directory / LIBRARY)

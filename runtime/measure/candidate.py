@@ -40,6 +40,7 @@ ROLES = {
     "work": "scratch memory whose size depends on the plan; contents are undefined",
     "zero": "as work, but zero before the first call and after each",
 }
+STEP = ("state", "rows", "pages")  # differ from state to state
 ROTATING = ("weight", "cache")  # of these, each call of a row finds a copy of its own
 PRIVATE = ("work", "zero")  # of these, plans may have different sizes
 WRITTEN = ("cache", "output")

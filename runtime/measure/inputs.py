@@ -46,9 +46,8 @@ def _rows(param: Param, state) -> np.ndarray:
     position, _, single, _ = state
     row = np.arange(param.shape[0])
     chunk = row >= single
-    return np.stack(
-        [np.where(chunk, position + row - single, np.maximum(position - row, 0)), np.where(chunk, single, row)], 1
-    ).astype(np.int32)
+    places = np.where(chunk, position + row - single, np.maximum(position - row, 0))
+    return np.stack([places, np.where(chunk, single, row)], 1).astype(np.int32)
 
 
 def _pages(param: Param, state) -> np.ndarray:
@@ -109,8 +108,8 @@ def _zero(param: Param, state) -> np.ndarray:
 
 
 _MAKERS = {
-    "state": _state, "rows": _rows, "pages": _pages, "input": _input, "weight": _weight, "cache": _cache, "output":
-    _unwritten, "work": _unwritten, "zero": _zero,
+    "state": _state, "rows": _rows, "pages": _pages, "input": _input, "weight": _weight, "cache": _cache,
+    "output": _unwritten, "work": _unwritten, "zero": _zero,
 }  # fmt: skip
 
 

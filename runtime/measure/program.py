@@ -84,7 +84,7 @@ def compare_candidates(backend, untuned, tuned) -> dict:
             worst = max(worst, share)
             failed += [why] if why else []
         if failed:
-            where = f"state {state[:2]}" + (
+            where = f"state {state[:3]}" + (
                 f", in {len(failed)} of {TIMES} runs: a race?" if len(failed) < TIMES else ""
             )
             wrong += [f"{text} ({where})" for text in failed[0]]

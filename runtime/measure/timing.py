@@ -33,7 +33,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mlc_amd.runtime.measure.candidate import PRIVATE, ROLES, ROTATING, WRITTEN, Candidate, Param
+from mlc_amd.runtime.measure.candidate import PRIVATE, ROLES, ROTATING, STEP, WRITTEN, Candidate, Param
 from mlc_amd.runtime.measure.inputs import fill
 
 REPEATS = 7
@@ -88,8 +88,7 @@ class Bench:
         for param in candidate.params:
             if param.role == "zero":
                 self.backend.put(("own", param.name), np.zeros(param.nbytes, np.uint8))
-            elif param.role == "state":
-                self.backend.put(("shared", param.name), np.array(state, np.int32).view(np.uint8))
+        self._fill(state, (), STEP)
 
     @staticmethod
     def key(param: Param, copy: int = 0):

@@ -17,6 +17,7 @@ from mlc_amd.schedules.gpu.expert_rows import combine, gather
 from mlc_amd.schedules.gpu.experts import Slots, check_rows
 from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu as gate_up_gemm
 from mlc_amd.schedules.gpu.gemm import linear as gemm
+from mlc_amd.schedules.gpu.gemv import VECTORS
 from mlc_amd.schedules.gpu.gemv import gate_up_swiglu as gate_up_gemv
 from mlc_amd.schedules.gpu.gemv import linear as gemv
 from mlc_amd.schedules.gpu.norm import layer_norm, quantize, rms_norm
@@ -45,11 +46,13 @@ def _quantize(k, m, layout, arch, name, plan):
 
 
 def _linear(segments, k, m, layout, biases, residual, arch, name, plan):
-    return (gemv if m <= FEW else gemm)(segments, k, m, layout, biases, residual, arch, name, plan)
+    return (gemv if m <= FEW and layout in VECTORS else gemm)(
+        segments, k, m, layout, biases, residual, arch, name, plan
+    )
 
 
 def _gate_up(gate, up, n, k, m, layout_in, layout, arch, name, plan, act="silu"):
-    build = gate_up_gemv if m <= FEW else gate_up_gemm
+    build = gate_up_gemv if m <= FEW and layout_in in VECTORS else gate_up_gemm
     return build(gate, up, n, k, m, layout_in, layout, arch, name, plan, act)
 
 
@@ -57,8 +60,8 @@ def _rope_kv_write(m, arch, name, plan, **layer):
     return rope_kv_write(described(Attention, layer), m, described(Rope, layer), arch, name, plan)
 
 
-def _attention(m, layout, arch, name, plan, **layer):
-    return attention(described(Attention, layer), m, layout, arch, name, plan)
+def _attention(m, layout, arch, name, plan, single=0, **layer):
+    return attention(described(Attention, layer), m, layout, arch, name, plan, single)
 
 
 def _rope_attention(layout, arch, name, plan, **layer):

@@ -74,7 +74,7 @@ def compared(untuned: Path, tuned: Path, where: str = "emulator") -> Checked:
     for state in (state for state in pair[1].facts["states"] if state[0] <= DEEPEST):
         error, why = compare.differences(pair[1], state, *(outputs(candidate, state) for candidate in pair))
         worst = max(worst, float(error))
-        wrong += [f"{text} (state {state[:2]})" for text in why]
+        wrong += [f"{text} (state {state[:3]})" for text in why]
     return Checked(where, not wrong, worst if math.isfinite(worst) else None, "; ".join(wrong))
 
 

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from mlc_amd.schedules.attention import PAGE
+
 
 def attention_reference(layer, q, k, v, position, sinks=None):
     """q [rows, heads, d], in natural units; k, v [kv_heads, keys, d], of all positions; position: of the first row,
@@ -31,13 +33,6 @@ def first_seen(layer, position):
     return max(0, position + 1 - layer.window) if layer.window else 0
 
 
-def in_ring(layer, x, end):
-    """x [kv_heads, ctx, d], of all positions, as the layer's cache holds it when the last position written is end - 1:
-    each place has the last position that it belongs to."""
-    places = np.arange(layer.places)
-    return x[:, places + np.maximum(0, end - 1 - places) // layer.places * layer.places]
-
-
 def rope_reference(x, cs, rope, weight):
     """x [rows, heads, d], cs [rows, rotary] as in the kernel's table: the heads normalized and rotated, in float64."""
     x, cs, half = x.astype(np.float64), cs.astype(np.float64)[:, None], rope.rotary // 2
@@ -61,31 +56,49 @@ def _normalized(x, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
 
 
-# ---- the KV cache: layouts of schedules/cpu/cache.py ("cpu") and schedules/gpu/cache.py ("gpu")
+# ---- the KV cache: layouts of schedules/cpu/cache.py ("cpu") and schedules/gpu/cache.py ("gpu"), page by page
 
 
 def keys_of(layout, Kc):
-    """float32 [kv_heads, places, width]: a view where the layout allows one."""
-    heads = len(Kc)
-    if layout == "cpu":  # [kv_heads, places/16, width, 16]
-        return Kc.transpose(0, 1, 3, 2).reshape(heads, -1, Kc.shape[2])
-    return Kc.transpose(0, 1, 3, 2, 4).reshape(heads, -1, Kc.shape[2] * 8)  # [kv_heads, places/32, width/8, 32, 8]
+    """float32 [pages, kv_heads, PAGE, width], keys in the order of their positions: a view where the layout allows
+    one."""
+    pages, heads = Kc.shape[:2]
+    if layout == "cpu":  # [pages, kv_heads, 4, width, 16]
+        return Kc.transpose(0, 1, 2, 4, 3).reshape(pages, heads, PAGE, -1)
+    return Kc.transpose(0, 1, 2, 4, 3, 5).reshape(pages, heads, PAGE, -1)  # [pages, kv_heads, 2, width/8, 32, 8]
 
 
 def values_of(layout, Vc):
     """As `keys_of`."""
-    return Vc if layout == "cpu" else Vc.transpose(0, 1, 3, 2).reshape(len(Vc), -1, Vc.shape[2])  # [.., width, 8]
+    if layout == "cpu":  # [pages, kv_heads, PAGE, width]
+        return Vc
+    return Vc.transpose(0, 1, 2, 4, 3).reshape(*Vc.shape[:2], PAGE, -1)  # [pages, kv_heads, 8, width, 8]
+
+
+def packed(layout, k, v):
+    """Kc and Vc of keys and values [pages, kv_heads, PAGE, width]: the inverse of `keys_of` and `values_of`."""
+    pages, heads, _, width = k.shape
+    if layout == "cpu":
+        return k.reshape(pages, heads, 4, 16, width).transpose(0, 1, 2, 4, 3), v
+    keys = k.reshape(pages, heads, 2, 32, width // 8, 8).transpose(0, 1, 2, 4, 3, 5)
+    return keys, v.reshape(pages, heads, 8, 8, width).transpose(0, 1, 2, 4, 3)
 
 
 def stored(layout, Kc, Vc, places, k, v):
-    """Copies of the caches with k and v [rows, kv_heads, d] in these places."""
-    Kc, Vc, head = Kc.copy(), Vc.copy(), np.arange(len(Kc))[:, None, None]
-    place, column = np.asarray(places)[:, None], np.arange(k.shape[-1])
-    k, v = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
-    if layout == "cpu":
-        Kc[head, place // 16, column, place % 16] = k
-        Vc[head, place, column] = v
-    else:
-        Kc[head, place // 32, column // 8, place % 32, column % 8] = k
-        Vc[head, place // 8, column, place % 8] = v
-    return Kc, Vc
+    """Copies of the caches with k and v [rows, kv_heads, d] in these places, (page, key in the page) of the rows."""
+    (page, key), pools = places, (keys_of(layout, Kc).copy(), values_of(layout, Vc).copy())
+    for pool, rows in zip(pools, (k, v), strict=True):
+        pool[page, :, key, : k.shape[-1]] = rows
+    return tuple(np.ascontiguousarray(x) for x in packed(layout, *pools))
+
+
+def places_of(pages, positions, slots):
+    """(page, key in the page) of the rows' own keys; pages: the page tables."""
+    return pages[slots, positions // PAGE], positions % PAGE
+
+
+def of_slot(pooled, pages, slot, end):
+    """Keys or values [kv_heads, at least `end`, width] of the positions of a slot, of those [pages, kv_heads, PAGE,
+    width] of all pages."""
+    mine = pooled[pages[slot, : -(-end // PAGE)]]
+    return mine.transpose(1, 0, 2, 3).reshape(pooled.shape[1], -1, pooled.shape[3])

@@ -11,18 +11,21 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mlc_amd.runtime.sampling_layout import FIELDS, LOGPROB
-from mlc_amd.schedules.attention import Attention, Rope, described
+from mlc_amd.schedules.attention import SLOTS, Attention, Rope, described
+from mlc_amd.schedules.rows import output_rows
 from mlc_amd.tools.reference import activations, experts, weights
 from mlc_amd.tools.reference.attention import (
     attention_reference,
     keys_of,
+    of_slot,
+    places_of,
     rope_reference,
     stored,
     value_reference,
     values_of,
 )
 
-SLOTS = ("gather", "expert_gate_up", "expert_linear")  # their rows are slots of schedules/experts.py
+OF_SLOTS = ("gather", "expert_gate_up", "expert_linear")  # their rows are slots of schedules/experts.py
 
 
 @dataclass(frozen=True)
@@ -37,22 +40,32 @@ class Result:
 
 @dataclass(frozen=True)
 class Case:
-    """layout: of weights and caches, "cpu" or "gpu". state: position, live rows. rows: which rows are wanted, live ones
-    or used slots. pick(n): which of n columns. decoded: keeps whole matrices as numbers between calls; None: does not.
+    """layout: of weights and caches, "cpu" or "gpu". rows: which rows are wanted, live ones or used slots
+    (`wanted_rows` has all). pick(n): which of n columns. decoded: keeps whole matrices as numbers between calls; None:
+    does not.
     """
 
     op: str
     args: dict
     arrays: dict[str, np.ndarray]
     layout: str
-    state: tuple[int, int]
     rows: np.ndarray
     pick: Callable[[int], np.ndarray] = np.arange
     decoded: dict | None = field(default=None, compare=False)
 
     @property
-    def position(self) -> int:
-        return self.state[0]
+    def live(self) -> int:
+        return live_rows(self.args, self.arrays)
+
+    @property
+    def single(self) -> int:
+        """Single rows."""
+        return min(int(self.arrays["state"][0]), self.live)
+
+    def places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(positions, slots) of these rows."""
+        table = self.arrays["rows"][rows]
+        return table[:, 0], np.clip(table[:, 1], 0, SLOTS - 1)
 
     def read(self) -> np.ndarray:
         """The activations that the operator reads, all rows."""
@@ -76,6 +89,17 @@ def results(case: Case) -> dict[str, Result]:
         return OPERATORS[case.op](case)
 
 
+def live_rows(args: dict, arrays: dict[str, np.ndarray]) -> int:
+    """Of the call of a kernel with these arguments and parameters."""
+    return min(int(arrays["state"][1]), args.get("m", 1))
+
+
+def wanted_rows(op: str, args: dict, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """All rows that a call reads: live ones, or slots that are used."""
+    live = live_rows(args, arrays)
+    return used_slots(arrays, args, live) if op in OF_SLOTS else np.arange(live)
+
+
 # ---- rows of numbers
 
 
@@ -92,8 +116,14 @@ def _rms(x: np.ndarray, eps: float) -> np.ndarray:
 
 
 def _norm_rows(c: Case) -> tuple[np.ndarray, np.ndarray]:
-    """(rows that a norm reads, rows that it writes)."""
-    return (np.array([c.state[1] - 1]), np.array([0])) if c.args["rows"] == "last" else (c.rows, c.rows)
+    """(rows that a norm reads, rows that it writes), see schedules/rows.py."""
+    if c.args["rows"] == "all":
+        return c.rows, c.rows
+    if c.args["rows"] == "last":
+        return np.array([c.live - 1]), np.array([0])
+    count = min(c.single + (c.single < c.live), output_rows(c.args["rows"], c.args["m"]))
+    answers = np.arange(count)
+    return np.where(answers < c.single, answers, c.live - 1), answers
 
 
 def _rms_norm(c: Case) -> dict[str, Result]:
@@ -136,57 +166,65 @@ def _heads(c: Case, name: str, rows: np.ndarray, d: int, count: int) -> np.ndarr
     return c.arrays[name][rows][:, : count * d].reshape(len(rows), count, d)
 
 
+def _placed(c: Case, layer: Attention, rows: np.ndarray) -> np.ndarray:
+    """Those of the rows that have a place in the cache."""
+    positions, _ = c.places(rows)
+    return rows[(positions >= 0) & (positions < layer.ctx)]
+
+
 def _rotated(c: Case, rows: np.ndarray, layer: Attention, rope: Rope, name: str, count: int) -> np.ndarray:
     """Q or K of these rows: normalized and rotated heads."""
-    cs = c.arrays["CS"][c.position + rows] if rope.rotary else np.zeros((len(rows), 0))
+    positions, _ = c.places(rows)
+    cs = c.arrays["CS"][positions] if rope.rotary else np.zeros((len(rows), 0))
     weight = c.arrays[name + "N"][: layer.d] if rope.eps is not None else None
     return rope_reference(_heads(c, name, rows, layer.d, count), cs, rope, weight)
 
 
-def _written(c: Case, layer: Attention, rope: Rope) -> tuple[np.ndarray, np.ndarray, dict[str, Result]]:
-    """(keys, values, the caches with them) of all live rows."""
-    rows = np.arange(c.state[1])
+def _written(c: Case, layer: Attention, rope: Rope) -> tuple[np.ndarray, ...]:
+    """The caches with the keys and values of all live rows."""
+    rows = _placed(c, layer, np.arange(c.live))
     k = _rotated(c, rows, layer, rope, "K", layer.kv_heads)
     v = value_reference(_heads(c, "V", rows, layer.d, layer.kv_heads), rope)
-    places = (c.position + rows) % layer.places
-    caches = stored(c.layout, c.arrays["Kc"], c.arrays["Vc"], places, k, v)
-    return k, v, {name: Result(cache) for name, cache in zip(("Kc", "Vc"), caches, strict=True)}
+    return stored(c.layout, c.arrays["Kc"], c.arrays["Vc"], places_of(c.arrays["pages"], *c.places(rows)), k, v)
+
+
+def _of_caches(caches: tuple[np.ndarray, ...]) -> dict[str, Result]:
+    return {name: Result(cache) for name, cache in zip(("Kc", "Vc"), caches, strict=True)}
 
 
 def _rope_kv_write(c: Case) -> dict[str, Result]:
     layer, rope = described(Attention, c.args), described(Rope, c.args)
-    q = _rotated(c, c.rows, layer, rope, "Q", layer.heads) * layer.query_scale
-    return {"Qo": Result(q, c.rows)} | (_written(c, layer, rope)[2] if rope.writes else {})
+    rows = _placed(c, layer, c.rows)
+    q = _rotated(c, rows, layer, rope, "Q", layer.heads) * layer.query_scale
+    return {"Qo": Result(q, rows)} | (_of_caches(_written(c, layer, rope)) if rope.writes else {})
 
 
-def _cached(c: Case, layer: Attention, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values of the positions before `end`, as far as the cache has them."""
-    places = np.arange(end) % layer.places
-    k, v = keys_of(c.layout, c.arrays["Kc"]), values_of(c.layout, c.arrays["Vc"])
-    k, v = (x[:, places, : layer.d].astype(np.float64) for x in (k, v))
-    return k, v
-
-
-def _sinks(c: Case, layer: Attention) -> np.ndarray | None:
-    return c.arrays["Sinks"][: layer.heads].astype(np.float64) if layer.sinks else None
+def _attended(c: Case, layer: Attention, rows: np.ndarray, q: np.ndarray, caches) -> dict[str, Result]:
+    """Of the queries q [rows, heads, d] of these rows, each in its own sequence."""
+    sinks = c.arrays["Sinks"][: layer.heads].astype(np.float64) if layer.sinks else None
+    pools = keys_of(c.layout, caches[0]), values_of(c.layout, caches[1])
+    (positions, slots), found = c.places(rows), np.empty((len(rows), layer.heads * layer.d))
+    for slot in np.unique(slots):
+        mine = slots == slot
+        end = int(positions[mine].max()) + 1
+        k, v = (of_slot(x, c.arrays["pages"], slot, end)[:, :end, : layer.d].astype(np.float64) for x in pools)
+        found[mine] = attention_reference(layer, q[mine], k, v, positions[mine], sinks)
+    return {"": Result(found, rows)}
 
 
 def _attention(c: Case) -> dict[str, Result]:
     layer = described(Attention, c.args)
-    q = c.arrays["Qo"][c.rows][..., : layer.d].astype(np.float64) / layer.query_scale
-    k, v = _cached(c, layer, c.position + c.state[1])
-    return {"": Result(attention_reference(layer, q, k, v, c.position + c.rows, _sinks(c, layer)), c.rows)}
+    rows = _placed(c, layer, c.rows)
+    q = c.arrays["Qo"][rows][..., : layer.d].astype(np.float64) / layer.query_scale
+    return _attended(c, layer, rows, q, (c.arrays["Kc"], c.arrays["Vc"]))
 
 
 def _rope_attention(c: Case) -> dict[str, Result]:
     layer, rope = described(Attention, c.args), described(Rope, c.args)
-    q = _rotated(c, c.rows, layer, rope, "Q", layer.heads)
-    k, v = _cached(c, layer, c.position + (0 if rope.writes else c.state[1]))
-    caches = {}
-    if rope.writes:
-        own_k, own_v, caches = _written(c, layer, rope)
-        k, v = (np.concatenate([x, own.transpose(1, 0, 2)], 1) for x, own in ((k, own_k), (v, own_v)))
-    return {"": Result(attention_reference(layer, q, k, v, c.position + c.rows, _sinks(c, layer)), c.rows)} | caches
+    rows = _placed(c, layer, c.rows)
+    caches = _written(c, layer, rope) if rope.writes else (c.arrays["Kc"], c.arrays["Vc"])
+    found = _attended(c, layer, rows, _rotated(c, rows, layer, rope, "Q", layer.heads), caches)
+    return found | (_of_caches(caches) if rope.writes else {})
 
 
 # ---- mixtures of experts
@@ -214,14 +252,14 @@ def _norm_route(c: Case) -> dict[str, Result]:
 
 
 def _expert_order(c: Case) -> dict[str, Result]:
-    rows, a = np.arange(c.state[1]), c.args
+    rows, a = np.arange(c.live), c.args
     tiles = len(c.arrays["Pairs"]) // a["tile"]
     slots, pairs, *groups = experts.order(c.arrays["Ids"][rows], a["experts"], a["tile"], tiles)
     return {"Slots": Result(slots, rows), "Pairs": Result(pairs), "Groups": Result(np.concatenate(groups))}
 
 
 def used_slots(arrays: dict[str, np.ndarray], args: dict, live: int) -> np.ndarray:
-    """The slots that hold one of the live rows, of the parameters of an operator of SLOTS."""
+    """The slots that hold one of the live rows, of the parameters of an operator of OF_SLOTS."""
     if args["tile"] == 1:
         return np.arange(args["used"] * min(live, args["m"]))
     if "Pairs" in arrays:

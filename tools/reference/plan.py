@@ -1,14 +1,17 @@
 """Whole functions of an artifact, launch by launch: the model's logits without its kernels.
 
-In: an artifact; the plan, the shapes of all kernels' parameters and the weights are in it. Out: `Plan.run`, which does
-what a device's `write`, `run` and `read` do. Weights are decoded once and kept as float32.
+In: an artifact; the plan, the shapes of all kernels' parameters and the weights are in it. Out: a `Plan`, which does
+what devices do (runtime/devices/__init__.py). Weights are decoded once and kept as float32.
 """
+
+from collections.abc import Mapping
 
 import numpy as np
 
+from mlc_amd.runtime.cache_types import kv_types
 from mlc_amd.tools.reference import activations
 from mlc_amd.tools.reference.compare import expected_of
-from mlc_amd.tools.reference.operators import OPERATORS, SLOTS, Case, Result, results, used_slots
+from mlc_amd.tools.reference.operators import OPERATORS, Case, Result, results, wanted_rows
 
 
 def layout_of(artifact) -> str:
@@ -22,32 +25,37 @@ def without_reference(artifact) -> list[str]:
 
 
 class Plan:
-    """Keeps arena, cache and io, as a device does."""
+    """Keeps arena, cache and io, as a device does. pages: of the cache, by span, see `kv_types`."""
 
-    def __init__(self, artifact):
+    def __init__(self, artifact, pages: Mapping[int, int] | None = None):
         self.artifact, manifest = artifact, artifact.manifest
+        self.kv_types = kv_types(manifest, pages)
         self._kernels = {entry["name"]: entry for entry in manifest["kernels"]}
         self._arena = np.zeros(manifest["arena_bytes"], np.uint8)
-        self._kv = {entry["name"]: np.zeros(entry["shape"], entry["dtype"]) for entry in manifest["kv"]}
+        self._kv = {name: np.zeros(shape, dtype) for name, (shape, dtype) in self.kv_types.items()}
         self._io = {name: np.zeros(entry["shape"], entry["dtype"]) for name, entry in manifest["io"].items()}
         self._weights: dict[str, np.ndarray] = {}
         self._decoded: dict[int, np.ndarray] = {}
 
-    def run(self, function: str, position: int, ids: np.ndarray) -> np.ndarray:
-        """Logits [rows, vocab] of a step: of all `ids`, or of the last one, as the function gives them."""
-        about = self.artifact.manifest["functions"][function]
-        self._io["state"][:2] = position, len(ids)
-        self._io["tokens"][: len(ids)] = ids
-        for launch in about["launches"]:
-            self._call(self._kernels[launch["kernel"]], launch["args"], (position, len(ids)))
-        rows = len(ids) if about["all_logits"] else 1
-        return self._io["logits"][:rows, : self.artifact.manifest["model"]["vocab"]].copy()
+    def write(self, name: str, values) -> None:
+        self._io[name][: len(values)] = values
 
-    def _call(self, kernel: dict, args: list, state: tuple[int, int]) -> None:
+    def run(self, function: str) -> None:
+        for launch in self.artifact.manifest["functions"][function]["launches"]:
+            self._call(self._kernels[launch["kernel"]], launch["args"])
+
+    def read(self, name: str, rows: int) -> np.ndarray:
+        return self._io[name][:rows]
+
+    def clear(self) -> None:
+        for array in self._kv.values():
+            array[:] = 0
+
+    def _call(self, kernel: dict, args: list) -> None:
         arrays = {p["name"]: self._array(p, arg) for p, arg in zip(kernel["params"], args, strict=True)}
         op, own = kernel["operator"], kernel["args"]
-        rows = used_slots(arrays, own, state[1]) if op in SLOTS else np.arange(min(state[1], own.get("m", 1)))
-        case = Case(op, own, arrays, layout_of(self.artifact), state, rows, decoded=self._decoded)
+        rows = wanted_rows(op, own, arrays)
+        case = Case(op, own, arrays, layout_of(self.artifact), rows, decoded=self._decoded)
         found, layout = results(case), own.get("layout", "")
         for param in kernel["params"]:
             name = param["name"]
@@ -70,7 +78,9 @@ class Plan:
                 self._weights[where] = self.artifact.weights[where]
             flat = self._weights[where].reshape(-1).view(dtype)
             return flat[: int(np.prod(shape, dtype=np.int64))].reshape(shape)  # vectors are padded
-        return self._kv[where].reshape(shape) if kind == "kv" else self._io[where][: shape[0]]
+        if kind == "kv":  # caches may have another number of pages than the parameter
+            return self._kv[where]
+        return self._io[where][: shape[0]]
 
 
 def _rows(wanted: Result) -> np.ndarray:
