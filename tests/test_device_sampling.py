@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import sampling_cases as cases
+from vulkan_harness import gpu
 
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.pipeline import compile_model
@@ -18,11 +19,14 @@ SAMPLINGS = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def device(tmp_path_factory):
+@pytest.fixture(scope="module", params=["cpu:native", "vulkan:lavapipe"])
+def device(tmp_path_factory, request):
+    target, _, arch = request.param.partition(":")
+    if target == "vulkan":
+        gpu()
     path = tmp_path_factory.mktemp("model") / "model"
     with synthetic("tiny-qwen3:q4_k") as model:
-        compile_model(model, "cpu", "native", 512, path)
+        compile_model(model, target, arch, 512, path)
     artifact = Artifact.open(path)
     opened = open_device(artifact)
     yield opened, artifact.manifest
