@@ -5,7 +5,9 @@ In: `state`, activations (int8 formats: the planes A and S of `quantize.py`; flo
 in planes of 16-row tiles (`planes.py`). Out: Y float32 [m, n padded to 16], bias and residual added.
 
 Decode is bound by memory: one pass over the weight with prefetches. In prefill a task holds several tiles of 16 rows,
-whose weights stay in the L2 cache while the activation tiles pass by.
+whose weights stay in the L2 cache while the activation tiles pass by. Of the last activation tile only a part is
+computed, the smallest of those in `linear_plan.parts` that holds its live rows: steps of a few rows are bound by memory
+too. A row's results are the same bits in any part.
 """
 
 from contextlib import nullcontext
@@ -95,7 +97,7 @@ def linear(segments, k, m, p, biases, residual, isa, name, plan=None):
 
     segments: list of (format name or Format, n), all int8 or all float; they share the activations (q, k and v of a
     layer) and the launch. p: tokens of an activation tile, a divisor of m (1 in decode). biases: one flag per segment.
-    residual: Y = R + result, for one segment. With m > 1, only the tiles that hold live rows are computed. npad
+    residual: Y = R + result, for one segment. With m > 1, only the parts of tiles that hold live rows are computed. npad
     = n rounded up to a multiple of 16; the columns from n on have no meaning. plan: of `default_plan`'s type; None:
     that one. ValueError for segments that cannot share a launch.
     """
