@@ -125,9 +125,9 @@ def _check_bias(bias: object) -> None:
     if len(bias) > CHANGES:
         raise UserError(f"logit_bias has {len(bias)} tokens: there can be {CHANGES}")
     for token, value in bias.items():
-        if not isinstance(token, Integral) or not 0 <= token < 1 << 30:
+        if not isinstance(token, Integral) or not 0 <= int(token) < 1 << 30:
             raise UserError(f"logit_bias has {shorten(token)}: it must be a token id")
-        if not isinstance(value, Real) or not abs(value) <= _LARGEST_BIAS:
+        if not isinstance(value, Real) or not abs(float(value)) <= _LARGEST_BIAS:
             raise UserError(
                 f"logit_bias of token {token} is {shorten(value)}: it must be a number between -{_LARGEST_BIAS:.0f} "
                 f"and {_LARGEST_BIAS:.0f}"

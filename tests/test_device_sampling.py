@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import sampling_cases as cases
+from vulkan_harness import gpu
 
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.pipeline import compile_model
@@ -18,11 +19,14 @@ SAMPLINGS = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def device(tmp_path_factory):
+@pytest.fixture(scope="module", params=["cpu:native", "vulkan:lavapipe"])
+def device(tmp_path_factory, request):
+    target, _, arch = request.param.partition(":")
+    if target == "vulkan":
+        gpu()
     path = tmp_path_factory.mktemp("model") / "model"
     with synthetic("tiny-qwen3:q4_k") as model:
-        compile_model(model, "cpu", "native", 512, path)
+        compile_model(model, target, arch, 512, path)
     artifact = Artifact.open(path)
     opened = open_device(artifact)
     yield opened, artifact.manifest
@@ -38,10 +42,10 @@ def test_rows_of_a_step(device, kind, singles, chunk):
     name = next(name for name in manifest["functions"] if name.startswith(kind))
     function, vocab, rng = manifest["functions"][name], manifest["model"]["vocab"], np.random.default_rng(1)
     assert function["samples"]
-    write_private_pages(device, manifest, slots=4)
+    write_private_pages(device, manifest, singles)
     ids = rng.integers(0, vocab, singles + chunk)
     rows = [(int(token), 0, slot) for slot, token in enumerate(ids[:singles])]
-    n = write_step(device, function, rows, (ids[singles:], 0, singles % 4) if chunk else None)
+    n = write_step(device, function, rows, (ids[singles:], 0, singles) if chunk else None)
     recent = tuple(int(t) for t in ids)
     zeros = [cases.Row(np.zeros(vocab, np.float32), s, recent) for s in SAMPLINGS[-n:]]
     arrays = cases.inputs(zeros, manifest["io"]["logits"]["shape"][1])

@@ -51,7 +51,7 @@ def build_module(
             with bb.dataflow():
                 logits = ARCHITECTURES[model.config.architecture].decoder(g)
                 found = [logits, *(g.sample(logits) if spec.samples else ())]
-                outputs = [bb.emit_output(value) for value in found]
+                outputs = tuple(bb.emit_output(value) for value in found)
             out = relax.Tuple(outputs) if spec.samples else outputs[0]
             bb.emit_func_output(out, params=[var for var, _ in g.parameters.values()])
         parameters[spec.name] = [(kind, name) for name, (_, kind) in g.parameters.items()]

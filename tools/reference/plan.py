@@ -92,7 +92,9 @@ def _store(array: np.ndarray, wanted: Result, layout: str, role: str) -> None:
         array.reshape(-1)[: wanted.value.size] = wanted.value.reshape(-1)
         return
     value = activations.in_layout(layout, wanted.value) if layout else wanted.value
-    if array.ndim == 2 and wanted.columns is not None:
+    if array.ndim == 1:
+        array[wanted.rows] = value
+    elif array.ndim == 2 and wanted.columns is not None:
         array[np.ix_(wanted.rows, wanted.columns)] = value
     else:
         array[wanted.rows, ..., : value.shape[-1]] = value
