@@ -138,9 +138,7 @@ def test_operations_are_two_per_weight_and_token(folder):
         function = artifact.manifest["functions"][name]
         kernels = [entry for entry in artifact.manifest["kernels"] if name in entry["calls"]]
         total = sum(entry["calls"][name] * entry["operations"]["call"] for entry in kernels)
-        assert total == 2 * (
-            rows * model["layers"] * layer + (rows if function["all_logits"] else 1) * model["vocab"] * hidden
-        )
+        assert total == 2 * (rows * model["layers"] * layer + function["logits"] * model["vocab"] * hidden)
         scores = model["layers"] * model["heads"] * model["head_dim"] * 4
         asked = sum(entry["calls"][name] * kernel_table.operations(entry, rows, 0) for entry in kernels)
         assert asked - total == scores * sum(range(1, rows + 1))
@@ -156,10 +154,11 @@ def test_the_manifest_says_what_each_argument_is(folder):
     """What is a weight or a part of the cache by its place is one by its role, and the other way round."""
     manifest = Artifact.open(folder).manifest
     kernels = {entry["name"]: entry for entry in manifest["kernels"]}
+    steps = {"state": "state", "answers": "state", "rows": "rows", "pages.0": "pages"}
     for function in manifest["functions"].values():
         for launch in function["launches"]:
             for param, (place, name, *_) in zip(kernels[launch["kernel"]]["params"], launch["args"], strict=True):
-                wanted = {"weight": "weight", "kv": "cache"}.get(place, "state" if name == "state" else None)
+                wanted = {"weight": "weight", "kv": "cache"}.get(place, steps.get(name) if place == "io" else None)
                 role = param["role"]
                 assert role == wanted if wanted else role in ("input", "output")
 
