@@ -177,6 +177,11 @@ def _combine(call, bb):
     return tensor_type((int(call.attrs["m"]), shape_of(call.args[1])[1]))
 
 
+def _sample(call, bb):
+    n, columns = shape_of(call.args[1])
+    return relax.TupleType([tensor_type((n,), "int32"), tensor_type((n,)), tensor_type((n, columns))])
+
+
 EXPERTS = ("experts", "used", "tile")  # attributes, as of schedules.experts.Experts
 ROUTING = ("gating", "normalize", "scale", "bias", "factors", "groups", "groups_used")  # attributes
 ATTENTION = tuple(field.name for field in fields(Attention))  # attributes
@@ -253,6 +258,11 @@ OPS = {
         _expert_down,
         "combine(expert_linear) of rows that are not sorted: (x, ids, W, [bias], [weights], [residual]); EXPERTS and "
         "formats, n, k, m, biases, weighted, residual, layout (of x)",
+    ),
+    "sample": (
+        _sample,
+        "a token for each row: (logits, sampling, changes, allowed), of which all but the first are those of "
+        "runtime/sampling_layout.py, to (ids, log-probabilities, workspace); vocab (columns of the logits that count)",
     ),
 }
 

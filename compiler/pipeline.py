@@ -29,6 +29,7 @@ from mlc_amd.compiler.weight_store import WeightStore
 from mlc_amd.runtime import artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
+from mlc_amd.runtime.sampling_layout import row_shapes
 from mlc_amd.schedules.attention import PAGE, SLOTS
 
 # module and class, imported on demand
@@ -112,7 +113,13 @@ def compile_model(
             "context": ctx,
             "sampling": sampling.defaults(model.metadata, ctx),
             "functions": {
-                f.name: {"rows": f.m, "single": f.single, "logits": f.logits, "launches": plan.functions[f.name]}
+                f.name: {
+                    "rows": f.m,
+                    "single": f.single,
+                    "logits": f.logits,
+                    "samples": f.samples,
+                    "launches": plan.functions[f.name],
+                }
                 for f in functions
             },
             "kernels": kernels,
@@ -196,9 +203,11 @@ def capacity(config, ctx: int | None) -> int:
 
 
 def _io(config, functions: list[FunctionSpec], ctx: int, spans: Iterable[int]) -> dict[str, dict]:
-    """The buffers between host and plan. A function uses the first part of `tokens`, `rows` and `logits` that its size
-    asks for."""
+    """The buffers between host and plan. A function uses the first rows of those that have rows, as many as it asks
+    for."""
     longest, logits = max(f.m for f in functions), max(f.logits for f in functions)
+    sampled = max(f.logits for f in functions if f.samples)
+    asked = row_shapes(sampled, padded(config.vocab))
     tables = {pages_of(span): {"dtype": "int32", "shape": [SLOTS, ctx // PAGE]} for span in sorted(spans)}
     return {
         "state": {"dtype": "int32", "shape": [4]},
@@ -207,6 +216,9 @@ def _io(config, functions: list[FunctionSpec], ctx: int, spans: Iterable[int]) -
         "rows": {"dtype": "int32", "shape": [longest, 2]},
         **tables,
         "logits": {"dtype": "float32", "shape": [logits, padded(config.vocab)]},
+        **{name: {"dtype": "int32", "shape": list(shape)} for name, shape in asked.items()},
+        "sampled": {"dtype": "int32", "shape": [sampled]},
+        "logprobs": {"dtype": "float32", "shape": [sampled]},
     }
 
 

@@ -3,7 +3,7 @@
 In: a module whose functions consist of `call_tir` and `call_tir_inplace` only. Out, per function, launches in order:
 
     {"kernel": name, "args": [argument, ..]}     an argument is one of
-        ["io", name]                             state, tokens, logits
+        ["io", name]                             state, tokens, logits and others
         ["weight", name]                         a tensor of the weights file
         ["kv", name]                             a cache tensor
         ["arena", offset, dtype, shape]          bytes `offset`.. of the arena
@@ -12,6 +12,7 @@ The planner is Relax's StaticPlanBlockMemory: tensors whose lives do not overlap
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from tvm import relax
 
 from mlc_amd.runtime.errors import UserError
 
+OUTPUTS = ("logits", "sampled", "logprobs")  # io names of what the functions of a model return, in their order
 ALIGN = 64  # bytes, of every tensor in the arena: what vector loads and TVM's argument checks want
 
 
@@ -42,13 +44,14 @@ def lower(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def make_plan(
-    mod: tvm.IRModule, parameters: dict[str, list], tensors: dict[str, list[str]], output: str = "logits"
+    mod: tvm.IRModule, parameters: dict[str, list], tensors: dict[str, list[str]], outputs: Sequence[str] = OUTPUTS
 ) -> Plan:
     """`parameters`: (kind, name) of each parameter, by function; `tensors`: names in the weights file by weight, one
-    for each plane; `output`: the io name of the returned tensor. UserError for an operator without a kernel,
-    ValueError for a constant tensor."""
+    for each plane; `outputs`: the io names of the returned tensors; a function may return the first of them only.
+    UserError for an operator without a kernel, ValueError for a constant tensor, and for a returned one that no kernel
+    wrote."""
     mod = lower(mod)
-    walkers = {name: _Walker(mod[name], parameters[name], tensors, output) for name in parameters}
+    walkers = {name: _Walker(mod[name], parameters[name], tensors, outputs) for name in parameters}
     return Plan(
         {name: walker.launches for name, walker in walkers.items()}, max(walker.arena for walker in walkers.values())
     )
@@ -57,15 +60,24 @@ def make_plan(
 class _Walker:
     """One lowered function, binding by binding. `env` maps a variable to its argument form."""
 
-    def __init__(self, func, parameters, tensors, output):
+    def __init__(self, func, parameters, tensors, outputs):
         self.env: dict[Any, Any] = {
             var: self.parameter(var, kind, name, tensors)
             for var, (kind, name) in zip(func.params, parameters, strict=True)
         }
-        self.output, self.arena, self.launches = output, 0, []
+        self.arena, self.launches = 0, []
         for block in func.body.blocks:
             for binding in block.bindings:
                 self.env[binding.var] = self.value(binding.value)
+        self._name_outputs(self.value(func.body.body), outputs)
+
+    def _name_outputs(self, returned, outputs) -> None:
+        """Puts the names into the arguments of what the function returns, wherever launches have them."""
+        returned = [returned] if isinstance(returned[0], str) else returned
+        for argument, name in zip(returned, outputs, strict=False):
+            if argument != ["io", None]:
+                raise ValueError(f"the output {name} is {argument}, not a tensor that a kernel wrote for it alone")
+            argument[1] = name
 
     @staticmethod
     def parameter(var, kind, name, tensors):
@@ -97,7 +109,7 @@ class _Walker:
             storage, offset, shape, dtype, *_ = call.args
             return ["arena", self.env[storage][1] + int(offset.value), str(dtype.value), [int(s) for s in shape.values]]
         if name == "relax.builtin.alloc_tensor":  # not planned: it leaves the function
-            return ["io", self.output]
+            return ["io", None]
         if name.startswith("relax.memory.kill"):
             return None
         raise UserError(f"this model needs {name}, for which there is no kernel")

@@ -54,6 +54,7 @@ def load(
     threads: int | None = None,
     verify: bool = False,
     n_cpu_moe: int = 0,
+    kv_tokens: int | None = None,
 ) -> Engine:
     """Loads an artifact, or a GGUF file, which is compiled into the user's cache on first use.
 
@@ -69,6 +70,7 @@ def load(
         threads: threads of target cpu; None: all cores.
         verify: verify the checksum of the weights, which reads all of them.
         n_cpu_moe: of a GPU with its own memory, how many first layers' experts stay in host memory.
+        kv_tokens: tokens that the KV cache holds, of all sequences together; None: one sequence of full length.
 
     Raises:
         UserError: the model cannot be compiled or run here; the message says why. Where it names a flag of the
@@ -87,6 +89,7 @@ def load(
         threads=threads,
         verify=verify,
         n_cpu_moe=n_cpu_moe,
+        kv_tokens=kv_tokens,
     )
 
 

@@ -140,10 +140,11 @@ class Core:
         except BaseException:
             self.scheduler.abandon(step)
             raise
+        computed = step.singles + ([(step.chunk.request, step.chunk.sequence)] if step.chunk else [])
+        prompts = [(self._answers[request], sequence) for request, sequence in computed if not request.generated]
         self.scheduler.complete(step, [max(token, 0) for token in tokens])
-        if step.chunk and not step.chunk.answers and not step.chunk.request.generated:
-            answer = self._answers[step.chunk.request]
-            answer.prefilled(step.chunk.sequence.computed - answer.stats.cached_tokens)
+        for answer, sequence in prompts:
+            answer.prefilled(sequence.computed - answer.stats.cached_tokens)
         for request, token in zip(step.answers, tokens, strict=True):
             answer = self._answers[request]
             reason = "failed" if answer.done else answer.push(token)
@@ -153,13 +154,11 @@ class Core:
 
     def _run(self, step: Step) -> list[int]:
         """The token of each of the step's answers; -1 for one that failed."""
-        singles = [
-            (sequence.tokens[sequence.computed], sequence.computed, sequence.slot) for _, sequence in step.singles
-        ]
+        singles = [(seq.tokens[seq.computed], seq.computed, seq.table_row) for _, seq in step.singles]
         chunk = None
         if step.chunk:
             sequence, start = step.chunk.sequence, step.chunk.start
-            chunk = sequence.tokens[start : start + step.chunk.count], start, sequence.slot
+            chunk = sequence.tokens[start : start + step.chunk.count], start, sequence.table_row
         logits = self.runner.run(singles, chunk)
         return [self._sample(self._answers[request], row) for request, row in zip(step.answers, logits, strict=False)]
 

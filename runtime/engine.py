@@ -7,7 +7,8 @@ who want logits: `tokens` are its tokens; `prefill`, `decode`, `score`, `truncat
 common, with one another and with earlier ones, is computed once.
 """
 
-from collections.abc import AsyncIterator, Collection, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from mlc_amd.runtime.answers import Answer
 from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.runtime.batch import Batch
 from mlc_amd.runtime.cache_types import pool_pages
 from mlc_amd.runtime.chat import Conversation
 from mlc_amd.runtime.chat_template import ChatTemplate
@@ -177,8 +179,7 @@ class Engine(Closing):
                 "wait until they are complete, or load the model with a larger cache (kv_tokens)",
             )
         self.cache.seat([own])
-        assert own.slot is not None, "a seated sequence has a slot"
-        return own.tokens[own.computed : own.computed + count], own.computed, own.slot
+        return own.tokens[own.computed : own.computed + count], own.computed, own.table_row
 
     def prefill(self, ids: Ids) -> np.ndarray:
         """`advance`, with a copy of the logits; copying takes longer than greedy sampling."""
@@ -240,6 +241,16 @@ class Engine(Closing):
                 "shorten the prompt, or load the model with a larger context",
             )
         return checked.astype(np.int64)
+
+    @contextmanager
+    def batch(self, count: int) -> Iterator[Batch]:
+        """`count` sequences that advance together, for measurements. Whoever else uses the engine waits meanwhile."""
+        with self._core.turn():
+            found = Batch(self.cache, self._runner, count)
+            try:
+                yield found
+            finally:
+                found.close()
 
     # ---- text
 

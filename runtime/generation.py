@@ -52,6 +52,11 @@ class Stats:
     finish: str = "interrupted"  # "stop", "length", "context" or "interrupted"
 
     @property
+    def tokens(self) -> int:
+        """Of the sequence, so far."""
+        return self.prompt_tokens + self.generated
+
+    @property
     def prefill_rate(self) -> float:
         """Tokens per second."""
         return (self.prompt_tokens - self.cached_tokens) / self.prefill_s if self.prefill_s else 0.0

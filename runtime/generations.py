@@ -6,7 +6,6 @@ the engine. Closing the iterator, or dropping it, ends the ones that are not com
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from functools import partial
 
 from mlc_amd.runtime.answers import Answer
 from mlc_amd.runtime.core import Core
@@ -67,8 +66,12 @@ class Generation(Iterator[Piece]):
         """The pieces for asyncio: the background thread computes them."""
         self._answers = self._make()
         loop, news = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            loop.call_soon_threadsafe(news.set)
+
         for answer in self._answers:
-            answer.listener = partial(loop.call_soon_threadsafe, news.set)
+            answer.listener = tell
         await asyncio.to_thread(self._core.start, self._answers, True)
         left = list(self._answers)
         try:

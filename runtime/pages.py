@@ -27,7 +27,9 @@ class PagePool:
         self._holders = [0] * pages
         self._indexed = [False] * pages
         self._free = list(range(pages - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # the next one to be given out first
+        # Both in the order in which they are given out, `_soon` first.
+        self._soon: OrderedDict[int, None] = OrderedDict()
+        self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def free(self) -> int:
@@ -37,24 +39,29 @@ class PagePool:
     @property
     def idle(self) -> int:
         """Number of pages that only the index knows."""
-        return len(self._idle)
+        return len(self._soon) + len(self._idle)
 
     @property
     def available(self) -> int:
         """How many calls of `allocate` in a row succeed."""
-        return len(self._free) + len(self._idle)
+        return len(self._free) + len(self._soon) + len(self._idle)
 
     def holders(self, page: int) -> int:
         """Number of sequences that hold the page."""
         return self._holders[page]
 
+    def indexed(self, page: int) -> bool:
+        """Whether the index knows what the page contains."""
+        return self._indexed[page]
+
     def allocate(self) -> int:
-        """A page, now held once and not indexed: a free one, else the idle one that was released first. IndexError if
-        there is none."""
+        """A page, now held once and not indexed: a free one, else the idle one that was released first, those released
+        `soon` before others. IndexError if there is none."""
         if not self._free:
-            if not self._idle:
+            idle = self._soon or self._idle
+            if not idle:
                 raise IndexError(f"all {self.pages} pages are held")
-            page = next(iter(self._idle))
+            page = next(iter(idle))
             if self.evicted:
                 self.evicted(page)
             else:
@@ -66,21 +73,19 @@ class PagePool:
     def retain(self, page: int) -> None:
         """One more holder of a held or idle page."""
         if not self._holders[page]:
-            del self._idle[page]
+            self._wake(page)
         self._holders[page] += 1
 
     def release(self, page: int, soon: bool = False) -> None:
-        """One holder less. The last one leaves the page free, or idle if it is indexed: to be given out after all other
-        idle pages, or `soon`: before them."""
+        """One holder less. The last one leaves the page free, or idle if it is indexed. `soon`: other idle pages are of
+        more use."""
         self._holders[page] -= 1
         if self._holders[page]:
             return
-        if not self._indexed[page]:
+        if self._indexed[page]:
+            (self._soon if soon else self._idle)[page] = None
+        else:
             self._free.append(page)
-            return
-        self._idle[page] = None
-        if soon:
-            self._idle.move_to_end(page, last=False)
 
     def index(self, page: int) -> None:
         """The index knows the page from now on. It is held, and written no more."""
@@ -90,5 +95,8 @@ class PagePool:
         """The index does not know the page any more."""
         self._indexed[page] = False
         if not self._holders[page]:
-            del self._idle[page]
+            self._wake(page)
             self._free.append(page)
+
+    def _wake(self, page: int) -> None:
+        del (self._soon if page in self._soon else self._idle)[page]

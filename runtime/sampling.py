@@ -1,23 +1,27 @@
 """Chooses the next token: logits in, one token id out.
 
 `Sampling` is what the user sets, `Sampler` is one stream of choices with its own random numbers. The order of the steps
-is llama.cpp's default chain: repetition penalty, top-k, top-p, min-p (the last two on probabilities at temperature 1),
-then temperature, then one draw. So settings have the same effect as there. Temperature 0 takes the largest
-logit (the first of equals) after the penalty.
+is llama.cpp's default chain: penalties, logit bias, mask, top-k, top-p, min-p (the last two on probabilities at
+temperature 1), then temperature, then one draw. So settings have the same effect as there. Temperature 0 takes the
+largest logit (the first of equals) after the mask. Devices do the same (schedules/sampling.py), and draw with the same
+random numbers; this is what they are compared with.
 
 The vocabulary may have 150 thousand entries and a token may take a millisecond: nothing here sorts more than the
 candidates kept.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import TypedDict, Unpack
 
 import numpy as np
 
 from mlc_amd.runtime.errors import UserError, shorten
+from mlc_amd.runtime.logit_changes import CHANGES, changes_of
+from mlc_amd.runtime.philox import SEED_BITS, uniform
 
 # How many of the largest logits the top-p search looks at first; multiplied by 8 until they hold enough probability.
 _FIRST_CANDIDATES = 128
@@ -25,6 +29,8 @@ _FIRST_CANDIDATES = 128
 # so.
 _COLDEST = 1e-5
 _SLICE = 512
+# The logit of tokens that must not be chosen.
+LOWEST = np.float32(-3.0e38)
 # Of each parameter: its kind, the smallest and the largest value.
 _LIMITS = {
     "temperature": (Real, 0, math.inf),
@@ -33,8 +39,11 @@ _LIMITS = {
     "min_p": (Real, 0, 1),
     "repetition_penalty": (Real, 0, math.inf),
     "repetition_window": (Integral, 0, math.inf),
-    "seed": (Integral, 0, math.inf),
+    "presence_penalty": (Real, -1000, 1000),
+    "frequency_penalty": (Real, -1000, 1000),
+    "seed": (Integral, 0, (1 << SEED_BITS) - 1),
 }
+_LARGEST_BIAS = 1e6
 _KINDS = {Real: "a number", Integral: "a whole number"}
 
 
@@ -47,6 +56,9 @@ class SamplingChanges(TypedDict, total=False):
     min_p: float
     repetition_penalty: float
     repetition_window: int
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
     seed: int | None
 
 
@@ -61,7 +73,12 @@ class Sampling:
     repetition_penalty: positive logits of recent tokens are divided by it, others multiplied (Keskar et al. 2019,
         CTRL); 1 = off.
     repetition_window: how many of the last tokens count as recent.
+    presence_penalty: what is subtracted from the logits of recent tokens.
+    frequency_penalty: what is subtracted for each time that a token is among the recent ones.
+    logit_bias: token id to what is added to its logit.
     seed: start of the random numbers; None = a new one every time.
+
+    Penalties and biases change the logits of 256 different tokens at most: those with a bias, then the latest.
     """
 
     temperature: float = 0.0
@@ -70,6 +87,9 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     repetition_window: int = 64
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -84,48 +104,94 @@ class Sampling:
                 raise UserError(f"{name} is {shorten(value)}: it must be {limits}")
         if self.repetition_penalty == 0:
             raise UserError("repetition_penalty is 0: it must be greater than 0 (1 = off)")
+        _check_bias(self.logit_bias)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the largest logit is chosen, without a random number."""
+        return self.temperature < _COLDEST or self.top_k == 1 or self.top_p == 0.0
 
     def changed(self, **changes: Unpack[SamplingChanges]) -> "Sampling":
         """A copy with other values of some parameters. UserError for an unknown name and a value out of range."""
-        if unknown := sorted(changes.keys() - _LIMITS.keys()):
-            raise UserError(f"there is no sampling parameter {unknown[0]}: choose from {', '.join(_LIMITS)}")
+        known = SamplingChanges.__annotations__
+        if unknown := sorted(changes.keys() - known.keys()):
+            raise UserError(f"there is no sampling parameter {unknown[0]}: choose from {', '.join(known)}")
         return replace(self, **changes)
 
 
+def _check_bias(bias: object) -> None:
+    if not isinstance(bias, Mapping):
+        raise UserError(f"logit_bias is {shorten(bias)}: it must be a mapping of token ids to numbers")
+    if len(bias) > CHANGES:
+        raise UserError(f"logit_bias has {len(bias)} tokens: there can be {CHANGES}")
+    for token, value in bias.items():
+        if not isinstance(token, Integral) or not 0 <= token < 1 << 30:
+            raise UserError(f"logit_bias has {shorten(token)}: it must be a token id")
+        if not isinstance(value, Real) or not abs(value) <= _LARGEST_BIAS:
+            raise UserError(
+                f"logit_bias of token {token} is {shorten(value)}: it must be a number between -{_LARGEST_BIAS:.0f} "
+                f"and {_LARGEST_BIAS:.0f}"
+            )
+
+
+def not_finite(token: int) -> UserError:
+    """What a logit that is NaN or infinite means. token: one near it."""
+    return UserError(
+        f"the model computed a logit that is not a finite number (near token {token}): the model file is damaged"
+    )
+
+
 class Sampler:
-    """A sequence of samples under one `Sampling`. The same seed and the same logits give the same tokens."""
+    """A sequence of samples under one `Sampling`. The same seed, positions and logits give the same tokens.
+
+    seed: the one of `sampling`, or where it has none a new one.
+    """
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
-        self._random = np.random.Generator(np.random.PCG64(sampling.seed))
+        self.seed: int = secrets.randbits(SEED_BITS) if sampling.seed is None else int(sampling.seed)
+        self._samples = 0
 
-    def sample(self, logits: np.ndarray, recent: Sequence[int] = ()) -> int:
-        """Returns a token id for `logits` (f32 [vocab], not changed). `recent`: the tokens so far, the latest last.
+    def sample(
+        self,
+        logits: np.ndarray,
+        recent: Sequence[int] = (),
+        position: int | None = None,
+        allowed: np.ndarray | None = None,
+    ) -> int:
+        """Returns a token id for `logits` (f32 [vocab], not changed). recent: the tokens so far, the latest last.
+        position: of the token in its sequence, which its random number belongs to; None: how many samples there were
+        before. allowed: bool [vocab], which tokens may be chosen, at least one.
 
         Raises UserError when a logit is NaN or infinite: the model's numbers are broken, no choice would mean anything.
         """
-        s = self.sampling
+        position = self._samples if position is None else position
+        self._samples += 1
         best = int(np.argmax(logits))  # the first NaN, if there is one
         if not (np.isfinite(logits[best]) and np.isfinite(logits.min())):
-            raise UserError(
-                f"the model computed a logit that is not a finite number (near token {best}): the model file is damaged"
-            )
-        if s.repetition_penalty != 1.0 and s.repetition_window and len(recent):
-            logits = _penalize(logits, recent[-s.repetition_window :], s.repetition_penalty)
-            best = int(np.argmax(logits))
-        if s.temperature < _COLDEST or s.top_k == 1 or s.top_p == 0.0:
-            return best
-        ids, kept = self._candidates(logits, logits[best])
-        # Divided after the largest is taken off: exp stays in range however small the temperature. In place: new pages
-        # take as long.
-        weights = kept - logits[best]
-        weights /= np.float32(s.temperature)
-        index = _draw(np.exp(weights, out=weights), self._random.random())
+            raise not_finite(best)
+        if self.sampling.greedy:
+            return int(np.argmax(_changed(logits, self.sampling, recent, allowed)))
+        ids, weights = self.left(logits, recent, allowed)
+        index = _draw(weights, uniform(self.seed, position))
         return index if ids is None else int(ids[index])
 
+    def left(
+        self, logits: np.ndarray, recent: Sequence[int] = (), allowed: np.ndarray | None = None
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        """What a token is drawn from: (ids in their order, None: all; how likely they are, 1 being the largest)."""
+        logits = _changed(logits, self.sampling, recent, allowed)
+        largest = logits.max()
+        ids, kept = self._candidates(logits, largest)
+        # Divided after the largest is taken off: exp stays in range however small the temperature. In place: new pages
+        # take as long.
+        weights = kept - largest
+        weights /= np.float32(self.sampling.temperature)
+        return ids, np.exp(weights, out=weights)
+
     def _candidates(self, logits: np.ndarray, largest: float) -> tuple[np.ndarray | None, np.ndarray]:
-        """The tokens left by top-k, top-p and min-p: (ids, their logits), or (None, all logits) when none of the three
-        removes any."""
+        """The tokens left by top-k, top-p and min-p: (ids, their logits) in the order of ids, or (None, all logits)
+        when none of the three removes any."""
         s = self.sampling
         ids, kept = None, logits
         if 0 < s.top_k < len(logits):
@@ -137,7 +203,10 @@ class Sampler:
         if s.min_p > 0.0:
             chosen = np.flatnonzero(kept >= largest + math.log(s.min_p))
             ids, kept = (chosen if ids is None else ids[chosen]), kept[chosen]
-        return ids, kept
+        if ids is None:
+            return None, kept
+        order = np.argsort(ids)
+        return ids[order], kept[order]
 
 
 def _draw(weights: np.ndarray, uniform: float) -> int:
@@ -155,13 +224,20 @@ def _draw(weights: np.ndarray, uniform: float) -> int:
     return int(starts[at]) + min(int(np.searchsorted(inside, point, side="right")), last)
 
 
-def _penalize(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.ndarray:
-    """A copy of `logits` in which each token of `recent` is less likely (once, however often it occurs)."""
-    ids = np.unique(np.asarray(recent, dtype=np.int64))
-    changed = logits.copy()
-    values = changed[ids]
-    changed[ids] = np.where(values > 0, values / penalty, values * penalty)
-    return changed
+def _changed(logits: np.ndarray, sampling: Sampling, recent: Sequence[int], allowed: np.ndarray | None) -> np.ndarray:
+    """`logits` after penalties, bias and mask; a copy if any of them applies."""
+    changes = changes_of(sampling, recent)
+    if allowed is None and not len(changes.ids):
+        return logits
+    if len(changes.ids) and changes.ids.max() >= len(logits):
+        raise UserError(f"token id {changes.ids.max()} is outside the vocabulary of {len(logits)}")
+    logits, penalty = logits.copy(), np.float32(sampling.repetition_penalty)
+    values = logits[changes.ids]
+    penalized = values * np.where(values > 0, np.float32(1 / sampling.repetition_penalty), penalty)
+    logits[changes.ids] = np.where(changes.recent, penalized, values) + changes.added
+    if allowed is not None:
+        logits[~allowed] = LOWEST
+    return logits
 
 
 def _largest(logits: np.ndarray, k: int) -> np.ndarray:

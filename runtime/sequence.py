@@ -62,6 +62,12 @@ class Sequence:
         """Tokens that have no keys yet."""
         return len(self.tokens) - self.computed
 
+    @property
+    def table_row(self) -> int:
+        """Its slot, in a step."""
+        assert self.slot is not None, "sequences of a step have slots: see `Cache.seat`"
+        return self.slot
+
     def append(self, ids: Iterable[int]) -> None:
         """Further tokens, to be computed."""
         self.tokens.extend(ids)

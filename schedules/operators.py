@@ -303,6 +303,12 @@ def _combine(args: dict) -> Iterator[Slot]:
     yield _OUT
 
 
+def _sample(args: dict) -> Iterator[Slot]:
+    yield from (_STATE, Slot("input", ("Logits",), columns=args["vocab"]))
+    yield Slot("input", ("sampling", "changes", "allowed"))
+    yield from (Slot("output", ("Sampled", "LogProbs")), Slot("work", ("Adjusted",)))
+
+
 def _expert_products(args: dict, matrices: int) -> tuple[int, int]:
     return 2 * args["m"] * args["used"] * args["k"] * args["n"] * matrices, 0
 
@@ -334,4 +340,5 @@ OPERATORS = {
     "expert_linear": Operator(_expert_linear, lambda args: _expert_products(args, 1)),
     "expert_down": Operator(_expert_linear, lambda args: _expert_products(args, 1)),
     "combine": Operator(_combine),
+    "sample": Operator(_sample),
 }

@@ -1,23 +1,34 @@
 """Cases of GPU attention kernels and their check against numpy in float64, for the emulator and for Vulkan devices.
 
-Every case is a chunk in the middle of a sequence. The cache contains stale finite numbers behind the chunk and in front
-of what its first row sees, and queries of rows that are not live are not numbers: neither may matter nor change.
+Every case has rows in the middle of sequences: single rows, each of another sequence, and a chunk of one more. Their
+pages lie in the cache in random order, and there are more of them than kernels are declared for. The cache contains
+stale finite numbers behind the rows and in front of what a sequence's first row sees, table entries there are those of
+any page, and queries of rows that are not live are not numbers: none of that may matter nor change.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from mlc_amd.schedules.attention import Attention, Rope
+from mlc_amd.schedules.attention import PAGE, SLOTS, Attention, Rope
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
-from mlc_amd.tools.reference.attention import attention_reference, first_seen, in_ring, rope_reference, value_reference
+from mlc_amd.tools.reference.attention import attention_reference, first_seen, rope_reference, value_reference
 
 CTX = 512
 STALE_K, STALE_V, LEFT = 300.0, 30000.0, 7.0
+DEAD = (1 << 20, 1000)  # position and slot of rows that are not live
+
+
+class Rows(NamedTuple):
+    """The rows of a run: positions of the single rows; position and number of tokens of the chunk."""
+
+    singles: tuple = ()
+    chunk: tuple[int, int] = (0, 0)
 
 
 class Case(NamedTuple):
-    """attributes: of `Attention`, besides its shape. states: (position, live rows) of each run."""
+    """single: of `schedules.gpu.attention`. attributes: of `Attention`, besides its shape. states: the `Rows` of each
+    run; (position, live rows): of one sequence."""
 
     heads: int
     kv_heads: int
@@ -27,10 +38,57 @@ class Case(NamedTuple):
     rope: Rope | None = None
     states: tuple = tuple((length - 1, 1) for length in (1, 7, 33, 64, 65, 300))
     attributes: tuple | dict = ()
+    several: int = 0  # single rows of a kernel with m > 1, at most
 
     @property
     def layer(self) -> Attention:
         return Attention(self.heads, self.kv_heads, self.d, CTX, **dict(self.attributes))
+
+    @property
+    def single(self) -> int:
+        return 1 if self.m == 1 else self.several
+
+    @property
+    def runs(self) -> list[Rows]:
+        return [
+            state if isinstance(state, Rows) else Rows((state[0],)) if self.single else Rows((), state)
+            for state in self.states
+        ]
+
+
+class Pool:
+    """The pages of an attention layer's cache, of `count` blocks of sequences, and its page tables.
+
+    k, v: [kv_heads, places, d], place i of page p is PAGE * p + i.
+    """
+
+    def __init__(self, rng, layer, count):
+        count = max(count, layer.blocks) + 2
+        self.rng, self.layer, self.blocks = rng, layer, layer.blocks
+        self.free, self.slots = list(rng.permutation(count)), list(rng.permutation(SLOTS))
+        self.k, self.v = (
+            np.full((layer.kv_heads, count * PAGE, layer.d), stale, np.float16) for stale in (STALE_K, STALE_V)
+        )
+        self.table = rng.integers(0, count, (SLOTS, layer.blocks)).astype(np.int32)
+
+    def add(self, keys, values, begin, end) -> int:
+        """Stores the positions begin .. end-1 of a sequence, of [kv_heads, CTX, d]; its slot."""
+        slot = self.slots.pop()
+        for block in range(begin // PAGE, -(-end // PAGE)):
+            self.table[slot, block] = page = self.free.pop()
+            for pool, whole in ((self.k, keys), (self.v, values)):
+                pool[:, page * PAGE : (page + 1) * PAGE] = whole[:, block * PAGE : (block + 1) * PAGE]
+        return slot
+
+    def places(self, slot, positions):
+        positions = np.asarray(positions)
+        return self.table[slot, positions // PAGE] * PAGE + positions % PAGE
+
+    def check_written(self, k, v, places, keys, values):
+        """k, v: what a kernel left; keys, values: [rows, kv_heads, d], expected in `places`; the rest is unchanged."""
+        for before, after, expected in ((self.k, k, keys), (self.v, v, values)):
+            np.testing.assert_allclose(after[:, places].transpose(1, 0, 2), expected, rtol=1e-3, atol=2e-6)
+            assert (np.delete(after, places, axis=1) == np.delete(before, places, axis=1)).all()
 
 
 def widened(x):
@@ -39,19 +97,20 @@ def widened(x):
 
 
 def pack(k, v):
-    """Keys and values [kv_heads, ctx, d] in the cache's layout."""
+    """Keys and values [kv_heads, places, d] in the cache's layout."""
     k, v = widened(k), widened(v)
-    n, ctx, width = k.shape
+    n, places, width = k.shape
+    pages = places // PAGE
     return (
-        np.ascontiguousarray(k.reshape(n, ctx // 32, 32, width // 8, 8).transpose(0, 1, 3, 2, 4)),
-        np.ascontiguousarray(v.reshape(n, ctx // 8, 8, width).transpose(0, 1, 3, 2)),
+        np.ascontiguousarray(k.reshape(n, pages, PAGE // 32, 32, width // 8, 8).transpose(1, 0, 2, 4, 3, 5)),
+        np.ascontiguousarray(v.reshape(n, pages, PAGE // 8, 8, width).transpose(1, 0, 2, 4, 3)),
     )
 
 
 def unpack(Kc, Vc, d):
     """The inverse; the padding must be zero."""
-    n, _, width, _ = Vc.shape
-    k, v = Kc.transpose(0, 1, 3, 2, 4).reshape(n, -1, width), Vc.transpose(0, 1, 3, 2).reshape(n, -1, width)
+    _, n, _, width, _ = Vc.shape
+    k, v = Kc.transpose(1, 0, 2, 4, 3, 5).reshape(n, -1, width), Vc.transpose(1, 0, 2, 4, 3).reshape(n, -1, width)
     assert not k[..., d:].any() and not v[..., d:].any()
     return k[..., :d], v[..., :d]
 
@@ -91,7 +150,7 @@ def check_output(out, layout, live, expected):
 
 
 def rope_inputs(rng, case):
-    """(inputs of the kernel, function position, live -> queries, keys and values of these rows, in float64)"""
+    """(inputs of the kernel, function rows, positions -> queries, keys and values of these rows, in float64)"""
     heads, kv_heads, d, m, rope = case.heads, case.kv_heads, case.d, case.m, case.rope
     half = rope.rotary // 2
     angles = np.arange(CTX)[:, None] * 10000.0 ** (-np.arange(half) / max(half, 1))
@@ -100,49 +159,60 @@ def rope_inputs(rng, case):
     q, k, v = (rng.standard_normal((m, h * d)).astype(np.float32) for h in (heads, kv_heads, kv_heads))
     norms = {} if rope.eps is None else {name: rng.standard_normal(d).astype(np.float32) for name in ("QN", "KN")}
 
-    def rotated(position, live):
-        rows = cs[position : position + live]
+    def rotated(rows, positions):
         return (
-            rope_reference(q.reshape(m, heads, d)[:live], rows, rope, norms.get("QN")),
-            rope_reference(k.reshape(m, kv_heads, d)[:live], rows, rope, norms.get("KN")),
-            value_reference(v.reshape(m, kv_heads, d)[:live], rope),
+            rope_reference(q.reshape(m, heads, d)[rows], cs[positions], rope, norms.get("QN")),
+            rope_reference(k.reshape(m, kv_heads, d)[rows], cs[positions], rope, norms.get("KN")),
+            value_reference(v.reshape(m, kv_heads, d)[rows], rope),
         )
 
     return {name: widened(x) for name, x in {"Q": q, "K": k, "V": v, **norms}.items()} | {"CS": cs}, rotated
 
 
-def stale_cache(rng, kv_heads, d, end, begin=0):
-    """Keys and values [kv_heads, CTX, d], random from `begin` to `end`."""
-    k, v = (rng.standard_normal((kv_heads, CTX, d)).astype(np.float16) for _ in "kv")
+def sequence(rng, layer, end, begin=0):
+    """Keys and values [kv_heads, CTX, d], random from `begin` to `end`, stale outside."""
+    k, v = (rng.standard_normal((layer.kv_heads, CTX, layer.d)).astype(np.float16) for _ in "kv")
     for outside in (slice(end, None), slice(0, begin)):
         k[:, outside], v[:, outside] = STALE_K, STALE_V
     return k, v
 
 
-def check_written(before, after, position, expected):
-    """before, after, as [kv_heads, places, d]; expected [tokens, kv_heads, d] from `position` on; the rest is
-    unchanged."""
-    here = np.arange(position, position + len(expected)) % before.shape[1]
-    np.testing.assert_allclose(after[:, here].transpose(1, 0, 2), expected, rtol=1e-3, atol=2e-6)
-    assert (np.delete(after, here, axis=1) == np.delete(before, here, axis=1)).all()
+def sequences(run: Rows):
+    """[(position of the first row, rows)] of the step's sequences."""
+    return [(position, 1) for position in run.singles] + ([run.chunk] if run.chunk[1] else [])
+
+
+def rows_array(case, places):
+    """The parameter `rows`. places: (slot, first position, rows) of the sequences, in order."""
+    live = [(first + i, slot) for slot, first, count in places for i in range(count)]
+    return np.array(live + [DEAD] * (case.m - len(live)), np.int32)
+
+
+def state_of(run: Rows):
+    return np.array([len(run.singles), len(run.singles) + run.chunk[1], 0, 0], np.int32)
 
 
 def check_attention(case, run, grow=0.0):
-    """One run for each state: run(arrays by parameter name) executes the kernel on them in place. grow: how much larger
-    the last key of the cache is than the first."""
+    """One run for each of the case's: run(arrays by parameter name) executes the kernel on them in place. grow: how
+    much larger the last key of the cache is than the first."""
     rng, layer, d = np.random.default_rng(1), case.layer, case.d
     joined = scratch(case)
-    for position, live in case.states:
-        end = position + live
-        begin, writes = first_seen(layer, position), case.rope is not None and case.rope.writes
-        written = position if writes else end
-        keys, values = stale_cache(rng, layer.kv_heads, d, written, begin)
-        keys[:, begin:end] *= (1 + grow * np.arange(begin, end) / CTX)[:, None].astype(np.float16)
-        k, v = (in_ring(layer, x, written) for x in (keys, values))
-        Kc, Vc = pack(k, v)
+    writes = case.rope is not None and case.rope.writes
+    for rows in case.runs:
+        parts = sequences(rows)
+        live = sum(count for _, count in parts)
+        pool, found, places = Pool(rng, layer, layer.blocks * len(parts)), [], []
+        for position, count in parts:
+            begin = first_seen(layer, position)
+            keys, values = sequence(rng, layer, position if writes else position + count, begin)
+            seen = slice(begin, position + count)
+            keys[:, seen] *= (1 + grow * np.arange(CTX)[seen] / CTX)[:, None].astype(np.float16)
+            found.append((keys, values))
+            places.append((pool.add(keys, values, begin, position + count), position, count))
+        Kc, Vc = pack(pool.k, pool.v)
         if case.rope:
             inputs, rotated = rope_inputs(rng, case)
-            queries, own_key, own_value = rotated(position, 1)
+            queries, own_key, own_value = rotated(slice(0, 1), [rows.singles[0]])
         else:
             q = rng.standard_normal((case.m, layer.heads, d)) * 2
             q[live:] = np.nan
@@ -150,33 +220,47 @@ def check_attention(case, run, grow=0.0):
             queries = inputs["Qo"][:live, :, :d].astype(np.float64) / layer.query_scale
         # between far below and far above the scores
         sinks = np.linspace(-3, 12, layer.heads).astype(np.float32) if layer.sinks else None
-        out, state = outputs(case.m, layer.heads * d), np.array([position, live, 0, 0], np.int32)
-        run({"state": state, "Kc": Kc, "Vc": Vc, "Sinks": sinks, **inputs, **joined, **out})
+        out = outputs(case.m, layer.heads * d)
+        given = {"state": state_of(rows), "rows": rows_array(case, places), "pages": pool.table}
+        run({**given, "Kc": Kc, "Vc": Vc, "Sinks": sinks, **inputs, **joined, **out})
         new_k, new_v = unpack(Kc, Vc, d)
         if writes:
-            check_written(k, new_k, position, own_key)
-            check_written(v, new_v, position, own_value)
-            keys[:, position], values[:, position] = (x[:, position % layer.places] for x in (new_k, new_v))
+            ((slot, position, _),), ((keys, values),) = places, found
+            there = pool.places(slot, [position])
+            pool.check_written(new_k, new_v, there, own_key, own_value)
+            keys[:, position], values[:, position] = (x[:, there[0]] for x in (new_k, new_v))
         else:
-            assert (new_k == k).all() and (new_v == v).all()
-        keys, values = (x[:, :end].astype(np.float64) for x in (keys, values))
-        check_output(out, case.layout, live, attention_reference(layer, queries, keys, values, position, sinks))
+            assert (new_k == pool.k).all() and (new_v == pool.v).all()
+        expected, done = [], 0
+        for (position, count), (keys, values) in zip(parts, found, strict=True):
+            keys, values = (x[:, : position + count].astype(np.float64) for x in (keys, values))
+            mine = queries[done : done + count]
+            expected.append(attention_reference(layer, mine, keys, values, position, sinks))
+            done += count
+        if live:
+            check_output(out, case.layout, live, np.concatenate(expected))
+        else:
+            assert all((out[name] == LEFT).all() for name in "XHS")
         assert not joined["Arrived"].any()
 
 
 def check_rope(case, run, states):
-    """The same for `rope_kv_write`."""
+    """The same for `rope_kv_write`. states: (position, rows) of a chunk, or `Rows`."""
     rng, layer, m, d = np.random.default_rng(2), case.layer, case.m, case.d
-    for position, live in states:
-        written = min(live, CTX - position)
-        k, v = (in_ring(layer, x, 0) for x in stale_cache(rng, layer.kv_heads, d, 0))
-        Kc, Vc = pack(k, v)
+    for state in states:
+        rows = state if isinstance(state, Rows) else Rows((), state)
+        parts = sequences(rows)
+        pool = Pool(rng, layer, layer.blocks * len(parts))
+        stale = sequence(rng, layer, 0)
+        places = [(pool.add(*stale, position, min(position + n, CTX)), position, n) for position, n in parts]
+        Kc, Vc = pack(pool.k, pool.v)
         inputs, rotated = rope_inputs(rng, case)
-        Qo, state = np.full((m, layer.heads, layer.width), LEFT, np.float16), np.array([position, live, 0, 0], np.int32)
-        run({"state": state, "Kc": Kc, "Vc": Vc, "Qo": Qo, **inputs})
-        queries, keys, values = rotated(position, written)
-        np.testing.assert_allclose(Qo[:written], widened(queries * layer.query_scale), rtol=1e-3, atol=2e-6)
-        assert (Qo[written:] == LEFT).all()
-        new_k, new_v = unpack(Kc, Vc, d)
-        check_written(k, new_k, position, keys if case.rope.writes else keys[:0])
-        check_written(v, new_v, position, values if case.rope.writes else values[:0])
+        Qo, given = np.full((m, layer.heads, layer.width), LEFT, np.float16), rows_array(case, places)
+        run({"state": state_of(rows), "rows": given, "pages": pool.table, "Kc": Kc, "Vc": Vc, "Qo": Qo, **inputs})
+        written = np.flatnonzero(given[:, 0] < CTX)
+        queries, keys, values = rotated(written, given[written, 0])
+        np.testing.assert_allclose(Qo[written], widened(queries * layer.query_scale), rtol=1e-3, atol=2e-6)
+        assert (np.delete(Qo, written, axis=0) == LEFT).all()
+        there = np.concatenate([pool.places(slot, np.arange(p, min(p + n, CTX))) for slot, p, n in places])
+        there, keys, values = (x if case.rope.writes else x[:0] for x in (there, keys, values))
+        pool.check_written(*unpack(Kc, Vc, d), there, keys, values)

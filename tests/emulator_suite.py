@@ -12,6 +12,7 @@ import test_generic
 import test_gpu_experts
 import test_gpu_gemm
 import test_gpu_gemv
+import test_gpu_sample
 import test_rocm_codegen
 from attention_cases import check_output, outputs, pack
 
@@ -21,7 +22,7 @@ from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.engine import Engine
-from mlc_amd.schedules.attention import Attention
+from mlc_amd.schedules.attention import SLOTS, Attention
 from mlc_amd.schedules.gpu.arch import resolve
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
@@ -103,6 +104,9 @@ class OnArch:
         test_gpu_experts.check_gate_up(case, resolve(self.arch), test_gpu_experts.emulated)
         test_gpu_experts.check_down(case, resolve(self.arch), test_gpu_experts.emulated)
 
+    def test_sampling(self):
+        test_gpu_sample.check_emulated(self.arch)
+
     def test_operators_without_a_kernel_of_their_own(self, tmp_path):
         """Functions, their limits, casts and indices, and reductions of every size, as `generic.py` schedules them."""
         target = ("rocm", self.arch)
@@ -136,8 +140,10 @@ class OnArch:
                 name: np.full(shape, np.nan if dtype == "float32" else 0, dtype)
                 for name, (shape, dtype) in scratch_shapes(heads, kv_heads, d).items()
             }
-            out, state = outputs(1, heads * d), np.array([position, 1, 0, 0], np.int32)
-            found = run(module, "a", {"state": state, "Qo": Qo, "Kc": Kc, "Vc": Vc, **scratch, **out}, **options)
+            out, blocks = outputs(1, heads * d), np.arange(layer.blocks, dtype=np.int32)
+            places = {"rows": np.array([[position, 7]], np.int32), "pages": np.tile(blocks, (SLOTS, 1))}
+            given = {"state": np.array([1, 1, 0, 0], np.int32), **places, "Qo": Qo, "Kc": Kc, "Vc": Vc}
+            found = run(module, "a", given | scratch | out, **options)
             assert not scratch["Arrived"].any()
             check_output(out, "", 1, exact)
             return out["X"], found

@@ -1,13 +1,17 @@
-"""A model of three kernels for the rocm device without a GPU: embed; remember in the cache and average (two launches
-with a scratch buffer); project. Its artifact, and what it computes."""
+"""A model of three kernels for the rocm device without a GPU: embed; remember in the paged cache and average (two
+launches with a scratch buffer); project. Its artifact, and what it computes. The rows of a step follow one another in
+one sequence, whether they are single rows or a chunk."""
 
 import json
 
 import numpy as np
 
 from mlc_amd.runtime.artifact import Artifact, TensorSpec, WeightsWriter
+from mlc_amd.runtime.pages import PAGE
+from mlc_amd.runtime.steps import write_step
 
 VOCAB, WIDTH, CTX = 96, 16, 256
+SLOTS, SLOT = 64, 5  # of page tables; of the sequence that the tests compute
 EXPERT = "blk.0.ffn_up_exps.weight/head"  # so that it may stay in host memory
 RNG = np.random.default_rng(7)
 TABLE = RNG.standard_normal((VOCAB, WIDTH), np.float32)
@@ -27,17 +31,25 @@ def embed(state, tokens, table, x):
     f32(x, live, WIDTH)[:] = f32(table, VOCAB, WIDTH)[tokens[: 4 * live].view(np.int32)]
 
 
-def remember(state, x, cache, total):
-    position, live = state_of(state)
-    cache = f32(cache, CTX, WIDTH)
-    cache[position : position + live] = f32(x, live, WIDTH)
-    f32(total, CTX, WIDTH)[:] = np.cumsum(cache, 0)
+def rows_of(memory, live):
+    return memory[: 8 * live].view(np.int32).reshape(live, 2).T
 
 
-def average(state, total, y):
-    position, live = state_of(state)
-    count = np.arange(position + 1, position + live + 1, dtype=np.float32)[:, None]
-    f32(y, live, WIDTH)[:] = f32(total, CTX, WIDTH)[position : position + live] / count
+def remember(state, rows, pages, x, cache, total):
+    live = state_of(state)[1]
+    positions, slots = rows_of(rows, live)
+    table = pages[: 4 * SLOTS * CTX // PAGE].view(np.int32).reshape(SLOTS, -1)
+    every = np.arange(CTX)
+    places = table[slots[0], every // PAGE] * PAGE + every % PAGE
+    cache = f32(cache, len(cache) // (4 * WIDTH), WIDTH)
+    cache[places[positions]] = f32(x, live, WIDTH)
+    f32(total, CTX, WIDTH)[:] = np.cumsum(cache[places], 0)
+
+
+def average(state, rows, total, y):
+    live = state_of(state)[1]
+    positions, _ = rows_of(rows, live)
+    f32(y, live, WIDTH)[:] = f32(total, CTX, WIDTH)[positions] / (positions[:, None] + np.float32(1))
 
 
 def project_last(state, y, head, logits):
@@ -52,8 +64,8 @@ def project_all(state, y, head, logits):
 
 KERNELS = {
     "embed_k": (4, embed),
-    "mix_k": (4, remember),
-    "mix_k_1": (3, average),
+    "mix_k": (6, remember),
+    "mix_k_1": (4, average),
     "last_k": (4, project_last),
     "all_k": (4, project_all),
 }
@@ -70,21 +82,23 @@ def step(symbol, *args):
 
 LAUNCHES = {
     "embed": {"scratch": [], "steps": [step("embed_k", 0, 1, 2, 3)]},
-    "mix": {"scratch": [64, CTX * WIDTH * 4], "steps": [step("mix_k", 0, 1, 2, 5), step("mix_k_1", 0, 5, 3)]},
+    "mix": {"scratch": [64, CTX * WIDTH * 4], "steps": [step("mix_k", 0, 1, 2, 3, 4, 7), step("mix_k_1", 0, 1, 7, 5)]},
     "last": {"scratch": [], "steps": [step("last_k", 3, 0, 1, 2)]},  # the kernel's own order differs from the call's
     "all": {"scratch": [], "steps": [step("all_k", 3, 0, 1, 2)]},
 }
 
 
-def function(tokens, head):
-    x, y = ["arena", 0, "float32", [tokens, WIDTH]], ["arena", 4096, "float32", [tokens, WIDTH]]
+def function(rows, head):
+    x, y = ["arena", 0, "float32", [rows, WIDTH]], ["arena", 4096, "float32", [rows, WIDTH]]
+    state, places, tables = (["io", name] for name in ("state", "rows", "pages.0"))
     return {
-        "tokens": tokens,
-        "all_logits": head == "all",
+        "rows": rows,
+        "single": int(rows == 1),
+        "logits": rows if head == "all" else 1,
         "launches": [
-            {"kernel": "embed", "args": [["io", "state"], ["io", "tokens"], ["weight", "table"], x]},
-            {"kernel": "mix", "args": [["io", "state"], x, ["kv", "cache"], y]},
-            {"kernel": head, "args": [y, ["weight", EXPERT], ["io", "logits"], ["io", "state"]]},
+            {"kernel": "embed", "args": [state, ["io", "tokens"], ["weight", "table"], x]},
+            {"kernel": "mix", "args": [state, places, tables, x, ["kv", "cache"], y]},
+            {"kernel": head, "args": [y, ["weight", EXPERT], ["io", "logits"], state]},
         ],
     }
 
@@ -122,12 +136,15 @@ def artifact_in(folder):
             "arena_bytes": 8192,
             "io": {
                 "state": {"dtype": "int32", "shape": [4]},
+                "answers": {"dtype": "int32", "shape": [4]},
                 "tokens": {"dtype": "int32", "shape": [16]},
+                "rows": {"dtype": "int32", "shape": [16, 2]},
+                "pages.0": {"dtype": "int32", "shape": [SLOTS, CTX // PAGE]},
                 "logits": {"dtype": "float32", "shape": [16, VOCAB]},
             },
             "kv": [
                 {"name": "other", "dtype": "float16", "shape": [3]},
-                {"name": "cache", "dtype": "float32", "shape": [CTX, WIDTH]},
+                {"name": "cache", "dtype": "float32", "shape": [CTX // PAGE, PAGE, WIDTH], "span": 0},
             ],
         }
         return Artifact(folder, json.loads(json.dumps(manifest)))
@@ -136,16 +153,29 @@ def artifact_in(folder):
 
 
 def evaluate(device, ids):
-    """Logits after each of `ids`: chunks through score_16, then two tokens one by one."""
+    """Logits after each of `ids`: chunks through score_16, then two tokens one by one. Pages are in reverse order, and
+    others after the first chunk, which is computed again."""
     device.clear()
     rows, position = [], 0
+    write_pages(device, 1)
+    write_step(device, device.manifest["functions"]["score_16"], (), (ids[:16], 0, SLOT))
+    device.run("score_16")
+    write_pages(device, 0)
     for name, count in (("score_16", 16), ("score_16", len(ids) - 18), ("decode", 1), ("decode", 1)):
-        device.write("state", (position, count))
-        device.write("tokens", ids[position : position + count])
+        part = ids[position : position + count]
+        single = name == "decode"
+        singles, chunk = ([(part[0], position, SLOT)], None) if single else ((), (part, position, SLOT))
+        assert write_step(device, device.manifest["functions"][name], singles, chunk) == count
         device.run(name)
         rows.append(device.read("logits", count).copy())
         position += count
     return np.concatenate(rows)
+
+
+def write_pages(device, shift):
+    """All pages of the cache, from the last one on; `shift` pages further."""
+    pages = device.kv_types["cache"][0][0]
+    device.write("pages.0", np.tile((pages - 1 - np.arange(CTX // PAGE) - shift) % pages, (SLOTS, 1)))
 
 
 IDS = np.arange(3, 3 + 2 * 30, 2)

@@ -78,13 +78,15 @@ def test_switches(engine, monkeypatch, capsys):
         Conversation(engine, thinking="off")
     source = engine.chat_template.source + "{% if enable_thinking is false %}None.{% endif %}"
     monkeypatch.setattr(engine, "chat_template", ChatTemplate(source, {}))
+    prompts, generate = [], engine.generate
+    monkeypatch.setattr(engine, "generate", lambda ids, *options: (prompts.append(ids), generate(ids, *options))[1])
     session = Session(Conversation(engine), max_tokens=1)
     for command in ("/set thinking off", "/set show_thinking on", "/set"):
         session.handle(command)
     shown = capsys.readouterr().err
     assert "  thinking            off\n" in shown and "  show_thinking       on\n" in shown
     session.answer(QUESTION)
-    assert engine.tokenizer.decode(engine.tokens).endswith("assistant\nNone.")
+    assert engine.tokenizer.decode(prompts[-1]).endswith("assistant\nNone.")
     with pytest.raises(
         UserError, match="thinking cannot be maybe: with this model's chat template it is auto, on, off"
     ):

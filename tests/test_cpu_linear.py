@@ -21,7 +21,7 @@ from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.schedules.cpu.gate_up import gate_up_swiglu
 from mlc_amd.schedules.cpu.isa import Avx2, AvxVnni, Portable, Vnni512
 from mlc_amd.schedules.cpu.linear import linear
-from mlc_amd.schedules.cpu.linear_plan import default_plan
+from mlc_amd.schedules.cpu.linear_plan import default_plan, parts
 from mlc_amd.schedules.formats import FORMATS, lookup
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
@@ -85,6 +85,8 @@ def _cases(isa):
         p = min(p, isa.tokens)
         cases[f"mixed-{step}"] = Case((("q4_k", 96), ("q6_k", 37), ("q8_0", 16)), 256, m, p, (True, True, False))
         cases[f"residual-{step}"] = Case((("q4_0", 41),), 256, m, p, (True,), True)
+    for name in ("q4_0", "q4_k", "f16"):
+        cases[f"few-{name}-prefill"] = Case(((name, 48),), 256, 16, isa.tokens)
     cases["float-mixed-prefill"] = Case((("f16", 33), ("f32", 16)), 64, 16, 8, (True, False))
     return cases
 
@@ -225,16 +227,38 @@ def test_linear(machine, name):
         assert error(got, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("live", [1, 4, 9])
+@pytest.mark.parametrize("live", [1, 2, 3, 4, 5, 9, 13])
 @pytest.mark.parametrize(
-    ("machine", "name"), on_machines(["q4_k-prefill", "q6_k-prefill", "f16-prefill", "mixed-prefill"])
+    ("machine", "name"), on_machines([f"{fmt}-prefill" for fmt in ("few-q4_0", "few-q4_k", "few-f16", "mixed", "f16")])
 )
-def test_linear_computes_live_tiles_only(machine, name, live):
-    p = _cases(MACHINES[machine].isa)[name].p
-    computed = -(-live // p) * p
-    for got, expected in zip(*run_linear(machine, name, live), strict=True):
-        assert error(got[:live], expected[:live]) < TOLERANCE
+def test_linear_computes_the_part_of_a_tile_that_holds_the_live_rows(machine, name, live):
+    """Bit for bit the rows of a full step, and no rows but those of the smallest part."""
+    case = _cases(MACHINES[machine].isa)[name]
+    whole, rest = (live - 1) // case.p * case.p, (live - 1) % case.p + 1
+    # unpacked weights meet whole tiles
+    computed = whole + (next(size for size in parts(case.p) if size >= rest) if not case.unpack else case.p)
+    full, _ = run_linear(machine, name, case.m)
+    for got, expected in zip(run_linear(machine, name, live)[0], full, strict=True):
+        np.testing.assert_array_equal(got[:live], expected[:live])
         assert np.isnan(got[computed:]).all()
+
+
+@pytest.mark.parametrize("live", [1, 3, 4, 7])
+@pytest.mark.parametrize(("machine", "name"), on_machines(["int8-prefill", "int8-prefill-f32"], "swiglu-"))
+def test_gate_up_of_few_rows_gives_the_bits_of_many(machine, name, live):
+    gate, up, m, p, quantize, _ = SWIGLU[name]
+    p = min(p, MACHINES[machine].isa.tokens)
+    planes = [plane for i, fmt in enumerate((gate, up)) for plane in weights(fmt, F, SWIGLU_K, i)[0].values()]
+    inputs, _ = activations(FORMATS[gate].kind, m, SWIGLU_K, p)
+    results = []
+    for rows in (live, m):
+        outputs = quantized(np.ones((m, F), np.float32), p)[0] if quantize else (np.zeros((m, F), np.float32),)
+        results.append(call(machine, f"swiglu-{name}", state(rows), *inputs, *planes, *outputs)[-len(outputs) :])
+    for few, many in zip(*results, strict=True):
+        if quantize:  # rows of tiles to rows; the last field of S is never written
+            axis = 2 if few.dtype == np.int8 else 3
+            few, many = (np.moveaxis(x, axis, 1).reshape(m, *np.delete(x.shape, (0, axis))) for x in (few, many))
+        np.testing.assert_array_equal(few[:live].view(np.uint8), many[:live].view(np.uint8))
 
 
 @pytest.mark.parametrize(("machine", "name"), on_machines(SWIGLU, "swiglu-"))

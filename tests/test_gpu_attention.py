@@ -8,7 +8,7 @@ import functools
 import re
 
 import pytest
-from attention_cases import CTX, Case, check_attention, check_rope
+from attention_cases import CTX, Case, Rows, check_attention, check_rope
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.errors import UserError
@@ -33,13 +33,13 @@ DECODE = {
     "decode_group_7": Case(7, 1, 64, layout="rows", rope=Rope(False, 64)),
     "decode_head_24": Case(2, 1, 24, rope=Rope(True, 24, 1e-6), states=NEAR),
     "decode_window": Case(2, 1, 64, rope=Rope(True, 64), states=NEAR + FAR, attributes={"window": 40}),
-    "decode_ring": Case(
+    "decode_window_of_a_page": Case(
         2, 1, 64, rope=Rope(True, 64), states=(*NEAR, (64, 1), (500, 1)),
-        attributes={"window": 64, "ring": 64, "sinks": True},
+        attributes={"window": 64, "sinks": True},
     ),
-    "decode_ring_300": Case(2, 1, 64, states=((10, 1), (450, 1)), attributes={"window": 300, "ring": 320}),
+    "decode_window_300": Case(2, 1, 64, states=((10, 1), (450, 1)), attributes={"window": 300}),
     "decode_chunk": Case(
-        2, 1, 64, rope=Rope(True, 64), states=((39, 1), (40, 1), (500, 1)), attributes={"chunk": 40, "ring": 64}
+        2, 1, 64, rope=Rope(True, 64), states=((39, 1), (40, 1), (500, 1)), attributes={"chunk": 40}
     ),
     "decode_attributes": Case(
         4, 1, 64, states=((5, 1), (500, 1)),
@@ -54,6 +54,16 @@ DECODE = {
         attributes={"softcap": 3.0, "sinks": True, "scale": 0.3},
     ),
 }  # fmt: skip
+ROWS = {
+    "rows": Case(4, 2, 64, 8, several=8, states=(Rows((0, 130, CTX - 1)), Rows((299, 5, 64, 63, 0, 128, 200, 400)))),
+    "rows_window": Case(
+        2, 1, 64, 4, several=4, states=(Rows((CTX - 1, 63, 64)),), attributes={"window": 40, "sinks": True}
+    ),
+    "mixed": Case(4, 1, 64, 32, "half", several=8, states=(Rows((130, 5, 299), (57, 13)), Rows((), (0, 30)))),
+    "mixed_window": Case(
+        2, 1, 64, 32, several=8, states=(Rows((CTX - 1, 64), (450, 30)),), attributes={"window": 49, "softcap": 4.0}
+    ),
+}  # fmt: skip
 PREFILL = {
     "prefill_group_1": Case(2, 2, 96, 16, "half", states=((0, 16), (57, 13), (64, 1), (CTX - 16, 16))),
     "prefill_group_4": Case(4, 1, 128, 64, "half", states=((0, 64), (57, 50))),
@@ -62,10 +72,10 @@ PREFILL = {
     "prefill_window": Case(
         1, 1, 32, 64, "", states=((0, 64), (70, 64), (400, 45)), attributes={"window": 5, "sinks": True}
     ),
-    "prefill_ring": Case(
-        2, 1, 64, 16, "", states=((0, 16), (56, 16), (401, 13)), attributes={"window": 49, "ring": 64, "sinks": True}
+    "prefill_window_of_a_page": Case(
+        2, 1, 64, 16, "", states=((0, 16), (56, 16), (401, 13)), attributes={"window": 49, "sinks": True}
     ),
-    "prefill_chunk": Case(2, 1, 64, 16, "", states=((30, 16), (393, 16)), attributes={"chunk": 100, "ring": 128}),
+    "prefill_chunk": Case(2, 1, 64, 16, "", states=((30, 16), (393, 16)), attributes={"chunk": 100}),
     "prefill_attributes": Case(
         4, 1, 64, 16, "half", states=((30, 16), (300, 16)),
         attributes={"window": 100, "softcap": 4.0, "sinks": True, "scale": 0.2},
@@ -74,8 +84,8 @@ PREFILL = {
 DOT = {
     "prefill_dot": Case(3, 1, 64, 16, "rows", states=((0, 16), (57, 13))),
     "prefill_dot_head_80": Case(2, 1, 80, 16, "", states=((57, 13),)),
-    "prefill_dot_ring": Case(2, 1, 48, 16, "", states=((401, 13),), attributes={"window": 49, "ring": 64}),
-    "prefill_dot_chunk": Case(2, 1, 32, 16, "", states=((393, 16),), attributes={"chunk": 100, "ring": 128}),
+    "prefill_dot_window": Case(2, 1, 48, 16, "", states=((401, 13),), attributes={"window": 49}),
+    "prefill_dot_chunk": Case(2, 1, 32, 16, "", states=((393, 16),), attributes={"chunk": 100}),
     "prefill_dot_attributes": Case(
         3, 1, 64, 16, "", states=((60, 16), (400, 13)),
         attributes={"window": 9, "softcap": 4.0, "sinks": True, "scale": 0.2},
@@ -88,14 +98,13 @@ ROPE = {
     "rope_head_24": Case(3, 1, 24, 4, rope=Rope(True, 12, 1e-6)),
     "rope_norm_after": Case(3, 1, 24, 4, rope=Rope(True, 12, 1e-6, norm_after=True, value_norm=True)),
     "rope_reads": Case(3, 1, 64, 4, rope=Rope(True, 64, 1e-6, writes=False)),
-    "rope_ring": Case(2, 1, 64, 16, rope=Rope(True, 64), attributes={"window": 40, "ring": 64}),
     "rope_none": Case(2, 1, 64, 1, rope=Rope(True, 0, 1e-6), attributes={"scale": 0.3}),
 }
-CASES = DECODE | PREFILL | DOT | ROPE
+CASES = DECODE | ROWS | PREFILL | DOT | ROPE
 # What takes most registers, on GPUs that differ in how many there are: of gfx906's wide waves each has the fewest.
 # (Prefill with wider heads is in test_tuning_attention.py.)
 REGISTERS = {
-    "gfx1100": DECODE | PREFILL | ROPE, "gfx1201": ("prefill_group_4", "rope_norm"), "gfx942": ("prefill_group_4",
+    "gfx1100": DECODE | ROWS | PREFILL | ROPE, "gfx1201": ("prefill_group_4", "rope_norm"), "gfx942": ("prefill_group_4",
     "rope_norm"),
     "gfx906": ("decode_group_7",), "gfx1010": ("decode_group_7", "rope_norm"), "gfx1030": ("decode_group_7",),
 }  # fmt: skip
@@ -109,7 +118,7 @@ def build(arch, name):
         return attention_prefill_dot(case.layer, case.m, case.layout, arch, name)
     if case.rope:
         return attention_decode(case.layer, case.layout, arch, name, case.rope)
-    return attention(case.layer, case.m, case.layout, arch, name)
+    return attention(case.layer, case.m, case.layout, arch, name, single=case.single)
 
 
 @functools.cache
@@ -124,7 +133,7 @@ def runner(arch, name):
 
 @pytest.mark.emulator_full
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", [*DECODE, *PREFILL, *DOT])
+@pytest.mark.parametrize("name", [*DECODE, *ROWS, *PREFILL, *DOT])
 def test_attention(arch, name):
     check_attention(CASES[name], runner(arch, name))
 
@@ -135,7 +144,8 @@ def test_attention(arch, name):
 def test_rope_kv_write(arch, name):
     m = CASES[name].m
     # the last state has no room for more than one token
-    check_rope(CASES[name], runner(arch, name), {(0, m), (5, max(1, m - 3)), (CTX - 1, m)})
+    states = {(0, m), (5, max(1, m - 3)), (CTX - 1, m), Rows((63, 64, 200, CTX - 1)[:m])}
+    check_rope(CASES[name], runner(arch, name), states)
 
 
 @pytest.mark.parametrize(("arch", "name"), [(arch, name) for arch, names in REGISTERS.items() for name in names])
@@ -170,12 +180,12 @@ def test_shapes_that_do_not_fit_are_refused(ctx, d):
 @pytest.mark.parametrize("m", [1, 16])
 def test_int8_blocks_of_parts_of_heads_are_refused(m):
     with pytest.raises(UserError, match="blocks of 32 columns, not of heads of 48"):
-        attention(Attention(4, 2, 48, 128), m, "rows", resolve("gfx1030"), "attention")
+        attention(Attention(4, 2, 48, 128), m, "rows", resolve("gfx1030"), "attention", single=int(m == 1))
 
 
 def test_too_many_heads_for_a_kv_head_are_refused():
     with pytest.raises(UserError, match="query heads"):
-        attention(Attention(34, 2, 64, 128), 1, "", resolve("gfx1100"), "attention")
+        attention(Attention(34, 2, 64, 128), 1, "", resolve("gfx1100"), "attention", single=1)
 
 
 def test_int8_from_matrix_units_is_refused():

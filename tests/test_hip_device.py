@@ -11,8 +11,10 @@ from hip_model import (
     KERNELS,
     RNG,
     VOCAB,
+    WIDTH,
     artifact_in,
     check,
+    write_pages,
 )
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
@@ -20,6 +22,8 @@ from mlc_amd.runtime.artifact import TensorSpec, Weights, WeightsWriter
 from mlc_amd.runtime.devices.hip import memory as hip_memory
 from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.pages import PAGE
+from mlc_amd.runtime.steps import write_step
 from mlc_amd.schedules.gpu.arch import resolve
 from mlc_amd.schedules.gpu.embed import embed as gpu_embed
 from mlc_amd.schedules.gpu.norm import rms_norm
@@ -41,7 +45,7 @@ def test_computes_by_replaying_graphs(artifact, monkeypatch):
     assert device.name == "Radeon (gfx1100)"
     bindings.calls.clear()
     check(device)
-    assert bindings.calls.count("hipGraphLaunch") == 4 and "hipModuleLaunchKernel" not in bindings.calls
+    assert bindings.calls.count("hipGraphLaunch") == 5 and "hipModuleLaunchKernel" not in bindings.calls
     device.run("decode")
     assert bindings.launched[-4:] == [
         (symbol, (4, 1, 1), (64, 1, 1)) for symbol in ("embed_k", "mix_k", "mix_k_1", "last_k")
@@ -70,6 +74,24 @@ def test_cache_starts_and_clears_to_zero(artifact):
     assert bindings.bytes_at(address, size).any()
     device.clear()
     assert not bindings.bytes_at(address, size).any()
+
+
+def test_pages_are_as_many_as_asked_for(artifact):
+    device = HipDevice(artifact("gfx1100"), bindings=Recorder(KERNELS), pages={0: 9})
+    assert device.memory.sizes["kv"] >= 9 * PAGE * WIDTH * 4
+    check(device)
+
+
+def test_page_tables_are_sent_when_they_changed(artifact):
+    bindings = Recorder(KERNELS)
+    device = HipDevice(artifact("gfx1100"), bindings=bindings)
+    check(device)
+    for changed, copies in ((False, 1), (True, 2), (False, 1)):
+        bindings.calls.clear()
+        if changed:
+            write_pages(device, 2)
+        device.run("decode")
+        assert bindings.calls.count("hipMemcpyAsync") == copies
 
 
 def test_everything_is_given_back(artifact):
@@ -111,14 +133,13 @@ def test_real_code_object(artifact, emulator, arch):
     }
     manifest = model.manifest
     manifest |= {
-        "functions": {"score_16": {"tokens": 16, "all_logits": True, "launches": calls}},
+        "functions": {"score_16": {"rows": 16, "single": 0, "logits": 16, "launches": calls}},
         "launches": {arch: steps},
     }
     manifest["io"]["logits"]["shape"] = [16, k]
     bindings = Recorder(emulated(manifest, arch, built.hsaco, emulator), gpus=[{"gcnArchName": arch.encode()}])
     device = HipDevice(model, bindings=bindings)
-    device.write("state", (0, 5))
-    device.write("tokens", IDS[:5])
+    write_step(device, manifest["functions"]["score_16"], (), (IDS[:5], 0, 0))
     device.run("score_16")
     rows = table[IDS[:5]]
     expect = rows / np.sqrt((rows**2).mean(1, keepdims=True) + 1e-6) * gain

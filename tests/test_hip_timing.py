@@ -26,7 +26,7 @@ def test_events_time_each_launch(artifact):
     """Calls, order and results of a timed run; the graph is not in use, and the next run replays it again."""
     bindings = Recorder(KERNELS)
     device = HipDevice(artifact("gfx1100"), bindings=bindings)
-    device.write("state", (0, 1))
+    device.write("state", (1, 1))
     device.time("decode")
     made = bindings.calls.count("hipEventCreateWithFlags")
     bindings.calls.clear(), bindings.launched.clear()

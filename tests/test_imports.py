@@ -10,7 +10,10 @@ REPO = Path(__file__).resolve().parent.parent
 # Package -> what of mlc_amd its modules may import. The longest name that a module's begins with counts.
 ALLOWED = {
     "runtime": ("runtime",),
-    "schedules": ("schedules", "runtime.errors", "runtime.host", "runtime.gpus"),
+    "schedules": (
+        "schedules",
+        *(f"runtime.{name}" for name in ("errors", "host", "gpus", "philox", "sampling_layout")),
+    ),
     "compiler": ("compiler", "schedules", "runtime"),
     "tools": ("tools", "compiler", "schedules", "runtime", "dist"),
     "tools.dev": ("tools", "compiler", "schedules", "runtime", "dist"),

@@ -54,7 +54,6 @@ def test_ctrl_c_is_acknowledged_at_once_and_stops_a_prompt_between_two_chunks(en
 
         assert list(engine.generate(IDS, progress=progress)) == []
     assert capsys.readouterr().err == "(stopping)\n"
-    assert engine.tokens == IDS[:512]
     made = [piece.id for piece in engine.generate(IDS, max_tokens=3)]
     engine.reset()
     assert [piece.id for piece in engine.generate(IDS, max_tokens=3)] == made
@@ -64,7 +63,7 @@ def test_ctrl_c_before_the_prompt_counts(engine):
     with monitor.Monitor(engine) as attended:
         os.kill(os.getpid(), signal.SIGINT)
         wait_until(lambda: attended.stopped)
-        assert list(engine.generate(IDS, progress=attended.progress)) == [] and engine.tokens == []
+        assert list(engine.generate(IDS, progress=attended.progress)) == []
         with pytest.raises(KeyboardInterrupt):  # the second one does not wait
             os.kill(os.getpid(), signal.SIGINT)
             wait_until(lambda: False)

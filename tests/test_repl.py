@@ -299,8 +299,8 @@ def test_a_closed_stdin_is_an_empty_one(monkeypatch, capsys, demo_artifact):
 
 @pytest.mark.parametrize("finish", ["stop", "length", "context", "interrupted"])
 def test_a_footer_fits_the_terminal(finish):
-    stats = Stats(123456, 100000, 12.5, 12.6, 12345, 123.0, finish)
-    parts = display.statistics(stats, 130000, 131072)
+    stats = Stats(117655, 94199, 12.5, 12.6, 12345, 123.0, finish)
+    parts = display.statistics(stats, 131072)
     for width in (20, 79, 120):
         line = display.footer(parts, width)
         assert line.startswith(parts[0]) and (len(line) <= width or line == parts[0])

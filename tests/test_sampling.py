@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.logit_changes import CHANGES, changes_of
+from mlc_amd.runtime.philox import philox
 from mlc_amd.runtime.sampling import Sampler, Sampling
 
 LOGITS = np.log(np.array([0.02, 0.4, 0.05, 0.25, 0.15, 0.08, 0.03, 0.02], dtype=np.float32))
@@ -148,6 +150,13 @@ def test_broken_logits_are_an_error(bad, temperature):
         {"repetition_penalty": 0.0},
         {"repetition_window": -1},
         {"seed": -5},
+        {"seed": 1 << 64},
+        {"presence_penalty": float("nan")},
+        {"frequency_penalty": "much"},
+        {"logit_bias": {3: float("inf")}},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": 7},
+        {"logit_bias": dict.fromkeys(range(300), 1.0)},
     ],
 )
 def test_settings_out_of_range_name_themselves(settings):
@@ -167,3 +176,49 @@ def test_a_large_vocabulary_takes_about_a_millisecond(settings):
         sampler.sample(logits, [1, 2, 3])
         times.append(time.perf_counter() - start)
     assert min(times) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("key", "counter", "words"),
+    [
+        ((0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 2, (0xFFFFFFFF,) * 4, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0xA4093822, 0x299F31D0), (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)  # fmt: skip
+def test_random_numbers_are_those_of_philox(key, counter, words):
+    """The answers of Random123's kat_vectors."""
+    assert philox(key, counter) == words
+
+
+def test_presence_and_frequency_are_subtracted_from_recent_tokens():
+    sampling = Sampling(presence_penalty=0.5, frequency_penalty=0.25, repetition_window=4, logit_bias={9: 1.0, 3: 2.0})
+    found = changes_of(sampling, [5, 3, 7, 3, 3])
+    assert dict(zip(found.ids.tolist(), found.added.tolist(), strict=True)) == {9: 1.0, 3: 0.75, 7: -0.75}
+    assert found.recent.tolist() == [False, True, True]
+
+
+def test_the_latest_tokens_are_changed_where_there_are_many():
+    found = changes_of(Sampling(repetition_penalty=2.0, repetition_window=1000), range(700))
+    assert found.ids.tolist() == list(range(699, 699 - CHANGES, -1))
+
+
+def test_bias_and_mask_steer_the_choice():
+    assert Sampler(Sampling(logit_bias={6: 20.0})).sample(LOGITS) == 6
+    allowed = np.zeros(len(LOGITS), bool)
+    allowed[[0, 2]] = True
+    assert Sampler(Sampling()).sample(LOGITS, allowed=allowed) == 2
+    found = {Sampler(Sampling(temperature=9.0, seed=i)).sample(LOGITS, allowed=allowed) for i in range(50)}
+    assert found == {0, 2}
+    with pytest.raises(UserError, match="outside the vocabulary"):
+        Sampler(Sampling(logit_bias={len(LOGITS): 1.0})).sample(LOGITS)
+
+
+def test_a_position_has_its_random_number_whatever_came_before():
+    one, other = (Sampler(Sampling(temperature=1.0, seed=11)) for _ in range(2))
+    expected = [one.sample(LOGITS, position=i) for i in range(20)]
+    assert [other.sample(LOGITS, position=i) for i in reversed(range(20))] == expected[::-1]
+    assert len(set(expected)) > 1

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from attention_cases import CTX, LEFT, Case, check_attention
+from attention_cases import CTX, LEFT, Case, Rows, check_attention
 from test_vulkan_kernels import execute
 from vulkan_harness import gpu
 
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.compiler.codegen.spirv_reader import read
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.attention import Attention
+from mlc_amd.schedules.attention import SLOTS, Attention
 from mlc_amd.schedules.gpu.attention import attention
 from mlc_amd.schedules.gpu.attention_coop_tiles import Tile, lds_bytes, tile_of
 from mlc_amd.schedules.gpu.attention_prefill_coop import attention_prefill_coop
@@ -38,11 +38,16 @@ CASES = {
     "fragments_and_parts": Case(2, 1, 64, 32, "", states=((0, 32), (100, 31))),
     # smaller than a chunk; larger than a block of keys
     "window": Case(2, 1, 32, 64, "", states=((0, 64), (70, 64), (400, 45)), attributes={"window": 9, "sinks": True}),
-    "ring": Case(
-        3, 1, 32, 16, "", states=((0, 16), (56, 16), (401, 13)), attributes={"window": 49, "ring": 64, "sinks": True}
+    "window_of_a_page": Case(
+        3, 1, 32, 16, "", states=((0, 16), (56, 16), (401, 13)), attributes={"window": 49, "sinks": True}
     ),
-    "ring_of_blocks": Case(2, 1, 64, 64, "", states=((290, 64), (440, 50)), attributes={"window": 200, "ring": 320}),
-    "chunk": Case(2, 1, 32, 64, "", states=((30, 64), (393, 64)), attributes={"chunk": 100, "ring": 192}),
+    "window_of_blocks": Case(2, 1, 64, 64, "", states=((290, 64), (440, 50)), attributes={"window": 200}),
+    "chunk": Case(2, 1, 32, 64, "", states=((30, 64), (393, 64)), attributes={"chunk": 100}),
+    "mixed": Case(4, 2, 64, 64, "half", several=8, states=(Rows((130, 5, 299), (57, 45)), Rows((3,) * 7, (0, 57)))),
+    "mixed_window": Case(
+        2, 1, 32, 64, several=63, states=(Rows((0,) * 63, (70, 1)), Rows((300,), (401, 63))), attributes={"window": 49}
+    ),
+    "mixed_chunk": Case(3, 1, 32, 64, several=8, states=(Rows((300,), (93, 63)),), attributes={"chunk": 100}),
     "attributes": Case(
         3, 1, 32, 64, "half", states=((60, 64), (400, 64)),
         attributes={"window": 100, "softcap": 4.0, "sinks": True, "scale": 0.2},
@@ -70,7 +75,7 @@ def device():
 def runner(name):
     """Runs the case's kernel on arrays by name; "pairs" come back in the order of "half"."""
     case, profile = CASES[name], device()
-    kernel = attention_prefill_coop(case.layer, case.m, case.layout, profile, "k", TILES.get(name))
+    kernel = attention(case.layer, case.m, case.layout, profile, "k", TILES.get(name), case.single)
 
     def run(arrays):
         execute(kernel, arrays, profile)
@@ -101,7 +106,8 @@ def test_nothing_is_stored_without_live_tokens():
     queries = np.zeros((case.m, case.heads, case.d), np.float16)
     k, v = (np.zeros(shape, np.float16) for shape, _ in cache_types(case.layer).values())
     out = np.full((case.m, case.heads * case.d), LEFT, np.float32)
-    runner("group_4")({"state": np.array([8, 0, 0, 0], np.int32), "Qo": queries, "Kc": k, "Vc": v, "X": out})
+    places = {"rows": np.zeros((case.m, 2), np.int32), "pages": np.zeros((SLOTS, case.layer.blocks), np.int32)}
+    runner("group_4")({"state": np.zeros(4, np.int32), "Qo": queries, "Kc": k, "Vc": v, "X": out, **places})
     assert (out == LEFT).all()
 
 

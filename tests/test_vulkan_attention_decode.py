@@ -9,20 +9,26 @@ import functools
 from dataclasses import replace
 
 import pytest
-from attention_cases import CTX, Case, check_attention
+from attention_cases import CTX, Case, Rows, check_attention
 from test_vulkan_kernels import execute
 from vulkan_harness import gpu
 
 from mlc_amd.schedules.attention import Rope
 from mlc_amd.schedules.gpu import attention_decode
 from mlc_amd.schedules.gpu.attention_decode import splits_of
+from mlc_amd.schedules.gpu.attention_join import MAX_PARTS
 from mlc_amd.schedules.gpu.profiles import resolve
 
 STATES = tuple((position, 1) for position in (0, 128, 256, 257, CTX - 1))
 CASES = {
     "queries": Case(8, 2, 128, states=STATES),
-    "rows": Case(8, 2, 64, m=8, layout="rows", states=((0, 8), (0, 3), (250, 5), (CTX - 8, 8))),
-    "rows of a window": Case(2, 1, 64, m=4, states=((0, 4), (CTX - 3, 3)), attributes={"window": 300, "ring": 320}),
+    # one row sees more keys than all others, or all see many
+    "rows": Case(
+        8, 2, 64, m=8, layout="rows", several=8, states=(Rows((0, CTX - 1, 3, 64)), Rows((CTX - 1, 500, 450) * 2)),
+    ),
+    "rows of a window": Case(
+        2, 1, 64, m=16, several=16, states=(Rows((CTX - 1, 0, 300, 299)),), attributes={"window": 300}
+    ),
     # four workgroups have two of the query heads each; one of them writes the cache
     "parts": Case(8, 1, 64, layout="rows", rope=Rope(True, 64, 1e-6), states=STATES, attributes={"sinks": True}),
     "normalized": Case(2, 1, 96, layout="half", rope=Rope(True, 96, 1e-6), states=STATES),
@@ -31,8 +37,8 @@ CASES = {
         4, 1, 64, rope=Rope(True, 64), states=STATES,
         attributes={"window": 300, "softcap": 4.0, "sinks": True, "scale": 0.2},
     ),
-    "ring": Case(4, 1, 64, rope=Rope(True, 64), states=STATES, attributes={"window": 300, "ring": 320}),
-    "chunk": Case(2, 1, 64, states=STATES, attributes={"chunk": 300, "ring": 320}),
+    "window of a block": Case(4, 1, 64, rope=Rope(True, 64), states=STATES, attributes={"window": 300}),
+    "chunk": Case(2, 1, 64, states=STATES, attributes={"chunk": 300}),
 }  # fmt: skip
 
 
@@ -51,6 +57,14 @@ def test_splits(name, monkeypatch):
     kernel = attention_decode.attention_decode(case.layer, case.layout, profile(), "attention", case.rope, m=case.m)
     assert splits_of(case.heads, case.kv_heads, case.d, CTX, profile(), span=case.layer.span, m=case.m).count > 1
     check_attention(case, lambda arrays: execute(kernel, arrays, profile()))
+
+
+@pytest.mark.parametrize("m", [2, 8, 16, 64])
+def test_rows_share_the_gpu(m):
+    """A row that is alone has as many splits as a step of one row, as far as there is memory for them."""
+    arch, shape = resolve("nvidia"), (32, 8, 128)
+    found, one = splits_of(*shape, 16384, arch, m=m), splits_of(*shape, 16384, arch)
+    assert found.count == min(one.count, found.maximum) and m * found.maximum <= MAX_PARTS
 
 
 def test_a_window_needs_fewer_splits():

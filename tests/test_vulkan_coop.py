@@ -218,7 +218,7 @@ def test_few_rows_get_small_tiles():
 @pytest.mark.parametrize(
     "arch, arguments",
     [
-        ("nvidia", ([("q4_0", 32)], 256, 24, "pairs", (False,), False)),  # 24 tokens
+        ("rdna3", ([("q4_0", 32)], 256, 24, "pairs", (False,), False)),  # 24 tokens
         ("nvidia", ([("q4_0", 32)], 48, 16, "pairs", (False,), False)),  # 48 columns
         ("nvidia", ([("q4_0", 32)], 256, 16, "half", (False,), False)),  # another order
         ("gfx1100", ([("q4_0", 32)], 256, 16, "pairs", (False,), False)),

@@ -157,7 +157,7 @@ def test_inputs_are_copied_where_the_host_cannot_reach_the_gpus_memory(artifact,
 
     monkeypatch.setattr(Memory, "block", across_the_bus)
     engine = Engine.load(artifact)
-    assert engine.device._input_copy
+    assert engine.device.io.copies
     assert np.array_equal(logits(engine, IDS), plain)
 
 

@@ -47,7 +47,10 @@ PRODUCTS = [  # facts as their drivers tell them; AMD's where no vendor is given
     ("rdna4", {"name": "AMD Radeon RX 9070 XT (RADV GFX1201)", "subgroup": (64, 32, 64), "dot": True,
     "matrices": MATRICES}),
     ("gfx90c", {"name": "AMD Radeon Graphics (RADV RENOIR)", "subgroup": (64, 64, 64)}),
-    ("nvidia", {"vendor": NVIDIA, "name": "NVIDIA H200", "subgroup": (32, 32, 32), "dot": True, "matrices": MATRICES}),
+    ("nvidia", {"vendor": NVIDIA, "name": "NVIDIA H200", "subgroup": (32, 32, 32), "dot": True,
+    "matrices": (*MATRICES, ((16, 8, 16), FLOAT16))}),
+    ("nvidia:few=none", {"vendor": NVIDIA, "name": "NVIDIA", "subgroup": (32, 32, 32), "dot": True,
+    "matrices": MATRICES}),
     ("nvidia:matrix=none", {"vendor": NVIDIA, "name": "NVIDIA GeForce GTX 1660", "subgroup": (32, 32, 32),
     "dot": True}),
     ("generic", {"vendor": INTEL, "name": "Intel(R) Arc(tm) A770 Graphics (DG2)", "subgroup": (32, 8, 32),
@@ -118,7 +121,7 @@ NEEDS = {
     "generic": {
         "features": [],
         "subgroup_size": 0,
-        "fragment": [],
+        "fragments": [],
         "shared_memory": 0,
         "threads": 32,
         "push_constants": 128,
@@ -156,7 +159,7 @@ def test_errors_of_the_choice(lavapipe, monkeypatch):
         "shared_memory": 1 << 20,
         "threads": 4096,
         "push_constants": 512,
-        "fragment": [16, 16, 16],
+        "fragments": [[16, 16, 16]],
     }
     with pytest.raises(
         UserError, match="matrices of 16x16x16, 1048576 bytes of shared memory, workgroups of 4096, 512 bytes of push"

@@ -6,13 +6,14 @@ addresses and lanes show.
 """
 
 import functools
+from dataclasses import replace
 
 import gguf_blocks
 import numpy as np
 import pytest
 import test_gpu_gemm as gemm_cases
 import test_gpu_norm as norm_cases
-from attention_cases import CTX, Case, check_attention, check_rope
+from attention_cases import CTX, Case, Rows, check_attention, check_rope
 from test_gpu_gemm import error
 from tvm.tirx.script import builder as T
 from vulkan_harness import PROFILES, gpu, on_both, run
@@ -21,8 +22,8 @@ from mlc_amd.schedules.attention import Rope
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu import gemm, gemv
 from mlc_amd.schedules.gpu.activations import gated
+from mlc_amd.schedules.gpu.attention import attention
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
-from mlc_amd.schedules.gpu.attention_prefill_dot import attention_prefill_dot
 from mlc_amd.schedules.gpu.device import launch
 from mlc_amd.schedules.gpu.embed import embed
 from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu as gate_up_gemm
@@ -268,6 +269,18 @@ def test_rms_norm(profile, layout, rows, chunk):
     norm_cases.check(out, expected if rows == "all" else expected[-1:])
 
 
+@pytest.mark.parametrize(("single", "live", "picked"), [(2, 5, [0, 1, 4]), (0, 7, [6]), (3, 3, [0, 1, 2]), (0, 0, [])])
+def test_norm_of_answers(profile, single, live, picked):
+    m, k = 8, 96
+    x, g = norm_cases.rows_of(m, k), np.random.default_rng(9).standard_normal(k).astype(np.float32)
+    wide = x.astype(np.float64)
+    expected = wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + norm_cases.EPS) * g
+    out, state = norm_cases.outputs(4, k, "rows"), {"state": np.array([single, live, 0, 0], np.int32)}
+    kernel = rms_norm(k, m, norm_cases.EPS, "rows", "answers:4", profile, "norm")
+    execute(kernel, state | {"X": x, "G": g} | out, profile)
+    norm_cases.check(out, expected[picked])
+
+
 @pytest.mark.parametrize(("layout", "rows", "chunk", "bias"), [("", "last", 1, True), ("rows", "all", 2, False)])
 def test_layer_norm(profile, layout, rows, chunk, bias):
     m, k, live = norm_cases.CHUNKS[chunk]
@@ -310,6 +323,8 @@ def test_embed(profile_name, case):
 
 TWO = ((0, 1), (130, 1))
 WINDOW = {"window": 40, "softcap": 4.0, "sinks": True, "scale": 0.2}
+SINGLES = (Rows((0, 130, CTX - 1)), Rows((299, 5, 64, 63, 0, 128, 200, 400)), Rows())
+MIXED = (Rows((130, 5, 299), (57, 13)), Rows((), (0, 30)), Rows((CTX - 1,) * 8), Rows((64, 300), (450, 30)))
 ATTENTION = {
     "decode group 4": Case(8, 2, 64, states=((0, 1), (63, 1), (64, 1), (299, 1), (CTX - 1, 1))),
     "decode group 1": Case(2, 2, 96, layout="half", rope=Rope(True, 48), states=TWO),
@@ -324,15 +339,22 @@ ATTENTION = {
     "prefill group 4": Case(4, 1, 128, 16, "half", states=((100, 16),)),
     "prefill group 1": Case(2, 2, 96, 16, "", states=((57, 13), (CTX - 16, 16))),
     "prefill head 80": Case(2, 1, 80, 16, "", states=((57, 13),)),
-    "decode ring": Case(
+    "decode window of a page": Case(
         2, 1, 64, rope=Rope(True, 64), states=((63, 1), (64, 1), (500, 1)),
-        attributes={"window": 64, "ring": 64, "sinks": True},
+        attributes={"window": 64, "sinks": True},
     ),
-    "decode chunk": Case(2, 1, 48, states=((39, 1), (500, 1)), attributes={"chunk": 40, "ring": 64}),
-    "prefill ring": Case(
-        2, 1, 48, 16, "", states=((56, 16), (401, 13)), attributes={"window": 49, "ring": 64, "sinks": True}
+    "decode chunk": Case(2, 1, 48, states=((39, 1), (500, 1)), attributes={"chunk": 40}),
+    "prefill window of a page": Case(
+        2, 1, 48, 16, "", states=((56, 16), (401, 13)), attributes={"window": 49, "sinks": True}
     ),
-    "prefill chunk": Case(2, 1, 32, 16, "", states=((393, 16),), attributes={"chunk": 100, "ring": 128}),
+    "rows": Case(4, 2, 64, 8, "rows", several=8, states=SINGLES),
+    "rows of a window": Case(2, 1, 32, 8, several=8, states=SINGLES, attributes=WINDOW),
+    "rows of chunks": Case(2, 1, 32, 8, several=8, states=SINGLES, attributes={"chunk": 100}),
+    "many rows": Case(2, 1, 32, 64, several=64, states=(Rows(tuple(range(0, 448, 7))), Rows((511, 0, 300)))),
+    "mixed": Case(3, 1, 64, 32, several=8, states=MIXED),
+    "mixed window": Case(2, 1, 48, 32, "half", several=8, states=MIXED, attributes=WINDOW),
+    "mixed chunk": Case(2, 1, 32, 32, several=8, states=MIXED, attributes={"chunk": 100}),
+    "prefill chunk": Case(2, 1, 32, 16, "", states=((393, 16),), attributes={"chunk": 100}),
     "prefill window": Case(3, 1, 64, 16, "", states=((60, 16), (400, 13)), attributes=WINDOW | {"window": 9}),
 }  # fmt: skip
 ROPE = {
@@ -340,7 +362,6 @@ ROPE = {
     "interleaved": Case(2, 1, 64, 1, rope=Rope(False, 64)),
     "norm": Case(4, 2, 128, 4, rope=Rope(True, 128, 1e-6)),
     "head 24": Case(3, 1, 24, 4, rope=Rope(True, 12, 1e-6)),
-    "ring": Case(2, 1, 64, 4, rope=Rope(True, 64), attributes={"window": 40, "ring": 64}),
     "norm after": Case(3, 1, 48, 4, rope=Rope(True, 24, 1e-6, norm_after=True, value_norm=True)),
     "reads": Case(3, 1, 64, 4, rope=Rope(True, 64, 1e-6, writes=False)),
     "none": Case(2, 1, 64, 4, rope=Rope(True, 0), attributes={"scale": 0.3}),
@@ -350,13 +371,14 @@ ROPE = {
 @functools.cache
 def attention_kernel(profile, name):
     case = ATTENTION[name]
-    if case.m > 1:
-        return attention_prefill_dot(case.layer, case.m, case.layout, profile, "attention")
-    return attention_decode(case.layer, case.layout, profile, "attention", case.rope)
+    if case.rope:
+        return attention_decode(case.layer, case.layout, profile, "attention", case.rope)
+    return attention(case.layer, case.m, case.layout, replace(profile, matrix=""), "attention", single=case.single)
 
 
 @pytest.mark.parametrize(
-    ("profile_name", "name"), on_both(ATTENTION, ("decode group 4", "decode window", "decode ring", "prefill group 3"))
+    ("profile_name", "name"),
+    on_both(ATTENTION, ("decode group 4", "decode window", "decode chunk", "prefill group 3", "rows", "mixed")),
 )
 def test_attention(profile_name, name):
     profile = PROFILES[profile_name]
@@ -368,5 +390,5 @@ def test_rope_kv_write(profile, name):
     case = ROPE[name]
     kernel = rope_kv_write(case.layer, case.m, case.rope, profile, "rope")
     # the last state has no room for more than one token
-    states = {(5, max(1, case.m - 1)), (CTX - 1, case.m)}
+    states = {(5, max(1, case.m - 1)), (CTX - 1, case.m), Rows((63, 64, 200, CTX - 1)[: case.m])}
     check_rope(case, lambda arrays: execute(kernel, arrays, profile), states)

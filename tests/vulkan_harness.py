@@ -58,7 +58,7 @@ def gpu(name: str | None = None):
     instance = _open()
     if isinstance(instance, UserError):
         pytest.skip(f"no Vulkan device: {instance}")
-    none = {"features": [], "subgroup_size": 0, "fragment": [], "shared_memory": 0, "threads": 0, "push_constants": 0}
+    none = {"features": [], "subgroup_size": 0, "fragments": [], "shared_memory": 0, "threads": 0, "push_constants": 0}
     return choose(instance.gpus, {"any": none}, name)[0]
 
 

@@ -8,18 +8,20 @@ warm-up run, then r measured runs. A GPU is kept busy briefly before that, to ra
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.pages import PAGE
 from mlc_amd.tools import bandwidth, bench_formats, display, host_profile, kernel_table, models, power
 
-SHORT = {"p": "n_prompt", "n": "n_gen", "d": "n_depth", "r": "repetitions", "o": "output"}
+SHORT = {"np": "n_seqs", "p": "n_prompt", "n": "n_gen", "d": "n_depth", "r": "repetitions", "o": "output"}
 _MIN_CONTEXT = 512  # tokens; the minimum to compile for
 _WARM_SECONDS = 0.25
+_MOST_SEQUENCES = 64  # of a step
 
 
 @dataclass(frozen=True)
@@ -40,20 +42,29 @@ class Power:
 
 @dataclass(frozen=True)
 class Test:
-    """One line of the result: n_prompt tokens prefilled or n_gen decoded (the other is 0) after n_depth tokens."""
+    """One line of the result: n_prompt tokens prefilled or n_gen decoded (the other is 0) after n_depth tokens, by each
+    of n_seqs sequences."""
 
     n_prompt: int
     n_gen: int
     n_depth: int
+    n_seqs: int = 1
 
     @property
     def name(self) -> str:
         work = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
+        work += f" x {self.n_seqs}" if self.n_seqs > 1 else ""
         return work + (f" @ d{self.n_depth}" if self.n_depth else "")
 
     @property
     def tokens(self) -> int:
-        return self.n_prompt + self.n_gen
+        """Of all sequences together."""
+        return (self.n_prompt + self.n_gen) * self.n_seqs
+
+    @property
+    def context(self) -> int:
+        """Tokens of a sequence at the end."""
+        return self.n_depth + self.n_prompt + self.n_gen
 
 
 def run(
@@ -62,6 +73,7 @@ def run(
     n_prompt: tuple[int, ...] = (512,),
     n_gen: tuple[int, ...] = (128,),
     n_depth: tuple[int, ...] = (0,),
+    n_seqs: tuple[int, ...] = (1,),
     repetitions: int = 5,
     output: Literal["md", "json", "jsonl", "csv"] = "md",
     synthetic: str | None = None,
@@ -86,6 +98,7 @@ def run(
         n_prompt: number of tokens to prefill; 0 skips prefill.
         n_gen: number of tokens to decode; 0 skips decode.
         n_depth: number of tokens in the KV cache before each test.
+        n_seqs: number of sequences that decode together; t/s is that of all of them.
         repetitions: number of measured runs of each test.
         output: format of the result.
         synthetic: instead of a file, a model of that shape with random weights: PRESET:FORMAT, such as llama3-8b:q4_0.
@@ -104,8 +117,8 @@ def run(
         profile_host: for decode, the time that the host spends on a token, sampling and detokenization included (md
             and json).
     """
-    tests = plan_tests(n_prompt, n_gen, n_depth)
-    needed = max(test.n_depth + test.tokens for test in tests)
+    tests = plan_tests(n_prompt, n_gen, n_depth, n_seqs)
+    needed = max(test.context for test in tests)
     compilation = {"target": target, "arch": arch, "synthetic": synthetic}
     engine = models.load_engine(
         model,
@@ -113,6 +126,7 @@ def run(
         device=device,
         ctx=_context(model, synthetic, ctx, needed),
         n_cpu_moe=n_cpu_moe,
+        kv_tokens=_cache_tokens(tests),
         **compilation,
     )
     if needed > engine.context:
@@ -140,10 +154,10 @@ def run(
     tables = []
     for test in tests:
         result = _result(engine, test, repetitions, per_kernel, sensors) | {"n_cpu_moe": n_cpu_moe}
-        if per_kernel:
+        if per_kernel and test.n_seqs == 1:
             result["per_kernel"] = _per_kernel(engine, test, result)
             tables.append(kernel_table.text(result["per_kernel"], _peak_words(result)))
-        if profile_host and test.n_gen:
+        if profile_host and test.n_gen and test.n_seqs == 1:
             engine.truncate(test.n_depth)
             result["host_profile"] = host_profile.measure(engine, test.n_gen)
             tables.append(f"{test.name}\n{host_profile.text(result['host_profile'])}")
@@ -154,16 +168,33 @@ def run(
         sys.stdout.write("".join(f"\n{table}" for table in tables))
 
 
-def plan_tests(n_prompt: Sequence[int], n_gen: Sequence[int], n_depth: Sequence[int]) -> list[Test]:
-    """The tests in llama-bench's order: for each depth the prefills, then the decodings."""
+def plan_tests(
+    n_prompt: Sequence[int], n_gen: Sequence[int], n_depth: Sequence[int], n_seqs: Sequence[int] = (1,)
+) -> list[Test]:
+    """The tests in llama-bench's order: for each depth the prefills, then the decodings by fewer and by more
+    sequences."""
     if min((*n_prompt, *n_gen, *n_depth)) < 0:
         raise UsageError("-p, -n and -d must not be negative")
+    if not all(1 <= count <= _MOST_SEQUENCES for count in n_seqs):
+        raise UsageError(f"-np must be 1 to {_MOST_SEQUENCES}")
     tests = [
-        t for d in n_depth for t in (*(Test(p, 0, d) for p in n_prompt if p), *(Test(0, n, d) for n in n_gen if n))
+        t
+        for d in n_depth
+        for t in (
+            *(Test(p, 0, d) for p in n_prompt if p),
+            *(Test(0, n, d, count) for n in n_gen if n for count in n_seqs),
+        )
     ]
     if not tests:
         raise UsageError("nothing to measure: give -p or -n a number above 0")
     return tests
+
+
+def _cache_tokens(tests: Sequence[Test]) -> int | None:
+    """Tokens of the cache that the tests need, of all sequences together; None for one sequence."""
+    if all(test.n_seqs == 1 for test in tests):
+        return None
+    return max(test.n_seqs * -(-test.context // PAGE) * PAGE for test in tests)
 
 
 def _context(model: str | None, synthetic: str | None, ctx: int | None, needed: int) -> int | None:
@@ -190,6 +221,8 @@ def measure(
     engine, test: Test, repetitions: int, sensors: Sequence[power.Sensor] = ()
 ) -> tuple[list[Repetition], Power]:
     """The repetitions, after one that is not counted, and the power that the sensors told meanwhile."""
+    if test.n_seqs > 1:
+        return _measure_together(engine, test, repetitions, sensors)
     random = np.random.default_rng(0)
 
     def repeat() -> Repetition:
@@ -205,6 +238,35 @@ def measure(
     if test.n_depth:
         engine.advance(random.integers(0, engine.vocab, test.n_depth))
     warm(engine)
+    return _repeated(repeat, test, repetitions, sensors)
+
+
+def _measure_together(
+    engine, test: Test, repetitions: int, sensors: Sequence[power.Sensor]
+) -> tuple[list[Repetition], Power]:
+    """`measure` of several sequences, each behind n_depth tokens of its own."""
+    random = np.random.default_rng(0)
+    engine.reset()
+    warm(engine)
+    engine.reset()
+    with engine.batch(test.n_seqs) as batch:
+        batch.prefill(random.integers(0, engine.vocab, (test.n_seqs, test.n_depth)))
+
+        def repeat() -> Repetition:
+            batch.truncate(test.n_depth)
+            ids = random.integers(0, engine.vocab, (test.n_gen, test.n_seqs)).tolist()
+            waited, start = engine.device.waited, time.perf_counter()
+            for row in ids:
+                batch.step(row)
+            seconds = time.perf_counter() - start
+            return Repetition(seconds, seconds - (engine.device.waited - waited))
+
+        return _repeated(repeat, test, repetitions, sensors)
+
+
+def _repeated(
+    repeat: Callable[[], Repetition], test: Test, repetitions: int, sensors: Sequence[power.Sensor]
+) -> tuple[list[Repetition], Power]:
     repeat()
     with power.Meter(sensors) as meter:
         found = [repeat() for _ in range(repetitions)]
@@ -272,6 +334,7 @@ def _result(
         "n_prompt": test.n_prompt,
         "n_gen": test.n_gen,
         "n_depth": test.n_depth,
+        "n_seqs": test.n_seqs,
         "test": test.name,
         "avg_ns": round(float(np.mean(seconds)) * 1e9),
         "stddev_ns": round(_deviation(seconds) * 1e9),
@@ -292,12 +355,12 @@ def _result(
         "joules_per_token": taken.per_token,
     }
     if test.n_gen:
-        read = (
-            kernel_table.decode_bytes(engine.artifact, test.n_depth + (test.n_gen - 1) / 2)
-            * float(np.mean(rates))
-            / 1e9
-        )
-        result |= {"read_gbps": read, "host_us": float(np.mean([one.host for one in found])) / test.tokens * 1e6}
+        depth = test.n_depth + (test.n_gen - 1) / 2
+        step = kernel_table.decode_bytes(engine.artifact, depth)  # of a row: the weights once, and its sequence's keys
+        keys = step - kernel_table.decode_bytes(engine.artifact, 0)
+        read = (step + keys * (test.n_seqs - 1)) * float(np.mean(rates)) / test.n_seqs / 1e9
+        host = float(np.mean([one.host for one in found])) / test.n_gen * 1e6  # of a step
+        result |= {"read_gbps": read, "host_us": host}
         for of, share in (("machine_gbps", "read_share"), ("peak_gbps", "peak_share")):
             result[share] = read / result[of] if result[of] else None
     return result

@@ -181,14 +181,14 @@ def speed(tokens: int, seconds: float) -> str:
 _FINISH = {"length": "max_tokens reached", "context": "the context is full", "interrupted": "interrupted"}
 
 
-def statistics(stats: "Stats", used: int, context: int) -> list[str]:
+def statistics(stats: "Stats", context: int) -> list[str]:
     """What there is to say of an answer, the most important first."""
     new = stats.prompt_tokens - stats.cached_tokens
     return [
         *([_FINISH[stats.finish]] if stats.finish in _FINISH else []),
         f"{stats.generated} out, {speed(stats.generated - 1, stats.decode_s)}",
         f"{new} new + {stats.cached_tokens} cached in, {speed(new, stats.prefill_s)}",
-        f"context {used}/{context}",
+        f"context {min(stats.tokens, context)}/{context}",
         f"first token {stats.ttft_s * 1000:.0f} ms",
     ]
 

@@ -101,7 +101,7 @@ def run(
     if monitor.stopped:
         raise KeyboardInterrupt
     if terminal.is_terminal(sys.stderr) and not quiet:
-        parts = display.statistics(engine.last, engine.position, engine.context)
+        parts = display.statistics(engine.last, engine.context)
         display.message(terminal.dim(display.footer(parts, terminal.width() - 1)))
     if engine.last.finish == "context":
         raise UserError(f"the text was cut off: the context of {engine.context} tokens is full; use a larger --ctx")

@@ -31,7 +31,7 @@ _VENDORS = {"0x1002": "AMD", "0x10de": "NVIDIA", "0x8086": "Intel", "0x1af4": "v
 # What Vulkan kernels make use of where a device has it, in the form of a profile's needs.
 _ALL = {
     "features": ["shaderFloat16", "shaderIntegerDotProduct", "subgroupSizeControl", "vulkanMemoryModel"],
-    "fragment": [16, 16, 16],
+    "fragments": [[16, 16, 16]],
     "shared_memory": 0,
     "threads": 0,
     "push_constants": 0,

@@ -165,16 +165,19 @@ def load_engine(
     synthetic: str | None = None,
     tuned: str = "auto",
     n_cpu_moe: int = 0,
+    kv_tokens: int | None = None,
 ) -> Engine:
-    """An Engine for `model`. threads: of the cpu device (None: all cores); device: which GPU, for targets rocm and
-    vulkan (open_device); verify: check the weights' checksum too; n_cpu_moe: layers whose experts stay in host memory;
-    the rest are arguments of `artifact_path`."""
+    """An Engine for `model`.
+
+    threads: of the cpu device (None: all cores); device: which GPU, for targets rocm and vulkan (open_device); verify:
+    check the weights' checksum too; n_cpu_moe: layers whose experts stay in host memory; kv_tokens: of the cache, of
+    all sequences together (None: one of full length); the rest are arguments of `artifact_path`."""
     if threads is not None and threads < 1:
         raise UsageError(f"--threads is {threads}: it must be at least 1")
     path = artifact_path(model, target=target, arch=arch, ctx=ctx, synthetic=synthetic, device=device, tuned=tuned)
     from mlc_amd.runtime.engine import Engine
 
-    return Engine.load(path, device=device, threads=threads, verify=verify, n_cpu_moe=n_cpu_moe)
+    return Engine.load(path, device=device, threads=threads, verify=verify, n_cpu_moe=n_cpu_moe, kv_tokens=kv_tokens)
 
 
 def sampling_changes(**flags: Any) -> dict[str, Any]:

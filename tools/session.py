@@ -139,7 +139,7 @@ class Session:
 
     def _statistics(self) -> list[str]:
         engine = self.conversation.engine
-        return display.statistics(self.conversation.stats, engine.position, engine.context)
+        return display.statistics(self.conversation.stats, engine.context)
 
     def _command(self, line: str) -> None:
         name, _, argument = line.strip().partition(" ")

@@ -66,7 +66,9 @@ def _word(name: str, text: str) -> str:
 _Reader = Callable[[str, str], Any]  # (name, text) -> value
 # Which object has the setting: the conversation's `sampling`, the conversation, or the session.
 _SAMPLING: dict[str, _Reader] = {
-    field.name: _count if field.name == "seed" else _number for field in dataclasses.fields(Sampling)
+    field.name: _count if field.name == "seed" else _number
+    for field in dataclasses.fields(Sampling)
+    if field.name != "logit_bias"  # a mapping, which has no form in a line
 }
 _CONVERSATION: dict[str, _Reader] = {"thinking": _word, "on_full": _word}
 _SESSION: dict[str, _Reader] = {"max_tokens": _limit, "stop": _texts, "show_thinking": _switch, "quiet": _switch}

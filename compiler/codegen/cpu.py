@@ -47,13 +47,11 @@ class CpuTarget(Target):
         super().__init__([self.arch])
 
     def functions(self, ctx: int) -> list[FunctionSpec]:
-        """Kernels loop over live rows only, in steps of their tile: one size for long chunks, and one whose tile is
-        small."""
+        """Kernels compute live rows only, a few of them at little more than the price of one: there is one size."""
         m = min(LONG, max(ctx, 64))
         answers = f"answers:{min(SLOTS, m)}"
         return [
             FunctionSpec("decode", 1, 1, "all"),
-            FunctionSpec("step_4", 4, 4, "all"),
             FunctionSpec(f"prefill_{m}", m, 0, "last"),
             FunctionSpec(f"mixed_{m}", m, min(SLOTS, m - 1), answers),
             FunctionSpec(f"score_{m}", m, 0, "all"),

@@ -51,15 +51,18 @@ class GpuTarget(Target):
         super().__init__(list(dict.fromkeys(archs)))
         first, *others = self.archs
         for other in others:
-            if bool(other.matrix) != bool(first.matrix):
+            if (bool(other.matrix), bool(other.few)) != (bool(first.matrix), bool(first.few)):
                 raise UserError(f"{first.name} and {other.name} need different layouts; compile an artifact for each")
 
     def functions(self, ctx: int) -> list[FunctionSpec]:
         # Few rows are GEMVs. On an H200 matrix units compute 16 rows in less time than two such steps take. Kernels
         # without dot products take LLVM several times as long: fewer sizes.
-        dot, matrix = all(arch.dot for arch in self.archs), bool(self.archs[0].matrix)
-        steps = [*([FEW] if dot else []), *([16] if matrix else []), SLOTS]
-        chunks = [m for m in (64, 512) if m <= max(ctx, 64)]
+        if self._few_on_matrices:  # whose time grows with every size
+            steps, chunks = [FEW, 16, 32, SLOTS], [64, 128, 512]
+        else:
+            dot, matrix = all(arch.dot for arch in self.archs), bool(self.archs[0].matrix)
+            steps, chunks = [*([FEW] if dot else []), *([16] if matrix else []), SLOTS], [64, 512]
+        chunks = [m for m in chunks if m <= max(ctx, 64)]
         longest = chunks[-1]
         return [
             FunctionSpec("decode", 1, 1, "all"),
@@ -70,9 +73,19 @@ class GpuTarget(Target):
         ]
 
     def act_layout(self, m: int, kind: str) -> str:
-        if m > FEW and self.archs[0].matrix:
+        if m > (1 if self._few_on_matrices else FEW) and self.archs[0].matrix:
             return self.matrix_layout
         return "rows" if kind == "int8" else ""
+
+    def expert_layout(self, m: int, kind: str) -> str:
+        if self.expert_tile(m) == 1:
+            return "rows" if kind == "int8" else ""
+        return self.act_layout(m, kind)
+
+    @property
+    def _few_on_matrices(self) -> bool:
+        """Whether linears of two tokens and more take matrix units; else those of more than FEW, if there are any."""
+        return all(arch.few for arch in self.archs)
 
     def expert_tile(self, m: int) -> int:
         if m <= FEW:

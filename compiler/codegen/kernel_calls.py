@@ -160,6 +160,12 @@ def _combine(call) -> KernelCall:
     return KernelCall(f"combine_{n}_m{args['m']}", Workload("combine", args))
 
 
+def _sample(call) -> KernelCall:
+    m, columns = shape_of(call.args[1])
+    args = {"vocab": int(call.attrs["vocab"]), "columns": columns, "m": m}
+    return KernelCall(f"sample_{args['vocab']}_m{m}", Workload("sample", args))
+
+
 def _rope_kv_write(call) -> KernelCall:
     writes, last = int(call.attrs["writes"]), len(call.args)
     m = shape_of(call.args[3 if writes else 2])[0]
@@ -243,4 +249,5 @@ MAKERS: dict[str, Callable[[Any], KernelCall]] = {
     "rope_kv_write": _rope_kv_write,
     "rope_attention": _rope_attention,
     "attention": _attention,
+    "sample": _sample,
 }

@@ -66,6 +66,10 @@ class Target(ABC):
         """Layout (ops.LAYOUTS) in which linears take m tokens' activations for weights of that kind ("int8",
         "float"); "": float32."""
 
+    def expert_layout(self, m: int, kind: str) -> str:
+        """The same for the linears of experts."""
+        return self.act_layout(m, kind)
+
     def layer(self, attention: AttentionConfig, ctx: int) -> Attention:
         """What the kernels of a layer with that attention compute, at a capacity of `ctx` tokens."""
         a = attention

@@ -9,6 +9,7 @@ from mlc_amd.compiler.codegen.gpu_target import GpuTarget
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.schedules.gpu import profiles
 from mlc_amd.schedules.gpu.copy import copy
+from mlc_amd.schedules.gpu.fragment_probe import fragment_probe
 
 COPY_BYTES = 64 << 20  # more than caches hold, when read and written
 
@@ -33,7 +34,10 @@ class VulkanTarget(GpuTarget):
         }
 
     def own_kernels(self, arch):
-        return {"copy": copy(COPY_BYTES // 4, arch, "copy")}
+        kernels = {"copy": copy(COPY_BYTES // 4, arch, "copy")}
+        if arch.few:
+            kernels["fragment_probe"] = fragment_probe(arch.few, arch.wave, "fragment_probe")
+        return kernels
 
     def compile_for(self, profile, kernels, directory, lowered):
         module = compile_spirv(kernels, profile, lowered=lowered)

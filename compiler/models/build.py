@@ -1,4 +1,8 @@
-"""Relax functions of a model: `build_module` lets the architecture's decoder emit each of them."""
+"""Relax functions of a model: `build_module` lets the architecture's decoder emit each of them.
+
+They return what plan.OUTPUTS names: the logits and, unless they score, a token for each row of these and its
+log-probability.
+"""
 
 from dataclasses import dataclass
 
@@ -28,6 +32,11 @@ class FunctionSpec:
         """Rows of logits."""
         return output_rows(self.answers, self.m)
 
+    @property
+    def samples(self) -> bool:
+        """Whether it chooses a token for each row of logits: all but those that score the rows of a chunk do."""
+        return bool(self.single) or self.answers != "all"
+
 
 def build_module(
     model, target, functions: list[FunctionSpec], ctx: int
@@ -40,7 +49,10 @@ def build_module(
         with bb.function(spec.name):
             g = Graph(model, target, spec, ctx, bb)
             with bb.dataflow():
-                out = bb.emit_output(ARCHITECTURES[model.config.architecture].decoder(g))
+                logits = ARCHITECTURES[model.config.architecture].decoder(g)
+                found = [logits, *(g.sample(logits) if spec.samples else ())]
+                outputs = [bb.emit_output(value) for value in found]
+            out = relax.Tuple(outputs) if spec.samples else outputs[0]
             bb.emit_func_output(out, params=[var for var, _ in g.parameters.values()])
         parameters[spec.name] = [(kind, name) for name, (_, kind) in g.parameters.items()]
     return bb.get(), parameters

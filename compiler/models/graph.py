@@ -14,6 +14,7 @@ from tvm import relax, te
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, ModelConfig
 from mlc_amd.compiler.ops import shape_of, tensor_type
+from mlc_amd.runtime.sampling_layout import row_shapes
 from mlc_amd.schedules.attention import PAGE, SLOTS
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.rows import output_rows
@@ -100,6 +101,15 @@ class Graph:
         if output_rows(self.spec.answers, self.m) not in (1, self.m):
             self.state = self.parameter("answers", "io", tensor_type((4,), "int32"))
         return y
+
+    def sample(self, logits) -> tuple[relax.Var, relax.Var]:
+        """(a token for each row of logits, its log-probability), as the buffers of runtime/sampling_layout.py say."""
+        n, columns = shape_of(logits)
+        shapes = row_shapes(n, columns)
+        buffers = [self.parameter(name, "io", tensor_type(shape, "int32")) for name, shape in shapes.items()]
+        found = self.emit("sample", [logits, *buffers], vocab=self.config.vocab)
+        ids, probabilities = (self.bb.emit(relax.TupleGetItem(found, i)) for i in range(2))
+        return ids, probabilities
 
     def rms_norm(self, x, name: str, rows: str = "all") -> relax.Var:
         k = shape_of(x)[1]

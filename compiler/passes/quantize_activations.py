@@ -17,7 +17,8 @@ def quantize_activations(mod, target):
             return None
         if name == "linear" and int(call.attrs["k"]) % BLOCK:
             return None  # float weights: no layout of ours has part of a block
-        layout = target.act_layout(int(call.attrs["m"]), FORMATS[call.attrs["formats"][0]].kind)
+        layout_of = target.act_layout if name == "linear" else target.expert_layout
+        layout = layout_of(int(call.attrs["m"]), FORMATS[call.attrs["formats"][0]].kind)
         if not layout:
             return None
         state, x, *rest = call.args

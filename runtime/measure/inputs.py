@@ -13,6 +13,7 @@ import numpy as np
 from mlc_amd.runtime.measure import routing
 from mlc_amd.runtime.measure.candidate import ROLES, Candidate, Param
 from mlc_amd.runtime.random_weights import drawn
+from mlc_amd.runtime.sampling_layout import LOGPROB, row_shapes
 
 BLOCK = 32  # columns that share a scale of int8 activations
 LINE = 64  # bytes; where planes begin in what they are drawn from
@@ -58,6 +59,8 @@ def _pages(param: Param, state) -> np.ndarray:
 def _input(param: Param, state) -> np.ndarray:
     if param.name == "tokens":
         return _rng(param.name).integers(0, param.facts["vocab"], param.shape, np.int32)
+    if param.name in row_shapes(1, 1):  # rows that take the largest logit, and its log-probability
+        return np.full(param.shape, LOGPROB if param.name == "sampling" else 0, np.int32)
     if "experts" in param.facts:
         return routing.tables(param.facts["experts"])[param.name].reshape(param.shape)
     values = _rng(param.name).standard_normal(param.shape, np.float32)

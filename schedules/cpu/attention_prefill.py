@@ -161,6 +161,7 @@ def _emit_output_tiles(output, out, total, head0, token0, tiles, group, d):
                 lambda i, c: out[first + i * group, at(block * QUANT + c)] * splat(inverses[i]),
                 opaque(token0 // p + t),
                 opaque((head0 + g) * (d // QUANT) + block),
+                p,
             )
 
 

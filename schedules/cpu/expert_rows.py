@@ -88,7 +88,7 @@ def _emit_tile(X, Pairs, Weights, t, k, of: Experts, output):
         store(rows, pair // of.used, i)
         store(factors, T.Select(live, weight, T.float32(0)), i)
     with T.serial(k // BLOCK) as block:
-        output.store_tile(lambda i, c: X[rows[i], at(block * BLOCK + c)] * splat(factors[i]), t, block)
+        output.store_tile(lambda i, c: X[rows[i], at(block * BLOCK + c)] * splat(factors[i]), t, block, of.tile)
 
 
 def combine(n, m, of: Experts, weighted, residual, name) -> tirx.PrimFunc:

@@ -20,15 +20,21 @@ from mlc_amd.schedules.cpu.activation import ACTIVATIONS
 from mlc_amd.schedules.cpu.gate_up import TILES, emit_block
 from mlc_amd.schedules.cpu.kernel import kernel
 from mlc_amd.schedules.cpu.linear import emit_results
-from mlc_amd.schedules.cpu.linear_plan import default_plan, row_tiles
-from mlc_amd.schedules.cpu.linear_tile import Packed, act_params, emit_acts, emit_tile, emit_weights, weight_args
+from mlc_amd.schedules.cpu.linear_plan import default_plan, few_plan, row_tiles
+from mlc_amd.schedules.cpu.linear_tile import (
+    Packed,
+    act_params,
+    emit_acts,
+    emit_part,
+    emit_tile,
+    emit_weights,
+    weight_args,
+)
 from mlc_amd.schedules.cpu.planes import BLOCK, ROWS
 from mlc_amd.schedules.cpu.quantize import Output
 from mlc_amd.schedules.cpu.vector import at, f32, registers, splat, store
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.formats import lookup
-
-SMALLER = (16, 8, 4, 2)  # parts of a tile that are computed where they hold its live slots
 
 
 def _stack(fmt, of: Experts, n, k, prefix, rows=ROWS):
@@ -48,7 +54,7 @@ def _groups(of: Experts, m):
 
 def _emit_tasks(Groups, of: Experts, m, blocks, emit):
     """The parallel loop over `blocks` blocks of rows of each expert that has rows. Calls emit(expert, block, tiles,
-    each): `each(body)` emits the loop over its `tiles` tiles, as body(tile, live slots: a Python number)."""
+    each): `each(body)` emits the loop over its `tiles` tiles, as body(tile, live slots)."""
     tiles = of.tiles(m)
     with T.parallel(T.Bind(Groups[tiles + of.count]) * blocks) as number:
         expert = T.Bind(Groups[number // blocks])
@@ -58,28 +64,10 @@ def _emit_tasks(Groups, of: Experts, m, blocks, emit):
 
         def each(body):
             with T.serial(count) as i:
-                tile = T.Bind(first + i)
-                _emit_smaller(T.Bind(pairs - i * of.tile), of.tile, lambda slots: body(tile, slots))
+                body(T.Bind(first + i), T.Bind(T.min(pairs - i * of.tile, T.int32(of.tile))))
 
         with T.If(place % count == 0), T.Then():
             emit(expert, T.Bind(place // count), count, each)
-
-
-def _emit_smaller(live, tile, emit):
-    """Emits emit(slots) for the smallest number of slots that holds the live ones."""
-
-    def choose(sizes):
-        size, *rest = sizes
-        if not rest:
-            emit(size)
-            return
-        with T.If(live <= size):
-            with T.Then():
-                emit(size)
-            with T.Else():
-                choose(rest)
-
-    choose([tile // part for part in SMALLER if tile % part == 0] + [tile])
 
 
 def expert_gate_up(fmt_gate, fmt_up, n, k, m, of, biases, act, quantize, shared, isa, name, plan=None):
@@ -93,7 +81,7 @@ def expert_gate_up(fmt_gate, fmt_up, n, k, m, of, biases, act, quantize, shared,
     if fmt_gate.kind != fmt_up.kind:
         raise ValueError(f"gate {fmt_gate.name} and up {fmt_up.name} do not make one launch")
     plan = plan or default_plan(isa, m, of.tile, [(fmt_gate, n), (fmt_up, n)], k)
-    few = default_plan(isa, 1, 1, [(fmt_gate, n), (fmt_up, n)], k)
+    few = plan if m == 1 else few_plan(isa, [(fmt_gate, n), (fmt_up, n)], k)
     shared, blocks = shared and m == 1, n // BLOCK
     with kernel(name) as (builder, _):
         params = act_params(1 if shared else of.slots(m), k, of.tile, fmt_gate.kind)
@@ -106,17 +94,17 @@ def expert_gate_up(fmt_gate, fmt_up, n, k, m, of, biases, act, quantize, shared,
         def emit(expert, block, tiles, each):
             bias = None if added is None else lambda c, i: added[i][at(expert * n + block * BLOCK + c)]
 
-            def products(sources):
-                def body(tile, slots):
-                    rows, ahead = T.int32(0) if shared else tile, few if slots < of.tile else None
+            def products(sources, sizes):
+                def body(tile, live):
+                    rows = T.int32(0) if shared else tile
                     emit_block(
-                        weights, sources, acts, rows, output, tile, block, activation, bias, plan, isa, slots, ahead
+                        weights, sources, acts, rows, live, sizes, output, tile, block, activation, bias, plan, few, isa
                     )
 
                 each(body)
 
             first = T.Bind(expert * (n // ROWS) + block * TILES)
-            emit_weights(weights, first, TILES, k, plan, isa, tiles, products)
+            emit_weights(weights, first, TILES, acts, plan, isa, tiles, products)
 
         if m > 1:
             _emit_tasks(Groups, of, m, blocks, emit)
@@ -134,7 +122,7 @@ def expert_linear(fmt, n, k, m, of, biased, isa, name, plan=None):
     """
     fmt = lookup(fmt)
     plan = plan or default_plan(isa, m, of.tile, [(fmt, n)], k)
-    held, few = row_tiles(fmt, n, k, plan), default_plan(isa, 1, 1, [(fmt, n)], k)
+    held, few = row_tiles(fmt, n, k, plan), few_plan(isa, [(fmt, n)], k)
     with kernel(name) as (builder, _):
         params, Groups = act_params(of.slots(m), k, of.tile, fmt.kind), _groups(of, m)
         bufs = _stack(fmt, of, n, k, "W_")
@@ -146,16 +134,18 @@ def expert_linear(fmt, n, k, m, of, biased, isa, name, plan=None):
             bias = None if WB is None else lambda column: WB[at(expert * n + column, isa.lanes)]
             first = T.Bind(block * held)
 
-            def products(sources):
-                def body(tile, slots):
-                    ahead = few if slots < of.tile else None
-                    with T.serial(held) as t:
-                        weights, rows = sources[0](t), T.Bind(first + t)
-                        emit_results(fmt, weights, bias, None, Y, acts, rows, tile, plan, isa, slots, ahead)
+            def products(sources, sizes):
+                def body(tile, live):
+                    def part(slots):
+                        with T.serial(held) as t:
+                            weights, rows = sources[0](t), T.Bind(first + t)
+                            emit_results(fmt, weights, bias, None, Y, acts, rows, tile, slots, plan, few, isa)
+
+                    emit_part(live, sizes, part)
 
                 each(body)
 
-            emit_weights([(fmt, bufs)], T.Bind(expert * (n // ROWS) + first), held, k, plan, isa, tiles, products)
+            emit_weights([(fmt, bufs)], T.Bind(expert * (n // ROWS) + first), held, acts, plan, isa, tiles, products)
 
         _emit_tasks(Groups, of, m, n // ROWS // held, emit)
     return builder.get()
@@ -192,7 +182,7 @@ def expert_down(fmt, n, k, of, biased, weighted, residual, isa, name, plan=None)
                         x = x * splat(Weights[0, slot], isa.lanes)
                     store(total, total[at(row, isa.lanes)] + x, at(row, isa.lanes))
 
-                emit_tile(fmt, weights, acts, slot, plan, isa, add)
+                emit_tile(fmt, weights, acts, slot, 1, plan, plan, isa, add)
             for row in range(0, ROWS, isa.lanes):
                 place = at(tile * ROWS + row, isa.lanes)
                 y = total[at(row, isa.lanes)]

@@ -15,6 +15,7 @@ from mlc_amd.schedules.cpu.linear import linear
 from mlc_amd.schedules.cpu.norm import layer_norm, quantize, rms_norm
 from mlc_amd.schedules.cpu.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.cpu.route import route
+from mlc_amd.schedules.cpu.sample import sample
 from mlc_amd.schedules.experts import Experts
 
 
@@ -84,6 +85,10 @@ def _combine(n, m, experts, used, tile, weighted, residual, arch, name, plan):
     return combine(n, m, Experts(experts, used, tile), weighted, residual, name)
 
 
+def _sample(m, vocab, columns, arch, name, plan):
+    return sample(m, vocab, columns, name)
+
+
 BUILDERS = {
     "embed": _embed,
     "rms_norm": _rms_norm,
@@ -100,4 +105,5 @@ BUILDERS = {
     "expert_linear": _expert_linear,
     "expert_down": _expert_down,
     "combine": _combine,
+    "sample": _sample,
 }

@@ -5,7 +5,9 @@ In: `state`, activations (int8 formats: the planes A and S of `quantize.py`; flo
 in planes of 16-row tiles (`planes.py`). Out: Y float32 [m, n padded to 16], bias and residual added.
 
 Decode is bound by memory: one pass over the weight with prefetches. In prefill a task holds several tiles of 16 rows,
-whose weights stay in the L2 cache while the activation tiles pass by.
+whose weights stay in the L2 cache while the activation tiles pass by. Of the last activation tile only a part is
+computed, the smallest of those in `linear_plan.parts` that holds its live rows: steps of a few rows are bound by memory
+too. A row's results are the same bits in any part.
 """
 
 from contextlib import nullcontext
@@ -13,11 +15,12 @@ from contextlib import nullcontext
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.kernel import kernel
-from mlc_amd.schedules.cpu.linear_plan import default_plan, row_tiles
+from mlc_amd.schedules.cpu.linear_plan import default_plan, few_plan, row_tiles
 from mlc_amd.schedules.cpu.linear_tile import (
     act_params,
     check_tiles,
     emit_acts,
+    emit_part,
     emit_tile,
     emit_weights,
     token_tiles,
@@ -39,21 +42,29 @@ def _tasks(fmt, n, k, plan):
     return -(-n // ROWS) // row_tiles(fmt, n, k, plan)
 
 
-def _emit_segment(fmt, n, bufs, bias, residual, Y, acts, state, m, plan, isa):
+def _emit_segment(fmt, n, bufs, bias, residual, Y, acts, state, m, plan, few, isa):
     held = row_tiles(fmt, n, acts.k, plan)
     with T.parallel(_tasks(fmt, n, acts.k, plan)) as task:
-        tiles, first = token_tiles(state, m, acts.p), T.Bind(task * held)
+        (tiles, live), first = token_tiles(state, m, acts.p), T.Bind(task * held)
         bias_at = None if bias is None else lambda column: _bias(bias, column, n, isa.lanes)
 
-        def emit(weights):
-            with T.serial(tiles) as token_tile, T.serial(held) as t:
-                emit_results(fmt, weights[0](t), bias_at, residual, Y, acts, T.Bind(first + t), token_tile, plan, isa)
+        def emit(weights, sizes):
+            with T.serial(tiles) as token_tile:
 
-        emit_weights([(fmt, bufs)], first, held, acts.k, plan, isa, tiles, emit)
+                def part(tokens):
+                    with T.serial(held) as t:
+                        tile = T.Bind(first + t)
+                        emit_results(
+                            fmt, weights[0](t), bias_at, residual, Y, acts, tile, token_tile, tokens, plan, few, isa
+                        )
+
+                emit_part(live(token_tile), sizes, part)
+
+        emit_weights([(fmt, bufs)], first, held, acts, plan, isa, tiles, emit)
 
 
-def emit_results(fmt, weights, bias, residual, Y, acts, tile, token_tile, plan, isa, tokens=None, ahead=None):
-    """A tile of rows, for a tile of tokens or its first `tokens`: columns 16*tile.. of Y. bias(column): of a register's
+def emit_results(fmt, weights, bias, residual, Y, acts, tile, token_tile, tokens, plan, ahead, isa):
+    """A tile of rows, for the first `tokens` of a tile of tokens: columns 16*tile.. of Y. bias(column): of a register's
     rows from there on, or None. ahead: as of `emit_tile`."""
 
     def epilogue(i, row, x):
@@ -65,17 +76,17 @@ def emit_results(fmt, weights, bias, residual, Y, acts, tile, token_tile, plan, 
         store(Y, x, token, at(column, isa.lanes))
 
     if acts.p == 1:
-        emit_tile(fmt, weights, acts, token_tile, plan, isa, epilogue)
+        emit_tile(fmt, weights, acts, token_tile, tokens, plan, ahead, isa, epilogue)
         return
     # A loop of its own: LLVM would load the residual's rows, which are in no cache, before the products, and spill them
     # to the stack.
-    made = registers(acts.p, ROWS)
+    made = registers(tokens, ROWS)
 
     def keep(i, row, x):
         store(made, x, i, at(row, isa.lanes))
 
-    emit_tile(fmt, weights, acts, token_tile, plan, isa, keep, tokens, ahead)
-    with T.serial(opaque(T.int32(tokens or acts.p))) as i:
+    emit_tile(fmt, weights, acts, token_tile, tokens, plan, ahead, isa, keep)
+    with T.serial(opaque(T.int32(tokens))) as i:
         for row in range(0, ROWS, isa.lanes):
             epilogue(i, row, made[i, at(row, isa.lanes)])
 
@@ -86,7 +97,7 @@ def linear(segments, k, m, p, biases, residual, isa, name, plan=None):
 
     segments: list of (format name or Format, n), all int8 or all float; they share the activations (q, k and v of a
     layer) and the launch. p: tokens of an activation tile, a divisor of m (1 in decode). biases: one flag per segment.
-    residual: Y = R + result, for one segment. With m > 1, only the tiles that hold live rows are computed. npad
+    residual: Y = R + result, for one segment. With m > 1, only the parts of tiles that hold live rows are computed. npad
     = n rounded up to a multiple of 16; the columns from n on have no meaning. plan: of `default_plan`'s type; None:
     that one. ValueError for segments that cannot share a launch.
     """
@@ -99,6 +110,7 @@ def linear(segments, k, m, p, biases, residual, isa, name, plan=None):
             "launch"
         )
     plan = plan or default_plan(isa, m, p, segments, k)
+    few = plan if m == 1 else few_plan(isa, segments, k)
     padded = [-(-n // ROWS) * ROWS for _, n in segments]
     with kernel(name) as (builder, state):
         params = act_params(m, k, p, kinds.pop())
@@ -113,5 +125,5 @@ def linear(segments, k, m, p, biases, residual, isa, name, plan=None):
         one_launch = len(segments) > 1 and all(_tasks(fmt, n, k, plan) > 1 for fmt, n in segments)
         with T.attr(T.int32(0), "pragma_parallel_launch_point", 1) if one_launch else nullcontext():
             for (fmt, n), (bufs, bias), Y in zip(segments, weights, outputs, strict=True):
-                _emit_segment(fmt, n, bufs, bias, R, Y, acts, state, m, plan, isa)
+                _emit_segment(fmt, n, bufs, bias, R, Y, acts, state, m, plan, few, isa)
     return builder.get()

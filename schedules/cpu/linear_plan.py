@@ -61,6 +61,17 @@ def default_plan(isa, m, p, segments, k):
     )
 
 
+def few_plan(isa, segments, k):
+    """The plan by which a kernel of many rows prefetches: with few live ones it is bound by memory as decode is."""
+    return default_plan(isa, 1, 1, segments, k)
+
+
+def parts(p):
+    """Sizes of the parts of a tile of p rows that a kernel can compute: it takes the smallest that holds the live
+    rows, for the cost of a tile is that of its rows, and of less than half a tile that of reading the weights."""
+    return [p // n for n in (16, 8, 4, 2) if p % n == 0] + [p]
+
+
 def _unpack_choices(isa, m, p):
     """Values of PrefillPlan.unpack: never, and, where m tokens are ever enough, the machine's number of tiles."""
     return (0, isa.unpack) if m >= isa.unpack * p else (0,)

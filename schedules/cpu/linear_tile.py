@@ -14,7 +14,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu.isa import QUADS
 from mlc_amd.schedules.cpu.kernel import live_rows
-from mlc_amd.schedules.cpu.linear_plan import FLOAT_TOKENS, interleave_of, unpacks
+from mlc_amd.schedules.cpu.linear_plan import FLOAT_TOKENS, interleave_of, parts, unpacks
 from mlc_amd.schedules.cpu.load import groups, load, step, zero_point
 from mlc_amd.schedules.cpu.planes import BLOCK, ROWS, emit_planes, planes
 from mlc_amd.schedules.cpu.quantize import act_args
@@ -72,22 +72,36 @@ def weight_args(fmt, n, k, prefix):
 
 
 def token_tiles(state, m, p):
-    """The number of token tiles with live tokens, 1 in decode."""
-    return 1 if m == 1 else T.Bind((live_rows(state, m) + (p - 1)) // p)
+    """(the number of token tiles with live tokens, tile -> its live tokens): 1 and 1 in decode."""
+    if m == 1:
+        return 1, lambda tile: 1
+    live = live_rows(state, m)
+    return T.Bind((live + (p - 1)) // p), lambda tile: T.Bind(T.min(live - tile * p, T.int32(p)))
 
 
-def emit_tile(fmt: Format, weights, acts: Acts, token_tile, plan, isa, epilogue, tokens=None, ahead=None):
-    """16 rows by the first `tokens` of acts.p tokens (None: all). weights: Packed or Unpacked.at. Calls epilogue(i,
-    row, x) per token i of the tile and register: x are the results of isa.lanes rows, from row `row` of the tile on.
-    Prefill makes one pass for each register of a tile, decode one for all. ahead: a Plan, whose prefetches packed
-    weights get; decode's own."""
+def emit_part(live, sizes, emit):
+    """Emits emit(size) for the smallest of the sizes (ascending) of parts of a tile that holds its live tokens."""
+    size, *rest = sizes
+    if not rest:
+        emit(size)
+        return
+    with T.If(live <= size):
+        with T.Then():
+            emit(size)
+        with T.Else():
+            emit_part(live, rest, emit)
+
+
+def emit_tile(fmt: Format, weights, acts: Acts, token_tile, tokens, plan, ahead, isa, epilogue):
+    """16 rows by the first `tokens` of acts.p tokens. weights: Packed or Unpacked.at. Calls epilogue(i, row, x) per
+    token i of the tile and register: x are the results of isa.lanes rows, from row `row` of the tile on. ahead: a
+    Plan, whose prefetches packed weights get. A token's sums have one order whatever `tokens` is."""
     registers = [r * isa.lanes for r in range(ROWS // isa.lanes)]
     passes, count = ([registers], 1) if acts.p == 1 else ([[r] for r in registers], plan.tokens)
     emit = {"int8": _emit_int8, "float": _emit_float}[fmt.kind]
     if fmt.kind == "float":
         count = min(count, FLOAT_TOKENS)
-    tokens = tokens or acts.p
-    ahead = plan if acts.p == 1 else ahead if isinstance(weights, Packed) else None
+    ahead = ahead if isinstance(weights, Packed) else None
     for rows in passes:
         for first in range(0, tokens, count):
             emit(
@@ -122,21 +136,22 @@ class Packed(NamedTuple):
             _prefetch(self.bufs[plane], self.tile, b, int(self.bufs[plane].shape[2]), plan)
 
 
-def emit_weights(weights, first, held, k, plan, isa, tiles, emit):
-    """Emits a task by emit(sources), where sources[i](t) is tile first + t of weights[i] in a form that `emit_tile`
-    takes.
+def emit_weights(weights, first, held, acts: Acts, plan, isa, tiles, emit):
+    """Emits a task by emit(sources, sizes), where sources[i](t) is tile first + t of weights[i] in a form that
+    `emit_tile` takes, and sizes are those of the parts of a tile of tokens that are worth their code.
 
     weights: [(format, planes)], all of one kind; held: tiles of rows of the task; tiles: tiles of tokens.
     """
     packed = [lambda t, fmt=fmt, bufs=bufs: Packed(fmt, bufs, T.Bind(first + t), isa) for fmt, bufs in weights]
     if not all(unpacks(fmt, plan) for fmt, _ in weights):
-        emit(packed)
+        emit(packed, parts(acts.p))
         return
     with T.If(tiles >= plan.unpack):
         with T.Then():
-            emit([Unpacked(fmt, bufs, first, held, k, isa).at for fmt, bufs in weights])
+            # Of that many tiles, the last one's unused tokens do not count.
+            emit([Unpacked(fmt, bufs, first, held, acts.k, isa).at for fmt, bufs in weights], [acts.p])
         with T.Else():
-            emit(packed)
+            emit(packed, parts(acts.p))
 
 
 class _Sums:

@@ -25,6 +25,7 @@ BLOCK = 32  # columns that share a scale
 FIELDS = 8  # rows of S
 # Below this the quotient 127 / amax could overflow: such a block becomes zeros.
 TINY = 1e-30
+GROUP = 4  # tokens whose scalars are computed as one vector
 
 
 def act_shapes(m, k, p):
@@ -76,13 +77,13 @@ class Output:
             y = [load(block * BLOCK + half, LANES) for half in (0, LANES)]
             self.store_block(*y, row, head * (d // BLOCK) + block)
 
-    def store_tile(self, load, tile, block):
-        """Stores columns 32*block .. of the p rows of a tile. load(row, c): columns c .. c+15 of the block in the
-        tile's row `row`, float32x16."""
+    def store_tile(self, load, tile, block, rows):
+        """Stores columns 32*block .. of the first `rows` of the p rows of a tile, and what it likes in the others.
+        load(row, c): columns c .. c+15 of the block in the tile's row `row`, float32x16."""
         if self.quantized:
-            emit_quantize_tile(load, *self.buffers, tile, block, self.p)
+            emit_quantize_tile(load, *self.buffers, tile, block, self.p, rows)
             return
-        with T.serial(self.p) as row:
+        with T.serial(rows) as row:
             for c in range(0, BLOCK, LANES):
                 store(self.buffers[0], load(row, c), tile * self.p + row, at(block * BLOCK + c))
 
@@ -125,12 +126,13 @@ def emit_quantize_block(x0, x1, A, S, tile, block, row):
         store(S, value, tile, block, field, row)
 
 
-def emit_quantize_tile(load, A, S, tile, block, p):
-    """Stores one block of the p tokens of a tile, the same bits as `emit_quantize_block` for each: the scalars of
-    several tokens are computed as one vector. load(token, c): columns c .. c+15 of the block."""
-    n = math.gcd(p, LANES)
+def emit_quantize_tile(load, A, S, tile, block, p, rows):
+    """Stores one block of the first `rows` of the p tokens of a tile, the same bits as `emit_quantize_block` for each:
+    the scalars of several tokens are computed as one vector, so that some tokens after these are loaded and stored too.
+    load(token, c): columns c .. c+15 of the block."""
+    n = math.gcd(p, GROUP)
     inverses = registers(n)
-    with T.serial(p // n) as i:
+    with T.serial((rows + (n - 1)) // n) as i:
         first = T.Bind(i * n)
         large = join_lanes(
             T.max, [_magnitudes([T.Bind(load(first + j, c)) for c in range(0, BLOCK, LANES)]) for j in range(n)]

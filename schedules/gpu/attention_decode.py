@@ -1,11 +1,12 @@
-"""Attention of one to FEW tokens against the cache on a GPU: split-KV ("flash decoding"), of one token with RoPE and
-the cache write in the same launch.
+"""Attention of single rows, one to SLOTS tokens of any sequences, against the cache on a GPU: split-KV ("flash
+decoding"), of one token with RoPE and the cache write in the same launch.
 
 In: the token's q, k, v rows as the projections left them, or tokens' queries that `rope_kv_write.py` rotated, and the
 cache. Out: the heads' outputs in an activation layout of `quantize.py`. A workgroup has a token's KV head, or a part of
 the query heads that share it, and a split of its visible keys; it rotates these queries into LDS itself. A wave
 processes blocks of 32 or 64 keys and keeps its own softmax (`attention_rows.py`), so nothing waits in the loop; K and V
-are loaded once for the whole group. The waves join through LDS at the end.
+are loaded once for the whole group. The waves join through LDS at the end. Several tokens share the GPU: one that sees
+many keys has more splits than others, none has more than it would have alone.
 
 Splits join in device memory (`attention_join.py`): the last one to finish joins them all, without a second launch.
 (On Vulkan a split that is alone stores the output itself.)
@@ -20,16 +21,27 @@ from typing import NamedTuple
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import Attention, Rope
-from mlc_amd.schedules.gpu.attention_join import MAX_SPLITS, Join, scratch_args
+from mlc_amd.schedules.attention import SLOTS, Attention, Rope
+from mlc_amd.schedules.gpu.attention_join import Join, max_splits, scratch_args
 from mlc_amd.schedules.gpu.attention_rows import STEP
 from mlc_amd.schedules.gpu.attention_rows_vulkan import query_dtype, rows_of, waves_of
-from mlc_amd.schedules.gpu.cache import Cache, clamped_position, is_at, store_valid, visible
-from mlc_amd.schedules.gpu.device import dot2, each, fma, launch, uniform
+from mlc_amd.schedules.gpu.attention_step import SCRATCH, Step, attention_step
+from mlc_amd.schedules.gpu.cache import (
+    Cache,
+    Pages,
+    clamped_position,
+    is_at,
+    pages_arg,
+    row_slot,
+    rows_arg,
+    store_valid,
+    visible,
+)
+from mlc_amd.schedules.gpu.device import dot2, each, fma, launch, uniform, wave_sum
 from mlc_amd.schedules.gpu.registers import at, lane_of, put
 from mlc_amd.schedules.gpu.rope_kv_write import rope_args, rotated, value_scale
 from mlc_amd.schedules.gpu.softmax import MAX_GROUP, P_SHIFT, group_of, output_args, sinks_arg, soft_cap
-from mlc_amd.schedules.gpu.step import FEW, is_live, kernel, opaque_zero, state_arg
+from mlc_amd.schedules.gpu.step import kernel, opaque_zero, state_arg
 
 
 @dataclass(frozen=True)
@@ -72,9 +84,10 @@ def _kind(d, span) -> str:
 
 
 class Splits(NamedTuple):
-    """How a KV head's keys are distributed: `count` workgroups of `waves` waves, which take blocks of `step` keys round
-    robin, for each `group` of the query heads; `parts` such groups share a KV head. batch: splits whose results are
-    loaded at once. maximum: splits for which there is memory. alone: of `ALONE`."""
+    """How a KV head's keys are distributed: up to `count` workgroups of `waves` waves, which take blocks of `step` keys
+    round robin, for each `group` of the query heads; `parts` such groups share a KV head. batch: splits whose results
+    are loaded at once. maximum: splits for which there is memory. alone: of `ALONE`. fill: splits that all rows
+    together should have."""
 
     count: int
     waves: int
@@ -86,19 +99,30 @@ class Splits(NamedTuple):
     parts: int
     maximum: int
     alone: int
+    fill: int
 
-    def active(self, steps):
-        """The number of splits that have a block to process, at least one; `steps`: blocks in all."""
-        count = T.max(T.min((steps + self.waves - 1) // self.waves, T.int32(self.count)), T.int32(1))
+    def active(self, steps, total=None):
+        """The number of splits that have a block to process, at least one. steps: blocks in all; total: those of all
+        rows, None for one row."""
+        if total is None:
+            splits = (steps + self.waves - 1) // self.waves
+        else:
+            least = T.Bind(T.max((total + (self.fill - 1)) // self.fill, T.int32(self.waves)))  # blocks of a split
+            splits = T.truncdiv(steps + least - 1, least)
+        count = T.max(T.min(splits, T.int32(self.count)), T.int32(1))
         return T.Bind(count if self.alone == 1 else T.Select(steps <= self.waves * self.alone, T.int32(1), count))
 
-    def share(self, steps, split, wave, active):
-        """(the first block of a wave, the distance to its next one, how many it has) of `steps` blocks."""
+    def share(self, steps, split, wave, active, several):
+        """(the first block of a wave, the distance to its next one, how many it has) of `steps` blocks. With `several`
+        rows blocks are dealt out to the active splits; with one to all splits, unless one is active alone."""
 
         def rest(streams):
             return T.max((steps - stream + streams - 1) // streams, T.int32(0))
 
         stream, streams = T.Bind(split * self.waves + wave), self.count * self.waves
+        if several:
+            distance = T.Bind(active * self.waves)
+            return stream, distance, T.truncdiv(T.max(steps - stream, T.int32(0)) + distance - 1, distance)
         if self.alone == 1:
             return stream, streams, rest(streams)
         one = active == 1
@@ -118,96 +142,124 @@ def splits_of(heads, kv_heads, d, ctx, arch, plan=None, span=0, m=1) -> Splits:
         raise ValueError(f"{plan.threads} threads are less than a wave of {arch.name}")
     waves = waves_of(arch, group, d, plan.threads)
     keys = min(ctx, span + plan.step) if span else ctx  # what a row sees may begin within a block
-    fill, maximum = -(-plan.fill * arch.units // (m * kv_heads * parts)), MAX_SPLITS // m
+    fill, maximum = -(-plan.fill * arch.units // (kv_heads * parts)), max_splits(m)
     count = min(-(-keys // (plan.step * waves)), fill, maximum, arch.wave)
     batch, alone = min(plan.batch, arch.wave), ALONE.get(arch.family, 1)
-    return Splits(count, waves, waves * arch.wave, group, d, plan.step, batch, parts, maximum, alone)
+    return Splits(count, waves, waves * arch.wave, group, d, plan.step, batch, parts, maximum, alone, fill)
 
 
 def attention_decode(
     attention: Attention, layout, arch, name, rope: Rope | None = None, plan: Plan | None = None, m: int = 1
 ) -> tirx.PrimFunc:
-    """Kernel (state int32[4], then with `rope`: Q, K, V, [QN, KN], [CS] as for `rope_kv_write` with m = 1; without: Qo
-    float16 [m, heads, width]; then Kc, Vc (with `rope` in place), [Sinks float32 [heads]], Parts, Arrived of
-    `attention_join.scratch_shapes`, then the output [m, heads*d] in that `layout`).
+    """Kernel of m rows (SLOTS at most, one with `rope`), each with its own sequence and position: that of
+    `attention_step` with `splits`, or with `rope` (state int32[4], rows int32[1, 2], pages, then Q, K, V, [QN, KN],
+    [CS] as for `rope_kv_write` with m = 1, then Kc, Vc (in place) and so on).
 
-    m rows (FEW at most, one with `rope`), at their positions in `state`; with `rope.writes` its own key and value are
-    written there, else they must be there already. One launch. plan: instead of the arch's; ValueError as for
-    `splits_of`. UserError for shapes that `cache_types`, `rope_args`, `group_of` or `output_args` refuses.
+    With `rope.writes` the row's own key and value are written to the cache, else they must be there already. One
+    launch. plan: instead of the arch's; ValueError as for `splits_of`. UserError for shapes that `cache_types`,
+    `rope_args`, `group_of` or `output_args` refuses.
     """
-    heads, kv_heads, d, ctx = attention.heads, attention.kv_heads, attention.d, attention.ctx
-    if m > FEW or (rope and m > 1):
+    if m > SLOTS or (rope and m > 1):
         raise ValueError(f"decode attention of {m} rows{' with RoPE' if rope else ''}")
-    splits = splits_of(heads, kv_heads, d, ctx, arch, plan, attention.span, m)
-    group, parts = splits.group, splits.parts
-    with kernel(name, coherent=("Parts", "Arrived")) as ir:
-        state = state_arg()
-        if rope:
-            sources = rope_args(attention, 1, rope)
-        else:
-            Qo = T.arg("Qo", T.buffer((m, heads, attention.width), "float16"))
-        cache, sinks = Cache(attention, shifts=True), sinks_arg(attention)
-        scratch = scratch_args(heads, kv_heads, d)
-        out = output_args(attention, m, layout)
-        grid = (kv_heads * parts, splits.count)
-        with launch(grid if m == 1 else (*grid, m), (arch.wave, splits.waves)) as (
-            part, split, *row, lane, thread_wave,
-        ):  # fmt: skip
-            token = row[0] if row else 0
-            kv = part if parts == 1 else T.Bind(part // parts)
-            wave = uniform(arch, thread_wave)
-            position = clamped_position(state, token, ctx)
-            own_apart = rope is not None and rope.writes  # its own key and value do not come from the cache
-            seen = visible(attention, position, own=not own_apart)
-            steps, first_step = seen.end_block(splits.step), seen.first_block(splits.step)
-            active = splits.active(steps - first_step)
-            works = split < active
-            with T.serial(T.cast(works if m == 1 else works & is_live(state, token), "int32")):
-                queries = T.alloc_buffer((group, d), query_dtype(arch), scope="shared")
-                rows = rows_of(arch, attention, group, lane, wave, splits.waves, splits.step)
-                rows.start()
-                stream, streams, mine = splits.share(steps - first_step, split, wave, active)
-                prefetches = arch.api == "vulkan" and rows.prefetches
-                if prefetches:  # before the queries arrive
-                    key0 = T.Bind(T.min((stream + first_step) * splits.step, T.int32(ctx - splits.step)))
-                    rows.load_keys(cache.block(kv, key0))
-                if rope:
-                    own_key = T.alloc_buffer((d,), query_dtype(arch), scope="shared") if own_apart else None
-                    _rotate(
-                        arch, attention, splits, sources, rope, (queries, own_key), (part, kv), position, wave, lane
-                    )
-                    if own_apart:
-                        first = T.Bind((wave == 0) & (split == 0))
-                        with T.If(first), T.Then():
-                            scale = value_scale(arch, sources.V, 0, kv, lane, d, rope)
-                            _start_with_own(rows, queries, own_key, sources.V, scale, kv)
-                else:
-                    _load_queries(splits, Qo, queries, token, part, wave * arch.wave + lane)
-                with T.serial(mine) as i:
-                    place = T.Bind(stream + i * streams + first_step)
-                    following = {}
-                    if prefetches:  # the last block's successor is loaded without being used
-                        key0 = T.Bind(T.min(place + streams, steps - 1) * splits.step)
-                        following = {"following": cache.block(kv, key0)}
-                    block = cache.block(kv, T.Bind(place * splits.step))
-                    rows.step(block, queries, lambda r, key: seen.sees(key), opaque_zero(state, i), **following)
-                if own_apart:
-                    writes = first if parts == 1 else first & (part % parts == 0)
-                    with T.If(writes & is_at(state, 0, position)), T.Then():
-                        key = rotated(arch, sources.K, 0, kv * d, sources.CS, position, sources.KN, lane, d, rope)
-                        cache.store_key(kv, position, key)
-                        scale = value_scale(arch, sources.V, 0, kv, lane, d, rope)
-                        cache.store_value(arch, kv, position, sources.V, 0, lane, scale)
-                quad = rows.join_waves(wave, splits.waves)
-                tid = T.Bind(wave * arch.wave + lane)
-                join = Join(arch, splits, layout, out, scratch, sinks, token, part, kv_heads * parts, wave, lane, tid)
-                if arch.api == "vulkan":
-                    with T.serial(T.cast(active == 1, "int32")):
-                        join.store_alone(quad)
-                with nullcontext() if arch.api == "rocm" else T.serial(T.cast(active > 1, "int32")):
-                    join.store_parts(quad, split)
-                    join.arrive_and_join(active)
+    if not rope:
+        with attention_step(attention, m, layout, name, splits=True) as (ir, step):
+            emit(attention, m, layout, arch, step, plan)
+        return ir.get()
+    with kernel(name, coherent=SCRATCH) as ir:
+        state, places, pages = state_arg(), rows_arg(1), pages_arg(attention)
+        sources = rope_args(attention, 1, rope)
+        cache, sinks = Cache(attention, pages), sinks_arg(attention)
+        scratch = scratch_args(attention.heads, attention.kv_heads, attention.d)
+        out = output_args(attention, 1, layout)
+        emit(attention, 1, layout, arch, Step(state, places, sources, cache, sinks, scratch, out), plan, rope=rope)
     return ir.get()
+
+
+def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1, rope: Rope | None = None) -> None:
+    """The launch for rows 0 .. m-1 of a step, of which state[live] are computed. step.Q: with `rope` the `Sources`.
+    Errors: of `attention_decode`."""
+    state, places, scratch, sinks, out = step.state, step.rows, step.scratch, step.sinks, step.out
+    heads, kv_heads, d, ctx = attention.heads, attention.kv_heads, attention.d, attention.ctx
+    splits, cache = splits_of(heads, kv_heads, d, ctx, arch, plan, attention.span, m), step.cache.by_shifts()
+    group, parts, size = splits.group, splits.parts, splits.step
+    own_apart = rope is not None and rope.writes  # its own key and value do not come from the cache
+    grid = (kv_heads * parts, splits.count)
+    with launch(grid if m == 1 else (*grid, m), (arch.wave, splits.waves)) as (
+        part, split, *row, lane, thread_wave,
+    ):  # fmt: skip
+        token = row[0] if row else 0
+        kv = part if parts == 1 else T.Bind(part // parts)
+        wave = uniform(arch, thread_wave)
+        position, slot = clamped_position(places, token, ctx), row_slot(places, token)
+        seen = visible(attention, position, own=not own_apart)
+        steps, first_step = seen.end_block(size), seen.first_block(size)
+        works, total = None, None
+        if m > 1:
+            count = T.Bind(T.min(state[live], T.int32(m)))
+            works, total = token < count, _all_steps(arch, attention, places, m, count, size, lane)
+        active = splits.active(steps - first_step, total)
+        works = split < active if works is None else works & (split < active)
+        with T.serial(T.cast(works, "int32")):
+            queries = T.alloc_buffer((group, d), query_dtype(arch), scope="shared")
+            rows = rows_of(arch, attention, group, lane, wave, splits.waves, size)
+            rows.start()
+            stream, streams, mine = splits.share(steps - first_step, split, wave, active, m > 1)
+            # on Vulkan, keys are loaded before the queries arrive, and those of a block with the values before it
+            prefetches, last = arch.api == "vulkan" and rows.prefetches, T.Bind(T.max(steps - 1, T.int32(0)))
+
+            def first_key(i):
+                """Of this wave's block number i; of the last block where there is none."""
+                return T.Bind(T.min(stream + i * streams + first_step, last) * size)
+
+            pages = Pages(cache, slot, [first_key(i) for i in range(1 + prefetches)])
+            if prefetches:
+                rows.load_keys(cache.block(kv, first_key(0), pages.take()[0], size))
+            if rope:
+                own_key = T.alloc_buffer((d,), query_dtype(arch), scope="shared") if own_apart else None
+                _rotate(arch, attention, splits, step.Q, rope, (queries, own_key), (part, kv), position, wave, lane)
+                if own_apart:
+                    first = T.Bind((wave == 0) & (split == 0))
+                    with T.If(first), T.Then():
+                        scale = value_scale(arch, step.Q.V, 0, kv, lane, d, rope)
+                        _start_with_own(rows, queries, own_key, step.Q.V, scale, kv)
+            else:
+                _load_queries(splits, step.Q, queries, token, part, wave * arch.wave + lane)
+            with T.serial(mine) as i:
+                place = T.Bind(stream + i * streams + first_step)
+                page, *ahead = pages.take(first_key(i + (1 + prefetches)))
+                following = {}
+                if prefetches:  # the last block's successor is loaded without being used
+                    following = {"following": cache.block(kv, first_key(i + 1), ahead[0], size)}
+                block = cache.block(kv, T.Bind(place * size), page, size)
+                rows.step(block, queries, lambda r, key: seen.sees(key), opaque_zero(state, i), **following)
+            if own_apart:
+                sources = step.Q
+                writes = first if parts == 1 else first & (part % parts == 0)
+                with T.If(writes & is_at(places, 0, position)), T.Then():
+                    key = rotated(arch, sources.K, 0, kv * d, sources.CS, position, sources.KN, lane, d, rope)
+                    cache.store_key(kv, slot, position, key)
+                    scale = value_scale(arch, sources.V, 0, kv, lane, d, rope)
+                    cache.store_value(arch, kv, slot, position, sources.V, 0, lane, scale)
+            quad = rows.join_waves(wave, splits.waves)
+            tid = T.Bind(wave * arch.wave + lane)
+            join = Join(arch, splits, layout, out, scratch, sinks, token, part, kv_heads * parts, wave, lane, tid)
+            if arch.api == "vulkan":
+                with T.serial(T.cast(active == 1, "int32")):
+                    join.store_alone(quad)
+            with nullcontext() if arch.api == "rocm" else T.serial(T.cast(active > 1, "int32")):
+                join.store_parts(quad, split)
+                join.arrive_and_join(active)
+
+
+def _all_steps(arch, attention, places, m, count, size, lane):
+    """The blocks of `size` keys that the first `count` of m rows see, added up, in all lanes of a wave."""
+    total = T.int32(0)
+    for first in range(0, m, arch.wave):
+        row = T.Bind(T.min(first + lane, T.int32(m - 1)))
+        seen = visible(attention, clamped_position(places, row, attention.ctx))
+        steps = seen.end_block(size) - seen.first_block(size)
+        total = T.Bind(total + T.Select(first + lane < count, steps, T.int32(0)))
+    return wave_sum(arch, total)
 
 
 def _rotate(arch, attention, splits, sources, rope, buffers, place, position, wave, lane):

@@ -9,14 +9,21 @@ import math
 
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.attention import SLOTS
 from mlc_amd.schedules.gpu.arrival import LINE, arrive, zero_behind
 from mlc_amd.schedules.gpu.device import Outbox, each, exp2, rcp, wave_max, wave_sum
 from mlc_amd.schedules.gpu.quantize import WIDTH, emit_store
 from mlc_amd.schedules.gpu.registers import at, local, put
 from mlc_amd.schedules.gpu.softmax import LOWEST, group_of, with_sink
-from mlc_amd.schedules.gpu.step import FEW
 
-MAX_SPLITS = 32
+MAX_SPLITS, SEVERAL = 32, 8  # of a row, at most: with up to SEVERAL rows; the others have SEVERAL at least
+MAX_PARTS = SEVERAL * max(SLOTS, MAX_SPLITS)  # rows times splits that there is memory for
+
+
+def max_splits(m) -> int:
+    """Splits that each of m rows may have: a launch with many rows has workgroups for all of them, most of which have
+    nothing to do."""
+    return max(SEVERAL, MAX_SPLITS * SEVERAL // max(m, SEVERAL))
 
 
 def stride_of(group, d) -> int:
@@ -26,10 +33,10 @@ def stride_of(group, d) -> int:
 
 
 def scratch_shapes(heads, kv_heads, d) -> dict:
-    """Parameter name -> (shape, dtype) of the buffers that splits join through, large enough for every plan and FEW
-    rows. "Arrived" must be zero before the first launch and is zero after each; "Parts" may hold anything."""
+    """Parameter name -> (shape, dtype) of the buffers that splits join through, large enough for every plan and
+    SLOTS rows. "Arrived" must be zero before the first launch and is zero after each; "Parts" may hold anything."""
     group_of(heads, kv_heads)
-    return {"Parts": ((heads * MAX_SPLITS * stride_of(1, d),), "float32"), "Arrived": ((FEW * heads,), "int32")}
+    return {"Parts": ((heads * MAX_PARTS * stride_of(1, d),), "float32"), "Arrived": ((SLOTS * heads,), "int32")}
 
 
 def scratch_args(heads, kv_heads, d) -> list:

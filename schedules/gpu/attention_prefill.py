@@ -19,12 +19,12 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.attention import Attention
-from mlc_amd.schedules.gpu.cache import UNIT, Cache, Chunk, visible
+from mlc_amd.schedules.gpu.attention_step import Step, attention_step
+from mlc_amd.schedules.gpu.cache import UNIT, Chunk, Pages, visible
 from mlc_amd.schedules.gpu.device import exp2, launch, maximum, rcp, shuffle_xor, uniform
 from mlc_amd.schedules.gpu.quantize import WIDTH, emit_store
 from mlc_amd.schedules.gpu.registers import at, local, opaque, put
-from mlc_amd.schedules.gpu.softmax import LOWEST, P_SHIFT, group_of, output_args, sinks_arg, soft_cap, with_sink
-from mlc_amd.schedules.gpu.step import kernel, state_arg
+from mlc_amd.schedules.gpu.softmax import LOWEST, P_SHIFT, group_of, soft_cap, with_sink
 
 ROWS = 16  # of a wave: the matrices' columns
 
@@ -76,18 +76,18 @@ UNITS = {
 
 
 class Wave:
-    """Registers and place of one wave: lane `lane` of 16 has row first_row + lane, which is token `token` and head
-    `head`."""
+    """Registers and place of one wave: lane `lane` of 16 has row first_row + lane, which is token `token` of the chunk
+    and head `head`."""
 
-    def __init__(self, arch, attention, blocks, kv, tx, first_row, last_token):
+    def __init__(self, arch, attention, blocks, kv, tx, first_row, chunk):
         group, width = attention.group, attention.width
         self.arch, self.attention, self.unit, self.blocks = arch, attention, UNITS[arch.matrix], blocks
         self.parts = width // 16  # of a head, as wide as a matrix
         self.part, self.lane = T.Bind(tx // ROWS), T.Bind(tx % ROWS)
         row = T.Bind(first_row + self.lane)
         # rows beyond the chunk compute the same as its last token and are not stored
-        self.token, self.head = T.Bind(T.min(row // group, last_token)), T.Bind(kv * group + row % group)
-        self.valid = row // group <= last_token
+        self.token, self.head = T.Bind(T.min(row // group, chunk.count - 1)), T.Bind(kv * group + row % group)
+        self.valid, self.step_row = row // group < chunk.count, T.Bind(chunk.row(self.token))
         self.supplies = T.Bind(self.unit.row(self.lane))
         n, words = self.unit.results, self.unit.words
         self.query, self.operand, self.weights = (
@@ -129,7 +129,7 @@ class Wave:
             self.load(
                 self.query,
                 c * self.unit.words,
-                lambda u, e, c=c: Q[self.token, self.head, T.ramp((c * 2 + u) * UNIT + e.base, 1, e.lanes)],
+                lambda u, e, c=c: Q[self.step_row, self.head, T.ramp((c * 2 + u) * UNIT + e.base, 1, e.lanes)],
             )
             put(self.out, T.broadcast(T.float32(0), n), at(c * n, n))
         # A row that does not see all keys may see none of the wave's first blocks: until it sees one, its maximum is
@@ -205,47 +205,49 @@ class Wave:
                     y = [opaque(self.out[x * n + i + e] * inverse) for e in range(WIDTH)]
                     column = T.Bind(self.head * d + x * 16 + self.part * n + i)
                     live = None if (x + 1) * 16 <= d else x * 16 + self.part * n + i < d
-                    emit_store(self.arch, layout, out, y, self.token, column, live)
+                    emit_store(self.arch, layout, out, y, self.step_row, column, live)
 
 
 def attention_prefill(attention: Attention, m, layout, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], Qo float16 [m, heads, width], Kc, Vc, [Sinks float32 [heads]], then the output [m,
-    heads*d] in that `layout`, "" or "half").
+    """Kernel of `attention_step`, of a chunk of m tokens at most. UserError for shapes that `cache_types` or `group_of`
+    refuses, or for the layout "rows"."""
+    with attention_step(attention, m, layout, name) as (ir, step):
+        emit(attention, m, layout, arch, step, plan)
+    return ir.get()
 
-    Nothing is stored for rows that are not live. UserError for shapes that `cache_types` or `group_of` refuses, or for
-    "rows".
-    """
+
+def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0) -> None:
+    """The launch for the chunk of a step of m rows, of which the first `single` may be single rows. Nothing is stored
+    for rows that are not live. Errors: of `attention_prefill`."""
     if layout == "rows":
         raise UserError(
             "attention on matrix units gives float32 or float16, not int8 blocks; quantize its output separately"
         )
-    heads, kv_heads = attention.heads, attention.kv_heads
-    group, plan = group_of(heads, kv_heads), plan or Plan()
-    waves, step = plan.threads // arch.wave, plan.blocks * 16
+    group, plan, cache = group_of(attention.heads, attention.kv_heads), plan or Plan(), step.cache
+    waves, size = plan.threads // arch.wave, plan.blocks * 16
     tiles = -(-m * group // (ROWS * waves))
-    with kernel(name) as ir:
-        state = state_arg()
-        Q = T.arg("Qo", T.buffer((m, heads, attention.width), "float16"))
-        cache, sinks = Cache(attention), sinks_arg(attention)
-        out = output_args(attention, m, layout)
-        with launch((kv_heads, tiles), (arch.wave, waves)) as (kv, tile, tx, thread_wave):
-            chunk = Chunk(state, m, attention)
-            first_row = T.Bind(((tiles - 1 - tile) * waves + uniform(arch, thread_wave)) * ROWS)  # the longest first
-            first_token = T.Bind(first_row // group)
-            with T.If(first_token < chunk.count), T.Then():
-                wave = Wave(arch, attention, plan.blocks, kv, tx, first_row, T.Bind(chunk.count - 1))
-                wave.start(Q)
-                last_token = T.min((first_row + ROWS - 1) // group, chunk.count - 1)
-                first, last = (visible(attention, chunk.position(token)) for token in (first_token, last_token))
-                steps = last.end_block(step)
-                if attention.span:  # few blocks, of which those at both ends need masks
-                    whole = first.first_block(step)
-                else:
-                    whole = T.Bind(T.min(first.end // step, steps))  # every row sees all of their keys
-                    with T.serial(whole) as i:
-                        wave.step(cache.block(kv, T.Bind(i * step)), None)
-                with T.serial(steps - whole) as i:
-                    key0 = T.Bind((whole + i) * step)
-                    wave.step(cache.block(kv, key0), visible(attention, chunk.position(wave.token)))
-                wave.finish(sinks, layout, out)
-    return ir.get()
+    with launch((attention.kv_heads, tiles), (arch.wave, waves)) as (kv, tile, tx, thread_wave):
+        chunk = Chunk(step.state, step.rows, m, attention, single)
+        first_row = T.Bind(((tiles - 1 - tile) * waves + uniform(arch, thread_wave)) * ROWS)  # the longest first
+        first_token = T.Bind(first_row // group)
+        with T.If(first_token < chunk.count), T.Then():
+            wave = Wave(arch, attention, plan.blocks, kv, tx, first_row, chunk)
+            wave.start(step.Q)
+            last_token = T.min((first_row + ROWS - 1) // group, chunk.count - 1)
+            first, last = (visible(attention, chunk.position(token)) for token in (first_token, last_token))
+            begin, end = first.first_block(size), last.end_block(size)
+            pages = Pages(cache, chunk.slot, [begin * size])
+
+            def process(i, seen):
+                (page,) = pages.take(T.Bind(T.min(i + 1, end - 1) * size))
+                wave.step(cache.block(kv, T.Bind(i * size), page, size), seen)
+
+            if attention.span:  # few blocks, of which those at both ends need masks
+                whole = begin
+            else:
+                whole = T.Bind(T.min(first.end // size, end))  # every row sees all of their keys
+                with T.serial(whole) as i:
+                    process(i, None)
+            with T.serial(end - whole) as i:
+                process(T.Bind(whole + i), visible(attention, chunk.position(wave.token)))
+            wave.finish(step.sinks, layout, step.out)

@@ -22,22 +22,24 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.attention import Attention
+from mlc_amd.schedules.attention import PAGE, Attention
 from mlc_amd.schedules.gpu.attention_coop_blocks import key_block, shared_units, value_block
 from mlc_amd.schedules.gpu.attention_coop_tiles import tile_of, wave_units, workgroups
-from mlc_amd.schedules.gpu.cache import UNIT, Cache, Chunk, cache_types, visible
+from mlc_amd.schedules.gpu.attention_step import Step, attention_step
+from mlc_amd.schedules.gpu.cache import UNIT, Chunk, Pages, visible
 from mlc_amd.schedules.gpu.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier, exp2, launch, maximum, rcp, uniform, wave_barrier
 from mlc_amd.schedules.gpu.quantize import WIDTH, emit_store
 from mlc_amd.schedules.gpu.registers import local, put
-from mlc_amd.schedules.gpu.softmax import LOWEST, group_of, output_args, sinks_arg, soft_cap, with_sink
-from mlc_amd.schedules.gpu.step import kernel, state_arg
+from mlc_amd.schedules.gpu.softmax import LOWEST, group_of, soft_cap, with_sink
 
 LIMIT, START = 15, 8  # powers of two: weights are normal float16 down to 2**-22 of the largest at least
 
 
 class Wave:
-    """The rows of one wave: fragment i has the tokens tokens[i].. of head heads[i]."""
+    """The rows of one wave: fragment i has the tokens tokens[i].. of head heads[i], which are rows step_rows[i].. of
+    the step. Behind single rows, the last fragment may begin with tokens of the one before: it stores those from
+    fresh[i] on."""
 
     def __init__(self, arch, attention, tile, kv, number, first, count, Q, chunk, numbers, weights):
         """number: of the wave; first: of the workgroup's fragments among the KV head's `count`. numbers: shared memory
@@ -51,7 +53,12 @@ class Wave:
         self.m, self.n, self.k = arch.fragment
         # fragments beyond the chunk compute the same as the last one and are not stored
         places = [T.Bind(T.min(first + i, T.int32(count - 1))) for i in range(tile.fragments)]
-        self.tokens = [T.Bind(place // group * self.m) for place in places]
+        self.fresh = [T.Bind(place // group * self.m) for place in places]
+        self.tokens = self.step_rows = self.fresh
+        if not isinstance(chunk.row0, int):
+            most = T.int32(int(Q.shape[0]) - self.m)
+            self.step_rows = [T.Bind(T.min(chunk.row(token), most)) for token in self.fresh]
+            self.tokens = [T.Bind(row - chunk.row0) for row in self.step_rows]
         self.heads = [T.Bind(kv * group + place % group) for place in places]
         self.valid = [first + i < count for i in range(tile.fragments)]
         self.score_columns, self.columns = tile.own_keys // self.n, width // self.n
@@ -71,7 +78,7 @@ class Wave:
         for i in range(self.tile.fragments):
             for c in range(self.query_steps):
                 self.queries.load(
-                    i * self.query_steps + c, self.Q[self.tokens[i], self.heads[i], c * self.k], stride, "row_major"
+                    i * self.query_steps + c, self.Q[self.step_rows[i], self.heads[i], c * self.k], stride, "row_major"
                 )
         self.ones.fill(0, 1)
         self.halves.fill(0, 0)
@@ -257,25 +264,35 @@ class Wave:
                 wave_barrier()
                 for first in range(0, self.m * quads, self.arch.wave):
                     place = T.Bind(first + lane)
-                    token, column = T.Bind(self.tokens[i] + place // quads), place % quads * WIDTH
+                    within, column = T.Bind(place // quads), place % quads * WIDTH
+                    token = T.Bind(self.tokens[i] + within)
                     y = T.Bind(T.reinterpret(f"float32x{WIDTH}", self.weights[self.base + place]))
                     live = tirx.all(self.valid[i], token < self.chunk.count, self.part == 0)
+                    if self.tokens is not self.fresh:
+                        live = tirx.all(live, token >= self.fresh[i])
                     if (x + 1) * self.n > d:
                         live = tirx.all(live, x * self.n + column < d)
                     y = [T.Bind(T.Shuffle([y], [c])) for c in range(WIDTH)]
                     place = T.Bind(self.heads[i] * d + x * self.n + column)
-                    emit_store(self.arch, layout, out, y, token, place, live)
+                    row = token if self.step_rows is self.tokens else T.Bind(self.step_rows[i] + within)
+                    emit_store(self.arch, layout, out, y, row, place, live)
                 wave_barrier()
 
 
 def attention_prefill_coop(attention: Attention, m, layout, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], Qo float16 [m, heads, width], Kc, Vc, [Sinks float32 [heads]], then the output [m,
-    heads*d] in that `layout`, not "rows").
+    """Kernel of `attention_step`, of a chunk of m tokens at most. plan: a Tile instead of the arch's.
 
-    Nothing is stored for rows that are not live. plan: a Tile instead of the arch's. UserError for shapes that
-    `cache_types`, `group_of` or `tile_of` refuses, for "rows", or m that the fragments' rows do not divide;
-    ValueError for a tile whose keys do not divide the cache.
+    UserError for shapes that `cache_types`, `group_of` or `tile_of` refuses, for the layout "rows", or m that the
+    fragments' rows do not divide; ValueError for a tile whose keys do not divide a page.
     """
+    with attention_step(attention, m, layout, name) as (ir, step):
+        emit(attention, m, layout, arch, step, plan)
+    return ir.get()
+
+
+def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0) -> None:
+    """The launch for the chunk of a step of m rows, of which the first `single` may be single rows. Nothing is stored
+    for rows that are not live. Errors: of `attention_prefill_coop`."""
     if layout == "rows":
         raise UserError(
             "attention on matrix units gives float32 or float16, not int8 blocks; quantize its output separately"
@@ -286,57 +303,55 @@ def attention_prefill_coop(attention: Attention, m, layout, arch, name, plan=Non
     if m % rows:
         raise UserError(f"attention on matrix units of {arch.name} takes chunks in multiples of {rows} tokens, not {m}")
     heads, kv_heads, width = attention.heads, attention.kv_heads, attention.width
-    group, _ = group_of(heads, kv_heads), cache_types(attention)
-    tile = plan or tile_of(m, heads, kv_heads, width, arch)
-    if attention.places % tile.keys:
-        raise ValueError(f"{tile} does not divide a cache of {attention.places} keys")
+    group, tile, cache = group_of(heads, kv_heads), plan or tile_of(m, heads, kv_heads, width, arch), step.cache
+    if PAGE % tile.keys:
+        raise ValueError(f"{tile} does not divide a page of {PAGE} keys")
     fragments, per_tile = m // rows * group, tile.row_fragments
     tiles = workgroups(tile, m, heads, kv_heads, arch) // kv_heads
-    with kernel(name) as ir:
-        state = state_arg()
-        Q = T.arg("Qo", T.buffer((m, heads, width), "float16"))
-        cache, sinks = Cache(attention), sinks_arg(attention)
-        out = output_args(attention, m, layout)
-        with launch((kv_heads, tiles), (arch.wave, tile.waves)) as (kv, reverse, lane, thread_wave):
-            number = uniform(arch, thread_wave)
-            tid, threads = T.Bind(number * arch.wave + lane), tile.waves * arch.wave
-            chunk = Chunk(state, m, attention)
-            first = T.Bind((tiles - 1 - reverse) * per_tile)  # the longest first
-            keys, values = key_block(width, tile.keys, threads, tid), value_block(width, tile.keys, threads, tid)
-            weights = shared_units(tile.waves * wave_units(tile, arch.fragment))
-            numbers = T.alloc_buffer((max(arch.fragment) // WIDTH,), f"float32x{WIDTH}", scope=WAVE_SHARED)
-            # a loop of 0 or 1 iterations: barriers in an `if` are refused
-            with T.serial(T.cast(first // group * rows < chunk.count, "int32")):
-                place = T.Bind(tid % (max(arch.fragment) // WIDTH))
-                put(numbers, T.cast(T.ramp(place * WIDTH, 1, WIDTH), f"float32x{WIDTH}"), place)
-                wave = Wave(arch, attention, tile, kv, number, first, fragments, Q, chunk, numbers, weights)
-                wave.start()
-                last = (
-                    T.min(T.min(first + per_tile, T.int32(fragments)) - 1, T.int32(fragments - 1)) // group * rows
-                    + rows
-                )
-                begin = 0
-                if attention.span:
-                    begin = visible(attention, chunk.position(first // group * rows)).first_block(tile.keys)
-                end = visible(attention, chunk.position(T.min(last, chunk.count) - 1)).end_block(tile.keys)
-                keys.load(cache.block(kv, T.Bind(begin * tile.keys) if attention.span else T.int32(0)))
+    with launch((kv_heads, tiles), (arch.wave, tile.waves)) as (kv, reverse, lane, thread_wave):
+        number = uniform(arch, thread_wave)
+        tid, threads = T.Bind(number * arch.wave + lane), tile.waves * arch.wave
+        chunk = Chunk(step.state, step.rows, m, attention, single)
+        first = T.Bind((tiles - 1 - reverse) * per_tile)  # the longest first
+        keys, values = key_block(width, tile.keys, threads, tid), value_block(width, tile.keys, threads, tid)
+        weights = shared_units(tile.waves * wave_units(tile, arch.fragment))
+        numbers = T.alloc_buffer((max(arch.fragment) // WIDTH,), f"float32x{WIDTH}", scope=WAVE_SHARED)
+        # a loop of 0 or 1 iterations: barriers in an `if` are refused
+        with T.serial(T.cast(first // group * rows < chunk.count, "int32")):
+            place = T.Bind(tid % (max(arch.fragment) // WIDTH))
+            put(numbers, T.cast(T.ramp(place * WIDTH, 1, WIDTH), f"float32x{WIDTH}"), place)
+            wave = Wave(arch, attention, tile, kv, number, first, fragments, step.Q, chunk, numbers, weights)
+            wave.start()
+            last = T.min(T.min(first + per_tile, T.int32(fragments)) - 1, T.int32(fragments - 1)) // group * rows + rows
+            begin = T.int32(0)
+            if attention.span:
+                begin = visible(attention, chunk.position(first // group * rows)).first_block(tile.keys)
+            end = visible(attention, chunk.position(T.min(last, chunk.count) - 1)).end_block(tile.keys)
+
+            def first_key(number):
+                """Of the block with that number; of the last one for those behind it."""
+                return T.Bind(T.min(number, end - 1) * tile.keys)
+
+            pages = Pages(cache, chunk.slot, [first_key(begin), first_key(begin + 1)])
+            page, _ = pages.take()
+            keys.load(cache.block(kv, T.Bind(begin * tile.keys), page, tile.keys))
+            keys.store()
+            barrier()
+            with T.serial(end - begin) as i:
+                number = T.Bind(i + begin)
+                page, next_page = pages.take(first_key(number + 2))
+                block = cache.block(kv, T.Bind(number * tile.keys), page, tile.keys)
+                values.load(block)
+                wave.score(keys)
+                wave.cap()
+                wave.mask(block.key0)
+                wave.renew_tops()
+                wave.weigh()
+                values.store()
+                barrier()
+                keys.load(cache.block(kv, first_key(number + 1), next_page, tile.keys))
+                wave.add_values(values)
                 keys.store()
                 barrier()
-                with T.serial(end - begin) as i:
-                    step = i + begin
-                    block = cache.block(kv, T.Bind(step * tile.keys))
-                    values.load(block)
-                    wave.score(keys)
-                    wave.cap()
-                    wave.mask(block.key0)
-                    wave.renew_tops()
-                    wave.weigh()
-                    values.store()
-                    barrier()
-                    keys.load(cache.block(kv, T.Bind(T.min(step + 1, end - 1) * tile.keys)))
-                    wave.add_values(values)
-                    keys.store()
-                    barrier()
-                wave.join_parts()
-                wave.finish(lane, sinks, layout, out)
-    return ir.get()
+            wave.join_parts()
+            wave.finish(lane, step.sinks, layout, step.out)

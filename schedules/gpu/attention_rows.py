@@ -62,9 +62,10 @@ class Rows:
             for x in range(self.columns):
                 put(self.out, T.float32(0), r * self.columns + x)
 
-    def _lane_keys(self, key0):
-        """The keys of the block from key0 on that this lane scores, or the places of these."""
-        return [T.Bind(key0 + j * self.arch.wave + self.lane) for j in range(self.keys)]
+    def _lane_keys(self, first):
+        """The keys that this lane scores, of the block whose first key is `first`; or their places, if that is the
+        first one's."""
+        return [T.Bind(first + (j * self.arch.wave + self.lane)) for j in range(self.keys)]
 
     def _cap_scores(self, scores):
         """Applies the layer's softcap, if it has one, to the registers `scores`."""
@@ -119,8 +120,7 @@ class WaveRows(Rows):
         registers that do not exist.
         """
         keys = self._lane_keys(block.key0)
-        places = self._lane_keys(block.place0) if self.attention.ring else keys
-        self._score(block, places, queries, zero)
+        self._score(block, self._lane_keys(block.place0), queries, zero)
         self._cap_scores(self.scores)
         self._load_values(block, 0)
         schedule_fence(LOADS)

@@ -112,7 +112,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, til
         biases = bias_args(of, f, ("GB", "UB"))
         out = act_args(m, f, layout, ["A_out", "S_out"] if layout == "rows" else ["Y"])
         acts = views(params, layout_in, m, k)
-        with launch((m // gemm.tile.tokens, -(-f // gemm.tile.rows)), (gemm.threads,)) as (
+        with launch((-(-m // gemm.tile.tokens), -(-f // gemm.tile.rows)), (gemm.threads,)) as (
             token_tile,
             row_tile,
             thread,

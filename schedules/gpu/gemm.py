@@ -12,10 +12,11 @@ the row tiles of all segments. What a workgroup does to its tile is up to `gemm_
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import lookup
-from mlc_amd.schedules.gpu import gemm_coop, gemm_dot, gemm_matrix
+from mlc_amd.schedules.gpu import gemm_coop, gemm_dot, gemm_few, gemm_matrix
 from mlc_amd.schedules.gpu.device import launch
 from mlc_amd.schedules.gpu.gemm_coop import CoopGemm
 from mlc_amd.schedules.gpu.gemm_dot import DotGemm, ExactGemm, FloatGemm
+from mlc_amd.schedules.gpu.gemm_few import FewGemm, FewTile
 from mlc_amd.schedules.gpu.gemm_matrix import MatrixGemm
 from mlc_amd.schedules.gpu.load import QUADS
 from mlc_amd.schedules.gpu.planes import BLOCK, padded, plane_args
@@ -28,6 +29,10 @@ def engine(layout, formats, m, k, arch, rows, tile=None, together=1):
     """The tile routine for activations in that `layout` and weights of these formats, `together` of which share a tile;
     `rows`: of all segments. `tile`: MatrixTile, CoopTile or DotTile, by default the one for the arch and shape.
     Float32 activations and float weights stay float32. ValueError for what does not fit."""
+    if tile is None and layout == "pairs":
+        tile = gemm_few.choose(arch, formats, m, k, rows, together)
+    if isinstance(tile, FewTile):
+        return FewGemm(arch, tile, m, k, together)
     exact = layout == "" and all(fmt.kind == "float" for fmt in formats)
     matrix = arch.matrix and layout != "rows" and not exact
     kind = {"rows": "int8", "": "float"}.get(layout)
@@ -99,7 +104,7 @@ def linear(segments, k, m, layout, biases, residual, arch, name, tile=None):
         R = T.arg("R", T.buffer((m, padded(segments[0][1])), "float32")) if residual else None
         outputs = [T.arg(f"Y{i}", T.buffer((m, padded(n)), "float32")) for i, (_, n) in enumerate(segments)]
         acts = views(params, layout, m, k)
-        with launch((m // gemm.tile.tokens, sum(counts)), (gemm.threads,)) as (token_tile, row_tile, thread):
+        with launch((-(-m // gemm.tile.tokens), sum(counts)), (gemm.threads,)) as (token_tile, row_tile, thread):
             gemm.allocate(thread)
             token0, live, first = T.Bind(token_tile * gemm.tile.tokens), live_rows(state, m), 0
             for (fmt, n), (bufs, bias), Y, count in zip(segments, weights, outputs, counts, strict=True):

@@ -31,6 +31,7 @@ from mlc_amd.schedules.gpu.step import FEW, if_live, kernel, state_arg
 
 FULL = 6  # groups of lanes for each compute unit, as many as hide the latency of memory
 MIN_USE = 0.9  # of the lanes, over all steps of a row
+VECTORS = ("rows", "")  # layouts of activations that it multiplies; others of few tokens are for matrix units
 MAX_SUMS = 32  # products that a group of lanes adds up at once: as many registers
 
 

@@ -17,6 +17,7 @@ from mlc_amd.schedules.gpu.expert_rows import combine, gather
 from mlc_amd.schedules.gpu.experts import Slots, check_rows
 from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu as gate_up_gemm
 from mlc_amd.schedules.gpu.gemm import linear as gemm
+from mlc_amd.schedules.gpu.gemv import VECTORS
 from mlc_amd.schedules.gpu.gemv import gate_up_swiglu as gate_up_gemv
 from mlc_amd.schedules.gpu.gemv import linear as gemv
 from mlc_amd.schedules.gpu.norm import layer_norm, quantize, rms_norm
@@ -24,6 +25,7 @@ from mlc_amd.schedules.gpu.norm_route import norm_route
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.route import Routing, route
+from mlc_amd.schedules.gpu.sample import sample
 from mlc_amd.schedules.gpu.step import FEW
 
 
@@ -44,11 +46,13 @@ def _quantize(k, m, layout, arch, name, plan):
 
 
 def _linear(segments, k, m, layout, biases, residual, arch, name, plan):
-    return (gemv if m <= FEW else gemm)(segments, k, m, layout, biases, residual, arch, name, plan)
+    return (gemv if m <= FEW and layout in VECTORS else gemm)(
+        segments, k, m, layout, biases, residual, arch, name, plan
+    )
 
 
 def _gate_up(gate, up, n, k, m, layout_in, layout, arch, name, plan, act="silu"):
-    build = gate_up_gemv if m <= FEW else gate_up_gemm
+    build = gate_up_gemv if m <= FEW and layout_in in VECTORS else gate_up_gemm
     return build(gate, up, n, k, m, layout_in, layout, arch, name, plan, act)
 
 
@@ -56,8 +60,8 @@ def _rope_kv_write(m, arch, name, plan, **layer):
     return rope_kv_write(described(Attention, layer), m, described(Rope, layer), arch, name, plan)
 
 
-def _attention(m, layout, arch, name, plan, **layer):
-    return attention(described(Attention, layer), m, layout, arch, name, plan)
+def _attention(m, layout, arch, name, plan, single=0, **layer):
+    return attention(described(Attention, layer), m, layout, arch, name, plan, single)
 
 
 def _rope_attention(layout, arch, name, plan, **layer):
@@ -105,6 +109,10 @@ def _combine(n, m, experts, used, tile, weighted, residual, arch, name, plan):
     return combine(n, m, Experts(experts, used, tile), weighted, residual, arch, name, plan)
 
 
+def _sample(m, vocab, columns, arch, name, plan):
+    return sample(m, vocab, columns, arch, name)
+
+
 BUILDERS = {
     "embed": _embed,
     "rms_norm": _rms_norm,
@@ -123,4 +131,5 @@ BUILDERS = {
     "expert_linear": _expert_linear,
     "expert_down": _expert_down,
     "combine": _combine,
+    "sample": _sample,
 }

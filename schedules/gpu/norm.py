@@ -4,8 +4,8 @@
     layer_norm  y = z * G / sqrt(mean(z*z) + eps) + B, z = x - mean(x)
     quantize    y = x
 
-In: X float32 [m, k], one row a token; `state` int32[4], of which state[1] is the number of tokens that count. Out: y in
-a layout of `quantize.py`. Rows beyond the live tokens are left as they were. A lane holds four columns of each step,
+In: X float32 [m, k], one row a token; `state` of `step.py`. Out: y in a layout of `quantize.py`. Rows beyond the live
+tokens are left as they were. A lane holds four columns of each step,
 eight lanes a block of 32.
 """
 
@@ -20,6 +20,7 @@ from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, columns, emit_store
 from mlc_amd.schedules.gpu.registers import lane_of
 from mlc_amd.schedules.gpu.step import if_live, kernel, live_rows, state_arg
+from mlc_amd.schedules.rows import output_rows
 
 MAX_STEPS = 8  # whose columns stay in registers; on Vulkan, where workgroups may be small, longer rows are read twice
 
@@ -102,8 +103,8 @@ def rms_norm(k, m, eps, layout, rows, arch, name, plan=None, both=False) -> tirx
     """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S | H | Y of [m, k], as `layout` says). A
     workgroup a token.
 
-    rows: "all", or "last": only the last live token, X[live - 1]; the outputs then have the shapes of m = 1. both: Y
-    behind the outputs of another layout. UserError unless 32 divides k.
+    rows: of the outputs, of `schedules.rows`. both: Y behind the outputs of another layout. UserError unless 32 divides
+    k.
     """
     return _norm(k, m, eps, layout, rows, arch, name, plan, both)
 
@@ -113,11 +114,23 @@ def layer_norm(k, m, eps, bias, layout, rows, arch, name, plan=None, both=False)
     return _norm(k, m, eps, layout, rows, arch, name, plan, both, True, bias)
 
 
+def _source(state, m, rows, token):
+    """(the row of X that becomes row `token` of the outputs, `with` that: what is around the work on it)."""
+    if rows == "all":
+        return token, if_live(state, m, token)
+    last = T.Bind(live_rows(state, m) - 1)
+    if rows == "last":
+        return last, if_live(state, 1, token)
+    exists = token < T.min(state[0] + 1, live_rows(state, m, minimum=0))
+    # a loop of 0 or 1 iterations: TVM refuses barriers in an `if`
+    return T.Bind(T.Select(token < state[0], token, last)), T.serial(T.cast(exists, "int32"))
+
+
 def _norm(k, m, eps, layout, rows, arch, name, plan, both, centered=False, bias=False) -> tirx.PrimFunc:
     """Either; centered: the mean is subtracted."""
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
-    out_m, threads = m if rows == "all" else 1, threads_of(arch, plan)
+    out_m, threads = output_rows(rows, m), threads_of(arch, plan)
     waves = threads // arch.wave
     with kernel(name) as ir:
         state = state_arg()
@@ -128,8 +141,8 @@ def _norm(k, m, eps, layout, rows, arch, name, plan, both, centered=False, bias=
         with launch((out_m,), (arch.wave, waves)) as (token, lane, wave):
             part = T.alloc_buffer((waves,), "float32", scope="shared")
             means = T.alloc_buffer((waves,), "float32", scope="shared") if centered else None
-            with if_live(state, out_m, token):
-                source = token if rows == "all" else T.Bind(live_rows(state, m) - 1)
+            source, where = _source(state, m, rows, token)
+            with where:
                 thread, count = wave * arch.wave + lane, -(-k // (threads * WIDTH))
 
                 def mean_of(total):

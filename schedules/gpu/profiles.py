@@ -51,7 +51,7 @@ class Profile(DeviceKind):
         return {
             "features": features + [name for name, wanted in optional.items() if wanted],
             "subgroup_size": self.wave if self.subgroups else 0,
-            "fragment": list(self.fragment) if self.matrix else [],
+            "fragments": [list(shape) for shape in (self.fragment, self.few) if shape] if self.matrix else [],
             "shared_memory": self.lds,
             "threads": self.threads,
             "push_constants": self.push,
@@ -70,7 +70,7 @@ DOTS = {"none": "", "dot4": "dot4"}
 def resolve(name: str) -> Profile:
     """The profile of that name, alias, gfx name or product, changed as it says. UserError for one that is not known.
 
-    Changes: matrix=none or MxNxK, wave=N, dot=none or dot4; the profile's name then tells them.
+    Changes: matrix=none or MxNxK, few=none, wave=N, dot=none or dot4; the profile's name then tells them.
     """
     base, _, changes = name.partition(":")
     plain = re.sub(r"[\s_-]", "", base.lower())
@@ -96,16 +96,19 @@ def _of_gfx(name: str) -> Profile:
 def _changed(profile: Profile, change: str, name: str) -> Profile:
     key, _, value = change.partition("=")
     if key == "matrix" and value == "none":
-        changed = replace(profile, matrix="")
+        changed = replace(profile, matrix="", few=())
     elif key == "matrix" and re.fullmatch(r"\d+x\d+x\d+", value):
         changed = replace(profile, matrix="coop", fragment=tuple(int(n) for n in value.split("x")))
+    elif key == "few" and value == "none":
+        changed = replace(profile, few=())
     elif key == "wave" and value in WAVES:
-        changed = replace(profile, wave=int(value))
+        changed = replace(profile, wave=int(value), few=profile.few if int(value) == profile.wave else ())
     elif key == "dot" and value in DOTS:
         changed = replace(profile, dot=DOTS[value])
     else:
         raise UserError(
-            f"cannot change {change!r} of {name!r}; possible are matrix=none or MxNxK, wave=N, dot=none or dot4"
+            f"cannot change {change!r} of {name!r}; possible are matrix=none or MxNxK, few=none, wave=N, dot=none "
+            "or dot4"
         )
     if changed == profile:
         return profile

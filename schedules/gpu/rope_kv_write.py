@@ -1,8 +1,8 @@
 """Rotary position embedding, and the new keys and values into the cache: what stands between the q/k/v projections and
 attention.
 
-In: the float32 rows of Q, K, V of a step's tokens, a table of cosines and sines, `state`. Out: the rotated queries as
-float16, times `Attention.query_scale`, and the cache, updated in place for live rows.
+In: the float32 rows of Q, K, V of a step's tokens, their places in sequences, a table of cosines and sines. Out: the
+rotated queries as float16, times `Attention.query_scale`, and the cache, updated in place for live rows.
 
 Models differ (`Rope`) in which elements form a pair, how many elements of a head rotate (the rest passes through, none
 is possible), and which heads are normalized, before or after that. A wave has one head of one row. Decode does without
@@ -17,7 +17,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.attention import Attention, Rope, padded_columns
-from mlc_amd.schedules.gpu.cache import Cache, row_position, store_valid
+from mlc_amd.schedules.gpu.cache import Cache, pages_arg, row_position, row_slot, rows_arg, store_valid
 from mlc_amd.schedules.gpu.device import launch, rsqrt, wave_sum
 from mlc_amd.schedules.gpu.step import is_live, kernel, state_arg
 
@@ -153,23 +153,25 @@ def value_scale(arch, V, row, kv, lane, d, rope):
 
 
 def rope_kv_write(attention: Attention, m, rope: Rope, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], Q float32 [m, heads*d], K float32 [m, kv_heads*d], V float32 [m, kv_heads*d], [QN float32
-    [d], KN float32 [d] when rope.eps is not None], [CS float32 [ctx, rotary] with CS[pos, 2i] = cos, CS[pos, 2i+1] =
-    sin of pair i, unless rotary is 0], Kc, Vc (in place), Qo float16 [m, heads, width], whose padding becomes 0).
+    """Kernel (state int32[4], rows int32[m, 2], pages of `pages_arg`, Q float32 [m, heads*d], K float32 [m,
+    kv_heads*d], V float32 [m, kv_heads*d], [QN float32 [d], KN float32 [d] when rope.eps is not None], [CS float32
+    [ctx, rotary] with CS[pos, 2i] = cos, CS[pos, 2i+1] = sin of pair i, unless rotary is 0], Kc, Vc (in place), Qo
+    float16 [m, heads, width], whose padding becomes 0).
 
-    Without rope.writes there are no K, V, KN, Kc, Vc. Q, K, V and the norms' weights are padded to multiples of 16
-    columns, as linear layers and vectors are. Rows that are not live, or whose position is at or beyond ctx, write
+    Without rope.writes there are no pages, K, V, KN, Kc, Vc. Q, K, V and the norms' weights are padded to multiples of
+    16 columns, as linear layers and vectors are. Rows that are not live, or whose position is at or beyond ctx, write
     nothing. UserError for shapes that `cache_types` or `rope_args` refuses.
     """
     heads, kv_heads, d = attention.heads, attention.kv_heads, attention.d
     total, waves = wave_heads(attention, rope), min((plan or PLAN).waves, arch.threads // arch.wave)
     with kernel(name) as ir:
-        state = state_arg()
+        state, rows = state_arg(), rows_arg(m)
+        pages = pages_arg(attention) if rope.writes else None
         Q, K, V, QN, KN, CS = rope_args(attention, m, rope)
-        cache = Cache(attention) if rope.writes else None
+        cache = Cache(attention, pages) if rope.writes else None
         Qo = T.arg("Qo", T.buffer((m, heads, attention.width), "float16"))
         with launch((-(-total // waves), m), (arch.wave, waves)) as (block, row, lane, wave):
-            head, position = T.Bind(block * waves + wave), T.Bind(row_position(state, row))
+            head, position = T.Bind(block * waves + wave), T.Bind(row_position(rows, row))
 
             def write_query():
                 scale = T.float32(attention.query_scale)
@@ -181,14 +183,16 @@ def rope_kv_write(attention: Attention, m, rope: Rope, arch, name, plan=None) ->
                     store_valid(valid, Qo, [((row, head, first + lane), T.float16(0))])
 
             def write_key_or_value(cache):
+                slot = row_slot(rows, row)
                 with T.If(head < heads + kv_heads):
                     with T.Then():
                         kv = T.Bind(head - heads)
-                        cache.store_key(kv, position, rotated(arch, K, row, kv * d, CS, position, KN, lane, d, rope))
+                        key = rotated(arch, K, row, kv * d, CS, position, KN, lane, d, rope)
+                        cache.store_key(kv, slot, position, key)
                     with T.Else():
                         kv = T.Bind(head - heads - kv_heads)
                         scale = value_scale(arch, V, row, kv, lane, d, rope)
-                        cache.store_value(arch, kv, position, V, row, lane, scale)
+                        cache.store_value(arch, kv, slot, position, V, row, lane, scale)
 
             live = tirx.all(is_live(state, row), position >= 0, position < attention.ctx, head < total)
             with T.If(live), T.Then():

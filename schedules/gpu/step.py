@@ -1,8 +1,11 @@
 """What the kernels of a step share: their declaration, and the buffer `state` that describes the step's rows.
 
-A step computes m rows of activations. `state` int32[4] = {position of row 0, live rows, 0, 0} is the first parameter of
-every kernel and read at run time, so that one recorded launch list serves every step. The positions of rows are
-`cache.py`'s.
+A step computes m rows of activations. `state` int32[4] = {single, live, 0, 0} is the first parameter of every kernel
+and read at run time, so that one recorded launch list serves every step. Rows 0 .. live-1 are live. Of these, rows 0 ..
+single-1 are single rows: each is the newest token of another sequence. Rows single .. live-1 are a chunk: consecutive
+tokens of one sequence. Positions and sequences of rows are `cache.py`'s.
+
+Kernels behind a norm that picks rows (`norm.py`) have the parameter, too: there it is {n, n, 0, 0} of these rows.
 """
 
 from contextlib import contextmanager

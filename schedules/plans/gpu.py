@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from mlc_amd.schedules.attention import Attention, Rope, described, padded_columns
+from mlc_amd.schedules.attention import PAGE, Attention, Rope, described, padded_columns
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.gpu import (
     attention_coop_tiles,
@@ -12,6 +12,7 @@ from mlc_amd.schedules.gpu import (
     expert_gemv,
     gemm_coop,
     gemm_dot,
+    gemm_few,
     gemm_matrix,
     gemv,
     norm,
@@ -24,6 +25,7 @@ from mlc_amd.schedules.gpu.gemm import engine
 from mlc_amd.schedules.gpu.planes import padded
 from mlc_amd.schedules.gpu.step import FEW
 from mlc_amd.schedules.plans.space import Kernel, Space
+from mlc_amd.schedules.rows import output_rows
 
 MAX_SUMS = 64  # of a GEMV, likewise
 SUMS = 256  # float32 accumulators of a lane, at most: more leave no registers for anything else
@@ -40,8 +42,12 @@ WAVES = (1, 2, 4, 8)
 TILE = {"tokens": TOKENS, "rows": ROWS, "columns": COLUMNS, "waves_m": WAVES, "waves_n": WAVES}
 COOP = TILE | {"waves_k": (1, 2, 4), "span": (1, 2, 4)}
 MATRIX = TILE | {"buffers": (1, 2), "waves_k": (1, 2, 4)}
+FEW_TILE = {
+    "tokens": (8, 16, 32, 64, 128), "rows": (16, 32, 48, 64, 96, 128), "waves_m": (1, 2, 4), "waves_n": (1, 2, 4),
+    "waves_k": (1, 2, 4, 8), "unroll": (1, 2, 4),
+}  # fmt: skip
 DOT = {"tokens": (16, 32, 64, 128), "rows": (32, 64, 128), "threads_m": (1, 2, 4, 8)}
-ATTENTION_COOP = {"waves": WAVES, "fragments": (1, 2), "keys": (16, 32, 64, 128), "parts": (1, 2, 4)}
+ATTENTION_COOP = {"waves": WAVES, "fragments": (1, 2), "keys": (16, 32, 64), "parts": (1, 2, 4)}
 ATTENTION_MATRIX = {"threads": (32, 64, 128, 256), "blocks": (1, 2, 4)}
 ATTENTION_DOT = {"threads": (32, 64, 128, 256), "rows": (4, 8, 16)}
 DECODE = {
@@ -139,11 +145,11 @@ def _gemm(workload, arch, rows, shares, layout) -> Space:
     default = make(k, arch, total, together=shares)
 
     def kernel(tile) -> Kernel:
-        if m % tile.tokens:
+        if m % tile.tokens and m > gemm_few.TOKENS:
             raise ValueError(f"{tile} does not divide {m} tokens")
         gemm = make(k, arch, total, tile, shares)
         loads = LIMITS[type(tile)](gemm, tile, formats, arch)
-        return Kernel(tile, m // tile.tokens * sum(-(-n // tile.rows) for n in rows), gemm.threads, loads)
+        return Kernel(tile, -(-m // tile.tokens) * sum(-(-n // tile.rows) for n in rows), gemm.threads, loads)
 
     return Space(type(default.tile), CHOICES[type(default.tile)], default.tile, kernel)
 
@@ -184,8 +190,17 @@ def _dot_limits(gemm, tile, formats, arch) -> float:
     return (gemm.weights * tile.rows * _block_bytes(formats[0]) + tile.tokens * gemm_dot.BLOCK) / gemm.threads
 
 
+def _few_limits(gemm, tile, formats, arch) -> float:
+    blocks = gemm.weights * gemm.tiles_n * 2 * tile.unroll
+    if blocks > BLOCKS // 2:
+        raise ValueError(f"{tile}: a lane would load {blocks} blocks at once")
+    return blocks * _block_bytes(formats[0])
+
+
 LIMITS = {gemm_coop.CoopTile: _coop_limits, gemm_matrix.MatrixTile: _matrix_limits, gemm_dot.DotTile: _dot_limits}
+LIMITS[gemm_few.FewTile] = _few_limits
 CHOICES = {gemm_coop.CoopTile: COOP, gemm_matrix.MatrixTile: MATRIX, gemm_dot.DotTile: DOT}
+CHOICES[gemm_few.FewTile] = FEW_TILE
 
 
 # ---- operators
@@ -193,29 +208,30 @@ CHOICES = {gemm_coop.CoopTile: COOP, gemm_matrix.MatrixTile: MATRIX, gemm_dot.Do
 
 def _linear(workload, arch) -> Space:
     args = workload.args
-    if args["m"] <= FEW:
+    if args["m"] <= FEW and args["layout"] in gemv.VECTORS:
         return _gemv_linear(workload, arch)
     return _gemm(workload, arch, [padded(n) for _, n in workload.weights], 1, args["layout"])
 
 
 def _gate_up(workload, arch) -> Space:
     args = workload.args
-    if args["tile"] == 1 if "tile" in args else args["m"] <= FEW:
+    few = args["m"] <= FEW and args["layout_in"] in gemv.VECTORS
+    if args["tile"] == 1 if "tile" in args else few:
         return _gemv_gate_up(workload, arch)
     return _gemm(workload, arch, [args["n"]], 2, args["layout_in"])
 
 
 def _attention(workload, arch) -> Space:
     args = workload.args
-    if args["m"] <= FEW:
+    if args["m"] == args["single"]:
         return _decode(workload, arch)
     shape = [args[name] for name in ("m", "heads", "kv_heads", "d")]
     if arch.matrix == "coop":
-        return _attention_coop(arch, *shape, described(Attention, args).places)
+        return _attention_coop(arch, *shape)
     return (_attention_matrix if arch.matrix else _attention_dot)(arch, *shape)
 
 
-def _attention_coop(arch, m, heads, kv_heads, d, places) -> Space:
+def _attention_coop(arch, m, heads, kv_heads, d) -> Space:
     width = padded_columns(d)
 
     def kernel(tile) -> Kernel:
@@ -223,7 +239,7 @@ def _attention_coop(arch, m, heads, kv_heads, d, places) -> Space:
         own = tile.own_keys
         whole = tile.waves % tile.parts == 0 and tile.keys % tile.parts == 0 and own % columns == 0 and own % step == 0
         threads = _threads(arch, tile.waves * arch.wave)
-        whole = whole and places % tile.keys == 0
+        whole = whole and PAGE % tile.keys == 0
         if not whole or attention_coop_tiles.lds_bytes(tile, width, arch.fragment) > arch.lds:
             raise ValueError(f"{tile} does not fit {arch.name}")
         if tile.fragments * (own + width) * rows // arch.wave > SUMS:
@@ -291,7 +307,7 @@ def _rms_norm(workload, arch) -> Space:
         steps = -(-args["k"] // (_threads(arch, plan.threads) * norm.WIDTH))
         if steps > STEPS and plan.threads < arch.threads:
             raise ValueError(f"{plan.threads} threads hold {steps} steps each")
-        return Kernel(plan, args["m"] if args["rows"] == "all" else 1, plan.threads, steps * norm.WIDTH * 8)
+        return Kernel(plan, output_rows(args["rows"], args["m"]), plan.threads, steps * norm.WIDTH * 8)
 
     return _threads_space(arch, kernel)
 

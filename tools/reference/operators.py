@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mlc_amd.runtime.sampling_layout import FIELDS, LOGPROB
 from mlc_amd.schedules.attention import SLOTS, Attention, Rope, described
 from mlc_amd.schedules.rows import output_rows
 from mlc_amd.tools.reference import activations, experts, weights
@@ -39,8 +40,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Case:
-    """layout: of weights and caches, "cpu" or "gpu". rows: which rows are wanted, live ones or used slots (`wanted_rows`
-    has all). pick(n): which of n columns. decoded: keeps whole matrices as numbers between calls; None: does not.
+    """layout: of weights and caches, "cpu" or "gpu". rows: which rows are wanted, live ones or used slots
+    (`wanted_rows` has all). pick(n): which of n columns. decoded: keeps whole matrices as numbers between calls; None:
+    does not.
     """
 
     op: str
@@ -178,7 +180,7 @@ def _rotated(c: Case, rows: np.ndarray, layer: Attention, rope: Rope, name: str,
     return rope_reference(_heads(c, name, rows, layer.d, count), cs, rope, weight)
 
 
-def _written(c: Case, layer: Attention, rope: Rope) -> tuple[np.ndarray, np.ndarray]:
+def _written(c: Case, layer: Attention, rope: Rope) -> tuple[np.ndarray, ...]:
     """The caches with the keys and values of all live rows."""
     rows = _placed(c, layer, np.arange(c.live))
     k = _rotated(c, rows, layer, rope, "K", layer.kv_heads)
@@ -186,7 +188,7 @@ def _written(c: Case, layer: Attention, rope: Rope) -> tuple[np.ndarray, np.ndar
     return stored(c.layout, c.arrays["Kc"], c.arrays["Vc"], places_of(c.arrays["pages"], *c.places(rows)), k, v)
 
 
-def _of_caches(caches: tuple[np.ndarray, np.ndarray]) -> dict[str, Result]:
+def _of_caches(caches: tuple[np.ndarray, ...]) -> dict[str, Result]:
     return {name: Result(cache) for name, cache in zip(("Kc", "Vc"), caches, strict=True)}
 
 
@@ -320,10 +322,21 @@ def _combine(c: Case) -> dict[str, Result]:
     return {"": Result(y + c.arrays["R"][c.rows][:, : a["n"]] if a["residual"] else y, c.rows)}
 
 
+def _sample(c: Case) -> dict[str, Result]:
+    """Of rows that take the largest logit."""
+    if (c.arrays["sampling"][c.rows, FIELDS.index("flags")] & ~LOGPROB).any():
+        raise ValueError("there are rows with draws or changed logits")
+    wanted = c.arrays["sampling"][c.rows, FIELDS.index("flags")] > 0
+    logits = c.arrays["Logits"][c.rows][:, : c.args["vocab"]].astype(np.float64)
+    ids, top = logits.argmax(1), logits.max(1, keepdims=True)
+    probabilities = np.where(wanted, -np.log(np.exp(logits - top).sum(1)), 0.0)
+    return {"Sampled": Result(ids, c.rows), "LogProbs": Result(probabilities, c.rows)}
+
+
 OPERATORS: dict[str, Callable[[Case], dict[str, Result]]] = {
     "embed": _embed, "rms_norm": _rms_norm, "layer_norm": _layer_norm, "quantize": _quantize, "linear": _linear,
     "gate_up": _gate_up, "rope_kv_write": _rope_kv_write, "attention": _attention, "rope_attention": _rope_attention,
     "route": _route, "norm_route": _norm_route, "expert_order": _expert_order, "gather": _gather,
     "expert_gate_up": _expert_gate_up, "expert_linear": _expert_linear, "expert_down": _expert_down,
-    "combine": _combine,
+    "combine": _combine, "sample": _sample,
 }  # fmt: skip

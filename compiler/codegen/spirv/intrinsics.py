@@ -29,7 +29,7 @@ LLVM_MATH = {
     "llvm.sqrt": "Sqrt",
     "llvm.floor": "Floor", "llvm.ceil": "Ceil", "llvm.trunc": "Trunc", "llvm.amdgcn.exp2": "Exp2",
     "llvm.amdgcn.rsq": "InverseSqrt",
-    "llvm.amdgcn.sqrt": "Sqrt",
+    "llvm.amdgcn.sqrt": "Sqrt", "llvm.amdgcn.log": "Log2",
 }  # fmt: skip
 PACKED = {"Fma", "NMax", "NMin"}  # two float16 at a time
 # LLVM name, without its type -> method
@@ -153,15 +153,17 @@ class Intrinsics(Memory):
     # ---- memory that workgroups share
 
     def call_atomic_add(self, e, address, value):
-        """The value before; int32 or uint32 in a parameter. It orders no other accesses: `memory_barrier` does."""
-        load = address.args[0]
-        ty = parse(e.ty)
-        if load.source in self.arrays or ty.bits != 32 or ty.code == "float":
-            raise Unsupported(
-                f"atomic addition of {e.ty} in a {'shared' if load.source in self.arrays else 'global'} buffer"
-            )
-        pointer = self.pointer(load.source, "i32", load.indices[0], 0, 1)
-        scope, relaxed = self.device_scope(), self.int_const(opcodes.RELAXED)
+        """The value before; int32 or uint32 in a parameter or a shared buffer. It orders no other accesses:
+        `memory_barrier` and barriers do."""
+        load, ty = address.args[0], parse(e.ty)
+        array = self.arrays.get(load.source)
+        if ty.bits != 32 or ty.code == "float" or (array and array.storage != "Workgroup"):
+            raise Unsupported(f"atomic addition of {e.ty} in a {array.storage if array else 'global'} buffer")
+        if array:
+            pointer, scope = self.element(array, self.value(load.indices[0])), self.int_const(opcodes.WORKGROUP)
+        else:
+            pointer, scope = self.pointer(load.source, "i32", load.indices[0], 0, 1), self.device_scope()
+        relaxed = self.int_const(opcodes.RELAXED)
         return self.asm.op("AtomicIAdd", "i32", pointer, scope, relaxed, self.value(value), pure=False)
 
     def memory_barrier(self, e):

@@ -11,10 +11,12 @@ import logging
 import os
 import time
 import weakref
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 import numpy as np
 
+from mlc_amd.runtime.cache_types import kv_types
 from mlc_amd.runtime.devices.hip import timing
 from mlc_amd.runtime.devices.hip.api import CANNOT_LOAD, Hip, HipError, open_bindings, runtime_version
 from mlc_amd.runtime.devices.hip.diagnosis import OVERRIDE
@@ -23,6 +25,7 @@ from mlc_amd.runtime.devices.hip.launches import Launch, capture, enqueue, prepa
 from mlc_amd.runtime.devices.hip.memory import Memory
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import kfd_gpus
+from mlc_amd.runtime.steps import write_private_pages, write_step
 
 CHECK_STEPS = 3  # replays compared at load; stale data shows up from the second on
 GRAPH_VARIABLE = "MLC_AMD_GRAPH"
@@ -35,14 +38,22 @@ log = logging.getLogger("mlc_amd")
 class HipDevice:
     """See runtime/devices/__init__.py for the protocol. `threads` is for the cpu device only. index: number of a GPU,
     or part of its name. n_cpu_moe: layers whose experts stay in host memory, where the GPU reads them across the bus;
-    an APU has no use for it. `bindings`: a substitute for AMD's package."""
+    an APU has no use for it. pages: of the caches, by span (runtime/cache_types.py). `bindings`: a substitute for AMD's
+    package."""
 
     kind = "rocm"
 
     def __init__(
-        self, artifact, threads: int | None = None, index: str | None = None, n_cpu_moe: int = 0, bindings=None
+        self,
+        artifact,
+        threads: int | None = None,
+        index: str | None = None,
+        n_cpu_moe: int = 0,
+        pages: Mapping[int, int] | None = None,
+        bindings=None,
     ):
         self.artifact, self.manifest = artifact, artifact.manifest
+        self.kv_types = kv_types(artifact.manifest, pages)
         self.threads = 1  # host threads
         self.waited = 0.0
         self._held = ExitStack()  # HIP resources, released in reverse order
@@ -58,7 +69,7 @@ class HipDevice:
         scratch = {name: kernel["scratch"] for name, kernel in self._kernels.items()}
         experts = 0 if self.gpu.integrated else n_cpu_moe
         try:
-            self.memory = Memory(self.hip, self._held, self.stream, artifact, self.gpu, scratch, experts)
+            self.memory = Memory(self.hip, self._held, self.stream, artifact, self.gpu, self.kv_types, scratch, experts)
         except UserError:
             self.close()
             raise
@@ -135,23 +146,28 @@ class HipDevice:
         self._graphs = graphs
 
     def _trial(self, function: str, graphs: dict) -> list[bytes]:
-        """The logits of a few steps with different tokens and positions, computed with `graphs` or by launches."""
+        """The logits of a few steps with different tokens and positions, computed with `graphs` or by launches: each
+        has a chunk, or else single rows that follow one another in one sequence."""
         entry, vocab = self.manifest["functions"][function], self.manifest["model"]["vocab"]
         results, position = [], 0
         self.clear()
+        write_private_pages(self, self.manifest)
         for step in range(CHECK_STEPS):
-            live = min(1 + step, entry["tokens"], self.manifest["context"] - position)
-            self.write("state", (position, live))
-            self.write("tokens", (np.arange(entry["tokens"]) + 7 * step + 1) % vocab)
+            live = min(1 + step, entry["rows"], self.manifest["context"] - position)
+            single = live if entry["single"] == entry["rows"] else min(entry["single"], live - 1)
+            tokens = (np.arange(live) + 7 * step + 1) % vocab
+            singles = [(int(tokens[i]), position + i, 0) for i in range(single)]
+            chunk = (tokens[single:], position + single, 0) if live > single else None
+            answers = write_step(self, entry, singles, chunk)
             self._run(function, graphs)
-            results.append(self.read("logits", live if entry["all_logits"] else 1).tobytes())
+            results.append(self.read("logits", answers).tobytes())
             position += live
         return results
 
     # ---- the protocol
 
     def write(self, name: str, values) -> None:
-        self.memory.host[name][: len(values)] = values
+        self.memory.write(name, values)
 
     def run(self, function: str) -> None:
         self._run(function, self._graphs)

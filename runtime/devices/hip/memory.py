@@ -8,17 +8,20 @@ import ctypes
 import sys
 from collections.abc import Hashable
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import cycle
 from typing import TypeVar
 
 import numpy as np
 
+from mlc_amd.runtime.cache_types import KvTypes, kv_bytes
 from mlc_amd.runtime.devices.hip.api import NO_MEMORY, Hip, HipError
 from mlc_amd.runtime.devices.hip.diagnosis import gpu_memory
 from mlc_amd.runtime.devices.hip.gpu import Gpu
 from mlc_amd.runtime.devices.placement import cut, parts
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.memory import gib, host_shortage, nbytes, of_manifest, on_host, shortage
+from mlc_amd.runtime.memory import Needs, gib, host_shortage, nbytes, of_manifest, on_host, shortage
+from mlc_amd.runtime.steps import TABLES
 
 ALIGN = 256  # bytes between buffers of one allocation, as hipMalloc aligns
 CHUNK = 16 << 20  # bytes of weights copied at a time
@@ -35,17 +38,30 @@ def places(sizes: dict[_Name, int]) -> tuple[dict[_Name, int], int]:
     return offsets, max(end, ALIGN)
 
 
+def _rank(name: str) -> int:
+    """Of an io buffer in memory: 0 for inputs of each step, 1 for page tables, 2 for outputs."""
+    return 2 if name in OUTPUTS else int(name.startswith(TABLES))
+
+
 class Memory:
     """blocks: (address for the GPU, address for the host or None) of "weights", "kv", "arena", "scratch" and "io";
-    sizes: their bytes; pinned: host memory of io, whose first `input_bytes` are the inputs; host: its buffers as
-    arrays.
+    sizes: their bytes; pinned: host memory of io, whose first `input_bytes` are the inputs that every step has its own
+    of; host: its buffers as arrays.
 
-    All of it lives until `held` closes. scratch: bytes of each scratch buffer, by kernel. n_cpu_moe: layers whose
-    experts stay in host memory. UserError if it does not fit.
+    All of it lives until `held` closes. kv: of the tensors that live from step to step. scratch: bytes of each scratch
+    buffer, by kernel. n_cpu_moe: layers whose experts stay in host memory. UserError if it does not fit.
     """
 
     def __init__(
-        self, hip: Hip, held: ExitStack, stream, artifact, gpu: Gpu, scratch: dict[str, list[int]], n_cpu_moe: int
+        self,
+        hip: Hip,
+        held: ExitStack,
+        stream,
+        artifact,
+        gpu: Gpu,
+        kv: KvTypes,
+        scratch: dict[str, list[int]],
+        n_cpu_moe: int,
     ):
         self.hip, self.stream, self.artifact, self.gpu = hip, stream, artifact, gpu
         self._held, self._n_cpu_moe = held, n_cpu_moe
@@ -55,15 +71,16 @@ class Memory:
         # Kernels run one after the other, so they share one block of scratch memory.
         found = {name: places(dict(enumerate(sizes))) for name, sizes in scratch.items()}
         self._scratch_at = {name: list(offsets.values()) for name, (offsets, _) in found.items()}
-        self._kv_at, kv_bytes = places({entry["name"]: nbytes(entry) for entry in manifest["kv"]})
-        io = dict(
-            sorted(manifest["io"].items(), key=lambda item: item[0] in OUTPUTS)
-        )  # inputs first: they are copied at once
+        self._kv_types = kv
+        self._kv_at, kv_size = places({name: kv_bytes({name: of}) for name, of in kv.items()})
+        # Inputs of each step first, as they are copied at once; then the page tables, which are when they changed.
+        io = dict(sorted(manifest["io"].items(), key=lambda item: _rank(item[0])))
         self._io_at, io_bytes = places({name: nbytes(entry) for name, entry in io.items()})
-        self.input_bytes = min(self._io_at[name] for name in OUTPUTS)
+        self.input_bytes = min(at for name, at in self._io_at.items() if _rank(name))
+        self._stale: set[str] = set()  # tables that the GPU has an old copy of
         sizes = {
             "weights": weight_bytes,
-            "kv": kv_bytes,
+            "kv": kv_size,
             "arena": manifest["arena_bytes"],
             "scratch": max((size for _, size in found.values()), default=0),
             "io": io_bytes,
@@ -74,6 +91,9 @@ class Memory:
         self.host = {name: self._view(self.pinned + self._io_at[name], entry) for name, entry in io.items()}
         for name in ("arena", "io"):  # stale NaN would spread from unused rows
             self.clear(name)
+        for name, array in self.host.items():
+            if _rank(name) == 1:
+                array[...] = 0
 
     def _allocate(self, io_bytes: int) -> None:
         needed, (free, _) = sum(self.sizes.values()), self.hip("hipMemGetInfo")
@@ -95,7 +115,7 @@ class Memory:
         except HipError as e:
             if e.code not in NO_MEMORY:
                 raise
-            raise UserError(host_shortage(of_manifest(self.artifact.manifest), n_cpu_moe)) from e
+            raise UserError(host_shortage(self._needs(), n_cpu_moe)) from e
         device, host = self.blocks["weights"]
         self._weights = hosts | {
             one: (device + offset, None if host is None else host + offset) for one, offset in offsets.items()
@@ -128,10 +148,13 @@ class Memory:
         raw = (ctypes.c_uint8 * nbytes(entry)).from_address(address)
         return np.ctypeslib.as_array(raw).view(entry["dtype"]).reshape(entry["shape"])
 
+    def _needs(self) -> Needs:
+        return replace(of_manifest(self.artifact.manifest), kv=kv_bytes(self._kv_types))
+
     def _out_of_memory(self, needed: int, free: int) -> str:
         """The error message, with a change that makes the model fit."""
         limits = gpu_memory(self.gpu.pci) if self.gpu.integrated else {}
-        needs = of_manifest(self.artifact.manifest)
+        needs = self._needs()
         message = shortage(needs, free, self.gpu.name, self._n_cpu_moe, self.gpu.integrated)
         if "gtt" not in limits:
             return message
@@ -161,10 +184,22 @@ class Memory:
         """Enqueues zeros for a block."""
         self.hip("hipMemsetAsync", self.blocks[name][0], 0, self.sizes[name], self.stream)
 
+    def write(self, name: str, values) -> None:
+        """Fills the first part of an io buffer."""
+        self.host[name][: len(values)] = values
+        if _rank(name) == 1:
+            self._stale.add(name)
+
     def send_inputs(self) -> None:
-        """Enqueues the copy of the host's io inputs to the GPU."""
+        """Enqueues the copy of the host's io inputs to the GPU: of page tables those that changed."""
+        self._send_io(0, self.input_bytes)
+        while self._stale:
+            name = self._stale.pop()
+            self._send_io(self._io_at[name], self.host[name].nbytes)
+
+    def _send_io(self, at: int, count: int) -> None:
         kind = self.hip.names.hipMemcpyKind.hipMemcpyHostToDevice
-        self.hip("hipMemcpyAsync", self.blocks["io"][0], self.pinned, self.input_bytes, kind, self.stream)
+        self.hip("hipMemcpyAsync", self.blocks["io"][0] + at, self.pinned + at, count, kind, self.stream)
 
     def fetch(self, name: str, rows: int) -> np.ndarray:
         """Enqueues the copy of the first rows of an io buffer to the host; the array that they will be in."""

@@ -2,55 +2,60 @@
 
 In: an artifact with what dist/README.md describes for target vulkan. Out: the protocol of runtime/devices/__init__.py.
 
-Each function of the plan is one command buffer, recorded at load and submitted for every run: state and tokens lie in
-memory that the host writes and kernels read (or that the command buffer copies first), the logits are copied to memory
-that the host reads fast. GPUs that work in the host's memory get the weights there, once; others may leave experts
-there (n_cpu_moe).
+Each function of the plan is one command buffer, recorded at load and submitted for every run. GPUs that work in the
+host's memory get the weights there, once; others may leave experts there (n_cpu_moe).
 """
 
 import ctypes
 import logging
 import time
 import weakref
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
+from mlc_amd.runtime.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.devices.choice import asked
 from mlc_amd.runtime.devices.placement import Range, cut, parts
-from mlc_amd.runtime.devices.vulkan import api, timing
+from mlc_amd.runtime.devices.vulkan import api, fragments, timing
 from mlc_amd.runtime.devices.vulkan.commands import Launch, Recorder
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
+from mlc_amd.runtime.devices.vulkan.io import Io, nbytes
 from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, CHUNK, Block, Memory, OutOfMemory, places
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines, cache_file
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.memory import gib, host_shortage, of_manifest, on_host, shortage
 
-OUTPUTS = ("logits",)  # io buffers that kernels write; the host writes the others
 RING = 4  # copies of the scratch buffers, as independent kernels may overlap
 CLOSED = "this device is closed; load the model again"
 
 log = logging.getLogger("mlc_amd")
 
 
-def _nbytes(dtype: str, shape) -> int:
-    return int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-
-
 class VulkanDevice:
     """See runtime/devices/__init__.py for the protocol. `threads` is for the cpu device only. index: number of
     a GPU, or part of its name. n_cpu_moe: layers whose experts stay in host memory, where the GPU reads them across the
-    bus; GPUs that work in the host's memory have no use for it.
+    bus; GPUs that work in the host's memory have no use for it. pages: of the caches, by span (runtime/cache_types.py).
 
     `waited`: seconds spent waiting for the GPU in all runs. UserError if this machine cannot run the artifact.
     """
 
     kind = "vulkan"
 
-    def __init__(self, artifact, threads: int | None = None, index: str | int | None = None, n_cpu_moe: int = 0):
+    def __init__(
+        self,
+        artifact,
+        threads: int | None = None,
+        index: str | int | None = None,
+        n_cpu_moe: int = 0,
+        pages: Mapping[int, int] | None = None,
+    ):
         self.artifact, self.manifest = artifact, artifact.manifest
+        self.kv_types = kv_types(artifact.manifest, pages)
         self.threads = 1  # host threads
         self.waited = 0.0
         self._held = ExitStack()  # Vulkan objects, destroyed in reverse order
@@ -105,6 +110,14 @@ class VulkanDevice:
                 "with --arch generic"
             ) from e
         self._layout = builder.layout
+        if "fragment_probe" in self._kernels:
+            (step,) = self._kernels["fragment_probe"]["steps"]
+            if not fragments.known_order(self.context, needs, step, self._module(step)):
+                arch = f"{self.code_arch}{'+' if ':' in self.code_arch else ':'}few=none"
+                raise UserError(
+                    f"the driver {self.gpu.driver} distributes cooperative matrices in another way than these kernels "
+                    f"expect; compile the model with --arch {arch}"
+                )
 
     # ---- memory
 
@@ -112,11 +125,8 @@ class VulkanDevice:
         manifest, memory, weights = self.manifest, self.memory, self.artifact.weights
         host = frozenset() if self.gpu.unified else on_host(manifest["tensors"], self._n_cpu_moe)
         self._ranges = cut(weights.places, min(BLOCK, memory.limit), host)
-        kv = {entry["name"]: _nbytes(entry["dtype"], entry["shape"]) for entry in manifest["kv"]}
-        io = {name: _nbytes(entry["dtype"], entry["shape"]) for name, entry in manifest["io"].items()}
+        self._kv_bytes = {name: nbytes(dtype, shape) for name, (shape, dtype) in self.kv_types.items()}
         scratch = max((self._scratch_bytes(function) for function in manifest["functions"].values()), default=0)
-        outputs = {name: nbytes for name, nbytes in io.items() if name in OUTPUTS}
-        inputs = {name: nbytes for name, nbytes in io.items() if name not in OUTPUTS}
         self._weights: dict[Range, tuple[Block, int]] = {}
         for kind, at_host in (("device", False), ("host", True)):
             sizes = {one: one.nbytes for one in self._ranges if one.host == at_host}
@@ -126,28 +136,13 @@ class VulkanDevice:
             for name, (at, nbytes) in weights.places.items()
             for one, first, _ in parts(self._ranges, at, nbytes)
         }
-        self._kv, self._kv_blocks = memory.spread(kv, "device")
+        self._kv, self._kv_blocks = memory.spread(self._kv_bytes, "device")
         self._arena, self._scratch = (
             memory.block(max(nbytes, ALIGN), "device") for nbytes in (manifest["arena_bytes"], scratch)
         )
-        results, (self._results,) = memory.spread(outputs, "device")
-        written, (self._inputs,) = memory.spread(inputs, "input")
-        read, (self._outputs,) = memory.spread(outputs, "output")
-        # Kernels read inputs in place, unless they are across the bus.
-        self._input_copy = None
-        if not self.gpu.unified and not self._inputs.flags & api.DEVICE_LOCAL:
-            self._input_copy = memory.block(self._inputs.nbytes, "device")
-        self._io = results | {name: (self._input_copy or block, offset) for name, (block, offset) in written.items()}
-        entries = manifest["io"]
-        self._host = {
-            name: block.view(offset, entries[name]["dtype"], entries[name]["shape"])
-            for name, (block, offset) in (written | read).items()
-        }
-        self._output_at = {name: offset for name, (_, offset) in read.items()}
-        for name in inputs:
-            self._host[name][...] = 0
+        self.io = Io(self.context, memory, manifest["io"])
         # Stale NaN would spread from unused rows.
-        memory.fill([self._arena, self._scratch, self._results, *([self._input_copy] if self._input_copy else [])])
+        memory.fill([self._arena, self._scratch, *self.io.blocks])
 
     def _scratch_bytes(self, function: dict) -> int:
         """RING times the largest scratch memory of the kernels of a function."""
@@ -222,36 +217,23 @@ class VulkanDevice:
         """(address, end) of an argument of the plan; dist/README.md lists the kinds."""
         kind, where = arg[0], arg[1]
         if kind == "weight":
-            address, nbytes = self._weights_at[where]
+            address, count = self._weights_at[where]
         elif kind == "arena":
-            address, nbytes = self._arena.address + where, _nbytes(arg[2], arg[3])
+            address, count = self._arena.address + where, nbytes(arg[2], arg[3])
         else:
-            block, offset = (self._kv if kind == "kv" else self._io)[where]
-            address, nbytes = block.address + offset, self._bytes(kind, where, function)
-        return address, address + nbytes
-
-    def _bytes(self, kind: str, name: str, function: dict) -> int:
-        """Of a cache tensor, or of the rows of an io buffer that a function uses."""
-        if kind == "kv":
-            entry = next(entry for entry in self.manifest["kv"] if entry["name"] == name)
-            return _nbytes(entry["dtype"], entry["shape"])
-        entry = self.manifest["io"][name]
-        rows = {"tokens": function["tokens"], "logits": function["tokens"] if function["all_logits"] else 1}.get(
-            name, entry["shape"][0]
-        )
-        return _nbytes(entry["dtype"], [rows, *entry["shape"][1:]])
+            block, offset = (self._kv if kind == "kv" else self.io.places)[where]
+            count = self._kv_bytes[where] if kind == "kv" else self.io.nbytes(where, function)
+            address = block.address + offset
+        return address, address + count
 
     def _commands(self, name: str, queries: tuple[int, int] | None = None) -> ctypes.Structure:
         """Records a function."""
         function, recorder = self.manifest["functions"][name], Recorder(self.context, self._layout, queries)
         recorder.begin()
-        if self._input_copy:
-            recorder.copy(self._inputs, 0, self._input_copy, 0, self._inputs.nbytes)
+        self.io.record_inputs(recorder)
         for launch in self._plan[name]:
             recorder.launch(launch)
-        for output, at in self._output_at.items():
-            block, offset = self._io[output]
-            recorder.copy(block, offset, self._outputs, at, self._bytes("io", output, function))
+        self.io.record_outputs(recorder, function)
         recorder.end()
         return self.context.submission(recorder.commands)
 
@@ -259,12 +241,12 @@ class VulkanDevice:
 
     def write(self, name: str, values) -> None:
         self._alive()
-        self._host[name][: len(values)] = values
+        self.io.write(name, values)
 
     def run(self, function: str) -> None:
         self._alive()
         try:
-            self._run(self._submissions[function])
+            self._run(function, self._submissions[function])
         except api.VulkanError as e:
             raise self._failure(e, f"running {function}") from e
 
@@ -273,12 +255,13 @@ class VulkanDevice:
         self._alive()
         submission = self._commands(function)
         try:
-            self._run(submission)
+            self._run(function, submission)
         except api.VulkanError as e:
             raise self._failure(e, f"running {function}") from e
         self.context.release(submission)
 
-    def _run(self, submission: ctypes.Structure) -> None:
+    def _run(self, function: str, submission: ctypes.Structure) -> None:
+        self.io.before(self.manifest["functions"][function])
         self.context.submit(submission)
         start = time.perf_counter()
         self.context.wait()
@@ -286,8 +269,10 @@ class VulkanDevice:
 
     def read(self, name: str, rows: int) -> np.ndarray:
         self._alive()
-        self.memory.invalidate(self._outputs)
-        return self._host[name][:rows]
+        try:
+            return self.io.read(name, rows)
+        except api.VulkanError as e:
+            raise self._failure(e, f"reading {name}") from e
 
     def clear(self) -> None:
         self._alive()
@@ -310,7 +295,7 @@ class VulkanDevice:
                 pool = timing.query_pool(self.context, count)
                 self._timed[function] = self._commands(function, (pool, count)), pool
             submission, pool = self._timed[function]
-            self._run(submission)
+            self._run(function, submission)
             stamps = timing.results(self.context, pool, count)
         except api.VulkanError as e:
             raise self._failure(e, f"timing {function}") from e
@@ -354,7 +339,7 @@ class VulkanDevice:
 
     def _out_of_memory(self, wanted: int, kind: str) -> str:
         """The error message for an allocation of `wanted` bytes of a kind that failed."""
-        limit, needs = self.memory.limit, of_manifest(self.manifest)
+        limit, needs = self.memory.limit, replace(of_manifest(self.manifest), kv=kv_bytes(self.kv_types))
         if wanted > limit:
             at_most = f"{self.gpu.driver} gives {gib(limit)} at most"
             return f"this model needs {gib(wanted)} in one piece, and {at_most}; compile with a smaller --ctx"

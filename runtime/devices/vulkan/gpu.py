@@ -318,9 +318,9 @@ def missing(gpu: Gpu, needs: dict) -> list[str]:
     size = needs["subgroup_size"]
     if size and not (gpu.full and gpu.subgroup[1] <= size <= gpu.subgroup[2]):
         lacks.append(f"subgroups of {size}")
-    fragment = tuple(needs["fragment"])
-    if fragment and fragment not in gpu.float16_matrices:
-        lacks.append(f"cooperative matrices of {'x'.join(map(str, fragment))}")
+    for fragment in needs["fragments"]:
+        if tuple(fragment) not in gpu.float16_matrices:
+            lacks.append(f"cooperative matrices of {'x'.join(map(str, fragment))}")
     units = {
         "shared_memory": "{} bytes of shared memory",
         "threads": "workgroups of {}",

@@ -1,0 +1,27 @@
+"""Random numbers that are a function of a seed and a position: Philox4x32-10 (Salmon et al. 2011, "Parallel random
+numbers: as easy as 1, 2, 3").
+
+A sequence's token at a position has the same random number in whatever batch it is computed, and on host and device.
+"""
+
+SEED_BITS = 64
+ROUNDS = 10
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+WEYL = 0x9E3779B9, 0xBB67AE85  # added to the key in each round
+_WORD = 0xFFFFFFFF
+
+
+def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Four words of 32 random bits."""
+    a, b, c, d = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        first, second = MULTIPLIERS[0] * a, MULTIPLIERS[1] * c
+        a, b, c, d = second >> 32 ^ b ^ k0, second & _WORD, first >> 32 ^ d ^ k1, first & _WORD
+        k0, k1 = k0 + WEYL[0] & _WORD, k1 + WEYL[1] & _WORD
+    return a, b, c, d
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number of 0 <= x < 1 for a seed of up to SEED_BITS bits and a position of up to 32."""
+    return philox((seed & _WORD, seed >> 32), (position, 0, 0, 0))[0] / (_WORD + 1)

@@ -1,0 +1,282 @@
+"""The GEMM tile for few tokens on cooperative matrices: weights go from memory to registers to matrices.
+
+As in `gemm_coop.py`, operands are float16 and sums float32, but weights are operand A (rows x columns) and activations
+operand B (columns x tokens), and nothing is staged in shared memory: each lane decodes just those weights that are its
+components of the matrices, and loads just those activations. That takes a driver that distributes matrices over the
+lanes in a known way, which the runtime checks (runtime/devices/vulkan/fragments.py).
+
+The columns are taken in an order of our own, which a sum over them allows. A subgroup takes `GROUP` blocks of 32
+columns at a time. Of its lanes lane 4*r + q has block q of rows r and r + 8 of every 16, and block q of the token r of
+every eight: the four runs (`pairs.py`) of a block are the lane's components of eight matrices. Weights are therefore
+read in 16 bytes a lane, and so are activations.
+
+The subgroups of a workgroup share out its rows, its tokens and the columns; at the end the sums meet in shared memory.
+"""
+
+from dataclasses import dataclass, replace
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu import coop_load
+from mlc_amd.schedules.gpu.coop_fragments import Fragments
+from mlc_amd.schedules.gpu.device import barrier, uniform
+from mlc_amd.schedules.gpu.pairs import RUN, RUNS
+from mlc_amd.schedules.gpu.planes import BLOCK
+from mlc_amd.schedules.gpu.registers import at, lane_of
+
+SHAPE = ROWS, TOKENS, COLUMNS = 16, 8, 16  # of the matrices: rows x tokens x columns
+GROUP = 4  # blocks of 32 columns that a subgroup takes at once: as many as lanes share a row
+WAVE = 32
+QUAD = 4  # float32 of a unit of 16 bytes: rows of a token that a lane finishes at once
+PAD = 1  # units added to a token's rows in shared memory
+UNIT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class FewTile:
+    """A workgroup's tile: tokens and rows (of one weight), subgroups along tokens, rows and columns.
+
+    unroll  groups of columns whose weights are loaded before the first is used
+    """
+
+    tokens: int
+    rows: int
+    waves_m: int
+    waves_n: int
+    waves_k: int
+    unroll: int = 1
+
+
+MOST = 128  # tokens: of more, the multiplications take most of the time, which `gemm_coop.py` does faster
+SUMS = 128  # of a lane, at most
+UNROLLED = 4, 24  # rows of matrices of weights, and bytes of a block, for which two groups of columns fit registers
+# maximum of tokens of a tile: tiles for one weight; of two each has half of the rows
+TILES = {
+    8: (FewTile(8, 16, 1, 1, 8), FewTile(8, 32, 1, 1, 8), FewTile(8, 48, 1, 1, 8), FewTile(8, 64, 1, 1, 8)),
+    16: (FewTile(16, 32, 1, 1, 8), FewTile(16, 48, 1, 1, 8), FewTile(16, 64, 1, 2, 4), FewTile(16, 96, 1, 2, 4)),
+    32: (FewTile(32, 32, 1, 1, 8), FewTile(32, 64, 1, 2, 4), FewTile(32, 96, 1, 2, 4), FewTile(32, 128, 1, 4, 2)),
+    64: (FewTile(64, 32, 2, 1, 4), FewTile(64, 64, 2, 2, 2), FewTile(64, 96, 2, 2, 2), FewTile(64, 128, 2, 4, 1)),
+    128: (FewTile(128, 64, 4, 2, 1), FewTile(128, 96, 4, 2, 1), FewTile(128, 128, 4, 2, 1), FewTile(64, 64, 2, 2, 2)),
+}
+# Of a compute unit, per clock: bytes of weights and activations from the L2, bytes that subgroups load, products
+FROM_L2, LOADED, PRODUCTS = 40, 100, 600
+
+
+def choose(arch, formats, m, k, rows, weights=1):
+    """The default FewTile, see `gemm_coop.choose`; None if there is no tile for so many tokens, or for these columns
+    or that arch."""
+    size = next((tokens for tokens in TILES if m <= tokens), None)
+    if size is None or not arch.few:
+        return None
+    times = {}
+    for tile in TILES[size]:
+        found = _fit(tile, arch, formats, m, k, weights)
+        if found:
+            workgroups = -(-m // found.tokens) * -(-rows // found.rows)
+            times.setdefault(found, -(-workgroups // arch.units) * _clocks(found, formats, weights))
+    return min(times, key=times.get) if times else None
+
+
+def _fit(tile, arch, formats, m, k, weights):
+    """The tile for so many weights, unrolled as far as registers and columns allow; None if it does not fit."""
+    tile = replace(tile, rows=max(tile.rows // weights // (ROWS * tile.waves_n), 1) * ROWS * tile.waves_n)
+    most_rows, most_bytes = UNROLLED
+    size = max(fmt.block_bytes * BLOCK / fmt.block for fmt in formats)
+    unrolls = (2, 1) if weights * tile.rows <= most_rows * ROWS * tile.waves_n and size <= most_bytes else (1,)
+    for unroll in unrolls:
+        try:
+            return FewGemm(arch, replace(tile, unroll=unroll), m, k, weights).tile
+        except ValueError:
+            continue
+    return None
+
+
+def _clocks(tile, formats, weights):
+    """Of a column of the tile, roughly."""
+    loaded = weights * tile.rows * formats[0].memory_bits / 8
+    activations = 2 * tile.tokens
+    return max(
+        (loaded + activations) / FROM_L2,
+        (loaded * tile.waves_m + activations * tile.waves_n) / LOADED,
+        weights * tile.rows * tile.tokens / PRODUCTS,
+    )
+
+
+class FewGemm:
+    """The tile routine of one kernel: use as `gemm_matrix.MatrixGemm`. ValueError for a tile that does not fit."""
+
+    rows_side_by_side = 1
+
+    def __init__(self, arch, tile, m, k, weights=1):
+        self.arch, self.tile, self.m, self.k, self.weights = arch, tile, m, k, weights
+        self.waves = tile.waves_m * tile.waves_n * tile.waves_k
+        self.threads = self.waves * WAVE
+        self.tiles_m, self.tiles_n = tile.tokens // tile.waves_m // TOKENS, tile.rows // tile.waves_n // ROWS
+        self.groups = -(-k // (GROUP * BLOCK))
+        if (
+            self.tiles_m * tile.waves_m * TOKENS != tile.tokens
+            or self.tiles_n * tile.waves_n * ROWS != tile.rows
+            or k % BLOCK
+        ):
+            raise ValueError(f"{tile} does not divide into {ROWS} x {TOKENS} matrices of {k} columns")
+        if self.weights * self.tiles_n * self.tiles_m * (ROWS * TOKENS // WAVE) > SUMS:
+            raise ValueError(f"{tile} has more than {SUMS} sums of a lane")
+        if tile.unroll > 1 and self.groups % (tile.waves_k * tile.unroll):
+            raise ValueError(f"the {k} columns of {tile} do not divide among its subgroups")
+        # row tiles of all weights for as many token tiles at once as fit
+        self.ld = ROWS // QUAD + PAD
+        per_token_tile = self.waves * weights * TOKENS * self.ld
+        self.at_once = next((n for n in (8, 4, 2, 1) if self._holds(n, per_token_tile)), 0)
+        if not self.at_once or self.threads > arch.threads:
+            raise ValueError(f"{tile} takes more shared memory or threads than {arch.name} has")
+        self.units = self.at_once * per_token_tile
+
+    def _holds(self, token_tiles, units) -> bool:
+        return self.tiles_m % token_tiles == 0 and token_tiles * units * UNIT_BYTES <= self.arch.lds
+
+    def allocate(self, thread):
+        """Declares shared memory and matrices inside the launch; `thread`: threadIdx.x."""
+        tile, self.thread = self.tile, thread
+        wave = uniform(self.arch, thread // WAVE)
+        self.lane = T.Bind(thread % WAVE)
+        self.wave_m, self.wave_n = T.Bind(wave % tile.waves_m), T.Bind(wave // tile.waves_m % tile.waves_n)
+        self.wave_k = T.Bind(wave // (tile.waves_m * tile.waves_n))
+        self.wave = wave
+        self.lds = T.alloc_buffer((self.units,), "uint32x4", scope="shared")
+        self.a = Fragments("a", self.weights * self.tiles_n, SHAPE)
+        self.b = Fragments("b", self.tiles_m, SHAPE)
+        self.sums = Fragments("sum", self.weights * self.tiles_n * self.tiles_m, SHAPE)
+
+    def emit(self, acts, weights, token0, row0, epilogue, first=None):
+        """One tile: tokens token0.. of the activations (H [m, k],) in the layout "pairs"; the rest is as in
+        `CoopGemm.emit`."""
+        (X,) = acts
+        tile = self.tile
+        weights = [(fmt, coop_load.views(fmt, bufs, 1), padded) for fmt, bufs, padded in weights]
+        for fragments in (self.a, self.b, self.sums):
+            for i in range(fragments.count):
+                fragments.fill(i, 0)
+        row, block = T.Bind(self.lane // GROUP), T.Bind(self.lane % GROUP)
+        rows = [
+            [self._row(row0, i * ROWS + half * (ROWS // 2) + row, padded, first) for i in range(self.tiles_n)
+             for half in (0, 1)]
+            for _, _, padded in weights
+        ]  # fmt: skip
+        tokens = [self._token(token0, i, row) for i in range(self.tiles_m)]
+        share = tile.waves_k * tile.unroll
+        steps = (
+            self.groups // share
+            if self.groups % share == 0
+            else (T.Bind((self.groups - self.wave_k + (tile.waves_k - 1)) // tile.waves_k))
+        )
+        with T.serial(steps) as step:
+            units = [self._unit(step * tile.unroll + u, block) for u in range(tile.unroll)]
+            loaded = [
+                [
+                    [coop_load.fetch(fmt, planes, r, unit, 1) for r in own]
+                    for (fmt, planes, _), own in zip(weights, rows, strict=True)
+                ]
+                for unit, _ in units
+            ]
+            for (unit, live), fetched in zip(units, loaded, strict=True):
+                self._multiply(X, [fmt for fmt, _, _ in weights], fetched, tokens, unit, live)
+        for i in range(self.tiles_n):
+            for j in range(0, self.tiles_m, self.at_once):
+                self._hand_over(i, j)
+                barrier()
+                self._finish(i, j, weights[0][2], token0, row0, epilogue)
+                barrier()
+
+    def _row(self, row0, row, padded, first):
+        """The row that a lane reads: those beyond the weight's read its last one."""
+        row = row0 + self.wave_n * (self.tiles_n * ROWS) + row
+        row = T.min(row, padded - 1) if padded % self.tile.rows else row
+        return T.Bind(row if first is None else first + row)
+
+    def _unit(self, step, block):
+        """(block of a row that a lane takes in that step, whether it counts or None: it does). A lane without a block
+        reads the last one."""
+        unit = (step * self.tile.waves_k + self.wave_k) * GROUP + block
+        if self.k % (GROUP * BLOCK) == 0:
+            return T.Bind(unit), None
+        last = self.k // BLOCK - 1
+        return T.Bind(T.min(unit, T.int32(last))), T.Bind(unit <= last)
+
+    def _token(self, token0, i, row):
+        token = token0 + (self.wave_m * self.tiles_m + i) * TOKENS + row
+        return T.Bind(T.min(token, T.int32(self.m - 1)) if self.m % self.tile.tokens else token)
+
+    def _multiply(self, X, formats, fetched, tokens, unit, live):
+        """Adds the products of a group of columns to the sums."""
+        runs = [
+            [coop_load.runs(self.arch, fmt, raw, 1) for raw in each]
+            for fmt, each in zip(formats, fetched, strict=True)
+        ]  # fmt: skip
+        for j in range(RUNS):
+            x = [T.Bind(X[token, at(unit * BLOCK + j * RUN, RUN)]) for token in tokens]
+            if live is not None:
+                zero = T.broadcast(T.float16(0), RUN)
+                x = [T.Bind(T.Select(T.broadcast(live, RUN), of, zero)) for of in x]
+            for half in range(2):  # of a run: two pairs of columns
+                pairs = [4 * half, 4 * half + 2]
+                for w in range(self.weights):
+                    for i in range(self.tiles_n):
+                        low, high = runs[w][2 * i][j], runs[w][2 * i + 1][j]
+                        parts = [lane_of(of, p + e) for p in pairs for of in (low, high) for e in (0, 1)]
+                        for e, part in enumerate(parts):
+                            self.a.set(w * self.tiles_n + i, e, part)
+                for t, of in enumerate(x):
+                    for e, place in enumerate(p + i for p in pairs for i in (0, 1)):
+                        self.b.set(t, e, lane_of(of, place))
+                for i in range(self.a.count):
+                    for t in range(self.tiles_m):
+                        self.sums.add_product(i * self.tiles_m + t, self.a, i, self.b, t)
+
+    # ---- results
+
+    def _sums_unit(self, wave, weight, token_tile):
+        """First unit of a subgroup's sums of 16 rows of a weight for eight tokens."""
+        return ((wave * self.weights + weight) * self.at_once + token_tile) * (TOKENS * self.ld)
+
+    def _hand_over(self, i, first):
+        """The sums of row tile i, of token tiles `first`.., to shared memory."""
+        for w in range(self.weights):
+            for t in range(self.at_once):
+                place = self.lds[self._sums_unit(self.wave, w, t)]
+                self.sums.store((w * self.tiles_n + i) * self.tiles_m + first + t, place, self.ld * QUAD, "col_major")
+
+    def _finish(self, i, first, padded, token0, row0, epilogue):
+        """Hands these sums to the epilogue; rows beyond the weight's and tokens beyond the m are left out."""
+        tile, quads = self.tile, ROWS // QUAD
+        per_wave = self.at_once * TOKENS * quads
+        total = tile.waves_m * tile.waves_n * per_wave
+        with T.serial(-(-total // self.threads)) as step:
+            c = T.Bind(step * self.threads + self.thread)
+            wave, place = T.Bind(c // per_wave), T.Bind(c % per_wave)
+            wave_m, wave_n = T.Bind(wave % tile.waves_m), T.Bind(wave // tile.waves_m)
+            token, quad = T.Bind(place // quads), T.Bind(place % quads)
+            row = T.Bind(row0 + (wave_n * self.tiles_n + i) * ROWS + quad * QUAD)
+            target = T.Bind(token0 + (wave_m * self.tiles_m + first) * TOKENS + token)
+
+            def store():
+                values = []
+                for w in range(self.weights):
+                    parts = []
+                    for k in range(tile.waves_k):
+                        source = wave + k * (tile.waves_m * tile.waves_n)
+                        unit = self._sums_unit(source, w, 0) + token * self.ld + quad
+                        parts.append(T.reinterpret("float32x4", T.Bind(self.lds[unit])))
+                    values.append(T.Bind(sum(parts[1:], parts[0])))
+                epilogue(target, row, values)
+
+            conditions = [row < padded] if padded % tile.rows else []
+            conditions += [c < total] if total % self.threads else []
+            conditions += [target < self.m] if self.m % tile.tokens else []
+            if not conditions:
+                store()
+                return
+            allowed = conditions[0]
+            for condition in conditions[1:]:
+                allowed = allowed & condition
+            with T.If(allowed), T.Then():
+                store()

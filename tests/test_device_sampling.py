@@ -1,0 +1,59 @@
+"""A model's functions choose tokens on the device as the host's sampler does from the logits that they give."""
+
+import numpy as np
+import pytest
+import sampling_cases as cases
+
+from mlc_amd.compiler.gguf import synthetic
+from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.runtime.devices import open_device
+from mlc_amd.runtime.sampling import Sampling
+from mlc_amd.runtime.steps import write_private_pages, write_step
+
+# of the rows of a step
+SAMPLINGS = (
+    Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=0.8, top_k=40, top_p=0.9, seed=4),
+    Sampling(temperature=1.0, min_p=0.01, repetition_penalty=1.2, seed=5), Sampling(logit_bias={7: 50.0}),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "model"
+    with synthetic("tiny-qwen3:q4_k") as model:
+        compile_model(model, "cpu", "native", 512, path)
+    artifact = Artifact.open(path)
+    opened = open_device(artifact)
+    yield opened, artifact.manifest
+    opened.close()
+    artifact.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "singles", "chunk"), [("decode", 1, 0), ("prefill_", 0, 20), ("mixed_", 3, 9), ("mixed_", 4, 0)]
+)
+def test_rows_of_a_step(device, kind, singles, chunk):
+    device, manifest = device
+    name = next(name for name in manifest["functions"] if name.startswith(kind))
+    function, vocab, rng = manifest["functions"][name], manifest["model"]["vocab"], np.random.default_rng(1)
+    assert function["samples"]
+    write_private_pages(device, manifest, slots=4)
+    ids = rng.integers(0, vocab, singles + chunk)
+    rows = [(int(token), 0, slot) for slot, token in enumerate(ids[:singles])]
+    n = write_step(device, function, rows, (ids[singles:], 0, singles % 4) if chunk else None)
+    recent = tuple(int(t) for t in ids)
+    zeros = [cases.Row(np.zeros(vocab, np.float32), s, recent) for s in SAMPLINGS[-n:]]
+    arrays = cases.inputs(zeros, manifest["io"]["logits"]["shape"][1])
+    for which in ("sampling", "changes", "allowed"):
+        device.write(which, arrays[which])
+    device.run(name)
+    logits = device.read("logits", n)[:, :vocab].copy()
+    asked = [cases.Row(row, s, recent) for row, s in zip(logits, SAMPLINGS[-n:], strict=True)]
+    cases.check(asked, device.read("sampled", n), device.read("logprobs", n))
+
+
+def test_functions_that_score_choose_nothing(device):
+    _, manifest = device
+    (score,) = (of for name, of in manifest["functions"].items() if name.startswith("score_"))
+    assert not score["samples"] and not any(["io", "sampled"] in launch["args"] for launch in score["launches"])

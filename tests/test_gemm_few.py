@@ -1,0 +1,78 @@
+"""The GEMM for few tokens (`gemm_few.py`) against numpy.
+
+It takes matrices of a shape and a distribution over lanes that only NVIDIA's driver has. Here it runs on a model of
+them (fragment_model.py); kernels for the real ones are compiled and looked at.
+"""
+
+import numpy as np
+import pytest
+from fragment_model import FragmentModel
+from test_gpu_gemm import error, state, weights
+from test_vulkan_coop import tolerance
+from vulkan_harness import run
+
+from mlc_amd.runtime.devices.vulkan import fragments
+from mlc_amd.schedules.gpu import gemm, gemm_few
+from mlc_amd.schedules.gpu.gemm_few import FewGemm, FewTile
+from mlc_amd.schedules.gpu.pairs import in_pairs
+from mlc_amd.schedules.gpu.profiles import resolve
+
+LAVAPIPE = resolve("lavapipe")
+
+
+class Modelled(FewGemm):
+    def allocate(self, thread):
+        FragmentModel.thread = thread
+        super().allocate(thread)
+
+
+@pytest.fixture
+def modelled(monkeypatch):
+    monkeypatch.setattr(gemm_few, "Fragments", FragmentModel)
+    monkeypatch.setattr(gemm, "FewGemm", Modelled)
+
+
+# name: (format, rows, columns, tokens, tile). Few and small ones: Mesa takes half a minute for one. What decodes
+# weights is tested in test_vulkan_coop.py for all formats.
+CASES = {
+    "padding": ("q4_0", 41, 128, 3, FewTile(8, 32, 1, 1, 1)),
+    "waves": ("q4_0", 64, 256, 32, FewTile(32, 64, 2, 2, 2)),
+    "part": ("q4_0", 16, 192, 8, FewTile(8, 16, 1, 1, 2)),  # of a group of columns
+    "tiles": ("q4_0", 32, 128, 24, FewTile(16, 32, 1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_linear(name, modelled):
+    fmt, n, k, m, tile = CASES[name]
+    planes, w = weights(fmt, n, k, 0)
+    x = np.random.default_rng(3).standard_normal((m, k), np.float32).astype(np.float16)
+    expected = x.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T
+    out = np.full((m, -(-n // 16) * 16), np.nan, np.float32)
+    kernel = gemm.linear([(fmt, n)], k, m, "pairs", (False,), False, LAVAPIPE, "k", tile)
+    got = run(kernel, [state(m), in_pairs(x), *planes.values(), out], LAVAPIPE)[-1]
+    assert error(got[:, :n], expected) < tolerance(fmt)
+
+
+# ---- which lane has what
+
+
+def distribution():
+    """(a, b) of `fragments.is_known` as FragmentModel distributes matrices."""
+    lane, e = np.arange(32)[:, None], np.arange(8)
+    columns = lane % 4 * 2 + e % 2 + e // 4 * 8
+    a = (lane // 4 + e // 2 % 2 * 8) * fragments.DEPTH + columns
+    return a, columns[:, e // 2 % 2 == 0] * fragments.COLUMNS + lane // 4
+
+
+def test_known_orders():
+    a, b = distribution()
+    assert fragments.is_known(a, b)
+    # operands may agree on another order of columns
+    order = np.random.default_rng(0).permutation(16)
+    other_a = a // 16 * 16 + order[a % 16]
+    other_b = order[b // 8] * 8 + b % 8
+    assert fragments.is_known(other_a, other_b)
+    assert not fragments.is_known(other_a, b)
+    assert not fragments.is_known(a[:, [0, 1, 4, 5, 2, 3, 6, 7]], b)  # rows
+    assert not fragments.is_known(a, b // 8 * 8 + np.arange(32)[:, None] % 8)  # tokens
