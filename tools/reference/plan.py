@@ -94,5 +94,7 @@ def _store(array: np.ndarray, wanted: Result, layout: str, role: str) -> None:
     value = activations.in_layout(layout, wanted.value) if layout else wanted.value
     if array.ndim == 2 and wanted.columns is not None:
         array[np.ix_(wanted.rows, wanted.columns)] = value
+    elif array.ndim == 1:
+        array[wanted.rows] = value
     else:
         array[wanted.rows, ..., : value.shape[-1]] = value
