@@ -154,10 +154,11 @@ def test_the_manifest_says_what_each_argument_is(folder):
     """What is a weight or a part of the cache by its place is one by its role, and the other way round."""
     manifest = Artifact.open(folder).manifest
     kernels = {entry["name"]: entry for entry in manifest["kernels"]}
+    steps = {"state": "state", "answers": "state", "rows": "rows", "pages.0": "pages"}
     for function in manifest["functions"].values():
         for launch in function["launches"]:
             for param, (place, name, *_) in zip(kernels[launch["kernel"]]["params"], launch["args"], strict=True):
-                wanted = {"weight": "weight", "kv": "cache"}.get(place, "state" if name == "state" else None)
+                wanted = {"weight": "weight", "kv": "cache"}.get(place, steps.get(name) if place == "io" else None)
                 role = param["role"]
                 assert role == wanted if wanted else role in ("input", "output")
 

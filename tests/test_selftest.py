@@ -150,13 +150,13 @@ def test_workgroups_that_do_not_meet_are_found(artifact, monkeypatch):
 
 
 def test_stale_replays_are_found(artifact, monkeypatch):
-    """Vulkan: what was recorded reads an older state; rocm: a graph that goes wrong after it was verified at load."""
+    """Vulkan: what was recorded reads older positions; rocm: a graph that goes wrong after it was verified at load."""
     made = Artifact.open(artifact)
     device = open_device(made)
     run = device.run
 
     def stale(function):
-        device.write("state", (0, 1))
+        device.write("rows", [(0, 0)])
         run(function)
 
     assert selftest_model.replays(device, made, 1)["wrong"] == []

@@ -35,8 +35,9 @@ def gate_up(m, fmt):
     )
 
 
-def attention(m):
-    return Workload("attention", {"heads": 8, "kv_heads": 2, "d": 64, "ctx": 256, "m": m, "layout": "tiles"})
+def attention(m, single):
+    args = {"heads": 8, "kv_heads": 2, "d": 64, "ctx": 256, "m": m, "single": single, "layout": "tiles"}
+    return Workload("attention", args)
 
 
 EXPERTS = {"experts": 8, "used": 2}
@@ -124,7 +125,7 @@ def test_all_bytes_of_weights_are_read(workload, tmp_path):
 WORKLOADS = (
     linear(1, ("q4_0", 256)), linear(32, ("iq4_nl", 256)), linear(32, ("q2_k", 256)), linear(4, ("bf16", 64), k=102),
     gate_up(1, "q6_k"), expert_gate_up(4, "q4_0"), expert_down("q8_0"),
-    attention(1), attention(32),
+    attention(1, 1), attention(32, 0), attention(32, 4),
 )  # fmt: skip
 
 

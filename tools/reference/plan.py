@@ -96,5 +96,7 @@ def _store(array: np.ndarray, wanted: Result, layout: str, role: str) -> None:
         array[wanted.rows] = value
     elif array.ndim == 2 and wanted.columns is not None:
         array[np.ix_(wanted.rows, wanted.columns)] = value
+    elif array.ndim == 1:
+        array[wanted.rows] = value
     else:
         array[wanted.rows, ..., : value.shape[-1]] = value
