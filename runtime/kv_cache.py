@@ -53,13 +53,14 @@ class Cache:
         pages = self.pools[span].pages
         return self.context if span and pages >= seen_pages(span) else pages * PAGE
 
-    def has_room(self, sequence: Sequence, spare: int) -> bool:
-        """Whether the pools have pages for all tokens of `sequence`, as many at a time as it needs at least, and
-        `spare` pages more."""
-        pages = -(-len(sequence.tokens) // PAGE)
+    def has_room(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether the pools have pages for the tokens of `sequences` that have none yet (in windowed groups as many at
+        a time as are needed at least), and one more for each sequence."""
+        more = [-(-len(sequence.tokens) // PAGE) for sequence in sequences]
         for span, pool in self.pools.items():
-            more = pages - len(sequence.pages[span])
-            if pool.available < (min(more, seen_pages(span)) if span else more) + spare:
+            most = seen_pages(span) if span else max(more)
+            held = [len(sequence.pages[span]) for sequence in sequences]
+            if pool.available < len(more) + sum(min(n - m, most) for n, m in zip(more, held, strict=True)):
                 return False
         return True
 

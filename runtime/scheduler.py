@@ -186,12 +186,15 @@ class Scheduler:
 
     def complete(self, step: Step, tokens: Iterable[int]) -> None:
         """The step has run; `tokens`: one for each of step.answers, of which those of finished requests are ignored."""
+        tokens, answers = list(tokens), step.answers
+        if len(tokens) != len(answers):
+            raise ValueError(f"{len(tokens)} tokens for a step with {len(answers)} answers")
         self._end(step)
         for _, sequence in step.singles:
             sequence.advance(1)
         if step.chunk:
             step.chunk.sequence.advance(step.chunk.count)
-        for request, token in zip(step.answers, tokens, strict=True):
+        for request, token in zip(answers, tokens, strict=True):
             if request.state != "done":
                 _sequence(request).tokens.append(token)
                 request.generated.append(token)
@@ -269,7 +272,7 @@ class Scheduler:
         """Begins a waiting request, unless that would soon mean to preempt one."""
         sequence = _sequence(request)
         sequence.match()
-        if sequence.room < 1 or (self.running and not self.cache.has_room(sequence, spare=len(self.running))):
+        if sequence.room < 1 or (self.running and not self._fits_too(sequence)):
             sequence.free()
             self._blocked = True
             return False
@@ -280,6 +283,9 @@ class Scheduler:
         insort(self.running, request, key=_number)
         request.state = "running"
         return True
+
+    def _fits_too(self, sequence: Sequence) -> bool:
+        return self.cache.has_room([sequence, *map(_sequence, self.running)])
 
     def _make_room(self, request: Request, singles: list[Request]) -> bool:
         """Room for a chunk of a running request: at the cost of younger ones if there is none."""

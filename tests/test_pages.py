@@ -12,7 +12,7 @@ from mlc_amd.runtime.pages import PAGE, PagePool
 from mlc_amd.runtime.prefixes import ROOT, PrefixIndex, digest
 from mlc_amd.runtime.sequence import GONE
 
-GROUPS = [{0: 24}, {0: 30, 40: 9}, {0: 26, 64: 14, 200: 12}, {100: 8}, {1: 12, 0: 18}]
+GROUPS = [{0: 10}, {0: 12, 40: 5}, {0: 12, 64: 6, 200: 7}, {100: 5}, {1: 5, 0: 12}]
 # Runs of one token: few different ones, so that sequences have prefixes in common.
 RUNS = st.tuples(st.integers(0, 1), st.sampled_from([1, 20, 40, 63, 64, 65, 130]))
 TOKENS = st.lists(RUNS, min_size=1, max_size=3).map(lambda runs: [token for token, n in runs for _ in range(n)])
@@ -127,7 +127,7 @@ class Histories(RuleBasedStateMachine):
 
 
 Histories.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True, database=None
+    max_examples=200, stateful_step_count=60, deadline=None, derandomize=True, database=None
 )
 TestHistories = Histories.TestCase
 
