@@ -18,7 +18,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu import gemv_share, load
 from mlc_amd.schedules.gpu.activations import gated
-from mlc_amd.schedules.gpu.device import barrier, fma, launch, uniform
+from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier, fma, lanes_meet, launch, uniform
 from mlc_amd.schedules.gpu.matrix_int8 import SIDE, products, unit_of
 from mlc_amd.schedules.gpu.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.quantize import FIELDS, LANES, WIDTH, act_args, emit_store
@@ -66,18 +66,26 @@ def fitted(plan: Plan, k, arch) -> tuple[Plan, int]:
 
 
 class _Tokens:
-    """The activations of m tokens as the lanes of a wave take them. params: A and S."""
+    """The activations of m tokens as the lanes of a wave take them. params: A and S. fields: those of S that are
+    wanted, as (number, factor).
 
-    def __init__(self, unit, params, k, m, lane):
+    A lane wants a field of m / groups tokens, which lie far apart: each wave takes those of a step through LDS, where
+    no other wave goes.
+    """
+
+    def __init__(self, arch, params, k, m, fields, blocks, lane, wave, waves):
         A, S = params
-        self.unit, self.m, self.held, self.count = unit, m, m // unit.groups, k // BLOCK
+        self.arch, self.unit, self.m, self.lane, self.blocks, self.fields = arch, unit_of(arch), m, lane, blocks, fields
+        unit, self.held, self.count = self.unit, m // self.unit.groups, k // BLOCK
         self.quads = T.decl_buffer((m, k // 4), "int32", data=A.data)
-        self.fields = T.decl_buffer((m * self.count, FIELDS), "float32", data=S.data)
+        self.s = T.decl_buffer((m * self.count, FIELDS), "float32", data=S.data)
         self.words = load.QUADS // 2 // unit.parts
         self.part = T.int32(0) if unit.parts == 1 else T.Bind(lane // SIDE)
         self.token = T.Bind(unit.token_of_row(lane % SIDE, m))
         self.sums = [T.Bind(unit.token_of_sum(lane // SIDE, i, m)) for i in range(self.held)]
-        self.first = [T.Bind(token * self.count) for token in self.sums]
+        size = len(fields) * blocks * m
+        self.own = T.Bind(wave * size)
+        self.staged = T.alloc_buffer((waves * size,), "float32", scope=WAVE_SHARED)
 
     def block(self, block):
         """This lane's words of both halves of a block."""
@@ -85,22 +93,56 @@ class _Tokens:
         starts = [block * load.QUADS + p * half + self.part * self.words for p in range(2)]
         return [load.wide(self.quads, self.token, start, self.words) for start in starts]
 
-    def scales(self, block, count):
-        """Of the first `count` fields of S vectors with an element for each of this lane's sums."""
-        found = [T.Bind(self.fields[first + block, at(0, count)]) for first in self.first]
-        return [T.Bind(vector([lane_of(x, i) if count > 1 else x for x in found])) for i in range(count)]
+    def fetch(self, first):
+        """Loads the fields of a step from block `first` on: for each run of as many pairs of token and block as a wave
+        has lanes."""
+        numbers, wave = [number for number, _ in self.fields], self.arch.wave
+        width = next(n for n in (1, 2, FIELDS) if max(numbers) < n)
+        self.loaded = []
+        for start in range(0, self.m * self.blocks, wave):
+            pair = T.Bind(start + self.lane)
+            if self.m * self.blocks % wave:
+                pair = T.Bind(T.min(pair, T.int32(self.m * self.blocks - 1)))
+            token, block = T.Bind(pair // self.blocks), T.Bind(pair % self.blocks)
+            found = T.Bind(self.s[token * self.count + first + block, at(0, width)])
+            self.loaded.append((token, block, [lane_of(found, i) if width > 1 else found for i in range(width)]))
+
+    def stage(self):
+        """Puts what `fetch` loaded in its place."""
+        lanes_meet()
+        for token, block, found in self.loaded:
+            base = T.Bind(self.own + block * self.m + self.unit.place(token, self.m))
+            for i, (number, factor) in enumerate(self.fields):
+                value = found[number] if factor == 1 else found[number] * T.float32(factor)
+                T.buffer_store(self.staged, value, [base + i * (self.blocks * self.m)])
+        lanes_meet()
+
+    def scales(self, block) -> dict:
+        """(number, factor) -> that field of the step's block number `block`: an element for each of this lane's
+        sums."""
+        mine = T.Bind(self.own + self.lane // SIDE * self.held)
+        return {
+            field: T.Bind(self.staged[at(mine + (i * self.blocks + block) * self.m, self.held)])
+            for i, field in enumerate(self.fields)
+        }
 
 
-def _fields(fmts) -> int:
-    """How many of S's fields weights of these formats need."""
-    if not any(fmt.zero or fmt.minimum for fmt in fmts):
-        return 1
-    return FIELDS if any(load.groups(fmt) == 2 and (fmt.zero or fmt.minimum) for fmt in fmts) else 2
+def _fields(fmts) -> list:
+    """The fields of S, as (number, factor), that weights of these formats need."""
+    found = [(0, 1)]
+    for fmt in fmts:
+        found += [(number, factor) for number in _sums_of(fmt) for factor in _factors(fmt)]
+    return list(dict.fromkeys(found))
 
 
-def _sums_of(fmt, fields):
-    """d * sum(q) of each group of a block's columns."""
-    return fields[1:2] if load.groups(fmt) == 1 else fields[2:]
+def _sums_of(fmt):
+    """Numbers of the fields with d * sum(q) of each group of a block's columns."""
+    return (1,) if load.groups(fmt) == 1 else (2, 3)
+
+
+def _factors(fmt):
+    """What the sums are wanted times."""
+    return ([-fmt.zero] if fmt.zero else []) + ([1] if fmt.minimum else [])
 
 
 def _add(scale, x, total):
@@ -128,21 +170,18 @@ class _Tile:
         return self.sums[at(0, self.tokens.held)]
 
     def multiply(self, arch, block, acts, fields):
-        """Adds a step's block number `block`. acts: the tokens' words; fields: the tokens' of S."""
+        """Adds a step's block number `block`. acts: the tokens' words; fields: of `_Tokens.scales`."""
         fmt, tokens, held = self.fmt, self.tokens, self.tokens.held
         count = load.groups(fmt)
         words = gemv_share.words(arch, fmt, self.share, block, tokens.part, tokens.words)
         scales = gemv_share.scales(fmt, self.share, block)
         for g, product in enumerate(products(tokens.unit, acts, words, count)):
             dots = T.Bind(T.cast(vector([lane_of(product, i) for i in range(held)]), f"float32x{held}"))
-            if fmt.zero:
-                zero = T.Bind(_sums_of(fmt, fields)[g] * T.broadcast(T.float32(-fmt.zero), held))
-                part = fma(dots, fields[0], zero)
-            else:
-                part = T.Bind(dots * fields[0])
+            number, d = _sums_of(fmt)[g], fields[0, 1]
+            part = fma(dots, d, fields[number, -fmt.zero]) if fmt.zero else T.Bind(dots * d)
             self.value = _add(scales.sub[g], part, self.value)
             if fmt.minimum:
-                self.minimum = _add(scales.sub_minimum[g], _sums_of(fmt, fields)[g], self.minimum)
+                self.minimum = _add(scales.sub_minimum[g], fields[number, 1], self.minimum)
         if (block + 1) * BLOCK % fmt.block == 0:
             self._flush(scales)
 
@@ -157,14 +196,16 @@ class _Tile:
 
 def _emit_sums(arch, tiles, tokens, k, blocks, wave, waves):
     """This wave's part of the products of tiles and tokens."""
-    steps, need = k // BLOCK // blocks, _fields([tile.fmt for tile in tiles])
+    steps = k // BLOCK // blocks
     own = T.int32(steps // waves) if steps % waves == 0 else T.Bind((steps - wave + (waves - 1)) // waves)
     with T.serial(own) as i:
         first = T.Bind((i * waves + wave) * blocks)
         for tile in tiles:
             tile.fetch(first, blocks)
+        tokens.fetch(first)
+        tokens.stage()
         for b in range(blocks):
-            acts, fields = tokens.block(first + b), tokens.scales(first + b, need)
+            acts, fields = tokens.block(first + b), tokens.scales(b)
             for tile in tiles:
                 tile.multiply(arch, b, acts, fields)
 
@@ -192,6 +233,11 @@ class _Meeting:
         return total
 
 
+def _wave(arch, wave, waves):
+    """Number of this wave out of `waves`, as a scalar that LLVM knows to be no less than 0."""
+    return T.Bind(uniform(arch, wave) & T.int32(waves - 1)) if waves > 1 else T.int32(0)
+
+
 def linear(segments, k, m, layout, biases, residual, arch, name, plan=None):
     """PrimFunc with the parameters of `gemv.linear`. m: of ROWS; formats: int8, layout: "rows". ValueError for what
     `suits` refuses, or cannot share a launch."""
@@ -203,7 +249,7 @@ def linear(segments, k, m, layout, biases, residual, arch, name, plan=None):
             "launch"
         )
     plan = plan or default_plan(arch, sum(padded(n) for _, n in segments))
-    (plan, blocks), unit = fitted(plan, k, arch), unit_of(arch)
+    plan, blocks = fitted(plan, k, arch)
     rows, threads = plan.tiles * SIDE, plan.waves * arch.wave
     counts = [-(-padded(n) // rows) for _, n in segments]
     with kernel(name) as ir:
@@ -215,8 +261,10 @@ def linear(segments, k, m, layout, biases, residual, arch, name, plan=None):
         R = T.arg("R", T.buffer((m, padded(segments[0][1])), "float32")) if residual else None
         outputs = [T.arg(f"Y{i}", T.buffer((m, padded(n)), "float32")) for i, (_, n) in enumerate(segments)]
         with launch((sum(counts),), (arch.wave, plan.waves)) as (workgroup, lane, thread_wave):
-            wave = uniform(arch, thread_wave) if plan.waves > 1 else T.int32(0)
-            tokens, meeting = _Tokens(unit, params, k, m, lane), _Meeting(plan.waves, m, plan.tiles)
+            wave = _wave(arch, thread_wave, plan.waves)
+            fields = _fields([fmt for fmt, _ in segments])
+            tokens = _Tokens(arch, params, k, m, fields, blocks, lane, wave, plan.waves)
+            meeting = _Meeting(plan.waves, m, plan.tiles)
             places, first = [], 0
             for (fmt, n), (bufs, _), count in zip(segments, weights, counts, strict=True):
                 views = gemv_share.views(fmt, bufs, blocks)
@@ -280,7 +328,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, pla
     _check(fmts, m, layout_in, arch)
     if f % BLOCK:
         raise ValueError(f"a feed-forward layer of {f} columns does not make whole blocks of {BLOCK}")
-    (plan, blocks), unit = fitted(plan or default_plan(arch, f), k, arch), unit_of(arch)
+    plan, blocks = fitted(plan or default_plan(arch, f), k, arch)
     waves, half = plan.waves, GATE_UP_TILES // 2
     with kernel(name) as ir:
         state_arg()
@@ -288,8 +336,9 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, pla
         weights = [plane_args(fmt, f, k, prefix) for fmt, prefix in zip(fmts, ("G_", "U_"), strict=True)]
         out = act_args(m, f, layout, {"": ["Y"], "half": ["H_out"], "rows": ["A_out", "S_out"]}[layout])
         with launch((f // BLOCK,), (arch.wave, waves)) as (block, lane, thread_wave):
-            wave = uniform(arch, thread_wave) if waves > 1 else T.int32(0)
-            tokens, meeting = _Tokens(unit, params, k, m, lane), _Meeting(waves, m, GATE_UP_TILES)
+            wave = _wave(arch, thread_wave, waves)
+            tokens = _Tokens(arch, params, k, m, _fields(fmts), blocks, lane, wave, waves)
+            meeting = _Meeting(waves, m, GATE_UP_TILES)
             views = [gemv_share.views(fmt, bufs, blocks) for fmt, bufs in zip(fmts, weights, strict=True)]
             rows = [T.Bind(block * BLOCK + t * SIDE + lane % SIDE) for t in range(half)]
             tiles = [

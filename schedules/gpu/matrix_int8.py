@@ -40,6 +40,11 @@ class _Wmma11:
     def token_of_sum(cls, group, i, m):
         return 2 * i + group
 
+    @classmethod
+    def place(cls, token, m):
+        """The inverse: group * m / groups + i."""
+        return token % 2 * (m // 2) + token // 2
+
     @staticmethod
     def multiply(acts, weights, sums):
         """sums (int32 vector) plus the product of a half's words of tokens and of weights."""
@@ -62,6 +67,10 @@ class _Wmma12(_Wmma11):
     @classmethod
     def token_of_sum(cls, group, i, m):
         return group * (m // cls.groups) + i
+
+    @classmethod
+    def place(cls, token, m):
+        return token
 
 
 class _Mfma16(_Wmma12):
