@@ -18,7 +18,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu import gemv_share, load
 from mlc_amd.schedules.gpu.activations import gated
-from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier, fma, lanes_meet, launch, uniform
+from mlc_amd.schedules.gpu.device import IN_ORDER, WAVE_SHARED, barrier, fma, lanes_meet, launch, schedule_fence, uniform
 from mlc_amd.schedules.gpu.matrix_int8 import SIDE, products, unit_of
 from mlc_amd.schedules.gpu.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.quantize import FIELDS, LANES, WIDTH, act_args, emit_store
@@ -205,6 +205,8 @@ def _emit_sums(arch, tiles, tokens, k, blocks, wave, waves):
         tokens.fetch(first)
         tokens.stage()
         for b in range(blocks):
+            if b:
+                schedule_fence(IN_ORDER)  # or LLVM starts so many blocks that registers spill
             acts, fields = tokens.block(first + b), tokens.scales(b)
             for tile in tiles:
                 tile.multiply(arch, b, acts, fields)
