@@ -18,7 +18,16 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu import gemv_share, load
 from mlc_amd.schedules.gpu.activations import gated
-from mlc_amd.schedules.gpu.device import IN_ORDER, WAVE_SHARED, barrier, fma, lanes_meet, launch, schedule_fence, uniform
+from mlc_amd.schedules.gpu.device import (
+    IN_ORDER,
+    WAVE_SHARED,
+    barrier,
+    fma,
+    lanes_meet,
+    launch,
+    schedule_fence,
+    uniform,
+)
 from mlc_amd.schedules.gpu.matrix_int8 import SIDE, products, unit_of
 from mlc_amd.schedules.gpu.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.quantize import FIELDS, LANES, WIDTH, act_args, emit_store
@@ -43,15 +52,16 @@ class Plan:
     waves: int
 
 
-def suits(fmts, m, arch) -> bool:
-    """Whether the kernels here are those for m tokens and weights of these formats."""
-    return m in ROWS and unit_of(arch) is not None and all(fmt.kind == "int8" for fmt in fmts)
+def suits(fmts, m, layout, arch) -> bool:
+    """Whether the kernels here are those for m tokens in that `layout` and weights of these formats (or names)."""
+    return m in ROWS and layout == "rows" and unit_of(arch) is not None and all(lookup(f).kind == "int8" for f in fmts)
 
 
-def default_plan(arch, rows: int) -> Plan:
-    """The plan for `rows` rows in all: fewer at once where there would be too few workgroups to fill the GPU."""
-    plan = Plan(2, arch.threads // arch.wave)
-    while plan.tiles > 1 and rows // (plan.tiles * SIDE) * plan.waves < FULL * arch.units:
+def default_plan(arch, rows: int, tiles=None) -> Plan:
+    """The plan for `rows` rows in all: fewer at once where there would be too few workgroups to fill the GPU. tiles:
+    where the kernel has no choice."""
+    plan = Plan(tiles or 2, arch.threads // arch.wave)
+    while not tiles and plan.tiles > 1 and rows // (plan.tiles * SIDE) * plan.waves < FULL * arch.units:
         plan = replace(plan, tiles=plan.tiles // 2)
     return plan
 
@@ -63,6 +73,11 @@ def fitted(plan: Plan, k, arch) -> tuple[Plan, int]:
     while waves > k // BLOCK // blocks:
         waves //= 2
     return replace(plan, waves=waves), blocks
+
+
+def lds_bytes(fmts, plan, blocks, m) -> int:
+    """LDS of a workgroup that computes tiles of these formats."""
+    return plan.waves * m * 4 * (len(_fields(fmts)) * blocks + plan.tiles * SIDE)
 
 
 class _Tokens:
@@ -330,7 +345,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, pla
     _check(fmts, m, layout_in, arch)
     if f % BLOCK:
         raise ValueError(f"a feed-forward layer of {f} columns does not make whole blocks of {BLOCK}")
-    plan, blocks = fitted(plan or default_plan(arch, f), k, arch)
+    plan, blocks = fitted(plan or default_plan(arch, 2 * f, GATE_UP_TILES), k, arch)
     waves, half = plan.waves, GATE_UP_TILES // 2
     with kernel(name) as ir:
         state_arg()
@@ -343,9 +358,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, pla
             meeting = _Meeting(waves, m, GATE_UP_TILES)
             views = [gemv_share.views(fmt, bufs, blocks) for fmt, bufs in zip(fmts, weights, strict=True)]
             rows = [T.Bind(block * BLOCK + t * SIDE + lane % SIDE) for t in range(half)]
-            tiles = [
-                _Tile(fmt, planes, row, tokens) for fmt, planes in zip(fmts, views, strict=True) for row in rows
-            ]
+            tiles = [_Tile(fmt, planes, row, tokens) for fmt, planes in zip(fmts, views, strict=True) for row in rows]
             _emit_sums(arch, tiles, tokens, k, blocks, wave, waves)
             meeting.keep(tiles, tokens, wave, lane)
             barrier()
@@ -361,7 +374,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, pla
 
 
 def _check(fmts, m, layout, arch):
-    if layout != "rows" or not suits(fmts, m, arch):
+    if not suits(fmts, m, layout, arch):
         raise ValueError(
             f"{arch.name} has no matrix units for {m} tokens in the layout {layout!r} with {[f.name for f in fmts]}"
         )

@@ -64,11 +64,7 @@ def fetch(fmt, planes, row, first, blocks, part, count) -> Share:
             continue
         starts = [start for start in range(0, bits, 4)]
         codes[plane] = [
-            [
-                word
-                for start in starts
-                for word in load.wide(buf, row, (first + b) * bits + start + part * count, count)
-            ]
+            [word for start in starts for word in load.wide(buf, row, (first + b) * bits + start + part * count, count)]
             for b in range(blocks)
         ]
     for name in fmt.scales:
