@@ -38,6 +38,9 @@ ROWS = (8, 16)  # numbers of tokens
 STEPS = (8, 4, 2, 1)  # blocks of a step
 FULL = 6  # waves for each compute unit, as many as hide the latency of memory
 GATE_UP_TILES = 2 * BLOCK // SIDE
+# LLVM would start so many blocks of a step that registers spill; with more than MANY tiles also load so many tokens
+MANY = 2
+LOADED = 0x84  # for `schedule_fence`: as IN_ORDER, and loads may not cross
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,7 @@ def _emit_sums(arch, tiles, tokens, k, blocks, wave, waves):
         tokens.stage()
         for b in range(blocks):
             if b:
-                schedule_fence(IN_ORDER)  # or LLVM starts so many blocks that registers spill
+                schedule_fence(IN_ORDER if len(tiles) <= MANY else LOADED)
             acts, fields = tokens.block(first + b), tokens.scales(b)
             for tile in tiles:
                 tile.multiply(arch, b, acts, fields)
