@@ -12,6 +12,7 @@ import test_generic
 import test_gpu_experts
 import test_gpu_gemm
 import test_gpu_gemv
+import test_gpu_gemv_matrix
 import test_gpu_sample
 import test_rocm_codegen
 from attention_cases import check_output, outputs, pack
@@ -23,6 +24,7 @@ from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.schedules.attention import SLOTS, Attention
+from mlc_amd.schedules.gpu import gemv_matrix
 from mlc_amd.schedules.gpu.arch import resolve
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
@@ -35,6 +37,7 @@ from mlc_amd.tools.reference.attention import attention_reference
 MAX_KL = 1e-3  # nats
 FORMATS = ("q4_0", "q4_k", "q6_k", "q8_0")
 MARGIN = 1.2  # how many times the instructions of `OnArch.today` a GEMV may take
+MOST = 2.2  # how many times the instructions of one row eight rows may take
 EXPERTS = ("q4_k", "rows q8_0")  # cases of test_gpu_experts: one row, several
 GEMM = (("mixed-matrix", "residual-matrix"), ("small-matrix",))  # linear and gate/up kernels of test_gpu_gemm
 
@@ -59,11 +62,12 @@ def emulated_device(artifact, arch: str, run_hsaco, wave_order=5) -> HipDevice:
 
 class OnArch:
     """Tests for the arch `arch`. spec: the model that runs end to end. today: wave-instructions that a GEMV of 4096
-    columns takes for 1000 weights, of each format of FORMATS."""
+    columns takes for 1000 weights, of each format of FORMATS; eight: the same of eight rows."""
 
     arch: str
     spec: str
     today: tuple[float, ...]
+    eight: tuple[float, ...]
 
     @pytest.fixture(autouse=True)
     def needs(self, emulator, linker):
@@ -86,6 +90,22 @@ class OnArch:
             assert wide * arch.wave * 16 >= test_gpu_gemv.code_bytes(fmt, n * k), (fmt, loads)
             counts.append(result.total * 1000 / (n * k))
         assert all(count <= MARGIN * today for count, today in zip(counts, self.today, strict=True)), counts
+
+    def test_eight_rows_take_little_more_than_one(self):
+        """In Q4_0 at most MOST times the instructions; and as `test_gemv_takes_no_more_instructions`."""
+        arch, k, counts = resolve(self.arch), 4096, []
+        plan = gemv_matrix.default_plan(arch, k)
+        n = plan.tiles * gemv_matrix.SIDE
+        for fmt in FORMATS:
+            result = test_gpu_gemv_matrix.run_linear(self.arch, [(fmt, n)], k, 8, plan=plan)
+            counts.append(result.total * 1000 / (n * k))
+        assert counts[0] <= MOST * self.today[0], counts
+        assert all(count <= MARGIN * before for count, before in zip(counts, self.eight, strict=True)), counts
+
+    def test_eight_rows_of_segments(self):
+        segments = [("q4_k", 64), ("q5_0", 21), ("mxfp4", 16)]
+        test_gpu_gemv_matrix.run_linear(self.arch, segments, 512, 8, (True, True, False), wave_order=1)
+        test_gpu_gemv_matrix.run_gate_up(self.arch, "q4_k", "q6_k", 32, 256, 8, "rows")
 
     def test_gemv_of_segments(self):
         segments = [("q4_k", 64), ("q5_0", 21), ("q6_k", 16), ("mxfp4", 16), ("iq1_m", 16)]

@@ -92,6 +92,12 @@ def word(x):
     return x if str(x.ty) == "int32" else T.reinterpret("int32", x)
 
 
+def lanes_meet():
+    """As `wave_barrier`, on AMD's own API: LDS operations of a wave are in order, so it only tells LLVM that those
+    before are for other lanes to see. No instruction."""
+    T.evaluate(T.call_llvm_intrin("void", "llvm.amdgcn.wave.barrier"))
+
+
 # ---- arithmetic
 
 

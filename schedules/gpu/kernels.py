@@ -7,6 +7,7 @@ outputs (`schedules/operators.py`).
 
 from mlc_amd.schedules.attention import Attention, Rope, described
 from mlc_amd.schedules.experts import Experts
+from mlc_amd.schedules.gpu import gemv_matrix
 from mlc_amd.schedules.gpu.attention import attention
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.embed import embed
@@ -46,13 +47,16 @@ def _quantize(k, m, layout, arch, name, plan):
 
 
 def _linear(segments, k, m, layout, biases, residual, arch, name, plan):
-    return (gemv if m <= FEW and layout in VECTORS else gemm)(
-        segments, k, m, layout, biases, residual, arch, name, plan
-    )
+    build = gemv if m <= FEW and layout in VECTORS else gemm
+    if gemv_matrix.suits([fmt for fmt, _ in segments], m, layout, arch):
+        build = gemv_matrix.linear
+    return build(segments, k, m, layout, biases, residual, arch, name, plan)
 
 
 def _gate_up(gate, up, n, k, m, layout_in, layout, arch, name, plan, act="silu"):
     build = gate_up_gemv if m <= FEW and layout_in in VECTORS else gate_up_gemm
+    if gemv_matrix.suits([gate, up], m, layout_in, arch):
+        build = gemv_matrix.gate_up_swiglu
     return build(gate, up, n, k, m, layout_in, layout, arch, name, plan, act)
 
 

@@ -127,13 +127,13 @@ def bytes_of(codes) -> list:
         for j in range(QUADS):
             # a nibble plane holds columns 4*j.. and 16+4*j.. in one byte, the others neighbours
             index, first = (j % 4, j // 4 * 4) if plane == "Q4" else (j * bits // 8, j * bits % 8)
-            part = words[index] if bits == 8 else _field(words[index], first, bits, filled)
+            part = words[index] if bits == 8 else field(words[index], first, bits, filled)
             parts[j] = part if parts[j] is None else parts[j] | part
         filled += bits
     return [T.Bind(part) for part in parts]
 
 
-def _field(x, first, bits, to):
+def field(x, first, bits, to):
     """Bits first..first+bits of each byte of x, moved to bit `to`."""
     if first > to:
         x = T.shift_right(x, T.uint32(first - to))

@@ -15,6 +15,7 @@ from mlc_amd.schedules.gpu import (
     gemm_few,
     gemm_matrix,
     gemv,
+    gemv_matrix,
     norm,
     rope_kv_write,
 )
@@ -53,6 +54,7 @@ ATTENTION_DOT = {"threads": (32, 64, 128, 256), "rows": (4, 8, 16)}
 DECODE = {
     "threads": (32, 64, 128, 256), "fill": (1, 2, 4, 8), "step": (32, 64), "batch": (4, 8, 16, 32), "rows": (2, 4, 16),
 }  # fmt: skip
+MATRIX_TILES = (1, 2, 4)
 THREADS = {"threads": (32, 64, 128, 256, 512, 1024)}
 STEPS = 16  # whose columns a thread of a norm holds at most
 
@@ -128,6 +130,24 @@ def _unroll(fmts, k, lanes, unroll) -> int:
 def _block_bytes(fmt) -> float:
     """Of 32 columns."""
     return fmt.block_bytes * gemv.BLOCK / fmt.block
+
+
+def _gemv_matrix(rows, weights, k, m, tiles, arch) -> Space:
+    """rows: of each segment; tiles: choices of how many a workgroup has."""
+    fmt = weights[0][0]
+
+    def kernel(plan) -> Kernel:
+        used, blocks = gemv_matrix.fitted(plan, k, arch)
+        lds = gemv_matrix.lds_bytes([fmt for fmt, _ in weights], used, blocks, m)
+        if lds > min(arch.lds, 64 << 10):  # LLVM ends the process above 64 KiB
+            raise ValueError(f"{plan} takes {lds} bytes of LDS")
+        groups = sum(-(-n // (used.tiles * gemv_matrix.SIDE)) for n in rows)
+        loads = used.tiles * blocks * _block_bytes(fmt) * gemv_matrix.SIDE / arch.wave
+        return Kernel(used, groups, used.waves * arch.wave, loads)
+
+    choices = {"tiles": tiles, "waves": WAVES}
+    default = gemv_matrix.default_plan(arch, sum(rows), tiles[-1] if len(tiles) == 1 else None)
+    return Space(gemv_matrix.Plan, choices, default, kernel)
 
 
 # ---- many tokens
@@ -208,13 +228,19 @@ CHOICES[gemm_few.FewTile] = FEW_TILE
 
 def _linear(workload, arch) -> Space:
     args = workload.args
+    rows = [padded(n) for _, n in workload.weights]
+    if gemv_matrix.suits([fmt for fmt, _ in workload.weights], args["m"], args["layout"], arch):
+        return _gemv_matrix(rows, workload.weights, args["k"], args["m"], MATRIX_TILES, arch)
     if args["m"] <= FEW and args["layout"] in gemv.VECTORS:
         return _gemv_linear(workload, arch)
-    return _gemm(workload, arch, [padded(n) for _, n in workload.weights], 1, args["layout"])
+    return _gemm(workload, arch, rows, 1, args["layout"])
 
 
 def _gate_up(workload, arch) -> Space:
     args = workload.args
+    if "tile" not in args and gemv_matrix.suits([f for f, _ in workload.weights], args["m"], args["layout_in"], arch):
+        tiles = (gemv_matrix.GATE_UP_TILES,)
+        return _gemv_matrix([2 * args["n"]], workload.weights, args["k"], args["m"], tiles, arch)
     few = args["m"] <= FEW and args["layout_in"] in gemv.VECTORS
     if args["tile"] == 1 if "tile" in args else few:
         return _gemv_gate_up(workload, arch)

@@ -49,8 +49,14 @@ CORRECTIONS = {
         )
         for i in (1, 2)
     ],
-    # MFMA of float16 keeps denormals; rows of 32 x 32 results interleave in groups of four
+    # MFMA of float16 keeps denormals; rows of 32 x 32 results interleave in groups of four. Bytes are words, as all
+    # that is multiplied: clang refuses vectors of the other sign
     "_compile_mfma": [
+        (
+            "return (byte.cast(dtypes.int32) ^ UOp.const(0x80, dtypes.int32)) - UOp.const(0x80, dtypes.int32)",
+            "return ((byte.cast(dtypes.int32) ^ UOp.const(0x80, dtypes.int32)) - UOp.const(0x80, dtypes.int32))"
+            ".bitcast(dtypes.uint32)",
+        ),
         (
             "return exp.eq(_c(0)).where(_c(0), f32_bits)",
             "return exp.eq(_c(0)).where((sign << _c(31)) | (mant.cast(dtypes.float32) * UOp.const(2.0**-24, "
