@@ -64,8 +64,8 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, p, quantize, isa, name, plan=None,
 
     The weights are f x k, f a multiple of 32, both int8 or both float formats. p: rows of an activation tile, a divisor
     of m (1: decode). quantize: the output is int8 activation planes in tiles of p. act: a key of ACTIVATIONS. With m >
-    1, only the parts of tiles that hold live rows are computed. plan: as in `linear`. ValueError for weights that cannot share a
-    launch.
+    1, only the parts of tiles that hold live rows are computed. plan: as in `linear`. ValueError for weights that
+    cannot share a launch.
     """
     fmt_gate, fmt_up, activation = lookup(fmt_gate), lookup(fmt_up), ACTIVATIONS[act]
     check_tiles(m, p)

@@ -97,9 +97,9 @@ def linear(segments, k, m, p, biases, residual, isa, name, plan=None):
 
     segments: list of (format name or Format, n), all int8 or all float; they share the activations (q, k and v of a
     layer) and the launch. p: tokens of an activation tile, a divisor of m (1 in decode). biases: one flag per segment.
-    residual: Y = R + result, for one segment. With m > 1, only the parts of tiles that hold live rows are computed. npad
-    = n rounded up to a multiple of 16; the columns from n on have no meaning. plan: of `default_plan`'s type; None:
-    that one. ValueError for segments that cannot share a launch.
+    residual: Y = R + result, for one segment. With m > 1, only the parts of tiles that hold live rows are computed.
+    npad = n rounded up to a multiple of 16; the columns from n on have no meaning. plan: of `default_plan`'s type;
+    None: that one. ValueError for segments that cannot share a launch.
     """
     segments = [(lookup(fmt), n) for fmt, n in segments]
     kinds = {fmt.kind for fmt, _ in segments}
