@@ -104,8 +104,8 @@ CASES = DECODE | ROWS | PREFILL | DOT | ROPE
 # What takes most registers, on GPUs that differ in how many there are: of gfx906's wide waves each has the fewest.
 # (Prefill with wider heads is in test_tuning_attention.py.)
 REGISTERS = {
-    "gfx1100": DECODE | ROWS | PREFILL | ROPE, "gfx1201": ("prefill_group_4", "rope_norm"), "gfx942": ("prefill_group_4",
-    "rope_norm"),
+    "gfx1100": DECODE | ROWS | PREFILL | ROPE,
+    "gfx1201": ("prefill_group_4", "rope_norm"), "gfx942": ("prefill_group_4", "rope_norm"),
     "gfx906": ("decode_group_7",), "gfx1010": ("decode_group_7", "rope_norm"), "gfx1030": ("decode_group_7",),
 }  # fmt: skip
 

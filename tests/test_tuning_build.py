@@ -55,8 +55,11 @@ OPERATORS = {
     ),
     "quantize": ({"k": 256, "m": 1, "layout": "rows"}, "state input output output", [0, 1, 0, 0]),
     "embed": ({"fmt": "q4_0", "vocab": 100, "k": 256, "m": 16}, "state input weight weight output", [0, 16, 0, 0]),
-    "rope_kv_write": (HEADS | {"m": 16} | ROPE, "state rows pages input input input weight weight weight cache cache output",
-    [512, 16, 0, 0]),
+    "rope_kv_write": (
+        HEADS | {"m": 16} | ROPE,
+        "state rows pages input input input weight weight weight cache cache output",
+        [512, 16, 0, 0],
+    ),
     "attention": (
         HEADS | {"m": 16, "single": 0, "layout": "rows"}, "state rows pages input cache cache output output",
         [0, 16, 0, 0],
@@ -169,7 +172,9 @@ def test_another_kernel_is_rejected(tmp_path):
 
 
 def test_states_have_dead_tokens_and_stay_in_the_context(tmp_path):
-    one = build(Workload("attention", HEADS | {"m": 16, "single": 0, "layout": "rows"}), None, "vulkan", "lavapipe", tmp_path)
+    one = build(
+        Workload("attention", HEADS | {"m": 16, "single": 0, "layout": "rows"}), None, "vulkan", "lavapipe", tmp_path
+    )
     found = one.facts["states"]
     assert [37, 13, 0, 0] in found and [0, 16, 0, 0] in found
     assert all(position + live <= 1024 for position, live, *_ in found)

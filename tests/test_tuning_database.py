@@ -164,7 +164,9 @@ def test_stale_records_are_ignored_with_a_note(tmp_path, change, reason):
 
 
 def attention(ctx: int) -> Workload:
-    return Workload("attention", {"heads": 8, "kv_heads": 2, "d": 64, "ctx": ctx, "m": 64, "single": 0, "layout": "half"})
+    return Workload(
+        "attention", {"heads": 8, "kv_heads": 2, "d": 64, "ctx": ctx, "m": 64, "single": 0, "layout": "half"}
+    )
 
 
 def decode(ctx: int) -> Workload:

@@ -4,6 +4,7 @@ Profiles with matrix units go together in an artifact, those without go together
 """
 
 import re
+from typing import Any
 
 from mlc_amd.compiler.codegen.gpu_target import GpuTarget
 from mlc_amd.compiler.codegen.spirv import compile_spirv
@@ -34,7 +35,7 @@ class VulkanTarget(GpuTarget):
         }
 
     def own_kernels(self, arch):
-        kernels = {"copy": copy(COPY_BYTES // 4, arch, "copy")}
+        kernels: dict[str, Any] = {"copy": copy(COPY_BYTES // 4, arch, "copy")}
         if arch.few:
             kernels["fragment_probe"] = fragment_probe(arch.few, arch.wave, "fragment_probe")
         return kernels
