@@ -8,11 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
-import numpy as np
-
 from mlc_amd.runtime.generation import Piece, Progress, Stats
 from mlc_amd.runtime.marks import split_at
 from mlc_amd.runtime.requests import Request
+from mlc_amd.runtime.sampled_rows import Choice
 from mlc_amd.runtime.sampling import Sampler, Sampling
 from mlc_amd.runtime.tokenizer import Tokenizer
 
@@ -35,7 +34,8 @@ class Answer:
         index: int = 0,
         progress: Progress | None = None,
     ) -> None:
-        self.request, self.sampler, self.index = request, Sampler(sampling), index
+        self.request, self.sampling, self.index = request, sampling, index
+        self._seed = Sampler(sampling).seed
         self.stats = Stats(prompt_tokens=len(request.prompt))
         self.error: BaseException | None = None
         self.done = False
@@ -65,18 +65,17 @@ class Answer:
         if self._progress:
             self._progress(done, self.stats.prompt_tokens - self.stats.cached_tokens)
 
-    def sample(self, logits: np.ndarray) -> int:
-        """Its next token. UserError for logits that are no numbers."""
+    def choice(self) -> Choice:
+        """How its next token is chosen."""
         sequence = self.request.sequence
         assert sequence is not None, "its request was added"
-        if self._first is None:
-            self.stats.prefill_s = time.perf_counter() - self._begun
-        return self.sampler.sample(logits, sequence.tokens)
+        return Choice(self.sampling, self._seed, sequence.tokens)
 
     def push(self, token: int) -> str | None:
         """Takes its next token. Returns why it ends with that token, if it does: "stop", "length" or "context"."""
         now = time.perf_counter()
-        self._first = self._first or now
+        if self._first is None:
+            self._first, self.stats.prefill_s = now, now - self._begun
         self.stats.ttft_s, self.stats.decode_s = self._first - self._begun, now - self._first
         if token in self._end_ids:
             return self._end("stop")

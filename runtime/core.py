@@ -15,6 +15,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.kv_cache import Cache
 from mlc_amd.runtime.requests import Request
 from mlc_amd.runtime.runner import Runner
+from mlc_amd.runtime.sampling import not_finite
 from mlc_amd.runtime.scheduler import Limits, Scheduler, Step
 from mlc_amd.runtime.sequence import Sequence
 
@@ -159,15 +160,12 @@ class Core:
         if step.chunk:
             sequence, start = step.chunk.sequence, step.chunk.start
             chunk = sequence.tokens[start : start + step.chunk.count], start, sequence.table_row
-        logits = self.runner.run(singles, chunk)
-        return [self._sample(self._answers[request], row) for request, row in zip(step.answers, logits, strict=False)]
-
-    def _sample(self, answer: Answer, logits) -> int:
-        try:
-            return answer.sample(logits)
-        except UserError as error:
-            answer.fail(error)
-            return -1
+        answers = [self._answers[request] for request in step.answers]
+        tokens = self.runner.sample(singles, chunk, [answer.choice() for answer in answers])
+        for answer, token in zip(answers, tokens, strict=True):
+            if token < 0:
+                answer.fail(not_finite())
+        return tokens
 
     def _drop_cancelled(self) -> None:
         for request in [request for request in self._answers if request.cancelled]:

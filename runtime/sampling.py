@@ -111,6 +111,12 @@ class Sampling:
         """Whether the largest logit is chosen, without a random number."""
         return self.temperature < _COLDEST or self.top_k == 1 or self.top_p == 0.0
 
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits may be changed before the choice: penalties, biases."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return bool(self.logit_bias) or (penalties and self.repetition_window > 0)
+
     def changed(self, **changes: Unpack[SamplingChanges]) -> "Sampling":
         """A copy with other values of some parameters. UserError for an unknown name and a value out of range."""
         known = SamplingChanges.__annotations__
@@ -134,11 +140,10 @@ def _check_bias(bias: object) -> None:
             )
 
 
-def not_finite(token: int) -> UserError:
-    """What a logit that is NaN or infinite means. token: one near it."""
-    return UserError(
-        f"the model computed a logit that is not a finite number (near token {token}): the model file is damaged"
-    )
+def not_finite(near: int | None = None) -> UserError:
+    """What a logit that is NaN or infinite means. near: a token near it, if that is known."""
+    where = "" if near is None else f" (near token {near})"
+    return UserError(f"the model computed a logit that is not a finite number{where}: the model file is damaged")
 
 
 class Sampler:

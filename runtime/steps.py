@@ -11,6 +11,13 @@ import numpy as np
 Single = tuple[int, int, int]  # token, position, slot
 Chunk = tuple[Sequence[int] | np.ndarray, int, int]  # tokens, position of the first, slot
 TABLES = "pages."  # prefix of the names of page tables in io, before the span of their layers
+OUTPUTS = ("logits", "sampled", "logprobs")  # io buffers that kernels write; the host writes the others
+_SELDOM = ("changes", "allowed")  # io buffers of sampling that most steps have no use for
+
+
+def is_kept(name: str) -> bool:
+    """Whether an input stays the same for many steps: devices copy it only when it was written."""
+    return name.startswith(TABLES) or name in _SELDOM
 
 
 def write_step(

@@ -21,11 +21,10 @@ from mlc_amd.runtime.devices.hip.gpu import Gpu
 from mlc_amd.runtime.devices.placement import cut, parts
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.memory import Needs, gib, host_shortage, nbytes, of_manifest, on_host, shortage
-from mlc_amd.runtime.steps import TABLES
+from mlc_amd.runtime.steps import OUTPUTS, is_kept
 
 ALIGN = 256  # bytes between buffers of one allocation, as hipMalloc aligns
 CHUNK = 16 << 20  # bytes of weights copied at a time
-OUTPUTS = ("logits",)  # io buffers that kernels write; the host writes the others
 
 _Name = TypeVar("_Name", bound=Hashable)
 
@@ -39,8 +38,8 @@ def places(sizes: dict[_Name, int]) -> tuple[dict[_Name, int], int]:
 
 
 def _rank(name: str) -> int:
-    """Of an io buffer in memory: 0 for inputs of each step, 1 for page tables, 2 for outputs."""
-    return 2 if name in OUTPUTS else int(name.startswith(TABLES))
+    """Of an io buffer in memory: 0 for inputs of each step, 1 for those that are kept, 2 for outputs."""
+    return 2 if name in OUTPUTS else int(is_kept(name))
 
 
 class Memory:

@@ -1,8 +1,8 @@
 """The io buffers of a Vulkan device: where kernels find them, and how they get there from the host and back.
 
 In: a manifest's `io`. Out: `Io`. Kernels read what describes a step in the memory that the host writes, unless that is
-across the bus: then each run of a function copies it first, but page tables only when they changed. Each run copies
-small results to memory that the host reads fast; of large ones, `read` copies the rows that it is asked for.
+across the bus: then each run of a function copies it first, but what is kept for many steps only when it changed. Each
+run copies small results to memory that the host reads fast; of large ones, `read` copies the rows that it is asked for.
 """
 
 import ctypes
@@ -14,9 +14,8 @@ from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.commands import Recorder
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.memory import Block, Memory
-from mlc_amd.runtime.steps import TABLES
+from mlc_amd.runtime.steps import OUTPUTS, is_kept
 
-OUTPUTS = ("logits",)  # io buffers that kernels write; the host writes the others
 RECORDED = 2 << 20  # bytes of an output, at most, that every run of a function copies to the host
 
 
@@ -31,7 +30,7 @@ class Io:
     def __init__(self, context: Context, memory: Memory, entries: Mapping[str, Mapping]):
         self.context, self.memory, self.entries = context, memory, entries
         sizes = {name: nbytes(entry["dtype"], entry["shape"]) for name, entry in entries.items()}
-        tables = {name: size for name, size in sizes.items() if name.startswith(TABLES)}
+        tables = {name: size for name, size in sizes.items() if is_kept(name)}
         outputs = {name: size for name, size in sizes.items() if name in OUTPUTS}
         inputs = {name: size for name, size in sizes.items() if name not in tables and name not in outputs}
         results, (self._results,) = memory.spread(outputs, "device")
@@ -65,7 +64,8 @@ class Io:
 
     def nbytes(self, name: str, function: Mapping) -> int:
         """Bytes of the rows of a buffer that a function uses."""
-        used = {"tokens": function["rows"], "rows": function["rows"], "logits": function["logits"]}
+        used: dict[str, int] = {"tokens": function["rows"], "rows": function["rows"]}
+        used |= dict.fromkeys(OUTPUTS, function["logits"])
         return self._row_bytes(name, used.get(name, self.entries[name]["shape"][0]))
 
     def _row_bytes(self, name: str, rows: int) -> int:
