@@ -138,7 +138,8 @@ def test_dropping_forgets_the_oldest_turns_but_not_the_system_message(engine):
 
 
 def test_an_answer_ends_where_the_context_does(engine):
-    conversation = Conversation(engine, sampling=Sampling(temperature=30.0, seed=0))
+    endless = dict.fromkeys(engine.tokenizer.end_ids, -1e6)
+    conversation = Conversation(engine, sampling=Sampling(temperature=30.0, seed=0, logit_bias=endless))
     say(conversation, QUESTION, None)
     assert conversation.stats.finish == "context" and conversation.stats.tokens == CONTEXT + 1
     with pytest.raises(ContextFull):

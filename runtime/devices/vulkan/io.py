@@ -66,7 +66,7 @@ class Io:
         """Bytes of the rows of a buffer that a function uses."""
         used: dict[str, int] = {"tokens": function["rows"], "rows": function["rows"]}
         used |= dict.fromkeys(OUTPUTS, function["logits"])
-        return self._row_bytes(name, used.get(name, self.entries[name]["shape"][0]))
+        return self._row_bytes(name, used[name] if name in used else self.entries[name]["shape"][0])
 
     def _row_bytes(self, name: str, rows: int) -> int:
         entry = self.entries[name]
