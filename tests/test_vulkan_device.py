@@ -162,8 +162,9 @@ def test_inputs_are_copied_where_the_host_cannot_reach_the_gpus_memory(artifact,
 
 
 def test_weights_in_several_blocks(artifact, plain, monkeypatch):
-    monkeypatch.setattr(device, "BLOCK", 50_000)
-    monkeypatch.setattr("mlc_amd.runtime.devices.vulkan.memory.BLOCK", 50_000)
+    size = 300_000  # more than the io buffers have
+    monkeypatch.setattr(device, "BLOCK", size)
+    monkeypatch.setattr("mlc_amd.runtime.devices.vulkan.memory.BLOCK", size)
     engine = Engine.load(artifact)
     assert len(engine.device._weights) > 3
     assert np.array_equal(logits(engine, IDS), plain)

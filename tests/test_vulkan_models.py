@@ -55,13 +55,13 @@ def test_artifact(made, spec, arch):
     """Seven dispatches a layer in decode; every launch says where its code is and what it writes."""
     manifest = Artifact.open(made(spec, arch)).manifest
     decode, launches = manifest["functions"]["decode"]["launches"], manifest["launches"][arch]
-    assert len(decode) == 7 * len(manifest["model"]["layers"]) + 3
+    assert len(decode) == 7 * len(manifest["model"]["layers"]) + 4
     assert manifest["target"]["archs"] == [arch]
     size = manifest["files"][manifest["libraries"][arch]]["bytes"]
     for call in decode:
-        (step,) = launches[call["kernel"]]["steps"]
-        assert sum(step["code"]) <= size
-        assert step["writes"]
+        steps = launches[call["kernel"]]["steps"]
+        assert len(steps) == 1 or call["kernel"].startswith("sample")
+        assert all(sum(step["code"]) <= size and step["writes"] for step in steps)
         assert len(step["args"]) <= 16 or step["table"] or manifest["target"]["needs"][arch]["push_constants"] == 256
 
 
