@@ -53,7 +53,10 @@ def test_artifact(rocm, spec, archs):
     assert len(manifest["functions"]["decode"]["launches"]) == 7 * layers + 4
     for arch in archs:
         launches = manifest["launches"][arch]
-        assert all(len(launches[step["kernel"]]["steps"]) == 1 for step in manifest["functions"]["decode"]["launches"])
+        decode = {step["kernel"] for step in manifest["functions"]["decode"]["launches"]}
+        assert [len(launches[name]["steps"]) for name in decode if not name.startswith("sample")] == [1] * (
+            len(decode) - 1
+        )
         kernels = hsaco.parse((artifact.path / manifest["libraries"][arch]).read_bytes()).kernels
         for step in (step for launch in launches.values() for step in launch["steps"]):
             kernel = kernels[step["symbol"]]

@@ -120,10 +120,9 @@ def test_plans_of_all_kernels_can_be_built(arch, demo_gguf):
     backend, source = pipeline.make_target(kind, name), random.Random(5)
     with GGUFModel.open(demo_gguf) as model:
         found = tuning.extract(model, backend, CONTEXT)
-    assert {task.workload.op for task in found if space(task.workload, backend.archs[0])} == {
-        task.workload.op for task in found
-    }
-    for task in source.sample(found, 12):
+    planned = [task for task in found if space(task.workload, backend.archs[0])]
+    assert {task.workload.op for task in found} - {task.workload.op for task in planned} == {"sample"}
+    for task in source.sample(planned, 12):
         plans = space(task.workload, backend.archs[0]).plans
         for plan in source.sample(plans, 2):
             assert backend.build(task.workload, backend.archs[0], "k", plan).attrs["global_symbol"] == "k"

@@ -205,7 +205,7 @@ def test_default_tiles_fit(arch, fmt, sizes):
         facts = read(kernel.binary)
         assert facts.matrix and "CooperativeMatrixKHR" in kernel.capabilities
         assert facts.lds == kernel.lds <= profile.lds
-        assert len(kernel.binary) < 200_000
+        assert len(kernel.binary) < 240_000
 
 
 def test_few_rows_get_small_tiles():

@@ -12,7 +12,7 @@ from mlc_amd.schedules.gpu.activations import gated
 from mlc_amd.schedules.gpu.device import barrier, each, launch, rcp, rint, shuffle_xor, wave_max, wave_sum
 from mlc_amd.schedules.gpu.expert_gemm import expert_engine, tile_expert
 from mlc_amd.schedules.gpu.experts import bias_args, ids_arg
-from mlc_amd.schedules.gpu.gemm import engine, span, views
+from mlc_amd.schedules.gpu.gemm import engine, span, token_tiles, views
 from mlc_amd.schedules.gpu.pairs import store_pairs
 from mlc_amd.schedules.gpu.planes import BLOCK, plane_args
 from mlc_amd.schedules.gpu.quantize import FIELDS, TINY, WIDTH, act_args, clamped, emit_store
@@ -112,7 +112,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, til
         biases = bias_args(of, f, ("GB", "UB"))
         out = act_args(m, f, layout, ["A_out", "S_out"] if layout == "rows" else ["Y"])
         acts = views(params, layout_in, m, k)
-        with launch((-(-m // gemm.tile.tokens), -(-f // gemm.tile.rows)), (gemm.threads,)) as (
+        with launch((token_tiles(gemm, m), -(-f // gemm.tile.rows)), (gemm.threads,)) as (
             token_tile,
             row_tile,
             thread,

@@ -75,6 +75,11 @@ def _bias(bias, index, n):
     return vector([bias[T.min(index.base + i, T.int32(n - 1))] for i in range(lanes)])
 
 
+def token_tiles(gemm, m) -> int:
+    """Tiles of m tokens. Only `FewGemm` computes a part of one."""
+    return -(-m // gemm.tile.tokens) if isinstance(gemm, FewGemm) else m // gemm.tile.tokens
+
+
 def linear(segments, k, m, layout, biases, residual, arch, name, tile=None):
     """PrimFunc (state, A, S | H | X, planes of segment 0, [bias f32 [n]], planes of segment 1, ..., [R f32 [m, npad]],
     Y_0 f32 [m, npad], ...).
@@ -104,7 +109,7 @@ def linear(segments, k, m, layout, biases, residual, arch, name, tile=None):
         R = T.arg("R", T.buffer((m, padded(segments[0][1])), "float32")) if residual else None
         outputs = [T.arg(f"Y{i}", T.buffer((m, padded(n)), "float32")) for i, (_, n) in enumerate(segments)]
         acts = views(params, layout, m, k)
-        with launch((-(-m // gemm.tile.tokens), sum(counts)), (gemm.threads,)) as (token_tile, row_tile, thread):
+        with launch((token_tiles(gemm, m), sum(counts)), (gemm.threads,)) as (token_tile, row_tile, thread):
             gemm.allocate(thread)
             token0, live, first = T.Bind(token_tile * gemm.tile.tokens), live_rows(state, m), 0
             for (fmt, n), (bufs, bias), Y, count in zip(segments, weights, outputs, counts, strict=True):
