@@ -166,7 +166,7 @@ except UserError as e:
         (lambda p: (p / "manifest.json").unlink(), "not a compiled model"),
         (lambda p: (p / "manifest.json").write_text("{"), "is damaged"),
         (lambda p: ((p / "manifest.json").unlink(), (p / "manifest.json").mkdir()), "cannot be read"),
-        (lambda p: manifest_with(p, format=0), "artifact format 0, this version reads 5"),
+        (lambda p: manifest_with(p, format=0), "artifact format 0, this version reads 6"),
         (lambda p: (p / "kernels.so").unlink(), "kernels.so is missing"),
         (lambda p: (p / "kernels.so").write_bytes(b"\0" * (p / "kernels.so").stat().st_size), "corrupted"),
         (lambda p: os.truncate(p / "kernels.so", 100), "has 100 bytes instead of"),

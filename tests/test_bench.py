@@ -160,7 +160,7 @@ def test_the_manifest_says_what_each_argument_is(folder):
             for param, (place, name, *_) in zip(kernels[launch["kernel"]]["params"], launch["args"], strict=True):
                 wanted = {"weight": "weight", "kv": "cache"}.get(place, steps.get(name) if place == "io" else None)
                 role = param["role"]
-                assert role == wanted if wanted else role in ("input", "output")
+                assert role == wanted if wanted else role in ("input", "output", "work")
 
 
 def test_timing_leaves_the_cache_as_it_is(folder):

@@ -42,7 +42,7 @@ SUFFIX = ".tar.zst"
 # folder.
 SOURCES = {
     "runtime": (("**/*.py",), ()),
-    "schedules": (("__init__.py", "attention.py", "formats.py"), ()),
+    "schedules": (("__init__.py", "attention.py", "formats.py", "rows.py"), ()),
     "tools": (
         ("*.py", "reference/*.py"),
         (
