@@ -126,6 +126,7 @@ def artifact_in(folder):
             "token_bytes": 4 * WIDTH,
             "target": {"kind": "rocm", "archs": list(archs)},
             "context": CTX,
+            "page": PAGE,
             "functions": {
                 "decode": function(1, "last"),
                 "prefill_16": function(16, "last"),

@@ -36,9 +36,9 @@ def modelled(monkeypatch):
 # weights is tested in test_vulkan_coop.py for all formats.
 CASES = {
     "padding": ("q4_0", 41, 128, 3, FewTile(8, 32, 1, 1, 1)),
-    "waves": ("q4_0", 64, 256, 32, FewTile(32, 64, 2, 2, 2)),
+    "waves": ("q4_0", 32, 256, 16, FewTile(16, 32, 2, 2, 2)),
     "part": ("q4_0", 16, 192, 8, FewTile(8, 16, 1, 1, 2)),  # of a group of columns
-    "tiles": ("q4_0", 32, 128, 24, FewTile(16, 32, 1, 1, 1)),
+    "tiles": ("q4_0", 16, 128, 12, FewTile(8, 16, 1, 1, 1)),
 }
 
 

@@ -8,7 +8,16 @@ from test_gpu_gemv import ARCH_NAMES, TOLERANCE, activations, check_no_spills, s
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.arch import ARCHS, resolve
-from mlc_amd.schedules.gpu.gemv_matrix import Plan, default_plan, fitted, gate_up_swiglu, lds_bytes, linear, suits
+from mlc_amd.schedules.gpu.gemv_matrix import (
+    Plan,
+    default_plan,
+    fitted,
+    gate_up_swiglu,
+    lds_bytes,
+    linear,
+    suits,
+    suits_gate_up,
+)
 from mlc_amd.schedules.gpu.planes import padded
 from mlc_amd.schedules.plans import Workload, space
 from mlc_amd.tools.dev.gfxemu import emulate
@@ -113,9 +122,11 @@ def test_all_formats_hold_everything_in_registers(arch):
         for fmt in INT8
         for plan in (default_plan(target, 64), Plan(2, 8))
     }
-    for fmt in ("q4_0", "q4_k", "q6_k"):  # weights of two formats are GEMVs: LLVM would spill their registers
-        name = f"gate_up_{fmt}"
-        kernels[name] = gate_up_swiglu(fmt, fmt, 64, 4096, 8, "rows", "rows", target, name)
+    for fmt in ("q4_0", "q3_k", "q4_k", "q6_k", "q8_0"):
+        if suits_gate_up(fmt, fmt, 8, "rows", target):
+            name = f"gate_up_{fmt}"
+            kernels[name] = gate_up_swiglu(fmt, fmt, 64, 4096, 8, "rows", "rows", target, name)
+    assert "gate_up_q4_0" in kernels
     check_no_spills(compile_hsaco(kernels, target))
 
 

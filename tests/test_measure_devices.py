@@ -190,7 +190,7 @@ def test_kernels_that_are_right_now_and_then_are_wrong(kernels):
     with Measurer("1") as session:
         found = compared(session, "racy", STATE, later)
         assert found["deviation"] > 1
-        assert all(f"(state {state[:2]}, in 1 of 3 runs" in found["error"] for state in (STATE, later))
+        assert all(f"(state {state[:3]}, in 1 of 3 runs" in found["error"] for state in (STATE, later))
         # what spoils its inputs does so for its own next run only
         found = compared(session, "careless", later, later)
         assert found["error"].count("in 2 of 3 runs") == 2

@@ -242,7 +242,7 @@ def test_gemm_plans_with_low_occupancy_are_not_preferred():
 
 
 def test_attention_is_not_modelled():
-    args = {"heads": 8, "kv_heads": 2, "d": 64, "ctx": 1024, "m": 64, "layout": "half"}
+    args = {"heads": 8, "kv_heads": 2, "d": 64, "ctx": 1024, "m": 64, "single": 0, "layout": "half"}
     workload = Workload("attention", args)
     with Static("rocm", "gfx1100", workers=1) as static:
         assert not static.serves(workload) and static.serves(linear_task())

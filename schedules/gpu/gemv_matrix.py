@@ -43,6 +43,10 @@ MANY = 2
 LOADED = 0x84  # for `schedule_fence`: as IN_ORDER, and loads may not cross
 
 
+# By matrix unit: formats of which gate and up together do not fit the 256 registers of a lane.
+SPILLED = {"wmma11": frozenset({"q5_1", "q8_0", "q8_1", "q4_k", "q5_k", "q6_k"})}
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a GEMV is spread over the GPU. Powers of two.
@@ -58,6 +62,12 @@ class Plan:
 def suits(fmts, m, layout, arch) -> bool:
     """Whether the kernels here are those for m tokens in that `layout` and weights of these formats (or names)."""
     return m in ROWS and layout == "rows" and unit_of(arch) is not None and all(lookup(f).kind == "int8" for f in fmts)
+
+
+def suits_gate_up(gate, up, m, layout, arch) -> bool:
+    """`suits` of gate and up together."""
+    fits = gate == up and gate not in SPILLED.get(arch.matrix, ())
+    return fits and suits([gate], m, layout, arch)
 
 
 def default_plan(arch, rows: int, tiles=None) -> Plan:

@@ -238,8 +238,7 @@ def _linear(workload, arch) -> Space:
 
 def _gate_up(workload, arch) -> Space:
     args = workload.args
-    formats = {fmt for fmt, _ in workload.weights}
-    if "tile" not in args and len(formats) == 1 and gemv_matrix.suits(formats, args["m"], args["layout_in"], arch):
+    if "tile" not in args and gemv_matrix.suits_gate_up(args["gate"], args["up"], args["m"], args["layout_in"], arch):
         tiles = (gemv_matrix.GATE_UP_TILES,)
         return _gemv_matrix([2 * args["n"]], workload.weights, args["k"], args["m"], tiles, arch)
     few = args["m"] <= FEW and args["layout_in"] in gemv.VECTORS
