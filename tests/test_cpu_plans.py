@@ -76,7 +76,6 @@ WORKLOADS = {
 # On an instruction set besides the machine's own: those whose loops differ there. They compile slowly.
 OTHERS = (
     "linear decode",
-    "linear prefill",
     "linear float prefill",
     "attention decode",
     "attention prefill",
