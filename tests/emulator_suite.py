@@ -73,7 +73,12 @@ class OnArch:
     def needs(self, emulator, linker):
         """The emulator, and what links AMD's code."""
 
+    @pytest.mark.emulator_full
     def test_model(self, emulator, tmp_path, monkeypatch):
+        self.run_model(emulator, tmp_path, monkeypatch)
+
+    def run_model(self, emulator, tmp_path, monkeypatch):
+        """A whole tiny model."""
         monkeypatch.setenv("MLC_AMD_GRAPH", "0")
         with synthetic(self.spec) as model:
             compile_model(model, "rocm", self.arch, 64, tmp_path / "model")

@@ -24,6 +24,9 @@ class TestGfx1100(OnArch):
     today = (34.7, 39.4, 56.5, 23.7)
     eight = (72.2, 81.7, 136.6, 46.8)
 
+    def test_model(self, emulator, tmp_path, monkeypatch):
+        self.run_model(emulator, tmp_path, monkeypatch)
+
     def test_attention_with_a_window_takes_the_time_of_the_window(self):
         """Decode with sinks: the longer context takes no more instructions."""
         arch, counts = resolve(self.arch), []
