@@ -23,13 +23,7 @@ class Batch:
         """Appends ids [count, tokens], sequence by sequence. ContextFull where the cache has no room."""
         for sequence, row in zip(self._sequences, ids.tolist(), strict=True):
             sequence.append(row)
-            while sequence.pending:
-                count = min(sequence.pending, self._runner.functions.chunk_rows)
-                self._reserve(sequence, count)
-                self._cache.seat([sequence])
-                start = sequence.computed
-                self._runner.run((), (sequence.tokens[start : start + count], start, sequence.table_row))
-                sequence.advance(count)
+            self._compute(sequence)
 
     def step(self, ids: SequenceOf[int]) -> np.ndarray:
         """Appends a token to each sequence. Returns the logits, float32 [count, vocab]."""
@@ -46,12 +40,16 @@ class Batch:
         """Keeps the first n tokens of each, and computes again what that takes."""
         for sequence in self._sequences:
             sequence.truncate(n)
-            pending = sequence.tokens[sequence.computed :]
-            if pending:
-                self._reserve(sequence, len(pending))
-                self._cache.seat([sequence])
-                self._runner.run((), (pending, sequence.computed, sequence.table_row))
-                sequence.advance(len(pending))
+            self._compute(sequence)
+
+    def _compute(self, sequence) -> None:
+        """Computes the pending tokens of a sequence, in chunks."""
+        while sequence.pending:
+            count, start = min(sequence.pending, self._runner.functions.chunk_rows), sequence.computed
+            self._reserve(sequence, count)
+            self._cache.seat([sequence])
+            self._runner.run((), (sequence.tokens[start : start + count], start, sequence.table_row))
+            sequence.advance(count)
 
     def close(self) -> None:
         for sequence in self._sequences:

@@ -15,12 +15,6 @@ from mlc_amd.runtime.pages import PAGE
 KvTypes = dict[str, tuple[tuple[int, ...], str]]
 
 
-def spans(manifest: Mapping) -> tuple[int, ...]:
-    """The spans of the model's attention layers, ascending; 0: layers that see all keys. Layers of the same span share
-    pages."""
-    return tuple(sorted({entry["span"] for entry in manifest["kv"] if "span" in entry}))
-
-
 def kv_types(manifest: Mapping, pages: Mapping[int, int] | None = None) -> KvTypes:
     """pages: how many there are, by span; None: as many as one sequence of full length takes."""
     found = {}
@@ -47,12 +41,3 @@ def pool_pages(manifest: Mapping, tokens: int | None) -> dict[int, int] | None:
 
 def kv_bytes(types: KvTypes) -> int:
     return sum(prod(shape) * np.dtype(dtype).itemsize for shape, dtype in types.values())
-
-
-def page_bytes(manifest: Mapping) -> dict[int, int]:
-    """Bytes of a page, in all layers that share it, by span."""
-    found = dict.fromkeys(spans(manifest), 0)
-    for entry in manifest["kv"]:
-        if "span" in entry:
-            found[entry["span"]] += prod(entry["shape"][1:]) * np.dtype(entry["dtype"]).itemsize
-    return found

@@ -26,7 +26,7 @@ class Core:
     """Steps of `runner` for the answers that were started. Methods may be called by any thread."""
 
     def __init__(self, runner: Runner, cache: Cache, limits: Limits) -> None:
-        self.runner, self._limits = runner, limits
+        self.runner = runner
         self.scheduler = Scheduler(cache, limits)
         self.closed = False
         self.private: Sequence | None = None  # a sequence of the engine's own, which gives way to requests

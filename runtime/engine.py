@@ -41,6 +41,7 @@ from mlc_amd.runtime.requests import Request
 from mlc_amd.runtime.runner import Runner
 from mlc_amd.runtime.sampling import Sampling, SamplingChanges
 from mlc_amd.runtime.scheduler import Limits
+from mlc_amd.runtime.steps import pages_of
 from mlc_amd.runtime.tokenizer import Tokenizer
 
 
@@ -63,12 +64,7 @@ class Engine(Closing):
 
     def _open(self) -> None:
         """A cache without contents, and what works with it."""
-        pages = {
-            entry["span"]: self.device.kv_types[entry["name"]][0][0]
-            for entry in self.artifact.manifest["kv"]
-            if "span" in entry
-        }
-        self.cache = Cache(pages, self.context)
+        self.cache = Cache(pages_of(self.device, self.artifact.manifest), self.context)
         self._runner = Runner(self.artifact, self.device, self.cache)
         functions = self._runner.functions
         limits = self._limits or Limits(functions.single_rows, functions.chunk_rows, functions.mixed_rows)

@@ -59,12 +59,9 @@ def attention(spec: Attention, m, single, p, quantize, isa, name, plan=None) -> 
         if m == single == 1:
             attention_decode.emit_attention(spec, args, isa, plan)
         elif single:
-            attention_decode.emit_single_rows(spec, m, args, isa, plan if m == single else default_of_rows(isa))
+            attention_decode.emit_single_rows(
+                spec, m, args, isa, plan if m == single else attention_decode.default_plan(isa)
+            )
         if m > single:
             attention_prefill.emit_attention(spec, m, args, isa, plan, chunk_behind_single=single > 0)
     return builder.get()
-
-
-def default_of_rows(isa):
-    """The plan of single rows in a kernel whose plan is that of its chunk."""
-    return attention_decode.default_plan(isa)
