@@ -25,7 +25,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.philox import MULTIPLIERS, ROUNDS, WEYL
-from mlc_amd.runtime.sampling_layout import FIELDS
+from mlc_amd.runtime.sampling_layout import FIELDS, row_shapes
 from mlc_amd.schedules.attention import LOG2E
 
 RADIX = 10
@@ -38,6 +38,15 @@ LOWEST = -3.0e38  # logit of tokens that must not be chosen
 LARGEST = (1 << 31) - 1
 SMALLEST = -(1 << 31)
 Cell = Any  # a number in a register that changes: `Machine.cell`
+
+
+def sample_args(n, columns) -> list:
+    """Declares the parameters of a kernel that samples n rows, behind `state`: Logits, sampling, changes, allowed (of
+    `sampling_layout.row_shapes`), Sampled, LogProbs, Adjusted."""
+    inputs = [(name, shape, "int32") for name, shape in row_shapes(n, columns).items()]
+    outputs = [("Sampled", (n,), "int32"), ("LogProbs", (n,), "float32"), ("Adjusted", (n, columns), "float32")]
+    found = [("Logits", (n, columns), "float32"), *inputs, *outputs]
+    return [T.arg(name, T.buffer(shape, dtype)) for name, shape, dtype in found]
 
 
 class Words:

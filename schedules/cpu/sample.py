@@ -8,11 +8,11 @@ gets the id -1. A row of which the largest logit is wanted is read twice, the se
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.runtime.sampling_layout import ADJUST, CHANGES, DRAW, LOGPROB, MASK, RECENT, TOKEN, WORDS
+from mlc_amd.runtime.sampling_layout import ADJUST, DRAW, LOGPROB, MASK, RECENT, TOKEN
 from mlc_amd.schedules.attention import LOG2E
 from mlc_amd.schedules.cpu.kernel import kernel, row_loop
 from mlc_amd.schedules.cpu.vector import LANES, at, exp2, f32, i32, local, reduce, registers, splat, store
-from mlc_amd.schedules.sampling import LARGEST, LOWEST, Draw, Machine, Var, Words, when
+from mlc_amd.schedules.sampling import LARGEST, LOWEST, Draw, Machine, Var, Words, sample_args, when
 
 UNROLL = 4  # vectors at once, for the latency of additions and comparisons
 LIST = 2048
@@ -68,13 +68,7 @@ def sample(n, vocab, columns, name) -> tirx.PrimFunc:
     """Kernel (state, Logits float32 [n, columns], sampling, changes, allowed, Sampled int32 [n], LogProbs float32 [n],
     Adjusted float32 [n, columns]). LogProbs is 0 unless the row asks for it. Adjusted is work space."""
     with kernel(name) as (builder, state):
-        Logits = T.arg("Logits", T.buffer((n, columns), "float32"))
-        words = T.arg("sampling", T.buffer((n, WORDS), "int32"))
-        changes = T.arg("changes", T.buffer((n, CHANGES, 2), "int32"))
-        allowed = T.arg("allowed", T.buffer((n, -(-columns // 32)), "int32"))
-        Sampled = T.arg("Sampled", T.buffer((n,), "int32"))
-        LogProbs = T.arg("LogProbs", T.buffer((n,), "float32"))
-        Adjusted = T.arg("Adjusted", T.buffer((n, columns), "float32"))
+        Logits, words, changes, allowed, Sampled, LogProbs, Adjusted = sample_args(n, columns)
         with row_loop(state, n) as row:
             _choose(Logits, Words(words, row), changes, allowed, Sampled, LogProbs, Adjusted, vocab, row)
     return builder.get()

@@ -15,12 +15,12 @@ import math
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.runtime.sampling_layout import ADJUST, CHANGES, DRAW, LOGPROB, MASK, RECENT, TOKEN, WORDS
+from mlc_amd.runtime.sampling_layout import ADJUST, CHANGES, DRAW, LOGPROB, MASK, RECENT, TOKEN
 from mlc_amd.schedules.attention import LOG2E
 from mlc_amd.schedules.gpu.device import barrier, exp2, intrin, launch, maximum, wave_max, wave_min, wave_sum
 from mlc_amd.schedules.gpu.registers import at, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.step import if_live, kernel, state_arg
-from mlc_amd.schedules.sampling import LARGEST, LOWEST, Draw, Machine, Var, Words, when
+from mlc_amd.schedules.sampling import LARGEST, LOWEST, Draw, Machine, Var, Words, sample_args, when
 
 WIDTH = 4  # logits that a thread loads at once
 STEPS = 2  # loads of a thread in the first launch
@@ -113,13 +113,8 @@ def sample(n, vocab, columns, arch, name) -> tirx.PrimFunc:
     waves = arch.threads // arch.wave
     parts = -(-vocab // (arch.threads * WIDTH * STEPS))
     with kernel(name) as ir:
-        state, Logits = state_arg(), T.arg("Logits", T.buffer((n, columns), "float32"))
-        words = T.arg("sampling", T.buffer((n, WORDS), "int32"))
-        changes = T.arg("changes", T.buffer((n, CHANGES, 2), "int32"))
-        allowed = T.arg("allowed", T.buffer((n, -(-columns // 32)), "int32"))
-        Sampled = T.arg("Sampled", T.buffer((n,), "int32"))
-        LogProbs = T.arg("LogProbs", T.buffer((n,), "float32"))
-        Adjusted = T.arg("Adjusted", T.buffer((n, columns), "float32"))
+        state = state_arg()
+        Logits, words, changes, allowed, Sampled, LogProbs, Adjusted = sample_args(n, columns)
         Parts = T.alloc_buffer((n, parts, FACTS), "float32")
         with launch((parts, n), (arch.wave, waves)) as (part, row, lane, wave), if_live(state, n, row):
             _survey(arch, Logits, Words(words, row), changes, allowed, Adjusted, Parts, vocab, part, row, lane, wave)
