@@ -9,7 +9,7 @@ DEBIAN := mesa-vulkan-drivers libvulkan1 spirv-tools vulkan-validationlayers
 # What the emulator of AMD's instruction sets (tools/dev/gfxemu.py) compiles with, where it is.
 DEBIAN += $(if $(wildcard ../shared/tools/gfxemu),clang-19)
 
-.PHONY: setup drivers demo test test-fast lint clean
+.PHONY: setup drivers demo test suite test-fast lint clean
 
 setup: $(VENV)/.ready
 
@@ -27,7 +27,12 @@ drivers:
 demo: setup
 	$(BIN)/mlc-amd chat --prompt "What does os.path.join do?"
 
-test: setup drivers lint
+# Two at a time, of which one waits for downloads; and pyright has work for one core.
+test:
+	@$(MAKE) --no-print-directory -j2 setup drivers
+	@$(MAKE) --no-print-directory -j2 lint suite
+
+suite: setup
 	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
 
 # The tests that compile little: under two minutes on two idle cores.

@@ -11,6 +11,7 @@ Values
     weight     tuple of planes, the packed form of one GGUF tensor (schedules' `planes`)
     rows       int32 [m, 2]: the position of each row in its sequence, and its slot
     pages      int32 [SLOTS, ctx/64]: the page of each slot's block of 64 positions
+    cache      the tensors of schedules.attention.KV_TENSORS
 """
 
 import math
@@ -23,6 +24,7 @@ from tvm import relax
 from tvm.ir import Op
 
 from mlc_amd.compiler.nodes import fields_of, parts_of
+from mlc_amd.runtime.kv_types import KV_TENSORS
 from mlc_amd.schedules.attention import Attention, Rope, padded_columns
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.rows import output_rows
@@ -114,7 +116,7 @@ def _rope_kv_write(call, bb):
     q = tensor_type((m, heads, width), str(call.attrs["query_dtype"]))
     if not writes:
         return q
-    return relax.TupleType([q, call.args[-2].ty, call.args[-1].ty])
+    return relax.TupleType([q, *(cache.ty for cache in call.args[-len(KV_TENSORS[str(call.attrs["kv"])]) :])])
 
 
 def _attention(call, bb):
@@ -208,17 +210,17 @@ OPS = {
     "gate_up": (_gate_up, "act(x G^T) * (x U^T): (x, G, U); formats, n, k, m, act, layout_in (of x), layout (result)"),
     "rope_kv_write": (
         _rope_kv_write,
-        "head norms, RoPE, KV write in place: (rows, pages, q, k, v, [qn, kn], [cos_sin], K, V) to (q, K, V), without "
-        "`writes` (rows, q, [qn], [cos_sin]) to q; ATTENTION, ROPE and query_dtype",
+        "head norms, RoPE, KV write in place: (rows, pages, q, k, v, [qn, kn], [cos_sin], cache..) to (q, cache..), "
+        "without `writes` (rows, q, [qn], [cos_sin]) to q; ATTENTION, ROPE and query_dtype",
     ),
     "attention": (
         _attention,
-        "causal attention: (rows, pages, q, K, V, [sinks], workspace..); ATTENTION, layout (of the result) and single: "
-        "how many rows may be single ones",
+        "causal attention: (rows, pages, q, cache.., [sinks], workspace..); ATTENTION, layout (of the result) and "
+        "single: how many rows may be single ones",
     ),
     "rope_attention": (
         _rope_attention,
-        "both of one token, the cache written in place: (rows, pages, q, k, v, [qn, kn], [cos_sin], K, V, [sinks], "
+        "both of one token, the cache written in place: (rows, pages, q, k, v, [qn, kn], [cos_sin], cache.., [sinks], "
         "workspace..), "
         "without `writes` no k, v, kn; ATTENTION, ROPE and layout",
     ),

@@ -21,7 +21,6 @@ from mlc_amd.compiler import memory, sampling, tokenizer
 from mlc_amd.compiler import plan as planning
 from mlc_amd.compiler import weights as packing
 from mlc_amd.compiler.models.build import FunctionSpec, build_module
-from mlc_amd.compiler.models.graph import pages_of
 from mlc_amd.compiler.ops import padded
 from mlc_amd.compiler.passes import fuse
 from mlc_amd.compiler.tuning.database import Lookup
@@ -29,7 +28,9 @@ from mlc_amd.compiler.weight_store import WeightStore
 from mlc_amd.runtime import artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
+from mlc_amd.runtime.kv_types import KV_TENSORS, KV_TYPE
 from mlc_amd.runtime.sampling_layout import row_shapes
+from mlc_amd.runtime.steps import page_table
 from mlc_amd.schedules.attention import PAGE, SLOTS
 
 # module and class, imported on demand
@@ -68,17 +69,18 @@ def compile_model(
     weights: bool = True,
     tuned: str = "auto",
     store: WeightStore | None = None,
+    kv_type: str = KV_TYPE,
 ) -> Summary:
     """Compiles `model` (a GGUFModel or a synthetic one) into the folder `out`.
 
     `ctx`: KV cache capacity in tokens, default the model's context up to 4096. `weights=False` leaves the matrices out:
     the manifest lists them, and a device fills them at random. `tuned`: source of tuned plans, one of
-    `compiler.tuning.database.MODES`. `store`: where packed weights may be that need not
-    be made again. UserError for everything that the user can fix.
+    `compiler.tuning.database.MODES`. `store`: where packed weights may be that need not be made again. `kv_type`: of
+    the KV cache, a name of `runtime.kv_types.KV_TENSORS`. UserError for everything that the user can fix.
     """
     progress = progress or (lambda stage, done, total: None)
     clock = _Clock()
-    backend = make_target(target, arch)
+    backend = make_target(target, arch, kv_type)
     lookups = {arch.name: Lookup(arch, tuned) for arch in backend.archs}
     backend.plans = {name: lookup.find for name, lookup in lookups.items()}
     ctx = capacity(model.config, ctx)
@@ -111,6 +113,7 @@ def compile_model(
             "model": dataclasses.asdict(model.config),
             "target": backend.description,
             "context": ctx,
+            "kv_type": kv_type,
             "sampling": sampling.defaults(model.metadata, ctx),
             "functions": {
                 f.name: {
@@ -144,12 +147,15 @@ def compile_model(
     return Summary(Path(out), len(kernels), kernel_bytes, launches, dict(origins), notes, clock.laps)
 
 
-def make_target(target: str, arch: str):
-    """The Target of a name in TARGETS, for an arch as in --arch. UserError for unknown ones."""
+def make_target(target: str, arch: str, kv_type: str = KV_TYPE):
+    """The Target of a name in TARGETS, for an arch as in --arch and a type of the KV cache. UserError for unknown
+    ones."""
     if target not in TARGETS:
         raise UserError(f"unknown target '{target}'; known: {', '.join(TARGETS)}")
+    if kv_type not in KV_TENSORS:
+        raise UserError(f"unknown type '{kv_type}' of the KV cache; known: {', '.join(KV_TENSORS)}")
     module_name, class_name = TARGETS[target]
-    return getattr(importlib.import_module(f"mlc_amd.compiler.codegen.{module_name}"), class_name)(arch)
+    return getattr(importlib.import_module(f"mlc_amd.compiler.codegen.{module_name}"), class_name)(arch, kv_type)
 
 
 @dataclass(frozen=True)
@@ -208,7 +214,7 @@ def _io(config, functions: list[FunctionSpec], ctx: int, spans: Iterable[int]) -
     longest, logits = max(f.m for f in functions), max(f.logits for f in functions)
     sampled = max(f.logits for f in functions if f.samples)
     asked = row_shapes(sampled, padded(config.vocab))
-    tables = {pages_of(span): {"dtype": "int32", "shape": [SLOTS, ctx // PAGE]} for span in sorted(spans)}
+    tables = {page_table(span): {"dtype": "int32", "shape": [SLOTS, ctx // PAGE]} for span in sorted(spans)}
     return {
         "state": {"dtype": "int32", "shape": [4]},
         "answers": {"dtype": "int32", "shape": [4]},

@@ -20,8 +20,8 @@ import tvm
 from tvm import relax
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.steps import OUTPUTS
 
-OUTPUTS = ("logits", "sampled", "logprobs")  # io names of what the functions of a model return, in their order
 ALIGN = 64  # bytes, of every tensor in the arena: what vector loads and TVM's argument checks want
 
 

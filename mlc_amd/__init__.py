@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mlc_amd.runtime.engine import Engine
     from mlc_amd.runtime.errors import UserError
     from mlc_amd.runtime.generation import ContextFull
+    from mlc_amd.runtime.kv_types import KvType
     from mlc_amd.runtime.sampling import Sampling
     from mlc_amd.runtime.scheduler import QueueFull
 
@@ -55,6 +56,8 @@ def load(
     verify: bool = False,
     n_cpu_moe: int = 0,
     kv_tokens: int | None = None,
+    kv_memory: int | str | None = None,
+    kv_type: KvType | None = None,
 ) -> Engine:
     """Loads an artifact, or a GGUF file, which is compiled into the user's cache on first use.
 
@@ -71,6 +74,9 @@ def load(
         verify: verify the checksum of the weights, which reads all of them.
         n_cpu_moe: of a GPU with its own memory, how many first layers' experts stay in host memory.
         kv_tokens: tokens that the KV cache holds, of all sequences together; None: one sequence of full length.
+        kv_memory: instead, how much memory the KV cache takes: bytes, a size such as "4G", or "auto": what the device
+            has left, half of what is available of the host's.
+        kv_type: type of a GGUF file's KV cache; None: "f16". "q8_0" takes half of the memory.
 
     Raises:
         UserError: the model cannot be compiled or run here; the message says why. Where it names a flag of the
@@ -90,6 +96,8 @@ def load(
         verify=verify,
         n_cpu_moe=n_cpu_moe,
         kv_tokens=kv_tokens,
+        kv_memory=kv_memory,
+        kv_type=kv_type,
     )
 
 
@@ -101,6 +109,7 @@ def compile(
     arch: str = "native",
     ctx: int | None = None,
     tuned: Literal["none", "shipped", "user", "auto"] = "auto",
+    kv_type: KvType | None = None,
 ) -> Path:
     """Compiles a GGUF file into the artifact folder `output`, and returns its path; for the arguments see `load`.
 
@@ -111,4 +120,5 @@ def compile(
     """
     from mlc_amd.tools.models import compile_artifact
 
-    return compile_artifact(str(model), str(output), target=target, arch=arch, ctx=ctx, tuned=tuned).path
+    settings = {"target": target, "arch": arch, "ctx": ctx, "tuned": tuned, "kv_type": kv_type}
+    return compile_artifact(str(model), str(output), **settings).path

@@ -4,22 +4,24 @@ In: the tokens, one after the other, from whichever thread computes the steps (`
 of the answer, and its statistics.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
+from mlc_amd.runtime.constraints import Constraint, mask_of
 from mlc_amd.runtime.generation import Piece, Progress, Stats
 from mlc_amd.runtime.marks import split_at
 from mlc_amd.runtime.requests import Request
-from mlc_amd.runtime.sampled_rows import Choice
-from mlc_amd.runtime.sampling import Sampler, Sampling
+from mlc_amd.runtime.sampled_rows import Choice, Chosen
+from mlc_amd.runtime.sampling import Sampler, Sampling, not_finite
 from mlc_amd.runtime.tokenizer import Tokenizer
 
 
 class Answer:
     """stop: texts that end it, before them. shown: control tokens with a text. index: its number among the answers of a
-    call. listener, progress: called, by the computing thread, when there is something new, and between chunks of the
-    prompt.
+    call. logprobs: see `Choice`. constraint: what it may consist of. listener, progress: called, by the computing
+    thread, when there is something new, and between chunks of the prompt; an error of `progress` ends the answer.
 
     error: why it failed, if it did; done: no more pieces are added.
     """
@@ -32,20 +34,23 @@ class Answer:
         stop: Sequence[str] = (),
         shown: Collection[str] = (),
         index: int = 0,
+        logprobs: int | None = None,
+        constraint: Constraint | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.request, self.sampling, self.index = request, sampling, index
+        self.constraint, self._logprobs = constraint, logprobs
         self._seed = Sampler(sampling).seed
         self.stats = Stats(prompt_tokens=len(request.prompt))
         self.error: BaseException | None = None
         self.done = False
         self.listener: Callable[[], None] | None = None
         self._limited = request.max_tokens is not None  # the caller's limit, not the context's, ends it
-        self._end_ids, self._stop = tokenizer.end_ids, stop
+        self._end_ids, self._vocab, self._stop = tokenizer.end_ids, tokenizer.vocab_size, stop
         self._decoder = tokenizer.stream(shown=shown)
-        self._held = ""  # text that may be the beginning of a stop text
-        self._last = 0  # token
-        self._tokens: deque[int] = deque()  # whose text is not decoded yet
+        self._lock = threading.Lock()  # of what both sides change: all below
+        self._tokens: deque[Chosen] = deque()  # whose text is not decoded yet
+        self._held: list[tuple[Chosen, str]] = []  # whose text may belong to a stop text, or ends inside a character
         self._pieces: deque[Piece] = deque()
         self._progress = progress
         self._begun = time.perf_counter()
@@ -63,54 +68,82 @@ class Answer:
     def prefilled(self, done: int) -> None:
         """So many tokens of what was not cached of the prompt are computed."""
         if self._progress:
-            self._progress(done, self.stats.prompt_tokens - self.stats.cached_tokens)
+            try:
+                self._progress(done, self.stats.prompt_tokens - self.stats.cached_tokens)
+            except Exception as error:
+                self.fail(error)
 
-    def choice(self) -> Choice:
-        """How its next token is chosen."""
+    def choice(self) -> Choice | None:
+        """How its next token is chosen. None if its constraint failed, and it with that."""
         sequence = self.request.sequence
         assert sequence is not None, "its request was added"
-        return Choice(self.sampling, self._seed, sequence.tokens)
+        mask = None
+        if self.constraint:
+            try:
+                mask = mask_of(self.constraint, self._vocab)
+            except Exception as error:
+                self.fail(error)
+                return None
+        return Choice(self.sampling, self._seed, sequence.tokens, mask, self._logprobs)
 
-    def push(self, token: int) -> str | None:
-        """Takes its next token. Returns why it ends with that token, if it does: "stop", "length" or "context"."""
+    def push(self, chosen: Chosen) -> str | None:
+        """Takes its next token. Returns why it ends with that token, if it does: "stop", "length", "context" or
+        "interrupted"."""
         now = time.perf_counter()
         if self._first is None:
             self._first, self.stats.prefill_s = now, now - self._begun
         self.stats.ttft_s, self.stats.decode_s = self._first - self._begun, now - self._first
-        if token in self._end_ids:
+        if chosen.token < 0:
+            return self.fail(not_finite())
+        if chosen.token in self._end_ids:
             return self._end("stop")
+        try:
+            complete = self._accept(chosen.token)
+        except Exception as error:
+            return self.fail(error)
         self.stats.generated += 1
-        self._tokens.append(token)
-        if self._stop and self._decode():
-            return self._end("stop", flush=False)
+        with self._lock:
+            self._tokens.append(chosen)
+            stopped = bool(self._stop) and self._decode()
+        if stopped or complete:
+            return self._end("stop")
         if self.stats.generated >= self.request.limit:
             return self._end("length" if self._limited else "context")
         self._notify()
         return None
 
-    def fail(self, error: BaseException) -> None:
-        self.error = error
-        self._end("interrupted", flush=False)
+    def _accept(self, token: int) -> bool:
+        """Whether its constraint ends it with this token."""
+        if not self.constraint:
+            return False
+        self.constraint.accept(token)
+        return self.constraint.complete
 
-    def interrupt(self) -> None:
-        """Ends it as if it were complete."""
+    def fail(self, error: BaseException) -> str:
+        """Ends it with an error. Returns why it ended."""
         if not self.done:
-            self._end("interrupted", flush=False)
+            self.error = error
+        return self.interrupt()
+
+    def interrupt(self) -> str:
+        """Ends it as if it were complete. Returns why it ended."""
+        return self.stats.finish if self.done else self._end("interrupted", flush=False)
 
     def _end(self, reason: str, flush: bool = True) -> str:
+        """flush: a character that is not whole counts, as U+FFFD."""
         self.stats.finish = reason
-        if flush:
-            self._decode()
-            text, _, _ = split_at(self._held + self._decoder.flush(), self._stop, last=True)
-            if text:
-                self._pieces.append(Piece(self._last, text, self.index))
-        self.done = True
+        with self._lock:
+            if not self._decode() and self._held:
+                chosen, text = self._held[-1]
+                self._held[-1] = chosen, text + (self._decoder.flush() if flush else "")
+                self._release(last=True)
+            self.done = True
         self._notify()
         return reason
 
     def _notify(self) -> None:
-        if self.listener:
-            self.listener()
+        if listener := self.listener:  # the consumer may take it away
+            listener()
 
     # ---- the consumer's side
 
@@ -126,20 +159,35 @@ class Answer:
 
     def take(self) -> list[Piece]:
         """The pieces since the last call. The error that ended it, once all are taken."""
-        self._decode()
-        taken = [self._pieces.popleft() for _ in range(len(self._pieces))]
+        with self._lock:
+            self._decode()
+            taken = [self._pieces.popleft() for _ in range(len(self._pieces))]
         if not taken and self.error:
             error, self.error = self.error, None
             raise error
         return taken
 
+    # ---- with the lock
+
     def _decode(self) -> bool:
         """Makes pieces of the tokens. Returns whether there is a stop text, which ends them."""
         while self._tokens:
-            token = self._last = self._tokens.popleft()
-            text, stopped, self._held = split_at(self._held + self._decoder.push(token), self._stop)
-            self._pieces.append(Piece(token, text, self.index))
-            if stopped is not None:
-                self._held = ""
+            chosen = self._tokens.popleft()
+            self._held.append((chosen, self._decoder.push(chosen.token)))
+            if self._release():
                 return True
         return False
+
+    def _release(self, last: bool = False) -> bool:
+        """Makes pieces of the held tokens, but for those of which the text is not certain yet; of all if these are the
+        `last` ones. Returns whether there is a stop text."""
+        text, stopped, _ = split_at("".join(text for _, text in self._held), self._stop, last)
+        every, left, made = last or stopped is not None, len(text), 0
+        for chosen, own in self._held if every or not self._decoder.incomplete else self._held[:-1]:
+            if len(own) > left and not every:
+                break
+            self._pieces.append(Piece(chosen.token, own[:left], self.index, chosen.logprob, chosen.top))
+            left, made = max(left - len(own), 0), made + 1
+        del self._held[:made]
+        self.stats.stop = stopped
+        return stopped is not None

@@ -29,7 +29,7 @@ import numpy as np
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import Lock, lock, scratch
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 MANIFEST, WEIGHTS, TABLES = "manifest.json", "weights.safetensors", "tables.safetensors"
 _FILES = (MANIFEST, WEIGHTS, TABLES, "kernels[.-]*", "tokenizer.json", "tokenizer_config.json")  # all that there may be
 ALIGN = 64  # bytes: alignment for vector loads
@@ -361,9 +361,3 @@ class Artifact:
     def random_weights(self) -> bool:
         """Whether the artifact has no weights: devices fill in random ones, for measurements."""
         return self.manifest.get("weights", "file") == "random"
-
-    @property
-    def kv_bytes(self) -> int:
-        return sum(
-            int(np.prod(t["shape"], dtype=np.int64)) * np.dtype(t["dtype"]).itemsize for t in self.manifest["kv"]
-        )

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mlc_amd.runtime.generation import ContextFull
+from mlc_amd.runtime.direct import compute, reserve
 
 if TYPE_CHECKING:
     from mlc_amd.runtime.kv_cache import Cache
@@ -23,13 +23,14 @@ class Batch:
         """Appends ids [count, tokens], sequence by sequence. ContextFull where the cache has no room."""
         for sequence, row in zip(self._sequences, ids.tolist(), strict=True):
             sequence.append(row)
-            self._compute(sequence)
+            compute(self._cache, self._runner, sequence)
 
     def step(self, ids: SequenceOf[int]) -> np.ndarray:
-        """Appends a token to each sequence. Returns the logits, float32 [count, vocab]."""
+        """Appends a token to each sequence. Returns the logits, float32 [count, vocab], in memory that the next step
+        may overwrite."""
         for sequence, token in zip(self._sequences, ids, strict=True):
             sequence.append((token,))
-            self._reserve(sequence, 1)
+            reserve(sequence, 1)
         self._cache.seat(self._sequences)
         logits = self._runner.run([(s.tokens[-1], s.computed, s.table_row) for s in self._sequences])
         for sequence in self._sequences:
@@ -40,25 +41,9 @@ class Batch:
         """Keeps the first n tokens of each, and computes again what that takes."""
         for sequence in self._sequences:
             sequence.truncate(n)
-            self._compute(sequence)
-
-    def _compute(self, sequence) -> None:
-        """Computes the pending tokens of a sequence, in chunks."""
-        while sequence.pending:
-            count, start = min(sequence.pending, self._runner.functions.chunk_rows), sequence.computed
-            self._reserve(sequence, count)
-            self._cache.seat([sequence])
-            self._runner.run((), (sequence.tokens[start : start + count], start, sequence.table_row))
-            sequence.advance(count)
+            compute(self._cache, self._runner, sequence)
 
     def close(self) -> None:
         for sequence in self._sequences:
             sequence.truncate(0)
             sequence.free()
-
-    @staticmethod
-    def _reserve(sequence, count: int) -> None:
-        if not sequence.reserve(count):
-            raise ContextFull(
-                "the KV cache has no room for all sequences", "load the model with a larger cache (kv_tokens)"
-            )

@@ -14,9 +14,10 @@ from mlc_amd.runtime.answers import Answer
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.kv_cache import Cache
 from mlc_amd.runtime.requests import Request
-from mlc_amd.runtime.runner import Runner
-from mlc_amd.runtime.sampling import not_finite
-from mlc_amd.runtime.scheduler import Limits, Scheduler, Step
+from mlc_amd.runtime.runner import GREEDY, Runner
+from mlc_amd.runtime.sampled_rows import Choice, Chosen
+from mlc_amd.runtime.scheduler import Limits, Queue, Scheduler, Step
+from mlc_amd.runtime.scoring import Scoring
 from mlc_amd.runtime.sequence import Sequence
 
 CLOSED = "this engine is closed: load the model again"
@@ -31,10 +32,11 @@ class Core:
         self.closed = False
         self.private: Sequence | None = None  # a sequence of the engine's own, which gives way to requests
         self._answers: dict[Request, Answer] = {}
+        self._scorings: dict[Request, Scoring] = {}
         self._changed = threading.Condition()
         self._taken = False  # a thread has the turn
         self._background: threading.Thread | None = None
-        self._watched = 0  # answers that the background thread is to compute
+        self._watched: set[Request] = set()  # of answers that the background thread is to compute
 
     # ---- the turn
 
@@ -63,9 +65,27 @@ class Core:
     # ---- answers
 
     @property
+    def queue(self) -> Queue:
+        """How many requests wait, and how many are running."""
+        return Queue(self.scheduler.waiting, len(self.scheduler.running))
+
+    @property
     def busy(self) -> bool:
         """Whether there are answers that are not complete."""
         return bool(self._answers)
+
+    def score(self, scoring: Scoring) -> None:
+        """Returns when it is done; computes meanwhile. QueueFull and ContextFull."""
+        with self.turn():
+            self.scheduler.add(scoring.request)
+            self._scorings[scoring.request] = scoring
+        try:
+            self.wait([scoring])
+        finally:
+            with self.turn():
+                self._drop_scoring(scoring.request)
+        if scoring.error:
+            raise scoring.error
 
     def start(self, answers: SequenceOf[Answer], watched: bool = False) -> None:
         """Queues their requests. watched: the background thread computes them. QueueFull and ContextFull, for which
@@ -81,8 +101,9 @@ class Core:
                     self.scheduler.finish(answer.request, "refused")
                 raise
             self._answers |= {answer.request: answer for answer in answers}
-        if watched:
-            self._watch(len(answers))
+            if watched:
+                self._watched.update(answer.request for answer in answers)
+                self._background = self._background or self._start_thread()
 
     def cancel(self, answers: Iterable[Answer]) -> None:
         """Ends answers after the step in progress; their pages are free then."""
@@ -93,14 +114,14 @@ class Core:
                 return
             self._taken = True
         try:
-            self._drop_cancelled()
+            self._drop_ended()
         finally:
             self._give_turn()
 
     def cancel_all(self) -> None:
         self.cancel(list(self._answers.values()))
 
-    def wait(self, answers: SequenceOf[Answer]) -> None:
+    def wait(self, answers: SequenceOf[Answer | Scoring]) -> None:
         """Returns when one of `answers` is ready. Computes meanwhile."""
 
         def ready() -> bool:
@@ -125,75 +146,78 @@ class Core:
 
     def _step(self) -> bool:
         """Computes a step. False if there is nothing to compute."""
-        self._drop_cancelled()
+        self._drop_ended()
         before = set(self.scheduler.running)
         step = self.scheduler.plan()
         if step is None and self.scheduler.unfinished and self.private:
             self.private.free()
             step = self.scheduler.plan()
-        for request in self.scheduler.running:
-            if request not in before and request in self._answers and request.cached is not None:
-                self._answers[request].begin()
         if step is None:
             return False
         try:
-            tokens = self._run(step)
+            for request in self.scheduler.running:
+                if request not in before and request in self._answers:
+                    self._answers[request].begin()
+            found = self._run(step)
         except BaseException:
             self.scheduler.abandon(step)
             raise
         computed = step.singles + ([(step.chunk.request, step.chunk.sequence)] if step.chunk else [])
-        prompts = [(self._answers[request], sequence) for request, sequence in computed if not request.generated]
-        self.scheduler.complete(step, [max(token, 0) for token in tokens])
-        for answer, sequence in prompts:
-            answer.prefilled(sequence.computed - answer.stats.cached_tokens)
-        for request, token in zip(step.answers, tokens, strict=True):
+        prompts = [(request, sequence) for request, sequence in computed if not request.generated]
+        self.scheduler.complete(step, [max(chosen.token, 0) for chosen in found])
+        for request, sequence in prompts:
+            if answer := self._answers.get(request):
+                answer.prefilled(sequence.computed - answer.stats.cached_tokens)
+            elif self._scorings[request].done:
+                self._drop_scoring(request)
+        for request, chosen in zip(step.answers, found, strict=True):
             answer = self._answers[request]
-            reason = "failed" if answer.done else answer.push(token)
-            if reason:
+            if reason := answer.stats.finish if answer.done else answer.push(chosen):
                 self._forget(request, reason)
         return True
 
-    def _run(self, step: Step) -> list[int]:
-        """The token of each of the step's answers; -1 for one that failed."""
+    def _run(self, step: Step) -> list[Chosen]:
+        """What is chosen for each of the step's answers."""
         singles = [(seq.tokens[seq.computed], seq.computed, seq.table_row) for _, seq in step.singles]
         chunk = None
         if step.chunk:
             sequence, start = step.chunk.sequence, step.chunk.start
             chunk = sequence.tokens[start : start + step.chunk.count], start, sequence.table_row
-        answers = [self._answers[request] for request in step.answers]
-        tokens = self.runner.sample(singles, chunk, [answer.choice() for answer in answers])
-        for answer, token in zip(answers, tokens, strict=True):
-            if token < 0:
-                answer.fail(not_finite())
-        return tokens
+            if step.chunk.scored:
+                self._scorings[step.chunk.request].take(start, self.runner.score(chunk))
+                return []
+        return self.runner.sample(singles, chunk, self._choices([self._answers[request] for request in step.answers]))
 
-    def _drop_cancelled(self) -> None:
-        for request in [request for request in self._answers if request.cancelled]:
-            self._answers[request].interrupt()
-            self._forget(request, "cancelled")
+    def _choices(self, answers: SequenceOf[Answer]) -> list[Choice]:
+        """How the answers' tokens are chosen; anything for those that fail."""
+        return [answer.choice() or GREEDY for answer in answers]
+
+    def _drop_ended(self) -> None:
+        for request, answer in list(self._answers.items()):
+            if request.cancelled or answer.done:
+                answer.interrupt()
+                self._forget(request, "cancelled" if request.cancelled else answer.stats.finish)
 
     def _forget(self, request: Request, reason: str) -> None:
         self.scheduler.finish(request, reason)
         del self._answers[request]
+        self._watched.discard(request)
+
+    def _drop_scoring(self, request: Request) -> None:
+        self.scheduler.finish(request, "scored")
+        self._scorings.pop(request, None)
 
     # ---- in the background
 
-    def _watch(self, count: int) -> None:
-        with self._changed:
-            self._watched += count
-            if self._background is None:
-                self._background = threading.Thread(target=self._compute, name="mlc-amd", daemon=True)
-                self._background.start()
-            self._changed.notify_all()
-
-    def unwatch(self, count: int) -> None:
-        with self._changed:
-            self._watched -= count
+    def _start_thread(self) -> threading.Thread:
+        thread = threading.Thread(target=self._compute, name="mlc-amd", daemon=True)
+        thread.start()
+        return thread
 
     def _compute(self) -> None:
         while True:
             with self._changed:
-                while not self.closed and (self._taken or not self._watched or not self._answers):
+                while not self.closed and (self._taken or not self._watched):
                     self._changed.wait()
                 if self.closed:
                     return
@@ -204,16 +228,21 @@ class Core:
                 for answer in list(self._answers.values()):
                     answer.fail(error)
                     self._forget(answer.request, "failed")
+                for scoring in list(self._scorings.values()):
+                    scoring.fail(error)
+                    self._drop_scoring(scoring.request)
             finally:
                 self._give_turn()
 
     def close(self) -> None:
-        """Ends all answers, and waits for the step in progress."""
+        """Ends all answers and scorings, and waits for the step in progress."""
         if self.closed:
             return
         self.cancel_all()
         with self.turn():
-            self._drop_cancelled()
+            self._drop_ended()
+            for scoring in self._scorings.values():
+                scoring.fail(UserError(CLOSED))
             self.closed = True
         if self._background and self._background is not threading.current_thread():
             self._background.join()

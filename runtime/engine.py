@@ -7,7 +7,8 @@ who want logits: `tokens` are its tokens; `prefill`, `decode`, `score`, `truncat
 common, with one another and with earlier ones, is computed once.
 """
 
-from collections.abc import AsyncIterator, Collection, Generator, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -16,31 +17,31 @@ import numpy as np
 
 from mlc_amd.runtime.answers import Answer
 from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.runtime.asks import Ask
 from mlc_amd.runtime.batch import Batch
-from mlc_amd.runtime.cache_types import pool_pages
 from mlc_amd.runtime.chat import Conversation
 from mlc_amd.runtime.chat_template import ChatTemplate
 from mlc_amd.runtime.closing import Closing
+from mlc_amd.runtime.constraints import Constraint
 from mlc_amd.runtime.core import Core
 from mlc_amd.runtime.devices import open_device
+from mlc_amd.runtime.direct import compute, next_chunk
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.generation import (
     ContextFull,
     Ids,
-    Piece,
     Progress,
     Stats,
     check_ids,
-    check_max_tokens,
-    check_stop,
 )
-from mlc_amd.runtime.generations import Generation
-from mlc_amd.runtime.kv_cache import Cache
+from mlc_amd.runtime.generations import AsyncGeneration, Generation, Results
+from mlc_amd.runtime.kv_cache import Cache, KvUsage
+from mlc_amd.runtime.kv_pool import KvSize
 from mlc_amd.runtime.messages import check_question
-from mlc_amd.runtime.requests import Request
 from mlc_amd.runtime.runner import Runner
 from mlc_amd.runtime.sampling import Sampling, SamplingChanges
-from mlc_amd.runtime.scheduler import Limits
+from mlc_amd.runtime.scheduler import Limits, Queue
+from mlc_amd.runtime.scoring import Scoring
 from mlc_amd.runtime.steps import pages_of
 from mlc_amd.runtime.tokenizer import Tokenizer
 
@@ -59,7 +60,7 @@ class Engine(Closing):
         self.sampling = Sampling(**artifact.manifest["sampling"])  # the model's own defaults
         self._conversation: Conversation | None = None
         self._limits = limits
-        self._last: Generation | None = None
+        self._last: Results | None = None
         self._open()
 
     def _open(self) -> None:
@@ -67,9 +68,11 @@ class Engine(Closing):
         self.cache = Cache(pages_of(self.device, self.artifact.manifest), self.context)
         self._runner = Runner(self.artifact, self.device, self.cache)
         functions = self._runner.functions
-        limits = self._limits or Limits(functions.single_rows, functions.chunk_rows, functions.mixed_rows)
+        rows = functions.single_rows, functions.chunk_rows, functions.mixed_rows, self._runner.scored
+        limits = self._limits or Limits(*rows)
         self._core = Core(self._runner, self.cache, limits)
         self._own = self._core.private = self.cache.sequence()
+        self._owning = threading.Lock()  # whoever uses the own sequence, also between the steps of `score`
 
     def __repr__(self) -> str:
         name, state = self.artifact.manifest["name"], f"{self.position} of {self.context} tokens"
@@ -84,15 +87,17 @@ class Engine(Closing):
         verify: bool = False,
         n_cpu_moe: int = 0,
         kv_tokens: int | None = None,
+        kv_memory: int | str | None = None,
     ) -> "Engine":
         """Loads an artifact folder. `verify` also verifies the checksum of the weights, which reads all of them;
-        kv_tokens: how many tokens the cache holds, of all sequences together; None: one sequence of full length.
+        kv_tokens: how many tokens the cache holds, of all sequences together; kv_memory: instead how much memory it
+        takes: bytes, "4G", or "auto" for what the device has left; none of both: one sequence of full length.
         device, threads and n_cpu_moe: see `open_device`. UserError if it cannot run here."""
         if Path(path).suffix == ".gguf":
             raise UserError(f"{path} is not compiled yet: mlc_amd.load() and `mlc-amd compile` do that")
+        size = KvSize.of(kv_tokens, kv_memory)
         artifact = Artifact.open(path, verify)
-        pages = pool_pages(artifact.manifest, kv_tokens)
-        return cls(artifact, open_device(artifact, device, threads, n_cpu_moe, pages))
+        return cls(artifact, open_device(artifact, device, threads, n_cpu_moe, size))
 
     def close(self) -> None:
         """Ends all generations, and releases the device and all memory."""
@@ -102,6 +107,11 @@ class Engine(Closing):
             self.artifact.close()
 
     # ---- the engine's own sequence
+
+    @contextmanager
+    def _own_turn(self) -> Iterator[None]:
+        with self._owning, self._core.turn():
+            yield
 
     @property
     def tokens(self) -> list[int]:
@@ -116,7 +126,7 @@ class Engine(Closing):
     def reset(self) -> None:
         """Empties the cache, unless generations are using it, and ends the conversation of `chat`."""
         self._conversation = None
-        with self._core.turn():
+        with self._own_turn():
             self._own.truncate(0)
             if not self._core.busy:
                 self._own.free()
@@ -125,13 +135,13 @@ class Engine(Closing):
     def truncate(self, n: int) -> None:
         """Keeps the first `n` tokens; later steps overwrite the rest. Up to a page of tokens is computed again by the
         next step, more where layers with a window have lost keys that it needs."""
-        with self._core.turn():
+        with self._own_turn():
             self._own.truncate(n)
 
     def match(self, ids: Sequence[int]) -> int:
         """Keeps the longest prefix that the own sequence shares with `ids`, leaving at least one id to compute; returns
         its length."""
-        with self._core.turn():
+        with self._own_turn():
             limit = min(self.position, len(ids) - 1)
             n = max(next((i for i in range(limit) if self.tokens[i] != ids[i]), limit), 0)
             self._own.truncate(n)
@@ -145,37 +155,19 @@ class Engine(Closing):
 
         ContextFull leaves the sequence unchanged.
         """
-        with self._core.turn():
+        with self._own_turn():
             return self._advance(self._check(ids, self.position))
 
     def _advance(self, ids: np.ndarray) -> np.ndarray:
         before = self.position
         self._own.append(ids.tolist())
         try:
-            return self._compute()
+            logits = compute(self.cache, self._runner, self._own)
         except BaseException:
             self._own.truncate(before)
             raise
-
-    def _compute(self) -> np.ndarray:
-        """Computes the pending tokens of the own sequence, in chunks. Returns the logits of the last one."""
-        while True:
-            chunk = self._chunk(min(self._own.pending, self._runner.functions.chunk_rows))
-            logits = self._runner.run((), chunk)
-            self._own.advance(len(chunk[0]))
-            if not self._own.pending:
-                return logits[0]
-
-    def _chunk(self, count: int) -> tuple[list[int], int, int]:
-        """The next `count` tokens of the own sequence, which then has pages for them and a slot."""
-        own = self._own
-        if not own.reserve(count):
-            raise ContextFull(
-                f"the KV cache has no room for {count} more tokens beside those of other sequences",
-                "wait until they are complete, or load the model with a larger cache (kv_tokens)",
-            )
-        self.cache.seat([own])
-        return own.tokens[own.computed : own.computed + count], own.computed, own.table_row
+        assert logits is not None, "there is at least one token"
+        return logits
 
     def prefill(self, ids: Ids) -> np.ndarray:
         """`advance`, with a copy of the logits; copying takes longer than greedy sampling."""
@@ -186,42 +178,38 @@ class Engine(Closing):
         return self.prefill([token])
 
     def score(self, ids: Ids) -> np.ndarray:
-        """Appends `ids`. Returns the logits of all of them, float32 [len(ids), vocab]."""
-        with self._core.turn():
+        """Appends `ids`. Returns the logits of all of them, float32 [len(ids), vocab]. Answers in progress go on
+        meanwhile: each chunk is a request's, of a client of its own."""
+        with self._owning:
             checked = self._check(ids, self.position)
-            if self._own.pending:  # tokens before these that are to be computed again
-                self._compute()
             before = self.position
-            self._own.append(checked.tolist())
-            logits = np.empty((len(checked), self.vocab), np.float32)
+            with self._core.turn():
+                self._own.append(checked.tolist())
+            scoring = Scoring(self._own, before, self.vocab)
             try:
-                while self._own.pending:
-                    chunk = self._chunk(min(self._own.pending, self._runner.scored))
-                    start = self._own.computed - before
-                    logits[start : start + len(chunk[0])] = self._runner.score(chunk)
-                    self._own.advance(len(chunk[0]))
+                self._core.score(scoring)
             except BaseException:
-                self._own.truncate(before)
+                with self._core.turn():
+                    self._own.truncate(before)
                 raise
-            return logits
+            return scoring.logits
 
     def time(self, ids: Ids) -> tuple[str, int, list[tuple[str, float, float]]]:
         """Times the kernels of the first step of `prefill(ids)`: (function, tokens, [(kernel, seconds, gap before)]).
 
         The sequence is unchanged. UserError if the device cannot time kernels.
         """
-        with self._core.turn():
+        with self._own_turn():
             checked = self._check(ids, self.position)
             if not hasattr(self.device, "time"):
                 raise UserError(f"the device of target '{self.device.kind}' cannot time single kernels")
-            if self._own.pending:
-                self._compute()
+            compute(self.cache, self._runner, self._own)
             before = self.position
             self._own.append(checked.tolist())
             try:
-                count = min(len(checked), self._runner.functions.chunk_rows)
-                function = self._runner.prepare_chunk(self._chunk(count))
-                return function, count, self.device.time(function)
+                chunk = next_chunk(self.cache, self._runner, self._own)
+                function = self._runner.prepare_chunk(chunk)
+                return function, len(chunk[0]), self.device.time(function)
             finally:
                 self._own.truncate(before)
 
@@ -255,6 +243,16 @@ class Engine(Closing):
         """Statistics of the generation that was begun last, also while it is going on; all zero before the first."""
         return self._last.stats if self._last else Stats()
 
+    @property
+    def kv_usage(self) -> KvUsage:
+        """How full the KV cache is."""
+        return self.cache.usage
+
+    @property
+    def queue(self) -> Queue:
+        """How many answers wait, and how many are being generated."""
+        return self._core.queue
+
     def generate(
         self,
         prompt: str | Ids | Sequence[str] | Sequence[Ids],
@@ -264,7 +262,9 @@ class Engine(Closing):
         shown: Collection[str] = (),
         progress: Progress | None = None,
         n: int = 1,
-        client: object = None,
+        client: Hashable = None,
+        logprobs: int | None = None,
+        constraint: Callable[[], Constraint] | None = None,
         **changes: Unpack[SamplingChanges],
     ) -> Generation:
         """Continues a text, or token ids, one token at a time; a prefix that is in the cache is not computed again.
@@ -273,15 +273,20 @@ class Engine(Closing):
         sampling: None: the model's defaults. changes: single parameters of it, such as temperature=0.7. stop: texts
         that end the text before them. shown: control tokens whose text is part of the result. progress: is told how
         much of the (first) prompt is computed: before the first chunk, and after each one, by the thread that computes:
-        it must not use the engine, but may `cancel`. n: answers to each prompt;
-        with a seed, answer j takes seed + j. client: whoever asks; the scheduler is fair between clients.
-        An answer ends at an end token, a stop text, `max_tokens`, a full context or `cancel`: `Stats.finish`.
+        it must not use the engine, but may `cancel`. n: answers to each prompt; with a seed, answer j takes seed + j.
+        client: whoever asks; the scheduler is fair between clients. logprobs: log-probabilities of each token and of so
+        many alternatives (0 to 20), `Piece.logprob` and `top`; None: none. constraint: called once for each answer,
+        gives what it may consist of; an answer that its constraint leaves no token, or whose constraint raises, fails
+        alone.
+        An answer ends at an end token, a stop text, where its constraint is complete, at `max_tokens`, a full context
+        or by `cancel`: `Stats.finish`.
 
         Raises UserError for arguments out of range and ContextFull at once, QueueFull at the first step.
         """
-        make = self._maker(prompt, sampling, max_tokens, stop, shown, n, client, changes, progress)
-        self._last = Generation(self._core, make)
-        return self._last
+        ask = self._ask(prompt, sampling, changes, max_tokens, stop, shown, n, client, logprobs, constraint, progress)
+        made = Generation(self._core, self._maker(ask))
+        self._last = made.results
+        return made
 
     def agenerate(
         self,
@@ -291,35 +296,26 @@ class Engine(Closing):
         stop: str | Sequence[str] = (),
         shown: Collection[str] = (),
         n: int = 1,
-        client: object = None,
+        client: Hashable = None,
+        logprobs: int | None = None,
+        constraint: Callable[[], Constraint] | None = None,
         **changes: Unpack[SamplingChanges],
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGeneration:
         """`generate` for asyncio: `async for piece in engine.agenerate(..)`. A thread of the engine computes."""
-        make = self._maker(prompt, sampling, max_tokens, stop, shown, n, client, changes)
-        self._last = Generation(self._core, make)
-        return self._last.stream()
+        ask = self._ask(prompt, sampling, changes, max_tokens, stop, shown, n, client, logprobs, constraint, None)
+        made = AsyncGeneration(self._core, self._maker(ask))
+        self._last = made.results
+        return made
 
-    def _maker(self, prompt, sampling, max_tokens, stop, shown, n, client, changes, progress=None):
-        """What makes the answers of a generation. Raises what `generate` raises at once."""
-        prompts = [self._check(ids, 0) for ids in self._prompts(prompt)]
+    def _ask(self, prompt, sampling: Sampling | None, changes: SamplingChanges, *options) -> Ask:
+        prompts = [self._check(ids, 0).tolist() for ids in self._prompts(prompt)]
         chosen = (sampling or self.sampling).changed(**changes)
-        limit, stops = check_max_tokens(max_tokens), check_stop(stop)
-        if not isinstance(n, int) or n < 1:
-            raise UserError(f"n is {n!r}: it must be a whole number of at least 1")
+        if (token := max(chosen.logit_bias, default=0)) >= self.vocab:
+            raise UserError(f"logit_bias has the token {token}: the vocabulary has {self.vocab}")
+        return Ask(prompts, chosen, *options)
 
-        def make() -> list[Answer]:
-            answers = []
-            for ids in prompts:
-                most = self.cache.longest - len(ids) + 1
-                first = Request(ids.tolist(), limit if limit and limit <= most else None, client)
-                for j, request in enumerate([first, *(first.fork() for _ in range(n - 1))]):
-                    own = chosen if chosen.seed is None else chosen.changed(seed=chosen.seed + j)
-                    index = len(answers)
-                    told = None if index else progress
-                    answers.append(Answer(self.tokenizer, request, own, stops, shown, index, told))
-            return answers
-
-        return make
+    def _maker(self, ask: Ask) -> Callable[[], Sequence[Answer]]:
+        return lambda: ask.answers(self.tokenizer, self.cache.longest)
 
     def _prompts(self, prompt) -> list[Ids]:
         """The ids of each prompt."""

@@ -24,6 +24,11 @@ PACKAGES = {
     "xgboost": Package("tune", "xgboost", "the search of `mlc-amd tune`"),
     "matplotlib": Package("tune", "matplotlib", "the plot of `mlc-amd tune --report`"),
     "tornado": Package("tune", "tornado", "the tracker of `mlc-amd tune-server`"),
+    "starlette": Package("serve", "starlette", "`mlc-amd serve`"),
+    "uvicorn": Package("serve", "uvicorn", "`mlc-amd serve`"),
+    "httptools": Package("serve", "httptools", "`mlc-amd serve`"),
+    "llguidance": Package("serve", "llguidance", "answers with a schema or a grammar"),
+    "prometheus_client": Package("serve", "prometheus_client", "the metrics of `mlc-amd serve`"),
     "rocm.bindings.hip": Package("rocm", "rocm-bindings-hip", "running target rocm"),
     "ziglang": Package("rocm", "ziglang", "linking GPU code where no lld is installed"),
 }

@@ -16,6 +16,8 @@ from mlc_amd.runtime.errors import UserError, shorten
 Ids = Sequence[int] | np.ndarray  # token ids
 Progress = Callable[[int, int], None]  # (tokens of the prompt that are computed, tokens to compute)
 
+MOST_LOGPROBS = 20  # alternatives to a token: the limit of OpenAI's API
+
 
 class ContextFull(UserError):
     """More tokens than the KV cache holds.
@@ -31,12 +33,21 @@ class ContextFull(UserError):
 
 @dataclass(frozen=True)
 class Piece:
-    """One generated token and the text that it completed (may be empty, may hold several tokens' text). index: of which
-    answer, where a call asks for several: answer j of prompt i has the index i * n + j."""
+    """One generated token and its text. Every token has one piece, in order, but the end token has none. Where tokens
+    share a character, the last of them has it; of a token in which a stop text begins, only what is before counts, and
+    of those behind it nothing.
+
+    index: of which answer, where a call asks for several: answer j of prompt i has the index i * n + j. logprob, where
+    it is asked for: the token's natural log-probability. top: the most likely tokens in its place and theirs, the most
+    likely first. Both are of the distribution that the model gives, as in llama.cpp: the softmax of its logits before
+    penalties, biases, constraints, temperature and truncation.
+    """
 
     id: int
     text: str
     index: int = 0
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass
@@ -50,6 +61,7 @@ class Stats:
     generated: int = 0
     decode_s: float = 0.0
     finish: str = "interrupted"  # "stop", "length", "context" or "interrupted"
+    stop: str | None = None  # the stop text that ended it
 
     @property
     def tokens(self) -> int:
@@ -86,6 +98,15 @@ def check_max_tokens(value: object) -> int | None:
         return None
     if not isinstance(value, Integral) or value < 1:
         raise UserError(f"max_tokens is {shorten(value)}: it must be a whole number of at least 1")
+    return int(value)
+
+
+def check_logprobs(value: object) -> int | None:
+    """How many alternatives to each token are wanted. UserError if it is neither None nor 0 .. MOST_LOGPROBS."""
+    if value is None:
+        return None
+    if not isinstance(value, Integral) or not 0 <= int(value) <= MOST_LOGPROBS:
+        raise UserError(f"logprobs is {shorten(value)}: it must be a whole number from 0 to {MOST_LOGPROBS}")
     return int(value)
 
 

@@ -1,11 +1,15 @@
 """Facts of this machine that more than one part needs."""
 
+import logging
 import os
 from pathlib import Path
 
 from mlc_amd.runtime.errors import UserError
 
+CGROUP = Path("/sys/fs/cgroup")
 TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
+
+log = logging.getLogger("mlc_amd")
 
 
 def available_threads() -> int:
@@ -30,6 +34,24 @@ def last_level_cache() -> int:
         text = path.read_text().strip()
         sizes.append(int(text.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(text[-1], 0))
     return max(sizes, default=32 << 20)
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take without swapping: what Linux estimates, or what the limit of its control
+    group leaves; 0 where neither is known."""
+    found = []
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        found.append(int(lines["MemAvailable"].split()[0]) << 10)
+    except (OSError, KeyError, ValueError):
+        log.debug("/proc/meminfo does not say how much memory is available")
+    try:
+        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        if limit != "max":
+            found.append(max(int(limit) - int(used), 0))
+    except (OSError, ValueError):
+        log.debug("there is no control group with a limit of memory")
+    return min(found, default=0)
 
 
 def cpu_flags() -> frozenset[str]:

@@ -6,12 +6,20 @@ layers have the same pages. A slot is a row of the page tables: a sequence has o
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import numpy as np
 
 from mlc_amd.runtime.pages import PAGE, PagePool
 from mlc_amd.runtime.prefixes import PrefixIndex
 from mlc_amd.runtime.sequence import GONE, Sequence
+
+
+class KvUsage(NamedTuple):
+    """Pages that sequences hold, and all pages: of the group that is fullest."""
+
+    used: int
+    pages: int
 
 
 class Cache:
@@ -43,6 +51,12 @@ class Cache:
     def mark_changed(self) -> None:
         """All page tables count as changed."""
         self._changed = set(self.pools)
+
+    @property
+    def usage(self) -> KvUsage:
+        """How full the cache is. Pages that only the index of prefixes knows count as free."""
+        found = [KvUsage(pool.pages - pool.available, pool.pages) for pool in self.pools.values()]
+        return max(found, key=lambda usage: usage.used / usage.pages)
 
     @property
     def longest(self) -> int:

@@ -120,9 +120,10 @@ def on_host(tensors: Iterable[str], layers: int) -> frozenset[str]:
     return frozenset(name for name, layer in experts.items() if layer < layers)
 
 
-def shortage(needs: Needs, free: int, gpu: str, layers: int = 0, shared: bool = False) -> str:
-    """The error message for a GPU whose free memory is too small: what is needed, what is there, what would fit."""
-    flags = needs.advice(free, layers, shared)
+def shortage(needs: Needs, free: int, gpu: str, layers: int = 0, shared: bool = False, sized: bool = False) -> str:
+    """The error message for a GPU whose free memory is too small: what is needed, what is there, what would fit. sized:
+    the user says how large the KV cache is."""
+    flags = ["a smaller --kv-memory"] if sized else needs.advice(free, layers, shared)
     change = " or ".join(flags) if flags else "a smaller quantization"
     return (
         f"out of GPU memory: this model needs {gib(needs.device(layers))} (weights "

@@ -1,4 +1,4 @@
-"""A request: what is to be generated for whom, and how far it is."""
+"""A request: what is to be generated, or scored, for whom, and how far it is."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -19,6 +19,10 @@ class Request:
     sampling    for the driver; the scheduler does not look at it
     leader      a request with the same prompt, added before: this one waits until the leader's prompt is computed, or
                 the leader is done, and shares its pages
+    scored      None, or for a request that generates nothing: the logits of its prompt's tokens from this one on are
+                wanted; the scheduler moves it on as they are computed
+    sequence    of a request that generates nothing: the caller's own, of which `prompt` are the tokens. It keeps its
+                pages when the request is done. Otherwise the scheduler makes it
 
     What the scheduler sets:
 
@@ -28,7 +32,6 @@ class Request:
     cached          tokens of the prompt that were in the cache when it began
     cancelled       `Scheduler.cancel` was called
     number          in the order of `Scheduler.add`
-    sequence        None before `add`
     """
 
     prompt: list[int]
@@ -36,6 +39,8 @@ class Request:
     client: Hashable = None
     sampling: object = None
     leader: "Request | None" = None
+    scored: int | None = None
+    sequence: Sequence | None = None
 
     state: State = "waiting"
     finish: str | None = None
@@ -45,7 +50,6 @@ class Request:
     cancelled: bool = False
     number: int = -1
     last_step: int = 0  # number of the last step that had a single row of it
-    sequence: Sequence | None = None
 
     def fork(self, sampling: object = None) -> "Request":
         """A request for one more answer to the same prompt, which is computed once."""

@@ -1,8 +1,7 @@
 """Runs steps on a device: chooses the function of the plan, fills the io buffers, gives the answers.
 
 In: the tokens of a step's rows with their positions and slots, and the page tables. Out: of each single row, in order,
-then of the chunk's last row, the token that the device chooses (`sample`), or the logits, float32 [answers, vocab]
-(`run`).
+then of the chunk's last row, what the device chooses (`sample`), or the logits, float32 [answers, vocab] (`run`).
 """
 
 from collections.abc import Sequence
@@ -11,9 +10,9 @@ import numpy as np
 
 from mlc_amd.runtime.functions import Function, Functions
 from mlc_amd.runtime.kv_cache import Cache
-from mlc_amd.runtime.sampled_rows import Choice, SampledRows
+from mlc_amd.runtime.sampled_rows import Choice, Chosen, SampledRows
 from mlc_amd.runtime.sampling import Sampling
-from mlc_amd.runtime.steps import TABLES, Chunk, Single, write_step
+from mlc_amd.runtime.steps import Chunk, Single, page_table, write_step
 
 GREEDY = Choice(Sampling(), 0, ())
 _SCORED = 64  # rows whose logits are read at once: with a large vocabulary, those of one take half a megabyte
@@ -26,8 +25,7 @@ class Runner:
         self.device, self.cache, self.functions = device, cache, Functions(artifact.manifest)
         self.vocab = artifact.manifest["model"]["vocab"]
         self._entries = artifact.manifest["functions"]
-        io = artifact.manifest["io"]
-        self._choices = SampledRows(device, io["sampling"]["shape"][0], self.vocab)
+        self._choices = SampledRows(device, artifact.manifest["io"], self.vocab)
 
     @property
     def scored(self) -> int:
@@ -39,7 +37,7 @@ class Runner:
         changed = self.cache.changed()
         try:
             for span in changed:
-                self.device.write(f"{TABLES}{span}", self.cache.page_tables[span])
+                self.device.write(page_table(span), self.cache.page_tables[span])
         except BaseException:
             self.cache.mark_changed()
             raise
@@ -69,21 +67,18 @@ class Runner:
         answers = len(singles) + bool(chunk)
         return logits if rows == answers else logits[[*range(len(singles)), rows - 1]]
 
-    def sample(self, singles: Sequence[Single], chunk: Chunk | None, choices: Sequence[Choice]) -> list[int]:
-        """Computes a step, and chooses a token for each of the first answers, as many as there are `choices`: its id,
-        or -1 where a logit is not a finite number."""
+    def sample(self, singles: Sequence[Single], chunk: Chunk | None, choices: Sequence[Choice]) -> list[Chosen]:
+        """Computes a step, and chooses a token for each of the first answers, as many as there are `choices`."""
         single = len(singles)
         function = self.functions.of(single, len(chunk[0]) if chunk else 0)
         last = single + len(chunk[0]) - 1 if chunk and function.steps else single  # row of the chunk's answer
+        rows = [*range(single), last][: len(choices)]
         if len(choices) > single and last > single:
             self._choices.write([*choices[:single], *[GREEDY] * (last - single), choices[single]])
         else:
             self._choices.write(choices)
         self._run(singles, chunk)
-        if not choices:
-            return []
-        found = self.device.read("sampled", last + 1 if len(choices) > single else single).tolist()
-        return [*found[:single], found[last]] if len(choices) > single else found[:single]
+        return self._choices.read(rows, choices)
 
     def _run(self, singles: Sequence[Single], chunk: Chunk | None) -> int:
         """Returns how many rows of logits there are."""

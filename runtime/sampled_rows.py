@@ -1,7 +1,8 @@
-"""What the device is told about the rows that it samples: the io buffers `sampling`, `changes` and `allowed` of a step.
+"""The rows of a step that get a token: what the device is told about each, the io buffers `sampling`, `changes` and
+`allowed`, and what it tells: `sampled`, `logprobs`, `logits`.
 
 In: for each answer of a step a `Choice`. Out: the buffers are written, those that most steps do not need only where
-they are needed.
+they are needed; for each answer a `Chosen`.
 """
 
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlc_amd.runtime.sampling import Sampling
+from mlc_amd.runtime.sampling import Sampling, most_likely
 from mlc_amd.runtime.sampling_layout import CHANGES, FIELDS, WORDS
 from mlc_amd.runtime.sampling_rows import write_row
 
@@ -17,20 +18,30 @@ _POSITION = FIELDS.index("position")
 
 
 class Choice(NamedTuple):
-    """How a token is chosen: settings, the seed where these have none, and the tokens before it. allowed: a row of the
-    io buffer (`sampling_rows.mask_words`), or None: any token. logprob: whether its log-probability is wanted."""
+    """How a token is chosen: settings, the seed where these have none, and the tokens before it. allowed: int32 words
+    [ceil(vocab / 32)] (`sampling_rows.mask_words`), or None: any token. logprobs: None, or how many of the most likely
+    tokens are wanted besides the log-probability of the chosen one."""
 
     sampling: Sampling
     seed: int
     tokens: Sequence[int]
     allowed: np.ndarray | None = None
-    logprob: bool = False
+    logprobs: int | None = None
+
+
+class Chosen(NamedTuple):
+    """token: -1 where a logit is not a finite number. logprob, top: as of `generation.Piece`, where they are wanted."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class SampledRows:
-    """Writes the buffers of `device`, which have `rows` rows for logits of `vocab` columns."""
+    """Writes and reads the buffers of `device`. io: the manifest's entries; logits have `vocab` columns that count."""
 
-    def __init__(self, device, rows: int, vocab: int) -> None:
+    def __init__(self, device, io, vocab: int) -> None:
+        rows, self._width = io["allowed"]["shape"]
         self._device, self._vocab = device, vocab
         self._words = np.zeros((rows, WORDS), np.int32)
         self._changes = np.zeros((rows, CHANGES, 2), np.int32)
@@ -44,44 +55,65 @@ class SampledRows:
             self._device.write("sampling", self._words[: self._written])
             self._written = 0
 
-    def write(self, choices: Sequence[Choice], first: int = 0) -> None:
-        """choices: of the rows from `first` on; rows before these take the largest logit."""
+    def write(self, choices: Sequence[Choice]) -> None:
+        """choices: of the first rows."""
         self.clear()
-        changed = 0
-        for i, choice in enumerate(choices, first):
-            sampling = choice.sampling
+        changed = masked = 0
+        for i, choice in enumerate(choices):
+            sampling, logprob = choice.sampling, choice.logprobs is not None
             if sampling.adjusts or choice.allowed is not None:
-                words, changes, masked = self._words[i], self._changes[i], choice.allowed is not None
                 write_row(
-                    words, changes, sampling, choice.tokens, len(choice.tokens), choice.seed, self._vocab,
-                    choice.logprob, masked,
+                    self._words[i], self._changes[i], sampling, choice.tokens, len(choice.tokens), choice.seed,
+                    self._vocab, logprob, choice.allowed is not None,
                 )  # fmt: skip
                 changed = i + 1 if sampling.adjusts else changed
-            elif not sampling.greedy or choice.logprob:
+                masked = i + 1 if choice.allowed is not None else masked
+            elif not sampling.greedy or logprob:
                 self._words[i] = self._plain_words(choice)
                 self._words[i, _POSITION] = len(choice.tokens)
-        end = first + len(choices)
-        if self._words[:end].any():
-            self._device.write("sampling", self._words[:end])
-            self._written = end
+        if self._words[: len(choices)].any():
+            self._device.write("sampling", self._words[: len(choices)])
+            self._written = len(choices)
         if changed:
             self._device.write("changes", self._changes[:changed])
-        masks = [choice.allowed for choice in choices]
-        if any(mask is not None for mask in masks):
-            width = next(len(mask) for mask in masks if mask is not None)
-            rows = np.zeros((end, width), np.int32)
-            for i, mask in enumerate(masks, first):
-                if mask is not None:
-                    rows[i] = mask
+        if masked:
+            rows = np.zeros((masked, self._width), np.int32)
+            for row, choice in zip(rows, choices, strict=False):
+                if choice.allowed is not None:
+                    row[: len(choice.allowed)] = choice.allowed
             self._device.write("allowed", rows)
 
     def _plain_words(self, choice: Choice) -> np.ndarray:
         """The words of a row without changes, but for the position."""
-        key = choice.sampling, choice.seed, choice.logprob
+        key = choice.sampling, choice.seed, choice.logprobs is not None
         if key not in self._plain:
             if len(self._plain) > 4096:
                 self._plain.clear()
             words, none = np.zeros(WORDS, np.int32), np.zeros((0, 2), np.int32)
-            write_row(words, none, choice.sampling, (), 0, choice.seed, self._vocab, choice.logprob)
+            write_row(words, none, choice.sampling, (), 0, choice.seed, self._vocab, choice.logprobs is not None)
             self._plain[key] = words
         return self._plain[key]
+
+    def read(self, rows: Sequence[int], choices: Sequence[Choice]) -> list[Chosen]:
+        """What was chosen in the rows of `choices`. Logits are read only where the most likely tokens are wanted."""
+        if not choices:
+            return []
+        tokens = self._device.read("sampled", max(rows) + 1).tolist()
+        found = [Chosen(tokens[row]) for row in rows]
+        wanted = [i for i, choice in enumerate(choices) if choice.logprobs is not None and found[i].token >= 0]
+        if wanted:
+            logprobs = self._device.read("logprobs", max(rows[i] for i in wanted) + 1).tolist()
+            for i in wanted:
+                found[i] = Chosen(found[i].token, logprobs[rows[i]])
+        if ranked := [i for i in wanted if choices[i].logprobs]:
+            logits = self._device.read("logits", max(rows[i] for i in ranked) + 1)[:, : self._vocab]
+            for i in ranked:
+                found[i] = found[i]._replace(top=_top(logits[rows[i]], found[i], choices[i].logprobs or 0))
+        return found
+
+
+def _top(logits: np.ndarray, chosen: Chosen, count: int) -> tuple[tuple[int, float], ...]:
+    """The `count` most likely tokens. The device has summed all probabilities: that of the chosen token says how."""
+    assert chosen.logprob is not None
+    total = float(logits[chosen.token]) - chosen.logprob  # logarithm of the sum of exp(logits)
+    return tuple((int(t), min(float(logits[t]) - total, 0.0)) for t in most_likely(logits, min(count, len(logits))))

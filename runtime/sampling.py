@@ -200,7 +200,7 @@ class Sampler:
         s = self.sampling
         ids, kept = None, logits
         if 0 < s.top_k < len(logits):
-            ids = _largest(logits, s.top_k)
+            ids = most_likely(logits, s.top_k)
             kept = logits[ids]
         if s.top_p < 1.0:
             chosen = _nucleus(kept, s.top_p, largest)
@@ -245,7 +245,7 @@ def _changed(logits: np.ndarray, sampling: Sampling, recent: Sequence[int], allo
     return logits
 
 
-def _largest(logits: np.ndarray, k: int) -> np.ndarray:
+def most_likely(logits: np.ndarray, k: int) -> np.ndarray:
     """Indices of the k largest logits, the largest first; equal logits in the order of their indices."""
     # A first cut without sorting: of the maxima of `columns` disjoint slices, the k-th largest has at least k logits at
     # or above it.
@@ -269,7 +269,7 @@ def _nucleus(logits: np.ndarray, top_p: float, largest: float) -> np.ndarray:
     total = float(np.exp(logits - largest).sum(dtype=np.float64))
     count = min(_FIRST_CANDIDATES, len(logits))
     while True:
-        ids = _largest(logits, count)
+        ids = most_likely(logits, count)
         mass = np.cumsum(np.exp((logits[ids] - largest).astype(np.float64)))
         if count == len(logits) or mass[-1] >= top_p * total:
             return ids[: int(np.searchsorted(mass, top_p * total)) + 1]

@@ -4,7 +4,9 @@ A driver loop calls `plan`, runs the step on the device, calls `complete` with t
 request that is at its end. All methods but `cancel` are called by one thread.
 
 Every running answer has a row in every step; if there are more than rows, clients and their requests take turns. One
-chunk of a prompt rides along; clients take turns with chunks. The pages of a step are reserved before it runs. Where
+chunk of a prompt rides along; clients take turns with chunks. A chunk of which all logits are wanted (`Request.scored`)
+is a step by itself, after which the answers have one. Where as many requests run as may, a client that has none running
+takes the place of the one that has most. The pages of a step are reserved before it runs. Where
 the pools have not enough, the youngest running request is preempted: it gives up its pages and waits; what the index
 has lost of it when its turn comes is computed again. So the oldest running request is never kept from going on.
 
@@ -12,9 +14,10 @@ The scheduler assumes that no other sequence of the cache holds pages for long: 
 """
 
 from bisect import insort
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.generation import ContextFull
@@ -27,28 +30,38 @@ class QueueFull(UserError):
     """As many requests wait as may wait."""
 
 
+class Queue(NamedTuple):
+    """How many requests wait, and how many are running."""
+
+    waiting: int
+    running: int
+
+
 @dataclass(frozen=True)
 class Limits:
     """At most. singles: answers of a step; chunk: tokens of a chunk; rows: tokens of a step with a chunk and single
-    rows; running: requests that hold pages; queue: requests that wait."""
+    rows; scored: tokens of a chunk of which all logits are wanted; running: requests that hold pages; queue: requests
+    that wait."""
 
     singles: int = 64
     chunk: int = 512
     rows: int = 512
+    scored: int = 64
     running: int = 128
     queue: int = 1024
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The tokens start .. start+count-1 of a sequence; `answers`: the row of the last one gives a token, as no further
-    one is known."""
+    """The tokens start .. start+count-1 of a sequence. answers: the row of the last one gives a token, as no further
+    one is known. scored: the logits of all are wanted, and the step has no single rows."""
 
     request: Request
     sequence: Sequence
     start: int
     count: int
     answers: bool
+    scored: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,7 @@ class Scheduler:
         self._cancels: deque[Request] = deque()
         self._ended: list[Sequence] = []  # which the step in progress may use
         self._blocked = False  # no request fits in besides the running ones until pages are released
+        self._scored = False  # the last step was that of a scored chunk
 
     @property
     def unfinished(self) -> int:
@@ -115,7 +129,8 @@ class Scheduler:
                 "shorten the prompt, ask for fewer tokens, or load the model with a larger context",
             )
         request.limit = request.max_tokens or most
-        request.sequence = self.cache.sequence(request.prompt)
+        if request.sequence is None:
+            request.sequence = self.cache.sequence(request.prompt)
         request.number, self._number = self._number, self._number + 1
         client = self._clients.setdefault(request.client, _Client())
         client.unfinished += 1
@@ -144,7 +159,9 @@ class Scheduler:
         if not client.unfinished:
             del self._clients[request.client]
         request.state, request.finish = "done", reason
-        if self._step is None:
+        if request.scored is not None:
+            pass  # its sequence is the caller's
+        elif self._step is None:
             request.sequence.free()
         else:
             self._ended.append(request.sequence)
@@ -161,16 +178,19 @@ class Scheduler:
         singles, prefilling = [], {}
         for request in self.running:
             pending = _sequence(request).pending
-            if len(request.generated) >= request.limit:
+            if len(request.generated) >= request.limit or not pending:
                 continue  # the driver has not finished it
-            if pending == 1:
+            if pending == 1 and request.scored is None:
                 singles.append(request)
             else:
                 prefilling.setdefault(request.client, request)
         most = min(self.limits.singles, self.cache.slots, self.limits.rows)
         planned = self._reserve_singles(singles, max(most - bool(prefilling or self._waiting), 1))
         chunk = self._plan_chunk(planned, prefilling) if len(planned) < most else None
-        if chunk and chunk.answers and chunk.count == 1:
+        self._scored = chunk is not None and chunk.scored
+        if self._scored:
+            planned = []
+        elif chunk and chunk.answers and chunk.count == 1:
             planned.append(chunk.request)
             chunk = None
         if not planned and not chunk:
@@ -194,6 +214,8 @@ class Scheduler:
             sequence.advance(1)
         if step.chunk:
             step.chunk.sequence.advance(step.chunk.count)
+            if step.chunk.scored:
+                step.chunk.request.scored = step.chunk.sequence.computed
         for request, token in zip(answers, tokens, strict=True):
             if request.state != "done":
                 _sequence(request).tokens.append(token)
@@ -248,34 +270,59 @@ class Scheduler:
         `singles` whose pages an older request needs."""
         most = min(self.limits.chunk, self.limits.rows - len(singles))
         for key, client in self._clients.items():
-            request, waiting = prefilling.get(key), self._first(client)
+            request, waiting = prefilling.get(key), self._first(key, client)
             if request is None or request.state != "running" or (waiting and waiting.number < request.number):
                 request = waiting
             if request is None:
                 continue
-            if not (self._admit(request) if request is waiting else self._make_room(request, singles)):
+            if not (self._admit(request, singles) if request is waiting else self._make_room(request, singles)):
                 continue
-            sequence = _sequence(request)
-            start, count = sequence.computed, min(sequence.pending, sequence.room, most)
-            sequence.reserve(count)
+            chunk = self._chunk(request, most)
+            if chunk.scored and self._scored and singles:
+                continue
+            chunk.sequence.reserve(chunk.count)
             self._clients.move_to_end(key)
-            return Chunk(request, sequence, start, count, count == sequence.pending)
+            return chunk
         return None
 
-    def _first(self, client: _Client) -> Request | None:
+    def _chunk(self, request: Request, most: int) -> Chunk:
+        sequence, scored = _sequence(request), request.scored
+        start, count = sequence.computed, min(sequence.pending, sequence.room, most)
+        if scored is None:
+            return Chunk(request, sequence, start, count, count == sequence.pending)
+        if start < scored:
+            return Chunk(request, sequence, start, min(count, scored - start), False)
+        # Without single rows it may be longer than `most`.
+        count = min(sequence.pending, sequence.room, self.limits.scored)
+        return Chunk(request, sequence, start, count, False, True)
+
+    def _first(self, key: Hashable, client: _Client) -> Request | None:
         """The client's first request that could begin."""
-        if self.running and (self._blocked or len(self.running) >= self.limits.running):
+        if not client.waiting or (self.running and self._blocked):
+            return None
+        if self._full and (any(request.client == key for request in self.running) or self._most_running() is None):
             return None
         return next((request for request in client.waiting if request.ready), None)
 
-    def _admit(self, request: Request) -> bool:
-        """Begins a waiting request, unless that would soon mean to preempt one."""
+    @property
+    def _full(self) -> bool:
+        return len(self.running) >= self.limits.running
+
+    def _most_running(self) -> Request | None:
+        """The youngest running request of the client that has most of them; None if none has two."""
+        key, count = Counter(request.client for request in self.running).most_common(1)[0]
+        return next(request for request in reversed(self.running) if request.client == key) if count > 1 else None
+
+    def _admit(self, request: Request, singles: list[Request]) -> bool:
+        """Begins a waiting request, unless that would soon mean to preempt one for its pages."""
         sequence = _sequence(request)
-        sequence.match()
+        sequence.match(request.scored)
         if sequence.room < 1 or (self.running and not self._fits_too(sequence)):
             sequence.free()
             self._blocked = True
             return False
+        if self._full and (victim := self._most_running()):
+            self._preempt_with_row(victim, singles)
         if request.cached is None:
             request.cached = sequence.computed
         self._clients[request.client].waiting.remove(request)
@@ -290,12 +337,16 @@ class Scheduler:
     def _make_room(self, request: Request, singles: list[Request]) -> bool:
         """Room for a chunk of a running request: at the cost of younger ones if there is none."""
         sequence = _sequence(request)
-        sequence.match()
+        sequence.match(request.scored)
         while sequence.room < 1 and (victim := self.running[-1]) is not request:
-            self._preempt(victim)
-            if victim in singles:
-                singles.remove(victim)
+            self._preempt_with_row(victim, singles)
         return sequence.room >= 1
+
+    def _preempt_with_row(self, victim: Request, singles: list[Request]) -> None:
+        """`_preempt`; it has no row of this step either."""
+        self._preempt(victim)
+        if victim in singles:
+            singles.remove(victim)
 
 
 def _number(request: Request) -> int:

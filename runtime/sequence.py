@@ -127,11 +127,12 @@ class Sequence:
 
     # ---- prefixes
 
-    def match(self) -> int:
-        """Takes from the index the pages of as many of the first tokens as it knows, if these are more than `computed`.
-        Returns `computed`, which leaves at least one token to compute, whose row gives an answer. May be called at any
-        time outside a step: other sequences may have computed the next tokens meanwhile."""
-        self._match(len(self.tokens) - 1)
+    def match(self, limit: int | None = None) -> int:
+        """Takes from the index the pages of as many of the first tokens as it knows, if these are more than `computed`;
+        of the first `limit` at most. Returns `computed`, which leaves at least one token to compute, whose row gives an
+        answer. May be called at any time outside a step: other sequences may have computed the next tokens
+        meanwhile."""
+        self._match(len(self.tokens) - 1 if limit is None else min(limit, len(self.tokens) - 1))
         return self.computed
 
     def _match(self, limit: int) -> None:

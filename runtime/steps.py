@@ -10,14 +10,20 @@ import numpy as np
 
 Single = tuple[int, int, int]  # token, position, slot
 Chunk = tuple[Sequence[int] | np.ndarray, int, int]  # tokens, position of the first, slot
-TABLES = "pages."  # prefix of the names of page tables in io, before the span of their layers
-OUTPUTS = ("logits", "sampled", "logprobs")  # io buffers that kernels write; the host writes the others
+_TABLES = "pages."  # prefix of the names of page tables in io, before the span of their layers
+# io buffers that kernels write, in the order in which a function returns them; the host writes the others.
+OUTPUTS = ("logits", "sampled", "logprobs")
 _SELDOM = ("changes", "allowed")  # io buffers of sampling that most steps have no use for
+
+
+def page_table(span: int) -> str:
+    """The io buffer of the page tables of layers of that span."""
+    return f"{_TABLES}{span}"
 
 
 def is_kept(name: str) -> bool:
     """Whether an input stays the same for many steps: devices copy it only when it was written."""
-    return name.startswith(TABLES) or name in _SELDOM
+    return name.startswith(_TABLES) or name in _SELDOM
 
 
 def write_step(
@@ -68,7 +74,7 @@ def write_private_pages(device, manifest: Mapping, short: int = 0) -> None:
     """Page tables for a device that is used without an engine: the first `short` slots have one page each, the next
     one all others. A sequence that is longer than what it has begins with its first page again."""
     for span, pages in pages_of(device, manifest).items():
-        name = f"{TABLES}{span}"
+        name = page_table(span)
         slots, blocks = manifest["io"][name]["shape"]
         slot, block = np.arange(slots)[:, None], np.arange(blocks)
         device.write(name, np.where(slot < short, slot, short + block % (pages - short)).astype(np.int32))

@@ -177,6 +177,10 @@ class Tokenizer:
             return bytes((int(byte[1], 16),))
         return text.replace("▁", " ").encode()
 
+    def vocabulary(self) -> list[bytes]:
+        """`token_bytes` of all tokens, by id."""
+        return [self.token_bytes(token) for token in range(self.vocab_size)]
+
     def is_special(self, token: int) -> bool:
         """Whether the token is a control token, which has no text."""
         return token in self._special
@@ -211,6 +215,11 @@ class TextStream:
             piece = piece.removeprefix(b" ")
             self._after_prefix = False
         return self._utf8.decode(piece)
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether bytes of a character are held back."""
+        return bool(self._utf8.getstate()[0])
 
     def flush(self) -> str:
         """The rest, with U+FFFD for an incomplete character; the stream may then be continued."""

@@ -7,10 +7,16 @@ target.
 import math
 from dataclasses import dataclass, fields
 
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.kv_types import KV_TENSORS, KV_TYPE
+
 LOG2E = math.log2(math.e)
 PAGE = 64  # keys of a page of the cache; no block of an attention kernel crosses one
 SLOTS = 64  # rows of a page table: sequences that may take part in one step
 STEP = 16  # columns: what vectors of the CPU and matrix units of GPUs take at once
+
+KV_BLOCK = 32  # q8_0: consecutive columns of a key's or value's head that share a scale, as in GGUF's Q8_0
+KV_STEPS = 127  # q8_0: the largest code
 
 
 def padded_columns(columns: int) -> int:
@@ -28,7 +34,8 @@ class Attention:
     (gpt-oss).
 
     Keys and values are in pages of PAGE positions; a page table says for each slot (a sequence) and each block of PAGE
-    positions which page has them. Layers of the same `span` share the tables. ValueError for a window with chunks.
+    positions which page has them. Layers of the same `span` share the tables. ValueError for a window with chunks, and
+    for an unknown type of the cache.
     """
 
     heads: int  # query heads
@@ -40,10 +47,22 @@ class Attention:
     softcap: float = 0.0  # 0: none
     sinks: bool = False
     chunk: int = 0  # 0: none
+    kv: str = KV_TYPE  # type of the cache: a name of runtime/kv_types.py
 
     def __post_init__(self):
-        if self.window and self.chunk:
+        if (self.window and self.chunk) or self.kv not in KV_TENSORS:
             raise ValueError(f"{self} is no attention layer")
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the cache holds codes of 8 bits and scales: element = code * scale, where scale is the largest
+        magnitude of KV_BLOCK columns divided by KV_STEPS, as float16, and code is rounded to nearest."""
+        return self.kv == "q8_0"
+
+    @property
+    def cache(self) -> tuple[str, ...]:
+        """The tensors of the cache, as `cache_types` of a target has them."""
+        return KV_TENSORS[self.kv]
 
     @property
     def span(self) -> int:
@@ -86,6 +105,15 @@ class Rope:
     def __post_init__(self):
         if self.eps is None and (self.norm_after or self.value_norm):
             raise ValueError(f"{self} has norms without eps")
+
+
+def check_quantized(attention: Attention) -> None:
+    """UserError for a layer whose heads are not whole blocks of a quantized cache."""
+    if attention.quantized and attention.d % KV_BLOCK:
+        raise UserError(
+            f"--kv-type {attention.kv} needs heads in multiples of {KV_BLOCK}, not of {attention.d} as this model's; "
+            "leave it out"
+        )
 
 
 def described(kind, args: dict):

@@ -168,8 +168,8 @@ def costs(op: str, args: dict, params: list[Parameter]) -> Costs:
 _STATE = Slot("state", ("state",))
 _ROWS, _PAGES = Slot("rows", ("rows",)), Slot("pages", ("pages",))
 _ACT = Slot("input", ("A", "S", "X", "H"))  # in any layout of compiler/ops.py
-_OUT = Slot("output", ("A", "S", "X", "Y", "H", "O", "A_out", "S_out", "H_out"))
-_CACHE = Slot("cache", ("Kc", "Vc"))
+_OUT = Slot("output", ("A", "S", "X", "Y", "H", "O", "A_out", "S_out"))
+_CACHE = Slot("cache", ("Kc", "Vc", "Ks", "Vs"))
 _CHOICE = Slot("output", ("Ids", "Weights"))
 _GROUPS = Slot("input", ("Groups",), slots=True)
 

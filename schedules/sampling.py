@@ -37,6 +37,7 @@ FIRST_WINDOW = 8.0  # below the largest logit
 LOWEST = -3.0e38  # logit of tokens that must not be chosen
 LARGEST = (1 << 31) - 1
 SMALLEST = -(1 << 31)
+LOWEST_KEY = -0x7F800000  # `key_of` the least finite float32
 Cell = Any  # a number in a register that changes: `Machine.cell`
 
 
@@ -94,8 +95,9 @@ class Machine(ABC):
         """The sum of an int32 of all threads, in all of them."""
 
     @abstractmethod
-    def each_token(self, visit: Callable, floor=None) -> None:
-        """Visits all tokens of the row; may leave out those whose logit is below `floor`."""
+    def each_token(self, visit: Callable, floor=None, near: Callable | None = None, enough: Callable | None = None):
+        """Visits all tokens of the row; may leave out those whose logit is below `floor`, those outside of near(), a
+        pair of logits, and the rest as soon as enough() holds."""
 
 
 def put(buffer, value, index):
@@ -214,15 +216,23 @@ class Draw:
         x = T.max((value - self.top) * self.factor.get(), T.float32(-200))
         return T.Bind(T.cast(self.m.exp2(T.Bind(x)) * self.scale.get() + T.float32(0.5), "int32"))
 
-    def _each(self, visit):
-        """Visits the tokens of the list, or else all."""
+    def _row_mass(self, token, value):
+        """`_mass` of a token that is left, where there is no list, after `_add_up`."""
+        return self._mass(value)
+
+    def _each(self, visit, near=None):
+        """Visits the tokens of the list, or else all; see `each_token`. visits get what makes the token's mass, too."""
         threads, listed, count = self.m.threads, self.listed.get(), self.count.get()
         with T.serial(T.Select(listed > 0, T.truncdiv(count + (threads - 1), T.int32(threads)), T.int32(0))) as i:
             place = T.Bind(i * threads + self.m.tid)
             inside = T.Bind(T.min(place, T.int32(self.m.size - 1)))
-            visit(T.Bind(self.ids[inside]), T.Bind(self.values[inside]), place < count)
+            token, value = T.Bind(self.ids[inside]), T.Bind(self.values[inside])
+            visit(token, value, place < count, lambda: self._mass(value))
         with when(listed == 0):
-            self.m.each_token(visit)
+            self.m.each_token(
+                lambda token, value, inside: visit(token, value, inside, lambda: self._row_mass(token, value)),
+                near=near,
+            )
 
     # ---- the stages
 
@@ -300,7 +310,9 @@ class Draw:
                     put(self.values, value, place)
                     put(self.ids, token, place)
 
-        m.each_token(visit, T.Bind(value_of(T.max(bound, self.threshold.get()))))
+        m.each_token(
+            visit, T.Bind(value_of(T.max(bound, self.threshold.get()))), enough=lambda: self.counter[0] > m.size
+        )
         m.barrier()
         self.count.set(self.counter[0])
         self.floor.set(bound)
@@ -309,9 +321,9 @@ class Draw:
     def _add_up(self):
         mine = self.m.cell(T.int32(0))
 
-        def visit(token, value, inside):
+        def visit(token, value, inside, mass):
             with T.If(inside & self._left(token, T.Bind(key_of(value)))), T.Then():
-                mine.set(mine.get() + self._mass(value))
+                mine.set(mine.get() + mass())
 
         self._each(visit)
         self.sum.set(self.m.total(mine.get()))
@@ -338,7 +350,7 @@ class Draw:
                 put(self.hist, T.int32(0), j * m.threads + m.tid)
             m.barrier()
 
-            def visit(token, value, inside):
+            def visit(token, value, inside, mass, i=i, shift=shift, upper=upper, known=known):
                 key = T.Bind(key_of(value))
                 number = T.Select(by_id, unsigned(self.vocab - 1 - token), unsigned(key) - start)
                 number = T.Bind(number)
@@ -346,9 +358,9 @@ class Draw:
                 here = here & (no(odd) | (key == tie)) & self._left(token, key)
                 with T.If(here), T.Then():
                     place = T.Bind(signed(T.shift_right(number, shift) & T.uint32(BINS - 1)))
-                    m.add(self.hist, place, T.Select(stage < 2, T.int32(1), self._mass(value)))
+                    m.add(self.hist, place, T.Select(stage < 2, T.int32(1), mass()))
 
-            self._each(visit)
+            self._each(visit, lambda: self._near(i, odd, draw, upper, known, start, reach, tie))
             m.barrier()
             self._find()
             bin_, above = T.Bind(self.found[0]), T.Bind(self.found[1])
@@ -370,6 +382,16 @@ class Draw:
             self.ties.set(T.cast(equal.get() - self.target.get() >= one, "int32"))
         with when(odd):
             self.ties.set(T.int32(0))
+
+    def _near(self, i, odd, draw, upper, known, start, reach, tie):
+        """(least, largest logit) of the tokens that pass i of a search is about."""
+        first = T.Bind(T.shift_left(known, upper))
+        last = T.Bind(T.min(first + (T.shift_left(T.uint32(1), upper) - T.uint32(1)), reach))
+        low, high = (T.Bind(T.max(signed(start + number), T.int32(LOWEST_KEY))) for number in (first, last))
+        every = T.Bind((i == 0) | draw)
+        low = T.Select(odd, tie, T.Select(every, T.int32(LOWEST_KEY), low))
+        high = T.Select(odd, tie, T.Select(every, self.largest, high))
+        return T.Bind(value_of(T.Bind(low))), T.Bind(value_of(T.Bind(high)))
 
     @property
     def _groups(self):

@@ -12,7 +12,16 @@ import numpy as np
 
 from mlc_amd.schedules.attention import PAGE, SLOTS, Attention, Rope
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
-from mlc_amd.tools.reference.attention import attention_reference, first_seen, rope_reference, value_reference
+from mlc_amd.tools.reference.attention import (
+    as_stored,
+    attention_reference,
+    first_seen,
+    packed,
+    pools_of,
+    quantized,
+    rope_reference,
+    value_reference,
+)
 
 CTX = 512
 STALE_K, STALE_V, LEFT = 300.0, 30000.0, 7.0
@@ -67,7 +76,8 @@ class Pool:
         self.rng, self.layer, self.blocks = rng, layer, layer.blocks
         self.free, self.slots = list(rng.permutation(count)), list(rng.permutation(SLOTS))
         self.k, self.v = (
-            np.full((layer.kv_heads, count * PAGE, layer.d), stale, np.float16) for stale in (STALE_K, STALE_V)
+            exact(layer, np.full((layer.kv_heads, count * PAGE, layer.d), stale, np.float16))
+            for stale in (STALE_K, STALE_V)
         )
         self.table = rng.integers(0, count, (SLOTS, layer.blocks)).astype(np.int32)
 
@@ -87,7 +97,12 @@ class Pool:
     def check_written(self, k, v, places, keys, values):
         """k, v: what a kernel left; keys, values: [rows, kv_heads, d], expected in `places`; the rest is unchanged."""
         for before, after, expected in ((self.k, k, keys), (self.v, v, values)):
-            np.testing.assert_allclose(after[:, places].transpose(1, 0, 2), expected, rtol=1e-3, atol=2e-6)
+            found = after[:, places].transpose(1, 0, 2)
+            if self.layer.quantized:  # keys are rounded to float16 before
+                step = np.repeat(np.abs(expected).reshape(*expected.shape[:2], -1, 32).max(-1) / 127, 32, -1)
+                assert (np.abs(found - expected) <= 0.56 * step).all()
+            else:
+                np.testing.assert_allclose(found, expected, rtol=1e-3, atol=2e-6)
             assert (np.delete(after, places, axis=1) == np.delete(before, places, axis=1)).all()
 
 
@@ -105,6 +120,28 @@ def pack(k, v):
         np.ascontiguousarray(k.reshape(n, pages, PAGE // 32, 32, width // 8, 8).transpose(1, 0, 2, 4, 3, 5)),
         np.ascontiguousarray(v.reshape(n, pages, PAGE // 8, 8, width).transpose(1, 0, 2, 4, 3)),
     )
+
+
+def exact(layer, x):
+    """Elements that the layer's cache holds exactly."""
+    return as_stored(x) if layer.quantized else x
+
+
+def caches_of(layer, k, v):
+    """The parameters of a layer's cache, of keys and values [kv_heads, places, d] that it holds exactly."""
+    if not layer.quantized:
+        return dict(zip(("Kc", "Vc"), pack(k, v), strict=True))
+    pools = (x.reshape(layer.kv_heads, -1, PAGE, layer.d).transpose(1, 0, 2, 3) for x in (k, v))
+    (k, ks), (v, vs) = (quantized(x) for x in pools)
+    made = (*packed("gpu", k, v), *(x.transpose(0, 1, 3, 2) for x in (ks, vs)))
+    return {name: np.ascontiguousarray(x) for name, x in zip(("Kc", "Vc", "Ks", "Vs"), made, strict=True)}
+
+
+def elements_of(layer, caches):
+    """The inverse."""
+    if not layer.quantized:
+        return unpack(caches["Kc"], caches["Vc"], layer.d)
+    return tuple(x.transpose(1, 0, 2, 3).reshape(layer.kv_heads, -1, layer.d) for x in pools_of("gpu", caches))
 
 
 def unpack(Kc, Vc, d):
@@ -207,9 +244,10 @@ def check_attention(case, run, grow=0.0):
             keys, values = sequence(rng, layer, position if writes else position + count, begin)
             seen = slice(begin, position + count)
             keys[:, seen] *= (1 + grow * np.arange(CTX)[seen] / CTX)[:, None].astype(np.float16)
+            keys, values = exact(layer, keys), exact(layer, values)
             found.append((keys, values))
             places.append((pool.add(keys, values, begin, position + count), position, count))
-        Kc, Vc = pack(pool.k, pool.v)
+        caches = caches_of(layer, pool.k, pool.v)
         if case.rope:
             inputs, rotated = rope_inputs(rng, case)
             queries, own_key, own_value = rotated(slice(0, 1), [rows.singles[0]])
@@ -222,13 +260,15 @@ def check_attention(case, run, grow=0.0):
         sinks = np.linspace(-3, 12, layer.heads).astype(np.float32) if layer.sinks else None
         out = outputs(case.m, layer.heads * d)
         given = {"state": state_of(rows), "rows": rows_array(case, places), "pages": pool.table}
-        run({**given, "Kc": Kc, "Vc": Vc, "Sinks": sinks, **inputs, **joined, **out})
-        new_k, new_v = unpack(Kc, Vc, d)
+        run({**given, **caches, "Sinks": sinks, **inputs, **joined, **out})
+        new_k, new_v = elements_of(layer, caches)
         if writes:
             ((slot, position, _),), ((keys, values),) = places, found
             there = pool.places(slot, [position])
             pool.check_written(new_k, new_v, there, own_key, own_value)
             keys[:, position], values[:, position] = (x[:, there[0]] for x in (new_k, new_v))
+            if layer.quantized:  # the kernel has its own ones as float16
+                keys[:, position], values[:, position] = (x[0].astype(np.float16) for x in (own_key, own_value))
         else:
             assert (new_k == pool.k).all() and (new_v == pool.v).all()
         expected, done = [], 0
@@ -246,21 +286,21 @@ def check_attention(case, run, grow=0.0):
 
 def check_rope(case, run, states):
     """The same for `rope_kv_write`. states: (position, rows) of a chunk, or `Rows`."""
-    rng, layer, m, d = np.random.default_rng(2), case.layer, case.m, case.d
+    rng, layer, m = np.random.default_rng(2), case.layer, case.m
     for state in states:
         rows = state if isinstance(state, Rows) else Rows((), state)
         parts = sequences(rows)
         pool = Pool(rng, layer, layer.blocks * len(parts))
-        stale = sequence(rng, layer, 0)
+        stale = tuple(exact(layer, x) for x in sequence(rng, layer, 0))
         places = [(pool.add(*stale, position, min(position + n, CTX)), position, n) for position, n in parts]
-        Kc, Vc = pack(pool.k, pool.v)
+        caches = caches_of(layer, pool.k, pool.v)
         inputs, rotated = rope_inputs(rng, case)
         Qo, given = np.full((m, layer.heads, layer.width), LEFT, np.float16), rows_array(case, places)
-        run({"state": state_of(rows), "rows": given, "pages": pool.table, "Kc": Kc, "Vc": Vc, "Qo": Qo, **inputs})
+        run({"state": state_of(rows), "rows": given, "pages": pool.table, **caches, "Qo": Qo, **inputs})
         written = np.flatnonzero(given[:, 0] < CTX)
         queries, keys, values = rotated(written, given[written, 0])
         np.testing.assert_allclose(Qo[written], widened(queries * layer.query_scale), rtol=1e-3, atol=2e-6)
         assert (np.delete(Qo, written, axis=0) == LEFT).all()
         there = np.concatenate([pool.places(slot, np.arange(p, min(p + n, CTX))) for slot, p, n in places])
         there, keys, values = (x if case.rope.writes else x[:0] for x in (there, keys, values))
-        pool.check_written(*unpack(Kc, Vc, d), there, keys, values)
+        pool.check_written(*elements_of(layer, caches), there, keys, values)

@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
+import architectures
 import pytest
 
 from mlc_amd.compiler.codegen.rocm import find_linker
+from mlc_amd.compiler.gguf import GGUFModel, synthetic
+from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import cli, models
@@ -37,27 +40,31 @@ os.environ.setdefault("CACHEDB", str(SHADERS.parent / f"emulator-{os.environ.get
 os.environ.setdefault("GALLIVM_PERF", "nopt")
 # The files that take longest run first, which leaves short ones for workers that finish early.
 LONG = (
-    "test_architectures.py", "test_vulkan_kernels.py", "test_models.py", "test_vulkan_models.py",
-    "test_emulator_gfx1100.py", "test_emulator_gfx1201.py", "test_emulator_gfx942.py",
-    "test_vulkan_device.py", "test_tune_cli.py", "test_cpu_attention.py", "test_cpu_linear.py", "test_gpu_gemm.py",
-    "test_quality.py", "test_tuning_rpc.py", "test_tuning_kit.py", "test_wheel.py", "test_vulkan_attention_decode.py",
-    "test_rocm_models.py", "test_gpu_attention.py", "test_cpu_experts.py", "test_tuning_compile.py",
-    "test_gpu_gemv.py", "test_cli.py", "test_repl.py", "test_chat.py", "test_vulkan_coop.py", "test_gpu_experts.py",
-    "test_cpu_plans.py", "test_tuning_search.py", "test_tuning_build.py", "test_generic.py",
-    "test_bench.py", "test_bench_gpu.py",
+    "test_emulator_gfx1100.py", "test_architectures.py", "test_vulkan_kernels.py", "test_models.py",
+    "test_emulator_gfx1201.py", "test_emulator_gfx942.py", "test_vulkan_device.py", "test_vulkan_models.py",
+    "test_rocm_models.py", "test_cpu_attention.py", "test_cpu_linear.py", "test_tune_cli.py", "test_selftest.py",
+    "test_reference.py", "test_engine_many.py", "test_gpu_gemm.py", "test_tuning_rpc.py", "test_tuning_kit.py",
+    "test_quality.py", "test_cpu_sample.py", "test_gpu_gemv_matrix.py", "test_gemm_few.py", "test_gpu_sample.py",
+    "test_vulkan_attention_decode.py", "test_gpu_attention.py", "test_cpu_experts.py", "test_tuning_compile.py",
+    "test_device_sampling.py", "test_gpu_gemv.py", "test_wheel.py", "test_vulkan_coop.py", "test_gpu_experts.py",
+    "test_generic.py", "test_cli.py", "test_repl.py", "test_chat.py", "test_cpu_plans.py", "test_tuning_search.py",
+    "test_tuning_build.py", "test_bench.py", "test_bench_gpu.py",
 )  # fmt: skip
 
 
 # Those that compile models or many kernels, besides: `make test-fast` leaves all of them out.
 SLOW = {
-    *LONG, "test_api.py", "test_artifact.py", "test_cpu_norm.py", "test_deploy.py", "test_engine.py",
-    "test_engine_calls.py", "test_inspect_kernels.py", "test_measure.py", "test_model_cache.py", "test_monitor.py",
-    "test_radv.py", "test_random_weights.py", "test_reference.py", "test_selftest.py", "test_tuning_rooflines.py",
-    "test_tuning_static.py", "test_vulkan_attention_coop.py",
+    *LONG, "test_api.py", "test_artifact.py", "test_constrained_answers.py", "test_cpu_norm.py", "test_deploy.py",
+    "test_engine.py", "test_engine_calls.py", "test_gpu_norm.py", "test_gpu_route.py", "test_inspect_kernels.py",
+    "test_measure.py", "test_memory.py", "test_model_cache.py", "test_monitor.py", "test_power.py", "test_radv.py",
+    "test_random_weights.py", "test_serve_anthropic.py", "test_serve_events.py", "test_serve_limits.py",
+    "test_serve_ollama.py",
+    "test_serve_openai.py", "test_serve_page.py", "test_serve_responses.py", "test_tuning_rooflines.py",
+    "test_tuning_static.py", "test_vulkan_attention_coop.py", "test_windows.py",
 }  # fmt: skip
 
 
-FULL = ("emulator_full", "reference_full")  # markers of what no run selects by itself
+FULL = ("emulator_full", "grammars_full", "reference_full")  # markers of what no run selects by itself
 
 
 def pytest_runtest_setup(item):
@@ -75,8 +82,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What was imported stays: the garbage collector need not look at it again and again."""
+    """What was imported stays: the garbage collector need not look at it again and again, nor after every few hundred
+    of the nodes that compilers make."""
     gc.freeze()
+    gc.set_threshold(50_000)
 
 
 @pytest.fixture(scope="session")
@@ -143,6 +152,34 @@ def compiled(once):
 
 
 @pytest.fixture(scope="session")
+def compiled_for(once):
+    """compiled_for(target, arch, source, ctx, kv_type) -> artifact folder. source: a GGUF path, a synthetic spec, or
+    the arguments of `architectures.tiny`.
+
+    Each is compiled once a run. Not to be changed by tests.
+    """
+
+    def compile_once(target: str, arch: str, source: Path | str | tuple, ctx: int, kv_type: str = "f16") -> Path:
+        def make(out: Path) -> None:
+            if isinstance(source, tuple):
+                opened = architectures.tiny(*source)
+            else:
+                opened = GGUFModel.open(source) if isinstance(source, Path) else synthetic(source)
+            with opened as model:
+                compile_model(model, target, arch, ctx, out, kv_type=kv_type)
+
+        return once(f"{target}-{arch}-{source}-{ctx}-{kv_type}", make)
+
+    return compile_once
+
+
+@pytest.fixture(scope="session")
+def lavapipe_model(compiled_for) -> Path:
+    """A tiny model for Mesa's CPU driver, with 128 tokens of context: most tests of the vulkan target run it."""
+    return compiled_for("vulkan", "lavapipe", "tiny:q4_0", 128)
+
+
+@pytest.fixture(scope="session")
 def first_chat(once) -> tuple[subprocess.CompletedProcess, Path]:
     """A user's first chat without naming a model, a process that compiles the bundled one; and the folder of the user's
     caches after it."""
@@ -165,7 +202,7 @@ def first_chat(once) -> tuple[subprocess.CompletedProcess, Path]:
             "COLUMNS": "100",
         }
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, env=environment, capture_output=True, text=True, timeout=240, check=False
+            command, stdin=subprocess.DEVNULL, env=environment, capture_output=True, text=True, timeout=600, check=False
         )
         (out / "process.json").write_text(json.dumps([command, done.returncode, done.stdout, done.stderr]))
 
@@ -193,6 +230,18 @@ def engine(loaded) -> Engine:
     """The same with an empty cache."""
     loaded.reset()
     return loaded
+
+
+@pytest.fixture(scope="session")
+def served(demo_artifact):
+    """A server with the bundled model, called "demo"."""
+    pytest.importorskip("starlette")
+    from serving import serving
+
+    from mlc_amd.tools.server.library import Library
+
+    with serving(Library({"demo": lambda: Engine.load(demo_artifact, threads=2, kv_tokens=8192)})) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

@@ -103,6 +103,14 @@ def function(rows, head):
     }
 
 
+def facts(name):
+    """Of the manifest's kernels. The one that mixes reads the keys before its rows."""
+    key = 4 * WIDTH * (name == "mix")
+    moved = {"call": HEAD.nbytes, "token": key, "key": key}
+    operations = {"call": HEAD.size, "score": WIDTH * (name == "mix")}
+    return {"name": name, "bytes": moved, "operations": operations, "keys": CTX, "params": []}
+
+
 def code_object(arch):
     return b"\x7fELF".ljust(64, b"\0") + f"amdgcn-amd-amdhsa--{arch}".encode()
 
@@ -124,14 +132,16 @@ def artifact_in(folder):
             "tensors": {EXPERT: {"dtype": "float32", "shape": HEAD.shape}},
             "weight_bytes": TABLE.nbytes + HEAD.nbytes,
             "token_bytes": 4 * WIDTH,
-            "target": {"kind": "rocm", "archs": list(archs)},
+            "target": {"kind": "rocm", "archs": list(archs), "bandwidth": dict.fromkeys(archs, 960)},
             "context": CTX,
+            "kv_type": "f16",
             "page": PAGE,
             "functions": {
                 "decode": function(1, "last"),
                 "prefill_16": function(16, "last"),
                 "score_16": function(16, "all"),
             },
+            "kernels": [facts(name) for name in LAUNCHES],
             "libraries": {arch: f"{arch}.hsaco" for arch in archs},
             "launches": {arch: LAUNCHES for arch in archs},
             "arena_bytes": 8192,

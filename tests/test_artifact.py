@@ -18,6 +18,7 @@ from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime import artifact
 from mlc_amd.runtime.artifact import Artifact, TensorSpec, Weights, WeightsWriter, new_artifact
+from mlc_amd.runtime.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 
@@ -46,7 +47,7 @@ def test_contents(demo_artifact):
     assert opened.manifest["weight_bytes"] == sum(
         opened.weights[name].nbytes for name in opened.weights.header if not name.startswith("__pad_")
     )
-    assert opened.kv_bytes == 6 * 2 * 4 * 2048 * 64 * 2
+    assert kv_bytes(kv_types(opened.manifest)) == 6 * 2 * 4 * 2048 * 64 * 2
 
 
 def test_weights_are_safetensors_and_aligned(demo_artifact):
@@ -166,7 +167,7 @@ except UserError as e:
         (lambda p: (p / "manifest.json").unlink(), "not a compiled model"),
         (lambda p: (p / "manifest.json").write_text("{"), "is damaged"),
         (lambda p: ((p / "manifest.json").unlink(), (p / "manifest.json").mkdir()), "cannot be read"),
-        (lambda p: manifest_with(p, format=0), "artifact format 0, this version reads 6"),
+        (lambda p: manifest_with(p, format=0), "artifact format 0, this version reads 7"),
         (lambda p: (p / "kernels.so").unlink(), "kernels.so is missing"),
         (lambda p: (p / "kernels.so").write_bytes(b"\0" * (p / "kernels.so").stat().st_size), "corrupted"),
         (lambda p: os.truncate(p / "kernels.so", 100), "has 100 bytes instead of"),

@@ -8,8 +8,6 @@ import time
 import pytest
 from vulkan_harness import gpu
 
-from mlc_amd.compiler.gguf.synthetic import synthetic
-from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu import profiles
@@ -19,12 +17,9 @@ PROFILE = "lavapipe"
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory):
+def artifact(lavapipe_model):
     gpu()
-    out = tmp_path_factory.mktemp("gpu") / "model"
-    with synthetic("tiny:q4_0") as model:
-        compile_model(model, "vulkan", PROFILE, 128, out)
-    return out
+    return lavapipe_model
 
 
 @pytest.fixture
@@ -50,7 +45,7 @@ def test_decoding_is_told_as_shares_of_the_copy_and_of_the_peak(artifact, known,
     assert cli.main(["bench", str(artifact), *command, "jsonl"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["backends"], result["arch"], result["machine_how"]) == ("VULKAN", PROFILE, "copy")
-    assert 1e8 < result["machine_gbps"] * 1e9 < 1e13
+    assert 0 < result["machine_gbps"] < 1e4
     assert result["read_share"] == pytest.approx(result["read_gbps"] / result["machine_gbps"])
     assert result["peak_gbps"] is None and result["peak_share"] is None
     assert 0 < result["host_us"] < result["avg_ns"] / 2 / 1000

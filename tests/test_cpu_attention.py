@@ -19,17 +19,20 @@ import tvm
 from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
-from mlc_amd.schedules.attention import PAGE, SLOTS, Attention, Rope
+from mlc_amd.schedules.attention import KV_BLOCK, PAGE, SLOTS, Attention, Rope
 from mlc_amd.schedules.cpu.arch import resolve
 from mlc_amd.schedules.cpu.attention import attention, kernel_module
 from mlc_amd.schedules.cpu.cache import cache_types
 from mlc_amd.schedules.cpu.rope_kv_write import rope_kv_write
 from mlc_amd.tools.reference.attention import (
+    CACHES,
+    as_stored,
     attention_reference,
     first_seen,
-    keys_of,
     packed,
     places_of,
+    pools_of,
+    quantized,
     rope_reference,
     value_reference,
 )
@@ -108,7 +111,6 @@ ATTEND = {
     "decode group 4": decode(Attention(8, 2, 64, 1024), LENGTHS),
     "decode group 1": decode(Attention(3, 3, 96, 1024), LENGTHS),
     "decode group 2": decode(Attention(4, 2, 128, 1024), LENGTHS, quantize=True),
-    "decode group 7": decode(Attention(14, 2, 64, 1024), LENGTHS, quantize=True),
     "decode group 8": decode(Attention(8, 1, 32, 1024), LENGTHS),
     "decode group 32": decode(Attention(32, 1, 64, 128), one(99)),
     "rows group 2": rows(
@@ -166,21 +168,22 @@ ATTEND = {
     "chunk keys of 10": chunk(Attention(2, 2, 64, 1024, chunk=10), ((0, 16), (60, 16), (995, 16)), 16, 8, True),
     "mixed keys of 40": mixed(Attention(4, 2, 64, 512, chunk=40), MIXED, 16, 5, 8),
     # the other attributes
-    "decode scale": decode(Attention(4, 2, 64, 256, scale=0.3), one(200)),
-    "decode softcap": decode(Attention(8, 2, 64, 1024, softcap=4.0), LENGTHS),
-    "decode sinks": decode(Attention(8, 2, 64, 1024, sinks=True), LENGTHS),
     "rows sinks": rows(Attention(8, 2, 64, 1024, sinks=True), ((0, 1, 2), (640, 642, 5)), 3, p=3, quantize=True),
     "chunk softcap": chunk(Attention(4, 1, 64, 512, softcap=4.0), ((0, 16), (400, 16)), 16, 8),
-    "chunk sinks": chunk(Attention(8, 2, 64, 1024, sinks=True), ((0, 16), (900, 13)), 16, 8, True),
     "decode all": decode(Attention(6, 2, 64, 1024, 0.2, 300, 6.0, True), LENGTHS, quantize=True),
-    "rows all": rows(Attention(6, 2, 64, 1024, 0.2, 300, 6.0, True), ((0, 3, 297, 300), (1020, 1023)), 4, p=4),
     "chunk all": chunk(Attention(6, 2, 64, 1024, 0.2, 300, 6.0, True), ((0, 16), (290, 16), (1008, 16)), 16, 8, True),
     "mixed all": mixed(Attention(6, 2, 64, 512, 0.2, 300, 6.0, True), MIXED, 16, 5, 8, True),
+    # a quantized cache
+    "decode q8": decode(Attention(8, 2, 64, 1024, kv="q8_0"), LENGTHS),
+    "decode q8 window": decode(Attention(3, 3, 96, 1024, window=100, kv="q8_0"), LENGTHS, quantize=True),
+    "rows q8": rows(Attention(4, 1, 128, 320, kv="q8_0"), ((0, 1, 200, 319), (319,)), 4, p=4),
+    "chunk q8": chunk(Attention(4, 2, 32, 512, kv="q8_0"), ((0, 16), (63, 15), (480, 16)), 16, 8),
+    "chunk q8 direct": chunk(Attention(2, 1, 64, 512, kv="q8_0"), ((0, 16), (300, 16)), 16, plan=(("convert", 0),)),
+    "mixed q8 all": mixed(Attention(6, 2, 64, 512, 0.2, 300, 6.0, True, kv="q8_0"), MIXED, 16, 5, 8, True),
 }
 OTHER_ARCHS = (
-    "decode group 4", "decode group 1", "decode group 8", "chunk head 40", "chunk group 2", "chunk group 3",
-    "decode window 100", "rows window 70", "chunk window 49", "chunk keys of 10", "chunk window 10", "mixed group 2",
-    "decode all", "mixed all",
+    "decode group 4", "decode group 8", "chunk head 40", "chunk group 3", "decode window 100", "chunk window 49",
+    "chunk keys of 10", "mixed group 2", "decode all", "mixed all", "decode q8", "mixed q8 all",
 )  # fmt: skip
 
 
@@ -218,12 +221,16 @@ ROPE = {
     "prefill norm after": Write(heads(2, 1, 64), 4, Rope(True, 48, 1e-5, norm_after=True)),
     "decode norm after": Write(heads(2, 1, 40), 1, Rope(False, 24, 1e-5, norm_after=True)),
     "prefill value norm": Write(heads(2, 2, 24), 4, Rope(True, 24, 1e-5, value_norm=True)),
+    "decode codes": Write(heads(4, 2, 64, kv="q8_0"), 1, Rope(True, 48)),
+    "prefill codes norms": Write(heads(2, 2, 96, kv="q8_0"), 16, Rope(False, 96, 1e-5, value_norm=True)),
     "prefill reads": Write(heads(3, 1, 64), 4, Rope(True, 64, 1e-5, writes=False)),
     "decode reads": Write(heads(2, 1, 64), 1, Rope(True, 0, writes=False)),
 }
 
 
-OTHER_ARCHS_ROPE = ("decode interleaved", "prefill neox partial", "prefill head 24", "prefill norm after")
+OTHER_ARCHS_ROPE = (
+    "decode interleaved", "prefill neox partial", "prefill head 24", "prefill norm after", "decode codes",
+)  # fmt: skip
 ATTEND_CASES = [(arch, name) for arch in ARCHS for name in (ATTEND if arch == ARCHS[0] else OTHER_ARCHS)]
 ROPE_CASES = [(arch, name) for arch in ARCHS for name in (ROPE if arch == ARCHS[0] else OTHER_ARCHS_ROPE)]
 
@@ -265,15 +272,18 @@ class Pool:
         self.pages[self.slots] = order[: sequences * spec.blocks].reshape(sequences, -1)
 
     def caches(self, k, v):
-        """Kc and Vc of k, v [sequences, kv_heads, ctx, d]; NaNs in pages of no sequence."""
-        pooled = []
+        """The cache of k, v [sequences, kv_heads, ctx, d]; NaNs in pages of no sequence."""
+        pooled, scales = [], []
         for x in map(widened, (k, v)):
             sequences, kv_heads, _, width = x.shape
-            pool = np.full((self.count, kv_heads, PAGE, width), np.nan, np.float16)
+            pool = np.full((self.count, kv_heads, PAGE, width), np.nan, x.dtype)
             blocks = x.reshape(sequences, kv_heads, self.spec.blocks, PAGE, width).transpose(0, 2, 1, 3, 4)
             pool[self.pages[self.slots]] = blocks
+            if self.spec.quantized:
+                pool, scale = quantized(pool)
+                scales.append(scale.transpose(0, 1, 3, 2))
             pooled.append(pool)
-        return tuple(map(tensor, packed("cpu", *pooled)))
+        return tuple(map(tensor, (*packed("cpu", *pooled), *scales)))
 
     def step(self, single: Sequence[int], first: int, chunk: int, m: int):
         """The parameters state, rows and pages of a step: positions of single rows, and a chunk. Sequences are in the
@@ -298,6 +308,8 @@ def test_attention(arch, name):
         steps = [*((position, 1) for position in single), *([(first, count)] if count else [])]
         pool = Pool(spec, len(steps), rng)
         k, v = (rng.standard_normal((len(steps), spec.kv_heads, spec.ctx, d)).astype(np.float16) for _ in "kv")
+        if spec.quantized:
+            k, v = (as_stored(x) for x in (k, v))
         expected = []
         for sequence, (position, taken) in enumerate(steps):
             end, unseen = position + taken, first_seen(spec, position) // PAGE * PAGE
@@ -337,8 +349,8 @@ def test_attention(arch, name):
 
 SAME = {  # attributes, position of the first token
     "causal": ({}, 505),
+    "q8": ({"kv": "q8_0"}, 505),
     # the windows of a chunk of 16 begin in one span, those of its last rows in the next
-    "window": ({"window": 189}, 690),
     "all": ({"window": 189, "softcap": 5.0, "sinks": True}, 690),
 }
 KINDS = {  # (m, single) of kernels, and how they take 16 rows: those of each step, the first of which are single ones
@@ -406,12 +418,12 @@ def test_rope_kv_write(arch, name):
         places = step[1].numpy()[:live]
         here = np.flatnonzero(places[:, 0] < ROPE_CTX)
         positions, slots = places[here].T
-        Kc, Vc = pool.caches(*np.full((2, 3, kv_heads, ROPE_CTX, d), STALE, np.float16))
-        before = [x.numpy().copy() for x in (Kc, Vc)]
+        caches = pool.caches(*np.full((2, 3, kv_heads, ROPE_CTX, d), STALE, np.float16))
+        before = {name: x.numpy().copy() for name, x in zip(CACHES, caches, strict=False)}
         Qo = tensor(np.full((m, n, spec.width), LEFT, np.float32))
         inputs = [widened(x) for x in ([q, k, v] if rope.writes else [q])] + [widened(x) for x in norms] + tables
         head = step if rope.writes else step[:2]
-        kernels(arch)[name](*head, *map(tensor, inputs), *([Kc, Vc] if rope.writes else []), Qo)
+        kernels(arch)[name](*head, *map(tensor, inputs), *(caches if rope.writes else []), Qo)
         angle = cs[positions]
         expected = rope_reference(q.reshape(m, n, d)[here], angle, rope, qn) * spec.query_scale
         np.testing.assert_allclose(Qo.numpy()[here, :, :d], expected, rtol=0, atol=4e-6)
@@ -421,11 +433,17 @@ def test_rope_kv_write(arch, name):
         page, key = places_of(pool.pages, positions, slots)
         keys = rope_reference(k.reshape(m, kv_heads, d)[here], angle, rope, kn)
         values = value_reference(v.reshape(m, kv_heads, d)[here], rope)
-        for found, old, wanted in (
-            (keys_of("cpu", Kc.numpy()), keys_of("cpu", before[0]), keys),
-            (Vc.numpy(), before[1], values),
-        ):
-            np.testing.assert_allclose(found[page, :, key, :d], wanted, rtol=6e-4, atol=1e-6)
+        after = {name: x.numpy() for name, x in zip(CACHES, caches, strict=False)}
+        pools = (pools_of("cpu", of) for of in (after, before))
+        for found, old, wanted in zip(*pools, (keys, values), strict=True):
+            if spec.quantized:
+                codes, scales = quantized(wanted)
+                step = np.repeat(scales.astype(np.float64), KV_BLOCK, -1)
+                apart = np.abs(found[page, :, key] - codes * step)
+                # a code is another one where a number is rounded to the other side
+                assert (apart <= step * 1.2).all() and (apart > step * 0.1).mean() < 0.005
+            else:
+                np.testing.assert_allclose(found[page, :, key, :d], wanted, rtol=6e-4, atol=1e-6)
             changed = found.copy()
             changed[page, :, key, :d] = old[page, :, key, :d]
             np.testing.assert_array_equal(changed, old)
@@ -435,6 +453,11 @@ def test_rope_kv_write(arch, name):
 def test_shapes_that_do_not_fit_are_refused(ctx, d):
     with pytest.raises(UserError, match="multiples"):
         cache_types(Attention(4, 2, d, ctx))
+
+
+def test_a_quantized_cache_needs_whole_blocks():
+    with pytest.raises(UserError, match="--kv-type q8_0 needs heads in multiples of 32, not of 80"):
+        cache_types(Attention(4, 2, 80, 128, kv="q8_0"))
 
 
 def test_int8_blocks_of_parts_of_heads_are_refused():

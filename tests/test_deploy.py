@@ -12,8 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlc_amd.compiler.gguf.synthetic import synthetic
-from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import archive, deploy, model_cache, wheels
@@ -46,12 +44,9 @@ PYTHONS = pythons()
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    """A model for the Vulkan driver that runs on the CPU, and for any other."""
-    path = tmp_path_factory.mktemp("artifact") / "tiny model"
-    with synthetic("tiny:q4_0") as source:
-        compile_model(source, "vulkan", "lavapipe", 64, path)
-    return path
+def model(lavapipe_model, tmp_path_factory) -> Path:
+    """A model for the Vulkan driver that runs on the CPU, in a folder with a space in its name."""
+    return shutil.copytree(lavapipe_model, tmp_path_factory.mktemp("artifact") / "tiny model")
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +93,7 @@ def start(bundle, tmp_path, home):
             input="",
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=600,
             check=False,
         )
 

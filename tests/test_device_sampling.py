@@ -1,5 +1,7 @@
 """A model's functions choose tokens on the device as the host's sampler does from the logits that they give."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import sampling_cases as cases
@@ -9,7 +11,9 @@ from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.devices import open_device
+from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.sampling import Sampling
+from mlc_amd.runtime.sampling_rows import mask_words
 from mlc_amd.runtime.steps import write_private_pages, write_step
 
 # of the rows of a step
@@ -20,14 +24,19 @@ SAMPLINGS = (
 
 
 @pytest.fixture(scope="module", params=["cpu:native", "vulkan:lavapipe"])
-def device(tmp_path_factory, request):
+def model(tmp_path_factory, request):
     target, _, arch = request.param.partition(":")
     if target == "vulkan":
         gpu()
     path = tmp_path_factory.mktemp("model") / "model"
     with synthetic("tiny-qwen3:q4_k") as model:
         compile_model(model, target, arch, 512, path)
-    artifact = Artifact.open(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def device(model):
+    artifact = Artifact.open(model)
     opened = open_device(artifact)
     yield opened, artifact.manifest
     opened.close()
@@ -61,3 +70,23 @@ def test_functions_that_score_choose_nothing(device):
     _, manifest = device
     (score,) = (of for name, of in manifest["functions"].items() if name.startswith("score_"))
     assert not score["samples"] and not any(["io", "sampled"] in launch["args"] for launch in score["launches"])
+
+
+def test_answers_of_an_engine(model):
+    """Masks and log-probabilities of some rows of a step."""
+    prompts = [[1, 2, 3], list(range(30)), [7] * 9]
+    with Engine.load(model) as engine:
+        mask = mask_words(np.isin(np.arange(engine.vocab), (5, 6, 7)))
+        constraint = SimpleNamespace(allowed=lambda: mask, accept=lambda token: None, complete=False)
+        plain = engine.generate(prompts[0], max_tokens=6)
+        masked = engine.generate(prompts[1], max_tokens=6, constraint=lambda: constraint, temperature=1.0)
+        ranked = engine.generate(prompts[2], max_tokens=6, logprobs=5)
+        made = [list(pieces) for pieces in zip(plain, masked, ranked, strict=True)]
+        assert all(row[1].id in (5, 6, 7) and row[0].logprob is None for row in made)
+        for _, _, piece in made:
+            assert piece.top[0] == (piece.id, pytest.approx(piece.logprob, abs=1e-4)) and len(piece.top) == 5
+        engine.reset()
+        logits = engine.prefill(prompts[2]).astype(np.float64)
+        exact = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+        assert [token for token, _ in made[0][2].top] == np.argsort(-exact)[:5].tolist()
+        assert np.allclose([value for _, value in made[0][2].top], np.sort(exact)[::-1][:5], atol=2e-3)

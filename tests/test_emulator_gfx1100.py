@@ -2,14 +2,17 @@
 
 import json
 import shutil
+from typing import ClassVar
 
 import pytest
 from attention_cases import Case, check_attention
-from emulator_suite import OnArch
+from emulator_suite import OnArch, check_model
+from test_rocm_models import TWO
 from test_tuning_build import linear
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.compiler.tuning.build import build
+from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.measure.candidate import read
 from mlc_amd.schedules.attention import Rope
 from mlc_amd.schedules.gpu import gemv
@@ -20,12 +23,15 @@ from mlc_amd.tools.dev.gfxemu import emulate
 
 
 class TestGfx1100(OnArch):
-    arch, spec = "gfx1100", "tiny:q4_0"
-    today = (34.7, 39.4, 56.5, 23.7)
-    eight = (72.2, 81.7, 136.6, 46.8)
+    arch = "gfx1100"
+    today: ClassVar = {"q4_0": 34.7, "q4_k": 39.4, "q6_k": 56.5, "q8_0": 23.7}
+    eight: ClassVar = {"q4_0": 72.2, "q4_k": 81.7, "q6_k": 136.6, "q8_0": 46.8}
 
-    def test_model(self, emulator, tmp_path, monkeypatch):
-        self.run_model(emulator, tmp_path, monkeypatch)
+    def test_model(self, emulator, compiled_for, monkeypatch):
+        """A whole tiny model; test_rocm_models has others."""
+        monkeypatch.setenv("MLC_AMD_GRAPH", "0")
+        artifact, spec = Artifact.open(compiled_for("rocm", TWO, "tiny:q4_0", 64)), "tiny:q4_0"
+        check_model(artifact, spec, self.arch, emulator, wave_order=5)
 
     def test_attention_with_a_window_takes_the_time_of_the_window(self):
         """Decode with sinks: the longer context takes no more instructions."""

@@ -1,9 +1,11 @@
 """gfx1201 (RDNA4) in the ISA emulator."""
 
+from typing import ClassVar
+
 from emulator_suite import OnArch
 
 
 class TestGfx1201(OnArch):
-    arch, spec = "gfx1201", "tiny-qwen3:q4_k"
-    today = (35.1, 39.2, 56.2, 22.5)
-    eight = (60.1, 72.2, 119.0, 46.9)
+    arch = "gfx1201"
+    today: ClassVar = {"q4_0": 35.1, "q4_k": 39.2, "q6_k": 56.2, "q8_0": 22.5}
+    eight: ClassVar = {"q4_0": 60.1, "q4_k": 72.2, "q6_k": 119.0, "q8_0": 46.9}

@@ -1,9 +1,11 @@
 """gfx942 (CDNA3) in the ISA emulator."""
 
+from typing import ClassVar
+
 from emulator_suite import OnArch
 
 
 class TestGfx942(OnArch):
-    arch, spec = "gfx942", "tiny-qwen3:q4_k"
-    today = (21.9, 25.8, 33.8, 17.2)
-    eight = (39.8, 47.4, 77.6, 35.3)
+    arch = "gfx942"
+    today: ClassVar = {"q4_0": 21.9, "q4_k": 25.8, "q6_k": 33.8, "q8_0": 17.2}
+    eight: ClassVar = {"q4_0": 40.1, "q4_k": 51.1, "q6_k": 66.4, "q8_0": 27.5}

@@ -74,6 +74,11 @@ def test_bad_ids_are_refused(engine, ids):
     assert engine.position == 0
 
 
+def test_a_bias_of_a_token_that_there_is_not_is_refused_before_others_share_a_step_with_it(engine):
+    with pytest.raises(UserError, match="logit_bias has the token 90000: the vocabulary has"):
+        engine.generate(PROMPT, logit_bias={3: 1.0, 90000: 1.0})
+
+
 def test_messages_of_the_api_name_no_flags(engine):
     with pytest.raises(ContextFull, match=r"2100 tokens do not fit the context of 2048: [^-]*$"):
         engine.generate([1] * 2100)

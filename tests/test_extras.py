@@ -27,7 +27,7 @@ def without(monkeypatch):
 def test_the_table_has_the_packages_of_the_extras():
     declared = set()
     for requirement in map(Requirement, metadata.requires("mlc-amd") or ()):
-        for extra in ("tune", "rocm"):
+        for extra in ("tune", "serve", "rocm"):
             if (
                 requirement.marker
                 and "extra" in str(requirement.marker)
@@ -44,8 +44,9 @@ def test_what_is_missing_is_told_with_what_installs_it(without):
         UserError, match=r"running target rocm needs the package rocm-bindings-hip; .*'mlc-amd\[rocm\]'"
     ):
         extras.require("rocm.bindings.hip")
-    tune, rocm = extras.extras()
-    assert (tune["extra"], rocm["extra"], rocm["packages"]) == ("tune", "rocm", ["ziglang"])
+    tune, serve, rocm = extras.extras()
+    assert [tune["extra"], serve["extra"], rocm["extra"]] == ["tune", "serve", "rocm"]
+    assert rocm["packages"] == ["ziglang"]
     assert rocm["missing"] == {"rocm-bindings-hip": "running target rocm"} and not tune["missing"]
     assert not extras.installed("no_such_package.module")
 

@@ -49,6 +49,7 @@ DECODE = {
         2, 1, 64, rope=Rope(False, 48, 1e-6, norm_after=True, value_norm=True), states=NEAR
     ),
     "decode_reads": Case(4, 1, 64, rope=Rope(True, 64, 1e-6, writes=False), states=NEAR),
+    "decode_q8": Case(2, 1, 128, layout="rows", rope=Rope(True, 48, 1e-6), states=NEAR, attributes={"kv": "q8_0"}),
     "decode_rope_attributes": Case(
         4, 1, 64, rope=Rope(True, 0), states=((0, 1), (200, 1)),
         attributes={"softcap": 3.0, "sinks": True, "scale": 0.3},
@@ -60,6 +61,7 @@ ROWS = {
         2, 1, 64, 4, several=4, states=(Rows((CTX - 1, 63, 64)),), attributes={"window": 40, "sinks": True}
     ),
     "mixed": Case(4, 1, 64, 32, "half", several=8, states=(Rows((130, 5, 299), (57, 13)), Rows((), (0, 30)))),
+    "mixed_q8": Case(4, 2, 64, 32, several=8, states=(Rows((130, 5, 299), (57, 13)),), attributes={"kv": "q8_0"}),
     "mixed_window": Case(
         2, 1, 64, 32, several=8, states=(Rows((CTX - 1, 64), (450, 30)),), attributes={"window": 49, "softcap": 4.0}
     ),
@@ -98,6 +100,7 @@ ROPE = {
     "rope_head_24": Case(3, 1, 24, 4, rope=Rope(True, 12, 1e-6)),
     "rope_norm_after": Case(3, 1, 24, 4, rope=Rope(True, 12, 1e-6, norm_after=True, value_norm=True)),
     "rope_reads": Case(3, 1, 64, 4, rope=Rope(True, 64, 1e-6, writes=False)),
+    "rope_q8": Case(2, 1, 96, 4, rope=Rope(True, 48, 1e-6), attributes={"kv": "q8_0"}),
     "rope_none": Case(2, 1, 64, 1, rope=Rope(True, 0, 1e-6), attributes={"scale": 0.3}),
 }
 CASES = DECODE | ROWS | PREFILL | DOT | ROPE

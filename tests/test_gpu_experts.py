@@ -168,7 +168,7 @@ CASES = {
     "f16": Case("f16", shared=False, k=96),
     "mxfp4": Case("mxfp4", biases=True, act="swiglu_oai", k=96),
     "few q4_k": Case("q4_k", 4, biases=True, act="swiglu_oai", k=512),
-    "few f16": Case("f16", 8, shared=False, k=96),
+    "few f16": Case("f16", 16, shared=False, k=96),
     "seven": Case("q4_0", experts=Experts(9, 7), n=32, biases=True),
     "rows q8_0": Case("q8_0", 16, TILED, biases=True, act="swiglu_oai", layout=""),
     "rows q4_k": Case("q4_k", 16, TILED, n=96),

@@ -1,4 +1,4 @@
-"""GEMVs of 8 and 16 tokens on int8 matrix units, run in the ISA emulator, against numpy; see test_gpu_gemv."""
+"""GEMVs of 8 to 32 tokens on int8 matrix units, run in the ISA emulator, against numpy; see test_gpu_gemv."""
 
 import gguf_blocks
 import numpy as np
@@ -9,6 +9,7 @@ from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.arch import ARCHS, resolve
 from mlc_amd.schedules.gpu.gemv_matrix import (
+    ROWS,
     Plan,
     default_plan,
     fitted,
@@ -16,7 +17,6 @@ from mlc_amd.schedules.gpu.gemv_matrix import (
     lds_bytes,
     linear,
     suits,
-    suits_gate_up,
 )
 from mlc_amd.schedules.gpu.planes import padded
 from mlc_amd.schedules.plans import Workload, space
@@ -80,7 +80,7 @@ def run_gate_up(arch, gate, up, f, k, m, layout):
 
 @pytest.mark.emulator_full
 @pytest.mark.parametrize("arch", ARCH_NAMES)
-@pytest.mark.parametrize("m", [8, 16])
+@pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize("fmt", INT8)
 def test_formats(arch, m, fmt):
     run_linear(arch, [(fmt, 40)], 1024, m, plan=Plan(2, 4), wave_order=3)
@@ -99,35 +99,45 @@ def test_columns(arch, fmt, k):
 def test_segments(arch):
     run_linear(arch, [("q4_k", 64), ("q5_0", 21), ("q6_k", 16)], 512, 8, (True, True, False), wave_order=1)
     run_linear(arch, [("q4_0", 37)], 256, 16, (True,), True)
+    run_linear(arch, [("q5_1", 37), ("q3_k", 48)], 256, 32, (True, False))
 
 
 @pytest.mark.emulator_full
 @pytest.mark.parametrize("arch", ARCH_NAMES)
 @pytest.mark.parametrize(
     "case",
-    [("q4_0", "q4_0", 64, 512, 8, "rows"), ("q4_k", "q4_k", 32, 768, 16, "rows"), ("q3_k", "q3_k", 32, 256, 8, "")],
+    [
+        ("q4_0", "q4_0", 64, 512, 8, "rows"),
+        ("q4_k", "q4_k", 32, 768, 16, "rows"),
+        ("q3_k", "q3_k", 32, 256, 8, ""),
+        ("q8_0", "q6_k", 64, 512, 32, "rows"),
+    ],
 )
 def test_gate_up_swiglu(arch, case):
     run_gate_up(arch, *case)
 
 
-@pytest.mark.parametrize("arch", UNITS)
-def test_all_formats_hold_everything_in_registers(arch):
-    """At a model's number of columns, with every number of tiles."""
-    target = resolve(arch)
-    kernels = {
-        f"{fmt}_{plan.tiles}": linear(
-            [(fmt, 64)], 4096, 8, "rows", (False,), False, target, f"{fmt}_{plan.tiles}", plan
-        )
-        for fmt in INT8
-        for plan in (default_plan(target, 64), Plan(2, 8))
-    }
-    for fmt in ("q4_0", "q3_k", "q4_k", "q6_k", "q8_0"):
-        if suits_gate_up(fmt, fmt, 8, "rows", target):
-            name = f"gate_up_{fmt}"
-            kernels[name] = gate_up_swiglu(fmt, fmt, 64, 4096, 8, "rows", "rows", target, name)
-    assert "gate_up_q4_0" in kernels
+def hold_everything_in_registers(arch, fmts, m):
+    """Compiles a linear and a gate/up kernel of each format for m tokens, at a model's number of columns."""
+    target, kernels = resolve(arch), {}
+    for fmt in fmts:
+        kernels[fmt] = linear([(fmt, 64)], 4096, m, "rows", (False,), False, target, fmt, Plan(2, 8))
+        name = f"gate_up_{fmt}"
+        kernels[name] = gate_up_swiglu(fmt, fmt, 64, 4096, m, "rows", "rows", target, name)
     check_no_spills(compile_hsaco(kernels, target))
+
+
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201"])
+def test_the_most_tokens_fit_registers(arch):
+    """Of the formats that load most at once, in bits and in scales."""
+    hold_everything_in_registers(arch, ("q4_0", "q4_k", "q8_0"), ROWS[-1])
+
+
+@pytest.mark.emulator_full
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("arch", UNITS)
+def test_all_formats_fit_registers(arch, m):
+    hold_everything_in_registers(arch, INT8, m)
 
 
 def test_which_kernels_are_on_matrix_units():
@@ -147,9 +157,12 @@ def test_which_kernels_are_on_matrix_units():
 def test_plans():
     """Of a launch's columns as many waves as have a step; tuning knows the plans that fit LDS."""
     arch = resolve("gfx1100")
-    assert fitted(Plan(2, 8), 96, arch) == (Plan(2, 2), 1) and fitted(Plan(2, 8), 4096, arch) == (Plan(2, 8), 8)
+    q4_0, q8_0 = [FORMATS["q4_0"]], [FORMATS["q8_0"]]
+    assert fitted(Plan(2, 8), q4_0, 96, 8, arch) == (Plan(2, 2), 1)
+    assert fitted(Plan(2, 8), q4_0, 4096, 8, arch) == (Plan(2, 8), 8)
+    assert fitted(Plan(2, 8), q4_0, 4096, 32, arch) == fitted(Plan(2, 8), q8_0, 4096, 16, arch) == (Plan(2, 8), 4)
     assert default_plan(arch, 4096).tiles == 2 and default_plan(arch, 512).tiles == 1
     args = {"segments": [["q4_0", 4096]], "k": 4096, "m": 8, "layout": "rows", "biases": [False], "residual": False}
     found = space(Workload("linear", args), arch)
     assert found.default == default_plan(arch, 4096) and len(found.plans) == 12
-    assert lds_bytes([FORMATS["q4_0"]], Plan(4, 8), 8, 8) == 20480
+    assert lds_bytes(q4_0, Plan(4, 8), 8, 8) == 20480

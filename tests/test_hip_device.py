@@ -6,6 +6,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 from hip_model import (
+    CTX,
     HEAD,
     IDS,
     KERNELS,
@@ -22,6 +23,8 @@ from mlc_amd.runtime.artifact import TensorSpec, Weights, WeightsWriter
 from mlc_amd.runtime.devices.hip import memory as hip_memory
 from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.kv_pool import KvSize
+from mlc_amd.runtime.memory import RESERVE
 from mlc_amd.runtime.pages import PAGE
 from mlc_amd.runtime.steps import write_step
 from mlc_amd.schedules.gpu.arch import resolve
@@ -52,6 +55,24 @@ def test_computes_by_replaying_graphs(artifact, monkeypatch):
     ]
 
 
+def test_long_steps_are_launched_in_pieces(artifact):
+    """With a wait behind each; short ones are one graph again."""
+    bindings = Recorder(KERNELS)
+    device = HipDevice(artifact("gfx1100"), bindings=bindings)
+    device.pacer.limit = 1e-9
+    bindings.calls.clear(), bindings.launched.clear()
+    check(device)
+    assert "hipGraphLaunch" not in bindings.calls and len(bindings.launched) == 5 * 4
+    assert bindings.calls.count("hipStreamSynchronize") == 1 + 5 * 4 + 4  # clear; runs; reads
+    bindings.calls.clear()
+    assert [kernel for kernel, _, _ in device.time("decode")] == ["embed", "mix", "mix", "last"]
+    assert bindings.calls.count("hipStreamSynchronize") == 4
+    device.pacer.limit = 10.0
+    bindings.calls.clear()
+    check(device)
+    assert bindings.calls.count("hipGraphLaunch") == 5 and "hipModuleLaunchKernel" not in bindings.calls
+
+
 def test_weights_arrive_whole_and_in_chunks(artifact, monkeypatch):
     monkeypatch.setattr(hip_memory, "CHUNK", 1000)
     bindings = Recorder(KERNELS)
@@ -77,9 +98,30 @@ def test_cache_starts_and_clears_to_zero(artifact):
 
 
 def test_pages_are_as_many_as_asked_for(artifact):
-    device = HipDevice(artifact("gfx1100"), bindings=Recorder(KERNELS), pages={0: 9})
+    device = HipDevice(artifact("gfx1100"), bindings=Recorder(KERNELS), kv=KvSize(tokens=9 * PAGE))
     assert device.memory.sizes["kv"] >= 9 * PAGE * WIDTH * 4
     check(device)
+
+
+def test_a_cache_of_what_is_left(artifact, monkeypatch):
+    """Of a GPU all but the reserve, of an APU no more than half of the available memory; in either case no more than
+    a step's sequences can use, which here is one."""
+    model, page = artifact("gfx1100"), PAGE * WIDTH * 4
+    loaded = HipDevice(model, bindings=Recorder(KERNELS))
+    others = sum(size for name, size in loaded.memory.sizes.items() if name != "kv")
+
+    def pages(memory, integrated=0):
+        bindings = Recorder(KERNELS, memory=memory, gpus=[{"integrated": integrated}])
+        device = HipDevice(model, bindings=bindings, kv=KvSize.of(memory="auto"))
+        check(device)
+        return device.kv_types["cache"][0][0]
+
+    assert pages(RESERVE + others + 3 * page + 1000) == 3
+    assert pages(2 * RESERVE) == CTX // PAGE
+    monkeypatch.setattr(hip_memory, "available_memory", lambda: 2 * (others + 2 * page + 1000))
+    assert pages(RESERVE, integrated=1) == 2
+    with pytest.raises(UserError, match="what the device has left is too small for a KV cache of 64 tokens"):
+        pages(RESERVE)
 
 
 def test_page_tables_are_sent_when_they_changed(artifact):

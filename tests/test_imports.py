@@ -12,7 +12,7 @@ ALLOWED = {
     "runtime": ("runtime",),
     "schedules": (
         "schedules",
-        *(f"runtime.{name}" for name in ("errors", "host", "gpus", "philox", "sampling_layout")),
+        *(f"runtime.{name}" for name in ("errors", "host", "gpus", "kv_types", "philox", "sampling_layout")),
     ),
     "compiler": ("compiler", "schedules", "runtime"),
     "tools": ("tools", "compiler", "schedules", "runtime", "dist"),

@@ -73,6 +73,26 @@ def test_inputs_are_the_same_everywhere_and_sane(tmp_path):
     np.testing.assert_allclose(arrays["CS"][3, 2:4], [np.cos(0.3), np.sin(0.3)], rtol=1e-5)
 
 
+def test_no_row_writes_what_another_reads(tmp_path):
+    """Single rows share the pages before their own, also where there are more rows than pages; the shapes of caches are
+    the same in every state."""
+    rows, blocks, page = 40, 16, 64
+    states = [[0, 1, 1, 0], [37, 37, 37, 0], [512, rows, rows, 0], [blocks * page - 1, rows, 30, 0]]
+    params = [{"name": "rows", "shape": [rows, 2], "dtype": "int32", "role": "rows"}]
+    params += [{"name": "pages", "shape": [64, blocks], "dtype": "int32", "role": "pages"}]
+    params += [{"name": "Kc", "shape": [blocks, 2, page, 16], "dtype": "float16", "role": "cache"}]
+    one = made(tmp_path, params=params, op="rope_attention", states=states)
+    for state in states:
+        arrays, single = inputs.fill(one, state), state[2]
+        assert arrays["Kc"].shape == (blocks + rows, 2, page, 16)
+        positions, slots = arrays["rows"][:single].T
+        written = arrays["pages"][slots, positions // page]
+        for row, position in enumerate(positions):
+            read = arrays["pages"][slots[row], : position // page + 1]
+            others = set(np.delete(written, row).tolist())
+            assert not others & set(read.tolist()) and read.max() < len(arrays["Kc"])
+
+
 @pytest.mark.parametrize("m", [1, 37])
 def test_rows_are_routed_to_experts(m):
     of = Experts(12, 3, 1 if m == 1 else 8)

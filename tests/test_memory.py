@@ -10,7 +10,7 @@ from architectures import tiny
 
 from mlc_amd.compiler import memory
 from mlc_amd.compiler.gguf import synthetic
-from mlc_amd.compiler.pipeline import compile_model, make_target
+from mlc_amd.compiler.pipeline import make_target
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.devices.placement import Range, cut, parts
@@ -82,12 +82,10 @@ def test_ranges():
     assert list(parts(ranges, 90, 50)) == [(ranges[0], 90, 100), (ranges[1], 128, 140)]
 
 
-def test_experts_in_host_memory(tmp_path, monkeypatch):
+def test_experts_in_host_memory(compiled_for, monkeypatch):
     """Of GPUs with their own memory the first layer's, or all, with the same results; in one that works in the host's
     memory nothing changes. The CPU driver's only memory counts as its own: here mapped memory stands for the host's."""
-    with tiny("qwen3moe", "q8_0") as model:
-        compile_model(model, "vulkan", "lavapipe", 64, tmp_path / "moe")
-    folder, kinds = tmp_path / "moe", []
+    folder, kinds = compiled_for("vulkan", "lavapipe", ("qwen3moe", "q4_k"), 64), []
     block = Memory.block
 
     def note(self, nbytes, kind):

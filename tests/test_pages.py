@@ -303,3 +303,30 @@ def test_the_longest_sequence():
     assert [seen_pages(span) for span in (1, 2, 64, 65, 66)] == [1, 2, 2, 2, 3]
     with pytest.raises(ValueError, match="position 640 is beyond the context"):
         Cache({0: 9}, context=640).sequence().reserve(641)
+
+
+def test_a_sequence_reserves_up_to_the_context_and_in_all_groups_or_none():
+    cache = Cache({0: 3, 100: 2}, context=2 * PAGE)
+    sequence = cache.sequence([1] * (2 * PAGE))
+    assert sequence.reserve(2 * PAGE) and sequence.room == 2 * PAGE
+    other = cache.sequence([2])
+    assert not other.reserve(1) and cache.pools[0].available == 1 and cache.usage == (2, 2)
+    with pytest.raises(ValueError, match="position 128 is beyond the context of 128"):
+        sequence.reserve(2 * PAGE + 1)
+
+
+def test_pages_that_several_sequences_began_with_are_kept_longer():
+    cache = Cache({100: 7}, context=1280)
+    first = cache.sequence([1] * (3 * PAGE))
+    compute(cache, first)
+    shared = first.pages[100][1]
+    second = cache.sequence([1] * (2 * PAGE) + [2] * (6 * PAGE))
+    assert second.match() == 2 * PAGE
+    first.free()
+    compute(cache, second, PAGE)
+    own = second.pages[100][2]
+    compute(cache, second, 2 * PAGE)  # leaves both pages behind
+    pool = cache.pools[100]
+    assert pool.indexed(shared) and pool.indexed(own) and pool.holders(shared) == pool.holders(own) == 0
+    order = [pool.allocate() for _ in range(pool.available)]
+    assert order.index(own) < order.index(shared)

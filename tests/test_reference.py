@@ -1,13 +1,11 @@
 """The numpy references of `selftest`: weights are gguf-py's, activations come back from their layouts, and every
 operator agrees with the kernels of the CPU and of Mesa's CPU driver in models that have all of them."""
 
-import architectures
 import gguf_blocks
 import numpy as np
 import pytest
 from vulkan_harness import gpu
 
-from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.pairs import in_pairs
@@ -51,17 +49,6 @@ def test_every_operator_has_a_reference():
     assert operators.OPERATORS.keys() == OPERATORS.keys()
 
 
-@pytest.fixture(scope="module")
-def artifact(once):
-    def make(name: str, form: str, kind: str, arch: str) -> Artifact:
-        def compile_tiny(out):
-            compile_model(architectures.tiny(name, form), kind, arch, 64, out)
-
-        return Artifact.open(once(f"reference-{name}-{form}-{arch}", compile_tiny))
-
-    return make
-
-
 @pytest.mark.parametrize(
     ("name", "form", "kind", "arch"),
     [
@@ -70,10 +57,10 @@ def artifact(once):
         ("qwen3moe", "q4_k", "vulkan", "lavapipe"),  # norms of heads
     ],
 )
-def test_kernels_agree(artifact, name, form, kind, arch):
+def test_kernels_agree(compiled_for, name, form, kind, arch):
     if kind == "vulkan":
         gpu("llvmpipe")
-    made = artifact(name, form, kind, arch)
+    made = Artifact.open(compiled_for(kind, arch, (name, form), 64))
     code = made.manifest["target"]["arch"]
     found = list(selftest_kernels.check_all(made, code, "2" if kind == "cpu" else None, runs=10))
     assert [one["kernel"] for one in found] == [entry["name"] for entry in made.manifest["kernels"]]

@@ -6,39 +6,32 @@ import re
 import architectures
 import numpy as np
 import pytest
+import reference
 from emulator_suite import MAX_KL, check_model, emulated_device
 
 from mlc_amd.compiler.codegen import hsaco
-from mlc_amd.compiler.gguf import GGUFModel, synthetic
+from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.kv_pool import KvSize
 from mlc_amd.schedules.gpu.step import FEW
 from mlc_amd.tools.dev.quality import kl_divergence
 
 pytestmark = pytest.mark.usefixtures("linker")
 
 
-@pytest.fixture(scope="module")
-def rocm(tmp_path_factory):
+@pytest.fixture
+def rocm(compiled_for):
     """rocm(source, arch) -> artifact with 64 tokens of context, compiled once."""
-    made = {}
-
-    def compile_once(source, arch):
-        if (source, arch) not in made:
-            out = tmp_path_factory.mktemp("rocm") / "model"
-            with synthetic(source) if isinstance(source, str) else GGUFModel.open(source) as model:
-                compile_model(model, "rocm", arch, 64, out)
-            made[source, arch] = Artifact.open(out)
-        return made[source, arch]
-
-    return compile_once
+    return lambda source, arch: Artifact.open(compiled_for("rocm", arch, source, 64))
 
 
+TWO = "7900xtx,gfx1201"  # GPUs that share an artifact
 # Each family of GPUs, each architecture of models; an artifact may be for two GPUs.
 MODELS = (
-    ("tiny-qwen3:q4_k", "gfx942"), ("tiny:q4_0", "7900xtx,gfx1201"), ("tiny-qwen2:q4_0", "gfx1030"),
+    ("tiny-qwen3:q4_k", "gfx942"), ("tiny:q4_0", TWO), ("tiny-qwen2:q4_0", "gfx1030"),
 )  # fmt: skip
 
 
@@ -66,7 +59,7 @@ def test_artifact(rocm, spec, archs):
 
 
 @pytest.mark.parametrize(("spec", "archs", "arch", "instruction"), [
-    ("tiny:q4_0", "7900xtx,gfx1201", "gfx1100", "v_wmma"), ("tiny-qwen3:q4_k", "gfx942", "gfx942", "v_mfma"),
+    ("tiny:q4_0", TWO, "gfx1100", "v_wmma"), ("tiny-qwen3:q4_k", "gfx942", "gfx942", "v_mfma"),
 ])  # fmt: skip
 def test_prefill_runs_on_matrix_units(rocm, spec, archs, arch, instruction):
     artifact = rocm(spec, archs)
@@ -103,9 +96,25 @@ def test_unknown_arch(rocm):
 @pytest.mark.parametrize("spec", ["tiny:q4_0", "tiny-qwen3:q4_k"])
 @pytest.mark.parametrize("wave_order", ["fwd", 5])
 def test_in_the_emulator(rocm, emulator, spec, arch, wave_order, monkeypatch):
-    artifact = rocm(spec, "gfx942" if arch == "gfx942" else "7900xtx,gfx1201")
+    artifact = rocm(spec, "gfx942" if arch == "gfx942" else TWO)
     monkeypatch.setenv("MLC_AMD_GRAPH", "0")
     check_model(artifact, spec, arch, emulator, wave_order)
+
+
+@pytest.mark.emulator_full
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
+@pytest.mark.parametrize("count", [5, 12, 20])
+def test_steps_of_many_sequences_in_the_emulator(rocm, emulator, arch, count, monkeypatch):
+    """Steps of 8, 16 and 32 rows, which take int8 matrix units: of each sequence the logits of its tokens."""
+    monkeypatch.setenv("MLC_AMD_GRAPH", "0")
+    artifact = rocm("tiny-qwen3:q4_k", "gfx942") if arch == "gfx942" else rocm("tiny:q4_0", TWO)
+    spec = "tiny-qwen3:q4_k" if arch == "gfx942" else "tiny:q4_0"
+    ids = np.random.default_rng(7).integers(0, 1024, (count, 2))
+    engine = Engine(artifact, emulated_device(artifact, arch, emulator, kv=KvSize(tokens=64 * count)))
+    with engine.batch(count) as batch:
+        made = np.stack([batch.step(ids[:, i].tolist()).copy() for i in range(2)], 1)
+    exact = np.stack([reference.forward(synthetic(spec), own) for own in ids])
+    assert kl_divergence(exact.reshape(2 * count, -1), made.reshape(2 * count, -1)) < MAX_KL
 
 
 @pytest.mark.emulator_full

@@ -61,7 +61,8 @@ class Driver:
         if step.chunk:
             rows.append((step.chunk.request, step.chunk.sequence, step.chunk.count))
             assert step.chunk.start == step.chunk.sequence.computed
-            assert step.chunk.answers == (step.chunk.count == step.chunk.sequence.pending)
+            if step.chunk.request.scored is None:
+                assert step.chunk.answers == (step.chunk.count == step.chunk.sequence.pending)
         found = [(request, self.model.run(sequence, count)) for request, sequence, count in rows]
         self.computed += sum(count for *_, count in rows)
         return [choose(chain, request.sampling) for request, chain in found if request in step.answers]
@@ -84,7 +85,11 @@ class Driver:
             if request.state != "done" and (request.generated[-1] == END or len(request.generated) == request.limit):
                 self.scheduler.finish(request, "stop" if request.generated[-1] == END else "length")
         if self.scheduler.unfinished % 4 == 0:
-            self.model.check([request.sequence for request in self.scheduler.running])
+            self.model.check(self.sequences())
+
+    def sequences(self):
+        """Those that may have pages."""
+        return [request.sequence for request in self.scheduler.running]
 
     def check(self, step):
         limits, sequences = self.scheduler.limits, [sequence for _, sequence in step.singles]
@@ -98,7 +103,7 @@ class Driver:
     def finish(self):
         while self.step():
             pass
-        assert self.scheduler.unfinished == self.scheduler.waiting == 0
+        assert self.scheduler.unfinished == self.scheduler.waiting == len(self.scheduler._clients) == 0
         self.model.check([])
         assert all(pool.available == pool.pages for pool in self.cache.pools.values())
         for request in self.requests:
@@ -191,6 +196,27 @@ def test_clients_take_turns_with_chunks():
     driver.finish()
 
 
+def test_a_client_with_hundreds_of_requests_does_not_keep_another_waiting():
+    """One chunk after it is admitted, and it is admitted at the next chunk, the other client has its first token."""
+    driver = Driver({0: 400}, Limits(chunk=96, running=8, queue=1000), slots=64)
+    many = [driver.add([1, i, *range(40)], 60, client="many", sampling=i) for i in range(500)]
+    while len(driver.scheduler.running) < 8:
+        driver.step()
+    for _ in range(3):
+        driver.step()
+    few = driver.add([2, *range(90)], 5, client="few")
+    driver.step()
+    assert few.state in ("running", "done") and len(few.generated) == 1
+    assert driver.preempted == 1 and len(driver.scheduler.running) <= 8
+    last = [driver.add([3 + i], 30, client=i, sampling=2) for i in range(10)]  # more clients than places
+    while any(not request.generated for request in last):
+        driver.step()
+    assert driver.preempted < 20  # none gives way to a client that has as few as it
+    for request in many[40:]:
+        driver.scheduler.cancel(request)
+    driver.finish()
+
+
 def test_more_answers_than_rows_take_turns():
     driver = Driver({0: 400}, Limits(singles=4, running=20), slots=64)
     many = [driver.add([1, i], 60, client="many", sampling=i) for i in range(9)]
@@ -274,6 +300,7 @@ def test_cancelled_requests_end_at_the_next_plan():
     driver = Driver({0: 40})
     early = Request([3] * 10, 5)
     driver.scheduler.cancel(early)
+    assert driver.step() is None
     running, waiting = driver.add([4] * 10, 50, sampling=1), driver.add([5] * 10, 5)
     driver.add(early)
     driver.step()

@@ -48,6 +48,7 @@ CASES = {
         2, 1, 32, 64, several=63, states=(Rows((0,) * 63, (70, 1)), Rows((300,), (401, 63))), attributes={"window": 49}
     ),
     "mixed_chunk": Case(3, 1, 32, 64, several=8, states=(Rows((300,), (93, 63)),), attributes={"chunk": 100}),
+    "q8": Case(4, 2, 64, 64, "half", several=8, states=(Rows((130,), (57, 45)),), attributes={"kv": "q8_0"}),
     "attributes": Case(
         3, 1, 32, 64, "half", states=((60, 64), (400, 64)),
         attributes={"window": 100, "softcap": 4.0, "sinks": True, "scale": 0.2},

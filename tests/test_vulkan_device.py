@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import vulkan_harness
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.runtime.cache_types import kv_bytes
 from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.devices.vulkan import api, device, pipelines
 from mlc_amd.runtime.devices.vulkan.commands import Hazards
@@ -30,6 +32,7 @@ from mlc_amd.runtime.devices.vulkan.device import VulkanDevice
 from mlc_amd.runtime.devices.vulkan.memory import Memory, places
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.pages import PAGE
 from mlc_amd.schedules.gpu import profiles
 from mlc_amd.tools.dev.quality import TIE
 
@@ -50,27 +53,14 @@ def compiled_to(folder: Path, source: Path | str, **options) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bundled(tmp_path_factory, demo_gguf) -> Path:
-    return compiled_to(tmp_path_factory.mktemp("vulkan") / "bundled", demo_gguf)
-
-
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory) -> Path:
-    return compiled_to(tmp_path_factory.mktemp("vulkan") / "small", SMALL)
+def artifact(lavapipe_model) -> Path:
+    return lavapipe_model
 
 
 @pytest.fixture(scope="module")
 def plain(artifact) -> np.ndarray:
     """The small model's logits when nothing is out of the ordinary."""
     return logits(Engine.load(artifact), IDS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_shaders():
-    """Mesa keeps the machine code of kernels where it does anyway, also while tests move the place of our own cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MESA_SHADER_CACHE_DIR", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -104,10 +94,12 @@ def near(got: np.ndarray, expected: np.ndarray) -> bool:
     return np.linalg.norm(got - expected) < 0.03 * np.linalg.norm(expected)
 
 
-def test_the_bundled_model_computes_what_it_does_on_the_cpu(bundled, demo_artifact):
+@pytest.mark.parametrize("which", ["small", pytest.param("bundled", marks=pytest.mark.reference_full)])
+def test_a_model_computes_what_it_does_on_the_cpu(which, artifact, compiled_for, demo_gguf, compiled):
     """Logits of a text, at once and token by token; then greedy text: both get the CPU's tokens, and agree on each
-    unless it is a tie."""
-    cpu, vulkan = Engine.load(demo_artifact), Engine.load(bundled)
+    unless it is a tie. The driver compiles the bundled model's kernels for a minute."""
+    source = demo_gguf if which == "bundled" else SMALL
+    cpu, vulkan = Engine.load(compiled(source, CTX)), Engine.load(compiled_for("vulkan", "lavapipe", source, CTX))
     assert vulkan.device.code_arch == "lavapipe"
     expected = logits(cpu, IDS)
     assert near(logits(vulkan, IDS), expected)
@@ -192,12 +184,14 @@ def test_times_of_kernels(artifact):
     engine.prefill(IDS)
     plan = [call["kernel"] for call in engine.artifact.manifest["functions"]["decode"]["launches"]]
     for _ in range(2):
+        begin = time.perf_counter()
         function, count, times = engine.time([5])
         assert (function, count) == ("decode", 1)
         assert list(dict.fromkeys(name for name, _, _ in times)) == list(dict.fromkeys(plan))
-        assert all(0 <= seconds < 10 and 0 <= gap < 10 for _, seconds, gap in times)
-        assert sum(seconds for _, seconds, _ in times) > 0
-    assert engine.device.copy_bandwidth() > 1e8
+        spent = time.perf_counter() - begin
+        assert all(seconds >= 0 and gap >= 0 for _, seconds, gap in times)
+        assert 0 < sum(seconds + gap for _, seconds, gap in times) < 1.1 * spent
+    assert engine.device.copy_bandwidth() > 0
     assert engine.device.waited > 0
 
 
@@ -232,6 +226,57 @@ def test_the_device_argument(artifact, demo_artifact):
         UserError, match="compiled for target 'cpu', not '0'; compile it with --target rocm or vulkan to choose a GPU"
     ):
         open_device(Artifact.open(demo_artifact), "0")
+
+
+def test_long_steps_are_submitted_in_pieces(artifact, plain, monkeypatch):
+    """As many submissions as needed, some of them of parts of a launch, and the same bits. A short step is one."""
+    engine = Engine.load(artifact)
+    device, submitted = engine.device, []
+    submit = device.context.submit
+    monkeypatch.setattr(device.context, "submit", lambda one: submitted.append(one) or submit(one))
+
+    def counted() -> int:
+        submitted.clear()
+        assert np.array_equal(logits(engine, IDS), plain)
+        return len(submitted)
+
+    assert counted() == 1
+    launches = sum(len(device._kernels[call["kernel"]]["steps"]) for call in functions(engine)["score_64"]["launches"])
+    device.pacer.limit = 2e-5  # seconds, of a step that takes some milliseconds
+    counted()  # after which the estimate is this machine's
+    assert counted() > launches
+    pieces = device.pacer.pieces("score_64")
+    assert counted() == len(pieces) and any(not part.whole for piece in pieces for part in piece)
+    function, _, times = engine.time(IDS)
+    assert [name for name, *_ in times] == [
+        call["kernel"]
+        for call in functions(engine)[function]["launches"]
+        for _ in device._kernels[call["kernel"]]["steps"]
+    ]
+    device.run_plain(function)
+    assert len(submitted) > 2 * launches  # in pieces, too
+    device.pacer.limit = 10.0
+    assert counted() == 1
+
+
+def test_how_large_the_cache_is(artifact, plain, monkeypatch, caplog):
+    """As many tokens as a step's 64 sequences can use, where the device has room; no tensor is larger than the driver
+    allows."""
+    engine = Engine.load(artifact, kv_memory="auto")
+    assert engine.device.kv_types["k.0"][0][0] == 64 * CTX // PAGE
+    assert np.array_equal(logits(engine, IDS), plain)
+    limit = 8 << 20
+    limits = dict.fromkeys(("allocation", "buffer"), limit)
+    small = lambda gpus, *rest: (replace(gpus[0], limits=gpus[0].limits | limits), "lavapipe")  # noqa: E731
+    monkeypatch.setattr(device, "choose", small)
+    engine = Engine.load(artifact, kv_tokens=1 << 20)
+    sizes = [kv_bytes({name: of}) for name, of in engine.device.kv_types.items() if name[0] in "kv"]
+    assert limit // 2 < max(sizes) <= limit and "this driver gives one tensor 8 MiB at most" in caplog.text
+    assert np.array_equal(logits(engine, IDS), plain)
+
+
+def functions(engine) -> dict:
+    return engine.artifact.manifest["functions"]
 
 
 def test_random_weights(tmp_path):
@@ -393,6 +438,7 @@ def test_the_validation_layers_stay_silent(artifact):
         "import sys\nfrom mlc_amd.runtime.engine import Engine\nfor attempt in range(2):\n"
         "    e = Engine.load(sys.argv[1]); e.score(range(1, 40)); [e.decode(5) for _ in range(20)]; e.time([1]); "
         "e.device.clear()\n"
+        "    e.device.pacer.limit = 1e-5; [e.decode(5) for _ in range(3)]; e.time([1]); e.time([1])\n"
         "    e.device.copy_bandwidth()\n    if attempt: e.device.close()\nprint('done')"
     )
     result = python(right, str(artifact), **VALIDATION)

@@ -56,11 +56,12 @@ _READERS: dict[object, tuple[Callable[[str], object], str]] = {
 @dataclass(frozen=True)
 class Alias:
     """Another program's name for a parameter of ours. read: its value in our words, None for one that has no effect;
-    then `note` says why."""
+    then `note` says why. half: what it says only a half of; both halves must have the same value."""
 
     parameter: str
     read: Callable[[str], str | None] = str
     note: str = ""
+    half: str = ""
 
 
 _LAYERS = Alias(
@@ -68,6 +69,7 @@ _LAYERS = Alias(
     lambda text: "cpu" if text == "0" else None,
     "a GPU takes all layers of a model that fits it (--n-cpu-moe leaves experts in host memory; 0 means --target cpu)",
 )
+_KEYS, _VALUES = (Alias("kv_type", half=half) for half in ("keys", "values"))
 # Flags as llama.cpp's programs have them, for each verb that has such a parameter.
 ALIASES = {
     "-m": Alias("model"),
@@ -80,6 +82,10 @@ ALIASES = {
     "--n-predict": Alias("max_tokens"),
     "-ngl": _LAYERS,
     "--n-gpu-layers": _LAYERS,
+    "-ctk": _KEYS,
+    "--cache-type-k": _KEYS,
+    "-ctv": _VALUES,
+    "--cache-type-v": _VALUES,
 }
 
 
@@ -95,7 +101,7 @@ _LEAST = {"max_tokens": 1, "ctx": 1, "repetitions": 1, "trials": 1}
 
 def _plain(annotation: object) -> object:
     """`T | None` without the None."""
-    if isinstance(annotation, types.UnionType):
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         (annotation,) = (part for part in typing.get_args(annotation) if part is not type(None))
     return annotation
 
@@ -140,14 +146,15 @@ def normalize(run: Callable, short: dict[str, str], tokens: Sequence[str]) -> li
     """Rewrites what was typed after the verb as one `--name=text` per parameter of `run`.
 
     `short` maps one-letter flags to parameter names. Flags take their value after `=` or as the next token; boolean
-    flags stand alone; `tuple[str, ...]` flags may be repeated; after `--` everything is positional. Raises UsageError
-    for whatever does not fit.
+    flags stand alone; `tuple[str, ...]` flags and arguments may be repeated; after `--` everything is positional.
+    Raises UsageError for whatever does not fit.
     """
     parameters, aliases = _parameters(run), _aliases(run)
     positional = [
         name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
     ]
     values: dict[str, list[str]] = {}
+    halves: dict[str, dict[str, str]] = {}
     waiting = list(tokens)
     only_positional = False
     while waiting:
@@ -156,10 +163,10 @@ def normalize(run: Callable, short: dict[str, str], tokens: Sequence[str]) -> li
             only_positional = True
             continue
         if only_positional or token == "-" or not token.startswith("-") or _is_number(token):
-            free = [name for name in positional if name not in values]
+            free = [name for name in positional if name not in values or _repeats(parameters[name])]
             if not free:
                 raise UsageError(f"unexpected argument {token!r}: see --help (text with spaces needs quotes)")
-            values[free[0]] = [token]
+            values.setdefault(free[0], []).append(token)
             continue
         flag, equals, value = token.partition("=")
         alias = aliases.get(flag)
@@ -177,19 +184,38 @@ def normalize(run: Callable, short: dict[str, str], tokens: Sequence[str]) -> li
                 warnings.warn(f"{flag} {value} has no effect: {alias.note}", stacklevel=2)
                 continue
             value = meant
-        repeatable = _plain(parameters[name].annotation) == tuple[str, ...]
-        if name in values and not repeatable:
+            if alias.half:
+                if alias.half in halves.setdefault(name, {}):
+                    raise UsageError(f"{flag} is given twice")
+                halves[name][alias.half] = value
+                continue
+        if name in values and not _repeats(parameters[name]):
             raise UsageError(f"{flag} is given twice")
         values.setdefault(name, []).append(value)
+    for name, given in halves.items():
+        if name in values:
+            raise UsageError(f"{_spelling(name)} is given twice")
+        values[name] = [_whole(name, given)]
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in values:
             what = name.upper() if name in positional else _spelling(name)
             raise UsageError(f"{what} is missing: see --help")
-    texts = {
-        name: json.dumps(v) if _plain(parameters[name].annotation) == tuple[str, ...] else v[0]
-        for name, v in values.items()
-    }
+    texts = {name: json.dumps(v) if _repeats(parameters[name]) else v[0] for name, v in values.items()}
     return [f"--{name}={text}" for name, text in texts.items()]
+
+
+def _whole(name: str, halves: dict[str, str]) -> str:
+    """The value of a parameter of which other programs' flags gave the halves. UsageError unless both are the same."""
+    value, *others = halves.values()
+    if others != [value]:
+        given = " and ".join(f"{half} {value}" for half, value in halves.items())
+        raise UsageError(f"{given}: keys and values have the same type; write {_spelling(name)} {value} for both")
+    return value
+
+
+def _repeats(parameter: inspect.Parameter) -> bool:
+    """Whether it may be given several times."""
+    return _plain(parameter.annotation) == tuple[str, ...]
 
 
 def _is_number(token: str) -> bool:
@@ -274,7 +300,8 @@ def help_page(verb: str, run: Callable, short: dict[str, str]) -> str:
     for name, parameter in _parameters(run).items():
         annotation = _plain(parameter.annotation)
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
-            usage.append(name.upper() if parameter.default is parameter.empty else f"[{name.upper()}]")
+            shown = f"{name.upper()} .." if _repeats(parameter) else name.upper()
+            usage.append(shown if parameter.default is parameter.empty else f"[{shown}]")
             rows["arguments"].append((name.upper(), described[name]))
             continue
         left = (f"-{letters[name]}, " if name in letters else "    ") + _spelling(name)

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.kv_types import KvType
 from mlc_amd.runtime.pages import PAGE
 from mlc_amd.tools import bandwidth, bench_formats, display, host_profile, kernel_table, models, power
 
@@ -80,9 +81,11 @@ def run(
     target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
+    kv_type: KvType | None = None,
     threads: int | None = None,
     device: str | None = None,
     n_cpu_moe: int = 0,
+    kv_memory: str | None = None,
     per_kernel: bool = False,
     profile_host: bool = False,
 ) -> None:
@@ -107,11 +110,14 @@ def run(
         arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
             `mlc-amd compile --help`.
         ctx: KV cache size in tokens, for a GGUF file (default: what the tests need).
+        kv_type: type of the KV cache, for a GGUF file: f16, or q8_0, which takes half of the memory (default: f16).
         threads: number of CPU threads (default: all cores).
         device: GPU for targets rocm and vulkan: its number in `mlc-amd doctor`, or part of its name (default:
             $MLC_AMD_DEVICE, else the best one).
         n_cpu_moe: keep the experts of the first N layers in host memory, where the GPU reads them across the bus: for
             mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough).
+        kv_memory: how much memory the KV cache takes, as 4G or 512M, or auto: what the device has left, of the
+            host's memory half of what is available (default: what the tests need).
         per_kernel: for each test, the time of every kernel of one step, with its memory and arithmetic throughput (md
             and json).
         profile_host: for decode, the time that the host spends on a token, sampling and detokenization included (md
@@ -119,16 +125,21 @@ def run(
     """
     tests = plan_tests(n_prompt, n_gen, n_depth, n_seqs)
     needed = max(test.context for test in tests)
-    compilation = {"target": target, "arch": arch, "synthetic": synthetic}
+    compilation = {"target": target, "arch": arch, "synthetic": synthetic, "kv_type": kv_type}
     engine = models.load_engine(
         model,
         threads=threads,
         device=device,
         ctx=_context(model, synthetic, ctx, needed),
         n_cpu_moe=n_cpu_moe,
-        kv_tokens=_cache_tokens(tests),
+        kv_tokens=None if kv_memory else _cache_tokens(tests),
+        kv_memory=kv_memory,
         **compilation,
     )
+    if needed > engine.cache.longest and kv_memory:
+        raise UserError(
+            f"the tests need {needed} tokens, the KV cache holds {engine.cache.longest}: give a larger --kv-memory"
+        )
     if needed > engine.context:
         longest = engine.config["context"]
         raise UserError(

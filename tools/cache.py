@@ -1,6 +1,5 @@
 """`mlc-amd cache`: the compiled models in the user's cache, and their removal."""
 
-import re
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -10,10 +9,10 @@ from json import dumps
 from typing import Literal
 
 from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.quantities import BYTES, number
 from mlc_amd.tools import display, model_cache
 from mlc_amd.tools.model_cache import Entry
 
-_SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _TIMES = {"h": 3600, "d": 86400, "w": 604800}
 
 
@@ -52,7 +51,8 @@ def run(
     ):
         if given and action != of:
             raise UsageError(f"{flag} is for `mlc-amd cache {of}`")
-    age, limit = _number(older, "--older", _TIMES, "30d"), _number(max_size, "--max-size", _SIZES, "20G")
+    age = None if older is None else number(older, "--older", _TIMES, "30d")
+    limit = None if max_size is None else number(max_size, "--max-size", BYTES, "20G")
     found = model_cache.entries()
     if action == "ls":
         print(dumps([_facts(entry) for entry in found], indent=1) if json else _listing(found))
@@ -60,17 +60,6 @@ def run(
         _remove(_named(found, name, all), dry_run)
     else:
         _remove(model_cache.to_prune(found, time.time(), age, limit), dry_run)
-
-
-def _number(text: str | None, flag: str, units: dict[str, int], example: str) -> float | None:
-    """A number with one of these units; None for None."""
-    if text is None:
-        return None
-    parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]?)(?:i?[bB])?", text.strip())
-    scale = next((value for unit, value in units.items() if parts and parts[2].lower() == unit.lower()), None)
-    if parts is None or scale is None:
-        raise UsageError(f"{flag} {text!r}: give a number and a unit, as {example}")
-    return float(parts[1]) * scale
 
 
 def _named(found: list[Entry], name: str | None, all: bool) -> list[Entry]:

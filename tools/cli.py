@@ -30,6 +30,7 @@ from mlc_amd.tools import arguments
 VERBS = {
     "chat": "talk with a model",
     "generate": "continue a text",
+    "serve": "serve models over HTTP, with a chat page",
     "pull": "download a model from huggingface.co",
     "compile": "compile a GGUF file into an artifact",
     "tune": "search for the fastest way to build a model's kernels",

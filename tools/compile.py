@@ -4,6 +4,7 @@ import time
 from typing import Literal
 
 from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.runtime.kv_types import KvType
 from mlc_amd.runtime.memory import CONTEXT_STEP, of_manifest
 from mlc_amd.tools import display, inspect_memory, models
 
@@ -17,6 +18,7 @@ def run(
     target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
+    kv_type: KvType | None = None,
     output: str | None = None,
     synthetic: str | None = None,
     weights: Literal["file", "none"] = "file",
@@ -36,6 +38,7 @@ def run(
             vangogh (Steam Deck), rdna2, rdna3, rdna4, gfx90c, nvidia, lavapipe and generic (any device). Several GPUs
             are separated by commas.
         ctx: KV cache size in tokens (default: the model's context length, at most 4096).
+        kv_type: type of the KV cache, for a GGUF file: f16, or q8_0, which takes half of the memory (default: f16).
         output: folder to write (default: dist/MODEL-TARGET-ARCH in the current directory).
         synthetic: PRESET:FORMAT, such as llama3-8b:q4_0, instead of a file: a model of that shape with random weights.
         weights: none omits the weights: a small artifact for benchmarks, which runs with random weights.
@@ -50,6 +53,7 @@ def run(
         target=target,
         arch=arch,
         ctx=ctx,
+        kv_type=kv_type,
         weights=weights != "none",
         tuned=tuned,
     )

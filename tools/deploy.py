@@ -55,6 +55,7 @@ SOURCES = {
                 "hub*.py",
                 "inspect*.py",
                 "pull.py",
+                "serve.py",
             ),
             *("tune*.py", "wheels.py"),
         ),

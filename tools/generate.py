@@ -3,6 +3,7 @@
 import sys
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.kv_types import KvType
 from mlc_amd.tools import display, models, terminal, texts
 from mlc_amd.tools.monitor import Monitor
 
@@ -27,10 +28,12 @@ def run(
     target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
+    kv_type: KvType | None = None,
     threads: int | None = None,
     device: str | None = None,
     verify: bool = False,
     n_cpu_moe: int = 0,
+    kv_memory: str | None = None,
 ) -> None:
     """Continues a text. Only the continuation goes to stdout, as it is made.
 
@@ -59,12 +62,15 @@ def run(
         arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
             `mlc-amd compile --help`.
         ctx: KV cache size in tokens, for a GGUF file (default: the model's context length, at most 4096).
+        kv_type: type of the KV cache, for a GGUF file: f16, or q8_0, which takes half of the memory (default: f16).
         threads: number of CPU threads (default: all cores).
         device: GPU for targets rocm and vulkan: its number in `mlc-amd doctor`, or part of its name (default:
             $MLC_AMD_DEVICE, else the best one).
         verify: also verify the checksum of the weights, which reads all of them.
         n_cpu_moe: keep the experts of the first N layers in host memory, where the GPU reads them across the bus: for
             mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough).
+        kv_memory: how much memory the KV cache takes, as 4G or 512M, or auto: what the device has left, of the
+            host's memory half of what is available (default: one sequence of full length).
     """
     text = texts.required(prompt, file)
     changes = models.sampling_changes(
@@ -81,10 +87,12 @@ def run(
         target=target,
         arch=arch,
         ctx=ctx,
+        kv_type=kv_type,
         threads=threads,
         device=device,
         verify=verify,
         n_cpu_moe=n_cpu_moe,
+        kv_memory=kv_memory,
     )
     from mlc_amd.runtime.generation import ContextFull
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.kv_types import KV_TYPE, KvType
 from mlc_amd.runtime.memory import of_manifest, on_host
 from mlc_amd.tools import display, inspect_header, inspect_kernels, inspect_memory, inspect_vulkan, models, terminal
 from mlc_amd.tools import target as targets
@@ -23,6 +24,7 @@ def run(
     asm: str | None = None,
     tensors: bool = False,
     ctx: int | None = None,
+    kv_type: KvType | None = None,
     target: str = "auto",
     arch: str = "native",
     n_cpu_moe: int = 0,
@@ -48,6 +50,7 @@ def run(
         tensors: also list every tensor.
         ctx: KV cache size in tokens, for the memory that a GGUF file needs (default: the model's context length, at
             most 4096).
+        kv_type: type of the KV cache, for a GGUF file: f16, or q8_0, which takes half of the memory (default: f16).
         target: target that this memory is for: auto (the best one here), cpu, rocm or vulkan.
         arch: CPU, GPU or Vulkan profile likewise: native (this machine) or a name, see `mlc-amd compile --help`.
         n_cpu_moe: count the experts of the first N layers as host memory.
@@ -58,8 +61,8 @@ def run(
         from mlc_amd.runtime.artifact import Artifact
 
         artifact = Artifact.open(path)
-        if ctx is not None or (target, arch) != ("auto", "native"):
-            raise UserError(f"{path} is compiled: --ctx, --target and --arch apply to GGUF files")
+        if ctx is not None or kv_type is not None or (target, arch) != ("auto", "native"):
+            raise UserError(f"{path} is compiled: --ctx, --kv-type, --target and --arch apply to GGUF files")
         report = _artifact(artifact, n_cpu_moe)
         gpu_codes = _CODES.get(artifact.manifest["target"]["kind"])
         codes = gpu_codes(artifact) if gpu_codes and (json or kernels or asm is not None) else []
@@ -72,7 +75,7 @@ def run(
             f"{path} is a GGUF file: --plan, --kernels and --asm apply to artifacts (`mlc-amd compile` makes one)"
         )
     else:
-        report, codes = _gguf(path, ctx, target, arch, n_cpu_moe), []
+        report, codes = _gguf(path, ctx, kv_type or KV_TYPE, target, arch, n_cpu_moe), []
     if asm is not None:
         if not codes:
             raise UserError(
@@ -98,7 +101,7 @@ def run(
             print(_SECTIONS[title](content))
 
 
-def _gguf(path: Path, ctx: int | None, target: str, arch: str, n_cpu_moe: int) -> dict[str, object]:
+def _gguf(path: Path, ctx: int | None, kv_type: str, target: str, arch: str, n_cpu_moe: int) -> dict[str, object]:
     from mlc_amd.compiler.gguf.reader import GGUFModel
 
     try:
@@ -106,10 +109,12 @@ def _gguf(path: Path, ctx: int | None, target: str, arch: str, n_cpu_moe: int) -
     except UserError as error:
         return inspect_header.report(path, error)
     with opened as model:
-        return _model_file(model, ctx, target, arch, n_cpu_moe)
+        return _model_file(model, ctx, kv_type, target, arch, n_cpu_moe)
 
 
-def _model_file(model: "GGUFModel", ctx: int | None, target: str, arch: str, n_cpu_moe: int) -> dict[str, object]:
+def _model_file(
+    model: "GGUFModel", ctx: int | None, kv_type: str, target: str, arch: str, n_cpu_moe: int
+) -> dict[str, object]:
     from mlc_amd.compiler.memory import needs
     from mlc_amd.compiler.pipeline import capacity, make_target
     from mlc_amd.compiler.sampling import defaults
@@ -125,7 +130,7 @@ def _model_file(model: "GGUFModel", ctx: int | None, target: str, arch: str, n_c
     ]
     on_host(model.tensors, n_cpu_moe)
     kind, name = targets.resolve(target, arch)
-    needed = needs(model, make_target(kind, name), capacity(model.config, ctx))
+    needed = needs(model, make_target(kind, name, kv_type), capacity(model.config, ctx))
     return {
         "file": model.path,
         "name": model.config.name,
@@ -182,6 +187,7 @@ def _artifact(artifact, n_cpu_moe: int) -> dict[str, object]:
         "name": manifest["name"],
         "target": target,
         "context": manifest["context"],
+        "kv_type": manifest["kv_type"],
         "model": manifest["model"],
         "sampling": manifest["sampling"],
         "formats": _stored(manifest["formats"]),
@@ -338,6 +344,7 @@ _SECTIONS = {
     "name": _line("name"),
     "target": lambda target: f"{'target':10}{target['kind']} {target['arch']}{_cpu(target)}",
     "context": _line("context"),
+    "kv_type": lambda kv_type: f"{'KV type':10}{kv_type}",
     "model": _model,
     "sampling": _sampling,
     "formats": _formats,

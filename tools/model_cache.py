@@ -26,6 +26,7 @@ from mlc_amd.runtime.artifact import MANIFEST, WEIGHTS
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import lock, scratch, sweep
 from mlc_amd.runtime.host import cpu_flags
+from mlc_amd.runtime.kv_types import KV_TYPE
 from mlc_amd.runtime.memory import CONTEXT_STEP
 
 
@@ -59,6 +60,7 @@ class Recipe:
     arch: str
     ctx: int | None
     tuned: str
+    kv_type: str = KV_TYPE
 
     @property
     def title(self) -> str:
@@ -74,7 +76,7 @@ class Recipe:
         """Changes whenever the compiled result might: the file, the settings, this program and its compiler, the tuned
         records, and for "native" the CPU. OSError where the file is gone."""
         ctx = self.ctx and -(-self.ctx // CONTEXT_STEP) * CONTEXT_STEP
-        parts: list[object] = [self.synthetic, self.target, self.arch, ctx, self.tuned]
+        parts: list[object] = [self.synthetic, self.target, self.arch, ctx, self.tuned, self.kv_type]
         parts += [mlc_amd.__version__, metadata.version("apache-tvm"), _sources()]
         parts += [_tuned(self.target) if self.tuned != "none" else []]
         if self.path:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from mlc_amd.runtime.artifact import CannotWrite, source_id
 from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.kv_pool import KvSize
+from mlc_amd.runtime.kv_types import KV_TYPE
 from mlc_amd.runtime.memory import CONTEXT_STEP
 from mlc_amd.tools import display, model_cache
 from mlc_amd.tools import target as targets
@@ -81,6 +83,7 @@ def compile_artifact(
     ctx: int | None = None,
     weights: bool = True,
     tuned: str = "auto",
+    kv_type: str | None = None,
 ) -> Summary:
     """Compiles a GGUF file, or the `synthetic` model of that spec, into the folder `output` (None:
     dist/MODEL-TARGET-ARCH in the current directory)."""
@@ -94,7 +97,7 @@ def compile_artifact(
     resolved, arch_here = targets.resolve(target, arch)
     out = Path(output).expanduser() if output else _default_output(path, synthetic, f"{resolved}-{arch}")
     store = _store(keep=False, verify=True)
-    return _compile(path, synthetic, resolved, arch_here, ctx, out, store, weights=weights, tuned=tuned)
+    return _compile(path, synthetic, resolved, arch_here, ctx, out, store, kv_type, weights=weights, tuned=tuned)
 
 
 def _default_output(path: Path | None, synthetic: str | None, settings: str) -> Path:
@@ -130,23 +133,26 @@ def artifact_path(
     synthetic: str | None = None,
     device: str | None = None,
     tuned: str = "auto",
+    kv_type: str | None = None,
 ) -> Path:
     """The artifact folder for `model` (None: the demo) or for a `synthetic` spec, compiled into the cache if necessary.
 
-    target, arch, ctx and tuned are arguments of that compilation; device is the GPU that targets rocm and vulkan take
-    for "native". An artifact is already compiled, so asking for another target, arch or context is a UserError.
+    target, arch, ctx, tuned and kv_type are arguments of that compilation; device is the GPU that targets rocm and
+    vulkan take for "native". An artifact is already compiled, so asking for another target, arch, context or type of
+    the KV cache is a UserError.
     """
     path = source_path(model, synthetic)
     if path and is_artifact(path):
-        _check_settings(path, target, arch, ctx)
+        _check_settings(path, target, arch, ctx, kv_type)
         return path
     check_compiler(synthetic or path)
-    recipe = Recipe(path and str(path), synthetic, *targets.resolve(target, arch, device), ctx, tuned)
+    resolved = targets.resolve(target, arch, device)
+    recipe = Recipe(path and str(path), synthetic, *resolved, ctx, tuned, kv_type or KV_TYPE)
     if out := model_cache.find(recipe):
         return out
     model_cache.check_writable()
     try:
-        _compile(path, synthetic, recipe.target, recipe.arch, ctx, recipe.folder, _store(), tuned=tuned)
+        _compile(path, synthetic, recipe.target, recipe.arch, ctx, recipe.folder, _store(), kv_type, tuned=tuned)
     except CannotWrite as error:
         raise UserError(f"cannot write {error.path}: {error.reason}; {model_cache.ADVICE}") from error
     model_cache.record(recipe)
@@ -166,18 +172,23 @@ def load_engine(
     tuned: str = "auto",
     n_cpu_moe: int = 0,
     kv_tokens: int | None = None,
+    kv_memory: int | str | None = None,
+    kv_type: str | None = None,
 ) -> Engine:
     """An Engine for `model`.
 
     threads: of the cpu device (None: all cores); device: which GPU, for targets rocm and vulkan (open_device); verify:
-    check the weights' checksum too; n_cpu_moe: layers whose experts stay in host memory; kv_tokens: of the cache, of
-    all sequences together (None: one of full length); the rest are arguments of `artifact_path`."""
+    check the weights' checksum too; n_cpu_moe: layers whose experts stay in host memory; kv_tokens and
+    kv_memory: how large the cache is (`Engine.load`); the rest are arguments of `artifact_path`."""
     if threads is not None and threads < 1:
         raise UsageError(f"--threads is {threads}: it must be at least 1")
-    path = artifact_path(model, target=target, arch=arch, ctx=ctx, synthetic=synthetic, device=device, tuned=tuned)
+    KvSize.of(kv_tokens, kv_memory)  # UsageError before anything is compiled
+    compilation = {"target": target, "arch": arch, "ctx": ctx, "synthetic": synthetic, "tuned": tuned}
+    path = artifact_path(model, device=device, kv_type=kv_type, **compilation)
     from mlc_amd.runtime.engine import Engine
 
-    return Engine.load(path, device=device, threads=threads, verify=verify, n_cpu_moe=n_cpu_moe, kv_tokens=kv_tokens)
+    size = {"kv_tokens": kv_tokens, "kv_memory": kv_memory}
+    return Engine.load(path, device=device, threads=threads, verify=verify, n_cpu_moe=n_cpu_moe, **size)
 
 
 def sampling_changes(**flags: Any) -> dict[str, Any]:
@@ -220,6 +231,7 @@ def _compile(
     ctx: int | None,
     out: Path,
     store: WeightStore,
+    kv_type: str | None,
     *,
     weights: bool = True,
     tuned: str = "auto",
@@ -228,15 +240,17 @@ def _compile(
     with open_source(path, synthetic) as source, display.compile_progress(title) as progress:
         from mlc_amd.compiler.pipeline import compile_model  # takes a second to import: only once the model is readable
 
-        return compile_model(source, target, arch, ctx, out, progress, weights=weights, tuned=tuned, store=store)
+        kept = {"weights": weights, "tuned": tuned, "store": store, "kv_type": kv_type or KV_TYPE}
+        return compile_model(source, target, arch, ctx, out, progress, **kept)
 
 
-def _check_settings(path: Path, target: str, arch: str, ctx: int | None) -> None:
+def _check_settings(path: Path, target: str, arch: str, ctx: int | None, kv_type: str | None) -> None:
     """UserError where an artifact was not compiled with the settings that the user gives."""
     given = {
         "--target": None if target == targets.AUTO else target,
         "--arch": None if arch in targets.HERE else arch,
         "--ctx": ctx and -(-ctx // CONTEXT_STEP) * CONTEXT_STEP,
+        "--kv-type": kv_type,
     }
     if not any(given.values()):
         return
@@ -245,7 +259,8 @@ def _check_settings(path: Path, target: str, arch: str, ctx: int | None) -> None
     manifest = Artifact.open(path).manifest
     kind = manifest["target"]["kind"]
     archs = [manifest["target"]["arch"]] if kind == "cpu" else list(manifest["libraries"])
-    for flag, has in (("--target", [kind]), ("--arch", archs), ("--ctx", [manifest["context"]])):
+    made = {"--target": [kind], "--arch": archs, "--ctx": [manifest["context"]], "--kv-type": [manifest["kv_type"]]}
+    for flag, has in made.items():
         if given[flag] is not None and given[flag] not in has:
             raise UserError(
                 f"{flag} {given[flag]}: {path} was compiled for {_COMPILED[flag]} {', '.join(map(str, has))}; compile "
@@ -253,4 +268,5 @@ def _check_settings(path: Path, target: str, arch: str, ctx: int | None) -> None
             )
 
 
-_COMPILED = {"--target": "target", "--arch": "arch", "--ctx": "a context of"}  # what messages call a setting
+# what messages call a setting
+_COMPILED = {"--target": "target", "--arch": "arch", "--ctx": "a context of", "--kv-type": "a KV cache of type"}

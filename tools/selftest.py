@@ -12,6 +12,7 @@ from pathlib import Path
 import mlc_amd
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.kv_types import KvType
 from mlc_amd.tools import amdgpu, bandwidth, display, machine, models, selftest_kernels, selftest_model, terminal
 
 SHORT = {"o": "output"}
@@ -30,6 +31,7 @@ def run(
     target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
+    kv_type: KvType | None = None,
     threads: int | None = None,
     device: str | None = None,
 ) -> None:
@@ -51,6 +53,7 @@ def run(
         arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
             `mlc-amd compile --help`.
         ctx: KV cache size in tokens, for a GGUF file (default: the model's context length, at most 4096).
+        kv_type: type of the KV cache, for a GGUF file: f16, or q8_0, which takes half of the memory (default: f16).
         threads: number of CPU threads (default: all cores).
         device: GPU for targets rocm and vulkan: its number in `mlc-amd doctor`, or part of its name (default:
             $MLC_AMD_DEVICE, else the best one).
@@ -60,7 +63,8 @@ def run(
     out = Path(output).expanduser() if output else None
     if out and not out.parent.is_dir():
         raise UserError(f"{out.parent}: no such folder for --output")
-    engine = models.load_engine(model, threads=threads, device=device, target=target, arch=arch, ctx=ctx)
+    compilation = {"target": target, "arch": arch, "ctx": ctx, "kv_type": kv_type}
+    engine = models.load_engine(model, threads=threads, device=device, **compilation)
     display.message(f"on {engine.device.name}")
     found = measure(engine, device, runs, whole_model)
     print(text(found), end="")

@@ -21,6 +21,7 @@ from mlc_amd.compiler.nodes import functions, params
 from mlc_amd.runtime import devices
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import temporary
+from mlc_amd.runtime.kv_types import KV_TYPE
 from mlc_amd.schedules.attention import SLOTS
 from mlc_amd.schedules.cpu import arch as archs
 from mlc_amd.schedules.cpu.cache import cache_types
@@ -42,9 +43,9 @@ class CpuTarget(Target):
     planes = staticmethod(planes)
     builders = BUILDERS
 
-    def __init__(self, arch: str = "native"):
+    def __init__(self, arch: str = "native", kv_type: str = KV_TYPE):
         self.arch = archs.resolve(arch)
-        super().__init__([self.arch])
+        super().__init__([self.arch], kv_type)
 
     def functions(self, ctx: int) -> list[FunctionSpec]:
         """Kernels compute live rows only, a few of them at little more than the price of one: there is one size."""

@@ -17,12 +17,15 @@ from mlc_amd.compiler.codegen.target import Target
 from mlc_amd.compiler.models.build import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.kv_types import KV_TYPE
 from mlc_amd.schedules.attention import SLOTS
 from mlc_amd.schedules.decode import float_weight
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
 from mlc_amd.schedules.gpu.cache import cache_types
+from mlc_amd.schedules.gpu.gemv_matrix import ROWS as INT8_ROWS
 from mlc_amd.schedules.gpu.kernels import BUILDERS
+from mlc_amd.schedules.gpu.matrix_int8 import unit_of
 from mlc_amd.schedules.gpu.norm_route import scratch_shapes as route_scratch
 from mlc_amd.schedules.gpu.planes import BLOCK, padded, planes
 from mlc_amd.schedules.gpu.step import FEW
@@ -32,6 +35,10 @@ from mlc_amd.schedules.gpu.step import FEW
 # experts one or two.
 EXPERT_TILE, EXPERT_TILES = 32, {"nvidia": 64}
 SOME, SOME_TILE = 64, 16  # rows of a step, and the tile up to there
+# Rows of a step, at most, whose slots are computed one by one (tile 1). 16 rows of models with 32 experts or more use
+# most experts once or twice, and matrix units would multiply tiles that are almost empty: by the static model of
+# gfx1100 and gfx942 that takes longer. On an H200 it does not.
+EXPERT_ROWS, FEWER_EXPERT_ROWS = 16, {"nvidia": FEW}
 
 
 class GpuTarget(Target):
@@ -40,28 +47,29 @@ class GpuTarget(Target):
 
     query_dtype = "float16"
     layout = "rows"
-    few = FEW
     fuses_rope = True
     fuses_route = True
     planes = staticmethod(planes)
     builders = BUILDERS
     matrix_layout: str
 
-    def __init__(self, archs: list):
-        super().__init__(list(dict.fromkeys(archs)))
+    def __init__(self, archs: list, kv_type: str = KV_TYPE):
+        super().__init__(list(dict.fromkeys(archs)), kv_type)
         first, *others = self.archs
         for other in others:
             if (bool(other.matrix), bool(other.few)) != (bool(first.matrix), bool(first.few)):
                 raise UserError(f"{first.name} and {other.name} need different layouts; compile an artifact for each")
 
     def functions(self, ctx: int) -> list[FunctionSpec]:
-        # Few rows are GEMVs. On an H200 matrix units compute 16 rows in less time than two such steps take. Kernels
-        # without dot products take LLVM several times as long: fewer sizes.
+        # Few rows are GEMVs; of INT8_ROWS rows on int8 matrix units, where 32 take half the time of a GEMM of 64 by the
+        # static model. On an H200 matrix units compute 16 rows in less time than two steps of FEW take. Kernels without
+        # dot products take LLVM several times as long: fewer sizes.
         if self._few_on_matrices:  # whose time grows with every size
             steps, chunks = [FEW, 16, 32, SLOTS], [64, 128, 512]
         else:
             dot, matrix = all(arch.dot for arch in self.archs), bool(self.archs[0].matrix)
-            steps, chunks = [*([FEW] if dot else []), *([16] if matrix else []), SLOTS], [64, 512]
+            more = INT8_ROWS[1:] if self._int8_matrices else (16,) if matrix else ()
+            steps, chunks = [*([FEW] if dot else []), *more, SLOTS], [64, 512]
         chunks = [m for m in chunks if m <= max(ctx, 64)]
         longest = chunks[-1]
         return [
@@ -73,14 +81,23 @@ class GpuTarget(Target):
         ]
 
     def act_layout(self, m: int, kind: str) -> str:
-        if m > (1 if self._few_on_matrices else FEW) and self.archs[0].matrix:
+        if m in INT8_ROWS and kind == "int8" and self._int8_matrices:
+            return "rows"
+        return self._layout(kind, m > (1 if self._few_on_matrices else FEW))
+
+    def expert_layout(self, m: int, kind: str) -> str:
+        return self._layout(kind, self.expert_tile(m) > 1)
+
+    def _layout(self, kind: str, on_matrices: bool) -> str:
+        """on_matrices: whether float16 matrix units multiply, where the archs have any."""
+        if on_matrices and self.archs[0].matrix:
             return self.matrix_layout
         return "rows" if kind == "int8" else ""
 
-    def expert_layout(self, m: int, kind: str) -> str:
-        if self.expert_tile(m) == 1:
-            return "rows" if kind == "int8" else ""
-        return self.act_layout(m, kind)
+    @property
+    def _int8_matrices(self) -> bool:
+        """Whether linears of INT8_ROWS rows take int8 matrix units."""
+        return all(unit_of(arch) for arch in self.archs)
 
     @property
     def _few_on_matrices(self) -> bool:
@@ -88,7 +105,7 @@ class GpuTarget(Target):
         return all(arch.few for arch in self.archs)
 
     def expert_tile(self, m: int) -> int:
-        if m <= FEW:
+        if m <= min(FEWER_EXPERT_ROWS.get(arch.family, EXPERT_ROWS) for arch in self.archs):
             return 1
         return SOME_TILE if m <= SOME else EXPERT_TILES.get(self.archs[0].family, EXPERT_TILE)
 

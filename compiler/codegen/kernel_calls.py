@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.ops import shape_of
+from mlc_amd.runtime.kv_types import KV_TENSORS
 from mlc_amd.schedules.attention import Attention, Rope
 from mlc_amd.schedules.plans.workload import Workload
 
@@ -172,7 +173,8 @@ def _rope_kv_write(call) -> KernelCall:
     # of attention's attributes only the scale counts here, as queries are multiplied by it, and where keys go
     shape = {key: value for key, value in _attention_args(call).items() if key not in NOT_OF_ROPE}
     workload = Workload("rope_kv_write", shape | {"m": m} | _rope(call))
-    inplace = {1: last - 2, 2: last - 1} if writes else None
+    caches = len(KV_TENSORS[str(call.attrs["kv"])])
+    inplace = {1 + i: last - caches + i for i in range(caches)} if writes else None
     return KernelCall(f"rope_kv_write_m{m}", workload, inplace=inplace)
 
 

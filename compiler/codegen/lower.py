@@ -6,7 +6,9 @@ the host function is only read (for grids, scratch buffers and the kernels' argu
 
 Differences from TVM's pipeline: StorageRewrite is left out (it makes LDS buffers of different types share memory
 through global addresses), CompactBufferAllocation for kernels without blocks (all of ours: it took most of the time,
-and cut no more than the padding behind an LDS buffer's last row), and whatever the generator names (`lower`).
+and cut no more than the padding behind an LDS buffer's last row), what takes long and changes no kernel
+(InjectPermutedLayout, InjectVirtualThread, RemoveNoOp) or none of LLVM's code (HoistIfThenElse; it also took loads of
+fragments for loads of nothing), and whatever the generator names (`lower`).
 """
 
 from dataclasses import dataclass
@@ -46,20 +48,19 @@ class Function:
 
 
 def _passes():
-    """TVM 0.27's s_tir pipeline (tvm/s_tir/pipeline.py) up to the split, without what its options switch on and without
-    StorageRewrite."""
+    """TVM 0.27's s_tir pipeline (tvm/s_tir/pipeline.py) up to the split, without what its options switch on and what
+    the module's docstring names."""
     t, x = s_tir.transform, tirx.transform
     return [
         t.CanonicalizeLoop(), t.LowerCrossThreadReduction(), t.LowerInitBlock(),
         t.PlanAndUpdateBufferAllocationLocation(),
         t.ConvertBlocksToOpaque(), t.LiftThreadBinding(), t.ManifestSharedMemoryLocalStage(),
         t.CompactBufferAllocation(),
-        t.LowerAutoCopy(), t.UnifyThreadBinding(), t.LowerMatchBuffer(), t.StmtSimplify(), t.InjectPermutedLayout(),
+        t.LowerAutoCopy(), t.UnifyThreadBinding(), t.LowerMatchBuffer(), t.StmtSimplify(),
         t.AnnotateIrregularLoop(), t.InjectSoftwarePipeline(), t.TransformMmaBufferLayout(), t.LowerOpaqueBlock(),
         x.FlattenBuffer(), x.BF16ComputeLegalize(), x.NarrowDataType(32), t.LoopPartition(), x.VectorizeLoop(True),
-        t.InjectVirtualThread(), t.InjectDoubleBuffer(), t.HoistIfThenElse(), x.UnrollLoop(),
-        t.RenormalizeSplitPattern(),
-        x.StmtSimplify(), x.RemoveNoOp(), t.RewriteUnsafeSelect(), x.CommonSubexprElim(), x.FP8ComputeLegalize(),
+        t.InjectDoubleBuffer(), x.UnrollLoop(), t.RenormalizeSplitPattern(),
+        x.StmtSimplify(), t.RewriteUnsafeSelect(), x.CommonSubexprElim(), x.FP8ComputeLegalize(),
         x.VerifyMemory(),
         x.AnnotateEntryFunc(), t.ThreadSync("shared"), t.ThreadSync("shared.dyn"), t.ThreadSync("warp"),
         t.InferFragment(),

@@ -9,6 +9,7 @@ from mlc_amd.compiler.codegen.gpu_target import GpuTarget
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import kfd_gpus
+from mlc_amd.runtime.kv_types import KV_TYPE
 from mlc_amd.schedules.gpu import arch as archs
 
 
@@ -19,8 +20,9 @@ class RocmTarget(GpuTarget):
     kind = "rocm"
     matrix_layout = "half"
 
-    def __init__(self, arch: str):
-        super().__init__([archs.resolve(name) for name in (_here() if arch in ("native", "auto") else arch.split(","))])
+    def __init__(self, arch: str, kv_type: str = KV_TYPE):
+        names = _here() if arch in ("native", "auto") else arch.split(",")
+        super().__init__([archs.resolve(name) for name in names], kv_type)
 
     def compile_for(self, arch, kernels, directory, lowered):
         module = compile_hsaco(kernels, arch, lowered=lowered)

@@ -22,6 +22,7 @@ from mlc_amd.compiler.models.build import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
 from mlc_amd.compiler.nodes import fields_of, parts_of
 from mlc_amd.compiler.work import buffers, work
+from mlc_amd.runtime.kv_types import KV_TYPE
 from mlc_amd.schedules import operators
 from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.plans.workload import Workload
@@ -34,7 +35,8 @@ class Target(ABC):
     """Layouts, kernels and code of one target.
 
     archs: what the artifact's kernels are made for. They share its launches, weights and activations, so layouts are
-    those of the first one. plans: by an arch's name, callable(workload) -> (plan or None, where it comes from).
+    those of the first one. kv_type: of the KV cache, a name of schedules/attention.py. plans: by an arch's name,
+    callable(workload) -> (plan or None, where it comes from).
     """
 
     kind: str  # as in --target
@@ -42,13 +44,14 @@ class Target(ABC):
     layout: str  # of packed weights, as in compiler/quant
     builders: Mapping[str, Callable]  # by operator, such as schedules/cpu/kernels.py has them
 
-    def __init__(self, archs: list):
-        self.archs = archs
+    def __init__(self, archs: list, kv_type: str = KV_TYPE):
+        self.archs, self.kv_type = archs, kv_type
         self.kernels: dict[str, tvm.tirx.PrimFunc] = {}  # name: kernel, for the first arch
         self.workloads: dict[str, Workload] = {}  # name: what the kernel computes, of operators of ours
         self.generic: dict[str, tvm.tirx.PrimFunc] = {}  # name: what the kernel computes, unscheduled, of all others
         self.plans: dict[str, Callable[[Workload], tuple[Any | None, str]]] = {}
         self._names: dict[tuple, str] = {}  # (operator, attributes, types): name
+        self._added: dict[str, tvm.ir.GlobalVar] = {}  # name: the kernel in the module that is being made
 
     # ---- what a target decides
 
@@ -74,12 +77,14 @@ class Target(ABC):
         """What the kernels of a layer with that attention compute, at a capacity of `ctx` tokens."""
         a = attention
         window, chunk = (size if size < ctx else 0 for size in (a.window, a.chunk))
-        return Attention(a.heads, a.kv_heads, a.head_dim, ctx, a.scale, window, a.softcap, a.sinks, chunk)
+        shape = a.heads, a.kv_heads, a.head_dim, ctx
+        return Attention(*shape, a.scale, window, a.softcap, a.sinks, chunk, self.kv_type)
 
     def spans(self, config: ModelConfig, ctx: int) -> dict[str, int]:
         """Cache tensor to the span of its layer: those of the same span share pages."""
         layers = {i: layer.attention for i, layer in enumerate(config.layers) if layer.attention.kv_layer is None}
-        return {f"{which}.{i}": self.layer(a, ctx).span for i, a in layers.items() for which in "kv"}
+        found = {i: self.layer(a, ctx) for i, a in layers.items()}
+        return {f"{which}.{i}": layer.span for i, layer in found.items() for which in layer.cache}
 
     @abstractmethod
     def expert_tile(self, m: int) -> int:
@@ -88,7 +93,7 @@ class Target(ABC):
 
     @abstractmethod
     def cache_types(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """{"k": .., "v": ..}: (shape, dtype) of the cache of a layer with that attention."""
+        """{"k": .., "v": ..}: (shape, dtype) of the tensors of `Attention.cache`, of a layer with that attention."""
 
     def kv_types(self, config: ModelConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Cache tensor name ("k.0", "v.0" ..) to (shape, dtype). Layers that attend to another one's have none."""
@@ -102,8 +107,6 @@ class Target(ABC):
     fuses_rope = False  # decode attention rotates and writes the cache itself
 
     fuses_route = False  # one kernel makes the norm, the logits and the choice of a token's experts
-
-    few = 1  # rows of a step, at most, for which experts take the kernels of decode
 
     def attention_workspace(
         self, attention: AttentionConfig, ctx: int, single: int
@@ -148,6 +151,7 @@ class Target(ABC):
     def select_kernels(self, mod: tvm.IRModule) -> tvm.IRModule:
         """Replaces every operator of ours by a call of its kernel; standard operators that no pass fused are fused with
         one another and get generic kernels. UserError for an operator that has none."""
+        self._added = {}
         makers: dict[str, Any] = {ops.PREFIX + name: self._call for name in ops.OPS}
         with tvm.target.Target("llvm"):
             mod = relax.transform.LegalizeOps(makers)(mod)
@@ -213,7 +217,9 @@ class Target(ABC):
             arch = self.archs[0]
             self.kernels[name] = self.build(workload, arch, name, self.plan(workload, arch)[0])
         name = self._names[key]
-        gv = bb.add_func(self.kernels[name], name)
+        if name not in self._added:  # the builder would look for an equal one, which takes long
+            self._added[name] = bb.add_func(self.kernels[name], name)
+        gv = self._added[name]
         if inplace:
             place = {
                 j: next(i for i, item in enumerate(inputs) if item.same_as(call.args[arg]))

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlc_amd.compiler.codegen.gpu_target import GpuTarget
 from mlc_amd.compiler.codegen.spirv import compile_spirv
+from mlc_amd.runtime.kv_types import KV_TYPE
 from mlc_amd.schedules.gpu import profiles
 from mlc_amd.schedules.gpu.copy import copy
 from mlc_amd.schedules.gpu.fragment_probe import fragment_probe
@@ -23,9 +24,9 @@ class VulkanTarget(GpuTarget):
     kind = "vulkan"
     matrix_layout = "pairs"
 
-    def __init__(self, arch: str):
+    def __init__(self, arch: str, kv_type: str = KV_TYPE):
         names = [_here()] if arch in ("native", "auto") else arch.split(",")
-        super().__init__([profiles.resolve(name) for name in names])
+        super().__init__([profiles.resolve(name) for name in names], kv_type)
 
     @property
     def description(self) -> dict:

@@ -1,7 +1,7 @@
 """Relax functions of a model: `build_module` lets the architecture's decoder emit each of them.
 
-They return what plan.OUTPUTS names: the logits and, unless they score, a token for each row of these and its
-log-probability.
+They return what runtime/steps.py's OUTPUTS names: the logits and, unless they score, a token for each row of these
+and its log-probability.
 """
 
 from dataclasses import dataclass

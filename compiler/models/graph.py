@@ -15,6 +15,7 @@ from mlc_amd.compiler import ops
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, ModelConfig
 from mlc_amd.compiler.ops import shape_of, tensor_type
 from mlc_amd.runtime.sampling_layout import row_shapes
+from mlc_amd.runtime.steps import page_table
 from mlc_amd.schedules.attention import PAGE, SLOTS
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.rows import output_rows
@@ -183,12 +184,12 @@ class Graph:
             q = self.scaled_by_position(q, TEMPERATURES)
         rope = self.config.ropes.get(a.rope)
         table = [self.parameters[f"{a.rope}.table"][0]] if rope else []
-        layer_of = asdict(self.target.layer(a, self.ctx))
-        shape = {key: int(value) if isinstance(value, bool) else value for key, value in layer_of.items()}
+        layer_of = self.target.layer(a, self.ctx)
+        shape = {key: int(value) if isinstance(value, bool) else value for key, value in asdict(layer_of).items()}
         writes = a.kv_layer is None
         norms = [self.head_norm(block, which, a) for which in ("qk" if writes else "q")] if a.head_norms else []
-        cache = [self.parameters[f"{which}.{layer if writes else a.kv_layer}"][0] for which in "kv"]
-        pages = self.pages(self.target.layer(a, self.ctx).span)
+        cache = [self.parameters[f"{which}.{layer if writes else a.kv_layer}"][0] for which in layer_of.cache]
+        pages = self.pages(layer_of.span)
         sources = [self.rows, pages, q, k, v, *norms, *table, *cache] if writes else [self.rows, q, *norms, *table]
         rotated = self.emit(
             "rope_kv_write", sources, **shape,
@@ -197,7 +198,10 @@ class Graph:
             writes=int(writes), query_dtype=self.target.query_dtype,
         )  # fmt: skip
         # Another layer's cache is written when its output, which this layer's input depends on, is computed.
-        q, *cache = (self.bb.emit(relax.TupleGetItem(rotated, i)) for i in range(3)) if writes else (rotated, *cache)
+        if writes:
+            q, *cache = (self.bb.emit(relax.TupleGetItem(rotated, i)) for i in range(1 + len(cache)))
+        else:
+            q = rotated
         sinks = [self.vector(f"{block}attn_sinks.weight", exact=True)] if a.sinks else []
         workspace = self.target.attention_workspace(a, self.ctx, self.spec.single)
         buffers = [self.parameter(name, "kv", tensor_type(*of)) for name, of in workspace.items()]
@@ -206,7 +210,7 @@ class Graph:
 
     def pages(self, span: int) -> relax.Var:
         """The page tables of the layers whose rows see up to `span` keys (0: all)."""
-        return self.parameter(pages_of(span), "io", tensor_type((SLOTS, self.ctx // PAGE), "int32"))
+        return self.parameter(page_table(span), "io", tensor_type((SLOTS, self.ctx // PAGE), "int32"))
 
     def head_norm(self, block: str, which: str, a: AttentionConfig) -> relax.Var:
         """The weight of the norm over a head of q or k; ones for a norm without weights."""
@@ -260,11 +264,6 @@ class Graph:
     def _experts(self, experts: ExpertsConfig) -> dict[str, int]:
         sizes = experts.count, experts.used, self.target.expert_tile(self.m)
         return dict(zip(ops.EXPERTS, sizes, strict=True))
-
-
-def pages_of(span: int) -> str:
-    """The io buffer of the page tables of layers of that span."""
-    return f"pages.{span}"
 
 
 def table_columns(config: ModelConfig) -> dict[str, int]:

@@ -3,16 +3,19 @@ rotates for itself."""
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.passes.rewrite import rewrite
+from mlc_amd.runtime.kv_types import KV_TENSORS
 
 
 def fuse_rope(mod, target):
     def rule(call, producer):
         if ops.name_of(call) != "attention" or ops.shape_of(call.args[3])[0] != 1 or not target.fuses_rope:
             return None
-        state, rows, pages, rotated, keys, values, *rest = call.args  # [sinks], workspace
+        state, rows, pages, rotated, *rest = call.args
+        caches = len(KV_TENSORS[str(call.attrs["kv"])])
+        cache, rest = rest[:caches], rest[caches:]  # [sinks], workspace
         rope = producer(rotated)
         if ops.name_of(rope) == "rope_kv_write":
-            inputs = [*rope.args[2:], keys, values]
+            inputs = [*rope.args[2:], *cache]
         else:  # q is the first of its outputs, and the caches are its last inputs
             rope = producer(rope.tuple_value)
             inputs = rope.args[3:]

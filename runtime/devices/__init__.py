@@ -4,7 +4,7 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
                              and arena
 .kv_types                    shapes and types of the cache's tensors, with the pages that they have
 .write(name, values)         fills the first part of an io buffer ("state", "tokens" ..)
-.run(function)               runs one function of the plan and waits
+.run(function)               runs one function of the plan and waits; GPUs run long steps in pieces (pieces.py)
 .run_plain(function)         the same launch by launch, without what was recorded or captured at load: to compare with
 .read(name, rows)            the first rows of an io buffer as a NumPy array, valid until the next run
 .clear()                     zeros the KV cache
@@ -16,9 +16,9 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
 
 import importlib.util
 import logging
-from collections.abc import Mapping
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.memory import on_host
 
 KINDS = ("cpu", "rocm", "vulkan")
@@ -31,13 +31,13 @@ def open_device(
     name: str | None = None,
     threads: int | None = None,
     n_cpu_moe: int = 0,
-    pages: Mapping[int, int] | None = None,
+    kv: KvSize = ONE_SEQUENCE,
 ):
     """The device for an artifact's target. UserError if it cannot run here.
 
     name: the target's own kind; or, for targets rocm and vulkan, which GPU: its number as `mlc-amd doctor` lists it, or
-    a part of its name. pages: of the cache, by span; None: what one sequence of full length needs. n_cpu_moe: of GPUs
-    with their own memory, how many first layers' experts stay in host memory.
+    a part of its name. kv: how large the cache is. n_cpu_moe: of GPUs with their own memory, how many first layers'
+    experts stay in host memory.
     """
     kind = artifact.manifest["target"]["kind"]
     on_host(artifact.manifest["tensors"], n_cpu_moe)  # UserError for a number that makes no sense
@@ -55,13 +55,13 @@ def open_device(
 
         if n_cpu_moe:
             log.warning("--n-cpu-moe has no effect: target cpu has all weights in host memory")
-        return CpuDevice(artifact, threads, pages)
+        return CpuDevice(artifact, threads, kv)
     if kind == "rocm":
         from mlc_amd.runtime.devices.hip.device import HipDevice
 
-        return HipDevice(artifact, threads, which, n_cpu_moe, pages=pages)
+        return HipDevice(artifact, threads, which, n_cpu_moe, kv)
     if kind == "vulkan":
         from mlc_amd.runtime.devices.vulkan.device import VulkanDevice
 
-        return VulkanDevice(artifact, threads, which, n_cpu_moe, pages=pages)
+        return VulkanDevice(artifact, threads, which, n_cpu_moe, kv)
     raise UserError(f"this version has no device for target '{kind}'; compile the model with --target cpu")

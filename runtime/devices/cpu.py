@@ -7,7 +7,6 @@ Of TVM it needs only the function interface (apache-tvm-ffi).
 import ctypes
 import mmap
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,8 @@ import tvm_ffi
 
 from mlc_amd.runtime.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.host import available_threads, cpu_flags
+from mlc_amd.runtime.host import available_memory, available_threads, cpu_flags
+from mlc_amd.runtime.kv_pool import HOST_PART, ONE_SEQUENCE, KvSize
 
 ALIGNMENT = 64  # bytes, of all that kernels read and write
 _TENSOR = 70  # kTVMFFITensor: an argument is a tensor object
@@ -112,11 +112,12 @@ def _zeros(shape, dtype) -> np.ndarray:
 
 
 class CpuDevice:
-    """See runtime/devices/__init__.py for the protocol. `threads`: all usable cores by default."""
+    """See runtime/devices/__init__.py for the protocol. `threads`: all usable cores by default. kv: how large the cache
+    is; "auto" takes half of what the weights leave of the available memory."""
 
     kind = "cpu"
 
-    def __init__(self, artifact, threads: int | None = None, pages: Mapping[int, int] | None = None):
+    def __init__(self, artifact, threads: int | None = None, kv: KvSize = ONE_SEQUENCE):
         target = artifact.manifest["target"]
         self.name = f"cpu ({target['mcpu']})"
         self.threads = available_threads() if threads is None else threads
@@ -128,7 +129,8 @@ class CpuDevice:
                 f"this model was compiled for '{target['arch']}', but this CPU lacks {', '.join(sorted(missing))}; "
                 "compile it here with --arch native, or with --arch x86-64-v2 for any machine"
             )
-        self.artifact, self.kv_types = artifact, kv_types(artifact.manifest, pages)
+        room = (available_memory() - artifact.manifest["weight_bytes"]) // HOST_PART if kv.auto else 0
+        self.artifact, self.kv_types = artifact, kv_types(artifact.manifest, kv.pages(artifact.manifest, room))
         self._load_kernels()
         start_threads(self.threads)
         self.io = {name: _zeros(entry["shape"], entry["dtype"]) for name, entry in artifact.manifest["io"].items()}

@@ -79,11 +79,14 @@ class Candidate:
 
     @cached_property
     def params(self) -> tuple[Param, ...]:
-        rest = ("name", "shape", "dtype", "role")
+        """Caches in pages have one more for each single row of any state: where `inputs.py` lets that row write."""
+        rest, paged = ("name", "shape", "dtype", "role"), any(p["role"] == "pages" for p in self.facts["params"])
+        states = [*self.facts["states"], *(case["state"] for case in self.cases)]
+        private = max((single for _, _, single, *_ in states), default=0) if paged else 0
         return tuple(
             Param(
                 p["name"],
-                tuple(p["shape"]),
+                (p["shape"][0] + private, *p["shape"][1:]) if p["role"] == "cache" else tuple(p["shape"]),
                 p["dtype"],
                 p["role"],
                 {key: value for key, value in p.items() if key not in rest},

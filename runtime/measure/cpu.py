@@ -10,9 +10,10 @@ import tvm_ffi
 
 from mlc_amd.runtime.devices.cpu import ALIGNMENT, Call, Kernels, Replay, start_threads
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.host import cpu_flags, last_level_cache, threads_asked
+from mlc_amd.runtime.host import available_memory, cpu_flags, last_level_cache, threads_asked
 
 SHARE = 4  # of the machine's memory, what copies may take
+UNKNOWN_MEMORY = 4 << 30  # bytes that are taken to be there where nothing says how many
 
 
 class CpuBackend:
@@ -30,7 +31,7 @@ class CpuBackend:
         self.name = f"{_model()}, {self.threads} threads"
         self.facts = {"device": self.name, "driver": "threads"}
         self._forget()
-        self.cache = min(2 * last_level_cache(), _memory() // SHARE // 4)
+        self.cache = min(2 * last_level_cache(), (available_memory() or UNKNOWN_MEMORY) // SHARE // 4)
 
     def open(self, sizes: dict) -> None:
         self._forget()
@@ -106,11 +107,3 @@ def _model() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return "cpu"
-
-
-def _memory() -> int:
-    """Bytes that programs may still take."""
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) << 10
-    return 4 << 30

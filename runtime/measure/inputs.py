@@ -12,6 +12,7 @@ import numpy as np
 
 from mlc_amd.runtime.measure import routing
 from mlc_amd.runtime.measure.candidate import ROLES, Candidate, Param
+from mlc_amd.runtime.pages import PAGE
 from mlc_amd.runtime.random_weights import drawn
 from mlc_amd.runtime.sampling_layout import LOGPROB, row_shapes
 
@@ -23,8 +24,8 @@ SIGNATURE = 0xA5  # fill pattern of memory that must not be read, so that a read
 def fill(candidate: Candidate, state, roles=ROLES) -> dict[str, np.ndarray]:
     """Name -> array of every parameter that has one of the roles, contiguous.
 
-    state: (position, live rows, single rows, 0). Single row i has position - i, so that no two rows have the same place
-    in their pages; the chunk behind them begins at position."""
+    state: (position, live rows, single rows, 0). Single row i has position - i and slot i; the chunk behind them begins
+    at position."""
     arrays = {param.name: _MAKERS[param.role](param, state) for param in candidate.params if param.role in roles}
     pair = {"A", "S"} & {p.name for p in candidate.params if p.role == "input"}
     if len(pair) == 2 and "input" in roles:
@@ -51,9 +52,14 @@ def _rows(param: Param, state) -> np.ndarray:
 
 
 def _pages(param: Param, state) -> np.ndarray:
-    """Each slot has all pages of the cache, in another order."""
+    """Each slot has all pages that a sequence of full length needs, in another order. The page that a single row writes
+    is its own: the others read theirs meanwhile."""
     slots, blocks = param.shape
-    return ((np.arange(blocks) + np.arange(slots)[:, None]) % blocks).astype(np.int32)
+    pages = ((np.arange(blocks) + np.arange(slots)[:, None]) % blocks).astype(np.int32)
+    position, _, single, _ = state
+    row = np.arange(single)
+    pages[row, np.maximum(position - row, 0) // PAGE] = blocks + row
+    return pages
 
 
 def _input(param: Param, state) -> np.ndarray:
@@ -95,7 +101,12 @@ def _plane(param: Param) -> np.ndarray:
 
 
 def _cache(param: Param, state) -> np.ndarray:
-    pattern = drawn("float16", "normal", 1.0).view(np.float16)
+    if param.dtype == "int8":
+        pattern = drawn("int8", "bits").view(np.int8)
+    elif param.name in ("Ks", "Vs"):  # of such codes, so that their products are about as large
+        pattern = np.abs(drawn("float16", "signs", 1 / 64).view(np.float16))
+    else:
+        pattern = drawn("float16", "normal", 1.0).view(np.float16)
     return np.resize(np.roll(pattern, zlib.crc32(param.name.encode()) % pattern.size), param.shape)
 
 

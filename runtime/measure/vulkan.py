@@ -140,7 +140,7 @@ class VulkanBackend:
         context = self.context
         if self._recorded:
             context.calls.vkFreeCommandBuffers(context.device, context.pool, 1, (ctypes.c_void_p * 1)(self._recorded))
-        recorder = _Marks(context, self._pipelines.layout, (self._queries, 2))
+        recorder = _Marks(context, self._pipelines.layout, (self._queries, 0, 2))
         recorder.begin()
         recorder.mark()
         for launches in calls:

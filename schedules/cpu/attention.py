@@ -36,9 +36,9 @@ def kernel_module(m, single):
 
 
 def attention(spec: Attention, m, single, p, quantize, isa, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32 [m, 2], pages as in `cache.py`, Qo float32 [m, heads, width], Kc, Vc,
-    [Sinks float32 [heads] if spec.sinks], then A, S of [m, heads*d] in tiles of p rows if `quantize`, else O float32
-    [m, heads*d]).
+    """Kernel (state int32[4], rows int32 [m, 2], pages as in `cache.py`, Qo float32 [m, heads, width], Kc, Vc and, if
+    spec.quantized, Ks, Vs, [Sinks float32 [heads] if spec.sinks], then A, S of [m, heads*d] in tiles of p rows if
+    `quantize`, else O float32 [m, heads*d]).
 
     single: how many rows at the front may be of different sequences; the rows behind state[0] are then a chunk. With
     single = 0 all rows are, with single = m none. Rows that are not live, or have no place in the cache, are left out

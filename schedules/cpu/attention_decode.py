@@ -115,6 +115,7 @@ def _emit_span(row, kv, number):
         place = T.Bind(first + i)
         block = cache.block_until(kv, row.slot, place, row.last)
         later = row.prefetched(kv, place) if plan.ahead else None
+        block.read_scales()
         block.clamp_to(row.last)
 
         def load_keys(c, keys):

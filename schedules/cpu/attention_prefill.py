@@ -104,6 +104,7 @@ class _Operands:
     def load(self, block):
         """Goes on to a CacheBlock."""
         self.block = block
+        block.read_scales()
         if not self.converted:
             return
         keys, values = self.converted

@@ -9,38 +9,67 @@ as blocks (`CacheBlock`):
 width is d rounded up to whole vectors (`Attention.width`). The padding is never written; keys' is not read either. The
 number of pages is the runtime's choice: kernels declare some number and never use it.
 
+A cache of type q8_0 has codes of these shapes, int8, and for each block of KV_BLOCK columns the scales of a page's
+keys or values:
+
+    Ks, Vs float16 [pages, kv_heads, d/32, 64]
+
+What is loaded of it is code * scale, which float32 holds exactly (8 bits by 11), so kernels differ in nothing else.
+
 A row of a step has a position in its sequence and a slot: `rows` int32 [m, 2]. `pages` int32 [SLOTS, ctx/64] says which
 page has the keys of a slot's block of 64 positions. A row attends to the keys up to its own, with a window or chunks to
 the last ones of these (`visible_keys`). Masks go by position: a page has older keys in places that are not written yet.
 """
 
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.attention import PAGE, SLOTS
-from mlc_amd.schedules.cpu.vector import LINE, at, dtype, f32, opaque, prefetch, registers, splat, store
+from mlc_amd.schedules.attention import KV_BLOCK, KV_STEPS, PAGE, SLOTS, check_quantized
+from mlc_amd.schedules.cpu.quantize import magnitudes
+from mlc_amd.schedules.cpu.vector import (
+    LANES,
+    LINE,
+    at,
+    dtype,
+    f32,
+    opaque,
+    prefetch,
+    reduce,
+    registers,
+    splat,
+    store,
+    widen,
+)
 
 BLOCK = PAGE  # keys of a block
 _TILE = 16  # keys that are interleaved in Kc
 _HEAD = 8  # columns: head sizes are multiples
-_LINE = LINE // 2  # elements in a cache line
-_DTYPE = "float16"
+_DTYPE, _CODE = "float16", "int8"
+_BYTES = {_DTYPE: 2, _CODE: 1}
+_NAMES = {"k": "Kc", "v": "Vc", "ks": "Ks", "vs": "Vs"}  # parameters
+_HALF_MAX = 65504.0
 
 
 def cache_types(spec):
-    """{"k": (shape, dtype), "v": (shape, dtype)} of the caches of an `Attention` layer, with pages for one sequence.
-    UserError unless 64 divides its positions and 8 divides d, which the attention kernels require."""
+    """{name: (shape, dtype)} of the cache of an `Attention` layer (names: `Attention.cache`), with pages for one
+    sequence. UserError unless 64 divides its positions and 8 divides d, which the attention kernels require, or for
+    heads that `check_quantized` refuses."""
     kv_heads, pages, width = spec.kv_heads, spec.blocks, spec.width
     if spec.ctx % BLOCK or spec.d % _HEAD:
         raise UserError(
             f"attention on the CPU needs a context in multiples of {BLOCK} and heads in multiples of {_HEAD}, not "
             f"{spec.ctx} and {spec.d}"
         )
+    check_quantized(spec)
     k, v = (pages, kv_heads, BLOCK // _TILE, width, _TILE), (pages, kv_heads, BLOCK, width)
-    return {"k": (k, _DTYPE), "v": (v, _DTYPE)}
+    scales = ((pages, kv_heads, spec.d // KV_BLOCK, BLOCK), _DTYPE)
+    element = _CODE if spec.quantized else _DTYPE
+    found = {"k": (k, element), "v": (v, element), "ks": scales, "vs": scales}
+    return {name: found[name] for name in spec.cache}
 
 
 class RowTable:
@@ -130,11 +159,13 @@ class Rows(NamedTuple):
 
 
 class Cache:
-    """The cache of an `Attention` layer in a kernel. `declare_pages` declares the parameter pages; Kc and Vc follow
-    where `declare` is called."""
+    """The cache of an `Attention` layer in a kernel. `declare_pages` declares the parameter pages; Kc, Vc and their
+    scales follow where `declare` is called."""
 
     def __init__(self, spec, isa):
         self.spec, self.width, self.isa = spec, spec.width, isa
+        self.dtype = _CODE if spec.quantized else _DTYPE
+        self.line = LINE // _BYTES[self.dtype]  # elements of a cache line
 
     def declare_pages(self):
         self.pages = T.arg("pages", T.buffer((SLOTS, self.spec.blocks), "int32"))
@@ -142,7 +173,7 @@ class Cache:
 
     def declare(self):
         types = cache_types(self.spec)
-        self.K, self.V = (T.arg(name, T.buffer(*types[which])) for name, which in (("Kc", "k"), ("Vc", "v")))
+        self.K, self.V, *self.scales = (T.arg(_NAMES[which], T.buffer(*of)) for which, of in types.items())
         return self
 
     def page(self, slot, block):
@@ -154,21 +185,49 @@ class Cache:
         return self.page(slot, position // BLOCK), T.Bind(position % BLOCK)
 
     def key_writer(self, head, place):
-        """write(e, n, y) stores elements e .. e+n-1 of the key in a `place`, a float32 vector of n lanes."""
+        """`with key_writer(head, place) as write:` write(e, n, y) stores elements e .. e+n-1 of the key in a `place`, a
+        float32 vector of n lanes; all elements are to be written."""
         page, key = place
         tile, lane = T.Bind(key // _TILE), T.Bind(key % _TILE)
 
         def write(e, n, y):
-            y = T.Bind(T.cast(y, dtype(_DTYPE, n)))
+            y = T.Bind(T.cast(y, dtype(self.dtype, n)))
             for i in range(n):
                 store(self.K, T.Shuffle([y], [T.int32(i)]), page, head, tile, e + i, lane)
 
-        return write
+        return self._writer(write, 0, head, place)
 
-    def write_value(self, head, place, e, n, x):
-        """Stores elements e .. e+n-1 of the value in a `place`, a float32 vector."""
+    def value_writer(self, head, place):
+        """The same of the value."""
         page, key = place
-        store(self.V, T.cast(x, dtype(_DTYPE, n)), page, head, key, at(e, n))
+
+        def write(e, n, x):
+            store(self.V, T.cast(x, dtype(self.dtype, n)), page, head, key, at(e, n))
+
+        return self._writer(write, 1, head, place)
+
+    @contextmanager
+    def _writer(self, write, which, head, place):
+        """`write`, or, of a quantized cache, what calls it with the codes of a head when all of this is there. which:
+        the number of the tensor of scales."""
+        if not self.scales:
+            yield write
+            return
+        whole = T.alloc_buffer((self.spec.d,), "float32", scope="local")
+        yield lambda e, n, x: store(whole, x, at(e, n))
+        with T.serial(self.spec.d // KV_BLOCK) as block:
+            columns = [block * KV_BLOCK + e for e in range(0, KV_BLOCK, LANES)]
+            x = [T.Bind(whole[at(c)]) for c in columns]
+            top = T.reinterpret("float32", reduce("smax", magnitudes(x)))
+            scale = T.Bind(T.cast(T.min(top * T.float32(1 / KV_STEPS), T.float32(_HALF_MAX)), _DTYPE))
+            page, key = place
+            store(self.scales[which], scale, page, head, block, key)
+            real = T.Bind(T.cast(scale, "float32"))
+            # the largest codes of a block with a scale that float16 rounds coarsely would be above KV_STEPS
+            inverse = T.Bind(T.Select(real > T.float32(0), T.float32(1) / real, T.float32(0)))
+            for c, v in zip(columns, x, strict=True):
+                steps = T.min(T.max(v * splat(inverse), f32(-KV_STEPS)), f32(KV_STEPS))
+                write(c, LANES, T.cast(T.nearbyint(steps), dtype("int32", LANES)))
 
     def block(self, kv, slot, number):
         """The CacheBlock number `number` of a slot's KV head, all keys of which may be read."""
@@ -186,10 +245,23 @@ class CacheBlock:
     """64 consecutive keys and values of a KV head, from position key0 on, in one page.
 
     live: how many of them, 1 .. 64, may be read, an expression; None: all. Loads of keys then need `clamp_to` first.
+    Loads need `read_scales` first.
     """
 
     def __init__(self, cache, kv, page, key0, live):
         self.cache, self.kv, self.page, self.key0, self.live, self._tiles = cache, kv, page, key0, live, None
+        self._scales = []
+
+    def read_scales(self):
+        """Converts the scales of a quantized cache's keys and values, once for all products. Those of keys that are not
+        to be read are converted, too, and not used."""
+        blocks = self.cache.spec.d // KV_BLOCK
+        self._scales = [registers(blocks, BLOCK) for _ in self.cache.scales]
+        for target, source in zip(self._scales, self.cache.scales, strict=True):
+            with T.serial(blocks) as block:
+                for key in range(0, BLOCK, LANES):
+                    scale = self.cache.isa.half(source[self.page, self.kv, block, at(key)], LANES)
+                    store(target, scale, block, at(key))
 
     def clamp_to(self, last):
         """Makes `load_keys` give the keys around `last` wherever keys after it are asked for."""
@@ -201,30 +273,36 @@ class CacheBlock:
     def load_keys(self, c, key, n):
         """Element c of n keys from the block's key `key` on, as float32; n divides 16 and key."""
         tile = key // _TILE if self._tiles is None else self._tiles[key // _TILE]
-        return self.cache.isa.half(self.cache.K[self.page, self.kv, tile, c, at(key % _TILE, n)], n)
+        stored = self.cache.K[self.page, self.kv, tile, c, at(key % _TILE, n)]
+        if not self._scales:
+            return self.cache.isa.half(stored, n)
+        return T.Bind(widen(stored, n) * self._scales[0][c // KV_BLOCK, at(tile * _TILE + key % _TILE, n)])
 
     def load_value(self, key, c, n):
         """Elements c .. c+n-1 of the value of the block's key `key`, as float32."""
-        return self.cache.isa.half(self.cache.V[self.page, self.kv, key, at(c, n)], n)
+        stored = self.cache.V[self.page, self.kv, key, at(c, n)]
+        if not self._scales:
+            return self.cache.isa.half(stored, n)
+        return T.Bind(widen(stored, n) * splat(self._scales[1][c // KV_BLOCK, key], n))
 
     def prefetch_keys(self, part, locality):
         """Prefetches part `part` of `width` equal parts of the live keys, in the order of their addresses: the hardware
         sees one stream, while the loads alternate between four tiles."""
-        width = self.cache.width
-        end = (self.live - 1) // _TILE * (_TILE * width) + (_TILE * width - _LINE)
-        for line in range(0, BLOCK, _LINE):
+        width, size = self.cache.width, self.cache.line
+        end = (self.live - 1) // _TILE * (_TILE * width) + (_TILE * width - size)
+        for line in range(0, BLOCK, size):
             place = T.min(part * BLOCK + line, end)
             prefetch(self.cache.K, self.page, self.kv, 0, 0, place, locality=locality)
 
     def prefetch_value(self, key, locality):
         """Prefetches the value of the block's key `key`, or of its last live one if that comes before."""
-        for c in range(0, self.cache.width, _LINE):
+        for c in range(0, self.cache.width, self.cache.line):
             prefetch(self.cache.V, self.page, self.kv, T.min(key, self.live - 1), c, locality=locality)
 
     def prefetch_part(self, part, parts, locality):
         """Prefetches part `part` of `parts` equal parts (an int) of all keys and values."""
-        lines = -(-BLOCK * self.cache.width // (_LINE * parts))
+        lines = -(-BLOCK * self.cache.width // (self.cache.line * parts))
         with T.serial(lines) as i:
-            place = opaque((part * lines + i) * _LINE)
+            place = opaque((part * lines + i) * self.cache.line)
             prefetch(self.cache.K, self.page, self.kv, 0, 0, place, locality=locality)
             prefetch(self.cache.V, self.page, self.kv, 0, place, locality=locality)

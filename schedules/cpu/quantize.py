@@ -88,7 +88,7 @@ class Output:
                 store(self.buffers[0], load(row, c), tile * self.p + row, at(block * BLOCK + c))
 
 
-def _magnitudes(x):
+def magnitudes(x):
     """The larger magnitude of each lane of a block's two vectors, as int32: magnitudes compare like their bits, and
     LLVM's fmax would handle NaNs at each step."""
     return T.Bind(T.max(*(T.reinterpret(dtype("int32", LANES), v) & i32(0x7FFFFFFF) for v in x)))
@@ -119,7 +119,7 @@ def emit_quantize_block(x0, x1, A, S, tile, block, row):
     """Stores one block of one token. x0, x1: float32x16, columns 0..15 and 16..31 of the block; tile = m // P, row = m
     % P of token m."""
     x = [T.Bind(x0), T.Bind(x1)]
-    top = T.Bind(T.reinterpret("float32", reduce("smax", _magnitudes(x))))
+    top = T.Bind(T.reinterpret("float32", reduce("smax", magnitudes(x))))
     inverse = _inverse(top, 1)
     sums = [reduce("add", _emit_steps(v, inverse, A, tile, block, row, at(half * LANES))) for half, v in enumerate(x)]
     for field, value in enumerate(_fields(top, *sums, 1)):
@@ -135,7 +135,7 @@ def emit_quantize_tile(load, A, S, tile, block, p, rows):
     with T.serial((rows + (n - 1)) // n) as i:
         first = T.Bind(i * n)
         large = join_lanes(
-            T.max, [_magnitudes([T.Bind(load(first + j, c)) for c in range(0, BLOCK, LANES)]) for j in range(n)]
+            T.max, [magnitudes([T.Bind(load(first + j, c)) for c in range(0, BLOCK, LANES)]) for j in range(n)]
         )
         top = T.Bind(T.reinterpret(dtype("float32", n), large))
         store(inverses, _inverse(top, n), at(0, n))

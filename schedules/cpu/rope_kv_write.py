@@ -92,10 +92,11 @@ def _rotated(rotation, load, d, rope, weight):
 def rope_kv_write(spec: Attention, rope: Rope, m, isa, name) -> tirx.PrimFunc:
     """Kernel (state int32[4], rows int32 [m, 2], pages as in `cache.py`, Q float32 [m, heads*d], K float32 [m,
     kv_heads*d], V float32 [m, kv_heads*d], [QN float32 [d], KN float32 [d] unless rope.eps is None], [CS float32 [ctx,
-    rotary] if rope.rotary, with CS[pos, 2i] = cos, CS[pos, 2i+1] = sin of pair i], Kc, Vc as in `cache.py` (in place),
-    Qo float32 [m, heads, width], which is scaled by spec.query_scale and whose padding is not written).
+    rotary] if rope.rotary, with CS[pos, 2i] = cos, CS[pos, 2i+1] = sin of pair i], Kc, Vc and, if spec.quantized, Ks,
+    Vs as in `cache.py` (in place), Qo float32 [m, heads, width], which is scaled by spec.query_scale and whose padding
+    is not written).
 
-    Without rope.writes there are no pages, K, V, KN, Kc, Vc. Q, K, V and the norms' weights are padded to multiples of
+    Without rope.writes there are no pages, K, V, KN, caches. Q, K, V and the norms' weights are padded to multiples of
     16 columns, as linear layers and vectors are. Rows that are not live, or have no place in the cache, write nothing.
     UserError for shapes that `cache_types` refuses and for an odd number of rotated elements.
     """
@@ -124,12 +125,13 @@ def rope_kv_write(spec: Attention, rope: Rope, m, isa, name) -> tirx.PrimFunc:
                 if cache:
                     place = cache.place(table.slot(row), position)
                     with T.serial(kv_heads) as h:
-                        write_key = cache.key_writer(h, place)
-                        load = _loader(sources["K"], row, h, d)
-                        for e, n, y in _rotated(rotation, load, d, rope, norms.get("KN")):
-                            write_key(e, n, y)
+                        with cache.key_writer(h, place) as write:
+                            load = _loader(sources["K"], row, h, d)
+                            for e, n, y in _rotated(rotation, load, d, rope, norms.get("KN")):
+                                write(e, n, y)
                         value = _loader(sources["V"], row, h, d)
                         value = _normalized(value, d, rope.eps) if rope.value_norm else value
-                        for e, n, y in _vectors(value, d):
-                            cache.write_value(h, place, e, n, y)
+                        with cache.value_writer(h, place) as write:
+                            for e, n, y in _vectors(value, d):
+                                write(e, n, y)
     return builder.get()

@@ -12,10 +12,11 @@ from mlc_amd.runtime.sampling_layout import ADJUST, DRAW, LOGPROB, MASK, RECENT,
 from mlc_amd.schedules.attention import LOG2E
 from mlc_amd.schedules.cpu.kernel import kernel, row_loop
 from mlc_amd.schedules.cpu.vector import LANES, at, exp2, f32, i32, local, reduce, registers, splat, store
-from mlc_amd.schedules.sampling import LARGEST, LOWEST, Draw, Machine, Var, Words, sample_args, when
+from mlc_amd.schedules.sampling import LARGEST, LOWEST, Draw, Machine, Var, Words, no, sample_args, when
 
 UNROLL = 4  # vectors at once, for the latency of additions and comparisons
 LIST = 2048
+BLOCK = LANES * UNROLL  # tokens
 INFINITE = 0x7F800000
 
 
@@ -47,21 +48,113 @@ class Thread(Machine):
     def total(self, amount):
         return amount
 
-    def each_token(self, visit, floor=None):
-        if floor is None:
-            with T.serial(self.vocab) as token:
-                visit(token, T.Bind(self.adjusted[self.row, token]), T.bool(True))
-            return
+    def each_token(self, visit, floor=None, near=None, enough=None):
+        if near is None:
+            high = None if floor is None else T.float32(-LOWEST)
+            low = floor
+        else:
+            # In memory, to TVM: its simplifier would put their expressions wherever they are used.
+            low, high = (Var(registers(1), bound).get() for bound in near())
         step = LANES * UNROLL
+        vectors = min(UNROLL, int(self.adjusted.shape[1]) // LANES)
         with T.serial(-(-self.vocab // step)) as i:
-            first = T.Bind(T.min(i * step, T.int32(max(int(self.adjusted.shape[1]) - step, 0))))
-            top = self.adjusted[self.row, at(first)]
-            for j in range(1, min(UNROLL, int(self.adjusted.shape[1]) // LANES)):
-                top = T.max(top, self.adjusted[self.row, at(first + j * LANES)])
-            with T.If(reduce("fmax", T.Bind(top)) >= floor), T.Then(), T.serial(step) as j:
+            if low is not None:
+                # If one of `step` tokens counts, all are visited. The last ones lie across the end of those before.
+                first = T.Bind(T.min(i * step, T.int32(max(int(self.adjusted.shape[1]) - step, 0))))
+                found = f32(LOWEST)
+                for j in range(vectors):
+                    x = T.Bind(self.adjusted[self.row, at(first + j * LANES)])
+                    found = T.Bind(T.max(found, T.Select(x <= splat(high), x, f32(LOWEST))))
+                any_ = reduce("fmax", found) >= low
+                counts = any_ if enough is None else any_ & no(enough())
+            else:
+                counts = T.bool(True)
+            with T.If(counts), T.Then(), T.serial(step) as j:
                 token = T.Bind(i * step + j)
                 with T.If(token < self.vocab), T.Then():
                     visit(token, T.Bind(self.adjusted[self.row, token]), T.bool(True))
+
+
+class RowDraw(Draw):
+    """Where there is no list, the masses of a whole row are computed once for all that a stage does with them, and the
+    draw goes through their sums."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        columns = int(self.m.adjusted.shape[1])
+        self.masses = local(columns, dtype="int32")
+        self.blocks = local(-(-columns // BLOCK), dtype="int32")  # their sums, BLOCK at a time
+
+    def _row_mass(self, token, value):
+        return T.Bind(self.masses[token])
+
+    def _add_up(self):
+        with when(self.listed.get() > 0):
+            super()._add_up()
+        with when(self.listed.get() == 0):
+            self._weigh_row()
+
+    def _weigh_row(self):
+        """The masses of the row's tokens, 0 for those that are not left; their sums."""
+        vocab, everything = self.m.vocab, self.m.cell(T.int32(0))
+        threshold, last = splat(self.threshold.get()), splat(self.last.get())
+        factor, scale, top = splat(self.factor.get()), splat(self.scale.get()), splat(self.top)
+
+        def weigh(first, count):
+            x = T.Bind(self.m.adjusted[self.m.row, at(first)])
+            bits = T.Bind(T.reinterpret(f"int32x{LANES}", x))
+            key = bits ^ (T.shift_right(bits, i32(31)) & i32(LARGEST))
+            key = T.Bind(T.Select(x == f32(0.0), i32(0), key))
+            power = exp2(T.Bind(T.max((x - top) * factor, f32(-200.0))))
+            mass = T.Bind(T.cast(power * scale + f32(0.5), f"int32x{LANES}"))
+            tie = T.Select(
+                key == threshold, T.Select(T.Cast(f"int32x{LANES}", at(first)) <= last, mass, i32(0)), i32(0)
+            )
+            mass = T.Bind(_inside(count, T.Select(key > threshold, mass, tie), i32(0)))
+            store(self.masses, mass, at(first))
+            return mass
+
+        def block(first, i, counts):
+            found = [weigh(T.Bind(first + j * LANES), count) for j, count in enumerate(counts)]
+            whole = found[0]
+            for mass in found[1:]:
+                whole = whole + mass
+            whole = reduce("add", T.Bind(whole))
+            store(self.blocks, whole, i)
+            everything.set(everything.get() + whole)
+
+        with T.serial(vocab // BLOCK) as i:
+            block(T.Bind(i * BLOCK), i, [None] * (BLOCK // LANES))
+        if rest := vocab % BLOCK:
+            counts = [min(rest - first, LANES) for first in range(0, rest, LANES)]
+            block(T.int32(vocab - rest), T.int32(vocab // BLOCK), counts)
+        self.sum.set(everything.get())
+
+    def _search(self, stage, odd, draw):
+        whole = T.Bind(draw & (self.listed.get() == 0))
+        with when(whole):
+            self._go_through()
+        with when(no(whole)):
+            super()._search(stage, odd, draw)
+
+    def _go_through(self):
+        """The first token with which the running sum of the masses reaches the target."""
+        before, blocks = self._passed(T.int32(0), T.int32(-(-self.m.vocab // BLOCK)), self.blocks, T.int32(0))
+        first = T.Bind(T.min(blocks, T.int32((self.m.vocab - 1) // BLOCK)) * BLOCK)
+        inside = T.Bind(T.min(T.int32(self.m.vocab) - first, T.int32(BLOCK)))
+        _, tokens = self._passed(first, inside, self.masses, before)
+        self.chosen.set(T.min(first + tokens, T.int32(self.m.vocab - 1)))
+
+    def _passed(self, first, count, sums, before):
+        """(sum, number) of the entries from `first` on with which the target is not reached, behind a sum `before`."""
+        target, passed, entries = self.target.get(), self.m.cell(before), self.m.cell(T.int32(0))
+        running = self.m.cell(before)
+        with T.serial(count) as i:
+            running.set(running.get() + sums[first + i])
+            short = T.Bind(running.get() < target)
+            passed.set(T.Select(short, running.get(), passed.get()))
+            entries.set(entries.get() + T.Select(short, T.int32(1), T.int32(0)))
+        return passed.get(), entries.get()
 
 
 def sample(n, vocab, columns, name) -> tirx.PrimFunc:
@@ -87,7 +180,7 @@ def _choose(Logits, words, changes, allowed, Sampled, LogProbs, Adjusted, vocab,
     with when((bad == 0) & ((flags & DRAW) > 0)):
         changed_top = highest.get()
         sums = [_sum(Adjusted, row, vocab, changed_top, heat) for heat in (T.float32(LOG2E), words.float("heat"))]
-        Draw(Thread(Adjusted, row, vocab), words, vocab, changed_top, *sums, chosen).emit()
+        RowDraw(Thread(Adjusted, row, vocab), words, vocab, changed_top, *sums, chosen).emit()
     probability = Var(registers(1), T.float32(0))
     with when((bad == 0) & ((flags & LOGPROB) > 0)):
         total = _sum(Logits, row, vocab, top, T.float32(LOG2E))

@@ -9,10 +9,9 @@ neighbouring rows start in different banks.
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.cache import KEYS, UNIT
+from mlc_amd.schedules.gpu.cache_units import WORDS, Units
 from mlc_amd.schedules.gpu.device import WAVE_SHARED
-from mlc_amd.schedules.gpu.registers import at, local, put
-
-WORDS = UNIT // 2  # of a unit of 16 bytes
+from mlc_amd.schedules.gpu.registers import at, put
 
 
 def shared_units(units):
@@ -24,23 +23,19 @@ def shared_units(units):
 class Block:
     """A block of keys or values on its way: from the cache to registers, from there to shared memory.
 
-    units     of 16 bytes in a block
-    source    source(`KeyBlock`, number of the unit) -> the unit in the cache; consecutive units are consecutive there
+    units     in a block
+    loaded    registers for those that a thread loads
+    load_unit load_unit(number in `loaded`, `KeyBlock`, number of the unit); consecutive units are consecutive in the
+              cache
     target    target(number of the unit) -> (row in shared memory, unit in the row)
     """
 
-    def __init__(self, units, row_units, rows, threads, tid, source, target):
-        self.units, self.row_units, self.threads, self.tid, self.source, self.target = (
-            units,
-            row_units,
-            threads,
-            tid,
-            source,
-            target,
-        )
+    def __init__(self, attention, kind, units, row_units, rows, threads, tid, load_unit, target):
+        self.units, self.row_units, self.threads, self.tid = units, row_units, threads, tid
+        self.load_unit, self.target = load_unit, target
         self.pieces = -(-units // threads)
         self.buffer = shared_units(rows * row_units)
-        self.words = local(self.pieces * WORDS, "uint32")
+        self.loaded = Units(attention, self.pieces, kind)
 
     def _unit(self, i):
         unit = i * self.threads + self.tid
@@ -50,37 +45,43 @@ class Block:
     def load(self, block):
         """Starts the loads of a `KeyBlock` into registers."""
         for i in range(self.pieces):
-            put(self.words, T.reinterpret(f"uint32x{WORDS}", self.source(block, self._unit(i))), at(i * WORDS, WORDS))
+            self.load_unit(self.loaded, i, block, self._unit(i))
 
     def store(self):
         """Stores what was loaded into `buffer`."""
         for i in range(self.pieces):
             row, unit = self.target(self._unit(i))
+            words, first = self.loaded.pairs(i)
             put(
                 self.buffer,
-                T.reinterpret(f"float16x{UNIT}", self.words[at(i * WORDS, WORDS)]),
+                T.reinterpret(f"float16x{UNIT}", words[at(first, WORDS)]),
                 row * self.row_units + unit,
             )
 
 
-def key_block(d, keys, threads, tid):
-    """The `Block` of `keys` keys, as the threads of a workgroup (this one is `tid`) move it. Rows are keys."""
-    width = min(KEYS, keys)
+def key_block(attention, keys, threads, tid):
+    """The `Block` of `keys` keys of an `Attention` layer, as the threads of a workgroup (this one is `tid`) move it.
+    Rows are keys."""
+    width, d = min(KEYS, keys), attention.width
 
     def place(unit):
         return unit // (width * (d // UNIT)) * KEYS + unit % width, unit // width % (d // UNIT)
 
-    def source(block, unit):
+    def load_unit(loaded, n, block, unit):
         key, c = place(unit)
-        return block.key(block.place0 + key, c)
+        loaded.load_key(n, block, block.place0 + key, c)
 
-    return Block(keys * d // UNIT, d // UNIT + 1, keys, threads, tid, source, place)
+    return Block(attention, "key", keys * d // UNIT, d // UNIT + 1, keys, threads, tid, load_unit, place)
 
 
-def value_block(d, keys, threads, tid):
+def value_block(attention, keys, threads, tid):
     """The same of the values. Rows are columns."""
+    d = attention.width
 
-    def source(block, unit):
-        return block.value(unit // d, unit % d)
+    def load_unit(loaded, n, block, unit):
+        loaded.load_value(n, block, unit // d, unit % d)
 
-    return Block(d * keys // UNIT, keys // UNIT + 1, d, threads, tid, source, lambda unit: (unit % d, unit // d))
+    def place(unit):
+        return unit % d, unit // d
+
+    return Block(attention, "value", d * keys // UNIT, keys // UNIT + 1, d, threads, tid, load_unit, place)

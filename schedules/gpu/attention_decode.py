@@ -11,7 +11,8 @@ many keys has more splits than others, none has more than it would have alone.
 Splits join in device memory (`attention_join.py`): the last one to finish joins them all, without a second launch.
 (On Vulkan a split that is alone stores the output itself.)
 
-The token's own key and value never come from the cache: the first wave's softmax starts with them.
+The token's own key and value never come from the cache: the first wave's softmax starts with them, as float16 whatever
+the type of the cache is.
 """
 
 from contextlib import nullcontext
@@ -153,7 +154,7 @@ def attention_decode(
 ) -> tirx.PrimFunc:
     """Kernel of m rows (SLOTS at most, one with `rope`), each with its own sequence and position: that of
     `attention_step` with `splits`, or with `rope` (state int32[4], rows int32[1, 2], pages, then Q, K, V, [QN, KN],
-    [CS] as for `rope_kv_write` with m = 1, then Kc, Vc (in place) and so on).
+    [CS] as for `rope_kv_write` with m = 1, then the cache (in place) and so on).
 
     With `rope.writes` the row's own key and value are written to the cache, else they must be there already. One
     launch. plan: instead of the arch's; ValueError as for `splits_of`. UserError for shapes that `cache_types`,
@@ -236,8 +237,11 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1, r
                 sources = step.Q
                 writes = first if parts == 1 else first & (part % parts == 0)
                 with T.If(writes & is_at(places, 0, position)), T.Then():
-                    key = rotated(arch, sources.K, 0, kv * d, sources.CS, position, sources.KN, lane, d, rope)
-                    cache.store_key(kv, slot, position, key)
+                    if attention.quantized:
+                        cache.store_key_codes(arch, kv, slot, position, lambda e: _real(own_key[e]), lane)
+                    else:
+                        key = rotated(arch, sources.K, 0, kv * d, sources.CS, position, sources.KN, lane, d, rope)
+                        cache.store_key(kv, slot, position, key)
                     scale = value_scale(arch, sources.V, 0, kv, lane, d, rope)
                     cache.store_value(arch, kv, slot, position, sources.V, 0, lane, scale)
             quad = rows.join_waves(wave, splits.waves)
@@ -282,6 +286,10 @@ def _rounded(x, buffer):
     """The float32 x as float16, in the type of the buffer."""
     half = T.cast(x, "float16")
     return half if str(buffer.dtype) == "float16" else T.cast(half, "float32")
+
+
+def _real(x):
+    return T.cast(x, "float32")
 
 
 def _load_queries(splits, Qo, queries, token, part, tid):

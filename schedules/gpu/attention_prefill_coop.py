@@ -313,7 +313,7 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0)
         tid, threads = T.Bind(number * arch.wave + lane), tile.waves * arch.wave
         chunk = Chunk(step.state, step.rows, m, attention, single)
         first = T.Bind((tiles - 1 - reverse) * per_tile)  # the longest first
-        keys, values = key_block(width, tile.keys, threads, tid), value_block(width, tile.keys, threads, tid)
+        keys, values = key_block(attention, tile.keys, threads, tid), value_block(attention, tile.keys, threads, tid)
         weights = shared_units(tile.waves * wave_units(tile, arch.fragment))
         numbers = T.alloc_buffer((max(arch.fragment) // WIDTH,), f"float32x{WIDTH}", scope=WAVE_SHARED)
         # a loop of 0 or 1 iterations: barriers in an `if` are refused

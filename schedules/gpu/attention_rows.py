@@ -15,6 +15,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.attention import PAGE
 from mlc_amd.schedules.gpu.cache import UNIT
+from mlc_amd.schedules.gpu.cache_units import WORDS, Units
 from mlc_amd.schedules.gpu.device import (
     dot2,
     each,
@@ -30,7 +31,6 @@ from mlc_amd.schedules.gpu.registers import at, local, opaque, put
 from mlc_amd.schedules.gpu.softmax import LOWEST, P_SHIFT, join, soft_cap
 
 STEP = PAGE  # keys of a block, at most: the maximum is renewed once per block
-WORDS = UNIT // 2  # of a 16-byte unit
 # Masks of llvm.amdgcn.sched.barrier: what LLVM's scheduler may move across. Without them it starts loads one by one,
 # just before their use, to save registers; and all scalar weights at once, which are more than there are registers.
 LOADS, SCALARS = 0x8F, 0x94  # all but loads from device memory; loads, LDS and scalar instructions
@@ -41,7 +41,7 @@ class Rows:
     Subclasses have `batch`, the units of values that are loaded at once, and registers for them, `value`."""
 
     batch: int
-    value: object
+    value: Units
 
     def __init__(self, arch, attention, count, lane, step):
         self.arch, self.attention, self.count, self.d, self.lane = arch, attention, count, attention.d, lane
@@ -88,8 +88,7 @@ class Rows:
         columns = [self.column(x) for x in range(self.columns)]
         for i in range(self.batch):
             for x, column in enumerate(columns):
-                unit = block.value(first + i, column)
-                put(self.value, T.reinterpret("uint32x4", unit), at((i * self.columns + x) * WORDS, WORDS))
+                self.value.load_value(i * self.columns + x, block, first + i, column)
 
 
 class WaveRows(Rows):
@@ -103,14 +102,9 @@ class WaveRows(Rows):
         # units of keys and of values that are loaded at once; keys' divide a key
         self.key_batch = next(n for n in range(max(1, units // share), 0, -1) if units % n == 0)
         self.batch = STEP // UNIT // share
-        self.scores, self.key, self.value = (
-            local(n, t)
-            for n, t in (
-                (count * self.keys, "float32"),
-                (self.keys * self.key_batch * WORDS, "uint32"),
-                (self.columns * self.batch * WORDS, "uint32"),
-            )
-        )
+        self.scores = local(count * self.keys)
+        self.key = Units(attention, self.keys * self.key_batch, "key")
+        self.value = Units(attention, self.columns * self.batch, "value")
 
     def step(self, block, queries, sees, zero):
         """Processes a `KeyBlock` of STEP keys. queries: float16 [count, d] in LDS; sees(r, key): whether row r sees a
@@ -136,16 +130,16 @@ class WaveRows(Rows):
         for first in range(0, self.d // UNIT, self.key_batch):
             for c in range(self.key_batch):
                 for j, place in enumerate(places):
-                    unit = block.key(place, first + c)
-                    put(self.key, T.reinterpret("uint32x4", unit), at((c * self.keys + j) * WORDS, WORDS))
+                    self.key.load_key(c * self.keys + j, block, place, first + c)
             schedule_fence(LOADS)
             for c in range(self.key_batch):
+                units = [self.key.pairs(c * self.keys + j) for j in range(self.keys)]
                 for r in range(self.count):
                     query = local(WORDS, "uint32")
                     put(query, T.reinterpret("uint32x4", queries[r, at((first + c + zero) * UNIT, UNIT)]), at(0, WORDS))
                     words = [query[i] for i in range(WORDS)]
                     for j in range(self.keys):
-                        self._dot_unit(self.scores, r * self.keys + j, self.key, (c * self.keys + j) * WORDS, words)
+                        self._dot_unit(self.scores, r * self.keys + j, *units[j], words)
 
     def _dot_unit(self, sums, place, unit, first, words):
         """sums[place] += the dot product of eight pairs of float16: unit[first:first+4] and `words`."""
@@ -175,10 +169,11 @@ class WaveRows(Rows):
         """Adds the loaded batch of values, weighted."""
         for i in range(self.batch):
             j, lane = divmod((first + i) * UNIT, self.arch.wave)
+            units = [self.value.pairs(i * self.columns + x) for x in range(self.columns)]
             for r in range(self.count):
                 weights = [opaque(read_lane(words[r][j], lane + 2 * w)) for w in range(WORDS)]
                 for x in range(self.columns):
-                    self._dot_unit(self.out, r * self.columns + x, self.value, (i * self.columns + x) * WORDS, weights)
+                    self._dot_unit(self.out, r * self.columns + x, *units[x], weights)
             schedule_fence(SCALARS)
 
     def sums(self, values):

@@ -11,21 +11,21 @@ from math import gcd
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.attention_rows import STEP, WORDS, Rows, WaveRows
+from mlc_amd.schedules.gpu.attention_rows import STEP, Rows, WaveRows
 from mlc_amd.schedules.gpu.cache import UNIT
+from mlc_amd.schedules.gpu.cache_units import Units
 from mlc_amd.schedules.gpu.device import (
     WAVE_SHARED,
     barrier,
     each,
     exp2,
     fma,
-    halves,
     maximum,
     wave_barrier,
     wave_max,
     wave_sum,
 )
-from mlc_amd.schedules.gpu.registers import at, local, opaque, put
+from mlc_amd.schedules.gpu.registers import local, opaque, put
 from mlc_amd.schedules.gpu.softmax import LOWEST, P_SHIFT, join
 
 # family: 16-byte loads in flight per lane; MEDIUM_LOADS for others. Fewer loads make less code.
@@ -78,9 +78,8 @@ class VulkanRows(Rows):
             for units, share in ((self.d // UNIT, self.keys), (step // UNIT, 1 << (self.columns - 1).bit_length()))
         )
         self.scores = local(count * self.keys)
-        self.key, self.value = (
-            local(n * WORDS, "uint32") for n in (self.keys * self.key_batch, self.columns * self.batch)
-        )
+        self.key = Units(attention, self.keys * self.key_batch, "key")
+        self.value = Units(attention, self.columns * self.batch, "value")
         self.stride = max(self.d, step)  # of a row in shared memory: weights of keys, in the end outputs
         self.shared = T.alloc_buffer((waves * count * self.stride,), "float32", scope=WAVE_SHARED)
         self.place = T.Bind(wave * (count * self.stride))
@@ -96,8 +95,7 @@ class VulkanRows(Rows):
         places = self._lane_keys(block.place0)
         for c in range(self.key_batch):
             for j, place in enumerate(places):
-                unit = block.key(place, first + c)
-                put(self.key, T.reinterpret("uint32x4", unit), at((c * self.keys + j) * WORDS, WORDS))
+                self.key.load_key(c * self.keys + j, block, place, first + c)
 
     def step(self, block, queries, sees, zero, following=None):
         """Processes a `KeyBlock`. queries: [count, d] in shared memory; sees(r, key): whether row r sees a key. zero:
@@ -128,16 +126,11 @@ class VulkanRows(Rows):
             if not loaded:
                 self.load_keys(block, b * self.key_batch)
             for c in range(self.key_batch):
-                reals = self._reals(self.key, c * self.keys, self.keys)
+                reals = self.key.reals(c * self.keys, self.keys)
                 for r in each(self.arch, self.count):
                     first = (b * self.key_batch + c) * UNIT
                     query = [T.Bind(T.cast(queries[r, first + e], "float32")) for e in range(UNIT)]
                     self._multiply(self.scores, r * self.keys, reals, query)
-
-    def _reals(self, units, first, count):
-        """Units first .. of `units` (16 bytes each) as float32 in registers: a list of eight for each."""
-        words = [[T.Bind(units[(first + i) * WORDS + w]) for w in range(WORDS)] for i in range(count)]
-        return [[x for word in unit for x in halves(word)] for unit in words]
 
     def _multiply(self, sums, first, units, factors):
         """sums[first + i] += the dot product of units[i] and `factors`."""
@@ -189,7 +182,7 @@ class VulkanRows(Rows):
     def _add_values(self, first):
         """Adds the loaded batch of values, weighted; `first`: its first unit of the step."""
         for i in range(self.batch):
-            reals = self._reals(self.value, i * self.columns, self.columns)
+            reals = self.value.reals(i * self.columns, self.columns)
             for r in each(self.arch, self.count):
                 place = T.Bind(self.place + r * self.stride + (first + i) * UNIT)
                 weights = [T.Bind(self.shared[place + e]) for e in range(UNIT)]

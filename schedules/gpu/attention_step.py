@@ -34,7 +34,7 @@ class Step(NamedTuple):
 @contextmanager
 def attention_step(attention: Attention, m, layout, name, splits=False):
     """`with attention_step(..) as (ir, step):` declares and emits a kernel (state int32[4], rows int32[m, 2], pages of
-    `pages_arg`, Qo float16 [m, heads, width], Kc, Vc of `cache.py`, [Sinks float32 [heads]], with `splits` Parts,
+    `pages_arg`, Qo float16 [m, heads, width], the cache as in `cache.py`, [Sinks float32 [heads]], with `splits` Parts,
     Arrived of `attention_join.scratch_shapes`, then the output [m, heads*d] in that `layout`). UserError for shapes
     that `cache_types` or `output_args` refuses."""
     with kernel(name, coherent=SCRATCH if splits else ()) as ir:

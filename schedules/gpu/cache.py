@@ -11,6 +11,14 @@ matrix instructions take (`Attention.width`); the padding is never written, and 
 must be allocated zeroed: attention multiplies padding, and values beyond the last key, by 0. Kernels are declared for
 ctx/PAGE pages, but there may be any number, of fewer than 2**31 elements.
 
+A cache of type q8_0 has codes, of which two units have 16 bytes side by side, and for each block of KV_BLOCK columns
+the scales of a page's keys or values:
+
+    Kc     int8 [pages, kv_heads, PAGE/32, d/16, 32, 16]    Vc  int8 [pages, kv_heads, PAGE/16, d, 16]
+    Ks, Vs float16 [pages, kv_heads, d/32, PAGE]
+
+Units of it become float32 or float16 where they are used (`cache_units.py`, `cache_codes.py`).
+
 A row of a step has a position in its sequence and a slot, which names the sequence: `rows` int32[m, 2]. The page with
 the keys of the positions PAGE*i .. of a slot is `pages` int32[SLOTS, ctx/PAGE] [slot, i]. Entries behind the last key
 are valid page numbers, too: masked keys are read. Attention kernels process aligned blocks of at most PAGE keys
@@ -23,12 +31,16 @@ from typing import NamedTuple
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.attention import PAGE, SLOTS
+from mlc_amd.schedules.attention import KV_BLOCK, PAGE, SLOTS, check_quantized
+from mlc_amd.schedules.gpu import cache_codes
+from mlc_amd.schedules.gpu.quantize import WIDTH
 from mlc_amd.schedules.gpu.registers import at, local, put
-from mlc_amd.schedules.gpu.step import live_rows
+from mlc_amd.schedules.gpu.step import live_rows, when
 
 DTYPE = "float16"
+CODE = "int8"
 KEYS, UNIT = 32, 8  # keys of a tile of Kc; elements of a unit
+CODES = 16  # of two units
 NOT_NEGATIVE = 0x7FFFFFFF  # a mask: lets address arithmetic split off a page number (compiler/codegen/spirv/memory.py)
 
 
@@ -36,14 +48,21 @@ NOT_NEGATIVE = 0x7FFFFFFF  # a mask: lets address arithmetic split off a page nu
 
 
 def cache_types(attention) -> dict:
-    """k, v -> (shape, dtype) of Kc and Vc of an `Attention` layer for one sequence of ctx positions. UserError unless
-    PAGE divides these and UNIT divides d, as the attention kernels need."""
+    """k, v .. -> (shape, dtype) of the cache of an `Attention` layer (names: `Attention.cache`) for one sequence of ctx
+    positions. UserError unless PAGE divides these and UNIT divides d, as the attention kernels need, or for heads that
+    `check_quantized` refuses."""
     kv_heads, ctx, width = attention.kv_heads, attention.ctx, attention.width
     if ctx % PAGE or attention.d % UNIT:
         raise UserError(
             f"attention on the GPU needs a context in multiples of {PAGE} and heads in multiples of {UNIT}, not "
             f"{ctx} and {attention.d}"
         )
+    check_quantized(attention)
+    if attention.quantized:
+        pages, d = ctx // PAGE, attention.d
+        scales = (pages, kv_heads, d // KV_BLOCK, PAGE), DTYPE
+        k = (pages, kv_heads, PAGE // KEYS, d // CODES, KEYS, CODES), CODE
+        return {"k": k, "v": ((pages, kv_heads, PAGE // CODES, d, CODES), CODE), "ks": scales, "vs": scales}
     return {
         "k": ((ctx // PAGE, kv_heads, PAGE // KEYS, width // UNIT, KEYS, UNIT), DTYPE),
         "v": ((ctx // PAGE, kv_heads, PAGE // UNIT, width, UNIT), DTYPE),
@@ -71,15 +90,42 @@ class KeyBlock(NamedTuple):
     place0: object
 
     def key(self, place, c, e=None):
-        """Unit c (elements 8*c ..) of the key in a place of the page. e: instead of the whole unit, an index within
-        it."""
+        """Unit c (elements 8*c ..) of the key in a place of the page, float16. e: instead of the whole unit, an index
+        within it; of a quantized cache a ramp of 4 or 8."""
+        if self.cache.scales:
+            return _half_vector(self.key_codes(place, c, e), self.key_scale(place, c), e)
         tile, inner = self._split(place, KEYS)
         return self.cache.Kc[self.page, self.kv, tile, c, inner, at(0, UNIT) if e is None else e]
 
     def value(self, i, column, e=None):
         """Unit i (places place0 + 8*i ..) of a column of the values. e: as for `key`."""
+        if self.cache.scales:
+            return _half_vector(self.value_codes(i, column, e), self.value_scales(i, column, e), e)
         first, _ = self._split(self.place0, UNIT)
         return self.cache.Vc[self.page, self.kv, first + i, column, at(0, UNIT) if e is None else e]
+
+    def key_codes(self, place, c, e=None):
+        """The codes of `key` of a quantized cache."""
+        tile, inner = self._split(place, KEYS)
+        pair, half = self._split(c, CODES // UNIT)
+        return self.cache.Kc[self.page, self.kv, tile, pair, inner, _within(half, e)]
+
+    def key_scale(self, place, c):
+        """Their scale, float16."""
+        block, _ = self._split(c, KV_BLOCK // UNIT)
+        return self.cache.scales[0][self.page, self.kv, block, place]
+
+    def value_codes(self, i, column, e=None):
+        """The codes of `value` of a quantized cache."""
+        first, _ = self._split(self.place0, UNIT)
+        pair, half = self._split(first + i, CODES // UNIT)
+        return self.cache.Vc[self.page, self.kv, pair, column, _within(half, e)]
+
+    def value_scales(self, i, column, e=None):
+        """Their scales, one for each, float16."""
+        first, _ = self._split(self.place0, UNIT)
+        block, _ = self._split(column, KV_BLOCK)
+        return self.cache.scales[1][self.page, self.kv, block, _within(first + i, e)]
 
     def _split(self, place, size):
         """place // size and place % size, for a power of two."""
@@ -88,13 +134,33 @@ class KeyBlock(NamedTuple):
         return place // size, place % size
 
 
+def _within(unit, e):
+    """Indices of a row of units: those of a whole unit (e None), or e within it."""
+    if e is None:
+        return at(unit * UNIT, UNIT)
+    return T.ramp(unit * UNIT + e.base, 1, e.lanes)
+
+
+def _half_vector(codes, scales, e):
+    """Codes as float16: of a whole unit (e None), or those that e says."""
+    count = (UNIT if e is None else int(e.lanes)) // cache_codes.BYTES
+    words, found = local(count, "uint32"), local(2 * count, "uint32")
+    put(words, T.reinterpret("uint32" if count == 1 else f"uint32x{count}", codes), at(0, count))
+    for i, pair in enumerate(cache_codes.halves([words[i] for i in range(count)], T.Bind(scales))):
+        put(found, pair, i)
+    return T.reinterpret(f"float16x{4 * count}", found[at(0, 2 * count)])
+
+
 class Cache:
-    """Declares the parameters Kc and Vc of an `Attention` layer; pages: of `pages_arg`."""
+    """Declares the parameters Kc, Vc and, if they are quantized, `scales`, of an `Attention` layer; pages: of
+    `pages_arg`."""
 
     def __init__(self, attention, pages):
         self.d, self.pages, self.shifts = attention.d, pages, False
         types = cache_types(attention)
         self.Kc, self.Vc = T.arg("Kc", T.buffer(*types["k"])), T.arg("Vc", T.buffer(*types["v"]))
+        scales = (("Ks", "ks"), ("Vs", "vs")) if attention.quantized else ()
+        self.scales = [T.arg(name, T.buffer(*types[which])) for name, which in scales]
 
     def by_shifts(self):
         """The same with index arithmetic by shifts, which TVM leaves alone, and not by divisions, which it simplifies;
@@ -124,9 +190,40 @@ class Cache:
             ]
             store_valid(valid, self.Kc, stores)
 
+    def store_key_codes(self, arch, kv, slot, position, element, lane):
+        """`store_key` of a quantized cache, by the lanes of a wave. element(e): element e of the key, float32, for any
+        lane."""
+        self._store_codes(arch, 0, kv, slot, position, lane, element)
+
+    def _store_codes(self, arch, which, kv, slot, position, lane, element):
+        """which: 0 for a key, 1 for a value."""
+        page, place = self._place(slot, position)
+        count = self.d // WIDTH
+        for first in range(0, count, arch.wave):
+            valid = None if first + arch.wave <= count else first + lane < count
+            e = T.Bind((first + lane if valid is None else T.min(first + lane, T.int32(count - 1))) * WIDTH)
+            codes, scale = cache_codes.quantized(arch, [T.Bind(element(e + i)) for i in range(WIDTH)])
+            codes = [T.cast(code, CODE) for code in codes]
+            if which == 0:
+                there = (page, kv, place // KEYS, e // CODES, place % KEYS)
+                store_valid(valid, self.Kc, [((*there, e % CODES + i), code) for i, code in enumerate(codes)])
+            else:
+                there = (page, kv, place // CODES)
+                store_valid(valid, self.Vc, [((*there, e + i, place % CODES), code) for i, code in enumerate(codes)])
+            begins = e % KV_BLOCK == 0
+            where = begins if valid is None else valid & begins
+            store_valid(where, self.scales[which], [((page, kv, e // KV_BLOCK, place), scale)])
+
     def store_value(self, arch, kv, slot, position, V, row, lane, scale=None):
         """Stores the value of one head at `position`, V[row, kv*d ..] (float32) times `scale` (None: 1), by the lanes
         of a wave."""
+        if self.scales:
+
+            def element(e):
+                return V[row, kv * self.d + e] if scale is None else V[row, kv * self.d + e] * scale
+
+            self._store_codes(arch, 1, kv, slot, position, lane, element)
+            return
         page, place = self._place(slot, position)
         for first in range(0, self.d, arch.wave):
             valid = None if first + arch.wave <= self.d else first + lane < self.d
@@ -159,12 +256,9 @@ class Pages:
 
 def store_valid(valid, buffer, stores):
     """Stores (index, value)s where `valid` holds (None: always)."""
-    if valid is None:
+    with when(valid):
         for index, value in stores:
             T.buffer_store(buffer, value, list(index))
-    else:
-        with T.If(valid), T.Then():
-            store_valid(None, buffer, stores)
 
 
 # ---- rows and the keys that they see

@@ -98,6 +98,14 @@ def lanes_meet():
     T.evaluate(T.call_llvm_intrin("void", "llvm.amdgcn.wave.barrier"))
 
 
+def wave_meets(arch):
+    """`wave_barrier` or `lanes_meet`, whichever the API has."""
+    if arch.api == "vulkan":
+        wave_barrier()
+    else:
+        lanes_meet()
+
+
 # ---- arithmetic
 
 

@@ -1,9 +1,10 @@
-"""The second half of a mixture of experts for one to FEW tokens on the GPU, in one launch: y = R + the sum over a
+"""The second half of a mixture of experts for few tokens on the GPU, in one launch: y = R + the sum over a
 token's slots of weight * (D h + bias), D being the down projection of the slot's expert.
 
 In: `state` int32[4], activations with a row for each slot (as in `gemv.py`), Groups int32 [m, used], the planes of a
 stack of matrices, biases of its rows. Out: Y float32 [m, n]. Each token has workgroups of its own: the experts of a few
-tokens are different ones, mostly.
+tokens are different ones, mostly. Workgroups of the same rows run side by side, so where experts are the same, their
+rows come from memory once.
 
 Slots side by side belong to different waves of a workgroup, whose sums meet in LDS and are added in the order of slots;
 the rows of a slot are computed as in `gemv.py`.
@@ -66,7 +67,7 @@ def expert_down(fmt, n, k, of: Slots, weighted, residual, layout, arch, name, pl
     multiple of 16, ValueError for activations in another layout than the format's."""
     fmt, used, m = lookup(fmt), of.experts.used, of.m
     check_rows(n)
-    gemv.check([fmt], m, layout, "expert_down")
+    gemv.check([fmt], 1, layout, "expert_down")
     split = down_split(fmt, n, k, used, arch, plan)
     plan, lanes, waves, side, steps, rows, groups = split
     with kernel(name) as ir:
@@ -78,12 +79,7 @@ def expert_down(fmt, n, k, of: Slots, weighted, residual, layout, arch, name, pl
         R = T.arg("R", T.buffer((m, n), "float32")) if residual else None
         Y = T.arg("Y", T.buffer((m, n), "float32"))
         with (
-            launch((groups, m) if m > 1 else (groups,), (arch.wave, waves)) as (
-                workgroup,
-                *rest,
-                lane,
-                wave,
-            ),
+            launch((m, groups) if m > 1 else (groups,), (arch.wave, waves)) as (*rest, workgroup, lane, wave),
             if_live(state, m, *rest or [0]),
         ):
             token = rest[0] if rest else 0

@@ -11,13 +11,13 @@ from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu.activations import gated
 from mlc_amd.schedules.gpu.device import barrier, each, launch, rcp, rint, shuffle_xor, wave_max, wave_sum
 from mlc_amd.schedules.gpu.expert_gemm import expert_engine, tile_expert
-from mlc_amd.schedules.gpu.experts import bias_args, ids_arg
 from mlc_amd.schedules.gpu.gemm import engine, span, token_tiles, views
+from mlc_amd.schedules.gpu.linear_args import declare_gate_up
 from mlc_amd.schedules.gpu.pairs import store_pairs
-from mlc_amd.schedules.gpu.planes import BLOCK, plane_args
-from mlc_amd.schedules.gpu.quantize import FIELDS, TINY, WIDTH, act_args, clamped, emit_store
+from mlc_amd.schedules.gpu.planes import BLOCK
+from mlc_amd.schedules.gpu.quantize import FIELDS, TINY, WIDTH, clamped, emit_store
 from mlc_amd.schedules.gpu.registers import at, lane_of, vector
-from mlc_amd.schedules.gpu.step import kernel, live_rows, state_arg
+from mlc_amd.schedules.gpu.step import kernel, live_rows
 
 
 def _elements(x):
@@ -83,8 +83,7 @@ class _Staged:
 
 
 def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, tile=None, act="silu", of=None):
-    """PrimFunc (state, A, S | H | X, [Groups], planes of gate, planes of up, [GB, UB], then A, S | H | X of [m, f],
-    named with "_out").
+    """PrimFunc with the parameters of `linear_args`.
 
     The weights are f x k, f a multiple of 32. layout_in, k, m and tile: as for `gemm.linear`. layout: "half", "pairs"
     (after cooperative matrices), "" or, where layout_in does not mean matrix units, "rows". act: a name of
@@ -104,13 +103,8 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, til
             f"{f} rows in layout {layout!r} from activations in layout {layout_in!r} do not make one launch"
         )
     with kernel(name) as ir:
-        state, params, count = state_arg(), act_args(m, k, layout_in), of.experts.count if of else 1
-        groups = ids_arg(of.experts, of.m) if of else None
-        weights = [
-            (fmt, plane_args(fmt, count * f, k, prefix), f) for fmt, prefix in zip(formats, ("G_", "U_"), strict=True)
-        ]
-        biases = bias_args(of, f, ("GB", "UB"))
-        out = act_args(m, f, layout, ["A_out", "S_out"] if layout == "rows" else ["Y"])
+        state, params, groups, planes, biases, out = declare_gate_up(formats, f, k, (m, m), layout_in, layout, of)
+        weights = [(fmt, bufs, f) for fmt, bufs in zip(formats, planes, strict=True)]
         acts = views(params, layout_in, m, k)
         with launch((token_tiles(gemm, m), -(-f // gemm.tile.rows)), (gemm.threads,)) as (
             token_tile,

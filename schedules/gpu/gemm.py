@@ -11,18 +11,17 @@ the row tiles of all segments. What a workgroup does to its tile is up to `gemm_
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu import gemm_coop, gemm_dot, gemm_few, gemm_matrix
 from mlc_amd.schedules.gpu.device import launch
 from mlc_amd.schedules.gpu.gemm_coop import CoopGemm
 from mlc_amd.schedules.gpu.gemm_dot import DotGemm, ExactGemm, FloatGemm
 from mlc_amd.schedules.gpu.gemm_few import FewGemm, FewTile
 from mlc_amd.schedules.gpu.gemm_matrix import MatrixGemm
+from mlc_amd.schedules.gpu.linear_args import declare_linear, segments_of
 from mlc_amd.schedules.gpu.load import QUADS
-from mlc_amd.schedules.gpu.planes import BLOCK, padded, plane_args
-from mlc_amd.schedules.gpu.quantize import act_args
+from mlc_amd.schedules.gpu.planes import BLOCK, padded
 from mlc_amd.schedules.gpu.registers import at, vector
-from mlc_amd.schedules.gpu.step import kernel, live_rows, state_arg
+from mlc_amd.schedules.gpu.step import kernel, live_rows
 
 
 def engine(layout, formats, m, k, arch, rows, tile=None, together=1):
@@ -81,38 +80,27 @@ def token_tiles(gemm, m) -> int:
 
 
 def linear(segments, k, m, layout, biases, residual, arch, name, tile=None):
-    """PrimFunc (state, A, S | H | X, planes of segment 0, [bias f32 [n]], planes of segment 1, ..., [R f32 [m, npad]],
-    Y_0 f32 [m, npad], ...).
+    """PrimFunc with the parameters of `linear_args`.
 
     segments: list of (format name or Format, n); they share the activations (q, k and v of a layer) and the launch. k:
     a multiple of 32, m: tokens, a multiple of 16. layout: of the activations, "half" or "" on matrix units, "pairs"
     or "" on cooperative matrices (weights and activations become float16), else "rows" for int8 formats and "" for
     float formats. Float formats with "" are multiplied in float32 everywhere. biases: one flag per segment.
     residual: Y = R + result, for one segment. tile: see `engine`. Token tiles without live tokens (state[1]) are left
-    as they are. npad = n rounded up to a multiple of 16; the columns from n on are undefined. ValueError for what
-    cannot share a launch or has no tiles, UserError for weights too large.
+    as they are. The columns of Y from n on are undefined. ValueError for what cannot share a launch or has no tiles,
+    UserError for weights too large.
     """
-    segments = [(lookup(fmt), n) for fmt, n in segments]
-    if len(biases) != len(segments) or (residual and len(segments) > 1):
-        raise ValueError(
-            f"segments {[(f.name, n) for f, n in segments]}, biases {biases}, residual {residual} do not make one "
-            "launch"
-        )
+    segments = segments_of(segments, biases, residual)
     gemm = engine(layout, [fmt for fmt, _ in segments], m, k, arch, sum(padded(n) for _, n in segments), tile)
     counts = [-(-padded(n) // gemm.tile.rows) for _, n in segments]
     with kernel(name) as ir:
-        state, params = state_arg(), act_args(m, k, layout)
-        weights = []
-        for i, ((fmt, n), has_bias) in enumerate(zip(segments, biases, strict=True)):
-            bufs = plane_args(fmt, n, k, f"W{i}_")
-            weights.append((bufs, T.arg(f"bias{i}", T.buffer((n,), "float32")) if has_bias else None))
-        R = T.arg("R", T.buffer((m, padded(segments[0][1])), "float32")) if residual else None
-        outputs = [T.arg(f"Y{i}", T.buffer((m, padded(n)), "float32")) for i, (_, n) in enumerate(segments)]
-        acts = views(params, layout, m, k)
+        args = declare_linear(segments, k, m, layout, biases, residual)
+        R = args.residual
+        acts = views(args.acts, layout, m, k)
         with launch((token_tiles(gemm, m), sum(counts)), (gemm.threads,)) as (token_tile, row_tile, thread):
             gemm.allocate(thread)
-            token0, live, first = T.Bind(token_tile * gemm.tile.tokens), live_rows(state, m), 0
-            for (fmt, n), (bufs, bias), Y, count in zip(segments, weights, outputs, counts, strict=True):
+            token0, live, first = T.Bind(token_tile * gemm.tile.tokens), live_rows(args.state, m), 0
+            for (fmt, n, bufs, bias, Y), count in zip(args.segments, counts, strict=True):
 
                 def store(token, row, values, n=n, bias=bias, Y=Y):
                     (x,), index = values, span(row, values[0])

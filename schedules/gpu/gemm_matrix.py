@@ -97,20 +97,25 @@ class MatrixTile:
     waves_k: int = 1
 
 
-# (kind of matrix unit, tokens): the tile that `choose` starts from. Few tokens: few rows, or too few workgroups to fill
-# the GPU, and many columns, so that enough bytes of weights are on their way: 512 columns of 4096 rows of 4 bits are 1
-# MB. Where there is no more than one workgroup per compute unit, and so one wave per SIMD (16 tokens by 4096 rows on
-# gfx942), only the next step's loads hide latency: half the columns would take twice as many steps of the same latency.
+# (kind of matrix unit, tokens): the tiles that `choose` starts from, and how fast their rows are where all compute
+# units are busy, by the static model of gfx1100 and gfx942 (Q4_0, 4096 x 4096). Few tokens: few rows, or too few
+# workgroups to fill the GPU, and many columns, so that enough bytes of weights are on their way: 512 columns of 4096
+# rows of 4 bits are 1 MB. Where there is no more than one workgroup per compute unit, and so one wave per SIMD (16
+# tokens by 4096 rows on gfx942), only the next step's loads hide latency: half the columns would take twice as many
+# steps of the same latency. 64 tokens in each wave do not fit RDNA3's registers beside the operands.
 TILES = {
-    ("wmma", 128): MatrixTile(128, 128, 32, 4, 2, 2),
-    ("wmma", 64): MatrixTile(64, 32, 128, 2, 2, 1, 2),
-    ("wmma", 32): MatrixTile(32, 32, 128, 1, 2, 1, 4),
-    ("wmma", 16): MatrixTile(16, 32, 256, 1, 2, 1, 4),
-    ("mfma", 128): MatrixTile(128, 128, 32, 2, 2, 1),
-    ("mfma", 64): MatrixTile(64, 32, 128, 2, 1, 1, 2),
-    ("mfma", 32): MatrixTile(32, 32, 128, 1, 1, 1, 4),
-    ("mfma", 16): MatrixTile(16, 16, 512, 1, 1, 1, 4),
-}
+    ("wmma", 128): ((MatrixTile(128, 128, 32, 4, 2, 2), 1.0), (MatrixTile(128, 64, 64, 2, 2, 1, 2), 0.9)),
+    ("wmma", 64): ((MatrixTile(64, 32, 128, 2, 2, 1, 2), 1.0),),
+    ("wmma", 32): ((MatrixTile(32, 32, 128, 1, 2, 1, 4), 1.0),),
+    ("wmma", 16): ((MatrixTile(16, 32, 256, 1, 2, 1, 4), 1.0),),
+    ("mfma", 128): (
+        (MatrixTile(128, 128, 32, 2, 2, 1), 1.0), (MatrixTile(128, 64, 64, 2, 2, 1), 1.0),
+        (MatrixTile(128, 32, 128, 2, 1, 1, 2), 0.9),
+    ),
+    ("mfma", 64): ((MatrixTile(64, 32, 128, 2, 1, 1, 2), 1.0), (MatrixTile(64, 16, 256, 1, 1, 1, 4), 0.8)),
+    ("mfma", 32): ((MatrixTile(32, 32, 128, 1, 1, 1, 4), 1.0),),
+    ("mfma", 16): ((MatrixTile(16, 16, 512, 1, 1, 1, 4), 1.0),),
+}  # fmt: skip
 
 
 def lds_bytes(tile, weights=1) -> int:
@@ -120,23 +125,35 @@ def lds_bytes(tile, weights=1) -> int:
 
 
 def choose(arch, m, k, rows, weights=1):
-    """The default MatrixTile for m tokens, k columns and `rows` rows on an arch; `weights` share the accumulators (gate
-    and up: 2). ValueError unless m is a multiple of 16 and k of 32."""
+    """The default MatrixTile for m tokens, k columns and `rows` rows on an arch: the one with the minimum load of the
+    busiest compute unit. `weights` share the accumulators (gate and up: 2). ValueError unless m is a multiple of 16 and
+    k of 32."""
     tokens = next((t for t in (128, 64, 32, 16) if m % t == 0), None)
     if tokens is None or k % BLOCK:
         raise ValueError(f"{m} tokens of {k} columns are no tiles of 16 x {BLOCK}")
-    tile = TILES[arch.matrix[:4], tokens]
+    loads = {}
+    for tile, speed in TILES[arch.matrix[:4], tokens]:
+        found = _fit(tile, arch, m, k, rows, weights)
+        loads.setdefault(found, -(-_workgroups(found, m, rows) // arch.units) * found.rows / speed)
+    return min(loads, key=lambda tile: loads[tile])
+
+
+def _workgroups(tile, m, rows) -> int:
+    return m // tile.tokens * -(-rows // tile.rows)
+
+
+def _fit(tile, arch, m, k, rows, weights):
+    """The tile with as many rows of several weights, and columns, as registers and LDS are for."""
     # what a thread holds of several weights is to be what it would of one: fewer rows of each, or else fewer columns
     held, limit = tile.rows // weights, tile.columns
     if held < 16 * tile.waves_n:
         held, limit = tile.rows, max(BLOCK, tile.columns // weights)
+    fewer = replace(tile, rows=held, columns=limit)
     # more than one workgroup per compute unit: two run at once with half the columns, else one after the other
-    taken = lds_bytes(replace(tile, rows=held, columns=limit), weights)
-    if m // tokens * -(-rows // held) > arch.units and taken > arch.lds // 2:
+    if _workgroups(fewer, m, rows) > arch.units and lds_bytes(fewer, weights) > arch.lds // 2:
         limit = max(BLOCK, limit // 2)
     columns = next(c for c in (512, 256, 128, 64, 32) if c <= limit and k % c == 0)
-    waves_k = min(tile.waves_k, columns // UNITS[arch.matrix].columns)
-    return replace(tile, rows=held, columns=columns, waves_k=waves_k)
+    return replace(fewer, columns=columns, waves_k=min(tile.waves_k, columns // UNITS[arch.matrix].columns))
 
 
 # (kind of matrix unit, slots of a tile of one expert): tiles for one weight and for two. There are workgroups enough:

@@ -12,7 +12,7 @@ bound: what matters is that enough 128-bit loads are in flight. So are a few tok
 once, then multiplied with each token's activations, which caches keep. All m tokens are computed, live or not.
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
@@ -22,12 +22,13 @@ from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu import load
 from mlc_amd.schedules.gpu.activations import gated
 from mlc_amd.schedules.gpu.device import barrier, launch, uniform
-from mlc_amd.schedules.gpu.experts import bias_args, expert_at, ids_arg
+from mlc_amd.schedules.gpu.experts import expert_at
 from mlc_amd.schedules.gpu.gemv_rows import Strip, emit_acts, emit_products, span_of, units_of
-from mlc_amd.schedules.gpu.planes import BLOCK, padded, plane_args
-from mlc_amd.schedules.gpu.quantize import LANES, WIDTH, act_args, columns, emit_store
+from mlc_amd.schedules.gpu.linear_args import check_blocks, declare_gate_up, declare_linear, segments_of
+from mlc_amd.schedules.gpu.planes import BLOCK, padded
+from mlc_amd.schedules.gpu.quantize import LANES, WIDTH, columns, emit_store
 from mlc_amd.schedules.gpu.registers import lane_of
-from mlc_amd.schedules.gpu.step import FEW, if_live, kernel, state_arg
+from mlc_amd.schedules.gpu.step import FEW, if_live, kernel, when
 
 FULL = 6  # groups of lanes for each compute unit, as many as hide the latency of memory
 MIN_USE = 0.9  # of the lanes, over all steps of a row
@@ -137,7 +138,8 @@ def _group(wave, lane, lanes, arch, waves):
     return wave if lanes == arch.wave else T.Bind(wave * (arch.wave // lanes) + lane // lanes)
 
 
-def _emit_segment(fmt, n, views, bias, residual, Y, tokens, split, workgroup, lane, wave, plan, arch):
+def _emit_segment(segment, residual, views, tokens, split, workgroup, lane, wave, plan, arch):
+    fmt, n, _, bias, Y = segment
     rows = padded(n)
     first = T.Bind(workgroup * split.rows + _group(wave, lane, split.lanes, arch, plan.waves) * plan.rows)
     inside = None if rows % split.rows == 0 else first < rows
@@ -164,42 +166,29 @@ def linear_plans(segments, k, arch, plan=None, m=1):
 
 
 def linear(segments, k, m, layout, biases, residual, arch, name, plan=None):
-    """PrimFunc (state, A, S | X, planes of segment 0, [bias f32 [n]], planes of segment 1, ..., [R f32 [m, npad]], Y_0
-    f32 [m, npad], ...).
+    """PrimFunc with the parameters of `linear_args`.
 
     segments: list of (format name or Format, n), all int8 (layout "rows") or all float (layout ""); they share the
     activations (q, k and v of a layer) and the launch. m: 1, 2, 4 or FEW. biases: one flag per segment. residual: Y = R
-    + result, for one segment. npad = n rounded up to a multiple of 16; the columns from n on are undefined. ValueError
-    for segments that cannot share a launch.
+    + result, for one segment. The columns of Y from n on are undefined. ValueError for segments that cannot share a
+    launch.
     """
-    segments = [(lookup(fmt), n) for fmt, n in segments]
+    segments = segments_of(segments, biases, residual)
     check([fmt for fmt, _ in segments], m, layout, "linear")
-    if len(biases) != len(segments) or (residual and len(segments) > 1):
-        raise ValueError(
-            f"segments {[(f.name, n) for f, n in segments]}, biases {biases}, residual {residual} do not make one "
-            "launch"
-        )
     plans, splits = linear_plans(segments, k, arch, plan, m)
     plan = plans[0]
     with kernel(name) as ir:
-        state_arg()
-        params, weights = act_args(m, k, layout), []
-        for i, ((fmt, n), has_bias) in enumerate(zip(segments, biases, strict=True)):
-            bufs = plane_args(fmt, n, k, f"W{i}_")
-            weights.append((bufs, T.arg(f"bias{i}", T.buffer((n,), "float32")) if has_bias else None))
-        R = T.arg("R", T.buffer((m, padded(segments[0][1])), "float32")) if residual else None
-        outputs = [T.arg(f"Y{i}", T.buffer((m, padded(n)), "float32")) for i, (_, n) in enumerate(segments)]
+        args = declare_linear(segments, k, m, layout, biases, residual)
         with launch((sum(s.groups for s in splits),), (arch.wave, plan.waves)) as (workgroup, lane, wave):
-            tokens, first = emit_acts(params, k, m).first(m), 0
-            for (fmt, n), (bufs, bias), Y, split, used in zip(segments, weights, outputs, splits, plans, strict=True):
+            tokens, first = emit_acts(args.acts, k, m).first(m), 0
+            for segment, split, used in zip(args.segments, splits, plans, strict=True):
                 last = first + split.groups
-                views = load.views(fmt, bufs, span_of([fmt], k))
+                views = load.views(segment.fmt, segment.planes, span_of([segment.fmt], k))
                 here = (workgroup >= first) & (workgroup < last)
-                with (
-                    T.If(here) if len(segments) > 1 else nullcontext(),
-                    T.Then() if len(segments) > 1 else nullcontext(),
-                ):
-                    _emit_segment(fmt, n, views, bias, R, Y, tokens, split, workgroup - first, lane, wave, used, arch)
+                with when(here if len(segments) > 1 else None):
+                    _emit_segment(
+                        segment, args.residual, views, tokens, split, workgroup - first, lane, wave, used, arch
+                    )
                 first = last
     return ir.get()
 
@@ -233,8 +222,7 @@ def _of_live(state, of, index):
 
 
 def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, plan=None, act="silu", of=None):
-    """PrimFunc (state, A, S | X, [Groups], planes of gate, planes of up, [GB, UB], then A_out, S_out | H_out | Y of [m,
-    f] in that `layout`).
+    """PrimFunc with the parameters of `linear_args`.
 
     y = f(gate * x) * (up * x), f being `act` of `activations.py`. The weights are f x k, f a multiple of 32, both
     int8 (layout_in "rows") or both float (layout_in ""). m: 1, 2, 4 or FEW. A workgroup makes one block of 32 columns
@@ -245,22 +233,24 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, pla
     """
     fmts = [lookup(fmt_gate), lookup(fmt_up)]
     check(fmts, m, layout_in, "gate_up")
-    if f % BLOCK:
-        raise ValueError(f"a feed-forward layer of {f} columns does not make whole blocks of {BLOCK}")
-    slots, x_rows, count = (of.experts.slots(of.m), of.x_rows, of.experts.count) if of else (1, m, 1)
+    check_blocks(f)
+    slots, x_rows = (of.experts.slots(of.m), of.x_rows) if of else (1, m)
     rows, waves, lanes, unroll = astuple(gate_up_plan(fmts, f, k, arch, plan, slots, m))
     groups = waves * arch.wave // lanes
     with kernel(name) as ir:
-        state = state_arg()
-        params = act_args(x_rows, k, layout_in)
-        ids = ids_arg(of.experts, of.m) if of else None
-        weights = [plane_args(fmt, count * f, k, prefix) for fmt, prefix in zip(fmts, ("G_", "U_"), strict=True)]
-        biases = bias_args(of, f, ("GB", "UB"))
-        out = act_args(slots * m, f, layout, {"": ["Y"], "half": ["H_out"], "rows": ["A_out", "S_out"]}[layout])
+        state, params, ids, planes, biases, out = declare_gate_up(
+            fmts, f, k, (x_rows, slots * m), layout_in, layout, of
+        )
         grid = (f // BLOCK, slots) if of else (f // BLOCK,)
-        with launch(grid, (arch.wave, waves)) as (block, *rest, lane, wave), _of_live(state, of, rest) as (slot, token):
+        # of several tokens: slots of one expert read its rows at the same time, all but the first from caches
+        turn = -1 if of and of.m > 1 else 1
+        with (
+            launch(grid[::turn], (arch.wave, waves)) as (*places, lane, wave),
+            _of_live(state, of, places[::turn][1:]) as (slot, token),
+        ):
+            block = places[::turn][0]
             acts = emit_acts(params, k, x_rows)
-            views = [load.views(fmt, bufs, span_of(fmts, k)) for fmt, bufs in zip(fmts, weights, strict=True)]
+            views = [load.views(fmt, bufs, span_of(fmts, k)) for fmt, bufs in zip(fmts, planes, strict=True)]
             made = T.alloc_buffer((2 * m, BLOCK), "float32", scope="shared")  # gate and up of each token
             group, part = _group(wave, lane, lanes, arch, waves), T.Bind(lane % lanes)
             first = block * BLOCK

@@ -55,7 +55,7 @@ def _linear(segments, k, m, layout, biases, residual, arch, name, plan):
 
 def _gate_up(gate, up, n, k, m, layout_in, layout, arch, name, plan, act="silu"):
     build = gate_up_gemv if m <= FEW and layout_in in VECTORS else gate_up_gemm
-    if gemv_matrix.suits_gate_up(gate, up, m, layout_in, arch):
+    if gemv_matrix.suits([gate, up], m, layout_in, arch):
         build = gemv_matrix.gate_up_swiglu
     return build(gate, up, n, k, m, layout_in, layout, arch, name, plan, act)
 

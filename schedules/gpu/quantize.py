@@ -11,8 +11,6 @@ KB = k / 32. The sums serve weights with a zero point or a minimum per 32 or 16 
 of all formats.
 """
 
-from contextlib import nullcontext
-
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
@@ -20,6 +18,7 @@ from mlc_amd.schedules.gpu.device import maximum, minimum, rcp, rint, shuffle_xo
 from mlc_amd.schedules.gpu.pairs import store_pairs
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.registers import vector
+from mlc_amd.schedules.gpu.step import when
 
 FIELDS = 4  # of S
 WIDTH = 4  # columns that a lane holds
@@ -70,7 +69,7 @@ def emit_store(arch, layout, out, x, token, column, live=None):
     """
     if layout == "rows":
         word, fields = _quantize(arch, x)
-    with nullcontext() if live is None else T.If(live), nullcontext() if live is None else T.Then():
+    with when(live):
         if layout == "":
             T.buffer_store(out[0], vector(x), [token, columns(column)])
         elif layout == "half":

@@ -18,7 +18,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.attention import Attention, Rope, padded_columns
 from mlc_amd.schedules.gpu.cache import Cache, pages_arg, row_position, row_slot, rows_arg, store_valid
-from mlc_amd.schedules.gpu.device import launch, rsqrt, wave_sum
+from mlc_amd.schedules.gpu.device import WAVE_SHARED, launch, rsqrt, wave_meets, wave_sum
 from mlc_amd.schedules.gpu.step import is_live, kernel, state_arg
 
 
@@ -155,10 +155,10 @@ def value_scale(arch, V, row, kv, lane, d, rope):
 def rope_kv_write(attention: Attention, m, rope: Rope, arch, name, plan=None) -> tirx.PrimFunc:
     """Kernel (state int32[4], rows int32[m, 2], pages of `pages_arg`, Q float32 [m, heads*d], K float32 [m,
     kv_heads*d], V float32 [m, kv_heads*d], [QN float32 [d], KN float32 [d] when rope.eps is not None], [CS float32
-    [ctx, rotary] with CS[pos, 2i] = cos, CS[pos, 2i+1] = sin of pair i, unless rotary is 0], Kc, Vc (in place), Qo
-    float16 [m, heads, width], whose padding becomes 0).
+    [ctx, rotary] with CS[pos, 2i] = cos, CS[pos, 2i+1] = sin of pair i, unless rotary is 0], the cache as in
+    `cache.py` (in place), Qo float16 [m, heads, width], whose padding becomes 0).
 
-    Without rope.writes there are no pages, K, V, KN, Kc, Vc. Q, K, V and the norms' weights are padded to multiples of
+    Without rope.writes there are no pages, K, V, KN, caches. Q, K, V and the norms' weights are padded to multiples of
     16 columns, as linear layers and vectors are. Rows that are not live, or whose position is at or beyond ctx, write
     nothing. UserError for shapes that `cache_types` or `rope_args` refuses.
     """
@@ -172,6 +172,8 @@ def rope_kv_write(attention: Attention, m, rope: Rope, arch, name, plan=None) ->
         Qo = T.arg("Qo", T.buffer((m, heads, attention.width), "float16"))
         with launch((-(-total // waves), m), (arch.wave, waves)) as (block, row, lane, wave):
             head, position = T.Bind(block * waves + wave), T.Bind(row_position(rows, row))
+            if cache and attention.quantized:
+                turned = T.alloc_buffer((waves * d,), "float16", scope=WAVE_SHARED)
 
             def write_query():
                 scale = T.float32(attention.query_scale)
@@ -182,13 +184,24 @@ def rope_kv_write(attention: Attention, m, rope: Rope, arch, name, plan=None) ->
                     valid = None if first + arch.wave <= attention.width else first + lane < attention.width
                     store_valid(valid, Qo, [((row, head, first + lane), T.float16(0))])
 
+            def write_codes(cache, kv, slot, key):
+                """The lanes that quantize a block have others of its elements than those that rotated them. Rounded to
+                float16, as what decode attention has of its own key."""
+                for valid, values in key:
+                    store_valid(valid, turned, [((wave * d + e,), T.cast(y, "float16")) for e, y in values])
+                wave_meets(arch)
+                cache.store_key_codes(arch, kv, slot, position, lambda e: T.cast(turned[wave * d + e], "float32"), lane)
+
             def write_key_or_value(cache):
                 slot = row_slot(rows, row)
                 with T.If(head < heads + kv_heads):
                     with T.Then():
                         kv = T.Bind(head - heads)
                         key = rotated(arch, K, row, kv * d, CS, position, KN, lane, d, rope)
-                        cache.store_key(kv, slot, position, key)
+                        if attention.quantized:
+                            write_codes(cache, kv, slot, key)
+                        else:
+                            cache.store_key(kv, slot, position, key)
                     with T.Else():
                         kv = T.Bind(head - heads - kv_heads)
                         scale = value_scale(arch, V, row, kv, lane, d, rope)

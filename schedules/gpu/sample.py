@@ -85,7 +85,7 @@ class Workgroup(Machine):
         barrier()
         return found
 
-    def each_token(self, visit, floor=None):
+    def each_token(self, visit, floor=None, near=None, enough=None):
         batch, width = (BATCH if floor is not None else 2), self.threads * WIDTH
         batch = min(batch, -(-self.vocab // width))
         with T.serial(-(-self.vocab // (width * batch))) as step:

@@ -55,6 +55,16 @@ def if_live(state, m, row):
     return T.serial(1) if m == 1 else T.serial(T.Select(row < live_rows(state, m), T.int32(1), T.int32(0)))
 
 
+@contextmanager
+def when(condition):
+    """`with when(condition):` an `if`; nothing where the condition is None."""
+    if condition is None:
+        yield
+    else:
+        with T.If(condition), T.Then():
+            yield
+
+
 def opaque_zero(state, i):
     """An int32 that is 0, which the compiler does not know and must compute anew in each iteration i of a loop: an
     index that contains it keeps its load inside the loop."""

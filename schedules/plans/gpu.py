@@ -134,15 +134,15 @@ def _block_bytes(fmt) -> float:
 
 def _gemv_matrix(rows, weights, k, m, tiles, arch) -> Space:
     """rows: of each segment; tiles: choices of how many a workgroup has."""
-    fmt = weights[0][0]
+    fmts = [fmt for fmt, _ in weights]
 
     def kernel(plan) -> Kernel:
-        used, blocks = gemv_matrix.fitted(plan, k, arch)
-        lds = gemv_matrix.lds_bytes([fmt for fmt, _ in weights], used, blocks, m)
+        used, blocks = gemv_matrix.fitted(plan, fmts, k, m, arch)
+        lds = gemv_matrix.lds_bytes(fmts, used, blocks, m)
         if lds > min(arch.lds, 64 << 10):  # LLVM ends the process above 64 KiB
             raise ValueError(f"{plan} takes {lds} bytes of LDS")
         groups = sum(-(-n // (used.tiles * gemv_matrix.SIDE)) for n in rows)
-        loads = used.tiles * blocks * _block_bytes(fmt) * gemv_matrix.SIDE / arch.wave
+        loads = used.tiles * blocks * _block_bytes(fmts[0]) * gemv_matrix.SIDE / arch.wave
         return Kernel(used, groups, used.waves * arch.wave, loads)
 
     choices = {"tiles": tiles, "waves": WAVES}
@@ -238,7 +238,7 @@ def _linear(workload, arch) -> Space:
 
 def _gate_up(workload, arch) -> Space:
     args = workload.args
-    if "tile" not in args and gemv_matrix.suits_gate_up(args["gate"], args["up"], args["m"], args["layout_in"], arch):
+    if "tile" not in args and gemv_matrix.suits([args["gate"], args["up"]], args["m"], args["layout_in"], arch):
         tiles = (gemv_matrix.GATE_UP_TILES,)
         return _gemv_matrix([2 * args["n"]], workload.weights, args["k"], args["m"], tiles, arch)
     few = args["m"] <= FEW and args["layout_in"] in gemv.VECTORS

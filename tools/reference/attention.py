@@ -2,7 +2,9 @@
 
 import numpy as np
 
-from mlc_amd.schedules.attention import PAGE
+from mlc_amd.schedules.attention import KV_BLOCK, KV_STEPS, PAGE
+
+CACHES = ("Kc", "Vc", "Ks", "Vs")  # parameters of kernels
 
 
 def attention_reference(layer, q, k, v, position, sinks=None):
@@ -65,31 +67,69 @@ def keys_of(layout, Kc):
     pages, heads = Kc.shape[:2]
     if layout == "cpu":  # [pages, kv_heads, 4, width, 16]
         return Kc.transpose(0, 1, 2, 4, 3).reshape(pages, heads, PAGE, -1)
-    return Kc.transpose(0, 1, 2, 4, 3, 5).reshape(pages, heads, PAGE, -1)  # [pages, kv_heads, 2, width/8, 32, 8]
+    # [pages, kv_heads, 2, width/8, 32, 8], of codes [.., width/16, 32, 16]
+    return Kc.transpose(0, 1, 2, 4, 3, 5).reshape(pages, heads, PAGE, -1)
 
 
 def values_of(layout, Vc):
     """As `keys_of`."""
     if layout == "cpu":  # [pages, kv_heads, PAGE, width]
         return Vc
-    return Vc.transpose(0, 1, 2, 4, 3).reshape(*Vc.shape[:2], PAGE, -1)  # [pages, kv_heads, 8, width, 8]
+    # [pages, kv_heads, 8, width, 8], of codes [.., 4, width, 16]
+    return Vc.transpose(0, 1, 2, 4, 3).reshape(*Vc.shape[:2], PAGE, -1)
 
 
 def packed(layout, k, v):
-    """Kc and Vc of keys and values [pages, kv_heads, PAGE, width]: the inverse of `keys_of` and `values_of`."""
+    """Kc and Vc of keys and values [pages, kv_heads, PAGE, width], or of their codes: the inverse of `keys_of` and
+    `values_of`."""
     pages, heads, _, width = k.shape
+    unit = 16 // k.dtype.itemsize  # elements of 16 bytes
     if layout == "cpu":
         return k.reshape(pages, heads, 4, 16, width).transpose(0, 1, 2, 4, 3), v
-    keys = k.reshape(pages, heads, 2, 32, width // 8, 8).transpose(0, 1, 2, 4, 3, 5)
-    return keys, v.reshape(pages, heads, 8, 8, width).transpose(0, 1, 2, 4, 3)
+    keys = k.reshape(pages, heads, 2, 32, width // unit, unit).transpose(0, 1, 2, 4, 3, 5)
+    return keys, v.reshape(pages, heads, PAGE // unit, unit, width).transpose(0, 1, 2, 4, 3)
 
 
-def stored(layout, Kc, Vc, places, k, v):
-    """Copies of the caches with k and v [rows, kv_heads, d] in these places, (page, key in the page) of the rows."""
-    (page, key), pools = places, (keys_of(layout, Kc).copy(), values_of(layout, Vc).copy())
-    for pool, rows in zip(pools, (k, v), strict=True):
+def quantized(x):
+    """(codes, scales) of elements [.., d] of a cache of type q8_0, as `Attention.quantized` has them: int8 [.., d],
+    float16 [.., d/KV_BLOCK]."""
+    blocks = x.reshape(*x.shape[:-1], -1, KV_BLOCK).astype(np.float64)
+    largest = np.minimum(np.abs(blocks).max(-1) / KV_STEPS, np.finfo(np.float16).max)
+    scales = largest.astype(np.float16)
+    real = scales[..., None].astype(np.float64)
+    steps = np.divide(blocks, real, out=np.zeros_like(blocks), where=real > 0)
+    return np.clip(np.rint(steps), -KV_STEPS, KV_STEPS).astype(np.int8).reshape(x.shape), scales
+
+
+def as_stored(x):
+    """Elements as a cache of type q8_0 has them, float32."""
+    codes, scales = quantized(x)
+    return codes * np.repeat(scales.astype(np.float32), KV_BLOCK, -1)
+
+
+def pools_of(layout, caches):
+    """(keys, values) [pages, kv_heads, PAGE, width] of the parameters CACHES, by name."""
+    pools = keys_of(layout, caches["Kc"]), values_of(layout, caches["Vc"])
+    if "Ks" not in caches:
+        return pools
+    scales = (caches[name].transpose(0, 1, 3, 2) for name in ("Ks", "Vs"))  # [pages, kv_heads, d/KV_BLOCK, PAGE]
+    return tuple(
+        codes * np.repeat(scale.astype(np.float32), KV_BLOCK, -1) for codes, scale in zip(pools, scales, strict=True)
+    )
+
+
+def stored(layout, caches, places, k, v) -> dict[str, np.ndarray]:
+    """Copies of the caches, by parameter, with k and v [rows, kv_heads, d] in these places, (page, key in the page) of
+    the rows."""
+    (page, key), pools = places, (keys_of(layout, caches["Kc"]).copy(), values_of(layout, caches["Vc"]).copy())
+    found: dict[str, np.ndarray] = {}
+    for pool, rows, scales in zip(pools, (k, v), ("Ks", "Vs"), strict=True):
+        if scales in caches:
+            found[scales] = caches[scales].copy()
+            rows, found[scales].transpose(0, 1, 3, 2)[page, :, key] = quantized(rows)
         pool[page, :, key, : k.shape[-1]] = rows
-    return tuple(np.ascontiguousarray(x) for x in packed(layout, *pools))
+    found["Kc"], found["Vc"] = (np.ascontiguousarray(x) for x in packed(layout, *pools))
+    return found
 
 
 def places_of(pages, positions, slots):

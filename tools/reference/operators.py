@@ -15,14 +15,14 @@ from mlc_amd.schedules.attention import SLOTS, Attention, Rope, described
 from mlc_amd.schedules.rows import output_rows
 from mlc_amd.tools.reference import activations, experts, weights
 from mlc_amd.tools.reference.attention import (
+    CACHES,
     attention_reference,
-    keys_of,
     of_slot,
     places_of,
+    pools_of,
     rope_reference,
     stored,
     value_reference,
-    values_of,
 )
 
 OF_SLOTS = ("gather", "expert_gate_up", "expert_linear")  # their rows are slots of schedules/experts.py
@@ -180,16 +180,25 @@ def _rotated(c: Case, rows: np.ndarray, layer: Attention, rope: Rope, name: str,
     return rope_reference(_heads(c, name, rows, layer.d, count), cs, rope, weight)
 
 
-def _written(c: Case, layer: Attention, rope: Rope) -> tuple[np.ndarray, ...]:
+def _caches(c: Case) -> dict[str, np.ndarray]:
+    return {name: c.arrays[name] for name in CACHES if name in c.arrays}
+
+
+def _own(c: Case, layer: Attention, rope: Rope, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The keys and values of these rows."""
+    k = _rotated(c, rows, layer, rope, "K", layer.kv_heads)
+    return k, value_reference(_heads(c, "V", rows, layer.d, layer.kv_heads), rope)
+
+
+def _written(c: Case, layer: Attention, rope: Rope) -> dict[str, np.ndarray]:
     """The caches with the keys and values of all live rows."""
     rows = _placed(c, layer, np.arange(c.live))
-    k = _rotated(c, rows, layer, rope, "K", layer.kv_heads)
-    v = value_reference(_heads(c, "V", rows, layer.d, layer.kv_heads), rope)
-    return stored(c.layout, c.arrays["Kc"], c.arrays["Vc"], places_of(c.arrays["pages"], *c.places(rows)), k, v)
+    k, v = _own(c, layer, rope, rows)
+    return stored(c.layout, _caches(c), places_of(c.arrays["pages"], *c.places(rows)), k, v)
 
 
-def _of_caches(caches: tuple[np.ndarray, ...]) -> dict[str, Result]:
-    return {name: Result(cache) for name, cache in zip(("Kc", "Vc"), caches, strict=True)}
+def _of_caches(caches: dict[str, np.ndarray]) -> dict[str, Result]:
+    return {name: Result(cache) for name, cache in caches.items()}
 
 
 def _rope_kv_write(c: Case) -> dict[str, Result]:
@@ -199,15 +208,18 @@ def _rope_kv_write(c: Case) -> dict[str, Result]:
     return {"Qo": Result(q, rows)} | (_of_caches(_written(c, layer, rope)) if rope.writes else {})
 
 
-def _attended(c: Case, layer: Attention, rows: np.ndarray, q: np.ndarray, caches) -> dict[str, Result]:
-    """Of the queries q [rows, heads, d] of these rows, each in its own sequence."""
+def _attended(c: Case, layer: Attention, rows: np.ndarray, q: np.ndarray, caches, own=None) -> dict[str, Result]:
+    """Of the queries q [rows, heads, d] of these rows, each in its own sequence. own: keys and values [rows, kv_heads,
+    d] that stand in for those of the rows' own positions."""
     sinks = c.arrays["Sinks"][: layer.heads].astype(np.float64) if layer.sinks else None
-    pools = keys_of(c.layout, caches[0]), values_of(c.layout, caches[1])
+    pools = pools_of(c.layout, caches)
     (positions, slots), found = c.places(rows), np.empty((len(rows), layer.heads * layer.d))
     for slot in np.unique(slots):
         mine = slots == slot
         end = int(positions[mine].max()) + 1
         k, v = (of_slot(x, c.arrays["pages"], slot, end)[:, :end, : layer.d].astype(np.float64) for x in pools)
+        for pool, exact in zip((k, v), own or (), strict=False):
+            pool[:, positions[mine]] = exact[mine].transpose(1, 0, 2)
         found[mine] = attention_reference(layer, q[mine], k, v, positions[mine], sinks)
     return {"": Result(found, rows)}
 
@@ -216,14 +228,16 @@ def _attention(c: Case) -> dict[str, Result]:
     layer = described(Attention, c.args)
     rows = _placed(c, layer, c.rows)
     q = c.arrays["Qo"][rows][..., : layer.d].astype(np.float64) / layer.query_scale
-    return _attended(c, layer, rows, q, (c.arrays["Kc"], c.arrays["Vc"]))
+    return _attended(c, layer, rows, q, _caches(c))
 
 
 def _rope_attention(c: Case) -> dict[str, Result]:
     layer, rope = described(Attention, c.args), described(Rope, c.args)
     rows = _placed(c, layer, c.rows)
-    caches = _written(c, layer, rope) if rope.writes else (c.arrays["Kc"], c.arrays["Vc"])
-    found = _attended(c, layer, rows, _rotated(c, rows, layer, rope, "Q", layer.heads), caches)
+    caches = _written(c, layer, rope) if rope.writes else _caches(c)
+    # kernels round their own keys and values to float16 only
+    own = _own(c, layer, rope, rows) if rope.writes and layer.quantized else None
+    found = _attended(c, layer, rows, _rotated(c, rows, layer, rope, "Q", layer.heads), caches, own)
     return found | (_of_caches(caches) if rope.writes else {})
 
 

@@ -62,7 +62,7 @@ class Plan:
             wanted = expected_of(param, found) if param["role"] in ("output", "cache") else None
             if wanted is None:
                 continue
-            if param["dtype"] == "int8":
+            if param["dtype"] == "int8" and param["role"] == "output":
                 activations.write(layout, wanted.value, arrays, name[1:], _rows(wanted))
             elif not (name[0] == "S" and "A" + name[1:] in arrays):
                 _store(arrays[name], wanted, layout if arrays[name].dtype == np.float16 else "", param["role"])

@@ -30,8 +30,6 @@ from mlc_amd.schedules.gpu.profiles import Profile
 
 COHERENT = "mlc_amd.coherent"  # attribute: names of parameters that a launch's workgroups exchange data through
 LEAVE_OUT = (
-    # take fragments' loads for loads of nothing and delete them
-    "s_tir.HoistIfThenElse", "tirx.RemoveNoOp",
     # the generator's matter
     "s_tir.LowerThreadAllreduce",
     # put bound values back into the expressions that use them, which can make huge ones, and take them out again

@@ -4,27 +4,29 @@ In: an artifact for target rocm, as specified in dist/README.md. Out: the protoc
 
 Everything runs on one stream. The launches of each function are captured once in a HIP graph and replayed. Some drivers
 replay stale data (ROCm/hip issues 3887 and 3902), so at load a few steps are computed with and without graphs and
-compared bit by bit; if they differ, graphs are not used, with a warning. MLC_AMD_GRAPH=0 disables them.
+compared bit by bit; if they differ, graphs are not used, with a warning. MLC_AMD_GRAPH=0 disables them. Steps that take
+too long for one submission are launched one by one, with waits between the pieces (runtime/devices/pieces.py).
 """
 
 import logging
 import os
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import numpy as np
 
-from mlc_amd.runtime.cache_types import kv_types
 from mlc_amd.runtime.devices.hip import timing
 from mlc_amd.runtime.devices.hip.api import CANNOT_LOAD, Hip, HipError, open_bindings, runtime_version
 from mlc_amd.runtime.devices.hip.diagnosis import OVERRIDE
 from mlc_amd.runtime.devices.hip.gpu import choose, relabel
 from mlc_amd.runtime.devices.hip.launches import Launch, capture, enqueue, prepare
 from mlc_amd.runtime.devices.hip.memory import Memory
+from mlc_amd.runtime.devices.pieces import Pacer, Piece
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import kfd_gpus
+from mlc_amd.runtime.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.steps import write_private_pages, write_step
 
 CHECK_STEPS = 3  # replays compared at load; stale data shows up from the second on
@@ -38,7 +40,7 @@ log = logging.getLogger("mlc_amd")
 class HipDevice:
     """See runtime/devices/__init__.py for the protocol. `threads` is for the cpu device only. index: number of a GPU,
     or part of its name. n_cpu_moe: layers whose experts stay in host memory, where the GPU reads them across the bus;
-    an APU has no use for it. pages: of the caches, by span (runtime/cache_types.py). `bindings`: a substitute for AMD's
+    an APU has no use for it. kv: how large the cache is. `bindings`: a substitute for AMD's
     package."""
 
     kind = "rocm"
@@ -49,11 +51,10 @@ class HipDevice:
         threads: int | None = None,
         index: str | None = None,
         n_cpu_moe: int = 0,
-        pages: Mapping[int, int] | None = None,
+        kv: KvSize = ONE_SEQUENCE,
         bindings=None,
     ):
         self.artifact, self.manifest = artifact, artifact.manifest
-        self.kv_types = kv_types(artifact.manifest, pages)
         self.threads = 1  # host threads
         self.waited = 0.0
         self._held = ExitStack()  # HIP resources, released in reverse order
@@ -69,12 +70,14 @@ class HipDevice:
         scratch = {name: kernel["scratch"] for name, kernel in self._kernels.items()}
         experts = 0 if self.gpu.integrated else n_cpu_moe
         try:
-            self.memory = Memory(self.hip, self._held, self.stream, artifact, self.gpu, self.kv_types, scratch, experts)
+            self.memory = Memory(self.hip, self._held, self.stream, artifact, self.gpu, kv, scratch, experts)
         except UserError:
             self.close()
             raise
+        self.kv_types = self.memory.kv_types
         self.memory.upload()
         self._launches = {name: self._bind(function) for name, function in self.manifest["functions"].items()}
+        self.pacer = Pacer(self.manifest, self.code_arch)
         self._graphs = {}
         self._marks: dict[str, list] = {}  # events that time a function's launches
         if os.environ.get(GRAPH_VARIABLE) != "0":
@@ -168,6 +171,7 @@ class HipDevice:
 
     def write(self, name: str, values) -> None:
         self.memory.write(name, values)
+        self.pacer.write(name, values)
 
     def run(self, function: str) -> None:
         self._run(function, self._graphs)
@@ -177,11 +181,18 @@ class HipDevice:
 
     def _run(self, function: str, graphs: dict) -> None:
         self.memory.send_inputs()
-        if function in graphs:
-            self.hip("hipGraphLaunch", graphs[function], self.stream)
-        else:
-            enqueue(self.hip, self.stream, self._launches[function])
-        self._wait()
+        for piece in self.pacer.pieces(function) or ((),):
+            start = time.perf_counter()
+            if function in graphs and not piece:
+                self.hip("hipGraphLaunch", graphs[function], self.stream)
+            else:
+                enqueue(self.hip, self.stream, [self._launches[function][i] for i in self._numbers(function, piece)])
+            self._wait()
+            self.pacer.took(function, time.perf_counter() - start, piece)
+
+    def _numbers(self, function: str, piece: Piece) -> Sequence[int]:
+        """Of the launches of a piece, (): of all. HIP launches whole grids."""
+        return [part.launch for part in piece] or range(len(self._launches[function]))
 
     def time(self, function: str) -> list[tuple[str, float, float]]:
         """Runs a function with an event before and behind each launch; (kernel, seconds, seconds since the end of the
@@ -189,10 +200,14 @@ class HipDevice:
         launches = self._launches[function]
         if function not in self._marks:
             self._marks[function] = timing.events(self.hip, self._held, 2 * len(launches))
+        marks = self._marks[function]
         self.memory.send_inputs()
-        timing.enqueue_timed(self.hip, self.stream, launches, self._marks[function])
-        self._wait()
-        return timing.spans(self.hip, launches, self._marks[function])
+        for piece in self.pacer.pieces(function) or ((),):
+            numbers = self._numbers(function, piece)
+            first, end = numbers[0], numbers[-1] + 1
+            timing.enqueue_timed(self.hip, self.stream, launches[first:end], marks[2 * first : 2 * end])
+            self._wait()
+        return timing.spans(self.hip, launches, marks)
 
     def copy_bandwidth(self) -> float:
         """Bytes per second, reads plus writes, of a copy in the GPU's memory; 0.0 without enough of it."""

@@ -14,13 +14,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from mlc_amd.runtime.cache_types import KvTypes, kv_bytes
+from mlc_amd.runtime.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.devices.hip.api import NO_MEMORY, Hip, HipError
 from mlc_amd.runtime.devices.hip.diagnosis import gpu_memory
 from mlc_amd.runtime.devices.hip.gpu import Gpu
 from mlc_amd.runtime.devices.placement import cut, parts
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.memory import Needs, gib, host_shortage, nbytes, of_manifest, on_host, shortage
+from mlc_amd.runtime.host import available_memory
+from mlc_amd.runtime.kv_pool import HOST_PART, ONE_SEQUENCE, KvSize
+from mlc_amd.runtime.memory import RESERVE, Needs, gib, host_shortage, nbytes, of_manifest, on_host, shortage
 from mlc_amd.runtime.steps import OUTPUTS, is_kept
 
 ALIGN = 256  # bytes between buffers of one allocation, as hipMalloc aligns
@@ -47,8 +49,8 @@ class Memory:
     sizes: their bytes; pinned: host memory of io, whose first `input_bytes` are the inputs that every step has its own
     of; host: its buffers as arrays.
 
-    All of it lives until `held` closes. kv: of the tensors that live from step to step. scratch: bytes of each scratch
-    buffer, by kernel. n_cpu_moe: layers whose experts stay in host memory. UserError if it does not fit.
+    All of it lives until `held` closes. kv: how large the cache is; kv_types: its tensors. scratch: bytes of each
+    scratch buffer, by kernel. n_cpu_moe: layers whose experts stay in host memory. UserError if it does not fit.
     """
 
     def __init__(
@@ -58,20 +60,18 @@ class Memory:
         stream,
         artifact,
         gpu: Gpu,
-        kv: KvTypes,
+        kv: KvSize,
         scratch: dict[str, list[int]],
         n_cpu_moe: int,
     ):
         self.hip, self.stream, self.artifact, self.gpu = hip, stream, artifact, gpu
-        self._held, self._n_cpu_moe = held, n_cpu_moe
+        self._held, self._n_cpu_moe, self._sized = held, n_cpu_moe, kv != ONE_SEQUENCE
         manifest, weights = artifact.manifest, artifact.weights
         self._ranges = cut(weights.places, sys.maxsize, on_host(manifest["tensors"], n_cpu_moe) if n_cpu_moe else ())
         offsets, weight_bytes = places({one: one.nbytes for one in self._ranges if not one.host})
         # Kernels run one after the other, so they share one block of scratch memory.
         found = {name: places(dict(enumerate(sizes))) for name, sizes in scratch.items()}
         self._scratch_at = {name: list(offsets.values()) for name, (offsets, _) in found.items()}
-        self._kv_types = kv
-        self._kv_at, kv_size = places({name: kv_bytes({name: of}) for name, of in kv.items()})
         # Inputs of each step first, as they are copied at once; then the page tables, which are when they changed.
         io = dict(sorted(manifest["io"].items(), key=lambda item: _rank(item[0])))
         self._io_at, io_bytes = places({name: nbytes(entry) for name, entry in io.items()})
@@ -79,11 +79,12 @@ class Memory:
         self._stale: set[str] = set()  # tables that the GPU has an old copy of
         sizes = {
             "weights": weight_bytes,
-            "kv": kv_size,
             "arena": manifest["arena_bytes"],
             "scratch": max((size for _, size in found.values()), default=0),
             "io": io_bytes,
         }
+        self.kv_types = kv_types(manifest, kv.pages(manifest, self._left(sum(sizes.values())) if kv.auto else 0))
+        self._kv_at, sizes["kv"] = places({name: kv_bytes({name: of}) for name, of in self.kv_types.items()})
         self.sizes = {name: max(size, ALIGN) for name, size in sizes.items()}
         self._allocate(io_bytes)
         self._place(offsets, n_cpu_moe)
@@ -93,6 +94,12 @@ class Memory:
         for name, array in self.host.items():
             if _rank(name) == 1:
                 array[...] = 0
+
+    def _left(self, others: int) -> int:
+        """Bytes that a cache of unknown size may take beside `others`: of the GPU's memory but for RESERVE, or of an
+        APU's host no more than a part of what is available."""
+        own = self.hip("hipMemGetInfo")[0] - RESERVE - others
+        return max(own, available_memory() // HOST_PART - others) if self.gpu.integrated else own
 
     def _allocate(self, io_bytes: int) -> None:
         needed, (free, _) = sum(self.sizes.values()), self.hip("hipMemGetInfo")
@@ -148,13 +155,13 @@ class Memory:
         return np.ctypeslib.as_array(raw).view(entry["dtype"]).reshape(entry["shape"])
 
     def _needs(self) -> Needs:
-        return replace(of_manifest(self.artifact.manifest), kv=kv_bytes(self._kv_types))
+        return replace(of_manifest(self.artifact.manifest), kv=kv_bytes(self.kv_types))
 
     def _out_of_memory(self, needed: int, free: int) -> str:
         """The error message, with a change that makes the model fit."""
         limits = gpu_memory(self.gpu.pci) if self.gpu.integrated else {}
         needs = self._needs()
-        message = shortage(needs, free, self.gpu.name, self._n_cpu_moe, self.gpu.integrated)
+        message = shortage(needs, free, self.gpu.name, self._n_cpu_moe, self.gpu.integrated, self._sized)
         if "gtt" not in limits:
             return message
         return message + (

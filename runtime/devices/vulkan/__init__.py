@@ -7,5 +7,6 @@ context.py    a logical device: queue, command buffers, fence; what goes wrong i
 memory.py     allocation within the GPU's limits, mapping, upload
 pipelines.py  SPIR-V -> pipelines, with the driver's cache on disk
 commands.py   recording: launches, barriers where there are hazards, timestamps
+replays.py    runs of functions, in pieces where they take long
 device.py     VulkanDevice, the protocol of runtime/devices/__init__.py
 """

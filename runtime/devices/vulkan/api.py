@@ -61,6 +61,7 @@ HEAP_DEVICE_LOCAL = 1
 USAGE = 0x1 | 0x2 | 0x20 | 0x20000  # of every buffer: TRANSFER_SRC, TRANSFER_DST, STORAGE_BUFFER, SHADER_DEVICE_ADDRESS
 ALLOCATE_DEVICE_ADDRESS = 2
 STAGE_COMPUTE = 0x20  # VkShaderStageFlagBits
+DISPATCH_BASE = 0x10  # VkPipelineCreateFlagBits
 REQUIRE_FULL_SUBGROUPS = 2  # VkPipelineShaderStageCreateFlagBits
 BIND_COMPUTE = 1
 # VkPipelineStageFlagBits and VkAccessFlagBits
@@ -287,6 +288,7 @@ DEVICE = {
     "vkCmdBindPipeline": "*void ptr u32 u64",
     "vkCmdPushConstants": "*void ptr u64 u32 u32 u32 ptr",
     "vkCmdDispatch": "*void ptr u32 u32 u32",
+    "vkCmdDispatchBase": "*void ptr u32 u32 u32 u32 u32 u32",
     "vkCmdPipelineBarrier": "*void ptr u32 u32 u32 u32 ptr u32 ptr u32 ptr",
     "vkCmdCopyBuffer": "*void ptr u64 u64 u32 ptr",
     "vkCmdFillBuffer": "*void ptr u64 u64 u64 u32",

@@ -14,13 +14,15 @@ from mlc_amd.runtime.devices.vulkan.context import Context
 @dataclass(frozen=True)
 class Launch:
     """One dispatch. push: what the push constants get; spans: (first byte, end, whether the kernel writes there) of its
-    arguments."""
+    arguments; symbol: of its kernel's module; base: the first workgroup, which pipelines for parts of a grid allow."""
 
     kernel: str
     pipeline: int
     grid: tuple[int, ...]
     push: ctypes.Array
     spans: tuple[tuple[int, int, bool], ...]
+    symbol: str = ""
+    base: tuple[int, ...] | None = None
 
 
 class Hazards:
@@ -47,24 +49,24 @@ class Hazards:
 class Recorder:
     """Records into one command buffer.
 
-    queries: (a pool of timestamps, how many it has); two are written for each launch: when those before it were done,
-    and when it was.
+    queries: (a pool of timestamps, the first one, how many); two are written for each launch: when those before it were
+    done, and when it was.
     """
 
     WORK = api.COMPUTE | api.TRANSFER
     READS = api.SHADER_READ | api.TRANSFER_READ
     WRITES = api.SHADER_WRITE | api.TRANSFER_WRITE
 
-    def __init__(self, context: Context, layout: int, queries: tuple[int, int] | None = None):
+    def __init__(self, context: Context, layout: int, queries: tuple[int, int, int] | None = None):
         self.context, self.layout, self.queries = context, layout, queries
         self.commands = context.command_buffer()
-        self._hazards, self._bound, self._stamps = Hazards(), None, 0
+        self._hazards, self._bound, self._stamps = Hazards(), None, queries[1] if queries else 0
         self._after = api.MemoryBarrier(source=self.WRITES, destination=self.READS | self.WRITES)
 
     def begin(self) -> None:
         self.context.calls.vkBeginCommandBuffer(self.commands, ctypes.byref(api.BeginInfo()))
         if self.queries is not None:
-            self.context.calls.vkCmdResetQueryPool(self.commands, self.queries[0], 0, self.queries[1])
+            self.context.calls.vkCmdResetQueryPool(self.commands, *self.queries)
         self.barrier()  # the run before may still write its results
 
     def barrier(self) -> None:
@@ -83,7 +85,10 @@ class Recorder:
             self._bound = one.pipeline
         calls.vkCmdPushConstants(commands, self.layout, api.STAGE_COMPUTE, 0, ctypes.sizeof(one.push), one.push)
         self.stamp()
-        calls.vkCmdDispatch(commands, *one.grid)
+        if one.base is None:
+            calls.vkCmdDispatch(commands, *one.grid)
+        else:
+            calls.vkCmdDispatchBase(commands, *one.base, *one.grid)
         self.stamp()
 
     def stamp(self) -> None:

@@ -102,16 +102,22 @@ class Context:
         return info
 
     def release(self, submission: ctypes.Structure) -> None:
-        """Gives the command buffer of a submission back, which is done."""
+        """Gives the command buffer of a submission back."""
+        self._settle()
         self.calls.vkFreeCommandBuffers(self.device, self.pool, 1, submission.handles)
 
     def submit(self, submission: ctypes.Structure) -> None:
         """Starts a command buffer, when the one before is done."""
-        if self._busy:  # without a wait, or after an interrupted one
-            self.calls.vkDeviceWaitIdle(self.device)
-            self.calls.vkResetFences(self.device, 1, self._fences)
+        self._settle()
         self._busy = True
         self.calls.vkQueueSubmit(self.queue, 1, ctypes.byref(submission), self.fence)
+
+    def _settle(self) -> None:
+        """Waits for what was submitted without a wait, or with one that was interrupted."""
+        if self._busy:
+            self.calls.vkDeviceWaitIdle(self.device)
+            self.calls.vkResetFences(self.device, 1, self._fences)
+            self._busy = False
 
     def wait(self) -> None:
         calls, device, fences = self.calls, self.device, self._fences

@@ -2,32 +2,32 @@
 
 In: an artifact with what dist/README.md describes for target vulkan. Out: the protocol of runtime/devices/__init__.py.
 
-Each function of the plan is one command buffer, recorded at load and submitted for every run. GPUs that work in the
-host's memory get the weights there, once; others may leave experts there (n_cpu_moe).
+Each function of the plan is recorded at load and submitted for every run (replays.py). GPUs that work in the host's
+memory get the weights there, once; others may leave experts there (n_cpu_moe).
 """
 
 import ctypes
 import logging
-import time
 import weakref
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 
 from mlc_amd.runtime.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.devices.choice import asked
+from mlc_amd.runtime.devices.pieces import Pacer
 from mlc_amd.runtime.devices.placement import Range, cut, parts
 from mlc_amd.runtime.devices.vulkan import api, fragments, timing
-from mlc_amd.runtime.devices.vulkan.commands import Launch, Recorder
+from mlc_amd.runtime.devices.vulkan.commands import Launch
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
 from mlc_amd.runtime.devices.vulkan.io import Io, nbytes
 from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, CHUNK, Block, Memory, OutOfMemory, places
-from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines, cache_file
+from mlc_amd.runtime.devices.vulkan.pipelines import Based, Pipelines, cache_file
+from mlc_amd.runtime.devices.vulkan.replays import Replays
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.memory import gib, host_shortage, of_manifest, on_host, shortage
 
 RING = 4  # copies of the scratch buffers, as independent kernels may overlap
@@ -39,7 +39,7 @@ log = logging.getLogger("mlc_amd")
 class VulkanDevice:
     """See runtime/devices/__init__.py for the protocol. `threads` is for the cpu device only. index: number of
     a GPU, or part of its name. n_cpu_moe: layers whose experts stay in host memory, where the GPU reads them across the
-    bus; GPUs that work in the host's memory have no use for it. pages: of the caches, by span (runtime/cache_types.py).
+    bus; GPUs that work in the host's memory have no use for it. kv: how large the cache is.
 
     `waited`: seconds spent waiting for the GPU in all runs. UserError if this machine cannot run the artifact.
     """
@@ -52,15 +52,14 @@ class VulkanDevice:
         threads: int | None = None,
         index: str | int | None = None,
         n_cpu_moe: int = 0,
-        pages: Mapping[int, int] | None = None,
+        kv: KvSize = ONE_SEQUENCE,
     ):
         self.artifact, self.manifest = artifact, artifact.manifest
-        self.kv_types = kv_types(artifact.manifest, pages)
+        self.kv_types = kv_types(artifact.manifest)
         self.threads = 1  # host threads
-        self.waited = 0.0
         self._held = ExitStack()  # Vulkan objects, destroyed in reverse order
         self.close = weakref.finalize(self, self._held.close)  # also at interpreter exit
-        self._n_cpu_moe = n_cpu_moe
+        self._n_cpu_moe, self._kv_size = n_cpu_moe, kv
         try:
             self._open(None if index is None else str(index))
             self._allocate()
@@ -109,7 +108,7 @@ class VulkanDevice:
                 "or compile the model "
                 "with --arch generic"
             ) from e
-        self._layout = builder.layout
+        self._layout, self._based = builder.layout, Based(builder, modules, cache_file(self.gpu))
         if "fragment_probe" in self._kernels:
             (step,) = self._kernels["fragment_probe"]["steps"]
             if not fragments.known_order(self.context, needs, step, self._module(step)):
@@ -125,7 +124,6 @@ class VulkanDevice:
         manifest, memory, weights = self.manifest, self.memory, self.artifact.weights
         host = frozenset() if self.gpu.unified else on_host(manifest["tensors"], self._n_cpu_moe)
         self._ranges = cut(weights.places, min(BLOCK, memory.limit), host)
-        self._kv_bytes = {name: nbytes(dtype, shape) for name, (shape, dtype) in self.kv_types.items()}
         scratch = max((self._scratch_bytes(function) for function in manifest["functions"].values()), default=0)
         self._weights: dict[Range, tuple[Block, int]] = {}
         for kind, at_host in (("device", False), ("host", True)):
@@ -136,11 +134,13 @@ class VulkanDevice:
             for name, (at, nbytes) in weights.places.items()
             for one, first, _ in parts(self._ranges, at, nbytes)
         }
-        self._kv, self._kv_blocks = memory.spread(self._kv_bytes, "device")
         self._arena, self._scratch = (
             memory.block(max(nbytes, ALIGN), "device") for nbytes in (manifest["arena_bytes"], scratch)
         )
         self.io = Io(self.context, memory, manifest["io"])
+        self.kv_types = kv_types(manifest, self._kv_size.pages(manifest, memory.left(), memory.limit))
+        self._kv_bytes = {name: nbytes(dtype, shape) for name, (shape, dtype) in self.kv_types.items()}
+        self._kv, self._kv_blocks = memory.spread(self._kv_bytes, "device")
         # Stale NaN would spread from unused rows.
         memory.fill([self._arena, self._scratch, *self.io.blocks])
 
@@ -163,9 +163,9 @@ class VulkanDevice:
 
     def _record(self) -> None:
         functions = self.manifest["functions"]
-        self._plan = {name: self._bind(function) for name, function in functions.items()}
-        self._submissions = {name: self._commands(name) for name in functions}
-        self._timed: dict[str, tuple[ctypes.Structure, int]] = {}
+        plan = {name: self._bind(function) for name, function in functions.items()}
+        self.pacer = Pacer(self.manifest, self.code_arch, cuts=True)
+        self._replays = Replays(self.context, self.io, self.pacer, functions, plan, self._layout, self._based)
 
     def _bind(self, function: dict) -> list[Launch]:
         """Every launch of a function, in order."""
@@ -197,7 +197,8 @@ class VulkanDevice:
         )
         writes = set(step["writes"])
         touched = tuple((begin, end, place in writes) for place, (begin, end) in enumerate(spans))
-        return Launch(kernel, self._pipelines[step["symbol"]], tuple(step["grid"]), push, touched)
+        symbol = step["symbol"]
+        return Launch(kernel, self._pipelines[symbol], tuple(step["grid"]), push, touched, symbol)
 
     def _write_tables(self, tables: list[tuple[Launch, list[int]]]) -> None:
         """Addresses that do not fit the push constants, in one block."""
@@ -226,46 +227,29 @@ class VulkanDevice:
             address = block.address + offset
         return address, address + count
 
-    def _commands(self, name: str, queries: tuple[int, int] | None = None) -> ctypes.Structure:
-        """Records a function."""
-        function, recorder = self.manifest["functions"][name], Recorder(self.context, self._layout, queries)
-        recorder.begin()
-        self.io.record_inputs(recorder)
-        for launch in self._plan[name]:
-            recorder.launch(launch)
-        self.io.record_outputs(recorder, function)
-        recorder.end()
-        return self.context.submission(recorder.commands)
-
     # ---- the protocol
+
+    @property
+    def waited(self) -> float:
+        return self._replays.waited
 
     def write(self, name: str, values) -> None:
         self._alive()
         self.io.write(name, values)
+        self.pacer.write(name, values)
 
     def run(self, function: str) -> None:
-        self._alive()
-        try:
-            self._run(function, self._submissions[function])
-        except api.VulkanError as e:
-            raise self._failure(e, f"running {function}") from e
+        self._run(self._replays.run, function)
 
     def run_plain(self, function: str) -> None:
-        """Records the function for this run alone."""
+        self._run(self._replays.run_plain, function)
+
+    def _run(self, how, function: str):
         self._alive()
-        submission = self._commands(function)
         try:
-            self._run(function, submission)
+            return how(function)
         except api.VulkanError as e:
             raise self._failure(e, f"running {function}") from e
-        self.context.release(submission)
-
-    def _run(self, function: str, submission: ctypes.Structure) -> None:
-        self.io.before(self.manifest["functions"][function])
-        self.context.submit(submission)
-        start = time.perf_counter()
-        self.context.wait()
-        self.waited += time.perf_counter() - start
 
     def read(self, name: str, rows: int) -> np.ndarray:
         self._alive()
@@ -282,29 +266,11 @@ class VulkanDevice:
             raise self._failure(e, "clearing the cache") from e
 
     def time(self, function: str) -> list[tuple[str, float, float]]:
-        """Runs a function; (kernel, seconds, seconds since the end of the launch before) of each launch.
-
-        A launch that overlaps the one before counts from the end of that one. UserError without timestamps.
-        """
+        """See `Replays.time`. UserError without timestamps."""
         self._alive()
         if not self.context.clock_bits:
             raise UserError(f"{self.gpu.name} cannot time kernels: its driver has no timestamps for compute queues")
-        count = 2 * len(self._plan[function])
-        try:
-            if function not in self._timed:
-                pool = timing.query_pool(self.context, count)
-                self._timed[function] = self._commands(function, (pool, count)), pool
-            submission, pool = self._timed[function]
-            self._run(function, submission)
-            stamps = timing.results(self.context, pool, count)
-        except api.VulkanError as e:
-            raise self._failure(e, f"timing {function}") from e
-        steps = [timing.seconds(self.context, before, after) for before, after in pairwise(stamps)]
-        spent, gaps = steps[::2], [0.0, *steps[1::2]]
-        return [
-            (launch.kernel, seconds, gap)
-            for launch, seconds, gap in zip(self._plan[function], spent, gaps, strict=True)
-        ]
+        return self._run(self._replays.time, function)
 
     def copy_bandwidth(self) -> float:
         """Bytes per second, reads plus writes, of a copy kernel; 0.0 without timestamps or enough memory."""
@@ -346,4 +312,4 @@ class VulkanDevice:
         if kind == "host":
             return host_shortage(needs, self._n_cpu_moe)
         free = sum(heap.free for heap in self.gpu.heaps if self.gpu.unified or heap.device_local)
-        return shortage(needs, free, self.gpu.name, self._n_cpu_moe, self.gpu.unified)
+        return shortage(needs, free, self.gpu.name, self._n_cpu_moe, self.gpu.unified, self._kv_size != ONE_SEQUENCE)

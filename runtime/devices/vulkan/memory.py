@@ -12,6 +12,9 @@ import numpy as np
 
 from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.context import Context
+from mlc_amd.runtime.host import available_memory
+from mlc_amd.runtime.kv_pool import HOST_PART
+from mlc_amd.runtime.memory import RESERVE
 
 ALIGN = 256  # bytes between buffers of one block
 BLOCK = (
@@ -105,6 +108,14 @@ class Memory:
         found = self.context.instance.budget(self.context.physical, self.context.budget)[1]
         return found if self.context.budget else [size - used for size, used in zip(found, self._used, strict=True)]
 
+    def left(self) -> int:
+        """Bytes of device memory that a cache of unknown size may take: of the largest heap but for RESERVE; where it
+        is the host's, no more than a part of what is available there."""
+        local = [free for heap, free in zip(self.gpu.heaps, self.free(), strict=True) if heap.device_local]
+        if not self.gpu.unified:
+            return max(local) - RESERVE
+        return min(sum(self.free()) - RESERVE, available_memory() // HOST_PART)
+
     def block(self, nbytes: int, kind: str) -> Block:
         """OutOfMemory when it fits nowhere."""
         context, calls, device = self.context, self.context.calls, self.context.device
@@ -161,13 +172,10 @@ class Memory:
     # ---- contents
 
     def fill(self, blocks: list[Block]) -> None:
-        """Zeros."""
-
-        def record(commands: int) -> None:
-            for block in blocks:
-                self.context.calls.vkCmdFillBuffer(commands, block.buffer, 0, block.nbytes, 0)
-
-        self.context.once(record)
+        """Zeros. Each block is a submission: of a large cache all would take too long for one."""
+        for block in blocks:
+            arguments = block.buffer, 0, block.nbytes, 0
+            self.context.once(lambda commands, of=arguments: self.context.calls.vkCmdFillBuffer(commands, *of))
 
     def put(self, block: Block, offset: int, source: np.ndarray) -> None:
         """Copies a uint8 array to a block. It is there when something submitted later runs."""

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 import uuid
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -38,9 +38,11 @@ class Pipelines:
         info = api.LayoutInfo(rangeCount=1, ranges=ctypes.addressof(area))
         self.layout = context.own("vkDestroyPipelineLayout", context.create("vkCreatePipelineLayout", info))
 
-    def build(self, kernels: dict[Key, tuple[bytes, tuple[int, ...]]], file: Path | None = None) -> dict[Key, int]:
-        """{key: pipeline} of {key: (SPIR-V, block)}. file: of the cache, None: without. VulkanError if the driver
-        refuses one."""
+    def build(
+        self, kernels: dict[Key, tuple[bytes, tuple[int, ...]]], file: Path | None = None, based: bool = False
+    ) -> dict[Key, int]:
+        """{key: pipeline} of {key: (SPIR-V, block)}. file: of the cache, None: without; based: launches may begin with
+        any workgroup. VulkanError if the driver refuses one."""
         known = _read(file) if file else b""
         buffer = ctypes.create_string_buffer(known, len(known))
         info = api.CacheInfo(initialSize=len(known), initialData=ctypes.addressof(buffer) if known else None)
@@ -49,7 +51,7 @@ class Pipelines:
             with ThreadPoolExecutor(
                 min(THREADS, available_threads())
             ) as threads:  # which waits for all, also when one fails
-                jobs = {key: threads.submit(self._pipeline, cache, *kernel) for key, kernel in kernels.items()}
+                jobs = {key: threads.submit(self._pipeline, cache, *kernel, based) for key, kernel in kernels.items()}
             made = {key: job.result() for key, job in jobs.items()}
             data = self._data(cache)
         finally:
@@ -58,7 +60,7 @@ class Pipelines:
             _write(file, data)
         return made
 
-    def _pipeline(self, cache: int, code: bytes, block: tuple[int, ...]) -> int:
+    def _pipeline(self, cache: int, code: bytes, block: tuple[int, ...], based: bool) -> int:
         calls, device = self.context.calls, self.context.device
         words = ctypes.create_string_buffer(code, len(code))
         info = api.ShaderInfo(codeSize=len(code), code=ctypes.addressof(words))
@@ -73,7 +75,8 @@ class Pipelines:
             module=module,
             name=b"main",
         )
-        info = api.ComputePipelineInfo(stage=stage, layout=self.layout, baseIndex=-1)
+        flags = api.DISPATCH_BASE if based else 0
+        info = api.ComputePipelineInfo(flags=flags, stage=stage, layout=self.layout, baseIndex=-1)
         try:
             pipeline = api.create(calls.vkCreateComputePipelines, device, cache, 1, ctypes.byref(info), None)
             return self.context.own("vkDestroyPipeline", pipeline)
@@ -86,6 +89,22 @@ class Pipelines:
         data = ctypes.create_string_buffer(max(size.value, 1))
         calls.vkGetPipelineCacheData(device, cache, ctypes.byref(size), data)
         return data.raw[: size.value]
+
+
+class Based:
+    """Pipelines of kernels whose launches may begin with any workgroup, each built when it is first asked for.
+
+    modules: (SPIR-V, block) by symbol; file: of the driver's cache.
+    """
+
+    def __init__(self, builder: Pipelines, modules: Mapping[str, tuple[bytes, tuple[int, ...]]], file: Path):
+        self._builder, self._modules, self._file = builder, modules, file
+        self._made: dict[str, int] = {}
+
+    def __getitem__(self, symbol: str) -> int:
+        if symbol not in self._made:
+            self._made |= self._builder.build({symbol: self._modules[symbol]}, self._file, based=True)
+        return self._made[symbol]
 
 
 # ---- the file

@@ -51,7 +51,7 @@ def copy_bandwidth(base: Context, nbytes: int, needs: dict, step: dict, module: 
         pipelines = Pipelines(context, needs["push_constants"], needs["subgroup_size"])
         pipeline = pipelines.build({"copy": module})["copy"]
         pool = query_pool(context, 2 * COPIES)
-        recorder = Recorder(context, pipelines.layout, (pool, 2 * COPIES))
+        recorder = Recorder(context, pipelines.layout, (pool, 0, 2 * COPIES))
         recorder.begin()
         push = (ctypes.c_uint64 * 2)(*(blocks[i].address for i in step["args"]))
         for _ in range(COPIES):

@@ -1,0 +1,48 @@
+"""What an answer may consist of, token by token: grammars, schemas.
+
+In: the tokens of the answer. Out: which tokens may follow, as rows of the io buffer `allowed` (sampling_layout.py).
+"""
+
+from typing import Protocol
+
+import numpy as np
+
+from mlc_amd.runtime.errors import UserError
+
+
+class Constraint(Protocol):
+    """What one answer may consist of. Used by one thread at a time, not always by the same one.
+
+    The mask includes the model's end tokens where the answer may end: nothing adds them to it.
+    """
+
+    def allowed(self) -> np.ndarray | None:
+        """int32 words [ceil(vocab / 32)]: bit t % 32 of word t // 32 says whether token t may follow. None: any may.
+        At least one may. The memory may be used again by the next call."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """The token was chosen; it is no end token."""
+        ...
+
+    @property
+    def complete(self) -> bool:
+        """The answer may end here and nothing can follow: it ends."""
+        ...
+
+
+def mask_of(constraint: Constraint, vocab: int) -> np.ndarray | None:
+    """`constraint.allowed()`, of which bits beyond the vocabulary are zero. UserError if no token is allowed,
+    ValueError for what is no mask."""
+    mask = constraint.allowed()
+    if mask is None:
+        return None
+    words = -(-vocab // 32)
+    if mask.dtype != np.int32 or mask.shape != (words,):
+        raise ValueError(f"a mask is {mask.dtype} {list(mask.shape)}: it must be int32 [{words}]")
+    if (rest := vocab % 32) and int(mask[-1]) >> rest:
+        mask = mask.copy()
+        mask[-1] &= np.int32((1 << rest) - 1)
+    if not mask.any():
+        raise UserError("the answer cannot go on: its grammar allows no token of this model's vocabulary here")
+    return mask

@@ -1,0 +1,131 @@
+"""Runs of a plan's functions: command buffers that are recorded once and submitted for every run.
+
+In: each function's launches, the io buffers, and a Pacer, which says what one submission may compute. Usually that is
+the whole function. A longer step is recorded in pieces, each of which is submitted when the one before is done; the
+next long steps of the function use them again as long as the pacer leaves them as they are.
+"""
+
+import ctypes
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from mlc_amd.runtime.devices.pieces import Pacer, Part, Piece
+from mlc_amd.runtime.devices.vulkan import timing
+from mlc_amd.runtime.devices.vulkan.commands import Launch, Recorder
+from mlc_amd.runtime.devices.vulkan.context import Context
+from mlc_amd.runtime.devices.vulkan.io import Io
+from mlc_amd.runtime.devices.vulkan.pipelines import Based
+
+
+class Replays:
+    """functions: the manifest's entries; plan: launches of each; layout: of all pipelines; based: those for parts of
+    a grid. waited: seconds spent waiting for the GPU in all runs."""
+
+    def __init__(
+        self,
+        context: Context,
+        io: Io,
+        pacer: Pacer,
+        functions: Mapping[str, Mapping],
+        plan: Mapping[str, Sequence[Launch]],
+        layout: int,
+        based: Based,
+    ):
+        self.context, self.io, self.pacer, self.waited = context, io, pacer, 0.0
+        self._functions, self._plan, self._layout, self._based = functions, plan, layout, based
+        self._whole = {name: self._record(name, ()) for name in plan}
+        self._cut: dict[str, tuple[tuple[Piece, ...], list[ctypes.Structure]]] = {}  # of the last long step
+        self._timed: dict[str, tuple[tuple[Piece, ...], list[ctypes.Structure], int]] = {}  # with the query pool
+
+    def run(self, name: str) -> None:
+        """Runs a function and waits for it."""
+        pieces = self.pacer.pieces(name)
+        self._submit(name, pieces, self._recorded(name, pieces) if pieces else self._whole[name])
+
+    def run_plain(self, name: str) -> None:
+        """Records the function for this run alone."""
+        pieces = self.pacer.pieces(name)
+        submissions = self._record(name, pieces)
+        self._submit(name, pieces, submissions)
+        self._release(submissions)
+
+    def time(self, name: str) -> list[tuple[str, float, float]]:
+        """Runs a function; (kernel, seconds, seconds since the end of the launch before) of each launch. A launch that
+        overlaps the one before counts from the end of that one; behind a wait for a piece, the wait counts too."""
+        pieces = self.pacer.pieces(name)
+        launches = [part.launch for piece in pieces for part in piece] or [*range(len(self._plan[name]))]
+        if name not in self._timed or self._timed[name][0] != pieces:
+            self._release(self._timed[name][1] if name in self._timed else [])
+            pool = timing.query_pool(self.context, 2 * len(launches))
+            self._timed[name] = pieces, self._record(name, pieces, pool), pool
+        _, submissions, pool = self._timed[name]
+        self._submit(name, pieces, submissions)
+        stamps = timing.results(self.context, pool, 2 * len(launches))
+        steps = [timing.seconds(self.context, before, after) for before, after in pairwise(stamps)]
+        times: list[tuple[str, float, float]] = []
+        for i, (launch, spent, gap) in enumerate(zip(launches, steps[::2], [0.0, *steps[1::2]], strict=True)):
+            if i and launches[i - 1] == launch:  # a further part of the same launch
+                kernel, before, first = times[-1]
+                times[-1] = kernel, before + spent, first
+            else:
+                times.append((self._plan[name][launch].kernel, spent, gap))
+        return times
+
+    # ---- recording
+
+    def _recorded(self, name: str, pieces: tuple[Piece, ...]) -> list[ctypes.Structure]:
+        known, submissions = self._cut.get(name, ((), []))
+        if known != pieces:
+            self._release(submissions)
+            submissions = self._record(name, pieces)
+            self._cut[name] = pieces, submissions
+        return submissions
+
+    def _release(self, submissions: list[ctypes.Structure]) -> None:
+        for one in submissions:
+            self.context.release(one)
+
+    def _record(self, name: str, pieces: tuple[Piece, ...], pool: int | None = None) -> list[ctypes.Structure]:
+        """What to submit for each piece, for the whole function without any. pool: of timestamps for all launches."""
+        found, stamps = [], 0
+        groups = [list(self._launches(name, piece)) for piece in pieces] or [list(self._plan[name])]
+        for i, launches in enumerate(groups):
+            queries = None if pool is None else (pool, stamps, 2 * len(launches))
+            stamps += 2 * len(launches)
+            recorder = Recorder(self.context, self._layout, queries)
+            recorder.begin()
+            if i == 0:
+                self.io.record_inputs(recorder)
+            for launch in launches:
+                recorder.launch(launch)
+            if i == len(groups) - 1:
+                self.io.record_outputs(recorder, self._functions[name])
+            recorder.end()
+            found.append(self.context.submission(recorder.commands))
+        return found
+
+    def _launches(self, name: str, piece: Piece) -> Iterator[Launch]:
+        for part in piece:
+            launch = self._plan[name][part.launch]
+            yield launch if part.whole else self._some(launch, part)
+
+    def _some(self, launch: Launch, part: Part) -> Launch:
+        """A part of a launch's workgroups."""
+        axis = launch.grid.index(part.groups)
+        base, grid = [0, 0, 0], list(launch.grid)
+        base[axis], grid[axis] = part.first, part.end - part.first
+        return replace(launch, pipeline=self._based[launch.symbol], grid=tuple(grid), base=tuple(base))
+
+    # ---- running
+
+    def _submit(self, name: str, pieces: tuple[Piece, ...], submissions: list[ctypes.Structure]) -> None:
+        self.io.before(self._functions[name])
+        for piece, submission in zip(pieces or ((),), submissions, strict=True):
+            self.context.submit(submission)
+            start = time.perf_counter()
+            self.context.wait()
+            spent = time.perf_counter() - start
+            self.waited += spent
+            self.pacer.took(name, spent, piece)

@@ -1,0 +1,40 @@
+"""Steps of one sequence by itself, without scheduler: for logits, and for measurements.
+
+Whoever calls these has the engine's turn.
+"""
+
+import numpy as np
+
+from mlc_amd.runtime.generation import ContextFull
+from mlc_amd.runtime.kv_cache import Cache
+from mlc_amd.runtime.runner import Runner
+from mlc_amd.runtime.sequence import Sequence
+from mlc_amd.runtime.steps import Chunk
+
+
+def reserve(sequence: Sequence, count: int) -> None:
+    """Pages for the next `count` tokens. ContextFull where the cache has none."""
+    if not sequence.reserve(count):
+        raise ContextFull(
+            f"the KV cache has no room for {count} more tokens beside those of other sequences",
+            "wait until they are complete, or load the model with a larger cache (--kv-memory)",
+        )
+
+
+def next_chunk(cache: Cache, runner: Runner, sequence: Sequence) -> Chunk:
+    """The next pending tokens of a sequence, which then has pages for them and a slot."""
+    count, start = min(sequence.pending, runner.functions.chunk_rows), sequence.computed
+    reserve(sequence, count)
+    cache.seat([sequence])
+    return sequence.tokens[start : start + count], start, sequence.table_row
+
+
+def compute(cache: Cache, runner: Runner, sequence: Sequence) -> np.ndarray | None:
+    """Computes the pending tokens of a sequence, in chunks. Returns the logits of the last one, float32 [vocab], in
+    memory that the next step overwrites; None if there are none."""
+    logits = None
+    while sequence.pending:
+        chunk = next_chunk(cache, runner, sequence)
+        logits = runner.run((), chunk)[0]
+        sequence.advance(len(chunk[0]))
+    return logits

@@ -1,0 +1,113 @@
+"""The tools that a model may call: names and the types of their arguments.
+
+In:  tools in OpenAI's form (https://platform.openai.com/docs/api-reference/chat/create):
+     {"type": "function", "function": {"name", "description", "parameters": JSON schema, "strict"}}.
+Out: `Tool`s, checked.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlc_amd.runtime.errors import UserError, shorten
+
+# What a name may consist of: more than OpenAI allows, but nothing that has a meaning in a format of calls.
+NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
+_MAX_NAME = 128  # characters
+# Of JSON values.
+ALL_TYPES = frozenset({"string", "number", "boolean", "null", "array", "object"})
+_MAX_REFERENCES = 32  # followed from one schema
+
+
+@dataclass(frozen=True)
+class Tool:
+    """name; parameters: the JSON schema of the arguments, an object; strict: the arguments must match all of it."""
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False
+
+    @property
+    def properties(self) -> Mapping[str, Any]:
+        """The schemas of the arguments by name."""
+        found = resolved(self.parameters, self.parameters).get("properties")
+        return found if isinstance(found, Mapping) else {}
+
+    @property
+    def required(self) -> Sequence[str]:
+        found = resolved(self.parameters, self.parameters).get("required")
+        return [name for name in found if isinstance(name, str)] if isinstance(found, list | tuple) else []
+
+    def types(self, argument: str) -> frozenset[str]:
+        """The JSON types that an argument may have; "integer" is "number". All, where the schema does not say."""
+        return _types(self.properties.get(argument), self.parameters, 0)
+
+
+def read_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
+    """The tools of a request. UserError, with the place in the list, for what is no function."""
+    found = tuple(_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools))
+    names = [tool.name for tool in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"two tools are called {twice[0]}: give each a name of its own")
+    return found
+
+
+def _tool(tool: object, where: str) -> Tool:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
+        raise UserError(f'{where} is {shorten(tool)}: it must be {{"type": "function", "function": {{"name": ..}}}}')
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not NAME.fullmatch(name) or len(name) > _MAX_NAME:
+        raise UserError(
+            f"{where} has the name {shorten(name)}: it must be 1 to {_MAX_NAME} of the characters A-Z a-z 0-9 _ . : / -"
+        )
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise UserError(f"{where} has the parameters {shorten(parameters)}: they must be a JSON schema")
+    return Tool(name, parameters or {}, function.get("strict") is True)
+
+
+def resolved(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema, or what it refers to within `root`; {} for what is no schema and for references elsewhere."""
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, Mapping):
+            return {}
+        reference = schema.get("$ref")
+        if not isinstance(reference, str):
+            return schema
+        schema = _target(reference, root)
+    return {}
+
+
+def _target(reference: str, root: Mapping[str, Any]) -> object:
+    """What a reference within a schema means (JSON pointer, RFC 6901)."""
+    if not reference.startswith("#"):
+        return {}
+    found: object = root
+    for step in reference[1:].split("/")[1:]:
+        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else {}
+    return found
+
+
+def _types(schema: object, root: Mapping[str, Any], depth: int) -> frozenset[str]:
+    schema = resolved(schema, root)
+    if depth > _MAX_REFERENCES:
+        return ALL_TYPES
+    if given := schema.get("type"):
+        names = [given] if isinstance(given, str) else given if isinstance(given, list | tuple) else []
+        return (
+            frozenset("number" if name == "integer" else name for name in names if isinstance(name, str)) or ALL_TYPES
+        )
+    if "const" in schema or isinstance(schema.get("enum"), list | tuple):
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        return frozenset(map(json_type, values)) or ALL_TYPES
+    for key in ("anyOf", "oneOf"):
+        if isinstance(options := schema.get(key), list | tuple):
+            return frozenset[str]().union(*(_types(option, root, depth + 1) for option in options)) or ALL_TYPES
+    return ALL_TYPES
+
+
+def json_type(value: object) -> str:
+    """One of ALL_TYPES."""
+    kinds = ((str, "string"), (bool, "boolean"), (int | float, "number"), (list, "array"), (Mapping, "object"))
+    return next((name for kind, name in kinds if isinstance(value, kind)), "null")

@@ -1,0 +1,89 @@
+"""The parameters that the kernels of linear layers share, whatever multiplies: declared here in one order.
+
+    linear    (state, activations, planes of segment 0, [bias f32 [n]], planes of segment 1, .., [R f32 [m, npad]], Y0
+              f32 [m, npad], ..)
+    gate_up   (state, activations, [Groups], planes of gate, planes of up, [GB, UB], then A_out, S_out | Y of [m, f])
+
+Activations are A, S | H | X in a layout of `quantize.py`, npad is n rounded up to a multiple of 16, a segment one of
+the weights that share the activations and the launch (q, k and v of a layer), Groups and biases are of experts.
+"""
+
+from typing import Any, NamedTuple
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.formats import Format, lookup
+from mlc_amd.schedules.gpu.experts import bias_args, ids_arg
+from mlc_amd.schedules.gpu.planes import BLOCK, padded, plane_args
+from mlc_amd.schedules.gpu.quantize import act_args
+from mlc_amd.schedules.gpu.step import state_arg
+
+
+class Segment(NamedTuple):
+    """n rows of a weight: its planes, its bias (None: it has none), and where its results go."""
+
+    fmt: Format
+    n: int
+    planes: dict
+    bias: Any
+    Y: Any
+
+
+class Linear(NamedTuple):
+    """The buffers of a linear layer. residual: None if nothing is added."""
+
+    state: Any
+    acts: list
+    segments: list[Segment]
+    residual: Any
+
+
+class GateUp(NamedTuple):
+    """The buffers of the first half of a feed-forward layer. planes, biases: of gate and up; `ids`: of experts, or
+    None."""
+
+    state: Any
+    acts: list
+    ids: Any
+    planes: list[dict]
+    biases: list
+    out: list
+
+
+def segments_of(segments, biases, residual) -> list[tuple[Format, int]]:
+    """The segments with Formats. biases: one flag for each. ValueError if they do not make one launch."""
+    found = [(lookup(fmt), n) for fmt, n in segments]
+    if len(biases) != len(found) or (residual and len(found) > 1):
+        raise ValueError(
+            f"segments {[(f.name, n) for f, n in found]}, biases {biases}, residual {residual} do not make one launch"
+        )
+    return found
+
+
+def declare_linear(segments, k, m, layout, biases, residual) -> Linear:
+    """Declares the parameters of a kernel. segments: of `segments_of`."""
+    state, acts, weights = state_arg(), act_args(m, k, layout), []
+    for i, ((fmt, n), has_bias) in enumerate(zip(segments, biases, strict=True)):
+        planes = plane_args(fmt, n, k, f"W{i}_")
+        weights.append((planes, T.arg(f"bias{i}", T.buffer((n,), "float32")) if has_bias else None))
+    R = T.arg("R", T.buffer((m, padded(segments[0][1])), "float32")) if residual else None
+    outputs = [T.arg(f"Y{i}", T.buffer((m, padded(n)), "float32")) for i, (_, n) in enumerate(segments)]
+    made = [Segment(*own, *held, Y) for own, held, Y in zip(segments, weights, outputs, strict=True)]
+    return Linear(state, acts, made, R)
+
+
+def check_blocks(f) -> None:
+    """ValueError unless f results make whole blocks."""
+    if f % BLOCK:
+        raise ValueError(f"a feed-forward layer of {f} columns does not make whole blocks of {BLOCK}")
+
+
+def declare_gate_up(fmts, f, k, rows, layout_in, layout, of=None) -> GateUp:
+    """Declares the parameters of a kernel. rows: (of the activations, of the results). of: a `Slots` of experts.py, of
+    which the weights are stacks."""
+    state, acts, count = state_arg(), act_args(rows[0], k, layout_in), of.experts.count if of else 1
+    ids = ids_arg(of.experts, of.m) if of else None
+    planes = [plane_args(fmt, count * f, k, prefix) for fmt, prefix in zip(fmts, ("G_", "U_"), strict=True)]
+    biases = bias_args(of, f, ("GB", "UB"))
+    out = act_args(rows[1], f, layout, ["A_out", "S_out"] if layout == "rows" else ["Y"])
+    return GateUp(state, acts, ids, planes, biases, out)

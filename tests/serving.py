@@ -1,0 +1,77 @@
+"""A server in this process, on a free port of this machine, and requests to it."""
+
+import json
+import socket
+import sys
+import threading
+import traceback
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from mlc_amd.tools.server.app import make_app
+from mlc_amd.tools.server.library import Library
+from mlc_amd.tools.server.lifecycle import make_server
+from mlc_amd.tools.server.service import Service, Settings
+
+
+@dataclass
+class Served:
+    """url: without a slash at the end."""
+
+    url: str
+    service: Service
+
+    def request(self, path: str, body: object = None, headers: Mapping[str, str] = {}) -> tuple[int, Any, Any]:
+        """(status, headers, body): POST if there is a body; JSON is parsed."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        asked = urllib.request.Request(self.url + path, data, dict(headers))
+        try:
+            with urllib.request.urlopen(asked, timeout=60) as answer:
+                return answer.status, answer.headers, _parsed(answer)
+        except urllib.error.HTTPError as answer:
+            return answer.code, answer.headers, _parsed(answer)
+
+    def post(self, path: str, body: object) -> Any:
+        """The body of an answer with the status 200."""
+        status, _, answer = self.request(path, body)
+        assert status == 200, answer
+        return answer
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> list[Any]:
+        """The values of server-sent events, or of lines of JSON; without "[DONE]"."""
+        text = self.post(path, {**body, "stream": True})
+        lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith(("data: ", "{"))]
+        return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def _parsed(answer) -> Any:
+    text = answer.read().decode()
+    return json.loads(text) if answer.headers["content-type"] == "application/json" else text
+
+
+def stacks() -> str:
+    """Where each thread is: says what a server that does not end waits for."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames().items()
+    return "\n".join(f"{names.get(ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames)
+
+
+@contextmanager
+def serving(library: Library, **settings: Any) -> Iterator[Served]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    service, ready = Service(library, Settings(**{"quiet": True, **settings})), threading.Event()
+    server = make_server(make_app(service), service, ready.set)
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        assert ready.wait(30)
+        yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", service)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        listener.close()
+    assert not thread.is_alive(), stacks()

@@ -1,0 +1,73 @@
+"""The bundled model at a high temperature, under constraints: what it writes matches them."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from schemas import schemas
+from test_engine_calls import PROMPT
+from test_tool_calls import TOOLS, calls_of, read
+
+from mlc_amd.runtime.engine import Engine
+from mlc_amd.runtime.grammars import Grammars
+from mlc_amd.runtime.tool_calls import HERMES
+
+pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+
+ADDRESS = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture
+def grammars(engine: Engine) -> Iterator[Grammars]:
+    made = Grammars(engine.tokenizer, engine.vocab)
+    yield made
+    made.close()
+
+
+def texts(engine: Engine, **options) -> list[tuple[str, str]]:
+    """The answers to PROMPT, and why each ended."""
+    settings = {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5}
+    pieces = engine.generate(PROMPT, **(settings | options))
+    made = [""] * options.get("n", 1)
+    for piece in pieces:
+        made[piece.index] += piece.text
+    return list(zip(made, [stats.finish for stats in pieces.answers], strict=True))
+
+
+def test_eight_answers_at_once_match_a_schema(engine, grammars):
+    answers = texts(engine, n=8, max_tokens=250, constraint=grammars.json_schema(ADDRESS, PROMPT))
+    ended = [text for text, finish in answers if finish == "stop"]
+    for text in ended:
+        jsonschema.validate(json.loads(text), ADDRESS)
+    assert len(ended) > 4 and len(set(ended)) == len(ended)
+
+
+def test_generated_schemas(engine, grammars):
+    ended = 0
+    for schema in schemas(8):
+        for text, finish in texts(engine, n=2, max_tokens=120, constraint=grammars.json_schema(schema, PROMPT)):
+            if finish == "stop":
+                jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+                ended += 1
+    assert ended > 5
+
+
+def test_calls_of_tools(engine, grammars):
+    """A small model that has never seen one."""
+    required = grammars.tool_calls(HERMES, TOOLS[1:], "required", parallel=False, prompt=PROMPT)
+    answers = texts(engine, n=4, max_tokens=250, constraint=required)
+    calls = [calls_of(read(HERMES, [text])) for text, finish in answers if finish == "stop"]
+    assert calls and all(len(one) == 1 and one[0][0] == "clock" for one in calls)
+    auto = grammars.tool_calls(HERMES, TOOLS, "auto", prompt=PROMPT)
+    free, bound = (texts(engine, max_tokens=24, temperature=0.0, constraint=one) for one in (None, auto))
+    assert free == bound  # text without calls is not changed

@@ -1,0 +1,235 @@
+"""Who may use a server, how much, and until when: keys, limits, clients that go away, models on demand, signals."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+pytest.importorskip("starlette")
+from serving import Served, serving
+
+from mlc_amd.runtime.engine import Engine
+from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.tools import serve
+from mlc_amd.tools.server import lifecycle
+from mlc_amd.tools.server.library import Library
+
+TEXT = "/v1/completions"
+LONG = {"prompt": "def f(", "max_tokens": 1900, "logit_bias": {"8189": -1000, "8191": -1000}}
+
+
+@pytest.fixture(scope="module")
+def library(demo_artifact):
+    """Two names for the bundled model, one of which can be loaded at a time."""
+
+    def make(**settings) -> Library:
+        def load() -> Engine:
+            return Engine.load(demo_artifact, threads=1)
+
+        return Library({"one": load, "two": load}, **settings)
+
+    return make
+
+
+def waiting(condition, seconds: float = 30) -> bool:
+    """Whether it becomes true in that time."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def begin(served: Served, body: dict, **headers: str) -> http.client.HTTPConnection:
+    """A streamed answer whose first bytes have come."""
+    connection = http.client.HTTPConnection(urlsplit(served.url).netloc, timeout=60)
+    connection.request("POST", TEXT, json.dumps(body | {"stream": True}), headers)
+    answer = connection.getresponse()
+    assert answer.status == 200 and answer.readline()
+    return connection
+
+
+def test_keys(library):
+    with serving(library(), keys=("first", "second")) as served:
+        models = "/v1/models"
+        for headers in ({}, {"authorization": "Bearer third"}, {"x-api-key": "firs"}, {"authorization": "first"}):
+            status, found, answer = served.request(models, headers=headers)
+            assert status == 401 and found["www-authenticate"] and answer["error"]["code"] == "invalid_api_key"
+        for headers in ({"authorization": "Bearer first"}, {"x-api-key": "second"}):
+            assert served.request(models, headers=headers)[0] == 200
+        assert served.request("/health")[0] == 200 and served.request("/metrics")[0] == 401
+        assert served.request("/v1/messages", {})[2]["type"] == "error"
+        assert isinstance(served.request("/api/tags")[2]["error"], str)
+
+
+def test_browsers(library):
+    with serving(library(), hosts=("127.0.0.1",), origins=("https://ours.example",)) as served:
+
+        def status(**headers: str) -> int:
+            return served.request("/v1/models", headers=headers)[0]
+
+        assert status() == status(origin=served.url) == status(origin="https://ours.example") == 200
+        assert status(origin="https://evil.example") == status(host="evil.example") == 403
+        assert status(host="localhost:1") == 200
+        found = served.request("/v1/models", headers={"origin": "https://ours.example"})[1]
+        assert found["access-control-allow-origin"] == "https://ours.example"
+
+
+def test_sizes_and_times(library, monkeypatch):
+    monkeypatch.setattr(lifecycle, "IDLE_CONNECTION", 0.3)
+    with serving(library(), body=1000, read=0.3, limit=0.2) as served:
+        assert served.request(TEXT, {"prompt": "x" * 1000})[0] == 413
+        where = urlsplit(served.url)
+        assert where.hostname and where.port
+        for sent in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "):
+            with socket.create_connection((where.hostname, where.port), 10) as connection:
+                connection.sendall(sent)
+                assert connection.recv(100) == b""  # closed by the server
+        with socket.create_connection((where.hostname, where.port), 10) as connection:
+            connection.sendall(b"POST %s HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99\r\n\r\n{" % TEXT.encode())
+            assert connection.recv(100).startswith(b"HTTP/1.1 408")
+        assert served.request(TEXT, LONG)[0] == 504
+        assert "timeout_error" in served.post(TEXT, LONG | {"stream": True})
+
+
+def test_too_many_requests(library):
+    with serving(library(), requests=1) as served, closing(begin(served, LONG)):
+        status, headers, answer = served.request(TEXT, LONG)
+        assert (status, answer["error"]["type"]) == (503, "overloaded_error") and int(headers["retry-after"]) > 0
+        assert served.request("/health")[0] == 200
+
+
+def test_a_client_that_goes_away_ends_its_answer(library):
+    with serving(library()) as served:
+        connection = begin(served, LONG)
+        model = served.service.library.loaded["one"]
+        assert model.engine.queue.running == 1 and model.users == 1
+        assert connection.sock
+        connection.sock.shutdown(socket.SHUT_RDWR)
+        connection.close()
+        assert waiting(lambda: not model.engine.queue.running and not model.users)
+        assert model.engine.last.generated < LONG["max_tokens"]
+        assert 'finished_reason="abort"' in served.request("/metrics")[2]
+
+
+def test_models_are_loaded_on_demand(library):
+    with serving(library(patience=0.3, idle=0.4)) as served:
+        loaded = served.service.library.loaded
+        assert not loaded
+        short = {"prompt": "x", "max_tokens": 1}
+        served.post(TEXT, short)
+        assert list(loaded) == ["one"]
+        served.post(TEXT, short | {"model": "TWO"})
+        assert list(loaded) == ["two"]
+        with closing(begin(served, LONG | {"model": "two"})):
+            status, headers, _ = served.request(TEXT, short | {"model": "one"})
+            assert status == 503 and headers["retry-after"] and list(loaded) == ["two"]
+        assert waiting(lambda: not loaded)  # unused
+        served.post(TEXT, short)
+        usage = served.request("/metrics")[2]
+        assert 'vllm:num_requests_running{model_name="one"} 0.0' in usage
+        assert 'vllm:time_to_first_token_seconds_count{model_name="one"} 2.0' in usage
+
+
+def test_a_model_that_cannot_be_loaded():
+    def load() -> Engine:
+        raise UserError("its file is damaged")
+
+    with serving(Library({"broken": load})) as served:
+        for _ in range(2):
+            status, _, answer = served.request(TEXT, {"prompt": "x"})
+            assert status == 500 and "its file is damaged" in answer["error"]["message"]
+
+
+@pytest.fixture
+def process(demo_artifact, tmp_path):
+    """process(arguments) -> (a server's process, its address, the file of its messages)."""
+    running = []
+
+    def start(*arguments: str) -> tuple[subprocess.Popen, Served, Path]:
+        log = tmp_path / "log"
+        command = [
+            str(Path(sys.executable).with_name("mlc-amd")),
+            "serve",
+            str(demo_artifact),
+            "--port",
+            "0",
+            "--kv-tokens",
+            "4096",
+        ]
+        with log.open("w") as file:
+            made = subprocess.Popen(
+                [*command, *arguments], stderr=file, env=os.environ | {"MLC_AMD_API_KEY": ""}, stdin=subprocess.DEVNULL
+            )
+        running.append(made)
+        assert waiting(lambda: "serving " in log.read_text() or made.poll() is not None, 120), log.read_text()
+        address = log.read_text().split(" at ")[-1].split()[0]
+        return made, Served(address, None), log  # type: ignore[arg-type]
+
+    yield start
+    for one in running:
+        one.kill()
+        one.wait()
+
+
+def test_the_first_signal_lets_answers_finish(process):
+    server, served, log = process()
+    results = []
+    body = LONG | {"max_tokens": 400}
+    asking = threading.Thread(target=lambda: results.append(served.request(TEXT, body)))
+    asking.start()
+    assert waiting(lambda: _running(served) == 1)
+    server.send_signal(signal.SIGTERM)
+    assert waiting(lambda: "stopping after" in log.read_text())
+    assert served.request(TEXT, body)[0] == served.request("/health")[0] == 503
+    asking.join(60)
+    assert results[0][0] == 200 and results[0][2]["usage"]["completion_tokens"] == 400
+    assert server.wait(60) == 0, log.read_text()
+    assert f"POST {TEXT} 200" in log.read_text()
+
+
+def _running(served: Served) -> float:
+    lines = served.request("/metrics")[2].splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+
+def test_the_second_signal_ends_it_at_once(process):
+    server, served, log = process("--quiet")
+    with closing(begin(served, LONG)):
+        server.send_signal(signal.SIGINT)
+        assert waiting(lambda: "stopping after" in log.read_text())
+        server.send_signal(signal.SIGINT)
+        assert server.wait(10) == 128 + signal.SIGINT
+
+
+def test_arguments(tmp_path, monkeypatch):
+    keys = tmp_path / "keys"
+    keys.write_text("# of the team\nalpha\n\n beta \n")
+    monkeypatch.setenv("MLC_AMD_API_KEY", "gamma")
+    assert serve.read_keys(("alpha",), str(keys)) == ("alpha", "beta", "gamma")
+    with pytest.raises(UsageError, match="no keys"):
+        keys.write_text("\n")
+        serve.read_keys((), str(keys))
+    path = tmp_path / "model.gguf"
+    path.touch()
+    found = serve.named((str(path), f"mine={path}", "owner/repo:Q8_0"))
+    assert found == {"model": str(path), "mine": str(path), "owner/repo:Q8_0": "owner/repo:Q8_0"}
+    with pytest.raises(UsageError, match="two models"):
+        serve.named((str(path), str(path)))
+    assert serve.is_loopback("127.0.0.1") and serve.is_loopback("::1") and not serve.is_loopback("0.0.0.0")
+    with closing(serve.listen("127.0.0.1", 0, None)) as taken:
+        taken.listen()
+        with pytest.raises(UserError, match="cannot listen"):
+            serve.listen("127.0.0.1", taken.getsockname()[1], None)
+    local = tmp_path / "socket"
+    with closing(serve.listen("", 0, str(local))):
+        assert local.stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,119 @@
+"""The Starlette application: which handler answers which path.
+
+In: `Service`. Out: `make_app(service)`, an ASGI application, whose end unloads all models.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib import resources
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import Receive, Scope, Send
+
+from mlc_amd.tools.server import (
+    anthropic_messages,
+    info,
+    llama_server,
+    metrics,
+    middleware,
+    ollama,
+    openai_chat,
+    openai_completions,
+    responses,
+)
+from mlc_amd.tools.server.response_objects import ResponseStore
+from mlc_amd.tools.server.service import Service
+
+# The page takes scripts and styles from its own files alone, and talks to this server alone.
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+# path, method, handler
+_ROUTES = (
+    ("/health", "GET", info.health),
+    ("/metrics", "GET", metrics.metrics),
+    ("/v1/models", "GET", info.models),
+    ("/v1/models/{name:path}", "GET", info.model),
+    ("/v1/chat/completions", "POST", openai_chat.chat_completions),
+    ("/v1/completions", "POST", openai_completions.completions),
+    ("/v1/responses", "POST", responses.create),
+    ("/v1/responses/{id}", "GET", responses.retrieve),
+    ("/v1/responses/{id}", "DELETE", responses.delete),
+    ("/v1/messages", "POST", anthropic_messages.messages),
+    ("/v1/messages/count_tokens", "POST", anthropic_messages.count_tokens),
+    ("/api/chat", "POST", ollama.chat),
+    ("/api/generate", "POST", ollama.generate),
+    ("/api/tags", "GET", ollama.tags),
+    ("/api/ps", "GET", ollama.running),
+    ("/api/show", "POST", ollama.show),
+    ("/api/version", "GET", ollama.version),
+    ("/tokenize", "POST", llama_server.tokenize),
+    ("/detokenize", "POST", llama_server.detokenize),
+)
+
+
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+
+
+async def _unknown(request: Request) -> Response:
+    """Of paths that look like an API's. The page's files would answer 405 to all of them."""
+    raise HTTPException(405 if any(request.url.path == path for path, _, _ in _ROUTES) else 404)
+
+
+class _Page(StaticFiles):
+    """The chat page's files, with headers that keep browsers from running anything else."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] += [(name.encode(), value.encode()) for name, value in _PAGE_HEADERS.items()]
+            await send(message)
+
+        await super().__call__(scope, receive, send_with_headers)
+
+
+def make_app(service: Service) -> Starlette:
+    routes: list[BaseRoute] = [Route(path, handler, methods=[method]) for path, method, handler in _ROUTES]
+    routes += [Route(f"{prefix}{{rest:path}}", _unknown, methods=_METHODS) for prefix in ("/v1/", "/api/")]
+    page = Path(str(resources.files("mlc_amd.tools.server").joinpath("page")))
+    if page.is_dir():
+        routes.append(Mount("/", _Page(directory=page, html=True)))
+    settings = service.settings
+    layers = []
+    if settings.origins:
+        layers.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(settings.origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id"],
+            )
+        )
+    layers += [
+        Middleware(middleware.Gate, service=service, paths=[path for path, *_ in _ROUTES]),
+        Middleware(middleware.Access, keys=settings.keys, origins=settings.origins, hosts=settings.hosts),
+    ]
+    app = Starlette(
+        routes=routes, middleware=layers, lifespan=_lifespan, exception_handlers={HTTPException: middleware.http_error}
+    )
+    app.state.service, app.state.responses = service, ResponseStore()
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: Starlette) -> AsyncIterator[None]:
+    app.state.service.library.start()
+    yield
+    await app.state.service.library.close()

@@ -1,0 +1,176 @@
+"""The one form of requests and answers between the APIs and the engine.
+
+Every API converts its requests to a `ChatRequest` or a `TextRequest`, and the events of the answer to its own form.
+Values are checked where they are converted; what the engine refuses is a UserError (400).
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mlc_amd.runtime.sampling import SamplingChanges
+
+# ---- requests
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseFormat:
+    """JSON that matches the schema. strict: a schema that cannot be enforced as a whole is an error."""
+
+    schema: Mapping[str, Any]
+    strict: bool = False
+
+
+ANY_OBJECT = ResponseFormat(schema={"type": "object"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerRequest:
+    """What requests for chats and for texts have in common.
+
+    model           its name, "" for the default one
+    sampling        changes of the model's own sampling parameters
+    max_tokens      None: as many as fit the context
+    stop            texts that end the answer, which do not become part of it
+    n               answers to each prompt
+    logprobs        None: none; k: of each token its own and those of the k most likely ones
+    response_format None: any text
+    client          whoever asks: the scheduler is fair between clients
+    """
+
+    model: str = ""
+    sampling: SamplingChanges = field(default_factory=SamplingChanges)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    client: Hashable = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest(AnswerRequest):
+    """A conversation that the model shall answer.
+
+    messages            in the form of chat templates: {"role", "content": str}, assistant messages with "tool_calls"
+                        ({"id", "type": "function", "function": {"name", "arguments": object}}) and
+                        "reasoning_content", tool messages with "tool_call_id"; see prompts.py. If the last one is the
+                        assistant's, the answer continues it
+    tools               OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}
+    tool_choice         "auto", "none", "required", or the name of a function as {"name": ..}
+    thinking            values of `chat_template.THINKING` by preference: the first that the template has a switch for
+    template_variables  further variables of the chat template
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: Literal["auto", "none", "required"] | Mapping[str, str] = "auto"
+    parallel_tool_calls: bool = True
+    thinking: tuple[str, ...] = ()
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def callable_tools(self) -> Sequence[Mapping[str, Any]]:
+        """The tools, unless none may be called."""
+        return () if self.tool_choice == "none" else self.tools
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRequest(AnswerRequest):
+    """Texts, or lists of token ids, that the model shall continue. The answers to prompt i have the indices
+    i * n .. i * n + n - 1."""
+
+    prompts: Sequence[str] | Sequence[Sequence[int]]
+
+
+# ---- events of an answer
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token, its text and bytes, its natural log probability, and the same of the most likely tokens."""
+
+    id: int
+    text: str
+    bytes: bytes
+    logprob: float
+    top: tuple["TokenLogprob", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A piece of the answer itself. logprobs: of the tokens that it comes from."""
+
+    text: str
+    index: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """A piece of what the model thinks before it answers."""
+
+    text: str
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallBegin:
+    """The model calls a function. number: of the call in this answer, from 0. id: for the result."""
+
+    id: str
+    name: str
+    number: int
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallArguments:
+    """A piece of the JSON text of a call's arguments."""
+
+    text: str
+    number: int
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens. cached: of the prompt, found in the KV cache."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+    reasoning: int = 0
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(
+            self.prompt + other.prompt,
+            self.completion + other.completion,
+            self.cached + other.cached,
+            self.reasoning + other.reasoning,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds. ttft: from the engine's call to the first token; decode: from there to the last one."""
+
+    ttft: float = 0.0
+    decode: float = 0.0
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of the answer with this index. stop: the stop text that ended it, if it was one of the request's."""
+
+    reason: FinishReason
+    usage: Usage
+    timings: Timings
+    index: int = 0
+    stop: str | None = None
+
+
+Event = Text | Thinking | ToolCallBegin | ToolCallArguments | Finish

@@ -1,0 +1,117 @@
+"""What a request gets that cannot be answered: a status, and a body in the form of the API that was called.
+
+In: exceptions of handlers and of the engine. Out: `ApiError`, and its body for each API:
+
+    OpenAI      {"error": {"message", "type", "param", "code"}}   https://platform.openai.com/docs/guides/error-codes
+    Anthropic   {"type": "error", "error": {"type", "message"}}   https://docs.anthropic.com/en/api/errors
+    ollama      {"error": message}                                https://github.com/ollama/ollama/blob/main/docs/api.md
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.generation import ContextFull
+from mlc_amd.runtime.scheduler import QueueFull
+
+# Seconds after which a client that met a full queue may try again.
+RETRY_AFTER = 2
+# status -> (OpenAI's type, Anthropic's type)
+_TYPES = {
+    400: ("invalid_request_error", "invalid_request_error"),
+    401: ("authentication_error", "authentication_error"),
+    403: ("permission_error", "permission_error"),
+    404: ("not_found_error", "not_found_error"),
+    405: ("invalid_request_error", "invalid_request_error"),
+    408: ("timeout_error", "timeout_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    500: ("server_error", "api_error"),
+    503: ("overloaded_error", "overloaded_error"),
+    504: ("timeout_error", "timeout_error"),
+}
+
+
+class ApiError(Exception):
+    """A request that is answered with an error.
+
+    status: of HTTP. param: the field of the body that is wrong. code: OpenAI's word for programs, if there is one.
+    retry_after: seconds.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the response."""
+        found = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        return found | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
+
+
+def invalid(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, message, param)
+
+
+def overloaded(message: str) -> ApiError:
+    return ApiError(503, message, code="overloaded", retry_after=RETRY_AFTER)
+
+
+def of(error: BaseException) -> ApiError | None:
+    """What an exception means for the client; None: it is a bug."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFull):
+        return overloaded(str(error))
+    if isinstance(error, ContextFull):
+        return ApiError(400, str(error), code="context_length_exceeded")
+    if isinstance(error, UserError):
+        return ApiError(400, str(error))
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "the request took longer than this server allows")
+    return None
+
+
+def bug(error: BaseException) -> ApiError:
+    """For an exception that is a bug; its details are for the server's log."""
+    return ApiError(500, f"internal error ({type(error).__name__}): the server's log has the details")
+
+
+# ---- bodies
+
+
+def openai_body(error: ApiError) -> dict[str, Any]:
+    kind = _types(error)[0]
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": _types(error)[1], "message": error.message}}
+
+
+def ollama_body(error: ApiError) -> dict[str, Any]:
+    return {"error": error.message}
+
+
+def _types(error: ApiError) -> tuple[str, str]:
+    return _TYPES.get(error.status, _TYPES[400 if error.status < 500 else 500])
+
+
+# path prefix -> the body of its API's errors; OpenAI's for all others
+_BODIES: dict[str, Callable[[ApiError], dict[str, Any]]] = {
+    "/v1/messages": anthropic_body,
+    "/api/": ollama_body,
+}
+
+
+def body_for(path: str, error: ApiError) -> dict[str, Any]:
+    """The body for an error of a request to this path."""
+    make = next((make for prefix, make in _BODIES.items() if path.startswith(prefix)), openai_body)
+    return make(error)

@@ -1,0 +1,120 @@
+"""The fields of a JSON object that a client sent, each with the type that is wanted.
+
+In: a parsed JSON object. Out: values; ApiError 400 that names the field for a value of another type. Fields that nobody
+reads are ignored, and null counts as absent, as other servers have it.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+from mlc_amd.runtime.errors import shorten
+from mlc_amd.tools.server.errors import ApiError, invalid
+
+
+class Fields:
+    """where: the path of the object in the body, "" for the body itself."""
+
+    def __init__(self, values: Any, where: str = "") -> None:
+        if not isinstance(values, Mapping):
+            raise invalid(f"{where or 'the body'} is {shorten(values)}: it must be an object", where or None)
+        self._values, self._where = values, where
+
+    def path(self, name: str) -> str:
+        """The field as errors call it: "messages[0].role"."""
+        return f"{self._where}.{name}" if self._where else name
+
+    def wrong(self, name: str, must: str) -> ApiError:
+        """The error for a field that must be something else."""
+        return invalid(f"{self.path(name)} is {shorten(self._values.get(name))}: it must be {must}", self.path(name))
+
+    def has(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def raw(self, name: str) -> Any:
+        """The value as it was sent; None if it is absent."""
+        return self._values.get(name)
+
+    def required(self, name: str) -> Any:
+        if not self.has(name):
+            raise invalid(f"{self.path(name)} is missing", self.path(name))
+        return self._values[name]
+
+    def text(self, name: str, default: str = "") -> str:
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.wrong(name, "a string")
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def number(self, name: str) -> float | None:
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            raise self.wrong(name, "a number")
+        return value
+
+    def whole(self, name: str, low: int | None = None, high: int | None = None) -> int | None:
+        """A whole number between `low` and `high`; 3.0 is one."""
+        value = self.number(name)
+        if value is None:
+            return None
+        if value != int(value):
+            raise self.wrong(name, "a whole number")
+        if (low is not None and value < low) or (high is not None and value > high):
+            limits = f"at least {low}" if high is None else f"between {low} and {high}"
+            raise self.wrong(name, limits)
+        return int(value)
+
+    def choice(self, name: str, choices: Sequence[str], default: str) -> str:
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if value not in choices:
+            raise self.wrong(name, f"one of {', '.join(choices)}")
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A string or a list of strings."""
+        value = self._values.get(name)
+        if value is None:
+            return ()
+        if isinstance(value, str):
+            return (value,)
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise self.wrong(name, "a string or a list of strings")
+        return tuple(value)
+
+    def object(self, name: str) -> "Fields | None":
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.wrong(name, "an object")
+        return Fields(value, self.path(name))
+
+    def objects(self, name: str) -> "list[Fields]":
+        """A list of objects; none if it is absent."""
+        value = self._values.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise self.wrong(name, "a list of objects")
+        return [Fields(one, f"{self.path(name)}[{place}]") for place, one in enumerate(value)]
+
+    def values(self, name: str) -> dict[str, Any]:
+        """An object as it was sent; empty if it is absent."""
+        value = self._values.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.wrong(name, "an object")
+        return dict(value or {})

@@ -1,0 +1,117 @@
+"""From an application to a process that serves it, until it is told to stop.
+
+The first SIGINT or SIGTERM stops it: new requests get 503, answers in progress are finished, then it ends. The second
+one ends the process at once.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from mlc_amd.tools import display
+from mlc_amd.tools.server.service import Service
+
+# Seconds that a connection may stay without a request, the first one included, and within which a request's headers
+# must arrive.
+IDLE_CONNECTION = 30
+# Seconds that a stopping server waits for connections that are at their end.
+_LAST_CONNECTIONS = 5
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's, which also closes connections that send no request, or headers one byte at a time. uvicorn looks only
+    at the time between two requests, and any byte ends that."""
+
+    _idle: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._idle:
+            self._idle.cancel()
+        super().connection_lost(exc)
+
+    def on_headers_complete(self) -> None:
+        if self._idle:
+            self._idle.cancel()
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def _watch(self) -> None:
+        if self._idle:
+            self._idle.cancel()
+        self._idle = self.loop.call_later(IDLE_CONNECTION, self._close_idle)
+
+    def _close_idle(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.abort()  # a client that does not read would keep what is written alive
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, with the signals described above. ready: called once it takes requests."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._service, self._ready = service, ready
+        service.on_idle = self._end
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop, number)
+        yield  # the handlers stay until the loop is closed: models are unloaded meanwhile
+
+    def _stop(self, number: int) -> None:
+        service = self._service
+        if service.stopping:
+            display.message("stopped at once")
+            sys.stderr.flush()
+            os._exit(128 + number)
+        service.stopping = True
+        if service.running:
+            display.message(f"stopping after {service.running} requests (once more: at once)")
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        self.should_exit = True
+
+
+def make_server(app: ASGIApp, service: Service, ready: Callable[[], None]) -> Server:
+    """Its `run(sockets=[..])` serves until a signal has stopped it, in the main thread; in another one, until
+    `should_exit` is set."""
+    config = uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        log_level="warning",
+        lifespan="on",
+        timeout_keep_alive=IDLE_CONNECTION,
+        timeout_graceful_shutdown=_LAST_CONNECTIONS,
+        server_header=False,
+    )
+    return Server(config, service, ready)

@@ -1,0 +1,102 @@
+"""`GET /metrics`: what a server does, for Prometheus.
+
+The names are those of vLLM's server where it has such a metric: load balancers of the Kubernetes Gateway API take
+`vllm:num_requests_waiting`, `vllm:num_requests_running` and `vllm:kv_cache_usage_perc` from there
+(gateway-api-inference-extension, model server protocol), and dashboards exist for the others. Each has the label
+`model_name`. Only what vLLM does not have is called `mlc_amd:`.
+
+Queue and cache are read from the engines when somebody asks.
+"""
+
+from collections.abc import Iterator
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlc_amd.runtime.generation import Stats
+from mlc_amd.runtime.pages import PAGE
+from mlc_amd.tools.server.library import Library
+
+# Seconds: of vLLM's histograms.
+_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+_WHOLE = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
+_LABELS = ("model_name",)
+
+
+class Metrics:
+    """The metrics of one server. `answered` is called for each answer, `responded` for each request."""
+
+    def __init__(self, library: Library) -> None:
+        registry = self.registry = CollectorRegistry()
+        registry.register(_Engines(library))
+        self._ttft = Histogram(
+            "vllm:time_to_first_token_seconds", "Time to the first token.", _LABELS, buckets=_TTFT, registry=registry
+        )
+        self._token = Histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time of an answer's tokens after the first.",
+            _LABELS,
+            buckets=_TOKEN,
+            registry=registry,
+        )
+        self._whole = Histogram(
+            "vllm:e2e_request_latency_seconds", "Time of whole answers.", _LABELS, buckets=_WHOLE, registry=registry
+        )
+        self._prompt = Counter("vllm:prompt_tokens", "Tokens of prompts.", _LABELS, registry=registry)
+        self._cached = Counter(
+            "vllm:prefix_cache_hits", "Tokens of prompts found in the KV cache.", _LABELS, registry=registry
+        )
+        self._generated = Counter("vllm:generation_tokens", "Tokens of answers.", _LABELS, registry=registry)
+        self._answers = Counter(
+            "vllm:request_success", "Answers by the reason why they ended.", (*_LABELS, "finished_reason"),
+            registry=registry,
+        )  # fmt: skip
+        self._requests = Counter(
+            "mlc_amd:http_requests", "HTTP requests by path and status.", ("path", "status"), registry=registry
+        )
+
+    def answered(self, model: str, stats: Stats) -> None:
+        """An answer of this model has ended, or was ended."""
+        self._prompt.labels(model).inc(stats.prompt_tokens)
+        self._cached.labels(model).inc(stats.cached_tokens)
+        self._generated.labels(model).inc(stats.generated)
+        self._answers.labels(model, "abort" if stats.finish == "interrupted" else stats.finish).inc()
+        if stats.ttft_s:
+            self._ttft.labels(model).observe(stats.ttft_s)
+            self._whole.labels(model).observe(stats.ttft_s + stats.decode_s)
+        if stats.generated > 1:
+            self._token.labels(model).observe(stats.decode_s / (stats.generated - 1))
+
+    def responded(self, path: str, status: int) -> None:
+        self._requests.labels(path, status).inc()
+
+
+class _Engines(Collector):
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def collect(self) -> Iterator[Metric]:
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Answers that wait.", labels=_LABELS)
+        running = GaugeMetricFamily("vllm:num_requests_running", "Answers that are generated.", labels=_LABELS)
+        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Part of the KV cache in use, 0 to 1.", labels=_LABELS)
+        names = (*_LABELS, "block_size", "num_gpu_blocks")
+        config = GaugeMetricFamily("vllm:cache_config_info", "Tokens of a page, and number of pages.", labels=names)
+        loaded = GaugeMetricFamily("mlc_amd:model_loaded", "Whether a model is loaded.", labels=_LABELS)
+        for name in self._library.names:
+            model = self._library.loaded.get(name)
+            loaded.add_metric([name], bool(model))
+            queue, cache = (model.engine.queue, model.engine.kv_usage) if model else ((0, 0), (0, 0))
+            waiting.add_metric([name], queue[0])
+            running.add_metric([name], queue[1])
+            usage.add_metric([name], cache[0] / max(cache[1], 1))
+            config.add_metric([name, str(PAGE), str(cache[1])], 1)
+        return iter((waiting, running, usage, config, loaded))
+
+
+async def metrics(request: Request) -> Response:
+    found: Metrics = request.app.state.service.metrics
+    return Response(generate_latest(found.registry), media_type=CONTENT_TYPE_LATEST)

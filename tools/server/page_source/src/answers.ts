@@ -1,0 +1,149 @@
+/* Answers in progress: asks the server, writes what arrives into messages and keeps them in the store.
+ *
+ * An answer goes on when another conversation is shown. Whatever arrived is kept, however it ends. */
+
+import { ApiError, chat, type ChatMessage, type Piece } from "./api";
+import { effort, sampling } from "./settings";
+import type { Store } from "./store";
+import type { Figures, Message } from "./types";
+
+/** How often a growing message is stored, in milliseconds. */
+const SAVE_INTERVAL = 1000;
+
+interface Running {
+  controller: AbortController;
+  message: Message;
+}
+
+export class Answers {
+  private readonly running = new Map<string, Running>();
+  /** The messages that this tab wrote: what is read from the store may be older. */
+  private readonly written = new Map<string, Message>();
+
+  /** `onChange`: the message grew or ended. `onUnauthorized`: the server wants a key. */
+  constructor(
+    private readonly store: Store,
+    private readonly onChange: (message: Message, ended: boolean) => void,
+    private readonly onUnauthorized: (message: Message) => void,
+    private readonly onUnsaved: (error: unknown) => void,
+  ) {
+    // The page may be about to close: what is on disk shall be what arrived.
+    document.addEventListener("visibilitychange", () => {
+      if (document.visibilityState === "hidden") for (const { message } of this.running.values()) this.save(message);
+    });
+  }
+
+  /** The message that is being written in this conversation. */
+  in(conversation: string): Message | null {
+    for (const { message } of this.running.values()) if (message.conversation === conversation) return message;
+    return null;
+  }
+
+  isRunning(id: string): boolean {
+    return this.running.has(id);
+  }
+
+  /** The message as it is now: this tab's, if it wrote it last. */
+  newest(stored: Message): Message {
+    return this.written.get(stored.id) ?? stored;
+  }
+
+  /** Another tab wrote the message. */
+  forget(id: string): void {
+    if (!this.running.has(id)) this.written.delete(id);
+  }
+
+  stop(id: string): void {
+    this.running.get(id)?.controller.abort();
+  }
+
+  /** Ends the answers of a conversation that is removed. */
+  stopAll(conversation: string): void {
+    for (const { message, controller } of this.running.values()) if (message.conversation === conversation) controller.abort();
+  }
+
+  /** Answers the branch that ends before `message`, or continues the text that it has. */
+  async start(path: Message[], system: string, message: Message): Promise<void> {
+    const controller = new AbortController();
+    this.running.set(message.id, { controller, message });
+    this.written.set(message.id, message);
+    Object.assign(message, { state: "partial", finish: null, error: null });
+    const clock = new Clock();
+    let saved = performance.now();
+    let unauthorized = false;
+    this.onChange(message, false);
+    try {
+      const chosen = effort();
+      const options = { ...sampling(), ...(chosen ? { reasoning_effort: chosen } : {}) };
+      for await (const piece of chat(request(path, system, message), message.model, options, controller.signal)) {
+        clock.add(piece);
+        message.text += piece.text;
+        message.thinking += piece.thinking;
+        message.finish = piece.finish ?? message.finish;
+        this.onChange(message, false);
+        if (performance.now() - saved > SAVE_INTERVAL) {
+          saved = performance.now();
+          this.save(message);
+        }
+      }
+      message.state = "done";
+    } catch (error) {
+      unauthorized = error instanceof ApiError && error.status === 401;
+      message.state = controller.signal.aborted ? "stopped" : "failed";
+      message.error = controller.signal.aborted ? null : error instanceof ApiError ? error.message : String(error);
+    }
+    message.figures = clock.figures();
+    this.running.delete(message.id);
+    this.save(message);
+    this.onChange(message, true);
+    if (unauthorized) this.onUnauthorized(message);
+  }
+
+  private save(message: Message): void {
+    this.store.save(message).catch(this.onUnsaved);
+  }
+}
+
+/** Measures an answer. */
+class Clock {
+  private readonly begin = performance.now();
+  private first: number | null = null;
+  private answer: number | null = null;
+  private thought = false;
+  private readonly last: Pick<Piece, "usage" | "timings"> = { usage: null, timings: null };
+
+  add(piece: Piece): void {
+    const now = performance.now();
+    if (piece.text || piece.thinking) this.first ??= now;
+    if (piece.thinking) this.thought = true;
+    if (piece.text) this.answer ??= now;
+    this.last.usage = piece.usage ?? this.last.usage;
+    this.last.timings = piece.timings ?? this.last.timings;
+  }
+
+  /** The server's figures where it gives them. */
+  figures(): Figures {
+    const { usage, timings } = this.last;
+    return {
+      promptTokens: usage?.prompt_tokens ?? timings?.prompt_n ?? null,
+      cachedTokens: usage?.prompt_tokens_details?.cached_tokens ?? timings?.cache_n ?? null,
+      tokens: usage?.completion_tokens ?? timings?.predicted_n ?? null,
+      rate: timings?.predicted_per_second || null,
+      firstToken: this.first === null ? null : this.first - this.begin,
+      thinking: this.thought && this.first !== null ? (this.answer ?? performance.now()) - this.first : null,
+    };
+  }
+}
+
+/** The messages of a request. Chat templates want users and assistants in turns, so what is empty is left out, and what
+ * follows a message of the same side becomes part of it. */
+function request(path: Message[], system: string, message: Message): ChatMessage[] {
+  const made: ChatMessage[] = system.trim() ? [{ role: "system", content: system }] : [];
+  for (const { role, text } of message.text ? [...path, message] : path) {
+    const last = made.at(-1);
+    if (!text) continue;
+    if (last?.role === role) last.content += `\n\n${text}`;
+    else made.push({ role, content: text });
+  }
+  return made;
+}

@@ -1,0 +1,138 @@
+/* Requests to the server: the list of models, and streamed answers. No other module uses the network. */
+
+import { apiKey } from "./settings";
+import { eventData } from "./sse";
+
+/** A model of the server; `context`: tokens that fit, known while it is loaded. */
+export interface Model {
+  id: string;
+  loaded: boolean;
+  context: number | null;
+}
+
+export interface ChatMessage {
+  role: "system" | "user" | "assistant";
+  content: string;
+}
+
+/** A piece of an answer; `usage` and `timings` come with the last one. */
+export interface Piece {
+  text: string;
+  thinking: string;
+  finish: string | null;
+  usage: Usage | null;
+  timings: Timings | null;
+}
+
+export interface Usage {
+  prompt_tokens?: number;
+  completion_tokens?: number;
+  prompt_tokens_details?: { cached_tokens?: number } | null;
+}
+
+/** Tokens (`_n`) and milliseconds (`_ms`) of the prompt and of the answer; cache_n: tokens that were not computed again. */
+export interface Timings {
+  prompt_n?: number;
+  prompt_ms?: number;
+  predicted_n?: number;
+  predicted_ms?: number;
+  predicted_per_second?: number;
+  cache_n?: number;
+}
+
+/** A request that failed. `status`: HTTP's, 0 where the server was not reached or the connection ended early. */
+export class ApiError extends Error {
+  constructor(
+    readonly status: number,
+    message: string,
+  ) {
+    super(message);
+  }
+}
+
+const UNREACHABLE = "The server cannot be reached.";
+const BROKEN = "The connection to the server was lost.";
+
+/** The models that the server has. */
+export async function models(): Promise<Model[]> {
+  const response = await send("v1/models", {});
+  const { data } = (await response.json()) as { data?: { id: string; status?: { value?: string }; meta?: { n_ctx?: number } }[] };
+  return (data ?? []).map(({ id, status, meta }) => ({ id, loaded: status?.value !== "unloaded", context: meta?.n_ctx ?? null }));
+}
+
+/** Streams the answer to `messages`. Throws an ApiError; an aborted `signal` ends it with an AbortError. */
+export async function* chat(
+  messages: ChatMessage[],
+  model: string | null,
+  options: { [name: string]: number | string },
+  signal: AbortSignal,
+): AsyncGenerator<Piece> {
+  const body = { ...(model ? { model } : {}), messages, ...options, stream: true, stream_options: { include_usage: true } };
+  const response = await send("v1/chat/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+    signal,
+  });
+  if (!response.body) throw new ApiError(0, BROKEN);
+  let ended = false;
+  try {
+    for await (const data of eventData(response.body)) {
+      if (data === "[DONE]") return;
+      const piece = readPiece(data);
+      ended ||= piece.finish !== null;
+      yield piece;
+    }
+  } catch (error) {
+    if (error instanceof ApiError || signal.aborted) throw error;
+    throw new ApiError(0, BROKEN);
+  }
+  if (!ended) throw new ApiError(0, BROKEN);
+}
+
+async function send(path: string, init: RequestInit): Promise<Response> {
+  const headers = new Headers(init.headers);
+  const key = apiKey();
+  if (key) headers.set("Authorization", `Bearer ${key}`);
+  let response: Response;
+  try {
+    response = await fetch(new URL(path, document.baseURI), { ...init, headers, credentials: "same-origin", cache: "no-store" });
+  } catch (error) {
+    if (init.signal?.aborted) throw error;
+    throw new ApiError(0, UNREACHABLE);
+  }
+  if (!response.ok) throw new ApiError(response.status, await refusal(response));
+  return response;
+}
+
+/** What the server says about a request that it refused. */
+async function refusal(response: Response): Promise<string> {
+  const text = await response.text().catch(() => "");
+  try {
+    const { error } = JSON.parse(text) as { error?: { message?: unknown } };
+    if (typeof error?.message === "string") return error.message;
+  } catch {
+    // not JSON: a proxy's page, or nothing
+  }
+  return `The server answered ${response.status}${response.statusText ? ` (${response.statusText})` : ""}.`;
+}
+
+interface Chunk {
+  choices?: { delta?: { content?: string | null; reasoning_content?: string | null }; finish_reason?: string | null }[];
+  usage?: Usage | null;
+  timings?: Timings | null;
+  error?: { message?: string; code?: number | string | null };
+}
+
+function readPiece(data: string): Piece {
+  const { choices, usage, timings, error } = JSON.parse(data) as Chunk;
+  if (error) throw new ApiError(500, error.message ?? "The server could not finish the answer.");
+  const choice = choices?.[0];
+  return {
+    text: choice?.delta?.content ?? "",
+    thinking: choice?.delta?.reasoning_content ?? "",
+    finish: choice?.finish_reason ?? null,
+    usage: usage ?? null,
+    timings: timings ?? null,
+  };
+}

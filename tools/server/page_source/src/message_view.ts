@@ -1,0 +1,186 @@
+/* One message: its text, thinking, state, figures and actions. */
+
+import { copyButton } from "./clipboard";
+import { h, icon, iconButton } from "./dom";
+import { details, seconds, summary } from "./figures";
+import { MarkdownView } from "./markdown_view";
+import type { Message } from "./types";
+
+export interface MessageActions {
+  edit(message: Message, text: string): void;
+  regenerate(message: Message): void;
+  resume(message: Message): void;
+  /** Shows the alternative that is `step` further. */
+  alternative(message: Message, step: number): void;
+  /** How many tokens fit the context of a model, where that is known. */
+  context(model: string | null): number | null;
+  rendered(): void;
+}
+
+/** The place of a message among its alternatives. */
+export interface Place {
+  number: number;
+  count: number;
+  /** It is the last one of the branch. */
+  last: boolean;
+  /** It is being written: by this tab, or by another one. */
+  growing: boolean;
+}
+
+export class MessageView {
+  readonly element: HTMLElement;
+  private readonly body = h("div", { class: "body" });
+  private readonly foot = h("div", { class: "foot" });
+  private readonly note = h("div", { class: "note" });
+  private readonly markdown: MarkdownView | null;
+  private readonly thinking: ThinkingView | null;
+  private footed = "";
+
+  constructor(
+    private message: Message,
+    private readonly actions: MessageActions,
+  ) {
+    const mine = message.role === "user";
+    this.markdown = mine ? null : new MarkdownView(actions.rendered);
+    this.thinking = mine ? null : new ThinkingView();
+    if (this.thinking) this.body.append(this.thinking.element);
+    this.body.append(this.markdown?.element ?? h("div", { class: "plain" }));
+    this.element = h(
+      "article",
+      { class: `message ${message.role}`, "aria-label": mine ? "You" : "Assistant", "data-id": message.id },
+      this.body,
+      this.note,
+      this.foot,
+    );
+  }
+
+  /** Shows the message as it is now. */
+  update(message: Message, place: Place): void {
+    this.message = message;
+    const ended = !place.growing;
+    this.element.classList.toggle("last", place.last);
+    this.element.classList.toggle("growing", place.growing);
+    if (this.markdown && this.thinking) {
+      this.thinking.update(message, place.growing);
+      if (ended) this.markdown.finish(message.text);
+      else this.markdown.grow(message.text);
+    } else if (!this.element.classList.contains("editing")) {
+      const plain = this.body.firstElementChild as HTMLElement;
+      if (plain.textContent !== message.text) plain.textContent = message.text;
+    }
+    const footed = JSON.stringify([place, message.state, message.error, message.finish, message.figures]);
+    if (footed === this.footed) return;
+    this.footed = footed;
+    this.note.replaceChildren(...(ended ? this.notes(place) : [waiting()]));
+    this.foot.replaceChildren(...(ended ? this.tools(place) : []));
+  }
+
+  /** The user edits the text in place. */
+  beginEdit(): void {
+    if (this.element.classList.contains("editing")) return;
+    const area = h("textarea", { "aria-label": "Edit the message", rows: "1" });
+    area.value = this.message.text;
+    const end = () => {
+      this.element.classList.remove("editing");
+      this.body.replaceChildren(h("div", { class: "plain" }, this.message.text));
+      this.element.querySelector<HTMLElement>(".edit")?.focus();
+    };
+    const send = () => {
+      const text = area.value.trim();
+      if (!text) return;
+      end();
+      this.actions.edit(this.message, text);
+    };
+    area.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") {
+        event.stopPropagation();
+        end();
+      } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !matchMedia("(pointer: coarse)").matches) {
+        event.preventDefault();
+        send();
+      }
+    });
+    this.element.classList.add("editing");
+    this.body.replaceChildren(
+      area,
+      h(
+        "div",
+        { class: "row" },
+        h("button", { type: "button", class: "button", onclick: end }, "Cancel"),
+        h("button", { type: "button", class: "button primary", onclick: send }, "Send"),
+      ),
+    );
+    area.focus();
+    area.setSelectionRange(area.value.length, area.value.length);
+  }
+
+  private notes(place: Place): Node[] {
+    const { message } = this;
+    if (message.role === "user") return [];
+    const again = h("button", { type: "button", class: "button", onclick: () => this.actions.regenerate(message) }, "Try again");
+    const more = h("button", { type: "button", class: "button", onclick: () => this.actions.resume(message) }, "Continue");
+    const buttons = !place.last ? [] : message.text && message.state !== "done" ? [more, again] : [again];
+    if (message.state === "failed") return [alert("error", message.error ?? "The answer failed.", buttons)];
+    if (message.state === "partial") return [alert("info", "This answer was interrupted.", buttons)];
+    if (message.state === "stopped") return [alert("info", "Stopped.", message.text && place.last ? [more] : [])];
+    if (message.finish === "length") return [alert("info", "The answer reached its limit of tokens.", place.last && message.text ? [more] : [])];
+    if (!message.text) return [alert("info", "The model gave no answer.", buttons)];
+    return [];
+  }
+
+  private tools(place: Place): Node[] {
+    const { message } = this;
+    const made: Node[] = [];
+    if (place.count > 1) {
+      const previous = iconButton("left", "Previous version", () => this.actions.alternative(message, -1));
+      const next = iconButton("right", "Next version", () => this.actions.alternative(message, 1));
+      previous.disabled = place.number === 1;
+      next.disabled = place.number === place.count;
+      const label = h("span", { "aria-label": `Version ${place.number} of ${place.count}` }, `${place.number}/${place.count}`);
+      made.push(h("span", { class: "versions" }, previous, label, next));
+    }
+    const copy = message.text ? [copyButton("Copy the message", () => message.text)] : [];
+    if (message.role === "user") return [...made, ...copy, iconButton("edit", "Edit the message", () => this.beginEdit(), { class: "icon edit" })];
+    made.push(...copy);
+    // Where there is no answer, the note above has the button.
+    if (message.text) made.push(iconButton("again", "Regenerate the answer", () => this.actions.regenerate(message)));
+    const { figures } = message;
+    const text = figures ? summary(figures) : "";
+    if (figures && text) {
+      made.push(h("span", { class: "figures", title: details(figures, message.model, this.actions.context(message.model)) }, text));
+    }
+    return made;
+  }
+}
+
+/** What the model thinks, folded. */
+class ThinkingView {
+  private readonly text = document.createTextNode("");
+  private readonly caption = h("span");
+  readonly element = h(
+    "details",
+    { class: "thinking", hidden: true },
+    h("summary", {}, icon("right"), this.caption),
+    h("div", { class: "thoughts" }, this.text),
+  );
+
+  update(message: Message, growing: boolean): void {
+    this.element.hidden = !message.thinking;
+    const { thinking } = message;
+    if (thinking.startsWith(this.text.data)) this.text.appendData(thinking.slice(this.text.length));
+    else this.text.data = thinking;
+    const active = growing && !message.text;
+    const time = message.figures?.thinking ?? null;
+    const caption = active ? "Thinking…" : time === null ? "Thoughts" : `Thought for ${seconds(time)}`;
+    if (this.caption.textContent !== caption) this.caption.textContent = caption;
+    this.element.classList.toggle("active", active);
+  }
+}
+
+function waiting(): HTMLElement {
+  return h("div", { class: "waiting", "aria-hidden": "true" }, h("i"), h("i"), h("i"));
+}
+
+function alert(kind: "error" | "info", text: string, buttons: Node[]): HTMLElement {
+  return h("div", { class: `alert ${kind}`, ...(kind === "error" ? { role: "alert" } : {}) }, h("span", {}, text), ...buttons);
+}

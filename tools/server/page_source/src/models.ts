@@ -1,0 +1,47 @@
+/* The server's models: read at the beginning, when the page is looked at again, and until the server answers. */
+
+import { ApiError, type Model, models } from "./api";
+
+const RETRY_MS = 5000;
+
+export class Models {
+  list: Model[] = [];
+  /** Why there is no list; null: there is one. */
+  failure: string | null = null;
+  private timer: number | undefined;
+
+  /** `onChange`: list or failure changed. `onUnauthorized`: the server wants a key. */
+  constructor(
+    private readonly onChange: () => void,
+    private readonly onUnauthorized: () => void,
+  ) {
+    document.addEventListener("visibilitychange", () => {
+      if (document.visibilityState === "visible") void this.read();
+    });
+  }
+
+  async read(): Promise<void> {
+    clearTimeout(this.timer);
+    let status = 200;
+    try {
+      this.list = await models();
+      this.failure = null;
+    } catch (error) {
+      status = error instanceof ApiError ? error.status : 0;
+      this.failure = error instanceof ApiError ? error.message : "The server's answer cannot be understood.";
+    }
+    this.onChange();
+    if (status === 401) this.onUnauthorized();
+    // Not after a refusal: the user has to do something first.
+    else if (this.failure !== null) this.timer = setTimeout(() => void this.read(), RETRY_MS);
+  }
+
+  /** `wanted`, if the server has it, else its first model. */
+  choose(...wanted: (string | null)[]): string | null {
+    return wanted.find((id) => this.list.some((model) => model.id === id)) ?? this.list[0]?.id ?? null;
+  }
+
+  context(id: string | null): number | null {
+    return this.list.find((model) => model.id === id)?.context ?? null;
+  }
+}

@@ -1,0 +1,182 @@
+"""Conversations as the APIs have them -> the text and the token ids of a prompt.
+
+In:  messages in OpenAI's form (https://platform.openai.com/docs/api-reference/chat/create), tools, and how much the
+     model shall think.
+Out: `check_messages`: the same, checked, as chat templates take them; ApiError 400 with the field's path for what is no
+     message or has no text (images, audio). `Prompter.prompt`: text and ids.
+
+All texts of the client pass through `Tokenizer.escape`: those of control tokens stay plain text.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mlc_amd.runtime.call_messages import with_tools
+from mlc_amd.runtime.chat_template import ChatTemplate
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.tokenizer import Tokenizer
+from mlc_amd.tools.server.chat_request import ChatRequest
+from mlc_amd.tools.server.errors import invalid
+from mlc_amd.tools.server.fields import Fields
+
+# OpenAI's roles -> those of chat templates.
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+# Names that clients give to an assistant message's thinking.
+_THINKING = ("reasoning_content", "reasoning", "thinking")
+# Parts of a content that hold text, each in a field of its type's own name or "text".
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+
+
+def check_messages(fields: Fields, name: str = "messages") -> list[dict[str, Any]]:
+    """The messages in this field of a request, as templates take them."""
+    fields.required(name)
+    found = [_message(message) for message in fields.objects(name)]
+    if not found:
+        raise fields.wrong(name, "a list of at least one message")
+    return found
+
+
+def _message(message: Fields) -> dict[str, Any]:
+    message.required("role")
+    role = _ROLES[message.choice("role", tuple(_ROLES), "user")]
+    made: dict[str, Any] = {"role": role, "content": content_text(message, "content", required=role != "assistant")}
+    made |= {key: message.text(key) for key in ("name", "tool_call_id") if message.has(key)}
+    if role != "assistant":
+        return made
+    if calls := [_call(call) for call in message.objects("tool_calls")]:
+        made["tool_calls"] = calls
+    if thought := next((message.text(key) for key in _THINKING if message.has(key)), ""):
+        made["reasoning_content"] = thought
+    if not made["content"] and not calls and not thought and not message.has("content"):
+        raise invalid(f"{message.path('content')} is missing", message.path("content"))
+    return made
+
+
+def content_text(fields: Fields, name: str, required: bool = True) -> str:
+    """The text of a content: itself, or its text parts joined."""
+    value = fields.required(name) if required else fields.raw(name)
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise fields.wrong(name, "a string or a list of text parts")
+    return "".join(_part(part) for part in fields.objects(name))
+
+
+def _part(part: Fields) -> str:
+    kind = part.text("type")
+    if kind not in _TEXT_PARTS:
+        raise invalid(f"{part.path('type')} is {kind!r}: this server takes text only", part.path("type"))
+    return part.text(kind if part.has(kind) else "text")
+
+
+def _call(call: Fields) -> dict[str, Any]:
+    call.required("function")
+    function = call.object("function")
+    assert function is not None, "required() has found it"
+    function.required("name")
+    given = function.raw("arguments")
+    return {
+        "id": call.text("id"),
+        "type": "function",
+        "function": {"name": function.text("name"), "arguments": parse_arguments(given, function.path("arguments"))},
+    }
+
+
+def parse_arguments(given: Any, path: str) -> dict[str, Any]:
+    """A call's arguments, which are an object or its JSON text, as the object."""
+    try:
+        parsed = json.loads(given or "{}") if isinstance(given, str) or given is None else given
+    except ValueError as error:
+        raise invalid(f"{path} is not JSON: {error}", path) from error
+    if not isinstance(parsed, Mapping):
+        raise invalid(f"{path} is not an object", path)
+    return dict(parsed)
+
+
+class Prompter:
+    """Makes the prompts of one model. Thread-safe. tool_template: for requests with tools. instructed: it knows none:
+    an instruction explains them (runtime/call_messages.py)."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate, tool_template: ChatTemplate, instructed: bool
+    ) -> None:
+        self._tokenizer, self._template, self._tool_template = tokenizer, template, tool_template
+        self._instructed = instructed
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end each answer, of models without a chat template."""
+        return self._template.stop_strings()
+
+    @property
+    def strips(self) -> bool:
+        """Whether the white space that an answer begins with is the template's."""
+        return self._template.is_fallback
+
+    def prompt(self, request: ChatRequest) -> tuple[str, list[int]]:
+        """The rendered text and its ids. UserError for what the template refuses."""
+        variables: dict[str, Any] = _mapped(dict(request.template_variables), self._tokenizer.escape)
+        variables |= self._switch(request.thinking)
+        messages: list[dict[str, Any]] = _mapped(list(request.messages), self._tokenizer.escape)
+        tools = _mapped(list(request.callable_tools), self._tokenizer.escape)
+        template = self._tool_template if tools else self._template
+        if not self._instructed:
+            variables |= {"tools": tools} if tools else {}
+        elif tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+            messages = with_tools(messages, tools)
+        begun = ""
+        if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
+            begun = messages.pop()["content"]
+        text = _rendered(template, messages, variables) + begun
+        return text, self._tokenizer.encode_prompt(text)
+
+    def _switch(self, thinking: Sequence[str]) -> dict[str, Any]:
+        """The variables for the first of the values that the template has a switch for."""
+        for value in thinking:
+            try:
+                return self._template.switch(value)
+            except UserError:
+                continue  # another value may fit; none: the template decides
+        return {}
+
+
+def _rendered(template: ChatTemplate, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+    """Most templates take a call's arguments as an object, some as JSON text."""
+    try:
+        return template.render(messages, **variables)
+    except UserError:
+        if not any("tool_calls" in message for message in messages):
+            raise
+        return template.render([_with_texts(message) for message in messages], **variables)
+
+
+def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with its calls' arguments as JSON texts."""
+    if "tool_calls" not in message:
+        return dict(message)
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of a JSON value with all texts changed, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key) if isinstance(key, str) else key: _mapped(one, change) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mapped(one, change) for one in value]
+    return value

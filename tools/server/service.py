@@ -1,0 +1,121 @@
+"""What the handlers of all APIs share: the models, the settings, and the way from a request's body to its answer."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from mlc_amd.tools.server.answering import Answering, answer
+from mlc_amd.tools.server.chat_request import AnswerRequest, Event
+from mlc_amd.tools.server.errors import ApiError, invalid
+from mlc_amd.tools.server.fields import Fields
+from mlc_amd.tools.server.library import Library
+from mlc_amd.tools.server.metrics import Metrics
+from mlc_amd.tools.server.streaming import AnswerStream, Encoder, Json, collect
+
+# Bodies of more bytes are parsed in a thread.
+_LARGE = 1 << 18
+
+
+@dataclass(frozen=True)
+class Settings:
+    """keys      API keys; none: everybody may ask
+    origins   of web pages that may ask from a browser, "*": all
+    hosts     names in the Host header besides IP addresses and localhost; None: all
+    body      bytes of the largest request
+    read      seconds in which a body must arrive
+    limit     seconds that an answer may take; None: any time
+    requests  that are answered or wait at a time
+    quiet     log no requests
+    """
+
+    keys: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] | None = None
+    body: int = 16 << 20
+    read: float = 30.0
+    limit: float | None = 600.0
+    requests: int = 256
+    quiet: bool = False
+
+
+@dataclass
+class Service:
+    """The state of a running server, at `app.state.service`. stopping: it takes no new requests; running: requests that
+    are being answered."""
+
+    library: Library
+    settings: Settings
+    stopping: bool = False
+    running: int = 0
+    on_idle: Callable[[], None] | None = None  # called when it is stopping and the last request ends
+    metrics: Metrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.library)
+
+
+def service_of(request: Request) -> Service:
+    return request.app.state.service
+
+
+def client_of(request: Request) -> str:
+    """Whose request it is, for the scheduler's fairness: the API key, or the address of the peer."""
+    key = request.scope["state"].get("key")
+    return f"key {key}" if key else f"host {request.client.host if request.client else 'local'}"
+
+
+def note(request: Request, text: str) -> None:
+    """Adds to the request's line in the log."""
+    request.scope["state"]["note"] = text
+
+
+async def read_fields(request: Request) -> Fields:
+    """The body, a JSON object. ApiError 400, 408 and 413."""
+    settings = service_of(request).settings
+    body = bytearray()
+    try:
+        async with asyncio.timeout(settings.read):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > settings.body:
+                    raise ApiError(413, f"the body is larger than {settings.body} bytes, the limit of this server")
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {settings.read:g} s") from None
+    except ClientDisconnect:
+        raise invalid("the body is incomplete") from None
+    return Fields(await asyncio.to_thread(_parse, body) if len(body) > _LARGE else _parse(body))
+
+
+def _parse(body: bytearray) -> Any:
+    try:
+        return json.loads(body or b"{}", parse_constant=_no_constant)
+    except RecursionError:
+        raise invalid("the body is nested too deeply") from None
+    except ValueError as error:
+        raise invalid(f"the body is not JSON: {error}") from None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+async def respond(
+    request: Request,
+    asked: AnswerRequest,
+    encoder: Callable[[Answering], Encoder] | None,
+    whole: Callable[[Answering, Sequence[Event]], Any],
+) -> Response:
+    """Answers. encoder: makes what writes a streamed answer, None: it is not streamed; whole: makes the body of all
+    events."""
+    service = service_of(request)
+    answering = await answer(service.library, asked, service.metrics.answered)
+    limit = service.settings.limit
+    if encoder is not None:
+        return AnswerStream(answering, encoder(answering), limit)
+    events = await collect(answering, request.receive, limit)
+    return Json(whole(answering, events))

@@ -1,0 +1,202 @@
+"""Answers as responses: streamed, or collected into one body. A client that goes away ends its answer.
+
+`Encoder` is what an API makes of events; `AnswerStream` writes what it gives. Events that come within a short time are
+written together: a client sees no difference, and the event loop has less to do with many clients.
+"""
+
+import asyncio
+import json
+import sys
+import time
+import traceback
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Protocol
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from mlc_amd.tools.server import errors
+from mlc_amd.tools.server.answering import Answering
+from mlc_amd.tools.server.chat_request import Event, Text, Thinking, ToolCallArguments
+from mlc_amd.tools.server.errors import ApiError
+
+# Seconds between two writes of an answer: less than a frame of a 60 Hz screen, longer with each further stream, because
+# a write takes the event loop longer than all else for a token. Measured: 0.1 to 0.2 ms.
+_WRITE_INTERVAL, _INTERVAL_OF_STREAM, _LONGEST_INTERVAL = 0.012, 0.0015, 0.1
+# Seconds without an event after which a comment is sent, for proxies that close silent connections (30 to 60 s).
+PING_INTERVAL = 10.0
+# Seconds that a client may take to read what was written before there is room for more.
+WRITE_LIMIT = 60.0
+
+
+class Encoder(Protocol):
+    """What an API writes for an answer, one method after the other."""
+
+    media_type: str
+
+    def begin(self) -> bytes: ...
+    def events(self, events: Sequence[Event]) -> bytes: ...
+    def end(self) -> bytes: ...
+    def error(self, error: ApiError) -> bytes:
+        """Instead of `end`, after any of the others."""
+        ...
+
+    def ping(self) -> bytes:
+        """What a client ignores."""
+        ...
+
+
+class ClientGone(Exception):
+    """The client has closed the connection."""
+
+
+@asynccontextmanager
+async def while_connected(receive: Receive, send_ping: Any = None) -> AsyncIterator[None]:
+    """Ends its block with ClientGone when the client goes away. send_ping: called every PING_INTERVAL."""
+    task, gone = asyncio.current_task(), False
+    assert task is not None
+
+    async def watch() -> None:
+        nonlocal gone
+        while True:
+            try:
+                async with asyncio.timeout(PING_INTERVAL if send_ping else None):
+                    message = await receive()
+            except TimeoutError:
+                with suppress(TimeoutError):  # then the writer has the same trouble
+                    await send_ping()
+                continue
+            if message["type"] == "http.disconnect":
+                gone = True
+                task.cancel()
+                return
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+        if gone:
+            await asyncio.sleep(0)  # where the cancellation arrives
+    except asyncio.CancelledError:
+        if not gone:
+            raise
+        task.uncancel()
+        raise ClientGone from None
+    finally:
+        watcher.cancel()
+
+
+class AnswerStream(Response):
+    """Writes an answer as it is made. limit: seconds that it may take. open: streams in progress."""
+
+    open = 0
+
+    def __init__(self, answering: Answering, encoder: Encoder, limit: float | None) -> None:
+        self._answering, self._encoder, self._limit = answering, encoder, limit
+        self._written = time.monotonic()
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.media_type = encoder.media_type
+        self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
+        self.raw_headers.append((b"content-type", encoder.media_type.encode()))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(body: bytes, more: bool = True) -> None:
+            self._written = time.monotonic()
+            async with asyncio.timeout(WRITE_LIMIT):
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        async def ping() -> None:
+            if time.monotonic() - self._written >= PING_INTERVAL / 2:
+                await write(self._encoder.ping())
+
+        AnswerStream.open += 1
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async with while_connected(receive, ping):
+                await write(await self._write_events(write), more=False)
+        except ClientGone:
+            scope["state"]["note"] = "the client went away"
+        except TimeoutError:
+            scope["state"]["note"] = "the client reads too slowly"
+        finally:
+            AnswerStream.open -= 1
+            await self._answering.aclose()
+
+    async def _write_events(self, write: Any) -> bytes:
+        """Writes all but the end, and returns that."""
+        encoder = self._encoder
+        try:
+            async with asyncio.timeout(self._limit):
+                if begun := encoder.begin():
+                    await write(begun)
+                async for events in self._answering:
+                    if made := encoder.events(events):
+                        await write(made)
+                        await asyncio.sleep(_interval(AnswerStream.open))
+                return encoder.end()
+        except Exception as error:
+            return encoder.error(reported(error))
+
+
+def _interval(streams: int) -> float:
+    return min(_WRITE_INTERVAL + _INTERVAL_OF_STREAM * streams, _LONGEST_INTERVAL)
+
+
+def reported(error: Exception) -> ApiError:
+    """What the client is told of an exception within an answer; a bug is written to stderr."""
+    known = errors.of(error)
+    if known is None:
+        traceback.print_exception(error, file=sys.stderr)
+    return known or errors.bug(error)
+
+
+async def collect(answering: Answering, receive: Receive, limit: float | None) -> list[Event]:
+    """All events of an answer. ClientGone, TimeoutError, and what the engine raises."""
+    try:
+        async with while_connected(receive), asyncio.timeout(limit):
+            return [event async for events in answering for event in events]
+    finally:
+        await answering.aclose()
+
+
+def merged(events: Sequence[Event]) -> list[Event]:
+    """The events with neighbours of the same kind as one: pieces of one text, or of one call's arguments."""
+    found: list[Event] = []
+    for event in events:
+        last = found[-1] if found else None
+        if last is None or type(last) is not type(event) or last.index != event.index:
+            found.append(event)
+        elif isinstance(event, Text) and isinstance(last, Text):
+            found[-1] = Text(last.text + event.text, event.index, last.logprobs + event.logprobs)
+        elif isinstance(event, Thinking) and isinstance(last, Thinking):
+            found[-1] = Thinking(last.text + event.text, event.index)
+        elif isinstance(event, ToolCallArguments) and isinstance(last, ToolCallArguments):
+            found[-1:] = (
+                [ToolCallArguments(last.text + event.text, event.number, event.index)]
+                if last.number == event.number
+                else [last, event]
+            )
+        else:
+            found.append(event)
+    return found
+
+
+# ---- writing JSON
+
+
+def dumps(value: Any) -> bytes:
+    """Compact JSON. Lone surrogates, which no UTF-8 has, are escaped like all other characters beyond ASCII."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def sse(value: Any, event: str | None = None) -> bytes:
+    """A server-sent event with this JSON value."""
+    head = f"event: {event}\n".encode() if event else b""
+    return b"%sdata: %s\n\n" % (head, dumps(value))
+
+
+class Json(JSONResponse):
+    """A body of compact JSON."""
+
+    def render(self, content: Any) -> bytes:
+        return dumps(content)
