@@ -122,7 +122,7 @@ def test_a_client_that_goes_away_ends_its_answer(library):
 
 
 def test_models_are_loaded_on_demand(library):
-    with serving(library(patience=0.3, idle=0.4)) as served:
+    with serving(library(patience=0.3)) as served:
         loaded = served.service.library.loaded
         assert not loaded
         short = {"prompt": "x", "max_tokens": 1}
@@ -133,11 +133,24 @@ def test_models_are_loaded_on_demand(library):
         with closing(begin(served, LONG | {"model": "two"})):
             status, headers, _ = served.request(TEXT, short | {"model": "one"})
             assert status == 503 and headers["retry-after"] and list(loaded) == ["two"]
-        assert waiting(lambda: not loaded)  # unused
+        model = loaded["two"]
+        assert waiting(lambda: not model.users)
         served.post(TEXT, short)
+        assert list(loaded) == ["one"]
         usage = served.request("/metrics")[2]
         assert 'vllm:num_requests_running{model_name="one"} 0.0' in usage
         assert 'vllm:time_to_first_token_seconds_count{model_name="one"} 2.0' in usage
+
+
+def test_unused_models_are_unloaded(library):
+    with serving(library(idle=0.1)) as served:
+        loaded = served.service.library.loaded
+        with closing(begin(served, LONG)):
+            time.sleep(0.3)
+            assert list(loaded) == ["one"]
+        assert waiting(lambda: not loaded)
+        served.post(TEXT, {"prompt": "x", "max_tokens": 1})
+        assert waiting(lambda: not loaded)
 
 
 def test_a_model_that_cannot_be_loaded():
