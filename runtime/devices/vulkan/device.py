@@ -22,7 +22,7 @@ from mlc_amd.runtime.devices.vulkan import api, fragments, timing
 from mlc_amd.runtime.devices.vulkan.commands import Launch
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
-from mlc_amd.runtime.devices.vulkan.io import Io, nbytes
+from mlc_amd.runtime.devices.vulkan.io import Io, byte_count
 from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, CHUNK, Block, Memory, OutOfMemory, places
 from mlc_amd.runtime.devices.vulkan.pipelines import Based, Pipelines, cache_file
 from mlc_amd.runtime.devices.vulkan.replays import Replays
@@ -139,7 +139,7 @@ class VulkanDevice:
         )
         self.io = Io(self.context, memory, manifest["io"])
         self.kv_types = kv_types(manifest, self._kv_size.pages(manifest, memory.left(), memory.limit))
-        self._kv_bytes = {name: nbytes(dtype, shape) for name, (shape, dtype) in self.kv_types.items()}
+        self._kv_bytes = {name: byte_count(dtype, shape) for name, (shape, dtype) in self.kv_types.items()}
         self._kv, self._kv_blocks = memory.spread(self._kv_bytes, "device")
         # Stale NaN would spread from unused rows.
         memory.fill([self._arena, self._scratch, *self.io.blocks])
@@ -220,10 +220,10 @@ class VulkanDevice:
         if kind == "weight":
             address, count = self._weights_at[where]
         elif kind == "arena":
-            address, count = self._arena.address + where, nbytes(arg[2], arg[3])
+            address, count = self._arena.address + where, byte_count(arg[2], arg[3])
         else:
             block, offset = (self._kv if kind == "kv" else self.io.places)[where]
-            count = self._kv_bytes[where] if kind == "kv" else self.io.nbytes(where, function)
+            count = self._kv_bytes[where] if kind == "kv" else self.io.byte_count(where, function)
             address = block.address + offset
         return address, address + count
 

@@ -19,7 +19,7 @@ from mlc_amd.runtime.steps import OUTPUTS, is_kept
 RECORDED = 2 << 20  # bytes of an output, at most, that every run of a function copies to the host
 
 
-def nbytes(dtype: str, shape) -> int:
+def byte_count(dtype: str, shape) -> int:
     return int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
 
 
@@ -29,7 +29,7 @@ class Io:
 
     def __init__(self, context: Context, memory: Memory, entries: Mapping[str, Mapping]):
         self.context, self.memory, self.entries = context, memory, entries
-        sizes = {name: nbytes(entry["dtype"], entry["shape"]) for name, entry in entries.items()}
+        sizes = {name: byte_count(entry["dtype"], entry["shape"]) for name, entry in entries.items()}
         tables = {name: size for name, size in sizes.items() if is_kept(name)}
         outputs = {name: size for name, size in sizes.items() if name in OUTPUTS}
         inputs = {name: size for name, size in sizes.items() if name not in tables and name not in outputs}
@@ -62,7 +62,7 @@ class Io:
             self._host[name][...] = 0
         self.blocks = [block for block in (self._results, self._input_copy, table_copy) if block]
 
-    def nbytes(self, name: str, function: Mapping) -> int:
+    def byte_count(self, name: str, function: Mapping) -> int:
         """Bytes of the rows of a buffer that a function uses."""
         used: dict[str, int] = {"tokens": function["rows"], "rows": function["rows"]}
         used |= dict.fromkeys(OUTPUTS, function["logits"])
@@ -70,7 +70,7 @@ class Io:
 
     def _row_bytes(self, name: str, rows: int) -> int:
         entry = self.entries[name]
-        return nbytes(entry["dtype"], [rows, *entry["shape"][1:]])
+        return byte_count(entry["dtype"], [rows, *entry["shape"][1:]])
 
     def _copy(self, source: Block, source_at: int, target: Block, target_at: int, count: int) -> ctypes.Structure:
         recorder = Recorder(self.context, 0)
@@ -88,11 +88,11 @@ class Io:
     def record_outputs(self, recorder: Recorder, function: Mapping) -> None:
         for name in self._recorded(function):
             block, offset = self.places[name]
-            recorder.copy(block, offset, self._outputs, self._output_at[name], self.nbytes(name, function))
+            recorder.copy(block, offset, self._outputs, self._output_at[name], self.byte_count(name, function))
 
     def _recorded(self, function: Mapping) -> dict[str, int]:
         """Outputs that a run of a function copies, with their rows."""
-        found = {name: self.nbytes(name, function) for name in self._output_at}
+        found = {name: self.byte_count(name, function) for name in self._output_at}
         return {name: size // self._row_bytes(name, 1) for name, size in found.items() if size <= RECORDED}
 
     # ---- the host's side
