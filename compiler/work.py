@@ -8,6 +8,7 @@ import functools
 from dataclasses import asdict
 
 from mlc_amd.schedules import operators
+from mlc_amd.schedules.attention import SLOTS
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.rows import output_rows
 
@@ -59,14 +60,14 @@ def _draws(fmt: str, columns: int) -> dict[str, list]:
 
 
 def _single(workload, live: int) -> int:
-    """Single rows of a step with so many live ones, as many as the kernel allows; half of them where a chunk may
-    follow."""
+    """Single rows of a step with so many live ones, as many as the kernel allows; where a chunk may follow, half of them
+    at most, and a slot is left for it."""
     args, m = workload.args, workload.args.get("m", 1)
     rows = str(args.get("rows", "all"))
     most = args.get("single", m if workload.op == "rope_attention" else 0)
     if rows.startswith("answers"):
         most = output_rows(rows, m) - 1
-    return live if most == m else min(most, live // 2)
+    return live if most == m else min(most, live // 2, SLOTS - 1)
 
 
 def _cases(workload, params: list[operators.Parameter]) -> list[dict]:
