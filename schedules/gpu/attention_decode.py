@@ -6,7 +6,8 @@ cache. Out: the heads' outputs in an activation layout of `quantize.py`. A workg
 the query heads that share it, and a split of its visible keys; it rotates these queries into LDS itself. A wave
 processes blocks of 32 or 64 keys and keeps its own softmax (`attention_rows.py`), so nothing waits in the loop; K and V
 are loaded once for the whole group. The waves join through LDS at the end. Several tokens share the GPU: one that sees
-many keys has more splits than others, none has more than it would have alone.
+many keys has more splits than others, none has more than it would have alone; which split of which token a workgroup
+has is computed in the kernel, so that there are no more workgroups than splits with something to do.
 
 Splits join in device memory (`attention_join.py`): the last one to finish joins them all, without a second launch.
 (On Vulkan a split that is alone stores the output itself.)
@@ -38,8 +39,8 @@ from mlc_amd.schedules.gpu.cache import (
     store_valid,
     visible,
 )
-from mlc_amd.schedules.gpu.device import dot2, each, fma, launch, uniform, wave_sum
-from mlc_amd.schedules.gpu.registers import at, lane_of, put
+from mlc_amd.schedules.gpu.device import dot2, each, fma, launch, uniform, wave_max, wave_scan, wave_sum
+from mlc_amd.schedules.gpu.registers import at, lane_of, opaque, put
 from mlc_amd.schedules.gpu.rope_kv_write import rope_args, rotated, value_scale
 from mlc_amd.schedules.gpu.softmax import MAX_GROUP, P_SHIFT, group_of, output_args, sinks_arg, soft_cap
 from mlc_amd.schedules.gpu.step import kernel, opaque_zero, state_arg
@@ -70,6 +71,7 @@ PLANS = {
 }
 DEFAULT_PLAN = Plan(threads=128, fill=2, step=STEP, batch=8, rows=MAX_GROUP)
 NARROW = 64  # columns of a head, at most
+FIELD = 7  # bits of a word for a row, or for a number of splits
 # family: blocks of keys that each wave of a workgroup processes before there are splits, since joining them in device
 # memory takes as long. Others: one.
 ALONE = {"nvidia": 4}
@@ -102,14 +104,19 @@ class Splits(NamedTuple):
     alone: int
     fill: int
 
-    def active(self, steps, total=None):
-        """The number of splits that have a block to process, at least one. steps: blocks in all; total: those of all
-        rows, None for one row."""
-        if total is None:
-            splits = (steps + self.waves - 1) // self.waves
-        else:
-            least = T.Bind(T.max((total + (self.fill - 1)) // self.fill, T.int32(self.waves)))  # blocks of a split
-            splits = T.truncdiv(steps + least - 1, least)
+    def workgroups(self, m) -> int:
+        """Of m rows, for each group of query heads: as many as there may be splits with something to do."""
+        return min(m * self.count, self.fill + m) if m > 1 else self.count
+
+    def least(self, total):
+        """The blocks that a split of several rows has at least. total: of all rows."""
+        return T.Bind(T.max((total + (self.fill - 1)) // self.fill, T.int32(self.waves)))
+
+    def active(self, steps, least=None):
+        """The number of splits that have a block to process, at least one. steps: blocks in all; least: of `least`,
+        None for one row."""
+        one = least is None
+        splits = (steps + self.waves - 1) // self.waves if one else T.truncdiv(steps + least - 1, least)
         count = T.max(T.min(splits, T.int32(self.count)), T.int32(1))
         return T.Bind(count if self.alone == 1 else T.Select(steps <= self.waves * self.alone, T.int32(1), count))
 
@@ -184,22 +191,20 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1, r
     splits, cache = splits_of(heads, kv_heads, d, ctx, arch, plan, attention.span, m), step.cache.by_shifts()
     group, parts, size = splits.group, splits.parts, splits.step
     own_apart = rope is not None and rope.writes  # its own key and value do not come from the cache
-    grid = (kv_heads * parts, splits.count)
-    with launch(grid if m == 1 else (*grid, m), (arch.wave, splits.waves)) as (
-        part, split, *row, lane, thread_wave,
-    ):  # fmt: skip
-        token = row[0] if row else 0
+    grid = kv_heads * parts, splits.workgroups(m)
+    with launch(grid, (arch.wave, splits.waves)) as (part, split, lane, thread_wave):
+        token, dealt, active = 0, None, None
+        if m > 1:
+            count = T.Bind(T.min(state[live], T.int32(m)))
+            dealt, token, split, active = _dealt(arch, attention, splits, places, m, count, split, lane)
         kv = part if parts == 1 else T.Bind(part // parts)
         wave = uniform(arch, thread_wave)
         position, slot = clamped_position(places, token, ctx), row_slot(places, token)
         seen = visible(attention, position, own=not own_apart)
         steps, first_step = seen.end_block(size), seen.first_block(size)
-        works, total = None, None
-        if m > 1:
-            count = T.Bind(T.min(state[live], T.int32(m)))
-            works, total = token < count, _all_steps(arch, attention, places, m, count, size, lane)
-        active = splits.active(steps - first_step, total)
-        works = split < active if works is None else works & (split < active)
+        if dealt is None:
+            active = splits.active(steps - first_step)
+        works = split < active if dealt is None else dealt
         with T.serial(T.cast(works, "int32")):
             queries = T.alloc_buffer((group, d), query_dtype(arch), scope="shared")
             rows = rows_of(arch, attention, group, lane, wave, splits.waves, size)
@@ -255,15 +260,30 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1, r
                 join.arrive_and_join(active)
 
 
-def _all_steps(arch, attention, places, m, count, size, lane):
-    """The blocks of `size` keys that the first `count` of m rows see, added up, in all lanes of a wave."""
-    total = T.int32(0)
+def _dealt(arch, attention, splits, places, m, count, workgroup, lane):
+    """Deals the splits of the first `count` of m rows out to workgroups, those of row 0 first. (Whether this workgroup
+    has one, its row, the number of its split, the splits of that row), the same in all lanes. Each wave computes it: a
+    lane has a row or several."""
+    steps = []
     for first in range(0, m, arch.wave):
         row = T.Bind(T.min(first + lane, T.int32(m - 1)))
         seen = visible(attention, clamped_position(places, row, attention.ctx))
-        steps = seen.end_block(size) - seen.first_block(size)
-        total = T.Bind(total + T.Select(first + lane < count, steps, T.int32(0)))
-    return wave_sum(arch, total)
+        blocks = seen.end_block(splits.step) - seen.first_block(splits.step)
+        steps.append(T.Bind(T.Select(first + lane < count, blocks, T.int32(0))))
+    least = splits.least(wave_sum(arch, T.Bind(sum(steps[1:], steps[0]))))
+    before, found = T.int32(0), T.int32(0)
+    for i, own in enumerate(steps):
+        row = T.Bind(i * arch.wave + lane)
+        active = opaque(T.Select(row < count, splits.active(own, least), T.int32(0)))
+        lower, whole = wave_scan(arch, active, lane)
+        split = opaque(workgroup - before - lower)
+        mine = (split >= 0) & (split < active)
+        word = T.shift_left(T.shift_left(row, T.int32(FIELD)) + split, T.int32(FIELD)) + active
+        found = opaque(T.max(found, T.Select(mine, word, T.int32(0))))
+        before = opaque(before + whole)
+    word = opaque(uniform(arch, wave_max(arch, found)))
+    fields = [T.Bind(T.shift_right(word, T.int32(n * FIELD)) & ((1 << FIELD) - 1)) for n in range(3)]
+    return word > 0, fields[2], fields[1], fields[0]
 
 
 def _rotate(arch, attention, splits, sources, rope, buffers, place, position, wave, lane):

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.registers import at, vector
+from mlc_amd.schedules.gpu.registers import at, opaque, vector
 
 AXES = "xyz"
 COHERENT = (
@@ -288,6 +288,16 @@ def wave_min(arch, x):
     if arch.api == "vulkan":
         return _vk_across(x, "reduce_min")
     return wave_reduce(arch, x, T.min)
+
+
+def wave_scan(arch, x, lane):
+    """(the sum of the int32 x of all lanes below this one, that of all lanes)."""
+    below = T.int32(0)
+    for distance in (1 << i for i in range(arch.wave.bit_length() - 1)):
+        other = opaque(shuffle_xor(arch, x, distance))
+        below = opaque(below + T.Select((lane & distance) != 0, other, T.int32(0)))
+        x = opaque(x + other)
+    return below, x
 
 
 # ---- memory

@@ -13,7 +13,7 @@ read in 16 bytes a lane, and so are activations.
 The subgroups of a workgroup share out its rows, its tokens and the columns; at the end the sums meet in shared memory.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -49,22 +49,23 @@ class FewTile:
 
 MOST = 128  # tokens: of more, the multiplications take most of the time, which `gemm_coop.py` does faster
 SUMS = 128  # of a lane, at most
-UNROLLED = 4, 24  # rows of matrices of weights, and bytes of a block, for which two groups of columns fit registers
-# number of weights of a kernel, maximum of tokens: what takes least time on an H200 for some shape of an 8B model
+# number of weights of a kernel, maximum of tokens: what takes least time on an H200 for some shape of an 8B model, of
+# tiles with little code. In a step of a model each kernel runs once, and its code comes from memory: twice the code
+# took up to 20 us more, which timing one kernel again and again does not show.
 TILES = {
     1: {
-        8: (FewTile(8, 16, 1, 1, 8), FewTile(8, 32, 1, 1, 8), FewTile(8, 64, 1, 1, 8)),
-        16: (FewTile(16, 16, 1, 1, 8), FewTile(16, 32, 1, 1, 8), FewTile(16, 64, 1, 1, 8)),
-        32: (FewTile(32, 32, 1, 1, 8), FewTile(32, 64, 1, 1, 8)),
-        64: (FewTile(64, 32, 2, 1, 4), FewTile(64, 64, 2, 1, 4)),
-        128: (FewTile(128, 64, 4, 1, 2), FewTile(64, 64, 2, 2, 2)),
+        8: (FewTile(8, 16, 1, 1, 8),),
+        16: (FewTile(16, 16, 1, 1, 8), FewTile(16, 32, 1, 1, 8)),
+        32: (FewTile(32, 32, 1, 1, 8),),
+        64: (FewTile(64, 32, 1, 1, 4), FewTile(64, 32, 1, 1, 8)),
+        128: (FewTile(64, 32, 2, 1, 2), FewTile(64, 32, 1, 1, 4)),
     },
     2: {
-        8: (FewTile(8, 16, 1, 1, 4), FewTile(8, 32, 1, 1, 4)),
-        16: (FewTile(16, 16, 1, 1, 8), FewTile(16, 32, 1, 1, 4)),
-        32: (FewTile(32, 32, 1, 1, 4), FewTile(32, 64, 1, 2, 2)),
-        64: (FewTile(64, 32, 2, 1, 4), FewTile(64, 64, 2, 2, 2)),
-        128: (FewTile(128, 32, 4, 1, 2), FewTile(64, 64, 2, 2, 2)),
+        8: (FewTile(8, 16, 1, 1, 4),),
+        16: (FewTile(16, 16, 1, 1, 4),),
+        32: (FewTile(32, 32, 1, 1, 4),),
+        64: (FewTile(64, 32, 2, 1, 2),),
+        128: (FewTile(64, 32, 2, 1, 2),),
     },
 }
 # Of a compute unit, per clock: bytes of weights and activations from the L2, bytes that subgroups load, products
@@ -79,24 +80,18 @@ def choose(arch, formats, m, k, rows, weights=1):
         return None
     times = {}
     for tile in TILES[weights][size]:
-        found = _fit(tile, arch, formats, m, k, weights)
-        if found:
-            workgroups = -(-m // found.tokens) * -(-rows // found.rows)
-            times.setdefault(found, -(-workgroups // arch.units) * _clocks(found, formats, weights))
-    return min(times, key=times.get) if times else None
+        if _fits(tile, arch, m, k, weights):
+            workgroups = -(-m // tile.tokens) * -(-rows // tile.rows)
+            times[tile] = -(-workgroups // arch.units) * _clocks(tile, formats, weights)
+    return min(times, key=times.__getitem__) if times else None
 
 
-def _fit(tile, arch, formats, m, k, weights):
-    """The tile for so many weights, unrolled as far as registers and columns allow; None if it does not fit."""
-    most_rows, most_bytes = UNROLLED
-    size = max(fmt.block_bytes * BLOCK / fmt.block for fmt in formats)
-    unrolls = (2, 1) if weights * tile.rows <= most_rows * ROWS * tile.waves_n and size <= most_bytes else (1,)
-    for unroll in unrolls:
-        try:
-            return FewGemm(arch, replace(tile, unroll=unroll), m, k, weights).tile
-        except ValueError:
-            continue
-    return None
+def _fits(tile, arch, m, k, weights) -> bool:
+    try:
+        FewGemm(arch, tile, m, k, weights)
+    except ValueError:
+        return False
+    return True
 
 
 def _clocks(tile, formats, weights):

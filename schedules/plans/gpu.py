@@ -308,7 +308,7 @@ def _decode(workload, arch) -> Space:
 
     def kernel(plan) -> Kernel:
         splits = attention_decode.splits_of(*shape, arch, plan, span, m)
-        groups = m * shape[1] * splits.parts * splits.count
+        groups = shape[1] * splits.parts * splits.workgroups(m)
         return Kernel(splits, groups, splits.threads, splits.step * shape[2] * 2 / arch.wave)
 
     return Space(attention_decode.Plan, DECODE, attention_decode.default_plan(arch, shape[2], span), kernel)
