@@ -152,7 +152,8 @@ def splits_of(heads, kv_heads, d, ctx, arch, plan=None, span=0, m=1) -> Splits:
     keys = min(ctx, span + plan.step) if span else ctx  # what a row sees may begin within a block
     fill, maximum = -(-plan.fill * arch.units // (kv_heads * parts)), max_splits(m)
     count = min(-(-keys // (plan.step * waves)), fill, maximum, arch.wave)
-    batch, alone = min(plan.batch, arch.wave), ALONE.get(arch.family, 1)
+    batch = min(plan.batch if m == 1 else DEFAULT_PLAN.batch, arch.wave)
+    alone = ALONE.get(arch.family, 1)
     return Splits(count, waves, waves * arch.wave, group, d, plan.step, batch, parts, maximum, alone, fill)
 
 
@@ -207,7 +208,7 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1, r
         works = split < active if dealt is None else dealt
         with T.serial(T.cast(works, "int32")):
             queries = T.alloc_buffer((group, d), query_dtype(arch), scope="shared")
-            rows = rows_of(arch, attention, group, lane, wave, splits.waves, size)
+            rows = rows_of(arch, attention, group, lane, wave, splits.waves, size, shared=m > 1)
             rows.start()
             stream, streams, mine = splits.share(steps - first_step, split, wave, active, m > 1)
             # on Vulkan, keys are loaded before the queries arrive, and those of a block with the values before it

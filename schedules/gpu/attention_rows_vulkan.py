@@ -31,6 +31,9 @@ from mlc_amd.schedules.gpu.softmax import LOWEST, P_SHIFT, join
 # family: 16-byte loads in flight per lane; MEDIUM_LOADS for others. Fewer loads make less code.
 LOADS = {"nvidia": 16, "generic": 4}
 MEDIUM_LOADS = 8
+# The same where several rows share the GPU: then others' loads are in flight, too, and a step of a model runs each
+# kernel once, so that its code comes from memory (`gemm_few.TILES`).
+SHARED_LOADS = {"nvidia": 4}
 PREFETCHING = ("nvidia",)  # families with registers for the keys of the next block
 OTHER_BYTES = 1 << 10  # of shared memory for what is small and of a fixed size
 SPLITS = 32  # maximum of splits whose weights are in shared memory
@@ -58,21 +61,23 @@ def waves_of(arch, count, d, threads) -> int:
     return waves
 
 
-def rows_of(arch, attention, count, lane, wave, waves, step=STEP) -> Rows:
+def rows_of(arch, attention, count, lane, wave, waves, step=STEP, shared=False) -> Rows:
     """The state of `count` rows of a wave, number `wave` of `waves` in its workgroup. step: keys of a block, on "rocm"
-    STEP."""
+    STEP; shared: whether other tokens' rows share the GPU."""
     if arch.api == "rocm":
         return WaveRows(arch, attention, count, lane)
-    return VulkanRows(arch, attention, count, lane, wave, waves, step)
+    return VulkanRows(arch, attention, count, lane, wave, waves, step, shared)
 
 
 class VulkanRows(Rows):
     """`Rows` for Vulkan; weights are not rounded to float16."""
 
-    def __init__(self, arch, attention, count, lane, wave, waves, step):
+    def __init__(self, arch, attention, count, lane, wave, waves, step, shared):
         super().__init__(arch, attention, count, lane, step)
         self.step_keys = step
         loads = LOADS.get(arch.family, MEDIUM_LOADS)
+        if shared:
+            loads = SHARED_LOADS.get(arch.family, loads)
         self.key_batch, self.batch = (
             gcd(units, max(1, loads // share))
             for units, share in ((self.d // UNIT, self.keys), (step // UNIT, 1 << (self.columns - 1).bit_length()))

@@ -7,6 +7,7 @@ loads of one step can be in flight while the step before is multiplied:
     views       the planes as `fetch` reads them
     fetch       the global loads of a unit
     runs        what was fetched as runs of eight float16 weights
+    decoder     the same of codes, one run at a time
     activations the same of activations that are float32 in their natural order
 
 Arithmetic is packed float16: a code in the low bits of 0x6400 reads as 1024 + code, from which the code that means 0 is
@@ -49,7 +50,8 @@ def runs(arch, fmt, fetched, span):
     if fmt.kind == "float":
         columns = [half for x in fetched for half in _halves(fmt, x)]
         return [_run(columns[b * BLOCK : (b + 1) * BLOCK], j) for b in range(span) for j in range(RUNS)]
-    return [run for b in range(span) for run in _block(arch, fmt, fetched, b)]
+    decoders = [decoder(arch, fmt, fetched, b) for b in range(span)]
+    return [run(j) for run in decoders for j in range(RUNS)]
 
 
 def activations(X, token, block):
@@ -71,8 +73,8 @@ def _halves(fmt, x):
     return parts if fmt.name == "f16" else [T.cast(part, "float16") for part in parts]
 
 
-def _block(arch, fmt, fetched, block):
-    """The runs of one block of codes."""
+def decoder(arch, fmt, fetched, block=0):
+    """run(j): run number j, an int or in a register, of a block of a fetched unit of codes, as float16x8."""
     scales = load.scales(fmt, fetched, block)
     codes = {
         plane: fetched.codes[plane][block * PLANE_BITS[plane] : (block + 1) * PLANE_BITS[plane]] for plane in fmt.codes
@@ -86,10 +88,13 @@ def _block(arch, fmt, fetched, block):
         lows = [scales.minimum if sub is None else T.float32(0) - scales.minimum * sub for sub in scales.sub_minimum]
         minimums = _per_pair([factor * T.float32(zero) + low for factor, low in zip(factors, lows, strict=True)])
     factors = _per_pair(factors)
-    for j in range(RUNS):
+
+    def run(j):
         bits = vector([_fields(codes, j, t) for t in range(RUN // 2)])
         value = T.reinterpret("float16x8", bits) - T.broadcast(T.float16(EXPONENT_VALUE + zero), RUN)
-        yield fma(value, factors, minimums) if fmt.minimum else T.Bind(value * factors)
+        return fma(value, factors, minimums) if fmt.minimum else T.Bind(value * factors)
+
+    return run
 
 
 def _unsigned(arch, fmt, codes):
@@ -108,13 +113,14 @@ def _per_pair(values):
 
 
 def _place(plane, j, t):
-    """(word, first bit) of the plane's bits of pair t of run j; the other one of the pair is 16 bits higher."""
+    """(words, first bit) of the plane's bits of pair t of run j; the other one of the pair is 16 bits higher. words:
+    the numbers of those from which j takes one, or the only one."""
     half, byte = t % 2, 8 * (t // 2)  # half of the block; columns 0 and 2 are in even bytes, 1 and 3 in odd ones
     return {
-        "Q8": (j + RUNS * half, byte),
-        "Q4": (j, byte + 4 * half),
-        "Q2": (half, byte + 2 * j),
-        "Q1": (0, byte + 4 * half + j),
+        "Q8": (range(RUNS * half, RUNS * (half + 1)), byte),
+        "Q4": (range(RUNS), byte + 4 * half),
+        "Q2": ((half,), byte + 2 * j),
+        "Q1": ((0,), byte + 4 * half + j),
     }[plane]
 
 
@@ -123,12 +129,27 @@ def _fields(codes, j, t):
     found, filled = T.uint32(EXPONENT), 0
     for plane, words in codes.items():
         bits = PLANE_BITS[plane]
-        index, first = _place(plane, j, t)
-        word = words[index]
-        if first > filled:
-            word = T.shift_right(word, T.uint32(first - filled))
-        elif first < filled:
-            word = T.shift_left(word, T.uint32(filled - first))
+        places, first = _place(plane, j, t)
+        word = _shifted(_chosen([words[i] for i in places], j), first, filled)
         found = word & T.uint32(0x00010001 * ((1 << bits) - 1 << filled)) | found
         filled += bits
     return T.Bind(found)
+
+
+def _chosen(words, j):
+    """words[j], or the only one."""
+    if len(words) == 1 or isinstance(j, int):
+        return words[0 if len(words) == 1 else j]
+    found = words[-1]
+    for i, word in enumerate(words[:-1]):
+        found = T.Select(j == i, word, found)
+    return T.Bind(found)
+
+
+def _shifted(word, first, filled):
+    """The word with bit `first`, an int or in a register, moved to place `filled`."""
+    if not isinstance(first, int):
+        return T.shift_left(T.shift_right(word, T.cast(first, "uint32")), T.uint32(filled))
+    if first > filled:
+        return T.shift_right(word, T.uint32(first - filled))
+    return T.shift_left(word, T.uint32(filled - first)) if first < filled else word

@@ -57,12 +57,12 @@ TILES = {
         8: (FewTile(8, 16, 1, 1, 8),),
         16: (FewTile(16, 16, 1, 1, 8), FewTile(16, 32, 1, 1, 8)),
         32: (FewTile(32, 32, 1, 1, 8),),
-        64: (FewTile(64, 32, 1, 1, 4), FewTile(64, 32, 1, 1, 8)),
-        128: (FewTile(64, 32, 2, 1, 2), FewTile(64, 32, 1, 1, 4)),
+        64: (FewTile(64, 32, 1, 1, 8), FewTile(64, 64, 2, 1, 4)),
+        128: (FewTile(64, 32, 2, 1, 2), FewTile(64, 64, 2, 1, 4)),
     },
     2: {
         8: (FewTile(8, 16, 1, 1, 4),),
-        16: (FewTile(16, 16, 1, 1, 4),),
+        16: (FewTile(16, 32, 1, 1, 4),),
         32: (FewTile(32, 32, 1, 1, 4),),
         64: (FewTile(64, 32, 2, 1, 2),),
         128: (FewTile(64, 32, 2, 1, 2),),
@@ -103,6 +103,16 @@ def _clocks(tile, formats, weights):
         (loaded * tile.waves_m + activations * tile.waves_n) / LOADED,
         weights * tile.rows * tile.tokens / PRODUCTS,
     )
+
+
+def _each_run(formats):
+    """`for j in _each_run(..):` the runs of a block, in a loop of the kernel, which has a fourth of the code; of float
+    formats, whose runs are loaded vectors, in copies of the body."""
+    if any(fmt.kind == "float" for fmt in formats):
+        yield from range(RUNS)
+        return
+    with T.serial(RUNS) as j:
+        yield j
 
 
 class FewGemm:
@@ -211,12 +221,12 @@ class FewGemm:
 
     def _multiply(self, X, formats, fetched, tokens, unit, live):
         """Adds the products of a group of columns to the sums."""
-        runs = [
-            [coop_load.runs(self.arch, fmt, raw, 1) for raw in each]
-            for fmt, each in zip(formats, fetched, strict=True)
+        decoders = [
+            [self._decoder(fmt, raw) for raw in each] for fmt, each in zip(formats, fetched, strict=True)
         ]  # fmt: skip
-        for j in range(RUNS):
+        for j in _each_run(formats):
             x = [T.Bind(X[token, at(unit * BLOCK + j * RUN, RUN)]) for token in tokens]
+            runs = [[run(j) for run in each] for each in decoders]
             if live is not None:
                 zero = T.broadcast(T.float16(0), RUN)
                 x = [T.Bind(T.Select(T.broadcast(live, RUN), of, zero)) for of in x]
@@ -224,7 +234,7 @@ class FewGemm:
                 pairs = [4 * half, 4 * half + 2]
                 for w in range(self.weights):
                     for i in range(self.tiles_n):
-                        low, high = runs[w][2 * i][j], runs[w][2 * i + 1][j]
+                        low, high = runs[w][2 * i], runs[w][2 * i + 1]
                         parts = [lane_of(of, p + e) for of in (low, high) for p in pairs for e in (0, 1)]
                         for e, part in enumerate(parts):
                             self.a.set(w * self.tiles_n + i, e, part)
@@ -234,6 +244,12 @@ class FewGemm:
                 for i in range(self.a.count):
                     for t in range(self.tiles_m):
                         self.sums.add_product(i * self.tiles_m + t, self.a, i, self.b, t)
+
+    def _decoder(self, fmt, raw):
+        """run(j) of what was fetched of a block."""
+        if fmt.kind == "float":
+            return coop_load.runs(self.arch, fmt, raw, 1).__getitem__
+        return coop_load.decoder(self.arch, fmt, raw)
 
     # ---- results
 
