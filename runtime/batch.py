@@ -1,4 +1,5 @@
-"""Several sequences that advance together, one token each: steps without scheduler and sampling, for measurements."""
+"""Several sequences that advance together, one token each: steps without scheduler, for measurements. The device
+chooses the tokens, as it does for answers."""
 
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
@@ -6,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mlc_amd.runtime.direct import compute, reserve
+from mlc_amd.runtime.runner import GREEDY
 
 if TYPE_CHECKING:
     from mlc_amd.runtime.kv_cache import Cache
@@ -25,17 +27,17 @@ class Batch:
             sequence.append(row)
             compute(self._cache, self._runner, sequence)
 
-    def step(self, ids: SequenceOf[int]) -> np.ndarray:
-        """Appends a token to each sequence. Returns the logits, float32 [count, vocab], in memory that the next step
-        may overwrite."""
+    def step(self, ids: SequenceOf[int]) -> list[int]:
+        """Appends a token to each sequence. Returns the most likely next ones."""
         for sequence, token in zip(self._sequences, ids, strict=True):
             sequence.append((token,))
             reserve(sequence, 1)
         self._cache.seat(self._sequences)
-        logits = self._runner.run([(s.tokens[-1], s.computed, s.table_row) for s in self._sequences])
+        singles = [(s.tokens[-1], s.computed, s.table_row) for s in self._sequences]
+        chosen = self._runner.sample(singles, None, [GREEDY] * len(singles))
         for sequence in self._sequences:
             sequence.advance(1)
-        return logits
+        return [choice.token for choice in chosen]
 
     def truncate(self, n: int) -> None:
         """Keeps the first n tokens of each, and computes again what that takes."""

@@ -41,29 +41,27 @@ class Function:
 
 
 class Functions:
-    """See the module's docstring. score: the function that gives the logits of all rows of a chunk."""
+    """See the module's docstring.
+
+    score        the function that gives the logits of all rows of a chunk
+    chunk_rows   rows of a chunk without single rows, at most
+    mixed_rows   rows of a step with single rows and a chunk, at most
+    single_rows  single rows of a step, at most
+    """
 
     def __init__(self, manifest: Mapping) -> None:
         found = [Function(name, of["rows"], of["single"], of["logits"]) for name, of in manifest["functions"].items()]
         self.score = next(f for f in found if f.scores)
         # The smallest first; of the same size the one that computes fewest logits.
         self._steps = sorted((f for f in found if not f.scores), key=lambda f: (f.rows, f.logits))
+        self._chosen: dict[tuple[int, int], Function] = {}
+        self.chunk_rows = max(f.rows for f in self._steps if not f.mixes)
+        self.mixed_rows = max(f.rows for f in self._steps if f.single)
+        self.single_rows = max(f.single for f in self._steps)
 
     def of(self, singles: int, chunk: int) -> Function:
         """The function for such a step. StopIteration beyond `chunk_rows` and `mixed_rows`."""
-        return next(f for f in self._steps if f.holds(singles, chunk))
-
-    @property
-    def chunk_rows(self) -> int:
-        """Rows of a chunk without single rows, at most."""
-        return max(f.rows for f in self._steps if not f.mixes)
-
-    @property
-    def mixed_rows(self) -> int:
-        """Rows of a step with single rows and a chunk, at most."""
-        return max(f.rows for f in self._steps if f.single)
-
-    @property
-    def single_rows(self) -> int:
-        """Single rows of a step, at most."""
-        return max(f.single for f in self._steps)
+        key = singles, chunk
+        if key not in self._chosen:
+            self._chosen[key] = next(f for f in self._steps if f.holds(singles, chunk))
+        return self._chosen[key]
