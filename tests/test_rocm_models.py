@@ -91,7 +91,8 @@ def test_unknown_arch(rocm):
         rocm("tiny:q4_0", "gfx9999")
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
 @pytest.mark.parametrize("spec", ["tiny:q4_0", "tiny-qwen3:q4_k"])
 @pytest.mark.parametrize("wave_order", ["fwd", 5])
@@ -101,7 +102,8 @@ def test_in_the_emulator(rocm, emulator, spec, arch, wave_order, monkeypatch):
     check_model(artifact, spec, arch, emulator, wave_order)
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
 @pytest.mark.parametrize("count", [5, 12, 20])
 def test_steps_of_many_sequences_in_the_emulator(rocm, emulator, arch, count, monkeypatch):
@@ -117,7 +119,8 @@ def test_steps_of_many_sequences_in_the_emulator(rocm, emulator, arch, count, mo
     assert kl_divergence(exact.reshape(2 * count, -1), made.reshape(2 * count, -1)) < MAX_KL
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
 @pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss", "gemma3", "gemma4"])
 def test_architecture_in_the_emulator(emulator, tmp_path, name, arch, monkeypatch):
