@@ -9,7 +9,7 @@ DEBIAN := mesa-vulkan-drivers libvulkan1 spirv-tools vulkan-validationlayers
 # What the emulator of AMD's instruction sets (tools/dev/gfxemu.py) compiles with, where it is.
 DEBIAN += $(if $(wildcard ../shared/tools/gfxemu),clang-19)
 
-.PHONY: setup drivers demo test suite test-fast lint clean
+.PHONY: setup drivers demo test suite test-fast test-all lint clean
 
 setup: $(VENV)/.ready
 
@@ -34,6 +34,10 @@ test:
 
 suite: setup
 	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
+
+# Also the cases marked full, which differ from others in numbers more than in code: hours on two cores.
+test-all: setup
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder -m ""
 
 # The tests that compile little: under two minutes on two idle cores.
 test-fast: setup

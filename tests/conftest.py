@@ -64,18 +64,15 @@ SLOW = {
 }  # fmt: skip
 
 
-FULL = ("emulator_full", "grammars_full", "reference_full")  # markers of what no run selects by itself
-
-
 def pytest_runtest_setup(item):
-    if item.get_closest_marker("emulator_full") and (why := gfxemu.missing()):
+    if item.get_closest_marker("emulator") and (why := gfxemu.missing()):
         pytest.skip(why)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.path.name in SLOW or any(map(item.get_closest_marker, FULL)):
+        if item.path.name in SLOW or item.get_closest_marker("full"):
             item.add_marker("slow")
     place = {name: i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.name, len(LONG)))

@@ -1,5 +1,5 @@
 """What each run of the tests executes in the ISA emulator, for each of three instruction sets; all other emulated tests
-are marked emulator_full.
+are marked full.
 
 The emulator compiles an instruction set's operations once a process, which takes most of the time. So each set has a
 file, which pytest-xdist gives to one worker: test_emulator_gfx1100.py and so on derive from `OnArch`.
@@ -36,8 +36,8 @@ from mlc_amd.tools.dev.quality import kl_divergence
 from mlc_amd.tools.reference.attention import attention_reference
 
 MAX_KL = 1e-3  # nats
-# Formats whose instructions are counted: those of most models, and others that only emulator_full runs.
-FORMATS = ("q4_0", "q4_k", *(pytest.param(fmt, marks=pytest.mark.emulator_full) for fmt in ("q6_k", "q8_0")))
+# Formats whose instructions are counted: those of most models, and others that only `make test-all` runs.
+FORMATS = ("q4_0", "q4_k", *(pytest.param(fmt, marks=pytest.mark.full) for fmt in ("q6_k", "q8_0")))
 MARGIN = 1.2  # how many times the instructions of `OnArch.today` a GEMV may take
 MOST = 2.2  # how many times the instructions of one row eight rows may take
 EXPERTS = ("q4_k", "rows q8_0")  # cases of test_gpu_experts: one row, several

@@ -54,7 +54,7 @@ SAMPLE = ("gpt-oss",)  # that every run compares
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.reference_full) for name in REFERENCES]
+    "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.full) for name in REFERENCES]
 )
 def test_exact_logits(shared, tmp_path, name):
     """A random f16 model against logits that llama.cpp computed from the same weights in float32."""

@@ -1,8 +1,7 @@
-"""Linear layers and gate/up with SwiGLU on the CPU: every format on every instruction set that this machine runs,
-against numpy.
+"""Linear layers and gate/up with SwiGLU on the CPU, on every instruction set that this machine runs, against numpy: a
+sample of formats, most on the best one; marked full, all formats.
 
-The oracle: gguf-py's dequantized weights times the dequantized int8 activations, in float64. One compilation per
-instruction set.
+The oracle: gguf-py's dequantized weights times the dequantized int8 activations, in float64.
 """
 
 import functools
@@ -29,8 +28,8 @@ os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
 INT8 = [name for name in gguf_blocks.DISTINCT if FORMATS[name].kind == "int8"]
 # each way in which weights come to a dot product
 SAMPLE = ("q4_0", "q5_1", "q8_0", "q2_k", "q4_k", "q6_k", "iq4_xs", "mxfp4", "iq1_m")
+FEWER = ("q4_0", "q4_k", "q6_k", "mxfp4")  # on the other machines: codes, minima, two planes of bits, a codebook
 COMPILED = ("q4_0", "q2_k", "q6_k")  # for machines that cannot run them
-SAMPLES = {Portable: ("q4_0", "q8_0", "q4_k", "q6_k", "mxfp4")}  # its code is long and compiles slowly
 FLOAT = [name for name, fmt in FORMATS.items() if fmt.kind == "float"]
 TOLERANCE = 1e-5  # of the largest result
 
@@ -72,10 +71,11 @@ class Case(NamedTuple):
         return linear(*args, isa, name, replace(plan, unpack=unpack) if self.m > 1 else plan)
 
 
+@functools.cache
 def _cases(isa):
+    """All cases of an instruction set by name."""
     cases = {}
-    sample = SAMPLES.get(isa, SAMPLE)
-    for i, name in enumerate(INT8 if isa is MACHINES[RUNNABLE[0]].isa else sample):
+    for i, name in enumerate(INT8):
         cases[f"{name}-decode"] = Case(((name, 37),), 512)
         p = min((4, 8, 16)[i % 3], isa.tokens)
         cases[f"{name}-prefill"] = Case(((name, 48),), 256 if i % 2 else 512, 16, p, unpack=1)
@@ -105,6 +105,7 @@ SWIGLU = {
     "relu-prefill": ("q8_0", "q8_0", 4, 4, False, "relu"),
     "relu_sq-decode": ("q8_0", "q8_0", 1, 1, False, "relu_sq"),
 }
+FEWER_SWIGLU = ("int8-decode", "int8-prefill", "gelu-prefill")
 # GGML's definitions, in float64
 ACTIVATIONS = {
     "silu": lambda x: x / (1 + np.exp(-x)),
@@ -117,35 +118,48 @@ F, SWIGLU_K = 96, 256
 HALVES_OF_KERNELS = {"avxvnni": 0, "vnni512vl": 1}
 
 
-def kernels_of(machine) -> list[str]:
-    """Names of the kernels to test on a machine; where they are only compiled, a few."""
+def kernels_of(machine, rest=False) -> list[str]:
+    """Names of the kernels to test on a machine; where they are only compiled, a few. rest: those that only tests
+    marked full run."""
     if machine not in RUNNABLE:
         return [f"{fmt}-{step}" for fmt in COMPILED for step in ("decode", "prefill")] + ["swiglu-int8-prefill"]
     names = [*_cases(MACHINES[machine].isa), *(f"swiglu-{name}" for name in SWIGLU)]
+    if machine == RUNNABLE[0]:
+        left_out = {f"{fmt}-{step}" for fmt in {*INT8} - {*SAMPLE} for step in ("decode", "prefill")}
+    else:
+        left_out = {name for name in names if name.startswith("swiglu") or "mixed" in name or "residual" in name}
+        left_out |= {f"{fmt}-{step}" for fmt in {*INT8, "f32", "bf16"} - {*FEWER} for step in ("decode", "prefill")}
+        left_out -= {f"swiglu-{name}" for name in FEWER_SWIGLU}
+    if rest:
+        return [name for name in names if name in left_out]
+    names = [name for name in names if name not in left_out]
     half = HALVES_OF_KERNELS.get(machine)
     # decode and prefill alternate: of one format the one, of the next the other
     return [name for i, name in enumerate(names) if half in (None, (i + i // 2) % 2)]
 
 
 @functools.cache
-def library(machine):
-    """All kernels of a machine in one module, ready to call."""
+def module(machine, name):
+    """A module with the function "kernel"."""
     isa, mcpu, _ = MACHINES[machine]
-    cases, kernels = _cases(isa), {}
-    for name in kernels_of(machine):
-        label = name.replace("-", "_")
-        if name in cases:
-            kernels[label] = cases[name].kernel(isa, label)
-        else:
-            gate, up, m, p, quantize, act = SWIGLU[name.removeprefix("swiglu-")]
-            p = min(p, isa.tokens)
-            kernels[label] = gate_up_swiglu(gate, up, F, SWIGLU_K, m, p, quantize, isa, label, act=act)
-    return build_module(kernels, tvm.target.Target({"kind": "llvm", "mcpu": mcpu}))
+    if name in _cases(isa):
+        kernel = _cases(isa)[name].kernel(isa, "kernel")
+    else:
+        gate, up, m, p, quantize, act = SWIGLU[name.removeprefix("swiglu-")]
+        p = min(p, isa.tokens)
+        kernel = gate_up_swiglu(gate, up, F, SWIGLU_K, m, p, quantize, isa, "kernel", act=act)
+    return build_module({"kernel": kernel}, tvm.target.Target({"kind": "llvm", "mcpu": mcpu}))
 
 
-def on_machines(names, prefix="") -> list[tuple[str, str]]:
+def on_machines(names, prefix="") -> list:
     """(machine that runs here, name) of all `names` whose kernels it has."""
-    return [(machine, name) for machine in RUNNABLE for name in names if prefix + name in kernels_of(machine)]
+    return [
+        pytest.param(machine, name, marks=pytest.mark.full if rest else ())
+        for machine in RUNNABLE
+        for rest in (False, True)
+        for name in names
+        if prefix + name in kernels_of(machine, rest)
+    ]
 
 
 def weights(name, n, k, seed):
@@ -185,7 +199,7 @@ def activations(kind, m, k, p, scale=1):
 def call(machine, name, *arrays):
     """Runs a kernel on numpy arrays; returns them as it left them."""
     tensors = [tvm.runtime.tensor(np.ascontiguousarray(a)) for a in arrays]
-    library(machine)[name.replace("-", "_")](*tensors)
+    module(machine, name)["kernel"](*tensors)
     return [t.numpy() for t in tensors]
 
 
@@ -219,10 +233,7 @@ def error(got, expected):
     return np.abs(got - expected).max() / np.abs(expected).max()
 
 
-@pytest.mark.parametrize(
-    ("machine", "name"),
-    [(machine, name) for machine in RUNNABLE for name in kernels_of(machine) if not name.startswith("swiglu")],
-)
+@pytest.mark.parametrize(("machine", "name"), on_machines(_cases(MACHINES[RUNNABLE[0]].isa)))
 def test_linear(machine, name):
     for got, expected in zip(*run_linear(machine, name, live=16), strict=True):
         assert error(got, expected) < TOLERANCE
@@ -288,9 +299,11 @@ def test_gate_up_swiglu(machine, name):
     np.testing.assert_allclose(S[:, :, [1, 3, 4]], again[:, :, [1, 3, 4]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("machine", COMPILE_ONLY)
-def test_compiles_for_other_machines(machine):
-    assert "vpdpbusd" in library(machine).inspect_source("asm")
+@pytest.mark.parametrize(
+    ("machine", "name"), [(machine, name) for machine in COMPILE_ONLY for name in kernels_of(machine)]
+)
+def test_compiles_for_other_machines(machine, name):
+    assert "vpdpbusd" in module(machine, name).inspect_source("asm")
 
 
 def test_avx2_for_avx512_without_vnni():

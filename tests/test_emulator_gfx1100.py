@@ -7,7 +7,6 @@ from typing import ClassVar
 import pytest
 from attention_cases import Case, check_attention
 from emulator_suite import OnArch, check_model
-from test_rocm_models import TWO
 from test_tuning_build import linear
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
@@ -30,7 +29,7 @@ class TestGfx1100(OnArch):
     def test_model(self, emulator, compiled_for, monkeypatch):
         """A whole tiny model; test_rocm_models has others."""
         monkeypatch.setenv("MLC_AMD_GRAPH", "0")
-        artifact, spec = Artifact.open(compiled_for("rocm", TWO, "tiny:q4_0", 64)), "tiny:q4_0"
+        artifact, spec = Artifact.open(compiled_for("rocm", self.arch, "tiny:q4_0", 64)), "tiny:q4_0"
         check_model(artifact, spec, self.arch, emulator, wave_order=5)
 
     def test_attention_with_a_window_takes_the_time_of_the_window(self):

@@ -19,8 +19,8 @@ TARGETS = [
     ("vulkan", "lavapipe"),
     ("vulkan", "generic"),
     # a sample of them in each run: emulator_suite.py
-    pytest.param(("rocm", "gfx1100"), marks=pytest.mark.emulator_full),
-    pytest.param(("rocm", "gfx942"), marks=pytest.mark.emulator_full),
+    pytest.param(("rocm", "gfx1100"), marks=pytest.mark.full),
+    pytest.param(("rocm", "gfx942"), marks=pytest.mark.full),
 ]
 
 

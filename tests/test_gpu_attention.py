@@ -134,14 +134,16 @@ def runner(arch, name):
     return lambda arrays: emulate(compiled(arch, name), name, arrays, WAVE_ORDER)
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", [*DECODE, *ROWS, *PREFILL, *DOT])
 def test_attention(arch, name):
     check_attention(CASES[name], runner(arch, name))
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", ROPE)
 def test_rope_kv_write(arch, name):

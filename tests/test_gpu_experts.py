@@ -295,7 +295,8 @@ def test_expert_down_and_linear(profile, name):
     check_down(CASES[name], profile, execute)
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
 def test_order_of_amd_code(arch):
     check_order(16, 13, Experts(9, 3, 8), resolve(arch), emulated)

@@ -202,7 +202,8 @@ def run_linear(arch, name, live, wave_order, kernels=None):
     return [arrays[f"Y{i}"][:, : e.shape[1]] for i, e in enumerate(expected)], expected, results
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch, name", [(arch, name) for arch, (names, _) in EMULATED.items() for name in names])
 def test_linear(arch, name):
     check_linear(arch, name)
@@ -217,7 +218,8 @@ def check_linear(arch, name, kernels=None):
     assert any(re.search(wanted, mnemonic) for mnemonic in used)
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("live", [1, 127, 129])
 def test_linear_leaves_tiles_without_live_tokens(live):
     (got,), (expected,), _ = run_linear("gfx1100", "large-matrix", live, wave_order="rev")
@@ -226,7 +228,8 @@ def test_linear_leaves_tiles_without_live_tokens(live):
     assert np.isnan(got[tokens:]).all()
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch, name", [(arch, name) for arch, (_, names) in EMULATED.items() for name in names])
 def test_gate_up_swiglu(arch, name):
     check_swiglu(arch, name)

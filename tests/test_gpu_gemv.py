@@ -85,14 +85,16 @@ def run_linear(arch, segments, k, biases, residual, plan=None, wave_order="fwd",
     return result
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", ARCH_NAMES)
 @pytest.mark.parametrize("fmt", gguf_blocks.DISTINCT)
 def test_formats(arch, fmt):
     run_linear(arch, [(fmt, 40)], 1024, (False,), False, Plan(rows=2, waves=4, lanes=64, unroll=1), wave_order=3)
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx942"])
 @pytest.mark.parametrize(
     ("fmt", "k"),
@@ -110,7 +112,8 @@ def test_columns(arch, fmt, k):
     run_linear(arch, [(fmt, 16)], k, (False,), False)
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", ARCH_NAMES)
 @pytest.mark.parametrize(
     "plan", [None, Plan(rows=8, waves=1, lanes=8, unroll=4), Plan(rows=1, waves=2, lanes=16, unroll=2)]
@@ -119,7 +122,8 @@ def test_segments_share_a_launch(arch, plan):
     run_linear(arch, [("q4_k", 64), ("q5_0", 21), ("q6_k", 16)], 512, (True, True, False), False, plan, wave_order=1)
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", ARCH_NAMES)
 @pytest.mark.parametrize("fmt", ["q4_0", "bf16"])
 def test_residual(arch, fmt):
@@ -144,7 +148,8 @@ GATE_UP = {
 }
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", ARCH_NAMES)
 @pytest.mark.parametrize("case", GATE_UP)
 def test_gate_up_swiglu(arch, case):

@@ -78,7 +78,8 @@ def run_gate_up(arch, gate, up, f, k, m, layout):
     np.testing.assert_allclose(s[..., 1:], s[..., :1] * sums, rtol=1e-6)
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", ARCH_NAMES)
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize("fmt", INT8)
@@ -86,7 +87,8 @@ def test_formats(arch, m, fmt):
     run_linear(arch, [(fmt, 40)], 1024, m, plan=Plan(2, 4), wave_order=3)
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx90a"])
 @pytest.mark.parametrize(("fmt", "k"), [("q4_0", 32), ("q8_0", 96), ("q4_0", 5120), ("q6_k", 2304), ("mxfp4", 64)])
 def test_columns(arch, fmt, k):
@@ -94,7 +96,8 @@ def test_columns(arch, fmt, k):
     run_linear(arch, [(fmt, 16)], k, 8)
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", ARCH_NAMES)
 def test_segments(arch):
     run_linear(arch, [("q4_k", 64), ("q5_0", 21), ("q6_k", 16)], 512, 8, (True, True, False), wave_order=1)
@@ -102,7 +105,8 @@ def test_segments(arch):
     run_linear(arch, [("q5_1", 37), ("q3_k", 48)], 256, 32, (True, False))
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", ARCH_NAMES)
 @pytest.mark.parametrize(
     "case",
@@ -133,7 +137,8 @@ def test_the_most_tokens_fit_registers(arch):
     hold_everything_in_registers(arch, ("q4_0", "q4_k", "q8_0"), ROWS[-1])
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize("arch", UNITS)
 def test_all_formats_fit_registers(arch, m):

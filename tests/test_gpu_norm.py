@@ -63,7 +63,8 @@ def build(arch, **kernels):
     return module
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", ARCH_NAMES)
 @pytest.mark.parametrize("layout", ["rows", "half"])
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -78,7 +79,8 @@ def test_quantize(arch, layout, chunk):
     check(out, x[:live].astype(np.float64))
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", ARCH_NAMES)
 @pytest.mark.parametrize("rows", ["all", "last"])
 @pytest.mark.parametrize("layout", ["", "rows", "half"])
@@ -94,7 +96,8 @@ def test_rms_norm(arch, rows, layout, chunk):
     check(out, expected if rows == "all" else expected[-1:])
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx942"])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_embed(arch, fmt):
@@ -107,7 +110,8 @@ def test_embed(arch, fmt):
     assert (X[live:] == LEFT).all()
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 def test_embed_of_a_float_table_takes_any_number_of_columns():
     table = np.random.default_rng(4).standard_normal((VOCAB, 100)).astype(np.float32)
     weights, X = repack("f32", table.view(np.uint8), 100, "rows"), np.zeros((1, 100), np.float32)

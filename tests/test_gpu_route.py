@@ -112,7 +112,8 @@ def test_scores_without_an_order_still_name_experts(profile, bad):
     assert {5, 30} <= set(ids) or np.isnan(bad)
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
 def test_amd_code(arch):
     for name in ROUTINGS:

@@ -43,7 +43,8 @@ def test_other_rows_do_not_matter():
     assert sampled([rows[7]], VOCAB, arch, execute)[0][0] == together[7]
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("name", ["gfx1100", "gfx1201", "gfx942"])
 def test_in_the_emulator(name):
     check_emulated(name)

@@ -124,7 +124,7 @@ def test_random_answers_match_their_schemas(bundled):
     assert sum(ended) > 60  # of 80
 
 
-@pytest.mark.grammars_full
+@pytest.mark.full
 def test_random_answers_match_all_schemas(bundled):
     grammars, walker = bundled[0], Walker(bundled[1])
     ended = [check_schema(grammars, walker, schema, 5) for schema in schemas(300)]

@@ -150,7 +150,8 @@ def test_everything_is_given_back(artifact):
     assert bindings.leaks() == []
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1201"])
 def test_real_code_object(artifact, emulator, arch):
     """Kernels of the compiler in the ISA emulator, through this device: the normalized row of each token's

@@ -9,8 +9,6 @@ from test_hsaco import dots
 
 from mlc_amd.compiler.codegen import hsaco
 from mlc_amd.compiler.codegen.rocm import compile_hsaco, find_linker
-from mlc_amd.compiler.gguf import synthetic
-from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.arch import ARCHS
 from mlc_amd.tools import cli, inspect_kernels
@@ -27,12 +25,9 @@ def linker():
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory, linker):
+def artifact(compiled_for, linker):
     """A tiny model for gfx1100."""
-    out = tmp_path_factory.mktemp("inspect") / "model"
-    with synthetic("tiny:q4_0") as model:
-        compile_model(model, "rocm", ARCH, 64, out)
-    return out
+    return compiled_for("rocm", ARCH, "tiny:q4_0", 64)
 
 
 @pytest.fixture(scope="module")

@@ -94,7 +94,7 @@ def test_elements_are_rounded_to_steps_of_their_block():
 # On vulkan, test_vulkan_kernels.py has the kernels of such caches in every run.
 @pytest.mark.parametrize(
     ("target", "arch"),
-    [("cpu", "native"), pytest.param("vulkan", "lavapipe", marks=pytest.mark.reference_full)],
+    [("cpu", "native"), pytest.param("vulkan", "lavapipe", marks=pytest.mark.full)],
 )
 def test_a_model_computes_what_numpy_does(compiled_for, target, arch):
     if target == "vulkan":

@@ -8,9 +8,7 @@ from mlc_amd.tools.dev.quality import MODELS, Reference
 SAMPLE = ("llama-q4_k_m", "qwen3-iq4_xs")  # of every run
 
 
-@pytest.fixture(
-    params=[pytest.param(name, marks=() if name in SAMPLE else pytest.mark.reference_full) for name in MODELS]
-)
+@pytest.fixture(params=[pytest.param(name, marks=() if name in SAMPLE else pytest.mark.full) for name in MODELS])
 def case(request, shared, compiled):
     """(engine, reference results) of one model."""
     name = request.param

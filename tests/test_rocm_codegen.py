@@ -83,7 +83,8 @@ def test_every_arch_compiles_with_a_wait_before_the_barrier(name):
     assert any(line in ("s_wait_dscnt 0x0", "s_waitcnt lgkmcnt(0)") for line in lines[write:barrier])
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("order", ["fwd", "rev", 3])
 def test_barrier(arch, order):
     x = np.random.default_rng(0).standard_normal((2, 256)).astype(np.float32)
@@ -115,7 +116,8 @@ def test_arguments_are_bound_although_tvm_reorders_them(arch):
     assert launch.args != tuple(range(5))
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 def test_bound_arguments_reach_the_kernel(arch):
     module, names = reordered(arch)
     arrays = {name: np.full(32, i + 1, np.float32) for i, name in enumerate(names)} | {
@@ -141,7 +143,8 @@ def two_kernels():
     return ir.get()
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 def test_a_function_of_two_kernels_and_several_functions_in_a_code_object(arch):
     module = compile_hsaco({"two": two_kernels(), "reverse": reverse_groups(64)}, arch)
     assert set(module.functions) == {"two", "reverse"}
@@ -222,7 +225,8 @@ def words(rng, n):
     return rng.integers(-(2**31), 2**31, n).astype(np.int32)
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 def test_dot4(arch):
     rng = np.random.default_rng(1)
     a, b, c = (words(rng, arch.wave) for _ in range(3))
@@ -231,7 +235,8 @@ def test_dot4(arch):
     assert np.array_equal(elementwise(arch, device.dot4, a, b, c), expected)
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 def test_dot4_without_an_instruction_for_it():
     rng = np.random.default_rng(2)
     plain, run_on = ARCHS["gfx1010"], ARCHS["gfx1100"]  # the emulator does not know gfx10
@@ -241,7 +246,8 @@ def test_dot4_without_an_instruction_for_it():
     assert np.array_equal(elementwise(run_on, lambda _, *values: device.dot4(plain, *values), a, b, c), expected)
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("plain", [False, True])
 def test_dot2(arch, plain):
     rng = np.random.default_rng(3)
@@ -257,7 +263,8 @@ def test_dot2(arch, plain):
     np.testing.assert_allclose(got, (a.astype(np.float32) * b.astype(np.float32)).sum(1) + c, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     ("op", "reference", "low", "high"),
     [
@@ -273,7 +280,8 @@ def test_functions_of_one_number(arch, op, reference, low, high):
     np.testing.assert_allclose(elementwise(arch, lambda _, value: op(value), x), reference(x), rtol=3e-7)
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 def test_maximum_minimum_fma(arch):
     rng = np.random.default_rng(5)
     x, y, z = (rng.standard_normal(arch.wave).astype(np.float32) for _ in range(3))
@@ -285,7 +293,8 @@ def test_maximum_minimum_fma(arch):
     assert np.array_equal(got, (x.astype(np.float64) * y + z).astype(np.float32))
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint32])
 def test_shuffles(arch, dtype):
     """All XOR distances, an arbitrary permutation, and the value of the first lane."""
@@ -314,7 +323,8 @@ def test_no_partner_outside_the_wave():
         device.shuffle_xor(ARCHS["gfx1100"], T.float32(0), 32)
 
 
-@pytest.mark.emulator_full
+@pytest.mark.full
+@pytest.mark.emulator
 def test_reductions(arch):
     """Sums and maxima over every power of two of lanes, in the second wave of a workgroup as in the first."""
     wave = arch.wave

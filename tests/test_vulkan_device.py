@@ -94,7 +94,7 @@ def near(got: np.ndarray, expected: np.ndarray) -> bool:
     return np.linalg.norm(got - expected) < 0.03 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("which", ["small", pytest.param("bundled", marks=pytest.mark.reference_full)])
+@pytest.mark.parametrize("which", ["small", pytest.param("bundled", marks=pytest.mark.full)])
 def test_a_model_computes_what_it_does_on_the_cpu(which, artifact, compiled_for, demo_gguf, compiled):
     """Logits of a text, at once and token by token; then greedy text: both get the CPU's tokens, and agree on each
     unless it is a tie. The driver compiles the bundled model's kernels for a minute."""

@@ -104,7 +104,7 @@ def test_logits(made, load, spec, arch):
     assert arch in ("auto", engine.device.code_arch)
 
 
-@pytest.mark.reference_full
+@pytest.mark.full
 def test_quality(made, load, shared):
     vulkan_harness.gpu()
     engine, expected = load(made(shared / "models" / f"{SAMPLE}.gguf", "auto", 512)), Reference(shared, SAMPLE)
