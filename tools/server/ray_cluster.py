@@ -9,6 +9,7 @@ deleted. The second one ends the answers in progress, too.
 
 import logging
 import os
+import re
 import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,7 +62,7 @@ def run(address: str, host: str, port: int, deployment: Deployment) -> None:
     """Serves until a signal has stopped it. UserError if the cluster cannot be reached, or a replica not be started."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
     try:
-        with _cluster(address, deployment.settings.quiet):
+        with _cluster(address):
             _run(host, port, deployment)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -105,19 +106,20 @@ def _check_address(address: str) -> None:
         raise UsageError(f"--ray is {address!r}: give auto, local, HOST:PORT or ray://HOST:PORT")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _REACHABLE).close()
-    except OSError as error:
-        raise UserError(f"no Ray cluster at {address}: {error.strerror or error}") from error
+    except (OSError, OverflowError) as error:  # OverflowError: no port has that number
+        raise UserError(f"no Ray cluster at {address}: {getattr(error, 'strerror', None) or error}") from error
 
 
 @contextmanager
-def _cluster(address: str, quiet: bool) -> Iterator[None]:
+def _cluster(address: str) -> Iterator[None]:
     _check_address(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a new cluster: it would report to Ray's makers
     more: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
-        ray.init(address, logging_level=logging.ERROR, log_to_driver=not quiet, **more)
+        ray.init(address, logging_level=logging.ERROR, log_to_driver=False, **more)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(f"no Ray cluster at {address}: {_line(error)}; `ray start --head` starts one") from error
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     # Ray has its own handler for SIGTERM by now.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -177,10 +179,11 @@ def _deploy(deployment: Deployment) -> DeploymentHandle:
 
 
 def _reason(error: BaseException) -> str:
-    """What a replica's constructor said, which Ray quotes as the end of a traceback."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if "Error: " in line and not line.startswith("ray::")]
-    return (told or lines or [type(error).__name__])[-1].rpartition("Error: ")[2]
+    """Why a replica could not be started: Ray quotes the traceback, of which the last line is `module.Class: text`."""
+    application = serve.status().applications.get(APPLICATION)
+    told = [one.message for one in application.deployments.values() if one.message] if application else []
+    last = [text.strip().splitlines()[-1] for text in (str(error), *told) if text.strip()][-1]
+    return re.sub(r"^[\w.]+: ", "", last)
 
 
 def _load(sources: Mapping[str, str | None], options: Mapping[str, Any], name: str, gpu: str | None) -> Engine:
