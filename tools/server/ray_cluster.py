@@ -85,11 +85,11 @@ def _run(host: str, port: int, deployment: Deployment) -> None:
 
 def _stop(gateway: DeploymentHandle) -> None:
     try:
-        if count := gateway.running.remote().result():
+        if count := gateway.stop.remote().result():
             display.message(f"stopping after {count} requests (once more: at once)")
-        gateway.stop.remote().result()
+        gateway.end.remote().result()
     except KeyboardInterrupt:
-        gateway.stop.remote(now=True).result()
+        gateway.end.remote(now=True).result()
         display.message("stopped at once")
         raise
 

@@ -176,16 +176,17 @@ class Gateway:
     async def __call__(self, request: Request) -> Response:
         return _Asgi(self._serve)
 
-    async def stop(self, now: bool = False) -> None:
-        """Takes no more requests, and returns when those in progress are answered. now: these are not answered."""
+    async def stop(self) -> int:
+        """Takes no more requests. How many are in progress."""
         self._stopping = True
+        return len(self._running)
+
+    async def end(self, now: bool = False) -> None:
+        """Returns when the requests in progress are answered. now: without waiting for their answers."""
         for task in self._running if now else ():
             task.cancel()
         while self._running:
             await asyncio.wait(self._running)
-
-    async def running(self) -> int:
-        return len(self._running)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         task, begun = asyncio.current_task(), False
