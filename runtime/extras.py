@@ -29,6 +29,7 @@ PACKAGES = {
     "httptools": Package("serve", "httptools", "`mlc-amd serve`"),
     "llguidance": Package("serve", "llguidance", "answers with a schema or a grammar"),
     "prometheus_client": Package("serve", "prometheus_client", "the metrics of `mlc-amd serve`"),
+    "ray": Package("ray", "ray", "`mlc-amd serve --ray`"),
     "rocm.bindings.hip": Package("rocm", "rocm-bindings-hip", "running target rocm"),
     "ziglang": Package("rocm", "ziglang", "linking GPU code where no lld is installed"),
 }

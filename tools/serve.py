@@ -4,10 +4,10 @@ import ipaddress
 import os
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlc_amd.runtime import extras
 from mlc_amd.runtime.errors import UsageError, UserError
@@ -16,6 +16,7 @@ from mlc_amd.tools import display, models
 
 if TYPE_CHECKING:
     from mlc_amd.runtime.engine import Engine
+    from mlc_amd.tools.server.service import Settings
 
 SHORT = {"q": "quiet"}
 _KEY_VARIABLE = "MLC_AMD_API_KEY"
@@ -38,6 +39,8 @@ def run(
     kv_tokens: int | None = None,
     kv_memory: str | None = None,
     quiet: bool = False,
+    ray: str | None = None,
+    replicas: int | None = None,
     target: str = "auto",
     arch: str = "native",
     ctx: int | None = None,
@@ -72,6 +75,9 @@ def run(
         kv_memory: how much memory a model's KV cache takes instead, as 4G or 512M, or auto: what the device has left
             (default: auto where one model is loaded at a time, else enough for one context).
         quiet: log no requests.
+        ray: deploy the server on this Ray cluster: auto (the one that this machine belongs to), HOST:PORT, ray://HOST:PORT,
+            or local (a new one, of this machine). --host and --port are those of its head node.
+        replicas: with --ray: how many servers share the requests, each with a GPU or CPUs of its own (default: 1).
         target: target that a GGUF file is compiled for: auto (rocm if AMD's HIP runtime works, else vulkan on a GPU,
             else cpu), cpu, rocm or vulkan.
         arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
@@ -85,31 +91,31 @@ def run(
         n_cpu_moe: keep the experts of the first N layers in host memory, where the GPU reads them across the bus: for
             mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough).
     """
-    for module in ("starlette", "uvicorn", "httptools", "prometheus_client"):
+    for module in ("starlette", "uvicorn", "httptools", "prometheus_client", *(("ray",) if ray is not None else ())):
         extras.require(module)
-    _check(port=port, models_max=models_max, max_requests=max_requests, max_body=max_body)
-    from mlc_amd.tools.server.app import make_app
-    from mlc_amd.tools.server.library import Library
-    from mlc_amd.tools.server.lifecycle import make_server
-    from mlc_amd.tools.server.service import Service, Settings
+    count = 1 if replicas is None else replicas
+    _check(port=port, models_max=models_max, max_requests=max_requests, max_body=max_body, replicas=count)
+    if ray is None and replicas is not None:
+        raise UsageError("--replicas is for --ray: say on which cluster")
+    if ray is not None and (uds is not None or port == 0):
+        raise UsageError("--ray needs a --port: Ray's server takes no Unix domain socket, and chooses no port")
+    from mlc_amd.tools.server.service import Settings
 
-    load = partial(
-        models.load_engine,
-        target=target,
-        arch=arch,
-        ctx=ctx,
-        kv_type=kv_type,
-        threads=threads,
-        device=device,
-        verify=verify,
-        n_cpu_moe=n_cpu_moe,
-        kv_tokens=kv_tokens,
-        kv_memory="auto" if kv_tokens is None and kv_memory is None and models_max == 1 else kv_memory,
-    )
-    loaders: dict[str, Callable[[], Engine]] = {name: partial(load, source) for name, source in named(model).items()}
+    options: dict[str, Any] = {
+        "target": target,
+        "arch": arch,
+        "ctx": ctx,
+        "kv_type": kv_type,
+        "threads": threads,
+        "device": device,
+        "verify": verify,
+        "n_cpu_moe": n_cpu_moe,
+        "kv_tokens": kv_tokens,
+        "kv_memory": "auto" if kv_tokens is None and kv_memory is None and models_max == 1 else kv_memory,
+    }
+    sources = named(model)
     keys = read_keys(api_key, api_key_file)
     local = uds is not None or is_loopback(host)
-    listener = listen(host, port, uds)
     settings = Settings(
         keys=keys,
         origins=cors_origins,
@@ -119,10 +125,36 @@ def run(
         requests=max_requests,
         quiet=quiet,
     )
-    library = Library(loaders, models_max, idle_unload)
-    service = Service(library, settings)
     if not keys and not local:
         display.message("warning: everybody who reaches this address can use the server: give it an --api-key-file")
+    if ray is None:
+        loaders = {name: partial(models.load_engine, source, **options) for name, source in sources.items()}
+        _serve_here(loaders, models_max, idle_unload, settings, listen(host, port, uds), uds)
+        return
+    try:
+        from mlc_amd.tools.server import ray_cluster
+    except ImportError as error:  # ray without its extra `serve`
+        raise extras.absence("ray") from error
+    deployment = ray_cluster.Deployment(_absolute(sources), options, models_max, idle_unload, settings, count)
+    ray_cluster.run(ray, host, port, deployment)
+
+
+def _serve_here(
+    loaders: Mapping[str, Callable[[], "Engine"]],
+    most: int,
+    idle: float | None,
+    settings: "Settings",
+    listener: socket.socket,
+    uds: str | None,
+) -> None:
+    """Serves in this process until a signal has stopped it."""
+    from mlc_amd.tools.server.app import make_app
+    from mlc_amd.tools.server.library import Library
+    from mlc_amd.tools.server.lifecycle import make_server
+    from mlc_amd.tools.server.service import Service
+
+    library = Library(loaders, most, idle)
+    service = Service(library, settings)
     try:
         library.add(library.names[0], loaders[library.names[0]]())
         where = f"unix:{uds}" if uds else url(listener)
@@ -132,6 +164,15 @@ def run(
         listener.close()
         if uds:
             Path(uds).unlink(missing_ok=True)
+
+
+def _absolute(sources: Mapping[str, str | None]) -> dict[str, str | None]:
+    """What models of this machine are called in other folders, and where $MLC_AMD_MODEL is not set."""
+    given = {name: source or os.environ.get("MLC_AMD_MODEL") for name, source in sources.items()}
+    paths = {name: Path(source).expanduser() for name, source in given.items() if source}
+    return {
+        name: str(paths[name].resolve()) if name in paths and paths[name].exists() else given[name] for name in given
+    }
 
 
 def _check(**values: int) -> None:

@@ -15,8 +15,9 @@ _MOST_RESPONSES, _MOST_CHARACTERS = 1000, 64_000_000
 _PREFIXES = {"thinking": "rs", "text": "msg", "call": "fc"}
 
 
-def new_id(kind: str) -> str:
-    return f"{kind}_{uuid.uuid4().hex}"
+def new_id(kind: str, maker: str = "") -> str:
+    """maker: what it begins with."""
+    return f"{kind}_{maker}{uuid.uuid4().hex}"
 
 
 def response(id: str, created: int, model: str, echo: Mapping[str, Any], status: str = "in_progress") -> dict[str, Any]:
@@ -112,9 +113,10 @@ class Stored:
 
 
 class ResponseStore:
-    """The last responses of all clients, in memory."""
+    """The last responses of all clients, in memory. maker: what their ids begin with, to tell several stores apart."""
 
-    def __init__(self) -> None:
+    def __init__(self, maker: str = "") -> None:
+        self.maker = maker
         self._kept: OrderedDict[str, Stored] = OrderedDict()
         self._size = 0
 

@@ -33,10 +33,12 @@ async def create(request: Request) -> Response:
         earlier = _store(request).find(fields.text("previous_response_id"), client, "previous_response_id").messages
     asked = asked_of(fields, earlier, client)
     keep = partial(_keep, _store(request), client, asked) if asked.store else None
-    encoder = partial(_events, asked, keep) if fields.flag("stream") else None
-    return await respond(request, asked.request, encoder, partial(_whole, asked, keep))
+    begin = partial(_begun, asked, new_id("resp", _store(request).maker))
+    encoder = partial(_events, begin, keep) if fields.flag("stream") else None
+    return await respond(request, asked.request, encoder, partial(_whole, begin, keep))
 
 
+Begin = Callable[[Answering], dict[str, Any]]
 Keep = Callable[[dict[str, Any], Sequence[Block]], None]
 
 
@@ -48,18 +50,18 @@ def _keep(store: ResponseStore, client: str, asked: Asked, body: dict[str, Any],
     store.add(client, body, [*asked.messages, as_message(blocks)])
 
 
-def _begun(asked: Asked, answering: Answering) -> dict[str, Any]:
-    return response(new_id("resp"), int(time.time()), answering.model.name, asked.echo)
+def _begun(asked: Asked, id: str, answering: Answering) -> dict[str, Any]:
+    return response(id, int(time.time()), answering.model.name, asked.echo)
 
 
-def _events(asked: Asked, keep: Keep | None, answering: Answering) -> ResponseEvents:
-    return ResponseEvents(_begun(asked, answering), keep)
+def _events(begin: Begin, keep: Keep | None, answering: Answering) -> ResponseEvents:
+    return ResponseEvents(begin(answering), keep)
 
 
-def _whole(asked: Asked, keep: Keep | None, answering: Answering, events: Sequence[Event]) -> dict[str, Any]:
+def _whole(begin: Begin, keep: Keep | None, answering: Answering, events: Sequence[Event]) -> dict[str, Any]:
     end, blocks = finish_of(events), blocks_of(events)
     output = [item(block, item_id(block)) for block in blocks]
-    body = ended(_begun(asked, answering), output, end.usage, end.reason == "length")
+    body = ended(begin(answering), output, end.usage, end.reason == "length")
     if keep:
         keep(body, blocks)
     return body

@@ -76,7 +76,11 @@ def note(request: Request, text: str) -> None:
 
 async def read_fields(request: Request) -> Fields:
     """The body, a JSON object. ApiError 400, 408 and 413."""
-    settings = service_of(request).settings
+    return Fields(await parse_body(await read_body(request, service_of(request).settings)))
+
+
+async def read_body(request: Request, settings: Settings) -> bytearray:
+    """ApiError 400, 408 and 413."""
     body = bytearray()
     try:
         async with asyncio.timeout(settings.read):
@@ -88,10 +92,15 @@ async def read_fields(request: Request) -> Fields:
         raise ApiError(408, f"the body did not arrive within {settings.read:g} s") from None
     except ClientDisconnect:
         raise invalid("the body is incomplete") from None
-    return Fields(await asyncio.to_thread(_parse, body) if len(body) > _LARGE else _parse(body))
+    return body
 
 
-def _parse(body: bytearray) -> Any:
+async def parse_body(body: bytes | bytearray) -> Any:
+    """The JSON value. ApiError 400."""
+    return await asyncio.to_thread(_parse, body) if len(body) > _LARGE else _parse(body)
+
+
+def _parse(body: bytes | bytearray) -> Any:
     try:
         return json.loads(body or b"{}", parse_constant=_no_constant)
     except RecursionError:

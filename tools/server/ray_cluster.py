@@ -1,0 +1,232 @@
+# pyright: reportMissingImports=false
+"""`mlc-amd serve --ray`: deploys the server on a Ray cluster, waits for a signal, and takes it away again.
+
+In: a cluster's address, the models and settings of tools/serve.py. What runs there is in ray_replicas.py.
+
+The first SIGINT or SIGTERM stops it: new requests get 503, answers in progress are finished, then the application is
+deleted. The second one ends the answers in progress, too.
+"""
+
+import logging
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import HTTPOptions, RequestRouterConfig
+from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
+
+from mlc_amd.runtime.engine import Engine
+from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.tools import display, models
+from mlc_amd.tools import target as targets
+from mlc_amd.tools.server.ray_replicas import Gateway, Replica, Router
+from mlc_amd.tools.server.service import Settings
+
+APPLICATION = "mlc-amd"
+# Requests besides those that the server's own limit counts: pages, metrics, and those that it answers with 503.
+_UNCOUNTED = 64
+# Seconds that answers have where somebody else deletes the application and --timeout sets no limit.
+_LAST_ANSWERS = 3600.0
+# Seconds within which a cluster's address takes a connection.
+_REACHABLE = 10.0
+# How often a replica is started that fails at once: another try may find another machine.
+_TRIES = 3
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What is deployed. sources: what `models.load_engine` takes, by the names that clients use; options: its other
+    arguments; most, idle: of the `Library`."""
+
+    sources: Mapping[str, str | None]
+    options: Mapping[str, Any]
+    most: int
+    idle: float | None
+    settings: Settings
+    replicas: int
+
+
+def run(address: str, host: str, port: int, deployment: Deployment) -> None:
+    """Serves until a signal has stopped it. UserError if the cluster cannot be reached, or a replica not be started."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
+    try:
+        with _cluster(address):
+            _run(host, port, deployment)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(host: str, port: int, deployment: Deployment) -> None:
+    try:
+        where = _start(host, port)
+        gateway = _deploy(deployment)
+        count = f"{deployment.replicas} replica{'s' if deployment.replicas > 1 else ''}"
+        display.message(f"serving {', '.join(deployment.sources)} with {count} at {where}")
+        try:
+            while True:
+                signal.pause()
+        except KeyboardInterrupt:
+            _stop(gateway)
+    finally:
+        _delete()
+
+
+def _stop(gateway: DeploymentHandle) -> None:
+    try:
+        if count := gateway.stop.remote().result():
+            display.message(f"stopping after {count} requests (once more: at once)")
+        gateway.end.remote().result()
+    except KeyboardInterrupt:
+        gateway.end.remote(now=True).result()
+        display.message("stopped at once")
+        raise
+
+
+# ---- the cluster
+
+
+def _check_address(address: str) -> None:
+    """UserError if nothing answers there: Ray itself would try for minutes."""
+    if address in ("auto", "local"):
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        raise UsageError(f"--ray is {address!r}: give auto, local, HOST:PORT or ray://HOST:PORT")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACHABLE).close()
+    except (OSError, OverflowError) as error:  # OverflowError: no port has that number
+        raise UserError(f"no Ray cluster at {address}: {getattr(error, 'strerror', None) or error}") from error
+
+
+@contextmanager
+def _cluster(address: str) -> Iterator[None]:
+    _check_address(address)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a new cluster: it would report to Ray's makers
+    more: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    try:
+        ray.init(address, logging_level=logging.ERROR, log_to_driver=False, **more)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(f"no Ray cluster at {address}: {_line(error)}; `ray start --head` starts one") from error
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    # Ray has its own handler for SIGTERM by now.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _line(error: BaseException) -> str:
+    """The first line of a message, without its end."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+
+
+def _start(host: str, port: int) -> str:
+    """Starts Ray Serve where it does not run. The address at which it takes requests: where it runs already, that is
+    not the given one."""
+    try:
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options=HTTPOptions(host=host, port=port),
+            logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
+        )
+    except (RayError, TimeoutError, RuntimeError) as error:
+        raise UserError(f"Ray Serve cannot listen on {host} port {port}: choose another with --port") from error
+    used = _get_global_client().http_config
+    if (used.host, used.port) != (host, port):
+        display.message("Ray Serve runs on this cluster already: --host and --port do not count")
+    return f"http://{f'[{used.host}]' if ':' in (used.host or '') else used.host}:{used.port}"
+
+
+def _deploy(deployment: Deployment) -> DeploymentHandle:
+    """The gateway, once all replicas take requests."""
+    resources, changed = _share(deployment)
+    requests, limit = deployment.settings.requests + _UNCOUNTED, deployment.settings.limit or _LAST_ANSWERS
+    common: dict[str, Any] = {
+        "graceful_shutdown_timeout_s": limit,
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "max_constructor_retry_count": _TRIES,
+        "logging_config": LoggingConfig(log_level="WARNING", enable_access_log=False),
+    }
+    replicas = serve.deployment(Replica).options(
+        num_replicas=deployment.replicas,
+        ray_actor_options=resources,
+        max_ongoing_requests=requests,
+        request_router_config=RequestRouterConfig(request_router_class=Router),
+        **common,
+    )
+    gateway = serve.deployment(Gateway).options(
+        ray_actor_options={"num_cpus": 0}, max_ongoing_requests=deployment.replicas * requests, **common
+    )
+    load = partial(_load, dict(deployment.sources), {**deployment.options, **changed})
+    bound = replicas.bind(list(deployment.sources), load, deployment.most, deployment.idle, deployment.settings)
+    try:
+        return serve.run(gateway.bind(bound, deployment.settings), name=APPLICATION)
+    except (RayError, RayServeException, RuntimeError) as error:
+        raise UserError(f"the replicas cannot be started: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """Why a replica could not be started: Ray quotes the traceback, of which the last line is `module.Class: text`."""
+    application = serve.status().applications.get(APPLICATION)
+    told = [one.message for one in application.deployments.values() if one.message] if application else []
+    last = [text.strip().splitlines()[-1] for text in (str(error), *told) if text.strip()][-1]
+    return re.sub(r"^[\w.]+: ", "", last)
+
+
+def _load(sources: Mapping[str, str | None], options: Mapping[str, Any], name: str, gpu: str | None) -> Engine:
+    """A model's engine, in a replica. gpu: the number of the one that Ray gave it. HIP shows a process no others;
+    Vulkan does, and has the same order."""
+    chosen = dict(options)
+    if gpu is not None and chosen["device"] is None:
+        target, _ = targets.resolve(chosen["target"], chosen["arch"])
+        chosen["device"] = gpu if target == "vulkan" else None
+    return models.load_engine(sources[name], **chosen)
+
+
+def _share(deployment: Deployment) -> tuple[dict[str, float], dict[str, Any]]:
+    """What a replica takes of the cluster, in Ray's words, and what that changes of `options`: one GPU where the
+    cluster has some, else as many CPUs as each can have."""
+    options, nodes = deployment.options, [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    target, threads, count = options["target"], options["threads"], deployment.replicas
+    gpus = sum(int(node.get("GPU", 0)) for node in nodes)
+    if target not in ("auto", "cpu") or (target == "auto" and gpus):
+        _warn(gpus, count, "GPUs")
+        return {"num_gpus": 1, "num_cpus": threads or 1}, {}
+    cpus = [int(node.get("CPU", 0)) for node in nodes]
+    each = threads or most_each(cpus, count)
+    _warn(sum(cpu // each for cpu in cpus) * each, count * each, "CPUs")
+    return {"num_cpus": each}, {"target": "cpu", "threads": each}
+
+
+def most_each(cpus: Sequence[int], replicas: int) -> int:
+    """How many CPUs each replica can have on nodes with these numbers of CPUs; at least 1."""
+    sizes = range(max(cpus, default=1), 0, -1)
+    return next((each for each in sizes if sum(count // each for count in cpus) >= replicas), 1)
+
+
+def _warn(there: int, needed: int, what: str) -> None:
+    if there < needed:
+        display.message(f"the cluster has {there} {what} for {needed}: waiting for more nodes (Ctrl-C ends this)")
+
+
+def _delete() -> None:
+    """Takes the application off the cluster, and Ray Serve where no other application uses it."""
+    try:
+        serve.delete(APPLICATION)
+        if not serve.status().applications:
+            serve.shutdown()
+    except (RayError, RayServeException, RuntimeError, TimeoutError) as error:
+        display.message(f"the application {APPLICATION} may be left on the cluster: {_line(error)}")
