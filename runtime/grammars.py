@@ -130,6 +130,18 @@ class Grammars:
         terminal = llguidance.regex_to_lark(text.removeprefix("^").removesuffix("$"), "")
         return self._grammar(rules, rules.rule(f"/{terminal}/"), prompt, "the regular expression")
 
+    def grammar(self, text: str, prompt: str | None = None) -> Grammar:
+        """What the first rule of a grammar in GBNF (llama.cpp's), or the rule `start` of one in Lark, describes."""
+        from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+        if len(text) > _MAX_CHARACTERS:
+            raise UserError(f"the grammar cannot be used: it is larger than {_MAX_CHARACTERS} characters")
+        try:
+            converted = any_to_lark(text)
+        except (GbnfToLarkError, RecursionError) as error:
+            raise UserError(f"the grammar cannot be used: {_shown(str(error))}") from error
+        return self.lark(converted, prompt)
+
     def lark(self, text: str, prompt: str | None = None) -> Grammar:
         """What the rule `start` of a grammar in llguidance's dialect of Lark describes."""
         return self._grammar(Rules(self._control), "@answer", prompt, "the grammar", text)
