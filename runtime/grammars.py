@@ -14,7 +14,8 @@ Schemas: JSON Schema of draft 2020-12 and earlier ones. UserError for what llgui
 `unevaluatedProperties`, references to other documents, formats besides date-time, time, date, duration, email,
 hostname, ipv4, ipv6, uuid and uri, look-around in patterns, `oneOf` whose options overlap, `minProperties` and
 `maxProperties` beside optional properties, more than about 2000 optional properties, and nesting deeper than about 60
-objects. Properties come in the order of the schema. Additional properties are not kept from having the same name twice.
+objects. Properties come in the order of the schema; those that it does not list are left out unless it says
+`additionalProperties` (schemas.py). Additional properties are not kept from having the same name twice.
 """
 
 import hashlib
