@@ -14,13 +14,14 @@ from mlc_amd.runtime.generation import Piece, Progress, Stats
 from mlc_amd.runtime.marks import split_at
 from mlc_amd.runtime.requests import Request
 from mlc_amd.runtime.sampled_rows import Choice, Chosen
-from mlc_amd.runtime.sampling import Sampler, Sampling, not_finite
+from mlc_amd.runtime.sampling import Sampler, Sampling, not_finite, without_ends
 from mlc_amd.runtime.tokenizer import Tokenizer
 
 
 class Answer:
     """stop: texts that end it, before them. shown: control tokens with a text. index: its number among the answers of a
-    call. logprobs: see `Choice`. constraint: what it may consist of. listener, progress: called, by the computing
+    call. logprobs: see `Choice`. constraint: what it may consist of. min_tokens: before them no end token is chosen,
+    unless the constraint leaves no other. listener, progress: called, by the computing
     thread, when there is something new, and between chunks of the prompt; an error of `progress` ends the answer.
 
     error: why it failed, if it did; done: no more pieces are added.
@@ -36,10 +37,13 @@ class Answer:
         index: int = 0,
         logprobs: int | None = None,
         constraint: Constraint | None = None,
+        min_tokens: int = 0,
         progress: Progress | None = None,
     ) -> None:
         self.request, self.sampling, self.index = request, sampling, index
         self.constraint, self._logprobs = constraint, logprobs
+        self._min_tokens = min_tokens
+        self._endless = without_ends(sampling, tokenizer.end_ids) if min_tokens else sampling
         self._seed = Sampler(sampling).seed
         self.stats = Stats(prompt_tokens=len(request.prompt))
         self.error: BaseException | None = None
@@ -84,7 +88,8 @@ class Answer:
             except Exception as error:
                 self.fail(error)
                 return None
-        return Choice(self.sampling, self._seed, sequence.tokens, mask, self._logprobs)
+        sampling = self._endless if self.stats.generated < self._min_tokens else self.sampling
+        return Choice(sampling, self._seed, sequence.tokens, mask, self._logprobs)
 
     def push(self, chosen: Chosen) -> str | None:
         """Takes its next token. Returns why it ends with that token, if it does: "stop", "length", "context" or

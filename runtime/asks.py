@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from mlc_amd.runtime.answers import Answer
 from mlc_amd.runtime.constraints import Constraint
 from mlc_amd.runtime.errors import UserError, shorten
-from mlc_amd.runtime.generation import Progress, check_logprobs, check_max_tokens, check_stop
+from mlc_amd.runtime.generation import Progress, check_logprobs, check_max_tokens, check_min_tokens, check_stop
 from mlc_amd.runtime.requests import Request
 from mlc_amd.runtime.sampling import Sampling
 from mlc_amd.runtime.tokenizer import Tokenizer
@@ -25,11 +25,12 @@ class Ask:
     client: Hashable
     logprobs: int | None
     constraint: Callable[[], Constraint] | None
+    min_tokens: int
     progress: Progress | None
 
     def __post_init__(self) -> None:
         self.max_tokens, self.stop = check_max_tokens(self.max_tokens), check_stop(self.stop)
-        self.logprobs = check_logprobs(self.logprobs)
+        self.logprobs, self.min_tokens = check_logprobs(self.logprobs), check_min_tokens(self.min_tokens)
         if not isinstance(self.n, int) or self.n < 1:
             raise UserError(f"n is {shorten(self.n)}: it must be a whole number of at least 1")
         if self.constraint is not None and not callable(self.constraint):
@@ -57,6 +58,7 @@ class Ask:
                         len(found),
                         self.logprobs,
                         self.constraint() if self.constraint else None,
+                        self.min_tokens,
                         None if found else self.progress,
                     )
                 )

@@ -265,6 +265,7 @@ class Engine(Closing):
         client: Hashable = None,
         logprobs: int | None = None,
         constraint: Callable[[], Constraint] | None = None,
+        min_tokens: int = 0,
         **changes: Unpack[SamplingChanges],
     ) -> Generation:
         """Continues a text, or token ids, one token at a time; a prefix that is in the cache is not computed again.
@@ -277,13 +278,14 @@ class Engine(Closing):
         client: whoever asks; the scheduler is fair between clients. logprobs: log-probabilities of each token and of so
         many alternatives (0 to 20), `Piece.logprob` and `top`; None: none. constraint: called once for each answer,
         gives what it may consist of; an answer that its constraint leaves no token, or whose constraint raises, fails
-        alone.
+        alone. min_tokens: as long as an answer has fewer, no end token is chosen unless its constraint leaves no other.
         An answer ends at an end token, a stop text, where its constraint is complete, at `max_tokens`, a full context
         or by `cancel`: `Stats.finish`.
 
         Raises UserError for arguments out of range and ContextFull at once, QueueFull at the first step.
         """
-        ask = self._ask(prompt, sampling, changes, max_tokens, stop, shown, n, client, logprobs, constraint, progress)
+        options = max_tokens, stop, shown, n, client, logprobs, constraint, min_tokens
+        ask = self._ask(prompt, sampling, changes, *options, progress)
         made = Generation(self._core, self._maker(ask))
         self._last = made.results
         return made
@@ -299,10 +301,12 @@ class Engine(Closing):
         client: Hashable = None,
         logprobs: int | None = None,
         constraint: Callable[[], Constraint] | None = None,
+        min_tokens: int = 0,
         **changes: Unpack[SamplingChanges],
     ) -> AsyncGeneration:
         """`generate` for asyncio: `async for piece in engine.agenerate(..)`. A thread of the engine computes."""
-        ask = self._ask(prompt, sampling, changes, max_tokens, stop, shown, n, client, logprobs, constraint, None)
+        options = max_tokens, stop, shown, n, client, logprobs, constraint, min_tokens
+        ask = self._ask(prompt, sampling, changes, *options, None)
         made = AsyncGeneration(self._core, self._maker(ask))
         self._last = made.results
         return made

@@ -110,6 +110,13 @@ def check_logprobs(value: object) -> int | None:
     return int(value)
 
 
+def check_min_tokens(value: object) -> int:
+    """How many tokens an answer has at least. UserError if it is not a whole number."""
+    if not isinstance(value, Integral) or int(value) < 0:
+        raise UserError(f"min_tokens is {shorten(value)}: it must be a whole number, at least 0")
+    return int(value)
+
+
 def check_stop(value: object) -> tuple[str, ...]:
     """The texts that end a generation: one text, or several. UserError for anything else, and for an empty text."""
     texts = (value,) if isinstance(value, str) else value

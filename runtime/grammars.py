@@ -14,7 +14,8 @@ Schemas: JSON Schema of draft 2020-12 and earlier ones. UserError for what llgui
 `unevaluatedProperties`, references to other documents, formats besides date-time, time, date, duration, email,
 hostname, ipv4, ipv6, uuid and uri, look-around in patterns, `oneOf` whose options overlap, `minProperties` and
 `maxProperties` beside optional properties, more than about 2000 optional properties, and nesting deeper than about 60
-objects. Properties come in the order of the schema. Additional properties are not kept from having the same name twice.
+objects. Properties come in the order of the schema; those that it does not list are left out unless it says
+`additionalProperties` (schemas.py). Additional properties are not kept from having the same name twice.
 """
 
 import hashlib
@@ -129,6 +130,18 @@ class Grammars:
         rules = Rules(self._control)
         terminal = llguidance.regex_to_lark(text.removeprefix("^").removesuffix("$"), "")
         return self._grammar(rules, rules.rule(f"/{terminal}/"), prompt, "the regular expression")
+
+    def grammar(self, text: str, prompt: str | None = None) -> Grammar:
+        """What the first rule of a grammar in GBNF (llama.cpp's), or the rule `start` of one in Lark, describes."""
+        from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+        if len(text) > _MAX_CHARACTERS:
+            raise UserError(f"the grammar cannot be used: it is larger than {_MAX_CHARACTERS} characters")
+        try:
+            converted = any_to_lark(text)
+        except (GbnfToLarkError, RecursionError) as error:
+            raise UserError(f"the grammar cannot be used: {_shown(str(error))}") from error
+        return self.lark(converted, prompt)
 
     def lark(self, text: str, prompt: str | None = None) -> Grammar:
         """What the rule `start` of a grammar in llguidance's dialect of Lark describes."""

@@ -9,8 +9,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# White space in JSON where it may be: bounded, or a model can write it until the context is full.
-JSON_SPACE = r"[ \t\r\n]{1,20}"
+from mlc_amd.runtime.schemas import closed
+
+# White space in JSON where it may be: that of indented text, as llama.cpp has it. A model could write more of it until
+# the context is full.
+JSON_SPACE = r" |\n{1,2}[ \t]{0,20}"
 # no_forcing: without it, text that must follow is divided into tokens by the tokenizer, which is no inverse of joining
 # tokens where it adds a space before a text.
 _END = r"""
@@ -65,9 +68,12 @@ class Rules:
         return self.rule(" | ".join(dict.fromkeys(options)))
 
     def json(self, schema: Mapping[str, Any], lenient: bool = False) -> str:
-        """A JSON value that matches the schema. lenient: keywords that cannot be enforced are ignored."""
+        """A JSON value that matches the schema, without properties that it does not list (schemas.py).
+
+        lenient: keywords that cannot be enforced are ignored.
+        """
         settings = {"whitespace_pattern": JSON_SPACE, "lenient": lenient}
-        return self.rule("%json " + json.dumps({**schema, "x-guidance": settings}, ensure_ascii=False))
+        return self.rule("%json " + json.dumps({**closed(schema), "x-guidance": settings}, ensure_ascii=False))
 
     def source(self, start: str) -> str:
         """The grammar of what the expression `start` describes."""

@@ -12,7 +12,7 @@ candidates kept.
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import TypedDict, Unpack
@@ -43,7 +43,7 @@ _LIMITS = {
     "frequency_penalty": (Real, -1000, 1000),
     "seed": (Integral, 0, (1 << SEED_BITS) - 1),
 }
-_LARGEST_BIAS = 1e6
+LARGEST_BIAS = 1e6
 _KINDS = {Real: "a number", Integral: "a whole number"}
 
 
@@ -125,6 +125,11 @@ class Sampling:
         return replace(self, **changes)
 
 
+def without_ends(sampling: Sampling, ends: Iterable[int]) -> Sampling:
+    """The same with a bias that keeps these tokens from being chosen as long as there are others."""
+    return sampling.changed(logit_bias={**sampling.logit_bias, **dict.fromkeys(ends, -LARGEST_BIAS)})
+
+
 def _check_bias(bias: object) -> None:
     if not isinstance(bias, Mapping):
         raise UserError(f"logit_bias is {shorten(bias)}: it must be a mapping of token ids to numbers")
@@ -133,10 +138,10 @@ def _check_bias(bias: object) -> None:
     for token, value in bias.items():
         if not isinstance(token, Integral) or not 0 <= int(token) < 1 << 30:
             raise UserError(f"logit_bias has {shorten(token)}: it must be a token id")
-        if not isinstance(value, Real) or not abs(float(value)) <= _LARGEST_BIAS:
+        if not isinstance(value, Real) or not abs(float(value)) <= LARGEST_BIAS:
             raise UserError(
-                f"logit_bias of token {token} is {shorten(value)}: it must be a number between -{_LARGEST_BIAS:.0f} "
-                f"and {_LARGEST_BIAS:.0f}"
+                f"logit_bias of token {token} is {shorten(value)}: it must be a number between -{LARGEST_BIAS:.0f} "
+                f"and {LARGEST_BIAS:.0f}"
             )
 
 

@@ -1,7 +1,6 @@
 """A server in this process, on a free port of this machine, and requests to it."""
 
 import json
-import socket
 import sys
 import threading
 import traceback
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from mlc_amd.tools import serve
 from mlc_amd.tools.server.app import make_app
 from mlc_amd.tools.server.library import Library
 from mlc_amd.tools.server.lifecycle import make_server
@@ -62,7 +62,7 @@ def stacks() -> str:
 
 @contextmanager
 def serving(library: Library, **settings: Any) -> Iterator[Served]:
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = serve.listen("127.0.0.1", 0, None)
     service, ready = Service(library, Settings(**{"quiet": True, **settings})), threading.Event()
     server = make_server(make_app(service), service, ready.set)
     thread = threading.Thread(target=server.run, args=([listener],))

@@ -1,9 +1,11 @@
 """The bundled model at a high temperature, under constraints: what it writes matches them."""
 
 import json
+import random
 from collections.abc import Iterator
 
 import pytest
+from known_schemas import SCHEMAS
 from schemas import schemas
 from test_engine_calls import PROMPT
 from test_tool_calls import TOOLS, calls_of, read
@@ -52,14 +54,39 @@ def test_eight_answers_at_once_match_a_schema(engine, grammars):
     assert len(ended) > 4 and len(set(ended)) == len(ended)
 
 
-def test_generated_schemas(engine, grammars):
-    ended = 0
-    for schema in schemas(8):
-        for text, finish in texts(engine, n=2, max_tokens=120, constraint=grammars.json_schema(schema, PROMPT)):
-            if finish == "stop":
+def ended(engine: Engine, grammars: Grammars, schema: dict, **options) -> list[bool]:
+    """Whether each answer ended by itself: then it matches the schema. Others were cut off."""
+    found = []
+    for text, finish in texts(engine, constraint=grammars.json_schema(schema, PROMPT), **options):
+        found.append(finish == "stop")
+        if found[-1]:
+            try:
                 jsonschema.Draft202012Validator(schema).validate(json.loads(text))
-                ended += 1
-    assert ended > 5
+            except (ValueError, jsonschema.ValidationError) as error:
+                raise AssertionError(f"{text!r} of {schema} with {options}") from error
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_known_schemas(engine, grammars, name):
+    seed = random.randrange(1 << 30)
+    hot = ended(engine, grammars, SCHEMAS[name], n=3, max_tokens=300, seed=seed)
+    greedy = ended(engine, grammars, SCHEMAS[name], max_tokens=300, temperature=0.0)
+    assert any(hot + greedy)
+
+
+def test_generated_schemas(engine, grammars):
+    assert sum(sum(ended(engine, grammars, schema, n=2, max_tokens=120)) for schema in schemas(8)) > 8
+
+
+@pytest.mark.grammars_full
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 1.5, "n": 4}], ids=["greedy", "hot"])
+def test_all_generated_schemas(engine, grammars, options):
+    found = []
+    for schema in schemas(300):
+        found += ended(engine, grammars, schema, max_tokens=700, seed=random.randrange(1 << 30), **options)
+    print(f"{sum(found)} of {len(found)} answers ended")
+    assert sum(found) > 0.85 * len(found)
 
 
 def test_calls_of_tools(engine, grammars):

@@ -51,6 +51,20 @@ def test_sampling_parameters_are_those_of_one_call(engine):
     assert first == text_of(engine.chat([*history, {"role": "user", "content": QUESTION}], max_tokens=12))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_min_tokens_keeps_an_answer_from_ending(engine, temperature):
+    settings = {"max_tokens": 300, "temperature": temperature, "seed": 1}
+    free = engine.generate(PROMPT, **settings)
+    text = text_of(free)
+    made = free.stats.generated
+    assert free.stats.finish == "stop" and made < 250
+    longer = engine.generate(PROMPT, min_tokens=made + 20, **settings)
+    assert text_of(longer).startswith(text) and longer.stats.generated >= made + 20
+    assert text_of(engine.generate(PROMPT, min_tokens=made, **settings)) == text
+    with pytest.raises(UserError, match="min_tokens is -1"):
+        engine.generate(PROMPT, min_tokens=-1)
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [

@@ -101,6 +101,18 @@ def test_sizes_and_times(library, monkeypatch):
         assert "timeout_error" in served.post(TEXT, LONG | {"stream": True})
 
 
+def test_answers_are_not_held_back(library):
+    """By Nagle's algorithm, which waits 40 ms for a client's acknowledgement."""
+    with serving(library()) as served, closing(http.client.HTTPConnection(urlsplit(served.url).netloc)) as connection:
+        times = []
+        for _ in range(20):
+            begun = time.perf_counter()
+            connection.request("GET", "/v1/models")
+            assert connection.getresponse().read()
+            times.append(time.perf_counter() - begun)
+        assert sorted(times)[10] < 0.03
+
+
 def test_too_many_requests(library):
     with serving(library(), requests=1) as served, closing(begin(served, LONG)):
         status, headers, answer = served.request(TEXT, LONG)

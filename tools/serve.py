@@ -231,8 +231,11 @@ def listen(host: str, port: int, uds: str | None) -> socket.socket:
     try:
         if uds is not None:
             return _listen_locally(Path(uds))
-        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, kind)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, where = found[0]
+        # With the protocol: asyncio switches Nagle's algorithm off where it is known to be TCP. It would hold answers
+        # back for 40 ms, until the client's delayed acknowledgement.
+        listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
         return listener

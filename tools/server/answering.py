@@ -17,7 +17,16 @@ from mlc_amd.runtime.generations import AsyncGeneration
 from mlc_amd.runtime.grammars import Grammar
 from mlc_amd.runtime.tools import Tool, read_tools
 from mlc_amd.tools.server.answer_events import AnswerEvents
-from mlc_amd.tools.server.chat_request import AnswerRequest, ChatRequest, Event, TextRequest
+from mlc_amd.tools.server.chat_request import (
+    AnswerFormat,
+    AnswerRequest,
+    ChatRequest,
+    Event,
+    Pattern,
+    ResponseFormat,
+    TextRequest,
+)
+from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.library import Library
 from mlc_amd.tools.server.loaded_model import LoadedModel
 
@@ -80,6 +89,7 @@ class Answering(AsyncIterator[list[Event]]):
             client=request.client,
             logprobs=request.logprobs,
             constraint=made.grammar,
+            min_tokens=request.min_tokens,
             **request.sampling,
         )
         await self._stream.start()
@@ -88,12 +98,13 @@ class Answering(AsyncIterator[list[Event]]):
         request, model = self.request, self.model
         wanted = request.response_format
         if isinstance(request, TextRequest):
-            grammar = model.grammars.json_schema(wanted.schema, None, not wanted.strict) if wanted else None
-            return _Prepared(self._encode(request), grammar)
+            return _Prepared(self._encode(request), self._grammar(wanted, None))
         assert isinstance(request, ChatRequest), "there are two kinds"
         tools = read_tools(request.callable_tools)
         text, ids = model.prompter.prompt(request)
         shown, grammar = model.reasoning.marks, None
+        if tools and isinstance(wanted, Pattern):
+            raise invalid("with tools an answer can be JSON by a schema, but match no grammar or regular expression")
         if tools:
             shown += model.calls.marks
             grammar = model.grammars.tool_calls(
@@ -104,9 +115,17 @@ class Answering(AsyncIterator[list[Event]]):
                 text,
                 wanted.schema if wanted else None,
             )
-        elif wanted:
-            grammar = model.grammars.json_schema(wanted.schema, text, not wanted.strict)
+        else:
+            grammar = self._grammar(wanted, text)
         return _Prepared([ids], grammar, text, tools, shown)
+
+    def _grammar(self, wanted: AnswerFormat | None, prompt: str | None) -> Grammar | None:
+        if wanted is None:
+            return None
+        grammars = self.model.grammars
+        if isinstance(wanted, ResponseFormat):
+            return grammars.json_schema(wanted.schema, prompt, not wanted.strict)
+        return {"regex": grammars.regex, "grammar": grammars.grammar}[wanted.kind](wanted.text, prompt)
 
     def _encode(self, request: TextRequest) -> list[list[int]]:
         tokenizer = self.model.engine.tokenizer

@@ -21,7 +21,20 @@ class ResponseFormat:
     strict: bool = False
 
 
+@dataclass(frozen=True)
+class Pattern:
+    """All of the answer matches a regular expression, or a grammar in GBNF or in llguidance's dialect of Lark."""
+
+    kind: Literal["regex", "grammar"]
+    text: str
+
+
+AnswerFormat = ResponseFormat | Pattern
 ANY_OBJECT = ResponseFormat(schema={"type": "object"})
+
+
+# More tokens than any context has.
+ENDLESS = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +44,22 @@ class AnswerRequest:
     model           its name, "" for the default one
     sampling        changes of the model's own sampling parameters
     max_tokens      None: as many as fit the context
+    min_tokens      no end token is chosen before the answer has so many; ENDLESS: at all
     stop            texts that end the answer, which do not become part of it
     n               answers to each prompt
     logprobs        None: none; k: of each token its own and those of the k most likely ones
-    response_format None: any text
+    response_format what it must look like; None: any text
     client          whoever asks: the scheduler is fair between clients
     """
 
     model: str = ""
     sampling: SamplingChanges = field(default_factory=SamplingChanges)
     max_tokens: int | None = None
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
     n: int = 1
     logprobs: int | None = None
-    response_format: ResponseFormat | None = None
+    response_format: AnswerFormat | None = None
     client: Hashable = None
 
 

@@ -11,7 +11,7 @@ from mlc_amd.tools.server.chat_request import ANY_OBJECT, AnswerRequest, ChatReq
 from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.openai_chat import check_tools
-from mlc_amd.tools.server.openai_fields import sampling, stops
+from mlc_amd.tools.server.openai_fields import least_tokens, sampling, stops
 from mlc_amd.tools.server.prompts import check_messages
 
 _EFFORTS = {"low": ("low", "on"), "medium": ("medium", "on"), "high": ("high", "on")}
@@ -53,6 +53,7 @@ def _common(fields: Fields, client: str) -> dict[str, Any]:
         "model": fields.text("model"),
         "sampling": sampling(options),
         "max_tokens": limit if limit is not None and limit > 0 else None,  # -1: no limit
+        "min_tokens": least_tokens(options),
         "stop": stops(options),
         "logprobs": logprobs,
         "response_format": _format(fields),

@@ -30,6 +30,7 @@ from mlc_amd.tools.server.chat_request import (
 )
 from mlc_amd.tools.server.errors import ApiError, invalid
 from mlc_amd.tools.server.fields import Fields
+from mlc_amd.tools.server.formats import answer_format
 from mlc_amd.tools.server.openai_fields import finishes_of, timings_body, total_usage, usage_body
 from mlc_amd.tools.server.prompts import check_messages
 from mlc_amd.tools.server.response_objects import logprob_body
@@ -56,7 +57,6 @@ async def chat_completions(request: Request) -> Response:
 
 
 def chat_request(fields: Fields, client: str) -> ChatRequest:
-    limit = "max_completion_tokens" if fields.has("max_completion_tokens") else "max_tokens"
     effort = fields.choice("reasoning_effort", tuple(EFFORTS), "") if fields.has("reasoning_effort") else ""
     logprobs = None
     if fields.flag("logprobs"):
@@ -68,11 +68,12 @@ def chat_request(fields: Fields, client: str) -> ChatRequest:
         tool_choice=tool_choice(fields),
         parallel_tool_calls=fields.flag("parallel_tool_calls", True),
         sampling=openai_fields.sampling(fields),
-        max_tokens=fields.whole(limit, 1),
+        max_tokens=openai_fields.most_tokens(fields),
+        min_tokens=openai_fields.least_tokens(fields),
         stop=openai_fields.stops(fields),
         n=openai_fields.answers(fields),
         logprobs=logprobs,
-        response_format=openai_fields.response_format(fields),
+        response_format=answer_format(fields),
         thinking=EFFORTS.get(effort, ()),
         template_variables=fields.values("chat_template_kwargs"),
         client=client,

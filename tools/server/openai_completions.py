@@ -20,6 +20,7 @@ from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.chat_request import Event, Finish, Text, TextRequest, TokenLogprob
 from mlc_amd.tools.server.errors import ApiError
 from mlc_amd.tools.server.fields import Fields
+from mlc_amd.tools.server.formats import answer_format
 from mlc_amd.tools.server.openai_chat import DONE
 from mlc_amd.tools.server.openai_fields import finishes_of, timings_body, total_usage, usage_body
 from mlc_amd.tools.server.service import client_of, read_fields, respond
@@ -42,16 +43,17 @@ def text_request(fields: Fields, client: str) -> TextRequest:
     for name in ("suffix", "best_of"):
         if fields.has(name) and fields.raw(name) not in ("", 1):
             raise fields.wrong(name, "left out: this server has no such function")
-    limit = fields.whole("max_tokens", 1)
+    limited = any(map(fields.has, openai_fields.LIMITS))
     return TextRequest(
         model=fields.text("model"),
         prompts=_prompts(fields),
         sampling=openai_fields.sampling(fields),
-        max_tokens=_DEFAULT_TOKENS if limit is None else limit,
+        max_tokens=openai_fields.most_tokens(fields) if limited else _DEFAULT_TOKENS,
+        min_tokens=openai_fields.least_tokens(fields),
         stop=openai_fields.stops(fields),
         n=openai_fields.answers(fields),
         logprobs=fields.whole("logprobs", 0, MOST_LOGPROBS),
-        response_format=openai_fields.response_format(fields),
+        response_format=answer_format(fields),
         client=client,
     )
 

@@ -1,7 +1,8 @@
 """The fields that OpenAI's chat and text APIs have in common, and their extensions by other servers.
 
 Sampling parameters that a request leaves out are the model's own. Extensions, by their names in llama.cpp and vLLM:
-top_k, min_p, repetition_penalty (repeat_penalty), repetition_window (repeat_last_n).
+top_k, min_p, repetition_penalty (repeat_penalty), repetition_window (repeat_last_n), min_tokens, ignore_eos, n_predict
+(max_tokens). Fields that choose how a server works, such as cache_prompt or id_slot, have no effect.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,8 +11,8 @@ from typing import Any, cast
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.generation import check_stop
 from mlc_amd.runtime.philox import SEED_BITS
-from mlc_amd.runtime.sampling import Sampling, SamplingChanges
-from mlc_amd.tools.server.chat_request import ANY_OBJECT, Event, Finish, ResponseFormat, Usage
+from mlc_amd.runtime.sampling import LARGEST_BIAS, Sampling, SamplingChanges
+from mlc_amd.tools.server.chat_request import ENDLESS, Event, Finish, Usage
 from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields
 
@@ -22,6 +23,9 @@ _WHOLE_CONTEXT = 1 << 20
 # Answers to one prompt, as OpenAI's API limits them.
 _MOST_ANSWERS = 128
 _MOST_STOPS = 16
+# Names of the limit of tokens.
+LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")
+_NEVER = -LARGEST_BIAS
 
 
 def sampling(fields: Fields) -> SamplingChanges:
@@ -35,8 +39,8 @@ def sampling(fields: Fields) -> SamplingChanges:
     seed = fields.whole("seed")
     if seed is not None and seed >= 0:  # -1: a new one
         found["seed"] = seed & ((1 << SEED_BITS) - 1)
-    if bias := fields.values("logit_bias"):
-        found["logit_bias"] = {_token(key, fields): value for key, value in bias.items()}
+    if bias := logit_bias(fields):
+        found["logit_bias"] = bias
     return checked({name: value for name, value in found.items() if value is not None})
 
 
@@ -50,11 +54,24 @@ def checked(changes: Mapping[str, Any]) -> SamplingChanges:
     return cast(SamplingChanges, dict(changes))
 
 
-def _token(key: str, fields: Fields) -> int:
+def logit_bias(fields: Fields) -> dict[int, Any]:
+    """{id: number}, or as llama-server has it: [[id, number], ..]. false instead of a number: never this token."""
+    given = fields.raw("logit_bias")
     try:
-        return int(key)
-    except ValueError:
-        raise fields.wrong("logit_bias", "an object of token ids and numbers") from None
+        pairs = given.items() if isinstance(given, Mapping) else [(token, value) for token, value in given or ()]
+        return {int(token): _NEVER if value is False else value for token, value in pairs}
+    except (TypeError, ValueError):
+        raise fields.wrong("logit_bias", "an object of token ids and numbers, or a list of such pairs") from None
+
+
+def most_tokens(fields: Fields) -> int | None:
+    """The limit of an answer's tokens, by the first of its names that is given. None: the context, also for -1."""
+    name = next((name for name in LIMITS if fields.has(name)), LIMITS[0])
+    return None if fields.raw(name) == -1 else fields.whole(name, 1)
+
+
+def least_tokens(fields: Fields) -> int:
+    return ENDLESS if fields.flag("ignore_eos") else fields.whole("min_tokens", 0, ENDLESS) or 0
 
 
 def stops(fields: Fields) -> tuple[str, ...]:
@@ -69,21 +86,6 @@ def stops(fields: Fields) -> tuple[str, ...]:
 
 def answers(fields: Fields) -> int:
     return fields.whole("n", 1, _MOST_ANSWERS) or 1
-
-
-def response_format(fields: Fields) -> ResponseFormat | None:
-    """{"type": "text" | "json_object" | "json_schema", "json_schema": {"schema": ..}}."""
-    given = fields.object("response_format")
-    if given is None:
-        return None
-    kind = given.choice("type", ("text", "json_object", "json_schema"), "text")
-    if kind == "text":
-        return None
-    if kind == "json_object" and not given.has("schema"):
-        return ANY_OBJECT
-    holder = given.object("json_schema") or given  # llama.cpp has the schema beside the type
-    holder.required("schema")
-    return ResponseFormat(schema=holder.values("schema"), strict=holder.flag("strict"))
 
 
 def streamed(fields: Fields) -> tuple[bool, bool]:

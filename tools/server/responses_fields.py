@@ -49,6 +49,7 @@ def asked_of(fields: Fields, earlier: Sequence[Mapping[str, Any]], client: str) 
         parallel_tool_calls=fields.flag("parallel_tool_calls", True),
         sampling=openai_fields.sampling(fields),
         max_tokens=fields.whole("max_output_tokens", 1),
+        min_tokens=openai_fields.least_tokens(fields),
         stop=openai_fields.stops(fields),
         logprobs=(fields.whole("top_logprobs", 0, MOST_LOGPROBS) or 0) if wants_logprobs else None,
         response_format=_format(text),

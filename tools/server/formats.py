@@ -1,0 +1,96 @@
+"""What an answer must look like, by the names that OpenAI's API and other servers have for it.
+
+In: a request's fields, one of which at most may be given:
+
+    response_format             OpenAI: {"type": "text" | "json_object" | "json_schema", "json_schema": {"schema": ..}}
+    json_schema, grammar        llama-server: a schema; a grammar in GBNF
+    structured_outputs          vLLM: {"json", "regex", "choice", "grammar" or "json_object": ..}
+    guided_json, _regex, ..     vLLM before 0.12: the same, as fields of their own
+
+Out: `answer_format`. Grammars may be in GBNF or in llguidance's dialect of Lark.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from mlc_amd.tools.server.chat_request import ANY_OBJECT, AnswerFormat, Pattern, ResponseFormat
+from mlc_amd.tools.server.errors import invalid
+from mlc_amd.tools.server.fields import Fields
+
+
+def answer_format(fields: Fields) -> AnswerFormat | None:
+    """None: any text. ApiError 400 for what is no format, and for several of them."""
+    found = [(name, made) for name, read in _READERS.items() if fields.has(name) and (made := read(fields, name))]
+    if len(found) > 1:
+        names = " and ".join(name for name, _ in found)
+        raise invalid(f"{names} are given: an answer can have one format", found[1][0])
+    return found[0][1] if found else None
+
+
+def _response_format(fields: Fields, name: str) -> ResponseFormat | None:
+    given = fields.object(name)
+    assert given is not None, "it is there"
+    kind = given.choice("type", ("text", "json_object", "json_schema"), "text")
+    if kind == "text":
+        return None
+    if kind == "json_object" and not given.has("schema"):
+        return ANY_OBJECT
+    holder = given.object("json_schema") or given  # llama.cpp has the schema beside the type
+    holder.required("schema")
+    return ResponseFormat(schema=holder.values("schema"), strict=holder.flag("strict"))
+
+
+def _schema(fields: Fields, name: str) -> ResponseFormat:
+    """A schema, or its JSON text."""
+    given = fields.raw(name)
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise invalid(f"{fields.path(name)} is not JSON: {error}", fields.path(name)) from error
+    if not isinstance(given, dict):
+        raise fields.wrong(name, "a JSON schema")
+    return ResponseFormat(schema=given)
+
+
+def _any_object(fields: Fields, name: str) -> ResponseFormat | None:
+    return ANY_OBJECT if fields.flag(name) else None
+
+
+def _regex(fields: Fields, name: str) -> Pattern | None:
+    return Pattern("regex", fields.text(name)) if fields.text(name) else None
+
+
+def _grammar(fields: Fields, name: str) -> Pattern | None:
+    return Pattern("grammar", fields.text(name)) if fields.text(name) else None
+
+
+def _choice(fields: Fields, name: str) -> Pattern:
+    texts = fields.texts(name)
+    if not texts or "" in texts:
+        raise fields.wrong(name, "a list of texts")
+    return Pattern("grammar", f"start: {' | '.join(map(json.dumps, texts))}")
+
+
+def _structured(fields: Fields, name: str) -> AnswerFormat | None:
+    given = fields.object(name)
+    assert given is not None, "it is there"
+    return next((read(given, one) for one, read in _STRUCTURED.items() if given.has(one)), None)
+
+
+Reader = Callable[[Fields, str], Any]
+_STRUCTURED: dict[str, Reader] = {
+    "json": _schema,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+    "json_object": _any_object,
+}
+_READERS: dict[str, Reader] = {
+    "response_format": _response_format,
+    "json_schema": _schema,
+    "grammar": _grammar,
+    "structured_outputs": _structured,
+    **{f"guided_{name}": read for name, read in _STRUCTURED.items()},
+}
