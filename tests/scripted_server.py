@@ -7,31 +7,33 @@ import json
 import re
 import time
 from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from threading import Event, Thread
 from typing import Any
 
-from mlc_amd.tools.server.app import _PAGE_HEADERS
+from mlc_amd.tools.server.app import PAGE_HEADERS
 
 PAGE = resources.files("mlc_amd.tools.server").joinpath("page")
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml", "txt": "text/plain"}
 TOKEN = re.compile(r"\s*\S{1,4}|\s+")  # pieces about as long as tokens
+WAIT = 30.0  # seconds that an answer waits for an Event: then its test has failed
 
 
 @dataclass
 class Answer:
-    """text, thinking: what the model says. rate: tokens per second, 0: all at once. status, error: of a refusal.
-    cut: the connection ends before the answer does. go: the answer ends when it is set."""
+    """thinking, text: what the model says; at an Event it waits until that is set. rate: tokens per second, 0: all at
+    once. status, error: of a refusal. cut: the connection ends before the answer does."""
 
-    text: str = ""
+    text: str | Sequence[str | Event] = ""
     thinking: str = ""
     rate: float = 0
     status: int = 200
     error: str = ""
     cut: bool = False
-    go: Event | None = None
 
 
 class ScriptedServer:
@@ -75,26 +77,26 @@ class _Handler(BaseHTTPRequestHandler):
             return self._whole(answer.status, "application/json", body)
         self._begin(200, "text/event-stream")
         self.end_headers()
-        try:
+        with suppress(BrokenPipeError, ConnectionResetError):  # the page stopped the answer
             self._stream(answer)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the page stopped the answer
 
     def _stream(self, answer: Answer) -> None:
-        pieces = [("reasoning_content", piece) for piece in TOKEN.findall(answer.thinking)]
-        pieces += [("content", piece) for piece in TOKEN.findall(answer.text)]
-        begin = time.monotonic()
-        for number, (kind, piece) in enumerate(pieces):
-            if answer.rate and (wait := begin + number / answer.rate - time.monotonic()) > 0:
-                time.sleep(wait)
-            self._event({"choices": [{"index": 0, "delta": {kind: piece}, "finish_reason": None}]})
-        if answer.go:
-            answer.go.wait(30)
+        begin, count = time.monotonic(), 0
+        parts = [answer.text] if isinstance(answer.text, str) else answer.text
+        for kind, part in [("reasoning_content", answer.thinking), *(("content", part) for part in parts)]:
+            if isinstance(part, Event):
+                part.wait(WAIT)
+                continue
+            for piece in TOKEN.findall(part):
+                if answer.rate and (wait := begin + count / answer.rate - time.monotonic()) > 0:
+                    time.sleep(wait)
+                self._event({"choices": [{"index": 0, "delta": {kind: piece}, "finish_reason": None}]})
+                count += 1
         if answer.cut:
             return
         self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-        usage = {"prompt_tokens": 20, "completion_tokens": len(pieces)}
-        rate = len(pieces) / max(time.monotonic() - begin, 1e-3)
+        usage = {"prompt_tokens": 20, "completion_tokens": count}
+        rate = count / max(time.monotonic() - begin, 1e-3)
         self._event({"choices": [], "usage": usage, "timings": {"predicted_per_second": rate}})
         self.wfile.write(b"data: [DONE]\n\n")
 
@@ -105,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _begin(self, status: int, kind: str) -> None:
         self.send_response(status)
         self.send_header("content-type", kind)
-        for name, value in _PAGE_HEADERS.items():
+        for name, value in PAGE_HEADERS.items():
             self.send_header(name, value)
 
     def _whole(self, status: int, kind: str, body: bytes) -> None:

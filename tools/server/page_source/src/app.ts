@@ -371,7 +371,7 @@ function titleOf(text: string): string {
   const line = text.trim().split("\n")[0] ?? "";
   if (line.length <= TITLE_LENGTH) return line;
   const cut = line.slice(0, TITLE_LENGTH);
-  return `${/\s/.test(cut) ? cut.replace(/\s+\S*$/, "") : cut}…`;
+  return `${/\s/.test(cut) ? cut.replace(/[\s,;:]+\S*$/, "") : cut}…`;
 }
 
 /** The id of the conversation in the address. */

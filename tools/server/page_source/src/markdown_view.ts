@@ -115,9 +115,10 @@ export class MarkdownView {
       return true;
     }
     const made = growing && token.type === "code" && token.text.length > GROWING_CODE ? growingCode(token.text, token.lang ?? "") : block(token, links);
-    if (linked) made.element.dataset.linked = "";
-    if (before) before.element.replaceWith(made.element);
+    if (before && !made.code && renew(before.element, made.element)) made.element = before.element;
+    else if (before) before.element.replaceWith(made.element);
     else this.element.append(made.element);
+    if (linked) made.element.dataset.linked = "";
     this.shown[index] = { raw: token.raw, ...made };
     return true;
   }
@@ -141,13 +142,23 @@ function isShown({ type }: Token): boolean {
   return type !== "space" && type !== "def";
 }
 
+/** Moves the content of a block of code or a table into the block that is shown, which keeps its place and the focus where
+ * the user scrolled it. False where the two are not of the same kind. */
+function renew(shown: HTMLElement, fresh: HTMLElement): boolean {
+  const [box, content] = [shown, fresh].map((element) => element.querySelector(":scope > .code code, :scope > .scroller"));
+  const [name, other] = [shown, fresh].map((element) => element.querySelector(":scope > .code .code-head span")?.textContent);
+  if (!box || !content || box.tagName !== content.tagName || name !== other) return false;
+  box.replaceChildren(...content.childNodes);
+  return true;
+}
+
 function growingCode(text: string, language: string): Pick<Shown, "element" | "code"> {
   const code = new GrowingCode(text);
   return { element: h("div", { class: "block" }, codeBlock(code.element, language)), code };
 }
 
 function block(token: Token, links: Links): Pick<Shown, "element" | "code"> {
-  const element = h("div", { class: token.type === "heading" ? "block heading" : "block" }, render(token, links));
+  const element = h("div", { class: token.type === "heading" ? "block heading" : "block", dir: "auto" }, render(token, links));
   for (const code of element.querySelectorAll<HTMLElement>("pre > code")) {
     code.parentElement?.replaceWith(codeBlock(code, /language-(\S+)/.exec(code.className)?.[1] ?? ""));
   }

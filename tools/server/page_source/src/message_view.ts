@@ -44,7 +44,7 @@ export class MessageView {
     this.markdown = mine ? null : new MarkdownView();
     this.thinking = mine ? null : new ThinkingView();
     if (this.thinking) this.body.append(this.thinking.element);
-    this.body.append(this.markdown?.element ?? h("div", { class: "plain" }));
+    this.body.append(this.markdown?.element ?? h("div", { class: "plain", dir: "auto" }));
     this.element = h(
       "article",
       { class: `message ${message.role}`, "aria-label": mine ? "You" : "Assistant", "data-id": message.id },
@@ -79,11 +79,11 @@ export class MessageView {
   /** The user edits the text in place. */
   beginEdit(): void {
     if (this.element.classList.contains("editing")) return;
-    const area = h("textarea", { "aria-label": "Edit the message", rows: "1" });
+    const area = h("textarea", { "aria-label": "Edit the message", rows: "1", dir: "auto" });
     area.value = this.message.text;
     const end = () => {
       this.element.classList.remove("editing");
-      this.body.replaceChildren(h("div", { class: "plain" }, this.message.text));
+      this.body.replaceChildren(h("div", { class: "plain", dir: "auto" }, this.message.text));
       this.element.querySelector<HTMLElement>(".edit")?.focus();
     };
     const send = () => {
