@@ -7,22 +7,17 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from page_browser import PHONE, answer, ask, chromium, program, set_parameters, stored, visits
 
 SERVER = Path(__file__).resolve().parent.parent / "tools" / "server"
 PAGE, SOURCE = SERVER / "page", SERVER / "page_source"
 KEY = "a key of the tests"
-FLAGS = [
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-]
-PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 ATTACK = "<img src=x onerror=\"document.title='broken'; window.broken = 1\"><script>window.broken = 1</script>"
 QUESTION = "What does os.path.join do?"
 
@@ -81,10 +76,7 @@ def test_contrast(theme):
 @pytest.fixture(scope="module")
 def process(request) -> Iterator[subprocess.Popen]:
     """A server with the bundled model under two names, which wants a key."""
-    for module in ("playwright.sync_api", "starlette", "uvicorn", "httptools", "prometheus_client"):
-        pytest.importorskip(module)
-    if not chromium():
-        pytest.skip("Chromium is not installed")
+    program()  # before a model is compiled for nothing
     artifact = request.getfixturevalue("demo_artifact")
     command = [Path(sys.executable).with_name("mlc-amd"), "serve", f"one={artifact}", f"two={artifact}"]
     options = ["--port", "0", "--models-max", "2", "--target", "cpu", "--quiet"]
@@ -104,89 +96,16 @@ def address(process) -> str:
     raise AssertionError("".join(said))
 
 
-def chromium() -> str | None:
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
 @pytest.fixture(scope="module")
 def browser(process):
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium(), args=FLAGS)
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
 def visit(browser, address):
-    """visit(options of a browser context) -> a page of a user who has the key. In the end, no page may have reported
-    an error, broken the server's policy, or asked another server."""
-    contexts, wrong = [], []
-
-    def watch(page) -> None:
-        page.set_default_timeout(30_000)
-        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on(
-            "request", lambda request: None if request.url.startswith((address, "blob:")) else wrong.append(request.url)
-        )
-
-    def open_page(key: str | None = KEY, **options):
-        context = browser.new_context(**options)
-        context.set_default_timeout(30_000)
-        contexts.append(context)
-        context.on("page", watch)
-        if key:
-            context.add_init_script(
-                f"if (location.protocol === 'http:') localStorage.setItem('mlc-amd.key', {json.dumps(key)})"
-            )
-        page = context.new_page()
-        page.goto(address)
-        return page
-
-    open_page.wrong = wrong
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert not wrong
-
-
-def ask(page, text: str) -> None:
-    page.get_by_label("Message", exact=True).fill(text)
-    page.keyboard.press("Enter")
-
-
-def answer(page, number: int = 1):
-    """The last answer, once it is finished and is the answer with this number."""
-    page.wait_for_function(
-        """number => {
-          const all = document.querySelectorAll('.message.assistant')
-          const last = all[number - 1]?.querySelector('.foot')
-          return all.length === number && !document.querySelector('.growing') && last.children.length
-        }""",
-        arg=number,
-    )
-    return page.locator(".message.assistant").last
-
-
-def set_parameters(page, **values: float) -> None:
-    page.get_by_role("button", name="Settings").click()
-    for label, value in values.items():
-        page.get_by_label(label.replace("_", " ").capitalize(), exact=True).fill(str(value))
-    page.keyboard.press("Escape")
-
-
-def stored(page) -> dict[str, dict]:
-    """The messages in the browser's store, by their ids."""
-    return page.evaluate(
-        """() => new Promise(resolve => {
-          indexedDB.open('mlc-amd').onsuccess = opened => {
-            opened.target.result.transaction('messages').objectStore('messages').getAll().onsuccess = read =>
-              resolve(Object.fromEntries(read.target.result.map(message => [message.id, message])))
-          }
-        })"""
-    )
+    with visits(browser, address, KEY) as visit:
+        yield visit
 
 
 def test_policy(browser, address):

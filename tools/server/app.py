@@ -33,7 +33,7 @@ from mlc_amd.tools.server.response_objects import ResponseStore
 from mlc_amd.tools.server.service import Service
 
 # The page takes scripts and styles from its own files alone, and talks to this server alone.
-_PAGE_HEADERS = {
+PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -77,7 +77,7 @@ class _Page(StaticFiles):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] += [(name.encode(), value.encode()) for name, value in _PAGE_HEADERS.items()]
+                message["headers"] += [(name.encode(), value.encode()) for name, value in PAGE_HEADERS.items()]
             await send(message)
 
         await super().__call__(scope, receive, send_with_headers)

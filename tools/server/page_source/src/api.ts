@@ -50,7 +50,7 @@ export class ApiError extends Error {
   }
 }
 
-const UNREACHABLE = "The server cannot be reached.";
+const UNREACHABLE = "Server not reachable.";
 const BROKEN = "The connection to the server was lost.";
 
 /** The models that the server has. */

@@ -60,13 +60,13 @@ class App {
       (message, ended) => this.answerChanged(message, ended),
       (message) => {
         this.interrupted = message;
-        this.key.open();
+        this.key.open(true);
       },
       (error) => this.toasts.show(`The conversation could not be saved: ${String(error)}`),
     );
     this.models = new Models(
       () => this.showHeader(),
-      () => this.key.open(),
+      () => this.key.open(true),
     );
     this.header = new Header({
       toggleSidebar: () => this.showSidebar(!this.sidebarShown),
@@ -108,7 +108,7 @@ class App {
         this.settings.element.close();
         void this.library.removeAll();
       },
-      key: () => this.key.open(),
+      key: () => this.key.open(false),
     });
     const main = h("main", {}, this.header.element, this.chat.element, this.composer.element);
     document.body.replaceChildren(this.sidebar.element, this.scrim, main, this.toasts.element, this.status, this.settings.element, this.key.element);
@@ -245,9 +245,8 @@ class App {
   }
 
   private newConversation(text: string): Conversation {
-    const title = text.trim().split("\n")[0]?.slice(0, TITLE_LENGTH) || "Conversation";
     const now = Date.now();
-    return { id: newId(), title, named: false, created: now, updated: now, leaf: null, system: this.system, model: this.model() };
+    return { id: newId(), title: titleOf(text), named: false, created: now, updated: now, leaf: null, system: this.system, model: this.model() };
   }
 
   private async regenerate(message: Message): Promise<void> {
@@ -365,6 +364,14 @@ class App {
       } else this.stop();
     }
   }
+}
+
+/** The first line, shortened after a word. */
+function titleOf(text: string): string {
+  const line = text.trim().split("\n")[0] ?? "";
+  if (line.length <= TITLE_LENGTH) return line;
+  const cut = line.slice(0, TITLE_LENGTH);
+  return `${/\s/.test(cut) ? cut.replace(/[\s,;:]+\S*$/, "") : cut}…`;
 }
 
 /** The id of the conversation in the address. */

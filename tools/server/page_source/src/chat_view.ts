@@ -1,11 +1,9 @@
-/* The messages of the branch that is shown, and where the view is scrolled to. */
+/* The messages of the branch that is shown. The view follows a growing answer. */
 
 import { h, iconButton } from "./dom";
+import { Follower } from "./follow";
 import { type MessageActions, type Place, MessageView } from "./message_view";
 import type { Message } from "./types";
-
-/** So many pixels above the end still count as the end. */
-const NEAR = 48;
 
 const SUGGESTIONS = [
   ["Explain", "how a hash table works, with a small example"],
@@ -21,12 +19,12 @@ export class ChatView {
   private readonly scroller = h("div", { class: "scroll", tabindex: "-1" }, this.list);
   readonly element = h("section", { class: "chat", "aria-label": "Conversation" }, this.scroller, this.toEnd);
   private views = new Map<string, MessageView>();
-  /** The view follows a growing answer until the user scrolls up. */
-  private following = true;
-  private readonly actions: MessageActions;
+  private readonly follower = new Follower(this.scroller, this.list, (away) => this.toEnd.classList.toggle("shown", away));
 
-  constructor(actions: Omit<MessageActions, "rendered">, suggest: (text: string) => void) {
-    this.actions = { ...actions, rendered: () => this.follow() };
+  constructor(
+    private readonly actions: MessageActions,
+    suggest: (text: string) => void,
+  ) {
     this.welcome = h(
       "div",
       { class: "welcome" },
@@ -41,19 +39,22 @@ export class ChatView {
         ),
       ),
     );
-    this.scroller.addEventListener("scroll", () => this.scrolled(), { passive: true });
-    new ResizeObserver(() => this.follow()).observe(this.scroller);
+    // What is unfolded in finished answers is to be read: it stays where it is.
+    this.list.addEventListener("click", ({ target }) => {
+      if ((target as Element).closest("summary") && !this.list.querySelector(".growing")) this.follower.stay();
+    });
   }
 
   /** Shows the messages of a branch; `place` says where each stands. */
   show(messages: Message[], place: (message: Message) => Place): void {
     const kept = new Map<string, MessageView>();
     const elements: HTMLElement[] = [];
-    for (const message of messages) {
+    // The last ones are drawn first, as the end is what is seen first.
+    for (const message of messages.toReversed()) {
       const view = this.views.get(message.id) ?? new MessageView(message, this.actions);
       kept.set(message.id, view);
       view.update(message, place(message));
-      elements.push(view.element);
+      elements.unshift(view.element);
     }
     this.views = kept;
     const children = messages.length > 0 ? elements : [this.welcome];
@@ -63,7 +64,6 @@ export class ChatView {
       if (this.list.children[index] !== child) this.list.insertBefore(child, this.list.children[index] ?? null);
     });
     this.element.classList.toggle("empty", messages.length === 0);
-    this.follow();
   }
 
   /** Shows a message that grew; false where it is not among those that are shown. */
@@ -78,18 +78,6 @@ export class ChatView {
   }
 
   scrollToEnd(): void {
-    this.following = true;
-    this.follow();
-  }
-
-  private follow(): void {
-    if (this.following) this.scroller.scrollTop = this.scroller.scrollHeight;
-    else this.scrolled();
-  }
-
-  private scrolled(): void {
-    const { scrollTop, scrollHeight, clientHeight } = this.scroller;
-    this.following = scrollHeight - scrollTop - clientHeight < NEAR;
-    this.toEnd.classList.toggle("shown", !this.following);
+    this.follower.toEnd();
   }
 }

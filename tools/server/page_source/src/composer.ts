@@ -12,7 +12,7 @@ export interface ComposerActions {
 const DRAFT = "mlc-amd.draft";
 
 export class Composer {
-  private readonly area = h("textarea", { id: "composer", rows: "1", placeholder: "Message", "aria-label": "Message", enterkeyhint: "send" });
+  private readonly area = h("textarea", { id: "composer", rows: "1", dir: "auto", placeholder: "Message", "aria-label": "Message", enterkeyhint: "send" });
   private readonly button = h("button", { type: "submit", class: "send" });
   readonly element = h("form", { class: "composer" }, this.area, this.button);
   private busy: boolean | null = null;

@@ -2,16 +2,14 @@
 
 import type { Figures } from "./types";
 
-/** Short, for the line below the answer. */
-export function summary(figures: Figures): string {
+/** Short, for the line below the answer, in parts. */
+export function summary(figures: Figures): string[] {
   const { tokens, rate, firstToken } = figures;
   return [
     rate === null ? "" : `${rate < 10 ? rate.toFixed(1) : rate.toFixed(0)} tokens/s`,
     tokens === null ? "" : `${count(tokens)} ${tokens === 1 ? "token" : "tokens"}`,
     firstToken === null ? "" : `first after ${seconds(firstToken)}`,
-  ]
-    .filter(Boolean)
-    .join(" · ");
+  ].filter(Boolean);
 }
 
 /** All, for its tooltip; `context`: how many tokens fit. */

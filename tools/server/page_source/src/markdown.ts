@@ -64,6 +64,9 @@ const parser = new Marked({
       if (!WEB_ADDRESS.test(href)) return escapeHtml(text);
       return `<a href="${escapeHtml(href)}" target="_blank" rel="noopener noreferrer">${escapeHtml(text || href)}</a>`;
     },
+    listitem({ task, tokens }) {
+      return `<li${task ? ' class="task"' : ""}>${this.parser.parse(tokens)}</li>\n`;
+    },
     checkbox({ checked }) {
       return checked ? "☑ " : "☐ ";
     },

@@ -3,6 +3,7 @@
 import { copyButton } from "./clipboard";
 import { h, icon, iconButton } from "./dom";
 import { details, seconds, summary } from "./figures";
+import { Follower } from "./follow";
 import { MarkdownView } from "./markdown_view";
 import type { Message } from "./types";
 
@@ -14,7 +15,6 @@ export interface MessageActions {
   alternative(message: Message, step: number): void;
   /** How many tokens fit the context of a model, where that is known. */
   context(model: string | null): number | null;
-  rendered(): void;
 }
 
 /** The place of a message among its alternatives. */
@@ -41,10 +41,10 @@ export class MessageView {
     private readonly actions: MessageActions,
   ) {
     const mine = message.role === "user";
-    this.markdown = mine ? null : new MarkdownView(actions.rendered);
+    this.markdown = mine ? null : new MarkdownView();
     this.thinking = mine ? null : new ThinkingView();
     if (this.thinking) this.body.append(this.thinking.element);
-    this.body.append(this.markdown?.element ?? h("div", { class: "plain" }));
+    this.body.append(this.markdown?.element ?? h("div", { class: "plain", dir: "auto" }));
     this.element = h(
       "article",
       { class: `message ${message.role}`, "aria-label": mine ? "You" : "Assistant", "data-id": message.id },
@@ -71,18 +71,19 @@ export class MessageView {
     const footed = JSON.stringify([place, message.state, message.error, message.finish, message.figures]);
     if (footed === this.footed) return;
     this.footed = footed;
-    this.note.replaceChildren(...(ended ? this.notes(place) : [waiting()]));
-    this.foot.replaceChildren(...(ended ? this.tools(place) : []));
+    this.note.replaceChildren(...(ended ? this.notes(place) : []));
+    // The dots are where the buttons will be, so that the end of an answer moves nothing.
+    this.foot.replaceChildren(...(ended ? this.tools(place) : [waiting()]));
   }
 
   /** The user edits the text in place. */
   beginEdit(): void {
     if (this.element.classList.contains("editing")) return;
-    const area = h("textarea", { "aria-label": "Edit the message", rows: "1" });
+    const area = h("textarea", { "aria-label": "Edit the message", rows: "1", dir: "auto" });
     area.value = this.message.text;
     const end = () => {
       this.element.classList.remove("editing");
-      this.body.replaceChildren(h("div", { class: "plain" }, this.message.text));
+      this.body.replaceChildren(h("div", { class: "plain", dir: "auto" }, this.message.text));
       this.element.querySelector<HTMLElement>(".edit")?.focus();
     };
     const send = () => {
@@ -145,9 +146,9 @@ export class MessageView {
     // Where there is no answer, the note above has the button.
     if (message.text) made.push(iconButton("again", "Regenerate the answer", () => this.actions.regenerate(message)));
     const { figures } = message;
-    const text = figures ? summary(figures) : "";
-    if (figures && text) {
-      made.push(h("span", { class: "figures", title: details(figures, message.model, this.actions.context(message.model)) }, text));
+    const text = figures ? summary(figures).flatMap((part, index) => [index ? " · " : "", h("span", {}, part)]) : [];
+    if (figures && text.length > 0) {
+      made.push(h("span", { class: "figures", title: details(figures, message.model, this.actions.context(message.model)) }, ...text));
     }
     return made;
   }
@@ -157,12 +158,14 @@ export class MessageView {
 class ThinkingView {
   private readonly text = document.createTextNode("");
   private readonly caption = h("span");
-  readonly element = h(
-    "details",
-    { class: "thinking", hidden: true },
-    h("summary", {}, icon("right"), this.caption),
-    h("div", { class: "thoughts" }, this.text),
-  );
+  readonly element: HTMLElement;
+
+  constructor() {
+    const content = h("div", {}, this.text);
+    const box = h("div", { class: "thoughts", tabindex: "0", role: "region", "aria-label": "Thoughts" }, content);
+    new Follower(box, content);
+    this.element = h("details", { class: "thinking", hidden: true }, h("summary", {}, icon("right"), this.caption), box);
+  }
 
   update(message: Message, growing: boolean): void {
     this.element.hidden = !message.thinking;

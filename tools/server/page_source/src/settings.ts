@@ -94,6 +94,11 @@ export function apiKey(): string | null {
   return sessionStorage.getItem(`${PREFIX}key`) ?? read("key");
 }
 
+/** Whether the API key stays when the tab is closed. */
+export function isKeyKept(): boolean {
+  return read("key") !== null;
+}
+
 /** Keeps an API key: for this tab, with `keep` in this browser. Null forgets it. */
 export function setApiKey(key: string | null, keep = false): void {
   sessionStorage.removeItem(`${PREFIX}key`);
