@@ -83,6 +83,7 @@ def cluster() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(MARK, uuid.uuid4().hex)
         environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        environment.setenv("RAY_TMPDIR", folder)
         environment.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
         # Nodes have one CPU each.
         found = Cluster(initialize_head=True, head_node_args={"include_dashboard": False})

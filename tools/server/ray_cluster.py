@@ -21,7 +21,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.config import HTTPOptions, RequestRouterConfig
+from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -35,6 +35,7 @@ from mlc_amd.tools.server.ray_replicas import Gateway, Replica, Router
 from mlc_amd.tools.server.service import Settings
 
 APPLICATION = "mlc-amd"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Requests besides those that the server's own limit counts: pages, metrics, and those that it answers with 503.
 _UNCOUNTED = 64
 # Seconds that answers have where somebody else deletes the application and --timeout sets no limit.
@@ -60,12 +61,20 @@ class Deployment:
 
 def run(address: str, host: str, port: int, deployment: Deployment) -> None:
     """Serves until a signal has stopped it. UserError if the cluster cannot be reached, or a replica not be started."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    _interrupt()
     try:
         with _cluster(address):
             _run(host, port, deployment)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt() -> None:
+    """Makes KeyboardInterrupt of signals."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.default_int_handler)
 
 
 def _run(host: str, port: int, deployment: Deployment) -> None:
@@ -120,8 +129,7 @@ def _cluster(address: str) -> Iterator[None]:
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(f"no Ray cluster at {address}: {_line(error)}; `ray start --head` starts one") from error
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    # Ray has its own handler for SIGTERM by now.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _interrupt()  # Ray has its own handlers by now
     try:
         yield
     finally:
@@ -144,7 +152,9 @@ def _start(host: str, port: int) -> str:
         )
     except (RayError, TimeoutError, RuntimeError) as error:
         raise UserError(f"Ray Serve cannot listen on {host} port {port}: choose another with --port") from error
-    used = _get_global_client().http_config
+    client = _get_global_client()
+    assert client is not None, "serve.start has made it"
+    used = client.http_config
     if (used.host, used.port) != (host, port):
         display.message("Ray Serve runs on this cluster already: --host and --port do not count")
     return f"http://{f'[{used.host}]' if ':' in (used.host or '') else used.host}:{used.port}"
@@ -164,7 +174,7 @@ def _deploy(deployment: Deployment) -> DeploymentHandle:
         num_replicas=deployment.replicas,
         ray_actor_options=resources,
         max_ongoing_requests=requests,
-        request_router_config=RequestRouterConfig(request_router_class=Router),
+        request_router_config={"request_router_class": Router},
         **common,
     )
     gateway = serve.deployment(Gateway).options(

@@ -221,7 +221,7 @@ class Gateway:
         return Call(made, body, blocks, response)
 
     async def _answer(self, call: Call) -> AsyncIterator[list[Message]]:
-        response = self._replicas.options(method_name="answer", stream=True).remote(call)
+        response: Any = self._replicas.options(method_name="answer", stream=True).remote(call)
         try:
             async for messages in response:
                 yield messages
