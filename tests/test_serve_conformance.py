@@ -15,8 +15,9 @@ OTHERWISE = ("image-input", "error-handling", "anth-tool-calling")
 
 @pytest.mark.parametrize("form", ["openai-chat", "anthropic", "open-responses"])
 def test_answers_have_all_that_the_schemas_of_their_api_want(served, form):
-    command = [Path(sys.executable).with_name("llm-comply"), "-u", f"{served.url}/v1", "-m", "demo", "-k", "-", "--json"]
-    done = subprocess.run([*command, "--format", form], capture_output=True, text=True, timeout=300, check=False)
+    where = ["-u", f"{served.url}/v1", "-m", "demo", "-k", "-"]
+    command = [Path(sys.executable).with_name("llm-comply"), *where, "--json", "--format", form]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     results = json.loads(done.stdout)["results"]
     failed = {one["id"]: one["errors"] for one in results if one["status"] == "failed"}
     assert {id: errors for id, errors in failed.items() if not id.endswith(OTHERWISE)} == {}
