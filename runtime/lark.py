@@ -19,7 +19,7 @@ JSON_SPACE = r" |\n{1,2}[ \t]{0,20}"
 _END = r"""
 %llguidance {"no_forcing": true}
 TEXT: /(.|\n)*/
-SPACE: /[ \t\r\n]{1,8}/
+SPACE: /[ \t\r\n]{1,2}/
 """
 
 

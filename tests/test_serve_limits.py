@@ -22,6 +22,7 @@ from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.tools import serve
 from mlc_amd.tools.server import lifecycle
+from mlc_amd.tools.server.app import ROUTES
 from mlc_amd.tools.server.library import Library
 
 TEXT = "/v1/completions"
@@ -64,6 +65,7 @@ def test_keys(library):
         for headers in ({}, {"authorization": "Bearer third"}, {"x-api-key": "firs"}, {"authorization": "first"}):
             status, found, answer = served.request(models, headers=headers)
             assert status == 401 and found["www-authenticate"] and answer["error"]["code"] == "invalid_api_key"
+        assert all(served.request(path)[0] == 401 for path, *_ in ROUTES if path != "/health")
         for headers in ({"authorization": "Bearer first"}, {"x-api-key": "second"}):
             assert served.request(models, headers=headers)[0] == 200
         assert served.request("/health")[0] == 200 and served.request("/metrics")[0] == 401

@@ -21,6 +21,9 @@ from mlc_amd.tools.server.errors import ApiError
 from mlc_amd.tools.server.service import client_of, read_fields, respond, service_of
 from mlc_amd.tools.server.streaming import Json, merged, sse
 
+_TEXT = {"type": "text", "text": "", "citations": None}
+# Parts of the usage that this server has not.
+_NO_USAGE = {"cache_creation": None, "inference_geo": None, "server_tool_use": None, "service_tier": "standard"}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -52,17 +55,21 @@ def _message(answering: Answering, usage: Usage) -> dict[str, Any]:
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
+        "stop_details": None,
+        "container": None,
         "usage": _usage(usage),
     }
 
 
-def _usage(usage: Usage) -> dict[str, int]:
+def _usage(usage: Usage) -> dict[str, Any]:
     """Anthropic's input tokens are those that were not cached."""
     return {
+        **_NO_USAGE,
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached,
         "output_tokens": usage.completion,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning},
     }
 
 
@@ -72,10 +79,14 @@ def _stop(end: Finish) -> dict[str, Any]:
 
 def _block(block: Block) -> dict[str, Any]:
     if block.kind == "text":
-        return {"type": "text", "text": block.text}
+        return {**_TEXT, "text": block.text}
     if block.kind == "thinking":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    return {"type": "tool_use", "id": block.id, "name": block.name, "input": block.arguments}
+    return _tool_use(block.id, block.name, block.arguments)
+
+
+def _tool_use(id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": id, "name": name, "input": arguments, "caller": {"type": "direct"}}
 
 
 class MessageEvents:
@@ -97,15 +108,13 @@ class MessageEvents:
 
     def _encoded(self, event: Event) -> bytes:
         if isinstance(event, Text):
-            begun = self._begin(("text", 0), {"type": "text", "text": ""})
+            begun = self._begin(("text", 0), _TEXT)
             return begun + self._delta({"type": "text_delta", "text": event.text})
         if isinstance(event, Thinking):
             begun = self._begin(("thinking", 0), {"type": "thinking", "thinking": "", "signature": ""})
             return begun + self._delta({"type": "thinking_delta", "thinking": event.text})
         if isinstance(event, ToolCallBegin):
-            return self._begin(
-                ("call", event.number), {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
-            )
+            return self._begin(("call", event.number), _tool_use(event.id, event.name, {}))
         if isinstance(event, ToolCallArguments):
             return self._delta({"type": "input_json_delta", "partial_json": event.text})
         return self._close() + _event("message_delta", delta=_stop(event), usage=_usage(event.usage))

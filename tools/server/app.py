@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from mlc_amd.tools.server import (
     anthropic_messages,
     info,
+    llama_completion,
     llama_server,
     metrics,
     middleware,
@@ -40,7 +41,7 @@ PAGE_HEADERS = {
     "referrer-policy": "no-referrer",
 }
 # path, method, handler
-_ROUTES = (
+ROUTES = (
     ("/health", "GET", info.health),
     ("/metrics", "GET", metrics.metrics),
     ("/v1/models", "GET", info.models),
@@ -60,6 +61,13 @@ _ROUTES = (
     ("/api/version", "GET", ollama.version),
     ("/tokenize", "POST", llama_server.tokenize),
     ("/detokenize", "POST", llama_server.detokenize),
+    ("/apply-template", "POST", llama_server.apply_template),
+    ("/props", "GET", llama_server.props),
+    ("/completion", "POST", llama_completion.completion),
+    # OpenAI's, for clients whose address has no /v1, as llama-server takes them.
+    ("/models", "GET", info.models),
+    ("/chat/completions", "POST", openai_chat.chat_completions),
+    ("/responses", "POST", responses.create),
 )
 
 
@@ -68,7 +76,7 @@ _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 async def _unknown(request: Request) -> Response:
     """Of paths that look like an API's. The page's files would answer 405 to all of them."""
-    raise HTTPException(405 if any(request.url.path == path for path, _, _ in _ROUTES) else 404)
+    raise HTTPException(405 if any(request.url.path == path for path, _, _ in ROUTES) else 404)
 
 
 class _Page(StaticFiles):
@@ -84,7 +92,7 @@ class _Page(StaticFiles):
 
 
 def make_app(service: Service) -> Starlette:
-    routes: list[BaseRoute] = [Route(path, handler, methods=[method]) for path, method, handler in _ROUTES]
+    routes: list[BaseRoute] = [Route(path, handler, methods=[method]) for path, method, handler in ROUTES]
     routes += [Route(f"{prefix}{{rest:path}}", _unknown, methods=_METHODS) for prefix in ("/v1/", "/api/")]
     page = Path(str(resources.files("mlc_amd.tools.server").joinpath("page")))
     if page.is_dir():
@@ -102,7 +110,7 @@ def make_app(service: Service) -> Starlette:
             )
         )
     layers += [
-        Middleware(middleware.Gate, service=service, paths=[path for path, *_ in _ROUTES]),
+        Middleware(middleware.Gate, service=service, paths=[path for path, *_ in ROUTES]),
         Middleware(middleware.Access, keys=settings.keys, origins=settings.origins, hosts=settings.hosts),
     ]
     app = Starlette(

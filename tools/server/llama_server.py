@@ -1,18 +1,21 @@
-"""`POST /tokenize` and `POST /detokenize`, as llama-server has them
+"""`POST /tokenize`, `POST /detokenize`, `POST /apply-template` and `GET /props`, as llama-server has them
 (https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md).
 
-`model` says whose tokenizer it is, which llama-server's do not need.
+`model` says whose they are, which llama-server's do not need.
 """
 
 import asyncio
+from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+import mlc_amd
 from mlc_amd.runtime.tokenizer import Tokenizer
 from mlc_amd.tools.server.errors import invalid
-from mlc_amd.tools.server.service import read_fields, service_of
+from mlc_amd.tools.server.openai_chat import chat_request
+from mlc_amd.tools.server.service import client_of, read_fields, service_of
 from mlc_amd.tools.server.streaming import Json
 
 
@@ -48,3 +51,30 @@ async def detokenize(request: Request) -> Response:
         if bad := next((token for token in tokens if not 0 <= token < size), None):
             raise invalid(f"token id {bad} is outside the vocabulary of {size}", "tokens")
         return Json({"content": await asyncio.to_thread(model.engine.tokenizer.decode, tokens, False)})
+
+
+async def apply_template(request: Request) -> Response:
+    """A chat request -> {"prompt"}: the text that the model would continue."""
+    asked = chat_request(await read_fields(request), client_of(request))
+    async with service_of(request).library.use(asked.model) as model:
+        text, _ = await asyncio.to_thread(model.prompter.prompt, asked)
+        return Json({"prompt": text})
+
+
+async def props(request: Request) -> Response:
+    """Of the model that the query names (?model=), which is loaded if it is not."""
+    service = service_of(request)
+    async with service.library.use(request.query_params.get("model", "")) as model:
+        engine = model.engine
+        return Json(
+            {
+                "default_generation_settings": {"n_ctx": engine.context, "params": asdict(engine.sampling)},
+                "total_slots": service.settings.requests,
+                "model_alias": model.name,
+                "model_path": str(engine.artifact.path),
+                "chat_template": engine.chat_template.source,
+                "modalities": {"vision": False, "audio": False},
+                "build_info": f"mlc-amd {mlc_amd.__version__}",
+                "is_sleeping": False,
+            }
+        )

@@ -29,7 +29,10 @@ _ID = re.compile(r"[\w.:-]{1,128}")
 # Paths that are answered also without a key and while the server is stopping: what load balancers and browsers ask for
 # before there is a user. The chat page (anything that is no API) asks for a key itself.
 _OPEN = ("/health",)
-_KEYED = ("/v1/", "/api/", "/tokenize", "/detokenize", "/metrics")
+_KEYED = (
+    "/v1/", "/api/", "/tokenize", "/detokenize", "/apply-template", "/props", "/completion", "/models",
+    "/chat/completions", "/responses", "/metrics",
+)  # fmt: skip
 # What is asked for often and computes nothing: no line in the log.
 _SILENT = ("/health", "/metrics")
 # HTTP's unofficial code for "the client closed the connection", in the log alone.

@@ -141,6 +141,7 @@ def _choice(events: Sequence[Event], end: Finish) -> dict[str, Any]:
         if block.kind == "call"
     ]
     message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
+    message |= {"refusal": None, "annotations": []}
     message |= {"reasoning_content": thought} if thought else {}
     message |= {"tool_calls": calls} if calls else {}
     logprobs = [logprob_body(one) for block in blocks for one in block.logprobs]

@@ -46,7 +46,7 @@ def text_request(fields: Fields, client: str) -> TextRequest:
     limited = any(map(fields.has, openai_fields.LIMITS))
     return TextRequest(
         model=fields.text("model"),
-        prompts=_prompts(fields),
+        prompts=prompts_of(fields, fields.required("prompt")),
         sampling=openai_fields.sampling(fields),
         max_tokens=openai_fields.most_tokens(fields) if limited else _DEFAULT_TOKENS,
         min_tokens=openai_fields.least_tokens(fields),
@@ -58,9 +58,8 @@ def text_request(fields: Fields, client: str) -> TextRequest:
     )
 
 
-def _prompts(fields: Fields) -> list[Any]:
-    """A text, texts, token ids, or lists of token ids, as a list of texts or of lists of ids."""
-    given = fields.required("prompt")
+def prompts_of(fields: Fields, given: Any) -> list[Any]:
+    """A text, token ids, or a list of these, as a list of texts and lists of ids. fields: have it as `prompt`."""
     found = [given] if isinstance(given, str) or _is_ids(given) else given
     if not isinstance(found, list) or not 0 < len(found) <= _MOST_PROMPTS:
         raise fields.wrong("prompt", f"a string, a list of token ids, or a list of up to {_MOST_PROMPTS} of these")

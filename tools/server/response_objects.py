@@ -1,5 +1,6 @@
 """The objects of OpenAI's Responses API: responses, their items, and the store of those that can be continued."""
 
+import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ def response(id: str, created: int, model: str, echo: Mapping[str, Any], status:
         "id": id,
         "object": "response",
         "created_at": created,
+        "completed_at": None,
         "status": status,
         "background": False,
         "error": None,
@@ -41,6 +43,7 @@ def ended(begun: Mapping[str, Any], output: Sequence[Mapping[str, Any]], usage: 
     """The response with its output. cut: it was cut off at the limit of tokens."""
     return {
         **begun,
+        "completed_at": None if cut else int(time.time()),
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "output": list(output),

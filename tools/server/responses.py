@@ -51,7 +51,10 @@ def _keep(store: ResponseStore, client: str, asked: Asked, body: dict[str, Any],
 
 
 def _begun(asked: Asked, id: str, answering: Answering) -> dict[str, Any]:
-    return response(id, int(time.time()), answering.model.name, asked.echo)
+    """The settings that the request leaves out are the model's."""
+    sampling = answering.model.engine.sampling
+    echo = {name: getattr(sampling, name) if value is None else value for name, value in asked.numbers.items()}
+    return response(id, int(time.time()), answering.model.name, asked.echo | echo)
 
 
 def _events(begin: Begin, keep: Keep | None, answering: Answering) -> ResponseEvents:

@@ -19,17 +19,22 @@ from mlc_amd.tools.server.openai_chat import EFFORTS, function_tool, tool_choice
 from mlc_amd.tools.server.prompts import content_text, parse_arguments
 
 _ROLES = ("user", "assistant", "system", "developer")
+_NUMBERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+# What a tool is without some of its fields.
+_TOOL = {"description": None, "parameters": None, "strict": False}
 _LOGPROBS = "message.output_text.logprobs"
 
 
 @dataclass(frozen=True)
 class Asked:
     """request: for the engine; messages: of it, without the instructions, which later responses do not inherit; echo:
-    fields of the request that the response repeats; store: whether later requests may continue the response."""
+    fields of the request that the response repeats; numbers: those of which the model has values, where they are left
+    out; store: whether later requests may continue the response."""
 
     request: ChatRequest
     messages: list[dict[str, Any]]
     echo: dict[str, Any]
+    numbers: dict[str, float | None]
     store: bool
 
 
@@ -64,14 +69,18 @@ def asked_of(fields: Fields, earlier: Sequence[Mapping[str, Any]], client: str) 
         "previous_response_id": fields.raw("previous_response_id"),
         "reasoning": {"effort": reasoning.raw("effort"), "summary": None},
         "store": fields.flag("store", True),
-        "temperature": fields.number("temperature"),
         "text": {"format": text.raw("format") or {"type": "text"}},
         "tool_choice": fields.raw("tool_choice") or "auto",
-        "tools": fields.raw("tools") or [],
-        "top_p": fields.number("top_p"),
+        "tools": [_TOOL | dict(tool) for tool in fields.raw("tools") or []],
+        "top_logprobs": request.logprobs or 0,
         "truncation": "disabled",
+        "max_tool_calls": fields.raw("max_tool_calls"),
+        "prompt_cache_key": fields.raw("prompt_cache_key"),
+        "safety_identifier": fields.raw("safety_identifier"),
+        "service_tier": "default",
     }
-    return Asked(request, messages, echo, fields.flag("store", True))
+    numbers = {name: fields.number(name) for name in _NUMBERS}
+    return Asked(request, messages, echo, numbers, fields.flag("store", True))
 
 
 def _tool(tool: Fields) -> dict[str, Any]:

@@ -1,0 +1,73 @@
+"""llama-server's own API, with the bundled model."""
+
+import pytest
+
+PROMPT, LIMIT = "def f(", {"n_predict": 8}
+QUESTION = [{"role": "user", "content": "What does os.path.join do?"}]
+
+
+def test_texts(served):
+    whole = served.post("/completion", {"prompt": PROMPT, **LIMIT})
+    same = served.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 8})["choices"][0]["text"]
+    assert whole["content"] == same and whole["stop"] and whole["tokens"] == []
+    assert (whole["stop_type"], whole["tokens_predicted"], whole["truncated"]) == ("limit", 8, False)
+    assert whole["timings"]["predicted_n"] == 8 and whole["generation_settings"]["n_predict"] == 8
+
+    chunks = served.stream("/completion", {"prompt": PROMPT, **LIMIT})
+    assert "".join(chunk["content"] for chunk in chunks) == same
+    assert [chunk["stop"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    ids = [token for chunk in chunks for token in chunk["tokens"]]
+    assert served.post("/detokenize", {"tokens": ids})["content"] == same
+    assert served.post("/completion", {"prompt": PROMPT, "return_tokens": True, **LIMIT})["tokens"] == ids
+
+    word = served.post("/completion", {"prompt": PROMPT, "stop": [same[3:6]], **LIMIT})
+    assert (word["stop_type"], word["stopping_word"]) == ("word", same[3:6])
+    assert word["content"] == same[: same.index(same[3:6])]
+    all_of_it = served.post("/completion", {"prompt": PROMPT, "ignore_eos": True})
+    assert all_of_it["truncated"] and all_of_it["generation_settings"]["ignore_eos"]
+
+
+def test_prompts(served):
+    ids = served.post("/tokenize", {"content": PROMPT})["tokens"]
+    one = served.post("/completion", {"prompt": PROMPT, **LIMIT})["content"]
+    assert served.post("/completion", {"prompt": ids, **LIMIT})["content"] == one
+    assert served.post("/completion", {"prompt": {"prompt_string": PROMPT}, **LIMIT})["content"] == one
+    many = served.post("/completion", {"prompt": [ids, PROMPT, {"prompt_string": PROMPT}], **LIMIT})
+    assert [answer["content"] for answer in many] == [one] * 3 and [answer["index"] for answer in many] == [0, 1, 2]
+
+
+def test_probabilities_and_formats(served):
+    body = {"prompt": PROMPT, "n_predict": 2, "n_probs": 3}
+    found = served.post("/completion", body)["completion_probabilities"]
+    assert len(found) == 2 and all(len(one["top_logprobs"]) == 3 for one in found)
+    assert found[0]["id"] == found[0]["top_logprobs"][0]["id"]
+    schema = {"enum": ["red", "blue"]}
+    assert served.post("/completion", {"prompt": PROMPT, "json_schema": schema})["content"].strip() in (
+        '"red"',
+        '"blue"',
+    )
+    assert served.post("/completion", {"prompt": PROMPT, "grammar": 'root ::= "yes"'})["content"] == "yes"
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, [], [1, "x"], {"prompt_string": 5}, {"prompt_string": "x", "multimodal_data": ["y"]}]
+)
+def test_wrong_prompts(served, prompt):
+    status, _, answer = served.request("/completion", {"prompt": prompt})
+    assert status == 400 and "prompt" in answer["error"]["message"]
+
+
+def test_the_model_and_its_prompts(served):
+    made = served.post("/apply-template", {"messages": QUESTION})["prompt"]
+    assert made == f"<|im_start|>user\n{QUESTION[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+    props = served.request("/props")[2]
+    assert props["default_generation_settings"]["n_ctx"] == 2048 and "im_start" in props["chat_template"]
+    assert served.request("/props?model=none")[0] == 404
+
+
+def test_addresses_without_a_version(served):
+    assert served.request("/models")[2] == served.request("/v1/models")[2]
+    body = {"messages": QUESTION, "max_tokens": 4}
+    answers = [served.post(path, body)["choices"] for path in ("/chat/completions", "/v1/chat/completions")]
+    assert answers[0] == answers[1]
+    assert served.post("/responses", {"input": "x", "max_output_tokens": 2})["object"] == "response"
