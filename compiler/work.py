@@ -60,8 +60,8 @@ def _draws(fmt: str, columns: int) -> dict[str, list]:
 
 
 def _single(workload, live: int) -> int:
-    """Single rows of a step with so many live ones, as many as the kernel allows; where a chunk may follow, at most half
-    of them, and a slot is left for it."""
+    """Single rows of a step with so many live ones, as many as the kernel allows. Where a chunk may follow these are
+    half of the rows at most, and a slot is left for it."""
     args, m = workload.args, workload.args.get("m", 1)
     rows = str(args.get("rows", "all"))
     most = args.get("single", m if workload.op == "rope_attention" else 0)
