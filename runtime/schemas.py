@@ -47,9 +47,10 @@ def _closed(schema: Any) -> Any:
         if isinstance(made.get(keyword), Mapping):
             made[keyword] = {name: _closed(one) for name, one in made[keyword].items()}
     listed, required = made.get("properties"), made.get("required", [])
-    whole = isinstance(listed, Mapping) and listed and isinstance(required, list)
-    if whole and not any(k in made for k in _OPEN) and all(isinstance(n, str) and n in listed for n in required):
-        made["additionalProperties"] = False
+    if isinstance(listed, Mapping) and isinstance(required, list) and not any(key in made for key in _OPEN):
+        names = set(listed)
+        if names and all(isinstance(name, str) and name in names for name in required):
+            made["additionalProperties"] = False
     return made
 
 

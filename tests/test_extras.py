@@ -27,7 +27,7 @@ def without(monkeypatch):
 def test_the_table_has_the_packages_of_the_extras():
     declared = set()
     for requirement in map(Requirement, metadata.requires("mlc-amd") or ()):
-        for extra in ("tune", "serve", "rocm"):
+        for extra in ("tune", "serve", "ray", "rocm"):
             if (
                 requirement.marker
                 and "extra" in str(requirement.marker)
@@ -44,8 +44,8 @@ def test_what_is_missing_is_told_with_what_installs_it(without):
         UserError, match=r"running target rocm needs the package rocm-bindings-hip; .*'mlc-amd\[rocm\]'"
     ):
         extras.require("rocm.bindings.hip")
-    tune, serve, rocm = extras.extras()
-    assert [tune["extra"], serve["extra"], rocm["extra"]] == ["tune", "serve", "rocm"]
+    tune, serve, ray, rocm = extras.extras()
+    assert [one["extra"] for one in (tune, serve, ray, rocm)] == ["tune", "serve", "ray", "rocm"]
     assert rocm["packages"] == ["ziglang"]
     assert rocm["missing"] == {"rocm-bindings-hip": "running target rocm"} and not tune["missing"]
     assert not extras.installed("no_such_package.module")
@@ -59,6 +59,7 @@ def test_what_is_missing_is_told_with_what_installs_it(without):
         ("xgboost", ["tune", "--import-kit", "kit", "--export-kit", "kit2"]),
         ("tornado", ["tune-server", "--tracker-only", "127.0.0.1:9190"]),
         ("matplotlib", ["tune", "--synthetic", "tiny:q4_0", "--report", "-o", "plot.svg"]),
+        ("ray", ["serve", "--ray", "auto", "--replicas", "2"]),
     ],
 )
 def test_commands_check_before_they_begin(without, capsys, monkeypatch, tmp_path, missing, command):
@@ -67,5 +68,5 @@ def test_commands_check_before_they_begin(without, capsys, monkeypatch, tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cli.main(command) == 1
     said = capsys.readouterr()
-    assert f"needs the package {missing}; install it with: pip install 'mlc-amd[tune]'" in said.err
+    assert f"needs the package {missing}; install it with: {extras.install(extras.PACKAGES[missing].extra)}" in said.err
     assert not said.out and said.err.count("\n") == 1 and not list(tmp_path.iterdir())

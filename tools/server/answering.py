@@ -103,9 +103,11 @@ class Answering(AsyncIterator[list[Event]]):
         tools = read_tools(request.callable_tools)
         text, ids = model.prompter.prompt(request)
         shown, grammar = model.reasoning.marks, None
-        if tools and isinstance(wanted, Pattern):
-            raise invalid("with tools an answer can be JSON by a schema, but match no grammar or regular expression")
         if tools:
+            if isinstance(wanted, Pattern):
+                raise invalid(
+                    "with tools an answer can be JSON by a schema, but match no grammar or regular expression"
+                )
             shown += model.calls.marks
             grammar = model.grammars.tool_calls(
                 model.calls,
@@ -113,7 +115,7 @@ class Answering(AsyncIterator[list[Event]]):
                 request.tool_choice,
                 request.parallel_tool_calls,
                 text,
-                wanted.schema if wanted else None,
+                None if wanted is None else wanted.schema,
             )
         else:
             grammar = self._grammar(wanted, text)
