@@ -92,9 +92,12 @@ class Format(ABC):
         """The call or calls behind `opening`, with `closing` if it is there."""
 
     def _close(self, reader: Reader) -> Reading[None]:
+        """Behind a call. A closing mark that the answer's limit has cut off is no text."""
         yield from reader.space()
-        if self.closing:
-            yield from reader.one_of((self.closing,))
+        if self.closing and not (yield from reader.one_of((self.closing,))):
+            rest = reader.available()
+            if reader.ended and self.closing.startswith(rest):
+                reader.skip(len(rest))
 
 
 # ---- objects with a name and arguments

@@ -53,9 +53,10 @@ class Constrained:
     def __init__(self, matcher: Any, vocab: int) -> None:
         self._matcher = matcher
         self._mask = np.zeros(-(-vocab // 32), np.int32)
+        self._address = self._mask.ctypes.data  # which takes NumPy as long as llguidance takes for half a mask
 
     def allowed(self) -> np.ndarray:
-        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
         self._check()
         return self._mask
 

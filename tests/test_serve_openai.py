@@ -44,6 +44,7 @@ def test_chat_whole_and_streamed(served):
     assert chunks[-2]["choices"][0]["finish_reason"] == "length"
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 24
     assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
+    assert {chunk["system_fingerprint"] for chunk in chunks} == {answer["system_fingerprint"]} != {None}
     timings = chunks[-1]["timings"]
     assert timings["predicted_n"] == 24 and timings["predicted_ms"] > 0 and timings["prompt_ms"] > 0
     assert timings["cache_n"] + timings["prompt_n"] == usage["prompt_tokens"]

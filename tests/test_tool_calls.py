@@ -16,6 +16,7 @@ from mlc_amd.runtime.reasoning import Part
 from mlc_amd.runtime.tool_calls import (
     FORMATS,
     GENERIC,
+    HERMES,
     CallArguments,
     CallBegin,
     CallEnd,
@@ -85,6 +86,14 @@ def calls_of(events: list[Event]) -> list[tuple[str, object]]:
     names = {event.number: event.name for event in events if isinstance(event, CallBegin)}
     assert [event.number for event in events if isinstance(event, CallEnd) and event.complete] == list(names)
     return [(names[event.number], json.loads(event.text)) for event in events if isinstance(event, CallArguments)]
+
+
+@pytest.mark.parametrize("cut", range(1, len("</tool_call>")))
+def test_a_closing_mark_that_is_cut_off_is_no_text(cut):
+    call = '<tool_call>\n{"name": "clock", "arguments": {}}\n'
+    (begin, arguments, end) = read(HERMES, [call + "</tool_call>"[:cut]])
+    assert calls_of([begin, arguments, end]) == [("clock", {})]
+    assert read(HERMES, [call + "</tool_call>"[:cut] + "!"])[-1] == Part("final", "</tool_call>"[:cut] + "!")
 
 
 @pytest.mark.parametrize("family", [family for family in TEMPLATES if family != "generic"])

@@ -31,7 +31,7 @@ from mlc_amd.tools.server.chat_request import (
 from mlc_amd.tools.server.errors import ApiError, invalid
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.formats import answer_format
-from mlc_amd.tools.server.openai_fields import finishes_of, timings_body, total_usage, usage_body
+from mlc_amd.tools.server.openai_fields import FINGERPRINT, finishes_of, timings_body, total_usage, usage_body
 from mlc_amd.tools.server.prompts import check_messages
 from mlc_amd.tools.server.response_objects import logprob_body
 from mlc_amd.tools.server.service import client_of, read_fields, respond
@@ -125,6 +125,7 @@ def whole(answering: Answering, events: Sequence[Event]) -> dict[str, Any]:
         "object": "chat.completion",
         "created": int(time.time()),
         "model": answering.model.name,
+        **FINGERPRINT,
         "choices": [_choice([event for event in events if event.index == end.index], end) for end in finishes],
         "usage": usage_body(total_usage(finishes, len(finishes))),
         "timings": timings_body(finishes[0]),
@@ -167,7 +168,8 @@ class ChatChunks:
 
     def __init__(self, answering: Answering, usage: bool) -> None:
         self._n, self._usage, model = answering.request.n, usage, answering.model.name
-        head = {"id": _id(), "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
+        head: dict[str, Any] = {"id": _id(), "object": "chat.completion.chunk", "created": int(time.time())}
+        head |= {"model": model, **FINGERPRINT}
         # Most chunks differ in their text alone: the rest of them is written once.
         self._open = b"data: " + dumps(head)[:-1] + b',"choices":['
         self._close = (b'],"usage":null}' if usage else b"]}") + b"\n\n"

@@ -22,7 +22,7 @@ from mlc_amd.tools.server.errors import ApiError
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.formats import answer_format
 from mlc_amd.tools.server.openai_chat import DONE
-from mlc_amd.tools.server.openai_fields import finishes_of, timings_body, total_usage, usage_body
+from mlc_amd.tools.server.openai_fields import FINGERPRINT, finishes_of, timings_body, total_usage, usage_body
 from mlc_amd.tools.server.service import client_of, read_fields, respond
 from mlc_amd.tools.server.streaming import sse
 
@@ -125,6 +125,7 @@ def _head(model: str) -> dict[str, Any]:
         "object": "text_completion",
         "created": int(time.time()),
         "model": model,
+        **FINGERPRINT,
     }
 
 

@@ -8,6 +8,7 @@ top_k, min_p, repetition_penalty (repeat_penalty), repetition_window (repeat_las
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
+import mlc_amd
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.generation import check_stop
 from mlc_amd.runtime.philox import SEED_BITS
@@ -95,6 +96,9 @@ def streamed(fields: Fields) -> tuple[bool, bool]:
 
 
 # ---- of answers
+
+# Of OpenAI's bodies: which program answered.
+FINGERPRINT = {"system_fingerprint": f"mlc-amd-{mlc_amd.__version__}"}
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
