@@ -4,7 +4,6 @@ and an end without losses."""
 import http.client
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +20,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+# A token of this cluster's own, whether or not the user has one for others. Ray reads it when it is imported.
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
 pytest.importorskip("starlette")
 pytest.importorskip("ray.serve")
 from ray.cluster_utils import Cluster
@@ -79,20 +80,21 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    folder = tempfile.mkdtemp(prefix="ray-")  # pytest's are too long for the names of sockets
-    with pytest.MonkeyPatch.context() as environment:
+    # pytest's folders are too long for the names of sockets
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as environment,
+    ):
         environment.setenv(MARK, uuid.uuid4().hex)
         environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
         environment.setenv("RAY_TMPDIR", folder)
         environment.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-        # Nodes have one CPU each.
-        found = Cluster(initialize_head=True, head_node_args={"include_dashboard": False})
+        found = Cluster(initialize_head=True, head_node_args={"include_dashboard": False})  # nodes have one CPU each
         try:
             found.add_node()
             yield found
         finally:
             found.shutdown()
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
