@@ -155,7 +155,9 @@ def test_an_answer_streams(deployed):
 
 def test_conversations_stay_where_they_are_cached(deployed):
     before = deployed.by_replica("vllm:prompt_tokens_total")
-    talks = [[{"role": "user", "content": f"{i} is a question about os.path.join. " * 8}] for i in range(4)]
+    talks = [
+        [{"role": "user", "content": f"{i} is a question about os.path.join. " * 8}] for i in range(3)
+    ]  # taking turns would divide them
     lengths = [0] * len(talks)
     for turn in range(3):
         for i, talk in enumerate(talks):
@@ -167,7 +169,7 @@ def test_conversations_stay_where_they_are_cached(deployed):
             talk += [{"role": "assistant", "content": message["content"]}, {"role": "user", "content": "And then?"}]
     after = deployed.by_replica("vllm:prompt_tokens_total")
     given = [after[name] - before.get(name, 0) for name in after]
-    assert min(given) > sum(given) / 3, "two of four conversations each"
+    assert min(given) > sum(given) / 4, "one conversation, and two"
 
 
 def test_responses_are_continued_where_they_are_stored(deployed):
