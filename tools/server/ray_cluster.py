@@ -126,8 +126,9 @@ def _cluster(address: str) -> Iterator[None]:
     more: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
         ray.init(address, logging_level=logging.ERROR, log_to_driver=False, **more)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(f"no Ray cluster at {address}: {_line(error)}; `ray start --head` starts one") from error
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        hint = "`ray start --head` starts one; if it wants a token, set RAY_AUTH_MODE=token"
+        raise UserError(f"cannot connect to a Ray cluster at {address}: {_line(error)} ({hint})") from error
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     _interrupt()  # Ray has its own handlers by now
     try:
