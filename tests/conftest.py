@@ -40,15 +40,17 @@ os.environ.setdefault("CACHEDB", str(SHADERS.parent / f"emulator-{os.environ.get
 os.environ.setdefault("GALLIVM_PERF", "nopt")
 # The files that take longest run first, which leaves short ones for workers that finish early.
 LONG = (
-    "test_emulator_gfx1100.py", "test_architectures.py", "test_vulkan_kernels.py", "test_models.py",
-    "test_emulator_gfx1201.py", "test_emulator_gfx942.py", "test_vulkan_device.py", "test_vulkan_models.py",
-    "test_rocm_models.py", "test_cpu_attention.py", "test_cpu_linear.py", "test_tune_cli.py", "test_selftest.py",
-    "test_reference.py", "test_engine_many.py", "test_gpu_gemm.py", "test_tuning_rpc.py", "test_tuning_kit.py",
-    "test_quality.py", "test_cpu_sample.py", "test_gpu_gemv_matrix.py", "test_gemm_few.py", "test_gpu_sample.py",
-    "test_vulkan_attention_decode.py", "test_gpu_attention.py", "test_cpu_experts.py", "test_tuning_compile.py",
-    "test_device_sampling.py", "test_gpu_gemv.py", "test_wheel.py", "test_vulkan_coop.py", "test_gpu_experts.py",
-    "test_generic.py", "test_cli.py", "test_repl.py", "test_chat.py", "test_cpu_plans.py", "test_tuning_search.py",
-    "test_tuning_build.py", "test_bench.py", "test_bench_gpu.py",
+    "test_emulator_gfx1100.py", "test_vulkan_device.py", "test_selftest.py", "test_models.py", "test_vulkan_kernels.py",
+    "test_architectures.py", "test_tune_cli.py", "test_tuning_rpc.py", "test_deploy.py", "test_cpu_attention.py",
+    "test_cpu_linear.py", "test_rocm_models.py", "test_emulator_gfx942.py", "test_emulator_gfx1201.py",
+    "test_tuning_static.py", "test_tuning_kit.py", "test_vulkan_models.py", "test_cpu_plans.py", "test_bench_gpu.py",
+    "test_tuning_rooflines.py", "test_model_cache.py", "test_tuning_search.py", "test_artifact.py", "test_gpu_gemm.py",
+    "test_quality.py", "test_reference.py", "test_gpu_attention.py", "test_cpu_sample.py", "test_gpu_gemv.py",
+    "test_radv.py", "test_cpu_experts.py", "test_vulkan_coop.py", "test_memory.py", "test_tuning_build.py",
+    "test_tuning_compile.py", "test_wheel.py", "test_cli.py", "test_generic.py", "test_windows.py",
+    "test_gpu_experts.py", "test_engine_many.py", "test_device_sampling.py", "test_vulkan_attention_decode.py",
+    "test_gemm_few.py", "test_gpu_sample.py", "test_gpu_gemv_matrix.py", "test_inspect_kernels.py", "test_repl.py",
+    "test_chat.py", "test_bench.py",
 )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 are marked full.
 
 The emulator compiles an instruction set's operations once a process, which takes most of the time. So each set has a
-file, which pytest-xdist gives to one worker: test_emulator_gfx1100.py and so on derive from `OnArch`.
+file, which pytest-xdist gives to one worker: test_emulator_gfx1100.py and so on derive from `OnArch` and `SameOnAll`.
 """
 
 from typing import ClassVar
@@ -62,17 +62,22 @@ def emulated_device(artifact, arch: str, run_hsaco, wave_order=5, kv: KvSize = O
     return HipDevice(artifact, kv=kv, bindings=Recorder(kernels, gpus=[{"gcnArchName": arch.encode()}]))
 
 
-class OnArch:
-    """Tests for the arch `arch`. today: by format, wave-instructions that a GEMV
-    of 4096 columns takes for 1000 weights; eight: the same of eight rows."""
+class Emulated:
+    """Tests of the arch `arch`."""
 
     arch: str
-    today: ClassVar[dict[str, float]]
-    eight: ClassVar[dict[str, float]]
 
     @pytest.fixture(autouse=True)
     def needs(self, emulator, linker):
         """The emulator, and what links AMD's code."""
+
+
+class OnArch(Emulated):
+    """Of what differs between instruction sets: products, lanes, barriers. today: by format, wave-instructions that a
+    GEMV of 4096 columns takes for 1000 weights; eight: the same of eight rows."""
+
+    today: ClassVar[dict[str, float]]
+    eight: ClassVar[dict[str, float]]
 
     @pytest.mark.parametrize("fmt", FORMATS)
     def test_gemv_takes_no_more_instructions(self, fmt):
@@ -96,15 +101,6 @@ class OnArch:
         assert count <= MARGIN * self.eight[fmt]
         assert fmt != "q4_0" or count <= MOST * self.today[fmt]
 
-    def test_several_rows_of_segments(self):
-        segments = [("q4_k", 64), ("q5_0", 21), ("mxfp4", 16)]
-        test_gpu_gemv_matrix.run_linear(self.arch, segments, 512, 8, (True, True, False), wave_order=1)
-        test_gpu_gemv_matrix.run_gate_up(self.arch, "q4_k", "q6_k", 32, 256, gemv_matrix.ROWS[-1], "rows")
-
-    def test_gemv_of_segments(self):
-        segments = [("q4_k", 64), ("q5_0", 21), ("q6_k", 16), ("mxfp4", 16), ("iq1_m", 16)]
-        test_gpu_gemv.run_linear(self.arch, segments, 512, (True, True, False, True, False), False, wave_order=1)
-
     @pytest.mark.parametrize("name", GEMM[0])
     def test_gemm(self, name):
         test_gpu_gemm.check_linear(self.arch, name, GEMM)
@@ -117,19 +113,6 @@ class OnArch:
         case = test_gpu_experts.CASES[name]
         test_gpu_experts.check_gate_up(case, resolve(self.arch), test_gpu_experts.emulated)
         test_gpu_experts.check_down(case, resolve(self.arch), test_gpu_experts.emulated)
-
-    def test_sampling(self):
-        test_gpu_sample.check_emulated(self.arch)
-
-    def test_operators_without_a_kernel_of_their_own(self, tmp_path):
-        """Functions, their limits, casts and indices, and reductions of every size, as `generic.py` schedules them."""
-        target = ("rocm", self.arch)
-        test_generic.test_functions_of_one_number(target, tmp_path)
-        test_generic.test_limits(target, tmp_path)
-        test_generic.test_halves_and_integers(target, tmp_path)
-        test_generic.test_softmax(target, (7, 129), tmp_path)
-        test_generic.test_large_reductions(target, (3, 8, 300), tmp_path)
-        test_generic.test_between_kernels_of_ours(target, tmp_path)
 
     def test_barrier_and_shuffles(self):
         test_rocm_codegen.test_barrier(resolve(self.arch), 3)
@@ -172,3 +155,29 @@ class OnArch:
             np.testing.assert_array_equal(together, alone)
             last.add(atomics[-1])
         assert len(groups) >= 5 and len(last) >= 2, last
+
+
+class SameOnAll(Emulated):
+    """Of what is the same code on each: every run has one of them."""
+
+    def test_several_rows_of_segments(self):
+        segments = [("q4_k", 64), ("q5_0", 21), ("mxfp4", 16)]
+        test_gpu_gemv_matrix.run_linear(self.arch, segments, 512, 8, (True, True, False), wave_order=1)
+        test_gpu_gemv_matrix.run_gate_up(self.arch, "q4_k", "q6_k", 32, 256, gemv_matrix.ROWS[-1], "rows")
+
+    def test_gemv_of_segments(self):
+        segments = [("q4_k", 64), ("q5_0", 21), ("q6_k", 16), ("mxfp4", 16), ("iq1_m", 16)]
+        test_gpu_gemv.run_linear(self.arch, segments, 512, (True, True, False, True, False), False, wave_order=1)
+
+    def test_sampling(self):
+        test_gpu_sample.check_emulated(self.arch)
+
+    def test_operators_without_a_kernel_of_their_own(self, tmp_path):
+        """Functions, their limits, casts and indices, and reductions of every size, as `generic.py` schedules them."""
+        target = ("rocm", self.arch)
+        test_generic.test_functions_of_one_number(target, tmp_path)
+        test_generic.test_limits(target, tmp_path)
+        test_generic.test_halves_and_integers(target, tmp_path)
+        test_generic.test_softmax(target, (7, 129), tmp_path)
+        test_generic.test_large_reductions(target, (3, 8, 300), tmp_path)
+        test_generic.test_between_kernels_of_ours(target, tmp_path)

@@ -30,7 +30,7 @@ class Served:
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         asked = urllib.request.Request(self.url + path, data, dict(headers))
         try:
-            with urllib.request.urlopen(asked, timeout=60) as answer:
+            with urllib.request.urlopen(asked, timeout=300) as answer:
                 return answer.status, answer.headers, _parsed(answer)
         except urllib.error.HTTPError as answer:
             return answer.code, answer.headers, _parsed(answer)

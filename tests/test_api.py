@@ -15,7 +15,7 @@ from mlc_amd.runtime.sampling import Sampling
 @pytest.fixture(scope="module")
 def gguf(tmp_path_factory):
     path = tmp_path_factory.mktemp("api") / "tiny.gguf"
-    with synthetic("tiny:q4_0", keys={"general.sampling.temp": 0.6, "general.sampling.penalty_last_n": -1}) as model:
+    with synthetic("tiny:f16", keys={"general.sampling.temp": 0.6, "general.sampling.penalty_last_n": -1}) as model:
         write_gguf(model, path)
     return path
 

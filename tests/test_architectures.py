@@ -50,12 +50,10 @@ def test_every_architecture_is_tested():
 REFERENCES = sorted(
     set(ARCHITECTURES) - {"ernie4_5", "gemma", "granitemoe", "olmoe", "qwen2", "qwen3"}
 )  # that ../shared/archs has
-SAMPLE = ("gpt-oss",)  # that every run compares
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.full) for name in REFERENCES]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", REFERENCES)
 def test_exact_logits(shared, tmp_path, name):
     """A random f16 model against logits that llama.cpp computed from the same weights in float32."""
     folder, path = shared / "archs", tmp_path / "model.gguf"

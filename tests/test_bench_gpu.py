@@ -53,7 +53,11 @@ def test_decoding_is_told_as_shares_of_the_copy_and_of_the_peak(artifact, known,
     assert cli.main(["bench", str(known), *command, "jsonl"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["peak_gbps"] == 25 and result["peak_share"] == pytest.approx(result["read_gbps"] / 25)
-    assert cli.main(["bench", str(known), *command, "md"]) == 0
+
+
+@pytest.mark.full
+def test_tables_name_the_peak(known, capsys):
+    assert cli.main(["bench", str(known), "-p", "0", "-n", "2", "-r", "1", "-o", "md"]) == 0
     assert capsys.readouterr().out.splitlines()[2].split("|")[-3].endswith("of 25 ")
 
 
@@ -71,6 +75,10 @@ def test_kernel_times_add_up_and_shares_are_of_the_peak(known, capsys):
         assert sum(k["us"] * k["calls"] for k in found["kernels"]) == pytest.approx(found["kernels_us"])
         assert all(k["peak_share"] == pytest.approx(k["gbps"] / 25) for k in found["kernels"] if k["gbps"])
         assert any(k["tops"] for k in found["kernels"])
+
+
+@pytest.mark.full
+def test_the_table_of_kernels_names_the_peak(known, capsys):
     assert cli.main(["bench", str(known), "-p", "0", "-n", "1", "-r", "1", "--per-kernel"]) == 0
     assert "of 25 GB/s (table)" in capsys.readouterr().out
 

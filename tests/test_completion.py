@@ -31,7 +31,7 @@ def scripts(tmp_path_factory) -> Path:
 
 def run(*command: str | Path) -> list[str]:
     """The words that a shell's program prints, sorted; nothing on stderr."""
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, check=True)
     assert done.stderr == ""
     return sorted(done.stdout.split())
 
@@ -66,7 +66,7 @@ def test_bash_leaves_files_to_itself(scripts, words):
 def fish(scripts: Path, line: str) -> list[str]:
     done = subprocess.run(
         ["fish", "--no-config", "-c", f"source {scripts / 'fish'}; complete -C '{line}'"],
-        capture_output=True, text=True, timeout=30, check=True,
+        capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert done.stderr == ""
     return sorted(row.partition("\t")[0] for row in done.stdout.splitlines())
@@ -106,7 +106,7 @@ def test_an_unknown_shell(capsys):
 def git(root: Path, *arguments: str) -> str:
     names = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
     command = ["git", "-C", str(root), *names, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.strip()
 
 
 def test_the_version_names_what_kernels_depend_on(capsys, monkeypatch):

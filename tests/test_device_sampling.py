@@ -7,8 +7,6 @@ import pytest
 import sampling_cases as cases
 from vulkan_harness import gpu
 
-from mlc_amd.compiler.gguf import synthetic
-from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.engine import Engine
@@ -24,14 +22,11 @@ SAMPLINGS = (
 
 
 @pytest.fixture(scope="module", params=["cpu:native", "vulkan:lavapipe"])
-def model(tmp_path_factory, request):
+def model(compiled_for, request):
     target, _, arch = request.param.partition(":")
     if target == "vulkan":
         gpu()
-    path = tmp_path_factory.mktemp("model") / "model"
-    with synthetic("tiny-qwen3:q4_k") as model:
-        compile_model(model, target, arch, 512, path)
-    return path
+    return compiled_for(target, arch, "tiny:q4_0", 512)  # pages for all rows of a step
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 from attention_cases import Case, check_attention
-from emulator_suite import OnArch, check_model
+from emulator_suite import OnArch, SameOnAll, check_model
 from test_tuning_build import linear
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
@@ -21,7 +21,7 @@ from mlc_amd.tools.dev import emulated
 from mlc_amd.tools.dev.gfxemu import emulate
 
 
-class TestGfx1100(OnArch):
+class TestGfx1100(OnArch, SameOnAll):
     arch = "gfx1100"
     today: ClassVar = {"q4_0": 34.7, "q4_k": 39.4, "q6_k": 56.5, "q8_0": 23.7}
     eight: ClassVar = {"q4_0": 72.2, "q4_k": 81.7, "q6_k": 136.6, "q8_0": 46.8}

@@ -2,10 +2,16 @@
 
 from typing import ClassVar
 
-from emulator_suite import OnArch
+import pytest
+from emulator_suite import OnArch, SameOnAll
 
 
 class TestGfx1201(OnArch):
     arch = "gfx1201"
     today: ClassVar = {"q4_0": 35.1, "q4_k": 39.2, "q6_k": 56.2, "q8_0": 22.5}
     eight: ClassVar = {"q4_0": 60.1, "q4_k": 72.2, "q6_k": 119.0, "q8_0": 46.9}
+
+
+@pytest.mark.full
+class TestMoreOnGfx1201(SameOnAll):
+    arch = "gfx1201"

@@ -344,7 +344,7 @@ def test_fuzz(tmp_path):
     seeds = ((small, small.index(b"output_norm.weight") + 40), (tiny, 4000))
     for number, data in enumerate(itertools.chain.from_iterable(mutations(*seed, rng) for seed in seeds)):
         path.write_bytes(data)
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             with GGUFModel.open(path) as model:
                 opened += 1
@@ -352,7 +352,7 @@ def test_fuzz(tmp_path):
                     assert tensor.blocks().nbytes == tensor.nbytes
         except UserError as error:
             assert "\n" not in str(error), f"mutation {number}"
-        assert time.perf_counter() - start < 2.0, f"mutation {number}"
+        assert time.process_time() - start < 4.0, f"mutation {number}"
     assert 0 < opened < 900  # the damage is neither harmless nor always fatal
 
 
@@ -374,13 +374,13 @@ def test_lies_about_lengths_cost_nothing(tmp_path):
         import resource, time
         from mlc_amd.compiler.gguf import GGUFModel
         from mlc_amd.runtime.errors import UserError
-        before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+        before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
         for name in {list(lies)}:
             try:
                 GGUFModel.open({str(tmp_path)!r} + "/" + name + ".gguf")
             except UserError as error:
                 print(error)
-        assert time.perf_counter() - start < 5
+        assert time.process_time() - start < 5
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     """
     *errors, used = subprocess.run(

@@ -23,7 +23,7 @@ def test_gpus_are_measured_without_tvm():
         f"import sys, {names}; print([m for m in sys.modules if m.split('.')[0] in ('tvm', 'tvm_ffi') or "
         f"m.startswith('mlc_amd.c')])"
     )
-    ran = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=300, check=True)
     assert ran.stdout == "[]\n"
 
 

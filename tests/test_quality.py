@@ -1,17 +1,20 @@
 """The models compiled for the CPU against exact logits and llama.cpp's greedy texts."""
 
 import pytest
+from samples import sample
 
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.tools.dev.quality import MODELS, Reference
 
-SAMPLE = ("llama-q4_k_m", "qwen3-iq4_xs")  # of every run
+BUNDLED = "llama-q4_k_m"
 
 
-@pytest.fixture(params=[pytest.param(name, marks=() if name in SAMPLE else pytest.mark.full) for name in MODELS])
+@pytest.fixture(params=sample(MODELS, [BUNDLED]))
 def case(request, shared, compiled):
-    """(engine, reference results) of one model."""
+    """(engine, reference results) of one model. One of them is the bundled one."""
     name = request.param
+    if name == BUNDLED:
+        return Engine.load(request.getfixturevalue("demo_artifact")), Reference(shared, name)
     return Engine.load(compiled(shared / "models" / f"{name}.gguf", 512)), Reference(shared, name)
 
 

@@ -44,7 +44,7 @@ class Terminal:
         os.close(slave)
         self.seen = ""
 
-    def wait_for(self, pattern: str, seconds: float = 90) -> str:
+    def wait_for(self, pattern: str, seconds: float = 180) -> str:
         """Reads until the pattern matches what came since the last match; returns that text."""
         end = time.monotonic() + seconds
         while not (match := re.search(pattern, self.seen, re.DOTALL)):

@@ -42,7 +42,7 @@ def library(demo_artifact):
     return make
 
 
-def waiting(condition, seconds: float = 30) -> bool:
+def waiting(condition, seconds: float = 120) -> bool:
     """Whether it becomes true in that time."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:

@@ -5,6 +5,7 @@ import types
 
 import pytest
 import tvm
+from samples import sample
 from tvm import tirx
 
 from mlc_amd.compiler.codegen.lower import walk
@@ -72,22 +73,24 @@ def kernels(workload, arch, folder):
     return bound.bounds(untuned.params, workload.op, workload.args, resolve(arch).isa, "kernel")
 
 
-@pytest.mark.parametrize("arch", DOTS)
+PRODUCTS = {
+    "linear": linear(64, ("q4_0", 1024)), "segments": linear(64, ("q4_k", 1024), ("q6_k", 512)),
+    "gate_up": gate_up(64, "q5_k"), "experts": expert_gate_up(64, "q4_0"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "workload",
-    [
-        linear(64, ("q4_0", 1024)),
-        linear(64, ("q4_k", 1024), ("q6_k", 512)),
-        gate_up(64, "q5_k"),
-        expert_gate_up(64, "q4_0"),
-    ],
-    ids=str,
+    ("name", "arch"),
+    sample(
+        [(name, arch) for name in PRODUCTS for arch in DOTS],
+        [("linear", "znver4"), ("segments", "x86-64-v3"), ("experts", "alderlake")],
+    ),
 )
-def test_the_products_of_int8_weights_are_all_there(workload, arch, tmp_path):
-    name, products = DOTS[arch]
+def test_the_products_of_int8_weights_are_all_there(name, arch, tmp_path):
+    workload, (instruction, products) = PRODUCTS[name], DOTS[arch]
 
     def dots(call):
-        return products if name in str(call)[:80] else 0
+        return products if instruction in str(call)[:80] else 0
 
     (func,) = kernels(workload, arch, tmp_path)["multiplies"]
     segments = workload.args.get("segments") or [("", workload.args["n"])] * 2
@@ -121,18 +124,21 @@ def test_all_bytes_of_weights_are_read(workload, tmp_path):
         )
 
 
-WORKLOADS = (
-    linear(1, ("q4_0", 256)), linear(32, ("iq4_nl", 256)), linear(32, ("q2_k", 256)), linear(4, ("bf16", 64), k=102),
-    gate_up(1, "q6_k"), expert_gate_up(4, "q4_0"), expert_down("q8_0"),
-    attention(1, 1), attention(32, 0), attention(32, 4),
+WORKLOADS = (linear(1, ("q4_0", 256)), linear(4, ("bf16", 64), k=102), expert_gate_up(4, "q4_0"), attention(1, 1))
+MORE_WORKLOADS = (
+    linear(32, ("iq4_nl", 256)), linear(32, ("q2_k", 256)), gate_up(1, "q6_k"), expert_down("q8_0"),
+    attention(32, 0), attention(32, 4),
 )  # fmt: skip
 
 
-def test_they_run_beside_the_kernels():
+@pytest.mark.parametrize(
+    "workloads", [pytest.param(WORKLOADS, id="few"), pytest.param(MORE_WORKLOADS, id="more", marks=pytest.mark.full)]
+)
+def test_they_run_beside_the_kernels(workloads):
     name = "native"
-    tasks, done = [types.SimpleNamespace(workload=workload) for workload in WORKLOADS], []
+    tasks, done = [types.SimpleNamespace(workload=workload) for workload in workloads], []
     shares = rooflines.measure(tasks, resolve(name), "1", lambda *count: done.append(count))
-    assert list(shares) == [workload.key for workload in WORKLOADS] and all(share > 0 for share in shares.values())
+    assert list(shares) == [workload.key for workload in workloads] and all(share > 0 for share in shares.values())
     assert done[-1] == (len(tasks), len(tasks))
 
 

@@ -28,7 +28,7 @@ from mlc_amd.tools import tune_server
 
 MLC_AMD = str(Path(sys.executable).with_name("mlc-amd"))
 HOST, KEY = "127.0.0.1", "this-machine"
-PATIENCE = 40.0  # seconds for processes to start on a busy machine
+PATIENCE = 120.0  # seconds for processes to start on a busy machine
 TRIALS, BATCH = 6, 4
 
 
@@ -202,7 +202,7 @@ def test_candidates_of_another_arch_are_refused(loopback):
 
 def test_a_silent_server_is_lost_and_its_work_is_done_by_another(loopback, monkeypatch):
     tasks, arch = tasks_of("cpu", "native")
-    monkeypatch.setattr(rpc_client, "SILENT", 5.0)
+    monkeypatch.setattr(rpc_client, "SILENT", 10.0)
     victim = loopback.serve("silent")
     said, jobs = [], [(tasks[-1].workload, plan) for plan in space(tasks[-1].workload, arch).plans[:2]]
 
@@ -214,7 +214,7 @@ def test_a_silent_server_is_lost_and_its_work_is_done_by_another(loopback, monke
     with rpc.Remote("cpu", arch.name, loopback.place, "silent", workers=1, say=said.append) as remote:
         measured = remote.measure(jobs, stop)
     assert [found.error for found in measured] == [""] * 2
-    assert [text.partition(": ")[2] for text in said if "is lost" in text] == ["took more than 5 s"]
+    assert [text.partition(": ")[2] for text in said if "is lost" in text] == ["took more than 10 s"]
 
 
 # ---- without machines

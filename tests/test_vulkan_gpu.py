@@ -214,5 +214,5 @@ def test_no_driver():
 
 def _output(code: str, variables: dict[str, str]) -> str:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | variables, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | variables, timeout=300
     ).stdout

@@ -14,6 +14,7 @@ import pytest
 import test_gpu_gemm as gemm_cases
 import test_gpu_norm as norm_cases
 from attention_cases import CTX, Case, Rows, check_attention, check_rope
+from samples import sample
 from test_gpu_gemm import error
 from tvm.tirx.script import builder as T
 from vulkan_harness import PROFILES, gpu, on_both, run
@@ -76,13 +77,8 @@ def check_linear(profile, segments, k, m=1, layout="rows", biases=None, residual
             arrays["R"] = rng.standard_normal(arrays["Y0"].shape, np.float32)
             y = y + arrays["R"][:, :n]
         expected.append(y)
-    execute(
-        (gemv if m <= gemv.FEW else gemm).linear(
-            list(segments), k, m, layout, biases, residual, profile, "linear", plan
-        ),
-        arrays,
-        profile,
-    )
+    make = (gemv if m <= gemv.FEW else gemm).linear
+    execute(make(list(segments), k, m, layout, biases, residual, profile, "linear", plan), arrays, profile)
     for i, y in enumerate(expected):
         assert error(arrays[f"Y{i}"][:, : y.shape[1]], y) < TOLERANCE
     return arrays
@@ -378,9 +374,15 @@ def attention_kernel(profile, name):
     return attention(case.layer, case.m, case.layout, replace(profile, matrix=""), "attention", single=case.single)
 
 
+EACH_RUN = [("generic", name) for name in ("decode window", "rows")]  # Mesa takes seconds for its chunks
+DECODE = ("group 4", "group 1", "norm after", "reads", "window", "chunk")
+EACH_RUN += [("lavapipe", f"decode {name}") for name in DECODE]
+EACH_RUN += [("lavapipe", f"prefill {name}") for name in ("group 3", "group 1", "window")]
+EACH_RUN += [("lavapipe", name) for name in ("rows", "rows of a window", "many rows", "mixed chunk", "mixed q8")]
+
+
 @pytest.mark.parametrize(
-    ("profile_name", "name"),
-    on_both(ATTENTION, ("decode window", "rows", "mixed", "mixed q8")),
+    ("profile_name", "name"), sample(on_both(ATTENTION, ("decode window", "rows", "mixed", "mixed q8")), EACH_RUN)
 )
 def test_attention(profile_name, name):
     profile = PROFILES[profile_name]

@@ -79,13 +79,27 @@ def test_files(wheel, sources):
     assert any(name.endswith("/LICENSE") for name in names)
 
 
-def test_first_use(python, first_chat, tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_STATE_HOME": str(tmp_path / "state")}
+@pytest.fixture
+def environment(tmp_path) -> dict[str, str]:
+    """That of a new user."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return kept | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_STATE_HOME": str(tmp_path / "state")}
+
+
+def test_it_compiles_and_runs_a_model(python, environment, tmp_path):
     code = "import sys, mlc_amd; print(mlc_amd.__version__, mlc_amd.__file__, *{'tvm', 'numpy'} & set(sys.modules))"
     version, file = run(python, "-c", code, env=environment, cwd=tmp_path).stdout.split()
     assert version == run(python.with_name("mlc-amd"), "--version", env=environment, cwd=tmp_path).stdout.split()[1]
     assert Path(file).is_relative_to(python.parent.parent)
+    command = python.with_name("mlc-amd")
+    run(command, "compile", "--synthetic", "tiny:f16", "--target", "cpu", "--ctx", "64", "-o", "model",
+        env=environment, cwd=tmp_path)  # fmt: skip
+    assert "passed" in run(command, "selftest", "model", "--runs", "0", env=environment, cwd=tmp_path).stdout
+
+
+@pytest.mark.full
+def test_the_first_chat(python, first_chat, environment, tmp_path):
+    """The bundled model, as the repository's program compiles it."""
     expected, _ = first_chat
     command = (python.with_name("mlc-amd"), *expected.args[1:])
     done = run(*command, env=environment, cwd=tmp_path, stdin=subprocess.DEVNULL)
