@@ -47,8 +47,9 @@ def _closed(schema: Any) -> Any:
         if isinstance(made.get(keyword), Mapping):
             made[keyword] = {name: _closed(one) for name, one in made[keyword].items()}
     listed, required = made.get("properties"), made.get("required", [])
-    whole = isinstance(listed, Mapping) and listed and isinstance(required, list)
-    if whole and not any(k in made for k in _OPEN) and all(isinstance(n, str) and n in listed for n in required):
+    if not isinstance(listed, Mapping) or not listed or not isinstance(required, list):
+        return made
+    if not any(k in made for k in _OPEN) and all(isinstance(name, str) and name in listed for name in required):
         made["additionalProperties"] = False
     return made
 

@@ -113,7 +113,7 @@ class Answering(AsyncIterator[list[Event]]):
                 request.tool_choice,
                 request.parallel_tool_calls,
                 text,
-                wanted.schema if wanted else None,
+                wanted.schema if isinstance(wanted, ResponseFormat) else None,
             )
         else:
             grammar = self._grammar(wanted, text)
