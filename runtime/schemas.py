@@ -47,10 +47,10 @@ def _closed(schema: Any) -> Any:
         if isinstance(made.get(keyword), Mapping):
             made[keyword] = {name: _closed(one) for name, one in made[keyword].items()}
     listed, required = made.get("properties"), made.get("required", [])
-    if isinstance(listed, Mapping) and isinstance(required, list) and not any(key in made for key in _OPEN):
-        names = set(listed)
-        if names and all(isinstance(name, str) and name in names for name in required):
-            made["additionalProperties"] = False
+    if not isinstance(listed, Mapping) or not listed or not isinstance(required, list):
+        return made
+    if not any(k in made for k in _OPEN) and all(isinstance(name, str) and name in listed for name in required):
+        made["additionalProperties"] = False
     return made
 
 

@@ -1,5 +1,7 @@
 """Anthropic's API, with the bundled model."""
 
+import json
+
 import pytest
 
 QUESTION = [{"role": "user", "content": "What does os.path.join do?"}]
@@ -49,6 +51,18 @@ def test_tools(served):
     assert later["content"][0]["type"] == "text"
 
 
+def test_structured_output(served):
+    schema = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+    form = {"type": "json_schema", "schema": schema}
+    for body in ({"output_config": {"format": form, "effort": "low"}}, {"output_format": form}):
+        answer = served.post(MESSAGES, {"messages": QUESTION, "max_tokens": 60, **body})
+        assert json.loads(answer["content"][0]["text"])["city"] in ("Rome", "Oslo")
+    status, _, answer = served.request(
+        MESSAGES, {"messages": QUESTION, "max_tokens": 60, "output_config": {"format": {"type": "json_schema"}}}
+    )
+    assert status == 400 and "output_config.format.schema" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "field"),
     [
@@ -77,5 +91,14 @@ def test_client_library(served):
         assert answer.content[0].text == text and final.usage.output_tokens == 8
         tokens = client.messages.count_tokens(model="demo", messages=QUESTION).input_tokens
         assert tokens == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+        called = client.messages.create(
+            model="demo", messages=QUESTION, max_tokens=100, tools=[TOOL],
+            tool_choice={"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
+        )  # fmt: skip
+        (block,) = called.content
+        assert called.stop_reason == "tool_use" and block.input["city"] in ("Rome", "Oslo")
+        result = {"type": "tool_result", "tool_use_id": block.id, "content": "sunny"}
+        history = [*QUESTION, {"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
+        assert client.messages.create(model="demo", messages=history, max_tokens=4, tools=[TOOL]).content
         with pytest.raises(anthropic.NotFoundError):
             client.messages.create(model="none", messages=QUESTION, max_tokens=1)

@@ -57,5 +57,10 @@ def test_client_library(served):
     assert client.generate("demo", QUESTION[0]["content"], options=options).response == answer.message.content
     assert [model.model for model in client.list().models] == ["demo"]
     assert client.show("demo").details.family == "llama"
+    schema = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+    shaped = client.chat("demo", QUESTION, format=schema, options={"num_predict": 60})
+    assert json.loads(shaped.message.content)["city"] in ("Rome", "Oslo")
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    assert client.chat("demo", QUESTION, tools=[tool], options=options).done
     with pytest.raises(ollama.ResponseError):
         client.chat("none", QUESTION)

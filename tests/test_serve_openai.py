@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Literal
 
 import pytest
 
@@ -220,12 +221,23 @@ def test_other_errors(served):
 
 
 def test_client_library(served):
-    openai = pytest.importorskip("openai")
+    openai, pydantic = pytest.importorskip("openai"), pytest.importorskip("pydantic")
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="-") as client:
         assert [model.id for model in client.models.list()] == ["demo"]
         answer = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=8)
         with client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=8, stream=True) as stream:
             parts = [chunk.choices[0].delta.content or "" for chunk in stream]
         assert "".join(parts) == answer.choices[0].message.content
+        tools = {"model": "demo", "messages": QUESTION, "tools": TOOLS, "max_tokens": 100, "parallel_tool_calls": False}
+        called = client.chat.completions.create(tool_choice="required", **tools).choices[0]
+        (call,) = called.message.tool_calls
+        with client.chat.completions.stream(tool_choice="required", **tools) as stream:
+            (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
+        assert called.finish_reason == "tool_calls" and streamed.function.arguments == call.function.arguments
+        history = [*QUESTION, called.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+        assert client.chat.completions.create(**tools | {"messages": history, "max_tokens": 4}).choices
+        trip = pydantic.create_model("Trip", city=(Literal["Rome", "Oslo"], ...))
+        parsed = client.chat.completions.parse(model="demo", messages=QUESTION, response_format=trip, max_tokens=60)
+        assert isinstance(parsed.choices[0].message.parsed, trip)
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(model="none", messages=QUESTION)

@@ -1,6 +1,7 @@
 """OpenAI's Responses API, with the bundled model."""
 
 import json
+from typing import Literal
 
 import pytest
 
@@ -91,9 +92,15 @@ def test_errors(served, body, param):
 
 
 def test_client_library(served):
-    openai = pytest.importorskip("openai")
+    openai, pydantic = pytest.importorskip("openai"), pytest.importorskip("pydantic")
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="-") as client:
         answer = client.responses.create(model="demo", input=QUESTION, max_output_tokens=8)
         with client.responses.stream(model="demo", input=QUESTION, max_output_tokens=8) as stream:
             text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
         assert text == answer.output_text
+        trip = pydantic.create_model("Trip", city=(Literal["Rome", "Oslo"], ...))
+        parsed = client.responses.parse(model="demo", input=QUESTION, text_format=trip, max_output_tokens=60)
+        assert isinstance(parsed.output_parsed, trip)
+        tools = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+        (call,) = client.responses.create(model="demo", input=QUESTION, max_output_tokens=60, **tools).output
+        assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")

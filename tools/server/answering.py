@@ -115,7 +115,7 @@ class Answering(AsyncIterator[list[Event]]):
                 request.tool_choice,
                 request.parallel_tool_calls,
                 text,
-                None if wanted is None else wanted.schema,
+                wanted.schema if isinstance(wanted, ResponseFormat) else None,
             )
         else:
             grammar = self._grammar(wanted, text)

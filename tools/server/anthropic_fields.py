@@ -6,7 +6,7 @@ redacted is left out.
 
 from typing import Any
 
-from mlc_amd.tools.server.chat_request import ChatRequest
+from mlc_amd.tools.server.chat_request import ChatRequest, ResponseFormat
 from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.openai_fields import checked
@@ -14,6 +14,14 @@ from mlc_amd.tools.server.prompts import content_text
 
 # Anthropic's `thinking.type` -> ours, by preference.
 _THINKING = {"enabled": ("on", "high"), "adaptive": (), "disabled": ("off", "low")}
+# Its `output_config.effort`, likewise, where `thinking` does not say it.
+_EFFORTS = {
+    "low": ("low", "on"),
+    "medium": ("medium", "on"),
+    "high": ("high", "on"),
+    "xhigh": ("high", "on"),
+    "max": ("high", "on"),
+}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -21,7 +29,7 @@ def messages_request(fields: Fields, client: str, counting: bool = False) -> Cha
     """counting: the tokens are only counted: there is no max_tokens."""
     if not counting:
         fields.required("max_tokens")
-    thinking = fields.object("thinking")
+    output = fields.object("output_config") or Fields({}, "output_config")
     tools = [_tool(tool) for tool in fields.objects("tools")]
     choice, parallel = _tool_choice(fields, [tool["function"]["name"] for tool in tools])
     given = {name: fields.number(name) for name in ("temperature", "top_p")} | {"top_k": fields.whole("top_k")}
@@ -34,9 +42,26 @@ def messages_request(fields: Fields, client: str, counting: bool = False) -> Cha
         sampling=checked({name: value for name, value in given.items() if value is not None}),
         max_tokens=fields.whole("max_tokens", 1),
         stop=tuple(text for text in fields.texts("stop_sequences") if text),
-        thinking=_THINKING[thinking.choice("type", tuple(_THINKING), "adaptive")] if thinking else (),
+        thinking=_thinking(fields, output),
+        response_format=_format(output.object("format") or fields.object("output_format")),
         client=client,
     )
+
+
+def _thinking(fields: Fields, output: Fields) -> tuple[str, ...]:
+    thinking = fields.object("thinking")
+    if thinking and (found := _THINKING[thinking.choice("type", tuple(_THINKING), "adaptive")]):
+        return found
+    return _EFFORTS[output.choice("effort", tuple(_EFFORTS), "high")] if output.has("effort") else ()
+
+
+def _format(given: Fields | None) -> ResponseFormat | None:
+    """output_config.format: {"type": "json_schema", "schema": ..}; its older name is output_format."""
+    if given is None:
+        return None
+    given.required("schema")
+    given.choice("type", ("json_schema",), "json_schema")
+    return ResponseFormat(schema=given.values("schema"))
 
 
 def _tool(tool: Fields) -> dict[str, Any]:
