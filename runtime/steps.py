@@ -72,8 +72,11 @@ def pages_of(device, manifest: Mapping) -> dict[int, int]:
 
 def write_private_pages(device, manifest: Mapping, short: int = 0) -> None:
     """Page tables for a device that is used without an engine: the first `short` slots have one page each, the next
-    one all others. A sequence that is longer than what it has begins with its first page again."""
+    one all others. A sequence that is longer than what it has begins with its first page again. ValueError for too few
+    pages."""
     for span, pages in pages_of(device, manifest).items():
+        if pages <= short:
+            raise ValueError(f"{pages} pages do not suffice for {short} slots and one more")
         name = page_table(span)
         slots, blocks = manifest["io"][name]["shape"]
         slot, block = np.arange(slots)[:, None], np.arange(blocks)

@@ -61,6 +61,7 @@ def test_tables_name_the_peak(known, capsys):
     assert capsys.readouterr().out.splitlines()[2].split("|")[-3].endswith("of 25 ")
 
 
+@pytest.mark.full
 def test_kernel_times_add_up_and_shares_are_of_the_peak(known, capsys):
     assert (
         cli.main(["bench", str(known), "-p", "20", "-n", "1", "-d", "3", "-r", "1", "--per-kernel", "-o", "json"]) == 0

@@ -127,7 +127,7 @@ def defined(workload, names, arrays):
 
 
 EACH_RUN = (
-    "linear decode", "linear prefill", "linear float decode", "gate_up decode", "experts' gate_up decode",
+    "linear decode", "linear float prefill", "gate_up decode", "experts' gate_up decode",
     "experts' linear prefill", "attention decode", "attention rows", "attention prefill",
 )  # fmt: skip
 

@@ -162,6 +162,7 @@ def test_weights_in_several_blocks(artifact, plain, monkeypatch):
     assert np.array_equal(logits(engine, IDS), plain)
 
 
+@pytest.mark.full  # test_measure_devices.py runs a kernel with one
 def test_tables_of_addresses(plain, tmp_path):
     """Kernels with more arguments than push constants hold get a table: here one address less fits than the largest
     kernel has."""
