@@ -79,7 +79,7 @@ def test_generated_schemas(engine, grammars):
     assert sum(sum(ended(engine, grammars, schema, n=2, max_tokens=120)) for schema in schemas(8)) > 8
 
 
-@pytest.mark.grammars_full
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "least"), [({"temperature": 0.0}, 0.7), ({"temperature": 1.5, "n": 4}, 0.85)], ids=["greedy", "hot"]
 )
