@@ -23,12 +23,13 @@ class PagedModel:
         self.cache = cache
         self.contents = {span: [[0] * PAGE for _ in range(pool.pages)] for span, pool in cache.pools.items()}
 
-    def run(self, sequence: Sequence, count: int) -> int:
-        """The next `count` tokens of a sequence with pages and a slot: writes their chains, and reads what the rows of
-        the first and the last one see. Returns the chain of the last one."""
-        begin, end = sequence.computed, sequence.computed + count
-        assert end <= len(sequence.tokens) and sequence.slot is not None
-        own = list(chains(sequence.tokens[:end]))
+    def run(self, sequence: Sequence, count: int, drafts: Iterable[int] = ()) -> list[int]:
+        """The next `count` tokens of a sequence with pages and a slot, and drafts behind them: writes their chains, and
+        reads what the rows of the first and the last one see. Returns their chains."""
+        tokens = [*sequence.tokens[: sequence.computed + count], *drafts]
+        begin, end = sequence.computed, len(tokens)
+        assert sequence.computed + count <= len(sequence.tokens) and sequence.slot is not None
+        own = list(chains(tokens))
         for span, pool in self.cache.pools.items():
             table = self.cache.page_tables[span][sequence.slot]
             for position in range(begin, end):
@@ -40,7 +41,7 @@ class PagedModel:
                 pages = [self.contents[span][page] for page in table[first // PAGE : last // PAGE + 1].tolist()]
                 seen = [chain for page in pages for chain in page][first % PAGE :]
                 assert seen[: last - first + 1] == own[first : last + 1], (span, last)
-        return own[-1]
+        return own[begin:]
 
     def check(self, sequences: list[Sequence]) -> None:
         """All that is true between two steps when these are the cache's sequences."""
