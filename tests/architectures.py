@@ -59,6 +59,11 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         (),
     ),
     "hunyuan-dense": ({"rope.scaling.alpha": 1000.0}, ()),
+    "lfm2": (
+        {"block_count": 4, "attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3}
+        | {"attention.sliding_window": 24},
+        (),
+    ),
     "llama": ({}, ("output.weight",)),
     "llama-moe": (EXPERTS | {"feed_forward_length": 64}, ()),
     "llama4": (
