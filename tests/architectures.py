@@ -64,6 +64,11 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         | {"attention.sliding_window": 24},
         (),
     ),
+    "lfm2moe": (
+        EXPERTS | {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 4, "leading_dense_block_count": 1}
+        | {"expert_gating_func": 2},
+        (),
+    ),
     "llama": ({}, ("output.weight",)),
     "llama-moe": (EXPERTS | {"feed_forward_length": 64}, ()),
     "llama4": (
