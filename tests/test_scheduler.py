@@ -10,7 +10,7 @@ from paged_model import PagedModel, chains
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.generation import ContextFull
 from mlc_amd.runtime.kv_cache import Cache
-from mlc_amd.runtime.pages import PAGE
+from mlc_amd.runtime.pages import PAGE, STATE
 from mlc_amd.runtime.requests import Request
 from mlc_amd.runtime.scheduler import Limits, QueueFull, Scheduler
 
@@ -105,7 +105,8 @@ class Driver:
             pass
         assert self.scheduler.unfinished == self.scheduler.waiting == len(self.scheduler._clients) == 0
         self.model.check([])
-        assert all(pool.available == pool.pages for pool in self.cache.pools.values())
+        pools = [*self.cache.pools.values(), *filter(None, [self.cache.cells])]
+        assert all(pool.available == pool.pages for pool in pools)
         for request in self.requests:
             assert request.state == "done"
             answer = alone(request)
@@ -119,9 +120,13 @@ class Driver:
 # ---- answers
 
 
-@pytest.mark.parametrize(
-    "groups", [{0: 200}, {0: 14}, {0: 12, 100: 7}, {70: 6}, {0: 30, 64: 9, 200: 11}, {0: 100, 128: 14}], ids=str
-)
+GROUPS = [
+    {0: 200}, {0: 14}, {0: 12, 100: 7}, {70: 6}, {0: 30, 64: 9, 200: 11}, {0: 100, 128: 14}, {0: 200, STATE: 12},
+    {0: 30, 64: 9, STATE: 3}, {STATE: 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
 @pytest.mark.parametrize("seed", range(2))
 def test_every_answer_is_the_one_of_the_request_alone(groups, seed):
     draw, driver = random.Random(seed), Driver(groups)
