@@ -4,7 +4,10 @@ An architecture's file (llama.py, gemma2.py ...) makes a `ModelConfig` of a GGUF
 caches and RoPE tables follow from it. JSON-serializable with `dataclasses.asdict`: the artifact's manifest keeps it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,73 @@ class AttentionConfig:
     merged_qkv: bool = False  # attn_qkv holds the rows of attn_q, attn_k and attn_v, in that order
     value_is_key: bool = False  # no attn_v: values are the projected keys, before norm and RoPE
     temperature: "TemperatureConfig | None" = None
+    output_gate: bool = (
+        False  # attn_q holds each head's rows of Q, then those of a gate; the output times sigmoid(gate)
+    )
+
+
+@dataclass(frozen=True)
+class ShortConvConfig:
+    """A gated short convolution (LFM2): [B, C, X] = in_proj h, y_p = C_p * sum over t of W_t (B * X)_{p-t}, out_proj y.
+    W has `taps` numbers for each column."""
+
+    taps: int  # positions that a row sees, its own included
+
+    def states(self, hidden: int) -> dict[str, Shape]:
+        """What a sequence keeps from step to step: name to shape, float32."""
+        return {"conv": (self.taps - 1, hidden)}
+
+    def width(self, hidden: int) -> int:
+        """Columns of its widest intermediate tensor."""
+        return 3 * hidden
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """A gated delta net (Qwen3-Next, Qwen3.5). qkv = silu(conv(attn_qkv h)): heads of q and k, each divided by its
+    length, and of v. Each value head has a matrix M; per row
+
+        M *= exp(ssm_a * softplus(ssm_alpha h + ssm_dt)); M += k d^T, d = sigmoid(ssm_beta h) * (v - M^T k); y = M^T q
+
+    with q divided by sqrt(head_dim), and ssm_out (norm(y) * silu(attn_gate h)), a norm of each head.
+    """
+
+    key_heads: int  # heads of q and of k
+    value_heads: int  # a multiple of key_heads
+    head_dim: int  # columns of a head of q, k and v
+    taps: int  # of the convolution
+    grouped: bool = False  # value heads of one key head follow one another; False: key head = value head % key_heads
+    merged_inputs: bool = False  # ssm_in holds, for each key head, the rows of q, k, v and of attn_gate
+    merged_gates: bool = False  # ssm_ba holds, for each key head, the rows of ssm_beta, then those of ssm_alpha
+
+    @property
+    def keys(self) -> int:
+        """Columns of all heads of k."""
+        return self.key_heads * self.head_dim
+
+    @property
+    def values(self) -> int:
+        """Columns of all heads of v."""
+        return self.value_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Columns of the convolution."""
+        return 2 * self.keys + self.values
+
+    def states(self, hidden: int) -> dict[str, Shape]:
+        """As of ShortConvConfig."""
+        head = self.head_dim, self.head_dim
+        return {"conv": (self.taps - 1, self.channels), "delta": (self.value_heads, *head)}
+
+    def width(self, hidden: int) -> int:
+        """Columns of its widest intermediate tensors: those of the projections."""
+        return self.channels + 2 * self.values
+
+
+# What mixes the rows of a sequence. All but attention keep a state of fixed size for each sequence, which has `states`.
+Recurrent = ShortConvConfig | DeltaNetConfig
+Mixer = AttentionConfig | Recurrent
 
 
 @dataclass(frozen=True)
@@ -117,15 +187,25 @@ class Norms:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """x += attention, then x += feed_forward, each within its norms. In a parallel layer both read the same norm."""
+    """x += mixer, then x += feed_forward, each within its norms. In a parallel layer both read the same norm."""
 
-    attention: AttentionConfig
+    mixer: Mixer
     feed_forward: FeedForwardConfig | ExpertsConfig
-    attention_norms: Norms = Norms(before="attn_norm")
+    mixer_norms: Norms = Norms(before="attn_norm")
     feed_forward_norms: Norms = Norms(before="ffn_norm")
     experts: ExpertsConfig | None = None  # beside the feed-forward block (gemma4)
     output_scale: bool = False  # layer_output_scale: a factor on x at the layer's end
-    parallel: bool = False  # x += attention(h) + feed_forward(h), h = the norm before attention
+    parallel: bool = False  # x += mixer(h) + feed_forward(h), h = the norm before the mixer
+
+    @property
+    def attention(self) -> AttentionConfig | None:
+        """Its mixer, if that is attention."""
+        return self.mixer if isinstance(self.mixer, AttentionConfig) else None
+
+    @property
+    def recurrent(self) -> Recurrent | None:
+        """Its mixer, if that keeps a state for each sequence."""
+        return self.mixer if isinstance(self.mixer, Recurrent) else None
 
 
 @dataclass(frozen=True)
@@ -141,6 +221,7 @@ class ModelConfig:
     tied: bool  # no output.weight: logits use token_embd.weight
     layers: tuple[LayerConfig, ...]
     ropes: dict[str, RopeConfig] = field(default_factory=dict)  # by kind of layer
+    output_norm: str = "output_norm"  # name of the last norm's weight
     norm: str = "rms"  # or "layer": layer norms, which subtract the mean
     norm_bias: bool = False  # of layer norms
     embedding_scale: float = 1.0  # on the embedding's rows
@@ -148,3 +229,8 @@ class ModelConfig:
     logit_softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: none
     layer_embedding: int = 0  # columns of a second embedding of each token, one for each layer (gemma4); 0: none
     unused: tuple[str, ...] = ()  # tensors of the file that are not read
+
+
+def attentions(config: ModelConfig) -> Iterator[AttentionConfig]:
+    """Of the layers that have attention."""
+    return (layer.attention for layer in config.layers if layer.attention)

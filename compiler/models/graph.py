@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from tvm import relax, te
 
 from mlc_amd.compiler import ops
-from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, ModelConfig
+from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, ModelConfig, attentions
 from mlc_amd.compiler.ops import shape_of, tensor_type
+from mlc_amd.runtime.pages import STATE
 from mlc_amd.runtime.sampling_layout import row_shapes
 from mlc_amd.runtime.steps import page_table
 from mlc_amd.schedules.attention import PAGE, SLOTS
@@ -146,8 +147,13 @@ class Graph:
         """cap * tanh(x / cap)."""
         return self.scaled(self.bb.emit(relax.op.tanh(self.scaled(x, 1 / cap))), cap)
 
+    def sigmoid(self, x) -> relax.Var:
+        return self.bb.emit(relax.op.sigmoid(x))
+
     def columns(self, x, first: int, count: int) -> relax.Var:
         """Columns first .. of x."""
+        if first == 0 and count == shape_of(x)[1]:
+            return x
         return self.bb.emit(OPS.strided_slice(x, [1], [first], [first + count]))
 
     def number(self, name: str) -> relax.Var:
@@ -162,7 +168,7 @@ class Graph:
 
     def times_sigmoid(self, x, logit) -> relax.Var:
         """x * sigmoid(column 0 of logit), row by row."""
-        return self.multiply(x, self.bb.emit(relax.op.sigmoid(self.columns(logit, 0, 1))))
+        return self.multiply(x, self.sigmoid(self.columns(logit, 0, 1)))
 
     def scaled_by_position(self, x, table: str) -> relax.Var:
         """x times the entry of its position in a table float32 [ctx, 1]."""
@@ -180,6 +186,7 @@ class Graph:
     def attention(self, q, k, v, layer: int) -> relax.Var:
         """Head norms, RoPE, KV write and causal attention, as the layer's AttentionConfig describes them."""
         a, block = self.config.layers[layer].attention, f"blk.{layer}."
+        assert a, "a layer with attention"
         if a.temperature and self.ctx + a.temperature.offset > a.temperature.length:
             q = self.scaled_by_position(q, TEMPERATURES)
         rope = self.config.ropes.get(a.rope)
@@ -217,6 +224,19 @@ class Graph:
         if a.norm_weights:
             return self.vector(f"{block}attn_{which}_norm.weight")
         return self.parameter(f"{ONES}{a.head_dim}", "weight", tensor_type((ops.padded(a.head_dim),)))
+
+    # ---- mixers that keep a state
+
+    def run(self, name: str, x: list, layer: int, states: list[str], **attrs) -> relax.Var:
+        """An operator over the rows of each sequence, which changes these states of the layer in place."""
+        kept = [self.parameters[f"{state}.{layer}"][0] for state in states]
+        made = self.emit(name, [self.rows, self.cells, *x, *kept], single=self.spec.single, **attrs)
+        return self.bb.emit(relax.TupleGetItem(made, 0))
+
+    @property
+    def cells(self) -> relax.Var:
+        """The cells of each slot: where its state is, and where it goes."""
+        return self.parameter(page_table(STATE), "io", tensor_type((SLOTS, 2), "int32"))
 
     # ---- mixtures of experts
 
@@ -269,4 +289,4 @@ class Graph:
 def table_columns(config: ModelConfig) -> dict[str, int]:
     """Columns of the tables with a row for each position, by name: RoPE's angles and attention's temperatures."""
     tables = {f"{name}.table": rope.dim for name, rope in config.ropes.items()}
-    return tables | ({TEMPERATURES: 1} if any(layer.attention.temperature for layer in config.layers) else {})
+    return tables | ({TEMPERATURES: 1} if any(a.temperature for a in attentions(config)) else {})

@@ -31,6 +31,16 @@ def read_layers(keys: Keys) -> int:
     return keys.integer("block_count", maximum=MAX_LAYERS)
 
 
+def predicting_layers(keys: Keys) -> tuple[int, tuple[str, ...]]:
+    """(the number of layers without those at the end for multi-token prediction, the tensors of the latter)."""
+    blocks = read_layers(keys)
+    count = blocks - keys.integer("nextn_predict_layers", 0, minimum=0)
+    if count < 1:
+        raise keys.error(f"all {blocks} layers are for multi-token prediction; convert the model again")
+    behind = tuple(f"blk.{i}." for i in range(count, blocks))
+    return count, tuple(name for name in keys.tensors if name.startswith(behind))
+
+
 # ---- attention
 
 
