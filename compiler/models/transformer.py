@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mlc_amd.compiler.models.config import ExpertsConfig, LayerConfig, Norms
+from mlc_amd.compiler.models.config import ExpertsConfig, LatentConfig, LayerConfig, Norms
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
@@ -52,6 +52,8 @@ def add_all(g: Graph, x, terms: list):
 
 def attention(g: Graph, h, i: int) -> list:
     a, block = g.config.layers[i].attention, f"blk.{i}."
+    if a.latent:
+        return latent_attention(g, h, i, a.latent)
     if a.kv_layer is not None:
         q = g.linear(h, block + "attn_q.weight")
         return [g.linear(g.attention(q, None, None, i), block + "attn_output.weight")]
@@ -60,6 +62,17 @@ def attention(g: Graph, h, i: int) -> list:
     if a.row_norms:
         q, k = (g.rms_norm(x, f"{block}attn_{which}_norm.weight") for x, which in ((q, "q"), (k, "k")))
     return [g.linear(g.attention(q, k, v, i), block + "attn_output.weight")]
+
+
+def latent_attention(g: Graph, h, i: int, latent: LatentConfig) -> list:
+    """Attention of keys and values that are one compressed vector a token: `LatentConfig` has the formula."""
+    block, x = f"blk.{i}.", h
+    if latent.query_rank:
+        x = g.rms_norm(g.linear(h, block + "attn_q_a.weight"), block + "attn_q_a_norm.weight")
+    q, rotating = (g.linear(x, f"{block}attn_q_{part}.weight") for part in ("nope", "rope"))
+    key = g.linear(h, block + "attn_kv_a_mqa.weight")
+    y = g.latent_attention(g.head_linear(q, block + "attn_k_b.weight"), rotating, key, i)
+    return [g.linear(g.head_linear(y, block + "attn_v_b.weight"), block + "attn_output.weight")]
 
 
 def feed_forward(g: Graph, h, i: int) -> list:
