@@ -33,6 +33,7 @@ from mlc_amd.schedules.gpu.softmax import LOWEST, P_SHIFT, join, soft_cap
 from mlc_amd.schedules.gpu.step import when
 
 STEP = PAGE  # keys of a block, at most: the maximum is renewed once per block
+LATENT_UNITS = 4  # of keys, loaded at once in latent attention, whose outputs take most registers
 # Masks of llvm.amdgcn.sched.barrier: what LLVM's scheduler may move across. Without them it starts loads one by one,
 # just before their use, to save registers; and all scalar weights at once, which are more than there are registers.
 LOADS, SCALARS = 0x8F, 0x94  # all but loads from device memory; loads, LDS and scalar instructions
@@ -111,7 +112,8 @@ class Rows:
             places = [self._unit(u)[0] for u in range(self.units)]
             for i in range(self.batch * UNIT):
                 for u, unit in enumerate(places):
-                    key = T.Bind(block.place0 + (first * UNIT + i))
+                    key = block.place0 + (first * UNIT + i)
+                    key = key if isinstance(key, int) else T.Bind(key)  # TVM keeps & of constants
                     self.value.load_key(i * self.units + u, block, key, unit)
             return
         columns = [self.column(x) for x in range(self.columns)]
@@ -126,11 +128,12 @@ class WaveRows(Rows):
 
     def __init__(self, arch, attention, count, lane):
         super().__init__(arch, attention, count, lane, STEP)
-        share = 8 if self.latent else 1 if count <= 8 else 4  # of the registers, that loads can have
+        share = 1 if count <= 8 else 4  # of the registers, that loads can have
         units = self.d // UNIT
+        most = LATENT_UNITS if self.latent else max(1, units // share)
         # units of keys and of values that are loaded at once; keys' divide a key
-        self.key_batch = next(n for n in range(max(1, units // share), 0, -1) if units % n == 0)
-        self.batch = STEP // UNIT // share
+        self.key_batch = next(n for n in range(most, 0, -1) if units % n == 0)
+        self.batch = 1 if self.latent else STEP // UNIT // share
         self.scores = local(count * self.keys)
         self.key = Units(attention, self.keys * self.key_batch, "key")
         self.value = Units(attention, self.columns * self.batch, "value")
@@ -169,6 +172,8 @@ class WaveRows(Rows):
                     words = [query[i] for i in range(WORDS)]
                     for j in range(self.keys):
                         self._dot_unit(self.scores, r * self.keys + j, *units[j], words)
+                if self.latent:  # there are more queries than registers
+                    schedule_fence(0)
 
     def _dot_unit(self, sums, place, unit, first, words):
         """sums[place] += the dot product of eight pairs of float16: unit[first:first+4] and `words`."""
@@ -224,6 +229,7 @@ class WaveRows(Rows):
                             x = r * self.columns + u * UNIT + 2 * w + half
                             put(self.out, dot2(self.arch, columns, weight, self.out[x]), x)
             schedule_fence(SCALARS)
+        schedule_fence(0)  # loads of the next keys would take the registers of these
 
     def sums(self, values):
         """Yields the sum over the wave's lanes of each of `values`, of which there is one per row."""
