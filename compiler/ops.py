@@ -12,6 +12,8 @@ Values
     rows       int32 [m, 2]: the position of each row in its sequence, and its slot
     pages      int32 [SLOTS, ctx/64]: the page of each slot's block of 64 positions
     cache      the tensors of schedules.attention.KV_TENSORS
+    cells      int32 [SLOTS, 2]: the cell that has each slot's state, and the one that the step writes it to
+    states     float32 [cells, ..]: what a layer keeps of each sequence from step to step
 """
 
 import math
@@ -143,6 +145,11 @@ def _rope_attention(call, bb):
     return layout_type(1, int(call.attrs["heads"]) * int(call.attrs["d"]), str(call.attrs["layout"]))
 
 
+def _causal_conv(call, bb):
+    y = tensor_type((shape_of(call.args[3])[0], int(call.attrs["channels"])))
+    return relax.TupleType([y, call.args[-1].ty])
+
+
 def _layer_norm(call, bb):
     return _rms_norm(call, bb)
 
@@ -249,6 +256,12 @@ OPS = {
         "both of one token, the cache written in place: (rows, pages, q, k, v, [qn, kn], [cos_sin], cache.., [sinks], "
         "workspace..), "
         "without `writes` no k, v, kn; ATTENTION, ROPE and layout",
+    ),
+    "causal_conv": (
+        _causal_conv,
+        "act(conv(x) + b), conv over the last `taps` positions of each column; gated: x is [B, C, X], and it is C * "
+        "conv(B * X): (rows, cells, x, w, [b], states) to (y, states in place); channels, taps, gated, act, bias, "
+        "single: how many rows may be single ones",
     ),
     # of a mixture of experts: schedules/experts.py has the meaning of ids, slots, pairs and groups
     "route": (

@@ -29,6 +29,7 @@ from mlc_amd.runtime import artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
 from mlc_amd.runtime.kv_types import KV_TENSORS, KV_TYPE
+from mlc_amd.runtime.pages import STATE
 from mlc_amd.runtime.sampling_layout import row_shapes
 from mlc_amd.runtime.steps import page_table
 from mlc_amd.schedules.attention import PAGE, SLOTS
@@ -214,7 +215,8 @@ def _io(config, functions: list[FunctionSpec], ctx: int, spans: Iterable[int]) -
     longest, logits = max(f.m for f in functions), max(f.logits for f in functions)
     sampled = max(f.logits for f in functions if f.samples)
     asked = row_shapes(sampled, padded(config.vocab))
-    tables = {page_table(span): {"dtype": "int32", "shape": [SLOTS, ctx // PAGE]} for span in sorted(spans)}
+    widths = {span: 2 if span == STATE else ctx // PAGE for span in sorted(spans)}
+    tables = {page_table(span): {"dtype": "int32", "shape": [SLOTS, width]} for span, width in widths.items()}
     return {
         "state": {"dtype": "int32", "shape": [4]},
         "answers": {"dtype": "int32", "shape": [4]},

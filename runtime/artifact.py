@@ -29,7 +29,7 @@ import numpy as np
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import Lock, lock, scratch
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 MANIFEST, WEIGHTS, TABLES = "manifest.json", "weights.safetensors", "tables.safetensors"
 _FILES = (MANIFEST, WEIGHTS, TABLES, "kernels[.-]*", "tokenizer.json", "tokenizer_config.json")  # all that there may be
 ALIGN = 64  # bytes: alignment for vector loads

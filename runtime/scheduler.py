@@ -225,6 +225,8 @@ class Scheduler:
     def abandon(self, step: Step) -> None:
         """The step has failed: nothing of it counts as computed. Its requests are as before `plan`."""
         self._end(step)
+        for sequence in [sequence for _, sequence in step.singles] + ([step.chunk.sequence] if step.chunk else []):
+            sequence.abandon()
         self._free_ended()
 
     def _end(self, step: Step) -> None:
@@ -287,13 +289,13 @@ class Scheduler:
 
     def _chunk(self, request: Request, most: int) -> Chunk:
         sequence, scored = _sequence(request), request.scored
-        start, count = sequence.computed, min(sequence.pending, sequence.room, most)
+        start, count = sequence.computed, sequence.step_size(min(sequence.room, most))
         if scored is None:
             return Chunk(request, sequence, start, count, count == sequence.pending)
         if start < scored:
             return Chunk(request, sequence, start, min(count, scored - start), False)
         # Without single rows it may be longer than `most`.
-        count = min(sequence.pending, sequence.room, self.limits.scored)
+        count = sequence.step_size(min(sequence.room, self.limits.scored))
         return Chunk(request, sequence, start, count, False, True)
 
     def _first(self, key: Hashable, client: _Client) -> Request | None:

@@ -5,8 +5,8 @@ In: an operator's name, and its workload's arguments (a target's `make_<operator
 parameters in order, with roles, and `Costs`. Arguments that a workload lacks have their usual value.
 
 Roles are those of runtime/measure/candidate.py: state, rows and pages (where rows are in sequences, where sequences are
-in the cache), input, weight (planes, vectors, tables), cache (read or written
-in place), output, work, zero (workspace, which is zero before and after each call).
+in the cache), cells (where their states are), input, weight (planes, vectors, tables), cache (read or written
+in place), states (the same of each sequence), output, work, zero (workspace, which is zero before and after each call).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -166,6 +166,7 @@ def costs(op: str, args: dict, params: list[Parameter]) -> Costs:
 # ---- the table
 
 _STATE = Slot("state", ("state",))
+_CELLS = Slot("cells", ("cells",))
 _ROWS, _PAGES = Slot("rows", ("rows",)), Slot("pages", ("pages",))
 _ACT = Slot("input", ("A", "S", "X", "H"))  # in any layout of compiler/ops.py
 _OUT = Slot("output", ("A", "S", "X", "Y", "H", "O", "A_out", "S_out"))
@@ -321,6 +322,13 @@ def _sample(args: dict) -> Iterator[Slot]:
     yield from (Slot("output", ("Sampled", "LogProbs")), Slot("work", ("Adjusted",)))
 
 
+def _causal_conv(args: dict) -> Iterator[Slot]:
+    yield from (_STATE, _ROWS, _CELLS, Slot("input", ("X",)), Slot("weight", ("W",)))
+    if args["bias"]:
+        yield Slot("weight", ("B",))
+    yield from (Slot("states", ("States",)), Slot("output", ("Y",)))
+
+
 def _expert_products(args: dict, matrices: int) -> tuple[int, int]:
     return 2 * args["m"] * args["used"] * args["k"] * args["n"] * matrices, 0
 
@@ -355,4 +363,5 @@ OPERATORS = {
     "expert_down": Operator(_expert_linear, lambda args: _expert_products(args, 1)),
     "combine": Operator(_combine),
     "sample": Operator(_sample),
+    "causal_conv": Operator(_causal_conv, lambda args: (2 * args["m"] * args["channels"] * args["taps"], 0)),
 }

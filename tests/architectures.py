@@ -70,6 +70,16 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         (),
     ),
     "hunyuan-dense": ({"rope.scaling.alpha": 1000.0}, ()),
+    "lfm2": (
+        {"block_count": 4, "attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3}
+        | {"attention.sliding_window": 24},
+        (),
+    ),
+    "lfm2moe": (
+        EXPERTS | {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 4, "leading_dense_block_count": 1}
+        | {"expert_gating_func": 2},
+        (),
+    ),
     "llama": ({}, ("output.weight",)),
     "llama-moe": (EXPERTS | {"feed_forward_length": 64}, ()),
     "llama4": (

@@ -232,8 +232,8 @@ def _model(config: dict) -> str:
     rows = {key: value for key, value in config.items() if key not in ("name", "layers", "ropes")}
     rows["layers"] = len(config["layers"])
     layers = [_flat(layer) for layer in config["layers"]]
-    for key in layers[0]:
-        rows[key] = _by_layer([layer[key] for layer in layers])
+    for key in dict.fromkeys(key for layer in layers for key in layer):
+        rows[key] = _by_layer([layer.get(key, "none") for layer in layers])
     rows |= _flat(config["ropes"])
     width = max(map(len, rows)) + 2
     shown = (f"{value:g}" if isinstance(value, float) else value for value in rows.values())
@@ -241,7 +241,7 @@ def _model(config: dict) -> str:
 
 
 def _flat(nested: dict) -> dict[str, object]:
-    """{"attention": {"heads": 4}} as {"attention heads": 4}."""
+    """{"mixer": {"heads": 4}} as {"mixer heads": 4}."""
     flat = {}
     for key, value in nested.items():
         inner = {f"{key} {k}": v for k, v in _flat(value).items()} if isinstance(value, dict) else {key: value}

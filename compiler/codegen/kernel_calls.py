@@ -221,6 +221,15 @@ def _rope(call) -> dict:
     return {"neox": bool(int(a["neox"])), "rotary": int(a["rotary"]), "eps": eps} | _differing(variant, ROPE_DEFAULTS)
 
 
+def _causal_conv(call) -> KernelCall:
+    a, m = call.attrs, shape_of(call.args[1])[0]
+    args = {key: int(a[key]) for key in ("channels", "taps", "single")} | {"m": m, "gated": bool(int(a["gated"]))}
+    args |= {"act": str(a["act"]), "bias": bool(int(a["bias"]))}
+    what = "rows" if args["single"] == m else "mixed" if args["single"] else ""
+    label = "_".join(filter(None, ["causal_conv", what, f"{args['channels']}x{args['taps']}_m{m}"]))
+    return KernelCall(label, Workload("causal_conv", args), inplace={1: len(call.args) - 1})
+
+
 def _experts(call) -> dict[str, int]:
     return {key: int(call.attrs[key]) for key in ops.EXPERTS}
 
@@ -269,5 +278,6 @@ MAKERS: dict[str, Callable[[Any], KernelCall]] = {
     "latent_kv_write": _latent_kv_write,
     "rope_attention": _rope_attention,
     "attention": _attention,
+    "causal_conv": _causal_conv,
     "sample": _sample,
 }

@@ -4,7 +4,10 @@ An architecture's file (llama.py, gemma2.py ...) makes a `ModelConfig` of a GGUF
 caches and RoPE tables follow from it. JSON-serializable with `dataclasses.asdict`: the artifact's manifest keeps it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,27 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True)
+class ShortConvConfig:
+    """A gated short convolution (LFM2): [B, C, X] = in_proj h, y_p = C_p * sum over t of W_t (B * X)_{p-t}, out_proj y.
+    W has `taps` numbers for each column."""
+
+    taps: int  # positions that a row sees, its own included
+
+    def states(self, hidden: int) -> dict[str, Shape]:
+        """What a sequence keeps from step to step: name to shape, float32."""
+        return {"conv": (self.taps - 1, hidden)}
+
+    def width(self, hidden: int) -> int:
+        """Columns of its widest intermediate tensor."""
+        return 3 * hidden
+
+
+# What mixes the rows of a sequence. All but attention keep a state of fixed size for each sequence, which has `states`.
+Recurrent = ShortConvConfig
+Mixer = AttentionConfig | Recurrent
+
+
+@dataclass(frozen=True)
 class FeedForwardConfig:
     """down(act(gate(x)) * up(x)), dense; without a gate down(act(up(x)))."""
 
@@ -134,15 +158,25 @@ class Norms:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """x += attention, then x += feed_forward, each within its norms. In a parallel layer both read the same norm."""
+    """x += mixer, then x += feed_forward, each within its norms. In a parallel layer both read the same norm."""
 
-    attention: AttentionConfig
+    mixer: Mixer
     feed_forward: FeedForwardConfig | ExpertsConfig
-    attention_norms: Norms = Norms(before="attn_norm")
+    mixer_norms: Norms = Norms(before="attn_norm")
     feed_forward_norms: Norms = Norms(before="ffn_norm")
     experts: ExpertsConfig | None = None  # beside the feed-forward block (gemma4)
     output_scale: bool = False  # layer_output_scale: a factor on x at the layer's end
-    parallel: bool = False  # x += attention(h) + feed_forward(h), h = the norm before attention
+    parallel: bool = False  # x += mixer(h) + feed_forward(h), h = the norm before the mixer
+
+    @property
+    def attention(self) -> AttentionConfig | None:
+        """Its mixer, if that is attention."""
+        return self.mixer if isinstance(self.mixer, AttentionConfig) else None
+
+    @property
+    def recurrent(self) -> Recurrent | None:
+        """Its mixer, if that keeps a state for each sequence."""
+        return self.mixer if isinstance(self.mixer, Recurrent) else None
 
 
 @dataclass(frozen=True)
@@ -158,6 +192,7 @@ class ModelConfig:
     tied: bool  # no output.weight: logits use token_embd.weight
     layers: tuple[LayerConfig, ...]
     ropes: dict[str, RopeConfig] = field(default_factory=dict)  # by kind of layer
+    output_norm: str = "output_norm"  # name of the last norm's weight
     norm: str = "rms"  # or "layer": layer norms, which subtract the mean
     norm_bias: bool = False  # of layer norms
     embedding_scale: float = 1.0  # on the embedding's rows
@@ -165,3 +200,8 @@ class ModelConfig:
     logit_softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: none
     layer_embedding: int = 0  # columns of a second embedding of each token, one for each layer (gemma4); 0: none
     unused: tuple[str, ...] = ()  # tensors of the file that are not read
+
+
+def attentions(config: ModelConfig) -> Iterator[AttentionConfig]:
+    """Of the layers that have attention."""
+    return (layer.attention for layer in config.layers if layer.attention)

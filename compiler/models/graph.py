@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from tvm import relax, te
 
 from mlc_amd.compiler import ops
-from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, ModelConfig
+from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, ModelConfig, attentions
 from mlc_amd.compiler.ops import shape_of, tensor_type
+from mlc_amd.runtime.pages import STATE
 from mlc_amd.runtime.sampling_layout import row_shapes
 from mlc_amd.runtime.steps import page_table
 from mlc_amd.schedules.attention import PAGE, SLOTS, Attention
@@ -188,6 +189,7 @@ class Graph:
     def attention(self, q, k, v, layer: int) -> relax.Var:
         """Head norms, RoPE, KV write and causal attention, as the layer's AttentionConfig describes them."""
         a, block = self.config.layers[layer].attention, f"blk.{layer}."
+        assert a, "a layer with attention"
         if a.temperature and self.ctx + a.temperature.offset > a.temperature.length:
             q = self.scaled_by_position(q, TEMPERATURES)
         rope = self.config.ropes.get(a.rope)
@@ -216,8 +218,9 @@ class Graph:
         """Norm of the latent, RoPE, KV write and causal attention of a layer with a LatentConfig. latent: the queries'
         columns for the latent; rotating: those to rotate; key: the latent before its norm, and the columns to rotate.
         """
-        a, rope = self.config.layers[layer].attention, self.config.ropes[self.config.layers[layer].attention.rope]
-        layer_of = self.target.layer(a, self.ctx)
+        a = self.config.layers[layer].attention
+        assert a, "a layer with attention"
+        rope, layer_of = self.config.ropes[a.rope], self.target.layer(a, self.ctx)
         cache = [self.parameters[f"{which}.{layer}"][0] for which in layer_of.cache]
         pages, norm = self.pages(layer_of.span), self.vector(f"blk.{layer}.attn_kv_a_norm.weight")
         sources = [self.rows, pages, rotating, latent, key, norm, self.parameters[f"{a.rope}.table"][0], *cache]
@@ -245,6 +248,19 @@ class Graph:
         if a.norm_weights:
             return self.vector(f"{block}attn_{which}_norm.weight")
         return self.parameter(f"{ONES}{a.head_dim}", "weight", tensor_type((ops.padded(a.head_dim),)))
+
+    # ---- mixers that keep a state
+
+    def run(self, name: str, x: list, layer: int, states: list[str], **attrs) -> relax.Var:
+        """An operator over the rows of each sequence, which changes these states of the layer in place."""
+        kept = [self.parameters[f"{state}.{layer}"][0] for state in states]
+        made = self.emit(name, [self.rows, self.cells, *x, *kept], single=self.spec.single, **attrs)
+        return self.bb.emit(relax.TupleGetItem(made, 0))
+
+    @property
+    def cells(self) -> relax.Var:
+        """The cells of each slot: where its state is, and where it goes."""
+        return self.parameter(page_table(STATE), "io", tensor_type((SLOTS, 2), "int32"))
 
     # ---- mixtures of experts
 
@@ -302,4 +318,4 @@ def _attributes(layer: Attention) -> dict:
 def table_columns(config: ModelConfig) -> dict[str, int]:
     """Columns of the tables with a row for each position, by name: RoPE's angles and attention's temperatures."""
     tables = {f"{name}.table": rope.dim for name, rope in config.ropes.items()}
-    return tables | ({TEMPERATURES: 1} if any(layer.attention.temperature for layer in config.layers) else {})
+    return tables | ({TEMPERATURES: 1} if any(a.temperature for a in attentions(config)) else {})

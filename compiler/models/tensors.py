@@ -4,8 +4,8 @@ Shapes are (columns,), (rows, columns) or (experts, rows, columns), rows = outpu
 (src/llama-arch.cpp).
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from mlc_amd.compiler.models.config import (
     AttentionConfig,
@@ -15,9 +15,10 @@ from mlc_amd.compiler.models.config import (
     LayerConfig,
     ModelConfig,
     Norms,
+    Shape,
+    ShortConvConfig,
 )
 
-Shape = tuple[int, ...]
 Listed = Iterator[tuple[bool, str, Shape]]  # whether the model has it, name within the layer, shape
 
 
@@ -32,16 +33,16 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     for i, layer in enumerate(c.layers):
         for name, shape in layer_tensors(c, layer):
             yield f"blk.{i}.{name}", shape
-    yield from _norm(c, "output_norm")
+    yield from _norm(c, c.output_norm)
     if not c.tied:
         yield "output.weight", (c.vocab, c.hidden)
 
 
 def layer_tensors(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str, Shape]]:
     """(name within the layer, shape)."""
-    yield from _norms(config, layer.attention_norms, "before")
-    yield from _present(_attention(config.hidden, layer.attention))
-    yield from _norms(config, layer.attention_norms, "after")
+    yield from _norms(config, layer.mixer_norms, "before")
+    yield from _present(_MIXERS[type(layer.mixer)](config.hidden, layer.mixer))
+    yield from _norms(config, layer.mixer_norms, "after")
     if not layer.parallel:
         yield from _norms(config, layer.feed_forward_norms, "before")
     f = layer.feed_forward
@@ -106,6 +107,15 @@ def _attention(hidden: int, a: AttentionConfig) -> Listed:
     yield a.output_bias, "attn_output.bias", (hidden,)
 
 
+def _short_conv(hidden: int, c: ShortConvConfig) -> Listed:
+    yield True, "shortconv.conv.weight", (hidden, c.taps)
+    yield True, "shortconv.in_proj.weight", (3 * hidden, hidden)
+    yield True, "shortconv.out_proj.weight", (hidden, hidden)
+
+
+_MIXERS: dict[type, Callable[[int, Any], Listed]] = {AttentionConfig: _attention, ShortConvConfig: _short_conv}
+
+
 def _feed_forward(hidden: int, f: FeedForwardConfig) -> Listed:
     yield f.gated and not f.merged, "ffn_gate.weight", (f.size, hidden)
     yield True, "ffn_up.weight", (f.size * (2 if f.merged else 1), hidden)
@@ -132,6 +142,14 @@ def _experts(hidden: int, e: ExpertsConfig) -> Listed:
         yield True, "ffn_down_shexp.weight", (hidden, s.size)
 
 
+CONVOLUTIONS = ("conv.weight",)  # how the names of matrices end that are no factors of products: taps of convolutions
+
+
+def is_vector(name: str, shape: Shape) -> bool:
+    """Whether a tensor is kept as float32, as it stands in the file: norms, biases, convolutions."""
+    return len(shape) == 1 or name.endswith((".bias", *CONVOLUTIONS))
+
+
 class Part(NamedTuple):
     """A tensor that the graph uses, made of rows of one in the file: `first`.. (of each expert, of each head).
     transposed: they become columns."""
@@ -151,8 +169,8 @@ def merged_parts(config: ModelConfig) -> Iterator[Part]:
             yield part._replace(name=f"blk.{i}.{part.name}", source=f"blk.{i}.{part.source}")
 
 
-def _attention_parts(hidden: int, a: AttentionConfig) -> Iterator[Part]:
-    if of := a.latent:
+def _attention_parts(hidden: int, a: AttentionConfig | None) -> Iterator[Part]:
+    if a and (of := a.latent):
         rotating = a.head_dim - of.rank
         source, columns = ("attn_q_b.weight", of.query_rank) if of.query_rank else ("attn_q.weight", hidden)
         yield Part("attn_q_nope.weight", source, 0, (a.heads, of.nope, columns))
@@ -160,7 +178,7 @@ def _attention_parts(hidden: int, a: AttentionConfig) -> Iterator[Part]:
         if of.merged:
             yield Part("attn_k_b.weight", "attn_kv_b.weight", 0, (a.heads, of.rank, of.nope), transposed=True)
             yield Part("attn_v_b.weight", "attn_kv_b.weight", of.nope, (a.heads, of.value, of.rank))
-    if a.merged_qkv:
+    if a and a.merged_qkv:
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
         for which, first, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
             yield Part(f"attn_{which}.weight", "attn_qkv.weight", first, (rows, hidden))

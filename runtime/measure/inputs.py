@@ -62,6 +62,11 @@ def _pages(param: Param, state) -> np.ndarray:
     return pages
 
 
+def _cells(param: Param, state) -> np.ndarray:
+    """Each slot has a cell of its own."""
+    return np.repeat(np.arange(param.shape[0], dtype=np.int32)[:, None], param.shape[1], 1)
+
+
 def _input(param: Param, state) -> np.ndarray:
     if param.name == "tokens":
         return _rng(param.name).integers(0, param.facts["vocab"], param.shape, np.int32)
@@ -110,6 +115,10 @@ def _cache(param: Param, state) -> np.ndarray:
     return np.resize(np.roll(pattern, zlib.crc32(param.name.encode()) % pattern.size), param.shape)
 
 
+def _states(param: Param, state) -> np.ndarray:
+    return _rng(param.name).standard_normal(param.shape, np.float32)
+
+
 def _unwritten(param: Param, state) -> np.ndarray:
     return np.full(param.nbytes, SIGNATURE, np.uint8).view(param.numpy).reshape(param.shape)
 
@@ -119,8 +128,8 @@ def _zero(param: Param, state) -> np.ndarray:
 
 
 _MAKERS = {
-    "state": _state, "rows": _rows, "pages": _pages, "input": _input, "weight": _weight, "cache": _cache,
-    "output": _unwritten, "work": _unwritten, "zero": _zero,
+    "state": _state, "rows": _rows, "pages": _pages, "cells": _cells, "input": _input, "weight": _weight,
+    "cache": _cache, "states": _states, "output": _unwritten, "work": _unwritten, "zero": _zero,
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ None for the default one. The kernel's parameters are the operator's inputs, tup
 
 from mlc_amd.schedules.attention import Attention, Rope, described
 from mlc_amd.schedules.cpu.attention import attention
+from mlc_amd.schedules.cpu.causal_conv import causal_conv
 from mlc_amd.schedules.cpu.embed import embed
 from mlc_amd.schedules.cpu.expert_rows import combine, expert_order, gather
 from mlc_amd.schedules.cpu.experts import expert_down, expert_gate_up, expert_linear
@@ -94,6 +95,10 @@ def _combine(n, m, experts, used, tile, weighted, residual, arch, name, plan):
     return combine(n, m, Experts(experts, used, tile), weighted, residual, name)
 
 
+def _causal_conv(channels, taps, single, m, gated, act, bias, arch, name, plan):
+    return causal_conv(channels, taps, single, m, gated, act, bias, arch.isa, name)
+
+
 def _sample(m, vocab, columns, arch, name, plan):
     return sample(m, vocab, columns, name)
 
@@ -116,5 +121,6 @@ BUILDERS = {
     "expert_linear": _expert_linear,
     "expert_down": _expert_down,
     "combine": _combine,
+    "causal_conv": _causal_conv,
     "sample": _sample,
 }

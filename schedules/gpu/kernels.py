@@ -10,6 +10,7 @@ from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.gpu import gemv_matrix
 from mlc_amd.schedules.gpu.attention import attention
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
+from mlc_amd.schedules.gpu.causal_conv import causal_conv
 from mlc_amd.schedules.gpu.embed import embed
 from mlc_amd.schedules.gpu.expert_gemm import expert_linear
 from mlc_amd.schedules.gpu.expert_gemv import expert_down
@@ -123,6 +124,10 @@ def _combine(n, m, experts, used, tile, weighted, residual, arch, name, plan):
     return combine(n, m, Experts(experts, used, tile), weighted, residual, arch, name, plan)
 
 
+def _causal_conv(channels, taps, single, m, gated, act, bias, arch, name, plan):
+    return causal_conv(channels, taps, single, m, gated, act, bias, arch, name)
+
+
 def _sample(m, vocab, columns, arch, name, plan):
     return sample(m, vocab, columns, arch, name)
 
@@ -147,5 +152,6 @@ BUILDERS = {
     "expert_linear": _expert_linear,
     "expert_down": _expert_down,
     "combine": _combine,
+    "causal_conv": _causal_conv,
     "sample": _sample,
 }

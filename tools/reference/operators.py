@@ -13,7 +13,7 @@ import numpy as np
 from mlc_amd.runtime.sampling_layout import FIELDS, LOGPROB
 from mlc_amd.schedules.attention import SLOTS, Attention, Rope, described
 from mlc_amd.schedules.rows import output_rows
-from mlc_amd.tools.reference import activations, experts, weights
+from mlc_amd.tools.reference import activations, experts, states, weights
 from mlc_amd.tools.reference.attention import (
     CACHES,
     attention_reference,
@@ -369,6 +369,11 @@ def _combine(c: Case) -> dict[str, Result]:
     return {"": Result(y + c.arrays["R"][c.rows][:, : a["n"]] if a["residual"] else y, c.rows)}
 
 
+def _causal_conv(c: Case) -> dict[str, Result]:
+    y, kept = states.causal_conv(c)
+    return {"Y": Result(y[c.rows], c.rows), "States": Result(kept)}
+
+
 def _sample(c: Case) -> dict[str, Result]:
     """Of rows that take the largest logit."""
     if (c.arrays["sampling"][c.rows, FIELDS.index("flags")] & ~LOGPROB).any():
@@ -386,5 +391,5 @@ OPERATORS: dict[str, Callable[[Case], dict[str, Result]]] = {
     "latent_kv_write": _latent_kv_write, "attention": _attention, "rope_attention": _rope_attention,
     "route": _route, "norm_route": _norm_route, "expert_order": _expert_order, "gather": _gather,
     "expert_gate_up": _expert_gate_up, "expert_linear": _expert_linear, "expert_down": _expert_down,
-    "combine": _combine, "sample": _sample,
+    "combine": _combine, "sample": _sample, "causal_conv": _causal_conv,
 }  # fmt: skip

@@ -1,0 +1,32 @@
+"""Mixers that keep a state for each sequence, op by op: from a layer's normed rows to the terms that its residual
+stream gets.
+
+    short_conv  W_out (C * conv(B * X))     [B, C, X] = W_in h
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mlc_amd.compiler.models.config import ShortConvConfig
+
+if TYPE_CHECKING:
+    from mlc_amd.compiler.models.graph import Graph
+
+
+def causal_conv(g: Graph, x, name: str, layer: int, gated: bool = False, act: str = ""):
+    """The convolution of each column over the last positions of its sequence, then an activation. gated: x is [B, C,
+    X], and this is C * conv(B * X). name: of the weights without ".weight"; a bias beside them is added."""
+    channels, taps = g.model.tensors[f"{name}.weight"].shape
+    weights = [g.vector(f"{name}.{part}") for part in ("weight", "bias") if g.has(f"{name}.{part}")]
+    sizes = {"channels": channels, "taps": taps, "gated": int(gated), "act": act, "bias": len(weights) - 1}
+    return g.run("causal_conv", [x, *weights], layer, ["conv"], **sizes)
+
+
+def short_conv(g: Graph, h, i: int) -> list:
+    block = f"blk.{i}.shortconv."
+    y = causal_conv(g, g.linear(h, block + "in_proj.weight"), block + "conv", i, gated=True)
+    return [g.linear(y, block + "out_proj.weight")]
+
+
+MIXERS = {ShortConvConfig: short_conv}
