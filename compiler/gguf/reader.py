@@ -81,7 +81,7 @@ class Tensor:
 
         return Tensor(name, self.format, shape, fetch)
 
-    def transposed(self, name: str, first: int, shape: tuple[int, int, int]) -> "Tensor":
+    def transposed(self, name: str, first: int, shape: tuple[int, ...]) -> "Tensor":
         """A stack of that shape: of each matrix of this tensor's rows the rows from `first` on, transposed. Blocks of
         columns cannot become rows: float formats stay, the weights of others become f16."""
         count, columns, rows = shape
