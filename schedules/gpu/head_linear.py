@@ -47,8 +47,9 @@ def _emit_gemv(state, acts, fmt, planes, Y, heads, n, k, m, layout, arch):
         found, views = emit_acts(acts, k, m * heads), load.views(fmt, planes, span_of([fmt], k))
 
         def tokens(row):
-            """A group's rows are of one head: at most 16, which divides n."""
-            head = T.Bind(row // n)
+            """A group's rows are of one head: at most 16, which divides n. The limit, which no row reaches, keeps TVM's
+            bounds of what is made of it within int32."""
+            head = T.Bind(T.min(row // n, T.int32(heads - 1)))
             return [found.of(T.Bind(token * heads + head)) for token in range(m)]
 
         segment = Segment(fmt, heads * n, planes, None, Y)
