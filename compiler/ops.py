@@ -150,6 +150,11 @@ def _causal_conv(call, bb):
     return relax.TupleType([y, call.args[-1].ty])
 
 
+def _delta_net(call, bb):
+    columns = int(call.attrs["value_heads"]) * int(call.attrs["d"])
+    return relax.TupleType([tensor_type((shape_of(call.args[3])[0], columns)), call.args[-1].ty])
+
+
 def _layer_norm(call, bb):
     return _rms_norm(call, bb)
 
@@ -262,6 +267,11 @@ OPS = {
         "act(conv(x) + b), conv over the last `taps` positions of each column; gated: x is [B, C, X], and it is C * "
         "conv(B * X): (rows, cells, x, w, [b], states) to (y, states in place); channels, taps, gated, act, bias, "
         "single: how many rows may be single ones",
+    ),
+    "delta_net": (
+        _delta_net,
+        "a gated delta rule (config.DeltaNetConfig): (rows, cells, qkv, beta, alpha, a, dt, states) to (y, states in "
+        "place); key_heads, value_heads, d (of a head), grouped, eps (of the lengths of q and k), single",
     ),
     # of a mixture of experts: schedules/experts.py has the meaning of ids, slots, pairs and groups
     "route": (

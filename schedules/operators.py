@@ -363,5 +363,17 @@ OPERATORS = {
     "expert_down": Operator(_expert_linear, lambda args: _expert_products(args, 1)),
     "combine": Operator(_combine),
     "sample": Operator(_sample),
+    "delta_net": Operator(
+        lambda args: (
+            _STATE,
+            _ROWS,
+            _CELLS,
+            Slot("input", ("X", "Beta", "Alpha")),
+            Slot("weight", ("A", "Dt")),
+            Slot("states", ("States",)),
+            Slot("output", ("Y",)),
+        ),
+        lambda args: (8 * args["m"] * args["value_heads"] * args["d"] ** 2, 0),  # two products, decay and update
+    ),
     "causal_conv": Operator(_causal_conv, lambda args: (2 * args["m"] * args["channels"] * args["taps"], 0)),
 }

@@ -40,3 +40,8 @@ def run_length(state, rows, row, m, single, live):
     with T.serial(live) as other:
         T.buffer_store(count, count[0] + T.Select(rows[other, 1] == rows[row, 1], T.int32(1), T.int32(0)), [0])
     return T.Bind(count[0])
+
+
+def key_head(head, key_heads, value_heads, grouped):
+    """The key head of a value head. grouped: those of one key head follow one another."""
+    return head // (value_heads // key_heads) if grouped else head % key_heads

@@ -10,6 +10,10 @@ ROPE_SCALED = {
     "rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 16,
 }  # fmt: skip
 EXPERTS = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 64}
+DELTA_NET = {
+    "full_attention_interval": 2, "rope.dimension_count": 32, "ssm.state_size": 32, "ssm.group_count": 2,
+    "ssm.time_step_rank": 4, "ssm.conv_kernel": 4,
+}  # fmt: skip
 BLOCKS = range(4)
 QKV_BIAS, OUTPUT_BIAS = ("blk.0.attn_q.bias",), ("blk.0.attn_output.bias",)
 
@@ -105,6 +109,12 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "qwen2moe": (EXPERTS | {"expert_shared_feed_forward_length": 96}, ()),
     "qwen3": ({}, ()),
     "qwen3moe": (EXPERTS, ()),
+    "qwen3next": (DELTA_NET | EXPERTS | {"expert_shared_feed_forward_length": 96}, ("blk.0.ssm_in.weight",)),
+    "qwen35": (DELTA_NET | {"ssm.time_step_rank": 6, "ssm.conv_kernel": 3}, ("output.weight",)),
+    "qwen35moe": (
+        DELTA_NET | EXPERTS | {"expert_shared_feed_forward_length": 96},
+        ("blk.0.ffn_gate_up_exps.weight", "blk.1.ffn_gate_up_exps.weight"),
+    ),
     "seed_oss": ({}, QKV_BIAS),
     "smollm3": ({"block_count": 4}, ()),
     "starcoder2": ({}, (*QKV_BIAS, *OUTPUT_BIAS)),

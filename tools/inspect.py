@@ -233,7 +233,7 @@ def _model(config: dict) -> str:
     rows["layers"] = len(config["layers"])
     layers = [_flat(layer) for layer in config["layers"]]
     for key in dict.fromkeys(key for layer in layers for key in layer):
-        rows[key] = _by_layer([layer.get(key, "none") for layer in layers])
+        rows[key] = _by_layer({i: layer[key] for i, layer in enumerate(layers) if key in layer}, len(layers))
     rows |= _flat(config["ropes"])
     width = max(map(len, rows)) + 2
     shown = (f"{value:g}" if isinstance(value, float) else value for value in rows.values())
@@ -249,12 +249,12 @@ def _flat(nested: dict) -> dict[str, object]:
     return flat
 
 
-def _by_layer(values: list) -> object:
-    """The value of all layers, or each value with the layers that have it."""
+def _by_layer(values: dict[int, object], layers: int) -> object:
+    """The value of all layers, or each value with the layers that have it; others have nothing of that name."""
     found: dict[object, list[str]] = {}
-    for i, value in enumerate(values):
+    for i, value in values.items():
         found.setdefault(value, []).append(str(i))
-    if len(found) == 1:
+    if len(found) == 1 and len(values) == layers:
         return values[0]
     return "; ".join(f"{value} in layers {', '.join(places)}" for value, places in found.items())
 

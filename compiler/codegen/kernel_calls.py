@@ -225,9 +225,21 @@ def _causal_conv(call) -> KernelCall:
     a, m = call.attrs, shape_of(call.args[1])[0]
     args = {key: int(a[key]) for key in ("channels", "taps", "single")} | {"m": m, "gated": bool(int(a["gated"]))}
     args |= {"act": str(a["act"]), "bias": bool(int(a["bias"]))}
-    what = "rows" if args["single"] == m else "mixed" if args["single"] else ""
-    label = "_".join(filter(None, ["causal_conv", what, f"{args['channels']}x{args['taps']}_m{m}"]))
+    label = f"causal_conv{_kind(args)}_{args['channels']}x{args['taps']}_m{m}"
     return KernelCall(label, Workload("causal_conv", args), inplace={1: len(call.args) - 1})
+
+
+def _delta_net(call) -> KernelCall:
+    a, m = call.attrs, shape_of(call.args[1])[0]
+    args = {key: int(a[key]) for key in ("key_heads", "value_heads", "d", "single")} | {"m": m}
+    args |= {"grouped": bool(int(a["grouped"])), "eps": float(a["eps"])}
+    label = f"delta_net{_kind(args)}_{args['key_heads']}x{args['value_heads']}x{args['d']}_m{m}"
+    return KernelCall(label, Workload("delta_net", args), inplace={1: len(call.args) - 1})
+
+
+def _kind(args: dict) -> str:
+    """Which rows of a step may be single ones, in a label."""
+    return "_rows" if args["single"] == args["m"] else "_mixed" if args["single"] else ""
 
 
 def _experts(call) -> dict[str, int]:
@@ -279,5 +291,6 @@ MAKERS: dict[str, Callable[[Any], KernelCall]] = {
     "rope_attention": _rope_attention,
     "attention": _attention,
     "causal_conv": _causal_conv,
+    "delta_net": _delta_net,
     "sample": _sample,
 }

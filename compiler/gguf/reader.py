@@ -105,6 +105,20 @@ class Tensor:
 
         return Tensor(name, self.format if float_format else "f16", shape, fetch)
 
+    def pieces(self, name: str, shape: tuple[int, ...], groups: int, pieces: Sequence[tuple[int, int]]) -> "Tensor":
+        """A matrix of that shape made of this one's rows, which are so many groups alike: one piece after the other,
+        the rows first .. first + count of each group. ValueError if the shape does not fit. Blocks are copies."""
+        group = self.rows // groups
+        order = [
+            np.arange(index * group + first, index * group + first + count)
+            for first, count in pieces
+            for index in range(groups)
+        ]
+        rows = np.concatenate(order)
+        if shape != (len(rows), self.shape[-1]) or rows.max() >= self.rows:
+            raise ValueError(f"{self!r} has no pieces {pieces} of shape {shape}")
+        return Tensor(name, self.format, shape, lambda start, stop: self.blocks()[rows[start:stop]])
+
     def entries(self, name: str, first: int, count: int) -> "Tensor":
         """The vector of `count` entries of this vector, from `first` on, as f32."""
         return Tensor(
@@ -132,6 +146,8 @@ def _with_parts(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Te
             made[part.name] = source.entries(part.name, part.first, part.shape[0])
         elif part.transposed:
             made[part.name] = source.transposed(part.name, part.first, part.shape)
+        elif part.pieces:
+            made[part.name] = source.pieces(part.name, part.shape, part.groups, part.pieces)
         else:
             made[part.name] = source.part(part.name, part.first, part.shape)
     return made

@@ -79,6 +79,9 @@ class AttentionConfig:
     value_is_key: bool = False  # no attn_v: values are the projected keys, before norm and RoPE
     temperature: "TemperatureConfig | None" = None
     latent: LatentConfig | None = None  # kv_heads is 1, and head_dim the columns of attention's keys
+    output_gate: bool = (
+        False  # attn_q holds each head's rows of Q, then those of a gate; the output times sigmoid(gate)
+    )
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,51 @@ class ShortConvConfig:
         return 3 * hidden
 
 
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """A gated delta net (Qwen3-Next, Qwen3.5). qkv = silu(conv(attn_qkv h)): heads of q and k, each divided by its
+    length, and of v. Each value head has a matrix M; per row
+
+        M *= exp(ssm_a * softplus(ssm_alpha h + ssm_dt)); M += k d^T, d = sigmoid(ssm_beta h) * (v - M^T k); y = M^T q
+
+    with q divided by sqrt(head_dim), and ssm_out (norm(y) * silu(attn_gate h)), a norm of each head.
+    """
+
+    key_heads: int  # heads of q and of k
+    value_heads: int  # a multiple of key_heads
+    head_dim: int  # columns of a head of q, k and v
+    taps: int  # of the convolution
+    grouped: bool = False  # value heads of one key head follow one another; False: key head = value head % key_heads
+    merged_inputs: bool = False  # ssm_in holds, for each key head, the rows of q, k, v and of attn_gate
+    merged_gates: bool = False  # ssm_ba holds, for each key head, the rows of ssm_beta, then those of ssm_alpha
+
+    @property
+    def keys(self) -> int:
+        """Columns of all heads of k."""
+        return self.key_heads * self.head_dim
+
+    @property
+    def values(self) -> int:
+        """Columns of all heads of v."""
+        return self.value_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Columns of the convolution."""
+        return 2 * self.keys + self.values
+
+    def states(self, hidden: int) -> dict[str, Shape]:
+        """As of ShortConvConfig."""
+        head = self.head_dim, self.head_dim
+        return {"conv": (self.taps - 1, self.channels), "delta": (self.value_heads, *head)}
+
+    def width(self, hidden: int) -> int:
+        """Columns of its widest intermediate tensors: those of the projections."""
+        return self.channels + 2 * self.values
+
+
 # What mixes the rows of a sequence. All but attention keep a state of fixed size for each sequence, which has `states`.
-Recurrent = ShortConvConfig
+Recurrent = ShortConvConfig | DeltaNetConfig
 Mixer = AttentionConfig | Recurrent
 
 

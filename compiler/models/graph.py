@@ -155,8 +155,13 @@ class Graph:
         """cap * tanh(x / cap)."""
         return self.scaled(self.bb.emit(relax.op.tanh(self.scaled(x, 1 / cap))), cap)
 
+    def sigmoid(self, x) -> relax.Var:
+        return self.bb.emit(relax.op.sigmoid(x))
+
     def columns(self, x, first: int, count: int) -> relax.Var:
         """Columns first .. of x."""
+        if first == 0 and count == shape_of(x)[1]:
+            return x
         return self.bb.emit(OPS.strided_slice(x, [1], [first], [first + count]))
 
     def number(self, name: str) -> relax.Var:
@@ -171,7 +176,7 @@ class Graph:
 
     def times_sigmoid(self, x, logit) -> relax.Var:
         """x * sigmoid(column 0 of logit), row by row."""
-        return self.multiply(x, self.bb.emit(relax.op.sigmoid(self.columns(logit, 0, 1))))
+        return self.multiply(x, self.sigmoid(self.columns(logit, 0, 1)))
 
     def scaled_by_position(self, x, table: str) -> relax.Var:
         """x times the entry of its position in a table float32 [ctx, 1]."""

@@ -2,13 +2,14 @@
 stream gets.
 
     short_conv  W_out (C * conv(B * X))     [B, C, X] = W_in h
+    delta_net   W_out (norm(delta(silu(conv(W_qkv h)))) * silu(W_gate h))
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mlc_amd.compiler.models.config import ShortConvConfig
+from mlc_amd.compiler.models.config import DeltaNetConfig, ShortConvConfig
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
@@ -29,4 +30,19 @@ def short_conv(g: Graph, h, i: int) -> list:
     return [g.linear(y, block + "out_proj.weight")]
 
 
-MIXERS = {ShortConvConfig: short_conv}
+def delta_net(g: Graph, h, i: int) -> list:
+    d, block = g.config.layers[i].mixer, f"blk.{i}."
+    assert isinstance(d, DeltaNetConfig)
+    qkv, gate, beta, alpha = (
+        g.linear(h, f"{block}{name}.weight") for name in ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")
+    )
+    x = causal_conv(g, qkv, block + "ssm_conv1d", i, act="silu")
+    factors = [g.vector(block + name) for name in ("ssm_a", "ssm_dt.bias")]
+    sizes = {"key_heads": d.key_heads, "value_heads": d.value_heads, "d": d.head_dim, "grouped": int(d.grouped)}
+    y = g.run("delta_net", [x, beta, alpha, *factors], i, ["delta"], **sizes, eps=g.config.norm_eps)
+    y = g.grouped_rms_norm(y, block + "ssm_norm.weight", d.value_heads, d.head_dim)
+    gate = g.columns(gate, 0, d.values)
+    return [g.linear(g.multiply(y, g.activation(gate, "silu")), block + "ssm_out.weight")]
+
+
+MIXERS = {ShortConvConfig: short_conv, DeltaNetConfig: delta_net}

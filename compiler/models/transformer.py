@@ -70,7 +70,10 @@ def attention(g: Graph, h, i: int) -> list:
     v = k if a.value_is_key else g.linear(h, f"{block}attn_v.weight")
     if a.row_norms:
         q, k = (g.rms_norm(x, f"{block}attn_{which}_norm.weight") for x, which in ((q, "q"), (k, "k")))
-    return [g.linear(g.attention(q, k, v, i), block + "attn_output.weight")]
+    y = g.attention(q, k, v, i)
+    if a.output_gate:
+        y = g.multiply(y, g.sigmoid(g.columns(g.linear(h, block + "attn_q_gate.weight"), 0, a.heads * a.head_dim)))
+    return [g.linear(y, block + "attn_output.weight")]
 
 
 def latent_attention(g: Graph, h, i: int, latent: LatentConfig) -> list:

@@ -88,6 +88,8 @@ def _weight(param: Param, state) -> np.ndarray:
         angles = np.arange(positions)[:, None] * 10000.0 ** (-np.arange(0, rotary, 2) / rotary)
         return np.stack([np.cos(angles), np.sin(angles)], -1).reshape(param.shape).astype(np.float32)
     values = _rng(param.name).standard_normal(param.shape, np.float32) * np.float32(0.1)
+    if param.name == "A":  # rates at which states decay
+        return -np.abs(1 + values)
     return (values if param.name.startswith("bias") else 1 + values).astype(param.numpy)
 
 

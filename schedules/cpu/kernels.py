@@ -8,6 +8,7 @@ None for the default one. The kernel's parameters are the operator's inputs, tup
 from mlc_amd.schedules.attention import Attention, Rope, described
 from mlc_amd.schedules.cpu.attention import attention
 from mlc_amd.schedules.cpu.causal_conv import causal_conv
+from mlc_amd.schedules.cpu.delta_net import delta_net
 from mlc_amd.schedules.cpu.embed import embed
 from mlc_amd.schedules.cpu.expert_rows import combine, expert_order, gather
 from mlc_amd.schedules.cpu.experts import expert_down, expert_gate_up, expert_linear
@@ -99,6 +100,10 @@ def _causal_conv(channels, taps, single, m, gated, act, bias, arch, name, plan):
     return causal_conv(channels, taps, single, m, gated, act, bias, arch.isa, name)
 
 
+def _delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name, plan):
+    return delta_net(key_heads, value_heads, d, single, m, grouped, eps, name)
+
+
 def _sample(m, vocab, columns, arch, name, plan):
     return sample(m, vocab, columns, name)
 
@@ -122,5 +127,6 @@ BUILDERS = {
     "expert_down": _expert_down,
     "combine": _combine,
     "causal_conv": _causal_conv,
+    "delta_net": _delta_net,
     "sample": _sample,
 }

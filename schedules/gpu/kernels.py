@@ -11,6 +11,7 @@ from mlc_amd.schedules.gpu import gemv_matrix
 from mlc_amd.schedules.gpu.attention import attention
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.causal_conv import causal_conv
+from mlc_amd.schedules.gpu.delta_net import delta_net
 from mlc_amd.schedules.gpu.embed import embed
 from mlc_amd.schedules.gpu.expert_gemm import expert_linear
 from mlc_amd.schedules.gpu.expert_gemv import expert_down
@@ -128,6 +129,10 @@ def _causal_conv(channels, taps, single, m, gated, act, bias, arch, name, plan):
     return causal_conv(channels, taps, single, m, gated, act, bias, arch, name)
 
 
+def _delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name, plan):
+    return delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name)
+
+
 def _sample(m, vocab, columns, arch, name, plan):
     return sample(m, vocab, columns, arch, name)
 
@@ -153,5 +158,6 @@ BUILDERS = {
     "expert_down": _expert_down,
     "combine": _combine,
     "causal_conv": _causal_conv,
+    "delta_net": _delta_net,
     "sample": _sample,
 }

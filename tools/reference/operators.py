@@ -370,7 +370,14 @@ def _combine(c: Case) -> dict[str, Result]:
 
 
 def _causal_conv(c: Case) -> dict[str, Result]:
-    y, kept = states.causal_conv(c)
+    return _with_states(c, *states.causal_conv(c))
+
+
+def _delta_net(c: Case) -> dict[str, Result]:
+    return _with_states(c, *states.delta_net(c))
+
+
+def _with_states(c: Case, y: np.ndarray, kept: np.ndarray) -> dict[str, Result]:
     return {"Y": Result(y[c.rows], c.rows), "States": Result(kept)}
 
 
@@ -391,5 +398,5 @@ OPERATORS: dict[str, Callable[[Case], dict[str, Result]]] = {
     "latent_kv_write": _latent_kv_write, "attention": _attention, "rope_attention": _rope_attention,
     "route": _route, "norm_route": _norm_route, "expert_order": _expert_order, "gather": _gather,
     "expert_gate_up": _expert_gate_up, "expert_linear": _expert_linear, "expert_down": _expert_down,
-    "combine": _combine, "sample": _sample, "causal_conv": _causal_conv,
+    "combine": _combine, "sample": _sample, "causal_conv": _causal_conv, "delta_net": _delta_net,
 }  # fmt: skip

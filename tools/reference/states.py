@@ -36,3 +36,27 @@ def causal_conv(c) -> tuple[np.ndarray, np.ndarray]:
     y = y + c.arrays["B"][:channels] if a["bias"] else y
     y = experts.ACTIVATIONS[a["act"]](y, 1.0) if a["act"] else y
     return y * gate, states
+
+
+def delta_net(c) -> tuple[np.ndarray, np.ndarray]:
+    """(Y of the live rows, all States after the step). A cell has, of each value head, the matrix as columns of v by
+    columns of k on GPUs, the other way round on CPUs."""
+    a, states = c.args, c.arrays["States"].astype(np.float64)
+    keys, values, d = a["key_heads"], a["value_heads"], a["d"]
+    parts = np.split(c.arrays["X"][: c.live].astype(np.float64), [keys * d, 2 * keys * d], axis=1)
+    q, k, v = (part.reshape(c.live, -1, d) for part in parts)
+    heads = np.arange(values) // (values // keys) if a["grouped"] else np.arange(values) % keys
+    q, k = ((x / np.sqrt((x * x).sum(-1, keepdims=True) + a["eps"]))[:, heads] for x in (q, k))
+    beta, alpha = (c.arrays[name][: c.live, :values].astype(np.float64) for name in ("Beta", "Alpha"))
+    decay = np.exp(c.arrays["A"][:values] * np.logaddexp(0.0, alpha + c.arrays["Dt"][:values]))
+    y = np.empty((c.live, values, d))
+    for rows, before, target in runs(c):
+        matrix = np.zeros((values, d, d)) if before is None else before
+        matrix = matrix if c.layout == "cpu" else matrix.transpose(0, 2, 1)
+        for row in rows:
+            matrix = matrix * decay[row][:, None, None]
+            change = (v[row] - np.einsum("hij,hi->hj", matrix, k[row])) * experts.sigmoid(beta[row])[:, None]
+            matrix = matrix + k[row][:, :, None] * change[:, None]
+            y[row] = np.einsum("hij,hi->hj", matrix, q[row]) / np.sqrt(d)
+        states[target] = matrix if c.layout == "cpu" else matrix.transpose(0, 2, 1)
+    return y.reshape(c.live, -1), states
