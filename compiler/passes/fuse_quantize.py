@@ -17,7 +17,7 @@ def fuse_quantize(mod):
         if ops.name_of(value) not in PRODUCERS:
             return None
         layout = str(call.attrs["layout"])
-        if ops.name_of(value) == "attention" and layout.startswith(BLOCKS) and int(value.attrs["d"]) % BLOCK:
+        if ops.name_of(value) == "attention" and layout.startswith(BLOCKS) and ops.value_columns(value) % BLOCK:
             return None
         return ops.with_attrs(value, layout=layout)
 
