@@ -12,6 +12,7 @@ from mlc_amd.schedules.cpu.delta_net import delta_net
 from mlc_amd.schedules.cpu.embed import embed
 from mlc_amd.schedules.cpu.expert_rows import combine, expert_order, gather
 from mlc_amd.schedules.cpu.experts import expert_down, expert_gate_up, expert_linear
+from mlc_amd.schedules.cpu.gate import gate
 from mlc_amd.schedules.cpu.gate_up import gate_up_swiglu
 from mlc_amd.schedules.cpu.latent_kv_write import latent_kv_write
 from mlc_amd.schedules.cpu.linear import head_linear, linear
@@ -104,6 +105,10 @@ def _delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name, p
     return delta_net(key_heads, value_heads, d, single, m, grouped, eps, name)
 
 
+def _gate(k, m, size, eps, silu, layout, arch, name, plan):
+    return gate(k, m, size, eps, silu, tile_rows(m, arch), bool(layout), arch.isa, name)
+
+
 def _sample(m, vocab, columns, arch, name, plan):
     return sample(m, vocab, columns, name)
 
@@ -128,5 +133,6 @@ BUILDERS = {
     "combine": _combine,
     "causal_conv": _causal_conv,
     "delta_net": _delta_net,
+    "gate": _gate,
     "sample": _sample,
 }

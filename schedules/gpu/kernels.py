@@ -18,6 +18,7 @@ from mlc_amd.schedules.gpu.expert_gemv import expert_down
 from mlc_amd.schedules.gpu.expert_order import expert_order
 from mlc_amd.schedules.gpu.expert_rows import combine, gather
 from mlc_amd.schedules.gpu.experts import Slots, check_rows
+from mlc_amd.schedules.gpu.gate import gate
 from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu as gate_up_gemm
 from mlc_amd.schedules.gpu.gemm import linear as gemm
 from mlc_amd.schedules.gpu.gemv import VECTORS
@@ -133,6 +134,10 @@ def _delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name, p
     return delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name)
 
 
+def _gate(k, m, size, eps, silu, layout, arch, name, plan):
+    return gate(k, m, size, eps, silu, layout, arch, name)
+
+
 def _sample(m, vocab, columns, arch, name, plan):
     return sample(m, vocab, columns, arch, name)
 
@@ -159,5 +164,6 @@ BUILDERS = {
     "combine": _combine,
     "causal_conv": _causal_conv,
     "delta_net": _delta_net,
+    "gate": _gate,
     "sample": _sample,
 }
