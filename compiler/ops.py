@@ -26,7 +26,7 @@ from tvm import relax
 from tvm.ir import Op
 
 from mlc_amd.compiler.nodes import fields_of, parts_of
-from mlc_amd.runtime.kv_types import KV_TENSORS
+from mlc_amd.runtime.kv_types import KV_TENSORS, LATENT_TENSORS
 from mlc_amd.schedules.attention import Attention, Rope, padded_columns
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.rows import output_rows
@@ -121,8 +121,23 @@ def _rope_kv_write(call, bb):
     return relax.TupleType([q, *(cache.ty for cache in call.args[-len(KV_TENSORS[str(call.attrs["kv"])]) :])])
 
 
+def _head_linear(call, bb):
+    return tensor_type((int(call.attrs["m"]), int(call.attrs["heads"]) * int(call.attrs["n"])))
+
+
+def _latent_kv_write(call, bb):
+    heads, width = int(call.attrs["heads"]), padded_columns(int(call.attrs["d"]))
+    q = tensor_type((shape_of(call.args[3])[0], heads, width), str(call.attrs["query_dtype"]))
+    return relax.TupleType([q, *(cache.ty for cache in call.args[-len(LATENT_TENSORS) :])])
+
+
+def value_columns(call) -> int:
+    """Columns of a head of an attention operator's result."""
+    return int(call.attrs["values"]) or int(call.attrs["d"])
+
+
 def _attention(call, bb):
-    columns = int(call.attrs["heads"]) * int(call.attrs["d"])
+    columns = int(call.attrs["heads"]) * value_columns(call)
     return layout_type(shape_of(call.args[3])[0], columns, str(call.attrs["layout"]))
 
 
@@ -223,11 +238,22 @@ OPS = {
         "x W^T for each W: (x, weights.., biases.., residual?); formats, n, biases, residual, k, m, layout (of x), "
         "exact (x stays float32)",
     ),
+    "head_linear": (
+        _head_linear,
+        "x W^T with a matrix W for each head's columns of x: (x, W); formats, heads, n and k (of a head), m, layout "
+        "(of x)",
+    ),
     "gate_up": (_gate_up, "act(x G^T) * (x U^T): (x, G, U); formats, n, k, m, act, layout_in (of x), layout (result)"),
     "rope_kv_write": (
         _rope_kv_write,
         "head norms, RoPE, KV write in place: (rows, pages, q, k, v, [qn, kn], [cos_sin], cache..) to (q, cache..), "
         "without `writes` (rows, q, [qn], [cos_sin]) to q; ATTENTION, ROPE and query_dtype",
+    ),
+    "latent_kv_write": (
+        _latent_kv_write,
+        "of latent attention: norm of the latent, RoPE, KV write in place: (rows, pages, q's rotating columns, q's "
+        "columns for the latent, the latent and the key's rotating columns, norm's weight, cos_sin, cache) to (q, "
+        "cache); ATTENTION, neox and rotary of ROPE, eps and query_dtype",
     ),
     "attention": (
         _attention,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mlc_amd.runtime.direct import compute, reserve
-from mlc_amd.runtime.runner import GREEDY
+from mlc_amd.runtime.sampled_rows import GREEDY
 
 if TYPE_CHECKING:
     from mlc_amd.runtime.kv_cache import Cache

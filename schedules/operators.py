@@ -187,6 +187,12 @@ def _linear(args: dict) -> Iterator[Slot]:
         yield Slot("output", (f"Y{i}",), columns=n)
 
 
+def _head_linear(args: dict) -> Iterator[Slot]:
+    yield from (_STATE, _ACT)
+    yield Slot("weight", prefix="W_", matrix=(args["fmt"], args["k"]))
+    yield _OUT
+
+
 def _gate_up(args: dict) -> Iterator[Slot]:
     yield from (_STATE, _ACT)
     yield Slot("weight", prefix="G_", matrix=(args["gate"], args["k"]))
@@ -216,6 +222,12 @@ def _rope_kv_write(args: dict) -> Iterator[Slot]:
     if writes:
         yield _CACHE
     yield Slot("output", ("Qo",))
+
+
+def _latent_kv_write(args: dict) -> Iterator[Slot]:
+    yield from (_STATE, _ROWS, _PAGES, Slot("input", ("Q", "L", "K")), Slot("weight", ("KN",)))
+    yield Slot("weight", ("CS",), rows=args["ctx"])
+    yield from (_CACHE, Slot("output", ("Qo",)))
 
 
 def _attention_end(args: dict) -> Iterator[Slot]:
@@ -322,8 +334,8 @@ def _expert_products(args: dict, matrices: int) -> tuple[int, int]:
 
 
 def _scores(args: dict) -> tuple[int, int]:
-    """Two products of d elements for each head."""
-    return 0, 4 * args["heads"] * args["d"]
+    """Two products for each head, of a key's and of a value's elements."""
+    return 0, 2 * args["heads"] * (args["d"] + (args.get("values") or args["d"]))
 
 
 OPERATORS = {
@@ -334,8 +346,10 @@ OPERATORS = {
     ),
     "quantize": Operator(lambda args: (_STATE, Slot("input", ("X",)), _OUT)),
     "linear": Operator(_linear, lambda args: (2 * args["m"] * args["k"] * sum(n for _, n in args["segments"]), 0)),
+    "head_linear": Operator(_head_linear, lambda args: (2 * args["m"] * args["heads"] * args["k"] * args["n"], 0)),
     "gate_up": Operator(_gate_up, lambda args: (2 * args["m"] * args["k"] * 2 * args["n"], 0)),
     "rope_kv_write": Operator(_rope_kv_write),
+    "latent_kv_write": Operator(_latent_kv_write),
     "attention": Operator(_attention, _scores, reads_cache=True),
     "rope_attention": Operator(_rope_attention, _scores, reads_cache=True),
     "route": Operator(_route),

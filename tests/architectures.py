@@ -19,6 +19,17 @@ QKV_BIAS, OUTPUT_BIAS = ("blk.0.attn_q.bias",), ("blk.0.attn_output.bias",)
 
 MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "cohere2": ({"attention.sliding_window": 24, "logit_scale": 0.25, "block_count": 4}, ()),
+    "deepseek2": (
+        EXPERTS
+        | ROPE_SCALED
+        | {"rope.scaling.yarn_log_multiplier": 0.1, "rope.dimension_count": 32, "attention.head_count_kv": 1}
+        | {"attention.q_lora_rank": 96, "attention.kv_lora_rank": 64, "attention.key_length": 96}
+        | {"attention.value_length": 64, "attention.key_length_mla": 96, "attention.value_length_mla": 48}
+        | {"leading_dense_block_count": 1, "expert_shared_count": 1, "expert_gating_func": 2}
+        | {"expert_weights_norm": True, "expert_weights_scale": 2.5, "expert_group_count": 4}
+        | {"expert_group_used_count": 2},
+        ("blk.1.exp_probs_b.bias",),
+    ),
     "ernie4_5": ({}, ()),
     "ernie4_5-moe": (
         EXPERTS | {"leading_dense_block_count": 1, "expert_shared_feed_forward_length": 128},

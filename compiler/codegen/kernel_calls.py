@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.ops import shape_of
-from mlc_amd.runtime.kv_types import KV_TENSORS
+from mlc_amd.runtime.kv_types import KV_TENSORS, LATENT_TENSORS
 from mlc_amd.schedules.attention import Attention, Rope
 from mlc_amd.schedules.plans.workload import Workload
 
@@ -84,6 +84,13 @@ def _linear(call) -> KernelCall:
     label = f"linear_{'_'.join(dict.fromkeys(f for f, _ in segments))}_{sum(n for _, n in segments)}x{k}_m{m}"
     args = {"segments": segments, "k": k, "m": m, "layout": layout, "biases": biases, "residual": residual}
     return KernelCall(label, Workload("linear", args), [state, x, *ordered, *rest])
+
+
+def _head_linear(call) -> KernelCall:
+    a = call.attrs
+    args = {"fmt": str(a["formats"][0]), "heads": int(a["heads"])} | _sizes(call) | {"layout": str(a["layout"])}
+    label = f"head_linear_{args['fmt']}_{args['heads']}x{args['n']}x{args['k']}_m{args['m']}"
+    return KernelCall(label, Workload("head_linear", args))
 
 
 def _gate_up(call) -> KernelCall:
@@ -178,6 +185,15 @@ def _rope_kv_write(call) -> KernelCall:
     return KernelCall(f"rope_kv_write_m{m}", workload, inplace=inplace)
 
 
+def _latent_kv_write(call) -> KernelCall:
+    a, m, last = call.attrs, shape_of(call.args[3])[0], len(call.args)
+    shape = {key: value for key, value in _attention_args(call).items() if key not in NOT_OF_ROPE}
+    rope = {"neox": bool(int(a["neox"])), "rotary": int(a["rotary"]), "eps": float(a["eps"])}
+    caches = len(LATENT_TENSORS)
+    inplace = {1 + i: last - caches + i for i in range(caches)}
+    return KernelCall(f"latent_kv_write_m{m}", Workload("latent_kv_write", shape | {"m": m} | rope), inplace=inplace)
+
+
 def _rope_attention(call) -> KernelCall:
     args = _attention_args(call) | _rope(call) | {"layout": str(call.attrs["layout"])}
     return KernelCall(f"rope_attention{_window(call)}_m1", Workload("rope_attention", args))
@@ -268,6 +284,7 @@ MAKERS: dict[str, Callable[[Any], KernelCall]] = {
     "layer_norm": _layer_norm,
     "quantize": _quantize,
     "linear": _linear,
+    "head_linear": _head_linear,
     "gate_up": _gate_up,
     "route": _route,
     "norm_route": _norm_route,
@@ -278,6 +295,7 @@ MAKERS: dict[str, Callable[[Any], KernelCall]] = {
     "expert_down": _expert_down,
     "combine": _combine,
     "rope_kv_write": _rope_kv_write,
+    "latent_kv_write": _latent_kv_write,
     "rope_attention": _rope_attention,
     "attention": _attention,
     "causal_conv": _causal_conv,

@@ -75,12 +75,17 @@ class Target(ABC):
         """The same for the linears of experts."""
         return self.act_layout(m, kind)
 
+    def head_layout(self, m: int, kind: str) -> str:
+        """The same for linears with a matrix for each head."""
+        return self.act_layout(m, kind)
+
     def layer(self, attention: AttentionConfig, ctx: int) -> Attention:
         """What the kernels of a layer with that attention compute, at a capacity of `ctx` tokens."""
         a = attention
         window, chunk = (size if size < ctx else 0 for size in (a.window, a.chunk))
         shape = a.heads, a.kv_heads, a.head_dim, ctx
-        return Attention(*shape, a.scale, window, a.softcap, a.sinks, chunk, self.kv_type)
+        values = a.latent.rank if a.latent else 0
+        return Attention(*shape, a.scale, window, a.softcap, a.sinks, chunk, self.kv_type, values)
 
     def spans(self, config: ModelConfig, ctx: int) -> dict[str, int]:
         """Cache tensor to the span of its layer: those of the same span share pages. States have STATE."""

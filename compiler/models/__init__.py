@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from mlc_amd.compiler.models import (
     cohere2,
+    deepseek2,
     ernie4_5,
     ernie4_5_moe,
     exaone4,
@@ -64,6 +65,7 @@ class Architecture(Protocol):
 
 ARCHITECTURES: dict[str, Architecture] = {
     "cohere2": cohere2,
+    "deepseek2": deepseek2,
     "ernie4_5": ernie4_5,
     "ernie4_5-moe": ernie4_5_moe,
     "exaone4": exaone4,

@@ -39,6 +39,22 @@ class TemperatureConfig:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Keys and values of all heads compressed to one vector, the latent (multi-head latent attention, DeepSeek V2).
+
+    attn_kv_a_mqa gives `rank` columns, whose norm (attn_kv_a_norm) is the latent c, and the rotating columns of the
+    key, which all heads share. Attention's key is [c | rotated], its value c, its query of a head [attn_k_b q |
+    rotated] of that head's [q | columns to rotate]; attn_v_b makes the head's output of attention's result.
+    """
+
+    rank: int  # columns of the latent
+    nope: int  # columns of a head's query that do not rotate
+    value: int  # columns of a head's output
+    query_rank: int = 0  # columns between attn_q_a and attn_q_b; 0: there is attn_q instead
+    merged: bool = False  # attn_kv_b holds, for each head, the rows of attn_k_b transposed and those of attn_v_b
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """Causal attention with grouped queries; `schedules.attention.Attention` has the formula."""
 
@@ -62,6 +78,7 @@ class AttentionConfig:
     merged_qkv: bool = False  # attn_qkv holds the rows of attn_q, attn_k and attn_v, in that order
     value_is_key: bool = False  # no attn_v: values are the projected keys, before norm and RoPE
     temperature: "TemperatureConfig | None" = None
+    latent: LatentConfig | None = None  # kv_heads is 1, and head_dim the columns of attention's keys
     output_gate: bool = (
         False  # attn_q holds each head's rows of Q, then those of a gate; the output times sigmoid(gate)
     )

@@ -17,7 +17,7 @@ from mlc_amd.compiler.ops import shape_of, tensor_type
 from mlc_amd.runtime.pages import STATE
 from mlc_amd.runtime.sampling_layout import row_shapes
 from mlc_amd.runtime.steps import page_table
-from mlc_amd.schedules.attention import PAGE, SLOTS
+from mlc_amd.schedules.attention import PAGE, SLOTS, Attention
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.rows import output_rows
 
@@ -127,9 +127,17 @@ class Graph:
         m, k = shape_of(x)
         return self.emit(
             "linear", [x, self.weight(name), *biases],
-            formats=[tensor.format], n=[tensor.shape[0]], biases=[len(biases)], residual=0, k=k, m=m, layout="",
+            formats=[tensor.format], n=[tensor.rows], biases=[len(biases)], residual=0, k=k, m=m, layout="",
             exact=int(exact and FORMATS[tensor.format].kind == "float"),
         )  # fmt: skip
+
+    def head_linear(self, x, name: str) -> relax.Var:
+        """x W^T with a matrix of a stack for each head: x [m, heads * k] to [m, heads * n]."""
+        tensor, m = self.model.tensors[name], shape_of(x)[0]
+        heads, n, k = tensor.shape
+        return self.emit(
+            "head_linear", [x, self.weight(name)], formats=[tensor.format], heads=heads, n=n, k=k, m=m, layout=""
+        )
 
     def activation(self, x, name: str) -> relax.Var:
         return self.bb.emit(ACTIVATIONS[name](x))
@@ -199,14 +207,13 @@ class Graph:
         rope = self.config.ropes.get(a.rope)
         table = [self.parameters[f"{a.rope}.table"][0]] if rope else []
         layer_of = self.target.layer(a, self.ctx)
-        shape = {key: int(value) if isinstance(value, bool) else value for key, value in asdict(layer_of).items()}
         writes = a.kv_layer is None
         norms = [self.head_norm(block, which, a) for which in ("qk" if writes else "q")] if a.head_norms else []
         cache = [self.parameters[f"{which}.{layer if writes else a.kv_layer}"][0] for which in layer_of.cache]
         pages = self.pages(layer_of.span)
         sources = [self.rows, pages, q, k, v, *norms, *table, *cache] if writes else [self.rows, q, *norms, *table]
         rotated = self.emit(
-            "rope_kv_write", sources, **shape,
+            "rope_kv_write", sources, **_attributes(layer_of),
             neox=int(rope.neox) if rope else 0, rotary=rope.dim if rope else 0, head_norm=int(a.head_norms),
             eps=self.config.norm_eps, norm_after=int(a.norm_after_rope), value_norm=int(a.value_norm and writes),
             writes=int(writes), query_dtype=self.target.query_dtype,
@@ -217,10 +224,32 @@ class Graph:
         else:
             q = rotated
         sinks = [self.vector(f"{block}attn_sinks.weight", exact=True)] if a.sinks else []
+        return self._attended(a, pages, q, cache, sinks)
+
+    def latent_attention(self, latent, rotating, key, layer: int) -> relax.Var:
+        """Norm of the latent, RoPE, KV write and causal attention of a layer with a LatentConfig. latent: the queries'
+        columns for the latent; rotating: those to rotate; key: the latent before its norm, and the columns to rotate.
+        """
+        a = self.config.layers[layer].attention
+        assert a, "a layer with attention"
+        rope, layer_of = self.config.ropes[a.rope], self.target.layer(a, self.ctx)
+        cache = [self.parameters[f"{which}.{layer}"][0] for which in layer_of.cache]
+        pages, norm = self.pages(layer_of.span), self.vector(f"blk.{layer}.attn_kv_a_norm.weight")
+        sources = [self.rows, pages, rotating, latent, key, norm, self.parameters[f"{a.rope}.table"][0], *cache]
+        written = self.emit(
+            "latent_kv_write", sources, **_attributes(layer_of),
+            neox=int(rope.neox), rotary=rope.dim, eps=self.config.norm_eps, query_dtype=self.target.query_dtype,
+        )  # fmt: skip
+        q, *cache = (self.bb.emit(relax.TupleGetItem(written, i)) for i in range(1 + len(cache)))
+        return self._attended(a, pages, q, cache, [])
+
+    def _attended(self, a: AttentionConfig, pages, q, cache, sinks) -> relax.Var:
+        """Attention of rotated queries with the cache, which has the rows' own keys."""
         workspace = self.target.attention_workspace(a, self.ctx, self.spec.single)
         buffers = [self.parameter(name, "kv", tensor_type(*of)) for name, of in workspace.items()]
         inputs = [self.rows, pages, q, *cache, *sinks, *buffers]
-        return self.emit("attention", inputs, **shape, single=self.spec.single, layout="")
+        attributes = _attributes(self.target.layer(a, self.ctx))
+        return self.emit("attention", inputs, **attributes, single=self.spec.single, layout="")
 
     def pages(self, span: int) -> relax.Var:
         """The page tables of the layers whose rows see up to `span` keys (0: all)."""
@@ -291,6 +320,11 @@ class Graph:
     def _experts(self, experts: ExpertsConfig) -> dict[str, int]:
         sizes = experts.count, experts.used, self.target.expert_tile(self.m)
         return dict(zip(ops.EXPERTS, sizes, strict=True))
+
+
+def _attributes(layer: Attention) -> dict:
+    """Attributes of an operator, without booleans, which these do not take."""
+    return {key: int(value) if isinstance(value, bool) else value for key, value in asdict(layer).items()}
 
 
 def table_columns(config: ModelConfig) -> dict[str, int]:

@@ -12,6 +12,7 @@ from mlc_amd.compiler.models.config import (
     DeltaNetConfig,
     ExpertsConfig,
     FeedForwardConfig,
+    LatentConfig,
     LayerConfig,
     ModelConfig,
     Norms,
@@ -70,7 +71,25 @@ def _norms(config: ModelConfig, norms: Norms, which: str) -> Iterator[tuple[str,
         yield from _norm(config, name)
 
 
+def _latent(hidden: int, a: AttentionConfig, of: LatentConfig) -> Listed:
+    rotating = a.head_dim - of.rank
+    queries = a.heads * (of.nope + rotating)
+    yield of.query_rank > 0, "attn_q_a.weight", (of.query_rank, hidden)
+    yield of.query_rank > 0, "attn_q_a_norm.weight", (of.query_rank,)
+    yield of.query_rank > 0, "attn_q_b.weight", (queries, of.query_rank)
+    yield not of.query_rank, "attn_q.weight", (queries, hidden)
+    yield True, "attn_kv_a_mqa.weight", (of.rank + rotating, hidden)
+    yield True, "attn_kv_a_norm.weight", (of.rank,)
+    yield not of.merged, "attn_k_b.weight", (a.heads, of.rank, of.nope)
+    yield not of.merged, "attn_v_b.weight", (a.heads, of.value, of.rank)
+    yield of.merged, "attn_kv_b.weight", (a.heads * (of.nope + of.value), of.rank)
+    yield True, "attn_output.weight", (hidden, a.heads * of.value)
+
+
 def _attention(hidden: int, a: AttentionConfig) -> Listed:
+    if a.latent:
+        yield from _latent(hidden, a, a.latent)
+        return
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     if a.merged_qkv:
         yield True, "attn_qkv.weight", (q + 2 * kv, hidden)
@@ -155,10 +174,10 @@ def is_vector(name: str, shape: Shape) -> bool:
 
 
 class Part(NamedTuple):
-    """A tensor that the graph uses, made of rows of one in the file: `first`.. (of each expert).
+    """A tensor that the graph uses, made of rows of one in the file: `first`.. (of each expert, of each head).
 
     pieces: instead of `first`, the source is so many `groups` of rows alike, and the part is, one piece after the
-    other, the rows first .. first + count of each group.
+    other, the rows first .. first + count of each group. transposed: the rows become columns.
     """
 
     name: str
@@ -167,6 +186,7 @@ class Part(NamedTuple):
     shape: Shape
     groups: int = 0
     pieces: tuple[tuple[int, int], ...] = ()
+    transposed: bool = False
 
 
 def merged_parts(config: ModelConfig) -> Iterator[Part]:
@@ -178,7 +198,15 @@ def merged_parts(config: ModelConfig) -> Iterator[Part]:
             yield part._replace(name=f"blk.{i}.{part.name}", source=f"blk.{i}.{part.source}")
 
 
-def _qkv_parts(hidden: int, a: AttentionConfig) -> Iterator[Part]:
+def _attention_parts(hidden: int, a: AttentionConfig) -> Iterator[Part]:
+    if of := a.latent:
+        rotating = a.head_dim - of.rank
+        source, columns = ("attn_q_b.weight", of.query_rank) if of.query_rank else ("attn_q.weight", hidden)
+        yield Part("attn_q_nope.weight", source, 0, (a.heads, of.nope, columns))
+        yield Part("attn_q_rope.weight", source, of.nope, (a.heads, rotating, columns))
+        if of.merged:
+            yield Part("attn_k_b.weight", "attn_kv_b.weight", 0, (a.heads, of.rank, of.nope), transposed=True)
+            yield Part("attn_v_b.weight", "attn_kv_b.weight", of.nope, (a.heads, of.value, of.rank))
     if a.output_gate:
         rows, source = a.heads * a.head_dim, "attn_q.weight"
         for name, first in (("attn_q_gate.weight", a.head_dim), (source, 0)):
@@ -207,7 +235,7 @@ def _no_parts(hidden: int, mixer) -> Iterator[Part]:
 
 
 _MIXER_PARTS: dict[type, Callable[[int, Any], Iterator[Part]]] = {
-    AttentionConfig: _qkv_parts,
+    AttentionConfig: _attention_parts,
     DeltaNetConfig: _delta_parts,
 }
 

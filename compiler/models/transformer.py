@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mlc_amd.compiler.models import recurrent
-from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, Norms
+from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LatentConfig, LayerConfig, Norms
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
@@ -61,6 +61,8 @@ def mixer(g: Graph, h, i: int) -> list:
 def attention(g: Graph, h, i: int) -> list:
     a, block = g.config.layers[i].attention, f"blk.{i}."
     assert a, "a layer with attention"
+    if a.latent:
+        return latent_attention(g, h, i, a.latent)
     if a.kv_layer is not None:
         q = g.linear(h, block + "attn_q.weight")
         return [g.linear(g.attention(q, None, None, i), block + "attn_output.weight")]
@@ -72,6 +74,17 @@ def attention(g: Graph, h, i: int) -> list:
     if a.output_gate:
         y = g.gate(y, g.linear(h, block + "attn_q_gate.weight"), a.head_dim)
     return [g.linear(y, block + "attn_output.weight")]
+
+
+def latent_attention(g: Graph, h, i: int, latent: LatentConfig) -> list:
+    """Attention of keys and values that are one compressed vector a token: `LatentConfig` has the formula."""
+    block, x = f"blk.{i}.", h
+    if latent.query_rank:
+        x = g.rms_norm(g.linear(h, block + "attn_q_a.weight"), block + "attn_q_a_norm.weight")
+    q, rotating = (g.linear(x, f"{block}attn_q_{part}.weight") for part in ("nope", "rope"))
+    key = g.linear(h, block + "attn_kv_a_mqa.weight")
+    y = g.latent_attention(g.head_linear(q, block + "attn_k_b.weight"), rotating, key, i)
+    return [g.linear(g.head_linear(y, block + "attn_v_b.weight"), block + "attn_output.weight")]
 
 
 MIXERS = {AttentionConfig: attention, **recurrent.MIXERS}

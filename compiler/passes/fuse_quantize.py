@@ -19,7 +19,7 @@ def fuse_quantize(mod):
         layout = str(call.attrs["layout"])
         if ops.name_of(value) == "gate" and int(value.attrs["normed"]) and int(value.attrs["size"]) % BLOCK:
             return None
-        if ops.name_of(value) == "attention" and layout.startswith(BLOCKS) and int(value.attrs["d"]) % BLOCK:
+        if ops.name_of(value) == "attention" and layout.startswith(BLOCKS) and ops.value_columns(value) % BLOCK:
             return None
         return ops.with_attrs(value, layout=layout)
 

@@ -24,6 +24,8 @@ from mlc_amd.schedules.gpu.gemm import linear as gemm
 from mlc_amd.schedules.gpu.gemv import VECTORS
 from mlc_amd.schedules.gpu.gemv import gate_up_swiglu as gate_up_gemv
 from mlc_amd.schedules.gpu.gemv import linear as gemv
+from mlc_amd.schedules.gpu.head_linear import head_linear
+from mlc_amd.schedules.gpu.latent_kv_write import latent_kv_write
 from mlc_amd.schedules.gpu.norm import layer_norm, quantize, rms_norm
 from mlc_amd.schedules.gpu.norm_route import norm_route
 from mlc_amd.schedules.gpu.planes import BLOCK
@@ -56,6 +58,10 @@ def _linear(segments, k, m, layout, biases, residual, arch, name, plan):
     return build(segments, k, m, layout, biases, residual, arch, name, plan)
 
 
+def _head_linear(fmt, heads, n, k, m, layout, arch, name, plan):
+    return head_linear(fmt, heads, n, k, m, layout, arch, name)
+
+
 def _gate_up(gate, up, n, k, m, layout_in, layout, arch, name, plan, act="silu"):
     build = gate_up_gemv if m <= FEW and layout_in in VECTORS else gate_up_gemm
     if gemv_matrix.suits([gate, up], m, layout_in, arch):
@@ -65,6 +71,10 @@ def _gate_up(gate, up, n, k, m, layout_in, layout, arch, name, plan, act="silu")
 
 def _rope_kv_write(m, arch, name, plan, **layer):
     return rope_kv_write(described(Attention, layer), m, described(Rope, layer), arch, name, plan)
+
+
+def _latent_kv_write(m, arch, name, plan, **layer):
+    return latent_kv_write(described(Attention, layer), m, described(Rope, layer), arch, name, plan)
 
 
 def _attention(m, layout, arch, name, plan, single=0, **layer):
@@ -138,8 +148,10 @@ BUILDERS = {
     "layer_norm": _layer_norm,
     "quantize": _quantize,
     "linear": _linear,
+    "head_linear": _head_linear,
     "gate_up": _gate_up,
     "rope_kv_write": _rope_kv_write,
+    "latent_kv_write": _latent_kv_write,
     "attention": _attention,
     "rope_attention": _rope_attention,
     "route": _route,
