@@ -18,7 +18,7 @@ PROMPTS = [IDS[7 * i : 12 * i + 5].tolist() for i in range(9)]
 ON_VULKAN = [pytest.param((name, "vulkan"), marks=pytest.mark.full) for name in ("lfm2", "qwen35")]
 
 
-@pytest.fixture(scope="module", params=[("lfm2", "cpu"), ("qwen35", "cpu"), *ON_VULKAN])
+@pytest.fixture(scope="module", params=[("lfm2", "cpu"), ("qwen35", "cpu"), *ON_VULKAN], ids="-".join)
 def engine(request, tmp_path_factory):
     """With integer weights, whose products on a CPU do not depend on how many rows a step has."""
     (name, target), out = request.param, tmp_path_factory.mktemp("states") / "model"
