@@ -122,6 +122,10 @@ _LFM2_MOE = (
     | {"attention.head_count_kv": [8 if i in (2, 6, 10, 14, 18, 21) else 0 for i in range(24)]}
     | {"shortconv.l_cache": 3, "leading_dense_block_count": 2, "expert_gating_func": 2}
 )
+_LFM2 = {
+    "attention.head_count_kv": [8 if i in (2, 5, 8, 10, 12, 14) else 0 for i in range(16)],
+    "shortconv.l_cache": 3,
+}
 _GEMMA3 = {"attention.sliding_window": 1024, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
 _PHI4 = {
     "rope.dimension_count": 96,
@@ -149,6 +153,7 @@ PRESETS = {
     "qwen3-8b": Preset("qwen3", _sizes(36, 4096, 12288, 32, 8, 128, 151936, 40960, 1e-6, 1e6)),
     "qwen3-0.6b": Preset("qwen3", _sizes(28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e-6, 1e6), ()),
     "qwen3-30b-a3b": Preset("qwen3moe", _sizes(48, 2048, 6144, 32, 4, 128, 151936, 40960, 1e-6, 1e6, _QWEN3_MOE)),
+    "lfm2-1.2b": Preset("lfm2", _sizes(16, 2048, 8192, 32, 8, 64, 65536, 128000, 1e-5, 1e6, _LFM2), ()),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
     "gemma3-12b": Preset("gemma3", _sizes(48, 3840, 15360, 16, 8, 256, 262144, 131072, 1e-6, 1e6, _GEMMA3), ()),
