@@ -237,6 +237,13 @@ def _delta_net(call) -> KernelCall:
     return KernelCall(label, Workload("delta_net", args), inplace={1: len(call.args) - 1})
 
 
+def _ssm_scan(call) -> KernelCall:
+    a, m = call.attrs, shape_of(call.args[1])[0]
+    args = {key: int(a[key]) for key in ("heads", "d", "size", "groups", "single")} | {"m": m}
+    label = f"ssm_scan{_kind(args)}_{args['heads']}x{args['d']}x{args['size']}_m{m}"
+    return KernelCall(label, Workload("ssm_scan", args), inplace={1: len(call.args) - 1})
+
+
 def _kind(args: dict) -> str:
     """Which rows of a step may be single ones, in a label."""
     return "_rows" if args["single"] == args["m"] else "_mixed" if args["single"] else ""
@@ -292,5 +299,6 @@ MAKERS: dict[str, Callable[[Any], KernelCall]] = {
     "attention": _attention,
     "causal_conv": _causal_conv,
     "delta_net": _delta_net,
+    "ssm_scan": _ssm_scan,
     "sample": _sample,
 }

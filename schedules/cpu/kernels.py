@@ -19,6 +19,7 @@ from mlc_amd.schedules.cpu.norm import layer_norm, quantize, rms_norm
 from mlc_amd.schedules.cpu.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.cpu.route import route
 from mlc_amd.schedules.cpu.sample import sample
+from mlc_amd.schedules.cpu.ssm_scan import ssm_scan
 from mlc_amd.schedules.experts import Experts
 
 
@@ -104,6 +105,10 @@ def _delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name, p
     return delta_net(key_heads, value_heads, d, single, m, grouped, eps, name)
 
 
+def _ssm_scan(m, arch, name, plan, **sizes):
+    return ssm_scan(m=m, isa=arch.isa, name=name, **sizes)
+
+
 def _sample(m, vocab, columns, arch, name, plan):
     return sample(m, vocab, columns, name)
 
@@ -129,4 +134,5 @@ BUILDERS = {
     "causal_conv": _causal_conv,
     "delta_net": _delta_net,
     "sample": _sample,
+    "ssm_scan": _ssm_scan,
 }

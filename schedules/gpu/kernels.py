@@ -31,6 +31,7 @@ from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.route import Routing, route
 from mlc_amd.schedules.gpu.sample import sample
+from mlc_amd.schedules.gpu.ssm_scan import ssm_scan
 from mlc_amd.schedules.gpu.step import FEW
 
 
@@ -133,6 +134,10 @@ def _delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name, p
     return delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name)
 
 
+def _ssm_scan(m, arch, name, plan, **sizes):
+    return ssm_scan(m=m, arch=arch, name=name, **sizes)
+
+
 def _sample(m, vocab, columns, arch, name, plan):
     return sample(m, vocab, columns, arch, name)
 
@@ -160,4 +165,5 @@ BUILDERS = {
     "causal_conv": _causal_conv,
     "delta_net": _delta_net,
     "sample": _sample,
+    "ssm_scan": _ssm_scan,
 }
