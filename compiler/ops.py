@@ -160,6 +160,10 @@ def _ssm_scan(call, bb):
     return relax.TupleType([tensor_type((shape_of(call.args[3])[0], columns)), call.args[-1].ty])
 
 
+def _gate(call, bb):
+    return layout_type(*shape_of(call.args[1]), str(call.attrs["layout"]))
+
+
 def _layer_norm(call, bb):
     return _rms_norm(call, bb)
 
@@ -277,6 +281,11 @@ OPS = {
         _delta_net,
         "a gated delta rule (config.DeltaNetConfig): (rows, cells, qkv, beta, alpha, a, dt, states) to (y, states in "
         "place); key_heads, value_heads, d (of a head), grouped, eps (of the lengths of q and k), single",
+    ),
+    "gate": (
+        _gate,
+        "y * sigmoid(z), or y * silu(z): (x, z, [g]); y is x, or with g its RMS norm over each `size` columns; silu, "
+        "size, normed, eps, layout (of the result)",
     ),
     # of a mixture of experts: schedules/experts.py has the meaning of ids, slots, pairs and groups
     "route": (

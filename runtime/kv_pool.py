@@ -54,7 +54,7 @@ class KvSize:
         paged = whole.keys() - {STATE}
         most = PAGE * min((limits[span] for span in paged if not span or 0 not in paged), default=0)
         if STATE in whole and not paged:  # a sequence takes one cell, however long it is
-            most = manifest["context"] * min(limits[STATE], MOST_CELLS)
+            most, why = manifest["context"] * min(limits[STATE], MOST_CELLS), "no step has more sequences"
         if not whole or (self == KvSize() and all(limits[span] >= pages for span, pages in whole.items())):
             return whole
         if self.auto or self.memory is not None:

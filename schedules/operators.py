@@ -387,5 +387,13 @@ OPERATORS = {
         ),
         lambda args: (8 * args["m"] * args["value_heads"] * args["d"] ** 2, 0),  # two products, decay and update
     ),
+    "gate": Operator(
+        lambda args: (
+            _STATE,
+            Slot("input", ("X", "Z")),
+            *([] if args["eps"] is None else [Slot("weight", ("G",))]),
+            _OUT,
+        )
+    ),
     "causal_conv": Operator(_causal_conv, lambda args: (2 * args["m"] * args["channels"] * args["taps"], 0)),
 }

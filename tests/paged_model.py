@@ -30,12 +30,13 @@ class PagedModel:
         self.contents = {span: [[0] * PAGE for _ in range(pool.pages)] for span, pool in cache.pools.items()}
         self.states = [0] * (cache.cells.pages if cache.cells else 0)  # the chain that each cell is behind
 
-    def run(self, sequence: Sequence, count: int) -> int:
-        """The next `count` tokens of a sequence with pages and a slot: writes their chains, and reads what the rows of
-        the first and the last one see. Returns the chain of the last one."""
-        begin, end = sequence.computed, sequence.computed + count
-        assert end <= len(sequence.tokens) and sequence.slot is not None
-        own = list(chains(sequence.tokens[:end]))
+    def run(self, sequence: Sequence, count: int, drafts: Iterable[int] = ()) -> list[int]:
+        """The next `count` tokens of a sequence with pages and a slot, and drafts behind them: writes their chains, and
+        reads what the rows of the first and the last one see. Returns their chains."""
+        tokens = [*sequence.tokens[: sequence.computed + count], *drafts]
+        begin, end = sequence.computed, len(tokens)
+        assert sequence.computed + count <= len(sequence.tokens) and sequence.slot is not None
+        own = list(chains(tokens))
         if self.cache.cells:
             source, target = self.cache.page_tables[STATE][sequence.slot].tolist()
             assert not begin or self.states[source] == own[begin - 1]
@@ -52,7 +53,7 @@ class PagedModel:
                 pages = [self.contents[span][page] for page in table[first // PAGE : last // PAGE + 1].tolist()]
                 seen = [chain for page in pages for chain in page][first % PAGE :]
                 assert seen[: last - first + 1] == own[first : last + 1], (span, last)
-        return own[-1]
+        return own[begin:]
 
     def check(self, sequences: list[Sequence]) -> None:
         """All that is true between two steps when these are the cache's sequences."""

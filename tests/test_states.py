@@ -4,6 +4,7 @@ one step do not disturb one another."""
 import architectures
 import numpy as np
 import pytest
+import vulkan_harness
 
 from mlc_amd.compiler.gguf.check import check_tensors
 from mlc_amd.compiler.gguf.reader import Tensor
@@ -14,14 +15,17 @@ from mlc_amd.runtime.errors import UserError
 CONTEXT, MAX_CHANGE = 512, 2e-3  # tokens; share of the logits' range
 IDS = np.random.default_rng(3).integers(0, 1024, 400)
 PROMPTS = [IDS[7 * i : 12 * i + 5].tolist() for i in range(9)]
-MODELS = ["lfm2", "qwen35"]
+ON_VULKAN = [pytest.param((name, "vulkan"), marks=pytest.mark.full) for name in ("lfm2", "qwen35")]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[("lfm2", "cpu"), ("qwen35", "cpu"), *ON_VULKAN])
 def engine(request, tmp_path_factory):
-    """With integer weights, whose products do not depend on how many rows a step has."""
-    out = tmp_path_factory.mktemp(request.param) / "model"
-    compile_model(architectures.tiny(request.param, "q8_0"), "cpu", "native", CONTEXT, out, tuned="none")
+    """With integer weights, whose products on a CPU do not depend on how many rows a step has."""
+    (name, target), out = request.param, tmp_path_factory.mktemp("states") / "model"
+    if target == "vulkan":
+        vulkan_harness.gpu()  # skips without a device
+    arch = "native" if target == "cpu" else "generic"
+    compile_model(architectures.tiny(name, "q8_0"), target, arch, CONTEXT, out, tuned="none")
     with Engine.load(out) as loaded:
         yield loaded
 

@@ -244,6 +244,14 @@ def _ssm_scan(call) -> KernelCall:
     return KernelCall(label, Workload("ssm_scan", args), inplace={1: len(call.args) - 1})
 
 
+def _gate(call) -> KernelCall:
+    a, (m, k) = call.attrs, shape_of(call.args[1])
+    args = {"k": k, "m": m, "size": int(a["size"]), "eps": float(a["eps"]) if int(a["normed"]) else None}
+    args |= {"silu": bool(int(a["silu"])), "layout": str(a["layout"])}
+    what = ("_norm" if int(a["normed"]) else "") + ("_quantize" if args["layout"] else "")
+    return KernelCall(f"gate{what}_{k}_m{m}", Workload("gate", args))
+
+
 def _kind(args: dict) -> str:
     """Which rows of a step may be single ones, in a label."""
     return "_rows" if args["single"] == args["m"] else "_mixed" if args["single"] else ""
@@ -298,6 +306,7 @@ MAKERS: dict[str, Callable[[Any], KernelCall]] = {
     "rope_attention": _rope_attention,
     "attention": _attention,
     "causal_conv": _causal_conv,
+    "gate": _gate,
     "delta_net": _delta_net,
     "ssm_scan": _ssm_scan,
     "sample": _sample,

@@ -162,6 +162,13 @@ class Graph:
         """cap * tanh(x / cap)."""
         return self.scaled(self.bb.emit(relax.op.tanh(self.scaled(x, 1 / cap))), cap)
 
+    def gate(self, x, z, size: int, silu: bool = False, norm: str = "") -> relax.Var:
+        """y * sigmoid(z) or y * silu(z), y = x or its RMS norm over each `size` columns. norm: name of its weight. z
+        may have columns of padding."""
+        g, z = [self.vector(norm)] if norm else [], self.columns(z, 0, shape_of(x)[1])
+        attrs = {"size": size, "silu": int(silu), "normed": len(g), "eps": self.config.norm_eps}
+        return self.emit("gate", [x, z, *g], **attrs, layout="")
+
     def sigmoid(self, x) -> relax.Var:
         return self.bb.emit(relax.op.sigmoid(x))
 

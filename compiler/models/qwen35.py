@@ -39,6 +39,7 @@ def read_hybrid(keys: Keys, block: FeedForwardConfig | ExpertsConfig, **variant)
     """A model of delta nets and attention with that block in each layer. `variant`: of DeltaNetConfig."""
     count, unused = predicting_layers(keys)
     attention = read_attention(keys, head_norms=True, output_gate=True, merged_qkv=False)
+    check_multiple(keys, "columns of all heads", attention.heads * attention.head_dim)
     delta = _read_delta_net(keys, **variant)
     mixers: list[Mixer] = [delta if recurrent else attention for recurrent in _recurrent(keys, count)]
     norms = Norms(before="post_attention_norm")

@@ -41,9 +41,8 @@ def delta_net(g: Graph, h, i: int) -> list:
     factors = [g.vector(block + name) for name in ("ssm_a", "ssm_dt.bias")]
     sizes = {"key_heads": d.key_heads, "value_heads": d.value_heads, "d": d.head_dim, "grouped": int(d.grouped)}
     y = g.run("delta_net", [x, beta, alpha, *factors], i, ["delta"], **sizes, eps=g.config.norm_eps)
-    y = g.grouped_rms_norm(y, block + "ssm_norm.weight", d.value_heads, d.head_dim)
-    gate = g.columns(gate, 0, d.values)
-    return [g.linear(g.multiply(y, g.activation(gate, "silu")), block + "ssm_out.weight")]
+    y = g.gate(y, gate, d.head_dim, silu=True, norm=block + "ssm_norm.weight")
+    return [g.linear(y, block + "ssm_out.weight")]
 
 
 def mamba2(g: Graph, h, i: int) -> list:

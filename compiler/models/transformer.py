@@ -73,7 +73,7 @@ def attention(g: Graph, h, i: int) -> list:
         q, k = (g.rms_norm(x, f"{block}attn_{which}_norm.weight") for x, which in ((q, "q"), (k, "k")))
     y = g.attention(q, k, v, i)
     if a.output_gate:
-        y = g.multiply(y, g.sigmoid(g.columns(g.linear(h, block + "attn_q_gate.weight"), 0, a.heads * a.head_dim)))
+        y = g.gate(y, g.linear(h, block + "attn_q_gate.weight"), a.head_dim)
     return [g.linear(y, block + "attn_output.weight")]
 
 

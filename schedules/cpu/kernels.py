@@ -12,6 +12,7 @@ from mlc_amd.schedules.cpu.delta_net import delta_net
 from mlc_amd.schedules.cpu.embed import embed
 from mlc_amd.schedules.cpu.expert_rows import combine, expert_order, gather
 from mlc_amd.schedules.cpu.experts import expert_down, expert_gate_up, expert_linear
+from mlc_amd.schedules.cpu.gate import gate
 from mlc_amd.schedules.cpu.gate_up import gate_up_swiglu
 from mlc_amd.schedules.cpu.latent_kv_write import latent_kv_write
 from mlc_amd.schedules.cpu.linear import head_linear, linear
@@ -109,6 +110,10 @@ def _ssm_scan(m, arch, name, plan, **sizes):
     return ssm_scan(m=m, isa=arch.isa, name=name, **sizes)
 
 
+def _gate(k, m, size, eps, silu, layout, arch, name, plan):
+    return gate(k, m, size, eps, silu, tile_rows(m, arch), bool(layout), arch.isa, name)
+
+
 def _sample(m, vocab, columns, arch, name, plan):
     return sample(m, vocab, columns, name)
 
@@ -133,6 +138,7 @@ BUILDERS = {
     "combine": _combine,
     "causal_conv": _causal_conv,
     "delta_net": _delta_net,
+    "gate": _gate,
     "sample": _sample,
     "ssm_scan": _ssm_scan,
 }

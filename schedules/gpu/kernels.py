@@ -18,6 +18,7 @@ from mlc_amd.schedules.gpu.expert_gemv import expert_down
 from mlc_amd.schedules.gpu.expert_order import expert_order
 from mlc_amd.schedules.gpu.expert_rows import combine, gather
 from mlc_amd.schedules.gpu.experts import Slots, check_rows
+from mlc_amd.schedules.gpu.gate import gate
 from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu as gate_up_gemm
 from mlc_amd.schedules.gpu.gemm import linear as gemm
 from mlc_amd.schedules.gpu.gemv import VECTORS
@@ -138,6 +139,10 @@ def _ssm_scan(m, arch, name, plan, **sizes):
     return ssm_scan(m=m, arch=arch, name=name, **sizes)
 
 
+def _gate(k, m, size, eps, silu, layout, arch, name, plan):
+    return gate(k, m, size, eps, silu, layout, arch, name)
+
+
 def _sample(m, vocab, columns, arch, name, plan):
     return sample(m, vocab, columns, arch, name)
 
@@ -164,6 +169,7 @@ BUILDERS = {
     "combine": _combine,
     "causal_conv": _causal_conv,
     "delta_net": _delta_net,
+    "gate": _gate,
     "sample": _sample,
     "ssm_scan": _ssm_scan,
 }

@@ -377,6 +377,15 @@ def _delta_net(c: Case) -> dict[str, Result]:
     return _with_states(c, *states.delta_net(c))
 
 
+def _gate(c: Case) -> dict[str, Result]:
+    a = c.args
+    x, z = (c.arrays[name][c.rows].astype(np.float64) for name in "XZ")
+    if a["eps"] is not None:
+        heads = x.reshape(len(x), -1, a["size"])
+        x = (_rms(heads, a["eps"]) * c.arrays["G"][: a["size"]]).reshape(x.shape)
+    return {"": Result(x * experts.sigmoid(z) * (z if a["silu"] else 1.0), c.rows)}
+
+
 def _with_states(c: Case, y: np.ndarray, kept: np.ndarray) -> dict[str, Result]:
     return {"Y": Result(y[c.rows], c.rows), "States": Result(kept)}
 
@@ -404,4 +413,5 @@ OPERATORS: dict[str, Callable[[Case], dict[str, Result]]] = {
     "route": _route, "norm_route": _norm_route, "expert_order": _expert_order, "gather": _gather,
     "expert_gate_up": _expert_gate_up, "expert_linear": _expert_linear, "expert_down": _expert_down,
     "combine": _combine, "sample": _sample, "ssm_scan": _ssm_scan, "causal_conv": _causal_conv, "delta_net": _delta_net,
+    "gate": _gate,
 }  # fmt: skip
