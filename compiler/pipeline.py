@@ -1,7 +1,7 @@
 """The compile pipeline: GGUF model in, artifact folder out.
 
-    model -> Relax functions (models) -> fusion (passes) -> kernels selected (codegen) -> plan -> kernels compiled
-          -> weights repacked and streamed to disk -> tokenizer -> manifest
+    model -> tokenizer -> Relax functions (models) -> fusion (passes) -> kernels selected (codegen) -> plan
+          -> kernels compiled -> weights repacked and streamed to disk -> manifest
 
 Memory stays small whatever the model's size: tensors are mapped, repacked and written in chunks of rows.
 """
@@ -86,6 +86,7 @@ def compile_model(
     ctx = capacity(model.config, ctx)
     workers = available_threads()
     with artifact.new_artifact(out) as directory:
+        tokenizer.export(model.metadata, directory)
         progress("import", 0, 1)
         lowered = lower(model, backend, ctx)
         functions, specs, plan = lowered.functions, lowered.specs, lowered.plan
@@ -93,7 +94,6 @@ def compile_model(
         clock.lap("import")
         libraries = backend.compile_kernels(lowered.module, directory, progress, workers)
         clock.lap("kernels")
-        tokenizer.export(model.metadata, directory)
         known = _write_weights(model, backend.layout, specs, directory, ctx, progress, workers, weights, store)
         clock.lap("weights")
         progress("write", 0, 1)
