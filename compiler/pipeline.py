@@ -3,7 +3,7 @@
     model -> tokenizer -> Relax functions (models) -> fusion (passes) -> kernels selected (codegen) -> plan
           -> kernels compiled -> weights repacked and streamed to disk -> manifest
 
-Memory stays small whatever the model's size: tensors are mapped, repacked and written in chunks of rows.
+Memory stays small whatever the model's size: tensors are read, repacked and written in chunks of rows.
 """
 
 import dataclasses
@@ -95,6 +95,7 @@ def compile_model(
         libraries = backend.compile_kernels(lowered.module, directory, progress, workers)
         clock.lap("kernels")
         known = _write_weights(model, backend.layout, specs, directory, ctx, progress, workers, weights, store)
+        model.check_unchanged()
         clock.lap("weights")
         progress("write", 0, 1)
         kernels = [
@@ -174,7 +175,9 @@ class Lowered:
 
 
 def lower(model, backend, ctx: int) -> Lowered:
-    """Builds, fuses and plans the functions of `model` with kernels of `backend`, a Target. ctx: of `capacity`."""
+    """Builds, fuses and plans the functions of `model` with kernels of `backend`, a Target. ctx: of `capacity`;
+    UserError if it is too large for kernels."""
+    memory.check_capacity(model.config, backend, ctx)
     functions = backend.functions(ctx)
     module, parameters = build_module(model, backend, functions, ctx)
     module = backend.select_kernels(fuse(module, backend))

@@ -45,6 +45,7 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
+_MAX_CHARACTERS = 1024  # of a token: several times as many as any vocabulary's longest one, 128 spaces, has
 # Tokens that no text becomes unless it says so.
 _MARKED = (TokenType.CONTROL, TokenType.UNKNOWN)
 
@@ -97,6 +98,8 @@ def export(metadata: Mapping[str, object], directory: Path) -> None:
         metadata = {k: v for k, v in metadata.items() if k != "tokenizer.ggml.add_bos_token"}
         metadata["tokenizer.ggml.pre"] = kind
     tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(_list(metadata, "tokenizer.ggml.tokens", str))]
+    if (longest := max(map(len, tokens), default=0)) > _MAX_CHARACTERS:
+        raise UserError(f"tokenizer.ggml.tokens holds a token of {longest} characters: {_CONVERT}")
     vocab = {text: i for i, text in enumerate(tokens)}
     types = _types(metadata, tokens)
     names = {MARK + text if types[i] in _MARKED else text: i for i, text in enumerate(tokens)}
@@ -253,11 +256,12 @@ def _sentencepiece(
     """
     scores = _list(metadata, "tokenizer.ggml.scores", (int, float), len(names))
     pieces = _pieces(names, types)
+    lengths = set(map(len, pieces))
     merges = sorted(
         (-scores[i], i, pieces[text[:at]], text[:at], text[at:])
         for text, i in pieces.items()
         for at in range(1, len(text))
-        if text[:at] in pieces and text[at:] in pieces
+        if at in lengths and len(text) - at in lengths and text[:at] in pieces and text[at:] in pieces
     )
     unknown = next((name for name, i in names.items() if types[i] == TokenType.UNKNOWN), None)
     model = models.BPE(
