@@ -10,7 +10,6 @@ import dataclasses
 import importlib
 import time
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -28,10 +27,9 @@ from mlc_amd.compiler.weight_store import WeightStore
 from mlc_amd.runtime import artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
+from mlc_amd.runtime.io_buffers import io_buffers
 from mlc_amd.runtime.kv_types import KV_TENSORS, KV_TYPE
-from mlc_amd.runtime.sampling_layout import row_shapes
-from mlc_amd.runtime.steps import page_table
-from mlc_amd.schedules.attention import PAGE, SLOTS
+from mlc_amd.schedules.attention import PAGE
 
 # module and class, imported on demand
 TARGETS = {
@@ -138,6 +136,7 @@ def compile_model(
             "token_bytes": memory.token_bytes(model.config, backend, ctx),
             "weight_bytes": sum(spec.nbytes for planes in specs.values() for spec in planes),
         }
+        artifact.write_interfaces(directory, manifest)
         artifact.write_manifest(directory, manifest, known)
         kernel_bytes = sum(file.stat().st_size for file in directory.glob("kernels*"))
         progress("write", 1, 1)
@@ -211,24 +210,17 @@ def capacity(config, ctx: int | None) -> int:
     return -(-ctx // PAGE) * PAGE
 
 
-def _io(config, functions: list[FunctionSpec], ctx: int, spans: Iterable[int]) -> dict[str, dict]:
-    """The buffers between host and plan. A function uses the first rows of those that have rows, as many as it asks
-    for."""
-    longest, logits = max(f.m for f in functions), max(f.logits for f in functions)
-    sampled = max(f.logits for f in functions if f.samples)
-    asked = row_shapes(sampled, padded(config.vocab))
-    tables = {page_table(span): {"dtype": "int32", "shape": [SLOTS, ctx // PAGE]} for span in sorted(spans)}
-    return {
-        "state": {"dtype": "int32", "shape": [4]},
-        "answers": {"dtype": "int32", "shape": [4]},
-        "tokens": {"dtype": "int32", "shape": [longest]},
-        "rows": {"dtype": "int32", "shape": [longest, 2]},
-        **tables,
-        "logits": {"dtype": "float32", "shape": [logits, padded(config.vocab)]},
-        **{name: {"dtype": "int32", "shape": list(shape)} for name, shape in asked.items()},
-        "sampled": {"dtype": "int32", "shape": [sampled]},
-        "logprobs": {"dtype": "float32", "shape": [sampled]},
-    }
+def _io(config, functions: list[FunctionSpec], ctx: int, spans: set[int]) -> dict[str, dict]:
+    """The buffers between host and plan, as in the manifest."""
+    found = io_buffers(
+        rows=max(f.m for f in functions),
+        logits=max(f.logits for f in functions),
+        sampled=max(f.logits for f in functions if f.samples),
+        columns=padded(config.vocab),
+        blocks=ctx // PAGE,
+        spans=spans,
+    )
+    return {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in found.items()}
 
 
 def kernel_table(plan) -> list[dict]:

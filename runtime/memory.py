@@ -8,12 +8,13 @@ bytes but few of those that a step reads.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.manifest import Manifest
 
 CONTEXT_STEP = 64  # tokens: capacities that are proposed are multiples, as all are that are compiled
 # Bytes of a GPU's own memory that a plan leaves to the driver, the desktop and other programs: what llama.cpp leaves
@@ -85,13 +86,13 @@ class Room:
     shared: bool
 
 
-def of_manifest(manifest: dict) -> Needs:
+def of_manifest(manifest: Manifest) -> Needs:
     """What an artifact needs."""
     experts = [0] * len(manifest["model"]["layers"])
     for name, entry in manifest["tensors"].items():
         if found := EXPERTS.match(name):
             experts[int(found[1])] += nbytes(entry)
-    kernels = [kernel for arch in manifest.get("launches", {}).values() for kernel in arch.values()]
+    kernels = [kernel for arch in manifest["launches"].values() for kernel in arch.values()]
     scratch = max((sum(kernel["scratch"]) for kernel in kernels), default=0)
     return Needs(
         weights=manifest["weight_bytes"],
@@ -104,7 +105,7 @@ def of_manifest(manifest: dict) -> Needs:
     )
 
 
-def nbytes(entry: dict) -> int:
+def nbytes(entry: Mapping) -> int:
     """Bytes of a tensor of the manifest."""
     return int(np.prod(entry["shape"], dtype=np.int64)) * np.dtype(entry["dtype"]).itemsize
 

@@ -14,8 +14,9 @@ from math import prod
 from pathlib import Path
 
 from mlc_amd.compiler.codegen import hsaco
-from mlc_amd.runtime.artifact import MANIFEST, Artifact
+from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.manifest import MANIFEST
 from mlc_amd.schedules.gpu.arch import ARCHS
 from mlc_amd.tools import display
 

@@ -5,6 +5,7 @@ driver RADV compiles the modules (compiler/codegen/radv.py), no such GPU needed,
 ISA. Without it, and for other GPUs, there is what the modules tell of themselves, and `missing` says why.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
@@ -25,7 +26,7 @@ class SpirvCode:
     "" otherwise.
     """
 
-    def __init__(self, path: Path, profile: Profile, launches: dict[str, dict]):
+    def __init__(self, path: Path, profile: Profile, launches: Mapping[str, Mapping]):
         """path: the file of modules; launches: the manifest's launches of the profile. UserError if a module is
         damaged."""
         self.path, self.profile, self.machine = path, profile, profile.name

@@ -35,7 +35,7 @@ TASK = ("name", "calls", "weight", "bytes", "flops")  # what kit.json has of a T
 ASSEMBLY = "*.s.gz"  # which targets add for readers
 KINDS = ("vulkan", "rocm")  # targets whose kernels run without TVM
 SOURCES = (
-    "__init__.py", "artifact.py", "closing.py", "errors.py", "gpus.py", "host.py", "random_weights.py",
+    "__init__.py", "closing.py", "errors.py", "gpus.py", "host.py", "random_weights.py", "weight_block.py",
     "devices/__init__.py", "devices/choice.py", "devices/hip/*.py", "devices/vulkan/*.py", "measure/*.py",
 )  # fmt: skip
 START = '''"""Measures the kernels of this folder: python3 run.py [--device NAME].
