@@ -13,6 +13,7 @@ interrupted or failed compilation leaves nothing behind.
 """
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
