@@ -28,7 +28,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from mlc_amd.runtime.chat_template import ChatTemplate
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UserError, shorten
 from mlc_amd.runtime.pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
 from mlc_amd.runtime.text_pipeline import set_pipeline
 from mlc_amd.runtime.tokenizer import MARK
@@ -91,7 +91,7 @@ def export(metadata: Mapping[str, object], directory: Path) -> None:
     kind = _get(metadata, "tokenizer.ggml.model", str)
     if kind not in _DEFAULT_IDS:
         raise UserError(
-            f"tokenizer model '{kind}' is not supported: use a GGUF whose tokenizer.ggml.model is one of "
+            f"tokenizer model {shorten(kind)} is not supported: use a GGUF whose tokenizer.ggml.model is one of "
             f"{', '.join(_DEFAULT_IDS)}"
         )
     if kind == "gemma4":  # such files name no pre-tokenizer, and the first ones deny the token that begins a text
@@ -203,7 +203,8 @@ def _pre_tokenizer(metadata: Mapping[str, object]) -> tuple[str | None, PreToken
         return None, DEFAULT
     if name not in PRE_TOKENIZERS:
         raise UserError(
-            f"pre-tokenizer '{name}' is not supported: use a GGUF with another tokenizer.ggml.pre, or a newer mlc-amd"
+            f"pre-tokenizer {shorten(name)} is not supported: use a GGUF with another tokenizer.ggml.pre, or a newer "
+            "mlc-amd"
         )
     return name, PRE_TOKENIZERS[name]
 
@@ -242,7 +243,9 @@ def _newline_merges(vocab: dict[str, int]) -> list[tuple[str, str]]:
 def _split_merge(merge: str) -> tuple[str, str]:
     at = merge.find(" ", 1)  # from 1: the first token may itself begin with a space
     if at < 0:
-        raise UserError(f"tokenizer.ggml.merges holds {merge!r}, expected two tokens with a space between: {_CONVERT}")
+        raise UserError(
+            f"tokenizer.ggml.merges holds {shorten(merge)}, expected two tokens with a space between: {_CONVERT}"
+        )
     return merge[:at], merge[at + 1 :]
 
 
