@@ -1,9 +1,9 @@
 """The compile pipeline: GGUF model in, artifact folder out.
 
-    model -> Relax functions (models) -> fusion (passes) -> kernels selected (codegen) -> plan -> kernels compiled
-          -> weights repacked and streamed to disk -> tokenizer -> manifest
+    model -> tokenizer -> Relax functions (models) -> fusion (passes) -> kernels selected (codegen) -> plan
+          -> kernels compiled -> weights repacked and streamed to disk -> manifest
 
-Memory stays small whatever the model's size: tensors are mapped, repacked and written in chunks of rows.
+Memory stays small whatever the model's size: tensors are read, repacked and written in chunks of rows.
 """
 
 import dataclasses
@@ -84,6 +84,7 @@ def compile_model(
     ctx = capacity(model.config, ctx)
     workers = available_threads()
     with artifact.new_artifact(out) as directory:
+        tokenizer.export(model.metadata, directory)
         progress("import", 0, 1)
         lowered = lower(model, backend, ctx)
         functions, specs, plan = lowered.functions, lowered.specs, lowered.plan
@@ -91,8 +92,8 @@ def compile_model(
         clock.lap("import")
         libraries = backend.compile_kernels(lowered.module, directory, progress, workers)
         clock.lap("kernels")
-        tokenizer.export(model.metadata, directory)
         known = _write_weights(model, backend.layout, specs, directory, ctx, progress, workers, weights, store)
+        model.check_unchanged()
         clock.lap("weights")
         progress("write", 0, 1)
         kernels = [
@@ -173,7 +174,9 @@ class Lowered:
 
 
 def lower(model, backend, ctx: int) -> Lowered:
-    """Builds, fuses and plans the functions of `model` with kernels of `backend`, a Target. ctx: of `capacity`."""
+    """Builds, fuses and plans the functions of `model` with kernels of `backend`, a Target. ctx: of `capacity`;
+    UserError if it is too large for kernels."""
+    memory.check_capacity(model.config, backend, ctx)
     functions = backend.functions(ctx)
     module, parameters = build_module(model, backend, functions, ctx)
     module = backend.select_kernels(fuse(module, backend))

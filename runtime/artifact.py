@@ -13,6 +13,7 @@ interrupted or failed compilation leaves nothing behind.
 """
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,9 +53,9 @@ def sha256(path: Path) -> str:
 @contextmanager
 def new_artifact(path: Path) -> Iterator[Path]:
     """A temporary folder that becomes `path` if the `with` block succeeds, and is deleted otherwise. Only an older
-    artifact is replaced. CannotWrite where the folder or the disk does not take it."""
-    path = Path(path)
-    _check_output(path)
+    artifact is replaced; of a link, what it points to. CannotWrite where the folder or the disk does not take it."""
+    _check_output(Path(path))
+    path = Path(os.path.realpath(path))
     try:
         with scratch(path.parent, path.name) as temporary:
             yield temporary

@@ -35,6 +35,6 @@ def compute(cache: Cache, runner: Runner, sequence: Sequence) -> np.ndarray | No
     logits = None
     while sequence.pending:
         chunk = next_chunk(cache, runner, sequence)
-        logits = runner.run((), chunk)[0]
+        logits = runner.run(chunk)
         sequence.advance(len(chunk[0]))
     return logits

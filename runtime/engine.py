@@ -108,6 +108,7 @@ class Engine(Closing):
         """Ends all generations, and releases the device and all memory."""
         if not self._core.closed:
             self._core.close()
+            self.chat_template.close()
             self.device.close()
             self.artifact.close()
 

@@ -1,7 +1,7 @@
 """Runs steps on a device: chooses the function of the plan, fills the io buffers, gives the answers.
 
 In: the tokens of a step's rows with their positions and slots, and the page tables. Out: of each single row, in order,
-then of the chunk's last row, what the device chooses (`sample`), or the logits, float32 [answers, vocab] (`run`).
+then of the chunk's last row, what the device chooses (`sample`); or the logits of a chunk, float32 (`run`, `score`).
 """
 
 from collections.abc import Sequence
@@ -59,13 +59,11 @@ class Runner:
             function, [*singles, *((int(token), position + i, slot) for i, token in enumerate(ids))], None
         )
 
-    def run(self, singles: Sequence[Single], chunk: Chunk | None = None) -> np.ndarray:
-        """Computes a step. The result is in memory that the next step may overwrite."""
+    def run(self, chunk: Chunk) -> np.ndarray:
+        """The logits [vocab] of a chunk's last row, in memory that the next step may overwrite."""
         self._choices.clear()
-        rows = self._run(singles, chunk)
-        logits = self.device.read("logits", rows)[:, : self.vocab]
-        answers = len(singles) + bool(chunk)
-        return logits if rows == answers else logits[[*range(len(singles)), rows - 1]]
+        rows = self._run((), chunk)
+        return self.device.read("logits", rows)[rows - 1, : self.vocab]
 
     def sample(self, singles: Sequence[Single], chunk: Chunk | None, choices: Sequence[Choice]) -> list[Chosen]:
         """Computes a step, and chooses a token for each of the first answers, as many as there are `choices`."""
@@ -88,7 +86,7 @@ class Runner:
         return rows
 
     def score(self, chunk: Chunk) -> np.ndarray:
-        """The logits of all rows of a chunk of at most `scored`, like `run`."""
+        """The logits [rows, vocab] of a chunk of at most `scored` rows, in memory that the next step may overwrite."""
         rows = self.prepare(self.functions.score, (), chunk)
         self.device.run(self.functions.score.name)
         return self.device.read("logits", rows)[:, : self.vocab]

@@ -1,15 +1,21 @@
-"""A server in this process, on a free port of this machine, and requests to it."""
+"""A server in this process or in one of its own, on a free port of this machine, and requests to it."""
 
+import http.client
 import json
+import os
+import subprocess
 import sys
 import threading
+import time
 import traceback
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from mlc_amd.tools import serve
 from mlc_amd.tools.server.app import make_app
@@ -19,11 +25,10 @@ from mlc_amd.tools.server.service import Service, Settings
 
 
 @dataclass
-class Served:
-    """url: without a slash at the end."""
+class Client:
+    """url: of a server, without a slash at the end."""
 
     url: str
-    service: Service
 
     def request(self, path: str, body: object = None, headers: Mapping[str, str] = {}) -> tuple[int, Any, Any]:
         """(status, headers, body): POST if there is a body; JSON is parsed."""
@@ -46,6 +51,57 @@ class Served:
         text = self.post(path, {**body, "stream": True})
         lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith(("data: ", "{"))]
         return [json.loads(line) for line in lines if line != "[DONE]"]
+
+    def begin(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] = {}
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """A streamed answer whose first bytes have come."""
+        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=60)
+        connection.request("POST", path, json.dumps({**body, "stream": True}), dict(headers))
+        answer = connection.getresponse()
+        assert answer.status == 200 and answer.readline()
+        return connection, answer
+
+
+@dataclass
+class Served(Client):
+    """A server in this process."""
+
+    service: Service
+
+
+@dataclass
+class Started(Client):
+    """A server in a process of its own. log: the file of its messages."""
+
+    process: subprocess.Popen
+    log: Path
+
+
+def waiting(condition: Callable[[], object], seconds: float = 120) -> bool:
+    """Whether it becomes true in that time."""
+    end = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(found)
+
+
+@contextmanager
+def started(*arguments: str | Path, log: Path, key: str = "") -> Iterator[Started]:
+    """`mlc-amd serve` with these arguments, on a free port unless they say which; killed at the end."""
+    port = () if "--port" in arguments else ("--port", "0")
+    command = [Path(sys.executable).with_name("mlc-amd"), "serve", *arguments, *port]
+    environment = os.environ | {"MLC_AMD_API_KEY": key}
+    with (
+        log.open("w") as file,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment) as process,
+    ):
+        try:
+            assert waiting(lambda: "serving " in log.read_text() or process.poll() is not None, 180), log.read_text()
+            assert process.poll() is None, log.read_text()
+            yield Started(log.read_text().split(" at ")[-1].split()[0], process, log)
+        finally:
+            process.kill()
 
 
 def _parsed(answer) -> Any:

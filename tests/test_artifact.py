@@ -81,6 +81,26 @@ def test_a_failed_compile_leaves_what_was_there(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path, earlier):
+    link, target = tmp_path / "link", tmp_path / "elsewhere" / "model"
+    link.symlink_to(target)
+    for name in ("first", "second") if earlier else ("second",):
+        with new_artifact(link) as directory:
+            artifact.write_manifest(directory, {"name": name})
+    assert link.is_symlink() and json.loads((target / "manifest.json").read_text())["name"] == "second"
+    assert [sorted(p.name for p in folder.iterdir()) for folder in (tmp_path, target.parent)] == [
+        ["elsewhere", "link"], ["model"],
+    ]  # fmt: skip
+
+
+def test_a_link_to_itself_is_an_error(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "link")
+    with pytest.raises(UserError, match="cannot write"), new_artifact(tmp_path / "link"):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["link"]
+
+
 def test_other_folders_are_not_overwritten(tmp_path):
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "mother.txt").write_text("dear")

@@ -1,22 +1,17 @@
 """Who may use a server, how much, and until when: keys, limits, clients that go away, models on demand, signals."""
 
 import http.client
-import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from contextlib import closing
-from pathlib import Path
+from contextlib import ExitStack, closing
 from urllib.parse import urlsplit
 
 import pytest
 
 pytest.importorskip("starlette")
-from serving import Served, serving
+from serving import Served, serving, started, waiting
 
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UsageError, UserError
@@ -40,23 +35,6 @@ def library(demo_artifact):
         return Library({"one": load, "two": load}, **settings)
 
     return make
-
-
-def waiting(condition, seconds: float = 120) -> bool:
-    """Whether it becomes true in that time."""
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
-
-
-def begin(served: Served, body: dict, **headers: str) -> http.client.HTTPConnection:
-    """A streamed answer whose first bytes have come."""
-    connection = http.client.HTTPConnection(urlsplit(served.url).netloc, timeout=60)
-    connection.request("POST", TEXT, json.dumps(body | {"stream": True}), headers)
-    answer = connection.getresponse()
-    assert answer.status == 200 and answer.readline()
-    return connection
 
 
 def test_keys(library):
@@ -116,7 +94,7 @@ def test_answers_are_not_held_back(library):
 
 
 def test_too_many_requests(library):
-    with serving(library(), requests=1) as served, closing(begin(served, LONG)):
+    with serving(library(), requests=1) as served, closing(served.begin(TEXT, LONG)[0]):
         status, headers, answer = served.request(TEXT, LONG)
         assert (status, answer["error"]["type"]) == (503, "overloaded_error") and int(headers["retry-after"]) > 0
         assert served.request("/health")[0] == 200
@@ -124,7 +102,7 @@ def test_too_many_requests(library):
 
 def test_a_client_that_goes_away_ends_its_answer(library):
     with serving(library()) as served:
-        connection = begin(served, LONG)
+        connection, _ = served.begin(TEXT, LONG)
         model = served.service.library.loaded["one"]
         assert model.engine.queue.running == 1 and model.users == 1
         assert connection.sock
@@ -144,7 +122,7 @@ def test_models_are_loaded_on_demand(library):
         assert list(loaded) == ["one"]
         served.post(TEXT, short | {"model": "TWO"})
         assert list(loaded) == ["two"]
-        with closing(begin(served, LONG | {"model": "two"})):
+        with closing(served.begin(TEXT, LONG | {"model": "two"})[0]):
             status, headers, _ = served.request(TEXT, short | {"model": "one"})
             assert status == 503 and headers["retry-after"] and list(loaded) == ["two"]
         model = loaded["two"]
@@ -161,7 +139,7 @@ def test_models_are_loaded_on_demand(library):
 def test_unused_models_are_unloaded(library):
     with serving(library(idle=0.1)) as served:
         loaded = served.service.library.loaded
-        with closing(begin(served, LONG)):
+        with closing(served.begin(TEXT, LONG)[0]):
             time.sleep(0.3)
             assert list(loaded) == ["one"]
         assert waiting(lambda: not loaded)
@@ -181,49 +159,27 @@ def test_a_model_that_cannot_be_loaded():
 
 @pytest.fixture
 def process(demo_artifact, tmp_path):
-    """process(arguments) -> (a server's process, its address, the file of its messages)."""
-    running = []
-
-    def start(*arguments: str) -> tuple[subprocess.Popen, Served, Path]:
-        log = tmp_path / "log"
-        command = [
-            str(Path(sys.executable).with_name("mlc-amd")),
-            "serve",
-            str(demo_artifact),
-            "--port",
-            "0",
-            "--kv-tokens",
-            "4096",
-        ]
-        with log.open("w") as file:
-            made = subprocess.Popen(
-                [*command, *arguments], stderr=file, env=os.environ | {"MLC_AMD_API_KEY": ""}, stdin=subprocess.DEVNULL
-            )
-        running.append(made)
-        assert waiting(lambda: "serving " in log.read_text() or made.poll() is not None, 120), log.read_text()
-        address = log.read_text().split(" at ")[-1].split()[0]
-        return made, Served(address, None), log  # type: ignore[arg-type]
-
-    yield start
-    for one in running:
-        one.kill()
-        one.wait()
+    """process(arguments) -> a server in a process of its own."""
+    with ExitStack() as running:
+        yield lambda *arguments: running.enter_context(
+            started(demo_artifact, "--kv-tokens", "4096", *arguments, log=tmp_path / "log")
+        )
 
 
 def test_the_first_signal_lets_answers_finish(process):
-    server, served, log = process()
+    served = process()
     results = []
     body = LONG | {"max_tokens": 400}
     asking = threading.Thread(target=lambda: results.append(served.request(TEXT, body)))
     asking.start()
     assert waiting(lambda: _running(served) == 1)
-    server.send_signal(signal.SIGTERM)
-    assert waiting(lambda: "stopping after" in log.read_text())
+    served.process.send_signal(signal.SIGTERM)
+    assert waiting(lambda: "stopping after" in served.log.read_text())
     assert served.request(TEXT, body)[0] == served.request("/health")[0] == 503
     asking.join(60)
     assert results[0][0] == 200 and results[0][2]["usage"]["completion_tokens"] == 400
-    assert server.wait(60) == 0, log.read_text()
-    assert f"POST {TEXT} 200" in log.read_text()
+    assert served.process.wait(60) == 0, served.log.read_text()
+    assert f"POST {TEXT} 200" in served.log.read_text()
 
 
 def _running(served: Served) -> float:
@@ -232,12 +188,12 @@ def _running(served: Served) -> float:
 
 
 def test_the_second_signal_ends_it_at_once(process):
-    server, served, log = process("--quiet")
-    with closing(begin(served, LONG)):
-        server.send_signal(signal.SIGINT)
-        assert waiting(lambda: "stopping after" in log.read_text())
-        server.send_signal(signal.SIGINT)
-        assert server.wait(10) == 128 + signal.SIGINT
+    served = process("--quiet")
+    with closing(served.begin(TEXT, LONG)[0]):
+        served.process.send_signal(signal.SIGINT)
+        assert waiting(lambda: "stopping after" in served.log.read_text())
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(10) == 128 + signal.SIGINT
 
 
 def test_arguments(tmp_path, monkeypatch):

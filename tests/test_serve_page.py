@@ -5,15 +5,15 @@ The tests of the second kind are skipped where playwright or Chromium is not ins
 
 import hashlib
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("starlette")
 from page_browser import PHONE, answer, ask, chromium, program, set_parameters, stored, visits
+from serving import Started, started
 
 SERVER = Path(__file__).resolve().parent.parent / "tools" / "server"
 PAGE, SOURCE = SERVER / "page", SERVER / "page_source"
@@ -74,30 +74,23 @@ def test_contrast(theme):
 
 
 @pytest.fixture(scope="module")
-def process(request) -> Iterator[subprocess.Popen]:
+def served(request, tmp_path_factory) -> Iterator[Started]:
     """A server with the bundled model under two names, which wants a key."""
     program()  # before a model is compiled for nothing
     artifact = request.getfixturevalue("demo_artifact")
-    command = [Path(sys.executable).with_name("mlc-amd"), "serve", f"one={artifact}", f"two={artifact}"]
-    options = ["--port", "0", "--models-max", "2", "--target", "cpu", "--quiet"]
-    environment = os.environ | {"MLC_AMD_API_KEY": KEY}
-    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=environment) as server:
-        yield server
-        server.kill()
+    options = ("--models-max", "2", "--target", "cpu", "--quiet")
+    log = tmp_path_factory.mktemp("page") / "log"
+    with started(f"one={artifact}", f"two={artifact}", *options, log=log, key=KEY) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
-def address(process) -> str:
-    said = []
-    for line in process.stderr:
-        said.append(line)
-        if found := re.search(r"http://[\d.]+:\d+", line):
-            return found[0]
-    raise AssertionError("".join(said))
+def address(served) -> str:
+    return served.url
 
 
 @pytest.fixture(scope="module")
-def browser(process):
+def browser(served):
     with chromium() as browser:
         yield browser
 
@@ -304,13 +297,13 @@ def test_phone(visit):
     assert page.evaluate(f"{unnamed}.length") == 0
 
 
-def test_lost_connection(visit, process):
+def test_lost_connection(visit, served):
     """The last test of the server."""
     page = visit()
     set_parameters(page, temperature=5, seed=2)
     ask(page, QUESTION)
     page.locator(".message.growing .block").first.wait_for()
-    process.kill()
+    served.process.kill()
     page.get_by_role("alert").get_by_text("The connection to the server was lost.").wait_for()
     page.get_by_role("button", name="Try again").wait_for()
     assert page.locator(".message.assistant .markdown").inner_text()

@@ -6,13 +6,11 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,7 @@ os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
 pytest.importorskip("starlette")
 pytest.importorskip("ray.serve")
 from ray.cluster_utils import Cluster
-from serving import Served
+from serving import Started, started, waiting
 
 from mlc_amd.runtime.pages import PAGE
 from mlc_amd.tools import cli
@@ -38,11 +36,8 @@ MARK = "MLC_AMD_TEST_CLUSTER"
 
 
 @dataclass
-class Deployed(Served):
-    """process: the command's; log: the file of its messages."""
-
-    process: subprocess.Popen
-    log: Path
+class Deployed(Started):
+    """The command that deploys a server."""
 
     def by_replica(self, metric: str) -> dict[str, float]:
         """The sum of a metric's values for each replica."""
@@ -55,22 +50,6 @@ class Deployed(Served):
 
     def running(self) -> float:
         return sum(self.by_replica("vllm:num_requests_running").values())
-
-    def begin(self, body: dict) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """A streamed answer whose first bytes have come."""
-        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=60)
-        connection.request("POST", TEXT, json.dumps(body | {"stream": True}))
-        answer = connection.getresponse()
-        assert answer.status == 200 and answer.readline()
-        return connection, answer
-
-
-def waiting(condition: Callable[[], object], seconds: float = 60) -> bool:
-    """Whether it becomes true in that time."""
-    end = time.monotonic() + seconds
-    while not (found := condition()) and time.monotonic() < end:
-        time.sleep(0.1)
-    return bool(found)
 
 
 def free_port() -> int:
@@ -100,19 +79,10 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def deployed(cluster, demo_artifact, tmp_path_factory) -> Iterator[Deployed]:
     log, port = tmp_path_factory.mktemp("ray") / "log", free_port()
-    command = [
-        str(Path(sys.executable).with_name("mlc-amd")), "serve", f"demo={demo_artifact}", "--kv-tokens", "4096",
-        "--ray", cluster.address, "--replicas", "2", "--port", str(port),
-    ]  # fmt: skip
-    with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | {"MLC_AMD_API_KEY": ""})
-    try:
-        assert waiting(lambda: "serving " in log.read_text() or process.poll() is not None, 180)
+    replicas = ("--ray", cluster.address, "--replicas", "2", "--port", str(port))
+    with started(f"demo={demo_artifact}", "--kv-tokens", "4096", *replicas, log=log) as found:
         assert f"serving demo with 2 replicas at http://127.0.0.1:{port}\n" in log.read_text(), log.read_text()
-        yield Deployed(f"http://127.0.0.1:{port}", None, process, log)  # type: ignore[arg-type]
-    finally:
-        process.kill()
-        process.wait()
+        yield Deployed(f"http://127.0.0.1:{port}", found.process, log)
 
 
 def replica_processes() -> list[int]:
@@ -147,7 +117,7 @@ def test_the_apis_are_the_same(deployed):
 
 
 def test_an_answer_streams(deployed):
-    connection, answer = deployed.begin(LONG)
+    connection, answer = deployed.begin(TEXT, LONG)
     with closing(connection):
         assert deployed.running() == 1  # its first tokens are here already
         assert b"[DONE]" in answer.read()
@@ -203,7 +173,7 @@ def test_a_client_that_goes_away_ends_its_answer(deployed):
 def test_a_replica_that_dies_loses_its_own_answers_alone(deployed):
     assert waiting(lambda: len(replica_processes()) == 2)
     dying, names = replica_processes()[0], set(deployed.by_replica("mlc_amd:model_loaded"))
-    streams = [deployed.begin(LONG) for _ in range(2)]
+    streams = [deployed.begin(TEXT, LONG) for _ in range(2)]
     assert sorted(deployed.by_replica("vllm:num_requests_running").values()) == [1, 1]
     os.kill(dying, signal.SIGKILL)
     ends = []

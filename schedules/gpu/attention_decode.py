@@ -17,7 +17,7 @@ the type of the cache is.
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tvm import tirx
@@ -77,9 +77,10 @@ FIELD = 7  # bits of a word for a row, or for a number of splits
 ALONE = {"nvidia": 4}
 
 
-def default_plan(arch, d, span) -> Plan:
-    """For heads of d columns and rows that see `span` keys at most (0: all)."""
-    return PLANS.get((arch.family, _kind(d, span)), DEFAULT_PLAN)
+def default_plan(arch, d, span, m=1) -> Plan:
+    """For m rows with heads of d columns, which see `span` keys at most (0: all)."""
+    plan = PLANS.get((arch.family, _kind(d, span)), DEFAULT_PLAN)
+    return plan if m == 1 else replace(plan, batch=DEFAULT_PLAN.batch)  # a step of several rows gains by little code
 
 
 def _kind(d, span) -> str:
@@ -141,7 +142,7 @@ class Splits(NamedTuple):
 def splits_of(heads, kv_heads, d, ctx, arch, plan=None, span=0, m=1) -> Splits:
     """The splits of a shape for m tokens: no more than the visible keys have blocks for, than fill the GPU, than a wave
     has lanes to join them. ValueError for a plan that the arch cannot run."""
-    shared, plan = group_of(heads, kv_heads), plan or default_plan(arch, d, span)
+    shared, plan = group_of(heads, kv_heads), plan or default_plan(arch, d, span, m)
     group = next(n for n in range(min(plan.rows, shared), shared + 1) if shared % n == 0)
     parts = shared // group
     if plan.step != STEP and (arch.api == "rocm" or plan.step % arch.wave or plan.step > STEP):
@@ -152,7 +153,7 @@ def splits_of(heads, kv_heads, d, ctx, arch, plan=None, span=0, m=1) -> Splits:
     keys = min(ctx, span + plan.step) if span else ctx  # what a row sees may begin within a block
     fill, maximum = -(-plan.fill * arch.units // (kv_heads * parts)), max_splits(m)
     count = min(-(-keys // (plan.step * waves)), fill, maximum, arch.wave)
-    batch = min(plan.batch if m == 1 else DEFAULT_PLAN.batch, arch.wave)
+    batch = min(plan.batch, arch.wave)
     alone = ALONE.get(arch.family, 1)
     return Splits(count, waves, waves * arch.wave, group, d, plan.step, batch, parts, maximum, alone, fill)
 

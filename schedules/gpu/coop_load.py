@@ -138,8 +138,10 @@ def _fields(codes, j, t):
 
 def _chosen(words, j):
     """words[j], or the only one."""
-    if len(words) == 1 or isinstance(j, int):
-        return words[0 if len(words) == 1 else j]
+    if len(words) == 1:
+        return words[0]
+    if isinstance(j, int):
+        return words[j]
     found = words[-1]
     for i, word in enumerate(words[:-1]):
         found = T.Select(j == i, word, found)

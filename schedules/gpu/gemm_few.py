@@ -221,9 +221,8 @@ class FewGemm:
 
     def _multiply(self, X, formats, fetched, tokens, unit, live):
         """Adds the products of a group of columns to the sums."""
-        decoders = [
-            [self._decoder(fmt, raw) for raw in each] for fmt, each in zip(formats, fetched, strict=True)
-        ]  # fmt: skip
+        pairs = zip(formats, fetched, strict=True)
+        decoders = [[self._decoder(fmt, raw) for raw in each] for fmt, each in pairs]
         for j in _each_run(formats):
             x = [T.Bind(X[token, at(unit * BLOCK + j * RUN, RUN)]) for token in tokens]
             runs = [[run(j) for run in each] for each in decoders]

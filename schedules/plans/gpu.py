@@ -311,7 +311,7 @@ def _decode(workload, arch) -> Space:
         groups = shape[1] * splits.parts * splits.workgroups(m)
         return Kernel(splits, groups, splits.threads, splits.step * shape[2] * 2 / arch.wave)
 
-    return Space(attention_decode.Plan, DECODE, attention_decode.default_plan(arch, shape[2], span), kernel)
+    return Space(attention_decode.Plan, DECODE, attention_decode.default_plan(arch, shape[2], span, m), kernel)
 
 
 # ---- token vectors
