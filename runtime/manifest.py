@@ -180,8 +180,11 @@ class Stored(TypedDict):
 
 
 class FileFacts(TypedDict):
+    """header: of safetensors; it is compared whenever an artifact is opened, all of the weights only if asked for."""
+
     bytes: Count
     sha256: Digest
+    header: NotRequired[Digest]
 
 
 class Manifest(TypedDict):

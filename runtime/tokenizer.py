@@ -12,16 +12,15 @@ be joined without loss.
 """
 
 import codecs
-import json
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.text_pipeline import has_pipeline
+from mlc_amd.runtime.tokenizer_files import ADVICE, Config, read_config, read_library
 from mlc_amd.runtime.traced_text import Traced
 
 MARK = "\ufdd0"  # a code point that Unicode reserves for a program's internal use
@@ -39,38 +38,7 @@ _BYTES = _byte_characters()
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-_KEYS = frozenset(
-    (
-        "model",
-        "pre",
-        "byte_level",
-        "vocab_size",
-        "special",
-        "end_ids",
-        "add_bos",
-        "add_eos",
-        "add_space_prefix",
-        "mark",
-        "chat_template",
-        "chat_templates",
-    )
-)
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    """The content of `tokenizer_config.json`. Raises UserError if it is missing or malformed."""
-    path = Path(directory) / "tokenizer_config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} ({_one_line(error)}): compile the model again") from error
-    missing = sorted(_KEYS - config.keys() if isinstance(config, dict) else _KEYS)
-    if missing:
-        raise UserError(f"{path} lacks {', '.join(missing)}: compile the model again")
-    return config
-
-
-def _has_pipeline(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> bool:
+def _has_pipeline(backend: tokenizers.Tokenizer, config: Config) -> bool:
     try:
         return has_pipeline(backend, config["model"] == "llama", config["pre"], config["add_space_prefix"])
     except KeyError:  # an unknown pre-tokenizer
@@ -103,7 +71,7 @@ class Tokenizer:
     add_bos, add_eos: bool     what `encode` adds with add_special
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any]):
+    def __init__(self, backend: tokenizers.Tokenizer, config: Config):
         self._backend = backend
         self._byte_level: bool = config["byte_level"]
         self.add_space_prefix: bool = config["add_space_prefix"]
@@ -123,18 +91,9 @@ class Tokenizer:
     def load(cls, directory: str | Path) -> "Tokenizer":
         """Raises UserError when a file is missing or corrupt."""
         config = read_config(Path(directory))
-        path = Path(directory) / "tokenizer.json"
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower than Exception for a missing or malformed file
-            raise UserError(f"cannot read {path} ({_one_line(error)}): compile the model again") from error
-        if backend.get_vocab_size() != config["vocab_size"]:
-            raise UserError(
-                f"{path} has {backend.get_vocab_size()} tokens, its config {config['vocab_size']}: compile the model "
-                "again"
-            )
+        backend = read_library(Path(directory), config["vocab_size"])
         if config["mark"] != MARK or not _has_pipeline(backend, config):
-            raise UserError(f"{path} is not what this version of mlc-amd writes: compile the model again")
+            raise UserError(f"{directory}: its tokenizer is not what this version of mlc-amd writes; {ADVICE}")
         return cls(backend, config)
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
