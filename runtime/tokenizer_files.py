@@ -5,7 +5,6 @@ library. Both are what compiler/tokenizer.py writes: nothing else that the libra
 length, is accepted. UserError for all other content.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -26,13 +25,7 @@ class Special(TypedDict):
     text: str
 
 
-class Specials(TypedDict):
-    bos: Special | None
-    eos: Special | None
-    eot: Special | None
-    eom: Special | None
-    unk: Special | None
-    pad: Special | None
+SpecialName = Literal["bos", "eos", "eot", "eom", "unk", "pad"]
 
 
 class Config(TypedDict):
@@ -40,7 +33,7 @@ class Config(TypedDict):
     pre: str | None
     byte_level: bool
     vocab_size: Annotated[int, Meta(ge=1, le=1 << 30)]
-    special: Specials
+    special: Annotated[dict[SpecialName, Special | None], Meta(min_length=6)]  # all of them
     end_ids: list[Token]
     add_bos: bool
     add_eos: bool
@@ -93,8 +86,7 @@ def read_config(directory: Path) -> Config:
     """The content of `tokenizer_config.json`."""
     path = Path(directory) / CONFIG
     config = json_files.read(path, Config, ADVICE)
-    special: Mapping[str, Any] = config["special"]
-    named = {f"special.{name}.id": of["id"] for name, of in special.items() if of}
+    named = {f"special.{name}.id": of["id"] for name, of in config["special"].items() if of}
     named |= {f"end_ids[{i}]": token for i, token in enumerate(config["end_ids"])}
     if wrong := next((key for key, token in named.items() if token >= config["vocab_size"]), None):
         why = f"key {wrong}: {named[wrong]} is outside the vocabulary of {config['vocab_size']} tokens"
