@@ -14,7 +14,7 @@ import numpy as np
 from mlc_amd.runtime.errors import shorten
 from mlc_amd.runtime.io_buffers import PER_ANSWER, PER_ROW, io_buffers
 from mlc_amd.runtime.manifest import Function, Kernel, Launch, Launched, Manifest
-from mlc_amd.runtime.pages import PAGE
+from mlc_amd.runtime.pages import PAGE, STATE
 from mlc_amd.runtime.random_weights import draw_fault
 from mlc_amd.runtime.steps import OUTPUTS, page_table
 from mlc_amd.runtime.weight_block import ALIGN, DTYPES, PAD
@@ -29,9 +29,11 @@ _PLACES: dict[str, dict[str, tuple[str, ...] | None]] = {
     "state": {"io": ("state", "answers")},
     "rows": {"io": ("rows",)},
     "pages": {"io": None},
+    "cells": {"io": (page_table(STATE),)},
     "input": {"io": None, "arena": None, "kv": None},
     "weight": {"weight": None},
     "cache": {"kv": None},
+    "states": {"kv": None},
     "output": {"io": OUTPUTS, "arena": None, "kv": None},
     "work": {"arena": None, "kv": None},
     "zero": {"arena": None, "kv": None},
@@ -145,8 +147,8 @@ def _check_kv(manifest: Manifest) -> None:
     _require(len(set(names)) == len(names), "kv", "two tensors have the same name")
     for i, entry in enumerate(manifest["kv"]):
         _require(prod(entry["shape"]) <= _ELEMENTS, f"kv[{i}].shape", "too large")
-        most = manifest["context"] // PAGE
-        _require("span" not in entry or entry["shape"][0] <= most, f"kv[{i}].shape", f"more than {most} pages")
+        paged, most = entry.get("span", STATE) != STATE, manifest["context"] // PAGE
+        _require(not paged or entry["shape"][0] <= most, f"kv[{i}].shape", f"more than {most} pages")
 
 
 def _check_weights(manifest: Manifest, stored: Mapping[str, Tensor]) -> None:
@@ -201,8 +203,8 @@ class _Declared:
 
     def __init__(self, kernel: Kernel):
         self.params = [(param, _tensor(param)) for param in kernel["params"]]
-        self.tables = [i for i, (param, _) in enumerate(self.params) if param["role"] == "pages"]
-        self.caches = [i for i, (param, _) in enumerate(self.params) if param["role"] == "cache"]
+        self.tables = [i for i, (param, _) in enumerate(self.params) if param["role"] in ("pages", "cells")]
+        self.caches = [i for i, (param, _) in enumerate(self.params) if param["role"] in ("cache", "states")]
 
 
 class _Arguments:

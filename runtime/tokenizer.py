@@ -96,6 +96,10 @@ class Tokenizer:
             raise UserError(f"{directory}: its tokenizer is not what this version of mlc-amd writes; {ADVICE}")
         return cls(backend, config)
 
+    def same_vocabulary(self, other: "Tokenizer") -> bool:
+        """Whether the same ids mean the same tokens."""
+        return self._backend.get_vocab(True) == other._backend.get_vocab(True)
+
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of `text`.
 

@@ -1,6 +1,6 @@
 """Each architecture end to end on the CPU, against logits of independent implementations.
 
-tests/fixtures/architectures.npz: of the models in architectures.py, computed in float64 with NumPy from the GGUF files
+tests/fixtures/architectures*.npz: of the models in architectures.py, computed in float64 with NumPy from the GGUF files
 that `write_gguf` makes of them, by a program that shares nothing with this repository. ../shared/archs, where it is at
 hand: other models, by llama.cpp.
 """
@@ -21,7 +21,11 @@ from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools.dev.quality import kl_divergence
 
-EXACT = np.load(Path(__file__).parent / "fixtures" / "architectures.npz")
+EXACT = {
+    name: array
+    for path in (Path(__file__).parent / "fixtures").glob("architectures*.npz")
+    for name, array in np.load(path).items()
+}
 IDS, POSITIONS = EXACT["ids"], EXACT["positions"]
 MAX_KL = 2e-5  # nats
 MAX_CHANGE = 2e-3  # of the logits' range, however the tokens come

@@ -100,7 +100,7 @@ def test_a_kernel_of_several_steps_is_one_call(engine):
 
 def test_only_keys_and_values_count_as_cache(engine):
     """GPUs keep what decode attention's splits join through beside the cache."""
-    artifact, layers = engine.artifact, [layer["attention"] for layer in engine.config["layers"]]
+    artifact, layers = engine.artifact, [layer["mixer"] for layer in engine.config["layers"]]
     assert any(entry["name"].startswith("attention.") for entry in artifact.manifest["kv"])
     per_position = sum(2 * layer["kv_heads"] * layer["head_dim"] * 2 for layer in layers)
     assert kernel_table.decode_bytes(artifact, 30) - kernel_table.decode_bytes(artifact, 10) == pytest.approx(

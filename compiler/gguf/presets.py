@@ -96,6 +96,19 @@ _GEMMA4_TENSORS = (
     "blk.0.ffn_down_exps.scale",
     *(f"blk.{i}.attn_v.weight" for i in range(30) if (i + 1) % 6),
 )
+_LATENT = {
+    "attention.key_length": 576,
+    "attention.value_length": 512,
+    "attention.kv_lora_rank": 512,
+    "rope.dimension_count": 64,
+}
+_GLM47_FLASH = (
+    _experts(64, 4, 1536)
+    | _LATENT
+    | {"attention.q_lora_rank": 768, "attention.key_length_mla": 256, "attention.value_length_mla": 256}
+    | {"leading_dense_block_count": 1, "expert_shared_count": 1, "expert_gating_func": 2}
+    | {"expert_weights_norm": True, "expert_weights_scale": 1.8}
+)
 _QWEN3_MOE = _experts(128, 8, 768)
 _GEMMA3 = {"attention.sliding_window": 1024, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
 _PHI4 = {
@@ -132,6 +145,11 @@ PRESETS = {
         _sizes(30, 2816, 2112, 16, 8, 512, 262144, 262144, 1e-6, 1e6, _GEMMA4 | _experts(128, 8, 704)),
         _GEMMA4_TENSORS,
         _partial_factors(0.25),
+    ),
+    "glm-4.7-flash": Preset(
+        "deepseek2",
+        _sizes(47, 2048, 10240, 20, 1, 256, 154880, 202752, 1e-5, 1e6, _GLM47_FLASH),
+        ("output.weight", "blk.1.exp_probs_b.bias"),
     ),
     "mistral-small-24b": Preset("llama", _sizes(40, 5120, 32768, 32, 8, 128, 131072, 131072, 1e-5, 1e9)),
     "phi4-mini": Preset(

@@ -18,6 +18,7 @@ from mlc_amd.compiler.gguf.check import check_tensors
 from mlc_amd.compiler.gguf.presets import PRESETS, Preset
 from mlc_amd.compiler.gguf.reader import GGUFModel, Tensor, row_bytes
 from mlc_amd.compiler.models import expected_tensors, read_config
+from mlc_amd.compiler.models.tensors import is_vector
 from mlc_amd.compiler.quant.draws import either
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
@@ -94,7 +95,7 @@ def synthetic(
 
 
 def _format_of(name: str, dims: tuple[int, ...], format: str) -> str:
-    if len(dims) == 1 or name.endswith((".bias", "ffn_gate_inp.weight")):  # as in all published files
+    if is_vector(name, dims) or name.endswith("ffn_gate_inp.weight"):  # as in all published files
         return "f32"
     while dims[-1] % FORMATS[format].block:
         format = FALLBACKS.get(format, "f16")
