@@ -23,14 +23,14 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 Tensor = tuple[str, tuple[int, ...]]  # dtype, shape
 _STORED = {name: dtype for dtype, name in DTYPES.items()} | {"BF16": "bfloat16"}
 _ELEMENTS = (1 << 31) - 1  # of a cached tensor: kernels compute places in it with int32
-_TOTAL = 1 << 50  # bytes of a tensor
+VECTOR = 16  # numbers that vectors are padded to (dist/README.md)
 # Where arguments of a role may lie; None: in any io buffer.
 _PLACES: dict[str, dict[str, tuple[str, ...] | None]] = {
     "state": {"io": ("state", "answers")},
     "rows": {"io": ("rows",)},
     "pages": {"io": None},
     "cells": {"io": (page_table(STATE),)},
-    "input": {"io": None, "arena": None, "kv": None},
+    "input": {"io": None, "arena": None, "kv": None, "weight": None},
     "weight": {"weight": None},
     "cache": {"kv": None},
     "states": {"kv": None},
@@ -255,6 +255,10 @@ class _Arguments:
             return f"there is no {kind} {name[:60]!r}"
         if kind == "io":
             found = _first_rows(name, found, function)
+        elif kind == "weight" and len(declared[1]) == 1:  # vectors are stored with zeros behind them
+            declared = declared[0], (-(-declared[1][0] // VECTOR) * VECTOR,)
+        elif role == "states":  # of any number of cells
+            found, declared = _cell(found), _cell(declared)
         return "" if found == declared else f"{kind} {name[:60]!r} is {_text(found)}, it takes {_text(declared)}"
 
     def _arena_fault(self, arg: list, declared: Tensor) -> str:
@@ -273,6 +277,10 @@ def _first_rows(name: str, held: Tensor, function: Function) -> Tensor:
     if name in PER_ROW:
         return dtype, (function["rows"], *shape[1:])
     return (dtype, (function["logits"], *shape[1:])) if name in PER_ANSWER else held
+
+
+def _cell(tensor: Tensor) -> Tensor:
+    return tensor[0], tensor[1][1:]
 
 
 def _tensor(entry: Mapping) -> Tensor:

@@ -28,6 +28,7 @@ from mlc_amd.runtime import manifest_check
 from mlc_amd.runtime.artifact import WEIGHTS, Artifact
 from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.engine import Engine
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.manifest import MANIFEST
 from mlc_amd.tools.dev import fuzzing, hip_recorder, mutations, resealing
 from mlc_amd.tools.dev.fuzzing import Case, Limits
@@ -130,11 +131,11 @@ def damage(name: str, folder: Path, draw: random.Random) -> str:
 
 
 def damage_header(folder: Path, draw: random.Random) -> str:
-    """Of the weights; their size stays."""
+    """Of the weights; their size stays, and what is behind the header."""
     data = (folder / WEIGHTS).read_bytes()
     end = 8 + struct.unpack("<Q", data[:8])[0]
     head, what = mutations.bytes_changed(data[:end], draw)
-    replace(folder / WEIGHTS, (head + data[end:]).ljust(len(data), b"\0")[: len(data)])
+    replace(folder / WEIGHTS, head[:end].ljust(end) + data[end:])
     return what
 
 
@@ -205,7 +206,7 @@ def make(base: Base, draw: random.Random) -> Case:
     folder = base.copy()
     try:
         what = change(folder, draw)
-    except (RecursionError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (RecursionError, ValueError, TypeError, KeyError, AttributeError, UserError) as error:
         what = f"cannot be written: {type(error).__name__}"  # such as a surrogate, or what has no checksum any more
     return Case(f"{base.target}: {kind}", what, partial(_act, base, folder, same))
 
