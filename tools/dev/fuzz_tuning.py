@@ -34,7 +34,8 @@ from mlc_amd.tools.dev.fuzzing import Case, Limits
 ARCH = "generic"
 ARGS = {"segments": [["q4_0", 2048]], "k": 2048, "m": 1, "layout": "rows", "biases": [False], "residual": False}
 PLANS = 12
-PRELOADED = ("compiler.codegen.vulkan_target", "schedules.plans.gpu")  # imported late by what is fuzzed
+# What is imported late by what is fuzzed.
+PRELOADED = ("mlc_amd.compiler.codegen.vulkan_target", "mlc_amd.schedules.plans.gpu", "xgboost")
 
 
 def written(place: Path) -> Path:
@@ -183,7 +184,7 @@ def _act(folder: Path, reads: Callable[[Path], object]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     for name in PRELOADED:
-        importlib.import_module(f"mlc_amd.{name}")
+        importlib.import_module(name)
     with tempfile.TemporaryDirectory(prefix="mlc-amd-fuzz-") as place:
         base = fuzzing.once(partial(written, Path(place)))
         return fuzzing.main(__doc__, partial(make, base), partial(control, base), Limits(), argv)
