@@ -230,6 +230,21 @@ static _Thread_local struct {
     int used;
 } kept[KEPT];
 
+static pthread_key_t keeps;     /* set for threads that keep buffers: they are freed when the thread ends */
+static pthread_once_t keeping = PTHREAD_ONCE_INIT;
+
+static void free_kept(void *unused) {
+    (void)unused;
+    for (int i = 0; i < KEPT; i++) {
+        free(kept[i].at);
+        kept[i].at = NULL;
+    }
+}
+
+static void start_keeping(void) {
+    if (pthread_key_create(&keeps, free_kept)) abort();     /* of 1024 keys, none is left */
+}
+
 /* TVMBackendAllocWorkspace: scratch memory of the calling thread. NULL if out of memory. */
 void *mlc_amd_scratch(int device_type, int device, uint64_t bytes, int code, int bits) {
     (void)device_type, (void)device, (void)code, (void)bits;
@@ -240,9 +255,12 @@ void *mlc_amd_scratch(int device_type, int device, uint64_t bytes, int code, int
         else if (best < 0 || kept[i].bytes < kept[best].bytes) best = i;
     }
     if (best < 0) {
+        if (bytes > UINT64_MAX - ALIGN) return NULL;
         uint64_t rounded = bytes ? (bytes + ALIGN - 1) / ALIGN * ALIGN : ALIGN;
         void *at = aligned_alloc(ALIGN, rounded);
         if (!at || spare < 0) return at;
+        pthread_once(&keeping, start_keeping);
+        pthread_setspecific(keeps, kept);
         free(kept[spare].at);
         kept[spare].at = at;
         kept[spare].bytes = rounded;

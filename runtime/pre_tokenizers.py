@@ -1,6 +1,6 @@
 """Pre-tokenizers: how the words of a byte-pair vocabulary are found, by the names in `tokenizer.ggml.pre`.
 
-In:  nothing; this is a table. The names, regexes and flags are those of llama.cpp's `src/llama-vocab.cpp`
+In:  nothing; the table. The names, regexes and flags are those of llama.cpp's `src/llama-vocab.cpp`
      (`llm_tokenizer_bpe` and `llama_vocab::impl::load`, as in llama-cpp-python 0.3.36).
 Out: `PRE_TOKENIZERS`, name -> `PreTokenizer`, and `DEFAULT`, for files that name none.
 
