@@ -133,7 +133,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with open("/proc/self/statm", encoding="ascii") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + int(memory), used + int(memory)))
+    most = used + int(memory)
+    if (hard := resource.getrlimit(resource.RLIMIT_AS)[1]) != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     requests, answers = sys.stdin, sys.stdout
     made, work = _limited(open_work, requests.readline(), float(opening_seconds))
     _write(answers, made)
