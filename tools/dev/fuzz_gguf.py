@@ -28,7 +28,7 @@ from mlc_amd.tools.dev import fuzzing
 from mlc_amd.tools.dev.fuzzing import Case
 from mlc_amd.tools.dev.gguf_mutations import Parts, joined, mutated, parts
 
-_SIZES = {
+SIZES = {
     "block_count": 1, "embedding_length": 64, "feed_forward_length": 64, "attention.head_count": 2,
     "attention.head_count_kv": 1, "attention.key_length": 32, "attention.value_length": 32, "context_length": 128,
     "rope.dimension_count": 32, "vocab_size": 320,
@@ -65,7 +65,7 @@ def _byte_pieces(count: int, first: list[str]) -> list[str]:
 @cache
 def bases() -> dict[str, Parts]:
     """Undamaged models: a vocabulary of bytes, one of SentencePiece, and Gemma 4's."""
-    plain = synthetic("tiny:q4_0", keys=_SIZES)
+    plain = synthetic("tiny:q4_0", keys=SIZES)
     words = ["▁", "h", "e", "l", "o", "he", "ll", "llo", "hello", "▁hello", "<think>"]
     pieces = _byte_pieces(320, ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", *words])
     types = [2, 3, 3, 3, 3, *[1] * (len(words) - 1), 4, *[6] * 256, *[1] * (len(pieces) - 261 - len(words))]
