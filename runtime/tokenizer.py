@@ -21,7 +21,7 @@ from typing import Any
 import tokenizers
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.text_pipeline import has_pipeline
+from mlc_amd.runtime.text_pipeline import check_runs, has_pipeline
 from mlc_amd.runtime.traced_text import Traced
 
 MARK = "\ufdd0"  # a code point that Unicode reserves for a program's internal use
@@ -77,19 +77,6 @@ def _has_pipeline(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> bool
         return False
 
 
-# A regex of a pre-tokenizer may go back over a run of white space or of digits as many times as the run is long, and
-# the library gives up after ten million times.
-_MAX_RUN = 1_000_000
-_RUNS = re.compile(rf"\s{{{_MAX_RUN}}}|\d{{{_MAX_RUN}}}")
-
-
-def _check_runs(text: str) -> None:
-    """UserError for a text that the library cannot cut into words."""
-    if len(text) >= _MAX_RUN and (found := _RUNS.search(text)):
-        what = "white space" if found[0].isspace() else "digits"
-        raise UserError(f"the text has more than {_MAX_RUN} characters of {what} in a row: shorten them")
-
-
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
@@ -106,6 +93,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any]):
         self._backend = backend
         self._byte_level: bool = config["byte_level"]
+        self._pre: str | None = config["pre"]
         self.add_space_prefix: bool = config["add_space_prefix"]
         self.vocab_size: int = config["vocab_size"]
         self.bos_id: int | None = (config["special"]["bos"] or {}).get("id")
@@ -172,7 +160,7 @@ class Tokenizer:
         return "".join((*pieces, str.__getitem__(text, slice(done, None))))
 
     def _ids(self, text: str) -> list[int]:
-        _check_runs(text)
+        check_runs(text, self._pre)
         try:
             return self._backend.encode(text, add_special_tokens=False).ids
         except BaseException as error:
