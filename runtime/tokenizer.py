@@ -14,11 +14,13 @@ be joined without loss.
 import codecs
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import models
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.text_pipeline import check_runs, has_pipeline
@@ -77,8 +79,41 @@ def _has_pipeline(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> bool
         return False
 
 
+@contextmanager
+def _library(problem: str, advice: str) -> Iterator[None]:
+    """UserError for whatever the library raises: nothing narrower than Exception, and where its Rust code panics, what
+    is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise UserError(f"{problem} ({_one_line(error)}): {advice}") from error
+        raise
+
+
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
+
+
+class _Controls:
+    """Finds the texts of control tokens in a text, as the library does it: of added tokens that overlap, the first one,
+    and of those that begin at the same place, the longest."""
+
+    def __init__(self, added: Iterable[tokenizers.AddedToken]) -> None:
+        texts: dict[bool, list[str]] = {True: [], False: []}
+        for token in added:
+            texts[token.special].append(token.content.removeprefix(MARK))
+        # All that is no added token is one unknown word, with the id 0; control tokens have the next ids.
+        self._backend = tokenizers.Tokenizer(models.WordLevel({MARK: 0}, unk_token=MARK))
+        for special in (True, False):
+            self._backend.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in texts[special]])
+        self._last = len(texts[True])
+
+    def places(self, text: str) -> list[int]:
+        """Where control tokens begin."""
+        with _library("the text cannot be tokenized", "change it"):
+            found = self._backend.encode(text, add_special_tokens=False)
+        return [start for i, (start, _) in zip(found.ids, found.offsets, strict=True) if 0 < i <= self._last]
 
 
 class Tokenizer:
@@ -104,18 +139,15 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._added = {i: token.content.removeprefix(MARK).encode() for i, token in added.items()}
         self._special = frozenset(i for i, token in added.items() if token.special)
-        texts = sorted((added[i].content.removeprefix(MARK) for i in self._special), key=len, reverse=True)
-        self._special_texts = re.compile("|".join(map(re.escape, texts)) or "(?!)")  # "(?!)" matches nowhere
+        self._controls = _Controls(added.values())
 
     @classmethod
     def load(cls, directory: str | Path) -> "Tokenizer":
         """Raises UserError when a file is missing or corrupt."""
         config = read_config(Path(directory))
         path = Path(directory) / "tokenizer.json"
-        try:
+        with _library(f"cannot read {path}", "compile the model again"):
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower than Exception for a missing or malformed file
-            raise UserError(f"cannot read {path} ({_one_line(error)}): compile the model again") from error
         if backend.get_vocab_size() != config["vocab_size"]:
             raise UserError(
                 f"{path} has {backend.get_vocab_size()} tokens, its config {config['vocab_size']}: compile the model "
@@ -149,24 +181,17 @@ class Tokenizer:
     def _marked(self, text: str) -> str:
         """The text with MARK before each control token, and nowhere else."""
         text = text.replace(MARK, "")
-        pieces, done, place = [], 0, 0
-        while found := self._special_texts.search(text, place):
-            start, place = found.span()
-            if isinstance(text, Traced) and not text.is_own(start, place):
-                place = start + 1  # an own one may begin within
-            else:
-                pieces += (str.__getitem__(text, slice(done, start)), MARK)
-                done = start
-        return "".join((*pieces, str.__getitem__(text, slice(done, None))))
+        plain, pieces, done = str.__str__(text), [], 0
+        for begin, end in text.spans() if isinstance(text, Traced) else [(0, len(text))]:
+            for place in self._controls.places(plain[begin:end]):
+                pieces += (plain[done : begin + place], MARK)
+                done = begin + place
+        return "".join((*pieces, plain[done:]))
 
     def _ids(self, text: str) -> list[int]:
         check_runs(text, self._pre)
-        try:
+        with _library("the text cannot be tokenized", "change it"):
             return self._backend.encode(text, add_special_tokens=False).ids
-        except BaseException as error:
-            if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # the library's Rust code
-                raise UserError(f"the text cannot be tokenized ({_one_line(error)}): change it") from error
-            raise
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a text that a model shall continue: `encode`, but never with an end-of-text token behind it."""

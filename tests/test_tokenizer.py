@@ -153,8 +153,16 @@ def test_an_own_control_token_within_the_text_of_another_one(build):
     tokens = [*byte_level_metadata()["tokenizer.ggml.tokens"][:-2], "<a><", "<b>"]
     tokenizer = build(byte_level_metadata(tokens=tokens, add_bos_token=False))
     assert tokenizer.decode(tokenizer.encode("<a><b>", parse_special=False), skip_special=True) == "<a><b>"
-    ids = tokenizer.encode(Traced("<a>") + Traced.all_own("<b>"))
-    assert [tokenizer.token_text(i) for i in ids] == ["<", "a", ">", "<b>"]
+    for text in (Traced("<a>") + Traced.all_own("<b>"), Traced("<a><") + Traced.all_own("<b>")):
+        assert [tokenizer.token_text(i) for i in tokenizer.encode(text)][-1] == "<b>"
+
+
+def test_a_user_defined_token_that_begins_before_a_control_token(build):
+    """As without marks: the first one is matched. A message cannot make the template's own control token plain."""
+    tokens = [*byte_level_metadata()["tokenizer.ggml.tokens"][:-2], "a<", "<b>"]
+    tokenizer = build(byte_level_metadata(tokens=tokens, token_type=[1] * 263 + [4, 3], add_bos_token=False))
+    assert [tokenizer.token_text(i) for i in tokenizer.encode("a<b>")] == ["a<", "b", ">"]
+    assert [tokenizer.token_text(i) for i in tokenizer.encode(Traced("a") + Traced.all_own("<b>"))] == ["a", "<b>"]
 
 
 @pytest.mark.parametrize("parse_special", [False, True])
