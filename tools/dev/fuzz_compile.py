@@ -10,7 +10,6 @@ import struct
 import sys
 import tempfile
 import warnings
-from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
@@ -75,7 +74,7 @@ def outcome(data: bytes) -> list[int]:
 
 def _weights(draw: random.Random, file: Parts) -> tuple[str, str, bytes]:
     """Damaged weights."""
-    file, made, what = deepcopy(file), bytearray(file.data), []
+    file, made, what = file.copy(), bytearray(file.data), []
     for _ in range(draw.randint(1, 4)):
         name, _, _, offset = draw.choice(file.tensors)
         pattern, count = draw.choice((*_PATTERNS, draw.randbytes(64))), draw.choice((2, 64, 1000, 5000))

@@ -14,7 +14,8 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Collection
-from functools import cache
+from copy import deepcopy
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +47,22 @@ class InProcess:
     """As `LimitedProcess`, of chat templates, but here."""
 
     def __init__(self, _module: str, opening: dict[str, Any], *_limits: float) -> None:
-        self._opening = opening
+        self._opening = json.dumps(opening)
 
     def open(self) -> Any:
-        return template_program.open_work(self._opening)[0]
+        return _opened(self._opening)[0]
 
     def ask(self, request: dict[str, Any]) -> Any:
-        return template_program.open_work(self._opening)[1](request)
+        return _opened(self._opening)[1](deepcopy(request))
 
     def close(self) -> None:
         """There is nothing to end."""
+
+
+@lru_cache(8)
+def _opened(opening: str) -> Any:
+    """Most damage leaves the template as it is."""
+    return template_program.open_work(json.loads(opening))
 
 
 def _byte_pieces(count: int, first: list[str]) -> list[str]:
