@@ -84,7 +84,7 @@ class LimitedProcess:
         if self._process is not None and self._process.poll() is None:
             return
         self._ended()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM, self._module, *map(str, self._limits)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
