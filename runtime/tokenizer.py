@@ -118,7 +118,7 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise UserError(f"the text is not valid Unicode ({_one_line(error)}): pass UTF-8") from error
+            raise UserError(f"the text is not valid Unicode ({error}): pass UTF-8") from error
         ids = self._ids(self._marked(text) if parse_special else text.replace(MARK, ""))
         if add_special and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
