@@ -84,7 +84,7 @@ def test_a_chat_computes_new_tokens_only(engine):
 
 def test_a_failed_step_leaves_no_trace(engine, monkeypatch):
     engine.reset()
-    expected = engine.prefill(IDS[:100])
+    engine.prefill(IDS[:100])
     expected = engine.decode(7)
     engine.reset()
     engine.prefill(IDS[:100])
@@ -98,7 +98,8 @@ def test_a_failed_step_leaves_no_trace(engine, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         engine.decode(9)
     monkeypatch.undo()
-    assert engine.position == 100 and (engine.decode(7) == expected).all()
+    assert engine.position == 100
+    assert np.abs(engine.decode(7) - expected).max() < MAX_CHANGE * (expected.max() - expected.min())
 
 
 def test_convolutions_are_floats():
