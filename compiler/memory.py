@@ -10,11 +10,15 @@ import numpy as np
 
 from mlc_amd.compiler.models.config import ExpertsConfig, ModelConfig
 from mlc_amd.compiler.models.graph import table_columns
+from mlc_amd.compiler.models.tensors import is_vector
 from mlc_amd.compiler.ops import padded
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.kv_pool import ELEMENTS
+from mlc_amd.runtime.kv_pool import ELEMENTS, MOST_CELLS
 from mlc_amd.runtime.memory import EXPERTS, Needs
+from mlc_amd.runtime.pages import STATE
 from mlc_amd.schedules.attention import PAGE
+
+FEWEST_CELLS = 8  # by default, for states of sequences and snapshots of them: two are enough for one sequence
 
 Types = dict[str, tuple[tuple[int, ...], str]]
 
@@ -30,25 +34,36 @@ def needs(model, backend, ctx: int) -> Needs:
         weights += _nbytes(planes)
         if found := EXPERTS.match(name):
             experts[int(found[1])] += _nbytes(planes)
+    found, states = kept(config, backend, ctx), backend.state_types(config)
+    cells = {name: of for name, of in found.items() if name in states}
     return Needs(
         weights=weights + ctx * _table_bytes(config),
         experts=tuple(experts),
-        kv=_nbytes(kept(config, backend, ctx)),
+        kv=_nbytes(found),
         token=token_bytes(config, backend, ctx),
         buffers=_buffers(config, backend, ctx),
         context=ctx,
         longest=config.context,
+        states=_nbytes(cells),
+        cells=next(iter(cells.values()))[0][0] if cells else 0,
     )
 
 
 def kept(config: ModelConfig, backend, ctx: int) -> Types:
-    """What lives from step to step, name to (shape, dtype): the KV cache with pages for one sequence, and what
-    attention keeps beside it."""
+    """What lives from step to step, name to (shape, dtype): the KV cache with pages for one sequence, states of
+    sequences, and what attention keeps beside it."""
     spans, longest = backend.spans(config, ctx), max(f.m for f in backend.functions(ctx))
     found = {
         name: ((sequence_pages(spans[name], ctx, longest), *shape[1:]), dtype)
         for name, (shape, dtype) in backend.kv_types(config, ctx).items()
+        if spans[name] != STATE
     }
+    states = backend.state_types(config)
+    if states:
+        cells = cell_count(
+            _nbytes(found), _nbytes({name: (shape[1:], dtype) for name, (shape, dtype) in states.items()})
+        )
+        found |= {name: ((cells, *shape[1:]), dtype) for name, (shape, dtype) in states.items()}
     for layer in config.layers:
         found |= backend.workspace(layer, ctx)
     return found
@@ -65,6 +80,12 @@ def check_capacity(config: ModelConfig, backend, ctx: int) -> None:
         )
 
 
+def cell_count(pages: int, cell: int) -> int:
+    """Cells for states beside so many bytes of pages, a cell taking `cell` bytes: as many as take a quarter of what
+    pages take, so that snapshots do not decide how much memory a model needs, but enough for a few sequences."""
+    return max(FEWEST_CELLS, min(MOST_CELLS, pages // (4 * cell)))
+
+
 def sequence_pages(span: int, ctx: int, rows: int) -> int:
     """Pages that one sequence of up to `ctx` tokens needs in layers of that span, for steps of up to `rows` rows. With
     a window these are the pages that the next row sees and those of the step's own keys, both with a part of a page at
@@ -74,15 +95,19 @@ def sequence_pages(span: int, ctx: int, rows: int) -> int:
 
 
 def token_bytes(config: ModelConfig, backend, ctx: int) -> int:
-    """What one more token of capacity takes, of the cache and of the tables by position."""
-    more = _nbytes(kept(config, backend, ctx + PAGE)) - _nbytes(kept(config, backend, ctx))
-    return more // PAGE + _table_bytes(config)
+    """What one more token of capacity takes, of the cache without states and of the tables by position."""
+    states = backend.state_types(config)
+    now, more = (
+        _nbytes({name: of for name, of in kept(config, backend, tokens).items() if name not in states})
+        for tokens in (ctx, ctx + PAGE)
+    )
+    return (more - now) // PAGE + _table_bytes(config)
 
 
 def vector_size(model, name: str) -> int:
-    """Numbers of a norm or a bias, of all experts together; 0 for a matrix."""
+    """Numbers of a norm, a bias (of all experts together) or a convolution; 0 for a matrix."""
     shape = model.tensors[name].shape
-    return math.prod(shape) if len(shape) == 1 or name.endswith(".bias") else 0
+    return math.prod(shape) if is_vector(name, shape) else 0
 
 
 def _planes(backend, tensor) -> Types:
@@ -109,7 +134,7 @@ def _buffers(config: ModelConfig, backend, ctx: int) -> int:
 
 def _row_bytes(layer, hidden: int, m: int, backend) -> int:
     """Bytes that a layer makes of one of m rows, at most."""
-    a, wide = layer.attention, []
+    a, wide = layer.attention, [0]
     for block in filter(None, (layer.feed_forward, layer.experts)):
         if isinstance(block, ExpertsConfig):
             # tiles of one expert are half empty; each slot has its input and activations (2 bytes) and its output
@@ -117,4 +142,8 @@ def _row_bytes(layer, hidden: int, m: int, backend) -> int:
             wide.append(int(slots * (6 * hidden + 2 * block.size)))
         else:
             wide.append(4 * block.size)
-    return max(4 * a.head_dim * (a.heads + 2 * a.kv_heads), *wide)
+    if a:
+        wide.append(4 * a.head_dim * (a.heads + 2 * a.kv_heads))
+    if layer.recurrent:
+        wide.append(4 * layer.recurrent.width(hidden))
+    return max(wide)

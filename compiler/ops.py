@@ -12,6 +12,8 @@ Values
     rows       int32 [m, 2]: the position of each row in its sequence, and its slot
     pages      int32 [SLOTS, ctx/64]: the page of each slot's block of 64 positions
     cache      the tensors of schedules.attention.KV_TENSORS
+    cells      int32 [SLOTS, 2]: the cell that has each slot's state, and the one that the step writes it to
+    states     float32 [cells, ..]: what a layer keeps of each sequence from step to step
 """
 
 import math
@@ -24,7 +26,7 @@ from tvm import relax
 from tvm.ir import Op
 
 from mlc_amd.compiler.nodes import fields_of, parts_of
-from mlc_amd.runtime.kv_types import KV_TENSORS
+from mlc_amd.runtime.kv_types import KV_TENSORS, LATENT_TENSORS
 from mlc_amd.schedules.attention import Attention, Rope, padded_columns
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.rows import output_rows
@@ -119,13 +121,47 @@ def _rope_kv_write(call, bb):
     return relax.TupleType([q, *(cache.ty for cache in call.args[-len(KV_TENSORS[str(call.attrs["kv"])]) :])])
 
 
+def _head_linear(call, bb):
+    return tensor_type((int(call.attrs["m"]), int(call.attrs["heads"]) * int(call.attrs["n"])))
+
+
+def _latent_kv_write(call, bb):
+    heads, width = int(call.attrs["heads"]), padded_columns(int(call.attrs["d"]))
+    q = tensor_type((shape_of(call.args[3])[0], heads, width), str(call.attrs["query_dtype"]))
+    return relax.TupleType([q, *(cache.ty for cache in call.args[-len(LATENT_TENSORS) :])])
+
+
+def value_columns(call) -> int:
+    """Columns of a head of an attention operator's result."""
+    return int(call.attrs["values"]) or int(call.attrs["d"])
+
+
 def _attention(call, bb):
-    columns = int(call.attrs["heads"]) * int(call.attrs["d"])
+    columns = int(call.attrs["heads"]) * value_columns(call)
     return layout_type(shape_of(call.args[3])[0], columns, str(call.attrs["layout"]))
 
 
 def _rope_attention(call, bb):
     return layout_type(1, int(call.attrs["heads"]) * int(call.attrs["d"]), str(call.attrs["layout"]))
+
+
+def _causal_conv(call, bb):
+    y = tensor_type((shape_of(call.args[3])[0], int(call.attrs["channels"])))
+    return relax.TupleType([y, call.args[-1].ty])
+
+
+def _delta_net(call, bb):
+    columns = int(call.attrs["value_heads"]) * int(call.attrs["d"])
+    return relax.TupleType([tensor_type((shape_of(call.args[3])[0], columns)), call.args[-1].ty])
+
+
+def _ssm_scan(call, bb):
+    columns = int(call.attrs["heads"]) * int(call.attrs["d"])
+    return relax.TupleType([tensor_type((shape_of(call.args[3])[0], columns)), call.args[-1].ty])
+
+
+def _gate(call, bb):
+    return layout_type(*shape_of(call.args[1]), str(call.attrs["layout"]))
 
 
 def _layer_norm(call, bb):
@@ -207,11 +243,22 @@ OPS = {
         "x W^T for each W: (x, weights.., biases.., residual?); formats, n, biases, residual, k, m, layout (of x), "
         "exact (x stays float32)",
     ),
+    "head_linear": (
+        _head_linear,
+        "x W^T with a matrix W for each head's columns of x: (x, W); formats, heads, n and k (of a head), m, layout "
+        "(of x)",
+    ),
     "gate_up": (_gate_up, "act(x G^T) * (x U^T): (x, G, U); formats, n, k, m, act, layout_in (of x), layout (result)"),
     "rope_kv_write": (
         _rope_kv_write,
         "head norms, RoPE, KV write in place: (rows, pages, q, k, v, [qn, kn], [cos_sin], cache..) to (q, cache..), "
         "without `writes` (rows, q, [qn], [cos_sin]) to q; ATTENTION, ROPE and query_dtype",
+    ),
+    "latent_kv_write": (
+        _latent_kv_write,
+        "of latent attention: norm of the latent, RoPE, KV write in place: (rows, pages, q's rotating columns, q's "
+        "columns for the latent, the latent and the key's rotating columns, norm's weight, cos_sin, cache) to (q, "
+        "cache); ATTENTION, neox and rotary of ROPE, eps and query_dtype",
     ),
     "attention": (
         _attention,
@@ -223,6 +270,22 @@ OPS = {
         "both of one token, the cache written in place: (rows, pages, q, k, v, [qn, kn], [cos_sin], cache.., [sinks], "
         "workspace..), "
         "without `writes` no k, v, kn; ATTENTION, ROPE and layout",
+    ),
+    "causal_conv": (
+        _causal_conv,
+        "act(conv(x) + b), conv over the last `taps` positions of each column; gated: x is [B, C, X], and it is C * "
+        "conv(B * X): (rows, cells, x, w, [b], states) to (y, states in place); channels, taps, gated, act, bias, "
+        "single: how many rows may be single ones",
+    ),
+    "delta_net": (
+        _delta_net,
+        "a gated delta rule (config.DeltaNetConfig): (rows, cells, qkv, beta, alpha, a, dt, states) to (y, states in "
+        "place); key_heads, value_heads, d (of a head), grouped, eps (of the lengths of q and k), single",
+    ),
+    "gate": (
+        _gate,
+        "y * sigmoid(z), or y * silu(z): (x, z, [g]); y is x, or with g its RMS norm over each `size` columns; silu, "
+        "size, normed, eps, layout (of the result)",
     ),
     # of a mixture of experts: schedules/experts.py has the meaning of ids, slots, pairs and groups
     "route": (
@@ -260,6 +323,11 @@ OPS = {
         _expert_down,
         "combine(expert_linear) of rows that are not sorted: (x, ids, W, [bias], [weights], [residual]); EXPERTS and "
         "formats, n, k, m, biases, weighted, residual, layout (of x)",
+    ),
+    "ssm_scan": (
+        _ssm_scan,
+        "Mamba-2: (rows, cells, x, z, dt, a, d, dt's bias, states) to (y, states in place), see schedules/gpu/"
+        "ssm_scan.py; heads, d (columns of x of a head), size (of B and C), groups, single as of causal_conv",
     ),
     "sample": (
         _sample,

@@ -79,7 +79,7 @@ def _cases(workload, params: list[operators.Parameter]) -> list[dict]:
     if "attention" in workload.op:
         room = args["ctx"] - 1 if m == single else args["ctx"] - m
         positions = list(dict.fromkeys(min(depth, room) for depth in DEPTHS[m == single]))
-    elif workload.op == "rope_kv_write":
+    elif workload.op in ("rope_kv_write", "latent_kv_write"):
         positions = [min(DEPTHS[True][0], args["ctx"] - m)]
     costs = operators.costs(workload.op, args, params)
     return [

@@ -58,6 +58,7 @@ def load(
     kv_tokens: int | None = None,
     kv_memory: int | str | None = None,
     kv_type: KvType | None = None,
+    draft: str | None = None,
 ) -> Engine:
     """Loads an artifact, or a GGUF file, which is compiled into the user's cache on first use.
 
@@ -77,6 +78,8 @@ def load(
         kv_memory: instead, how much memory the KV cache takes: bytes, a size such as "4G", or "auto": what the device
             has left, half of what is available of the host's.
         kv_type: type of a GGUF file's KV cache; None: "f16". "q8_0" takes half of the memory.
+        draft: where guesses of the next tokens come from, which steps verify several at a time: a smaller model with
+            the same vocabulary, given as `model` is, or "lookup": the text so far. Answers are the same without.
 
     Raises:
         UserError: the model cannot be compiled or run here; the message says why. Where it names a flag of the
@@ -98,6 +101,7 @@ def load(
         kv_tokens=kv_tokens,
         kv_memory=kv_memory,
         kv_type=kv_type,
+        draft=draft,
     )
 
 

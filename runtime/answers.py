@@ -13,7 +13,7 @@ from mlc_amd.runtime.constraints import Constraint, mask_of
 from mlc_amd.runtime.generation import Piece, Progress, Stats
 from mlc_amd.runtime.marks import split_at
 from mlc_amd.runtime.requests import Request
-from mlc_amd.runtime.sampled_rows import Choice, Chosen
+from mlc_amd.runtime.sampled_rows import GREEDY, Choice, Chosen
 from mlc_amd.runtime.sampling import Sampler, Sampling, not_finite, without_ends
 from mlc_amd.runtime.tokenizer import Tokenizer
 
@@ -77,8 +77,14 @@ class Answer:
             except Exception as error:
                 self.fail(error)
 
-    def choice(self) -> Choice | None:
-        """How its next token is chosen. None if its constraint failed, and it with that."""
+    @property
+    def guessable(self) -> bool:
+        """Whether its next tokens may be guessed: a constraint has to see one before the next."""
+        return self.constraint is None and not self.done
+
+    def choices(self, guesses: Sequence[int] = ()) -> list[Choice]:
+        """How its next token is chosen, and those behind each guess; anything if its constraint fails, and it with
+        that."""
         sequence = self.request.sequence
         assert sequence is not None, "its request was added"
         mask = None
@@ -87,9 +93,20 @@ class Answer:
                 mask = mask_of(self.constraint, self._vocab)
             except Exception as error:
                 self.fail(error)
-                return None
-        sampling = self._endless if self.stats.generated < self._min_tokens else self.sampling
-        return Choice(sampling, self._seed, sequence.tokens, mask, self._logprobs)
+                return [GREEDY]
+        return [
+            Choice(self._sampling(i), self._seed, sequence.tokens, mask, self._logprobs, guesses[:i])
+            for i in range(len(guesses) + 1)
+        ]
+
+    def _sampling(self, ahead: int) -> Sampling:
+        """Of the token `ahead` of the next one."""
+        return self._endless if self.stats.generated + ahead < self._min_tokens else self.sampling
+
+    def verified(self, guessed: int, accepted: int) -> None:
+        """So many guesses were verified."""
+        self.stats.guessed += guessed
+        self.stats.accepted += accepted
 
     def push(self, chosen: Chosen) -> str | None:
         """Takes its next token. Returns why it ends with that token, if it does: "stop", "length", "context" or

@@ -26,7 +26,7 @@ from mlc_amd.runtime.folders import Lock, lock, scratch
 from mlc_amd.runtime.manifest import ADVICE, MANIFEST, Manifest, read, text
 from mlc_amd.runtime.random_weights import RandomWeights
 from mlc_amd.runtime.weight_block import Joined, WeightBlock
-from mlc_amd.runtime.weights_file import Weights
+from mlc_amd.runtime.weights_file import Weights, header_digest
 
 WEIGHTS, TABLES = "weights.safetensors", "tables.safetensors"
 _FILES = (MANIFEST, WEIGHTS, TABLES, "kernels[.-]*", "tokenizer.json", "tokenizer_config.json")  # all that there may be
@@ -97,11 +97,18 @@ def _check_output(path: Path) -> None:
 def write_manifest(directory: Path, manifest: dict[str, Any], known: Mapping[str, dict] = MappingProxyType({})) -> None:
     """Adds size and checksum of every file in `directory`, then writes manifest.json. known: those that need not be
     computed, as in the manifest's `files`."""
-    files = {
-        file.name: known.get(file.name) or {"bytes": file.stat().st_size, "sha256": sha256(file)}
-        for file in sorted(directory.iterdir())
-    }
+    files = {file.name: (known.get(file.name) or facts(file)) | headers(file) for file in sorted(directory.iterdir())}
     (directory / MANIFEST).write_text(text(manifest, files))
+
+
+def facts(file: Path) -> dict[str, Any]:
+    """Size and checksum of a file."""
+    return {"bytes": file.stat().st_size, "sha256": sha256(file)}
+
+
+def headers(file: Path) -> dict[str, str]:
+    """The checksum of the header of a file of tensors; of other files nothing."""
+    return {"header": header_digest(file)} if file.suffix == ".safetensors" else {}
 
 
 def write_interfaces(directory: Path, manifest: dict[str, Any]) -> None:
@@ -163,7 +170,8 @@ class Artifact:
                 raise UserError(f"{self.path}: {name} is missing; {ADVICE}")
             if file.stat().st_size != entry["bytes"]:
                 raise UserError(f"{file} has {file.stat().st_size} bytes instead of {entry['bytes']}; {ADVICE}")
-            if (name != WEIGHTS or verify) and sha256(file) != entry["sha256"]:
+            whole = name != WEIGHTS or verify
+            if (whole and sha256(file) != entry["sha256"]) or entry.get("header") != headers(file).get("header"):
                 raise UserError(f"{file} is corrupted (checksum differs); {ADVICE}")
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.limited_process import LimitedProcess, TooMuch
-from mlc_amd.runtime.tokenizer import read_config
+from mlc_amd.runtime.tokenizer_files import read_config
 from mlc_amd.runtime.traced_text import Traced
 
 # For models without a template (base models): a dialogue in plain text.

@@ -6,6 +6,7 @@ Answers that are consumed from asyncio are computed by a background thread, whic
 """
 
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -14,11 +15,12 @@ from mlc_amd.runtime.answers import Answer
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.kv_cache import Cache
 from mlc_amd.runtime.requests import Request
-from mlc_amd.runtime.runner import GREEDY, Runner
-from mlc_amd.runtime.sampled_rows import Choice, Chosen
+from mlc_amd.runtime.runner import Runner
+from mlc_amd.runtime.sampled_rows import Chosen
 from mlc_amd.runtime.scheduler import Limits, Queue, Scheduler, Step
 from mlc_amd.runtime.scoring import Scoring
 from mlc_amd.runtime.sequence import Sequence
+from mlc_amd.runtime.speculation import Speculation
 
 CLOSED = "this engine is closed: load the model again"
 
@@ -31,6 +33,7 @@ class Core:
         self.scheduler = Scheduler(cache, limits)
         self.closed = False
         self.private: Sequence | None = None  # a sequence of the engine's own, which gives way to requests
+        self.speculation: Speculation | None = None  # set while nobody has the turn
         self._answers: dict[Request, Answer] = {}
         self._scorings: dict[Request, Scoring] = {}
         self._changed = threading.Condition()
@@ -158,39 +161,64 @@ class Core:
             for request in self.scheduler.running:
                 if request not in before and request in self._answers:
                     self._answers[request].begin()
+            begun = time.perf_counter()
+            step = self._guess(step)
+            guessed = time.perf_counter()
             found = self._run(step)
+            if self.speculation and not step.chunk:
+                self._learn(self.speculation, step, found, guessed - begun, time.perf_counter() - guessed)
         except BaseException:
-            self.scheduler.abandon(step)
+            self.scheduler.abandon()
             raise
         computed = step.singles + ([(step.chunk.request, step.chunk.sequence)] if step.chunk else [])
         prompts = [(request, sequence) for request, sequence in computed if not request.generated]
-        self.scheduler.complete(step, [max(chosen.token, 0) for chosen in found])
+        self.scheduler.complete(step, [[max(chosen.token, 0) for chosen in tokens] for tokens in found])
         for request, sequence in prompts:
             if answer := self._answers.get(request):
                 answer.prefilled(sequence.computed - answer.stats.cached_tokens)
             elif self._scorings[request].done:
                 self._drop_scoring(request)
-        for request, chosen in zip(step.answers, found, strict=True):
+        for request, tokens in zip(step.answers, found, strict=True):
             answer = self._answers[request]
-            if reason := answer.stats.finish if answer.done else answer.push(chosen):
+            reasons = (answer.stats.finish if answer.done else answer.push(chosen) for chosen in tokens)
+            if reason := next(filter(None, reasons), None):
                 self._forget(request, reason)
         return True
 
-    def _run(self, step: Step) -> list[Chosen]:
-        """What is chosen for each of the step's answers."""
-        singles = [(seq.tokens[seq.computed], seq.computed, seq.table_row) for _, seq in step.singles]
-        chunk = None
+    def _guess(self, step: Step) -> Step:
+        """The step, with guesses of how its answers go on."""
+        if not self.speculation or step.chunk:
+            return step
+        answers = [self._answers[request] for request, _ in step.singles]
+        choices = {answer.request: answer.choices()[0] for answer in answers if answer.guessable}
+        return self.scheduler.draft(step, self.speculation.drafts(choices))
+
+    def _learn(
+        self, speculation: Speculation, step: Step, found: list[list[Chosen]], guess_s: float, step_s: float
+    ) -> None:
+        drafts = {request: drafts for (request, _), drafts in zip(step.singles, step.drafts, strict=True) if drafts}
+        counts = {request: len(tokens) for (request, _), tokens in zip(step.singles, found, strict=True)}
+        speculation.completed(drafts, counts, guess_s, step_s)
+        for request, guesses in drafts.items():
+            self._answers[request].verified(len(guesses), counts[request] - 1)
+
+    def _run(self, step: Step) -> list[list[Chosen]]:
+        """What is chosen for each of the step's answers: behind its newest token, and behind each guess that is
+        right."""
+        singles, chunk = [], None
+        for (_, sequence), drafts in zip(step.singles, step.drafts, strict=True):
+            tokens = [sequence.tokens[sequence.computed], *drafts]
+            singles += [(token, sequence.computed + i, sequence.table_row) for i, token in enumerate(tokens)]
         if step.chunk:
             sequence, start = step.chunk.sequence, step.chunk.start
             chunk = sequence.tokens[start : start + step.chunk.count], start, sequence.table_row
             if step.chunk.scored:
                 self._scorings[step.chunk.request].take(start, self.runner.score(chunk))
                 return []
-        return self.runner.sample(singles, chunk, self._choices([self._answers[request] for request in step.answers]))
-
-    def _choices(self, answers: SequenceOf[Answer]) -> list[Choice]:
-        """How the answers' tokens are chosen; anything for those that fail."""
-        return [answer.choice() or GREEDY for answer in answers]
+        guesses = step.drafts + [[]] * (len(step.answers) - len(step.drafts))
+        asked = [self._answers[request].choices(drafts) for request, drafts in zip(step.answers, guesses, strict=True)]
+        chosen = iter(self.runner.sample(singles, chunk, [choice for choices in asked for choice in choices]))
+        return [_right([next(chosen) for _ in range(len(drafts) + 1)], drafts) for drafts in guesses]
 
     def _drop_ended(self) -> None:
         for request, answer in list(self._answers.items()):
@@ -200,6 +228,8 @@ class Core:
 
     def _forget(self, request: Request, reason: str) -> None:
         self.scheduler.finish(request, reason)
+        if self.speculation:
+            self.speculation.forget(request)
         del self._answers[request]
         self._watched.discard(request)
 
@@ -246,3 +276,11 @@ class Core:
             self.closed = True
         if self._background and self._background is not threading.current_thread():
             self._background.join()
+        if self.speculation:
+            self.speculation.drafter.close()
+
+
+def _right(chosen: list[Chosen], guesses: SequenceOf[int]) -> list[Chosen]:
+    """The first token, and those behind guesses that are the tokens before them."""
+    right = next((i for i, guess in enumerate(guesses) if chosen[i].token != guess), len(guesses))
+    return chosen[: right + 1]

@@ -26,6 +26,7 @@ from mlc_amd.runtime.constraints import Constraint
 from mlc_amd.runtime.core import Core
 from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.direct import compute, next_chunk
+from mlc_amd.runtime.drafters import open_drafter
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.generation import (
     ContextFull,
@@ -42,6 +43,7 @@ from mlc_amd.runtime.runner import Runner
 from mlc_amd.runtime.sampling import Sampling, SamplingChanges
 from mlc_amd.runtime.scheduler import Limits, Queue
 from mlc_amd.runtime.scoring import Scoring
+from mlc_amd.runtime.speculation import Counts, Drafter, Speculation
 from mlc_amd.runtime.steps import pages_of
 from mlc_amd.runtime.tokenizer import Tokenizer
 
@@ -93,16 +95,40 @@ class Engine(Closing):
         n_cpu_moe: int = 0,
         kv_tokens: int | None = None,
         kv_memory: int | str | None = None,
+        draft: str | Path | None = None,
     ) -> "Engine":
         """Loads an artifact folder. `verify` also verifies the checksum of the weights, which reads all of them;
         kv_tokens: how many tokens the cache holds, of all sequences together; kv_memory: instead how much memory it
         takes: bytes, "4G", or "auto" for what the device has left; none of both: one sequence of full length.
-        device, threads and n_cpu_moe: see `open_device`. UserError if it cannot run here."""
+        device, threads and n_cpu_moe: see `open_device`; draft: `speculate`. UserError if it cannot run here."""
         if Path(path).suffix == ".gguf":
             raise UserError(f"{path} is not compiled yet: mlc_amd.load() and `mlc-amd compile` do that")
         size = KvSize.of(kv_tokens, kv_memory)
         artifact = Artifact.open(path, verify)
-        return cls(artifact, open_device(artifact, device, threads, n_cpu_moe, size))
+        engine = cls(artifact, open_device(artifact, device, threads, n_cpu_moe, size))
+        try:
+            engine.speculate(open_drafter(draft, engine.tokenizer, device, threads, size))
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def speculate(self, drafter: Drafter | None) -> None:
+        """From now on steps verify guesses of that drafter, which is closed with the engine, or none. What is answered
+        does not depend on it. UserError for models with recurrent layers, whose states cannot go back by a token."""
+        if drafter and self.cache.cells:
+            raise UserError("--draft needs a model without recurrent layers: their states cannot go back by a token")
+        with self._core.turn():
+            before, limits = self._core.speculation, self._core.scheduler.limits
+            rows = min(limits.singles, limits.rows)
+            self._core.speculation = Speculation(drafter, rows) if drafter else None
+        if before:
+            before.drafter.close()
+
+    @property
+    def guesses(self) -> Counts:
+        """Guesses that were verified so far, and how many of them were right."""
+        return self._core.speculation.counts if self._core.speculation else Counts(0, 0)
 
     def close(self) -> None:
         """Ends all generations, and releases the device and all memory."""

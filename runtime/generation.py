@@ -60,6 +60,8 @@ class Stats:
     ttft_s: float = 0.0  # time to first token, from the call
     generated: int = 0
     decode_s: float = 0.0
+    guessed: int = 0  # tokens that were guessed and verified (speculation.py)
+    accepted: int = 0  # of these, those that were right
     finish: str = "interrupted"  # "stop", "length", "context" or "interrupted"
     stop: str | None = None  # the stop text that ended it
 

@@ -36,7 +36,7 @@ class Results:
             return self._answers[0].stats
         parts = self.answers
         found = Stats()
-        for name in ("prompt_tokens", "cached_tokens", "generated"):
+        for name in ("prompt_tokens", "cached_tokens", "generated", "guessed", "accepted"):
             setattr(found, name, sum(getattr(part, name) for part in parts))
         for name in ("prefill_s", "ttft_s", "decode_s"):
             setattr(found, name, max((getattr(part, name) for part in parts), default=0.0))

@@ -43,10 +43,9 @@ def _open(path: str, flags: int) -> int:
 def read_bytes(path: Path, limit: int = LARGEST) -> bytes:
     """The content of a regular file. UserError as by `open_file`, and for more than `limit` bytes."""
     with open_file(path) as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise UserError(f"{path} has more than the {limit} bytes that such a file may have")
-    return data
+        if (size := os.fstat(file.fileno()).st_size) > limit:
+            raise UserError(f"{path} has {size} bytes, more than the {limit} that such a file may have")
+        return file.read(limit)
 
 
 def read(path: Path, kind: type[T], advice: str, limit: int = LARGEST) -> T:

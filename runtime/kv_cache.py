@@ -2,6 +2,8 @@
 
 The layers of a model form groups by the span of keys that their rows see (0: all of them). The caches of a group's
 layers have the same pages. A slot is a row of the page tables: a sequence has one while it takes part in a step.
+
+Layers that keep a state of fixed size for each sequence share cells in the same way: see `pages.STATE`.
 """
 
 from collections.abc import Iterable
@@ -10,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlc_amd.runtime.pages import PAGE, PagePool
+from mlc_amd.runtime.pages import PAGE, STATE, PagePool
 from mlc_amd.runtime.prefixes import PrefixIndex
 from mlc_amd.runtime.sequence import GONE, Sequence
 
@@ -25,15 +27,21 @@ class KvUsage(NamedTuple):
 class Cache:
     """Pools of `groups` ({span: number of pages}) for sequences of up to `context` tokens, `slots` of them in a step.
 
+    pools         of pages, by span
+    cells         of states; None for models without
     page_tables   span -> int32 [slots, ceil(context / PAGE)]: [slot, position // PAGE] is a page. Entries that no row
-                  looks at hold any valid page
+                  looks at hold any valid page. STATE -> int32 [slots, 2]: the cell that has the slot's state, and the
+                  one that the step writes
     """
 
     def __init__(self, groups: dict[int, int], context: int, slots: int = 64) -> None:
         self.context, self.slots = context, slots
-        self.pools = {span: PagePool(pages) for span, pages in groups.items()}
-        self.index = PrefixIndex(self.pools)
-        self.page_tables = {span: np.zeros((slots, -(-context // PAGE)), np.int32) for span in groups}
+        pools = {span: PagePool(pages) for span, pages in groups.items()}
+        self.pools = {span: pool for span, pool in pools.items() if span != STATE}
+        self.cells = pools.get(STATE)
+        self.index = PrefixIndex(pools)
+        widths = {span: 2 if span == STATE else -(-context // PAGE) for span in groups}
+        self.page_tables = {span: np.zeros((slots, width), np.int32) for span, width in widths.items()}
         self._changed = set(groups)
         self._seated: list[Sequence | None] = [None] * slots
         self._last_step = [0] * slots  # of each slot
@@ -50,18 +58,19 @@ class Cache:
 
     def mark_changed(self) -> None:
         """All page tables count as changed."""
-        self._changed = set(self.pools)
+        self._changed = set(self.page_tables)
 
     @property
     def usage(self) -> KvUsage:
         """How full the cache is. Pages that only the index of prefixes knows count as free."""
-        found = [KvUsage(pool.pages - pool.available, pool.pages) for pool in self.pools.values()]
+        pools = list(self.pools.values()) or [self.cells or PagePool(0)]
+        found = [KvUsage(pool.pages - pool.available, pool.pages) for pool in pools]
         return max(found, key=lambda usage: usage.used / usage.pages)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that the cache can hold if there are no others."""
-        return min(self.context, *(self._longest(span) for span in self.pools))
+        return min([self.context, *(self._longest(span) for span in self.pools)])
 
     def _longest(self, span: int) -> int:
         pages = self.pools[span].pages
@@ -69,7 +78,10 @@ class Cache:
 
     def has_room(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether the pools have pages for the tokens of `sequences` that have none yet (in windowed groups as many at
-        a time as are needed at least), and one more for each sequence."""
+        a time as are needed at least), and one more for each sequence; and whether there are cells for those that have
+        none."""
+        if self.cells and self.cells.available < sum(sequence.stateless for sequence in sequences):
+            return False
         more = [-(-len(sequence.tokens) // PAGE) for sequence in sequences]
         for span, pool in self.pools.items():
             most = seen_pages(span) if span else max(more)
@@ -92,16 +104,29 @@ class Cache:
                 waiting.append(sequence)
             else:
                 self._last_step[sequence.slot] = self._step
-        if not waiting:
-            return
+        if waiting:
+            self._give_slots(waiting)
+        if self.cells:
+            self._write_cells(sequences)
+
+    def _give_slots(self, sequences: Iterable[Sequence]) -> None:
         order = sorted(range(self.slots), key=lambda slot: (self._seated[slot] is not None, self._last_step[slot]))
-        for slot, sequence in zip(order, waiting, strict=False):
+        for slot, sequence in zip(order, sequences, strict=False):
             if (other := self._seated[slot]) is not None:
                 other.slot = None
             self._seated[slot], sequence.slot = sequence, slot
             self._last_step[slot] = self._step
             for span in self.pools:
                 self.write_table(sequence, span, 0)
+
+    def _write_cells(self, sequences: Iterable[Sequence]) -> None:
+        table = self.page_tables[STATE]
+        for sequence in sequences:
+            if state := sequence.state:
+                state.begin()
+                if tuple(table[sequence.slot]) != state.places:
+                    table[sequence.slot] = state.places
+                    self._changed.add(STATE)
 
     def unseat(self, sequence: Sequence) -> None:
         """The sequence needs no slot any more."""

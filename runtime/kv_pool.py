@@ -14,10 +14,11 @@ import numpy as np
 
 from mlc_amd.runtime.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.errors import UsageError, UserError
-from mlc_amd.runtime.pages import PAGE
+from mlc_amd.runtime.pages import PAGE, STATE
 from mlc_amd.runtime.quantities import BYTES, number
 
 ELEMENTS = (1 << 31) - 1  # of a tensor, at most: kernels compute places in it with int32
+MOST_CELLS = 128  # of states, more than a step has sequences: the others are snapshots
 HOST_PART = 2  # "auto" takes the half of what is available of the host's memory
 
 log = logging.getLogger("mlc_amd")
@@ -50,7 +51,10 @@ class KvSize:
         may have. Where this or int32 limits a cache, a warning says so. UserError for less than a page."""
         whole = {entry["span"]: entry["shape"][0] for entry in manifest["kv"] if "span" in entry}
         limits, why = _limits(manifest, largest)
-        most = PAGE * min((limits[span] for span in whole if not span or 0 not in whole), default=0)
+        paged = whole.keys() - {STATE}
+        most = PAGE * min((limits[span] for span in paged if not span or 0 not in paged), default=0)
+        if STATE in whole and not paged:  # a sequence takes one cell, however long it is
+            most, why = manifest["context"] * min(limits[STATE], MOST_CELLS), "no step has more sequences"
         if not whole or (self == KvSize() and all(limits[span] >= pages for span, pages in whole.items())):
             return whole
         if self.auto or self.memory is not None:
@@ -88,10 +92,13 @@ def _limits(manifest: Mapping, largest: int | None) -> tuple[dict[int, int], str
 
 def _spread(manifest: Mapping, limits: Mapping[int, int], tokens: int) -> dict[int, int]:
     """Pages by span for a cache of so many tokens. Layers with a window get what four sequences for each context's
-    worth of tokens need, at most as much as layers that see all keys."""
+    worth of tokens need, at most as much as layers that see all keys. Of cells there are as many for each context's
+    worth as the manifest has, up to MOST_CELLS."""
     whole, sequences = -(-tokens // PAGE), -(-4 * tokens // manifest["context"])
     found = {entry["span"]: entry["shape"][0] for entry in manifest["kv"] if "span" in entry}
     pages = {span: min(whole, pages * sequences) if span else whole for span, pages in found.items()}
+    if STATE in found:
+        pages[STATE] = max(found[STATE], min(found[STATE] * -(-tokens // manifest["context"]), MOST_CELLS))
     return {span: min(count, limits[span]) for span, count in pages.items()}
 
 

@@ -7,3 +7,4 @@ from typing import Literal
 KvType = Literal["f16", "q8_0"]
 KV_TYPE: KvType = "f16"  # by default
 KV_TENSORS: dict[str, tuple[str, ...]] = {"f16": ("k", "v"), "q8_0": ("k", "v", "ks", "vs")}
+LATENT_TENSORS = ("k",)  # where values are columns of the keys; f16 only

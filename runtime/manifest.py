@@ -19,9 +19,10 @@ from msgspec import Meta
 from mlc_amd.runtime import json_files
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.kv_types import KvType
+from mlc_amd.runtime.pages import STATE
 from mlc_amd.runtime.sampling import SamplingChanges
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 MANIFEST = "manifest.json"
 ADVICE = "compile the model again"
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
@@ -57,6 +58,7 @@ class Model(TypedDict):
     context: Size
     layers: list[dict[str, Any]]
     ropes: dict[str, dict[str, Any]]
+    output_norm: str
     norm_eps: float
     tied: bool
     norm: str
@@ -111,14 +113,14 @@ class Buffer(TypedDict):
 
 class KvTensor(Buffer):
     name: Name
-    span: NotRequired[Count]
+    span: NotRequired[Annotated[int, Meta(ge=STATE, le=1 << 40)]]
 
 
 class Param(Buffer):
     """Besides what every parameter has, facts of runtime/measure/inputs.py."""
 
     name: str
-    role: Literal["state", "rows", "pages", "input", "weight", "cache", "output", "work", "zero"]
+    role: Literal["state", "rows", "pages", "cells", "input", "weight", "cache", "states", "output", "work", "zero"]
     draw: NotRequired[list[str | int | float]]
     vocab: NotRequired[Size]
     share: NotRequired[Figure]
@@ -180,8 +182,11 @@ class Stored(TypedDict):
 
 
 class FileFacts(TypedDict):
+    """header: of safetensors; it is compared whenever an artifact is opened, all of the weights only if asked for."""
+
     bytes: Count
     sha256: Digest
+    header: NotRequired[Digest]
 
 
 class Manifest(TypedDict):
@@ -223,10 +228,10 @@ def read(folder: Path) -> Manifest:
     body = data[: len(data) - len(seal[0])] if seal else data
     whole = bool(seal) and hashlib.sha256(body).hexdigest().encode() == seal[1]
     version = _version(data)
-    if version != FORMAT_VERSION and (whole or (seal is None and version is not None and version < 8)):
+    if version != FORMAT_VERSION and (whole or (seal is None and version is not None and version < 9)):
         raise UserError(
             f"{folder} has artifact format {version}, this version reads {FORMAT_VERSION}; {ADVICE}"
-        )  # formats before 8 had no checksum
+        )  # formats before 9 had no checksum
     if not whole:
         raise UserError(f"{path} is damaged or was changed (its checksum differs); {ADVICE}")
     return json_files.decode(data, Manifest, path, ADVICE)

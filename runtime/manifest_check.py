@@ -14,7 +14,7 @@ import numpy as np
 from mlc_amd.runtime.errors import shorten
 from mlc_amd.runtime.io_buffers import PER_ANSWER, PER_ROW, io_buffers
 from mlc_amd.runtime.manifest import Function, Kernel, Launch, Launched, Manifest
-from mlc_amd.runtime.pages import PAGE
+from mlc_amd.runtime.pages import PAGE, STATE
 from mlc_amd.runtime.random_weights import draw_fault
 from mlc_amd.runtime.steps import OUTPUTS, page_table
 from mlc_amd.runtime.weight_block import ALIGN, DTYPES, PAD
@@ -23,15 +23,17 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 Tensor = tuple[str, tuple[int, ...]]  # dtype, shape
 _STORED = {name: dtype for dtype, name in DTYPES.items()} | {"BF16": "bfloat16"}
 _ELEMENTS = (1 << 31) - 1  # of a cached tensor: kernels compute places in it with int32
-_TOTAL = 1 << 50  # bytes of a tensor
+VECTOR = 16  # numbers that vectors are padded to (dist/README.md)
 # Where arguments of a role may lie; None: in any io buffer.
 _PLACES: dict[str, dict[str, tuple[str, ...] | None]] = {
     "state": {"io": ("state", "answers")},
     "rows": {"io": ("rows",)},
     "pages": {"io": None},
-    "input": {"io": None, "arena": None, "kv": None},
+    "cells": {"io": (page_table(STATE),)},
+    "input": {"io": None, "arena": None, "kv": None, "weight": None},
     "weight": {"weight": None},
     "cache": {"kv": None},
+    "states": {"kv": None},
     "output": {"io": OUTPUTS, "arena": None, "kv": None},
     "work": {"arena": None, "kv": None},
     "zero": {"arena": None, "kv": None},
@@ -145,8 +147,8 @@ def _check_kv(manifest: Manifest) -> None:
     _require(len(set(names)) == len(names), "kv", "two tensors have the same name")
     for i, entry in enumerate(manifest["kv"]):
         _require(prod(entry["shape"]) <= _ELEMENTS, f"kv[{i}].shape", "too large")
-        most = manifest["context"] // PAGE
-        _require("span" not in entry or entry["shape"][0] <= most, f"kv[{i}].shape", f"more than {most} pages")
+        paged, most = entry.get("span", STATE) != STATE, manifest["context"] // PAGE
+        _require(not paged or entry["shape"][0] <= most, f"kv[{i}].shape", f"more than {most} pages")
 
 
 def _check_weights(manifest: Manifest, stored: Mapping[str, Tensor]) -> None:
@@ -201,8 +203,8 @@ class _Declared:
 
     def __init__(self, kernel: Kernel):
         self.params = [(param, _tensor(param)) for param in kernel["params"]]
-        self.tables = [i for i, (param, _) in enumerate(self.params) if param["role"] == "pages"]
-        self.caches = [i for i, (param, _) in enumerate(self.params) if param["role"] == "cache"]
+        self.tables = [i for i, (param, _) in enumerate(self.params) if param["role"] in ("pages", "cells")]
+        self.caches = [i for i, (param, _) in enumerate(self.params) if param["role"] in ("cache", "states")]
 
 
 class _Arguments:
@@ -253,6 +255,10 @@ class _Arguments:
             return f"there is no {kind} {name[:60]!r}"
         if kind == "io":
             found = _first_rows(name, found, function)
+        elif kind == "weight" and len(declared[1]) == 1:  # vectors are stored with zeros behind them
+            declared = declared[0], (-(-declared[1][0] // VECTOR) * VECTOR,)
+        elif role == "states":  # of any number of cells
+            found, declared = _cell(found), _cell(declared)
         return "" if found == declared else f"{kind} {name[:60]!r} is {_text(found)}, it takes {_text(declared)}"
 
     def _arena_fault(self, arg: list, declared: Tensor) -> str:
@@ -271,6 +277,10 @@ def _first_rows(name: str, held: Tensor, function: Function) -> Tensor:
     if name in PER_ROW:
         return dtype, (function["rows"], *shape[1:])
     return (dtype, (function["logits"], *shape[1:])) if name in PER_ANSWER else held
+
+
+def _cell(tensor: Tensor) -> Tensor:
+    return tensor[0], tensor[1][1:]
 
 
 def _tensor(entry: Mapping) -> Tensor:

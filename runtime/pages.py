@@ -12,6 +12,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 PAGE = 64  # positions
+# In place of a span: the group of the layers that keep a state of fixed size for each sequence. Its pages are *cells*:
+# each has one state of every such layer.
+STATE = -1
 
 
 class PagePool:

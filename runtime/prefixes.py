@@ -6,6 +6,9 @@ Pages of windowed groups come and go by themselves, as rows far behind do not se
 
 The last page of a sequence is incomplete. When the sequence ends, it becomes a *tail*: the pages of all groups for the
 tokens behind a digest. A tail is taken out of the index by the first sequence that continues it, and written by it.
+
+Cells (`pages.STATE`) are indexed beside the pages: a digest's cell has the state behind its tokens, a tail's the one
+behind all of the tail. Most digests have none. A sequence can begin only where there is one.
 """
 
 from array import array
@@ -13,7 +16,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence as SequenceOf
 from hashlib import blake2b
 
-from mlc_amd.runtime.pages import PAGE, PagePool
+from mlc_amd.runtime.pages import PAGE, STATE, PagePool
 
 Digest = bytes
 ROOT: Digest = b""  # of no tokens
@@ -25,7 +28,9 @@ def digest(parent: Digest, tokens: SequenceOf[int]) -> Digest:
 
 
 def first_page(span: int, complete: int) -> int:
-    """The first page that rows from position complete * PAGE on see. span: 0: all keys."""
+    """The first page that rows from position complete * PAGE on see. span: 0: all keys; STATE: the last page's."""
+    if span == STATE:
+        return max(complete - 1, 0)
     return max(complete * PAGE - span + 1, 0) // PAGE if span else 0
 
 
@@ -60,10 +65,11 @@ class PrefixIndex:
         self._digests[span][page] = known
         self._pools[span].index(page)
 
-    def usable(self, digests: SequenceOf[Digest]) -> int:
+    def usable(self, digests: SequenceOf[Digest], states: bool = True) -> int:
         """The largest n for which a sequence can begin with the pages of digests[:n]: groups that see all keys have all
-        of them, windowed groups those that rows behind n pages see."""
-        best, runs = 0, dict.fromkeys(self._pools, 0)  # runs: how many pages before here are there without a gap
+        of them, windowed groups those that rows behind n pages see. states: there is a state behind them, too."""
+        groups = self._pools.keys() - (set() if states else {STATE})
+        best, runs = 0, dict.fromkeys(groups, 0)  # runs: how many pages before here are there without a gap
         for n, known in enumerate(digests, 1):
             pages = self._complete.get(known, {})
             for span in runs:
@@ -97,7 +103,7 @@ class PrefixIndex:
     def take_tail(self, parent: Digest, tokens: SequenceOf[int]) -> tuple[int, dict[int, int]]:
         """(n, pages): the tail behind `parent` that has most of its first tokens, n, in common with `tokens`; now held
         and not indexed any more. n is 0, and nothing is taken, unless that is at least half of the tail: another
-        sequence may have more use for it."""
+        sequence may have more use for it; all of a tail with a state."""
         wanted, tails = tuple(tokens), self._tails.get(parent, [])
         at = bisect_left(tails, wanted)
         near = [(_common(tail, wanted), tail) for tail in tails[max(at - 1, 0) : at + 1]]
@@ -105,6 +111,8 @@ class PrefixIndex:
         if not n or 2 * n < len(tail):
             return 0, {}
         pages = self._tail_pages[parent, tail]
+        if STATE in pages and n < len(tail):
+            return 0, {}
         for span, page in pages.items():
             self._pools[span].retain(page)
         self._drop_tail((parent, tail))

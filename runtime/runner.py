@@ -10,11 +10,9 @@ import numpy as np
 
 from mlc_amd.runtime.functions import Function, Functions
 from mlc_amd.runtime.kv_cache import Cache
-from mlc_amd.runtime.sampled_rows import Choice, Chosen, SampledRows
-from mlc_amd.runtime.sampling import Sampling
+from mlc_amd.runtime.sampled_rows import GREEDY, Choice, Chosen, SampledRows
 from mlc_amd.runtime.steps import Chunk, Single, page_table, write_step
 
-GREEDY = Choice(Sampling(), 0, ())
 _SCORED = 64  # rows whose logits are read at once: with a large vocabulary, those of one take half a megabyte
 
 

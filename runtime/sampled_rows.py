@@ -20,13 +20,22 @@ _POSITION = FIELDS.index("position")
 class Choice(NamedTuple):
     """How a token is chosen: settings, the seed where these have none, and the tokens before it. allowed: int32 words
     [ceil(vocab / 32)] (`sampling_rows.mask_words`), or None: any token. logprobs: None, or how many of the most likely
-    tokens are wanted besides the log-probability of the chosen one."""
+    tokens are wanted besides the log-probability of the chosen one. guessed: further tokens before it."""
 
     sampling: Sampling
     seed: int
     tokens: Sequence[int]
     allowed: np.ndarray | None = None
     logprobs: int | None = None
+    guessed: Sequence[int] = ()
+
+    @property
+    def position(self) -> int:
+        """Of the token, in its sequence."""
+        return len(self.tokens) + len(self.guessed)
+
+
+GREEDY = Choice(Sampling(), 0, ())
 
 
 class Chosen(NamedTuple):
@@ -62,15 +71,16 @@ class SampledRows:
         for i, choice in enumerate(choices):
             sampling, logprob = choice.sampling, choice.logprobs is not None
             if sampling.adjusts or choice.allowed is not None:
+                tokens = [*choice.tokens, *choice.guessed] if choice.guessed else choice.tokens
                 write_row(
-                    self._words[i], self._changes[i], sampling, choice.tokens, len(choice.tokens), choice.seed,
-                    self._vocab, logprob, choice.allowed is not None,
+                    self._words[i], self._changes[i], sampling, tokens, choice.position, choice.seed, self._vocab,
+                    logprob, choice.allowed is not None,
                 )  # fmt: skip
                 changed = i + 1 if sampling.adjusts else changed
                 masked = i + 1 if choice.allowed is not None else masked
             elif not sampling.greedy or logprob:
                 self._words[i] = self._plain_words(choice)
-                self._words[i, _POSITION] = len(choice.tokens)
+                self._words[i, _POSITION] = choice.position
         if self._words[: len(choices)].any():
             self._device.write("sampling", self._words[: len(choices)])
             self._written = len(choices)

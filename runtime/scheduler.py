@@ -3,7 +3,8 @@
 A driver loop calls `plan`, runs the step on the device, calls `complete` with the sampled tokens, and `finish` for each
 request that is at its end. All methods but `cancel` are called by one thread.
 
-Every running answer has a row in every step; if there are more than rows, clients and their requests take turns. One
+Every running answer has a row in every step; if there are more than rows, clients and their requests take turns. Rows
+that are left may verify guesses of how answers go on (`draft`). One
 chunk of a prompt rides along; clients take turns with chunks. A chunk of which all logits are wanted (`Request.scored`)
 is a step by itself, after which the answers have one. Where as many requests run as may, a client that has none running
 takes the place of the one that has most. The pages of a step are reserved before it runs. Where
@@ -15,7 +16,8 @@ The scheduler assumes that no other sequence of the cache holds pages for long: 
 
 from bisect import insort
 from collections import Counter, OrderedDict, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -66,11 +68,15 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Step:
-    """Rows: for each of `singles` the token sequence.tokens[sequence.computed], then the chunk. All sequences have
-    slots and pages."""
+    """Rows: for each of `singles` the token sequence.tokens[sequence.computed], and behind it its drafts, then the
+    chunk. All sequences have slots and pages. drafts: of each of `singles`, guesses of its next tokens."""
 
     singles: list[tuple[Request, Sequence]]
     chunk: Chunk | None = None
+    drafts: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.drafts.extend([] for _ in self.singles[len(self.drafts) :])
 
     @property
     def answers(self) -> list[Request]:
@@ -204,27 +210,48 @@ class Scheduler:
         self.cache.seat([sequence for _, sequence in rows] + ([chunk.sequence] if chunk else []))
         return self._step
 
-    def complete(self, step: Step, tokens: Iterable[int]) -> None:
-        """The step has run; `tokens`: one for each of step.answers, of which those of finished requests are ignored."""
+    def draft(self, step: Step, drafts: Mapping[Request, list[int]]) -> Step:
+        """The planned step without a chunk, with as many of the drafts of its requests as there are rows and pages for.
+        Nobody gives way to them."""
+        if step is not self._step or step.chunk:
+            raise RuntimeError("this is no step in progress without a chunk")
+        rows = min(self.limits.singles, self.limits.rows) - len(step.singles)
+        found = []
+        for request, sequence in step.singles:
+            left = request.limit - len(request.generated) - 1
+            count = max(min(len(drafts.get(request, ())), rows, left, sequence.room - 1), 0)
+            found.append(drafts[request][:count] if count else [])
+            sequence.reserve(1 + count)
+            rows -= count
+        self._step = Step(step.singles, None, found)
+        return self._step
+
+    def complete(self, step: Step, tokens: Iterable[SequenceOf[int]]) -> None:
+        """The step has run. tokens: for each of step.answers the drafts that were right, and one more; those of
+        finished requests are ignored."""
         tokens, answers = list(tokens), step.answers
-        if len(tokens) != len(answers):
-            raise ValueError(f"{len(tokens)} tokens for a step with {len(answers)} answers")
+        if len(tokens) != len(answers) or not all(tokens):
+            raise ValueError(f"tokens {tokens} for a step with {len(answers)} answers")
         self._end(step)
-        for _, sequence in step.singles:
-            sequence.advance(1)
+        for request, found in zip(answers, tokens, strict=True):
+            if request.state != "done":
+                _sequence(request).tokens.extend(found)
+                request.generated.extend(found)
+        for (request, sequence), found in zip(step.singles, tokens, strict=False):
+            sequence.advance(1 if request.state == "done" else len(found))
         if step.chunk:
             step.chunk.sequence.advance(step.chunk.count)
             if step.chunk.scored:
                 step.chunk.request.scored = step.chunk.sequence.computed
-        for request, token in zip(answers, tokens, strict=True):
-            if request.state != "done":
-                _sequence(request).tokens.append(token)
-                request.generated.append(token)
         self._free_ended()
 
-    def abandon(self, step: Step) -> None:
-        """The step has failed: nothing of it counts as computed. Its requests are as before `plan`."""
-        self._end(step)
+    def abandon(self) -> None:
+        """The planned step has failed: nothing of it counts as computed. Its requests are as before `plan`."""
+        step, self._step = self._step, None
+        if step is None:
+            raise RuntimeError("no step is in progress")
+        for sequence in [sequence for _, sequence in step.singles] + ([step.chunk.sequence] if step.chunk else []):
+            sequence.abandon()
         self._free_ended()
 
     def _end(self, step: Step) -> None:
@@ -287,13 +314,13 @@ class Scheduler:
 
     def _chunk(self, request: Request, most: int) -> Chunk:
         sequence, scored = _sequence(request), request.scored
-        start, count = sequence.computed, min(sequence.pending, sequence.room, most)
+        start, count = sequence.computed, sequence.step_size(min(sequence.room, most))
         if scored is None:
             return Chunk(request, sequence, start, count, count == sequence.pending)
         if start < scored:
             return Chunk(request, sequence, start, min(count, scored - start), False)
         # Without single rows it may be longer than `most`.
-        count = min(sequence.pending, sequence.room, self.limits.scored)
+        count = sequence.step_size(min(sequence.room, self.limits.scored))
         return Chunk(request, sequence, start, count, False, True)
 
     def _first(self, key: Hashable, client: _Client) -> Request | None:

@@ -6,17 +6,23 @@ PAGE - 1 tokens are computed again.
 
 Rows of a group with a span see the last keys only: a sequence holds the pages that rows behind its last complete page
 see, and releases older ones.
+
+Of layers that keep a state there is only the one behind the last computed token, and snapshots: at the last edge of a
+page in a prompt, at every SNAPSHOTS tokens, and at a sequence's end. So where they are there, a sequence goes back to
+the last snapshot, and what is behind that is computed again.
 """
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from mlc_amd.runtime.pages import PAGE
+from mlc_amd.runtime.pages import PAGE, STATE
 from mlc_amd.runtime.prefixes import ROOT, Digest, digest, first_page
+from mlc_amd.runtime.sequence_state import State
 
 if TYPE_CHECKING:
     from mlc_amd.runtime.kv_cache import Cache
 
+SNAPSHOTS = 512  # tokens between snapshots of the state of a sequence that goes on
 GONE = -1  # in place of a page that was released because no later row sees it
 
 
@@ -26,6 +32,7 @@ class Sequence:
     tokens      all ids
     computed    the first `computed` of them have keys in the cache
     pages       span -> the page of each block of PAGE positions, or GONE; pages beyond `computed` are reserved
+    state       of layers that keep one; None for models without
     slot        the row of the page tables, while the sequence has one: see `Cache.seat`
 
     A step for its next `count` tokens: `reserve(count)`, `Cache.seat`, then the device writes their keys to the
@@ -42,6 +49,7 @@ class Sequence:
         "computed",
         "pages",
         "slot",
+        "state",
         "tokens",
     )
 
@@ -50,6 +58,7 @@ class Sequence:
         self.tokens: list[int] = list(tokens)
         self.computed = 0
         self.pages: dict[int, list[int]] = {span: [] for span in cache.pools}
+        self.state = State(cache.cells) if cache.cells else None
         self.slot: int | None = None
         self._capacity = 0  # positions that have pages
         self._complete = 0  # complete pages, all of them indexed: computed // PAGE
@@ -68,6 +77,11 @@ class Sequence:
         assert self.slot is not None, "sequences of a step have slots: see `Cache.seat`"
         return self.slot
 
+    @property
+    def stateless(self) -> bool:
+        """Whether it needs a cell for a state and has none."""
+        return self.state is not None and self.state.cell is None
+
     def append(self, ids: Iterable[int]) -> None:
         """Further tokens, to be computed."""
         self.tokens.extend(ids)
@@ -75,11 +89,19 @@ class Sequence:
     # ---- a step
 
     def reserve(self, count: int) -> bool:
-        """Pages for the next `count` positions in every group; False, and nothing is changed, if the pools have not
-        enough. ValueError beyond the context."""
+        """Pages for the next `count` positions in every group, and a cell; False, and nothing is changed, if the pools
+        have not enough. ValueError beyond the context."""
         end = self.computed + count
-        if end <= self._capacity:
-            return True
+        if count and self.state and not self.state.available:
+            return False
+        if end > self._capacity and not self._reserve_pages(end):
+            return False
+        if count and self.state:
+            self.state.reserve()
+        return True
+
+    def _reserve_pages(self, end: int) -> bool:
+        """Pages for all positions below `end`, some of which have none."""
         if end > self.cache.context:
             raise ValueError(f"position {end - 1} is beyond the context of {self.cache.context}")
         more = -(-(end - self._capacity) // PAGE)
@@ -93,14 +115,61 @@ class Sequence:
     @property
     def room(self) -> int:
         """The largest `count` for which `reserve` succeeds."""
-        more = min(pool.available for pool in self.cache.pools.values()) * PAGE
+        if self.state and not self.state.available:
+            return 0
+        more = min((pool.available for pool in self.cache.pools.values()), default=self.cache.context) * PAGE
         return min(self._capacity + more, self.cache.context) - self.computed
+
+    def step_size(self, most: int) -> int:
+        """How many of the pending tokens the next step computes, at most `most`: up to where a snapshot is wanted."""
+        count = min(self.pending, most)
+        if self.state is None or count <= 1:
+            return count
+        end, last = self.computed + count, self._last_edge
+        if self.computed < last < end:
+            return last - self.computed
+        edge = end // PAGE * PAGE
+        return edge - self.computed if self.computed < edge < last else count
+
+    @property
+    def _last_edge(self) -> int:
+        """The last edge of a page that leaves a token to compute."""
+        return (len(self.tokens) - 1) // PAGE * PAGE
 
     def advance(self, count: int) -> None:
         """The keys of the next `count` tokens are in the cache."""
+        before = self.computed
         self.computed += count
+        if self.state:
+            self.state.advance()
         if self.computed // PAGE > self._complete:
             self._share()
+        if self.state and self.computed % PAGE == 0:
+            prompt = count > 1 and self.computed == self._last_edge
+            if prompt or self.computed // SNAPSHOTS > before // SNAPSHOTS:
+                self._snapshot(self.state)
+                self.state.passing = not prompt
+
+    def _snapshot(self, state: State) -> None:
+        """Indexes the state, at the edge of a page, or takes the cell that is indexed already."""
+        known, index = self._chain(self._complete)[-1], self.cache.index
+        other = index.page(known, STATE)
+        if other is None:
+            assert state.cell is not None, "a state follows a step"
+            index.add(known, STATE, state.cell)
+        elif self.cache.cells and other != state.cell:
+            self.cache.cells.retain(other)
+            state.take(other)
+
+    def abandon(self) -> None:
+        """The step that was seated has failed."""
+        if self.state and not self.state.abandon():
+            self._begin_again(self.computed)
+
+    def _begin_again(self, limit: int) -> None:
+        """What the index has of the first `limit` tokens, in place of what is computed."""
+        self._cut(0)
+        self._match(limit)
 
     def _share(self) -> None:
         """Indexes the pages that are complete now, or takes pages with the same contents in their place."""
@@ -139,23 +208,39 @@ class Sequence:
         """At most `limit` tokens."""
         chain, index = self._chain(max(limit, 0) // PAGE), self.cache.index
         if self._complete == 0 or (len(chain) > self._complete and chain[self._complete] in index):
+            if self.state and self._take_tail(chain, index.usable(chain, states=False), limit):
+                return
             self._take(chain, index.usable(chain))
-        end = self._complete * PAGE
-        if self.computed != end or limit <= end:
-            return
-        parent = self._digests[self._complete - 1] if self._complete else ROOT
-        n, pages = index.take_tail(parent, self.tokens[end : min(limit, end + PAGE)])
-        if n:
-            self._cut(self._complete)
-            for span, page in pages.items():
-                self._set(span, [page])
-            self._capacity += PAGE
-            self.computed += n
+        self._take_tail(chain, self._complete, limit)
 
-    def _take(self, chain: list[Digest], n: int) -> None:
-        """The indexed pages of chain[:n] in place of those held, if they are more than are complete."""
+    def _take_tail(self, chain: list[Digest], n: int, limit: int) -> bool:
+        """The indexed pages of chain[:n] and a tail behind them; False if there is none of use."""
+        end = n * PAGE
+        if limit <= end or n < self._complete or (n == self._complete and self.computed != end):
+            return False
+        parent = self._digests[n - 1] if n else ROOT
+        count, pages = self.cache.index.take_tail(parent, self.tokens[end : min(limit, end + PAGE)])
+        if not count:
+            return False
+        self._take(chain, n, state=False)
+        self._cut(self._complete)
+        for span, page in pages.items():
+            if span != STATE:
+                self._set(span, [page])
+            elif self.state:
+                self.state.take(page)
+        self._capacity += PAGE
+        self.computed += count
+        return True
+
+    def _take(self, chain: list[Digest], n: int, state: bool = True) -> None:
+        """The indexed pages of chain[:n] in place of those held, if they are more than are complete. state: the state
+        behind them, too."""
         if n <= self._complete:
             return
+        cell = self.cache.index.page(chain[n - 1], STATE) if state else None
+        if cell is not None and self.cache.cells:
+            self.cache.cells.retain(cell)
         pages = {}
         for span, pool in self.cache.pools.items():
             first = first_page(span, n)
@@ -164,6 +249,8 @@ class Sequence:
             for page in pages[span]:
                 pool.retain(page)
         self._cut(0)
+        if cell is not None and self.state:
+            self.state.take(cell)
         for span, found in pages.items():
             self._gone[span] = n - len(found)
             self._set(span, [GONE] * self._gone[span] + found)
@@ -171,8 +258,11 @@ class Sequence:
         self.computed = self._capacity = n * PAGE
 
     def fork(self) -> "Sequence":
-        """A sequence with the same tokens that shares the complete pages."""
+        """A sequence with the same tokens that shares the complete pages, up to the last snapshot of a state."""
         other = Sequence(self.cache, self.tokens)
+        if self.state:
+            other._match(self._complete * PAGE)
+            return other
         n = other._complete = other._matched = self._complete
         for span, pages in self.pages.items():
             other._gone[span] = self._gone[span]
@@ -187,11 +277,15 @@ class Sequence:
 
     def truncate(self, n: int) -> None:
         """Keeps the first `n` tokens. `computed` goes back to what is still whole: to the beginning of a page if `n`
-        ends inside a complete one, or further where pages are gone that the next row sees."""
+        ends inside a complete one, or further where pages are gone that the next row sees, or where there is a state
+        only further back."""
         if not 0 <= n <= len(self.tokens):
             raise ValueError(f"cannot keep {n} of {len(self.tokens)} tokens")
         del self.tokens[n:]
         del self._digests[n // PAGE :]
+        if self.state and (not self.state.abandon() or n < self.computed):
+            self._begin_again(min(n, self.computed))
+            return
         if n >= self.computed:
             self._cut(-(-self.computed // PAGE))
             return
@@ -207,13 +301,22 @@ class Sequence:
     def free(self) -> None:
         """Gives up all pages and the slot. The index keeps what is computed as long as pages are left, so `match` finds
         it again, also for this sequence."""
+        if self.state is None or self.state.abandon():
+            self._index_end()
+        self._cut(0)
+        self.cache.unseat(self)
+
+    def _index_end(self) -> None:
+        """Indexes what is not indexed yet: the incomplete page, and the state."""
         begin = self._complete * PAGE
         if self.computed > begin:
             parent = self._chain(self._complete)[-1] if self._complete else ROOT
             tail = {span: pages[self._complete] for span, pages in self.pages.items()}
+            if self.state and self.state.cell is not None:
+                tail[STATE] = self.state.cell
             self.cache.index.add_tail(parent, self.tokens[begin : self.computed], tail)
-        self._cut(0)
-        self.cache.unseat(self)
+        elif self.state and self.computed:
+            self._snapshot(self.state)
 
     def _cut(self, n: int) -> None:
         """Releases all pages but the first n; n = 0 leaves nothing computed."""
@@ -225,6 +328,8 @@ class Sequence:
             del pages[n:]
         self._capacity = min(self._capacity, n * PAGE)
         if n == 0:
+            if self.state:
+                self.state.drop()
             self.computed = self._complete = self._matched = 0
             self._gone = dict.fromkeys(self._gone, 0)
 

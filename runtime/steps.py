@@ -8,8 +8,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from mlc_amd.runtime.pages import STATE
+
 Single = tuple[int, int, int]  # token, position, slot
 Chunk = tuple[Sequence[int] | np.ndarray, int, int]  # tokens, position of the first, slot
+CELLS = "cells"  # the table of the cells of each slot, in io
 _TABLES = "pages."  # prefix of the names of page tables in io, before the span of their layers
 # io buffers that kernels write, in the order in which a function returns them; the host writes the others.
 OUTPUTS = ("logits", "sampled", "logprobs")
@@ -17,13 +20,13 @@ _SELDOM = ("changes", "allowed")  # io buffers of sampling that most steps have 
 
 
 def page_table(span: int) -> str:
-    """The io buffer of the page tables of layers of that span."""
-    return f"{_TABLES}{span}"
+    """The io buffer of the page tables of layers of that span, or of the cells of those that keep a state."""
+    return CELLS if span == STATE else f"{_TABLES}{span}"
 
 
 def is_kept(name: str) -> bool:
     """Whether an input stays the same for many steps: devices copy it only when it was written."""
-    return name.startswith(_TABLES) or name in _SELDOM
+    return name.startswith(_TABLES) or name in (CELLS, *_SELDOM)
 
 
 def write_step(
@@ -66,15 +69,19 @@ def answer_rows(function: Mapping, single: int, live: int) -> int:
 
 
 def pages_of(device, manifest: Mapping) -> dict[int, int]:
-    """How many pages the device has for the layers of each span."""
+    """How many pages the device has for the layers of each span, cells included."""
     return {entry["span"]: device.kv_types[entry["name"]][0][0] for entry in manifest["kv"] if "span" in entry}
 
 
 def write_private_pages(device, manifest: Mapping, short: int = 0) -> None:
     """Page tables for a device that is used without an engine: the first `short` slots have one page each, the next
-    one all others. A sequence that is longer than what it has begins with its first page again. ValueError for too few
-    pages."""
+    one all others. A sequence that is longer than what it has begins with its first page again. Each slot has a cell of
+    its own, as far as there are cells. ValueError for too few pages."""
     for span, pages in pages_of(device, manifest).items():
+        if span == STATE:
+            slots = manifest["io"][CELLS]["shape"][0]
+            device.write(CELLS, np.repeat(np.arange(slots, dtype=np.int32)[:, None] % pages, 2, 1))
+            continue
         if pages <= short:
             raise ValueError(f"{pages} pages do not suffice for {short} slots and one more")
         name = page_table(span)

@@ -12,18 +12,16 @@ be joined without loss.
 """
 
 import codecs
-import json
 import re
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers import models
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.text_pipeline import check_runs, has_pipeline
+from mlc_amd.runtime.tokenizer_files import ADVICE, Config, library_errors, read_config, read_library
 from mlc_amd.runtime.traced_text import Traced
 
 MARK = "\ufdd0"  # a code point that Unicode reserves for a program's internal use
@@ -41,58 +39,11 @@ _BYTES = _byte_characters()
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-_KEYS = frozenset(
-    (
-        "model",
-        "pre",
-        "byte_level",
-        "vocab_size",
-        "special",
-        "end_ids",
-        "add_bos",
-        "add_eos",
-        "add_space_prefix",
-        "mark",
-        "chat_template",
-        "chat_templates",
-    )
-)
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    """The content of `tokenizer_config.json`. Raises UserError if it is missing or malformed."""
-    path = Path(directory) / "tokenizer_config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} ({_one_line(error)}): compile the model again") from error
-    missing = sorted(_KEYS - config.keys() if isinstance(config, dict) else _KEYS)
-    if missing:
-        raise UserError(f"{path} lacks {', '.join(missing)}: compile the model again")
-    return config
-
-
-def _has_pipeline(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> bool:
+def _has_pipeline(backend: tokenizers.Tokenizer, config: Config) -> bool:
     try:
         return has_pipeline(backend, config["model"] == "llama", config["pre"], config["add_space_prefix"])
     except KeyError:  # an unknown pre-tokenizer
         return False
-
-
-@contextmanager
-def _library(problem: str, advice: str) -> Iterator[None]:
-    """UserError for whatever the library raises: nothing narrower than Exception, and where its Rust code panics, what
-    is no Exception."""
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise UserError(f"{problem} ({_one_line(error)}): {advice}") from error
-        raise
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 class _Controls:
@@ -111,7 +62,7 @@ class _Controls:
 
     def places(self, text: str) -> list[int]:
         """Where control tokens begin."""
-        with _library("the text cannot be tokenized", "change it"):
+        with library_errors("the text cannot be tokenized", "change it"):
             found = self._backend.encode(text, add_special_tokens=False)
         return [start for i, (start, _) in zip(found.ids, found.offsets, strict=True) if 0 < i <= self._last]
 
@@ -125,7 +76,7 @@ class Tokenizer:
     add_bos, add_eos: bool     what `encode` adds with add_special
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any]):
+    def __init__(self, backend: tokenizers.Tokenizer, config: Config):
         self._backend = backend
         self._byte_level: bool = config["byte_level"]
         self._pre: str | None = config["pre"]
@@ -145,17 +96,14 @@ class Tokenizer:
     def load(cls, directory: str | Path) -> "Tokenizer":
         """Raises UserError when a file is missing or corrupt."""
         config = read_config(Path(directory))
-        path = Path(directory) / "tokenizer.json"
-        with _library(f"cannot read {path}", "compile the model again"):
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        if backend.get_vocab_size() != config["vocab_size"]:
-            raise UserError(
-                f"{path} has {backend.get_vocab_size()} tokens, its config {config['vocab_size']}: compile the model "
-                "again"
-            )
+        backend = read_library(Path(directory), config["vocab_size"])
         if config["mark"] != MARK or not _has_pipeline(backend, config):
-            raise UserError(f"{path} is not what this version of mlc-amd writes: compile the model again")
+            raise UserError(f"{directory}: its tokenizer is not what this version of mlc-amd writes; {ADVICE}")
         return cls(backend, config)
+
+    def same_vocabulary(self, other: "Tokenizer") -> bool:
+        """Whether the same ids mean the same tokens."""
+        return self._backend.get_vocab(True) == other._backend.get_vocab(True)
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of `text`.
@@ -170,7 +118,7 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise UserError(f"the text is not valid Unicode ({_one_line(error)}): pass UTF-8") from error
+            raise UserError(f"the text is not valid Unicode ({error}): pass UTF-8") from error
         ids = self._ids(self._marked(text) if parse_special else text.replace(MARK, ""))
         if add_special and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
@@ -190,7 +138,7 @@ class Tokenizer:
 
     def _ids(self, text: str) -> list[int]:
         check_runs(text, self._pre)
-        with _library("the text cannot be tokenized", "change it"):
+        with library_errors("the text cannot be tokenized", "change it"):
             return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:

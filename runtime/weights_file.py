@@ -1,6 +1,7 @@
 """Files of packed weights, written and read: safetensors, with every tensor at a multiple of 64 bytes
 (dist/README.md)."""
 
+import hashlib
 import json
 import mmap
 import os
@@ -8,7 +9,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, BinaryIO, Literal, TypedDict
 
 import numpy as np
 from msgspec import Meta
@@ -70,12 +71,10 @@ class Weights(WeightBlock):
 
     def __init__(self, path: Path):
         with json_files.open_file(path) as f:
-            size = int.from_bytes(f.read(8), "little")
-            self.start, end = 8 + size, os.fstat(f.fileno()).st_size
-            if not 0 < size <= min(end - 8, json_files.LARGEST):
-                raise UserError(f"{path} is damaged (it ends within its header); {ADVICE}")
-            header = json_files.decode(f.read(size), dict[str, _Entry], path, ADVICE)
-            if wrong := _fault(header, end - self.start):
+            data = _header(f, path)
+            self.start = 8 + len(data)
+            header = json_files.decode(data, dict[str, _Entry], path, ADVICE)
+            if wrong := _fault(header, os.fstat(f.fileno()).st_size - self.start):
                 raise UserError(f"{path} is damaged ({wrong}); {ADVICE}")
             self.map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
         super().__init__({name: dict(entry) for name, entry in header.items()})
@@ -89,6 +88,19 @@ class Weights(WeightBlock):
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._view(self.map, self.start, name)
+
+
+def header_digest(path: Path) -> str:
+    """SHA-256 of what a file says of its tensors. UserError where it ends before."""
+    with json_files.open_file(path) as file:
+        return hashlib.sha256(_header(file, path)).hexdigest()
+
+
+def _header(file: BinaryIO, path: Path) -> bytes:
+    size, end = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
+    if not 0 < size <= min(end - 8, json_files.LARGEST):
+        raise UserError(f"{path} is damaged (it ends within its header); {ADVICE}")
+    return file.read(size)
 
 
 class _Entry(TypedDict):

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, fields
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.kv_types import KV_TENSORS, KV_TYPE
+from mlc_amd.runtime.kv_types import KV_TENSORS, KV_TYPE, LATENT_TENSORS
 
 LOG2E = math.log2(math.e)
 PAGE = 64  # keys of a page of the cache; no block of an attention kernel crosses one
@@ -33,6 +33,9 @@ class Attention:
     With sinks, each query head has one more logit in the softmax's denominator, which has no value and is not scaled
     (gpt-oss).
 
+    In latent attention (`values` is not 0; DeepSeek V2) the first `values` columns of a key are the value, so that the
+    cache holds keys only, of one KV head.
+
     Keys and values are in pages of PAGE positions; a page table says for each slot (a sequence) and each block of PAGE
     positions which page has them. Layers of the same `span` share the tables. ValueError for a window with chunks, and
     for an unknown type of the cache.
@@ -40,7 +43,7 @@ class Attention:
 
     heads: int  # query heads
     kv_heads: int  # divides heads
-    d: int  # columns of a head of q, k and v, a multiple of 8
+    d: int  # columns of a head of q and k, and of v unless `values` says otherwise; a multiple of 8
     ctx: int  # positions that a sequence may have
     scale: float = 0.0  # of q . k; 0: 1/sqrt(d)
     window: int = 0  # keys that a row sees, its own included; 0: all
@@ -48,10 +51,13 @@ class Attention:
     sinks: bool = False
     chunk: int = 0  # 0: none
     kv: str = KV_TYPE  # type of the cache: a name of runtime/kv_types.py
+    values: int = 0  # leading columns of a key that are the value; 0: values have tensors of their own
 
     def __post_init__(self):
         if (self.window and self.chunk) or self.kv not in KV_TENSORS:
             raise ValueError(f"{self} is no attention layer")
+        if self.values and (self.kv_heads != 1 or self.sinks or self.values > self.d):
+            raise ValueError(f"{self} is no latent attention layer")
 
     @property
     def quantized(self) -> bool:
@@ -62,7 +68,7 @@ class Attention:
     @property
     def cache(self) -> tuple[str, ...]:
         """The tensors of the cache, as `cache_types` of a target has them."""
-        return KV_TENSORS[self.kv]
+        return LATENT_TENSORS if self.values else KV_TENSORS[self.kv]
 
     @property
     def span(self) -> int:
@@ -83,6 +89,16 @@ class Attention:
     def width(self) -> int:
         """Columns of a head in the cache and in rotated queries."""
         return padded_columns(self.d)
+
+    @property
+    def value_d(self) -> int:
+        """Columns of a head's value, and of its output."""
+        return self.values or self.d
+
+    @property
+    def value_width(self) -> int:
+        """The same with padding."""
+        return padded_columns(self.value_d)
 
     @property
     def query_scale(self) -> float:
@@ -108,7 +124,11 @@ class Rope:
 
 
 def check_quantized(attention: Attention) -> None:
-    """UserError for a layer whose heads are not whole blocks of a quantized cache."""
+    """UserError for a layer whose heads are not whole blocks of a quantized cache, or which cannot have one."""
+    if attention.quantized and attention.values:
+        raise UserError(
+            f"--kv-type {attention.kv} is not supported for latent attention (MLA), as this model has; leave it out"
+        )
     if attention.quantized and attention.d % KV_BLOCK:
         raise UserError(
             f"--kv-type {attention.kv} needs heads in multiples of {KV_BLOCK}, not of {attention.d} as this model's; "

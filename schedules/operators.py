@@ -5,8 +5,8 @@ In: an operator's name, and its workload's arguments (a target's `make_<operator
 parameters in order, with roles, and `Costs`. Arguments that a workload lacks have their usual value.
 
 Roles are those of runtime/measure/candidate.py: state, rows and pages (where rows are in sequences, where sequences are
-in the cache), input, weight (planes, vectors, tables), cache (read or written
-in place), output, work, zero (workspace, which is zero before and after each call).
+in the cache), cells (where their states are), input, weight (planes, vectors, tables), cache (read or written
+in place), states (the same of each sequence), output, work, zero (workspace, which is zero before and after each call).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -166,6 +166,7 @@ def costs(op: str, args: dict, params: list[Parameter]) -> Costs:
 # ---- the table
 
 _STATE = Slot("state", ("state",))
+_CELLS = Slot("cells", ("cells",))
 _ROWS, _PAGES = Slot("rows", ("rows",)), Slot("pages", ("pages",))
 _ACT = Slot("input", ("A", "S", "X", "H"))  # in any layout of compiler/ops.py
 _OUT = Slot("output", ("A", "S", "X", "Y", "H", "O", "A_out", "S_out"))
@@ -184,6 +185,12 @@ def _linear(args: dict) -> Iterator[Slot]:
         yield Slot("input", ("R",))
     for i, (_, n) in enumerate(args["segments"]):
         yield Slot("output", (f"Y{i}",), columns=n)
+
+
+def _head_linear(args: dict) -> Iterator[Slot]:
+    yield from (_STATE, _ACT)
+    yield Slot("weight", prefix="W_", matrix=(args["fmt"], args["k"]))
+    yield _OUT
 
 
 def _gate_up(args: dict) -> Iterator[Slot]:
@@ -215,6 +222,12 @@ def _rope_kv_write(args: dict) -> Iterator[Slot]:
     if writes:
         yield _CACHE
     yield Slot("output", ("Qo",))
+
+
+def _latent_kv_write(args: dict) -> Iterator[Slot]:
+    yield from (_STATE, _ROWS, _PAGES, Slot("input", ("Q", "L", "K")), Slot("weight", ("KN",)))
+    yield Slot("weight", ("CS",), rows=args["ctx"])
+    yield from (_CACHE, Slot("output", ("Qo",)))
 
 
 def _attention_end(args: dict) -> Iterator[Slot]:
@@ -309,13 +322,20 @@ def _sample(args: dict) -> Iterator[Slot]:
     yield from (Slot("output", ("Sampled", "LogProbs")), Slot("work", ("Adjusted",)))
 
 
+def _causal_conv(args: dict) -> Iterator[Slot]:
+    yield from (_STATE, _ROWS, _CELLS, Slot("input", ("X",)), Slot("weight", ("W",)))
+    if args["bias"]:
+        yield Slot("weight", ("B",))
+    yield from (Slot("states", ("States",)), Slot("output", ("Y",)))
+
+
 def _expert_products(args: dict, matrices: int) -> tuple[int, int]:
     return 2 * args["m"] * args["used"] * args["k"] * args["n"] * matrices, 0
 
 
 def _scores(args: dict) -> tuple[int, int]:
-    """Two products of d elements for each head."""
-    return 0, 4 * args["heads"] * args["d"]
+    """Two products for each head, of a key's and of a value's elements."""
+    return 0, 2 * args["heads"] * (args["d"] + (args.get("values") or args["d"]))
 
 
 OPERATORS = {
@@ -326,8 +346,10 @@ OPERATORS = {
     ),
     "quantize": Operator(lambda args: (_STATE, Slot("input", ("X",)), _OUT)),
     "linear": Operator(_linear, lambda args: (2 * args["m"] * args["k"] * sum(n for _, n in args["segments"]), 0)),
+    "head_linear": Operator(_head_linear, lambda args: (2 * args["m"] * args["heads"] * args["k"] * args["n"], 0)),
     "gate_up": Operator(_gate_up, lambda args: (2 * args["m"] * args["k"] * 2 * args["n"], 0)),
     "rope_kv_write": Operator(_rope_kv_write),
+    "latent_kv_write": Operator(_latent_kv_write),
     "attention": Operator(_attention, _scores, reads_cache=True),
     "rope_attention": Operator(_rope_attention, _scores, reads_cache=True),
     "route": Operator(_route),
@@ -341,4 +363,37 @@ OPERATORS = {
     "expert_down": Operator(_expert_linear, lambda args: _expert_products(args, 1)),
     "combine": Operator(_combine),
     "sample": Operator(_sample),
+    "ssm_scan": Operator(
+        lambda args: (
+            _STATE,
+            _ROWS,
+            _CELLS,
+            Slot("input", ("X", "Z", "Dt")),
+            Slot("weight", ("A", "D", "Bias")),
+            Slot("states", ("States",)),
+            Slot("output", ("Y",)),
+        ),
+        lambda args: (6 * args["m"] * args["heads"] * args["d"] * args["size"], 0),
+    ),
+    "delta_net": Operator(
+        lambda args: (
+            _STATE,
+            _ROWS,
+            _CELLS,
+            Slot("input", ("X", "Beta", "Alpha")),
+            Slot("weight", ("A", "Dt")),
+            Slot("states", ("States",)),
+            Slot("output", ("Y",)),
+        ),
+        lambda args: (8 * args["m"] * args["value_heads"] * args["d"] ** 2, 0),  # two products, decay and update
+    ),
+    "gate": Operator(
+        lambda args: (
+            _STATE,
+            Slot("input", ("X", "Z")),
+            *([] if args["eps"] is None else [Slot("weight", ("G",))]),
+            _OUT,
+        )
+    ),
+    "causal_conv": Operator(_causal_conv, lambda args: (2 * args["m"] * args["channels"] * args["taps"], 0)),
 }

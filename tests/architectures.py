@@ -10,17 +10,37 @@ ROPE_SCALED = {
     "rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 16,
 }  # fmt: skip
 EXPERTS = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 64}
+DELTA_NET = {
+    "full_attention_interval": 2, "rope.dimension_count": 32, "ssm.state_size": 32, "ssm.group_count": 2,
+    "ssm.time_step_rank": 4, "ssm.conv_kernel": 4,
+}  # fmt: skip
 BLOCKS = range(4)
 QKV_BIAS, OUTPUT_BIAS = ("blk.0.attn_q.bias",), ("blk.0.attn_output.bias",)
 
+MAMBA2 = {
+    "ssm.inner_size": 512, "ssm.state_size": 32, "ssm.time_step_rank": 8, "ssm.group_count": 2, "ssm.conv_kernel": 4,
+}  # fmt: skip
+
 MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "cohere2": ({"attention.sliding_window": 24, "logit_scale": 0.25, "block_count": 4}, ()),
+    "deepseek2": (
+        EXPERTS
+        | ROPE_SCALED
+        | {"rope.scaling.yarn_log_multiplier": 0.1, "rope.dimension_count": 32, "attention.head_count_kv": 1}
+        | {"attention.q_lora_rank": 96, "attention.kv_lora_rank": 64, "attention.key_length": 96}
+        | {"attention.value_length": 64, "attention.key_length_mla": 96, "attention.value_length_mla": 48}
+        | {"leading_dense_block_count": 1, "expert_shared_count": 1, "expert_gating_func": 2}
+        | {"expert_weights_norm": True, "expert_weights_scale": 2.5, "expert_group_count": 4}
+        | {"expert_group_used_count": 2},
+        ("blk.1.exp_probs_b.bias",),
+    ),
     "ernie4_5": ({}, ()),
     "ernie4_5-moe": (
         EXPERTS | {"leading_dense_block_count": 1, "expert_shared_feed_forward_length": 128},
         ("blk.1.exp_probs_b.bias",),
     ),
     "exaone4": ({}, ("rope_freqs.weight",)),
+    "falcon-h1": (MAMBA2 | {"ssm.inner_size": 384, "ssm.time_step_rank": 6, "ssm.state_size": 48}, ()),
     "gemma": ({}, ()),
     "gemma2": ({"attention.sliding_window": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}, ()),
     "gemma3": (
@@ -58,13 +78,31 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         | {"feed_forward_length": 64, "expert_shared_feed_forward_length": 96},
         (),
     ),
+    "granitehybrid": (
+        EXPERTS | MAMBA2
+        | {"block_count": 3, "attention.head_count_kv": [0, 2, 0], "rope.scaling.finetuned": False}
+        | {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0, "attention.scale": 0.025}
+        | {"feed_forward_length": 64, "expert_shared_feed_forward_length": 96, "ssm.group_count": 1},
+        (),
+    ),
     "hunyuan-dense": ({"rope.scaling.alpha": 1000.0}, ()),
+    "lfm2": (
+        {"block_count": 4, "attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3}
+        | {"attention.sliding_window": 24},
+        (),
+    ),
+    "lfm2moe": (
+        EXPERTS | {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 4, "leading_dense_block_count": 1}
+        | {"expert_gating_func": 2},
+        (),
+    ),
     "llama": ({}, ("output.weight",)),
     "llama-moe": (EXPERTS | {"feed_forward_length": 64}, ()),
     "llama4": (
         EXPERTS | {"expert_used_count": 3, "block_count": 4, "interleave_moe_layer_step": 2},
         ("rope_freqs.weight",),
     ),
+    "mamba2": (MAMBA2, ()),
     "minimax-m2": (
         EXPERTS
         | {"expert_used_count": 3, "feed_forward_length": 64, "rope.dimension_count": 32, "expert_gating_func": 2},
@@ -73,6 +111,18 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "mistral3": (
         ROPE_SCALED | {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.1},
         (),
+    ),
+    "nemotron_h": (
+        MAMBA2
+        | {"block_count": 4, "attention.head_count_kv": [0, 0, 2, 0], "feed_forward_length": [0, 256, 0, 320]},
+        (),
+    ),
+    "nemotron_h_moe": (
+        EXPERTS | MAMBA2
+        | {"block_count": 4, "attention.head_count_kv": [0, 0, 2, 0], "feed_forward_length": [0, 64, 0, 64]}
+        | {"expert_shared_feed_forward_length": 96, "expert_weights_norm": True, "expert_weights_scale": 2.5}
+        | {"moe_latent_size": 96},
+        ("blk.1.exp_probs_b.bias",),
     ),
     "olmo2": (ROPE_SCALED | {"attention.sliding_window": 24, "block_count": 4}, ("output.weight",)),
     "olmoe": (EXPERTS | {"feed_forward_length": 64, "attention.head_count_kv": 4}, ("output.weight",)),
@@ -84,6 +134,12 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "qwen2moe": (EXPERTS | {"expert_shared_feed_forward_length": 96}, ()),
     "qwen3": ({}, ()),
     "qwen3moe": (EXPERTS, ()),
+    "qwen3next": (DELTA_NET | EXPERTS | {"expert_shared_feed_forward_length": 96}, ("blk.0.ssm_in.weight",)),
+    "qwen35": (DELTA_NET | {"ssm.time_step_rank": 6, "ssm.conv_kernel": 3}, ("output.weight",)),
+    "qwen35moe": (
+        DELTA_NET | EXPERTS | {"expert_shared_feed_forward_length": 96},
+        ("blk.0.ffn_gate_up_exps.weight", "blk.1.ffn_gate_up_exps.weight"),
+    ),
     "seed_oss": ({}, QKV_BIAS),
     "smollm3": ({"block_count": 4}, ()),
     "starcoder2": ({}, (*QKV_BIAS, *OUTPUT_BIAS)),

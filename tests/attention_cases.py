@@ -166,7 +166,7 @@ def scratch(case):
     """Parts, full of what nobody may read, and Arrived."""
     return {
         n: np.full(shape, np.nan, dtype) if dtype == "float32" else np.zeros(shape, dtype)
-        for n, (shape, dtype) in scratch_shapes(case.heads, case.kv_heads, case.d).items()
+        for n, (shape, dtype) in scratch_shapes(case.heads, case.d).items()
     }
 
 

@@ -135,7 +135,7 @@ class OnArch(Emulated):
             """(the attention's result, the workgroup that joined)"""
             scratch = {
                 name: np.full(shape, np.nan if dtype == "float32" else 0, dtype)
-                for name, (shape, dtype) in scratch_shapes(heads, kv_heads, d).items()
+                for name, (shape, dtype) in scratch_shapes(heads, d).items()
             }
             out, blocks = outputs(1, heads * d), np.arange(layer.blocks, dtype=np.int32)
             places = {"rows": np.array([[position, 7]], np.int32), "pages": np.tile(blocks, (SLOTS, 1))}

@@ -4,7 +4,7 @@ there, exactly, so that a key of a wrong token, or of the right token behind wro
 from collections.abc import Iterable, Iterator
 
 from mlc_amd.runtime.kv_cache import Cache
-from mlc_amd.runtime.pages import PAGE
+from mlc_amd.runtime.pages import PAGE, STATE
 from mlc_amd.runtime.prefixes import first_page
 from mlc_amd.runtime.sequence import GONE, Sequence
 
@@ -16,19 +16,32 @@ def chains(tokens: Iterable[int], chain: int = 0) -> Iterator[int]:
         yield chain
 
 
+def held_cells(sequence: Sequence) -> set[int]:
+    """The cell of its state, and the one that is reserved for the next."""
+    state = sequence.state
+    return {cell for cell in (state.cell, state._next) if cell is not None} if state else set()
+
+
 class PagedModel:
     """Takes the place of a device: `run` writes and reads pages as a step does."""
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
         self.contents = {span: [[0] * PAGE for _ in range(pool.pages)] for span, pool in cache.pools.items()}
+        self.states = [0] * (cache.cells.pages if cache.cells else 0)  # the chain that each cell is behind
 
-    def run(self, sequence: Sequence, count: int) -> int:
-        """The next `count` tokens of a sequence with pages and a slot: writes their chains, and reads what the rows of
-        the first and the last one see. Returns the chain of the last one."""
-        begin, end = sequence.computed, sequence.computed + count
-        assert end <= len(sequence.tokens) and sequence.slot is not None
-        own = list(chains(sequence.tokens[:end]))
+    def run(self, sequence: Sequence, count: int, drafts: Iterable[int] = ()) -> list[int]:
+        """The next `count` tokens of a sequence with pages and a slot, and drafts behind them: writes their chains, and
+        reads what the rows of the first and the last one see. Returns their chains."""
+        tokens = [*sequence.tokens[: sequence.computed + count], *drafts]
+        begin, end = sequence.computed, len(tokens)
+        assert sequence.computed + count <= len(sequence.tokens) and sequence.slot is not None
+        own = list(chains(tokens))
+        if self.cache.cells:
+            source, target = self.cache.page_tables[STATE][sequence.slot].tolist()
+            assert not begin or self.states[source] == own[begin - 1]
+            assert self.cache.cells.holders(target) == 1 and not self.cache.cells.indexed(target)
+            self.states[target] = own[-1]
         for span, pool in self.cache.pools.items():
             table = self.cache.page_tables[span][sequence.slot]
             for position in range(begin, end):
@@ -40,14 +53,19 @@ class PagedModel:
                 pages = [self.contents[span][page] for page in table[first // PAGE : last // PAGE + 1].tolist()]
                 seen = [chain for page in pages for chain in page][first % PAGE :]
                 assert seen[: last - first + 1] == own[first : last + 1], (span, last)
-        return own[-1]
+        return own[begin:]
 
     def check(self, sequences: list[Sequence]) -> None:
         """All that is true between two steps when these are the cache's sequences."""
-        holders = {span: [0] * pool.pages for span, pool in self.cache.pools.items()}
+        pools = self.cache.pools | ({STATE: self.cache.cells} if self.cache.cells else {})
+        holders = {span: [0] * pool.pages for span, pool in pools.items()}
         for sequence in sequences:
             assert 0 <= sequence.computed <= len(sequence.tokens)
             own = list(chains(sequence.tokens))
+            if sequence.state and sequence.state.cell is not None:
+                assert self.states[sequence.state.cell] == own[sequence.computed - 1]
+            for cell in held_cells(sequence):
+                holders[STATE][cell] += 1
             for span, pages in sequence.pages.items():
                 first = first_page(span, sequence.computed // PAGE)
                 assert all((page == GONE) == (i < first) for i, page in enumerate(pages))
@@ -58,7 +76,7 @@ class PagedModel:
                     assert self.contents[span][page][: len(known)] == known
                     if len(known) < PAGE:
                         assert not self.cache.pools[span].indexed(page)
-        for span, pool in self.cache.pools.items():
+        for span, pool in pools.items():
             assert [pool.holders(page) for page in range(pool.pages)] == holders[span]
             assert pool.available == holders[span].count(0)
             assert self.cache.page_tables[span].min() >= 0 and self.cache.page_tables[span].max() < pool.pages

@@ -14,9 +14,9 @@ def forward(model, ids) -> np.ndarray:
     c = model.config
     x = _matrix(model, "token_embd.weight")[np.asarray(ids)] * c.embedding_scale
     for i, layer in enumerate(c.layers):
-        h = _normed(model, f"blk.{i}.", layer.attention_norms.before, x)
+        h = _normed(model, f"blk.{i}.", layer.mixer_norms.before, x)
         y = _attention_block(model, f"blk.{i}.", layer.attention, h)
-        x = x + _normed(model, f"blk.{i}.", layer.attention_norms.after, y)
+        x = x + _normed(model, f"blk.{i}.", layer.mixer_norms.after, y)
         h = _normed(model, f"blk.{i}.", layer.feed_forward_norms.before, x)
         y = _feed_forward_block(model, f"blk.{i}.", layer.feed_forward, h)
         x = x + _normed(model, f"blk.{i}.", layer.feed_forward_norms.after, y)

@@ -1,6 +1,6 @@
 """Each architecture end to end on the CPU, against logits of independent implementations.
 
-tests/fixtures/architectures.npz: of the models in architectures.py, computed in float64 with NumPy from the GGUF files
+tests/fixtures/architectures*.npz: of the models in architectures.py, computed in float64 with NumPy from the GGUF files
 that `write_gguf` makes of them, by a program that shares nothing with this repository. ../shared/archs, where it is at
 hand: other models, by llama.cpp.
 """
@@ -21,7 +21,11 @@ from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools.dev.quality import kl_divergence
 
-EXACT = np.load(Path(__file__).parent / "fixtures" / "architectures.npz")
+EXACT = {
+    name: array
+    for path in (Path(__file__).parent / "fixtures").glob("architectures*.npz")
+    for name, array in np.load(path).items()
+}
 IDS, POSITIONS = EXACT["ids"], EXACT["positions"]
 MAX_KL = 2e-5  # nats
 MAX_CHANGE = 2e-3  # of the logits' range, however the tokens come
@@ -74,6 +78,22 @@ def test_exact_logits(shared, tmp_path, name):
         if margin < 0.05:
             break
         logits = engine.decode(token)
+
+
+QUANTIZED = ["gemma3", "gemma4", "lfm2", "mistral3", "olmo2", "phi3", "qwen35"]  # that ../shared/archs has in q8_0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_logits(shared, tmp_path, name):
+    """Against exact logits of the weights that the quantized file stands for, as near as llama.cpp comes."""
+    refs = shared / "archs" / "refs"
+    exact = np.load(refs / f"{name}-0-q8_0.npz")
+    theirs = json.loads((refs / f"{name}-0-q8_0.json").read_text())["llamacpp_on_quantized_vs_ref"]["mean_kl"]
+    with GGUFModel.open(refs / f"{name}-0-q8_0.gguf") as model:
+        compile_model(model, "cpu", "native", 512, tmp_path / "model", tuned="none")
+    logits = Engine.load(tmp_path / "model").score(exact["ids"])
+    assert kl_divergence(exact["logits"], logits[exact["positions"]]) < max(1.5 * theirs, 1e-3)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def shapes_of(artifact: Artifact) -> dict[str, int]:
     """Sizes of a model of equal layers."""
     model = artifact.manifest["model"]
     layer = model["layers"][0]
-    sizes = layer["attention"] | {"ffn": layer["feed_forward"]["size"], "layers": len(model["layers"])}
+    sizes = layer["mixer"] | {"ffn": layer["feed_forward"]["size"], "layers": len(model["layers"])}
     return model | sizes
 
 

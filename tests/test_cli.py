@@ -159,7 +159,7 @@ def test_tokenize_agrees_between_gguf_and_artifact(mlc_amd, artifact, demo_gguf,
 
 def test_inspect_of_a_gguf_tells_its_tensors(mlc_amd, demo_gguf, artifact):
     report = json.loads(mlc_amd("inspect", demo_gguf, "--json").stdout)
-    assert report["model"]["architecture"] == "llama" and report["model"]["layers"][0]["attention"]["heads"] == 8
+    assert report["model"]["architecture"] == "llama" and report["model"]["layers"][0]["mixer"]["heads"] == 8
     assert sum(entry["bytes"] for entry in report["formats"].values()) < demo_gguf.stat().st_size
     compiled = json.loads(mlc_amd("inspect", artifact, "--json").stdout)
     assert report["formats"] == compiled["formats"]
@@ -176,7 +176,7 @@ def test_inspect_of_a_gguf_tells_its_tensors(mlc_amd, demo_gguf, artifact):
 def test_inspect_of_an_artifact_tells_its_plan(mlc_amd, artifact):
     report = json.loads(mlc_amd("inspect", artifact, "--json").stdout)
     assert report["context"] == 2048 and report["launches"]["decode"]["launches"] == len(report["plan"]["decode"])
-    layers = [layer["attention"] for layer in report["model"]["layers"]]
+    layers = [layer["mixer"] for layer in report["model"]["layers"]]
     assert report["memory"]["kv"] == sum(2 * a["kv_heads"] * a["head_dim"] * 2048 * 2 for a in layers)
     shown = mlc_amd("inspect", artifact, "--plan", "--kernels").stdout
     assert all(kernel["name"] in shown for kernel in report["kernels"])

@@ -140,9 +140,9 @@ def test_the_description_has_all_of_the_model():
     [
         (b"", "is damaged"),
         (b"[" * 100_000, "is damaged"),
-        (b'{"format": 8}', "is damaged or was changed"),
-        (b'{"format": 6, "x": [1]}', "artifact format 6, this version reads 8"),
-        (b'{"format": "8"}', "is damaged"),
+        (b'{"format": 9}', "is damaged or was changed"),
+        (b'{"format": 6, "x": [1]}', "artifact format 6, this version reads 9"),
+        (b'{"format": "9"}', "is damaged"),
         (b"\xff\xfe", "is damaged"),
     ],
 )
@@ -155,10 +155,10 @@ def test_other_content(folder, data, message):
 
 def test_a_newer_format_is_told_from_damage(folder, monkeypatch):
     content = resealing.content(folder)
-    monkeypatch.setattr(manifests, "FORMAT_VERSION", 9)
+    monkeypatch.setattr(manifests, "FORMAT_VERSION", 10)
     resealing.reseal(folder, content | {"new": 1})
     monkeypatch.undo()
-    with pytest.raises(UserError, match="artifact format 9, this version reads 8"):
+    with pytest.raises(UserError, match="artifact format 10, this version reads 9"):
         Artifact.open(folder)
 
 

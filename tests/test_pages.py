@@ -8,11 +8,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from paged_model import PagedModel
 
 from mlc_amd.runtime.kv_cache import Cache, seen_pages
-from mlc_amd.runtime.pages import PAGE, PagePool
+from mlc_amd.runtime.pages import PAGE, STATE, PagePool
 from mlc_amd.runtime.prefixes import ROOT, PrefixIndex, digest
-from mlc_amd.runtime.sequence import GONE
+from mlc_amd.runtime.sequence import GONE, SNAPSHOTS
 
-GROUPS = [{0: 10}, {0: 12, 40: 5}, {0: 12, 64: 6, 200: 7}, {100: 5}, {1: 5, 0: 12}]
+GROUPS = [
+    {0: 10}, {0: 12, 40: 5}, {0: 12, 64: 6, 200: 7}, {100: 5}, {1: 5, 0: 12}, {0: 12, STATE: 4},
+    {0: 12, 100: 6, STATE: 7}, {STATE: 3},
+]  # fmt: skip
 # Runs of one token: few different ones, so that sequences have prefixes in common.
 RUNS = st.tuples(st.integers(0, 1), st.sampled_from([1, 20, 40, 63, 64, 65, 130]))
 TOKENS = st.lists(RUNS, min_size=1, max_size=3).map(lambda runs: [token for token, n in runs for _ in range(n)])
@@ -24,6 +27,11 @@ def compute(cache, sequence, count=None):
     assert sequence.reserve(count)
     cache.seat([sequence])
     sequence.advance(count)
+
+
+def prefill(cache, sequence):
+    while sequence.pending:
+        compute(cache, sequence, sequence.step_size(512))
 
 
 class Histories(RuleBasedStateMachine):
@@ -58,7 +66,7 @@ class Histories(RuleBasedStateMachine):
     @rule(which=WHICH, count=st.sampled_from([1, 2, 31, 64, 100, 640]))
     def chunk(self, which, count):
         sequence = self.pick(which)
-        count = min(count, sequence.pending)
+        count = sequence.step_size(count)
         room, available = sequence.room, [pool.available for pool in self.cache.pools.values()]
         assert sequence.reserve(count) == (count <= room)
         if count > room:
@@ -67,6 +75,16 @@ class Histories(RuleBasedStateMachine):
             self.cache.seat([sequence])
             self.model.run(sequence, count)
             sequence.advance(count)
+
+    @rule(which=WHICH, count=st.sampled_from([1, 31, 64]))
+    def failure(self, which, count):
+        sequence = self.pick(which)
+        count, before = sequence.step_size(count), sequence.computed
+        if count and sequence.reserve(count):
+            self.cache.seat([sequence])
+            self.model.run(sequence, count)
+            sequence.abandon()
+            assert sequence.computed <= before and (self.cache.cells or sequence.computed == before)
 
     @rule(chosen=st.lists(st.integers(0, 9), min_size=1, max_size=4))
     def singles(self, chosen):
@@ -83,7 +101,9 @@ class Histories(RuleBasedStateMachine):
     def fork(self, which):
         sequence = self.pick(which)
         other = sequence.fork()
-        assert other.tokens == sequence.tokens and other.computed == sequence.computed // PAGE * PAGE
+        whole = sequence.computed // PAGE * PAGE
+        assert other.tokens == sequence.tokens
+        assert other.computed <= whole if self.cache.cells else other.computed == whole
         self.live.append(other)
 
     @rule(which=WHICH, part=st.floats(0, 1))
@@ -92,7 +112,7 @@ class Histories(RuleBasedStateMachine):
         n, before = round(part * len(sequence.tokens)), sequence.computed
         sequence.truncate(n)
         assert len(sequence.tokens) == n and sequence.computed <= n
-        if not any(self.cache.pools):
+        if not any(self.cache.pools) and not self.cache.cells:
             assert sequence.computed >= min(n // PAGE * PAGE, before)
 
     @rule(which=WHICH)
@@ -118,7 +138,7 @@ class Histories(RuleBasedStateMachine):
         for sequence in self.live:
             sequence.free()
         self.model.check([])
-        for pool in self.cache.pools.values():
+        for pool in [*self.cache.pools.values(), *filter(None, [self.cache.cells])]:
             pages = {pool.allocate() for _ in range(pool.pages)}
             assert len(pages) == pool.pages and not any(pool.indexed(page) for page in pages)
             with pytest.raises(IndexError, match="pages are held"):
@@ -223,6 +243,54 @@ def test_the_next_turn_of_a_chat_computes_its_own_tokens_only(groups, length):
     compute(cache, following)
     # the tail was taken: another conversation finds the complete pages
     assert cache.sequence([*range(length), 1]).match() == length // PAGE * PAGE
+
+
+@pytest.mark.parametrize("length", [30, PAGE, 3 * PAGE - 1, 3 * PAGE, 3 * PAGE + 5])
+def test_the_next_turn_begins_with_the_state_of_the_last_one(length):
+    cache = Cache({0: 40, STATE: 8}, context=640)
+    turn = cache.sequence(range(length))
+    prefill(cache, turn)
+    turn.free()
+    following = cache.sequence([*range(length), 7, 8, 9])
+    assert following.match() == length
+    prefill(cache, following)
+    # a message before was edited: the prompt's last edge of a page has a state
+    edge = (length - 1) // PAGE * PAGE
+    assert cache.sequence([*range(edge), 1, 2]).match() == edge
+
+
+def test_states_are_kept_every_so_often_and_few_of_them():
+    cache = Cache({0: 40, STATE: 5}, context=40 * PAGE)
+    sequence = cache.sequence([1])
+    for token in range(3 * SNAPSHOTS):
+        prefill(cache, sequence)
+        sequence.append([token])
+    assert cache.cells and cache.cells.idle + 1 + cache.cells.free == 5 and cache.cells.idle >= 2
+    sequence.truncate(2 * SNAPSHOTS + 100)
+    assert sequence.computed == 2 * SNAPSHOTS
+
+
+def test_what_a_failed_step_overwrote_is_computed_again():
+    cache = Cache({0: 40, STATE: 8}, context=640)
+    sequence = cache.sequence([5] * (2 * PAGE + 20))
+    prefill(cache, sequence)
+    sequence.append([6])
+    assert sequence.reserve(1)
+    sequence.abandon()  # it had not begun
+    assert sequence.computed == 2 * PAGE + 20
+    assert sequence.reserve(1)
+    cache.seat([sequence])
+    sequence.abandon()
+    assert sequence.computed == 2 * PAGE
+
+
+def test_no_more_sequences_than_cells():
+    cache = Cache({0: 40, STATE: 2}, context=640)
+    first, second, third = (cache.sequence([i] * 9) for i in range(3))
+    assert cache.has_room([first, second]) and not cache.has_room([first, second, third])
+    assert first.reserve(9) and second.reserve(9) and not third.reserve(9) and third.room == 0
+    second.free()
+    assert third.reserve(9)
 
 
 def test_going_back_computes_at_most_one_page_again():

@@ -59,6 +59,17 @@ def test_layers_that_read_the_cache_of_another_one_write_none():
     assert caches == [["k.0", "v.0"], ["k.1", "v.1"]] * 2
 
 
+def test_layers_with_a_state_beside_attention():
+    """A delta net and its output gate are five operators; attention decodes in one, as elsewhere."""
+    counts, calls = operators(architectures.tiny("qwen35", "q4_k"), target=VulkanTarget("generic"))
+    assert counts == {
+        "embed": 1, "rms_norm": 5, "linear": 7, "causal_conv": 1, "delta_net": 1, "gate": 2, "rope_attention": 1,
+        "gate_up": 2, "sample": 1,
+    }  # fmt: skip
+    inputs = [len(call.attrs["n"]) for call in calls if ops.name_of(call) == "linear"]
+    assert inputs.count(4) == 2  # qkv, gate, beta and alpha; q, its gate, k and v
+
+
 def test_float_weights_take_float_activations():
     counts, calls = operators(synthetic("tiny:f16"))
     assert "quantize" not in counts

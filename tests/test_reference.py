@@ -54,7 +54,9 @@ def test_every_operator_has_a_reference():
     [
         ("gpt-oss", "mxfp4", "cpu", "native"),  # biases, sinks, windows, experts
         ("starcoder2", "f16", "cpu", "native"),  # layer norms
+        ("qwen35", "q4_k", "cpu", "native"),  # states of sequences, gates
         pytest.param("qwen3moe", "q4_k", "vulkan", "lavapipe", marks=pytest.mark.full),  # norms of heads
+        pytest.param("qwen35", "q4_k", "vulkan", "lavapipe", marks=pytest.mark.full),
     ],
 )
 def test_kernels_agree(compiled_for, name, form, kind, arch):

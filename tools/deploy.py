@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import mlc_amd
 from mlc_amd.runtime import manifest as manifests
-from mlc_amd.runtime.artifact import TABLES, WEIGHTS, Artifact
+from mlc_amd.runtime.artifact import TABLES, WEIGHTS, Artifact, facts, headers
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.manifest import MANIFEST
 from mlc_amd.runtime.weight_block import TensorSpec
@@ -258,15 +258,14 @@ def model_files(model: Artifact, weightless: bool) -> dict[str, bytes | Path]:
     tables = (TABLES,) if TABLES in manifest["files"] else ()
     names = (*libraries.values(), "tokenizer.json", "tokenizer_config.json", WEIGHTS, *tables)
     files: dict[str, bytes | Path] = {name: model.path / name for name in names}
-    listed = {name: manifest["files"][name] for name in names}
+    listed: dict[str, Any] = {name: manifest["files"][name] for name in names}
     if weightless and not model.random_weights:
-        files[WEIGHTS] = vectors = _vectors(model)
-        listed[WEIGHTS] = {"bytes": len(vectors), "sha256": hashlib.sha256(vectors).hexdigest()}
+        files[WEIGHTS], listed[WEIGHTS] = _vectors(model)
     return {**files, MANIFEST: manifests.text(manifest, listed).encode()}
 
 
-def _vectors(model: Artifact) -> bytes:
-    """The weights file without the matrices."""
+def _vectors(model: Artifact) -> tuple[bytes, dict[str, Any]]:
+    """The weights file without the matrices, and what the manifest says of it."""
     with tempfile.TemporaryDirectory(prefix="mlc-amd-") as directory:
         place = Path(directory) / WEIGHTS
         held = Weights(model.path / WEIGHTS)
@@ -277,4 +276,4 @@ def _vectors(model: Artifact) -> bytes:
         for name, array in arrays.items():
             writer.write(name, 0, array)
         writer.close()
-        return place.read_bytes()
+        return place.read_bytes(), facts(place) | headers(place)

@@ -196,6 +196,7 @@ def statistics(stats: "Stats", context: int) -> list[str]:
     return [
         *([_FINISH[stats.finish]] if stats.finish in _FINISH else []),
         f"{stats.generated} out, {speed(stats.generated - 1, stats.decode_s)}",
+        *([f"{stats.accepted} of {stats.guessed} guesses right"] if stats.guessed else []),
         f"{new} new + {stats.cached_tokens} cached in, {speed(new, stats.prefill_s)}",
         f"context {min(stats.tokens, context)}/{context}",
         f"first token {stats.ttft_s * 1000:.0f} ms",

@@ -232,8 +232,8 @@ def _model(config: dict) -> str:
     rows = {key: value for key, value in config.items() if key not in ("name", "layers", "ropes")}
     rows["layers"] = len(config["layers"])
     layers = [_flat(layer) for layer in config["layers"]]
-    for key in layers[0]:
-        rows[key] = _by_layer([layer[key] for layer in layers])
+    for key in dict.fromkeys(key for layer in layers for key in layer):
+        rows[key] = _by_layer({i: layer[key] for i, layer in enumerate(layers) if key in layer}, len(layers))
     rows |= _flat(config["ropes"])
     width = max(map(len, rows)) + 2
     shown = (f"{value:g}" if isinstance(value, float) else value for value in rows.values())
@@ -241,7 +241,7 @@ def _model(config: dict) -> str:
 
 
 def _flat(nested: dict) -> dict[str, object]:
-    """{"attention": {"heads": 4}} as {"attention heads": 4}."""
+    """{"mixer": {"heads": 4}} as {"mixer heads": 4}."""
     flat = {}
     for key, value in nested.items():
         inner = {f"{key} {k}": v for k, v in _flat(value).items()} if isinstance(value, dict) else {key: value}
@@ -249,12 +249,12 @@ def _flat(nested: dict) -> dict[str, object]:
     return flat
 
 
-def _by_layer(values: list) -> object:
-    """The value of all layers, or each value with the layers that have it."""
+def _by_layer(values: dict[int, object], layers: int) -> object:
+    """The value of all layers, or each value with the layers that have it; others have nothing of that name."""
     found: dict[object, list[str]] = {}
-    for i, value in enumerate(values):
+    for i, value in values.items():
         found.setdefault(value, []).append(str(i))
-    if len(found) == 1:
+    if len(found) == 1 and len(values) == layers:
         return values[0]
     return "; ".join(f"{value} in layers {', '.join(places)}" for value, places in found.items())
 

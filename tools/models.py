@@ -174,21 +174,25 @@ def load_engine(
     kv_tokens: int | None = None,
     kv_memory: int | str | None = None,
     kv_type: str | None = None,
+    draft: str | None = None,
 ) -> Engine:
     """An Engine for `model`.
 
     threads: of the cpu device (None: all cores); device: which GPU, for targets rocm and vulkan (open_device); verify:
     check the weights' checksum too; n_cpu_moe: layers whose experts stay in host memory; kv_tokens and
-    kv_memory: how large the cache is (`Engine.load`); the rest are arguments of `artifact_path`."""
+    kv_memory: how large the cache is (`Engine.load`); draft: "lookup", or the name of a draft model; the rest are
+    arguments of `artifact_path`."""
     if threads is not None and threads < 1:
         raise UsageError(f"--threads is {threads}: it must be at least 1")
     KvSize.of(kv_tokens, kv_memory)  # UsageError before anything is compiled
     compilation = {"target": target, "arch": arch, "ctx": ctx, "synthetic": synthetic, "tuned": tuned}
     path = artifact_path(model, device=device, kv_type=kv_type, **compilation)
+    if draft not in (None, "lookup"):
+        draft = str(artifact_path(draft, device=device, kv_type=kv_type, **compilation | {"synthetic": None}))
     from mlc_amd.runtime.engine import Engine
 
     size = {"kv_tokens": kv_tokens, "kv_memory": kv_memory}
-    return Engine.load(path, device=device, threads=threads, verify=verify, n_cpu_moe=n_cpu_moe, **size)
+    return Engine.load(path, device=device, threads=threads, verify=verify, n_cpu_moe=n_cpu_moe, draft=draft, **size)
 
 
 def sampling_changes(**flags: Any) -> dict[str, Any]:

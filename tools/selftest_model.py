@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.pages import STATE
 from mlc_amd.runtime.steps import Single, pages_of, write_private_pages, write_step
 from mlc_amd.tools import kernel_table
 from mlc_amd.tools.reference.plan import Plan, without_reference
@@ -50,9 +51,10 @@ class Sequences:
 
     def __init__(self, device, manifest: dict):
         self.manifest = manifest
-        pages = min(pages_of(device, manifest).values())
-        single = max(function["single"] for function in manifest["functions"].values())
-        self.short = min(single, pages // 2)
+        found, single = pages_of(device, manifest), max(f["single"] for f in manifest["functions"].values())
+        cells = found.pop(STATE, single + 1)
+        pages = min(found.values(), default=2 * manifest["context"] // manifest["page"])
+        self.short = min(single, pages // 2, cells - 1)
         self.room = min(manifest["context"], (pages - self.short) * manifest["page"])  # for the long one
 
     def steps(self, most: int) -> list[Step]:

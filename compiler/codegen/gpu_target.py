@@ -88,6 +88,9 @@ class GpuTarget(Target):
     def expert_layout(self, m: int, kind: str) -> str:
         return self._layout(kind, self.expert_tile(m) > 1)
 
+    def head_layout(self, m: int, kind: str) -> str:
+        return self._layout(kind, m > FEW)
+
     def _layout(self, kind: str, on_matrices: bool) -> str:
         """on_matrices: whether float16 matrix units multiply, where the archs have any."""
         if on_matrices and self.archs[0].matrix:
@@ -118,17 +121,18 @@ class GpuTarget(Target):
         """What the splits of decode attention join through; layers of the same shape share it."""
         if not single:
             return {}
-        a = attention
-        shapes = scratch_shapes(a.heads, a.kv_heads, a.head_dim)
-        return {f"attention.{a.heads}x{a.kv_heads}x{a.head_dim}.{name.lower()}": of for name, of in shapes.items()}
+        a = self.layer(attention, ctx)
+        shapes = scratch_shapes(a.heads, a.value_d)
+        return {f"attention.{a.heads}x{a.kv_heads}x{a.d}.{name.lower()}": of for name, of in shapes.items()}
 
     def route_workspace(self, experts: ExpertsConfig) -> dict[str, tuple[tuple[int, ...], str]]:
         """What the workgroups of `norm_route` meet in; layers of as many experts share it."""
         return {f"route.{experts.count}.{name.lower()}": of for name, of in route_scratch(experts.count).items()}
 
     def _call(self, bb, call):
-        if ops.name_of(call) == "linear" and int(call.attrs["m"]) > FEW and int(call.attrs["k"]) % BLOCK:
-            return self._product(bb, call)
+        product = {"linear": self._product, "head_linear": self._head_product}.get(ops.name_of(call))
+        if product and int(call.attrs["m"]) > FEW and int(call.attrs["k"]) % BLOCK:
+            return product(bb, call)
         return super()._call(bb, call)
 
     @staticmethod
@@ -156,6 +160,22 @@ class GpuTarget(Target):
 
         _, x, weight, *others = call.args
         return bb.call_te(product, x, bb.emit(relax.TupleGetItem(weight, 0)), *others)
+
+    @staticmethod
+    def _head_product(bb, call):
+        """The same of a linear with a matrix for each head."""
+        a = call.attrs
+        fmt, heads, n, k = lookup(str(a["formats"][0])), int(a["heads"]), int(a["n"]), int(a["k"])
+
+        def product(x, w):
+            def element(i, j):
+                column = te.reduce_axis((0, k), "k")
+                return te.sum(x[i, j // n * k + column] * float_weight(fmt, w[j, column]), axis=column)
+
+            return te.compute((int(a["m"]), heads * n), element, "product")
+
+        _, x, weight = call.args
+        return bb.call_te(product, x, bb.emit(relax.TupleGetItem(weight, 0)))
 
     @property
     def description(self) -> dict:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.ops import shape_of
-from mlc_amd.runtime.kv_types import KV_TENSORS
+from mlc_amd.runtime.kv_types import KV_TENSORS, LATENT_TENSORS
 from mlc_amd.schedules.attention import Attention, Rope
 from mlc_amd.schedules.plans.workload import Workload
 
@@ -84,6 +84,13 @@ def _linear(call) -> KernelCall:
     label = f"linear_{'_'.join(dict.fromkeys(f for f, _ in segments))}_{sum(n for _, n in segments)}x{k}_m{m}"
     args = {"segments": segments, "k": k, "m": m, "layout": layout, "biases": biases, "residual": residual}
     return KernelCall(label, Workload("linear", args), [state, x, *ordered, *rest])
+
+
+def _head_linear(call) -> KernelCall:
+    a = call.attrs
+    args = {"fmt": str(a["formats"][0]), "heads": int(a["heads"])} | _sizes(call) | {"layout": str(a["layout"])}
+    label = f"head_linear_{args['fmt']}_{args['heads']}x{args['n']}x{args['k']}_m{args['m']}"
+    return KernelCall(label, Workload("head_linear", args))
 
 
 def _gate_up(call) -> KernelCall:
@@ -178,6 +185,15 @@ def _rope_kv_write(call) -> KernelCall:
     return KernelCall(f"rope_kv_write_m{m}", workload, inplace=inplace)
 
 
+def _latent_kv_write(call) -> KernelCall:
+    a, m, last = call.attrs, shape_of(call.args[3])[0], len(call.args)
+    shape = {key: value for key, value in _attention_args(call).items() if key not in NOT_OF_ROPE}
+    rope = {"neox": bool(int(a["neox"])), "rotary": int(a["rotary"]), "eps": float(a["eps"])}
+    caches = len(LATENT_TENSORS)
+    inplace = {1 + i: last - caches + i for i in range(caches)}
+    return KernelCall(f"latent_kv_write_m{m}", Workload("latent_kv_write", shape | {"m": m} | rope), inplace=inplace)
+
+
 def _rope_attention(call) -> KernelCall:
     args = _attention_args(call) | _rope(call) | {"layout": str(call.attrs["layout"])}
     return KernelCall(f"rope_attention{_window(call)}_m1", Workload("rope_attention", args))
@@ -203,6 +219,42 @@ def _rope(call) -> dict:
     eps = float(a["eps"]) if int(a["head_norm"]) else None
     variant = {key: bool(int(a[key])) for key in ROPE_DEFAULTS}
     return {"neox": bool(int(a["neox"])), "rotary": int(a["rotary"]), "eps": eps} | _differing(variant, ROPE_DEFAULTS)
+
+
+def _causal_conv(call) -> KernelCall:
+    a, m = call.attrs, shape_of(call.args[1])[0]
+    args = {key: int(a[key]) for key in ("channels", "taps", "single")} | {"m": m, "gated": bool(int(a["gated"]))}
+    args |= {"act": str(a["act"]), "bias": bool(int(a["bias"]))}
+    label = f"causal_conv{_kind(args)}_{args['channels']}x{args['taps']}_m{m}"
+    return KernelCall(label, Workload("causal_conv", args), inplace={1: len(call.args) - 1})
+
+
+def _delta_net(call) -> KernelCall:
+    a, m = call.attrs, shape_of(call.args[1])[0]
+    args = {key: int(a[key]) for key in ("key_heads", "value_heads", "d", "single")} | {"m": m}
+    args |= {"grouped": bool(int(a["grouped"])), "eps": float(a["eps"])}
+    label = f"delta_net{_kind(args)}_{args['key_heads']}x{args['value_heads']}x{args['d']}_m{m}"
+    return KernelCall(label, Workload("delta_net", args), inplace={1: len(call.args) - 1})
+
+
+def _ssm_scan(call) -> KernelCall:
+    a, m = call.attrs, shape_of(call.args[1])[0]
+    args = {key: int(a[key]) for key in ("heads", "d", "size", "groups", "single")} | {"m": m}
+    label = f"ssm_scan{_kind(args)}_{args['heads']}x{args['d']}x{args['size']}_m{m}"
+    return KernelCall(label, Workload("ssm_scan", args), inplace={1: len(call.args) - 1})
+
+
+def _gate(call) -> KernelCall:
+    a, (m, k) = call.attrs, shape_of(call.args[1])
+    args = {"k": k, "m": m, "size": int(a["size"]), "eps": float(a["eps"]) if int(a["normed"]) else None}
+    args |= {"silu": bool(int(a["silu"])), "layout": str(a["layout"])}
+    what = ("_norm" if int(a["normed"]) else "") + ("_quantize" if args["layout"] else "")
+    return KernelCall(f"gate{what}_{k}_m{m}", Workload("gate", args))
+
+
+def _kind(args: dict) -> str:
+    """Which rows of a step may be single ones, in a label."""
+    return "_rows" if args["single"] == args["m"] else "_mixed" if args["single"] else ""
 
 
 def _experts(call) -> dict[str, int]:
@@ -239,6 +291,7 @@ MAKERS: dict[str, Callable[[Any], KernelCall]] = {
     "layer_norm": _layer_norm,
     "quantize": _quantize,
     "linear": _linear,
+    "head_linear": _head_linear,
     "gate_up": _gate_up,
     "route": _route,
     "norm_route": _norm_route,
@@ -249,7 +302,12 @@ MAKERS: dict[str, Callable[[Any], KernelCall]] = {
     "expert_down": _expert_down,
     "combine": _combine,
     "rope_kv_write": _rope_kv_write,
+    "latent_kv_write": _latent_kv_write,
     "rope_attention": _rope_attention,
     "attention": _attention,
+    "causal_conv": _causal_conv,
+    "gate": _gate,
+    "delta_net": _delta_net,
+    "ssm_scan": _ssm_scan,
     "sample": _sample,
 }

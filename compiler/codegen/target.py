@@ -7,7 +7,7 @@ on an arch.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,11 @@ from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, Layer
 from mlc_amd.compiler.nodes import fields_of, parts_of
 from mlc_amd.compiler.work import buffers, work
 from mlc_amd.runtime.kv_types import KV_TYPE
+from mlc_amd.runtime.pages import STATE
 from mlc_amd.schedules import operators
 from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.plans.workload import Workload
+from mlc_amd.schedules.recurrent import CELLS
 
 DEFAULT = "default"  # where a plan comes from that nobody tuned
 GENERIC = "generic"  # the operator of kernels that no operator of ours has
@@ -73,18 +75,23 @@ class Target(ABC):
         """The same for the linears of experts."""
         return self.act_layout(m, kind)
 
+    def head_layout(self, m: int, kind: str) -> str:
+        """The same for linears with a matrix for each head."""
+        return self.act_layout(m, kind)
+
     def layer(self, attention: AttentionConfig, ctx: int) -> Attention:
         """What the kernels of a layer with that attention compute, at a capacity of `ctx` tokens."""
         a = attention
         window, chunk = (size if size < ctx else 0 for size in (a.window, a.chunk))
         shape = a.heads, a.kv_heads, a.head_dim, ctx
-        return Attention(*shape, a.scale, window, a.softcap, a.sinks, chunk, self.kv_type)
+        values = a.latent.rank if a.latent else 0
+        return Attention(*shape, a.scale, window, a.softcap, a.sinks, chunk, self.kv_type, values)
 
     def spans(self, config: ModelConfig, ctx: int) -> dict[str, int]:
-        """Cache tensor to the span of its layer: those of the same span share pages."""
-        layers = {i: layer.attention for i, layer in enumerate(config.layers) if layer.attention.kv_layer is None}
-        found = {i: self.layer(a, ctx) for i, a in layers.items()}
-        return {f"{which}.{i}": layer.span for i, layer in found.items() for which in layer.cache}
+        """Cache tensor to the span of its layer: those of the same span share pages. States have STATE."""
+        found = {i: self.layer(a, ctx) for i, a in _own_caches(config)}
+        spans = {f"{which}.{i}": layer.span for i, layer in found.items() for which in layer.cache}
+        return spans | dict.fromkeys(self.state_types(config), STATE)
 
     @abstractmethod
     def expert_tile(self, m: int) -> int:
@@ -96,12 +103,19 @@ class Target(ABC):
         """{"k": .., "v": ..}: (shape, dtype) of the tensors of `Attention.cache`, of a layer with that attention."""
 
     def kv_types(self, config: ModelConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Cache tensor name ("k.0", "v.0" ..) to (shape, dtype). Layers that attend to another one's have none."""
+        """Cache tensor name ("k.0", "v.0" .., those of `state_types`) to (shape, dtype). Layers that attend to another
+        one's have none."""
+        caches = {f"{which}.{i}": of for i, a in _own_caches(config) for which, of in self.cache_types(a, ctx).items()}
+        return caches | self.state_types(config)
+
+    @staticmethod
+    def state_types(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], str]]:
+        """The states of layers that keep one for each sequence, name to (shape, dtype): "conv.3" .., by cell."""
         return {
-            f"{which}.{i}": of
+            f"{name}.{i}": ((CELLS, *shape), "float32")
             for i, layer in enumerate(config.layers)
-            if layer.attention.kv_layer is None
-            for which, of in self.cache_types(layer.attention, ctx).items()
+            if layer.recurrent
+            for name, shape in layer.recurrent.states(config.hidden).items()
         }
 
     fuses_rope = False  # decode attention rotates and writes the cache itself
@@ -123,7 +137,8 @@ class Target(ABC):
         """All of a layer's, in all functions: the largest of each name."""
         found: dict[str, tuple[tuple[int, ...], str]] = {}
         for spec in self.functions(ctx):
-            for name, of in self.attention_workspace(layer.attention, ctx, spec.single).items():
+            workspace = self.attention_workspace(layer.attention, ctx, spec.single) if layer.attention else {}
+            for name, of in workspace.items():
                 found[name] = max(found.get(name, of), of)
         for part in (layer.feed_forward, layer.experts):
             found |= self.route_workspace(part) if isinstance(part, ExpertsConfig) else {}
@@ -229,6 +244,15 @@ class Target(ABC):
                 gv, relax.Tuple(inputs), [place.get(j, -1) for j in range(len(outputs))], outputs
             )
         return relax.op.call_tir(gv, relax.Tuple(inputs), outputs if len(outputs) > 1 else outputs[0])
+
+
+def _own_caches(config: ModelConfig) -> Iterator[tuple[int, AttentionConfig]]:
+    """The layers with keys and values of their own: number, attention."""
+    return (
+        (i, layer.attention)
+        for i, layer in enumerate(config.layers)
+        if layer.attention and layer.attention.kv_layer is None
+    )
 
 
 def _fields(bb, arg) -> list:

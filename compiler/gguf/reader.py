@@ -86,6 +86,44 @@ class Tensor:
 
         return Tensor(name, self.format, shape, fetch)
 
+    def transposed(self, name: str, first: int, shape: tuple[int, ...]) -> "Tensor":
+        """A stack of that shape: of each matrix of this tensor's rows the rows from `first` on, transposed. Blocks of
+        columns cannot become rows: float formats stay, the weights of others become f16."""
+        count, columns, rows = shape
+        matrix = self.rows // count
+        float_format = FORMATS[self.format].kind == "float"
+
+        def fetch(start: int, stop: int) -> np.ndarray:
+            pieces = []
+            while start < stop:
+                index, row = divmod(start, columns)
+                end = min(columns, row + stop - start)
+                begin = index * matrix + first
+                if float_format:
+                    dtype = FORMATS[self.format].dtype
+                    source = np.ascontiguousarray(self.blocks(begin, begin + rows)).view(dtype)
+                else:
+                    source = self.dequantize(begin, begin + rows).astype(np.float16)
+                pieces.append(np.ascontiguousarray(source[:, row:end].T).view(np.uint8))
+                start += end - row
+            return np.concatenate(pieces)
+
+        return Tensor(name, self.format if float_format else "f16", shape, fetch)
+
+    def pieces(self, name: str, shape: tuple[int, ...], groups: int, pieces: Sequence[tuple[int, int]]) -> "Tensor":
+        """A matrix of that shape made of this one's rows, which are so many groups alike: one piece after the other,
+        the rows first .. first + count of each group. ValueError if the shape does not fit. Blocks are copies."""
+        group = self.rows // groups
+        order = [
+            np.arange(index * group + first, index * group + first + count)
+            for first, count in pieces
+            for index in range(groups)
+        ]
+        rows = np.concatenate(order)
+        if shape != (len(rows), self.shape[-1]) or rows.max() >= self.rows:
+            raise ValueError(f"{self!r} has no pieces {pieces} of shape {shape}")
+        return Tensor(name, self.format, shape, lambda start, stop: self.blocks()[rows[start:stop]])
+
     def entries(self, name: str, first: int, count: int) -> "Tensor":
         """The vector of `count` entries of this vector, from `first` on, as f32."""
         return Tensor(
@@ -111,6 +149,10 @@ def _with_parts(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Te
         source = made.pop(part.source, None) or tensors[part.source]
         if len(source.shape) == 1 and len(part.shape) == 1:
             made[part.name] = source.entries(part.name, part.first, part.shape[0])
+        elif part.transposed:
+            made[part.name] = source.transposed(part.name, part.first, part.shape)
+        elif part.pieces:
+            made[part.name] = source.pieces(part.name, part.shape, part.groups, part.pieces)
         else:
             made[part.name] = source.part(part.name, part.first, part.shape)
     return made

@@ -26,7 +26,7 @@ def read(keys: Keys) -> ModelConfig:
     mixer, block = read_attention(keys, rope=""), read_feed_forward(keys)
     local = replace(mixer, window=keys.integer("attention.sliding_window"), rope=ROPE)
     layers = [
-        LayerConfig(attention=local if windowed else mixer, feed_forward=block, parallel=True)
+        LayerConfig(mixer=local if windowed else mixer, feed_forward=block, parallel=True)
         for windowed in local_layers(keys, read_layers(keys), PATTERN)
     ]
     ropes = {ROPE: read_rope(keys, mixer.head_dim, neox=False)}

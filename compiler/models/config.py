@@ -4,7 +4,10 @@ An architecture's file (llama.py, gemma2.py ...) makes a `ModelConfig` of a GGUF
 caches and RoPE tables follow from it. JSON-serializable with `dataclasses.asdict`: the artifact's manifest keeps it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,22 @@ class TemperatureConfig:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Keys and values of all heads compressed to one vector, the latent (multi-head latent attention, DeepSeek V2).
+
+    attn_kv_a_mqa gives `rank` columns, whose norm (attn_kv_a_norm) is the latent c, and the rotating columns of the
+    key, which all heads share. Attention's key is [c | rotated], its value c, its query of a head [attn_k_b q |
+    rotated] of that head's [q | columns to rotate]; attn_v_b makes the head's output of attention's result.
+    """
+
+    rank: int  # columns of the latent
+    nope: int  # columns of a head's query that do not rotate
+    value: int  # columns of a head's output
+    query_rank: int = 0  # columns between attn_q_a and attn_q_b; 0: there is attn_q instead
+    merged: bool = False  # attn_kv_b holds, for each head, the rows of attn_k_b transposed and those of attn_v_b
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """Causal attention with grouped queries; `schedules.attention.Attention` has the formula."""
 
@@ -59,6 +78,110 @@ class AttentionConfig:
     merged_qkv: bool = False  # attn_qkv holds the rows of attn_q, attn_k and attn_v, in that order
     value_is_key: bool = False  # no attn_v: values are the projected keys, before norm and RoPE
     temperature: "TemperatureConfig | None" = None
+    latent: LatentConfig | None = None  # kv_heads is 1, and head_dim the columns of attention's keys
+    output_gate: bool = (
+        False  # attn_q holds each head's rows of Q, then those of a gate; the output times sigmoid(gate)
+    )
+
+
+@dataclass(frozen=True)
+class ShortConvConfig:
+    """A gated short convolution (LFM2): [B, C, X] = in_proj h, y_p = C_p * sum over t of W_t (B * X)_{p-t}, out_proj y.
+    W has `taps` numbers for each column."""
+
+    taps: int  # positions that a row sees, its own included
+
+    def states(self, hidden: int) -> dict[str, Shape]:
+        """What a sequence keeps from step to step: name to shape, float32."""
+        return {"conv": (self.taps - 1, hidden)}
+
+    def width(self, hidden: int) -> int:
+        """Columns of its widest intermediate tensor."""
+        return 3 * hidden
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """A gated delta net (Qwen3-Next, Qwen3.5). qkv = silu(conv(attn_qkv h)): heads of q and k, each divided by its
+    length, and of v. Each value head has a matrix M; per row
+
+        M *= exp(ssm_a * softplus(ssm_alpha h + ssm_dt)); M += k d^T, d = sigmoid(ssm_beta h) * (v - M^T k); y = M^T q
+
+    with q divided by sqrt(head_dim), and ssm_out (norm(y) * silu(attn_gate h)), a norm of each head.
+    """
+
+    key_heads: int  # heads of q and of k
+    value_heads: int  # a multiple of key_heads
+    head_dim: int  # columns of a head of q, k and v
+    taps: int  # of the convolution
+    grouped: bool = False  # value heads of one key head follow one another; False: key head = value head % key_heads
+    merged_inputs: bool = False  # ssm_in holds, for each key head, the rows of q, k, v and of attn_gate
+    merged_gates: bool = False  # ssm_ba holds, for each key head, the rows of ssm_beta, then those of ssm_alpha
+
+    @property
+    def keys(self) -> int:
+        """Columns of all heads of k."""
+        return self.key_heads * self.head_dim
+
+    @property
+    def values(self) -> int:
+        """Columns of all heads of v."""
+        return self.value_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Columns of the convolution."""
+        return 2 * self.keys + self.values
+
+    def states(self, hidden: int) -> dict[str, Shape]:
+        """As of ShortConvConfig."""
+        head = self.head_dim, self.head_dim
+        return {"conv": (self.taps - 1, self.channels), "delta": (self.value_heads, *head)}
+
+    def width(self, hidden: int) -> int:
+        """Columns of its widest intermediate tensors: those of the projections."""
+        return self.channels + 2 * self.values
+
+
+@dataclass(frozen=True)
+class Mamba2Config:
+    """A selective state space (Mamba-2). [z, u, t] = ssm_in h, [x, B, C] = silu(conv(u)). Each head has its columns of
+    x and a matrix S of these by `state`; per row, with dt = softplus(t + ssm_dt),
+
+        S *= exp(ssm_a * dt); S += dt * x B^T; y = S C + ssm_d * x
+
+    and ssm_out norm(y * silu(z)), a norm of each group of columns. Groups of heads share B and C.
+    """
+
+    inner: int  # columns of x, of all heads
+    state: int  # columns of B and of C, of a group
+    heads: int  # divides inner
+    groups: int  # divides heads
+    taps: int  # of the convolution
+    norm_eps: float = 0.0  # of the norm; 0: there is none
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of x of a head."""
+        return self.inner // self.heads
+
+    @property
+    def channels(self) -> int:
+        """Columns of the convolution."""
+        return self.inner + 2 * self.groups * self.state
+
+    def states(self, hidden: int) -> dict[str, Shape]:
+        """As of ShortConvConfig."""
+        return {"conv": (self.taps - 1, self.channels), "ssm": (self.heads, self.head_dim * self.state)}
+
+    def width(self, hidden: int) -> int:
+        """Columns of its widest intermediate tensors: of the projection, and of the convolution."""
+        return self.inner + 2 * self.channels
+
+
+# What mixes the rows of a sequence. All but attention keep a state of fixed size for each sequence, which has `states`.
+Recurrent = ShortConvConfig | DeltaNetConfig | Mamba2Config
+Mixer = AttentionConfig | Recurrent
 
 
 @dataclass(frozen=True)
@@ -66,7 +189,7 @@ class FeedForwardConfig:
     """down(act(gate(x)) * up(x)), dense; without a gate down(act(up(x)))."""
 
     size: int  # columns between gate/up and down
-    act: str = "silu"  # or "gelu" (tanh approximation), of schedules' activations
+    act: str = "silu"  # or "gelu" (tanh approximation), "relu_sq": of schedules' activations
     gated: bool = True
     merged: bool = False  # ffn_up holds the rows of gate, then those of up
     bias: bool = False  # ffn_up.bias and ffn_down.bias
@@ -78,6 +201,7 @@ class SharedExpertConfig:
 
     size: int
     act: str = "silu"
+    gated: bool = True
     gated_output: bool = False  # multiplied by sigmoid(ffn_gate_inp_shexp . x)
 
 
@@ -92,7 +216,9 @@ class ExpertsConfig:
     count: int
     used: int
     size: int  # columns between gate/up and down
-    act: str = "silu"  # or "gelu", "swiglu_oai" (gpt-oss: clamped)
+    act: str = "silu"  # or "gelu", "swiglu_oai" (gpt-oss: clamped), "relu" (see `gated`)
+    gated: bool = True  # False: there is no gate, and up stands for it: relu(up x) * (up x) is the square of relu(up x)
+    latent: int = 0  # columns that ffn_latent_down makes of x for the experts, and ffn_latent_up of theirs; 0: as x
     gating: str = "softmax"
     normalize: bool = True  # weights are divided by their sum
     scale: float = 1.0  # on the weights, after that
@@ -113,19 +239,37 @@ class Norms:
 
     before: str = ""
     after: str = ""
+    bare: bool = False  # the weights' names are without ".weight" (falcon-h1)
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """x += attention, then x += feed_forward, each within its norms. In a parallel layer both read the same norm."""
+    """x += mixer, then x += feed_forward, each within its norms; either may be missing. In a parallel layer both read
+    the same norm."""
 
-    attention: AttentionConfig
-    feed_forward: FeedForwardConfig | ExpertsConfig
-    attention_norms: Norms = Norms(before="attn_norm")
+    mixer: Mixer | None
+    feed_forward: FeedForwardConfig | ExpertsConfig | None
+    mixer_norms: Norms = Norms(before="attn_norm")
     feed_forward_norms: Norms = Norms(before="ffn_norm")
     experts: ExpertsConfig | None = None  # beside the feed-forward block (gemma4)
     output_scale: bool = False  # layer_output_scale: a factor on x at the layer's end
-    parallel: bool = False  # x += attention(h) + feed_forward(h), h = the norm before attention
+    parallel: bool = False  # x += mixer(h) + feed_forward(h), h = the norm before the mixer
+    beside: Recurrent | None = None  # a second mixer: x += mixer(h) + beside(h) (falcon-h1)
+
+    @property
+    def attention(self) -> AttentionConfig | None:
+        """Its mixer, if that is attention."""
+        return self.mixer if isinstance(self.mixer, AttentionConfig) else None
+
+    @property
+    def recurrent(self) -> Recurrent | None:
+        """Its mixer that keeps a state for each sequence, if it has one."""
+        return self.mixer if isinstance(self.mixer, Recurrent) else self.beside
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """All that it has."""
+        return tuple(mixer for mixer in (self.mixer, self.beside) if mixer)
 
 
 @dataclass(frozen=True)
@@ -141,6 +285,7 @@ class ModelConfig:
     tied: bool  # no output.weight: logits use token_embd.weight
     layers: tuple[LayerConfig, ...]
     ropes: dict[str, RopeConfig] = field(default_factory=dict)  # by kind of layer
+    output_norm: str = "output_norm"  # name of the last norm's weight
     norm: str = "rms"  # or "layer": layer norms, which subtract the mean
     norm_bias: bool = False  # of layer norms
     embedding_scale: float = 1.0  # on the embedding's rows
@@ -148,3 +293,8 @@ class ModelConfig:
     logit_softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: none
     layer_embedding: int = 0  # columns of a second embedding of each token, one for each layer (gemma4); 0: none
     unused: tuple[str, ...] = ()  # tensors of the file that are not read
+
+
+def attentions(config: ModelConfig) -> Iterator[AttentionConfig]:
+    """Of the layers that have attention."""
+    return (layer.attention for layer in config.layers if layer.attention)

@@ -32,9 +32,9 @@ def read(keys: Keys) -> ModelConfig:
     block = read_feed_forward(keys, act="gelu")
     layers = [
         LayerConfig(
-            attention=local if is_local else mixer,
+            mixer=local if is_local else mixer,
             feed_forward=block,
-            attention_norms=Norms("attn_norm", "post_attention_norm"),
+            mixer_norms=Norms("attn_norm", "post_attention_norm"),
             feed_forward_norms=Norms("ffn_norm", "post_ffw_norm"),
         )
         for is_local in local_layers(keys, count, PATTERN)

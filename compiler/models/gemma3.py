@@ -40,9 +40,9 @@ def read(keys: Keys) -> ModelConfig:
     block = read_feed_forward(keys, act="gelu")
     layers = [
         LayerConfig(
-            attention=local if windowed else mixer,
+            mixer=local if windowed else mixer,
             feed_forward=block,
-            attention_norms=Norms("attn_norm", "post_attention_norm"),
+            mixer_norms=Norms("attn_norm", "post_attention_norm"),
             feed_forward_norms=Norms("ffn_norm", "post_ffw_norm"),
         )
         for windowed in is_local

@@ -39,9 +39,9 @@ def read(keys: Keys) -> ModelConfig:
     experts = _read_experts(keys)
     layers = [
         LayerConfig(
-            attention=mixer,
+            mixer=mixer,
             feed_forward=feed_forward(keys, size, act="gelu"),
-            attention_norms=Norms("attn_norm", "post_attention_norm"),
+            mixer_norms=Norms("attn_norm", "post_attention_norm"),
             feed_forward_norms=Norms("ffn_norm", "post_ffw_norm"),
             experts=experts if f"blk.{i}.ffn_gate_inp.weight" in keys.tensors else None,
             output_scale=f"blk.{i}.layer_output_scale.weight" in keys.tensors,
@@ -129,7 +129,7 @@ def decoder(g):
     x = g.embed("token_embd.weight", g.config.embedding_scale)
     inputs = layer_inputs(g, x) if g.config.layer_embedding else None
     for i, layer in enumerate(g.config.layers):
-        x = residual_block(g, x, i, layer.attention_norms, attention_block)
+        x = residual_block(g, x, i, layer.mixer_norms, attention_block)
         if layer.experts:
             y = dense_and_experts(g, x, i, layer, layer.experts)
             x = g.add(x, g.norm(y, f"blk.{i}.{layer.feed_forward_norms.after}"))

@@ -12,9 +12,9 @@ __all__ = ["decoder", "read", "tensors"]
 def read(keys: Keys) -> ModelConfig:
     mixer, block = read_attention(keys), read_feed_forward(keys, merged=True)
     layer = LayerConfig(
-        attention=mixer,
+        mixer=mixer,
         feed_forward=block,
-        attention_norms=Norms("attn_norm", "post_attention_norm"),
+        mixer_norms=Norms("attn_norm", "post_attention_norm"),
         feed_forward_norms=Norms("ffn_norm", "post_ffw_norm"),
     )
     # sections are those of images, which pair columns as NeoX does; the angles of text are the same in all of them

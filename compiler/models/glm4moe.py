@@ -6,9 +6,9 @@ from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import (
     ROPE,
     feed_forward,
+    predicting_layers,
     read_attention,
     read_experts,
-    read_layers,
     read_model,
     read_rope,
     shared_expert,
@@ -20,10 +20,7 @@ __all__ = ["decoder", "read", "tensors"]
 
 
 def read(keys: Keys) -> ModelConfig:
-    blocks = read_layers(keys)
-    count = blocks - keys.integer("nextn_predict_layers", 0, minimum=0)
-    if count < 1:
-        raise keys.error(f"all {blocks} layers are for multi-token prediction; convert the model again")
+    count, unused = predicting_layers(keys)
     mixer = read_attention(keys, head_norms="blk.0.attn_q_norm.weight" in keys.tensors)
     size = keys.integer("expert_feed_forward_length")
     experts = read_experts(
@@ -39,5 +36,4 @@ def read(keys: Keys) -> ModelConfig:
     norms = Norms(before="post_attention_norm")
     layers = [LayerConfig(mixer, dense if i < leading else experts, feed_forward_norms=norms) for i in range(count)]
     ropes = {ROPE: read_rope(keys, mixer.head_dim, neox=True)}
-    behind = tuple(f"blk.{i}." for i in range(count, blocks))
-    return read_model(keys, layers, ropes, unused=tuple(name for name in keys.tensors if name.startswith(behind)))
+    return read_model(keys, layers, ropes, unused=unused)

@@ -37,7 +37,7 @@ def read(keys: Keys) -> ModelConfig:
     )
     layers = [
         LayerConfig(
-            attention=local if is_local else mixer,
+            mixer=local if is_local else mixer,
             feed_forward=experts,
             feed_forward_norms=Norms(before="post_attention_norm"),
         )

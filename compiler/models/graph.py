@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from tvm import relax, te
 
 from mlc_amd.compiler import ops
-from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, ModelConfig
+from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, ModelConfig, attentions
 from mlc_amd.compiler.ops import shape_of, tensor_type
+from mlc_amd.runtime.pages import STATE
 from mlc_amd.runtime.sampling_layout import row_shapes
 from mlc_amd.runtime.steps import page_table
-from mlc_amd.schedules.attention import PAGE, SLOTS
+from mlc_amd.schedules.attention import PAGE, SLOTS, Attention
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.rows import output_rows
 
@@ -29,7 +30,14 @@ OPS: Any = relax.op  # TVM declares their arguments as expressions only
 ONES = "ones."  # prefix of the names of vectors of ones, before their length
 TEMPERATURES = "temperatures"  # name of the table of TemperatureConfig's factors
 BLOCK = 32  # columns: kernels of norms take whole blocks
-ACTIVATIONS = {"silu": relax.op.nn.silu, "gelu": relax.op.nn.gelu_tanh}  # of FeedForwardConfig.act
+
+
+def _relu_sq(x):
+    return OPS.power(OPS.nn.relu(x), relax.const(2.0, "float32"))
+
+
+# of FeedForwardConfig.act
+ACTIVATIONS = {"silu": relax.op.nn.silu, "gelu": relax.op.nn.gelu_tanh, "relu_sq": _relu_sq}
 
 
 @dataclass
@@ -87,9 +95,9 @@ class Graph:
         )
 
     def norm(self, x, name: str, rows: str = "all") -> relax.Var:
-        """The model's kind of norm. name: without ".weight"."""
+        """The model's kind of norm. name: without ".weight", which some files lack."""
         if self.config.norm == "rms":
-            return self.rms_norm(x, name + ".weight", rows)
+            return self.rms_norm(x, name + ".weight" if self.has(name + ".weight") else name, rows)
         bias = [self.vector(name + ".bias")] if self.config.norm_bias else []
         return self.emit(
             "layer_norm", [x, self.vector(name + ".weight"), *bias],
@@ -126,9 +134,17 @@ class Graph:
         m, k = shape_of(x)
         return self.emit(
             "linear", [x, self.weight(name), *biases],
-            formats=[tensor.format], n=[tensor.shape[0]], biases=[len(biases)], residual=0, k=k, m=m, layout="",
+            formats=[tensor.format], n=[tensor.rows], biases=[len(biases)], residual=0, k=k, m=m, layout="",
             exact=int(exact and FORMATS[tensor.format].kind == "float"),
         )  # fmt: skip
+
+    def head_linear(self, x, name: str) -> relax.Var:
+        """x W^T with a matrix of a stack for each head: x [m, heads * k] to [m, heads * n]."""
+        tensor, m = self.model.tensors[name], shape_of(x)[0]
+        heads, n, k = tensor.shape
+        return self.emit(
+            "head_linear", [x, self.weight(name)], formats=[tensor.format], heads=heads, n=n, k=k, m=m, layout=""
+        )
 
     def activation(self, x, name: str) -> relax.Var:
         return self.bb.emit(ACTIVATIONS[name](x))
@@ -146,8 +162,20 @@ class Graph:
         """cap * tanh(x / cap)."""
         return self.scaled(self.bb.emit(relax.op.tanh(self.scaled(x, 1 / cap))), cap)
 
+    def gate(self, x, z, size: int, silu: bool = False, norm: str = "") -> relax.Var:
+        """y * sigmoid(z) or y * silu(z), y = x or its RMS norm over each `size` columns. norm: name of its weight. z
+        may have columns of padding."""
+        g, z = [self.vector(norm)] if norm else [], self.columns(z, 0, shape_of(x)[1])
+        attrs = {"size": size, "silu": int(silu), "normed": len(g), "eps": self.config.norm_eps}
+        return self.emit("gate", [x, z, *g], **attrs, layout="")
+
+    def sigmoid(self, x) -> relax.Var:
+        return self.bb.emit(relax.op.sigmoid(x))
+
     def columns(self, x, first: int, count: int) -> relax.Var:
         """Columns first .. of x."""
+        if first == 0 and count == shape_of(x)[1]:
+            return x
         return self.bb.emit(OPS.strided_slice(x, [1], [first], [first + count]))
 
     def number(self, name: str) -> relax.Var:
@@ -160,9 +188,20 @@ class Graph:
         normed = self.bb.emit(OPS.nn.rms_norm(parts, self.vector(name), -1, self.config.norm_eps))
         return self.bb.emit(OPS.reshape(normed, (self.m, groups * size)))
 
+    def group_norm(self, x, name: str, groups: int, eps: float) -> relax.Var:
+        """RMS norm of each of `groups` equal parts of a row, of which each has weights of its own."""
+        m, columns = shape_of(x)
+        if groups == 1 and columns % BLOCK == 0:
+            return self.emit("rms_norm", [x, self.vector(name)], eps=eps, rows="all", layout="")
+        size = columns // groups
+        ones = self.parameter(f"{ONES}{size}", "weight", tensor_type((ops.padded(size),)))
+        parts = self.bb.emit(OPS.reshape(x, (m, groups, size)))
+        normed = self.bb.emit(OPS.nn.rms_norm(parts, ones, -1, eps))
+        return self.multiply(self.bb.emit(OPS.reshape(normed, (m, columns))), self.vector(name, exact=True))
+
     def times_sigmoid(self, x, logit) -> relax.Var:
         """x * sigmoid(column 0 of logit), row by row."""
-        return self.multiply(x, self.bb.emit(relax.op.sigmoid(self.columns(logit, 0, 1))))
+        return self.multiply(x, self.sigmoid(self.columns(logit, 0, 1)))
 
     def scaled_by_position(self, x, table: str) -> relax.Var:
         """x times the entry of its position in a table float32 [ctx, 1]."""
@@ -180,19 +219,19 @@ class Graph:
     def attention(self, q, k, v, layer: int) -> relax.Var:
         """Head norms, RoPE, KV write and causal attention, as the layer's AttentionConfig describes them."""
         a, block = self.config.layers[layer].attention, f"blk.{layer}."
+        assert a, "a layer with attention"
         if a.temperature and self.ctx + a.temperature.offset > a.temperature.length:
             q = self.scaled_by_position(q, TEMPERATURES)
         rope = self.config.ropes.get(a.rope)
         table = [self.parameters[f"{a.rope}.table"][0]] if rope else []
         layer_of = self.target.layer(a, self.ctx)
-        shape = {key: int(value) if isinstance(value, bool) else value for key, value in asdict(layer_of).items()}
         writes = a.kv_layer is None
         norms = [self.head_norm(block, which, a) for which in ("qk" if writes else "q")] if a.head_norms else []
         cache = [self.parameters[f"{which}.{layer if writes else a.kv_layer}"][0] for which in layer_of.cache]
         pages = self.pages(layer_of.span)
         sources = [self.rows, pages, q, k, v, *norms, *table, *cache] if writes else [self.rows, q, *norms, *table]
         rotated = self.emit(
-            "rope_kv_write", sources, **shape,
+            "rope_kv_write", sources, **_attributes(layer_of),
             neox=int(rope.neox) if rope else 0, rotary=rope.dim if rope else 0, head_norm=int(a.head_norms),
             eps=self.config.norm_eps, norm_after=int(a.norm_after_rope), value_norm=int(a.value_norm and writes),
             writes=int(writes), query_dtype=self.target.query_dtype,
@@ -203,10 +242,32 @@ class Graph:
         else:
             q = rotated
         sinks = [self.vector(f"{block}attn_sinks.weight", exact=True)] if a.sinks else []
+        return self._attended(a, pages, q, cache, sinks)
+
+    def latent_attention(self, latent, rotating, key, layer: int) -> relax.Var:
+        """Norm of the latent, RoPE, KV write and causal attention of a layer with a LatentConfig. latent: the queries'
+        columns for the latent; rotating: those to rotate; key: the latent before its norm, and the columns to rotate.
+        """
+        a = self.config.layers[layer].attention
+        assert a, "a layer with attention"
+        rope, layer_of = self.config.ropes[a.rope], self.target.layer(a, self.ctx)
+        cache = [self.parameters[f"{which}.{layer}"][0] for which in layer_of.cache]
+        pages, norm = self.pages(layer_of.span), self.vector(f"blk.{layer}.attn_kv_a_norm.weight")
+        sources = [self.rows, pages, rotating, latent, key, norm, self.parameters[f"{a.rope}.table"][0], *cache]
+        written = self.emit(
+            "latent_kv_write", sources, **_attributes(layer_of),
+            neox=int(rope.neox), rotary=rope.dim, eps=self.config.norm_eps, query_dtype=self.target.query_dtype,
+        )  # fmt: skip
+        q, *cache = (self.bb.emit(relax.TupleGetItem(written, i)) for i in range(1 + len(cache)))
+        return self._attended(a, pages, q, cache, [])
+
+    def _attended(self, a: AttentionConfig, pages, q, cache, sinks) -> relax.Var:
+        """Attention of rotated queries with the cache, which has the rows' own keys."""
         workspace = self.target.attention_workspace(a, self.ctx, self.spec.single)
         buffers = [self.parameter(name, "kv", tensor_type(*of)) for name, of in workspace.items()]
         inputs = [self.rows, pages, q, *cache, *sinks, *buffers]
-        return self.emit("attention", inputs, **shape, single=self.spec.single, layout="")
+        attributes = _attributes(self.target.layer(a, self.ctx))
+        return self.emit("attention", inputs, **attributes, single=self.spec.single, layout="")
 
     def pages(self, span: int) -> relax.Var:
         """The page tables of the layers whose rows see up to `span` keys (0: all)."""
@@ -217,6 +278,19 @@ class Graph:
         if a.norm_weights:
             return self.vector(f"{block}attn_{which}_norm.weight")
         return self.parameter(f"{ONES}{a.head_dim}", "weight", tensor_type((ops.padded(a.head_dim),)))
+
+    # ---- mixers that keep a state
+
+    def run(self, name: str, x: list, layer: int, states: list[str], **attrs) -> relax.Var:
+        """An operator over the rows of each sequence, which changes these states of the layer in place."""
+        kept = [self.parameters[f"{state}.{layer}"][0] for state in states]
+        made = self.emit(name, [self.rows, self.cells, *x, *kept], single=self.spec.single, **attrs)
+        return self.bb.emit(relax.TupleGetItem(made, 0))
+
+    @property
+    def cells(self) -> relax.Var:
+        """The cells of each slot: where its state is, and where it goes."""
+        return self.parameter(page_table(STATE), "io", tensor_type((SLOTS, 2), "int32"))
 
     # ---- mixtures of experts
 
@@ -237,8 +311,9 @@ class Graph:
     def experts(self, x, ids, weights, experts: ExpertsConfig, block: str) -> relax.Var:
         """The weighted sum of the experts `ids` of each row of x. Their stacks are <block>ffn_gate_exps and so on."""
         of, m, k = self._experts(experts), self.m, shape_of(x)[1]
-        stacks = {name: self.model.tensors[f"{block}ffn_{name}_exps.weight"] for name in ("gate", "up", "down")}
-        weight = {name: self.weight(f"{block}ffn_{name}_exps.weight") for name in stacks}
+        names = {"gate": "gate" if experts.gated else "up", "up": "up", "down": "down"}
+        stacks = {which: self.model.tensors[f"{block}ffn_{name}_exps.weight"] for which, name in names.items()}
+        weight = {which: self.weight(f"{block}ffn_{name}_exps.weight") for which, name in names.items()}
         bias = {name: [self.vector(f"{block}ffn_{name}_exps.bias")] if experts.biases else [] for name in stacks}
         before, after = ([weights], []) if experts.weigh_input else ([], [weights])
         slots, pairs, groups = None, [], ids
@@ -266,7 +341,12 @@ class Graph:
         return dict(zip(ops.EXPERTS, sizes, strict=True))
 
 
+def _attributes(layer: Attention) -> dict:
+    """Attributes of an operator, without booleans, which these do not take."""
+    return {key: int(value) if isinstance(value, bool) else value for key, value in asdict(layer).items()}
+
+
 def table_columns(config: ModelConfig) -> dict[str, int]:
     """Columns of the tables with a row for each position, by name: RoPE's angles and attention's temperatures."""
     tables = {f"{name}.table": rope.dim for name, rope in config.ropes.items()}
-    return tables | ({TEMPERATURES: 1} if any(layer.attention.temperature for layer in config.layers) else {})
+    return tables | ({TEMPERATURES: 1} if any(a.temperature for a in attentions(config)) else {})

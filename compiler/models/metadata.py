@@ -31,6 +31,16 @@ def read_layers(keys: Keys) -> int:
     return keys.integer("block_count", maximum=MAX_LAYERS)
 
 
+def predicting_layers(keys: Keys) -> tuple[int, tuple[str, ...]]:
+    """(the number of layers without those at the end for multi-token prediction, the tensors of the latter)."""
+    blocks = read_layers(keys)
+    count = blocks - keys.integer("nextn_predict_layers", 0, minimum=0)
+    if count < 1:
+        raise keys.error(f"all {blocks} layers are for multi-token prediction; convert the model again")
+    behind = tuple(f"blk.{i}." for i in range(count, blocks))
+    return count, tuple(name for name in keys.tensors if name.startswith(behind))
+
+
 # ---- attention
 
 
@@ -164,7 +174,7 @@ def read_model(keys: Keys, layers: list[LayerConfig], ropes: dict[str, RopeConfi
     fields: dict[str, Any] = {
         "architecture": keys.prefix,
         "name": keys.string("general.name", ""),
-        "vocab": _vocabulary(keys),
+        "vocab": vocabulary(keys),
         "hidden": hidden,
         "context": keys.integer("context_length"),
         "norm_eps": keys.number(f"attention.{epsilon}"),
@@ -189,7 +199,7 @@ def check_multiple(keys: Keys, what: str, size: int, of: int = 32) -> None:
         raise keys.error(f"the {what} ({size}) must be a multiple of {of} to be compiled; use another model")
 
 
-def _vocabulary(keys: Keys) -> int:
+def vocabulary(keys: Keys) -> int:
     """As llama.cpp: the token list decides, `vocab_size` stands in for it in files without a tokenizer."""
     tokens = keys.metadata.get("tokenizer.ggml.tokens")
     return len(tokens) if isinstance(tokens, list) and tokens else keys.integer("vocab_size")

@@ -33,9 +33,9 @@ def read(keys: Keys) -> ModelConfig:
         ropes[LOCAL_ROPE] = read_rope(keys, mixer.head_dim, neox=True, scaled=False)
     layers = [
         LayerConfig(
-            attention=local if windowed else mixer,
+            mixer=local if windowed else mixer,
             feed_forward=block,
-            attention_norms=Norms(after="post_attention_norm"),
+            mixer_norms=Norms(after="post_attention_norm"),
             feed_forward_norms=Norms(after="post_ffw_norm"),
         )
         for windowed in is_local

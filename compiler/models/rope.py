@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mlc_amd.compiler.models.config import ModelConfig, RopeConfig
+from mlc_amd.compiler.models.config import ModelConfig, RopeConfig, attentions
 from mlc_amd.runtime.errors import UserError
 
 
@@ -24,7 +24,7 @@ def position_table(config: ModelConfig, name: str, ctx: int, tensor: Callable[[s
 
 def _temperatures(config: ModelConfig, ctx: int) -> np.ndarray:
     """float32 [ctx, 1]: the factor of attention's queries. Layers that have one have the same."""
-    t = next(layer.attention.temperature for layer in config.layers if layer.attention.temperature)
+    t = next(a.temperature for a in attentions(config) if a.temperature)
     steps = np.floor((np.arange(ctx, dtype=np.float64) + t.offset) / t.length)
     return (1.0 + t.scale * np.log1p(steps)).astype(np.float32)[:, None]
 

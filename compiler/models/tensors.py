@@ -4,19 +4,23 @@ Shapes are (columns,), (rows, columns) or (experts, rows, columns), rows = outpu
 (src/llama-arch.cpp).
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from mlc_amd.compiler.models.config import (
     AttentionConfig,
+    DeltaNetConfig,
     ExpertsConfig,
     FeedForwardConfig,
+    LatentConfig,
     LayerConfig,
+    Mamba2Config,
     ModelConfig,
     Norms,
+    Shape,
+    ShortConvConfig,
 )
 
-Shape = tuple[int, ...]
 Listed = Iterator[tuple[bool, str, Shape]]  # whether the model has it, name within the layer, shape
 
 
@@ -31,19 +35,22 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     for i, layer in enumerate(c.layers):
         for name, shape in layer_tensors(c, layer):
             yield f"blk.{i}.{name}", shape
-    yield from _norm(c, "output_norm")
+    yield from _norm(c, c.output_norm)
     if not c.tied:
         yield "output.weight", (c.vocab, c.hidden)
 
 
 def layer_tensors(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str, Shape]]:
     """(name within the layer, shape)."""
-    yield from _norms(config, layer.attention_norms, "before")
-    yield from _present(_attention(config.hidden, layer.attention))
-    yield from _norms(config, layer.attention_norms, "after")
+    yield from _norms(config, layer.mixer_norms, "before")
+    for mixer in layer.mixers:
+        yield from _present(_MIXERS[type(mixer)](config.hidden, mixer))
+    yield from _norms(config, layer.mixer_norms, "after")
+    f = layer.feed_forward
+    if f is None:
+        return
     if not layer.parallel:
         yield from _norms(config, layer.feed_forward_norms, "before")
-    f = layer.feed_forward
     yield from _present(_experts(config.hidden, f) if isinstance(f, ExpertsConfig) else _feed_forward(config.hidden, f))
     yield from _norms(config, layer.feed_forward_norms, "after")
 
@@ -57,18 +64,36 @@ def _present(listed: Listed) -> Iterator[tuple[str, Shape]]:
     return ((name, shape) for present, name, shape in listed if present)
 
 
-def _norm(config: ModelConfig, name: str) -> Iterator[tuple[str, Shape]]:
-    yield f"{name}.weight", (config.hidden,)
+def _norm(config: ModelConfig, name: str, suffix: str = ".weight") -> Iterator[tuple[str, Shape]]:
+    yield name + suffix, (config.hidden,)
     if config.norm_bias:
         yield f"{name}.bias", (config.hidden,)
 
 
 def _norms(config: ModelConfig, norms: Norms, which: str) -> Iterator[tuple[str, Shape]]:
     if name := getattr(norms, which):
-        yield from _norm(config, name)
+        yield from _norm(config, name, "" if norms.bare else ".weight")
+
+
+def _latent(hidden: int, a: AttentionConfig, of: LatentConfig) -> Listed:
+    rotating = a.head_dim - of.rank
+    queries = a.heads * (of.nope + rotating)
+    yield of.query_rank > 0, "attn_q_a.weight", (of.query_rank, hidden)
+    yield of.query_rank > 0, "attn_q_a_norm.weight", (of.query_rank,)
+    yield of.query_rank > 0, "attn_q_b.weight", (queries, of.query_rank)
+    yield not of.query_rank, "attn_q.weight", (queries, hidden)
+    yield True, "attn_kv_a_mqa.weight", (of.rank + rotating, hidden)
+    yield True, "attn_kv_a_norm.weight", (of.rank,)
+    yield not of.merged, "attn_k_b.weight", (a.heads, of.rank, of.nope)
+    yield not of.merged, "attn_v_b.weight", (a.heads, of.value, of.rank)
+    yield of.merged, "attn_kv_b.weight", (a.heads * (of.nope + of.value), of.rank)
+    yield True, "attn_output.weight", (hidden, a.heads * of.value)
 
 
 def _attention(hidden: int, a: AttentionConfig) -> Listed:
+    if a.latent:
+        yield from _latent(hidden, a, a.latent)
+        return
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     if a.merged_qkv:
         yield True, "attn_qkv.weight", (q + 2 * kv, hidden)
@@ -76,7 +101,8 @@ def _attention(hidden: int, a: AttentionConfig) -> Listed:
     else:
         own = a.kv_layer is None
         for which, rows, present in (("q", q, True), ("k", kv, own), ("v", kv, own and not a.value_is_key)):
-            yield present, f"attn_{which}.weight", (rows, hidden)
+            both = which == "q" and a.output_gate
+            yield present, f"attn_{which}.weight", (rows * (2 if both else 1), hidden)
             yield a.qkv_bias and present, f"attn_{which}.bias", (rows,)
     for which, rows in (("q", q), ("k", kv)):
         norm = rows if a.row_norms else a.head_dim
@@ -85,6 +111,45 @@ def _attention(hidden: int, a: AttentionConfig) -> Listed:
     yield a.sinks, "attn_sinks.weight", (a.heads,)
     yield True, "attn_output.weight", (hidden, q)
     yield a.output_bias, "attn_output.bias", (hidden,)
+
+
+def _mamba2(hidden: int, s: Mamba2Config) -> Listed:
+    yield True, "ssm_in.weight", (s.inner + s.channels + s.heads, hidden)
+    yield True, "ssm_conv1d.weight", (s.channels, s.taps)
+    yield True, "ssm_conv1d.bias", (s.channels,)
+    yield True, "ssm_dt.bias", (s.heads,)
+    yield True, "ssm_a", (s.heads, 1)
+    yield True, "ssm_d", (s.heads, 1)
+    yield s.norm_eps > 0, "ssm_norm.weight", (s.groups, s.inner // s.groups)
+    yield True, "ssm_out.weight", (hidden, s.inner)
+
+
+def _short_conv(hidden: int, c: ShortConvConfig) -> Listed:
+    yield True, "shortconv.conv.weight", (hidden, c.taps)
+    yield True, "shortconv.in_proj.weight", (3 * hidden, hidden)
+    yield True, "shortconv.out_proj.weight", (hidden, hidden)
+
+
+def _delta_net(hidden: int, d: DeltaNetConfig) -> Listed:
+    yield d.merged_inputs, "ssm_in.weight", (d.channels + d.values, hidden)
+    yield not d.merged_inputs, "attn_qkv.weight", (d.channels, hidden)
+    yield not d.merged_inputs, "attn_gate.weight", (d.values, hidden)
+    yield True, "ssm_conv1d.weight", (d.channels, d.taps)
+    yield d.merged_gates, "ssm_ba.weight", (2 * d.value_heads, hidden)
+    yield not d.merged_gates, "ssm_beta.weight", (d.value_heads, hidden)
+    yield not d.merged_gates, "ssm_alpha.weight", (d.value_heads, hidden)
+    yield True, "ssm_dt.bias", (d.value_heads,)
+    yield True, "ssm_a", (d.value_heads,)
+    yield True, "ssm_norm.weight", (d.head_dim,)
+    yield True, "ssm_out.weight", (hidden, d.values)
+
+
+_MIXERS: dict[type, Callable[[int, Any], Listed]] = {
+    AttentionConfig: _attention,
+    ShortConvConfig: _short_conv,
+    DeltaNetConfig: _delta_net,
+    Mamba2Config: _mamba2,
+}
 
 
 def _feed_forward(hidden: int, f: FeedForwardConfig) -> Listed:
@@ -99,44 +164,106 @@ def _experts(hidden: int, e: ExpertsConfig) -> Listed:
     yield True, "ffn_gate_inp.weight", (e.count, hidden)
     yield e.router_bias, "ffn_gate_inp.bias", (e.count,)
     yield e.selection_bias, "exp_probs_b.bias", (e.count,)
-    yield e.merged, "ffn_gate_up_exps.weight", (e.count, 2 * e.size, hidden)
-    for name in ("gate", "up"):
-        yield not e.merged, f"ffn_{name}_exps.weight", (e.count, e.size, hidden)
+    columns = e.latent or hidden
+    yield e.latent > 0, "ffn_latent_down.weight", (e.latent, hidden)
+    yield e.latent > 0, "ffn_latent_up.weight", (hidden, e.latent)
+    yield e.merged, "ffn_gate_up_exps.weight", (e.count, 2 * e.size, columns)
+    for name in ("gate", "up") if e.gated else ("up",):
+        yield not e.merged, f"ffn_{name}_exps.weight", (e.count, e.size, columns)
         yield e.biases, f"ffn_{name}_exps.bias", (e.count, e.size)
-    yield True, "ffn_down_exps.weight", (e.count, hidden, e.size)
+    yield True, "ffn_down_exps.weight", (e.count, columns, e.size)
     yield e.biases, "ffn_down_exps.bias", (e.count, hidden)
     yield e.output_scales, "ffn_down_exps.scale", (e.count,)
     if s := e.shared:
         yield s.gated_output, "ffn_gate_inp_shexp.weight", (hidden,)
-        yield True, "ffn_gate_shexp.weight", (s.size, hidden)
+        yield s.gated, "ffn_gate_shexp.weight", (s.size, hidden)
         yield True, "ffn_up_shexp.weight", (s.size, hidden)
         yield True, "ffn_down_shexp.weight", (hidden, s.size)
 
 
+# How the names of matrices end that are no factors of products: taps of convolutions, vectors of Mamba-2
+CONVOLUTIONS = ("conv.weight", "conv1d.weight")
+STATE_SPACE = ("ssm_a", "ssm_d", "ssm_norm.weight")
+
+
+def is_vector(name: str, shape: Shape) -> bool:
+    """Whether a tensor is kept as float32, as it stands in the file: norms, biases, convolutions."""
+    return len(shape) == 1 or name.endswith((".bias", *CONVOLUTIONS, *STATE_SPACE))
+
+
 class Part(NamedTuple):
-    """A tensor that the graph uses, made of rows of one in the file: `first`.. (of each expert)."""
+    """A tensor that the graph uses, made of rows of one in the file: `first`.. (of each expert, of each head).
+
+    pieces: instead of `first`, the source is so many `groups` of rows alike, and the part is, one piece after the
+    other, the rows first .. first + count of each group. transposed: the rows become columns.
+    """
 
     name: str
     source: str
     first: int
     shape: Shape
+    groups: int = 0
+    pieces: tuple[tuple[int, int], ...] = ()
+    transposed: bool = False
 
 
 def merged_parts(config: ModelConfig) -> Iterator[Part]:
     """The parts that replace merged tensors."""
     for i, layer in enumerate(config.layers):
-        parts = *_qkv_parts(config.hidden, layer.attention), *_block_parts(config.hidden, layer.feed_forward)
-        for part in (*parts, *_block_parts(config.hidden, layer.experts)):
+        mixer = (part for own in layer.mixers for part in _MIXER_PARTS.get(type(own), _no_parts)(config.hidden, own))
+        blocks = *_block_parts(config.hidden, layer.feed_forward), *_block_parts(config.hidden, layer.experts)
+        for part in (*mixer, *blocks):
             yield part._replace(name=f"blk.{i}.{part.name}", source=f"blk.{i}.{part.source}")
 
 
-def _qkv_parts(hidden: int, a: AttentionConfig) -> Iterator[Part]:
+def _attention_parts(hidden: int, a: AttentionConfig) -> Iterator[Part]:
+    if of := a.latent:
+        rotating = a.head_dim - of.rank
+        source, columns = ("attn_q_b.weight", of.query_rank) if of.query_rank else ("attn_q.weight", hidden)
+        yield Part("attn_q_nope.weight", source, 0, (a.heads, of.nope, columns))
+        yield Part("attn_q_rope.weight", source, of.nope, (a.heads, rotating, columns))
+        if of.merged:
+            yield Part("attn_k_b.weight", "attn_kv_b.weight", 0, (a.heads, of.rank, of.nope), transposed=True)
+            yield Part("attn_v_b.weight", "attn_kv_b.weight", of.nope, (a.heads, of.value, of.rank))
+    if a.output_gate:
+        rows, source = a.heads * a.head_dim, "attn_q.weight"
+        for name, first in (("attn_q_gate.weight", a.head_dim), (source, 0)):
+            yield Part(name, source, 0, (rows, hidden), a.heads, ((first, a.head_dim),))
     if a.merged_qkv:
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
         for which, first, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
             yield Part(f"attn_{which}.weight", "attn_qkv.weight", first, (rows, hidden))
             if a.qkv_bias:
                 yield Part(f"attn_{which}.bias", "attn_qkv.bias", first, (rows,))
+
+
+def _delta_parts(hidden: int, d: DeltaNetConfig) -> Iterator[Part]:
+    each, size = d.value_heads // d.key_heads, d.head_dim
+    if d.merged_inputs:
+        qkv, gate = ((0, size), (size, size), (2 * size, each * size)), (((2 + each) * size, each * size),)
+        yield Part("attn_qkv.weight", "ssm_in.weight", 0, (d.channels, hidden), d.key_heads, qkv)
+        yield Part("attn_gate.weight", "ssm_in.weight", 0, (d.values, hidden), d.key_heads, gate)
+    if d.merged_gates:
+        for name, first in (("ssm_beta.weight", 0), ("ssm_alpha.weight", each)):
+            yield Part(name, "ssm_ba.weight", 0, (d.value_heads, hidden), d.key_heads, ((first, each),))
+
+
+def _mamba2_parts(hidden: int, s: Mamba2Config) -> Iterator[Part]:
+    first = 0
+    for which, rows in (("z", s.inner), ("x", s.channels), ("dt", s.heads)):
+        yield Part(f"ssm_in_{which}.weight", "ssm_in.weight", first, (rows, hidden))
+        first += rows
+
+
+def _no_parts(hidden: int, mixer) -> Iterator[Part]:
+    yield from ()
+
+
+_MIXER_PARTS: dict[type, Callable[[int, Any], Iterator[Part]]] = {
+    AttentionConfig: _attention_parts,
+    DeltaNetConfig: _delta_parts,
+    Mamba2Config: _mamba2_parts,
+}
 
 
 def _block_parts(hidden: int, f: FeedForwardConfig | ExpertsConfig | None) -> Iterator[Part]:

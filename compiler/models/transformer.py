@@ -1,9 +1,12 @@
-"""The graph of decoders with attention and feed-forward layers, dense or mixtures of experts.
+"""The graph of decoders: layers of a mixer (attention or one that keeps a state) and a feed-forward block, dense or a
+mixture of experts.
 
     x = embedding
-    x = x + norm(W_o attention(rope(W_q h), rope(W_k h), W_v h))     h = norm(x)     each norm where the layer has one
+    x = x + norm(mixer(h))                                           h = norm(x)     each norm where the layer has one
     x = x + norm(W_down (act(W_gate h) * W_up h))                    h = norm(x)
     logits = W_out norm(x)
+
+    attention = W_o attention(rope(W_q h), rope(W_k h), W_v h); the other mixers are those of recurrent.py
 
 Everything follows the `ModelConfig` that an architecture's file makes.
 """
@@ -12,7 +15,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mlc_amd.compiler.models.config import ExpertsConfig, LayerConfig, Norms
+from mlc_amd.compiler.models import recurrent
+from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LatentConfig, LayerConfig, Norms
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
@@ -28,10 +32,11 @@ def decoder(g: Graph):
 
 def decoder_layer(g: Graph, x, i: int, layer: LayerConfig):
     if layer.parallel:
-        h = g.norm(x, f"blk.{i}.{layer.attention_norms.before}")
-        return add_all(g, x, [*attention(g, h, i), *feed_forward(g, h, i)])
-    x = residual_block(g, x, i, layer.attention_norms, attention)
-    return residual_block(g, x, i, layer.feed_forward_norms, feed_forward)
+        h = g.norm(x, f"blk.{i}.{layer.mixer_norms.before}")
+        return add_all(g, x, [*mixer(g, h, i), *feed_forward(g, h, i)])
+    if layer.mixers:
+        x = residual_block(g, x, i, layer.mixer_norms, mixer)
+    return residual_block(g, x, i, layer.feed_forward_norms, feed_forward) if layer.feed_forward else x
 
 
 def residual_block(g: Graph, x, i: int, norms: Norms, block):
@@ -50,8 +55,15 @@ def add_all(g: Graph, x, terms: list):
     return x
 
 
+def mixer(g: Graph, h, i: int) -> list:
+    return [term for own in g.config.layers[i].mixers for term in MIXERS[type(own)](g, h, i)]
+
+
 def attention(g: Graph, h, i: int) -> list:
     a, block = g.config.layers[i].attention, f"blk.{i}."
+    assert a, "a layer with attention"
+    if a.latent:
+        return latent_attention(g, h, i, a.latent)
     if a.kv_layer is not None:
         q = g.linear(h, block + "attn_q.weight")
         return [g.linear(g.attention(q, None, None, i), block + "attn_output.weight")]
@@ -59,7 +71,24 @@ def attention(g: Graph, h, i: int) -> list:
     v = k if a.value_is_key else g.linear(h, f"{block}attn_v.weight")
     if a.row_norms:
         q, k = (g.rms_norm(x, f"{block}attn_{which}_norm.weight") for x, which in ((q, "q"), (k, "k")))
-    return [g.linear(g.attention(q, k, v, i), block + "attn_output.weight")]
+    y = g.attention(q, k, v, i)
+    if a.output_gate:
+        y = g.gate(y, g.linear(h, block + "attn_q_gate.weight"), a.head_dim)
+    return [g.linear(y, block + "attn_output.weight")]
+
+
+def latent_attention(g: Graph, h, i: int, latent: LatentConfig) -> list:
+    """Attention of keys and values that are one compressed vector a token: `LatentConfig` has the formula."""
+    block, x = f"blk.{i}.", h
+    if latent.query_rank:
+        x = g.rms_norm(g.linear(h, block + "attn_q_a.weight"), block + "attn_q_a_norm.weight")
+    q, rotating = (g.linear(x, f"{block}attn_q_{part}.weight") for part in ("nope", "rope"))
+    key = g.linear(h, block + "attn_kv_a_mqa.weight")
+    y = g.latent_attention(g.head_linear(q, block + "attn_k_b.weight"), rotating, key, i)
+    return [g.linear(g.head_linear(y, block + "attn_v_b.weight"), block + "attn_output.weight")]
+
+
+MIXERS = {AttentionConfig: attention, **recurrent.MIXERS}
 
 
 def feed_forward(g: Graph, h, i: int) -> list:
@@ -82,20 +111,23 @@ def mixture(g: Graph, h, i: int, e: ExpertsConfig, router=None) -> list:
     block = f"blk.{i}."
     terms = []
     if e.shared:
-        y = dense(g, h, block + "ffn_{}_shexp", e.shared.act)
+        y = dense(g, h, block + "ffn_{}_shexp", e.shared.act, e.shared.gated)
         if e.shared.gated_output:
             y = g.times_sigmoid(y, g.linear(h, block + "ffn_gate_inp_shexp.weight", exact=True))
         terms.append(y)
     if router is None:
         router = g.linear(h, block + "ffn_gate_inp.weight", exact=True)
     ids, weights = g.route(router, e, block)
+    if e.latent:
+        y = g.experts(g.linear(h, block + "ffn_latent_down.weight"), ids, weights, e, block)
+        return [*terms, g.linear(y, block + "ffn_latent_up.weight")]
     return [*terms, g.experts(h, ids, weights, e, block)]
 
 
 def logits(g: Graph, x):
     """The embedding serves as output where the file has no output.weight (tied)."""
     c = g.config
-    h = g.answers(x, "output_norm")
+    h = g.answers(x, c.output_norm)
     y = g.linear(h, "token_embd.weight" if c.tied else "output.weight")
     y = g.scaled(y, c.logit_scale) if c.logit_scale != 1.0 else y
     return g.softcap(y, c.logit_softcap) if c.logit_softcap else y

@@ -10,6 +10,8 @@ def fuse_rope(mod, target):
     def rule(call, producer):
         if ops.name_of(call) != "attention" or ops.shape_of(call.args[3])[0] != 1 or not target.fuses_rope:
             return None
+        if int(call.attrs["values"]):
+            return None  # latent attention has a kernel of its own for that
         state, rows, pages, rotated, *rest = call.args
         caches = len(KV_TENSORS[str(call.attrs["kv"])])
         cache, rest = rest[:caches], rest[caches:]  # [sinks], workspace

@@ -7,7 +7,13 @@ from mlc_amd.schedules.formats import FORMATS
 
 BLOCK = 32  # columns
 # operator: its attribute with the layout of x
-LINEARS = {"linear": "layout", "expert_gate_up": "layout_in", "expert_linear": "layout", "expert_down": "layout"}
+LINEARS = {
+    "linear": "layout",
+    "head_linear": "layout",
+    "expert_gate_up": "layout_in",
+    "expert_linear": "layout",
+    "expert_down": "layout",
+}
 
 
 def quantize_activations(mod, target):
@@ -15,9 +21,9 @@ def quantize_activations(mod, target):
         name, kind = ops.name_of(call), LINEARS.get(ops.name_of(call))
         if kind is None or (name == "linear" and int(call.attrs["exact"])):
             return None
-        if name == "linear" and int(call.attrs["k"]) % BLOCK:
+        if name in ("linear", "head_linear") and int(call.attrs["k"]) % BLOCK:
             return None  # float weights: no layout of ours has part of a block
-        layout_of = target.act_layout if name == "linear" else target.expert_layout
+        layout_of = {"linear": target.act_layout, "head_linear": target.head_layout}.get(name, target.expert_layout)
         layout = layout_of(int(call.attrs["m"]), FORMATS[call.attrs["formats"][0]].kind)
         if not layout:
             return None

@@ -35,15 +35,17 @@ ROLES = {
     "pages": "page of each slot's block of positions",
     "input": "activations of the kernel before",
     "weight": "read from memory once per call: weights, norm factors, biases, the table of RoPE",
+    "cells": "where each slot's state is, and where it goes",
     "cache": "keys or values; read, maybe written",
+    "states": "states of sequences; read and written",
     "output": "written only",
     "work": "scratch memory whose size depends on the plan; contents are undefined",
     "zero": "as work, but zero before the first call and after each",
 }
-STEP = ("state", "rows", "pages")  # differ from state to state
-ROTATING = ("weight", "cache")  # of these, each call of a row finds a copy of its own
+STEP = ("state", "rows", "pages", "cells")  # differ from state to state
+ROTATING = ("weight", "cache", "states")  # of these, each call of a row finds a copy of its own
 PRIVATE = ("work", "zero")  # of these, plans may have different sizes
-WRITTEN = ("cache", "output")
+WRITTEN = ("cache", "states", "output")
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,11 @@ def _pages(param: Param, state) -> np.ndarray:
     return pages
 
 
+def _cells(param: Param, state) -> np.ndarray:
+    """Each slot has a cell of its own."""
+    return np.repeat(np.arange(param.shape[0], dtype=np.int32)[:, None], param.shape[1], 1)
+
+
 def _input(param: Param, state) -> np.ndarray:
     if param.name == "tokens":
         return _rng(param.name).integers(0, param.facts["vocab"], param.shape, np.int32)
@@ -83,6 +88,8 @@ def _weight(param: Param, state) -> np.ndarray:
         angles = np.arange(positions)[:, None] * 10000.0 ** (-np.arange(0, rotary, 2) / rotary)
         return np.stack([np.cos(angles), np.sin(angles)], -1).reshape(param.shape).astype(np.float32)
     values = _rng(param.name).standard_normal(param.shape, np.float32) * np.float32(0.1)
+    if param.name == "A":  # rates at which states decay
+        return -np.abs(1 + values)
     return (values if param.name.startswith("bias") else 1 + values).astype(param.numpy)
 
 
@@ -110,6 +117,10 @@ def _cache(param: Param, state) -> np.ndarray:
     return np.resize(np.roll(pattern, zlib.crc32(param.name.encode()) % pattern.size), param.shape)
 
 
+def _states(param: Param, state) -> np.ndarray:
+    return _rng(param.name).standard_normal(param.shape, np.float32)
+
+
 def _unwritten(param: Param, state) -> np.ndarray:
     return np.full(param.nbytes, SIGNATURE, np.uint8).view(param.numpy).reshape(param.shape)
 
@@ -119,8 +130,8 @@ def _zero(param: Param, state) -> np.ndarray:
 
 
 _MAKERS = {
-    "state": _state, "rows": _rows, "pages": _pages, "input": _input, "weight": _weight, "cache": _cache,
-    "output": _unwritten, "work": _unwritten, "zero": _zero,
+    "state": _state, "rows": _rows, "pages": _pages, "cells": _cells, "input": _input, "weight": _weight,
+    "cache": _cache, "states": _states, "output": _unwritten, "work": _unwritten, "zero": _zero,
 }  # fmt: skip
 
 

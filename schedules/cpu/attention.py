@@ -27,7 +27,7 @@ class Args(NamedTuple):
     Q: object  # float32 [m, heads, width]: rotated, scaled by Attention.query_scale
     cache: Cache
     sinks: object  # float32 [heads], or None
-    output: Output  # [m, heads*d]
+    output: Output  # [m, heads*value_d]
 
 
 def kernel_module(m, single):
@@ -36,25 +36,25 @@ def kernel_module(m, single):
 
 
 def attention(spec: Attention, m, single, p, quantize, isa, name, plan=None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32 [m, 2], pages as in `cache.py`, Qo float32 [m, heads, width], Kc, Vc and, if
-    spec.quantized, Ks, Vs, [Sinks float32 [heads] if spec.sinks], then A, S of [m, heads*d] in tiles of p rows if
-    `quantize`, else O float32 [m, heads*d]).
+    """Kernel (state int32[4], rows int32 [m, 2], pages as in `cache.py`, Qo float32 [m, heads, width], the cache,
+    [Sinks float32 [heads] if spec.sinks], then A, S of [m, heads*value_d] in tiles of p rows if `quantize`, else O
+    float32 [m, heads*value_d]).
 
     single: how many rows at the front may be of different sequences; the rows behind state[0] are then a chunk. With
     single = 0 all rows are, with single = m none. Rows that are not live, or have no place in the cache, are left out
     (a single row of m = 1 takes the last place). plan: of the `kernel_module`'s type; None: its default. UserError for
     shapes that `cache_types` refuses, and for int8 blocks of heads that are not whole blocks.
     """
-    if quantize and spec.d % QUANT:
+    if quantize and spec.value_d % QUANT:
         raise UserError(
-            f"attention gives int8 blocks of {QUANT} columns, not of heads of {spec.d}; quantize separately"
+            f"attention gives int8 blocks of {QUANT} columns, not of heads of {spec.value_d}; quantize separately"
         )
     with kernel(name) as (builder, state):
         rows, cache = RowTable(m), Cache(spec, isa).declare_pages()
         Q = T.arg("Qo", T.buffer((m, spec.heads, spec.width), "float32"))
         cache.declare()
         sinks = T.arg("Sinks", T.buffer((spec.heads,), "float32")) if spec.sinks else None
-        args = Args(state, rows, Q, cache, sinks, Output(m, spec.heads * spec.d, p, quantize, "O"))
+        args = Args(state, rows, Q, cache, sinks, Output(m, spec.heads * spec.value_d, p, quantize, "O"))
         plan = plan or kernel_module(m, single).default_plan(isa)
         if m == single == 1:
             attention_decode.emit_attention(spec, args, isa, plan)

@@ -1,10 +1,11 @@
 """Attention of single rows, each the newest one of its sequence, against the cache: split-KV ("flash decoding") for x86
 CPUs.
 
-The queries of a row and a KV head are those of the group's heads, which share each key and value that is loaded. Keys
-go in spans of 256, which leave (top, total, unscaled output) to be joined in order. A step of one row has a task for
-each KV head and span, and a second loop joins their results; a step of several rows has a task for each row and KV
-head. No sum crosses lanes: a lane is a key in the scores and a column in the outputs.
+The queries of a row and a KV head are those of the group's heads, which share each key and value that is loaded; latent
+attention, whose one KV head has all of them, takes them in parts. Keys go in spans of 256, which leave (top, total,
+unscaled output) to be joined in order. A step of one row has a task for each KV head and span, and a second loop joins
+their results; a step of several rows has a task for each row and KV head. No sum crosses lanes: a lane is a key in the
+scores and a column in the outputs.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from mlc_amd.schedules.cpu.attention_block import (
 )
 from mlc_amd.schedules.cpu.cache import Rows, visible_keys
 from mlc_amd.schedules.cpu.kernel import live_rows
-from mlc_amd.schedules.cpu.vector import LANES, at, f32, opaque, registers, splat, store
+from mlc_amd.schedules.cpu.vector import LANES, at, f32, largest_divisor, opaque, registers, splat, store
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,19 @@ def choices(isa):
     return {"registers": accumulator_choices(isa), "ahead": (0, 1, 2), "locality": (2, 3)}
 
 
+MAX_HEADS = 16  # of a task of latent attention, whose heads all share the keys
+
+
+def _parts(spec):
+    """(parts of the heads, heads of each): those of a KV head, or in latent attention some of these."""
+    if not spec.values:
+        return spec.kv_heads, spec.group
+    heads = largest_divisor(MAX_HEADS, spec.heads)
+    return spec.heads // heads, heads
+
+
 class _Row:
-    """Row number `row` of the step. Query r is that of the group's head r.
+    """Row number `row` of the step. Query r of a part of the heads is that of the part's head r.
 
     last: its position, which is clamped to those of a sequence; the blocks first_block .. blocks-1 and the live_spans
     spans from first_span on hold all keys that it sees.
@@ -71,14 +83,19 @@ class _Row:
         self.first_span = self.first_block // SPAN
         self.live_spans = T.Bind((self.blocks + SPAN - 1) // SPAN - self.first_span)
 
-    def prefetched(self, kv, block):
+    def block(self, part, number):
+        """The CacheBlock of that number, of the KV head of a part of the heads."""
+        kv = T.int32(0) if self.spec.values else part
+        return self.args.cache.block_until(kv, self.slot, number, self.last)
+
+    def prefetched(self, part, block):
         """The CacheBlock that is used plan.ahead blocks after this one: after a head's last block comes the next
         head."""
         block = T.Bind(block + self.plan.ahead)
         next_head = block >= self.blocks
-        kv = opaque(T.min(kv + T.Select(next_head, T.int32(1), T.int32(0)), T.int32(self.spec.kv_heads - 1)))
+        part = opaque(T.min(part + T.Select(next_head, T.int32(1), T.int32(0)), T.int32(_parts(self.spec)[0] - 1)))
         block = opaque(T.Select(next_head, block - self.blocks + self.first_block, block))
-        return self.args.cache.block_until(kv, self.slot, block, self.last)
+        return self.block(part, block)
 
     def sinks(self, head0):
         """The logits of the sinks of heads head0 .., as `emit_join_start` takes them."""
@@ -93,11 +110,11 @@ def _most_spans(spec):
     return min(-(-spec.ctx // span), (keys - 2) // span + 2)
 
 
-def _emit_span(row, kv, number):
-    """The live span `number` of a row's KV head. Returns (top, total, out) of its queries: registers [group], [group,
-    lanes], [group, width]."""
-    isa, plan, cache, queries = row.isa, row.plan, row.args.cache, row.spec.group
-    width, lanes, locality = row.spec.width, isa.lanes, plan.locality
+def _emit_span(row, part, number):
+    """The live span `number` of a part of a row's heads. Returns (top, total, out) of its queries: registers [heads],
+    [heads, lanes], [heads, width]."""
+    isa, plan, (_, queries) = row.isa, row.plan, _parts(row.spec)
+    width, lanes, locality = row.spec.value_width, isa.lanes, plan.locality
     top, total, out, scores, shrink = (
         registers(*shape) for shape in ((queries,), (queries, lanes), (queries, width), (queries, BLOCK), (queries,))
     )
@@ -105,17 +122,17 @@ def _emit_span(row, kv, number):
     if plan.ahead:
         # A span's first block has been prefetched by the span before it.
         with T.If(number == 0), T.Then():
-            first = cache.block_until(kv, row.slot, row.first_block, row.last)
-            with T.serial(width) as c:
+            first = row.block(part, row.first_block)
+            with T.serial(row.spec.width) as c:
                 first.prefetch_keys(c, locality)
             with T.serial(first.live) as key:
                 first.prefetch_value(key, locality)
     first, count = span_blocks(row.first_span + number, row.first_block, row.blocks)
     with T.serial(count) as i:
         place = T.Bind(first + i)
-        block = cache.block_until(kv, row.slot, place, row.last)
-        later = row.prefetched(kv, place) if plan.ahead else None
-        block.read_scales()
+        block = row.block(part, place)
+        later = row.prefetched(part, place) if plan.ahead else None
+        block.prepare()
         block.clamp_to(row.last)
 
         def load_keys(c, keys):
@@ -134,7 +151,7 @@ def _emit_span(row, kv, number):
             queries,
             BLOCK,
             row.spec.d,
-            left=lambda r, c: row.args.Q[row.row, kv * queries + r, c],
+            left=lambda r, c: row.args.Q[row.row, part * queries + r, c],
             right=load_keys,
             start=lambda r, key: f32(0.0, lanes),
             finish=lambda r, key, x: store(scores, capped(x, row.spec.softcap, isa), r, at(key, lanes)),
@@ -158,48 +175,48 @@ def _emit_output(row, head, joined, r=0):
     """Stores a head's output, `joined` divided by its total."""
     _, total, out = joined
     inverse = T.Bind(T.float32(1) / total[r])
-    row.args.output.store_head(lambda c, n: out[r, at(c, n)] * splat(inverse, n), row.row, head, row.spec.d)
+    row.args.output.store_head(lambda c, n: out[r, at(c, n)] * splat(inverse, n), row.row, head, row.spec.value_d)
 
 
 def emit_attention(spec, args, isa, plan):
     """The body of the kernel of `attention.attention` for one row, whose spans are computed in parallel."""
-    group, width = spec.group, spec.width
-    shape = (spec.kv_heads, _most_spans(spec), group)
+    (parts, heads), width = _parts(spec), spec.value_width
+    shape = (parts, _most_spans(spec), heads)
     tops, totals, outs = (T.alloc_buffer((*shape, *rest), "float32") for rest in ((), (), (width,)))
     row = _Row(spec, args, isa, plan, 0)
-    with T.parallel(spec.kv_heads * row.live_spans) as task:
+    with T.parallel(parts * row.live_spans) as task:
         # truncdiv and opaque: TVM lowers `//` by a variable to selections, and simplifies for minutes where several of
         # them nest.
-        kv, span = (opaque(f(task, row.live_spans)) for f in (T.truncdiv, T.truncmod))
-        top, total, out = _emit_span(row, kv, span)
-        with T.serial(group) as r:
-            store(tops, top[r], kv, span, r)
-            store(totals, emit_total(total, r, isa.lanes), kv, span, r)
+        part, span = (opaque(f(task, row.live_spans)) for f in (T.truncdiv, T.truncmod))
+        top, total, out = _emit_span(row, part, span)
+        with T.serial(heads) as r:
+            store(tops, top[r], part, span, r)
+            store(totals, emit_total(total, r, isa.lanes), part, span, r)
             with T.serial(width // LANES) as i:
-                store(outs, out[r, at(i * LANES)], kv, span, r, at(i * LANES))
+                store(outs, out[r, at(i * LANES)], part, span, r, at(i * LANES))
     with T.parallel(spec.heads) as head:
-        kv, r = T.Bind(head // group), T.Bind(head % group)
+        part, r = T.Bind(head // heads), T.Bind(head % heads)
         joined = tuple(registers(*shape) for shape in ((1,), (1,), (1, width)))
         emit_join_start(joined, 1, width, row.sinks(head))
         with T.serial(row.live_spans) as i:
-            result = T.Bind(tops[kv, i, r]), T.Bind(totals[kv, i, r])
-            emit_join(joined, 0, *result, lambda c: outs[kv, i, r, at(c)], width)
+            result = T.Bind(tops[part, i, r]), T.Bind(totals[part, i, r])
+            emit_join(joined, 0, *result, lambda c: outs[part, i, r, at(c)], width)
         _emit_output(row, head, joined)
 
 
 def emit_single_rows(spec, m, args, isa, plan):
     """The part of `attention.attention` for the single rows of a step of m: rows 0 .. state[0]-1."""
-    group, width = spec.group, spec.width
+    (parts, heads), width = _parts(spec), spec.value_width
     count = T.Bind(T.max(T.min(args.state[0], live_rows(args.state, m)), T.int32(0)))
-    with T.parallel(count * spec.kv_heads) as task:
-        kv = opaque(task % spec.kv_heads)
-        row = _Row(spec, args, isa, plan, opaque(task // spec.kv_heads))
-        joined = tuple(registers(*shape) for shape in ((group,), (group,), (group, width)))
-        emit_join_start(joined, group, width, row.sinks(kv * group))
+    with T.parallel(count * parts) as task:
+        part = opaque(task % parts)
+        row = _Row(spec, args, isa, plan, opaque(task // parts))
+        joined = tuple(registers(*shape) for shape in ((heads,), (heads,), (heads, width)))
+        emit_join_start(joined, heads, width, row.sinks(part * heads))
         with T.serial(row.live_spans) as span:
-            top, total, out = _emit_span(row, kv, opaque(span))
-            with T.serial(group) as r:
+            top, total, out = _emit_span(row, part, opaque(span))
+            with T.serial(heads) as r:
                 result = T.Bind(top[r]), emit_total(total, r, isa.lanes)
                 emit_join(joined, r, *result, lambda c: out[r, at(c)], width)
-        with T.serial(group) as r:
-            _emit_output(row, T.Bind(kv * group + r), joined, r)
+        with T.serial(heads) as r:
+            _emit_output(row, T.Bind(part * heads + r), joined, r)

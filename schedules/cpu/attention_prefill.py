@@ -97,14 +97,15 @@ class _Task(NamedTuple):
 class _Operands:
     """A block's keys and values as float32 vectors, converted when it is loaded or when they are."""
 
-    def __init__(self, isa, plan, width):
-        self.isa, self.width = isa, width
-        self.converted = [scratch(width, BLOCK), scratch(BLOCK, width)] if plan.convert else None
+    def __init__(self, isa, plan, spec):
+        self.isa, self.width = isa, spec.width
+        convert = plan.convert and not spec.values  # keys of a latent cache are converted anyway
+        self.converted = [scratch(self.width, BLOCK), scratch(BLOCK, self.width)] if convert else None
 
     def load(self, block):
         """Goes on to a CacheBlock."""
         self.block = block
-        block.read_scales()
+        block.prepare()
         if not self.converted:
             return
         keys, values = self.converted
@@ -168,16 +169,17 @@ def _emit_output_tiles(output, out, total, head0, token0, tiles, group, d):
 
 def _emit_task(spec, args, isa, plan, step_rows, task):
     """One task; step_rows: the Rows of the step."""
-    lanes, block_rows, group, width, sinks = isa.lanes, plan.rows, spec.group, spec.width, args.sinks
+    lanes, block_rows, group, sinks = isa.lanes, plan.rows, spec.group, args.sinks
+    width, key_width = spec.value_width, spec.width
     multiple = math.lcm(block_rows, LANES)
     padded = -(-task.tile * group // multiple) * multiple
-    queries, out, operands = scratch(padded, width), scratch(padded, width), _Operands(isa, plan, width)
+    queries, out, operands = scratch(padded, key_width), scratch(padded, width), _Operands(isa, plan, spec)
     top, total = scratch(padded), scratch(padded, lanes)  # of the span
     joined = scratch(padded), scratch(padded), scratch(padded, width)  # of all spans so far
     pass_rows = plan.blocks_per_pass * block_rows
     scores, shrink = scratch(pass_rows, BLOCK), registers(pass_rows)  # scratch memory is aligned, the stack is not
     count = opaque(task.tokens * group)
-    _load_queries(args.Q, queries, task, count, group, width)
+    _load_queries(args.Q, queries, task, count, group, key_width)
     emit_join_start(joined, padded, width, None if sinks is None else lambda r: sinks[task.kv * group + r % group])
     rows = step_rows.tile(task.chunk0)
     blocks = opaque((rows.position(task.tokens) - 1) // BLOCK + 1)
@@ -241,7 +243,7 @@ def _emit_task(spec, args, isa, plan, step_rows, task):
                         finish=lambda r, c, x: store(out, x, row0 + r, at(c, lanes)),
                     )
         emit_join_rows(joined, count, padded, top, total, out, width, lanes)
-    _emit_results(args.output, joined[2], joined[1], task, group, spec.d)
+    _emit_results(args.output, joined[2], joined[1], task, group, spec.value_d)
 
 
 def emit_attention(spec, m, args, isa, plan, chunk_behind_single):

@@ -6,6 +6,8 @@ as blocks (`CacheBlock`):
     Kc float16 [pages, kv_heads, 4, width, 16]   16 keys interleaved: a vector holds one element of each of up to 16
     Vc float16 [pages, kv_heads, 64, width]      a vector holds consecutive elements of one value
 
+In latent attention there is one array, Kc float16 [pages, 1, 64, width], as Vc: its leading columns are the values.
+
 width is d rounded up to whole vectors (`Attention.width`). The padding is never written; keys' is not read either. The
 number of pages is the runtime's choice: kernels declare some number and never use it.
 
@@ -68,7 +70,7 @@ def cache_types(spec):
     k, v = (pages, kv_heads, BLOCK // _TILE, width, _TILE), (pages, kv_heads, BLOCK, width)
     scales = ((pages, kv_heads, spec.d // KV_BLOCK, BLOCK), _DTYPE)
     element = _CODE if spec.quantized else _DTYPE
-    found = {"k": (k, element), "v": (v, element), "ks": scales, "vs": scales}
+    found = {"k": (v if spec.values else k, element), "v": (v, element), "ks": scales, "vs": scales}
     return {name: found[name] for name in spec.cache}
 
 
@@ -173,7 +175,8 @@ class Cache:
 
     def declare(self):
         types = cache_types(self.spec)
-        self.K, self.V, *self.scales = (T.arg(_NAMES[which], T.buffer(*of)) for which, of in types.items())
+        self.K, *rest = (T.arg(_NAMES[which], T.buffer(*of)) for which, of in types.items())
+        self.V, *self.scales = rest or [self.K]
         return self
 
     def page(self, slot, block):
@@ -187,6 +190,8 @@ class Cache:
     def key_writer(self, head, place):
         """`with key_writer(head, place) as write:` write(e, n, y) stores elements e .. e+n-1 of the key in a `place`, a
         float32 vector of n lanes; all elements are to be written."""
+        if self.spec.values:
+            return self.value_writer(head, place)
         page, key = place
         tile, lane = T.Bind(key // _TILE), T.Bind(key % _TILE)
 
@@ -245,16 +250,18 @@ class CacheBlock:
     """64 consecutive keys and values of a KV head, from position key0 on, in one page.
 
     live: how many of them, 1 .. 64, may be read, an expression; None: all. Loads of keys then need `clamp_to` first.
-    Loads need `read_scales` first.
+    Loads need `prepare` first.
     """
 
     def __init__(self, cache, kv, page, key0, live):
         self.cache, self.kv, self.page, self.key0, self.live, self._tiles = cache, kv, page, key0, live, None
-        self._scales = []
+        self._scales, self._turned = [], None
 
-    def read_scales(self):
-        """Converts the scales of a quantized cache's keys and values, once for all products. Those of keys that are not
-        to be read are converted, too, and not used."""
+    def prepare(self):
+        """Makes what all products share: of a latent cache the keys as float32 with those of a column side by side; of
+        a quantized one its scales. Those of keys that are not to be read are converted, too, and not used."""
+        if self.cache.spec.values:
+            self._turn()
         blocks = self.cache.spec.d // KV_BLOCK
         self._scales = [registers(blocks, BLOCK) for _ in self.cache.scales]
         for target, source in zip(self._scales, self.cache.scales, strict=True):
@@ -263,8 +270,19 @@ class CacheBlock:
                     scale = self.cache.isa.half(source[self.page, self.kv, block, at(key)], LANES)
                     store(target, scale, block, at(key))
 
+    def _turn(self):
+        self._turned = T.alloc_buffer((self.cache.width, BLOCK), "float32", scope="local")
+        keys = BLOCK if self.live is None else self.live
+        with T.serial(keys) as key, T.serial(self.cache.width // LANES) as i:
+            x = T.Bind(self.load_value(key, i * LANES, LANES))
+            for lane in range(LANES):
+                store(self._turned, T.Shuffle([x], [T.int32(lane)]), i * LANES + lane, key)
+
     def clamp_to(self, last):
-        """Makes `load_keys` give the keys around `last` wherever keys after it are asked for."""
+        """Makes `load_keys` give the keys around `last` wherever keys after it are asked for; of a latent cache it
+        gives anything there."""
+        if self._turned is not None:
+            return
         self._tiles = registers(BLOCK // _TILE, kind="int32")
         for i in range(BLOCK // _TILE):
             near = T.max(T.min(last - self.key0, T.int32(i * _TILE)), T.int32(0))
@@ -272,6 +290,8 @@ class CacheBlock:
 
     def load_keys(self, c, key, n):
         """Element c of n keys from the block's key `key` on, as float32; n divides 16 and key."""
+        if self._turned is not None:
+            return T.Bind(self._turned[c, at(key, n)])
         tile = key // _TILE if self._tiles is None else self._tiles[key // _TILE]
         stored = self.cache.K[self.page, self.kv, tile, c, at(key % _TILE, n)]
         if not self._scales:
@@ -287,7 +307,10 @@ class CacheBlock:
 
     def prefetch_keys(self, part, locality):
         """Prefetches part `part` of `width` equal parts of the live keys, in the order of their addresses: the hardware
-        sees one stream, while the loads alternate between four tiles."""
+        sees one stream, while the loads alternate between four tiles. Those of a latent cache are prefetched as
+        values."""
+        if self.cache.spec.values:
+            return
         width, size = self.cache.width, self.cache.line
         end = (self.live - 1) // _TILE * (_TILE * width) + (_TILE * width - size)
         for line in range(0, BLOCK, size):
@@ -304,5 +327,6 @@ class CacheBlock:
         lines = -(-BLOCK * self.cache.width // (self.cache.line * parts))
         with T.serial(lines) as i:
             place = opaque((part * lines + i) * self.cache.line)
-            prefetch(self.cache.K, self.page, self.kv, 0, 0, place, locality=locality)
+            if not self.cache.spec.values:
+                prefetch(self.cache.K, self.page, self.kv, 0, 0, place, locality=locality)
             prefetch(self.cache.V, self.page, self.kv, 0, place, locality=locality)

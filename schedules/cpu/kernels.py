@@ -7,15 +7,20 @@ None for the default one. The kernel's parameters are the operator's inputs, tup
 
 from mlc_amd.schedules.attention import Attention, Rope, described
 from mlc_amd.schedules.cpu.attention import attention
+from mlc_amd.schedules.cpu.causal_conv import causal_conv
+from mlc_amd.schedules.cpu.delta_net import delta_net
 from mlc_amd.schedules.cpu.embed import embed
 from mlc_amd.schedules.cpu.expert_rows import combine, expert_order, gather
 from mlc_amd.schedules.cpu.experts import expert_down, expert_gate_up, expert_linear
+from mlc_amd.schedules.cpu.gate import gate
 from mlc_amd.schedules.cpu.gate_up import gate_up_swiglu
-from mlc_amd.schedules.cpu.linear import linear
+from mlc_amd.schedules.cpu.latent_kv_write import latent_kv_write
+from mlc_amd.schedules.cpu.linear import head_linear, linear
 from mlc_amd.schedules.cpu.norm import layer_norm, quantize, rms_norm
 from mlc_amd.schedules.cpu.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.cpu.route import route
 from mlc_amd.schedules.cpu.sample import sample
+from mlc_amd.schedules.cpu.ssm_scan import ssm_scan
 from mlc_amd.schedules.experts import Experts
 
 
@@ -44,12 +49,20 @@ def _linear(segments, k, m, layout, biases, residual, arch, name, plan):
     return linear(segments, k, m, tile_rows(m, arch), biases, residual, arch.isa, name, plan)
 
 
+def _head_linear(fmt, heads, n, k, m, layout, arch, name, plan):
+    return head_linear(fmt, heads, n, k, m, tile_rows(m, arch), arch.isa, name, plan)
+
+
 def _gate_up(gate, up, n, k, m, layout_in, layout, arch, name, plan, act="silu"):
     return gate_up_swiglu(gate, up, n, k, m, tile_rows(m, arch), bool(layout), arch.isa, name, plan, act)
 
 
 def _rope_kv_write(m, arch, name, plan, **layer):
     return rope_kv_write(described(Attention, layer), described(Rope, layer), m, arch.isa, name)
+
+
+def _latent_kv_write(m, arch, name, plan, **layer):
+    return latent_kv_write(described(Attention, layer), described(Rope, layer), m, arch.isa, name)
 
 
 def _attention(m, single, layout, arch, name, plan, **layer):
@@ -85,6 +98,22 @@ def _combine(n, m, experts, used, tile, weighted, residual, arch, name, plan):
     return combine(n, m, Experts(experts, used, tile), weighted, residual, name)
 
 
+def _causal_conv(channels, taps, single, m, gated, act, bias, arch, name, plan):
+    return causal_conv(channels, taps, single, m, gated, act, bias, arch.isa, name)
+
+
+def _delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name, plan):
+    return delta_net(key_heads, value_heads, d, single, m, grouped, eps, name)
+
+
+def _ssm_scan(m, arch, name, plan, **sizes):
+    return ssm_scan(m=m, isa=arch.isa, name=name, **sizes)
+
+
+def _gate(k, m, size, eps, silu, layout, arch, name, plan):
+    return gate(k, m, size, eps, silu, tile_rows(m, arch), bool(layout), arch.isa, name)
+
+
 def _sample(m, vocab, columns, arch, name, plan):
     return sample(m, vocab, columns, name)
 
@@ -95,8 +124,10 @@ BUILDERS = {
     "layer_norm": _layer_norm,
     "quantize": _quantize,
     "linear": _linear,
+    "head_linear": _head_linear,
     "gate_up": _gate_up,
     "rope_kv_write": _rope_kv_write,
+    "latent_kv_write": _latent_kv_write,
     "attention": _attention,
     "route": _route,
     "expert_order": _expert_order,
@@ -105,5 +136,9 @@ BUILDERS = {
     "expert_linear": _expert_linear,
     "expert_down": _expert_down,
     "combine": _combine,
+    "causal_conv": _causal_conv,
+    "delta_net": _delta_net,
+    "gate": _gate,
     "sample": _sample,
+    "ssm_scan": _ssm_scan,
 }

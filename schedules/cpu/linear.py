@@ -18,6 +18,7 @@ from mlc_amd.schedules.cpu.kernel import kernel
 from mlc_amd.schedules.cpu.linear_plan import default_plan, few_plan, row_tiles
 from mlc_amd.schedules.cpu.linear_tile import (
     act_params,
+    check_rows,
     check_tiles,
     emit_acts,
     emit_part,
@@ -42,10 +43,13 @@ def _tasks(fmt, n, k, plan):
     return -(-n // ROWS) // row_tiles(fmt, n, k, plan)
 
 
-def _emit_segment(fmt, n, bufs, bias, residual, Y, acts, state, m, plan, few, isa):
-    held = row_tiles(fmt, n, acts.k, plan)
-    with T.parallel(_tasks(fmt, n, acts.k, plan)) as task:
+def _emit_segment(fmt, n, bufs, bias, residual, Y, acts, state, m, plan, few, isa, heads=1):
+    """heads: of matrices of n rows, each of which has its columns of the activations."""
+    k = acts.k // heads
+    held, tasks = row_tiles(fmt, n, k, plan), _tasks(fmt, n, k, plan)
+    with T.parallel(heads * tasks) as task:
         (tiles, live), first = token_tiles(state, m, acts.p), T.Bind(task * held)
+        mine = acts if heads == 1 else acts.columns(T.Bind(task // tasks * k), k)
         bias_at = None if bias is None else lambda column: _bias(bias, column, n, isa.lanes)
 
         def emit(weights, sizes):
@@ -55,12 +59,12 @@ def _emit_segment(fmt, n, bufs, bias, residual, Y, acts, state, m, plan, few, is
                     with T.serial(held) as t:
                         tile = T.Bind(first + t)
                         emit_results(
-                            fmt, weights[0](t), bias_at, residual, Y, acts, tile, token_tile, tokens, plan, few, isa
+                            fmt, weights[0](t), bias_at, residual, Y, mine, tile, token_tile, tokens, plan, few, isa
                         )
 
                 emit_part(live(token_tile), sizes, part)
 
-        emit_weights([(fmt, bufs)], first, held, acts, plan, isa, tiles, emit)
+        emit_weights([(fmt, bufs)], first, held, mine, plan, isa, tiles, emit)
 
 
 def emit_results(fmt, weights, bias, residual, Y, acts, tile, token_tile, tokens, plan, ahead, isa):
@@ -126,4 +130,24 @@ def linear(segments, k, m, p, biases, residual, isa, name, plan=None):
         with T.attr(T.int32(0), "pragma_parallel_launch_point", 1) if one_launch else nullcontext():
             for (fmt, n), (bufs, bias), Y in zip(segments, weights, outputs, strict=True):
                 _emit_segment(fmt, n, bufs, bias, R, Y, acts, state, m, plan, few, isa)
+    return builder.get()
+
+
+def head_linear(fmt, heads, n, k, m, p, isa, name, plan=None):
+    """PrimFunc (state, A, S | X of [m, heads * k], planes of the stack of `heads` matrices of n rows, Y f32 [m, heads *
+    n]): Y's columns of a head are the product of its columns of the activations and its matrix.
+
+    p and plan as in `linear`. UserError unless 16 divides n.
+    """
+    fmt = lookup(fmt)
+    check_tiles(m, p)
+    check_rows(n)
+    plan = plan or default_plan(isa, m, p, [(fmt, n)], k)
+    few = plan if m == 1 else few_plan(isa, [(fmt, heads * n)], k)
+    with kernel(name) as (builder, state):
+        params = act_params(m, heads * k, p, fmt.kind)
+        bufs = weight_args(fmt, heads * n, k, "W_")
+        Y = T.arg("Y", T.buffer((m, heads * n), "float32"))
+        acts = emit_acts(params, p, heads * k)
+        _emit_segment(fmt, n, bufs, None, None, Y, acts, state, m, plan, few, isa, heads)
     return builder.get()

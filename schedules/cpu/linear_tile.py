@@ -6,7 +6,7 @@ each have.
 """
 
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tvm import DataType
 from tvm.tirx.script import builder as T
@@ -31,16 +31,40 @@ def check_tiles(m, p):
         raise ValueError(f"{m} tokens do not make whole tiles of {p}")
 
 
+def check_rows(n):
+    """UserError unless matrices of n rows, one after the other, begin where tiles do."""
+    if n % ROWS:
+        raise UserError(f"heads need matrices of a multiple of {ROWS} rows, this model has {n}; use another model")
+
+
+class _Columns(NamedTuple):
+    """A buffer of activations from entry `first` of its second axis on."""
+
+    buffer: Any
+    first: Any
+
+    def __getitem__(self, index):  # type: ignore[override]
+        row, column, *rest = index
+        return self.buffer[(row, self.first + column, *rest)]
+
+
 class Acts(NamedTuple):
     """The activations of m tokens in tiles of p. Int8: `quads` int32 [MT,KB,P,8] (A seen as int32), `s` float32 and
     `si` int32 [MT,KB,8,P]. Float: `x` float32 [m,k]."""
 
     p: int
     k: int
-    quads: object = None
-    s: object = None
-    si: object = None
-    x: object = None
+    quads: Any = None
+    s: Any = None
+    si: Any = None
+    x: Any = None
+
+    def columns(self, first, count):
+        """Those of `count` columns from `first` on, whole blocks of int8 ones."""
+        if self.x is not None:
+            return Acts(self.p, count, x=_Columns(self.x, first))
+        block = first // BLOCK
+        return Acts(self.p, count, *(_Columns(buffer, block) for buffer in (self.quads, self.s, self.si)))
 
 
 def act_params(m, k, p, kind):

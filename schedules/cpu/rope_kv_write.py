@@ -22,7 +22,7 @@ def _lanes(*sizes):
     return math.gcd(LANES, *sizes)
 
 
-class _Rotation:
+class Rotation:
     """Rotates heads by the cosines and sines of one row's position, which it holds in the order of a head's
     elements."""
 
@@ -51,12 +51,12 @@ class _Rotation:
             yield e, n, T.Bind(load(e, n))
 
 
-def _loader(X, row, head, d):
+def loader(X, row, head, d):
     """load(e, n) gives elements e .. e+n-1 of a row's head of X."""
     return lambda e, n: X[row, at(head * d + e, n)]
 
 
-def _normalized(load, d, eps, weight=None):
+def normalized(load, d, eps, weight=None):
     """The load(e, n) of a head divided by its root mean square, times the weight if there is one."""
     lanes = _lanes(d)
     squares = f32(0.0, lanes)
@@ -69,7 +69,7 @@ def _normalized(load, d, eps, weight=None):
     return lambda e, n: load(e, n) * splat(scale, n) * weight[at(e, n)]
 
 
-def _vectors(load, d):
+def vectors(load, d):
     """Yields (first element, lanes, value) for a whole head."""
     n = _lanes(d)
     for e in range(0, d, n):
@@ -82,11 +82,11 @@ def _rotated(rotation, load, d, rope, weight):
     if weight is None:
         return rotation.vectors(load)
     if not rope.norm_after:
-        return rotation.vectors(_normalized(load, d, rope.eps, weight))
+        return rotation.vectors(normalized(load, d, rope.eps, weight))
     turned = T.alloc_buffer((d,), "float32", scope="local")
     for e, n, y in rotation.vectors(load):
         store(turned, y, at(e, n))
-    return _vectors(_normalized(lambda e, n: turned[at(e, n)], d, rope.eps, weight), d)
+    return vectors(normalized(lambda e, n: turned[at(e, n)], d, rope.eps, weight), d)
 
 
 def rope_kv_write(spec: Attention, rope: Rope, m, isa, name) -> tirx.PrimFunc:
@@ -117,21 +117,21 @@ def rope_kv_write(spec: Attention, rope: Rope, m, isa, name) -> tirx.PrimFunc:
         with row_loop(state, m) as row:
             position = T.Bind(table.position(row))
             with T.If(is_position(spec, position)), T.Then():
-                rotation = _Rotation(CS, position, d, rope)
+                rotation = Rotation(CS, position, d, rope)
                 with T.serial(heads) as h:
-                    load = _loader(sources["Q"], row, h, d)
+                    load = loader(sources["Q"], row, h, d)
                     for e, n, y in _rotated(rotation, load, d, rope, norms.get("QN")):
                         store(Qo, y * f32(spec.query_scale, n), row, h, at(e, n))
                 if cache:
                     place = cache.place(table.slot(row), position)
                     with T.serial(kv_heads) as h:
                         with cache.key_writer(h, place) as write:
-                            load = _loader(sources["K"], row, h, d)
+                            load = loader(sources["K"], row, h, d)
                             for e, n, y in _rotated(rotation, load, d, rope, norms.get("KN")):
                                 write(e, n, y)
-                        value = _loader(sources["V"], row, h, d)
-                        value = _normalized(value, d, rope.eps) if rope.value_norm else value
+                        value = loader(sources["V"], row, h, d)
+                        value = normalized(value, d, rope.eps) if rope.value_norm else value
                         with cache.value_writer(h, place) as write:
-                            for e, n, y in _vectors(value, d):
+                            for e, n, y in vectors(value, d):
                                 write(e, n, y)
     return builder.get()

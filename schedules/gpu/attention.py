@@ -1,6 +1,6 @@
 """Attention on a GPU: the kernel for a few tokens (`attention_decode.py`) or for a chunk of tokens, with matrix units
-(`attention_prefill.py`, on Vulkan `attention_prefill_coop.py`) where the arch has them, else without
-(`attention_prefill_dot.py`).
+(`attention_prefill.py`, on Vulkan `attention_prefill_coop.py`) where the arch has them, else and in latent attention
+without (`attention_prefill_dot.py`).
 """
 
 from tvm import tirx
@@ -29,7 +29,7 @@ def attention(layer: Attention, m, layout, arch, name, plan=None, single=0) -> t
     """
     if m == single:
         return attention_decode.attention_decode(layer, layout, arch, name, plan=plan, m=m)
-    prefill = PREFILL.get(arch.matrix, attention_prefill)
+    prefill = attention_prefill_dot if layer.values else PREFILL.get(arch.matrix, attention_prefill)
     with attention_step(layer, m, layout, name, splits=single > 0) as (ir, step):
         if single:
             attention_decode.emit(layer, single, layout, arch, step, live=0)

@@ -69,6 +69,8 @@ PLANS = {
     ("nvidia", "narrow"): Plan(threads=128, fill=8, step=32, batch=32, rows=2),
     ("nvidia", "window"): Plan(threads=128, fill=4, step=32, batch=32, rows=1),
 }
+# Of latent attention, whose rows have the most columns: as many rows as registers hold.
+LATENT_PLAN = Plan(threads=128, fill=2, step=STEP, batch=8, rows=4)
 DEFAULT_PLAN = Plan(threads=128, fill=2, step=STEP, batch=8, rows=MAX_GROUP)
 NARROW = 64  # columns of a head, at most
 FIELD = 7  # bits of a word for a row, or for a number of splits
@@ -77,9 +79,9 @@ FIELD = 7  # bits of a word for a row, or for a number of splits
 ALONE = {"nvidia": 4}
 
 
-def default_plan(arch, d, span, m=1) -> Plan:
-    """For m rows with heads of d columns, which see `span` keys at most (0: all)."""
-    plan = PLANS.get((arch.family, _kind(d, span)), DEFAULT_PLAN)
+def default_plan(arch, d, span, m=1, values=0) -> Plan:
+    """For m rows with heads of d columns, which see `span` keys at most (0: all). values: of latent attention."""
+    plan = LATENT_PLAN if values else PLANS.get((arch.family, _kind(d, span)), DEFAULT_PLAN)
     return plan if m == 1 else replace(plan, batch=DEFAULT_PLAN.batch)  # a step of several rows gains by little code
 
 
@@ -89,9 +91,9 @@ def _kind(d, span) -> str:
 
 class Splits(NamedTuple):
     """How a KV head's keys are distributed: up to `count` workgroups of `waves` waves, which take blocks of `step` keys
-    round robin, for each `group` of the query heads; `parts` such groups share a KV head. batch: splits whose results
-    are loaded at once. maximum: splits for which there is memory. alone: of `ALONE`. fill: splits that all rows
-    together should have."""
+    round robin, for each `group` of the query heads; `parts` such groups share a KV head. d: columns of an output.
+    batch: splits whose results are loaded at once. maximum: splits for which there is memory. alone: of `ALONE`. fill:
+    splits that all rows together should have."""
 
     count: int
     waves: int
@@ -139,10 +141,11 @@ class Splits(NamedTuple):
         return stream, distance, T.Select(one, rest(self.waves), rest(streams))
 
 
-def splits_of(heads, kv_heads, d, ctx, arch, plan=None, span=0, m=1) -> Splits:
+def splits_of(heads, kv_heads, d, ctx, arch, plan=None, span=0, m=1, values=0) -> Splits:
     """The splits of a shape for m tokens: no more than the visible keys have blocks for, than fill the GPU, than a wave
-    has lanes to join them. ValueError for a plan that the arch cannot run."""
-    shared, plan = group_of(heads, kv_heads), plan or default_plan(arch, d, span, m)
+    has lanes to join them. values: of latent attention. ValueError for a plan that the arch cannot run."""
+    plan = plan or default_plan(arch, d, span, m, values)
+    shared = heads if values else group_of(heads, kv_heads)
     group = next(n for n in range(min(plan.rows, shared), shared + 1) if shared % n == 0)
     parts = shared // group
     if plan.step != STEP and (arch.api == "rocm" or plan.step % arch.wave or plan.step > STEP):
@@ -155,7 +158,7 @@ def splits_of(heads, kv_heads, d, ctx, arch, plan=None, span=0, m=1) -> Splits:
     count = min(-(-keys // (plan.step * waves)), fill, maximum, arch.wave)
     batch = min(plan.batch, arch.wave)
     alone = ALONE.get(arch.family, 1)
-    return Splits(count, waves, waves * arch.wave, group, d, plan.step, batch, parts, maximum, alone, fill)
+    return Splits(count, waves, waves * arch.wave, group, values or d, plan.step, batch, parts, maximum, alone, fill)
 
 
 def attention_decode(
@@ -179,7 +182,7 @@ def attention_decode(
         state, places, pages = state_arg(), rows_arg(1), pages_arg(attention)
         sources = rope_args(attention, 1, rope)
         cache, sinks = Cache(attention, pages), sinks_arg(attention)
-        scratch = scratch_args(attention.heads, attention.kv_heads, attention.d)
+        scratch = scratch_args(attention.heads, attention.d)
         out = output_args(attention, 1, layout)
         emit(attention, 1, layout, arch, Step(state, places, sources, cache, sinks, scratch, out), plan, rope=rope)
     return ir.get()
@@ -190,7 +193,8 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1, r
     Errors: of `attention_decode`."""
     state, places, scratch, sinks, out = step.state, step.rows, step.scratch, step.sinks, step.out
     heads, kv_heads, d, ctx = attention.heads, attention.kv_heads, attention.d, attention.ctx
-    splits, cache = splits_of(heads, kv_heads, d, ctx, arch, plan, attention.span, m), step.cache.by_shifts()
+    splits = splits_of(heads, kv_heads, d, ctx, arch, plan, attention.span, m, attention.values)
+    cache = step.cache.by_shifts()
     group, parts, size = splits.group, splits.parts, splits.step
     own_apart = rope is not None and rope.writes  # its own key and value do not come from the cache
     grid = kv_heads * parts, splits.workgroups(m)
@@ -231,7 +235,7 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1, r
                         scale = value_scale(arch, step.Q.V, 0, kv, lane, d, rope)
                         _start_with_own(rows, queries, own_key, step.Q.V, scale, kv)
             else:
-                _load_queries(splits, step.Q, queries, token, part, wave * arch.wave + lane)
+                _load_queries(splits, d, step.Q, queries, token, part, wave * arch.wave + lane)
             with T.serial(mine) as i:
                 place = T.Bind(stream + i * streams + first_step)
                 page, *ahead = pages.take(first_key(i + (1 + prefetches)))
@@ -314,9 +318,9 @@ def _real(x):
     return T.cast(x, "float32")
 
 
-def _load_queries(splits, Qo, queries, token, part, tid):
-    """Copies a token's rotated queries of the group into LDS."""
-    elements = splits.group * splits.d
+def _load_queries(splits, d, Qo, queries, token, part, tid):
+    """Copies a token's rotated queries of the group, d columns each, into LDS."""
+    elements = splits.group * d
     for first in range(0, elements, splits.threads):
         e = T.Bind(first + tid)
         store_valid(
@@ -324,8 +328,8 @@ def _load_queries(splits, Qo, queries, token, part, tid):
             queries,
             [
                 (
-                    (e // splits.d, e % splits.d),
-                    T.cast(Qo[token, part * splits.group + e // splits.d, e % splits.d], queries.dtype),
+                    (e // d, e % d),
+                    T.cast(Qo[token, part * splits.group + e // d, e % d], queries.dtype),
                 )
             ],
         )

@@ -14,7 +14,7 @@ from mlc_amd.schedules.gpu.arrival import LINE, arrive, zero_behind
 from mlc_amd.schedules.gpu.device import Outbox, each, exp2, rcp, wave_max, wave_sum
 from mlc_amd.schedules.gpu.quantize import WIDTH, emit_store
 from mlc_amd.schedules.gpu.registers import at, local, put
-from mlc_amd.schedules.gpu.softmax import LOWEST, group_of, with_sink
+from mlc_amd.schedules.gpu.softmax import LOWEST, with_sink
 
 MAX_SPLITS, SEVERAL = 32, 8  # of a row, at most: with up to SEVERAL rows; the others have SEVERAL at least
 MAX_PARTS = SEVERAL * max(SLOTS, MAX_SPLITS)  # rows times splits that there is memory for
@@ -32,16 +32,16 @@ def stride_of(group, d) -> int:
     return -(-group * (d + WIDTH) // LINE) * LINE
 
 
-def scratch_shapes(heads, kv_heads, d) -> dict:
-    """Parameter name -> (shape, dtype) of the buffers that splits join through, large enough for every plan and
-    SLOTS rows. "Arrived" must be zero before the first launch and is zero after each; "Parts" may hold anything."""
-    group_of(heads, kv_heads)
+def scratch_shapes(heads, d) -> dict:
+    """Parameter name -> (shape, dtype) of the buffers that splits join through, large enough for every plan and SLOTS
+    rows. d: columns of a head's output. "Arrived" must be zero before the first launch and is zero after each; "Parts"
+    may hold anything."""
     return {"Parts": ((heads * MAX_PARTS * stride_of(1, d),), "float32"), "Arrived": ((SLOTS * heads,), "int32")}
 
 
-def scratch_args(heads, kv_heads, d) -> list:
+def scratch_args(heads, d) -> list:
     """Declares the parameters Parts and Arrived."""
-    return [T.arg(name, T.buffer(*shape)) for name, shape in scratch_shapes(heads, kv_heads, d).items()]
+    return [T.arg(name, T.buffer(*shape)) for name, shape in scratch_shapes(heads, d).items()]
 
 
 class Join:

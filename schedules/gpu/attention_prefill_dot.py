@@ -1,5 +1,5 @@
-"""Causal attention of a chunk of tokens on GPUs without matrix units (gfx10, gfx906, Vulkan): products per lane, with
-online softmax.
+"""Causal attention of a chunk of tokens on GPUs without matrix units (gfx10, gfx906, Vulkan), and latent attention on
+all: products per lane, with online softmax.
 
 In: the rotated queries and the cache, which already contains the chunk's own keys and values. Out: the heads' outputs
 in an activation layout of `quantize.py`, of the live rows.
@@ -36,6 +36,13 @@ class Plan:
     rows: int = 8
 
 
+LATENT_PLAN = Plan(rows=4)  # of latent attention, whose rows have the most columns
+
+
+def default_plan(attention: Attention) -> Plan:
+    return LATENT_PLAN if attention.values else Plan()
+
+
 def attention_prefill_dot(attention: Attention, m, layout, arch, name, plan=None) -> tirx.PrimFunc:
     """Kernel of `attention_step`, of a chunk of m tokens at most. UserError for shapes that `cache_types`, `group_of`
     or `output_args` refuses."""
@@ -47,8 +54,9 @@ def attention_prefill_dot(attention: Attention, m, layout, arch, name, plan=None
 def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0) -> None:
     """The launch for the chunk of a step of m rows, of which the first `single` may be single rows. Nothing is stored
     for rows that are not live. Errors: of `attention_prefill_dot`."""
-    heads, kv_heads, d = attention.heads, attention.kv_heads, attention.d
-    group, plan, cache = group_of(heads, kv_heads), plan or Plan(), step.cache.by_shifts()
+    heads, kv_heads, d, out_d = attention.heads, attention.kv_heads, attention.d, attention.value_d
+    group = heads if attention.values else group_of(heads, kv_heads)
+    plan, cache = plan or default_plan(attention), step.cache.by_shifts()
     count, waves = plan.rows, waves_of(arch, plan.rows, d, plan.threads)
     tiles = -(-m * group // count)
     threads = waves * arch.wave
@@ -77,18 +85,18 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0)
                 block = cache.block(kv, T.Bind(number * STEP), page, STEP)
                 rows.step(block, queries, lambda r, key: seen[r].sees(key), opaque_zero(step.state, i))
             quad = rows.join_waves(wave, waves)
-            for i in each(arch, -(-count * d // WIDTH // threads)):
+            for i in each(arch, -(-count * out_d // WIDTH // threads)):
                 first = i * threads
-                place = T.Bind(T.min(first + tid, T.int32(count * d // WIDTH - 1)) * WIDTH)
-                r, column = T.Bind(place // d), T.Bind(place % d)
+                place = T.Bind(T.min(first + tid, T.int32(count * out_d // WIDTH - 1)) * WIDTH)
+                r, column = T.Bind(place // out_d), T.Bind(place % out_d)
                 top, total, values = quad(r, column)
                 row = T.Bind(first_row + r)
                 head = kv * group + row % group
                 inverse = opaque(rcp(with_sink(step.sinks, head, total, top)))
-                valid = tirx.all(row // group < chunk.count, first + tid < count * d // WIDTH)
+                valid = tirx.all(row // group < chunk.count, first + tid < count * out_d // WIDTH)
                 values = [opaque(v * inverse) for v in values]
                 there = T.Bind(chunk.row(token(r)))
-                emit_store(arch, layout, step.out, values, there, T.Bind(head * d + column), valid)
+                emit_store(arch, layout, step.out, values, there, T.Bind(head * out_d + column), valid)
 
 
 def _load_queries(Q, queries, step_row, kv, group, first_row, count, d, tid, threads):

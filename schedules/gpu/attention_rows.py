@@ -7,7 +7,8 @@ dot product stays within a lane; for the outputs a lane has a column and the wei
 wave keeps
     top     the maximum score so far, the same in all lanes
     total   the sum of weights, still spread over the lanes
-    out     the weighted sum of values, float32, column x*wave + lane at x
+    out     the weighted sum of values, float32, column x*wave + lane at x; in latent attention, where a unit has
+            columns of a value, unit (x//8)*wave + lane
 `join_waves` adds up the results of a workgroup's waves.
 """
 
@@ -29,8 +30,10 @@ from mlc_amd.schedules.gpu.device import (
 )
 from mlc_amd.schedules.gpu.registers import at, local, opaque, put
 from mlc_amd.schedules.gpu.softmax import LOWEST, P_SHIFT, join, soft_cap
+from mlc_amd.schedules.gpu.step import when
 
 STEP = PAGE  # keys of a block, at most: the maximum is renewed once per block
+LATENT_UNITS = 4  # of keys, loaded at once in latent attention, whose outputs take most registers
 # Masks of llvm.amdgcn.sched.barrier: what LLVM's scheduler may move across. Without them it starts loads one by one,
 # just before their use, to save registers; and all scalar weights at once, which are more than there are registers.
 LOADS, SCALARS = 0x8F, 0x94  # all but loads from device memory; loads, LDS and scalar instructions
@@ -45,7 +48,10 @@ class Rows:
 
     def __init__(self, arch, attention, count, lane, step):
         self.arch, self.attention, self.count, self.d, self.lane = arch, attention, count, attention.d, lane
-        self.keys, self.columns = step // arch.wave, -(-attention.d // arch.wave)  # of a lane
+        self.value_d, self.latent = attention.value_d, attention.values > 0
+        self.units = -(-attention.values // UNIT // arch.wave)  # of a lane, of a value in latent attention
+        self.keys = step // arch.wave  # of a lane, as are its columns
+        self.columns = self.units * UNIT if self.latent else -(-attention.d // arch.wave)
         self.top, self.total, self.out = local(count), local(count), local(count * self.columns)
 
     def column(self, x):
@@ -53,6 +59,23 @@ class Rows:
         first = x * self.arch.wave
         whole = self.d % self.arch.wave == 0 or (isinstance(x, int) and first + self.arch.wave <= self.d)
         return T.Bind(first + self.lane if whole else T.min(first + self.lane, T.int32(self.d - 1)))
+
+    def _unit(self, u):
+        """(this lane's unit number u of a value in latent attention, whether it has one; None: each lane has)."""
+        first, count = u * self.arch.wave, self.value_d // UNIT
+        if first + self.arch.wave <= count:
+            return T.Bind(first + self.lane), None
+        return T.Bind(T.min(first + self.lane, T.int32(count - 1))), first + self.lane < count
+
+    def _own_columns(self):
+        """Yields (x, its column, whether the lane has one; None: it has) of this lane's elements."""
+        for x in range(self.columns):
+            if self.latent:
+                unit, valid = self._unit(x // UNIT)
+                yield x, unit * UNIT + x % UNIT, valid
+            else:
+                column = x * self.arch.wave + self.lane
+                yield x, column, None if (x + 1) * self.arch.wave <= self.d else column < self.d
 
     def start(self):
         """Initializes the state: no key seen yet."""
@@ -84,7 +107,15 @@ class Rows:
         return now
 
     def _load_values(self, block, first):
-        """Loads a batch of the block's values, units first .."""
+        """Loads a batch of the block's values, units first .., or in latent attention as many keys as these have."""
+        if self.latent:
+            places = [self._unit(u)[0] for u in range(self.units)]
+            for i in range(self.batch * UNIT):
+                for u, unit in enumerate(places):
+                    key = block.place0 + (first * UNIT + i)
+                    key = key if isinstance(key, int) else T.Bind(key)  # TVM keeps & of constants
+                    self.value.load_key(i * self.units + u, block, key, unit)
+            return
         columns = [self.column(x) for x in range(self.columns)]
         for i in range(self.batch):
             for x, column in enumerate(columns):
@@ -99,9 +130,10 @@ class WaveRows(Rows):
         super().__init__(arch, attention, count, lane, STEP)
         share = 1 if count <= 8 else 4  # of the registers, that loads can have
         units = self.d // UNIT
+        most = LATENT_UNITS if self.latent else max(1, units // share)
         # units of keys and of values that are loaded at once; keys' divide a key
-        self.key_batch = next(n for n in range(max(1, units // share), 0, -1) if units % n == 0)
-        self.batch = STEP // UNIT // share
+        self.key_batch = next(n for n in range(most, 0, -1) if units % n == 0)
+        self.batch = 1 if self.latent else STEP // UNIT // share
         self.scores = local(count * self.keys)
         self.key = Units(attention, self.keys * self.key_batch, "key")
         self.value = Units(attention, self.columns * self.batch, "value")
@@ -140,6 +172,8 @@ class WaveRows(Rows):
                     words = [query[i] for i in range(WORDS)]
                     for j in range(self.keys):
                         self._dot_unit(self.scores, r * self.keys + j, *units[j], words)
+                if self.latent:  # there are more queries than registers
+                    schedule_fence(0)
 
     def _dot_unit(self, sums, place, unit, first, words):
         """sums[place] += the dot product of eight pairs of float16: unit[first:first+4] and `words`."""
@@ -169,12 +203,33 @@ class WaveRows(Rows):
         """Adds the loaded batch of values, weighted."""
         for i in range(self.batch):
             j, lane = divmod((first + i) * UNIT, self.arch.wave)
+            if self.latent:
+                self._add_keys(i * UNIT, [row[j] for row in words], lane)
+                continue
             units = [self.value.pairs(i * self.columns + x) for x in range(self.columns)]
             for r in range(self.count):
                 weights = [opaque(read_lane(words[r][j], lane + 2 * w)) for w in range(WORDS)]
                 for x in range(self.columns):
                     self._dot_unit(self.out, r * self.columns + x, *units[x], weights)
             schedule_fence(SCALARS)
+
+    def _add_keys(self, first, words, lane):
+        """Adds UNIT keys' loaded values, from number `first` of the batch on. Units of two keys have pairs of columns:
+        products take pairs of keys. words: of each row, weights as of `_weigh`, those of these keys from `lane` on."""
+        for pair in range(WORDS):
+            weights = [opaque(read_lane(row, lane + 2 * pair)) for row in words]
+            for u in range(self.units):
+                (even, n), (odd, o) = (self.value.pairs((first + 2 * pair + key) * self.units + u) for key in range(2))
+                for w in range(WORDS):
+                    a, b = T.Bind(even[n + w]), T.Bind(odd[o + w])
+                    low = T.Bind((a & T.uint32(0xFFFF)) | T.shift_left(b, T.uint32(16)))
+                    high = T.Bind(T.shift_right(a, T.uint32(16)) | (b & T.uint32(0xFFFF0000)))
+                    for half, columns in enumerate((low, high)):
+                        for r, weight in enumerate(weights):
+                            x = r * self.columns + u * UNIT + 2 * w + half
+                            put(self.out, dot2(self.arch, columns, weight, self.out[x]), x)
+            schedule_fence(SCALARS)
+        schedule_fence(0)  # loads of the next keys would take the registers of these
 
     def sums(self, values):
         """Yields the sum over the wave's lanes of each of `values`, of which there is one per row."""
@@ -185,16 +240,12 @@ class WaveRows(Rows):
         """Stores the results of this wave (number `wave` of `waves`) into LDS. Returns quad(r, column) of
         `softmax.join`."""
         tops, totals = (T.alloc_buffer((self.count, waves), "float32", scope="shared") for _ in range(2))
-        outs = T.alloc_buffer((waves, self.count, self.d), "float32", scope="shared")
+        outs = T.alloc_buffer((waves, self.count, self.value_d), "float32", scope="shared")
         for r, total in enumerate(self.sums(self.total[r] for r in range(self.count))):
             with T.If(self.lane == 0), T.Then():
                 put(tops, self.top[r], r, wave)
                 put(totals, total, r, wave)
-            for x in range(self.columns):
-                column = x * self.arch.wave + self.lane
-                if (x + 1) * self.arch.wave <= self.d:
+            for x, column, valid in self._own_columns():
+                with when(valid):
                     put(outs, self.out[r * self.columns + x], wave, r, column)
-                else:
-                    with T.If(column < self.d), T.Then():
-                        put(outs, self.out[r * self.columns + x], wave, r, column)
         return join(tops, totals, waves, lambda w, r, column: outs[w, r, column])

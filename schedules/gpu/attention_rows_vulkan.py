@@ -27,6 +27,7 @@ from mlc_amd.schedules.gpu.device import (
 )
 from mlc_amd.schedules.gpu.registers import local, opaque, put
 from mlc_amd.schedules.gpu.softmax import LOWEST, P_SHIFT, join
+from mlc_amd.schedules.gpu.step import when
 
 # family: 16-byte loads in flight per lane; MEDIUM_LOADS for others. Fewer loads make less code.
 LOADS = {"nvidia": 16, "generic": 4}
@@ -85,7 +86,7 @@ class VulkanRows(Rows):
         self.scores = local(count * self.keys)
         self.key = Units(attention, self.keys * self.key_batch, "key")
         self.value = Units(attention, self.columns * self.batch, "value")
-        self.stride = max(self.d, step)  # of a row in shared memory: weights of keys, in the end outputs
+        self.stride = max(self.value_d, step)  # of a row in shared memory: weights of keys, in the end outputs
         self.shared = T.alloc_buffer((waves * count * self.stride,), "float32", scope=WAVE_SHARED)
         self.place = T.Bind(wave * (count * self.stride))
 
@@ -187,11 +188,26 @@ class VulkanRows(Rows):
     def _add_values(self, first):
         """Adds the loaded batch of values, weighted; `first`: its first unit of the step."""
         for i in range(self.batch):
+            if self.latent:
+                self._add_keys(i * UNIT, (first + i) * UNIT)
+                continue
             reals = self.value.reals(i * self.columns, self.columns)
             for r in each(self.arch, self.count):
                 place = T.Bind(self.place + r * self.stride + (first + i) * UNIT)
                 weights = [T.Bind(self.shared[place + e]) for e in range(UNIT)]
                 self._multiply(self.out, r * self.columns, reals, weights)
+
+    def _add_keys(self, first, key):
+        """Adds UNIT keys' loaded values, from number `first` of the batch on; key: the number of the first in the
+        block."""
+        for i in range(UNIT):
+            reals = self.value.reals((first + i) * self.units, self.units)
+            for r in each(self.arch, self.count):
+                weight = T.Bind(self.shared[self.place + r * self.stride + (key + i)])
+                for u, unit in enumerate(reals):
+                    for e, x in enumerate(unit):
+                        place = r * self.columns + (u * UNIT + e)
+                        put(self.out, fma(x, weight, self.out[place]), place)
 
     def join_waves(self, wave, waves):
         """As `attention_rows.Rows.join_waves`."""
@@ -200,9 +216,8 @@ class VulkanRows(Rows):
             with T.If(self.lane == 0), T.Then():
                 put(tops, self.top[r], r, wave)
                 put(totals, total, r, wave)
-            for x in range(self.columns):
-                column = x * self.arch.wave + self.lane
-                with T.If(column < self.d), T.Then():
+            for x, column, valid in self._own_columns():
+                with when(valid):
                     put(self.shared, self.out[r * self.columns + x], self.place + r * self.stride + column)
         barrier()
         return join(tops, totals, waves, lambda w, r, column: self.shared[(w * self.count + r) * self.stride + column])

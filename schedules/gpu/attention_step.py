@@ -35,11 +35,11 @@ class Step(NamedTuple):
 def attention_step(attention: Attention, m, layout, name, splits=False):
     """`with attention_step(..) as (ir, step):` declares and emits a kernel (state int32[4], rows int32[m, 2], pages of
     `pages_arg`, Qo float16 [m, heads, width], the cache as in `cache.py`, [Sinks float32 [heads]], with `splits` Parts,
-    Arrived of `attention_join.scratch_shapes`, then the output [m, heads*d] in that `layout`). UserError for shapes
-    that `cache_types` or `output_args` refuses."""
+    Arrived of `attention_join.scratch_shapes`, then the output [m, heads*value_d] in that `layout`). UserError for
+    shapes that `cache_types` or `output_args` refuses."""
     with kernel(name, coherent=SCRATCH if splits else ()) as ir:
         state, rows, pages = state_arg(), rows_arg(m), pages_arg(attention)
         Q = T.arg("Qo", T.buffer((m, attention.heads, attention.width), "float16"))
         cache, sinks = Cache(attention, pages), sinks_arg(attention)
-        scratch = scratch_args(attention.heads, attention.kv_heads, attention.d) if splits else None
+        scratch = scratch_args(attention.heads, attention.value_d) if splits else None
         yield ir, Step(state, rows, Q, cache, sinks, scratch, output_args(attention, m, layout))

@@ -11,6 +11,8 @@ matrix instructions take (`Attention.width`); the padding is never written, and 
 must be allocated zeroed: attention multiplies padding, and values beyond the last key, by 0. Kernels are declared for
 ctx/PAGE pages, but there may be any number, of fewer than 2**31 elements.
 
+In latent attention there is Kc alone: values are the leading columns of the keys.
+
 A cache of type q8_0 has codes, of which two units have 16 bytes side by side, and for each block of KV_BLOCK columns
 the scales of a page's keys or values:
 
@@ -63,10 +65,11 @@ def cache_types(attention) -> dict:
         scales = (pages, kv_heads, d // KV_BLOCK, PAGE), DTYPE
         k = (pages, kv_heads, PAGE // KEYS, d // CODES, KEYS, CODES), CODE
         return {"k": k, "v": ((pages, kv_heads, PAGE // CODES, d, CODES), CODE), "ks": scales, "vs": scales}
-    return {
+    found = {
         "k": ((ctx // PAGE, kv_heads, PAGE // KEYS, width // UNIT, KEYS, UNIT), DTYPE),
         "v": ((ctx // PAGE, kv_heads, PAGE // UNIT, width, UNIT), DTYPE),
     }
+    return {name: found[name] for name in attention.cache}
 
 
 def rows_arg(m):
@@ -152,13 +155,14 @@ def _half_vector(codes, scales, e):
 
 
 class Cache:
-    """Declares the parameters Kc, Vc and, if they are quantized, `scales`, of an `Attention` layer; pages: of
-    `pages_arg`."""
+    """Declares the parameters Kc, Vc (None: there are no values apart) and, if they are quantized, `scales`, of an
+    `Attention` layer; pages: of `pages_arg`."""
 
     def __init__(self, attention, pages):
         self.d, self.pages, self.shifts = attention.d, pages, False
         types = cache_types(attention)
-        self.Kc, self.Vc = T.arg("Kc", T.buffer(*types["k"])), T.arg("Vc", T.buffer(*types["v"]))
+        self.Kc = T.arg("Kc", T.buffer(*types["k"]))
+        self.Vc = T.arg("Vc", T.buffer(*types["v"])) if "v" in types else None
         scales = (("Ks", "ks"), ("Vs", "vs")) if attention.quantized else ()
         self.scales = [T.arg(name, T.buffer(*types[which])) for name, which in scales]
 

@@ -138,7 +138,8 @@ def _group(wave, lane, lanes, arch, waves):
     return wave if lanes == arch.wave else T.Bind(wave * (arch.wave // lanes) + lane // lanes)
 
 
-def _emit_segment(segment, residual, views, tokens, split, workgroup, lane, wave, plan, arch):
+def emit_segment(segment, residual, views, tokens, split, workgroup, lane, wave, plan, arch):
+    """A workgroup's rows of a segment. tokens(row): the Acts that a group of rows from `row` on is multiplied with."""
     fmt, n, _, bias, Y = segment
     rows = padded(n)
     first = T.Bind(workgroup * split.rows + _group(wave, lane, split.lanes, arch, plan.waves) * plan.rows)
@@ -146,7 +147,7 @@ def _emit_segment(segment, residual, views, tokens, split, workgroup, lane, wave
     row = first if inside is None else T.Bind(T.min(first, T.int32(rows - plan.rows)))
     part = T.Bind(lane % split.lanes)
     strips = [Strip(fmt, views, row + i) for i in range(plan.rows)]
-    y, writes = emit_products(strips, tokens, part, split.lanes, plan.unroll, arch)
+    y, writes = emit_products(strips, tokens(row), part, split.lanes, plan.unroll, arch)
     with T.If(writes if inside is None else writes & inside), T.Then():
         for token, i, total in y:
             if bias is not None:
@@ -186,8 +187,17 @@ def linear(segments, k, m, layout, biases, residual, arch, name, plan=None):
                 views = load.views(segment.fmt, segment.planes, span_of([segment.fmt], k))
                 here = (workgroup >= first) & (workgroup < last)
                 with when(here if len(segments) > 1 else None):
-                    _emit_segment(
-                        segment, args.residual, views, tokens, split, workgroup - first, lane, wave, used, arch
+                    emit_segment(
+                        segment,
+                        args.residual,
+                        views,
+                        lambda _: tokens,
+                        split,
+                        workgroup - first,
+                        lane,
+                        wave,
+                        used,
+                        arch,
                     )
                 first = last
     return ir.get()

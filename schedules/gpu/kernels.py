@@ -10,23 +10,29 @@ from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.gpu import gemv_matrix
 from mlc_amd.schedules.gpu.attention import attention
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
+from mlc_amd.schedules.gpu.causal_conv import causal_conv
+from mlc_amd.schedules.gpu.delta_net import delta_net
 from mlc_amd.schedules.gpu.embed import embed
 from mlc_amd.schedules.gpu.expert_gemm import expert_linear
 from mlc_amd.schedules.gpu.expert_gemv import expert_down
 from mlc_amd.schedules.gpu.expert_order import expert_order
 from mlc_amd.schedules.gpu.expert_rows import combine, gather
 from mlc_amd.schedules.gpu.experts import Slots, check_rows
+from mlc_amd.schedules.gpu.gate import gate
 from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu as gate_up_gemm
 from mlc_amd.schedules.gpu.gemm import linear as gemm
 from mlc_amd.schedules.gpu.gemv import VECTORS
 from mlc_amd.schedules.gpu.gemv import gate_up_swiglu as gate_up_gemv
 from mlc_amd.schedules.gpu.gemv import linear as gemv
+from mlc_amd.schedules.gpu.head_linear import head_linear
+from mlc_amd.schedules.gpu.latent_kv_write import latent_kv_write
 from mlc_amd.schedules.gpu.norm import layer_norm, quantize, rms_norm
 from mlc_amd.schedules.gpu.norm_route import norm_route
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.route import Routing, route
 from mlc_amd.schedules.gpu.sample import sample
+from mlc_amd.schedules.gpu.ssm_scan import ssm_scan
 from mlc_amd.schedules.gpu.step import FEW
 
 
@@ -53,6 +59,10 @@ def _linear(segments, k, m, layout, biases, residual, arch, name, plan):
     return build(segments, k, m, layout, biases, residual, arch, name, plan)
 
 
+def _head_linear(fmt, heads, n, k, m, layout, arch, name, plan):
+    return head_linear(fmt, heads, n, k, m, layout, arch, name)
+
+
 def _gate_up(gate, up, n, k, m, layout_in, layout, arch, name, plan, act="silu"):
     build = gate_up_gemv if m <= FEW and layout_in in VECTORS else gate_up_gemm
     if gemv_matrix.suits([gate, up], m, layout_in, arch):
@@ -62,6 +72,10 @@ def _gate_up(gate, up, n, k, m, layout_in, layout, arch, name, plan, act="silu")
 
 def _rope_kv_write(m, arch, name, plan, **layer):
     return rope_kv_write(described(Attention, layer), m, described(Rope, layer), arch, name, plan)
+
+
+def _latent_kv_write(m, arch, name, plan, **layer):
+    return latent_kv_write(described(Attention, layer), m, described(Rope, layer), arch, name, plan)
 
 
 def _attention(m, layout, arch, name, plan, single=0, **layer):
@@ -113,6 +127,22 @@ def _combine(n, m, experts, used, tile, weighted, residual, arch, name, plan):
     return combine(n, m, Experts(experts, used, tile), weighted, residual, arch, name, plan)
 
 
+def _causal_conv(channels, taps, single, m, gated, act, bias, arch, name, plan):
+    return causal_conv(channels, taps, single, m, gated, act, bias, arch, name)
+
+
+def _delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name, plan):
+    return delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name)
+
+
+def _ssm_scan(m, arch, name, plan, **sizes):
+    return ssm_scan(m=m, arch=arch, name=name, **sizes)
+
+
+def _gate(k, m, size, eps, silu, layout, arch, name, plan):
+    return gate(k, m, size, eps, silu, layout, arch, name)
+
+
 def _sample(m, vocab, columns, arch, name, plan):
     return sample(m, vocab, columns, arch, name)
 
@@ -123,8 +153,10 @@ BUILDERS = {
     "layer_norm": _layer_norm,
     "quantize": _quantize,
     "linear": _linear,
+    "head_linear": _head_linear,
     "gate_up": _gate_up,
     "rope_kv_write": _rope_kv_write,
+    "latent_kv_write": _latent_kv_write,
     "attention": _attention,
     "rope_attention": _rope_attention,
     "route": _route,
@@ -135,5 +167,9 @@ BUILDERS = {
     "expert_linear": _expert_linear,
     "expert_down": _expert_down,
     "combine": _combine,
+    "causal_conv": _causal_conv,
+    "delta_net": _delta_net,
+    "gate": _gate,
     "sample": _sample,
+    "ssm_scan": _ssm_scan,
 }

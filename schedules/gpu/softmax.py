@@ -58,13 +58,14 @@ def with_sink(sinks, head, total, top, shift=P_SHIFT):
 
 
 def output_args(attention: Attention, m, layout) -> list:
-    """Declares the output [m, heads*d] in that `layout`. UserError for int8 blocks if heads are not whole blocks."""
-    if layout == "rows" and attention.d % BLOCK:
+    """Declares the output [m, heads*value_d] in that `layout`. UserError for int8 blocks if heads are not whole
+    blocks."""
+    if layout == "rows" and attention.value_d % BLOCK:
         raise UserError(
-            f"attention gives int8 blocks of {BLOCK} columns, not of heads of {attention.d}; quantize its output "
+            f"attention gives int8 blocks of {BLOCK} columns, not of heads of {attention.value_d}; quantize its output "
             "separately"
         )
-    return act_args(m, attention.heads * attention.d, layout)
+    return act_args(m, attention.heads * attention.value_d, layout)
 
 
 class Joined(NamedTuple):

@@ -252,6 +252,8 @@ def _attention(workload, arch) -> Space:
     if args["m"] == args["single"]:
         return _decode(workload, arch)
     shape = [args[name] for name in ("m", "heads", "kv_heads", "d")]
+    if args.get("values"):
+        return _attention_dot(arch, *shape, default=attention_prefill_dot.LATENT_PLAN)
     if arch.matrix == "coop":
         return _attention_coop(arch, *shape)
     return (_attention_matrix if arch.matrix else _attention_dot)(arch, *shape)
@@ -290,7 +292,7 @@ def _attention_matrix(arch, m, heads, kv_heads, d) -> Space:
     return Space(attention_prefill.Plan, ATTENTION_MATRIX, attention_prefill.Plan(), kernel)
 
 
-def _attention_dot(arch, m, heads, kv_heads, d) -> Space:
+def _attention_dot(arch, m, heads, kv_heads, d, default=None) -> Space:
     def kernel(plan) -> Kernel:
         waves = waves_of(arch, plan.rows, d, plan.threads)
         if not waves:
@@ -299,19 +301,20 @@ def _attention_dot(arch, m, heads, kv_heads, d) -> Space:
             (plan.rows, waves), kv_heads * -(-m * (heads // kv_heads) // plan.rows), waves * arch.wave, plan.rows
         )
 
-    return Space(attention_prefill_dot.Plan, ATTENTION_DOT, attention_prefill_dot.Plan(), kernel)
+    return Space(attention_prefill_dot.Plan, ATTENTION_DOT, default or attention_prefill_dot.Plan(), kernel)
 
 
 def _decode(workload, arch) -> Space:
     shape = [workload.args[name] for name in ("heads", "kv_heads", "d", "ctx")]
     span, m = workload.args.get("window") or workload.args.get("chunk") or 0, workload.args.get("m", 1)
+    values = workload.args.get("values", 0)
 
     def kernel(plan) -> Kernel:
-        splits = attention_decode.splits_of(*shape, arch, plan, span, m)
+        splits = attention_decode.splits_of(*shape, arch, plan, span, m, values)
         groups = shape[1] * splits.parts * splits.workgroups(m)
         return Kernel(splits, groups, splits.threads, splits.step * shape[2] * 2 / arch.wave)
 
-    return Space(attention_decode.Plan, DECODE, attention_decode.default_plan(arch, shape[2], span, m), kernel)
+    return Space(attention_decode.Plan, DECODE, attention_decode.default_plan(arch, shape[2], span, m, values), kernel)
 
 
 # ---- token vectors

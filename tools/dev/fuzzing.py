@@ -33,6 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from mlc_amd.runtime.errors import UserError
 
@@ -167,6 +168,26 @@ def _run_some(make: Maker, control, seed: int, numbers: Sequence[int], limits: L
             child.kill()
             child.join()
             here.close()
+
+
+def once(act: Callable[[], Any]) -> Any:
+    """What `act` returns in a forked process: the calling one stays without threads. RuntimeError where it fails."""
+    here, there = _FORK.Pipe(duplex=False)
+
+    def work() -> None:
+        try:
+            there.send((True, act()))
+        except BaseException:
+            there.send((False, traceback.format_exc()))
+
+    child = _FORK.Process(target=work)
+    child.start()
+    there.close()
+    good, value = here.recv()
+    child.join()
+    if not good:
+        raise RuntimeError(f"the good input fails:\n{value}")
+    return value
 
 
 def _receive(pipe, seconds: float):

@@ -6,10 +6,12 @@ digests of interfaces behind the kernels (runtime/interface.py).
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mlc_amd.runtime import artifact, interface, manifest
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.json_files import read
 
 
@@ -30,6 +32,7 @@ def reseal(folder: Path, changed: dict[str, Any], interfaces: bool = False) -> N
     for name in facts:
         file = folder / name
         if "/" not in name and file.is_file():
-            facts[name] = {"bytes": file.stat().st_size, "sha256": artifact.sha256(file)}
+            with suppress(UserError):  # what is to be refused may have no header
+                facts[name] = artifact.facts(file) | artifact.headers(file)
     (folder / manifest.MANIFEST).unlink(missing_ok=True)  # it may be a link
     (folder / manifest.MANIFEST).write_text(manifest.text(changed, facts))

@@ -64,6 +64,8 @@ def _normalized(x, eps):
 def keys_of(layout, Kc):
     """float32 [pages, kv_heads, PAGE, width], keys in the order of their positions: a view where the layout allows
     one."""
+    if Kc.ndim == 4:  # of latent attention on the CPU: [pages, 1, PAGE, width]
+        return Kc
     pages, heads = Kc.shape[:2]
     if layout == "cpu":  # [pages, kv_heads, 4, width, 16]
         return Kc.transpose(0, 1, 2, 4, 3).reshape(pages, heads, PAGE, -1)
@@ -108,7 +110,9 @@ def as_stored(x):
 
 
 def pools_of(layout, caches):
-    """(keys, values) [pages, kv_heads, PAGE, width] of the parameters CACHES, by name."""
+    """(keys, values) [pages, kv_heads, PAGE, width] of the parameters CACHES, by name. Without Vc values are keys."""
+    if "Vc" not in caches:
+        return (keys_of(layout, caches["Kc"]),) * 2
     pools = keys_of(layout, caches["Kc"]), values_of(layout, caches["Vc"])
     if "Ks" not in caches:
         return pools
@@ -120,7 +124,11 @@ def pools_of(layout, caches):
 
 def stored(layout, caches, places, k, v) -> dict[str, np.ndarray]:
     """Copies of the caches, by parameter, with k and v [rows, kv_heads, d] in these places, (page, key in the page) of
-    the rows."""
+    the rows. v: None without Vc."""
+    if v is None:
+        keys = keys_of(layout, caches["Kc"]).copy()
+        keys[places[0], :, places[1], : k.shape[-1]] = k
+        return {"Kc": keys if caches["Kc"].ndim == 4 else np.ascontiguousarray(packed(layout, keys, keys)[0])}
     (page, key), pools = places, (keys_of(layout, caches["Kc"]).copy(), values_of(layout, caches["Vc"]).copy())
     found: dict[str, np.ndarray] = {}
     for pool, rows, scales in zip(pools, (k, v), ("Ks", "Vs"), strict=True):

@@ -7,6 +7,7 @@ compared as the numbers that they stand for, beyond the half step that rounding 
 
 import numpy as np
 
+from mlc_amd.runtime.measure.candidate import WRITTEN
 from mlc_amd.runtime.measure.inputs import SIGNATURE
 from mlc_amd.tools.reference import activations
 from mlc_amd.tools.reference.operators import Result
@@ -25,7 +26,7 @@ def difference(args: dict, params: list[dict], found: dict, expected: dict[str, 
     worst, wrong, names = 0.0, "", {param["name"] for param in params}
     for param in params:
         name = param["name"]
-        if param["role"] not in ("output", "cache") or (name[0] == "S" and "A" + name[1:] in names):
+        if param["role"] not in WRITTEN or (name[0] == "S" and "A" + name[1:] in names):
             continue
         suffix = name[1:]
         with np.errstate(invalid="ignore", over="ignore"):  # a wrong kernel may give anything
@@ -44,7 +45,7 @@ def difference(args: dict, params: list[dict], found: dict, expected: dict[str, 
 
 
 def expected_of(param: dict, expected: dict[str, Result]) -> Result | None:
-    """The result of an output or a cache; None where the operator does not write it."""
+    """The result of an output, a cache or states; None where the operator does not write it."""
     return expected.get(param["name"]) or (expected.get("") if param["role"] == "output" else None)
 
 

@@ -6,14 +6,14 @@ columns are wanted. Out: for each output a `Result`. The activations that a kern
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from mlc_amd.runtime.sampling_layout import FIELDS, LOGPROB
 from mlc_amd.schedules.attention import SLOTS, Attention, Rope, described
 from mlc_amd.schedules.rows import output_rows
-from mlc_amd.tools.reference import activations, experts, weights
+from mlc_amd.tools.reference import activations, experts, states, weights
 from mlc_amd.tools.reference.attention import (
     CACHES,
     attention_reference,
@@ -153,6 +153,12 @@ def _linear(c: Case) -> dict[str, Result]:
     return found
 
 
+def _head_linear(c: Case) -> dict[str, Result]:
+    a, columns = c.args, c.pick(c.args["heads"] * c.args["n"])
+    x = c.read()[c.rows].reshape(len(c.rows), a["heads"], a["k"])[:, columns // a["n"]]
+    return {"Y": Result((x * c.matrix("W_", a["fmt"], columns)).sum(-1), c.rows, columns)}
+
+
 def _gate_up(c: Case) -> dict[str, Result]:
     x, columns = c.read()[c.rows], c.pick(c.args["n"])
     gate, up = (x @ c.matrix(prefix, c.args[which], columns).T for prefix, which in (("G_", "gate"), ("U_", "up")))
@@ -208,16 +214,43 @@ def _rope_kv_write(c: Case) -> dict[str, Result]:
     return {"Qo": Result(q, rows)} | (_of_caches(_written(c, layer, rope)) if rope.writes else {})
 
 
+def _latent_kv_write(c: Case) -> dict[str, Result]:
+    layer, rope = described(Attention, c.args), described(Rope, c.args)
+    plain = replace(rope, eps=None)
+    eps, weight = c.args["eps"], c.arrays["KN"][: layer.values]
+
+    def written(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(queries, keys) of these rows, [rows, heads, d]."""
+        cs = c.arrays["CS"][c.places(rows)[0]]
+        key = c.arrays["K"][rows][:, None, : layer.d]
+        q = rope_reference(_heads(c, "Q", rows, rope.rotary, layer.heads), cs, plain, None)
+        k = rope_reference(key[..., layer.values :], cs, plain, None)
+        latent = _rms(key[..., : layer.values], eps) * weight
+        return (
+            np.concatenate([_heads(c, "L", rows, layer.values, layer.heads), q], -1) * layer.query_scale,
+            np.concatenate([latent, k], -1),
+        )
+
+    rows, live = _placed(c, layer, c.rows), _placed(c, layer, np.arange(c.live))
+    places = places_of(c.arrays["pages"], *c.places(live))
+    caches = stored(c.layout, _caches(c), places, written(live)[1], None)
+    return {"Qo": Result(written(rows)[0], rows)} | _of_caches(caches)
+
+
 def _attended(c: Case, layer: Attention, rows: np.ndarray, q: np.ndarray, caches, own=None) -> dict[str, Result]:
     """Of the queries q [rows, heads, d] of these rows, each in its own sequence. own: keys and values [rows, kv_heads,
     d] that stand in for those of the rows' own positions."""
     sinks = c.arrays["Sinks"][: layer.heads].astype(np.float64) if layer.sinks else None
     pools = pools_of(c.layout, caches)
-    (positions, slots), found = c.places(rows), np.empty((len(rows), layer.heads * layer.d))
+    (positions, slots), found = c.places(rows), np.empty((len(rows), layer.heads * layer.value_d))
     for slot in np.unique(slots):
         mine = slots == slot
         end = int(positions[mine].max()) + 1
-        k, v = (of_slot(x, c.arrays["pages"], slot, end)[:, :end, : layer.d].astype(np.float64) for x in pools)
+        columns = layer.d, layer.value_d
+        k, v = (
+            of_slot(x, c.arrays["pages"], slot, end)[:, :end, :d].astype(np.float64)
+            for x, d in zip(pools, columns, strict=True)
+        )
         for pool, exact in zip((k, v), own or (), strict=False):
             pool[:, positions[mine]] = exact[mine].transpose(1, 0, 2)
         found[mine] = attention_reference(layer, q[mine], k, v, positions[mine], sinks)
@@ -336,6 +369,32 @@ def _combine(c: Case) -> dict[str, Result]:
     return {"": Result(y + c.arrays["R"][c.rows][:, : a["n"]] if a["residual"] else y, c.rows)}
 
 
+def _causal_conv(c: Case) -> dict[str, Result]:
+    return _with_states(c, *states.causal_conv(c))
+
+
+def _delta_net(c: Case) -> dict[str, Result]:
+    return _with_states(c, *states.delta_net(c))
+
+
+def _gate(c: Case) -> dict[str, Result]:
+    a = c.args
+    x, z = (c.arrays[name][c.rows].astype(np.float64) for name in "XZ")
+    if a["eps"] is not None:
+        heads = x.reshape(len(x), -1, a["size"])
+        x = (_rms(heads, a["eps"]) * c.arrays["G"][: a["size"]]).reshape(x.shape)
+    return {"": Result(x * experts.sigmoid(z) * (z if a["silu"] else 1.0), c.rows)}
+
+
+def _with_states(c: Case, y: np.ndarray, kept: np.ndarray) -> dict[str, Result]:
+    return {"Y": Result(y[c.rows], c.rows), "States": Result(kept)}
+
+
+def _ssm_scan(c: Case) -> dict[str, Result]:
+    y, kept = states.ssm_scan(c)
+    return {"Y": Result(y[c.rows], c.rows), "States": Result(kept)}
+
+
 def _sample(c: Case) -> dict[str, Result]:
     """Of rows that take the largest logit."""
     if (c.arrays["sampling"][c.rows, FIELDS.index("flags")] & ~LOGPROB).any():
@@ -349,8 +408,10 @@ def _sample(c: Case) -> dict[str, Result]:
 
 OPERATORS: dict[str, Callable[[Case], dict[str, Result]]] = {
     "embed": _embed, "rms_norm": _rms_norm, "layer_norm": _layer_norm, "quantize": _quantize, "linear": _linear,
-    "gate_up": _gate_up, "rope_kv_write": _rope_kv_write, "attention": _attention, "rope_attention": _rope_attention,
+    "head_linear": _head_linear, "gate_up": _gate_up, "rope_kv_write": _rope_kv_write,
+    "latent_kv_write": _latent_kv_write, "attention": _attention, "rope_attention": _rope_attention,
     "route": _route, "norm_route": _norm_route, "expert_order": _expert_order, "gather": _gather,
     "expert_gate_up": _expert_gate_up, "expert_linear": _expert_linear, "expert_down": _expert_down,
-    "combine": _combine, "sample": _sample,
+    "combine": _combine, "sample": _sample, "ssm_scan": _ssm_scan, "causal_conv": _causal_conv, "delta_net": _delta_net,
+    "gate": _gate,
 }  # fmt: skip

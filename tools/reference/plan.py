@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from mlc_amd.runtime.cache_types import kv_types
+from mlc_amd.runtime.measure.candidate import WRITTEN
 from mlc_amd.tools.reference import activations
 from mlc_amd.tools.reference.compare import expected_of
 from mlc_amd.tools.reference.operators import OPERATORS, Case, Result, results, wanted_rows
@@ -59,7 +60,7 @@ class Plan:
         found, layout = results(case), own.get("layout", "")
         for param in kernel["params"]:
             name = param["name"]
-            wanted = expected_of(param, found) if param["role"] in ("output", "cache") else None
+            wanted = expected_of(param, found) if param["role"] in WRITTEN else None
             if wanted is None:
                 continue
             if param["dtype"] == "int8" and param["role"] == "output":
@@ -88,7 +89,7 @@ def _rows(wanted: Result) -> np.ndarray:
 
 
 def _store(array: np.ndarray, wanted: Result, layout: str, role: str) -> None:
-    if role == "cache" or wanted.rows is None:
+    if role != "output" or wanted.rows is None:
         array.reshape(-1)[: wanted.value.size] = wanted.value.reshape(-1)
         return
     value = activations.in_layout(layout, wanted.value) if layout else wanted.value

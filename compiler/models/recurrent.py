@@ -1,0 +1,61 @@
+"""Mixers that keep a state for each sequence, op by op: from a layer's normed rows to the terms that its residual
+stream gets.
+
+    short_conv  W_out (C * conv(B * X))     [B, C, X] = W_in h
+    mamba2      W_out norm(scan(silu(conv(W_x h)), W_dt h) * silu(W_z h))
+    delta_net   W_out (norm(delta(silu(conv(W_qkv h)))) * silu(W_gate h))
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mlc_amd.compiler.models.config import DeltaNetConfig, Mamba2Config, ShortConvConfig
+
+if TYPE_CHECKING:
+    from mlc_amd.compiler.models.graph import Graph
+
+
+def causal_conv(g: Graph, x, name: str, layer: int, gated: bool = False, act: str = ""):
+    """The convolution of each column over the last positions of its sequence, then an activation. gated: x is [B, C,
+    X], and this is C * conv(B * X). name: of the weights without ".weight"; a bias beside them is added."""
+    channels, taps = g.model.tensors[f"{name}.weight"].shape
+    weights = [g.vector(f"{name}.{part}") for part in ("weight", "bias") if g.has(f"{name}.{part}")]
+    sizes = {"channels": channels, "taps": taps, "gated": int(gated), "act": act, "bias": len(weights) - 1}
+    return g.run("causal_conv", [x, *weights], layer, ["conv"], **sizes)
+
+
+def short_conv(g: Graph, h, i: int) -> list:
+    block = f"blk.{i}.shortconv."
+    y = causal_conv(g, g.linear(h, block + "in_proj.weight"), block + "conv", i, gated=True)
+    return [g.linear(y, block + "out_proj.weight")]
+
+
+def delta_net(g: Graph, h, i: int) -> list:
+    d, block = g.config.layers[i].mixer, f"blk.{i}."
+    assert isinstance(d, DeltaNetConfig)
+    qkv, gate, beta, alpha = (
+        g.linear(h, f"{block}{name}.weight") for name in ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")
+    )
+    x = causal_conv(g, qkv, block + "ssm_conv1d", i, act="silu")
+    factors = [g.vector(block + name) for name in ("ssm_a", "ssm_dt.bias")]
+    sizes = {"key_heads": d.key_heads, "value_heads": d.value_heads, "d": d.head_dim, "grouped": int(d.grouped)}
+    y = g.run("delta_net", [x, beta, alpha, *factors], i, ["delta"], **sizes, eps=g.config.norm_eps)
+    y = g.gate(y, gate, d.head_dim, silu=True, norm=block + "ssm_norm.weight")
+    return [g.linear(y, block + "ssm_out.weight")]
+
+
+def mamba2(g: Graph, h, i: int) -> list:
+    s, block = g.config.layers[i].recurrent, f"blk.{i}."
+    assert isinstance(s, Mamba2Config)
+    z, x, dt = (g.linear(h, f"{block}ssm_in_{which}.weight") for which in ("z", "x", "dt"))
+    x = causal_conv(g, x, block + "ssm_conv1d", i, act="silu")
+    factors = [g.vector(block + name) for name in ("ssm_a", "ssm_d", "ssm_dt.bias")]
+    sizes = {"heads": s.heads, "d": s.head_dim, "size": s.state, "groups": s.groups}
+    y = g.run("ssm_scan", [x, z, dt, *factors], i, ["ssm"], **sizes)
+    if s.norm_eps:
+        y = g.group_norm(y, block + "ssm_norm.weight", s.groups, s.norm_eps)
+    return [g.linear(y, block + "ssm_out.weight")]
+
+
+MIXERS = {ShortConvConfig: short_conv, DeltaNetConfig: delta_net, Mamba2Config: mamba2}

@@ -1,0 +1,65 @@
+"""The causal convolution of each column, over the rows of a sequence.
+
+    Y[p] = act(sum over t < taps of W[t] * X[p - taps + 1 + t] + B)
+    gated: X holds [B, C, X], columns side by side, and Y[p] = C[p] * (the same of B * X)
+
+In: `state`, rows and cells (`schedules/recurrent.py`), X float32 [m, channels or 3 * channels], W float32 [channels,
+taps] flat, States float32 [cells, taps - 1, channels]: the last inputs, the oldest first. Out: Y float32 [m, channels],
+and States in place. A thread has 16 columns at a time, and goes through all rows.
+"""
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.attention import SLOTS
+from mlc_amd.schedules.cpu.activation import ACTIVATIONS
+from mlc_amd.schedules.cpu.kernel import kernel, live_rows
+from mlc_amd.schedules.cpu.vector import LANES, at, f32, registers, store
+from mlc_amd.schedules.recurrent import CELLS, begins, run_length, runs, slot_of
+
+
+def causal_conv(channels, taps, single, m, gated, act, bias, isa, name) -> tirx.PrimFunc:
+    """Kernel (state int32[4], rows int32 [m, 2], cells int32 [SLOTS, 2], X, W, B float32 [channels] if `bias`, States,
+    Y). ValueError unless 16 divides the channels."""
+    if channels % LANES:
+        raise ValueError(f"a convolution of {channels} columns: they must be a multiple of {LANES}")
+    with kernel(name) as (builder, state):
+        rows, cells = T.arg("rows", T.buffer((m, 2), "int32")), T.arg("cells", T.buffer((SLOTS, 2), "int32"))
+        X = T.arg("X", T.buffer((m, channels * (3 if gated else 1)), "float32"))
+        W = T.arg("W", T.buffer((-(-channels * taps // LANES) * LANES,), "float32"))
+        B = T.arg("B", T.buffer((channels,), "float32")) if bias else None
+        States = T.arg("States", T.buffer((CELLS, taps - 1, channels), "float32"))
+        Y = T.arg("Y", T.buffer((m, channels), "float32"))
+        live = live_rows(state, m)
+        blocks = channels // LANES
+        with T.serial(blocks) if m == 1 else T.parallel(blocks) as block:
+            column = T.Bind(block * LANES)
+            weights = [T.Bind(W[T.ramp(column * taps + t, taps, LANES)]) for t in range(taps)]
+            last = [registers(LANES) for _ in range(taps - 1)]
+            with T.serial(T.min(live, T.int32(runs(m, single)))) as first, T.If(begins(rows, first)), T.Then():
+                slot = slot_of(rows, first)
+                source, target = T.Bind(cells[slot, 0]), T.Bind(cells[slot, 1])
+                for t, cell in enumerate(last):
+                    with T.If(rows[first, 0] > 0):
+                        with T.Then():
+                            store(cell, States[source, t, at(column)], at(0))
+                        with T.Else():
+                            store(cell, f32(0.0), at(0))
+                with T.serial(run_length(state, rows, first, m, single, live)) as step:
+                    row = T.Bind(first + step)
+                    x = X[row, at(column)]
+                    if gated:
+                        x = x * X[row, at(column + 2 * channels)]
+                    values = [*(T.Bind(cell[at(0)]) for cell in last), T.Bind(x)]
+                    total = values[0] * weights[0]
+                    for value, weight in zip(values[1:], weights[1:], strict=True):
+                        total = total + value * weight
+                    y = T.Bind(total + B[at(column)] if bias else total)
+                    if act:
+                        y = ACTIVATIONS[act](y, f32(1.0), isa, LANES)
+                    store(Y, y * X[row, at(column + channels)] if gated else y, row, at(column))
+                    for cell, value in zip(last, values[1:], strict=True):
+                        store(cell, value, at(0))
+                for t, cell in enumerate(last):
+                    store(States, cell[at(0)], target, t, at(column))
+    return builder.get()

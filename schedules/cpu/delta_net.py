@@ -1,0 +1,90 @@
+"""Gated delta nets: the matrix of each value head over the rows of a sequence.
+
+    decay = exp(a * softplus(alpha + dt)), k and q divided by sqrt(their squares' sum + eps), q by sqrt(d) too
+    M *= decay;  M += k t^T,  t = sigmoid(beta) * (v - M^T k);  y = M^T q
+
+In: `state`, rows and cells (`schedules/recurrent.py`), X float32 [m, q, k and v of all heads], Beta and Alpha float32
+[m, value heads, padded], A and Dt float32 [value heads, padded], States float32 [cells, value heads, d of k, d of v].
+Out: Y float32 [m, value heads * d], and States in place. A thread has 16 columns of a matrix at a time, which fit the
+cache, and goes through all rows: it reads them to multiply k and q by M, and once more to change it, so that
+y = decay * M^T q + (q . k) t takes no third time.
+"""
+
+from math import sqrt
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.attention import SLOTS, padded_columns
+from mlc_amd.schedules.cpu.kernel import kernel, live_rows
+from mlc_amd.schedules.cpu.vector import LANES, at, f32, registers, splat, store, tree_add
+from mlc_amd.schedules.recurrent import CELLS, begins, key_head, run_length, runs, slot_of, softplus
+
+STEP = 8  # rows of a matrix that are loaded together
+SUMS = 2  # independent sums of each product
+
+
+def delta_net(key_heads, value_heads, d, single, m, grouped, eps, name) -> tirx.PrimFunc:
+    """Kernel (state int32[4], rows int32 [m, 2], cells int32 [SLOTS, 2], X, Beta, Alpha, A, Dt, States, Y). grouped:
+    which key head a value head has, see `recurrent.key_head`. ValueError unless 16 divides d."""
+    if d % LANES:
+        raise ValueError(f"heads of {d} columns: they must be a multiple of {LANES}")
+    keys, values, padded = key_heads * d, value_heads * d, padded_columns(value_heads)
+    with kernel(name) as (builder, state):
+        rows, cells = T.arg("rows", T.buffer((m, 2), "int32")), T.arg("cells", T.buffer((SLOTS, 2), "int32"))
+        X = T.arg("X", T.buffer((m, 2 * keys + values), "float32"))
+        Beta, Alpha = (T.arg(which, T.buffer((m, padded), "float32")) for which in ("Beta", "Alpha"))
+        A, Dt = (T.arg(which, T.buffer((padded,), "float32")) for which in ("A", "Dt"))
+        States = T.arg("States", T.buffer((CELLS, value_heads, d, d), "float32"))
+        Y = T.arg("Y", T.buffer((m, values), "float32"))
+        live, blocks = live_rows(state, m), d // LANES
+        with T.parallel(value_heads * blocks) as unit:
+            head, column = T.Bind(unit // blocks), T.Bind(unit % blocks * LANES)
+            q_at = T.Bind(key_head(head, key_heads, value_heads, grouped) * d)
+            k_at, v_at = q_at + keys, T.Bind(head * d + 2 * keys + column)
+            with T.serial(T.min(live, T.int32(runs(m, single)))) as first, T.If(begins(rows, first)), T.Then():
+                slot = slot_of(rows, first)
+                source, target = T.Bind(cells[slot, 0]), T.Bind(cells[slot, 1])
+                with T.If(rows[first, 0] <= 0):
+                    with T.Then(), T.serial(d) as i:
+                        store(States, f32(0.0), target, head, i, at(column))
+                    with T.Else(), T.If(source != target), T.Then(), T.serial(d) as i:
+                        store(States, States[source, head, i, at(column)], target, head, i, at(column))
+                with T.serial(run_length(state, rows, first, m, single, live)) as step:
+                    row = T.Bind(first + step)
+
+                    def dot(a, b, row=row):
+                        """Of the q or the k of the row, which begin at a and b."""
+                        total = registers(LANES)
+                        store(total, f32(0.0), at(0))
+                        with T.serial(blocks) as block:
+                            product = X[row, at(a + block * LANES)] * X[row, at(b + block * LANES)]
+                            store(total, total[at(0)] + product, at(0))
+                        return T.Bind(tree_add(T.Bind(total[at(0)])))
+
+                    k_scale = T.Bind(T.float32(1) / T.sqrt(dot(k_at, k_at) + T.float32(eps)))
+                    q_scale = T.Bind(T.float32(1 / sqrt(d)) / T.sqrt(dot(q_at, q_at) + T.float32(eps)))
+                    both = T.Bind(dot(q_at, k_at) * k_scale)
+                    decay = T.Bind(T.exp(A[head] * softplus(Alpha[row, head] + Dt[head])))
+                    beta = T.Bind(T.float32(1) / (T.float32(1) + T.exp(-Beta[row, head])))
+                    sums = [[registers(LANES) for _ in range(SUMS)] for _ in "kq"]
+                    for total in (total for pair in sums for total in pair):
+                        store(total, f32(0.0), at(0))
+                    with T.serial(d // STEP) as block:
+                        for i in range(STEP):
+                            matrix = T.Bind(States[target, head, block * STEP + i, at(column)])
+                            for base, totals in zip((k_at, q_at), sums, strict=True):
+                                total = totals[i % SUMS]
+                                factor = splat(X[row, base + block * STEP + i])
+                                store(total, total[at(0)] + matrix * factor, at(0))
+                    by_k, by_q = (T.Bind(totals[0][at(0)] + totals[1][at(0)]) for totals in sums)
+                    change = T.Bind((X[row, at(v_at)] - by_k * splat(decay * k_scale)) * splat(beta))
+                    y = (by_q * splat(decay) + change * splat(both)) * splat(q_scale)
+                    store(Y, y, row, at(head * d + column))
+                    change = T.Bind(change * splat(k_scale))
+                    with T.serial(d // STEP) as block:
+                        for i in range(STEP):
+                            place = target, head, block * STEP + i, at(column)
+                            kept = States[place] * splat(decay)
+                            store(States, kept + change * splat(X[row, k_at + block * STEP + i]), *place)
+    return builder.get()

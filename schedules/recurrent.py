@@ -1,0 +1,53 @@
+"""What kernels of layers share that keep a state for each sequence: which rows of a step follow one another, and where
+a state is.
+
+A step's rows of one slot are consecutive tokens of one sequence: a *run*. Its first row finds the state behind the
+token before it in the cell cells[slot, 0], its last row leaves one in cells[slot, 1], perhaps the same cell. Position 0
+begins with zeros. CPU and GPU kernels call these while an IRBuilder prim_func is open.
+"""
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.attention import SLOTS
+
+CELLS = SLOTS  # of a kernel's state buffers as it is declared: kernels do not depend on how many there are
+
+
+def runs(m, single):
+    """How many rows of a step of m, with up to `single` single ones at the front, may begin a run: the first ones."""
+    return min(single + 1, m)
+
+
+def slot_of(rows, row):
+    return T.Bind(T.max(T.min(rows[row, 1], T.int32(SLOTS - 1)), T.int32(0)))
+
+
+def begins(rows, row):
+    """Whether a live row begins a run."""
+    before = T.max(row - 1, T.int32(0))
+    return (row == 0) | (rows[row, 1] != rows[before, 1])
+
+
+def run_length(state, rows, row, m, single, live):
+    """Rows of the run that begins at `row`. live: live rows of the step. Where all rows may be single ones, the last of
+    them may be a run together; else a single row is one by itself, and the chunk is one."""
+    if m == 1:
+        return T.int32(1)
+    if single < m:
+        return T.Bind(T.Select(row < state[0], T.int32(1), live - row))
+    count = T.alloc_buffer((1,), "int32", scope="local")
+    T.buffer_store(count, T.int32(0), [0])
+    with T.serial(live) as other:
+        T.buffer_store(count, count[0] + T.Select(rows[other, 1] == rows[row, 1], T.int32(1), T.int32(0)), [0])
+    return T.Bind(count[0])
+
+
+def key_head(head, key_heads, value_heads, grouped):
+    """The key head of a value head. grouped: those of one key head follow one another."""
+    return head // (value_heads // key_heads) if grouped else head % key_heads
+
+
+def softplus(x):
+    """ln(1 + e**x) of a float32, in a register."""
+    x = T.Bind(x)
+    return T.Bind(T.Select(x > T.float32(20), x, T.log(T.float32(1) + T.exp(T.min(x, T.float32(20))))))

@@ -1,0 +1,122 @@
+"""Kernels of layers that keep a state, on the CPU and on Mesa's CPU driver, against float64: all kinds of steps, states
+in place and in another cell, sequences that begin."""
+
+import os
+
+import numpy as np
+import pytest
+import tvm
+from vulkan_harness import PROFILES, gpu, run
+
+from mlc_amd.compiler.codegen.cpu import build_module
+from mlc_amd.schedules.attention import SLOTS, padded_columns
+from mlc_amd.schedules.cpu.arch import resolve
+from mlc_amd.schedules.cpu.kernels import BUILDERS as ON_CPU
+from mlc_amd.schedules.gpu.kernels import BUILDERS as ON_GPU
+from mlc_amd.tools.reference.operators import Case, results
+
+os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
+TOLERANCE = 2e-5  # of the largest number
+CELLS = SLOTS
+# rows of the kernel, of them single ones at most; live rows: (slot, position) of the first of each run, and its rows
+STEPS = {
+    "decode": (1, 1, [(5, 9, 1)]),
+    "a sequence begins": (1, 1, [(5, 0, 1)]),
+    "rows, the last of one sequence": (8, 8, [(3, 40, 1), (0, 0, 1), (7, 2, 4)]),
+    "chunk": (40, 0, [(2, 64, 37)]),
+    "a short chunk": (40, 0, [(2, 7, 1)]),
+    "mixed": (40, 4, [(9, 3, 1), (1, 0, 1), (4, 0, 35)]),
+}
+DELTA = {"key_heads": 2, "value_heads": 6, "d": 32, "grouped": False, "eps": 1e-6}
+SCAN = {"heads": 6, "d": 32, "size": 48, "groups": 2}
+KERNELS = {
+    "scan": ("ssm_scan", SCAN),
+    "scan, large state": ("ssm_scan", SCAN | {"d": 64, "size": 128, "heads": 2, "groups": 1}),
+    "conv": ("causal_conv", {"channels": 96, "taps": 4, "gated": False, "act": "silu", "bias": True}),
+    "gated conv": ("causal_conv", {"channels": 80, "taps": 3, "gated": True, "act": "", "bias": False}),
+    "delta net": ("delta_net", DELTA),
+    "delta net, large heads": ("delta_net", DELTA | {"d": 128, "value_heads": 2, "grouped": True}),
+    "delta net, small heads": ("delta_net", DELTA | {"d": 16, "value_heads": 4, "grouped": True}),
+}
+
+
+def arrays_of(op, args, m, step):
+    """Parameters by name; the runs' states are in other cells than their slots, and every second one goes elsewhere."""
+    rng = np.random.default_rng(7)
+    rows, live = np.zeros((m, 2), np.int32), 0
+    cells = np.repeat(np.arange(SLOTS, dtype=np.int32)[::-1, None], 2, 1)
+    for i, (slot, position, count) in enumerate(step):
+        rows[live : live + count] = [(position + j, slot) for j in range(count)]
+        live += count
+        cells[slot, 1] = 20 + i if i % 2 == 0 else cells[slot, 0]
+    single = sum(1 for *_, count in step if count == 1)
+    found = {"state": np.array([single, live, 0, 0], np.int32), "rows": rows, "cells": cells}
+
+    def normal(*shape):
+        return rng.standard_normal(shape, np.float32)
+
+    if op == "causal_conv":
+        channels, taps = args["channels"], args["taps"]
+        found |= {"X": normal(m, channels * (3 if args["gated"] else 1)), "W": normal(-(-channels * taps // 16) * 16)}
+        found |= {"B": normal(channels)} if args["bias"] else {}
+        shape, columns = (taps - 1, channels), channels
+    elif op == "ssm_scan":
+        heads, inner, size = args["heads"], args["heads"] * args["d"], args["size"]
+        found |= {"X": normal(m, inner + 2 * args["groups"] * size), "Z": normal(m, inner)}
+        padded, columns = padded_columns(heads), inner
+        found |= {"Dt": 9 * normal(m, padded), "A": -np.abs(normal(padded)), "D": normal(padded)}
+        found |= {"Bias": normal(padded)}
+        shape = heads, args["d"] * size
+    else:
+        d, heads = args["d"], args["value_heads"]
+        padded, columns = padded_columns(heads), heads * d
+        found |= {"X": normal(m, 2 * args["key_heads"] * d + columns), "Beta": normal(m, padded)}
+        found |= {"Alpha": 9 * normal(m, padded), "A": -np.abs(normal(padded)), "Dt": normal(padded)}
+        shape = heads, d, d
+    return found | {"States": normal(CELLS, *shape), "Y": np.full((m, columns), np.nan, np.float32)}
+
+
+def check(op, args, layout, arrays, execute):
+    case = Case(op, args, {name: array.copy() for name, array in arrays.items()}, layout, np.arange(arrays["state"][1]))
+    expected = results(case)
+    execute(arrays)
+    for name, wanted in expected.items():
+        found = arrays[name] if wanted.rows is None else arrays[name][wanted.rows]
+        assert np.abs(found - wanted.value).max() < TOLERANCE * np.abs(wanted.value).max(), name
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_cpu(kernel):
+    op, args = KERNELS[kernel]
+    arch, funcs = resolve("native"), {}
+    for i, (m, single, _) in enumerate(STEPS.values()):
+        funcs[f"kernel{i}"] = ON_CPU[op](**args, m=m, single=single, arch=arch, name=f"kernel{i}", plan=None)
+    module = build_module(funcs, arch.target)
+    for i, (m, single, step) in enumerate(STEPS.values()):
+
+        def execute(arrays, i=i):
+            names = [param.name for param in funcs[f"kernel{i}"].params]
+            tensors = [tvm.runtime.tensor(arrays[name]) for name in names]
+            module[f"kernel{i}"](*tensors)
+            for name, tensor in zip(names, tensors, strict=True):
+                arrays[name][...] = tensor.numpy()
+
+        check(op, args | {"m": m, "single": single}, "cpu", arrays_of(op, args, m, step), execute)
+
+
+ON_VULKAN = [(kernel, "lavapipe") for kernel in KERNELS] + [("delta net", "generic"), ("scan", "generic")]
+
+
+@pytest.mark.parametrize(("kernel", "profile"), ON_VULKAN)
+def test_vulkan(kernel, profile):
+    gpu()
+    op, args = KERNELS[kernel]
+    for m, single, step in STEPS.values():
+        func = ON_GPU[op](**args, m=m, single=single, arch=PROFILES[profile], name="kernel", plan=None)
+
+        def execute(arrays, func=func):
+            names = [param.name for param in func.params]
+            for name, found in zip(names, run(func, [arrays[name] for name in names], PROFILES[profile]), strict=True):
+                arrays[name][...] = found
+
+        check(op, args | {"m": m, "single": single}, "gpu", arrays_of(op, args, m, step), execute)

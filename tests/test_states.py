@@ -1,0 +1,107 @@
+"""Models whose layers keep a state for each sequence: any way through the cache gives the same logits, and sequences in
+one step do not disturb one another."""
+
+import architectures
+import numpy as np
+import pytest
+import vulkan_harness
+
+from mlc_amd.compiler.gguf.check import check_tensors
+from mlc_amd.compiler.gguf.reader import Tensor
+from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime.engine import Engine
+from mlc_amd.runtime.errors import UserError
+
+CONTEXT, MAX_CHANGE = 512, 2e-3  # tokens; share of the logits' range
+IDS = np.random.default_rng(3).integers(0, 1024, 400)
+PROMPTS = [IDS[7 * i : 12 * i + 5].tolist() for i in range(9)]
+ON_VULKAN = [pytest.param((name, "vulkan"), marks=pytest.mark.full) for name in ("lfm2", "qwen35")]
+
+
+@pytest.fixture(scope="module", params=[("lfm2", "cpu"), ("qwen35", "cpu"), *ON_VULKAN], ids="-".join)
+def engine(request, tmp_path_factory):
+    """On a CPU with integer weights, whose products do not depend on how many rows a step has."""
+    (name, target), out = request.param, tmp_path_factory.mktemp("states") / "model"
+    if target == "vulkan":
+        vulkan_harness.gpu()  # skips without a device
+    arch, form = ("native", "q8_0") if target == "cpu" else ("generic", "f16")
+    compile_model(architectures.tiny(name, form), target, arch, CONTEXT, out, tuned="none")
+    with Engine.load(out) as loaded:
+        yield loaded
+
+
+def answer(engine, prompt, **options):
+    """The tokens of each answer."""
+    found: dict[int, list[int]] = {}
+    for piece in engine.generate(prompt, max_tokens=12, temperature=0.0, **options):
+        found.setdefault(piece.index, []).append(piece.id)
+    return found
+
+
+def test_chunks_steps_and_going_back_give_the_same_logits(engine):
+    engine.reset()
+    exact = engine.score(IDS)
+    limit = MAX_CHANGE * (exact.max() - exact.min())
+
+    def check(logits, row):
+        assert np.abs(logits - exact[row]).max() < limit
+
+    for kept, computed in ((390, 384), (300, 0), (10, 0)):  # edges of pages with a snapshot
+        engine.truncate(kept)
+        assert engine._own.computed == computed
+        check(engine.prefill(IDS[kept : kept + 9]), kept + 8)
+        for i in range(kept + 9, min(kept + 12, len(IDS))):
+            check(engine.decode(int(IDS[i])), i)
+
+
+def test_answers_together_are_those_alone(engine):
+    alone = []
+    for prompt in PROMPTS:
+        engine.reset()
+        alone.append(answer(engine, prompt)[0])
+    engine.reset()
+    together = answer(engine, PROMPTS)
+    assert [together[i] for i in range(len(PROMPTS))] == alone
+    several = answer(engine, IDS[:150].tolist(), n=3)  # of one prompt, which is computed once
+    engine.reset()
+    assert list(several.values()) == [answer(engine, IDS[:150].tolist())[0]] * 3
+
+
+def test_a_chat_computes_new_tokens_only(engine):
+    engine.reset()
+    first = answer(engine, IDS[:150].tolist())[0]
+    turn = [*IDS[:150].tolist(), *first, 5, 6, 7]
+    second = answer(engine, turn)[0]
+    assert engine.last.cached_tokens == len(turn) - 4  # the last token of an answer is not computed
+    edited = [*IDS[:140].tolist(), 1, 2, 3]
+    third = answer(engine, edited)[0]
+    assert engine.last.cached_tokens == 128
+    for prompt, found in ((turn, second), (edited, third)):
+        engine.reset()
+        assert answer(engine, prompt)[0] == found
+
+
+def test_a_failed_step_leaves_no_trace(engine, monkeypatch):
+    engine.reset()
+    expected = engine.prefill(IDS[:100])
+    expected = engine.decode(7)
+    engine.reset()
+    engine.prefill(IDS[:100])
+    run = engine.device.run
+
+    def fails(function):
+        run(function)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.device, "run", fails)
+    with pytest.raises(KeyboardInterrupt):
+        engine.decode(9)
+    monkeypatch.undo()
+    assert engine.position == 100 and (engine.decode(7) == expected).all()
+
+
+def test_convolutions_are_floats():
+    model, name = architectures.tiny("lfm2"), "blk.0.shortconv.conv.weight"
+    quantized = Tensor(name, "q8_0", model.tensors[name].shape, lambda start, stop: np.empty((0, 0)))
+    with pytest.raises(UserError, match="convolutions must be floats"):
+        check_tensors(model.config, model.tensors | {name: quantized}, "file")

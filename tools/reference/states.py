@@ -1,0 +1,88 @@
+"""Layers that keep a state for each sequence, in float64: their operators over the runs of a step.
+
+In: a `Case` of operators.py. A run is rows of one slot, consecutive tokens of one sequence.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from mlc_amd.tools.reference import experts
+
+
+def runs(c) -> Iterator[tuple[np.ndarray, np.ndarray | None, int]]:
+    """(rows, the state before them or None at position 0, the cell of the state behind them) of each run."""
+    positions, slots = c.places(np.arange(c.live))
+    for slot in dict.fromkeys(slots.tolist()):
+        rows = np.flatnonzero(slots == slot)
+        source, target = c.arrays["cells"][slot]
+        yield rows, c.arrays["States"][source].astype(np.float64) if positions[rows[0]] else None, int(target)
+
+
+def causal_conv(c) -> tuple[np.ndarray, np.ndarray]:
+    """(Y of the live rows, all States after the step)."""
+    a, states = c.args, c.arrays["States"].astype(np.float64)
+    channels, taps = a["channels"], a["taps"]
+    w = c.arrays["W"][: channels * taps].reshape(channels, taps).astype(np.float64)
+    x, gate = c.arrays["X"][: c.live].astype(np.float64), 1.0
+    if a["gated"]:
+        b, gate, x = (x[:, i * channels : (i + 1) * channels] for i in range(3))
+        x = b * x
+    y = np.empty((c.live, channels))
+    for rows, before, target in runs(c):
+        seen = np.concatenate([np.zeros((taps - 1, channels)) if before is None else before, x[rows]])
+        y[rows] = sum(seen[t : t + len(rows)] * w[:, t] for t in range(taps))
+        states[target] = seen[len(rows) :]
+    y = y + c.arrays["B"][:channels] if a["bias"] else y
+    y = experts.ACTIVATIONS[a["act"]](y, 1.0) if a["act"] else y
+    return y * gate, states
+
+
+def delta_net(c) -> tuple[np.ndarray, np.ndarray]:
+    """(Y of the live rows, all States after the step). A cell has, of each value head, the matrix as columns of v by
+    columns of k on GPUs, the other way round on CPUs."""
+    a, states = c.args, c.arrays["States"].astype(np.float64)
+    keys, values, d = a["key_heads"], a["value_heads"], a["d"]
+    parts = np.split(c.arrays["X"][: c.live].astype(np.float64), [keys * d, 2 * keys * d], axis=1)
+    q, k, v = (part.reshape(c.live, -1, d) for part in parts)
+    heads = np.arange(values) // (values // keys) if a["grouped"] else np.arange(values) % keys
+    q, k = ((x / np.sqrt((x * x).sum(-1, keepdims=True) + a["eps"]))[:, heads] for x in (q, k))
+    beta, alpha = (c.arrays[name][: c.live, :values].astype(np.float64) for name in ("Beta", "Alpha"))
+    decay = np.exp(c.arrays["A"][:values] * np.logaddexp(0.0, alpha + c.arrays["Dt"][:values]))
+    y = np.empty((c.live, values, d))
+    for rows, before, target in runs(c):
+        matrix = np.zeros((values, d, d)) if before is None else before
+        matrix = matrix if c.layout == "cpu" else matrix.transpose(0, 2, 1)
+        for row in rows:
+            matrix = matrix * decay[row][:, None, None]
+            change = (v[row] - np.einsum("hij,hi->hj", matrix, k[row])) * experts.sigmoid(beta[row])[:, None]
+            matrix = matrix + k[row][:, :, None] * change[:, None]
+            y[row] = np.einsum("hij,hi->hj", matrix, q[row]) / np.sqrt(d)
+        states[target] = matrix if c.layout == "cpu" else matrix.transpose(0, 2, 1)
+    return y.reshape(c.live, -1), states
+
+
+def ssm_scan(c) -> tuple[np.ndarray, np.ndarray]:
+    """(Y of the live rows, all States after the step). A cell has, of each head, the matrix as columns of x by columns
+    of B on GPUs, the other way round on CPUs."""
+    a, states = c.args, c.arrays["States"].astype(np.float64)
+    heads, d, size, groups = (a[key] for key in ("heads", "d", "size", "groups"))
+    live, inner = c.live, heads * d
+    x, b, to_y = np.split(c.arrays["X"][:live].astype(np.float64), [inner, inner + groups * size], axis=1)
+    x = x.reshape(live, heads, d)
+    b, to_y = (part.reshape(live, groups, size).repeat(heads // groups, axis=1) for part in (b, to_y))
+    factor, skip, bias = (c.arrays[name][:heads].astype(np.float64) for name in ("A", "D", "Bias"))
+    dt = np.logaddexp(0.0, c.arrays["Dt"][:live, :heads] + bias)
+    y, z = np.empty((live, heads, d)), c.arrays["Z"][:live, :inner].astype(np.float64)
+    shape = (heads, d, size) if c.layout == "gpu" else (heads, size, d)
+    for rows, before, target in runs(c):
+        matrix = np.zeros((heads, d, size))
+        if before is not None:
+            matrix = before.reshape(shape) if c.layout == "gpu" else before.reshape(shape).transpose(0, 2, 1)
+        for row in rows:
+            matrix = matrix * np.exp(factor * dt[row])[:, None, None]
+            matrix = matrix + (x[row] * dt[row][:, None])[..., None] * b[row][:, None]
+            y[row] = np.einsum("hdn,hn->hd", matrix, to_y[row]) + skip[:, None] * x[row]
+        kept = matrix if c.layout == "gpu" else matrix.transpose(0, 2, 1)
+        states[target] = kept.reshape(heads, -1)
+    return y.reshape(live, inner) * z / (1 + np.exp(-z)), states
