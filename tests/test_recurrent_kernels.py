@@ -23,8 +23,9 @@ STEPS = {
     "decode": (1, 1, [(5, 9, 1)]),
     "a sequence begins": (1, 1, [(5, 0, 1)]),
     "rows, the last of one sequence": (8, 8, [(3, 40, 1), (0, 0, 1), (7, 2, 4)]),
-    "chunk": (20, 0, [(2, 64, 17)]),
-    "mixed": (20, 4, [(9, 3, 1), (1, 0, 1), (4, 0, 11)]),
+    "chunk": (40, 0, [(2, 64, 37)]),
+    "a short chunk": (40, 0, [(2, 7, 1)]),
+    "mixed": (40, 4, [(9, 3, 1), (1, 0, 1), (4, 0, 35)]),
 }
 DELTA = {"key_heads": 2, "value_heads": 6, "d": 32, "grouped": False, "eps": 1e-6}
 SCAN = {"heads": 6, "d": 32, "size": 48, "groups": 2}

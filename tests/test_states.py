@@ -21,12 +21,12 @@ MORE += [pytest.param((name, "cpu"), marks=pytest.mark.full) for name in ("falco
 
 @pytest.fixture(scope="module", params=[("lfm2", "cpu"), ("qwen35", "cpu"), ("mamba2", "cpu"), *MORE], ids="-".join)
 def engine(request, tmp_path_factory):
-    """With integer weights, whose products on a CPU do not depend on how many rows a step has."""
+    """On a CPU with integer weights, whose products do not depend on how many rows a step has."""
     (name, target), out = request.param, tmp_path_factory.mktemp("states") / "model"
     if target == "vulkan":
         vulkan_harness.gpu()  # skips without a device
-    arch = "native" if target == "cpu" else "generic"
-    compile_model(architectures.tiny(name, "q8_0"), target, arch, CONTEXT, out, tuned="none")
+    arch, form = ("native", "q8_0") if target == "cpu" else ("generic", "f16")
+    compile_model(architectures.tiny(name, form), target, arch, CONTEXT, out, tuned="none")
     with Engine.load(out) as loaded:
         yield loaded
 
@@ -84,7 +84,7 @@ def test_a_chat_computes_new_tokens_only(engine):
 
 def test_a_failed_step_leaves_no_trace(engine, monkeypatch):
     engine.reset()
-    expected = engine.prefill(IDS[:100])
+    engine.prefill(IDS[:100])
     expected = engine.decode(7)
     engine.reset()
     engine.prefill(IDS[:100])
@@ -98,7 +98,8 @@ def test_a_failed_step_leaves_no_trace(engine, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         engine.decode(9)
     monkeypatch.undo()
-    assert engine.position == 100 and (engine.decode(7) == expected).all()
+    assert engine.position == 100
+    assert np.abs(engine.decode(7) - expected).max() < MAX_CHANGE * (expected.max() - expected.min())
 
 
 def test_convolutions_are_floats():

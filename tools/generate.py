@@ -114,6 +114,6 @@ def run(
         raise KeyboardInterrupt
     if terminal.is_terminal(sys.stderr) and not quiet:
         parts = display.statistics(engine.last, engine.context)
-        display.message(terminal.dim(display.footer(parts, terminal.width() - 1)))
+        display.message(display.footer(parts, terminal.width() - 1), dimmed=True)
     if engine.last.finish == "context":
         raise UserError(f"the text was cut off: the context of {engine.context} tokens is full; use a larger --ctx")
