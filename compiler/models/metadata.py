@@ -13,7 +13,6 @@ from mlc_amd.compiler.models.config import (
     LayerConfig,
     ModelConfig,
     RopeConfig,
-    SharedExpertConfig,
 )
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.runtime.errors import shorten
@@ -130,7 +129,8 @@ def read_feed_forward(keys: Keys, act: str = "silu", **variant) -> FeedForwardCo
 
 
 def feed_forward(keys: Keys, size: int, act: str = "silu", **variant) -> FeedForwardConfig:
-    check_multiple(keys, "feed-forward size", size)
+    if variant.get("bias"):
+        check_multiple(keys, "feed-forward size", size)
     return FeedForwardConfig(size, act, **variant)
 
 
@@ -149,14 +149,10 @@ def read_experts(keys: Keys, size: int, gating: str = "", **variant) -> ExpertsC
                 f"{', '.join(f'{number} ({name})' for number, name in GATINGS.items())}"
             )
         gating = GATINGS[number]
-    check_multiple(keys, "experts' feed-forward size", size)
+    if variant.get("biases"):
+        check_multiple(keys, "experts' feed-forward size", size)
     merged = any(name.endswith("ffn_gate_up_exps.weight") for name in keys.tensors)
     return ExpertsConfig(count, used, size, gating=gating, merged=merged, **variant)
-
-
-def shared_expert(keys: Keys, size: int, **variant) -> SharedExpertConfig:
-    check_multiple(keys, "shared expert's feed-forward size", size)
-    return SharedExpertConfig(size, **variant)
 
 
 # ---- the model
