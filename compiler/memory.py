@@ -12,7 +12,8 @@ from mlc_amd.compiler.models.config import ExpertsConfig, ModelConfig
 from mlc_amd.compiler.models.graph import table_columns
 from mlc_amd.compiler.models.tensors import is_vector
 from mlc_amd.compiler.ops import padded
-from mlc_amd.runtime.kv_pool import MOST_CELLS
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.kv_pool import ELEMENTS, MOST_CELLS
 from mlc_amd.runtime.memory import EXPERTS, Needs
 from mlc_amd.runtime.pages import STATE
 from mlc_amd.schedules.attention import PAGE
@@ -66,6 +67,17 @@ def kept(config: ModelConfig, backend, ctx: int) -> Types:
     for layer in config.layers:
         found |= backend.workspace(layer, ctx)
     return found
+
+
+def check_capacity(config: ModelConfig, backend, ctx: int) -> None:
+    """UserError for a KV cache of which kernels cannot address one tensor."""
+    largest = max(math.prod(shape) for shape, _ in kept(config, backend, ctx).values())
+    if largest > ELEMENTS:
+        fitting = ctx * ELEMENTS // largest // PAGE * PAGE
+        raise UserError(
+            f"--ctx {ctx} is too large: a tensor of the KV cache would have {largest} elements, and kernels address "
+            f"{ELEMENTS}; use {fitting} or less"
+        )
 
 
 def cell_count(pages: int, cell: int) -> int:

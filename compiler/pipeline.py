@@ -1,16 +1,15 @@
 """The compile pipeline: GGUF model in, artifact folder out.
 
-    model -> Relax functions (models) -> fusion (passes) -> kernels selected (codegen) -> plan -> kernels compiled
-          -> weights repacked and streamed to disk -> tokenizer -> manifest
+    model -> tokenizer -> Relax functions (models) -> fusion (passes) -> kernels selected (codegen) -> plan
+          -> kernels compiled -> weights repacked and streamed to disk -> manifest
 
-Memory stays small whatever the model's size: tensors are mapped, repacked and written in chunks of rows.
+Memory stays small whatever the model's size: tensors are read, repacked and written in chunks of rows.
 """
 
 import dataclasses
 import importlib
 import time
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -28,11 +27,9 @@ from mlc_amd.compiler.weight_store import WeightStore
 from mlc_amd.runtime import artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
+from mlc_amd.runtime.io_buffers import io_buffers
 from mlc_amd.runtime.kv_types import KV_TENSORS, KV_TYPE
-from mlc_amd.runtime.pages import STATE
-from mlc_amd.runtime.sampling_layout import row_shapes
-from mlc_amd.runtime.steps import page_table
-from mlc_amd.schedules.attention import PAGE, SLOTS
+from mlc_amd.schedules.attention import PAGE
 
 # module and class, imported on demand
 TARGETS = {
@@ -87,6 +84,7 @@ def compile_model(
     ctx = capacity(model.config, ctx)
     workers = available_threads()
     with artifact.new_artifact(out) as directory:
+        tokenizer.export(model.metadata, directory)
         progress("import", 0, 1)
         lowered = lower(model, backend, ctx)
         functions, specs, plan = lowered.functions, lowered.specs, lowered.plan
@@ -94,8 +92,8 @@ def compile_model(
         clock.lap("import")
         libraries = backend.compile_kernels(lowered.module, directory, progress, workers)
         clock.lap("kernels")
-        tokenizer.export(model.metadata, directory)
         known = _write_weights(model, backend.layout, specs, directory, ctx, progress, workers, weights, store)
+        model.check_unchanged()
         clock.lap("weights")
         progress("write", 0, 1)
         kernels = [
@@ -138,6 +136,7 @@ def compile_model(
             "token_bytes": memory.token_bytes(model.config, backend, ctx),
             "weight_bytes": sum(spec.nbytes for planes in specs.values() for spec in planes),
         }
+        artifact.write_interfaces(directory, manifest)
         artifact.write_manifest(directory, manifest, known)
         kernel_bytes = sum(file.stat().st_size for file in directory.glob("kernels*"))
         progress("write", 1, 1)
@@ -175,7 +174,9 @@ class Lowered:
 
 
 def lower(model, backend, ctx: int) -> Lowered:
-    """Builds, fuses and plans the functions of `model` with kernels of `backend`, a Target. ctx: of `capacity`."""
+    """Builds, fuses and plans the functions of `model` with kernels of `backend`, a Target. ctx: of `capacity`;
+    UserError if it is too large for kernels."""
+    memory.check_capacity(model.config, backend, ctx)
     functions = backend.functions(ctx)
     module, parameters = build_module(model, backend, functions, ctx)
     module = backend.select_kernels(fuse(module, backend))
@@ -209,25 +210,17 @@ def capacity(config, ctx: int | None) -> int:
     return -(-ctx // PAGE) * PAGE
 
 
-def _io(config, functions: list[FunctionSpec], ctx: int, spans: Iterable[int]) -> dict[str, dict]:
-    """The buffers between host and plan. A function uses the first rows of those that have rows, as many as it asks
-    for."""
-    longest, logits = max(f.m for f in functions), max(f.logits for f in functions)
-    sampled = max(f.logits for f in functions if f.samples)
-    asked = row_shapes(sampled, padded(config.vocab))
-    widths = {span: 2 if span == STATE else ctx // PAGE for span in sorted(spans)}
-    tables = {page_table(span): {"dtype": "int32", "shape": [SLOTS, width]} for span, width in widths.items()}
-    return {
-        "state": {"dtype": "int32", "shape": [4]},
-        "answers": {"dtype": "int32", "shape": [4]},
-        "tokens": {"dtype": "int32", "shape": [longest]},
-        "rows": {"dtype": "int32", "shape": [longest, 2]},
-        **tables,
-        "logits": {"dtype": "float32", "shape": [logits, padded(config.vocab)]},
-        **{name: {"dtype": "int32", "shape": list(shape)} for name, shape in asked.items()},
-        "sampled": {"dtype": "int32", "shape": [sampled]},
-        "logprobs": {"dtype": "float32", "shape": [sampled]},
-    }
+def _io(config, functions: list[FunctionSpec], ctx: int, spans: set[int]) -> dict[str, dict]:
+    """The buffers between host and plan, as in the manifest."""
+    found = io_buffers(
+        rows=max(f.m for f in functions),
+        logits=max(f.logits for f in functions),
+        sampled=max(f.logits for f in functions if f.samples),
+        columns=padded(config.vocab),
+        blocks=ctx // PAGE,
+        spans=spans,
+    )
+    return {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in found.items()}
 
 
 def kernel_table(plan) -> list[dict]:

@@ -9,13 +9,13 @@ tokens), and
 Token ids equal llama.cpp's (its `llama-vocab.cpp` is the reference for GGUF vocabularies), with four deliberate
 exceptions:
 - where llama.cpp approximates the Unicode classes of a model's own pre-tokenizer, the model's classes are kept (see
-  `compiler/pre_tokenizers.py`);
+  `runtime/pre_tokenizers.py`);
 - the tokens of gpt-oss's message format, which llama.cpp makes user-defined, remain what the file says they are:
   control tokens, which a message cannot contain;
-- SentencePiece merges never produce a control, unknown or byte token, so plain text cannot produce one;
-- U+FDD0, a code point that Unicode reserves for a program's internal use, is dropped from text. Added tokens are looked
-  up before it is dropped, so placing one inside the text of a control token makes that text plain
-  (`Tokenizer.escape`).
+- merges never produce a control, unknown or byte token, so plain text cannot produce one;
+- U+FDD0, a code point that Unicode reserves for a program's internal use, is dropped from text: here the names of
+  control and unknown tokens begin with it (`runtime.tokenizer.MARK`), so that no text contains them, and whoever
+  encodes says where they are.
 """
 
 import json
@@ -25,12 +25,13 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from mlc_amd.compiler.pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
-from mlc_amd.runtime.errors import UserError
-
-FENCE = "\ufdd0"
+from mlc_amd.runtime.chat_template import ChatTemplate
+from mlc_amd.runtime.errors import UserError, shorten
+from mlc_amd.runtime.pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
+from mlc_amd.runtime.text_pipeline import set_pipeline
+from mlc_amd.runtime.tokenizer import MARK
 
 
 class TokenType(IntEnum):
@@ -43,6 +44,10 @@ class TokenType(IntEnum):
     UNUSED = 5
     BYTE = 6
 
+
+_MAX_CHARACTERS = 1024  # of a token: several times as many as any vocabulary's longest one, 128 spaces, has
+# Tokens that no text becomes unless it says so.
+_MARKED = (TokenType.CONTROL, TokenType.UNKNOWN)
 
 # Texts of tokens that end a turn or a text, whatever the metadata says of them, and tokens that a vocabulary uses for
 # something else.
@@ -75,42 +80,48 @@ def export(metadata: Mapping[str, object], directory: Path) -> None:
         pre: the pre-tokenizer's name, None for "llama"    byte_level: whether tokens are written as the printable
         characters of their bytes (GPT-2's); otherwise as text, with "▁" for a space and <0x0A> for a byte
         vocab_size: int    special: {"bos"|"eos"|"eot"|"eom"|"unk"|"pad": {"id": int, "text": str} or None}
-        end_ids: sorted ids that end a generation    add_bos, add_eos: bool    add_space_prefix: bool    fence: the code
-                                                     point of `escape`
+        end_ids: sorted ids that end a generation    add_bos, add_eos: bool    add_space_prefix: bool
+        mark: what the names of control tokens begin with in `tokenizer.json`
         chat_template: str or None    chat_templates: {name: template} of the GGUF's further, named ones
 
-    Raises UserError for a missing or malformed key, for a tokenizer model other than these and for an unknown
-    pre-tokenizer; warns (UserWarning) and uses the default pre-tokenizer when `tokenizer.ggml.pre` is missing.
+    Raises UserError for a missing or malformed key, for a tokenizer model other than these, for an unknown
+    pre-tokenizer and for a chat template that cannot be compiled; warns (UserWarning) and uses the default
+    pre-tokenizer when `tokenizer.ggml.pre` is missing.
     """
     kind = _get(metadata, "tokenizer.ggml.model", str)
     if kind not in _DEFAULT_IDS:
         raise UserError(
-            f"tokenizer model '{kind}' is not supported: use a GGUF whose tokenizer.ggml.model is one of "
+            f"tokenizer model {shorten(kind)} is not supported: use a GGUF whose tokenizer.ggml.model is one of "
             f"{', '.join(_DEFAULT_IDS)}"
         )
     if kind == "gemma4":  # such files name no pre-tokenizer, and the first ones deny the token that begins a text
         metadata = {k: v for k, v in metadata.items() if k != "tokenizer.ggml.add_bos_token"}
         metadata["tokenizer.ggml.pre"] = kind
     tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(_list(metadata, "tokenizer.ggml.tokens", str))]
+    if (longest := max(map(len, tokens), default=0)) > _MAX_CHARACTERS:
+        raise UserError(f"tokenizer.ggml.tokens holds a token of {longest} characters: {_CONVERT}")
     vocab = {text: i for i, text in enumerate(tokens)}
-    if len(vocab) != len(tokens):
-        raise UserError(f"tokenizer.ggml.tokens holds the same token twice: {_CONVERT}")
     types = _types(metadata, tokens)
+    names = {MARK + text if types[i] in _MARKED else text: i for i, text in enumerate(tokens)}
+    if len(vocab) != len(tokens) or len(names) != len(tokens):
+        raise UserError(f"tokenizer.ggml.tokens holds the same token twice: {_CONVERT}")
+    pre_name = None
     if kind == "llama":
         add_space_prefix = _get(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
         byte_level, add_bos = False, True
-        tokenizer = _sentencepiece(metadata, vocab, types, add_space_prefix)
+        tokenizer = _sentencepiece(metadata, names, types, add_space_prefix)
     else:
-        pre = _pre_tokenizer(metadata)
+        pre_name, pre = _pre_tokenizer(metadata)
         byte_level, add_bos, add_space_prefix = pre.byte_level, pre.add_bos, False
-        tokenizer = _byte_pairs(metadata, vocab, pre)
-    _add_tokens(tokenizer, tokens, types, strip=_strips_space(metadata))
+        tokenizer = _byte_pairs(metadata, names, types, pre)
+    set_pipeline(tokenizer, kind == "llama", pre_name, add_space_prefix)
+    _add_tokens(tokenizer, names, types, strip=_strips_space(metadata))
 
     special = {name: _special(metadata, tokens, name, _DEFAULT_IDS[kind].get(name)) for name in _SPECIAL_IDS}
     prefix = "tokenizer.chat_template."
     config = {
         "model": kind,
-        "pre": metadata.get("tokenizer.ggml.pre") if kind != "llama" else None,
+        "pre": pre_name,
         "byte_level": byte_level,
         "vocab_size": len(tokens),
         "special": special,
@@ -118,17 +129,29 @@ def export(metadata: Mapping[str, object], directory: Path) -> None:
         "add_bos": _adds(metadata, "bos", special, add_bos),
         "add_eos": _adds(metadata, "eos", special, False),
         "add_space_prefix": add_space_prefix,
-        "fence": FENCE,
+        "mark": MARK,
         "chat_template": _get(metadata, "tokenizer.chat_template", str, None),
         "chat_templates": {
             key.removeprefix(prefix): _get(metadata, key, str) for key in metadata if key.startswith(prefix)
         },
     }
+    _check_templates(config)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(
         json.dumps(config, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
     )
+
+
+def _check_templates(config: Mapping[str, Any]) -> None:
+    """UserError for a chat template that cannot be compiled."""
+    for source in (config["chat_template"], *config["chat_templates"].values()):
+        if source is not None:
+            template = ChatTemplate(source, {})
+            try:
+                template.check()
+            finally:
+                template.close()
 
 
 _REQUIRED = object()
@@ -169,7 +192,7 @@ def _not_end(texts: set[str]) -> set[str]:
     return {text for present, text in NOT_END_TEXTS if present <= texts}
 
 
-def _pre_tokenizer(metadata: Mapping[str, object]) -> PreTokenizer:
+def _pre_tokenizer(metadata: Mapping[str, object]) -> tuple[str | None, PreTokenizer]:
     name = _get(metadata, "tokenizer.ggml.pre", str, None)
     if name is None:
         warnings.warn(
@@ -177,33 +200,37 @@ def _pre_tokenizer(metadata: Mapping[str, object]) -> PreTokenizer:
             "model can give",
             stacklevel=3,
         )
-        return DEFAULT
+        return None, DEFAULT
     if name not in PRE_TOKENIZERS:
         raise UserError(
-            f"pre-tokenizer '{name}' is not supported: use a GGUF with another tokenizer.ggml.pre, or a newer mlc-amd"
+            f"pre-tokenizer {shorten(name)} is not supported: use a GGUF with another tokenizer.ggml.pre, or a newer "
+            "mlc-amd"
         )
-    return PRE_TOKENIZERS[name]
+    return name, PRE_TOKENIZERS[name]
 
 
-def _byte_pairs(metadata: Mapping[str, object], vocab: dict[str, int], pre: PreTokenizer) -> Tokenizer:
+def _byte_pairs(
+    metadata: Mapping[str, object], names: dict[str, int], types: list[int], pre: PreTokenizer
+) -> Tokenizer:
     """Byte-pair encoding: the bytes or characters of a word, merged in the order of `tokenizer.ggml.merges`."""
+    pieces = _pieces(names, types)
     # A pair that is listed twice has its first rank.
     pairs = dict.fromkeys(map(_split_merge, _list(metadata, "tokenizer.ggml.merges", str)))
-    merges = [(left, right) for left, right in pairs if left in vocab and right in vocab and left + right in vocab]
-    splits: list[Any] = [pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in pre.splits]
+    merges = [(left, right) for left, right in pairs if left in pieces and right in pieces and left + right in pieces]
     if pre.byte_level:
-        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges))
-        tokenizer.normalizer = normalizers.Replace(FENCE, "")
-        splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        tokenizer = Tokenizer(models.BPE(vocab=names, merges=merges, ignore_merges=pre.ignore_merges))
         tokenizer.decoder = decoders.ByteLevel()
     else:
         if pre.whole_lines:
-            merges += [pair for pair in _newline_merges(vocab) if pair not in pairs]
-        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(FENCE, ""), normalizers.Replace(" ", "▁")])
+            merges += [pair for pair in _newline_merges(pieces) if pair not in pairs]
+        tokenizer = Tokenizer(models.BPE(vocab=names, merges=merges, byte_fallback=True))
         tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     return tokenizer
+
+
+def _pieces(names: dict[str, int], types: list[int]) -> dict[str, int]:
+    """The tokens that text may become."""
+    return {name: i for name, i in names.items() if types[i] not in _MARKED and types[i] != TokenType.BYTE}
 
 
 def _newline_merges(vocab: dict[str, int]) -> list[tuple[str, str]]:
@@ -216,34 +243,34 @@ def _newline_merges(vocab: dict[str, int]) -> list[tuple[str, str]]:
 def _split_merge(merge: str) -> tuple[str, str]:
     at = merge.find(" ", 1)  # from 1: the first token may itself begin with a space
     if at < 0:
-        raise UserError(f"tokenizer.ggml.merges holds {merge!r}, expected two tokens with a space between: {_CONVERT}")
+        raise UserError(
+            f"tokenizer.ggml.merges holds {shorten(merge)}, expected two tokens with a space between: {_CONVERT}"
+        )
     return merge[:at], merge[at + 1 :]
 
 
 def _sentencepiece(
-    metadata: Mapping[str, object], vocab: dict[str, int], types: list[int], add_space_prefix: bool
+    metadata: Mapping[str, object], names: dict[str, int], types: list[int], add_space_prefix: bool
 ) -> Tokenizer:
     """SentencePiece BPE: of all neighbours whose concatenation is a token, the one with the best score is merged first.
 
     As ranked merges: every way to cut a token into two tokens, best score first. A character that is no token becomes
     its UTF-8 bytes.
     """
-    scores = _list(metadata, "tokenizer.ggml.scores", (int, float), len(vocab))
-    reserved = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.BYTE)
-    pieces = {text: i for text, i in vocab.items() if types[i] not in reserved}
+    scores = _list(metadata, "tokenizer.ggml.scores", (int, float), len(names))
+    pieces = _pieces(names, types)
+    lengths = set(map(len, pieces))
     merges = sorted(
         (-scores[i], i, pieces[text[:at]], text[:at], text[at:])
         for text, i in pieces.items()
         for at in range(1, len(text))
-        if text[:at] in pieces and text[at:] in pieces
+        if at in lengths and len(text) - at in lengths and text[:at] in pieces and text[at:] in pieces
     )
-    unknown = next((text for text, i in vocab.items() if types[i] == TokenType.UNKNOWN), None)
+    unknown = next((name for name, i in names.items() if types[i] == TokenType.UNKNOWN), None)
     model = models.BPE(
-        vocab=vocab, merges=[merge[3:] for merge in merges], unk_token=unknown, fuse_unk=True, byte_fallback=True
+        vocab=names, merges=[merge[3:] for merge in merges], unk_token=unknown, fuse_unk=True, byte_fallback=True
     )
     tokenizer = Tokenizer(model)
-    space = [normalizers.Prepend("▁")] if add_space_prefix else []
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(FENCE, ""), *space, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if add_space_prefix else []
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
@@ -251,19 +278,16 @@ def _sentencepiece(
     return tokenizer
 
 
-def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int], strip: bool) -> None:
+def _add_tokens(tokenizer: Tokenizer, names: dict[str, int], types: list[int], strip: bool) -> None:
     """Register the tokens that are matched as whole texts before anything else: control and unknown ones as special,
-    user-defined ones not.
-
-    A control token of one character is left out: `Tokenizer.escape` could not make its text plain.
-    """
+    user-defined ones not."""
     control, user_defined = [], []
-    for text, kind in zip(tokens, types, strict=True):
-        if kind in (TokenType.CONTROL, TokenType.UNKNOWN) and len(text) > 1:
-            rstrip = strip and text not in _PHI3_KEEPS_SPACE
-            control.append(AddedToken(text, special=True, normalized=False, rstrip=rstrip))
-        elif kind == TokenType.USER_DEFINED:
-            user_defined.append(AddedToken(text, special=False, normalized=False, rstrip=strip))
+    for name, i in names.items():
+        if types[i] in _MARKED:
+            rstrip = strip and name.removeprefix(MARK) not in _PHI3_KEEPS_SPACE
+            control.append(AddedToken(name, special=True, normalized=False, rstrip=rstrip))
+        elif types[i] == TokenType.USER_DEFINED:
+            user_defined.append(AddedToken(name, special=False, normalized=False, rstrip=strip))
     # All at once: the library rebuilds its matcher at every call.
     tokenizer.add_special_tokens(control)
     tokenizer.add_tokens(user_defined)

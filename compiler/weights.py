@@ -20,7 +20,8 @@ from mlc_amd.compiler.models.rope import position_table
 from mlc_amd.compiler.ops import padded
 from mlc_amd.compiler.quant import repack
 from mlc_amd.compiler.quant.draws import draws
-from mlc_amd.runtime.artifact import TensorSpec, WeightsWriter
+from mlc_amd.runtime.weight_block import TensorSpec
+from mlc_amd.runtime.weights_file import WeightsWriter
 
 Specs = dict[str, list[TensorSpec]]  # by source: a tensor of the file, a vector of ones, a table by position
 

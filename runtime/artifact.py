@@ -13,204 +13,23 @@ interrupted or failed compilation leaves nothing behind.
 """
 
 import hashlib
-import json
-import mmap
 import os
-import struct
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-import numpy as np
-
+from mlc_amd.runtime import interface, manifest_check
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import Lock, lock, scratch
+from mlc_amd.runtime.manifest import ADVICE, MANIFEST, Manifest, read, text
+from mlc_amd.runtime.random_weights import RandomWeights
+from mlc_amd.runtime.weight_block import Joined, WeightBlock
+from mlc_amd.runtime.weights_file import Weights, header_digest
 
-FORMAT_VERSION = 8
-MANIFEST, WEIGHTS, TABLES = "manifest.json", "weights.safetensors", "tables.safetensors"
+WEIGHTS, TABLES = "weights.safetensors", "tables.safetensors"
 _FILES = (MANIFEST, WEIGHTS, TABLES, "kernels[.-]*", "tokenizer.json", "tokenizer_config.json")  # all that there may be
-ALIGN = 64  # bytes: alignment for vector loads
-PAD = "__pad_"  # prefix of the names of tensors that only fill gaps
-# names in safetensors
-DTYPES = {
-    "uint8": "U8",
-    "int8": "I8",
-    "float16": "F16",
-    "uint16": "U16",
-    "float32": "F32",
-    "int32": "I32",
-    "uint32": "U32",
-}
-NUMPY = {name: np.dtype(dtype) for dtype, name in DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor of the weights file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
-
-
-# ---- weights
-
-
-class WeightsWriter:
-    """A safetensors file written out of order: the layout is fixed first, then pieces are written in any order.
-
-    Safetensors allows no holes, so alignment gaps are tensors named `__pad_<n>`.
-    """
-
-    def __init__(self, path: Path, specs: Iterable[TensorSpec]):
-        self.offsets, header, position = {}, {}, 0
-        for spec in specs:
-            if gap := -position % ALIGN:
-                header[f"{PAD}{len(header)}"] = {
-                    "dtype": "U8",
-                    "shape": [gap],
-                    "data_offsets": [position, position + gap],
-                }
-                position += gap
-            header[spec.name] = {
-                "dtype": DTYPES[spec.dtype],
-                "shape": list(spec.shape),
-                "data_offsets": [position, position + spec.nbytes],
-            }
-            self.offsets[spec.name] = position
-            position += spec.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % ALIGN)
-        self.start, self.total = 8 + len(text), position
-        self.file = open(path, "w+b")  # noqa: SIM115 (closed by close())
-        self.file.write(struct.pack("<Q", len(text)) + text)
-        # Allocated now, so that a full disk is reported before minutes of work.
-        if position:
-            os.posix_fallocate(self.file.fileno(), self.start, position)
-
-    def write(self, name: str, offset: int, data: np.ndarray) -> None:
-        """Writes `data` at `offset` bytes into tensor `name`; may be called from several threads."""
-        os.pwrite(
-            self.file.fileno(),
-            np.ascontiguousarray(data).data.cast("B"),
-            self.start + self.offsets[name] + offset,
-        )
-
-    def close(self) -> None:
-        self.file.close()
-
-
-class WeightBlock(ABC):
-    """All weights as one block of bytes, which devices map or copy.
-
-    header: as in safetensors, {name: {"dtype", "shape", "data_offsets": [begin, end]}}, offsets into the block; every
-    tensor begins at a multiple of 64 bytes.
-    """
-
-    def __init__(self, header: dict[str, dict]):
-        self.header = header
-
-    @property
-    def places(self) -> dict[str, tuple[int, int]]:
-        """Tensor to (offset in the block, bytes)."""
-        found = {
-            name: (begin, end - begin) for name, entry in self.header.items() for begin, end in [entry["data_offsets"]]
-        }
-        return {name: place for name, place in found.items() if not name.startswith(PAD)}
-
-    @property
-    def total(self) -> int:
-        """Bytes of the block."""
-        return max((entry["data_offsets"][1] for entry in self.header.values()), default=0)
-
-    @abstractmethod
-    def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
-        """(offset, uint8 view) of pieces of at most `nbytes` bytes, in ascending order; gaps between tensors may be
-        skipped.
-
-        The views share memory: copy them at once, and do not write to them.
-        """
-
-    @abstractmethod
-    def __getitem__(self, name: str) -> np.ndarray:
-        """A tensor, for devices that work in this memory."""
-
-    def _view(self, memory: mmap.mmap, start: int, name: str) -> np.ndarray:
-        """A tensor in memory that has the block at `start`."""
-        entry = self.header[name]
-        begin, end = entry["data_offsets"]
-        raw = np.frombuffer(memory, np.uint8, end - begin, start + begin)
-        return raw.view(NUMPY[entry["dtype"]]).reshape(entry["shape"])
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.header
-
-    @property
-    def nbytes(self) -> int:
-        return sum(v["data_offsets"][1] - v["data_offsets"][0] for v in self.header.values())
-
-
-class Weights(WeightBlock):
-    """The mapped weights file: name to numpy array, without copies. Pages are private: the arrays are writable, the
-    file is not changed."""
-
-    def __init__(self, path: Path):
-        try:
-            with open(path, "rb") as f:
-                (size,) = struct.unpack("<Q", f.read(8))
-                header = json.loads(f.read(size)) if size < 1 << 28 else {}
-                self.map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError, struct.error) as e:
-            raise UserError(f"{path}: cannot read the weights ({e}); compile the model again") from e
-        super().__init__({k: v for k, v in header.items() if k != "__metadata__"})
-        self.start = 8 + size
-        if not header or self.start + self.total > len(self.map):
-            raise UserError(f"{path}: the weights file is truncated or damaged; compile the model again")
-
-    def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
-        for at in range(0, self.total, nbytes):
-            yield at, np.frombuffer(self.map, np.uint8, min(nbytes, self.total - at), self.start + at)
-            # releases copied pages: an APU's GPU may need the memory
-            page = (self.start + at) // mmap.PAGESIZE * mmap.PAGESIZE
-            self.map.madvise(mmap.MADV_DONTNEED, page, min(nbytes, len(self.map) - page))
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._view(self.map, self.start, name)
-
-
-class Joined(WeightBlock):
-    """Blocks one after the other."""
-
-    def __init__(self, parts: Sequence[WeightBlock]):
-        header, starts, end = {}, [], 0
-        for part in parts:
-            start = -(-end // ALIGN) * ALIGN
-            starts.append(start)
-            for name, entry in part.header.items():
-                begin, stop = entry["data_offsets"]
-                if not name.startswith(PAD):
-                    header[name] = entry | {"data_offsets": [start + begin, start + stop]}
-            end = start + part.total
-        super().__init__(header)
-        self._parts = list(zip(starts, parts, strict=True))
-
-    def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
-        for start, part in self._parts:
-            for at, piece in part.chunks(nbytes):
-                yield start + at, piece
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return next(part for _, part in self._parts if name in part)[name]
-
-
-# ---- the folder
 
 
 def source_id(path: str | Path) -> str:
@@ -234,9 +53,9 @@ def sha256(path: Path) -> str:
 @contextmanager
 def new_artifact(path: Path) -> Iterator[Path]:
     """A temporary folder that becomes `path` if the `with` block succeeds, and is deleted otherwise. Only an older
-    artifact is replaced. CannotWrite where the folder or the disk does not take it."""
-    path = Path(path)
-    _check_output(path)
+    artifact is replaced; of a link, what it points to. CannotWrite where the folder or the disk does not take it."""
+    _check_output(Path(path))
+    path = Path(os.path.realpath(path))
     try:
         with scratch(path.parent, path.name) as temporary:
             yield temporary
@@ -275,33 +94,50 @@ def _check_output(path: Path) -> None:
         )
 
 
-def write_manifest(directory: Path, manifest: dict, known: Mapping[str, dict] = MappingProxyType({})) -> None:
+def write_manifest(directory: Path, manifest: dict[str, Any], known: Mapping[str, dict] = MappingProxyType({})) -> None:
     """Adds size and checksum of every file in `directory`, then writes manifest.json. known: those that need not be
     computed, as in the manifest's `files`."""
-    files = {
-        file.name: known.get(file.name) or {"bytes": file.stat().st_size, "sha256": sha256(file)}
-        for file in sorted(directory.iterdir())
-    }
-    (directory / MANIFEST).write_text(manifest_text(manifest, files))
+    files = {file.name: (known.get(file.name) or facts(file)) | headers(file) for file in sorted(directory.iterdir())}
+    (directory / MANIFEST).write_text(text(manifest, files))
 
 
-def manifest_text(manifest: dict, files: dict[str, dict]) -> str:
-    """manifest.json of these files."""
-    return json.dumps({"format": FORMAT_VERSION, **manifest, "files": files}, indent=1)
+def facts(file: Path) -> dict[str, Any]:
+    """Size and checksum of a file."""
+    return {"bytes": file.stat().st_size, "sha256": sha256(file)}
+
+
+def headers(file: Path) -> dict[str, str]:
+    """The checksum of the header of a file of tensors; of other files nothing."""
+    return {"header": header_digest(file)} if file.suffix == ".safetensors" else {}
+
+
+def write_interfaces(directory: Path, manifest: dict[str, Any]) -> None:
+    """Writes behind the kernels of each library how they are called."""
+    for library, needs, launched in _libraries(manifest):
+        interface.append(directory / library, interface.digest(needs, manifest["kernels"], launched))
+
+
+def _libraries(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Any, Mapping | None]]:
+    """(file, what a machine must have for it, launches of its kernels) of each file of kernels."""
+    target = manifest["target"]
+    for arch, library in manifest["libraries"].items():
+        needs = [arch, target.get("flags"), target.get("needs", {}).get(arch)]
+        yield library, needs, manifest["launches"].get(arch)
 
 
 class Artifact:
-    """A verified artifact on disk. `manifest` is the parsed manifest.json (see dist/README.md)."""
+    """A checked artifact on disk. `manifest` is what manifest.json holds (dist/README.md); its parts agree with one
+    another, with the weights and with the kernels."""
 
-    def __init__(self, path: Path, manifest: dict, held: Lock | None = None):
+    def __init__(self, path: Path, manifest: Manifest, held: Lock | None = None):
         """held: the lock of the folder, which lasts until `close`: nobody removes it from the cache meanwhile."""
         self.path, self.manifest, self._lock = path, manifest, held
         self._weights: WeightBlock | None = None
 
     @classmethod
     def open(cls, path: str | Path, verify: bool = False) -> "Artifact":
-        """Verifies version, presence, sizes and checksums of all files; the checksum of the weights only with `verify`,
-        because that reads all of them.
+        """Checks the manifest, and presence, sizes and checksums of all files; the checksum of the weights only with
+        `verify`, because that reads all of them.
 
         UserError when the folder is no artifact, of another version, or damaged.
         """
@@ -309,34 +145,34 @@ class Artifact:
         if not path.is_dir():
             raise UserError(f"{path}: no such compiled model; make one with: mlc-amd compile MODEL.gguf")
         held = lock(path)
-        try:
-            manifest = json.loads((path / MANIFEST).read_text())
-            version, files = manifest["format"], manifest["files"]
-        except FileNotFoundError as e:
+        if not (path / MANIFEST).exists():
             raise UserError(
                 f"{path} is not a compiled model (no {MANIFEST}); make one with: mlc-amd compile MODEL.gguf"
-            ) from e
-        except OSError as e:
-            raise UserError(
-                f"{path / MANIFEST} cannot be read ({e.strerror}); check its permissions and the disk"
-            ) from e
-        except (ValueError, KeyError, TypeError) as e:
-            raise UserError(f"{path / MANIFEST} is damaged ({e}); compile the model again") from e
-        if version != FORMAT_VERSION:
-            raise UserError(
-                f"{path} has artifact format {version}, this version reads {FORMAT_VERSION}; compile the model again"
             )
+        made = cls(path, read(path), held)
+        made._check_files(verify)
+        try:
+            manifest_check.check(made.manifest, made.weights.header)
+        except manifest_check.Fault as fault:
+            raise UserError(f"{path / MANIFEST} is damaged ({fault}); {ADVICE}") from None
+        for library, needs, launched in _libraries(made.manifest):
+            if interface.of_file(path / library) != interface.digest(needs, made.manifest["kernels"], launched):
+                raise UserError(f"{path / library} has other kernels than {MANIFEST} describes; {ADVICE}")
+        return made
+
+    def _check_files(self, verify: bool) -> None:
+        files = self.manifest["files"]
+        if WEIGHTS not in files:
+            raise UserError(f"{self.path / MANIFEST} is damaged (key files: {WEIGHTS} is missing); {ADVICE}")
         for name, entry in files.items():
-            file = path / name
+            file = self.path / name
             if not file.is_file():
-                raise UserError(f"{path}: {name} is missing; compile the model again")
+                raise UserError(f"{self.path}: {name} is missing; {ADVICE}")
             if file.stat().st_size != entry["bytes"]:
-                raise UserError(
-                    f"{file} has {file.stat().st_size} bytes instead of {entry['bytes']}; compile the model again"
-                )
-            if (name != WEIGHTS or verify) and sha256(file) != entry["sha256"]:
-                raise UserError(f"{file} is corrupted (checksum differs); compile the model again")
-        return cls(path, manifest, held)
+                raise UserError(f"{file} has {file.stat().st_size} bytes instead of {entry['bytes']}; {ADVICE}")
+            whole = name != WEIGHTS or verify
+            if (whole and sha256(file) != entry["sha256"]) or entry.get("header") != headers(file).get("header"):
+                raise UserError(f"{file} is corrupted (checksum differs); {ADVICE}")
 
     @property
     def weights(self) -> WeightBlock:
@@ -344,10 +180,8 @@ class Artifact:
         if self._weights is None:
             held: WeightBlock = Weights(self.path / WEIGHTS)
             if self.random_weights:
-                from mlc_amd.runtime.random_weights import RandomWeights  # imports this module
-
                 held = RandomWeights(held, self.manifest["tensors"])
-            tables = [Weights(self.path / TABLES)] if (self.path / TABLES).exists() else []
+            tables = [Weights(self.path / TABLES)] if TABLES in self.manifest["files"] else []
             self._weights = Joined([held, *tables])
         return self._weights
 
@@ -360,4 +194,4 @@ class Artifact:
     @property
     def random_weights(self) -> bool:
         """Whether the artifact has no weights: devices fill in random ones, for measurements."""
-        return self.manifest.get("weights", "file") == "random"
+        return self.manifest["weights"] == "random"

@@ -27,16 +27,30 @@ class Batch:
             sequence.append(row)
             compute(self._cache, self._runner, sequence)
 
+    @property
+    def rows(self) -> int:
+        """Of a step, at most."""
+        return self._runner.functions.single_rows
+
     def step(self, ids: SequenceOf[int]) -> list[int]:
         """Appends a token to each sequence. Returns the most likely next ones."""
-        for sequence, token in zip(self._sequences, ids, strict=True):
-            sequence.append((token,))
-            reserve(sequence, 1)
+        return self.verify([[token] for token in ids], [1] * len(ids))
+
+    def verify(self, ids: SequenceOf[SequenceOf[int]], kept: SequenceOf[int]) -> list[int]:
+        """Computes several tokens behind each sequence, `rows` of them at most, and appends the first `kept`, as a step
+        with guesses of which so many are right. Returns the most likely token behind each row."""
+        for sequence, tokens in zip(self._sequences, ids, strict=True):
+            reserve(sequence, len(tokens))
         self._cache.seat(self._sequences)
-        singles = [(s.tokens[-1], s.computed, s.table_row) for s in self._sequences]
-        chosen = self._runner.sample(singles, None, [GREEDY] * len(singles))
-        for sequence in self._sequences:
-            sequence.advance(1)
+        rows = [
+            (token, sequence.computed + i, sequence.table_row)
+            for sequence, tokens in zip(self._sequences, ids, strict=True)
+            for i, token in enumerate(tokens)
+        ]
+        chosen = self._runner.sample(rows, None, [GREEDY] * len(rows))
+        for sequence, tokens, count in zip(self._sequences, ids, kept, strict=True):
+            sequence.append(tokens[:count])
+            sequence.advance(count)
         return [choice.token for choice in chosen]
 
     def truncate(self, n: int) -> None:

@@ -20,6 +20,7 @@ from mlc_amd.runtime.generation import ContextFull, Piece, Progress, Stats, chec
 from mlc_amd.runtime.generations import Generation
 from mlc_amd.runtime.messages import Message, check_content, check_messages
 from mlc_amd.runtime.sampling import Sampling, SamplingChanges
+from mlc_amd.runtime.traced_text import Traced
 
 if TYPE_CHECKING:
     from mlc_amd.runtime.engine import Engine  # which has conversations
@@ -49,13 +50,14 @@ class Conversation:
         thinking: str = "auto",
     ) -> None:
         self.engine, self.sampling = engine, sampling or engine.sampling
+        engine.chat_template.start()
         self.on_full, self.thinking = on_full, thinking
         self.format = reasoning.detect(engine.tokenizer.has_token)
         self.messages: list[Message] = []
         self.dropped = 0
         self._generation: Generation | None = None  # of the last answer
         # The last prompt with its answer as rendered text, and its ids as they were generated.
-        self._rendered, self._rendered_ids = "", []
+        self._rendered, self._rendered_ids = Traced(), []
         self.system = system
 
     @property
@@ -99,7 +101,7 @@ class Conversation:
         system = self.system
         self.messages, self.dropped = [], 0
         self.system = system
-        self._rendered, self._rendered_ids = "", []
+        self._rendered, self._rendered_ids = Traced(), []
 
     def undo(self) -> str | None:
         """Takes the last turn back: removes the user's last message and what follows it, and returns its text; None
@@ -181,13 +183,13 @@ class Conversation:
             return
         self.dropped += len(self.messages) + 1 - len(messages)
         self.messages = [*messages, {"role": "assistant", "content": shown.rstrip() if template.is_fallback else shown}]
-        self._rendered, self._rendered_ids = "", []
+        self._rendered, self._rendered_ids = Traced(), []
         if self.engine.tokenizer.decode(made, continues=True) == shown:
-            self._rendered, self._rendered_ids = prompt + self.engine.tokenizer.escape(shown), ids + made
+            self._rendered, self._rendered_ids = prompt + shown, ids + made
 
     def _fit(
         self, messages: list[Message], max_tokens: int | None, variables: Mapping[str, Any]
-    ) -> tuple[list[Message], str, list[int]]:
+    ) -> tuple[list[Message], Traced, list[int]]:
         """The messages that are kept, their rendered prompt and its ids."""
         context = self.engine.context
         reserve = 1
@@ -212,19 +214,17 @@ class Conversation:
                 )
             messages = messages[:first] + messages[later[0] :]
 
-    def _render(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
-        # User text must not produce control tokens.
-        escaped = [{**message, "content": self.engine.tokenizer.escape(message["content"])} for message in messages]
-        return self.engine.chat_template.render(escaped, **variables)
+    def _render(self, messages: list[Message], variables: Mapping[str, Any]) -> Traced:
+        return self.engine.chat_template.render(messages, **variables)
 
-    def _encode(self, prompt: str) -> list[int]:
+    def _encode(self, prompt: Traced) -> list[int]:
         """Token ids of the rendered conversation; generated ids are kept as they were generated.
 
         A model may split a word into other tokens than the tokenizer does; encoding its text again would then miss the
         cache from there on.
         """
         tokenizer = self.engine.tokenizer
-        if self._rendered and prompt.startswith(self._rendered):
+        if self._rendered and prompt.begins_with(self._rendered):
             rest = tokenizer.encode(prompt[len(self._rendered) :], add_special=False)
             # Only an added token separates safely: elsewhere, the text on both sides may form one token.
             if rest and tokenizer.is_added(rest[0]):

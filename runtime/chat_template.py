@@ -2,32 +2,21 @@
 
 In:  a directory with `tokenizer_config.json` (see `mlc_amd.compiler.tokenizer.export`); messages as {"role": str,
      "content": str, ...}, as transformers takes them ("tool_calls" of assistant messages, for example).
-Out: `ChatTemplate.render`, the prompt's text, to be encoded with control tokens parsed. Pass untrusted text through
-     `Tokenizer.escape` before it goes into a message, or it can inject control tokens and thereby turns of other roles.
+Out: `ChatTemplate.render`, the prompt's text, which knows what of it the template wrote itself. `Tokenizer.encode`
+     finds control tokens there alone, so that no message can inject one and thereby turns of other roles.
 
-A template is untrusted code: it runs in Jinja's sandbox, which hides Python's internals and bounds ranges. The
-environment is that of Hugging Face transformers (`chat_template_utils.py`), which templates are written for, except
-that lists and dicts can be changed, as in llama.cpp (Kimi K2's template for GGUF files keeps a list of tool calls):
-each rendering gets copies of all variables.
+A template is untrusted code: another process renders it (`template_program.py`), with limits of time and memory.
 """
 
-import copy
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.meta
-import jinja2.nodes
-import jinja2.parser
-from jinja2.sandbox import SandboxedEnvironment
-
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.tokenizer import read_config
+from mlc_amd.runtime.limited_process import LimitedProcess, TooMuch
+from mlc_amd.runtime.tokenizer_files import read_config
+from mlc_amd.runtime.traced_text import Traced
 
 # For models without a template (base models): a dialogue in plain text.
 FALLBACK = (
@@ -44,39 +33,10 @@ _SWITCHES, _EFFORT = ("enable_thinking", "thinking"), "reasoning_effort"
 _SYSTEM, _USER = "a system message", "a user message"
 
 
-class _Generation(jinja2.ext.Extension):
-    """{% generation %}...{% endgeneration %} marks assistant text in training data; here it renders its content."""
-
-    tags = {"generation"}  # noqa: RUF012 (its type in Jinja's class)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(fmt: str) -> str:
-    return datetime.now().strftime(fmt)
-
-
-def _tojson(
-    value: object, ensure_ascii: bool = False, indent: int | None = None, separators=None, sort_keys: bool = False
-) -> str:
-    # Jinja's own filter escapes <, >, & and ' for HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _environment() -> SandboxedEnvironment:
-    environment = SandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
+# Of processor time, and bytes, for compiling a template and for each rendering, which take milliseconds.
+_SECONDS, _MEMORY = 2.0, 256 << 20
+_TOO_MUCH = f"it takes more than {_SECONDS:.0f} s or {_MEMORY >> 20} MiB"
+_MAX_MESSAGE = 240  # characters of a template's message that are shown
 
 
 def _merge_system(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
@@ -89,30 +49,23 @@ def _merge_system(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str,
     return [*others[:at], merged, *others[at + 1 :]]
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+def _one_line(message: str) -> str:
+    line = " ".join(message.split())
+    return line if len(line) <= _MAX_MESSAGE else line[: _MAX_MESSAGE - 3] + "..."
 
 
 class ChatTemplate:
-    """A model's chat template; without one, the plain dialogue `FALLBACK` (`is_fallback` is then True).
+    """A model's chat template; without one, the plain dialogue `FALLBACK` (`is_fallback` is then True). Thread-safe.
 
     source: the template's text    tokens: {"bos_token": text, ...}, "" where the model has no such token
-    Raises UserError if the source is not a valid Jinja template.
+    It is compiled when it is first needed. UserError of all methods if it cannot be.
     """
 
     def __init__(self, source: str | None, tokens: dict[str, str]):
         self.is_fallback: bool = source is None
         self.source: str = FALLBACK if source is None else source
-        self._tokens = tokens
-        environment = _environment()
-        try:
-            self._template = environment.from_string(self.source)
-            self._variables = jinja2.meta.find_undeclared_variables(environment.parse(self.source))
-        except jinja2.TemplateSyntaxError as error:
-            where = f"line {error.lineno}: {_one_line(error)}"
-            raise UserError(
-                f"the model's chat template is malformed ({where}): correct it in the model's folder or the GGUF"
-            ) from error
+        opening = {"source": self.source, "tokens": tokens}
+        self._process = LimitedProcess("mlc_amd.runtime.template_program", opening, _SECONDS, _MEMORY)
 
     @classmethod
     def load(cls, directory: str | Path, name: str | None = None) -> "ChatTemplate":
@@ -130,16 +83,42 @@ class ChatTemplate:
         tokens = {f"{key}_token": special["text"] if special else "" for key, special in config["special"].items()}
         return cls(config["chat_template"] if name is None else named[name], tokens)
 
+    def start(self) -> None:
+        """Starts the process that renders, without waiting for it."""
+        self._process.start()
+
+    def close(self) -> None:
+        """Ends the process that renders; another one is started if it is needed again."""
+        self._process.close()
+
+    def check(self) -> None:
+        """UserError if it is not a valid Jinja template."""
+        _ = self.variables
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the template takes."""
+        try:
+            opened = self._process.open()
+        except TooMuch:
+            opened = {"malformed": _TOO_MUCH}
+        if "malformed" in opened:
+            raise UserError(
+                f"the model's chat template is malformed ({_one_line(opened['malformed'])}): correct it in the GGUF, "
+                "and compile that again"
+            )
+        return frozenset(opened["variables"])
+
     def render(
         self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool = True, **variables: object
-    ) -> str:
+    ) -> Traced:
         """The prompt's text.
 
         add_generation_prompt: end with the beginning of the assistant's turn.
         variables:             further variables of the template (tools, documents, enable_thinking, ...), which
                                override the standard ones.
-        A system message becomes the beginning of the first user message if the template rejects or ignores it.
-        Raises UserError with the template's message if it rejects the conversation or fails.
+        All of them are JSON values. A system message becomes the beginning of the first user message if the template
+        rejects or ignores it. Raises UserError with the template's message if it rejects the conversation or fails.
         """
         if messages and messages[0]["role"] == "system" and not self._takes_system:
             messages = _merge_system(messages)
@@ -147,19 +126,25 @@ class ChatTemplate:
 
     def _render(
         self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool, variables: Mapping[str, object]
-    ) -> str:
+    ) -> Traced:
         standard = {
             "messages": list(messages),
             "add_generation_prompt": add_generation_prompt,
             "tools": None,
             "documents": None,
         }
+        self.check()
         try:
-            return self._template.render(**copy.deepcopy({**self._tokens, **standard, **variables}))
-        except Exception as error:  # a template can raise whatever the Python operations in it raise
+            made: dict[str, Any] = self._process.ask({**standard, **variables})
+        except TooMuch:
+            made = {"failed": _TOO_MUCH}
+        except (RecursionError, TypeError, ValueError) as error:
+            raise UserError(f"the messages are no JSON values ({_one_line(str(error))}): change them") from error
+        if "failed" in made:
             raise UserError(
-                f"the model's chat template failed ({_one_line(error)}): change the messages or the template"
-            ) from error
+                f"the model's chat template failed ({_one_line(made['failed'])}): change the messages or the template"
+            )
+        return Traced.of_spans(made["text"], made["own"])
 
     @cached_property
     def _takes_system(self) -> bool:
@@ -173,10 +158,12 @@ class ChatTemplate:
 
     def switch(self, thinking: str) -> dict[str, Any]:
         """The variables of `render` for a value of THINKING. UserError if the template has no such switch."""
-        switches = [name for name in _SWITCHES if name in self._variables][:1]
+        if thinking == "auto":
+            return {}
+        switches = [name for name in _SWITCHES if name in self.variables][:1]
         known: dict[str, dict[str, Any]] = {"auto": {}}
         known |= {value: {name: value == "on"} for name in switches for value in ("on", "off")}
-        if _EFFORT in self._variables:
+        if _EFFORT in self.variables:
             known |= {value: {_EFFORT: value} for value in ("low", "medium", "high")}
         if thinking not in known:
             raise UserError(f"thinking cannot be {thinking}: with this model's chat template it is {', '.join(known)}")

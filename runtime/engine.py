@@ -54,10 +54,15 @@ class Engine(Closing):
     def __init__(self, artifact: Artifact, device, limits: Limits | None = None):
         """device: of `open_device`. limits: of steps and of the queue, None: what the functions can compute."""
         self.artifact, self.device = artifact, device
-        self.config: dict = artifact.manifest["model"]
+        self.config = artifact.manifest["model"]
         self.context: int = artifact.manifest["context"]
         self.vocab: int = self.config["vocab"]
         self.tokenizer = Tokenizer.load(artifact.path)
+        if self.tokenizer.vocab_size > self.vocab:  # ids beyond are beyond the tables that kernels read
+            raise UserError(
+                f"{artifact.path} has a tokenizer of {self.tokenizer.vocab_size} tokens for a model of {self.vocab}; "
+                "compile the model again"
+            )
         self.chat_template = ChatTemplate.load(artifact.path)
         self.sampling = Sampling(**artifact.manifest["sampling"])  # the model's own defaults
         self._conversation: Conversation | None = None
@@ -112,9 +117,7 @@ class Engine(Closing):
         """From now on steps verify guesses of that drafter, which is closed with the engine, or none. What is answered
         does not depend on it. UserError for models with recurrent layers, whose states cannot go back by a token."""
         if drafter and self.cache.cells:
-            raise UserError(
-                f"{self.artifact.manifest['name']} has recurrent layers: it cannot verify guesses (--draft)"
-            )
+            raise UserError("--draft needs a model without recurrent layers: their states cannot go back by a token")
         with self._core.turn():
             before, limits = self._core.speculation, self._core.scheduler.limits
             rows = min(limits.singles, limits.rows)
@@ -131,6 +134,7 @@ class Engine(Closing):
         """Ends all generations, and releases the device and all memory."""
         if not self._core.closed:
             self._core.close()
+            self.chat_template.close()
             self.device.close()
             self.artifact.close()
 

@@ -5,9 +5,17 @@ line what is wrong and what to do. `tools/cli.py` prints it on stderr and exits 
 other exception is a bug and keeps its traceback under `--debug`.
 """
 
+import re
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
 
 class UserError(Exception):
-    """A one-line message: what is wrong, then what to do about it."""
+    """A one-line message: what is wrong, then what to do about it. What it quotes of a file or of a user's text may
+    have line ends and control characters: the message has none."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_CONTROL.sub("\ufffd", " ".join(message.split())))
 
 
 class UsageError(UserError):

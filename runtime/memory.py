@@ -8,12 +8,13 @@ bytes but few of those that a step reads.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.manifest import Manifest
 from mlc_amd.runtime.pages import STATE
 
 CONTEXT_STEP = 64  # tokens: capacities that are proposed are multiples, as all are that are compiled
@@ -90,14 +91,14 @@ class Room:
     shared: bool
 
 
-def of_manifest(manifest: dict) -> Needs:
+def of_manifest(manifest: Manifest) -> Needs:
     """What an artifact needs."""
     experts = [0] * len(manifest["model"]["layers"])
     for name, entry in manifest["tensors"].items():
         if found := EXPERTS.match(name):
             experts[int(found[1])] += nbytes(entry)
     states = [entry for entry in manifest["kv"] if entry.get("span") == STATE]
-    kernels = [kernel for arch in manifest.get("launches", {}).values() for kernel in arch.values()]
+    kernels = [kernel for arch in manifest["launches"].values() for kernel in arch.values()]
     scratch = max((sum(kernel["scratch"]) for kernel in kernels), default=0)
     return Needs(
         weights=manifest["weight_bytes"],
@@ -112,7 +113,7 @@ def of_manifest(manifest: dict) -> Needs:
     )
 
 
-def nbytes(entry: dict) -> int:
+def nbytes(entry: Mapping) -> int:
     """Bytes of a tensor of the manifest."""
     return int(np.prod(entry["shape"], dtype=np.int64)) * np.dtype(entry["dtype"]).itemsize
 

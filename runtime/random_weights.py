@@ -19,11 +19,12 @@ scales, value by value.
 import functools
 import mmap
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from mlc_amd.runtime.artifact import ALIGN, DTYPES, WeightBlock, Weights
+from mlc_amd.runtime.errors import shorten
+from mlc_amd.runtime.weight_block import ALIGN, DTYPES, WeightBlock
 
 BITS_LINES, VALUE_LINES = 1_048_573, 65_521  # primes: 64 MiB of random bits, 4 MiB of each other kind
 
@@ -31,7 +32,7 @@ BITS_LINES, VALUE_LINES = 1_048_573, 65_521  # primes: 64 MiB of random bits, 4 
 class RandomWeights(WeightBlock):
     """See the module's docstring; the interface is that of `WeightBlock`. The vectors come first in the block."""
 
-    def __init__(self, vectors: Weights, matrices: dict[str, dict]):
+    def __init__(self, vectors: WeightBlock, matrices: Mapping[str, Mapping]):
         header, position = dict(vectors.header), vectors.total
         for name, entry in matrices.items():
             position += -position % ALIGN
@@ -107,3 +108,22 @@ def _normal(rng: np.random.Generator, dtype: np.dtype, deviation: float) -> np.n
 
 
 _DRAWS = {"bits": _bits, "integers": _integers, "either": _either, "signs": _signs, "normal": _normal}
+_PARAMETERS = {"bits": 0, "integers": 2, "either": 2, "signs": 1, "normal": 1}
+_LARGEST = 1 << 16  # of a draw's parameters: what float16 holds
+
+
+def draw_fault(dtype: str, draw: Sequence) -> str:
+    """What is wrong with a draw for tensors of that type, as others wrote it; "" if nothing is."""
+    kind, *parameters = draw
+    if kind not in _DRAWS or len(parameters) != _PARAMETERS[kind]:
+        return f"{shorten(draw)} is none of {', '.join(_DRAWS)} with its parameters"
+    if not all(isinstance(number, int | float) and abs(number) <= _LARGEST for number in parameters):
+        return f"{shorten(draw)} has parameters that are no numbers up to {_LARGEST}"
+    if kind == "integers" and not (all(type(number) is int for number in parameters) and parameters[1] >= 1):
+        return f"{shorten(draw)} has no range of integers"
+    if kind in ("integers", "either") and np.dtype(dtype).kind in "ui":
+        limits, low = np.iinfo(dtype), parameters[0]
+        last = low + (parameters[1] - 1 if kind == "integers" else 1)
+        if type(low) is not int or not limits.min <= low <= last <= limits.max:
+            return f"{shorten(draw)} is out of the range of {dtype}"
+    return ""

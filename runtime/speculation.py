@@ -12,8 +12,10 @@ time of decoding.
 """
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
+from statistics import median_low
 from typing import NamedTuple, Protocol
 
 from mlc_amd.runtime.requests import Request
@@ -22,7 +24,9 @@ from mlc_amd.runtime.sampled_rows import Choice
 LOSS = 0.015  # of the time of decoding: with the first guesses of a short answer less than 3 %
 MOST = 7  # guesses for one answer: with its newest token a step of eight rows
 CREDIT = 5  # steps' time of what was gained before that may be lost again, at most
-_NEWS = 0.2  # weight of the last step's time
+_LAST = 5  # measurements of a kind of step: a median of them is that of a step that waited for nothing else
+_CHECKS = 64  # steps with guesses, at most, between two without: what these cost has to be known
+_NEWS = 0.2  # weight of the last guess's time
 _OUTCOME = 0.1  # weight of the last guess
 _SLOPE = 0.1  # what a further row is taken to cost, as a share of a step with one, until it was measured
 
@@ -64,9 +68,12 @@ class Speculation:
         self._guess_s = 0.0  # seconds that a guess takes
         self._decoded_s = 0.0  # seconds of all steps
         self._balance_s = 0.0  # seconds that guesses have saved
+        self._guessed = self._interval = 0  # steps since the last one without guesses, and how many there may be
 
     def drafts(self, choices: Mapping[Request, Choice]) -> Mapping[Request, list[int]]:
         """choices: of the requests that have a row in the step."""
+        if self._guessed > self._interval:
+            return {}
         wanted = {request: (choice, self._most) for request, choice in choices.items()}
         if not self.drafter.free:
             counts = self._counts({request: self._most for request in choices})
@@ -102,7 +109,11 @@ class Speculation:
         self._decoded_s += guess_s + step_s
         if not guesses:
             self._balance_s -= guess_s
+            if self._guessed > self._interval:
+                self._interval = min(2 * self._interval + 4, _CHECKS)
+            self._guessed = 0
             return
+        self._guessed += 1
         self._guess_s += _NEWS * (guess_s / guesses - self._guess_s)
         gained = sum(found.values()) / answers * self._steps.of(answers) - guess_s - step_s
         self._balance_s = min(self._balance_s + gained, CREDIT * self._steps.of(answers))
@@ -123,19 +134,22 @@ class Speculation:
 
 
 class StepTimes:
-    """Seconds of steps by their rows, between those that were measured interpolated."""
+    """Seconds of steps by their rows: the median of the last few, between those that were measured interpolated."""
 
     def __init__(self) -> None:
         self._rows: list[int] = []  # that were measured, in order
         self._seconds: list[float] = []
+        self._last: dict[int, deque[float]] = {}
 
     def add(self, rows: int, seconds: float) -> None:
+        seconds = min(seconds, 2 * (self.of(rows) or seconds))  # the first one may have had to wait
         i = bisect_left(self._rows, rows)
-        if self._rows[i : i + 1] != [rows]:
+        if rows not in self._last:
             self._rows.insert(i, rows)
             self._seconds.insert(i, seconds)
-        else:  # one that waited for something else is no measurement
-            self._seconds[i] += _NEWS * (min(seconds, 2 * self._seconds[i]) - self._seconds[i])
+            self._last[rows] = deque(maxlen=_LAST)
+        self._last[rows].append(seconds)
+        self._seconds[i] = median_low(self._last[rows])
 
     def of(self, rows: int) -> float:
         """0 before the first measurement."""

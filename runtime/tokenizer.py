@@ -4,20 +4,27 @@ In:  a directory with `tokenizer.json` and `tokenizer_config.json`, as `mlc_amd.
      (it documents both).
 Out: `Tokenizer`: `encode`, `decode`, and `stream`, a decoder for tokens that arrive one at a time.
 
+The library knows control tokens by names that begin with `MARK`, which texts never contain: `encode` puts it before
+those occurrences that are to become control tokens.
+
 Decoding works on bytes, not through the `tokenizers` library: a token may be a part of a character, and only bytes can
 be joined without loss.
 """
 
 import codecs
-import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 import tokenizers
+from tokenizers import models
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.text_pipeline import check_runs, has_pipeline
+from mlc_amd.runtime.tokenizer_files import ADVICE, Config, library_errors, read_config, read_library
+from mlc_amd.runtime.traced_text import Traced
+
+MARK = "\ufdd0"  # a code point that Unicode reserves for a program's internal use
 
 
 def _byte_characters() -> dict[str, int]:
@@ -32,37 +39,32 @@ _BYTES = _byte_characters()
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-_KEYS = frozenset(
-    (
-        "byte_level",
-        "vocab_size",
-        "special",
-        "end_ids",
-        "add_bos",
-        "add_eos",
-        "add_space_prefix",
-        "fence",
-        "chat_template",
-        "chat_templates",
-    )
-)
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    """The content of `tokenizer_config.json`. Raises UserError if it is missing or malformed."""
-    path = Path(directory) / "tokenizer_config.json"
+def _has_pipeline(backend: tokenizers.Tokenizer, config: Config) -> bool:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} ({_one_line(error)}): compile the model again") from error
-    missing = sorted(_KEYS - config.keys() if isinstance(config, dict) else _KEYS)
-    if missing:
-        raise UserError(f"{path} lacks {', '.join(missing)}: compile the model again")
-    return config
+        return has_pipeline(backend, config["model"] == "llama", config["pre"], config["add_space_prefix"])
+    except KeyError:  # an unknown pre-tokenizer
+        return False
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+class _Controls:
+    """Finds the texts of control tokens in a text, as the library does it: of added tokens that overlap, the first one,
+    and of those that begin at the same place, the longest."""
+
+    def __init__(self, added: Iterable[tokenizers.AddedToken]) -> None:
+        texts: dict[bool, list[str]] = {True: [], False: []}
+        for token in added:
+            texts[token.special].append(token.content.removeprefix(MARK))
+        # All that is no added token is one unknown word, with the id 0; control tokens have the next ids.
+        self._backend = tokenizers.Tokenizer(models.WordLevel({MARK: 0}, unk_token=MARK))
+        for special in (True, False):
+            self._backend.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in texts[special]])
+        self._last = len(texts[True])
+
+    def places(self, text: str) -> list[int]:
+        """Where control tokens begin."""
+        with library_errors("the text cannot be tokenized", "change it"):
+            found = self._backend.encode(text, add_special_tokens=False)
+        return [start for i, (start, _) in zip(found.ids, found.offsets, strict=True) if 0 < i <= self._last]
 
 
 class Tokenizer:
@@ -74,10 +76,10 @@ class Tokenizer:
     add_bos, add_eos: bool     what `encode` adds with add_special
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any]):
+    def __init__(self, backend: tokenizers.Tokenizer, config: Config):
         self._backend = backend
         self._byte_level: bool = config["byte_level"]
-        self._fence: str = config["fence"]
+        self._pre: str | None = config["pre"]
         self.add_space_prefix: bool = config["add_space_prefix"]
         self.vocab_size: int = config["vocab_size"]
         self.bos_id: int | None = (config["special"]["bos"] or {}).get("id")
@@ -86,26 +88,17 @@ class Tokenizer:
         self.add_bos: bool = config["add_bos"]
         self.add_eos: bool = config["add_eos"]
         added = backend.get_added_tokens_decoder()
-        self._added = {i: token.content.encode() for i, token in added.items()}
+        self._added = {i: token.content.removeprefix(MARK).encode() for i, token in added.items()}
         self._special = frozenset(i for i, token in added.items() if token.special)
-        texts = sorted((added[i].content for i in self._special), key=len, reverse=True)
-        # A lookahead, so that overlapping occurrences are all found; "(?!)" matches nowhere.
-        self._special_start = re.compile(f"(?={'|'.join(map(re.escape, texts)) or '(?!)'})(?s:.)")
+        self._controls = _Controls(added.values())
 
     @classmethod
     def load(cls, directory: str | Path) -> "Tokenizer":
         """Raises UserError when a file is missing or corrupt."""
         config = read_config(Path(directory))
-        path = Path(directory) / "tokenizer.json"
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower than Exception for a missing or malformed file
-            raise UserError(f"cannot read {path} ({_one_line(error)}): compile the model again") from error
-        if backend.get_vocab_size() != config["vocab_size"]:
-            raise UserError(
-                f"{path} has {backend.get_vocab_size()} tokens, its config {config['vocab_size']}: compile the model "
-                "again"
-            )
+        backend = read_library(Path(directory), config["vocab_size"])
+        if config["mark"] != MARK or not _has_pipeline(backend, config):
+            raise UserError(f"{directory}: its tokenizer is not what this version of mlc-amd writes; {ADVICE}")
         return cls(backend, config)
 
     def same_vocabulary(self, other: "Tokenizer") -> bool:
@@ -117,31 +110,40 @@ class Tokenizer:
 
         add_special:   add the beginning-of-text and end-of-text tokens that the model expects, but never a second one:
                        a chat template may contain them.
-        parse_special: texts of control tokens ("<|im_end|>") become these tokens; otherwise they are plain text.
-                       User-defined tokens, which have no control function, are matched either way.
+        parse_special: texts of control tokens ("<|im_end|>") become these tokens, those of a `Traced` text only where
+                       all of their characters are own; otherwise they are plain text. User-defined tokens, which have
+                       no control function, are matched either way.
+        UserError for what is no Unicode text, and for one that the library cannot tokenize.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise UserError(f"the text is not valid Unicode ({_one_line(error)}): pass UTF-8") from error
-        ids = self._backend.encode(text if parse_special else self.escape(text), add_special_tokens=False).ids
+            raise UserError(f"the text is not valid Unicode ({error}): pass UTF-8") from error
+        ids = self._ids(self._marked(text) if parse_special else text.replace(MARK, ""))
         if add_special and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         if add_special and self.add_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
             ids.append(self.eos_id)
         return ids
 
+    def _marked(self, text: str) -> str:
+        """The text with MARK before each control token, and nowhere else."""
+        text = text.replace(MARK, "")
+        plain, pieces, done = str.__str__(text), [], 0
+        for begin, end in text.spans() if isinstance(text, Traced) else [(0, len(text))]:
+            for place in self._controls.places(plain[begin:end]):
+                pieces += (plain[done : begin + place], MARK)
+                done = begin + place
+        return "".join((*pieces, plain[done:]))
+
+    def _ids(self, text: str) -> list[int]:
+        check_runs(text, self._pre)
+        with library_errors("the text cannot be tokenized", "change it"):
+            return self._backend.encode(text, add_special_tokens=False).ids
+
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a text that a model shall continue: `encode`, but never with an end-of-text token behind it."""
         return self.encode(text, add_special=not self.add_eos)
-
-    def escape(self, text: str) -> str:
-        """`text` changed such that `encode` with parse_special finds no control tokens in it, and otherwise the same
-        tokens.
-
-        For untrusted text in a prompt with control tokens, such as a message in a chat template.
-        """
-        return self._special_start.sub(lambda match: match[0] + self._fence, text)
 
     def decode(self, ids: list[int], skip_special: bool = True, continues: bool = False) -> str:
         """Text of `ids`: the inverse of `encode`. Invalid UTF-8 becomes U+FFFD.
@@ -160,14 +162,14 @@ class Tokenizer:
 
     def has_token(self, text: str) -> bool:
         """Whether the vocabulary has a token that is written like this."""
-        return self._backend.token_to_id(text) is not None
+        return any(self._backend.token_to_id(name) is not None for name in (text, MARK + text))
 
     def token_text(self, token: int) -> str:
         """The token as written in the vocabulary ("Ġthe", "▁the", "<0x0A>"). UserError for an id outside of it."""
         text = self._backend.id_to_token(token) if 0 <= token < self.vocab_size else None
         if text is None:
             raise UserError(f"token id {token} is outside the vocabulary: ids go from 0 to {self.vocab_size - 1}")
-        return text
+        return text.removeprefix(MARK)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that the token adds to a text, possibly a part of a character. Raises UserError for an id outside

@@ -6,9 +6,11 @@ import json
 
 import numpy as np
 
-from mlc_amd.runtime.artifact import Artifact, TensorSpec, WeightsWriter
+from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.pages import PAGE
 from mlc_amd.runtime.steps import write_step
+from mlc_amd.runtime.weight_block import TensorSpec
+from mlc_amd.runtime.weights_file import WeightsWriter
 
 VOCAB, WIDTH, CTX = 96, 16, 256
 SLOTS, SLOT = 64, 5  # of page tables; of the sequence that the tests compute
@@ -133,6 +135,8 @@ def artifact_in(folder):
             "weight_bytes": TABLE.nbytes + HEAD.nbytes,
             "token_bytes": 4 * WIDTH,
             "target": {"kind": "rocm", "archs": list(archs), "bandwidth": dict.fromkeys(archs, 960)},
+            "weights": "file",
+            "files": {},
             "context": CTX,
             "kv_type": "f16",
             "page": PAGE,

@@ -87,7 +87,7 @@ def execute(made: Compiled, inputs, shape, dtype="float32") -> np.ndarray:
 
 
 def _cpu(made):
-    library = Kernels(made.folder / made.code["libraries"][0])
+    library = Kernels(made.folder / next(iter(made.code["libraries"].values())))
 
     def run(name, arrays):
         call = library.call(name, [tvm_ffi.from_dlpack(x) for x in arrays])

@@ -13,6 +13,7 @@ import sys
 from inspect import getdoc, signature
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from fire import docstrings
@@ -336,15 +337,35 @@ def test_likelihoods_are_exact_for_large_logits():
     np.testing.assert_allclose(perplexity.negative_log_likelihoods(logits, np.array([0, 0, 1])), [0.0, 1e4, np.log(2)])
 
 
-def test_a_model_cannot_steer_the_terminal(monkeypatch):
-    class Screen(io.StringIO):
-        def isatty(self):
-            return True
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
 
+
+def test_a_model_cannot_steer_the_terminal(monkeypatch):
     text = "\x1b[2Jclear\r\tkept\n\x9b31m\x07"
-    assert terminal.printable(text) == text
-    monkeypatch.setattr("sys.stdout", Screen())
-    assert terminal.printable(text) == "[2Jclear\tkept\n31m"
+    for made, shown in ((io.StringIO, text), (Screen, "[2Jclear\tkept\n31m")):
+        monkeypatch.setattr("sys.stdout", made())
+        with terminal.clean_output():
+            terminal.stream(text)
+        assert sys.stdout.getvalue() == shown  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_names_cannot_steer_the_terminal(tmp_path, monkeypatch, capsys):
+    """A model's name, and what an error quotes of a file."""
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "none\x1b]0;title\x07\n")
+    writer.add_name("name\x1b[2J\x9b31m")
+    writer.add_tensor("t\x1b[2J", np.zeros(32, np.float32))
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+    for command in ("inspect", "compile"):
+        screen = Screen()
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stdout", screen)
+            cli.main([command, str(path)])
+        shown = screen.getvalue() + capsys.readouterr().err
+        assert "none" in shown and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
 
 
 def test_launches_per_layer_leave_out_the_ends():

@@ -16,6 +16,7 @@ from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import archive, deploy, model_cache, wheels
 from mlc_amd.tools.archive import Entry
+from mlc_amd.tools.dev import resealing
 
 REPO = Path(__file__).resolve().parent.parent
 SYSTEM = "/usr/bin:/bin"
@@ -314,27 +315,33 @@ def manifest_of(kind: str, *archs: str, **more) -> Artifact:
 
 
 @pytest.mark.parametrize(
-    ("artifact", "to", "weights", "message"),
+    ("artifact", "to", "message"),
     [
-        (manifest_of("cpu"), "linux", "file", "cpu, which needs TVM's runtime library"),
-        (manifest_of("rocm", "gfx1033"), "steamdeck", "file", "rocm, which needs ROCm.*--arch steamdeck"),
-        (
-            manifest_of("vulkan", "rdna3", "nvidia"),
-            "steamdeck",
-            "file",
-            "rdna3, nvidia, which does not run on a Steam Deck",
-        ),
-        (manifest_of("vulkan", "vangogh"), "steamdeck", "none", "does not say what its weights are like"),
+        (manifest_of("cpu"), "linux", "cpu, which needs TVM's runtime library"),
+        (manifest_of("rocm", "gfx1033"), "steamdeck", "rocm, which needs ROCm.*--arch steamdeck"),
+        (manifest_of("vulkan", "rdna3", "nvidia"), "steamdeck", "rdna3, nvidia, which does not run on a Steam Deck"),
     ],
 )
-def test_artifacts_that_cannot_run_there(artifact, to, weights, message):
+def test_artifacts_that_cannot_run_there(artifact, to, message):
     with pytest.raises(UserError, match=message):
-        deploy.check(artifact, deploy.DESTINATIONS[to], weights)
+        deploy.check(artifact, deploy.DESTINATIONS[to])
 
 
 def test_artifacts_that_can():
-    deploy.check(manifest_of("vulkan", "rdna3", "vangogh:dot=none"), deploy.DESTINATIONS["steamdeck"], "file")
-    deploy.check(manifest_of("rocm", "gfx1100", tensors={}), deploy.DESTINATIONS["linux"], "none")
+    deploy.check(manifest_of("vulkan", "rdna3", "vangogh:dot=none"), deploy.DESTINATIONS["steamdeck"])
+    deploy.check(manifest_of("rocm", "gfx1100"), deploy.DESTINATIONS["linux"])
+
+
+def test_names_that_lead_out_of_the_folder_are_refused(model, tmp_path):
+    """Nothing is written anywhere."""
+    changed = shutil.copytree(model, tmp_path / "model")
+    manifest = resealing.content(changed)
+    arch = next(iter(manifest["libraries"]))
+    manifest["libraries"][arch] = "../outside.spv"
+    resealing.reseal(changed, manifest)
+    with pytest.raises(UserError, match="key libraries"):
+        deploy.run(str(changed), to="linux", output=str(tmp_path / "bundle"))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_outputs(tmp_path):

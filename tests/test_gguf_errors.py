@@ -17,6 +17,7 @@ import time
 import pytest
 
 from mlc_amd.compiler.gguf import GGUFModel, synthetic, write_gguf
+from mlc_amd.compiler.gguf.header import HEADER_LIMIT
 from mlc_amd.runtime.errors import UserError
 
 U32, F32, BOOL, STRING, ARRAY, U64 = 4, 6, 7, 8, 9, 10  # GGUF value types
@@ -357,8 +358,7 @@ def test_fuzz(tmp_path):
 
 
 def test_lies_about_lengths_cost_nothing(tmp_path):
-    """In a sparse file of 40 GB every length seems plausible, yet memory and time stay small: the header has a size
-    limit of its own."""
+    """In a sparse file of 40 GB every length seems plausible, yet no more is read than a header may have."""
     lies = {
         "string": and_pair(text("k") + struct.pack("<IQ", STRING, 30 << 30)),
         "array": and_pair(pair("k", ARRAY, (U64, 1 << 32, b""))),
@@ -391,4 +391,4 @@ def test_lies_about_lengths_cost_nothing(tmp_path):
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (60, 60)),
     ).stdout.splitlines()
     assert len(errors) == len(lies) and all("truncated or damaged" in error for error in errors)
-    assert int(used) < 20_000  # KiB
+    assert int(used) < (HEADER_LIMIT >> 10) + 20_000  # KiB

@@ -19,7 +19,6 @@ from hip_model import (
 )
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
-from mlc_amd.runtime.artifact import TensorSpec, Weights, WeightsWriter
 from mlc_amd.runtime.devices.hip import memory as hip_memory
 from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.errors import UserError
@@ -27,6 +26,8 @@ from mlc_amd.runtime.kv_pool import KvSize
 from mlc_amd.runtime.memory import RESERVE
 from mlc_amd.runtime.pages import PAGE
 from mlc_amd.runtime.steps import write_step
+from mlc_amd.runtime.weight_block import TensorSpec
+from mlc_amd.runtime.weights_file import Weights, WeightsWriter
 from mlc_amd.schedules.gpu.arch import resolve
 from mlc_amd.schedules.gpu.embed import embed as gpu_embed
 from mlc_amd.schedules.gpu.norm import rms_norm

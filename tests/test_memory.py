@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,8 @@ from architectures import tiny
 
 from mlc_amd.compiler import memory
 from mlc_amd.compiler.gguf import synthetic
-from mlc_amd.compiler.pipeline import make_target
+from mlc_amd.compiler.gguf.presets import PRESETS
+from mlc_amd.compiler.pipeline import compile_model, make_target
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.devices.placement import Range, cut, parts
@@ -106,6 +108,18 @@ def test_experts_in_host_memory(compiled_for, monkeypatch):
     monkeypatch.setattr(Memory, "block", block)
     with pytest.raises(UserError, match=r"out of host memory: --n-cpu-moe 1 needs .* that the GPU can reach"):
         Engine.load(folder, n_cpu_moe=1)
+
+
+@pytest.mark.parametrize(("target", "arch"), [("cpu", "x86-64-v3"), ("rocm", "gfx1100"), ("vulkan", "generic")])
+def test_a_cache_that_kernels_cannot_address_is_refused_at_once(monkeypatch, tmp_path, target, arch):
+    """A long context of 16 heads of 128."""
+    long = {"context_length": 1 << 21, "attention.head_count_kv": 16, "block_count": 1}
+    monkeypatch.setitem(PRESETS, "long", replace(PRESETS["llama3-8b"], keys={**PRESETS["llama3-8b"].keys, **long}))
+    model, backend, start = synthetic("long:q4_0"), make_target(target, arch), time.process_time()
+    with pytest.raises(UserError, match=r"--ctx 2097152 is too large: .* use 10485\d\d or less"):
+        compile_model(model, target, arch, 1 << 21, tmp_path / "out")
+    assert time.process_time() - start < 3
+    memory.check_capacity(model.config, backend, 1048512)
 
 
 def test_commands(demo_gguf, monkeypatch, capsys):

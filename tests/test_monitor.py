@@ -130,14 +130,17 @@ def test_escapes_only_where_they_are_wanted(monkeypatch, variables, dimmed, line
     screen = watched(monkeypatch)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert (terminal.dim("text") == "\x1b[2mtext\x1b[0m") == dimmed
     status = terminal.Status()
     status.show("a line")
     status.show("x" * 1000)
     status.clear()
-    terminal.aside("thought\x1b[31m")
+    with terminal.clean_output():
+        terminal.aside("thought\x1b[31m")
+        sys.stderr.write("plain\x1b[32m")
     shown = screen.getvalue()
-    assert ("a line" in shown) == lines and ("\x1b" in shown) == dimmed and "\x1b[31m" not in shown
+    assert ("a line" in shown) == lines and ("\x1b" in shown) == dimmed and "\x1b[3" not in shown
+    assert ("\x1b[2mthought[31m\x1b[0m" in shown) == dimmed
     assert "x" * terminal.width() not in shown
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert terminal.dim("text") == "text"
+    terminal.aside("text")
+    assert sys.stderr.getvalue() == "text"

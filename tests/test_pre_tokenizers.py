@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Regex, pre_tokenizers
 from vocabularies import TEXTS, build_tokenizer, byte_level_metadata
 
-from mlc_amd.compiler.pre_tokenizers import PRE_TOKENIZERS
+from mlc_amd.runtime.pre_tokenizers import PRE_TOKENIZERS
 from mlc_amd.runtime.tokenizer import Tokenizer
 
 FAMILIES = json.loads((Path(__file__).parent / "fixtures/text/pre_tokenizers.json").read_text())["families"]

@@ -13,9 +13,11 @@ from mlc_amd.compiler.gguf.synthetic import synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.compiler.quant.draws import draws
 from mlc_amd.runtime import random_weights
-from mlc_amd.runtime.artifact import ALIGN, Artifact, TensorSpec, Weights, WeightsWriter
+from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.random_weights import RandomWeights
+from mlc_amd.runtime.weight_block import ALIGN, TensorSpec
+from mlc_amd.runtime.weights_file import Weights, WeightsWriter
 from mlc_amd.schedules.cpu.planes import dequantize, planes
 from mlc_amd.schedules.formats import FORMATS
 

@@ -19,6 +19,7 @@ import pytest
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.generation import Stats
+from mlc_amd.runtime.traced_text import Traced
 from mlc_amd.tools import cli, display, line_editor, terminal
 from mlc_amd.tools.session import Session
 
@@ -174,7 +175,7 @@ def test_an_answer_that_cannot_be_given_again_stays(session, capsys):
     before = session.conversation.messages
     template = session.conversation.engine.chat_template
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(template), "render", lambda *_, **__: "word " * CONTEXT)
+        patch.setattr(type(template), "render", lambda *_, **__: Traced.all_own("word " * CONTEXT))
         with pytest.raises(UserError, match="this message is"):
             session.handle("/regen")
     assert session.conversation.messages == before

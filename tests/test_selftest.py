@@ -1,7 +1,6 @@
 """`mlc-amd selftest`: what it prints and writes, and that it finds damaged kernels, joins, replays and weights, each by
 its name."""
 
-import hashlib
 import json
 import shutil
 import struct
@@ -17,6 +16,7 @@ from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.measure.vulkan import VulkanBackend
 from mlc_amd.tools import amdgpu, cli, selftest_kernels, selftest_model
+from mlc_amd.tools.dev import resealing
 from mlc_amd.tools.dev.hip_recorder import Recorder
 
 PROFILE = "lavapipe"
@@ -34,11 +34,9 @@ def damaged(artifact, tmp_path):
 
     def make(change) -> Artifact:
         copy = shutil.copytree(artifact, tmp_path / "damaged")
-        manifest = json.loads((copy / "manifest.json").read_text())
+        manifest = resealing.content(copy)
         change(copy, manifest)
-        for name, entry in manifest["files"].items():
-            entry["sha256"] = hashlib.sha256((copy / name).read_bytes()).hexdigest()
-        (copy / "manifest.json").write_text(json.dumps(manifest))
+        resealing.reseal(copy, manifest, interfaces=True)
         return Artifact.open(copy)
 
     return make
@@ -186,10 +184,10 @@ def test_on_the_cpu(compiled, capsys):
 def test_a_wrong_kernel_fails_the_command(compiled, capsys, tmp_path):
     """The manifest states another epsilon than the code has."""
     made, out = shutil.copytree(compiled("tiny:q4_0", 64), tmp_path / "model"), tmp_path / "found.json"
-    manifest = json.loads((made / "manifest.json").read_text())
+    manifest = resealing.content(made)
     entry = next(entry for entry in manifest["kernels"] if "eps" in entry["args"])
     entry["args"]["eps"] = 8.0
-    (made / "manifest.json").write_text(json.dumps(manifest))
+    resealing.reseal(made, manifest)
     assert cli.main(["selftest", str(made), "-t", "2", "-o", str(out)]) == 1
     shown, found = capsys.readouterr(), json.loads(out.read_text())
     assert shown.err.splitlines()[-1].startswith("error: ") and entry["name"] in shown.err

@@ -5,6 +5,7 @@ import itertools
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -167,3 +168,28 @@ def test_scratch_memory(pool):
     for at in taken:
         pool.mlc_amd_free_scratch(1, 0, at)
     assert take(100_000) in taken  # what was large enough before serves again
+    assert not any(map(take, (2**64 - 1, 2**64 - 128, 2**64 - 256, 2**62)))
+
+
+def test_threads_that_end_free_their_scratch_memory(pool):
+    size, page = 16 << 20, os.sysconf("SC_PAGESIZE")
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * page
+
+    def body(task, tasks):
+        at = pool.mlc_amd_scratch(1, 0, size, 2, 32)
+        ctypes.memset(at, 1, size)
+        pool.mlc_amd_free_scratch(1, 0, at)
+
+    def use(threads):
+        assert pool.mlc_amd_start_threads(threads) == threads
+        together = threading.Barrier(threads, timeout=30)
+        assert launch(pool, lambda task, tasks: task < threads and together.wait() and body(task, tasks))[0] == 0
+
+    use(2)
+    before = resident()
+    for _ in range(10):
+        use(3)
+        use(2)
+    assert resident() < before + 4 * size

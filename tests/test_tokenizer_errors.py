@@ -1,6 +1,8 @@
 """Vocabularies that are malformed or of an unknown kind, and files of a compiled model that are missing or corrupt: one
 clear line each."""
 
+import json
+
 import pytest
 from vocabularies import build_tokenizer, byte_level_metadata, sentencepiece_metadata
 
@@ -18,6 +20,8 @@ from mlc_amd.runtime.tokenizer import Tokenizer
         ({"tokens": "abc"}, "expected list"),
         ({"tokens": [1, 2]}, "wrong type"),
         ({"tokens": ["a", "b", "a"]}, "twice"),
+        ({"tokens": ["a", "▁" * 260_000]}, "a token of 260000 characters"),
+        ({"tokens": ["<x>", "\ufdd0<x>"], "token_type": [3, 1]}, "twice"),
         ({"token_type": [1, 1]}, "2 entries for 265 tokens"),
         ({"merges": None}, "tokenizer.ggml.merges"),
         ({"merges": ["he"]}, "space between"),
@@ -62,3 +66,21 @@ def test_files_of_two_models_mixed(tmp_path):
     (tmp_path / "a/tokenizer.json").replace(tmp_path / "b/tokenizer.json")
     with pytest.raises(UserError, match="265 tokens, its config 4096"):
         Tokenizer.load(tmp_path / "b")
+
+
+@pytest.mark.parametrize("part", ["pre_tokenizer", "normalizer", "post_processor", "truncation"])
+def test_a_pipeline_from_elsewhere(tmp_path, part):
+    """A regex that takes time without end for a line of text, for example."""
+    export(byte_level_metadata(), tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    content[part] = {
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split]},
+        "normalizer": {"type": "Replace", "pattern": {"Regex": "(x+x+)+y"}, "content": ""},
+        "post_processor": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "truncation": {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0},
+    }[part]
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"is not what this version of mlc-amd writes|: expected null"):
+        Tokenizer.load(tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from formula import GFX, Bench, Task, linear, right
 
 from mlc_amd.compiler.tuning import database as databases
+from mlc_amd.compiler.tuning import lines as lines_of
 from mlc_amd.compiler.tuning.database import Checked, Database, Lookup, Measured
 from mlc_amd.compiler.tuning.session import TuningSession, run
 from mlc_amd.runtime.errors import UserError
@@ -36,9 +38,66 @@ def test_torn_and_damaged_lines_are_dropped(tmp_path):
     )  # reading repairs nothing and accepts damaged lines
     bench = Bench()
     with Database(GFX, tmp_path) as database:
-        assert database.torn and len(database.entry(task.workload).records) == 19
+        assert len(database.notes) == 2 and len(database.entry(task.workload).records) == 19
         run(TuningSession([task], GFX, database), bench, right, trials=1)
-    assert databases.read_lines(log)[1] and len(bench.seen) == 1
+    assert not lines_of.read(log)[1] and len(bench.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"5", "expected object, got int"),
+        (b"null", "expected object, got null"),
+        (b'{"op":' * 5000, "expected str, got object"),
+        (b"1" * 5000, "number out of range"),
+        ({"seconds": 10**30}, "key seconds: expected float <= 86400"),
+        ({"seconds": "fast"}, "key seconds"),
+        ({"seconds": 0.0}, "key seconds: expected float > 0"),
+        ({"gain": 1e300}, "key gain"),
+        ({"passed": "yes"}, "key passed: expected bool"),
+        ({"plan": {"rows": 1.5}}, r"key plan\['rows'\]: expected int, got float"),
+        ({"plan": None}, "key plan"),
+        ({"tvm": 27}, "key tvm"),
+        ({"args": {"ctx": "x"}}, "impossible 'ctx'"),
+        ({"args": {"ctx": 0}}, "impossible 'ctx'"),
+    ],
+)
+def test_a_line_that_nobody_wrote_is_left_out(tmp_path, line, why):
+    """With a note; a compile uses the others."""
+    workload, log = tuned(tmp_path, GFX), tmp_path / databases.LOG
+    if isinstance(line, dict):
+        line = json.dumps(json.loads(log.read_text().splitlines()[0]) | line, default=str).encode()
+    log.write_bytes(log.read_bytes() + line + b"\n")
+    lookup = Lookup(GFX, "user", user=tmp_path)
+    assert lookup.find(workload)[1] == "user"
+    (note,) = lookup.notes
+    assert re.search(why, note) and "\n" not in note and len(note) < 1000
+    with Database(GFX, tmp_path) as database:
+        assert database.notes == [note]
+    with Database(GFX, tmp_path) as database:
+        assert not database.notes
+
+
+@pytest.mark.parametrize("seconds", [10**30, float("nan"), float("inf"), -1.0, 0])
+def test_a_measurement_that_makes_no_sense_is_kept_as_a_failed_one(tmp_path, seconds):
+    task = Task(linear())
+    with Database(GFX, tmp_path) as database:
+        session = TuningSession([task], GFX, database)
+        (_, plan), *_ = session.next(1)
+        session.report(task, plan, Measured(seconds, runner="kit"))
+    with Database(GFX, tmp_path) as database:
+        (record,) = database.entry(task.workload).records.values()
+    assert record.seconds is None and "makes no sense" in record.error
+
+
+@pytest.mark.parametrize("name", [databases.LOG, databases.HEADER])
+def test_what_is_no_file_is_told(tmp_path, name):
+    tuned(tmp_path, GFX)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    assert "is not a file" in Lookup(GFX, "user", user=tmp_path).notes[0]
+    with pytest.raises(UserError, match="is not a file"):
+        Database(GFX, tmp_path)
 
 
 def test_one_process_at_a_time(tmp_path):
@@ -147,8 +206,8 @@ def test_records_of_another_arch_are_never_used(tmp_path):
 def test_stale_records_are_ignored_with_a_note(tmp_path, change, reason):
     workload = tuned(tmp_path, GFX)
     log = tmp_path / databases.LOG
-    (winner,) = [line["plan"] for line in databases.read_lines(log)[0] if line.get("passed")]
-    lines = [line for line in databases.read_lines(log)[0] if line["plan"] == winner]
+    (winner,) = [line["plan"] for line in lines_of.read(log)[0] if line.get("passed")]
+    lines = [line for line in lines_of.read(log)[0] if line["plan"] == winner]
     log.write_text("".join(json.dumps(line | change) + "\n" for line in lines))
     lookup = Lookup(GFX, "user", tmp_path)
     assert lookup.find(workload) == (None, "default")

@@ -8,7 +8,6 @@ whose kernels the driver compiles once.
 
 import ctypes
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -34,6 +33,7 @@ from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.pages import PAGE
 from mlc_amd.schedules.gpu import profiles
+from mlc_amd.tools.dev import resealing
 from mlc_amd.tools.dev.quality import TIE
 
 CTX = 128
@@ -72,9 +72,9 @@ def cache(tmp_path, monkeypatch):
 def changed(artifact: Path, to: Path, change) -> Path:
     """A copy of an artifact with another manifest."""
     shutil.copytree(artifact, to)
-    manifest = json.loads((to / "manifest.json").read_text())
+    manifest = resealing.content(to)
     change(manifest)
-    (to / "manifest.json").write_text(json.dumps(manifest))
+    resealing.reseal(to, manifest, interfaces=True)
     return to
 
 

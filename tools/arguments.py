@@ -49,6 +49,7 @@ _READERS: dict[object, tuple[Callable[[str], object], str]] = {
     float: (float, "X"),
     bool: (_boolean, "true|false"),
     tuple[int, ...]: (lambda text: tuple(_integer(part) for part in text.split(",")), "N,N,..."),
+    tuple[float, ...]: (lambda text: tuple(float(part) for part in text.split(",")), "X,X,..."),
     tuple[str, ...]: (lambda text: tuple(json.loads(text)), "TEXT"),
 }
 
@@ -80,6 +81,8 @@ ALIASES = {
     "--repeat-penalty": Alias("repetition_penalty"),
     "--repeat-last-n": Alias("repetition_window"),
     "--n-predict": Alias("max_tokens"),
+    "-md": Alias("draft"),
+    "--model-draft": Alias("draft"),
     "-ngl": _LAYERS,
     "--n-gpu-layers": _LAYERS,
     "-ctk": _KEYS,

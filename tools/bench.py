@@ -7,9 +7,7 @@ warm-up run, then r measured runs. A GPU is kept busy briefly before that, to ra
 """
 
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -17,55 +15,13 @@ import numpy as np
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.kv_types import KvType
 from mlc_amd.runtime.pages import PAGE
+from mlc_amd.runtime.speculation import MOST
 from mlc_amd.tools import bandwidth, bench_formats, display, host_profile, kernel_table, models, power
+from mlc_amd.tools.bench_runs import Test, measure, warm
 
 SHORT = {"np": "n_seqs", "p": "n_prompt", "n": "n_gen", "d": "n_depth", "r": "repetitions", "o": "output"}
 _MIN_CONTEXT = 512  # tokens; the minimum to compile for
-_WARM_SECONDS = 0.25
 _MOST_SEQUENCES = 64  # of a step
-
-
-@dataclass(frozen=True)
-class Repetition:
-    """Seconds of one run of a test, and of these the seconds that the host did not spend waiting for the device."""
-
-    seconds: float
-    host: float
-
-
-@dataclass(frozen=True)
-class Power:
-    """Watts and joules per token of a test; None where no sensor tells."""
-
-    watts: float | None
-    per_token: float | None
-
-
-@dataclass(frozen=True)
-class Test:
-    """One line of the result: n_prompt tokens prefilled or n_gen decoded (the other is 0) after n_depth tokens, by each
-    of n_seqs sequences."""
-
-    n_prompt: int
-    n_gen: int
-    n_depth: int
-    n_seqs: int = 1
-
-    @property
-    def name(self) -> str:
-        work = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
-        work += f" x {self.n_seqs}" if self.n_seqs > 1 else ""
-        return work + (f" @ d{self.n_depth}" if self.n_depth else "")
-
-    @property
-    def tokens(self) -> int:
-        """Of all sequences together."""
-        return (self.n_prompt + self.n_gen) * self.n_seqs
-
-    @property
-    def context(self) -> int:
-        """Tokens of a sequence at the end."""
-        return self.n_depth + self.n_prompt + self.n_gen
 
 
 def run(
@@ -75,6 +31,7 @@ def run(
     n_gen: tuple[int, ...] = (128,),
     n_depth: tuple[int, ...] = (0,),
     n_seqs: tuple[int, ...] = (1,),
+    speculate: tuple[float, ...] = (),
     repetitions: int = 5,
     output: Literal["md", "json", "jsonl", "csv"] = "md",
     synthetic: str | None = None,
@@ -102,6 +59,8 @@ def run(
         n_gen: number of tokens to decode; 0 skips decode.
         n_depth: number of tokens in the KV cache before each test.
         n_seqs: number of sequences that decode together; t/s is that of all of them.
+        speculate: decode also with guesses of the next tokens, of which this share is right, as 0.7: what a draft would
+            gain that takes no time itself.
         repetitions: number of measured runs of each test.
         output: format of the result.
         synthetic: instead of a file, a model of that shape with random weights: PRESET:FORMAT, such as llama3-8b:q4_0.
@@ -123,8 +82,8 @@ def run(
         profile_host: for decode, the time that the host spends on a token, sampling and detokenization included (md
             and json).
     """
-    tests = plan_tests(n_prompt, n_gen, n_depth, n_seqs)
-    needed = max(test.context for test in tests)
+    tests = plan_tests(n_prompt, n_gen, n_depth, n_seqs, speculate)
+    needed = max(test.context for test in tests) + MOST * bool(speculate)
     compilation = {"target": target, "arch": arch, "synthetic": synthetic, "kv_type": kv_type}
     engine = models.load_engine(
         model,
@@ -180,20 +139,26 @@ def run(
 
 
 def plan_tests(
-    n_prompt: Sequence[int], n_gen: Sequence[int], n_depth: Sequence[int], n_seqs: Sequence[int] = (1,)
+    n_prompt: Sequence[int],
+    n_gen: Sequence[int],
+    n_depth: Sequence[int],
+    n_seqs: Sequence[int] = (1,),
+    speculate: Sequence[float] = (),
 ) -> list[Test]:
-    """The tests in llama-bench's order: for each depth the prefills, then the decodings by fewer and by more
-    sequences."""
+    """The tests in llama-bench's order: for each depth the prefills, then the decodings by fewer and by more sequences,
+    each without guesses, then with them."""
     if min((*n_prompt, *n_gen, *n_depth)) < 0:
         raise UsageError("-p, -n and -d must not be negative")
     if not all(1 <= count <= _MOST_SEQUENCES for count in n_seqs):
         raise UsageError(f"-np must be 1 to {_MOST_SEQUENCES}")
+    if not all(0 <= share <= 1 for share in speculate):
+        raise UsageError("--speculate must be a share from 0 to 1")
     tests = [
         t
         for d in n_depth
         for t in (
             *(Test(p, 0, d) for p in n_prompt if p),
-            *(Test(0, n, d, count) for n in n_gen if n for count in n_seqs),
+            *(Test(0, n, d, count, right) for n in n_gen if n for count in n_seqs for right in (None, *speculate)),
         )
     ]
     if not tests:
@@ -203,9 +168,9 @@ def plan_tests(
 
 def _cache_tokens(tests: Sequence[Test]) -> int | None:
     """Tokens of the cache that the tests need, of all sequences together; None for one sequence."""
-    if all(test.n_seqs == 1 for test in tests):
+    if all(test.n_seqs == 1 and test.right is None for test in tests):
         return None
-    return max(test.n_seqs * -(-test.context // PAGE) * PAGE for test in tests)
+    return max(test.n_seqs * -(-(test.context + MOST) // PAGE) * PAGE for test in tests)
 
 
 def _context(model: str | None, synthetic: str | None, ctx: int | None, needed: int) -> int | None:
@@ -228,66 +193,6 @@ def _context(model: str | None, synthetic: str | None, ctx: int | None, needed: 
     return ctx or min(max(_MIN_CONTEXT, 1 << (needed - 1).bit_length()), longest)
 
 
-def measure(
-    engine, test: Test, repetitions: int, sensors: Sequence[power.Sensor] = ()
-) -> tuple[list[Repetition], Power]:
-    """The repetitions, after one that is not counted, and the power that the sensors told meanwhile."""
-    if test.n_seqs > 1:
-        return _measure_together(engine, test, repetitions, sensors)
-    random = np.random.default_rng(0)
-
-    def repeat() -> Repetition:
-        engine.truncate(test.n_depth)
-        ids = random.integers(0, engine.vocab, test.tokens)
-        waited, start = engine.device.waited, time.perf_counter()
-        for part in [ids] if test.n_prompt else ids[:, None]:
-            engine.advance(part)
-        seconds = time.perf_counter() - start
-        return Repetition(seconds, seconds - (engine.device.waited - waited))
-
-    engine.reset()
-    if test.n_depth:
-        engine.advance(random.integers(0, engine.vocab, test.n_depth))
-    warm(engine)
-    return _repeated(repeat, test, repetitions, sensors)
-
-
-def _measure_together(
-    engine, test: Test, repetitions: int, sensors: Sequence[power.Sensor]
-) -> tuple[list[Repetition], Power]:
-    """`measure` of several sequences, each behind n_depth tokens of its own."""
-    random = np.random.default_rng(0)
-    engine.reset()
-    warm(engine)
-    engine.reset()
-    with engine.batch(test.n_seqs) as batch:
-        batch.prefill(random.integers(0, engine.vocab, (test.n_seqs, test.n_depth)))
-
-        def repeat() -> Repetition:
-            batch.truncate(test.n_depth)
-            ids = random.integers(0, engine.vocab, (test.n_gen, test.n_seqs)).tolist()
-            waited, start = engine.device.waited, time.perf_counter()
-            for row in ids:
-                batch.step(row)
-            seconds = time.perf_counter() - start
-            return Repetition(seconds, seconds - (engine.device.waited - waited))
-
-        return _repeated(repeat, test, repetitions, sensors)
-
-
-def _repeated(
-    repeat: Callable[[], Repetition], test: Test, repetitions: int, sensors: Sequence[power.Sensor]
-) -> tuple[list[Repetition], Power]:
-    repeat()
-    with power.Meter(sensors) as meter:
-        found = [repeat() for _ in range(repetitions)]
-        runs = repetitions
-        while not meter.satisfied:
-            repeat()
-            runs += 1
-    return found, Power(meter.watts, meter.joules and meter.joules / (runs * test.tokens))
-
-
 def _sensors(device) -> list[power.Sensor]:
     """The device's sensors of power; without any, says why."""
     try:
@@ -295,16 +200,6 @@ def _sensors(device) -> list[power.Sensor]:
     except power.NoSensor as why:
         display.message(f"no watts: {why}")
         return []
-
-
-def warm(engine) -> None:
-    """Keeps a GPU busy until its clocks are up. The engine's position stays, and must not be the context's end."""
-    if engine.device.kind == "cpu":
-        return
-    position, end = engine.position, time.perf_counter() + _WARM_SECONDS
-    while time.perf_counter() < end:
-        engine.advance([0])
-        engine.truncate(position)
 
 
 def _per_kernel(engine, test: Test, result: dict) -> dict[str, object]:
@@ -346,6 +241,7 @@ def _result(
         "n_gen": test.n_gen,
         "n_depth": test.n_depth,
         "n_seqs": test.n_seqs,
+        "right_guesses": test.right,
         "test": test.name,
         "avg_ns": round(float(np.mean(seconds)) * 1e9),
         "stddev_ns": round(_deviation(seconds) * 1e9),

@@ -37,6 +37,7 @@ def run(
     verify: bool = False,
     n_cpu_moe: int = 0,
     kv_memory: str | None = None,
+    draft: str | None = None,
 ) -> None:
     """Talks with a model: type a message, Enter sends it, Ctrl-C stops an answer, Ctrl-D leaves; /help lists the rest.
 
@@ -81,6 +82,8 @@ def run(
             mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough).
         kv_memory: how much memory the KV cache takes, as 4G or 512M, or auto: what the device has left, of the
             host's memory half of what is available (default: one sequence of full length).
+        draft: decode several tokens a step, guessed by a smaller model with the same vocabulary (named as `model` is),
+            or by `lookup`: as they followed before in the text. Answers are the same; steps guess as much as pays.
     """
     text = texts.given(prompt, file)
     changes = models.sampling_changes(
@@ -103,6 +106,7 @@ def run(
         verify=verify,
         n_cpu_moe=n_cpu_moe,
         kv_memory=kv_memory,
+        draft=draft,
     )
     from mlc_amd.tools import repl
     from mlc_amd.tools.session import Session

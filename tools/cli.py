@@ -24,7 +24,7 @@ import fire
 import fire.decorators
 
 from mlc_amd.runtime.errors import UsageError, UserError
-from mlc_amd.tools import arguments
+from mlc_amd.tools import arguments, terminal
 
 # verb -> what it does. Each is the function `run` of its module, imported only when it is asked for.
 VERBS = {
@@ -107,12 +107,17 @@ def overview() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (default: the process's own) and returns the exit code."""
     _open_closed()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 still shows what it can
+    with terminal.clean_output():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     tokens = list(sys.argv[1:] if argv is None else argv)
     # After "--" nothing is a flag.
     end = tokens.index("--") if "--" in tokens else len(tokens)
     debug = "--debug" in tokens[:end]
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 still shows what it can
     try:
         with warnings.catch_warnings():
             warnings.showwarning = partial(_warn, warnings.showwarning)

@@ -21,17 +21,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mlc_amd
-from mlc_amd.runtime.artifact import (
-    MANIFEST,
-    TABLES,
-    WEIGHTS,
-    Artifact,
-    TensorSpec,
-    Weights,
-    WeightsWriter,
-    manifest_text,
-)
+from mlc_amd.runtime import manifest as manifests
+from mlc_amd.runtime.artifact import TABLES, WEIGHTS, Artifact, facts, headers
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.manifest import MANIFEST
+from mlc_amd.runtime.weight_block import TensorSpec
+from mlc_amd.runtime.weights_file import Weights, WeightsWriter
 from mlc_amd.tools import archive, display, model_cache, wheels
 from mlc_amd.tools.archive import Entry
 
@@ -72,6 +67,7 @@ PACKAGES = (
     "fire",
     "termcolor",
     "packaging",
+    "msgspec",
 )
 TARGET_PACKAGES = {"vulkan": (), "rocm": ("rocm-bindings-hip", "rocm-bindings-core")}
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
@@ -125,7 +121,7 @@ def run(
         python: the Pythons that it runs with; fewer make it smaller.
     """
     destination, pythons, model = DESTINATIONS[to], pythons_of(python), Artifact.open(Path(artifact).expanduser())
-    check(model, destination, weights)
+    check(model, destination)
     out = Path(output).expanduser() if output else Path("dist") / f"{model.path.resolve().name}-{to}{SUFFIX}"
     check_output(out)
     entries = sorted(
@@ -170,7 +166,7 @@ _REFUSED = {
 _RANDOM = "\n**This bundle has no weights: they are random, and so is what the model says. It is for measurements.**\n"
 
 
-def check(model: Artifact, destination: Destination, weights: str) -> None:
+def check(model: Artifact, destination: Destination) -> None:
     """UserError when a bundle of this artifact cannot run at the destination."""
     kind = model.manifest["target"]["kind"]
     again = f"compile it with {destination.advice}"
@@ -180,10 +176,6 @@ def check(model: Artifact, destination: Destination, weights: str) -> None:
     if destination.archs and not any(arch.split(":")[0] in destination.archs for arch in archs):
         raise UserError(
             f"{model.path} was compiled for {', '.join(archs)}, which does not run on {destination.title}; {again}"
-        )
-    if weights == "none" and "tensors" not in model.manifest:
-        raise UserError(
-            f"{model.path} does not say what its weights are like (an older version made it); compile the model again"
         )
 
 
@@ -262,19 +254,18 @@ def model_files(model: Artifact, weightless: bool) -> dict[str, bytes | Path]:
     """The artifact's files without those that only a developer looks at; `weightless`: with the vectors as its only
     weights."""
     manifest: dict[str, Any] = model.manifest | ({"weights": "random"} if weightless else {})
-    libraries: dict[str, str] = model.manifest["libraries"]
+    libraries = model.manifest["libraries"]
     tables = (TABLES,) if TABLES in manifest["files"] else ()
     names = (*libraries.values(), "tokenizer.json", "tokenizer_config.json", WEIGHTS, *tables)
     files: dict[str, bytes | Path] = {name: model.path / name for name in names}
-    listed = {name: manifest["files"][name] for name in names}
+    listed: dict[str, Any] = {name: manifest["files"][name] for name in names}
     if weightless and not model.random_weights:
-        files[WEIGHTS] = vectors = _vectors(model)
-        listed[WEIGHTS] = {"bytes": len(vectors), "sha256": hashlib.sha256(vectors).hexdigest()}
-    return {**files, MANIFEST: manifest_text(manifest, listed).encode()}
+        files[WEIGHTS], listed[WEIGHTS] = _vectors(model)
+    return {**files, MANIFEST: manifests.text(manifest, listed).encode()}
 
 
-def _vectors(model: Artifact) -> bytes:
-    """The weights file without the matrices."""
+def _vectors(model: Artifact) -> tuple[bytes, dict[str, Any]]:
+    """The weights file without the matrices, and what the manifest says of it."""
     with tempfile.TemporaryDirectory(prefix="mlc-amd-") as directory:
         place = Path(directory) / WEIGHTS
         held = Weights(model.path / WEIGHTS)
@@ -285,4 +276,4 @@ def _vectors(model: Artifact) -> bytes:
         for name, array in arrays.items():
             writer.write(name, 0, array)
         writer.close()
-        return place.read_bytes()
+        return place.read_bytes(), facts(place) | headers(place)

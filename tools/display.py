@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -25,10 +26,18 @@ if TYPE_CHECKING:
 _STAGES = {"import": "import graph", "kernels": "compile kernels", "weights": "pack weights", "write": "write"}
 
 
-def message(text: str) -> None:
+def message(text: str, dimmed: bool = False) -> None:
     """A line for the user, on stderr: stdout is for results."""
+    if dimmed:
+        terminal.aside(text)
+        text = ""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def _console() -> Console:
+    """What bars are drawn on. Their descriptions must be clean."""
+    return Console(file=terminal.unclean(sys.stderr))
 
 
 def size(count: float) -> str:
@@ -76,7 +85,7 @@ def compile_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
         TimeElapsedColumn(),
     )
     message(title)
-    with terminal.silent_keyboard(), Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with terminal.silent_keyboard(), Progress(*columns, console=_console(), transient=True) as bars:
         tasks = {}
 
         def progress(stage: str, done: int, total: int) -> None:
@@ -103,12 +112,12 @@ def transfer_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
         TimeRemainingColumn(),
     )
     message(title)
-    with terminal.silent_keyboard(), Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with terminal.silent_keyboard(), Progress(*columns, console=_console(), transient=True) as bars:
         tasks = {}
 
         def progress(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total, completed=done)
+                tasks[stage] = bars.add_task(escape(terminal.clean(stage)), total=total, completed=done)
             bars.update(tasks[stage], completed=done)
 
         yield progress
@@ -118,7 +127,7 @@ class _Clocked(Progress):
     """A bar that also advances with time."""
 
     def __init__(self, *columns, share: Callable[[], float]):
-        super().__init__(*columns, console=Console(stderr=True), transient=True)
+        super().__init__(*columns, console=_console(), transient=True)
         self._share = share
 
     def get_renderables(self):
@@ -161,7 +170,7 @@ def budget_progress(title: str, seconds: float | None, count: int | None) -> Ite
         TextColumn("{task.fields[left]}"),
     )
     with terminal.silent_keyboard(), _Clocked(*columns, share=share) as bars:
-        task = bars.add_task(title, total=1.0, left=left())
+        task = bars.add_task(escape(terminal.clean(title)), total=1.0, left=left())
         yield progress
 
 
@@ -187,6 +196,7 @@ def statistics(stats: "Stats", context: int) -> list[str]:
     return [
         *([_FINISH[stats.finish]] if stats.finish in _FINISH else []),
         f"{stats.generated} out, {speed(stats.generated - 1, stats.decode_s)}",
+        *([f"{stats.accepted} of {stats.guessed} guesses right"] if stats.guessed else []),
         f"{new} new + {stats.cached_tokens} cached in, {speed(new, stats.prefill_s)}",
         f"context {min(stats.tokens, context)}/{context}",
         f"first token {stats.ttft_s * 1000:.0f} ms",

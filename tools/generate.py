@@ -34,6 +34,7 @@ def run(
     verify: bool = False,
     n_cpu_moe: int = 0,
     kv_memory: str | None = None,
+    draft: str | None = None,
 ) -> None:
     """Continues a text. Only the continuation goes to stdout, as it is made.
 
@@ -71,6 +72,8 @@ def run(
             mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough).
         kv_memory: how much memory the KV cache takes, as 4G or 512M, or auto: what the device has left, of the
             host's memory half of what is available (default: one sequence of full length).
+        draft: decode several tokens a step, guessed by a smaller model with the same vocabulary (named as `model` is),
+            or by `lookup`: as they followed before in the text. Answers are the same; steps guess as much as pays.
     """
     text = texts.required(prompt, file)
     changes = models.sampling_changes(
@@ -93,6 +96,7 @@ def run(
         verify=verify,
         n_cpu_moe=n_cpu_moe,
         kv_memory=kv_memory,
+        draft=draft,
     )
     from mlc_amd.runtime.generation import ContextFull
 
@@ -110,6 +114,6 @@ def run(
         raise KeyboardInterrupt
     if terminal.is_terminal(sys.stderr) and not quiet:
         parts = display.statistics(engine.last, engine.context)
-        display.message(terminal.dim(display.footer(parts, terminal.width() - 1)))
+        display.message(display.footer(parts, terminal.width() - 1), dimmed=True)
     if engine.last.finish == "context":
         raise UserError(f"the text was cut off: the context of {engine.context} tokens is full; use a larger --ctx")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.kv_types import KV_TYPE, KvType
 from mlc_amd.runtime.memory import of_manifest, on_host
-from mlc_amd.tools import display, inspect_header, inspect_kernels, inspect_memory, inspect_vulkan, models, terminal
+from mlc_amd.tools import display, inspect_header, inspect_kernels, inspect_memory, inspect_vulkan, models
 from mlc_amd.tools import target as targets
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def run(
         report["assembly"] = {code.machine: code.assembly(asm) for code in codes}
         if not json:
             for machine, functions in report["assembly"].items():
-                print(f"; {machine}\n" + terminal.printable("\n".join(functions.values())))
+                print(f"; {machine}\n" + "\n".join(functions.values()))
             return
     for code in codes:
         if code.missing:

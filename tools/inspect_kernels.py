@@ -14,10 +14,11 @@ from math import prod
 from pathlib import Path
 
 from mlc_amd.compiler.codegen import hsaco
-from mlc_amd.runtime.artifact import MANIFEST, Artifact
+from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.manifest import MANIFEST
 from mlc_amd.schedules.gpu.arch import ARCHS
-from mlc_amd.tools import display, terminal
+from mlc_amd.tools import display
 
 SUFFIXES = (".hsaco", ".co")
 MAGICS = (b"\x7fELF", b"__CLANG_OFFLOAD_BUNDLE__")
@@ -180,7 +181,7 @@ def tables(codes: list[dict]) -> str:
     for code in codes:
         rows = [(*_row(kernel), kernel["name"]) for kernel in code["kernels"]]
         parts.append(f"code of {code['machine']}\n" + display.table((*HEADER, "kernel"), rows, right))
-    return terminal.printable("\n".join([*parts, LEGEND]))
+    return "\n".join([*parts, LEGEND])
 
 
 def _row(kernel: dict) -> tuple:

@@ -5,6 +5,7 @@ driver RADV compiles the modules (compiler/codegen/radv.py), no such GPU needed,
 ISA. Without it, and for other GPUs, there is what the modules tell of themselves, and `missing` says why.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
@@ -14,7 +15,7 @@ from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu import profiles
 from mlc_amd.schedules.gpu.profiles import ADDRESS, Profile
-from mlc_amd.tools import display, terminal
+from mlc_amd.tools import display
 from mlc_amd.tools.inspect_kernels import LDS, MEMORY, chosen, counted, loads
 
 
@@ -25,7 +26,7 @@ class SpirvCode:
     "" otherwise.
     """
 
-    def __init__(self, path: Path, profile: Profile, launches: dict[str, dict]):
+    def __init__(self, path: Path, profile: Profile, launches: Mapping[str, Mapping]):
         """path: the file of modules; launches: the manifest's launches of the profile. UserError if a module is
         damaged."""
         self.path, self.profile, self.machine = path, profile, profile.name
@@ -150,9 +151,7 @@ def tables(codes: list[dict]) -> str:
         right = [i for i, title in enumerate(header) if title not in LEFT]
         by = f", compiled by {code['compiler']}" if compiled else ", not compiled"
         parts.append(f"code for {code['machine']}{by}\n" + display.table((*header, "kernel"), rows, right))
-    return terminal.printable(
-        "\n".join([*parts, *(LEGEND[kind] for kind in sorted({code["compiler"] is not None for code in codes}))])
-    )
+    return "\n".join([*parts, *(LEGEND[kind] for kind in sorted({code["compiler"] is not None for code in codes}))])
 
 
 def _spirv(kernel: dict) -> list:

@@ -22,11 +22,12 @@ from importlib import metadata, resources
 from pathlib import Path
 
 import mlc_amd
-from mlc_amd.runtime.artifact import MANIFEST, WEIGHTS
+from mlc_amd.runtime.artifact import WEIGHTS
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import lock, scratch, sweep
 from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.runtime.kv_types import KV_TYPE
+from mlc_amd.runtime.manifest import MANIFEST
 from mlc_amd.runtime.memory import CONTEXT_STEP
 
 

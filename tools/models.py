@@ -262,8 +262,12 @@ def _check_settings(path: Path, target: str, arch: str, ctx: int | None, kv_type
 
     manifest = Artifact.open(path).manifest
     kind = manifest["target"]["kind"]
-    archs = [manifest["target"]["arch"]] if kind == "cpu" else list(manifest["libraries"])
-    made = {"--target": [kind], "--arch": archs, "--ctx": [manifest["context"]], "--kv-type": [manifest["kv_type"]]}
+    made = {
+        "--target": [kind],
+        "--arch": list(manifest["libraries"]),
+        "--ctx": [manifest["context"]],
+        "--kv-type": [manifest["kv_type"]],
+    }
     for flag, has in made.items():
         if given[flag] is not None and given[flag] not in has:
             raise UserError(

@@ -35,7 +35,7 @@ def candidate_of(artifact, entry: dict, arch: str) -> Candidate:
     manifest, name = artifact.manifest, entry["name"]
     target = manifest["target"]
     if target["kind"] == "cpu":
-        code, needs = manifest["libraries"][0], {"flags": target["flags"]}
+        code, needs = manifest["libraries"][target["arch"]], {"flags": target["flags"]}
         made = {"scratch": [], "steps": [{"symbol": name, "args": list(range(len(entry["params"])))}]}
     else:
         code, needs = manifest["libraries"][arch], target.get("needs", {}).get(arch)

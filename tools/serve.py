@@ -38,6 +38,7 @@ def run(
     timeout: float = 600.0,
     kv_tokens: int | None = None,
     kv_memory: str | None = None,
+    draft: str | None = None,
     quiet: bool = False,
     ray: str | None = None,
     replicas: int | None = None,
@@ -74,6 +75,8 @@ def run(
         kv_tokens: tokens that a model's KV cache holds, of all answers together.
         kv_memory: how much memory a model's KV cache takes instead, as 4G or 512M, or auto: what the device has left
             (default: auto where one model is loaded at a time, else enough for one context).
+        draft: decode several tokens a step, guessed by a smaller model with the same vocabulary (named as a model is),
+            or by `lookup`: as they followed before in the text. Answers are the same; steps guess as much as pays.
         quiet: log no requests.
         ray: deploy the server on this Ray cluster: auto (the one that this machine belongs to), HOST:PORT, ray://HOST:PORT,
             or local (a new one, of this machine). --host and --port are those of its head node.
@@ -112,6 +115,7 @@ def run(
         "n_cpu_moe": n_cpu_moe,
         "kv_tokens": kv_tokens,
         "kv_memory": "auto" if kv_tokens is None and kv_memory is None and models_max == 1 else kv_memory,
+        "draft": draft,
     }
     sources = named(model)
     keys = read_keys(api_key, api_key_file)

@@ -120,7 +120,7 @@ class Session:
         if self.quiet:
             return
         if terminal.is_terminal(sys.stderr):
-            display.message(terminal.dim(display.footer(self._statistics(), terminal.width() - 1)))
+            display.message(display.footer(self._statistics(), terminal.width() - 1), dimmed=True)
         elif self.conversation.stats.finish == "length":
             display.message(f"(cut off: max_tokens is {self.max_tokens})")
 

@@ -1,7 +1,9 @@
 """What is written to a terminal, and to files and pipes in its place: text of a model, dimmed text, a line of progress.
 
-Text of a model goes to stdout; all else goes to stderr. Escape sequences are written only to terminals that have them
-(not TERM=dumb) and whose user wants them (https://no-color.org).
+Text of a model goes to stdout; all else goes to stderr. Names and texts of models and files may hold control
+characters, which must not control the terminal: `clean_output` leaves them out of all that is written to stderr, and to
+a stdout that is a terminal. Our own escape sequences are written past it, only to terminals that have them (not
+TERM=dumb) and whose user wants them (https://no-color.org).
 """
 
 import os
@@ -12,11 +14,51 @@ import termios
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO, cast
 
-# Everything below space but tab and newline, and DEL, and the C1 codes: model output must not control the terminal.
+# Everything below space but tab and newline, and DEL, and the C1 codes.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+class _Clean:
+    """A stream whose control characters are left out."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.unclean = stream
+
+    def write(self, text: str) -> int:
+        self.unclean.write(clean(text))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unclean, name)
+
+
+@contextmanager
+def clean_output() -> Iterator[None]:
+    """Within the block no control characters go to stderr, nor to stdout if it is a terminal."""
+    stdout, stderr = sys.stdout, sys.stderr
+    sys.stderr = cast(TextIO, _Clean(stderr))
+    if is_terminal(stdout):
+        sys.stdout = cast(TextIO, _Clean(stdout))
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = stdout, stderr
+
+
+def clean(text: str) -> str:
+    """The text without control characters."""
+    return _CONTROL.sub("", text)
+
+
+def unclean(stream: TextIO) -> TextIO:
+    """The standard stream for escape sequences. Texts that are not ours must pass through `clean`."""
+    return stream.unclean if isinstance(stream, _Clean) else stream
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -29,7 +71,7 @@ def dumb() -> bool:
     return os.environ.get("TERM", "dumb") in ("dumb", "unknown")
 
 
-def dim(text: str) -> str:
+def _dim(text: str) -> str:
     """Text for stderr, dimmed where that is possible."""
     plain = not is_terminal(sys.stderr) or dumb() or os.environ.get("NO_COLOR")
     return text if plain else f"{_DIM}{text}{_PLAIN}"
@@ -40,20 +82,15 @@ def width() -> int:
     return shutil.get_terminal_size((80, 24)).columns
 
 
-def printable(text: str) -> str:
-    """Model output for stdout: unchanged for files and pipes, without control characters for a terminal."""
-    return _CONTROL.sub("", text) if is_terminal(sys.stdout) else text
-
-
 def stream(text: str) -> None:
     """Writes a piece of an answer to stdout at once."""
-    sys.stdout.write(printable(text))
+    sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def aside(text: str) -> None:
     """Writes a piece of what a model thinks to stderr at once, dimmed on a terminal."""
-    sys.stderr.write(dim(_CONTROL.sub("", text)) if is_terminal(sys.stderr) else text)
+    unclean(sys.stderr).write(_dim(clean(text)))
     sys.stderr.flush()
 
 
@@ -72,8 +109,9 @@ class Status:
         """Replaces the line by `text`, cut to the terminal's width."""
         if self.possible:
             with self._lock:
-                text = text[: width() - 1]
-                sys.stderr.write(f"\r{' ' * self._shown}\r{dim(text)}")  # no escape sequence is needed to erase it
+                text = clean(text)[: width() - 1]
+                # No escape sequence is needed to erase it.
+                unclean(sys.stderr).write(f"\r{' ' * self._shown}\r{_dim(text)}")
                 sys.stderr.flush()
                 self._shown = len(text)
 
@@ -81,7 +119,7 @@ class Status:
         """Removes the line, if there is one."""
         with self._lock:
             if self._shown:
-                sys.stderr.write(f"\r{' ' * self._shown}\r")
+                unclean(sys.stderr).write(f"\r{' ' * self._shown}\r")
                 sys.stderr.flush()
                 self._shown = 0
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mlc_amd.runtime.errors import UsageError
 from mlc_amd.runtime.tokenizer import Tokenizer
-from mlc_amd.tools import display, models, terminal
+from mlc_amd.tools import display, models
 from mlc_amd.tools.texts import read_text
 
 SHORT = {"f": "file"}
@@ -46,7 +46,7 @@ def run(
         print(*ids)
     else:
         for token, name in zip(ids, names, strict=True):
-            print(f"{token:>7} {terminal.printable(name)!r}")
+            print(f"{token:>7} {name!r}")
         display.message(f"{len(ids)} tokens")
 
 

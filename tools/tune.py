@@ -197,8 +197,8 @@ class Subject:
         from mlc_amd.compiler.tuning.session import TuningSession
 
         with Database(self.arch) as database:
-            if database.torn:
-                display.message(f"{database.folder}: an incomplete line was dropped from the measurements")
+            for note in database.notes:
+                display.message(note)
             yield TuningSession(self.tasks, self.arch, database, roofline(*self.rates), seed)
 
     def rows(self, bounds: dict[str, float] | None = None) -> list:

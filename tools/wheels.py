@@ -68,6 +68,7 @@ VENDORED = {
     "fire": Package("0.7.1"),
     "termcolor": Package("3.3.0"),
     "packaging": Package("26.3"),
+    "msgspec": Package("0.22.0"),
     "rocm-bindings-hip": Package("10.0.0.0.1.2", ("rocm/bindings/*hiprtc*",)),
     "rocm-bindings-core": Package("10.0.0.0.1.2"),
 }  # fmt: skip

@@ -80,7 +80,7 @@ class CpuTarget(Target):
     # ---- compilation
 
     def compile_kernels(self, mod: tvm.IRModule, directory: Path, progress, workers: int) -> dict:
-        """One shared library: {"libraries": [file name]}."""
+        """One shared library: {"libraries": {arch: file}, "launches": {}}."""
         kernels = {gv.name_hint: func for gv, func in functions(mod).items() if isinstance(func, tvm.tirx.PrimFunc)}
         done = []
 
@@ -89,7 +89,7 @@ class CpuTarget(Target):
             progress("kernels", len(done), len(kernels))
 
         library, _ = self.compile_arch(self.arch, kernels, directory, step, workers)
-        return {"libraries": [library]}
+        return {"libraries": {self.arch.name: library}, "launches": {}}
 
     def compile_arch(self, arch, kernels, directory, step=lambda name: None, workers=1):
         """As `Target.compile_arch`. Nothing is launched but the functions themselves."""

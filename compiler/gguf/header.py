@@ -1,6 +1,6 @@
 """The header of one GGUF file, parsed defensively: metadata and tensor directory.
 
-In: the bytes of a file (a memory map). Out: `Header`: metadata as plain Python values and the location of each tensor.
+In: the bytes that a file begins with. Out: `Header`: metadata as plain Python values and the location of each tensor.
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
 
 `gguf.GGUFReader` is not used because it creates a NumPy view for every array element (7 s for a vocabulary of 150 000
@@ -58,8 +58,8 @@ class Header:
 
 
 def parse_header(data: memoryview, path: str) -> Header:
-    """The header at the start of `data`, the whole file's bytes. UserError (with `path` in front) if it is not a
-    valid header."""
+    """The header at the start of `data`. UserError (with `path` in front) if it is not a valid header, or has no end
+    in there."""
     cursor = _Cursor(data, path)
     if len(data) < 4 or cursor.u32("the magic number") != GGUF_MAGIC:
         raise UserError(

@@ -1,15 +1,19 @@
-"""Opens GGUF models: verified, memory-mapped, read lazily.
+"""Opens GGUF models: verified, read lazily.
 
 In: the path of a GGUF file, or of any part of a split one (`name-00001-of-00003.gguf`). Out: `GGUFModel`: metadata,
-`ModelConfig`, and `Tensor`s whose blocks are views of the mapped file. Any defect of the file is reported as a
+`ModelConfig`, and `Tensor`s whose blocks are read when they are asked for. Any defect of the file is reported as a
 `UserError` of one line; an opened model has every tensor of its architecture, in the right shape and a supported
 format, within the file.
+
+The file is not mapped: the system ends a process that touches a mapped page which is no longer there, because the file
+became shorter or its disk failed. Reading copies at the speed of memory, several times that of repacking.
 """
 
 import math
-import mmap
+import os
 import re
 import stat
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,7 +21,7 @@ import gguf
 import numpy as np
 
 from mlc_amd.compiler.gguf.check import check_tensors
-from mlc_amd.compiler.gguf.header import FETCH_AGAIN, Header, TensorEntry, parse_header
+from mlc_amd.compiler.gguf.header import FETCH_AGAIN, HEADER_LIMIT, Header, TensorEntry, parse_header
 from mlc_amd.compiler.models import merged_parts, read_config
 from mlc_amd.compiler.models.config import ModelConfig
 from mlc_amd.runtime.closing import Closing
@@ -25,10 +29,11 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS, by_gguf_type
 
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)  # llama.cpp's LLAMA_SPLIT_PREFIX format
+_HEADER_READS = (1 << 20, 1 << 23, HEADER_LIMIT)  # bytes; vocabularies of small models fit the first
 
 
 class Tensor:
-    """One weight, a vector, a matrix or a stack of matrices, as GGUF blocks that are fetched on demand.
+    """One weight, a vector, a matrix or a stack of matrices, as GGUF blocks that are read on demand.
 
     `shape` is (columns,), (rows, columns) or (matrices, rows, columns) in numpy order. Rows are counted through all
     matrices; a vector is one row. A row is a whole number of blocks."""
@@ -52,7 +57,7 @@ class Tensor:
         return self.rows * self.row_bytes
 
     def blocks(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Rows start..stop as they are in the file: uint8 [stop - start, row_bytes], read-only, without a copy."""
+        """Rows start..stop as they are in the file: uint8 [stop - start, row_bytes], read-only."""
         stop = self.rows if stop is None else stop
         if not 0 <= start <= stop <= self.rows:
             raise IndexError(f"rows {start}..{stop} of {self!r}")
@@ -60,7 +65,7 @@ class Tensor:
 
     def part(self, name: str, first: int, shape: tuple[int, ...]) -> "Tensor":
         """A tensor of that shape made of this one's rows: of those from `first` on of each matrix, or of all of them
-        if only the shape differs. ValueError if the shape does not fit. Of several matrices, blocks are copies."""
+        if only the shape differs. ValueError if the shape does not fit."""
         stacked = len(shape) == 3
         of_each, count = (shape[1], shape[0]) if stacked else (math.prod(shape[:-1]), 1)
         matrix = self.rows // count
@@ -172,16 +177,15 @@ class GGUFModel(Closing):
         metadata: dict[str, object],
         tensors: dict[str, Tensor],
         config: ModelConfig,
-        release: Callable[[], None] = lambda: None,
         files: Sequence[Path] = (),
     ):
-        self.path, self.metadata, self.config, self._release = path, metadata, config, release
-        self.files = tuple(files)
+        self.path, self.metadata, self.config, self.files = path, metadata, config, tuple(files)
+        self._opened: Sequence[_File] = ()
         self.stored, self.tensors = tensors, _with_parts(config, tensors)
 
     @classmethod
     def open(cls, path: str | Path) -> "GGUFModel":
-        """Maps the file (all parts of a split one) and checks it. UserError for anything that cannot be compiled."""
+        """Opens the file (all parts of a split one) and checks it. UserError for anything that cannot be compiled."""
         files = _open_parts(str(path))
         entries = [(file, entry) for file in files for entry in file.header.tensors]
         if not entries:
@@ -196,15 +200,19 @@ class GGUFModel(Closing):
             file.check_overlap(tensors)
         check_tensors(config, tensors, str(path))
 
-        def release() -> None:
-            for file in files:
-                file.close()
-
-        return cls(str(path), metadata, tensors, config, release, [Path(file.path) for file in files])
+        model = cls(str(path), metadata, tensors, config, [Path(file.path) for file in files])
+        model._opened = files
+        return model
 
     def close(self) -> None:
-        """Releases the file. Existing views stay valid; new ones raise ValueError. May be called again."""
-        self._release()
+        """Releases the file. Blocks that were read stay valid; reading more raises ValueError. May be called again."""
+        for file in self._opened:
+            file.close()
+
+    def check_unchanged(self) -> None:
+        """UserError if somebody has written to the file since it was opened."""
+        for file in self._opened:
+            file.check_unchanged()
 
 
 def read_metadata(path: str | Path) -> dict[str, object]:
@@ -225,17 +233,48 @@ def read_header(path: str | Path) -> tuple[dict[str, object], list[TensorEntry]]
 
 
 class _File:
-    """One mapped file and its header."""
+    """One open file and its header."""
 
     def __init__(self, path: str):
-        self.path = path
-        data = _map(path)
-        self.header: Header = parse_header(data.data, path)
-        self.size = len(data)
-        self.data: np.ndarray | None = data
+        self.path, self._file = path, _open(path)
+        self.close = weakref.finalize(self, os.close, self._file)
+        self._status = os.fstat(self._file)
+        self.size = self._status.st_size
+        self.header: Header = self._parse()
 
-    def close(self) -> None:
-        self.data = None  # the map is released with its last view
+    def check_unchanged(self) -> None:
+        now = os.fstat(self._file)
+        if (now.st_size, now.st_mtime_ns) != (self.size, self._status.st_mtime_ns):
+            raise UserError(f"{self.path}: the file changed while it was read; wait until it is complete")
+
+    def _parse(self) -> Header:
+        """The header, for which only the beginning of the file is read: a little at first, all that a header may take
+        if it has no end there."""
+        for length in _HEADER_READS:
+            data = self._read(0, min(length, self.size))
+            try:
+                return parse_header(memoryview(data), self.path)
+            except UserError:
+                if length >= min(self.size, HEADER_LIMIT):
+                    raise
+        raise AssertionError("the last length is the limit")
+
+    def _read(self, start: int, count: int) -> bytes:
+        """These bytes. UserError if the file has become shorter, or cannot be read."""
+        if not self.close.alive:
+            raise ValueError(f"{self.path} is closed")
+        try:
+            data = os.pread(self._file, count, start)
+            while len(data) < count and (more := os.pread(self._file, count - len(data), start + len(data))):
+                data += more  # Linux reads 2 GiB at once
+        except OSError as error:
+            raise _cannot_read(self.path, error) from None
+        if len(data) < count:
+            raise UserError(
+                f"{self.path}: the file ends at byte {start + len(data)}, although it had {self.size} bytes when it "
+                "was opened; wait until it is complete"
+            )
+        return data
 
     def tensor(self, entry: TensorEntry) -> Tensor:
         """That tensor, after checking that its type is supported and its blocks lie inside the file."""
@@ -284,13 +323,12 @@ class _File:
             previous, end = entry.name, entry.offset + tensors[entry.name].nbytes
 
     def _rows(self, offset: int, size: int, start: int, stop: int) -> np.ndarray:
-        if self.data is None:
-            raise ValueError(f"{self.path} is closed")
-        return self.data[offset + start * size : offset + stop * size].reshape(stop - start, size)
+        data = self._read(offset + start * size, (stop - start) * size)
+        return np.frombuffer(data, np.uint8).reshape(stop - start, size)
 
 
-def _map(path: str) -> np.ndarray:
-    """The whole file as uint8, read-only, paged in when touched."""
+def _open(path: str) -> int:
+    """The file's descriptor, for reading."""
     try:
         status = Path(path).stat()
         if stat.S_ISDIR(status.st_mode):
@@ -299,16 +337,19 @@ def _map(path: str) -> np.ndarray:
             raise UserError(f"{path}: this is not a regular file; give the path of a .gguf file")
         if not status.st_size:
             raise UserError(f"{path}: the file is empty; {FETCH_AGAIN}")
-        with open(path, "rb") as file:
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such file; check the path") from None
     except PermissionError:
         raise UserError(f"{path}: permission to read the file is denied; change its permissions") from None
     except OSError as error:
-        raise UserError(f"{path}: the file cannot be read ({error.strerror}); check the path and the disk") from None
+        raise _cannot_read(path, error) from None
     except ValueError:
         raise UserError(f"{path!r}: the file cannot be read (a NUL in its name); check the path") from None
+
+
+def _cannot_read(path: str, error: OSError) -> UserError:
+    return UserError(f"{path}: the file cannot be read ({error.strerror}); check the path and the disk")
 
 
 def _open_parts(path: str) -> list[_File]:

@@ -4,7 +4,8 @@ A folder for each arch, `<cache>/tuned/<arch>/`, where <cache> is `$XDG_CACHE_HO
 
     arch.json            {"api", "arch"}: records of another arch are never used
     measurements.jsonl   a line for each measurement and each verification, appended in one write before anything else
-                         is done with it; opening drops a line that a killed process left incomplete
+                         is done with it; opening for tuning drops lines that a killed process left incomplete, and
+                         those that no version writes (lines.py)
 
 Records shipped with the project are `dist/tuned/<arch>.json`: the best plans, where they are not the default.
 
@@ -18,14 +19,17 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import tvm
 
+from mlc_amd.compiler.tuning import lines
+from mlc_amd.runtime import json_files
 from mlc_amd.runtime.closing import Closing
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UserError, shorten
 from mlc_amd.schedules.plans.space import Space, space
 from mlc_amd.schedules.plans.workload import VERSION, Workload
 
@@ -52,7 +56,7 @@ class Measured:
     runner: str = ""
 
     @classmethod
-    def of(cls, result: dict, **where: str) -> "Measured":
+    def of(cls, result: Mapping[str, Any], **where: str) -> "Measured":
         """Of a `Measurer`'s result. where: device, driver, runner."""
         return cls(result.get("seconds"), result["error"] or "", result.get("runs", []), **where)
 
@@ -169,28 +173,14 @@ def plan_text(plan: dict) -> str:
 
 def entries(arch, folder: Path | None = None) -> dict[Workload, Entry]:
     """The valid entries of an arch's folder, by default of the user's, which may be open for tuning elsewhere."""
-    return _valid(read_lines((folder or folder_of(arch)) / LOG)[0])
+    return _valid(lines.read((folder or folder_of(arch)) / LOG)[0])
 
 
-def read_lines(path: Path) -> tuple[list[dict], bool]:
-    """The JSON objects of a file's lines, and whether the whole file consists of such lines."""
-    if not path.exists():
-        return [], True
-    data = path.read_bytes()
-    lines, whole = [], not data or data.endswith(b"\n")
-    for line in data.splitlines():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            whole = False
-    return lines, whole
-
-
-def entries_of(lines: Iterable[dict]) -> list[Entry]:
+def entries_of(found_lines: Iterable[Mapping[str, Any]]) -> list[Entry]:
     """A line is {"op", "args", "version", "tvm"} and fields of a Record; without "seconds" it updates the record of its
     plan."""
     found: dict[tuple, Entry] = {}
-    for line in lines:
+    for line in found_lines:
         about = Workload.from_json(line), line.get("version", 0), line["tvm"]
         records = found.setdefault(about, Entry(*about)).records
         facts = {name: line[name] for name in Record.__dataclass_fields__ if name in line}
@@ -202,15 +192,15 @@ def entries_of(lines: Iterable[dict]) -> list[Entry]:
     return list(found.values())
 
 
-def _valid(lines: Iterable[dict]) -> dict[Workload, Entry]:
-    return {entry.workload: entry for entry in entries_of(lines) if not entry.stale}
+def _valid(found_lines: Iterable[Mapping[str, Any]]) -> dict[Workload, Entry]:
+    return {entry.workload: entry for entry in entries_of(found_lines) if not entry.stale}
 
 
 class Database(Closing):
     """One arch's measurements, open for tuning by one process at a time. A context manager.
 
-    folder: default that of the arch in the user's cache. torn: an incomplete line was dropped. UserError if the folder
-    belongs to another arch or another process has it open.
+    folder: default that of the arch in the user's cache. notes: which lines were dropped, and why. UserError if the
+    folder belongs to another arch or another process has it open.
     """
 
     def __init__(self, arch, folder: Path | None = None):
@@ -221,11 +211,10 @@ class Database(Closing):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _check_header(self.folder, arch)
             _write(self.folder / HEADER, json.dumps({"api": arch.api, "arch": arch.name}) + "\n")
-            lines, whole = read_lines(self.folder / LOG)
-            self.torn = not whole
-            if self.torn:
-                _write(self.folder / LOG, "".join(map(_line, lines)))
-            self.entries = _valid(lines)
+            good, self.notes = lines.read(self.folder / LOG)
+            if self.notes:
+                _write(self.folder / LOG, "".join(map(_line, good)))
+            self.entries = _valid(good)
             self._file = os.open(self.folder / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except BaseException as e:
             self._lock.close()
@@ -246,34 +235,46 @@ class Database(Closing):
         """KeyError for a plan that was not measured."""
         return self.entry(workload).records[plan_text(plan)]
 
-    def add(self, workload: Workload, record: Record) -> None:
-        """Keeps a measurement; one of the same plan is replaced. It is written when this returns."""
+    def add(self, workload: Workload, record: Record) -> Record:
+        """Keeps a measurement; one of the same plan is replaced. It is written when this returns. Returns what is kept:
+        of a measurement that makes no sense that it failed."""
+        if why := lines.fault(self._about(workload) | asdict(record)):
+            record = Record(None, f"its measurement makes no sense: {why}", runner=record.runner, plan=record.plan)
         self._append(workload, asdict(record))
         self.entry(workload).records[plan_text(record.plan)] = record
+        return record
 
-    def check(self, workload: Workload, plan: dict, found: Checked) -> None:
-        """Keeps a plan's verification. KeyError for a plan without a measurement."""
+    def check(self, workload: Workload, plan: dict, found: Checked) -> Checked:
+        """Keeps a plan's verification, and returns it. One that makes no sense is kept as a failed one. KeyError for a
+        plan without a measurement."""
         record, choices = self.record(workload, plan), space(workload, self.arch)
+        if why := lines.fault(self._about(workload) | {"plan": plan} | asdict(found)):
+            found = Checked(found.checked, False, error=f"its verification makes no sense: {why}")
         facts = asdict(found) | {"over": asdict(choices.default) if choices and found.gain else None}
         self._append(workload, {"plan": plan} | facts)
         vars(record).update(facts)
+        return found
 
     def _append(self, workload: Workload, facts: dict) -> None:
-        about = {"op": workload.op, "args": workload.args, "version": VERSION, "tvm": tvm.__version__}
-        os.write(self._file, _line(about | facts).encode())
+        os.write(self._file, _line(self._about(workload) | facts).encode())
+
+    @staticmethod
+    def _about(workload: Workload) -> dict[str, Any]:
+        return {"op": workload.op, "args": workload.args, "version": VERSION, "tvm": tvm.__version__}
 
 
 def _check_header(folder: Path, arch) -> None:
-    for found in read_lines(folder / HEADER)[0]:
-        _check_arch(folder, found, arch)
+    if (folder / HEADER).exists():
+        _check_arch(folder, json_files.read(folder / HEADER, lines.Header, lines.ADVICE), arch)
 
 
-def _check_arch(path: Path, found: dict, arch) -> None:
+def _check_arch(path: Path, found: Mapping[str, Any], arch) -> None:
     if (found["api"], found["arch"]) != (arch.api, arch.name):
-        raise UserError(f"{path} holds records of {found['arch']} ({found['api']}), not of {arch.name} ({arch.api})")
+        theirs = f"{shorten(found['arch'])} ({shorten(found['api'])})"
+        raise UserError(f"{path} holds records of {theirs}, not of '{arch.name}' ('{arch.api}')")
 
 
-def _line(line: dict) -> str:
+def _line(line: Mapping[str, Any]) -> str:
     return json.dumps(line, separators=(",", ":")) + "\n"
 
 
@@ -333,13 +334,19 @@ class Lookup:
         except UserError as error:
             self.notes.append(str(error))
 
-    def _user(self, folder: Path) -> list[dict]:
+    def _user(self, folder: Path) -> list[lines.Line]:
         _check_header(folder, self.arch)
-        return read_lines(folder / LOG)[0]
+        good, notes = lines.read(folder / LOG)
+        self.notes += notes
+        return good
 
     def _shipped(self, path: Path) -> list[dict]:
         if not path.exists():
             return []
-        data = json.loads(path.read_text())
+        data = json_files.read(path, lines.Shipped, lines.ADVICE)
         _check_arch(path, data, self.arch)
-        return [{"tvm": data["tvm"], "version": data["version"]} | line for line in data["records"]]
+        found = [{"tvm": data["tvm"], "version": data["version"]} | line for line in data["records"]]
+        faults = [f"{path}, record {i}: {why}" for i, line in enumerate(found, 1) if (why := lines.fault(line))]
+        if faults:
+            raise UserError(f"{faults[0]}; {lines.ADVICE}")
+        return found

@@ -11,23 +11,26 @@ its results to a session.
 """
 
 import json
-import math
 import shutil
 import uuid
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, NotRequired, TypedDict
 
 import tvm
 
 from mlc_amd import runtime
+from mlc_amd.compiler.pipeline import make_target
+from mlc_amd.compiler.tuning import lines
 from mlc_amd.compiler.tuning.build import Builder, build_copy, folder_name
 from mlc_amd.compiler.tuning.database import Checked, Measured, plan_text
 from mlc_amd.compiler.tuning.session import TuningSession
 from mlc_amd.compiler.tuning.tasks import Task
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime import json_files
+from mlc_amd.runtime.errors import UserError, shorten
 from mlc_amd.runtime.measure.run_kit import CANDIDATES, COPY, FORMAT, KIT, RESULTS
+from mlc_amd.schedules.plans.space import space
 from mlc_amd.schedules.plans.workload import VERSION, Workload
 
 RUNNER = "kit"
@@ -35,7 +38,7 @@ TASK = ("name", "calls", "weight", "bytes", "flops")  # what kit.json has of a T
 ASSEMBLY = "*.s.gz"  # which targets add for readers
 KINDS = ("vulkan", "rocm")  # targets whose kernels run without TVM
 SOURCES = (
-    "__init__.py", "artifact.py", "closing.py", "errors.py", "gpus.py", "host.py", "random_weights.py",
+    "__init__.py", "closing.py", "errors.py", "gpus.py", "host.py", "random_weights.py", "weight_block.py",
     "devices/__init__.py", "devices/choice.py", "devices/hip/*.py", "devices/vulkan/*.py", "measure/*.py",
 )  # fmt: skip
 START = '''"""Measures the kernels of this folder: python3 run.py [--device NAME].
@@ -79,6 +82,64 @@ class Exported(NamedTuple):
     nbytes: int
 
 
+class _Version(TypedDict):
+    format: int
+    tvm: str
+    version: int
+
+
+class _TaskEntry(lines.About):
+    name: str
+    calls: dict[str, lines.Figure]
+    weight: lines.Figure
+    bytes: lines.Figure
+    flops: lines.Figure
+
+
+class _Candidate(TypedDict):
+    task: str
+    plan: lines.Plan
+    reference: str
+
+
+class _KitFile(_Version):
+    id: str
+    target: Literal["vulkan", "rocm"]
+    arch: str
+    model: str
+    tasks: list[_TaskEntry]
+    candidates: dict[str, _Candidate]
+
+
+class _Result(TypedDict):
+    error: str | None
+    seconds: NotRequired[lines.Seconds]
+    runs: NotRequired[list[lines.Seconds]]
+
+
+class _Check(TypedDict):
+    """All fields of database.Checked."""
+
+    checked: Literal["device", "lavapipe"]
+    passed: bool
+    deviation: lines.Figure | None
+    error: str
+    gain: lines.Ratio | None
+
+
+class _Facts(TypedDict):
+    device: NotRequired[str]
+    driver: NotRequired[str]
+
+
+class _Results(TypedDict):
+    format: int
+    kit: str
+    facts: _Facts
+    results: dict[str, _Result]
+    checks: dict[str, _Check]
+
+
 @dataclass
 class Kit:
     """A kit that was measured. tasks: of compiler/tuning/tasks.py. candidates: of kit.json; found: results.json."""
@@ -88,8 +149,8 @@ class Kit:
     arch: str
     model: str
     tasks: list[Task]
-    candidates: dict[str, dict]
-    found: dict
+    candidates: dict[str, _Candidate]
+    found: _Results
 
 
 def check_folder(folder: Path, kind: str) -> None:
@@ -162,19 +223,45 @@ def _copy_sources(folder: Path) -> None:
 
 def load(folder: Path) -> Kit:
     """A kit that was measured. UserError for anything else, or one whose files are invalid."""
-    kit = _read(folder / KIT, "is no kit of this version; export it again", _kit_fault)
-    if (kit["tvm"], kit["version"]) != (tvm.__version__, VERSION):
-        made = f"TVM {kit['tvm']} and plans of version {kit['version']}"
-        raise UserError(f"{folder} was made with {made}, this is {tvm.__version__} and {VERSION}: export it again")
+    if not (folder / KIT).exists():
+        raise UserError(f"{folder} holds no {KIT}; give the folder of a kit that `mlc-amd tune --export-kit` made")
+    again = "export the kit again"
+    made = json_files.read(folder / KIT, _Version, again)
+    if (made["format"], made["tvm"], made["version"]) != (FORMAT, tvm.__version__, VERSION):
+        theirs = f"format {made['format']}, TVM {made['tvm']} and plans of version {made['version']}"
+        ours = f"format {FORMAT}, {tvm.__version__} and {VERSION}"
+        raise UserError(f"{folder} was made with {theirs}, this is {ours}: export it again")
+    kit = json_files.read(folder / KIT, _KitFile, again)
+    tasks = [
+        Task(Workload.from_json(of), of["name"], of["calls"], of["weight"], of["bytes"], of["flops"])
+        for of in kit["tasks"]
+    ]
+    if strange := {entry["task"] for entry in kit["candidates"].values()} - {task.workload.key for task in tasks}:
+        raise UserError(f"{folder / KIT} is damaged (no task is called {shorten(min(strange))}); {again}")
+    _check_tasks(folder / KIT, kit["target"], kit["arch"], tasks)
     if not (folder / RESULTS).exists():
         raise UserError(
             f"{folder} holds no {RESULTS}: run `python3 run.py` in it on the machine that it is for, and take that "
             "file back"
         )
-    advice = "is damaged or was changed; measure the kit again"
-    found = _read(folder / RESULTS, advice, lambda data: _results_fault(data, kit))
-    tasks = [Task(Workload.from_json(entry), *(entry[name] for name in TASK)) for entry in kit["tasks"]]
+    advice = "measure the kit again"
+    found = json_files.read(folder / RESULTS, _Results, advice)
+    if wrong := _results_fault(found, kit):
+        raise UserError(f"{folder / RESULTS} is damaged or was changed ({wrong}); {advice}")
     return Kit(folder, kit["target"], kit["arch"], kit["model"], tasks, kit["candidates"], found)
+
+
+def _check_tasks(path: Path, target: str, arch_name: str, tasks: list[Task]) -> None:
+    """UserError for tasks that there are no kernels for."""
+    (arch,) = make_target(target, arch_name).archs
+    for task in tasks:
+        try:
+            space(task.workload, arch)
+        except UserError:
+            raise
+        except Exception as error:  # whatever comes of arguments that no model has
+            what = f"{shorten(task.name)} cannot be tuned ({type(error).__name__}: {shorten(str(error))})"
+            raise UserError(f"{path} is damaged: {what}; export the kit again") from error
 
 
 def feed(kit: Kit, session: TuningSession) -> Counter:
@@ -211,49 +298,12 @@ def feed(kit: Kit, session: TuningSession) -> Counter:
     return fed
 
 
-def _read(path: Path, advice: str, fault) -> dict:
-    """A JSON file of a kit. fault(data): what is wrong with its content, "" if nothing is."""
-    try:
-        data = json.loads(path.read_text())
-        wrong = fault(data)
-    except OSError as e:
-        why = f"{e.strerror or e}; give the folder of a kit that `mlc-amd tune --export-kit` made"
-        raise UserError(f"{path}: {why}") from e
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        wrong = f"{type(e).__name__}: {e}"
-    if wrong:
-        raise UserError(f"{path} {advice} ({wrong})")
-    return data
-
-
-def _kit_fault(kit: dict) -> str:
-    if kit.get("format") != FORMAT:
-        return f"format {kit.get('format')}, not {FORMAT}"
-    keys = {Workload.from_json(task).key for task in kit["tasks"]}
-    named = {entry["task"] for entry in kit["candidates"].values()}
-    return "" if named <= keys else f"no task {min(named - keys)}"
-
-
-def _results_fault(found: dict, kit: dict) -> str:
+def _results_fault(found: _Results, kit: _KitFile) -> str:
     if (found["format"], found["kit"]) != (FORMAT, kit["id"]):
         return "it belongs to another kit"
     if strange := sorted({*found["results"], *found["checks"]} - kit["candidates"].keys()):
-        return f"no candidate is called {strange[0]!r}"
-    if not all(isinstance(found["facts"].get(key, ""), str) for key in ("device", "driver")):
-        return "the device has no name"
+        return f"no candidate is called {shorten(strange[0])}"
     for name, result in found["results"].items():
-        error = result["error"]
-        if not (_times(result["seconds"], *result["runs"]) if error is None else error and isinstance(error, str)):
+        if result["error"] == "" or (result["error"] is None and not ("seconds" in result and "runs" in result)):
             return f"{name} has neither seconds nor an error"
-    for name, check in found["checks"].items():
-        deviation, gain = check["deviation"], check["gain"]
-        good = isinstance(check["error"], str) and check["checked"] in ("device", "lavapipe")
-        good &= isinstance(check["passed"], bool) and check.keys() == Checked.__dataclass_fields__.keys()
-        if not good or not (deviation in (None, 0) or _times(deviation)) or not (gain is None or _times(gain)):
-            return f"the check of {name} says nothing"
     return ""
-
-
-def _times(*values) -> bool:
-    """Whether all are positive, finite numbers."""
-    return all(type(value) in (int, float) and 0 < value < math.inf for value in values)

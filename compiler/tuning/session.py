@@ -96,8 +96,8 @@ class TuningSession:
         search = self._searches[task]
         plan = search.space.equal(plan)
         record = Record(**asdict(measured), plan=asdict(plan), default=plan == search.space.default, at=time.time())
-        self.database.add(task.workload, record)
-        search.report([(plan, measured.seconds)])
+        kept = self.database.add(task.workload, record)
+        search.report([(plan, kept.seconds)])
         self.trials += 1
 
     def withdraw(self, task: Task, plan) -> None:
@@ -127,7 +127,7 @@ class TuningSession:
         tries again."""
         search, workload = self._searches[task], task.workload
         plan = search.space.equal(plan)
-        self.database.check(workload, asdict(plan), checked)
+        checked = self.database.check(workload, asdict(plan), checked)
         if not checked.checked:
             self.unverified[task, plan] = checked.error
         elif not checked.passed:

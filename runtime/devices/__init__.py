@@ -60,8 +60,6 @@ def open_device(
         from mlc_amd.runtime.devices.hip.device import HipDevice
 
         return HipDevice(artifact, threads, which, n_cpu_moe, kv)
-    if kind == "vulkan":
-        from mlc_amd.runtime.devices.vulkan.device import VulkanDevice
+    from mlc_amd.runtime.devices.vulkan.device import VulkanDevice
 
-        return VulkanDevice(artifact, threads, which, n_cpu_moe, kv)
-    raise UserError(f"this version has no device for target '{kind}'; compile the model with --target cpu")
+    return VulkanDevice(artifact, threads, which, n_cpu_moe, kv)

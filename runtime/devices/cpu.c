@@ -179,7 +179,12 @@ static int64_t now_ns(void) {
 /* TVMBackendParallelLaunch: runs job(task, group, data) for each task of a group whose size it chooses. -1 if one fails. */
 int mlc_amd_launch(Job job, void *data, int tasks) {
     (void)tasks;
-    if (inside || pool.threads == 1 || pthread_mutex_trylock(&pool.launching)) {      /* nested or busy: run serially */
+    int serially = inside || pthread_mutex_trylock(&pool.launching);                  /* nested or busy */
+    if (!serially && pool.threads == 1) {
+        pthread_mutex_unlock(&pool.launching);
+        serially = 1;
+    }
+    if (serially) {
         Group serial = {NULL, 1};
         return job(0, &serial, data) ? -1 : 0;
     }
@@ -230,6 +235,21 @@ static _Thread_local struct {
     int used;
 } kept[KEPT];
 
+static pthread_key_t keeps;     /* set for threads that keep buffers: they are freed when the thread ends */
+static pthread_once_t keeping = PTHREAD_ONCE_INIT;
+
+static void free_kept(void *unused) {
+    (void)unused;
+    for (int i = 0; i < KEPT; i++) {
+        free(kept[i].at);
+        kept[i].at = NULL;
+    }
+}
+
+static void start_keeping(void) {
+    if (pthread_key_create(&keeps, free_kept)) abort();     /* of 1024 keys, none is left */
+}
+
 /* TVMBackendAllocWorkspace: scratch memory of the calling thread. NULL if out of memory. */
 void *mlc_amd_scratch(int device_type, int device, uint64_t bytes, int code, int bits) {
     (void)device_type, (void)device, (void)code, (void)bits;
@@ -240,9 +260,12 @@ void *mlc_amd_scratch(int device_type, int device, uint64_t bytes, int code, int
         else if (best < 0 || kept[i].bytes < kept[best].bytes) best = i;
     }
     if (best < 0) {
+        if (bytes > UINT64_MAX - ALIGN) return NULL;
         uint64_t rounded = bytes ? (bytes + ALIGN - 1) / ALIGN * ALIGN : ALIGN;
         void *at = aligned_alloc(ALIGN, rounded);
         if (!at || spare < 0) return at;
+        pthread_once(&keeping, start_keeping);
+        pthread_setspecific(keeps, kept);
         free(kept[spare].at);
         kept[spare].at = at;
         kept[spare].bytes = rounded;

@@ -5,7 +5,9 @@ Of TVM it needs only the function interface (apache-tvm-ffi).
 """
 
 import ctypes
+import hashlib
 import mmap
+import os
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import tvm_ffi
 
 from mlc_amd.runtime.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.folders import temporary
 from mlc_amd.runtime.host import available_memory, available_threads, cpu_flags
 from mlc_amd.runtime.kv_pool import HOST_PART, ONE_SEQUENCE, KvSize
 
@@ -27,7 +30,23 @@ _CALLS = {
     "TVMBackendAllocWorkspace": "mlc_amd_scratch",
     "TVMBackendFreeWorkspace": "mlc_amd_free_scratch",
 }
+_loaded: dict[str, tuple[tvm_ffi.Module, ctypes.CDLL]] = {}  # by the digest of their content
 _pool: ctypes.CDLL | None = None  # the library whose thread pool this process uses: the first that was loaded
+
+
+def _load(path: Path) -> tuple[tvm_ffi.Module, ctypes.CDLL]:
+    """A library, loaded by its content: the system's loader takes a path that it has seen for the library that it has
+    loaded from there, whatever the file holds now. RuntimeError or OSError if it cannot be loaded."""
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    if digest not in _loaded:
+        with temporary("kernels") as folder, open(os.memfd_create(digest, os.MFD_CLOEXEC), "wb") as memory:
+            memory.write(content)
+            memory.flush()
+            own = folder / f"{digest}.so"
+            own.symlink_to(f"/proc/self/fd/{memory.fileno()}")
+            _loaded[digest] = tvm_ffi.load_module(str(own)), ctypes.CDLL(str(own))
+    return _loaded[digest]
 
 
 class Kernels:
@@ -36,7 +55,7 @@ class Kernels:
 
     def __init__(self, path: Path):
         global _pool
-        self._module, self._library = tvm_ffi.load_module(str(path)), ctypes.CDLL(str(path))
+        self._module, self._library = _load(path)
         _pool = _pool or self._library
         for theirs, ours in _CALLS.items():
             try:
@@ -141,7 +160,8 @@ class CpuDevice:
 
     def _load_kernels(self) -> None:
         try:
-            self.libraries = [Kernels(self.artifact.path / name) for name in self.artifact.manifest["libraries"]]
+            files = self.artifact.manifest["libraries"].values()
+            self.libraries = [Kernels(self.artifact.path / name) for name in files]
         except (RuntimeError, OSError, AttributeError) as e:
             raise UserError(
                 f"cannot load the kernels of {self.artifact.path} ({str(e).splitlines()[0]}); compile the model again"

@@ -32,30 +32,53 @@ FORMAT = 2
 KIT, RESULTS, CANDIDATES, COPY = "kit.json", "results.json", "candidates", "copy"
 
 
+def _object(path: Path) -> dict | None:
+    """The JSON object of a file; None where there is none."""
+    try:
+        found = json.loads(path.read_text()) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _are_candidates(found: object) -> bool:
+    """Whether it is {name: {"reference": name or "", ..}}, with names of folders beside one another."""
+    return isinstance(found, dict) and all(
+        isinstance(entry, dict) and name.isprintable() and "/" not in name and entry.get("reference") in ("", *found)
+        for name, entry in found.items()
+    )
+
+
 class Run:
     """A kit that is being measured. device: as `Measurer` takes it."""
 
     def __init__(self, folder: Path, device: str | None = None):
         self.folder = folder
-        try:
-            self.kit = json.loads((folder / KIT).read_text())
-        except (OSError, ValueError) as e:
-            raise UserError(f"{folder} is no kit ({e}); make one with mlc-amd tune --export-kit") from e
+        self.kit = _object(folder / KIT)
+        if self.kit is None:
+            raise UserError(f"{folder} holds no readable {KIT}; make a kit with mlc-amd tune --export-kit")
         if self.kit.get("format") != FORMAT:
             raise UserError(f"{folder} was made by another version of mlc-amd; export the kit again")
-        self.device, self.candidates = device, self.kit["candidates"]
+        self.device, self.candidates = device, self.kit.get("candidates")
+        if not _are_candidates(self.candidates) or not isinstance(self.kit.get("id"), str):
+            raise UserError(f"{folder / KIT} is damaged; copy the kit again")
         self.found = {"format": FORMAT, "kit": self.kit["id"], "facts": {}, "results": {}, "checks": {}}
         self._resume()
         self._started, self._said = time.monotonic(), 0
 
     def _resume(self) -> None:
-        """Loads what an earlier run measured. An unreadable file is measured again."""
-        try:
-            earlier = json.loads((self.folder / RESULTS).read_text())
-        except (OSError, ValueError):
-            return
-        if earlier.get("kit") == self.kit["id"]:
-            self.found = earlier
+        """Loads what an earlier run measured. What a damaged file has is measured again."""
+        earlier = _object(self.folder / RESULTS)
+        if (
+            earlier
+            and earlier.get("kit") == self.kit["id"]
+            and all(
+                isinstance(earlier.get(name), dict) and all(isinstance(one, dict) for one in earlier[name].values())
+                for name in ("results", "checks")
+            )
+            and isinstance(earlier.get("facts"), dict)
+        ):
+            self.found |= {name: earlier[name] for name in ("facts", "results", "checks")}
 
     def all(self) -> None:
         """Measures, then compares, what is not done yet. UserError without a device for the kit."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -55,7 +56,7 @@ class Workload:
         return [(lookup(fmt), rows) for fmt, rows in segments]
 
     @classmethod
-    def from_json(cls, data: dict) -> "Workload":
+    def from_json(cls, data: Mapping) -> "Workload":
         """Of {"op", "args", ..}."""
         return cls(data["op"], data["args"])
 

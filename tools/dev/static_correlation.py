@@ -24,10 +24,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlc_amd.compiler.tuning import isa_costs
+from mlc_amd.compiler.tuning import isa_costs, lines
 from mlc_amd.compiler.tuning.build import Builder, plan_of
-from mlc_amd.compiler.tuning.database import HEADER, LOG, entries_of, read_lines
+from mlc_amd.compiler.tuning.database import HEADER, LOG, entries_of
 from mlc_amd.compiler.tuning.static import codes_of, of_candidate
+from mlc_amd.runtime import json_files
 from mlc_amd.runtime.measure.candidate import read
 from mlc_amd.schedules.gpu import arch as archs
 from mlc_amd.schedules.gpu import profiles
@@ -97,10 +98,10 @@ def of_kit(folder: Path) -> tuple[str, str, list[Point]]:
 
 def of_database(folder: Path, built: Path) -> tuple[str, str, list[Point]]:
     """As `of_kit`; candidates are built once more, into `built`."""
-    (header,), _ = read_lines(folder / HEADER)
+    header = json_files.read(folder / HEADER, lines.Header, lines.ADVICE)
     kind, arch = header["api"], header["arch"]
     jobs, points = [], []
-    for entry in entries_of(read_lines(folder / LOG)[0]):
+    for entry in entries_of(lines.read(folder / LOG)[0]):
         found = space(entry.workload, _arch(kind, arch))
         records = [
             record for record in entry.records.values() if record.seconds is not None and record.runner != "static"

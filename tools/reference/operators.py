@@ -322,5 +322,5 @@ OPERATORS: dict[str, Callable[[Case], dict[str, Result]]] = {
     "route": _route, "norm_route": _norm_route, "expert_order": _expert_order, "gather": _gather,
     "expert_gate_up": _expert_gate_up, "expert_linear": _expert_linear, "expert_down": _expert_down,
     "combine": _combine, "sample": _sample, "causal_conv": states.causal_conv,
-    "delta_net": states.delta_net, "gate": states.gate,
+    "delta_net": states.delta_net, "ssm_scan": states.ssm_scan, "gate": states.gate,
 }  # fmt: skip

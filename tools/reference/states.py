@@ -62,6 +62,31 @@ def delta_net(c: Case) -> dict[str, Result]:
     return _with_states(c, y.reshape(c.live, -1), states)
 
 
+def ssm_scan(c: Case) -> dict[str, Result]:
+    """A cell has, of each head, the matrix as columns of x by columns of B on GPUs, the other way round on CPUs."""
+    a, states = c.args, c.arrays["States"].astype(np.float64)
+    heads, d, size, groups = (a[key] for key in ("heads", "d", "size", "groups"))
+    live, inner = c.live, heads * d
+    x, b, to_y = np.split(c.arrays["X"][:live].astype(np.float64), [inner, inner + groups * size], axis=1)
+    x = x.reshape(live, heads, d)
+    b, to_y = (part.reshape(live, groups, size).repeat(heads // groups, axis=1) for part in (b, to_y))
+    factor, skip, bias = (c.arrays[name][:heads].astype(np.float64) for name in ("A", "D", "Bias"))
+    dt = np.logaddexp(0.0, c.arrays["Dt"][:live, :heads] + bias)
+    y, z = np.empty((live, heads, d)), c.arrays["Z"][:live, :inner].astype(np.float64)
+    shape = (heads, d, size) if c.layout == "gpu" else (heads, size, d)
+    for rows, before, target in runs(c):
+        matrix = np.zeros((heads, d, size))
+        if before is not None:
+            matrix = before.reshape(shape) if c.layout == "gpu" else before.reshape(shape).transpose(0, 2, 1)
+        for row in rows:
+            matrix = matrix * np.exp(factor * dt[row])[:, None, None]
+            matrix = matrix + (x[row] * dt[row][:, None])[..., None] * b[row][:, None]
+            y[row] = np.einsum("hdn,hn->hd", matrix, to_y[row]) + skip[:, None] * x[row]
+        kept = matrix if c.layout == "gpu" else matrix.transpose(0, 2, 1)
+        states[target] = kept.reshape(heads, -1)
+    return _with_states(c, y.reshape(live, inner) * z * experts.sigmoid(z), states)
+
+
 def _with_states(c: Case, y: np.ndarray, kept: np.ndarray) -> dict[str, Result]:
     return {"Y": Result(y[c.rows], c.rows), "States": Result(kept)}
 

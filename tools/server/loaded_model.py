@@ -26,6 +26,8 @@ class LoadedModel:
         self.tool_template = _tool_template(engine)
         self.calls = tool_calls.detect(engine.tokenizer.has_token, self.tool_template.source)
         self.prompter = Prompter(engine.tokenizer, engine.chat_template, self.tool_template, self.calls.instructed)
+        for template in (engine.chat_template, self.tool_template):
+            template.start()
         self._lock = threading.Lock()
         self._grammars: Grammars | None = None
 
@@ -41,6 +43,7 @@ class LoadedModel:
         """Unloads it."""
         if self._grammars is not None:
             self._grammars.close()
+        self.tool_template.close()
         self.engine.close()
 
     def token_logprob(self, token: int, logprob: float, top: Sequence[tuple[int, float]] = ()) -> TokenLogprob:

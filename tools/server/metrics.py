@@ -51,6 +51,12 @@ class Metrics:
             "vllm:prefix_cache_hits", "Tokens of prompts found in the KV cache.", _LABELS, registry=registry
         )
         self._generated = Counter("vllm:generation_tokens", "Tokens of answers.", _LABELS, registry=registry)
+        self._guessed = Counter(
+            "vllm:spec_decode_num_draft_tokens", "Tokens that were guessed and verified.", _LABELS, registry=registry
+        )
+        self._accepted = Counter(
+            "vllm:spec_decode_num_accepted_tokens", "Guessed tokens that were right.", _LABELS, registry=registry
+        )
         self._answers = Counter(
             "vllm:request_success", "Answers by the reason why they ended.", (*_LABELS, "finished_reason"),
             registry=registry,
@@ -64,6 +70,8 @@ class Metrics:
         self._prompt.labels(model).inc(stats.prompt_tokens)
         self._cached.labels(model).inc(stats.cached_tokens)
         self._generated.labels(model).inc(stats.generated)
+        self._guessed.labels(model).inc(stats.guessed)
+        self._accepted.labels(model).inc(stats.accepted)
         self._answers.labels(model, "abort" if stats.finish == "interrupted" else stats.finish).inc()
         if stats.ttft_s:
             self._ttft.labels(model).observe(stats.ttft_s)

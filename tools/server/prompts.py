@@ -5,17 +5,18 @@ In:  messages in OpenAI's form (https://platform.openai.com/docs/api-reference/c
 Out: `check_messages`: the same, checked, as chat templates take them; ApiError 400 with the field's path for what is no
      message or has no text (images, audio). `Prompter.prompt`: text and ids.
 
-All texts of the client pass through `Tokenizer.escape`: those of control tokens stay plain text.
+Texts of the client never become control tokens: what is rendered knows what the template wrote itself.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlc_amd.runtime.call_messages import with_tools
 from mlc_amd.runtime.chat_template import ChatTemplate
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.tokenizer import Tokenizer
+from mlc_amd.runtime.traced_text import Traced
 from mlc_amd.tools.server.chat_request import ChatRequest
 from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields
@@ -125,10 +126,9 @@ class Prompter:
 
     def prompt(self, request: ChatRequest) -> tuple[str, list[int]]:
         """The rendered text and its ids. UserError for what the template refuses."""
-        variables: dict[str, Any] = _mapped(dict(request.template_variables), self._tokenizer.escape)
-        variables |= self._switch(request.thinking)
-        messages: list[dict[str, Any]] = _mapped(list(request.messages), self._tokenizer.escape)
-        tools = _mapped(list(request.callable_tools), self._tokenizer.escape)
+        variables = dict(request.template_variables) | self._switch(request.thinking)
+        messages: list[dict[str, Any]] = [dict(message) for message in request.messages]
+        tools = list(request.callable_tools)
         template = self._tool_template if tools else self._template
         if not self._instructed:
             variables |= {"tools": tools} if tools else {}
@@ -150,7 +150,7 @@ class Prompter:
         return {}
 
 
-def _rendered(template: ChatTemplate, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+def _rendered(template: ChatTemplate, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> Traced:
     """Most templates take a call's arguments as an object, some as JSON text."""
     try:
         return template.render(messages, **variables)
@@ -169,14 +169,3 @@ def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
         for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}
-
-
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of a JSON value with all texts changed, keys included."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {change(key) if isinstance(key, str) else key: _mapped(one, change) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_mapped(one, change) for one in value]
-    return value

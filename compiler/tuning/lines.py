@@ -1,0 +1,99 @@
+"""The files of measurements as types: lines of measurements.jsonl, and records that are shipped. database.py says what
+they mean.
+
+In: a file, perhaps damaged, or of another machine. Out: the lines that can be used, and notes about the others.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, NotRequired, TypedDict
+
+import msgspec
+from msgspec import Meta
+
+from mlc_amd.runtime import json_files
+from mlc_amd.runtime.errors import UserError
+
+ADVICE = "delete the file, or put a good one there"
+# Of a call: a day is too much for any kernel, and what comes of adding and dividing such numbers is finite.
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
+Ratio = Annotated[float, Meta(gt=0, le=1e9)]
+Figure = Annotated[float, Meta(ge=0, le=1e30)]
+Arguments = dict[str, Any]  # of a workload; what there is of each operator, kernels know
+Plan = dict[str, int]
+
+
+class About(TypedDict):
+    """Which kernel a record belongs to."""
+
+    op: str
+    args: Arguments
+
+
+class Facts(TypedDict):
+    """Fields of database.Record."""
+
+    plan: Plan
+    seconds: NotRequired[Seconds | None]
+    error: NotRequired[str]
+    runs: NotRequired[list[Seconds]]
+    device: NotRequired[str]
+    driver: NotRequired[str]
+    runner: NotRequired[str]
+    checked: NotRequired[str]
+    passed: NotRequired[bool]
+    deviation: NotRequired[Figure | None]
+    gain: NotRequired[Ratio | None]
+    default: NotRequired[bool]
+    over: NotRequired[Plan | None]
+    at: NotRequired[Figure]
+
+
+class Line(About, Facts):
+    version: NotRequired[Annotated[int, Meta(ge=0, le=1 << 30)]]
+    tvm: str
+
+
+class Header(TypedDict):
+    """arch.json."""
+
+    api: str
+    arch: str
+
+
+class Shipped(Header):
+    tvm: str
+    version: int
+    records: list[Arguments]
+
+
+def read(path: Path) -> tuple[list[Line], list[str]]:
+    """The good lines of a file, and why others are none. UserError where the file cannot be read."""
+    if not path.exists():
+        return [], []
+    data = json_files.read_bytes(path)
+    lines, notes = [], []
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
+        try:
+            lines.append(checked(json_files.decode(line, Line, f"{path}, line {number},", "it is left out")))
+        except UserError as error:
+            notes.append(str(error))
+    if data and not data.endswith(b"\n"):
+        notes.append(f"{path} ends within a line, which is left out")
+    return lines, notes
+
+
+def checked(line: Line) -> Line:
+    """UserError for a capacity that is none: other arguments say by themselves whether a record fits a kernel."""
+    capacity = line["args"].get("ctx", 1)
+    if type(capacity) is not int or not 1 <= capacity <= 1 << 40:
+        raise UserError("a line with an impossible 'ctx' is left out")
+    return line
+
+
+def fault(line: dict) -> str:
+    """Why a line must not be written; "" for a good one."""
+    try:
+        checked(msgspec.convert(line, Line))
+    except (msgspec.ValidationError, UserError) as error:
+        return str(error)
+    return ""

@@ -1,0 +1,120 @@
+"""JSON that others wrote, read with a description of what it must be: a Python type, usually a TypedDict with the
+limits of numbers (msgspec's documentation of supported types and of `Meta`).
+
+In: a file or its bytes, the type. Out: plain Python values of that type; keys that it does not have are left out.
+UserError in one line that names the key, whatever the file holds.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import msgspec
+
+from mlc_amd.runtime.errors import UserError, shorten
+
+T = TypeVar("T")
+LARGEST = 256 << 20  # bytes of a file: a vocabulary of 200 thousand tokens takes 20 MB
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[BinaryIO]:
+    """A regular file, for reading. UserError for anything else, such as a pipe, which would be waited for, and where
+    the system cannot read it."""
+    try:
+        with open(path, "rb", opener=_open) as file:
+            yield file
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions and the disk") from error
+
+
+def _open(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UserError(f"{path} is not a file")
+    return descriptor
+
+
+def read_bytes(path: Path, limit: int = LARGEST) -> bytes:
+    """The content of a regular file. UserError as by `open_file`, and for more than `limit` bytes."""
+    with open_file(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > limit:
+            raise UserError(f"{path} has {size} bytes, more than the {limit} that such a file may have")
+        return file.read(limit)
+
+
+def read(path: Path, kind: type[T], advice: str, limit: int = LARGEST) -> T:
+    """The content of a JSON file. advice: what to do about a damaged one."""
+    return decode(read_bytes(path, limit), kind, path, advice)
+
+
+def decode(data: bytes, kind: type[T], path: object, advice: str) -> T:
+    """`data` as a value of that type. path, advice: for the message of a UserError."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except RecursionError:
+        why = "it is nested too deeply"
+    except msgspec.ValidationError as error:
+        why = _explain(error, data, kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        why = str(error)
+    raise UserError(f"{path} is damaged ({_printable(why)}); {advice}") from None
+
+
+def _printable(text: str) -> str:
+    """At most 300 characters of a text that may contain others' names, on one line."""
+    short = text if len(text) <= 300 else f"{text[:297]}..."
+    return "".join(char if char.isprintable() else "?" for char in short)
+
+
+def _explain(error: msgspec.ValidationError, data: bytes, kind: Any) -> str:
+    """What is wrong, with the key where it is: msgspec writes "Expected `int`, got `str` - at `$.io[...].shape[1]`"."""
+    what, _, place = str(error).replace("at `key` in `$", "at `$").partition(" - at `$")
+    what, place = what.replace("`", ""), place.rstrip("`").lstrip(".")
+    what = what[:1].lower() + what[1:]
+    with suppress(msgspec.MsgspecError, RecursionError, UnicodeDecodeError):  # of what comes behind that place
+        place = _named(msgspec.json.decode(data), kind, place)
+    return f"key {place}: {what}" if place else what
+
+
+def _named(document: Any, kind: Any, place: str) -> str:
+    """`place` with the names of keys where msgspec writes [...]: of all keys the one without which all is well."""
+    while "[...]" in place:
+        before, _, behind = place.partition("[...]")
+        held = _at(document, before)
+        if not isinstance(held, dict):
+            break
+        names = list(held)
+        while len(names) > 1:
+            half, values = names[: len(names) // 2], dict(held)
+            for name in set(names) - set(half):
+                del held[name]
+            fails = _fails(document, kind)
+            held.clear()
+            held.update(values)
+            names = half if fails else names[len(names) // 2 :]
+            for name in set(held) - set(names):
+                del held[name]
+        place = f"{before}[{shorten(names[0])}]{behind}"
+        before = place.removesuffix(behind)
+    return place
+
+
+def _fails(document: Any, kind: Any) -> bool:
+    try:
+        msgspec.convert(document, kind)
+    except msgspec.ValidationError:
+        return True
+    return False
+
+
+def _at(document: Any, place: str) -> Any:
+    """What is at a place such as "functions['decode'].launches[3]"."""
+    for key, index, name in re.findall(r"\.?([^.\[\]]+)|\[(\d+)\]|\[('[^']*'|\"[^\"]*\")\]", place):
+        document = document[key] if key else document[int(index)] if index else document[name[1:-1]]
+    return document

@@ -1,0 +1,113 @@
+"""Weights as one block of bytes: what devices take, whether it comes from a file or is drawn at random.
+
+`TensorSpec` describes one tensor, `WeightBlock` a block with all of them, `Joined` several blocks as one.
+"""
+
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+ALIGN = 64  # bytes: alignment for vector loads
+PAD = "__pad_"  # prefix of the names of tensors that only fill gaps
+# names in safetensors
+DTYPES = {
+    "uint8": "U8",
+    "int8": "I8",
+    "float16": "F16",
+    "uint16": "U16",
+    "float32": "F32",
+    "int32": "I32",
+    "uint32": "U32",
+}
+NUMPY = {name: np.dtype(dtype) for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of the weights file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+
+class WeightBlock(ABC):
+    """All weights as one block of bytes, which devices map or copy.
+
+    header: as in safetensors, {name: {"dtype", "shape", "data_offsets": [begin, end]}}, offsets into the block; every
+    tensor begins at a multiple of 64 bytes.
+    """
+
+    def __init__(self, header: dict[str, dict]):
+        self.header = header
+
+    @property
+    def places(self) -> dict[str, tuple[int, int]]:
+        """Tensor to (offset in the block, bytes)."""
+        found = {
+            name: (begin, end - begin) for name, entry in self.header.items() for begin, end in [entry["data_offsets"]]
+        }
+        return {name: place for name, place in found.items() if not name.startswith(PAD)}
+
+    @property
+    def total(self) -> int:
+        """Bytes of the block."""
+        return max((entry["data_offsets"][1] for entry in self.header.values()), default=0)
+
+    @abstractmethod
+    def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
+        """(offset, uint8 view) of pieces of at most `nbytes` bytes, in ascending order; gaps between tensors may be
+        skipped.
+
+        The views share memory: copy them at once, and do not write to them.
+        """
+
+    @abstractmethod
+    def __getitem__(self, name: str) -> np.ndarray:
+        """A tensor, for devices that work in this memory."""
+
+    def _view(self, memory: mmap.mmap, start: int, name: str) -> np.ndarray:
+        """A tensor in memory that has the block at `start`."""
+        entry = self.header[name]
+        begin, end = entry["data_offsets"]
+        raw = np.frombuffer(memory, np.uint8, end - begin, start + begin)
+        return raw.view(NUMPY[entry["dtype"]]).reshape(entry["shape"])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.header
+
+    @property
+    def nbytes(self) -> int:
+        return sum(v["data_offsets"][1] - v["data_offsets"][0] for v in self.header.values())
+
+
+class Joined(WeightBlock):
+    """Blocks one after the other."""
+
+    def __init__(self, parts: Sequence[WeightBlock]):
+        header, starts, end = {}, [], 0
+        for part in parts:
+            start = -(-end // ALIGN) * ALIGN
+            starts.append(start)
+            for name, entry in part.header.items():
+                begin, stop = entry["data_offsets"]
+                if not name.startswith(PAD):
+                    header[name] = entry | {"data_offsets": [start + begin, start + stop]}
+            end = start + part.total
+        super().__init__(header)
+        self._parts = list(zip(starts, parts, strict=True))
+
+    def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
+        for start, part in self._parts:
+            for at, piece in part.chunks(nbytes):
+                yield start + at, piece
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return next(part for _, part in self._parts if name in part)[name]
