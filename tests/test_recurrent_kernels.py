@@ -39,6 +39,7 @@ KERNELS = {
     "gated conv": ("causal_conv", {"channels": 80, "taps": 3, "gated": True, "act": "", "bias": False}),
     "delta net": ("delta_net", DELTA),
     "delta net, large heads": ("delta_net", DELTA | {"d": 128, "value_heads": 2, "grouped": True}),
+    "delta net, heads of another size": ("delta_net", DELTA | {"d": 48}),
     "delta net, small heads": ("delta_net", DELTA | {"d": 16, "value_heads": 4, "grouped": True}),
 }
 
