@@ -34,14 +34,18 @@ def needs(model, backend, ctx: int) -> Needs:
         weights += _nbytes(planes)
         if found := EXPERTS.match(name):
             experts[int(found[1])] += _nbytes(planes)
+    found, states = kept(config, backend, ctx), backend.state_types(config)
+    cells = {name: of for name, of in found.items() if name in states}
     return Needs(
         weights=weights + ctx * _table_bytes(config),
         experts=tuple(experts),
-        kv=_nbytes(kept(config, backend, ctx)),
+        kv=_nbytes(found),
         token=token_bytes(config, backend, ctx),
         buffers=_buffers(config, backend, ctx),
         context=ctx,
         longest=config.context,
+        states=_nbytes(cells),
+        cells=next(iter(cells.values()))[0][0] if cells else 0,
     )
 
 

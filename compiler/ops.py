@@ -155,6 +155,11 @@ def _delta_net(call, bb):
     return relax.TupleType([tensor_type((shape_of(call.args[3])[0], columns)), call.args[-1].ty])
 
 
+def _ssm_scan(call, bb):
+    columns = int(call.attrs["heads"]) * int(call.attrs["d"])
+    return relax.TupleType([tensor_type((shape_of(call.args[3])[0], columns)), call.args[-1].ty])
+
+
 def _gate(call, bb):
     return layout_type(*shape_of(call.args[1]), str(call.attrs["layout"]))
 
@@ -318,6 +323,11 @@ OPS = {
         _expert_down,
         "combine(expert_linear) of rows that are not sorted: (x, ids, W, [bias], [weights], [residual]); EXPERTS and "
         "formats, n, k, m, biases, weighted, residual, layout (of x)",
+    ),
+    "ssm_scan": (
+        _ssm_scan,
+        "Mamba-2: (rows, cells, x, z, dt, a, d, dt's bias, states) to (y, states in place), see schedules/gpu/"
+        "ssm_scan.py; heads, d (columns of x of a head), size (of B and C), groups, single as of causal_conv",
     ),
     "sample": (
         _sample,

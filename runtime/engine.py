@@ -117,9 +117,7 @@ class Engine(Closing):
         """From now on steps verify guesses of that drafter, which is closed with the engine, or none. What is answered
         does not depend on it. UserError for models with recurrent layers, whose states cannot go back by a token."""
         if drafter and self.cache.cells:
-            raise UserError(
-                f"{self.artifact.manifest['name']} has recurrent layers: it cannot verify guesses (--draft)"
-            )
+            raise UserError("--draft needs a model without recurrent layers: their states cannot go back by a token")
         with self._core.turn():
             before, limits = self._core.speculation, self._core.scheduler.limits
             rows = min(limits.singles, limits.rows)

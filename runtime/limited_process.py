@@ -84,7 +84,7 @@ class LimitedProcess:
         if self._process is not None and self._process.poll() is None:
             return
         self._ended()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM, self._module, *map(str, self._limits)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
@@ -133,7 +133,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with open("/proc/self/statm", encoding="ascii") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + int(memory), used + int(memory)))
+    most = used + int(memory)
+    if (hard := resource.getrlimit(resource.RLIMIT_AS)[1]) != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     requests, answers = sys.stdin, sys.stdout
     made, work = _limited(open_work, requests.readline(), float(opening_seconds))
     _write(answers, made)

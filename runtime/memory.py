@@ -15,6 +15,7 @@ import numpy as np
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.manifest import Manifest
+from mlc_amd.runtime.pages import STATE
 
 CONTEXT_STEP = 64  # tokens: capacities that are proposed are multiples, as all are that are compiled
 # Bytes of a GPU's own memory that a plan leaves to the driver, the desktop and other programs: what llama.cpp leaves
@@ -31,10 +32,12 @@ class Needs:
 
     weights     packed weights, experts included
     experts     of these, the experts' matrices of each layer; 0 where it has none
-    kv          KV cache, at a capacity of `context` tokens
+    kv          KV cache, at a capacity of `context` tokens, and states of sequences
     token       what one more token of capacity takes: cache and tables by position
     buffers     intermediate tensors, scratch memory, logits
     longest     tokens that the model was made for
+    states      of kv, the states of recurrent layers
+    cells       how many states these are
     """
 
     weights: int
@@ -44,6 +47,8 @@ class Needs:
     buffers: int
     context: int
     longest: int
+    states: int = 0
+    cells: int = 0
 
     def host(self, layers: int) -> int:
         """Bytes of host memory when the experts of the first `layers` layers stay there."""
@@ -92,6 +97,7 @@ def of_manifest(manifest: Manifest) -> Needs:
     for name, entry in manifest["tensors"].items():
         if found := EXPERTS.match(name):
             experts[int(found[1])] += nbytes(entry)
+    states = [entry for entry in manifest["kv"] if entry.get("span") == STATE]
     kernels = [kernel for arch in manifest["launches"].values() for kernel in arch.values()]
     scratch = max((sum(kernel["scratch"]) for kernel in kernels), default=0)
     return Needs(
@@ -102,6 +108,8 @@ def of_manifest(manifest: Manifest) -> Needs:
         buffers=manifest["arena_bytes"] + scratch + sum(map(nbytes, manifest["io"].values())),
         context=manifest["context"],
         longest=manifest["model"]["context"],
+        states=sum(map(nbytes, states)),
+        cells=states[0]["shape"][0] if states else 0,
     )
 
 

@@ -11,6 +11,11 @@ and lower-case letters are one class (tiny_aya, youtu), only ASCII ones differ a
 
 from dataclasses import dataclass
 
+# Characters of white space, or digits, in a row: a regex may go back over all of them, and the library gives up after
+# ten million steps back.
+LONGEST_RUN = 1_000_000
+_LONGEST_GROUPED = 20_000
+
 
 @dataclass(frozen=True)
 class PreTokenizer:
@@ -22,6 +27,8 @@ class PreTokenizer:
     whole_lines:   a run of newlines that is a token as a whole is not merged from single ones.
     byte_level:    words are merged from bytes, written as printable characters; otherwise from characters, with "▁"
                    for a space and tokens such as <0x0A> for the bytes of a character that is no token.
+    longest_number: digits in a row, at most. A regex that groups digits from the right looks ahead to the last one from
+                   each: 20 000 digits take a second, and four times as long if there are twice as many.
     """
 
     splits: tuple[str, ...]
@@ -29,6 +36,7 @@ class PreTokenizer:
     add_bos: bool = False
     whole_lines: bool = False
     byte_level: bool = True
+    longest_number: int = LONGEST_RUN
 
 
 def _any(*alternatives: str) -> str:
@@ -200,17 +208,17 @@ _FAMILIES: tuple[tuple[PreTokenizer, str], ...] = (
         ),
         "spark2_5",
     ),
-    (PreTokenizer((_GROUPS_OF_THREE, f"[{_ASIAN}]+", _DEEPSEEK3)), "afmoe"),
+    (PreTokenizer((_GROUPS_OF_THREE, f"[{_ASIAN}]+", _DEEPSEEK3), longest_number=_LONGEST_GROUPED), "afmoe"),
     (PreTokenizer((_GPT4O,)), "gpt-4o llama4 kanana2 talkie minimax-m2"),
     (PreTokenizer((_GPT4O,), ignore_merges=True), "granite-embed-multi-97m"),
-    (PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)), "tiny_aya cohere2moe"),
+    (PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O), longest_number=_LONGEST_GROUPED), "tiny_aya cohere2moe"),
     (PreTokenizer((_cased(r"\p{N}"),), ignore_merges=True, add_bos=True), "tekken"),
     (PreTokenizer((_YOUTU, _cased(r"\p{N}", _SUFFIX + "?")), ignore_merges=True), "youtu"),
     (PreTokenizer((_KIMI_K2,)), "kimi-k2"),
     (PreTokenizer((_BLOOM,)), "bloom poro-chat gpt3-finnish"),
     (PreTokenizer((_BLOOM, r"\p{N}")), "viking"),
     (PreTokenizer(_CHAMELEON, add_bos=True), "chameleon"),
-    (PreTokenizer((r"\p{N}+", r"(?=(?:[0-9]{3})+(?![0-9]))")), "superbpe"),
+    (PreTokenizer((r"\p{N}+", r"(?=(?:[0-9]{3})+(?![0-9]))"), longest_number=_LONGEST_GROUPED), "superbpe"),
     (PreTokenizer((_LINES,), add_bos=True, whole_lines=True, byte_level=False), "gemma4 granite-embed-multi-311m"),
     (PreTokenizer((_LINES,), byte_level=False), "sarvam-moe"),
 )

@@ -3,13 +3,18 @@
 In:  the name of a pre-tokenizer (`pre_tokenizers.py`), or None for SentencePiece.
 Out: parts of the `tokenizers` library, which `compiler/tokenizer.py` writes into `tokenizer.json`. A loaded model must
      have the same ones: a regex from elsewhere could take minutes for a line of text, or crash the library.
+     `check_runs` refuses texts for which ours would.
 """
 
+import re
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
-from mlc_amd.runtime.pre_tokenizers import DEFAULT, PRE_TOKENIZERS
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.pre_tokenizers import DEFAULT, LONGEST_RUN, PRE_TOKENIZERS
+
+_RUNS = re.compile(r"\s+|\d+")
 
 
 def set_pipeline(tokenizer: Tokenizer, sentencepiece: bool, pre: str | None, add_space_prefix: bool) -> None:
@@ -28,6 +33,18 @@ def has_pipeline(tokenizer: Tokenizer, sentencepiece: bool, pre: str | None, add
     others = (tokenizer.post_processor, tokenizer.truncation, tokenizer.padding)
     expected = _pipeline(sentencepiece, pre, add_space_prefix)
     return list(map(_state, parts)) == list(map(_state, expected)) and others == (None, None, None)
+
+
+def check_runs(text: str, pre: str | None) -> None:
+    """UserError for a text that takes the pre-tokenizer too long to cut into words."""
+    longest = (DEFAULT if pre is None else PRE_TOKENIZERS[pre]).longest_number
+    if len(text) <= longest:
+        return
+    for found in _RUNS.finditer(text):
+        space = found[0].isspace()
+        if found.end() - found.start() > (most := LONGEST_RUN if space else longest):
+            what = "characters of white space" if space else "digits"
+            raise UserError(f"the text has more than {most} {what} in a row: shorten them")
 
 
 def _pipeline(sentencepiece: bool, pre: str | None, add_space_prefix: bool) -> tuple[Any, Any]:

@@ -13,14 +13,15 @@ be joined without loss.
 
 import codecs
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import tokenizers
+from tokenizers import models
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.text_pipeline import has_pipeline
-from mlc_amd.runtime.tokenizer_files import ADVICE, Config, read_config, read_library
+from mlc_amd.runtime.text_pipeline import check_runs, has_pipeline
+from mlc_amd.runtime.tokenizer_files import ADVICE, Config, library_errors, read_config, read_library
 from mlc_amd.runtime.traced_text import Traced
 
 MARK = "\ufdd0"  # a code point that Unicode reserves for a program's internal use
@@ -45,21 +46,25 @@ def _has_pipeline(backend: tokenizers.Tokenizer, config: Config) -> bool:
         return False
 
 
-# A regex of a pre-tokenizer may go back over a run of white space or of digits as many times as the run is long, and
-# the library gives up after ten million times.
-_MAX_RUN = 1_000_000
-_RUNS = re.compile(rf"\s{{{_MAX_RUN}}}|\d{{{_MAX_RUN}}}")
+class _Controls:
+    """Finds the texts of control tokens in a text, as the library does it: of added tokens that overlap, the first one,
+    and of those that begin at the same place, the longest."""
 
+    def __init__(self, added: Iterable[tokenizers.AddedToken]) -> None:
+        texts: dict[bool, list[str]] = {True: [], False: []}
+        for token in added:
+            texts[token.special].append(token.content.removeprefix(MARK))
+        # All that is no added token is one unknown word, with the id 0; control tokens have the next ids.
+        self._backend = tokenizers.Tokenizer(models.WordLevel({MARK: 0}, unk_token=MARK))
+        for special in (True, False):
+            self._backend.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in texts[special]])
+        self._last = len(texts[True])
 
-def _check_runs(text: str) -> None:
-    """UserError for a text that the library cannot cut into words."""
-    if len(text) >= _MAX_RUN and (found := _RUNS.search(text)):
-        what = "white space" if found[0].isspace() else "digits"
-        raise UserError(f"the text has more than {_MAX_RUN} characters of {what} in a row: shorten them")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    def places(self, text: str) -> list[int]:
+        """Where control tokens begin."""
+        with library_errors("the text cannot be tokenized", "change it"):
+            found = self._backend.encode(text, add_special_tokens=False)
+        return [start for i, (start, _) in zip(found.ids, found.offsets, strict=True) if 0 < i <= self._last]
 
 
 class Tokenizer:
@@ -74,6 +79,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, config: Config):
         self._backend = backend
         self._byte_level: bool = config["byte_level"]
+        self._pre: str | None = config["pre"]
         self.add_space_prefix: bool = config["add_space_prefix"]
         self.vocab_size: int = config["vocab_size"]
         self.bos_id: int | None = (config["special"]["bos"] or {}).get("id")
@@ -84,8 +90,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._added = {i: token.content.removeprefix(MARK).encode() for i, token in added.items()}
         self._special = frozenset(i for i, token in added.items() if token.special)
-        texts = sorted((added[i].content.removeprefix(MARK) for i in self._special), key=len, reverse=True)
-        self._special_texts = re.compile("|".join(map(re.escape, texts)) or "(?!)")  # "(?!)" matches nowhere
+        self._controls = _Controls(added.values())
 
     @classmethod
     def load(cls, directory: str | Path) -> "Tokenizer":
@@ -113,7 +118,7 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise UserError(f"the text is not valid Unicode ({_one_line(error)}): pass UTF-8") from error
+            raise UserError(f"the text is not valid Unicode ({error}): pass UTF-8") from error
         ids = self._ids(self._marked(text) if parse_special else text.replace(MARK, ""))
         if add_special and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
@@ -124,24 +129,17 @@ class Tokenizer:
     def _marked(self, text: str) -> str:
         """The text with MARK before each control token, and nowhere else."""
         text = text.replace(MARK, "")
-        pieces, done, place = [], 0, 0
-        while found := self._special_texts.search(text, place):
-            start, place = found.span()
-            if isinstance(text, Traced) and not text.is_own(start, place):
-                place = start + 1  # an own one may begin within
-            else:
-                pieces += (str.__getitem__(text, slice(done, start)), MARK)
-                done = start
-        return "".join((*pieces, str.__getitem__(text, slice(done, None))))
+        plain, pieces, done = str.__str__(text), [], 0
+        for begin, end in text.spans() if isinstance(text, Traced) else [(0, len(text))]:
+            for place in self._controls.places(plain[begin:end]):
+                pieces += (plain[done : begin + place], MARK)
+                done = begin + place
+        return "".join((*pieces, plain[done:]))
 
     def _ids(self, text: str) -> list[int]:
-        _check_runs(text)
-        try:
+        check_runs(text, self._pre)
+        with library_errors("the text cannot be tokenized", "change it"):
             return self._backend.encode(text, add_special_tokens=False).ids
-        except BaseException as error:
-            if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # the library's Rust code
-                raise UserError(f"the text cannot be tokenized ({_one_line(error)}): change it") from error
-            raise
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a text that a model shall continue: `encode`, but never with an end-of-text token behind it."""

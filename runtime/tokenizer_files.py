@@ -5,6 +5,8 @@ library. Both are what compiler/tokenizer.py writes: nothing else that the libra
 length, is accepted. UserError for all other content.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -99,15 +101,23 @@ def read_library(directory: Path, tokens: int) -> tokenizers.Tokenizer:
     path = Path(directory) / LIBRARY
     data = json_files.read_bytes(path)
     content = json_files.decode(data, _Library, path, ADVICE)
-    try:
+    with library_errors(f"{path} is damaged", ADVICE):
         backend = tokenizers.Tokenizer.from_buffer(data)
-    except BaseException as error:  # the library raises Exception, and BaseException where it cannot go on
-        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
-            raise
-        raise UserError(f"{path} is damaged ({shorten(str(error))}); {ADVICE}") from error
     if backend.get_vocab_size() != tokens:
         raise UserError(f"{path} has {backend.get_vocab_size()} tokens, its config {tokens}; {ADVICE}")
     for i, added in enumerate(content.added_tokens):
         if added["id"] >= tokens or backend.id_to_token(added["id"]) != added["content"]:
             raise UserError(f"{path} is damaged (key added_tokens[{i}]: {added['id']} is another token); {ADVICE}")
     return backend
+
+
+@contextmanager
+def library_errors(problem: str, advice: str) -> Iterator[None]:
+    """UserError for whatever the library raises: nothing narrower than Exception, and where its Rust code panics, what
+    is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise UserError(f"{problem} ({shorten(' '.join(str(error).split()))}); {advice}") from error
+        raise

@@ -363,6 +363,18 @@ OPERATORS = {
     "expert_down": Operator(_expert_linear, lambda args: _expert_products(args, 1)),
     "combine": Operator(_combine),
     "sample": Operator(_sample),
+    "ssm_scan": Operator(
+        lambda args: (
+            _STATE,
+            _ROWS,
+            _CELLS,
+            Slot("input", ("X", "Z", "Dt")),
+            Slot("weight", ("A", "D", "Bias")),
+            Slot("states", ("States",)),
+            Slot("output", ("Y",)),
+        ),
+        lambda args: (6 * args["m"] * args["heads"] * args["d"] * args["size"], 0),
+    ),
     "delta_net": Operator(
         lambda args: (
             _STATE,

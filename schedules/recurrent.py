@@ -45,3 +45,9 @@ def run_length(state, rows, row, m, single, live):
 def key_head(head, key_heads, value_heads, grouped):
     """The key head of a value head. grouped: those of one key head follow one another."""
     return head // (value_heads // key_heads) if grouped else head % key_heads
+
+
+def softplus(x):
+    """ln(1 + e**x) of a float32, in a register."""
+    x = T.Bind(x)
+    return T.Bind(T.Select(x > T.float32(20), x, T.log(T.float32(1) + T.exp(T.min(x, T.float32(20))))))

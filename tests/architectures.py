@@ -17,6 +17,10 @@ DELTA_NET = {
 BLOCKS = range(4)
 QKV_BIAS, OUTPUT_BIAS = ("blk.0.attn_q.bias",), ("blk.0.attn_output.bias",)
 
+MAMBA2 = {
+    "ssm.inner_size": 512, "ssm.state_size": 32, "ssm.time_step_rank": 8, "ssm.group_count": 2, "ssm.conv_kernel": 4,
+}  # fmt: skip
+
 MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "cohere2": ({"attention.sliding_window": 24, "logit_scale": 0.25, "block_count": 4}, ()),
     "deepseek2": (
@@ -36,6 +40,7 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         ("blk.1.exp_probs_b.bias",),
     ),
     "exaone4": ({}, ("rope_freqs.weight",)),
+    "falcon-h1": (MAMBA2 | {"ssm.inner_size": 384, "ssm.time_step_rank": 6, "ssm.state_size": 48}, ()),
     "gemma": ({}, ()),
     "gemma2": ({"attention.sliding_window": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}, ()),
     "gemma3": (
@@ -73,6 +78,13 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         | {"feed_forward_length": 64, "expert_shared_feed_forward_length": 96},
         (),
     ),
+    "granitehybrid": (
+        EXPERTS | MAMBA2
+        | {"block_count": 3, "attention.head_count_kv": [0, 2, 0], "rope.scaling.finetuned": False}
+        | {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0, "attention.scale": 0.025}
+        | {"feed_forward_length": 64, "expert_shared_feed_forward_length": 96, "ssm.group_count": 1},
+        (),
+    ),
     "hunyuan-dense": ({"rope.scaling.alpha": 1000.0}, ()),
     "lfm2": (
         {"block_count": 4, "attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3}
@@ -90,6 +102,7 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         EXPERTS | {"expert_used_count": 3, "block_count": 4, "interleave_moe_layer_step": 2},
         ("rope_freqs.weight",),
     ),
+    "mamba2": (MAMBA2, ()),
     "minimax-m2": (
         EXPERTS
         | {"expert_used_count": 3, "feed_forward_length": 64, "rope.dimension_count": 32, "expert_gating_func": 2},
@@ -98,6 +111,18 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "mistral3": (
         ROPE_SCALED | {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.1},
         (),
+    ),
+    "nemotron_h": (
+        MAMBA2
+        | {"block_count": 4, "attention.head_count_kv": [0, 0, 2, 0], "feed_forward_length": [0, 256, 0, 320]},
+        (),
+    ),
+    "nemotron_h_moe": (
+        EXPERTS | MAMBA2
+        | {"block_count": 4, "attention.head_count_kv": [0, 0, 2, 0], "feed_forward_length": [0, 64, 0, 64]}
+        | {"expert_shared_feed_forward_length": 96, "expert_weights_norm": True, "expert_weights_scale": 2.5}
+        | {"moe_latent_size": 96},
+        ("blk.1.exp_probs_b.bias",),
     ),
     "olmo2": (ROPE_SCALED | {"attention.sliding_window": 24, "block_count": 4}, ("output.weight",)),
     "olmoe": (EXPERTS | {"feed_forward_length": 64, "attention.head_count_kv": 4}, ("output.weight",)),

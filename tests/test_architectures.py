@@ -80,6 +80,22 @@ def test_exact_logits(shared, tmp_path, name):
         logits = engine.decode(token)
 
 
+QUANTIZED = ["gemma3", "gemma4", "lfm2", "mistral3", "olmo2", "phi3", "qwen35"]  # that ../shared/archs has in q8_0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_logits(shared, tmp_path, name):
+    """Against exact logits of the weights that the quantized file stands for, as near as llama.cpp comes."""
+    refs = shared / "archs" / "refs"
+    exact = np.load(refs / f"{name}-0-q8_0.npz")
+    theirs = json.loads((refs / f"{name}-0-q8_0.json").read_text())["llamacpp_on_quantized_vs_ref"]["mean_kl"]
+    with GGUFModel.open(refs / f"{name}-0-q8_0.gguf") as model:
+        compile_model(model, "cpu", "native", 512, tmp_path / "model", tuned="none")
+    logits = Engine.load(tmp_path / "model").score(exact["ids"])
+    assert kl_divergence(exact["logits"], logits[exact["positions"]]) < max(1.5 * theirs, 1e-3)
+
+
 @pytest.mark.parametrize(
     ("name", "keys", "message"),
     [

@@ -23,11 +23,15 @@ STEPS = {
     "decode": (1, 1, [(5, 9, 1)]),
     "a sequence begins": (1, 1, [(5, 0, 1)]),
     "rows, the last of one sequence": (8, 8, [(3, 40, 1), (0, 0, 1), (7, 2, 4)]),
-    "chunk": (20, 0, [(2, 64, 17)]),
-    "mixed": (20, 4, [(9, 3, 1), (1, 0, 1), (4, 0, 11)]),
+    "chunk": (40, 0, [(2, 64, 37)]),
+    "a short chunk": (40, 0, [(2, 7, 1)]),
+    "mixed": (40, 4, [(9, 3, 1), (1, 0, 1), (4, 0, 35)]),
 }
 DELTA = {"key_heads": 2, "value_heads": 6, "d": 32, "grouped": False, "eps": 1e-6}
+SCAN = {"heads": 6, "d": 32, "size": 48, "groups": 2}
 KERNELS = {
+    "scan": ("ssm_scan", SCAN),
+    "scan, large state": ("ssm_scan", SCAN | {"d": 64, "size": 128, "heads": 2, "groups": 1}),
     "conv": ("causal_conv", {"channels": 96, "taps": 4, "gated": False, "act": "silu", "bias": True}),
     "gated conv": ("causal_conv", {"channels": 80, "taps": 3, "gated": True, "act": "", "bias": False}),
     "delta net": ("delta_net", DELTA),
@@ -56,6 +60,13 @@ def arrays_of(op, args, m, step):
         found |= {"X": normal(m, channels * (3 if args["gated"] else 1)), "W": normal(-(-channels * taps // 16) * 16)}
         found |= {"B": normal(channels)} if args["bias"] else {}
         shape, columns = (taps - 1, channels), channels
+    elif op == "ssm_scan":
+        heads, inner, size = args["heads"], args["heads"] * args["d"], args["size"]
+        found |= {"X": normal(m, inner + 2 * args["groups"] * size), "Z": normal(m, inner)}
+        padded, columns = padded_columns(heads), inner
+        found |= {"Dt": 9 * normal(m, padded), "A": -np.abs(normal(padded)), "D": normal(padded)}
+        found |= {"Bias": normal(padded)}
+        shape = heads, args["d"] * size
     else:
         d, heads = args["d"], args["value_heads"]
         padded, columns = padded_columns(heads), heads * d
@@ -93,7 +104,7 @@ def test_cpu(kernel):
         check(op, args | {"m": m, "single": single}, "cpu", arrays_of(op, args, m, step), execute)
 
 
-ON_VULKAN = [(kernel, "lavapipe") for kernel in KERNELS] + [("delta net", "generic")]
+ON_VULKAN = [(kernel, "lavapipe") for kernel in KERNELS] + [("delta net", "generic"), ("scan", "generic")]
 
 
 @pytest.mark.parametrize(("kernel", "profile"), ON_VULKAN)

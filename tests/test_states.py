@@ -18,14 +18,14 @@ PROMPTS = [IDS[7 * i : 12 * i + 5].tolist() for i in range(9)]
 ON_VULKAN = [pytest.param((name, "vulkan"), marks=pytest.mark.full) for name in ("lfm2", "qwen35")]
 
 
-@pytest.fixture(scope="module", params=[("lfm2", "cpu"), ("qwen35", "cpu"), *ON_VULKAN])
+@pytest.fixture(scope="module", params=[("lfm2", "cpu"), ("qwen35", "cpu"), *ON_VULKAN], ids="-".join)
 def engine(request, tmp_path_factory):
-    """With integer weights, whose products on a CPU do not depend on how many rows a step has."""
+    """On a CPU with integer weights, whose products do not depend on how many rows a step has."""
     (name, target), out = request.param, tmp_path_factory.mktemp("states") / "model"
     if target == "vulkan":
         vulkan_harness.gpu()  # skips without a device
-    arch = "native" if target == "cpu" else "generic"
-    compile_model(architectures.tiny(name, "q8_0"), target, arch, CONTEXT, out, tuned="none")
+    arch, form = ("native", "q8_0") if target == "cpu" else ("generic", "f16")
+    compile_model(architectures.tiny(name, form), target, arch, CONTEXT, out, tuned="none")
     with Engine.load(out) as loaded:
         yield loaded
 

@@ -2,6 +2,7 @@
 vocabulary is the bundled model's."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from vocabularies import (
     sentencepiece_metadata,
 )
 
-from mlc_amd.runtime import tokenizer as tokenizer_module
+from mlc_amd.runtime import text_pipeline
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.tokenizer import MARK, Tokenizer
 from mlc_amd.runtime.traced_text import Traced
@@ -152,8 +153,16 @@ def test_an_own_control_token_within_the_text_of_another_one(build):
     tokens = [*byte_level_metadata()["tokenizer.ggml.tokens"][:-2], "<a><", "<b>"]
     tokenizer = build(byte_level_metadata(tokens=tokens, add_bos_token=False))
     assert tokenizer.decode(tokenizer.encode("<a><b>", parse_special=False), skip_special=True) == "<a><b>"
-    ids = tokenizer.encode(Traced("<a>") + Traced.all_own("<b>"))
-    assert [tokenizer.token_text(i) for i in ids] == ["<", "a", ">", "<b>"]
+    for text in (Traced("<a>") + Traced.all_own("<b>"), Traced("<a><") + Traced.all_own("<b>")):
+        assert [tokenizer.token_text(i) for i in tokenizer.encode(text)][-1] == "<b>"
+
+
+def test_a_user_defined_token_that_begins_before_a_control_token(build):
+    """As without marks: the first one is matched. A message cannot make the template's own control token plain."""
+    tokens = [*byte_level_metadata()["tokenizer.ggml.tokens"][:-2], "a<", "<b>"]
+    tokenizer = build(byte_level_metadata(tokens=tokens, token_type=[1] * 263 + [4, 3], add_bos_token=False))
+    assert [tokenizer.token_text(i) for i in tokenizer.encode("a<b>")] == ["a<", "b", ">"]
+    assert [tokenizer.token_text(i) for i in tokenizer.encode(Traced("a") + Traced.all_own("<b>"))] == ["a", "<b>"]
 
 
 @pytest.mark.parametrize("parse_special", [False, True])
@@ -187,12 +196,23 @@ def test_no_vocabulary_makes_control_tokens_of_text(build, pre, text):
 
 @pytest.mark.parametrize("run", [" " * 12_000_000 + "x", "7" * 1_000_001])
 def test_long_runs_are_refused(demo, run):
-    with pytest.raises(UserError, match=r"more than 1000000 characters of (white space|digits) in a row"):
+    with pytest.raises(UserError, match=r"more than 1000000 (characters of white space|digits) in a row"):
         demo.encode(run)
 
 
+@pytest.mark.parametrize("pre", ["afmoe", "superbpe", "tiny_aya"])
+def test_long_numbers_are_refused_where_digits_are_grouped(build, pre):
+    tokenizer = build(byte_level_metadata(pre=pre))
+    start = time.process_time()
+    assert len(tokenizer.encode("1" * 20_000 + " 1", add_special=False)) == 20_002
+    with pytest.raises(UserError, match="more than 20000 digits in a row"):
+        tokenizer.encode("1" * 20_001)
+    assert tokenizer.encode(" " * 999_999 + "1" * 5)
+    assert time.process_time() - start < 10
+
+
 def test_an_error_of_the_library_is_one_line(demo, monkeypatch):
-    monkeypatch.setattr(tokenizer_module, "_MAX_RUN", 1 << 60)
+    monkeypatch.setattr(text_pipeline, "LONGEST_RUN", 1 << 60)
     with pytest.raises(UserError, match=r"cannot be tokenized .*retry-limit-in-match over") as caught:
         demo.encode(" " * 12_000_000 + "x")
     assert "\n" not in str(caught.value)

@@ -19,6 +19,7 @@ def plan(needs: Needs, kind: str, arch: str, layers: int = 0) -> dict:
     """Bytes by part, and for each device that the arch stands for how many tokens fit it. layers: of --n-cpu-moe."""
     host = needs.host(layers)
     parts = {"weights": needs.weights - host, "kv": needs.kv, "buffers": needs.buffers}
+    parts |= {"states": needs.states, "cells": needs.cells}
     found = parts | {"total": needs.device(layers), "host": host, "n_cpu_moe": layers, "token": needs.token}
     return found | {
         "context": needs.context,
@@ -95,6 +96,9 @@ def lines(found: dict) -> list[tuple[str, str]]:
     parts = (("weights", "weights"), ("kv", f"KV cache ({found['context']} tokens)"), ("buffers", "buffers"))
     total = ", ".join(f"{label} {display.size(found[key])}" for key, label in parts)
     result = [("memory", f"{display.size(found['total'])}: {total}")]
+    if found["cells"]:
+        each = display.size(found["states"] // found["cells"])
+        result.append(("states", f"{display.size(found['states'])} of the KV cache: {found['cells']} states of {each}"))
     if found["host"]:
         result.append(("on host", f"{display.size(found['host'])}: experts, by --n-cpu-moe {found['n_cpu_moe']}"))
     return result + [_line(device, found) for device in found["devices"]]

@@ -237,6 +237,13 @@ def _delta_net(call) -> KernelCall:
     return KernelCall(label, Workload("delta_net", args), inplace={1: len(call.args) - 1})
 
 
+def _ssm_scan(call) -> KernelCall:
+    a, m = call.attrs, shape_of(call.args[1])[0]
+    args = {key: int(a[key]) for key in ("heads", "d", "size", "groups", "single")} | {"m": m}
+    label = f"ssm_scan{_kind(args)}_{args['heads']}x{args['d']}x{args['size']}_m{m}"
+    return KernelCall(label, Workload("ssm_scan", args), inplace={1: len(call.args) - 1})
+
+
 def _gate(call) -> KernelCall:
     a, (m, k) = call.attrs, shape_of(call.args[1])
     args = {"k": k, "m": m, "size": int(a["size"]), "eps": float(a["eps"]) if int(a["normed"]) else None}
@@ -301,5 +308,6 @@ MAKERS: dict[str, Callable[[Any], KernelCall]] = {
     "causal_conv": _causal_conv,
     "gate": _gate,
     "delta_net": _delta_net,
+    "ssm_scan": _ssm_scan,
     "sample": _sample,
 }

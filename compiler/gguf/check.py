@@ -18,6 +18,11 @@ class TensorLike(Protocol):
     shape: tuple[int, ...]
 
 
+def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without dimensions of 1, which programs that write files keep or leave out."""
+    return tuple(size for size in shape if size != 1)
+
+
 def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorLike], path: str) -> None:
     """UserError (with `path` in front) unless `tensors` are exactly those of `expected_tensors`, vectors as floats. An
     additional tensor is an error, too, as in llama.cpp: it belongs to a variant whose results would be wrong without
@@ -27,7 +32,7 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorLike], path: 
         if name not in tensors:
             raise UserError(f"{path}: tensor {name} is missing; {FETCH_AGAIN}")
         tensor = tensors[name]
-        if tensor.shape != shape:
+        if tensor.shape != shape and not (is_vector(name, shape) and _plain(tensor.shape) == _plain(shape)):
             raise UserError(
                 f"{path}: tensor {name} has shape {tensor.shape}, expected {shape}; its metadata and tensors "
                 "do not match: convert the model again"

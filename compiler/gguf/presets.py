@@ -110,6 +110,22 @@ _GLM47_FLASH = (
     | {"expert_weights_norm": True, "expert_weights_scale": 1.8}
 )
 _QWEN3_MOE = _experts(128, 8, 768)
+_DELTA_NET = {"ssm.state_size": 128, "ssm.group_count": 16, "ssm.conv_kernel": 4, "rope.dimension_count": 64}
+_QWEN35 = _DELTA_NET | {"ssm.time_step_rank": 48, "ssm.inner_size": 48 * 128}
+_QWEN35_MOE = (
+    _experts(256, 8, 512)
+    | _DELTA_NET
+    | {"ssm.time_step_rank": 32, "ssm.inner_size": 32 * 128, "expert_shared_feed_forward_length": 512}
+)
+_LFM2_MOE = (
+    _experts(32, 4, 1792)
+    | {"attention.head_count_kv": [8 if i in (2, 6, 10, 14, 18, 21) else 0 for i in range(24)]}
+    | {"shortconv.l_cache": 3, "leading_dense_block_count": 2, "expert_gating_func": 2}
+)
+_LFM2 = {
+    "attention.head_count_kv": [8 if i in (2, 5, 8, 10, 12, 14) else 0 for i in range(16)],
+    "shortconv.l_cache": 3,
+}
 _GEMMA3 = {"attention.sliding_window": 1024, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
 _PHI4 = {
     "rope.dimension_count": 96,
@@ -137,6 +153,7 @@ PRESETS = {
     "qwen3-8b": Preset("qwen3", _sizes(36, 4096, 12288, 32, 8, 128, 151936, 40960, 1e-6, 1e6)),
     "qwen3-0.6b": Preset("qwen3", _sizes(28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e-6, 1e6), ()),
     "qwen3-30b-a3b": Preset("qwen3moe", _sizes(48, 2048, 6144, 32, 4, 128, 151936, 40960, 1e-6, 1e6, _QWEN3_MOE)),
+    "lfm2-1.2b": Preset("lfm2", _sizes(16, 2048, 8192, 32, 8, 64, 65536, 128000, 1e-5, 1e6, _LFM2), ()),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
     "gemma3-12b": Preset("gemma3", _sizes(48, 3840, 15360, 16, 8, 256, 262144, 131072, 1e-6, 1e6, _GEMMA3), ()),
@@ -151,6 +168,9 @@ PRESETS = {
         _sizes(47, 2048, 10240, 20, 1, 256, 154880, 202752, 1e-5, 1e6, _GLM47_FLASH),
         ("output.weight", "blk.1.exp_probs_b.bias"),
     ),
+    "lfm2-8b-a1b": Preset("lfm2moe", _sizes(24, 2048, 7168, 32, 8, 64, 65536, 128000, 1e-5, 1e6, _LFM2_MOE), ()),
+    "qwen35-27b": Preset("qwen35", _sizes(64, 5120, 17408, 24, 4, 256, 248320, 262144, 1e-6, 1e7, _QWEN35)),
+    "qwen35-35b-a3b": Preset("qwen35moe", _sizes(40, 2048, 0, 16, 2, 256, 248320, 262144, 1e-6, 1e7, _QWEN35_MOE)),
     "mistral-small-24b": Preset("llama", _sizes(40, 5120, 32768, 32, 8, 128, 131072, 131072, 1e-5, 1e9)),
     "phi4-mini": Preset(
         "phi3", _sizes(32, 3072, 8192, 24, 8, 128, 200064, 131072, 1e-5, 10000.0, _PHI4), _PHI4_TENSORS

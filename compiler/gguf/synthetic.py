@@ -18,7 +18,7 @@ from mlc_amd.compiler.gguf.check import check_tensors
 from mlc_amd.compiler.gguf.presets import PRESETS, Preset
 from mlc_amd.compiler.gguf.reader import GGUFModel, Tensor, row_bytes
 from mlc_amd.compiler.models import expected_tensors, read_config
-from mlc_amd.compiler.models.tensors import is_vector
+from mlc_amd.compiler.models.tensors import STATE_SPACE, is_vector
 from mlc_amd.compiler.quant.draws import either
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
@@ -141,6 +141,11 @@ def _tensor(name: str, format: str, dims: tuple[int, ...], preset: Preset, seed:
     if len(dims) == 1:
         values = _vector(name, columns, preset, np.random.default_rng([seed, zlib.crc32(name.encode())]))
         return Tensor(name, format, dims, lambda start, stop: values.view(np.uint8)[None][start:stop])
+    if name.endswith(STATE_SPACE):
+        values = _vector(name, prod(dims), preset, np.random.default_rng([seed, zlib.crc32(name.encode())]))
+        if name.endswith("ssm_a"):  # states decay
+            values = -0.1 - 5 * np.abs(values)
+        return Tensor(name, format, dims, lambda start, stop: values.reshape(-1, columns)[start:stop].view(np.uint8))
     size = row_bytes(format, columns)
     group = max(1, _GROUP_BYTES // size)
 

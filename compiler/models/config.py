@@ -143,8 +143,44 @@ class DeltaNetConfig:
         return self.channels + 2 * self.values
 
 
+@dataclass(frozen=True)
+class Mamba2Config:
+    """A selective state space (Mamba-2). [z, u, t] = ssm_in h, [x, B, C] = silu(conv(u)). Each head has its columns of
+    x and a matrix S of these by `state`; per row, with dt = softplus(t + ssm_dt),
+
+        S *= exp(ssm_a * dt); S += dt * x B^T; y = S C + ssm_d * x
+
+    and ssm_out norm(y * silu(z)), a norm of each group of columns. Groups of heads share B and C.
+    """
+
+    inner: int  # columns of x, of all heads
+    state: int  # columns of B and of C, of a group
+    heads: int  # divides inner
+    groups: int  # divides heads
+    taps: int  # of the convolution
+    norm_eps: float = 0.0  # of the norm; 0: there is none
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of x of a head."""
+        return self.inner // self.heads
+
+    @property
+    def channels(self) -> int:
+        """Columns of the convolution."""
+        return self.inner + 2 * self.groups * self.state
+
+    def states(self, hidden: int) -> dict[str, Shape]:
+        """As of ShortConvConfig."""
+        return {"conv": (self.taps - 1, self.channels), "ssm": (self.heads, self.head_dim * self.state)}
+
+    def width(self, hidden: int) -> int:
+        """Columns of its widest intermediate tensors: of the projection, and of the convolution."""
+        return self.inner + 2 * self.channels
+
+
 # What mixes the rows of a sequence. All but attention keep a state of fixed size for each sequence, which has `states`.
-Recurrent = ShortConvConfig | DeltaNetConfig
+Recurrent = ShortConvConfig | DeltaNetConfig | Mamba2Config
 Mixer = AttentionConfig | Recurrent
 
 
@@ -153,7 +189,7 @@ class FeedForwardConfig:
     """down(act(gate(x)) * up(x)), dense; without a gate down(act(up(x)))."""
 
     size: int  # columns between gate/up and down
-    act: str = "silu"  # or "gelu" (tanh approximation), of schedules' activations
+    act: str = "silu"  # or "gelu" (tanh approximation), "relu_sq": of schedules' activations
     gated: bool = True
     merged: bool = False  # ffn_up holds the rows of gate, then those of up
     bias: bool = False  # ffn_up.bias and ffn_down.bias
@@ -165,6 +201,7 @@ class SharedExpertConfig:
 
     size: int
     act: str = "silu"
+    gated: bool = True
     gated_output: bool = False  # multiplied by sigmoid(ffn_gate_inp_shexp . x)
 
 
@@ -179,7 +216,9 @@ class ExpertsConfig:
     count: int
     used: int
     size: int  # columns between gate/up and down
-    act: str = "silu"  # or "gelu", "swiglu_oai" (gpt-oss: clamped)
+    act: str = "silu"  # or "gelu", "swiglu_oai" (gpt-oss: clamped), "relu" (see `gated`)
+    gated: bool = True  # False: there is no gate, and up stands for it: relu(up x) * (up x) is the square of relu(up x)
+    latent: int = 0  # columns that ffn_latent_down makes of x for the experts, and ffn_latent_up of theirs; 0: as x
     gating: str = "softmax"
     normalize: bool = True  # weights are divided by their sum
     scale: float = 1.0  # on the weights, after that
@@ -200,19 +239,22 @@ class Norms:
 
     before: str = ""
     after: str = ""
+    bare: bool = False  # the weights' names are without ".weight" (falcon-h1)
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """x += mixer, then x += feed_forward, each within its norms. In a parallel layer both read the same norm."""
+    """x += mixer, then x += feed_forward, each within its norms; either may be missing. In a parallel layer both read
+    the same norm."""
 
-    mixer: Mixer
-    feed_forward: FeedForwardConfig | ExpertsConfig
+    mixer: Mixer | None
+    feed_forward: FeedForwardConfig | ExpertsConfig | None
     mixer_norms: Norms = Norms(before="attn_norm")
     feed_forward_norms: Norms = Norms(before="ffn_norm")
     experts: ExpertsConfig | None = None  # beside the feed-forward block (gemma4)
     output_scale: bool = False  # layer_output_scale: a factor on x at the layer's end
     parallel: bool = False  # x += mixer(h) + feed_forward(h), h = the norm before the mixer
+    beside: Recurrent | None = None  # a second mixer: x += mixer(h) + beside(h) (falcon-h1)
 
     @property
     def attention(self) -> AttentionConfig | None:
@@ -221,8 +263,13 @@ class LayerConfig:
 
     @property
     def recurrent(self) -> Recurrent | None:
-        """Its mixer, if that keeps a state for each sequence."""
-        return self.mixer if isinstance(self.mixer, Recurrent) else None
+        """Its mixer that keeps a state for each sequence, if it has one."""
+        return self.mixer if isinstance(self.mixer, Recurrent) else self.beside
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """All that it has."""
+        return tuple(mixer for mixer in (self.mixer, self.beside) if mixer)
 
 
 @dataclass(frozen=True)

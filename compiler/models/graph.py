@@ -30,7 +30,14 @@ OPS: Any = relax.op  # TVM declares their arguments as expressions only
 ONES = "ones."  # prefix of the names of vectors of ones, before their length
 TEMPERATURES = "temperatures"  # name of the table of TemperatureConfig's factors
 BLOCK = 32  # columns: kernels of norms take whole blocks
-ACTIVATIONS = {"silu": relax.op.nn.silu, "gelu": relax.op.nn.gelu_tanh}  # of FeedForwardConfig.act
+
+
+def _relu_sq(x):
+    return OPS.power(OPS.nn.relu(x), relax.const(2.0, "float32"))
+
+
+# of FeedForwardConfig.act
+ACTIVATIONS = {"silu": relax.op.nn.silu, "gelu": relax.op.nn.gelu_tanh, "relu_sq": _relu_sq}
 
 
 @dataclass
@@ -88,9 +95,9 @@ class Graph:
         )
 
     def norm(self, x, name: str, rows: str = "all") -> relax.Var:
-        """The model's kind of norm. name: without ".weight"."""
+        """The model's kind of norm. name: without ".weight", which some files lack."""
         if self.config.norm == "rms":
-            return self.rms_norm(x, name + ".weight", rows)
+            return self.rms_norm(x, name + ".weight" if self.has(name + ".weight") else name, rows)
         bias = [self.vector(name + ".bias")] if self.config.norm_bias else []
         return self.emit(
             "layer_norm", [x, self.vector(name + ".weight"), *bias],
@@ -180,6 +187,17 @@ class Graph:
         parts = self.bb.emit(OPS.reshape(x, (self.m, groups, size)))
         normed = self.bb.emit(OPS.nn.rms_norm(parts, self.vector(name), -1, self.config.norm_eps))
         return self.bb.emit(OPS.reshape(normed, (self.m, groups * size)))
+
+    def group_norm(self, x, name: str, groups: int, eps: float) -> relax.Var:
+        """RMS norm of each of `groups` equal parts of a row, of which each has weights of its own."""
+        m, columns = shape_of(x)
+        if groups == 1 and columns % BLOCK == 0:
+            return self.emit("rms_norm", [x, self.vector(name)], eps=eps, rows="all", layout="")
+        size = columns // groups
+        ones = self.parameter(f"{ONES}{size}", "weight", tensor_type((ops.padded(size),)))
+        parts = self.bb.emit(OPS.reshape(x, (m, groups, size)))
+        normed = self.bb.emit(OPS.nn.rms_norm(parts, ones, -1, eps))
+        return self.multiply(self.bb.emit(OPS.reshape(normed, (m, columns))), self.vector(name, exact=True))
 
     def times_sigmoid(self, x, logit) -> relax.Var:
         """x * sigmoid(column 0 of logit), row by row."""
@@ -293,8 +311,9 @@ class Graph:
     def experts(self, x, ids, weights, experts: ExpertsConfig, block: str) -> relax.Var:
         """The weighted sum of the experts `ids` of each row of x. Their stacks are <block>ffn_gate_exps and so on."""
         of, m, k = self._experts(experts), self.m, shape_of(x)[1]
-        stacks = {name: self.model.tensors[f"{block}ffn_{name}_exps.weight"] for name in ("gate", "up", "down")}
-        weight = {name: self.weight(f"{block}ffn_{name}_exps.weight") for name in stacks}
+        names = {"gate": "gate" if experts.gated else "up", "up": "up", "down": "down"}
+        stacks = {which: self.model.tensors[f"{block}ffn_{name}_exps.weight"] for which, name in names.items()}
+        weight = {which: self.weight(f"{block}ffn_{name}_exps.weight") for which, name in names.items()}
         bias = {name: [self.vector(f"{block}ffn_{name}_exps.bias")] if experts.biases else [] for name in stacks}
         before, after = ([weights], []) if experts.weigh_input else ([], [weights])
         slots, pairs, groups = None, [], ids

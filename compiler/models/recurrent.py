@@ -2,6 +2,7 @@
 stream gets.
 
     short_conv  W_out (C * conv(B * X))     [B, C, X] = W_in h
+    mamba2      W_out norm(scan(silu(conv(W_x h)), W_dt h) * silu(W_z h))
     delta_net   W_out (norm(delta(silu(conv(W_qkv h)))) * silu(W_gate h))
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mlc_amd.compiler.models.config import DeltaNetConfig, ShortConvConfig
+from mlc_amd.compiler.models.config import DeltaNetConfig, Mamba2Config, ShortConvConfig
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
@@ -44,4 +45,17 @@ def delta_net(g: Graph, h, i: int) -> list:
     return [g.linear(y, block + "ssm_out.weight")]
 
 
-MIXERS = {ShortConvConfig: short_conv, DeltaNetConfig: delta_net}
+def mamba2(g: Graph, h, i: int) -> list:
+    s, block = g.config.layers[i].recurrent, f"blk.{i}."
+    assert isinstance(s, Mamba2Config)
+    z, x, dt = (g.linear(h, f"{block}ssm_in_{which}.weight") for which in ("z", "x", "dt"))
+    x = causal_conv(g, x, block + "ssm_conv1d", i, act="silu")
+    factors = [g.vector(block + name) for name in ("ssm_a", "ssm_d", "ssm_dt.bias")]
+    sizes = {"heads": s.heads, "d": s.head_dim, "size": s.state, "groups": s.groups}
+    y = g.run("ssm_scan", [x, z, dt, *factors], i, ["ssm"], **sizes)
+    if s.norm_eps:
+        y = g.group_norm(y, block + "ssm_norm.weight", s.groups, s.norm_eps)
+    return [g.linear(y, block + "ssm_out.weight")]
+
+
+MIXERS = {ShortConvConfig: short_conv, DeltaNetConfig: delta_net, Mamba2Config: mamba2}

@@ -14,6 +14,7 @@ from mlc_amd.compiler.models.config import (
     FeedForwardConfig,
     LatentConfig,
     LayerConfig,
+    Mamba2Config,
     ModelConfig,
     Norms,
     Shape,
@@ -42,11 +43,14 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
 def layer_tensors(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str, Shape]]:
     """(name within the layer, shape)."""
     yield from _norms(config, layer.mixer_norms, "before")
-    yield from _present(_MIXERS[type(layer.mixer)](config.hidden, layer.mixer))
+    for mixer in layer.mixers:
+        yield from _present(_MIXERS[type(mixer)](config.hidden, mixer))
     yield from _norms(config, layer.mixer_norms, "after")
+    f = layer.feed_forward
+    if f is None:
+        return
     if not layer.parallel:
         yield from _norms(config, layer.feed_forward_norms, "before")
-    f = layer.feed_forward
     yield from _present(_experts(config.hidden, f) if isinstance(f, ExpertsConfig) else _feed_forward(config.hidden, f))
     yield from _norms(config, layer.feed_forward_norms, "after")
 
@@ -60,15 +64,15 @@ def _present(listed: Listed) -> Iterator[tuple[str, Shape]]:
     return ((name, shape) for present, name, shape in listed if present)
 
 
-def _norm(config: ModelConfig, name: str) -> Iterator[tuple[str, Shape]]:
-    yield f"{name}.weight", (config.hidden,)
+def _norm(config: ModelConfig, name: str, suffix: str = ".weight") -> Iterator[tuple[str, Shape]]:
+    yield name + suffix, (config.hidden,)
     if config.norm_bias:
         yield f"{name}.bias", (config.hidden,)
 
 
 def _norms(config: ModelConfig, norms: Norms, which: str) -> Iterator[tuple[str, Shape]]:
     if name := getattr(norms, which):
-        yield from _norm(config, name)
+        yield from _norm(config, name, "" if norms.bare else ".weight")
 
 
 def _latent(hidden: int, a: AttentionConfig, of: LatentConfig) -> Listed:
@@ -109,6 +113,17 @@ def _attention(hidden: int, a: AttentionConfig) -> Listed:
     yield a.output_bias, "attn_output.bias", (hidden,)
 
 
+def _mamba2(hidden: int, s: Mamba2Config) -> Listed:
+    yield True, "ssm_in.weight", (s.inner + s.channels + s.heads, hidden)
+    yield True, "ssm_conv1d.weight", (s.channels, s.taps)
+    yield True, "ssm_conv1d.bias", (s.channels,)
+    yield True, "ssm_dt.bias", (s.heads,)
+    yield True, "ssm_a", (s.heads, 1)
+    yield True, "ssm_d", (s.heads, 1)
+    yield s.norm_eps > 0, "ssm_norm.weight", (s.groups, s.inner // s.groups)
+    yield True, "ssm_out.weight", (hidden, s.inner)
+
+
 def _short_conv(hidden: int, c: ShortConvConfig) -> Listed:
     yield True, "shortconv.conv.weight", (hidden, c.taps)
     yield True, "shortconv.in_proj.weight", (3 * hidden, hidden)
@@ -133,6 +148,7 @@ _MIXERS: dict[type, Callable[[int, Any], Listed]] = {
     AttentionConfig: _attention,
     ShortConvConfig: _short_conv,
     DeltaNetConfig: _delta_net,
+    Mamba2Config: _mamba2,
 }
 
 
@@ -148,29 +164,31 @@ def _experts(hidden: int, e: ExpertsConfig) -> Listed:
     yield True, "ffn_gate_inp.weight", (e.count, hidden)
     yield e.router_bias, "ffn_gate_inp.bias", (e.count,)
     yield e.selection_bias, "exp_probs_b.bias", (e.count,)
-    yield e.merged, "ffn_gate_up_exps.weight", (e.count, 2 * e.size, hidden)
-    for name in ("gate", "up"):
-        yield not e.merged, f"ffn_{name}_exps.weight", (e.count, e.size, hidden)
+    columns = e.latent or hidden
+    yield e.latent > 0, "ffn_latent_down.weight", (e.latent, hidden)
+    yield e.latent > 0, "ffn_latent_up.weight", (hidden, e.latent)
+    yield e.merged, "ffn_gate_up_exps.weight", (e.count, 2 * e.size, columns)
+    for name in ("gate", "up") if e.gated else ("up",):
+        yield not e.merged, f"ffn_{name}_exps.weight", (e.count, e.size, columns)
         yield e.biases, f"ffn_{name}_exps.bias", (e.count, e.size)
-    yield True, "ffn_down_exps.weight", (e.count, hidden, e.size)
+    yield True, "ffn_down_exps.weight", (e.count, columns, e.size)
     yield e.biases, "ffn_down_exps.bias", (e.count, hidden)
     yield e.output_scales, "ffn_down_exps.scale", (e.count,)
     if s := e.shared:
         yield s.gated_output, "ffn_gate_inp_shexp.weight", (hidden,)
-        yield True, "ffn_gate_shexp.weight", (s.size, hidden)
+        yield s.gated, "ffn_gate_shexp.weight", (s.size, hidden)
         yield True, "ffn_up_shexp.weight", (s.size, hidden)
         yield True, "ffn_down_shexp.weight", (hidden, s.size)
 
 
-CONVOLUTIONS = (
-    "conv.weight",
-    "conv1d.weight",
-)  # how the names of matrices end that are no factors of products: taps of convolutions
+# How the names of matrices end that are no factors of products: taps of convolutions, vectors of Mamba-2
+CONVOLUTIONS = ("conv.weight", "conv1d.weight")
+STATE_SPACE = ("ssm_a", "ssm_d", "ssm_norm.weight")
 
 
 def is_vector(name: str, shape: Shape) -> bool:
     """Whether a tensor is kept as float32, as it stands in the file: norms, biases, convolutions."""
-    return len(shape) == 1 or name.endswith((".bias", *CONVOLUTIONS))
+    return len(shape) == 1 or name.endswith((".bias", *CONVOLUTIONS, *STATE_SPACE))
 
 
 class Part(NamedTuple):
@@ -192,7 +210,7 @@ class Part(NamedTuple):
 def merged_parts(config: ModelConfig) -> Iterator[Part]:
     """The parts that replace merged tensors."""
     for i, layer in enumerate(config.layers):
-        mixer = _MIXER_PARTS.get(type(layer.mixer), _no_parts)(config.hidden, layer.mixer)
+        mixer = (part for own in layer.mixers for part in _MIXER_PARTS.get(type(own), _no_parts)(config.hidden, own))
         blocks = *_block_parts(config.hidden, layer.feed_forward), *_block_parts(config.hidden, layer.experts)
         for part in (*mixer, *blocks):
             yield part._replace(name=f"blk.{i}.{part.name}", source=f"blk.{i}.{part.source}")
@@ -230,6 +248,13 @@ def _delta_parts(hidden: int, d: DeltaNetConfig) -> Iterator[Part]:
             yield Part(name, "ssm_ba.weight", 0, (d.value_heads, hidden), d.key_heads, ((first, each),))
 
 
+def _mamba2_parts(hidden: int, s: Mamba2Config) -> Iterator[Part]:
+    first = 0
+    for which, rows in (("z", s.inner), ("x", s.channels), ("dt", s.heads)):
+        yield Part(f"ssm_in_{which}.weight", "ssm_in.weight", first, (rows, hidden))
+        first += rows
+
+
 def _no_parts(hidden: int, mixer) -> Iterator[Part]:
     yield from ()
 
@@ -237,6 +262,7 @@ def _no_parts(hidden: int, mixer) -> Iterator[Part]:
 _MIXER_PARTS: dict[type, Callable[[int, Any], Iterator[Part]]] = {
     AttentionConfig: _attention_parts,
     DeltaNetConfig: _delta_parts,
+    Mamba2Config: _mamba2_parts,
 }
 
 

@@ -34,8 +34,9 @@ def decoder_layer(g: Graph, x, i: int, layer: LayerConfig):
     if layer.parallel:
         h = g.norm(x, f"blk.{i}.{layer.mixer_norms.before}")
         return add_all(g, x, [*mixer(g, h, i), *feed_forward(g, h, i)])
-    x = residual_block(g, x, i, layer.mixer_norms, mixer)
-    return residual_block(g, x, i, layer.feed_forward_norms, feed_forward)
+    if layer.mixers:
+        x = residual_block(g, x, i, layer.mixer_norms, mixer)
+    return residual_block(g, x, i, layer.feed_forward_norms, feed_forward) if layer.feed_forward else x
 
 
 def residual_block(g: Graph, x, i: int, norms: Norms, block):
@@ -55,7 +56,7 @@ def add_all(g: Graph, x, terms: list):
 
 
 def mixer(g: Graph, h, i: int) -> list:
-    return MIXERS[type(g.config.layers[i].mixer)](g, h, i)
+    return [term for own in g.config.layers[i].mixers for term in MIXERS[type(own)](g, h, i)]
 
 
 def attention(g: Graph, h, i: int) -> list:
@@ -110,13 +111,16 @@ def mixture(g: Graph, h, i: int, e: ExpertsConfig, router=None) -> list:
     block = f"blk.{i}."
     terms = []
     if e.shared:
-        y = dense(g, h, block + "ffn_{}_shexp", e.shared.act)
+        y = dense(g, h, block + "ffn_{}_shexp", e.shared.act, e.shared.gated)
         if e.shared.gated_output:
             y = g.times_sigmoid(y, g.linear(h, block + "ffn_gate_inp_shexp.weight", exact=True))
         terms.append(y)
     if router is None:
         router = g.linear(h, block + "ffn_gate_inp.weight", exact=True)
     ids, weights = g.route(router, e, block)
+    if e.latent:
+        y = g.experts(g.linear(h, block + "ffn_latent_down.weight"), ids, weights, e, block)
+        return [*terms, g.linear(y, block + "ffn_latent_up.weight")]
     return [*terms, g.experts(h, ids, weights, e, block)]
 
 

@@ -179,7 +179,12 @@ static int64_t now_ns(void) {
 /* TVMBackendParallelLaunch: runs job(task, group, data) for each task of a group whose size it chooses. -1 if one fails. */
 int mlc_amd_launch(Job job, void *data, int tasks) {
     (void)tasks;
-    if (inside || pool.threads == 1 || pthread_mutex_trylock(&pool.launching)) {      /* nested or busy: run serially */
+    int serially = inside || pthread_mutex_trylock(&pool.launching);                  /* nested or busy */
+    if (!serially && pool.threads == 1) {
+        pthread_mutex_unlock(&pool.launching);
+        serially = 1;
+    }
+    if (serially) {
         Group serial = {NULL, 1};
         return job(0, &serial, data) ? -1 : 0;
     }

@@ -18,7 +18,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.attention import SLOTS, padded_columns
 from mlc_amd.schedules.cpu.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, registers, splat, store, tree_add
-from mlc_amd.schedules.recurrent import CELLS, begins, key_head, run_length, runs, slot_of
+from mlc_amd.schedules.recurrent import CELLS, begins, key_head, run_length, runs, slot_of, softplus
 
 STEP = 8  # rows of a matrix that are loaded together
 SUMS = 2  # independent sums of each product
@@ -65,9 +65,7 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, name) -> tirx.
                     k_scale = T.Bind(T.float32(1) / T.sqrt(dot(k_at, k_at) + T.float32(eps)))
                     q_scale = T.Bind(T.float32(1 / sqrt(d)) / T.sqrt(dot(q_at, q_at) + T.float32(eps)))
                     both = T.Bind(dot(q_at, k_at) * k_scale)
-                    x = T.Bind(Alpha[row, head] + Dt[head])
-                    softplus = T.Select(x > T.float32(20), x, T.log(T.float32(1) + T.exp(T.min(x, T.float32(20)))))
-                    decay = T.Bind(T.exp(A[head] * T.Bind(softplus)))
+                    decay = T.Bind(T.exp(A[head] * softplus(Alpha[row, head] + Dt[head])))
                     beta = T.Bind(T.float32(1) / (T.float32(1) + T.exp(-Beta[row, head])))
                     sums = [[registers(LANES) for _ in range(SUMS)] for _ in "kq"]
                     for total in (total for pair in sums for total in pair):

@@ -20,6 +20,7 @@ from mlc_amd.schedules.cpu.norm import layer_norm, quantize, rms_norm
 from mlc_amd.schedules.cpu.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.cpu.route import route
 from mlc_amd.schedules.cpu.sample import sample
+from mlc_amd.schedules.cpu.ssm_scan import ssm_scan
 from mlc_amd.schedules.experts import Experts
 
 
@@ -105,6 +106,10 @@ def _delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name, p
     return delta_net(key_heads, value_heads, d, single, m, grouped, eps, name)
 
 
+def _ssm_scan(m, arch, name, plan, **sizes):
+    return ssm_scan(m=m, isa=arch.isa, name=name, **sizes)
+
+
 def _gate(k, m, size, eps, silu, layout, arch, name, plan):
     return gate(k, m, size, eps, silu, tile_rows(m, arch), bool(layout), arch.isa, name)
 
@@ -135,4 +140,5 @@ BUILDERS = {
     "delta_net": _delta_net,
     "gate": _gate,
     "sample": _sample,
+    "ssm_scan": _ssm_scan,
 }

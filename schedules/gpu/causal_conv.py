@@ -5,7 +5,8 @@
 
 In: `state`, rows and cells (`schedules/recurrent.py`), X float32 [m, channels or 3 * channels], W float32 [channels,
 taps] flat, States float32 [cells, taps - 1, channels]: the last inputs, the oldest first. Out: Y float32 [m, channels],
-and States in place. A thread has one column of one sequence, and goes through its rows.
+and States in place. A thread has one column of one sequence, and goes through ROWS rows of it, or through all where
+they are single rows.
 """
 
 from tvm import tirx
@@ -19,12 +20,16 @@ from mlc_amd.schedules.gpu.step import kernel, live_rows, state_arg
 from mlc_amd.schedules.recurrent import CELLS, begins, run_length, runs, slot_of
 
 THREADS = 64  # of a workgroup: columns; few, so that narrow models use several compute units
+ROWS = 16  # of a chunk that a thread goes through; more than there are taps
 
 
 def causal_conv(channels, taps, single, m, gated, act, bias, arch, name) -> tirx.PrimFunc:
     """Kernel (state int32[4], rows int32 [m, 2], cells int32 [SLOTS, 2], X, W, B float32 [channels] if `bias`, States,
-    Y)."""
-    threads = min(THREADS, arch.threads)
+    Y). ValueError for more taps than ROWS."""
+    if taps > ROWS:
+        raise ValueError(f"a convolution over {taps} positions: at most {ROWS} are possible")
+    threads, firsts = min(THREADS, arch.threads), runs(m, single)
+    blocks = -(-m // ROWS) if single < m else 1  # of the chunk; runs of single rows are short
     with kernel(name) as ir:
         state = state_arg()
         rows, cells = T.arg("rows", T.buffer((m, 2), "int32")), T.arg("cells", T.buffer((SLOTS, 2), "int32"))
@@ -33,23 +38,32 @@ def causal_conv(channels, taps, single, m, gated, act, bias, arch, name) -> tirx
         B = T.arg("B", T.buffer((channels,), "float32")) if bias else None
         States = T.arg("States", T.buffer((CELLS, taps - 1, channels), "float32"))
         Y = T.arg("Y", T.buffer((m, channels), "float32"))
-        with launch((-(-channels // threads), runs(m, single)), (threads,)) as (chunk, first, thread):
-            column = T.Bind(chunk * threads + thread)
-            live = live_rows(state, m)
-            with T.If((column < channels) & (first < live)), T.Then(), T.If(begins(rows, first)), T.Then():
-                slot = slot_of(rows, first)
+
+        def taken(row, column):
+            """What the convolution takes of a row."""
+            x = X[row, column]
+            return x * X[row, column + 2 * channels] if gated else x
+
+        # The first block of a run is given by the row that begins it, the others are those of the chunk.
+        with launch((-(-channels // threads), firsts + blocks - 1), (threads,)) as (chunk, part, thread):
+            column, live = T.Bind(chunk * threads + thread), live_rows(state, m)
+            block = T.Bind(T.max(part - T.int32(firsts - 1), T.int32(0)))
+            first = T.Bind(T.Select(block == 0, part, state[0]))
+            begin = T.Bind(first + block * ROWS)
+            with T.If((column < channels) & (begin < live)), T.Then(), T.If(begins(rows, first)), T.Then():
+                slot, position = slot_of(rows, first), rows[first, 0]
                 source, target = T.Bind(cells[slot, 0]), T.Bind(cells[slot, 1])
+                length = run_length(state, rows, first, m, single, live)
                 weights = [T.Bind(W[column * taps + t]) for t in range(taps)]
                 last = [T.alloc_buffer((1,), "float32", scope="local") for _ in range(taps - 1)]
                 for t, cell in enumerate(last):
-                    before = States[source, t, column]
-                    T.buffer_store(cell, T.Select(rows[first, 0] > 0, before, T.float32(0)), [0])
-                with T.serial(run_length(state, rows, first, m, single, live)) as step:
-                    row = T.Bind(first + step)
-                    x = X[row, column]
-                    if gated:
-                        x = x * X[row, column + 2 * channels]
-                    values = [*(T.Bind(cell[0]) for cell in last), T.Bind(x)]
+                    kept = T.Select(position > 0, States[source, t, column], T.float32(0))
+                    before = taken(T.max(begin - (taps - 1) + t, T.int32(0)), column)
+                    T.buffer_store(cell, kept if blocks == 1 else T.Select(block == 0, kept, before), [0])
+                count = length if blocks == 1 else T.Bind(T.min(length - block * ROWS, T.int32(ROWS)))
+                with T.serial(count) as step:
+                    row = T.Bind(begin + step)
+                    values = [*(T.Bind(cell[0]) for cell in last), T.Bind(taken(row, column))]
                     total = B[column] if bias else T.float32(0)
                     for value, weight in zip(values, weights, strict=True):
                         total = fma(value, weight, total)
@@ -58,6 +72,12 @@ def causal_conv(channels, taps, single, m, gated, act, bias, arch, name) -> tirx
                     T.buffer_store(Y, total * X[row, column + channels] if gated else total, [row, column])
                     for cell, value in zip(last, values[1:], strict=True):
                         T.buffer_store(cell, value, [0])
-                for t, cell in enumerate(last):
-                    T.buffer_store(States, cell[0], [target, t, column])
+                with T.If(block == 0), T.Then():
+                    for t in range(taps - 1):
+                        # of a run of fewer rows the later ones of the states before, which are not overwritten yet
+                        row = T.Bind(length - (taps - 1) + t)
+                        older = States[source, T.min(length + t, T.int32(taps - 2)), column]
+                        kept = T.Select(position > 0, older, T.float32(0))
+                        value = T.Select(row < 0, kept, taken(first + T.max(row, T.int32(0)), column))
+                        T.buffer_store(States, value, [target, t, column])
     return ir.get()

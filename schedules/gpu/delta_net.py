@@ -21,7 +21,7 @@ from mlc_amd.schedules.attention import SLOTS, padded_columns
 from mlc_amd.schedules.gpu.device import fma, launch, rsqrt, wave_sum
 from mlc_amd.schedules.gpu.registers import at, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.step import kernel, live_rows, state_arg
-from mlc_amd.schedules.recurrent import CELLS, begins, key_head, run_length, runs, slot_of
+from mlc_amd.schedules.recurrent import CELLS, begins, key_head, run_length, runs, slot_of, softplus
 
 LANES = 8  # of a column
 WAVES = 4  # of a workgroup, at most
@@ -90,9 +90,7 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name) ->
                     kk, qq, qk, by_k, by_q = (wave_sum(arch, _dot(*pair), LANES) for pair in pairs)
                     k_scale = rsqrt(kk + T.float32(eps))
                     q_scale = T.Bind(rsqrt(qq + T.float32(eps)) * T.float32(1 / sqrt(d)))
-                    x = T.Bind(Alpha[row, head] + Dt[head])
-                    softplus = T.Select(x > T.float32(20), x, T.log(T.float32(1) + T.exp(T.min(x, T.float32(20)))))
-                    decay = T.Bind(T.exp(A[head] * T.Bind(softplus)))
+                    decay = T.Bind(T.exp(A[head] * softplus(Alpha[row, head] + Dt[head])))
                     beta = T.Bind(T.float32(1) / (T.float32(1) + T.exp(T.float32(0) - Beta[row, head])))
                     change = T.Bind((X[row, v_at] - by_k * (decay * k_scale)) * beta)
                     with T.If(lane % LANES == 0), T.Then():

@@ -32,6 +32,7 @@ from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.route import Routing, route
 from mlc_amd.schedules.gpu.sample import sample
+from mlc_amd.schedules.gpu.ssm_scan import ssm_scan
 from mlc_amd.schedules.gpu.step import FEW
 
 
@@ -134,6 +135,10 @@ def _delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name, p
     return delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name)
 
 
+def _ssm_scan(m, arch, name, plan, **sizes):
+    return ssm_scan(m=m, arch=arch, name=name, **sizes)
+
+
 def _gate(k, m, size, eps, silu, layout, arch, name, plan):
     return gate(k, m, size, eps, silu, layout, arch, name)
 
@@ -166,4 +171,5 @@ BUILDERS = {
     "delta_net": _delta_net,
     "gate": _gate,
     "sample": _sample,
+    "ssm_scan": _ssm_scan,
 }

@@ -14,7 +14,8 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Collection
-from functools import cache
+from copy import deepcopy
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from mlc_amd.tools.dev import fuzzing
 from mlc_amd.tools.dev.fuzzing import Case
 from mlc_amd.tools.dev.gguf_mutations import Parts, joined, mutated, parts
 
-_SIZES = {
+SIZES = {
     "block_count": 1, "embedding_length": 64, "feed_forward_length": 64, "attention.head_count": 2,
     "attention.head_count_kv": 1, "attention.key_length": 32, "attention.value_length": 32, "context_length": 128,
     "rope.dimension_count": 32, "vocab_size": 320,
@@ -46,16 +47,22 @@ class InProcess:
     """As `LimitedProcess`, of chat templates, but here."""
 
     def __init__(self, _module: str, opening: dict[str, Any], *_limits: float) -> None:
-        self._opening = opening
+        self._opening = json.dumps(opening)
 
     def open(self) -> Any:
-        return template_program.open_work(self._opening)[0]
+        return _opened(self._opening)[0]
 
     def ask(self, request: dict[str, Any]) -> Any:
-        return template_program.open_work(self._opening)[1](request)
+        return _opened(self._opening)[1](deepcopy(request))
 
     def close(self) -> None:
         """There is nothing to end."""
+
+
+@lru_cache(8)
+def _opened(opening: str) -> Any:
+    """Most damage leaves the template as it is."""
+    return template_program.open_work(json.loads(opening))
 
 
 def _byte_pieces(count: int, first: list[str]) -> list[str]:
@@ -65,7 +72,7 @@ def _byte_pieces(count: int, first: list[str]) -> list[str]:
 @cache
 def bases() -> dict[str, Parts]:
     """Undamaged models: a vocabulary of bytes, one of SentencePiece, and Gemma 4's."""
-    plain = synthetic("tiny:q4_0", keys=_SIZES)
+    plain = synthetic("tiny:q4_0", keys=SIZES)
     words = ["▁", "h", "e", "l", "o", "he", "ll", "llo", "hello", "▁hello", "<think>"]
     pieces = _byte_pieces(320, ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", *words])
     types = [2, 3, 3, 3, 3, *[1] * (len(words) - 1), 4, *[6] * 256, *[1] * (len(pieces) - 261 - len(words))]

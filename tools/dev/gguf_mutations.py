@@ -4,6 +4,7 @@ In: a GGUF file's bytes and a random generator. Out: `mutated`: (kind, what was 
 The parts of a file (`Parts`) are taken apart and put together without the project's reader and writer.
 """
 
+import contextlib
 import random
 import struct
 from collections.abc import Callable
@@ -39,6 +40,14 @@ class Parts:
     pairs: list[list[Any]]
     tensors: list[list[Any]]
     data: bytes
+
+    def copy(self) -> "Parts":
+        """With lists of its own."""
+        pairs = [
+            [key, kind, (value[0], [*value[1]]) if kind == Kind.ARRAY else value] for key, kind, value in self.pairs
+        ]
+        tensors = [[name, [*dims], kind, offset] for name, dims, kind, offset in self.tensors]
+        return Parts(self.version, pairs, tensors, self.data)
 
 
 def parts(data: bytes) -> Parts:
@@ -92,6 +101,9 @@ def _value(kind: int, value: Any) -> bytes:
         return _text(value)
     if kind == Kind.ARRAY:
         of, values = value
+        if of in _FORMS and of != Kind.BOOL:
+            with contextlib.suppress(struct.error):  # numbers that need no cutting
+                return struct.pack(f"<IQ{len(values)}{_FORMS[of]}", of, len(values), *values)
         return struct.pack("<IQ", of, len(values)) + b"".join(_value(of, one) for one in values)
     form = _FORMS[Kind(kind)]
     if form in "fd":
@@ -241,7 +253,7 @@ def damaged_bytes(draw: random.Random, data: bytes, end: int) -> tuple[str, byte
 def mutated(draw: random.Random, file: Parts) -> tuple[str, str, bytes]:
     """A damaged file: one change, or several."""
     kind = draw.choice((*_STRUCTURE, "list", "counts", "bytes", "several"))
-    file = deepcopy(file)
+    file = file.copy()
     if kind == "bytes":
         whole = joined(file)
         return kind, *damaged_bytes(draw, whole, len(whole) - len(file.data))

@@ -390,6 +390,11 @@ def _with_states(c: Case, y: np.ndarray, kept: np.ndarray) -> dict[str, Result]:
     return {"Y": Result(y[c.rows], c.rows), "States": Result(kept)}
 
 
+def _ssm_scan(c: Case) -> dict[str, Result]:
+    y, kept = states.ssm_scan(c)
+    return {"Y": Result(y[c.rows], c.rows), "States": Result(kept)}
+
+
 def _sample(c: Case) -> dict[str, Result]:
     """Of rows that take the largest logit."""
     if (c.arrays["sampling"][c.rows, FIELDS.index("flags")] & ~LOGPROB).any():
@@ -407,6 +412,6 @@ OPERATORS: dict[str, Callable[[Case], dict[str, Result]]] = {
     "latent_kv_write": _latent_kv_write, "attention": _attention, "rope_attention": _rope_attention,
     "route": _route, "norm_route": _norm_route, "expert_order": _expert_order, "gather": _gather,
     "expert_gate_up": _expert_gate_up, "expert_linear": _expert_linear, "expert_down": _expert_down,
-    "combine": _combine, "sample": _sample, "causal_conv": _causal_conv, "delta_net": _delta_net,
+    "combine": _combine, "sample": _sample, "ssm_scan": _ssm_scan, "causal_conv": _causal_conv, "delta_net": _delta_net,
     "gate": _gate,
 }  # fmt: skip

@@ -60,3 +60,29 @@ def delta_net(c) -> tuple[np.ndarray, np.ndarray]:
             y[row] = np.einsum("hij,hi->hj", matrix, q[row]) / np.sqrt(d)
         states[target] = matrix if c.layout == "cpu" else matrix.transpose(0, 2, 1)
     return y.reshape(c.live, -1), states
+
+
+def ssm_scan(c) -> tuple[np.ndarray, np.ndarray]:
+    """(Y of the live rows, all States after the step). A cell has, of each head, the matrix as columns of x by columns
+    of B on GPUs, the other way round on CPUs."""
+    a, states = c.args, c.arrays["States"].astype(np.float64)
+    heads, d, size, groups = (a[key] for key in ("heads", "d", "size", "groups"))
+    live, inner = c.live, heads * d
+    x, b, to_y = np.split(c.arrays["X"][:live].astype(np.float64), [inner, inner + groups * size], axis=1)
+    x = x.reshape(live, heads, d)
+    b, to_y = (part.reshape(live, groups, size).repeat(heads // groups, axis=1) for part in (b, to_y))
+    factor, skip, bias = (c.arrays[name][:heads].astype(np.float64) for name in ("A", "D", "Bias"))
+    dt = np.logaddexp(0.0, c.arrays["Dt"][:live, :heads] + bias)
+    y, z = np.empty((live, heads, d)), c.arrays["Z"][:live, :inner].astype(np.float64)
+    shape = (heads, d, size) if c.layout == "gpu" else (heads, size, d)
+    for rows, before, target in runs(c):
+        matrix = np.zeros((heads, d, size))
+        if before is not None:
+            matrix = before.reshape(shape) if c.layout == "gpu" else before.reshape(shape).transpose(0, 2, 1)
+        for row in rows:
+            matrix = matrix * np.exp(factor * dt[row])[:, None, None]
+            matrix = matrix + (x[row] * dt[row][:, None])[..., None] * b[row][:, None]
+            y[row] = np.einsum("hdn,hn->hd", matrix, to_y[row]) + skip[:, None] * x[row]
+        kept = matrix if c.layout == "gpu" else matrix.transpose(0, 2, 1)
+        states[target] = kept.reshape(heads, -1)
+    return y.reshape(live, inner) * z / (1 + np.exp(-z)), states

@@ -1,0 +1,65 @@
+"""Selective state spaces (Mamba-2): the matrix of each head over the rows of a sequence.
+
+    dt = softplus(t + bias);  S *= exp(a * dt);  S += dt * x B^T;  y = (S C + D * x) * silu(z)
+
+In: `state`, rows and cells (`schedules/recurrent.py`), X float32 [m, x of all heads, B and C of all groups], Z float32
+[m, heads * d, padded], Dt float32 [m, heads, padded], A, D and Bias float32 [heads, padded], States float32 [cells,
+heads, d * size]. Out: Y float32 [m, heads * d], and States in place.
+
+A few neighbouring lanes have a row of a matrix, which is a column of x, in their registers and go through the rows of a
+sequence; they meet in one sum over their lanes, so waves never wait for one another.
+"""
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.attention import SLOTS, padded_columns
+from mlc_amd.schedules.gpu.activations import ACTIVATIONS
+from mlc_amd.schedules.gpu.device import fma, launch, wave_sum
+from mlc_amd.schedules.gpu.lane_rows import LANES, load_row, store_row, waves_of
+from mlc_amd.schedules.gpu.registers import local, put
+from mlc_amd.schedules.gpu.step import kernel, live_rows, state_arg
+from mlc_amd.schedules.recurrent import CELLS, begins, run_length, runs, slot_of, softplus
+
+
+def ssm_scan(heads, d, size, groups, single, m, arch, name) -> tirx.PrimFunc:
+    """Kernel (state int32[4], rows int32 [m, 2], cells int32 [SLOTS, 2], X, Z, Dt, A, D, Bias, States, Y). A workgroup
+    has a part of one matrix and one sequence. ValueError for heads whose columns do not fill waves."""
+    inner, padded = heads * d, padded_columns(heads)
+    columns, waves = waves_of(d, size, arch)
+    count = size // LANES
+    with kernel(name) as ir:
+        state = state_arg()
+        rows, cells = T.arg("rows", T.buffer((m, 2), "int32")), T.arg("cells", T.buffer((SLOTS, 2), "int32"))
+        X = T.arg("X", T.buffer((m, inner + 2 * groups * size), "float32"))
+        Z = T.arg("Z", T.buffer((m, padded_columns(inner)), "float32"))
+        Dt = T.arg("Dt", T.buffer((m, padded), "float32"))
+        A, D, Bias = (T.arg(which, T.buffer((padded,), "float32")) for which in ("A", "D", "Bias"))
+        States = T.arg("States", T.buffer((CELLS, heads, d * size), "float32"))
+        Y = T.arg("Y", T.buffer((m, inner), "float32"))
+        grid = d // (columns * waves), heads, runs(m, single)
+        with launch(grid, (arch.wave, waves)) as (part, head, first, lane, wave):
+            live = live_rows(state, m)
+            with T.If(first < live), T.Then(), T.If(begins(rows, first)), T.Then():
+                slot = slot_of(rows, first)
+                source, target = T.Bind(cells[slot, 0]), T.Bind(cells[slot, 1])
+                column = T.Bind((part * waves + wave) * columns + lane // LANES)
+                begin, x_at = T.Bind(lane % LANES * count), T.Bind(head * d + column)
+                b_at = T.Bind(inner + head // (heads // groups) * size + begin)
+                own = T.Bind(column * size + begin)
+                matrix = [local(1) for _ in range(count)]
+                for cell, x in zip(matrix, load_row(States, (source, head), own, count), strict=True):
+                    put(cell, T.Select(rows[first, 0] > 0, x, T.float32(0)), 0)
+                with T.serial(run_length(state, rows, first, m, single, live)) as step:
+                    row = T.Bind(first + step)
+                    b, c = (load_row(X, (row,), base, count) for base in (b_at, b_at + groups * size))
+                    dt, x = softplus(Dt[row, head] + Bias[head]), T.Bind(X[row, x_at])
+                    decay, change, total = T.Bind(T.exp(A[head] * dt)), T.Bind(x * dt), T.float32(0)
+                    for cell, from_b, to_y in zip(matrix, b, c, strict=True):
+                        put(cell, fma(change, from_b, T.Bind(cell[0] * decay)), 0)
+                        total = fma(cell[0], to_y, total)
+                    y = fma(x, D[head], wave_sum(arch, total, LANES))
+                    with T.If(lane % LANES == 0), T.Then():
+                        T.buffer_store(Y, y * ACTIVATIONS["silu"](T.Bind(Z[row, x_at])), [row, x_at])
+                store_row(States, (target, head), own, [T.Bind(cell[0]) for cell in matrix])
+    return ir.get()

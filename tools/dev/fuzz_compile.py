@@ -1,0 +1,109 @@
+"""Fuzzes a whole model: a damaged GGUF file is compiled for this CPU, loaded, and reads and writes some tokens.
+
+In: tiny models of several architectures (`bases`), whose metadata, tensors or weights are damaged. Out: the table of
+`fuzzing.py`.
+"""
+
+import random
+import shutil
+import struct
+import sys
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+
+from mlc_amd.compiler.gguf import GGUFModel, synthetic, write_gguf
+from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime import chat_template
+from mlc_amd.runtime.engine import Engine
+from mlc_amd.tools.dev import fuzzing
+from mlc_amd.tools.dev.fuzz_gguf import SCRATCH, SIZES, InProcess
+from mlc_amd.tools.dev.fuzzing import Case, Limits
+from mlc_amd.tools.dev.gguf_mutations import Parts, joined, mutated, parts
+
+LIMITS = Limits(seconds=120, memory=4 << 30)  # LLVM takes more than a reader
+_EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64}
+# Architecture and format -> metadata besides SIZES
+_BASES: dict[tuple[str, str], dict[str, object]] = {
+    ("llama", "q4_0"): {},
+    ("qwen3", "f16"): {},
+    ("qwen3moe", "q8_0"): _EXPERTS,
+    ("gemma3", "q4_0"): {"attention.sliding_window": 8, "attention.sliding_window_pattern": 2},
+}
+# Bit patterns of weights and scales: infinities, NaN, zeros, large and tiny numbers, in float32 and float16.
+_PATTERNS = (b"\xff", b"\x00", b"\x00\x7c", b"\x00\xfc", b"\x00\x7e", b"\xff\x7b", b"\x01\x00", struct.pack("<f", 1e38),
+             struct.pack("<f", float("inf")), struct.pack("<f", float("nan")))  # fmt: skip
+
+
+@cache
+def bases() -> dict[str, Parts]:
+    """Undamaged models by name."""
+    found = {}
+    for (architecture, form), more in _BASES.items():
+        keys = SIZES | {"general.architecture": architecture} | more
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.gguf"
+            write_gguf(synthetic(f"tiny-qwen2:{form}", keys=keys), path)
+            found[f"{architecture} {form}"] = parts(path.read_bytes())
+    return found
+
+
+def outcome(data: bytes) -> list[int]:
+    """Compiles the model and generates tokens: greedily, and by its own sampling parameters."""
+    folder = Path(tempfile.mkdtemp(dir=SCRATCH, prefix="fuzz-compile-"))
+    try:
+        path = folder / "model.gguf"
+        path.write_bytes(data)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            with GGUFModel.open(path) as model:
+                compile_model(model, "cpu", "native", None, folder / "out")
+        engine = Engine.load(folder / "out", threads=1)
+        prompt = [i % engine.vocab for i in range(20)]
+        logits = [engine.prefill(prompt), engine.decode(1)]
+        assert all(one.shape == (engine.vocab,) for one in logits)
+        made = [piece.id for piece in engine.generate(prompt, max_tokens=4, temperature=0)]
+        made += [piece.id for piece in engine.generate(prompt, max_tokens=4)]
+        assert all(0 <= i < engine.vocab for i in made)
+        engine.close()
+        return made
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _weights(draw: random.Random, file: Parts) -> tuple[str, str, bytes]:
+    """Damaged weights."""
+    file, made, what = file.copy(), bytearray(file.data), []
+    for _ in range(draw.randint(1, 4)):
+        name, _, _, offset = draw.choice(file.tensors)
+        pattern, count = draw.choice((*_PATTERNS, draw.randbytes(64))), draw.choice((2, 64, 1000, 5000))
+        end = min(offset + count, len(made))
+        made[offset:end] = (pattern * count)[: end - offset]
+        what.append(f"{name.decode()} {pattern[:4].hex()} x {count}")
+    file.data = bytes(made)
+    return "weights", ", ".join(what), joined(file)
+
+
+def make(draw: random.Random) -> Case:
+    name = draw.choice(list(bases()))
+    kind, what, data = (_weights if draw.random() < 0.5 else mutated)(draw, bases()[name])
+
+    def act() -> None:
+        outcome(data)
+
+    return Case(kind, f"{name}: {what}", act)
+
+
+def control() -> Case:
+    return Case("control", "", lambda: all(len(outcome(joined(base))) == 8 for base in bases().values()))
+
+
+def main(argv: list[str] | None = None) -> int:
+    chat_template.LimitedProcess = InProcess  # pyright: ignore[reportAttributeAccessIssue, reportPrivateImportUsage]
+    bases()
+    return fuzzing.main(__doc__, make, control, LIMITS, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
