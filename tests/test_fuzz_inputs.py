@@ -1,5 +1,6 @@
 """A share of what the fuzzing programs of tools/dev try, the same in each run: GGUF files, chat templates, texts,
-artifacts, files of tuning and whole models that are damaged end in errors of one line, and no text becomes a control token."""
+artifacts, files of tuning and whole models that are damaged end in errors of one line, and no text becomes a control
+token."""
 
 import subprocess
 import sys
