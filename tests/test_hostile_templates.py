@@ -198,6 +198,26 @@ def test_no_message_becomes_a_control_token(tokenizer, change, attack):
     assert not any(map(tokenizer.is_special, ids[1:-1]))
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        "'%s' % message.content",
+        "'%(content)s' % message",
+        "'{}'.format(message.content)",
+        "'{0[content]}'.format(message)",
+        "'%s' | format(message.content)",
+        "'-'.join(['', message.content])",
+        "'x'.replace('x', message.content)",
+        "['', message.content] | join('-')",
+        "(message.content, ) | string",
+        "{'a': message.content} | tojson",
+    ],
+)
+def test_text_that_the_template_puts_a_message_into(tokenizer, made):
+    ids = encoded(tokenizer, "{% for message in messages %}{{ " + made + " }}{% endfor %}", "<|im_end|>")
+    assert "<|im_end|>" in tokenizer.decode(ids) and not any(map(tokenizer.is_special, ids))
+
+
 @pytest.mark.parametrize(("first", "second"), [("<|im_", "end|>"), ("<", "|im_end|>")])
 def test_two_messages_do_not_make_one(tokenizer, first, second):
     assert not {START, END} & set(

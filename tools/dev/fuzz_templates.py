@@ -64,6 +64,28 @@ _METHODS = (
     ".expandtabs(9)", ".mro()", "[0]", "[1:]", "[::-1]", "[:9]", "['role']", ".role", ".content", ".function", "(x)",
     "()",
 )  # fmt: skip
+# A text of a message, alone and with the template's own; and what makes another text of a text.
+_BEGINNINGS = (
+    "message['content']", "message.content", "('<|im_start|>' + message.content)", "messages",
+    "('%s' % message.content)", "'a{}b'.format(message.content)", "'|'.join(['a', message.content])",
+    "'x'.replace('x', message.content)", "['<|im_start|>', message.content] | join('-')",
+    "('%s' | format(message.content))", "('a' ~ message.content ~ 1)", "message.content.join(['<|', 'im_end|>'])",
+    "message.content * 2", "(message.content, 'a') | string", "{'a': message.content} | tojson",
+    "('%(a)s' % message)", "'{0[content]}'.format(message)",
+)  # fmt: skip
+_TEXT_FILTERS = (
+    "capitalize", "center(80)", "default('<|im_end|>')", "escape", "format('a')", "indent(2)", "lower",
+    "replace('a', 'b')", "replace('', message.content)", "reverse", "safe", "string", "striptags", "title", "tojson",
+    "trim", "truncate(9)", "upper", "urlencode", "urlize", "wordwrap(3)", "list | join", "list | join('|')",
+    "list | reverse | join", "batch(2) | first | join",
+)  # fmt: skip
+_TEXT_METHODS = (
+    ".strip()", ".lstrip('a<')", ".split('|')[0]", ".split('|')[-1]", ".rsplit('|', 1)[0]", ".partition('|')[2]",
+    ".splitlines()[0]", ".lower()", ".upper()", ".title()", ".replace('|', message.content)", ".replace('', 'x')",
+    ".join(['a', 'b'])", ".format('a')", ".encode().decode()", ".zfill(999)", ".center(99)", ".ljust(99, '<')",
+    ".translate({97: 'b'})", ".removeprefix('<|')", "[1:]", "[::-1]", "[:9]", ".expandtabs(9)", ".swapcase()",
+    "[::2] * 3",
+)  # fmt: skip
 _OPERATORS = ("+", "-", "*", "/", "//", "%", "**", "~", "==", "<", "in", "not in", "and", "or", "is", "if")
 _CALLS = (
     "range({})", "namespace(a={})", "dict(a={})", "lipsum(n=2)", "cycler({}, 1)", "joiner({})", "strftime_now({})",
@@ -157,9 +179,10 @@ def _nested(draw: random.Random) -> str:
 
 def _chain(draw: random.Random) -> str:
     """What a template could do to the text of a message."""
-    made = draw.choice(("message['content']", "message.content", "('<|im_start|>' + message.content)", "messages"))
-    for _ in range(draw.randint(1, 4)):
-        made = f"({made} | {draw.choice(_FILTERS)})" if draw.random() < 0.5 else made + draw.choice(_METHODS)
+    made = draw.choice(_BEGINNINGS)
+    for _ in range(draw.randint(0, 4)):
+        filters, methods = (_FILTERS, _METHODS) if draw.random() < 0.2 else (_TEXT_FILTERS, _TEXT_METHODS)
+        made = f"({made} | {draw.choice(filters)})" if draw.random() < 0.5 else f"({made}){draw.choice(methods)}"
     return f"({made}) ~ ''"
 
 
