@@ -86,7 +86,7 @@ def run_of(workload, plan, arch) -> float:
         (used, *_), (split, *_) = gemv.linear_plans(weights, k, arch, plan)
         lanes = split.lanes
     else:
-        used = gemv.gate_up_plan([fmt for fmt, _ in weights], rows, k, arch, plan)
+        used = gemv.gate_up_plan([fmt for fmt, _ in weights], k, arch, plan)
         lanes = used.lanes
     row = k * fmt.block_bytes / fmt.block
     once = lanes * used.unroll * row / gemv.units_of([fmt], k)
