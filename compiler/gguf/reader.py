@@ -113,16 +113,17 @@ class Tensor:
     def pieces(self, name: str, shape: tuple[int, ...], groups: int, pieces: Sequence[tuple[int, int]]) -> "Tensor":
         """A matrix of that shape made of this one's rows, which are so many groups alike: one piece after the other,
         the rows first .. first + count of each group. ValueError if the shape does not fit. Blocks are copies."""
-        group = self.rows // groups
-        order = [
-            np.arange(index * group + first, index * group + first + count)
-            for first, count in pieces
-            for index in range(groups)
-        ]
-        rows = np.concatenate(order)
+        groups_at = np.arange(groups)[:, None] * (self.rows // groups)
+        rows = np.concatenate([(groups_at + np.arange(first, first + count)).reshape(-1) for first, count in pieces])
         if shape != (len(rows), self.shape[-1]) or rows.max() >= self.rows:
             raise ValueError(f"{self!r} has no pieces {pieces} of shape {shape}")
-        return Tensor(name, self.format, shape, lambda start, stop: self.blocks()[rows[start:stop]])
+
+        def fetch(start: int, stop: int) -> np.ndarray:
+            wanted = rows[start:stop]
+            low = int(wanted.min())
+            return self.blocks(low, int(wanted.max()) + 1)[wanted - low]
+
+        return Tensor(name, self.format, shape, fetch)
 
     def filled(self, shape: tuple[int, ...]) -> "Tensor":
         """The same with zeros behind the rows of each matrix, or behind their columns, up to that shape. (In a block of
