@@ -391,8 +391,7 @@ def _with_states(c: Case, y: np.ndarray, kept: np.ndarray) -> dict[str, Result]:
 
 
 def _ssm_scan(c: Case) -> dict[str, Result]:
-    y, kept = states.ssm_scan(c)
-    return {"Y": Result(y[c.rows], c.rows), "States": Result(kept)}
+    return _with_states(c, *states.ssm_scan(c))
 
 
 def _sample(c: Case) -> dict[str, Result]:
