@@ -19,6 +19,7 @@ from mlc_amd.runtime.errors import shorten
 
 MAX_LAYERS = 1024  # the largest known models have about 130: more means a damaged file
 MAX_EXPERTS = 1024  # llama.cpp takes up to 512
+MAX_TAPS = 16  # of a convolution: known models have 3 or 4; what kernels of GPUs take
 ROPE, LOCAL_ROPE = "rope", "local_rope"  # keys of ModelConfig.ropes
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -113,6 +114,14 @@ def read_rope(keys: Keys, head_dim: int, neox: bool, scaled: bool = True, **vari
         "long_factors": LONG_FACTORS if LONG_FACTORS in keys.tensors else "",
     }
     return RopeConfig(**(fields | variant))
+
+
+# ---- recurrent layers
+
+
+def read_taps(keys: Keys, key: str) -> int:
+    """Positions that a convolution sees."""
+    return keys.integer(key, minimum=2, maximum=MAX_TAPS)
 
 
 # ---- feed-forward

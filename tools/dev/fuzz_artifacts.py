@@ -223,19 +223,18 @@ def _act(base: Base, folder: Path, same: bool) -> bool | None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def base_of(place: Path, target: str, made: Path | None) -> Base:
-    """The good artifact, compiled if there is none, and asked, in processes of their own."""
-    folder = shutil.copytree(made, place / "base") if made else compiled(place, target)
+def base_of(place: Path, target: str) -> Base:
+    """Compiles the model, and asks it, in processes of their own."""
+    folder = compiled(place, target)
     return Base(folder, target, fuzzing.once(partial(answer, folder, target, declared_sizes(folder))))
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--target", choices=ARCHS, default="cpu")
-    parser.add_argument("--artifact", type=Path, help="a small model for that target (default: compiles one)")
     given, others = parser.parse_known_args(argv)
     with tempfile.TemporaryDirectory(prefix="mlc-amd-fuzz-") as place:
-        base = base_of(Path(place), given.target, given.artifact)
+        base = base_of(Path(place), given.target)
         limits = Limits(memory=ADDRESS_SPACE[given.target])
         return fuzzing.main(__doc__, partial(make, base), partial(control, base), limits, others)
 
