@@ -19,7 +19,7 @@ from mlc_amd.compiler.gguf import (
     synthetic,
     write_gguf,
 )
-from mlc_amd.compiler.gguf.reader import Tensor
+from mlc_amd.compiler.gguf.tensor import Tensor
 from mlc_amd.compiler.gguf.writer import write_header
 from mlc_amd.compiler.models import expected_tensors, read_config
 from mlc_amd.compiler.models.config import AttentionConfig, FeedForwardConfig, LayerConfig, ModelConfig, RopeConfig

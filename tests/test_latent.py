@@ -7,7 +7,8 @@ import pytest
 import vulkan_harness
 from test_architectures import EXACT, MAX_CHANGE
 
-from mlc_amd.compiler.gguf.reader import GGUFModel, Tensor
+from mlc_amd.compiler.gguf.reader import GGUFModel
+from mlc_amd.compiler.gguf.tensor import Tensor
 from mlc_amd.compiler.models import read_config
 from mlc_amd.compiler.models.config import LatentConfig
 from mlc_amd.compiler.pipeline import compile_model

@@ -1,8 +1,9 @@
 """GGUF files in, checked and typed models out: the compiler's only view of its input."""
 
 from mlc_amd.compiler.gguf.presets import PRESETS
-from mlc_amd.compiler.gguf.reader import GGUFModel, Tensor, read_metadata
+from mlc_amd.compiler.gguf.reader import GGUFModel, read_metadata
 from mlc_amd.compiler.gguf.synthetic import synthetic
+from mlc_amd.compiler.gguf.tensor import Tensor
 from mlc_amd.compiler.gguf.writer import write_gguf
 
 __all__ = [

@@ -1,0 +1,147 @@
+"""One weight of a GGUF file, as blocks that are fetched on demand, and the tensors that are made of others' rows.
+
+In: a function that gives rows of blocks. Out: `Tensor`, and what the graph wants instead of what the file has: parts,
+stacks transposed, rows and columns filled with zeros.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import gguf
+import numpy as np
+
+from mlc_amd.schedules.formats import FORMATS
+
+
+def row_bytes(format: str, columns: int) -> int:
+    """Bytes of one row of GGUF blocks; `columns` is a multiple of the format's block."""
+    return columns // FORMATS[format].block * FORMATS[format].block_bytes
+
+
+class Tensor:
+    """One weight, a vector, a matrix or a stack of matrices, as GGUF blocks that are read on demand.
+
+    `shape` is (columns,), (rows, columns) or (matrices, rows, columns) in numpy order. Rows are counted through all
+    matrices; a vector is one row. A row is a whole number of blocks."""
+
+    def __init__(self, name: str, format: str, shape: tuple[int, ...], fetch: Callable[[int, int], np.ndarray]):
+        self.name, self.format, self.shape, self._fetch = name, format, shape, fetch
+
+    def __repr__(self) -> str:
+        return f"Tensor({self.name!r}, {self.format!r}, {self.shape})"
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    @property
+    def row_bytes(self) -> int:
+        return row_bytes(self.format, self.shape[-1])
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    def blocks(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Rows start..stop as they are in the file: uint8 [stop - start, row_bytes], read-only."""
+        stop = self.rows if stop is None else stop
+        if not 0 <= start <= stop <= self.rows:
+            raise IndexError(f"rows {start}..{stop} of {self!r}")
+        return self._fetch(start, stop)
+
+    def part(self, name: str, first: int, shape: tuple[int, ...]) -> "Tensor":
+        """A tensor of that shape made of this one's rows: of those from `first` on of each matrix, or of all of them
+        if only the shape differs. ValueError if the shape does not fit."""
+        stacked = len(shape) == 3
+        of_each, count = (shape[1], shape[0]) if stacked else (math.prod(shape[:-1]), 1)
+        matrix = self.rows // count
+        if shape[-1] != self.shape[-1] or matrix * count != self.rows or first + of_each > matrix:
+            raise ValueError(f"{self!r} has no part of shape {shape} from row {first} on")
+
+        def fetch(start: int, stop: int) -> np.ndarray:
+            if count == 1:
+                return self.blocks(first + start, first + stop)
+            pieces = []
+            while start < stop:
+                index, row = divmod(start, of_each)
+                end = min(of_each, row + stop - start)
+                begin = index * matrix + first
+                pieces.append(self.blocks(begin + row, begin + end))
+                start += end - row
+            return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+        return Tensor(name, self.format, shape, fetch)
+
+    def transposed(self, name: str, first: int, shape: tuple[int, ...]) -> "Tensor":
+        """A stack of that shape: of each matrix of this tensor's rows the rows from `first` on, transposed. Blocks of
+        columns cannot become rows: float formats stay, the weights of others become f16."""
+        count, columns, rows = shape
+        matrix = self.rows // count
+        float_format = FORMATS[self.format].kind == "float"
+
+        def fetch(start: int, stop: int) -> np.ndarray:
+            pieces = []
+            while start < stop:
+                index, row = divmod(start, columns)
+                end = min(columns, row + stop - start)
+                begin = index * matrix + first
+                if float_format:
+                    dtype = FORMATS[self.format].dtype
+                    source = np.ascontiguousarray(self.blocks(begin, begin + rows)).view(dtype)
+                else:
+                    source = self.dequantize(begin, begin + rows).astype(np.float16)
+                pieces.append(np.ascontiguousarray(source[:, row:end].T).view(np.uint8))
+                start += end - row
+            return np.concatenate(pieces)
+
+        return Tensor(name, self.format if float_format else "f16", shape, fetch)
+
+    def pieces(self, name: str, shape: tuple[int, ...], groups: int, pieces: Sequence[tuple[int, int]]) -> "Tensor":
+        """A matrix of that shape made of this one's rows, which are so many groups alike: one piece after the other,
+        the rows first .. first + count of each group. ValueError if the shape does not fit. Blocks are copies."""
+        groups_at = np.arange(groups)[:, None] * (self.rows // groups)
+        rows = np.concatenate([(groups_at + np.arange(first, first + count)).reshape(-1) for first, count in pieces])
+        if shape != (len(rows), self.shape[-1]) or rows.max() >= self.rows:
+            raise ValueError(f"{self!r} has no pieces {pieces} of shape {shape}")
+
+        def fetch(start: int, stop: int) -> np.ndarray:
+            wanted = rows[start:stop]
+            low = int(wanted.min())
+            return self.blocks(low, int(wanted.max()) + 1)[wanted - low]
+
+        return Tensor(name, self.format, shape, fetch)
+
+    def filled(self, shape: tuple[int, ...]) -> "Tensor":
+        """The same with zeros behind the rows of each matrix, or behind their columns, up to that shape. (In a block of
+        any format zeros are zeros.) ValueError for columns of a format that has blocks."""
+        rows, whole, size = self.shape[-2], shape[-2], row_bytes(self.format, shape[-1])
+        if self.shape[-1] != shape[-1] and FORMATS[self.format].kind != "float":
+            raise ValueError(f"{self!r} cannot have {shape[-1]} columns")
+
+        def fetch(start: int, stop: int) -> np.ndarray:
+            found = np.zeros((stop - start, size), np.uint8)
+            for index in range(start // whole, -(-stop // whole)):
+                begin, end = (min(max(row - index * whole, 0), rows) for row in (start, stop))
+                if begin < end:
+                    place = index * whole + begin - start
+                    own = self.blocks(index * rows + begin, index * rows + end)
+                    found[place : place + end - begin, : self.row_bytes] = own
+            return found
+
+        return Tensor(self.name, self.format, shape, fetch)
+
+    def entries(self, name: str, first: int, count: int) -> "Tensor":
+        """The vector of `count` entries of this vector, from `first` on, as f32."""
+        return Tensor(
+            name, "f32", (count,),
+            lambda start, stop: np.ascontiguousarray(self.dequantize()[first : first + count])
+            .view(np.uint8)[None][start:stop],
+        )  # fmt: skip
+
+    def dequantize(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Rows start..stop as float32 [stop - start, columns]; a whole vector as [columns]. By gguf-py, which
+        is the reference."""
+        values = gguf.dequantize(self.blocks(start, stop), gguf.GGMLQuantizationType(FORMATS[self.format].gguf_type))
+        return values.reshape(self.shape[-1:] if len(self.shape) == 1 else (-1, self.shape[-1])).astype(
+            np.float32, copy=False
+        )
