@@ -71,7 +71,7 @@ def kept(config: ModelConfig, backend, ctx: int) -> Types:
 
 def check_capacity(config: ModelConfig, backend, ctx: int) -> None:
     """UserError for a KV cache of which kernels cannot address one tensor."""
-    largest = max(math.prod(shape) for shape, _ in kept(config, backend, ctx).values())
+    largest = max((math.prod(shape) for shape, _ in kept(config, backend, ctx).values()), default=0)
     if largest > ELEMENTS:
         fitting = ctx * ELEMENTS // largest // PAGE * PAGE
         raise UserError(

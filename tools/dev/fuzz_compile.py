@@ -23,7 +23,7 @@ from mlc_amd.tools.dev.fuzzing import Case, Limits
 from mlc_amd.tools.dev.gguf_mutations import Parts, joined, mutated, parts
 
 LIMITS = Limits(seconds=120, memory=4 << 30)  # LLVM takes more than a reader
-_EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64}
+_EXPERTS: dict[str, object] = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64}
 # Architecture and format -> metadata besides SIZES
 _BASES: dict[tuple[str, str], dict[str, object]] = {
     ("llama", "q4_0"): {},

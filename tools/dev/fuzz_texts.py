@@ -115,18 +115,18 @@ _KINDS: dict[str, Callable[[random.Random], str]] = {
 
 
 def act_on(text: str) -> bool:
-    """Whether all vocabularies give the text back. UserError if none accepts it; AssertionError for a forged token."""
-    expected, accepted = _written(text.replace(MARK, "")), 0
+    """Whether all vocabularies give the text back. UserError of one that does not take it, at the end; AssertionError
+    for a forged token."""
+    expected, refused = _written(text.replace(MARK, "")), None
     for vocabulary in VOCABULARIES:
         try:
             ids = message(vocabulary.tokenizer, text, vocabulary.unknown)
         except UserError as error:
             refused = error
             continue
-        accepted += 1
         given = _written(vocabulary.tokenizer.decode(ids))
         assert not vocabulary.faithful or given == expected, f"{vocabulary.name}: other text"
-    if not accepted:
+    if refused:
         raise refused
     return True
 
