@@ -29,6 +29,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
 from mlc_amd.runtime.io_buffers import io_buffers
 from mlc_amd.runtime.kv_types import KV_TENSORS, KV_TYPE
+from mlc_amd.runtime.manifest import check_described
 from mlc_amd.schedules.attention import PAGE
 
 # module and class, imported on demand
@@ -138,6 +139,7 @@ def compile_model(
         }
         artifact.write_interfaces(directory, manifest)
         artifact.write_manifest(directory, manifest, known)
+        check_described(directory)
         kernel_bytes = sum(file.stat().st_size for file in directory.glob("kernels*"))
         progress("write", 1, 1)
     clock.lap("write")

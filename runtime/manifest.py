@@ -237,6 +237,26 @@ def read(folder: Path) -> Manifest:
     return json_files.decode(data, Manifest, path, ADVICE)
 
 
+def check_described(folder: Path) -> None:
+    """ValueError where a manifest that was just written has a key or a value that this description lacks: it would be
+    lost when the manifest is read."""
+    written, known = json.loads((folder / MANIFEST).read_bytes()), dict(read(folder))
+    lost = _lost({key: value for key, value in written.items() if key != "sha256"}, known, "")
+    if lost:
+        raise ValueError(f"runtime/manifest.py does not describe {lost}")
+
+
+def _lost(written: Any, known: Any, place: str) -> str:
+    """The first place where `written` has what `known` has not; "" where both are the same."""
+    if isinstance(written, dict) and isinstance(known, dict):
+        pairs = ((f"{place}.{key}", value, known.get(key)) for key, value in written.items())
+    elif isinstance(written, list) and isinstance(known, list) and len(written) == len(known):
+        pairs = ((f"{place}[{i}]", *pair) for i, pair in enumerate(zip(written, known, strict=True)))
+    else:
+        return "" if written == known else place
+    return next((found for at, one, other in pairs if (found := _lost(one, other, at))), "")
+
+
 class _Format(TypedDict):
     format: Annotated[int, Meta(ge=1, le=1 << 20)]
 

@@ -73,7 +73,7 @@ class Parameter:
 class Costs:
     """What a call must move and compute, for the rows that its kernel is made for.
 
-    weights      bytes of weights that it reads whole
+    weights      bytes of weights that it reads whole, and of one sequence's states, read and written
     rows         bytes of table rows, of all tokens together
     activations  bytes of inputs and outputs
     position     bytes of one position of the cache
@@ -151,8 +151,9 @@ def costs(op: str, args: dict, params: list[Parameter]) -> Costs:
     inputs = sum(param.nbytes for param in of("input")) * output_rows(args.get("rows", "all"), m) / m
     positions = args.get("ctx", 1)
     span = args.get("window") or args.get("chunk") or positions
+    states = sum(2 * param.nbytes // param.shape[0] for param in of("states"))
     return Costs(
-        weights=int(sum(param.nbytes * param.slot.share for param in of("weight") if not param.slot.rows)),
+        weights=int(sum(param.nbytes * param.slot.share for param in of("weight") if not param.slot.rows)) + states,
         rows=sum(param.nbytes * m / param.slot.rows for param in of("weight") if param.slot.rows),
         activations=inputs + sum(param.nbytes for param in of("output")),
         position=sum(param.nbytes for param in of("cache")) / positions,

@@ -29,15 +29,16 @@ def begins(rows, row):
 
 
 def run_length(state, rows, row, m, single, live):
-    """Rows of the run that begins at `row`. live: live rows of the step. Where all rows may be single ones, the last of
-    them may be a run together; else a single row is one by itself, and the chunk is one."""
+    """Rows of the run that begins at `row`: the chunk, or as many single rows as have its slot. live: live rows of the
+    step."""
     if m == 1:
         return T.int32(1)
-    if single < m:
-        return T.Bind(T.Select(row < state[0], T.int32(1), live - row))
+    if single == 0:
+        return live
+    singles = T.Bind(T.min(state[0], live))
     count = T.alloc_buffer((1,), "int32", scope="local")
-    T.buffer_store(count, T.int32(0), [0])
-    with T.serial(live) as other:
+    T.buffer_store(count, T.Select(row < singles, T.int32(0), live - row), [0])
+    with T.serial(T.Select(row < singles, singles, T.int32(0))) as other:
         T.buffer_store(count, count[0] + T.Select(rows[other, 1] == rows[row, 1], T.int32(1), T.int32(0)), [0])
     return T.Bind(count[0])
 

@@ -30,6 +30,7 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         | {"attention.q_lora_rank": 96, "attention.kv_lora_rank": 64, "attention.key_length": 96}
         | {"attention.value_length": 64, "attention.key_length_mla": 96, "attention.value_length_mla": 48}
         | {"leading_dense_block_count": 1, "expert_shared_count": 1, "expert_gating_func": 2}
+        | {"expert_feed_forward_length": 48}  # no whole blocks of 32
         | {"expert_weights_norm": True, "expert_weights_scale": 2.5, "expert_group_count": 4}
         | {"expert_group_used_count": 2},
         ("blk.1.exp_probs_b.bias",),

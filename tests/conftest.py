@@ -57,14 +57,14 @@ LONG = (
 # Those that compile models or many kernels, besides: `make test-fast` leaves all of them out.
 SLOW = {
     *LONG, "test_api.py", "test_artifact.py", "test_constrained_answers.py", "test_cpu_norm.py", "test_deploy.py",
-    "test_engine.py", "test_engine_calls.py", "test_gpu_norm.py", "test_gpu_route.py", "test_inspect_kernels.py",
-    "test_latent.py", "test_measure.py", "test_memory.py", "test_model_cache.py", "test_monitor.py", "test_power.py",
-    "test_radv.py", "test_random_weights.py", "test_serve_anthropic.py", "test_serve_clients.py",
-    "test_serve_conformance.py",
-    "test_serve_events.py", "test_serve_formats.py", "test_serve_limits.py", "test_serve_llama.py",
-    "test_serve_ollama.py", "test_serve_openai.py", "test_serve_page.py", "test_serve_page_answers.py",
-    "test_serve_ray.py", "test_serve_responses.py", "test_states.py", "test_tuning_rooflines.py",
-    "test_tuning_static.py", "test_vulkan_attention_coop.py", "test_windows.py",
+    "test_engine.py", "test_engine_calls.py", "test_fuzz_inputs.py", "test_gpu_norm.py", "test_gpu_route.py",
+    "test_inspect_kernels.py", "test_latent.py", "test_manifest.py", "test_measure.py", "test_memory.py",
+    "test_model_cache.py", "test_monitor.py", "test_power.py", "test_radv.py", "test_random_weights.py",
+    "test_serve_anthropic.py", "test_serve_clients.py", "test_serve_conformance.py", "test_serve_events.py",
+    "test_serve_formats.py", "test_serve_limits.py", "test_serve_llama.py", "test_serve_ollama.py",
+    "test_serve_openai.py", "test_serve_page.py", "test_serve_page_answers.py", "test_serve_ray.py",
+    "test_serve_responses.py", "test_states.py", "test_tuning_rooflines.py", "test_tuning_static.py",
+    "test_vulkan_attention_coop.py", "test_windows.py",
 }  # fmt: skip
 
 

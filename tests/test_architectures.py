@@ -110,6 +110,10 @@ def test_quantized_logits(shared, tmp_path, name):
         ("gemma4", {"attention.shared_kv_layers": 4}, "4 of 4 layers share keys and values"),
         ("gemma4", {"attention.shared_kv_layers": 3}, "which is of another kind"),
         ("gemma3", {"attention.sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        ("lfm2", {"shortconv.l_cache": 100}, "l_cache is 100, expected an integer >= 2 and <= 16"),
+        ("qwen35", {"ssm.group_count": 5}, r"value heads \(6\) must be a multiple of key heads \(5\)"),
+        ("qwen35", {"ssm.state_size": 40}, r"columns of a head of delta nets \(40\) must be a multiple of 16"),
+        ("qwen35", {"full_attention_interval": 0}, "full_attention_interval is 0"),
     ],
 )
 def test_metadata_that_makes_no_sense(monkeypatch, name, keys, message):

@@ -1,5 +1,6 @@
-"""A share of what the fuzzing programs of tools/dev try, the same in each run: GGUF files, chat templates, texts and
-whole models that are damaged end in errors of one line, and no text becomes a control token."""
+"""A share of what the fuzzing programs of tools/dev try, the same in each run: GGUF files, chat templates, texts,
+artifacts, files of tuning and whole models that are damaged end in errors of one line, and no text becomes a control
+token."""
 
 import subprocess
 import sys
@@ -8,10 +9,13 @@ import pytest
 from samples import sample
 
 # Program and number of cases: some seconds each
-SHARES = [("fuzz_gguf", 200), ("fuzz_templates", 12), ("fuzz_texts", 6), ("fuzz_gguf", 3000), ("fuzz_compile", 40)]
+SHARES = [
+    ("fuzz_gguf", 200), ("fuzz_templates", 12), ("fuzz_texts", 6), ("fuzz_artifacts", 60), ("fuzz_tuning", 40),
+    ("fuzz_gguf", 3000), ("fuzz_compile", 40), ("fuzz_artifacts", 1000), ("fuzz_tuning", 500),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("program", "count"), sample(SHARES, SHARES[:3]))
+@pytest.mark.parametrize(("program", "count"), sample(SHARES, SHARES[:5]))
 def test_fuzzing(program, count, tmp_path):
     command = [sys.executable, "-m", f"mlc_amd.tools.dev.{program}", "--seed", "7", "--count", str(count)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)

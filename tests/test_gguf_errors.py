@@ -257,7 +257,6 @@ CASES = {
         ),
         r"hidden size \(68\) must be a multiple of 32",
     ),
-    "ffn size": (having("llama.feed_forward_length", U32, 100), r"feed-forward size \(100\)"),
     "rope odd": (having("llama.rope.dimension_count", U32, 31), r"RoPE's dimensions \(31\)"),
     "rope too wide": (
         having("llama.rope.dimension_count", U32, 64),

@@ -130,8 +130,17 @@ def test_what_was_not_changed_is_opened(folder):
     assert Artifact.open(folder, verify=True).manifest["context"] == 2048
 
 
+def test_what_the_description_lacks_is_found(folder):
+    """It would be lost when the manifest is read."""
+    content = resealing.content(folder)
+    manifests.check_described(folder)
+    content["kernels"][3]["new"] = 1
+    resealing.reseal(folder, content)
+    with pytest.raises(ValueError, match=r"kernels\[3\].new"):
+        manifests.check_described(folder)
+
+
 def test_the_description_has_all_of_the_model():
-    """A field that it lacks would be lost when a manifest is read."""
     assert set(manifests.Model.__annotations__) == {field.name for field in dataclasses.fields(ModelConfig)}
 
 

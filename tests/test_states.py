@@ -15,10 +15,11 @@ from mlc_amd.runtime.errors import UserError
 CONTEXT, MAX_CHANGE = 512, 2e-3  # tokens; share of the logits' range
 IDS = np.random.default_rng(3).integers(0, 1024, 400)
 PROMPTS = [IDS[7 * i : 12 * i + 5].tolist() for i in range(9)]
-ON_VULKAN = [pytest.param((name, "vulkan"), marks=pytest.mark.full) for name in ("lfm2", "qwen35")]
+MORE = [pytest.param((name, "vulkan"), marks=pytest.mark.full) for name in ("qwen35", "falcon-h1")]
+MORE += [pytest.param((name, "cpu"), marks=pytest.mark.full) for name in ("falcon-h1", "nemotron_h")]
 
 
-@pytest.fixture(scope="module", params=[("lfm2", "cpu"), ("qwen35", "cpu"), *ON_VULKAN], ids="-".join)
+@pytest.fixture(scope="module", params=[("lfm2", "cpu"), ("qwen35", "cpu"), ("mamba2", "cpu"), *MORE], ids="-".join)
 def engine(request, tmp_path_factory):
     """On a CPU with integer weights, whose products do not depend on how many rows a step has."""
     (name, target), out = request.param, tmp_path_factory.mktemp("states") / "model"
@@ -83,7 +84,7 @@ def test_a_chat_computes_new_tokens_only(engine):
 
 def test_a_failed_step_leaves_no_trace(engine, monkeypatch):
     engine.reset()
-    expected = engine.prefill(IDS[:100])
+    engine.prefill(IDS[:100])
     expected = engine.decode(7)
     engine.reset()
     engine.prefill(IDS[:100])
@@ -97,7 +98,8 @@ def test_a_failed_step_leaves_no_trace(engine, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         engine.decode(9)
     monkeypatch.undo()
-    assert engine.position == 100 and (engine.decode(7) == expected).all()
+    assert engine.position == 100
+    assert np.abs(engine.decode(7) - expected).max() < MAX_CHANGE * (expected.max() - expected.min())
 
 
 def test_convolutions_are_floats():

@@ -18,8 +18,9 @@ from mlc_amd.runtime.measure.inputs import SIGNATURE, fill
 from mlc_amd.runtime.measure.program import open_backend
 from mlc_amd.runtime.measure.timing import Bench
 from mlc_amd.tools.reference.activations import BLOCK
+from mlc_amd.tools.reference.case import Case
 from mlc_amd.tools.reference.compare import difference
-from mlc_amd.tools.reference.operators import OPERATORS, Case, results, wanted_rows
+from mlc_amd.tools.reference.operators import OPERATORS, results, wanted_rows
 from mlc_amd.tools.reference.plan import layout_of
 
 ROWS, BLOCKS = 8, 8  # at most, that are compared of an output

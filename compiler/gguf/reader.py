@@ -124,6 +124,25 @@ class Tensor:
             raise ValueError(f"{self!r} has no pieces {pieces} of shape {shape}")
         return Tensor(name, self.format, shape, lambda start, stop: self.blocks()[rows[start:stop]])
 
+    def filled(self, shape: tuple[int, ...]) -> "Tensor":
+        """The same with zeros behind the rows of each matrix, or behind their columns, up to that shape. (In a block of
+        any format zeros are zeros.) ValueError for columns of a format that has blocks."""
+        rows, whole, size = self.shape[-2], shape[-2], row_bytes(self.format, shape[-1])
+        if self.shape[-1] != shape[-1] and FORMATS[self.format].kind != "float":
+            raise ValueError(f"{self!r} cannot have {shape[-1]} columns")
+
+        def fetch(start: int, stop: int) -> np.ndarray:
+            found = np.zeros((stop - start, size), np.uint8)
+            for index in range(start // whole, -(-stop // whole)):
+                begin, end = (min(max(row - index * whole, 0), rows) for row in (start, stop))
+                if begin < end:
+                    place = index * whole + begin - start
+                    own = self.blocks(index * rows + begin, index * rows + end)
+                    found[place : place + end - begin, : self.row_bytes] = own
+            return found
+
+        return Tensor(self.name, self.format, shape, fetch)
+
     def entries(self, name: str, first: int, count: int) -> "Tensor":
         """The vector of `count` entries of this vector, from `first` on, as f32."""
         return Tensor(
@@ -155,6 +174,8 @@ def _with_parts(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Te
             made[part.name] = source.pieces(part.name, part.shape, part.groups, part.pieces)
         else:
             made[part.name] = source.part(part.name, part.first, part.shape)
+        if part.filled and part.filled != made[part.name].shape:
+            made[part.name] = made[part.name].filled(part.filled)
     return made
 
 

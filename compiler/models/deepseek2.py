@@ -6,7 +6,14 @@ Files have attn_k_b and attn_v_b, or, converted before April 2025, both as attn_
 
 import math
 
-from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LatentConfig, LayerConfig, ModelConfig
+from mlc_amd.compiler.models.config import (
+    AttentionConfig,
+    ExpertsConfig,
+    LatentConfig,
+    LayerConfig,
+    ModelConfig,
+    SharedExpertConfig,
+)
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import (
     ROPE,
@@ -16,7 +23,6 @@ from mlc_amd.compiler.models.metadata import (
     read_experts,
     read_model,
     read_rope,
-    shared_expert,
     vocabulary,
 )
 from mlc_amd.compiler.models.tensors import tensors
@@ -75,5 +81,5 @@ def _experts(keys: Keys) -> ExpertsConfig:
         groups=groups,
         groups_used=keys.integer("expert_group_used_count", groups, minimum=0) or groups,
         selection_bias=f"blk.{leading}.exp_probs_b.bias" in keys.tensors,
-        shared=shared_expert(keys, size * shared) if shared else None,
+        shared=SharedExpertConfig(size * shared) if shared else None,
     )

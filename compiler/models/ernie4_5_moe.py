@@ -1,7 +1,7 @@
 """ernie4_5-moe: ERNIE 4.5 with experts in some layers after the leading dense ones, chosen by probability and
 a bias, beside a shared expert."""
 
-from mlc_amd.compiler.models.config import LayerConfig, ModelConfig
+from mlc_amd.compiler.models.config import LayerConfig, ModelConfig, SharedExpertConfig
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import (
     ROPE,
@@ -11,7 +11,6 @@ from mlc_amd.compiler.models.metadata import (
     read_layers,
     read_model,
     read_rope,
-    shared_expert,
 )
 from mlc_amd.compiler.models.tensors import tensors
 from mlc_amd.compiler.models.transformer import decoder
@@ -30,7 +29,7 @@ def read(keys: Keys) -> ModelConfig:
         keys.integer("expert_feed_forward_length"),
         gating="softmax",
         selection_bias=any(f"blk.{i}.exp_probs_b.bias" in keys.tensors for i in range(count)),
-        shared=shared_expert(keys, shared) if shared else None,
+        shared=SharedExpertConfig(shared) if shared else None,
     )
     dense = feed_forward(keys, keys.integer("feed_forward_length"))
     layers = [LayerConfig(mixer, experts if is_sparse else dense) for is_sparse in sparse]

@@ -145,6 +145,7 @@ def decoder(g):
 def dense_and_experts(g, x, i: int, layer: LayerConfig, experts: ExpertsConfig):
     """Both read x, each within norms of its own."""
     block, f = f"blk.{i}.", layer.feed_forward
+    assert f, "a layer with a feed-forward block"
     y = dense(g, g.norm(x, f"{block}{layer.feed_forward_norms.before}"), block + "ffn_{}", f.act)
     router = g.linear(g.rms_norm(x, block + "ffn_gate_inp.scale"), block + "ffn_gate_inp.weight", exact=True)
     router = g.scaled(router, 1 / sqrt(g.config.hidden))

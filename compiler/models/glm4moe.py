@@ -1,7 +1,7 @@
 """glm4moe: GLM 4.5. Partial RoPE, head norms in some models; after a few dense layers experts chosen by sigmoid and a
 bias, beside a shared expert. Blocks for multi-token prediction stand at the end and are not read."""
 
-from mlc_amd.compiler.models.config import LayerConfig, ModelConfig, Norms
+from mlc_amd.compiler.models.config import LayerConfig, ModelConfig, Norms, SharedExpertConfig
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import (
     ROPE,
@@ -11,7 +11,6 @@ from mlc_amd.compiler.models.metadata import (
     read_experts,
     read_model,
     read_rope,
-    shared_expert,
 )
 from mlc_amd.compiler.models.tensors import tensors
 from mlc_amd.compiler.models.transformer import decoder
@@ -29,7 +28,7 @@ def read(keys: Keys) -> ModelConfig:
         normalize=keys.flag("expert_weights_norm", False),
         scale=keys.number("expert_weights_scale", 1.0, minimum=0.0) or 1.0,
         selection_bias=True,
-        shared=shared_expert(keys, size * keys.integer("expert_shared_count", 1)),
+        shared=SharedExpertConfig(size * keys.integer("expert_shared_count", 1)),
     )
     dense = feed_forward(keys, keys.integer("feed_forward_length"))
     leading = keys.integer("leading_dense_block_count", 0, minimum=0)

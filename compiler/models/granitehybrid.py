@@ -1,11 +1,11 @@
 """granitehybrid: IBM Granite 4 H. Most layers are selective state spaces (Mamba-2), the others attention; which, the
 number of KV heads says layer by layer. Every layer has a dense block or experts beside a shared one."""
 
-from mlc_amd.compiler.models.config import ExpertsConfig, FeedForwardConfig, Mixer, ModelConfig
+from mlc_amd.compiler.models.config import ExpertsConfig, FeedForwardConfig, Mixer, ModelConfig, SharedExpertConfig
 from mlc_amd.compiler.models.granite import attention_variant, read_layers_of
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.mamba2 import read_mamba2
-from mlc_amd.compiler.models.metadata import attention, read_experts, read_feed_forward, read_layers, shared_expert
+from mlc_amd.compiler.models.metadata import attention, read_experts, read_feed_forward, read_layers
 from mlc_amd.compiler.models.tensors import tensors
 from mlc_amd.compiler.models.transformer import decoder
 
@@ -29,4 +29,4 @@ def _block(keys: Keys) -> FeedForwardConfig | ExpertsConfig:
         return read_feed_forward(keys)
     shared = keys.integer("expert_shared_feed_forward_length", 0, minimum=0)
     size = keys.integer("feed_forward_length")
-    return read_experts(keys, size, gating="softmax", shared=shared_expert(keys, shared) if shared else None)
+    return read_experts(keys, size, gating="softmax", shared=SharedExpertConfig(shared) if shared else None)

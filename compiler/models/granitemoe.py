@@ -1,9 +1,9 @@
 """granitemoe: IBM Granite 3 and 4 with experts in every layer, beside a shared expert in some models."""
 
-from mlc_amd.compiler.models.config import ModelConfig
+from mlc_amd.compiler.models.config import ModelConfig, SharedExpertConfig
 from mlc_amd.compiler.models.granite import read_granite
 from mlc_amd.compiler.models.keys import Keys
-from mlc_amd.compiler.models.metadata import read_experts, shared_expert
+from mlc_amd.compiler.models.metadata import read_experts
 from mlc_amd.compiler.models.tensors import tensors
 from mlc_amd.compiler.models.transformer import decoder
 
@@ -16,6 +16,6 @@ def read(keys: Keys) -> ModelConfig:
         keys,
         keys.integer("feed_forward_length"),
         gating="softmax",
-        shared=shared_expert(keys, shared) if shared else None,
+        shared=SharedExpertConfig(shared) if shared else None,
     )
     return read_granite(keys, experts)

@@ -315,6 +315,7 @@ class Graph:
         stacks = {which: self.model.tensors[f"{block}ffn_{name}_exps.weight"] for which, name in names.items()}
         weight = {which: self.weight(f"{block}ffn_{name}_exps.weight") for which, name in names.items()}
         bias = {name: [self.vector(f"{block}ffn_{name}_exps.bias")] if experts.biases else [] for name in stacks}
+        size = stacks["up"].shape[1]
         before, after = ([weights], []) if experts.weigh_input else ([], [weights])
         slots, pairs, groups = None, [], ids
         if of["tile"] > 1:
@@ -325,11 +326,11 @@ class Graph:
             x = self.emit("gather", [x, *pairs, *before], **of, weighted=len(before), layout="")
         h = self.emit(
             "expert_gate_up", [x, groups, weight["gate"], weight["up"], *bias["gate"], *bias["up"]], **of,
-            formats=[stacks["gate"].format, stacks["up"].format], n=experts.size, k=k, m=m, act=experts.act,
+            formats=[stacks["gate"].format, stacks["up"].format], n=size, k=k, m=m, act=experts.act,
             biases=int(experts.biases), layout_in="", layout="",
         )  # fmt: skip
         down = [h, groups, weight["down"], *bias["down"]]
-        attrs = of | {"formats": [stacks["down"].format], "n": k, "k": experts.size, "m": m, "layout": ""}
+        attrs = of | {"formats": [stacks["down"].format], "n": k, "k": size, "m": m, "layout": ""}
         attrs["biases"] = int(experts.biases)
         if not pairs:
             return self.emit("expert_down", [*down, *after], **attrs, weighted=len(after), residual=0)

@@ -11,6 +11,7 @@ from mlc_amd.compiler.models.metadata import (
     read_layers,
     read_model,
     read_rope,
+    read_taps,
 )
 from mlc_amd.compiler.models.tensors import tensors
 from mlc_amd.compiler.models.transformer import decoder
@@ -31,7 +32,7 @@ def read_mixers(keys: Keys) -> tuple[list[Mixer], dict[str, RopeConfig]]:
     heads = keys.integer("attention.head_count")
     head_dim = keys.integer("attention.key_length", max(1, keys.integer("embedding_length") // heads))
     window = keys.integer("attention.sliding_window", 0, minimum=0)
-    conv = ShortConvConfig(keys.integer("shortconv.l_cache", minimum=2))
+    conv = ShortConvConfig(read_taps(keys, "shortconv.l_cache"))
     check_multiple(keys, "hidden size", keys.integer("embedding_length"))
     mixers: list[Mixer] = [
         attention(keys, heads, kv, head_dim, ROPE, head_norms=True, window=window) if kv else conv

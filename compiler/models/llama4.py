@@ -3,7 +3,7 @@ take their input times its weight, beside a shared expert."""
 
 from dataclasses import replace
 
-from mlc_amd.compiler.models.config import LayerConfig, ModelConfig, TemperatureConfig
+from mlc_amd.compiler.models.config import LayerConfig, ModelConfig, SharedExpertConfig, TemperatureConfig
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import (
     ROPE,
@@ -13,7 +13,6 @@ from mlc_amd.compiler.models.metadata import (
     read_layers,
     read_model,
     read_rope,
-    shared_expert,
 )
 from mlc_amd.compiler.models.tensors import tensors
 from mlc_amd.compiler.models.transformer import decoder
@@ -33,7 +32,7 @@ def read(keys: Keys) -> ModelConfig:
     mixer = replace(local, rope="", chunk=0, head_norms=False, temperature=temperature)
     size, step = keys.integer("expert_feed_forward_length"), keys.integer("interleave_moe_layer_step", 1)
     experts = read_experts(
-        keys, size, gating="sigmoid", normalize=False, weigh_input=True, shared=shared_expert(keys, size)
+        keys, size, gating="sigmoid", normalize=False, weigh_input=True, shared=SharedExpertConfig(size)
     )
     dense = feed_forward(keys, keys.integer("feed_forward_length"))
     layers = [

@@ -2,7 +2,7 @@
 
 from mlc_amd.compiler.models.config import LayerConfig, Mamba2Config, ModelConfig
 from mlc_amd.compiler.models.keys import Keys
-from mlc_amd.compiler.models.metadata import check_multiple, read_layers, read_model
+from mlc_amd.compiler.models.metadata import check_multiple, read_layers, read_model, read_taps
 from mlc_amd.compiler.models.tensors import tensors
 from mlc_amd.compiler.models.transformer import decoder
 
@@ -27,4 +27,4 @@ def read_mamba2(keys: Keys, norm: bool = True) -> Mamba2Config:
     check_multiple(keys, "columns of a group of the state space", inner // groups, VECTOR)
     check_multiple(keys, "state's size", state, VECTOR)
     eps = keys.number("attention.layer_norm_rms_epsilon") if norm else 0.0
-    return Mamba2Config(inner, state, heads, groups, keys.integer("ssm.conv_kernel", minimum=2), eps)
+    return Mamba2Config(inner, state, heads, groups, read_taps(keys, "ssm.conv_kernel"), eps)

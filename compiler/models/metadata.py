@@ -13,13 +13,13 @@ from mlc_amd.compiler.models.config import (
     LayerConfig,
     ModelConfig,
     RopeConfig,
-    SharedExpertConfig,
 )
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.runtime.errors import shorten
 
 MAX_LAYERS = 1024  # the largest known models have about 130: more means a damaged file
 MAX_EXPERTS = 1024  # llama.cpp takes up to 512
+MAX_TAPS = 16  # of a convolution: known models have 3 or 4; what kernels of GPUs take
 ROPE, LOCAL_ROPE = "rope", "local_rope"  # keys of ModelConfig.ropes
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -116,6 +116,14 @@ def read_rope(keys: Keys, head_dim: int, neox: bool, scaled: bool = True, **vari
     return RopeConfig(**(fields | variant))
 
 
+# ---- recurrent layers
+
+
+def read_taps(keys: Keys, key: str) -> int:
+    """Positions that a convolution sees."""
+    return keys.integer(key, minimum=2, maximum=MAX_TAPS)
+
+
 # ---- feed-forward
 
 
@@ -130,7 +138,8 @@ def read_feed_forward(keys: Keys, act: str = "silu", **variant) -> FeedForwardCo
 
 
 def feed_forward(keys: Keys, size: int, act: str = "silu", **variant) -> FeedForwardConfig:
-    check_multiple(keys, "feed-forward size", size)
+    if variant.get("bias"):
+        check_multiple(keys, "feed-forward size", size)
     return FeedForwardConfig(size, act, **variant)
 
 
@@ -149,14 +158,10 @@ def read_experts(keys: Keys, size: int, gating: str = "", **variant) -> ExpertsC
                 f"{', '.join(f'{number} ({name})' for number, name in GATINGS.items())}"
             )
         gating = GATINGS[number]
-    check_multiple(keys, "experts' feed-forward size", size)
+    if variant.get("biases"):
+        check_multiple(keys, "experts' feed-forward size", size)
     merged = any(name.endswith("ffn_gate_up_exps.weight") for name in keys.tensors)
     return ExpertsConfig(count, used, size, gating=gating, merged=merged, **variant)
-
-
-def shared_expert(keys: Keys, size: int, **variant) -> SharedExpertConfig:
-    check_multiple(keys, "shared expert's feed-forward size", size)
-    return SharedExpertConfig(size, **variant)
 
 
 # ---- the model

@@ -1,9 +1,9 @@
 """nemotron_h_moe: NVIDIA Nemotron 3 Nano and Super. As nemotron_h, with experts without gates in the place of dense
 blocks, beside a shared one; in some models the experts get fewer columns."""
 
-from mlc_amd.compiler.models.config import ModelConfig
+from mlc_amd.compiler.models.config import ModelConfig, SharedExpertConfig
 from mlc_amd.compiler.models.keys import Keys
-from mlc_amd.compiler.models.metadata import read_experts, shared_expert
+from mlc_amd.compiler.models.metadata import read_experts
 from mlc_amd.compiler.models.nemotron_h import read_single
 from mlc_amd.compiler.models.tensors import tensors
 from mlc_amd.compiler.models.transformer import decoder
@@ -25,6 +25,6 @@ def read(keys: Keys) -> ModelConfig:
         groups=keys.integer("expert_group_count", 1, minimum=0) or 1,
         groups_used=keys.integer("expert_group_used_count", 1, minimum=0) or 1,
         selection_bias=any(name.endswith("exp_probs_b.bias") for name in keys.tensors),
-        shared=shared_expert(keys, shared, act="relu_sq", gated=False) if shared else None,
+        shared=SharedExpertConfig(shared, act="relu_sq", gated=False) if shared else None,
     )
     return read_single(keys, lambda size: experts)

@@ -1,8 +1,8 @@
 """qwen2moe: Qwen 1.5 and 2 with experts, whose weights do not add up to 1, and a shared expert behind a gate."""
 
-from mlc_amd.compiler.models.config import ModelConfig
+from mlc_amd.compiler.models.config import ModelConfig, SharedExpertConfig
 from mlc_amd.compiler.models.keys import Keys
-from mlc_amd.compiler.models.metadata import read_experts, read_uniform, shared_expert
+from mlc_amd.compiler.models.metadata import read_experts, read_uniform
 from mlc_amd.compiler.models.tensors import tensors
 from mlc_amd.compiler.models.transformer import decoder
 
@@ -15,6 +15,6 @@ def read(keys: Keys) -> ModelConfig:
         keys,
         keys.integer("expert_feed_forward_length", max(1, dense // used)),
         normalize=False,
-        shared=shared_expert(keys, keys.integer("expert_shared_feed_forward_length", dense), gated_output=True),
+        shared=SharedExpertConfig(keys.integer("expert_shared_feed_forward_length", dense), gated_output=True),
     )
     return read_uniform(keys, neox=True, feed_forward=experts, qkv_bias=True)

@@ -21,6 +21,7 @@ from mlc_amd.compiler.models.metadata import (
     read_layers,
     read_model,
     read_rope,
+    read_taps,
 )
 from mlc_amd.compiler.models.tensors import tensors
 from mlc_amd.compiler.models.transformer import decoder
@@ -68,4 +69,4 @@ def _read_delta_net(keys: Keys, **variant) -> DeltaNetConfig:
         )
     check_multiple(keys, "columns of a head of delta nets", size, VECTOR)
     check_multiple(keys, "columns of all heads of delta nets", value_heads * size)
-    return DeltaNetConfig(key_heads, value_heads, size, keys.integer("ssm.conv_kernel", minimum=2), **variant)
+    return DeltaNetConfig(key_heads, value_heads, size, read_taps(keys, "ssm.conv_kernel"), **variant)

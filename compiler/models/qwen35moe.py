@@ -1,8 +1,8 @@
 """qwen35moe: Qwen 3.5 and later with experts beside a gated shared expert in every layer."""
 
-from mlc_amd.compiler.models.config import ExpertsConfig, ModelConfig
+from mlc_amd.compiler.models.config import ExpertsConfig, ModelConfig, SharedExpertConfig
 from mlc_amd.compiler.models.keys import Keys
-from mlc_amd.compiler.models.metadata import read_experts, shared_expert
+from mlc_amd.compiler.models.metadata import read_experts
 from mlc_amd.compiler.models.qwen35 import read_hybrid
 from mlc_amd.compiler.models.tensors import tensors
 from mlc_amd.compiler.models.transformer import decoder
@@ -16,5 +16,5 @@ def read(keys: Keys) -> ModelConfig:
 
 def read_block(keys: Keys) -> ExpertsConfig:
     size = keys.integer("expert_feed_forward_length")
-    shared = shared_expert(keys, keys.integer("expert_shared_feed_forward_length", size), gated_output=True)
+    shared = SharedExpertConfig(keys.integer("expert_shared_feed_forward_length", size), gated_output=True)
     return read_experts(keys, size, gating="softmax", shared=shared)

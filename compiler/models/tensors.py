@@ -21,6 +21,7 @@ from mlc_amd.compiler.models.config import (
     ShortConvConfig,
 )
 
+BLOCK = 32  # rows and columns of the matrices of feed-forward blocks come in so many
 Listed = Iterator[tuple[bool, str, Shape]]  # whether the model has it, name within the layer, shape
 
 
@@ -196,6 +197,7 @@ class Part(NamedTuple):
 
     pieces: instead of `first`, the source is so many `groups` of rows alike, and the part is, one piece after the
     other, the rows first .. first + count of each group. transposed: the rows become columns.
+    filled: the shape with zeros at the end of rows and columns; (): there are none.
     """
 
     name: str
@@ -205,6 +207,7 @@ class Part(NamedTuple):
     groups: int = 0
     pieces: tuple[tuple[int, int], ...] = ()
     transposed: bool = False
+    filled: Shape = ()
 
 
 def merged_parts(config: ModelConfig) -> Iterator[Part]:
@@ -267,14 +270,27 @@ _MIXER_PARTS: dict[type, Callable[[int, Any], Iterator[Part]]] = {
 
 
 def _block_parts(hidden: int, f: FeedForwardConfig | ExpertsConfig | None) -> Iterator[Part]:
-    halves = (("gate", 0), ("up", f.size)) if f and f.merged else ()
     if isinstance(f, ExpertsConfig):
-        for which, first in halves:
-            shape = (f.count, f.size, hidden)
-            yield Part(f"ffn_{which}_exps.weight", "ffn_gate_up_exps.weight", first, shape)
-        if f.shared and f.shared.gated_output:
-            name = "ffn_gate_inp_shexp.weight"
-            yield Part(name, name, 0, (1, hidden))
+        yield from _parts_of(f, (f.count,), f.latent or hidden, "ffn_{}_exps.weight", "ffn_gate_up_exps.weight")
+        if f.shared:
+            yield from _parts_of(f.shared, (), hidden, "ffn_{}_shexp.weight")
+            if f.shared.gated_output:
+                name = "ffn_gate_inp_shexp.weight"
+                yield Part(name, name, 0, (1, hidden))
     elif f:
-        for which, first in halves:
-            yield Part(f"ffn_{which}.weight", "ffn_up.weight", first, (f.size, hidden))
+        yield from _parts_of(f, (), hidden, "ffn_{}.weight", "ffn_up.weight")
+
+
+def _parts_of(f, stack: Shape, columns: int, name: str, merged: str = "") -> Iterator[Part]:
+    """Of a block's matrices, of which the stack has several: the halves of a merged one, and all with rows or columns
+    of zeros where kernels, which take blocks of them, would not find whole ones."""
+    filled, halves = -(-f.size // BLOCK) * BLOCK, merged if getattr(f, "merged", False) else ""
+    if filled == f.size and not halves:
+        return
+    for i, which in enumerate(("gate", "up") if f.gated else ("up",)):
+        own = name.format(which)
+        first = i * f.size if halves else 0
+        yield Part(own, halves or own, first, (*stack, f.size, columns), filled=(*stack, filled, columns))
+    if filled != f.size:
+        own = name.format("down")
+        yield Part(own, own, 0, (*stack, columns, f.size), filled=(*stack, columns, filled))

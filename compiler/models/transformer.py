@@ -93,6 +93,7 @@ MIXERS = {AttentionConfig: attention, **recurrent.MIXERS}
 
 def feed_forward(g: Graph, h, i: int) -> list:
     f = g.config.layers[i].feed_forward
+    assert f, "a layer with a feed-forward block"
     return mixture(g, h, i, f) if isinstance(f, ExpertsConfig) else [dense(g, h, f"blk.{i}.ffn_{{}}", f.act, f.gated)]
 
 

@@ -124,9 +124,9 @@ def read(folder: str | Path) -> Candidate:
     folder = Path(folder)
     try:
         facts = json.loads((folder / FILE).read_text())
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise UserError(f"{folder} holds no candidate to measure ({e}); export the kit again") from e
-    if facts.get("format") != FORMAT:
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise UserError(f"{folder} was made by another version of mlc-amd; export the kit again")
     return Candidate(folder, facts)
 

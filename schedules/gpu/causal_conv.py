@@ -60,7 +60,10 @@ def causal_conv(channels, taps, single, m, gated, act, bias, arch, name) -> tirx
                     kept = T.Select(position > 0, States[source, t, column], T.float32(0))
                     before = taken(T.max(begin - (taps - 1) + t, T.int32(0)), column)
                     T.buffer_store(cell, kept if blocks == 1 else T.Select(block == 0, kept, before), [0])
-                count = length if blocks == 1 else T.Bind(T.min(length - block * ROWS, T.int32(ROWS)))
+                count = length
+                if blocks > 1:  # single rows have one block
+                    some = T.min(length - block * ROWS, T.int32(ROWS))
+                    count = T.Bind(T.Select(first < T.min(state[0], T.int32(single)), length, some))
                 with T.serial(count) as step:
                     row = T.Bind(begin + step)
                     values = [*(T.Bind(cell[0]) for cell in last), T.Bind(taken(row, column))]

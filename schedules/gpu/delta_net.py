@@ -25,7 +25,7 @@ from mlc_amd.schedules.recurrent import CELLS, begins, key_head, run_length, run
 
 LANES = 8  # of a column
 WAVES = 4  # of a workgroup, at most
-WIDTH = 4  # numbers of a load
+WIDTH = 4  # numbers of a load, at most
 
 
 def _sizes(d, arch):
@@ -40,12 +40,17 @@ def _sizes(d, arch):
 
 def _load(buffer, place, first, count):
     """`count` numbers from column `first` on, in registers."""
-    width = min(WIDTH, count)
+    width = _width(count)
     found = []
     for start in range(0, count, width):
         x = T.Bind(buffer[(*place, at(first + start, width))])
         found += [T.Bind(lane_of(x, i)) for i in range(width)] if width > 1 else [x]
     return found
+
+
+def _width(count):
+    """Of the loads of `count` numbers."""
+    return next(width for width in (WIDTH, WIDTH // 2, 1) if count % width == 0)
 
 
 def _dot(a, b):
@@ -99,7 +104,7 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name) ->
                     factor = T.Bind(change * k_scale)
                     for cell, before, x in zip(matrix, old, k, strict=True):
                         put(cell, fma(x, factor, T.Bind(before * decay)), 0)
-                width = min(WIDTH, count)
+                width = _width(count)
                 for start in range(0, count, width):
                     group = [T.Bind(cell[0]) for cell in matrix[start : start + width]]
                     value = vector(group) if width > 1 else group[0]

@@ -205,7 +205,8 @@ def linear(segments, k, m, layout, biases, residual, arch, name, plan=None):
 
 def gate_up_default(arch, f, slots=1, m=1) -> Plan:
     """The plan of `gate_up_swiglu` for m tokens; slots: of as many experts."""
-    return default_plan(arch, f * slots, EXPERT_PLANS if slots > 1 else GATE_UP_PLANS, m, 2)
+    plan = default_plan(arch, f * slots, EXPERT_PLANS if slots > 1 else GATE_UP_PLANS, m, 2)
+    return plan if f * slots // BLOCK >= arch.units else replace(plan, waves=BLOCK)  # as for one: all rows at once
 
 
 def gate_up_plan(fmts, f, k, arch, plan=None, slots=1, m=1) -> Plan:

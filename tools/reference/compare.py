@@ -10,7 +10,7 @@ import numpy as np
 from mlc_amd.runtime.measure.candidate import WRITTEN
 from mlc_amd.runtime.measure.inputs import SIGNATURE
 from mlc_amd.tools.reference import activations
-from mlc_amd.tools.reference.operators import Result
+from mlc_amd.tools.reference.case import Result
 
 # What may differ, as a share of the largest number: about four times what is seen on CPUs, Mesa's CPU driver and an
 # NVIDIA GPU. A wrong index, scale or constant changes much more.

@@ -1,19 +1,18 @@
 """What a call of each operator gives, as numbers: the table of schedules/operators.py, a second time.
 
-In: a `Case`: the operator's arguments, its kernel's parameters by name, as arrays before the call, and which rows and
-columns are wanted. Out: for each output a `Result`. The activations that a kernel hands over in a layout have the name
-"", as the numbers before they are put in it.
+In: a `Case`. Out: for each output a `Result`. The activations that a kernel hands over in a layout have the name "", as
+the numbers before they are put in it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
 from mlc_amd.runtime.sampling_layout import FIELDS, LOGPROB
-from mlc_amd.schedules.attention import SLOTS, Attention, Rope, described
+from mlc_amd.schedules.attention import Attention, Rope, described
 from mlc_amd.schedules.rows import output_rows
-from mlc_amd.tools.reference import activations, experts, states, weights
+from mlc_amd.tools.reference import experts, states, weights
 from mlc_amd.tools.reference.attention import (
     CACHES,
     attention_reference,
@@ -24,74 +23,15 @@ from mlc_amd.tools.reference.attention import (
     stored,
     value_reference,
 )
+from mlc_amd.tools.reference.case import Case, Result, live_rows, rms
 
 OF_SLOTS = ("gather", "expert_gate_up", "expert_linear")  # their rows are slots of schedules/experts.py
-
-
-@dataclass(frozen=True)
-class Result:
-    """value: of the given rows and columns (None: the first ones, as many as it has) of an output; of all of it, where
-    rows is None."""
-
-    value: np.ndarray
-    rows: np.ndarray | None = None
-    columns: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class Case:
-    """layout: of weights and caches, "cpu" or "gpu". rows: which rows are wanted, live ones or used slots
-    (`wanted_rows` has all). pick(n): which of n columns. decoded: keeps whole matrices as numbers between calls; None:
-    does not.
-    """
-
-    op: str
-    args: dict
-    arrays: dict[str, np.ndarray]
-    layout: str
-    rows: np.ndarray
-    pick: Callable[[int], np.ndarray] = np.arange
-    decoded: dict | None = field(default=None, compare=False)
-
-    @property
-    def live(self) -> int:
-        return live_rows(self.args, self.arrays)
-
-    @property
-    def single(self) -> int:
-        """Single rows."""
-        return min(int(self.arrays["state"][0]), self.live)
-
-    def places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(positions, slots) of these rows."""
-        table = self.arrays["rows"][rows]
-        return table[:, 0], np.clip(table[:, 1], 0, SLOTS - 1)
-
-    def read(self) -> np.ndarray:
-        """The activations that the operator reads, all rows."""
-        return activations.read(self.args.get("layout_in", self.args["layout"]), self.arrays)
-
-    def matrix(self, prefix: str, fmt: str, rows: np.ndarray) -> np.ndarray:
-        """Rows of a packed matrix whose planes' names have this prefix."""
-        planes = {name.removeprefix(prefix): array for name, array in self.arrays.items() if name.startswith(prefix)}
-        if self.decoded is None:
-            return weights.rows_of(self.layout, fmt, planes, rows)
-        first = next(iter(planes.values()))
-        if (key := first.ctypes.data) not in self.decoded:
-            count = first.shape[0] * (weights.TILE if self.layout == "cpu" else 1)
-            self.decoded[key] = weights.rows_of(self.layout, fmt, planes, np.arange(count))
-        return self.decoded[key][rows]
 
 
 def results(case: Case) -> dict[str, Result]:
     """Of each output, by name. KeyError for an operator that the table lacks."""
     with np.errstate(invalid="ignore", over="ignore"):  # rows and slots that nobody uses may hold anything
         return OPERATORS[case.op](case)
-
-
-def live_rows(args: dict, arrays: dict[str, np.ndarray]) -> int:
-    """Of the call of a kernel with these arguments and parameters."""
-    return min(int(arrays["state"][1]), args.get("m", 1))
 
 
 def wanted_rows(op: str, args: dict, arrays: dict[str, np.ndarray]) -> np.ndarray:
@@ -110,11 +50,6 @@ def _embed(c: Case) -> dict[str, Result]:
     return {"": Result(x * np.float32(c.args.get("scale", 1.0)), c.rows)}
 
 
-def _rms(x: np.ndarray, eps: float) -> np.ndarray:
-    x = x.astype(np.float64)
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
-
-
 def _norm_rows(c: Case) -> tuple[np.ndarray, np.ndarray]:
     """(rows that a norm reads, rows that it writes), see schedules/rows.py."""
     if c.args["rows"] == "all":
@@ -128,13 +63,13 @@ def _norm_rows(c: Case) -> tuple[np.ndarray, np.ndarray]:
 
 def _rms_norm(c: Case) -> dict[str, Result]:
     (source, target), k = _norm_rows(c), c.args["k"]
-    return {"": Result(_rms(c.arrays["X"][source], c.args["eps"]) * c.arrays["G"][:k], target)}
+    return {"": Result(rms(c.arrays["X"][source], c.args["eps"]) * c.arrays["G"][:k], target)}
 
 
 def _layer_norm(c: Case) -> dict[str, Result]:
     (source, target), k = _norm_rows(c), c.args["k"]
     x = c.arrays["X"][source].astype(np.float64)
-    y = _rms(x - x.mean(-1, keepdims=True), c.args["eps"]) * c.arrays["G"][:k]
+    y = rms(x - x.mean(-1, keepdims=True), c.args["eps"]) * c.arrays["G"][:k]
     return {"": Result(y + c.arrays["B"][:k] if c.args["bias"] else y, target)}
 
 
@@ -225,7 +160,7 @@ def _latent_kv_write(c: Case) -> dict[str, Result]:
         key = c.arrays["K"][rows][:, None, : layer.d]
         q = rope_reference(_heads(c, "Q", rows, rope.rotary, layer.heads), cs, plain, None)
         k = rope_reference(key[..., layer.values :], cs, plain, None)
-        latent = _rms(key[..., : layer.values], eps) * weight
+        latent = rms(key[..., : layer.values], eps) * weight
         return (
             np.concatenate([_heads(c, "L", rows, layer.values, layer.heads), q], -1) * layer.query_scale,
             np.concatenate([latent, k], -1),
@@ -292,7 +227,7 @@ def _route(c: Case) -> dict[str, Result]:
 
 def _norm_route(c: Case) -> dict[str, Result]:
     a = c.args
-    y = _rms(c.arrays["X"][c.rows], a["eps"]) * c.arrays["G"][: a["k"]]
+    y = rms(c.arrays["X"][c.rows], a["eps"]) * c.arrays["G"][: a["k"]]
     logits = y @ c.matrix("W_", a["fmt"], np.arange(a["experts"])).T
     logits = logits + c.arrays["WB"][: a["experts"]] if a["router_bias"] else logits
     return {"": Result(y, c.rows)} | _chosen(c, logits)
@@ -369,32 +304,6 @@ def _combine(c: Case) -> dict[str, Result]:
     return {"": Result(y + c.arrays["R"][c.rows][:, : a["n"]] if a["residual"] else y, c.rows)}
 
 
-def _causal_conv(c: Case) -> dict[str, Result]:
-    return _with_states(c, *states.causal_conv(c))
-
-
-def _delta_net(c: Case) -> dict[str, Result]:
-    return _with_states(c, *states.delta_net(c))
-
-
-def _gate(c: Case) -> dict[str, Result]:
-    a = c.args
-    x, z = (c.arrays[name][c.rows].astype(np.float64) for name in "XZ")
-    if a["eps"] is not None:
-        heads = x.reshape(len(x), -1, a["size"])
-        x = (_rms(heads, a["eps"]) * c.arrays["G"][: a["size"]]).reshape(x.shape)
-    return {"": Result(x * experts.sigmoid(z) * (z if a["silu"] else 1.0), c.rows)}
-
-
-def _with_states(c: Case, y: np.ndarray, kept: np.ndarray) -> dict[str, Result]:
-    return {"Y": Result(y[c.rows], c.rows), "States": Result(kept)}
-
-
-def _ssm_scan(c: Case) -> dict[str, Result]:
-    y, kept = states.ssm_scan(c)
-    return {"Y": Result(y[c.rows], c.rows), "States": Result(kept)}
-
-
 def _sample(c: Case) -> dict[str, Result]:
     """Of rows that take the largest logit."""
     if (c.arrays["sampling"][c.rows, FIELDS.index("flags")] & ~LOGPROB).any():
@@ -412,6 +321,6 @@ OPERATORS: dict[str, Callable[[Case], dict[str, Result]]] = {
     "latent_kv_write": _latent_kv_write, "attention": _attention, "rope_attention": _rope_attention,
     "route": _route, "norm_route": _norm_route, "expert_order": _expert_order, "gather": _gather,
     "expert_gate_up": _expert_gate_up, "expert_linear": _expert_linear, "expert_down": _expert_down,
-    "combine": _combine, "sample": _sample, "ssm_scan": _ssm_scan, "causal_conv": _causal_conv, "delta_net": _delta_net,
-    "gate": _gate,
+    "combine": _combine, "sample": _sample, "causal_conv": states.causal_conv,
+    "delta_net": states.delta_net, "ssm_scan": states.ssm_scan, "gate": states.gate,
 }  # fmt: skip

@@ -11,8 +11,9 @@ import numpy as np
 from mlc_amd.runtime.cache_types import kv_types
 from mlc_amd.runtime.measure.candidate import WRITTEN
 from mlc_amd.tools.reference import activations
+from mlc_amd.tools.reference.case import Case, Result
 from mlc_amd.tools.reference.compare import expected_of
-from mlc_amd.tools.reference.operators import OPERATORS, Case, Result, results, wanted_rows
+from mlc_amd.tools.reference.operators import OPERATORS, results, wanted_rows
 
 
 def layout_of(artifact) -> str:

@@ -1,6 +1,6 @@
-"""Layers that keep a state for each sequence, in float64: their operators over the runs of a step.
+"""The operators of layers that keep a state for each sequence, in float64, and the gate behind them.
 
-In: a `Case` of operators.py. A run is rows of one slot, consecutive tokens of one sequence.
+In: a `Case`, out: `Result`s. A run is rows of one slot, consecutive tokens of one sequence.
 """
 
 from collections.abc import Iterator
@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from mlc_amd.tools.reference import experts
+from mlc_amd.tools.reference.case import Case, Result, rms
 
 
-def runs(c) -> Iterator[tuple[np.ndarray, np.ndarray | None, int]]:
+def runs(c: Case) -> Iterator[tuple[np.ndarray, np.ndarray | None, int]]:
     """(rows, the state before them or None at position 0, the cell of the state behind them) of each run."""
     positions, slots = c.places(np.arange(c.live))
     for slot in dict.fromkeys(slots.tolist()):
@@ -19,8 +20,7 @@ def runs(c) -> Iterator[tuple[np.ndarray, np.ndarray | None, int]]:
         yield rows, c.arrays["States"][source].astype(np.float64) if positions[rows[0]] else None, int(target)
 
 
-def causal_conv(c) -> tuple[np.ndarray, np.ndarray]:
-    """(Y of the live rows, all States after the step)."""
+def causal_conv(c: Case) -> dict[str, Result]:
     a, states = c.args, c.arrays["States"].astype(np.float64)
     channels, taps = a["channels"], a["taps"]
     w = c.arrays["W"][: channels * taps].reshape(channels, taps).astype(np.float64)
@@ -35,12 +35,12 @@ def causal_conv(c) -> tuple[np.ndarray, np.ndarray]:
         states[target] = seen[len(rows) :]
     y = y + c.arrays["B"][:channels] if a["bias"] else y
     y = experts.ACTIVATIONS[a["act"]](y, 1.0) if a["act"] else y
-    return y * gate, states
+    return _with_states(c, y * gate, states)
 
 
-def delta_net(c) -> tuple[np.ndarray, np.ndarray]:
-    """(Y of the live rows, all States after the step). A cell has, of each value head, the matrix as columns of v by
-    columns of k on GPUs, the other way round on CPUs."""
+def delta_net(c: Case) -> dict[str, Result]:
+    """A cell has, of each value head, the matrix as columns of v by columns of k on GPUs, the other way round on
+    CPUs."""
     a, states = c.args, c.arrays["States"].astype(np.float64)
     keys, values, d = a["key_heads"], a["value_heads"], a["d"]
     parts = np.split(c.arrays["X"][: c.live].astype(np.float64), [keys * d, 2 * keys * d], axis=1)
@@ -59,12 +59,11 @@ def delta_net(c) -> tuple[np.ndarray, np.ndarray]:
             matrix = matrix + k[row][:, :, None] * change[:, None]
             y[row] = np.einsum("hij,hi->hj", matrix, q[row]) / np.sqrt(d)
         states[target] = matrix if c.layout == "cpu" else matrix.transpose(0, 2, 1)
-    return y.reshape(c.live, -1), states
+    return _with_states(c, y.reshape(c.live, -1), states)
 
 
-def ssm_scan(c) -> tuple[np.ndarray, np.ndarray]:
-    """(Y of the live rows, all States after the step). A cell has, of each head, the matrix as columns of x by columns
-    of B on GPUs, the other way round on CPUs."""
+def ssm_scan(c: Case) -> dict[str, Result]:
+    """A cell has, of each head, the matrix as columns of x by columns of B on GPUs, the other way round on CPUs."""
     a, states = c.args, c.arrays["States"].astype(np.float64)
     heads, d, size, groups = (a[key] for key in ("heads", "d", "size", "groups"))
     live, inner = c.live, heads * d
@@ -85,4 +84,17 @@ def ssm_scan(c) -> tuple[np.ndarray, np.ndarray]:
             y[row] = np.einsum("hdn,hn->hd", matrix, to_y[row]) + skip[:, None] * x[row]
         kept = matrix if c.layout == "gpu" else matrix.transpose(0, 2, 1)
         states[target] = kept.reshape(heads, -1)
-    return y.reshape(live, inner) * z / (1 + np.exp(-z)), states
+    return _with_states(c, y.reshape(live, inner) * z * experts.sigmoid(z), states)
+
+
+def _with_states(c: Case, y: np.ndarray, kept: np.ndarray) -> dict[str, Result]:
+    return {"Y": Result(y[c.rows], c.rows), "States": Result(kept)}
+
+
+def gate(c: Case) -> dict[str, Result]:
+    a = c.args
+    x, z = (c.arrays[name][c.rows].astype(np.float64) for name in "XZ")
+    if a["eps"] is not None:
+        heads = x.reshape(len(x), -1, a["size"])
+        x = (rms(heads, a["eps"]) * c.arrays["G"][: a["size"]]).reshape(x.shape)
+    return {"": Result(x * experts.sigmoid(z) * (z if a["silu"] else 1.0), c.rows)}

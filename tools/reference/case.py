@@ -1,0 +1,76 @@
+"""A call of an operator, and what it gives: what the references of all operators take and return."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mlc_amd.schedules.attention import SLOTS
+from mlc_amd.tools.reference import activations, weights
+
+
+@dataclass(frozen=True)
+class Result:
+    """value: of the given rows and columns (None: the first ones, as many as it has) of an output; of all of it, where
+    rows is None."""
+
+    value: np.ndarray
+    rows: np.ndarray | None = None
+    columns: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operator with its arguments; arrays: its kernel's parameters by name, before the call.
+
+    layout: of weights and caches, "cpu" or "gpu". rows: which rows are wanted, live ones or used slots
+    (`wanted_rows` has all). pick(n): which of n columns. decoded: keeps whole matrices as numbers between calls; None:
+    does not.
+    """
+
+    op: str
+    args: dict
+    arrays: dict[str, np.ndarray]
+    layout: str
+    rows: np.ndarray
+    pick: Callable[[int], np.ndarray] = np.arange
+    decoded: dict | None = field(default=None, compare=False)
+
+    @property
+    def live(self) -> int:
+        return live_rows(self.args, self.arrays)
+
+    @property
+    def single(self) -> int:
+        """Single rows."""
+        return min(int(self.arrays["state"][0]), self.live)
+
+    def places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(positions, slots) of these rows."""
+        table = self.arrays["rows"][rows]
+        return table[:, 0], np.clip(table[:, 1], 0, SLOTS - 1)
+
+    def read(self) -> np.ndarray:
+        """The activations that the operator reads, all rows."""
+        return activations.read(self.args.get("layout_in", self.args["layout"]), self.arrays)
+
+    def matrix(self, prefix: str, fmt: str, rows: np.ndarray) -> np.ndarray:
+        """Rows of a packed matrix whose planes' names have this prefix."""
+        planes = {name.removeprefix(prefix): array for name, array in self.arrays.items() if name.startswith(prefix)}
+        if self.decoded is None:
+            return weights.rows_of(self.layout, fmt, planes, rows)
+        first = next(iter(planes.values()))
+        if (key := first.ctypes.data) not in self.decoded:
+            count = first.shape[0] * (weights.TILE if self.layout == "cpu" else 1)
+            self.decoded[key] = weights.rows_of(self.layout, fmt, planes, np.arange(count))
+        return self.decoded[key][rows]
+
+
+def live_rows(args: dict, arrays: dict[str, np.ndarray]) -> int:
+    """Of the call of a kernel with these arguments and parameters."""
+    return min(int(arrays["state"][1]), args.get("m", 1))
+
+
+def rms(x: np.ndarray, eps: float) -> np.ndarray:
+    x = x.astype(np.float64)
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
