@@ -40,17 +40,17 @@ def _open(path: str, flags: int) -> int:
     return descriptor
 
 
-def read_bytes(path: Path, limit: int = LARGEST) -> bytes:
-    """The content of a regular file. UserError as by `open_file`, and for more than `limit` bytes."""
+def read_bytes(path: Path) -> bytes:
+    """The content of a regular file. UserError as by `open_file`, and for more than LARGEST bytes."""
     with open_file(path) as file:
-        if (size := os.fstat(file.fileno()).st_size) > limit:
-            raise UserError(f"{path} has {size} bytes, more than the {limit} that such a file may have")
-        return file.read(limit)
+        if (size := os.fstat(file.fileno()).st_size) > LARGEST:
+            raise UserError(f"{path} has {size} bytes, more than the {LARGEST} that such a file may have")
+        return file.read(LARGEST)
 
 
-def read(path: Path, kind: type[T], advice: str, limit: int = LARGEST) -> T:
+def read(path: Path, kind: type[T], advice: str) -> T:
     """The content of a JSON file. advice: what to do about a damaged one."""
-    return decode(read_bytes(path, limit), kind, path, advice)
+    return decode(read_bytes(path), kind, path, advice)
 
 
 def decode(data: bytes, kind: type[T], path: object, advice: str) -> T:

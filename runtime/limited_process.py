@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 # How much longer than its limit of processor time a request may take on a machine that is busy with other work, and
@@ -57,14 +57,14 @@ class LimitedProcess:
 
     def open(self) -> Any:
         """The answer to the opening."""
-        with self._lock:
+        with self._lock, self._whole():
             self._open()
             return self._opened
 
     def ask(self, request: object) -> Any:
         """The answer to a request."""
         line = json.dumps(request)
-        with self._lock:
+        with self._lock, self._whole():
             self._open()
             self._send(line)
             return self._receive(self._limits[1] * _PATIENCE)
@@ -73,6 +73,16 @@ class LimitedProcess:
         """Ends the process."""
         with self._lock:
             self._ended()
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """The process ends where the block does not, as by Ctrl-C: its answer would be taken for that to the next
+        request."""
+        try:
+            yield
+        except BaseException:
+            self._ended()
+            raise
 
     def _open(self) -> None:
         self._start()
@@ -102,14 +112,13 @@ class LimitedProcess:
             process.stdin.flush()
 
     def _receive(self, seconds: float) -> Any:
-        """The next answer. The process ends with TooMuch if there is none."""
+        """The next answer. TooMuch if there is none."""
         process = self._process
         assert process is not None and process.stdout is not None
         waiting = select.poll()
         waiting.register(process.stdout, select.POLLIN)
         answer = process.stdout.readline() if waiting.poll(seconds * 1000) else b""
         if not answer.endswith(b"\n"):
-            self._ended()
             raise TooMuch
         return json.loads(answer)
 

@@ -21,10 +21,10 @@ from mlc_amd.runtime.weight_block import ALIGN, DTYPES, PAD
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 Tensor = tuple[str, tuple[int, ...]]  # dtype, shape
-_STORED = {name: dtype for dtype, name in DTYPES.items()} | {"BF16": "bfloat16"}
+_STORED = {name: dtype for dtype, name in DTYPES.items()}
 _ELEMENTS = (1 << 31) - 1  # of a cached tensor: kernels compute places in it with int32
 VECTOR = 16  # numbers that vectors are padded to (dist/README.md)
-# Where arguments of a role may lie; None: in any io buffer.
+# Where arguments of a role may lie, and under which names; None: any.
 _PLACES: dict[str, dict[str, tuple[str, ...] | None]] = {
     "state": {"io": ("state", "answers")},
     "rows": {"io": ("rows",)},
@@ -145,10 +145,15 @@ def _check_io(manifest: Manifest) -> None:
 def _check_kv(manifest: Manifest) -> None:
     names = [entry["name"] for entry in manifest["kv"]]
     _require(len(set(names)) == len(names), "kv", "two tensors have the same name")
+    counts: dict[int, int] = {}  # pages or cells by span: tensors of one span share their numbers
     for i, entry in enumerate(manifest["kv"]):
         _require(prod(entry["shape"]) <= _ELEMENTS, f"kv[{i}].shape", "too large")
         paged, most = entry.get("span", STATE) != STATE, manifest["context"] // PAGE
         _require(not paged or entry["shape"][0] <= most, f"kv[{i}].shape", f"more than {most} pages")
+        if "span" in entry:
+            count = counts.setdefault(entry["span"], entry["shape"][0])
+            _require(entry["shape"][0] == count, f"kv[{i}].shape", f"others of its span have {count} pages")
+    _require(counts.get(STATE, 2) >= 2, "kv", "states need two cells, one to read and one to write")
 
 
 def _check_weights(manifest: Manifest, stored: Mapping[str, Tensor]) -> None:

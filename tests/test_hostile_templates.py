@@ -131,6 +131,25 @@ def test_the_process_is_started_again_and_ends():
     assert third is not None and third.returncode == -signal.SIGKILL
 
 
+def test_an_interrupted_rendering_is_not_taken_for_the_next_one():
+    source = "{% if messages[0].content == 'slow' %}{% for i in range(99999) %}{% for j in 'abcdefgh' %}{% endfor %}"
+    template = ChatTemplate(source + "{% endfor %}{% endif %}{{ messages[0].content }}", TOKENS)
+    assert render(template, "a") == "a"
+
+    def interrupt(*_) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            render(template, "slow")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert render(template, "b") == "b"
+
+
 def test_many_threads_share_a_template():
     template, made = ChatTemplate("{{ messages[0].content }}", TOKENS), {}
 

@@ -83,6 +83,7 @@ CHANGES = {
     "kv shape": (add(64, "kv", 0, "shape", 1), "kv 'k.0' is float16"),
     "kv type": (put("int8", "kv", 0, "dtype"), "kv 'k.0' is int8"),
     "pages": (add(1, "kv", 0, "shape", 0), r"key kv\[0\].shape: more than 32 pages"),
+    "pages of one": (add(-1, "kv", 3, "shape", 0), r"key kv\[3\].shape: others of its span have 32 pages"),
     "span": (put(64, "kv", 0, "span"), r"key io\['pages.64'\]: it must be int32 \[64, 32\], not nothing"),
     "context": (put(4096, "context"), r"key io\['pages.0'\]: it must be int32 \[64, 64\], not int32 \[64, 32\]"),
     "vocabulary": (put(9000, "model", "vocab"), "key model.vocab: 9000 tokens do not go with 8192 logits"),

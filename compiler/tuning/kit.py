@@ -16,9 +16,10 @@ import uuid
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, NotRequired, TypedDict
+from typing import Annotated, Literal, NamedTuple, NotRequired, TypedDict
 
 import tvm
+from msgspec import Meta
 
 from mlc_amd import runtime
 from mlc_amd.compiler.pipeline import make_target
@@ -83,9 +84,9 @@ class Exported(NamedTuple):
 
 
 class _Version(TypedDict):
-    format: int
-    tvm: str
-    version: int
+    format: Annotated[int, Meta(ge=0, le=1 << 30)]
+    tvm: lines.Word
+    version: Annotated[int, Meta(ge=0, le=1 << 30)]
 
 
 class _TaskEntry(lines.About):
@@ -105,7 +106,7 @@ class _Candidate(TypedDict):
 class _KitFile(_Version):
     id: str
     target: Literal["vulkan", "rocm"]
-    arch: str
+    arch: lines.Word
     model: str
     tasks: list[_TaskEntry]
     candidates: dict[str, _Candidate]

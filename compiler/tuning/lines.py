@@ -18,6 +18,7 @@ ADVICE = "delete the file, or put a good one there"
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 Ratio = Annotated[float, Meta(gt=0, le=1e9)]
 Figure = Annotated[float, Meta(ge=0, le=1e30)]
+Word = Annotated[str, Meta(max_length=100, pattern=r"^[ -~]*\Z")]  # that messages repeat
 Arguments = dict[str, Any]  # of a workload; what there is of each operator, kernels know
 Plan = dict[str, int]
 
@@ -50,18 +51,18 @@ class Facts(TypedDict):
 
 class Line(About, Facts):
     version: NotRequired[Annotated[int, Meta(ge=0, le=1 << 30)]]
-    tvm: str
+    tvm: Word
 
 
 class Header(TypedDict):
     """arch.json."""
 
-    api: str
-    arch: str
+    api: Word
+    arch: Word
 
 
 class Shipped(Header):
-    tvm: str
+    tvm: Word
     version: int
     records: list[Arguments]
 

@@ -22,7 +22,8 @@ from mlc_amd.tools.dev.fuzz_gguf import SCRATCH, SIZES, InProcess
 from mlc_amd.tools.dev.fuzzing import Case, Limits
 from mlc_amd.tools.dev.gguf_mutations import Parts, joined, mutated, parts
 
-LIMITS = Limits(seconds=120, memory=4 << 30)  # LLVM takes more than a reader
+# LLVM takes more than a reader, also of time where the machine is busy.
+LIMITS = Limits(seconds=300, memory=4 << 30)
 _EXPERTS: dict[str, object] = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64}
 # Architecture and format -> metadata besides SIZES
 _BASES: dict[tuple[str, str], dict[str, object]] = {
