@@ -185,10 +185,10 @@ def load_engine(
     if threads is not None and threads < 1:
         raise UsageError(f"--threads is {threads}: it must be at least 1")
     KvSize.of(kv_tokens, kv_memory)  # UsageError before anything is compiled
-    compilation = {"target": target, "arch": arch, "ctx": ctx, "synthetic": synthetic, "tuned": tuned}
-    path = artifact_path(model, device=device, kv_type=kv_type, **compilation)
+    compilation: dict[str, Any] = {"target": target, "arch": arch, "ctx": ctx, "tuned": tuned, "kv_type": kv_type}
+    path = artifact_path(model, device=device, synthetic=synthetic, **compilation)
     if draft not in (None, "lookup"):
-        draft = str(artifact_path(draft, device=device, kv_type=kv_type, **compilation | {"synthetic": None}))
+        draft = str(artifact_path(draft, device=device, **compilation))
     from mlc_amd.runtime.engine import Engine
 
     size = {"kv_tokens": kv_tokens, "kv_memory": kv_memory}

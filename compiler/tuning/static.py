@@ -81,7 +81,7 @@ def run_of(workload, plan, arch) -> float:
     if workload.args.get("m") != 1 or workload.op not in LINEAR:
         return inf
     weights, k = workload.weights, workload.args["k"]
-    fmt, rows = weights[0]
+    fmt, _ = weights[0]
     if workload.op == "linear":
         (used, *_), (split, *_) = gemv.linear_plans(weights, k, arch, plan)
         lanes = split.lanes
