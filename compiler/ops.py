@@ -161,7 +161,8 @@ def _ssm_scan(call, bb):
 
 
 def _gate(call, bb):
-    return layout_type(*shape_of(call.args[1]), str(call.attrs["layout"]))
+    rows, columns = shape_of(call.args[1])
+    return layout_type(rows, columns, str(call.attrs["layout"]))
 
 
 def _layer_norm(call, bb):

@@ -54,14 +54,15 @@ class Run:
 
     def __init__(self, folder: Path, device: str | None = None):
         self.folder = folder
-        self.kit = _object(folder / KIT)
-        if self.kit is None:
+        kit = _object(folder / KIT)
+        if kit is None:
             raise UserError(f"{folder} holds no readable {KIT}; make a kit with mlc-amd tune --export-kit")
-        if self.kit.get("format") != FORMAT:
+        if kit.get("format") != FORMAT:
             raise UserError(f"{folder} was made by another version of mlc-amd; export the kit again")
-        self.device, self.candidates = device, self.kit.get("candidates")
-        if not _are_candidates(self.candidates) or not isinstance(self.kit.get("id"), str):
+        if not _are_candidates(kit.get("candidates")) or not isinstance(kit.get("id"), str):
             raise UserError(f"{folder / KIT} is damaged; copy the kit again")
+        self.device, self.kit = device, kit
+        self.candidates: dict[str, dict] = kit["candidates"]
         self.found = {"format": FORMAT, "kit": self.kit["id"], "facts": {}, "results": {}, "checks": {}}
         self._resume()
         self._started, self._said = time.monotonic(), 0
