@@ -330,6 +330,12 @@ def _causal_conv(args: dict) -> Iterator[Slot]:
     yield from (Slot("states", ("States",)), Slot("output", ("Y",)))
 
 
+def _scan(inputs: tuple[str, ...], weights: tuple[str, ...]) -> Callable[[dict], tuple[Slot, ...]]:
+    """Of a layer that has matrices as its state."""
+    own = Slot("input", inputs), Slot("weight", weights)
+    return lambda args: (_STATE, _ROWS, _CELLS, *own, Slot("states", ("States",)), Slot("output", ("Y",)))
+
+
 def _expert_products(args: dict, matrices: int) -> tuple[int, int]:
     return 2 * args["m"] * args["used"] * args["k"] * args["n"] * matrices, 0
 
@@ -365,27 +371,11 @@ OPERATORS = {
     "combine": Operator(_combine),
     "sample": Operator(_sample),
     "ssm_scan": Operator(
-        lambda args: (
-            _STATE,
-            _ROWS,
-            _CELLS,
-            Slot("input", ("X", "Z", "Dt")),
-            Slot("weight", ("A", "D", "Bias")),
-            Slot("states", ("States",)),
-            Slot("output", ("Y",)),
-        ),
+        _scan(("X", "Z", "Dt"), ("A", "D", "Bias")),
         lambda args: (6 * args["m"] * args["heads"] * args["d"] * args["size"], 0),
     ),
     "delta_net": Operator(
-        lambda args: (
-            _STATE,
-            _ROWS,
-            _CELLS,
-            Slot("input", ("X", "Beta", "Alpha")),
-            Slot("weight", ("A", "Dt")),
-            Slot("states", ("States",)),
-            Slot("output", ("Y",)),
-        ),
+        _scan(("X", "Beta", "Alpha"), ("A", "Dt")),
         lambda args: (8 * args["m"] * args["value_heads"] * args["d"] ** 2, 0),  # two products, decay and update
     ),
     "gate": Operator(
