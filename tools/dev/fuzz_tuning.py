@@ -100,8 +100,8 @@ def tune(folder: Path) -> None:
     arch = profiles.resolve(ARCH)
     with Database(arch, folder) as database:
         session = TuningSession([task], arch, database)
-        for _, plan in session.next(1):
-            session.report(task, plan, Measured(1e-5, runner="local"))
+        choices = session.space(task)  # not what the session would choose: training its model takes seconds
+        session.report(task, choices.plans[PLANS], Measured(1e-5, runner="local"))
         for record in database.entry(task.workload).ranked:
             assert record.seconds and math.isfinite(record.seconds)
     after = compile_with(folder)
