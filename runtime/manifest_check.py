@@ -262,7 +262,7 @@ class _Arguments:
             found = _first_rows(name, found, function)
         elif kind == "weight" and len(declared[1]) == 1:  # vectors are stored with zeros behind them
             declared = declared[0], (-(-declared[1][0] // VECTOR) * VECTOR,)
-        elif role == "states":  # of any number of cells
+        elif name in self._spans:  # of any number of pages or cells: tables say which are used
             found, declared = _cell(found), _cell(declared)
         return "" if found == declared else f"{kind} {name[:60]!r} is {_text(found)}, it takes {_text(declared)}"
 

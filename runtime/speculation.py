@@ -87,7 +87,8 @@ class Speculation:
     def _counts(self, most: Mapping[Request, int]) -> dict[Request, int]:
         """How many guesses each request should have, at most so many."""
         answers, known = len(most), [self._acceptance.get(request, self._usual) for request in most]
-        times = self._steps.between(answers, min(answers + sum(most.values()), self._rows))
+        rows = min(answers + sum(most.values()), self._rows, 2 * self._steps.most)  # steps that are known, or nearly
+        times = self._steps.between(answers, max(rows, answers))
         times = [seconds + guesses * self._guess_s for guesses, seconds in enumerate(times)]
         counts, rate = best_counts(known, list(most.values()), times)
         may_lose = self._balance_s + LOSS * self._decoded_s
@@ -150,6 +151,11 @@ class StepTimes:
             self._last[rows] = deque(maxlen=_LAST)
         self._last[rows].append(seconds)
         self._seconds[i] = median_low(self._last[rows])
+
+    @property
+    def most(self) -> int:
+        """Rows of the largest step that was measured."""
+        return self._rows[-1] if self._rows else 0
 
     def of(self, rows: int) -> float:
         """0 before the first measurement."""

@@ -29,7 +29,7 @@ import tvm
 from mlc_amd.compiler.tuning import lines
 from mlc_amd.runtime import json_files
 from mlc_amd.runtime.closing import Closing
-from mlc_amd.runtime.errors import UserError, shorten
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.plans.space import Space, space
 from mlc_amd.schedules.plans.workload import VERSION, Workload
 
@@ -270,8 +270,9 @@ def _check_header(folder: Path, arch) -> None:
 
 def _check_arch(path: Path, found: Mapping[str, Any], arch) -> None:
     if (found["api"], found["arch"]) != (arch.api, arch.name):
-        theirs = f"{shorten(found['arch'])} ({shorten(found['api'])})"
-        raise UserError(f"{path} holds records of {theirs}, not of '{arch.name}' ('{arch.api}')")
+        raise UserError(
+            f"{path} holds records of {found['arch']:.80} ({found['api']:.80}), not of {arch.name} ({arch.api})"
+        )
 
 
 def _line(line: Mapping[str, Any]) -> str:
