@@ -81,12 +81,12 @@ def run_of(workload, plan, arch) -> float:
     if workload.args.get("m") != 1 or workload.op not in LINEAR:
         return inf
     weights, k = workload.weights, workload.args["k"]
-    fmt, _ = weights[0]
+    fmt, rows = weights[0]
     if workload.op == "linear":
         (used, *_), (split, *_) = gemv.linear_plans(weights, k, arch, plan)
         lanes = split.lanes
     else:
-        used = gemv.gate_up_plan([fmt for fmt, _ in weights], k, arch, plan)
+        used = gemv.gate_up_plan([fmt for fmt, _ in weights], rows, k, arch, plan)
         lanes = used.lanes
     row = k * fmt.block_bytes / fmt.block
     once = lanes * used.unroll * row / gemv.units_of([fmt], k)

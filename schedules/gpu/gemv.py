@@ -203,17 +203,18 @@ def linear(segments, k, m, layout, biases, residual, arch, name, plan=None):
     return ir.get()
 
 
-def gate_up_default(arch, slots=1, m=1) -> Plan:
+def gate_up_default(arch, f, slots=1, m=1) -> Plan:
     """The plan of `gate_up_swiglu` for m tokens; slots: of as many experts. A workgroup has a block of rows however few
-    there are: with fewer rows at once, they would only come one after the other."""
-    plan = (EXPERT_PLANS if slots > 1 else GATE_UP_PLANS)[arch.family]
+    there are: with fewer rows at once, they would only come one after the other. Where there are not enough blocks for
+    all compute units, an H200 takes 7.3 us with the plan of experts instead of 9.3 (f = 512, k = 2048, Q4_K)."""
+    plan = (EXPERT_PLANS if slots > 1 or f // BLOCK < arch.units else GATE_UP_PLANS)[arch.family]
     return plan if m == 1 else few_plan(plan, m, 2)
 
 
-def gate_up_plan(fmts, k, arch, plan=None, slots=1, m=1) -> Plan:
+def gate_up_plan(fmts, f, k, arch, plan=None, slots=1, m=1) -> Plan:
     """The plan as `gate_up_swiglu` uses it: two plans that give the same make the same kernel. slots: of as many
     experts."""
-    plan = fitted(plan or gate_up_default(arch, slots, m), fmts, k, arch, weights=2)
+    plan = fitted(plan or gate_up_default(arch, f, slots, m), fmts, k, arch, weights=2)
     # all of a workgroup's groups of lanes have rows
     lanes = max(lanes_of(units_of(fmts, k), min(plan.lanes, arch.wave)), arch.wave // BLOCK)
     waves = min(plan.waves, arch.threads // arch.wave, BLOCK * lanes // arch.wave)
@@ -247,7 +248,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, pla
     check(fmts, m, layout_in, "gate_up")
     check_blocks(f)
     slots, x_rows = (of.experts.slots(of.m), of.x_rows) if of else (1, m)
-    rows, waves, lanes, unroll = astuple(gate_up_plan(fmts, k, arch, plan, slots, m))
+    rows, waves, lanes, unroll = astuple(gate_up_plan(fmts, f, k, arch, plan, slots, m))
     groups = waves * arch.wave // lanes
     with kernel(name) as ir:
         state, params, ids, planes, biases, out = declare_gate_up(

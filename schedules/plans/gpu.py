@@ -87,13 +87,13 @@ def _gemv_gate_up(workload, arch) -> Space:
         m, slots = 1, args["used"] * m
 
     def kernel(plan) -> Kernel:
-        used = gemv.gate_up_plan(fmts, k, arch, plan, m=m)
+        used = gemv.gate_up_plan(fmts, f, k, arch, plan, m=m)
         _check_sums(2 * m * used.rows, plan)
         loads = _loads(fmts, k, used, plan)
         same = used.rows, used.waves, used.lanes, _unroll(fmts, k, used.lanes, used.unroll)
         return Kernel(same, f // gemv.BLOCK * slots, used.waves * arch.wave, loads)
 
-    return Space(gemv.Plan, GEMV, gemv.gate_up_default(arch, slots, m), kernel)
+    return Space(gemv.Plan, GEMV, gemv.gate_up_default(arch, f, slots, m), kernel)
 
 
 def _expert_down(workload, arch) -> Space:
