@@ -18,8 +18,15 @@ def runs(m, single):
     return min(single + 1, m)
 
 
-def slot_of(rows, row):
-    return T.Bind(T.max(T.min(rows[row, 1], T.int32(SLOTS - 1)), T.int32(0)))
+def run_args(m):
+    """Declares rows int32 [m, 2] and cells int32 [SLOTS, 2] of a kernel of m rows."""
+    return T.arg("rows", T.buffer((m, 2), "int32")), T.arg("cells", T.buffer((SLOTS, 2), "int32"))
+
+
+def cells_of(rows, cells, row):
+    """(the cell that a run reads, the one that it writes). row: its first."""
+    slot = T.Bind(T.max(T.min(rows[row, 1], T.int32(SLOTS - 1)), T.int32(0)))
+    return T.Bind(cells[slot, 0]), T.Bind(cells[slot, 1])
 
 
 def begins(rows, row):

@@ -11,11 +11,10 @@ and States in place. A thread has 16 columns at a time, and goes through all row
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import SLOTS
 from mlc_amd.schedules.cpu.activation import ACTIVATIONS
 from mlc_amd.schedules.cpu.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, registers, store
-from mlc_amd.schedules.recurrent import CELLS, begins, run_length, runs, slot_of
+from mlc_amd.schedules.recurrent import CELLS, begins, cells_of, run_args, run_length, runs
 
 
 def causal_conv(channels, taps, single, m, gated, act, bias, isa, name) -> tirx.PrimFunc:
@@ -24,7 +23,7 @@ def causal_conv(channels, taps, single, m, gated, act, bias, isa, name) -> tirx.
     if channels % LANES:
         raise ValueError(f"a convolution of {channels} columns: they must be a multiple of {LANES}")
     with kernel(name) as (builder, state):
-        rows, cells = T.arg("rows", T.buffer((m, 2), "int32")), T.arg("cells", T.buffer((SLOTS, 2), "int32"))
+        rows, cells = run_args(m)
         X = T.arg("X", T.buffer((m, channels * (3 if gated else 1)), "float32"))
         W = T.arg("W", T.buffer((-(-channels * taps // LANES) * LANES,), "float32"))
         B = T.arg("B", T.buffer((channels,), "float32")) if bias else None
@@ -37,8 +36,7 @@ def causal_conv(channels, taps, single, m, gated, act, bias, isa, name) -> tirx.
             weights = [T.Bind(W[T.ramp(column * taps + t, taps, LANES)]) for t in range(taps)]
             last = [registers(LANES) for _ in range(taps - 1)]
             with T.serial(T.min(live, T.int32(runs(m, single)))) as first, T.If(begins(rows, first)), T.Then():
-                slot = slot_of(rows, first)
-                source, target = T.Bind(cells[slot, 0]), T.Bind(cells[slot, 1])
+                source, target = cells_of(rows, cells, first)
                 for t, cell in enumerate(last):
                     with T.If(rows[first, 0] > 0):
                         with T.Then():

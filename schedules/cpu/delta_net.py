@@ -15,10 +15,10 @@ from math import sqrt
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import SLOTS, padded_columns
+from mlc_amd.schedules.attention import padded_columns
 from mlc_amd.schedules.cpu.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, registers, splat, store, tree_add
-from mlc_amd.schedules.recurrent import CELLS, begins, key_head, run_length, runs, slot_of, softplus
+from mlc_amd.schedules.recurrent import CELLS, begins, cells_of, key_head, run_args, run_length, runs, softplus
 
 STEP = 8  # rows of a matrix that are loaded together
 SUMS = 2  # independent sums of each product
@@ -31,7 +31,7 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, name) -> tirx.
         raise ValueError(f"heads of {d} columns: they must be a multiple of {LANES}")
     keys, values, padded = key_heads * d, value_heads * d, padded_columns(value_heads)
     with kernel(name) as (builder, state):
-        rows, cells = T.arg("rows", T.buffer((m, 2), "int32")), T.arg("cells", T.buffer((SLOTS, 2), "int32"))
+        rows, cells = run_args(m)
         X = T.arg("X", T.buffer((m, 2 * keys + values), "float32"))
         Beta, Alpha = (T.arg(which, T.buffer((m, padded), "float32")) for which in ("Beta", "Alpha"))
         A, Dt = (T.arg(which, T.buffer((padded,), "float32")) for which in ("A", "Dt"))
@@ -43,8 +43,7 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, name) -> tirx.
             q_at = T.Bind(key_head(head, key_heads, value_heads, grouped) * d)
             k_at, v_at = q_at + keys, T.Bind(head * d + 2 * keys + column)
             with T.serial(T.min(live, T.int32(runs(m, single)))) as first, T.If(begins(rows, first)), T.Then():
-                slot = slot_of(rows, first)
-                source, target = T.Bind(cells[slot, 0]), T.Bind(cells[slot, 1])
+                source, target = cells_of(rows, cells, first)
                 with T.If(rows[first, 0] <= 0):
                     with T.Then(), T.serial(d) as i:
                         store(States, f32(0.0), target, head, i, at(column))

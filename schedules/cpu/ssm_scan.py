@@ -11,11 +11,11 @@ has 16 columns of a head at a time, whose part of S fits the cache, and goes thr
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import SLOTS, padded_columns
+from mlc_amd.schedules.attention import padded_columns
 from mlc_amd.schedules.cpu.activation import silu
 from mlc_amd.schedules.cpu.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, registers, splat, store
-from mlc_amd.schedules.recurrent import CELLS, begins, run_length, runs, slot_of, softplus
+from mlc_amd.schedules.recurrent import CELLS, begins, cells_of, run_args, run_length, runs, softplus
 
 STEP = 4  # rows of a matrix whose loads come together
 
@@ -27,7 +27,7 @@ def ssm_scan(heads, d, size, groups, single, m, isa, name) -> tirx.PrimFunc:
         raise ValueError(f"heads of {d} by {size} columns: these must be multiples of {LANES} and {STEP}")
     inner, padded = heads * d, padded_columns(heads)
     with kernel(name) as (builder, state):
-        rows, cells = T.arg("rows", T.buffer((m, 2), "int32")), T.arg("cells", T.buffer((SLOTS, 2), "int32"))
+        rows, cells = run_args(m)
         X = T.arg("X", T.buffer((m, inner + 2 * groups * size), "float32"))
         Z = T.arg("Z", T.buffer((m, padded_columns(inner)), "float32"))
         Dt = T.arg("Dt", T.buffer((m, padded), "float32"))
@@ -40,8 +40,7 @@ def ssm_scan(heads, d, size, groups, single, m, isa, name) -> tirx.PrimFunc:
             b_at = T.Bind(inner + head // (heads // groups) * size)
             c_at, x_at = b_at + groups * size, T.Bind(head * d + column)
             with T.serial(T.min(live, T.int32(runs(m, single)))) as first, T.If(begins(rows, first)), T.Then():
-                slot = slot_of(rows, first)
-                source, target = T.Bind(cells[slot, 0]), T.Bind(cells[slot, 1])
+                source, target = cells_of(rows, cells, first)
                 with T.If(rows[first, 0] <= 0):
                     with T.Then(), T.serial(size) as i:
                         store(States, f32(0.0), target, head, at(i * d + column))

@@ -12,12 +12,11 @@ they are single rows.
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import SLOTS
 from mlc_amd.schedules.gpu.activations import ACTIVATIONS
 from mlc_amd.schedules.gpu.device import fma, launch
 from mlc_amd.schedules.gpu.planes import padded
 from mlc_amd.schedules.gpu.step import kernel, live_rows, state_arg
-from mlc_amd.schedules.recurrent import CELLS, begins, run_length, runs, slot_of
+from mlc_amd.schedules.recurrent import CELLS, begins, cells_of, run_args, run_length, runs
 
 THREADS = 64  # of a workgroup: columns; few, so that narrow models use several compute units
 ROWS = 16  # of a chunk that a thread goes through; more than there are taps
@@ -32,7 +31,7 @@ def causal_conv(channels, taps, single, m, gated, act, bias, arch, name) -> tirx
     blocks = -(-m // ROWS) if single < m else 1  # of the chunk; runs of single rows are short
     with kernel(name) as ir:
         state = state_arg()
-        rows, cells = T.arg("rows", T.buffer((m, 2), "int32")), T.arg("cells", T.buffer((SLOTS, 2), "int32"))
+        rows, cells = run_args(m)
         X = T.arg("X", T.buffer((m, channels * (3 if gated else 1)), "float32"))
         W = T.arg("W", T.buffer((padded(channels * taps),), "float32"))
         B = T.arg("B", T.buffer((channels,), "float32")) if bias else None
@@ -51,8 +50,7 @@ def causal_conv(channels, taps, single, m, gated, act, bias, arch, name) -> tirx
             first = T.Bind(T.Select(block == 0, part, state[0]))
             begin = T.Bind(first + block * ROWS)
             with T.If((column < channels) & (begin < live)), T.Then(), T.If(begins(rows, first)), T.Then():
-                slot, position = slot_of(rows, first), rows[first, 0]
-                source, target = T.Bind(cells[slot, 0]), T.Bind(cells[slot, 1])
+                (source, target), position = cells_of(rows, cells, first), rows[first, 0]
                 length = run_length(state, rows, first, m, single, live)
                 weights = [T.Bind(W[column * taps + t]) for t in range(taps)]
                 last = [T.alloc_buffer((1,), "float32", scope="local") for _ in range(taps - 1)]

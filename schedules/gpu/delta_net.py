@@ -17,40 +17,12 @@ from math import sqrt
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import SLOTS, padded_columns
+from mlc_amd.schedules.attention import padded_columns
 from mlc_amd.schedules.gpu.device import fma, launch, rsqrt, wave_sum
-from mlc_amd.schedules.gpu.registers import at, lane_of, local, put, vector
+from mlc_amd.schedules.gpu.lane_rows import LANES, load_row, store_row, waves_of
+from mlc_amd.schedules.gpu.registers import local, put
 from mlc_amd.schedules.gpu.step import kernel, live_rows, state_arg
-from mlc_amd.schedules.recurrent import CELLS, begins, key_head, run_length, runs, slot_of, softplus
-
-LANES = 8  # of a column
-WAVES = 4  # of a workgroup, at most
-WIDTH = 4  # numbers of a load, at most
-
-
-def _sizes(d, arch):
-    """(numbers of a column that a lane has, columns of a wave, waves of a workgroup). ValueError for heads that do not
-    fill waves."""
-    count, columns = d // LANES, arch.wave // LANES
-    waves = next((n for n in (4, 2, 1) if n <= min(WAVES, arch.threads // arch.wave) and d % (n * columns) == 0), 0)
-    if d % LANES or not columns or not waves:
-        raise ValueError(f"heads of {d} columns do not fill waves of {arch.wave} lanes")
-    return count, columns, waves
-
-
-def _load(buffer, place, first, count):
-    """`count` numbers from column `first` on, in registers."""
-    width = _width(count)
-    found = []
-    for start in range(0, count, width):
-        x = T.Bind(buffer[(*place, at(first + start, width))])
-        found += [T.Bind(lane_of(x, i)) for i in range(width)] if width > 1 else [x]
-    return found
-
-
-def _width(count):
-    """Of the loads of `count` numbers."""
-    return next(width for width in (WIDTH, WIDTH // 2, 1) if count % width == 0)
+from mlc_amd.schedules.recurrent import CELLS, begins, cells_of, key_head, run_args, run_length, runs, softplus
 
 
 def _dot(a, b):
@@ -65,10 +37,11 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name) ->
     which key head a value head has, see `recurrent.key_head`. A workgroup has a part of one matrix and one sequence.
     ValueError for heads whose columns do not fill waves."""
     keys, values, padded = key_heads * d, value_heads * d, padded_columns(value_heads)
-    count, columns, waves = _sizes(d, arch)
+    columns, waves = waves_of(d, d, arch)
+    count = d // LANES
     with kernel(name) as ir:
         state = state_arg()
-        rows, cells = T.arg("rows", T.buffer((m, 2), "int32")), T.arg("cells", T.buffer((SLOTS, 2), "int32"))
+        rows, cells = run_args(m)
         X = T.arg("X", T.buffer((m, 2 * keys + values), "float32"))
         Beta, Alpha = (T.arg(which, T.buffer((m, padded), "float32")) for which in ("Beta", "Alpha"))
         A, Dt = (T.arg(which, T.buffer((padded,), "float32")) for which in ("A", "Dt"))
@@ -78,18 +51,17 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name) ->
         with launch(grid, (arch.wave, waves)) as (part, head, first, lane, wave):
             live = live_rows(state, m)
             with T.If(first < live), T.Then(), T.If(begins(rows, first)), T.Then():
-                slot = slot_of(rows, first)
-                source, target = T.Bind(cells[slot, 0]), T.Bind(cells[slot, 1])
+                source, target = cells_of(rows, cells, first)
                 column = T.Bind((part * waves + wave) * columns + lane // LANES)
                 begin = T.Bind(lane % LANES * count)
                 q_at = T.Bind(key_head(head, key_heads, value_heads, grouped) * d + begin)
                 v_at = T.Bind(2 * keys + head * d + column)
                 matrix = [local(1) for _ in range(count)]
-                for cell, x in zip(matrix, _load(States, (source, head, column), begin, count), strict=True):
+                for cell, x in zip(matrix, load_row(States, (source, head, column), begin, count), strict=True):
                     put(cell, T.Select(rows[first, 0] > 0, x, T.float32(0)), 0)
                 with T.serial(run_length(state, rows, first, m, single, live)) as step:
                     row = T.Bind(first + step)
-                    q, k = (_load(X, (row,), base, count) for base in (q_at, q_at + keys))
+                    q, k = (load_row(X, (row,), base, count) for base in (q_at, q_at + keys))
                     old = [T.Bind(cell[0]) for cell in matrix]
                     pairs = (k, k), (q, q), (q, k), (k, old), (q, old)
                     kk, qq, qk, by_k, by_q = (wave_sum(arch, _dot(*pair), LANES) for pair in pairs)
@@ -104,9 +76,5 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name) ->
                     factor = T.Bind(change * k_scale)
                     for cell, before, x in zip(matrix, old, k, strict=True):
                         put(cell, fma(x, factor, T.Bind(before * decay)), 0)
-                width = _width(count)
-                for start in range(0, count, width):
-                    group = [T.Bind(cell[0]) for cell in matrix[start : start + width]]
-                    value = vector(group) if width > 1 else group[0]
-                    T.buffer_store(States, value, [target, head, column, at(begin + start, width)])
+                store_row(States, (target, head, column), begin, [T.Bind(cell[0]) for cell in matrix])
     return ir.get()

@@ -13,13 +13,13 @@ sequence; they meet in one sum over their lanes, so waves never wait for one ano
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import SLOTS, padded_columns
+from mlc_amd.schedules.attention import padded_columns
 from mlc_amd.schedules.gpu.activations import ACTIVATIONS
 from mlc_amd.schedules.gpu.device import fma, launch, wave_sum
 from mlc_amd.schedules.gpu.lane_rows import LANES, load_row, store_row, waves_of
 from mlc_amd.schedules.gpu.registers import local, put
 from mlc_amd.schedules.gpu.step import kernel, live_rows, state_arg
-from mlc_amd.schedules.recurrent import CELLS, begins, run_length, runs, slot_of, softplus
+from mlc_amd.schedules.recurrent import CELLS, begins, cells_of, run_args, run_length, runs, softplus
 
 
 def ssm_scan(heads, d, size, groups, single, m, arch, name) -> tirx.PrimFunc:
@@ -30,7 +30,7 @@ def ssm_scan(heads, d, size, groups, single, m, arch, name) -> tirx.PrimFunc:
     count = size // LANES
     with kernel(name) as ir:
         state = state_arg()
-        rows, cells = T.arg("rows", T.buffer((m, 2), "int32")), T.arg("cells", T.buffer((SLOTS, 2), "int32"))
+        rows, cells = run_args(m)
         X = T.arg("X", T.buffer((m, inner + 2 * groups * size), "float32"))
         Z = T.arg("Z", T.buffer((m, padded_columns(inner)), "float32"))
         Dt = T.arg("Dt", T.buffer((m, padded), "float32"))
@@ -41,8 +41,7 @@ def ssm_scan(heads, d, size, groups, single, m, arch, name) -> tirx.PrimFunc:
         with launch(grid, (arch.wave, waves)) as (part, head, first, lane, wave):
             live = live_rows(state, m)
             with T.If(first < live), T.Then(), T.If(begins(rows, first)), T.Then():
-                slot = slot_of(rows, first)
-                source, target = T.Bind(cells[slot, 0]), T.Bind(cells[slot, 1])
+                source, target = cells_of(rows, cells, first)
                 column = T.Bind((part * waves + wave) * columns + lane // LANES)
                 begin, x_at = T.Bind(lane % LANES * count), T.Bind(head * d + column)
                 b_at = T.Bind(inner + head // (heads // groups) * size + begin)
