@@ -57,6 +57,7 @@ LAYOUTS = {
     "pairs": lambda m, k: tensor_type(
         (m, k), "float16"
     ),  # blocks of 32 columns in another order: schedules/gpu/pairs.py
+    "lanes": lambda m, k: tensor_type((math.ceil(m / 8), math.ceil(k / 128), 1024), "float16"),  # there, too
 }
 
 

@@ -15,7 +15,7 @@ from vulkan_harness import run
 from mlc_amd.runtime.devices.vulkan import fragments
 from mlc_amd.schedules.gpu import gemm, gemm_few
 from mlc_amd.schedules.gpu.gemm_few import FewGemm, FewTile
-from mlc_amd.schedules.gpu.pairs import in_pairs
+from mlc_amd.schedules.gpu.pairs import in_lanes
 from mlc_amd.schedules.gpu.profiles import resolve
 
 LAVAPIPE = resolve("lavapipe")
@@ -38,8 +38,8 @@ def modelled(monkeypatch):
 CASES = {
     "padding": ("q4_0", 41, 128, 3, FewTile(8, 16, 1, 1, 1)),
     "rows": ("q4_0", 41, 128, 3, FewTile(8, 32, 1, 1, 1)),
-    "waves": ("q4_0", 32, 256, 16, FewTile(16, 32, 2, 2, 2)),
-    "part": ("q4_0", 16, 192, 8, FewTile(8, 16, 1, 1, 2)),  # of a group of columns
+    "waves": ("q4_0", 32, 256, 16, FewTile(16, 32, 2, 2, 2, 1)),
+    "part": ("q4_0", 16, 192, 8, FewTile(8, 16, 1, 1, 2, 1)),  # of a group of columns
     "tiles": ("q4_0", 16, 128, 12, FewTile(8, 16, 1, 1, 1)),
 }
 
@@ -51,8 +51,8 @@ def test_linear(name, modelled):
     x = np.random.default_rng(3).standard_normal((m, k), np.float32).astype(np.float16)
     expected = x.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T
     out = np.full((m, -(-n // 16) * 16), np.nan, np.float32)
-    kernel = gemm.linear([(fmt, n)], k, m, "pairs", (False,), False, LAVAPIPE, "k", tile)
-    got = run(kernel, [state(m), in_pairs(x), *planes.values(), out], LAVAPIPE)[-1]
+    kernel = gemm.linear([(fmt, n)], k, m, "lanes", (False,), False, LAVAPIPE, "k", tile)
+    got = run(kernel, [state(m), in_lanes(x), *planes.values(), out], LAVAPIPE)[-1]
     assert error(got[:, :n], expected) < tolerance(fmt)
 
 

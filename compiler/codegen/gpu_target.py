@@ -23,6 +23,7 @@ from mlc_amd.schedules.decode import float_weight
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
 from mlc_amd.schedules.gpu.cache import cache_types
+from mlc_amd.schedules.gpu.gemm_few import MOST as FEW_TOKENS
 from mlc_amd.schedules.gpu.gemv_matrix import ROWS as INT8_ROWS
 from mlc_amd.schedules.gpu.kernels import BUILDERS
 from mlc_amd.schedules.gpu.matrix_int8 import unit_of
@@ -83,7 +84,9 @@ class GpuTarget(Target):
     def act_layout(self, m: int, kind: str) -> str:
         if m in INT8_ROWS and kind == "int8" and self._int8_matrices:
             return "rows"
-        return self._layout(kind, m > (1 if self._few_on_matrices else FEW))
+        if self._few_on_matrices and 1 < m <= FEW_TOKENS:
+            return "lanes"
+        return self._layout(kind, m > FEW)
 
     def expert_layout(self, m: int, kind: str) -> str:
         return self._layout(kind, self.expert_tile(m) > 1)

@@ -118,7 +118,7 @@ def read_host(name, host, arch) -> Function:
         elif isinstance(node, tirx.DeclBuffer):
             alias[node.buffer] = buffer_of(node.data)
         elif getattr(node.op, "name", "") == "tirx.call_ffi_kernel":
-            launches.append(_launch(name, node, place, alias, arch.threads))
+            launches.append(_launch(name, node, place, alias, arch.most_threads))
 
     walk(host.body, (tirx.AllocBuffer, tirx.DeclBuffer, tvm.ir.Call), visit)
     if not launches:

@@ -37,7 +37,7 @@ class GpuArch(Chip):
     """
 
     api = "rocm"  # which code the kernels become; `profiles.Profile` has another
-    threads = MAX_THREADS  # most threads of a workgroup that kernels use
+    threads = most_threads = MAX_THREADS  # most threads of a workgroup that kernels use, by default and at all
     float16 = True  # arithmetic
     subgroups = True  # lanes exchange values by shuffles
     amd = True  # scalar registers exist

@@ -30,7 +30,7 @@ def gate(k, m, size, eps, silu, layout, arch, name) -> tirx.PrimFunc:
     norm. ValueError unless 32 divides k, and for heads that the layout's blocks do not fit."""
     size = size if eps is not None else BLOCK
     lanes = _lanes(size, arch.wave)
-    if k % BLOCK or size % WIDTH or (layout in ("rows", "pairs") and lanes < LANES and size != lanes * WIDTH):
+    if k % BLOCK or size % WIDTH or (layout in ("rows", "pairs", "lanes") and lanes < LANES and size != lanes * WIDTH):
         raise ValueError(f"a gate of {k} columns in heads of {size} does not fit blocks of {BLOCK}")
     threads = arch.wave * min(WAVES, arch.threads // arch.wave)
     heads, steps = threads // lanes, size // (lanes * WIDTH)

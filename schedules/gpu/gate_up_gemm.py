@@ -13,9 +13,8 @@ from mlc_amd.schedules.gpu.device import barrier, each, launch, rcp, rint, shuff
 from mlc_amd.schedules.gpu.expert_gemm import expert_engine, tile_expert
 from mlc_amd.schedules.gpu.gemm import engine, span, token_tiles, views
 from mlc_amd.schedules.gpu.linear_args import declare_gate_up
-from mlc_amd.schedules.gpu.pairs import store_pairs
 from mlc_amd.schedules.gpu.planes import BLOCK
-from mlc_amd.schedules.gpu.quantize import FIELDS, TINY, WIDTH, clamped, emit_store
+from mlc_amd.schedules.gpu.quantize import FIELDS, RUNS_OF, TINY, WIDTH, clamped, emit_store
 from mlc_amd.schedules.gpu.registers import at, lane_of, vector
 from mlc_amd.schedules.gpu.step import kernel, live_rows
 
@@ -27,11 +26,11 @@ def _elements(x):
 
 
 def _store_floats(layout, out, token, row, y):
-    """y, float32 elements of consecutive rows, in the layout "", "half" or, four of them, "pairs"."""
-    if layout in ("half", "pairs"):
+    """y, float32 elements of consecutive rows, in the layout "", "half" or, four of them, "pairs" or "lanes"."""
+    if layout:
         y = [T.cast(clamped(x), "float16") for x in y]
-    if layout == "pairs":
-        store_pairs(out, token, row, y)
+    if layout in RUNS_OF:
+        RUNS_OF[layout](out, token, row, y)
         return
     value = vector(y) if len(y) > 1 else y[0]
     T.buffer_store(out, value, [token, span(row, value)])
@@ -85,8 +84,8 @@ class _Staged:
 def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, tile=None, act="silu", of=None):
     """PrimFunc with the parameters of `linear_args`.
 
-    The weights are f x k, f a multiple of 32. layout_in, k, m and tile: as for `gemm.linear`. layout: "half", "pairs"
-    (after cooperative matrices), "" or, where layout_in does not mean matrix units, "rows". act: a name of
+    The weights are f x k, f a multiple of 32. layout_in, k, m and tile: as for `gemm.linear`. layout: "half", "pairs",
+    "lanes" (after cooperative matrices), "" or, where layout_in does not mean matrix units, "rows". act: a name of
     `activations.py`. Token tiles without live tokens are left as they are. ValueError for what cannot share a launch.
 
     of: a `Slots` of experts.py; the weights are stacks, and its slots stand in the place of tokens. Tiles without an
@@ -98,7 +97,9 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, til
         if of
         else engine(layout_in, formats, m, k, arch, f, tile, 2)
     )
-    if f % BLOCK or gemm.rows_side_by_side != {"rows": BLOCK, "pairs": 1}.get(layout, gemm.rows_side_by_side):
+    if f % BLOCK or gemm.rows_side_by_side != {"rows": BLOCK, "pairs": 1, "lanes": 1}.get(
+        layout, gemm.rows_side_by_side
+    ):
         raise ValueError(
             f"{f} rows in layout {layout!r} from activations in layout {layout_in!r} do not make one launch"
         )

@@ -28,9 +28,9 @@ def engine(layout, formats, m, k, arch, rows, tile=None, together=1):
     """The tile routine for activations in that `layout` and weights of these formats, `together` of which share a tile;
     `rows`: of all segments. `tile`: MatrixTile, CoopTile or DotTile, by default the one for the arch and shape.
     Float32 activations and float weights stay float32. ValueError for what does not fit."""
-    if tile is None and layout == "pairs":
+    if tile is None and layout == "lanes":
         tile = gemm_few.choose(arch, formats, m, k, rows, together)
-    if isinstance(tile, FewTile):
+    if isinstance(tile, FewTile) and layout == "lanes":
         return FewGemm(arch, tile, m, k, together)
     exact = layout == "" and all(fmt.kind == "float" for fmt in formats)
     matrix = arch.matrix and layout != "rows" and not exact
@@ -83,12 +83,12 @@ def linear(segments, k, m, layout, biases, residual, arch, name, tile=None):
     """PrimFunc with the parameters of `linear_args`.
 
     segments: list of (format name or Format, n); they share the activations (q, k and v of a layer) and the launch. k:
-    a multiple of 32, m: tokens, a multiple of 16. layout: of the activations, "half" or "" on matrix units, "pairs"
-    or "" on cooperative matrices (weights and activations become float16), else "rows" for int8 formats and "" for
-    float formats. Float formats with "" are multiplied in float32 everywhere. biases: one flag per segment.
-    residual: Y = R + result, for one segment. tile: see `engine`. Token tiles without live tokens (state[1]) are left
-    as they are. The columns of Y from n on are undefined. ValueError for what cannot share a launch or has no tiles,
-    UserError for weights too large.
+    a multiple of 32, m: tokens, a multiple of 16. layout: of the activations, "half" or "" on matrix units, "pairs" or
+    "" on cooperative matrices, "lanes" for few tokens on those that `gemm_few.py` knows (weights and activations become
+    float16), else "rows" for int8 formats and "" for float formats. Float formats with "" are multiplied in float32
+    everywhere. biases: one flag per segment. residual: Y = R + result, for one segment. tile: see `engine`. Token tiles
+    without live tokens (state[1]) are left as they are. The columns of Y from n on are undefined. ValueError for what
+    cannot share a launch or has no tiles, UserError for weights too large.
     """
     segments = segments_of(segments, biases, residual)
     gemm = engine(layout, [fmt for fmt, _ in segments], m, k, arch, sum(padded(n) for _, n in segments), tile)

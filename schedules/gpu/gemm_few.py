@@ -8,25 +8,28 @@ lanes in a known way, which the runtime checks (runtime/devices/vulkan/fragments
 The columns are taken in an order of our own, which a sum over them allows. A subgroup takes `GROUP` blocks of 32
 columns at a time. Of its lanes lane 4*r + q has block q of rows r and r + 8 of every 16, and block q of the token r of
 every eight: the four runs (`pairs.py`) of a block are the lane's components of eight matrices. Weights are therefore
-read in 16 bytes a lane, and so are activations.
+read in 16 bytes a lane, and so are activations, which come in the order of the lanes ("lanes", `pairs.py`). The weights
+of a subgroup's next group are loaded while those of this one are multiplied.
 
 The subgroups of a workgroup share out its rows, its tokens and the columns; at the end the sums meet in shared memory.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu import coop_load
 from mlc_amd.schedules.gpu.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.device import barrier, uniform
-from mlc_amd.schedules.gpu.pairs import RUN, RUNS
+from mlc_amd.schedules.gpu.pairs import GROUP, LANES, RUN, RUNS, TOKENS, lanes_shape
 from mlc_amd.schedules.gpu.planes import BLOCK
-from mlc_amd.schedules.gpu.registers import at, lane_of
+from mlc_amd.schedules.gpu.registers import Held, at, lane_of
 
-SHAPE = ROWS, TOKENS, COLUMNS = 16, 8, 16  # of the matrices: rows x tokens x columns
-GROUP = 4  # blocks of 32 columns that a subgroup takes at once: as many as lanes share a row
+ROWS, COLUMNS = 16, 16
+SHAPE = ROWS, TOKENS, COLUMNS  # of the matrices: rows x tokens x columns
 WAVE = 32
+RUN_UNIT = LANES // RUNS  # halves of a subgroup's loads of a run
 QUAD = 4  # float32 of a unit of 16 bytes: rows of a token that a lane finishes at once
 PAD = 1  # units added to a token's rows in shared memory
 UNIT_BYTES = 16
@@ -36,7 +39,7 @@ UNIT_BYTES = 16
 class FewTile:
     """A workgroup's tile: tokens and rows (of one weight), subgroups along tokens, rows and columns.
 
-    unroll  groups of columns whose weights are loaded before the first is used
+    ahead  1: the weights of a subgroup's next group are loaded while those of one are multiplied, except float ones
     """
 
     tokens: int
@@ -44,65 +47,77 @@ class FewTile:
     waves_m: int
     waves_n: int
     waves_k: int
-    unroll: int = 1
+    ahead: int = 0
 
 
 MOST = 128  # tokens: of more, the multiplications take most of the time, which `gemm_coop.py` does faster
 SUMS = 128  # of a lane, at most
-# number of weights of a kernel, maximum of tokens: what takes least time on an H200 for some shape of an 8B model, of
-# tiles with little code. In a step of a model each kernel runs once, and its code comes from memory: twice the code
-# took up to 20 us more, which timing one kernel again and again does not show.
-TILES = {
+MOST_WAVES = 16  # along the columns
+
+
+class Share(NamedTuple):
+    """How default tiles divide the work for so many tokens, with `FewTile`'s fields. Subgroups share the columns until
+    there are `waves` of them on each compute unit, at least `least` in a workgroup. many: workgroups for each compute
+    unit from which on the share is used; of several in a table, the first one that is.
+    """
+
+    tokens: int
+    rows: int
+    waves_n: int
+    ahead: int
+    waves: int
+    least: int
+    many: int = 0
+
+
+# number of weights of a kernel, maximum of tokens: what takes least time on an H200 for the shapes of an 8B model in
+# Q4_0, of tiles with little code. In a step of a model each kernel runs once, and its code comes from memory: twice the
+# code took up to 20 us more, which timing one kernel again and again does not show.
+SHARES = {
     1: {
-        8: (FewTile(8, 16, 1, 1, 8),),
-        16: (FewTile(16, 16, 1, 1, 8), FewTile(16, 32, 1, 1, 8)),
-        32: (FewTile(32, 32, 1, 1, 8),),
-        64: (FewTile(64, 32, 1, 1, 8), FewTile(64, 64, 2, 1, 4)),
-        128: (FewTile(64, 32, 2, 1, 2), FewTile(64, 64, 2, 1, 4)),
+        8: (Share(8, 16, 1, 0, 32, 4),),
+        16: (Share(16, 16, 1, 0, 32, 4),),
+        32: (Share(32, 32, 1, 1, 16, 4),),
+        64: (Share(64, 64, 2, 1, 8, 2, many=4), Share(64, 32, 1, 1, 8, 2)),
+        128: (Share(64, 64, 2, 1, 8, 2, many=4), Share(64, 32, 1, 1, 8, 2)),
     },
     2: {
-        8: (FewTile(8, 16, 1, 1, 4),),
-        16: (FewTile(16, 32, 1, 1, 4),),
-        32: (FewTile(32, 32, 1, 1, 4),),
-        64: (FewTile(64, 32, 2, 1, 2),),
-        128: (FewTile(64, 32, 2, 1, 2),),
+        8: (Share(8, 16, 1, 0, 32, 4),),
+        16: (Share(16, 16, 1, 1, 32, 4),),
+        32: (Share(32, 32, 1, 1, 16, 4),),
+        64: (Share(64, 32, 2, 1, 16, 2),),
+        128: (Share(64, 32, 2, 1, 16, 2),),
     },
 }
-# Of a compute unit, per clock: bytes of weights and activations from the L2, bytes that subgroups load, products
-FROM_L2, LOADED, PRODUCTS = 40, 100, 600
 
 
 def choose(arch, formats, m, k, rows, weights=1):
-    """The default FewTile, see `gemm_coop.choose`; None if there is no tile for so many tokens, or for these columns
-    or that arch."""
-    size = next((tokens for tokens in TILES[weights] if m <= tokens), None)
+    """The default FewTile, see `gemm_coop.choose`; None if there is none for so many tokens or for that arch."""
+    size = next((tokens for tokens in SHARES[weights] if m <= tokens), None)
     if size is None or not arch.few:
         return None
-    times = {}
-    for tile in TILES[weights][size]:
-        if _fits(tile, arch, m, k, weights):
-            workgroups = -(-m // tile.tokens) * -(-rows // tile.rows)
-            times[tile] = -(-workgroups // arch.units) * _clocks(tile, formats, weights)
-    return min(times, key=times.__getitem__) if times else None
+    for share in SHARES[weights][size]:
+        workgroups = -(-m // share.tokens) * -(-rows // share.rows)
+        if workgroups >= share.many * arch.units:
+            return _tile(arch, share, workgroups, m, k, weights)
+    return None
 
 
-def _fits(tile, arch, m, k, weights) -> bool:
-    try:
-        FewGemm(arch, tile, m, k, weights)
-    except ValueError:
-        return False
-    return True
-
-
-def _clocks(tile, formats, weights):
-    """Of a column of the tile, roughly."""
-    loaded = weights * tile.rows * formats[0].memory_bits / 8
-    activations = 2 * tile.tokens
-    return max(
-        (loaded + activations) / FROM_L2,
-        (loaded * tile.waves_m + activations * tile.waves_n) / LOADED,
-        weights * tile.rows * tile.tokens / PRODUCTS,
-    )
+def _tile(arch, share, workgroups, m, k, weights) -> FewTile:
+    """The share's tile with as many subgroups along the columns as there is room for."""
+    waves = MOST_WAVES
+    while waves > share.least and waves * share.waves_n * workgroups > share.waves * arch.units:
+        waves //= 2
+    while True:
+        tile = FewTile(share.tokens, share.rows, 1, share.waves_n, waves, share.ahead)
+        try:
+            FewGemm(arch, tile, m, k, weights)
+        except ValueError:
+            if waves == 1:
+                raise
+            waves //= 2
+        else:
+            return tile
 
 
 def _each_run(formats):
@@ -134,13 +149,11 @@ class FewGemm:
             raise ValueError(f"{tile} does not divide into {ROWS} x {TOKENS} matrices of {k} columns")
         if self.weights * self.tiles_n * self.tiles_m * (ROWS * TOKENS // WAVE) > SUMS:
             raise ValueError(f"{tile} has more than {SUMS} sums of a lane")
-        if tile.unroll > 1 and self.groups % (tile.waves_k * tile.unroll):
-            raise ValueError(f"the {k} columns of {tile} do not divide among its subgroups")
         # row tiles of all weights for as many token tiles at once as fit
         self.ld = ROWS // QUAD + PAD
         per_token_tile = self.waves * weights * TOKENS * self.ld
         self.at_once = next((n for n in (8, 4, 2, 1) if self._holds(n, per_token_tile)), 0)
-        if not self.at_once or self.threads > arch.threads:
+        if not self.at_once or self.threads > arch.few_threads:
             raise ValueError(f"{tile} takes more shared memory or threads than {arch.name} has")
         self.units = self.at_once * per_token_tile
 
@@ -161,7 +174,7 @@ class FewGemm:
         self.sums = Fragments("sum", self.weights * self.tiles_n * self.tiles_m, SHAPE)
 
     def emit(self, acts, weights, token0, row0, epilogue, first=None):
-        """One tile: tokens token0.. of the activations (H [m, k],) in the layout "pairs"; the rest is as in
+        """One tile: tokens token0.. of the activations (H,) in the layout "lanes"; the rest is as in
         `CoopGemm.emit`."""
         (X,) = acts
         tile = self.tile
@@ -175,30 +188,40 @@ class FewGemm:
              for half in (0, 1)]
             for _, _, padded in weights
         ]  # fmt: skip
-        tokens = [self._token(token0, i, row) for i in range(self.tiles_m)]
-        share = tile.waves_k * tile.unroll
-        steps = (
-            self.groups // share
-            if self.groups % share == 0
-            else (T.Bind((self.groups - self.wave_k + (tile.waves_k - 1)) // tile.waves_k))
-        )
-        with T.serial(steps) as step:
-            units = [self._unit(step * tile.unroll + u, block) for u in range(tile.unroll)]
-            loaded = [
-                [
-                    [coop_load.fetch(fmt, planes, r, unit, 1) for r in own]
-                    for (fmt, planes, _), own in zip(weights, rows, strict=True)
-                ]
-                for unit, _ in units
-            ]
-            for (unit, live), fetched in zip(units, loaded, strict=True):
-                self._multiply(X, [fmt for fmt, _, _ in weights], fetched, tokens, unit, live)
+        tokens = [self._token_tile(token0, i) for i in range(self.tiles_m)]
+        formats = [fmt for fmt, _, _ in weights]
+
+        def fetch(step):
+            unit, live = self._unit(step, block)
+            pairs = zip(weights, rows, strict=True)
+            return (
+                unit,
+                live,
+                [[coop_load.fetch(fmt, planes, r, unit, 1) for r in own] for (fmt, planes, _), own in pairs],
+            )
+
+        steps = T.Bind((self.groups - self.wave_k + (tile.waves_k - 1)) // tile.waves_k)
+        if self._ahead(formats):
+            held = Held(fetch(T.int32(0))[2])
+            with T.serial(steps) as step:
+                fetched, (unit, live) = held.values(), self._unit(step, block)
+                following = fetch(T.Bind(T.min(step + 1, steps - 1)))[2]
+                self._multiply(X, formats, fetched, tokens, unit, live)
+                held.keep(following)
+        else:
+            with T.serial(steps) as step:
+                unit, live, fetched = fetch(step)
+                self._multiply(X, formats, fetched, tokens, unit, live)
         for i in range(self.tiles_n):
             for j in range(0, self.tiles_m, self.at_once):
                 self._hand_over(i, j)
                 barrier()
                 self._finish(i, j, weights[0][2], token0, row0, epilogue)
                 barrier()
+
+    def _ahead(self, formats) -> bool:
+        """Whether weights are loaded ahead: registers hold scalars only, as which float weights are not loaded."""
+        return bool(self.tile.ahead) and all(fmt.kind != "float" for fmt in formats)
 
     def _row(self, row0, row, padded, first):
         """The row that a lane reads: those beyond the weight's read its last one."""
@@ -210,21 +233,25 @@ class FewGemm:
         """(block of a row that a lane takes in that step, whether it counts or None: it does). A lane without a block
         reads the last one."""
         unit = (step * self.tile.waves_k + self.wave_k) * GROUP + block
-        if self.k % (GROUP * BLOCK) == 0:
+        whole, last = self.k % (GROUP * BLOCK) == 0, self.k // BLOCK - 1
+        if whole and self.groups % self.tile.waves_k == 0:
             return T.Bind(unit), None
-        last = self.k // BLOCK - 1
-        return T.Bind(T.min(unit, T.int32(last))), T.Bind(unit <= last)
+        # a subgroup without any group loads one ahead, too
+        return T.Bind(T.min(unit, T.int32(last))), None if whole else T.Bind(unit <= last)
 
-    def _token(self, token0, i, row):
-        token = token0 + (self.wave_m * self.tiles_m + i) * TOKENS + row
-        return T.Bind(T.min(token, T.int32(self.m - 1)) if self.m % self.tile.tokens else token)
+    def _token_tile(self, token0, i):
+        """The eight tokens of number i of the subgroup's matrices; beyond the last tile of the activations, that."""
+        tile = token0 // TOKENS + (self.wave_m * self.tiles_m + i)
+        last = lanes_shape(self.m, self.k)[0] - 1
+        return T.Bind(T.min(tile, T.int32(last)) if self.m % self.tile.tokens else tile)
 
     def _multiply(self, X, formats, fetched, tokens, unit, live):
         """Adds the products of a group of columns to the sums."""
         pairs = zip(formats, fetched, strict=True)
         decoders = [[self._decoder(fmt, raw) for raw in each] for fmt, each in pairs]
+        group = T.Bind(unit // GROUP)
         for j in _each_run(formats):
-            x = [T.Bind(X[token, at(unit * BLOCK + j * RUN, RUN)]) for token in tokens]
+            x = [T.Bind(X[tile, group, at(j * RUN_UNIT + self.lane * RUN, RUN)]) for tile in tokens]
             runs = [[run(j) for run in each] for each in decoders]
             if live is not None:
                 zero = T.broadcast(T.float16(0), RUN)

@@ -17,7 +17,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.device import barrier, fma, launch, rsqrt, wave_sum
 from mlc_amd.schedules.gpu.planes import BLOCK
-from mlc_amd.schedules.gpu.quantize import WIDTH, act_args, columns, emit_store
+from mlc_amd.schedules.gpu.quantize import RUNS_OF, WIDTH, act_args, columns, emit_store
 from mlc_amd.schedules.gpu.registers import lane_of
 from mlc_amd.schedules.gpu.step import if_live, kernel, live_rows, state_arg
 from mlc_amd.schedules.rows import output_rows
@@ -201,11 +201,11 @@ def _sum_of(what, x, steps):
 
 def quantize(k, m, layout, arch, name, plan=None) -> tirx.PrimFunc:
     """Kernel (state int32[4], X float32 [m, k], then A, S or H of [m, k]): the live tokens' rows in the layout "rows",
-    "half" or "pairs".
+    "half", "pairs" or "lanes".
 
     UserError unless 32 divides k, ValueError for another layout.
     """
-    if layout not in ("rows", "half", "pairs"):
+    if layout not in ("rows", "half", *RUNS_OF):
         raise ValueError(f"nothing to convert to the layout {layout!r}")
     if k % BLOCK:
         raise UserError(

@@ -26,6 +26,7 @@ class Profile(DeviceKind):
     api = "vulkan"
     # no product of float16 pairs with a float32 sum: float32 multiply-adds, which AMD's compiler makes "mixed" ones
     dot2 = False
+    few_threads = 512  # most invocations of a workgroup of kernels for few tokens (schedules/gpu/gemm_few.py)
 
     @property
     def amd(self) -> bool:
@@ -36,6 +37,11 @@ class Profile(DeviceKind):
     def arguments(self) -> int:
         """Addresses that fit the push constants."""
         return self.push // ADDRESS
+
+    @property
+    def most_threads(self) -> int:
+        """Most invocations of a workgroup of any kernel."""
+        return max(self.threads, self.few_threads) if self.few else self.threads
 
     @property
     def needs(self) -> dict:
@@ -53,7 +59,7 @@ class Profile(DeviceKind):
             "subgroup_size": self.wave if self.subgroups else 0,
             "fragments": [list(shape) for shape in (self.fragment, self.few) if shape] if self.matrix else [],
             "shared_memory": self.lds,
-            "threads": self.threads,
+            "threads": self.most_threads,
             "push_constants": self.push,
         }
 

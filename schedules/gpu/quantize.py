@@ -4,6 +4,7 @@ are written.
     ""       float32 [m, k]
     "half"   H float16 [m, k], for matrix units; what float16 cannot hold becomes its largest number
     "pairs"  the same in the order of columns of `pairs.py`, for cooperative matrices
+    "lanes"  the same for few tokens, in the order in which lanes load them (`pairs.py`)
     "rows"   A int8 [m, KB, 32]    q = rint(x * (127 / amax)), amax = largest |x| of the 32 columns of a block
              S float32 [m, KB, 4]  d = amax / 127, d * sum(q), d * sum(q[:16]), d * sum(q[16:])
 
@@ -15,12 +16,13 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.device import maximum, minimum, rcp, rint, shuffle_xor, wave_max, wave_sum
-from mlc_amd.schedules.gpu.pairs import store_pairs
+from mlc_amd.schedules.gpu.pairs import lanes_shape, store_lanes, store_pairs
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.registers import vector
 from mlc_amd.schedules.gpu.step import when
 
 FIELDS = 4  # of S
+RUNS_OF = {"pairs": store_pairs, "lanes": store_lanes}  # layouts of runs: what writes columns of a token
 WIDTH = 4  # columns that a lane holds
 LANES = BLOCK // WIDTH  # that hold a block
 # Below this the quotient 127 / amax could overflow: such a block becomes zeros.
@@ -31,7 +33,7 @@ HALF_MAX = 65504.0
 def act_shapes(m, k, layout):
     """Parameter name -> (shape, dtype) of m tokens of k columns in that `layout`. UserError when its blocks cannot
     hold k columns."""
-    if layout in ("rows", "pairs") and k % BLOCK:
+    if layout in ("rows", *RUNS_OF) and k % BLOCK:
         raise UserError(
             f"activations in blocks need a multiple of {BLOCK} columns, not {k}; use a float weight format for this "
             "layer"
@@ -40,6 +42,7 @@ def act_shapes(m, k, layout):
         "": {"X": ((m, k), "float32")},
         "half": {"H": ((m, k), "float16")},
         "pairs": {"H": ((m, k), "float16")},
+        "lanes": {"H": (lanes_shape(m, k), "float16")},
         "rows": {"A": ((m, k // BLOCK, BLOCK), "int8"), "S": ((m, k // BLOCK, FIELDS), "float32")},
     }[layout]
 
@@ -76,8 +79,8 @@ def emit_store(arch, layout, out, x, token, column, live=None):
             T.buffer_store(
                 out[0], T.cast(vector([clamped(v) for v in x]), f"float16x{WIDTH}"), [token, columns(column)]
             )
-        elif layout == "pairs":
-            store_pairs(out[0], token, column, [T.cast(clamped(v), "float16") for v in x])
+        elif layout in RUNS_OF:
+            RUNS_OF[layout](out[0], token, column, [T.cast(clamped(v), "float16") for v in x])
         else:
             block = T.Bind(T.shift_right(column, T.int32(5)))
             T.buffer_store(out[0], T.reinterpret(f"int8x{WIDTH}", word), [token, block, columns(column & (BLOCK - 1))])

@@ -34,3 +34,37 @@ def lane_of(x, i):
 def vector(values):
     """Scalars as one vector."""
     return T.Shuffle(values, [T.int32(i) for i in range(len(values))])
+
+
+class Held:
+    """Registers that a loop hands on from one step to the next: scalars in nested lists, named tuples and dicts."""
+
+    def __init__(self, first):
+        """first: what the first step finds."""
+        self._like = first
+        self._cells = [local(1, str(x.ty)) for x in _leaves(first)]
+        self.keep(first)
+
+    def keep(self, values):
+        """What the next step finds; nested as the first."""
+        for cell, x in zip(self._cells, _leaves(values), strict=True):
+            put(cell, x, 0)
+
+    def values(self):
+        """What the step before kept."""
+        return _rebuilt(self._like, iter([T.Bind(cell[0]) for cell in self._cells]))
+
+
+def _leaves(values) -> list:
+    if isinstance(values, dict):
+        values = list(values.values())
+    return [x for each in values for x in _leaves(each)] if isinstance(values, list | tuple) else [values]
+
+
+def _rebuilt(like, leaves):
+    if isinstance(like, dict):
+        return {key: _rebuilt(value, leaves) for key, value in like.items()}
+    if isinstance(like, list | tuple):
+        made = [_rebuilt(value, leaves) for value in like]
+        return made if isinstance(like, list) else like._make(made)
+    return next(leaves)

@@ -45,7 +45,7 @@ COOP = TILE | {"waves_k": (1, 2, 4), "span": (1, 2, 4)}
 MATRIX = TILE | {"buffers": (1, 2), "waves_k": (1, 2, 4)}
 FEW_TILE = {
     "tokens": (8, 16, 32, 64, 128), "rows": (16, 32, 48, 64, 96, 128), "waves_m": (1, 2, 4), "waves_n": (1, 2, 4),
-    "waves_k": (1, 2, 4, 8), "unroll": (1, 2, 4),
+    "waves_k": (1, 2, 4, 8, 16), "ahead": (0, 1),
 }  # fmt: skip
 DOT = {"tokens": (16, 32, 64, 128), "rows": (32, 64, 128), "threads_m": (1, 2, 4, 8)}
 ATTENTION_COOP = {"waves": WAVES, "fragments": (1, 2), "keys": (16, 32, 64), "parts": (1, 2, 4)}
@@ -211,7 +211,7 @@ def _dot_limits(gemm, tile, formats, arch) -> float:
 
 
 def _few_limits(gemm, tile, formats, arch) -> float:
-    blocks = gemm.weights * gemm.tiles_n * 2 * tile.unroll
+    blocks = gemm.weights * gemm.tiles_n * 2 * (1 + tile.ahead)
     if blocks > BLOCKS // 2:
         raise ValueError(f"{tile}: a lane would load {blocks} blocks at once")
     return blocks * _block_bytes(formats[0])

@@ -4,6 +4,8 @@ and written in them.
     ""       float32 [m, k]
     "half"   float16 [m, k]
     "pairs"  float16 [m, k] in another order of columns within a block: schedules/gpu/pairs.py
+    "lanes"  float16 [tiles of 8 rows, groups of 128 columns, 4 runs, 8 rows, 4 blocks, 8 columns], the last four in one
+             dimension: there, too. Rows and columns that fill up a tile or a group are read, too
     "rows"   A int8 [m, blocks, 32], S float32 [m, blocks, 4]: schedules/gpu/quantize.py
     "tiles"  A int8 [tiles, blocks, p, 32], S float32 [tiles, blocks, 8, p]: schedules/cpu/quantize.py
 """
@@ -32,8 +34,11 @@ def read(layout: str, arrays: dict[str, np.ndarray], suffix: str = "") -> np.nda
         q, d, _ = quantized(arrays["A" + suffix], arrays["S" + suffix])
         return (q * d[..., None]).reshape(len(q), -1)
     x = next(arrays[name + suffix] for name in ("H", "X", "Y", "O") if name + suffix in arrays)
-    if layout != "pairs":
+    if layout not in ("pairs", "lanes"):
         return x.astype(np.float32)
+    if layout == "lanes":
+        tiles, groups, _ = x.shape
+        x = x.reshape(tiles, groups, 4, 8, 4, 8).transpose(0, 3, 1, 4, 2, 5).reshape(tiles * 8, -1)
     blocks = x.reshape(len(x), -1, BLOCK)
     found = np.empty(blocks.shape, np.float32)
     found[..., PAIRS] = blocks
@@ -56,8 +61,15 @@ def write(layout: str, x: np.ndarray, arrays: dict[str, np.ndarray], suffix: str
 
 
 def in_layout(layout: str, x: np.ndarray) -> np.ndarray:
-    """x [m, k] as the one array of the layouts "", "half" and "pairs"."""
+    """x [m, k] as the one array of the layouts "", "half", "pairs" and "lanes"."""
     if layout == "":
         return x.astype(np.float32)
     x = np.clip(x, -HALF_MAX, HALF_MAX).astype(np.float16)
-    return x if layout == "half" else x.reshape(len(x), -1, BLOCK)[..., PAIRS].reshape(x.shape)
+    if layout == "half":
+        return x
+    x = x.reshape(len(x), -1, BLOCK)[..., PAIRS].reshape(x.shape)
+    if layout == "pairs":
+        return x
+    x = np.pad(x, ((0, -len(x) % 8), (0, -x.shape[1] % (4 * BLOCK))))
+    tiles, groups = len(x) // 8, x.shape[1] // (4 * BLOCK)
+    return x.reshape(tiles, 8, groups, 4, 4, 8).transpose(0, 2, 4, 1, 3, 5).reshape(tiles, groups, -1)

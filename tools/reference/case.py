@@ -52,7 +52,9 @@ class Case:
 
     def read(self) -> np.ndarray:
         """The activations that the operator reads, all rows."""
-        return activations.read(self.args.get("layout_in", self.args["layout"]), self.arrays)
+        layout = self.args.get("layout_in", self.args["layout"])
+        x = activations.read(layout, self.arrays)
+        return x[:, : self.args["k"]] if layout == "lanes" else x
 
     def matrix(self, prefix: str, fmt: str, rows: np.ndarray) -> np.ndarray:
         """Rows of a packed matrix whose planes' names have this prefix."""

@@ -55,8 +55,8 @@ def _picked(array: np.ndarray, wanted: Result) -> np.ndarray:
 
 
 def _numbers(param: dict, array: np.ndarray, wanted: Result, layout: str) -> tuple[float, str]:
-    if layout == "pairs" and param["role"] == "output":
-        array = activations.read("pairs", {"H": array})
+    if layout in ("pairs", "lanes") and param["role"] == "output":
+        array = activations.read(layout, {"H": array})
     found, expected = _picked(array, wanted), wanted.value
     if np.issubdtype(array.dtype, np.integer):
         apart = int((found != expected).sum())

@@ -93,6 +93,11 @@ def _store(array: np.ndarray, wanted: Result, layout: str, role: str) -> None:
     if role != "output" or wanted.rows is None:
         array.reshape(-1)[: wanted.value.size] = wanted.value.reshape(-1)
         return
+    if layout == "lanes":
+        held = activations.read(layout, {"H": array})
+        held[wanted.rows, : wanted.value.shape[-1]] = wanted.value
+        array[...] = activations.in_layout(layout, held)
+        return
     value = activations.in_layout(layout, wanted.value) if layout else wanted.value
     if array.ndim == 1:
         array[wanted.rows] = value

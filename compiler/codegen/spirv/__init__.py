@@ -108,8 +108,8 @@ def vulkan_target(profile: Profile) -> tvm.target.Target:
     options = {
         "kind": "vulkan",
         "thread_warp_size": profile.wave,
-        "max_num_threads": profile.threads,
-        "max_threads_per_block": profile.threads,
+        "max_num_threads": profile.most_threads,
+        "max_threads_per_block": profile.most_threads,
         "max_shared_memory_per_block": profile.lds,
     }
     return tvm.target.Target(options, host="llvm")
