@@ -8,7 +8,7 @@ begins with zeros. CPU and GPU kernels call these while an IRBuilder prim_func i
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import SLOTS
+from mlc_amd.schedules.attention import SLOTS, padded_columns
 
 CELLS = SLOTS  # of a kernel's state buffers as it is declared: kernels do not depend on how many there are
 
@@ -21,6 +21,20 @@ def runs(m, single):
 def run_args(m):
     """Declares rows int32 [m, 2] and cells int32 [SLOTS, 2] of a kernel of m rows."""
     return T.arg("rows", T.buffer((m, 2), "int32")), T.arg("cells", T.buffer((SLOTS, 2), "int32"))
+
+
+def check_parts(channels, gated, bias, parts):
+    """ValueError unless a convolution can have its columns from so many tensors."""
+    if channels % parts or (parts > 1 and (gated or bias)):
+        raise ValueError(
+            f"a convolution of {channels} columns, gated {gated}, bias {bias}: {parts} parts are not possible"
+        )
+
+
+def part_args(name, parts, shape):
+    """Declares a float32 parameter of each part: X, or of several X0, X1 and so on."""
+    names = [name] if parts == 1 else [f"{name}{i}" for i in range(parts)]
+    return [T.arg(own, T.buffer(shape, "float32")) for own in names]
 
 
 def cells_of(rows, cells, row):
@@ -53,6 +67,26 @@ def run_length(state, rows, row, m, single, live):
 def key_head(head, key_heads, value_heads, grouped):
     """The key head of a value head. grouped: those of one key head follow one another."""
     return head // (value_heads // key_heads) if grouped else head % key_heads
+
+
+class Decays:
+    """The parameters of a delta net that say how the matrix of a head decays: Alpha, A and Dt, or by channel Decay.
+
+    channels: the latter, float32 [m, heads * d], a factor on each row of the matrix, of which a head has d.
+    """
+
+    def __init__(self, m, heads, d, by_channel):
+        self.channels = T.arg("Decay", T.buffer((m, heads * d), "float32")) if by_channel else None
+        if not by_channel:
+            padded = padded_columns(heads)
+            self.Alpha = T.arg("Alpha", T.buffer((m, padded), "float32"))
+            self.A, self.Dt = (T.arg(which, T.buffer((padded,), "float32")) for which in ("A", "Dt"))
+
+    def of_head(self, row, head):
+        """The factor on all rows of the head's matrix; 1 by channel."""
+        if self.channels is not None:
+            return T.float32(1)
+        return T.Bind(T.exp(self.A[head] * softplus(self.Alpha[row, head] + self.Dt[head])))
 
 
 def softplus(x):

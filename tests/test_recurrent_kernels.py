@@ -36,11 +36,17 @@ KERNELS = {
     "scan": ("ssm_scan", SCAN),
     "scan, large state": ("ssm_scan", SCAN | {"d": 64, "size": 128, "heads": 2, "groups": 1}),
     "conv": ("causal_conv", {"channels": 96, "taps": 4, "gated": False, "act": "silu", "bias": True}),
+    "conv of parts": (
+        "causal_conv",
+        {"channels": 240, "taps": 4, "gated": False, "act": "silu", "bias": False, "parts": 3},
+    ),
     "gated conv": ("causal_conv", {"channels": 80, "taps": 3, "gated": True, "act": "", "bias": False}),
+    "decays of channels": ("channel_decay", {"heads": 3, "d": 48}),
     "delta net": ("delta_net", DELTA),
     "delta net, large heads": ("delta_net", DELTA | {"d": 128, "value_heads": 2, "grouped": True}),
     "delta net, heads of another size": ("delta_net", DELTA | {"d": 48}),
     "delta net, small heads": ("delta_net", DELTA | {"d": 16, "value_heads": 4, "grouped": True}),
+    "delta net, decays by channel": ("delta_net", DELTA | {"by_channel": True}),
 }
 
 
@@ -61,9 +67,15 @@ def arrays_of(op, args, m, most, step):
 
     if op == "causal_conv":
         channels, taps = args["channels"], args["taps"]
-        found |= {"X": normal(m, channels * (3 if args["gated"] else 1)), "W": normal(-(-channels * taps // 16) * 16)}
+        own = channels // (parts := args.get("parts", 1))
+        for part in [""] if parts == 1 else map(str, range(parts)):
+            found |= {"X" + part: normal(m, own * (3 if args["gated"] else 1)), "W" + part: normal(own * taps)}
         found |= {"B": normal(channels)} if args["bias"] else {}
         shape, columns = (taps - 1, channels), channels
+    elif op == "channel_decay":
+        heads, columns = args["heads"], args["heads"] * args["d"]
+        found |= {"X": 9 * normal(m, columns), "A": -np.abs(normal(padded_columns(heads))), "Dt": normal(columns)}
+        return found | {"Y": np.full((m, columns), np.nan, np.float32)}
     elif op == "ssm_scan":
         heads, inner, size = args["heads"], args["heads"] * args["d"], args["size"]
         found |= {"X": normal(m, inner + 2 * args["groups"] * size), "Z": normal(m, inner)}
@@ -75,9 +87,17 @@ def arrays_of(op, args, m, most, step):
         d, heads = args["d"], args["value_heads"]
         padded, columns = padded_columns(heads), heads * d
         found |= {"X": normal(m, 2 * args["key_heads"] * d + columns), "Beta": normal(m, padded)}
-        found |= {"Alpha": 9 * normal(m, padded), "A": -np.abs(normal(padded)), "Dt": normal(padded)}
+        if args.get("by_channel"):
+            found |= {"Decay": rng.random((m, columns), np.float32)}
+        else:
+            found |= {"Alpha": 9 * normal(m, padded), "A": -np.abs(normal(padded)), "Dt": normal(padded)}
         shape = heads, d, d
     return found | {"States": normal(CELLS, *shape), "Y": np.full((m, columns), np.nan, np.float32)}
+
+
+def rows_of(op, m, single):
+    """Arguments that say how many rows a kernel has."""
+    return {"m": m} if op == "channel_decay" else {"m": m, "single": single}
 
 
 def check(op, args, layout, arrays, execute):
@@ -94,7 +114,7 @@ def test_cpu(kernel):
     op, args = KERNELS[kernel]
     arch, funcs = resolve("native"), {}
     for i, (m, single, _) in enumerate(STEPS.values()):
-        funcs[f"kernel{i}"] = ON_CPU[op](**args, m=m, single=single, arch=arch, name=f"kernel{i}", plan=None)
+        funcs[f"kernel{i}"] = ON_CPU[op](**args, **rows_of(op, m, single), arch=arch, name=f"kernel{i}", plan=None)
     module = build_module(funcs, arch.target)
     for i, (m, single, step) in enumerate(STEPS.values()):
 
@@ -105,7 +125,7 @@ def test_cpu(kernel):
             for name, tensor in zip(names, tensors, strict=True):
                 arrays[name][...] = tensor.numpy()
 
-        check(op, args | {"m": m, "single": single}, "cpu", arrays_of(op, args, m, single, step), execute)
+        check(op, args | rows_of(op, m, single), "cpu", arrays_of(op, args, m, single, step), execute)
 
 
 ON_VULKAN = [(kernel, "lavapipe") for kernel in KERNELS] + [("delta net", "generic"), ("scan", "generic")]
@@ -116,11 +136,11 @@ def test_vulkan(kernel, profile):
     gpu()
     op, args = KERNELS[kernel]
     for m, single, step in STEPS.values():
-        func = ON_GPU[op](**args, m=m, single=single, arch=PROFILES[profile], name="kernel", plan=None)
+        func = ON_GPU[op](**args, **rows_of(op, m, single), arch=PROFILES[profile], name="kernel", plan=None)
 
         def execute(arrays, func=func):
             names = [param.name for param in func.params]
             for name, found in zip(names, run(func, [arrays[name] for name in names], PROFILES[profile]), strict=True):
                 arrays[name][...] = found
 
-        check(op, args | {"m": m, "single": single}, "gpu", arrays_of(op, args, m, single, step), execute)
+        check(op, args | rows_of(op, m, single), "gpu", arrays_of(op, args, m, single, step), execute)

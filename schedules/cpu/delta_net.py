@@ -3,8 +3,11 @@
     decay = exp(a * softplus(alpha + dt)), k and q divided by sqrt(their squares' sum + eps), q by sqrt(d) too
     M *= decay;  M += k t^T,  t = sigmoid(beta) * (v - M^T k);  y = M^T q
 
+by_channel: each channel of k, a row of M, has a decay of its own, which is given.
+
 In: `state`, rows and cells (`schedules/recurrent.py`), X float32 [m, q, k and v of all heads], Beta and Alpha float32
-[m, value heads, padded], A and Dt float32 [value heads, padded], States float32 [cells, value heads, d of k, d of v].
+[m, value heads, padded], A and Dt float32 [value heads, padded] or, by channel, Decay float32 [m, value heads * d],
+States float32 [cells, value heads, d of k, d of v].
 Out: Y float32 [m, value heads * d], and States in place. A thread has 16 columns of a matrix at a time, which fit the
 cache, and goes through all rows: it reads them to multiply k and q by M, and once more to change it, so that
 y = decay * M^T q + (q . k) t takes no third time.
@@ -18,23 +21,23 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.attention import padded_columns
 from mlc_amd.schedules.cpu.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, registers, splat, store, tree_add
-from mlc_amd.schedules.recurrent import CELLS, begins, cells_of, key_head, run_args, run_length, runs, softplus
+from mlc_amd.schedules.recurrent import CELLS, Decays, begins, cells_of, key_head, run_args, run_length, runs
 
 STEP = 8  # rows of a matrix that are loaded together
 SUMS = 2  # independent sums of each product
 
 
-def delta_net(key_heads, value_heads, d, single, m, grouped, eps, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32 [m, 2], cells int32 [SLOTS, 2], X, Beta, Alpha, A, Dt, States, Y). grouped:
-    which key head a value head has, see `recurrent.key_head`. ValueError unless 16 divides d."""
+def delta_net(key_heads, value_heads, d, single, m, grouped, eps, by_channel, name) -> tirx.PrimFunc:
+    """Kernel (state int32[4], rows int32 [m, 2], cells int32 [SLOTS, 2], X, Beta, Alpha, A, Dt or Decay, States, Y).
+    grouped: which key head a value head has, see `recurrent.key_head`. ValueError unless 16 divides d."""
     if d % LANES:
         raise ValueError(f"heads of {d} columns: they must be a multiple of {LANES}")
     keys, values, padded = key_heads * d, value_heads * d, padded_columns(value_heads)
     with kernel(name) as (builder, state):
         rows, cells = run_args(m)
         X = T.arg("X", T.buffer((m, 2 * keys + values), "float32"))
-        Beta, Alpha = (T.arg(which, T.buffer((m, padded), "float32")) for which in ("Beta", "Alpha"))
-        A, Dt = (T.arg(which, T.buffer((padded,), "float32")) for which in ("A", "Dt"))
+        Beta = T.arg("Beta", T.buffer((m, padded), "float32"))
+        decays = Decays(m, value_heads, d, by_channel)
         States = T.arg("States", T.buffer((CELLS, value_heads, d, d), "float32"))
         Y = T.arg("Y", T.buffer((m, values), "float32"))
         live, blocks = live_rows(state, m), d // LANES
@@ -64,14 +67,17 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, name) -> tirx.
                     k_scale = T.Bind(T.float32(1) / T.sqrt(dot(k_at, k_at) + T.float32(eps)))
                     q_scale = T.Bind(T.float32(1 / sqrt(d)) / T.sqrt(dot(q_at, q_at) + T.float32(eps)))
                     both = T.Bind(dot(q_at, k_at) * k_scale)
-                    decay = T.Bind(T.exp(A[head] * softplus(Alpha[row, head] + Dt[head])))
+                    decay = decays.of_head(row, head)
                     beta = T.Bind(T.float32(1) / (T.float32(1) + T.exp(-Beta[row, head])))
                     sums = [[registers(LANES) for _ in range(SUMS)] for _ in "kq"]
                     for total in (total for pair in sums for total in pair):
                         store(total, f32(0.0), at(0))
                     with T.serial(d // STEP) as block:
                         for i in range(STEP):
-                            matrix = T.Bind(States[target, head, block * STEP + i, at(column)])
+                            matrix = States[target, head, block * STEP + i, at(column)]
+                            if by_channel:
+                                matrix = matrix * splat(decays.channels[row, head * d + block * STEP + i])
+                            matrix = T.Bind(matrix)
                             for base, totals in zip((k_at, q_at), sums, strict=True):
                                 total = totals[i % SUMS]
                                 factor = splat(X[row, base + block * STEP + i])
@@ -84,6 +90,7 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, name) -> tirx.
                     with T.serial(d // STEP) as block:
                         for i in range(STEP):
                             place = target, head, block * STEP + i, at(column)
-                            kept = States[place] * splat(decay)
+                            own = decays.channels[row, head * d + block * STEP + i] if by_channel else decay
+                            kept = States[place] * splat(own)
                             store(States, kept + change * splat(X[row, k_at + block * STEP + i]), *place)
     return builder.get()

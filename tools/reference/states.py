@@ -23,8 +23,10 @@ def runs(c: Case) -> Iterator[tuple[np.ndarray, np.ndarray | None, int]]:
 def causal_conv(c: Case) -> dict[str, Result]:
     a, states = c.args, c.arrays["States"].astype(np.float64)
     channels, taps = a["channels"], a["taps"]
-    w = c.arrays["W"][: channels * taps].reshape(channels, taps).astype(np.float64)
-    x, gate = c.arrays["X"][: c.live].astype(np.float64), 1.0
+    own = channels // (parts := a.get("parts", 1))
+    of = [""] if parts == 1 else [str(i) for i in range(parts)]
+    w = np.concatenate([c.arrays["W" + i][: own * taps].reshape(own, taps) for i in of]).astype(np.float64)
+    x, gate = np.concatenate([c.arrays["X" + i][: c.live] for i in of], axis=1).astype(np.float64), 1.0
     if a["gated"]:
         b, gate, x = (x[:, i * channels : (i + 1) * channels] for i in range(3))
         x = b * x
@@ -38,6 +40,12 @@ def causal_conv(c: Case) -> dict[str, Result]:
     return _with_states(c, y * gate, states)
 
 
+def channel_decay(c: Case) -> dict[str, Result]:
+    heads, d = c.args["heads"], c.args["d"]
+    x = c.arrays["X"][c.rows, : heads * d] + c.arrays["Dt"][: heads * d].astype(np.float64)
+    return {"Y": Result(np.exp(c.arrays["A"][:heads].repeat(d) * np.logaddexp(0.0, x)), c.rows)}
+
+
 def delta_net(c: Case) -> dict[str, Result]:
     """A cell has, of each value head, the matrix as columns of v by columns of k on GPUs, the other way round on
     CPUs."""
@@ -47,14 +55,18 @@ def delta_net(c: Case) -> dict[str, Result]:
     q, k, v = (part.reshape(c.live, -1, d) for part in parts)
     heads = np.arange(values) // (values // keys) if a["grouped"] else np.arange(values) % keys
     q, k = ((x / np.sqrt((x * x).sum(-1, keepdims=True) + a["eps"]))[:, heads] for x in (q, k))
-    beta, alpha = (c.arrays[name][: c.live, :values].astype(np.float64) for name in ("Beta", "Alpha"))
-    decay = np.exp(c.arrays["A"][:values] * np.logaddexp(0.0, alpha + c.arrays["Dt"][:values]))
+    beta = c.arrays["Beta"][: c.live, :values].astype(np.float64)
+    if a.get("by_channel"):
+        decay = c.arrays["Decay"][: c.live].astype(np.float64).reshape(c.live, values, d, 1)
+    else:
+        alpha = c.arrays["Alpha"][: c.live, :values].astype(np.float64)
+        decay = np.exp(c.arrays["A"][:values] * np.logaddexp(0.0, alpha + c.arrays["Dt"][:values]))[..., None, None]
     y = np.empty((c.live, values, d))
     for rows, before, target in runs(c):
         matrix = np.zeros((values, d, d)) if before is None else before
         matrix = matrix if c.layout == "cpu" else matrix.transpose(0, 2, 1)
         for row in rows:
-            matrix = matrix * decay[row][:, None, None]
+            matrix = matrix * decay[row]
             change = (v[row] - np.einsum("hij,hi->hj", matrix, k[row])) * experts.sigmoid(beta[row])[:, None]
             matrix = matrix + k[row][:, :, None] * change[:, None]
             y[row] = np.einsum("hij,hi->hj", matrix, q[row]) / np.sqrt(d)
