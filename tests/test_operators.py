@@ -25,7 +25,7 @@ BUFFERS = [
 def test_every_kernel_has_the_parameters_of_its_operator(kind, arch):
     backend, seen = pipeline.make_target(kind, arch), set()
     models = [("qwen3", "q4_k"), ("starcoder2", "f16"), ("llama4", "q4_k"), ("qwen35", "q4_k"), ("deepseek2", "q4_0")]
-    models.append(("mamba2", "q4_k"))
+    models += [("mamba2", "q4_k"), ("kimi-linear", "q8_0")]
     for name, form in models:
         pipeline.lower(architectures.tiny(name, form), backend, 64)
     for name, workload in backend.workloads.items():

@@ -15,8 +15,8 @@ from mlc_amd.runtime.errors import UserError
 CONTEXT, MAX_CHANGE = 512, 2e-3  # tokens; share of the logits' range
 IDS = np.random.default_rng(3).integers(0, 1024, 400)
 PROMPTS = [IDS[7 * i : 12 * i + 5].tolist() for i in range(9)]
-MORE = [pytest.param((name, "vulkan"), marks=pytest.mark.full) for name in ("qwen35", "falcon-h1")]
-MORE += [pytest.param((name, "cpu"), marks=pytest.mark.full) for name in ("falcon-h1", "nemotron_h")]
+MORE = [pytest.param((name, "vulkan"), marks=pytest.mark.full) for name in ("qwen35", "falcon-h1", "kimi-linear")]
+MORE += [pytest.param((name, "cpu"), marks=pytest.mark.full) for name in ("falcon-h1", "nemotron_h", "kimi-linear")]
 
 
 @pytest.fixture(scope="module", params=[("lfm2", "cpu"), ("qwen35", "cpu"), ("mamba2", "cpu"), *MORE], ids="-".join)
