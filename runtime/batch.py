@@ -42,11 +42,7 @@ class Batch:
         for sequence, tokens in zip(self._sequences, ids, strict=True):
             reserve(sequence, len(tokens))
         self._cache.seat(self._sequences)
-        rows = [
-            (token, sequence.computed + i, sequence.table_row)
-            for sequence, tokens in zip(self._sequences, ids, strict=True)
-            for i, token in enumerate(tokens)
-        ]
+        rows = [row for sequence, tokens in zip(self._sequences, ids, strict=True) for row in sequence.rows(tokens)]
         chosen = self._runner.sample(rows, None, [GREEDY] * len(rows))
         for sequence, tokens, count in zip(self._sequences, ids, kept, strict=True):
             sequence.append(tokens[:count])

@@ -23,10 +23,10 @@ def reserve(sequence: Sequence, count: int) -> None:
 
 def next_chunk(cache: Cache, runner: Runner, sequence: Sequence) -> Chunk:
     """The next pending tokens of a sequence, which then has pages for them and a slot."""
-    count, start = sequence.step_size(runner.functions.chunk_rows), sequence.computed
+    count = sequence.step_size(runner.functions.chunk_rows)
     reserve(sequence, count)
     cache.seat([sequence])
-    return sequence.tokens[start : start + count], start, sequence.table_row
+    return sequence.chunk(count)
 
 
 def compute(cache: Cache, runner: Runner, sequence: Sequence) -> np.ndarray | None:

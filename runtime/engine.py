@@ -119,8 +119,7 @@ class Engine(Closing):
         if drafter and self.cache.cells:
             raise UserError("--draft needs a model without recurrent layers: their states cannot go back by a token")
         with self._core.turn():
-            before, limits = self._core.speculation, self._core.scheduler.limits
-            rows = min(limits.singles, limits.rows)
+            before, rows = self._core.speculation, self._core.scheduler.limits.step_rows
             self._core.speculation = Speculation(drafter, rows) if drafter else None
         if before:
             before.drafter.close()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from mlc_amd.runtime.pages import PAGE, STATE
 from mlc_amd.runtime.prefixes import ROOT, Digest, digest, first_page
 from mlc_amd.runtime.sequence_state import State
+from mlc_amd.runtime.steps import Chunk, Single
 
 if TYPE_CHECKING:
     from mlc_amd.runtime.kv_cache import Cache
@@ -76,6 +77,14 @@ class Sequence:
         """Its slot, in a step."""
         assert self.slot is not None, "sequences of a step have slots: see `Cache.seat`"
         return self.slot
+
+    def rows(self, tokens: Iterable[int]) -> list[Single]:
+        """Single rows of a step: these tokens, the first one at position `computed`."""
+        return [(token, self.computed + i, self.table_row) for i, token in enumerate(tokens)]
+
+    def chunk(self, count: int) -> Chunk:
+        """The next `count` tokens, as the chunk of a step."""
+        return self.tokens[self.computed : self.computed + count], self.computed, self.table_row
 
     @property
     def stateless(self) -> bool:
