@@ -190,8 +190,9 @@ class Core:
         if not self.speculation or step.chunk:
             return step
         answers = [self._answers[request] for request, _ in step.singles]
-        choices = {answer.request: answer.choices()[0] for answer in answers if answer.guessable}
-        return self.scheduler.draft(step, self.speculation.drafts(choices))
+        most = self.scheduler.guesses(step)
+        wanted = {of.request: (of.choices()[0], most[of.request]) for of in answers if of.guessable}
+        return self.scheduler.draft(step, self.speculation.drafts(wanted))
 
     def _learn(
         self, speculation: Speculation, step: Step, found: list[list[Chosen]], guess_s: float, step_s: float

@@ -184,6 +184,14 @@ class Scheduler:
         self.cache.seat(self._step.sequences)
         return self._step
 
+    def guesses(self, step: Step) -> dict[Request, int]:
+        """How many drafts each request of a step without a chunk may have, if no other has any."""
+        return {request: self._guesses(request, sequence) for request, sequence in step.singles}
+
+    @staticmethod
+    def _guesses(request: Request, sequence: Sequence) -> int:
+        return min(request.limit - len(request.generated) - 1, sequence.guess_room)
+
     def draft(self, step: Step, drafts: Mapping[Request, list[int]]) -> Step:
         """The planned step without a chunk, with as many of the drafts of its requests as there are rows and pages for.
         Nobody gives way to them."""
@@ -192,12 +200,12 @@ class Scheduler:
         rows = self.limits.step_rows - len(step.singles)
         found = []
         for request, sequence in step.singles:
-            left = request.limit - len(request.generated) - 1
-            count = max(min(len(drafts.get(request, ())), rows, left, sequence.room - 1), 0)
+            count = min(len(drafts.get(request, ())), rows, self._guesses(request, sequence))
             found.append(drafts[request][:count] if count else [])
-            sequence.reserve(1 + count)
+            sequence.reserve(1, count)
             rows -= count
         self._step = Step(step.singles, None, found)
+        self.cache.seat(self._step.sequences)
         return self._step
 
     def complete(self, step: Step, tokens: Iterable[SequenceOf[int]]) -> None:
@@ -211,8 +219,9 @@ class Scheduler:
             if request.state != "done":
                 _sequence(request).tokens.extend(found)
                 request.generated.extend(found)
-        for (request, sequence), found in zip(step.singles, tokens, strict=False):
-            sequence.advance(1 if request.state == "done" else len(found))
+        for (request, sequence), drafts, found in zip(step.singles, step.drafts, tokens, strict=False):
+            kept = 1 if request.state == "done" else len(found)
+            sequence.advance(kept, len(drafts) + 1 - kept)
         if step.chunk:
             step.chunk.sequence.advance(step.chunk.count)
             if step.chunk.scored:

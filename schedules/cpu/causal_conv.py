@@ -14,11 +14,11 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.cpu.activation import ACTIVATIONS
 from mlc_amd.schedules.cpu.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, registers, store
-from mlc_amd.schedules.recurrent import CELLS, begins, cells_of, run_args, run_length, runs
+from mlc_amd.schedules.recurrent import CELLS, RunCells, begins, run_args, run_length, runs
 
 
 def causal_conv(channels, taps, single, m, gated, act, bias, isa, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32 [m, 2], cells int32 [SLOTS, 2], X, W, B float32 [channels] if `bias`, States,
+    """Kernel (state int32[4], rows, cells, X, W, B float32 [channels] if `bias`, States,
     Y). ValueError unless 16 divides the channels."""
     if channels % LANES:
         raise ValueError(f"a convolution of {channels} columns: they must be a multiple of {LANES}")
@@ -36,14 +36,20 @@ def causal_conv(channels, taps, single, m, gated, act, bias, isa, name) -> tirx.
             weights = [T.Bind(W[T.ramp(column * taps + t, taps, LANES)]) for t in range(taps)]
             last = [registers(LANES) for _ in range(taps - 1)]
             with T.serial(T.min(live, T.int32(runs(m, single)))) as first, T.If(begins(rows, first)), T.Then():
-                source, target = cells_of(rows, cells, first)
+                places = RunCells(rows, cells, first, single)
+                length = run_length(state, rows, first, m, single, live)
+
+                def keep(target, column=column, last=last):
+                    for t, cell in enumerate(last):
+                        store(States, cell[at(0)], target, t, at(column))
+
                 for t, cell in enumerate(last):
                     with T.If(rows[first, 0] > 0):
                         with T.Then():
-                            store(cell, States[source, t, at(column)], at(0))
+                            store(cell, States[places.source, t, at(column)], at(0))
                         with T.Else():
                             store(cell, f32(0.0), at(0))
-                with T.serial(run_length(state, rows, first, m, single, live)) as step:
+                with T.serial(length) as step:
                     row = T.Bind(first + step)
                     x = X[row, at(column)]
                     if gated:
@@ -58,6 +64,6 @@ def causal_conv(channels, taps, single, m, gated, act, bias, isa, name) -> tirx.
                     store(Y, y * X[row, at(column + channels)] if gated else y, row, at(column))
                     for cell, value in zip(last, values[1:], strict=True):
                         store(cell, value, at(0))
-                for t, cell in enumerate(last):
-                    store(States, cell[at(0)], target, t, at(column))
+                    places.keep(step, keep)
+                keep(places.behind(length - 1))
     return builder.get()
