@@ -12,7 +12,7 @@ Values
     rows       int32 [m, 2]: the position of each row in its sequence, and its slot
     pages      int32 [SLOTS, ctx/64]: the page of each slot's block of 64 positions
     cache      the tensors of schedules.attention.KV_TENSORS
-    cells      int32 [SLOTS, 2]: the cell that has each slot's state, and the one that the step writes it to
+    cells      int32 [SLOTS, COLUMNS]: the cell that has each slot's state, and those for the states behind its rows
     states     float32 [cells, ..]: what a layer keeps of each sequence from step to step
 """
 

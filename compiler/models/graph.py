@@ -19,6 +19,7 @@ from mlc_amd.runtime.sampling_layout import row_shapes
 from mlc_amd.runtime.steps import page_table
 from mlc_amd.schedules.attention import PAGE, SLOTS, Attention
 from mlc_amd.schedules.formats import FORMATS
+from mlc_amd.schedules.recurrent import COLUMNS
 from mlc_amd.schedules.rows import output_rows
 
 if TYPE_CHECKING:
@@ -292,7 +293,7 @@ class Graph:
     @property
     def cells(self) -> relax.Var:
         """The cells of each slot: where its state is, and where it goes."""
-        return self.parameter(page_table(STATE), "io", tensor_type((SLOTS, 2), "int32"))
+        return self.parameter(page_table(STATE), "io", tensor_type((SLOTS, COLUMNS), "int32"))
 
     # ---- mixtures of experts
 

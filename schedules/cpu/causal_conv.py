@@ -17,8 +17,8 @@ from mlc_amd.schedules.cpu.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, registers, store
 from mlc_amd.schedules.recurrent import (
     CELLS,
+    RunCells,
     begins,
-    cells_of,
     check_parts,
     part_args,
     run_args,
@@ -28,9 +28,8 @@ from mlc_amd.schedules.recurrent import (
 
 
 def causal_conv(channels, taps, single, m, gated, act, bias, parts, isa, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32 [m, 2], cells int32 [SLOTS, 2], X, W, B float32 [channels] if `bias`, States,
-    Y). Several parts are X0, X1 .., W0, W1 .. ValueError unless 16 divides the channels of each, and for parts that are
-    no such."""
+    """Kernel (state int32[4], rows, cells, X, W, B float32 [channels] if `bias`, States, Y). Several parts are X0, X1
+    .., W0, W1 .. ValueError unless 16 divides the channels of each, and for parts that are no such."""
     if channels % (LANES * parts):
         raise ValueError(f"a convolution of {channels} columns: they must be a multiple of {LANES * parts}")
     check_parts(channels, gated, bias, parts)
@@ -49,14 +48,20 @@ def causal_conv(channels, taps, single, m, gated, act, bias, parts, isa, name) -
             weights = [T.Bind(W[T.ramp(column * taps + t, taps, LANES)]) for t in range(taps)]
             last = [registers(LANES) for _ in range(taps - 1)]
             with T.serial(T.min(live, T.int32(runs(m, single)))) as first, T.If(begins(rows, first)), T.Then():
-                source, target = cells_of(rows, cells, first)
+                places = RunCells(rows, cells, first, single)
+                length = run_length(state, rows, first, m, single, live)
+
+                def keep(target, column=column, last=last):
+                    for t, cell in enumerate(last):
+                        store(States, cell[at(0)], target, t, at(before + column))
+
                 for t, cell in enumerate(last):
                     with T.If(rows[first, 0] > 0):
                         with T.Then():
-                            store(cell, States[source, t, at(before + column)], at(0))
+                            store(cell, States[places.source, t, at(before + column)], at(0))
                         with T.Else():
                             store(cell, f32(0.0), at(0))
-                with T.serial(run_length(state, rows, first, m, single, live)) as step:
+                with T.serial(length) as step:
                     row = T.Bind(first + step)
                     x = X[row, at(column)]
                     if gated:
@@ -71,8 +76,8 @@ def causal_conv(channels, taps, single, m, gated, act, bias, parts, isa, name) -
                     store(Y, y * X[row, at(column + channels)] if gated else y, row, at(before + column))
                     for cell, value in zip(last, values[1:], strict=True):
                         store(cell, value, at(0))
-                for t, cell in enumerate(last):
-                    store(States, cell[at(0)], target, t, at(before + column))
+                    places.keep(step, keep)
+                keep(places.behind(length - 1))
 
         blocks = own // LANES
         for part, (X, W) in enumerate(zip(inputs, weight, strict=True)):

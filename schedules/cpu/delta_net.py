@@ -21,15 +21,15 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.attention import padded_columns
 from mlc_amd.schedules.cpu.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, registers, splat, store, tree_add
-from mlc_amd.schedules.recurrent import CELLS, Decays, begins, cells_of, key_head, run_args, run_length, runs
+from mlc_amd.schedules.recurrent import CELLS, Decays, RunCells, begins, key_head, run_args, run_length, runs
 
 STEP = 8  # rows of a matrix that are loaded together
 SUMS = 2  # independent sums of each product
 
 
 def delta_net(key_heads, value_heads, d, single, m, grouped, eps, by_channel, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32 [m, 2], cells int32 [SLOTS, 2], X, Beta, Alpha, A, Dt or Decay, States, Y).
-    grouped: which key head a value head has, see `recurrent.key_head`. ValueError unless 16 divides d."""
+    """Kernel (state int32[4], rows, cells, X, Beta, Alpha, A, Dt or Decay, States, Y). grouped: which key head a value
+    head has, see `recurrent.key_head`. ValueError unless 16 divides d."""
     if d % LANES:
         raise ValueError(f"heads of {d} columns: they must be a multiple of {LANES}")
     keys, values, padded = key_heads * d, value_heads * d, padded_columns(value_heads)
@@ -46,14 +46,16 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, by_channel, na
             q_at = T.Bind(key_head(head, key_heads, value_heads, grouped) * d)
             k_at, v_at = q_at + keys, T.Bind(head * d + 2 * keys + column)
             with T.serial(T.min(live, T.int32(runs(m, single)))) as first, T.If(begins(rows, first)), T.Then():
-                source, target = cells_of(rows, cells, first)
-                with T.If(rows[first, 0] <= 0):
-                    with T.Then(), T.serial(d) as i:
-                        store(States, f32(0.0), target, head, i, at(column))
-                    with T.Else(), T.If(source != target), T.Then(), T.serial(d) as i:
-                        store(States, States[source, head, i, at(column)], target, head, i, at(column))
+                places = RunCells(rows, cells, first, single)
+                before = T.alloc_buffer((1,), "int32", scope="local")  # the cell of the state before a row
+                T.buffer_store(before, places.source, [0])
+                with T.If(rows[first, 0] <= 0), T.Then():
+                    T.buffer_store(before, places.behind(T.int32(0)), [0])
+                    with T.serial(d) as i:
+                        store(States, f32(0.0), before[0], head, i, at(column))
                 with T.serial(run_length(state, rows, first, m, single, live)) as step:
-                    row = T.Bind(first + step)
+                    row, source, target = T.Bind(first + step), T.Bind(before[0]), places.behind(step)
+                    T.buffer_store(before, target, [0])
 
                     def dot(a, b, row=row):
                         """Of the q or the k of the row, which begin at a and b."""
@@ -74,7 +76,7 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, by_channel, na
                         store(total, f32(0.0), at(0))
                     with T.serial(d // STEP) as block:
                         for i in range(STEP):
-                            matrix = States[target, head, block * STEP + i, at(column)]
+                            matrix = States[source, head, block * STEP + i, at(column)]
                             if by_channel:
                                 matrix = matrix * splat(decays.channels[row, head * d + block * STEP + i])
                             matrix = T.Bind(matrix)
@@ -88,9 +90,10 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, by_channel, na
                     store(Y, y, row, at(head * d + column))
                     change = T.Bind(change * splat(k_scale))
                     with T.serial(d // STEP) as block:
-                        for i in range(STEP):
-                            place = target, head, block * STEP + i, at(column)
+                        places_of = [(head, block * STEP + i, at(column)) for i in range(STEP)]
+                        old = [T.Bind(States[(source, *place)]) for place in places_of]
+                        for i, place in enumerate(places_of):
                             own = decays.channels[row, head * d + block * STEP + i] if by_channel else decay
-                            kept = States[place] * splat(own)
-                            store(States, kept + change * splat(X[row, k_at + block * STEP + i]), *place)
+                            new = old[i] * splat(own) + change * splat(X[row, k_at + block * STEP + i])
+                            store(States, new, target, *place)
     return builder.get()

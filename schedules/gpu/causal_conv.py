@@ -19,8 +19,8 @@ from mlc_amd.schedules.gpu.planes import padded
 from mlc_amd.schedules.gpu.step import kernel, live_rows, state_arg, when
 from mlc_amd.schedules.recurrent import (
     CELLS,
+    RunCells,
     begins,
-    cells_of,
     check_parts,
     part_args,
     run_args,
@@ -33,8 +33,8 @@ ROWS = 16  # of a chunk that a thread goes through; more than there are taps
 
 
 def causal_conv(channels, taps, single, m, gated, act, bias, parts, arch, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32 [m, 2], cells int32 [SLOTS, 2], X, W, B float32 [channels] if `bias`, States,
-    Y). Several parts are X0, X1 .., W0, W1 .. ValueError for more taps than ROWS, and for parts that are no such."""
+    """Kernel (state int32[4], rows, cells, X, W, B float32 [channels] if `bias`, States, Y). Several parts are X0, X1
+    .., W0, W1 .. ValueError for more taps than ROWS, and for parts that are no such."""
     if taps > ROWS:
         raise ValueError(f"a convolution over {taps} positions: at most {ROWS} are possible")
     check_parts(channels, gated, bias, parts)
@@ -59,18 +59,23 @@ def causal_conv(channels, taps, single, m, gated, act, bias, parts, arch, name) 
                 return x * X[row, column + 2 * channels] if gated else x
 
             with T.If((column < own) & (begin < live)), T.Then(), T.If(begins(rows, first)), T.Then():
-                (source, target), position = cells_of(rows, cells, first), rows[first, 0]
+                places, position = RunCells(rows, cells, first, single), rows[first, 0]
                 length = run_length(state, rows, first, m, single, live)
                 weights = [T.Bind(W[column * taps + t]) for t in range(taps)]
                 last = [T.alloc_buffer((1,), "float32", scope="local") for _ in range(taps - 1)]
                 for t, cell in enumerate(last):
-                    kept = T.Select(position > 0, States[source, t, before + column], T.float32(0))
+                    kept = T.Select(position > 0, States[places.source, t, before + column], T.float32(0))
                     earlier = taken(T.max(begin - (taps - 1) + t, T.int32(0)), column)
                     T.buffer_store(cell, kept if blocks == 1 else T.Select(block == 0, kept, earlier), [0])
                 count = length
                 if blocks > 1:  # single rows have one block
                     some = T.min(length - block * ROWS, T.int32(ROWS))
                     count = T.Bind(T.Select(first < T.min(state[0], T.int32(single)), length, some))
+
+                def keep(target, column=column, last=last):
+                    for t, cell in enumerate(last):
+                        T.buffer_store(States, cell[0], [target, t, before + column])
+
                 with T.serial(count) as step:
                     row = T.Bind(begin + step)
                     values = [*(T.Bind(cell[0]) for cell in last), T.Bind(taken(row, column))]
@@ -82,11 +87,13 @@ def causal_conv(channels, taps, single, m, gated, act, bias, parts, arch, name) 
                     T.buffer_store(Y, total * X[row, column + channels] if gated else total, [row, before + column])
                     for cell, value in zip(last, values[1:], strict=True):
                         T.buffer_store(cell, value, [0])
+                    places.keep(begin - first + step, keep)
                 with T.If(block == 0), T.Then():
+                    target = places.behind(length - 1)
                     for t in range(taps - 1):
                         # of a run of fewer rows the later ones of the states before, which are not overwritten yet
                         row = T.Bind(length - (taps - 1) + t)
-                        older = States[source, T.min(length + t, T.int32(taps - 2)), before + column]
+                        older = States[places.source, T.min(length + t, T.int32(taps - 2)), before + column]
                         kept = T.Select(position > 0, older, T.float32(0))
                         value = T.Select(row < 0, kept, taken(first + T.max(row, T.int32(0)), column))
                         T.buffer_store(States, value, [target, t, before + column])

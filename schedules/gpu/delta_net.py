@@ -25,7 +25,7 @@ from mlc_amd.schedules.gpu.device import fma, launch, rsqrt, wave_sum
 from mlc_amd.schedules.gpu.lane_rows import LANES, load_row, store_row, waves_of
 from mlc_amd.schedules.gpu.registers import local, put
 from mlc_amd.schedules.gpu.step import kernel, live_rows, state_arg
-from mlc_amd.schedules.recurrent import CELLS, Decays, begins, cells_of, key_head, run_args, run_length, runs
+from mlc_amd.schedules.recurrent import CELLS, Decays, RunCells, begins, key_head, run_args, run_length, runs
 
 
 def _dot(a, b):
@@ -36,9 +36,9 @@ def _dot(a, b):
 
 
 def delta_net(key_heads, value_heads, d, single, m, grouped, eps, by_channel, arch, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32 [m, 2], cells int32 [SLOTS, 2], X, Beta, Alpha, A, Dt or Decay, States, Y).
-    grouped: which key head a value head has, see `recurrent.key_head`. A workgroup has a part of one matrix and one
-    sequence. ValueError for heads whose columns do not fill waves."""
+    """Kernel (state int32[4], rows, cells, X, Beta, Alpha, A, Dt or Decay, States, Y). grouped: which key head a value
+    head has, see `recurrent.key_head`. A workgroup has a part of one matrix and one sequence. ValueError for heads
+    whose columns do not fill waves."""
     keys, values, padded = key_heads * d, value_heads * d, padded_columns(value_heads)
     columns, waves = waves_of(d, d, arch)
     count = d // LANES
@@ -54,15 +54,19 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, by_channel, ar
         with launch(grid, (arch.wave, waves)) as (part, head, first, lane, wave):
             live = live_rows(state, m)
             with T.If(first < live), T.Then(), T.If(begins(rows, first)), T.Then():
-                source, target = cells_of(rows, cells, first)
+                places, length = RunCells(rows, cells, first, single), run_length(state, rows, first, m, single, live)
                 column = T.Bind((part * waves + wave) * columns + lane // LANES)
                 begin = T.Bind(lane % LANES * count)
                 q_at = T.Bind(key_head(head, key_heads, value_heads, grouped) * d + begin)
                 v_at = T.Bind(2 * keys + head * d + column)
                 matrix = [local(1) for _ in range(count)]
-                for cell, x in zip(matrix, load_row(States, (source, head, column), begin, count), strict=True):
+                for cell, x in zip(matrix, load_row(States, (places.source, head, column), begin, count), strict=True):
                     put(cell, T.Select(rows[first, 0] > 0, x, T.float32(0)), 0)
-                with T.serial(run_length(state, rows, first, m, single, live)) as step:
+
+                def keep(target, head=head, column=column, begin=begin, matrix=matrix):
+                    store_row(States, (target, head, column), begin, [T.Bind(cell[0]) for cell in matrix])
+
+                with T.serial(length) as step:
                     row = T.Bind(first + step)
                     q, k = (load_row(X, (row,), base, count) for base in (q_at, q_at + keys))
                     old = [T.Bind(cell[0]) for cell in matrix]
@@ -82,5 +86,6 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, by_channel, ar
                     factor = T.Bind(change * k_scale)
                     for cell, before, x in zip(matrix, old, k, strict=True):
                         put(cell, fma(x, factor, T.Bind(before * decay)), 0)
-                store_row(States, (target, head, column), begin, [T.Bind(cell[0]) for cell in matrix])
+                    places.keep(step, keep)
+                keep(places.behind(length - 1))
     return ir.get()

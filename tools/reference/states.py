@@ -11,13 +11,14 @@ from mlc_amd.tools.reference import experts
 from mlc_amd.tools.reference.case import Case, Result, rms
 
 
-def runs(c: Case) -> Iterator[tuple[np.ndarray, np.ndarray | None, int]]:
-    """(rows, the state before them or None at position 0, the cell of the state behind them) of each run."""
+def runs(c: Case) -> Iterator[tuple[np.ndarray, np.ndarray | None, list[int]]]:
+    """(rows, the state before them or None at position 0, the cells of the states behind each) of each run."""
     positions, slots = c.places(np.arange(c.live))
     for slot in dict.fromkeys(slots.tolist()):
         rows = np.flatnonzero(slots == slot)
-        source, target = c.arrays["cells"][slot]
-        yield rows, c.arrays["States"][source].astype(np.float64) if positions[rows[0]] else None, int(target)
+        source, *targets = c.arrays["cells"][slot].tolist()
+        before = c.arrays["States"][source].astype(np.float64) if positions[rows[0]] else None
+        yield rows, before, [targets[min(i, len(targets) - 1)] for i in range(len(rows))]
 
 
 def causal_conv(c: Case) -> dict[str, Result]:
@@ -31,10 +32,11 @@ def causal_conv(c: Case) -> dict[str, Result]:
         b, gate, x = (x[:, i * channels : (i + 1) * channels] for i in range(3))
         x = b * x
     y = np.empty((c.live, channels))
-    for rows, before, target in runs(c):
+    for rows, before, targets in runs(c):
         seen = np.concatenate([np.zeros((taps - 1, channels)) if before is None else before, x[rows]])
         y[rows] = sum(seen[t : t + len(rows)] * w[:, t] for t in range(taps))
-        states[target] = seen[len(rows) :]
+        for i, target in enumerate(targets, 1):
+            states[target] = seen[i : i + taps - 1]
     y = y + c.arrays["B"][:channels] if a["bias"] else y
     y = experts.ACTIVATIONS[a["act"]](y, 1.0) if a["act"] else y
     return _with_states(c, y * gate, states)
@@ -62,15 +64,15 @@ def delta_net(c: Case) -> dict[str, Result]:
         alpha = c.arrays["Alpha"][: c.live, :values].astype(np.float64)
         decay = np.exp(c.arrays["A"][:values] * np.logaddexp(0.0, alpha + c.arrays["Dt"][:values]))[..., None, None]
     y = np.empty((c.live, values, d))
-    for rows, before, target in runs(c):
+    for rows, before, targets in runs(c):
         matrix = np.zeros((values, d, d)) if before is None else before
         matrix = matrix if c.layout == "cpu" else matrix.transpose(0, 2, 1)
-        for row in rows:
+        for row, target in zip(rows, targets, strict=True):
             matrix = matrix * decay[row]
             change = (v[row] - np.einsum("hij,hi->hj", matrix, k[row])) * experts.sigmoid(beta[row])[:, None]
             matrix = matrix + k[row][:, :, None] * change[:, None]
             y[row] = np.einsum("hij,hi->hj", matrix, q[row]) / np.sqrt(d)
-        states[target] = matrix if c.layout == "cpu" else matrix.transpose(0, 2, 1)
+            states[target] = matrix if c.layout == "cpu" else matrix.transpose(0, 2, 1)
     return _with_states(c, y.reshape(c.live, -1), states)
 
 
@@ -86,16 +88,16 @@ def ssm_scan(c: Case) -> dict[str, Result]:
     dt = np.logaddexp(0.0, c.arrays["Dt"][:live, :heads] + bias)
     y, z = np.empty((live, heads, d)), c.arrays["Z"][:live, :inner].astype(np.float64)
     shape = (heads, d, size) if c.layout == "gpu" else (heads, size, d)
-    for rows, before, target in runs(c):
+    for rows, before, targets in runs(c):
         matrix = np.zeros((heads, d, size))
         if before is not None:
             matrix = before.reshape(shape) if c.layout == "gpu" else before.reshape(shape).transpose(0, 2, 1)
-        for row in rows:
+        for row, target in zip(rows, targets, strict=True):
             matrix = matrix * np.exp(factor * dt[row])[:, None, None]
             matrix = matrix + (x[row] * dt[row][:, None])[..., None] * b[row][:, None]
             y[row] = np.einsum("hdn,hn->hd", matrix, to_y[row]) + skip[:, None] * x[row]
-        kept = matrix if c.layout == "gpu" else matrix.transpose(0, 2, 1)
-        states[target] = kept.reshape(heads, -1)
+            kept = matrix if c.layout == "gpu" else matrix.transpose(0, 2, 1)
+            states[target] = kept.reshape(heads, -1)
     return _with_states(c, y.reshape(live, inner) * z * experts.sigmoid(z), states)
 
 
