@@ -44,9 +44,8 @@ def delta_net(g: Graph, h, i: int) -> list:
     )
     x = causal_conv(g, [qkv], [block + "ssm_conv1d"], i, act="silu")
     factors = [g.vector(block + name) for name in ("ssm_a", "ssm_dt.bias")]
-    sizes = {"key_heads": d.key_heads, "value_heads": d.value_heads, "d": d.head_dim, "grouped": int(d.grouped)}
-    sizes |= {"by_channel": 0}
-    y = g.run("delta_net", [x, beta, alpha, *factors], i, ["delta"], **sizes, eps=g.config.norm_eps)
+    sizes = {"key_heads": d.key_heads, "value_heads": d.value_heads, "d": d.head_dim, "eps": g.config.norm_eps}
+    y = g.run("delta_net", [x, beta, alpha, *factors], i, ["delta"], **sizes, grouped=int(d.grouped), by_channel=0)
     y = g.gate(y, gate, d.head_dim, silu=True, norm=block + "ssm_norm.weight")
     return [g.linear(y, block + "ssm_out.weight")]
 
@@ -60,8 +59,8 @@ def channel_delta(g: Graph, h, i: int) -> list:
     decay, gate = (g.linear(y, f"{block}ssm_{which}_b.weight") for y, which in ((decay, "f"), (gate, "g")))
     factors = [g.vector(block + name) for name in ("ssm_a", "ssm_dt.bias")]
     decay = g.emit("channel_decay", [decay, *factors], heads=d.heads, d=d.head_dim)
-    sizes = {"key_heads": d.heads, "value_heads": d.heads, "d": d.head_dim, "grouped": 0, "by_channel": 1}
-    y = g.run("delta_net", [x, beta, decay], i, ["delta"], **sizes, eps=g.config.norm_eps)
+    sizes = {"key_heads": d.heads, "value_heads": d.heads, "d": d.head_dim, "eps": g.config.norm_eps}
+    y = g.run("delta_net", [x, beta, decay], i, ["delta"], **sizes, grouped=0, by_channel=1)
     y = g.gate(y, gate, d.head_dim, norm=block + "ssm_norm.weight")
     return [g.linear(y, block + "attn_output.weight")]
 
