@@ -12,7 +12,7 @@ Values
     rows       int32 [m, 2]: the position of each row in its sequence, and its slot
     pages      int32 [SLOTS, ctx/64]: the page of each slot's block of 64 positions
     cache      the tensors of schedules.attention.KV_TENSORS
-    cells      int32 [SLOTS, 2]: the cell that has each slot's state, and the one that the step writes it to
+    cells      int32 [SLOTS, COLUMNS]: the cell that has each slot's state, and those for the states behind its rows
     states     float32 [cells, ..]: what a layer keeps of each sequence from step to step
 """
 
@@ -151,6 +151,10 @@ def _causal_conv(call, bb):
     return relax.TupleType([y, call.args[-1].ty])
 
 
+def _channel_decay(call, bb):
+    return tensor_type((shape_of(call.args[1])[0], int(call.attrs["heads"]) * int(call.attrs["d"])))
+
+
 def _delta_net(call, bb):
     columns = int(call.attrs["value_heads"]) * int(call.attrs["d"])
     return relax.TupleType([tensor_type((shape_of(call.args[3])[0], columns)), call.args[-1].ty])
@@ -259,7 +263,7 @@ OPS = {
     "latent_kv_write": (
         _latent_kv_write,
         "of latent attention: norm of the latent, RoPE, KV write in place: (rows, pages, q's rotating columns, q's "
-        "columns for the latent, the latent and the key's rotating columns, norm's weight, cos_sin, cache) to (q, "
+        "columns for the latent, the latent and the key's rotating columns, norm's weight, [cos_sin], cache) to (q, "
         "cache); ATTENTION, neox and rotary of ROPE, eps and query_dtype",
     ),
     "attention": (
@@ -276,13 +280,20 @@ OPS = {
     "causal_conv": (
         _causal_conv,
         "act(conv(x) + b), conv over the last `taps` positions of each column; gated: x is [B, C, X], and it is C * "
-        "conv(B * X): (rows, cells, x, w, [b], states) to (y, states in place); channels, taps, gated, act, bias, "
-        "single: how many rows may be single ones",
+        "conv(B * X): (rows, cells, x.., w.., [b], states) to (y, states in place); channels, taps, gated, act, bias, "
+        "parts: how many x and w there are, of as many columns each, side by side; single: how many rows may be single "
+        "ones",
     ),
     "delta_net": (
         _delta_net,
-        "a gated delta rule (config.DeltaNetConfig): (rows, cells, qkv, beta, alpha, a, dt, states) to (y, states in "
-        "place); key_heads, value_heads, d (of a head), grouped, eps (of the lengths of q and k), single",
+        "a gated delta rule (config.DeltaNetConfig): (rows, cells, qkv, beta, alpha, a, dt, states), or by_channel "
+        "(rows, cells, qkv, beta, decay, states), to (y, states in place); key_heads, value_heads, d (of a head), "
+        "grouped, eps (of the lengths of q and k), by_channel, single",
+    ),
+    "channel_decay": (
+        _channel_decay,
+        "exp(a * softplus(x + dt)), what a delta net keeps of each channel: (x, a, dt); heads, which have an a each, "
+        "and d (of a head)",
     ),
     "gate": (
         _gate,

@@ -32,6 +32,12 @@ class Batch:
         """Of a step, at most."""
         return self._runner.functions.single_rows
 
+    @property
+    def guess_room(self) -> int:
+        """How many guesses each sequence may have in a step. Sequences share the cells of states."""
+        room = min(sequence.guess_room for sequence in self._sequences)
+        return room // len(self._sequences) if self._cache.cells else room
+
     def step(self, ids: SequenceOf[int]) -> list[int]:
         """Appends a token to each sequence. Returns the most likely next ones."""
         return self.verify([[token] for token in ids], [1] * len(ids))
@@ -40,17 +46,13 @@ class Batch:
         """Computes several tokens behind each sequence, `rows` of them at most, and appends the first `kept`, as a step
         with guesses of which so many are right. Returns the most likely token behind each row."""
         for sequence, tokens in zip(self._sequences, ids, strict=True):
-            reserve(sequence, len(tokens))
+            reserve(sequence, 1, len(tokens) - 1)
         self._cache.seat(self._sequences)
-        rows = [
-            (token, sequence.computed + i, sequence.table_row)
-            for sequence, tokens in zip(self._sequences, ids, strict=True)
-            for i, token in enumerate(tokens)
-        ]
+        rows = [row for sequence, tokens in zip(self._sequences, ids, strict=True) for row in sequence.rows(tokens)]
         chosen = self._runner.sample(rows, None, [GREEDY] * len(rows))
         for sequence, tokens, count in zip(self._sequences, ids, kept, strict=True):
             sequence.append(tokens[:count])
-            sequence.advance(count)
+            sequence.advance(count, len(tokens) - count)
         return [choice.token for choice in chosen]
 
     def truncate(self, n: int) -> None:

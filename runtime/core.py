@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from mlc_amd.runtime.answers import Answer
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.kv_cache import Cache
+from mlc_amd.runtime.planned_step import Step
 from mlc_amd.runtime.requests import Request
 from mlc_amd.runtime.runner import Runner
 from mlc_amd.runtime.sampled_rows import Chosen
-from mlc_amd.runtime.scheduler import Limits, Queue, Scheduler, Step
+from mlc_amd.runtime.scheduler import Limits, Queue, Scheduler
 from mlc_amd.runtime.scoring import Scoring
 from mlc_amd.runtime.sequence import Sequence
 from mlc_amd.runtime.speculation import Speculation
@@ -170,8 +171,7 @@ class Core:
         except BaseException:
             self.scheduler.abandon()
             raise
-        computed = step.singles + ([(step.chunk.request, step.chunk.sequence)] if step.chunk else [])
-        prompts = [(request, sequence) for request, sequence in computed if not request.generated]
+        prompts = [(request, sequence) for request, sequence in step.computed if not request.generated]
         self.scheduler.complete(step, [[max(chosen.token, 0) for chosen in tokens] for tokens in found])
         for request, sequence in prompts:
             if answer := self._answers.get(request):
@@ -190,8 +190,9 @@ class Core:
         if not self.speculation or step.chunk:
             return step
         answers = [self._answers[request] for request, _ in step.singles]
-        choices = {answer.request: answer.choices()[0] for answer in answers if answer.guessable}
-        return self.scheduler.draft(step, self.speculation.drafts(choices))
+        most = self.scheduler.guesses(step)
+        wanted = {of.request: (of.choices()[0], most[of.request]) for of in answers if of.guessable}
+        return self.scheduler.draft(step, self.speculation.drafts(wanted))
 
     def _learn(
         self, speculation: Speculation, step: Step, found: list[list[Chosen]], guess_s: float, step_s: float
@@ -207,13 +208,11 @@ class Core:
         right."""
         singles, chunk = [], None
         for (_, sequence), drafts in zip(step.singles, step.drafts, strict=True):
-            tokens = [sequence.tokens[sequence.computed], *drafts]
-            singles += [(token, sequence.computed + i, sequence.table_row) for i, token in enumerate(tokens)]
+            singles += sequence.rows([sequence.tokens[sequence.computed], *drafts])
         if step.chunk:
-            sequence, start = step.chunk.sequence, step.chunk.start
-            chunk = sequence.tokens[start : start + step.chunk.count], start, sequence.table_row
+            chunk = step.chunk.sequence.chunk(step.chunk.count)
             if step.chunk.scored:
-                self._scorings[step.chunk.request].take(start, self.runner.score(chunk))
+                self._scorings[step.chunk.request].take(step.chunk.start, self.runner.score(chunk))
                 return []
         guesses = step.drafts + [[]] * (len(step.answers) - len(step.drafts))
         asked = [self._answers[request].choices(drafts) for request, drafts in zip(step.answers, guesses, strict=True)]

@@ -12,21 +12,21 @@ from mlc_amd.runtime.sequence import Sequence
 from mlc_amd.runtime.steps import Chunk
 
 
-def reserve(sequence: Sequence, count: int) -> None:
-    """Pages for the next `count` tokens. ContextFull where the cache has none."""
-    if not sequence.reserve(count):
+def reserve(sequence: Sequence, count: int, guesses: int = 0) -> None:
+    """Pages for the next `count` tokens, and for guesses. ContextFull where the cache has none."""
+    if not sequence.reserve(count, guesses):
         raise ContextFull(
-            f"the KV cache has no room for {count} more tokens beside those of other sequences",
+            f"the KV cache has no room for {count + guesses} more tokens beside those of other sequences",
             "wait until they are complete, or load the model with a larger cache (--kv-memory)",
         )
 
 
 def next_chunk(cache: Cache, runner: Runner, sequence: Sequence) -> Chunk:
     """The next pending tokens of a sequence, which then has pages for them and a slot."""
-    count, start = sequence.step_size(runner.functions.chunk_rows), sequence.computed
+    count = sequence.step_size(runner.functions.chunk_rows)
     reserve(sequence, count)
     cache.seat([sequence])
-    return sequence.tokens[start : start + count], start, sequence.table_row
+    return sequence.chunk(count)
 
 
 def compute(cache: Cache, runner: Runner, sequence: Sequence) -> np.ndarray | None:

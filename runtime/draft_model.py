@@ -77,8 +77,7 @@ class DraftModel:
             if count < 1 or not sequence.reserve(count):
                 return
             self._cache.seat([sequence])
-            chunk = sequence.tokens[sequence.computed : sequence.computed + count], sequence.computed
-            self._runner.sample((), (*chunk, sequence.table_row), ())
+            self._runner.sample((), sequence.chunk(count), ())
             sequence.advance(count)
 
     def _reserve(self, sequence: Sequence, wanted: Collection[Request]) -> bool:
@@ -98,8 +97,7 @@ class DraftModel:
         self._cache.seat(sequences)
         rows, choices, last = [], [], []
         for request, sequence in zip(requests, sequences, strict=True):
-            begin = sequence.computed
-            rows += [(token, begin + i, sequence.table_row) for i, token in enumerate(sequence.tokens[begin:])]
+            rows += sequence.rows(sequence.tokens[sequence.computed :])
             choices += [GREEDY] * (sequence.pending - 1)
             choices.append(wanted[request][0]._replace(tokens=sequence.tokens, allowed=None, logprobs=None))
             last.append(len(rows) - 1)

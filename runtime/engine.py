@@ -115,12 +115,9 @@ class Engine(Closing):
 
     def speculate(self, drafter: Drafter | None) -> None:
         """From now on steps verify guesses of that drafter, which is closed with the engine, or none. What is answered
-        does not depend on it. UserError for models with recurrent layers, whose states cannot go back by a token."""
-        if drafter and self.cache.cells:
-            raise UserError("--draft needs a model without recurrent layers: their states cannot go back by a token")
+        does not depend on it."""
         with self._core.turn():
-            before, limits = self._core.speculation, self._core.scheduler.limits
-            rows = min(limits.singles, limits.rows)
+            before, rows = self._core.speculation, self._core.scheduler.limits.step_rows
             self._core.speculation = Speculation(drafter, rows) if drafter else None
         if before:
             before.drafter.close()

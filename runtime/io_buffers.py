@@ -6,12 +6,11 @@ what they hold.
 
 from collections.abc import Iterable
 
-from mlc_amd.runtime.pages import STATE
+from mlc_amd.runtime.pages import CELL_COLUMNS, STATE
 from mlc_amd.runtime.sampling_layout import row_shapes
 from mlc_amd.runtime.steps import page_table
 
 SLOTS = 64  # rows of a page table: sequences of a step, at most
-CELLS = 2  # of each slot, for states: the one that is read, and the one that is written
 # Buffers with a row for each row of a step, or for each row of logits. A function uses the first ones, as many as it
 # has rows or logits; of all other buffers kernels take the whole.
 PER_ROW = ("tokens", "rows")
@@ -29,7 +28,7 @@ def io_buffers(
         "answers": ("int32", (4,)),
         "tokens": ("int32", (rows,)),
         "rows": ("int32", (rows, 2)),
-        **{page_table(span): ("int32", (SLOTS, CELLS if span == STATE else blocks)) for span in sorted(spans)},
+        **{page_table(span): ("int32", (SLOTS, CELL_COLUMNS if span == STATE else blocks)) for span in sorted(spans)},
         "logits": ("float32", (logits, columns)),
         **{name: ("int32", shape) for name, shape in row_shapes(sampled, columns).items()},
         "sampled": ("int32", (sampled,)),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlc_amd.runtime.pages import PAGE, STATE, PagePool
+from mlc_amd.runtime.pages import CELL_COLUMNS, PAGE, STATE, PagePool
 from mlc_amd.runtime.prefixes import PrefixIndex
 from mlc_amd.runtime.sequence import GONE, Sequence
 
@@ -30,8 +30,8 @@ class Cache:
     pools         of pages, by span
     cells         of states; None for models without
     page_tables   span -> int32 [slots, ceil(context / PAGE)]: [slot, position // PAGE] is a page. Entries that no row
-                  looks at hold any valid page. STATE -> int32 [slots, 2]: the cell that has the slot's state, and the
-                  one that the step writes
+                  looks at hold any valid page. STATE -> int32 [slots, CELL_COLUMNS]: the cell that has the slot's
+                  state, and those for the states behind the step's rows; behind the last row's all are the same
     """
 
     def __init__(self, groups: dict[int, int], context: int, slots: int = 64) -> None:
@@ -40,7 +40,7 @@ class Cache:
         self.pools = {span: pool for span, pool in pools.items() if span != STATE}
         self.cells = pools.get(STATE)
         self.index = PrefixIndex(pools)
-        widths = {span: 2 if span == STATE else -(-context // PAGE) for span in groups}
+        widths = {span: CELL_COLUMNS if span == STATE else -(-context // PAGE) for span in groups}
         self.page_tables = {span: np.zeros((slots, width), np.int32) for span, width in widths.items()}
         self._changed = set(groups)
         self._seated: list[Sequence | None] = [None] * slots
@@ -124,8 +124,9 @@ class Cache:
         for sequence in sequences:
             if state := sequence.state:
                 state.begin()
-                if tuple(table[sequence.slot]) != state.places:
-                    table[sequence.slot] = state.places
+                own, places = table[sequence.slot], state.places
+                if own[: len(places)].tolist() != places or (own[len(places) :] != places[-1]).any():
+                    own[: len(places)], own[len(places) :] = places, places[-1]
                     self._changed.add(STATE)
 
     def unseat(self, sequence: Sequence) -> None:

@@ -15,6 +15,8 @@ PAGE = 64  # positions
 # In place of a span: the group of the layers that keep a state of fixed size for each sequence. Its pages are *cells*:
 # each has one state of every such layer.
 STATE = -1
+KEPT = 8  # rows of a sequence in a step that may leave a state each: its newest token, and guesses behind it
+CELL_COLUMNS = 1 + KEPT  # of the table of cells: the one that a step reads, and those behind its rows
 
 
 class PagePool:

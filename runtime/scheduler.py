@@ -24,6 +24,7 @@ from typing import NamedTuple
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.generation import ContextFull
 from mlc_amd.runtime.kv_cache import Cache
+from mlc_amd.runtime.planned_step import Chunk, Step
 from mlc_amd.runtime.requests import Request
 from mlc_amd.runtime.sequence import Sequence
 
@@ -52,37 +53,10 @@ class Limits:
     running: int = 128
     queue: int = 1024
 
-
-@dataclass(frozen=True)
-class Chunk:
-    """The tokens start .. start+count-1 of a sequence. answers: the row of the last one gives a token, as no further
-    one is known. scored: the logits of all are wanted, and the step has no single rows."""
-
-    request: Request
-    sequence: Sequence
-    start: int
-    count: int
-    answers: bool
-    scored: bool = False
-
-
-@dataclass(frozen=True)
-class Step:
-    """Rows: for each of `singles` the token sequence.tokens[sequence.computed], and behind it its drafts, then the
-    chunk. All sequences have slots and pages. drafts: of each of `singles`, guesses of its next tokens."""
-
-    singles: list[tuple[Request, Sequence]]
-    chunk: Chunk | None = None
-    drafts: list[list[int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.drafts.extend([] for _ in self.singles[len(self.drafts) :])
-
     @property
-    def answers(self) -> list[Request]:
-        """The requests that get a token of the step, in the order of its rows."""
-        last = [self.chunk.request] if self.chunk and self.chunk.answers else []
-        return [request for request, _ in self.singles] + last
+    def step_rows(self) -> int:
+        """Rows of a step without a chunk."""
+        return min(self.singles, self.rows)
 
 
 @dataclass
@@ -190,7 +164,7 @@ class Scheduler:
                 singles.append(request)
             else:
                 prefilling.setdefault(request.client, request)
-        most = min(self.limits.singles, self.cache.slots, self.limits.rows)
+        most = min(self.limits.step_rows, self.cache.slots)
         planned = self._reserve_singles(singles, max(most - bool(prefilling or self._waiting), 1))
         chunk = self._plan_chunk(planned, prefilling) if len(planned) < most else None
         self._scored = chunk is not None and chunk.scored
@@ -207,23 +181,31 @@ class Scheduler:
             request.last_step = self._steps
             rows.append((request, request.sequence))
         self._step = Step(rows, chunk)
-        self.cache.seat([sequence for _, sequence in rows] + ([chunk.sequence] if chunk else []))
+        self.cache.seat(self._step.sequences)
         return self._step
+
+    def guesses(self, step: Step) -> dict[Request, int]:
+        """How many drafts each request of a step without a chunk may have, if no other has any."""
+        return {request: self._guesses(request, sequence) for request, sequence in step.singles}
+
+    @staticmethod
+    def _guesses(request: Request, sequence: Sequence) -> int:
+        return min(request.limit - len(request.generated) - 1, sequence.guess_room)
 
     def draft(self, step: Step, drafts: Mapping[Request, list[int]]) -> Step:
         """The planned step without a chunk, with as many of the drafts of its requests as there are rows and pages for.
         Nobody gives way to them."""
         if step is not self._step or step.chunk:
             raise RuntimeError("this is no step in progress without a chunk")
-        rows = min(self.limits.singles, self.limits.rows) - len(step.singles)
+        rows = self.limits.step_rows - len(step.singles)
         found = []
         for request, sequence in step.singles:
-            left = request.limit - len(request.generated) - 1
-            count = max(min(len(drafts.get(request, ())), rows, left, sequence.room - 1), 0)
+            count = min(len(drafts.get(request, ())), rows, self._guesses(request, sequence))
             found.append(drafts[request][:count] if count else [])
-            sequence.reserve(1 + count)
+            sequence.reserve(1, count)
             rows -= count
         self._step = Step(step.singles, None, found)
+        self.cache.seat(self._step.sequences)
         return self._step
 
     def complete(self, step: Step, tokens: Iterable[SequenceOf[int]]) -> None:
@@ -237,8 +219,9 @@ class Scheduler:
             if request.state != "done":
                 _sequence(request).tokens.extend(found)
                 request.generated.extend(found)
-        for (request, sequence), found in zip(step.singles, tokens, strict=False):
-            sequence.advance(1 if request.state == "done" else len(found))
+        for (request, sequence), drafts, found in zip(step.singles, step.drafts, tokens, strict=False):
+            kept = 1 if request.state == "done" else len(found)
+            sequence.advance(kept, len(drafts) + 1 - kept)
         if step.chunk:
             step.chunk.sequence.advance(step.chunk.count)
             if step.chunk.scored:
@@ -250,7 +233,7 @@ class Scheduler:
         step, self._step = self._step, None
         if step is None:
             raise RuntimeError("no step is in progress")
-        for sequence in [sequence for _, sequence in step.singles] + ([step.chunk.sequence] if step.chunk else []):
+        for sequence in step.sequences:
             sequence.abandon()
         self._free_ended()
 

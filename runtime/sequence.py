@@ -15,13 +15,15 @@ the last snapshot, and what is behind that is computed again.
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from mlc_amd.runtime.pages import PAGE, STATE
+from mlc_amd.runtime.pages import KEPT, PAGE, STATE
 from mlc_amd.runtime.prefixes import ROOT, Digest, digest, first_page
 from mlc_amd.runtime.sequence_state import State
+from mlc_amd.runtime.steps import Chunk, Single
 
 if TYPE_CHECKING:
     from mlc_amd.runtime.kv_cache import Cache
 
+SNAPSHOT_PART = 2  # guesses leave one of so many cells to snapshots
 SNAPSHOTS = 512  # tokens between snapshots of the state of a sequence that goes on
 GONE = -1  # in place of a page that was released because no later row sees it
 
@@ -36,7 +38,7 @@ class Sequence:
     slot        the row of the page tables, while the sequence has one: see `Cache.seat`
 
     A step for its next `count` tokens: `reserve(count)`, `Cache.seat`, then the device writes their keys to the
-    positions from `computed` on, then `advance(count)`.
+    positions from `computed` on, then `advance(count)`. Guesses of further tokens may be rows behind the newest one.
     """
 
     __slots__ = (
@@ -77,6 +79,14 @@ class Sequence:
         assert self.slot is not None, "sequences of a step have slots: see `Cache.seat`"
         return self.slot
 
+    def rows(self, tokens: Iterable[int]) -> list[Single]:
+        """Single rows of a step: these tokens, the first one at position `computed`."""
+        return [(token, self.computed + i, self.table_row) for i, token in enumerate(tokens)]
+
+    def chunk(self, count: int) -> Chunk:
+        """The next `count` tokens, as the chunk of a step."""
+        return self.tokens[self.computed : self.computed + count], self.computed, self.table_row
+
     @property
     def stateless(self) -> bool:
         """Whether it needs a cell for a state and has none."""
@@ -88,16 +98,16 @@ class Sequence:
 
     # ---- a step
 
-    def reserve(self, count: int) -> bool:
-        """Pages for the next `count` positions in every group, and a cell; False, and nothing is changed, if the pools
-        have not enough. ValueError beyond the context."""
-        end = self.computed + count
-        if count and self.state and not self.state.available:
+    def reserve(self, count: int, guesses: int = 0) -> bool:
+        """Pages for the next `count` positions in every group and for guesses behind these, and cells; False, and
+        nothing is changed, if the pools have not enough. ValueError beyond the context."""
+        end = self.computed + count + guesses
+        if count and self.state and self.state.available <= guesses:
             return False
         if end > self._capacity and not self._reserve_pages(end):
             return False
         if count and self.state:
-            self.state.reserve()
+            self.state.reserve(guesses)
         return True
 
     def _reserve_pages(self, end: int) -> bool:
@@ -120,6 +130,16 @@ class Sequence:
         more = min((pool.available for pool in self.cache.pools.values()), default=self.cache.context) * PAGE
         return min(self._capacity + more, self.cache.context) - self.computed
 
+    @property
+    def guess_room(self) -> int:
+        """How many guesses the next step may verify behind one token: as many as there are pages for, and cells beside
+        those that are left to snapshots of states; none that a snapshot would be skipped for."""
+        room = self.room - 1
+        if self.state and self.cache.cells:
+            cells = self.state.available - 1 - self.cache.cells.pages // SNAPSHOT_PART
+            room = min(room, cells, KEPT - 1, SNAPSHOTS - 1 - self.computed % SNAPSHOTS)
+        return max(room, 0)
+
     def step_size(self, most: int) -> int:
         """How many of the pending tokens the next step computes, at most `most`: up to where a snapshot is wanted."""
         count = min(self.pending, most)
@@ -136,16 +156,17 @@ class Sequence:
         """The last edge of a page that leaves a token to compute."""
         return (len(self.tokens) - 1) // PAGE * PAGE
 
-    def advance(self, count: int) -> None:
-        """The keys of the next `count` tokens are in the cache."""
-        before = self.computed
+    def advance(self, count: int, wrong: int = 0) -> None:
+        """The keys of the next `count` tokens are in the cache, and so many of the step's guesses were wrong."""
+        before, guessed = self.computed, False
         self.computed += count
         if self.state:
-            self.state.advance()
+            guessed = self.state.guesses > 0
+            self.state.advance(wrong)
         if self.computed // PAGE > self._complete:
             self._share()
         if self.state and self.computed % PAGE == 0:
-            prompt = count > 1 and self.computed == self._last_edge
+            prompt = count > 1 and not guessed and self.computed == self._last_edge
             if prompt or self.computed // SNAPSHOTS > before // SNAPSHOTS:
                 self._snapshot(self.state)
                 self.state.passing = not prompt

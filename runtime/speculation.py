@@ -70,17 +70,16 @@ class Speculation:
         self._balance_s = 0.0  # seconds that guesses have saved
         self._guessed = self._interval = 0  # steps since the last one without guesses, and how many there may be
 
-    def drafts(self, choices: Mapping[Request, Choice]) -> Mapping[Request, list[int]]:
-        """choices: of the requests that have a row in the step."""
+    def drafts(self, wanted: Mapping[Request, tuple[Choice, int]]) -> Mapping[Request, list[int]]:
+        """wanted: of the requests that have a row in the step, and how many guesses each may have at most."""
         if self._guessed > self._interval:
             return {}
-        wanted = {request: (choice, self._most) for request, choice in choices.items()}
-        if not self.drafter.free:
-            counts = self._counts({request: self._most for request in choices})
-            wanted = {request: (choice, counts[request]) for request, choice in choices.items() if counts[request]}
-        found = self.drafter.draft(wanted) if wanted else {}
+        limits = {request: min(most, self._most) for request, (_, most) in wanted.items()}
+        asked = limits if self.drafter.free else self._counts(limits)
+        choices = {request: (choice, asked[request]) for request, (choice, _) in wanted.items() if asked[request]}
+        found = self.drafter.draft(choices) if choices else {}
         if self.drafter.free and found:
-            counts = self._counts({request: len(found.get(request, ())) for request in choices})
+            counts = self._counts({request: len(found.get(request, ())) for request in wanted})
             found = {request: guesses[: counts[request]] for request, guesses in found.items()}
         return found
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mlc_amd.runtime.pages import STATE
+from mlc_amd.runtime.pages import CELL_COLUMNS, STATE
 
 Single = tuple[int, int, int]  # token, position, slot
 Chunk = tuple[Sequence[int] | np.ndarray, int, int]  # tokens, position of the first, slot
@@ -80,7 +80,7 @@ def write_private_pages(device, manifest: Mapping, short: int = 0) -> None:
     for span, pages in pages_of(device, manifest).items():
         if span == STATE:
             slots = manifest["io"][CELLS]["shape"][0]
-            device.write(CELLS, np.repeat(np.arange(slots, dtype=np.int32)[:, None] % pages, 2, 1))
+            device.write(CELLS, np.repeat(np.arange(slots, dtype=np.int32)[:, None] % pages, CELL_COLUMNS, 1))
             continue
         if pages <= short:
             raise ValueError(f"{pages} pages do not suffice for {short} slots and one more")

@@ -227,7 +227,8 @@ def _rope_kv_write(args: dict) -> Iterator[Slot]:
 
 def _latent_kv_write(args: dict) -> Iterator[Slot]:
     yield from (_STATE, _ROWS, _PAGES, Slot("input", ("Q", "L", "K")), Slot("weight", ("KN",)))
-    yield Slot("weight", ("CS",), rows=args["ctx"])
+    if args["rotary"]:
+        yield Slot("weight", ("CS",), rows=args["ctx"])
     yield from (_CACHE, Slot("output", ("Qo",)))
 
 
@@ -324,7 +325,7 @@ def _sample(args: dict) -> Iterator[Slot]:
 
 
 def _causal_conv(args: dict) -> Iterator[Slot]:
-    yield from (_STATE, _ROWS, _CELLS, Slot("input", ("X",)), Slot("weight", ("W",)))
+    yield from (_STATE, _ROWS, _CELLS, Slot("input", prefix="X"), Slot("weight", prefix="W"))
     if args["bias"]:
         yield Slot("weight", ("B",))
     yield from (Slot("states", ("States",)), Slot("output", ("Y",)))
@@ -332,8 +333,12 @@ def _causal_conv(args: dict) -> Iterator[Slot]:
 
 def _scan(inputs: tuple[str, ...], weights: tuple[str, ...]) -> Callable[[dict], tuple[Slot, ...]]:
     """Of a layer that has matrices as its state."""
-    own = Slot("input", inputs), Slot("weight", weights)
+    own = Slot("input", inputs), *([Slot("weight", weights)] if weights else [])
     return lambda args: (_STATE, _ROWS, _CELLS, *own, Slot("states", ("States",)), Slot("output", ("Y",)))
+
+
+# of a delta net: inputs and weights, by whether its decays are those of channels
+DECAYS = {False: (("X", "Beta", "Alpha"), ("A", "Dt")), True: (("X", "Beta", "Decay"), ())}
 
 
 def _expert_products(args: dict, matrices: int) -> tuple[int, int]:
@@ -374,8 +379,11 @@ OPERATORS = {
         _scan(("X", "Z", "Dt"), ("A", "D", "Bias")),
         lambda args: (6 * args["m"] * args["heads"] * args["d"] * args["size"], 0),
     ),
+    "channel_decay": Operator(
+        lambda args: (_STATE, Slot("input", ("X",)), Slot("weight", ("A", "Dt")), Slot("output", ("Y",)))
+    ),
     "delta_net": Operator(
-        _scan(("X", "Beta", "Alpha"), ("A", "Dt")),
+        lambda args: _scan(*DECAYS[bool(args.get("by_channel"))])(args),
         lambda args: (8 * args["m"] * args["value_heads"] * args["d"] ** 2, 0),  # two products, decay and update
     ),
     "gate": Operator(

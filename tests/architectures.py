@@ -87,6 +87,15 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         (),
     ),
     "hunyuan-dense": ({"rope.scaling.alpha": 1000.0}, ()),
+    "kimi-linear": (
+        EXPERTS
+        | {"block_count": 4, "attention.head_count_kv": [0, 1, 0, 0], "kda.head_dim": 48, "ssm.conv_kernel": 4}
+        | {"rope.dimension_count": 16, "attention.kv_lora_rank": 64, "attention.key_length": 80}
+        | {"attention.value_length": 64, "attention.key_length_mla": 48, "attention.value_length_mla": 32}
+        | {"leading_dense_block_count": 1, "expert_shared_count": 1, "expert_gating_func": 2}
+        | {"expert_weights_scale": 2.446},
+        ("output.weight", "blk.1.exp_probs_b.bias"),
+    ),
     "lfm2": (
         {"block_count": 4, "attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3}
         | {"attention.sliding_window": 24},

@@ -17,9 +17,8 @@ def chains(tokens: Iterable[int], chain: int = 0) -> Iterator[int]:
 
 
 def held_cells(sequence: Sequence) -> set[int]:
-    """The cell of its state, and the one that is reserved for the next."""
-    state = sequence.state
-    return {cell for cell in (state.cell, state._next) if cell is not None} if state else set()
+    """The cell of its state, and those that are reserved for the next step."""
+    return sequence.state.held if sequence.state else set()
 
 
 class PagedModel:
@@ -38,10 +37,12 @@ class PagedModel:
         assert sequence.computed + count <= len(sequence.tokens) and sequence.slot is not None
         own = list(chains(tokens))
         if self.cache.cells:
-            source, target = self.cache.page_tables[STATE][sequence.slot].tolist()
+            source, *targets = self.cache.page_tables[STATE][sequence.slot].tolist()
             assert not begin or self.states[source] == own[begin - 1]
-            assert self.cache.cells.holders(target) == 1 and not self.cache.cells.indexed(target)
-            self.states[target] = own[-1]
+            assert source not in targets[: len(tokens) - begin - 1] or not drafts
+            assert all(self.cache.cells.holders(cell) == 1 and not self.cache.cells.indexed(cell) for cell in targets)
+            for cell, chain in zip(targets, own[begin + count - 1 :], strict=False):
+                self.states[cell] = chain
         for span, pool in self.cache.pools.items():
             table = self.cache.page_tables[span][sequence.slot]
             for position in range(begin, end):

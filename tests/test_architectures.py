@@ -114,6 +114,8 @@ def test_quantized_logits(shared, tmp_path, name):
         ("qwen35", {"ssm.group_count": 5}, r"value heads \(6\) must be a multiple of key heads \(5\)"),
         ("qwen35", {"ssm.state_size": 40}, r"columns of a head of delta nets \(40\) must be a multiple of 16"),
         ("qwen35", {"full_attention_interval": 0}, "full_attention_interval is 0"),
+        ("kimi-linear", {"kda.head_dim": 40}, r"columns of a head of delta nets \(40\) must be a multiple of 16"),
+        ("kimi-linear", {"attention.head_count_kv": [1, 0]}, "has 2 entries, the model has 4 layers"),
     ],
 )
 def test_metadata_that_makes_no_sense(monkeypatch, name, keys, message):

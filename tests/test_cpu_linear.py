@@ -17,6 +17,7 @@ import tvm
 from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
+from mlc_amd.schedules.cpu.arch import resolve
 from mlc_amd.schedules.cpu.gate_up import gate_up_swiglu
 from mlc_amd.schedules.cpu.isa import Avx2, AvxVnni, Portable, Vnni512
 from mlc_amd.schedules.cpu.linear import linear
@@ -253,6 +254,23 @@ def test_linear_computes_the_part_of_a_tile_that_holds_the_live_rows(machine, na
     for got, expected in zip(run_linear(machine, name, live)[0], full, strict=True):
         np.testing.assert_array_equal(got[:live], expected[:live])
         assert np.isnan(got[computed:]).all()
+
+
+def test_a_row_of_float32_weights_has_the_same_bits_alone_and_in_a_chunk():
+    """So a router chooses the same experts however rows come."""
+    arch, k, n, m, rng = resolve("native"), 96, 32, 8, np.random.default_rng(0)
+    tile = {"one": 1, "chunk": m}
+    made = {name: linear([("f32", n)], k, p, p, (False,), False, arch.isa, name) for name, p in tile.items()}
+    built = build_module(made, arch.target)
+    x, w = rng.standard_normal((m, k), np.float32), rng.standard_normal((n // 16, k, 16), np.float32)
+
+    def result(name, rows):
+        tensors = [tvm.runtime.tensor(a) for a in (state(len(rows)), rows, w, np.zeros((len(rows), n), np.float32))]
+        built[name](*tensors)
+        return tensors[-1].numpy()
+
+    alone = np.concatenate([result("one", x[i : i + 1]) for i in range(m)])
+    np.testing.assert_array_equal(alone, result("chunk", x))
 
 
 @pytest.mark.parametrize("live", [1, 3, 4, 7])

@@ -1,5 +1,5 @@
-"""Latent attention (deepseek2): sequences in one step do not disturb one another, files of the older form, what is
-refused. (Logits: test_architectures.py, test_rocm_models.py.)"""
+"""Latent attention: sequences in one step do not disturb one another, files of the older form, what is refused.
+(Logits: test_architectures.py, test_rocm_models.py.)"""
 
 import architectures
 import numpy as np
@@ -43,13 +43,14 @@ def test_answers_together_are_those_alone(engine):
 
 
 @pytest.mark.full
-def test_on_a_vulkan_device(tmp_path):
+@pytest.mark.parametrize("name", ["deepseek2", "kimi-linear"])
+def test_on_a_vulkan_device(tmp_path, name):
     """Exact logits; the same in a chunk and steps behind a truncated cache."""
     vulkan_harness.gpu()
-    compile_model(architectures.tiny("deepseek2"), "vulkan", "auto", 128, tmp_path / "model", tuned="none")
+    compile_model(architectures.tiny(name), "vulkan", "auto", 128, tmp_path / "model", tuned="none")
     with Engine.load(tmp_path / "model") as engine:
         logits = engine.score(EXACT["ids"])
-        assert kl_divergence(EXACT["deepseek2"], logits[EXACT["positions"]]) < MAX_KL
+        assert kl_divergence(EXACT[name], logits[EXACT["positions"]]) < MAX_KL
         engine.truncate(10)
         later = engine.prefill(EXACT["ids"][10:50]), *(engine.decode(int(i)) for i in EXACT["ids"][50:])
         change = np.abs(np.stack(later) - logits[49:]).max()

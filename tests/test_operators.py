@@ -25,7 +25,7 @@ BUFFERS = [
 def test_every_kernel_has_the_parameters_of_its_operator(kind, arch):
     backend, seen = pipeline.make_target(kind, arch), set()
     models = [("qwen3", "q4_k"), ("starcoder2", "f16"), ("llama4", "q4_k"), ("qwen35", "q4_k"), ("deepseek2", "q4_0")]
-    models.append(("mamba2", "q4_k"))
+    models += [("mamba2", "q4_k"), ("kimi-linear", "q8_0")]
     for name, form in models:
         pipeline.lower(architectures.tiny(name, form), backend, 64)
     for name, workload in backend.workloads.items():
@@ -80,7 +80,7 @@ def test_costs_of_a_delta_net():
     """Of any number of cells, a call moves those of one sequence, there and back."""
     args = {"key_heads": 2, "value_heads": 4, "d": 32, "single": 1, "m": 1, "grouped": False, "eps": 1e-6}
     buffers = [
-        ("state", (4,), "int32"), ("rows", (1, 2), "int32"), ("cells", (64, 2), "int32"), ("X", (1, 256), "float32"),
+        ("state", (4,), "int32"), ("rows", (1, 2), "int32"), ("cells", (64, 9), "int32"), ("X", (1, 256), "float32"),
         ("Beta", (1, 16), "float32"), ("Alpha", (1, 16), "float32"), ("A", (16,), "float32"), ("Dt", (16,), "float32"),
         ("States", (64, 4, 32, 32), "float32"), ("Y", (1, 128), "float32"),
     ]  # fmt: skip

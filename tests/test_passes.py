@@ -70,6 +70,17 @@ def test_layers_with_a_state_beside_attention():
     assert inputs.count(4) == 2  # qkv, gate, beta and alpha; q, its gate, k and v
 
 
+def test_states_that_decay_by_channel():
+    """One launch for all that such a layer makes of its input, one for its three convolutions; attention without
+    rotation has no table."""
+    _, calls = operators(architectures.tiny("kimi-linear", "q4_k"), target=VulkanTarget("generic"))
+    counts = Counter(ops.name_of(call) for call in calls)
+    names = "causal_conv", "channel_decay", "delta_net", "gate", "latent_kv_write", "attention"
+    assert [counts[name] for name in names] == [3, 3, 3, 3, 1, 1]
+    assert [len(call.attrs["n"]) for call in calls if ops.name_of(call) == "linear"].count(6) == 3
+    assert not any(arg.name.endswith(".table") for call in calls for arg in call.args if isinstance(arg, relax.Var))
+
+
 def test_float_weights_take_float_activations():
     counts, calls = operators(synthetic("tiny:f16"))
     assert "quantize" not in counts

@@ -128,6 +128,35 @@ def test_experts_use_no_scratch(arch):
         assert DOT.search(compiled.assembly) and WIDE.search(compiled.assembly), name
 
 
+KDA = {"heads": 32, "d": 128}  # of kimi-linear-48b-a3b
+LATENT = {"heads": 32, "kv_heads": 1, "d": 576, "values": 512, "ctx": 4096, "scale": 192**-0.5}
+CHANNELS = {"key_heads": 32, "value_heads": 32, "d": 128, "grouped": False, "eps": 1e-5, "by_channel": True}
+CONVOLUTION = {"channels": 3 * 4096, "taps": 4, "gated": False, "act": "silu", "bias": False, "parts": 3}
+
+
+@pytest.mark.parametrize(
+    "arch", [ARCH, pytest.param("rdna3", marks=pytest.mark.full), pytest.param("rdna4", marks=pytest.mark.full)]
+)
+def test_states_that_decay_by_channel_use_no_scratch(arch):
+    profile, kernels = profiles.resolve(arch), {}
+    for m, single in ((1, 1), (8, 8), (512, 0), (512, 32)):
+        for op, args in (("delta_net", CHANNELS), ("causal_conv", CONVOLUTION)):
+            name = f"{op}_{m}_{single}"
+            kernels[name] = BUILDERS[op](**args, m=m, single=single, arch=profile, name=name, plan=None)
+        writes = LATENT | {"neox": False, "rotary": 0, "eps": 1e-5}
+        for op, args in (("channel_decay", KDA), ("latent_kv_write", writes)):
+            kernels[f"{op}_{m}"] = BUILDERS[op](**args, m=m, arch=profile, name=f"{op}_{m}", plan=None)
+    modules = compile_spirv(kernels, profile).modules
+    shaders = [radv.Shader(name, one.binary, tuple(one.block), profile.push) for name, one in modules.items()]
+    try:
+        report = radv.statistics(shaders, profile)
+    except UserError as error:
+        pytest.skip(str(error))
+    assert len(report.kernels) == len(kernels), report.refused
+    for name, compiled in report.kernels.items():
+        assert compiled.kernel.scratch == compiled.kernel.vgpr_spills == 0, (name, compiled.kernel)
+
+
 def test_inspect_tables_and_assembly(inspect, artifact, code):
     out, err = inspect(artifact, "--kernels")
     assert err == "" and f"code for {ARCH}, compiled by {code.report.device}" in out and "VGPRs" in out

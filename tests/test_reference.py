@@ -57,6 +57,7 @@ def test_every_operator_has_a_reference():
         ("qwen35", "q4_k", "cpu", "native"),  # states of sequences, gates
         pytest.param("qwen3moe", "q4_k", "vulkan", "lavapipe", marks=pytest.mark.full),  # norms of heads
         pytest.param("qwen35", "q4_k", "vulkan", "lavapipe", marks=pytest.mark.full),
+        pytest.param("kimi-linear", "q4_k", "cpu", "native", marks=pytest.mark.full),  # states that decay by channel
     ],
 )
 def test_kernels_agree(compiled_for, name, form, kind, arch):

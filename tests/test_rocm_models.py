@@ -127,7 +127,7 @@ def test_steps_of_many_sequences_in_the_emulator(rocm, emulator, arch, count, mo
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
 @pytest.mark.parametrize(
-    "name", ["qwen3moe", "gpt-oss", "gemma3", "gemma4", "deepseek2", "lfm2", "qwen35", "granitehybrid"]
+    "name", ["qwen3moe", "gpt-oss", "gemma3", "gemma4", "deepseek2", "kimi-linear", "lfm2", "qwen35", "granitehybrid"]
 )
 def test_architecture_in_the_emulator(emulator, tmp_path, name, arch, monkeypatch):
     """A prefill chunk and a decode step give the logits of target cpu; the last rows are beyond the first window."""

@@ -5,18 +5,20 @@ import architectures
 import numpy as np
 import pytest
 import vulkan_harness
+from test_speculation import Eager
 
 from mlc_amd.compiler.gguf.check import check_tensors
 from mlc_amd.compiler.gguf.tensor import Tensor
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.sampled_rows import GREEDY
 
 CONTEXT, MAX_CHANGE = 512, 2e-3  # tokens; share of the logits' range
 IDS = np.random.default_rng(3).integers(0, 1024, 400)
 PROMPTS = [IDS[7 * i : 12 * i + 5].tolist() for i in range(9)]
-MORE = [pytest.param((name, "vulkan"), marks=pytest.mark.full) for name in ("qwen35", "falcon-h1")]
-MORE += [pytest.param((name, "cpu"), marks=pytest.mark.full) for name in ("falcon-h1", "nemotron_h")]
+MORE = [pytest.param((name, "vulkan"), marks=pytest.mark.full) for name in ("qwen35", "falcon-h1", "kimi-linear")]
+MORE += [pytest.param((name, "cpu"), marks=pytest.mark.full) for name in ("falcon-h1", "nemotron_h", "kimi-linear")]
 
 
 @pytest.fixture(scope="module", params=[("lfm2", "cpu"), ("qwen35", "cpu"), ("mamba2", "cpu"), *MORE], ids="-".join)
@@ -80,6 +82,63 @@ def test_a_chat_computes_new_tokens_only(engine):
     for prompt, found in ((turn, second), (edited, third)):
         engine.reset()
         assert answer(engine, prompt)[0] == found
+
+
+def verify(engine, guesses, right):
+    """A step of the own sequence with guesses behind its newest token, of which the first `right` count."""
+    own, tokens = engine._own, [int(id) for id in guesses]
+    own.append(tokens[: 1 + right])
+    assert own.reserve(1, len(tokens) - 1)
+    engine.cache.seat([own])
+    engine._runner.sample(own.rows(tokens), None, [GREEDY] * len(tokens))
+    own.advance(1 + right, len(tokens) - 1 - right)
+
+
+@pytest.mark.parametrize("right", [0, 2, 3])
+def test_wrong_guesses_leave_no_trace(engine, right):
+    engine.reset()
+    exact = engine.score(IDS[:110])
+    engine.reset()
+    for first in (0, 100):
+        if first:
+            engine.prefill(IDS[engine.position : first])
+        verify(engine, [*IDS[first : first + right + 1], *[7] * (3 - right)], right)
+        for i in range(first + right + 1, first + right + 3):
+            assert np.abs(engine.decode(int(IDS[i])) - exact[i]).max() < MAX_CHANGE * (exact.max() - exact.min())
+
+
+class Oracle:
+    """Guesses of answers that are known, every third of them wrong."""
+
+    expected, free = 0.7, True
+
+    def __init__(self, known):
+        self.known = known
+
+    def draft(self, wanted):
+        found = {}
+        for request, (choice, count) in wanted.items():
+            right = self.known[tuple(request.prompt)][len(request.generated) :][:count]
+            found[request] = [token + (len(choice.tokens) + i) % 3 // 2 for i, token in enumerate(right)]
+        return found
+
+    def forget(self, request):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_answers_do_not_depend_on_guesses(engine):
+    engine.reset()
+    expected = answer(engine, PROMPTS[:3])
+    engine.reset()
+    engine.speculate(Oracle({tuple(PROMPTS[i]): tokens for i, tokens in expected.items()}))
+    engine._core.speculation = Eager(engine._core.speculation.drafter, engine._core.speculation._rows)
+    assert answer(engine, PROMPTS[:3]) == expected
+    guessed, accepted = engine.guesses
+    engine.speculate(None)
+    assert 0 < accepted < guessed
 
 
 def test_a_failed_step_leaves_no_trace(engine, monkeypatch):

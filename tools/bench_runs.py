@@ -160,7 +160,7 @@ def _guess(batch: Batch, speculation: Speculation, texts: dict[Request, list[int
     while min(done.values()) < length:
         begin = time.perf_counter()
         choices = {request: GREEDY._replace(tokens=text[: done[request] + 1]) for request, text in texts.items()}
-        drafts = speculation.drafts(choices)
+        drafts = speculation.drafts({request: (choice, batch.guess_room) for request, choice in choices.items()})
         drafted = time.perf_counter()
         rows, kept = [], {}
         for request, text in texts.items():

@@ -187,10 +187,11 @@ def load_engine(
     KvSize.of(kv_tokens, kv_memory)  # UsageError before anything is compiled
     compilation: dict[str, Any] = {"target": target, "arch": arch, "ctx": ctx, "tuned": tuned, "kv_type": kv_type}
     path = artifact_path(model, device=device, synthetic=synthetic, **compilation)
-    if draft not in (None, "lookup"):
-        draft = str(artifact_path(draft, device=device, **compilation))
+    from mlc_amd.runtime.drafters import LOOKUP
     from mlc_amd.runtime.engine import Engine
 
+    if draft not in (None, LOOKUP):
+        draft = str(artifact_path(draft, device=device, **compilation))
     size = {"kv_tokens": kv_tokens, "kv_memory": kv_memory}
     return Engine.load(path, device=device, threads=threads, verify=verify, n_cpu_moe=n_cpu_moe, draft=draft, **size)
 

@@ -224,15 +224,21 @@ def _rope(call) -> dict:
 def _causal_conv(call) -> KernelCall:
     a, m = call.attrs, shape_of(call.args[1])[0]
     args = {key: int(a[key]) for key in ("channels", "taps", "single")} | {"m": m, "gated": bool(int(a["gated"]))}
-    args |= {"act": str(a["act"]), "bias": bool(int(a["bias"]))}
+    args |= {"act": str(a["act"]), "bias": bool(int(a["bias"]))} | _differing({"parts": int(a["parts"])}, {"parts": 1})
     label = f"causal_conv{_kind(args)}_{args['channels']}x{args['taps']}_m{m}"
     return KernelCall(label, Workload("causal_conv", args), inplace={1: len(call.args) - 1})
+
+
+def _channel_decay(call) -> KernelCall:
+    args = {key: int(call.attrs[key]) for key in ("heads", "d")} | {"m": shape_of(call.args[1])[0]}
+    return KernelCall(f"channel_decay_{args['heads']}x{args['d']}_m{args['m']}", Workload("channel_decay", args))
 
 
 def _delta_net(call) -> KernelCall:
     a, m = call.attrs, shape_of(call.args[1])[0]
     args = {key: int(a[key]) for key in ("key_heads", "value_heads", "d", "single")} | {"m": m}
     args |= {"grouped": bool(int(a["grouped"])), "eps": float(a["eps"])}
+    args |= _differing({"by_channel": bool(int(a["by_channel"]))}, {"by_channel": False})
     label = f"delta_net{_kind(args)}_{args['key_heads']}x{args['value_heads']}x{args['d']}_m{m}"
     return KernelCall(label, Workload("delta_net", args), inplace={1: len(call.args) - 1})
 
@@ -307,6 +313,7 @@ MAKERS: dict[str, Callable[[Any], KernelCall]] = {
     "attention": _attention,
     "causal_conv": _causal_conv,
     "gate": _gate,
+    "channel_decay": _channel_decay,
     "delta_net": _delta_net,
     "ssm_scan": _ssm_scan,
     "sample": _sample,

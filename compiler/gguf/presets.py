@@ -109,6 +109,14 @@ _GLM47_FLASH = (
     | {"leading_dense_block_count": 1, "expert_shared_count": 1, "expert_gating_func": 2}
     | {"expert_weights_norm": True, "expert_weights_scale": 1.8}
 )
+_KIMI_LINEAR = (
+    _experts(256, 8, 1024)
+    | _LATENT
+    | {"attention.head_count_kv": [1 if i in (3, 7, 11, 15, 19, 23, 26) else 0 for i in range(27)]}
+    | {"attention.key_length_mla": 192, "attention.value_length_mla": 128, "kda.head_dim": 128, "ssm.conv_kernel": 4}
+    | {"leading_dense_block_count": 1, "expert_shared_count": 1, "expert_gating_func": 2}
+    | {"expert_weights_scale": 2.446}
+)
 _QWEN3_MOE = _experts(128, 8, 768)
 _DELTA_NET = {"ssm.state_size": 128, "ssm.group_count": 16, "ssm.conv_kernel": 4, "rope.dimension_count": 64}
 _QWEN35 = _DELTA_NET | {"ssm.time_step_rank": 48, "ssm.inner_size": 48 * 128}
@@ -166,6 +174,11 @@ PRESETS = {
     "glm-4.7-flash": Preset(
         "deepseek2",
         _sizes(47, 2048, 10240, 20, 1, 256, 154880, 202752, 1e-5, 1e6, _GLM47_FLASH),
+        ("output.weight", "blk.1.exp_probs_b.bias"),
+    ),
+    "kimi-linear-48b-a3b": Preset(
+        "kimi-linear",
+        _sizes(27, 2304, 9216, 32, 1, 576, 163840, 1048576, 1e-5, 10000.0, _KIMI_LINEAR),
         ("output.weight", "blk.1.exp_probs_b.bias"),
     ),
     "lfm2-8b-a1b": Preset("lfm2moe", _sizes(24, 2048, 7168, 32, 8, 64, 65536, 128000, 1e-5, 1e6, _LFM2_MOE), ()),

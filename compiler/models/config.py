@@ -43,8 +43,9 @@ class LatentConfig:
     """Keys and values of all heads compressed to one vector, the latent (multi-head latent attention, DeepSeek V2).
 
     attn_kv_a_mqa gives `rank` columns, whose norm (attn_kv_a_norm) is the latent c, and the rotating columns of the
-    key, which all heads share. Attention's key is [c | rotated], its value c, its query of a head [attn_k_b q |
-    rotated] of that head's [q | columns to rotate]; attn_v_b makes the head's output of attention's result.
+    key, which all heads share, and which without a rope do not rotate. Attention's key is [c | rotated], its value c,
+    its query of a head [attn_k_b q | rotated] of that head's [q | columns to rotate]; attn_v_b makes the head's output
+    of attention's result.
     """
 
     rank: int  # columns of the latent
@@ -144,6 +145,35 @@ class DeltaNetConfig:
 
 
 @dataclass(frozen=True)
+class ChannelDeltaConfig:
+    """A gated delta net whose states decay channel by channel (Kimi Linear). q, k and v = silu(conv(attn_q h)) and so
+    on: heads of q and k, each divided by its length. Each head has a matrix M; per row
+
+        M *= exp(ssm_a * softplus(ssm_f_b ssm_f_a h + ssm_dt)), a number of each row of M
+        M += k d^T, d = sigmoid(ssm_beta h) * (v - M^T k); y = M^T q
+
+    with q divided by sqrt(head_dim), and attn_output (norm(y) * sigmoid(ssm_g_b ssm_g_a h)), a norm of each head.
+    """
+
+    heads: int
+    head_dim: int  # columns of a head of q, k and v, and between ssm_f_a and ssm_f_b, ssm_g_a and ssm_g_b
+    taps: int  # of the convolutions
+
+    @property
+    def columns(self) -> int:
+        """Of all heads of q, of k and of v."""
+        return self.heads * self.head_dim
+
+    def states(self, hidden: int) -> dict[str, Shape]:
+        """As of ShortConvConfig."""
+        return {"conv": (self.taps - 1, 3 * self.columns), "delta": (self.heads, self.head_dim, self.head_dim)}
+
+    def width(self, hidden: int) -> int:
+        """Columns of its widest intermediate tensors: q, k and v, their convolution, decays and gates."""
+        return 8 * self.columns
+
+
+@dataclass(frozen=True)
 class Mamba2Config:
     """A selective state space (Mamba-2). [z, u, t] = ssm_in h, [x, B, C] = silu(conv(u)). Each head has its columns of
     x and a matrix S of these by `state`; per row, with dt = softplus(t + ssm_dt),
@@ -180,7 +210,7 @@ class Mamba2Config:
 
 
 # What mixes the rows of a sequence. All but attention keep a state of fixed size for each sequence, which has `states`.
-Recurrent = ShortConvConfig | DeltaNetConfig | Mamba2Config
+Recurrent = ShortConvConfig | DeltaNetConfig | ChannelDeltaConfig | Mamba2Config
 Mixer = AttentionConfig | Recurrent
 
 

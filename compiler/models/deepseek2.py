@@ -28,12 +28,12 @@ from mlc_amd.compiler.models.metadata import (
 from mlc_amd.compiler.models.tensors import tensors
 from mlc_amd.compiler.models.transformer import decoder
 
-__all__ = ["decoder", "read", "tensors"]
+__all__ = ["decoder", "latent_attention", "read", "tensors"]
 
 
 def read(keys: Keys) -> ModelConfig:
     count, unused = predicting_layers(keys)
-    mixer = _attention(keys)
+    mixer = latent_attention(keys, ROPE, merged="blk.0.attn_kv_b.weight" in keys.tensors)
     rotating = mixer.head_dim - mixer.latent.rank if mixer.latent else 0
     # yarn's factor on cos and sin is in the scale of the scores
     rope = read_rope(keys, rotating, neox=False, dim=rotating, log_multiplier=1.0)
@@ -44,8 +44,8 @@ def read(keys: Keys) -> ModelConfig:
     return read_model(keys, layers, {ROPE: rope}, unused=unused)
 
 
-def _attention(keys: Keys) -> AttentionConfig:
-    merged = "blk.0.attn_kv_b.weight" in keys.tensors
+def latent_attention(keys: Keys, rope: str, merged: bool = False) -> AttentionConfig:
+    """rope: as AttentionConfig has it. merged: with attn_kv_b."""
     suffix = "" if merged else "_mla"
     heads, rank = keys.integer("attention.head_count"), keys.integer("attention.kv_lora_rank")
     rotating, value = keys.integer("rope.dimension_count"), keys.integer(f"attention.value_length{suffix}")
@@ -61,7 +61,7 @@ def _attention(keys: Keys) -> AttentionConfig:
     latent = LatentConfig(rank, columns - rotating, value, keys.integer("attention.q_lora_rank", 0, minimum=0), merged)
     factor = keys.number("rope.scaling.factor", 1.0, minimum=0.0) or 1.0
     magnitude = 1.0 + keys.number("rope.scaling.yarn_log_multiplier", 0.0, minimum=0.0) * math.log(factor)
-    return AttentionConfig(heads, 1, rank + rotating, ROPE, scale=magnitude**2 / math.sqrt(columns), latent=latent)
+    return AttentionConfig(heads, 1, rank + rotating, rope, scale=magnitude**2 / math.sqrt(columns), latent=latent)
 
 
 def _experts(keys: Keys) -> ExpertsConfig:

@@ -19,6 +19,7 @@ from mlc_amd.runtime.sampling_layout import row_shapes
 from mlc_amd.runtime.steps import page_table
 from mlc_amd.schedules.attention import PAGE, SLOTS, Attention
 from mlc_amd.schedules.formats import FORMATS
+from mlc_amd.schedules.recurrent import COLUMNS
 from mlc_amd.schedules.rows import output_rows
 
 if TYPE_CHECKING:
@@ -247,16 +248,18 @@ class Graph:
     def latent_attention(self, latent, rotating, key, layer: int) -> relax.Var:
         """Norm of the latent, RoPE, KV write and causal attention of a layer with a LatentConfig. latent: the queries'
         columns for the latent; rotating: those to rotate; key: the latent before its norm, and the columns to rotate.
-        """
+        These are taken as they are where the layer has no rotation."""
         a = self.config.layers[layer].attention
         assert a, "a layer with attention"
-        rope, layer_of = self.config.ropes[a.rope], self.target.layer(a, self.ctx)
+        rope, layer_of = self.config.ropes.get(a.rope), self.target.layer(a, self.ctx)
+        table = [self.parameters[f"{a.rope}.table"][0]] if rope else []
         cache = [self.parameters[f"{which}.{layer}"][0] for which in layer_of.cache]
         pages, norm = self.pages(layer_of.span), self.vector(f"blk.{layer}.attn_kv_a_norm.weight")
-        sources = [self.rows, pages, rotating, latent, key, norm, self.parameters[f"{a.rope}.table"][0], *cache]
+        sources = [self.rows, pages, rotating, latent, key, norm, *table, *cache]
         written = self.emit(
             "latent_kv_write", sources, **_attributes(layer_of),
-            neox=int(rope.neox), rotary=rope.dim, eps=self.config.norm_eps, query_dtype=self.target.query_dtype,
+            neox=int(rope.neox) if rope else 0, rotary=rope.dim if rope else 0, eps=self.config.norm_eps,
+            query_dtype=self.target.query_dtype,
         )  # fmt: skip
         q, *cache = (self.bb.emit(relax.TupleGetItem(written, i)) for i in range(1 + len(cache)))
         return self._attended(a, pages, q, cache, [])
@@ -290,7 +293,7 @@ class Graph:
     @property
     def cells(self) -> relax.Var:
         """The cells of each slot: where its state is, and where it goes."""
-        return self.parameter(page_table(STATE), "io", tensor_type((SLOTS, 2), "int32"))
+        return self.parameter(page_table(STATE), "io", tensor_type((SLOTS, COLUMNS), "int32"))
 
     # ---- mixtures of experts
 

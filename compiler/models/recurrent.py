@@ -4,30 +4,35 @@ stream gets.
     short_conv  W_out (C * conv(B * X))     [B, C, X] = W_in h
     mamba2      W_out norm(scan(silu(conv(W_x h)), W_dt h) * silu(W_z h))
     delta_net   W_out (norm(delta(silu(conv(W_qkv h)))) * silu(W_gate h))
+    channel_delta   W_out (norm(delta(silu(conv(W_q h, W_k h, W_v h)))) * sigmoid(W_g W_g' h))
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
-from mlc_amd.compiler.models.config import DeltaNetConfig, Mamba2Config, ShortConvConfig
+from mlc_amd.compiler.models.config import ChannelDeltaConfig, DeltaNetConfig, Mamba2Config, ShortConvConfig
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
 
 
-def causal_conv(g: Graph, x, name: str, layer: int, gated: bool = False, act: str = ""):
+def causal_conv(g: Graph, x: list, names: list[str], layer: int, gated: bool = False, act: str = ""):
     """The convolution of each column over the last positions of its sequence, then an activation. gated: x is [B, C,
-    X], and this is C * conv(B * X). name: of the weights without ".weight"; a bias beside them is added."""
-    channels, taps = g.model.tensors[f"{name}.weight"].shape
-    weights = [g.vector(f"{name}.{part}") for part in ("weight", "bias") if g.has(f"{name}.{part}")]
-    sizes = {"channels": channels, "taps": taps, "gated": int(gated), "act": act, "bias": len(weights) - 1}
-    return g.run("causal_conv", [x, *weights], layer, ["conv"], **sizes)
+    X], and this is C * conv(B * X). names: of the weights without ".weight", of each x; a bias beside them is added.
+    Several x stand side by side in the result."""
+    shapes = [g.model.tensors[f"{name}.weight"].shape for name in names]
+    weights = [g.vector(f"{name}.weight") for name in names]
+    biases = [g.vector(f"{name}.bias") for name in names if g.has(f"{name}.bias")]
+    sizes = {"channels": sum(prod(shape[:-1]) for shape in shapes), "taps": shapes[0][-1], "parts": len(names)}
+    sizes |= {"gated": int(gated), "act": act, "bias": len(biases)}
+    return g.run("causal_conv", [*x, *weights, *biases], layer, ["conv"], **sizes)
 
 
 def short_conv(g: Graph, h, i: int) -> list:
     block = f"blk.{i}.shortconv."
-    y = causal_conv(g, g.linear(h, block + "in_proj.weight"), block + "conv", i, gated=True)
+    y = causal_conv(g, [g.linear(h, block + "in_proj.weight")], [block + "conv"], i, gated=True)
     return [g.linear(y, block + "out_proj.weight")]
 
 
@@ -37,19 +42,34 @@ def delta_net(g: Graph, h, i: int) -> list:
     qkv, gate, beta, alpha = (
         g.linear(h, f"{block}{name}.weight") for name in ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")
     )
-    x = causal_conv(g, qkv, block + "ssm_conv1d", i, act="silu")
+    x = causal_conv(g, [qkv], [block + "ssm_conv1d"], i, act="silu")
     factors = [g.vector(block + name) for name in ("ssm_a", "ssm_dt.bias")]
-    sizes = {"key_heads": d.key_heads, "value_heads": d.value_heads, "d": d.head_dim, "grouped": int(d.grouped)}
-    y = g.run("delta_net", [x, beta, alpha, *factors], i, ["delta"], **sizes, eps=g.config.norm_eps)
+    sizes = {"key_heads": d.key_heads, "value_heads": d.value_heads, "d": d.head_dim, "eps": g.config.norm_eps}
+    y = g.run("delta_net", [x, beta, alpha, *factors], i, ["delta"], **sizes, grouped=int(d.grouped), by_channel=0)
     y = g.gate(y, gate, d.head_dim, silu=True, norm=block + "ssm_norm.weight")
     return [g.linear(y, block + "ssm_out.weight")]
+
+
+def channel_delta(g: Graph, h, i: int) -> list:
+    d, block = g.config.layers[i].mixer, f"blk.{i}."
+    assert isinstance(d, ChannelDeltaConfig)
+    names = [f"attn_{which}" for which in "qkv"] + ["ssm_beta", "ssm_f_a", "ssm_g_a"]
+    *qkv, beta, decay, gate = (g.linear(h, f"{block}{name}.weight") for name in names)
+    x = causal_conv(g, qkv, [f"{block}ssm_conv1d_{which}" for which in "qkv"], i, act="silu")
+    decay, gate = (g.linear(y, f"{block}ssm_{which}_b.weight") for y, which in ((decay, "f"), (gate, "g")))
+    factors = [g.vector(block + name) for name in ("ssm_a", "ssm_dt.bias")]
+    decay = g.emit("channel_decay", [decay, *factors], heads=d.heads, d=d.head_dim)
+    sizes = {"key_heads": d.heads, "value_heads": d.heads, "d": d.head_dim, "eps": g.config.norm_eps}
+    y = g.run("delta_net", [x, beta, decay], i, ["delta"], **sizes, grouped=0, by_channel=1)
+    y = g.gate(y, gate, d.head_dim, norm=block + "ssm_norm.weight")
+    return [g.linear(y, block + "attn_output.weight")]
 
 
 def mamba2(g: Graph, h, i: int) -> list:
     s, block = g.config.layers[i].recurrent, f"blk.{i}."
     assert isinstance(s, Mamba2Config)
     z, x, dt = (g.linear(h, f"{block}ssm_in_{which}.weight") for which in ("z", "x", "dt"))
-    x = causal_conv(g, x, block + "ssm_conv1d", i, act="silu")
+    x = causal_conv(g, [x], [block + "ssm_conv1d"], i, act="silu")
     factors = [g.vector(block + name) for name in ("ssm_a", "ssm_d", "ssm_dt.bias")]
     sizes = {"heads": s.heads, "d": s.head_dim, "size": s.state, "groups": s.groups}
     y = g.run("ssm_scan", [x, z, dt, *factors], i, ["ssm"], **sizes)
@@ -58,4 +78,9 @@ def mamba2(g: Graph, h, i: int) -> list:
     return [g.linear(y, block + "ssm_out.weight")]
 
 
-MIXERS = {ShortConvConfig: short_conv, DeltaNetConfig: delta_net, Mamba2Config: mamba2}
+MIXERS = {
+    ShortConvConfig: short_conv,
+    DeltaNetConfig: delta_net,
+    ChannelDeltaConfig: channel_delta,
+    Mamba2Config: mamba2,
+}

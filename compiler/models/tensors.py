@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from mlc_amd.compiler.models.config import (
     AttentionConfig,
+    ChannelDeltaConfig,
     DeltaNetConfig,
     ExpertsConfig,
     FeedForwardConfig,
@@ -145,10 +146,25 @@ def _delta_net(hidden: int, d: DeltaNetConfig) -> Listed:
     yield True, "ssm_out.weight", (hidden, d.values)
 
 
+def _channel_delta(hidden: int, d: ChannelDeltaConfig) -> Listed:
+    for which in "qkv":
+        yield True, f"attn_{which}.weight", (d.columns, hidden)
+        yield True, f"ssm_conv1d_{which}.weight", (d.columns, d.taps)
+    for which in "fg":
+        yield True, f"ssm_{which}_a.weight", (d.head_dim, hidden)
+        yield True, f"ssm_{which}_b.weight", (d.columns, d.head_dim)
+    yield True, "ssm_beta.weight", (d.heads, hidden)
+    yield True, "ssm_dt.bias", (d.columns,)
+    yield True, "ssm_a", (d.heads, 1)
+    yield True, "ssm_norm.weight", (d.head_dim,)
+    yield True, "attn_output.weight", (hidden, d.columns)
+
+
 _MIXERS: dict[type, Callable[[int, Any], Listed]] = {
     AttentionConfig: _attention,
     ShortConvConfig: _short_conv,
     DeltaNetConfig: _delta_net,
+    ChannelDeltaConfig: _channel_delta,
     Mamba2Config: _mamba2,
 }
 
@@ -183,7 +199,7 @@ def _experts(hidden: int, e: ExpertsConfig) -> Listed:
 
 
 # How the names of matrices end that are no factors of products: taps of convolutions, vectors of Mamba-2
-CONVOLUTIONS = ("conv.weight", "conv1d.weight")
+CONVOLUTIONS = ("conv.weight", "conv1d.weight", *(f"conv1d_{which}.weight" for which in "qkv"))
 STATE_SPACE = ("ssm_a", "ssm_d", "ssm_norm.weight")
 
 
@@ -251,6 +267,17 @@ def _delta_parts(hidden: int, d: DeltaNetConfig) -> Iterator[Part]:
             yield Part(name, "ssm_ba.weight", 0, (d.value_heads, hidden), d.key_heads, ((first, each),))
 
 
+def _channel_delta_parts(hidden: int, d: ChannelDeltaConfig) -> Iterator[Part]:
+    """With zeros where what is between two matrices is no whole number of blocks."""
+    filled = -(-d.head_dim // BLOCK) * BLOCK
+    if filled == d.head_dim:
+        return
+    for name in ("ssm_f_a.weight", "ssm_g_a.weight"):
+        yield Part(name, name, 0, (d.head_dim, hidden), filled=(filled, hidden))
+    for name in ("ssm_f_b.weight", "ssm_g_b.weight"):
+        yield Part(name, name, 0, (d.columns, d.head_dim), filled=(d.columns, filled))
+
+
 def _mamba2_parts(hidden: int, s: Mamba2Config) -> Iterator[Part]:
     first = 0
     for which, rows in (("z", s.inner), ("x", s.channels), ("dt", s.heads)):
@@ -265,6 +292,7 @@ def _no_parts(hidden: int, mixer) -> Iterator[Part]:
 _MIXER_PARTS: dict[type, Callable[[int, Any], Iterator[Part]]] = {
     AttentionConfig: _attention_parts,
     DeltaNetConfig: _delta_parts,
+    ChannelDeltaConfig: _channel_delta_parts,
     Mamba2Config: _mamba2_parts,
 }
 

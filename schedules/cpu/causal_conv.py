@@ -2,6 +2,7 @@
 
     Y[p] = act(sum over t < taps of W[t] * X[p - taps + 1 + t] + B)
     gated: X holds [B, C, X], columns side by side, and Y[p] = C[p] * (the same of B * X)
+    parts: the columns come from so many tensors of as many columns, each with weights of its own
 
 In: `state`, rows and cells (`schedules/recurrent.py`), X float32 [m, channels or 3 * channels], W float32 [channels,
 taps] flat, States float32 [cells, taps - 1, channels]: the last inputs, the oldest first. Out: Y float32 [m, channels],
@@ -14,36 +15,53 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.cpu.activation import ACTIVATIONS
 from mlc_amd.schedules.cpu.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, registers, store
-from mlc_amd.schedules.recurrent import CELLS, begins, cells_of, run_args, run_length, runs
+from mlc_amd.schedules.recurrent import (
+    CELLS,
+    RunCells,
+    begins,
+    check_parts,
+    part_args,
+    run_args,
+    run_length,
+    runs,
+)
 
 
-def causal_conv(channels, taps, single, m, gated, act, bias, isa, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32 [m, 2], cells int32 [SLOTS, 2], X, W, B float32 [channels] if `bias`, States,
-    Y). ValueError unless 16 divides the channels."""
-    if channels % LANES:
-        raise ValueError(f"a convolution of {channels} columns: they must be a multiple of {LANES}")
+def causal_conv(channels, taps, single, m, gated, act, bias, parts, isa, name) -> tirx.PrimFunc:
+    """Kernel (state int32[4], rows, cells, X, W, B float32 [channels] if `bias`, States, Y). Several parts are X0, X1
+    .., W0, W1 .. ValueError unless 16 divides the channels of each, and for parts that are no such."""
+    if channels % (LANES * parts):
+        raise ValueError(f"a convolution of {channels} columns: they must be a multiple of {LANES * parts}")
+    check_parts(channels, gated, bias, parts)
     with kernel(name) as (builder, state):
         rows, cells = run_args(m)
-        X = T.arg("X", T.buffer((m, channels * (3 if gated else 1)), "float32"))
-        W = T.arg("W", T.buffer((-(-channels * taps // LANES) * LANES,), "float32"))
+        own = channels // parts
+        inputs = part_args("X", parts, (m, own * (3 if gated else 1)))
+        weight = part_args("W", parts, (-(-own * taps // LANES) * LANES,))
         B = T.arg("B", T.buffer((channels,), "float32")) if bias else None
         States = T.arg("States", T.buffer((CELLS, taps - 1, channels), "float32"))
         Y = T.arg("Y", T.buffer((m, channels), "float32"))
         live = live_rows(state, m)
-        blocks = channels // LANES
-        with T.serial(blocks) if m == 1 else T.parallel(blocks) as block:
-            column = T.Bind(block * LANES)
+
+        def convolve(X, W, before, column):
+            """16 columns of a part, which `before` columns of others precede."""
             weights = [T.Bind(W[T.ramp(column * taps + t, taps, LANES)]) for t in range(taps)]
             last = [registers(LANES) for _ in range(taps - 1)]
             with T.serial(T.min(live, T.int32(runs(m, single)))) as first, T.If(begins(rows, first)), T.Then():
-                source, target = cells_of(rows, cells, first)
+                places = RunCells(rows, cells, first, single)
+                length = run_length(state, rows, first, m, single, live)
+
+                def keep(target, column=column, last=last):
+                    for t, cell in enumerate(last):
+                        store(States, cell[at(0)], target, t, at(before + column))
+
                 for t, cell in enumerate(last):
                     with T.If(rows[first, 0] > 0):
                         with T.Then():
-                            store(cell, States[source, t, at(column)], at(0))
+                            store(cell, States[places.source, t, at(before + column)], at(0))
                         with T.Else():
                             store(cell, f32(0.0), at(0))
-                with T.serial(run_length(state, rows, first, m, single, live)) as step:
+                with T.serial(length) as step:
                     row = T.Bind(first + step)
                     x = X[row, at(column)]
                     if gated:
@@ -55,9 +73,14 @@ def causal_conv(channels, taps, single, m, gated, act, bias, isa, name) -> tirx.
                     y = T.Bind(total + B[at(column)] if bias else total)
                     if act:
                         y = ACTIVATIONS[act](y, f32(1.0), isa, LANES)
-                    store(Y, y * X[row, at(column + channels)] if gated else y, row, at(column))
+                    store(Y, y * X[row, at(column + channels)] if gated else y, row, at(before + column))
                     for cell, value in zip(last, values[1:], strict=True):
                         store(cell, value, at(0))
-                for t, cell in enumerate(last):
-                    store(States, cell[at(0)], target, t, at(column))
+                    places.keep(step, keep)
+                keep(places.behind(length - 1))
+
+        blocks = own // LANES
+        for part, (X, W) in enumerate(zip(inputs, weight, strict=True)):
+            with T.serial(blocks) if m == 1 else T.parallel(blocks) as block:
+                convolve(X, W, part * own, T.Bind(block * LANES))
     return builder.get()

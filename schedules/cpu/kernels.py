@@ -8,6 +8,7 @@ None for the default one. The kernel's parameters are the operator's inputs, tup
 from mlc_amd.schedules.attention import Attention, Rope, described
 from mlc_amd.schedules.cpu.attention import attention
 from mlc_amd.schedules.cpu.causal_conv import causal_conv
+from mlc_amd.schedules.cpu.channel_decay import channel_decay
 from mlc_amd.schedules.cpu.delta_net import delta_net
 from mlc_amd.schedules.cpu.embed import embed
 from mlc_amd.schedules.cpu.expert_rows import combine, expert_order, gather
@@ -98,12 +99,16 @@ def _combine(n, m, experts, used, tile, weighted, residual, arch, name, plan):
     return combine(n, m, Experts(experts, used, tile), weighted, residual, name)
 
 
-def _causal_conv(channels, taps, single, m, gated, act, bias, arch, name, plan):
-    return causal_conv(channels, taps, single, m, gated, act, bias, arch.isa, name)
+def _causal_conv(channels, taps, single, m, gated, act, bias, arch, name, plan, parts=1):
+    return causal_conv(channels, taps, single, m, gated, act, bias, parts, arch.isa, name)
 
 
-def _delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name, plan):
-    return delta_net(key_heads, value_heads, d, single, m, grouped, eps, name)
+def _channel_decay(heads, d, m, arch, name, plan):
+    return channel_decay(heads, d, m, name)
+
+
+def _delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name, plan, by_channel=False):
+    return delta_net(key_heads, value_heads, d, single, m, grouped, eps, by_channel, name)
 
 
 def _ssm_scan(m, arch, name, plan, **sizes):
@@ -137,6 +142,7 @@ BUILDERS = {
     "expert_down": _expert_down,
     "combine": _combine,
     "causal_conv": _causal_conv,
+    "channel_decay": _channel_decay,
     "delta_net": _delta_net,
     "gate": _gate,
     "sample": _sample,

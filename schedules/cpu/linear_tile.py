@@ -22,7 +22,7 @@ from mlc_amd.schedules.cpu.unpack import Unpacked
 from mlc_amd.schedules.cpu.vector import LINE, at, bf16, largest_divisor, local, prefetch, splat, store, widen
 from mlc_amd.schedules.formats import Format
 
-FLOAT_UNROLL = 4  # columns of a float kernel's loop step, and in decode independent sums
+FLOAT_UNROLL = 4  # columns of a float kernel's loop step, and in decode independent sums of 16-bit weights
 
 
 def check_tiles(m, p):
@@ -252,7 +252,9 @@ def _emit_dots(fmt, blocks, acts, token_tile, b, tokens, sums, first, isa):
 def _emit_float(fmt, weights, acts, token_tile, tokens, rows, plan, isa, epilogue, ahead):
     W, tile = weights.bufs["W"], weights.tile
     lanes, count = isa.lanes, len(rows)
-    chains = FLOAT_UNROLL if acts.p == 1 else 1  # independent sums hide the latency of additions
+    # Independent sums hide the latency of additions. With float32 weights, as routers have, there is one sum: a column
+    # is a cache line, which takes longer to come than an addition, and a row's sum is the same alone and in a tile.
+    chains = FLOAT_UNROLL if acts.p == 1 and fmt.name != "f32" else 1
     sums = _Sums(len(tokens) * count * chains, lanes)
     read = {"f32": widen, "f16": isa.half, "bf16": bf16}[fmt.name]
 

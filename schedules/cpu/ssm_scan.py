@@ -15,13 +15,13 @@ from mlc_amd.schedules.attention import padded_columns
 from mlc_amd.schedules.cpu.activation import silu
 from mlc_amd.schedules.cpu.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.vector import LANES, at, f32, registers, splat, store
-from mlc_amd.schedules.recurrent import CELLS, begins, cells_of, run_args, run_length, runs, softplus
+from mlc_amd.schedules.recurrent import CELLS, RunCells, begins, run_args, run_length, runs, softplus
 
 STEP = 4  # rows of a matrix whose loads come together
 
 
 def ssm_scan(heads, d, size, groups, single, m, isa, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32 [m, 2], cells int32 [SLOTS, 2], X, Z, Dt, A, D, Bias, States, Y). ValueError
+    """Kernel (state int32[4], rows, cells, X, Z, Dt, A, D, Bias, States, Y). ValueError
     unless 16 divides d and 4 divides size."""
     if d % LANES or size % STEP:
         raise ValueError(f"heads of {d} by {size} columns: these must be multiples of {LANES} and {STEP}")
@@ -40,25 +40,26 @@ def ssm_scan(heads, d, size, groups, single, m, isa, name) -> tirx.PrimFunc:
             b_at = T.Bind(inner + head // (heads // groups) * size)
             c_at, x_at = b_at + groups * size, T.Bind(head * d + column)
             with T.serial(T.min(live, T.int32(runs(m, single)))) as first, T.If(begins(rows, first)), T.Then():
-                source, target = cells_of(rows, cells, first)
-                with T.If(rows[first, 0] <= 0):
-                    with T.Then(), T.serial(size) as i:
-                        store(States, f32(0.0), target, head, at(i * d + column))
-                    with T.Else(), T.If(source != target), T.Then(), T.serial(size) as i:
-                        place = at(i * d + column)
-                        store(States, States[source, head, place], target, head, place)
+                places = RunCells(rows, cells, first, single)
+                before = T.alloc_buffer((1,), "int32", scope="local")  # the cell of the state before a row
+                T.buffer_store(before, places.source, [0])
+                with T.If(rows[first, 0] <= 0), T.Then():
+                    T.buffer_store(before, places.behind(T.int32(0)), [0])
+                    with T.serial(size) as i:
+                        store(States, f32(0.0), before[0], head, at(i * d + column))
                 with T.serial(run_length(state, rows, first, m, single, live)) as step:
-                    row = T.Bind(first + step)
+                    row, source, target = T.Bind(first + step), T.Bind(before[0]), places.behind(step)
+                    T.buffer_store(before, target, [0])
                     dt = softplus(Dt[row, head] + Bias[head])
                     decay, x = T.Bind(T.exp(A[head] * dt)), T.Bind(X[row, at(x_at)])
                     change, total = T.Bind(x * splat(dt)), registers(LANES)
                     store(total, x * splat(D[head]), at(0))
                     with T.serial(size // STEP) as block:
-                        for i in range(STEP):
-                            n = T.Bind(block * STEP + i)
-                            place = target, head, at(n * d + column)
-                            new = T.Bind(States[place] * splat(decay) + change * splat(X[row, b_at + n]))
-                            store(States, new, *place)
+                        numbers = [T.Bind(block * STEP + i) for i in range(STEP)]
+                        old = [T.Bind(States[source, head, at(n * d + column)]) for n in numbers]
+                        for i, n in enumerate(numbers):
+                            new = T.Bind(old[i] * splat(decay) + change * splat(X[row, b_at + n]))
+                            store(States, new, target, head, at(n * d + column))
                             store(total, total[at(0)] + new * splat(X[row, c_at + n]), at(0))
                     store(Y, silu(T.Bind(Z[row, at(x_at)]), total[at(0)], isa), row, at(x_at))
     return builder.get()

@@ -11,6 +11,7 @@ from mlc_amd.schedules.gpu import gemv_matrix
 from mlc_amd.schedules.gpu.attention import attention
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.causal_conv import causal_conv
+from mlc_amd.schedules.gpu.channel_decay import channel_decay
 from mlc_amd.schedules.gpu.delta_net import delta_net
 from mlc_amd.schedules.gpu.embed import embed
 from mlc_amd.schedules.gpu.expert_gemm import expert_linear
@@ -127,12 +128,16 @@ def _combine(n, m, experts, used, tile, weighted, residual, arch, name, plan):
     return combine(n, m, Experts(experts, used, tile), weighted, residual, arch, name, plan)
 
 
-def _causal_conv(channels, taps, single, m, gated, act, bias, arch, name, plan):
-    return causal_conv(channels, taps, single, m, gated, act, bias, arch, name)
+def _causal_conv(channels, taps, single, m, gated, act, bias, arch, name, plan, parts=1):
+    return causal_conv(channels, taps, single, m, gated, act, bias, parts, arch, name)
 
 
-def _delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name, plan):
-    return delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name)
+def _channel_decay(heads, d, m, arch, name, plan):
+    return channel_decay(heads, d, m, arch, name)
+
+
+def _delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name, plan, by_channel=False):
+    return delta_net(key_heads, value_heads, d, single, m, grouped, eps, by_channel, arch, name)
 
 
 def _ssm_scan(m, arch, name, plan, **sizes):
@@ -168,6 +173,7 @@ BUILDERS = {
     "expert_down": _expert_down,
     "combine": _combine,
     "causal_conv": _causal_conv,
+    "channel_decay": _channel_decay,
     "delta_net": _delta_net,
     "gate": _gate,
     "sample": _sample,

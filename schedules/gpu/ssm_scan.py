@@ -19,11 +19,11 @@ from mlc_amd.schedules.gpu.device import fma, launch, wave_sum
 from mlc_amd.schedules.gpu.lane_rows import LANES, load_row, store_row, waves_of
 from mlc_amd.schedules.gpu.registers import local, put
 from mlc_amd.schedules.gpu.step import kernel, live_rows, state_arg
-from mlc_amd.schedules.recurrent import CELLS, begins, cells_of, run_args, run_length, runs, softplus
+from mlc_amd.schedules.recurrent import CELLS, RunCells, begins, run_args, run_length, runs, softplus
 
 
 def ssm_scan(heads, d, size, groups, single, m, arch, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32 [m, 2], cells int32 [SLOTS, 2], X, Z, Dt, A, D, Bias, States, Y). A workgroup
+    """Kernel (state int32[4], rows, cells, X, Z, Dt, A, D, Bias, States, Y). A workgroup
     has a part of one matrix and one sequence. ValueError for heads whose columns do not fill waves."""
     inner, padded = heads * d, padded_columns(heads)
     columns, waves = waves_of(d, size, arch)
@@ -41,15 +41,19 @@ def ssm_scan(heads, d, size, groups, single, m, arch, name) -> tirx.PrimFunc:
         with launch(grid, (arch.wave, waves)) as (part, head, first, lane, wave):
             live = live_rows(state, m)
             with T.If(first < live), T.Then(), T.If(begins(rows, first)), T.Then():
-                source, target = cells_of(rows, cells, first)
+                places, length = RunCells(rows, cells, first, single), run_length(state, rows, first, m, single, live)
                 column = T.Bind((part * waves + wave) * columns + lane // LANES)
                 begin, x_at = T.Bind(lane % LANES * count), T.Bind(head * d + column)
                 b_at = T.Bind(inner + head // (heads // groups) * size + begin)
                 own = T.Bind(column * size + begin)
                 matrix = [local(1) for _ in range(count)]
-                for cell, x in zip(matrix, load_row(States, (source, head), own, count), strict=True):
+                for cell, x in zip(matrix, load_row(States, (places.source, head), own, count), strict=True):
                     put(cell, T.Select(rows[first, 0] > 0, x, T.float32(0)), 0)
-                with T.serial(run_length(state, rows, first, m, single, live)) as step:
+
+                def keep(target, head=head, own=own, matrix=matrix):
+                    store_row(States, (target, head), own, [T.Bind(cell[0]) for cell in matrix])
+
+                with T.serial(length) as step:
                     row = T.Bind(first + step)
                     b, c = (load_row(X, (row,), base, count) for base in (b_at, b_at + groups * size))
                     dt, x = softplus(Dt[row, head] + Bias[head]), T.Bind(X[row, x_at])
@@ -60,5 +64,6 @@ def ssm_scan(heads, d, size, groups, single, m, arch, name) -> tirx.PrimFunc:
                     y = fma(x, D[head], wave_sum(arch, total, LANES))
                     with T.If(lane % LANES == 0), T.Then():
                         T.buffer_store(Y, y * ACTIVATIONS["silu"](T.Bind(Z[row, x_at])), [row, x_at])
-                store_row(States, (target, head), own, [T.Bind(cell[0]) for cell in matrix])
+                    places.keep(step, keep)
+                keep(places.behind(length - 1))
     return ir.get()

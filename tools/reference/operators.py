@@ -156,9 +156,9 @@ def _latent_kv_write(c: Case) -> dict[str, Result]:
 
     def written(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(queries, keys) of these rows, [rows, heads, d]."""
-        cs = c.arrays["CS"][c.places(rows)[0]]
+        cs = c.arrays["CS"][c.places(rows)[0]] if rope.rotary else np.zeros((len(rows), 0))
         key = c.arrays["K"][rows][:, None, : layer.d]
-        q = rope_reference(_heads(c, "Q", rows, rope.rotary, layer.heads), cs, plain, None)
+        q = rope_reference(_heads(c, "Q", rows, layer.d - layer.values, layer.heads), cs, plain, None)
         k = rope_reference(key[..., layer.values :], cs, plain, None)
         latent = rms(key[..., : layer.values], eps) * weight
         return (
@@ -322,5 +322,6 @@ OPERATORS: dict[str, Callable[[Case], dict[str, Result]]] = {
     "route": _route, "norm_route": _norm_route, "expert_order": _expert_order, "gather": _gather,
     "expert_gate_up": _expert_gate_up, "expert_linear": _expert_linear, "expert_down": _expert_down,
     "combine": _combine, "sample": _sample, "causal_conv": states.causal_conv,
+    "channel_decay": states.channel_decay,
     "delta_net": states.delta_net, "ssm_scan": states.ssm_scan, "gate": states.gate,
 }  # fmt: skip

@@ -11,31 +11,41 @@ from mlc_amd.tools.reference import experts
 from mlc_amd.tools.reference.case import Case, Result, rms
 
 
-def runs(c: Case) -> Iterator[tuple[np.ndarray, np.ndarray | None, int]]:
-    """(rows, the state before them or None at position 0, the cell of the state behind them) of each run."""
+def runs(c: Case) -> Iterator[tuple[np.ndarray, np.ndarray | None, list[int]]]:
+    """(rows, the state before them or None at position 0, the cells of the states behind each) of each run."""
     positions, slots = c.places(np.arange(c.live))
     for slot in dict.fromkeys(slots.tolist()):
         rows = np.flatnonzero(slots == slot)
-        source, target = c.arrays["cells"][slot]
-        yield rows, c.arrays["States"][source].astype(np.float64) if positions[rows[0]] else None, int(target)
+        source, *targets = c.arrays["cells"][slot].tolist()
+        before = c.arrays["States"][source].astype(np.float64) if positions[rows[0]] else None
+        yield rows, before, [targets[min(i, len(targets) - 1)] for i in range(len(rows))]
 
 
 def causal_conv(c: Case) -> dict[str, Result]:
     a, states = c.args, c.arrays["States"].astype(np.float64)
     channels, taps = a["channels"], a["taps"]
-    w = c.arrays["W"][: channels * taps].reshape(channels, taps).astype(np.float64)
-    x, gate = c.arrays["X"][: c.live].astype(np.float64), 1.0
+    own = channels // (parts := a.get("parts", 1))
+    of = [""] if parts == 1 else [str(i) for i in range(parts)]
+    w = np.concatenate([c.arrays["W" + i][: own * taps].reshape(own, taps) for i in of]).astype(np.float64)
+    x, gate = np.concatenate([c.arrays["X" + i][: c.live] for i in of], axis=1).astype(np.float64), 1.0
     if a["gated"]:
         b, gate, x = (x[:, i * channels : (i + 1) * channels] for i in range(3))
         x = b * x
     y = np.empty((c.live, channels))
-    for rows, before, target in runs(c):
+    for rows, before, targets in runs(c):
         seen = np.concatenate([np.zeros((taps - 1, channels)) if before is None else before, x[rows]])
         y[rows] = sum(seen[t : t + len(rows)] * w[:, t] for t in range(taps))
-        states[target] = seen[len(rows) :]
+        for i, target in enumerate(targets, 1):
+            states[target] = seen[i : i + taps - 1]
     y = y + c.arrays["B"][:channels] if a["bias"] else y
     y = experts.ACTIVATIONS[a["act"]](y, 1.0) if a["act"] else y
     return _with_states(c, y * gate, states)
+
+
+def channel_decay(c: Case) -> dict[str, Result]:
+    heads, d = c.args["heads"], c.args["d"]
+    x = c.arrays["X"][c.rows, : heads * d] + c.arrays["Dt"][: heads * d].astype(np.float64)
+    return {"Y": Result(np.exp(c.arrays["A"][:heads].repeat(d) * np.logaddexp(0.0, x)), c.rows)}
 
 
 def delta_net(c: Case) -> dict[str, Result]:
@@ -47,18 +57,22 @@ def delta_net(c: Case) -> dict[str, Result]:
     q, k, v = (part.reshape(c.live, -1, d) for part in parts)
     heads = np.arange(values) // (values // keys) if a["grouped"] else np.arange(values) % keys
     q, k = ((x / np.sqrt((x * x).sum(-1, keepdims=True) + a["eps"]))[:, heads] for x in (q, k))
-    beta, alpha = (c.arrays[name][: c.live, :values].astype(np.float64) for name in ("Beta", "Alpha"))
-    decay = np.exp(c.arrays["A"][:values] * np.logaddexp(0.0, alpha + c.arrays["Dt"][:values]))
+    beta = c.arrays["Beta"][: c.live, :values].astype(np.float64)
+    if a.get("by_channel"):
+        decay = c.arrays["Decay"][: c.live].astype(np.float64).reshape(c.live, values, d, 1)
+    else:
+        alpha = c.arrays["Alpha"][: c.live, :values].astype(np.float64)
+        decay = np.exp(c.arrays["A"][:values] * np.logaddexp(0.0, alpha + c.arrays["Dt"][:values]))[..., None, None]
     y = np.empty((c.live, values, d))
-    for rows, before, target in runs(c):
+    for rows, before, targets in runs(c):
         matrix = np.zeros((values, d, d)) if before is None else before
         matrix = matrix if c.layout == "cpu" else matrix.transpose(0, 2, 1)
-        for row in rows:
-            matrix = matrix * decay[row][:, None, None]
+        for row, target in zip(rows, targets, strict=True):
+            matrix = matrix * decay[row]
             change = (v[row] - np.einsum("hij,hi->hj", matrix, k[row])) * experts.sigmoid(beta[row])[:, None]
             matrix = matrix + k[row][:, :, None] * change[:, None]
             y[row] = np.einsum("hij,hi->hj", matrix, q[row]) / np.sqrt(d)
-        states[target] = matrix if c.layout == "cpu" else matrix.transpose(0, 2, 1)
+            states[target] = matrix if c.layout == "cpu" else matrix.transpose(0, 2, 1)
     return _with_states(c, y.reshape(c.live, -1), states)
 
 
@@ -74,16 +88,16 @@ def ssm_scan(c: Case) -> dict[str, Result]:
     dt = np.logaddexp(0.0, c.arrays["Dt"][:live, :heads] + bias)
     y, z = np.empty((live, heads, d)), c.arrays["Z"][:live, :inner].astype(np.float64)
     shape = (heads, d, size) if c.layout == "gpu" else (heads, size, d)
-    for rows, before, target in runs(c):
+    for rows, before, targets in runs(c):
         matrix = np.zeros((heads, d, size))
         if before is not None:
             matrix = before.reshape(shape) if c.layout == "gpu" else before.reshape(shape).transpose(0, 2, 1)
-        for row in rows:
+        for row, target in zip(rows, targets, strict=True):
             matrix = matrix * np.exp(factor * dt[row])[:, None, None]
             matrix = matrix + (x[row] * dt[row][:, None])[..., None] * b[row][:, None]
             y[row] = np.einsum("hdn,hn->hd", matrix, to_y[row]) + skip[:, None] * x[row]
-        kept = matrix if c.layout == "gpu" else matrix.transpose(0, 2, 1)
-        states[target] = kept.reshape(heads, -1)
+            kept = matrix if c.layout == "gpu" else matrix.transpose(0, 2, 1)
+            states[target] = kept.reshape(heads, -1)
     return _with_states(c, y.reshape(live, inner) * z * experts.sigmoid(z), states)
 
 
