@@ -1,5 +1,6 @@
 """The plans of GPU kernels. The fields of a plan are described by its dataclass, in the kernel's module."""
 
+from dataclasses import replace
 from functools import partial
 
 from mlc_amd.schedules.attention import PAGE, Attention, Rope, described, padded_columns
@@ -7,6 +8,7 @@ from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.gpu import (
     attention_coop_tiles,
     attention_decode,
+    attention_latent_tiles,
     attention_prefill,
     attention_prefill_dot,
     expert_gemv,
@@ -49,6 +51,7 @@ FEW_TILE = {
 }  # fmt: skip
 DOT = {"tokens": (16, 32, 64, 128), "rows": (32, 64, 128), "threads_m": (1, 2, 4, 8)}
 ATTENTION_COOP = {"waves": WAVES, "fragments": (1, 2), "keys": (16, 32, 64), "parts": (1, 2, 4)}
+ATTENTION_LATENT = {"waves": (4, 8), "rows": (16, 32, 64), "keys": (16, 32), "buffers": (1, 2), "held": (0, 4, 9, 18)}
 ATTENTION_MATRIX = {"threads": (32, 64, 128, 256), "blocks": (1, 2, 4)}
 ATTENTION_DOT = {"threads": (32, 64, 128, 256), "rows": (4, 8, 16)}
 DECODE = {
@@ -253,6 +256,9 @@ def _attention(workload, arch) -> Space:
         return _decode(workload, arch)
     shape = [args[name] for name in ("m", "heads", "kv_heads", "d")]
     if args.get("values"):
+        layer = described(Attention, args)
+        if tile := attention_latent_tiles.tile_of(layer, arch):
+            return _attention_latent(arch, args["m"], layer, tile)
         return _attention_dot(arch, *shape, default=attention_prefill_dot.LATENT_PLAN)
     if arch.matrix == "coop":
         return _attention_coop(arch, *shape)
@@ -281,6 +287,20 @@ def _attention_coop(arch, m, heads, kv_heads, d) -> Space:
         attention_coop_tiles.tile_of(m, heads, kv_heads, width, arch),
         kernel,
     )
+
+
+def _attention_latent(arch, m, layer, default) -> Space:
+    def kernel(tile) -> Kernel:
+        shape, threads = attention_latent_tiles.shape_of(tile, layer, arch), tile.waves * arch.wave
+        if not shape:
+            raise ValueError(f"{tile} does not fit {arch.name}")
+        rows, columns, _ = arch.fragment
+        if shape.row_fragments * shape.columns * rows * columns // arch.wave > SUMS:
+            raise ValueError(f"{tile} takes more registers than {arch.name} has")
+        same = replace(tile, held=min(tile.held, shape.steps))
+        return Kernel(same, -(-m * layer.heads // tile.rows), threads, tile.keys * layer.width * 2 / threads)
+
+    return Space(attention_latent_tiles.Tile, ATTENTION_LATENT, default, kernel)
 
 
 def _attention_matrix(arch, m, heads, kv_heads, d) -> Space:

@@ -1,0 +1,130 @@
+"""Prefill of latent attention on cooperative matrices (`attention_latent.py`), against numpy in float64.
+
+Without a device that has such matrices, a model of them stands in. Kernels for other devices are compiled and looked
+at. Cases as in `test_vulkan_attention_coop.py`.
+"""
+
+import functools
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from attention_cases import Case, Rows, check_attention
+from fragment_model import PlainFragments
+from test_vulkan_kernels import execute
+from vulkan_harness import gpu
+
+from mlc_amd.compiler.codegen.spirv import compile_spirv
+from mlc_amd.compiler.codegen.spirv_reader import read
+from mlc_amd.schedules.attention import Attention
+from mlc_amd.schedules.gpu import attention_latent
+from mlc_amd.schedules.gpu.attention import attention
+from mlc_amd.schedules.gpu.attention_latent_tiles import Tile, lds_bytes, shape_of, tile_of
+from mlc_amd.schedules.gpu.device import launch
+from mlc_amd.schedules.gpu.pairs import from_pairs
+from mlc_amd.schedules.gpu.profiles import resolve
+
+LATENT = {"values": 64, "scale": 0.1}
+CASES = {
+    "heads_5": (Case(5, 1, 96, 16, "", states=((0, 16), (57, 13))), Tile(2, 16, 16, 1)),
+    "buffers": (Case(4, 1, 96, 16, "half", states=((300, 16),)), Tile(2, 16, 16, 2)),
+    "parts": (Case(3, 1, 64, 32, "pairs", states=((0, 32), (100, 31))), Tile(4, 32, 16, 2)),
+    "row_fragments": (Case(3, 1, 64, 32, "", states=((65, 29),)), Tile(4, 32, 16, 1, 1)),
+    "keys_32": (Case(2, 1, 64, 32, "", states=((33, 32),)), Tile(4, 16, 32, 1, 0)),
+    "mixed": (Case(4, 1, 96, 32, "half", several=8, states=(Rows((130, 5, 299), (57, 20)), Rows((3,) * 7, (0, 25)))),
+              Tile(2, 16, 16, 1)),
+}  # fmt: skip
+
+
+@functools.cache
+def device():
+    """The profile of the test device, and whether it has such matrices."""
+    found = gpu()
+    real = (16, 16, 16) in found.float16_matrices
+    profile = replace(resolve("lavapipe"), matrix="coop")
+    return (replace(profile, wave=found.subgroup[1]) if real else profile), real
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """run(name) -> what runs the case's kernel on arrays by name."""
+    profile, real = device()
+    if not real:
+
+        def launched(*extents):
+            @contextmanager
+            def opened():
+                with launch(*extents) as axes:
+                    PlainFragments.lane, PlainFragments.wave = axes[-2], extents[1][0]
+                    yield axes
+
+            return opened()
+
+        monkeypatch.setattr(attention_latent, "launch", launched)
+        monkeypatch.setattr(attention_latent, "Fragments", PlainFragments)
+
+    def make(name):
+        case, tile = CASES[name][0]._replace(attributes=LATENT), CASES[name][1]
+        kernel = attention(case.layer, case.m, case.layout, profile, "k", tile, case.single)
+
+        def on(arrays):
+            execute(kernel, arrays, profile)
+            if case.layout == "pairs":
+                arrays["H"][...] = from_pairs(arrays["H"])
+
+        return on
+
+    return make
+
+
+def compare(name, run, **how):
+    case, _ = CASES[name]
+    check_attention(case._replace(layout="half" if case.layout else "", attributes=LATENT), run(name), **how)
+
+
+QUICK = ("parts", "keys_32")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in CASES]
+)
+def test_attention(name, run):
+    compare(name, run)
+
+
+@pytest.mark.full
+def test_scores_that_grow(run):
+    compare("buffers", run, grow=60)
+
+
+@pytest.mark.parametrize(
+    "heads", [pytest.param(16, marks=pytest.mark.full), 20, pytest.param(128, marks=pytest.mark.full)]
+)
+@pytest.mark.parametrize("arch", ["nvidia", "rdna3", "rdna4"])
+def test_default_tiles_fit(heads, arch):
+    """DeepSeek V2 Lite, GLM 4.7 Flash and DeepSeek V3."""
+    profile, layer = resolve(arch), Attention(heads, 1, 576, 4096, values=512)
+    tile = tile_of(layer, profile)
+    module = compile_spirv({"k": attention(layer, 512, "pairs", profile, "k")}, profile).modules
+    (kernel,) = module.values()
+    facts = read(kernel.binary)
+    assert facts.matrix and facts.lds == kernel.lds == lds_bytes(tile, layer, profile) <= profile.lds
+    assert np.prod(kernel.block) == tile.waves * profile.wave <= profile.threads
+    assert len(kernel.binary) < 100_000
+
+
+def test_other_layers_take_no_matrices():
+    nvidia, layer = resolve("nvidia"), Attention(4, 1, 48, 128, values=40)
+    assert tile_of(layer, nvidia) is None  # not whole fragments of values
+    for arch, of in ((nvidia, layer), (resolve("vangogh"), Attention(4, 1, 48, 128, values=32))):
+        (kernel,) = compile_spirv({"k": attention(of, 64, "", arch, "k")}, arch).modules.values()
+        assert not read(kernel.binary).matrix
+
+
+@pytest.mark.parametrize("tile", [Tile(3), Tile(rows=24), Tile(keys=64), Tile(waves=2, rows=64)])
+def test_tiles_that_do_not_suit(tile):
+    layer = Attention(20, 1, 576, 128, values=512)
+    assert not shape_of(tile, layer, resolve("nvidia"))
+    with pytest.raises(ValueError, match="does not suit"):
+        attention(layer, 64, "", resolve("nvidia"), "k", tile)
