@@ -125,7 +125,7 @@ class PlainFragments:
                 T.buffer_store(self.values, self._load(i, *self._position(e)), [i * self.own + e])
 
     def store(self, i, place, stride, layout):
-        """Into vectors of float32, which divide a group."""
+        """Into float32 or vectors of them, which divide a group."""
         assert layout == "row_major" and self.kind == "sum"
         lanes = int(place.source.dtype.lanes)
         with T.serial(self.own // lanes) as v:

@@ -18,8 +18,9 @@ from vulkan_harness import gpu
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.compiler.codegen.spirv_reader import read
 from mlc_amd.schedules.attention import Attention
-from mlc_amd.schedules.gpu import attention_latent
+from mlc_amd.schedules.gpu import attention_latent, attention_latent_decode
 from mlc_amd.schedules.gpu.attention import attention
+from mlc_amd.schedules.gpu.attention_latent_decode import Plan
 from mlc_amd.schedules.gpu.attention_latent_tiles import Tile, lds_bytes, shape_of, tile_of
 from mlc_amd.schedules.gpu.device import launch
 from mlc_amd.schedules.gpu.pairs import from_pairs
@@ -61,11 +62,13 @@ def run(monkeypatch):
 
             return opened()
 
-        monkeypatch.setattr(attention_latent, "launch", launched)
+        for module in (attention_latent, attention_latent_decode):
+            monkeypatch.setattr(module, "launch", launched)
         monkeypatch.setattr(attention_latent, "Fragments", PlainFragments)
 
     def make(name):
-        case, tile = CASES[name][0]._replace(attributes=LATENT), CASES[name][1]
+        case, tile = ALL[name]
+        case = case._replace(attributes=LATENT)
         kernel = attention(case.layer, case.m, case.layout, profile, "k", tile, case.single)
 
         def on(arrays):
@@ -79,16 +82,25 @@ def run(monkeypatch):
 
 
 def compare(name, run, **how):
-    case, _ = CASES[name]
-    check_attention(case._replace(layout="half" if case.layout else "", attributes=LATENT), run(name), **how)
+    case, _ = ALL[name]
+    check_attention(
+        case._replace(layout="half" if case.layout == "pairs" else case.layout, attributes=LATENT), run(name), **how
+    )
 
 
-QUICK = ("parts", "keys_32")
+LONG = tuple((length - 1, 1) for length in (1, 33, 300))
+DECODE = {
+    "one": (Case(16, 1, 64, 1, "rows", states=LONG), Plan(4, 16, 16, 1, fill=2, least=2)),
+    "two_fragments": (Case(20, 1, 64, 1, "", states=LONG), Plan(4, 32, 16, 1, 0, fill=1, least=1)),
+    "two_parts": (Case(20, 1, 64, 1, "", states=LONG), Plan(4, 16, 16, 2, fill=4, least=1)),
+    "several": (Case(20, 1, 64, 8, "", several=8, states=(Rows((130, 5, 299)), Rows((0,) * 8))),
+                Plan(4, 32, 16, 1, 0, fill=3, least=1)),
+}  # fmt: skip
+ALL = CASES | DECODE
+QUICK = ("one", "parts", "keys_32")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in ALL])
 def test_attention(name, run):
     compare(name, run)
 

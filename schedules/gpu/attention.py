@@ -9,6 +9,7 @@ from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.gpu import (
     attention_decode,
     attention_latent,
+    attention_latent_decode,
     attention_prefill,
     attention_prefill_coop,
     attention_prefill_dot,
@@ -28,6 +29,12 @@ def _prefill_of(layer: Attention, arch, plan):
     return attention_latent if isinstance(tile, Tile) else attention_prefill_dot
 
 
+def _decode_of(layer: Attention, arch, plan):
+    """That of the kernel for single rows."""
+    latent = plan or (layer.values and attention_latent_decode.plan_of(layer, arch))
+    return attention_latent_decode if isinstance(latent, attention_latent_decode.Plan) else attention_decode
+
+
 def attention(layer: Attention, m, layout, arch, name, plan=None, single=0) -> tirx.PrimFunc:
     """Kernel of `attention_step`, with `splits` if there are single rows.
 
@@ -37,11 +44,14 @@ def attention(layer: Attention, m, layout, arch, name, plan=None, single=0) -> t
     refuses, and for "rows" with more rows on an arch with matrix units. plan: of the kernel's module (with two, of the
     chunk's), instead of the arch's.
     """
+    decode = _decode_of(layer, arch, plan if m == single else None)
     if m == single:
-        return attention_decode.attention_decode(layer, layout, arch, name, plan=plan, m=m)
+        with attention_step(layer, m, layout, name, splits=True) as (ir, step):
+            decode.emit(layer, m, layout, arch, step, plan)
+        return ir.get()
     prefill = _prefill_of(layer, arch, plan)
     with attention_step(layer, m, layout, name, splits=single > 0) as (ir, step):
         if single:
-            attention_decode.emit(layer, single, layout, arch, step, live=0)
+            decode.emit(layer, single, layout, arch, step, live=0)
         prefill.emit(layer, m, layout, arch, step, plan, single)
     return ir.get()

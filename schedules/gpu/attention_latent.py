@@ -19,9 +19,9 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.attention import PAGE, Attention
+from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.gpu.attention_coop_blocks import key_block
-from mlc_amd.schedules.gpu.attention_latent_tiles import key_units, scores, shape_of, tile_of, weight_units
+from mlc_amd.schedules.gpu.attention_latent_tiles import PAD, key_units, scores, shape_of, tile_of, weight_units
 from mlc_amd.schedules.gpu.attention_prefill_coop import LIMIT, START
 from mlc_amd.schedules.gpu.attention_step import Step, attention_step
 from mlc_amd.schedules.gpu.cache import UNIT, Chunk, Pages, visible
@@ -45,28 +45,31 @@ from mlc_amd.schedules.gpu.softmax import LOWEST, soft_cap
 
 class Wave:
     """What a wave has of a tile: fragments of some columns of the queries and of the values, and a row for each lane,
-    whose weights it makes. first_row: of the tile, in the chunk; number: of the wave."""
+    whose weights it makes.
 
-    def __init__(self, arch, attention, tile, Q, chunk, first_row, number, lane):
-        self.arch, self.attention, self.tile, self.Q, self.chunk = arch, attention, tile, Q, chunk
-        self.number, self.lane, self.m, self.n, self.k = number, lane, *arch.fragment
+    first: the tile's first row, counted by tokens and heads of the step; number: of the wave; seen: seen(row) gives the
+    keys that a row sees. Fragments behind the step's last row begin earlier than they should: starts[i] is where
+    fragment i begins, fresh[i] the first of its rows that no fragment before it has.
+    """
+
+    def __init__(self, arch, attention, tile, Q, first, number, lane, seen):
+        self.arch, self.attention, self.tile, self.Q = arch, attention, tile, Q
+        self.number, self.lane, (self.m, self.n, self.k) = number, lane, arch.fragment
         shape = shape_of(tile, attention, arch)
         assert shape is not None
-        self.shape, heads = shape, attention.heads
+        self.shape, self.last = shape, int(Q.shape[0]) * attention.heads - self.m
         self.row_fragment, self.part = T.Bind(number // shape.parts), T.Bind(number % shape.parts)
-        self.row_units, self.weight_units = attention.width // UNIT + 1, weight_units(tile)
-        # fragments behind the step's last row begin earlier, and store what no fragment before them does
-        self.fresh = [T.Bind(first_row + i * self.m) for i in range(shape.row_fragments)]
-        self.before, self.last = chunk.row(0) * heads, int(Q.shape[0]) * heads - self.m
-        self.row = T.Bind(number * (arch.wave // shape.lanes) + lane // shape.lanes)
+        self.row_units, self.weight_units = attention.width // UNIT + PAD, weight_units(tile)
+        self.fresh = [T.Bind(first + i * self.m) for i in range(shape.row_fragments)]
+        self.starts = [self._start(row) for row in self.fresh]
+        self.row = T.Bind(number * (arch.wave // shape.lanes) + lane // shape.lanes)  # of the tile
         self.sub = T.Bind(lane % shape.lanes)
-        start = self._start(first_row + self.row // self.m * self.m)
-        token = T.truncdiv(T.max(start - self.before + self.row % self.m, T.int32(0)), T.int32(heads))
-        self.seen = visible(attention, T.Bind(chunk.position(token)))
-        vectors = gcd(shape.own, WIDTH)
-        self.vectors = vectors
+        self.seen = seen(T.Bind(self._start(first + self.row // self.m * self.m) + self.row % self.m))
+        self.vectors = gcd(shape.own, WIDTH)  # scores that a lane loads at once
         self.scores = T.alloc_buffer(
-            (scores(tile, arch) // vectors,), f"float32x{vectors}" if vectors > 1 else "float32", scope=WAVE_SHARED
+            (scores(tile, arch) // self.vectors,),
+            f"float32x{self.vectors}" if self.vectors > 1 else "float32",
+            scope=WAVE_SHARED,
         )
         self.pack = min(shape.own, UNIT)  # weights that a lane stores at once
         self.weights = T.alloc_buffer(
@@ -85,17 +88,14 @@ class Wave:
         return Fragments(kind, count, self.arch.fragment)
 
     def _start(self, row):
-        """The row of the step that a fragment begins with which should begin with that row of the chunk."""
-        return T.Bind(T.min(row + self.before, T.int32(self.last)))
+        return T.Bind(T.min(row, T.int32(self.last)))
 
     def _load_query(self, target, i, step):
         """Fragment i of `target` becomes the wave's fragment of queries number `step`."""
         start, heads = self.query_row, self.attention.heads
         column = T.Bind((self.part * self.shape.steps + step) * self.k)
-        target.load(
-            i, self.Q[T.truncdiv(start, T.int32(heads)), T.truncmod(start, T.int32(heads)), column],
-            self.attention.width, "row_major",
-        )  # fmt: skip
+        place = self.Q[T.truncdiv(start, T.int32(heads)), T.truncmod(start, T.int32(heads)), column]
+        target.load(i, place, self.attention.width, "row_major")
 
     def start(self):
         """Loads the queries; no key seen yet."""
@@ -190,33 +190,89 @@ class Wave:
                 for i in range(self.shape.row_fragments):
                     self.out.add_product(i * columns + x, self.weight, i, self.value, 0)
 
-    def finish(self, layout, out):
-        """Stores the outputs of the live rows, a fragment at a time through shared memory."""
-        total = wave_sum(self.arch, T.Bind(self.total[0]), self.shape.lanes)
+    def row_total(self):
+        """The sum of the weights of the lane's row."""
+        return wave_sum(self.arch, T.Bind(self.total[0]), self.shape.lanes)
+
+    def finish(self, layout, out, live):
+        """Stores the outputs of the rows of the step for whose token live(token) holds, a fragment at a time through
+        shared memory."""
+        total = self.row_total()
+        barrier()  # others may be about to rescale
         put(self.factors, rcp(total), self.row)
         barrier()
         self._multiply()
         columns, quads, heads, d = self.shape.columns, self.n // WIDTH, self.attention.heads, self.attention.value_d
-        base = T.Bind(self.number * (self.m * self.n // self.vectors))
+        base, units = T.Bind(self.number * (self.m * self.n // self.vectors)), WIDTH // self.vectors
         for i, fresh in enumerate(self.fresh):
-            begin = T.Bind(self._start(fresh) - self.before)
             for x in range(columns):
                 self.out.store(i * columns + x, self.scores[base], self.n, "row_major")
                 wave_barrier()
                 for first in range(0, self.m * quads, self.arch.wave):
                     place = T.Bind(first + self.lane)
-                    y = []
-                    for v in range(WIDTH // self.vectors):
-                        unit = T.Bind(self.scores[base + place * (WIDTH // self.vectors) + v])
-                        y += [T.Bind(lane_of(unit, e) if self.vectors > 1 else unit) for e in range(self.vectors)]
-                    row = T.Bind(begin + place // quads)
+                    found = [T.Bind(self.scores[base + place * units + v]) for v in range(units)]
+                    y = [T.Bind(x) for unit in found for x in self._elements(unit)]
+                    row = T.Bind(self.starts[i] + place // quads)
                     token, head = T.Bind(T.truncdiv(row, T.int32(heads))), T.Bind(T.truncmod(row, T.int32(heads)))
-                    live = tirx.all(row >= fresh, token < self.chunk.count)
-                    if self.m * quads % self.arch.wave:
-                        live = tirx.all(live, place < self.m * quads)
                     column = T.Bind(head * d + (self.number * columns + x) * self.n + place % quads * WIDTH)
-                    emit_store(self.arch, layout, out, y, T.Bind(self.chunk.row(token)), column, live)
+                    emit_store(self.arch, layout, out, y, token, column, (row >= fresh) & live(token))
                 wave_barrier()
+
+    def store_parts(self, Parts, first):
+        """Stores what the workgroup has of its rows' outputs, maxima and sums of weights into the float32 of Parts from
+        `first` on, as `attention_latent_decode.part_size` describes."""
+        columns, d = self.shape.columns, self.attention.value_d
+        for i in range(self.shape.row_fragments):
+            for x in range(columns):
+                place = T.Bind(first + i * self.m * d + (self.number * columns + x) * self.n)
+                self.out.store(i * columns + x, Parts[place], d, "row_major")
+        total = self.row_total()
+        with T.If(self.sub == 0), T.Then():
+            place = T.Bind(first + self.tile.rows * d + self.row * 2)
+            put(Parts, self.top[0], place)
+            put(Parts, total, place + 1)
+
+    def _elements(self, unit):
+        return [lane_of(unit, e) for e in range(self.vectors)] if self.vectors > 1 else [unit]
+
+
+def attend(wave: Wave, cache, slot, begin, end, tid, threads) -> None:
+    """Lets the waves of a workgroup process the blocks of keys number begin .. end-1 of a slot, of which there is one
+    at least."""
+    attention, tile = wave.attention, wave.tile
+    keys, size = key_block(attention, tile.keys, threads, tid, tile.buffers), key_units(tile, attention)
+
+    def first_key(number):
+        """Of the block with that number; of the last one for those behind it."""
+        return T.Bind(T.min(number, end - 1) * tile.keys)
+
+    pages = Pages(cache, slot, [first_key(begin), first_key(begin + 1)])
+    page, _ = pages.take()
+    keys.load(cache.block(0, T.Bind(begin * tile.keys), page, tile.keys))
+    keys.store()
+    barrier()
+    with T.serial(end - begin) as i:
+        number = T.Bind(i + begin)
+        _, page = pages.take(first_key(number + 2))
+        following = cache.block(0, first_key(number + 1), page, tile.keys)
+        place = T.int32(0)
+        if tile.buffers > 1:
+            place = T.Bind((i & 1) * size)
+            keys.load(following)
+        wave.score(keys.buffer, place)
+        barrier()
+        if tile.buffers > 1:
+            keys.store(T.Bind(size - place))
+        else:
+            keys.load(following)
+        wave.weigh(T.Bind(number * tile.keys))
+        barrier()
+        wave.rescale()
+        wave.add_values(keys.buffer, place)
+        if tile.buffers == 1:
+            barrier()
+            keys.store()
+            barrier()
 
 
 def attention_latent(attention: Attention, m, layout, arch, name, plan=None) -> tirx.PrimFunc:
@@ -235,58 +291,30 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0)
     for rows that are not live. Errors: of `attention_latent`."""
     if layout == "rows":
         raise UserError("latent attention on matrix units gives float32 or float16, not int8 blocks")
-    tile, heads, cache = plan or tile_of(attention, arch), attention.heads, step.cache
+    tile, heads = plan or tile_of(attention, arch), attention.heads
     if tile is None or m * heads < arch.fragment[0]:
         raise UserError(f"latent attention of {m} rows and {heads} heads of {attention.d} has no tile for {arch.name}")
-    if not shape_of(tile, attention, arch) or PAGE % tile.keys:
+    if not shape_of(tile, attention, arch):
         raise ValueError(f"{tile} does not suit {attention} on {arch.name}")
     tiles = -(-m * heads // tile.rows)
     with launch((tiles,), (arch.wave, tile.waves)) as (reverse, lane, thread_wave):
         number = uniform(arch, thread_wave)
-        tid, threads = T.Bind(number * arch.wave + lane), tile.waves * arch.wave
         chunk = Chunk(step.state, step.rows, m, attention, single)
-        first_row = T.Bind((tiles - 1 - reverse) * tile.rows)  # the longest first
-        keys = key_block(attention, tile.keys, threads, tid, tile.buffers)
-        size = key_units(tile, attention)
+        first_row = T.Bind((tiles - 1 - reverse) * tile.rows)  # of the chunk; the longest first
+        before = chunk.row(0) * heads
+
+        def seen(row):
+            token = T.truncdiv(T.max(row - before, T.int32(0)), T.int32(heads))
+            return visible(attention, T.Bind(chunk.position(token)))
+
         # a loop of 0 or 1 iterations: barriers in an `if` are refused
         with T.serial(T.cast(first_row < chunk.count * heads, "int32")):
-            wave = Wave(arch, attention, tile, step.Q, chunk, first_row, number, lane)
+            wave = Wave(arch, attention, tile, step.Q, T.Bind(first_row + before), number, lane, seen)
             wave.start()
             last = T.min(T.truncdiv(first_row + (tile.rows - 1), T.int32(heads)), chunk.count - 1)
             begin = T.int32(0)
             if attention.span:
                 begin = visible(attention, chunk.position(T.truncdiv(first_row, T.int32(heads)))).first_block(tile.keys)
             end = visible(attention, chunk.position(last)).end_block(tile.keys)
-
-            def first_key(number):
-                """Of the block with that number; of the last one for those behind it."""
-                return T.Bind(T.min(number, end - 1) * tile.keys)
-
-            pages = Pages(cache, chunk.slot, [first_key(begin), first_key(begin + 1)])
-            page, _ = pages.take()
-            keys.load(cache.block(0, T.Bind(begin * tile.keys), page, tile.keys))
-            keys.store()
-            barrier()
-            with T.serial(end - begin) as i:
-                number = T.Bind(i + begin)
-                _, page = pages.take(first_key(number + 2))
-                place, other = T.int32(0), T.int32(0)
-                if tile.buffers > 1:
-                    place = T.Bind((i & 1) * size)
-                    other = T.Bind(size - place)
-                    keys.load(cache.block(0, first_key(number + 1), page, tile.keys))
-                wave.score(keys.buffer, place)
-                barrier()
-                if tile.buffers > 1:
-                    keys.store(other)
-                else:
-                    keys.load(cache.block(0, first_key(number + 1), page, tile.keys))
-                wave.weigh(T.Bind(number * tile.keys))
-                barrier()
-                wave.rescale()
-                wave.add_values(keys.buffer, place)
-                if tile.buffers == 1:
-                    barrier()
-                    keys.store()
-                    barrier()
-            wave.finish(layout, step.out)
+            attend(wave, step.cache, chunk.slot, begin, end, T.Bind(number * arch.wave + lane), tile.waves * arch.wave)
+            wave.finish(layout, step.out, lambda token: token < chunk.row(chunk.count))

@@ -98,9 +98,14 @@ def lds_bytes(tile: Tile, attention, arch) -> int:
     return units * UNIT * 2 + (scores(tile, arch) + tile.rows + tile.waves) * 4
 
 
+def suits(attention, arch) -> bool:
+    """Whether there are kernels for such a layer at all."""
+    return arch.matrix == "coop" and attention.values > 0 and not attention.quantized
+
+
 def tile_of(attention, arch) -> Tile | None:
     """The arch's tile; None if there is none for such a layer."""
-    if arch.matrix != "coop" or attention.quantized or not attention.values:
+    if not suits(attention, arch):
         return None
     found = (replace(tile, waves=min(tile.waves, arch.threads // arch.wave)) for tile in TILES.get(arch.family, OTHERS))
     return next((tile for tile in (*found, *OTHERS) if shape_of(tile, attention, arch)), None)
