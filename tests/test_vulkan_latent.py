@@ -18,8 +18,9 @@ from vulkan_harness import gpu
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.compiler.codegen.spirv_reader import read
 from mlc_amd.schedules.attention import Attention
-from mlc_amd.schedules.gpu import attention_latent, attention_latent_decode
+from mlc_amd.schedules.gpu import attention_latent, attention_latent_decode, attention_latent_wave
 from mlc_amd.schedules.gpu.attention import attention
+from mlc_amd.schedules.gpu.attention_latent import tiles_of
 from mlc_amd.schedules.gpu.attention_latent_decode import Plan
 from mlc_amd.schedules.gpu.attention_latent_tiles import Tile, lds_bytes, shape_of, tile_of
 from mlc_amd.schedules.gpu.device import launch
@@ -28,7 +29,8 @@ from mlc_amd.schedules.gpu.profiles import resolve
 
 LATENT = {"values": 64, "scale": 0.1}
 CASES = {
-    "heads_5": (Case(5, 1, 96, 16, "", states=((0, 16), (57, 13))), Tile(2, 16, 16, 1)),
+    # five tiles, one of which has splits where it sees enough keys
+    "heads_5": (Case(5, 1, 96, 16, "", states=((57, 13), (300, 16), (300, 3))), Tile(2, 16, 16, 1)),
     "buffers": (Case(4, 1, 96, 16, "half", states=((300, 16),)), Tile(2, 16, 16, 2)),
     "parts": (Case(3, 1, 64, 32, "pairs", states=((0, 32), (100, 31))), Tile(4, 32, 16, 2)),
     "row_fragments": (Case(3, 1, 64, 32, "", states=((65, 29),)), Tile(4, 32, 16, 1, 1)),
@@ -64,7 +66,7 @@ def run(monkeypatch):
 
         for module in (attention_latent, attention_latent_decode):
             monkeypatch.setattr(module, "launch", launched)
-        monkeypatch.setattr(attention_latent, "Fragments", PlainFragments)
+        monkeypatch.setattr(attention_latent_wave, "Fragments", PlainFragments)
 
     def make(name):
         case, tile = ALL[name]
@@ -97,7 +99,7 @@ DECODE = {
                 Plan(4, 32, 16, 1, 0, fill=3, least=1)),
 }  # fmt: skip
 ALL = CASES | DECODE
-QUICK = ("one", "parts", "keys_32")
+QUICK = ("one", "heads_5", "keys_32")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in ALL])
@@ -119,11 +121,19 @@ def test_default_tiles_fit(heads, arch):
     profile, layer = resolve(arch), Attention(heads, 1, 576, 4096, values=512)
     tile = tile_of(layer, profile)
     module = compile_spirv({"k": attention(layer, 512, "pairs", profile, "k")}, profile).modules
-    (kernel,) = module.values()
+    kernel, *_ = module.values()
     facts = read(kernel.binary)
     assert facts.matrix and facts.lds == kernel.lds == lds_bytes(tile, layer, profile) <= profile.lds
     assert np.prod(kernel.block) == tile.waves * profile.wave <= profile.threads
     assert len(kernel.binary) < 100_000
+
+
+def test_tiles_keep_all_units_busy():
+    nvidia = replace(resolve("nvidia"), units=132)
+    assert tiles_of(Tile(), 512 * 20, nvidia) == (132, 28, 4)
+    assert tiles_of(Tile(), 64 * 20, nvidia) == (0, 20, 6)
+    assert tiles_of(Tile(), 132 * 64, nvidia) == (132, 0, 1)
+    assert tiles_of(Tile(), 200 * 64, nvidia) == (200, 0, 1)  # more than half of the units have one more
 
 
 def test_other_layers_take_no_matrices():

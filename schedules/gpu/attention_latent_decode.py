@@ -3,8 +3,7 @@ decoding") in two launches.
 
 In: the rotated queries and the cache, which already contains the rows' own keys. Out: the heads' outputs in an
 activation layout of `quantize.py`. A workgroup has a tile of a token's heads and a split of its keys, as
-`attention_latent.py` computes them, and leaves what it has in Parts. The second launch joins the splits of each head:
-all heads' results of many splits are too much for one workgroup to load.
+`attention_latent_wave.py` computes them, and leaves what it has in Parts. The second launch joins the splits.
 """
 
 from dataclasses import dataclass
@@ -15,17 +14,17 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.attention import SLOTS, Attention
 from mlc_amd.schedules.gpu.attention_decode import FIELD, Splits, dealt, splits_of_rows
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
-from mlc_amd.schedules.gpu.attention_latent import Wave, attend
+from mlc_amd.schedules.gpu.attention_latent import rows_of
+from mlc_amd.schedules.gpu.attention_latent_join import WAVES, Join, chunks_of, part_size, place_in_tile
 from mlc_amd.schedules.gpu.attention_latent_tiles import Tile, shape_of, suits
+from mlc_amd.schedules.gpu.attention_latent_wave import Wave, attend
 from mlc_amd.schedules.gpu.attention_step import Step, attention_step
 from mlc_amd.schedules.gpu.cache import clamped_position, row_slot, visible
-from mlc_amd.schedules.gpu.device import barrier, exp2, launch, maximum, rcp, uniform, wave_max, wave_sum
-from mlc_amd.schedules.gpu.quantize import WIDTH, emit_store
-from mlc_amd.schedules.gpu.registers import at, local, opaque, put
-from mlc_amd.schedules.gpu.softmax import LOWEST
+from mlc_amd.schedules.gpu.device import launch, uniform, wave_max
+from mlc_amd.schedules.gpu.quantize import emit_store
+from mlc_amd.schedules.gpu.registers import opaque
 
 MOST = (1 << FIELD) - 1  # splits of a row
-JOIN_WAVES, JOIN_BATCH = 4, 8  # of a workgroup that joins: its waves, and the splits that a wave loads at once
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,6 @@ def plan_of(attention: Attention, arch) -> Plan | None:
     buffers = 2 if arch.family == "nvidia" else 1
     plans = (Plan(n, rows, buffers=buffers, held=64 if arch.family == "nvidia" else 4) for n in waves)
     return next((plan for plan in plans if shape_of(plan, attention, arch)), None)
-
-
-def part_size(plan, attention) -> int:
-    """float32 of a workgroup in Parts: the outputs of its rows, then (top, total) of each."""
-    return plan.rows * (attention.value_d + 2)
 
 
 def splits_of(plan, attention, m, arch) -> Splits:
@@ -113,10 +107,10 @@ def _emit_parts(attention, m, arch, step, plan, splits, live):
 
 
 def _emit_join(attention, m, layout, arch, step, plan, splits, live):
-    """A workgroup has some columns of a head, a lane WIDTH of them; the waves take splits round robin."""
-    heads, d, Parts, fragment = attention.heads, attention.value_d, step.scratch[0], arch.fragment[0]
-    chunks, size = -(-d // (arch.wave * WIDTH)), part_size(plan, attention)
-    with launch((heads * chunks, m), (arch.wave, JOIN_WAVES)) as (place, token, lane, wave):
+    """A workgroup has some columns of a head."""
+    heads, d, fragment = attention.heads, attention.value_d, arch.fragment[0]
+    chunks, size = chunks_of(attention, arch), part_size(plan, attention)
+    with launch((heads * chunks, m), (arch.wave, WAVES)) as (place, token, lane, wave):
         head, chunk = T.Bind(place // chunks), T.Bind(place % chunks)
         before = T.int32(0)
         if m > 1:
@@ -130,54 +124,14 @@ def _emit_join(attention, m, layout, arch, step, plan, splits, live):
             seen = visible(attention, clamped_position(step.rows, 0, attention.ctx))
             active = splits.active(seen.end_block(plan.keys) - seen.first_block(plan.keys))
         part = T.Bind(head // plan.rows)
-        first = T.Bind(token * heads + part * plan.rows)
-        begin = T.Bind(head % plan.rows // fragment * fragment)  # of the fragment in the tile
-        start = T.min(first + begin, T.int32(int(step.Q.shape[0]) * heads - fragment))
-        row = T.Bind(begin + (token * heads + head) - start)
+        row = T.Bind(token * heads + head)
+        row_place = place_in_tile(row, T.Bind(token * heads + part * plan.rows), rows_of(step), fragment)
 
-        def element(split, offset):
-            """Where an element of a split's part is."""
-            return T.Bind(((before + split) * splits.parts + part) * size + offset)
+        def found(split):
+            return ((before + split) * splits.parts + part) * size
 
-        column = T.Bind((chunk * arch.wave + lane) * WIDTH)
-        inside = None if d % (arch.wave * WIDTH) == 0 else column < d
-        safe = column if inside is None else T.Bind(T.min(column, T.int32(d - WIDTH)))
-        weights = T.alloc_buffer((-(-splits.count // arch.wave) * arch.wave,), "float32", scope="shared")
-        sums = T.alloc_buffer((JOIN_WAVES, arch.wave * WIDTH), "float32", scope="shared")
         with T.serial(T.cast(active > 0, "int32")):
-            tops, totals = [], []
-            for n in range(0, splits.count, arch.wave):
-                split = T.Bind(T.min(n + lane, active - 1))
-                tail = element(split, plan.rows * d + row * 2)
-                live_split = n + lane < active
-                tops.append(T.Bind(T.Select(live_split, Parts[tail], T.float32(LOWEST))))
-                totals.append(T.Bind(T.Select(live_split, Parts[tail + 1], T.float32(0))))
-            largest = tops[0]
-            for top in tops[1:]:
-                largest = maximum(largest, top)
-            largest = wave_max(arch, T.Bind(largest))
-            powers = [T.Bind(exp2(top - largest)) for top in tops]
-            total = T.float32(0)
-            for power, own in zip(powers, totals, strict=True):
-                total = total + power * own
-            inverse = T.Bind(rcp(wave_sum(arch, T.Bind(total))))
+            join = Join(arch, attention, plan, step.scratch[0], splits.count, active, found, row_place)
+            values, column, inside = join.columns(chunk, lane, wave)
             with T.If(wave == 0), T.Then():
-                for n, power in enumerate(powers):
-                    put(weights, power * inverse, n * arch.wave + lane)
-            barrier()
-            y = local(WIDTH)
-            put(y, T.broadcast(T.float32(0), WIDTH), at(0, WIDTH))
-            with T.serial((active + (JOIN_WAVES * JOIN_BATCH - 1)) // (JOIN_WAVES * JOIN_BATCH)) as batch:
-                for i in range(JOIN_BATCH):
-                    split = T.Bind((batch * JOIN_BATCH + i) * JOIN_WAVES + wave)
-                    there = T.Bind(T.min(split, active - 1))
-                    weight = T.Bind(T.Select(split < active, weights[there], T.float32(0)))
-                    found = Parts[at(element(there, row * d + safe), WIDTH)]
-                    put(y, y[at(0, WIDTH)] + found * T.broadcast(weight, WIDTH), at(0, WIDTH))
-            put(sums, y[at(0, WIDTH)], wave, at(lane * WIDTH, WIDTH))
-            barrier()
-            with T.If(wave == 0), T.Then():
-                for n in range(1, JOIN_WAVES):
-                    put(y, y[at(0, WIDTH)] + sums[n, at(lane * WIDTH, WIDTH)], at(0, WIDTH))
-                values = [T.Bind(y[i]) for i in range(WIDTH)]
-                emit_store(arch, layout, step.out, values, token, T.Bind(head * d + column), inside)
+                emit_store(arch, layout, step.out, values(), token, T.Bind(head * d + column), inside)
