@@ -129,11 +129,11 @@ def test_default_tiles_fit(heads, arch):
 
 
 def test_tiles_keep_all_units_busy():
-    nvidia = replace(resolve("nvidia"), units=132)
-    assert tiles_of(Tile(), 512 * 20, nvidia) == (132, 28, 4)
-    assert tiles_of(Tile(), 64 * 20, nvidia) == (0, 20, 6)
-    assert tiles_of(Tile(), 132 * 64, nvidia) == (132, 0, 1)
-    assert tiles_of(Tile(), 200 * 64, nvidia) == (200, 0, 1)  # more than half of the units have one more
+    nvidia, tile = replace(resolve("nvidia"), units=132), Tile(rows=32, fill=2)
+    assert tiles_of(tile, 512 * 20, nvidia)[:3] == (264, 56, 4)
+    assert tiles_of(tile, 64 * 20, nvidia)[:3] == (0, 40, 6)
+    assert tiles_of(tile, 264 * 32, nvidia)[:3] == (264, 0, 1)
+    assert tiles_of(tile, 400 * 32, nvidia)[:3] == (400, 0, 1)  # more than half of the units have one more
 
 
 def test_other_layers_take_no_matrices():

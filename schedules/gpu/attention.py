@@ -29,9 +29,9 @@ def _prefill_of(layer: Attention, arch, plan):
     return attention_latent if isinstance(tile, Tile) else attention_prefill_dot
 
 
-def _decode_of(layer: Attention, arch, plan):
+def _decode_of(layer: Attention, m, arch, plan):
     """That of the kernel for single rows."""
-    latent = plan or (layer.values and attention_latent_decode.plan_of(layer, arch))
+    latent = plan or (layer.values and attention_latent_decode.plan_of(layer, m, arch))
     return attention_latent_decode if isinstance(latent, attention_latent_decode.Plan) else attention_decode
 
 
@@ -44,7 +44,7 @@ def attention(layer: Attention, m, layout, arch, name, plan=None, single=0) -> t
     refuses, and for "rows" with more rows on an arch with matrix units. plan: of the kernel's module (with two, of the
     chunk's), instead of the arch's.
     """
-    decode = _decode_of(layer, arch, plan if m == single else None)
+    decode = _decode_of(layer, single, arch, plan if m == single else None)
     if m == single:
         with attention_step(layer, m, layout, name, splits=True) as (ir, step):
             decode.emit(layer, m, layout, arch, step, plan)

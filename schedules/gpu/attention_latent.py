@@ -25,7 +25,7 @@ from mlc_amd.schedules.gpu.device import (
 )
 from mlc_amd.schedules.gpu.quantize import emit_store
 
-SPLITS, LEAST = 16, 8  # of a tile's keys, at most; blocks of keys that each has at least
+SPLITS = 16  # of a tile's keys, at most
 
 
 def attention_latent(attention: Attention, m, layout, arch, name, plan=None) -> tirx.PrimFunc:
@@ -46,11 +46,13 @@ def rows_of(step: Step) -> int:
 
 class Tiles(NamedTuple):
     """The tiles of a chunk on a GPU: `whole` ones for a workgroup each, as many as keep all compute units busy; the
-    `rest`, the first ones of the chunk, has up to `splits` workgroups each, which share the tile's keys."""
+    `rest`, the first ones of the chunk, has up to `splits` workgroups each, which share the tile's keys, of `least`
+    blocks each at least."""
 
     whole: int
     rest: int
     splits: int
+    least: int
 
     @property
     def workgroups(self) -> int:
@@ -67,15 +69,15 @@ class Tiles(NamedTuple):
 
     def active(self, blocks):
         """Splits of a tile of the rest that sees so many blocks of keys."""
-        return T.Bind(T.max(T.min((blocks + (LEAST - 1)) // LEAST, T.int32(self.splits)), T.int32(1)))
+        return T.Bind(T.max(T.min((blocks + (self.least - 1)) // self.least, T.int32(self.splits)), T.int32(1)))
 
 
 def tiles_of(tile: Tile, rows, arch) -> Tiles:
     """Of a chunk of that many rows."""
-    count = -(-rows // tile.rows)
-    rest = count % arch.units
-    splits = min(arch.units // max(rest, 1), SPLITS)
-    return Tiles(count - rest, rest, splits) if rest and splits > 1 else Tiles(count, 0, 1)
+    count, busy = -(-rows // tile.rows), arch.units * tile.fill
+    rest = count % busy
+    splits = min(busy // max(rest, 1), SPLITS)
+    return Tiles(count - rest, rest, splits, tile.least) if splits > 1 and rest else Tiles(count, 0, 1, tile.least)
 
 
 def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0) -> None:

@@ -21,8 +21,8 @@ WAVES = (1, 2, 4, 8)
 ATTENTION_COOP = {"waves": WAVES, "fragments": (1, 2), "keys": (16, 32, 64), "parts": (1, 2, 4)}
 ATTENTION_LATENT = {
     "waves": (4, 8), "rows": (16, 32, 64), "keys": (16, 32), "buffers": (1, 2), "held": (0, 4, 9, 18),
+    "fill": (1, 2), "least": (2, 4, 8),
 }  # fmt: skip
-DECODE_LATENT = ATTENTION_LATENT | {"rows": (16, 32), "fill": (1, 2), "least": (2, 4, 8)}
 ATTENTION_MATRIX = {"threads": (32, 64, 128, 256), "blocks": (1, 2, 4)}
 ATTENTION_DOT = {"threads": (32, 64, 128, 256), "rows": (4, 8, 16)}
 DECODE = {
@@ -118,7 +118,7 @@ def _attention_dot(arch, m, heads, kv_heads, d, default=None) -> Space:
 def decode(workload, arch) -> Space:
     if workload.op == "attention":
         layer = described(Attention, workload.args)
-        if default := attention_latent_decode.plan_of(layer, arch):
+        if default := attention_latent_decode.plan_of(layer, workload.args["m"], arch):
             return _decode_latent(arch, workload.args["m"], layer, default)
     shape = [workload.args[name] for name in ("heads", "kv_heads", "d", "ctx")]
     span, m = workload.args.get("window") or workload.args.get("chunk") or 0, workload.args.get("m", 1)
@@ -141,4 +141,4 @@ def _decode_latent(arch, m, layer, default) -> Space:
             same, splits.parts * splits.workgroups(m), splits.threads, plan.keys * layer.width * 2 / splits.threads
         )
 
-    return Space(attention_latent_decode.Plan, DECODE_LATENT, default, kernel)
+    return Space(attention_latent_decode.Plan, ATTENTION_LATENT, default, kernel)
