@@ -91,6 +91,8 @@ def compare(name, run, **how):
 
 
 LONG = tuple((length - 1, 1) for length in (1, 33, 300))
+# decoding and a chunk on matrices
+CASES["mixed_16"] = Case(16, 1, 64, 16, several=8, states=(Rows((130, 5), (57, 9)),)), Tile(4, 16, 16, 1)
 DECODE = {
     "one": (Case(16, 1, 64, 1, "rows", states=LONG), Plan(4, 16, 16, 1, fill=2, least=2)),
     "two_fragments": (Case(20, 1, 64, 1, "", states=LONG), Plan(4, 32, 16, 1, 0, fill=1, least=1)),
