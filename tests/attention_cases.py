@@ -166,7 +166,7 @@ def scratch(case):
     """Parts, full of what nobody may read, and Arrived."""
     return {
         n: np.full(shape, np.nan, dtype) if dtype == "float32" else np.zeros(shape, dtype)
-        for n, (shape, dtype) in scratch_shapes(case.heads, case.d).items()
+        for n, (shape, dtype) in scratch_shapes(case.heads, case.layer.value_d).items()
     }
 
 
@@ -258,7 +258,7 @@ def check_attention(case, run, grow=0.0):
             queries = inputs["Qo"][:live, :, :d].astype(np.float64) / layer.query_scale
         # between far below and far above the scores
         sinks = np.linspace(-3, 12, layer.heads).astype(np.float32) if layer.sinks else None
-        out = outputs(case.m, layer.heads * d)
+        out = outputs(case.m, layer.heads * layer.value_d)
         given = {"state": state_of(rows), "rows": rows_array(case, places), "pages": pool.table}
         run({**given, **caches, "Sinks": sinks, **inputs, **joined, **out})
         new_k, new_v = elements_of(layer, caches)
@@ -274,6 +274,7 @@ def check_attention(case, run, grow=0.0):
         expected, done = [], 0
         for (position, count), (keys, values) in zip(parts, found, strict=True):
             keys, values = (x[:, : position + count].astype(np.float64) for x in (keys, values))
+            values = keys[..., : layer.values] if layer.values else values
             mine = queries[done : done + count]
             expected.append(attention_reference(layer, mine, keys, values, position, sinks))
             done += count

@@ -64,7 +64,7 @@ SLOW = {
     "test_serve_formats.py", "test_serve_limits.py", "test_serve_llama.py", "test_serve_ollama.py",
     "test_serve_openai.py", "test_serve_page.py", "test_serve_page_answers.py", "test_serve_ray.py",
     "test_serve_responses.py", "test_states.py", "test_tuning_rooflines.py", "test_tuning_static.py",
-    "test_vulkan_attention_coop.py", "test_windows.py",
+    "test_vulkan_attention_coop.py", "test_vulkan_latent.py", "test_windows.py",
 }  # fmt: skip
 
 

@@ -316,9 +316,16 @@ def test_components_of_fragments():
             T.evaluate(T.call_extern("void", "fragment_set", sums.data, zero, i, value * 2))
         T.evaluate(T.tvm_store_matrix_sync(sums.data, *place, T.address_of(b.C[0]), T.int32(16), "row_major"))
 
-    func = kernel({"C": ((256,), "float32")}, (1,), (32,), body)
+    func = kernel({"C": ((256,), "float32")}, (1,), (32,), body, coherent=["C"])
     (module,) = compile_spirv({"test": func}, profiles.resolve("nvidia")).modules.values()
     found = instructions(module.binary)
+    loaded, stored = (
+        next(words for name, *words in found if name == f"CooperativeMatrix{which}KHR") for which in ("Load", "Store")
+    )
+    masks = loaded[5], stored[4]
+    assert [mask & (opcodes.MAKE_POINTER_AVAILABLE | opcodes.MAKE_POINTER_VISIBLE) for mask in masks] == [
+        opcodes.MAKE_POINTER_VISIBLE, opcodes.MAKE_POINTER_AVAILABLE
+    ]  # fmt: skip
     assert (module.reads, module.writes) == ((0,), (0,))
     assert [name for name, *_ in found if name.startswith("CooperativeMatrix")] == [
         "CooperativeMatrixLoadKHR", "CooperativeMatrixLengthKHR", "CooperativeMatrixStoreKHR"

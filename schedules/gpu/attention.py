@@ -1,6 +1,6 @@
 """Attention on a GPU: the kernel for a few tokens (`attention_decode.py`) or for a chunk of tokens, with matrix units
-(`attention_prefill.py`, on Vulkan `attention_prefill_coop.py`) where the arch has them, else and in latent attention
-without (`attention_prefill_dot.py`).
+(`attention_prefill.py`, on Vulkan `attention_prefill_coop.py`, `attention_latent.py` of latent attention) where the
+arch has them, else without (`attention_prefill_dot.py`), as latent attention on AMD's own API.
 """
 
 from tvm import tirx
@@ -8,14 +8,31 @@ from tvm import tirx
 from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.gpu import (
     attention_decode,
+    attention_latent,
+    attention_latent_decode,
     attention_prefill,
     attention_prefill_coop,
     attention_prefill_dot,
 )
+from mlc_amd.schedules.gpu.attention_latent_tiles import Tile, tile_of
 from mlc_amd.schedules.gpu.attention_step import attention_step
 
 # by the arch's matrix units; AMD's own kinds share one
 PREFILL = {"": attention_prefill_dot, "coop": attention_prefill_coop}
+
+
+def _prefill_of(layer: Attention, arch, plan):
+    """The module of the kernel for chunks. plan: of one of those for latent attention, or None."""
+    if not layer.values:
+        return PREFILL.get(arch.matrix, attention_prefill)
+    tile = plan or tile_of(layer, arch)
+    return attention_latent if isinstance(tile, Tile) else attention_prefill_dot
+
+
+def _decode_of(layer: Attention, m, arch, plan):
+    """That of the kernel for single rows."""
+    latent = plan or (layer.values and attention_latent_decode.plan_of(layer, m, arch))
+    return attention_latent_decode if isinstance(latent, attention_latent_decode.Plan) else attention_decode
 
 
 def attention(layer: Attention, m, layout, arch, name, plan=None, single=0) -> tirx.PrimFunc:
@@ -27,11 +44,14 @@ def attention(layer: Attention, m, layout, arch, name, plan=None, single=0) -> t
     refuses, and for "rows" with more rows on an arch with matrix units. plan: of the kernel's module (with two, of the
     chunk's), instead of the arch's.
     """
+    decode = _decode_of(layer, single, arch, plan if m == single else None)
     if m == single:
-        return attention_decode.attention_decode(layer, layout, arch, name, plan=plan, m=m)
-    prefill = attention_prefill_dot if layer.values else PREFILL.get(arch.matrix, attention_prefill)
+        with attention_step(layer, m, layout, name, splits=True) as (ir, step):
+            decode.emit(layer, m, layout, arch, step, plan)
+        return ir.get()
+    prefill = _prefill_of(layer, arch, plan)
     with attention_step(layer, m, layout, name, splits=single > 0) as (ir, step):
         if single:
-            attention_decode.emit(layer, single, layout, arch, step, live=0)
+            decode.emit(layer, single, layout, arch, step, live=0)
         prefill.emit(layer, m, layout, arch, step, plan, single)
     return ir.get()

@@ -30,11 +30,11 @@ class Block:
     target    target(number of the unit) -> (row in shared memory, unit in the row)
     """
 
-    def __init__(self, attention, kind, units, row_units, rows, threads, tid, load_unit, target):
+    def __init__(self, attention, kind, units, row_units, rows, threads, tid, load_unit, target, buffers=1):
         self.units, self.row_units, self.threads, self.tid = units, row_units, threads, tid
         self.load_unit, self.target = load_unit, target
         self.pieces = -(-units // threads)
-        self.buffer = shared_units(rows * row_units)
+        self.buffer = shared_units(buffers * rows * row_units)
         self.loaded = Units(attention, self.pieces, kind)
 
     def _unit(self, i):
@@ -47,21 +47,21 @@ class Block:
         for i in range(self.pieces):
             self.load_unit(self.loaded, i, block, self._unit(i))
 
-    def store(self):
-        """Stores what was loaded into `buffer`."""
+    def store(self, first=0):
+        """Stores what was loaded into `buffer`, from unit `first` on."""
         for i in range(self.pieces):
             row, unit = self.target(self._unit(i))
-            words, first = self.loaded.pairs(i)
+            words, word = self.loaded.pairs(i)
             put(
                 self.buffer,
-                T.reinterpret(f"float16x{UNIT}", words[at(first, WORDS)]),
-                row * self.row_units + unit,
+                T.reinterpret(f"float16x{UNIT}", words[at(word, WORDS)]),
+                row * self.row_units + unit + first,
             )
 
 
-def key_block(attention, keys, threads, tid):
+def key_block(attention, keys, threads, tid, buffers=1):
     """The `Block` of `keys` keys of an `Attention` layer, as the threads of a workgroup (this one is `tid`) move it.
-    Rows are keys."""
+    Rows are keys. buffers: blocks that there is shared memory for."""
     width, d = min(KEYS, keys), attention.width
 
     def place(unit):
@@ -71,7 +71,7 @@ def key_block(attention, keys, threads, tid):
         key, c = place(unit)
         loaded.load_key(n, block, block.place0 + key, c)
 
-    return Block(attention, "key", keys * d // UNIT, d // UNIT + 1, keys, threads, tid, load_unit, place)
+    return Block(attention, "key", keys * d // UNIT, d // UNIT + 1, keys, threads, tid, load_unit, place, buffers)
 
 
 def value_block(attention, keys, threads, tid):

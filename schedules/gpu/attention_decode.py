@@ -200,18 +200,18 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1, r
     own_apart = rope is not None and rope.writes  # its own key and value do not come from the cache
     grid = kv_heads * parts, splits.workgroups(m)
     with launch(grid, (arch.wave, splits.waves)) as (part, split, lane, thread_wave):
-        token, dealt, active = 0, None, None
+        token, works, active = 0, None, None
         if m > 1:
             count = T.Bind(T.min(state[live], T.int32(m)))
-            dealt, token, split, active = _dealt(arch, attention, splits, places, m, count, split, lane)
+            works, token, split, active = dealt(arch, attention, splits, places, m, count, split, lane)
         kv = part if parts == 1 else T.Bind(part // parts)
         wave = uniform(arch, thread_wave)
         position, slot = clamped_position(places, token, ctx), row_slot(places, token)
         seen = visible(attention, position, own=not own_apart)
         steps, first_step = seen.end_block(size), seen.first_block(size)
-        if dealt is None:
+        if works is None:
             active = splits.active(steps - first_step)
-        works = split < active if dealt is None else dealt
+            works = split < active
         with T.serial(T.cast(works, "int32")):
             queries = T.alloc_buffer((group, d), query_dtype(arch), scope="shared")
             rows = rows_of(arch, attention, group, lane, wave, splits.waves, size, shared=m > 1)
@@ -267,10 +267,23 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1, r
                 join.arrive_and_join(active)
 
 
-def _dealt(arch, attention, splits, places, m, count, workgroup, lane):
+def dealt(arch, attention, splits, places, m, count, workgroup, lane):
     """Deals the splits of the first `count` of m rows out to workgroups, those of row 0 first. (Whether this workgroup
     has one, its row, the number of its split, the splits of that row), the same in all lanes. Each wave computes it: a
     lane has a row or several."""
+    found = T.int32(0)
+    for row, active, before in splits_of_rows(arch, attention, splits, places, m, count, lane):
+        split = opaque(workgroup - before)
+        mine = (split >= 0) & (split < active)
+        word = T.shift_left(T.shift_left(row, T.int32(FIELD)) + split, T.int32(FIELD)) + active
+        found = opaque(T.max(found, T.Select(mine, word, T.int32(0))))
+    word = opaque(uniform(arch, wave_max(arch, found)))
+    fields = [T.Bind(T.shift_right(word, T.int32(n * FIELD)) & ((1 << FIELD) - 1)) for n in range(3)]
+    return word > 0, fields[2], fields[1], fields[0]
+
+
+def splits_of_rows(arch, attention, splits, places, m, count, lane):
+    """Yields, for each row that a lane has: (row, its splits, those of all rows before it)."""
     steps = []
     for first in range(0, m, arch.wave):
         row = T.Bind(T.min(first + lane, T.int32(m - 1)))
@@ -278,19 +291,13 @@ def _dealt(arch, attention, splits, places, m, count, workgroup, lane):
         blocks = seen.end_block(splits.step) - seen.first_block(splits.step)
         steps.append(T.Bind(T.Select(first + lane < count, blocks, T.int32(0))))
     least = splits.least(wave_sum(arch, T.Bind(sum(steps[1:], steps[0]))))
-    before, found = T.int32(0), T.int32(0)
+    before = T.int32(0)
     for i, own in enumerate(steps):
         row = T.Bind(i * arch.wave + lane)
         active = opaque(T.Select(row < count, splits.active(own, least), T.int32(0)))
         lower, whole = wave_scan(arch, active, lane)
-        split = opaque(workgroup - before - lower)
-        mine = (split >= 0) & (split < active)
-        word = T.shift_left(T.shift_left(row, T.int32(FIELD)) + split, T.int32(FIELD)) + active
-        found = opaque(T.max(found, T.Select(mine, word, T.int32(0))))
+        yield row, active, T.Bind(before + lower)
         before = opaque(before + whole)
-    word = opaque(uniform(arch, wave_max(arch, found)))
-    fields = [T.Bind(T.shift_right(word, T.int32(n * FIELD)) & ((1 << FIELD) - 1)) for n in range(3)]
-    return word > 0, fields[2], fields[1], fields[0]
 
 
 def _rotate(arch, attention, splits, sources, rope, buffers, place, position, wave, lane):

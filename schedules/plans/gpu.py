@@ -2,13 +2,9 @@
 
 from functools import partial
 
-from mlc_amd.schedules.attention import PAGE, Attention, Rope, described, padded_columns
+from mlc_amd.schedules.attention import Attention, Rope, described
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.gpu import (
-    attention_coop_tiles,
-    attention_decode,
-    attention_prefill,
-    attention_prefill_dot,
     expert_gemv,
     gemm_coop,
     gemm_dot,
@@ -19,17 +15,16 @@ from mlc_amd.schedules.gpu import (
     norm,
     rope_kv_write,
 )
-from mlc_amd.schedules.gpu.attention_rows_vulkan import waves_of
 from mlc_amd.schedules.gpu.expert_gemm import expert_engine
 from mlc_amd.schedules.gpu.experts import Slots
 from mlc_amd.schedules.gpu.gemm import engine
 from mlc_amd.schedules.gpu.planes import padded
 from mlc_amd.schedules.gpu.step import FEW
+from mlc_amd.schedules.plans.gpu_attention import SUMS, WAVES, attention, checked_threads, decode
 from mlc_amd.schedules.plans.space import Kernel, Space
 from mlc_amd.schedules.rows import output_rows
 
 MAX_SUMS = 64  # of a GEMV, likewise
-SUMS = 256  # float32 accumulators of a lane, at most: more leave no registers for anything else
 BLOCKS = 32  # of 32 columns that a lane has loaded, at most
 ACTIVATIONS = 128  # that a thread has on the way to shared memory, at most
 SCALES = 4  # of a byte each that a thread takes at once, at most: a word (schedules/gpu/load.py)
@@ -39,7 +34,6 @@ CODE = 2
 GEMV = {"rows": (1, 2, 4, 8, 16), "waves": (1, 2, 4, 8), "lanes": (8, 16, 32, 64), "unroll": (1, 2, 4, 8)}
 TOKENS = ROWS = (16, 32, 64, 128, 256)
 COLUMNS = (32, 64, 128, 256, 512)
-WAVES = (1, 2, 4, 8)
 TILE = {"tokens": TOKENS, "rows": ROWS, "columns": COLUMNS, "waves_m": WAVES, "waves_n": WAVES}
 COOP = TILE | {"waves_k": (1, 2, 4), "span": (1, 2, 4)}
 MATRIX = TILE | {"buffers": (1, 2), "waves_k": (1, 2, 4)}
@@ -48,12 +42,6 @@ FEW_TILE = {
     "waves_k": (1, 2, 4, 8, 16), "ahead": (0, 1),
 }  # fmt: skip
 DOT = {"tokens": (16, 32, 64, 128), "rows": (32, 64, 128), "threads_m": (1, 2, 4, 8)}
-ATTENTION_COOP = {"waves": WAVES, "fragments": (1, 2), "keys": (16, 32, 64), "parts": (1, 2, 4)}
-ATTENTION_MATRIX = {"threads": (32, 64, 128, 256), "blocks": (1, 2, 4)}
-ATTENTION_DOT = {"threads": (32, 64, 128, 256), "rows": (4, 8, 16)}
-DECODE = {
-    "threads": (32, 64, 128, 256), "fill": (1, 2, 4, 8), "step": (32, 64), "batch": (4, 8, 16, 32), "rows": (2, 4, 16),
-}  # fmt: skip
 MATRIX_TILES = (1, 2, 4)
 THREADS = {"threads": (32, 64, 128, 256, 512, 1024)}
 STEPS = 16  # whose columns a thread of a norm holds at most
@@ -247,82 +235,7 @@ def _gate_up(workload, arch) -> Space:
     return _gemm(workload, arch, [args["n"]], 2, args["layout_in"])
 
 
-def _attention(workload, arch) -> Space:
-    args = workload.args
-    if args["m"] == args["single"]:
-        return _decode(workload, arch)
-    shape = [args[name] for name in ("m", "heads", "kv_heads", "d")]
-    if args.get("values"):
-        return _attention_dot(arch, *shape, default=attention_prefill_dot.LATENT_PLAN)
-    if arch.matrix == "coop":
-        return _attention_coop(arch, *shape)
-    return (_attention_matrix if arch.matrix else _attention_dot)(arch, *shape)
-
-
-def _attention_coop(arch, m, heads, kv_heads, d) -> Space:
-    width = padded_columns(d)
-
-    def kernel(tile) -> Kernel:
-        rows, columns, step = arch.fragment
-        own = tile.own_keys
-        whole = tile.waves % tile.parts == 0 and tile.keys % tile.parts == 0 and own % columns == 0 and own % step == 0
-        threads = _threads(arch, tile.waves * arch.wave)
-        whole = whole and PAGE % tile.keys == 0
-        if not whole or attention_coop_tiles.lds_bytes(tile, width, arch.fragment) > arch.lds:
-            raise ValueError(f"{tile} does not fit {arch.name}")
-        if tile.fragments * (own + width) * rows // arch.wave > SUMS:
-            raise ValueError(f"{tile} takes more registers than {arch.name} has")
-        groups = attention_coop_tiles.workgroups(tile, m, heads, kv_heads, arch)
-        return Kernel(tile, groups, threads, tile.keys * width * 4 / threads)
-
-    return Space(
-        attention_coop_tiles.Tile,
-        ATTENTION_COOP,
-        attention_coop_tiles.tile_of(m, heads, kv_heads, width, arch),
-        kernel,
-    )
-
-
-def _attention_matrix(arch, m, heads, kv_heads, d) -> Space:
-    def kernel(plan) -> Kernel:
-        waves = _threads(arch, plan.threads) // arch.wave
-        tiles = -(-m * (heads // kv_heads) // (attention_prefill.ROWS * waves))
-        return Kernel(plan, kv_heads * tiles, plan.threads, plan.blocks * 16 * d * 2 / arch.wave)
-
-    return Space(attention_prefill.Plan, ATTENTION_MATRIX, attention_prefill.Plan(), kernel)
-
-
-def _attention_dot(arch, m, heads, kv_heads, d, default=None) -> Space:
-    def kernel(plan) -> Kernel:
-        waves = waves_of(arch, plan.rows, d, plan.threads)
-        if not waves:
-            raise ValueError(f"{plan} is less than a wave of {arch.name}")
-        return Kernel(
-            (plan.rows, waves), kv_heads * -(-m * (heads // kv_heads) // plan.rows), waves * arch.wave, plan.rows
-        )
-
-    return Space(attention_prefill_dot.Plan, ATTENTION_DOT, default or attention_prefill_dot.Plan(), kernel)
-
-
-def _decode(workload, arch) -> Space:
-    shape = [workload.args[name] for name in ("heads", "kv_heads", "d", "ctx")]
-    span, m = workload.args.get("window") or workload.args.get("chunk") or 0, workload.args.get("m", 1)
-    values = workload.args.get("values", 0)
-
-    def kernel(plan) -> Kernel:
-        splits = attention_decode.splits_of(*shape, arch, plan, span, m, values)
-        groups = shape[1] * splits.parts * splits.workgroups(m)
-        return Kernel(splits, groups, splits.threads, splits.step * shape[2] * 2 / arch.wave)
-
-    return Space(attention_decode.Plan, DECODE, attention_decode.default_plan(arch, shape[2], span, m, values), kernel)
-
-
 # ---- token vectors
-
-
-def _threads(arch, threads: int) -> int:
-    """ValueError for what a workgroup cannot have."""
-    return norm.threads_of(arch, norm.Plan(threads))
 
 
 def _threads_space(arch, kernel) -> Space:
@@ -333,7 +246,7 @@ def _rms_norm(workload, arch) -> Space:
     args = workload.args
 
     def kernel(plan) -> Kernel:
-        steps = -(-args["k"] // (_threads(arch, plan.threads) * norm.WIDTH))
+        steps = -(-args["k"] // (checked_threads(arch, plan.threads) * norm.WIDTH))
         if steps > STEPS and plan.threads < arch.threads:
             raise ValueError(f"{plan.threads} threads hold {steps} steps each")
         return Kernel(plan, output_rows(args["rows"], args["m"]), plan.threads, steps * norm.WIDTH * 8)
@@ -346,7 +259,7 @@ def _columns(width: int, workload, arch) -> Space:
     k, m = workload.args["k"], workload.args["m"]
 
     def kernel(plan) -> Kernel:
-        threads = _threads(arch, plan.threads)
+        threads = checked_threads(arch, plan.threads)
         return Kernel(threads, -(-k // (threads * width)) * m, threads, width * 4)
 
     return _threads_space(arch, kernel)
@@ -366,8 +279,8 @@ def _rope_kv_write(workload, arch) -> Space:
 SPACES = {
     "linear": _linear,
     "gate_up": _gate_up,
-    "attention": _attention,
-    "rope_attention": _decode,
+    "attention": attention,
+    "rope_attention": decode,
     "rms_norm": _rms_norm,
     "layer_norm": _rms_norm,
     "expert_gate_up": _gate_up,

@@ -66,7 +66,7 @@ class Matrix(Memory):
             asm.unique("ConstantComposite", of, scalar) if constant else asm.op("CompositeConstruct", of, scalar),
         )
 
-    def _matrix_memory(self, address, stride, layout):
+    def _matrix_memory(self, address, stride, layout, store=False):
         """(pointer, layout, stride in elements of what the pointer points to, *memory operands)."""
         load = address.args[0]
         buffer, index, ty = load.source, load.indices[0], parse(load.source.dtype)
@@ -76,7 +76,7 @@ class Matrix(Memory):
         else:
             pointer, operands = (
                 self.pointer(buffer, storage(ty), index, 0, 1, array=True),
-                self.operands(buffer, index, 0, ty),
+                self.operands(buffer, index, 0, ty, store),
             )
         if ty.lanes > 1 and self.known_multiple(stride, 0) % ty.lanes:
             raise Unsupported(f"stride {stride} in a buffer of {buffer.dtype}")
@@ -93,7 +93,7 @@ class Matrix(Memory):
 
     def call_tvm_store_matrix_sync(self, e, data, m, n, k, index, address, stride, layout):
         fragment = self._fragment(data, index)
-        pointer, *operands = self._matrix_memory(address, stride, layout)
+        pointer, *operands = self._matrix_memory(address, stride, layout, store=True)
         self.asm.emit("CooperativeMatrixStoreKHR", pointer, self._load_fragment(fragment), *operands)
 
     def call_tvm_mma_sync(self, e, result, result_index, a, a_index, b, b_index, c, c_index):
