@@ -60,9 +60,10 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name, pl
             place = T.Bind(head * d + scan.column)
 
             def body(row, valid, own):
+                from_qs, from_ks = scan.products(key=False), scan.products(key=True)
                 (to_y, to_state, solved), (by_q, by_k, keep) = scan.factor_lists(BY_SLOT, ALONE)
                 changes, results = [], []
-                for from_q, from_k, v in zip(*scan.products(keys=True), own, strict=True):
+                for from_q, from_k, v in zip(from_qs, from_ks, own, strict=True):
                     rest = T.Bind(v - by_k * from_k)
                     change = scan.by_slot(weighed(solved, scan.by_slot(rest), T.float32(0)))
                     results.append(weighed(to_y, change, T.Bind(by_q * from_q)))

@@ -22,7 +22,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu.device import barrier, fma, shuffle, shuffle_xor
 from mlc_amd.schedules.gpu.lane_rows import LANES, load_row, store_row, width_of
 from mlc_amd.schedules.gpu.registers import at, lane_of, local, put, vector
-from mlc_amd.schedules.gpu.step import live_rows
+from mlc_amd.schedules.gpu.step import live_rows, opaque_zero
 from mlc_amd.schedules.recurrent import begins, cells_of, run_length
 
 LEAST = 2 * LANES  # rows of a chunk for which blocks pay
@@ -184,7 +184,7 @@ class Scan:
         """index: (part of the matrix, lane, wave). count: factors of a row."""
         part, self.lane, wave = index
         self.arch, self.plan, self.size, self.factors = arch, plan, size, count
-        self.m, self.threads = m, plan.waves * arch.wave
+        self.state, self.m, self.threads = state, m, plan.waves * arch.wave
         self.thread = T.Bind(wave * arch.wave + self.lane)
         self.i = T.Bind(self.lane % LANES)
         group = (part * plan.waves + wave) * (arch.wave // LANES) + self.lane // LANES
@@ -264,7 +264,7 @@ class Scan:
             barrier()
             for cell, x in zip(ahead, load(T.Bind(T.min(block + 1, count - 1))), strict=True):
                 put(cell, x, 0)
-            place = T.Bind(block * LANES + self.i)
+            self.block, place = block, T.Bind(block * LANES + self.i)
             body(T.Bind(self.first + T.min(place, last)), T.Bind(place < self.length), fetched)
 
     @staticmethod
@@ -281,10 +281,10 @@ class Scan:
             piece = n * self.threads + self.thread
             yield T.Bind(piece if (n + 1) * self.threads <= count else T.min(piece, T.int32(count - 1)))
 
-    def _read(self, slot, u, key):
-        """The lane's elements u.. of q or k (key: 1) of the row that the slot stands for."""
+    def _read(self, slot, u, key, moved=0):
+        """The lane's elements u.. of q or k (key: 1) of the row that the slot stands for. moved: added to the index."""
         width = self.width
-        first = T.Bind((self.i ^ slot) * (2 * self.size // width) + self.i)
+        first = T.Bind((self.i ^ slot) * (2 * self.size // width) + self.i + moved)
         x = T.Bind(self.lds[first + (key * (self.size // width) + u // width * LANES)])
         return [T.Bind(lane_of(x, e)) for e in range(width)] if width > 1 else [x]
 
@@ -297,19 +297,17 @@ class Scan:
             found += [T.Bind(lane_of(x, e)) for e in range(QUAD)]
         return [found[n * LANES : (n + 1) * LANES] for n in range(by_slot)], found[by_slot * LANES :][:alone]
 
-    def products(self, keys):
-        """S q of the lane's row, by column; with `keys` (.., S k), too."""
-        kinds = (0, 1) if keys else (0,)
-        sums = [[[local(1) for _ in range(LANES)] for _ in self.matrix] for _ in kinds]
-        for slot in range(LANES):
-            for u in range(0, self.own, self.width):
-                for kind in kinds:
-                    xs = self._read(slot, u, kind)
-                    for c, cells in enumerate(self.matrix):
-                        cell = sums[kind][c][slot]
-                        for e, x in enumerate(xs):
-                            put(cell, fma(x, cells[u + e][0], cell[0]) if u + e else x * cells[0][0], 0)
-        return [[self._dealt([T.Bind(cell[0]) for cell in column]) for column in kind] for kind in sums]
+    def products(self, key):
+        """S q, or with `key` S k, of the lane's row, by column."""
+        sums = [[local(1) for _ in range(LANES)] for _ in self.matrix]
+        for u in range(0, self.own, self.width):
+            for slot in range(LANES):
+                xs = self._read(slot, u, int(key))
+                for e, x in enumerate(xs):
+                    for cells, column in zip(self.matrix, sums, strict=True):
+                        cell = column[slot]
+                        put(cell, fma(x, cells[u + e][0], cell[0]) if u + e else x * cells[0][0], 0)
+        return [self._dealt([T.Bind(cell[0]) for cell in column]) for column in sums]
 
     def _dealt(self, parts):
         """The sum over the group's lanes of what each has for this lane's row."""
@@ -324,10 +322,12 @@ class Scan:
 
     def update(self, keep, changes):
         """S = keep S + sum over slots of k changes[column][slot]."""
+        # compilers would keep k from `products` on: LANES times as many registers as a row takes
+        moved = opaque_zero(self.state, self.block)
         for u in range(0, self.own, self.width):
             kept = [[T.Bind(cells[u + e][0] * keep) for e in range(self.width)] for cells in self.matrix]
             for slot in range(LANES):
-                xs = self._read(slot, u, 1)
+                xs = self._read(slot, u, 1, moved)
                 for c, change in enumerate(changes):
                     kept[c] = [fma(x, change[slot], old) for x, old in zip(xs, kept[c], strict=True)]
             for cells, new in zip(self.matrix, kept, strict=True):

@@ -53,8 +53,8 @@ def ssm_scan(heads, d, size, groups, single, m, arch, name, plan=None) -> tirx.P
             place = T.Bind(head * d + scan.column)
 
             def body(row, valid, own):
+                products = scan.products(key=False)
                 (to_y, to_state), (by_c, dt, keep) = scan.factor_lists(BY_SLOT, ALONE)
-                (products,) = scan.products(keys=False)
                 xs, gates = own[: plan.columns], own[plan.columns :]
                 changes, results = [], []
                 for from_c, x, gate in zip(products, xs, gates, strict=True):

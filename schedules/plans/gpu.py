@@ -18,6 +18,7 @@ from mlc_amd.schedules.gpu import (
     gemv_matrix,
     norm,
     rope_kv_write,
+    scan_blocks,
 )
 from mlc_amd.schedules.gpu.attention_rows_vulkan import waves_of
 from mlc_amd.schedules.gpu.expert_gemm import expert_engine
@@ -352,6 +353,26 @@ def _columns(width: int, workload, arch) -> Space:
     return _threads_space(arch, kernel)
 
 
+def _scan(columns: str, size: str, workload, arch) -> Space | None:
+    """Of a recurrent layer. columns, size: which arguments say what a head's matrix has of them, and how long they
+    are. None for steps that go row by row."""
+    args = workload.args
+    shape = args[columns], args[size]
+    if not scan_blocks.suits(args["m"], args["single"], *shape, arch):
+        return None
+
+    def kernel(plan) -> Kernel:
+        if scan_blocks.fitted(plan, *shape, arch) != plan:
+            raise ValueError(f"{plan} does not divide matrices of {shape[1]} x {shape[0]}")
+        threads = plan.waves * arch.wave
+        heads = args.get("value_heads") or args["heads"]
+        groups = args[columns] // (plan.columns * threads // scan_blocks.LANES) * heads
+        return Kernel(plan, groups, threads, scan_blocks.LANES * 2 * args[size] * 4 / threads)
+
+    default = scan_blocks.fitted(scan_blocks.Plan(), *shape, arch)
+    return Space(scan_blocks.Plan, scan_blocks.CHOICES, default, kernel)
+
+
 def _rope_kv_write(workload, arch) -> Space:
     args = workload.args
     heads = rope_kv_write.wave_heads(described(Attention, args), described(Rope, args))
@@ -376,4 +397,6 @@ SPACES = {
     "quantize": partial(_columns, norm.WIDTH),
     "embed": partial(_columns, 1),
     "rope_kv_write": _rope_kv_write,
+    "delta_net": partial(_scan, "d", "d"),
+    "ssm_scan": partial(_scan, "d", "size"),
 }
