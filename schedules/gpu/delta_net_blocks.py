@@ -1,5 +1,5 @@
-"""Gated delta nets over the rows of a chunk, a block of rows at a time (`scan_blocks.py`): what `delta_net.py` computes,
-from the same parameters.
+"""Gated delta nets over the rows of a chunk, a block of rows at a time (`scan_blocks.py`): what `delta_net.py`
+computes, from the same parameters.
 
 With b = sigmoid(beta), S before a block and k, q as they are in the formulas there, the changes of a block solve
 

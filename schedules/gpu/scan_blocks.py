@@ -21,7 +21,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.device import barrier, fma, shuffle, shuffle_xor
 from mlc_amd.schedules.gpu.lane_rows import LANES, load_row, store_row, width_of
-from mlc_amd.schedules.gpu.registers import at, lane_of, local, put, vector
+from mlc_amd.schedules.gpu.registers import lane_of, local, put, vector
 from mlc_amd.schedules.gpu.step import live_rows, opaque_zero
 from mlc_amd.schedules.recurrent import begins, cells_of, run_length
 
