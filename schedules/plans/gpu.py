@@ -353,23 +353,23 @@ def _columns(width: int, workload, arch) -> Space:
     return _threads_space(arch, kernel)
 
 
-def _scan(columns: str, size: str, workload, arch) -> Space | None:
+def _scan(columns, size, workload, arch) -> Space | None:
     """Of a recurrent layer. columns, size: which arguments say what a head's matrix has of them, and how long they
     are. None for steps that go row by row."""
     args = workload.args
-    shape = args[columns], args[size]
-    if not scan_blocks.suits(args["m"], args["single"], *shape, arch):
+    columns, size = args[columns], args[size]
+    if not scan_blocks.suits(args["m"], args["single"], columns, size, arch):
         return None
 
     def kernel(plan) -> Kernel:
-        if scan_blocks.fitted(plan, *shape, arch) != plan:
-            raise ValueError(f"{plan} does not divide matrices of {shape[1]} x {shape[0]}")
+        if scan_blocks.fitted(plan, columns, size, arch) != plan:
+            raise ValueError(f"{plan} does not divide matrices of {size} x {columns}")
         threads = plan.waves * arch.wave
         heads = args.get("value_heads") or args["heads"]
-        groups = args[columns] // (plan.columns * threads // scan_blocks.LANES) * heads
-        return Kernel(plan, groups, threads, scan_blocks.LANES * 2 * args[size] * 4 / threads)
+        groups = columns // (plan.columns * threads // scan_blocks.LANES) * heads
+        return Kernel(plan, groups, threads, scan_blocks.LANES * 2 * size * 4 / threads)
 
-    default = scan_blocks.fitted(scan_blocks.Plan(), *shape, arch)
+    default = scan_blocks.fitted(scan_blocks.Plan(), columns, size, arch)
     return Space(scan_blocks.Plan, scan_blocks.CHOICES, default, kernel)
 
 
