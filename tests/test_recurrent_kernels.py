@@ -6,12 +6,14 @@ import os
 import numpy as np
 import pytest
 import tvm
+from test_gpu_experts import emulated
 from vulkan_harness import PROFILES, gpu, run
 
 from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.schedules.attention import SLOTS, padded_columns
 from mlc_amd.schedules.cpu.arch import resolve
 from mlc_amd.schedules.cpu.kernels import BUILDERS as ON_CPU
+from mlc_amd.schedules.gpu.arch import resolve as gfx
 from mlc_amd.schedules.gpu.kernels import BUILDERS as ON_GPU
 from mlc_amd.schedules.recurrent import COLUMNS, KEPT
 from mlc_amd.tools.reference.case import Case
@@ -152,3 +154,15 @@ def test_vulkan(kernel, profile):
 
         arrays = arrays_of(op, args, m, single, step, name == "guesses")
         check(op, args | rows_of(op, m, single), "gpu", arrays, execute)
+
+
+@pytest.mark.full
+@pytest.mark.emulator
+@pytest.mark.parametrize("kernel", ["delta net", "scan"])
+@pytest.mark.parametrize("name", ["gfx1100", "gfx1201", "gfx942"])
+def test_in_the_emulator(name, kernel):
+    op, args = KERNELS[kernel]
+    m, single, step = 24, 2, [(9, 3, 2), (4, 0, 19)]
+    func = ON_GPU[op](**args, m=m, single=single, arch=gfx(name), name="kernel", plan=None)
+    arrays = arrays_of(op, args, m, single, step)
+    check(op, args | rows_of(op, m, single), "gpu", arrays, lambda arrays: emulated(func, arrays, gfx(name)))

@@ -7,12 +7,13 @@ outputs (`schedules/operators.py`).
 
 from mlc_amd.schedules.attention import Attention, Rope, described
 from mlc_amd.schedules.experts import Experts
-from mlc_amd.schedules.gpu import gemv_matrix
+from mlc_amd.schedules.gpu import gemv_matrix, scan_blocks
 from mlc_amd.schedules.gpu.attention import attention
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.causal_conv import causal_conv
 from mlc_amd.schedules.gpu.channel_decay import channel_decay
 from mlc_amd.schedules.gpu.delta_net import delta_net
+from mlc_amd.schedules.gpu.delta_net_blocks import delta_net as delta_net_blocks
 from mlc_amd.schedules.gpu.embed import embed
 from mlc_amd.schedules.gpu.expert_gemm import expert_linear
 from mlc_amd.schedules.gpu.expert_gemv import expert_down
@@ -34,6 +35,7 @@ from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.route import Routing, route
 from mlc_amd.schedules.gpu.sample import sample
 from mlc_amd.schedules.gpu.ssm_scan import ssm_scan
+from mlc_amd.schedules.gpu.ssm_scan_blocks import ssm_scan as ssm_scan_blocks
 from mlc_amd.schedules.gpu.step import FEW
 
 
@@ -137,11 +139,15 @@ def _channel_decay(heads, d, m, arch, name, plan):
 
 
 def _delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name, plan, by_channel=False):
+    if not by_channel and scan_blocks.suits(m, single, d, d, arch):
+        return delta_net_blocks(key_heads, value_heads, d, single, m, grouped, eps, arch, name, plan)
     return delta_net(key_heads, value_heads, d, single, m, grouped, eps, by_channel, arch, name)
 
 
-def _ssm_scan(m, arch, name, plan, **sizes):
-    return ssm_scan(m=m, arch=arch, name=name, **sizes)
+def _ssm_scan(heads, d, size, groups, single, m, arch, name, plan):
+    if scan_blocks.suits(m, single, d, size, arch):
+        return ssm_scan_blocks(heads, d, size, groups, single, m, arch, name, plan)
+    return ssm_scan(heads, d, size, groups, single, m, arch, name)
 
 
 def _gate(k, m, size, eps, silu, layout, arch, name, plan):

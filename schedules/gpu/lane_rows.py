@@ -23,13 +23,14 @@ def waves_of(rows, size, arch):
     return own, waves
 
 
-def _width(count):
+def width_of(count):
+    """Numbers of a load of `count`."""
     return next(width for width in WIDTHS if count % width == 0)
 
 
 def load_row(buffer, place, first, count):
     """`count` numbers of buffer[place] from index `first` on, in registers."""
-    width, found = _width(count), []
+    width, found = width_of(count), []
     for start in range(0, count, width):
         x = T.Bind(buffer[(*place, at(first + start, width))])
         found += [T.Bind(lane_of(x, i)) for i in range(width)] if width > 1 else [x]
@@ -38,7 +39,7 @@ def load_row(buffer, place, first, count):
 
 def store_row(buffer, place, first, values):
     """The inverse."""
-    width = _width(len(values))
+    width = width_of(len(values))
     for start in range(0, len(values), width):
         group = values[start : start + width]
         value = vector(group) if width > 1 else group[0]

@@ -14,6 +14,7 @@ from mlc_amd.schedules.gpu import (
     gemv_matrix,
     norm,
     rope_kv_write,
+    scan_blocks,
 )
 from mlc_amd.schedules.gpu.expert_gemm import expert_engine
 from mlc_amd.schedules.gpu.experts import Slots
@@ -265,6 +266,26 @@ def _columns(width: int, workload, arch) -> Space:
     return _threads_space(arch, kernel)
 
 
+def _scan(columns, size, workload, arch) -> Space | None:
+    """Of a recurrent layer. columns, size: which arguments say what a head's matrix has of them, and how long they
+    are. None for steps that go row by row."""
+    args = workload.args
+    columns, size = args[columns], args[size]
+    if not scan_blocks.suits(args["m"], args["single"], columns, size, arch):
+        return None
+
+    def kernel(plan) -> Kernel:
+        if scan_blocks.fitted(plan, columns, size, arch) != plan:
+            raise ValueError(f"{plan} does not divide matrices of {size} x {columns}")
+        threads = plan.waves * arch.wave
+        heads = args.get("value_heads") or args["heads"]
+        groups = columns // (plan.columns * threads // scan_blocks.LANES) * heads
+        return Kernel(plan, groups, threads, scan_blocks.LANES * 2 * size * 4 / threads)
+
+    default = scan_blocks.fitted(scan_blocks.Plan(), columns, size, arch)
+    return Space(scan_blocks.Plan, scan_blocks.CHOICES, default, kernel)
+
+
 def _rope_kv_write(workload, arch) -> Space:
     args = workload.args
     heads = rope_kv_write.wave_heads(described(Attention, args), described(Rope, args))
@@ -289,4 +310,6 @@ SPACES = {
     "quantize": partial(_columns, norm.WIDTH),
     "embed": partial(_columns, 1),
     "rope_kv_write": _rope_kv_write,
+    "delta_net": partial(_scan, "d", "d"),
+    "ssm_scan": partial(_scan, "d", "size"),
 }
