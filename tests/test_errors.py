@@ -1,5 +1,6 @@
 """What a user reads when something goes wrong: one line, also where no exception can be raised."""
 
+import io
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 from mlc_amd.runtime import errors
+from mlc_amd.tools import display, terminal
 
 ENDED = rb"error: a file that is in use was cut off[^\n]+\n"
 READS_A_FILE_THAT_SHRINKS = """
@@ -42,6 +44,17 @@ def test_a_file_that_is_cut_off_while_python_reads_it(tmp_path):
     command = [sys.executable, "-c", READS_A_FILE_THAT_SHRINKS, str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, check=False)
     assert done.returncode == 1 and re.fullmatch(ENDED, done.stderr)
+
+
+def test_a_process_of_others_writes_no_control_characters(monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.StringIO())
+    written = sys.stdout, sys.stderr
+    for _ in range(2):  # replicas may share a process
+        terminal.clean_process()
+    print("a\x1b[2J\n\x9b31mb")
+    display.message("\x1b]0;title\x07")
+    assert [stream.getvalue() for stream in written] == ["a[2J\n31mb\n", "]0;title\n"]
 
 
 def test_what_messages_quote_is_one_line_of_printable_text():

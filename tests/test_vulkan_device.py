@@ -109,14 +109,14 @@ def test_a_model_computes_what_it_does_on_the_cpu(which, artifact, compiled_for,
     cpu.reset(), vulkan.reset()
     ids = cpu.tokenizer.encode("os.path.join: Join two or more")
     left, right, compared = cpu.prefill(ids), vulkan.prefill(ids), 0
-    for _ in range(24):
+    for _ in range(10):
         second, first = np.sort(left)[-2:]
         if first - second >= TIE:
             assert left.argmax() == right.argmax()
             compared += 1
         token = int(left.argmax())
         left, right = cpu.decode(token), vulkan.decode(token)
-    assert compared > 8
+    assert compared > 4
     vulkan.device.close()
 
 
