@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import QUOTED, UserError, one_line
 from mlc_amd.runtime.limited_process import LimitedProcess, TooMuch
 from mlc_amd.runtime.tokenizer_files import read_config
 from mlc_amd.runtime.traced_text import Traced
@@ -36,7 +36,6 @@ _SYSTEM, _USER = "a system message", "a user message"
 # Of processor time, and bytes, for compiling a template and for each rendering, which take milliseconds.
 _SECONDS, _MEMORY = 2.0, 256 << 20
 _TOO_MUCH = f"it takes more than {_SECONDS:.0f} s or {_MEMORY >> 20} MiB"
-_MAX_MESSAGE = 240  # characters of a template's message that are shown
 
 
 def _merge_system(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
@@ -47,11 +46,6 @@ def _merge_system(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str,
         return list(messages)
     merged = {**others[at], "content": f"{system['content']}\n\n{others[at]['content']}"}
     return [*others[:at], merged, *others[at + 1 :]]
-
-
-def _one_line(message: str) -> str:
-    line = " ".join(message.split())
-    return line if len(line) <= _MAX_MESSAGE else line[: _MAX_MESSAGE - 3] + "..."
 
 
 class ChatTemplate:
@@ -104,8 +98,8 @@ class ChatTemplate:
             opened = {"malformed": _TOO_MUCH}
         if "malformed" in opened:
             raise UserError(
-                f"the model's chat template is malformed ({_one_line(opened['malformed'])}): correct it in the GGUF, "
-                "and compile that again"
+                f"the model's chat template is malformed ({one_line(opened['malformed'], QUOTED)}): correct it in the "
+                "GGUF, and compile that again"
             )
         return frozenset(opened["variables"])
 
@@ -139,10 +133,11 @@ class ChatTemplate:
         except TooMuch:
             made = {"failed": _TOO_MUCH}
         except (RecursionError, TypeError, ValueError) as error:
-            raise UserError(f"the messages are no JSON values ({_one_line(str(error))}): change them") from error
+            raise UserError(f"the messages are no JSON values ({one_line(str(error), QUOTED)}): change them") from error
         if "failed" in made:
             raise UserError(
-                f"the model's chat template failed ({_one_line(made['failed'])}): change the messages or the template"
+                f"the model's chat template failed ({one_line(made['failed'], QUOTED)}): change the messages or the "
+                "template"
             )
         return Traced.of_spans(made["text"], made["own"])
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 
 from mlc_amd.runtime.answers import Answer
+from mlc_amd.runtime.constraints import compute_masks
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.kv_cache import Cache
 from mlc_amd.runtime.planned_step import Step
@@ -215,6 +216,7 @@ class Core:
                 self._scorings[step.chunk.request].take(step.chunk.start, self.runner.score(chunk))
                 return []
         guesses = step.drafts + [[]] * (len(step.answers) - len(step.drafts))
+        compute_masks(self._answers[request].constraint for request in step.answers)
         asked = [self._answers[request].choices(drafts) for request, drafts in zip(step.answers, guesses, strict=True)]
         chosen = iter(self.runner.sample(singles, chunk, [choice for choices in asked for choice in choices]))
         return [_right([next(chosen) for _ in range(len(drafts) + 1)], drafts) for drafts in guesses]

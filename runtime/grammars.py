@@ -2,8 +2,8 @@
 
 In:  a tokenizer, the size of the logits; a schema, an expression, a grammar or tools; the prompt's text, which tells
      whether the model is thinking when it begins to write.
-Out: `Grammar`: called once for each answer, it gives a `Constraint` (constraints.py). UserError for what cannot be
-     used.
+Out: `Grammar` (matchers.py): called once for each answer, it gives a `Constraint` (constraints.py). UserError for what
+     cannot be used.
 
 The work is llguidance's (extra `serve`). A grammar applies to the answer itself: what a model thinks before it
 (reasoning.py) is free. Grammars take 10 ms to 5 s to compile, the tables of a vocabulary some seconds at the first of
@@ -25,8 +25,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
-
 from mlc_amd.runtime import reasoning
 from mlc_amd.runtime.call_formats import Format, HarmonyCalls
 from mlc_amd.runtime.call_grammars import call_grammar
@@ -34,55 +32,17 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.extras import require
 from mlc_amd.runtime.grammar_trial import TOO_MUCH, Trial, Vocabulary, limits
 from mlc_amd.runtime.lark import ControlTokens, Rules
+from mlc_amd.runtime.matchers import Grammar, shown
 from mlc_amd.runtime.tokenizer import Tokenizer
 from mlc_amd.runtime.tools import Tool
 
 _CACHED = 32  # compiled grammars, of up to 100 MB each, most of them below 1 MB
 _CHECKED = 1024  # grammars of which it is known whether they can be used
 _MAX_CHARACTERS = 1 << 20  # of a grammar
-_MAX_MESSAGE = 240  # characters of llguidance's messages that are shown
 _ANY = {"type": "object"}
 _SCHEMA = "the JSON schema"  # in messages
 
 Choice = Literal["auto", "required", "none"] | Mapping[str, str]
-
-
-class Constrained:
-    """A `Constraint`: one answer's state. vocab: the size of the logits."""
-
-    def __init__(self, matcher: Any, vocab: int) -> None:
-        self._matcher = matcher
-        self._mask = np.zeros(-(-vocab // 32), np.int32)
-        self._address = self._mask.ctypes.data  # which takes NumPy as long as llguidance takes for half a mask
-
-    def allowed(self) -> np.ndarray:
-        self._matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
-        self._check()
-        return self._mask
-
-    def accept(self, token: int) -> None:
-        self._matcher.consume_token(token)
-        self._check()
-
-    @property
-    def complete(self) -> bool:
-        return self._matcher.is_stopped() and not self._matcher.is_error()
-
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise UserError(f"the answer cannot follow its grammar: {_shown(self._matcher.get_error())}")
-
-
-class Grammar:
-    """A compiled grammar. Called, it gives the constraint of an answer that begins."""
-
-    def __init__(self, matcher: Any, vocab: int) -> None:
-        self._matcher, self._vocab = matcher, vocab
-        self._lock = threading.Lock()
-
-    def __call__(self) -> Constrained:
-        with self._lock:
-            return Constrained(self._matcher.deep_copy(), self._vocab)
 
 
 class Grammars:
@@ -141,7 +101,7 @@ class Grammars:
         try:
             converted = any_to_lark(text)
         except (GbnfToLarkError, RecursionError) as error:
-            raise UserError(f"the grammar cannot be used: {_shown(str(error))}") from error
+            raise UserError(f"the grammar cannot be used: {shown(str(error))}") from error
         return self.lark(converted, prompt)
 
     def lark(self, text: str, prompt: str | None = None) -> Grammar:
@@ -291,7 +251,7 @@ class Grammars:
                     while len(self._problems) > _CHECKED:
                         self._problems.popitem(last=False)
         if problem:
-            raise UserError(f"{what} cannot be used: {_shown(problem)}")
+            raise UserError(f"{what} cannot be used: {shown(problem)}")
 
     def _matcher(self, source: str, what: str) -> Any:
         import llguidance
@@ -302,7 +262,7 @@ class Grammars:
         matcher = llguidance.LLMatcher(self._tables, source, log_level=0, limits=limits())
         matcher.compute_bitmask()  # the first one takes longest: it is kept
         if matcher.is_error():
-            raise UserError(f"{what} cannot be used: {_shown(matcher.get_error())}")
+            raise UserError(f"{what} cannot be used: {shown(matcher.get_error())}")
         return matcher
 
     def _read_vocabulary(self) -> Any:
@@ -336,9 +296,3 @@ def _json(rules: Rules, schema: object, lenient: bool = False) -> str:
         raise UserError("the JSON schema cannot be used: it is nested too deeply") from error
     except (TypeError, ValueError) as error:
         raise UserError(f"the JSON schema cannot be used: {error}") from error
-
-
-def _shown(message: str) -> str:
-    """The message in one line."""
-    line = " ".join(message.replace("<non-verbose/>", "").split())
-    return line if len(line) <= _MAX_MESSAGE else line[: _MAX_MESSAGE - 3] + "..."

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from mlc_amd.runtime.errors import UserError, shorten
+from mlc_amd.runtime.errors import QUOTED, UserError, one_line, shorten
 
 T = TypeVar("T")
 LARGEST = 256 << 20  # bytes of a file: a vocabulary of 200 thousand tokens takes 20 MB
@@ -63,13 +63,7 @@ def decode(data: bytes, kind: type[T], path: object, advice: str) -> T:
         why = _explain(error, data, kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         why = str(error)
-    raise UserError(f"{path} is damaged ({_printable(why)}); {advice}") from None
-
-
-def _printable(text: str) -> str:
-    """At most 300 characters of a text that may contain others' names, on one line."""
-    short = text if len(text) <= 300 else f"{text[:297]}..."
-    return "".join(char if char.isprintable() else "?" for char in short)
+    raise UserError(f"{path} is damaged ({one_line(why, QUOTED)}); {advice}") from None
 
 
 def _explain(error: msgspec.ValidationError, data: bytes, kind: Any) -> str:

@@ -50,12 +50,15 @@ class SampledRows:
     """Writes and reads the buffers of `device`. io: the manifest's entries; logits have `vocab` columns that count."""
 
     def __init__(self, device, io, vocab: int) -> None:
-        rows, self._width = io["allowed"]["shape"]
+        self._allowed = np.zeros(io["allowed"]["shape"], np.int32)
+        rows = len(self._allowed)
         self._device, self._vocab = device, vocab
         self._words = np.zeros((rows, WORDS), np.int32)
         self._changes = np.zeros((rows, CHANGES, 2), np.int32)
         self._written = 0  # rows of `sampling` that are not zero
-        self._plain: dict[tuple[Sampling, int, bool], np.ndarray] = {}  # words of settings without changes
+        # words of settings without changes of single logits, by these, the seed, and whether there are
+        # log-probabilities and a mask
+        self._plain: dict[tuple[Sampling, int, bool, bool], np.ndarray] = {}
 
     def clear(self) -> None:
         """All rows take the largest logit."""
@@ -69,16 +72,18 @@ class SampledRows:
         self.clear()
         changed = masked = 0
         for i, choice in enumerate(choices):
-            sampling, logprob = choice.sampling, choice.logprobs is not None
-            if sampling.adjusts or choice.allowed is not None:
+            sampling, logprob, mask = choice.sampling, choice.logprobs is not None, choice.allowed
+            if mask is not None:
+                self._allowed[i, : len(mask)] = mask
+                masked = i + 1
+            if sampling.adjusts:
                 tokens = [*choice.tokens, *choice.guessed] if choice.guessed else choice.tokens
                 write_row(
                     self._words[i], self._changes[i], sampling, tokens, choice.position, choice.seed, self._vocab,
-                    logprob, choice.allowed is not None,
+                    logprob, mask is not None,
                 )  # fmt: skip
-                changed = i + 1 if sampling.adjusts else changed
-                masked = i + 1 if choice.allowed is not None else masked
-            elif not sampling.greedy or logprob:
+                changed = i + 1
+            elif not sampling.greedy or logprob or mask is not None:
                 self._words[i] = self._plain_words(choice)
                 self._words[i, _POSITION] = choice.position
         if self._words[: len(choices)].any():
@@ -87,20 +92,16 @@ class SampledRows:
         if changed:
             self._device.write("changes", self._changes[:changed])
         if masked:
-            rows = np.zeros((masked, self._width), np.int32)
-            for row, choice in zip(rows, choices, strict=False):
-                if choice.allowed is not None:
-                    row[: len(choice.allowed)] = choice.allowed
-            self._device.write("allowed", rows)
+            self._device.write("allowed", self._allowed[:masked])
 
     def _plain_words(self, choice: Choice) -> np.ndarray:
         """The words of a row without changes, but for the position."""
-        key = choice.sampling, choice.seed, choice.logprobs is not None
+        key = choice.sampling, choice.seed, choice.logprobs is not None, choice.allowed is not None
         if key not in self._plain:
             if len(self._plain) > 4096:
                 self._plain.clear()
             words, none = np.zeros(WORDS, np.int32), np.zeros((0, 2), np.int32)
-            write_row(words, none, choice.sampling, (), 0, choice.seed, self._vocab, choice.logprobs is not None)
+            write_row(words, none, choice.sampling, (), 0, choice.seed, self._vocab, *key[2:])
             self._plain[key] = words
         return self._plain[key]
 

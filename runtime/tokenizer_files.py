@@ -15,7 +15,7 @@ import tokenizers
 from msgspec import Meta
 
 from mlc_amd.runtime import json_files
-from mlc_amd.runtime.errors import UserError, shorten
+from mlc_amd.runtime.errors import QUOTED, UserError, one_line
 
 LIBRARY, CONFIG = "tokenizer.json", "tokenizer_config.json"
 ADVICE = "compile the model again"
@@ -119,5 +119,5 @@ def library_errors(problem: str, advice: str) -> Iterator[None]:
         yield
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise UserError(f"{problem} ({shorten(' '.join(str(error).split()))}); {advice}") from error
+            raise UserError(f"{problem} ({one_line(str(error), QUOTED)}); {advice}") from error
         raise

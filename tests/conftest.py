@@ -13,7 +13,9 @@ from urllib.parse import quote
 
 import architectures
 import pytest
+from kept_objects import KeptObjects
 
+from mlc_amd.compiler.codegen import cpu
 from mlc_amd.compiler.codegen.rocm import find_linker
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
@@ -38,6 +40,8 @@ os.environ.setdefault("MESA_SHADER_CACHE_DIR", str(SHADERS))
 os.environ.setdefault("CACHEDB", str(SHADERS.parent / f"emulator-{os.environ.get('PYTEST_XDIST_WORKER', 'one')}.db"))
 # Mesa's CPU driver compiles in a quarter less time when it does not optimize, which gains nothing on small kernels.
 os.environ.setdefault("GALLIVM_PERF", "nopt")
+# And object code of the CPU's kernels.
+cpu.OBJECTS = KeptObjects(SHADERS.parent / "objects")
 # The files that take longest run first, which leaves short ones for workers that finish early.
 LONG = (
     "test_emulator_gfx1100.py", "test_vulkan_device.py", "test_selftest.py", "test_models.py", "test_vulkan_kernels.py",

@@ -3,6 +3,8 @@
 import http.client
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack, closing
@@ -218,3 +220,15 @@ def test_arguments(tmp_path, monkeypatch):
     local = tmp_path / "socket"
     with closing(serve.listen("", 0, str(local))):
         assert local.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_limit_of_open_files_is_raised_and_a_small_one_is_told():
+    program = (
+        "from mlc_amd.tools.server.lifecycle import allow_connections, resource; allow_connections(256); "
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    for most, warning in ((1000, False), (300, True)):
+        command = ["bash", "-c", f'ulimit -Sn 100; ulimit -Hn {most}; exec {sys.executable} -c "{program}"']
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout == f"({most}, {most})\n"
+        assert warning == (f"may open {most} files, too few for 256 requests" in done.stderr) == bool(done.stderr)

@@ -77,7 +77,7 @@ def test_a_draft_model_makes_room_in_its_cache(engine, demo_artifact):
 
 def test_what_cannot_be_a_draft(engine, compiled):
     with pytest.raises(UserError, match="another vocabulary"):
-        open_drafter(compiled("tiny:q4_0", 128), engine.tokenizer, None, None, KvSize.of(None, None))
+        open_drafter(compiled("tiny:q4_0", 64), engine.tokenizer, None, None, KvSize.of(None, None))
 
 
 # ---- prompt lookup

@@ -99,7 +99,7 @@ def test_a_model_computes_what_it_does_on_the_cpu(which, artifact, compiled_for,
     """Logits of a text, at once and token by token; then greedy text: both get the CPU's tokens, and agree on each
     unless it is a tie. The driver compiles the bundled model's kernels for a minute."""
     source = demo_gguf if which == "bundled" else SMALL
-    cpu, vulkan = Engine.load(compiled(source, CTX)), Engine.load(compiled_for("vulkan", "lavapipe", source, CTX))
+    cpu, vulkan = Engine.load(compiled(source, 64)), Engine.load(compiled_for("vulkan", "lavapipe", source, CTX))
     assert vulkan.device.code_arch == "lavapipe"
     expected = logits(cpu, IDS)
     assert near(logits(vulkan, IDS), expected)
@@ -109,14 +109,14 @@ def test_a_model_computes_what_it_does_on_the_cpu(which, artifact, compiled_for,
     cpu.reset(), vulkan.reset()
     ids = cpu.tokenizer.encode("os.path.join: Join two or more")
     left, right, compared = cpu.prefill(ids), vulkan.prefill(ids), 0
-    for _ in range(24):
+    for _ in range(10):
         second, first = np.sort(left)[-2:]
         if first - second >= TIE:
             assert left.argmax() == right.argmax()
             compared += 1
         token = int(left.argmax())
         left, right = cpu.decode(token), vulkan.decode(token)
-    assert compared > 8
+    assert compared > 4
     vulkan.device.close()
 
 

@@ -24,7 +24,7 @@ import fire
 import fire.decorators
 
 from mlc_amd.runtime.errors import UsageError, UserError
-from mlc_amd.tools import arguments, terminal
+from mlc_amd.tools import arguments, bus_error, terminal
 
 # verb -> what it does. Each is the function `run` of its module, imported only when it is asked for.
 VERBS = {
@@ -109,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 still shows what it can
+    bus_error.install()
     with terminal.clean_output():
         return _run(argv)
 

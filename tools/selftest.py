@@ -18,7 +18,7 @@ from mlc_amd.tools import amdgpu, bandwidth, display, machine, models, selftest_
 SHORT = {"o": "output"}
 FORMAT = 1  # of the file
 # How often each function is replayed, and timed: by the type of device. Mesa's CPU driver needs seconds for a prompt.
-ROUNDS = {"cpu": (2, 1)}
+ROUNDS = {"cpu": (1, 1)}
 GPU_ROUNDS = (20, 7)
 
 

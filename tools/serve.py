@@ -154,9 +154,10 @@ def _serve_here(
     """Serves in this process until a signal has stopped it."""
     from mlc_amd.tools.server.app import make_app
     from mlc_amd.tools.server.library import Library
-    from mlc_amd.tools.server.lifecycle import make_server
+    from mlc_amd.tools.server.lifecycle import allow_connections, make_server
     from mlc_amd.tools.server.service import Service
 
+    allow_connections(settings.requests)
     library = Library(loaders, most, idle)
     service = Service(library, settings)
     try:

@@ -51,6 +51,12 @@ def clean_output() -> Iterator[None]:
         sys.stdout, sys.stderr = stdout, stderr
 
 
+def clean_process() -> None:
+    """From now on no control characters go to this process's streams: of one that the command line did not start, whose
+    output others bring to a terminal."""
+    sys.stdout, sys.stderr = (cast(TextIO, _Clean(unclean(stream))) for stream in (sys.stdout, sys.stderr))
+
+
 def clean(text: str) -> str:
     """The text without control characters."""
     return _CONTROL.sub("", text)

@@ -33,10 +33,14 @@ class ObjectCache:
             if key in self._objects:
                 self._objects.move_to_end(key)
                 return self._objects[key]
-        made = make()
+        made = self.made(key, make)
         with self._lock:
             self._held += len(made) - len(self._objects.pop(key, b""))
             self._objects[key] = made
             while self._held > self.limit:
                 self._held -= len(self._objects.popitem(last=False)[1])
         return made
+
+    def made(self, key: Key, make: Callable[[], bytes]) -> bytes:
+        """What is not held."""
+        return make()

@@ -156,8 +156,9 @@ int mlc_amd_start_threads(int threads) {
             atomic_store(&members[i].taken, number);
             atomic_store(&members[i].done, number);
         }
-        sigset_t all, before;               /* signals are for the main thread */
-        sigfillset(&all);
+        sigset_t all, before;               /* signals are for the main thread, but for a fault of the thread's own: */
+        sigfillset(&all);                   /* a page of the weights that cannot be read (tools/bus_error.py) */
+        sigdelset(&all, SIGBUS);
         pthread_sigmask(SIG_SETMASK, &all, &before);
         while (pool.threads < threads &&
                !pthread_create(&members[pool.threads].thread, NULL, member_main, (void *)(intptr_t)pool.threads)) {

@@ -5,22 +5,18 @@ In: tiny models of several architectures (`bases`), whose metadata, tensors or w
 """
 
 import random
-import shutil
 import struct
 import sys
-import tempfile
-import warnings
 from functools import cache
-from pathlib import Path
 
-from mlc_amd.compiler.gguf import GGUFModel, synthetic, write_gguf
+from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime import chat_template
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.tools.dev import fuzzing
-from mlc_amd.tools.dev.fuzz_gguf import SCRATCH, SIZES, InProcess
+from mlc_amd.tools.dev.fuzz_gguf import InProcess
 from mlc_amd.tools.dev.fuzzing import Case, Limits
-from mlc_amd.tools.dev.gguf_mutations import Parts, joined, mutated, parts
+from mlc_amd.tools.dev.gguf_mutations import SIZES, Parts, joined, mutated, opened, parts_of
 
 # LLVM takes more than a reader, also of time where the machine is busy.
 LIMITS = Limits(seconds=300, memory=4 << 30)
@@ -40,37 +36,26 @@ _PATTERNS = (b"\xff", b"\x00", b"\x00\x7c", b"\x00\xfc", b"\x00\x7e", b"\xff\x7b
 @cache
 def bases() -> dict[str, Parts]:
     """Undamaged models by name."""
-    found = {}
-    for (architecture, form), more in _BASES.items():
-        keys = SIZES | {"general.architecture": architecture} | more
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "model.gguf"
-            write_gguf(synthetic(f"tiny-qwen2:{form}", keys=keys), path)
-            found[f"{architecture} {form}"] = parts(path.read_bytes())
-    return found
+    return {
+        f"{architecture} {form}": parts_of(
+            synthetic(f"tiny-qwen2:{form}", keys=SIZES | {"general.architecture": architecture} | more)
+        )
+        for (architecture, form), more in _BASES.items()
+    }
 
 
 def outcome(data: bytes) -> list[int]:
     """Compiles the model and generates tokens: greedily, and by its own sampling parameters."""
-    folder = Path(tempfile.mkdtemp(dir=SCRATCH, prefix="fuzz-compile-"))
-    try:
-        path = folder / "model.gguf"
-        path.write_bytes(data)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            with GGUFModel.open(path) as model:
-                compile_model(model, "cpu", "native", None, folder / "out")
-        engine = Engine.load(folder / "out", threads=1)
-        prompt = [i % engine.vocab for i in range(20)]
-        logits = [engine.prefill(prompt), engine.decode(1)]
-        assert all(one.shape == (engine.vocab,) for one in logits)
-        made = [piece.id for piece in engine.generate(prompt, max_tokens=4, temperature=0)]
-        made += [piece.id for piece in engine.generate(prompt, max_tokens=4)]
-        assert all(0 <= i < engine.vocab for i in made)
-        engine.close()
-        return made
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with opened(data) as (model, folder):
+        compile_model(model, "cpu", "native", None, folder / "out")
+        with Engine.load(folder / "out", threads=1) as engine:
+            prompt = [i % engine.vocab for i in range(20)]
+            logits = [engine.prefill(prompt), engine.decode(1)]
+            assert all(one.shape == (engine.vocab,) for one in logits)
+            made = [piece.id for piece in engine.generate(prompt, max_tokens=4, temperature=0)]
+            made += [piece.id for piece in engine.generate(prompt, max_tokens=4)]
+            assert all(0 <= i < engine.vocab for i in made)
+            return made
 
 
 def _weights(draw: random.Random, file: Parts) -> tuple[str, str, bytes]:

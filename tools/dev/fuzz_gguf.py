@@ -9,17 +9,14 @@ Chat templates are rendered in the process of a case, because to start another o
 
 import json
 import random
-import shutil
 import sys
-import tempfile
-import warnings
 from collections.abc import Callable, Collection
 from copy import deepcopy
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from mlc_amd.compiler.gguf import GGUFModel, synthetic, write_gguf
+from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.tokenizer import export
 from mlc_amd.runtime import chat_template, template_program
 from mlc_amd.runtime.chat_template import ChatTemplate
@@ -27,14 +24,8 @@ from mlc_amd.runtime.tokenizer import MARK, Tokenizer
 from mlc_amd.runtime.traced_text import Traced
 from mlc_amd.tools.dev import fuzzing
 from mlc_amd.tools.dev.fuzzing import Case
-from mlc_amd.tools.dev.gguf_mutations import Parts, joined, mutated, parts
+from mlc_amd.tools.dev.gguf_mutations import SIZES, Parts, joined, mutated, opened, parts_of
 
-SIZES = {
-    "block_count": 1, "embedding_length": 64, "feed_forward_length": 64, "attention.head_count": 2,
-    "attention.head_count_kv": 1, "attention.key_length": 32, "attention.value_length": 32, "context_length": 128,
-    "rope.dimension_count": 32, "vocab_size": 320,
-}  # fmt: skip
-SCRATCH = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 # What users write: plain text, and the texts of control tokens in forms that vocabularies and templates could make
 # control tokens of.
 MESSAGES = (
@@ -85,28 +76,14 @@ def bases() -> dict[str, Parts]:
     for name, more in (("SentencePiece", spm), ("Gemma 4", gemma)):
         kept = {key: value for key, value in plain.metadata.items() if not key.startswith("tokenizer.ggml.")}
         made[name] = kept | {f"tokenizer.ggml.{key}": value for key, value in (own | more).items()}
-    found = {}
-    for name, metadata in made.items():
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "model.gguf"
-            write_gguf(GGUFModel(name, metadata, plain.stored, plain.config), path)
-            found[name] = parts(path.read_bytes())
-    return found
+    return {name: parts_of(GGUFModel(name, metadata, plain.stored, plain.config)) for name, metadata in made.items()}
 
 
 def outcome(data: bytes) -> list[int]:
     """Reads the file as far as a command would. The ids of a conversation; AssertionError for a forged token."""
-    folder = Path(tempfile.mkdtemp(dir=SCRATCH, prefix="fuzz-gguf-"))
-    try:
-        path = folder / "model.gguf"
-        path.write_bytes(data)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            with GGUFModel.open(path) as model:
-                export(model.metadata, folder)
+    with opened(data) as (model, folder):
+        export(model.metadata, folder)
         return conversation(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def conversation(folder: Path) -> list[int]:

@@ -1,18 +1,33 @@
 """Damage to GGUF files, of their structure and of their bytes.
 
-In: a GGUF file's bytes and a random generator. Out: `mutated`: (kind, what was changed, the bytes of the damaged file).
-The parts of a file (`Parts`) are taken apart and put together without the project's reader and writer.
+In: a synthetic model (`parts_of`) and a random generator. Out: `mutated`: (kind, what was changed, the bytes of the
+damaged file), and `opened`: what the project's reader makes of such bytes. The parts of a file (`Parts`) are taken
+apart and put together without the project's reader and writer.
 """
 
 import contextlib
 import random
+import shutil
 import struct
-from collections.abc import Callable
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gguf import GGUFValueType as Kind
+
+from mlc_amd.compiler.gguf import GGUFModel, write_gguf
+
+# Metadata of models that are small enough to be read thousands of times.
+SIZES = {
+    "block_count": 1, "embedding_length": 64, "feed_forward_length": 64, "attention.head_count": 2,
+    "attention.head_count_kv": 1, "attention.key_length": 32, "attention.value_length": 32, "context_length": 128,
+    "rope.dimension_count": 32, "vocab_size": 320,
+}  # fmt: skip
+_SCRATCH = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 
 _FORMS = {
     Kind.UINT8: "B", Kind.INT8: "b", Kind.BOOL: "?", Kind.UINT16: "H", Kind.INT16: "h", Kind.UINT32: "I",
@@ -48,6 +63,30 @@ class Parts:
         ]
         tensors = [[name, [*dims], kind, offset] for name, dims, kind, offset in self.tensors]
         return Parts(self.version, pairs, tensors, self.data)
+
+
+def parts_of(model: GGUFModel) -> Parts:
+    """The parts of the file that the model is written to."""
+    with tempfile.TemporaryDirectory(dir=_SCRATCH) as folder:
+        path = Path(folder) / "model.gguf"
+        write_gguf(model, path)
+        return parts(path.read_bytes())
+
+
+@contextlib.contextmanager
+def opened(data: bytes) -> Iterator[tuple[GGUFModel, Path]]:
+    """The file of these bytes, opened, and the folder that it is in, where more may be written: the block's end removes
+    it."""
+    folder = Path(tempfile.mkdtemp(dir=_SCRATCH, prefix="fuzz-"))
+    try:
+        path = folder / "model.gguf"
+        path.write_bytes(data)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            with GGUFModel.open(path) as model:
+                yield model, folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def parts(data: bytes) -> Parts:

@@ -6,6 +6,7 @@ one ends the process at once.
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import sys
@@ -23,6 +24,8 @@ from mlc_amd.tools.server.service import Service
 # Seconds that a connection may stay without a request, the first one included, and within which a request's headers
 # must arrive.
 IDLE_CONNECTION = 30
+# Open files besides connections: the model's, the device's, those of processes that are started.
+_OWN_FILES = 128
 # Seconds that a stopping server waits for connections that are at their end.
 _LAST_CONNECTIONS = 5
 
@@ -97,6 +100,19 @@ class Server(uvicorn.Server):
 
     def _end(self) -> None:
         self.should_exit = True
+
+
+def allow_connections(requests: int) -> None:
+    """Each connection is an open file: raises their number to what the system grants, where shells and services grant
+    1024 at first. requests: that are answered or wait at a time; the user is warned where they are more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if resource.RLIM_INFINITY != hard < requests + _OWN_FILES:
+        display.message(
+            f"warning: this process may open {hard} files, too few for {requests} requests: raise the limit "
+            "(LimitNOFILE= of a systemd service, ulimit -Hn of a shell) or lower --max-requests"
+        )
 
 
 def make_server(app: ASGIApp, service: Service, ready: Callable[[], None]) -> Server:

@@ -28,6 +28,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from mlc_amd.runtime.engine import Engine
+from mlc_amd.tools import terminal
 from mlc_amd.tools.server.affinity import Affinity, prompt_blocks
 from mlc_amd.tools.server.app import make_app
 from mlc_amd.tools.server.errors import ApiError, overloaded
@@ -71,6 +72,7 @@ class Replica:
         idle: float | None,
         settings: Settings,
     ) -> None:
+        terminal.clean_process()
         gpus = ray.get_gpu_ids()
         gpu = str(gpus[0]) if gpus else None
         library = Library({name: lambda name=name: load(name, gpu) for name in names}, most, idle)
@@ -169,6 +171,7 @@ class Gateway:
     the replicas' caches and load is in its memory."""
 
     def __init__(self, replicas: DeploymentHandle, settings: Settings) -> None:
+        terminal.clean_process()
         self._replicas, self._settings = replicas, settings
         self._stopping = False
         self._running: set[asyncio.Task[Any]] = set()
