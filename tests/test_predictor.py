@@ -15,6 +15,7 @@ from test_speculation import Eager
 
 from mlc_amd.compiler.gguf import GGUFModel
 from mlc_amd.compiler.gguf.tensor import Tensor
+from mlc_amd.compiler.models import read_config
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
@@ -111,7 +112,7 @@ def successor() -> GGUFModel:
             put(name, np.zeros(tensor.shape))
     put("blk.2.nextn.eh_proj.weight", np.eye(hidden, 2 * hidden))
     put("output.weight", np.roll(model.stored["token_embd.weight"].dequantize().reshape(-1, hidden), 1, 0))
-    return GGUFModel("successor", model.metadata, stored, model.config)
+    return GGUFModel("successor", model.metadata, stored, read_config(model.metadata, stored, "successor"))
 
 
 @pytest.mark.full
@@ -121,7 +122,7 @@ def test_right_guesses_count(tmp_path):
         found = answers(engine, temperature=0.0)
         assert [tokens[0] for tokens in found.values()] == [IDS[39] + 1, IDS[2] + 1, IDS[-1] + 1]
         guessed, accepted = engine.guesses
-        assert accepted == guessed > 60
+        assert accepted == guessed > 30  # few cells: about one guess a step, for all answers together
 
 
 def test_models_without_such_a_layer(demo_artifact):
