@@ -16,6 +16,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.kv_pool import ELEMENTS, MOST_CELLS
 from mlc_amd.runtime.memory import EXPERTS, Needs
 from mlc_amd.runtime.pages import STATE
+from mlc_amd.runtime.steps import ROWS
 from mlc_amd.schedules.attention import PAGE
 
 FEWEST_CELLS = 8  # by default, for states of sequences and snapshots of them: two are enough for one sequence
@@ -66,6 +67,8 @@ def kept(config: ModelConfig, backend, ctx: int) -> Types:
         found |= {name: ((cells, *shape[1:]), dtype) for name, (shape, dtype) in states.items()}
     for layer in config.layers:
         found |= backend.workspace(layer, ctx)
+    if config.predictor is not None:
+        found |= dict.fromkeys(ROWS, ((longest, config.hidden), "float32"))
     return found
 
 

@@ -19,7 +19,7 @@ import tvm
 from mlc_amd.compiler import memory, sampling, tokenizer
 from mlc_amd.compiler import plan as planning
 from mlc_amd.compiler import weights as packing
-from mlc_amd.compiler.models.build import FunctionSpec, build_module
+from mlc_amd.compiler.models.build import FunctionSpec, build_module, with_drafts
 from mlc_amd.compiler.ops import padded
 from mlc_amd.compiler.passes import fuse
 from mlc_amd.compiler.tuning.database import Lookup
@@ -179,12 +179,15 @@ def lower(model, backend, ctx: int) -> Lowered:
     """Builds, fuses and plans the functions of `model` with kernels of `backend`, a Target. ctx: of `capacity`;
     UserError if it is too large for kernels."""
     memory.check_capacity(model.config, backend, ctx)
-    functions = backend.functions(ctx)
+    functions = with_drafts(backend.functions(ctx), model.config)
     module, parameters = build_module(model, backend, functions, ctx)
     module = backend.select_kernels(fuse(module, backend))
     specs = packing.specs(model, backend, parameters, ctx)
     plan = planning.make_plan(
-        module, parameters, {name: [spec.name for spec in planes] for name, planes in specs.items()}
+        module,
+        parameters,
+        {name: [spec.name for spec in planes] for name, planes in specs.items()},
+        {spec.name: spec.outputs(model.config) for spec in functions},
     )
     return Lowered(functions, module, parameters, specs, plan)
 
@@ -221,6 +224,7 @@ def _io(config, functions: list[FunctionSpec], ctx: int, spans: set[int]) -> dic
         columns=padded(config.vocab),
         blocks=ctx // PAGE,
         spans=spans,
+        drafts=config.predictor is not None,
     )
     return {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in found.items()}
 

@@ -12,7 +12,7 @@ The planner is Relax's StaticPlanBlockMemory: tensors whose lives do not overlap
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from tvm import relax
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.steps import OUTPUTS
 
+Outputs = tuple[tuple[str, str], ...]
 ALIGN = 64  # bytes, of every tensor in the arena: what vector loads and TVM's argument checks want
 
 
@@ -44,14 +45,20 @@ def lower(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def make_plan(
-    mod: tvm.IRModule, parameters: dict[str, list], tensors: dict[str, list[str]], outputs: Sequence[str] = OUTPUTS
+    mod: tvm.IRModule,
+    parameters: dict[str, list],
+    tensors: dict[str, list[str]],
+    outputs: Mapping[str, Outputs] | None = None,
 ) -> Plan:
     """`parameters`: (kind, name) of each parameter, by function; `tensors`: names in the weights file by weight, one
-    for each plane; `outputs`: the io names of the returned tensors; a function may return the first of them only.
+    for each plane; `outputs`: (kind, name) of the returned tensors by function, by default those of the first OUTPUTS.
     UserError for an operator without a kernel, ValueError for a constant tensor, and for a returned one that no kernel
     wrote."""
     mod = lower(mod)
-    walkers = {name: _Walker(mod[name], parameters[name], tensors, outputs) for name in parameters}
+    usual = tuple(("io", name) for name in OUTPUTS)
+    walkers = {
+        name: _Walker(mod[name], parameters[name], tensors, outputs[name] if outputs else usual) for name in parameters
+    }
     return Plan(
         {name: walker.launches for name, walker in walkers.items()}, max(walker.arena for walker in walkers.values())
     )
@@ -74,10 +81,10 @@ class _Walker:
     def _name_outputs(self, returned, outputs) -> None:
         """Puts the names into the arguments of what the function returns, wherever launches have them."""
         returned = [returned] if isinstance(returned[0], str) else returned
-        for argument, name in zip(returned, outputs, strict=False):
+        for argument, place in zip(returned, outputs, strict=False):
             if argument != ["io", None]:
-                raise ValueError(f"the output {name} is {argument}, not a tensor that a kernel wrote for it alone")
-            argument[1] = name
+                raise ValueError(f"the output {place[1]} is {argument}, not a tensor that a kernel wrote for it alone")
+            argument[:] = place
 
     @staticmethod
     def parameter(var, kind, name, tensors):

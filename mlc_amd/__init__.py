@@ -79,7 +79,8 @@ def load(
             has left, half of what is available of the host's.
         kv_type: type of a GGUF file's KV cache; None: "f16". "q8_0" takes half of the memory.
         draft: where guesses of the next tokens come from, which steps verify several at a time: a smaller model with
-            the same vocabulary, given as `model` is, or "lookup": the text so far. Answers are the same without.
+            the same vocabulary, given as `model` is, "lookup": the text so far, or "mtp": the model's own layer for
+            that, if it has one. Answers are the same without.
 
     Raises:
         UserError: the model cannot be compiled or run here; the message says why. Where it names a flag of the

@@ -15,6 +15,7 @@ from mlc_amd.runtime.answers import Answer
 from mlc_amd.runtime.constraints import compute_masks
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.kv_cache import Cache
+from mlc_amd.runtime.own_draft import OwnDraft
 from mlc_amd.runtime.planned_step import Step
 from mlc_amd.runtime.requests import Request
 from mlc_amd.runtime.runner import Runner
@@ -218,7 +219,10 @@ class Core:
         guesses = step.drafts + [[]] * (len(step.answers) - len(step.drafts))
         compute_masks(self._answers[request].constraint for request in step.answers)
         asked = [self._answers[request].choices(drafts) for request, drafts in zip(step.answers, guesses, strict=True)]
-        chosen = iter(self.runner.sample(singles, chunk, [choice for choices in asked for choice in choices]))
+        found = self.runner.sample(singles, chunk, [choice for choices in asked for choice in choices])
+        if self.speculation and isinstance(self.speculation.drafter, OwnDraft):
+            self.speculation.drafter.follow(step, found)
+        chosen = iter(found)
         return [_right([next(chosen) for _ in range(len(drafts) + 1)], drafts) for drafts in guesses]
 
     def _drop_ended(self) -> None:

@@ -10,14 +10,15 @@ from mlc_amd.runtime.prompt_lookup import PromptLookup
 from mlc_amd.runtime.speculation import Drafter
 from mlc_amd.runtime.tokenizer import Tokenizer
 
-LOOKUP = "lookup"
+LOOKUP, OWN = "lookup", "mtp"
 
 
 def open_drafter(
     draft: str | Path | None, tokenizer: Tokenizer, device: str | None, threads: int | None, size: KvSize
 ) -> Drafter | None:
-    """draft: LOOKUP, the artifact folder of a draft model, or None; device, threads, size: of its device and its cache,
-    as for `open_device`; tokenizer: of the model that is drafted for. UserError if the draft model cannot be used."""
+    """draft: LOOKUP, the artifact folder of a draft model, or None, but not OWN (`Engine.own_draft`); device, threads,
+    size: of its device and its cache, as for `open_device`; tokenizer: of the model that is drafted for. UserError if
+    the draft model cannot be used."""
     if draft is None:
         return None
     if draft == LOOKUP:

@@ -26,7 +26,7 @@ from mlc_amd.runtime.constraints import Constraint
 from mlc_amd.runtime.core import Core
 from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.direct import compute, next_chunk
-from mlc_amd.runtime.drafters import open_drafter
+from mlc_amd.runtime.drafters import OWN, open_drafter
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.generation import (
     ContextFull,
@@ -39,6 +39,7 @@ from mlc_amd.runtime.generations import AsyncGeneration, Generation, Results
 from mlc_amd.runtime.kv_cache import Cache, KvUsage
 from mlc_amd.runtime.kv_pool import KvSize
 from mlc_amd.runtime.messages import check_question
+from mlc_amd.runtime.own_draft import OwnDraft
 from mlc_amd.runtime.runner import Runner
 from mlc_amd.runtime.sampling import Sampling, SamplingChanges
 from mlc_amd.runtime.scheduler import Limits, Queue
@@ -107,11 +108,18 @@ class Engine(Closing):
         artifact = Artifact.open(path, verify)
         engine = cls(artifact, open_device(artifact, device, threads, n_cpu_moe, size))
         try:
-            engine.speculate(open_drafter(draft, engine.tokenizer, device, threads, size))
+            if draft == OWN:
+                engine.speculate(engine.own_draft())
+            else:
+                engine.speculate(open_drafter(draft, engine.tokenizer, device, threads, size))
         except BaseException:
             engine.close()
             raise
         return engine
+
+    def own_draft(self) -> OwnDraft:
+        """Guesses by a layer of the model that was trained for them. UserError if it has none."""
+        return OwnDraft(self._runner, self.artifact.manifest["name"])
 
     def speculate(self, drafter: Drafter | None) -> None:
         """From now on steps verify guesses of that drafter, which is closed with the engine, or none. What is answered

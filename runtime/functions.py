@@ -7,6 +7,13 @@ holds them.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+FOLLOW, CHAIN = "follow_", "chain_"  # prefixes of functions that guess tokens: behind a step, and behind a guess
+
+
+def is_draft(name: str) -> bool:
+    """Whether a function guesses tokens instead of computing them."""
+    return name.startswith((FOLLOW, CHAIN))
+
 
 @dataclass(frozen=True)
 class Function:
@@ -47,10 +54,14 @@ class Functions:
     chunk_rows   rows of a chunk without single rows, at most
     mixed_rows   rows of a step with single rows and a chunk, at most
     single_rows  single rows of a step, at most
+    drafts       whether there are functions that guess tokens
     """
 
     def __init__(self, manifest: Mapping) -> None:
-        found = [Function(name, of["rows"], of["single"], of["logits"]) for name, of in manifest["functions"].items()]
+        entries = [Function(name, of["rows"], of["single"], of["logits"]) for name, of in manifest["functions"].items()]
+        found = [function for function in entries if not is_draft(function.name)]
+        self._chains = [function for function in entries if function.name.startswith(CHAIN)]
+        self.drafts = len(found) < len(entries)
         self.score = next(f for f in found if f.scores)
         # The smallest first; of the same size the one that computes fewest logits.
         self._steps = sorted((f for f in found if not f.scores), key=lambda f: (f.rows, f.logits))
@@ -58,6 +69,10 @@ class Functions:
         self.chunk_rows = max(f.rows for f in self._steps if not f.mixes)
         self.mixed_rows = max(f.rows for f in self._steps if f.single)
         self.single_rows = max(f.single for f in self._steps)
+
+    def chain(self, rows: int) -> Function:
+        """The function for guesses behind so many guesses, at most `single_rows`."""
+        return min((f for f in self._chains if f.single >= rows), key=lambda function: function.rows)
 
     def of(self, singles: int, chunk: int) -> Function:
         """The function for such a step. StopIteration beyond `chunk_rows` and `mixed_rows`."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mlc_amd.runtime.functions import Function, Functions
+from mlc_amd.runtime.functions import FOLLOW, Function, Functions
 from mlc_amd.runtime.kv_cache import Cache
 from mlc_amd.runtime.sampled_rows import GREEDY, Choice, Chosen, SampledRows
 from mlc_amd.runtime.steps import Chunk, Single, page_table, write_step
@@ -23,6 +23,7 @@ class Runner:
         self.device, self.cache, self.functions = device, cache, Functions(artifact.manifest)
         self.vocab = artifact.manifest["model"]["vocab"]
         self._entries = artifact.manifest["functions"]
+        self._last, self._answered = "", [0]  # the function of the last step, and its rows of logits that count
         self._choices = SampledRows(device, artifact.manifest["io"], self.vocab)
 
     @property
@@ -74,6 +75,7 @@ class Runner:
         else:
             self._choices.write(choices)
         self._run(singles, chunk)
+        self._answered = rows
         return self._choices.read(rows, choices)
 
     def _run(self, singles: Sequence[Single], chunk: Chunk | None) -> int:
@@ -81,7 +83,29 @@ class Runner:
         function = self.functions.of(len(singles), len(chunk[0]) if chunk else 0)
         rows = self._prepare_rows(function, singles, chunk)
         self.device.run(function.name)
+        self._last = function.name
         return rows
+
+    def follow(self, tokens: Sequence[int]) -> list[int]:
+        """Behind a step (`sample`), by the layer that predicts: the most likely tokens behind `tokens`, which are the
+        ones behind the step's rows, in order. Returns those of the rows for which the step chose tokens."""
+        self._choices.clear()
+        self.device.write("tokens", np.asarray(tokens, np.int32))
+        self.device.run(FOLLOW + self._last)
+        if not self._answered:
+            return []
+        sampled = self.device.read("sampled", max(self._answered) + 1).tolist()
+        return [sampled[row] for row in self._answered]
+
+    def chain(self, rows: Sequence[Single], sources: Sequence[int]) -> list[int]:
+        """Behind `follow` or `chain`: the most likely tokens behind those of `rows`, which are guesses themselves, made
+        by the rows `sources` of the call before."""
+        function = self.functions.chain(len(rows))
+        self._choices.clear()
+        self.prepare(function, rows, None)
+        self.device.write("sources", np.asarray(sources, np.int32))
+        self.device.run(function.name)
+        return self.device.read("sampled", len(rows)).tolist()
 
     def score(self, chunk: Chunk) -> np.ndarray:
         """The logits [rows, vocab] of a chunk of at most `scored` rows, in memory that the next step may overwrite."""

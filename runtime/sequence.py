@@ -88,6 +88,11 @@ class Sequence:
         return self.tokens[self.computed : self.computed + count], self.computed, self.table_row
 
     @property
+    def capacity(self) -> int:
+        """Positions that have pages."""
+        return self._capacity
+
+    @property
     def stateless(self) -> bool:
         """Whether it needs a cell for a state and has none."""
         return self.state is not None and self.state.cell is None

@@ -161,3 +161,29 @@ def tiny(name: str, form: str = "f16") -> GGUFModel:
     keys, tensors = MODELS[name]
     architecture = {"general.architecture": name.removesuffix("-moe") if name == "llama-moe" else name}
     return synthetic(f"tiny-qwen2:{form}", keys=architecture | keys, tensors=tensors)
+
+
+def _predictor(layer: int, *own: str) -> tuple[str, ...]:
+    """The tensors of a layer of multi-token prediction that tell that there is one, and `own` ones."""
+    names = "attn_norm", *(f"nextn.{name}" for name in ("eh_proj", "enorm", "hnorm", *own))
+    return tuple(f"blk.{layer}.{name}.weight" for name in names)
+
+
+# with a layer of multi-token prediction behind the others
+PREDICTING: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
+    "qwen35": (DELTA_NET | {"block_count": 3, "nextn_predict_layers": 1}, _predictor(2, "shared_head_norm")),
+    "glm4moe": (
+        MODELS["glm4moe"][0] | {"block_count": 3, "nextn_predict_layers": 1},
+        (*MODELS["glm4moe"][1], *_predictor(2, "shared_head_head", "embed_tokens")),
+    ),
+    "deepseek2": (
+        MODELS["deepseek2"][0] | {"block_count": 4, "nextn_predict_layers": 2},
+        (*MODELS["deepseek2"][1], *_predictor(2, "shared_head_norm")),
+    ),
+}
+
+
+def predicting(name: str) -> GGUFModel:
+    """The model of that name in PREDICTING, with random weights."""
+    keys, tensors = PREDICTING[name]
+    return synthetic("tiny-qwen2:f16", keys={"general.architecture": name} | keys, tensors=tensors)

@@ -52,7 +52,7 @@ class Compiled:
 def compiled(mod, inputs, kind: str, arch: str, folder) -> Compiled:
     backend = make_target(kind, arch)
     mod = backend.select_kernels(mod)
-    plan = planning.make_plan(mod, {"main": [("io", name) for name in inputs]}, {}, outputs=("out",))
+    plan = planning.make_plan(mod, {"main": [("io", name) for name in inputs]}, {}, outputs={"main": (("io", "out"),)})
     code = backend.compile_kernels(mod, folder, lambda *_: None, 1)
     return Compiled(backend, plan, folder, json.loads(json.dumps(code)), dict(backend.kernels))
 

@@ -83,7 +83,8 @@ def run(
         kv_memory: how much memory the KV cache takes, as 4G or 512M, or auto: what the device has left, of the
             host's memory half of what is available (default: one sequence of full length).
         draft: decode several tokens a step, guessed by a smaller model with the same vocabulary (named as `model` is),
-            or, for "lookup", taken from the text so far. Answers are the same; steps guess as much as pays.
+            or, for "lookup", taken from the text so far, or, for "mtp", by the model's own layer for that, if it has
+            one. Answers are the same; steps guess as much as pays.
     """
     text = texts.given(prompt, file)
     changes = models.sampling_changes(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.functions import is_draft
 from mlc_amd.runtime.kv_types import KV_TYPE, KvType
 from mlc_amd.runtime.memory import of_manifest, on_host
 from mlc_amd.tools import display, inspect_header, inspect_kernels, inspect_memory, inspect_vulkan, models
@@ -171,14 +172,16 @@ def _artifact(artifact, n_cpu_moe: int) -> dict[str, object]:
         for name, entry in artifact.weights.header.items()
         if not name.startswith("__pad_")
     ]
-    layers = len(manifest["model"]["layers"])
+    layers = sum(not layer.get("predictor") for layer in manifest["model"]["layers"])
     launches = {
         name: {
             "rows": function["rows"],
             "single": function["single"],
             "logits": function["logits"],
             "launches": len(function["launches"]),
-            "per_layer": per_layer(function["launches"], layers),
+            "per_layer": float(len(function["launches"]))
+            if is_draft(name)
+            else per_layer(function["launches"], layers),
         }
         for name, function in manifest["functions"].items()
     }

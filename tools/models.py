@@ -180,17 +180,17 @@ def load_engine(
 
     threads: of the cpu device (None: all cores); device: which GPU, for targets rocm and vulkan (open_device); verify:
     check the weights' checksum too; n_cpu_moe: layers whose experts stay in host memory; kv_tokens and
-    kv_memory: how large the cache is (`Engine.load`); draft: "lookup", or the name of a draft model; the rest are
-    arguments of `artifact_path`."""
+    kv_memory: how large the cache is (`Engine.load`); draft: "lookup", "mtp", or the name of a draft model; the rest
+    are arguments of `artifact_path`."""
     if threads is not None and threads < 1:
         raise UsageError(f"--threads is {threads}: it must be at least 1")
     KvSize.of(kv_tokens, kv_memory)  # UsageError before anything is compiled
     compilation: dict[str, Any] = {"target": target, "arch": arch, "ctx": ctx, "tuned": tuned, "kv_type": kv_type}
     path = artifact_path(model, device=device, synthetic=synthetic, **compilation)
-    from mlc_amd.runtime.drafters import LOOKUP
+    from mlc_amd.runtime.drafters import LOOKUP, OWN
     from mlc_amd.runtime.engine import Engine
 
-    if draft not in (None, LOOKUP):
+    if draft not in (None, LOOKUP, OWN):
         draft = str(artifact_path(draft, device=device, **compilation))
     size = {"kv_tokens": kv_tokens, "kv_memory": kv_memory}
     return Engine.load(path, device=device, threads=threads, verify=verify, n_cpu_moe=n_cpu_moe, draft=draft, **size)

@@ -76,7 +76,8 @@ def run(
         kv_memory: how much memory a model's KV cache takes instead, as 4G or 512M, or auto: what the device has left
             (default: auto where one model is loaded at a time, else enough for one context).
         draft: decode several tokens a step, guessed by a smaller model with the same vocabulary (named as a model is),
-            or, for "lookup", taken from the text so far. Answers are the same; steps guess as much as pays.
+            or, for "lookup", taken from the text so far, or, for "mtp", by the model's own layer for that, if it has
+            one. Answers are the same; steps guess as much as pays.
         quiet: log no requests.
         ray: deploy the server on this Ray cluster: auto (the one that this machine belongs to), HOST:PORT, ray://HOST:PORT,
             or local (a new one, of this machine). --host and --port are those of its head node.

@@ -273,6 +273,16 @@ class Norms:
 
 
 @dataclass(frozen=True)
+class PredictorConfig:
+    """Makes a layer one of multi-token prediction: `models/predictor.py` has the formula. Which tensors of its own the
+    file has; what it lacks it shares with the decoder."""
+
+    embedding: bool = False  # nextn.embed_tokens
+    head: bool = False  # nextn.shared_head_head
+    norm: bool = False  # nextn.shared_head_norm
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """x += mixer, then x += feed_forward, each within its norms; either may be missing. In a parallel layer both read
     the same norm."""
@@ -285,6 +295,7 @@ class LayerConfig:
     output_scale: bool = False  # layer_output_scale: a factor on x at the layer's end
     parallel: bool = False  # x += mixer(h) + feed_forward(h), h = the norm before the mixer
     beside: Recurrent | None = None  # a second mixer: x += mixer(h) + beside(h) (falcon-h1)
+    predictor: PredictorConfig | None = None  # it guesses tokens, and is no part of the decoder
 
     @property
     def attention(self) -> AttentionConfig | None:
@@ -323,6 +334,11 @@ class ModelConfig:
     logit_softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: none
     layer_embedding: int = 0  # columns of a second embedding of each token, one for each layer (gemma4); 0: none
     unused: tuple[str, ...] = ()  # tensors of the file that are not read
+
+    @property
+    def predictor(self) -> int | None:
+        """The layer that guesses tokens, if there is one."""
+        return next((i for i, layer in enumerate(self.layers) if layer.predictor), None)
 
 
 def attentions(config: ModelConfig) -> Iterator[AttentionConfig]:

@@ -32,7 +32,8 @@ __all__ = ["decoder", "latent_attention", "read", "tensors"]
 
 
 def read(keys: Keys) -> ModelConfig:
-    count, unused = predicting_layers(keys)
+    predicting = predicting_layers(keys)
+    count = predicting.count
     mixer = latent_attention(keys, ROPE, merged="blk.0.attn_kv_b.weight" in keys.tensors)
     rotating = mixer.head_dim - mixer.latent.rank if mixer.latent else 0
     # yarn's factor on cos and sin is in the scale of the scores
@@ -41,7 +42,8 @@ def read(keys: Keys) -> ModelConfig:
     experts = _experts(keys) if leading < count else None
     dense = feed_forward(keys, keys.integer("feed_forward_length")) if leading else None
     layers = [LayerConfig(mixer, block) for i in range(count) if (block := dense if i < leading else experts)]
-    return read_model(keys, layers, {ROPE: rope}, unused=unused)
+    layers += predicting.layers(layers[-1])
+    return read_model(keys, layers, {ROPE: rope}, unused=predicting.unused)
 
 
 def latent_attention(keys: Keys, rope: str, merged: bool = False) -> AttentionConfig:

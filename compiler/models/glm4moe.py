@@ -1,5 +1,5 @@
 """glm4moe: GLM 4.5. Partial RoPE, head norms in some models; after a few dense layers experts chosen by sigmoid and a
-bias, beside a shared expert. Blocks for multi-token prediction stand at the end and are not read."""
+bias, beside a shared expert. A block for multi-token prediction stands at the end."""
 
 from mlc_amd.compiler.models.config import LayerConfig, ModelConfig, Norms, SharedExpertConfig
 from mlc_amd.compiler.models.keys import Keys
@@ -19,7 +19,7 @@ __all__ = ["decoder", "read", "tensors"]
 
 
 def read(keys: Keys) -> ModelConfig:
-    count, unused = predicting_layers(keys)
+    predicting = predicting_layers(keys)
     mixer = read_attention(keys, head_norms="blk.0.attn_q_norm.weight" in keys.tensors)
     size = keys.integer("expert_feed_forward_length")
     experts = read_experts(
@@ -33,6 +33,9 @@ def read(keys: Keys) -> ModelConfig:
     dense = feed_forward(keys, keys.integer("feed_forward_length"))
     leading = keys.integer("leading_dense_block_count", 0, minimum=0)
     norms = Norms(before="post_attention_norm")
-    layers = [LayerConfig(mixer, dense if i < leading else experts, feed_forward_norms=norms) for i in range(count)]
+    layers = [
+        LayerConfig(mixer, dense if i < leading else experts, feed_forward_norms=norms) for i in range(predicting.count)
+    ]
+    layers += predicting.layers(LayerConfig(mixer, experts, feed_forward_norms=norms))
     ropes = {ROPE: read_rope(keys, mixer.head_dim, neox=True)}
-    return read_model(keys, layers, ropes, unused=unused)
+    return read_model(keys, layers, ropes, unused=predicting.unused)

@@ -16,7 +16,7 @@ from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, Model
 from mlc_amd.compiler.ops import shape_of, tensor_type
 from mlc_amd.runtime.pages import STATE
 from mlc_amd.runtime.sampling_layout import row_shapes
-from mlc_amd.runtime.steps import page_table
+from mlc_amd.runtime.steps import ROWS, page_table
 from mlc_amd.schedules.attention import PAGE, SLOTS, Attention
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.recurrent import COLUMNS
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 OPS: Any = relax.op  # TVM declares their arguments as expressions only
 ONES = "ones."  # prefix of the names of vectors of ones, before their length
 TEMPERATURES = "temperatures"  # name of the table of TemperatureConfig's factors
+HIDDEN, DRAFTED = ROWS  # kept tensors: the decoder's rows before its last norm, predictor.py's y
 BLOCK = 32  # columns: kernels of norms take whole blocks
 
 
@@ -51,6 +52,8 @@ class Graph:
     ctx: int
     bb: relax.BlockBuilder
     parameters: dict[str, tuple] = field(default_factory=dict)  # name: (Var, kind)
+    hidden: relax.Var | None = None  # the rows before the last norm, once they are emitted
+    drafted: relax.Var | None = None  # of predictor.py
 
     def __post_init__(self):
         self.config: ModelConfig = self.model.config
@@ -104,6 +107,29 @@ class Graph:
             "layer_norm", [x, self.vector(name + ".weight"), *bias],
             eps=self.config.norm_eps, bias=len(bias), rows=rows, layout="",
         )  # fmt: skip
+
+    @property
+    def kept_hidden(self) -> relax.Var:
+        """The rows that the decoder's last step left, before its last norm."""
+        return self.parameter(HIDDEN, "kv", tensor_type((self.m, self.config.hidden)))
+
+    def gathered(self, name: str) -> relax.Var:
+        """Of each row the row `sources` of a kept tensor."""
+        rows = max(spec.m for spec in self.target.functions(self.ctx))
+        kept = self.parameter(name, "kv", tensor_type((rows, self.config.hidden)))
+        sources = self.parameter("sources", "io", tensor_type((self.m,), "int32"))
+
+        def gather(sources, kept):
+            def element(row, column):
+                return kept[te.max(te.min(sources[row], rows - 1), 0), column]
+
+            return te.compute((self.m, self.config.hidden), element, "gathered")
+
+        return self.bb.emit_te(gather, sources, kept, primfunc_name_hint="gather_rows")
+
+    def joined(self, x, y) -> relax.Var:
+        """The columns of x, then those of y."""
+        return self.bb.emit(OPS.concat([x, y], axis=1))
 
     def answers(self, x, name: str) -> relax.Var:
         """The last norm, which keeps the rows whose logits the function gives: what follows computes no others."""

@@ -4,7 +4,8 @@ In: `Keys`. Out: configurations; a `UserError` names the key of what is missing,
 and defaults are llama.cpp's (src/llama-arch.cpp, src/llama-model.cpp).
 """
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from mlc_amd.compiler.models.config import (
     AttentionConfig,
@@ -12,6 +13,7 @@ from mlc_amd.compiler.models.config import (
     FeedForwardConfig,
     LayerConfig,
     ModelConfig,
+    PredictorConfig,
     RopeConfig,
 )
 from mlc_amd.compiler.models.keys import Keys
@@ -23,6 +25,7 @@ MAX_TAPS = 16  # of a convolution: known models have 3 or 4; what kernels of GPU
 ROPE, LOCAL_ROPE = "rope", "local_rope"  # keys of ModelConfig.ropes
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+PREDICTOR = "attn_norm", "nextn.eh_proj", "nextn.enorm", "nextn.hnorm"  # tensors of a predicting layer
 SCALINGS = ("none", "linear", "yarn", "longrope")
 GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax_used"}  # of expert_gating_func
 
@@ -31,14 +34,30 @@ def read_layers(keys: Keys) -> int:
     return keys.integer("block_count", maximum=MAX_LAYERS)
 
 
-def predicting_layers(keys: Keys) -> tuple[int, tuple[str, ...]]:
-    """(the number of layers without those at the end for multi-token prediction, the tensors of the latter)."""
+class Predicting(NamedTuple):
+    """count: layers without those at the end for multi-token prediction. predictor: of the first of these, if the file
+    has its tensors. unused: the tensors of the others, of which models with one layer have none."""
+
+    count: int
+    predictor: PredictorConfig | None
+    unused: tuple[str, ...]
+
+    def layers(self, layer: LayerConfig) -> list[LayerConfig]:
+        """The predicting layer in a model whose last ones are like `layer`, or none."""
+        return [replace(layer, predictor=self.predictor)] if self.predictor else []
+
+
+def predicting_layers(keys: Keys) -> Predicting:
     blocks = read_layers(keys)
     count = blocks - keys.integer("nextn_predict_layers", 0, minimum=0)
     if count < 1:
         raise keys.error(f"all {blocks} layers are for multi-token prediction; convert the model again")
-    behind = tuple(f"blk.{i}." for i in range(count, blocks))
-    return count, tuple(name for name in keys.tensors if name.startswith(behind))
+    first, predictor = f"blk.{count}.", None
+    if all(f"{first}{name}.weight" in keys.tensors for name in PREDICTOR):
+        own = "embed_tokens", "shared_head_head", "shared_head_norm"
+        predictor = PredictorConfig(*(f"{first}nextn.{name}.weight" in keys.tensors for name in own))
+    behind = tuple(f"blk.{i}." for i in range(count + bool(predictor), blocks))
+    return Predicting(count, predictor, tuple(name for name in keys.tensors if name.startswith(behind)))
 
 
 # ---- attention

@@ -1,5 +1,5 @@
 """qwen35: Qwen 3.5 and later, dense. Three of four layers are gated delta nets, the others attention with partial RoPE,
-head norms and an output gate. Blocks for multi-token prediction stand at the end and are not read."""
+head norms and an output gate. A block for multi-token prediction, which has attention, stands at the end."""
 
 from mlc_amd.compiler.models.config import (
     DeltaNetConfig,
@@ -38,17 +38,18 @@ def read(keys: Keys) -> ModelConfig:
 
 def read_hybrid(keys: Keys, block: FeedForwardConfig | ExpertsConfig, **variant) -> ModelConfig:
     """A model of delta nets and attention with that block in each layer. `variant`: of DeltaNetConfig."""
-    count, unused = predicting_layers(keys)
+    predicting = predicting_layers(keys)
     attention = read_attention(keys, head_norms=True, output_gate=True, merged_qkv=False)
     check_multiple(keys, "columns of all heads", attention.heads * attention.head_dim)
     delta = _read_delta_net(keys, **variant)
-    mixers: list[Mixer] = [delta if recurrent else attention for recurrent in _recurrent(keys, count)]
+    mixers: list[Mixer] = [delta if recurrent else attention for recurrent in _recurrent(keys, predicting.count)]
     norms = Norms(before="post_attention_norm")
     layers = [LayerConfig(mixer, block, feed_forward_norms=norms) for mixer in mixers]
+    layers += predicting.layers(LayerConfig(attention, block, feed_forward_norms=norms))
     ropes: dict[str, RopeConfig] = {}
-    if attention in mixers:
+    if attention in mixers or predicting.predictor:
         ropes[ROPE] = read_rope(keys, attention.head_dim, neox=True)
-    return read_model(keys, layers, ropes, unused=unused)
+    return read_model(keys, layers, ropes, unused=predicting.unused)
 
 
 def _recurrent(keys: Keys, count: int) -> list[bool]:

@@ -18,6 +18,7 @@ from mlc_amd.compiler.models.config import (
     Mamba2Config,
     ModelConfig,
     Norms,
+    PredictorConfig,
     Shape,
     ShortConvConfig,
 )
@@ -48,6 +49,8 @@ def layer_tensors(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str
     for mixer in layer.mixers:
         yield from _present(_MIXERS[type(mixer)](config.hidden, mixer))
     yield from _norms(config, layer.mixer_norms, "after")
+    if layer.predictor:
+        yield from _present(_predictor(config, layer.predictor))
     f = layer.feed_forward
     if f is None:
         return
@@ -175,6 +178,15 @@ def _feed_forward(hidden: int, f: FeedForwardConfig) -> Listed:
     yield f.bias, "ffn_up.bias", (f.size,)
     yield True, "ffn_down.weight", (hidden, f.size)
     yield f.bias, "ffn_down.bias", (hidden,)
+
+
+def _predictor(c: ModelConfig, p: PredictorConfig) -> Listed:
+    yield True, "nextn.eh_proj.weight", (c.hidden, 2 * c.hidden)
+    yield True, "nextn.enorm.weight", (c.hidden,)
+    yield True, "nextn.hnorm.weight", (c.hidden,)
+    yield p.embedding, "nextn.embed_tokens.weight", (c.vocab, c.hidden)
+    yield p.head, "nextn.shared_head_head.weight", (c.vocab, c.hidden)
+    yield p.norm, "nextn.shared_head_norm.weight", (c.hidden,)
 
 
 def _experts(hidden: int, e: ExpertsConfig) -> Listed:

@@ -26,7 +26,8 @@ def decoder(g: Graph):
     """The whole model: logits of the rows that the function answers."""
     x = g.embed("token_embd.weight", g.config.embedding_scale)
     for i, layer in enumerate(g.config.layers):
-        x = decoder_layer(g, x, i, layer)
+        if not layer.predictor:
+            x = decoder_layer(g, x, i, layer)
     return logits(g, x)
 
 
@@ -128,7 +129,12 @@ def mixture(g: Graph, h, i: int, e: ExpertsConfig, router=None) -> list:
 def logits(g: Graph, x):
     """The embedding serves as output where the file has no output.weight (tied)."""
     c = g.config
-    h = g.answers(x, c.output_norm)
-    y = g.linear(h, "token_embd.weight" if c.tied else "output.weight")
+    return head(g, x, c.output_norm, "token_embd.weight" if c.tied else "output.weight")
+
+
+def head(g: Graph, x, norm: str, matrix: str):
+    """Logits by that norm and that matrix."""
+    c, g.hidden = g.config, x
+    y = g.linear(g.answers(x, norm), matrix)
     y = g.scaled(y, c.logit_scale) if c.logit_scale != 1.0 else y
     return g.softcap(y, c.logit_softcap) if c.logit_softcap else y
