@@ -130,6 +130,37 @@ _LFM2_MOE = (
     | {"attention.head_count_kv": [8 if i in (2, 6, 10, 14, 18, 21) else 0 for i in range(24)]}
     | {"shortconv.l_cache": 3, "leading_dense_block_count": 2, "expert_gating_func": 2}
 )
+# Most layers are state spaces, whose number of KV heads is 0
+_GRANITE4_H_SMALL = {
+    "attention.head_count_kv": [8 if i in (5, 15, 25, 35) else 0 for i in range(40)],
+    "attention.scale": 1 / 128,
+    "rope.scaling.finetuned": False,  # the model does without RoPE
+    "expert_count": 72,
+    "expert_used_count": 10,
+    "expert_shared_feed_forward_length": 1536,
+    "embedding_scale": 12.0,
+    "residual_scale": 0.22,
+    "logit_scale": 16.0,
+    "ssm.state_size": 128,
+    "ssm.group_count": 1,
+    "ssm.conv_kernel": 4,
+    "ssm.time_step_rank": 128,
+    "ssm.inner_size": 128 * 64,
+}
+_NEMOTRON3_NANO_LAYERS = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"  # state space, experts, attention
+_NEMOTRON3_NANO = _experts(128, 6, 1856) | {
+    "feed_forward_length": [1856 if layer == "E" else 0 for layer in _NEMOTRON3_NANO_LAYERS],
+    "attention.head_count_kv": [2 if layer == "*" else 0 for layer in _NEMOTRON3_NANO_LAYERS],
+    "expert_shared_feed_forward_length": 3712,
+    "expert_shared_count": 1,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 2.5,
+    "ssm.state_size": 128,
+    "ssm.group_count": 8,
+    "ssm.conv_kernel": 4,
+    "ssm.time_step_rank": 64,
+    "ssm.inner_size": 64 * 64,
+}
 _LFM2 = {
     "attention.head_count_kv": [8 if i in (2, 5, 8, 10, 12, 14) else 0 for i in range(16)],
     "shortconv.l_cache": 3,
@@ -184,6 +215,14 @@ PRESETS = {
     "lfm2-8b-a1b": Preset("lfm2moe", _sizes(24, 2048, 7168, 32, 8, 64, 65536, 128000, 1e-5, 1e6, _LFM2_MOE), ()),
     "qwen35-27b": Preset("qwen35", _sizes(64, 5120, 17408, 24, 4, 256, 248320, 262144, 1e-6, 1e7, _QWEN35)),
     "qwen35-35b-a3b": Preset("qwen35moe", _sizes(40, 2048, 0, 16, 2, 256, 248320, 262144, 1e-6, 1e7, _QWEN35_MOE)),
+    "granite-4-h-small": Preset(
+        "granitehybrid", _sizes(40, 4096, 768, 32, 8, 128, 100352, 131072, 1e-5, 10000.0, _GRANITE4_H_SMALL), ()
+    ),
+    "nemotron-3-nano": Preset(
+        "nemotron_h_moe",
+        _sizes(52, 2688, 1856, 32, 2, 128, 131072, 262144, 1e-5, 10000.0, _NEMOTRON3_NANO),
+        ("output.weight", "blk.1.exp_probs_b.bias"),
+    ),
     "mistral-small-24b": Preset("llama", _sizes(40, 5120, 32768, 32, 8, 128, 131072, 131072, 1e-5, 1e9)),
     "phi4-mini": Preset(
         "phi3", _sizes(32, 3072, 8192, 24, 8, 128, 200064, 131072, 1e-5, 10000.0, _PHI4), _PHI4_TENSORS

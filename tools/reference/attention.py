@@ -10,13 +10,19 @@ CACHES = ("Kc", "Vc", "Ks", "Vs")  # parameters of kernels
 def attention_reference(layer, q, k, v, position, sinks=None):
     """q [rows, heads, d], in natural units; k, v [kv_heads, keys, d], of all positions; position: of the first row,
     which others follow, or of each row; sinks [heads]: [rows, heads * d], all float64."""
-    live = len(q)
-    scores = np.einsum("thgd,hnd->thgn", q.reshape(live, layer.kv_heads, -1, layer.d), k)
+    rows, heads = len(q), layer.kv_heads
+
+    def of_head(x):
+        """[kv_heads, rows, group, ..] as [kv_heads, rows * group, ..]: what one product of matrices takes."""
+        return x.reshape(heads, -1, x.shape[-1])
+
+    q = q.reshape(rows, heads, -1, layer.d).transpose(1, 0, 2, 3)
+    scores = (of_head(q) @ k.transpose(0, 2, 1)).reshape(heads, rows, -1, k.shape[1])
     scores = scores * (layer.scale or layer.d**-0.5)
     if layer.softcap:
         scores = layer.softcap * np.tanh(scores / layer.softcap)
-    positions = position + np.arange(live) if np.ndim(position) == 0 else position
-    own, keys = positions[:, None, None, None], np.arange(k.shape[1])
+    positions = position + np.arange(rows) if np.ndim(position) == 0 else position
+    own, keys = positions[:, None, None], np.arange(k.shape[1])
     seen = (keys <= own) & (keys > own - (layer.window or k.shape[1]))
     seen &= keys >= own // layer.chunk * layer.chunk if layer.chunk else True
     scores = np.where(seen, scores, -np.inf)
@@ -24,8 +30,9 @@ def attention_reference(layer, q, k, v, position, sinks=None):
     weights = np.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
     if sinks is not None:
-        total += np.exp(sinks.reshape(1, layer.kv_heads, -1, 1) - top)
-    return np.einsum("thgn,hnd->thgd", weights / total, v).reshape(live, -1)
+        total += np.exp(sinks.reshape(heads, 1, -1, 1) - top)
+    found = (of_head(weights / total) @ v).reshape(heads, rows, -1, v.shape[-1])
+    return found.transpose(1, 0, 2, 3).reshape(rows, -1)
 
 
 def first_seen(layer, position):
