@@ -62,7 +62,11 @@ def test_answers_do_not_depend_on_guesses(engine, demo_artifact, source, options
     engine.speculate(None)
     assert found == expected
     guessed, accepted = (sum(getattr(of, name) for of in stats) for name in ("guessed", "accepted"))
-    assert guessed and accepted and (source == "lookup" or accepted > 0.9 * guessed)
+    assert guessed
+    if source == "model":
+        assert accepted > 0.9 * guessed
+    elif not options["temperature"]:  # whether drawn tokens repeat what was there depends on the CPU's roundings
+        assert accepted
     assert engine.cache.usage.used == 0
 
 
