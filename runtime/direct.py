@@ -5,6 +5,7 @@ Whoever calls these has the engine's turn.
 
 import numpy as np
 
+from mlc_amd.runtime.functions import chunk_size
 from mlc_amd.runtime.generation import ContextFull
 from mlc_amd.runtime.kv_cache import Cache
 from mlc_amd.runtime.runner import Runner
@@ -23,7 +24,8 @@ def reserve(sequence: Sequence, count: int, guesses: int = 0) -> None:
 
 def next_chunk(cache: Cache, runner: Runner, sequence: Sequence) -> Chunk:
     """The next pending tokens of a sequence, which then has pages for them and a slot."""
-    count = sequence.step_size(runner.functions.chunk_rows)
+    functions = runner.functions
+    count = sequence.step_size(chunk_size(sequence.pending, functions.chunk_sizes, functions.chunk_rows))
     reserve(sequence, count)
     cache.seat([sequence])
     return sequence.chunk(count)

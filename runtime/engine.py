@@ -77,7 +77,7 @@ class Engine(Closing):
         self._runner = Runner(self.artifact, self.device, self.cache)
         functions = self._runner.functions
         rows = functions.single_rows, functions.chunk_rows, functions.mixed_rows, self._runner.scored
-        limits = self._limits or Limits(*rows)
+        limits = self._limits or Limits(*rows, sizes=functions.chunk_sizes)
         self._core = Core(self._runner, self.cache, limits)
         self._own = self._core.private = self.cache.sequence()
         self._owning = threading.Lock()  # whoever uses the own sequence, also between the steps of `score`

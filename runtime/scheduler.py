@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.functions import chunk_size
 from mlc_amd.runtime.generation import ContextFull
 from mlc_amd.runtime.kv_cache import Cache
 from mlc_amd.runtime.planned_step import Chunk, Step
@@ -44,7 +45,7 @@ class Queue(NamedTuple):
 class Limits:
     """At most. singles: answers of a step; chunk: tokens of a chunk; rows: tokens of a step with a chunk and single
     rows; scored: tokens of a chunk of which all logits are wanted; running: requests that hold pages; queue: requests
-    that wait."""
+    that wait. sizes: rows of the functions for a chunk without single rows, see `chunk_size`."""
 
     singles: int = 64
     chunk: int = 512
@@ -52,6 +53,7 @@ class Limits:
     scored: int = 64
     running: int = 128
     queue: int = 1024
+    sizes: tuple[int, ...] = ()
 
     @property
     def step_rows(self) -> int:
@@ -287,7 +289,7 @@ class Scheduler:
                 continue
             if not (self._admit(request, singles) if request is waiting else self._make_room(request, singles)):
                 continue
-            chunk = self._chunk(request, most)
+            chunk = self._chunk(request, most, () if singles else self.limits.sizes)
             if chunk.scored and self._scored and singles:
                 continue
             chunk.sequence.reserve(chunk.count)
@@ -295,9 +297,10 @@ class Scheduler:
             return chunk
         return None
 
-    def _chunk(self, request: Request, most: int) -> Chunk:
+    def _chunk(self, request: Request, most: int, sizes: tuple[int, ...]) -> Chunk:
         sequence, scored = _sequence(request), request.scored
-        start, count = sequence.computed, sequence.step_size(min(sequence.room, most))
+        count = chunk_size(sequence.pending, sizes, min(sequence.room, most))
+        start, count = sequence.computed, sequence.step_size(count)
         if scored is None:
             return Chunk(request, sequence, start, count, count == sequence.pending)
         if start < scored:
