@@ -21,19 +21,22 @@ def chunk_size(pending: int, sizes: tuple[int, ...], most: int) -> int:
     """How many of a sequence's pending tokens the next step computes, at most `most`, with functions of so many rows
     (ascending). A function costs what all its rows cost: tokens that would leave much of one empty go through smaller
     ones, in several steps."""
-    return _cheapest(min(pending, most), sizes)[1]
+    count = min(pending, most)
+    found = _cheapest(sizes)
+    return found[count][1] if count < len(found) else count
 
 
 @cache
-def _cheapest(count: int, sizes: tuple[int, ...]) -> tuple[int, int]:
-    """What so many tokens of one sequence cost, and how many of them the first step computes."""
-    at = bisect_left(sizes, count)
-    if at == len(sizes):
-        return 0, count
-    whole, smaller = READING + sizes[at], sizes[at - 1]
-    if not at or (first := READING + smaller + _cheapest(count - smaller, sizes)[0]) >= whole:
-        return whole, count
-    return first, smaller
+def _cheapest(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    """By a number of tokens of one sequence, up to the largest size: what they cost, and how many of them the first
+    step computes."""
+    found = [(0, 0)]
+    for count in range(1, max(sizes, default=0) + 1):
+        at = bisect_left(sizes, count)
+        whole, smaller = READING + sizes[at], sizes[at - 1]
+        first = READING + smaller + found[count - smaller][0] if at else whole
+        found.append((first, smaller) if first < whole else (whole, count))
+    return found
 
 
 def is_draft(name: str) -> bool:
