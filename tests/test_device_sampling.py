@@ -11,29 +11,30 @@ from vulkan_harness import gpu
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.engine import Engine
+from mlc_amd.runtime.kv_pool import KvSize
 from mlc_amd.runtime.sampling import Sampling
 from mlc_amd.runtime.sampling_rows import mask_words
 from mlc_amd.runtime.steps import write_private_pages, write_step
 
-# of the rows of a step
-SAMPLINGS = (
+# of the rows of a step; the last of them of a step with fewer
+SAMPLINGS = 3 * (
     Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=0.8, top_k=40, top_p=0.9, seed=4),
     Sampling(temperature=1.0, min_p=0.01, repetition_penalty=1.2, seed=5), Sampling(logit_bias={7: 50.0}),
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["cpu:native", "vulkan:lavapipe"])
-def model(compiled_for, request):
-    target, _, arch = request.param.partition(":")
-    if target == "vulkan":
-        gpu()
-    return compiled_for(target, arch, "tiny:q4_0", 512)  # pages for all rows of a step
+@pytest.fixture(scope="module", params=["cpu", "vulkan"])
+def model(request):
+    if request.param == "cpu":
+        return request.getfixturevalue("compiled")("tiny:q4_0", 64)
+    gpu()
+    return request.getfixturevalue("lavapipe_model")
 
 
 @pytest.fixture(scope="module")
 def device(model):
     artifact = Artifact.open(model)
-    opened = open_device(artifact)
+    opened = open_device(artifact, kv=KvSize(tokens=512))  # pages for all rows of a step
     yield opened, artifact.manifest
     opened.close()
     artifact.close()
@@ -75,7 +76,7 @@ def test_functions_that_score_choose_nothing(device):
 def test_answers_of_an_engine(model):
     """Masks and log-probabilities of some rows of a step."""
     prompts = [[1, 2, 3], list(range(30)), [7] * 9]
-    with Engine.load(model) as engine:
+    with Engine.load(model, kv_tokens=512) as engine:
         mask = mask_words(np.isin(np.arange(engine.vocab), (5, 6, 7)))
         constraint = SimpleNamespace(allowed=lambda: mask, accept=lambda token: None, complete=False)
         plain = engine.generate(prompts[0], max_tokens=6)

@@ -42,6 +42,13 @@ def damaged(artifact, tmp_path):
     return make
 
 
+def decoding(artifact: Artifact) -> Artifact:
+    """With the functions of steps of a token and of a few only, which Mesa's CPU driver runs in less time."""
+    functions = artifact.manifest["functions"]
+    artifact.manifest["functions"] = {name: functions[name] for name in ("decode", "step_8")}
+    return artifact
+
+
 def wrong(artifact: Artifact, runs: int = 0) -> dict[str, str]:
     found = selftest_kernels.check_all(artifact, PROFILE, None, runs)
     return {one["kernel"]: one["problem"] for one in found if one["problem"]}
@@ -134,15 +141,16 @@ def test_workgroups_that_do_not_meet_are_found(artifact, monkeypatch):
         return run(self, calls)
 
     monkeypatch.setattr(VulkanBackend, "run", sometimes)
-    made.manifest["kernels"] = [entry for entry in made.manifest["kernels"] if "attention" in entry["name"]]
-    problems = wrong(made, runs=20)
+    meets = "rope_attention_m1", "attention_rows_m8"
+    made.manifest["kernels"] = [entry for entry in made.manifest["kernels"] if entry["name"] in meets]
+    problems = wrong(made, runs=12)
     assert problems and all("attention" in name for name in problems)
     assert all("its workgroups do not meet: " in problem for problem in problems.values())
 
 
 def test_stale_replays_are_found(artifact, monkeypatch):
     """Vulkan: what was recorded reads older positions; rocm: a graph that goes wrong after it was verified at load."""
-    made = Artifact.open(artifact)
+    made = decoding(Artifact.open(artifact))
     device = open_device(made)
     run = device.run
 
@@ -174,9 +182,9 @@ def test_other_weights_are_found(artifact, damaged):
         raw[8 + header + begin : 8 + header + end] = bytes(end - begin)
         file.write_bytes(raw)
 
-    made = Artifact.open(artifact)
+    made = decoding(Artifact.open(artifact))
     device = open_device(made)
-    fine, other = (selftest_model.logits(device, one) for one in (made, damaged(change)))
+    fine, other = (selftest_model.logits(device, decoding(one)) for one in (made, damaged(change)))
     assert fine["problem"] is None and other["problem"].startswith("logits of ")
 
 
