@@ -89,12 +89,12 @@ def _rotate(x, cos, sin, neox) -> np.ndarray:
 
 def _attention(q, k, v, a) -> np.ndarray:
     n, heads, d = q.shape
-    k, v = (np.repeat(t, heads // t.shape[1], axis=1) for t in (k, v))
-    scores = np.einsum("qhd,khd->hqk", q, k) * (a.scale or 1 / np.sqrt(d))
+    q, k, v = (np.repeat(t, heads // t.shape[1], axis=1).transpose(1, 0, 2) for t in (q, k, v))
+    scores = q @ k.transpose(0, 2, 1) * (a.scale or 1 / np.sqrt(d))
     if a.softcap:
         scores = a.softcap * np.tanh(scores / a.softcap)
     distance = np.arange(n)[:, None] - np.arange(n)
     seen = (distance >= 0) & (distance < (a.window or n))
     scores = np.where(seen, scores, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), v).reshape(n, -1)
+    return (p / p.sum(-1, keepdims=True) @ v).transpose(1, 0, 2).reshape(n, -1)
