@@ -269,6 +269,14 @@ def test_chats(start, vulkan):
 
 
 @needs_python
+def test_selftest_starts(start):
+    """With all that it imports; test_selftest.py tests what it does."""
+    done = start("selftest", "--runs", "-1")
+    assert done.returncode == 2 and done.stderr.startswith("error: --runs"), done.stderr
+
+
+@pytest.mark.full
+@needs_python
 def test_tests_itself(start, vulkan, tmp_path):
     done = start("selftest", "--runs", "0", "-o", "found.json")
     assert done.returncode == 0, done.stderr
