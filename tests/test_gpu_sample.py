@@ -13,6 +13,7 @@ from mlc_amd.schedules.gpu.arch import resolve
 
 __all__ = ["profile"]  # a fixture
 VOCAB = 5003
+MOST = 64  # rows of the kernel that most tests share
 
 
 @functools.cache
@@ -39,12 +40,15 @@ def sampled(rows, vocab, arch, run_kernel, n=None):
 )
 def test_as_the_host(profile, group):
     rows = cases.GROUPS[group](VOCAB)
-    cases.check(rows, *sampled(rows, VOCAB, profile, execute))
+    for some in (rows[:MOST], rows[MOST:]):
+        if some:
+            ids, logprobs = sampled(some, VOCAB, profile, execute, MOST)
+            cases.check(some, ids[: len(some)], logprobs[: len(some)])
 
 
 def test_other_rows_do_not_matter():
     rows, arch = cases.filtered(VOCAB)[:20], PROFILES["lavapipe"]
-    together = sampled(rows, VOCAB, arch, execute, n=32)[0][:20]
+    together = sampled(rows, VOCAB, arch, execute, MOST)[0][:20]
     assert sampled([rows[7]], VOCAB, arch, execute)[0][0] == together[7]
 
 
@@ -58,9 +62,9 @@ def test_in_the_emulator(name):
 def check_emulated(name):
     vocab = 515
     rows = [
-        *cases.filtered(vocab)[:10],
-        *cases.changed(vocab)[7:13],
-        *cases.broken(vocab)[:2],
-        *cases.greedy(vocab)[:2],
+        *cases.filtered(vocab)[:6],
+        *cases.changed(vocab)[8:12],
+        *cases.broken(vocab)[:1],
+        *cases.greedy(vocab)[:1],
     ]
     cases.check(rows, *sampled(rows, vocab, resolve(name), emulated))

@@ -4,11 +4,13 @@ artifacts.
 Skips without RADV, or with one that cannot be told which GPU to assume.
 """
 
+import itertools
 import json
 import re
 from dataclasses import replace
 
 import pytest
+from samples import sample
 
 from mlc_amd.compiler.codegen import radv, spirv_reader
 from mlc_amd.compiler.codegen.spirv import compile_spirv
@@ -81,8 +83,13 @@ def test_linear_layers_use_packed_products(code):
         assert kernel["instructions"]["dot"] >= kernel["spirv"]["dot"] >= 8
 
 
-@pytest.mark.parametrize("fmt", ["q4_0", "q4_k", "q6_k"])
-@pytest.mark.parametrize("arch", [ARCH, "rdna3:matrix=none"])
+@pytest.mark.parametrize(
+    ("fmt", "arch"),
+    sample(
+        itertools.product(("q4_0", "q4_k", "q6_k"), (ARCH, "rdna3:matrix=none")),
+        [("q4_0", ARCH), ("q6_k", ARCH), ("q4_k", "rdna3:matrix=none")],
+    ),
+)
 def test_gemv_loads_wide(fmt, arch):
     """Weights and activations of a model-sized row arrive by 128 bits, several loads under way before the first is
     used."""
