@@ -104,8 +104,7 @@ def test_scores_that_grow(name):
 
 @pytest.mark.parametrize(("name", "room"), [("short_blocks", 50), ("fragments", 50), ("mixed", 1 << 10)])
 def test_queries_that_registers_do_not_hold(monkeypatch, name, room):
-    """Few or none of their fragments are held, as on AMD's GPUs a part of those of wide heads; the others are loaded for
-    each block."""
+    """As of wide heads on AMD's GPUs, most or all of their fragments are loaded for each block."""
     case, profile = CASES[name], device()
     monkeypatch.setitem(QUERY, profile.family, room)
     tile = TILES.get(name) or tile_of(case.m, case.heads, case.kv_heads, case.layer.width, profile)
