@@ -148,7 +148,7 @@ def test_architecture_in_the_emulator(emulator, tmp_path, name, arch, monkeypatc
 @pytest.mark.emulator
 @pytest.mark.parametrize(("name", "arch"), [
     ("qwen35moe", "gfx1100"),
-    pytest.param("qwen35moe", "gfx942", marks=pytest.mark.xfail(strict=True, reason="wrong logits, cause not found yet")),
+    pytest.param("qwen35moe", "gfx942", marks=pytest.mark.xfail(strict=True, reason="wrong logits, cause unknown")),
 ])  # fmt: skip
 def test_exact_logits_in_the_emulator(shared, emulator, tmp_path, name, arch, monkeypatch):
     """A prefill chunk, of blocks of eight and sixteen rows and one row more, and a decode step of a random f16 model
