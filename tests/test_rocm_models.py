@@ -147,7 +147,7 @@ def test_architecture_in_the_emulator(emulator, tmp_path, name, arch, monkeypatc
 @pytest.mark.full
 @pytest.mark.emulator
 @pytest.mark.parametrize(("name", "arch"), [
-    ("qwen35moe", "gfx1100"),
+    ("qwen35moe", "gfx1100"), ("qwen35moe", "gfx1201"),
     pytest.param("qwen35moe", "gfx942", marks=pytest.mark.xfail(strict=True, reason="wrong logits, cause unknown")),
 ])  # fmt: skip
 def test_exact_logits_in_the_emulator(shared, emulator, tmp_path, name, arch, monkeypatch):
