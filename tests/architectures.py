@@ -1,8 +1,15 @@
 """A tiny model of each architecture: metadata on top of the preset "tiny-qwen2", and the optional tensors that it has.
 
 They cover what an architecture can be: a window smaller than the prompt, shared experts, biases, layers of different
-kinds. No row's choice of experts is close.
+kinds. No row's choice of experts is close. `referenced` makes other ones, of which llama.cpp's logits are known.
 """
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
 
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 
@@ -187,3 +194,14 @@ def predicting(name: str) -> GGUFModel:
     """The model of that name in PREDICTING, with random weights."""
     keys, tensors = PREDICTING[name]
     return synthetic("tiny-qwen2:f16", keys={"general.architecture": name} | keys, tensors=tensors)
+
+
+def referenced(shared: Path, name: str, path: Path) -> tuple[dict, dict[str, np.ndarray]]:
+    """Writes a random f16 model of an architecture, 512 tokens of context, to `path` (GGUF). shared: the folder of
+    reference data. Gives what is known of the model and, computed by llama.cpp from the same weights in float32, the
+    logits [n, vocab] behind the n `positions` of `ids`."""
+    folder = shared / "archs"
+    facts = json.loads((folder / "refs" / f"{name}-0.json").read_text())
+    command = [sys.executable, str(folder / "mkarch.py"), name, str(path), "--variant", "0", "--seed", facts["seed"]]
+    subprocess.run([str(part) for part in command], check=True, capture_output=True, cwd=path.parent)
+    return facts, dict(np.load(folder / "refs" / f"{name}-0.npz"))

@@ -6,8 +6,6 @@ hand: other models, by llama.cpp.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import architectures
@@ -70,11 +68,8 @@ REFERENCES = sorted(
 @pytest.mark.parametrize("name", REFERENCES)
 def test_exact_logits(shared, tmp_path, name):
     """A random f16 model against logits that llama.cpp computed from the same weights in float32."""
-    folder, path = shared / "archs", tmp_path / "model.gguf"
-    facts = json.loads((folder / "refs" / f"{name}-0.json").read_text())
-    command = [sys.executable, str(folder / "mkarch.py"), name, str(path), "--variant", "0", "--seed", facts["seed"]]
-    subprocess.run([str(part) for part in command], check=True, capture_output=True, cwd=tmp_path)
-    exact = np.load(folder / "refs" / f"{name}-0.npz")
+    path = tmp_path / "model.gguf"
+    facts, exact = architectures.referenced(shared, name, path)
     with GGUFModel.open(path) as model:
         # the references' context: it decides between RoPE's factors for short and for long ones
         compile_model(model, "cpu", "native", 512, tmp_path / "model", tuned="none")

@@ -164,6 +164,22 @@ def test_states_that_decay_by_channel_use_no_scratch(arch):
         assert compiled.kernel.scratch == compiled.kernel.vgpr_spills == 0, (name, compiled.kernel)
 
 
+@pytest.mark.parametrize("d", [pytest.param(160, marks=pytest.mark.full), 256])
+@pytest.mark.parametrize("arch", ["rdna3", pytest.param("rdna4", marks=pytest.mark.full)])
+def test_attention_with_wide_heads_uses_no_scratch(arch, d):
+    """As Qwen 3.5's: registers hold a part of the queries, so that there is room for the outputs."""
+    profile = profiles.resolve(arch)
+    args = {"heads": 24, "kv_heads": 4, "d": d, "ctx": 4096, "m": 512, "single": 0, "layout": ""}
+    kernel = BUILDERS["attention"](**args, arch=profile, name="attention", plan=None)
+    ((name, module),) = compile_spirv({"attention": kernel}, profile).modules.items()
+    try:
+        report = radv.statistics([radv.Shader(name, module.binary, tuple(module.block), profile.push)], profile)
+    except UserError as error:
+        pytest.skip(str(error))
+    found = report.kernels[name].kernel
+    assert found.scratch == found.vgpr_spills == 0, found
+
+
 def test_inspect_tables_and_assembly(inspect, artifact, code):
     out, err = inspect(artifact, "--kernels")
     assert err == "" and f"code for {ARCH}, compiled by {code.report.device}" in out and "VGPRs" in out

@@ -20,7 +20,7 @@ from mlc_amd.compiler.codegen.spirv_reader import read
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.attention import SLOTS, Attention
 from mlc_amd.schedules.gpu.attention import attention
-from mlc_amd.schedules.gpu.attention_coop_tiles import Tile, lds_bytes, tile_of
+from mlc_amd.schedules.gpu.attention_coop_tiles import QUERY, Tile, held_steps, lds_bytes, tile_of
 from mlc_amd.schedules.gpu.attention_prefill_coop import attention_prefill_coop
 from mlc_amd.schedules.gpu.cache import cache_types
 from mlc_amd.schedules.gpu.pairs import from_pairs
@@ -101,6 +101,24 @@ def test_attention(name):
 def test_scores_that_grow(name):
     """The reference of the weights is renewed again and again."""
     compare(name, grow=60)
+
+
+@pytest.mark.parametrize(("name", "room"), [("short_blocks", 50), ("fragments", 50), ("mixed", 1 << 10)])
+def test_queries_that_registers_do_not_hold(monkeypatch, name, room):
+    """As of wide heads on AMD's GPUs, most or all of their fragments are loaded for each block."""
+    case, profile = CASES[name], device()
+    monkeypatch.setitem(QUERY, profile.family, room)
+    tile = TILES.get(name) or tile_of(case.m, case.heads, case.kv_heads, case.layer.width, profile)
+    assert held_steps(tile, case.layer.width, profile) < case.layer.width // profile.fragment[2]
+    compare(name)
+
+
+def test_wide_heads_leave_room_for_their_outputs():
+    held = {
+        arch: [held_steps(tile_of(512, 24, 4, d, resolve(arch)), d, resolve(arch)) for d in (64, 128, 256)]
+        for arch in ("nvidia", "rdna3", "rdna4")
+    }
+    assert held == {"nvidia": [4, 8, 16], "rdna3": [4, 8, 3], "rdna4": [4, 8, 3]}
 
 
 def test_nothing_is_stored_without_live_tokens():

@@ -48,6 +48,22 @@ OTHERS = ((ANY, Tile(keys=32)),)
 FEW = {"nvidia": Tile(parts=4)}
 
 
+# Of a lane's registers, those for outputs, queries and what is loaded of the next block; and by family those for a
+# fragment of queries, which ACO keeps as 16 numbers. With more, ACO of Mesa 25 spills. Other families hold all queries.
+ROOM, QUERY = 200, {"rdna3": 16, "rdna4": 16}
+
+
+def held_steps(tile, width, arch) -> int:
+    """How many of the width / k fragments that a row of queries has stay in registers; the others are loaded for each
+    block."""
+    m, _, k = arch.fragment
+    all_steps = width // k
+    if arch.family not in QUERY:
+        return all_steps
+    outputs, loaded = tile.fragments * width * m // arch.wave, tile.keys * width // (tile.waves * arch.wave)
+    return max(min(all_steps, (ROOM - outputs - loaded) // (tile.fragments * QUERY[arch.family])), 0)
+
+
 def wave_units(tile, fragment) -> int:
     """Units of shared memory for a wave's weights, or for one fragment of float32."""
     m, n, _ = fragment

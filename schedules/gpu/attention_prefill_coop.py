@@ -24,7 +24,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.attention import PAGE, Attention
 from mlc_amd.schedules.gpu.attention_coop_blocks import key_block, shared_units, value_block
-from mlc_amd.schedules.gpu.attention_coop_tiles import tile_of, wave_units, workgroups
+from mlc_amd.schedules.gpu.attention_coop_tiles import held_steps, tile_of, wave_units, workgroups
 from mlc_amd.schedules.gpu.attention_step import Step, attention_step
 from mlc_amd.schedules.gpu.cache import UNIT, Chunk, Pages, visible
 from mlc_amd.schedules.gpu.coop_fragments import Fragments
@@ -63,7 +63,8 @@ class Wave:
         self.valid = [first + i < count for i in range(tile.fragments)]
         self.score_columns, self.columns = tile.own_keys // self.n, width // self.n
         self.query_steps = width // self.k
-        self.queries = self._new("a", tile.fragments * self.query_steps)
+        self.held = held_steps(tile, width, arch)
+        self.queries = self._new("a", tile.fragments * max(self.held, 1))
         self.operand, self.weight, self.ones = self._new("b", 1), self._new("a", tile.fragments), self._new("b", 1)
         self.scores, self.halves = self._new("sum", tile.fragments * self.score_columns), self._new("half", 1)
         self.out, self.total, self.top = (self._new("sum", tile.fragments * c) for c in (self.columns, 1, 1))
@@ -73,13 +74,10 @@ class Wave:
         return Fragments(kind, count, self.arch.fragment)
 
     def start(self):
-        """Loads the queries; no key seen yet."""
-        stride = int(self.Q.shape[1]) * self.attention.width
+        """Loads the queries that stay in registers; no key seen yet."""
         for i in range(self.tile.fragments):
-            for c in range(self.query_steps):
-                self.queries.load(
-                    i * self.query_steps + c, self.Q[self.step_rows[i], self.heads[i], c * self.k], stride, "row_major"
-                )
+            for c in range(self.held):
+                self._load_query(self.queries, i * self.held + c, i, c)
         self.ones.fill(0, 1)
         self.halves.fill(0, 0)
         self.now.fill(0, 0)
@@ -89,19 +87,25 @@ class Wave:
             for x in range(self.columns):
                 self.out.fill(i * self.columns + x, 0)
 
+    def _load_query(self, fragments, place, i, c):
+        """fragments[place] = columns c * k.. of the queries of fragment i."""
+        stride = int(self.Q.shape[1]) * self.attention.width
+        fragments.load(place, self.Q[self.step_rows[i], self.heads[i], c * self.k], stride, "row_major")
+
     def score(self, keys):
         """scores = queries @ keys, of the block in shared memory."""
         for i in range(self.tile.fragments * self.score_columns):
             self.scores.fill(i, 0)
         first = T.Bind(self.part * (self.tile.own_keys * keys.row_units))
         for c in range(self.query_steps):
+            for i in range(self.tile.fragments if c >= self.held else 0):
+                self._load_query(self.weight, i, i, c)
             for j in range(self.score_columns):
                 place = keys.buffer[first + j * self.n * keys.row_units + c * (self.k // UNIT)]
                 self.operand.load(0, place, keys.row_units * UNIT, "col_major")
                 for i in range(self.tile.fragments):
-                    self.scores.add_product(
-                        i * self.score_columns + j, self.queries, i * self.query_steps + c, self.operand, 0
-                    )
+                    queries, query = (self.queries, i * self.held + c) if c < self.held else (self.weight, i)
+                    self.scores.add_product(i * self.score_columns + j, queries, query, self.operand, 0)
 
     def cap(self):
         """Applies the layer's softcap, if it has one."""
