@@ -91,6 +91,11 @@ def gives_both(call) -> bool:
     return "both" in call.attrs.keys()  # noqa: SIM118 (not a dict)
 
 
+def normed(call) -> bool:
+    """Whether a linear or gate_up computes the norm of its input."""
+    return "eps" in call.attrs.keys()  # noqa: SIM118 (not a dict)
+
+
 def _rms_norm(call, bb):
     m, k = shape_of(call.args[1])
     rows = output_rows(str(call.attrs["rows"]), m)
@@ -143,7 +148,8 @@ def _attention(call, bb):
 
 
 def _rope_attention(call, bb):
-    return layout_type(1, int(call.attrs["heads"]) * int(call.attrs["d"]), str(call.attrs["layout"]))
+    columns = int(call.attrs["heads"]) * int(call.attrs["d"])
+    return layout_type(shape_of(call.args[3])[0], columns, str(call.attrs["layout"]))
 
 
 def _causal_conv(call, bb):
@@ -247,14 +253,18 @@ OPS = {
     "linear": (
         _linear,
         "x W^T for each W: (x, weights.., biases.., residual?); formats, n, biases, residual, k, m, layout (of x), "
-        "exact (x stays float32)",
+        "exact (x stays float32); eps: of rms_norm(x, g), and g follows x",
     ),
     "head_linear": (
         _head_linear,
         "x W^T with a matrix W for each head's columns of x: (x, W); formats, heads, n and k (of a head), m, layout "
         "(of x)",
     ),
-    "gate_up": (_gate_up, "act(x G^T) * (x U^T): (x, G, U); formats, n, k, m, act, layout_in (of x), layout (result)"),
+    "gate_up": (
+        _gate_up,
+        "act(x G^T) * (x U^T): (x, G, U); formats, n, k, m, act, layout_in (of x), layout (of the result), eps as of "
+        "linear",
+    ),
     "rope_kv_write": (
         _rope_kv_write,
         "head norms, RoPE, KV write in place: (rows, pages, q, k, v, [qn, kn], [cos_sin], cache..) to (q, cache..), "
@@ -273,9 +283,8 @@ OPS = {
     ),
     "rope_attention": (
         _rope_attention,
-        "both of one token, the cache written in place: (rows, pages, q, k, v, [qn, kn], [cos_sin], cache.., [sinks], "
-        "workspace..), "
-        "without `writes` no k, v, kn; ATTENTION, ROPE and layout",
+        "both of single rows, the cache written in place: (rows, pages, q, k, v, [qn, kn], [cos_sin], cache.., "
+        "[sinks], workspace..), without `writes` no k, v, kn; ATTENTION, ROPE and layout",
     ),
     "causal_conv": (
         _causal_conv,

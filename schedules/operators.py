@@ -176,8 +176,17 @@ _CHOICE = Slot("output", ("Ids", "Weights"))
 _GROUPS = Slot("input", ("Groups",), slots=True)
 
 
+def _activations(args: dict) -> Iterator[Slot]:
+    """Of a linear layer. eps: it computes the norm of its input."""
+    if args.get("eps") is None:
+        yield _ACT
+    else:
+        yield from (Slot("input", ("X",)), Slot("weight", ("G",)))
+
+
 def _linear(args: dict) -> Iterator[Slot]:
-    yield from (_STATE, _ACT)
+    yield _STATE
+    yield from _activations(args)
     for i, ((fmt, _), biased) in enumerate(zip(args["segments"], args["biases"], strict=True)):
         yield Slot("weight", prefix=f"W{i}_", matrix=(fmt, args["k"]))
         if biased:
@@ -195,7 +204,8 @@ def _head_linear(args: dict) -> Iterator[Slot]:
 
 
 def _gate_up(args: dict) -> Iterator[Slot]:
-    yield from (_STATE, _ACT)
+    yield _STATE
+    yield from _activations(args)
     yield Slot("weight", prefix="G_", matrix=(args["gate"], args["k"]))
     yield Slot("weight", prefix="U_", matrix=(args["up"], args["k"]))
     yield _OUT

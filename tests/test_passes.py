@@ -42,6 +42,34 @@ def test_a_layer_is_eight_operators(spec, m):
     assert [int(b) for b in fused[0].attrs["biases"]] == [int(model.config.layers[0].attention.qkv_bias)] * 3
 
 
+def test_norms_in_the_kernels_behind_them():
+    """Of one token, where a launch costs more than a norm in every workgroup: five operators a layer."""
+    model, target = synthetic("tiny:q4_0"), VulkanTarget("nvidia")
+    counts, calls = operators(model, target=target)
+    layers = len(model.config.layers)
+    assert counts == {
+        "embed": 1, "rms_norm": 1, "linear": 3 * layers + 1, "rope_attention": layers, "gate_up": layers,
+        "sample": 1,
+    }  # fmt: skip
+    assert sum(ops.normed(call) for call in calls if ops.name_of(call) in ("linear", "gate_up")) == 2 * layers
+    assert operators(model, 8, target)[0]["rms_norm"] == operators(model, target=VulkanTarget("rdna3"))[0]["rms_norm"]
+
+
+def test_a_norm_that_others_read_stays_a_kernel():
+    """Of experts: their router reads it in float32."""
+    _, calls = operators(architectures.tiny("qwen3moe", "q4_k"), target=VulkanTarget("nvidia"))
+    assert not any(ops.normed(call) for call in calls if ops.name_of(call) == "gate_up")
+
+
+def test_rows_rotate_in_their_attention():
+    """Where all rows of a step may be single ones; a chunk's are rotated apart."""
+    model, target = synthetic("tiny:q4_0"), VulkanTarget("rdna3")
+    module, _ = build_module(model, target, [FunctionSpec("s", 8, 8, "all"), FunctionSpec("c", 64, 0, "last")], 64)
+    for name, fused in (("s", True), ("c", False)):
+        calls = [ops.name_of(b.value) for block in fuse(module, target)[name].body.blocks for b in block.bindings]
+        assert ("rope_attention" in calls) == fused and ("rope_kv_write" in calls) != fused
+
+
 def test_heads_that_are_not_whole_blocks_are_quantized_apart():
     head = {"attention.key_length": 48, "attention.value_length": 48, "rope.dimension_count": 48}
     model = synthetic("tiny:q4_0", keys=head)

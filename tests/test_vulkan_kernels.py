@@ -106,6 +106,41 @@ def test_gemv_columns(profile, fmt, k):
     check_linear(profile, [(fmt, 16)], k, layout=layout_of(fmt))
 
 
+@pytest.mark.parametrize("k", [512, 1056, 2304])  # a part of a workgroup's threads, all, several times all
+def test_gemv_of_a_norm(profile, k):
+    """The same numbers as a norm that stores its result, quantized, and a GEMV of that."""
+    segments, rng = [("q4_0", 40), ("q8_0", 16)], np.random.default_rng(5)
+    arrays = {"state": gemm_cases.state(1), "X": rng.standard_normal((1, k), np.float32)}
+    arrays |= {"G": rng.standard_normal(k, np.float32), "A": np.zeros((1, k // 32, 32), np.int8)}
+    arrays |= {"S": np.zeros((1, k // 32, 4), np.float32)}
+    for i, (fmt, n) in enumerate(segments):
+        planes, _ = gemm_cases.weights(fmt, n, k, i)
+        arrays |= {f"W{i}_{p}": plane for p, plane in planes.items()}
+        arrays[f"Y{i}"] = np.full((1, padded(n)), np.nan, np.float32)
+    apart = {name: array.copy() for name, array in arrays.items()}
+    execute(rms_norm(k, 1, 1e-5, "rows", "all", profile, "norm"), apart, profile)
+    execute(gemv.linear(segments, k, 1, "rows", (False, False), False, profile, "linear"), apart, profile)
+    plan = Plan(2, 4, 64, 1)
+    execute(gemv.linear(segments, k, 1, "rows", (False, False), False, profile, "linear", plan, 1e-5), arrays, profile)
+    for i, (_, n) in enumerate(segments):  # sums of squares differ in their order: some codes by one
+        assert error(arrays[f"Y{i}"][:, :n], apart[f"Y{i}"][:, :n].astype(np.float64)) < 2e-3
+
+
+def test_gate_up_of_a_norm(profile):
+    k, f, rng = 512, 64, np.random.default_rng(5)
+    arrays = {"state": gemm_cases.state(1), "X": rng.standard_normal((1, k), np.float32)}
+    arrays |= {"G": rng.standard_normal(k, np.float32), "Y": np.full((1, f), np.nan, np.float32)}
+    x = arrays["X"].astype(np.float64)
+    x, made = x / np.sqrt((x * x).mean() + 1e-5) * arrays["G"], []
+    for i, prefix in enumerate(("G_", "U_")):
+        planes, w = gemm_cases.weights("q4_k", f, k, i)
+        arrays |= {prefix + p: plane for p, plane in planes.items()}
+        made.append(x @ w.astype(np.float64).T)
+    execute(gemv.gate_up_swiglu("q4_k", "q4_k", f, k, 1, "rows", "", profile, "k", eps=1e-5), arrays, profile)
+    gate, up = made
+    assert error(arrays["Y"], gate / (1 + np.exp(-gate)) * up) < 0.02  # activations are int8
+
+
 def test_gemv_segments_share_a_launch(profile):
     check_linear(
         profile, [("q4_k", 64), ("q5_0", 21), ("q6_k", 16)], 512, biases=(True, True, False), plan=Plan(2, 2, 16, 2)

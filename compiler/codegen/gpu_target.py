@@ -21,6 +21,7 @@ from mlc_amd.runtime.kv_types import KV_TYPE
 from mlc_amd.schedules.attention import SLOTS
 from mlc_amd.schedules.decode import float_weight
 from mlc_amd.schedules.formats import lookup
+from mlc_amd.schedules.gpu import gemv, gemv_norm
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
 from mlc_amd.schedules.gpu.cache import cache_types
 from mlc_amd.schedules.gpu.gemm_few import MOST as FEW_TOKENS
@@ -131,6 +132,16 @@ class GpuTarget(Target):
     def route_workspace(self, experts: ExpertsConfig) -> dict[str, tuple[tuple[int, ...], str]]:
         """What the workgroups of `norm_route` meet in; layers of as many experts share it."""
         return {f"route.{experts.count}.{name.lower()}": of for name, of in route_scratch(experts.count).items()}
+
+    def fuses_norm(self, call: relax.Call) -> bool:
+        a, rows = call.attrs, call.attrs["n"]
+        n, name = ([int(x) for x in rows], "layout") if ops.name_of(call) == "linear" else (int(rows), "layout_in")
+        if int(a["m"]) > 1 or str(a[name]) != "rows":
+            return False
+        formats = [lookup(str(fmt)) for fmt in a["formats"]]
+        return all(
+            gemv_norm.pays(gemv.workgroups(formats, n, int(a["k"]), arch), int(a["k"]), arch) for arch in self.archs
+        )
 
     def _call(self, bb, call):
         product = {"linear": self._product, "head_linear": self._head_product}.get(ops.name_of(call))

@@ -18,7 +18,8 @@ from mlc_amd.schedules.plans.workload import Workload
 # What kernels' builders take for arguments that a workload does not name.
 ATTENTION_DEFAULTS = {f.name: f.default for f in fields(Attention) if f.default is not MISSING}
 ROPE_DEFAULTS = {f.name: f.default for f in fields(Rope) if isinstance(f.default, bool)}
-EMBED_DEFAULTS, GATE_UP_DEFAULTS, NORM_DEFAULTS = {"scale": 1.0}, {"act": "silu"}, {"both": False}
+EMBED_DEFAULTS, LINEAR_DEFAULTS, NORM_DEFAULTS = {"scale": 1.0}, {"eps": None}, {"both": False}
+GATE_UP_DEFAULTS = {"act": "silu"} | LINEAR_DEFAULTS
 NOT_OF_ROPE = ("window", "chunk", "softcap", "sinks")
 
 
@@ -73,9 +74,9 @@ def _linear(call) -> KernelCall:
     k, m, layout, residual = int(a["k"]), int(a["m"]), str(a["layout"]), bool(int(a["residual"]))
     segments = [(str(f), int(n)) for f, n in zip(a["formats"], a["n"], strict=True)]
     biases = [bool(int(b)) for b in a["biases"]]
-    count = len(segments)
     # the operator takes weights, then biases; the kernel takes each bias after its weight
-    state, x, weights, rest = call.args[0], call.args[1], call.args[2 : 2 + count], list(call.args[2 + count :])
+    inputs, rest = list(call.args[: 2 + ops.normed(call)]), list(call.args[2 + ops.normed(call) :])
+    weights, rest = rest[: len(segments)], rest[len(segments) :]
     ordered = [
         value
         for weight, bias in zip(weights, biases, strict=True)
@@ -83,7 +84,17 @@ def _linear(call) -> KernelCall:
     ]
     label = f"linear_{'_'.join(dict.fromkeys(f for f, _ in segments))}_{sum(n for _, n in segments)}x{k}_m{m}"
     args = {"segments": segments, "k": k, "m": m, "layout": layout, "biases": biases, "residual": residual}
-    return KernelCall(label, Workload("linear", args), [state, x, *ordered, *rest])
+    args |= _differing({"eps": _norm_eps(call)}, LINEAR_DEFAULTS)
+    return KernelCall(_normed_label(call, label), Workload("linear", args), [*inputs, *ordered, *rest])
+
+
+def _norm_eps(call) -> float | None:
+    """That of the norm of a linear layer's input, if its kernel computes it."""
+    return float(call.attrs["eps"]) if ops.normed(call) else None
+
+
+def _normed_label(call, label: str) -> str:
+    return f"rms_norm_{label}" if ops.normed(call) else label
 
 
 def _head_linear(call) -> KernelCall:
@@ -100,8 +111,8 @@ def _gate_up(call) -> KernelCall:
     label = f"gate_up_{'_'.join(dict.fromkeys((gate, up)))}_{n}x{k}_m{m}"
     args = {"gate": gate, "up": up, "n": n, "k": k, "m": m}
     args |= {"layout_in": str(a["layout_in"]), "layout": str(a["layout"])}
-    args |= _differing({"act": str(a["act"])}, GATE_UP_DEFAULTS)
-    return KernelCall(label, Workload("gate_up", args))
+    args |= _differing({"act": str(a["act"]), "eps": _norm_eps(call)}, GATE_UP_DEFAULTS)
+    return KernelCall(_normed_label(call, label), Workload("gate_up", args))
 
 
 def _route(call) -> KernelCall:
@@ -195,8 +206,9 @@ def _latent_kv_write(call) -> KernelCall:
 
 
 def _rope_attention(call) -> KernelCall:
-    args = _attention_args(call) | _rope(call) | {"layout": str(call.attrs["layout"])}
-    return KernelCall(f"rope_attention{_window(call)}_m1", Workload("rope_attention", args))
+    m = shape_of(call.args[3])[0]
+    args = _attention_args(call) | _rope(call) | {"layout": str(call.attrs["layout"])} | _differing({"m": m}, {"m": 1})
+    return KernelCall(f"rope_attention{_window(call)}_m{m}", Workload("rope_attention", args))
 
 
 def _attention(call) -> KernelCall:

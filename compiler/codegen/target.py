@@ -122,6 +122,10 @@ class Target(ABC):
 
     fuses_route = False  # one kernel makes the norm, the logits and the choice of a token's experts
 
+    def fuses_norm(self, call: relax.Call) -> bool:
+        """Whether the kernel of a linear or gate_up is to compute the norm of its input."""
+        return False
+
     def attention_workspace(
         self, attention: AttentionConfig, ctx: int, single: int
     ) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -3,6 +3,7 @@
 from tvm import relax
 
 from mlc_amd.compiler.passes.fuse_gate_up import fuse_gate_up
+from mlc_amd.compiler.passes.fuse_norm_linear import fuse_norm_linear
 from mlc_amd.compiler.passes.fuse_norms import fuse_norms
 from mlc_amd.compiler.passes.fuse_quantize import fuse_quantize
 from mlc_amd.compiler.passes.fuse_residual import fuse_residual
@@ -22,4 +23,5 @@ def fuse(mod, target):
     mod = fuse_quantize(mod)
     mod = fuse_norms(mod)
     mod = fuse_route(mod, target)
+    mod = fuse_norm_linear(mod, target)
     return fuse_rope(mod, target)

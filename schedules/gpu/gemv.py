@@ -23,6 +23,7 @@ from mlc_amd.schedules.gpu import load
 from mlc_amd.schedules.gpu.activations import gated
 from mlc_amd.schedules.gpu.device import barrier, launch, uniform
 from mlc_amd.schedules.gpu.experts import expert_at
+from mlc_amd.schedules.gpu.gemv_norm import NORM_WAVES, emit_norm
 from mlc_amd.schedules.gpu.gemv_rows import Strip, emit_acts, emit_products, span_of, units_of
 from mlc_amd.schedules.gpu.linear_args import check_blocks, declare_gate_up, declare_linear, segments_of
 from mlc_amd.schedules.gpu.planes import BLOCK, padded
@@ -157,31 +158,41 @@ def emit_segment(segment, residual, views, tokens, split, workgroup, lane, wave,
             T.buffer_store(Y, total, [token, row + i])
 
 
-def linear_plans(segments, k, arch, plan=None, m=1):
+def linear_plans(segments, k, arch, plan=None, m=1, normed=False):
     """(plan, split) of each segment [(Format, n)] as `linear` uses them: two lists. Two plans that give the same make
-    the same kernel."""
-    plan = plan or default_plan(arch, sum(padded(n) for _, n in segments), m=m)
+    the same kernel. normed: whether the kernel computes the norm of its input."""
+    plan = plan or linear_default(segments, arch, m, normed)
     plan = replace(plan, waves=min(plan.waves, arch.threads // arch.wave))
     plans = [fitted(plan, [fmt], k, arch) for fmt, _ in segments]
     return plans, [_split(fmt, n, k, used, arch) for (fmt, n), used in zip(segments, plans, strict=True)]
 
 
-def linear(segments, k, m, layout, biases, residual, arch, name, plan=None):
+def linear_default(segments, arch, m=1, normed=False) -> Plan:
+    """The plan of `linear`. A norm is computed once in each workgroup: the fewer there are, the better."""
+    plan = default_plan(arch, sum(padded(n) for _, n in segments), m=m)
+    return replace(plan, waves=max(plan.waves, NORM_WAVES)) if normed else plan
+
+
+def linear(segments, k, m, layout, biases, residual, arch, name, plan=None, eps=None):
     """PrimFunc with the parameters of `linear_args`.
 
     segments: list of (format name or Format, n), all int8 (layout "rows") or all float (layout ""); they share the
     activations (q, k and v of a layer) and the launch. m: 1, 2, 4 or FEW. biases: one flag per segment. residual: Y = R
-    + result, for one segment. The columns of Y from n on are undefined. ValueError for segments that cannot share a
-    launch.
+    + result, for one segment. The columns of Y from n on are undefined. eps: of a norm of the input of one token, in
+    int8 formats, which the kernel computes. ValueError for segments that cannot share a launch.
     """
     segments = segments_of(segments, biases, residual)
     check([fmt for fmt, _ in segments], m, layout, "linear")
-    plans, splits = linear_plans(segments, k, arch, plan, m)
+    plans, splits = linear_plans(segments, k, arch, plan, m, eps is not None)
     plan = plans[0]
     with kernel(name) as ir:
-        args = declare_linear(segments, k, m, layout, biases, residual)
+        args = declare_linear(segments, k, m, layout, biases, residual, eps)
         with launch((sum(s.groups for s in splits),), (arch.wave, plan.waves)) as (workgroup, lane, wave):
-            tokens, first = emit_acts(args.acts, k, m).first(m), 0
+            if eps is None:
+                tokens = emit_acts(args.acts, k, m).first(m)
+            else:
+                tokens = [emit_norm(arch, *args.acts, k, eps, lane, wave, plan.waves)]
+            first = 0
             for segment, split, used in zip(args.segments, splits, plans, strict=True):
                 last = first + split.groups
                 views = load.views(segment.fmt, segment.planes, span_of([segment.fmt], k))
@@ -201,6 +212,15 @@ def linear(segments, k, m, layout, biases, residual, arch, name, plan=None):
                     )
                 first = last
     return ir.get()
+
+
+def workgroups(formats, n, k, arch) -> int:
+    """Of the kernel of one token that computes the norm of its input, by its default plan: of `linear` with segments of
+    n rows each (a list), or of `gate_up_swiglu` with n rows of both weights."""
+    if isinstance(n, int):
+        return n // BLOCK
+    _, splits = linear_plans(list(zip(formats, n, strict=True)), k, arch, normed=True)
+    return sum(split.groups for split in splits)
 
 
 def gate_up_default(arch, f, slots=1, m=1) -> Plan:
@@ -234,7 +254,7 @@ def _of_live(state, of, index):
         yield slot, token
 
 
-def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, plan=None, act="silu", of=None):
+def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, plan=None, act="silu", of=None, eps=None):
     """PrimFunc with the parameters of `linear_args`.
 
     y = f(gate * x) * (up * x), f being `act` of `activations.py`. The weights are f x k, f a multiple of 32, both
@@ -242,7 +262,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, pla
     of y. ValueError for weights that cannot share a launch.
 
     of: a `Slots` of experts.py, not sorted, with m = 1: the weights are stacks, and each slot is a GEMV of one token
-    and a row of the outputs.
+    and a row of the outputs. eps: as of `linear`, without `of`.
     """
     fmts = [lookup(fmt_gate), lookup(fmt_up)]
     check(fmts, m, layout_in, "gate_up")
@@ -252,7 +272,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, pla
     groups = waves * arch.wave // lanes
     with kernel(name) as ir:
         state, params, ids, planes, biases, out = declare_gate_up(
-            fmts, f, k, (x_rows, slots * m), layout_in, layout, of
+            fmts, f, k, (x_rows, slots * m), layout_in, layout, of, eps
         )
         grid = (f // BLOCK, slots) if of else (f // BLOCK,)
         # of several tokens: slots of one expert read its rows at the same time, all but the first from caches
@@ -262,7 +282,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, pla
             _of_live(state, of, places[::turn][1:]) as (slot, token),
         ):
             block = places[::turn][0]
-            acts = emit_acts(params, k, x_rows)
+            acts = None if eps is not None else emit_acts(params, k, x_rows)
             views = [load.views(fmt, bufs, span_of(fmts, k)) for fmt, bufs in zip(fmts, planes, strict=True)]
             made = T.alloc_buffer((2 * m, BLOCK), "float32", scope="shared")  # gate and up of each token
             group, part = _group(wave, lane, lanes, arch, waves), T.Bind(lane % lanes)
@@ -271,6 +291,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, pla
                 own = [0, slot] if of.m == 1 else [token, T.Bind(slot % of.experts.used)]
                 first = T.Bind(expert_at(ids, own, of.experts) * f + first)
                 acts = acts if x_rows == 1 else acts.of(token if of.shared else slot)
+            tokens = acts.first(m) if acts else [emit_norm(arch, *params, k, eps, lane, wave, waves)]
             with T.serial(BLOCK // (groups * rows)) as i:
                 row = T.Bind((i * groups + group) * rows)
                 strips = [
@@ -278,7 +299,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, pla
                     for fmt, bufs in zip(fmts, views, strict=True)
                     for i in range(rows)
                 ]
-                found, writes = emit_products(strips, acts.first(m), part, lanes, unroll, arch)
+                found, writes = emit_products(strips, tokens, part, lanes, unroll, arch)
                 with T.If(writes), T.Then():
                     for token, i, total in found:
                         T.buffer_store(made, total, [token * 2 + i // rows, row + i % rows])

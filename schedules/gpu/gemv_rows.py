@@ -52,6 +52,17 @@ class Acts(NamedTuple):
         """Those of the tokens 0 .. count-1."""
         return [self, *(self.of(token) for token in range(1, count))]
 
+    def words(self, block) -> list:
+        """The eight words of a block's q."""
+        quads = [T.Bind(self.quads[self.token, at(block * QUADS + j, 4)]) for j in (0, 4)]
+        return [T.Bind(lane_of(x, j)) for x in quads for j in range(4)]
+
+    def fields(self, block) -> list:
+        """A block's fields of S."""
+        own = block if self.first_block is None else self.first_block + block
+        found = T.Bind(self.s[own, at(0, FIELDS)])
+        return [lane_of(found, j) for j in range(FIELDS)]
+
 
 class Block(NamedTuple):
     """A block's activations in registers: eight words, d, and d * sum(q) of all 32 columns or of both halves."""
@@ -155,13 +166,10 @@ def _act_blocks(acts, unit, live, span, halves) -> list[Block]:
     is what they make."""
     out = []
     for i in range(span):
-        block = unit * span + i
-        quads = [T.Bind(acts.quads[acts.token, at(block * QUADS + j, 4)]) for j in (0, 4)]
-        own = block if acts.first_block is None else acts.first_block + block
-        fields = T.Bind(acts.s[own, at(0, FIELDS)])
-        d, whole, low, high = (_zero_unless(live, lane_of(fields, j)) for j in range(FIELDS))
+        words = acts.words(unit * span + i)
+        d, whole, low, high = (_zero_unless(live, x) for x in acts.fields(unit * span + i))
         sums = {1: [whole]} | ({2: [low, high]} if halves else {})
-        out.append(Block([T.Bind(lane_of(x, j)) for x in quads for j in range(4)], d, sums))
+        out.append(Block(words, d, sums))
     return out
 
 

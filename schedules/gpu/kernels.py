@@ -55,7 +55,9 @@ def _quantize(k, m, layout, arch, name, plan):
     return quantize(k, m, layout, arch, name, plan)
 
 
-def _linear(segments, k, m, layout, biases, residual, arch, name, plan):
+def _linear(segments, k, m, layout, biases, residual, arch, name, plan, eps=None):
+    if eps is not None:
+        return gemv(segments, k, m, layout, biases, residual, arch, name, plan, eps)
     build = gemv if m <= FEW and layout in VECTORS else gemm
     if gemv_matrix.suits([fmt for fmt, _ in segments], m, layout, arch):
         build = gemv_matrix.linear
@@ -66,7 +68,9 @@ def _head_linear(fmt, heads, n, k, m, layout, arch, name, plan):
     return head_linear(fmt, heads, n, k, m, layout, arch, name)
 
 
-def _gate_up(gate, up, n, k, m, layout_in, layout, arch, name, plan, act="silu"):
+def _gate_up(gate, up, n, k, m, layout_in, layout, arch, name, plan, act="silu", eps=None):
+    if eps is not None:
+        return gate_up_gemv(gate, up, n, k, m, layout_in, layout, arch, name, plan, act, eps=eps)
     build = gate_up_gemv if m <= FEW and layout_in in VECTORS else gate_up_gemm
     if gemv_matrix.suits([gate, up], m, layout_in, arch):
         build = gemv_matrix.gate_up_swiglu
@@ -85,8 +89,8 @@ def _attention(m, layout, arch, name, plan, single=0, **layer):
     return attention(described(Attention, layer), m, layout, arch, name, plan, single)
 
 
-def _rope_attention(layout, arch, name, plan, **layer):
-    return attention_decode(described(Attention, layer), layout, arch, name, described(Rope, layer), plan)
+def _rope_attention(layout, arch, name, plan, m=1, **layer):
+    return attention_decode(described(Attention, layer), layout, arch, name, described(Rope, layer), plan, m)
 
 
 def _route(n, m, experts, used, tile, arch, name, plan, **routing):

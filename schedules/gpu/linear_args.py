@@ -4,8 +4,9 @@
               f32 [m, npad], ..)
     gate_up   (state, activations, [Groups], planes of gate, planes of up, [GB, UB], then A_out, S_out | Y of [m, f])
 
-Activations are A, S | H | X in a layout of `quantize.py`, npad is n rounded up to a multiple of 16, a segment one of
-the weights that share the activations and the launch (q, k and v of a layer), Groups and biases are of experts.
+Activations are A, S | H | X in a layout of `quantize.py`, or X, G of a norm that the kernel computes itself
+(`gemv_norm.py`), npad is n rounded up to a multiple of 16, a segment one of the weights that share the activations and
+the launch (q, k and v of a layer), Groups and biases are of experts.
 """
 
 from typing import Any, NamedTuple
@@ -60,9 +61,16 @@ def segments_of(segments, biases, residual) -> list[tuple[Format, int]]:
     return found
 
 
-def declare_linear(segments, k, m, layout, biases, residual) -> Linear:
-    """Declares the parameters of a kernel. segments: of `segments_of`."""
-    state, acts, weights = state_arg(), act_args(m, k, layout), []
+def _acts(m, k, layout, eps) -> list:
+    """eps: None, or that of a norm of m rows."""
+    if eps is None:
+        return act_args(m, k, layout)
+    return [T.arg("X", T.buffer((m, k), "float32")), T.arg("G", T.buffer((k,), "float32"))]
+
+
+def declare_linear(segments, k, m, layout, biases, residual, eps=None) -> Linear:
+    """Declares the parameters of a kernel. segments: of `segments_of`. eps: of the norm of its input, if it has one."""
+    state, acts, weights = state_arg(), _acts(m, k, layout, eps), []
     for i, ((fmt, n), has_bias) in enumerate(zip(segments, biases, strict=True)):
         planes = plane_args(fmt, n, k, f"W{i}_")
         weights.append((planes, T.arg(f"bias{i}", T.buffer((n,), "float32")) if has_bias else None))
@@ -78,10 +86,10 @@ def check_blocks(f) -> None:
         raise ValueError(f"a feed-forward layer of {f} columns does not make whole blocks of {BLOCK}")
 
 
-def declare_gate_up(fmts, f, k, rows, layout_in, layout, of=None) -> GateUp:
+def declare_gate_up(fmts, f, k, rows, layout_in, layout, of=None, eps=None) -> GateUp:
     """Declares the parameters of a kernel. rows: (of the activations, of the results). of: a `Slots` of experts.py, of
-    which the weights are stacks."""
-    state, acts, count = state_arg(), act_args(rows[0], k, layout_in), of.experts.count if of else 1
+    which the weights are stacks. eps: as of `declare_linear`."""
+    state, acts, count = state_arg(), _acts(rows[0], k, layout_in, eps), of.experts.count if of else 1
     ids = ids_arg(of.experts, of.m) if of else None
     planes = [plane_args(fmt, count * f, k, prefix) for fmt, prefix in zip(fmts, ("G_", "U_"), strict=True)]
     biases = bias_args(of, f, ("GB", "UB"))

@@ -59,7 +59,7 @@ def _column(threads, k, thread, step):
     return T.Bind(T.min(column, T.int32(k - WIDTH))), column < k
 
 
-def _square(values, live):
+def square(values, live):
     """The sum of the squares of a step's columns; 0 if the step has none for this thread."""
     squares = T.float32(0)
     for v in values:
@@ -78,7 +78,7 @@ def _minus(values, mean):
     return values if mean is None else [T.Bind(v - mean) for v in values]
 
 
-def _workgroup_sum(arch, waves, total, part, wave, lane):
+def workgroup_sum(arch, waves, total, part, wave, lane):
     """The sum of `total` over the workgroup."""
     total = wave_sum(arch, T.Bind(total))
     with T.If(lane == 0), T.Then():
@@ -90,12 +90,12 @@ def _workgroup_sum(arch, waves, total, part, wave, lane):
     return T.Bind(total)
 
 
-def _scale(total, k, eps):
+def row_scale(total, k, eps):
     """What a row is multiplied by, whose squares add up to `total`."""
     return rsqrt(fma(total, T.float32(1 / k), T.float32(eps)))
 
 
-def _scaled(values, scale, factors):
+def scaled(values, scale, factors):
     return [T.Bind(v * scale * f) for v, f in zip(values, factors, strict=True)]
 
 
@@ -146,10 +146,10 @@ def _norm(k, m, eps, layout, rows, arch, name, plan, both, centered=False, bias=
                 thread, count = wave * arch.wave + lane, -(-k // (threads * WIDTH))
 
                 def mean_of(total):
-                    return T.Bind(_workgroup_sum(arch, waves, total, means, wave, lane) * T.float32(1 / k))
+                    return T.Bind(workgroup_sum(arch, waves, total, means, wave, lane) * T.float32(1 / k))
 
                 def store(values, scale, factors, offsets, column, live):
-                    y = _scaled(values, scale, factors)
+                    y = scaled(values, scale, factors)
                     if offsets is not None:
                         y = [T.Bind(v + o) for v, o in zip(y, offsets, strict=True)]
                     for each, out in zip(layouts, outs, strict=True):
@@ -163,7 +163,7 @@ def _norm(k, m, eps, layout, rows, arch, name, plan, both, centered=False, bias=
                     if centered:
                         mean = mean_of(_sum_of(_total, x, steps))
                         x = [_minus(values, mean) for values in x]
-                    scale = _scale(_workgroup_sum(arch, waves, _sum_of(_square, x, steps), part, wave, lane), k, eps)
+                    scale = row_scale(workgroup_sum(arch, waves, _sum_of(square, x, steps), part, wave, lane), k, eps)
                     for values, factors, offsets, (column, live) in zip(x, g, b, steps, strict=True):
                         store(values, scale, factors, offsets, column, live)
                 else:
@@ -180,7 +180,7 @@ def _norm(k, m, eps, layout, rows, arch, name, plan, both, centered=False, bias=
 
                     if centered:
                         mean = mean_of(total_of(_total))
-                    scale = _scale(_workgroup_sum(arch, waves, total_of(_square), part, wave, lane), k, eps)
+                    scale = row_scale(workgroup_sum(arch, waves, total_of(square), part, wave, lane), k, eps)
                     with T.serial(count) as i:
                         column, live = _column(threads, k, thread, i)
                         values, offsets = _minus(load_columns(X, source, column), mean), None

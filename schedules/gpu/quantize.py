@@ -71,7 +71,7 @@ def emit_store(arch, layout, out, x, token, column, live=None):
     nothing is written.
     """
     if layout == "rows":
-        word, fields = _quantize(arch, x)
+        (word,), fields = quantize_block(arch, x)
     with when(live):
         if layout == "":
             T.buffer_store(out[0], vector(x), [token, columns(column)])
@@ -88,21 +88,24 @@ def emit_store(arch, layout, out, x, token, column, live=None):
                 T.buffer_store(out[1], vector(fields), [token, block, T.ramp(0, 1, FIELDS)])
 
 
-def _quantize(arch, x):
-    """(word of the lane's four q, the block's fields of S; valid in the block's first lane) of the columns
-    that a lane holds."""
+def quantize_block(arch, x):
+    """(the words of the lane's q, the block's fields of S; valid in the block's first lane) of the columns that a lane
+    holds: float32 registers, a number of them that divides a block. Its other lanes are neighbours."""
+    lanes = BLOCK // len(x)
     top = T.fabs(x[0])
     for v in x[1:]:
         top = maximum(top, T.fabs(v))
-    top = wave_max(arch, top, LANES)
+    top = wave_max(arch, top, lanes)
     inverse = T.Bind(T.Select(top > T.float32(TINY), T.float32(127) * rcp(top), T.float32(0)))
     q = [T.Bind(T.cast(rint(v * inverse), "int32")) for v in x]
-    word, total = T.int32(0), T.int32(0)
-    for i, v in enumerate(q):
-        word, total = word | T.shift_left(v & T.int32(255), T.int32(8 * i)), total + v
-    word = T.Bind(word)
-    # the sum of this lane's half of the block; then the other half's, the mirror image of eight lanes away
-    low = wave_sum(arch, T.Bind(total), LANES // 2)
-    high = shuffle_xor(arch, low, LANES - 1)
+    words, total = [], T.int32(0)
+    for first in range(0, len(q), WIDTH):
+        word = T.int32(0)
+        for i, v in enumerate(q[first : first + WIDTH]):
+            word, total = word | T.shift_left(v & T.int32(255), T.int32(8 * i)), total + v
+        words.append(T.Bind(word))
+    # the sum of this lane's half of the block; then the other half's, the mirror image of its lanes away
+    low = wave_sum(arch, T.Bind(total), lanes // 2)
+    high = shuffle_xor(arch, low, lanes - 1)
     d = T.Bind(top * T.float32(1 / 127))
-    return word, [d, *(d * T.cast(part, "float32") for part in (low + high, low, high))]
+    return words, [d, *(d * T.cast(part, "float32") for part in (low + high, low, high))]

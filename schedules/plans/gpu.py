@@ -53,9 +53,10 @@ STEPS = 16  # whose columns a thread of a norm holds at most
 
 def _gemv_linear(workload, arch) -> Space:
     segments, k, m = workload.weights, workload.args["k"], workload.args["m"]
+    normed = workload.args.get("eps") is not None
 
     def kernel(plan) -> Kernel:
-        plans, splits = gemv.linear_plans(segments, k, arch, plan, m)
+        plans, splits = gemv.linear_plans(segments, k, arch, plan, m, normed)
         _check_sums(m * plans[0].rows, plan)
         parts = [([fmt], used, split) for (fmt, _), used, split in zip(segments, plans, splits, strict=True)]
         loads = max(_loads(fmts, k, used, plan) for fmts, used, _ in parts)
@@ -64,8 +65,7 @@ def _gemv_linear(workload, arch) -> Space:
         )
         return Kernel(same, sum(split.groups for split in splits), plans[0].waves * arch.wave, loads)
 
-    default = gemv.default_plan(arch, sum(padded(n) for _, n in segments), m=m)
-    return Space(gemv.Plan, GEMV, default, kernel)
+    return Space(gemv.Plan, GEMV, gemv.linear_default(segments, arch, m, normed), kernel)
 
 
 def _gemv_gate_up(workload, arch) -> Space:

@@ -77,8 +77,15 @@ def _quantize(c: Case) -> dict[str, Result]:
     return {"": Result(c.arrays["X"][c.rows], c.rows)}
 
 
+def _activations(c: Case) -> np.ndarray:
+    """Of a linear layer: those that it reads, or the norm that it computes."""
+    if (eps := c.args.get("eps")) is None:
+        return c.read()[c.rows]
+    return rms(c.arrays["X"][c.rows], eps) * c.arrays["G"][: c.args["k"]]
+
+
 def _linear(c: Case) -> dict[str, Result]:
-    x, found = c.read()[c.rows], {}
+    x, found = _activations(c), {}
     for i, ((fmt, n), biased) in enumerate(zip(c.args["segments"], c.args["biases"], strict=True)):
         columns = c.pick(n)
         y = x @ c.matrix(f"W{i}_", fmt, columns).T
@@ -95,7 +102,7 @@ def _head_linear(c: Case) -> dict[str, Result]:
 
 
 def _gate_up(c: Case) -> dict[str, Result]:
-    x, columns = c.read()[c.rows], c.pick(c.args["n"])
+    x, columns = _activations(c), c.pick(c.args["n"])
     gate, up = (x @ c.matrix(prefix, c.args[which], columns).T for prefix, which in (("G_", "gate"), ("U_", "up")))
     return {"": Result(experts.ACTIVATIONS[c.args.get("act", "silu")](gate, up), c.rows, columns)}
 

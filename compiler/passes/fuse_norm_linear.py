@@ -1,0 +1,53 @@
+"""linear(rms_norm(x)), or gate_up of it, becomes one operator that computes the norm for itself, for targets whose
+kernels do: where all that reads the norm can, so that it is no launch of its own any more."""
+
+from typing import Any
+
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from mlc_amd.compiler import ops
+
+READERS = ("linear", "gate_up")
+
+
+def _norms_of_readers(func, target) -> dict[relax.Call, relax.Call]:
+    """Linears and gate_ups that compute their norm, with it."""
+    bound: dict[Any, Any] = {binding.var: binding.value for block in func.body.blocks for binding in block.bindings}
+    readers: dict[Any, list] = {}  # of each variable
+
+    def note(value):
+        relax.analysis.post_order_visit(
+            value, lambda x: readers.setdefault(x, []).append(value) if isinstance(x, relax.Var) else None
+        )
+
+    for value in (*bound.values(), func.body.body):
+        note(value)
+    return {
+        reader: norm
+        for var, norm in bound.items()
+        if ops.name_of(norm) == "rms_norm" and str(norm.attrs["rows"]) == "all" and not ops.gives_both(norm)
+        if all(ops.name_of(reader) in READERS and target.fuses_norm(reader) for reader in readers.get(var, ()))
+        for reader in readers.get(var, ())
+    }
+
+
+@mutator
+class _Fuser(PyExprMutator):
+    def __init__(self, mod, norms):
+        super().__init__(mod)
+        self.norms = norms
+
+    def visit_call_(self, call):
+        if call not in self.norms:
+            return super().visit_call_(call)
+        norm, (state, _, *rest) = self.norms[call], call.args
+        args = [self.visit_expr(arg) for arg in (state, *norm.args[1:], *rest)]
+        return ops.with_attrs(call, args, eps=norm.attrs["eps"])
+
+
+def fuse_norm_linear(mod, target):
+    for gv, func in mod.functions.items():
+        if isinstance(func, relax.Function):
+            mod[gv] = _Fuser(mod, _norms_of_readers(func, target)).visit_expr(func)
+    return relax.transform.DeadCodeElimination()(mod)
