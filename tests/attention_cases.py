@@ -250,7 +250,10 @@ def check_attention(case, run, grow=0.0):
         caches = caches_of(layer, pool.k, pool.v)
         if case.rope:
             inputs, rotated = rope_inputs(rng, case)
-            queries, own_key, own_value = rotated(slice(0, 1), [rows.singles[0]])
+            places_of_rows = np.concatenate([np.arange(position, position + count) for position, count in parts])
+            queries, own_keys, own_values = rotated(slice(0, live), places_of_rows)
+            for name in "QKV":
+                inputs[name][live:] = np.nan
         else:
             q = rng.standard_normal((case.m, layer.heads, d)) * 2
             q[live:] = np.nan
@@ -263,12 +266,15 @@ def check_attention(case, run, grow=0.0):
         run({**given, **caches, "Sinks": sinks, **inputs, **joined, **out})
         new_k, new_v = elements_of(layer, caches)
         if writes:
-            ((slot, position, _),), ((keys, values),) = places, found
-            there = pool.places(slot, [position])
-            pool.check_written(new_k, new_v, there, own_key, own_value)
-            keys[:, position], values[:, position] = (x[:, there[0]] for x in (new_k, new_v))
-            if layer.quantized:  # the kernel has its own ones as float16
-                keys[:, position], values[:, position] = (x[0].astype(np.float16) for x in (own_key, own_value))
+            there = [pool.places(slot, np.arange(first, first + count)) for slot, first, count in places]
+            pool.check_written(new_k, new_v, np.concatenate(there), own_keys, own_values)
+            done = 0
+            for (position, count), (keys, values), own in zip(parts, found, there, strict=True):
+                for whole, new, exactly in ((keys, new_k, own_keys), (values, new_v, own_values)):
+                    mine = exactly[done : done + count].transpose(1, 0, 2)
+                    # the kernel has its own ones as float16
+                    whole[:, position : position + count] = mine.astype(np.float16) if layer.quantized else new[:, own]
+                done += count
         else:
             assert (new_k == pool.k).all() and (new_v == pool.v).all()
         expected, done = [], 0

@@ -40,6 +40,14 @@ CASES = {
     ),
     "window of a block": Case(4, 1, 64, rope=Rope(True, 64), states=STATES, attributes={"window": 300}),
     "chunk": Case(2, 1, 64, states=STATES, attributes={"chunk": 300}),
+    # of several sequences, and of one: the first of its rows is behind the window of the last
+    "rotated rows": Case(
+        8, 2, 64, m=8, layout="rows", several=8, rope=Rope(True, 64, 1e-6),
+        states=(Rows((0, CTX - 1, 3, 64)), Rows((), (0, 8)), Rows((70, CTX - 1), (253, 5))),
+    ),
+    "rotated rows of codes": Case(
+        2, 1, 64, m=8, several=8, rope=Rope(True, 64), states=(Rows((130,), (63, 4)),), attributes={"kv": "q8_0"}
+    ),
 }  # fmt: skip
 
 
@@ -51,12 +59,22 @@ def profile():
     return replace(resolve("lavapipe"), family="nvidia", units=132, wave=wave, threads=4 * wave)
 
 
-@pytest.mark.parametrize("name", sample(CASES, ["rows", "parts", "window"]))
+@pytest.mark.parametrize("name", sample(CASES, ["rows", "parts", "window", "rotated rows"]))
 def test_splits(name, monkeypatch):
     monkeypatch.setitem(attention_decode.ALONE, "nvidia", 2)
     case = CASES[name]
     kernel = attention_decode.attention_decode(case.layer, case.layout, profile(), "attention", case.rope, m=case.m)
     assert splits_of(case.heads, case.kv_heads, case.d, CTX, profile(), span=case.layer.span, m=case.m).count > 1
+    check_attention(case, lambda arrays: execute(kernel, arrays, profile()))
+
+
+def test_rows_of_a_sequence_behind_a_window():
+    """Rows that are no longer in the window of rows behind them, in the same step."""
+    case = Case(
+        4, 1, 96, m=16, several=16, rope=Rope(False, 64), states=(Rows((5, 70), (125, 12)), Rows((), (0, 16))),
+        attributes={"window": 8, "softcap": 4.0, "sinks": True},
+    )  # fmt: skip
+    kernel = attention_decode.attention_decode(case.layer, case.layout, profile(), "attention", case.rope, m=case.m)
     check_attention(case, lambda arrays: execute(kernel, arrays, profile()))
 
 

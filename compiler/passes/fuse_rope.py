@@ -1,4 +1,4 @@
-"""attention(rope_kv_write(q, k, v)) of one token becomes one `rope_attention`, for targets whose decode attention
+"""attention(rope_kv_write(q, k, v)) of single rows becomes one `rope_attention`, for targets whose decode attention
 rotates for itself."""
 
 from mlc_amd.compiler import ops
@@ -8,7 +8,9 @@ from mlc_amd.runtime.kv_types import KV_TENSORS
 
 def fuse_rope(mod, target):
     def rule(call, producer):
-        if ops.name_of(call) != "attention" or ops.shape_of(call.args[3])[0] != 1 or not target.fuses_rope:
+        if ops.name_of(call) != "attention" or not target.fuses_rope:
+            return None
+        if ops.shape_of(call.args[3])[0] != int(call.attrs["single"]):
             return None
         if int(call.attrs["values"]):
             return None  # latent attention has a kernel of its own for that

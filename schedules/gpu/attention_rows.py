@@ -96,7 +96,7 @@ class Rows:
             for i in each(self.arch, self.count * self.keys):
                 put(scores, soft_cap(self.attention, scores[i]), i)
 
-    def _rescale(self, r, largest):
+    def rescale(self, r, largest):
         """Renews row r's maximum, given the largest score of the block. Returns it."""
         now = opaque(maximum(self.top[r], largest))
         shrink = opaque(exp2(self.top[r] - now))  # 1 while nothing was seen: both are LOWEST
@@ -189,7 +189,7 @@ class WaveRows(Rows):
         largest = T.float32(LOWEST)
         for s, valid in zip(scores, seen, strict=True):
             largest = maximum(largest, T.Select(valid, s, T.float32(LOWEST)))
-        now = self._rescale(r, wave_max(self.arch, largest))
+        now = self.rescale(r, wave_max(self.arch, largest))
         words = []
         for s, valid in zip(scores, seen, strict=True):
             weight = T.Select(valid, exp2(s - now + T.float32(P_SHIFT)), T.float32(0))

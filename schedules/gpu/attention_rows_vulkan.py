@@ -51,7 +51,8 @@ def waves_of(arch, count, d, threads) -> int:
     waves = min(threads, arch.threads) // arch.wave
     if arch.api == "rocm":
         return waves
-    fixed, wave = count * (d + SPLITS) * 4 + OTHER_BYTES, count * max(d, STEP) * 4
+    # of a wave: what its rows have there, and a key
+    fixed, wave = count * (d + SPLITS) * 4 + OTHER_BYTES, (count * max(d, STEP) + d) * 4
     while waves * wave + fixed > arch.lds:
         waves //= 2
         if not waves:
@@ -157,7 +158,7 @@ class VulkanRows(Rows):
             tops.append(largest)
         tops = self._across(tops, wave_max, maximum)
         for r, valid in enumerate(seen):
-            now = self._rescale(r, tops[r])
+            now = self.rescale(r, tops[r])
             for j, sees in enumerate(valid):
                 weight = exp2(self.scores[r * self.keys + j] - now + T.float32(P_SHIFT))
                 weight = opaque(T.Select(sees, weight, T.float32(0)))
