@@ -41,8 +41,8 @@ CORRECTIONS = {
             " * _c(ctx.wave_size, dtypes.int) + safe_src_lane).load()",
         )
     ],
-    # LDS writes take accumulation registers, too, where the instruction says so (`acc`); and, as run_hsaco.py has it, the
-    # parts of an address in scratch memory are a 32-bit sum
+    # LDS writes take accumulation registers, too, where the instruction says so (`acc`); and, as run_hsaco.py has it,
+    # the parts of an address in scratch memory are a 32-bit sum
     "_compile_mem_op": [
         (
             "  def make_srcs(lane: UOp) -> dict:\n    addr = make_addr(lane)\n",
