@@ -78,7 +78,7 @@ def _quantize(c: Case) -> dict[str, Result]:
 
 
 def _linear(c: Case) -> dict[str, Result]:
-    x, found = c.read()[c.rows], {}
+    x, found = c.read(c.rows), {}
     for i, ((fmt, n), biased) in enumerate(zip(c.args["segments"], c.args["biases"], strict=True)):
         columns = c.pick(n)
         y = x @ c.matrix(f"W{i}_", fmt, columns).T
@@ -90,12 +90,12 @@ def _linear(c: Case) -> dict[str, Result]:
 
 def _head_linear(c: Case) -> dict[str, Result]:
     a, columns = c.args, c.pick(c.args["heads"] * c.args["n"])
-    x = c.read()[c.rows].reshape(len(c.rows), a["heads"], a["k"])[:, columns // a["n"]]
+    x = c.read(c.rows).reshape(len(c.rows), a["heads"], a["k"])[:, columns // a["n"]]
     return {"Y": Result((x * c.matrix("W_", a["fmt"], columns)).sum(-1), c.rows, columns)}
 
 
 def _gate_up(c: Case) -> dict[str, Result]:
-    x, columns = c.read()[c.rows], c.pick(c.args["n"])
+    x, columns = c.read(c.rows), c.pick(c.args["n"])
     gate, up = (x @ c.matrix(prefix, c.args[which], columns).T for prefix, which in (("G_", "gate"), ("U_", "up")))
     return {"": Result(experts.ACTIVATIONS[c.args.get("act", "silu")](gate, up), c.rows, columns)}
 
@@ -275,7 +275,7 @@ def _products(c: Case, x: np.ndarray, chosen: np.ndarray, prefix: str, fmt: str,
 
 def _expert_gate_up(c: Case) -> dict[str, Result]:
     a, columns = c.args, c.pick(c.args["n"])
-    x, chosen = c.read()[c.rows // a["used"] if a["shared"] else c.rows], _of_slots(c)
+    x, chosen = c.read(c.rows // a["used"] if a["shared"] else c.rows), _of_slots(c)
     both = (("G_", a["gate"], "GB"), ("U_", a["up"], "UB"))
     gate, up = (_products(c, x, chosen, p, fmt, b if a["biases"] else "", columns) for p, fmt, b in both)
     return {"": Result(experts.ACTIVATIONS[a["act"]](gate, up), c.rows, columns)}
@@ -283,7 +283,7 @@ def _expert_gate_up(c: Case) -> dict[str, Result]:
 
 def _expert_linear(c: Case) -> dict[str, Result]:
     a, columns = c.args, c.pick(c.args["n"])
-    y = _products(c, c.read()[c.rows], _of_slots(c), "W_", a["fmt"], "WB" if a["bias"] else "", columns)
+    y = _products(c, c.read(c.rows), _of_slots(c), "W_", a["fmt"], "WB" if a["bias"] else "", columns)
     return {"Y": Result(y, c.rows, columns)}
 
 
@@ -291,7 +291,7 @@ def _expert_down(c: Case) -> dict[str, Result]:
     a, columns = c.args, c.pick(c.args["n"])
     slots = (c.rows[:, None] * a["used"] + np.arange(a["used"])).reshape(-1)
     chosen, bias = c.arrays["Groups"].reshape(-1)[slots], "WB" if a["bias"] else ""
-    y = _products(c, c.read()[slots], chosen, "W_", a["fmt"], bias, columns)
+    y = _products(c, c.read(slots), chosen, "W_", a["fmt"], bias, columns)
     y = y * c.arrays["Weights"].reshape(-1)[slots, None] if a["weighted"] else y
     y = y.reshape(len(c.rows), a["used"], -1).sum(1)
     return {"Y": Result(y + c.arrays["R"][c.rows][:, columns] if a["residual"] else y, c.rows, columns)}
