@@ -265,10 +265,10 @@ def _permuted(x, control):
     )
 
 
-def computed_here(arch, x):
-    """The word x. LLVM for AMD would compute what is only used under a condition there, though what it is computed of
-    takes more registers; the value of another lane, and be it this one, it has to know before."""
-    return _permuted(x, DPP[0]) if arch.api == "rocm" else x
+def computed_here(x):
+    """The word x, on AMD's own API. LLVM would compute what is only used under a condition there, though what it is
+    computed of takes more registers; the value of another lane, and be it this one, it has to know before."""
+    return _permuted(x, DPP[0])
 
 
 def wave_reduce(arch, x, op, width=None):

@@ -111,9 +111,9 @@ class _RegisterTile:
             self._stage(weights, following)
             barrier()
         padded = weights[0][2]
-        if padded % self.tile.rows:
+        if padded % self.tile.rows and self.arch.api == "rocm":
             for i in range(self.weights * self.token_count * self.row_count):
-                T.buffer_store(self.sums, computed_here(self.arch, self.sums[i]), [i])
+                T.buffer_store(self.sums, computed_here(self.sums[i]), [i])
         for i in range(self.row_count):
             row = T.Bind(row0 + i * LANES + self.lane)
 
