@@ -37,6 +37,7 @@ class Core:
         self.closed = False
         self.private: Sequence | None = None  # a sequence of the engine's own, which gives way to requests
         self.speculation: Speculation | None = None  # set while nobody has the turn
+        self.clock = time.perf_counter  # seconds, for `speculation`
         self._answers: dict[Request, Answer] = {}
         self._scorings: dict[Request, Scoring] = {}
         self._changed = threading.Condition()
@@ -164,12 +165,17 @@ class Core:
             for request in self.scheduler.running:
                 if request not in before and request in self._answers:
                     self._answers[request].begin()
-            begun = time.perf_counter()
+            begun = self.clock()
             step = self._guess(step)
-            guessed = time.perf_counter()
-            found = self._run(step)
-            if self.speculation and not step.chunk:
-                self._learn(self.speculation, step, found, guessed - begun, time.perf_counter() - guessed)
+            guessed = self.clock()
+            chosen = self._run(step)
+            seconds = self.clock() - guessed
+            guesses = step.drafts + [[]] * (len(chosen) - len(step.drafts))
+            found = [_right(tokens, drafts) for tokens, drafts in zip(chosen, guesses, strict=True)]
+            if self.speculation:
+                if not step.chunk:
+                    self._learn(self.speculation, step, found, guessed - begun, seconds)
+                self._follow(self.speculation, step, [token for tokens in chosen for token in tokens])
         except BaseException:
             self.scheduler.abandon()
             raise
@@ -205,9 +211,22 @@ class Core:
         for request, guesses in drafts.items():
             self._answers[request].verified(len(guesses), counts[request] - 1)
 
+    def _follow(self, speculation: Speculation, step: Step, chosen: list[Chosen]) -> None:
+        """Lets a drafter that follows steps do so, where prompts want it or guesses are worth it."""
+        drafter = speculation.drafter
+        if not isinstance(drafter, OwnDraft) or (step.chunk and step.chunk.scored):
+            return
+        if step.chunk:
+            drafter.follow(step, chosen)
+        elif speculation.following:
+            begun = self.clock()
+            drafter.follow(step, chosen)
+            speculation.followed(len(chosen), self.clock() - begun)
+        else:
+            drafter.skip()
+
     def _run(self, step: Step) -> list[list[Chosen]]:
-        """What is chosen for each of the step's answers: behind its newest token, and behind each guess that is
-        right."""
+        """What is chosen for each of the step's answers: behind its newest token, and behind each guess."""
         singles, chunk = [], None
         for (_, sequence), drafts in zip(step.singles, step.drafts, strict=True):
             singles += sequence.rows([sequence.tokens[sequence.computed], *drafts])
@@ -220,10 +239,8 @@ class Core:
         compute_masks(self._answers[request].constraint for request in step.answers)
         asked = [self._answers[request].choices(drafts) for request, drafts in zip(step.answers, guesses, strict=True)]
         found = self.runner.sample(singles, chunk, [choice for choices in asked for choice in choices])
-        if self.speculation and isinstance(self.speculation.drafter, OwnDraft):
-            self.speculation.drafter.follow(step, found)
         chosen = iter(found)
-        return [_right([next(chosen) for _ in range(len(drafts) + 1)], drafts) for drafts in guesses]
+        return [[next(chosen) for _ in range(len(drafts) + 1)] for drafts in guesses]
 
     def _drop_ended(self) -> None:
         for request, answer in list(self._answers.items()):

@@ -24,7 +24,7 @@ class DraftModel:
     """A `Drafter`. artifact, device: the model's, as for `Engine`; closed with it. UserError for a vocabulary that is
     not the `tokenizer`'s."""
 
-    expected, free = 0.7, False
+    expected, free, follows = 0.7, False, False
 
     def __init__(self, artifact, device, tokenizer: Tokenizer) -> None:
         if not Tokenizer.load(artifact.path).same_vocabulary(tokenizer):

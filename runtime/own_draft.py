@@ -2,8 +2,11 @@
 compiler/models/predictor.py).
 
 The layer has keys of its own in the pages of the model's: at the position of each computed token, of the decoder's last
-row there and of the token that follows. So it is computed behind every step, for the same rows (`follow`), and guesses
+row there and of the token that follows. So it is computed behind steps, for the same rows (`follow`), and guesses
 one token behind each answer's newest one with that. For more guesses it is computed again, on its own guesses.
+
+While its guesses are not worth their time it does not follow steps (`skip`), but for those with tokens of prompts. Keys
+of the tokens between are not made up for: what lay there stays, and guesses behind them are less often right.
 
 Complete pages are shared by the tokens that they hold, and the key at a page's last position is made with the first
 token behind it, too: it may be that of another text. Answers do not depend on it.
@@ -30,10 +33,10 @@ class _Rows(NamedTuple):
 
 
 class OwnDraft:
-    """A `Drafter`, which `follow`s all steps. runner: of the model, which is called `name`; UserError if it has no such
-    layer."""
+    """A `Drafter`, which is told of all steps (`follow` or `skip`). runner: of the model, which is called `name`;
+    UserError if it has no such layer."""
 
-    expected, free = 0.7, False
+    expected, free, follows = 0.7, False, True
 
     def __init__(self, runner: Runner, name: str) -> None:
         if not runner.functions.drafts:
@@ -59,6 +62,10 @@ class OwnDraft:
             request: _Rows(first, position, [next(guesses) for _ in range(count)])
             for request, first, position, count in places
         }
+
+    def skip(self) -> None:
+        """A step was computed that it does not follow."""
+        self._rows = {}
 
     def draft(self, wanted: Mapping[Request, tuple[Choice, int]]) -> Mapping[Request, list[int]]:
         found: dict[Request, list[int]] = {}

@@ -39,7 +39,7 @@ class _Index:
 class PromptLookup:
     """A `Drafter`."""
 
-    expected, free = 0.5, True
+    expected, free, follows = 0.5, True, False
 
     def __init__(self) -> None:
         self._indices: dict[Request, _Index] = {}

@@ -8,7 +8,8 @@ neither: a guess is right with the probability that the model gives it, as in re
 An answer with acceptance a (the probability that a guess is right if those before it are) gets 1 + a + .. + a^k tokens
 of a step with k guesses. Of all numbers of guesses the best one is taken, in tokens per second by the measured times of
 steps. What is not worth its time is tried again now and then, as long as all that was lost so is less than LOSS of the
-time of decoding.
+time of decoding. A drafter that follows steps takes time behind each of them, with guesses or without: it is not asked
+to while guesses are not worth that, too, and is tried again for TRIES steps at a time.
 """
 
 from bisect import bisect_left
@@ -23,6 +24,7 @@ from mlc_amd.runtime.sampled_rows import Choice
 
 LOSS = 0.015  # of the time of decoding: with the first guesses of a short answer less than 3 %
 MOST = 7  # guesses for one answer: with its newest token a step of eight rows
+TRIES = 8  # steps that are followed in a row: guesses are best where the drafter knows the last tokens
 CREDIT = 5  # steps' time of what was gained before that may be lost again, at most
 _LAST = 5  # measurements of a kind of step: a median of them is that of a step that waited for nothing else
 _CHECKS = 64  # steps with guesses, at most, between two without: what these cost has to be known
@@ -36,6 +38,7 @@ class Drafter(Protocol):
 
     expected: float  # acceptance, before there was a guess
     free: bool  # guesses take no time to speak of: choose among them
+    follows: bool  # it guesses behind steps that it has followed, see `Speculation.following`
 
     def draft(self, wanted: Mapping[Request, tuple[Choice, int]]) -> Mapping[Request, list[int]]:
         """For each request up to so many tokens behind those of its choice. A request without guesses may be left
@@ -57,14 +60,17 @@ class Counts(NamedTuple):
 
 
 class Speculation:
-    """`drafts` before each step without a chunk, `completed` after it. rows: of such a step, at most."""
+    """`drafts` before each step without a chunk, `completed` after it, and `followed` if the drafter followed it. rows:
+    of such a step, at most."""
 
     def __init__(self, drafter: Drafter, rows: int, most: int = MOST) -> None:
         self.drafter, self._rows, self._most = drafter, rows, most
         self.counts = Counts(0, 0)
         self._acceptance: dict[Request, float] = {}
         self._usual = drafter.expected  # acceptance of new requests
-        self._steps = StepTimes()
+        self.following = drafter.follows  # whether the drafter is to follow the step without a chunk that is computed
+        self._trying = 0  # further steps that it follows whether that pays or not
+        self._steps, self._follows = StepTimes(), StepTimes()
         self._guess_s = 0.0  # seconds that a guess takes
         self._decoded_s = 0.0  # seconds of all steps
         self._balance_s = 0.0  # seconds that guesses have saved
@@ -88,16 +94,31 @@ class Speculation:
         answers, known = len(most), [self._acceptance.get(request, self._usual) for request in most]
         rows = min(answers + sum(most.values()), self._rows, 2 * self._steps.most)  # steps that are known, or nearly
         times = self._steps.between(answers, max(rows, answers))
-        times = [seconds + guesses * self._guess_s for guesses, seconds in enumerate(times)]
+        plain, left = times[0], len(times) - 1
+        for guesses in range(1, len(times)):
+            times[guesses] += guesses * self._guess_s + self._follows.of(answers + guesses)
         counts, rate = best_counts(known, list(most.values()), times)
-        may_lose = self._balance_s + LOSS * self._decoded_s
-        if rate * times[0] > answers * (1 + LOSS):
-            allowed = may_lose > -times[0]
-        else:  # not worth it: try what a guess of each is worth
-            left = len(times) - 1
-            counts = [int(of > 0 and i < left) for i, of in enumerate(most.values())]
-            allowed = may_lose > times[sum(counts)] - times[0]
+        one = [int(of > 0 and i < left) for i, of in enumerate(most.values())]  # what a guess of each is worth
+        cost, may_lose = times[sum(one)] - plain, self._balance_s + LOSS * self._decoded_s
+        pays = rate * plain > answers * (1 + LOSS)
+        may_lose += plain if pays else 0
+        if not pays:
+            counts = one
+        if self.drafter.follows:
+            allowed = plain > 0 and self._goes_on(pays, may_lose, cost, any(one))
+        else:
+            allowed = may_lose > (0 if pays else cost)
         return dict(zip(most, counts if allowed else [0] * answers, strict=True))
+
+    def _goes_on(self, pays: bool, may_lose: float, cost: float, possible: bool) -> bool:
+        """Decides whether the drafter follows the next step. may_lose: seconds; cost: of a try, seconds; possible:
+        there may be guesses at all."""
+        if self._trying and possible:
+            self._trying -= 1
+        elif not (self.following and pays and may_lose > 0):
+            self.following = possible and may_lose > TRIES * cost
+            self._trying = TRIES - 1 if self.following else 0
+        return self.following
 
     def completed(
         self, drafted: Mapping[Request, Sequence[int]], found: Mapping[Request, int], guess_s: float, step_s: float
@@ -126,6 +147,12 @@ class Speculation:
                 own = self._acceptance.get(request, self._usual)
                 self._acceptance[request] = own + _OUTCOME * (hit - own)
         self.counts = Counts(self.counts.drafted + guesses, self.counts.accepted + right)
+
+    def followed(self, rows: int, seconds: float) -> None:
+        """The drafter took so long to follow the step of so many rows that was completed."""
+        self._follows.add(rows, seconds)
+        self._decoded_s += seconds
+        self._balance_s -= seconds
 
     def forget(self, request: Request) -> None:
         """The request is done."""

@@ -41,7 +41,8 @@ FORMATS = ("q4_0", "q4_k", *(pytest.param(fmt, marks=pytest.mark.full) for fmt i
 MARGIN = 1.2  # how many times the instructions of `OnArch.today` a GEMV may take
 MOST = 2.2  # how many times the instructions of one row eight rows may take
 EXPERTS = ("q4_k", "rows q8_0")  # cases of test_gpu_experts: one row, several
-GEMM = (("mixed-matrix", "residual-matrix"), ("small-matrix",))  # linear and gate/up kernels of test_gpu_gemm
+# linear and gate/up kernels of test_gpu_gemm
+GEMM = (("mixed-matrix", "residual-matrix", "gates-float"), ("small-matrix",))
 
 
 def check_model(artifact, spec: str, arch: str, run_hsaco, wave_order) -> None:

@@ -60,6 +60,7 @@ LINEAR |= {
     "shared-matrix": Case((("q4_0", 48),), 192, 32, tile=MatrixTile(16, 16, 64, 1, 1, 2, 2)),  # three steps, two waves
     "large-float": Case((("bf16", 48),), 64, 64, "", tile=DotTile(64, 128, 8)),
     "exact-float": Case((("f32", 41),), 256, 32, "", (True,)),  # on matrix units, too: a router's
+    "gates-float": Case((("f32", 1), ("f32", 8)), 128, 32, "", (False, False)),  # a router and another gate, one step
     "f32-activations-matrix": Case((("q4_0", 48),), 64, 16, ""),
 }
 # name -> (gate format, up format, f, m, layout_in, layout)
@@ -269,8 +270,10 @@ def test_all_formats_hold_everything_in_registers():
 @pytest.mark.parametrize("arch_name", ["gfx1100", "gfx942"])
 def test_float32_products_use_no_matrix_units(arch_name):
     """Rounded logits would choose other experts."""
-    module = library(arch_name, ("exact-float",), ())
-    assert not re.search("v_wmma|v_mfma|f16", module.assembly.split("s_endpgm")[0])
+    names = "exact-float", "gates-float"
+    module = library(arch_name, names, ())
+    assert not re.search(r"\sv_\w*(wmma|mfma|f16)", module.assembly)
+    check_resources(module, len(names))
 
 
 # ---- at a model's size: what the compiler makes of the default tiles

@@ -28,8 +28,8 @@ CASES = [("qwen35", "cpu"), *(pytest.param((name, "cpu"), marks=pytest.mark.full
 CASES.append(pytest.param(("glm4moe", "vulkan"), marks=pytest.mark.full))
 
 
-def load(model, target, out):
-    compile_model(model, target, "native" if target == "cpu" else "generic", 256, out, tuned="none")
+def load(model, target, out, context=256):
+    compile_model(model, target, "native" if target == "cpu" else "generic", context, out, tuned="none")
     return Engine.load(out)
 
 
@@ -97,9 +97,44 @@ def test_answers_do_not_depend_on_guesses(case, options):
     engine.speculate(None)
 
 
-def successor() -> GGUFModel:
+class Clock:
+    """Stands in for the time that functions of a device take: seconds of a step, of following one, of each guess behind
+    the first."""
+
+    def __init__(self, engine, monkeypatch, step=1.0, follow=0.25, chain=0.25):
+        self.seconds, self.calls, run = 0.0, [], engine.device.run
+
+        def timed(name):
+            kind = next((kind for kind in ("follow", "chain") if name.startswith(kind)), "step")
+            self.calls.append(kind)
+            self.seconds += {"step": step, "follow": follow, "chain": chain}[kind]
+            run(name)
+
+        monkeypatch.setattr(engine.device, "run", timed)
+        monkeypatch.setattr(engine._core, "clock", lambda: self.seconds)
+
+
+def test_a_layer_that_guesses_wrong_costs_little(tmp_path, monkeypatch):
+    """It is not computed behind each step, but is tried again, and the answer is the same."""
+    took, found = [], []
+    with load(successor(-1), "cpu", tmp_path / "model", 1024) as engine:
+        for drafter in (None, engine.own_draft()):
+            engine.speculate(drafter)
+            with monkeypatch.context() as patch:
+                clock = Clock(engine, patch)
+                found.append([piece.id for piece in engine.generate([IDS[:3]], max_tokens=700, temperature=0.0)])
+            took.append(clock.seconds)
+        counts = engine.guesses
+    assert found[0] == found[1] and len(found[0]) > 500
+    assert counts.drafted > 10 and not counts.accepted
+    assert took[1] < 1.03 * took[0]
+    follows = [i for i, kind in enumerate(clock.calls) if kind == "follow"]
+    assert len(follows) < len(found[0]) / 8 and follows[-1] > len(clock.calls) / 2
+
+
+def successor(passed: float = 1.0) -> GGUFModel:
     """Every token is followed by its successor, whatever stands before it: layers add nothing, the last matrix has the
-    embedding of token t as row t + 1, and the predicting layer passes the embedding on."""
+    embedding of token t as row t + 1, and the predicting layer passes the embedding on, times `passed`."""
     model = architectures.predicting("qwen35")
     stored, hidden = dict(model.stored), model.config.hidden
 
@@ -110,7 +145,7 @@ def successor() -> GGUFModel:
     for name, tensor in model.stored.items():
         if name.endswith(("ffn_down.weight", "attn_output.weight", "ssm_out.weight")):
             put(name, np.zeros(tensor.shape))
-    put("blk.2.nextn.eh_proj.weight", np.eye(hidden, 2 * hidden))
+    put("blk.2.nextn.eh_proj.weight", passed * np.eye(hidden, 2 * hidden))
     put("output.weight", np.roll(model.stored["token_embd.weight"].dequantize().reshape(-1, hidden), 1, 0))
     return GGUFModel("successor", model.metadata, stored, read_config(model.metadata, stored, "successor"))
 

@@ -146,10 +146,8 @@ def test_architecture_in_the_emulator(emulator, tmp_path, name, arch, monkeypatc
 
 @pytest.mark.full
 @pytest.mark.emulator
-@pytest.mark.parametrize(("name", "arch"), [
-    ("qwen35moe", "gfx1100"), ("qwen35moe", "gfx1201"),
-    pytest.param("qwen35moe", "gfx942", marks=pytest.mark.xfail(strict=True, reason="wrong logits, cause unknown")),
-])  # fmt: skip
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
+@pytest.mark.parametrize("name", ["deepseek2", "granitehybrid", "lfm2", "qwen35moe"])
 def test_exact_logits_in_the_emulator(shared, emulator, tmp_path, name, arch, monkeypatch):
     """A prefill chunk, of blocks of eight and sixteen rows and one row more, and a decode step of a random f16 model
     against logits that llama.cpp computed from the same weights in float32."""

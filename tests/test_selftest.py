@@ -14,6 +14,7 @@ from vulkan_harness import gpu
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.devices.hip.device import HipDevice
+from mlc_amd.runtime.measure.timing import Bench
 from mlc_amd.runtime.measure.vulkan import VulkanBackend
 from mlc_amd.tools import amdgpu, cli, selftest_kernels, selftest_model
 from mlc_amd.tools.dev import resealing
@@ -146,6 +147,32 @@ def test_workgroups_that_do_not_meet_are_found(artifact, monkeypatch):
     problems = wrong(made, runs=12)
     assert problems and all("attention" in name for name in problems)
     assert all("its workgroups do not meet: " in problem for problem in problems.values())
+
+
+def test_joins_of_a_mixed_step_are_those_of_its_single_rows(artifact, monkeypatch):
+    """The chunk's rows, of which there may be many more, do not join anything: they are not even read."""
+    made, states, read = Artifact.open(artifact), [], set()
+    outputs, get = Bench.outputs, VulkanBackend.get
+
+    def noted(self, index, state, again=False):
+        states.append(state)
+        return outputs(self, index, state, again)
+
+    def counted(self, key, nbytes):
+        read.add((key[1], nbytes))
+        return get(self, key, nbytes)
+
+    monkeypatch.setattr(Bench, "outputs", noted)
+    monkeypatch.setattr(VulkanBackend, "get", counted)
+    (entry,) = (entry for entry in made.manifest["kernels"] if entry["name"] == "attention_mixed_m64")
+    m, single = entry["args"]["m"], max(state[2] for state in entry["states"])
+    output = next(param for param in entry["params"] if param["role"] == "output")
+    made.manifest["kernels"], checked = [entry], len(entry["states"]) * selftest_kernels.TIMES
+    (found,) = selftest_kernels.check_all(made, PROFILE, None, 2)
+    assert not found["problem"] and not any(join["failed"] for join in found["joins"])
+    assert all(state[1:3] == [single, single] for state in states[checked:]) and len(states) > checked
+    whole = int(np.prod(output["shape"])) * np.dtype(output["dtype"]).itemsize
+    assert {nbytes for name, nbytes in read if name == output["name"]} == {whole, whole * single // m}
 
 
 def test_stale_replays_are_found(artifact, monkeypatch):

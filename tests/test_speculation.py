@@ -125,7 +125,7 @@ def test_step_times_are_between_those_that_were_measured():
 
 
 class Coin:
-    expected, free = 0.7, True
+    expected, free, follows = 0.7, True, False
 
     def draft(self, wanted):
         return {request: [0] * count for request, (_, count) in wanted.items()}
@@ -161,3 +161,42 @@ def test_right_guesses_pay():
     assert total < 1000 / 4 and counts.accepted == counts.drafted
     total, _ = decode(1000, 0.6, lambda rows: 1 + 0.25 * (rows > 1) + 0.01 * rows)
     assert total < 1000 / 1.5
+
+
+class Follower(Coin):
+    follows = True
+
+
+def decode_followed(tokens, right, follow_s, slope=0.05, drafter=Follower):
+    """As `decode`, with a drafter that takes follow_s seconds behind each step that it follows, and guesses behind
+    those alone. right(tokens left). Returns also which steps were followed."""
+    draw, speculation, request, total = random.Random(5), Speculation(drafter(), 64), Request([0]), 0.0
+    known, followed = True, []
+    while tokens > 0:
+        offered = speculation.drafts({request: (GREEDY, MOST)}).get(request, [])
+        guesses = offered if known else []
+        hits = next((i for i in range(len(guesses)) if draw.random() >= right(tokens)), len(guesses))
+        step = 1 + slope * len(guesses)
+        speculation.completed({request: guesses} if guesses else {}, {request: 1 + hits}, 0.0, step)
+        total, tokens = total + step, tokens - 1 - hits
+        known = speculation.following
+        followed.append(known)
+        if known:
+            speculation.followed(1 + len(guesses), follow_s)
+            total += follow_s
+    return total, speculation.counts, followed
+
+
+@pytest.mark.parametrize("follow_s", [0.02, 0.1, 0.4])
+@pytest.mark.parametrize("tokens", [128, 5000])
+def test_following_steps_for_wrong_guesses_costs_little(follow_s, tokens):
+    total, counts, followed = decode_followed(tokens, lambda _: 0.0, follow_s)
+    assert total <= 1.03 * tokens + 2 * follow_s and counts.drafted and not counts.accepted
+    assert not all(followed) and (tokens == 128 or any(followed[-2500:]))  # it is tried again
+
+
+def test_a_follower_whose_guesses_become_right_pays():
+    total, _, followed = decode_followed(6000, lambda left: float(left < 3000), 0.1)
+    assert total < 1.03 * 3000 + 3000 / 2 and all(followed[-100:-1])
+    total, _, _ = decode_followed(1000, lambda _: 0.8, 0.1)
+    assert total < 1000 / 1.7

@@ -134,7 +134,7 @@ def _repeated(
 class _Known:
     """A source of guesses that knows the texts."""
 
-    expected, free = 0.7, True
+    expected, free, follows = 0.7, True, False
 
     def __init__(self) -> None:
         self.texts: dict[Request, list[int]] = {}

@@ -13,7 +13,7 @@ import numpy as np
 from mlc_amd.runtime.devices.hip.api import HipError
 from mlc_amd.runtime.devices.vulkan.api import VulkanError
 from mlc_amd.runtime.devices.vulkan.memory import OutOfMemory
-from mlc_amd.runtime.measure.candidate import Candidate
+from mlc_amd.runtime.measure.candidate import STEP, Candidate, Param
 from mlc_amd.runtime.measure.inputs import SIGNATURE, fill
 from mlc_amd.runtime.measure.program import open_backend
 from mlc_amd.runtime.measure.timing import Bench
@@ -94,10 +94,11 @@ def _deviation(bench: Bench, candidate: Candidate, layout: str) -> tuple[float, 
     """(the worst state's difference as a share of what is allowed, what is wrong). Each state is run TIMES: a kernel
     with a race may be right once."""
     work = candidate.facts["workload"]
-    worst, wrong = 0.0, ""
-    for state in candidate.facts["states"]:
+    worst, wrong, states = 0.0, "", candidate.facts["states"]
+    inputs = fill(candidate, states[0]) if states else {}
+    for state in states:
         found, *others = (bench.outputs(0, state, again=True) for _ in range(TIMES))
-        arrays = fill(candidate, state)
+        arrays = inputs | fill(candidate, state, STEP)
         rows = wanted_rows(work["op"], work["args"], arrays)
         case = Case(work["op"], work["args"], arrays, layout, _some(rows, ROWS), _columns)
         share, why = difference(work["args"], candidate.facts["params"], found, results(case))
@@ -134,17 +135,26 @@ def _join(bench: Bench, candidate: Candidate, depth: int, runs: int) -> dict:
     """Runs a kernel whose workgroups meet again and again: the counters that they meet at are set before the first run
     only. depth: tokens in the cache; failed: runs whose results are not bit for bit the first one's, or that leave a
     counter other than zero. The last workgroup joins all parts in their order, so results do not depend on who is
-    last."""
-    state = [depth, candidate.facts["workload"]["args"].get("m", 1), 0, 0]
-    first = {name: array.tobytes() for name, array in bench.outputs(0, state, again=True).items()}
+    last. Of a kernel for steps that have single rows and a chunk, the single rows run: only their workgroups meet."""
+    m = candidate.facts["workload"]["args"].get("m", 1)
+    single = max((single for _, _, single, _ in candidate.facts["states"]), default=0)
+    rows = single or m
+    first = bench.outputs(0, [depth, rows, single, 0], again=True)
     outputs = [param for param in candidate.params if param.role == "output"]
     zeros = [param for param in candidate.params if param.role == "zero"]
     call, backend, failed = bench.call(0), bench.backend, 0
-    empty = {param.name: np.full(param.nbytes, SIGNATURE, np.uint8) for param in outputs}
+    expected = {param.name: first[param.name].tobytes()[: _bytes_of(param, rows, m)] for param in outputs}
+    empty = {name: np.full(len(raw), SIGNATURE, np.uint8) for name, raw in expected.items()}
     for _ in range(runs):
         for param in outputs:
             backend.put(bench.key(param), empty[param.name])
         backend.run([call])
-        same = all(backend.get(bench.key(param), param.nbytes) == first[param.name] for param in outputs)
+        same = all(backend.get(bench.key(param), len(raw := expected[param.name])) == raw for param in outputs)
         failed += not same or any(any(backend.get(bench.key(param), param.nbytes)) for param in zeros)
     return {"depth": depth, "runs": runs, "failed": failed}
+
+
+def _bytes_of(param: Param, rows: int, m: int) -> int:
+    """Of the first rows of an output of m rows, and of those that are in a tile with them."""
+    tiles = param.shape[0]  # a row each, or several
+    return -(-rows * tiles // m) * (param.nbytes // tiles)

@@ -25,6 +25,7 @@ WAVE_SHARED = "shared.wave"
 # Data parallel primitives (DPP): lane permutations that are part of a vector instruction, as dpp_ctrl values of LLVM's
 # AMDGPU backend.
 DPP = {
+    0: 0xE4,
     1: 0xB1,
     2: 0x4E,
     3: 0x1B,
@@ -243,10 +244,7 @@ def shuffle_xor(arch, x, mask):
     if arch.api == "vulkan":
         return _vk_across(x, "shuffle_xor", T.int32(mask))
     if mask in DPP:
-        control, all_rows, all_banks = T.int32(DPP[mask]), T.int32(0xF), T.int32(0xF)
-        return _across(
-            x, lambda bits: ("llvm.amdgcn.update.dpp", T.int32(0), bits, control, all_rows, all_banks, T.bool(True))
-        )
+        return _permuted(x, DPP[mask])
     if mask == 16 and arch.wave == 32:
         low, high = (
             T.int32(0x76543210),
@@ -256,6 +254,21 @@ def shuffle_xor(arch, x, mask):
             x, lambda bits: ("llvm.amdgcn.permlanex16", T.int32(0), bits, low, high, T.bool(False), T.bool(True))
         )
     return shuffle(arch, x, lane_id(arch) ^ T.int32(mask))
+
+
+def _permuted(x, control):
+    """The word x of the lane that `control` (of DPP) names."""
+    all_rows, all_banks = T.int32(0xF), T.int32(0xF)
+    return _across(
+        x,
+        lambda bits: ("llvm.amdgcn.update.dpp", T.int32(0), bits, T.int32(control), all_rows, all_banks, T.bool(True)),
+    )
+
+
+def computed_here(x):
+    """The word x, on AMD's own API. LLVM would compute what is only used under a condition there, though what it is
+    computed of takes more registers; the value of another lane, and be it this one, it has to know before."""
+    return _permuted(x, DPP[0])
 
 
 def wave_reduce(arch, x, op, width=None):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.device import barrier, dot4, each, fma
+from mlc_amd.schedules.gpu.device import barrier, computed_here, dot4, each, fma
 from mlc_amd.schedules.gpu.gemm_load import PIECE, byte_piece, columns_of, fetch, float_piece
 from mlc_amd.schedules.gpu.load import QUADS
 from mlc_amd.schedules.gpu.planes import BLOCK
@@ -111,6 +111,9 @@ class _RegisterTile:
             self._stage(weights, following)
             barrier()
         padded = weights[0][2]
+        if padded % self.tile.rows and self.arch.api == "rocm":
+            for i in range(self.weights * self.token_count * self.row_count):
+                T.buffer_store(self.sums, computed_here(self.sums[i]), [i])
         for i in range(self.row_count):
             row = T.Bind(row0 + i * LANES + self.lane)
 

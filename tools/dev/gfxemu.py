@@ -41,6 +41,20 @@ CORRECTIONS = {
             " * _c(ctx.wave_size, dtypes.int) + safe_src_lane).load()",
         )
     ],
+    # LDS writes take accumulation registers, too, where the instruction says so (`acc`); and, as run_hsaco.py has it,
+    # the parts of an address in scratch memory are a 32-bit sum
+    "_compile_mem_op": [
+        (
+            "  def make_srcs(lane: UOp) -> dict:\n    addr = make_addr(lane)\n",
+            "  def make_srcs(lane: UOp) -> dict:\n    addr = make_addr(lane)\n"
+            "    held = ctx.raccvgpr_dyn if use_acc else ctx.rvgpr_dyn\n",
+        ),
+        *((f"ctx.rvgpr_dyn({data}", f"held({data}") for data in ("vdata_reg", "data1_reg")),
+        (
+            "return base + addr_offset + saddr_contrib + offset64",
+            "return base + ((addr_offset + saddr_contrib + offset64) & UOp.const(0xFFFFFFFF, dtypes.uint64))",
+        ),
+    ],
     # lane permutations take literal operands
     "_Ctx.compile_lane_pcode": [
         (
@@ -114,12 +128,19 @@ def _provide_clang() -> tempfile.TemporaryDirectory | None:
     return folder
 
 
+def _source(emu, name: str) -> str:
+    """Of the emulator's function of that name, as its file has it."""
+    lines = inspect.getsource(emu).splitlines(keepends=True)
+    first = next(i for i, line in enumerate(lines) if line.lstrip().startswith(f"def {name}("))
+    return textwrap.dedent("".join(inspect.getblock(lines[first:])))
+
+
 def _correct(emu):
     for name, changes in CORRECTIONS.items():
         *owner, name = name.split(".")
         owner = getattr(emu, owner[0]) if owner else emu
         old = getattr(owner, name)
-        source = textwrap.dedent(inspect.getsource(old))
+        source = _source(emu, name)
         for before, after in changes:
             assert before in source, f"the emulator's {name} is not the version that is corrected here"
             source = source.replace(before, after)

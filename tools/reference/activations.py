@@ -28,17 +28,25 @@ def quantized(a: np.ndarray, s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
     return a.astype(np.int32), s[..., 0], s[..., 1:4]
 
 
-def read(layout: str, arrays: dict[str, np.ndarray], suffix: str = "") -> np.ndarray:
-    """Rows float32 [m, k], from the parameters A and S, H, or X or Y or O, whichever there are."""
+def read(layout: str, arrays: dict[str, np.ndarray], suffix: str = "", rows: np.ndarray | None = None) -> np.ndarray:
+    """These rows (None: all) as float32 [rows, k], from the parameters A and S, H, or X or Y or O, whichever there
+    are."""
     if layout.partition(":")[0] in ("rows", "tiles"):
-        q, d, _ = quantized(arrays["A" + suffix], arrays["S" + suffix])
-        return (q * d[..., None]).reshape(len(q), -1)
+        a, s = arrays["A" + suffix], arrays["S" + suffix]
+        if rows is not None and a.ndim == 3:
+            a, s, rows = a[rows], s[rows], None
+        q, d, _ = quantized(a, s)
+        x = (q * d[..., None]).reshape(len(q), -1)
+        return x if rows is None else x[rows]
     x = next(arrays[name + suffix] for name in ("H", "X", "Y", "O") if name + suffix in arrays)
+    if layout == "lanes":
+        rows = np.arange(8 * len(x)) if rows is None else rows
+        tiles = x.reshape(len(x), -1, 4, 8, 4, 8)[rows // 8]
+        x = tiles[np.arange(len(rows)), :, :, rows % 8].transpose(0, 1, 3, 2, 4).reshape(len(rows), -1)
+    elif rows is not None:
+        x = x[rows]
     if layout not in ("pairs", "lanes"):
         return x.astype(np.float32)
-    if layout == "lanes":
-        tiles, groups, _ = x.shape
-        x = x.reshape(tiles, groups, 4, 8, 4, 8).transpose(0, 3, 1, 4, 2, 5).reshape(tiles * 8, -1)
     blocks = x.reshape(len(x), -1, BLOCK)
     found = np.empty(blocks.shape, np.float32)
     found[..., PAIRS] = blocks

@@ -50,10 +50,10 @@ class Case:
         table = self.arrays["rows"][rows]
         return table[:, 0], np.clip(table[:, 1], 0, SLOTS - 1)
 
-    def read(self) -> np.ndarray:
-        """The activations that the operator reads, all rows."""
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """These rows of the activations that the operator reads."""
         layout = self.args.get("layout_in", self.args["layout"])
-        x = activations.read(layout, self.arrays)
+        x = activations.read(layout, self.arrays, rows=rows)
         return x[:, : self.args["k"]] if layout == "lanes" else x
 
     def matrix(self, prefix: str, fmt: str, rows: np.ndarray) -> np.ndarray:

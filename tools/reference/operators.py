@@ -80,7 +80,7 @@ def _quantize(c: Case) -> dict[str, Result]:
 def _activations(c: Case) -> np.ndarray:
     """Of a linear layer: those that it reads, or the norm that it computes."""
     if (eps := c.args.get("eps")) is None:
-        return c.read()[c.rows]
+        return c.read(c.rows)
     return rms(c.arrays["X"][c.rows], eps) * c.arrays["G"][: c.args["k"]]
 
 
@@ -97,7 +97,7 @@ def _linear(c: Case) -> dict[str, Result]:
 
 def _head_linear(c: Case) -> dict[str, Result]:
     a, columns = c.args, c.pick(c.args["heads"] * c.args["n"])
-    x = c.read()[c.rows].reshape(len(c.rows), a["heads"], a["k"])[:, columns // a["n"]]
+    x = c.read(c.rows).reshape(len(c.rows), a["heads"], a["k"])[:, columns // a["n"]]
     return {"Y": Result((x * c.matrix("W_", a["fmt"], columns)).sum(-1), c.rows, columns)}
 
 
@@ -282,7 +282,7 @@ def _products(c: Case, x: np.ndarray, chosen: np.ndarray, prefix: str, fmt: str,
 
 def _expert_gate_up(c: Case) -> dict[str, Result]:
     a, columns = c.args, c.pick(c.args["n"])
-    x, chosen = c.read()[c.rows // a["used"] if a["shared"] else c.rows], _of_slots(c)
+    x, chosen = c.read(c.rows // a["used"] if a["shared"] else c.rows), _of_slots(c)
     both = (("G_", a["gate"], "GB"), ("U_", a["up"], "UB"))
     gate, up = (_products(c, x, chosen, p, fmt, b if a["biases"] else "", columns) for p, fmt, b in both)
     return {"": Result(experts.ACTIVATIONS[a["act"]](gate, up), c.rows, columns)}
@@ -290,7 +290,7 @@ def _expert_gate_up(c: Case) -> dict[str, Result]:
 
 def _expert_linear(c: Case) -> dict[str, Result]:
     a, columns = c.args, c.pick(c.args["n"])
-    y = _products(c, c.read()[c.rows], _of_slots(c), "W_", a["fmt"], "WB" if a["bias"] else "", columns)
+    y = _products(c, c.read(c.rows), _of_slots(c), "W_", a["fmt"], "WB" if a["bias"] else "", columns)
     return {"Y": Result(y, c.rows, columns)}
 
 
@@ -298,7 +298,7 @@ def _expert_down(c: Case) -> dict[str, Result]:
     a, columns = c.args, c.pick(c.args["n"])
     slots = (c.rows[:, None] * a["used"] + np.arange(a["used"])).reshape(-1)
     chosen, bias = c.arrays["Groups"].reshape(-1)[slots], "WB" if a["bias"] else ""
-    y = _products(c, c.read()[slots], chosen, "W_", a["fmt"], bias, columns)
+    y = _products(c, c.read(slots), chosen, "W_", a["fmt"], bias, columns)
     y = y * c.arrays["Weights"].reshape(-1)[slots, None] if a["weighted"] else y
     y = y.reshape(len(c.rows), a["used"], -1).sum(1)
     return {"Y": Result(y + c.arrays["R"][c.rows][:, columns] if a["residual"] else y, c.rows, columns)}
