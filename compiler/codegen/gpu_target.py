@@ -134,14 +134,13 @@ class GpuTarget(Target):
         return {f"route.{experts.count}.{name.lower()}": of for name, of in route_scratch(experts.count).items()}
 
     def fuses_norm(self, call: relax.Call) -> bool:
-        a, rows = call.attrs, call.attrs["n"]
-        n, name = ([int(x) for x in rows], "layout") if ops.name_of(call) == "linear" else (int(rows), "layout_in")
-        if int(a["m"]) > 1 or str(a[name]) != "rows":
+        a: Any = call.attrs
+        linear = ops.name_of(call) == "linear"
+        if int(a["m"]) > 1 or str(a["layout" if linear else "layout_in"]) != "rows":
             return False
-        formats = [lookup(str(fmt)) for fmt in a["formats"]]
-        return all(
-            gemv_norm.pays(gemv.workgroups(formats, n, int(a["k"]), arch), int(a["k"]), arch) for arch in self.archs
-        )
+        rows = [int(n) for n in a["n"]] if linear else int(a["n"])
+        formats, k = [lookup(str(fmt)) for fmt in a["formats"]], int(a["k"])
+        return all(gemv_norm.pays(gemv.workgroups(formats, rows, k, arch), k, arch) for arch in self.archs)
 
     def _call(self, bb, call):
         product = {"linear": self._product, "head_linear": self._head_product}.get(ops.name_of(call))
