@@ -113,16 +113,8 @@ def headers(file: Path) -> dict[str, str]:
 
 def write_interfaces(directory: Path, manifest: dict[str, Any]) -> None:
     """Writes behind the kernels of each library how they are called."""
-    for library, needs, launched in _libraries(manifest):
-        interface.append(directory / library, interface.digest(needs, manifest["kernels"], launched))
-
-
-def _libraries(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Any, Mapping | None]]:
-    """(file, what a machine must have for it, launches of its kernels) of each file of kernels."""
-    target = manifest["target"]
     for arch, library in manifest["libraries"].items():
-        needs = [arch, target.get("flags"), target.get("needs", {}).get(arch)]
-        yield library, needs, manifest["launches"].get(arch)
+        interface.append(directory / library, interface.digest(manifest, arch))
 
 
 class Artifact:
@@ -155,8 +147,8 @@ class Artifact:
             manifest_check.check(made.manifest, made.weights.header)
         except manifest_check.Fault as fault:
             raise UserError(f"{path / MANIFEST} is damaged ({fault}); {ADVICE}") from None
-        for library, needs, launched in _libraries(made.manifest):
-            if interface.of_file(path / library) != interface.digest(needs, made.manifest["kernels"], launched):
+        for arch, library in made.manifest["libraries"].items():
+            if interface.of_file(path / library) != interface.digest(made.manifest, arch):
                 raise UserError(f"{path / library} has other kernels than {MANIFEST} describes; {ADVICE}")
         return made
 

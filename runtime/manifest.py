@@ -22,7 +22,7 @@ from mlc_amd.runtime.kv_types import KvType
 from mlc_amd.runtime.pages import STATE
 from mlc_amd.runtime.sampling import SamplingChanges
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 MANIFEST = "manifest.json"
 ADVICE = "compile the model again"
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')

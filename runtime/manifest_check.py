@@ -37,8 +37,9 @@ _PLACES: dict[str, dict[str, tuple[str, ...] | None]] = {
     "states": {"kv": None},
     "output": {"io": OUTPUTS, "arena": None, "kv": None},
     "work": {"arena": None, "kv": None},
-    "zero": {"arena": None, "kv": None},
+    "zero": {"kv": None},
 }
+_PAGED = ("cache", "states")  # roles of what has pages or cells
 # Launches that a device makes by itself, and how many buffers it gives them (devices/vulkan).
 _OWN = {"copy": 2, "fragment_probe": 3}
 _GPUS = ("rocm", "vulkan")
@@ -211,7 +212,7 @@ class _Declared:
     def __init__(self, kernel: Kernel):
         self.params = [(param, _tensor(param)) for param in kernel["params"]]
         self.tables = [i for i, (param, _) in enumerate(self.params) if param["role"] in ("pages", "cells")]
-        self.caches = [i for i, (param, _) in enumerate(self.params) if param["role"] in ("cache", "states")]
+        self.caches = [i for i, (param, _) in enumerate(self.params) if param["role"] in _PAGED]
 
 
 class _Arguments:
@@ -238,13 +239,10 @@ class _Arguments:
         for number, (arg, (param, tensor)) in enumerate(zip(args, params, strict=True)):
             if why := self._argument_fault(arg, function, param["role"], tensor):
                 return f"argument {number} ({param['name'][:60]!r}): {why}"
-        if declared.tables:  # caches are read by the page tables of their own span
-            spans = {self._spans.get(str(args[i][1])) for i in declared.caches} - {None}
-            wrong = {str(args[i][1]) for i in declared.tables} - {
-                page_table(span) for span in spans if span is not None
-            }
-            return f"{min(wrong)!r} is not the page table of its caches" if wrong else ""
-        return ""
+        # what has pages or cells is read by the table of its own span
+        needed = {page_table(self._spans[str(args[i][1])]) for i in declared.caches}
+        wrong = needed ^ {str(args[i][1]) for i in declared.tables}
+        return f"{min(wrong)!r} is not the table of all its caches" if wrong else ""
 
     def _argument_fault(self, arg: list, function: Function, role: str, declared: Tensor) -> str:
         kind, places = arg[0] if arg else None, _PLACES[role]
@@ -264,7 +262,9 @@ class _Arguments:
             found = _first_rows(name, found, function)
         elif kind == "weight" and len(declared[1]) == 1:  # vectors are stored with zeros behind them
             declared = declared[0], (-(-declared[1][0] // VECTOR) * VECTOR,)
-        elif name in self._spans or (name in ROWS and found[1] > declared[1]):
+        elif kind == "kv" and (role in _PAGED) != (name in self._spans):
+            return f"{kind} {name[:60]!r} {'has' if name in self._spans else 'lacks'} a span, its role is {role}"
+        elif role in _PAGED or (name in ROWS and found[1] > declared[1]):
             # of any number of pages or cells, as tables say which are used; of rows the first ones
             found, declared = _cell(found), _cell(declared)
         return "" if found == declared else f"{kind} {name[:60]!r} is {_text(found)}, it takes {_text(declared)}"

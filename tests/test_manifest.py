@@ -100,6 +100,20 @@ CHANGES = {
     "fewer": (cut(*ARGUMENTS, 6), "6 arguments instead of 7"),
     "no kernel": (put("x", "functions", "decode", "launches", 0, "kernel"), "there is no such kernel"),
     "planes": (put([1], "tensors", "token_embd.weight/Q4", "shape"), r"key tensors\['token_embd.weight/Q4'\]"),
+    # pages of a cache are as many as a runtime allocates
+    "output in a cache": (
+        both(
+            lambda manifest: manifest["kv"].append(manifest["kv"][0] | {"name": "x", "shape": [32, 512], "span": 0}),
+            put("float32", "kv", -1, "dtype"),
+            put(["kv", "x"], "functions", "prefill_512", "launches", 0, "args", 6),
+        ),
+        "kv 'x' has a span, its role is output",
+    ),
+    "no span": (cut("kv", 0, "span"), "kv 'k.0' lacks a span, its role is cache"),
+    "two spans": (
+        both(put(64, "kv", 0, "span"), put({"dtype": "int32", "shape": [64, 32]}, "io", "pages.64")),
+        "'pages.64' is not the table of all its caches",
+    ),
     "draw": (put(["bits", 3], "tensors", "token_embd.weight/Q4", "draw"), "with its parameters"),
     "weight bytes": (add(1, "weight_bytes"), "key weight_bytes"),
     # functions
@@ -111,6 +125,12 @@ CHANGES = {
         both(put([1, 64], "kernels", 0, "params", 6, "shape"), put([1, 64], *ARGUMENTS, 6, 3)),
         "has other kernels than manifest.json describes",
     ),
+    "another place": (add(64, *ARGUMENTS, 6, 1), "has other kernels than manifest.json describes"),
+    "a launch twice": (
+        lambda manifest: manifest["functions"]["decode"]["launches"].insert(0, at(manifest, *ARGUMENTS[:4])),
+        "has other kernels than manifest.json describes",
+    ),
+    "few tokens": (add(-1, "model", "vocab"), "has other kernels than manifest.json describes"),
     "flags": (put([], "target", "flags"), "has other kernels than manifest.json describes"),
 }
 
@@ -150,8 +170,8 @@ def test_the_description_has_all_of_the_model():
     [
         (b"", "is damaged"),
         (b"[" * 100_000, "is damaged"),
-        (b'{"format": 9}', "is damaged or was changed"),
-        (b'{"format": 6, "x": [1]}', "artifact format 6, this version reads 9"),
+        (b'{"format": 10}', "is damaged or was changed"),
+        (b'{"format": 6, "x": [1]}', "artifact format 6, this version reads 10"),
         (b'{"format": "9"}', "is damaged"),
         (b"\xff\xfe", "is damaged"),
     ],
@@ -165,10 +185,10 @@ def test_other_content(folder, data, message):
 
 def test_a_newer_format_is_told_from_damage(folder, monkeypatch):
     content = resealing.content(folder)
-    monkeypatch.setattr(manifests, "FORMAT_VERSION", 10)
+    monkeypatch.setattr(manifests, "FORMAT_VERSION", 11)
     resealing.reseal(folder, content | {"new": 1})
     monkeypatch.undo()
-    with pytest.raises(UserError, match="artifact format 10, this version reads 9"):
+    with pytest.raises(UserError, match="artifact format 11, this version reads 10"):
         Artifact.open(folder)
 
 
