@@ -228,7 +228,7 @@ def read(folder: Path) -> Manifest:
     body = data[: len(data) - len(seal[0])] if seal else data
     whole = bool(seal) and hashlib.sha256(body).hexdigest().encode() == seal[1]
     version = _version(data)
-    if version != FORMAT_VERSION and (whole or (seal is None and version is not None and version < 9)):
+    if version is not None and version != FORMAT_VERSION and (whole or (seal is None and version < 9)):
         raise UserError(
             f"{folder} has artifact format {version}, this version reads {FORMAT_VERSION}; {ADVICE}"
         )  # formats before 9 had no checksum

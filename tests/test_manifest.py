@@ -10,6 +10,7 @@ from mlc_amd.compiler.models.config import ModelConfig
 from mlc_amd.runtime import manifest as manifests
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools import inspect
 from mlc_amd.tools.dev import resealing
 
 OUTSIDE = "../outside.so"
@@ -161,6 +162,19 @@ def test_what_the_description_lacks_is_found(folder):
         manifests.check_described(folder)
 
 
+def test_what_only_people_read_is_shown_or_refused(folder, capsys):
+    """The checks of a manifest leave it alone: kernels do not depend on it."""
+    content = resealing.content(folder)
+    content["model"]["layers"] = [{"mixer": [1]}, {"mixer": {"heads": []}}, {}]
+    resealing.reseal(folder, content)
+    inspect.run(str(folder))
+    assert "[1] in layers 0" in capsys.readouterr().out
+    content["formats"]["q9"] = content["formats"].pop("q4_k")
+    resealing.reseal(folder, content)
+    with pytest.raises(UserError, match="unknown weight format 'q9'"):
+        inspect.run(str(folder))
+
+
 def test_the_description_has_all_of_the_model():
     assert set(manifests.Model.__annotations__) == {field.name for field in dataclasses.fields(ModelConfig)}
 
@@ -174,6 +188,7 @@ def test_the_description_has_all_of_the_model():
         (b'{"format": 6, "x": [1]}', "artifact format 6, this version reads 10"),
         (b'{"format": "9"}', "is damaged"),
         (b"\xff\xfe", "is damaged"),
+        (manifests.text({"context": float("nan")}, {}).encode(), "is damaged"),
     ],
 )
 def test_other_content(folder, data, message):

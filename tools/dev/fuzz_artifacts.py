@@ -9,6 +9,8 @@ showing it.
 """
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import random
@@ -32,6 +34,7 @@ from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.functions import is_draft
 from mlc_amd.runtime.manifest import MANIFEST
+from mlc_amd.tools import inspect
 from mlc_amd.tools.dev import fuzzing, hip_recorder, mutations, resealing
 from mlc_amd.tools.dev.fuzzing import Case, Limits
 
@@ -77,7 +80,9 @@ def engine(artifact: Artifact) -> Engine:
 
 
 def answer(folder: Path, target: str, declared: dict[str, list[int]]) -> Any:
-    """Loads an artifact and uses it. declared: rocm: bytes of the arguments of each symbol."""
+    """Looks at an artifact, loads it and uses it. declared: rocm: bytes of the arguments of each symbol."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        inspect.run(str(folder), plan=True, tensors=True)
     artifact = Artifact.open(folder)
     try:
         if target == "rocm":
