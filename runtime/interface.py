@@ -3,9 +3,9 @@ that, by which a manifest that does not belong to the kernels is refused.
 
 Kernels do not check their arguments, and some compute addresses with what kernels before them left in memory (the
 experts of a row, the order of rows). So all that decides what they get is covered: parameters, launches with their
-places in the arena, and the sizes of buffers. manifest_check.py compares these with one another, the digest tells that
-they are those which were compiled. Loaders of shared libraries, code objects and SPIR-V modules know where their part
-of the file ends.
+places in the arena, and the sizes of buffers and of weights that are drawn. manifest_check.py compares these with one
+another, the digest tells that they are those which were compiled. Loaders of shared libraries, code objects and SPIR-V
+modules know where their part of the file ends.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from typing import Any
 
 _MARK = b"mlc-amd interface "
 BYTES = len(_MARK) + 64  # at the end of a file
-_PLAN = ("context", "page", "functions", "arena_bytes", "io", "kv")  # of the manifest
+_PLAN = ("context", "page", "functions", "arena_bytes", "io", "kv", "tensors")  # of the manifest
 
 
 def digest(manifest: Mapping[str, Any], arch: str) -> str:

@@ -131,6 +131,7 @@ CHANGES = {
         lambda manifest: manifest["functions"]["decode"]["launches"].insert(0, at(manifest, *ARGUMENTS[:4])),
         "has other kernels than manifest.json describes",
     ),
+    "no such weight": (cut("tensors", "token_embd.weight/Q4"), "has other kernels than manifest.json describes"),
     "few tokens": (add(-1, "model", "vocab"), "has other kernels than manifest.json describes"),
     "flags": (put([], "target", "flags"), "has other kernels than manifest.json describes"),
 }
