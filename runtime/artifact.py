@@ -12,7 +12,9 @@ A new artifact is written to a temporary folder beside the destination, which is
 interrupted or failed compilation leaves nothing behind.
 """
 
+import gc
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -113,8 +115,21 @@ def headers(file: Path) -> dict[str, str]:
 
 def write_interfaces(directory: Path, manifest: dict[str, Any]) -> None:
     """Writes behind the kernels of each library how they are called."""
-    for arch, library in manifest["libraries"].items():
-        interface.append(directory / library, interface.digest(manifest, arch))
+    plain = json.loads(json.dumps(manifest))
+    for arch, library in plain["libraries"].items():
+        interface.append(directory / library, interface.digest(plain, arch))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without the collector of cycles, of which a manifest has none, but many objects."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Artifact:
@@ -127,6 +142,7 @@ class Artifact:
         self._weights: WeightBlock | None = None
 
     @classmethod
+    @_no_collection()
     def open(cls, path: str | Path, verify: bool = False) -> "Artifact":
         """Checks the manifest, and presence, sizes and checksums of all files; the checksum of the weights only with
         `verify`, because that reads all of them.

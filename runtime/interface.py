@@ -9,11 +9,12 @@ modules know where their part of the file ends.
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 _MARK = b"mlc-amd interface "
 BYTES = len(_MARK) + 64  # at the end of a file
@@ -21,7 +22,7 @@ _PLAN = ("context", "page", "functions", "arena_bytes", "io", "kv", "tensors")  
 
 
 def digest(manifest: Mapping[str, Any], arch: str) -> str:
-    """Of the kernels of one arch of a manifest."""
+    """Of the kernels of one arch of a manifest, which has plain JSON values: strings are of type str."""
     target = manifest["target"]
     needs = [target.get("flags"), target.get("needs", {}).get(arch), manifest["launches"].get(arch)]
     plan = [manifest["model"]["vocab"], *(manifest[key] for key in _PLAN)]
@@ -29,8 +30,7 @@ def digest(manifest: Mapping[str, Any], arch: str) -> str:
         [kernel["name"], kernel["operator"], kernel["args"], kernel["states"], *map(_param, kernel["params"])]
         for kernel in manifest["kernels"]
     ]
-    text = json.dumps([arch, needs, plan, declared], sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(msgspec.json.encode([arch, needs, plan, declared], order="deterministic")).hexdigest()
 
 
 def _param(param: Mapping[str, Any]) -> list:
