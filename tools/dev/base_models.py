@@ -43,7 +43,7 @@ MODELS: dict[str, tuple[str, str, Mapping[str, object], tuple[str, ...]]] = {
         | {"ssm.time_step_rank": 4, "ssm.conv_kernel": 4},
         (),
     ),
-    "state space": (
+    "state-space": (
         "granitehybrid",
         "q8_0",
         {"block_count": 2, "attention.head_count_kv": [0, 1], "rope.scaling.finetuned": False}
@@ -64,7 +64,7 @@ MODELS: dict[str, tuple[str, str, Mapping[str, object], tuple[str, ...]]] = {
 def model(name: str) -> GGUFModel:
     """The model of that name in MODELS."""
     architecture, form, more, tensors = MODELS[name]
-    keys = SIZES | {"general.architecture": architecture} | more
+    keys = SIZES | {"general.architecture": architecture} | dict(more)
     return synthetic(f"tiny-qwen2:{form}", keys=keys, tensors=tensors)
 
 
