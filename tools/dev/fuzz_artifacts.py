@@ -40,7 +40,8 @@ from mlc_amd.tools.dev.fuzzing import Case, Limits
 
 ARCHS = {"cpu": "x86-64-v2", "vulkan": "generic", "rocm": "gfx1100"}
 CONTEXT, PROMPT, TOKENS = "64", "a b c", 4
-ADDRESS_SPACE = {"cpu": 1 << 30, "rocm": 1 << 30, "vulkan": 4 << 30}  # Mesa's CPU driver reserves more than it uses
+# Mesa's CPU driver compiles a model's shaders for seconds, and reserves more memory than it uses.
+LIMITS = {"cpu": Limits(), "rocm": Limits(), "vulkan": Limits(seconds=30, memory=4 << 30)}
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -250,8 +251,7 @@ def main(argv: list[str] | None = None) -> int:
     given, others = parser.parse_known_args(argv)
     with tempfile.TemporaryDirectory(prefix="mlc-amd-fuzz-") as place:
         base = base_of(Path(place), given.target, given.model)
-        limits = Limits(memory=ADDRESS_SPACE[given.target])
-        return fuzzing.main(__doc__, partial(make, base), partial(control, base), limits, others)
+        return fuzzing.main(__doc__, partial(make, base), partial(control, base), LIMITS[given.target], others)
 
 
 if __name__ == "__main__":
