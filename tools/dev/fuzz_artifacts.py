@@ -118,10 +118,13 @@ def _launches(artifact: Artifact, declared: dict[str, list[int]]) -> list:
 
 
 def declared_sizes(folder: Path) -> dict[str, list[int]]:
-    """Bytes of the arguments of each launch, by symbol; empty without launches of target rocm."""
+    """Bytes of the arguments of each launch, by symbol; empty without launches of target rocm. Of caches and states one
+    page or cell: tables say which of them are used."""
     content = resealing.content(folder)
     params = {
-        kernel["name"]: [manifest_check.nbytes(p["dtype"], p["shape"]) for p in kernel["params"]]
+        kernel["name"]: [
+            manifest_check.nbytes(p["dtype"], p["shape"][p["role"] in ("cache", "states") :]) for p in kernel["params"]
+        ]
         for kernel in content["kernels"]
     }
     found = {}
