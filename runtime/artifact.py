@@ -12,7 +12,9 @@ A new artifact is written to a temporary folder beside the destination, which is
 interrupted or failed compilation leaves nothing behind.
 """
 
+import gc
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -113,16 +115,21 @@ def headers(file: Path) -> dict[str, str]:
 
 def write_interfaces(directory: Path, manifest: dict[str, Any]) -> None:
     """Writes behind the kernels of each library how they are called."""
-    for library, needs, launched in _libraries(manifest):
-        interface.append(directory / library, interface.digest(needs, manifest["kernels"], launched))
+    plain = json.loads(json.dumps(manifest))
+    for arch, library in plain["libraries"].items():
+        interface.append(directory / library, interface.digest(plain, arch))
 
 
-def _libraries(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Any, Mapping | None]]:
-    """(file, what a machine must have for it, launches of its kernels) of each file of kernels."""
-    target = manifest["target"]
-    for arch, library in manifest["libraries"].items():
-        needs = [arch, target.get("flags"), target.get("needs", {}).get(arch)]
-        yield library, needs, manifest["launches"].get(arch)
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without the collector of cycles, of which a manifest has none, but many objects."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Artifact:
@@ -135,6 +142,7 @@ class Artifact:
         self._weights: WeightBlock | None = None
 
     @classmethod
+    @_no_collection()
     def open(cls, path: str | Path, verify: bool = False) -> "Artifact":
         """Checks the manifest, and presence, sizes and checksums of all files; the checksum of the weights only with
         `verify`, because that reads all of them.
@@ -155,8 +163,8 @@ class Artifact:
             manifest_check.check(made.manifest, made.weights.header)
         except manifest_check.Fault as fault:
             raise UserError(f"{path / MANIFEST} is damaged ({fault}); {ADVICE}") from None
-        for library, needs, launched in _libraries(made.manifest):
-            if interface.of_file(path / library) != interface.digest(needs, made.manifest["kernels"], launched):
+        for arch, library in made.manifest["libraries"].items():
+            if interface.of_file(path / library) != interface.digest(made.manifest, arch):
                 raise UserError(f"{path / library} has other kernels than {MANIFEST} describes; {ADVICE}")
         return made
 

@@ -102,7 +102,7 @@ class Engine(Closing):
         kv_tokens: how many tokens the cache holds, of all sequences together; kv_memory: instead how much memory it
         takes: bytes, "4G", or "auto" for what the device has left; none of both: one sequence of full length.
         device, threads and n_cpu_moe: see `open_device`; draft: `speculate`. UserError if it cannot run here."""
-        if Path(path).suffix == ".gguf":
+        if Path(path).suffix == ".gguf" and not Path(path).is_dir():
             raise UserError(f"{path} is not compiled yet: mlc_amd.load() and `mlc-amd compile` do that")
         size = KvSize.of(kv_tokens, kv_memory)
         artifact = Artifact.open(path, verify)

@@ -22,7 +22,7 @@ from mlc_amd.runtime.kv_types import KvType
 from mlc_amd.runtime.pages import STATE
 from mlc_amd.runtime.sampling import SamplingChanges
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 MANIFEST = "manifest.json"
 ADVICE = "compile the model again"
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
@@ -228,7 +228,7 @@ def read(folder: Path) -> Manifest:
     body = data[: len(data) - len(seal[0])] if seal else data
     whole = bool(seal) and hashlib.sha256(body).hexdigest().encode() == seal[1]
     version = _version(data)
-    if version != FORMAT_VERSION and (whole or (seal is None and version is not None and version < 9)):
+    if version is not None and version != FORMAT_VERSION and (whole or (seal is None and version < 9)):
         raise UserError(
             f"{folder} has artifact format {version}, this version reads {FORMAT_VERSION}; {ADVICE}"
         )  # formats before 9 had no checksum

@@ -37,8 +37,9 @@ _PLACES: dict[str, dict[str, tuple[str, ...] | None]] = {
     "states": {"kv": None},
     "output": {"io": OUTPUTS, "arena": None, "kv": None},
     "work": {"arena": None, "kv": None},
-    "zero": {"arena": None, "kv": None},
+    "zero": {"kv": None},
 }
+_PAGED = ("cache", "states")  # roles of what has pages or cells
 # Launches that a device makes by itself, and how many buffers it gives them (devices/vulkan).
 _OWN = {"copy": 2, "fragment_probe": 3}
 _GPUS = ("rocm", "vulkan")
@@ -205,13 +206,14 @@ def _check_launched(
 
 
 class _Declared:
-    """What a kernel declares. params: with their tensors; tables, caches: the places of page tables and of what these
-    are for."""
+    """What a kernel declares. params: name, role, tensor and bytes of each; tables, caches: the places of page tables
+    and of what these are for."""
 
     def __init__(self, kernel: Kernel):
-        self.params = [(param, _tensor(param)) for param in kernel["params"]]
-        self.tables = [i for i, (param, _) in enumerate(self.params) if param["role"] in ("pages", "cells")]
-        self.caches = [i for i, (param, _) in enumerate(self.params) if param["role"] in ("cache", "states")]
+        tensors = [_tensor(param) for param in kernel["params"]]
+        self.params = [(p["name"], p["role"], of, nbytes(*of)) for p, of in zip(kernel["params"], tensors, strict=True)]
+        self.tables = [i for i, param in enumerate(kernel["params"]) if param["role"] in ("pages", "cells")]
+        self.caches = [i for i, param in enumerate(kernel["params"]) if param["role"] in _PAGED]
 
 
 class _Arguments:
@@ -235,23 +237,21 @@ class _Arguments:
         args, params = launch["args"], declared.params
         if len(args) != len(params):
             return f"{len(args)} arguments instead of {len(params)}"
-        for number, (arg, (param, tensor)) in enumerate(zip(args, params, strict=True)):
-            if why := self._argument_fault(arg, function, param["role"], tensor):
-                return f"argument {number} ({param['name'][:60]!r}): {why}"
-        if declared.tables:  # caches are read by the page tables of their own span
-            spans = {self._spans.get(str(args[i][1])) for i in declared.caches} - {None}
-            wrong = {str(args[i][1]) for i in declared.tables} - {
-                page_table(span) for span in spans if span is not None
-            }
-            return f"{min(wrong)!r} is not the page table of its caches" if wrong else ""
+        for number, (arg, (name, role, tensor, size)) in enumerate(zip(args, params, strict=True)):
+            if why := self._argument_fault(arg, function, role, tensor, size):
+                return f"argument {number} ({name[:60]!r}): {why}"
+        if declared.tables or declared.caches:  # which are read by the table of their own span
+            needed = {page_table(self._spans[str(args[i][1])]) for i in declared.caches}
+            if wrong := needed ^ {str(args[i][1]) for i in declared.tables}:
+                return f"{min(wrong)!r} is not the table of all its caches"
         return ""
 
-    def _argument_fault(self, arg: list, function: Function, role: str, declared: Tensor) -> str:
+    def _argument_fault(self, arg: list, function: Function, role: str, declared: Tensor, size: int) -> str:
         kind, places = arg[0] if arg else None, _PLACES[role]
         if not isinstance(kind, str) or kind not in places:
             return f"{str(arg)[:80]} is no place for its role, {role}"
         if kind == "arena":
-            return self._arena_fault(arg, declared)
+            return self._arena_fault(arg, declared, size)
         if len(arg) != 2 or not isinstance(name := arg[1], str):
             return f"{str(arg)[:80]} is not a kind and a name"
         allowed = places[kind]
@@ -264,17 +264,19 @@ class _Arguments:
             found = _first_rows(name, found, function)
         elif kind == "weight" and len(declared[1]) == 1:  # vectors are stored with zeros behind them
             declared = declared[0], (-(-declared[1][0] // VECTOR) * VECTOR,)
-        elif name in self._spans or (name in ROWS and found[1] > declared[1]):
+        elif kind == "kv" and (role in _PAGED) != (name in self._spans):
+            return f"{kind} {name[:60]!r} {'has' if name in self._spans else 'lacks'} a span, its role is {role}"
+        elif role in _PAGED or (name in ROWS and found[1] > declared[1]):
             # of any number of pages or cells, as tables say which are used; of rows the first ones
             found, declared = _cell(found), _cell(declared)
         return "" if found == declared else f"{kind} {name[:60]!r} is {_text(found)}, it takes {_text(declared)}"
 
-    def _arena_fault(self, arg: list, declared: Tensor) -> str:
+    def _arena_fault(self, arg: list, declared: Tensor, size: int) -> str:
         if len(arg) != 4 or type(offset := arg[1]) is not int or not isinstance(arg[3], list):
             return f"{str(arg)[:80]} is not arena, offset, dtype and shape"
         if (arg[2], tuple(arg[3])) != declared:
             return f"it is {str(arg[2])[:20]} {str(arg[3])[:60]}, the kernel takes {_text(declared)}"
-        if offset < 0 or offset % ALIGN or offset + nbytes(*declared) > self._arena:
+        if offset < 0 or offset % ALIGN or offset + size > self._arena:
             return f"offset {offset} is no multiple of {ALIGN}, or beyond the arena's {self._arena} bytes"
         return ""
 

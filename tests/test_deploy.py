@@ -358,6 +358,10 @@ def test_names_that_lead_out_of_the_folder_are_refused(model, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_the_name_in_files_of_a_bundle_is_a_line_of_text():
+    assert deploy.title("a \x1b]0;title\x07\n[Desktop Action]\rb") == "a ]0;title [Desktop Action]b"
+
+
 def test_outputs(tmp_path):
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "mother.txt").write_text("dear")

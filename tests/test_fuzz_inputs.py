@@ -10,14 +10,14 @@ from samples import sample
 
 # Program and number of cases: some seconds each
 SHARES = [
-    ("fuzz_gguf", 200), ("fuzz_templates", 12), ("fuzz_texts", 6), ("fuzz_artifacts", 60), ("fuzz_tuning", 40),
-    ("fuzz_gguf", 3000), ("fuzz_compile", 40), ("fuzz_artifacts", 1000), ("fuzz_tuning", 500),
+    ("fuzz_gguf", 200), ("fuzz_templates", 12), ("fuzz_texts", 6), ("fuzz_artifacts --model latent", 60),
+    ("fuzz_tuning", 40), ("fuzz_gguf", 3000), ("fuzz_compile", 40), ("fuzz_artifacts", 1000), ("fuzz_tuning", 500),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("program", "count"), sample(SHARES, SHARES[:5]))
 def test_fuzzing(program, count, tmp_path):
-    command = [sys.executable, "-m", f"mlc_amd.tools.dev.{program}", "--seed", "7", "--count", str(count)]
+    command = [sys.executable, "-m", *f"mlc_amd.tools.dev.{program}".split(), "--seed", "7", "--count", str(count)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith(f"next case {count}\n")

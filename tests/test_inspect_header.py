@@ -1,12 +1,15 @@
 """`mlc-amd inspect` of a GGUF file whose architecture cannot be compiled: what its header says."""
 
 import json
+import os
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 
+from mlc_amd.runtime.engine import Engine
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import cli
 
 
@@ -55,6 +58,16 @@ def test_what_the_header_says_is_shown(inspect, mamba):
     assert refusal.startswith("compile not possible: architecture 'mamba' is not supported; supported are ")
     assert "ssm_in" not in out and max(map(len, lines)) < 600  # the chat template is shortened
     assert "blk.0.ssm_in.weight q8_0 32x64 2.12 KiB" in " ".join(inspect(mamba, "--tensors").out.split())
+
+
+def test_what_is_no_file(tmp_path, capsys):
+    """A pipe is not waited for; a folder is no file that is not compiled yet."""
+    os.mkfifo(tmp_path / "pipe.gguf")
+    assert cli.main(["inspect", str(tmp_path / "pipe.gguf")]) == 1
+    assert "is not a file" in capsys.readouterr().err
+    (tmp_path / "folder.gguf").mkdir()
+    with pytest.raises(UserError, match="is not a compiled model"):
+        Engine.load(tmp_path / "folder.gguf")
 
 
 def test_json(inspect, mamba):

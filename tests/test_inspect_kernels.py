@@ -143,6 +143,9 @@ def test_an_artifact_without_assembly(artifact, code, tmp_path, monkeypatch):
     (tmp_path / "manifest.json").write_text("{}")
     path.with_suffix(".s.gz").write_bytes((artifact / f"kernels-{ARCH}.s.gz").read_bytes()[:-100])
     assert "is damaged" in inspect_kernels.GpuCode(path).missing
+    monkeypatch.setattr(inspect_kernels, "_LONGEST", 999)
+    path.with_suffix(".s.gz").write_bytes(gzip.compress(bytes(1000)))
+    assert "more than 999 bytes of assembly" in inspect_kernels.GpuCode(path).missing
 
 
 def test_disassembly_tells_what_the_assembly_tells(inspect, tmp_path):

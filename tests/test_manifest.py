@@ -10,6 +10,7 @@ from mlc_amd.compiler.models.config import ModelConfig
 from mlc_amd.runtime import manifest as manifests
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools import inspect
 from mlc_amd.tools.dev import resealing
 
 OUTSIDE = "../outside.so"
@@ -100,6 +101,20 @@ CHANGES = {
     "fewer": (cut(*ARGUMENTS, 6), "6 arguments instead of 7"),
     "no kernel": (put("x", "functions", "decode", "launches", 0, "kernel"), "there is no such kernel"),
     "planes": (put([1], "tensors", "token_embd.weight/Q4", "shape"), r"key tensors\['token_embd.weight/Q4'\]"),
+    # pages of a cache are as many as a runtime allocates
+    "output in a cache": (
+        both(
+            lambda manifest: manifest["kv"].append(manifest["kv"][0] | {"name": "x", "shape": [32, 512], "span": 0}),
+            put("float32", "kv", -1, "dtype"),
+            put(["kv", "x"], "functions", "prefill_512", "launches", 0, "args", 6),
+        ),
+        "kv 'x' has a span, its role is output",
+    ),
+    "no span": (cut("kv", 0, "span"), "kv 'k.0' lacks a span, its role is cache"),
+    "two spans": (
+        both(put(64, "kv", 0, "span"), put({"dtype": "int32", "shape": [64, 32]}, "io", "pages.64")),
+        "'pages.64' is not the table of all its caches",
+    ),
     "draw": (put(["bits", 3], "tensors", "token_embd.weight/Q4", "draw"), "with its parameters"),
     "weight bytes": (add(1, "weight_bytes"), "key weight_bytes"),
     # functions
@@ -111,6 +126,13 @@ CHANGES = {
         both(put([1, 64], "kernels", 0, "params", 6, "shape"), put([1, 64], *ARGUMENTS, 6, 3)),
         "has other kernels than manifest.json describes",
     ),
+    "another place": (add(64, *ARGUMENTS, 6, 1), "has other kernels than manifest.json describes"),
+    "a launch twice": (
+        lambda manifest: manifest["functions"]["decode"]["launches"].insert(0, at(manifest, *ARGUMENTS[:4])),
+        "has other kernels than manifest.json describes",
+    ),
+    "no such weight": (cut("tensors", "token_embd.weight/Q4"), "has other kernels than manifest.json describes"),
+    "few tokens": (add(-1, "model", "vocab"), "has other kernels than manifest.json describes"),
     "flags": (put([], "target", "flags"), "has other kernels than manifest.json describes"),
 }
 
@@ -141,6 +163,19 @@ def test_what_the_description_lacks_is_found(folder):
         manifests.check_described(folder)
 
 
+def test_what_only_people_read_is_shown_or_refused(folder, capsys):
+    """The checks of a manifest leave it alone: kernels do not depend on it."""
+    content = resealing.content(folder)
+    content["model"]["layers"] = [{"mixer": [1]}, {"mixer": {"heads": []}}, {}]
+    resealing.reseal(folder, content)
+    inspect.run(str(folder))
+    assert "[1] in layers 0" in capsys.readouterr().out
+    content["formats"]["q9"] = content["formats"].pop("q4_k")
+    resealing.reseal(folder, content)
+    with pytest.raises(UserError, match="unknown weight format 'q9'"):
+        inspect.run(str(folder))
+
+
 def test_the_description_has_all_of_the_model():
     assert set(manifests.Model.__annotations__) == {field.name for field in dataclasses.fields(ModelConfig)}
 
@@ -150,10 +185,11 @@ def test_the_description_has_all_of_the_model():
     [
         (b"", "is damaged"),
         (b"[" * 100_000, "is damaged"),
-        (b'{"format": 9}', "is damaged or was changed"),
-        (b'{"format": 6, "x": [1]}', "artifact format 6, this version reads 9"),
+        (b'{"format": 10}', "is damaged or was changed"),
+        (b'{"format": 6, "x": [1]}', "artifact format 6, this version reads 10"),
         (b'{"format": "9"}', "is damaged"),
         (b"\xff\xfe", "is damaged"),
+        (manifests.text({"context": float("nan")}, {}).encode(), "is damaged"),
     ],
 )
 def test_other_content(folder, data, message):
@@ -165,10 +201,10 @@ def test_other_content(folder, data, message):
 
 def test_a_newer_format_is_told_from_damage(folder, monkeypatch):
     content = resealing.content(folder)
-    monkeypatch.setattr(manifests, "FORMAT_VERSION", 10)
+    monkeypatch.setattr(manifests, "FORMAT_VERSION", 11)
     resealing.reseal(folder, content | {"new": 1})
     monkeypatch.undo()
-    with pytest.raises(UserError, match="artifact format 10, this version reads 9"):
+    with pytest.raises(UserError, match="artifact format 11, this version reads 10"):
         Artifact.open(folder)
 
 

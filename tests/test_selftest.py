@@ -226,7 +226,7 @@ def test_a_wrong_kernel_fails_the_command(compiled, capsys, tmp_path):
     manifest = resealing.content(made)
     entry = next(entry for entry in manifest["kernels"] if "eps" in entry["args"])
     entry["args"]["eps"] = 8.0
-    resealing.reseal(made, manifest)
+    resealing.reseal(made, manifest, interfaces=True)
     assert cli.main(["selftest", str(made), "-t", "2", "-o", str(out)]) == 1
     shown, found = capsys.readouterr(), json.loads(out.read_text())
     assert shown.err.splitlines()[-1].startswith("error: ") and entry["name"] in shown.err

@@ -228,7 +228,7 @@ def _result(
     seconds = [one.seconds for one in found]
     rates = [test.tokens / s for s in seconds]
     manifest = engine.artifact.manifest
-    largest = max(manifest["formats"].items(), key=lambda item: item[1]["bytes"])[0]
+    largest = max(manifest["formats"], key=lambda name: manifest["formats"][name]["bytes"], default="")
     result = {
         "model_filename": str(engine.artifact.path),
         "model_type": f"{manifest['name']} {largest.upper()}",
@@ -286,6 +286,6 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 def _parameters(formats: dict[str, dict[str, int]]) -> int:
-    from mlc_amd.schedules.formats import FORMATS
+    from mlc_amd.schedules.formats import lookup
 
-    return sum(entry["bytes"] // FORMATS[name].block_bytes * FORMATS[name].block for name, entry in formats.items())
+    return sum(entry["bytes"] // lookup(name).block_bytes * lookup(name).block for name, entry in formats.items())

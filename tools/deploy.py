@@ -27,7 +27,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.manifest import MANIFEST
 from mlc_amd.runtime.weight_block import TensorSpec
 from mlc_amd.runtime.weights_file import Weights, WeightsWriter
-from mlc_amd.tools import archive, display, model_cache, wheels
+from mlc_amd.tools import archive, display, model_cache, terminal, wheels
 from mlc_amd.tools.archive import Entry
 
 SHORT = {"o": "output"}
@@ -215,7 +215,7 @@ def contents(model: Artifact, destination: Destination, weightless: bool, python
     }
     yield Entry(MARK, json.dumps(facts, indent=1).encode() + b"\n")
     known = {
-        "MODEL": " ".join(model.manifest["name"].split()),
+        "MODEL": title(model.manifest["name"]),
         "TITLE": destination.title,
         "PYTHONS": " ".join(pythons),
         "TAGS": " ".join(f"cpython-{python.replace('.', '')}" for python in pythons),
@@ -227,6 +227,11 @@ def contents(model: Artifact, destination: Destination, weightless: bool, python
         for key, value in known.items():
             text = text.replace(f"@{key}@", value)
         yield Entry("README.md" if name.startswith("README") else name, text.encode(), name.endswith(".sh"))
+
+
+def title(name: str) -> str:
+    """A model's name as a line of files that people read, in terminals too."""
+    return " ".join(terminal.clean(name).split())
 
 
 def _sources(names: tuple[str, ...]) -> dict[str, bytes]:

@@ -146,14 +146,14 @@ def _model_file(
 def _stored(formats: dict[str, dict[str, int]]) -> dict[str, dict]:
     """A model's tensor types with the bits of a weight in the file and in memory (without the padding of rows to
     multiples of 16), and whether the codes in memory are other ones than those of the file."""
-    from mlc_amd.schedules.formats import FORMATS
+    from mlc_amd.schedules.formats import lookup
 
     return {
         name: entry
         | {
-            "file_bits": FORMATS[name].file_bits,
-            "memory_bits": FORMATS[name].memory_bits,
-            "repacked_to_bits": FORMATS[name].code_bits if FORMATS[name].expanded else None,
+            "file_bits": lookup(name).file_bits,
+            "memory_bits": lookup(name).memory_bits,
+            "repacked_to_bits": lookup(name).code_bits if lookup(name).expanded else None,
         }
         for name, entry in formats.items()
     }
@@ -204,12 +204,11 @@ def _artifact(artifact, n_cpu_moe: int) -> dict[str, object]:
 
 def per_layer(launches: list[dict], layers: int) -> float:
     """Launches of one layer: those from layer 0's first weight to the last layer's first weight, over the layers
-    between."""
+    between. Layers without weights begin at 0."""
 
     def first(layer: int) -> int:
-        return next(
-            i for i, launch in enumerate(launches) if any(str(a[1]).startswith(f"blk.{layer}.") for a in launch["args"])
-        )
+        names = ([str(arg[1]) for arg in launch["args"]] for launch in launches)
+        return next((i for i, held in enumerate(names) if any(name.startswith(f"blk.{layer}.") for name in held)), 0)
 
     # A model of one layer has nothing between; what follows its first launch, without the last norm and the logits, is
     # the layer.
@@ -254,9 +253,9 @@ def _flat(nested: dict) -> dict[str, object]:
 
 def _by_layer(values: dict[int, object], layers: int) -> object:
     """The value of all layers, or each value with the layers that have it; others have nothing of that name."""
-    found: dict[object, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for i, value in values.items():
-        found.setdefault(value, []).append(str(i))
+        found.setdefault(str(value), []).append(str(i))
     if len(found) == 1 and len(values) == layers:
         return values[0]
     return "; ".join(f"{value} in layers {', '.join(places)}" for value, places in found.items())

@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 
 from mlc_amd.compiler.codegen import hsaco
+from mlc_amd.runtime import json_files
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.manifest import MANIFEST
@@ -22,13 +23,14 @@ from mlc_amd.tools import display
 
 SUFFIXES = (".hsaco", ".co")
 MAGICS = (b"\x7fELF", b"__CLANG_OFFLOAD_BUNDLE__")
+_LONGEST = 64 << 20  # bytes of assembly: models have some millions
 FUNCTION_ENDS = ("\t.section", ".Lfunc_end")  # LLVM's text: what follows a function describes it for the assembler
 
 
 def is_code_object(path: Path) -> bool:
     """Whether a file is to be read as GPU code, by its name or how it begins; `describe` then says what is wrong with
-    it."""
-    with open(path, "rb") as file:
+    it. UserError for what is no file, such as a pipe."""
+    with json_files.open_file(path) as file:
         return path.suffix.lower() in SUFFIXES or file.read(32).startswith(MAGICS)
 
 
@@ -130,9 +132,13 @@ def _kept(path: Path) -> str | None:
     if not file.is_file() or not (path.parent / MANIFEST).is_file():
         return None
     try:
-        return gzip.decompress(file.read_bytes()).decode()
+        with gzip.open(file) as stream:
+            text = stream.read(_LONGEST + 1).decode()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UserError(f"{file} is damaged ({error}); remove it or compile the model again") from error
+    if len(text) > _LONGEST:
+        raise UserError(f"{file} has more than {_LONGEST} bytes of assembly; remove it or compile the model again")
+    return text
 
 
 def split(assembly: str) -> dict[str, list[str]]:

@@ -1,9 +1,10 @@
 """What is written to a terminal, and to files and pipes in its place: text of a model, dimmed text, a line of progress.
 
-Text of a model goes to stdout; all else goes to stderr. Names and texts of models and files may hold control
-characters, which must not control the terminal: `clean_output` leaves them out of all that is written to stderr, and to
-a stdout that is a terminal. Our own escape sequences are written past it, only to terminals that have them (not
-TERM=dumb) and whose user wants them (https://no-color.org).
+Text of a model goes to stdout, as do tables; all else goes to stderr. Names and texts of models and files may hold
+control characters, which must not control the terminal, nor one behind a pipe: `clean_output` leaves them out of all
+that is written but the text of a model to a stdout that is no terminal, which is given as it is. Our own escape
+sequences are written past it, only to terminals that have them (not TERM=dumb) and whose user wants them
+(https://no-color.org).
 """
 
 import os
@@ -40,11 +41,9 @@ class _Clean:
 
 @contextmanager
 def clean_output() -> Iterator[None]:
-    """Within the block no control characters go to stderr, nor to stdout if it is a terminal."""
+    """Within the block no control characters go to stderr and stdout, but as the module's docstring says."""
     stdout, stderr = sys.stdout, sys.stderr
-    sys.stderr = cast(TextIO, _Clean(stderr))
-    if is_terminal(stdout):
-        sys.stdout = cast(TextIO, _Clean(stdout))
+    sys.stdout, sys.stderr = cast(TextIO, _Clean(stdout)), cast(TextIO, _Clean(stderr))
     try:
         yield
     finally:
@@ -90,7 +89,7 @@ def width() -> int:
 
 def stream(text: str) -> None:
     """Writes a piece of an answer to stdout at once."""
-    sys.stdout.write(text)
+    (sys.stdout if is_terminal(sys.stdout) else unclean(sys.stdout)).write(text)
     sys.stdout.flush()
 
 

@@ -1,13 +1,16 @@
 """Fuzzes the loading of artifacts: python -m mlc_amd.tools.dev.fuzz_artifacts --target cpu --journal FILE.
 
-A small model is compiled once. Each case is a copy of it with a change: of bytes ("damage"), as disks do it, which must
-be refused or have no effect; or of a manifest, a header or a tokenizer whose checksums are then made right again
-("resealed"), which must be refused or load without harm: it may be a good model, but another one ("accepted"). Accepted
-copies answer a prompt, greedily. On target rocm a stand-in for HIP checks that every launch gets as much memory as its
-kernel was compiled for. Native code is never changed without its checksum showing it.
+A small model (--model: a name of base_models.py) is compiled once. Each case is a copy of it with a change: of bytes
+("damage"), as disks do it, which must be refused or have no effect; or of a manifest, a header or a tokenizer whose
+checksums are then made right again ("resealed"), which must be refused or load without harm: it may be a good model,
+but another one ("accepted"). Accepted copies answer a prompt, greedily. On target rocm a stand-in for HIP checks that
+every launch gets as much memory as its kernel was compiled for. Native code is never changed without its checksum
+showing it.
 """
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import random
@@ -29,13 +32,16 @@ from mlc_amd.runtime.artifact import WEIGHTS, Artifact
 from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.functions import is_draft
 from mlc_amd.runtime.manifest import MANIFEST
+from mlc_amd.tools import inspect
 from mlc_amd.tools.dev import fuzzing, hip_recorder, mutations, resealing
 from mlc_amd.tools.dev.fuzzing import Case, Limits
 
 ARCHS = {"cpu": "x86-64-v2", "vulkan": "generic", "rocm": "gfx1100"}
-SPEC, CONTEXT, PROMPT, TOKENS = "tiny:q4_0", "64", "a b c", 4
-ADDRESS_SPACE = {"cpu": 1 << 30, "rocm": 1 << 30, "vulkan": 4 << 30}  # Mesa's CPU driver reserves more than it uses
+CONTEXT, PROMPT, TOKENS = "64", "a b c", 4
+# Mesa's CPU driver compiles a model's shaders for seconds, and reserves more memory than it uses.
+LIMITS = {"cpu": Limits(), "rocm": Limits(), "vulkan": Limits(seconds=30, memory=4 << 30)}
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -55,30 +61,39 @@ class Base:
         return to
 
 
-def compiled(place: Path, target: str) -> Path:
-    """The small model's artifact, compiled by another process."""
+def compiled(place: Path, target: str, model: str) -> Path:
+    """The artifact of a small model, compiled by another process."""
     folder = place / f"{target}-base"
-    command = [sys.executable, "-m", "mlc_amd.tools.cli", "compile", "--synthetic", SPEC, "--ctx", CONTEXT]
-    command += ["--target", target, "--arch", ARCHS[target], "-o", str(folder)]
-    subprocess.run(command, check=True, capture_output=True)
+    command = [sys.executable, "-m", "mlc_amd.tools.dev.base_models", model, target, ARCHS[target], CONTEXT]
+    subprocess.run([*command, str(folder)], check=True)
     return folder
 
 
 # ---- what is asked of a copy
 
 
+def engine(artifact: Artifact) -> Engine:
+    """An engine that calls all kinds of functions of an artifact: those that guess, too, where it has them."""
+    made = Engine(artifact, open_device(artifact, threads=1))
+    if any(map(is_draft, artifact.manifest["functions"])):
+        made.speculate(made.own_draft())
+    return made
+
+
 def answer(folder: Path, target: str, declared: dict[str, list[int]]) -> Any:
-    """Loads an artifact and uses it. declared: rocm: bytes of the arguments of each symbol."""
+    """Looks at an artifact, loads it and uses it. declared: rocm: bytes of the arguments of each symbol."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        inspect.run(str(folder), plan=True, tensors=True)
     artifact = Artifact.open(folder)
     try:
         if target == "rocm":
             return _launches(artifact, declared)
-        with Engine(artifact, open_device(artifact, threads=1)) as engine:
-            text = "".join(piece.text for piece in engine.generate(PROMPT, max_tokens=TOKENS, temperature=0.0))
-            logits, chosen = engine.prefill(engine.tokenizer.encode(PROMPT)), []
+        with engine(artifact) as used:
+            text = "".join(piece.text for piece in used.generate(PROMPT, max_tokens=TOKENS, temperature=0.0))
+            logits, chosen = used.prefill(used.tokenizer.encode(PROMPT)), []
             for _ in range(TOKENS):
                 chosen.append(int(np.argmax(logits)))
-                logits = engine.decode(chosen[-1])
+                logits = used.decode(chosen[-1])
             return text, chosen
     finally:
         artifact.close()
@@ -103,10 +118,13 @@ def _launches(artifact: Artifact, declared: dict[str, list[int]]) -> list:
 
 
 def declared_sizes(folder: Path) -> dict[str, list[int]]:
-    """Bytes of the arguments of each launch, by symbol; empty without launches of target rocm."""
+    """Bytes of the arguments of each launch, by symbol; empty without launches of target rocm. Of caches and states one
+    page or cell: tables say which of them are used."""
     content = resealing.content(folder)
     params = {
-        kernel["name"]: [manifest_check.nbytes(p["dtype"], p["shape"]) for p in kernel["params"]]
+        kernel["name"]: [
+            manifest_check.nbytes(p["dtype"], p["shape"][p["role"] in ("cache", "states") :]) for p in kernel["params"]
+        ]
         for kernel in content["kernels"]
     }
     found = {}
@@ -223,20 +241,20 @@ def _act(base: Base, folder: Path, same: bool) -> bool | None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def base_of(place: Path, target: str) -> Base:
+def base_of(place: Path, target: str, model: str) -> Base:
     """Compiles the model, and asks it, in processes of their own."""
-    folder = compiled(place, target)
+    folder = compiled(place, target, model)
     return Base(folder, target, fuzzing.once(partial(answer, folder, target, declared_sizes(folder))))
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--target", choices=ARCHS, default="cpu")
+    parser.add_argument("--model", default="dense")
     given, others = parser.parse_known_args(argv)
     with tempfile.TemporaryDirectory(prefix="mlc-amd-fuzz-") as place:
-        base = base_of(Path(place), given.target)
-        limits = Limits(memory=ADDRESS_SPACE[given.target])
-        return fuzzing.main(__doc__, partial(make, base), partial(control, base), limits, others)
+        base = base_of(Path(place), given.target, given.model)
+        return fuzzing.main(__doc__, partial(make, base), partial(control, base), LIMITS[given.target], others)
 
 
 if __name__ == "__main__":

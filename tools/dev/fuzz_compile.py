@@ -1,7 +1,7 @@
 """Fuzzes a whole model: a damaged GGUF file is compiled for this CPU, loaded, and reads and writes some tokens.
 
-In: tiny models of several architectures (`bases`), whose metadata, tensors or weights are damaged. Out: the table of
-`fuzzing.py`.
+In: small models with layers of all kinds (`base_models.py`), whose metadata, tensors or weights are damaged. Out: the
+table of `fuzzing.py`.
 """
 
 import random
@@ -9,25 +9,16 @@ import struct
 import sys
 from functools import cache
 
-from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime import chat_template
-from mlc_amd.runtime.engine import Engine
-from mlc_amd.tools.dev import fuzzing
+from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.tools.dev import base_models, fuzz_artifacts, fuzzing
 from mlc_amd.tools.dev.fuzz_gguf import InProcess
 from mlc_amd.tools.dev.fuzzing import Case, Limits
-from mlc_amd.tools.dev.gguf_mutations import SIZES, Parts, joined, mutated, opened, parts_of
+from mlc_amd.tools.dev.gguf_mutations import Parts, joined, mutated, opened, parts_of
 
 # LLVM takes more than a reader, also of time where the machine is busy.
 LIMITS = Limits(seconds=300, memory=4 << 30)
-_EXPERTS: dict[str, object] = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64}
-# Architecture and format -> metadata besides SIZES
-_BASES: dict[tuple[str, str], dict[str, object]] = {
-    ("llama", "q4_0"): {},
-    ("qwen3", "f16"): {},
-    ("qwen3moe", "q8_0"): _EXPERTS,
-    ("gemma3", "q4_0"): {"attention.sliding_window": 8, "attention.sliding_window_pattern": 2},
-}
 # Bit patterns of weights and scales: infinities, NaN, zeros, large and tiny numbers, in float32 and float16.
 _PATTERNS = (b"\xff", b"\x00", b"\x00\x7c", b"\x00\xfc", b"\x00\x7e", b"\xff\x7b", b"\x01\x00", struct.pack("<f", 1e38),
              struct.pack("<f", float("inf")), struct.pack("<f", float("nan")))  # fmt: skip
@@ -36,19 +27,14 @@ _PATTERNS = (b"\xff", b"\x00", b"\x00\x7c", b"\x00\xfc", b"\x00\x7e", b"\xff\x7b
 @cache
 def bases() -> dict[str, Parts]:
     """Undamaged models by name."""
-    return {
-        f"{architecture} {form}": parts_of(
-            synthetic(f"tiny-qwen2:{form}", keys=SIZES | {"general.architecture": architecture} | more)
-        )
-        for (architecture, form), more in _BASES.items()
-    }
+    return {name: parts_of(base_models.model(name)) for name in base_models.MODELS}
 
 
 def outcome(data: bytes) -> list[int]:
     """Compiles the model and generates tokens: greedily, and by its own sampling parameters."""
     with opened(data) as (model, folder):
         compile_model(model, "cpu", "native", None, folder / "out")
-        with Engine.load(folder / "out", threads=1) as engine:
+        with fuzz_artifacts.engine(Artifact.open(folder / "out")) as engine:
             prompt = [i % engine.vocab for i in range(20)]
             logits = [engine.prefill(prompt), engine.decode(1)]
             assert all(one.shape == (engine.vocab,) for one in logits)

@@ -23,8 +23,9 @@ from mlc_amd.runtime.chat_template import ChatTemplate
 from mlc_amd.runtime.tokenizer import MARK, Tokenizer
 from mlc_amd.runtime.traced_text import Traced
 from mlc_amd.tools.dev import fuzzing
+from mlc_amd.tools.dev.base_models import SIZES
 from mlc_amd.tools.dev.fuzzing import Case
-from mlc_amd.tools.dev.gguf_mutations import SIZES, Parts, joined, mutated, opened, parts_of
+from mlc_amd.tools.dev.gguf_mutations import Parts, joined, mutated, opened, parts_of
 
 # What users write: plain text, and the texts of control tokens in forms that vocabularies and templates could make
 # control tokens of.

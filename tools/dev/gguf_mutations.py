@@ -21,12 +21,6 @@ from gguf import GGUFValueType as Kind
 
 from mlc_amd.compiler.gguf import GGUFModel, write_gguf
 
-# Metadata of models that are small enough to be read thousands of times.
-SIZES = {
-    "block_count": 1, "embedding_length": 64, "feed_forward_length": 64, "attention.head_count": 2,
-    "attention.head_count_kv": 1, "attention.key_length": 32, "attention.value_length": 32, "context_length": 128,
-    "rope.dimension_count": 32, "vocab_size": 320,
-}  # fmt: skip
 _SCRATCH = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 
 _FORMS = {
