@@ -5,10 +5,12 @@ import threading
 
 import pytest
 
+from mlc_amd.runtime import sampled_rows
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.generation import ContextFull
 from mlc_amd.runtime.sampling import Sampling
+from mlc_amd.runtime.sampling_rows import write_row
 
 QUESTION = "What does os.path.join do?"
 PROMPT = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
@@ -25,6 +27,21 @@ def text_of(pieces) -> str:
 def test_a_prompt_is_a_text_or_ids(engine):
     by_ids = list(engine.generate(engine.tokenizer.encode_prompt(PROMPT), max_tokens=12))
     assert list(engine.generate(PROMPT, max_tokens=12)) == by_ids
+
+
+def test_settings_are_written_anew_only_where_recent_tokens_matter(engine, monkeypatch):
+    written = []
+
+    def counted(*arguments) -> None:
+        written.append(arguments)
+        write_row(*arguments)
+
+    monkeypatch.setattr(sampled_rows, "write_row", counted)
+    ids = [piece.id for piece in engine.generate(PROMPT, max_tokens=12)]
+    other = [piece.id for piece in engine.generate(PROMPT, max_tokens=12, logit_bias={ids[3]: -100.0, 5: -1.0})]
+    assert other[:3] == ids[:3] and ids[3] not in other and len(written) == 1
+    list(engine.generate(PROMPT, max_tokens=12, repetition_penalty=1.1, seed=1))
+    assert len(written) == 13
 
 
 def test_a_stop_text_is_taken_whole(engine):
