@@ -1,15 +1,18 @@
 """Runs an engine's steps: who computes, and who gets what they give.
 
-One thread at a time has the *turn*. A thread that waits for an answer takes it when it is free and computes one step,
-for all answers; so several threads, each with an answer of its own, are served together without a thread of the engine.
+One thread at a time has the *turn*. A thread that waits for an answer takes it and computes one step, for all answers;
+so several threads, each with an answer of its own, are served together without a thread of the engine. Threads get the
+turn in the order in which they asked: whoever starts an answer waits for one step, however many follow.
 Answers that are consumed from asyncio are computed by a background thread, which begins with the first of them.
 """
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from mlc_amd.runtime.answers import Answer
 from mlc_amd.runtime.constraints import compute_masks
@@ -28,6 +31,14 @@ from mlc_amd.runtime.speculation import Speculation
 CLOSED = "this engine is closed: load the model again"
 
 
+@dataclass(eq=False)
+class _Waiting:
+    """A thread in the line for the turn. ready: it does not need it any more; wake: tells it to look."""
+
+    wake: threading.Condition
+    ready: Callable[[], bool]
+
+
 class Core:
     """Steps of `runner` for the answers that were started. Methods may be called by any thread."""
 
@@ -40,8 +51,10 @@ class Core:
         self.clock = time.perf_counter  # seconds, for `speculation`
         self._answers: dict[Request, Answer] = {}
         self._scorings: dict[Request, Scoring] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # of the turn; a signal's handler may `cancel` while its thread holds it
         self._taken = False  # a thread has the turn
+        self._line: deque[_Waiting] = deque()  # for the turn
+        self._wanted = threading.Condition(self._lock)  # there may be answers for the background thread
         self._background: threading.Thread | None = None
         self._watched: set[Request] = set()  # of answers that the background thread is to compute
 
@@ -50,20 +63,41 @@ class Core:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Waits for the turn and has it for the `with` block. UserError once the engine is closed."""
-        with self._changed:
-            while self._taken:
-                self._changed.wait()
-            self._check_open()
-            self._taken = True
+        with self._lock:
+            self._take()
         try:
             yield
         finally:
             self._give_turn()
 
+    def _take(self, ready: Callable[[], bool] = lambda: False) -> bool:
+        """With the lock: waits in line for the turn, and takes it. False if `ready` is true first. UserError once the
+        engine is closed."""
+        mine = _Waiting(threading.Condition(self._lock), ready)
+        self._line.append(mine)
+        try:
+            while not ready() and not self.closed and (self._taken or self._line[0] is not mine):
+                mine.wake.wait()
+            if ready():
+                return False
+            self._check_open()
+            self._taken = True
+            return True
+        finally:
+            self._line.remove(mine)
+            self._wake()
+
+    def _wake(self) -> None:
+        """With the lock: wakes those who wait in line no longer."""
+        for place, waiting in enumerate(self._line):
+            if self.closed or (not place and not self._taken) or waiting.ready():
+                waiting.wake.notify()
+
     def _give_turn(self) -> None:
-        with self._changed:
+        with self._lock:
             self._taken = False
-            self._changed.notify_all()
+            self._wake()
+            self._wanted.notify()
 
     def _check_open(self) -> None:
         if self.closed:
@@ -116,7 +150,7 @@ class Core:
         """Ends answers after the step in progress; their pages are free then."""
         for answer in answers:
             self.scheduler.cancel(answer.request)
-        with self._changed:
+        with self._lock:
             if self._taken:
                 return
             self._taken = True
@@ -135,13 +169,9 @@ class Core:
             return any(answer.ready for answer in answers)
 
         while True:
-            with self._changed:
-                while self._taken and not ready():
-                    self._changed.wait()
-                if ready():
+            with self._lock:
+                if not self._take(ready):
                     return
-                self._check_open()
-                self._taken = True
             try:
                 progressed = self._step()
             finally:
@@ -268,12 +298,11 @@ class Core:
 
     def _compute(self) -> None:
         while True:
-            with self._changed:
-                while not self.closed and (self._taken or not self._watched):
-                    self._changed.wait()
-                if self.closed:
+            with self._lock:
+                while not self.closed and not self._watched:
+                    self._wanted.wait()
+                if not self._take(lambda: self.closed):
                     return
-                self._taken = True
             try:
                 self._step()
             except Exception as error:

@@ -7,6 +7,8 @@ the engine. Closing the iterator, or dropping it, ends the ones that are not com
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 
 from mlc_amd.runtime.answers import Answer
 from mlc_amd.runtime.core import Core
@@ -96,7 +98,8 @@ class AsyncGeneration(_WithResults, AsyncIterator[Piece]):
 
     def __init__(self, core: Core, make: Callable[[], Sequence[Answer]]) -> None:
         super().__init__(make)
-        self._batches = _batches(core, self.results)
+        self._news = _News()
+        self._batches = _batches(core, self.results, self._news)
         self._started = False
         self._ready: deque[Piece] = deque()
 
@@ -111,6 +114,10 @@ class AsyncGeneration(_WithResults, AsyncIterator[Piece]):
         await self.start()
         return await anext(self._batches)
 
+    async def pause(self, seconds: float) -> None:
+        """Waits between two batches: so long, or until the answers are complete."""
+        await self._news.pause(seconds)
+
     async def __anext__(self) -> Piece:
         if not self._ready:
             self._ready.extend(await self.batch())
@@ -121,12 +128,16 @@ class AsyncGeneration(_WithResults, AsyncIterator[Piece]):
         await self._batches.aclose()
 
 
-async def _batches(core: Core, results: Results) -> AsyncGenerator[list[Piece], None]:
+async def _batches(core: Core, results: Results, news: "_News") -> AsyncGenerator[list[Piece], None]:
     """An empty list once the answers are queued, then their pieces."""
-    news = _News(asyncio.get_running_loop())
-    answers = await asyncio.to_thread(results.begin)  # constraints may take long to make
-    for answer in answers:
-        answer.listener = news.listener(answer)
+
+    def begin() -> Sequence[Answer]:
+        answers = results.begin()  # constraints may take long to make
+        news.listen(answers)
+        return answers
+
+    news.loop = asyncio.get_running_loop()
+    answers = await asyncio.to_thread(begin)
     left = list(answers)
     try:
         await asyncio.to_thread(core.start, answers, True)  # which waits for the end of a step
@@ -145,26 +156,48 @@ async def _batches(core: Core, results: Results) -> AsyncGenerator[list[Piece], 
 
 
 class _News:
-    """Wakes a task of an event loop from the thread that computes: once, however much there is until the task looks.
-    Waking costs a system call."""
+    """Wakes a task of an event loop from the thread that computes, if the task waits: waking costs a system call and a
+    round of the loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self._event = loop, asyncio.Event()
-        self._told = False
+    loop: asyncio.AbstractEventLoop
 
-    def listener(self, answer: Answer) -> Callable[[], None]:
-        def tell() -> None:
-            if self._told:
-                return
-            self._told = True
-            try:
-                self._loop.call_soon_threadsafe(self._event.set)
-            except RuntimeError:  # the loop is closed: nobody wants the answer
-                answer.request.cancelled = True
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self._any = self._waiting = self._pausing = False
+        self._going = 0  # answers that are not done
 
-        return tell
+    def listen(self, answers: Sequence[Answer]) -> None:
+        """To answers that are not begun."""
+        self._going = len(answers)
+        for answer in answers:
+            answer.listener = partial(self._tell, answer)
+
+    def _tell(self, answer: Answer) -> None:
+        self._any = True
+        self._going -= answer.done
+        if self.loop.is_closed():  # nobody wants the answer
+            answer.request.cancelled = True
+        elif self._waiting or (self._pausing and not self._going):
+            self._waiting = self._pausing = False
+            with suppress(RuntimeError):  # it is closed now
+                self.loop.call_soon_threadsafe(self._event.set)
 
     async def wait(self) -> None:
-        await self._event.wait()
+        """Returns once there is something that came after the last call, perhaps without."""
+        self._waiting = True  # first: what comes between this and the look is told twice, not never
+        if not self._any:
+            await self._event.wait()
+        self._waiting = self._any = False  # before the task looks: what comes later tells again
         self._event.clear()
-        self._told = False  # before the task looks: what comes later tells again
+
+    async def pause(self, seconds: float) -> None:
+        """Returns after that time, or once all answers are done."""
+        self._pausing = True
+        timer = self.loop.call_later(seconds, self._event.set)
+        try:
+            if self._going:
+                await self._event.wait()
+        finally:
+            timer.cancel()
+            self._pausing = False
+            self._event.clear()

@@ -56,9 +56,9 @@ class SampledRows:
         self._words = np.zeros((rows, WORDS), np.int32)
         self._changes = np.zeros((rows, CHANGES, 2), np.int32)
         self._written = 0  # rows of `sampling` that are not zero
-        # words of settings without changes of single logits, by these, the seed, and whether there are
+        # words and changes of settings to which recent tokens do not matter, by these, the seed, and whether there are
         # log-probabilities and a mask
-        self._plain: dict[tuple[Sampling, int, bool, bool], np.ndarray] = {}
+        self._kept: dict[tuple[Sampling, int, bool, bool], tuple[np.ndarray, np.ndarray]] = {}
 
     def clear(self) -> None:
         """All rows take the largest logit."""
@@ -76,16 +76,19 @@ class SampledRows:
             if mask is not None:
                 self._allowed[i, : len(mask)] = mask
                 masked = i + 1
-            if sampling.adjusts:
+            if sampling.penalizes:
                 tokens = [*choice.tokens, *choice.guessed] if choice.guessed else choice.tokens
                 write_row(
                     self._words[i], self._changes[i], sampling, tokens, choice.position, choice.seed, self._vocab,
                     logprob, mask is not None,
                 )  # fmt: skip
                 changed = i + 1
-            elif not sampling.greedy or logprob or mask is not None:
-                self._words[i] = self._plain_words(choice)
+            elif not sampling.greedy or sampling.logit_bias or logprob or mask is not None:
+                self._words[i], changes = self._of(choice)
                 self._words[i, _POSITION] = choice.position
+                if len(changes):
+                    self._changes[i, : len(changes)] = changes
+                    changed = i + 1
         if self._words[: len(choices)].any():
             self._device.write("sampling", self._words[: len(choices)])
             self._written = len(choices)
@@ -94,16 +97,16 @@ class SampledRows:
         if masked:
             self._device.write("allowed", self._allowed[:masked])
 
-    def _plain_words(self, choice: Choice) -> np.ndarray:
-        """The words of a row without changes, but for the position."""
+    def _of(self, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
+        """The words, but for the position, and the changes of a row without penalties."""
         key = choice.sampling, choice.seed, choice.logprobs is not None, choice.allowed is not None
-        if key not in self._plain:
-            if len(self._plain) > 4096:
-                self._plain.clear()
-            words, none = np.zeros(WORDS, np.int32), np.zeros((0, 2), np.int32)
-            write_row(words, none, choice.sampling, (), 0, choice.seed, self._vocab, *key[2:])
-            self._plain[key] = words
-        return self._plain[key]
+        if key not in self._kept:
+            if len(self._kept) > 4096:
+                self._kept.clear()
+            words, changes = np.zeros(WORDS, np.int32), np.zeros((len(choice.sampling.logit_bias), 2), np.int32)
+            write_row(words, changes, choice.sampling, (), 0, choice.seed, self._vocab, *key[2:])
+            self._kept[key] = words, changes
+        return self._kept[key]
 
     def read(self, rows: Sequence[int], choices: Sequence[Choice]) -> list[Chosen]:
         """What was chosen in the rows of `choices`. Logits are read only where the most likely tokens are wanted."""

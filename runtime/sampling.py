@@ -114,8 +114,13 @@ class Sampling:
     @property
     def adjusts(self) -> bool:
         """Whether logits may be changed before the choice: penalties, biases."""
+        return bool(self.logit_bias) or self.penalizes
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether recent tokens change logits."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-        return bool(self.logit_bias) or (penalties and self.repetition_window > 0)
+        return penalties and self.repetition_window > 0
 
     def changed(self, **changes: Unpack[SamplingChanges]) -> "Sampling":
         """A copy with other values of some parameters. UserError for an unknown name and a value out of range."""

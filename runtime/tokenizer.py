@@ -68,7 +68,7 @@ class _Controls:
 
 
 class Tokenizer:
-    """The tokenizer of one model. Immutable, so thread-safe.
+    """The tokenizer of one model. Immutable but for what it remembers, so thread-safe.
 
     vocab_size: int            tokens have ids 0..vocab_size-1
     bos_id, eos_id: int|None   beginning and end of a text
@@ -91,6 +91,7 @@ class Tokenizer:
         self._added = {i: token.content.removeprefix(MARK).encode() for i, token in added.items()}
         self._special = frozenset(i for i, token in added.items() if token.special)
         self._controls = _Controls(added.values())
+        self._pieces: dict[int, bytes] = {}  # of tokens whose bytes were wanted
 
     @classmethod
     def load(cls, directory: str | Path) -> "Tokenizer":
@@ -174,6 +175,11 @@ class Tokenizer:
     def token_bytes(self, token: int) -> bytes:
         """The bytes that the token adds to a text, possibly a part of a character. Raises UserError for an id outside
         the vocabulary."""
+        if (piece := self._pieces.get(token)) is None:
+            piece = self._pieces[token] = self._bytes(token)
+        return piece
+
+    def _bytes(self, token: int) -> bytes:
         if token in self._added:
             return self._added[token]
         text = self.token_text(token)

@@ -5,10 +5,12 @@ import threading
 
 import pytest
 
+from mlc_amd.runtime import sampled_rows
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.generation import ContextFull
 from mlc_amd.runtime.sampling import Sampling
+from mlc_amd.runtime.sampling_rows import write_row
 
 QUESTION = "What does os.path.join do?"
 PROMPT = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
@@ -25,6 +27,21 @@ def text_of(pieces) -> str:
 def test_a_prompt_is_a_text_or_ids(engine):
     by_ids = list(engine.generate(engine.tokenizer.encode_prompt(PROMPT), max_tokens=12))
     assert list(engine.generate(PROMPT, max_tokens=12)) == by_ids
+
+
+def test_settings_are_written_anew_only_where_recent_tokens_matter(engine, monkeypatch):
+    written = []
+
+    def counted(*arguments) -> None:
+        written.append(arguments)
+        write_row(*arguments)
+
+    monkeypatch.setattr(sampled_rows, "write_row", counted)
+    ids = [piece.id for piece in engine.generate(PROMPT, max_tokens=12)]
+    other = [piece.id for piece in engine.generate(PROMPT, max_tokens=12, logit_bias={ids[3]: -100.0, 5: -1.0})]
+    assert other[:3] == ids[:3] and ids[3] not in other and len(written) == 1
+    list(engine.generate(PROMPT, max_tokens=12, repetition_penalty=1.1, seed=1))
+    assert len(written) == 13
 
 
 def test_a_stop_text_is_taken_whole(engine):
@@ -226,6 +243,50 @@ def test_asyncio(engine):
 
     assert asyncio.run(all_of_them())[:3] == alone
     assert text_of(engine.generate(PROMPT, max_tokens=12)) == alone[0]
+
+
+def test_whoever_starts_an_answer_waits_for_one_step(engine, monkeypatch):
+    """However many steps follow each other, and however many start answers meanwhile."""
+    core = engine._core
+    steps, waited, step, start = [0], [], core._step, core.start
+
+    def counted_step() -> bool:
+        steps[0] += 1
+        return step()
+
+    def counted_start(*arguments) -> None:
+        before = steps[0]
+        start(*arguments)
+        waited.append(steps[0] - before)
+
+    async def ask(i: int) -> None:
+        async for _ in engine.agenerate(IDS[i : i + 9], max_tokens=30, min_tokens=30):
+            pass
+
+    async def all_of_them() -> None:
+        long = engine.agenerate(PROMPT, max_tokens=400, min_tokens=400)
+        await anext(long)
+        for i in range(4):
+            await asyncio.gather(*(ask(8 * i + j) for j in range(8)))
+        await long.aclose()
+
+    monkeypatch.setattr(core, "_step", counted_step)
+    monkeypatch.setattr(core, "start", counted_start)
+    asyncio.run(all_of_them())
+    assert len(waited) == 33 and max(waited) <= 2
+
+
+def test_a_pause_ends_with_the_answer(engine):
+    async def seconds(limit: int) -> float:
+        stream = engine.agenerate(PROMPT, max_tokens=limit, min_tokens=limit)
+        await stream.batch()
+        begun = asyncio.get_running_loop().time()
+        await stream.pause(20.0 if limit < 500 else 0.02)
+        await stream.aclose()
+        return asyncio.get_running_loop().time() - begun
+
+    assert asyncio.run(seconds(20)) < 15
+    assert asyncio.run(seconds(1500)) > 0.01
 
 
 def test_a_generation_can_be_cancelled(engine):

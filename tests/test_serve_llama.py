@@ -32,6 +32,10 @@ def test_prompts(served):
     one = served.post("/completion", {"prompt": PROMPT, **LIMIT})["content"]
     assert served.post("/completion", {"prompt": ids, **LIMIT})["content"] == one
     assert served.post("/completion", {"prompt": {"prompt_string": PROMPT}, **LIMIT})["content"] == one
+    mixed = [*ids[:2], served.post("/detokenize", {"tokens": ids[2:]})["content"]]
+    assert served.post("/tokenize", {"content": mixed[2]})["tokens"] == ids[2:]
+    assert served.post("/completion", {"prompt": mixed, **LIMIT})["content"] == one
+    assert served.post("/completion", {"prompt": [mixed, PROMPT], **LIMIT})[0]["content"] == one
     many = served.post("/completion", {"prompt": [ids, PROMPT, {"prompt_string": PROMPT}], **LIMIT})
     assert [answer["content"] for answer in many] == [one] * 3 and [answer["index"] for answer in many] == [0, 1, 2]
 
@@ -50,11 +54,34 @@ def test_probabilities_and_formats(served):
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, [], [1, "x"], {"prompt_string": 5}, {"prompt_string": "x", "multimodal_data": ["y"]}]
+    "prompt", [None, [], [1, 2.5], {"prompt_string": 5}, {"prompt_string": "x", "multimodal_data": ["y"]}]
 )
 def test_wrong_prompts(served, prompt):
     status, _, answer = served.request("/completion", {"prompt": prompt})
     assert status == 400 and "prompt" in answer["error"]["message"]
+
+
+def test_chosen_fields(served):
+    fields = ["content", "generation_settings/n_predict", "none", "content/none"]
+    body = {"prompt": PROMPT, "response_fields": fields, **LIMIT}
+    whole = served.post("/completion", body)
+    assert whole["generation_settings/n_predict"] == 8 and whole.keys() == {*fields[:2]}
+    assert served.stream("/completion", body)[-1].keys() == whole.keys()
+    assert served.post("/completion", {**body, "prompt": [PROMPT]}) == [whole]
+
+
+@pytest.mark.parametrize("path", ["/completion", "/v1/chat/completions"])
+def test_timings_of_each_chunk(served, path):
+    body = {"prompt": PROMPT, "messages": QUESTION, "max_tokens": 30}
+    chunks = served.stream(path, {**body, "timings_per_token": True})
+    texts = [
+        chunk
+        for chunk in chunks
+        if chunk.get("content") or chunk.get("choices", [{}])[0].get("delta", {}).get("content")
+    ]
+    counts = [chunk["timings"]["predicted_n"] for chunk in texts]
+    assert counts == sorted(counts) and 0 < counts[0] <= 30
+    assert sum("timings" in chunk for chunk in served.stream(path, body)) == 1
 
 
 def test_the_model_and_its_prompts(served):

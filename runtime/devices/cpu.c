@@ -23,7 +23,8 @@ enum {
     MAX_THREADS = 1024,
     STEAL_SPINS = 30,     /* polls of an unclaimed task before the main thread steals it: about 1 us */
     SPINS = 200,          /* polls before a waiting thread yields its core: 5 to 10 us */
-    YIELDS = 2000,        /* yields before it sleeps: one or two milliseconds */
+    YIELDS = 2000,        /* yields before it sleeps: a few milliseconds */
+    BETWEEN = 32,         /* polls between two yields: to yield all the time makes the next step 5 % slower */
     TASK_NS = 50000,      /* target duration of the tasks of a long job */
     MAX_TASKS = 8,        /* per thread, of a long job */
     HISTORY = 1024,       /* jobs whose duration is remembered */
@@ -74,9 +75,9 @@ static void relax(void) {
 /* Waits for a job after number `last`, and returns its number. */
 static unsigned next_job(unsigned last) {
     unsigned now;
-    for (int i = 0; i < SPINS + YIELDS; i++) {
+    for (int i = 0; i < SPINS + YIELDS * BETWEEN; i++) {
         if ((now = atomic_load_explicit(&pool.number, memory_order_acquire)) != last) return now;
-        if (i < SPINS) relax();
+        if (i < SPINS || i % BETWEEN) relax();
         else sched_yield();
     }
     pthread_mutex_lock(&pool.lock);

@@ -9,7 +9,7 @@ Templates, tokenizers and grammars run in threads.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from mlc_amd.runtime.generation import Stats
@@ -23,8 +23,11 @@ from mlc_amd.tools.server.chat_request import (
     ChatRequest,
     Event,
     Pattern,
+    Progress,
     ResponseFormat,
     TextRequest,
+    Timings,
+    Usage,
 )
 from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.library import Library
@@ -130,10 +133,16 @@ class Answering(AsyncIterator[list[Event]]):
         return {"regex": grammars.regex, "grammar": grammars.grammar}[wanted.kind](wanted.text, prompt)
 
     def _encode(self, request: TextRequest) -> list[list[int]]:
-        tokenizer = self.model.engine.tokenizer
-        return [
-            tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt) for prompt in request.prompts
-        ]
+        return [self._ids(prompt) for prompt in request.prompts]
+
+    def _ids(self, prompt: str | Sequence[int | str]) -> list[int]:
+        tokenizer, ids = self.model.engine.tokenizer, []
+        for place, part in enumerate([prompt] if isinstance(prompt, str) else prompt):
+            if not isinstance(part, str):
+                ids.append(part)
+            else:
+                ids += tokenizer.encode(part, add_special=False) if place else tokenizer.encode_prompt(part)
+        return ids
 
     async def __anext__(self) -> list[Event]:
         if self._ended:
@@ -148,6 +157,18 @@ class Answering(AsyncIterator[list[Event]]):
                 return [event for events, one in zip(self._events, stats, strict=True) for event in events.finish(one)]
             if found := [event for piece in pieces for event in self._events[piece.index].feed(piece)]:
                 return found
+
+    def progress(self, index: int) -> Progress:
+        """Of an answer that was begun."""
+        assert self._stream is not None, "begin() has run"
+        stats = self._stream.answers[index]
+        usage = Usage(stats.prompt_tokens, stats.generated, stats.cached_tokens)
+        return Progress(usage, Timings(stats.ttft_s, stats.decode_s))
+
+    async def pause(self, seconds: float) -> None:
+        """Waits between two lists of events: so long, or until the answers are complete."""
+        assert self._stream is not None, "begin() has run"
+        await self._stream.pause(seconds)
 
     async def aclose(self) -> None:
         """Ends the answers, and gives the model back."""

@@ -92,10 +92,10 @@ class ChatRequest(AnswerRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class TextRequest(AnswerRequest):
-    """Texts, or lists of token ids, that the model shall continue. The answers to prompt i have the indices
+    """Texts, or lists of token ids and texts, that the model shall continue. The answers to prompt i have the indices
     i * n .. i * n + n - 1."""
 
-    prompts: Sequence[str] | Sequence[Sequence[int]]
+    prompts: Sequence[str | Sequence[int | str]]
 
 
 # ---- events of an answer
@@ -172,6 +172,14 @@ class Timings:
 
     ttft: float = 0.0
     decode: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """An answer so far."""
+
+    usage: Usage
+    timings: Timings
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]

@@ -1,9 +1,10 @@
 """`POST /completion`, llama-server's own text API
 (https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md).
 
-In: a prompt as a text, token ids, {"prompt_string": text}, or a list of these, which gives a list of answers.
-`n_predict` is unlimited unless the request says otherwise, as there. Fields of sampling are in openai_fields.py,
-formats in formats.py. Not supported: `multimodal_data`, lists that mix texts and ids of one prompt (400).
+In: a prompt as a text, a list of token ids and texts with at least one id, {"prompt_string": text}, or a list of these,
+which gives a list of answers. `n_predict` is unlimited unless the request says otherwise, as there. `response_fields`
+chooses fields of whole answers and of the last chunk, "a/b" the field b of a; those that there are not are left out.
+Fields of sampling are in openai_fields.py, formats in formats.py. Not supported: `multimodal_data` (400).
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,9 +35,9 @@ async def completion(request: Request) -> Response:
     fields = await read_fields(request)
     asked, stream = _text_request(fields, client_of(request)), fields.flag("stream")
     wanted = fields.flag("return_tokens") or stream, bool(fields.whole("n_probs"))
-    several = isinstance(fields.raw("prompt"), list) and not isinstance(fields.raw("prompt")[0], int)
-    encoder = partial(_Chunks, wanted=wanted) if stream else None
-    return await respond(request, asked, encoder, partial(_whole, several, wanted))
+    shown = fields.texts("response_fields")
+    encoder = partial(_Chunks, wanted=wanted, shown=shown, timed=openai_fields.timed(fields)) if stream else None
+    return await respond(request, asked, encoder, partial(_whole, _are_several(fields.raw("prompt")), wanted, shown))
 
 
 def _text_request(fields: Fields, client: str) -> TextRequest:
@@ -57,9 +58,12 @@ def _text_request(fields: Fields, client: str) -> TextRequest:
 
 def _prompts(fields: Fields) -> list[Any]:
     given = fields.required("prompt")
-    return prompts_of(
-        fields, [_plain(fields, one) for one in given] if isinstance(given, list) else _plain(fields, given)
-    )
+    return prompts_of(fields, [_plain(fields, one) for one in (given if _are_several(given) else [given])], (int, str))
+
+
+def _are_several(prompt: Any) -> bool:
+    """Whether it is a list of prompts."""
+    return isinstance(prompt, list) and not any(type(one) is int for one in prompt)
 
 
 def _plain(fields: Fields, prompt: Any) -> Any:
@@ -77,11 +81,25 @@ def _plain(fields: Fields, prompt: Any) -> Any:
 Wanted = tuple[bool, bool]
 
 
-def _whole(several: bool, wanted: Wanted, answering: Answering, events: Sequence[Event]) -> Any:
+def _chosen(body: Mapping[str, Any], fields: Sequence[str]) -> Mapping[str, Any]:
+    """See `response_fields` above."""
+    if not fields:
+        return body
+    found = {}
+    for field in fields:
+        value: Any = body
+        for name in field.split("/"):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        found |= {} if value is None else {field: value}
+    return found
+
+
+def _whole(several: bool, wanted: Wanted, shown: Sequence[str], answering: Answering, events: Sequence[Event]) -> Any:
     made = []
     for end in finishes_of(events):
         texts = [event for event in events if isinstance(event, Text) and event.index == end.index]
-        made.append(_said(end.index, texts, wanted) | _ended(answering, end, "".join(text.text for text in texts)))
+        body = _said(end.index, texts, wanted) | _ended(answering, end, "".join(text.text for text in texts))
+        made.append(_chosen(body, shown))
     return made if several else made[0]
 
 
@@ -139,8 +157,8 @@ class _Chunks:
 
     media_type = "text/event-stream; charset=utf-8"
 
-    def __init__(self, answering: Answering, wanted: Wanted) -> None:
-        self._answering, self._wanted = answering, wanted
+    def __init__(self, answering: Answering, wanted: Wanted, shown: Sequence[str], timed: bool) -> None:
+        self._answering, self._wanted, self._shown, self._timed = answering, wanted, shown, timed
         self._texts: dict[int, str] = {}  # so far, by index
 
     def begin(self) -> bytes:
@@ -153,8 +171,10 @@ class _Chunks:
         before = self._texts.get(event.index, "")
         if isinstance(event, Text):
             self._texts[event.index] = before + event.text
-            return sse(_said(event.index, [event], self._wanted))
-        return sse(_said(event.index, [], self._wanted) | _ended(self._answering, event, before))
+            timings = {"timings": timings_body(self._answering.progress(event.index))} if self._timed else {}
+            return sse(_said(event.index, [event], self._wanted) | timings)
+        body = _said(event.index, [], self._wanted) | _ended(self._answering, event, before)
+        return sse(_chosen(body, self._shown))
 
     def end(self) -> bytes:
         return b""

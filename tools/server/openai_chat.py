@@ -1,7 +1,8 @@
 """`POST /v1/chat/completions`, OpenAI's chat API (https://platform.openai.com/docs/api-reference/chat).
 
 Beyond it: `reasoning_content` with what the model thinks, as DeepSeek's API and llama-server have it;
-`chat_template_kwargs`, variables of the chat template; `timings` as llama-server's. The fields of sampling are in
+`chat_template_kwargs`, variables of the chat template; `timings` as llama-server's, with `timings_per_token` in each
+chunk of text. The fields of sampling are in
 openai_fields.py. Not supported: audio, images (400).
 """
 
@@ -23,6 +24,7 @@ from mlc_amd.tools.server.chat_request import (
     ChatRequest,
     Event,
     Finish,
+    Progress,
     Text,
     Thinking,
     ToolCallArguments,
@@ -53,7 +55,8 @@ async def chat_completions(request: Request) -> Response:
     fields = await read_fields(request)
     asked = chat_request(fields, client_of(request))
     stream, usage = openai_fields.streamed(fields)
-    return await respond(request, asked, partial(ChatChunks, usage=usage) if stream else None, whole)
+    encoder = partial(ChatChunks, usage=usage, timed=openai_fields.timed(fields)) if stream else None
+    return await respond(request, asked, encoder, whole)
 
 
 def chat_request(fields: Fields, client: str) -> ChatRequest:
@@ -162,12 +165,14 @@ def _id() -> str:
 
 
 class ChatChunks:
-    """The encoder of streamed answers (streaming.Encoder). usage: a last chunk says how many tokens there were."""
+    """The encoder of streamed answers (streaming.Encoder). usage: a last chunk says how many tokens there were. timed:
+    chunks of text have timings."""
 
     media_type = "text/event-stream; charset=utf-8"
 
-    def __init__(self, answering: Answering, usage: bool) -> None:
+    def __init__(self, answering: Answering, usage: bool, timed: bool = False) -> None:
         self._n, self._usage, model = answering.request.n, usage, answering.model.name
+        self._answering, self._timed = answering, timed
         head: dict[str, Any] = {"id": _id(), "object": "chat.completion.chunk", "created": int(time.time())}
         head |= {"model": model, **FINGERPRINT}
         # Most chunks differ in their text alone: the rest of them is written once.
@@ -192,7 +197,7 @@ class ChatChunks:
             call = {"index": event.number, "function": {"arguments": event.text}}
             return self._chunk(event.index, {"tool_calls": [call]})
         self._finishes.append(event)
-        return self._chunk(event.index, {}, event.reason, timings_body(event))
+        return self._chunk(event.index, {}, event.reason, event)
 
     def _text(self, event: Text | Thinking) -> bytes:
         field, logprobs = ("content", event.logprobs) if isinstance(event, Text) else ("reasoning_content", ())
@@ -201,18 +206,21 @@ class ChatChunks:
             f'{{"index":{event.index},"delta":{{"{field}":{encode_basestring_ascii(event.text)}}},'
             f'"logprobs":{about},"finish_reason":null}}'
         )
-        return b"%s%s%s" % (self._open, choice.encode(), self._close)
+        timings = self._answering.progress(event.index) if self._timed else None
+        return self._open + choice.encode() + self._closed(timings)
 
     def _chunk(
         self,
         index: int,
         delta: Mapping[str, Any],
         reason: str | None = None,
-        timings: Mapping[str, Any] | None = None,
+        timings: Finish | None = None,
     ) -> bytes:
         choice = dumps({"index": index, "delta": delta, "logprobs": None, "finish_reason": reason})
-        close = self._close if timings is None else b'],"timings":' + dumps(timings) + self._close[1:]
-        return self._open + choice + close
+        return self._open + choice + self._closed(timings)
+
+    def _closed(self, timings: Finish | Progress | None) -> bytes:
+        return self._close if timings is None else b'],"timings":' + dumps(timings_body(timings)) + self._close[1:]
 
     def end(self) -> bytes:
         usage = b""

@@ -24,7 +24,7 @@ from mlc_amd.tools.server.formats import answer_format
 from mlc_amd.tools.server.openai_chat import DONE
 from mlc_amd.tools.server.openai_fields import FINGERPRINT, finishes_of, timings_body, total_usage, usage_body
 from mlc_amd.tools.server.service import client_of, read_fields, respond
-from mlc_amd.tools.server.streaming import sse
+from mlc_amd.tools.server.streaming import dumps, sse
 
 _DEFAULT_TOKENS = 16
 _MOST_PROMPTS = 128
@@ -58,18 +58,19 @@ def text_request(fields: Fields, client: str) -> TextRequest:
     )
 
 
-def prompts_of(fields: Fields, given: Any) -> list[Any]:
-    """A text, token ids, or a list of these, as a list of texts and lists of ids. fields: have it as `prompt`."""
+def prompts_of(fields: Fields, given: Any, parts: tuple[type, ...] = (int,)) -> list[Any]:
+    """A text, token ids, or a list of these, as a list of texts and lists of ids. fields: have it as `prompt`. parts:
+    types of what a list that is one prompt consists of."""
     found = [given] if isinstance(given, str) or _is_ids(given) else given
     if not isinstance(found, list) or not 0 < len(found) <= _MOST_PROMPTS:
         raise fields.wrong("prompt", f"a string, a list of token ids, or a list of up to {_MOST_PROMPTS} of these")
-    if not all(isinstance(one, str) or _is_ids(one) for one in found):
+    if not all(isinstance(one, str) or _is_ids(one, parts) for one in found):
         raise fields.wrong("prompt", "a string, a list of token ids, or a list of these")
     return found
 
 
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+def _is_ids(value: Any, parts: tuple[type, ...] = (int,)) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(one) in parts for one in value)
 
 
 class _Echo:
@@ -137,6 +138,9 @@ class TextChunks:
     def __init__(self, answering: Answering, usage: bool, echo: _Echo) -> None:
         self._head, self._n = _head(answering.model.name), answering.request.n
         self._usage, self._echo = usage, echo
+        # Most chunks differ in their text alone: the rest of them is written once.
+        self._open = b"data: " + dumps(self._head)[:-1] + b',"choices":['
+        self._close = (b'],"usage":null}' if usage else b"]}") + b"\n\n"
         self._lengths: dict[int, int] = {}  # of the texts so far, by index
         self._finishes: list[Finish] = []
 
@@ -167,9 +171,8 @@ class TextChunks:
             "logprobs": logprobs_body(logprobs, at) if logprobs else None,
             "finish_reason": end.reason if end else None,
         }
-        body = {**self._head, "choices": [choice]}
-        body |= {"timings": timings_body(end)} if end else {}
-        return sse(body | ({"usage": None} if self._usage else {}))
+        close = b'],"timings":' + dumps(timings_body(end)) + self._close[1:] if end else self._close
+        return self._open + dumps(choice) + close
 
     def end(self) -> bytes:
         usage = usage_body(total_usage(self._finishes, self._n))

@@ -13,7 +13,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.generation import check_stop
 from mlc_amd.runtime.philox import SEED_BITS
 from mlc_amd.runtime.sampling import LARGEST_BIAS, Sampling, SamplingChanges
-from mlc_amd.tools.server.chat_request import ENDLESS, Event, Finish, Usage
+from mlc_amd.tools.server.chat_request import ENDLESS, Event, Finish, Progress, Usage
 from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields
 
@@ -89,6 +89,11 @@ def answers(fields: Fields) -> int:
     return fields.whole("n", 1, _MOST_ANSWERS) or 1
 
 
+def timed(fields: Fields) -> bool:
+    """Whether each chunk of text has `timings`, as llama-server's."""
+    return fields.flag("timings_per_token")
+
+
 def streamed(fields: Fields) -> tuple[bool, bool]:
     """Whether to stream, and whether with the usage."""
     options = fields.object("stream_options")
@@ -120,13 +125,13 @@ def total_usage(finishes: list[Finish], n: int) -> Usage:
     return found
 
 
-def timings_body(finish: Finish) -> dict[str, Any]:
+def timings_body(stats: Finish | Progress) -> dict[str, Any]:
     """As llama-server has them: milliseconds, and tokens per second."""
-    prompt, made = finish.usage.prompt - finish.usage.cached, finish.usage.completion
-    prompt_ms, predicted_ms = finish.timings.ttft * 1000, finish.timings.decode * 1000
+    prompt, made = stats.usage.prompt - stats.usage.cached, stats.usage.completion
+    prompt_ms, predicted_ms = stats.timings.ttft * 1000, stats.timings.decode * 1000
     later = max(made - 1, 0)  # tokens after the first, which the prompt's time includes
     return {
-        "cache_n": finish.usage.cached,
+        "cache_n": stats.usage.cached,
         "prompt_n": prompt,
         "prompt_ms": round(prompt_ms, 3),
         "prompt_per_token_ms": round(prompt_ms / prompt, 3) if prompt else 0.0,

@@ -6,6 +6,7 @@ written together: a client sees no difference, and the event loop has less to do
 
 import asyncio
 import json
+import math
 import sys
 import time
 import traceback
@@ -24,6 +25,7 @@ from mlc_amd.tools.server.errors import ApiError
 # Seconds between two writes of an answer: less than a frame of a 60 Hz screen, longer with each further stream, because
 # a write takes the event loop longer than all else for a token. Measured: 0.1 to 0.2 ms.
 _WRITE_INTERVAL, _INTERVAL_OF_STREAM, _LONGEST_INTERVAL = 0.012, 0.0015, 0.1
+_TICKS = 4  # common times of writes in an interval
 # Seconds without an event after which a comment is sent, for proxies that close silent connections (30 to 60 s).
 PING_INTERVAL = 10.0
 # Seconds that a client may take to read what was written before there is room for more.
@@ -132,14 +134,18 @@ class AnswerStream(Response):
                 async for events in self._answering:
                     if made := encoder.events(events):
                         await write(made)
-                        await asyncio.sleep(_interval(AnswerStream.open))
+                        await self._answering.pause(_pause(asyncio.get_running_loop().time(), AnswerStream.open))
                 return encoder.end()
         except Exception as error:
             return encoder.error(reported(error))
 
 
-def _interval(streams: int) -> float:
-    return min(_WRITE_INTERVAL + _INTERVAL_OF_STREAM * streams, _LONGEST_INTERVAL)
+def _pause(now: float, streams: int) -> float:
+    """Seconds until the next write of a stream. Streams write at common times, several in a round of the event loop:
+    each round interrupts the thread that computes."""
+    interval = min(_WRITE_INTERVAL + _INTERVAL_OF_STREAM * streams, _LONGEST_INTERVAL)
+    tick = interval / _TICKS
+    return math.ceil((now + interval) / tick) * tick - now
 
 
 def reported(error: Exception) -> ApiError:
