@@ -80,8 +80,9 @@ class Functions:
     """See the module's docstring.
 
     score        the function that gives the logits of all rows of a chunk
-    chunk_sizes  rows of the functions for a chunk without single rows, ascending
-    chunk_rows   the last of these
+    chunk_sizes  for `chunk_size`: rows of the functions for a chunk without single rows, ascending; of several only
+                 where what a function computes does not depend on how many of its rows are live
+    chunk_rows   the last of these sizes
     mixed_rows   rows of a step with single rows and a chunk, at most
     single_rows  single rows of a step, at most
     drafts       whether there are functions that guess tokens
@@ -96,7 +97,9 @@ class Functions:
         # The smallest first; of the same size the one that computes fewest logits.
         self._steps = sorted((f for f in found if not f.scores), key=lambda f: (f.rows, f.logits))
         self._chosen: dict[tuple[int, int], Function] = {}
-        self.chunk_sizes = tuple(dict.fromkeys(f.rows for f in self._steps if not f.mixes))
+        sizes = tuple(dict.fromkeys(f.rows for f in self._steps if not f.mixes))
+        # The CPU's kernels compute the rows that are live, whatever the function holds.
+        self.chunk_sizes = sizes[-1:] if manifest["target"]["kind"] == "cpu" else sizes
         self.chunk_rows = self.chunk_sizes[-1]
         self.mixed_rows = max(f.rows for f in self._steps if f.single)
         self.single_rows = max(f.single for f in self._steps)

@@ -15,8 +15,8 @@ import numpy as np
 from mlc_amd.runtime.errors import QUOTED, UserError, one_line
 from mlc_amd.runtime.host import available_threads
 
-# Seconds that other threads must save: to hand masks to them and to wait for them takes 30 us, and some 100 us where the
-# cpu device's threads poll on all cores.
+# Seconds that other threads must save: to hand masks to them and to wait for them takes 30 us, and some 100 us where
+# the cpu device's threads poll on all cores.
 _WORTH = 300e-6
 _FORGET = 0.95  # of what a mask took alone, each time that it is computed beside others: it is measured again then
 _MOST_THREADS = 16

@@ -5,9 +5,10 @@ import pytest
 from mlc_amd.runtime.functions import Functions, chunk_size
 
 
-def manifest(*functions: tuple[str, int, int, int]) -> dict:
+def manifest(*functions: tuple[str, int, int, int], kind: str = "vulkan") -> dict:
     return {
-        "functions": {n: {"rows": rows, "single": single, "logits": logits} for n, rows, single, logits in functions}
+        "target": {"kind": kind},
+        "functions": {n: {"rows": rows, "single": single, "logits": logits} for n, rows, single, logits in functions},
     }
 
 
@@ -42,6 +43,13 @@ def test_smallest_function_that_holds_a_step():
 )  # fmt: skip
 def test_chunks_leave_little_of_a_function_empty(tokens, expected):
     assert steps(tokens, GPU.chunk_sizes) == expected
+
+
+def test_the_cpu_computes_a_chunk_in_one_step():
+    """Its kernels leave out rows that are not live: four tokens took four steps of one."""
+    cpu = Functions(manifest(("decode", 1, 1, 1), ("prefill_512", 512, 0, 1), ("score_64", 64, 0, 64), kind="cpu"))
+    assert [steps(tokens, cpu.chunk_sizes) for tokens in (1, 4, 400, 513)] == [[1], [4], [400], [512, 1]]
+    assert cpu.of(0, 4).name == "prefill_512" and cpu.of(0, 1).name == "decode"
 
 
 def test_chunks_of_many_sizes():

@@ -34,6 +34,8 @@ from mlc_amd.schedules.gpu.norm import layer_norm, quantize, rms_norm
 from mlc_amd.schedules.gpu.planes import padded
 from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.step import kernel
+from mlc_amd.tools.reference import operators
+from mlc_amd.tools.reference.case import Case as Call
 
 TOLERANCE = 2e-5  # of the largest result
 
@@ -122,8 +124,11 @@ def test_gemv_of_a_norm(profile, k):
     execute(gemv.linear(segments, k, 1, "rows", (False, False), False, profile, "linear"), apart, profile)
     plan = Plan(2, 4, 64, 1)
     execute(gemv.linear(segments, k, 1, "rows", (False, False), False, profile, "linear", plan, 1e-5), arrays, profile)
+    args = {"segments": segments, "biases": (False, False), "k": k, "m": 1, "layout": "rows", "eps": 1e-5}
+    expected = operators.results(Call("linear", args, arrays, "gpu", np.arange(1)))
     for i, (_, n) in enumerate(segments):  # sums of squares differ in their order: some codes by one
         assert error(arrays[f"Y{i}"][:, :n], apart[f"Y{i}"][:, :n].astype(np.float64)) < 2e-3
+        assert error(arrays[f"Y{i}"][:, :n], expected[f"Y{i}"].value) < 2e-3  # selftest's reference
 
 
 def test_gate_up_of_a_norm(profile):

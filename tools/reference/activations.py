@@ -53,13 +53,25 @@ def read(layout: str, arrays: dict[str, np.ndarray], suffix: str = "", rows: np.
     return found.reshape(x.shape)
 
 
+def _blocks(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(q int8 [m, blocks, 32], d float32 [m, blocks]) of x [m, k]."""
+    blocks = x.reshape(len(x), -1, BLOCK).astype(np.float32)
+    d = np.abs(blocks).max(-1) / np.float32(127)
+    q = np.rint(np.divide(blocks, d[..., None], out=np.zeros_like(blocks), where=d[..., None] > 1e-32))
+    return q.astype(np.int8), d
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """x [m, k] as int8 blocks hold it, float32."""
+    q, d = _blocks(x)
+    return (q * d[..., None]).reshape(x.shape)
+
+
 def write(layout: str, x: np.ndarray, arrays: dict[str, np.ndarray], suffix: str, rows: np.ndarray) -> None:
     """Writes x [len(rows), k] to these rows of the parameters A and S; of S the scales, which is all that `read`
     needs."""
     name, _, number = layout.partition(":")
-    blocks = x.reshape(len(x), -1, BLOCK).astype(np.float32)
-    d = np.abs(blocks).max(-1) / np.float32(127)
-    q = np.rint(np.divide(blocks, d[..., None], out=np.zeros_like(blocks), where=d[..., None] > 1e-32)).astype(np.int8)
+    q, d = _blocks(x)
     if name == "rows":
         arrays["A" + suffix][rows], arrays["S" + suffix][rows, :, 0] = q, d
     else:

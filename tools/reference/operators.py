@@ -12,7 +12,7 @@ import numpy as np
 from mlc_amd.runtime.sampling_layout import FIELDS, LOGPROB
 from mlc_amd.schedules.attention import Attention, Rope, described
 from mlc_amd.schedules.rows import output_rows
-from mlc_amd.tools.reference import experts, states, weights
+from mlc_amd.tools.reference import activations, experts, states, weights
 from mlc_amd.tools.reference.attention import (
     CACHES,
     attention_reference,
@@ -78,10 +78,10 @@ def _quantize(c: Case) -> dict[str, Result]:
 
 
 def _activations(c: Case) -> np.ndarray:
-    """Of a linear layer: those that it reads, or the norm that it computes."""
+    """Of a linear layer: those that it reads, or the norm that it computes, as the int8 blocks that it makes of it."""
     if (eps := c.args.get("eps")) is None:
         return c.read(c.rows)
-    return rms(c.arrays["X"][c.rows], eps) * c.arrays["G"][: c.args["k"]]
+    return activations.rounded(rms(c.arrays["X"][c.rows], eps) * c.arrays["G"][: c.args["k"]])
 
 
 def _linear(c: Case) -> dict[str, Result]:
