@@ -14,6 +14,7 @@ from vulkan_harness import gpu
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.devices.hip.device import HipDevice
+from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.measure.timing import Bench
 from mlc_amd.runtime.measure.vulkan import VulkanBackend
 from mlc_amd.tools import amdgpu, cli, selftest_kernels, selftest_model
@@ -213,6 +214,19 @@ def test_other_weights_are_found(artifact, damaged):
     device = open_device(made)
     fine, other = (selftest_model.logits(device, decoding(one)) for one in (made, damaged(change)))
     assert fine["problem"] is None and other["problem"].startswith("logits of ")
+
+
+def test_experts_of_random_weights_need_not_agree(compiled_for, monkeypatch):
+    """Rounding changes their choice; other models' functions agree, or it is a problem."""
+    with Engine.load(compiled_for("cpu", "native", ("qwen3moe", "q4_k"), 64)) as engine:
+        assert selftest_model.agreement(engine)["deviation"] <= 1
+        score = engine.score
+        monkeypatch.setattr(engine, "score", lambda ids: score(ids)[::-1])
+        found = selftest_model.agreement(engine)
+        assert found["problem"] and not found["note"]
+        engine.artifact.manifest["weights"] = "random"
+        found = selftest_model.agreement(engine)
+        assert not found["problem"] and "experts" in found["note"]
 
 
 def test_on_the_cpu(compiled, capsys):

@@ -209,7 +209,12 @@ def _checks(found: dict) -> list[tuple[str, str]]:
             else f"ok, {replays['rounds']} rounds of {len(replays['functions'])} functions",
         ),
         ("logits", logits["problem"] or logits["note"] or f"ok, {_number(worst, '.0%')} of what may differ"),
-        ("functions agree", agreement["problem"] or f"ok, {_number(agreement['deviation'], '.0%')} of what may differ"),
+        (
+            "functions agree",
+            agreement["problem"]
+            or agreement["note"]
+            or f"ok, {_number(agreement['deviation'], '.0%')} of what may differ",
+        ),
         ("device", f"{found['device']['name']}, {found['device']['driver']}"),
         ("all", "passed" if found["passed"] else "FAILED"),
     ]

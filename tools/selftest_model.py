@@ -136,9 +136,14 @@ def logits(device, artifact, always: bool = False) -> dict:
         }
         for step, rows, wanted in zip(sequence, found, expected, strict=True)
     ]
-    wrong = _wrong(told, mixture=any(entry["operator"] in ROUTERS for entry in artifact.manifest["kernels"]))
+    wrong = _wrong(told, mixture=_mixture(artifact.manifest))
     problem = f"logits of {', '.join(wrong)} are wrong" if wrong else None
     return {"steps": told, "problem": problem, "note": None}
+
+
+def _mixture(manifest: dict) -> bool:
+    """Whether the model is a mixture of experts."""
+    return any(entry["operator"] in ROUTERS for entry in manifest["kernels"])
 
 
 def _wrong(told: list[dict], mixture: bool) -> list[str]:
@@ -155,18 +160,23 @@ def _wrong(told: list[dict], mixture: bool) -> list[str]:
 
 
 def agreement(engine) -> dict:
-    """{"deviation", "problem"}: the logits of the same tokens, computed by prefill and decode and by the function that
-    gives all: different kernels of one model."""
-    count = min(PROMPT, engine.context)
+    """{"deviation", "problem", "note"}: the logits of the same tokens, computed by prefill and decode and by the
+    function that gives all: different kernels of one model. note: why a deviation says nothing. Random weights choose
+    experts with little difference between them, so that rounding changes the choice, layer after layer: on an H200, two
+    ways of decoding that differ in the last bits of activations gave logits 0.2 of their range apart (GLM 4.7 Flash).
+    """
+    manifest, count = engine.artifact.manifest, min(PROMPT, engine.context)
     ids = np.random.default_rng(2).integers(0, engine.vocab, count)
     engine.reset()
     rows = [engine.prefill(ids[: count - DECODED]), *(engine.decode(token) for token in ids[count - DECODED :])]
     engine.reset()
     deviation = _apart(np.array(rows), engine.score(ids)[count - DECODED - 1 :])
     engine.reset()
-    fine = deviation is not None and deviation <= 1
-    problem = None if fine else "decode and prefill give other logits than the function for all logits"
-    return {"deviation": deviation, "problem": problem}
+    if deviation is not None and (deviation <= 1 or (manifest["weights"] == "random" and _mixture(manifest))):
+        note = None if deviation <= 1 else "experts of random weights: the choice depends on rounding"
+        return {"deviation": deviation, "problem": None, "note": note}
+    problem = "decode and prefill give other logits than the function for all logits"
+    return {"deviation": deviation, "problem": problem, "note": None}
 
 
 def _apart(found: np.ndarray, expected: np.ndarray) -> float | None:
