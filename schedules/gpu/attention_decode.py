@@ -26,6 +26,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.attention import SLOTS, Attention, Rope
 from mlc_amd.schedules.gpu.attention_join import Join, max_splits, scratch_args
+from mlc_amd.schedules.gpu.attention_own import add_row, earlier_rows, rounded, start_with_own
 from mlc_amd.schedules.gpu.attention_rows import STEP
 from mlc_amd.schedules.gpu.attention_rows_vulkan import query_dtype, rows_of, waves_of
 from mlc_amd.schedules.gpu.attention_step import SCRATCH, Step, attention_step
@@ -42,21 +43,16 @@ from mlc_amd.schedules.gpu.cache import (
 )
 from mlc_amd.schedules.gpu.device import (
     WAVE_SHARED,
-    dot2,
     each,
-    exp2,
-    fma,
     launch,
     uniform,
     wave_max,
-    wave_meets,
-    wave_min,
     wave_scan,
     wave_sum,
 )
-from mlc_amd.schedules.gpu.registers import at, lane_of, opaque, put
+from mlc_amd.schedules.gpu.registers import opaque
 from mlc_amd.schedules.gpu.rope_kv_write import rope_args, rotated, value_scale
-from mlc_amd.schedules.gpu.softmax import MAX_GROUP, P_SHIFT, group_of, output_args, sinks_arg, soft_cap
+from mlc_amd.schedules.gpu.softmax import MAX_GROUP, group_of, output_args, sinks_arg
 from mlc_amd.schedules.gpu.step import kernel, opaque_zero, state_arg
 
 
@@ -227,7 +223,7 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1, r
         position, slot = clamped_position(places, token, ctx), row_slot(places, token)
         seen, earlier = visible(attention, position, own=not own_apart), 0
         if own_apart and m > 1:
-            earlier = _earlier_rows(arch, places, token, slot, lane)
+            earlier = earlier_rows(arch, places, token, slot, lane)
             seen = seen._replace(end=T.Bind(T.max(position - earlier, T.int32(0))))
         steps, first_step = seen.end_block(size), seen.first_block(size)
         if works is None:
@@ -256,7 +252,7 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1, r
                     first = T.Bind((wave == 0) & (split == 0))
                     with T.If(first), T.Then():
                         scale = value_scale(arch, step.Q.V, token, kv, lane, d, rope)
-                        _start_with_own(rows, queries, own_key, step.Q.V, scale, kv, token)
+                        start_with_own(rows, queries, own_key, step.Q.V, scale, kv, token)
                     if m > 1:
                         others = earlier if seen.first is None else T.min(earlier, position - seen.first)
                         others = T.Bind(T.Select(split == 0, others, T.int32(0)))
@@ -267,7 +263,7 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1, r
                             back = T.Bind(1 + wave + i * takers)
                             place = T.Bind(token - back), T.Bind(T.max(position - back, T.int32(0)))
                             buffer = keys, T.Bind(wave * d) if takers > 1 else 0
-                            _add_row(rows, queries, buffer, step.Q, rope, kv, place)
+                            add_row(rows, queries, buffer, step.Q, rope, kv, place)
             else:
                 _load_queries(splits, d, step.Q, queries, token, part, wave * arch.wave + lane)
             with T.serial(mine) as i:
@@ -341,18 +337,12 @@ def _rotate(arch, attention, splits, sources, rope, buffers, place, position, wa
         row = T.Bind(i * splits.waves + wave)
         with T.If(row < group), T.Then():
             for valid, values in rotated(arch, Q, token, (part * group + row) * d, CS, position, QN, lane, d, rope):
-                store_valid(valid, queries, [((row, e), _rounded(y * scale, queries)) for e, y in values])
+                store_valid(valid, queries, [((row, e), rounded(y * scale, queries)) for e, y in values])
     if own_key is None:
         return
     with T.If(wave == splits.waves - 1), T.Then():
         for valid, values in rotated(arch, K, token, kv * d, CS, position, KN, lane, d, rope):
-            store_valid(valid, own_key, [((e,), _rounded(y, own_key)) for e, y in values])
-
-
-def _rounded(x, buffer):
-    """The float32 x as float16, in the type of the buffer."""
-    half = T.cast(x, "float16")
-    return half if str(buffer.dtype) == "float16" else T.cast(half, "float32")
+            store_valid(valid, own_key, [((e,), rounded(y, own_key)) for e, y in values])
 
 
 def _real(x):
@@ -374,77 +364,3 @@ def _load_queries(splits, d, Qo, queries, token, part, tid):
                 )
             ],
         )
-
-
-def _earlier_rows(arch, places, token, slot, lane):
-    """How many rows right before row `token` are of its sequence."""
-    m, first = int(places.shape[0]), token
-    for start in range(0, m, arch.wave):
-        row = T.Bind(T.min(start + lane, T.int32(m - 1)))
-        same = (row < token) & (row_slot(places, row) == slot)
-        first = T.Bind(T.min(first, wave_min(arch, T.Bind(T.Select(same, row, token)))))
-    return T.Bind(token - first)
-
-
-def _scores(rows, queries, key, begin=0):
-    """Yields the score of each row with a key in shared memory, from element `begin` on, in all lanes."""
-    arch, d = rows.arch, rows.d
-
-    def part(r):
-        """What this lane has of the row's score."""
-        score = T.float32(0)
-        for first in range(0, d // 2, arch.wave):
-            pair = T.Bind(T.min(first + rows.lane, T.int32(d // 2 - 1)))
-            product = _product(arch, queries[r, at(pair * 2, 2)], key[at(begin + pair * 2, 2)])
-            score = score + T.Select(first + rows.lane < d // 2, product, T.float32(0))
-        return T.Bind(score)
-
-    for score in rows.sums(part(r) for r in range(rows.count)):
-        yield soft_cap(rows.attention, score)
-
-
-def _values(rows, V, row, scale, kv):
-    """Yields this lane's elements of a row's value, rounded to float16. scale: None is 1."""
-    for x in range(rows.columns):
-        value = V[row, kv * rows.d + rows.column(x)]
-        value = value if scale is None else value * scale
-        yield T.cast(T.cast(value, "float16"), "float32")
-
-
-def _start_with_own(rows, queries, own_key, V, scale, kv, token):
-    """The rows' state behind the token's own key, whose weight is 1. scale: of the value, None is 1."""
-    for r, score in enumerate(_scores(rows, queries, own_key)):
-        put(rows.top, score, r)
-        put(rows.total, T.Select(rows.lane == 0, T.float32(2**P_SHIFT), T.float32(0)), r)
-    for x, value in enumerate(_values(rows, V, token, scale, kv)):
-        value = T.Bind(value * T.float32(2**P_SHIFT))
-        for r in range(rows.count):
-            put(rows.out, value, r * rows.columns + x)
-
-
-def _add_row(rows, queries, buffer, sources, rope, kv, place):
-    """Adds the key and the value of another row of the step to the rows' state. buffer: (shared memory, where the
-    wave's own part of it begins); place: (row, its position)."""
-    arch, (_, K, V, _, KN, CS), (keys, begin), (row, position) = rows.arch, sources, buffer, place
-    for valid, values in rotated(arch, K, row, kv * rows.d, CS, position, KN, rows.lane, rows.d, rope):
-        store_valid(valid, keys, [((begin + e,), _rounded(y, keys)) for e, y in values])
-    wave_meets(arch)
-    weights = []
-    for r, score in enumerate(_scores(rows, queries, keys, begin)):
-        weight = opaque(exp2(score - rows.rescale(r, score) + T.float32(P_SHIFT)))
-        put(rows.total, rows.total[r] + T.Select(rows.lane == 0, weight, T.float32(0)), r)
-        weights.append(weight)
-    scale = value_scale(arch, V, row, kv, rows.lane, rows.d, rope)
-    for x, value in enumerate(_values(rows, V, row, scale, kv)):
-        value = T.Bind(value)
-        for r, weight in enumerate(weights):
-            put(rows.out, fma(value, weight, rows.out[r * rows.columns + x]), r * rows.columns + x)
-    wave_meets(arch)
-
-
-def _product(arch, x, y):
-    """x . y of two pairs of float16 or of float32."""
-    if str(x.ty) == "float16x2":
-        return dot2(arch, *(T.reinterpret("uint32", pair) for pair in (x, y)), T.float32(0))
-    x, y = ([lane_of(pair, i) for i in range(2)] for pair in (T.Bind(x), T.Bind(y)))
-    return fma(x[1], y[1], x[0] * y[0])

@@ -1,0 +1,91 @@
+"""What rows of decode attention (`attention_decode.py`) add to their softmax that is not in the cache yet: their own
+key and value, and those of rows before them in the same step that are of the same sequence.
+"""
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu.cache import row_slot, store_valid
+from mlc_amd.schedules.gpu.device import dot2, exp2, fma, wave_meets, wave_min
+from mlc_amd.schedules.gpu.registers import at, lane_of, opaque, put
+from mlc_amd.schedules.gpu.rope_kv_write import rotated, value_scale
+from mlc_amd.schedules.gpu.softmax import P_SHIFT, soft_cap
+
+
+def rounded(x, buffer):
+    """The float32 x as float16, in the type of the buffer."""
+    half = T.cast(x, "float16")
+    return half if str(buffer.dtype) == "float16" else T.cast(half, "float32")
+
+
+def earlier_rows(arch, places, token, slot, lane):
+    """How many rows right before row `token` are of its sequence."""
+    m, first = int(places.shape[0]), token
+    for start in range(0, m, arch.wave):
+        row = T.Bind(T.min(start + lane, T.int32(m - 1)))
+        same = (row < token) & (row_slot(places, row) == slot)
+        first = T.Bind(T.min(first, wave_min(arch, T.Bind(T.Select(same, row, token)))))
+    return T.Bind(token - first)
+
+
+def _scores(rows, queries, key, begin=0):
+    """Yields the score of each row with a key in shared memory, from element `begin` on, in all lanes."""
+    arch, d = rows.arch, rows.d
+
+    def part(r):
+        """What this lane has of the row's score."""
+        score = T.float32(0)
+        for first in range(0, d // 2, arch.wave):
+            pair = T.Bind(T.min(first + rows.lane, T.int32(d // 2 - 1)))
+            product = _product(arch, queries[r, at(pair * 2, 2)], key[at(begin + pair * 2, 2)])
+            score = score + T.Select(first + rows.lane < d // 2, product, T.float32(0))
+        return T.Bind(score)
+
+    for score in rows.sums(part(r) for r in range(rows.count)):
+        yield soft_cap(rows.attention, score)
+
+
+def _values(rows, V, row, scale, kv):
+    """Yields this lane's elements of a row's value, rounded to float16. scale: None is 1."""
+    for x in range(rows.columns):
+        value = V[row, kv * rows.d + rows.column(x)]
+        value = value if scale is None else value * scale
+        yield T.cast(T.cast(value, "float16"), "float32")
+
+
+def start_with_own(rows, queries, own_key, V, scale, kv, token):
+    """The rows' state behind the token's own key, whose weight is 1. scale: of the value, None is 1."""
+    for r, score in enumerate(_scores(rows, queries, own_key)):
+        put(rows.top, score, r)
+        put(rows.total, T.Select(rows.lane == 0, T.float32(2**P_SHIFT), T.float32(0)), r)
+    for x, value in enumerate(_values(rows, V, token, scale, kv)):
+        value = T.Bind(value * T.float32(2**P_SHIFT))
+        for r in range(rows.count):
+            put(rows.out, value, r * rows.columns + x)
+
+
+def add_row(rows, queries, buffer, sources, rope, kv, place):
+    """Adds the key and the value of another row of the step to the rows' state. buffer: (shared memory, where the
+    wave's own part of it begins); place: (row, its position)."""
+    arch, (_, K, V, _, KN, CS), (keys, begin), (row, position) = rows.arch, sources, buffer, place
+    for valid, values in rotated(arch, K, row, kv * rows.d, CS, position, KN, rows.lane, rows.d, rope):
+        store_valid(valid, keys, [((begin + e,), rounded(y, keys)) for e, y in values])
+    wave_meets(arch)
+    weights = []
+    for r, score in enumerate(_scores(rows, queries, keys, begin)):
+        weight = opaque(exp2(score - rows.rescale(r, score) + T.float32(P_SHIFT)))
+        put(rows.total, rows.total[r] + T.Select(rows.lane == 0, weight, T.float32(0)), r)
+        weights.append(weight)
+    scale = value_scale(arch, V, row, kv, rows.lane, rows.d, rope)
+    for x, value in enumerate(_values(rows, V, row, scale, kv)):
+        value = T.Bind(value)
+        for r, weight in enumerate(weights):
+            put(rows.out, fma(value, weight, rows.out[r * rows.columns + x]), r * rows.columns + x)
+    wave_meets(arch)
+
+
+def _product(arch, x, y):
+    """x . y of two pairs of float16 or of float32."""
+    if str(x.ty) == "float16x2":
+        return dot2(arch, *(T.reinterpret("uint32", pair) for pair in (x, y)), T.float32(0))
+    x, y = ([lane_of(pair, i) for i in range(2)] for pair in (T.Bind(x), T.Bind(y)))
+    return fma(x[1], y[1], x[0] * y[0])
