@@ -17,14 +17,14 @@ import test_gpu_gemv
 import test_gpu_gemv_matrix
 import test_gpu_sample
 import test_rocm_codegen
-from attention_cases import check_output, outputs, pack
+from attention_cases import Case, Rows, check_attention, check_output, outputs, pack
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.kv_pool import ONE_SEQUENCE, KvSize
-from mlc_amd.schedules.attention import SLOTS, Attention
+from mlc_amd.schedules.attention import SLOTS, Attention, Rope
 from mlc_amd.schedules.gpu import gemv_matrix
 from mlc_amd.schedules.gpu.arch import resolve
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
@@ -118,6 +118,15 @@ class OnArch(Emulated):
     def test_barrier_and_shuffles(self):
         test_rocm_codegen.test_barrier(resolve(self.arch), 3)
         test_rocm_codegen.test_shuffles(resolve(self.arch), np.float32)
+
+    @pytest.mark.full
+    def test_rows_rotate_in_their_attention(self):
+        """Rows of several sequences, and several of one, whose keys are written in the same launch."""
+        states = Rows((0, 200, 3)), Rows((70,), (125, 5))
+        case = Case(4, 2, 64, m=8, layout="rows", several=8, rope=Rope(True, 64, 1e-6), states=states)
+        kernel = attention_decode(case.layer, case.layout, resolve(self.arch), "a", case.rope, m=case.m)
+        module = compile_hsaco({"a": kernel}, resolve(self.arch))
+        check_attention(case, lambda arrays: emulate(module, "a", arrays))
 
     def test_attention_splits_may_arrive_in_any_order(self):
         """Decode attention's workgroups under way together: whichever comes last joins the same results."""
