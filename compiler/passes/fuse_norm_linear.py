@@ -1,20 +1,18 @@
 """linear(rms_norm(x)), or gate_up of it, becomes one operator that computes the norm for itself, for targets whose
 kernels do: where all that reads the norm can, so that it is no launch of its own any more."""
 
-from typing import Any
-
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mlc_amd.compiler import ops
+from mlc_amd.compiler.passes.rewrite import bound_in, each_function
 
 READERS = ("linear", "gate_up")
 
 
 def _norms_of_readers(func, target) -> dict[relax.Call, relax.Call]:
     """Linears and gate_ups that compute their norm, with it."""
-    bound: dict[Any, Any] = {binding.var: binding.value for block in func.body.blocks for binding in block.bindings}
-    readers: dict[Any, list] = {}  # of each variable
+    bound, readers = bound_in(func), {}  # readers: of each variable
 
     def note(value):
         relax.analysis.post_order_visit(
@@ -47,7 +45,4 @@ class _Fuser(PyExprMutator):
 
 
 def fuse_norm_linear(mod, target):
-    for gv, func in mod.functions.items():
-        if isinstance(func, relax.Function):
-            mod[gv] = _Fuser(mod, _norms_of_readers(func, target)).visit_expr(func)
-    return relax.transform.DeadCodeElimination()(mod)
+    return each_function(mod, lambda func: _Fuser(mod, _norms_of_readers(func, target)).visit_expr(func))

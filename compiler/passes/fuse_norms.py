@@ -6,6 +6,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.nodes import fields_of
+from mlc_amd.compiler.passes.rewrite import each_function
 
 NORMS = ("rms_norm", "layer_norm")
 
@@ -49,7 +50,4 @@ class _Fuser(PyExprMutator):
 
 
 def fuse_norms(mod):
-    for gv, func in mod.functions.items():
-        if isinstance(func, relax.Function):
-            mod[gv] = _Fuser(mod, _pairs(func)).visit_expr(func)
-    return relax.transform.DeadCodeElimination()(mod)
+    return each_function(mod, lambda func: _Fuser(mod, _pairs(func)).visit_expr(func))

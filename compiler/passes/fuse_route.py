@@ -8,12 +8,13 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.nodes import fields_of
+from mlc_amd.compiler.passes.rewrite import bound_in, each_function
 from mlc_amd.schedules.formats import FORMATS
 
 
 def _chains(func) -> list[tuple[relax.Call, relax.Call, relax.Call]]:
     """(norm, linear, route) whose intermediate results are float32."""
-    bound: dict[Any, Any] = {binding.var: binding.value for block in func.body.blocks for binding in block.bindings}
+    bound = bound_in(func)
     found = []
     for route in bound.values():
         if ops.name_of(route) != "route" or ops.shape_of(route.args[1])[0] != 1:
@@ -74,7 +75,4 @@ class _Fuser(PyExprMutator):
 def fuse_route(mod, target):
     if not target.fuses_route:
         return mod
-    for gv, func in mod.functions.items():
-        if isinstance(func, relax.Function):
-            mod[gv] = _Fuser(mod, _chains(func)).visit_expr(func)
-    return relax.transform.DeadCodeElimination()(mod)
+    return each_function(mod, lambda func: _Fuser(mod, _chains(func)).visit_expr(func))

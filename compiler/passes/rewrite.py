@@ -2,9 +2,11 @@
 
 A rule gets the call (its arguments already rewritten) and `producer`, which gives the expression that a variable is
 bound to, and returns the new expression or None. What a rewrite leaves unused goes away with dead code elimination.
+`each_function` and `bound_in` are for passes that must see a whole function before they rewrite it.
 """
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import tvm
 from tvm import relax
@@ -26,6 +28,20 @@ class _Rewriter(PyExprMutator):
 
     def _producer(self, value):
         return self.lookup_binding(value) if isinstance(value, relax.Var) else None
+
+
+def bound_in(func: relax.Function) -> dict[Any, Any]:
+    """Variable to what it is bound to, in a Relax function."""
+    blocks: Any = func.body
+    return {binding.var: binding.value for block in blocks.blocks for binding in block.bindings}
+
+
+def each_function(mod: tvm.IRModule, rewritten: Callable[[relax.Function], Any]) -> tvm.IRModule:
+    """Replaces every Relax function, and removes what is no longer used."""
+    for gv, func in functions(mod).items():
+        if isinstance(func, relax.Function):
+            mod[gv] = rewritten(func)
+    return relax.transform.DeadCodeElimination()(mod)
 
 
 def rewrite(mod: tvm.IRModule, rule) -> tvm.IRModule:
