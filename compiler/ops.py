@@ -96,11 +96,32 @@ def normed(call) -> bool:
     return "eps" in call.attrs.keys()  # noqa: SIM118 (not a dict)
 
 
+def completes_norm(call) -> bool:
+    """Whether a linear or gate_up completes the norm of its input."""
+    return "norm_in" in call.attrs.keys()  # noqa: SIM118 (not a dict)
+
+
+def prepares_norm(call) -> bool:
+    """Whether a linear prepares the norm of its result."""
+    return "norm_out" in call.attrs.keys()  # noqa: SIM118 (not a dict)
+
+
+def gives_scale(call) -> bool:
+    """Whether an rms_norm gives its scales, too."""
+    return "scale_out" in call.attrs.keys()  # noqa: SIM118 (not a dict)
+
+
+def _with(ty, *more):
+    """The type of an operator's result with other outputs behind it."""
+    return relax.TupleType([*parts_of(ty), *more]) if more else ty
+
+
 def _rms_norm(call, bb):
     m, k = shape_of(call.args[1])
     rows = output_rows(str(call.attrs["rows"]), m)
-    ty = layout_type(rows, k, str(call.attrs["layout"]))
-    return relax.TupleType([*parts_of(ty), tensor_type((rows, k))]) if gives_both(call) else ty
+    both = [tensor_type((rows, k))] if gives_both(call) else []
+    scales = [tensor_type((rows,))] if gives_scale(call) else []
+    return _with(layout_type(rows, k, str(call.attrs["layout"])), *both, *scales)
 
 
 def _quantize(call, bb):
@@ -109,12 +130,19 @@ def _quantize(call, bb):
 
 
 def _linear(call, bb):
-    types = [tensor_type((int(call.attrs["m"]), padded(int(n)))) for n in call.attrs["n"]]
+    m, n = int(call.attrs["m"]), [int(n) for n in call.attrs["n"]]
+    types = [tensor_type((m, padded(each))) for each in n]
+    if prepares_norm(call):
+        types += [layout_type(m, n[0], "lanes"), tensor_type((m, n[0] // 16))]
+    if completes_norm(call):
+        types.append(tensor_type((m,)))
     return types[0] if len(types) == 1 else relax.TupleType(types)
 
 
 def _gate_up(call, bb):
-    return layout_type(int(call.attrs["m"]), int(call.attrs["n"]), str(call.attrs["layout"]))
+    m, n = int(call.attrs["m"]), int(call.attrs["n"])
+    scales = [tensor_type((m,))] if completes_norm(call) else []
+    return _with(layout_type(m, n, str(call.attrs["layout"])), *scales)
 
 
 def _rope_kv_write(call, bb):
@@ -243,7 +271,7 @@ OPS = {
     "rms_norm": (
         _rms_norm,
         "x / rms(x) * g: (x, g); eps, rows (of the result: schedules/rows.py), layout (of the result), both: behind "
-        "its parts there is the float32 result",
+        "its parts there is the float32 result, scale_out: at the end 1 / rms(x)",
     ),
     "layer_norm": (
         _layer_norm,
@@ -253,7 +281,9 @@ OPS = {
     "linear": (
         _linear,
         "x W^T for each W: (x, weights.., biases.., residual?); formats, n, biases, residual, k, m, layout (of x), "
-        "exact (x stays float32); eps: of rms_norm(x, g), and g follows x",
+        "exact (x stays float32); eps: of rms_norm(x, g), and g follows x. norm_in: eps of a norm that it completes: "
+        "squares and scale follow x, and the norm's scales its results; norm_out: it prepares one: g and scale behind "
+        "all others, x * g and squares behind its result (schedules/gpu/deferred_norm.py)",
     ),
     "head_linear": (
         _head_linear,
@@ -262,8 +292,8 @@ OPS = {
     ),
     "gate_up": (
         _gate_up,
-        "act(x G^T) * (x U^T): (x, G, U); formats, n, k, m, act, layout_in (of x), layout (of the result), eps as of "
-        "linear",
+        "act(x G^T) * (x U^T): (x, G, U); formats, n, k, m, act, layout_in (of x), layout (of the result), eps and "
+        "norm_in as of linear",
     ),
     "rope_kv_write": (
         _rope_kv_write,

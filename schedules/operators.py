@@ -173,15 +173,18 @@ _ACT = Slot("input", ("A", "S", "X", "H"))  # in any layout of compiler/ops.py
 _OUT = Slot("output", ("A", "S", "X", "Y", "H", "O", "A_out", "S_out"))
 _CACHE = Slot("cache", ("Kc", "Vc", "Ks", "Vs"))
 _CHOICE = Slot("output", ("Ids", "Weights"))
+_SCALES = Slot("output", ("NewScale",))  # of a norm: schedules/gpu/deferred_norm.py
 _GROUPS = Slot("input", ("Groups",), slots=True)
 
 
 def _activations(args: dict) -> Iterator[Slot]:
-    """Of a linear layer. eps: it computes the norm of its input."""
+    """Of a linear layer. eps: it computes the norm of its input, norm_in: it completes that."""
     if args.get("eps") is None:
         yield _ACT
     else:
         yield from (Slot("input", ("X",)), Slot("weight", ("G",)))
+    if args.get("norm_in") is not None:
+        yield Slot("input", ("Squares", "Scale"))
 
 
 def _linear(args: dict) -> Iterator[Slot]:
@@ -193,8 +196,14 @@ def _linear(args: dict) -> Iterator[Slot]:
             yield Slot("weight", (f"bias{i}",))
     if args.get("residual"):
         yield Slot("input", ("R",))
+    if args.get("norm_out"):
+        yield from (Slot("weight", ("NG",)), Slot("input", ("NS",)))
     for i, (_, n) in enumerate(args["segments"]):
         yield Slot("output", (f"Y{i}",), columns=n)
+    if args.get("norm_out"):
+        yield Slot("output", ("Hn", "NewSquares"))
+    if args.get("norm_in") is not None:
+        yield _SCALES
 
 
 def _head_linear(args: dict) -> Iterator[Slot]:
@@ -209,6 +218,14 @@ def _gate_up(args: dict) -> Iterator[Slot]:
     yield Slot("weight", prefix="G_", matrix=(args["gate"], args["k"]))
     yield Slot("weight", prefix="U_", matrix=(args["up"], args["k"]))
     yield _OUT
+    if args.get("norm_in") is not None:
+        yield _SCALES
+
+
+def _rms_norm(args: dict) -> Iterator[Slot]:
+    yield from (_STATE, Slot("input", ("X",)), Slot("weight", ("G",)), _OUT)
+    if args.get("scale_out"):
+        yield _SCALES
 
 
 def _embed(args: dict) -> Iterator[Slot]:
@@ -362,7 +379,7 @@ def _scores(args: dict) -> tuple[int, int]:
 
 OPERATORS = {
     "embed": Operator(_embed),
-    "rms_norm": Operator(lambda args: (_STATE, Slot("input", ("X",)), Slot("weight", ("G",)), _OUT)),
+    "rms_norm": Operator(_rms_norm),
     "layer_norm": Operator(
         lambda args: (_STATE, Slot("input", ("X",)), Slot("weight", ("G", "B") if args["bias"] else ("G",)), _OUT)
     ),

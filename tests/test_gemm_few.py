@@ -14,9 +14,11 @@ from vulkan_harness import run
 
 from mlc_amd.runtime.devices.vulkan import fragments
 from mlc_amd.schedules.gpu import gemm, gemm_few
+from mlc_amd.schedules.gpu.deferred_norm import MARGIN
 from mlc_amd.schedules.gpu.gemm_few import FewGemm, FewTile
-from mlc_amd.schedules.gpu.pairs import in_lanes
+from mlc_amd.schedules.gpu.pairs import in_lanes, lanes_shape
 from mlc_amd.schedules.gpu.profiles import resolve
+from mlc_amd.tools.reference import activations
 
 LAVAPIPE = resolve("lavapipe")
 
@@ -54,6 +56,48 @@ def test_linear(name, modelled):
     kernel = gemm.linear([(fmt, n)], k, m, "lanes", (False,), False, LAVAPIPE, "k", tile)
     got = run(kernel, [state(m), in_lanes(x), *planes.values(), out], LAVAPIPE)[-1]
     assert error(got[:, :n], expected) < tolerance(fmt)
+
+
+@pytest.mark.parametrize("columns", sample([32, 192], [192]))
+def test_deferred_norm(columns, modelled):
+    """A layer prepares the norm of its result, and the next one completes it; both kernels against numpy."""
+    m, k, n, eps, rng = 3, 128, 16, 1e-5, np.random.default_rng(5)
+    x, residual = (rng.standard_normal((m, size), np.float32) for size in (k, columns))
+    residual *= 1000  # float16 would hold its square, if at all, badly
+    x, g = x.astype(np.float16), 1 + 0.1 * rng.standard_normal(columns).astype(np.float32)
+    before = (1 / np.sqrt((residual**2).mean(-1) + eps)).astype(np.float32)  # of the residual stream's norm before
+    planes, w = weights("q4_0", columns, k, 0)
+    lanes = lanes_shape(m, columns)
+    made = (
+        np.full((m, columns), np.nan, np.float32),
+        np.zeros(lanes, np.float16),
+        np.zeros((m, columns // 16), np.float32),
+    )
+    tile = FewTile(8, 16, 1, 1, -(-columns // 128))  # the model wants all subgroups to have as many groups of columns
+    first = gemm.linear(
+        [("q4_0", columns)], k, m, "lanes", (False,), True, LAVAPIPE, "k", FewTile(8, 16, 1, 1, 1), norm_out=True
+    )
+    inputs = [state(m), in_lanes(x), *planes.values(), residual, g, before]
+    y, h, squares = run(first, [*inputs, *made], LAVAPIPE)[-3:]
+    expected = x.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T + residual
+    assert error(y, expected) < tolerance("q4_0")
+    assert np.allclose(squares, (y.astype(np.float64) ** 2).reshape(m, -1, 16).sum(-1), rtol=1e-5)
+
+    planes, w = weights("q4_0", n, columns, 1)
+    second = gemm.linear([("q4_0", n)], columns, m, "lanes", (False,), False, LAVAPIPE, "k", tile, norm_in=eps)
+    out = np.full((m, n), np.nan, np.float32), np.full(m, np.nan, np.float32)
+    got, scale = run(second, [state(m), h, squares, before, *planes.values(), *out], LAVAPIPE)[-2:]
+    own = 1 / np.sqrt((y.astype(np.float64) ** 2).mean(-1) + eps)
+    assert np.allclose(scale, own, rtol=1e-5)
+    prepared = activations.read("lanes", {"H": h}, rows=np.arange(m))[:, :columns]
+    assert error(prepared, y * g * before[:, None] * MARGIN) < 2**-11  # float16
+    normed = prepared.astype(np.float64) / before[:, None] / MARGIN * own[:, None]
+    assert error(got, normed @ w.astype(np.float16).astype(np.float64).T) < tolerance("q4_0")
+
+
+def test_deferred_norms_are_of_few_tokens():
+    with pytest.raises(ValueError, match="few tokens"):
+        gemm.linear([("q4_0", 16)], 128, 64, "pairs", (False,), False, resolve("nvidia"), "k", norm_in=1e-5)
 
 
 # ---- which lane has what

@@ -8,6 +8,7 @@ from tvm import relax
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.codegen.cpu import CpuTarget
+from mlc_amd.compiler.codegen.gpu_target import DEFERRED_ROWS
 from mlc_amd.compiler.codegen.vulkan_target import VulkanTarget
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.models.build import FunctionSpec, build_module
@@ -25,6 +26,10 @@ def operators(model, m: int = 1, target=None) -> tuple[Counter, list]:
         if isinstance(b.value, relax.Call)
     ]
     return Counter(ops.name_of(call) or call.op.name for call in calls), calls
+
+
+def calls_of(calls, *names) -> list:
+    return [call for call in calls if ops.name_of(call) in names]
 
 
 @pytest.mark.parametrize("spec", ["tiny:q4_0", "tiny-qwen2:q4_k", "tiny-qwen3:q6_k"])
@@ -52,7 +57,27 @@ def test_norms_in_the_kernels_behind_them():
         "sample": 1,
     }  # fmt: skip
     assert sum(ops.normed(call) for call in calls if ops.name_of(call) in ("linear", "gate_up")) == 2 * layers
-    assert operators(model, 8, target)[0]["rms_norm"] == operators(model, target=VulkanTarget("rdna3"))[0]["rms_norm"]
+    # a chunk's last norm is of its last row, and so stays
+    several, more = operators(model, 8, target)[0], operators(model, DEFERRED_ROWS + 64, target)[0]
+    assert (several["rms_norm"], more["rms_norm"]) == (2, 2 * layers + 1)
+
+
+def test_norms_that_linears_prepare_and_complete():
+    """Each one is scaled like the norm before it: the first one's scales come from its own kernel."""
+    model, target = synthetic("tiny:q4_0"), VulkanTarget("nvidia")
+    _, calls = operators(model, 8, target)
+    first, *others = (call for call in calls if ops.name_of(call) == "rms_norm")
+    assert ops.gives_scale(first) and not any(map(ops.gives_scale, others))
+    layers = len(model.config.layers)
+    assert sum(map(ops.completes_norm, calls_of(calls, "linear", "gate_up"))) == 2 * layers - 1
+    prepared = [call for call in calls_of(calls, "linear") if ops.prepares_norm(call)]
+    assert len(prepared) == 2 * layers - 1 and all(int(call.attrs["residual"]) for call in prepared)
+    assert not any(map(ops.completes_norm, calls_of(operators(model, 8, VulkanTarget("rdna3"))[1], "linear")))
+
+
+def test_a_norm_that_a_router_reads_is_not_deferred():
+    _, calls = operators(architectures.tiny("qwen3moe", "q4_k"), 8, VulkanTarget("nvidia"))
+    assert not any(map(ops.prepares_norm, calls_of(calls, "linear")))
 
 
 def test_a_norm_that_others_read_stays_a_kernel():

@@ -41,6 +41,8 @@ SOME, SOME_TILE = 64, 16  # rows of a step, and the tile up to there
 # most experts once or twice, and matrix units would multiply tiles that are almost empty: by the static model of
 # gfx1100 and gfx942 that takes longer. On an H200 it does not.
 EXPERT_ROWS, FEWER_EXPERT_ROWS = 16, {"nvidia": FEW}
+# Tokens, at most, whose norms are shared out to the linears around them.
+DEFERRED_ROWS = 64
 
 
 class GpuTarget(Target):
@@ -141,6 +143,11 @@ class GpuTarget(Target):
         rows = [int(n) for n in a["n"]] if linear else int(a["n"])
         formats, k = [lookup(str(fmt)) for fmt in a["formats"]], int(a["k"])
         return all(gemv_norm.pays(gemv.workgroups(formats, rows, k, arch), k, arch) for arch in self.archs)
+
+    def defers_norm(self, call: relax.Call) -> bool:
+        a: Any = call.attrs
+        layout = str(a["layout" if ops.name_of(call) == "linear" else "layout_in"])
+        return layout == "lanes" and int(a["m"]) <= DEFERRED_ROWS
 
     def _call(self, bb, call):
         product = {"linear": self._product, "head_linear": self._head_product}.get(ops.name_of(call))

@@ -18,7 +18,8 @@ from mlc_amd.schedules.plans.workload import Workload
 # What kernels' builders take for arguments that a workload does not name.
 ATTENTION_DEFAULTS = {f.name: f.default for f in fields(Attention) if f.default is not MISSING}
 ROPE_DEFAULTS = {f.name: f.default for f in fields(Rope) if isinstance(f.default, bool)}
-EMBED_DEFAULTS, LINEAR_DEFAULTS, NORM_DEFAULTS = {"scale": 1.0}, {"eps": None}, {"both": False}
+EMBED_DEFAULTS, NORM_DEFAULTS = {"scale": 1.0}, {"both": False, "scale_out": False}
+LINEAR_DEFAULTS = {"eps": None, "norm_in": None, "norm_out": False}
 GATE_UP_DEFAULTS = {"act": "silu"} | LINEAR_DEFAULTS
 NOT_OF_ROPE = ("window", "chunk", "softcap", "sinks")
 
@@ -57,7 +58,7 @@ def _norm(call, more: dict) -> KernelCall:
     a, (m, k), name = call.attrs, shape_of(call.args[1]), ops.name_of(call)
     layout, rows, both = str(a["layout"]), str(a["rows"]), ops.gives_both(call)
     args = {"k": k, "m": m, "eps": float(a["eps"])} | more | {"layout": layout, "rows": rows}
-    args |= _differing({"both": both}, NORM_DEFAULTS)
+    args |= _differing({"both": both, "scale_out": ops.gives_scale(call)}, NORM_DEFAULTS)
     what = "_both" if both else "_quantize" if layout else ""
     which = "" if rows == "all" else f"_{rows.partition(':')[0]}"
     return KernelCall(f"{name}{what}_{k}_m{m}{which}", Workload(name, args))
@@ -75,7 +76,8 @@ def _linear(call) -> KernelCall:
     segments = [(str(f), int(n)) for f, n in zip(a["formats"], a["n"], strict=True)]
     biases = [bool(int(b)) for b in a["biases"]]
     # the operator takes weights, then biases; the kernel takes each bias after its weight
-    inputs, rest = list(call.args[: 2 + ops.normed(call)]), list(call.args[2 + ops.normed(call) :])
+    own = 2 + ops.normed(call) + 2 * ops.completes_norm(call)
+    inputs, rest = list(call.args[:own]), list(call.args[own:])
     weights, rest = rest[: len(segments)], rest[len(segments) :]
     ordered = [
         value
@@ -84,17 +86,21 @@ def _linear(call) -> KernelCall:
     ]
     label = f"linear_{'_'.join(dict.fromkeys(f for f, _ in segments))}_{sum(n for _, n in segments)}x{k}_m{m}"
     args = {"segments": segments, "k": k, "m": m, "layout": layout, "biases": biases, "residual": residual}
-    args |= _differing({"eps": _norm_eps(call)}, LINEAR_DEFAULTS)
+    args |= _differing(_norms(call), LINEAR_DEFAULTS)
     return KernelCall(_normed_label(call, label), Workload("linear", args), [*inputs, *ordered, *rest])
 
 
-def _norm_eps(call) -> float | None:
-    """That of the norm of a linear layer's input, if its kernel computes it."""
-    return float(call.attrs["eps"]) if ops.normed(call) else None
+def _norms(call) -> dict:
+    """The norms that a linear layer's kernel computes, completes or prepares."""
+    return {
+        "eps": float(call.attrs["eps"]) if ops.normed(call) else None,
+        "norm_in": float(call.attrs["norm_in"]) if ops.completes_norm(call) else None,
+        "norm_out": ops.prepares_norm(call),
+    }
 
 
 def _normed_label(call, label: str) -> str:
-    return f"rms_norm_{label}" if ops.normed(call) else label
+    return f"rms_norm_{label}" if ops.normed(call) or ops.completes_norm(call) else label
 
 
 def _head_linear(call) -> KernelCall:
@@ -111,7 +117,7 @@ def _gate_up(call) -> KernelCall:
     label = f"gate_up_{'_'.join(dict.fromkeys((gate, up)))}_{n}x{k}_m{m}"
     args = {"gate": gate, "up": up, "n": n, "k": k, "m": m}
     args |= {"layout_in": str(a["layout_in"]), "layout": str(a["layout"])}
-    args |= _differing({"act": str(a["act"]), "eps": _norm_eps(call)}, GATE_UP_DEFAULTS)
+    args |= _differing({"act": str(a["act"])} | _norms(call), GATE_UP_DEFAULTS)
     return KernelCall(_normed_label(call, label), Workload("gate_up", args))
 
 

@@ -126,6 +126,11 @@ class Target(ABC):
         """Whether the kernel of a linear or gate_up is to compute the norm of its input."""
         return False
 
+    def defers_norm(self, call: relax.Call) -> bool:
+        """Whether the kernel of a linear or gate_up is to prepare norms of its result and to complete those of its
+        input (compiler/passes/defer_norms.py)."""
+        return False
+
     def attention_workspace(
         self, attention: AttentionConfig, ctx: int, single: int
     ) -> dict[str, tuple[tuple[int, ...], str]]:

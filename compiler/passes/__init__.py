@@ -2,6 +2,7 @@
 
 from tvm import relax
 
+from mlc_amd.compiler.passes.defer_norms import defer_norms
 from mlc_amd.compiler.passes.fuse_gate_up import fuse_gate_up
 from mlc_amd.compiler.passes.fuse_norm_linear import fuse_norm_linear
 from mlc_amd.compiler.passes.fuse_norms import fuse_norms
@@ -24,4 +25,5 @@ def fuse(mod, target):
     mod = fuse_norms(mod)
     mod = fuse_route(mod, target)
     mod = fuse_norm_linear(mod, target)
-    return fuse_rope(mod, target)
+    mod = fuse_rope(mod, target)
+    return defer_norms(mod, target)

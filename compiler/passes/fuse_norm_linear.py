@@ -5,25 +5,17 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mlc_amd.compiler import ops
-from mlc_amd.compiler.passes.rewrite import bound_in, each_function
+from mlc_amd.compiler.passes.rewrite import bound_in, each_function, readers_in
 
 READERS = ("linear", "gate_up")
 
 
 def _norms_of_readers(func, target) -> dict[relax.Call, relax.Call]:
     """Linears and gate_ups that compute their norm, with it."""
-    bound, readers = bound_in(func), {}  # readers: of each variable
-
-    def note(value):
-        relax.analysis.post_order_visit(
-            value, lambda x: readers.setdefault(x, []).append(value) if isinstance(x, relax.Var) else None
-        )
-
-    for value in (*bound.values(), func.body.body):
-        note(value)
+    readers = readers_in(func)
     return {
         reader: norm
-        for var, norm in bound.items()
+        for var, norm in bound_in(func).items()
         if ops.name_of(norm) == "rms_norm" and str(norm.attrs["rows"]) == "all" and not ops.gives_both(norm)
         if all(ops.name_of(reader) in READERS and target.fuses_norm(reader) for reader in readers.get(var, ()))
         for reader in readers.get(var, ())

@@ -2,7 +2,7 @@
 
 A rule gets the call (its arguments already rewritten) and `producer`, which gives the expression that a variable is
 bound to, and returns the new expression or None. What a rewrite leaves unused goes away with dead code elimination.
-`each_function` and `bound_in` are for passes that must see a whole function before they rewrite it.
+`each_function`, `bound_in` and `readers_in` are for passes that must see a whole function before they rewrite it.
 """
 
 from collections.abc import Callable
@@ -34,6 +34,21 @@ def bound_in(func: relax.Function) -> dict[Any, Any]:
     """Variable to what it is bound to, in a Relax function."""
     blocks: Any = func.body
     return {binding.var: binding.value for block in blocks.blocks for binding in block.bindings}
+
+
+def readers_in(func: relax.Function) -> dict[Any, list]:
+    """Variable to the values that read it, what the function returns among them; once for each time."""
+    readers: dict[Any, list] = {}
+
+    def note(value):
+        relax.analysis.post_order_visit(
+            value, lambda x: readers.setdefault(x, []).append(value) if isinstance(x, relax.Var) else None
+        )
+
+    body: Any = func.body
+    for value in (*bound_in(func).values(), body.body):
+        note(value)
+    return readers
 
 
 def each_function(mod: tvm.IRModule, rewritten: Callable[[relax.Function], Any]) -> tvm.IRModule:

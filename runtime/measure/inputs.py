@@ -18,6 +18,7 @@ from mlc_amd.runtime.sampling_layout import LOGPROB, row_shapes
 
 BLOCK = 32  # columns that share a scale of int8 activations
 LINE = 64  # bytes; where planes begin in what they are drawn from
+POSITIVE = ("Squares", "Scale", "NS")  # names of inputs that are sums of squares or their roots
 SIGNATURE = 0xA5  # fill pattern of memory that must not be read, so that a read shows
 
 
@@ -77,6 +78,8 @@ def _input(param: Param, state) -> np.ndarray:
     values = _rng(param.name).standard_normal(param.shape, np.float32)
     if param.name == "Qo":  # rotated queries carry the softmax's scale, and its base is 2
         values *= np.float32(math.log2(math.e) / math.sqrt(param.shape[-1]))
+    if param.name in POSITIVE:
+        values = 1 + np.abs(values)
     return values.astype(param.numpy)
 
 

@@ -11,8 +11,9 @@ loads of one step can be in flight while the step before is multiplied:
     activations the same of activations that are float32 in their natural order
 
 Arithmetic is packed float16: a code in the low bits of 0x6400 reads as 1024 + code, from which the code that means 0 is
-subtracted exactly. The scale of a group of columns is computed in float32 and rounded once, and so is its minimum;
-value * scale + minimum is rounded once more. In total that is below 1 % of a quantization step.
+subtracted exactly. A nibble may stay in bits 4 to 7 of 0x5400, which reads as 64 + code. The scale of a group of
+columns is computed in float32 and rounded once, and so is its minimum; value * scale + minimum is rounded once more. In
+total that is below 1 % of a quantization step.
 """
 
 from tvm.tirx.script import builder as T
@@ -27,6 +28,8 @@ from mlc_amd.schedules.gpu.tables import values
 
 EXPONENT = 0x64006400  # of 1024.0 as float16, in both halves of a word
 EXPONENT_VALUE = 1024
+HIGH_EXPONENT = 0x54005400  # of 64.0, whose bits 4 to 7 count ones
+HIGH_EXPONENT_VALUE = 64
 SIGN = 0x80808080  # turns signed bytes into bytes that count from 128
 
 
@@ -89,9 +92,13 @@ def decoder(arch, fmt, fetched, block=0):
         minimums = _per_pair([factor * T.float32(zero) + low for factor, low in zip(factors, lows, strict=True)])
     factors = _per_pair(factors)
 
+    nibbles = list(codes) == ["Q4"]
+    offsets = [HIGH_EXPONENT_VALUE if nibbles and t % 2 else EXPONENT_VALUE for t in range(RUN // 2)]
+    zeros = vector([T.float16(offsets[i // 2] + zero) for i in range(RUN)])
+
     def run(j):
-        bits = vector([_fields(codes, j, t) for t in range(RUN // 2)])
-        value = T.reinterpret("float16x8", bits) - T.broadcast(T.float16(EXPONENT_VALUE + zero), RUN)
+        bits = _nibbles(codes["Q4"], j) if nibbles else [_fields(codes, j, t) for t in range(RUN // 2)]
+        value = T.reinterpret("float16x8", vector(bits)) - zeros
         return fma(value, factors, minimums) if fmt.minimum else T.Bind(value * factors)
 
     return run
@@ -134,6 +141,18 @@ def _fields(codes, j, t):
         found = word & T.uint32(0x00010001 * ((1 << bits) - 1 << filled)) | found
         filled += bits
     return T.Bind(found)
+
+
+def _nibbles(words, j):
+    """Four words, as of `_fields`, of codes that are nibbles only, but pairs 1 and 3 are 64 + the codes: one shift
+    instead of three."""
+    low = _chosen(words, j)
+    high = T.Bind(T.shift_right(low, T.uint32(8)))
+    return [
+        T.Bind(word & T.uint32(mask) | T.uint32(exponent))
+        for word in (low, high)
+        for mask, exponent in ((0x000F000F, EXPONENT), (0x00F000F0, HIGH_EXPONENT))
+    ]
 
 
 def _chosen(words, j):

@@ -11,7 +11,7 @@ from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu.activations import gated
 from mlc_amd.schedules.gpu.device import barrier, each, launch, rcp, rint, shuffle_xor, wave_max, wave_sum
 from mlc_amd.schedules.gpu.expert_gemm import expert_engine, tile_expert
-from mlc_amd.schedules.gpu.gemm import engine, span, token_tiles, views
+from mlc_amd.schedules.gpu.gemm import check_deferred, engine, factors_of, span, token_tiles, views
 from mlc_amd.schedules.gpu.linear_args import declare_gate_up
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.quantize import FIELDS, RUNS_OF, TINY, WIDTH, clamped, emit_store
@@ -81,12 +81,15 @@ class _Staged:
             )
 
 
-def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, tile=None, act="silu", of=None):
+def gate_up_swiglu(
+    fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, tile=None, act="silu", of=None, norm_in=None
+):
     """PrimFunc with the parameters of `linear_args`.
 
     The weights are f x k, f a multiple of 32. layout_in, k, m and tile: as for `gemm.linear`. layout: "half", "pairs",
     "lanes" (after cooperative matrices), "" or, where layout_in does not mean matrix units, "rows". act: a name of
-    `activations.py`. Token tiles without live tokens are left as they are. ValueError for what cannot share a launch.
+    `activations.py`. norm_in: as of `gemm.linear`. Token tiles without live tokens are left as they are. ValueError for
+    what cannot share a launch.
 
     of: a `Slots` of experts.py; the weights are stacks, and its slots stand in the place of tokens. Tiles without an
     expert are left as they are.
@@ -103,8 +106,10 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, til
         raise ValueError(
             f"{f} rows in layout {layout!r} from activations in layout {layout_in!r} do not make one launch"
         )
+    check_deferred(gemm, norm_in, 0)
     with kernel(name) as ir:
-        state, params, groups, planes, biases, out = declare_gate_up(formats, f, k, (m, m), layout_in, layout, of)
+        args = declare_gate_up(formats, f, k, (m, m), layout_in, layout, of, norm_in=norm_in)
+        state, params, groups, planes, biases, out, read = args
         weights = [(fmt, bufs, f) for fmt, bufs in zip(formats, planes, strict=True)]
         acts = views(params, layout_in, m, k)
         with launch((token_tiles(gemm, m), -(-f // gemm.tile.rows)), (gemm.threads,)) as (
@@ -115,9 +120,12 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, til
             gemm.allocate(thread)
             token0, row0 = T.Bind(token_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)
             first, mine = tile_expert(groups, token0, f, of.experts) if of else (None, None)
+            factors = factors_of(gemm, read, token0, thread, row_tile == 0)
             staged = _Staged(gemm.tile) if layout == "rows" and (arch.wave < BLOCK or not arch.subgroups) else None
 
             def store(token, row, values):
+                if factors is not None:
+                    values = [T.Bind(x * T.broadcast(factors.of(token), x.ty.dtype.lanes)) for x in values]
                 if biases:
                     index = span(T.Bind(first + row), values[0])
                     values = [T.Bind(x + bias[index]) for x, bias in zip(values, biases, strict=True)]
@@ -132,7 +140,8 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, til
             # a loop of 0 or 1 steps: barriers may not stand inside an if
             mine = token0 < live_rows(state, m) if mine is None else mine
             with T.serial(T.Bind(T.cast(mine, "int32"))):
-                gemm.emit(acts, weights, token0, row0, store, first)
+                more = {} if factors is None else {"meanwhile": factors.compute}
+                gemm.emit(acts, weights, token0, row0, store, first, **more)
                 if staged:
                     staged.store(arch, out, token0, row0, f, thread, gemm.threads)
     return ir.get()

@@ -12,6 +12,7 @@ the row tiles of all segments. What a workgroup does to its tile is up to `gemm_
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu import gemm_coop, gemm_dot, gemm_few, gemm_matrix
+from mlc_amd.schedules.gpu.deferred_norm import RowFactors
 from mlc_amd.schedules.gpu.device import launch
 from mlc_amd.schedules.gpu.gemm_coop import CoopGemm
 from mlc_amd.schedules.gpu.gemm_dot import DotGemm, ExactGemm, FloatGemm
@@ -79,41 +80,65 @@ def token_tiles(gemm, m) -> int:
     return -(-m // gemm.tile.tokens) if isinstance(gemm, FewGemm) else m // gemm.tile.tokens
 
 
-def linear(segments, k, m, layout, biases, residual, arch, name, tile=None):
+def factors_of(gemm, read, token0, thread, first) -> RowFactors | None:
+    """The factors of a tile's tokens, of a norm that the kernel completes; None without one. Only `FewGemm` does."""
+    if read is None:
+        return None
+    return RowFactors(gemm.arch, read, gemm.tile.tokens, token0, thread, gemm.threads, first)
+
+
+def check_deferred(gemm, norm_in, made) -> None:
+    """ValueError where a norm is deferred, into the kernel or, of `made` rows, out of it, and it cannot be."""
+    if (norm_in is not None or made) and not isinstance(gemm, FewGemm):
+        raise ValueError("only kernels for few tokens complete or prepare norms")
+    if made % BLOCK:
+        raise ValueError(f"a norm of {made} columns, which are not whole blocks, cannot be prepared")
+
+
+def linear(segments, k, m, layout, biases, residual, arch, name, tile=None, norm_in=None, norm_out=False):
     """PrimFunc with the parameters of `linear_args`.
 
     segments: list of (format name or Format, n); they share the activations (q, k and v of a layer) and the launch. k:
     a multiple of 32, m: tokens, a multiple of 16. layout: of the activations, "half" or "" on matrix units, "pairs" or
     "" on cooperative matrices, "lanes" for few tokens on those that `gemm_few.py` knows (weights and activations become
     float16), else "rows" for int8 formats and "" for float formats. Float formats with "" are multiplied in float32
-    everywhere. biases: one flag per segment. residual: Y = R + result, for one segment. tile: see `engine`. Token tiles
-    without live tokens (state[1]) are left as they are. The columns of Y from n on are undefined. ValueError for what
-    cannot share a launch or has no tiles, UserError for weights too large.
+    everywhere. biases: one flag per segment. residual: Y = R + result, for one segment. tile: see `engine`. norm_in:
+    eps of the norm that the activations lack, and norm_out: whether Y is prepared for one (`deferred_norm.py`); in the
+    layout "lanes". Token tiles without live tokens (state[1]) are left as they are. The columns of Y from n on are
+    undefined. ValueError for what cannot share a launch or has no tiles, UserError for weights too large.
     """
     segments = segments_of(segments, biases, residual)
     gemm = engine(layout, [fmt for fmt, _ in segments], m, k, arch, sum(padded(n) for _, n in segments), tile)
+    check_deferred(gemm, norm_in, segments[0][1] if norm_out else 0)
     counts = [-(-padded(n) // gemm.tile.rows) for _, n in segments]
     with kernel(name) as ir:
-        args = declare_linear(segments, k, m, layout, biases, residual)
+        args = declare_linear(segments, k, m, layout, biases, residual, None, norm_in, norm_out)
         R = args.residual
         acts = views(args.acts, layout, m, k)
         with launch((token_tiles(gemm, m), sum(counts)), (gemm.threads,)) as (token_tile, row_tile, thread):
             gemm.allocate(thread)
             token0, live, first = T.Bind(token_tile * gemm.tile.tokens), live_rows(args.state, m), 0
+            factors = factors_of(gemm, args.read, token0, thread, row_tile == 0)
             for (fmt, n, bufs, bias, Y), count in zip(args.segments, counts, strict=True):
 
                 def store(token, row, values, n=n, bias=bias, Y=Y):
                     (x,), index = values, span(row, values[0])
+                    if factors is not None:
+                        x = T.Bind(x * T.broadcast(factors.of(token), x.ty.dtype.lanes))
                     if bias is not None:
                         x = x + _bias(bias, index, n)
                     if R is not None:
                         x = R[token, index] + x
+                    x = T.Bind(x)
                     T.buffer_store(Y, x, [token, index])
+                    if args.made is not None:
+                        args.made.store(arch, token, row, x)
 
                 # a loop of 0 or 1 steps: barriers may not stand inside an if
                 mine = (token0 < live) & (row_tile >= first) & (row_tile < first + count)
                 with T.serial(T.Bind(T.cast(mine, "int32"))):
                     row0 = T.Bind((row_tile - first) * gemm.tile.rows)
-                    gemm.emit(acts, [(fmt, bufs, padded(n))], token0, row0, store)
+                    more = {} if factors is None else {"meanwhile": factors.compute}
+                    gemm.emit(acts, [(fmt, bufs, padded(n))], token0, row0, store, **more)
                 first += count
     return ir.get()

@@ -165,7 +165,8 @@ class FewGemm:
         self.units = self.at_once * per_token_tile
 
     def _holds(self, token_tiles, units) -> bool:
-        return self.tiles_m % token_tiles == 0 and token_tiles * units * UNIT_BYTES <= self.arch.lds
+        factors = 4 * self.tile.tokens  # bytes, of `deferred_norm.py`
+        return self.tiles_m % token_tiles == 0 and token_tiles * units * UNIT_BYTES + factors <= self.arch.lds
 
     def allocate(self, thread):
         """Declares shared memory and matrices inside the launch; `thread`: threadIdx.x."""
@@ -180,9 +181,9 @@ class FewGemm:
         self.b = Fragments("b", self.tiles_m, SHAPE)
         self.sums = Fragments("sum", self.weights * self.tiles_n * self.tiles_m, SHAPE)
 
-    def emit(self, acts, weights, token0, row0, epilogue, first=None):
+    def emit(self, acts, weights, token0, row0, epilogue, first=None, meanwhile=None):
         """One tile: tokens token0.. of the activations (H,) in the layout "lanes"; the rest is as in
-        `CoopGemm.emit`."""
+        `CoopGemm.emit`. meanwhile(): emitted behind the products, a barrier before the epilogue."""
         (X,) = acts
         tile = self.tile
         weights = [(fmt, coop_load.views(fmt, bufs, 1), padded) for fmt, bufs, padded in weights]
@@ -219,6 +220,8 @@ class FewGemm:
             with T.serial(steps) as step:
                 unit, live, fetched = fetch(step)
                 self._multiply(X, formats, fetched, tokens, unit, live)
+        if meanwhile is not None:
+            meanwhile()
         for i in range(self.tiles_n):
             for j in range(0, self.tiles_m, self.at_once):
                 self._hand_over(i, j)

@@ -271,7 +271,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, pla
     rows, waves, lanes, unroll = astuple(gate_up_plan(fmts, f, k, arch, plan, slots, m))
     groups = waves * arch.wave // lanes
     with kernel(name) as ir:
-        state, params, ids, planes, biases, out = declare_gate_up(
+        state, params, ids, planes, biases, out, _ = declare_gate_up(
             fmts, f, k, (x_rows, slots * m), layout_in, layout, of, eps
         )
         grid = (f // BLOCK, slots) if of else (f // BLOCK,)

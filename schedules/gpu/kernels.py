@@ -43,8 +43,8 @@ def _embed(fmt, vocab, k, m, arch, name, plan, scale=1.0):
     return embed(fmt, vocab, k, m, arch, name, plan, scale)
 
 
-def _rms_norm(k, m, eps, layout, rows, arch, name, plan, both=False):
-    return rms_norm(k, m, eps, layout, rows, arch, name, plan, both)
+def _rms_norm(k, m, eps, layout, rows, arch, name, plan, both=False, scale_out=False):
+    return rms_norm(k, m, eps, layout, rows, arch, name, plan, both, scale_out)
 
 
 def _layer_norm(k, m, eps, bias, layout, rows, arch, name, plan, both=False):
@@ -55,7 +55,11 @@ def _quantize(k, m, layout, arch, name, plan):
     return quantize(k, m, layout, arch, name, plan)
 
 
-def _linear(segments, k, m, layout, biases, residual, arch, name, plan, eps=None):
+def _linear(
+    segments, k, m, layout, biases, residual, arch, name, plan, eps=None, norm_in=None, norm_out=False
+):  # fmt: skip
+    if norm_in is not None or norm_out:
+        return gemm(segments, k, m, layout, biases, residual, arch, name, plan, norm_in, norm_out)
     if eps is not None:
         return gemv(segments, k, m, layout, biases, residual, arch, name, plan, eps)
     build = gemv if m <= FEW and layout in VECTORS else gemm
@@ -68,7 +72,9 @@ def _head_linear(fmt, heads, n, k, m, layout, arch, name, plan):
     return head_linear(fmt, heads, n, k, m, layout, arch, name)
 
 
-def _gate_up(gate, up, n, k, m, layout_in, layout, arch, name, plan, act="silu", eps=None):
+def _gate_up(gate, up, n, k, m, layout_in, layout, arch, name, plan, act="silu", eps=None, norm_in=None):
+    if norm_in is not None:
+        return gate_up_gemm(gate, up, n, k, m, layout_in, layout, arch, name, plan, act, norm_in=norm_in)
     if eps is not None:
         return gate_up_gemv(gate, up, n, k, m, layout_in, layout, arch, name, plan, act, eps=eps)
     build = gate_up_gemv if m <= FEW and layout_in in VECTORS else gate_up_gemm

@@ -4,7 +4,8 @@
     layer_norm  y = z * G / sqrt(mean(z*z) + eps) + B, z = x - mean(x)
     quantize    y = x
 
-In: X float32 [m, k], one row a token; `state` of `step.py`. Out: y in a layout of `quantize.py`. Rows beyond the live
+In: X float32 [m, k], one row a token; `state` of `step.py`. Out: y in a layout of `quantize.py`, and of an rms_norm
+the factor 1 / sqrt(..) of each row, if it is asked for. Rows beyond the live
 tokens are left as they were. A lane holds four columns of each step,
 eight lanes a block of 32.
 """
@@ -99,14 +100,14 @@ def scaled(values, scale, factors):
     return [T.Bind(v * scale * f) for v, f in zip(values, factors, strict=True)]
 
 
-def rms_norm(k, m, eps, layout, rows, arch, name, plan=None, both=False) -> tirx.PrimFunc:
+def rms_norm(k, m, eps, layout, rows, arch, name, plan=None, both=False, scale_out=False) -> tirx.PrimFunc:
     """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S | H | Y of [m, k], as `layout` says). A
     workgroup a token.
 
-    rows: of the outputs, of `schedules.rows`. both: Y behind the outputs of another layout. UserError unless 32 divides
-    k.
+    rows: of the outputs, of `schedules.rows`. both: Y behind the outputs of another layout. scale_out: at the end the
+    output of `deferred_norm.declare_scale`. UserError unless 32 divides k.
     """
-    return _norm(k, m, eps, layout, rows, arch, name, plan, both)
+    return _norm(k, m, eps, layout, rows, arch, name, plan, both, scale_out=scale_out)
 
 
 def layer_norm(k, m, eps, bias, layout, rows, arch, name, plan=None, both=False) -> tirx.PrimFunc:
@@ -126,7 +127,9 @@ def _source(state, m, rows, token):
     return T.Bind(T.Select(token < state[0], token, last)), T.serial(T.cast(exists, "int32"))
 
 
-def _norm(k, m, eps, layout, rows, arch, name, plan, both, centered=False, bias=False) -> tirx.PrimFunc:
+def _norm(
+    k, m, eps, layout, rows, arch, name, plan, both, centered=False, bias=False, scale_out=False
+) -> tirx.PrimFunc:
     """Either; centered: the mean is subtracted."""
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
@@ -138,6 +141,7 @@ def _norm(k, m, eps, layout, rows, arch, name, plan, both, centered=False, bias=
         B = T.arg("B", T.buffer((k,), "float32")) if bias else None
         layouts = [layout, ""] if both else [layout]
         outs = [act_args(out_m, k, each, None if each else ["Y"]) for each in layouts]
+        scales = T.arg("NewScale", T.buffer((out_m,), "float32")) if scale_out else None
         with launch((out_m,), (arch.wave, waves)) as (token, lane, wave):
             part = T.alloc_buffer((waves,), "float32", scope="shared")
             means = T.alloc_buffer((waves,), "float32", scope="shared") if centered else None
@@ -147,6 +151,13 @@ def _norm(k, m, eps, layout, rows, arch, name, plan, both, centered=False, bias=
 
                 def mean_of(total):
                     return T.Bind(workgroup_sum(arch, waves, total, means, wave, lane) * T.float32(1 / k))
+
+                def scale_of(total):
+                    scale = row_scale(workgroup_sum(arch, waves, total, part, wave, lane), k, eps)
+                    if scales is not None:
+                        with T.If(thread == 0), T.Then():
+                            T.buffer_store(scales, scale, [token])
+                    return scale
 
                 def store(values, scale, factors, offsets, column, live):
                     y = scaled(values, scale, factors)
@@ -163,7 +174,7 @@ def _norm(k, m, eps, layout, rows, arch, name, plan, both, centered=False, bias=
                     if centered:
                         mean = mean_of(_sum_of(_total, x, steps))
                         x = [_minus(values, mean) for values in x]
-                    scale = row_scale(workgroup_sum(arch, waves, _sum_of(square, x, steps), part, wave, lane), k, eps)
+                    scale = scale_of(_sum_of(square, x, steps))
                     for values, factors, offsets, (column, live) in zip(x, g, b, steps, strict=True):
                         store(values, scale, factors, offsets, column, live)
                 else:
@@ -180,7 +191,7 @@ def _norm(k, m, eps, layout, rows, arch, name, plan, both, centered=False, bias=
 
                     if centered:
                         mean = mean_of(total_of(_total))
-                    scale = row_scale(workgroup_sum(arch, waves, total_of(square), part, wave, lane), k, eps)
+                    scale = scale_of(total_of(square))
                     with T.serial(count) as i:
                         column, live = _column(threads, k, thread, i)
                         values, offsets = _minus(load_columns(X, source, column), mean), None

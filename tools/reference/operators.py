@@ -25,6 +25,7 @@ from mlc_amd.tools.reference.attention import (
 )
 from mlc_amd.tools.reference.case import Case, Result, live_rows, rms
 
+NORM_MARGIN, NORM_TILE = 2.0**-6, 16  # schedules/gpu/deferred_norm.py
 OF_SLOTS = ("gather", "expert_gate_up", "expert_linear")  # their rows are slots of schedules/experts.py
 
 
@@ -63,7 +64,11 @@ def _norm_rows(c: Case) -> tuple[np.ndarray, np.ndarray]:
 
 def _rms_norm(c: Case) -> dict[str, Result]:
     (source, target), k = _norm_rows(c), c.args["k"]
-    return {"": Result(rms(c.arrays["X"][source], c.args["eps"]) * c.arrays["G"][:k], target)}
+    x = c.arrays["X"][source].astype(np.float64)
+    found = {"": Result(rms(x, c.args["eps"]) * c.arrays["G"][:k], target)}
+    if c.args.get("scale_out"):
+        found["NewScale"] = Result(1 / np.sqrt((x * x).mean(-1) + c.args["eps"]), target)
+    return found
 
 
 def _layer_norm(c: Case) -> dict[str, Result]:
@@ -84,14 +89,39 @@ def _activations(c: Case) -> np.ndarray:
     return activations.rounded(rms(c.arrays["X"][c.rows], eps) * c.arrays["G"][: c.args["k"]])
 
 
+def _completed(c: Case) -> tuple[np.ndarray, dict[str, Result]]:
+    """(what the products of each row are multiplied by, the scales that are stored) where a kernel completes the norm
+    of its input: schedules/gpu/deferred_norm.py."""
+    if (eps := c.args.get("norm_in")) is None:
+        return np.ones((len(c.rows), 1)), {}
+    total = c.arrays["Squares"][c.rows].astype(np.float64).sum(-1)
+    scale = 1 / np.sqrt(total / c.args["k"] + eps)
+    factors = scale / (c.arrays["Scale"][c.rows] * NORM_MARGIN)
+    return factors[:, None], {"NewScale": Result(scale, c.rows)}
+
+
+def _prepared(c: Case, y: np.ndarray, columns: np.ndarray) -> dict[str, Result]:
+    """What a linear layer stores of these columns of its result for the norm behind it; columns: whole blocks."""
+    if not c.args.get("norm_out"):
+        return {}
+    factor = c.arrays["NS"][c.rows].astype(np.float64)[:, None] * NORM_MARGIN
+    squares = (y.astype(np.float64) ** 2).reshape(len(y), -1, NORM_TILE).sum(-1)
+    tiles = columns[::NORM_TILE] // NORM_TILE
+    return {
+        "Hn": Result(y * c.arrays["NG"][columns] * factor, c.rows, columns),
+        "NewSquares": Result(squares, c.rows, tiles),
+    }
+
+
 def _linear(c: Case) -> dict[str, Result]:
-    x, found = _activations(c), {}
+    x, (factors, found) = _activations(c), _completed(c)
     for i, ((fmt, n), biased) in enumerate(zip(c.args["segments"], c.args["biases"], strict=True)):
         columns = c.pick(n)
-        y = x @ c.matrix(f"W{i}_", fmt, columns).T
+        y = x @ c.matrix(f"W{i}_", fmt, columns).T * factors
         y = y + c.arrays[f"bias{i}"][columns] if biased else y
         y = y + c.arrays["R"][c.rows][:, columns] if c.args.get("residual") else y
         found[f"Y{i}"] = Result(y, c.rows, columns)
+        found |= _prepared(c, y, columns)
     return found
 
 
@@ -102,9 +132,11 @@ def _head_linear(c: Case) -> dict[str, Result]:
 
 
 def _gate_up(c: Case) -> dict[str, Result]:
-    x, columns = _activations(c), c.pick(c.args["n"])
-    gate, up = (x @ c.matrix(prefix, c.args[which], columns).T for prefix, which in (("G_", "gate"), ("U_", "up")))
-    return {"": Result(experts.ACTIVATIONS[c.args.get("act", "silu")](gate, up), c.rows, columns)}
+    x, (factors, found), columns = _activations(c), _completed(c), c.pick(c.args["n"])
+    gate, up = (
+        x @ c.matrix(prefix, c.args[which], columns).T * factors for prefix, which in (("G_", "gate"), ("U_", "up"))
+    )
+    return found | {"": Result(experts.ACTIVATIONS[c.args.get("act", "silu")](gate, up), c.rows, columns)}
 
 
 # ---- attention

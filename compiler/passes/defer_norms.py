@@ -1,0 +1,111 @@
+"""An rms_norm between linears of few tokens leaves no launch: the linear that computes its input prepares it, and those
+that read it complete it (schedules/gpu/deferred_norm.py), for targets whose kernels do.
+
+What is prepared is scaled like the norm before, of the same residual stream. So the first norm of a function stays, and
+gives its scales; each one that a linear completes gives the next one's.
+"""
+
+from typing import Any, NamedTuple
+
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from mlc_amd.compiler import ops
+from mlc_amd.compiler.nodes import fields_of
+from mlc_amd.compiler.passes.fuse_norm_linear import READERS
+from mlc_amd.compiler.passes.rewrite import bound_in, each_function, readers_in
+
+
+class _Deferred(NamedTuple):
+    """norm: the call; scaled_by: the call that gives the scales of the norm before."""
+
+    norm: relax.Call
+    scaled_by: relax.Call
+
+
+class _Plan(NamedTuple):
+    """prepared: linear to the norm that it prepares; completed: reader to the norm that it completes; giving: norms
+    that stay and give their scales."""
+
+    prepared: dict[relax.Call, _Deferred]
+    completed: dict[relax.Call, _Deferred]
+    giving: set[relax.Call]
+
+
+def _is_norm(value) -> bool:
+    return ops.name_of(value) == "rms_norm" and str(value.attrs["rows"]) == "all" and not ops.gives_both(value)
+
+
+def _plan(func, target) -> _Plan:
+    bound, readers = bound_in(func), readers_in(func)
+    variable: dict[Any, Any] = {value: var for var, value in bound.items()}
+    prepared, completed = {}, {}
+    last: dict[tuple, Any] = {}  # (rows, columns) of a norm's input to the last call that gives its scales
+
+    def completes(norm) -> list:
+        """The readers of a norm, if all of them complete it."""
+        var = variable[norm]
+        found = readers.get(var, [])
+        able = all(
+            ops.name_of(reader) in READERS and reader.args[1].same_as(var) and target.defers_norm(reader)
+            for reader in found
+        )
+        return found if able and len(set(found)) == len(found) else []
+
+    for var, value in bound.items():
+        if value in completed:
+            last[_rows(completed[value].norm)] = value
+        elif _is_norm(value) and not any(value.same_as(deferred.norm) for deferred in prepared.values()):
+            last[_rows(value)] = value
+        elif ops.name_of(value) == "linear" and len(value.attrs["n"]) == 1 and target.defers_norm(value):
+            for norm in filter(_is_norm, readers.get(var, ())):
+                scaled_by, behind = last.get(_rows(norm)), completes(norm)
+                if norm.args[1].same_as(var) and scaled_by is not None and behind:
+                    prepared[value] = deferred = _Deferred(norm, scaled_by)
+                    completed |= dict.fromkeys(behind, deferred)
+                    break
+    giving = {deferred.scaled_by for deferred in prepared.values() if _is_norm(deferred.scaled_by)}
+    return _Plan(prepared, completed, giving)
+
+
+def _rows(norm) -> tuple:
+    return tuple(ops.shape_of(norm.args[1]))
+
+
+@mutator
+class _Deferrer(PyExprMutator):
+    def __init__(self, mod, plan: _Plan):
+        super().__init__(mod)
+        self.plan = plan
+        self.scales = {}  # of calls that give them
+        self.made = {}  # norm to what its input's linear prepared: x * g, squares
+
+    def visit_call_(self, call):
+        plan = self.plan
+        if call in plan.prepared:
+            norm, scaled_by = plan.prepared[call]
+            args = [self.visit_expr(arg) for arg in call.args]
+            g = self.visit_expr(norm.args[2])
+            y, *self.made[norm] = self._emit(ops.with_attrs(call, [*args, g, self.scales[scaled_by]], norm_out=1))
+            return y
+        if call in plan.completed:
+            norm, scaled_by = plan.completed[call]
+            h, squares = self.made[norm]
+            state, _, *rest = call.args
+            args = [self.visit_expr(state), h, squares, self.scales[scaled_by], *map(self.visit_expr, rest)]
+            *parts, self.scales[call] = self._emit(ops.with_attrs(call, args, norm_in=norm.attrs["eps"]))
+            return relax.Tuple(list[relax.Expr](parts)) if len(parts) > 1 else parts[0]
+        if call in plan.giving:
+            args = [self.visit_expr(arg) for arg in call.args]
+            y, self.scales[call] = self._emit(ops.with_attrs(call, args, scale_out=1))
+            return y
+        return super().visit_call_(call)
+
+    def _emit(self, call) -> list:
+        """The parts of its result."""
+        var = self.builder_.emit(call)
+        return [self.builder_.emit(relax.TupleGetItem(var, i)) for i in range(len(fields_of(var.ty)))]
+
+
+def defer_norms(mod, target):
+    return each_function(mod, lambda func: _Deferrer(mod, _plan(func, target)).visit_expr(func))
