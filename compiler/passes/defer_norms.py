@@ -11,7 +11,7 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mlc_amd.compiler import ops
-from mlc_amd.compiler.nodes import fields_of
+from mlc_amd.compiler.nodes import parts_of
 from mlc_amd.compiler.passes.fuse_norm_linear import READERS
 from mlc_amd.compiler.passes.rewrite import bound_in, each_function, readers_in
 
@@ -19,8 +19,8 @@ from mlc_amd.compiler.passes.rewrite import bound_in, each_function, readers_in
 class _Deferred(NamedTuple):
     """norm: the call; scaled_by: the call that gives the scales of the norm before."""
 
-    norm: relax.Call
-    scaled_by: relax.Call
+    norm: Any
+    scaled_by: Any
 
 
 class _Plan(NamedTuple):
@@ -104,7 +104,7 @@ class _Deferrer(PyExprMutator):
     def _emit(self, call) -> list:
         """The parts of its result."""
         var = self.builder_.emit(call)
-        return [self.builder_.emit(relax.TupleGetItem(var, i)) for i in range(len(fields_of(var.ty)))]
+        return [self.builder_.emit(relax.TupleGetItem(var, i)) for i in range(len(parts_of(var.ty)))]
 
 
 def defer_norms(mod, target):
