@@ -3,13 +3,15 @@ CPUs.
 
 The queries of a row and a KV head are those of the group's heads, which share each key and value that is loaded; latent
 attention, whose one KV head has all of them, takes them in parts. Keys go in spans of 256, which leave (top, total,
-unscaled output) to be joined in order. A step of one row has a task for each KV head and span, and a second loop joins
-their results; a step of several rows has a task for each row and KV head. No sum crosses lanes: a lane is a key in the
-scores and a column in the outputs.
+unscaled output) to be joined in order. A step of one row has a task for each span and KV head, and a second loop joins
+their results; a thread's tasks are spans with all of their heads, as pages have them side by side. A step of several
+rows has a task for each row and KV head. No sum crosses lanes: a lane is a key in the scores and a column in the
+outputs.
 """
 
 from dataclasses import dataclass
 
+from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.attention_block import (
@@ -88,13 +90,22 @@ class _Row:
         kv = T.int32(0) if self.spec.values else part
         return self.args.cache.block_until(kv, self.slot, number, self.last)
 
-    def prefetched(self, part, block):
-        """The CacheBlock that is used plan.ahead blocks after this one: after a head's last block comes the next
-        head."""
+    def later_in_span(self, part, block, first, count):
+        """The CacheBlock that is used plan.ahead blocks after this one, where the parts of a row take a span, which has
+        the blocks first .. first+count-1, one after the other: after the span's last block comes the next part's first,
+        after the last part the next span."""
         block = T.Bind(block + self.plan.ahead)
-        next_head = block >= self.blocks
-        part = opaque(T.min(part + T.Select(next_head, T.int32(1), T.int32(0)), T.int32(_parts(self.spec)[0] - 1)))
-        block = opaque(T.Select(next_head, block - self.blocks + self.first_block, block))
+        next_part = tirx.all(block >= first + count, part < _parts(self.spec)[0] - 1)
+        next_span = tirx.all(block >= first + count, part == _parts(self.spec)[0] - 1)
+        kv = T.Select(next_span, T.int32(0), part + T.Select(next_part, T.int32(1), T.int32(0)))
+        return self.block(opaque(kv), opaque(block - T.Select(next_part, count, T.int32(0))))
+
+    def later_in_part(self, part, block, first, count):
+        """The same where a part takes all its spans, and then the next part does."""
+        block = T.Bind(block + self.plan.ahead)
+        next_part = block >= self.blocks
+        part = opaque(T.min(part + T.Select(next_part, T.int32(1), T.int32(0)), T.int32(_parts(self.spec)[0] - 1)))
+        block = opaque(T.Select(next_part, block - self.blocks + self.first_block, block))
         return self.block(part, block)
 
     def sinks(self, head0):
@@ -110,9 +121,13 @@ def _most_spans(spec):
     return min(-(-spec.ctx // span), (keys - 2) // span + 2)
 
 
-def _emit_span(row, part, number):
+def _emit_span(row, part, number, begins, following):
     """The live span `number` of a part of a row's heads. Returns (top, total, out) of its queries: registers [heads],
-    [heads, lanes], [heads, width]."""
+    [heads, lanes], [heads, width].
+
+    begins: a condition, that no span before it has prefetched this one's first block. following: `_Row.later_in_span`
+    or `later_in_part`, whichever has the order in which spans are taken.
+    """
     isa, plan, (_, queries) = row.isa, row.plan, _parts(row.spec)
     width, lanes, locality = row.spec.value_width, isa.lanes, plan.locality
     top, total, out, scores, shrink = (
@@ -120,8 +135,7 @@ def _emit_span(row, part, number):
     )
     emit_start(top, total, out, queries, width, lanes)
     if plan.ahead:
-        # A span's first block has been prefetched by the span before it.
-        with T.If(number == 0), T.Then():
+        with T.If(begins), T.Then():
             first = row.block(part, row.first_block)
             with T.serial(row.spec.width) as c:
                 first.prefetch_keys(c, locality)
@@ -131,7 +145,7 @@ def _emit_span(row, part, number):
     with T.serial(count) as i:
         place = T.Bind(first + i)
         block = row.block(part, place)
-        later = row.prefetched(part, place) if plan.ahead else None
+        later = following(part, place, first, count) if plan.ahead else None
         block.prepare()
         block.clamp_to(row.last)
 
@@ -185,10 +199,8 @@ def emit_attention(spec, args, isa, plan):
     tops, totals, outs = (T.alloc_buffer((*shape, *rest), "float32") for rest in ((), (), (width,)))
     row = _Row(spec, args, isa, plan, 0)
     with T.parallel(parts * row.live_spans) as task:
-        # truncdiv and opaque: TVM lowers `//` by a variable to selections, and simplifies for minutes where several of
-        # them nest.
-        part, span = (opaque(f(task, row.live_spans)) for f in (T.truncdiv, T.truncmod))
-        top, total, out = _emit_span(row, part, span)
+        part, span = opaque(task % parts), opaque(task // parts)
+        top, total, out = _emit_span(row, part, span, task == 0, row.later_in_span)
         with T.serial(heads) as r:
             store(tops, top[r], part, span, r)
             store(totals, emit_total(total, r, isa.lanes), part, span, r)
@@ -214,7 +226,7 @@ def emit_single_rows(spec, m, args, isa, plan):
         joined = tuple(registers(*shape) for shape in ((heads,), (heads,), (heads, width)))
         emit_join_start(joined, heads, width, row.sinks(part * heads))
         with T.serial(row.live_spans) as span:
-            top, total, out = _emit_span(row, part, opaque(span))
+            top, total, out = _emit_span(row, part, opaque(span), span == 0, row.later_in_part)
             with T.serial(heads) as r:
                 result = T.Bind(top[r]), emit_total(total, r, isa.lanes)
                 emit_join(joined, r, *result, lambda c: out[r, at(c)], width)
