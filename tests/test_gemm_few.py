@@ -8,13 +8,18 @@ import numpy as np
 import pytest
 from fragment_model import FragmentModel
 from samples import sample
+from test_gpu_experts import Case, assigned, stack
 from test_gpu_gemm import error, state, weights
 from test_vulkan_coop import tolerance
 from vulkan_harness import run
 
 from mlc_amd.runtime.devices.vulkan import fragments
+from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.gpu import gemm, gemm_few
 from mlc_amd.schedules.gpu.deferred_norm import MARGIN
+from mlc_amd.schedules.gpu.expert_gemm import expert_linear
+from mlc_amd.schedules.gpu.experts import Slots
+from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu
 from mlc_amd.schedules.gpu.gemm_few import FewGemm, FewTile
 from mlc_amd.schedules.gpu.pairs import in_lanes, lanes_shape
 from mlc_amd.schedules.gpu.profiles import resolve
@@ -98,6 +103,37 @@ def test_deferred_norm(columns, modelled):
 def test_deferred_norms_are_of_few_tokens():
     with pytest.raises(ValueError, match="few tokens"):
         gemm.linear([("q4_0", 16)], 128, 64, "pairs", (False,), False, resolve("nvidia"), "k", norm_in=1e-5)
+
+
+def test_experts(modelled):
+    """Slots of experts, both halves of a feed-forward layer; slots of tiles without an expert are left alone."""
+    experts, m, n, k = Experts(7, 2, 8), 5, 32, 256
+    groups, ids = assigned(Case("q4_k", m, experts))
+    tile = FewTile(8, 16, 1, 1, 2)
+    slots, of = experts.slots(m), Slots(experts, m, False, True)
+    planes, w = ([*x] for x in zip(*(stack("q4_k", experts.count, n, k, seed) for seed in (1, 2)), strict=True))
+    w = [x.astype(np.float16).astype(np.float64) for x in w]
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((slots, k), np.float32).astype(np.float16)
+    biases = [rng.standard_normal(experts.count * n).astype(np.float32) for _ in range(2)]
+    shared = [state(m), in_lanes(x), groups]
+    rows = x.astype(np.float64)[:, None]
+    products = [
+        (rows @ each[ids].transpose(0, 2, 1))[:, 0] + bias.reshape(-1, n)[ids]
+        for each, bias in zip(w, biases, strict=True)
+    ]
+    used = ids >= 0
+    kernel = expert_linear("q4_k", n, k, of, "lanes", LAVAPIPE, "k", tile)
+    out = np.full((slots, n), np.nan, np.float32)
+    got = run(kernel, [*shared, *planes[0].values(), biases[0], out], LAVAPIPE)[-1]
+    assert error(got[used], products[0][used]) < tolerance("q4_k") and np.isnan(got[~used]).all() and not used.all()
+    kernel = gate_up_swiglu("q4_k", "q4_k", n, k, slots, "lanes", "lanes", LAVAPIPE, "k", tile, of=of)
+    out = np.full(lanes_shape(slots, n), np.nan, np.float16)
+    weights = [array for each in planes for array in each.values()]
+    got = run(kernel, [*shared, *weights, *biases, out], LAVAPIPE)[-1]
+    got = activations.read("lanes", {"H": got}, rows=np.arange(slots))[:, :n]
+    expected = products[0] / (1 + np.exp(-products[0])) * products[1]
+    assert error(got[used], expected[used]) < tolerance("q4_k") + 6e-4  # float16
 
 
 # ---- which lane has what

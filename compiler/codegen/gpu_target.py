@@ -29,6 +29,7 @@ from mlc_amd.schedules.gpu.gemv_matrix import ROWS as INT8_ROWS
 from mlc_amd.schedules.gpu.kernels import BUILDERS
 from mlc_amd.schedules.gpu.matrix_int8 import unit_of
 from mlc_amd.schedules.gpu.norm_route import scratch_shapes as route_scratch
+from mlc_amd.schedules.gpu.pairs import TOKENS
 from mlc_amd.schedules.gpu.planes import BLOCK, padded, planes
 from mlc_amd.schedules.gpu.step import FEW
 
@@ -37,12 +38,13 @@ from mlc_amd.schedules.gpu.step import FEW
 # experts one or two.
 EXPERT_TILE, EXPERT_TILES = 32, {"nvidia": 64}
 SOME, SOME_TILE = 64, 16  # rows of a step, and the tile up to there
+FEW_TILE = TOKENS  # where `gemm_few.py` multiplies them
 # Rows of a step, at most, whose slots are computed one by one (tile 1). 16 rows of models with 32 experts or more use
 # most experts once or twice, and matrix units would multiply tiles that are almost empty: by the static model of
 # gfx1100 and gfx942 that takes longer. On an H200 it does not.
 EXPERT_ROWS, FEWER_EXPERT_ROWS = 16, {"nvidia": FEW}
-# Tokens, at most, whose norms are shared out to the linears around them: an H100 takes 12, 9 and 6 % less for steps of 8,
-# 16 and 32, and as long for 64.
+# Tokens, at most, whose norms are shared out to the linears around them: an H100 takes 12, 9 and 6 % less for steps of
+# 8, 16 and 32, and as long for 64.
 DEFERRED_ROWS = 32
 
 
@@ -93,7 +95,8 @@ class GpuTarget(Target):
         return self._layout(kind, m > FEW)
 
     def expert_layout(self, m: int, kind: str) -> str:
-        return self._layout(kind, self.expert_tile(m) > 1)
+        tile = self.expert_tile(m)
+        return "lanes" if 1 < tile <= FEW_TILE else self._layout(kind, tile > 1)
 
     def head_layout(self, m: int, kind: str) -> str:
         return self._layout(kind, m > FEW)
@@ -117,7 +120,9 @@ class GpuTarget(Target):
     def expert_tile(self, m: int) -> int:
         if m <= min(FEWER_EXPERT_ROWS.get(arch.family, EXPERT_ROWS) for arch in self.archs):
             return 1
-        return SOME_TILE if m <= SOME else EXPERT_TILES.get(self.archs[0].family, EXPERT_TILE)
+        if m <= SOME:
+            return FEW_TILE if self._few_on_matrices else SOME_TILE
+        return EXPERT_TILES.get(self.archs[0].family, EXPERT_TILE)
 
     def cache_types(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
         return cache_types(self.layer(attention, ctx))

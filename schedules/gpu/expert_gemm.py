@@ -11,7 +11,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.formats import lookup
-from mlc_amd.schedules.gpu import gemm_coop, gemm_matrix
+from mlc_amd.schedules.gpu import gemm_coop, gemm_few, gemm_matrix
 from mlc_amd.schedules.gpu.device import launch
 from mlc_amd.schedules.gpu.experts import Slots, bias_args, check_rows, expert_at, ids_arg
 from mlc_amd.schedules.gpu.gemm import engine, span, views
@@ -22,10 +22,14 @@ from mlc_amd.schedules.gpu.step import kernel, state_arg
 
 def expert_engine(of: Slots, layout, formats, k, arch, rows, tile=None, together=1):
     """`gemm.engine` for slots. ValueError also for a tile that an expert's tiles do not consist of."""
-    if tile is None and arch.matrix and layout not in ("", "rows"):
+    slots = of.experts.slots(of.m)
+    if tile is None and layout == "lanes":
+        tile = gemm_few.choose_expert(arch, slots, k, rows, together)
+    elif tile is None and arch.matrix and layout not in ("", "rows"):
         family = gemm_coop if arch.matrix == "coop" else gemm_matrix
         tile = family.choose_expert(arch, formats, of.experts.tile, k, together)
-    gemm = engine(layout, formats, of.experts.tile, k, arch, rows, tile, together)
+    # tokens of few-token tiles are those of all activations, else of a tile of one expert
+    gemm = engine(layout, formats, slots if layout == "lanes" else of.experts.tile, k, arch, rows, tile, together)
     if of.experts.tile % gemm.tile.tokens:
         raise ValueError(f"experts' tiles of {of.experts.tile} slots do not divide into {gemm.tile}")
     return gemm

@@ -91,6 +91,10 @@ SHARES = {
 }
 
 
+# The same of slots of experts, whose tiles have TOKENS: there are always many workgroups.
+EXPERT_SHARES = {1: Share(TOKENS, 16, 1, 0, 32, 2), 2: Share(TOKENS, 16, 1, 0, 32, 2)}
+
+
 # Tokens, at most, of which several segments (q, k and v) load nothing ahead: each has code of its own, and twice as
 # much takes an H200 20 instead of 16 us of 32 tokens (6144 rows of 4096 columns). Of 64 it is as fast.
 SHORT = 32
@@ -108,6 +112,12 @@ def choose(arch, formats, m, k, rows, weights=1):
         if workgroups >= share.many * arch.units:
             return _tile(arch, share, workgroups, m, k, weights)
     return None
+
+
+def choose_expert(arch, slots, k, rows, weights=1):
+    """The default FewTile for so many slots of experts, each with so many rows of a weight."""
+    share = EXPERT_SHARES[weights]
+    return _tile(arch, share, slots // share.tokens * -(-rows // share.rows), slots, k, weights)
 
 
 def _tile(arch, share, workgroups, m, k, weights) -> FewTile:
