@@ -166,6 +166,18 @@ def test_gemv_of_few_tokens(m, fmt):
     check_linear(PROFILES["lavapipe"], [(fmt, 37), (fmt, 16)], k, m, layout_of(fmt), (True, False))
 
 
+def test_gemv_of_float_rows_takes_some_tokens():
+    """As routers of steps do; groups of tokens behind the live ones are left alone."""
+    profile, m, n, k, live = PROFILES["lavapipe"], 24, 40, 96, 9
+    assert [gemv.suits([FORMATS["f32"]], n, m, "", replace(profile, units=units)) for units in (4, 5)] == [False, True]
+    x, (planes, w) = np.random.default_rng(0).standard_normal((m, k), np.float32), gemm_cases.weights("f32", n, k, 0)
+    out = np.full((m, padded(n)), np.nan, np.float32)
+    arrays = {"state": gemm_cases.state(live), "X": x, "Y0": out} | {f"W0_{p}": plane for p, plane in planes.items()}
+    execute(gemv.linear([("f32", n)], k, m, "", (False,), False, profile, "linear"), arrays, profile)
+    assert error(arrays["Y0"][:live, :n], x[:live] @ w.T) < 1e-6
+    assert np.isnan(arrays["Y0"][2 * gemv.FEW :]).all()
+
+
 def test_gemv_of_few_tokens_without_subgroups():
     check_linear(PROFILES["generic"], [("q4_k", 24)], 256, 4, residual=True)
 

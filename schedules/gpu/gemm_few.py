@@ -77,22 +77,22 @@ SHARES = {
     1: {
         8: (Share(8, 16, 1, 0, 32, 4),),
         16: (Share(16, 16, 1, 0, 32, 4),),
-        32: (Share(32, 32, 1, 1, 16, 4),),
-        64: (Share(64, 64, 2, 1, 8, 2, many=4), Share(64, 32, 1, 1, 8, 2)),
+        32: (Share(32, 32, 1, 0, 16, 4),),
+        64: (Share(64, 64, 2, 1, 8, 2, many=4), Share(32, 32, 1, 1, 16, 2)),
         128: (Share(64, 64, 2, 1, 8, 2, many=4), Share(64, 32, 1, 1, 8, 2)),
     },
     2: {
         8: (Share(8, 16, 1, 0, 32, 4),),
         16: (Share(16, 16, 1, 1, 32, 4),),
-        32: (Share(32, 32, 1, 1, 16, 4),),
-        64: (Share(64, 32, 2, 1, 16, 2),),
+        32: (Share(32, 32, 1, 0, 16, 4),),
+        64: (Share(64, 32, 2, 0, 16, 2),),
         128: (Share(64, 32, 2, 1, 16, 2),),
     },
 }
 
 
-# The same of slots of experts, whose tiles have TOKENS: there are always many workgroups.
-EXPERT_SHARES = {1: Share(TOKENS, 16, 1, 0, 32, 2), 2: Share(TOKENS, 16, 1, 0, 32, 2)}
+# The same of slots of experts, whose tiles have TOKENS: there are always many workgroups. For 32 rows of qwen3-30b-a3b.
+EXPERT_SHARES = {1: Share(TOKENS, 16, 1, 0, 32, 2), 2: Share(TOKENS, 16, 1, 0, 32, 4)}
 
 
 # Tokens, at most, of which several segments (q, k and v) load nothing ahead: each has code of its own, and twice as

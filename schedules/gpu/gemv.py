@@ -1,5 +1,5 @@
 """Linear layers of one to FEW tokens on the GPU: y[m, n] = sum over k of w[n, k] * x[m, k], and the first half of a
-feed-forward layer.
+feed-forward layer. Float weights of few rows, such as routers, take up to SOME tokens, FEW at a time.
 
 In: `state` int32[4], activations (int8 formats: A and S of `quantize.py`'s layout "rows"; float formats: X float32 [m,
 k]), weights in the layout "rows" (`planes.py`). Out: Y float32 [m, n padded to 16], bias and residual added; or
@@ -23,17 +23,19 @@ from mlc_amd.schedules.gpu import load
 from mlc_amd.schedules.gpu.activations import gated
 from mlc_amd.schedules.gpu.device import barrier, launch, uniform
 from mlc_amd.schedules.gpu.experts import expert_at
+from mlc_amd.schedules.gpu.gemm_dot import EXACT_TILES
 from mlc_amd.schedules.gpu.gemv_norm import NORM_WAVES, emit_norm
 from mlc_amd.schedules.gpu.gemv_rows import Strip, emit_acts, emit_products, span_of, units_of
 from mlc_amd.schedules.gpu.linear_args import check_blocks, declare_gate_up, declare_linear, segments_of
 from mlc_amd.schedules.gpu.planes import BLOCK, padded
 from mlc_amd.schedules.gpu.quantize import LANES, WIDTH, columns, emit_store
 from mlc_amd.schedules.gpu.registers import lane_of
-from mlc_amd.schedules.gpu.step import FEW, if_live, kernel, when
+from mlc_amd.schedules.gpu.step import FEW, if_live, is_live, kernel, when
 
 FULL = 6  # groups of lanes for each compute unit, as many as hide the latency of memory
 MIN_USE = 0.9  # of the lanes, over all steps of a row
 VECTORS = ("rows", "")  # layouts of activations that it multiplies; others of few tokens are for matrix units
+SOME = 64  # tokens of float weights that do not fill the GPU as a GEMM
 MAX_SUMS = 32  # products that a group of lanes adds up at once: as many registers
 
 
@@ -113,9 +115,22 @@ def _layout_of(kind):
     return "rows" if kind == "int8" else ""
 
 
+def suits(fmts, rows, m, layout, arch) -> bool:
+    """Whether a linear of that many rows and tokens is a GEMV: of few tokens, or of float weights whose GEMM has fewer
+    tiles than the GPU has compute units. Each of these would go through all columns alone: on an H100, a router of 128
+    x 2048 takes 31 us."""
+    if m <= FEW:
+        return layout in VECTORS
+    if layout or m > SOME or m % FEW or any(fmt.kind != "float" for fmt in fmts):
+        return False
+    tile = EXACT_TILES[-1]
+    return -(-m // tile.tokens) * -(-rows // tile.rows) < arch.units
+
+
 def check(fmts, m, layout, what):
     kinds = {fmt.kind for fmt in fmts}
-    if m > FEW or m & (m - 1) or len(kinds) != 1 or layout != _layout_of(fmts[0].kind):
+    some = FEW < m <= SOME and m % FEW == 0 and kinds == {"float"} and what == "linear"
+    if ((m > FEW or m & (m - 1)) and not some) or len(kinds) != 1 or layout != _layout_of(fmts[0].kind):
         raise ValueError(f"{what} of {m} tokens in the layout {layout!r} with {[fmt.name for fmt in fmts]} is no GEMV")
 
 
@@ -139,8 +154,9 @@ def _group(wave, lane, lanes, arch, waves):
     return wave if lanes == arch.wave else T.Bind(wave * (arch.wave // lanes) + lane // lanes)
 
 
-def emit_segment(segment, residual, views, tokens, split, workgroup, lane, wave, plan, arch):
-    """A workgroup's rows of a segment. tokens(row): the Acts that a group of rows from `row` on is multiplied with."""
+def emit_segment(segment, residual, views, tokens, split, workgroup, lane, wave, plan, arch, first_token=0):
+    """A workgroup's rows of a segment. tokens(row): the Acts that a group of rows from `row` on is multiplied with;
+    first_token: the number of the first of them."""
     fmt, n, _, bias, Y = segment
     rows = padded(n)
     first = T.Bind(workgroup * split.rows + _group(wave, lane, split.lanes, arch, plan.waves) * plan.rows)
@@ -150,7 +166,8 @@ def emit_segment(segment, residual, views, tokens, split, workgroup, lane, wave,
     strips = [Strip(fmt, views, row + i) for i in range(plan.rows)]
     y, writes = emit_products(strips, tokens(row), part, split.lanes, plan.unroll, arch)
     with T.If(writes if inside is None else writes & inside), T.Then():
-        for token, i, total in y:
+        for number, i, total in y:
+            token = first_token + number
             if bias is not None:
                 total = total + bias[row + i if n % plan.rows == 0 and n == rows else T.min(row + i, T.int32(n - 1))]
             if residual is not None:
@@ -169,7 +186,7 @@ def linear_plans(segments, k, arch, plan=None, m=1, normed=False):
 
 def linear_default(segments, arch, m=1, normed=False) -> Plan:
     """The plan of `linear`. A norm is computed once in each workgroup: the fewer there are, the better."""
-    plan = default_plan(arch, sum(padded(n) for _, n in segments), m=m)
+    plan = default_plan(arch, sum(padded(n) for _, n in segments), m=min(m, FEW))
     return replace(plan, waves=max(plan.waves, NORM_WAVES)) if normed else plan
 
 
@@ -177,8 +194,9 @@ def linear(segments, k, m, layout, biases, residual, arch, name, plan=None, eps=
     """PrimFunc with the parameters of `linear_args`.
 
     segments: list of (format name or Format, n), all int8 (layout "rows") or all float (layout ""); they share the
-    activations (q, k and v of a layer) and the launch. m: 1, 2, 4 or FEW. biases: one flag per segment. residual: Y = R
-    + result, for one segment. The columns of Y from n on are undefined. eps: of a norm of the input of one token, in
+    activations (q, k and v of a layer) and the launch. m: 1, 2, 4 or FEW, of float segments also a multiple of FEW up
+    to SOME, of which those behind the live ones are left as they are. biases: one flag per segment. residual: Y = R +
+    result, for one segment. The columns of Y from n on are undefined. eps: of a norm of the input of one token, in
     int8 formats, which the kernel computes. ValueError for segments that cannot share a launch.
     """
     segments = segments_of(segments, biases, residual)
@@ -187,17 +205,21 @@ def linear(segments, k, m, layout, biases, residual, arch, name, plan=None, eps=
     plan = plans[0]
     with kernel(name) as ir:
         args = declare_linear(segments, k, m, layout, biases, residual, eps)
-        with launch((sum(s.groups for s in splits),), (arch.wave, plan.waves)) as (workgroup, lane, wave):
+        grid = (sum(s.groups for s in splits), *([m // FEW] if m > FEW else []))
+        with launch(grid, (arch.wave, plan.waves)) as (workgroup, *part, lane, wave):
+            first_token = T.Bind(part[0] * FEW) if part else 0
             if eps is None:
-                tokens = emit_acts(args.acts, k, m).first(m)
+                acts = emit_acts(args.acts, k, m)
+                tokens = [acts.of(first_token + i) for i in range(FEW)] if part else acts.first(m)
             else:
                 tokens = [emit_norm(arch, *args.acts, k, eps, lane, wave, plan.waves)]
             first = 0
             for segment, split, used in zip(args.segments, splits, plans, strict=True):
                 last = first + split.groups
                 views = load.views(segment.fmt, segment.planes, span_of([segment.fmt], k))
-                here = (workgroup >= first) & (workgroup < last)
-                with when(here if len(segments) > 1 else None):
+                here = (workgroup >= first) & (workgroup < last) if len(segments) > 1 else None
+                live = is_live(args.state, first_token) if part else None
+                with when(here), when(live):
                     emit_segment(
                         segment,
                         args.residual,
@@ -209,6 +231,7 @@ def linear(segments, k, m, layout, biases, residual, arch, name, plan=None, eps=
                         wave,
                         used,
                         arch,
+                        first_token,
                     )
                 first = last
     return ir.get()

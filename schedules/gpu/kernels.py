@@ -7,6 +7,7 @@ outputs (`schedules/operators.py`).
 
 from mlc_amd.schedules.attention import Attention, Rope, described
 from mlc_amd.schedules.experts import Experts
+from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu import gemv_matrix, scan_blocks
 from mlc_amd.schedules.gpu.attention import attention
 from mlc_amd.schedules.gpu.attention_decode import attention_decode
@@ -23,14 +24,14 @@ from mlc_amd.schedules.gpu.experts import Slots, check_rows
 from mlc_amd.schedules.gpu.gate import gate
 from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu as gate_up_gemm
 from mlc_amd.schedules.gpu.gemm import linear as gemm
-from mlc_amd.schedules.gpu.gemv import VECTORS
+from mlc_amd.schedules.gpu.gemv import VECTORS, suits
 from mlc_amd.schedules.gpu.gemv import gate_up_swiglu as gate_up_gemv
 from mlc_amd.schedules.gpu.gemv import linear as gemv
 from mlc_amd.schedules.gpu.head_linear import head_linear
 from mlc_amd.schedules.gpu.latent_kv_write import latent_kv_write
 from mlc_amd.schedules.gpu.norm import layer_norm, quantize, rms_norm
 from mlc_amd.schedules.gpu.norm_route import norm_route
-from mlc_amd.schedules.gpu.planes import BLOCK
+from mlc_amd.schedules.gpu.planes import BLOCK, padded
 from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.route import Routing, route
 from mlc_amd.schedules.gpu.sample import sample
@@ -62,7 +63,8 @@ def _linear(
         return gemm(segments, k, m, layout, biases, residual, arch, name, plan, norm_in, norm_out)
     if eps is not None:
         return gemv(segments, k, m, layout, biases, residual, arch, name, plan, eps)
-    build = gemv if m <= FEW and layout in VECTORS else gemm
+    formats, rows = [lookup(fmt) for fmt, _ in segments], sum(padded(n) for _, n in segments)
+    build = gemv if suits(formats, rows, m, layout, arch) else gemm
     if gemv_matrix.suits([fmt for fmt, _ in segments], m, layout, arch):
         build = gemv_matrix.linear
     return build(segments, k, m, layout, biases, residual, arch, name, plan)

@@ -57,13 +57,14 @@ def _gemv_linear(workload, arch) -> Space:
 
     def kernel(plan) -> Kernel:
         plans, splits = gemv.linear_plans(segments, k, arch, plan, m, normed)
-        _check_sums(m * plans[0].rows, plan)
+        _check_sums(min(m, FEW) * plans[0].rows, plan)
         parts = [([fmt], used, split) for (fmt, _), used, split in zip(segments, plans, splits, strict=True)]
         loads = max(_loads(fmts, k, used, plan) for fmts, used, _ in parts)
         same = tuple(
             (used.rows, used.waves, _unroll(fmts, k, split.lanes, used.unroll), split) for fmts, used, split in parts
         )
-        return Kernel(same, sum(split.groups for split in splits), plans[0].waves * arch.wave, loads)
+        groups = sum(split.groups for split in splits) * max(1, m // FEW)
+        return Kernel(same, groups, plans[0].waves * arch.wave, loads)
 
     return Space(gemv.Plan, GEMV, gemv.linear_default(segments, arch, m, normed), kernel)
 
@@ -220,7 +221,7 @@ def _linear(workload, arch) -> Space:
     rows = [padded(n) for _, n in workload.weights]
     if gemv_matrix.suits([fmt for fmt, _ in workload.weights], args["m"], args["layout"], arch):
         return _gemv_matrix(rows, workload.weights, args["k"], args["m"], MATRIX_TILES, arch)
-    if args["m"] <= FEW and args["layout"] in gemv.VECTORS:
+    if gemv.suits([fmt for fmt, _ in workload.weights], sum(rows), args["m"], args["layout"], arch):
         return _gemv_linear(workload, arch)
     return _gemm(workload, arch, rows, 1, args["layout"])
 
