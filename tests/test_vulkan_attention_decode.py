@@ -15,9 +15,9 @@ from test_vulkan_kernels import execute
 from vulkan_harness import gpu
 
 from mlc_amd.schedules.attention import Rope
-from mlc_amd.schedules.gpu import attention_decode
-from mlc_amd.schedules.gpu.attention_decode import splits_of
+from mlc_amd.schedules.gpu import attention_decode, attention_splits
 from mlc_amd.schedules.gpu.attention_join import MAX_PARTS
+from mlc_amd.schedules.gpu.attention_splits import splits_of
 from mlc_amd.schedules.gpu.profiles import resolve
 
 STATES = tuple((position, 1) for position in (0, 128, 256, 257, CTX - 1))
@@ -61,7 +61,7 @@ def profile():
 
 @pytest.mark.parametrize("name", sample(CASES, ["rows", "parts", "window", "rotated rows"]))
 def test_splits(name, monkeypatch):
-    monkeypatch.setitem(attention_decode.ALONE, "nvidia", 2)
+    monkeypatch.setitem(attention_splits.ALONE, "nvidia", 2)
     case = CASES[name]
     kernel = attention_decode.attention_decode(case.layer, case.layout, profile(), "attention", case.rope, m=case.m)
     assert splits_of(case.heads, case.kv_heads, case.d, CTX, profile(), span=case.layer.span, m=case.m).count > 1

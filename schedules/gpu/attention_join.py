@@ -46,7 +46,7 @@ def scratch_args(heads, d) -> list:
 
 class Join:
     """What a thread of a workgroup, number `tid`, needs to join part `part` of the heads of a token. splits:
-    `attention_decode.Splits`; scratch: of `scratch_args`; sinks: the parameter, or None; parts: of a token, in all."""
+    `attention_splits.Splits`; scratch: of `scratch_args`; sinks: the parameter, or None; parts: of a token, in all."""
 
     def __init__(self, arch, splits, layout, out, scratch, sinks, token, part, parts, wave, lane, tid):
         self.arch, self.splits, self.layout, self.out, self.sinks = arch, splits, layout, out, sinks

@@ -12,12 +12,12 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.attention import SLOTS, Attention
-from mlc_amd.schedules.gpu.attention_decode import FIELD, Splits, dealt, splits_of_rows
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
 from mlc_amd.schedules.gpu.attention_latent import rows_of
 from mlc_amd.schedules.gpu.attention_latent_join import WAVES, Join, chunks_of, part_size, place_in_tile
 from mlc_amd.schedules.gpu.attention_latent_tiles import Tile, shape_of, suits
 from mlc_amd.schedules.gpu.attention_latent_wave import Wave, attend
+from mlc_amd.schedules.gpu.attention_splits import FIELD, Splits, dealt, splits_of_rows
 from mlc_amd.schedules.gpu.attention_step import Step, attention_step
 from mlc_amd.schedules.gpu.cache import clamped_position, row_slot, visible
 from mlc_amd.schedules.gpu.device import launch, uniform, wave_max

@@ -5,11 +5,11 @@ from dataclasses import replace
 from mlc_amd.schedules.attention import PAGE, Attention, described, padded_columns
 from mlc_amd.schedules.gpu import (
     attention_coop_tiles,
-    attention_decode,
     attention_latent_decode,
     attention_latent_tiles,
     attention_prefill,
     attention_prefill_dot,
+    attention_splits,
     norm,
 )
 from mlc_amd.schedules.gpu.attention_rows_vulkan import waves_of
@@ -125,11 +125,11 @@ def decode(workload, arch) -> Space:
     values = workload.args.get("values", 0)
 
     def kernel(plan) -> Kernel:
-        splits = attention_decode.splits_of(*shape, arch, plan, span, m, values)
+        splits = attention_splits.splits_of(*shape, arch, plan, span, m, values)
         groups = shape[1] * splits.parts * splits.workgroups(m)
         return Kernel(splits, groups, splits.threads, splits.step * shape[2] * 2 / arch.wave)
 
-    return Space(attention_decode.Plan, DECODE, attention_decode.default_plan(arch, shape[2], span, m, values), kernel)
+    return Space(attention_splits.Plan, DECODE, attention_splits.default_plan(arch, shape[2], span, m, values), kernel)
 
 
 def _decode_latent(arch, m, layer, default) -> Space:
