@@ -4,6 +4,7 @@ run in this process; what only a process shows (signals, pipes, imports) in one 
 import functools
 import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -289,6 +290,16 @@ def test_debug_anywhere_shows_the_traceback(mlc_amd):
         assert (
             done.returncode == 1 and "Traceback" in done.stderr and done.stderr.splitlines()[-1].startswith("error: ")
         )
+
+
+def test_debug_shows_the_log(mlc_amd, artifact):
+    line = ("generate", artifact, "--prompt", "Hello", "--max-tokens", "1")
+    plain, debug = mlc_amd(*line), mlc_amd(*line, "--debug")
+    assert plain.returncode == debug.returncode == 0 and plain.stdout == debug.stdout
+    shown = [one for one in debug.stderr.splitlines() if one.startswith("debug [")]
+    assert any(f"opens {artifact}: target cpu" in one for one in shown)
+    assert not any(one.startswith("debug") for one in plain.stderr.splitlines())
+    assert logging.getLogger("mlc_amd").level == logging.NOTSET and not logging.getLogger("mlc_amd").handlers
 
 
 def test_a_bug_is_told_from_a_mistake(capsys, monkeypatch):

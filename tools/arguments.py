@@ -264,7 +264,7 @@ def options(run: Callable, short: dict[str, str]) -> list[Option]:
             found.append(Option(flags, described[name], value, _choices(parameter)))
     return [
         *found,
-        Option(("--debug",), "show the traceback of an error", False, ()),
+        Option(("--debug",), "show log messages and the traceback of an error", False, ()),
         Option(("--help", "-h"), "explain the command", False, ()),
     ]
 
@@ -313,7 +313,7 @@ def help_page(verb: str, run: Callable, short: dict[str, str]) -> str:
         shown = parameter.default not in (None, False, (), "", parameter.empty)
         default = ",".join(map(str, parameter.default)) if isinstance(parameter.default, tuple) else parameter.default
         rows["flags"].append((left, described[name] + (f" (default: {default})" if shown else "")))
-    rows["flags"].append(("    --debug", "show the traceback of an error"))
+    rows["flags"].append(("    --debug", "show log messages and the traceback of an error"))
     lines = ["usage: " + " ".join([*usage, "[flags]"]), "", *textwrap.wrap(doc.summary, width)]
     for paragraph in (doc.description or "").split("\n\n"):
         lines += ["", *textwrap.wrap(" ".join(paragraph.split()), width)] if paragraph.strip() else []

@@ -3,7 +3,7 @@ line.
 
 Results go to stdout; messages, progress and errors go to stderr. Exit codes: 0 done, 1 the user must change something
 (`error: ...`), 2 it is the command line (`UsageError`), 70 a bug of ours, 130 interrupted with Ctrl-C, 141 the reader
-of stdout went away. `--debug` anywhere adds the traceback.
+of stdout went away. `--debug` anywhere adds the traceback, and what the package logs.
 """
 
 import difflib
@@ -11,12 +11,14 @@ import errno
 import importlib
 import importlib.util
 import io
+import logging
 import os
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -95,8 +97,8 @@ def overview() -> str:
     lines += [f"  {verb.ljust(width)}{summary}" for verb, summary in verbs().items()]
     lines += [
         "",
-        "`mlc-amd COMMAND --help` explains a command. `--debug` shows the traceback of an error; `--version` the "
-        "versions of mlc-amd, TVM and drivers.",
+        "`mlc-amd COMMAND --help` explains a command. `--debug` shows log messages and the traceback of an error; "
+        "`--version` the versions of mlc-amd, TVM and drivers.",
         "",
     ]
     default = "a small bundled model" if compiles else "the model of this folder"
@@ -120,7 +122,7 @@ def _run(argv: Sequence[str] | None) -> int:
     end = tokens.index("--") if "--" in tokens else len(tokens)
     debug = "--debug" in tokens[:end]
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _log(debug):
             warnings.showwarning = partial(_warn, warnings.showwarning)
             _dispatch([token for token in tokens[:end] if token != "--debug"], tokens[end:])
         sys.stdout.flush()
@@ -189,6 +191,35 @@ def _dispatch(tokens: list[str], literal: list[str]) -> None:
         command=command,
         name=f"{program()} {verb}",
     )
+
+
+@contextmanager
+def _log(everything: bool) -> Iterator[None]:
+    """What the package logs goes to stderr: warnings as lines like our own, with `everything` all messages, with the
+    seconds since the start and where they come from."""
+    log = logging.getLogger("mlc_amd")
+    handler, before = logging.StreamHandler(), (log.level, log.propagate)
+    handler.setFormatter(_Line(everything))
+    log.setLevel(logging.DEBUG if everything else logging.WARNING)
+    log.propagate = False
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.level, log.propagate = before
+
+
+class _Line(logging.Formatter):
+    """A record as a line. where: with its time and place."""
+
+    def __init__(self, where: bool):
+        super().__init__()
+        self._where = where
+
+    def format(self, record: logging.LogRecord) -> str:
+        place = f" [{record.relativeCreated / 1000:.3f} s, {record.module}]" if self._where else ""
+        return f"{record.levelname.lower()}{place}: {spoken(' '.join(record.getMessage().split()))}"
 
 
 def _warn(show: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:
