@@ -2,8 +2,11 @@
 its name."""
 
 import json
+import re
 import shutil
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +17,10 @@ from vulkan_harness import gpu
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.devices.hip.device import HipDevice
+from mlc_amd.runtime.devices.vulkan.api import DEVICE_LOST, VulkanError
 from mlc_amd.runtime.engine import Engine
+from mlc_amd.runtime.measure.candidate import STEP
+from mlc_amd.runtime.measure.inputs import fill
 from mlc_amd.runtime.measure.timing import Bench
 from mlc_amd.runtime.measure.vulkan import VulkanBackend
 from mlc_amd.tools import amdgpu, cli, selftest_kernels, selftest_model
@@ -58,7 +64,7 @@ def wrong(artifact: Artifact, runs: int = 0) -> dict[str, str]:
 
 def test_passes_and_writes_its_file(artifact, tmp_path, capsys):
     out = tmp_path / "found.json"
-    assert cli.main(["selftest", str(artifact), "--runs", "2", "-o", str(out)]) == 0
+    assert cli.main(["selftest", str(artifact), "--runs", "2", "--seconds", "0", "-o", str(out)]) == 0
     shown, found = capsys.readouterr().out, json.loads(out.read_text())
     manifest = json.loads((artifact / "manifest.json").read_text())
     assert [one["kernel"] for one in found["kernels"]] == [entry["name"] for entry in manifest["kernels"]]
@@ -230,8 +236,77 @@ def test_experts_of_random_weights_need_not_agree(compiled_for, monkeypatch):
 
 
 def test_on_the_cpu(compiled, capsys):
-    assert cli.main(["selftest", str(compiled("tiny:q4_0", 64)), "-t", "2"]) == 0
-    assert "none here" in capsys.readouterr().out
+    assert cli.main(["selftest", str(compiled("tiny:q4_0", 64)), "-t", "2", "--seconds", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "none here" in shown and "not run" not in shown
+
+
+def test_what_there_is_no_time_for_is_listed(compiled, capsys, tmp_path):
+    made, out = compiled("tiny:q4_0", 64), tmp_path / "found.json"
+    assert cli.main(["selftest", str(made), "-t", "2", "--seconds", "0.001", "-o", str(out)]) == 0
+    shown, found = capsys.readouterr().out, json.loads(out.read_text())
+    count = len(found["kernels"])
+    assert all(one["note"] == "not run (time)" and one["states"] == 0 for one in found["kernels"])
+    assert re.search(rf"kernels +0 of {count} ok, {count} not run \(time\)", shown)
+    assert f"passed, without {count} kernels that were not run" in shown
+    assert (
+        found["replays"]["rounds"] == 1
+        and found["replays"]["wrong"] == []
+        and not any("us" in one for one in found["kernels"])
+    )
+
+
+def test_each_operator_has_a_kernel_among_the_first(compiled):
+    kernels = Artifact.open(compiled("tiny:q4_0", 64)).manifest["kernels"]
+    ordered = [entry["operator"] for entry in selftest_kernels.in_turn(kernels)]
+    kinds = set(ordered)
+    assert set(ordered[: len(kinds)]) == kinds and len(ordered) == len(kernels) > len(kinds)
+
+
+def test_caches_of_long_contexts_are_small(compiled):
+    """Their positions are as deep, and a row's own page is in no other row's sequence."""
+    artifact = Artifact.open(compiled("tiny:q4_0", 2048))
+    entry = next(entry for entry in artifact.manifest["kernels"] if entry["operator"] == "attention")
+    candidate = selftest_kernels.candidate_of(artifact, entry, "")
+    (pages,) = (param for param in candidate.params if param.role == "pages")
+    held = [param.shape[0] for param in candidate.params if param.role == "cache"]
+    deep = max(entry["states"], key=lambda state: state[0])
+    assert deep[0] > 2048 - 64 and pages.shape[1] == 32 and max(held) <= selftest_kernels.PAGES + deep[2]
+    arrays = fill(candidate, deep, STEP)
+    used = arrays["pages"][arrays["rows"][: deep[2], 1]]
+    assert used.max() < min(held) and len(np.unique(used)) == max(held)
+    results = list(selftest_kernels.check_all(artifact, "", "2", 0))
+    assert len(results) == len(artifact.manifest["kernels"]) and not any(one["problem"] for one in results)
+
+
+def test_a_lost_device_is_named_once(artifact, monkeypatch):
+    made, run, count = Artifact.open(artifact), VulkanBackend.run, [0]
+
+    def lost(self, calls):
+        count[0] += 1
+        if count[0] > 4:
+            raise VulkanError("vkQueueSubmit", DEVICE_LOST)
+        return run(self, calls)
+
+    monkeypatch.setattr(VulkanBackend, "run", lost)
+    found = list(selftest_kernels.check_all(made, PROFILE, None, 0))
+    problems = [one["problem"] for one in found if one["problem"]]
+    assert problems == ["it does not run: vkQueueSubmit failed: VK_ERROR_DEVICE_LOST"]
+    assert sum(one.get("note") == "not run (device lost)" for one in found) > len(found) // 2
+
+
+def test_a_device_that_hangs_ends_the_process():
+    program = (
+        "import time\n"
+        "from mlc_amd.tools import selftest_limits, terminal\n"
+        "watch = selftest_limits.Watch('a GPU', terminal.Status(), 0.2)\n"
+        "with watch.over('kernel one'): pass\n"
+        "with watch.over('kernel two'): time.sleep(60)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 1 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: a GPU does not answer: kernel two ")
 
 
 def test_a_wrong_kernel_fails_the_command(compiled, capsys, tmp_path):
@@ -241,7 +316,7 @@ def test_a_wrong_kernel_fails_the_command(compiled, capsys, tmp_path):
     entry = next(entry for entry in manifest["kernels"] if "eps" in entry["args"])
     entry["args"]["eps"] = 8.0
     resealing.reseal(made, manifest, interfaces=True)
-    assert cli.main(["selftest", str(made), "-t", "2", "-o", str(out)]) == 1
+    assert cli.main(["selftest", str(made), "-t", "2", "--seconds", "0", "-o", str(out)]) == 1
     shown, found = capsys.readouterr(), json.loads(out.read_text())
     assert shown.err.splitlines()[-1].startswith("error: ") and entry["name"] in shown.err
     assert {line.split()[0] for line in shown.out.splitlines() if "WRONG" in line} == {entry["name"]}
@@ -250,6 +325,7 @@ def test_a_wrong_kernel_fails_the_command(compiled, capsys, tmp_path):
 
 def test_refused_flags(artifact, capsys):
     assert cli.main(["selftest", str(artifact), "--runs", "-1"]) == 2
+    assert cli.main(["selftest", str(artifact), "--seconds", "-1"]) == 2
     assert cli.main(["selftest", str(artifact), "-o", "/nowhere/found.json"]) == 1
     assert "no such folder" in capsys.readouterr().err
 

@@ -1,12 +1,14 @@
 """`mlc-amd selftest`: whether this machine's device computes what it should, and how fast: every kernel of a model, the
 launches of its functions, the whole model. Needs no compiler, so it runs in bundles, too.
 
-The parts are selftest_kernels.py and selftest_model.py; dist/README.md describes the file that -o writes.
+The parts are selftest_kernels.py and selftest_model.py, their limits selftest_limits.py; dist/README.md describes the
+file that -o writes.
 """
 
 import json
 import platform
 import time
+from collections import Counter
 from pathlib import Path
 
 import mlc_amd
@@ -14,12 +16,18 @@ from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.kv_types import KvType
 from mlc_amd.tools import amdgpu, bandwidth, display, machine, models, selftest_kernels, selftest_model, terminal
+from mlc_amd.tools.selftest_limits import Budget, Watch
 
 SHORT = {"o": "output"}
 FORMAT = 1  # of the file
 # How often each function is replayed, and timed: by the type of device. Mesa's CPU driver needs seconds for a prompt.
 ROUNDS = {"cpu": (1, 1)}
 GPU_ROUNDS = (20, 7)
+_NOTES = {  # in the summary, behind a number of kernels
+    selftest_kernels.NO_REFERENCE: "without a reference",
+    selftest_kernels.NO_TIME: "not run (time): more with --seconds",
+    selftest_kernels.NO_DEVICE: "not run (device lost)",
+}
 
 
 def run(
@@ -27,6 +35,7 @@ def run(
     *,
     output: str | None = None,
     runs: int = 1000,
+    seconds: float = 60,
     whole_model: bool = False,
     target: str = "auto",
     arch: str = "native",
@@ -47,7 +56,9 @@ def run(
             demo model if omitted.
         output: a file for the results, the machine and its drivers, as JSON: what a report should contain.
         runs: how often each kernel runs whose workgroups wait for one another, at each of several depths; 0 skips this.
-        whole_model: compare the logits also of a large model, which takes minutes.
+        seconds: how long the test may take, about; kernels for which there is no time are listed as not run. 0: until
+            all have run.
+        whole_model: compare the logits also of a large model, which takes minutes more.
         target: target that a GGUF file is compiled for: auto (rocm if AMD's HIP runtime works, else vulkan on a GPU,
             else cpu), cpu, rocm or vulkan.
         arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
@@ -60,13 +71,15 @@ def run(
     """
     if runs < 0:
         raise UsageError(f"--runs is {runs}: it must not be negative")
+    if not 0 <= seconds < float("inf"):
+        raise UsageError(f"--seconds is {seconds}: it must be a number of seconds, or 0")
     out = Path(output).expanduser() if output else None
     if out and not out.parent.is_dir():
         raise UserError(f"{out.parent}: no such folder for --output")
     compilation = {"target": target, "arch": arch, "ctx": ctx, "kv_type": kv_type}
     engine = models.load_engine(model, threads=threads, device=device, **compilation)
     display.message(f"on {engine.device.name}")
-    found = measure(engine, device, runs, whole_model)
+    found = measure(engine, device, runs, whole_model, seconds)
     print(text(found), end="")
     if out:
         temporary = out.with_name(f".{out.name}.tmp")
@@ -77,18 +90,21 @@ def run(
         raise UserError(f"{engine.device.name} does not pass: {found['problems'][0]}{_more(found['problems'])}")
 
 
-def measure(engine: Engine, device: str | None, runs: int, whole_model: bool) -> dict:
+def measure(engine: Engine, device: str | None, runs: int, whole_model: bool, seconds: float) -> dict:
     """Everything that the file holds. Closes the engine. device: which GPU, as for `open_device`."""
-    artifact, used = engine.artifact, engine.device
+    artifact, used, budget = engine.artifact, engine.device, Budget(seconds)
     facts = about_device(used)
     replayed, timed = ROUNDS.get(facts["type"], GPU_ROUNDS)
     status = terminal.Status()
+    watch = Watch(used.name, status, None) if facts["type"] == "cpu" else Watch(used.name, status)
+    watch.calls(used, ("run", "run_plain", "time"))
     status.show("whole model")
+    token = selftest_model.pace(engine)
     found = {
         "agreement": selftest_model.agreement(engine),
-        "times": selftest_model.times(engine, timed),  # drivers may have work with what runs first
+        "times": selftest_model.times(engine, timed, token, budget),  # drivers may have work with what runs first
         # From here on, the device's pages are no longer the engine's.
-        "replays": selftest_model.replays(used, artifact, replayed),
+        "replays": selftest_model.replays(used, artifact, replayed, token, budget),
         "logits": selftest_model.logits(used, artifact, whole_model),
     }
     measured = bandwidth.of_device(used)
@@ -97,10 +113,18 @@ def measure(engine: Engine, device: str | None, runs: int, whole_model: bool) ->
     asked = str(used.threads) if used.kind == "cpu" else device
     count, kernels = len(artifact.manifest["kernels"]), []
     for result in selftest_kernels.check_all(
-        artifact, where, asked, runs, lambda name: status.show(f"kernel {len(kernels) + 1} of {count}: {name}")
+        artifact,
+        where,
+        asked,
+        runs,
+        lambda name: status.show(f"kernel {len(kernels) + 1} of {count}: {name}"),
+        budget,
+        watch,
     ):
         kernels.append(result | found["times"].get(result["kernel"], {}))
     status.clear()
+    order = {entry["name"]: i for i, entry in enumerate(artifact.manifest["kernels"])}
+    kernels.sort(key=lambda kernel: order[kernel["kernel"]])
     problems = [f"{kernel['kernel']}: {kernel['problem']}" for kernel in kernels if kernel["problem"]]
     problems += [f"replays of {name} differ from launches one by one" for name in found["replays"]["wrong"]]
     problems += [part["problem"] for part in (found["logits"], found["agreement"]) if part["problem"]]
@@ -165,6 +189,10 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
+def _outcome(passed: bool, left: int) -> str:
+    return "FAILED" if not passed else "passed" if not left else f"passed, without {left} kernels that were not run"
+
+
 def _verdict(kernel: dict) -> str:
     return "WRONG" if kernel["problem"] else kernel.get("note") or "ok"
 
@@ -191,11 +219,14 @@ def _checks(found: dict) -> list[tuple[str, str]]:
     """What the rest of the findings says, one line each."""
     replays, logits, agreement = found["replays"], found["logits"], found["agreement"]
     good = sum(not kernel["problem"] and not kernel.get("note") for kernel in found["kernels"])
-    unknown = sum(bool(kernel.get("note")) for kernel in found["kernels"])
+    notes = Counter(kernel["note"] for kernel in found["kernels"] if kernel.get("note"))
     joins = [join for kernel in found["kernels"] for join in kernel.get("joins", ())]
     worst = max((step["deviation"] or 0 for step in logits["steps"]), default=None)
     verdicts = [
-        ("kernels", f"{good} of {len(found['kernels'])} ok" + (f", {unknown} without a reference" if unknown else "")),
+        (
+            "kernels",
+            f"{good} of {len(found['kernels'])} ok" + "".join(f", {n} {_NOTES[note]}" for note, n in notes.items()),
+        ),
         (
             "workgroups that meet",
             f"{sum(join['runs'] for join in joins)} runs, {sum(join['failed'] for join in joins)} wrong"
@@ -216,7 +247,7 @@ def _checks(found: dict) -> list[tuple[str, str]]:
             or f"ok, {_number(agreement['deviation'], '.0%')} of what may differ",
         ),
         ("device", f"{found['device']['name']}, {found['device']['driver']}"),
-        ("all", "passed" if found["passed"] else "FAILED"),
+        ("all", _outcome(found["passed"], notes[selftest_kernels.NO_TIME])),
     ]
     for card in found["machine"]["amdgpu"]:
         clocks = ", ".join(

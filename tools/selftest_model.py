@@ -2,9 +2,11 @@
 
 In: an artifact and the device that it is loaded on. Out: whether replays of what was recorded or captured give what
 launches one by one do (`replays`), whether the model's logits are those of numpy (`logits`) and those of its own other
-functions (`agreement`), and the times of kernels (`times`).
+functions (`agreement`), and the times of kernels (`times`). How much is replayed and timed depends on how fast the
+model runs here (`pace`), and on the time that there is.
 """
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ from mlc_amd.runtime.pages import STATE
 from mlc_amd.runtime.steps import Single, pages_of, write_private_pages, write_step
 from mlc_amd.tools import kernel_table
 from mlc_amd.tools.reference.plan import Plan, without_reference
+from mlc_amd.tools.selftest_limits import Budget
 
 DECODED = 4  # tokens, one by one
 PROMPT = 40  # tokens of a prefill step, at most
@@ -25,6 +28,7 @@ PROMPT = 40  # tokens of a prefill step, at most
 TOLERANCE = 0.1
 LARGEST = 64 << 20  # bytes of weights that numpy computes unasked: a billion operations or two
 TIMED_DEPTH = 64  # tokens in the cache when kernels are timed
+TIMED, REPLAYED = 1 / 8, 1 / 3  # of the time that is left, that timing a function and that replays may take
 
 ROUTERS = ("route", "norm_route")
 
@@ -94,23 +98,39 @@ def _scores(function: dict) -> bool:
     return function["logits"] > 1 and not function["single"]
 
 
-def replays(device, artifact, rounds: int) -> dict:
+def pace(engine) -> float:
+    """Seconds that a token of a prompt takes, the second time: then the weights are in memory."""
+    ids = np.zeros(min(PROMPT, engine.context), np.int64)
+    seconds = 0.0
+    for _ in range(2):
+        engine.reset()
+        start = time.perf_counter()
+        engine.prefill(ids)
+        seconds = time.perf_counter() - start
+    return seconds / len(ids)
+
+
+def replays(device, artifact, rounds: int, token: float = 0, budget: Budget | None = None) -> dict:
     """{"rounds", "functions", "wrong"}: functions whose replays differ, bit for bit, from launches one by one, in any
-    of the rounds of the same sequence of steps.
+    of the rounds of the same sequence of steps. token: seconds of one, as `pace` gives; chunks are as long as the
+    budget allows, and there are as many of the `rounds`.
 
     Rows that are not in use hold what is left of other steps, and they may decide with the others when attention
     rescales its sums, which changes how these round: the sequence runs once before results count.
     """
-    functions = artifact.manifest["functions"]
-    sequences = Sequences(device, artifact.manifest)
-    sequence = sequences.steps(max(function["rows"] for function in functions.values()))
+    functions, budget = artifact.manifest["functions"], budget or Budget()
+    sequences, share = Sequences(device, artifact.manifest), Budget(REPLAYED * budget.left)
+    longest = max(function["rows"] for function in functions.values())
+    once = 3 * token * sum(function["rows"] > function["single"] for function in functions.values())  # plain, replayed
+    sequence = sequences.steps(int(min(longest, max(share.left / once, PROMPT))) if once else longest)
     _, expected = (sequences.run(device, sequence, device.run_plain) for _ in range(2))
-    wrong = set()
-    for _ in range(rounds):
+    wrong, done = set(), 0
+    while done < rounds and not (done and share.over):
         for step, found, wanted in zip(sequence, sequences.run(device, sequence, device.run), expected, strict=True):
             if found.tobytes() != wanted.tobytes():
                 wrong.add(step.function)
-    return {"rounds": rounds, "functions": sorted({step.function for step in sequence}), "wrong": sorted(wrong)}
+        done += 1
+    return {"rounds": done, "functions": sorted({step.function for step in sequence}), "wrong": sorted(wrong)}
 
 
 def logits(device, artifact, always: bool = False) -> dict:
@@ -187,18 +207,22 @@ def _apart(found: np.ndarray, expected: np.ndarray) -> float | None:
     return float(np.sqrt(((found - expected) ** 2).mean())) / (TOLERANCE * max(spread, 1e-30))
 
 
-def times(engine, rounds: int) -> dict[str, dict]:
+def times(engine, rounds: int, token: float = 0, budget: Budget | None = None) -> dict[str, dict]:
     """By kernel, "us", "gbps" and "tops" of a call in the model, in the first of its functions that are timed; empty
-    where the device cannot time kernels."""
+    where the device cannot time kernels. token: seconds of one, as `pace` gives; a function that would take too much of
+    the budget is timed less often, or not."""
     found: dict[str, dict] = {}
-    functions = engine.artifact.manifest["functions"]
+    functions, budget = engine.artifact.manifest["functions"], budget or Budget()
     for size in sorted({f["rows"] for f in functions.values() if f["logits"] == 1}):
         depth = min(TIMED_DEPTH, engine.context - size)
+        often = int(min(TIMED * budget.left / (token * size), rounds)) if token else rounds
+        if not often:
+            continue
         engine.reset()
         if depth:
             engine.advance(np.zeros(depth, np.int64))
         try:
-            table = kernel_table.measure(engine, np.arange(size) % engine.vocab, None, rounds)
+            table = kernel_table.measure(engine, np.arange(size) % engine.vocab, None, often)
         except UserError:  # a driver without timestamps
             return {}
         for row in table["kernels"]:

@@ -53,13 +53,14 @@ def _rows(param: Param, state) -> np.ndarray:
 
 
 def _pages(param: Param, state) -> np.ndarray:
-    """Each slot has all pages that a sequence of full length needs, in another order. The page that a single row writes
-    is its own: the others read theirs meanwhile."""
+    """Each slot has all pages that a sequence of full length needs, in another order, or those that the fact "pages"
+    says again and again. The page that a single row writes is its own: the others read theirs meanwhile."""
     slots, blocks = param.shape
-    pages = ((np.arange(blocks) + np.arange(slots)[:, None]) % blocks).astype(np.int32)
+    count = param.facts.get("pages", blocks)
+    pages = ((np.arange(blocks) + np.arange(slots)[:, None]) % count).astype(np.int32)
     position, _, single, _ = state
     row = np.arange(single)
-    pages[row, np.maximum(position - row, 0) // PAGE] = blocks + row
+    pages[row, np.maximum(position - row, 0) // PAGE] = count + row
     return pages
 
 
