@@ -9,7 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
-from mlc_amd.runtime.constraints import Constraint, mask_of
+import numpy as np
+
+from mlc_amd.runtime.constraints import Constraint, check_chosen, mask_of
 from mlc_amd.runtime.generation import Piece, Progress, Stats
 from mlc_amd.runtime.marks import split_at
 from mlc_amd.runtime.requests import Request
@@ -42,6 +44,7 @@ class Answer:
     ) -> None:
         self.request, self.sampling, self.index = request, sampling, index
         self.constraint, self._logprobs = constraint, logprobs
+        self._mask: np.ndarray | None = None  # of the token that is chosen next
         self._min_tokens = min_tokens
         self._endless = without_ends(sampling, tokenizer.end_ids) if min_tokens else sampling
         self._seed = Sampler(sampling).seed
@@ -87,15 +90,14 @@ class Answer:
         that."""
         sequence = self.request.sequence
         assert sequence is not None, "its request was added"
-        mask = None
         if self.constraint:
             try:
-                mask = mask_of(self.constraint, self._vocab)
+                self._mask = mask_of(self.constraint, self._vocab)
             except Exception as error:
                 self.fail(error)
                 return [GREEDY]
         return [
-            Choice(self._sampling(i), self._seed, sequence.tokens, mask, self._logprobs, guesses[:i])
+            Choice(self._sampling(i), self._seed, sequence.tokens, self._mask, self._logprobs, guesses[:i])
             for i in range(len(guesses) + 1)
         ]
 
@@ -117,9 +119,11 @@ class Answer:
         self.stats.ttft_s, self.stats.decode_s = self._first - self._begun, now - self._first
         if chosen.token < 0:
             return self.fail(not_finite())
-        if chosen.token in self._end_ids:
-            return self._end("stop")
         try:
+            if self._mask is not None:
+                check_chosen(self._mask, chosen.token)
+            if chosen.token in self._end_ids:
+                return self._end("stop")
             complete = self._accept(chosen.token)
         except Exception as error:
             return self.fail(error)

@@ -4,7 +4,6 @@ In: the tokens of the answer. Out: which tokens may follow, as rows of the io bu
 """
 
 from collections.abc import Iterable
-from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +24,7 @@ class Constraint(Protocol):
 
     def allowed(self) -> np.ndarray | None:
         """int32 words [ceil(vocab / 32)]: bit t % 32 of word t // 32 says whether token t may follow. None: any may.
-        At least one may. The memory may be used again by the next call."""
+        If none may, the answer fails. The memory may be used again by the next call."""
         ...
 
     def accept(self, token: int) -> None:
@@ -49,14 +48,8 @@ def compute_masks(constraints: Iterable[Constraint | None]) -> None:
             kind.compute_all(those)
 
 
-@cache
-def _nothing(nbytes: int) -> bytes:
-    return bytes(nbytes)
-
-
 def mask_of(constraint: Constraint, vocab: int) -> np.ndarray | None:
-    """`constraint.allowed()`, of which bits beyond the vocabulary are zero. UserError if no token is allowed,
-    ValueError for what is no mask."""
+    """`constraint.allowed()`, of which bits beyond the vocabulary are zero. ValueError for what is no mask."""
     mask = constraint.allowed()
     if mask is None:
         return None
@@ -66,6 +59,11 @@ def mask_of(constraint: Constraint, vocab: int) -> np.ndarray | None:
     if (rest := vocab % 32) and int(mask[-1]) >> rest:
         mask = mask.copy()
         mask[-1] &= np.int32((1 << rest) - 1)
-    if mask.tobytes() == _nothing(mask.nbytes):  # `any` takes ten times as long
-        raise UserError("the answer cannot go on: its grammar allows no token of this model's vocabulary here")
     return mask
+
+
+def check_chosen(mask: np.ndarray, token: int) -> None:
+    """UserError for a token that a mask (`mask_of`) does not allow: then it allows none, as others are chosen only
+    where none is."""
+    if not int(mask[token // 32]) >> token % 32 & 1:
+        raise UserError("the answer cannot go on: its grammar allows no token of this model's vocabulary here")

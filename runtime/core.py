@@ -22,7 +22,7 @@ from mlc_amd.runtime.own_draft import OwnDraft
 from mlc_amd.runtime.planned_step import Step
 from mlc_amd.runtime.requests import Request
 from mlc_amd.runtime.runner import Runner
-from mlc_amd.runtime.sampled_rows import Chosen
+from mlc_amd.runtime.sampled_rows import Choice, Chosen
 from mlc_amd.runtime.scheduler import Limits, Queue, Scheduler
 from mlc_amd.runtime.scoring import Scoring
 from mlc_amd.runtime.sequence import Sequence
@@ -265,11 +265,16 @@ class Core:
             if step.chunk.scored:
                 self._scorings[step.chunk.request].take(step.chunk.start, self.runner.score(chunk))
                 return []
-        guesses = step.drafts + [[]] * (len(step.answers) - len(step.drafts))
-        compute_masks(self._answers[request].constraint for request in step.answers)
-        asked = [self._answers[request].choices(drafts) for request, drafts in zip(step.answers, guesses, strict=True)]
-        found = self.runner.sample(singles, chunk, [choice for choices in asked for choice in choices])
-        chosen = iter(found)
+        answers = [self._answers[request] for request in step.answers]
+        guesses = step.drafts + [[]] * (len(answers) - len(step.drafts))
+
+        def choices() -> list[Choice]:
+            compute_masks(answer.constraint for answer in answers)
+            asked = [answer.choices(drafts) for answer, drafts in zip(answers, guesses, strict=True)]
+            return [choice for one in asked for choice in one]
+
+        masks = any(answer.constraint for answer in answers)
+        chosen = iter(self.runner.sample(singles, chunk, choices if masks else choices()))
         return [[next(chosen) for _ in range(len(drafts) + 1)] for drafts in guesses]
 
     def _drop_ended(self) -> None:

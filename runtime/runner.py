@@ -4,7 +4,7 @@ In: the tokens of a step's rows with their positions and slots, and the page tab
 then of the chunk's last row, what the device chooses (`sample`); or the logits of a chunk, float32 (`run`, `score`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -64,25 +64,38 @@ class Runner:
         rows = self._run((), chunk)
         return self.device.read("logits", rows)[rows - 1, : self.vocab]
 
-    def sample(self, singles: Sequence[Single], chunk: Chunk | None, choices: Sequence[Choice]) -> list[Chosen]:
-        """Computes a step, and chooses a token for each of the first answers, as many as there are `choices`."""
+    def sample(
+        self,
+        singles: Sequence[Single],
+        chunk: Chunk | None,
+        choices: Sequence[Choice] | Callable[[], Sequence[Choice]],
+    ) -> list[Chosen]:
+        """Computes a step, and chooses a token for each of the first answers, as many as there are `choices`: or what
+        gives them, which is called while the device computes what does not depend on them."""
         single = len(singles)
         function = self.functions.of(single, len(chunk[0]) if chunk else 0)
         last = single + len(chunk[0]) - 1 if chunk and function.steps else single  # row of the chunk's answer
-        rows = [*range(single), last][: len(choices)]
-        if len(choices) > single and last > single:
-            self._choices.write([*choices[:single], *[GREEDY] * (last - single), choices[single]])
-        else:
-            self._choices.write(choices)
-        self._run(singles, chunk)
-        self._answered = rows
-        return self._choices.read(rows, choices)
+        known: Sequence[Choice] = ()
 
-    def _run(self, singles: Sequence[Single], chunk: Chunk | None) -> int:
-        """Returns how many rows of logits there are."""
+        def write() -> None:
+            nonlocal known
+            known = choices() if callable(choices) else choices
+            skipped = [GREEDY] * (last - single) if len(known) > single else []
+            self._choices.write([*known[:single], *skipped, *known[single:]])
+
+        if callable(choices):
+            self._run(singles, chunk, write)
+        else:
+            write()
+            self._run(singles, chunk)
+        self._answered = [*range(single), last][: len(known)]
+        return self._choices.read(self._answered, known)
+
+    def _run(self, singles: Sequence[Single], chunk: Chunk | None, meanwhile: Callable[[], None] | None = None) -> int:
+        """Returns how many rows of logits there are. meanwhile: see the devices' `run`."""
         function = self.functions.of(len(singles), len(chunk[0]) if chunk else 0)
         rows = self._prepare_rows(function, singles, chunk)
-        self.device.run(function.name)
+        self.device.run(function.name, meanwhile)
         self._last = function.name
         return rows
 

@@ -90,8 +90,8 @@ class SampledRows:
                     self._changes[i, : len(changes)] = changes
                     changed = i + 1
         if self._words[: len(choices)].any():
-            self._device.write("sampling", self._words[: len(choices)])
             self._written = len(choices)
+            self._device.write("sampling", self._words[: len(choices)])
         if changed:
             self._device.write("changes", self._changes[:changed])
         if masked:

@@ -18,6 +18,8 @@ _TABLES = "pages."  # prefix of the names of page tables in io, before the span 
 OUTPUTS = ("logits", "sampled", "logprobs")
 ROWS = ("hidden", "drafted")  # kept tensors with a row for each row of a step, for functions that guess tokens
 _SELDOM = ("changes", "allowed")  # io buffers of sampling that most steps have no use for
+# io buffers that a device may be told while it computes what does not read them: see `launches_before_late`.
+LATE = ("sampling", *_SELDOM)
 
 
 def page_table(span: int) -> str:
@@ -28,6 +30,17 @@ def page_table(span: int) -> str:
 def is_kept(name: str) -> bool:
     """Whether an input stays the same for many steps: devices copy it only when it was written."""
     return name.startswith(_TABLES) or name in (CELLS, *_SELDOM)
+
+
+def launches_before_late(function: Mapping, launched: Mapping) -> int | None:
+    """How many launches of a function come before the first that reads what may be LATE; None if none reads that.
+    function: the manifest's entry; launched: the launches of each kernel."""
+    count = 0
+    for call in function["launches"]:
+        if any(kind == "io" and where in LATE for kind, where, *_ in call["args"]):
+            return count
+        count += len(launched[call["kernel"]]["steps"])
+    return None
 
 
 def write_step(

@@ -64,7 +64,14 @@ def project_all(state, y, head, logits):
     f32(logits, live, VOCAB)[:] = f32(y, live, WIDTH) @ f32(head, WIDTH, VOCAB)
 
 
+def pick(state, logits, allowed, sampled):
+    """The largest logit of the tokens that a mask allows."""
+    bits = np.unpackbits(allowed[: VOCAB // 8], bitorder="little").astype(bool)
+    sampled[:4].view(np.int32)[:] = np.argmax(np.where(bits, f32(logits, VOCAB), -np.inf))
+
+
 KERNELS = {
+    "pick_k": (4, pick),
     "embed_k": (4, embed),
     "mix_k": (6, remember),
     "mix_k_1": (4, average),
@@ -87,6 +94,7 @@ LAUNCHES = {
     "mix": {"scratch": [64, CTX * WIDTH * 4], "steps": [step("mix_k", 0, 1, 2, 3, 4, 7), step("mix_k_1", 0, 1, 7, 5)]},
     "last": {"scratch": [], "steps": [step("last_k", 3, 0, 1, 2)]},  # the kernel's own order differs from the call's
     "all": {"scratch": [], "steps": [step("all_k", 3, 0, 1, 2)]},
+    "pick": {"scratch": [], "steps": [step("pick_k", 0, 1, 2, 3)]},
 }
 
 
@@ -103,6 +111,13 @@ def function(rows, head):
             {"kernel": head, "args": [y, ["weight", EXPERT], ["io", "logits"], state]},
         ],
     }
+
+
+def picking():
+    """A function of one row that chooses a token."""
+    entry = function(1, "last")
+    picked = [["io", name] for name in ("state", "logits", "allowed", "sampled")]
+    return entry | {"launches": [*entry["launches"], {"kernel": "pick", "args": picked}]}
 
 
 def facts(name):
@@ -144,6 +159,7 @@ def artifact_in(folder):
                 "decode": function(1, "last"),
                 "prefill_16": function(16, "last"),
                 "score_16": function(16, "all"),
+                "pick": picking(),
             },
             "kernels": [facts(name) for name in LAUNCHES],
             "libraries": {arch: f"{arch}.hsaco" for arch in archs},
@@ -155,7 +171,9 @@ def artifact_in(folder):
                 "tokens": {"dtype": "int32", "shape": [16]},
                 "rows": {"dtype": "int32", "shape": [16, 2]},
                 "pages.0": {"dtype": "int32", "shape": [SLOTS, CTX // PAGE]},
+                "allowed": {"dtype": "int32", "shape": [16, VOCAB // 32]},
                 "logits": {"dtype": "float32", "shape": [16, VOCAB]},
+                "sampled": {"dtype": "int32", "shape": [16]},
             },
             "kv": [
                 {"name": "other", "dtype": "float16", "shape": [3]},

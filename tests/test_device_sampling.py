@@ -11,6 +11,7 @@ from vulkan_harness import gpu
 from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.engine import Engine
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.kv_pool import KvSize
 from mlc_amd.runtime.sampling import Sampling
 from mlc_amd.runtime.sampling_rows import mask_words
@@ -65,6 +66,71 @@ def test_rows_of_a_step(device, kind, singles, chunk):
     logits = device.read("logits", n)[:, :vocab].copy()
     asked = [cases.Row(row, s, recent) for row, s in zip(logits, SAMPLINGS[-n:], strict=True)]
     cases.check(asked, device.read("sampled", n), device.read("logprobs", n))
+
+
+class Walk:
+    """Tokens that depend on those before; raises `error` instead of the mask behind so many of them."""
+
+    complete = False
+
+    def __init__(self, engine, error=None, after=2):
+        self.engine, self.error, self.after, self.accepted = engine, error, after, [3]
+        self.beside = []  # whether the device computed meanwhile
+
+    def allowed(self):
+        if self.error and len(self.accepted) > self.after:
+            raise self.error
+        context = getattr(self.engine.device, "context", None)
+        self.beside.append(context is not None and context._busy)
+        mask = np.arange(self.engine.vocab) % 7 == sum(self.accepted) % 7
+        mask[list(self.engine.tokenizer.end_ids)] = False
+        return mask_words(mask)
+
+    def accept(self, token):
+        assert token % 7 == sum(self.accepted) % 7
+        self.accepted.append(token)
+
+
+PROMPTS = [[1, 2, 3], list(range(30)), [7] * 9]
+
+
+def test_masks_are_made_while_the_device_computes(model, monkeypatch):
+    """Answers are those with masks that are there before, short steps and steps in pieces."""
+    with Engine.load(model, kv_tokens=512) as engine:
+        gpu = engine.device.kind == "vulkan"
+
+        def answers(beside):
+            walks = [Walk(engine) for _ in PROMPTS]
+            pieces = engine.generate(PROMPTS, max_tokens=6, temperature=1.0, seed=3, constraint=iter(walks).__next__)
+            made = [(piece.index, piece.id) for piece in pieces]
+            assert len(made) == 18 and {beside} == {one for walk in walks for one in walk.beside}
+            return sorted(made, key=lambda piece: piece[0])
+
+        if gpu:
+            monkeypatch.setattr(engine.device.pacer, "limit", 1e4)  # Mesa's driver compiles in the first run
+        made, run = answers(gpu), engine.device.run
+        if gpu:
+            monkeypatch.setattr(engine.device.pacer, "limit", 1e-9)
+            assert answers(False) == made
+            monkeypatch.setattr(engine.device.pacer, "limit", 1e4)
+        monkeypatch.setattr(engine.device, "run", lambda name, meanwhile=None: run(name, meanwhile and meanwhile()))
+        assert answers(False) == made
+
+
+def test_errors_of_masks_leave_engine_and_device_clean(model):
+    with Engine.load(model, kv_tokens=512) as engine:
+        expected = [piece.id for piece in engine.generate(PROMPTS[1], max_tokens=6)]
+        for error in (KeyboardInterrupt(), ZeroDivisionError()):
+            with pytest.raises(type(error)):
+                list(engine.generate(PROMPTS[0], max_tokens=6, constraint=lambda error=error: Walk(engine, error)))
+            assert engine.queue == (0, 0) and engine.kv_usage.used == 0
+            assert [piece.id for piece in engine.generate(PROMPTS[1], max_tokens=6)] == expected
+        walk = Walk(engine)
+        walk.allowed = lambda: np.zeros(-(-engine.vocab // 32), np.int32)
+        for options in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}):
+            with pytest.raises(UserError, match="its grammar allows no token"):
+                list(engine.generate(PROMPTS[0], max_tokens=6, constraint=lambda: walk, **options))
+            assert engine.queue == (0, 0) and engine.kv_usage.used == 0
 
 
 def test_functions_that_score_choose_nothing(device):

@@ -11,6 +11,7 @@ from hip_model import (
     IDS,
     KERNELS,
     RNG,
+    SLOT,
     VOCAB,
     WIDTH,
     artifact_in,
@@ -72,6 +73,47 @@ def test_long_steps_are_launched_in_pieces(artifact):
     bindings.calls.clear()
     check(device)
     assert bindings.calls.count("hipGraphLaunch") == 5 and "hipModuleLaunchKernel" not in bindings.calls
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_masks_may_come_while_it_computes(artifact, monkeypatch, graphs):
+    """What chooses a token is launched behind them, all else before."""
+    if not graphs:
+        monkeypatch.setenv("MLC_AMD_GRAPH", "0")
+    bindings = Recorder(KERNELS)
+    device = HipDevice(artifact("gfx1100"), bindings=bindings)
+    begun, rng = [], np.random.default_rng(2)
+    write_pages(device, 0)
+
+    def allow(words):
+        begun.append(bindings.calls[-1])
+        bindings._flush()
+        assert "last_k" in [symbol for symbol, *_ in bindings.launched]
+        assert "pick_k" not in [symbol for symbol, *_ in bindings.launched]
+        device.write("allowed", words)
+
+    for i, limit in enumerate((0.5, 0.5, 1e-9, 0.5)):
+        device.pacer.limit = limit
+        bindings.launched.clear()
+        write_step(device, device.manifest["functions"]["pick"], [(i, 0, SLOT)])
+        words = rng.integers(0, 1 << 31, (1, VOCAB // 32), np.int32)
+        long = limit < 0.5  # in pieces, which masks come before
+        device.run("pick", lambda words=words, long=long: device.write("allowed", words) if long else allow(words))
+        may = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        (token,) = device.read("sampled", 1)
+        assert token == may[np.argmax(device.read("logits", 1)[0, may])]
+        assert [symbol for symbol, *_ in bindings.launched][-2:] == ["last_k", "pick_k"]
+    assert begun == 3 * ["hipGraphLaunch" if graphs else "hipModuleLaunchKernel"]
+    assert bindings.calls.count("hipGraphInstantiate") == graphs * (len(device.manifest["functions"]) + 1)
+
+    def fails():
+        raise ZeroDivisionError
+
+    bindings.launched.clear()
+    with pytest.raises(ZeroDivisionError):
+        device.run("pick", fails)
+    assert not bindings.queue and [symbol for symbol, *_ in bindings.launched][-1:] == ["last_k"]
+    check(device)
 
 
 def test_weights_arrive_whole_and_in_chunks(artifact, monkeypatch):

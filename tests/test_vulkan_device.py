@@ -15,6 +15,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -151,6 +152,21 @@ def test_inputs_are_copied_where_the_host_cannot_reach_the_gpus_memory(artifact,
     engine = Engine.load(artifact)
     assert engine.device.io.copies
     assert np.array_equal(logits(engine, IDS), plain)
+    found = [masked(one) for one in (engine, Engine.load(artifact), engine)]
+    assert found[0] == found[1] == found[2]
+
+
+def masked(engine: Engine) -> list[int]:
+    """Tokens of two answers together, of which every step may choose others."""
+
+    def constraint() -> SimpleNamespace:
+        rng = np.random.default_rng(4)
+        words = -(-engine.vocab // 32)
+        masks = lambda: rng.integers(-(1 << 31), 1 << 31, words, np.int32)  # noqa: E731
+        return SimpleNamespace(allowed=masks, accept=lambda token: None, complete=False)
+
+    pieces = engine.generate([IDS, IDS[3:]], max_tokens=6, constraint=constraint, repetition_penalty=1.2)
+    return [piece.id for piece in sorted(pieces, key=lambda piece: piece.index)]
 
 
 def test_weights_in_several_blocks(artifact, plain, monkeypatch):
@@ -439,7 +455,7 @@ def test_the_validation_layers_stay_silent(artifact):
     right = (
         "import sys\nfrom mlc_amd.runtime.engine import Engine\nfor attempt in range(2):\n"
         "    e = Engine.load(sys.argv[1]); e.score(range(1, 40)); [e.decode(5) for _ in range(5)]; e.time([1]); "
-        "e.device.clear()\n"
+        "[e.device.run('decode', dict) for _ in range(3)]; e.device.clear()\n"
         "    e.device.pacer.limit = 1e-5; [e.decode(5) for _ in range(3)]; e.time([1]); e.time([1])\n"
         "    e.device.copy_bandwidth()\n    if attempt: e.device.close()\nprint('done')"
     )

@@ -4,7 +4,9 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
                              and arena
 .kv_types                    shapes and types of the cache's tensors, with the pages that they have
 .write(name, values)         fills the first part of an io buffer ("state", "tokens" ..)
-.run(function)               runs one function of the plan and waits; GPUs run long steps in pieces (pieces.py)
+.run(function, meanwhile)    runs one function of the plan and waits; GPUs run long steps in pieces (pieces.py).
+                             meanwhile: optional: is called once and writes io buffers of steps.LATE; a GPU computes
+                             what does not read these at the same time. What it raises is raised when the device is idle
 .run_plain(function)         the same launch by launch, without what was recorded or captured at load: to compare with
 .read(name, rows)            the first rows of an io buffer as a NumPy array, valid until the next run
 .clear()                     zeros the KV cache

@@ -10,6 +10,7 @@ import hashlib
 import mmap
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -217,7 +218,9 @@ class CpuDevice:
     def write(self, name: str, values) -> None:
         self.io[name][: len(values)] = values
 
-    def run(self, function: str) -> None:
+    def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
+        if meanwhile:  # its threads would compute beside those of the kernels
+            meanwhile()
         start = time.perf_counter()
         self._replays[function]()
         self.waited += time.perf_counter() - start

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -27,7 +27,7 @@ from mlc_amd.runtime.devices.pieces import Pacer, Piece
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import kfd_gpus
 from mlc_amd.runtime.kv_pool import ONE_SEQUENCE, KvSize
-from mlc_amd.runtime.steps import write_private_pages, write_step
+from mlc_amd.runtime.steps import launches_before_late, write_private_pages, write_step
 
 CHECK_STEPS = 3  # replays compared at load; stale data shows up from the second on
 GRAPH_VARIABLE = "MLC_AMD_GRAPH"
@@ -79,6 +79,7 @@ class HipDevice:
         self._launches = {name: self._bind(function) for name, function in self.manifest["functions"].items()}
         self.pacer = Pacer(self.manifest, self.code_arch)
         self._graphs = {}
+        self._heads: dict[str, object] = {}  # graphs of what comes before late inputs, of functions that had any
         self._marks: dict[str, list] = {}  # events that time a function's launches
         if os.environ.get(GRAPH_VARIABLE) != "0":
             self._make_graphs()
@@ -173,8 +174,14 @@ class HipDevice:
         self.memory.write(name, values)
         self.pacer.write(name, values)
 
-    def run(self, function: str) -> None:
-        self._run(function, self._graphs)
+    def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
+        if not meanwhile:
+            self._run(function, self._graphs)
+        elif self.pacer.pieces(function) or not (before := self._before_late(function)):
+            meanwhile()
+            self._run(function, self._graphs)
+        else:
+            self._run_beside(function, before, meanwhile)
 
     def run_plain(self, function: str) -> None:
         self._run(function, {})
@@ -189,6 +196,29 @@ class HipDevice:
                 enqueue(self.hip, self.stream, [self._launches[function][i] for i in self._numbers(function, piece)])
             self._wait()
             self.pacer.took(function, time.perf_counter() - start, piece)
+
+    def _before_late(self, function: str) -> int:
+        """How many launches do not depend on late inputs, if others do; else 0."""
+        return launches_before_late(self.manifest["functions"][function], self._kernels) or 0
+
+    def _run_beside(self, function: str, before: int, meanwhile: Callable[[], None]) -> None:
+        """Calls `meanwhile` when the launches that come before late inputs are enqueued, and enqueues the others."""
+        launches = self._launches[function]
+        if self._graphs and function not in self._heads:
+            self._heads[function] = capture(self.hip, self.stream, launches[:before], self._held)
+        start = time.perf_counter()
+        self.memory.send_inputs()
+        if self._graphs:
+            self.hip("hipGraphLaunch", self._heads[function], self.stream)
+        else:
+            enqueue(self.hip, self.stream, launches[:before])
+        try:
+            meanwhile()
+            self.memory.send_inputs()
+            enqueue(self.hip, self.stream, launches[before:])
+        finally:
+            self._wait()
+        self.pacer.took(function, time.perf_counter() - start)
 
     def _numbers(self, function: str, piece: Piece) -> Sequence[int]:
         """Of the launches of a piece, (): of all. HIP launches whole grids."""

@@ -76,7 +76,7 @@ class Memory:
         io = dict(sorted(manifest["io"].items(), key=lambda item: _rank(item[0])))
         self._io_at, io_bytes = places({name: nbytes(entry) for name, entry in io.items()})
         self.input_bytes = min(at for name, at in self._io_at.items() if _rank(name))
-        self._stale: set[str] = set()  # tables that the GPU has an old copy of
+        self._stale: dict[str, int] = {}  # tables of which the GPU has so many old rows
         sizes = {
             "weights": weight_bytes,
             "arena": manifest["arena_bytes"],
@@ -194,14 +194,14 @@ class Memory:
         """Fills the first part of an io buffer."""
         self.host[name][: len(values)] = values
         if _rank(name) == 1:
-            self._stale.add(name)
+            self._stale[name] = max(self._stale.get(name, 0), len(values))
 
     def send_inputs(self) -> None:
-        """Enqueues the copy of the host's io inputs to the GPU: of page tables those that changed."""
+        """Enqueues the copy of the host's io inputs to the GPU: of page tables what changed."""
         self._send_io(0, self.input_bytes)
         while self._stale:
-            name = self._stale.pop()
-            self._send_io(self._io_at[name], self.host[name].nbytes)
+            name, rows = self._stale.popitem()
+            self._send_io(self._io_at[name], self.host[name][:rows].nbytes)
 
     def _send_io(self, at: int, count: int) -> None:
         kind = self.hip.names.hipMemcpyKind.hipMemcpyHostToDevice

@@ -6,6 +6,7 @@ are registered with `held` and destroyed in reverse order when that closes.
 
 import ctypes
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from mlc_amd.runtime.devices.vulkan import api
@@ -111,6 +112,19 @@ class Context:
         self._settle()
         self._busy = True
         self.calls.vkQueueSubmit(self.queue, 1, ctypes.byref(submission), self.fence)
+
+    def submit_around(self, first: ctypes.Structure, then: ctypes.Structure, meanwhile: Callable[[], None]) -> None:
+        """Starts the first command buffer, calls `meanwhile`, and starts the other one behind the first. What
+        `meanwhile` raises is raised when the first is done."""
+        self._settle()
+        self._busy = True
+        self.calls.vkQueueSubmit(self.queue, 1, ctypes.byref(first), 0)
+        try:
+            meanwhile()
+        except BaseException:
+            self._settle()
+            raise
+        self.calls.vkQueueSubmit(self.queue, 1, ctypes.byref(then), self.fence)
 
     def _settle(self) -> None:
         """Waits for what was submitted without a wait, or with one that was interrupted."""

@@ -9,6 +9,7 @@ memory get the weights there, once; others may leave experts there (n_cpu_moe).
 import ctypes
 import logging
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -29,6 +30,7 @@ from mlc_amd.runtime.devices.vulkan.replays import Replays
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.memory import gib, host_shortage, of_manifest, on_host, shortage
+from mlc_amd.runtime.steps import launches_before_late
 
 RING = 4  # copies of the scratch buffers, as independent kernels may overlap
 CLOSED = "this device is closed; load the model again"
@@ -164,8 +166,9 @@ class VulkanDevice:
     def _record(self) -> None:
         functions = self.manifest["functions"]
         plan = {name: self._bind(function) for name, function in functions.items()}
+        heads = {name: launches_before_late(function, self._kernels) or 0 for name, function in functions.items()}
         self.pacer = Pacer(self.manifest, self.code_arch, cuts=True)
-        self._replays = Replays(self.context, self.io, self.pacer, functions, plan, self._layout, self._based)
+        self._replays = Replays(self.context, self.io, self.pacer, functions, plan, heads, self._layout, self._based)
 
     def _bind(self, function: dict) -> list[Launch]:
         """Every launch of a function, in order."""
@@ -238,8 +241,8 @@ class VulkanDevice:
         self.io.write(name, values)
         self.pacer.write(name, values)
 
-    def run(self, function: str) -> None:
-        self._run(self._replays.run, function)
+    def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
+        self._run(lambda name: self._replays.run(name, meanwhile), function)
 
     def run_plain(self, function: str) -> None:
         self._run(self._replays.run_plain, function)

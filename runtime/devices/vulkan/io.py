@@ -14,7 +14,7 @@ from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.commands import Recorder
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.memory import Block, Memory
-from mlc_amd.runtime.steps import OUTPUTS, is_kept
+from mlc_amd.runtime.steps import LATE, OUTPUTS, is_kept
 
 RECORDED = 2 << 20  # bytes of an output, at most, that every run of a function copies to the host
 
@@ -56,6 +56,7 @@ class Io:
             name: block.view(offset, entries[name]["dtype"], entries[name]["shape"])
             for name, (block, offset) in (written | paged | read).items()
         }
+        self._late_at = {name: place for name, place in (written | paged).items() if name in LATE}
         self._output_at = {name: offset for name, (_, offset) in read.items()}
         self._rows: dict[str, int] = {}  # of outputs that the host has
         self._copied: dict[int, dict[str, int]] = {}  # of `_recorded`, by rows of logits
@@ -86,6 +87,12 @@ class Io:
         if self._input_copy:
             recorder.copy(self._inputs, 0, self._input_copy, 0, self._inputs.nbytes)
 
+    def record_late(self, recorder: Recorder, function: Mapping) -> None:
+        """Of LATE inputs, the rows that a function uses, where `record_inputs` or `before` came too early."""
+        for name, (block, offset) in self._late_at.items() if self.copies else ():
+            rows = self._row_bytes(name, function["logits"])
+            recorder.copy(block, offset, *self.places[name], rows)
+
     def record_outputs(self, recorder: Recorder, function: Mapping) -> None:
         for name in self._recorded(function):
             block, offset = self.places[name]
@@ -113,6 +120,10 @@ class Io:
         while self._stale:
             self.context.submit(self._renew[self._stale.pop()])
         self._rows = dict(self._recorded(function))
+
+    def late(self) -> None:
+        """Behind what `record_late` recorded."""
+        self._stale.difference_update(LATE)
 
     def read(self, name: str, rows: int) -> np.ndarray:
         """The first rows of a buffer, once the run is done; valid until the next one."""

@@ -2,12 +2,13 @@
 
 In: each function's launches, the io buffers, and a Pacer, which says what one submission may compute. Usually that is
 the whole function. A longer step is recorded in pieces, each of which is submitted when the one before is done; the
-next long steps of the function use them again as long as the pacer leaves them as they are.
+next long steps of the function use them again as long as the pacer leaves them as they are. Where inputs come late,
+what does not read them is a command buffer of its own.
 """
 
 import ctypes
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,8 +21,9 @@ from mlc_amd.runtime.devices.vulkan.pipelines import Based
 
 
 class Replays:
-    """functions: the manifest's entries; plan: launches of each; layout: of all pipelines; based: those for parts of
-    a grid. waited: seconds spent waiting for the GPU in all runs."""
+    """functions: the manifest's entries; plan: launches of each; heads: how many of them come before late inputs are
+    read, 0 if none are; layout: of all pipelines; based: those for parts of a grid. waited: seconds spent waiting for
+    the GPU in all runs."""
 
     def __init__(
         self,
@@ -30,18 +32,27 @@ class Replays:
         pacer: Pacer,
         functions: Mapping[str, Mapping],
         plan: Mapping[str, Sequence[Launch]],
+        heads: Mapping[str, int],
         layout: int,
         based: Based,
     ):
         self.context, self.io, self.pacer, self.waited = context, io, pacer, 0.0
-        self._functions, self._plan, self._layout, self._based = functions, plan, layout, based
+        self._functions, self._plan, self._heads = functions, plan, heads
+        self._layout, self._based = layout, based
         self._whole = {name: self._record(name, ()) for name in plan}
         self._cut: dict[str, tuple[tuple[Piece, ...], list[ctypes.Structure]]] = {}  # of the last long step
+        self._halves: dict[str, list[ctypes.Structure]] = {}  # before late inputs, and behind them
         self._timed: dict[str, tuple[tuple[Piece, ...], list[ctypes.Structure], int]] = {}  # with the query pool
 
-    def run(self, name: str) -> None:
-        """Runs a function and waits for it."""
+    def run(self, name: str, meanwhile: Callable[[], None] | None = None) -> None:
+        """Runs a function and waits for it. meanwhile: writes LATE inputs, where they are late; a step in pieces takes
+        so long that they come first."""
         pieces = self.pacer.pieces(name)
+        if meanwhile and not pieces and self._heads[name]:
+            self._run_around(name, meanwhile)
+            return
+        if meanwhile:
+            meanwhile()
         self._submit(name, pieces, self._recorded(name, pieces) if pieces else self._whole[name])
 
     def run_plain(self, name: str) -> None:
@@ -89,8 +100,19 @@ class Replays:
 
     def _record(self, name: str, pieces: tuple[Piece, ...], pool: int | None = None) -> list[ctypes.Structure]:
         """What to submit for each piece, for the whole function without any. pool: of timestamps for all launches."""
+        groups = [list(self._launches(name, piece)) for piece in pieces] or [self._plan[name]]
+        return self._record_groups(name, groups, pool)
+
+    def _record_halves(self, name: str) -> list[ctypes.Structure]:
+        """What to submit before late inputs are known, and then."""
+        launches, head = self._plan[name], self._heads[name]
+        return self._record_groups(name, [launches[:head], launches[head:]], late=True)
+
+    def _record_groups(
+        self, name: str, groups: Sequence[Sequence[Launch]], pool: int | None = None, late: bool = False
+    ) -> list[ctypes.Structure]:
+        """late: the last group reads inputs that the host writes behind the start of the first."""
         found, stamps = [], 0
-        groups = [list(self._launches(name, piece)) for piece in pieces] or [list(self._plan[name])]
         for i, launches in enumerate(groups):
             queries = None if pool is None else (pool, stamps, 2 * len(launches))
             stamps += 2 * len(launches)
@@ -98,6 +120,8 @@ class Replays:
             recorder.begin()
             if i == 0:
                 self.io.record_inputs(recorder)
+            elif late:
+                self.io.record_late(recorder, self._functions[name])
             for launch in launches:
                 recorder.launch(launch)
             if i == len(groups) - 1:
@@ -129,3 +153,17 @@ class Replays:
             spent = time.perf_counter() - start
             self.waited += spent
             self.pacer.took(name, spent, piece)
+
+    def _run_around(self, name: str, meanwhile: Callable[[], None]) -> None:
+        if name not in self._halves:
+            self._halves[name] = self._record_halves(name)
+        self.io.before(self._functions[name])
+        start = time.perf_counter()
+        head, tail = self._halves[name]
+        self.context.submit_around(head, tail, meanwhile)
+        self.io.late()
+        submitted = time.perf_counter()
+        self.context.wait()
+        now = time.perf_counter()
+        self.waited += now - submitted
+        self.pacer.took(name, now - start)
