@@ -59,7 +59,7 @@ class Answer:
         self._tokens: deque[Chosen] = deque()  # whose text is not decoded yet
         self._held: list[tuple[Chosen, str]] = []  # whose text may belong to a stop text, or ends inside a character
         self._pieces: deque[Piece] = deque()
-        self._progress = progress
+        self.progress = progress
         self._begun = time.perf_counter()
         self._first: float | None = None
 
@@ -67,16 +67,15 @@ class Answer:
 
     def begin(self) -> None:
         """Its prompt is about to be computed."""
-        cached = self.request.cached or 0
         if not self.request.generated:
-            self.stats.cached_tokens = cached
-        self.prefilled(0)
+            self.stats.cached_tokens = self.request.cached or 0
+            self.prefilled(0)
 
     def prefilled(self, done: int) -> None:
         """So many tokens of what was not cached of the prompt are computed."""
-        if self._progress:
+        if self.progress:
             try:
-                self._progress(done, self.stats.prompt_tokens - self.stats.cached_tokens)
+                self.progress(done, self.stats.prompt_tokens - self.stats.cached_tokens)
             except Exception as error:
                 self.fail(error)
 

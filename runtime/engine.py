@@ -32,6 +32,7 @@ from mlc_amd.runtime.generation import (
     ContextFull,
     Ids,
     Progress,
+    PromptProgress,
     Stats,
     check_ids,
 )
@@ -339,12 +340,14 @@ class Engine(Closing):
         logprobs: int | None = None,
         constraint: Callable[[], Constraint] | None = None,
         min_tokens: int = 0,
+        progress: Callable[[PromptProgress], None] | None = None,
         **changes: Unpack[SamplingChanges],
     ) -> AsyncGeneration:
-        """`generate` for asyncio: `async for piece in engine.agenerate(..)`. A thread of the engine computes."""
+        """`generate` for asyncio: `async for piece in engine.agenerate(..)`. A thread of the engine computes. progress:
+        is told how far each prompt is, in the event loop: when it is begun, and after each chunk."""
         options = max_tokens, stop, shown, n, client, logprobs, constraint, min_tokens
         ask = self._ask(prompt, sampling, changes, *options, None)
-        made = AsyncGeneration(self._core, self._maker(ask))
+        made = AsyncGeneration(self._core, self._maker(ask), progress)
         self._last = made.results
         return made
 

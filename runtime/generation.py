@@ -50,6 +50,18 @@ class Piece:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True)
+class PromptProgress:
+    """How far the prompt of the answer `index` is. Tokens: total: of the prompt; cached: of these, found in the KV
+    cache; processed: cached and computed ones. seconds: since it was begun."""
+
+    total: int
+    cached: int
+    processed: int
+    seconds: float
+    index: int = 0
+
+
 @dataclass
 class Stats:
     """Statistics of one generation, in tokens and seconds; updated while it runs."""

@@ -5,6 +5,7 @@ the engine. Closing the iterator, or dropping it, ends the ones that are not com
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import suppress
@@ -12,7 +13,7 @@ from functools import partial
 
 from mlc_amd.runtime.answers import Answer
 from mlc_amd.runtime.core import Core
-from mlc_amd.runtime.generation import Piece, Stats
+from mlc_amd.runtime.generation import Piece, PromptProgress, Stats
 
 
 class Results:
@@ -94,11 +95,17 @@ def _pieces(core: Core, results: Results) -> Generator[Piece, None, None]:
 
 
 class AsyncGeneration(_WithResults, AsyncIterator[Piece]):
-    """What `Engine.agenerate` gives: the same for asyncio. The background thread computes the answers."""
+    """What `Engine.agenerate` gives: the same for asyncio. The background thread computes the answers. progress: is
+    called in the event loop."""
 
-    def __init__(self, core: Core, make: Callable[[], Sequence[Answer]]) -> None:
+    def __init__(
+        self,
+        core: Core,
+        make: Callable[[], Sequence[Answer]],
+        progress: Callable[[PromptProgress], None] | None = None,
+    ) -> None:
         super().__init__(make)
-        self._news = _News()
+        self._news = _News(progress)
         self._batches = _batches(core, self.results, self._news)
         self._started = False
         self._ready: deque[Piece] = deque()
@@ -110,7 +117,8 @@ class AsyncGeneration(_WithResults, AsyncIterator[Piece]):
             await anext(self._batches)
 
     async def batch(self) -> list[Piece]:
-        """All pieces that there are, at least one: for consumers that take time. StopAsyncIteration after the last."""
+        """All pieces that there are, at least one unless `progress` was called: for consumers that take time.
+        StopAsyncIteration after the last."""
         await self.start()
         return await anext(self._batches)
 
@@ -119,7 +127,7 @@ class AsyncGeneration(_WithResults, AsyncIterator[Piece]):
         await self._news.pause(seconds)
 
     async def __anext__(self) -> Piece:
-        if not self._ready:
+        while not self._ready:
             self._ready.extend(await self.batch())
         return self._ready.popleft()
 
@@ -144,13 +152,14 @@ async def _batches(core: Core, results: Results, news: "_News") -> AsyncGenerato
         yield []
         while left:
             await news.wait()
+            told = news.tell_progress()
             pieces = [piece for answer in left for piece in answer.take()]
             left = [answer for answer in left if not answer.complete]
-            if pieces:
+            if pieces or told:
                 yield pieces
     finally:
         for answer in answers:
-            answer.listener = None
+            answer.listener = answer.progress = None
         if left:
             core.cancel(left)
 
@@ -161,7 +170,10 @@ class _News:
 
     loop: asyncio.AbstractEventLoop
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Callable[[PromptProgress], None] | None) -> None:
+        self._progress = progress
+        self._reports: deque[PromptProgress] = deque()  # that `progress` is still to be told
+        self._begun: dict[int, float] = {}  # when the prompt of each answer was
         self._event = asyncio.Event()
         self._any = self._waiting = self._pausing = False
         self._going = 0  # answers that are not done
@@ -171,6 +183,21 @@ class _News:
         self._going = len(answers)
         for answer in answers:
             answer.listener = partial(self._tell, answer)
+            if self._progress:
+                answer.progress = partial(self._report, answer)
+
+    def _report(self, answer: Answer, done: int, _: int) -> None:
+        now, cached = time.perf_counter(), answer.stats.cached_tokens
+        seconds = now - self._begun.setdefault(answer.index, now)
+        self._reports.append(PromptProgress(answer.stats.prompt_tokens, cached, cached + done, seconds, answer.index))
+        self._tell(answer)
+
+    def tell_progress(self) -> bool:
+        """Whether there was any to tell."""
+        found = bool(self._reports)
+        while self._progress and self._reports:
+            self._progress(self._reports.popleft())
+        return found
 
     def _tell(self, answer: Answer) -> None:
         self._any = True

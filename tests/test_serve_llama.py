@@ -84,6 +84,41 @@ def test_timings_of_each_chunk(served, path):
     assert sum("timings" in chunk for chunk in served.stream(path, body)) == 1
 
 
+@pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions"])
+def test_progress_of_prompts(served, path):
+    """Before the first text: when a prompt is begun, and behind each of its chunks."""
+    text = path + " ".join(f"some {number}" for number in range(400))
+    body = {"prompt": text, "messages": [{"role": "user", "content": text}], "max_tokens": 3}
+    chunks = served.stream(path, {**body, "return_progress": True})
+    told = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
+    (end,) = [chunk["timings"] for chunk in chunks if "timings" in chunk]
+    assert all("prompt_progress" in chunk or _is_first(chunk) for chunk in chunks[: len(told)])
+    assert [one["processed"] for one in told] == [0, *range(512, told[0]["total"], 512), told[0]["total"]]
+    assert {(one["total"], one["cache"]) for one in told} == {(end["prompt_n"], 0)} and end["prompt_n"] > 1024
+    times = [one["time_ms"] for one in told]
+    assert times[0] == 0 < times[-1] <= end["prompt_ms"] + 1 and times == sorted(times)
+
+    again = served.stream(path, {**body, "return_progress": True})
+    first, *rest = (chunk["prompt_progress"] for chunk in again if "prompt_progress" in chunk)
+    assert 0 < first["cache"] == first["processed"] < first["total"] == rest[-1]["processed"]
+    assert not any("prompt_progress" in chunk for chunk in served.stream(path, body))
+    assert "prompt_progress" not in served.post(path, {**body, "return_progress": True})
+
+
+def _is_first(chunk):
+    """OpenAI's chat begins with the role."""
+    return chunk["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+
+
+def test_progress_of_several_prompts(served):
+    prompts = [f"several {number} " * 9 for number in range(3)]
+    chunks = served.stream("/completion", {"prompt": prompts, "n_predict": 2, "return_progress": True})
+    for index in range(3):
+        own = [chunk for chunk in chunks if chunk["index"] == index]
+        told = [chunk["prompt_progress"]["processed"] for chunk in own if "prompt_progress" in chunk]
+        assert told[0] == 0 and told[-1] == own[-1]["tokens_evaluated"] and own[-1]["stop"]
+
+
 def test_the_model_and_its_prompts(served):
     made = served.post("/apply-template", {"messages": QUESTION})["prompt"]
     assert made == f"<|im_start|>user\n{QUESTION[0]['content']}<|im_end|>\n<|im_start|>assistant\n"

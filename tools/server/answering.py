@@ -72,6 +72,7 @@ class Answering(AsyncIterator[list[Event]]):
         self._library = library
         self._stream: AsyncGeneration | None = None
         self._events: list[AnswerEvents] = []
+        self._progress: list[Event] = []  # that came since the last events
         self._ended = False
 
     async def begin(self) -> None:
@@ -93,6 +94,7 @@ class Answering(AsyncIterator[list[Event]]):
             logprobs=request.logprobs,
             constraint=made.grammar,
             min_tokens=request.min_tokens,
+            progress=self._progress.append if request.progress else None,
             **request.sampling,
         )
         await self._stream.start()
@@ -155,7 +157,9 @@ class Answering(AsyncIterator[list[Event]]):
                 self._ended = True
                 stats = self._stream.answers
                 return [event for events, one in zip(self._events, stats, strict=True) for event in events.finish(one)]
-            if found := [event for piece in pieces for event in self._events[piece.index].feed(piece)]:
+            found, self._progress[:] = list(self._progress), ()
+            found += [event for piece in pieces for event in self._events[piece.index].feed(piece)]
+            if found:
                 return found
 
     def progress(self, index: int) -> Progress:

@@ -117,7 +117,9 @@ class MessageEvents:
             return self._begin(("call", event.number), _tool_use(event.id, event.name, {}))
         if isinstance(event, ToolCallArguments):
             return self._delta({"type": "input_json_delta", "partial_json": event.text})
-        return self._close() + _event("message_delta", delta=_stop(event), usage=_usage(event.usage))
+        if isinstance(event, Finish):
+            return self._close() + _event("message_delta", delta=_stop(event), usage=_usage(event.usage))
+        return b""  # this API has no progress of prompts
 
     def _begin(self, kind: tuple[str, int], block: dict[str, Any]) -> bytes:
         """Opens a block, unless it is open."""

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mlc_amd.runtime.generation import PromptProgress
 from mlc_amd.runtime.sampling import SamplingChanges
 
 # ---- requests
@@ -49,6 +50,7 @@ class AnswerRequest:
     n               answers to each prompt
     logprobs        None: none; k: of each token its own and those of the k most likely ones
     response_format what it must look like; None: any text
+    progress        there are events that say how far prompts are
     client          whoever asks: the scheduler is fair between clients
     """
 
@@ -60,6 +62,7 @@ class AnswerRequest:
     n: int = 1
     logprobs: int | None = None
     response_format: AnswerFormat | None = None
+    progress: bool = False
     client: Hashable = None
 
 
@@ -196,4 +199,4 @@ class Finish:
     stop: str | None = None
 
 
-Event = Text | Thinking | ToolCallBegin | ToolCallArguments | Finish
+Event = Text | Thinking | ToolCallBegin | ToolCallArguments | PromptProgress | Finish

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlc_amd.runtime.generation import MOST_LOGPROBS
+from mlc_amd.runtime.generation import MOST_LOGPROBS, PromptProgress
 from mlc_amd.tools.server import errors, openai_fields
 from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.chat_request import ENDLESS, Event, Finish, Text, TextRequest, TokenLogprob
@@ -23,7 +23,7 @@ from mlc_amd.tools.server.errors import ApiError
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.formats import answer_format
 from mlc_amd.tools.server.openai_completions import prompts_of
-from mlc_amd.tools.server.openai_fields import finishes_of, timings_body
+from mlc_amd.tools.server.openai_fields import finishes_of, progress_body, timings_body
 from mlc_amd.tools.server.service import client_of, read_fields, respond
 from mlc_amd.tools.server.streaming import sse
 
@@ -52,6 +52,7 @@ def _text_request(fields: Fields, client: str) -> TextRequest:
         stop=openai_fields.stops(fields),
         logprobs=probabilities if ids else None,
         response_format=answer_format(fields),
+        progress=openai_fields.progress_wanted(fields),
         client=client,
     )
 
@@ -165,9 +166,11 @@ class _Chunks:
         return b""
 
     def events(self, events: Sequence[Event]) -> bytes:
-        return b"".join(self._encoded(event) for event in events if isinstance(event, Text | Finish))
+        return b"".join(self._encoded(event) for event in events if isinstance(event, Text | PromptProgress | Finish))
 
-    def _encoded(self, event: Text | Finish) -> bytes:
+    def _encoded(self, event: Text | PromptProgress | Finish) -> bytes:
+        if isinstance(event, PromptProgress):
+            return sse(_said(event.index, [], self._wanted) | progress_body(event))
         before = self._texts.get(event.index, "")
         if isinstance(event, Text):
             self._texts[event.index] = before + event.text

@@ -2,8 +2,8 @@
 
 Beyond it: `reasoning_content` with what the model thinks, as DeepSeek's API and llama-server have it;
 `chat_template_kwargs`, variables of the chat template; `timings` as llama-server's, with `timings_per_token` in each
-chunk of text. The fields of sampling are in
-openai_fields.py. Not supported: audio, images (400).
+chunk of text, and its `return_progress`. The fields of sampling are in openai_fields.py. Not supported: audio, images
+(400).
 """
 
 import time
@@ -16,7 +16,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlc_amd.runtime.generation import MOST_LOGPROBS
+from mlc_amd.runtime.generation import MOST_LOGPROBS, PromptProgress
 from mlc_amd.tools.server import errors, openai_fields
 from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.blocks import blocks_of
@@ -33,7 +33,14 @@ from mlc_amd.tools.server.chat_request import (
 from mlc_amd.tools.server.errors import ApiError, invalid
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.formats import answer_format
-from mlc_amd.tools.server.openai_fields import FINGERPRINT, finishes_of, timings_body, total_usage, usage_body
+from mlc_amd.tools.server.openai_fields import (
+    FINGERPRINT,
+    finishes_of,
+    progress_body,
+    timings_body,
+    total_usage,
+    usage_body,
+)
 from mlc_amd.tools.server.prompts import check_messages
 from mlc_amd.tools.server.response_objects import logprob_body
 from mlc_amd.tools.server.service import client_of, read_fields, respond
@@ -77,6 +84,7 @@ def chat_request(fields: Fields, client: str) -> ChatRequest:
         n=openai_fields.answers(fields),
         logprobs=logprobs,
         response_format=answer_format(fields),
+        progress=openai_fields.progress_wanted(fields),
         thinking=EFFORTS.get(effort, ()),
         template_variables=fields.values("chat_template_kwargs"),
         client=client,
@@ -164,6 +172,10 @@ def _id() -> str:
 # ---- the answer in chunks
 
 
+def _timed(stats: Finish | Progress) -> dict[str, Any]:
+    return {"timings": timings_body(stats)}
+
+
 class ChatChunks:
     """The encoder of streamed answers (streaming.Encoder). usage: a last chunk says how many tokens there were. timed:
     chunks of text have timings."""
@@ -196,8 +208,10 @@ class ChatChunks:
         if isinstance(event, ToolCallArguments):
             call = {"index": event.number, "function": {"arguments": event.text}}
             return self._chunk(event.index, {"tool_calls": [call]})
+        if isinstance(event, PromptProgress):
+            return self._chunk(event.index, {"role": "assistant", "content": None}, about=progress_body(event))
         self._finishes.append(event)
-        return self._chunk(event.index, {}, event.reason, event)
+        return self._chunk(event.index, {}, event.reason, _timed(event))
 
     def _text(self, event: Text | Thinking) -> bytes:
         field, logprobs = ("content", event.logprobs) if isinstance(event, Text) else ("reasoning_content", ())
@@ -206,7 +220,7 @@ class ChatChunks:
             f'{{"index":{event.index},"delta":{{"{field}":{encode_basestring_ascii(event.text)}}},'
             f'"logprobs":{about},"finish_reason":null}}'
         )
-        timings = self._answering.progress(event.index) if self._timed else None
+        timings = _timed(self._answering.progress(event.index)) if self._timed else None
         return self._open + choice.encode() + self._closed(timings)
 
     def _chunk(
@@ -214,13 +228,14 @@ class ChatChunks:
         index: int,
         delta: Mapping[str, Any],
         reason: str | None = None,
-        timings: Finish | None = None,
+        about: Mapping[str, Any] | None = None,
     ) -> bytes:
+        """about: further fields of the chunk."""
         choice = dumps({"index": index, "delta": delta, "logprobs": None, "finish_reason": reason})
-        return self._open + choice + self._closed(timings)
+        return self._open + choice + self._closed(about)
 
-    def _closed(self, timings: Finish | Progress | None) -> bytes:
-        return self._close if timings is None else b'],"timings":' + dumps(timings_body(timings)) + self._close[1:]
+    def _closed(self, about: Mapping[str, Any] | None) -> bytes:
+        return self._close if about is None else b"]," + dumps(about)[1:-1] + self._close[1:]
 
     def end(self) -> bytes:
         usage = b""

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlc_amd.runtime.generation import MOST_LOGPROBS
+from mlc_amd.runtime.generation import MOST_LOGPROBS, PromptProgress
 from mlc_amd.tools.server import errors, openai_fields
 from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.chat_request import Event, Finish, Text, TextRequest, TokenLogprob
@@ -22,7 +22,14 @@ from mlc_amd.tools.server.errors import ApiError
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.formats import answer_format
 from mlc_amd.tools.server.openai_chat import DONE
-from mlc_amd.tools.server.openai_fields import FINGERPRINT, finishes_of, timings_body, total_usage, usage_body
+from mlc_amd.tools.server.openai_fields import (
+    FINGERPRINT,
+    finishes_of,
+    progress_body,
+    timings_body,
+    total_usage,
+    usage_body,
+)
 from mlc_amd.tools.server.service import client_of, read_fields, respond
 from mlc_amd.tools.server.streaming import dumps, sse
 
@@ -54,6 +61,7 @@ def text_request(fields: Fields, client: str) -> TextRequest:
         n=openai_fields.answers(fields),
         logprobs=fields.whole("logprobs", 0, MOST_LOGPROBS),
         response_format=answer_format(fields),
+        progress=openai_fields.progress_wanted(fields),
         client=client,
     )
 
@@ -153,6 +161,9 @@ class TextChunks:
         for event in events:
             if isinstance(event, Text):
                 parts.setdefault(event.index, []).append(event)
+            elif isinstance(event, PromptProgress):
+                choice = {"index": event.index, "text": "", "logprobs": None, "finish_reason": None}
+                made.append(self._open + dumps(choice) + b"]," + dumps(progress_body(event))[1:-1] + self._close[1:])
             elif isinstance(event, Finish):
                 made += [self._chunk(event.index, parts.pop(event.index))] if event.index in parts else []
                 self._finishes.append(event)

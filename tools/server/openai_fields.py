@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import mlc_amd
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.generation import check_stop
+from mlc_amd.runtime.generation import PromptProgress, check_stop
 from mlc_amd.runtime.philox import SEED_BITS
 from mlc_amd.runtime.sampling import LARGEST_BIAS, Sampling, SamplingChanges
 from mlc_amd.tools.server.chat_request import ENDLESS, Event, Finish, Progress, Usage
@@ -94,6 +94,11 @@ def timed(fields: Fields) -> bool:
     return fields.flag("timings_per_token")
 
 
+def progress_wanted(fields: Fields) -> bool:
+    """Whether chunks say how far the prompt is, as llama-server's."""
+    return fields.flag("return_progress") and fields.flag("stream")
+
+
 def streamed(fields: Fields) -> tuple[bool, bool]:
     """Whether to stream, and whether with the usage."""
     options = fields.object("stream_options")
@@ -123,6 +128,12 @@ def total_usage(finishes: list[Finish], n: int) -> Usage:
         usage = finish.usage
         found += usage if finish.index % n == 0 else Usage(0, usage.completion, 0, usage.reasoning)
     return found
+
+
+def progress_body(progress: PromptProgress) -> dict[str, Any]:
+    """As llama-server has it."""
+    body = {"total": progress.total, "cache": progress.cached, "processed": progress.processed}
+    return {"prompt_progress": body | {"time_ms": round(progress.seconds * 1000)}}
 
 
 def timings_body(stats: Finish | Progress) -> dict[str, Any]:

@@ -67,8 +67,10 @@ class ResponseEvents:
         if isinstance(event, ToolCallArguments):
             self._blocks[-1].text += event.text
             return self._delta(event.text)
-        self._end = event
-        return self._close()
+        if isinstance(event, Finish):
+            self._end = event
+            return self._close()
+        return b""  # this API has no progress of prompts
 
     def _is_open(self, kind: str) -> bool:
         return bool(self._id) and self._blocks[-1].kind == kind
