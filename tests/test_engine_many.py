@@ -66,7 +66,7 @@ def test_many_steps_have_many_rows(demo_artifact, prompts, alone):
     """All at once: the scheduler fills steps, and preempts where the pool is too small."""
     with Engine.load(demo_artifact, kv_tokens=2048) as engine:
         steps, run = [], engine.device.run
-        engine.device.run = lambda function: (steps.append(function), run(function))[1]
+        engine.device.run = lambda function, *rest: (steps.append(function), run(function, *rest))[1]
         made: dict[int, list[int]] = {i: [] for i in range(REQUESTS)}
         for piece in engine.generate(prompts, max_tokens=13):
             made[piece.index].append(piece.id)

@@ -104,11 +104,11 @@ class Clock:
     def __init__(self, engine, monkeypatch, step=1.0, follow=0.25, chain=0.25):
         self.seconds, self.calls, run = 0.0, [], engine.device.run
 
-        def timed(name):
+        def timed(name, meanwhile=None):
             kind = next((kind for kind in ("follow", "chain") if name.startswith(kind)), "step")
             self.calls.append(kind)
             self.seconds += {"step": step, "follow": follow, "chain": chain}[kind]
-            run(name)
+            run(name, meanwhile)
 
         monkeypatch.setattr(engine.device, "run", timed)
         monkeypatch.setattr(engine._core, "clock", lambda: self.seconds)

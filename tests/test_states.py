@@ -149,8 +149,8 @@ def test_a_failed_step_leaves_no_trace(engine, monkeypatch):
     engine.prefill(IDS[:100])
     run = engine.device.run
 
-    def fails(function):
-        run(function)
+    def fails(*arguments):
+        run(*arguments)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(engine.device, "run", fails)
