@@ -14,7 +14,7 @@ from mlc_amd.runtime.sampling import Sampling, most_likely
 from mlc_amd.runtime.sampling_layout import CHANGES, FIELDS, WORDS
 from mlc_amd.runtime.sampling_rows import write_row
 
-_POSITION = FIELDS.index("position")
+_POSITION, _TOP_K = FIELDS.index("position"), FIELDS.index("top_k")
 
 
 class Choice(NamedTuple):
@@ -89,6 +89,8 @@ class SampledRows:
                 if len(changes):
                     self._changes[i, : len(changes)] = changes
                     changed = i + 1
+            if mask is not None and sampling.top_k and np.bitwise_count(mask.view(np.uint32)).sum() <= sampling.top_k:
+                self._words[i, _TOP_K] = 0  # it leaves all that are allowed, and the device would search the whole row
         if self._words[: len(choices)].any():
             self._written = len(choices)
             self._device.write("sampling", self._words[: len(choices)])

@@ -13,6 +13,7 @@ from test_tool_calls import TOOLS, calls_of, read
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.grammars import Grammars
 from mlc_amd.runtime.tool_calls import HERMES
+from mlc_amd.tools.dev import mask_cost
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -89,6 +90,13 @@ def test_all_generated_schemas(engine, grammars, options, least):
         found += ended(engine, grammars, schema, max_tokens=700, seed=random.randrange(1 << 30), **options)
     print(f"{sum(found)} of {len(found)} answers ended")
     assert sum(found) > least * len(found)  # a small model repeats itself in strings and lists until it is cut off
+
+
+def test_what_masks_cost_is_reported(loaded, capsys):
+    mask_cost.report(loaded, sequences=2, tokens=6, rounds=1)
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row[0] for row in rows[2:]] == ["none", *mask_cost.KINDS]
+    assert all(float(row[1]) > 0 and float(row[3]) > 0 for row in rows[3:])
 
 
 def test_calls_of_tools(engine, grammars):

@@ -7,6 +7,7 @@ import pytest
 
 from mlc_amd.runtime.constraints import mask_of
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.sampling_layout import FIELDS
 from mlc_amd.runtime.sampling_rows import mask_words
 
 PROMPT = "import "
@@ -50,6 +51,15 @@ def test_answers_consist_of_allowed_tokens(engine, options):
         answer = ids(piece for piece in pieces if piece.index == i)
         assert len(answer) == wanted and set(answer) <= set(range(300, 330)) and answer == made[i].accepted
         assert (stats[i].generated, stats[i].finish) == (wanted, finish)
+
+
+def test_a_device_looks_for_the_likeliest_of_more_tokens_only(engine):
+    """Of as many as it may keep, it keeps all."""
+    for allowed, top_k in ((40, 0), (41, 40)):
+        constraint = Only(engine.vocab, range(300, 300 + allowed))
+        made = ids(engine.generate(PROMPT, max_tokens=3, constraint=lambda: constraint, temperature=2.0, top_k=40))  # noqa: B023
+        assert len(made) == 3 and set(made) <= set(constraint.tokens)
+        assert engine.device.io["sampling"][0, FIELDS.index("top_k")] == top_k
 
 
 def test_the_end_token_ends_where_it_is_allowed(engine):

@@ -99,6 +99,12 @@ def test_tokenizer_covers_every_byte():
         assert merge.replace(" ", "") in tokens and all(part in tokens for part in merge.split(" "))
 
 
+def test_tokens_are_different_words():
+    tokens = synthetic("llama3-8b:q4_0").metadata["tokenizer.ggml.tokens"]
+    assert len(set(tokens)) == len(tokens) == 128256
+    assert sum(any(character.isdigit() for character in token) for token in tokens) < 20
+
+
 @pytest.mark.parametrize("spec", ["tiny:q4_k", "tiny-qwen2:f16", "tiny-qwen3:iq4_xs"])
 def test_written_file_is_the_model(tmp_path, spec):
     model, path = synthetic(spec), tmp_path / "model.gguf"

@@ -1,0 +1,126 @@
+"""What masks of grammars cost: decoding by several sequences whose answers match a schema, beside decoding without.
+
+    python -m mlc_amd.tools.dev.mask_cost [MODEL] [--synthetic PRESET:FORMAT] [-np 8] [-n 128] [--target auto]
+
+For each kind of schema: tokens per second, the share of the time that masks and what goes with them take (a GPU hides
+some of it), and how long the masks of a step take by themselves: computed as the engine does, and one after the other.
+Rounds of all kinds follow one another, and medians count. The masks are those of the answers that were written: a
+model with random weights writes noise that matches. They depend on the vocabulary, which synthetic models invent.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from mlc_amd.runtime.constraints import Constraint, compute_masks
+from mlc_amd.runtime.engine import Engine
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.grammars import Grammar, Grammars
+from mlc_amd.tools import display, models
+
+_MANY = 1 << 12  # values, so that no answer ends early
+_RECORD = {
+    "name": {"type": "string", "maxLength": 12},
+    "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    "price": {"type": "number"},
+    "colour": {"enum": ["red", "green", "blue"]},
+    "sold": {"type": "boolean"},
+}
+KINDS: dict[str, dict] = {
+    "strings": {"type": "string", "maxLength": 24},
+    "numbers": {"type": "number"},
+    "records": {"type": "object", "properties": _RECORD, "required": list(_RECORD)},
+}
+
+
+def rate(engine: Engine, prompts: list[list[int]], tokens: int, grammar: Grammar | None) -> tuple[float, list]:
+    """Tokens per second of all sequences together behind their first ones; the tokens of each."""
+    pieces = engine.generate(
+        prompts, max_tokens=tokens, min_tokens=tokens, constraint=grammar, temperature=1.0, top_k=40, seed=1
+    )
+    made: list[list[int]] = [[] for _ in prompts]
+    for piece in pieces:
+        made[piece.index].append(piece.id)
+    stats = pieces.answers
+    return sum(one.generated - 1 for one in stats) / max(one.decode_s for one in stats), made
+
+
+def together(constraints: Sequence[Constraint]) -> None:
+    compute_masks(constraints)
+    one_by_one(constraints)
+
+
+def one_by_one(constraints: Sequence[Constraint]) -> None:
+    for constraint in constraints:
+        constraint.allowed()
+
+
+def replayed(grammar: Grammar, made: list[list[int]], compute: Callable[[Sequence[Constraint]], None]) -> float:
+    """Seconds for the masks of a step, on average, in which these answers are written."""
+    constraints, seconds = [grammar() for _ in made], 0.0
+    steps = list(zip(*made, strict=False))
+    for tokens in steps:
+        begun = time.perf_counter()
+        compute(constraints)
+        seconds += time.perf_counter() - begun
+        for constraint, token in zip(constraints, tokens, strict=True):
+            constraint.accept(token)
+    return seconds / len(steps)
+
+
+def report(engine: Engine, sequences: int, tokens: int, rounds: int) -> None:
+    grammars = Grammars(engine.tokenizer, engine.vocab)
+    prompts = [engine.tokenizer.encode_prompt(f"{number}. Write:") for number in range(sequences)]
+    arrays = {kind: {"type": "array", "items": items, "minItems": _MANY} for kind, items in KINDS.items()}
+    chosen: dict[str, Grammar | None] = {"none": None}
+    chosen |= {kind: grammars.json_schema(schema) for kind, schema in arrays.items()}
+    rates: dict[str, list[float]] = {kind: [] for kind in chosen}
+    made: dict[str, list[list[int]]] = {}
+    for number in range(rounds + 1):  # the first one warms up
+        for kind, grammar in chosen.items():
+            found, made[kind] = rate(engine, prompts, tokens, grammar)
+            rates[kind] += [found] if number else []
+    grammars.close()
+    plain = statistics.median(rates["none"])
+    print(f"{engine.device.name}, vocabulary {engine.vocab}, {sequences} sequences, {tokens} tokens each\n")
+    print("| schema | t/s | slower by | us of masks a step | one by one |\n| --- | --- | --- | --- | --- |")
+    for kind, grammar in chosen.items():
+        speed = statistics.median(rates[kind])
+        cells = [kind, f"{speed:.0f}"]
+        if grammar:
+            spent = [1e6 * replayed(grammar, made[kind], compute) for compute in (together, one_by_one)]
+            cells += [f"{1 - speed / plain:.1%}", *(f"{one:.0f}" for one in spent)]
+        print(f"| {' | '.join(cells + [''] * (5 - len(cells)))} |")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", nargs="?", help="artifact, GGUF file or name; the bundled model if omitted")
+    parser.add_argument("--synthetic", help="instead: PRESET:FORMAT, such as llama3-8b:q4_0")
+    parser.add_argument("--target", default="auto")
+    parser.add_argument("--arch", default="native")
+    parser.add_argument("-np", "--sequences", type=int, default=8)
+    parser.add_argument("-n", "--tokens", type=int, default=128)
+    parser.add_argument("-r", "--rounds", type=int, default=3)
+    options = parser.parse_args()
+    try:
+        if min(options.sequences, options.tokens - 1, options.rounds) < 1:
+            raise UserError("there must be at least one sequence, two tokens and one round")
+        room = options.tokens + 64  # the prompts are short
+        source = models.source_path(options.model, options.synthetic)
+        context = None if source and models.is_artifact(source) else -(-max(room, 512) // 256) * 256
+        compiled = {"synthetic": options.synthetic, "target": options.target, "arch": options.arch}
+        with models.load_engine(
+            options.model, ctx=context, kv_tokens=options.sequences * (room + 64), **compiled
+        ) as engine:
+            report(engine, options.sequences, options.tokens, options.rounds)
+    except UserError as error:
+        display.message(f"error: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
