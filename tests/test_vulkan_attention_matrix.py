@@ -103,13 +103,10 @@ def test_scores_that_grow(check):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", [
-    Case(6, 1, 64, rope=Rope(True, 64), states=((300, 1),)),
-    Case(9, 1, 32, m=2, several=2, layout="half", states=(Rows((70, CTX - 1)),)),
-])  # fmt: skip
-def test_waves_of_32(case, check):
-    """The matrices of NVIDIA's driver; several units of columns, two tiles of rows."""
-    check(case, ONE_WAVE, replace(PLAN, step=64))
+@pytest.mark.parametrize(("d", "step"), [(64, 32), (32, 64)])
+def test_waves_of_32(d, step, check):
+    """The matrices of NVIDIA's driver; several units of columns, or of keys."""
+    check(Case(6, 1, d, rope=Rope(True, d), states=((300, 1),)), ONE_WAVE, replace(PLAN, step=step))
 
 
 @pytest.mark.full
