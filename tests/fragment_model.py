@@ -5,14 +5,13 @@ as NVIDIA's driver does it (seen on an H200, driver 580). All subgroups of a wor
 
     monkeypatch.setattr(gemm_few, "Fragments", FragmentModel); FragmentModel.thread = threadIdx.x
 
-`PlainFragments` has them for any shape and wave, with a distribution of its own. `QuadFragments` has operands whose
-distribution is that of `FragmentModel`, for matrices of a wave of any size: 2n x n x 16 of 4n lanes.
+`PlainFragments` has them for any shape and wave, with a distribution of its own.
 """
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier, wave_barrier
+from mlc_amd.schedules.gpu.device import barrier
 from mlc_amd.schedules.gpu.registers import at
 
 SHAPE = M, N, K = 16, 8, 16
@@ -151,88 +150,3 @@ class PlainFragments:
 
     def set(self, i, e, value):
         T.buffer_store(self.values, value, [i * self.own + e])
-
-
-class QuadFragments:
-    """Lane 4*r + q has four columns of the rows r and r + n of A, and the same four rows of B's column r. Sums are
-    distributed otherwise. Operands are in shared memory from the start: Mesa compiles what little code there is slowly.
-
-    monkeypatch.setattr(module, "Fragments", QuadFragments); QuadFragments.lane, .number, .waves = threadIdx.x, .y and
-    its extent
-    """
-
-    lane, number, waves, DEPTH = None, None, 1, 16
-
-    def __init__(self, kind, count, shape):
-        self.m, self.n, depth = shape
-        assert (self.m, depth) == (2 * self.n, self.DEPTH)
-        self.kind, self.count, self.wave = kind, count, 4 * self.n
-        self.size = {"a": self.m * depth, "b": depth * self.n, "sum": self.m * self.n}[kind]
-        self.own = self.size // self.wave
-        if kind == "sum":
-            self.values = T.alloc_buffer((count * self.own,), "float32", scope="local")
-        else:
-            self.shared = T.alloc_buffer((self.waves * count * self.size,), "float32", scope=WAVE_SHARED)
-            quad, row = T.Bind(self.lane % 4), T.Bind(self.lane // 4)
-            self.base = T.Bind(self.number * (count * self.size))
-            self.first = T.Bind(self.base + row * depth + quad * 2)
-
-    def _place(self, i, e):
-        """Where component e of a lane is: rows of A, columns of B."""
-        return self.first + (i * self.size + e // 4 * self.n * self.DEPTH + e % 2 + e // 2 % 2 * 8)
-
-    def fill(self, i, value):
-        for e in range(self.own):
-            self.set(i, e, value)
-
-    def set(self, i, e, value):
-        value = T.cast(value, "float32") if not isinstance(value, int) else tirx.const(value, "float32")
-        if self.kind == "sum":
-            T.buffer_store(self.values, value, [i * self.own + e])
-        else:
-            T.buffer_store(self.shared, value, [self._place(i, e)])
-
-    def get(self, i, e):
-        if self.kind == "sum":
-            return T.Bind(self.values[i * self.own + e])
-        return T.Bind(T.cast(self.shared[self._place(i, e)], "float16"))
-
-    def elements(self, i):
-        return T.serial(self.own)
-
-    def _position(self, e):
-        place = e * self.wave + self.lane
-        return T.Bind(place // self.n), T.Bind(place % self.n)
-
-    def add_product(self, i, a, ai, b, bi):
-        wave_barrier()
-        for e in range(self.own):
-            row, column = self._position(e)
-            left, right = T.Bind(a.base + row * self.DEPTH), T.Bind(b.base + column * self.DEPTH)
-            with T.serial(self.DEPTH) as k:
-                product = a.shared[left + (ai * a.size + k)] * b.shared[right + (bi * b.size + k)]
-                T.buffer_store(self.values, self.values[i * self.own + e] + product, [i * self.own + e])
-        wave_barrier()
-
-    def store(self, i, place, stride, layout):
-        """Into units of four float32: four lanes meet, of which one stores."""
-        assert layout == "col_major" and self.kind == "sum"
-        (index,) = place.indices
-        for e in range(self.own):
-            row, column = self._position(e)
-            value = T.Bind(self.values[i * self.own + e])
-            four = [
-                T.Bind(T.call_extern("float32", "vk.shuffle", value, (self.lane + j * self.n) % self.wave))
-                for j in range(4)
-            ]
-            with T.If(row % 4 == 0), T.Then():
-                unit = T.Shuffle(four, [T.int32(j) for j in range(4)])
-                T.buffer_store(place.source, unit, [index + column * (stride // 4) + row // 4])
-
-    def load(self, i, place, stride, layout):
-        """The same row in all rows."""
-        assert (stride, layout, self.kind) == (0, "row_major", "sum")
-        (index,) = place.indices
-        for e in range(self.own):
-            _, column = self._position(e)
-            T.buffer_store(self.values, place.source[index + column], [i * self.own + e])
