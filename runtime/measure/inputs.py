@@ -18,7 +18,9 @@ from mlc_amd.runtime.sampling_layout import LOGPROB, row_shapes
 
 BLOCK = 32  # columns that share a scale of int8 activations
 LINE = 64  # bytes; where planes begin in what they are drawn from
-POSITIVE = ("Squares", "Scale", "NS")  # names of inputs that are sums of squares or their roots
+# What inputs that are positive are about as large as: sums of 16 squares, and scales of norms (schedules/gpu/
+# deferred_norm.py), with which activations as they come stand for numbers of about 1.
+POSITIVE = {"Squares": 16.0, "Scale": 64.0, "NS": 64.0}
 SIGNATURE = 0xA5  # fill pattern of memory that must not be read, so that a read shows
 
 
@@ -80,7 +82,7 @@ def _input(param: Param, state) -> np.ndarray:
     if param.name == "Qo":  # rotated queries carry the softmax's scale, and its base is 2
         values *= np.float32(math.log2(math.e) / math.sqrt(param.shape[-1]))
     if param.name in POSITIVE:
-        values = 1 + np.abs(values)
+        values = np.float32(POSITIVE[param.name]) * (1 + np.abs(values))
     return values.astype(param.numpy)
 
 
