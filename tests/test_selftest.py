@@ -19,6 +19,8 @@ from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.devices.vulkan.api import DEVICE_LOST, VulkanError
 from mlc_amd.runtime.engine import Engine
+from mlc_amd.runtime.io_buffers import SLOTS
+from mlc_amd.runtime.kv_pool import KvSize
 from mlc_amd.runtime.measure.candidate import STEP
 from mlc_amd.runtime.measure.inputs import fill
 from mlc_amd.runtime.measure.timing import Bench
@@ -194,6 +196,16 @@ def test_stale_replays_are_found(artifact, monkeypatch):
 
     monkeypatch.setattr(device, "run", stale)
     assert "decode" in selftest_model.replays(device, made, 1)["wrong"]
+
+
+def test_sequences_of_a_large_cache_have_slots_of_their_own(compiled):
+    made = Artifact.open(compiled("tiny:q4_0", 2048))
+    device = open_device(made, threads=2, kv=KvSize.of(16384, None))
+    sequences = selftest_model.Sequences(device, made.manifest)
+    assert sequences.short == SLOTS - 1
+    for step in sequences.steps(8):
+        slots = [single[2] for single in step.singles] + ([step.chunk[2]] if step.chunk else [])
+        assert len(set(slots)) == len(slots) and max(slots) < SLOTS
 
 
 def test_graphs_that_fail_later_are_found(tmp_path):

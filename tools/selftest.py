@@ -99,9 +99,10 @@ def measure(engine: Engine, device: str | None, runs: int, whole_model: bool, se
     watch = Watch(used.name, status, None) if facts["type"] == "cpu" else Watch(used.name, status)
     watch.calls(used, ("run", "run_plain", "time"))
     status.show("whole model")
-    token = selftest_model.pace(engine)
+    agreement = selftest_model.agreement(engine)
+    token = selftest_model.pace(engine)  # now that the weights are in memory
     found = {
-        "agreement": selftest_model.agreement(engine),
+        "agreement": agreement,
         "times": selftest_model.times(engine, timed, token, budget),  # drivers may have work with what runs first
         # From here on, the device's pages are no longer the engine's.
         "replays": selftest_model.replays(used, artifact, replayed, token, budget),

@@ -57,9 +57,9 @@ class Watch:
         """Watches these methods of a device, those that it has; their first argument is what it works on."""
 
         def watched(call: Callable) -> Callable:
-            def run(what: str, *arguments):
+            def run(what: str, *arguments, **options):
                 with self.over(what):
-                    return call(what, *arguments)
+                    return call(what, *arguments, **options)
 
             return run
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.functions import is_draft
+from mlc_amd.runtime.io_buffers import SLOTS
 from mlc_amd.runtime.pages import STATE
 from mlc_amd.runtime.steps import Single, pages_of, write_private_pages, write_step
 from mlc_amd.tools import kernel_table
@@ -22,6 +23,7 @@ from mlc_amd.tools.selftest_limits import Budget
 
 DECODED = 4  # tokens, one by one
 PROMPT = 40  # tokens of a prefill step, at most
+FEW = 8  # tokens, and short sequences, of a step of a model that is slow here
 # Of logits: the root of the mean square of the differences, as a share of the same of the logits' distances from their
 # mean. Int8 activations that round to the other side are common after some layers and add up to 3 % in the bundled
 # model; a wrong kernel or launch list changes logits altogether.
@@ -59,12 +61,12 @@ class Sequences:
         found, single = pages_of(device, manifest), max(f["single"] for f in manifest["functions"].values())
         cells = found.pop(STATE, single + 1)
         pages = min(found.values(), default=2 * manifest["context"] // manifest["page"])
-        self.short = min(single, pages // 2, cells - 1)
+        self.short = min(single, pages // 2, cells - 1, SLOTS - 1)
         self.room = min(manifest["context"], (pages - self.short) * manifest["page"])  # for the long one
 
-    def steps(self, most: int) -> list[Step]:
-        """Steps in which each function has its turn: chunks of at most `most` tokens, single tokens, mixtures. Where a
-        sequence is full, positions are written again."""
+    def steps(self, most: int, short: int = SLOTS) -> list[Step]:
+        """Steps in which each function has its turn: chunks of at most `most` tokens, single tokens, mixtures with the
+        first `short` of the short sequences. Where a sequence is full, positions are written again."""
         random, vocab = np.random.default_rng(1), self.manifest["model"]["vocab"]
         functions = self.manifest["functions"]
         found, position, age = [], 0, 0
@@ -75,7 +77,7 @@ class Sequences:
                 position = min(position, self.room - count)
                 ids = random.integers(0, vocab, count)
                 long = [(int(ids[0]), position, self.short)] if rows == single else []
-                others = range(min(single - len(long), self.short))
+                others = range(min(single - len(long), self.short, short))
                 singles = [*long, *((int(random.integers(vocab)), age, slot) for slot in others)]
                 found.append(Step(name, singles, None if long else (ids, position, self.short)))
                 position, age = position + count, min(age + bool(others), self.manifest["page"] - 1)
@@ -99,20 +101,17 @@ def _scores(function: dict) -> bool:
 
 
 def pace(engine) -> float:
-    """Seconds that a token of a prompt takes, the second time: then the weights are in memory."""
+    """Seconds that a token of a prompt takes."""
     ids = np.zeros(min(PROMPT, engine.context), np.int64)
-    seconds = 0.0
-    for _ in range(2):
-        engine.reset()
-        start = time.perf_counter()
-        engine.prefill(ids)
-        seconds = time.perf_counter() - start
-    return seconds / len(ids)
+    engine.reset()
+    start = time.perf_counter()
+    engine.prefill(ids)
+    return (time.perf_counter() - start) / len(ids)
 
 
 def replays(device, artifact, rounds: int, token: float = 0, budget: Budget | None = None) -> dict:
     """{"rounds", "functions", "wrong"}: functions whose replays differ, bit for bit, from launches one by one, in any
-    of the rounds of the same sequence of steps. token: seconds of one, as `pace` gives; chunks are as long as the
+    of the rounds of the same sequence of steps. token: seconds of one, as `pace` gives; steps are as large as the
     budget allows, and there are as many of the `rounds`.
 
     Rows that are not in use hold what is left of other steps, and they may decide with the others when attention
@@ -121,8 +120,11 @@ def replays(device, artifact, rounds: int, token: float = 0, budget: Budget | No
     functions, budget = artifact.manifest["functions"], budget or Budget()
     sequences, share = Sequences(device, artifact.manifest), Budget(REPLAYED * budget.left)
     longest = max(function["rows"] for function in functions.values())
-    once = 3 * token * sum(function["rows"] > function["single"] for function in functions.values())  # plain, replayed
-    sequence = sequences.steps(int(min(longest, max(share.left / once, PROMPT))) if once else longest)
+    sequence: list[Step] = []
+    for most, short in ((longest, SLOTS), (PROMPT, SLOTS), (FEW, FEW)):
+        sequence = sequences.steps(most, short)
+        if 3 * token * sum(step.rows for step in sequence) <= share.left:  # twice launch by launch, and a round
+            break
     _, expected = (sequences.run(device, sequence, device.run_plain) for _ in range(2))
     wrong, done = set(), 0
     while done < rounds and not (done and share.over):
