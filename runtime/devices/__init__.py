@@ -42,7 +42,7 @@ def open_device(
     experts stay in host memory.
     """
     kind = artifact.manifest["target"]["kind"]
-    log.debug("opens %s: target %s, context %s", artifact.path, kind, artifact.manifest["context"])
+    log.debug("opens %s: target %s", artifact.path, kind)
     on_host(artifact.manifest["tensors"], n_cpu_moe)  # UserError for a number that makes no sense
     which = None if name == kind else name
     if which is not None and (which in KINDS or kind == "cpu"):
