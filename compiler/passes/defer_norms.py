@@ -12,7 +12,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.nodes import parts_of
-from mlc_amd.compiler.passes.fuse_norm_linear import READERS
+from mlc_amd.compiler.passes.fuse_norm_linear import READERS, is_norm
 from mlc_amd.compiler.passes.rewrite import bound_in, each_function, readers_in
 
 
@@ -30,10 +30,6 @@ class _Plan(NamedTuple):
     prepared: dict[relax.Call, _Deferred]
     completed: dict[relax.Call, _Deferred]
     giving: set[relax.Call]
-
-
-def _is_norm(value) -> bool:
-    return ops.name_of(value) == "rms_norm" and str(value.attrs["rows"]) == "all" and not ops.gives_both(value)
 
 
 def _plan(func, target) -> _Plan:
@@ -55,16 +51,16 @@ def _plan(func, target) -> _Plan:
     for var, value in bound.items():
         if value in completed:
             last[_rows(completed[value].norm)] = value
-        elif _is_norm(value) and not any(value.same_as(deferred.norm) for deferred in prepared.values()):
+        elif is_norm(value) and not any(value.same_as(deferred.norm) for deferred in prepared.values()):
             last[_rows(value)] = value
         elif ops.name_of(value) == "linear" and len(value.attrs["n"]) == 1 and target.defers_norm(value):
-            for norm in filter(_is_norm, readers.get(var, ())):
+            for norm in filter(is_norm, readers.get(var, ())):
                 scaled_by, behind = last.get(_rows(norm)), completes(norm)
                 if norm.args[1].same_as(var) and scaled_by is not None and behind:
                     prepared[value] = deferred = _Deferred(norm, scaled_by)
                     completed |= dict.fromkeys(behind, deferred)
                     break
-    giving = {deferred.scaled_by for deferred in prepared.values() if _is_norm(deferred.scaled_by)}
+    giving = {deferred.scaled_by for deferred in prepared.values() if is_norm(deferred.scaled_by)}
     return _Plan(prepared, completed, giving)
 
 

@@ -10,13 +10,18 @@ from mlc_amd.compiler.passes.rewrite import bound_in, each_function, readers_in
 READERS = ("linear", "gate_up")
 
 
+def is_norm(value) -> bool:
+    """Whether a value is an rms_norm of all rows that has one result."""
+    return ops.name_of(value) == "rms_norm" and str(value.attrs["rows"]) == "all" and not ops.gives_both(value)
+
+
 def _norms_of_readers(func, target) -> dict[relax.Call, relax.Call]:
     """Linears and gate_ups that compute their norm, with it."""
     readers = readers_in(func)
     return {
         reader: norm
         for var, norm in bound_in(func).items()
-        if ops.name_of(norm) == "rms_norm" and str(norm.attrs["rows"]) == "all" and not ops.gives_both(norm)
+        if is_norm(norm)
         if all(ops.name_of(reader) in READERS and target.fuses_norm(reader) for reader in readers.get(var, ()))
         for reader in readers.get(var, ())
     }

@@ -80,11 +80,6 @@ def declare_read_inputs(k, m) -> tuple:
     return T.arg("Squares", T.buffer((m, k // TILE), "float32")), T.arg("Scale", T.buffer((m,), "float32"))
 
 
-def declare_scale(m):
-    """The output with the scales of a norm of m tokens."""
-    return T.arg("NewScale", T.buffer((m,), "float32"))
-
-
 class RowFactors:
     """The factors of a workgroup's tokens, in shared memory.
 
@@ -100,7 +95,7 @@ class RowFactors:
         self.factors = T.alloc_buffer((tokens,), "float32", scope="shared")
 
     def compute(self):
-        """All threads must call this; a barrier must follow before `of`."""
+        """All threads must call this; a barrier must follow before `scaled`."""
         read = self.read
         lanes = min(self.threads // self.tokens, self.arch.wave)  # of a token
         token, part = T.Bind(self.thread // lanes), T.Bind(self.thread % lanes)
@@ -124,6 +119,7 @@ class RowFactors:
             with T.If(self.first), T.Then():
                 T.buffer_store(read.made, scale, [row])
 
-    def of(self, token):
-        """The factor of a token of the workgroup."""
-        return T.Bind(self.factors[token - self.token0])
+    def scaled(self, token, x):
+        """x, float32 or a vector of them, times the factor of a token of the workgroup."""
+        factor = T.Bind(self.factors[token - self.token0])
+        return T.Bind(x * T.broadcast(factor, x.ty.dtype.lanes))

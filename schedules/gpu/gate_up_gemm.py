@@ -125,7 +125,7 @@ def gate_up_swiglu(
 
             def store(token, row, values):
                 if factors is not None:
-                    values = [T.Bind(x * T.broadcast(factors.of(token), x.ty.dtype.lanes)) for x in values]
+                    values = [factors.scaled(token, x) for x in values]
                 if biases:
                     index = span(T.Bind(first + row), values[0])
                     values = [T.Bind(x + bias[index]) for x, bias in zip(values, biases, strict=True)]

@@ -124,7 +124,7 @@ def linear(segments, k, m, layout, biases, residual, arch, name, tile=None, norm
                 def store(token, row, values, n=n, bias=bias, Y=Y):
                     (x,), index = values, span(row, values[0])
                     if factors is not None:
-                        x = T.Bind(x * T.broadcast(factors.of(token), x.ty.dtype.lanes))
+                        x = factors.scaled(token, x)
                     if bias is not None:
                         x = x + _bias(bias, index, n)
                     if R is not None:

@@ -22,9 +22,9 @@ from mlc_amd.schedules.gpu.deferred_norm import (
     declare_made,
     declare_made_inputs,
     declare_read_inputs,
-    declare_scale,
 )
 from mlc_amd.schedules.gpu.experts import bias_args, ids_arg
+from mlc_amd.schedules.gpu.norm import declare_scale
 from mlc_amd.schedules.gpu.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.quantize import act_args
 from mlc_amd.schedules.gpu.step import state_arg

@@ -100,12 +100,17 @@ def scaled(values, scale, factors):
     return [T.Bind(v * scale * f) for v, f in zip(values, factors, strict=True)]
 
 
+def declare_scale(m):
+    """Declares the output with the factors 1 / sqrt(..) of m rows."""
+    return T.arg("NewScale", T.buffer((m,), "float32"))
+
+
 def rms_norm(k, m, eps, layout, rows, arch, name, plan=None, both=False, scale_out=False) -> tirx.PrimFunc:
     """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S | H | Y of [m, k], as `layout` says). A
     workgroup a token.
 
     rows: of the outputs, of `schedules.rows`. both: Y behind the outputs of another layout. scale_out: at the end the
-    output of `deferred_norm.declare_scale`. UserError unless 32 divides k.
+    output of `declare_scale`. UserError unless 32 divides k.
     """
     return _norm(k, m, eps, layout, rows, arch, name, plan, both, scale_out=scale_out)
 
@@ -141,7 +146,7 @@ def _norm(
         B = T.arg("B", T.buffer((k,), "float32")) if bias else None
         layouts = [layout, ""] if both else [layout]
         outs = [act_args(out_m, k, each, None if each else ["Y"]) for each in layouts]
-        scales = T.arg("NewScale", T.buffer((out_m,), "float32")) if scale_out else None
+        scales = declare_scale(out_m) if scale_out else None
         with launch((out_m,), (arch.wave, waves)) as (token, lane, wave):
             part = T.alloc_buffer((waves,), "float32", scope="shared")
             means = T.alloc_buffer((waves,), "float32", scope="shared") if centered else None
