@@ -100,9 +100,10 @@ def test_a_template_that_takes_too_long_is_ended_and_others_go_on():
             render(template, content)
         ended.set()
 
+    assert render(other, "a") == "a"  # starts its process, which may take longer than the loop
     threading.Thread(target=fail, args=("loop",)).start()
-    assert [render(other, "a") for _ in range(100)] == ["a"] * 100
-    assert not ended.is_set()  # they did not wait for it
+    assert render(other, "b") == "b"
+    assert not ended.is_set()  # it did not wait for the loop
     assert ended.wait(60)
     fail("step")
     assert render(template, "hello") == "ok"
