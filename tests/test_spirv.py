@@ -119,6 +119,23 @@ def test_arms_that_are_not_taken_load_nothing(profile):
     assert np.array_equal(got, np.concatenate([x, np.full(THREADS - 5, -1)]))
 
 
+def test_arms_of_registers_are_selected(profile):
+    """Lanes that decide differently stay together."""
+
+    def body(b, _group, i):
+        cells = T.alloc_buffer((2,), "int32", scope="local")
+        T.buffer_store(cells, b.x[i], [0])
+        T.buffer_store(cells, b.x[i] * 2, [1])
+        T.buffer_store(b.y, T.if_then_else(i % 2 == 0, cells[0], cells[1]), [i])
+
+    x = integers(np.int32, 34, -1000, 1000)
+    func = kernel({"x": ((THREADS,), "int32"), "y": ((THREADS,), "int32")}, (1,), (THREADS,), body)
+    found = counts(compiled(func, profile).binary)
+    assert found["Select"] == 1 and not found["BranchConditional"]
+    got = execute(func, {"x": x, "y": np.zeros_like(x)}, profile).y
+    assert np.array_equal(got, x * (1 + np.arange(THREADS) % 2))
+
+
 def test_values_of_before_a_store_stay(profile):
     """A bound load is not repeated behind the store that changes what it read, nor used as an index then."""
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import tvm
 import tvm_ffi
+from tvm import tirx
 
 FRAGMENTS = {
     "wmma.matrix_a": 0,
@@ -78,5 +79,9 @@ def contains(e, test) -> bool:
 
 
 def has_load(node) -> bool:
-    """Whether an expression reads memory."""
-    return contains(node, lambda n: kind(n) == "TensorLoad")
+    """Whether an expression reads memory. A local buffer at a constant index is a register."""
+    return contains(node, lambda n: kind(n) == "TensorLoad" and not _is_register(n))
+
+
+def _is_register(load) -> bool:
+    return scope(load.source) == "local" and all(isinstance(index, tirx.IntImm) for index in load.indices)
