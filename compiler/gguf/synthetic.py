@@ -58,6 +58,7 @@ _BYTE_SCALES = {
 }
 # For rows that are not whole blocks of 256 columns: llama-quantize's choice (src/llama-quant.cpp).
 FALLBACKS = {"q2_k": "iq4_nl", "q3_k": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "iq4_xs": "iq4_nl"}
+_TOKENS = "tokenizer.ggml.tokens"
 _GROUP_BYTES = 1 << 18  # rows are drawn in groups of about this size, each with its own generator
 _TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
@@ -75,7 +76,8 @@ def synthetic(
     mixture of experts mxfp4 is the format of these; all other matrices are then q8_0, as in the published files.
 
     keys: metadata instead of the preset's or besides it, without the architecture in front; "general.architecture"
-    makes a model of another architecture with the preset's sizes. tensors: names of optional ones besides the preset's.
+    makes a model of another architecture with the preset's sizes, "tokenizer.ggml.tokens" and what belongs to them give
+    it another tokenizer. tensors: names of optional ones besides the preset's.
     """
     name, _, format = spec.partition(":")
     if name not in PRESETS:
@@ -111,6 +113,8 @@ def _metadata(name: str, preset: Preset, keys: Mapping[str, object]) -> dict[str
         key if key.startswith(("general.", "tokenizer.")) else f"{arch}.{key}": value
         for key, value in (dict(preset.keys) | dict(keys)).items()
     }
+    if isinstance(tokens := named.get(_TOKENS), list):
+        return own | named | {f"{arch}.vocab_size": len(tokens)}
     return own | named | _tokenizer(int(str(named[f"{arch}.vocab_size"])))
 
 
@@ -132,7 +136,7 @@ def _tokenizer(vocab: int) -> dict[str, object]:
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "qwen2",
-        "tokenizer.ggml.tokens": tokens,
+        _TOKENS: tokens,
         "tokenizer.ggml.token_type": [normal] * (vocab - len(special)) + [control] * len(special),
         "tokenizer.ggml.merges": [f"{left} {right}" for left, right in merges],
         "tokenizer.ggml.bos_token_id": vocab - 3,

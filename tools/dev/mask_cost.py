@@ -1,24 +1,30 @@
 """What masks of grammars cost: decoding by several sequences whose answers match a schema, beside decoding without.
 
-    python -m mlc_amd.tools.dev.mask_cost [MODEL] [--synthetic PRESET:FORMAT] [-np 8] [-n 128] [--target auto]
+    python -m mlc_amd.tools.dev.mask_cost [MODEL] [-np 8] [-n 128] [--target auto]
+    python -m mlc_amd.tools.dev.mask_cost --synthetic llama3-8b:q4_0 [--vocabulary GGUF] [-o ARTIFACT] ..
 
 For each kind of schema: tokens per second, the share of the time that masks and what goes with them take (a GPU hides
 some of it), and how long the masks of a step take by themselves: computed as the engine does, and one after the other.
 Rounds of all kinds follow one another, and medians count. The masks are those of the answers that were written: a
-model with random weights writes noise that matches. They depend on the vocabulary, which synthetic models invent.
+model with random weights writes noise that matches. They depend on the vocabulary, which synthetic models invent unless
+they get that of a GGUF file. -o only compiles, without weights, for a bundle.
 """
 
 import argparse
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 from mlc_amd.runtime.constraints import Constraint, compute_masks
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.grammars import Grammar, Grammars
 from mlc_amd.tools import display, models
+from mlc_amd.tools import target as targets
 
 _MANY = 1 << 12  # values, so that no answer ends early
 _RECORD = {
@@ -95,10 +101,41 @@ def report(engine: Engine, sequences: int, tokens: int, rounds: int) -> None:
         print(f"| {' | '.join(cells + [''] * (5 - len(cells)))} |")
 
 
+def compile_with_vocabulary(options: argparse.Namespace, context: int, out: Path, weights: bool) -> None:
+    """Compiles the synthetic model, with the tokenizer of a GGUF file if the options name one."""
+    models.check_compiler(options.synthetic)
+    from mlc_amd.compiler.gguf.reader import read_metadata
+    from mlc_amd.compiler.gguf.synthetic import synthetic
+    from mlc_amd.compiler.pipeline import compile_model
+
+    keys = read_metadata(options.vocabulary) if options.vocabulary else {}
+    tokenizer = {key: value for key, value in keys.items() if key.startswith("tokenizer.")}
+    with display.compile_progress(f"compiling {options.synthetic}") as progress:
+        model = synthetic(options.synthetic, keys=tokenizer)
+        target, arch = targets.resolve(options.target, options.arch)
+        compile_model(model, target, arch, context, out, weights=weights, progress=progress)
+
+
+@contextmanager
+def opened(options: argparse.Namespace, context: int | None, kv_tokens: int) -> Iterator[Engine]:
+    """The engine of the model that the options name."""
+    if options.vocabulary is None:
+        compiled = {"synthetic": options.synthetic, "target": options.target, "arch": options.arch}
+        with models.load_engine(options.model, ctx=context, kv_tokens=kv_tokens, **compiled) as engine:
+            yield engine
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        compile_with_vocabulary(options, context or 512, Path(folder) / "model", weights=True)
+        with Engine.load(Path(folder) / "model", kv_tokens=kv_tokens) as engine:
+            yield engine
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", nargs="?", help="artifact, GGUF file or name; the bundled model if omitted")
     parser.add_argument("--synthetic", help="instead: PRESET:FORMAT, such as llama3-8b:q4_0")
+    parser.add_argument("--vocabulary", help="a GGUF file whose tokenizer the synthetic model gets")
+    parser.add_argument("-o", "--output", help="compile the synthetic model into this folder, and measure nothing")
     parser.add_argument("--target", default="auto")
     parser.add_argument("--arch", default="native")
     parser.add_argument("-np", "--sequences", type=int, default=8)
@@ -108,13 +145,15 @@ def main() -> int:
     try:
         if min(options.sequences, options.tokens - 1, options.rounds) < 1:
             raise UserError("there must be at least one sequence, two tokens and one round")
+        if (options.vocabulary or options.output) and not options.synthetic:
+            raise UserError("--vocabulary and -o are for --synthetic PRESET:FORMAT")
         room = options.tokens + 64  # the prompts are short
         source = models.source_path(options.model, options.synthetic)
         context = None if source and models.is_artifact(source) else -(-max(room, 512) // 256) * 256
-        compiled = {"synthetic": options.synthetic, "target": options.target, "arch": options.arch}
-        with models.load_engine(
-            options.model, ctx=context, kv_tokens=options.sequences * (room + 64), **compiled
-        ) as engine:
+        if options.output:
+            compile_with_vocabulary(options, context or 512, Path(options.output), weights=False)
+            return 0
+        with opened(options, context, options.sequences * (room + 64)) as engine:
             report(engine, options.sequences, options.tokens, options.rounds)
     except UserError as error:
         display.message(f"error: {error}")
