@@ -1,47 +1,33 @@
 """The GEMM for few tokens (`gemm_few.py`) against numpy.
 
-It takes matrices of a shape and a distribution over lanes that only NVIDIA's driver has. Here it runs on a model of
-them (fragment_model.py); kernels for the real ones are compiled and looked at.
+It takes matrices of a shape and a distribution over lanes that only NVIDIA's driver has. Here its kernels run in the
+SPIR-V emulator, which has them, too.
 """
 
 import numpy as np
 import pytest
-from fragment_model import FragmentModel
 from samples import sample
+from spirv_emulation import emulated
 from test_gpu_experts import Case, assigned, stack
 from test_gpu_gemm import error, state, weights
 from test_vulkan_coop import tolerance
-from vulkan_harness import run
 
 from mlc_amd.runtime.devices.vulkan import fragments
 from mlc_amd.schedules.experts import Experts
-from mlc_amd.schedules.gpu import gemm, gemm_few
+from mlc_amd.schedules.gpu import gemm
 from mlc_amd.schedules.gpu.deferred_norm import MARGIN
 from mlc_amd.schedules.gpu.expert_gemm import expert_linear
 from mlc_amd.schedules.gpu.experts import Slots
 from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu
-from mlc_amd.schedules.gpu.gemm_few import FewGemm, FewTile
+from mlc_amd.schedules.gpu.gemm_few import FewTile
 from mlc_amd.schedules.gpu.pairs import in_lanes, lanes_shape
 from mlc_amd.schedules.gpu.profiles import resolve
 from mlc_amd.tools.reference import activations
 
-LAVAPIPE = resolve("lavapipe")
+NVIDIA = resolve("nvidia")
 
-
-class Modelled(FewGemm):
-    def allocate(self, thread):
-        FragmentModel.thread = thread
-        super().allocate(thread)
-
-
-@pytest.fixture
-def modelled(monkeypatch):
-    monkeypatch.setattr(gemm_few, "Fragments", FragmentModel)
-    monkeypatch.setattr(gemm, "FewGemm", Modelled)
-
-
-# name: (format, rows, columns, tokens, tile). Few and small ones: Mesa takes half a minute for one. What decodes
-# weights is tested in test_vulkan_coop.py for all formats.
+# name: (format, rows, columns, tokens, tile). Few and small ones. What decodes weights is tested in
+# test_vulkan_coop.py for all formats.
 CASES = {
     "padding": ("q4_0", 41, 128, 3, FewTile(8, 16, 1, 1, 1)),
     "rows": ("q4_0", 41, 128, 3, FewTile(8, 32, 1, 1, 1)),
@@ -52,19 +38,19 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", sample(CASES, ["padding", "waves", "part"]))
-def test_linear(name, modelled):
+def test_linear(name):
     fmt, n, k, m, tile = CASES[name]
     planes, w = weights(fmt, n, k, 0)
     x = np.random.default_rng(3).standard_normal((m, k), np.float32).astype(np.float16)
     expected = x.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T
     out = np.full((m, -(-n // 16) * 16), np.nan, np.float32)
-    kernel = gemm.linear([(fmt, n)], k, m, "lanes", (False,), False, LAVAPIPE, "k", tile)
-    got = run(kernel, [state(m), in_lanes(x), *planes.values(), out], LAVAPIPE)[-1]
+    kernel = gemm.linear([(fmt, n)], k, m, "lanes", (False,), False, NVIDIA, "k", tile)
+    got = emulated(kernel, [state(m), in_lanes(x), *planes.values(), out], NVIDIA)[-1]
     assert error(got[:, :n], expected) < tolerance(fmt)
 
 
 @pytest.mark.parametrize("columns", sample([32, 192], [192]))
-def test_deferred_norm(columns, modelled):
+def test_deferred_norm(columns):
     """A layer prepares the norm of its result, and the next one completes it; both kernels against numpy."""
     m, k, n, eps, rng = 3, 128, 16, 1e-5, np.random.default_rng(5)
     x, residual = (rng.standard_normal((m, size), np.float32) for size in (k, columns))
@@ -78,20 +64,20 @@ def test_deferred_norm(columns, modelled):
         np.zeros(lanes, np.float16),
         np.zeros((m, columns // 16), np.float32),
     )
-    tile = FewTile(8, 16, 1, 1, -(-columns // 128))  # the model wants all subgroups to have as many groups of columns
+    tile = FewTile(8, 16, 1, 1, 2)
     first = gemm.linear(
-        [("q4_0", columns)], k, m, "lanes", (False,), True, LAVAPIPE, "k", FewTile(8, 16, 1, 1, 1), norm_out=True
+        [("q4_0", columns)], k, m, "lanes", (False,), True, NVIDIA, "k", FewTile(8, 16, 1, 1, 1), norm_out=True
     )
     inputs = [state(m), in_lanes(x), *planes.values(), residual, g, before]
-    y, h, squares = run(first, [*inputs, *made], LAVAPIPE)[-3:]
+    y, h, squares = emulated(first, [*inputs, *made], NVIDIA)[-3:]
     expected = x.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T + residual
     assert error(y, expected) < tolerance("q4_0")
     assert np.allclose(squares, (y.astype(np.float64) ** 2).reshape(m, -1, 16).sum(-1), rtol=1e-5)
 
     planes, w = weights("q4_0", n, columns, 1)
-    second = gemm.linear([("q4_0", n)], columns, m, "lanes", (False,), False, LAVAPIPE, "k", tile, norm_in=eps)
+    second = gemm.linear([("q4_0", n)], columns, m, "lanes", (False,), False, NVIDIA, "k", tile, norm_in=eps)
     out = np.full((m, n), np.nan, np.float32), np.full(m, np.nan, np.float32)
-    got, scale = run(second, [state(m), h, squares, before, *planes.values(), *out], LAVAPIPE)[-2:]
+    got, scale = emulated(second, [state(m), h, squares, before, *planes.values(), *out], NVIDIA)[-2:]
     own = 1 / np.sqrt((y.astype(np.float64) ** 2).mean(-1) + eps)
     assert np.allclose(scale, own, rtol=1e-5)
     prepared = activations.read("lanes", {"H": h}, rows=np.arange(m))[:, :columns]
@@ -102,10 +88,10 @@ def test_deferred_norm(columns, modelled):
 
 def test_deferred_norms_are_of_few_tokens():
     with pytest.raises(ValueError, match="few tokens"):
-        gemm.linear([("q4_0", 16)], 128, 64, "pairs", (False,), False, resolve("nvidia"), "k", norm_in=1e-5)
+        gemm.linear([("q4_0", 16)], 128, 64, "pairs", (False,), False, NVIDIA, "k", norm_in=1e-5)
 
 
-def test_experts(modelled):
+def test_experts():
     """Slots of experts, both halves of a feed-forward layer; slots of tiles without an expert are left alone."""
     experts, m, n, k = Experts(7, 2, 8), 5, 32, 256
     groups, ids = assigned(Case("q4_k", m, experts))
@@ -123,14 +109,14 @@ def test_experts(modelled):
         for each, bias in zip(w, biases, strict=True)
     ]
     used = ids >= 0
-    kernel = expert_linear("q4_k", n, k, of, "lanes", LAVAPIPE, "k", tile)
+    kernel = expert_linear("q4_k", n, k, of, "lanes", NVIDIA, "k", tile)
     out = np.full((slots, n), np.nan, np.float32)
-    got = run(kernel, [*shared, *planes[0].values(), biases[0], out], LAVAPIPE)[-1]
+    got = emulated(kernel, [*shared, *planes[0].values(), biases[0], out], NVIDIA)[-1]
     assert error(got[used], products[0][used]) < tolerance("q4_k") and np.isnan(got[~used]).all() and not used.all()
-    kernel = gate_up_swiglu("q4_k", "q4_k", n, k, slots, "lanes", "lanes", LAVAPIPE, "k", tile, of=of)
+    kernel = gate_up_swiglu("q4_k", "q4_k", n, k, slots, "lanes", "lanes", NVIDIA, "k", tile, of=of)
     out = np.full(lanes_shape(slots, n), np.nan, np.float16)
     weights = [array for each in planes for array in each.values()]
-    got = run(kernel, [*shared, *weights, *biases, out], LAVAPIPE)[-1]
+    got = emulated(kernel, [*shared, *weights, *biases, out], NVIDIA)[-1]
     got = activations.read("lanes", {"H": got}, rows=np.arange(slots))[:, :n]
     expected = products[0] / (1 + np.exp(-products[0])) * products[1]
     assert error(got[used], expected[used]) < tolerance("q4_k") + 6e-4  # float16
@@ -140,7 +126,7 @@ def test_experts(modelled):
 
 
 def distribution():
-    """(a, b) of `fragments.is_known` as FragmentModel distributes matrices."""
+    """(a, b) of `fragments.is_known` as NVIDIA's driver distributes matrices."""
     lane, e = np.arange(32)[:, None], np.arange(8)
     columns = lane % 4 * 2 + e % 2 + e // 2 % 2 * 8
     a = (lane // 4 + e // 4 * 8) * fragments.DEPTH + columns

@@ -1,32 +1,27 @@
 """Prefill of latent attention on cooperative matrices (`attention_latent.py`), against numpy in float64.
 
-Without a device that has such matrices, a model of them stands in. Kernels for other devices are compiled and looked
-at. Cases as in `test_vulkan_attention_coop.py`.
+Kernels for NVIDIA's GPUs run in the SPIR-V emulator, others are compiled and looked at. Cases as in
+`test_vulkan_attention_coop.py`.
 """
 
-import functools
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from attention_cases import Case, Rows, check_attention
-from fragment_model import PlainFragments
-from test_vulkan_kernels import execute
-from vulkan_harness import gpu
+from spirv_emulation import execute
 
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.compiler.codegen.spirv_reader import read
 from mlc_amd.schedules.attention import Attention
-from mlc_amd.schedules.gpu import attention_latent, attention_latent_decode, attention_latent_wave
 from mlc_amd.schedules.gpu.attention import attention
 from mlc_amd.schedules.gpu.attention_latent import tiles_of
 from mlc_amd.schedules.gpu.attention_latent_decode import Plan
 from mlc_amd.schedules.gpu.attention_latent_tiles import Tile, lds_bytes, shape_of, tile_of
-from mlc_amd.schedules.gpu.device import launch
 from mlc_amd.schedules.gpu.pairs import from_pairs
 from mlc_amd.schedules.gpu.profiles import resolve
 
+NVIDIA = resolve("nvidia")
 LATENT = {"values": 64, "scale": 0.1}
 CASES = {
     # five tiles, one of which has splits where it sees enough keys
@@ -40,50 +35,21 @@ CASES = {
 }  # fmt: skip
 
 
-@functools.cache
-def device():
-    """The profile of the test device, and whether it has such matrices."""
-    found = gpu()
-    real = (16, 16, 16) in found.float16_matrices
-    profile = replace(resolve("lavapipe"), matrix="coop")
-    return (replace(profile, wave=found.subgroup[1]) if real else profile), real
+def run(name):
+    """What runs the case's kernel on arrays by name."""
+    case, tile = ALL[name]
+    case = case._replace(attributes=LATENT)
+    kernel = attention(case.layer, case.m, case.layout, NVIDIA, "k", tile, case.single)
+
+    def on(arrays):
+        execute(kernel, arrays, NVIDIA)
+        if case.layout == "pairs":
+            arrays["H"][...] = from_pairs(arrays["H"])
+
+    return on
 
 
-@pytest.fixture
-def run(monkeypatch):
-    """run(name) -> what runs the case's kernel on arrays by name."""
-    profile, real = device()
-    if not real:
-
-        def launched(*extents):
-            @contextmanager
-            def opened():
-                with launch(*extents) as axes:
-                    PlainFragments.lane, PlainFragments.wave = axes[-2], extents[1][0]
-                    yield axes
-
-            return opened()
-
-        for module in (attention_latent, attention_latent_decode):
-            monkeypatch.setattr(module, "launch", launched)
-        monkeypatch.setattr(attention_latent_wave, "Fragments", PlainFragments)
-
-    def make(name):
-        case, tile = ALL[name]
-        case = case._replace(attributes=LATENT)
-        kernel = attention(case.layer, case.m, case.layout, profile, "k", tile, case.single)
-
-        def on(arrays):
-            execute(kernel, arrays, profile)
-            if case.layout == "pairs":
-                arrays["H"][...] = from_pairs(arrays["H"])
-
-        return on
-
-    return make
-
-
-def compare(name, run, **how):
+def compare(name, **how):
     case, _ = ALL[name]
     check_attention(
         case._replace(layout="half" if case.layout == "pairs" else case.layout, attributes=LATENT), run(name), **how
@@ -105,13 +71,13 @@ QUICK = ("one", "heads_5")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in ALL])
-def test_attention(name, run):
-    compare(name, run)
+def test_attention(name):
+    compare(name)
 
 
 @pytest.mark.full
-def test_scores_that_grow(run):
-    compare("buffers", run, grow=60)
+def test_scores_that_grow():
+    compare("buffers", grow=60)
 
 
 @pytest.mark.parametrize(

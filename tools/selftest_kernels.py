@@ -105,7 +105,7 @@ def check_all(
             if backend is None:
                 backend = open_backend(candidate, device)
                 backend.cache = 0  # one copy of everything
-            found |= _Check(backend, candidate, budget, watch).result(layout, runs)
+            found |= Check(backend, candidate, budget, watch).result(layout, runs)
             lost = found.pop("lost", False)
             yield found
     finally:
@@ -113,11 +113,12 @@ def check_all(
             backend.close()
 
 
-class _Check:
-    """The check of one kernel."""
+class Check:
+    """The check of one kernel on a backend (runtime/measure/timing.py)."""
 
-    def __init__(self, backend, candidate: Candidate, budget: Budget, watch: Watch):
-        self.backend, self.candidate, self.budget, self.watch = backend, candidate, budget, watch
+    def __init__(self, backend, candidate: Candidate, budget: Budget | None = None, watch: Watch | None = None):
+        self.backend, self.candidate = backend, candidate
+        self.budget, self.watch = budget or Budget(), watch or Watch("", terminal.Status(), None)
         self.name = f"kernel {candidate.facts['steps'][0]['symbol']}"
 
     def result(self, layout: str, runs: int) -> dict:

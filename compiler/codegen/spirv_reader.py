@@ -53,12 +53,12 @@ class Facts:
 def read(code: bytes) -> Facts:
     """UserError if `code` is no SPIR-V module, or a damaged one."""
     try:
-        return _facts(_instructions(code))
+        return _facts(instructions(code))
     except (struct.error, IndexError, KeyError) as error:
         raise UserError(f"damaged SPIR-V module ({type(error).__name__}: {error}); compile it again") from error
 
 
-def _instructions(code: bytes) -> list[tuple[int, tuple[int, ...]]]:
+def instructions(code: bytes) -> list[tuple[int, tuple[int, ...]]]:
     """(opcode, operands) of every instruction."""
     if len(code) < 20 or len(code) % 4 or struct.unpack_from("<I", code)[0] != MAGIC:
         raise UserError("not a SPIR-V module")

@@ -1,0 +1,1 @@
+"""A SPIR-V emulator for tests: `emulator.py`."""
