@@ -19,6 +19,9 @@ from mlc_amd.runtime.host import available_threads
 # the cpu device's threads poll on all cores.
 _WORTH = 300e-6
 _FORGET = 0.95  # of what a mask took alone, each time that it is computed beside others: it is measured again then
+# Of the time that masks take, the share that the last one has, and the most it counts as: another program that gets the
+# processor meanwhile is no reason for threads.
+_LAST, _MOST = 0.1, 2 * _WORTH
 _MOST_THREADS = 16
 
 
@@ -41,7 +44,7 @@ class Constrained:
         self._matcher = matcher
         self._mask = np.zeros(-(-vocab // 32), np.int32)
         self._address = self._mask.ctypes.data  # which takes NumPy as long as llguidance takes for half a mask
-        self._seconds = 0.0  # that the last mask took
+        self._seconds = 0.0  # that masks take lately
         self._computed = False  # the mask is that of this state
 
     @classmethod
@@ -63,7 +66,7 @@ class Constrained:
     def _compute(self) -> None:
         begun = time.perf_counter()
         self._matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
-        self._seconds = time.perf_counter() - begun
+        self._seconds += _LAST * (min(time.perf_counter() - begun, _MOST) - self._seconds)
         self._computed = True
 
     def allowed(self) -> np.ndarray:
