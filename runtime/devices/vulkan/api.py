@@ -200,6 +200,8 @@ MemoryModelFeatures = _chained(
 DotFeatures = _chained("DotFeatures", 1000280000, "u32 shaderIntegerDotProduct")
 SubgroupSizeFeatures = _chained("SubgroupSizeFeatures", 1000225002, "u32 subgroupSizeControl, u32 computeFullSubgroups")
 MatrixFeatures = _chained("MatrixFeatures", 1000506000, "u32 cooperativeMatrix, u32 _0")
+UniformFlowFeatures = _chained("UniformFlowFeatures", 1000323000, "u32 shaderSubgroupUniformControlFlow")
+ReconvergenceFeatures = _chained("ReconvergenceFeatures", 1000434000, "u32 shaderMaximalReconvergence")
 
 ApplicationInfo = _chained("ApplicationInfo", 0, "str name, u32 version, str engine, u32 engineVersion, u32 apiVersion")
 InstanceInfo = _chained(

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.gpu import BUDGET, FEATURES, Gpu, Instance
+from mlc_amd.runtime.devices.vulkan.reconvergence import MODES
 from mlc_amd.runtime.errors import UserError
 
 # Features that are enabled where available. Extensions come with the structures in gpu.FEATURES.
@@ -18,7 +19,7 @@ WANTED = {
     "shaderInt64", "shaderInt16", "storageBuffer16BitAccess", "storageBuffer8BitAccess", "shaderFloat16", "shaderInt8",
     "bufferDeviceAddress", "vulkanMemoryModel", "vulkanMemoryModelDeviceScope", "shaderIntegerDotProduct",
     "subgroupSizeControl",
-    "computeFullSubgroups", "cooperativeMatrix",
+    "computeFullSubgroups", "cooperativeMatrix", *MODES,
 }  # fmt: skip
 SLICE = 10**9  # ns of one wait: Ctrl-C is noticed between them
 # Seconds that the host polls before it sleeps. Waking up takes 50 to 150 us, a large part of a fast GPU's token; where

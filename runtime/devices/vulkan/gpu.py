@@ -28,6 +28,8 @@ FEATURES = {
     api.DotFeatures: (api.version(1, 3), "VK_KHR_shader_integer_dot_product"),
     api.SubgroupSizeFeatures: (api.version(1, 3), "VK_EXT_subgroup_size_control"),
     api.MatrixFeatures: (None, "VK_KHR_cooperative_matrix"),
+    api.UniformFlowFeatures: (None, "VK_KHR_shader_subgroup_uniform_control_flow"),
+    api.ReconvergenceFeatures: (None, "VK_KHR_shader_maximal_reconvergence"),
 }
 # The same for structures of properties.
 PROPERTIES = {

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.context import Context
+from mlc_amd.runtime.devices.vulkan.reconvergence import reconverging
 from mlc_amd.runtime.host import available_threads
 
 THREADS = 8  # more do not help: drivers serialize on a lock
@@ -62,6 +63,7 @@ class Pipelines:
 
     def _pipeline(self, cache: int, code: bytes, block: tuple[int, ...], based: bool) -> int:
         calls, device = self.context.calls, self.context.device
+        code = reconverging(code, self.context.gpu.features)
         words = ctypes.create_string_buffer(code, len(code))
         info = api.ShaderInfo(codeSize=len(code), code=ctypes.addressof(words))
         module = self.context.create("vkCreateShaderModule", info)
