@@ -36,6 +36,10 @@ from mlc_amd.runtime.matchers import Grammar, shown
 from mlc_amd.runtime.tokenizer import Tokenizer
 from mlc_amd.runtime.tools import Tool
 
+# Tokens that llguidance takes together where all of them may follow: white space, characters of a JSON string. Its own
+# set has no {1,4} and {1,7}: with them, masks of a string's last characters take half the time (152,000 tokens, p90).
+_SLICES = [r"[\x20\x0A\x0D\x09]+"]
+_SLICES += [r'[^"\\\x00-\x1F\x7F]' + count for count in ("{1,4}", "{1,7}", "{1,10}", "{1,30}", "+")]
 _CACHED = 32  # compiled grammars, of up to 100 MB each, most of them below 1 MB
 _CHECKED = 1024  # grammars of which it is known whether they can be used
 _MAX_CHARACTERS = 1 << 20  # of a grammar
@@ -271,7 +275,7 @@ class Grammars:
 
         tokens = self._tokenizer.vocabulary() + [b""] * (self._vocab - self._tokenizer.vocab_size)
         vocabulary: Any = Vocabulary(tokens, self._ends, list(self._control.ids.values()))
-        return llguidance.LLTokenizer(vocabulary, eos_token=self._ends)
+        return llguidance.LLTokenizer(vocabulary, eos_token=self._ends, slices=_SLICES)
 
 
 def _source(rules: Rules, start: str, what: str, nested: str = "") -> str:

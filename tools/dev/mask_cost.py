@@ -7,10 +7,12 @@ For each kind of schema: tokens per second, the share of the time that masks and
 some of it), and how long the masks of a step take by themselves: computed as the engine does, and one after the other.
 Rounds of all kinds follow one another, and medians count. The masks are those of the answers that were written: a
 model with random weights writes noise that matches. They depend on the vocabulary, which synthetic models invent unless
-they get that of a GGUF file. -o only compiles, without weights, for a bundle.
+they get that of a GGUF file. -o only compiles, without weights, for a bundle. --schemas FILE: one more row, of all the
+schemas in a JSON array.
 """
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
@@ -41,16 +43,19 @@ KINDS: dict[str, dict] = {
 }
 
 
-def rate(engine: Engine, prompts: list[list[int]], tokens: int, grammar: Grammar | None) -> tuple[float, list]:
-    """Tokens per second of all sequences together behind their first ones; the tokens of each."""
+Answers = list[list[int]]  # their tokens
+
+
+def rate(engine: Engine, prompts: Answers, tokens: int, grammar: Grammar | None) -> tuple[float, Answers]:
+    """Seconds per token of all sequences together behind their first ones; the answers."""
     pieces = engine.generate(
         prompts, max_tokens=tokens, min_tokens=tokens, constraint=grammar, temperature=1.0, top_k=40, seed=1
     )
-    made: list[list[int]] = [[] for _ in prompts]
+    made: Answers = [[] for _ in prompts]
     for piece in pieces:
         made[piece.index].append(piece.id)
     stats = pieces.answers
-    return sum(one.generated - 1 for one in stats) / max(one.decode_s for one in stats), made
+    return max(one.decode_s for one in stats) / sum(one.generated - 1 for one in stats), made
 
 
 def together(constraints: Sequence[Constraint]) -> None:
@@ -63,7 +68,7 @@ def one_by_one(constraints: Sequence[Constraint]) -> None:
         constraint.allowed()
 
 
-def replayed(grammar: Grammar, made: list[list[int]], compute: Callable[[Sequence[Constraint]], None]) -> float:
+def replayed(grammar: Grammar, made: Answers, compute: Callable[[Sequence[Constraint]], None]) -> float:
     """Seconds for the masks of a step, on average, in which these answers are written."""
     constraints, seconds = [grammar() for _ in made], 0.0
     steps = list(zip(*made, strict=False))
@@ -76,28 +81,38 @@ def replayed(grammar: Grammar, made: list[list[int]], compute: Callable[[Sequenc
     return seconds / len(steps)
 
 
-def report(engine: Engine, sequences: int, tokens: int, rounds: int) -> None:
+def endless(schema: dict) -> dict:
+    """Of an array of so many that no answer ends early. References of the schema are to its $defs."""
+    items = {key: value for key, value in schema.items() if key != "$defs"}
+    return {"type": "array", "items": items, "minItems": _MANY, "$defs": schema.get("$defs", {})}
+
+
+def report(engine: Engine, sequences: int, tokens: int, rounds: int, schemas: Sequence[dict] = ()) -> None:
+    """Prints the table; `schemas` make one row together."""
     grammars = Grammars(engine.tokenizer, engine.vocab)
     prompts = [engine.tokenizer.encode_prompt(f"{number}. Write:") for number in range(sequences)]
-    arrays = {kind: {"type": "array", "items": items, "minItems": _MANY} for kind, items in KINDS.items()}
-    chosen: dict[str, Grammar | None] = {"none": None}
-    chosen |= {kind: grammars.json_schema(schema) for kind, schema in arrays.items()}
-    rates: dict[str, list[float]] = {kind: [] for kind in chosen}
-    made: dict[str, list[list[int]]] = {}
+    kinds: dict[str, list] = {"none": [None]}
+    kinds |= {kind: [grammars.json_schema(endless(schema))] for kind, schema in KINDS.items()}
+    kinds |= {f"{len(schemas)} schemas": [grammars.json_schema(endless(one)) for one in schemas]} if schemas else {}
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    made: dict[str, list[Answers]] = {}
     for number in range(rounds + 1):  # the first one warms up
-        for kind, grammar in chosen.items():
-            found, made[kind] = rate(engine, prompts, tokens, grammar)
-            rates[kind] += [found] if number else []
+        for kind, those in kinds.items():
+            found = [rate(engine, prompts, tokens, grammar) for grammar in those]
+            made[kind] = [answers for _, answers in found]
+            seconds[kind] += [statistics.mean(each for each, _ in found)] if number else []
     grammars.close()
-    plain = statistics.median(rates["none"])
+    plain = statistics.median(seconds["none"])
     print(f"{engine.device.name}, vocabulary {engine.vocab}, {sequences} sequences, {tokens} tokens each\n")
     print("| schema | t/s | slower by | us of masks a step | one by one |\n| --- | --- | --- | --- | --- |")
-    for kind, grammar in chosen.items():
-        speed = statistics.median(rates[kind])
-        cells = [kind, f"{speed:.0f}"]
-        if grammar:
-            spent = [1e6 * replayed(grammar, made[kind], compute) for compute in (together, one_by_one)]
-            cells += [f"{1 - speed / plain:.1%}", *(f"{one:.0f}" for one in spent)]
+    for kind, those in kinds.items():
+        each = statistics.median(seconds[kind])
+        cells = [kind, f"{1 / each:.0f}"]
+        if kind != "none":
+            cells.append(f"{1 - plain / each:.1%}")
+            for compute in (together, one_by_one):
+                spent = [replayed(one, answers, compute) for one, answers in zip(those, made[kind], strict=True)]
+                cells.append(f"{1e6 * statistics.mean(spent):.0f}")
         print(f"| {' | '.join(cells + [''] * (5 - len(cells)))} |")
 
 
@@ -136,6 +151,7 @@ def main() -> int:
     parser.add_argument("--synthetic", help="instead: PRESET:FORMAT, such as llama3-8b:q4_0")
     parser.add_argument("--vocabulary", help="a GGUF file whose tokenizer the synthetic model gets")
     parser.add_argument("-o", "--output", help="compile the synthetic model into this folder, and measure nothing")
+    parser.add_argument("--schemas", help="a JSON file of an array of schemas")
     parser.add_argument("--target", default="auto")
     parser.add_argument("--arch", default="native")
     parser.add_argument("-np", "--sequences", type=int, default=8)
@@ -154,7 +170,8 @@ def main() -> int:
             compile_with_vocabulary(options, context or 512, Path(options.output), weights=False)
             return 0
         with opened(options, context, options.sequences * (room + 64)) as engine:
-            report(engine, options.sequences, options.tokens, options.rounds)
+            schemas = json.loads(Path(options.schemas).read_text()) if options.schemas else ()
+            report(engine, options.sequences, options.tokens, options.rounds, schemas)
     except UserError as error:
         display.message(f"error: {error}")
         return 1
