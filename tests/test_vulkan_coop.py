@@ -1,11 +1,10 @@
 """The prefill GEMM on cooperative matrices (`gemm_coop.py`), against numpy.
 
-Decoding runs on any Vulkan device with float16; the kernels as a whole on one with cooperative matrices, of whatever
-shape and subgroup size it has. For other devices they are compiled and looked at. The oracle: gguf-py's dequantized
-weights, rounded to float16, times the activations in float64.
+Decoding runs on any Vulkan device with float16; the kernels as a whole, as NVIDIA's and AMD's GPUs get them, in the
+SPIR-V emulator. At a model's size they are compiled and looked at. The oracle: gguf-py's dequantized weights, rounded
+to float16, times the activations in float64.
 """
 
-import functools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,10 +12,11 @@ import gguf_blocks
 import numpy as np
 import pytest
 from samples import sample
+from spirv_emulation import emulated
 from test_gpu_gemm import error, state, weights
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
-from vulkan_harness import gpu, run
+from vulkan_harness import run
 
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.compiler.codegen.spirv_reader import read
@@ -35,6 +35,7 @@ from mlc_amd.schedules.gpu.registers import at
 TOLERANCE = 2e-5  # of the largest result
 # for formats that compute scales or have minimums: these are rounded to float16, before the product is
 TOLERANCE_SCALED = 8e-4
+DEVICES = ("nvidia", "rdna3", "rdna4")
 NVIDIA = resolve("nvidia")
 
 
@@ -94,7 +95,7 @@ def test_producers_store_pairs():
     np.testing.assert_array_equal(got, in_pairs(np.clip(x, -65504, 65504).astype(np.float16)))
 
 
-# ---- whole kernels, on a device with cooperative matrices
+# ---- whole kernels
 
 
 class Case(NamedTuple):
@@ -109,7 +110,7 @@ class Case(NamedTuple):
     tile: object = None
 
 
-# small ones: software devices take long to compile large ones. Subgroups along tokens, rows, columns
+# Subgroups along tokens, rows, columns
 WIDE, SPLIT = CoopTile(16, 32, 32, 1, 2), CoopTile(16, 16, 64, 1, 1, 2)
 LINEAR = {name: Case(((name, 48),), tile=SPLIT if i % 2 else WIDE) for i, name in enumerate(gguf_blocks.DISTINCT)} | {
     "segments": Case((("q4_k", 96), ("q6_k", 37), ("q8_0", 16)), 256, 32, "pairs", (True, True, False), tile=WIDE),
@@ -120,18 +121,9 @@ LINEAR = {name: Case(((name, 48),), tile=SPLIT if i % 2 else WIDE) for i, name i
 }
 
 
-@functools.cache
-def device():
-    """The profile of the test device; skips the test unless it has cooperative matrices."""
-    found = gpu()
-    if not found.float16_matrices:
-        pytest.skip(f"{found.name} has no cooperative matrices")
-    return replace(resolve("lavapipe"), matrix="coop", fragment=found.float16_matrices[0], wave=found.subgroup[1])
-
-
-def run_linear(name, live=None):
+def run_linear(name, profile=NVIDIA, live=None):
     """Results of a linear kernel and what they should be: lists of [m, n]. Results start as NaN."""
-    case, rng, profile = LINEAR[name], np.random.default_rng(3), device()
+    case, rng = LINEAR[name], np.random.default_rng(3)
     x = rng.standard_normal((case.m, case.k), np.float32)
     half = x.astype(np.float16)
     arrays, expected = [state(case.m if live is None else live), in_pairs(half) if case.layout == "pairs" else x], []
@@ -148,20 +140,25 @@ def run_linear(name, live=None):
         arrays.append(rng.standard_normal(outputs[0].shape, np.float32))
         expected[0] = expected[0] + arrays[-1][:, : expected[0].shape[1]]
     kernel = linear(case.segments, case.k, case.m, case.layout, case.biases, case.residual, profile, "k", case.tile)
-    results = run(kernel, [*arrays, *outputs], profile)[-len(outputs) :]
+    results = emulated(kernel, [*arrays, *outputs], profile)[-len(outputs) :]
     return [y[:, : e.shape[1]] for y, e in zip(results, expected, strict=True)], expected
 
 
-@pytest.mark.parametrize("name", LINEAR)
-def test_linear(name):
-    got, expected = run_linear(name)
+ON = [(name, arch) for name in LINEAR for arch in DEVICES]
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"), sample(ON, [*((name, "nvidia") for name in LINEAR), ("default", "rdna3"), ("default", "rdna4")])
+)
+def test_linear(name, arch):
+    got, expected = run_linear(name, resolve(arch))
     for y, e, (fmt, _) in zip(got, expected, LINEAR[name].segments, strict=True):
         assert error(y, e) < tolerance(fmt)
 
 
 @pytest.mark.parametrize("live", [1, 33])
 def test_linear_leaves_tiles_without_live_tokens(live):
-    (got,), (expected,) = run_linear("tokens", live)
+    (got,), (expected,) = run_linear("tokens", live=live)
     tokens = -(-live // 32) * 32
     assert error(got[:tokens], expected[:tokens]) < TOLERANCE
     assert np.isnan(got[tokens:]).all()
@@ -170,7 +167,7 @@ def test_linear_leaves_tiles_without_live_tokens(live):
 @pytest.mark.parametrize("layout", ["pairs", ""])
 @pytest.mark.parametrize("gate, up, tile", [("q4_k", "q6_k", WIDE), ("q4_0", "q4_0", SPLIT)])
 def test_gate_up_swiglu(gate, up, tile, layout):
-    f, k, m, profile = 96, 256, 16, device()
+    f, k, m, profile = 96, 256, 16, NVIDIA
     (gate_planes, g), (up_planes, u) = weights(gate, f, k, 1), weights(up, f, k, 2)
     # gates of a size at which the sigmoid bends
     x = np.random.default_rng(1).standard_normal((m, k), np.float32) * np.float32(3 / np.sqrt((g**2).sum(1).mean()))
@@ -179,7 +176,7 @@ def test_gate_up_swiglu(gate, up, tile, layout):
     expected = g / (1 + np.exp(-g)) * u
     out = np.full((m, f), np.nan, np.float16 if layout else np.float32)
     kernel = gate_up_swiglu(gate, up, f, k, m, "pairs", layout, profile, "k", tile)
-    got = run(kernel, [state(m), in_pairs(half), *gate_planes.values(), *up_planes.values(), out], profile)[-1]
+    got = emulated(kernel, [state(m), in_pairs(half), *gate_planes.values(), *up_planes.values(), out], profile)[-1]
     # both factors have that error, and the result may be float16
     assert error(from_pairs(got) if layout else got, expected) < 2 * max(tolerance(gate), tolerance(up)) + (
         6e-4 if layout else 0
@@ -189,7 +186,6 @@ def test_gate_up_swiglu(gate, up, tile, layout):
 # ---- at a model's size: default tiles, compiled for real devices
 
 
-DEVICES = ("nvidia", "rdna3", "rdna4")
 SIZES = (16, 64, 512)  # tokens
 SAMPLE = ("q4_0", "q4_k", "q6_k", "f32")  # on each device for each size, all others on one device for one size
 FITS = [(arch, fmt, SIZES) for arch in DEVICES for fmt in SAMPLE]
