@@ -1,9 +1,10 @@
-"""The SPIR-V emulator (tools/dev/spirv): what it computes, what it refuses; and kernels for NVIDIA's matrices, exactly
-as its GPUs get them."""
+"""The SPIR-V emulator (tools/dev/spirv): what it computes, what it refuses; and kernels exactly as GPUs get them."""
 
 import numpy as np
 import pytest
+import test_vulkan_kernels
 from attention_cases import CTX, Case, Rows, check_attention
+from samples import sample
 from spirv_emulation import emulated, execute
 from spirv_kernels import kernel
 from tvm.tirx.script import builder as T
@@ -162,7 +163,7 @@ def test_lanes_that_are_together():
     assert np.array_equal(y.reshape(WAVES, LANES), np.where(np.arange(LANES) < 12, sums, 0))
 
 
-# ---- kernels for NVIDIA's GPUs
+# ---- kernels as GPUs get them; those of matrices: test_gemm_few.py, test_vulkan_coop.py and others
 
 ATTENTION = {
     "row": Case(4, 1, 64, layout="half", rope=Rope(False, 64), states=((70, 1),)),
@@ -170,10 +171,22 @@ ATTENTION = {
         2, 1, 32, m=8, layout="rows", several=8, rope=Rope(True, 32, 1e-6), states=(Rows((3, CTX - 1), (61, 5)),),
     ),
 }  # fmt: skip
+ON = [(name, arch) for name in ATTENTION for arch in ("nvidia", "vangogh", "gfx90c", "rdna4")]
 
 
-@pytest.mark.parametrize("name", ATTENTION)
-def test_decode_attention(name):
-    case = ATTENTION[name]
-    func = attention_decode(case.layer, case.layout, NVIDIA, "k", case.rope, m=case.m)
-    check_attention(case, lambda arrays: execute(func, arrays, NVIDIA))
+@pytest.mark.parametrize(
+    ("name", "arch"), sample(ON, [("row", "nvidia"), ("rows", "nvidia"), ("rows", "vangogh"), ("row", "gfx90c")])
+)
+def test_decode_attention(name, arch):
+    case, profile = ATTENTION[name], resolve(arch)
+    func = attention_decode(case.layer, case.layout, profile, "k", case.rope, m=case.m)
+    check_attention(case, lambda arrays: execute(func, arrays, profile))
+
+
+LINEAR = [(arch, m) for arch in ("vangogh", "rdna2", "gfx90c") for m in (1, 8, 64)]
+
+
+@pytest.mark.parametrize(("arch", "m"), sample(LINEAR, [("vangogh", 1), ("vangogh", 64), ("gfx90c", 8)]))
+def test_linear(arch, m, monkeypatch):
+    monkeypatch.setattr(test_vulkan_kernels, "execute", execute)
+    test_vulkan_kernels.check_linear(resolve(arch), [("q4_k", 41), ("q8_0", 16)], 512, m)
