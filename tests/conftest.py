@@ -14,6 +14,7 @@ from urllib.parse import quote
 import architectures
 import pytest
 from kept_objects import KeptObjects
+from llvm_levels import unoptimized
 
 from mlc_amd.compiler.codegen import cpu
 from mlc_amd.compiler.codegen.rocm import find_linker
@@ -21,6 +22,7 @@ from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.cpu.arch import resolve
 from mlc_amd.tools import cli, models
 from mlc_amd.tools.dev import gfxemu
 
@@ -70,6 +72,24 @@ SLOW = {
     "test_serve_responses.py", "test_states.py", "test_tuning_rooflines.py", "test_tuning_static.py",
     "test_vulkan_attention_coop.py", "test_vulkan_latent.py", "test_windows.py",
 }  # fmt: skip
+
+
+# Files whose tests are of the numbers or the speed of the CPU's kernels have them as users get them, as have all
+# processes that tests start.
+OPTIMIZED = {
+    "test_cpu_attention.py", "test_cpu_experts.py", "test_cpu_linear.py", "test_cpu_norm.py", "test_cpu_plans.py",
+    "test_cpu_sample.py", "test_models.py", "test_quality.py", "test_tuning_rooflines.py",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def llvm_level(request) -> Iterator[int]:
+    """LLVM's level of optimization in this module's tests."""
+    if request.path.name in OPTIMIZED:
+        yield 3
+    else:
+        with unoptimized():
+            yield 0
 
 
 def pytest_runtest_setup(item):
@@ -141,7 +161,7 @@ def compiled(once):
     """compiled(GGUF path or synthetic spec, ctx) -> artifact folder, for this CPU, in a user's cache that holds nothing
     else.
 
-    Each is compiled once a run. Not to be changed by tests.
+    Each is compiled once a run at each of LLVM's levels. Not to be changed by tests.
     """
 
     def compile_once(source: Path | str, ctx: int) -> Path:
@@ -151,7 +171,7 @@ def compiled(once):
                 model, spec = (str(source), None) if isinstance(source, Path) else (None, source)
                 models.artifact_path(model, synthetic=spec, target="cpu", ctx=ctx)
 
-        return only_model(once(f"{source}-{ctx}", make))
+        return only_model(once(f"{resolve().target}-{source}-{ctx}", make))
 
     return compile_once
 
@@ -161,7 +181,7 @@ def compiled_for(once):
     """compiled_for(target, arch, source, ctx, kv_type) -> artifact folder. source: a GGUF path, a synthetic spec, or
     the arguments of `architectures.tiny`.
 
-    Each is compiled once a run. Not to be changed by tests.
+    Each is compiled once a run at each of LLVM's levels. Not to be changed by tests.
     """
 
     def compile_once(target: str, arch: str, source: Path | str | tuple, ctx: int, kv_type: str = "f16") -> Path:
@@ -173,7 +193,8 @@ def compiled_for(once):
             with opened as model:
                 compile_model(model, target, arch, ctx, out, kv_type=kv_type)
 
-        return once(f"{target}-{arch}-{source}-{ctx}-{kv_type}", make)
+        level = resolve().target if target == "cpu" else ""
+        return once(f"{level}-{target}-{arch}-{source}-{ctx}-{kv_type}", make)
 
     return compile_once
 
