@@ -128,6 +128,6 @@ def serving(library: Library, **settings: Any) -> Iterator[Served]:
         yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", service)
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(120)
         listener.close()
     assert not thread.is_alive(), stacks()
