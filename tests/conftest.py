@@ -14,6 +14,7 @@ from urllib.parse import quote
 import architectures
 import pytest
 from kept_objects import KeptObjects
+from llvm_levels import unoptimized
 
 from mlc_amd.compiler.codegen import cpu
 from mlc_amd.compiler.codegen.rocm import find_linker
@@ -21,6 +22,7 @@ from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.cpu.arch import resolve
 from mlc_amd.tools import cli, models
 from mlc_amd.tools.dev import gfxemu
 
@@ -44,32 +46,49 @@ os.environ.setdefault("GALLIVM_PERF", "nopt")
 cpu.OBJECTS = KeptObjects(SHADERS.parent / "objects")
 # The files that take longest run first, which leaves short ones for workers that finish early.
 LONG = (
-    "test_emulator_gfx1100.py", "test_vulkan_device.py", "test_selftest.py", "test_models.py", "test_vulkan_kernels.py",
-    "test_architectures.py", "test_tune_cli.py", "test_tuning_rpc.py", "test_deploy.py", "test_cpu_attention.py",
-    "test_cpu_linear.py", "test_rocm_models.py", "test_emulator_gfx942.py", "test_emulator_gfx1201.py",
-    "test_tuning_static.py", "test_tuning_kit.py", "test_vulkan_models.py", "test_cpu_plans.py", "test_bench_gpu.py",
-    "test_tuning_rooflines.py", "test_model_cache.py", "test_tuning_search.py", "test_artifact.py", "test_gpu_gemm.py",
-    "test_quality.py", "test_reference.py", "test_gpu_attention.py", "test_cpu_sample.py", "test_gpu_gemv.py",
-    "test_radv.py", "test_cpu_experts.py", "test_vulkan_coop.py", "test_memory.py", "test_tuning_build.py",
-    "test_tuning_compile.py", "test_wheel.py", "test_cli.py", "test_generic.py", "test_windows.py",
-    "test_gpu_experts.py", "test_engine_many.py", "test_device_sampling.py", "test_vulkan_attention_decode.py",
-    "test_gemm_few.py", "test_gpu_sample.py", "test_gpu_gemv_matrix.py", "test_inspect_kernels.py", "test_repl.py",
-    "test_chat.py", "test_bench.py",
+    "test_emulator_gfx1100.py", "test_architectures.py", "test_vulkan_device.py", "test_selftest.py",
+    "test_tuning_rpc.py", "test_emulator_gfx1201.py", "test_tune_cli.py", "test_deploy.py", "test_device_sampling.py",
+    "test_states.py", "test_recurrent_kernels.py", "test_vulkan_models.py", "test_models.py", "test_memory.py",
+    "test_emulator_gfx942.py", "test_cli.py", "test_cpu_attention.py", "test_wheel.py", "test_tuning_build.py",
+    "test_gpu_gemm.py", "test_cpu_sample.py", "test_reference.py", "test_tuning_rooflines.py", "test_engine_many.py",
+    "test_vulkan_attention_decode.py", "test_cpu_plans.py", "test_gpu_gemv.py", "test_tuning_session.py",
+    "test_tuning_kit.py", "test_tuning_compile.py", "test_gpu_experts.py", "test_model_cache.py",
+    "test_vulkan_kernels.py", "test_predictor.py", "test_cpu_norm.py", "test_latent.py", "test_tuning_static.py",
+    "test_artifact.py", "test_radv.py", "test_cpu_linear.py", "test_fuzz_inputs.py", "test_cpu_experts.py",
+    "test_windows.py", "test_gpu_sample.py", "test_kv_types.py", "test_inspect_kernels.py", "test_api.py",
+    "test_bench_gpu.py", "test_vulkan_latent.py", "test_serve_limits.py", "test_rocm_models.py",
+    "test_tuning_search.py", "test_quality.py", "test_gpu_attention.py", "test_vulkan_coop.py", "test_generic.py",
+    "test_gemm_few.py", "test_gpu_gemv_matrix.py", "test_repl.py", "test_chat.py", "test_bench.py",
 )  # fmt: skip
 
 
 # Those that compile models or many kernels, besides: `make test-fast` leaves all of them out.
 SLOW = {
-    *LONG, "test_api.py", "test_artifact.py", "test_constrained_answers.py", "test_cpu_norm.py", "test_deploy.py",
-    "test_engine.py", "test_engine_calls.py", "test_fuzz_inputs.py", "test_gpu_norm.py", "test_gpu_route.py",
-    "test_inspect_kernels.py", "test_latent.py", "test_manifest.py", "test_measure.py", "test_memory.py",
-    "test_model_cache.py", "test_monitor.py", "test_power.py", "test_radv.py", "test_random_weights.py",
-    "test_serve_anthropic.py", "test_serve_clients.py", "test_serve_conformance.py", "test_serve_events.py",
-    "test_serve_formats.py", "test_serve_limits.py", "test_serve_llama.py", "test_serve_ollama.py",
+    *LONG, "test_constrained_answers.py", "test_engine.py", "test_engine_calls.py", "test_gpu_norm.py",
+    "test_gpu_route.py", "test_manifest.py", "test_measure.py", "test_monitor.py", "test_power.py",
+    "test_random_weights.py", "test_serve_anthropic.py", "test_serve_clients.py", "test_serve_conformance.py",
+    "test_serve_events.py", "test_serve_formats.py", "test_serve_llama.py", "test_serve_ollama.py",
     "test_serve_openai.py", "test_serve_page.py", "test_serve_page_answers.py", "test_serve_ray.py",
-    "test_serve_responses.py", "test_states.py", "test_tuning_rooflines.py", "test_tuning_static.py",
-    "test_vulkan_attention_coop.py", "test_vulkan_latent.py", "test_windows.py",
+    "test_serve_responses.py", "test_vulkan_attention_coop.py",
 }  # fmt: skip
+
+
+# Files whose tests are of the numbers or the speed of the CPU's kernels have them as users get them, as have all
+# processes that tests start.
+OPTIMIZED = {
+    "test_cpu_attention.py", "test_cpu_experts.py", "test_cpu_linear.py", "test_cpu_norm.py", "test_cpu_plans.py",
+    "test_cpu_sample.py", "test_models.py", "test_quality.py", "test_tuning_rooflines.py",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def llvm_level(request) -> Iterator[int]:
+    """LLVM's level of optimization in this module's tests."""
+    if request.path.name in OPTIMIZED:
+        yield 3
+    else:
+        with unoptimized():
+            yield 0
 
 
 def pytest_runtest_setup(item):
@@ -141,7 +160,7 @@ def compiled(once):
     """compiled(GGUF path or synthetic spec, ctx) -> artifact folder, for this CPU, in a user's cache that holds nothing
     else.
 
-    Each is compiled once a run. Not to be changed by tests.
+    Each is compiled once a run at each of LLVM's levels. Not to be changed by tests.
     """
 
     def compile_once(source: Path | str, ctx: int) -> Path:
@@ -151,7 +170,7 @@ def compiled(once):
                 model, spec = (str(source), None) if isinstance(source, Path) else (None, source)
                 models.artifact_path(model, synthetic=spec, target="cpu", ctx=ctx)
 
-        return only_model(once(f"{source}-{ctx}", make))
+        return only_model(once(f"{resolve().target}-{source}-{ctx}", make))
 
     return compile_once
 
@@ -161,7 +180,7 @@ def compiled_for(once):
     """compiled_for(target, arch, source, ctx, kv_type) -> artifact folder. source: a GGUF path, a synthetic spec, or
     the arguments of `architectures.tiny`.
 
-    Each is compiled once a run. Not to be changed by tests.
+    Each is compiled once a run at each of LLVM's levels. Not to be changed by tests.
     """
 
     def compile_once(target: str, arch: str, source: Path | str | tuple, ctx: int, kv_type: str = "f16") -> Path:
@@ -173,7 +192,8 @@ def compiled_for(once):
             with opened as model:
                 compile_model(model, target, arch, ctx, out, kv_type=kv_type)
 
-        return once(f"{target}-{arch}-{source}-{ctx}-{kv_type}", make)
+        level = resolve().target if target == "cpu" else ""
+        return once(f"{level}-{target}-{arch}-{source}-{ctx}-{kv_type}", make)
 
     return compile_once
 

@@ -170,6 +170,7 @@ class OnArch(Emulated):
 class SameOnAll(Emulated):
     """Of what is the same code on each: every run has one of them."""
 
+    @pytest.mark.full  # several rows: test_eight_rows_take_little_more_than_one; segments: test_gemv_of_segments
     def test_several_rows_of_segments(self):
         segments = [("q4_k", 64), ("q5_0", 21), ("mxfp4", 16)]
         test_gpu_gemv_matrix.run_linear(self.arch, segments, 512, 8, (True, True, False), wave_order=1)
@@ -179,6 +180,7 @@ class SameOnAll(Emulated):
         segments = [("q4_k", 64), ("q5_0", 21), ("q6_k", 16), ("mxfp4", 16), ("iq1_m", 16)]
         test_gpu_gemv.run_linear(self.arch, segments, 512, (True, True, False, True, False), False, wave_order=1)
 
+    @pytest.mark.full  # a greedy one is part of test_model; Mesa's CPU driver has the others (test_gpu_sample.py)
     def test_sampling(self):
         test_gpu_sample.check_emulated(self.arch)
 

@@ -11,8 +11,8 @@ from mlc_amd.schedules.cpu.arch import Arch
 
 @contextmanager
 def unoptimized() -> Iterator[None]:
-    """LLVM does not optimize what is compiled here, which takes half of the time: for tests of graphs and the runtime.
-    Others have kernels as users get them."""
+    """LLVM does not optimize what this process compiles here for CPUs, which takes half of the time or less: for tests
+    of graphs and the runtime."""
 
     def target(arch: Arch) -> tvm.target.Target:
         return tvm.target.Target({"kind": "llvm", "mcpu": arch.mcpu, "opt-level": 0})

@@ -124,10 +124,10 @@ def serving(library: Library, **settings: Any) -> Iterator[Served]:
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
-        assert ready.wait(30)
+        assert ready.wait(120)
         yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", service)
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(120)
         listener.close()
     assert not thread.is_alive(), stacks()

@@ -11,14 +11,12 @@ from pathlib import Path
 import architectures
 import numpy as np
 import pytest
-import tvm
 
 from mlc_amd.compiler.gguf import GGUFModel
 from mlc_amd.compiler.models import ARCHITECTURES
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.cpu.arch import Arch
 from mlc_amd.tools.dev.quality import kl_divergence
 
 EXACT = {
@@ -31,16 +29,8 @@ MAX_KL = 2e-5  # nats
 MAX_CHANGE = 2e-3  # of the logits' range, however the tokens come
 
 
-@pytest.fixture
-def unoptimized(monkeypatch):
-    """LLVM takes half of the time: other tests have its optimizations, here are the graphs and kernels that it gets."""
-    monkeypatch.setattr(
-        Arch, "target", property(lambda arch: tvm.target.Target({"kind": "llvm", "mcpu": arch.mcpu, "opt-level": 0}))
-    )
-
-
 @pytest.mark.parametrize("name", architectures.MODELS)
-def test_logits(tmp_path, unoptimized, name):
+def test_logits(tmp_path, name):
     """All at once, and in chunks and steps behind a cache that was truncated, across the edge of a window."""
     compile_model(architectures.tiny(name), "cpu", "native", 128, tmp_path / "model", tuned="none")
     engine = Engine.load(tmp_path / "model")

@@ -10,7 +10,7 @@ from samples import sample
 
 # Program and number of cases: some seconds each
 SHARES = [
-    ("fuzz_gguf", 200), ("fuzz_templates", 12), ("fuzz_texts", 6), ("fuzz_artifacts --model latent", 60),
+    ("fuzz_gguf", 200), ("fuzz_templates", 12), ("fuzz_texts", 6), ("fuzz_artifacts --model latent", 25),
     ("fuzz_tuning", 40), ("fuzz_gguf", 3000), ("fuzz_compile", 40), ("fuzz_artifacts", 1000), ("fuzz_tuning", 500),
 ]  # fmt: skip
 

@@ -93,18 +93,22 @@ def test_a_template_that_takes_too_long_is_ended_and_others_go_on():
     )
     other = ChatTemplate("{{ messages[0].content }}", TOKENS)
     template = ChatTemplate(source, TOKENS)
-    ended = threading.Event()
 
     def fail(content: str) -> None:
         with pytest.raises(UserError, match=r"failed \(it takes more than 2 s or 256 MiB\)"):
             render(template, content)
-        ended.set()
+
+    def goes_on() -> bool:
+        """Whether the other one does not wait for the loop."""
+        loop = threading.Thread(target=fail, args=("loop",))
+        loop.start()
+        assert render(other, "b") == "b"
+        before = loop.is_alive()
+        loop.join()
+        return before
 
     assert render(other, "a") == "a"  # starts its process, which may take longer than the loop
-    threading.Thread(target=fail, args=("loop",)).start()
-    assert render(other, "b") == "b"
-    assert not ended.is_set()  # it did not wait for the loop
-    assert ended.wait(60)
+    assert any(goes_on() for _ in range(20))  # a busy machine may not run this process for as long as the loop runs
     fail("step")
     assert render(template, "hello") == "ok"
 

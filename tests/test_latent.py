@@ -5,7 +5,6 @@ import architectures
 import numpy as np
 import pytest
 import vulkan_harness
-from llvm_levels import unoptimized
 from test_architectures import EXACT, MAX_CHANGE
 
 from mlc_amd.compiler.gguf import synthetic
@@ -32,8 +31,7 @@ def engine(tmp_path_factory):
     model = synthetic(
         "tiny-qwen2:q8_0", keys={"general.architecture": "deepseek2"} | dense | {"leading_dense_block_count": 2}
     )
-    with unoptimized():
-        compile_model(model, "cpu", "native", CONTEXT, out, tuned="none")
+    compile_model(model, "cpu", "native", CONTEXT, out, tuned="none")
     with Engine.load(out) as loaded:
         yield loaded
 

@@ -100,7 +100,7 @@ def test_children_end_with_their_parent(tmp_path):
         [sys.executable, "-c", parent], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=300
     )
     process = int(ran.stdout)
-    for _ in range(100):
+    for _ in range(1200):
         try:
             status = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
         except FileNotFoundError:
@@ -160,13 +160,16 @@ def kernels(tmp_path):
 
 def test_measures_on_the_cpu_and_survives_what_kernels_do(kernels):
     seen = []
-    with Measurer("1", timeout=6.0) as session:
-        names = ["right", "crash", "slow", "hang"]
-        right, crash, slow, hang = session.measure(
+    with Measurer("1", timeout=3.0) as session:  # and no limit that others could meet on a slow machine
+        (hang,) = session.measure([kernels["hang"]])
+        assert "took more than" in hang["error"]
+    with Measurer("1", timeout=300.0) as session:
+        names = ["right", "crash", "slow"]
+        right, crash, slow = session.measure(
             [kernels[name] for name in names], lambda folder, result: seen.append(folder)
         )
         assert session.facts["device"].endswith("1 threads")
-        assert crash["error"].startswith("ended by SIGABRT") and "took more than" in hang["error"]
+        assert crash["error"].startswith("ended by SIGABRT")
         assert right["error"] is None and slow["error"] is None and right["seconds"] * 1.5 < slow["seconds"]
         assert right["gbps"] == pytest.approx(3072 / right["seconds"] / 1e9)
         assert {str(kernels[name]) for name in names} == set(seen)
@@ -205,8 +208,9 @@ def test_the_cpu_knows_when_others_have_it():
 
     core = sorted(os.sched_getaffinity(0))[0]
     spin = f"import os\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\nwhile True: pass"
-    share = []
-    for crowd in (0, 3):
+
+    def share(crowd: int) -> float:
+        """Of the time in which this thread waits while that many others want its core."""
         others = [subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE) for _ in range(crowd)]
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(threading.get_native_id(), {core})
@@ -216,13 +220,15 @@ def test_the_cpu_knows_when_others_have_it():
             waited, start = _waited(), time.perf_counter()
             while time.perf_counter() - start < 0.5:
                 pass
-            share.append((_waited() - waited) / (time.perf_counter() - start))
+            return (_waited() - waited) / (time.perf_counter() - start)
         finally:
             os.sched_setaffinity(threading.get_native_id(), before)
             for other in others:
                 other.kill()
                 other.communicate()
-    assert share[1] > 0.5 and share[1] > share[0]
+
+    # other tests' processes come and go: sooner or later there are no more of them beside the crowd than before it
+    assert any(0.5 < share(3) > share(0) for _ in range(20))
 
 
 def test_what_crashes_while_all_load_is_found(kernels):

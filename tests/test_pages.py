@@ -147,7 +147,7 @@ class Histories(RuleBasedStateMachine):
 
 
 Histories.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=60, deadline=None, derandomize=True, database=None
+    max_examples=80, stateful_step_count=60, deadline=None, derandomize=True, database=None
 )
 TestHistories = Histories.TestCase
 

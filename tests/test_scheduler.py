@@ -155,7 +155,7 @@ def test_every_answer_is_the_one_of_the_request_alone(groups, seed):
     draw = random.Random(seed)
     driver = Driver(groups, guess=draw if seed == 2 else None)
     starts = [[draw.randrange(40) for _ in range(length)] for length in (10, 64, 130, 200)]
-    for _ in range(120):
+    for _ in range(50):
         prompt = draw.choice([[], *starts]) + [draw.randrange(40) for _ in range(draw.choice([1, 5, 64, 100]))]
         if draw.random() < 0.3 and driver.requests:  # the next turn of a conversation
             last = draw.choice(driver.requests)

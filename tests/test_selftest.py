@@ -236,7 +236,7 @@ def test_other_weights_are_found(artifact, damaged):
 
 def test_experts_of_random_weights_need_not_agree(compiled_for, monkeypatch):
     """Rounding changes their choice; other models' functions agree, or it is a problem."""
-    with Engine.load(compiled_for("cpu", "native", ("qwen3moe", "q4_k"), 64)) as engine:
+    with Engine.load(compiled_for("cpu", "native", ("qwen3moe", "q8_0"), 64)) as engine:
         assert selftest_model.agreement(engine)["deviation"] <= 1
         score = engine.score
         monkeypatch.setattr(engine, "score", lambda ids: score(ids)[::-1])
@@ -313,9 +313,9 @@ def test_a_device_that_hangs_ends_the_process():
         "from mlc_amd.tools import selftest_limits, terminal\n"
         "watch = selftest_limits.Watch('a GPU', terminal.Status(), 0.2)\n"
         "with watch.over('kernel one'): pass\n"
-        "with watch.over('kernel two'): time.sleep(60)\n"
+        "with watch.over('kernel two'): time.sleep(600)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: a GPU does not answer: kernel two ")

@@ -67,32 +67,38 @@ def test_browsers(library):
 
 
 def test_sizes_and_times(library, monkeypatch):
-    monkeypatch.setattr(lifecycle, "IDLE_CONNECTION", 0.3)
-    with serving(library(), body=1000, read=0.3, limit=0.2) as served:
-        assert served.request(TEXT, {"prompt": "x" * 1000})[0] == 413
+    """Each limit at a server that has no other short one, which a slow machine might meet first."""
+
+    def answer_to(sent: bytes) -> bytes:
         where = urlsplit(served.url)
         assert where.hostname and where.port
-        for sent in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "):
-            with socket.create_connection((where.hostname, where.port), 10) as connection:
-                connection.sendall(sent)
-                assert connection.recv(100) == b""  # closed by the server
-        with socket.create_connection((where.hostname, where.port), 10) as connection:
-            connection.sendall(b"POST %s HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99\r\n\r\n{" % TEXT.encode())
-            assert connection.recv(100).startswith(b"HTTP/1.1 408")
+        with socket.create_connection((where.hostname, where.port), 120) as connection:
+            connection.sendall(sent)
+            return connection.recv(100)  # b"": closed by the server
+
+    with serving(library(), body=1000, limit=0.2) as served:
+        assert served.request(TEXT, {"prompt": "x" * 1000})[0] == 413
         assert served.request(TEXT, LONG)[0] == 504
         assert "timeout_error" in served.post(TEXT, LONG | {"stream": True})
+    with serving(library(), read=0.3) as served:
+        post = b"POST %s HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99\r\n\r\n{" % TEXT.encode()
+        assert answer_to(post).startswith(b"HTTP/1.1 408")
+    monkeypatch.setattr(lifecycle, "IDLE_CONNECTION", 0.3)
+    with serving(library()) as served:
+        assert answer_to(b"") == answer_to(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: ") == b""
 
 
 def test_answers_are_not_held_back(library):
     """By Nagle's algorithm, which waits 40 ms for a client's acknowledgement."""
     with serving(library()) as served, closing(http.client.HTTPConnection(urlsplit(served.url).netloc)) as connection:
         times = []
-        for _ in range(20):
+        for _ in range(40):
             begun = time.perf_counter()
             connection.request("GET", "/v1/models")
             assert connection.getresponse().read()
             times.append(time.perf_counter() - begun)
-        assert sorted(times)[10] < 0.03
+        # each of the later ones would wait, for the first ones TCP acknowledges at once; a slow machine delays some
+        assert min(times[20:]) < 0.03
 
 
 def test_too_many_requests(library):
@@ -195,7 +201,7 @@ def test_the_second_signal_ends_it_at_once(process):
         served.process.send_signal(signal.SIGINT)
         assert waiting(lambda: "stopping after" in served.log.read_text())
         served.process.send_signal(signal.SIGINT)
-        assert served.process.wait(10) == 128 + signal.SIGINT
+        assert served.process.wait(60) == 128 + signal.SIGINT
 
 
 def test_arguments(tmp_path, monkeypatch):

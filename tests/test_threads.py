@@ -57,7 +57,7 @@ def test_every_task_is_done_once(pool, threads):
 
 def test_threads_work_side_by_side(pool):
     pool.mlc_amd_start_threads(3)
-    together = threading.Barrier(3, timeout=30)
+    together = threading.Barrier(3, timeout=120)
     for _ in range(5):
         result, calls = launch(pool, lambda task, tasks: (together.wait() if task < 3 else 0) and 0)
         assert result == 0
@@ -66,7 +66,7 @@ def test_threads_work_side_by_side(pool):
 
 def test_sleeping_threads_wake_up(pool):
     pool.mlc_amd_start_threads(2)
-    together = threading.Barrier(2, timeout=30)
+    together = threading.Barrier(2, timeout=120)
     for _ in range(3):
         time.sleep(0.05)
         assert launch(pool, lambda task, tasks: (together.wait() if task < 2 else 0) and 0)[0] == 0
@@ -85,7 +85,7 @@ def test_long_jobs_are_shared_out_as_threads_are_free(pool):
         return 0
 
     kept.append(JOB(job))
-    for longest[0] in (0.2, 30):
+    for longest[0] in (0.2, 120):
         calls.clear()
         assert pool.mlc_amd_launch(kept[0], None, 0) == 0
     assert sorted(task for task, _, _ in calls) == list(range(16))
@@ -184,7 +184,7 @@ def test_threads_that_end_free_their_scratch_memory(pool):
 
     def use(threads):
         assert pool.mlc_amd_start_threads(threads) == threads
-        together = threading.Barrier(threads, timeout=30)
+        together = threading.Barrier(threads, timeout=120)
         assert launch(pool, lambda task, tasks: task < threads and together.wait() and body(task, tasks))[0] == 0
 
     use(2)

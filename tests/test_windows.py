@@ -4,7 +4,6 @@ logits of the numpy reference, also where pages were released."""
 import numpy as np
 import pytest
 import reference
-from llvm_levels import unoptimized
 
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.pipeline import compile_model
@@ -24,8 +23,7 @@ KEYS: dict[str, object] = {
 def case(tmp_path_factory):
     """(engine, ids that nearly fill the context, exact logits behind each id)"""
     model, out = synthetic("tiny:f16", keys=KEYS), tmp_path_factory.mktemp("ring") / "model"
-    with unoptimized():
-        compile_model(model, "cpu", "native", CONTEXT, out, tuned="none")
+    compile_model(model, "cpu", "native", CONTEXT, out, tuned="none")
     ids = np.random.default_rng(5).integers(0, 1024, CONTEXT - 40)
     return Engine.load(out), ids, reference.forward(model, ids)
 
