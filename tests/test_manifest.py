@@ -164,7 +164,7 @@ def test_what_the_description_lacks_is_found(folder):
 
 
 def test_what_only_people_read_is_shown_or_refused(folder, capsys):
-    """The checks of a manifest leave it alone: kernels do not depend on it."""
+    """The checks of a manifest do not change it: kernels do not depend on it."""
     content = resealing.content(folder)
     content["model"]["layers"] = [{"mixer": [1]}, {"mixer": {"heads": []}}, {}]
     resealing.reseal(folder, content)
