@@ -115,7 +115,7 @@ class DeviceKind:
     matrix      "coop" for KHR_cooperative_matrix, else ""
     fragment    (m, n, k) of its float16 matrices with float32 sums
     few         (m, n, k) of further such matrices, of which kernels for few tokens know which lane holds what
-                (schedules/gpu/gemm_few.py); (): there are no such kernels
+                (schedules/gpu/gemm_few.py, attention_rows_matrix.py); (): there are no such kernels
     lds         bytes of shared memory that one workgroup may have
     threads     most invocations of a workgroup that kernels use
     push        bytes of push constants; arguments beyond them are read from memory

@@ -23,11 +23,13 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.attention import SLOTS, Attention, Rope
 from mlc_amd.schedules.gpu.attention_join import Join, scratch_args
-from mlc_amd.schedules.gpu.attention_own import add_row, earlier_rows, rounded, start_with_own
+from mlc_amd.schedules.gpu.attention_own import add_row, add_rows, earlier_rows, rounded, start_with_own
+from mlc_amd.schedules.gpu.attention_rows_matrix import MatrixRows
 from mlc_amd.schedules.gpu.attention_rows_vulkan import query_dtype, rows_of
 from mlc_amd.schedules.gpu.attention_splits import Plan, dealt, splits_of
 from mlc_amd.schedules.gpu.attention_step import SCRATCH, Step, attention_step
 from mlc_amd.schedules.gpu.cache import (
+    UNIT,
     Cache,
     Pages,
     clamped_position,
@@ -39,6 +41,7 @@ from mlc_amd.schedules.gpu.cache import (
     visible,
 )
 from mlc_amd.schedules.gpu.device import WAVE_SHARED, each, launch, uniform
+from mlc_amd.schedules.gpu.registers import at
 from mlc_amd.schedules.gpu.rope_kv_write import rope_args, rotated, value_scale
 from mlc_amd.schedules.gpu.softmax import output_args, sinks_arg
 from mlc_amd.schedules.gpu.step import kernel, opaque_zero, state_arg
@@ -80,8 +83,8 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1, r
     """The launch for rows 0 .. m-1 of a step, of which state[live] are computed. step.Q: with `rope` the `Sources`.
     Errors: of `attention_decode`."""
     state, places, scratch, sinks, out = step.state, step.rows, step.scratch, step.sinks, step.out
-    heads, kv_heads, d, ctx = attention.heads, attention.kv_heads, attention.d, attention.ctx
-    splits = splits_of(heads, kv_heads, d, ctx, arch, plan, attention.span, m, attention.values)
+    kv_heads, d, ctx = attention.kv_heads, attention.d, attention.ctx
+    splits = splits_of(attention, arch, plan, m)
     cache = step.cache.by_shifts()
     group, parts, size = splits.group, splits.parts, splits.step
     own_apart = rope is not None and rope.writes  # its own key and value do not come from the cache
@@ -103,8 +106,12 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1, r
             active = splits.active(steps - first_step)
             works = split < active
         with T.serial(T.cast(works, "int32")):
-            queries = T.alloc_buffer((group, d), query_dtype(arch), scope="shared")
-            rows = rows_of(arch, attention, group, lane, wave, splits.waves, size, shared=m > 1)
+            dtype = "float16" if splits.matrix else query_dtype(arch)
+            queries = T.alloc_buffer((group, d), dtype, scope="shared")
+            if splits.matrix:
+                rows = MatrixRows(arch, attention, group, lane, wave, splits.waves, size, ahead=m == 1)
+            else:
+                rows = rows_of(arch, attention, group, lane, wave, splits.waves, size, shared=m > 1)
             rows.start()
             stream, streams, mine = splits.share(steps - first_step, split, wave, active, m > 1)
             # on Vulkan, keys are loaded before the queries arrive, and those of a block with the values before it
@@ -118,27 +125,29 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1, r
             if prefetches:
                 rows.load_keys(cache.block(kv, first_key(0), pages.take()[0], size))
             if rope:
-                own_key = T.alloc_buffer((d,), query_dtype(arch), scope="shared") if own_apart else None
+                own_key = T.alloc_buffer((d,), dtype, scope="shared") if own_apart and not splits.matrix else None
                 place = part, kv, token
                 _rotate(arch, attention, splits, step.Q, rope, (queries, own_key), place, position, wave, lane)
-                if own_apart:
-                    first = T.Bind((wave == 0) & (split == 0))
-                    with T.If(first), T.Then():
-                        scale = value_scale(arch, step.Q.V, token, kv, lane, d, rope)
-                        start_with_own(rows, queries, own_key, step.Q.V, scale, kv, token)
-                    if m > 1:
-                        others = earlier if seen.first is None else T.min(earlier, position - seen.first)
-                        others = T.Bind(T.Select(split == 0, others, T.int32(0)))
-                        takers = splits.waves if m <= SHARED_ROWS else 1
-                        keys = T.alloc_buffer((takers * d,), query_dtype(arch), scope=WAVE_SHARED)
-                        count = T.truncdiv(T.max(others - wave, T.int32(0)) + (takers - 1), takers)
-                        with T.serial(T.Bind(count if takers > 1 else T.Select(wave == 0, others, T.int32(0)))) as i:
-                            back = T.Bind(1 + wave + i * takers)
-                            place = T.Bind(token - back), T.Bind(T.max(position - back, T.int32(0)))
-                            buffer = keys, T.Bind(wave * d) if takers > 1 else 0
-                            add_row(rows, queries, buffer, step.Q, rope, kv, place)
             else:
                 _load_queries(splits, d, step.Q, queries, token, part, wave * arch.wave + lane)
+            if splits.matrix:
+                rows.load_queries(lambda row, c: queries[row, at(c * UNIT, UNIT)])
+            if own_apart:
+                others = 0  # rows before it in the step that it sees
+                if m > 1:
+                    others = earlier if seen.first is None else T.min(earlier, position - seen.first)
+                place = kv, token, position
+                if splits.matrix:
+                    keys = T.alloc_buffer((splits.waves * d,), dtype, scope=WAVE_SHARED)
+                    count = T.Bind(T.Select(split == 0, others + 1, T.int32(0)))
+                    writes = (part % parts == 0) & is_at(places, token, position)
+                    add_rows(rows, keys, step.Q, rope, place, count, (wave, splits.waves), (cache, slot, writes))
+                else:
+                    first = T.Bind((wave == 0) & (split == 0))
+                    _add_own(arch, rows, queries, own_key, step.Q, rope, place, first)
+                    if m > 1:
+                        others = T.Bind(T.Select(split == 0, others, T.int32(0)))
+                        _add_earlier(arch, rows, queries, step.Q, rope, place, others, m, wave, splits.waves)
             with T.serial(mine) as i:
                 place = T.Bind(stream + i * streams + first_step)
                 page, *ahead = pages.take(first_key(i + (1 + prefetches)))
@@ -147,7 +156,7 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1, r
                     following = {"following": cache.block(kv, first_key(i + 1), ahead[0], size)}
                 block = cache.block(kv, T.Bind(place * size), page, size)
                 rows.step(block, queries, lambda r, key: seen.sees(key), opaque_zero(state, i), **following)
-            if own_apart:
+            if own_apart and not splits.matrix:
                 sources = step.Q
                 writes = first if parts == 1 else first & (part % parts == 0)
                 with T.If(writes & is_at(places, token, position)), T.Then():
@@ -173,7 +182,7 @@ def _rotate(arch, attention, splits, sources, rope, buffers, place, position, wa
     """Rotates the group's queries and the key, if there is one, into LDS; the waves take heads round robin."""
     (Q, K, _, QN, KN, CS), (queries, own_key), (part, kv, token) = sources, buffers, place
     group, d, scale = splits.group, splits.d, T.float32(attention.query_scale)
-    for i in each(arch, -(-group // splits.waves)):
+    for i in _each_head(arch, splits):
         row = T.Bind(i * splits.waves + wave)
         with T.If(row < group), T.Then():
             for valid, values in rotated(arch, Q, token, (part * group + row) * d, CS, position, QN, lane, d, rope):
@@ -183,6 +192,37 @@ def _rotate(arch, attention, splits, sources, rope, buffers, place, position, wa
     with T.If(wave == splits.waves - 1), T.Then():
         for valid, values in rotated(arch, K, token, kv * d, CS, position, KN, lane, d, rope):
             store_valid(valid, own_key, [((e,), rounded(y, own_key)) for e, y in values])
+
+
+def _each_head(arch, splits):
+    """Numbers of the heads that a wave rotates; on matrices, where code is small otherwise, in a loop in any case."""
+    count = -(-splits.group // splits.waves)
+    if not splits.matrix:
+        yield from each(arch, count)
+        return
+    with T.serial(count) as i:
+        yield i
+
+
+def _add_own(arch, rows, queries, own_key, sources, rope, place, first):
+    """The first wave's state begins with the row's own key."""
+    kv, token, _ = place
+    with T.If(first), T.Then():
+        scale = value_scale(arch, sources.V, token, kv, rows.lane, rows.d, rope)
+        start_with_own(rows, queries, own_key, sources.V, scale, kv, token)
+
+
+def _add_earlier(arch, rows, queries, sources, rope, place, others, m, wave, waves):
+    """Adds the keys of the `others` rows before it, which are of its sequence."""
+    (kv, token, position), d = place, rows.d
+    takers = waves if m <= SHARED_ROWS else 1
+    keys = T.alloc_buffer((takers * d,), query_dtype(arch), scope=WAVE_SHARED)
+    count = T.truncdiv(T.max(others - wave, T.int32(0)) + (takers - 1), takers)
+    with T.serial(T.Bind(count if takers > 1 else T.Select(wave == 0, others, T.int32(0)))) as i:
+        back = T.Bind(1 + wave + i * takers)
+        there = T.Bind(token - back), T.Bind(T.max(position - back, T.int32(0)))
+        buffer = keys, T.Bind(wave * d) if takers > 1 else 0
+        add_row(rows, queries, buffer, sources, rope, kv, there)
 
 
 def _real(x):

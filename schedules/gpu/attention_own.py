@@ -4,7 +4,7 @@ key and value, and those of rows before them in the same step that are of the sa
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.cache import row_slot, store_valid
+from mlc_amd.schedules.gpu.cache import UNIT, row_slot, store_valid
 from mlc_amd.schedules.gpu.device import dot2, exp2, fma, wave_meets, wave_min
 from mlc_amd.schedules.gpu.registers import at, lane_of, opaque, put
 from mlc_amd.schedules.gpu.rope_kv_write import rotated, value_scale
@@ -81,6 +81,45 @@ def add_row(rows, queries, buffer, sources, rope, kv, place):
         for r, weight in enumerate(weights):
             put(rows.out, fma(value, weight, rows.out[r * rows.columns + x]), r * rows.columns + x)
     wave_meets(arch)
+
+
+def add_rows(rows, keys, sources, rope, place, count, takers, target):
+    """Adds the keys and values of row `token` and of count - 1 rows before it to the state of `MatrixRows`, if `count`
+    is not 0, and writes those of the row itself to the cache. The waves of the workgroup share them out; in a step of
+    one row, whose token is the int 0, count is 1 at most.
+
+    keys: shared memory, float16 [waves * d]; place: (kv, token, its position); takers: (wave, waves); target: (cache,
+    slot, whether the row is written)
+    """
+    arch, d, lane, (_, K, V, _, KN, CS) = rows.arch, rows.d, rows.lane, sources
+    (kv, token, position), (wave, waves), (cache, slot, writes) = place, takers, target
+    begin = T.Bind(wave * d)
+    with T.serial(T.Bind(T.truncdiv(T.max(count - wave, T.int32(0)) + (waves - 1), T.int32(waves)))) as i:
+        back = T.Bind(wave + i * waves)
+        row, there = token, position
+        if not isinstance(token, int):
+            row, there = (T.Bind(T.max(x - back, T.int32(0))) for x in (token, position))
+        pairs = list(rotated(arch, K, row, kv * d, CS, there, KN, lane, d, rope))
+        for valid, values in pairs:
+            store_valid(valid, keys, [((begin + e,), rounded(y, keys)) for e, y in values])
+        scale = value_scale(arch, V, row, kv, lane, d, rope)
+        wave_meets(arch)
+
+        def element(e):
+            return T.cast(keys[begin + e], "float32")
+
+        def value(column):
+            x = V[row, kv * d + column]
+            return T.cast(x if scale is None else x * scale, "float16")
+
+        rows.add_key(lambda c: [T.Bind(element(c * UNIT + e)) for e in range(UNIT)], value)
+        with T.If((back == 0) & writes), T.Then():
+            if rows.attention.quantized:
+                cache.store_key_codes(arch, kv, slot, position, element, lane)
+            else:
+                cache.store_key(kv, slot, position, pairs)
+            cache.store_value(arch, kv, slot, position, V, row, lane, scale)
+        wave_meets(arch)
 
 
 def _product(arch, x, y):

@@ -28,6 +28,7 @@ from mlc_amd.schedules.gpu.device import (
     wave_max,
     wave_sum,
 )
+from mlc_amd.schedules.gpu.quantize import WIDTH
 from mlc_amd.schedules.gpu.registers import at, local, opaque, put
 from mlc_amd.schedules.gpu.softmax import LOWEST, P_SHIFT, join, soft_cap
 from mlc_amd.schedules.gpu.step import when
@@ -248,4 +249,4 @@ class WaveRows(Rows):
             for x, column, valid in self._own_columns():
                 with when(valid):
                     put(outs, self.out[r * self.columns + x], wave, r, column)
-        return join(tops, totals, waves, lambda w, r, column: outs[w, r, column])
+        return join(tops, totals, waves, lambda w, r, column: [outs[w, r, column + i] for i in range(WIDTH)])

@@ -25,6 +25,7 @@ from mlc_amd.schedules.gpu.device import (
     wave_max,
     wave_sum,
 )
+from mlc_amd.schedules.gpu.quantize import WIDTH
 from mlc_amd.schedules.gpu.registers import local, opaque, put
 from mlc_amd.schedules.gpu.softmax import LOWEST, P_SHIFT, join
 from mlc_amd.schedules.gpu.step import when
@@ -221,4 +222,8 @@ class VulkanRows(Rows):
                 with when(valid):
                     put(self.shared, self.out[r * self.columns + x], self.place + r * self.stride + column)
         barrier()
-        return join(tops, totals, waves, lambda w, r, column: self.shared[(w * self.count + r) * self.stride + column])
+
+        def out(w, r, column):
+            return [self.shared[(w * self.count + r) * self.stride + (column + i)] for i in range(WIDTH)]
+
+        return join(tops, totals, waves, out)

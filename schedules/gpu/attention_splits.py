@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.attention import Attention
+from mlc_amd.schedules.gpu import attention_rows_matrix
 from mlc_amd.schedules.gpu.attention_join import max_splits
 from mlc_amd.schedules.gpu.attention_rows import STEP
 from mlc_amd.schedules.gpu.attention_rows_vulkan import waves_of
@@ -35,6 +37,10 @@ class Plan:
     rows: int
 
 
+class MatrixPlan(Plan):
+    """Of rows on cooperative matrices (`attention_rows_matrix.py`)."""
+
+
 # By family and `_kind` of the layer: what takes least time on an H200 with 0 to 16384 tokens in the cache. Several
 # workgroups that read the same keys are faster than one with more rows, until reading counts.
 PLANS = {
@@ -42,6 +48,13 @@ PLANS = {
     ("nvidia", "narrow"): Plan(threads=128, fill=8, step=32, batch=32, rows=2),
     ("nvidia", "window"): Plan(threads=128, fill=4, step=32, batch=32, rows=1),
 }
+# The same of layers that `attention_rows_matrix.suits`, where MATRIX_GROUP query heads at least share a KV head.
+MATRIX_PLANS = {
+    ("nvidia", "wide"): MatrixPlan(threads=128, fill=2, step=32, batch=32, rows=8),
+    ("nvidia", "narrow"): MatrixPlan(threads=128, fill=4, step=32, batch=32, rows=8),
+}
+MATRIX_GROUP = 4
+MATRIX_THREADS = {16: 256}  # of steps of so many rows, where these take less time (17.4 us instead of 19.0)
 # Of latent attention, whose rows have the most columns: as many rows as registers hold. On an H200, GLM 4.7 Flash
 # decodes a tenth slower with 4 rows than with one, but with 16384 tokens in the cache one and a half times as fast.
 LATENT_PLAN = Plan(threads=128, fill=2, step=STEP, batch=8, rows=4)
@@ -53,21 +66,27 @@ FIELD = 7  # bits of a word for a row, or for a number of splits
 ALONE = {"nvidia": 4}
 
 
-def default_plan(arch, d, span, m=1, values=0) -> Plan:
-    """For m rows with heads of d columns, which see `span` keys at most (0: all). values: of latent attention."""
-    plan = LATENT_PLAN if values else PLANS.get((arch.family, _kind(d, span)), DEFAULT_PLAN)
+def default_plan(attention: Attention, arch, m=1) -> Plan:
+    """Of a layer, for m rows."""
+    kind, plan = (arch.family, _kind(attention)), DEFAULT_PLAN
+    if attention.values:
+        plan = LATENT_PLAN
+    elif kind in MATRIX_PLANS and attention.group >= MATRIX_GROUP and attention_rows_matrix.suits(arch, attention):
+        plan = replace(MATRIX_PLANS[kind], threads=MATRIX_THREADS.get(m, MATRIX_PLANS[kind].threads))
+    else:
+        plan = PLANS.get(kind, plan)
     return plan if m == 1 else replace(plan, batch=DEFAULT_PLAN.batch)  # a step of several rows gains by little code
 
 
-def _kind(d, span) -> str:
-    return "window" if span else "narrow" if d <= NARROW else "wide"
+def _kind(attention) -> str:
+    return "window" if attention.span else "narrow" if attention.d <= NARROW else "wide"
 
 
 class Splits(NamedTuple):
     """How a KV head's keys are distributed: up to `count` workgroups of `waves` waves, which take blocks of `step` keys
     round robin, for each `group` of the query heads; `parts` such groups share a KV head. d: columns of an output.
     batch: splits whose results are loaded at once. maximum: splits for which there is memory. alone: of `ALONE`. fill:
-    splits that all rows together should have."""
+    splits that all rows together should have. matrix: of a `MatrixPlan`."""
 
     count: int
     waves: int
@@ -80,6 +99,7 @@ class Splits(NamedTuple):
     maximum: int
     alone: int
     fill: int
+    matrix: bool = False
 
     def workgroups(self, m) -> int:
         """Of m rows, for each group of query heads: as many as there may be splits with something to do."""
@@ -115,24 +135,30 @@ class Splits(NamedTuple):
         return stream, distance, T.Select(one, rest(self.waves), rest(streams))
 
 
-def splits_of(heads, kv_heads, d, ctx, arch, plan=None, span=0, m=1, values=0) -> Splits:
-    """The splits of a shape for m tokens: no more than the visible keys have blocks for, than fill the GPU, than a wave
-    has lanes to join them. values: of latent attention. ValueError for a plan that the arch cannot run."""
-    plan = plan or default_plan(arch, d, span, m, values)
-    shared = heads if values else group_of(heads, kv_heads)
+def splits_of(attention: Attention, arch, plan: Plan | None = None, m=1) -> Splits:
+    """The splits of a layer for m rows: no more than the visible keys have blocks for, than fill the GPU, than a wave
+    has lanes to join them. ValueError for a plan that the arch cannot run."""
+    plan = plan or default_plan(attention, arch, m)
+    heads, kv_heads, d, span = attention.heads, attention.kv_heads, attention.d, attention.span
+    matrix, shared = isinstance(plan, MatrixPlan), heads if attention.values else group_of(heads, kv_heads)
     group = next(n for n in range(min(plan.rows, shared), shared + 1) if shared % n == 0)
     parts = shared // group
     if plan.step != STEP and (arch.api == "rocm" or plan.step % arch.wave or plan.step > STEP):
         raise ValueError(f"{arch.name} takes steps of up to {STEP} keys, not of {plan.step}")
     if plan.threads < arch.wave:
         raise ValueError(f"{plan.threads} threads are less than a wave of {arch.name}")
-    waves = waves_of(arch, group, d, plan.threads)
-    keys = min(ctx, span + plan.step) if span else ctx  # what a row sees may begin within a block
+    if matrix:
+        if not attention_rows_matrix.suits(arch, attention) or plan.step % attention_rows_matrix.CHUNK:
+            raise ValueError(f"{plan} does not suit {attention} on {arch.name}")
+        waves = attention_rows_matrix.waves_of(arch, group, d, plan.threads, plan.step)
+    else:
+        waves = waves_of(arch, group, d, plan.threads)
+    keys = min(attention.ctx, span + plan.step) if span else attention.ctx  # what is seen may begin within a block
     fill, maximum = -(-plan.fill * arch.units // (kv_heads * parts)), max_splits(m)
     count = min(-(-keys // (plan.step * waves)), fill, maximum, arch.wave)
-    batch = min(plan.batch, arch.wave)
-    alone = ALONE.get(arch.family, 1)
-    return Splits(count, waves, waves * arch.wave, group, values or d, plan.step, batch, parts, maximum, alone, fill)
+    batch, alone = min(plan.batch, arch.wave), ALONE.get(arch.family, 1)
+    threads, value_d = waves * arch.wave, attention.value_d
+    return Splits(count, waves, threads, group, value_d, plan.step, batch, parts, maximum, alone, fill, matrix)
 
 
 def dealt(arch, attention, splits, places, m, count, workgroup, lane):

@@ -79,7 +79,7 @@ class Joined(NamedTuple):
 
 def join(tops, totals, waves, out):
     """quad(r, column) -> Joined, for any thread behind a barrier; column % 4 == 0. tops, totals: [rows, waves] in LDS;
-    out(wave, r, column): a wave's sum of one column."""
+    out(wave, r, column): a wave's sums of WIDTH columns."""
 
     def quad(r, column):
         top = T.float32(LOWEST)
@@ -89,7 +89,7 @@ def join(tops, totals, waves, out):
         for w in range(waves):
             scale = exp2(tops[r, w] - top)
             total = total + totals[r, w] * scale
-            sums = [opaque(y + out(w, r, column + i) * scale) for i, y in enumerate(sums)]
+            sums = [opaque(y + x * scale) for y, x in zip(sums, out(w, r, column), strict=True)]
         return Joined(top, opaque(total), sums)
 
     return quad

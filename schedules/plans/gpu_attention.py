@@ -116,20 +116,17 @@ def _attention_dot(arch, m, heads, kv_heads, d, default=None) -> Space:
 
 
 def decode(workload, arch) -> Space:
-    if workload.op == "attention":
-        layer = described(Attention, workload.args)
-        if default := attention_latent_decode.plan_of(layer, workload.args["m"], arch):
-            return _decode_latent(arch, workload.args["m"], layer, default)
-    shape = [workload.args[name] for name in ("heads", "kv_heads", "d", "ctx")]
-    span, m = workload.args.get("window") or workload.args.get("chunk") or 0, workload.args.get("m", 1)
-    values = workload.args.get("values", 0)
+    layer, m = described(Attention, workload.args), workload.args.get("m", 1)
+    if workload.op == "attention" and (latent := attention_latent_decode.plan_of(layer, m, arch)):
+        return _decode_latent(arch, m, layer, latent)
+    default = attention_splits.default_plan(layer, arch, m)
 
     def kernel(plan) -> Kernel:
-        splits = attention_splits.splits_of(*shape, arch, plan, span, m, values)
-        groups = shape[1] * splits.parts * splits.workgroups(m)
-        return Kernel(splits, groups, splits.threads, splits.step * shape[2] * 2 / arch.wave)
+        splits = attention_splits.splits_of(layer, arch, plan, m)
+        groups = layer.kv_heads * splits.parts * splits.workgroups(m)
+        return Kernel(splits, groups, splits.threads, splits.step * layer.d * 2 / arch.wave)
 
-    return Space(attention_splits.Plan, DECODE, attention_splits.default_plan(arch, shape[2], span, m, values), kernel)
+    return Space(type(default), DECODE, default, kernel)
 
 
 def _decode_latent(arch, m, layer, default) -> Space:

@@ -1,5 +1,6 @@
 """Which lane of a subgroup has which components of a cooperative matrix: Vulkan leaves that to drivers, and kernels for
-few tokens (schedules/gpu/gemm_few.py) rely on it. Artifacts with such kernels have one that tells, `fragment_probe`."""
+few tokens (schedules/gpu/gemm_few.py, attention_rows_matrix.py) rely on it. Artifacts with such kernels have one that
+tells, `fragment_probe`."""
 
 import ctypes
 from contextlib import ExitStack
