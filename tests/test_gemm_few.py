@@ -14,7 +14,8 @@ from test_vulkan_coop import tolerance
 
 from mlc_amd.runtime.devices.vulkan import fragments
 from mlc_amd.schedules.experts import Experts
-from mlc_amd.schedules.gpu import gemm
+from mlc_amd.schedules.formats import lookup
+from mlc_amd.schedules.gpu import gemm, gemm_few
 from mlc_amd.schedules.gpu.deferred_norm import MARGIN
 from mlc_amd.schedules.gpu.expert_gemm import expert_linear
 from mlc_amd.schedules.gpu.experts import Slots
@@ -50,9 +51,10 @@ def test_linear(name):
 
 
 @pytest.mark.parametrize("columns", sample([32, 192], [192]))
-def test_deferred_norm(columns):
+@pytest.mark.parametrize("tile", [FewTile(8, 16, 1, 1, 2), FewTile(8, 48, 1, 3, 1)])  # 8 and 12 lanes for each token
+def test_deferred_norm(columns, tile):
     """A layer prepares the norm of its result, and the next one completes it; both kernels against numpy."""
-    m, k, n, eps, rng = 3, 128, 16, 1e-5, np.random.default_rng(5)
+    m, k, n, eps, rng = 3, 128, tile.rows, 1e-5, np.random.default_rng(5)
     x, residual = (rng.standard_normal((m, size), np.float32) for size in (k, columns))
     residual *= 1000  # float16 would hold its square, if at all, badly
     x, g = x.astype(np.float16), 1 + 0.1 * rng.standard_normal(columns).astype(np.float32)
@@ -64,7 +66,6 @@ def test_deferred_norm(columns):
         np.zeros(lanes, np.float16),
         np.zeros((m, columns // 16), np.float32),
     )
-    tile = FewTile(8, 16, 1, 1, 2)
     first = gemm.linear(
         [("q4_0", columns)], k, m, "lanes", (False,), True, NVIDIA, "k", FewTile(8, 16, 1, 1, 1), norm_out=True
     )
@@ -120,6 +121,18 @@ def test_experts():
     got = activations.read("lanes", {"H": got}, rows=np.arange(slots))[:, :n]
     expected = products[0] / (1 + np.exp(-products[0])) * products[1]
     assert error(got[used], expected[used]) < tolerance("q4_k") + 6e-4  # float16
+
+
+# ---- default tiles
+
+
+@pytest.mark.parametrize(("rows", "waves_n"), [(14336, 7), (12288, 6), (17408, 1), (4096, 2), (8192, 4), (100000, 1)])
+def test_a_workgroup_for_each_compute_unit(rows, waves_n):
+    """Where a workgroup holds the subgroups that this takes, and few compute units are idle; other tiles elsewhere."""
+    formats = [lookup("q4_0")] * 2
+    tile = gemm_few.choose(NVIDIA, formats, 32, 4096, rows, 2)
+    assert tile.waves_n == waves_n and tile.waves_n * tile.waves_k <= gemm_few.MOST_WAVES
+    assert waves_n == 1 or -(-rows // tile.rows) <= NVIDIA.units
 
 
 # ---- which lane has what

@@ -97,7 +97,8 @@ class RowFactors:
     def compute(self):
         """All threads must call this; a barrier must follow before `scaled`."""
         read = self.read
-        lanes = min(self.threads // self.tokens, self.arch.wave)  # of a token
+        # of a token: a power of two, which `wave_sum` takes
+        lanes = min(1 << (self.threads // self.tokens).bit_length() - 1, self.arch.wave)
         token, part = T.Bind(self.thread // lanes), T.Bind(self.thread % lanes)
         row = T.Bind(T.min(self.token0 + token, T.int32(read.m - 1)))
         sums, total = read.k // TILE, T.float32(0)

@@ -52,13 +52,18 @@ class FewTile:
 
 MOST = 128  # tokens: of more, the multiplications take most of the time, which `gemm_coop.py` does faster
 SUMS = 128  # of a lane, at most
-MOST_WAVES = 16  # along the columns
+MOST_WAVES = 16  # of a workgroup
+FULL = 0.8  # share of the compute units that have work, at least, where each has one workgroup at most
 
 
 class Share(NamedTuple):
     """How default tiles divide the work for so many tokens, with `FewTile`'s fields. Subgroups share the columns until
-    there are `waves` of them on each compute unit, at least `least` in a workgroup. many: workgroups for each compute
-    unit from which on the share is used; of several in a table, the first one that is.
+    there are `waves` of them on each compute unit, at least `least` in a workgroup. Of several in a table the first one
+    is used whose conditions hold.
+
+    rows     0: as many as make one workgroup for each compute unit, a subgroup for every ROWS of them (`_one_each`)
+    many     workgroups for each compute unit, at least
+    columns  at most; 0: any number
     """
 
     tokens: int
@@ -68,6 +73,7 @@ class Share(NamedTuple):
     waves: int
     least: int
     many: int = 0
+    columns: int = 0
 
 
 # number of weights of a kernel, maximum of tokens: what takes least time on an H200 for the shapes of an 8B model in
@@ -77,15 +83,15 @@ SHARES = {
     1: {
         8: (Share(8, 16, 1, 0, 32, 4),),
         16: (Share(16, 16, 1, 0, 32, 4),),
-        32: (Share(32, 32, 1, 0, 16, 4),),
+        32: (Share(32, 32, 1, 0, 16, 4, many=4), Share(32, 16, 1, 1, 16, 4, columns=4096), Share(32, 32, 1, 0, 16, 4)),
         64: (Share(64, 64, 2, 1, 8, 2, many=4), Share(32, 32, 1, 1, 16, 2)),
         128: (Share(64, 64, 2, 1, 8, 2, many=4), Share(64, 32, 1, 1, 8, 2)),
     },
     2: {
         8: (Share(8, 16, 1, 0, 32, 4),),
         16: (Share(16, 16, 1, 1, 32, 4),),
-        32: (Share(32, 32, 1, 0, 16, 4),),
-        64: (Share(64, 32, 2, 0, 16, 2),),
+        32: (Share(32, 0, 0, 0, 16, 2), Share(32, 32, 1, 0, 16, 4)),
+        64: (Share(64, 32, 1, 0, 16, 2),),
         128: (Share(64, 32, 2, 1, 16, 2),),
     },
 }
@@ -106,12 +112,26 @@ def choose(arch, formats, m, k, rows, weights=1):
     if size is None or not arch.few:
         return None
     for share in SHARES[weights][size]:
+        if not share.rows:
+            share = _one_each(arch, share, rows)
+        if share is None or k > (share.columns or k):
+            continue
         if len(formats) > weights and size <= SHORT:
             share = share._replace(ahead=0)
         workgroups = -(-m // share.tokens) * -(-rows // share.rows)
         if workgroups >= share.many * arch.units:
             return _tile(arch, share, workgroups, m, k, weights)
     return None
+
+
+def _one_each(arch, share, rows):
+    """The share with a workgroup for each compute unit, whose subgroups read the same activations at the same time;
+    None where these are too many for a workgroup, or leave units without work."""
+    waves_n = -(-rows // (ROWS * arch.units))
+    workgroups = -(-rows // (ROWS * waves_n))
+    if waves_n * share.least > MOST_WAVES or workgroups < FULL * arch.units:
+        return None
+    return share._replace(rows=ROWS * waves_n, waves_n=waves_n)
 
 
 def choose_expert(arch, slots, k, rows, weights=1):
