@@ -3,8 +3,7 @@
 In: the tokens of the answer. Out: which tokens may follow, as rows of the io buffer `allowed` (sampling_layout.py).
 """
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -18,8 +17,6 @@ class Constraint(Protocol):
 
     The mask includes the model's end tokens where the answer may end: nothing adds them to it.
 
-    A class may have a method `compute_all(constraints)`, which computes what `allowed` of each of them gives next. It
-    does not raise: `allowed` does.
     """
 
     def allowed(self) -> np.ndarray | None:
@@ -35,17 +32,6 @@ class Constraint(Protocol):
     def complete(self) -> bool:
         """The answer may end here and nothing can follow: it ends."""
         ...
-
-
-def compute_masks(constraints: Iterable[Constraint | None]) -> None:
-    """Before `allowed` of each: lets those compute their masks together that can."""
-    kinds: dict[Any, list[Constraint]] = {}
-    for one in constraints:
-        if hasattr(one, "compute_all"):
-            kinds.setdefault(type(one), []).append(one)  # pyright: ignore[reportArgumentType]
-    for kind, those in kinds.items():
-        if len(those) > 1:
-            kind.compute_all(those)
 
 
 def mask_of(constraint: Constraint, vocab: int) -> np.ndarray | None:

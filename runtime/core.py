@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mlc_amd.runtime.answers import Answer
-from mlc_amd.runtime.constraints import compute_masks
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.kv_cache import Cache
 from mlc_amd.runtime.own_draft import OwnDraft
@@ -269,7 +268,6 @@ class Core:
         guesses = step.drafts + [[]] * (len(answers) - len(step.drafts))
 
         def choices() -> list[Choice]:
-            compute_masks(answer.constraint for answer in answers)
             asked = [answer.choices(drafts) for answer, drafts in zip(answers, guesses, strict=True)]
             return [choice for one in asked for choice in one]
 

@@ -4,7 +4,7 @@
     python -m mlc_amd.tools.dev.mask_cost --synthetic llama3-8b:q4_0 [--vocabulary GGUF] [-o ARTIFACT] ..
 
 For each kind of schema: tokens per second, the share of the time that masks and what goes with them take (a GPU hides
-some of it), and how long the masks of a step take by themselves: computed as the engine does, and one after the other.
+some of it), and how long the masks of a step take by themselves.
 Rounds of all kinds follow one another, and medians count. The masks are those of the answers that were written: a
 model with random weights writes noise that matches. They depend on the vocabulary, which synthetic models invent unless
 they get that of a GGUF file. -o only compiles, without weights, for a bundle. --schemas FILE: one more row, of all the
@@ -17,11 +17,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from mlc_amd.runtime.constraints import Constraint, compute_masks
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.grammars import Grammar, Grammars
@@ -58,23 +57,14 @@ def rate(engine: Engine, prompts: Answers, tokens: int, grammar: Grammar | None)
     return max(one.decode_s for one in stats) / sum(one.generated - 1 for one in stats), made
 
 
-def together(constraints: Sequence[Constraint]) -> None:
-    compute_masks(constraints)
-    one_by_one(constraints)
-
-
-def one_by_one(constraints: Sequence[Constraint]) -> None:
-    for constraint in constraints:
-        constraint.allowed()
-
-
-def replayed(grammar: Grammar, made: Answers, compute: Callable[[Sequence[Constraint]], None]) -> float:
+def replayed(grammar: Grammar, made: Answers) -> float:
     """Seconds for the masks of a step, on average, in which these answers are written."""
     constraints, seconds = [grammar() for _ in made], 0.0
     steps = list(zip(*made, strict=False))
     for tokens in steps:
         begun = time.perf_counter()
-        compute(constraints)
+        for constraint in constraints:
+            constraint.allowed()
         seconds += time.perf_counter() - begun
         for constraint, token in zip(constraints, tokens, strict=True):
             constraint.accept(token)
@@ -104,16 +94,15 @@ def report(engine: Engine, sequences: int, tokens: int, rounds: int, schemas: Se
     grammars.close()
     plain = statistics.median(seconds["none"])
     print(f"{engine.device.name}, vocabulary {engine.vocab}, {sequences} sequences, {tokens} tokens each\n")
-    print("| schema | t/s | slower by | us of masks a step | one by one |\n| --- | --- | --- | --- | --- |")
+    print("| schema | t/s | slower by | us of masks a step |\n| --- | --- | --- | --- |")
     for kind, those in kinds.items():
         each = statistics.median(seconds[kind])
         cells = [kind, f"{1 / each:.0f}"]
         if kind != "none":
             cells.append(f"{1 - plain / each:.1%}")
-            for compute in (together, one_by_one):
-                spent = [replayed(one, answers, compute) for one, answers in zip(those, made[kind], strict=True)]
-                cells.append(f"{1e6 * statistics.mean(spent):.0f}")
-        print(f"| {' | '.join(cells + [''] * (5 - len(cells)))} |")
+            spent = [replayed(one, answers) for one, answers in zip(those, made[kind], strict=True)]
+            cells.append(f"{1e6 * statistics.mean(spent):.0f}")
+        print(f"| {' | '.join(cells + [''] * (4 - len(cells)))} |")
 
 
 def compile_with_vocabulary(options: argparse.Namespace, context: int, out: Path, weights: bool) -> None:
