@@ -6,9 +6,11 @@ overflows the stack.
 In:  grammars, as llguidance takes them. Out: what is wrong with those that must not be compiled here.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.limited_process import LimitedProcess, TooMuch
 
 TOO_MUCH = "it takes too much time or memory: make it smaller"
@@ -53,7 +55,15 @@ class Trial:
         self._process = LimitedProcess(__name__, opening, SECONDS, _MEMORY, _OPENING_SECONDS)
 
     def problem(self, grammar: str) -> str:
-        """Why the grammar cannot be used; "" if it can."""
+        """Why the grammar cannot be used; "" if it can. UserError where no grammar can, as that process does not
+        start."""
+        try:
+            self._process.open()
+        except TooMuch:
+            raise UserError(
+                "grammars and schemas cannot be used: the process that tries them does not start; see what "
+                f"`{sys.executable} -c 'import llguidance'` says"
+            ) from None
         try:
             return self._process.ask(grammar)
         except TooMuch:

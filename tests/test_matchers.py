@@ -36,3 +36,13 @@ def test_one_that_fails_leaves_the_others_alone(grammars):
     assert all(mask_of(one, grammars._vocab) is not None for one in others)
     with pytest.raises(UserError, match="the answer cannot follow its grammar"):
         fails.allowed()
+
+
+def test_a_broken_installation(grammars, monkeypatch, tmp_path):
+    """The process that tries grammars cannot import llguidance: that is not the schema's fault."""
+    (tmp_path / "llguidance.py").write_text("raise ImportError('broken')")
+    monkeypatch.syspath_prepend(tmp_path)
+    broken = Grammars(grammars._tokenizer, grammars._vocab)
+    with pytest.raises(UserError, match="process that tries them does not start"):
+        broken.json_schema({"type": "integer"})
+    broken.close()
