@@ -71,11 +71,14 @@ class SampledRows:
         """choices: of the first rows."""
         self.clear()
         changed = masked = 0
+        limited = []  # rows with a mask and a top_k
         for i, choice in enumerate(choices):
             sampling, logprob, mask = choice.sampling, choice.logprobs is not None, choice.allowed
             if mask is not None:
                 self._allowed[i, : len(mask)] = mask
                 masked = i + 1
+                if sampling.top_k:
+                    limited.append(i)
             if sampling.penalizes:
                 tokens = [*choice.tokens, *choice.guessed] if choice.guessed else choice.tokens
                 write_row(
@@ -89,8 +92,10 @@ class SampledRows:
                 if len(changes):
                     self._changes[i, : len(changes)] = changes
                     changed = i + 1
-            if mask is not None and sampling.top_k and np.bitwise_count(mask.view(np.uint32)).sum() <= sampling.top_k:
-                self._words[i, _TOP_K] = 0  # it leaves all that are allowed, and the device would search the whole row
+        if limited:  # a mask that leaves no more than top_k: the device would search the whole row for nothing
+            allowed = np.bitwise_count(self._allowed[limited].view(np.uint32)).sum(axis=1, dtype=np.int32)
+            few = allowed <= self._words[limited, _TOP_K]
+            self._words[np.array(limited)[few], _TOP_K] = 0
         if self._words[: len(choices)].any():
             self._written = len(choices)
             self._device.write("sampling", self._words[: len(choices)])
