@@ -16,7 +16,6 @@ class Constraint(Protocol):
     """What one answer may consist of. Used by one thread at a time, not always by the same one.
 
     The mask includes the model's end tokens where the answer may end: nothing adds them to it.
-
     """
 
     def allowed(self) -> np.ndarray | None:
