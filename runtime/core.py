@@ -1,18 +1,16 @@
 """Runs an engine's steps: who computes, and who gets what they give.
 
-One thread at a time has the *turn*. A thread that waits for an answer takes it and computes one step, for all answers;
-so several threads, each with an answer of its own, are served together without a thread of the engine. Threads get the
-turn in the order in which they asked: whoever starts an answer waits for one step, however many follow.
+A thread that waits for an answer takes the *turn* (turn.py) and computes one step, for all answers; so several threads,
+each with an answer of its own, are served together without a thread of the engine. Whoever starts an answer waits for
+one step, however many follow.
 Answers that are consumed from asyncio are computed by a background thread, which begins with the first of them.
 """
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from mlc_amd.runtime.answers import Answer
 from mlc_amd.runtime.errors import UserError
@@ -26,16 +24,7 @@ from mlc_amd.runtime.scheduler import Limits, Queue, Scheduler
 from mlc_amd.runtime.scoring import Scoring
 from mlc_amd.runtime.sequence import Sequence
 from mlc_amd.runtime.speculation import Speculation
-
-CLOSED = "this engine is closed: load the model again"
-
-
-@dataclass(eq=False)
-class _Waiting:
-    """A thread in the line for the turn. ready: it does not need it any more; wake: tells it to look."""
-
-    wake: threading.Condition
-    ready: Callable[[], bool]
+from mlc_amd.runtime.turn import CLOSED, Turn
 
 
 class Core:
@@ -44,16 +33,12 @@ class Core:
     def __init__(self, runner: Runner, cache: Cache, limits: Limits) -> None:
         self.runner = runner
         self.scheduler = Scheduler(cache, limits)
-        self.closed = False
         self.private: Sequence | None = None  # a sequence of the engine's own, which gives way to requests
         self.speculation: Speculation | None = None  # set while nobody has the turn
         self.clock = time.perf_counter  # seconds, for `speculation`
         self._answers: dict[Request, Answer] = {}
         self._scorings: dict[Request, Scoring] = {}
-        self._lock = threading.RLock()  # of the turn; a signal's handler may `cancel` while its thread holds it
-        self._taken = False  # a thread has the turn
-        self._line: deque[_Waiting] = deque()  # for the turn
-        self._wanted = threading.Condition(self._lock)  # there may be answers for the background thread
+        self._turn = Turn()
         self._background: threading.Thread | None = None
         self._watched: set[Request] = set()  # of answers that the background thread is to compute
 
@@ -62,45 +47,15 @@ class Core:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Waits for the turn and has it for the `with` block. UserError once the engine is closed."""
-        with self._lock:
-            self._take()
+        self._turn.take()
         try:
             yield
         finally:
-            self._give_turn()
+            self._turn.give()
 
-    def _take(self, ready: Callable[[], bool] = lambda: False) -> bool:
-        """With the lock: waits in line for the turn, and takes it. False if `ready` is true first. UserError once the
-        engine is closed."""
-        mine = _Waiting(threading.Condition(self._lock), ready)
-        self._line.append(mine)
-        try:
-            while not ready() and not self.closed and (self._taken or self._line[0] is not mine):
-                mine.wake.wait()
-            if ready():
-                return False
-            self._check_open()
-            self._taken = True
-            return True
-        finally:
-            self._line.remove(mine)
-            self._wake()
-
-    def _wake(self) -> None:
-        """With the lock: wakes those who wait in line no longer."""
-        for place, waiting in enumerate(self._line):
-            if self.closed or (not place and not self._taken) or waiting.ready():
-                waiting.wake.notify()
-
-    def _give_turn(self) -> None:
-        with self._lock:
-            self._taken = False
-            self._wake()
-            self._wanted.notify()
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise UserError(CLOSED)
+    @property
+    def closed(self) -> bool:
+        return self._turn.closed
 
     # ---- answers
 
@@ -149,14 +104,12 @@ class Core:
         """Ends answers after the step in progress; their pages are free then."""
         for answer in answers:
             self.scheduler.cancel(answer.request)
-        with self._lock:
-            if self._taken:
-                return
-            self._taken = True
+        if not self._turn.try_take():
+            return
         try:
             self._drop_ended()
         finally:
-            self._give_turn()
+            self._turn.give()
 
     def cancel_all(self) -> None:
         self.cancel(list(self._answers.values()))
@@ -167,14 +120,11 @@ class Core:
         def ready() -> bool:
             return any(answer.ready for answer in answers)
 
-        while True:
-            with self._lock:
-                if not self._take(ready):
-                    return
+        while self._turn.take(ready):
             try:
                 progressed = self._step()
             finally:
-                self._give_turn()
+                self._turn.give()
             if not progressed and not ready():
                 raise RuntimeError("no step can be computed, but an answer is wanted")
 
@@ -301,11 +251,9 @@ class Core:
 
     def _compute(self) -> None:
         while True:
-            with self._lock:
-                while not self.closed and not self._watched:
-                    self._wanted.wait()
-                if not self._take(lambda: self.closed):
-                    return
+            self._turn.wait_for_work(lambda: self._watched)
+            if not self._turn.take(lambda: self.closed):
+                return
             try:
                 self._step()
             except Exception as error:
@@ -316,7 +264,7 @@ class Core:
                     scoring.fail(error)
                     self._drop_scoring(scoring.request)
             finally:
-                self._give_turn()
+                self._turn.give()
 
     def close(self) -> None:
         """Ends all answers and scorings, and waits for the step in progress."""
@@ -327,7 +275,7 @@ class Core:
             self._drop_ended()
             for scoring in self._scorings.values():
                 scoring.fail(UserError(CLOSED))
-            self.closed = True
+            self._turn.closed = True
         if self._background and self._background is not threading.current_thread():
             self._background.join()
         if self.speculation:
