@@ -15,7 +15,7 @@ from mlc_amd.runtime.constraints import Constraint, check_chosen, mask_of
 from mlc_amd.runtime.generation import Piece, Progress, Stats
 from mlc_amd.runtime.marks import split_at
 from mlc_amd.runtime.requests import Request
-from mlc_amd.runtime.sampled_rows import GREEDY, Choice, Chosen
+from mlc_amd.runtime.sampled_rows import GREEDY, UNKNOWN, Choice, Chosen
 from mlc_amd.runtime.sampling import Sampler, Sampling, not_finite, without_ends
 from mlc_amd.runtime.tokenizer import Tokenizer
 
@@ -99,6 +99,17 @@ class Answer:
             Choice(self._sampling(i), self._seed, sequence.tokens, self._mask, self._logprobs, guesses[:i])
             for i in range(len(guesses) + 1)
         ]
+
+    @property
+    def predictable(self) -> bool:
+        """Whether it is known how its tokens are chosen before those that come before them are: `choice_behind`."""
+        return not (self.constraint or self.sampling.penalizes or self._logprobs is not None or self.done)
+
+    def choice_behind(self) -> Choice:
+        """How the token behind its next one is chosen, whatever the next one is."""
+        sequence = self.request.sequence
+        assert sequence is not None, "its request was added"
+        return Choice(self._sampling(1), self._seed, sequence.tokens, guessed=UNKNOWN)
 
     def _sampling(self, ahead: int) -> Sampling:
         """Of the token `ahead` of the next one."""

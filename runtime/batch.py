@@ -1,5 +1,5 @@
-"""Several sequences that advance together, one token each: steps without scheduler, for measurements. The device
-chooses the tokens, as it does for answers."""
+"""Several sequences that advance together: steps without scheduler, for measurements. The device chooses the tokens, as
+it does for answers."""
 
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
@@ -41,6 +41,29 @@ class Batch:
     def step(self, ids: SequenceOf[int]) -> list[int]:
         """Appends a token to each sequence. Returns the most likely next ones."""
         return self.verify([[token] for token in ids], [1] * len(ids))
+
+    def decode(self, ids: SequenceOf[int], count: int) -> None:
+        """Appends a token to each sequence, and the most likely ones behind it, `count` altogether. As for answers,
+        each step begins before the one in progress is done, where the device can."""
+        runner, sequences, choices = self._runner, self._sequences, [GREEDY] * len(ids)
+        if not runner.ahead(len(sequences)):
+            for _ in range(count):
+                ids = self.step(ids)
+            return
+        for sequence, token in zip(sequences, ids, strict=True):
+            reserve(sequence, 1)
+            sequence.append([token])
+        self._cache.seat(sequences)
+        runner.start([sequence.newest_row() for sequence in sequences], choices)
+        for left in reversed(range(count)):
+            if left:
+                for sequence in sequences:
+                    reserve(sequence, 1, 1)
+                runner.start_behind([sequence.newest_row(1) for sequence in sequences], choices)
+            chosen = runner.finish()
+            for sequence, choice in zip(sequences, chosen, strict=True):
+                sequence.advance(1)
+                sequence.append([max(choice.token, 0)] if left else [])
 
     def verify(self, ids: SequenceOf[SequenceOf[int]], kept: SequenceOf[int]) -> list[int]:
         """Computes several tokens behind each sequence, `rows` of them at most, and appends the first `kept`, as a step

@@ -2,13 +2,15 @@
 
 A thread that waits for an answer takes the *turn* (turn.py) and computes one step, for all answers; so several threads,
 each with an answer of its own, are served together without a thread of the engine. Whoever starts an answer waits for
-one step, however many follow.
+one step, however many follow. Where the device can, the next step begins before the one in progress is done
+(`Scheduler.plan_behind`): what the host does for answers takes no time of the device. A thread that has the turn for
+something else finishes it first.
 Answers that are consumed from asyncio are computed by a background thread, which begins with the first of them.
 """
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 
@@ -36,6 +38,7 @@ class Core:
         self.private: Sequence | None = None  # a sequence of the engine's own, which gives way to requests
         self.speculation: Speculation | None = None  # set while nobody has the turn
         self.clock = time.perf_counter  # seconds, for `speculation`
+        self._behind: Step | None = None  # which the device has begun, behind the last one that was completed
         self._answers: dict[Request, Answer] = {}
         self._scorings: dict[Request, Scoring] = {}
         self._turn = Turn()
@@ -46,9 +49,11 @@ class Core:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Waits for the turn and has it for the `with` block. UserError once the engine is closed."""
+        """Waits for the turn and has it for the `with` block, with no step in progress. UserError once the engine is
+        closed."""
         self._turn.take()
         try:
+            self._settle()
             yield
         finally:
             self._turn.give()
@@ -108,6 +113,8 @@ class Core:
             return
         try:
             self._drop_ended()
+            if not (self._answers or self._background):  # a background thread does that
+                self._settle()
         finally:
             self._turn.give()
 
@@ -133,6 +140,9 @@ class Core:
     def _step(self) -> bool:
         """Computes a step. False if there is nothing to compute."""
         self._drop_ended()
+        if self._behind:
+            self._finish(self._behind)
+            return True
         before = set(self.scheduler.running)
         step = self.scheduler.plan()
         if step is None and self.scheduler.unfinished and self.private:
@@ -140,10 +150,33 @@ class Core:
             step = self.scheduler.plan()
         if step is None:
             return False
-        try:
+        with self._in_progress():
             for request in self.scheduler.running:
                 if request not in before and request in self._answers:
                     self._answers[request].begin()
+            begins = self._may_lead(step)
+            if begins:
+                choices = [self._answers[request].choices()[0] for request in step.answers]
+                self.runner.start([sequence.newest_row() for sequence in step.sequences], choices)
+        if begins:
+            self._finish(step)
+        else:
+            self._compute_whole(step)
+        return True
+
+    @contextmanager
+    def _in_progress(self) -> Iterator[None]:
+        """An error of a step abandons it, and the one behind it."""
+        try:
+            yield
+        except BaseException:
+            self._behind = None
+            self.scheduler.abandon()
+            raise
+
+    def _compute_whole(self, step: Step) -> None:
+        """Computes and completes a planned step that has no step behind it."""
+        with self._in_progress():
             begun = self.clock()
             step = self._guess(step)
             guessed = self.clock()
@@ -155,22 +188,58 @@ class Core:
                 if not step.chunk:
                     self._learn(self.speculation, step, found, guessed - begun, seconds)
                 self._follow(self.speculation, step, [token for tokens in chosen for token in tokens])
-        except BaseException:
-            self.scheduler.abandon()
-            raise
+        self._complete(step, found)
+
+    def _complete(self, step: Step, found: list[list[Chosen]]) -> None:
+        """found: what was chosen for each of the step's answers."""
         prompts = [(request, sequence) for request, sequence in step.computed if not request.generated]
         self.scheduler.complete(step, [[max(chosen.token, 0) for chosen in tokens] for tokens in found])
         for request, sequence in prompts:
             if answer := self._answers.get(request):
                 answer.prefilled(sequence.computed - answer.stats.cached_tokens)
-            elif self._scorings[request].done:
+            elif (scoring := self._scorings.get(request)) and scoring.done:
                 self._drop_scoring(request)
         for request, tokens in zip(step.answers, found, strict=True):
+            if request.state == "done":  # while the step was in progress
+                continue
             answer = self._answers[request]
             reasons = (answer.stats.finish if answer.done else answer.push(chosen) for chosen in tokens)
             if reason := next(filter(None, reasons), None):
                 self._forget(request, reason)
-        return True
+
+    # ---- steps behind one in progress
+
+    def _may_lead(self, step: Step) -> bool:
+        """Whether the step may have one behind it."""
+        return (
+            not (self.speculation or step.chunk)
+            and self.runner.ahead(len(step.singles))
+            and all(self._answers[request].predictable for request in step.answers)
+        )
+
+    def _finish(self, step: Step, ahead: bool = True) -> None:
+        """Completes the step that the device computes; ahead: begins the next one before."""
+        with self._in_progress():
+            self._behind = self._begin_behind(step) if ahead else None
+            found = [[chosen] for chosen in self.runner.finish()]
+        self._complete(step, found)
+        if self._behind and all(request.state == "done" for request in self._behind.answers):
+            self._settle()
+
+    def _begin_behind(self, step: Step) -> Step | None:
+        answers = [self._answers.get(request) for request in step.answers]
+        if self.speculation or not self.runner.ahead(len(answers)):
+            return None
+        choices = [answer.choice_behind() for answer in answers if answer and answer.predictable]
+        behind = self.scheduler.plan_behind(step) if len(choices) == len(answers) else None
+        if behind:
+            self.runner.start_behind([sequence.newest_row(1) for sequence in behind.sequences], choices)
+        return behind
+
+    def _settle(self) -> None:
+        """No step is in progress."""
+        if self._behind:
+            self._finish(self._behind, ahead=False)
 
     def _guess(self, step: Step) -> Step:
         """The step, with guesses of how its answers go on."""
@@ -251,7 +320,7 @@ class Core:
 
     def _compute(self) -> None:
         while True:
-            self._turn.wait_for_work(lambda: self._watched)
+            self._turn.wait_for_work(lambda: self._watched or (self._behind and not self._answers))
             if not self._turn.take(lambda: self.closed):
                 return
             try:

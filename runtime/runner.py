@@ -4,6 +4,7 @@ In: the tokens of a step's rows with their positions and slots, and the page tab
 then of the chunk's last row, what the device chooses (`sample`); or the logits of a chunk, float32 (`run`, `score`).
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -25,6 +26,7 @@ class Runner:
         self._entries = artifact.manifest["functions"]
         self._last, self._answered = "", [0]  # the function of the last step, and its rows of logits that count
         self._choices = SampledRows(device, artifact.manifest["io"], self.vocab)
+        self._started: deque[Sequence[Choice]] = deque()  # of steps that are not finished
 
     @property
     def scored(self) -> int:
@@ -90,6 +92,35 @@ class Runner:
             self._run(singles, chunk)
         self._answered = [*range(single), last][: len(known)]
         return self._choices.read(self._answered, known)
+
+    def ahead(self, rows: int) -> bool:
+        """Whether a step of so many single rows may be started behind one of the same rows: `start_behind`. Which cells
+        of states it writes depends on what the step before it gives."""
+        return not self.cache.cells and self.device.ahead(self.functions.of(rows, 0).name)
+
+    def start(self, singles: Sequence[Single], choices: Sequence[Choice]) -> None:
+        """Begins a step of single rows, each of which gets a token: `finish` gives them."""
+        self._started.clear()
+        self._start(self.device.start, singles, choices)
+
+    def start_behind(self, singles: Sequence[Single], choices: Sequence[Choice]) -> None:
+        """Begins the next step of the same rows before the one in progress is finished. The tokens of `singles` do not
+        count: they are those that the other step chooses."""
+        self._start(self.device.start_behind, singles, choices)
+
+    def _start(self, start: Callable[[str], None], singles: Sequence[Single], choices: Sequence[Choice]) -> None:
+        function = self.functions.of(len(singles), 0)
+        self._choices.write(choices)
+        self.prepare(function, singles, None)
+        start(function.name)
+        self._last, self._answered = function.name, [*range(len(singles))]
+        self._started.append(choices)
+
+    def finish(self) -> list[Chosen]:
+        """Waits for the oldest step that was started: what was chosen behind each of its rows."""
+        self.device.wait()
+        choices = self._started.popleft()
+        return self._choices.read(range(len(choices)), choices)
 
     def _run(self, singles: Sequence[Single], chunk: Chunk | None, meanwhile: Callable[[], None] | None = None) -> int:
         """Returns how many rows of logits there are. meanwhile: see the devices' `run`."""

@@ -36,6 +36,7 @@ class Choice(NamedTuple):
 
 
 GREEDY = Choice(Sampling(), 0, ())
+UNKNOWN = (-1,)  # `guessed` where settings do not look at the token
 
 
 class Chosen(NamedTuple):

@@ -1,7 +1,8 @@
 """Which tokens of which requests the next step computes: continuous batching with chunked prefill.
 
 A driver loop calls `plan`, runs the step on the device, calls `complete` with the sampled tokens, and `finish` for each
-request that is at its end. All methods but `cancel` are called by one thread.
+request that is at its end. All methods but `cancel` are called by one thread. Where the next step will have the same
+rows as the one in progress, `plan_behind` plans it before the tokens of that one are known.
 
 Every running answer has a row in every step; if there are more than rows, clients and their requests take turns. Rows
 that are left may verify guesses of how answers go on (`draft`). One
@@ -77,6 +78,7 @@ class Scheduler:
         self._waiting = 0
         self._number = 0
         self._step: Step | None = None  # planned, not completed
+        self._behind: Step | None = None  # the same of the step behind it
         self._steps = 0
         self._cancels: deque[Request] = deque()
         self._ended: list[Sequence] = []  # which the step in progress may use
@@ -186,6 +188,25 @@ class Scheduler:
         self.cache.seat(self._step.sequences)
         return self._step
 
+    def plan_behind(self, step: Step) -> Step | None:
+        """The step behind the one in progress, if it certainly has the same rows and there are pages for them; of each
+        sequence it computes the token that the step in progress gives. A request that is done by then keeps its row."""
+        running = [request for request, _ in step.singles]
+        waits = self._waiting and not self._blocked
+        if step is not self._step or self._behind or step.chunk or any(step.drafts):
+            return None
+        if waits or self._cancels or running != self.running:
+            return None
+        for request, sequence in step.singles:
+            if len(request.generated) + 2 > request.limit or not sequence.reserve(1, 1):
+                return None
+        self._steps += 1
+        for request in running:
+            request.last_step = self._steps
+        self._behind = Step(step.singles)
+        self.cache.seat(self._behind.sequences)
+        return self._behind
+
     def guesses(self, step: Step) -> dict[Request, int]:
         """How many drafts each request of a step without a chunk may have, if no other has any."""
         return {request: self._guesses(request, sequence) for request, sequence in step.singles}
@@ -222,7 +243,7 @@ class Scheduler:
                 _sequence(request).tokens.extend(found)
                 request.generated.extend(found)
         for (request, sequence), drafts, found in zip(step.singles, step.drafts, tokens, strict=False):
-            kept = 1 if request.state == "done" else len(found)
+            kept = min(sequence.pending, 1) if request.state == "done" else len(found)
             sequence.advance(kept, len(drafts) + 1 - kept)
         if step.chunk:
             step.chunk.sequence.advance(step.chunk.count)
@@ -231,8 +252,9 @@ class Scheduler:
         self._free_ended()
 
     def abandon(self) -> None:
-        """The planned step has failed: nothing of it counts as computed. Its requests are as before `plan`."""
-        step, self._step = self._step, None
+        """The planned step has failed, and with it the one behind it: nothing of them counts as computed. Their
+        requests are as before `plan`."""
+        step, self._step, self._behind = self._step, None, None
         if step is None:
             raise RuntimeError("no step is in progress")
         for sequence in step.sequences:
@@ -242,12 +264,15 @@ class Scheduler:
     def _end(self, step: Step) -> None:
         if step is not self._step:
             raise RuntimeError("this is not the step in progress")
-        self._step = None
+        self._step, self._behind = self._behind, None
 
     def _free_ended(self) -> None:
+        """Those that no step uses."""
+        used = self._step.sequences if self._step else []
         for sequence in self._ended:
-            sequence.free()
-        self._ended.clear()
+            if sequence not in used:
+                sequence.free()
+        self._ended = [sequence for sequence in self._ended if sequence in used]
 
     # ---- single rows
 

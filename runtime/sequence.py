@@ -83,6 +83,11 @@ class Sequence:
         """Single rows of a step: these tokens, the first one at position `computed`."""
         return [(token, self.computed + i, self.table_row) for i, token in enumerate(tokens)]
 
+    def newest_row(self, ahead: int = 0) -> Single:
+        """The single row of its newest token, which is its only pending one; ahead: that of the token so many places
+        behind, which is not known yet."""
+        return self.tokens[-1], self.computed + ahead, self.table_row
+
     def chunk(self, count: int) -> Chunk:
         """The next `count` tokens, as the chunk of a step."""
         return self.tokens[self.computed : self.computed + count], self.computed, self.table_row

@@ -81,7 +81,7 @@ class Walk:
         if self.error and len(self.accepted) > self.after:
             raise self.error
         context = getattr(self.engine.device, "context", None)
-        self.beside.append(context is not None and context._busy)
+        self.beside.append(context is not None and context.busy)
         mask = np.arange(self.engine.vocab) % 7 == sum(self.accepted) % 7
         mask[list(self.engine.tokenizer.end_ids)] = False
         return mask_words(mask)

@@ -4,6 +4,7 @@ pages with it."""
 import random
 
 import pytest
+from ahead_harness import assert_nothing_is_held, computes_ahead
 
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.scheduler import Limits
@@ -62,6 +63,28 @@ def test_every_answer_is_the_one_alone(demo_artifact, prompts, alone, kv_tokens)
         assert_nothing_is_held(engine)
 
 
+def test_answers_of_steps_that_begin_ahead(demo_artifact, prompts, alone, monkeypatch):
+    """Requests come, end and are cancelled while a step behind the last one is in progress; some wait for pages."""
+    with Engine.load(demo_artifact, kv_tokens=2048) as engine:
+        behind = computes_ahead(engine, monkeypatch)
+        rng = random.Random(5)
+        waiting, running, made = list(range(len(prompts))), {}, {}
+        cancelled = set(rng.sample(waiting, 20))
+        while waiting or running:
+            if waiting and (not running or rng.random() < 0.15):
+                i = waiting.pop(0)
+                running[i], made[i] = engine.generate(prompts[i], max_tokens=length(i), client=i % 5), []
+            i = rng.choice(list(running))
+            piece = next(running[i], None)
+            if piece:
+                made[i].append(piece.id)
+            if piece is None or (i in cancelled and len(made[i]) == 2):
+                running.pop(i).close()
+        assert all(ids == alone[i][: len(ids) if i in cancelled else None] for i, ids in made.items())
+        assert len(behind) > 50
+        assert_nothing_is_held(engine)
+
+
 def test_many_steps_have_many_rows(demo_artifact, prompts, alone):
     """All at once: the scheduler fills steps, and preempts where the pool is too small."""
     with Engine.load(demo_artifact, kv_tokens=2048) as engine:
@@ -97,8 +120,3 @@ def test_the_queue_is_bounded(demo_artifact):
         with pytest.raises(QueueFull, match="try again later"):
             next(engine.generate([[1, 2]] * 4, max_tokens=1))
         assert not engine._core.busy and len(list(engine.generate([1, 2], max_tokens=1))) <= 1
-
-
-def assert_nothing_is_held(engine) -> None:
-    for pool in engine.cache.pools.values():
-        assert pool.available == pool.pages

@@ -1,6 +1,7 @@
 """Runs the tests of `mlc-amd bench`: how long prefill and decode take, of several sequences, and with guesses.
 
-In: an engine, a `Test`. Out: seconds of each repetition, the power meanwhile. Tokens are random: only steps are timed.
+In: an engine, a `Test`. Out: seconds of each repetition, the power meanwhile. Tokens are random, and where several
+sequences go on those that the device chooses: only steps are timed.
 Of guesses (`Test.right`) as many count as right as the test says, whatever the model would choose.
 """
 
@@ -107,8 +108,7 @@ def _measure_together(
             ids = random.integers(0, engine.vocab, (test.n_gen, test.n_seqs)).tolist()
             waited, start = engine.device.waited, time.perf_counter()
             if test.right is None:
-                for row in ids:
-                    batch.step(row)
+                batch.decode(ids[0], test.n_gen)
             else:
                 known.texts = {Request(list(text)): list(text) for text in zip(*ids, strict=True)}
                 _guess(batch, speculation, known.texts, test.right)

@@ -225,6 +225,9 @@ class CpuDevice:
         self._replays[function]()
         self.waited += time.perf_counter() - start
 
+    def ahead(self, function: str) -> bool:
+        return False
+
     def run_plain(self, function: str) -> None:
         for call in self._launches[function]:
             call()

@@ -183,6 +183,9 @@ class HipDevice:
         else:
             self._run_beside(function, before, meanwhile)
 
+    def ahead(self, function: str) -> bool:
+        return False
+
     def run_plain(self, function: str) -> None:
         self._run(function, {})
 

@@ -1,4 +1,4 @@
-"""A logical device: one queue, its fence and its command buffers.
+"""A logical device: one queue, its fences and its command buffers.
 
 In: an Instance and one of its Gpus. Out: `Context`, used by memory.py, pipelines.py and commands.py. All objects
 are registered with `held` and destroyed in reverse order when that closes.
@@ -6,7 +6,8 @@ are registered with `held` and destroyed in reverse order when that closes.
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from mlc_amd.runtime.devices.vulkan import api
@@ -21,6 +22,7 @@ WANTED = {
     "subgroupSizeControl",
     "computeFullSubgroups", "cooperativeMatrix", *MODES,
 }  # fmt: skip
+AHEAD = 2  # submissions that are not waited for, at most
 SLICE = 10**9  # ns of one wait: Ctrl-C is noticed between them
 # Seconds that the host polls before it sleeps. Waking up takes 50 to 150 us, a large part of a fast GPU's token; where
 # GPU and CPU share a power budget, polling would slow the GPU down.
@@ -47,9 +49,9 @@ class Context:
             "vkDestroyCommandPool",
             self.create("vkCreateCommandPool", api.CommandPoolInfo(flags=2, family=self.family)),
         )
-        self.fence = self.own("vkDestroyFence", self.create("vkCreateFence", api.FenceInfo()))
-        self._fences = (ctypes.c_uint64 * 1)(self.fence)
-        self._busy = False
+        fences = [self.own("vkDestroyFence", self.create("vkCreateFence", api.FenceInfo())) for _ in range(AHEAD)]
+        self._free = [(ctypes.c_uint64 * 1)(fence) for fence in fences]
+        self._running: deque[ctypes.Array] = deque()  # fences of what runs, the oldest first
 
     def _open(self) -> None:
         gpu = self.gpu
@@ -105,45 +107,71 @@ class Context:
 
     def release(self, submission: ctypes.Structure) -> None:
         """Gives the command buffer of a submission back."""
-        self._settle()
+        self.settle()
         self.calls.vkFreeCommandBuffers(self.device, self.pool, 1, submission.handles)
 
-    def submit(self, submission: ctypes.Structure) -> None:
-        """Starts a command buffer, when the one before is done."""
-        self._settle()
-        self._busy = True
-        self.calls.vkQueueSubmit(self.queue, 1, ctypes.byref(submission), self.fence)
+    @property
+    def busy(self) -> bool:
+        """Whether there is something that was submitted and not waited for."""
+        return bool(self._running)
 
-    def submit_around(self, first: ctypes.Structure, then: ctypes.Structure, meanwhile: Callable[[], None]) -> None:
-        """Starts the first command buffer, calls `meanwhile`, and starts the other one behind the first. What
-        `meanwhile` raises is raised when the first is done."""
-        self._settle()
-        self._busy = True
-        self.calls.vkQueueSubmit(self.queue, 1, ctypes.byref(first), 0)
+    def submit(self, *submissions: ctypes.Structure) -> None:
+        """Starts command buffers, one behind the other, when all those before are done."""
+        self.settle()
+        self.submit_behind(*submissions)
+
+    def submit_behind(self, *submissions: ctypes.Structure) -> None:
+        """The same behind what runs: `wait` is still to be called for that, and then for these. At most AHEAD of these
+        calls are not waited for."""
+        self._start(submissions, self._fence())
+
+    def submit_around(
+        self, first: Sequence[ctypes.Structure], then: ctypes.Structure, meanwhile: Callable[[], None]
+    ) -> None:
+        """Starts the first command buffers, calls `meanwhile`, and starts the other one behind them. What `meanwhile`
+        raises is raised when the first ones are done."""
+        self.settle()
+        fence = self._fence()
+        self._start(first, None)
         try:
             meanwhile()
         except BaseException:
-            self._settle()
+            self.settle()
             raise
-        self.calls.vkQueueSubmit(self.queue, 1, ctypes.byref(then), self.fence)
+        self._start([then], fence)
 
-    def _settle(self) -> None:
+    def _start(self, submissions: Sequence[ctypes.Structure], fence: ctypes.Array | None) -> None:
+        together = (api.SubmitInfo * len(submissions))(*submissions)
+        self.calls.vkQueueSubmit(self.queue, len(submissions), together, fence[0] if fence else 0)
+
+    def _fence(self) -> ctypes.Array:
+        """One for what is started next."""
+        self._running.append(self._free.pop())
+        return self._running[-1]
+
+    def settle(self) -> None:
         """Waits for what was submitted without a wait, or with one that was interrupted."""
-        if self._busy:
+        if self._running:
             self.calls.vkDeviceWaitIdle(self.device)
-            self.calls.vkResetFences(self.device, 1, self._fences)
-            self._busy = False
+            while self._running:
+                self._release()
+
+    def _release(self) -> None:
+        """The oldest fence may be used again."""
+        fence = self._running.popleft()
+        self.calls.vkResetFences(self.device, 1, fence)
+        self._free.append(fence)
 
     def wait(self) -> None:
-        calls, device, fences = self.calls, self.device, self._fences
-        if not self._busy:
+        """For the oldest of what was submitted and not waited for, if there is any."""
+        if not self._running:
             return
+        calls, device, fence = self.calls, self.device, self._running[0]
         timeout, until = 0, time.perf_counter() + (POLL_UNIFIED if self.gpu.unified else POLL)
-        while calls.vkWaitForFences(device, 1, fences, 1, timeout) == api.TIMEOUT:
+        while calls.vkWaitForFences(device, 1, fence, 1, timeout) == api.TIMEOUT:
             if not timeout and time.perf_counter() > until:
                 timeout = SLICE
-        calls.vkResetFences(device, 1, fences)
-        self._busy = False
+        self._release()
 
     def once(self, record) -> None:
         """Records commands with `record(command buffer)`, runs them and waits."""
@@ -156,7 +184,7 @@ class Context:
             self.submit(self.submission(commands))
             self.wait()
         finally:
-            if not self._busy:
+            if not self._running:
                 self.calls.vkFreeCommandBuffers(self.device, self.pool, 1, handles)
 
     def barrier(self, commands: int, stages: tuple[int, int], access: tuple[int, int]) -> None:

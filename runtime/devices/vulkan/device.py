@@ -244,6 +244,23 @@ class VulkanDevice:
     def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
         self._run(lambda name: self._replays.run(name, meanwhile), function)
 
+    def ahead(self, function: str) -> bool:
+        self._alive()
+        return self._replays.short(function)
+
+    def start(self, function: str) -> None:
+        self._run(self._replays.start, function)
+
+    def start_behind(self, function: str) -> None:
+        self._run(self._replays.start_behind, function)
+
+    def wait(self) -> None:
+        self._alive()
+        try:
+            self._replays.wait()
+        except api.VulkanError as e:
+            raise self._failure(e, "computing a step") from e
+
     def run_plain(self, function: str) -> None:
         self._run(self._replays.run_plain, function)
 
@@ -251,7 +268,7 @@ class VulkanDevice:
         self._alive()
         try:
             return how(function)
-        except api.VulkanError as e:
+        except (api.VulkanError, OutOfMemory) as e:
             raise self._failure(e, f"running {function}") from e
 
     def read(self, name: str, rows: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.memory import Block, Memory
 from mlc_amd.runtime.steps import LATE, OUTPUTS, is_kept
 
+SIDES = 2  # runs that are behind others: by turns the one that runs, and the one that the host prepares
 RECORDED = 2 << 20  # bytes of an output, at most, that every run of a function copies to the host
 
 
@@ -23,46 +24,91 @@ def byte_count(dtype: str, shape) -> int:
     return int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
 
 
+class _Inputs:
+    """Memory that the host writes for a run: `block` for what each step has, `tables` for what is kept for many.
+
+    views     what the host writes: of `block` as bytes, and of each table
+    dirty     tables whose first rows the host has written since they were put here, and how many
+    renew     by table what copies it from here to where kernels find it, where that is elsewhere
+    """
+
+    def __init__(self, memory: Memory, inputs: Mapping[str, int], tables: Mapping[str, int], entries):
+        self.places, (self.block,) = memory.spread(inputs, "input")
+        self.table_places, (self.tables,) = memory.spread(tables, "input")
+        self.bytes = self.block.view(0, np.uint8, (self.block.nbytes,))
+        self.views = {
+            name: self.tables.view(offset, entries[name]["dtype"], entries[name]["shape"])
+            for name, (_, offset) in self.table_places.items()
+        }
+        self.dirty = {name: entries[name]["shape"][0] for name in tables}
+        self.renew: dict[str, ctypes.Structure] = {}
+
+    def put(self, inputs: np.ndarray, tables: Mapping[str, np.ndarray]) -> None:
+        """What the host has written."""
+        self.bytes[:] = inputs
+        while self.dirty:
+            name, rows = self.dirty.popitem()
+            self.views[name][:rows] = tables[name][:rows]
+
+
 class Io:
     """places: name -> (block, offset) of each buffer, for kernels. blocks: those that must be zeroed before use.
-    copies: whether what the host writes is copied for kernels."""
+    copies: whether what the host writes is copied for kernels.
+
+    What the host writes is kept here, and put into memory that the GPU reads when a run is submitted. Runs that are
+    submitted behind others (`behind`) have memory of their own for it, and for what they give: by turns one of two
+    *sides*, so that the run in progress finds what was written for it. They copy it to where kernels find it.
+    """
 
     def __init__(self, context: Context, memory: Memory, entries: Mapping[str, Mapping]):
         self.context, self.memory, self.entries = context, memory, entries
         sizes = {name: byte_count(entry["dtype"], entry["shape"]) for name, entry in entries.items()}
-        tables = {name: size for name, size in sizes.items() if is_kept(name)}
-        outputs = {name: size for name, size in sizes.items() if name in OUTPUTS}
-        inputs = {name: size for name, size in sizes.items() if name not in tables and name not in outputs}
-        results, (self._results,) = memory.spread(outputs, "device")
-        read, (self._outputs,) = memory.spread(outputs, "output")
-        written, (self._inputs,) = memory.spread(inputs, "input")
-        paged, (self._tables,) = memory.spread(tables, "input")
-        self.copies = not context.gpu.unified and not self._inputs.flags & api.DEVICE_LOCAL
-        self._input_copy, table_copy = None, None
-        self._renew: dict[str, ctypes.Structure] = {}  # what copies a table
-        self._stale: set[str] = set()  # tables that the GPU has an old copy of
+        self._table_sizes = {name: size for name, size in sizes.items() if is_kept(name)}
+        self._output_sizes = {name: size for name, size in sizes.items() if name in OUTPUTS}
+        self._input_sizes = {
+            name: size for name, size in sizes.items() if name not in self._table_sizes and name not in OUTPUTS
+        }
+        results, (self._results,) = memory.spread(self._output_sizes, "device")
+        own = _Inputs(memory, self._input_sizes, self._table_sizes, entries)
+        self._inputs = [own]  # the usual one, then the sides
+        self.copies = not context.gpu.unified and not own.block.flags & api.DEVICE_LOCAL
+        self._input_copy = table_copy = None
         if self.copies:
-            self._input_copy, table_copy = (
-                memory.block(block.nbytes, "device") for block in (self._inputs, self._tables)
-            )
-            for name, (block, offset) in paged.items():
-                self._renew[name] = self._copy(block, offset, table_copy, offset, tables[name])
+            self._input_copy, table_copy = (memory.block(block.nbytes, "device") for block in (own.block, own.tables))
         self.places = {
             **results,
-            **{name: (self._input_copy or block, offset) for name, (block, offset) in written.items()},
-            **{name: (table_copy or block, offset) for name, (block, offset) in paged.items()},
+            **{name: (self._input_copy or block, offset) for name, (block, offset) in own.places.items()},
+            **{name: (table_copy or block, offset) for name, (block, offset) in own.table_places.items()},
         }
-        self._host = {
-            name: block.view(offset, entries[name]["dtype"], entries[name]["shape"])
-            for name, (block, offset) in (written | paged | read).items()
-        }
-        self._late_at = {name: place for name, place in (written | paged).items() if name in LATE}
-        self._output_at = {name: offset for name, (_, offset) in read.items()}
+        if self.copies:
+            self._record_renewal(own)
+        self._written = np.zeros(own.block.nbytes, np.uint8)  # all inputs
+        self._host = {name: np.zeros(entries[name]["shape"], entries[name]["dtype"]) for name in self._table_sizes}
+        for name, (_, offset) in own.places.items():
+            written = self._written[offset : offset + sizes[name]]
+            self._host[name] = written.view(entries[name]["dtype"]).reshape(entries[name]["shape"])
+        self._outputs: list[tuple[Block, dict[str, np.ndarray]]] = []  # the usual one, then those of the sides
+        self._add_outputs()
+        self._stale: set[str] = set()  # tables that kernels have an old copy of
+        self._late_at = {name: place for name, place in (own.places | own.table_places).items() if name in LATE}
         self._rows: dict[str, int] = {}  # of outputs that the host has
+        self._from = 0  # whose outputs the host reads
         self._copied: dict[int, dict[str, int]] = {}  # of `_recorded`, by rows of logits
-        for name in (*inputs, *tables):
-            self._host[name][...] = 0
+        own.put(self._written, self._host)
         self.blocks = [block for block in (self._results, self._input_copy, table_copy) if block]
+
+    def _add_outputs(self) -> None:
+        places, (block,) = self.memory.spread(self._output_sizes, "output")
+        self._output_at = {name: offset for name, (_, offset) in places.items()}  # the same of each
+        views = {
+            name: block.view(offset, self.entries[name]["dtype"], self.entries[name]["shape"])
+            for name, offset in self._output_at.items()
+        }
+        self._outputs.append((block, views))
+
+    def _record_renewal(self, inputs: _Inputs) -> None:
+        for name, (block, offset) in inputs.table_places.items():
+            inputs.renew[name] = self._copy(block, offset, *self.places[name], self._table_sizes[name])
 
     def byte_count(self, name: str, function: Mapping) -> int:
         """Bytes of the rows of a buffer that a function uses."""
@@ -85,7 +131,18 @@ class Io:
 
     def record_inputs(self, recorder: Recorder) -> None:
         if self._input_copy:
-            recorder.copy(self._inputs, 0, self._input_copy, 0, self._inputs.nbytes)
+            recorder.copy(self._inputs[0].block, 0, self._input_copy, 0, self._input_copy.nbytes)
+
+    def record_inputs_behind(self, recorder: Recorder, function: Mapping, side: int) -> None:
+        """Of a run behind another one of the function: tokens are those that the other has sampled."""
+        inputs = self._inputs[1 + side]
+        target, begin = self.places["tokens"]
+        end = begin + self._input_sizes["tokens"]
+        for first, last in ((0, begin), (end, inputs.block.nbytes)):
+            if first < last:
+                recorder.copy(inputs.block, first, target, first, last - first)
+        sampled, offset = self.places["sampled"]
+        recorder.copy(sampled, offset, target, begin, self.byte_count("sampled", function))
 
     def record_late(self, recorder: Recorder, function: Mapping) -> None:
         """Of LATE inputs, the rows that a function uses, where `record_inputs` or `before` came too early."""
@@ -93,10 +150,12 @@ class Io:
             rows = self._row_bytes(name, function["logits"])
             recorder.copy(block, offset, *self.places[name], rows)
 
-    def record_outputs(self, recorder: Recorder, function: Mapping) -> None:
+    def record_outputs(self, recorder: Recorder, function: Mapping, side: int | None = None) -> None:
+        """side: of a run behind another one."""
+        target, _ = self._outputs[0 if side is None else 1 + side]
         for name in self._recorded(function):
             block, offset = self.places[name]
-            recorder.copy(block, offset, self._outputs, self._output_at[name], self.byte_count(name, function))
+            recorder.copy(block, offset, target, self._output_at[name], self.byte_count(name, function))
 
     def _recorded(self, function: Mapping) -> Mapping[str, int]:
         """Outputs that a run of a function copies, with their rows."""
@@ -112,27 +171,55 @@ class Io:
 
     def write(self, name: str, values) -> None:
         self._host[name][: len(values)] = values
-        if name in self._renew:
+        if name in self._table_sizes:
+            for inputs in self._inputs:
+                inputs.dirty[name] = max(inputs.dirty.get(name, 0), len(values))
             self._stale.add(name)
 
-    def before(self, function: Mapping) -> None:
-        """Before a run of the function is submitted."""
-        while self._stale:
-            self.context.submit(self._renew[self._stale.pop()])
-        self._rows = dict(self._recorded(function))
+    def before(self) -> list[ctypes.Structure]:
+        """Before a run of a function is submitted, with nothing in progress: what is to be submitted before it."""
+        self._inputs[0].put(self._written, self._host)
+        return self._renewals(self._inputs[0])
 
     def late(self) -> None:
-        """Behind what `record_late` recorded."""
+        """Before what `record_late` recorded is submitted: what the host has written since `before`, LATE inputs."""
+        self._inputs[0].put(self._written, self._host)
         self._stale.difference_update(LATE)
+
+    def add_sides(self) -> None:
+        """Memory for runs behind others, where there is none yet. OutOfMemory."""
+        while len(self._inputs) <= SIDES:
+            inputs = _Inputs(self.memory, self._input_sizes, self._table_sizes, self.entries)
+            self._record_renewal(inputs)
+            self._add_outputs()
+            self._inputs.append(inputs)
+
+    def before_behind(self, side: int) -> list[ctypes.Structure]:
+        """`before`, of a run behind the one in progress."""
+        self._inputs[1 + side].put(self._written, self._host)
+        return self._renewals(self._inputs[1 + side])
+
+    def _renewals(self, inputs: _Inputs) -> list[ctypes.Structure]:
+        """What brings tables that the host has written to kernels."""
+        found = [inputs.renew[name] for name in self._stale if name in inputs.renew]
+        self._stale.clear()
+        return found
+
+    def finished(self, function: Mapping, side: int | None = None) -> None:
+        """A run is done: `read` gives its outputs. side: of one behind another one."""
+        self._rows, self._from = dict(self._recorded(function)), 0 if side is None else 1 + side
 
     def read(self, name: str, rows: int) -> np.ndarray:
         """The first rows of a buffer, once the run is done; valid until the next one."""
-        if name in self._output_at and rows > self._rows.get(name, 0):
+        if name not in OUTPUTS:
+            return self._host[name][:rows]
+        target, views = self._outputs[self._from]
+        if rows > self._rows.get(name, 0):
             block, offset = self.places[name]
-            copy = self._copy(block, offset, self._outputs, self._output_at[name], self._row_bytes(name, rows))
+            copy = self._copy(block, offset, target, self._output_at[name], self._row_bytes(name, rows))
             self.context.submit(copy)
             self.context.wait()
             self.context.release(copy)
             self._rows[name] = rows
-        self.memory.invalidate(self._outputs)
-        return self._host[name][:rows]
+        self.memory.invalidate(target)
+        return views[name][:rows]

@@ -3,14 +3,17 @@
 In: each function's launches, the io buffers, and a Pacer, which says what one submission may compute. Usually that is
 the whole function. A longer step is recorded in pieces, each of which is submitted when the one before is done; the
 next long steps of the function use them again as long as the pacer leaves them as they are. Where inputs come late,
-what does not read them is a command buffer of its own.
+what does not read them is a command buffer of its own. Runs that begin behind others of their function, before these
+are done, are recorded on their own, too.
 """
 
 import ctypes
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from mlc_amd.runtime.devices.pieces import Pacer, Part, Piece
 from mlc_amd.runtime.devices.vulkan import timing
@@ -18,6 +21,13 @@ from mlc_amd.runtime.devices.vulkan.commands import Launch, Recorder
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.io import Io
 from mlc_amd.runtime.devices.vulkan.pipelines import Based
+
+
+class _Started(NamedTuple):
+    """A run that is not waited for. side: see `Io`, None of a run that began behind no other."""
+
+    name: str
+    side: int | None
 
 
 class Replays:
@@ -42,11 +52,16 @@ class Replays:
         self._whole = {name: self._record(name, ()) for name in plan}
         self._cut: dict[str, tuple[tuple[Piece, ...], list[ctypes.Structure]]] = {}  # of the last long step
         self._halves: dict[str, list[ctypes.Structure]] = {}  # before late inputs, and behind them
+        self._behind: dict[tuple[str, int], ctypes.Structure] = {}  # runs behind others, by function and side
+        self._started: deque[_Started] = deque()  # runs that are not waited for, the oldest first
+        self._since = 0.0  # when the oldest of them was alone on the GPU
+        self._side = 0  # of the next run behind another one
         self._timed: dict[str, tuple[tuple[Piece, ...], list[ctypes.Structure], int]] = {}  # with the query pool
 
     def run(self, name: str, meanwhile: Callable[[], None] | None = None) -> None:
         """Runs a function and waits for it. meanwhile: writes LATE inputs, where they are late; a step in pieces takes
         so long that they come first."""
+        self._abandon()
         pieces = self.pacer.pieces(name)
         if meanwhile and not pieces and self._heads[name]:
             self._run_around(name, meanwhile)
@@ -55,8 +70,52 @@ class Replays:
             meanwhile()
         self._submit(name, pieces, self._recorded(name, pieces) if pieces else self._whole[name])
 
+    def short(self, name: str) -> bool:
+        """Whether a run of the function is one submission, as it is for `start` and `start_behind`."""
+        return not self.pacer.pieces(name)
+
+    def start(self, name: str) -> None:
+        """Begins a run, for which `wait` waits."""
+        self._abandon()
+        self.context.submit(*self.io.before(), *self._whole[name])
+        self._begun(name, None)
+
+    def start_behind(self, name: str) -> None:
+        """Begins a run of the function behind one that is in progress. Its tokens are those that the other samples; its
+        other inputs are what the host wrote last."""
+        side = self._side = 1 - self._side
+        if (name, side) not in self._behind:
+            self.io.add_sides()
+            self._behind[name, side] = self._record_behind(name, side)
+        self.context.submit_behind(*self.io.before_behind(side), self._behind[name, side])
+        self._begun(name, side)
+
+    def _begun(self, name: str, side: int | None) -> None:
+        self._started.append(_Started(name, side))
+        if len(self._started) == 1:
+            self._since = time.perf_counter()
+
+    def wait(self) -> None:
+        """Waits for the oldest run that was started."""
+        name, side = self._started[0]
+        begun = time.perf_counter()
+        self.context.wait()
+        now = time.perf_counter()
+        self._started.popleft()
+        self.waited += now - begun
+        self.pacer.took(name, now - self._since)
+        self._since = now
+        self.io.finished(self._functions[name], side)
+
+    def _abandon(self) -> None:
+        """Nobody waits any more for runs that were started, if there are any."""
+        if self._started:
+            self._started.clear()
+            self.context.settle()
+
     def run_plain(self, name: str) -> None:
         """Records the function for this run alone."""
+        self._abandon()
         pieces = self.pacer.pieces(name)
         submissions = self._record(name, pieces)
         self._submit(name, pieces, submissions)
@@ -65,6 +124,7 @@ class Replays:
     def time(self, name: str) -> list[tuple[str, float, float]]:
         """Runs a function; (kernel, seconds, seconds since the end of the launch before) of each launch. A launch that
         overlaps the one before counts from the end of that one; behind a wait for a piece, the wait counts too."""
+        self._abandon()
         pieces = self.pacer.pieces(name)
         launches = [part.launch for piece in pieces for part in piece] or [*range(len(self._plan[name]))]
         if name not in self._timed or self._timed[name][0] != pieces:
@@ -130,6 +190,17 @@ class Replays:
             found.append(self.context.submission(recorder.commands))
         return found
 
+    def _record_behind(self, name: str, side: int) -> ctypes.Structure:
+        """What to submit behind a run of the same function."""
+        recorder, function = Recorder(self.context, self._layout), self._functions[name]
+        recorder.begin()
+        self.io.record_inputs_behind(recorder, function, side)
+        for launch in self._plan[name]:
+            recorder.launch(launch)
+        self.io.record_outputs(recorder, function, side)
+        recorder.end()
+        return self.context.submission(recorder.commands)
+
     def _launches(self, name: str, piece: Piece) -> Iterator[Launch]:
         for part in piece:
             launch = self._plan[name][part.launch]
@@ -145,25 +216,31 @@ class Replays:
     # ---- running
 
     def _submit(self, name: str, pieces: tuple[Piece, ...], submissions: list[ctypes.Structure]) -> None:
-        self.io.before(self._functions[name])
+        before = self.io.before()
         for piece, submission in zip(pieces or ((),), submissions, strict=True):
-            self.context.submit(submission)
+            self.context.submit(*before, submission)
+            before = []
             start = time.perf_counter()
             self.context.wait()
             spent = time.perf_counter() - start
             self.waited += spent
             self.pacer.took(name, spent, piece)
+        self.io.finished(self._functions[name])
 
     def _run_around(self, name: str, meanwhile: Callable[[], None]) -> None:
         if name not in self._halves:
             self._halves[name] = self._record_halves(name)
-        self.io.before(self._functions[name])
+
+        def late() -> None:
+            meanwhile()
+            self.io.late()
+
         start = time.perf_counter()
         head, tail = self._halves[name]
-        self.context.submit_around(head, tail, meanwhile)
-        self.io.late()
+        self.context.submit_around([*self.io.before(), head], tail, late)
         submitted = time.perf_counter()
         self.context.wait()
         now = time.perf_counter()
         self.waited += now - submitted
         self.pacer.took(name, now - start)
+        self.io.finished(self._functions[name])
