@@ -101,9 +101,14 @@ class Answer:
         ]
 
     @property
+    def ahead(self) -> bool:
+        """Whether a step may begin before it has its token of the one in progress."""
+        return not self.done and self._logprobs is None  # for which logits are read, which that step overwrites
+
+    @property
     def predictable(self) -> bool:
-        """Whether it is known how its tokens are chosen before those that come before them are: `choice_behind`."""
-        return not (self.constraint or self.sampling.penalizes or self._logprobs is not None or self.done)
+        """Whether how a token is chosen does not depend on those before it: `choice_behind`."""
+        return self.constraint is None and not self.sampling.penalizes
 
     def choice_behind(self) -> Choice:
         """How the token behind its next one is chosen, whatever the next one is."""

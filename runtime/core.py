@@ -21,7 +21,7 @@ from mlc_amd.runtime.own_draft import OwnDraft
 from mlc_amd.runtime.planned_step import Step
 from mlc_amd.runtime.requests import Request
 from mlc_amd.runtime.runner import Runner
-from mlc_amd.runtime.sampled_rows import Choice, Chosen
+from mlc_amd.runtime.sampled_rows import GREEDY, Choice, Chosen
 from mlc_amd.runtime.scheduler import Limits, Queue, Scheduler
 from mlc_amd.runtime.scoring import Scoring
 from mlc_amd.runtime.sequence import Sequence
@@ -39,6 +39,7 @@ class Core:
         self.speculation: Speculation | None = None  # set while nobody has the turn
         self.clock = time.perf_counter  # seconds, for `speculation`
         self._behind: Step | None = None  # which the device has begun, behind the last one that was completed
+        self._unchosen = False  # that step waits for how its tokens are chosen
         self._answers: dict[Request, Answer] = {}
         self._scorings: dict[Request, Scoring] = {}
         self._turn = Turn()
@@ -156,8 +157,9 @@ class Core:
                     self._answers[request].begin()
             begins = self._may_lead(step)
             if begins:
-                choices = [self._answers[request].choices()[0] for request in step.answers]
-                self.runner.start([sequence.newest_row() for sequence in step.sequences], choices)
+                rows = [sequence.newest_row() for sequence in step.sequences]
+                masks = any(self._answers[request].constraint for request in step.answers)
+                self.runner.start(rows, (lambda: self._choices(step)) if masks else self._choices(step))
         if begins:
             self._finish(step)
         else:
@@ -170,7 +172,7 @@ class Core:
         try:
             yield
         except BaseException:
-            self._behind = None
+            self._behind, self._unchosen = None, False
             self.scheduler.abandon()
             raise
 
@@ -211,15 +213,20 @@ class Core:
 
     def _may_lead(self, step: Step) -> bool:
         """Whether the step may have one behind it."""
+        answers = [self._answers[request] for request in step.answers]
+        late = not all(answer.predictable for answer in answers)
         return (
             not (self.speculation or step.chunk)
-            and self.runner.ahead(len(step.singles))
-            and all(self._answers[request].predictable for request in step.answers)
+            and all(answer.ahead for answer in answers)
+            and self.runner.ahead(len(answers), late)
         )
 
     def _finish(self, step: Step, ahead: bool = True) -> None:
         """Completes the step that the device computes; ahead: begins the next one before."""
         with self._in_progress():
+            if self._unchosen:
+                self._unchosen = False
+                self.runner.choose(self._choices(step))
             self._behind = self._begin_behind(step) if ahead else None
             found = [[chosen] for chosen in self.runner.finish()]
         self._complete(step, found)
@@ -228,13 +235,21 @@ class Core:
 
     def _begin_behind(self, step: Step) -> Step | None:
         answers = [self._answers.get(request) for request in step.answers]
-        if self.speculation or not self.runner.ahead(len(answers)):
+        alive = [answer for answer in answers if answer and answer.ahead]
+        late = not all(answer.predictable for answer in alive)
+        if len(alive) < len(answers) or self.speculation or not self.runner.ahead(len(answers), late):
             return None
-        choices = [answer.choice_behind() for answer in answers if answer and answer.predictable]
-        behind = self.scheduler.plan_behind(step) if len(choices) == len(answers) else None
+        behind = self.scheduler.plan_behind(step)
         if behind:
-            self.runner.start_behind([sequence.newest_row(1) for sequence in behind.sequences], choices)
+            rows = [sequence.newest_row(1) for sequence in behind.sequences]
+            self.runner.start_behind(rows, None if late else [answer.choice_behind() for answer in alive])
+            self._unchosen = late
         return behind
+
+    def _choices(self, step: Step) -> list[Choice]:
+        """How the tokens of a step without guesses are chosen; anything for answers that are done."""
+        answers = [self._answers.get(request) for request in step.answers]
+        return [answer.choices()[0] if answer else GREEDY for answer in answers]
 
     def _settle(self) -> None:
         """No step is in progress."""

@@ -93,27 +93,43 @@ class Runner:
         self._answered = [*range(single), last][: len(known)]
         return self._choices.read(self._answered, known)
 
-    def ahead(self, rows: int) -> bool:
-        """Whether a step of so many single rows may be started behind one of the same rows: `start_behind`. Which cells
-        of states it writes depends on what the step before it gives."""
-        return not self.cache.cells and self.device.ahead(self.functions.of(rows, 0).name)
+    def ahead(self, rows: int, late: bool = False) -> bool:
+        """Whether a step of so many single rows may be started behind one of the same rows: `start_behind`; late:
+        before it is known how tokens are chosen. Which cells of states a step writes depends on what the one before it
+        gives: those are not."""
+        return not self.cache.cells and self.device.ahead(self.functions.of(rows, 0).name, late)
 
-    def start(self, singles: Sequence[Single], choices: Sequence[Choice]) -> None:
-        """Begins a step of single rows, each of which gets a token: `finish` gives them."""
+    def start(self, singles: Sequence[Single], choices: Sequence[Choice] | Callable[[], Sequence[Choice]]) -> None:
+        """Begins a step of single rows, each of which gets a token: `finish` gives them. choices: see `sample`."""
         self._started.clear()
-        self._start(self.device.start, singles, choices)
+        name = self._prepare_singles(singles)
+        if callable(choices):
+            self.device.start(name, lambda: self._choose(choices()))
+        else:
+            self._choose(choices)
+            self.device.start(name)
 
-    def start_behind(self, singles: Sequence[Single], choices: Sequence[Choice]) -> None:
+    def start_behind(self, singles: Sequence[Single], choices: Sequence[Choice] | None) -> None:
         """Begins the next step of the same rows before the one in progress is finished. The tokens of `singles` do not
-        count: they are those that the other step chooses."""
-        self._start(self.device.start_behind, singles, choices)
+        count: they are those that the other step chooses. choices: None: `choose` tells them when that is finished."""
+        name = self._prepare_singles(singles)
+        if choices is not None:
+            self._choose(choices)
+        self.device.start_behind(name, choices is None)
 
-    def _start(self, start: Callable[[str], None], singles: Sequence[Single], choices: Sequence[Choice]) -> None:
+    def choose(self, choices: Sequence[Choice]) -> None:
+        """How the step that was begun last chooses its tokens."""
+        self._choose(choices)
+        self.device.start_late(self._last)
+
+    def _prepare_singles(self, singles: Sequence[Single]) -> str:
         function = self.functions.of(len(singles), 0)
-        self._choices.write(choices)
         self.prepare(function, singles, None)
-        start(function.name)
         self._last, self._answered = function.name, [*range(len(singles))]
+        return function.name
+
+    def _choose(self, choices: Sequence[Choice]) -> None:
+        self._choices.write(choices)
         self._started.append(choices)
 
     def finish(self) -> list[Chosen]:

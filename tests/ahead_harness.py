@@ -16,21 +16,25 @@ def computes_ahead(engine: Engine, monkeypatch) -> list[str]:
         device.run(name)
         outputs.append({of: read(of, rows[name]).copy() for of in OUTPUTS})
 
-    def start(name):
+    def start(name, meanwhile=None):
         outputs.clear()  # of runs that nobody waited for
+        if meanwhile:
+            meanwhile()
         compute_now(name)
 
-    def start_behind(name):
+    def start_behind(name, late=False):
         assert len(outputs) == 1
         sampled = outputs[-1]["sampled"]
         device.write("tokens", sampled)
         behind.append(name)
-        compute_now(name)
+        if not late:
+            compute_now(name)
 
     def wait():
         device.found = outputs.popleft()
 
-    monkeypatch.setattr(device, "ahead", lambda name: True)
+    monkeypatch.setattr(device, "ahead", lambda name, late=False: True)
+    monkeypatch.setattr(device, "start_late", compute_now, raising=False)
     monkeypatch.setattr(device, "start", start, raising=False)
     monkeypatch.setattr(device, "start_behind", start_behind, raising=False)
     monkeypatch.setattr(device, "wait", wait, raising=False)

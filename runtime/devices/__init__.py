@@ -7,11 +7,13 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
 .run(function, meanwhile)    runs one function of the plan and waits; GPUs run long steps in pieces (pieces.py).
                              meanwhile: optional: is called once and writes io buffers of steps.LATE; a GPU computes
                              what does not read these at the same time. What it raises is raised when the device is idle
-.ahead(function)             whether a run of that function may begin behind one in progress; if so, there are
-.start(function)               begins a run
-.start_behind(function)        begins another run of the same function behind the one in progress, of the same rows: its
+.ahead(function, late)       whether a run of that function may begin behind one in progress, late: also before its LATE
+                             inputs are known; if so, there are
+.start(function, meanwhile)    `run` without waiting
+.start_behind(function, late)  begins another run of the same function behind the one in progress, of the same rows: its
                                tokens are those that the other one samples (`sampled`); its other inputs are what was
                                written since. There is one such run at a time
+.start_late(function)          the LATE inputs of a run that was begun before they were known have been written
 .wait()                        waits for the oldest of these runs; `read` gives its results, but for rows of `logits`
                                while another one is in progress
 .run_plain(function)         the same launch by launch, without what was recorded or captured at load: to compare with

@@ -183,7 +183,7 @@ class HipDevice:
         else:
             self._run_beside(function, before, meanwhile)
 
-    def ahead(self, function: str) -> bool:
+    def ahead(self, function: str, late: bool = False) -> bool:
         return False
 
     def run_plain(self, function: str) -> None:

@@ -7,7 +7,7 @@ are registered with `held` and destroyed in reverse order when that closes.
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from mlc_amd.runtime.devices.vulkan import api
@@ -52,6 +52,7 @@ class Context:
         fences = [self.own("vkDestroyFence", self.create("vkCreateFence", api.FenceInfo())) for _ in range(AHEAD)]
         self._free = [(ctypes.c_uint64 * 1)(fence) for fence in fences]
         self._running: deque[ctypes.Array] = deque()  # fences of what runs, the oldest first
+        self._open = False  # what was submitted last has no fence
 
     def _open(self) -> None:
         gpu = self.gpu
@@ -113,7 +114,7 @@ class Context:
     @property
     def busy(self) -> bool:
         """Whether there is something that was submitted and not waited for."""
-        return bool(self._running)
+        return bool(self._running) or self._open
 
     def submit(self, *submissions: ctypes.Structure) -> None:
         """Starts command buffers, one behind the other, when all those before are done."""
@@ -123,36 +124,25 @@ class Context:
     def submit_behind(self, *submissions: ctypes.Structure) -> None:
         """The same behind what runs: `wait` is still to be called for that, and then for these. At most AHEAD of these
         calls are not waited for."""
-        self._start(submissions, self._fence())
+        self._running.append(self._free.pop())
+        self._start(submissions, self._running[-1])
+        self._open = False
 
-    def submit_around(
-        self, first: Sequence[ctypes.Structure], then: ctypes.Structure, meanwhile: Callable[[], None]
-    ) -> None:
-        """Starts the first command buffers, calls `meanwhile`, and starts the other one behind them. What `meanwhile`
-        raises is raised when the first ones are done."""
-        self.settle()
-        fence = self._fence()
-        self._start(first, None)
-        try:
-            meanwhile()
-        except BaseException:
-            self.settle()
-            raise
-        self._start([then], fence)
+    def submit_open(self, *submissions: ctypes.Structure) -> None:
+        """Starts command buffers behind what runs; `submit_behind` comes next, and is waited for in their place, or
+        `settle`."""
+        self._open = True
+        self._start(submissions, None)
 
     def _start(self, submissions: Sequence[ctypes.Structure], fence: ctypes.Array | None) -> None:
         together = (api.SubmitInfo * len(submissions))(*submissions)
         self.calls.vkQueueSubmit(self.queue, len(submissions), together, fence[0] if fence else 0)
 
-    def _fence(self) -> ctypes.Array:
-        """One for what is started next."""
-        self._running.append(self._free.pop())
-        return self._running[-1]
-
     def settle(self) -> None:
         """Waits for what was submitted without a wait, or with one that was interrupted."""
-        if self._running:
+        if self.busy:
             self.calls.vkDeviceWaitIdle(self.device)
+            self._open = False
             while self._running:
                 self._release()
 
@@ -184,7 +174,7 @@ class Context:
             self.submit(self.submission(commands))
             self.wait()
         finally:
-            if not self._running:
+            if not self.busy:
                 self.calls.vkFreeCommandBuffers(self.device, self.pool, 1, handles)
 
     def barrier(self, commands: int, stages: tuple[int, int], access: tuple[int, int]) -> None:

@@ -90,7 +90,6 @@ class Io:
         self._outputs: list[tuple[Block, dict[str, np.ndarray]]] = []  # the usual one, then those of the sides
         self._add_outputs()
         self._stale: set[str] = set()  # tables that kernels have an old copy of
-        self._late_at = {name: place for name, place in (own.places | own.table_places).items() if name in LATE}
         self._rows: dict[str, int] = {}  # of outputs that the host has
         self._from = 0  # whose outputs the host reads
         self._copied: dict[int, dict[str, int]] = {}  # of `_recorded`, by rows of logits
@@ -144,11 +143,15 @@ class Io:
         sampled, offset = self.places["sampled"]
         recorder.copy(sampled, offset, target, begin, self.byte_count("sampled", function))
 
-    def record_late(self, recorder: Recorder, function: Mapping) -> None:
-        """Of LATE inputs, the rows that a function uses, where `record_inputs` or `before` came too early."""
-        for name, (block, offset) in self._late_at.items() if self.copies else ():
-            rows = self._row_bytes(name, function["logits"])
-            recorder.copy(block, offset, *self.places[name], rows)
+    def record_late(self, recorder: Recorder, function: Mapping, side: int | None = None) -> None:
+        """Of LATE inputs, the rows that a function uses, where `record_inputs` or `before` came too early. side: of a
+        run behind another one."""
+        if side is None and not self.copies:
+            return
+        inputs = self._inputs[0 if side is None else 1 + side]
+        for name in LATE:
+            block, offset = (inputs.places | inputs.table_places)[name]
+            recorder.copy(block, offset, *self.places[name], self._row_bytes(name, function["logits"]))
 
     def record_outputs(self, recorder: Recorder, function: Mapping, side: int | None = None) -> None:
         """side: of a run behind another one."""
@@ -181,9 +184,9 @@ class Io:
         self._inputs[0].put(self._written, self._host)
         return self._renewals(self._inputs[0])
 
-    def late(self) -> None:
+    def late(self, side: int | None = None) -> None:
         """Before what `record_late` recorded is submitted: what the host has written since `before`, LATE inputs."""
-        self._inputs[0].put(self._written, self._host)
+        self._inputs[0 if side is None else 1 + side].put(self._written, self._host)
         self._stale.difference_update(LATE)
 
     def add_sides(self) -> None:

@@ -52,43 +52,74 @@ class Replays:
         self._whole = {name: self._record(name, ()) for name in plan}
         self._cut: dict[str, tuple[tuple[Piece, ...], list[ctypes.Structure]]] = {}  # of the last long step
         self._halves: dict[str, list[ctypes.Structure]] = {}  # before late inputs, and behind them
-        self._behind: dict[tuple[str, int], ctypes.Structure] = {}  # runs behind others, by function and side
+        # runs behind others, by function, side, and whether LATE inputs come later
+        self._behind: dict[tuple[str, int, bool], list[ctypes.Structure]] = {}
+        self._rest: list[ctypes.Structure] = []  # of the last of them: what comes with its LATE inputs
         self._started: deque[_Started] = deque()  # runs that are not waited for, the oldest first
         self._since = 0.0  # when the oldest of them was alone on the GPU
         self._side = 0  # of the next run behind another one
         self._timed: dict[str, tuple[tuple[Piece, ...], list[ctypes.Structure], int]] = {}  # with the query pool
 
     def run(self, name: str, meanwhile: Callable[[], None] | None = None) -> None:
-        """Runs a function and waits for it. meanwhile: writes LATE inputs, where they are late; a step in pieces takes
-        so long that they come first."""
-        self._abandon()
+        """Runs a function and waits for it. meanwhile: see `start`; a step in pieces takes so long that it comes
+        first."""
         pieces = self.pacer.pieces(name)
-        if meanwhile and not pieces and self._heads[name]:
-            self._run_around(name, meanwhile)
+        if not pieces:
+            self.start(name, meanwhile)
+            self.wait()
             return
+        self._abandon()
         if meanwhile:
             meanwhile()
-        self._submit(name, pieces, self._recorded(name, pieces) if pieces else self._whole[name])
+        self._submit(name, pieces, self._recorded(name, pieces))
 
     def short(self, name: str) -> bool:
         """Whether a run of the function is one submission, as it is for `start` and `start_behind`."""
         return not self.pacer.pieces(name)
 
-    def start(self, name: str) -> None:
-        """Begins a run, for which `wait` waits."""
+    def has_late(self, name: str) -> bool:
+        """Whether the function reads LATE inputs, and not at once."""
+        return bool(self._heads[name])
+
+    def start(self, name: str, meanwhile: Callable[[], None] | None = None) -> None:
+        """Begins a run, for which `wait` waits. meanwhile: writes LATE inputs; where they are late, the GPU computes
+        what does not read them at the same time. What it raises is raised when the GPU is idle."""
         self._abandon()
-        self.context.submit(*self.io.before(), *self._whole[name])
+        if meanwhile and self._heads[name]:
+            if name not in self._halves:
+                self._halves[name] = self._record_halves(name)
+            head, tail = self._halves[name]
+            self.context.submit_open(*self.io.before(), head)
+            try:
+                meanwhile()
+            except BaseException:
+                self.context.settle()
+                raise
+            self.io.late()
+            self.context.submit_behind(tail)
+        else:
+            if meanwhile:
+                meanwhile()
+            self.context.submit(*self.io.before(), *self._whole[name])
         self._begun(name, None)
 
-    def start_behind(self, name: str) -> None:
+    def start_behind(self, name: str, late: bool = False) -> None:
         """Begins a run of the function behind one that is in progress. Its tokens are those that the other samples; its
-        other inputs are what the host wrote last."""
+        other inputs are what the host wrote last. late: what reads LATE inputs comes with `start_late`."""
         side = self._side = 1 - self._side
-        if (name, side) not in self._behind:
+        key = name, side, late
+        if key not in self._behind:
             self.io.add_sides()
-            self._behind[name, side] = self._record_behind(name, side)
-        self.context.submit_behind(*self.io.before_behind(side), self._behind[name, side])
+            self._behind[key] = self._record_behind(name, side, late)
+        first, *rest = self._behind[key]
+        (self.context.submit_open if late else self.context.submit_behind)(*self.io.before_behind(side), first)
+        self._rest = rest
         self._begun(name, side)
+
+    def start_late(self) -> None:
+        """The host has written the LATE inputs of the run that was begun last."""
+        self.io.late(self._side)
+        self.context.submit_behind(*self._rest)
 
     def _begun(self, name: str, side: int | None) -> None:
         self._started.append(_Started(name, side))
@@ -109,9 +140,8 @@ class Replays:
 
     def _abandon(self) -> None:
         """Nobody waits any more for runs that were started, if there are any."""
-        if self._started:
-            self._started.clear()
-            self.context.settle()
+        self._started.clear()
+        self.context.settle()
 
     def run_plain(self, name: str) -> None:
         """Records the function for this run alone."""
@@ -190,16 +220,25 @@ class Replays:
             found.append(self.context.submission(recorder.commands))
         return found
 
-    def _record_behind(self, name: str, side: int) -> ctypes.Structure:
-        """What to submit behind a run of the same function."""
-        recorder, function = Recorder(self.context, self._layout), self._functions[name]
-        recorder.begin()
-        self.io.record_inputs_behind(recorder, function, side)
-        for launch in self._plan[name]:
-            recorder.launch(launch)
-        self.io.record_outputs(recorder, function, side)
-        recorder.end()
-        return self.context.submission(recorder.commands)
+    def _record_behind(self, name: str, side: int, late: bool) -> list[ctypes.Structure]:
+        """What to submit behind a run of the same function; late: before LATE inputs are known, and then."""
+        function, launches, head = self._functions[name], self._plan[name], self._heads[name]
+        groups = [launches[:head], launches[head:]] if late else [launches]
+        found = []
+        for i, group in enumerate(groups):
+            recorder = Recorder(self.context, self._layout)
+            recorder.begin()
+            if i == 0:
+                self.io.record_inputs_behind(recorder, function, side)
+            else:
+                self.io.record_late(recorder, function, side)
+            for launch in group:
+                recorder.launch(launch)
+            if i == len(groups) - 1:
+                self.io.record_outputs(recorder, function, side)
+            recorder.end()
+            found.append(self.context.submission(recorder.commands))
+        return found
 
     def _launches(self, name: str, piece: Piece) -> Iterator[Launch]:
         for part in piece:
@@ -225,22 +264,4 @@ class Replays:
             spent = time.perf_counter() - start
             self.waited += spent
             self.pacer.took(name, spent, piece)
-        self.io.finished(self._functions[name])
-
-    def _run_around(self, name: str, meanwhile: Callable[[], None]) -> None:
-        if name not in self._halves:
-            self._halves[name] = self._record_halves(name)
-
-        def late() -> None:
-            meanwhile()
-            self.io.late()
-
-        start = time.perf_counter()
-        head, tail = self._halves[name]
-        self.context.submit_around([*self.io.before(), head], tail, late)
-        submitted = time.perf_counter()
-        self.context.wait()
-        now = time.perf_counter()
-        self.waited += now - submitted
-        self.pacer.took(name, now - start)
         self.io.finished(self._functions[name])
