@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from mlc_amd.runtime.sampling import Sampling, most_likely
-from mlc_amd.runtime.sampling_layout import CHANGES, FIELDS, WORDS
+from mlc_amd.runtime.sampling_layout import ALL_ALLOWED, CHANGES, FIELDS, LISTED, NO_MIN_P, WORDS
 from mlc_amd.runtime.sampling_rows import write_row
 
-_POSITION, _TOP_K = FIELDS.index("position"), FIELDS.index("top_k")
+_POSITION, _TOP_K, _TOP_P, _MIN_P = map(FIELDS.index, ("position", "top_k", "top_p", "min_p"))
 
 
 class Choice(NamedTuple):
@@ -72,13 +72,13 @@ class SampledRows:
         """choices: of the first rows."""
         self.clear()
         changed = masked = 0
-        limited = []  # rows with a mask and a top_k
+        limited = []  # rows with a mask that draw
         for i, choice in enumerate(choices):
             sampling, logprob, mask = choice.sampling, choice.logprobs is not None, choice.allowed
             if mask is not None:
                 self._allowed[i, : len(mask)] = mask
                 masked = i + 1
-                if sampling.top_k:
+                if not sampling.greedy:
                     limited.append(i)
             if sampling.penalizes:
                 tokens = [*choice.tokens, *choice.guessed] if choice.guessed else choice.tokens
@@ -93,10 +93,8 @@ class SampledRows:
                 if len(changes):
                     self._changes[i, : len(changes)] = changes
                     changed = i + 1
-        if limited:  # a mask that leaves no more than top_k: the device would search the whole row for nothing
-            allowed = np.bitwise_count(self._allowed[limited].view(np.uint32)).sum(axis=1, dtype=np.int32)
-            few = allowed <= self._words[limited, _TOP_K]
-            self._words[np.array(limited)[few], _TOP_K] = 0
+        if limited:
+            self._spare_searches(np.array(limited))
         if self._words[: len(choices)].any():
             self._written = len(choices)
             self._device.write("sampling", self._words[: len(choices)])
@@ -104,6 +102,18 @@ class SampledRows:
             self._device.write("changes", self._changes[:changed])
         if masked:
             self._device.write("allowed", self._allowed[:masked])
+
+    def _spare_searches(self, rows: np.ndarray) -> None:
+        """Changes nothing that is chosen in rows with masks. Of a mask that leaves no more than top_k a device would
+        search the whole row for nothing; where no filter is left, one that keeps all allowed tokens makes it list them,
+        if these are few: it draws from a list."""
+        words = self._words[rows]
+        floats = words.view(np.float32)
+        allowed = np.bitwise_count(self._allowed[rows].view(np.uint32)).sum(axis=1, dtype=np.int32)
+        words[allowed <= words[:, _TOP_K], _TOP_K] = 0
+        free = (words[:, _TOP_K] == 0) & (floats[:, _TOP_P] >= 1) & (floats[:, _MIN_P] == np.float32(NO_MIN_P))
+        floats[free & (allowed <= LISTED), _MIN_P] = ALL_ALLOWED
+        self._words[rows] = words
 
     def _of(self, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
         """The words, but for the position, and the changes of a row without penalties."""

@@ -23,6 +23,8 @@ DRAW, ADJUST, MASK, LOGPROB = 1, 2, 4, 8
 RECENT = 1 << 30  # in the first word of a change: the token is a recent one, which the repetition penalty applies to
 TOKEN = RECENT - 1
 NO_MIN_P = -3.0e38
+ALL_ALLOWED = -1.0e30  # a min_p that leaves out nothing but what a mask does
+LISTED = 1024  # tokens, at least, that a device draws from without going through the row again
 CHANGES = 256  # of a row, at most
 
 

@@ -13,6 +13,7 @@ from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.kv_pool import KvSize
+from mlc_amd.runtime.sampled_rows import Choice, SampledRows
 from mlc_amd.runtime.sampling import Sampling
 from mlc_amd.runtime.sampling_rows import mask_words
 from mlc_amd.runtime.steps import write_private_pages, write_step
@@ -66,6 +67,32 @@ def test_rows_of_a_step(device, kind, singles, chunk):
     logits = device.read("logits", n)[:, :vocab].copy()
     asked = [cases.Row(row, s, recent) for row, s in zip(logits, SAMPLINGS[-n:], strict=True)]
     cases.check(asked, device.read("sampled", n), device.read("logprobs", n))
+
+
+@pytest.mark.parametrize("kind", ["decode", "mixed_"])
+def test_masked_rows_draw_as_the_host_does(device, kind):
+    """Masks of few and of many tokens, beside filters and without: `SampledRows` changes none of it."""
+    device, manifest = device
+    name = next(name for name in manifest["functions"] if name.startswith(kind))
+    function, vocab = manifest["functions"][name], manifest["model"]["vocab"]
+    n, rows = min(function["single"], 4), SampledRows(device, manifest["io"], vocab)
+    write_private_pages(device, manifest, n)
+    filters = {}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.02}
+    samplings = [Sampling(temperature=1.5, seed=seed, **options) for seed, options in enumerate(filters)]
+    for count in (1, 3, 20, 21, 900, vocab - 5):
+        for first in range(0, len(samplings), n):
+            chosen = samplings[first : first + n]
+            masks = [cases.some_allowed(vocab, count, seed) for seed in range(len(chosen))]
+            singles = [(7 + i, 0, i) for i in range(len(chosen))]
+            write_step(device, function, singles)
+            rows.write([Choice(s, 0, [1] * 5, mask_words(m)) for s, m in zip(chosen, masks, strict=True)])
+            device.run(name)
+            logits = device.read("logits", len(chosen))[:, :vocab].copy()
+            asked = [
+                cases.Row(row, s, allowed=mask, logprob=False)
+                for row, s, mask in zip(logits, chosen, masks, strict=True)
+            ]
+            cases.check(asked, device.read("sampled", len(chosen)), device.read("logprobs", len(chosen)))
 
 
 class Walk:

@@ -4,7 +4,7 @@ import numpy as np
 
 from mlc_amd.runtime.sampled_rows import GREEDY, Choice, SampledRows
 from mlc_amd.runtime.sampling import Sampling
-from mlc_amd.runtime.sampling_layout import CHANGES, FIELDS
+from mlc_amd.runtime.sampling_layout import ALL_ALLOWED, CHANGES, FIELDS
 from mlc_amd.runtime.sampling_rows import mask_words
 
 VOCAB, ROWS = 100, 8
@@ -27,6 +27,8 @@ def test_a_mask_that_leaves_few_tokens_needs_no_top_k():
     for _ in range(2):  # nothing is left of the step before
         rows.write(choices)
         assert device["sampling"][:, FIELDS.index("top_k")].tolist()[1:] == [10, 0, 10, 10, 0]
+        listed = device["sampling"].view(np.float32)[:, FIELDS.index("min_p")] == np.float32(ALL_ALLOWED)
+        assert listed.tolist() == [False, False, True, False, False, True]
         assert device["allowed"][2:].tolist() == [mask.tolist() for mask in masks]
     penalized = Sampling(temperature=1.0, top_k=10, presence_penalty=0.5)
     rows.write([Choice(penalized, 1, (3,), masks[0]), Choice(penalized, 1, (3,), masks[1])])
