@@ -8,6 +8,7 @@ import json
 import pytest
 
 from mlc_amd.runtime.artifact import Artifact
+from mlc_amd.runtime.batch import Batch
 from mlc_amd.runtime.devices.cpu import CpuDevice
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.errors import UserError
@@ -96,9 +97,15 @@ def test_each_repetition_starts_at_the_same_depth(folder, monkeypatch):
     positions = []
     advance = engine.advance
     monkeypatch.setattr(engine, "advance", lambda ids: (positions.append((engine.position, len(ids))), advance(ids))[1])
+    decoded, decode = [], Batch.decode
+
+    def recorded(batch, ids, count):
+        decoded.append(([len(sequence.tokens) for sequence in batch._sequences], len(ids), count))
+        decode(batch, ids, count)
+
+    monkeypatch.setattr(Batch, "decode", recorded)
     assert len(bench.measure(engine, Case(0, 2, 7), 2)[0]) == 2
-    assert positions == [(0, 7), *[(7, 1), (8, 1)] * 3]
-    positions.clear()
+    assert decoded == [([7], 1, 2)] * 3 and not positions
     assert len(bench.measure(engine, Case(5, 0, 7), 1)[0]) == 1
     assert positions == [(0, 7), (7, 5), (7, 5)]
     assert engine.position == 12

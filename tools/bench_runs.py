@@ -1,7 +1,7 @@
 """Runs the tests of `mlc-amd bench`: how long prefill and decode take, of several sequences, and with guesses.
 
-In: an engine, a `Test`. Out: seconds of each repetition, the power meanwhile. Tokens are random, and where several
-sequences go on those that the device chooses: only steps are timed.
+In: an engine, a `Test`. Out: seconds of each repetition, the power meanwhile. Prompts are random, and so is the first
+token that is decoded; the next ones are the most likely ones. Only steps are timed.
 Of guesses (`Test.right`) as many count as right as the test says, whatever the model would choose.
 """
 
@@ -70,16 +70,19 @@ def measure(
     engine, test: Test, repetitions: int, sensors: Sequence[power.Sensor] = ()
 ) -> tuple[list[Repetition], Power]:
     """The repetitions, after one that is not counted, and the power that the sensors told meanwhile."""
-    if test.n_seqs > 1 or test.right is not None:
-        return _measure_together(engine, test, repetitions, sensors)
+    return (_measure_prefill if test.n_prompt else _measure_decode)(engine, test, repetitions, sensors)
+
+
+def _measure_prefill(
+    engine, test: Test, repetitions: int, sensors: Sequence[power.Sensor]
+) -> tuple[list[Repetition], Power]:
     random = np.random.default_rng(0)
 
     def repeat() -> Repetition:
         engine.truncate(test.n_depth)
-        ids = random.integers(0, engine.vocab, test.tokens)
+        ids = random.integers(0, engine.vocab, test.n_prompt)
         waited, start = engine.device.waited, time.perf_counter()
-        for part in [ids] if test.n_prompt else ids[:, None]:
-            engine.advance(part)
+        engine.advance(ids)
         seconds = time.perf_counter() - start
         return Repetition(seconds, seconds - (engine.device.waited - waited))
 
@@ -90,10 +93,10 @@ def measure(
     return _repeated(repeat, test, repetitions, sensors)
 
 
-def _measure_together(
+def _measure_decode(
     engine, test: Test, repetitions: int, sensors: Sequence[power.Sensor]
 ) -> tuple[list[Repetition], Power]:
-    """`measure` of several sequences, each behind n_depth tokens of its own."""
+    """Each sequence is behind n_depth tokens of its own."""
     random = np.random.default_rng(0)
     engine.reset()
     warm(engine)
