@@ -17,7 +17,7 @@ from mlc_amd.runtime.kv_types import KvType
 from mlc_amd.runtime.pages import PAGE
 from mlc_amd.runtime.speculation import MOST
 from mlc_amd.tools import bandwidth, bench_formats, display, host_profile, kernel_table, models, power
-from mlc_amd.tools.bench_runs import Test, measure, warm
+from mlc_amd.tools.bench_runs import Test, fill, measure, warm
 
 SHORT = {"np": "n_seqs", "p": "n_prompt", "n": "n_gen", "d": "n_depth", "r": "repetitions", "o": "output"}
 _MIN_CONTEXT = 512  # tokens; the minimum to compile for
@@ -128,7 +128,7 @@ def run(
             result["per_kernel"] = _per_kernel(engine, test, result)
             tables.append(kernel_table.text(result["per_kernel"], _peak_words(result)))
         if profile_host and test.n_gen and test.n_seqs == 1:
-            engine.truncate(test.n_depth)
+            fill(engine, test.n_depth)
             result["host_profile"] = host_profile.measure(engine, test.n_gen)
             tables.append(f"{test.name}\n{host_profile.text(result['host_profile'])}")
         sys.stdout.write(write(result))
@@ -204,7 +204,7 @@ def _sensors(device) -> list[power.Sensor]:
 
 def _per_kernel(engine, test: Test, result: dict) -> dict[str, object]:
     """The kernels' times in one step of the test, at the depth where it begins."""
-    engine.truncate(test.n_depth)
+    fill(engine, test.n_depth)
     warm(engine)
     peak = result["peak_gbps"] or result["machine_gbps"]
     return kernel_table.measure(engine, np.arange(test.n_prompt or 1) % engine.vocab, peak and peak * 1e9)

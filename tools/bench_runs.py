@@ -86,9 +86,7 @@ def _measure_prefill(
         seconds = time.perf_counter() - start
         return Repetition(seconds, seconds - (engine.device.waited - waited))
 
-    engine.reset()
-    if test.n_depth:
-        engine.advance(random.integers(0, engine.vocab, test.n_depth))
+    fill(engine, test.n_depth)
     warm(engine)
     return _repeated(repeat, test, repetitions, sensors)
 
@@ -174,6 +172,13 @@ def _guess(batch: Batch, speculation: Speculation, texts: dict[Request, list[int
             done[request] += kept[request]
         batch.verify(rows, list(kept.values()))
         speculation.completed(drafts, kept, drafted - begin, time.perf_counter() - drafted)
+
+
+def fill(engine, tokens: int) -> None:
+    """Gives the engine's own sequence so many random tokens, in place of what it has."""
+    engine.reset()
+    if tokens:
+        engine.advance(np.random.default_rng(1).integers(0, engine.vocab, tokens))
 
 
 def warm(engine) -> None:
