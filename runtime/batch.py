@@ -18,7 +18,7 @@ class Batch:
     """`count` sequences. Nobody else may use the engine meanwhile (`Engine.batch`)."""
 
     def __init__(self, cache: "Cache", runner: "Runner", count: int) -> None:
-        self._cache, self._runner = cache, runner
+        self._cache, self._runner, self.count = cache, runner, count
         self._sequences = [cache.sequence() for _ in range(count)]
 
     def prefill(self, ids: np.ndarray) -> None:
@@ -42,14 +42,19 @@ class Batch:
         """Appends a token to each sequence. Returns the most likely next ones."""
         return self.verify([[token] for token in ids], [1] * len(ids))
 
-    def decode(self, ids: SequenceOf[int], count: int) -> None:
-        """Appends a token to each sequence, and the most likely ones behind it, `count` altogether. As for answers,
-        each step begins before the one in progress is done, where the device can."""
+    @property
+    def ahead(self) -> bool:
+        """Whether steps may begin before the one in progress is done."""
+        return self._runner.ahead(len(self._sequences))
+
+    def decode(self, ids: SequenceOf[int], count: int, ahead: bool = True) -> list[list[int]]:
+        """Appends a token to each sequence, and the most likely ones behind it, `count` altogether. Returns these of
+        each. ahead: as for answers, each step begins before the one in progress is done, where the device can."""
         runner, sequences, choices = self._runner, self._sequences, [GREEDY] * len(ids)
-        if not runner.ahead(len(sequences)):
+        if not (ahead and self.ahead):
             for _ in range(count):
                 ids = self.step(ids)
-            return
+            return [sequence.tokens[-count:] for sequence in sequences]
         for sequence, token in zip(sequences, ids, strict=True):
             reserve(sequence, 1)
             sequence.append([token])
@@ -64,6 +69,7 @@ class Batch:
             for sequence, choice in zip(sequences, chosen, strict=True):
                 sequence.advance(1)
                 sequence.append([max(choice.token, 0)] if left else [])
+        return [sequence.tokens[-count:] for sequence in sequences]
 
     def verify(self, ids: SequenceOf[SequenceOf[int]], kept: SequenceOf[int]) -> list[int]:
         """Computes several tokens behind each sequence, `rows` of them at most, and appends the first `kept`, as a step

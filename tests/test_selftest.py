@@ -18,6 +18,7 @@ from mlc_amd.runtime.artifact import Artifact
 from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.devices.vulkan.api import DEVICE_LOST, VulkanError
+from mlc_amd.runtime.devices.vulkan.io import Io
 from mlc_amd.runtime.engine import Engine
 from mlc_amd.runtime.io_buffers import SLOTS
 from mlc_amd.runtime.kv_pool import KvSize
@@ -77,6 +78,7 @@ def test_passes_and_writes_its_file(artifact, tmp_path, capsys):
     assert not any(join["failed"] for join in joins)
     steps = {step["function"] for step in found["logits"]["steps"]}
     assert steps == set(manifest["functions"]) == set(found["replays"]["functions"])
+    assert found["ahead"] == {"steps": min(selftest_model.AHEAD, manifest["context"] - 4) - 1, "problem": None}
     timed = [one for one in found["kernels"] if "us" in one]
     assert len(timed) > len(manifest["kernels"]) // 2 and all(one["us"] > 0 for one in timed)
     assert (
@@ -196,6 +198,13 @@ def test_stale_replays_are_found(artifact, monkeypatch):
 
     monkeypatch.setattr(device, "run", stale)
     assert "decode" in selftest_model.replays(device, made, 1)["wrong"]
+
+
+def test_steps_ahead_that_miss_their_token_are_found(artifact, monkeypatch):
+    with Engine.load(artifact) as engine:
+        monkeypatch.setattr(Io, "record_inputs_behind", lambda io, recorder, *_: io.record_inputs(recorder))
+        found = selftest_model.ahead(engine)
+        assert found["steps"] > 20 and "other tokens" in found["problem"]
 
 
 def test_sequences_of_a_large_cache_have_slots_of_their_own(compiled):

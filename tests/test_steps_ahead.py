@@ -84,18 +84,16 @@ def test_a_run_has_its_own_inputs_and_results(vulkan):
         assert [of.token for of in runner.finish()] == expected[5]
 
 
-def test_batches_go_on_with_their_own_tokens(vulkan, monkeypatch):
-    def texts():
+def test_batches_go_on_with_their_own_tokens(vulkan):
+    def texts(ahead):
         vulkan.reset()
         with vulkan.batch(2) as batch:
+            assert batch.ahead
             batch.prefill(np.array([[1, 2, 3], [4, 5, 6]]))
-            batch.decode([7, 8], 70)
-            return [list(sequence.tokens) for sequence in batch._sequences]
+            return batch.decode([7, 8], 70, ahead)
 
-    found = texts()
-    assert [len(text) for text in found] == [73, 73]
-    monkeypatch.setattr(vulkan.device, "ahead", lambda name, late=False: False)
-    assert texts() == found
+    found = texts(True)
+    assert [len(text) for text in found] == [70, 70] and texts(False) == found
 
 
 def test_what_is_not_waited_for_does_no_harm(vulkan):

@@ -97,12 +97,13 @@ def measure(engine: Engine, device: str | None, runs: int, whole_model: bool, se
     replayed, timed = ROUNDS.get(facts["type"], GPU_ROUNDS)
     status = terminal.Status()
     watch = Watch(used.name, status, None) if facts["type"] == "cpu" else Watch(used.name, status)
-    watch.calls(used, ("run", "run_plain", "time"))
+    watch.calls(used, ("run", "run_plain", "time", "wait"))
     status.show("whole model")
     agreement = selftest_model.agreement(engine)
     token = selftest_model.pace(engine)  # now that the weights are in memory
     found = {
         "agreement": agreement,
+        "ahead": selftest_model.ahead(engine, token, budget),
         "times": selftest_model.times(engine, timed, token, budget),  # drivers may have work with what runs first
         # From here on, the device's pages are no longer the engine's.
         "replays": selftest_model.replays(used, artifact, replayed, token, budget),
@@ -128,7 +129,8 @@ def measure(engine: Engine, device: str | None, runs: int, whole_model: bool, se
     kernels.sort(key=lambda kernel: order[kernel["kernel"]])
     problems = [f"{kernel['kernel']}: {kernel['problem']}" for kernel in kernels if kernel["problem"]]
     problems += [f"replays of {name} differ from launches one by one" for name in found["replays"]["wrong"]]
-    problems += [part["problem"] for part in (found["logits"], found["agreement"]) if part["problem"]]
+    checked = found["logits"], found["agreement"], found["ahead"]
+    problems += [part["problem"] for part in checked if part["problem"]]
     manifest = artifact.manifest
     return {
         "format": FORMAT,
@@ -147,7 +149,7 @@ def measure(engine: Engine, device: str | None, runs: int, whole_model: bool, se
             "weights": manifest["weights"],
         },
         "kernels": kernels,
-        **{name: found[name] for name in ("replays", "logits", "agreement")},
+        **{name: found[name] for name in ("replays", "logits", "agreement", "ahead")},
     }
 
 
@@ -218,7 +220,7 @@ def text(found: dict) -> str:
 
 def _checks(found: dict) -> list[tuple[str, str]]:
     """What the rest of the findings says, one line each."""
-    replays, logits, agreement = found["replays"], found["logits"], found["agreement"]
+    replays, logits, agreement, ahead = (found[name] for name in ("replays", "logits", "agreement", "ahead"))
     good = sum(not kernel["problem"] and not kernel.get("note") for kernel in found["kernels"])
     notes = Counter(kernel["note"] for kernel in found["kernels"] if kernel.get("note"))
     joins = [join for kernel in found["kernels"] for join in kernel.get("joins", ())]
@@ -240,6 +242,7 @@ def _checks(found: dict) -> list[tuple[str, str]]:
             if replays["wrong"]
             else f"ok, {replays['rounds']} rounds of {len(replays['functions'])} functions",
         ),
+        ("steps ahead", ahead["problem"] or (f"ok, {ahead['steps']} steps" if ahead["steps"] else "none here")),
         ("logits", logits["problem"] or logits["note"] or f"ok, {_number(worst, '.0%')} of what may differ"),
         (
             "functions agree",

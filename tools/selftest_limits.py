@@ -54,12 +54,12 @@ class Watch:
             timer.cancel()
 
     def calls(self, device, names: tuple[str, ...]) -> None:
-        """Watches these methods of a device, those that it has; their first argument is what it works on."""
+        """Watches these methods of a device, those that it has; their first argument, if any, is what it works on."""
 
         def watched(call: Callable) -> Callable:
-            def run(what: str, *arguments, **options):
-                with self.over(what):
-                    return call(what, *arguments, **options)
+            def run(*arguments, **options):
+                with self.over(arguments[0] if arguments else "a step"):
+                    return call(*arguments, **options)
 
             return run
 

@@ -23,10 +23,12 @@ from mlc_amd.tools.selftest_limits import Budget
 
 DECODED = 4  # tokens, one by one
 PROMPT = 40  # tokens of a prefill step, at most
+AHEAD = 72  # tokens that are decoded by steps that begin ahead: into a second page
 FEW = 8  # tokens, and short sequences, of a step of a model that is slow here
 # Of logits: the root of the mean square of the differences, as a share of the same of the logits' distances from their
 # mean. Int8 activations that round to the other side are common after some layers and add up to 3 % in the bundled
 # model; a wrong kernel or launch list changes logits altogether.
+AHEAD_SHARE = 0.05  # of the seconds that are left, for these
 TOLERANCE = 0.1
 LARGEST = 64 << 20  # bytes of weights that numpy computes unasked: a billion operations or two
 TIMED_DEPTH = 64  # tokens in the cache when kernels are timed
@@ -199,6 +201,27 @@ def agreement(engine) -> dict:
         return {"deviation": deviation, "problem": None, "note": note}
     problem = "decode and prefill give other logits than the function for all logits"
     return {"deviation": deviation, "problem": problem, "note": None}
+
+
+def ahead(engine, token: float = 0, budget: Budget | None = None) -> dict:
+    """{"steps", "problem"}: how many steps began before the one before them was done, none on devices without such, and
+    whether other tokens are chosen than by steps one by one. token: seconds of one; fewer steps where the budget wants
+    it."""
+    engine.reset()
+    with engine.batch(2 if engine.kv_usage.pages > 3 else 1) as batch:
+        if not batch.ahead:
+            return {"steps": 0, "problem": None}
+        ids = np.random.default_rng(3).integers(0, engine.vocab, (batch.count, 4))
+        steps, found, share = min(AHEAD, engine.context - 4), [], AHEAD_SHARE * (budget or Budget()).left
+        if 3 * steps * token > share:
+            steps = min(steps, FEW)
+        for begins_ahead in (False, True, False):
+            batch.truncate(0)
+            batch.prefill(ids[:, :3])
+            found.append(batch.decode(ids[:, 3].tolist(), steps, begins_ahead))
+    # Where runs one by one differ, it is rounding that decides.
+    wrong = found[0] == found[2] != found[1]
+    return {"steps": steps - 1, "problem": "steps that begin ahead choose other tokens" if wrong else None}
 
 
 def _apart(found: np.ndarray, expected: np.ndarray) -> float | None:
