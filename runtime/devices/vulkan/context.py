@@ -52,7 +52,7 @@ class Context:
         fences = [self.own("vkDestroyFence", self.create("vkCreateFence", api.FenceInfo())) for _ in range(AHEAD)]
         self._free = [(ctypes.c_uint64 * 1)(fence) for fence in fences]
         self._running: deque[ctypes.Array] = deque()  # fences of what runs, the oldest first
-        self._open = False  # what was submitted last has no fence
+        self._unfenced = False  # what was submitted last has no fence
 
     def _open(self) -> None:
         gpu = self.gpu
@@ -114,7 +114,7 @@ class Context:
     @property
     def busy(self) -> bool:
         """Whether there is something that was submitted and not waited for."""
-        return bool(self._running) or self._open
+        return bool(self._running) or self._unfenced
 
     def submit(self, *submissions: ctypes.Structure) -> None:
         """Starts command buffers, one behind the other, when all those before are done."""
@@ -126,12 +126,12 @@ class Context:
         calls are not waited for."""
         self._running.append(self._free.pop())
         self._start(submissions, self._running[-1])
-        self._open = False
+        self._unfenced = False
 
     def submit_open(self, *submissions: ctypes.Structure) -> None:
         """Starts command buffers behind what runs; `submit_behind` comes next, and is waited for in their place, or
         `settle`."""
-        self._open = True
+        self._unfenced = True
         self._start(submissions, None)
 
     def _start(self, submissions: Sequence[ctypes.Structure], fence: ctypes.Array | None) -> None:
@@ -142,7 +142,7 @@ class Context:
         """Waits for what was submitted without a wait, or with one that was interrupted."""
         if self.busy:
             self.calls.vkDeviceWaitIdle(self.device)
-            self._open = False
+            self._unfenced = False
             while self._running:
                 self._release()
 

@@ -32,7 +32,7 @@ class _Inputs:
     renew     by table what copies it from here to where kernels find it, where that is elsewhere
     """
 
-    def __init__(self, memory: Memory, inputs: Mapping[str, int], tables: Mapping[str, int], entries):
+    def __init__(self, memory: Memory, inputs: dict[str, int], tables: dict[str, int], entries: Mapping):
         self.places, (self.block,) = memory.spread(inputs, "input")
         self.table_places, (self.tables,) = memory.spread(tables, "input")
         self.bytes = self.block.view(0, np.uint8, (self.block.nbytes,))
