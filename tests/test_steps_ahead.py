@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 from ahead_harness import assert_nothing_is_held, computes_ahead
+from samples import sample
 from vulkan_harness import gpu
 
 from mlc_amd.runtime.direct import compute
@@ -44,18 +45,18 @@ def vulkan(lavapipe_model):
         yield engine
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", sample(OPTIONS, [OPTIONS[i] for i in (2, 4, 5)]))
 def test_a_gpus_answers_are_those_of_steps_one_by_one(vulkan, monkeypatch, options):
     begun, start_behind = [], vulkan.device.start_behind
     monkeypatch.setattr(
         vulkan.device, "start_behind", lambda name, late=False: (begun.append(late), start_behind(name, late))
     )
     vulkan.reset()
-    found = answers(vulkan, max_tokens=40, **options)
+    found = answers(vulkan, max_tokens=36, **options)
     assert (len(begun) > 30) == ("logprobs" not in options)
     monkeypatch.setattr(vulkan.device, "ahead", lambda name, late=False: False)
     vulkan.reset()
-    assert answers(vulkan, max_tokens=40, **options) == found
+    assert answers(vulkan, max_tokens=36, **options) == found
     assert_nothing_is_held(vulkan)
 
 
